@@ -1,0 +1,20 @@
+/* Time, injected so that a simulator can supply its own: the core never asks the operating system for it directly. */
+#ifndef LH_BASE_CLOCK_H
+#define LH_BASE_CLOCK_H
+
+#include "base/base.h"
+
+struct lh_clock {
+    uint64_t (*now_ns)(void *context); /* monotonic */
+    void *context;
+};
+
+/* CLOCK_MONOTONIC. */
+struct lh_clock lh_clock_real(void);
+
+static inline uint64_t lh_clock_now_ns(const struct lh_clock *clock)
+{
+    return clock->now_ns(clock->context);
+}
+
+#endif

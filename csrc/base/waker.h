@@ -1,0 +1,35 @@
+/*
+ * One place where a thread sleeps until any of its sources has news: an eventfd that I/O backends, workers and other
+ * threads write to.
+ *
+ * A writer pays for the system call only when the owner sleeps: the owner sets `sleeping`, looks at its sources once more,
+ * and only then blocks; a writer publishes its news first and looks at `sleeping` after (both sequentially consistent), so
+ * no news is slept through. The kernel's io_uring notification writes to fd always.
+ *
+ * Thread: prepare/wait/cancel belong to the owner; lh_waker_wake() is for any thread.
+ */
+#ifndef LH_BASE_WAKER_H
+#define LH_BASE_WAKER_H
+
+#include <stdatomic.h>
+
+#include "base/error.h"
+
+struct lh_waker {
+    int fd;                       /* eventfd, non-blocking */
+    _Atomic uint32_t sleeping;
+};
+
+int lh_waker_init(struct lh_waker *waker, struct lh_error *err) LH_MUST_CHECK;
+void lh_waker_deinit(struct lh_waker *waker);
+
+/* Announce the intention to sleep; the owner must look at all its sources again after this. */
+void lh_waker_prepare(struct lh_waker *waker);
+/* Sleep until woken or timeout_ms passed (-1: for ever); resets sleeping and drains fd. */
+void lh_waker_wait(struct lh_waker *waker, int timeout_ms);
+/* Sources had news after all. */
+void lh_waker_cancel(struct lh_waker *waker);
+
+void lh_waker_wake(struct lh_waker *waker);
+
+#endif

@@ -1,0 +1,118 @@
+/*
+ * Asynchronous file I/O for one owner thread: io_uring, libaio or threads behind one vtable.
+ *
+ * A request is a struct in its owner's memory. Submit hands it over; poll gives it back with result = 0 or -errno.
+ * The backend continues short transfers and retries EINTR and EAGAIN by itself, so result 0 means every byte. A read
+ * that meets the end of the file is -ENODATA. Backends never touch the bytes.
+ *
+ * Invariants:
+ *  1. A request submitted comes back exactly once, through poll, on the owner thread.
+ *  2. At most queue_depth_max requests are in flight; one more submit answers -EAGAIN and takes nothing.
+ *  3. With O_DIRECT (file.direct) offset, bytes and buffer are multiples of LH_BLOCK_BYTES: asserted at submit.
+ *
+ * Thread: create, submit, poll, destroy on one owner thread.
+ */
+#ifndef LH_IO_IO_H
+#define LH_IO_IO_H
+
+#include "base/alloc.h"
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/waker.h"
+
+#define LH_IO_OPS_VERSION 1
+#define LH_IO_QUEUE_DEPTH_MAX 1024
+#define LH_IO_FILE_COUNT_MAX 64
+#define LH_IO_BUFFER_COUNT_MAX 64
+
+enum lh_io_kind {
+    LH_IO_KIND_READ = 0,
+    LH_IO_KIND_WRITE = 1,
+    LH_IO_KIND_SYNC = 2, /* fdatasync: completes when the file's data and the metadata to reach it are durable */
+};
+
+struct lh_io_request {
+    enum lh_io_kind kind;
+    uint32_t file_index;  /* into the files given at create */
+    void *buffer;         /* borrowed until the request comes back; ignored by SYNC */
+    uint64_t bytes;       /* ignored by SYNC */
+    uint64_t offset;      /* in the file; ignored by SYNC */
+    void *owner;          /* the submitter's; never read here */
+    int64_t result;       /* 0 or -errno, valid once polled */
+    uint64_t submitted_ns;
+    uint64_t completed_ns;
+    /* Private to the backend. */
+    uint64_t done_bytes;
+    struct lh_io_request *next;
+    uint32_t slot;
+};
+
+struct lh_io_file {
+    int fd;      /* borrowed until destroy */
+    bool direct; /* opened with O_DIRECT */
+};
+
+/* A region that requests' buffers lie in, announced so that a backend may register it with the kernel. */
+struct lh_io_buffer {
+    void *base;
+    uint64_t bytes;
+};
+
+struct lh_io_opts {
+    const struct lh_io_file *files; /* borrowed for the call */
+    uint32_t file_count;
+    const struct lh_io_buffer *buffers; /* borrowed for the call */
+    uint32_t buffer_count;
+    uint32_t queue_depth_max;
+    uint32_t thread_count;       /* for the threads backend; 0: 4 */
+    struct lh_waker *waker;      /* woken after completions; borrowed until destroy; may be NULL */
+    const struct lh_clock *clock; /* borrowed until destroy */
+};
+
+struct lh_io;
+
+struct lh_io_ops {
+    uint32_t version; /* LH_IO_OPS_VERSION */
+    const char *name; /* "io_uring", "libaio", "threads" */
+    int (*submit)(struct lh_io *io, struct lh_io_request *request); /* 0 or -EAGAIN: full */
+    /* (optional) Push what submit queued to the kernel; called once after a batch of submits. */
+    void (*flush)(struct lh_io *io);
+    uint32_t (*poll)(struct lh_io *io, struct lh_io_request **done, uint32_t done_max);
+    void (*destroy)(struct lh_io *io); /* no request may be in flight: asserted */
+};
+
+/* First member of every implementation. */
+struct lh_io {
+    const struct lh_io_ops *ops;
+    uint32_t in_flight_count;
+    char note[256]; /* what this backend could not have and why ("buffers not registered: RLIMIT_MEMLOCK is 8388608") */
+};
+
+/*
+ * Make one named backend. name: "io_uring", "libaio", "threads".
+ *
+ * Owns:   *io_out owns the ring and its threads; release with (*io_out)->ops->destroy().
+ * Errors: -EINVAL (opts, unknown name), -ENOTSUP (not built in), -ENOMEM, what the kernel said (-EPERM: forbidden by
+ *         seccomp or sysctl; the message names the blocker and the way out). *io_out is NULL then.
+ */
+int lh_io_create(const char *name, const struct lh_io_opts *opts, struct lh_alloc *alloc, struct lh_io **io_out,
+                 struct lh_error *err) LH_MUST_CHECK;
+
+/*
+ * Try the backends best first (io_uring, libaio, threads), each with one aligned write and read on a probe file in
+ * directory, and make the first that works. reason_out gets one line a backend that was passed over, and why.
+ */
+int lh_io_create_best(const char *directory, const struct lh_io_opts *opts, struct lh_alloc *alloc,
+                      struct lh_io **io_out, char *reason_out, uint64_t reason_bytes, struct lh_error *err) LH_MUST_CHECK;
+
+/*
+ * Whether one backend works on directory: writes and reads back 4 KiB in an unlinked file. For doctor and create_best.
+ * direct: with O_DIRECT. Errors: as lh_io_create, or what the write or read said, or -EIO (wrong bytes came back).
+ */
+int lh_io_probe(const char *name, const char *directory, bool direct, struct lh_alloc *alloc,
+                struct lh_error *err) LH_MUST_CHECK;
+
+/* Names of the backends that this build contains, best first, NULL-terminated. */
+const char *const *lh_io_names(void);
+
+#endif
