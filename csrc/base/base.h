@@ -1,8 +1,9 @@
 /*
- * Words that every module uses: fixed-width integers, attributes, and sizes computed with overflow checks.
+ * Words that every module uses: fixed-width integers, attributes, and sizes computed with overflow
+ * checks.
  *
- * Includes nothing of lohan's. Sizes are uint64_t bytes throughout: a store outgrows size_t on a 32-bit machine, and one
- * type for every size leaves no conversions to get wrong.
+ * Includes nothing of lohan's. Sizes are uint64_t bytes throughout: a store outgrows size_t on a
+ * 32-bit machine, and one type for every size leaves no conversions to get wrong.
  */
 #ifndef LH_BASE_BASE_H
 #define LH_BASE_BASE_H
@@ -12,13 +13,17 @@
 #include <stdint.h>
 
 #define LH_MUST_CHECK __attribute__((warn_unused_result))
-#define LH_PRINTF(format_index, first_index) __attribute__((format(printf, format_index, first_index)))
+#define LH_PRINTF(format_index, first_index)                                                       \
+    __attribute__((format(printf, format_index, first_index)))
 
 #define LH_KIB (UINT64_C(1) << 10)
 #define LH_MIB (UINT64_C(1) << 20)
 #define LH_GIB (UINT64_C(1) << 30)
 
-/* The unit of O_DIRECT transfers: offsets, lengths and addresses are multiples of it on every device we know. */
+/*
+ * The unit of O_DIRECT transfers: offsets, lengths and addresses are multiples of it on every
+ * device we know.
+ */
 #define LH_BLOCK_BYTES UINT64_C(4096)
 /* One checksum covers this many bytes of an extent (the last one of an extent may cover fewer). */
 #define LH_CHECKSUM_BYTES LH_MIB
@@ -42,7 +47,10 @@ static inline uint64_t lh_div_ceil(uint64_t value, uint64_t divisor)
     return value / divisor + (value % divisor != 0);
 }
 
-/* value must be at most UINT64_MAX - alignment; every size in lohan is below 2^60 (checked where sizes enter). */
+/*
+ * value must be at most UINT64_MAX - alignment; every size in lohan is below 2^60 (checked where
+ * sizes enter).
+ */
 static inline uint64_t lh_align_up(uint64_t value, uint64_t alignment)
 {
     return lh_div_ceil(value, alignment) * alignment;

@@ -1,4 +1,7 @@
-/* Time, injected so that a simulator can supply its own: the core never asks the operating system for it directly. */
+/*
+ * Time, injected so that a simulator can supply its own: the core never asks the operating system
+ * for it directly.
+ */
 #ifndef LH_BASE_CLOCK_H
 #define LH_BASE_CLOCK_H
 

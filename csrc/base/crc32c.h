@@ -1,11 +1,13 @@
 /*
  * CRC-32C (Castagnoli), the checksum of everything in a store.
  *
- * Three implementations give the same value: a table (any machine), the SSE4.2 / ARMv8 instruction, and AVX-512
- * VPCLMULQDQ folding, which runs at cache speed: the optimizer checks and makes checksums for 24 bytes a parameter in
- * the pass that has them in cache, so anything slower would bound it.
+ * Three implementations give the same value: a table (any machine), the SSE4.2 / ARMv8 instruction,
+ * and AVX-512 VPCLMULQDQ folding, which runs at cache speed: the optimizer checks and makes
+ * checksums for 24 bytes a parameter in the pass that has them in cache, so anything slower would
+ * bound it.
  *
- * Chaining: crc = lh_crc32c(crc, next, bytes) over consecutive pieces equals one call over the whole; start with 0.
+ * Chaining: crc = lh_crc32c(crc, next, bytes) over consecutive pieces equals one call over the
+ * whole; start with 0.
  * Thread: any.
  */
 #ifndef LH_BASE_CRC32C_H
@@ -22,7 +24,10 @@ struct lh_crc32c_kernel {
     lh_crc32c_fn run;
 };
 
-/* The kernels this machine can run, best first; the count is returned. For tests, benchmarks and doctor. */
+/*
+ * The kernels this machine can run, best first; the count is returned. For tests, benchmarks and
+ * doctor.
+ */
 int lh_crc32c_kernels(const struct lh_crc32c_kernel **kernels_out);
 
 /* crc of the concatenation A|B from crc(A), crc(B) and B's length. */

@@ -1,4 +1,6 @@
-/* Element types that the core knows by name; every other type is bytes to it (frozen parameters). */
+/*
+ * Element types that the core knows by name; every other type is bytes to it (frozen parameters).
+ */
 #ifndef LH_BASE_DTYPE_H
 #define LH_BASE_DTYPE_H
 

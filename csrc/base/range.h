@@ -1,8 +1,10 @@
 /*
- * Offsets in one region handed out and taken back: first fit, neighbours merged. Pure bookkeeping, no memory behind it:
- * the residency plan runs the same code ahead of time that the engine runs in the step, so both reach the same addresses.
+ * Offsets in one region handed out and taken back: first fit, neighbours merged. Pure bookkeeping,
+ * no memory behind it: the residency plan runs the same code ahead of time that the engine runs in
+ * the step, so both reach the same addresses.
  *
- * Invariants: 1. holes are sorted by offset, none empty, no two adjacent.  2. offsets and sizes are multiples of granule.
+ * Invariants: 1. holes are sorted by offset, none empty, no two adjacent.  2. offsets and sizes are
+ * multiples of granule.
  * Thread: one owner.
  */
 #ifndef LH_BASE_RANGE_H
@@ -28,8 +30,8 @@ struct lh_range {
 };
 
 /* hole_max must exceed the number of ranges ever held at once. Errors: -ENOMEM, -EINVAL. */
-int lh_range_init(struct lh_range *range, struct lh_alloc *alloc, uint64_t total_bytes, uint64_t granule,
-                  uint32_t hole_max, struct lh_error *err) LH_MUST_CHECK;
+int lh_range_init(struct lh_range *range, struct lh_alloc *alloc, uint64_t total_bytes,
+                  uint64_t granule, uint32_t hole_max, struct lh_error *err) LH_MUST_CHECK;
 void lh_range_deinit(struct lh_range *range, struct lh_alloc *alloc);
 void lh_range_reset(struct lh_range *range);
 /* target's hole_max must be at least source's; both are initialised. */

@@ -1,11 +1,12 @@
 /*
- * A bounded queue of fixed-size messages, many writers and one reader, without locks (a ticket a cell, after D. Vyukov's
- * bounded MPMC queue). The only lock-free code in lohan: messages from training threads to the engine, completions from
- * workers to the engine.
+ * A bounded queue of fixed-size messages, many writers and one reader, without locks (a ticket a
+ * cell, after D. Vyukov's bounded MPMC queue). The only lock-free code in lohan: messages from
+ * training threads to the engine, completions from workers to the engine.
  *
  * Invariants:
  *  1. cells is a power of two; cell i's sequence tells whose turn it is (see ring.c).
- *  2. A message is published by the release store of its cell's sequence and read after the acquire load of it.
+ *  2. A message is published by the release store of its cell's sequence and read after the acquire
+ *     load of it.
  *
  * Thread: lh_ring_push any thread; lh_ring_pop the one reader.
  */
@@ -36,7 +37,8 @@ struct lh_ring {
 };
 
 /* cell_count_min is rounded up to a power of two. Errors: -ENOMEM, -EINVAL (0 or above 2^24). */
-int lh_ring_init(struct lh_ring *ring, struct lh_alloc *alloc, uint64_t cell_count_min, struct lh_error *err) LH_MUST_CHECK;
+int lh_ring_init(struct lh_ring *ring, struct lh_alloc *alloc, uint64_t cell_count_min,
+                 struct lh_error *err) LH_MUST_CHECK;
 void lh_ring_deinit(struct lh_ring *ring, struct lh_alloc *alloc);
 
 /* false: full. */

@@ -1,10 +1,11 @@
 /*
- * One place where a thread sleeps until any of its sources has news: an eventfd that I/O backends, workers and other
- * threads write to.
+ * One place where a thread sleeps until any of its sources has news: an eventfd that I/O backends,
+ * workers and other threads write to.
  *
- * A writer pays for the system call only when the owner sleeps: the owner sets `sleeping`, looks at its sources once more,
- * and only then blocks; a writer publishes its news first and looks at `sleeping` after (both sequentially consistent), so
- * no news is slept through. The kernel's io_uring notification writes to fd always.
+ * A writer pays for the system call only when the owner sleeps: the owner sets `sleeping`, looks at
+ * its sources once more, and only then blocks; a writer publishes its news first and looks at
+ * `sleeping` after (both sequentially consistent), so no news is slept through. The kernel's
+ * io_uring notification writes to fd always.
  *
  * Thread: prepare/wait/cancel belong to the owner; lh_waker_wake() is for any thread.
  */
@@ -16,7 +17,7 @@
 #include "base/error.h"
 
 struct lh_waker {
-    int fd;                       /* eventfd, non-blocking */
+    int fd; /* eventfd, non-blocking */
     _Atomic uint32_t sleeping;
 };
 

@@ -1,27 +1,34 @@
 /*
  * AdamW on the CPU, in one pass over memory.
  *
- * The rule is torch.optim.AdamW's, in fp32, written with explicit fused multiply-adds (all scalars made in double on the
- * host, once per step and parameter; then rounded to float):
+ * The rule is torch.optim.AdamW's, in fp32, written with explicit fused multiply-adds (all scalars
+ * made in double on the host, once per step and parameter; then rounded to float):
  *
- *      g  = gradient * gradient_scale                      (unscale and clip, one multiplication; exact when 1)
+ *      g  = gradient * gradient_scale         (unscale and clip, one multiplication; exact when 1)
  *      m  = fma(g - m, 1 - beta1, m)
  *      v  = fma(v, beta2, (g * (1 - beta2)) * g)
- *      d  = sqrt(v) / bias2_sqrt + eps                     (IEEE square root and division, never approximations)
- *      p  = fma(-step_size, m / d, p * decay)              decay = 1 - lr * weight_decay, step_size = lr / bias1
+ *      d  = sqrt(v) / bias2_sqrt + eps        (IEEE square root and division, never approximations)
+ *      p  = fma(-step_size, m / d, p * decay)
  *
- * adam_ref.c is the definition; every SIMD kernel gives its bits exactly, on any input including NaN, infinity and
- * denormals (no flush to zero).
+ * with decay = 1 - lr * weight_decay and step_size = lr / bias1.
  *
- * [Note: 12P] A bf16 parameter is stored as P16, its fp32 master P32 rounded to nearest with ties away from zero, and the
- * difference of their bit patterns: residual = bits(P32) - (bits(P16) << 16). Ties away keep that in [-32768, 32767], so 16 bits
- * hold it (with ties to even a difference of +32768 would occur) and the pair is as good as P32: 4 bytes instead of 6. NaN:
- * rounding could carry a NaN's bit pattern into infinity or past it, so a NaN master becomes the quiet NaN 0x7FC00000
- * (with its sign) and residual 0. Infinity is exact. A finite master at or above 0x7F7F8000 rounds to infinity in P16, as bf16 rounding does;
- * the residual still restores it.
+ * adam_ref.c is the definition; every SIMD kernel gives its bits exactly, on any input including
+ * NaN, infinity and denormals (no flush to zero).
+ *
+ * [Note: 12P] A bf16 parameter is stored as P16, its fp32 master P32 rounded to nearest with ties
+ * away from zero, and the difference of their bit patterns:
+ *
+ *      residual = bits(P32) - (bits(P16) << 16)
+ *
+ * Ties away keep that in [-32768, 32767], so 16 bits hold it (with ties to even a difference of
+ * +32768 would occur) and the pair is as good as P32: 4 bytes instead of 6. NaN: rounding could
+ * carry a NaN's bit pattern into infinity or past it, so a NaN master becomes the quiet NaN
+ * 0x7FC00000 (with its sign) and residual 0. Infinity is exact. A finite master at or above
+ * 0x7F7F8000 rounds to infinity in P16, as bf16 rounding does; the residual still restores it.
  *
  * Thread: pure functions over the caller's memory.
- * Source: LoHan IV-C (the optimizer as the gradient's handler); the rule: Loshchilov and Hutter, Decoupled Weight Decay.
+ * Source: LoHan IV-C (the optimizer as the gradient's handler); the rule: Loshchilov and Hutter,
+ *         Decoupled Weight Decay.
  */
 #ifndef LH_COMPUTE_ADAM_H
 #define LH_COMPUTE_ADAM_H
@@ -47,12 +54,13 @@ struct lh_adam_hyper {
 };
 
 /* Scalars of one step (1, 2, ...). Source: torch.optim.AdamW, single-tensor form. */
-struct lh_adam_scalars lh_adam_scalars_make(const struct lh_adam_hyper *hyper, uint64_t step, double gradient_scale);
+struct lh_adam_scalars lh_adam_scalars_make(const struct lh_adam_hyper *hyper, uint64_t step,
+                                            double gradient_scale);
 
 /* One run of elements with one set of scalars. Arrays do not overlap; any alignment, any count. */
 struct lh_adam_run {
-    void *param;         /* float, or bf16 bits */
-    int16_t *residual;   /* bf16 parameters only, else NULL */
+    void *param;       /* float, or bf16 bits */
+    int16_t *residual; /* bf16 parameters only, else NULL */
     float *moment1;
     float *moment2;
     const void *gradient; /* float or bf16 bits, by gradient_dtype */
@@ -80,7 +88,7 @@ void lh_adam_join(const uint16_t *param, const int16_t *residual, float *master,
 
 /* One gradient tensor's part in a chunk; elements outside every segment stay as they are. */
 struct lh_adam_segment {
-    uint64_t first;  /* element in the chunk */
+    uint64_t first; /* element in the chunk */
     uint64_t count;
     const void *gradient; /* of element `first` */
     enum lh_dtype gradient_dtype;
@@ -88,8 +96,9 @@ struct lh_adam_segment {
 };
 
 /*
- * A chunk: consecutive elements of one bucket, with its checksums. One checksum covers LH_CHECKSUM_BYTES of one array,
- * counted from the array's start (a chunk starts on such a boundary in every array); the last may cover fewer.
+ * A chunk: consecutive elements of one bucket, with its checksums. One checksum covers
+ * LH_CHECKSUM_BYTES of one array, counted from the array's start (a chunk starts on such a boundary
+ * in every array); the last may cover fewer.
  */
 struct lh_adam_chunk {
     void *param;
@@ -111,7 +120,12 @@ struct lh_adam_chunk {
     uint32_t *moment2_checksums;
 };
 
-enum lh_adam_array { LH_ADAM_ARRAY_NONE, LH_ADAM_ARRAY_RESIDUAL, LH_ADAM_ARRAY_MOMENT1, LH_ADAM_ARRAY_MOMENT2 };
+enum lh_adam_array {
+    LH_ADAM_ARRAY_NONE,
+    LH_ADAM_ARRAY_RESIDUAL,
+    LH_ADAM_ARRAY_MOMENT1,
+    LH_ADAM_ARRAY_MOMENT2
+};
 
 struct lh_adam_mismatch {
     enum lh_adam_array array;
@@ -121,9 +135,9 @@ struct lh_adam_mismatch {
 };
 
 /*
- * Update a chunk tile by tile: check what was read, update, make checksums of what is to be written, while the tile is
- * in cache. Returns 0, or -EILSEQ with the first mismatch described: the chunk's bytes are then garbage and must not be
- * written.
+ * Update a chunk tile by tile: check what was read, update, make checksums of what is to be
+ * written, while the tile is in cache. Returns 0, or -EILSEQ with the first mismatch described: the
+ * chunk's bytes are then garbage and must not be written.
  */
 int lh_adam_chunk_update(const struct lh_adam_chunk *chunk, struct lh_adam_mismatch *mismatch_out);
 

@@ -1,11 +1,12 @@
 /*
- * A team of workers for what would block the engine or keep it from its completions: optimizer arithmetic, checksums.
+ * A team of workers for what would block the engine or keep it from its completions: optimizer
+ * arithmetic, checksums.
  *
- * A job is a struct in its owner's memory. Submit never blocks; a finished job comes back through poll, in the order in
- * which jobs finish. The vtable lets a simulator run jobs in virtual time.
+ * A job is a struct in its owner's memory. Submit never blocks; a finished job comes back through
+ * poll, in the order in which jobs finish. The vtable lets a simulator run jobs in virtual time.
  *
- * Thread: submit and poll belong to one owner thread; job->run() is called on a worker. destroy waits for running jobs;
- *         jobs not yet started are dropped, so the owner drains first.
+ * Thread: submit and poll belong to one owner thread; job->run() is called on a worker. destroy
+ *         waits for running jobs; jobs not yet started are dropped, so the owner drains first.
  */
 #ifndef LH_EXEC_EXEC_H
 #define LH_EXEC_EXEC_H
@@ -21,7 +22,8 @@
 struct lh_exec_job {
     void (*run)(struct lh_exec_job *job); /* on a worker; must not block on anything but memory */
     void *context;
-    uint64_t work_bytes; /* memory traffic of the job, for a simulator's service time; 0 where nobody knows */
+    /* memory traffic of the job, for a simulator's service time; 0 where nobody knows */
+    uint64_t work_bytes;
     uint64_t started_ns; /* filled by the team */
     uint64_t ended_ns;
     uint32_t worker_index;
@@ -32,7 +34,8 @@ struct lh_exec;
 struct lh_exec_ops {
     uint32_t version; /* LH_EXEC_OPS_VERSION */
     const char *name;
-    int (*submit)(struct lh_exec *exec, struct lh_exec_job *job); /* 0, or -EAGAIN when the queue is full */
+    /* 0, or -EAGAIN when the queue is full */
+    int (*submit)(struct lh_exec *exec, struct lh_exec_job *job);
     uint32_t (*poll)(struct lh_exec *exec, struct lh_exec_job **done, uint32_t done_max);
     void (*destroy)(struct lh_exec *exec);
 };
@@ -44,11 +47,13 @@ struct lh_exec {
 };
 
 struct lh_exec_threads_opts {
-    uint32_t thread_count;     /* 1 .. LH_EXEC_THREAD_COUNT_MAX */
-    uint32_t queue_depth_max;  /* jobs submitted and not yet polled */
-    int nice;                  /* added to the worker threads' nice value; 0 leaves it */
-    const int *cpus;           /* thread i is pinned to cpus[i]; NULL: not pinned. Borrowed for the call. */
-    struct lh_waker *waker;    /* woken after each completion; borrowed until destroy; may be NULL */
+    uint32_t thread_count;    /* 1 .. LH_EXEC_THREAD_COUNT_MAX */
+    uint32_t queue_depth_max; /* jobs submitted and not yet polled */
+    int nice;                 /* added to the worker threads' nice value; 0 leaves it */
+    /* thread i is pinned to cpus[i]; NULL: not pinned. Borrowed for the call. */
+    const int *cpus;
+    /* woken after each completion; borrowed until destroy; may be NULL */
+    struct lh_waker *waker;
     const struct lh_clock *clock; /* borrowed until destroy */
 };
 
@@ -56,10 +61,11 @@ struct lh_exec_threads_opts {
  * Start a team of real threads.
  *
  * Owns:   *exec_out owns its threads; release with (*exec_out)->ops->destroy().
- * Errors: -EINVAL, -ENOMEM, -EAGAIN (the system refuses a thread: says how many it gave). *exec_out is NULL then.
+ * Errors: -EINVAL, -ENOMEM, -EAGAIN (the system refuses a thread: says how many it gave). *exec_out
+ *         is NULL then.
  * Thread: the calling thread becomes the owner.
  */
-int lh_exec_threads_create(const struct lh_exec_threads_opts *opts, struct lh_alloc *alloc, struct lh_exec **exec_out,
-                           struct lh_error *err) LH_MUST_CHECK;
+int lh_exec_threads_create(const struct lh_exec_threads_opts *opts, struct lh_alloc *alloc,
+                           struct lh_exec **exec_out, struct lh_error *err) LH_MUST_CHECK;
 
 #endif

@@ -1,14 +1,17 @@
 /*
  * Asynchronous file I/O for one owner thread: io_uring, libaio or threads behind one vtable.
  *
- * A request is a struct in its owner's memory. Submit hands it over; poll gives it back with result = 0 or -errno.
- * The backend continues short transfers and retries EINTR and EAGAIN by itself, so result 0 means every byte. A read
- * that meets the end of the file is -ENODATA. Backends never touch the bytes.
+ * A request is a struct in its owner's memory. Submit hands it over; poll gives it back with
+ * result = 0 or -errno. The backend continues short transfers and retries EINTR and EAGAIN by
+ * itself, so result 0 means every byte. A read that meets the end of the file is -ENODATA. Backends
+ * never touch the bytes.
  *
  * Invariants:
  *  1. A request submitted comes back exactly once, through poll, on the owner thread.
- *  2. At most queue_depth_max requests are in flight; one more submit answers -EAGAIN and takes nothing.
- *  3. With O_DIRECT (file.direct) offset, bytes and buffer are multiples of LH_BLOCK_BYTES: asserted at submit.
+ *  2. At most queue_depth_max requests are in flight; one more submit answers -EAGAIN and takes
+ *     nothing.
+ *  3. With O_DIRECT (file.direct) offset, bytes and buffer are multiples of LH_BLOCK_BYTES:
+ *     asserted at submit.
  *
  * Thread: create, submit, poll, destroy on one owner thread.
  */
@@ -28,17 +31,18 @@
 enum lh_io_kind {
     LH_IO_KIND_READ = 0,
     LH_IO_KIND_WRITE = 1,
-    LH_IO_KIND_SYNC = 2, /* fdatasync: completes when the file's data and the metadata to reach it are durable */
+    /* fdatasync: completes when the file's data and the metadata to reach it are durable */
+    LH_IO_KIND_SYNC = 2,
 };
 
 struct lh_io_request {
     enum lh_io_kind kind;
-    uint32_t file_index;  /* into the files given at create */
-    void *buffer;         /* borrowed until the request comes back; ignored by SYNC */
-    uint64_t bytes;       /* ignored by SYNC */
-    uint64_t offset;      /* in the file; ignored by SYNC */
-    void *owner;          /* the submitter's; never read here */
-    int64_t result;       /* 0 or -errno, valid once polled */
+    uint32_t file_index; /* into the files given at create */
+    void *buffer;        /* borrowed until the request comes back; ignored by SYNC */
+    uint64_t bytes;      /* ignored by SYNC */
+    uint64_t offset;     /* in the file; ignored by SYNC */
+    void *owner;         /* the submitter's; never read here */
+    int64_t result;      /* 0 or -errno, valid once polled */
     uint64_t submitted_ns;
     uint64_t completed_ns;
     /* Private to the backend. */
@@ -52,7 +56,10 @@ struct lh_io_file {
     bool direct; /* opened with O_DIRECT */
 };
 
-/* A region that requests' buffers lie in, announced so that a backend may register it with the kernel. */
+/*
+ * A region that requests' buffers lie in, announced so that a backend may register it with the
+ * kernel.
+ */
 struct lh_io_buffer {
     void *base;
     uint64_t bytes;
@@ -64,8 +71,8 @@ struct lh_io_opts {
     const struct lh_io_buffer *buffers; /* borrowed for the call */
     uint32_t buffer_count;
     uint32_t queue_depth_max;
-    uint32_t thread_count;       /* for the threads backend; 0: 4 */
-    struct lh_waker *waker;      /* woken after completions; borrowed until destroy; may be NULL */
+    uint32_t thread_count;        /* for the threads backend; 0: 4 */
+    struct lh_waker *waker;       /* woken after completions; borrowed until destroy; may be NULL */
     const struct lh_clock *clock; /* borrowed until destroy */
 };
 
@@ -85,29 +92,34 @@ struct lh_io_ops {
 struct lh_io {
     const struct lh_io_ops *ops;
     uint32_t in_flight_count;
-    char note[256]; /* what this backend could not have and why ("buffers not registered: RLIMIT_MEMLOCK is 8388608") */
+    /* what this backend could not have and why ("buffers not registered: RLIMIT_MEMLOCK is ...") */
+    char note[256];
 };
 
 /*
  * Make one named backend. name: "io_uring", "libaio", "threads".
  *
  * Owns:   *io_out owns the ring and its threads; release with (*io_out)->ops->destroy().
- * Errors: -EINVAL (opts, unknown name), -ENOTSUP (not built in), -ENOMEM, what the kernel said (-EPERM: forbidden by
- *         seccomp or sysctl; the message names the blocker and the way out). *io_out is NULL then.
+ * Errors: -EINVAL (opts, unknown name), -ENOTSUP (not built in), -ENOMEM, what the kernel said
+ *         (-EPERM: forbidden by seccomp or sysctl; the message names the blocker and the way out).
+ *         *io_out is NULL then.
  */
-int lh_io_create(const char *name, const struct lh_io_opts *opts, struct lh_alloc *alloc, struct lh_io **io_out,
-                 struct lh_error *err) LH_MUST_CHECK;
+int lh_io_create(const char *name, const struct lh_io_opts *opts, struct lh_alloc *alloc,
+                 struct lh_io **io_out, struct lh_error *err) LH_MUST_CHECK;
 
 /*
- * Try the backends best first (io_uring, libaio, threads), each with one aligned write and read on a probe file in
- * directory, and make the first that works. reason_out gets one line a backend that was passed over, and why.
+ * Try the backends best first (io_uring, libaio, threads), each with one aligned write and read on
+ * a probe file in directory, and make the first that works. reason_out gets one line a backend that
+ * was passed over, and why.
  */
 int lh_io_create_best(const char *directory, const struct lh_io_opts *opts, struct lh_alloc *alloc,
-                      struct lh_io **io_out, char *reason_out, uint64_t reason_bytes, struct lh_error *err) LH_MUST_CHECK;
+                      struct lh_io **io_out, char *reason_out, uint64_t reason_bytes,
+                      struct lh_error *err) LH_MUST_CHECK;
 
 /*
- * Whether one backend works on directory: writes and reads back 4 KiB in an unlinked file. For doctor and create_best.
- * direct: with O_DIRECT. Errors: as lh_io_create, or what the write or read said, or -EIO (wrong bytes came back).
+ * Whether one backend works on directory: writes and reads back 4 KiB in an unlinked file. For
+ * doctor and create_best. direct: with O_DIRECT. Errors: as lh_io_create, or what the write or read
+ * said, or -EIO (wrong bytes came back).
  */
 int lh_io_probe(const char *name, const char *directory, bool direct, struct lh_alloc *alloc,
                 struct lh_error *err) LH_MUST_CHECK;

@@ -1,12 +1,14 @@
 /*
- * One mapping of main memory from which every buffer of an engine is cut: fixed at the start, on huge pages, on one NUMA
- * node, touched before use so that the budget is real from the first moment.
+ * One mapping of main memory from which every buffer of an engine is cut: fixed at the start, on
+ * huge pages, on one NUMA node, touched before use so that the budget is real from the first
+ * moment.
  *
- * Why huge pages: an O_DIRECT transfer from scattered 4 KiB pages is split at the disk queue's segment limit; the same
- * disk moved 2.3 to 3.5 times the bytes a second from 2 MiB pages (fio and lohan's own reads, 2026-11).
+ * Why huge pages: an O_DIRECT transfer from scattered 4 KiB pages is split at the disk queue's
+ * segment limit; the same disk moved 2.3 to 3.5 times the bytes a second from 2 MiB pages (fio and
+ * lohan's own reads, 2026-11).
  *
- * Reserved huge pages (MAP_HUGETLB) when enough are free, else transparent ones (madvise, aligned), else plain pages with
- * a said reason in note.
+ * Reserved huge pages (MAP_HUGETLB) when enough are free, else transparent ones (madvise, aligned),
+ * else plain pages with a said reason in note.
  *
  * Thread: any one at a time.
  */
@@ -23,9 +25,9 @@ enum lh_arena_pages {
 };
 
 struct lh_arena_opts {
-    uint64_t bytes;  /* rounded up to LH_HUGE_PAGE_BYTES */
-    bool lock;       /* mlock: a refusal is noted, not an error (RLIMIT_MEMLOCK is named in note) */
-    int numa_node;   /* -1: wherever the caller runs */
+    uint64_t bytes; /* rounded up to LH_HUGE_PAGE_BYTES */
+    bool lock;      /* mlock: a refusal is noted, not an error (RLIMIT_MEMLOCK is named in note) */
+    int numa_node;  /* -1: wherever the caller runs */
 };
 
 struct lh_arena {
@@ -40,10 +42,11 @@ struct lh_arena {
  * Map and touch opts->bytes.
  *
  * Owns:   *arena_out owns the mapping; release with lh_arena_destroy().
- * Errors: -EINVAL (0 bytes), -ENOMEM (names MemAvailable and what was asked). *arena_out is NULL then.
+ * Errors: -EINVAL (0 bytes), -ENOMEM (names MemAvailable and what was asked). *arena_out is NULL
+ *         then.
  */
-int lh_arena_create(const struct lh_arena_opts *opts, struct lh_alloc *alloc, struct lh_arena **arena_out,
-                    struct lh_error *err) LH_MUST_CHECK;
+int lh_arena_create(const struct lh_arena_opts *opts, struct lh_alloc *alloc,
+                    struct lh_arena **arena_out, struct lh_error *err) LH_MUST_CHECK;
 void lh_arena_destroy(struct lh_arena *arena, struct lh_alloc *alloc);
 
 /* NUMA through libnuma by dlopen; without it there is one node, 0. */

@@ -21,9 +21,11 @@ struct lh_pool {
     uint8_t *held;          /* one flag a slab */
 };
 
-/* base must be aligned to LH_BLOCK_BYTES and slab_bytes a multiple of it. Errors: -EINVAL, -ENOMEM. */
-int lh_pool_init(struct lh_pool *pool, struct lh_alloc *alloc, void *base, uint64_t slab_bytes, uint32_t slab_count,
-                 struct lh_error *err) LH_MUST_CHECK;
+/*
+ * base must be aligned to LH_BLOCK_BYTES and slab_bytes a multiple of it. Errors: -EINVAL, -ENOMEM.
+ */
+int lh_pool_init(struct lh_pool *pool, struct lh_alloc *alloc, void *base, uint64_t slab_bytes,
+                 uint32_t slab_count, struct lh_error *err) LH_MUST_CHECK;
 void lh_pool_deinit(struct lh_pool *pool, struct lh_alloc *alloc);
 
 /* NULL when none is free. */

@@ -1,29 +1,34 @@
 /*
  * Tensors on one to 16 directories, with a commit that power loss cannot tear.
  *
- * A store holds extents: byte ranges of fixed size, each striped over all directories in proportion to their weights
- * (bandwidth). Extents belong to groups; a group has two slots, A and B. The committed slot of a group is what a
- * reopened store shows; new bytes go to the other one, so a committed step stays whole until the next is committed.
- * Frozen groups, and every group of a store made with single_slot, have one slot.
+ * A store holds extents: byte ranges of fixed size, each striped over all directories in proportion
+ * to their weights (bandwidth). Extents belong to groups; a group has two slots, A and B. The
+ * committed slot of a group is what a reopened store shows; new bytes go to the other one, so a
+ * committed step stays whole until the next is committed. Frozen groups, and every group of a store
+ * made with single_slot, have one slot.
  *
  *                    lh_store_stage(group)                 commit finished
  *      CLEAN(slot s) ---------------------> STAGED(slot 1-s) -------------> CLEAN(slot 1-s)
  *            ^                                   |
  *            +------- lh_store_rollback ---------+
  *
- * The store moves no tensor bytes itself: it says where they are (lh_store_map), keeps their checksums
- * (lh_store_checksums), and turns a commit into I/O requests that the engine issues (commit_begin / commit_next). So the
- * whole of it runs unchanged in virtual time, with crashes at any request.
+ * The store moves no tensor bytes itself: it says where they are (lh_store_map), keeps their
+ * checksums (lh_store_checksums), and turns a commit into I/O requests that the engine issues
+ * (commit_begin / commit_next). So the whole of it runs unchanged in virtual time, with crashes at
+ * any request.
  *
  * Commit, in phases, each waiting for the one before:
  *      1 sync every data file   2 write the manifest to the area not in use   3 sync file 0
  *      4 write the superblock not in use (sequence + 1, its CRC)              5 sync file 0
  *
  * Invariants:
- *  1. The newest valid superblock names a manifest that is whole, and every byte that manifest speaks of is durable.
- *  2. Nothing a committed manifest speaks of is overwritten before a newer superblock is durable (single_slot excepted:
- *     such a store is marked unclean before its first write and refused, by name, when opened unclean).
- *  3. A failed sync is final: the store goes to FAILED and every later commit answers the first error.
+ *  1. The newest valid superblock names a manifest that is whole, and every byte that manifest
+ *     speaks of is durable.
+ *  2. Nothing a committed manifest speaks of is overwritten before a newer superblock is durable
+ *     (single_slot excepted: such a store is marked unclean before its first write and refused, by
+ *     name, when opened unclean).
+ *  3. A failed sync is final: the store goes to FAILED and every later commit answers the first
+ *     error.
  *
  * The bytes on disk are specified in docs/store-format.md.
  *
@@ -58,13 +63,14 @@ struct lh_store_opts {
     uint32_t extent_count;
     const struct lh_store_group_desc *groups;
     uint32_t group_count;
-    const void *meta;  /* kept verbatim: the description of the model (JSON), with its own CRC */
+    const void *meta; /* kept verbatim: the description of the model (JSON), with its own CRC */
     uint64_t meta_bytes;
     uint64_t scalar_bytes_max; /* largest blob a commit carries */
     bool single_slot;          /* "never" */
     bool temporary;            /* files are unlinked as soon as they are open */
     bool allow_buffered;       /* fall back to buffered I/O where O_DIRECT is refused (noted) */
-    bool allow_tmpfs;          /* a store in main memory defeats its purpose: refused unless asked for */
+    /* a store in main memory defeats its purpose: refused unless asked for */
+    bool allow_tmpfs;
 };
 
 struct lh_store_piece {
@@ -77,16 +83,18 @@ struct lh_store_piece {
 struct lh_store;
 
 /*
- * Make a new store: files, lock, space for everything (fallocate), headers; durable when this returns. Extents read as zeros
- * (their `zero` flag is set) until first written and committed.
+ * Make a new store: files, lock, space for everything (fallocate), headers; durable when this
+ * returns. Extents read as zeros (their `zero` flag is set) until first written and committed.
  *
- * Owns:   *store_out owns files and lock; release with lh_store_close(). opts is borrowed for the call.
- * Errors: -EEXIST (a store is there: resume, or another place), -ENOSPC (per directory: needed, available, missing),
- *         -EACCES, -ENOTDIR, -EROFS, -EBUSY (locked: by which pid), -EMEDIUMTYPE (tmpfs), -EINVAL. Nothing that was made is left behind
- *         on error. *store_out is NULL then.
+ * Owns:   *store_out owns files and lock; release with lh_store_close(). opts is borrowed for the
+ *         call.
+ * Errors: -EEXIST (a store is there: resume, or another place), -ENOSPC (per directory: needed,
+ *         available, missing), -EACCES, -ENOTDIR, -EROFS, -EBUSY (locked: by which pid),
+ *         -EMEDIUMTYPE (tmpfs), -EINVAL. Nothing that was made is left behind on error. *store_out
+ *         is NULL then.
  */
-int lh_store_create(const struct lh_store_opts *opts, struct lh_alloc *alloc, struct lh_store **store_out,
-                    struct lh_error *err) LH_MUST_CHECK;
+int lh_store_create(const struct lh_store_opts *opts, struct lh_alloc *alloc,
+                    struct lh_store **store_out, struct lh_error *err) LH_MUST_CHECK;
 
 struct lh_store_open_opts {
     const char *const *directories; /* the same set, in any order */
@@ -98,20 +106,25 @@ struct lh_store_open_opts {
 /*
  * Open at the last committed step.
  *
- * Errors: -ENOENT (no store there), -EBUSY (locked), -EPROTO (newer format: both versions named), -EUCLEAN (single slot
- *         and not closed cleanly), -EILSEQ (a header, manifest or meta checksum is wrong: which, where), -ENODATA
- *         (truncated file: expected and actual bytes), -EXDEV (directories of different stores, or one missing: which).
+ * Errors: -ENOENT (no store there), -EBUSY (locked), -EPROTO (newer format: both versions named),
+ *         -EUCLEAN (single slot and not closed cleanly), -EILSEQ (a header, manifest or meta
+ *         checksum is wrong: which, where), -ENODATA (truncated file: expected and actual bytes),
+ *         -EXDEV (directories of different stores, or one missing: which).
  */
-int lh_store_open(const struct lh_store_open_opts *opts, struct lh_alloc *alloc, struct lh_store **store_out,
-                  struct lh_error *err) LH_MUST_CHECK;
+int lh_store_open(const struct lh_store_open_opts *opts, struct lh_alloc *alloc,
+                  struct lh_store **store_out, struct lh_error *err) LH_MUST_CHECK;
 
-/* Close files and release the lock; marks a single-slot store clean if its last commit succeeded. store may be NULL. */
+/*
+ * Close files and release the lock; marks a single-slot store clean if its last commit succeeded.
+ * store may be NULL.
+ */
 void lh_store_close(struct lh_store *store);
 
 /* Description. Pointers are borrowed until close. */
 const void *lh_store_meta(const struct lh_store *store, uint64_t *bytes_out);
-const void *lh_store_scalars(const struct lh_store *store, uint64_t *bytes_out); /* of the last commit; 0 bytes before */
-uint64_t lh_store_step(const struct lh_store *store);     /* given with the last commit; 0 before */
+/* of the last commit; 0 bytes before */
+const void *lh_store_scalars(const struct lh_store *store, uint64_t *bytes_out);
+uint64_t lh_store_step(const struct lh_store *store); /* given with the last commit; 0 before */
 uint32_t lh_store_file_count(const struct lh_store *store);
 const struct lh_io_file *lh_store_files(const struct lh_store *store);
 const char *lh_store_file_path(const struct lh_store *store, uint32_t file_index);
@@ -122,8 +135,10 @@ uint64_t lh_store_file_bytes(const struct lh_store *store, uint32_t file_index);
 const char *lh_store_note(const struct lh_store *store); /* O_DIRECT refused, ...: and why */
 const char *lh_store_uuid(const struct lh_store *store);
 
-/* The slot to read a group from (staged if staged, else committed), and the one to write (never the committed one,
- * unless the group has one slot). */
+/*
+ * The slot to read a group from (staged if staged, else committed), and the one to write (never the
+ * committed one, unless the group has one slot).
+ */
 uint32_t lh_store_read_slot(const struct lh_store *store, uint32_t group);
 uint32_t lh_store_write_slot(const struct lh_store *store, uint32_t group);
 bool lh_store_is_staged(const struct lh_store *store, uint32_t group);
@@ -136,46 +151,53 @@ void lh_store_rollback(struct lh_store *store);
 bool lh_store_is_zero(const struct lh_store *store, uint32_t extent, uint32_t slot);
 void lh_store_clear_zero(struct lh_store *store, uint32_t extent, uint32_t slot);
 
-/* One CRC-32C per LH_CHECKSUM_BYTES of the extent, in memory; commit writes those of the slots it commits. */
-uint32_t *lh_store_checksums(struct lh_store *store, uint32_t extent, uint32_t slot, uint32_t *count_out);
+/*
+ * One CRC-32C per LH_CHECKSUM_BYTES of the extent, in memory; commit writes those of the slots it
+ * commits.
+ */
+uint32_t *lh_store_checksums(struct lh_store *store, uint32_t extent, uint32_t slot,
+                             uint32_t *count_out);
 
 /*
- * Where [offset, offset + bytes) of an extent's slot lies. offset and bytes are multiples of LH_BLOCK_BYTES.
- * Returns the number of pieces (at most piece_max; -E2BIG if more would be needed: ask for a smaller range).
+ * Where [offset, offset + bytes) of an extent's slot lies. offset and bytes are multiples of
+ * LH_BLOCK_BYTES. Returns the number of pieces (at most piece_max; -E2BIG if more would be needed:
+ * ask for a smaller range).
  */
-int lh_store_map(const struct lh_store *store, uint32_t extent, uint32_t slot, uint64_t offset, uint64_t bytes,
-                 struct lh_store_piece *pieces, uint32_t piece_max);
+int lh_store_map(const struct lh_store *store, uint32_t extent, uint32_t slot, uint64_t offset,
+                 uint64_t bytes, struct lh_store_piece *pieces, uint32_t piece_max);
 
 /*
- * Begin a commit of every staged group, as step, with scalars (copied). The store must have no commit running.
- * Writes of staged groups must have completed.
+ * Begin a commit of every staged group, as step, with scalars (copied). The store must have no
+ * commit running. Writes of staged groups must have completed.
  */
-int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *scalars, uint64_t scalar_bytes,
-                          struct lh_error *err) LH_MUST_CHECK;
+int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *scalars,
+                          uint64_t scalar_bytes, struct lh_error *err) LH_MUST_CHECK;
 /*
- * The requests of the next phase, at most request_max (>= LH_IO_FILE_COUNT_MAX). Call again when all of them came back.
- * Returns their count; 0: the commit is durable and staged groups are clean; -errno: failed, for good.
- * Buffers of the requests belong to the store.
+ * The requests of the next phase, at most request_max (>= LH_IO_FILE_COUNT_MAX). Call again when
+ * all of them came back. Returns their count; 0: the commit is durable and staged groups are clean;
+ * -errno: failed, for good. Buffers of the requests belong to the store.
  */
-int lh_store_commit_next(struct lh_store *store, struct lh_io_request *requests, uint32_t request_max,
-                         struct lh_error *err) LH_MUST_CHECK;
+int lh_store_commit_next(struct lh_store *store, struct lh_io_request *requests,
+                         uint32_t request_max, struct lh_error *err) LH_MUST_CHECK;
 bool lh_store_is_committing(const struct lh_store *store);
 /* Bytes a commit writes (manifest and superblock): for the byte accounting. */
 uint64_t lh_store_commit_bytes(const struct lh_store *store);
 
 /*
- * Blocking helpers for create, load, inspect and verify; not for the engine. They check and make checksums, honour the zero
- * flag, and name extent, file and offset in errors (-EILSEQ: both checksums).
+ * Blocking helpers for create, load, inspect and verify; not for the engine. They check and make
+ * checksums, honour the zero flag, and name extent, file and offset in errors (-EILSEQ: both
+ * checksums).
  */
-int lh_store_read_sync(struct lh_store *store, uint32_t extent, uint64_t offset, void *buffer, uint64_t bytes,
-                       struct lh_error *err) LH_MUST_CHECK;
-int lh_store_write_sync(struct lh_store *store, uint32_t extent, uint64_t offset, const void *buffer, uint64_t bytes,
-                        struct lh_error *err) LH_MUST_CHECK;
-int lh_store_commit_sync(struct lh_store *store, uint64_t step, const void *scalars, uint64_t scalar_bytes,
-                         struct lh_error *err) LH_MUST_CHECK;
+int lh_store_read_sync(struct lh_store *store, uint32_t extent, uint64_t offset, void *buffer,
+                       uint64_t bytes, struct lh_error *err) LH_MUST_CHECK;
+int lh_store_write_sync(struct lh_store *store, uint32_t extent, uint64_t offset,
+                        const void *buffer, uint64_t bytes, struct lh_error *err) LH_MUST_CHECK;
+int lh_store_commit_sync(struct lh_store *store, uint64_t step, const void *scalars,
+                         uint64_t scalar_bytes, struct lh_error *err) LH_MUST_CHECK;
 
 /*
- * Sequential bandwidth of directory, bytes/s, with O_DIRECT and 8 MiB transfers over probe_bytes, for stripe weights.
+ * Sequential bandwidth of directory, bytes/s, with O_DIRECT and 8 MiB transfers over probe_bytes,
+ * for stripe weights.
  */
 int lh_store_measure(const char *directory, uint64_t probe_bytes, uint64_t *write_bytes_per_s_out,
                      uint64_t *read_bytes_per_s_out, struct lh_error *err) LH_MUST_CHECK;
