@@ -1,0 +1,55 @@
+#include "base/alloc.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/assert.h"
+
+#define ALLOC_ALIGNMENT_BYTES 64
+/* No machine maps more; below it no sum of a size and an alignment can overflow. */
+#define ALLOC_BYTES_MAX (UINT64_C(1) << 46)
+
+void *lh_alloc_zeroed(struct lh_alloc *alloc, uint64_t count, uint64_t bytes)
+{
+    if (alloc->sealed) {
+        alloc->refused_count++;
+        return NULL;
+    }
+    /* Stays at 0: memory that ran out does not come back because somebody asked again. */
+    if (alloc->fail_after == 0)
+        return NULL;
+    if (alloc->fail_after > 0)
+        alloc->fail_after--;
+    uint64_t total_bytes = 0;
+    if (__builtin_mul_overflow(count, bytes, &total_bytes) || total_bytes > ALLOC_BYTES_MAX)
+        return NULL;
+    /* The exact size, no multiple of the alignment: AddressSanitizer sees one byte too far. */
+    void *pointer = NULL;
+    size_t size = (size_t)lh_max_u64(total_bytes, 1);
+    if (posix_memalign(&pointer, ALLOC_ALIGNMENT_BYTES, size) != 0)
+        return NULL;
+    memset(pointer, 0, size);
+    __atomic_fetch_add(&alloc->live_count, 1, __ATOMIC_RELAXED);
+    return pointer;
+}
+
+void lh_free(struct lh_alloc *alloc, void *pointer)
+{
+    if (!pointer)
+        return;
+    uint64_t live_before = __atomic_fetch_sub(&alloc->live_count, 1, __ATOMIC_RELAXED);
+    LH_ASSERT(live_before > 0);
+    free(pointer);
+}
+
+void lh_alloc_seal(struct lh_alloc *alloc)
+{
+    LH_ASSERT(!alloc->sealed);
+    alloc->sealed = true;
+}
+
+void lh_alloc_unseal(struct lh_alloc *alloc)
+{
+    LH_ASSERT(alloc->sealed);
+    alloc->sealed = false;
+}

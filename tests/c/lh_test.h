@@ -1,0 +1,78 @@
+/*
+ * The harness of the C tests: a program a module, exit code 0 pass, 1 fail, 77 skip (automake's).
+ *
+ *      lh_test_name("a full ring refuses, and loses nothing");
+ *      LH_CHECK(!lh_ring_push(&ring, message));
+ *
+ * The first check that fails ends the program with its file, line and claim.
+ */
+#ifndef LH_TEST_H
+#define LH_TEST_H
+
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define LH_TEST_SKIP_CODE 77
+
+static char lh_test_claim[256];
+
+/* Begin the proof of one claim. */
+__attribute__((format(printf, 1, 2), unused)) static void lh_test_name(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(lh_test_claim, sizeof(lh_test_claim), format, arguments);
+    va_end(arguments);
+    printf("- %s\n", lh_test_claim);
+    fflush(stdout);
+}
+
+#define LH_CHECK(expression)                                                                       \
+    do {                                                                                           \
+        if (!(expression)) {                                                                       \
+            fprintf(stderr, "%s:%d: %s: %s is false\n", __FILE__, __LINE__, lh_test_claim,         \
+                    #expression);                                                                  \
+            exit(1);                                                                               \
+        }                                                                                          \
+    } while (0)
+
+/* End the program as skipped, saying why. */
+#define LH_TEST_SKIP(...)                                                                          \
+    do {                                                                                           \
+        printf("skip: " __VA_ARGS__);                                                              \
+        printf("\n");                                                                              \
+        exit(LH_TEST_SKIP_CODE);                                                                   \
+    } while (0)
+
+/* splitmix64: the same numbers on every machine from the same seed. */
+__attribute__((unused)) static uint64_t lh_test_random(uint64_t *state)
+{
+    uint64_t z = (*state += UINT64_C(0x9E3779B97F4A7C15));
+    z = (z ^ (z >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94D049BB133111EB);
+    return z ^ (z >> 31);
+}
+
+/* Whether action(context) ends in abort(), as a broken LH_ASSERT does (or a sanitizer's report). */
+__attribute__((unused)) static int lh_test_aborts(void (*action)(void *context), void *context)
+{
+    int status = 0;
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) {
+        if (!freopen("/dev/null", "w", stderr))
+            _exit(2);
+        action(context);
+        _exit(0);
+    }
+    LH_CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    return !(WIFEXITED(status) && (WEXITSTATUS(status) == 0 || WEXITSTATUS(status) == 2));
+}
+
+#endif
