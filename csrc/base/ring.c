@@ -5,7 +5,7 @@
  *      sequence == t + 1           full: the reader at ticket t may take it
  *      sequence == t + mask + 1    taken: empty again, for the writer one lap later
  *
- * With one cell "full for t" and "empty for t + 1" would be the same number: a ring has two at least.
+ * With one cell "full for t" and "empty for t + 1" would be the same number: a ring has at least 2.
  */
 #include "base/ring.h"
 

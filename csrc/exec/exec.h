@@ -49,7 +49,7 @@ struct lh_exec {
 struct lh_exec_threads_opts {
     uint32_t thread_count;    /* 1 .. LH_EXEC_THREAD_COUNT_MAX */
     uint32_t queue_depth_max; /* jobs submitted and not yet polled */
-    int nice;                 /* added to the worker threads' nice value; 0 leaves it */
+    int nice;                 /* 0 .. 19, added to the nice value of the worker threads */
     /* thread i is pinned to cpus[i]; NULL: not pinned. Borrowed for the call. */
     const int *cpus;
     /* woken after each completion; borrowed until destroy; may be NULL */
