@@ -1,0 +1,58 @@
+# The front door. Each target works as the first command on a machine that has only Python: what is
+# missing is set up first. There is no logic here: see tools/setup_dev.sh and tests/run.py.
+#
+# ARGS reaches the program behind a target: make demo ARGS="--json demo.json"
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+RUN := $(PY) tests/run.py
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint fmt bench bench-adam bench-io bench-step bench-hooks sanitize build clean
+
+help:
+	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
+	@echo 'make test      all tests, the sanitizers on the quick part of them'
+	@echo 'make lint      layout, linters, types, spelling'
+	@echo 'make fmt       lay out C and Python'
+	@echo 'make sanitize  everything under the sanitizers'
+	@echo 'make bench     all benchmarks; also bench-adam, bench-io, bench-step, bench-hooks'
+	@echo 'make build     the extension, in place'
+	@echo 'make clean     remove what was built (.venv stays)'
+
+$(VENV)/.ready: requirements-dev.txt tools/setup_dev.sh
+	tools/setup_dev.sh $(VENV)
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.ready
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+
+build: $(VENV)/.installed
+	@$(PY) setup.py --quiet build_ext --inplace
+
+demo: build
+	$(PY) -m lohan demo $(ARGS)
+
+test: build
+	$(RUN) tidy c asan tsan sim py --fast $(ARGS)
+
+lint: $(VENV)/.ready
+	$(RUN) lint
+
+fmt: $(VENV)/.ready
+	$(RUN) fmt
+
+bench: build
+	$(RUN) bench $(ARGS)
+
+bench-adam bench-io bench-step bench-hooks: build
+	$(RUN) bench --only $(@:bench-%=%) $(ARGS)
+
+sanitize: $(VENV)/.installed
+	$(RUN) asan tsan sim asan-py $(ARGS)
+
+clean:
+	rm -rf build dist python/*.egg-info python/lohan/*.so python/lohan/lohan.fatbin
+	rm -f $(VENV)/.installed

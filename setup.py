@@ -1,0 +1,118 @@
+"""Builds lohan._core, a plain C extension, and the CUDA kernels where there are any.
+
+Needs a C compiler and Python's headers. torch is not needed to build: the core meets its tensors
+through DLPack. pyproject.toml says everything else about the package.
+
+Switches, from the environment:
+    CC                  the C compiler
+    LOHAN_DEBUG=1       -O1, and the checks too dear for release builds
+    LOHAN_SANITIZE=...  address,undefined or thread
+    LOHAN_NVCC=...      the CUDA compiler; empty: none
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+ROOT = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import cbuild  # noqa: E402  (its folder has just been named)
+
+# The stable ABI of 3.11 serves every later CPython; free-threaded builds do not have it.
+LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
+LIMITED_API_VERSION = "0x030b0000"
+PTX_ARCHITECTURES = "all-major"
+
+
+def build_mode():
+    """The mode of cbuild that the environment asks for."""
+    sanitize = os.environ.get("LOHAN_SANITIZE", "")
+    if sanitize:
+        if sanitize not in cbuild.SANITIZE_MODES:
+            raise CompileError(
+                f"LOHAN_SANITIZE={sanitize}: must be one of {', '.join(cbuild.SANITIZE_MODES)}"
+            )
+        return cbuild.SANITIZE_MODES[sanitize]
+    return "debug" if os.environ.get("LOHAN_DEBUG", "") not in ("", "0") else "release"
+
+
+def build_fatbin(target):
+    """Compile cuda/*.cu into one fatbin; return one line on what there is and why."""
+    kernels = sorted((ROOT / "cuda").glob("*.cu"))
+    nvcc = os.environ.get("LOHAN_NVCC", shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+    if not nvcc or not shutil.which(nvcc):
+        return "no (not installed)"
+    if not kernels:
+        target.unlink(missing_ok=True)
+        return f"{nvcc} (unused: this version has no CUDA kernels)"
+    # One translation unit, because nvcc makes a fatbin of exactly one file.
+    unit = cbuild.BUILD / "cuda" / "lohan.cu"
+    unit.parent.mkdir(parents=True, exist_ok=True)
+    unit.write_text("".join(f'#include "{kernel}"\n' for kernel in kernels))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    command = [nvcc, "--fatbin", "-O3", f"-arch={PTX_ARCHITECTURES}", f"-I{ROOT / 'cuda'}"]
+    answer = subprocess.run(
+        [*command, str(unit), "-o", str(target)], capture_output=True, text=True, check=False
+    )
+    if answer.returncode != 0:
+        raise CompileError(f"nvcc refused cuda/*.cu:\n{answer.stdout}{answer.stderr}")
+    return f"{nvcc} ({len(kernels)} files)"
+
+
+class BuildCore(build_ext):
+    """Gives each file its own flags, and compiles only what changed."""
+
+    def build_extension(self, ext):
+        """Compile csrc, link the extension, and build the fatbin beside it."""
+        target = pathlib.Path(self.get_ext_fullpath(ext.name)).resolve()
+        mode = build_mode()
+        try:
+            builder = cbuild.Builder(mode, jobs=self.parallel or 0)
+            fatbin = build_fatbin(target.parent / "lohan.fatbin")
+            core = builder.compile(cbuild.core_sources(with_binding=False))
+            binding = builder.compile(
+                sorted((ROOT / "csrc" / "py").glob("*.c")), self.binding_flags(builder, fatbin)
+            )
+            export_map = "-Wl,--version-script=" + str(ROOT / "tools" / "core.map")
+            hardening = ["-Wl,-Bsymbolic", "-Wl,-z,relro,-z,now"]
+            builder.link([*core, *binding], target, ["-shared", export_map, *hardening])
+        except cbuild.BuildError as error:
+            raise CompileError(str(error)) from error
+
+    def binding_flags(self, builder, fatbin):
+        """What csrc/py needs beyond the core: Python, and the facts that doctor shows."""
+        includes = {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
+        if not any((pathlib.Path(folder) / "Python.h").exists() for folder in includes):
+            raise CompileError(
+                f"Python.h not found in {' or '.join(sorted(includes))}.\n"
+                "On Debian or Ubuntu: apt-get install python3-dev"
+            )
+        facts = [
+            f"lib{lib.name}: {'yes' if lib.found else lib.why_not}" for lib in builder.libraries
+        ]
+        facts += [f"compiler: {cbuild.compiler_version(builder.command)}"]
+        facts += [f"mode: {builder.mode}", f"nvcc: {fatbin}"]
+        info = "\\n".join(fact.replace("\\", "/").replace('"', "'") for fact in facts)
+        limited = [f"-DPy_LIMITED_API={LIMITED_API_VERSION}"] if LIMITED_API else []
+        return [*limited, f'-DLH_BUILD_INFO="{info}"', *(f"-isystem{i}" for i in sorted(includes))]
+
+
+CORE = Extension(
+    "lohan._core",
+    sources=[str(source.relative_to(ROOT)) for source in cbuild.core_sources(with_binding=True)],
+    py_limited_api=LIMITED_API,
+)
+
+setup(
+    ext_modules=[CORE],
+    cmdclass={"build_ext": BuildCore},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED_API else {},
+)

@@ -1,0 +1,412 @@
+"""The driver behind the Makefile: checks and tests of lohan, one word each.
+
+    fmt      lay out C and Python
+    lint     clang-format, ruff, mypy, codespell, clang-tidy
+    tidy     the rules that no linter knows (tests/py/test_tidy.py)
+    c        tests/c/test_*.c, one program a module
+    asan     the same under AddressSanitizer and UndefinedBehaviorSanitizer
+    tsan     those of them that have threads, under ThreadSanitizer
+    sim      tests/sim/sim_*.c, random runs in virtual time, one seed each
+    py       tests/py with pytest
+    asan-py  tests/py with the extension built under the sanitizers, beside the normal one
+    bench    benchmarks/*/bench_NAME.{c,py}: those that --only names, or all
+    all      tidy c asan tsan sim py
+
+Several words run in the order given; the exit status is 1 if any of them failed. A C test answers
+0 (passed), 77 (skipped: its last line says why) or anything else (failed: its output is shown).
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import cbuild  # noqa: E402  (its folder has just been named)
+
+EXIT_SKIPPED = 77
+# Sanitized programs run several times slower; a hang must still end well before CI's own limit.
+TIMEOUT_S = {"release": 120, "debug": 120, "asan": 300, "tsan": 300}
+# ThreadSanitizer says something only about programs that have threads.
+TSAN_WORDS = ("ring", "waker", "exec", "io", "engine", "sched", "base")
+SIM_SEED_COUNT = 20
+
+# Leaks are checked in the C tests: an interpreter leaves too much behind at exit to tell.
+ASAN_OPTIONS = "abort_on_error=0:detect_stack_use_after_return=0:strict_string_checks=1"
+UBSAN_OPTIONS = "print_stacktrace=1"
+TSAN_OPTIONS = "halt_on_error=1:second_deadlock_stack=1"
+
+
+@dataclasses.dataclass
+class Options:
+    """What the command line said."""
+
+    only: list[str]
+    fast: bool
+    seeds: int
+    rest: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How one program ended."""
+
+    name: str
+    status: str  # passed, failed, skipped
+    seconds: float
+    output: str
+
+
+def say(text: str) -> None:
+    """Print at once, so that lines of ours and of the tools stay in order."""
+    print(text, flush=True)
+
+
+def run(command: Sequence[str | pathlib.Path], **environment: str) -> bool:
+    """Run a command in the repository's root; whether it exited 0."""
+    words = [str(word) for word in command]
+    say("$ " + " ".join(words[:8]) + (" ..." if len(words) > 8 else ""))
+    return subprocess.run(words, cwd=ROOT, env={**os.environ, **environment}).returncode == 0
+
+
+def tool(name: str) -> str:
+    """A development tool: of this Python's environment first, then of PATH."""
+    beside = pathlib.Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise SystemExit(f"{name} is not installed: pip install -r requirements-dev.txt")
+    return found
+
+
+def c_files(*folders: str) -> list[str]:
+    """The C files and headers below folders."""
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.[ch]"))]
+    return [str(path.relative_to(ROOT)) for path in files]
+
+
+def run_fmt(options: Options) -> bool:
+    """Lay out C and Python in place."""
+    done = run([tool("clang-format"), "-i", *c_files("csrc", "tests", "benchmarks")])
+    return (
+        run([tool("ruff"), "format", "."]) and run([tool("ruff"), "check", "--fix", "."]) and done
+    )
+
+
+def tidy_one(path: str) -> tuple[str, int, str]:
+    """clang-tidy on one file with the flags it is compiled with."""
+    isa = cbuild.isa_flags(ROOT / path, platform.machine())
+    if isa is None:
+        return path, 0, ""
+    flags = [flag for flag in cbuild.LANGUAGE_FLAGS if flag != "-fPIC"]
+    defines = ["-DPy_LIMITED_API=0x030b0000", "-DLH_HAVE_LIBURING", "-DLH_HAVE_LIBAIO"]
+    includes = ["-Icsrc", "-Itests/c", "-isystem", sysconfig.get_path("include")]
+    command = [tool("clang-tidy"), "--quiet", "--warnings-as-errors=*", path, "--"]
+    answer = subprocess.run(
+        [*command, *flags, *isa, *defines, '-DLH_BUILD_INFO="lint"', *includes],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    return path, answer.returncode, answer.stdout + answer.stderr
+
+
+def run_clang_tidy() -> bool:
+    """clang-tidy on every C file of the core, as many at once as there are processors."""
+    say("$ clang-tidy csrc/**/*.c")
+    paths = [path for path in c_files("csrc") if path.endswith(".c")]
+    with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
+        answers = [answer for answer in pool.map(tidy_one, paths) if answer[1] != 0]
+    for _, _, output in answers:
+        say(output)
+    return not answers
+
+
+def run_lint(options: Options) -> bool:
+    """All linters; every one runs, so that one look shows everything."""
+    python_files = ["python", "tests", "tools", "benchmarks", "examples", "setup.py"]
+    checks = [
+        run(
+            [tool("clang-format"), "--dry-run", "-Werror", *c_files("csrc", "tests", "benchmarks")]
+        ),
+        run([tool("ruff"), "check", *python_files]),
+        run([tool("ruff"), "format", "--check", *python_files]),
+        run([tool("codespell"), *tracked_files()]),
+        run([tool("mypy")]) if any((ROOT / "python" / "lohan").glob("*.py")) else True,
+        run_clang_tidy(),
+    ]
+    return all(checks)
+
+
+def tracked_files() -> list[str]:
+    """What the spelling is checked of: everything that git has or would have."""
+    answer = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    listed = answer.stdout.split("\n") if answer.returncode == 0 else ["README.md", "docs", "csrc"]
+    return [path for path in listed if path and (ROOT / path).exists()]
+
+
+def run_program(command: Sequence[str], name: str, mode: str, options: Options) -> Outcome:
+    """Run one test program in a folder of its own and judge its exit status."""
+    folder = cbuild.BUILD / "run" / mode / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    environment = {
+        **os.environ,
+        "ASAN_OPTIONS": ASAN_OPTIONS,
+        "UBSAN_OPTIONS": UBSAN_OPTIONS,
+        "TSAN_OPTIONS": TSAN_OPTIONS,
+        "TMPDIR": str(folder),
+        **({"LH_TEST_FAST": "1"} if options.fast else {}),
+    }
+    if mode == "tsan" and shutil.which("setarch"):
+        # Where the kernel randomises addresses further than ThreadSanitizer's shadow can map.
+        command = ["setarch", platform.machine(), "-R", *command]
+    started = time.monotonic()
+    try:
+        answer = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT_S[mode],
+        )
+        code, output = answer.returncode, answer.stdout.decode(errors="replace")
+    except subprocess.TimeoutExpired as late:
+        code = -1
+        output = (late.stdout or b"").decode(errors="replace")
+        output += f"\nstill running after {TIMEOUT_S[mode]} s: killed"
+    shutil.rmtree(folder, ignore_errors=True)
+    status = {0: "passed", EXIT_SKIPPED: "skipped"}.get(code, "failed")
+    if status == "failed":
+        output += f"\nexit status {code}"
+    return Outcome(name, status, time.monotonic() - started, output.strip())
+
+
+def report(outcomes: Sequence[Outcome], what: str) -> bool:
+    """The counts, in the one form that every reader of test output knows."""
+    count = {status: 0 for status in ("passed", "failed", "skipped")}
+    for outcome in outcomes:
+        count[outcome.status] += 1
+    if count["failed"]:
+        say(f"{what}: failed: " + ", ".join(o.name for o in outcomes if o.status == "failed"))
+    say(f"{count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped")
+    return count["failed"] == 0
+
+
+def build_programs(
+    mode: str, folder: str, pattern: str, chosen: Callable[[str], bool]
+) -> list[tuple[str, pathlib.Path]]:
+    """Compile and link each program of a folder; its files that match no program serve them all."""
+    directory = ROOT / folder
+    programs = [path for path in sorted(directory.glob(pattern)) if chosen(path.stem)]
+    helpers = [path for path in sorted(directory.glob("*.c")) if not path.match(pattern)]
+    if not programs:
+        return []
+    builder = cbuild.Builder(mode, werror=bool(os.environ.get("CI")))
+    include = [f"-I{directory}"]
+    core = builder.compile(cbuild.core_sources(with_binding=False))
+    shared = builder.compile(helpers, include)
+    mains = builder.compile(programs, include)
+    built = []
+    for source, main in zip(programs, mains, strict=True):
+        target = cbuild.BUILD / "bin" / mode / source.stem
+        builder.link([main, *shared, *core], target)
+        built.append((source.stem, target))
+    return built
+
+
+def run_c_mode(mode: str, options: Options, words: Sequence[str] | None = None) -> bool:
+    """Build and run the C tests in one mode; words: only tests whose name has one of them."""
+
+    def chosen(name: str) -> bool:
+        parts = name.split("_")
+        wanted = words is None or any(word in parts for word in words)
+        return wanted and (not options.only or any(word in name for word in options.only))
+
+    say(f"== C tests, {mode}")
+    try:
+        programs = build_programs(mode, "tests/c", "test_*.c", chosen)
+    except cbuild.BuildError as error:
+        say(str(error))
+        return False
+    outcomes = []
+    for name, program in programs:
+        outcome = run_program([str(program)], name, mode, options)
+        outcomes.append(outcome)
+        last_line = (outcome.output.splitlines() or [""])[-1]
+        note = f"  ({last_line})" if outcome.status == "skipped" else ""
+        say(f"{outcome.status:8}{outcome.seconds:7.2f} s  {name}{note}")
+        if outcome.status == "failed":
+            say(outcome.output)
+    return report(outcomes, mode)
+
+
+def run_c(options: Options) -> bool:
+    """The C tests as users' builds are compiled."""
+    return run_c_mode("release", options)
+
+
+def run_asan(options: Options) -> bool:
+    """The C tests under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    return run_c_mode("asan", options)
+
+
+def run_tsan(options: Options) -> bool:
+    """The C tests that have threads, under ThreadSanitizer."""
+    return run_c_mode("tsan", options, TSAN_WORDS)
+
+
+def run_sim(options: Options) -> bool:
+    """Random whole-system runs in virtual time; a failure prints the seed that repeats it."""
+    say(f"== simulator, {options.seeds} seeds")
+    try:
+        programs = build_programs("asan", "tests/sim", "sim_*.c", lambda name: True)
+    except cbuild.BuildError as error:
+        say(str(error))
+        return False
+    outcomes = []
+    for name, program in programs:
+        for seed in range(options.seeds):
+            outcome = run_program([str(program), str(seed)], f"{name}-{seed}", "asan", options)
+            outcomes.append(outcome)
+            if outcome.status == "failed":
+                say(f"{name} {seed}:\n{outcome.output}")
+    if not programs:
+        say("no simulator programs (tests/sim/sim_*.c) in this version")
+        return True
+    return report(outcomes, "sim")
+
+
+def run_pytest(paths: Sequence[str], options: Options, **environment: str) -> bool:
+    """Pytest on paths; a run that finds no test at all is no failure of a test."""
+    words = [sys.executable, "-m", "pytest", "-q", *paths, *options.rest]
+    if options.fast:
+        words += ["-m", "not slow"]
+    say("$ " + " ".join(words[1:]))
+    code = subprocess.run(words, cwd=ROOT, env={**os.environ, **environment}).returncode
+    return code in (0, 5)
+
+
+def run_tidy(options: Options) -> bool:
+    """The rules of docs/style.md that no linter knows."""
+    return run_pytest(["tests/py/test_tidy.py"], options)
+
+
+def run_py(options: Options) -> bool:
+    """The Python tests (tidy has its own word)."""
+    return run_pytest(["tests/py", "--ignore=tests/py/test_tidy.py"], options)
+
+
+def run_asan_py(options: Options) -> bool:
+    """The Python tests on an extension built under the sanitizers, in a folder of its own."""
+    base, library = cbuild.BUILD / "asan", cbuild.BUILD / "asan" / "lib"
+    shutil.rmtree(library, ignore_errors=True)
+    build = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build",
+        "-b",
+        str(base),
+        "--build-lib",
+        str(library),
+    ]
+    if not run(build, LOHAN_SANITIZE="address,undefined"):
+        return False
+    command = cbuild.compiler()
+    preload = []
+    for name in ("libasan.so", "libubsan.so", "libstdc++.so"):
+        answer = subprocess.run(
+            [*command, f"-print-file-name={name}"], capture_output=True, text=True
+        )
+        preload.append(answer.stdout.strip())
+    return run_pytest(
+        ["tests/py", "--ignore=tests/py/test_tidy.py", "--timeout=600"],
+        options,
+        LD_PRELOAD=" ".join(preload),
+        ASAN_OPTIONS=ASAN_OPTIONS + ":detect_leaks=0",
+        UBSAN_OPTIONS=UBSAN_OPTIONS,
+        PYTHONMALLOC="malloc",
+        PYTHONPATH=str(library),
+    )
+
+
+def run_bench(options: Options) -> bool:
+    """The benchmarks named by --only, or all of them; in C first, as they take less time."""
+
+    def chosen(name: str) -> bool:
+        return not options.only or any(name == f"bench_{word}" for word in options.only)
+
+    programs = build_programs("release", "benchmarks/c", "bench_*.c", chosen)
+    scripts = [p for p in sorted((ROOT / "benchmarks/py").glob("bench_*.py")) if chosen(p.stem)]
+    if not programs and not scripts:
+        say(f"no benchmark named {' or '.join(options.only) or 'bench_*'} in this version")
+        return False
+    done = [run([program, *options.rest]) for _, program in programs]
+    done += [run([sys.executable, script, *options.rest]) for script in scripts]
+    return all(done)
+
+
+WORDS: dict[str, Callable[[Options], bool]] = {
+    "fmt": run_fmt,
+    "lint": run_lint,
+    "tidy": run_tidy,
+    "c": run_c,
+    "asan": run_asan,
+    "tsan": run_tsan,
+    "sim": run_sim,
+    "py": run_py,
+    "asan-py": run_asan_py,
+    "bench": run_bench,
+}
+ALL = ["tidy", "c", "asan", "tsan", "sim", "py"]
+
+
+def main() -> int:
+    """Run the words in order; 1 if any failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="+", choices=[*WORDS, "all"], metavar="WORD")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="C tests with NAME in the name"
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="sets LH_TEST_FAST=1; pytest -m 'not slow'"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=SIM_SEED_COUNT, help="seeds for each simulator"
+    )
+    arguments, rest = parser.parse_known_args()
+    options = Options(
+        arguments.only, arguments.fast, arguments.seeds, [r for r in rest if r != "--"]
+    )
+    words = [part for word in arguments.words for part in (ALL if word == "all" else [word])]
+    started = time.monotonic()
+    failed = [word for word in words if not WORDS[word](options)]
+    say(f"{' '.join(words)}: {time.monotonic() - started:.0f} s" + (", all well" * (not failed)))
+    if failed:
+        say("failed: " + " ".join(failed))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

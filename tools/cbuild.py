@@ -1,0 +1,309 @@
+"""Compiles lohan's C core: shared by setup.py (the extension) and tests/run.py (the C tests).
+
+One cache of objects per mode lies in build/obj/MODE: an object is made again when its command line
+changed or a file that it was made from did (the compiler's own dependency files say which). All
+objects are position-independent, so the extension and the test programs link the same ones.
+
+Needs a C compiler and nothing but the standard library, because it runs before anything of lohan's
+is installed.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import fcntl
+import os
+import pathlib
+import platform
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+
+LANGUAGE_FLAGS = ["-std=gnu11", "-fPIC", "-fvisibility=hidden", "-pthread"]
+# Contraction would fuse multiply-adds that the reference kernels spell out separately, and two
+# builds of one formula would then give different bits.
+NUMERIC_FLAGS = ["-ffp-contract=off"]
+WARNING_FLAGS = [
+    "-Wall",
+    "-Wextra",
+    "-Wshadow",
+    "-Wstrict-prototypes",
+    "-Wmissing-prototypes",
+    "-Wvla",
+]
+
+# A kernel's file name ends in the instruction set that it needs; nothing else gets these flags, so
+# that no other file can use an instruction the machine may not have.
+ISA_FLAGS: dict[str, dict[str, list[str]]] = {
+    "x86_64": {
+        "_sse42": ["-msse4.2", "-mpclmul"],
+        "_avx2": ["-mavx2", "-mfma"],
+        "_avx512": [
+            "-mavx512f",
+            "-mavx512bw",
+            "-mavx512vl",
+            "-mavx512dq",
+            "-mvpclmulqdq",
+            "-mpclmul",
+            "-mfma",
+        ],
+    },
+    "aarch64": {"_neon": []},
+}
+
+MODE_FLAGS = {
+    "release": ["-O2", "-g"],
+    "debug": ["-O1", "-g", "-DLH_DEBUG"],
+    "asan": [
+        "-O1",
+        "-g",
+        "-DLH_DEBUG",
+        "-fno-omit-frame-pointer",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=undefined",
+    ],
+    "tsan": ["-O1", "-g", "-DLH_DEBUG", "-fno-omit-frame-pointer", "-fsanitize=thread"],
+}
+SANITIZE_MODES = {"address,undefined": "asan", "undefined,address": "asan", "thread": "tsan"}
+
+
+class BuildError(Exception):
+    """A compiler or linker refused; the message is its own output."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """A static archive to link, or the reason there is none."""
+
+    name: str
+    define: str
+    link_flags: list[str]
+    found: bool
+    why_not: str
+
+
+LIBURING_PROBE = """
+#include <liburing.h>
+int lh_probe(struct io_uring *ring, struct iovec *iovecs, int *files);
+int lh_probe(struct io_uring *ring, struct iovec *iovecs, int *files)
+{
+    struct io_uring_params params = {0};
+    struct io_uring_cqe *cqe;
+    int rc = io_uring_queue_init_params(8, ring, &params);
+    rc += io_uring_register_buffers(ring, iovecs, 1) + io_uring_register_files(ring, files, 1);
+    rc += io_uring_register_eventfd(ring, 0);
+    struct io_uring_sqe *sqe = io_uring_get_sqe(ring);
+    io_uring_prep_read_fixed(sqe, 0, iovecs[0].iov_base, 8, 0, 0);
+    io_uring_prep_write_fixed(sqe, 0, iovecs[0].iov_base, 8, 0, 0);
+    io_uring_prep_fsync(sqe, 0, IORING_FSYNC_DATASYNC);
+    io_uring_sqe_set_data(sqe, ring);
+    rc += io_uring_submit(ring) + io_uring_peek_cqe(ring, &cqe);
+    io_uring_cqe_seen(ring, cqe);
+    io_uring_queue_exit(ring);
+    return rc;
+}
+"""
+
+LIBAIO_PROBE = """
+#include <libaio.h>
+int lh_probe(struct iocb *one, struct io_event *event);
+int lh_probe(struct iocb *one, struct io_event *event)
+{
+    io_context_t context = 0;
+    io_prep_pread(one, 0, 0, 0, 0);
+    io_prep_pwrite(one, 0, 0, 0, 0);
+    io_set_eventfd(one, 1);
+    return io_setup(8, &context) + io_submit(context, 1, &one) +
+           io_getevents(context, 0, 1, event, 0) + io_destroy(context);
+}
+"""
+
+
+def compiler() -> list[str]:
+    """The C compiler's command: $CC, else cc, gcc, clang, else the one that Python is of."""
+    candidates = [os.environ.get("CC"), "cc", "gcc", "clang", sysconfig.get_config_var("CC")]
+    for candidate in candidates:
+        words = shlex.split(candidate) if candidate else []
+        if words and shutil.which(words[0]):
+            return words
+    raise BuildError(
+        "no C compiler found (tried $CC, cc, gcc, clang).\n"
+        "On Debian or Ubuntu: apt-get install gcc python3-dev liburing-dev libaio-dev"
+    )
+
+
+def compiler_version(command: Sequence[str]) -> str:
+    """The first line of `cc --version`."""
+    answer = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    return (answer.stdout.splitlines() or ["unknown"])[0]
+
+
+def _probe(command: Sequence[str], name: str, source: str, define: str) -> Library:
+    """Compile and link a shared object against lib`name`.a, as the extension will."""
+    exports = (ROOT / "tools" / "core.map").read_text().replace("PyInit__core", "lh_probe")
+    link_flags = [f"-l:lib{name}.a"]
+    with tempfile.TemporaryDirectory(prefix="lohan-probe-") as folder:
+        base = pathlib.Path(folder) / name
+        base.with_suffix(".c").write_text(source)
+        base.with_suffix(".map").write_text(exports)
+        shared = ["-shared", f"-Wl,--version-script={base}.map"]
+        steps = (
+            ("header", [*LANGUAGE_FLAGS, "-c", f"{base}.c", "-o", f"{base}.o"]),
+            ("static archive", [*shared, f"{base}.o", "-o", f"{base}.so", *link_flags]),
+        )
+        for what, step in steps:
+            answer = subprocess.run([*command, *step], capture_output=True, text=True, check=False)
+            if answer.returncode != 0:
+                lines = answer.stderr.replace(f"{folder}/", "").splitlines()
+                complaint = [line.strip() for line in lines if "error" in line or "ld:" in line]
+                why = f"no ({what} of lib{name}: {(complaint or ['no message'])[0][:160]})"
+                return Library(name, define, [], found=False, why_not=why)
+    return Library(name, define, link_flags, found=True, why_not="")
+
+
+def probe_libraries(command: Sequence[str]) -> list[Library]:
+    """Liburing and libaio, each found or with the reason why not."""
+    return [
+        _probe(command, "uring", LIBURING_PROBE, "LH_HAVE_LIBURING"),
+        _probe(command, "aio", LIBAIO_PROBE, "LH_HAVE_LIBAIO"),
+    ]
+
+
+def isa_flags(source: pathlib.Path, machine: str) -> list[str] | None:
+    """The instruction-set flags of a file by its suffix; None where the file is not for machine."""
+    for owner, table in ISA_FLAGS.items():
+        for suffix, flags in table.items():
+            if source.stem.endswith(suffix):
+                return flags if owner == machine else None
+    return []
+
+
+def core_sources(with_binding: bool) -> list[pathlib.Path]:
+    """Every C file of the core in a fixed order; csrc/py only with_binding."""
+    sources = sorted((ROOT / "csrc").rglob("*.c"))
+    binding = ROOT / "csrc" / "py"
+    return [source for source in sources if with_binding or binding not in source.parents]
+
+
+class Builder:
+    """Compiles files of one mode into its object cache and links them."""
+
+    def __init__(self, mode: str, jobs: int = 0, werror: bool = False) -> None:
+        """Find the compiler and the libraries; compile nothing yet.
+
+        Args:
+            mode: a key of MODE_FLAGS.
+            jobs: compilers at once; 0: as many as this process may use, at least 2.
+            werror: whether a warning fails the build.
+        """
+        self.mode = mode
+        self.jobs = jobs or max(2, len(os.sched_getaffinity(0)))
+        self.machine = platform.machine()
+        self.command = compiler()
+        self.objects = BUILD / "obj" / mode
+        self.libraries = probe_libraries(self.command)
+        defines = [f"-D{library.define}" for library in self.libraries if library.found]
+        self.flags = [
+            *LANGUAGE_FLAGS,
+            *NUMERIC_FLAGS,
+            *WARNING_FLAGS,
+            *(["-Werror"] if werror else []),
+            *MODE_FLAGS[mode],
+            *defines,
+            "-I" + str(ROOT / "csrc"),
+        ]
+
+    def link_flags(self) -> list[str]:
+        """What every program or shared object of this mode is linked with."""
+        sanitizers = [flag for flag in MODE_FLAGS[self.mode] if flag.startswith("-fsanitize")]
+        archives = [flag for library in self.libraries for flag in library.link_flags]
+        return [*sanitizers, *archives, "-pthread", "-lm", "-ldl"]
+
+    def compile(
+        self, sources: Iterable[pathlib.Path], extra: Sequence[str] = ()
+    ) -> list[pathlib.Path]:
+        """Compile what is out of date, in parallel; return every object in the order of sources."""
+        wanted = []
+        for source in sources:
+            isa = isa_flags(source, self.machine)
+            if isa is None:
+                continue
+            target = self.objects / source.relative_to(ROOT).with_suffix(".o")
+            depfile = target.with_suffix(".d")
+            made_by = ["-MMD", "-MF", str(depfile), "-c", str(source), "-o", str(target)]
+            wanted.append((target, [*self.command, *self.flags, *isa, *extra, *made_by]))
+        with _build_lock(), concurrent.futures.ThreadPoolExecutor(self.jobs) as pool:
+            stale = [(target, command) for target, command in wanted if _is_stale(target, command)]
+            complaints = [text for text in pool.map(lambda item: _make(*item), stale) if text]
+        if complaints:
+            raise BuildError("\n".join(complaints))
+        return [target for target, _ in wanted]
+
+    def link(
+        self, objects: Sequence[pathlib.Path], target: pathlib.Path, extra: Sequence[str] = ()
+    ) -> None:
+        """Link objects into target unless it is newer than all of them."""
+        inputs = [str(item) for item in objects]
+        command = [*self.command, *extra, *inputs, "-o", str(target), *self.link_flags()]
+        with _build_lock():
+            complaint = _make(target, command) if _is_stale(target, command, objects) else ""
+        if complaint:
+            raise BuildError(complaint)
+
+
+@contextlib.contextmanager
+def _build_lock() -> Iterator[None]:
+    """Two builds at once in one tree take turns."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with open(BUILD / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _stamp(target: pathlib.Path) -> pathlib.Path:
+    return BUILD / "stamp" / (str(target).strip("/").replace("/", "%") + ".cmd")
+
+
+def _is_stale(
+    target: pathlib.Path, command: Sequence[str], inputs: Sequence[pathlib.Path] | None = None
+) -> bool:
+    """Whether target is missing, was made by another command, or is older than an input."""
+    stamp = _stamp(target)
+    if not target.exists() or not stamp.exists() or stamp.read_text() != shlex.join(command):
+        return True
+    if inputs is None:
+        depfile = target.with_suffix(".d")
+        if not depfile.exists():
+            return True
+        words = shlex.split(depfile.read_text().replace("\\\n", " "))
+        inputs = [pathlib.Path(word) for word in words[1:]]
+    made_ns = target.stat().st_mtime_ns
+    return any(not item.exists() or item.stat().st_mtime_ns > made_ns for item in inputs)
+
+
+def _make(target: pathlib.Path, command: Sequence[str]) -> str:
+    """Run one compiler; return its complaint, or "" (its warnings are printed)."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    stamp = _stamp(target)
+    stamp.parent.mkdir(parents=True, exist_ok=True)
+    stamp.unlink(missing_ok=True)
+    started_ns = time.time_ns()
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode != 0:
+        target.unlink(missing_ok=True)
+        return f"{shlex.join(command)}\n{answer.stderr}"
+    if answer.stderr:
+        print(answer.stderr, end="", flush=True)
+    # As old as the start of the compiler: what was edited while it ran is newer.
+    os.utime(target, ns=(started_ns, started_ns))
+    stamp.write_text(shlex.join(command))
+    return ""

@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Makes .venv with everything the tests need, on a machine that has only Python.
+#
+# System packages are installed only where something is missing, with apt-get, as root or through
+# sudo; where that is not possible it says what is missing and goes on: only a C compiler and
+# Python's headers are indispensable, and the build names them itself.
+#
+# Usage: tools/setup_dev.sh [FOLDER]      (default .venv)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv="${1:-.venv}"
+
+say() { printf 'setup: %s\n' "$*"; }
+
+apt_install() {
+    local as_root=()
+    if ! command -v apt-get >/dev/null; then
+        say "missing: $* (no apt-get here: install them with your package manager); going on"
+        return 1
+    fi
+    if [ "$(id -u)" -ne 0 ]; then
+        if ! command -v sudo >/dev/null; then
+            say "missing: $* (neither root nor sudo: ask for 'apt-get install $*'); going on"
+            return 1
+        fi
+        as_root=(sudo)
+    fi
+    say "apt-get install $*"
+    "${as_root[@]}" apt-get update -qq || say "apt-get update failed; trying with the lists at hand"
+    # One at a time when all together fail: one name unknown must not cost the others.
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$@" >/dev/null && return 0
+    local package failed=0
+    for package in "$@"; do
+        "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" \
+            >/dev/null || { say "could not install $package; going on"; failed=1; }
+    done
+    return $failed
+}
+
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+find_python() {
+    local name
+    for name in "${PYTHON:-python3}" python3.14 python3.13 python3.12 python3.11; do
+        if command -v "$name" >/dev/null && new_enough "$name"; then
+            command -v "$name"
+            return 0
+        fi
+    done
+    return 1
+}
+
+python="$(find_python || true)"
+if [ -z "$python" ]; then
+    say "no Python 3.11 or newer found"
+    apt_install python3.11 python3.11-venv python3.11-dev || apt_install python3 || true
+    python="$(find_python)" || { say "lohan needs Python 3.11 or newer"; exit 1; }
+fi
+
+# Debian names a Python's parts after its version; a Python from elsewhere brings its own.
+version="$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')"
+missing=()
+command -v cc >/dev/null || command -v gcc >/dev/null || missing+=(gcc libc6-dev)
+"$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=("$version-venv")
+"$python" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' \
+    || missing+=("$version-dev")
+[ -e /usr/include/liburing.h ] || missing+=(liburing-dev)
+[ -e /usr/include/libaio.h ] || missing+=(libaio-dev)
+if [ "${#missing[@]}" -gt 0 ]; then
+    apt_install "${missing[@]}" || true
+fi
+
+if [ ! -x "$venv/bin/python" ]; then
+    say "making $venv with $python"
+    rm -rf "$venv"
+    "$python" -m venv "$venv"
+fi
+say "installing requirements-dev.txt"
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+if ! "${pip[@]}" -r requirements-dev.txt; then
+    say "trying again with the index of PyTorch's CPU builds"
+    "${pip[@]}" -r requirements-dev.txt --extra-index-url https://download.pytorch.org/whl/cpu
+fi
+say "done"
