@@ -1,0 +1,242 @@
+#include "mem/arena.h"
+
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+
+#include "base/assert.h"
+
+/* Linux 5.14; older C libraries do not name it. */
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+#ifndef MAP_HUGE_SHIFT
+#define MAP_HUGE_SHIFT 26
+#endif
+/* 21 is log2 of LH_HUGE_PAGE_BYTES: a machine may have reserved pages of several sizes. */
+#define MAP_RESERVED (MAP_HUGETLB | (21 << MAP_HUGE_SHIFT))
+#define SMALL_PAGE_BYTES 4096
+#define RESERVED_FREE "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages"
+#define RESERVED_PROMISED "/sys/kernel/mm/hugepages/hugepages-2048kB/resv_hugepages"
+#define TRANSPARENT_MODE "/sys/kernel/mm/transparent_hugepage/enabled"
+
+_Static_assert(LH_HUGE_PAGE_BYTES == UINT64_C(1) << 21, "MAP_RESERVED names this size");
+
+LH_PRINTF(2, 3) static void note(struct lh_arena *arena, const char *format, ...)
+{
+    size_t used = strlen(arena->note);
+    if (used > 0 && used + 2 < sizeof(arena->note)) {
+        memcpy(arena->note + used, "; ", 3);
+        used += 2;
+    }
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(arena->note + used, sizeof(arena->note) - used, format, arguments);
+    va_end(arguments);
+}
+
+/* Up to size - 1 characters of a small file; an empty text where it cannot be read. */
+static void text_read(const char *path, char *text, int size)
+{
+    text[0] = '\0';
+    FILE *file = fopen(path, "re");
+    if (!file)
+        return;
+    if (!fgets(text, size, file))
+        text[0] = '\0';
+    fclose(file);
+}
+
+static uint64_t number_read(const char *path)
+{
+    char text[32];
+    uint64_t value = 0;
+    text_read(path, text, sizeof(text));
+    return sscanf(text, "%" SCNu64, &value) == 1 ? value : 0;
+}
+
+/* Bytes of this process that lie on transparent huge pages. */
+static uint64_t transparent_bytes(void)
+{
+    uint64_t kib = 0;
+    if (lh_mem_field_read("/proc/self/smaps_rollup", "AnonHugePages", &kib) != 0)
+        return 0;
+    return kib * LH_KIB;
+}
+
+static bool map_reserved(struct lh_arena *arena)
+{
+    uint64_t wanted = arena->bytes / LH_HUGE_PAGE_BYTES;
+    uint64_t promised = number_read(RESERVED_PROMISED);
+    uint64_t unused = number_read(RESERVED_FREE);
+    unused -= lh_min_u64(unused, promised);
+    if (unused == 0)
+        return false;
+    if (unused < wanted) {
+        note(arena, "%" PRIu64 " of %" PRIu64 " reserved huge pages are free", unused, wanted);
+        return false;
+    }
+    void *base = mmap(NULL, arena->bytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_RESERVED, -1, 0);
+    if (base == MAP_FAILED) {
+        note(arena, "reserved huge pages are refused: %s", strerror(errno));
+        return false;
+    }
+    arena->base = base;
+    arena->pages = LH_ARENA_PAGES_RESERVED;
+    return true;
+}
+
+/* Address space on a huge page's boundary, with huge pages asked for where the system has them. */
+static int map_aligned(struct lh_arena *arena, struct lh_error *err)
+{
+    uint64_t mapped_bytes = arena->bytes + LH_HUGE_PAGE_BYTES;
+    uint8_t *mapped =
+        mmap(NULL, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) {
+        int code = -errno;
+        return lh_error_set(err, code, "the system maps no %" PRIu64 " bytes: %s (see ulimit -v)",
+                            mapped_bytes, strerror(-code));
+    }
+    uint64_t before_bytes =
+        lh_align_up((uintptr_t)mapped, LH_HUGE_PAGE_BYTES) - (uint64_t)(uintptr_t)mapped;
+    uint64_t behind_bytes = LH_HUGE_PAGE_BYTES - before_bytes;
+    arena->base = mapped + before_bytes;
+    /* Shrinking a mapping at its ends cannot fail: it splits nothing. */
+    if (before_bytes > 0) {
+        int rc = munmap(mapped, before_bytes);
+        LH_ASSERT(rc == 0);
+    }
+    if (behind_bytes > 0) {
+        int rc = munmap(arena->base + arena->bytes, behind_bytes);
+        LH_ASSERT(rc == 0);
+    }
+
+    char mode[64];
+    text_read(TRANSPARENT_MODE, mode, sizeof(mode));
+    arena->pages = LH_ARENA_PAGES_SMALL;
+    if (mode[0] == '\0' || strstr(mode, "[never]"))
+        note(arena, "small pages: transparent huge pages are off (write madvise to %s)",
+             TRANSPARENT_MODE);
+    else if (madvise(arena->base, arena->bytes, MADV_HUGEPAGE) != 0)
+        note(arena, "small pages: MADV_HUGEPAGE is refused: %s", strerror(errno));
+    else
+        arena->pages = LH_ARENA_PAGES_TRANSPARENT;
+    return 0;
+}
+
+static int populate(struct lh_arena *arena, struct lh_error *err)
+{
+    uint64_t huge_before_bytes = transparent_bytes();
+    if (madvise(arena->base, arena->bytes, MADV_POPULATE_WRITE) != 0) {
+        int code = -errno;
+        if (code != -EINVAL)
+            return lh_error_set(err, code, "the system gave no memory for %" PRIu64 " bytes: %s",
+                                arena->bytes, strerror(-code));
+        /* A kernel before 5.14 does not know the advice. Each small page is touched, since nothing
+         * says that any one of them is part of a huge page. */
+        for (uint64_t offset = 0; offset < arena->bytes; offset += SMALL_PAGE_BYTES)
+            ((volatile uint8_t *)arena->base)[offset] = 0;
+    }
+    if (arena->pages != LH_ARENA_PAGES_TRANSPARENT)
+        return 0;
+    uint64_t huge_bytes = transparent_bytes();
+    huge_bytes -= lh_min_u64(huge_bytes, huge_before_bytes);
+    if (huge_bytes < arena->bytes)
+        note(arena, "%" PRIu64 " of %" PRIu64 " bytes are on huge pages (fragmented memory?)",
+             huge_bytes, arena->bytes);
+    if (huge_bytes == 0)
+        arena->pages = LH_ARENA_PAGES_SMALL;
+    return 0;
+}
+
+static void lock_pages(struct lh_arena *arena)
+{
+    if (mlock(arena->base, arena->bytes) == 0) {
+        arena->locked = true;
+        return;
+    }
+    int code = errno;
+    struct rlimit limit = {0};
+    if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0)
+        limit.rlim_cur = 0;
+    note(arena, "not locked: %s; RLIMIT_MEMLOCK is %" PRIu64 " bytes, %" PRIu64 " are asked for",
+         strerror(code), (uint64_t)limit.rlim_cur, arena->bytes);
+}
+
+static int opts_check(const struct lh_arena_opts *opts, struct lh_error *err)
+{
+    if (opts->bytes == 0)
+        return lh_error_set(err, -EINVAL, "an arena of 0 bytes holds nothing");
+    if (opts->numa_node >= lh_numa_node_count())
+        return lh_error_set(err, -EINVAL, "numa_node %d: this machine has %d", opts->numa_node,
+                            lh_numa_node_count());
+    /* Above it the rounding to pages could overflow; no machine has it. */
+    if (opts->bytes > UINT64_C(1) << 60)
+        return lh_error_set(err, -ENOMEM, "%" PRIu64 " bytes are asked for, no machine has them",
+                            opts->bytes);
+    return 0;
+}
+
+/* Everything after the struct is there: on failure nothing stays mapped. */
+static int arena_map(struct lh_arena *arena, const struct lh_arena_opts *opts, struct lh_error *err)
+{
+    int rc = 0;
+    if (!map_reserved(arena)) {
+        /* Linux promises memory that it does not have, and kills for it later; so it is asked. */
+        uint64_t available_bytes = lh_mem_available_bytes();
+        if (arena->bytes > available_bytes)
+            return lh_error_set(err, -ENOMEM,
+                                "%" PRIu64 " bytes of main memory are asked for, %" PRIu64
+                                " are available (MemAvailable, control group limits): lower "
+                                "host_bytes",
+                                arena->bytes, available_bytes);
+        LH_TRY(map_aligned(arena, err));
+    }
+    if (opts->numa_node >= 0) {
+        rc = lh_numa_prefer(arena->base, arena->bytes, opts->numa_node);
+        if (rc < 0 && lh_numa_node_count() > 1)
+            note(arena, "not bound to NUMA node %d: %s", opts->numa_node, strerror(-rc));
+    }
+    rc = populate(arena, err);
+    if (rc == 0 && madvise(arena->base, arena->bytes, MADV_DONTFORK) != 0)
+        note(arena, "forked children share the arena: %s", strerror(errno));
+    if (rc < 0) {
+        munmap(arena->base, arena->bytes);
+        return rc;
+    }
+    if (opts->lock)
+        lock_pages(arena);
+    return 0;
+}
+
+int lh_arena_create(const struct lh_arena_opts *opts, struct lh_alloc *alloc,
+                    struct lh_arena **arena_out, struct lh_error *err)
+{
+    *arena_out = NULL;
+    LH_TRY(opts_check(opts, err));
+    struct lh_arena *arena = lh_alloc_zeroed(alloc, 1, sizeof(*arena));
+    if (!arena)
+        return lh_error_set(err, -ENOMEM, "no memory for the record of an arena");
+    arena->bytes = lh_align_up(opts->bytes, LH_HUGE_PAGE_BYTES);
+    int rc = arena_map(arena, opts, err);
+    if (rc < 0) {
+        lh_free(alloc, arena);
+        return rc;
+    }
+    LH_ASSERT(lh_is_aligned((uintptr_t)arena->base, LH_HUGE_PAGE_BYTES));
+    *arena_out = arena;
+    return 0;
+}
+
+void lh_arena_destroy(struct lh_arena *arena, struct lh_alloc *alloc)
+{
+    if (!arena)
+        return;
+    int rc = munmap(arena->base, arena->bytes);
+    LH_ASSERT(rc == 0);
+    lh_free(alloc, arena);
+}

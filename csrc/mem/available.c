@@ -1,0 +1,110 @@
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "mem/arena.h"
+
+#define PATH_BYTES 4096
+
+/* The two versions of control groups tell the same under different names. */
+struct cgroup_names {
+    const char *line; /* how its line in /proc/self/cgroup goes on behind the first colon */
+    const char *root;
+    const char *limit;
+    const char *used;
+    const char *active;
+    const char *inactive;
+};
+
+static const struct cgroup_names cgroup_versions[] = {
+    {":/", "/sys/fs/cgroup", "memory.max", "memory.current", "active_file", "inactive_file"},
+    {"memory:/", "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+     "total_active_file", "total_inactive_file"},
+};
+
+int lh_mem_field_read(const char *path, const char *name, uint64_t *value_out)
+{
+    *value_out = 0;
+    FILE *file = fopen(path, "re");
+    if (!file)
+        return -errno;
+    char line[256];
+    size_t name_length = strlen(name);
+    int rc = -ENOENT;
+    while (rc != 0 && fgets(line, sizeof(line), file)) {
+        /* "MemAvailable:   123 kB" in /proc, "inactive_file 123" in a control group. */
+        const char *rest = line + name_length;
+        if (strncmp(line, name, name_length) == 0 && (*rest == ':' || *rest == ' ') &&
+            sscanf(rest + 1, "%" SCNu64, value_out) == 1)
+            rc = 0;
+    }
+    fclose(file);
+    return rc;
+}
+
+/* The single number in directory/name; false where there is none ("max", or no such file). */
+static bool cgroup_number(const char *directory, const char *name, uint64_t *value_out)
+{
+    char path[PATH_BYTES];
+    if (snprintf(path, sizeof(path), "%s/%s", directory, name) >= (int)sizeof(path))
+        return false;
+    FILE *file = fopen(path, "re");
+    if (!file)
+        return false;
+    bool found = fscanf(file, "%" SCNu64, value_out) == 1;
+    fclose(file);
+    return found;
+}
+
+/* What one control group still admits: its limit less its use; its page cache would make way. */
+static uint64_t cgroup_available_bytes(const struct cgroup_names *names, const char *directory)
+{
+    uint64_t limit_bytes = 0;
+    uint64_t used_bytes = 0;
+    if (!cgroup_number(directory, names->limit, &limit_bytes) ||
+        !cgroup_number(directory, names->used, &used_bytes))
+        return UINT64_MAX;
+    char path[PATH_BYTES];
+    uint64_t active_bytes = 0;
+    uint64_t inactive_bytes = 0;
+    if (snprintf(path, sizeof(path), "%s/memory.stat", directory) < (int)sizeof(path) &&
+        lh_mem_field_read(path, names->active, &active_bytes) == 0 &&
+        lh_mem_field_read(path, names->inactive, &inactive_bytes) == 0)
+        used_bytes -= lh_min_u64(used_bytes, active_bytes + inactive_bytes);
+    return limit_bytes - lh_min_u64(limit_bytes, used_bytes);
+}
+
+/* The least that the group of this process and the groups around it admit. */
+static uint64_t cgroups_available_bytes(const struct cgroup_names *names)
+{
+    FILE *file = fopen("/proc/self/cgroup", "re");
+    if (!file)
+        return UINT64_MAX;
+    char line[PATH_BYTES / 2];
+    char directory[PATH_BYTES] = "";
+    while (fgets(line, sizeof(line), file)) {
+        const char *rest = strchr(line, ':');
+        if (!rest || strncmp(rest + 1, names->line, strlen(names->line)) != 0)
+            continue;
+        line[strcspn(line, "\n")] = '\0';
+        snprintf(directory, sizeof(directory), "%s%s", names->root, rest + strlen(names->line));
+    }
+    fclose(file);
+    uint64_t available_bytes = UINT64_MAX;
+    while (strlen(directory) >= strlen(names->root)) {
+        available_bytes = lh_min_u64(available_bytes, cgroup_available_bytes(names, directory));
+        *strrchr(directory, '/') = '\0';
+    }
+    return available_bytes;
+}
+
+uint64_t lh_mem_available_bytes(void)
+{
+    uint64_t available_kib = 0;
+    uint64_t available_bytes = UINT64_MAX;
+    if (lh_mem_field_read("/proc/meminfo", "MemAvailable", &available_kib) == 0)
+        available_bytes = available_kib * LH_KIB;
+    for (size_t i = 0; i < LH_COUNT_OF(cgroup_versions); i++)
+        available_bytes = lh_min_u64(available_bytes, cgroups_available_bytes(&cgroup_versions[i]));
+    return available_bytes;
+}
