@@ -1,0 +1,60 @@
+"""What every Python test starts from: fixed seeds, two torch threads, a place on a real disk."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+SEED = 1234
+TORCH_THREAD_COUNT = 2
+MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
+
+
+def filesystem_of(path: pathlib.Path) -> str:
+    """The type of the file system that path lies on, from /proc/self/mountinfo."""
+    best, kind = "", "unknown"
+    for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        mount = before.split()[4]
+        inside = str(path) == mount or str(path).startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, after.split()[0]
+    return kind
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> None:
+    """The same numbers in every run; torch only where the test has imported it."""
+    random.seed(SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(SEED)
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        torch.manual_seed(SEED)
+        if torch.get_num_threads() != TORCH_THREAD_COUNT:
+            torch.set_num_threads(TORCH_THREAD_COUNT)
+
+
+@pytest.fixture
+def store_dir(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """An empty directory on a disk: a store refuses main memory, which /tmp is on many machines."""
+    if filesystem_of(tmp_path.resolve()) not in MEMORY_FILESYSTEMS:
+        folder = tmp_path / "store"
+        folder.mkdir()
+    else:
+        parent = ROOT / "build" / "tmp"
+        parent.mkdir(parents=True, exist_ok=True)
+        if filesystem_of(parent) in MEMORY_FILESYSTEMS:
+            pytest.skip(f"no disk: {tmp_path} and {parent} are both in main memory")
+        folder = pathlib.Path(tempfile.mkdtemp(dir=parent))
+    yield folder
+    if os.environ.get("LOHAN_KEEP_STORES", "") in ("", "0"):
+        shutil.rmtree(folder, ignore_errors=True)
