@@ -142,23 +142,11 @@ def run_lint(options: Options) -> bool:
         ),
         run([tool("ruff"), "check", *python_files]),
         run([tool("ruff"), "format", "--check", *python_files]),
-        run([tool("codespell"), *tracked_files()]),
+        run([tool("codespell"), *cbuild.project_files()]),
         run([tool("mypy")]) if any((ROOT / "python" / "lohan").glob("*.py")) else True,
         run_clang_tidy(),
     ]
     return all(checks)
-
-
-def tracked_files() -> list[str]:
-    """What the spelling is checked of: everything that git has or would have."""
-    answer = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    listed = answer.stdout.split("\n") if answer.returncode == 0 else ["README.md", "docs", "csrc"]
-    return [path for path in listed if path and (ROOT / path).exists()]
 
 
 def run_program(command: Sequence[str], name: str, mode: str, options: Options) -> Outcome:

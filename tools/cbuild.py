@@ -17,6 +17,7 @@ import fcntl
 import os
 import pathlib
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -192,6 +193,23 @@ def core_sources(with_binding: bool) -> list[pathlib.Path]:
     sources = sorted((ROOT / "csrc").rglob("*.c"))
     binding = ROOT / "csrc" / "py"
     return [source for source in sources if with_binding or binding not in source.parents]
+
+
+def project_files() -> list[str]:
+    """Every file of the project: what git has or would have; without git, what is not built."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return sorted(path for path in answer.stdout.splitlines() if (ROOT / path).is_file())
+    made = re.compile(r"(^|/)(\.venv|\.git|build|dist|out|__pycache__|\.\w+_cache|\.hypothesis)/")
+    listed = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file()]
+    return sorted(
+        path
+        for path in listed
+        if not made.search(path)
+        and ".egg-info/" not in path
+        and not path.endswith((".so", ".o", ".a", ".fatbin"))
+    )
 
 
 class Builder:

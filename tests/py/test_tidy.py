@@ -9,12 +9,16 @@ import ast
 import functools
 import pathlib
 import re
-import subprocess
+import sys
 import tomllib
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import cbuild  # noqa: E402  (its folder has just been named)
+
 ITSELF = "tests/py/test_tidy.py"
 
 FILE_LINES_MAX = 600
@@ -82,18 +86,7 @@ PLACE = re.compile(
 @functools.cache
 def tracked() -> list[str]:
     """Every file of the project: what git has or would have."""
-    answer = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    if answer.returncode == 0:
-        listed = answer.stdout.splitlines()
-    else:
-        listed = [str(p.relative_to(ROOT)) for p in ROOT.rglob("*") if p.is_file()]
-        listed = [p for p in listed if not p.startswith((".venv/", "build/", ".git/", "dist/"))]
-    return sorted(path for path in listed if (ROOT / path).is_file())
+    return cbuild.project_files()
 
 
 @functools.cache
