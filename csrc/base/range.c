@@ -93,6 +93,29 @@ uint64_t lh_range_acquire(struct lh_range *range, uint64_t bytes)
     return offset;
 }
 
+void lh_range_take(struct lh_range *range, uint64_t offset, uint64_t bytes)
+{
+    LH_ASSERT(bytes > 0 && lh_is_aligned(offset, range->granule));
+    bytes = lh_align_up(bytes, range->granule);
+    uint32_t index = 0;
+    while (index < range->hole_count &&
+           range->holes[index].offset + range->holes[index].bytes <= offset)
+        index++;
+    LH_ASSERT(index < range->hole_count);
+    struct lh_range_hole *hole = &range->holes[index];
+    LH_ASSERT(hole->offset <= offset && offset + bytes <= hole->offset + hole->bytes);
+    struct lh_range_hole behind = {.offset = offset + bytes,
+                                   .bytes = hole->offset + hole->bytes - (offset + bytes)};
+    hole->bytes = offset - hole->offset;
+    if (hole->bytes == 0)
+        hole_remove(range, index);
+    else
+        index++;
+    if (behind.bytes > 0)
+        hole_insert(range, index, behind);
+    range->free_bytes -= bytes;
+}
+
 bool lh_range_has(const struct lh_range *range, uint64_t bytes)
 {
     LH_ASSERT(bytes > 0);

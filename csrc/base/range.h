@@ -39,6 +39,8 @@ void lh_range_copy(struct lh_range *target, const struct lh_range *source);
 
 /* The lowest offset of a hole of at least bytes (rounded up to the granule), or LH_RANGE_NONE. */
 uint64_t lh_range_acquire(struct lh_range *range, uint64_t bytes);
+/* Take [offset, offset + bytes), which must be free: rebuilds a region from what is in it. */
+void lh_range_take(struct lh_range *range, uint64_t offset, uint64_t bytes);
 /* True when lh_range_acquire would succeed. */
 bool lh_range_has(const struct lh_range *range, uint64_t bytes);
 void lh_range_release(struct lh_range *range, uint64_t offset, uint64_t bytes);

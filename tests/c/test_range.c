@@ -85,6 +85,11 @@ static void release_beyond_the_end(void *range)
     lh_range_release(range, 3 * GRANULE, 2 * GRANULE);
 }
 
+static void take_last_two_granules(void *range)
+{
+    lh_range_take(range, 2 * GRANULE, 2 * GRANULE);
+}
+
 static void release_unaligned(void *range)
 {
     lh_range_release(range, 1, GRANULE);
@@ -119,6 +124,17 @@ int main(void)
     lh_range_copy(&copy, &range);
     LH_CHECK(lh_range_acquire(&copy, GRANULE) == GRANULE && copy.free_bytes == 0);
     LH_CHECK(range.free_bytes == GRANULE && range.hole_count == 1);
+
+    lh_test_name("taking places that are known gives the same holes as acquiring them");
+    for (uint64_t i = 0; i < 4; i++) {
+        lh_range_reset(&range);
+        lh_range_take(&range, i * GRANULE, 1);
+        LH_CHECK(range.free_bytes == 3 * GRANULE);
+        LH_CHECK(range.hole_count == (i == 0 || i == 3 ? 1 : 2));
+        LH_CHECK(lh_range_acquire(&range, GRANULE) == (i == 0 ? GRANULE : 0));
+        LH_CHECK(lh_test_aborts(take_last_two_granules, &range) == (i >= 2));
+        lh_range_release(&range, i * GRANULE, GRANULE);
+    }
 
     lh_test_name("reset frees everything");
     lh_range_reset(&range);
