@@ -29,15 +29,19 @@ uint32_t lh_crc32c_multiply(uint32_t left, uint32_t right);
 /* x^exponent modulo P. */
 uint32_t lh_crc32c_power(uint64_t exponent);
 
+/* Each kernel is lh_crc32c() by its own means. */
 uint32_t lh_crc32c_portable(uint32_t crc, const void *data, uint64_t bytes);
 
-/* Each init makes its kernel's constants, and runs once before the kernel does. */
 #if defined(__x86_64__)
+/* Each init makes its kernel's constants, and runs once before the kernel does. */
 void lh_crc32c_sse42_init(void);
-uint32_t lh_crc32c_sse42(uint32_t crc, const void *data, uint64_t bytes);
 void lh_crc32c_avx512_init(void);
+/* Needs SSE4.2 and PCLMUL. */
+uint32_t lh_crc32c_sse42(uint32_t crc, const void *data, uint64_t bytes);
+/* Needs AVX-512 F, BW, VL, DQ and VPCLMULQDQ; lh_crc32c_sse42_init() has run, it takes the tail. */
 uint32_t lh_crc32c_avx512(uint32_t crc, const void *data, uint64_t bytes);
 #elif defined(__aarch64__)
+/* Needs the CRC32 extension. */
 uint32_t lh_crc32c_armv8(uint32_t crc, const void *data, uint64_t bytes);
 #endif
 

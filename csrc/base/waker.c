@@ -21,6 +21,7 @@ int lh_waker_init(struct lh_waker *waker, struct lh_error *err)
     waker->fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     if (waker->fd < 0) {
         int code = -errno;
+        waker->fd = -1;
         return lh_error_set(err, code, "no eventfd for a waker: %s (see ulimit -n)",
                             strerror(-code));
     }

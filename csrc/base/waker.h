@@ -21,6 +21,10 @@ struct lh_waker {
     _Atomic uint32_t sleeping;
 };
 
+/*
+ * Owns:   the waker owns fd until lh_waker_deinit().
+ * Errors: -errno of eventfd (-EMFILE: too many open files); fd is -1 then.
+ */
 int lh_waker_init(struct lh_waker *waker, struct lh_error *err) LH_MUST_CHECK;
 void lh_waker_deinit(struct lh_waker *waker);
 

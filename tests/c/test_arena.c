@@ -32,6 +32,61 @@ static uint64_t mapping_bytes(void)
     return kib * LH_KIB;
 }
 
+static void test_refusals(struct lh_alloc *alloc)
+{
+    struct lh_error err = {0};
+    struct lh_arena *arena = NULL;
+    struct lh_arena_opts opts = {.bytes = ARENA_BYTES, .numa_node = -1};
+
+    lh_test_name("what the machine does not have is refused with both numbers, and not touched");
+    uint64_t available_bytes = lh_mem_available_bytes();
+    LH_CHECK(available_bytes > 0 && available_bytes < UINT64_MAX);
+    opts.bytes = lh_align_up(2 * available_bytes, LH_HUGE_PAGE_BYTES);
+    LH_CHECK(lh_arena_create(&opts, alloc, &arena, &err) == -ENOMEM && !arena);
+    char asked[32];
+    snprintf(asked, sizeof(asked), "%" PRIu64, opts.bytes);
+    LH_CHECK(strstr(err.message, asked) && strstr(err.message, "are available"));
+    opts.bytes = UINT64_MAX;
+    LH_CHECK(lh_arena_create(&opts, alloc, &arena, &err) == -ENOMEM && !arena);
+    opts.bytes = 0;
+    LH_CHECK(lh_arena_create(&opts, alloc, &arena, &err) == -EINVAL && !arena);
+    opts.bytes = ARENA_BYTES;
+    alloc->fail_after = 0;
+    LH_CHECK(lh_arena_create(&opts, alloc, &arena, &err) == -ENOMEM && !arena);
+    alloc->fail_after = -1;
+    LH_CHECK(alloc->live_count == 0);
+}
+
+static void test_placement(struct lh_alloc *alloc)
+{
+    struct lh_error err = {0};
+    struct lh_arena *arena = NULL;
+    struct lh_arena_opts opts = {.bytes = ARENA_BYTES, .numa_node = -1};
+
+    lh_test_name("the caller's NUMA node serves, one that is not there is refused");
+    LH_CHECK(lh_numa_node_count() >= 1);
+    opts.numa_node = lh_numa_node_here();
+    LH_CHECK(opts.numa_node >= 0 && opts.numa_node < lh_numa_node_count());
+    LH_CHECK(lh_arena_create(&opts, alloc, &arena, &err) == 0);
+    lh_arena_destroy(arena, alloc);
+    opts.numa_node = lh_numa_node_count();
+    LH_CHECK(lh_arena_create(&opts, alloc, &arena, &err) == -EINVAL && !arena);
+    opts.numa_node = -1;
+
+    lh_test_name("a lock that is refused is noted with the limit, and the arena still serves");
+    struct rlimit none = {0};
+    opts.lock = true;
+    LH_CHECK(lh_arena_create(&opts, alloc, &arena, &err) == 0);
+    LH_CHECK(arena->locked || strstr(arena->note, "RLIMIT_MEMLOCK"));
+    lh_arena_destroy(arena, alloc);
+    if (geteuid() != 0) { /* a privileged process has no limit */
+        LH_CHECK(setrlimit(RLIMIT_MEMLOCK, &none) == 0);
+        LH_CHECK(lh_arena_create(&opts, alloc, &arena, &err) == 0);
+        LH_CHECK(!arena->locked && strstr(arena->note, "RLIMIT_MEMLOCK is 0 bytes"));
+        lh_arena_destroy(arena, alloc);
+    }
+}
+
 int main(void)
 {
     struct lh_alloc alloc = LH_ALLOC_INIT;
@@ -74,46 +129,8 @@ int main(void)
     LH_CHECK(mapping_bytes() < before_bytes + ARENA_BYTES);
     LH_CHECK(alloc.live_count == 0);
 
-    lh_test_name("what the machine does not have is refused with both numbers, and not touched");
-    uint64_t available_bytes = lh_mem_available_bytes();
-    LH_CHECK(available_bytes > 0 && available_bytes < UINT64_MAX);
-    opts.bytes = lh_align_up(2 * available_bytes, LH_HUGE_PAGE_BYTES);
-    LH_CHECK(lh_arena_create(&opts, &alloc, &arena, &err) == -ENOMEM && !arena);
-    char asked[32];
-    snprintf(asked, sizeof(asked), "%" PRIu64, opts.bytes);
-    LH_CHECK(strstr(err.message, asked) && strstr(err.message, "are available"));
-    opts.bytes = UINT64_MAX;
-    LH_CHECK(lh_arena_create(&opts, &alloc, &arena, &err) == -ENOMEM && !arena);
-    opts.bytes = 0;
-    LH_CHECK(lh_arena_create(&opts, &alloc, &arena, &err) == -EINVAL && !arena);
-    opts.bytes = ARENA_BYTES;
-    alloc.fail_after = 0;
-    LH_CHECK(lh_arena_create(&opts, &alloc, &arena, &err) == -ENOMEM && !arena);
-    alloc.fail_after = -1;
-    LH_CHECK(alloc.live_count == 0);
-
-    lh_test_name("the caller's NUMA node serves, one that is not there is refused");
-    LH_CHECK(lh_numa_node_count() >= 1);
-    opts.numa_node = lh_numa_node_here();
-    LH_CHECK(opts.numa_node >= 0 && opts.numa_node < lh_numa_node_count());
-    LH_CHECK(lh_arena_create(&opts, &alloc, &arena, &err) == 0);
-    lh_arena_destroy(arena, &alloc);
-    opts.numa_node = lh_numa_node_count();
-    LH_CHECK(lh_arena_create(&opts, &alloc, &arena, &err) == -EINVAL && !arena);
-    opts.numa_node = -1;
-
-    lh_test_name("a lock that is refused is noted with the limit, and the arena still serves");
-    struct rlimit none = {0};
-    opts.lock = true;
-    LH_CHECK(lh_arena_create(&opts, &alloc, &arena, &err) == 0);
-    LH_CHECK(arena->locked || strstr(arena->note, "RLIMIT_MEMLOCK"));
-    lh_arena_destroy(arena, &alloc);
-    if (geteuid() != 0) { /* a privileged process has no limit */
-        LH_CHECK(setrlimit(RLIMIT_MEMLOCK, &none) == 0);
-        LH_CHECK(lh_arena_create(&opts, &alloc, &arena, &err) == 0);
-        LH_CHECK(!arena->locked && strstr(arena->note, "RLIMIT_MEMLOCK is 0 bytes"));
-        lh_arena_destroy(arena, &alloc);
-    }
+    test_refusals(&alloc);
+    test_placement(&alloc);
     LH_CHECK(alloc.live_count == 0);
     return 0;
 }
