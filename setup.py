@@ -53,18 +53,24 @@ def build_fatbin(target):
     if not kernels:
         target.unlink(missing_ok=True)
         return f"{nvcc} (unused: this version has no CUDA kernels)"
+    fact = f"{nvcc} ({len(kernels)} files)"
     # One translation unit, because nvcc makes a fatbin of exactly one file.
+    text = "".join(f'#include "{kernel}"\n' for kernel in kernels)
     unit = cbuild.BUILD / "cuda" / "lohan.cu"
+    newest_ns = max(path.stat().st_mtime_ns for path in (ROOT / "cuda").iterdir())
+    if target.exists() and target.stat().st_mtime_ns > newest_ns and unit.read_text() == text:
+        return fact
     unit.parent.mkdir(parents=True, exist_ok=True)
-    unit.write_text("".join(f'#include "{kernel}"\n' for kernel in kernels))
+    unit.write_text(text)
     target.parent.mkdir(parents=True, exist_ok=True)
     command = [nvcc, "--fatbin", "-O3", f"-arch={PTX_ARCHITECTURES}", f"-I{ROOT / 'cuda'}"]
     answer = subprocess.run(
         [*command, str(unit), "-o", str(target)], capture_output=True, text=True, check=False
     )
     if answer.returncode != 0:
-        raise CompileError(f"nvcc refused cuda/*.cu:\n{answer.stdout}{answer.stderr}")
-    return f"{nvcc} ({len(kernels)} files)"
+        complaint = answer.stdout + answer.stderr
+        raise CompileError(f"{nvcc} refused cuda/*.cu (LOHAN_NVCC= does without):\n{complaint}")
+    return fact
 
 
 class BuildCore(build_ext):
@@ -86,6 +92,15 @@ class BuildCore(build_ext):
             builder.link([*core, *binding], target, ["-shared", export_map, *hardening])
         except cbuild.BuildError as error:
             raise CompileError(str(error)) from error
+
+    def copy_extensions_to_source(self):
+        """In place, the fatbin goes where the extension goes."""
+        super().copy_extensions_to_source()
+        built = pathlib.Path(self.build_lib).resolve() / "lohan" / "lohan.fatbin"
+        beside = ROOT / "python" / "lohan" / "lohan.fatbin"
+        beside.unlink(missing_ok=True)
+        if built.exists():
+            shutil.copy2(built, beside)
 
     def binding_flags(self, builder, fatbin):
         """What csrc/py needs beyond the core: Python, and the facts that doctor shows."""

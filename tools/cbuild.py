@@ -58,7 +58,7 @@ ISA_FLAGS: dict[str, dict[str, list[str]]] = {
             "-mfma",
         ],
     },
-    "aarch64": {"_neon": []},
+    "aarch64": {"_neon": [], "_armv8": []},
 }
 
 MODE_FLAGS = {
