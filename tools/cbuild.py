@@ -1,8 +1,9 @@
 """Compiles lohan's C core: shared by setup.py (the extension) and tests/run.py (the C tests).
 
-One cache of objects per mode lies in build/obj/MODE: an object is made again when its command line
-changed or a file that it was made from did (the compiler's own dependency files say which). All
-objects are position-independent, so the extension and the test programs link the same ones.
+One cache of objects per mode lies in build/obj/MODE (LOHAN_BUILD names another folder than build):
+an object is made again when its command line changed or a file that it was made from did (the
+compiler's own dependency files say which). All objects are position-independent, so the extension
+and the test programs link the same ones.
 
 Needs a C compiler and nothing but the standard library, because it runs before anything of lohan's
 is installed.
@@ -27,7 +28,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build"
+BUILD = pathlib.Path(os.environ.get("LOHAN_BUILD", ROOT / "build")).resolve()
 
 LANGUAGE_FLAGS = ["-std=gnu11", "-fPIC", "-fvisibility=hidden", "-pthread"]
 # Contraction would fuse multiply-adds that the reference kernels spell out separately, and two
