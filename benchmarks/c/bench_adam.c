@@ -1,0 +1,285 @@
+/*
+ * AdamW kernels against memory: every kernel, with and without checksums, beside a kernel that
+ * moves the same bytes and computes nothing (lh_adam_stream), both on the same threads and arrays,
+ * interleaved, so that a drift of the machine meets both.
+ *
+ *      bench_adam [elements = 50000000] [repetitions = 9] [threads = 2]
+ *
+ * One JSON line a result. value, min, median and max are elements a second; fraction_of_bound is
+ * the median over repetitions of (time of the stream / time of the kernel).
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#include "compute/adam.h"
+
+#define CHUNK_ELEMENTS (UINT64_C(1) << 20)
+/* Checksums of one chunk and array; 2-byte arrays use half of them. */
+#define CHUNK_CHECKSUMS (CHUNK_ELEMENTS * 4 / LH_CHECKSUM_BYTES)
+#define REPETITION_COUNT_MAX 101
+#define THREAD_COUNT_MAX 64
+
+/* WORK_SEAL makes the checksums that WORK_CHECKSUMS then expects; its time does not count. */
+enum work { WORK_STREAM, WORK_UPDATE, WORK_SEAL, WORK_CHECKSUMS, WORK_COUNT };
+
+struct checksums {
+    uint32_t *param, *residual, *moment1, *moment2;
+};
+
+struct bench {
+    struct lh_adam_run run; /* all elements */
+    struct lh_adam_scalars scalars;
+    const struct lh_adam_kernel *kernel;
+    struct checksums read, written;
+    int thread_count;
+    enum work work;
+};
+
+struct worker {
+    const struct bench *bench;
+    int index;
+};
+
+static uint64_t now_ns(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
+static void *pages(uint64_t bytes)
+{
+    uint64_t rounded = lh_align_up(bytes, LH_HUGE_PAGE_BYTES) + LH_HUGE_PAGE_BYTES;
+    char *memory = mmap(NULL, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+    if (memory == MAP_FAILED) {
+        perror("mmap");
+        exit(1);
+    }
+    memory = (char *)lh_align_up((uint64_t)(uintptr_t)memory, LH_HUGE_PAGE_BYTES);
+    madvise(memory, rounded - LH_HUGE_PAGE_BYTES, MADV_HUGEPAGE);
+    return memory;
+}
+
+static struct checksums checksums_create(uint64_t chunk_count)
+{
+    uint64_t bytes = chunk_count * CHUNK_CHECKSUMS * sizeof(uint32_t);
+
+    return (struct checksums){pages(bytes), pages(bytes), pages(bytes), pages(bytes)};
+}
+
+static struct lh_adam_run part(const struct lh_adam_run *run, uint64_t first, uint64_t count)
+{
+    struct lh_adam_run piece = *run;
+
+    piece.param = (char *)run->param + first * lh_dtype_bytes(run->param_dtype);
+    piece.residual = run->residual ? run->residual + first : NULL;
+    piece.moment1 += first;
+    piece.moment2 += first;
+    piece.gradient = (const char *)run->gradient + first * lh_dtype_bytes(run->gradient_dtype);
+    piece.count = count;
+    return piece;
+}
+
+static void chunk_work(const struct bench *bench, const struct lh_adam_run *run, uint64_t place)
+{
+    const struct checksums *read = &bench->read, *written = &bench->written;
+    struct lh_adam_segment segment = {0, run->count, run->gradient, run->gradient_dtype,
+                                      bench->scalars};
+    bool checked = bench->work == WORK_CHECKSUMS;
+    struct lh_adam_chunk chunk = {
+        .param = run->param,
+        .residual = run->residual,
+        .moment1 = run->moment1,
+        .moment2 = run->moment2,
+        .count = run->count,
+        .param_dtype = run->param_dtype,
+        .segments = &segment,
+        .segment_count = 1,
+        .residual_expected = checked ? read->residual + place : NULL,
+        .moment1_expected = checked ? read->moment1 + place : NULL,
+        .moment2_expected = checked ? read->moment2 + place : NULL,
+        .param_checksums = written->param + place,
+        .residual_checksums = written->residual + place,
+        .moment1_checksums = written->moment1 + place,
+        .moment2_checksums = written->moment2 + place,
+    };
+    struct lh_adam_mismatch mismatch;
+
+    if (lh_adam_chunk_update_by(bench->kernel, &chunk, &mismatch) != 0) {
+        fprintf(stderr, "array %d, block %llu: a checksum differs\n", (int)mismatch.array,
+                (unsigned long long)mismatch.block);
+        exit(1);
+    }
+}
+
+static void *worker_run(void *context)
+{
+    const struct worker *worker = context;
+    const struct bench *bench = worker->bench;
+    uint64_t chunk_count = lh_div_ceil(bench->run.count, CHUNK_ELEMENTS);
+    uint64_t begin = chunk_count * (uint64_t)worker->index / (uint64_t)bench->thread_count;
+    uint64_t end = chunk_count * (uint64_t)(worker->index + 1) / (uint64_t)bench->thread_count;
+    cpu_set_t cpus;
+
+    CPU_ZERO(&cpus);
+    CPU_SET(worker->index, &cpus);
+    sched_setaffinity(0, sizeof(cpus), &cpus);
+    for (uint64_t c = begin; c < end; c++) {
+        uint64_t first = c * CHUNK_ELEMENTS;
+        struct lh_adam_run run =
+            part(&bench->run, first, lh_min_u64(CHUNK_ELEMENTS, bench->run.count - first));
+
+        if (bench->work == WORK_STREAM)
+            lh_adam_stream(&run);
+        else if (bench->work == WORK_UPDATE)
+            bench->kernel->run(&run, &bench->scalars);
+        else
+            chunk_work(bench, &run, c * CHUNK_CHECKSUMS);
+    }
+    return NULL;
+}
+
+static double seconds_of(struct bench *bench, enum work work)
+{
+    struct worker workers[THREAD_COUNT_MAX];
+    pthread_t threads[THREAD_COUNT_MAX];
+    uint64_t begin_ns = now_ns();
+
+    bench->work = work;
+    for (int t = 0; t < bench->thread_count; t++) {
+        workers[t] = (struct worker){bench, t};
+        if (pthread_create(&threads[t], NULL, worker_run, &workers[t]) != 0)
+            exit(1);
+    }
+    for (int t = 0; t < bench->thread_count; t++)
+        pthread_join(threads[t], NULL);
+    return (double)(now_ns() - begin_ns) * 1e-9;
+}
+
+static int compare(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+
+    return (x > y) - (x < y);
+}
+
+static void report(const struct bench *bench, enum work work, double seconds[][WORK_COUNT],
+                   int repetition_count)
+{
+    double speeds[REPETITION_COUNT_MAX], bounds[REPETITION_COUNT_MAX];
+    double fractions[REPETITION_COUNT_MAX], count = (double)bench->run.count;
+    int middle = repetition_count / 2;
+
+    for (int r = 0; r < repetition_count; r++) {
+        speeds[r] = count / seconds[r][work];
+        bounds[r] = count / seconds[r][WORK_STREAM];
+        fractions[r] = seconds[r][WORK_STREAM] / seconds[r][work];
+    }
+    qsort(speeds, (size_t)repetition_count, sizeof(*speeds), compare);
+    qsort(bounds, (size_t)repetition_count, sizeof(*bounds), compare);
+    qsort(fractions, (size_t)repetition_count, sizeof(*fractions), compare);
+    printf("{\"name\": \"adam/%s/%s_param_%s_gradient%s\", \"value\": %.4g, "
+           "\"unit\": \"elements/s\", \"peer\": null, \"peer_value\": null, \"ratio\": null, "
+           "\"bound\": %.4g, \"fraction_of_bound\": %.3f, \"n\": %d, \"min\": %.4g, "
+           "\"median\": %.4g, \"max\": %.4g}\n",
+           bench->kernel->name, bench->run.param_dtype == LH_DTYPE_F32 ? "fp32" : "bf16",
+           bench->run.gradient_dtype == LH_DTYPE_F32 ? "fp32" : "bf16",
+           work == WORK_CHECKSUMS ? "/checksums" : "", speeds[middle], bounds[middle],
+           fractions[middle], repetition_count, speeds[0], speeds[middle],
+           speeds[repetition_count - 1]);
+    fflush(stdout);
+}
+
+static void kernel_bench(struct bench *bench, int repetition_count)
+{
+    double seconds[REPETITION_COUNT_MAX + 1][WORK_COUNT];
+
+    /* The first repetition warms up and is not reported. */
+    for (int r = 0; r <= repetition_count; r++) {
+        for (int work = 0; work < WORK_COUNT; work++) {
+            struct checksums swap = bench->read;
+
+            seconds[r][work] = seconds_of(bench, (enum work)work);
+            if (work == WORK_SEAL) {
+                bench->read = bench->written;
+                bench->written = swap;
+            }
+        }
+    }
+    report(bench, WORK_UPDATE, seconds + 1, repetition_count);
+    report(bench, WORK_CHECKSUMS, seconds + 1, repetition_count);
+}
+
+/* Values of the sizes that training has, so that nothing runs into denormals. */
+static void values_make(const struct lh_adam_run *run)
+{
+    uint64_t state = 1;
+
+    for (uint64_t i = 0; i < run->count; i++) {
+        float unit;
+
+        state = state * UINT64_C(6364136223846793005) + 1442695040888963407;
+        unit = (float)(int32_t)(state >> 32) * 0x1p-31f;
+        if (run->param_dtype == LH_DTYPE_F32)
+            ((float *)run->param)[i] = 0.05f * unit;
+        else
+            lh_adam_split(&(float){0.05f * unit}, (uint16_t *)run->param + i, run->residual + i, 1);
+        run->moment1[i] = 1e-3f * unit;
+        run->moment2[i] = 1e-6f * unit * unit;
+        unit *= 1e-3f;
+        memcpy((char *)run->gradient + i * lh_dtype_bytes(run->gradient_dtype),
+               (char *)&unit + 4 - lh_dtype_bytes(run->gradient_dtype),
+               lh_dtype_bytes(run->gradient_dtype));
+    }
+}
+
+int main(int argc, char **argv)
+{
+    static const enum lh_dtype modes[][2] = {
+        {LH_DTYPE_F32, LH_DTYPE_F32},
+        {LH_DTYPE_BF16, LH_DTYPE_BF16},
+        {LH_DTYPE_BF16, LH_DTYPE_F32},
+    };
+    const struct lh_adam_hyper hyper = {1e-4, 0.9, 0.999, 1e-8, 0.01};
+    uint64_t count = argc > 1 ? strtoull(argv[1], NULL, 10) : 50000000;
+    int repetition_count = argc > 2 ? atoi(argv[2]) : 9;
+    uint64_t chunk_count = lh_div_ceil(count, CHUNK_ELEMENTS);
+    const struct lh_adam_kernel *kernels;
+    int kernel_count = lh_adam_kernels(&kernels);
+    struct bench bench = {
+        .scalars = lh_adam_scalars_make(&hyper, 10, 1.0),
+        .read = checksums_create(chunk_count),
+        .written = checksums_create(chunk_count),
+        .thread_count = argc > 3 ? atoi(argv[3]) : 2,
+        .run = {pages(count * 4), pages(count * 2), pages(count * 4), pages(count * 4),
+                pages(count * 4), count, LH_DTYPE_F32, LH_DTYPE_F32},
+    };
+    int16_t *residual = bench.run.residual;
+
+    if (count == 0 || repetition_count < 1 || repetition_count > REPETITION_COUNT_MAX ||
+        bench.thread_count < 1 || bench.thread_count > THREAD_COUNT_MAX) {
+        fprintf(stderr, "bench_adam [elements] [repetitions, 1 to %d] [threads, 1 to %d]\n",
+                REPETITION_COUNT_MAX, THREAD_COUNT_MAX);
+        return 1;
+    }
+    for (size_t mode = 0; mode < LH_COUNT_OF(modes); mode++) {
+        bench.run.param_dtype = modes[mode][0];
+        bench.run.gradient_dtype = modes[mode][1];
+        bench.run.residual = modes[mode][0] == LH_DTYPE_BF16 ? residual : NULL;
+        values_make(&bench.run);
+        /* The definition is one call of fmaf() after another; its speed says nothing. */
+        for (int k = 0; k < kernel_count - 1; k++) {
+            bench.kernel = kernels + k;
+            kernel_bench(&bench, repetition_count);
+        }
+    }
+    return 0;
+}

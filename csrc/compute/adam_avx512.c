@@ -1,0 +1,237 @@
+/*
+ * The update with AVX-512, and the one that folds checksums in the same registers ([Note: folds] in
+ * adam.h).
+ *
+ * One body serves all four pairs of dtypes, with and without folding: it is inlined into callers
+ * that pass constants. An iteration takes 32 elements, a whole 64-byte word of each 2-byte array.
+ * What is left over goes through adam_ref.c, which has the same bits.
+ */
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include "base/assert.h"
+#include "compute/adam_kernels.h"
+
+#define HALF_ELEMENTS 16
+/*
+ * Bytes of a 4-byte array that are asked for ahead of the loop. The hardware's own streams restart
+ * at each 4 KiB page.
+ */
+#define PREFETCH_BYTES 2048
+
+/*
+ * x^544 and x^480 modulo the CRC-32C polynomial, reflected and shifted by one: multiplying the low
+ * and the high half of a 16-byte lane by them moves the lane 512 bits on.
+ */
+#define FOLD_LOW UINT64_C(0x740EEF02)
+#define FOLD_HIGH UINT64_C(0x9E4ADDF8)
+
+struct lanes {
+    __m512 gradient_scale, beta1_rest, beta2, beta2_rest, bias2_sqrt_inverse, eps, step_size;
+    __m512 decay;
+    __m512i fold;
+};
+
+struct mode {
+    bool param_bf16, gradient_bf16, folding;
+};
+
+static inline struct lanes lanes_make(const struct lh_adam_scalars *scalars)
+{
+    return (struct lanes){
+        .gradient_scale = _mm512_set1_ps(scalars->gradient_scale),
+        .beta1_rest = _mm512_set1_ps(scalars->beta1_rest),
+        .beta2 = _mm512_set1_ps(scalars->beta2),
+        .beta2_rest = _mm512_set1_ps(scalars->beta2_rest),
+        .bias2_sqrt_inverse = _mm512_set1_ps(scalars->bias2_sqrt_inverse),
+        .eps = _mm512_set1_ps(scalars->eps),
+        .step_size = _mm512_set1_ps(scalars->step_size),
+        .decay = _mm512_set1_ps(scalars->decay),
+        .fold = _mm512_set4_epi64(FOLD_HIGH, FOLD_LOW, FOLD_HIGH, FOLD_LOW),
+    };
+}
+
+/* The one NaN where value is NaN. */
+static inline __m512 nan_settled(__m512 value)
+{
+    const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(LH_ADAM_NAN_BITS));
+
+    return _mm512_mask_mov_ps(value, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), nan);
+}
+
+static inline __m512 bf16_widened(const void *source)
+{
+    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(source));
+
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+static inline __attribute__((always_inline)) __m512i
+half_update(const struct lh_adam_run *run, uint64_t i, const struct lanes *lanes,
+            const struct mode mode, __m512i *moments_read, __m512i *moments_written)
+{
+    const uint16_t *param16 = run->param;
+    const uint16_t *gradient16 = run->gradient;
+    __m512 g = mode.gradient_bf16 ? bf16_widened(gradient16 + i)
+                                  : _mm512_loadu_ps((const float *)run->gradient + i);
+    __m512 m = _mm512_loadu_ps(run->moment1 + i);
+    __m512 v = _mm512_loadu_ps(run->moment2 + i);
+    __m512 p, d;
+
+    if (mode.param_bf16) {
+        __m512i high = _mm512_castps_si512(bf16_widened(param16 + i));
+        __m512i low =
+            _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(run->residual + i)));
+
+        p = _mm512_castsi512_ps(_mm512_add_epi32(high, low));
+    } else {
+        p = _mm512_loadu_ps((const float *)run->param + i);
+    }
+    moments_read[0] = _mm512_castps_si512(m);
+    moments_read[1] = _mm512_castps_si512(v);
+
+    g = _mm512_mul_ps(g, lanes->gradient_scale);
+    m = _mm512_fmadd_ps(_mm512_sub_ps(g, m), lanes->beta1_rest, m);
+    v = _mm512_fmadd_ps(v, lanes->beta2, _mm512_mul_ps(_mm512_mul_ps(g, lanes->beta2_rest), g));
+    d = _mm512_fmadd_ps(_mm512_sqrt_ps(v), lanes->bias2_sqrt_inverse, lanes->eps);
+    p = _mm512_fnmadd_ps(lanes->step_size, _mm512_div_ps(m, d), _mm512_mul_ps(p, lanes->decay));
+    m = nan_settled(m);
+    v = nan_settled(v);
+
+    _mm512_storeu_ps(run->moment1 + i, m);
+    _mm512_storeu_ps(run->moment2 + i, v);
+    moments_written[0] = _mm512_castps_si512(m);
+    moments_written[1] = _mm512_castps_si512(v);
+    return _mm512_castps_si512(nan_settled(p));
+}
+
+static inline __m512i fold(__m512i state, __m512i word, __m512i constants)
+{
+    return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(state, constants, 0x00),
+                                     _mm512_clmulepi64_epi128(state, constants, 0x11), word, 0x96);
+}
+
+static inline __attribute__((always_inline)) void prefetch(const struct lh_adam_run *run,
+                                                           uint64_t i, const struct mode mode)
+{
+    const char *const arrays[4] = {run->param, run->gradient, (const char *)run->moment1,
+                                   (const char *)run->moment2};
+    const bool narrow[4] = {mode.param_bf16, mode.gradient_bf16, false, false};
+
+    for (int a = 0; a < 4; a++) {
+        const char *ahead = arrays[a] + (i * 4 + PREFETCH_BYTES) / (narrow[a] ? 2 : 1);
+
+        _mm_prefetch(ahead, _MM_HINT_T0);
+        if (!narrow[a])
+            _mm_prefetch(ahead + 64, _MM_HINT_T0);
+    }
+    if (mode.param_bf16)
+        _mm_prefetch((const char *)run->residual + (i * 4 + PREFETCH_BYTES) / 2, _MM_HINT_T0);
+}
+
+/* The words that pick the high and the low halves of 2 x 16 dwords. */
+static inline __m512i word_indices(short first)
+{
+    const __m512i ramp =
+        _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26,
+                         24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+
+    return _mm512_add_epi16(ramp, _mm512_set1_epi16(first));
+}
+
+/* Returns the elements done: a multiple of 32. */
+static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_run *run,
+                                                           const struct lh_adam_scalars *scalars,
+                                                           const struct mode mode,
+                                                           struct lh_adam_folds *folds)
+{
+    const struct lanes lanes = lanes_make(scalars);
+    const __m512i half_place = _mm512_set1_epi32(0x8000);
+    const __m512i high_words = word_indices(1), low_words = word_indices(0);
+    const uint64_t count = run->count / LH_ADAM_FOLD_ELEMENTS * LH_ADAM_FOLD_ELEMENTS;
+    __m512i states[LH_ADAM_STREAM_COUNT] = {0};
+
+#define FOLD(stream, word)                                                                         \
+    (states[LH_ADAM_STREAM_##stream] = fold(states[LH_ADAM_STREAM_##stream], (word), lanes.fold))
+
+    for (uint64_t i = 0; i < count; i += LH_ADAM_FOLD_ELEMENTS) {
+        __m512i bits[2], residual = _mm512_setzero_si512();
+
+        prefetch(run, i, mode);
+        if (mode.param_bf16 && mode.folding)
+            residual = _mm512_loadu_si512(run->residual + i);
+        for (int half = 0; half < 2; half++) {
+            __m512i read[2], written[2];
+
+            bits[half] = half_update(run, i + half * HALF_ELEMENTS, &lanes, mode, read, written);
+            if (mode.folding) {
+                FOLD(MOMENT1_READ, read[0]);
+                FOLD(MOMENT2_READ, read[1]);
+                FOLD(MOMENT1, written[0]);
+                FOLD(MOMENT2, written[1]);
+            }
+            if (!mode.param_bf16) {
+                _mm512_storeu_si512((float *)run->param + i + half * HALF_ELEMENTS, bits[half]);
+                if (mode.folding)
+                    FOLD(PARAM, bits[half]);
+            }
+        }
+        if (mode.param_bf16) {
+            __m512i low = _mm512_permutex2var_epi16(bits[0], low_words, bits[1]);
+            __m512i high =
+                _mm512_permutex2var_epi16(_mm512_add_epi32(bits[0], half_place), high_words,
+                                          _mm512_add_epi32(bits[1], half_place));
+
+            _mm512_storeu_si512((uint16_t *)run->param + i, high);
+            _mm512_storeu_si512(run->residual + i, low);
+            if (mode.folding) {
+                FOLD(RESIDUAL_READ, residual);
+                FOLD(PARAM, high);
+                FOLD(RESIDUAL, low);
+            }
+        }
+    }
+#undef FOLD
+    if (mode.folding)
+        for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++)
+            _mm512_store_si512(folds->states[stream], states[stream]);
+    return count;
+}
+
+static inline __attribute__((always_inline)) uint64_t
+body_by_dtypes(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars, bool folding,
+               struct lh_adam_folds *folds)
+{
+    LH_ASSERT((run->residual != NULL) == (run->param_dtype == LH_DTYPE_BF16));
+
+    if (run->param_dtype == LH_DTYPE_BF16) {
+        if (run->gradient_dtype == LH_DTYPE_BF16)
+            return body(run, scalars, (struct mode){true, true, folding}, folds);
+        return body(run, scalars, (struct mode){true, false, folding}, folds);
+    }
+    if (run->gradient_dtype == LH_DTYPE_BF16)
+        return body(run, scalars, (struct mode){false, true, folding}, folds);
+    return body(run, scalars, (struct mode){false, false, folding}, folds);
+}
+
+void lh_adam_avx512(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
+{
+    uint64_t done = body_by_dtypes(run, scalars, false, NULL);
+
+    if (done < run->count) {
+        struct lh_adam_run rest = lh_adam_run_from(run, done);
+
+        lh_adam_ref(&rest, scalars);
+    }
+}
+
+void lh_adam_avx512_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
+                            struct lh_adam_folds *folds_out)
+{
+    uint64_t done = body_by_dtypes(run, scalars, true, folds_out);
+
+    LH_ASSERT(done == run->count);
+}
+
+#endif

@@ -1,0 +1,296 @@
+/*
+ * A chunk's update with its checksums.
+ *
+ * The chunk is walked in windows of LH_CHECKSUM_BYTES of an fp32 array. Every checksum block of
+ * every array ends at the end of a window: an fp32 array's at each, a 2-byte array's at each second
+ * one. A window is cut into pieces, each wholly inside one segment or outside all of them:
+ *
+ *      window  |----------------------------------------------------------------|
+ *      pieces  |  gap  |ragged|    whole words, folded by the kernel     |ragged|
+ *
+ * Checksums of the pieces of a block are joined: short ones by chaining, folded ones by
+ * lh_crc32c_combine(). Without a folding kernel everything goes the way of the ragged pieces: tile
+ * by tile, checksum, update, checksum, while the tile is in cache.
+ */
+#include <fenv.h>
+
+#include "base/assert.h"
+#include "base/crc32c.h"
+#include "base/error.h"
+#include "compute/adam_kernels.h"
+
+#define WINDOW_ELEMENTS (LH_CHECKSUM_BYTES / 4)
+
+_Static_assert(WINDOW_ELEMENTS % LH_ADAM_TILE_ELEMENTS == 0, "tiles cut no window");
+_Static_assert(LH_ADAM_TILE_ELEMENTS % LH_ADAM_FOLD_ELEMENTS == 0, "nor does a word cut a tile");
+
+struct walk {
+    const struct lh_adam_kernel *kernel;
+    const struct lh_adam_chunk *chunk;
+    bool checksums; /* any are checked or made; else nothing is computed for them */
+    uint32_t crcs[LH_ADAM_STREAM_COUNT];
+};
+
+static uint64_t stream_element_bytes(const struct walk *walk, int stream)
+{
+    switch ((enum lh_adam_stream)stream) {
+    case LH_ADAM_STREAM_PARAM:
+        return lh_dtype_bytes(walk->chunk->param_dtype);
+    case LH_ADAM_STREAM_RESIDUAL:
+    case LH_ADAM_STREAM_RESIDUAL_READ:
+        return walk->chunk->residual ? 2 : 0;
+    default:
+        return 4;
+    }
+}
+
+static const void *stream_array(const struct lh_adam_chunk *chunk, int stream)
+{
+    switch ((enum lh_adam_stream)stream) {
+    case LH_ADAM_STREAM_PARAM:
+        return chunk->param;
+    case LH_ADAM_STREAM_RESIDUAL:
+    case LH_ADAM_STREAM_RESIDUAL_READ:
+        return chunk->residual;
+    case LH_ADAM_STREAM_MOMENT1:
+    case LH_ADAM_STREAM_MOMENT1_READ:
+        return chunk->moment1;
+    default:
+        return chunk->moment2;
+    }
+}
+
+/* What a stream's checksums are compared with or written to; NULL: neither. */
+static const uint32_t *stream_expected(const struct lh_adam_chunk *chunk, int stream)
+{
+    switch ((enum lh_adam_stream)stream) {
+    case LH_ADAM_STREAM_RESIDUAL_READ:
+        return chunk->residual ? chunk->residual_expected : NULL;
+    case LH_ADAM_STREAM_MOMENT1_READ:
+        return chunk->moment1_expected;
+    case LH_ADAM_STREAM_MOMENT2_READ:
+        return chunk->moment2_expected;
+    default:
+        return NULL;
+    }
+}
+
+static uint32_t *stream_checksums(const struct lh_adam_chunk *chunk, int stream)
+{
+    switch ((enum lh_adam_stream)stream) {
+    case LH_ADAM_STREAM_PARAM:
+        return chunk->param_checksums;
+    case LH_ADAM_STREAM_RESIDUAL:
+        return chunk->residual ? chunk->residual_checksums : NULL;
+    case LH_ADAM_STREAM_MOMENT1:
+        return chunk->moment1_checksums;
+    case LH_ADAM_STREAM_MOMENT2:
+        return chunk->moment2_checksums;
+    default:
+        return NULL;
+    }
+}
+
+static bool stream_is_wanted(const struct lh_adam_chunk *chunk, int stream)
+{
+    return stream_expected(chunk, stream) || stream_checksums(chunk, stream);
+}
+
+/* Chain the streams [begin, end) over elements [first, first + count). */
+static void streams_chain(struct walk *walk, int begin, int end, uint64_t first, uint64_t count)
+{
+    for (int stream = begin; stream < end; stream++) {
+        uint64_t bytes = stream_element_bytes(walk, stream);
+
+        if (stream_is_wanted(walk->chunk, stream))
+            walk->crcs[stream] = lh_crc32c(
+                walk->crcs[stream], (const char *)stream_array(walk->chunk, stream) + first * bytes,
+                count * bytes);
+    }
+}
+
+/* The run of elements [first, first + count), which lie inside segment. */
+static struct lh_adam_run run_make(const struct walk *walk, const struct lh_adam_segment *segment,
+                                   uint64_t first, uint64_t count)
+{
+    const struct lh_adam_chunk *chunk = walk->chunk;
+    uint64_t gradient_bytes = lh_dtype_bytes(segment->gradient_dtype);
+
+    return (struct lh_adam_run){
+        .param = (char *)chunk->param + first * lh_dtype_bytes(chunk->param_dtype),
+        .residual = chunk->residual ? chunk->residual + first : NULL,
+        .moment1 = chunk->moment1 + first,
+        .moment2 = chunk->moment2 + first,
+        .gradient = (const char *)segment->gradient + (first - segment->first) * gradient_bytes,
+        .count = count,
+        .param_dtype = chunk->param_dtype,
+        .gradient_dtype = segment->gradient_dtype,
+    };
+}
+
+/* Checksum, update, checksum, a tile at a time. segment NULL: a gap, whose bytes stay. */
+static void piece_by_tiles(struct walk *walk, const struct lh_adam_segment *segment, uint64_t first,
+                           uint64_t count)
+{
+    while (count > 0) {
+        uint64_t part = lh_min_u64(count, LH_ADAM_TILE_ELEMENTS);
+
+        streams_chain(walk, 0, LH_ADAM_STREAM_PARAM, first, part);
+        if (segment) {
+            struct lh_adam_run run = run_make(walk, segment, first, part);
+
+            walk->kernel->run(&run, &segment->scalars);
+        }
+        streams_chain(walk, LH_ADAM_STREAM_PARAM, LH_ADAM_STREAM_COUNT, first, part);
+        first += part;
+        count -= part;
+    }
+}
+
+/*
+ * The remainder of a folded stream is the remainder of its state. lh_crc32c() starts and ends with
+ * an inversion: from ~0 it divides the bare 64 bytes; what is missing, the inversion at the start,
+ * is the crc of what came before moved on by the stream's length, which is what combining does.
+ */
+static void piece_by_folding(struct walk *walk, const struct lh_adam_segment *segment,
+                             uint64_t first, uint64_t count)
+{
+    struct lh_adam_run run = run_make(walk, segment, first, count);
+    struct lh_adam_folds folds;
+
+    walk->kernel->run_folding(&run, &segment->scalars, &folds);
+    for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++) {
+        uint32_t bare;
+
+        if (!stream_is_wanted(walk->chunk, stream))
+            continue;
+        bare = lh_crc32c(UINT32_MAX, folds.states[stream], sizeof(folds.states[stream]));
+        walk->crcs[stream] = lh_crc32c_combine(walk->crcs[stream] ^ UINT32_MAX, bare,
+                                               count * stream_element_bytes(walk, stream));
+    }
+}
+
+/* Elements [first, end), inside segment and one window. */
+static void segment_piece(struct walk *walk, const struct lh_adam_segment *segment, uint64_t first,
+                          uint64_t end)
+{
+    /* Words begin where the arrays' cache lines do, if the chunk itself is aligned. */
+    uint64_t words_first = lh_min_u64(lh_align_up(first, LH_ADAM_FOLD_ELEMENTS), end);
+    uint64_t words_end = end / LH_ADAM_FOLD_ELEMENTS * LH_ADAM_FOLD_ELEMENTS;
+
+    if (!walk->checksums) {
+        struct lh_adam_run run = run_make(walk, segment, first, end - first);
+
+        walk->kernel->run(&run, &segment->scalars);
+    } else if (!walk->kernel->run_folding || words_first >= words_end) {
+        piece_by_tiles(walk, segment, first, end - first);
+    } else {
+        piece_by_tiles(walk, segment, first, words_first - first);
+        piece_by_folding(walk, segment, words_first, words_end - words_first);
+        piece_by_tiles(walk, segment, words_end, end - words_end);
+    }
+}
+
+/* Compare or write the checksums of the blocks that end at element end. */
+static int blocks_end(struct walk *walk, uint64_t end, struct lh_adam_mismatch *mismatch_out)
+{
+    static const enum lh_adam_array arrays[] = {
+        [LH_ADAM_STREAM_RESIDUAL_READ] = LH_ADAM_ARRAY_RESIDUAL,
+        [LH_ADAM_STREAM_MOMENT1_READ] = LH_ADAM_ARRAY_MOMENT1,
+        [LH_ADAM_STREAM_MOMENT2_READ] = LH_ADAM_ARRAY_MOMENT2,
+    };
+    const struct lh_adam_chunk *chunk = walk->chunk;
+
+    for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++) {
+        uint64_t end_bytes = end * stream_element_bytes(walk, stream);
+        const uint32_t *expected = stream_expected(chunk, stream);
+        uint32_t *checksums = stream_checksums(chunk, stream);
+        uint64_t block;
+
+        if (end < chunk->count && !lh_is_aligned(end_bytes, LH_CHECKSUM_BYTES))
+            continue;
+        block = lh_div_ceil(end_bytes, LH_CHECKSUM_BYTES) - 1;
+        if (checksums)
+            checksums[block] = walk->crcs[stream];
+        if (expected && expected[block] != walk->crcs[stream]) {
+            *mismatch_out = (struct lh_adam_mismatch){arrays[stream], block, expected[block],
+                                                      walk->crcs[stream]};
+            return -EILSEQ;
+        }
+        walk->crcs[stream] = 0;
+    }
+    return 0;
+}
+
+static int chunk_walk(struct walk *walk, struct lh_adam_mismatch *mismatch_out)
+{
+    const struct lh_adam_chunk *chunk = walk->chunk;
+    uint64_t first = 0;
+    uint32_t s = 0;
+
+    while (first < chunk->count) {
+        uint64_t window_end =
+            lh_min_u64((first / WINDOW_ELEMENTS + 1) * WINDOW_ELEMENTS, chunk->count);
+
+        while (first < window_end) {
+            const struct lh_adam_segment *segment = chunk->segments + s;
+            uint64_t end;
+
+            if (s == chunk->segment_count || segment->first > first) {
+                end =
+                    s == chunk->segment_count ? window_end : lh_min_u64(segment->first, window_end);
+                piece_by_tiles(walk, NULL, first, end - first);
+            } else {
+                end = lh_min_u64(segment->first + segment->count, window_end);
+                segment_piece(walk, segment, first, end);
+                s += end == segment->first + segment->count;
+            }
+            first = end;
+        }
+        LH_TRY(blocks_end(walk, first, mismatch_out));
+    }
+    return 0;
+}
+
+static void chunk_assert(const struct lh_adam_chunk *chunk)
+{
+    uint64_t end = 0;
+
+    LH_ASSERT(chunk->param_dtype == LH_DTYPE_F32 || chunk->param_dtype == LH_DTYPE_BF16);
+    LH_ASSERT((chunk->residual != NULL) == (chunk->param_dtype == LH_DTYPE_BF16));
+    for (uint32_t s = 0; s < chunk->segment_count; s++) {
+        const struct lh_adam_segment *segment = chunk->segments + s;
+
+        LH_ASSERT(segment->gradient_dtype == LH_DTYPE_F32 ||
+                  segment->gradient_dtype == LH_DTYPE_BF16);
+        LH_ASSERT(segment->count > 0 && segment->first >= end);
+        end = segment->first + segment->count;
+    }
+    LH_ASSERT(end <= chunk->count);
+}
+
+int lh_adam_chunk_update_by(const struct lh_adam_kernel *kernel, const struct lh_adam_chunk *chunk,
+                            struct lh_adam_mismatch *mismatch_out)
+{
+    struct walk walk = {.kernel = kernel, .chunk = chunk};
+    fenv_t environment;
+    int rc;
+
+    chunk_assert(chunk);
+    *mismatch_out = (struct lh_adam_mismatch){0};
+    for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++)
+        walk.checksums |= stream_is_wanted(chunk, stream);
+    fegetenv(&environment);
+    fesetenv(FE_DFL_ENV);
+    rc = chunk_walk(&walk, mismatch_out);
+    fesetenv(&environment);
+    return rc;
+}
+
+int lh_adam_chunk_update(const struct lh_adam_chunk *chunk, struct lh_adam_mismatch *mismatch_out)
+{
+    const struct lh_adam_kernel *best;
+
+    lh_adam_kernels(&best);
+    return lh_adam_chunk_update_by(best, chunk, mismatch_out);
+}

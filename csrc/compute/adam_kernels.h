@@ -1,0 +1,40 @@
+/*
+ * The kernels behind lh_adam_kernels(), one file for each instruction set. Only csrc/compute
+ * includes this; others go through adam.h, which chooses what the machine can run.
+ */
+#ifndef LH_COMPUTE_ADAM_KERNELS_H
+#define LH_COMPUTE_ADAM_KERNELS_H
+
+#include "compute/adam.h"
+
+/* What every kernel writes for a NaN: quiet, positive, no payload. */
+#define LH_ADAM_NAN_BITS UINT32_C(0x7FC00000)
+
+/* The definition; any machine. */
+void lh_adam_ref(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
+
+#if defined(__x86_64__)
+/* Needs AVX2 and FMA. */
+void lh_adam_avx2(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
+/* Needs AVX-512 F, BW, VL and DQ. */
+void lh_adam_avx512(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
+/* Needs VPCLMULQDQ as well. */
+void lh_adam_avx512_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
+                            struct lh_adam_folds *folds_out);
+#endif
+
+/* The part of a run that starts at element first. */
+static inline struct lh_adam_run lh_adam_run_from(const struct lh_adam_run *run, uint64_t first)
+{
+    struct lh_adam_run part = *run;
+
+    part.param = (char *)run->param + first * lh_dtype_bytes(run->param_dtype);
+    part.residual = run->residual ? run->residual + first : NULL;
+    part.moment1 = run->moment1 + first;
+    part.moment2 = run->moment2 + first;
+    part.gradient = (const char *)run->gradient + first * lh_dtype_bytes(run->gradient_dtype);
+    part.count = run->count - first;
+    return part;
+}
+
+#endif

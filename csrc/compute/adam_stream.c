@@ -1,0 +1,65 @@
+/*
+ * The memory traffic of an update without its arithmetic: every byte that an update reads is read,
+ * every byte that it writes is written, in the same order and in place.
+ */
+#include <string.h>
+
+#include "base/assert.h"
+#include "compute/adam.h"
+
+/* A word of 64 bytes; the compiler cuts it to the registers that the target has. */
+typedef uint64_t word __attribute__((vector_size(64)));
+
+#define WORD_BYTES sizeof(word)
+/* As far ahead as the kernels ask. */
+#define PREFETCH_BYTES 2048
+
+static inline __attribute__((always_inline)) void word_read(const char *address, word *sum)
+{
+    word value;
+
+    __builtin_prefetch(address + PREFETCH_BYTES);
+    memcpy(&value, address, WORD_BYTES);
+    *sum += value;
+}
+
+static inline __attribute__((always_inline)) void word_touch(void *array, uint64_t offset_bytes)
+{
+    char *address = (char *)array + offset_bytes;
+    word value = {1, 1, 1, 1, 1, 1, 1, 1};
+
+    word_read(address, &value);
+    memcpy(address, &value, WORD_BYTES);
+}
+
+static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_run *run,
+                                                           const uint64_t param_bytes,
+                                                           const uint64_t gradient_bytes)
+{
+    const uint64_t step_elements = WORD_BYTES / 2;
+    word sum = {0};
+
+    for (uint64_t i = 0; i + step_elements <= run->count; i += step_elements) {
+        for (uint64_t w = 0; w < gradient_bytes / 2; w++)
+            word_read((const char *)run->gradient + i * gradient_bytes + w * WORD_BYTES, &sum);
+        for (uint64_t w = 0; w < param_bytes / 2; w++)
+            word_touch(run->param, i * param_bytes + w * WORD_BYTES);
+        if (param_bytes == 2)
+            word_touch(run->residual, i * 2);
+        for (uint64_t w = 0; w < 2; w++) {
+            word_touch(run->moment1, i * 4 + w * WORD_BYTES);
+            word_touch(run->moment2, i * 4 + w * WORD_BYTES);
+        }
+    }
+    return sum[0] ^ sum[1] ^ sum[2] ^ sum[3] ^ sum[4] ^ sum[5] ^ sum[6] ^ sum[7];
+}
+
+uint64_t lh_adam_stream(const struct lh_adam_run *run)
+{
+    bool gradient_bf16 = run->gradient_dtype == LH_DTYPE_BF16;
+
+    LH_ASSERT((run->residual != NULL) == (run->param_dtype == LH_DTYPE_BF16));
+    if (run->param_dtype == LH_DTYPE_BF16)
+        return gradient_bf16 ? body(run, 2, 2) : body(run, 2, 4);
+    return gradient_bf16 ? body(run, 4, 2) : body(run, 4, 4);
+}
