@@ -210,13 +210,13 @@ def build_programs(
         return []
     builder = cbuild.Builder(mode, werror=bool(os.environ.get("CI")))
     include = [f"-I{directory}"]
-    core = builder.compile(cbuild.core_sources(with_binding=False))
+    core = builder.archive(builder.compile(cbuild.core_sources(with_binding=False)), "core")
     shared = builder.compile(helpers, include)
     mains = builder.compile(programs, include)
     built = []
     for source, main in zip(programs, mains, strict=True):
         target = cbuild.BUILD / "bin" / mode / source.stem
-        builder.link([main, *shared, *core], target)
+        builder.link([main, *shared, core], target)
         built.append((source.stem, target))
     return built
 

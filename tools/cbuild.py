@@ -30,7 +30,8 @@ from collections.abc import Iterable, Iterator, Sequence
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = pathlib.Path(os.environ.get("LOHAN_BUILD", ROOT / "build")).resolve()
 
-LANGUAGE_FLAGS = ["-std=gnu11", "-fPIC", "-fvisibility=hidden", "-pthread"]
+# An empty _GNU_SOURCE is the same as a file's own `#define _GNU_SOURCE`, so neither redefines.
+LANGUAGE_FLAGS = ["-std=gnu11", "-D_GNU_SOURCE=", "-fPIC", "-fvisibility=hidden", "-pthread"]
 # Contraction would fuse multiply-adds that the reference kernels spell out separately, and two
 # builds of one formula would then give different bits.
 NUMERIC_FLAGS = ["-ffp-contract=off"]
@@ -41,6 +42,8 @@ WARNING_FLAGS = [
     "-Wstrict-prototypes",
     "-Wmissing-prototypes",
     "-Wvla",
+    # A call of what no header declares is a bug whatever the linker finds.
+    "-Werror=implicit-function-declaration",
 ]
 
 # A kernel's file name ends in the instruction set that it needs; nothing else gets these flags, so
@@ -267,6 +270,18 @@ class Builder:
             raise BuildError("\n".join(complaints))
         return [target for target, _ in wanted]
 
+    def archive(self, objects: Sequence[pathlib.Path], name: str) -> pathlib.Path:
+        """Put objects into a static library, of which a program takes only what it uses."""
+        target = self.objects / f"lib{name}.a"
+        command = ["ar", "rcs", str(target), *(str(item) for item in objects)]
+        with _build_lock():
+            if _is_stale(target, command, objects):
+                target.unlink(missing_ok=True)
+                complaint = _make(target, command)
+                if complaint:
+                    raise BuildError(complaint)
+        return target
+
     def link(
         self, objects: Sequence[pathlib.Path], target: pathlib.Path, extra: Sequence[str] = ()
     ) -> None:
@@ -319,7 +334,7 @@ def _make(target: pathlib.Path, command: Sequence[str]) -> str:
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode != 0:
         target.unlink(missing_ok=True)
-        return f"{shlex.join(command)}\n{answer.stderr}"
+        return f"{shlex.join(command)[:500]} ...\n{answer.stderr}"
     if answer.stderr:
         print(answer.stderr, end="", flush=True)
     # As old as the start of the compiler: what was edited while it ran is newer.
