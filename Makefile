@@ -36,7 +36,7 @@ demo: build
 	$(PY) -m lohan demo $(ARGS)
 
 test: build
-	$(RUN) tidy c asan tsan sim py --fast $(ARGS)
+	$(RUN) tidy c asan tsan sim py --fast -- $(ARGS)
 
 lint: $(VENV)/.ready
 	$(RUN) lint
@@ -45,13 +45,13 @@ fmt: $(VENV)/.ready
 	$(RUN) fmt
 
 bench: build
-	$(RUN) bench $(ARGS)
+	$(RUN) bench -- $(ARGS)
 
 bench-adam bench-io bench-step bench-hooks: build
-	$(RUN) bench --only $(@:bench-%=%) $(ARGS)
+	$(RUN) bench --only $(@:bench-%=%) -- $(ARGS)
 
 sanitize: $(VENV)/.installed
-	$(RUN) asan tsan sim asan-py $(ARGS)
+	$(RUN) asan tsan sim asan-py -- $(ARGS)
 
 clean:
 	rm -rf build dist python/*.egg-info python/lohan/*.so python/lohan/lohan.fatbin

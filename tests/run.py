@@ -12,8 +12,9 @@
     bench    benchmarks/*/bench_NAME.{c,py}: those that --only names, or all
     all      tidy c asan tsan sim py
 
-Several words run in the order given; the exit status is 1 if any of them failed. A C test answers
-0 (passed), 77 (skipped: its last line says why) or anything else (failed: its output is shown).
+Several words run in the order given; what follows -- goes to pytest or to the benchmark. The exit
+status is 1 if any of them failed. A C test answers 0 (passed), 77 (skipped: its last line says why)
+or anything else (failed: its output is shown).
 """
 
 from __future__ import annotations
@@ -383,10 +384,10 @@ def main() -> int:
     parser.add_argument(
         "--seeds", type=int, default=SIM_SEED_COUNT, help="seeds for each simulator"
     )
-    arguments, rest = parser.parse_known_args()
-    options = Options(
-        arguments.only, arguments.fast, arguments.seeds, [r for r in rest if r != "--"]
-    )
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    arguments = parser.parse_args(sys.argv[1:cut])
+    rest = sys.argv[cut + 1 :]
+    options = Options(arguments.only, arguments.fast, arguments.seeds, rest)
     words = [part for word in arguments.words for part in (ALL if word == "all" else [word])]
     started = time.monotonic()
     failed = [word for word in words if not WORDS[word](options)]
