@@ -250,7 +250,7 @@ int main(int argc, char **argv)
     };
     const struct lh_adam_hyper hyper = {1e-4, 0.9, 0.999, 1e-8, 0.01};
     uint64_t count = argc > 1 ? strtoull(argv[1], NULL, 10) : 50000000;
-    int repetition_count = argc > 2 ? atoi(argv[2]) : 9;
+    int repetition_count = argc > 2 ? (int)strtol(argv[2], NULL, 10) : 9;
     uint64_t chunk_count = lh_div_ceil(count, CHUNK_ELEMENTS);
     const struct lh_adam_kernel *kernels;
     int kernel_count = lh_adam_kernels(&kernels);
@@ -258,7 +258,7 @@ int main(int argc, char **argv)
         .scalars = lh_adam_scalars_make(&hyper, 10, 1.0),
         .read = checksums_create(chunk_count),
         .written = checksums_create(chunk_count),
-        .thread_count = argc > 3 ? atoi(argv[3]) : 2,
+        .thread_count = argc > 3 ? (int)strtol(argv[3], NULL, 10) : 2,
         .run = {pages(count * 4), pages(count * 2), pages(count * 4), pages(count * 4),
                 pages(count * 4), count, LH_DTYPE_F32, LH_DTYPE_F32},
     };

@@ -116,7 +116,7 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
 
         prefetch(run, i, param_bf16, gradient_bf16);
         for (int half = 0; half < 2; half++) {
-            uint64_t first = i + half * HALF_ELEMENTS;
+            uint64_t first = i + (uint64_t)half * HALF_ELEMENTS;
 
             bits[half] = half_update(run, first, &lanes, param_bf16, gradient_bf16);
             if (!param_bf16)

@@ -162,9 +162,10 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
         if (mode.param_bf16 && mode.folding)
             residual = _mm512_loadu_si512(run->residual + i);
         for (int half = 0; half < 2; half++) {
+            const uint64_t at = i + (uint64_t)half * HALF_ELEMENTS;
             __m512i read[2], written[2];
 
-            bits[half] = half_update(run, i + half * HALF_ELEMENTS, &lanes, mode, read, written);
+            bits[half] = half_update(run, at, &lanes, mode, read, written);
             if (mode.folding) {
                 FOLD(MOMENT1_READ, read[0]);
                 FOLD(MOMENT2_READ, read[1]);
@@ -172,7 +173,7 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
                 FOLD(MOMENT2, written[1]);
             }
             if (!mode.param_bf16) {
-                _mm512_storeu_si512((float *)run->param + i + half * HALF_ELEMENTS, bits[half]);
+                _mm512_storeu_si512((float *)run->param + at, bits[half]);
                 if (mode.folding)
                     FOLD(PARAM, bits[half]);
             }

@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-#define GUARD_BYTES 64
+#define GUARD_BYTES UINT64_C(64)
 
 /* The arrays of a run, in this order, each in its own place with a guard on either side. */
 enum { PARAM, RESIDUAL, MOMENT1, MOMENT2, GRADIENT, ARRAY_COUNT };

@@ -1,0 +1,293 @@
+"""AdamW: lohan's kernels beside torch's fused AdamW, DeepSpeed's CPU Adam and memory itself.
+
+Every repetition runs each contestant once, in turn, on the same number of threads, so that a drift
+of the machine meets all of them; ratios and fractions are medians over repetitions of a quotient of
+two times of one repetition. Arrays lie on huge pages, and torch works on the very arrays that lohan
+does: in a virtual machine one gigabyte may be half as fast as another. DeepSpeed is in a process of
+its own and has its own.
+
+For fp32 gradients a peer does its step. For bf16 gradients it does what its user has to: cast the
+gradient to fp32, step, cast the parameter to bf16; lohan's pass does all of it, with the master in
+two halves (P16 and residual) instead of beside the parameter.
+
+    python benchmarks/py/bench_adam.py [--deepspeed-python VENV/bin/python]
+
+One JSON line a result; value, min, median and max are elements a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import mmap
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def huge_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of zeros, shape (count,), on transparent huge pages where the system has them."""
+    byte_count = count * dtype.itemsize
+    memory = mmap.mmap(-1, byte_count + HUGE_PAGE_BYTES)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % HUGE_PAGE_BYTES
+    return whole[start : start + byte_count].view(dtype).zero_()
+
+
+def huge_like(source: torch.Tensor) -> torch.Tensor:
+    return huge_tensor(source.numel(), source.dtype).copy_(source)
+
+
+class Values:
+    """Numbers of the sizes that training has."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        block = torch.randn(min(count, 1 << 20), generator=generator)
+        unit = huge_tensor(count, torch.float32)
+        for start in range(0, count, block.numel()):
+            part = unit[start : start + block.numel()]
+            part.copy_(block[: part.numel()])
+        self.param = huge_like(unit * 0.02)
+        self.moment1 = huge_like(unit * 1e-3)
+        self.moment2 = huge_like((unit * 1e-3).square_())
+        self.gradient = huge_like(unit * 1e-3)
+        self.gradient16 = huge_like(self.gradient.bfloat16())
+
+
+class Ours:
+    """lohan's update, its checksummed form and the bound, on one set of arrays."""
+
+    def __init__(self, core, values: Values, bf16: bool, threads: int, kernel: str | None) -> None:
+        count = values.param.numel()
+        self.core, self.threads, self.kernel = core, threads, kernel
+        self.moment1, self.moment2 = huge_like(values.moment1), huge_like(values.moment2)
+        self.gradient = values.gradient16 if bf16 else values.gradient
+        self.residual = huge_tensor(count, torch.int16) if bf16 else None
+        if bf16:
+            self.param = huge_tensor(count, torch.bfloat16)
+            core.adam_split(
+                values.param.data_ptr(), self.param.data_ptr(), self.residual.data_ptr(), count
+            )
+        else:
+            self.param = huge_like(values.param)
+        self.place = (
+            self.param.data_ptr(),
+            self.residual.data_ptr() if bf16 else 0,
+            self.moment1.data_ptr(),
+            self.moment2.data_ptr(),
+            self.gradient.data_ptr(),
+            count,
+            "bfloat16" if bf16 else "float32",
+            "bfloat16" if bf16 else "float32",
+        )
+        self.seal: bytes | None = None
+
+    def _update(self, **kwargs) -> bytes | None:
+        return self.core.adam_update(
+            self.kernel,
+            *self.place,
+            HYPER["lr"],
+            *HYPER["betas"],
+            HYPER["eps"],
+            HYPER["weight_decay"],
+            10,
+            1.0,
+            threads=self.threads,
+            **kwargs,
+        )
+
+    def update(self) -> None:
+        """One pass without checksums."""
+        self._update()
+
+    def make_checksums(self) -> None:
+        """Not timed: the checksums that the next update_checked() expects."""
+        self.seal = self._update(checksums=True)
+
+    def update_checked(self) -> None:
+        """Check what is read, make checksums of what is written."""
+        self._update(expected=self.seal)
+
+    def stream(self) -> None:
+        """Move the same bytes."""
+        self.core.stream_bound(*self.place, threads=self.threads)
+
+
+class Peer:
+    """An optimizer's step over one fp32 parameter, with casts around it for bf16 gradients.
+
+    What ours has as well (the moments; the parameter) is shared with it.
+    """
+
+    def __init__(self, make: Callable, values: Values, bf16: bool, ours: Ours | None) -> None:
+        shared = ours and not bf16
+        self.param = torch.nn.Parameter(ours.param if shared else huge_like(values.param))
+        self.param.grad = huge_like(values.gradient) if bf16 else values.gradient
+        self.param16 = None
+        if bf16:
+            self.param16 = ours.param if ours else huge_like(values.gradient16)
+        self.gradient16 = values.gradient16
+        self.optimizer = make([self.param])
+        self.optimizer.step()
+        state = self.optimizer.state[self.param]
+        state["exp_avg"] = ours.moment1 if ours else huge_like(values.moment1)
+        state["exp_avg_sq"] = ours.moment2 if ours else huge_like(values.moment2)
+
+    def step(self) -> None:
+        """Step, and cast before and after it if gradients are bf16."""
+        if self.param16 is None:
+            self.optimizer.step()
+            return
+        self.param.grad.copy_(self.gradient16)
+        self.optimizer.step()
+        self.param16.copy_(self.param.detach())
+
+
+def torch_fused(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, fused=True, **HYPER)
+
+
+def deepspeed_adam(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(params, adamw_mode=True, **HYPER)
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def serve(elements: int, bf16: bool, threads: int) -> None:
+    """Run in DeepSpeed's interpreter: a step for each line on stdin, its seconds on stdout."""
+    torch.set_num_threads(threads)
+    peer = Peer(deepspeed_adam, Values(elements), bf16, None)
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(seconds_of(peer.step), flush=True)
+
+
+class Served:
+    """DeepSpeed in another interpreter, stepped from here so that it takes its turn."""
+
+    def __init__(self, python: str, elements: int, bf16: bool, threads: int) -> None:
+        command = [python, __file__, "--serve", "--elements", str(elements)]
+        command += ["--threads", str(threads)] + (["--bf16"] if bf16 else [])
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        # DeepSpeed prints while it builds its extension.
+        for line in self.process.stdout:
+            if line.strip() == "ready":
+                return
+        raise RuntimeError(f"{python} ended with code {self.process.wait()} before its first step")
+
+    def seconds(self) -> float:
+        """Of one step, by the other interpreter's clock."""
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    def close(self) -> None:
+        """End the other interpreter."""
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def report(name: str, count: int, times: dict[str, list[float]], ours: str, peer: str) -> None:
+    speeds = sorted(count / seconds for seconds in times[ours])
+
+    def ratio(other: str) -> float:
+        pairs = zip(times[other], times[ours], strict=True)
+        return round(statistics.median(theirs / mine for theirs, mine in pairs), 3)
+
+    line = {
+        "name": name,
+        "value": round(statistics.median(speeds)),
+        "unit": "elements/s",
+        "peer": peer,
+        "peer_value": round(count / statistics.median(times[peer])),
+        "ratio": ratio(peer),
+        "bound": round(count / statistics.median(times["stream"])),
+        "fraction_of_bound": ratio("stream"),
+        "n": len(speeds),
+        "min": round(speeds[0]),
+        "median": round(statistics.median(speeds)),
+        "max": round(speeds[-1]),
+    }
+    print(json.dumps(line), flush=True)
+
+
+def bench(core, args: argparse.Namespace, bf16: bool) -> None:
+    values = Values(args.elements)
+    ours = Ours(core, values, bf16, args.threads, args.kernel)
+    torch_peer = Peer(torch_fused, values, bf16, ours)
+    served = None
+    if args.deepspeed_python:
+        try:
+            served = Served(args.deepspeed_python, args.elements, bf16, args.threads)
+        except (OSError, RuntimeError) as error:
+            print(f"note: no DeepSpeed: {error}", file=sys.stderr)
+
+    contestants: dict[str, Callable[[], float]] = {
+        "stream": lambda: seconds_of(ours.stream),
+        "update": lambda: seconds_of(ours.update),
+        "torch_fused": lambda: seconds_of(torch_peer.step),
+        "checksums": lambda: seconds_of(ours.update_checked),
+    }
+    if served:
+        contestants["deepspeed"] = served.seconds
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for repetition in range(args.repetitions + 1):
+        for name, run in contestants.items():
+            if name == "checksums":
+                ours.make_checksums()
+            # OpenMP's threads spin for a while after their work; nobody's time has them in it.
+            time.sleep(0.02)
+            seconds = run()
+            if repetition > 0:  # the first one warms up
+                times[name].append(seconds)
+    if served:
+        served.close()
+
+    mode = "bf16_residual" if bf16 else "fp32"
+    for peer in times.keys() - {"stream", "update", "checksums"}:
+        report(f"adam_py/{mode}", args.elements, times, "update", peer)
+        report(f"adam_py/{mode}/checksums", args.elements, times, "checksums", peer)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--elements", type=int, default=50_000_000)
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kernel", help="one of adam_kernels(); default: the best")
+    parser.add_argument("--deepspeed-python", help="interpreter of an environment with DeepSpeed")
+    parser.add_argument("--core", default="lohan._core", help="module that has adam_update()")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--bf16", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.elements, args.bf16, args.threads)
+        return
+    torch.set_num_threads(args.threads)
+    core = importlib.import_module(args.core)
+    for bf16 in (False, True):
+        bench(core, args, bf16)
+    if not args.deepspeed_python:
+        print("note: without --deepspeed-python DeepSpeed is not compared", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
