@@ -25,10 +25,11 @@
  *  1. The newest valid superblock names a manifest that is whole, and every byte that manifest
  *     speaks of is durable.
  *  2. Nothing a committed manifest speaks of is overwritten before a newer superblock is durable
- *     (single_slot excepted: such a store is marked unclean before its first write and refused, by
- *     name, when opened unclean).
+ *     (single_slot excepted: such a store is unclean on disk from the moment it is open for
+ *     writing until lh_store_close() finds nothing unfinished, and refused when opened unclean).
  *  3. A failed sync is final: the store goes to FAILED and every later commit answers the first
  *     error.
+ *  4. After create and open nothing is allocated: all of it works under a sealed allocator.
  *
  * The bytes on disk are specified in docs/store-format.md.
  *
@@ -90,8 +91,9 @@ struct lh_store;
  *         call.
  * Errors: -EEXIST (a store is there: resume, or another place), -ENOSPC (per directory: needed,
  *         available, missing), -EACCES, -ENOTDIR, -EROFS, -EBUSY (locked: by which pid),
- *         -EMEDIUMTYPE (tmpfs), -EINVAL. Nothing that was made is left behind on error. *store_out
- *         is NULL then.
+ *         -EMEDIUMTYPE (tmpfs), -EOPNOTSUPP (O_DIRECT is refused and allow_buffered not set),
+ *         -EINVAL, -ENAMETOOLONG, -ENOMEM. Nothing that was made is left behind on error.
+ *         *store_out is NULL then.
  */
 int lh_store_create(const struct lh_store_opts *opts, struct lh_alloc *alloc,
                     struct lh_store **store_out, struct lh_error *err) LH_MUST_CHECK;
@@ -99,7 +101,7 @@ int lh_store_create(const struct lh_store_opts *opts, struct lh_alloc *alloc,
 struct lh_store_open_opts {
     const char *const *directories; /* the same set, in any order */
     uint32_t directory_count;
-    bool read_only; /* no lock taken for writing (shared lock): inspect */
+    bool read_only; /* nothing is written, and the lock is shared with other readers: inspect */
     bool allow_buffered;
 };
 
@@ -107,16 +109,18 @@ struct lh_store_open_opts {
  * Open at the last committed step.
  *
  * Errors: -ENOENT (no store there), -EBUSY (locked), -EPROTO (newer format: both versions named),
- *         -EUCLEAN (single slot and not closed cleanly), -EILSEQ (a header, manifest or meta
- *         checksum is wrong: which, where), -ENODATA (truncated file: expected and actual bytes),
- *         -EXDEV (directories of different stores, or one missing: which).
+ *         -EUCLEAN (single slot and not closed cleanly, or a creation that was interrupted),
+ *         -EILSEQ (a header, manifest or meta checksum is wrong: which, where), -ENODATA (truncated
+ *         file: expected and actual bytes), -EXDEV (directories of different stores, or one
+ *         missing: which), -EOPNOTSUPP as lh_store_create, -EINVAL, -ENOMEM. *store_out is NULL
+ *         then.
  */
 int lh_store_open(const struct lh_store_open_opts *opts, struct lh_alloc *alloc,
                   struct lh_store **store_out, struct lh_error *err) LH_MUST_CHECK;
 
 /*
- * Close files and release the lock; marks a single-slot store clean if its last commit succeeded.
- * store may be NULL.
+ * Close files and release the lock; what was staged and not committed is lost. Marks a single-slot
+ * store clean if nothing was staged after the last commit and none failed. store may be NULL.
  */
 void lh_store_close(struct lh_store *store);
 
@@ -125,6 +129,7 @@ const void *lh_store_meta(const struct lh_store *store, uint64_t *bytes_out);
 /* of the last commit; 0 bytes before */
 const void *lh_store_scalars(const struct lh_store *store, uint64_t *bytes_out);
 uint64_t lh_store_step(const struct lh_store *store); /* given with the last commit; 0 before */
+uint64_t lh_store_scalar_bytes_max(const struct lh_store *store); /* given at creation */
 uint32_t lh_store_file_count(const struct lh_store *store);
 const struct lh_io_file *lh_store_files(const struct lh_store *store);
 const char *lh_store_file_path(const struct lh_store *store, uint32_t file_index);
@@ -142,12 +147,24 @@ const char *lh_store_uuid(const struct lh_store *store);
 uint32_t lh_store_read_slot(const struct lh_store *store, uint32_t group);
 uint32_t lh_store_write_slot(const struct lh_store *store, uint32_t group);
 bool lh_store_is_staged(const struct lh_store *store, uint32_t group);
-/* The write slot now holds, or is about to hold, the group's newest bytes. */
+/*
+ * The write slot now holds, or is about to hold, the group's newest bytes: all of them, since the
+ * commit makes it the committed one. Asserted: the group is not part of a running commit, the store
+ * is not read only, and a one-slot group of a store with two slots was not committed yet (frozen
+ * groups are written once).
+ */
 void lh_store_stage(struct lh_store *store, uint32_t group);
-/* Forget all staged groups: back to the committed step. No write may be in flight. */
+/*
+ * Forget all staged groups, except those of a running commit: back to the committed step. No write
+ * to them may be in flight. A one-slot group that was never committed reads as zeros again; one
+ * that was cannot be brought back, and the store goes to FAILED (-EUCLEAN).
+ */
 void lh_store_rollback(struct lh_store *store);
 
-/* True while extent's slot was never written: it reads as zeros, without I/O. */
+/*
+ * True while extent's slot was never written: it reads as zeros, without I/O. Whoever writes to it
+ * clears the flag; its checksums are those of zeros until then.
+ */
 bool lh_store_is_zero(const struct lh_store *store, uint32_t extent, uint32_t slot);
 void lh_store_clear_zero(struct lh_store *store, uint32_t extent, uint32_t slot);
 
@@ -174,19 +191,28 @@ int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *sca
                           uint64_t scalar_bytes, struct lh_error *err) LH_MUST_CHECK;
 /*
  * The requests of the next phase, at most request_max (>= LH_IO_FILE_COUNT_MAX). Call again when
- * all of them came back. Returns their count; 0: the commit is durable and staged groups are clean;
+ * all of them came back: the store reads their results where it put the requests, so it is these
+ * structs that have to be submitted (asserted), in place, and left alone until then. owner is the
+ * caller's to set. Returns their count; 0: the commit is durable and staged groups are clean;
  * -errno: failed, for good. Buffers of the requests belong to the store.
  */
 int lh_store_commit_next(struct lh_store *store, struct lh_io_request *requests,
                          uint32_t request_max, struct lh_error *err) LH_MUST_CHECK;
 bool lh_store_is_committing(const struct lh_store *store);
-/* Bytes a commit writes (manifest and superblock): for the byte accounting. */
+/* Bytes that every commit writes (manifest and superblock): for the byte accounting. */
 uint64_t lh_store_commit_bytes(const struct lh_store *store);
 
 /*
  * Blocking helpers for create, load, inspect and verify; not for the engine. They check and make
  * checksums, honour the zero flag, and name extent, file and offset in errors (-EILSEQ: both
- * checksums).
+ * checksums). Any offset, length and address will do; 1 MiB at multiples of 1 MiB from aligned
+ * memory is fastest.
+ *
+ * A write stages its group. The rest of the group keeps its committed bytes: they are copied to the
+ * write slot first where there are any.
+ *
+ * Errors: -EINVAL (outside of the extent), -EILSEQ, -EROFS (read only), -EPERM (a frozen group that
+ *         was committed, or a group of a running commit), -errno of the transfer.
  */
 int lh_store_read_sync(struct lh_store *store, uint32_t extent, uint64_t offset, void *buffer,
                        uint64_t bytes, struct lh_error *err) LH_MUST_CHECK;
@@ -197,7 +223,10 @@ int lh_store_commit_sync(struct lh_store *store, uint64_t step, const void *scal
 
 /*
  * Sequential bandwidth of directory, bytes/s, with O_DIRECT and 8 MiB transfers over probe_bytes,
- * for stripe weights.
+ * for stripe weights. The probe file has no name; nothing is left behind.
+ *
+ * Errors: -EINVAL, -ENOSPC, -EOPNOTSUPP (O_DIRECT is refused: use equal weights), -errno of the
+ *         directory or of a transfer. Both numbers are 0 then.
  */
 int lh_store_measure(const char *directory, uint64_t probe_bytes, uint64_t *write_bytes_per_s_out,
                      uint64_t *read_bytes_per_s_out, struct lh_error *err) LH_MUST_CHECK;

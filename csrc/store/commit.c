@@ -1,0 +1,281 @@
+/*
+ * Staging, commit and rollback.
+ *
+ * [Note: Why a crash cannot tear a commit]
+ *
+ * File 0 has two superblocks and two manifest areas. The newest superblock S names area A and was
+ * durable before this commit began. The commit uses the other ones, S' and A', only:
+ *
+ *      begin ---> SYNC_DATA ---> MANIFEST ---> SYNC_MANIFEST ---> SUPERBLOCK ---> SYNC_SUPERBLOCK
+ *                 all files      A'            file 0             S'              file 0
+ *
+ *      SYNC_DATA        the staged slots' bytes are durable before anything that names them may be.
+ *      SYNC_MANIFEST    a drive may write in any order: without it S' could be durable and A' not.
+ *      SYNC_SUPERBLOCK  after it the committed step is the new one, whatever happens; only now may
+ *                       the slots of the old one be written to, and A and S by the next commit.
+ *
+ * Cut before S' reaches the drive: S is the newest valid superblock. A and the slots it names were
+ * not touched, since staged bytes go to the other slots and A' is not A. The old step is whole.
+ * Cut while S' is written: its block is whole, or fails its checksum and S counts; it is a block
+ * of its own, 64 KiB from S, so that S survives. Old step or new step, each whole.
+ * Cut after: S' has the higher sequence number and all it names was durable before. The new step.
+ *
+ * What S' was before (the superblock before S) names A', which this commit overwrites. That is the
+ * one time when a superblock is left without its manifest, and S is durable throughout it.
+ *
+ * A store with one slot overwrites what is committed. It carries no such promise: it is unclean on
+ * disk from before its first write until it is closed with nothing unfinished.
+ *
+ * [Note: A failed sync is final]
+ * After a failed sync the kernel may have dropped the pages and cleared the error: trying again
+ * could succeed without the bytes being there. So the first failure of a commit, whatever it is,
+ * stays; the drive's last durable step is what a new session opens.
+ *
+ *      IDLE -> BEGUN              [lh_store_commit_begin]
+ *      BEGUN -> SYNC_DATA -> ...  [lh_store_commit_next, when the requests of a phase came back]
+ *      SYNC_SUPERBLOCK -> IDLE    [lh_store_commit_next: the commit is durable]
+ *      any -> IDLE, failed        [lh_store_commit_next: a request failed]
+ */
+#include <endian.h>
+#include <inttypes.h>
+#include <string.h>
+
+#include "base/assert.h"
+#include "base/crc32c.h"
+#include "store/store_impl.h"
+
+#define STAGED LH_STORE_GROUP_STATE_STAGED
+#define IN_COMMIT LH_STORE_GROUP_STATE_IN_COMMIT
+#define WRITTEN LH_STORE_GROUP_STATE_WRITTEN
+
+static int fail(struct lh_store *store, struct lh_error *err)
+{
+    LH_ASSERT(store->failure.code < 0);
+    if (err != NULL)
+        *err = store->failure;
+    return store->failure.code;
+}
+
+bool lh_store_may_stage(const struct lh_store *store, uint32_t group)
+{
+    LH_ASSERT(group < store->header.group_count);
+    /* The only slot of a group in a store with two: what a reopened store shows. */
+    bool is_fixed = store->slot_counts[group] == 1 && !store->header.is_single_slot &&
+                    (store->group_states[group] & WRITTEN) != 0;
+    return !store->is_read_only && !is_fixed && (store->group_states[group] & IN_COMMIT) == 0;
+}
+
+void lh_store_stage(struct lh_store *store, uint32_t group)
+{
+    LH_ASSERT(lh_store_may_stage(store, group));
+    store->group_states[group] |= STAGED;
+    store->is_changed = true;
+}
+
+void lh_store_rollback(struct lh_store *store)
+{
+    bool is_lost = false;
+    for (uint32_t extent = 0; extent < store->header.extent_count; extent++) {
+        uint32_t group = store->extents[extent].group;
+        unsigned state = store->group_states[group];
+        if ((state & STAGED) == 0 || (state & IN_COMMIT) != 0 || store->slot_counts[group] != 1)
+            continue;
+        /* Overwritten in place. What was never committed is zeros again; the rest is lost. */
+        if ((state & WRITTEN) == 0)
+            lh_store_set_zero(store, extent, 0);
+        else
+            is_lost = true;
+    }
+    for (uint32_t group = 0; group < store->header.group_count; group++) {
+        if ((store->group_states[group] & IN_COMMIT) == 0)
+            store->group_states[group] &= (uint8_t)~STAGED;
+    }
+    if (is_lost && store->failure.code == 0)
+        lh_error_set(&store->failure, -EUCLEAN,
+                     "a step was rolled back after it began to overwrite the store, which keeps "
+                     "one copy of each value: step %" PRIu64
+                     " cannot be had back; start from a checkpoint",
+                     store->superblock.step);
+}
+
+/* Groups, extents and checksums of the slots that the commit will make the committed ones. */
+static void manifest_fill(const struct lh_store *store, uint8_t *manifest)
+{
+    const struct lh_store_control *control = &store->control;
+    uint8_t *groups = manifest + sizeof(struct lh_store_manifest_disk);
+    uint8_t *extents = manifest + control->manifest_extent_offset;
+    uint8_t *sums = manifest + control->manifest_sum_offset;
+    for (uint32_t group = 0; group < store->header.group_count; group++) {
+        unsigned written = store->group_states[group] & (WRITTEN | STAGED);
+        groups[group] = (uint8_t)(lh_store_read_slot(store, group) |
+                                  (written != 0 ? LH_STORE_GROUP_WRITTEN : 0));
+    }
+    for (uint32_t extent = 0; extent < store->header.extent_count; extent++) {
+        uint32_t slot = lh_store_read_slot(store, store->extents[extent].group);
+        extents[extent] = lh_store_is_zero(store, extent, slot) ? LH_STORE_EXTENT_ZERO : 0;
+        uint64_t first = store->checksum_first[extent];
+        uint64_t count = lh_store_checksum_count(store->extents[extent].bytes);
+        for (uint64_t index = first; index < first + count; index++) {
+            uint32_t value = htole32(store->checksums[slot][index]);
+            memcpy(sums + index * sizeof(value), &value, sizeof(value));
+        }
+    }
+}
+
+void lh_store_manifest_prepare(struct lh_store *store, uint64_t step, const void *scalars,
+                               uint64_t scalar_bytes)
+{
+    const struct lh_store_control *control = &store->control;
+    uint32_t area = 1 - store->superblock.manifest_area;
+    uint8_t *manifest = store->manifests[area].base;
+    memset(manifest, 0, control->manifest_bytes);
+    lh_store_manifest_encode(&store->header, step, scalar_bytes, manifest);
+    manifest_fill(store, manifest);
+    if (scalar_bytes > 0)
+        memcpy(manifest + control->manifest_scalar_offset, scalars, scalar_bytes);
+    store->next = (struct lh_store_superblock){
+        .is_clean = !store->header.is_single_slot,
+        .sequence = store->superblock.sequence + 1,
+        .step = step,
+        .manifest_area = area,
+        .manifest_crc = lh_crc32c(0, manifest, control->manifest_bytes),
+    };
+    store->next_scalar_bytes = scalar_bytes;
+}
+
+uint64_t lh_store_superblock_prepare(struct lh_store *store)
+{
+    lh_store_superblock_encode(&store->next, &store->header, store->superblock_block.base);
+    return LH_STORE_SUPERBLOCK_OFFSET(store->next.sequence % 2);
+}
+
+int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *scalars,
+                          uint64_t scalar_bytes, struct lh_error *err)
+{
+    LH_ASSERT(store->phase == LH_STORE_PHASE_IDLE);
+    if (store->failure.code != 0)
+        return fail(store, err);
+    if (store->is_read_only)
+        return lh_error_set(err, -EROFS, "the store was opened for reading only");
+    if (scalar_bytes > store->header.scalar_bytes_max)
+        return lh_error_set(err, -EINVAL,
+                            "a commit carries %" PRIu64 " bytes of scalars, and the store was made "
+                            "for at most %" PRIu64,
+                            scalar_bytes, store->header.scalar_bytes_max);
+    lh_store_manifest_prepare(store, step, scalars, scalar_bytes);
+    for (uint32_t group = 0; group < store->header.group_count; group++) {
+        if (store->group_states[group] & STAGED)
+            store->group_states[group] |= IN_COMMIT;
+    }
+    store->is_changed = false;
+    store->requests = NULL;
+    store->request_count = 0;
+    store->phase = LH_STORE_PHASE_BEGUN;
+    return 0;
+}
+
+/* The commit is durable: its slots are the committed ones. */
+static void commit_finish(struct lh_store *store)
+{
+    for (uint32_t group = 0; group < store->header.group_count; group++) {
+        unsigned state = store->group_states[group];
+        if ((state & IN_COMMIT) == 0)
+            continue;
+        uint32_t slot = lh_store_write_slot(store, group);
+        store->group_states[group] = (uint8_t)(slot | WRITTEN);
+    }
+    store->superblock = store->next;
+    store->scalar_bytes = store->next_scalar_bytes;
+    store->phase = LH_STORE_PHASE_IDLE;
+}
+
+/* The first request of the phase in flight that failed makes the store FAILED. */
+static int results_check(struct lh_store *store, struct lh_error *err)
+{
+    static const char *const verbs[] = {
+        [LH_IO_KIND_READ] = "read", [LH_IO_KIND_WRITE] = "write", [LH_IO_KIND_SYNC] = "sync"};
+    for (uint32_t index = 0; index < store->request_count; index++) {
+        const struct lh_io_request *request = &store->requests[index];
+        /* The requests themselves have to come back, not copies: their results are read here. */
+        LH_ASSERT(request->result != -EINPROGRESS);
+        if (request->result >= 0)
+            continue;
+        int code = (int)request->result;
+        lh_error_set(&store->failure, code,
+                     "commit of step %" PRIu64 ": cannot %s %s (offset %" PRIu64 ", %" PRIu64
+                     " bytes): %s; step %" PRIu64 " is the last one that is safe",
+                     store->next.step, verbs[request->kind], store->files[request->file_index].path,
+                     request->offset, request->bytes, strerror(-code), store->superblock.step);
+        for (uint32_t group = 0; group < store->header.group_count; group++)
+            store->group_states[group] &= (uint8_t)~IN_COMMIT;
+        store->phase = LH_STORE_PHASE_IDLE;
+        store->request_count = 0;
+        return fail(store, err);
+    }
+    return 0;
+}
+
+static struct lh_io_request sync_request(uint32_t file_index)
+{
+    return (struct lh_io_request){
+        .kind = LH_IO_KIND_SYNC, .file_index = file_index, .result = -EINPROGRESS};
+}
+
+static struct lh_io_request write_request(void *buffer, uint64_t offset, uint64_t bytes)
+{
+    return (struct lh_io_request){.kind = LH_IO_KIND_WRITE,
+                                  .file_index = 0,
+                                  .buffer = buffer,
+                                  .bytes = bytes,
+                                  .offset = offset,
+                                  .result = -EINPROGRESS};
+}
+
+int lh_store_commit_next(struct lh_store *store, struct lh_io_request *requests,
+                         uint32_t request_max, struct lh_error *err)
+{
+    LH_ASSERT(store->phase != LH_STORE_PHASE_IDLE);
+    LH_ASSERT(request_max >= LH_IO_FILE_COUNT_MAX);
+    LH_TRY(results_check(store, err));
+    if (store->phase == LH_STORE_PHASE_SYNC_SUPERBLOCK) {
+        commit_finish(store);
+        return 0;
+    }
+    uint32_t count = 1;
+    uint32_t area = store->next.manifest_area;
+    store->phase++;
+    switch (store->phase) {
+    case LH_STORE_PHASE_SYNC_DATA:
+        for (count = 0; count < store->file_count; count++)
+            requests[count] = sync_request(count);
+        break;
+    case LH_STORE_PHASE_MANIFEST:
+        requests[0] =
+            write_request(store->manifests[area].base, store->control.manifest_offset[area],
+                          store->control.manifest_bytes);
+        break;
+    case LH_STORE_PHASE_SUPERBLOCK: {
+        uint64_t offset = lh_store_superblock_prepare(store);
+        requests[0] = write_request(store->superblock_block.base, offset, LH_BLOCK_BYTES);
+        break;
+    }
+    default:
+        LH_ASSERT(store->phase == LH_STORE_PHASE_SYNC_MANIFEST ||
+                  store->phase == LH_STORE_PHASE_SYNC_SUPERBLOCK);
+        requests[0] = sync_request(0);
+        break;
+    }
+    store->requests = requests;
+    store->request_count = count;
+    return (int)count;
+}
+
+bool lh_store_is_committing(const struct lh_store *store)
+{
+    return store->phase != LH_STORE_PHASE_IDLE;
+}
+
+uint64_t lh_store_commit_bytes(const struct lh_store *store)
+{
+    return store->control.manifest_bytes + LH_BLOCK_BYTES;
+}

@@ -1,0 +1,208 @@
+/*
+ * The bytes of a store on disk, as docs/store-format.md specifies them: structs in little endian
+ * with their sizes asserted, and what turns them into values and back. Pure functions over buffers.
+ *
+ * Everything that decodes treats its input as hostile: a CRC finds accidents, the checks behind it
+ * find the rest, and nothing that decoded well can make a later step overflow or assert.
+ *
+ * Thread: any.
+ */
+#ifndef LH_STORE_FORMAT_H
+#define LH_STORE_FORMAT_H
+
+#include "store/extent.h"
+
+#define LH_STORE_FILE_NAME "lohan.data"
+#define LH_STORE_UUID_BYTES 16
+
+/*
+ * Fixed places, the same in every file. They are 64 KiB apart so that no drive rewrites two of them
+ * in one of its own pages.
+ */
+#define LH_STORE_HEADER_OFFSET UINT64_C(0)
+#define LH_STORE_OWNER_OFFSET (32 * LH_KIB)
+/* File 0 only: the superblock with sequence number s is at number s % 2. */
+#define LH_STORE_SUPERBLOCK_OFFSET(number) ((64 + 64 * (uint64_t)(number)) * LH_KIB)
+#define LH_STORE_TABLE_OFFSET (192 * LH_KIB)
+#define LH_STORE_DATA_ALIGNMENT LH_MIB
+
+#define LH_STORE_EXTENT_COUNT_MAX (UINT32_C(1) << 20)
+#define LH_STORE_GROUP_COUNT_MAX (UINT32_C(1) << 20)
+#define LH_STORE_META_BYTES_MAX (256 * LH_MIB)
+#define LH_STORE_SCALAR_BYTES_MAX (64 * LH_MIB)
+#define LH_STORE_STRIPE_BYTES_MAX LH_GIB
+/* All places together; what is computed from it stays far below 2^64. */
+#define LH_STORE_TOTAL_BYTES_MAX (UINT64_C(1) << 60)
+
+#define LH_STORE_HEADER_SINGLE_SLOT 1u
+#define LH_STORE_SUPERBLOCK_CLEAN 1u
+/* In a manifest: the committed slot, and whether the group was ever committed. */
+#define LH_STORE_GROUP_SLOT 1u
+#define LH_STORE_GROUP_WRITTEN 2u
+/* In a manifest: the extent's committed slot was never written. */
+#define LH_STORE_EXTENT_ZERO 1u
+
+/* The first block of every file. */
+struct lh_store_header_disk {
+    uint8_t magic[8]; /* "LOHANDAT" */
+    uint32_t version;
+    uint32_t flags;
+    uint8_t uuid[LH_STORE_UUID_BYTES];
+    uint32_t file_index;
+    uint32_t file_count;
+    uint32_t extent_count;
+    uint32_t group_count;
+    uint32_t cycle_stripes;
+    uint32_t checksum_bytes;
+    uint64_t stripe_bytes;
+    uint64_t file_bytes;
+    uint64_t checksum_count;
+    uint64_t meta_bytes;
+    uint64_t scalar_bytes_max;
+    uint32_t table_crc;
+    uint32_t meta_crc;
+    uint8_t zeros[3988];
+    uint32_t crc; /* of the bytes before it; here in every version */
+};
+_Static_assert(sizeof(struct lh_store_header_disk) == LH_BLOCK_BYTES, "one block");
+_Static_assert(offsetof(struct lh_store_header_disk, stripe_bytes) == 56, "no padding");
+_Static_assert(offsetof(struct lh_store_header_disk, zeros) == 104, "no padding");
+
+struct lh_store_superblock_disk {
+    uint8_t magic[8]; /* "LOHANSUP" */
+    uint32_t version;
+    uint32_t flags;
+    uint8_t uuid[LH_STORE_UUID_BYTES];
+    uint64_t sequence;
+    uint64_t step;
+    uint64_t manifest_bytes;
+    uint32_t manifest_area;
+    uint32_t manifest_crc;
+    uint8_t zeros[4028];
+    uint32_t crc;
+};
+_Static_assert(sizeof(struct lh_store_superblock_disk) == LH_BLOCK_BYTES, "one block");
+_Static_assert(offsetof(struct lh_store_superblock_disk, zeros) == 64, "no padding");
+
+struct lh_store_extent_disk {
+    uint64_t bytes;
+    uint32_t group;
+    uint8_t tail_files[LH_STORE_SLOT_COUNT_MAX];
+    uint8_t zeros[2];
+};
+_Static_assert(sizeof(struct lh_store_extent_disk) == 16, "no padding");
+
+struct lh_store_manifest_disk {
+    uint8_t magic[8]; /* "LOHANMAN" */
+    uint32_t version;
+    uint32_t group_count;
+    uint32_t extent_count;
+    uint32_t zeros;
+    uint8_t uuid[LH_STORE_UUID_BYTES];
+    uint64_t step;
+    uint64_t checksum_count;
+    uint64_t scalar_bytes;
+};
+_Static_assert(sizeof(struct lh_store_manifest_disk) == 64, "no padding");
+
+/* Who has the file locked: read only to name the holder, so it has no CRC. */
+struct lh_store_owner_disk {
+    uint8_t magic[8]; /* "LOHANPID" */
+    uint64_t pid;     /* 0: nobody */
+    uint8_t zeros[4080];
+};
+_Static_assert(sizeof(struct lh_store_owner_disk) == LH_BLOCK_BYTES, "one block");
+
+struct lh_store_header {
+    bool is_single_slot;
+    uint8_t uuid[LH_STORE_UUID_BYTES];
+    uint32_t file_index;
+    uint32_t file_count;
+    uint32_t extent_count;
+    uint32_t group_count;
+    uint32_t cycle_stripes;
+    uint64_t stripe_bytes;
+    uint64_t file_bytes;
+    uint64_t checksum_count; /* of one slot of every extent */
+    uint64_t meta_bytes;
+    uint64_t scalar_bytes_max;
+    uint32_t table_crc;
+    uint32_t meta_crc;
+};
+
+struct lh_store_superblock {
+    bool is_clean;
+    uint64_t sequence;
+    uint64_t step;
+    uint32_t manifest_area;
+    uint32_t manifest_crc;
+};
+
+/* Where the control structures of file 0 lie: follows from the counts in the header. */
+struct lh_store_control {
+    uint64_t table_bytes;   /* without padding */
+    uint64_t group_offset;  /* in the table */
+    uint64_t extent_offset; /* in the table */
+    uint64_t meta_offset;   /* in the file; the table is at LH_STORE_TABLE_OFFSET */
+    uint64_t manifest_offset[2];
+    uint64_t manifest_bytes;         /* of one area; all of it is written and under the CRC */
+    uint64_t manifest_extent_offset; /* in the area: the extents' flags; the groups' come first */
+    uint64_t manifest_sum_offset;    /* in the area: checksums */
+    uint64_t manifest_scalar_offset; /* in the area */
+    uint64_t data_offset[LH_STORE_DIRECTORY_COUNT_MAX];
+};
+
+/* Where everything in file 0 goes. */
+void lh_store_control_plan(const struct lh_store_header *header,
+                           struct lh_store_control *control_out);
+
+/* block is LH_BLOCK_BYTES. */
+void lh_store_header_encode(const struct lh_store_header *header, void *block);
+/*
+ * Errors: -EPROTO (a newer version; both are named), -EILSEQ, -EUCLEAN (all zeros: a creation that
+ * was interrupted).
+ */
+int lh_store_header_decode(const void *block, struct lh_store_header *header_out,
+                           struct lh_error *err) LH_MUST_CHECK;
+
+/* block is LH_BLOCK_BYTES; header gives the uuid and the size of a manifest. */
+void lh_store_superblock_encode(const struct lh_store_superblock *superblock,
+                                const struct lh_store_header *header, void *block);
+/* Errors: -ENODATA (all zeros: never written), -EILSEQ. */
+int lh_store_superblock_decode(const void *block, const struct lh_store_header *header,
+                               struct lh_store_superblock *superblock_out, struct lh_error *err)
+    LH_MUST_CHECK;
+
+/* table is control->table_bytes, zeroed. */
+void lh_store_table_encode(const struct lh_store_shape *shape,
+                           const struct lh_store_control *control, void *table);
+/*
+ * Fill arrays of the header's counts, and cycle (LH_STORE_CYCLE_STRIPES_MAX).
+ *
+ * Errors: -EILSEQ.
+ */
+int lh_store_table_decode(const void *table, const struct lh_store_header *header,
+                          const struct lh_store_control *control, uint8_t *cycle,
+                          struct lh_store_extent_desc *extents, uint8_t *slot_counts,
+                          uint8_t *tail_files, struct lh_error *err) LH_MUST_CHECK;
+
+static inline uint64_t lh_store_checksum_count(uint64_t bytes)
+{
+    return lh_div_ceil(bytes, LH_CHECKSUM_BYTES);
+}
+
+/* The head of a manifest; flags, checksums and scalars are put at control's offsets. */
+void lh_store_manifest_encode(const struct lh_store_header *header, uint64_t step,
+                              uint64_t scalar_bytes, void *manifest);
+/*
+ * Check a whole manifest against its superblock and the groups' slots.
+ *
+ * Errors: -EILSEQ.
+ */
+int lh_store_manifest_decode(const void *manifest, const struct lh_store_header *header,
+                             const struct lh_store_control *control,
+                             const struct lh_store_superblock *superblock,
+                             const uint8_t *slot_counts, uint64_t *scalar_bytes_out,
+                             struct lh_error *err) LH_MUST_CHECK;
+
+#endif

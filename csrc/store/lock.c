@@ -1,0 +1,136 @@
+/*
+ * Who may use a data file, and how its bytes are reached.
+ *
+ * The lock is flock() on the data file itself: it belongs to the open file, so the kernel drops it
+ * with the process, however that ends. A writer leaves its process id in the owner's block, for the
+ * message of whoever comes second. Readers share the lock and leave nothing.
+ *
+ * A child that was forked shares the open file and with it the lock; it is therefore released by
+ * name at close, and does not wait for the child's end.
+ */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1 /* O_DIRECT */
+#endif
+#include <endian.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <string.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include "base/assert.h"
+#include "store/store_impl.h"
+
+static int busy(struct lh_store *store, uint32_t file_index, struct lh_error *err)
+{
+    const struct lh_store_file *file = &store->files[file_index];
+    int fd = store->io_files[file_index].fd;
+    /* A lock that may be shared is held by readers, and the block names a writer long gone. */
+    bool is_readers = !store->is_read_only && flock(fd, LOCK_SH | LOCK_NB) == 0;
+    if (is_readers) {
+        flock(fd, LOCK_UN);
+        return lh_error_set(
+            err, -EBUSY, "%s is open for reading in another process; close it there", file->path);
+    }
+    struct lh_store_owner_disk *owner = (void *)store->bounce.base;
+    bool is_named = lh_store_file_read(store, file_index, LH_STORE_OWNER_OFFSET, owner,
+                                       sizeof(*owner), NULL) == 0 &&
+                    memcmp(owner->magic, "LOHANPID", sizeof(owner->magic)) == 0 && owner->pid != 0;
+    if (is_named)
+        return lh_error_set(err, -EBUSY,
+                            "%s is in use by process %" PRIu64 "; end it, or choose another "
+                            "directory",
+                            file->path, le64toh(owner->pid));
+    return lh_error_set(err, -EBUSY, "%s is in use by another process", file->path);
+}
+
+int lh_store_file_lock(struct lh_store *store, uint32_t file_index, struct lh_error *err)
+{
+    struct lh_store_file *file = &store->files[file_index];
+    int kind = store->is_read_only ? LOCK_SH : LOCK_EX;
+    int rc = 0;
+    do {
+        rc = flock(store->io_files[file_index].fd, kind | LOCK_NB);
+    } while (rc != 0 && errno == EINTR);
+    if (rc != 0 && errno == EWOULDBLOCK)
+        return busy(store, file_index, err);
+    if (rc != 0)
+        return lh_error_set(err, -errno, "cannot lock %s: %s", file->path, strerror(errno));
+    file->is_locked = true;
+    return 0;
+}
+
+static int owner_write(struct lh_store *store, uint32_t file_index, uint64_t pid,
+                       struct lh_error *err)
+{
+    struct lh_store_owner_disk *owner = (void *)store->bounce.base;
+    memset(owner, 0, sizeof(*owner));
+    memcpy(owner->magic, "LOHANPID", sizeof(owner->magic));
+    owner->pid = htole64(pid);
+    return lh_store_file_write(store, file_index, LH_STORE_OWNER_OFFSET, owner, sizeof(*owner),
+                               err);
+}
+
+void lh_store_file_unlock(struct lh_store *store, uint32_t file_index)
+{
+    struct lh_store_file *file = &store->files[file_index];
+    if (!file->is_locked)
+        return;
+    /* Only courtesy: a stale name does no harm where there is no lock. */
+    if (!store->is_read_only && file->is_owned)
+        (void)!owner_write(store, file_index, 0, NULL);
+    flock(store->io_files[file_index].fd, LOCK_UN);
+    file->is_locked = false;
+}
+
+static int owner_exchange(struct lh_store *store, uint32_t file_index, struct lh_error *err)
+{
+    struct lh_store_file *file = &store->files[file_index];
+    struct lh_store_owner_disk *owner = (void *)store->bounce.base;
+    const uint64_t pid = (uint64_t)getpid();
+    LH_ASSERT(file->is_locked);
+    if (!store->is_read_only) {
+        LH_TRY(owner_write(store, file_index, pid, err));
+        file->is_owned = true;
+    }
+    memset(owner, 0, sizeof(*owner));
+    LH_TRY(
+        lh_store_file_read(store, file_index, LH_STORE_OWNER_OFFSET, owner, sizeof(*owner), err));
+    if (!store->is_read_only && le64toh(owner->pid) != pid)
+        return lh_error_set(err, -EIO,
+                            "%s does not give back what was written to it (offset %" PRIu64 ")",
+                            file->path, LH_STORE_OWNER_OFFSET);
+    return 0;
+}
+
+int lh_store_file_probe(struct lh_store *store, uint32_t file_index, bool allow_buffered,
+                        struct lh_error *err)
+{
+    struct lh_io_file *io_file = &store->io_files[file_index];
+    const char *path = store->files[file_index].path;
+    int flags = fcntl(io_file->fd, F_GETFL);
+    if (flags < 0)
+        return lh_error_set(err, -errno, "cannot examine %s: %s", path, strerror(errno));
+    int rc = fcntl(io_file->fd, F_SETFL, flags | O_DIRECT) == 0 ? 0 : -errno;
+    if (rc == 0) {
+        rc = owner_exchange(store, file_index, err);
+        if (rc == 0) {
+            io_file->direct = true;
+            return 0;
+        }
+    }
+    /* EINVAL is how file systems and drives say that they cannot; all else is a real failure. */
+    if (rc != -EINVAL && rc != -EOPNOTSUPP)
+        return lh_error_set(err, rc, "%s failed with O_DIRECT: %s", path, strerror(-rc));
+    if (!allow_buffered)
+        return lh_error_set(err, -EOPNOTSUPP,
+                            "%s: its file system refuses O_DIRECT (%s); choose another directory, "
+                            "or allow buffered I/O",
+                            path, strerror(-rc));
+    if (fcntl(io_file->fd, F_SETFL, flags) != 0)
+        return lh_error_set(err, -errno, "cannot reset the flags of %s: %s", path, strerror(errno));
+    lh_store_note_add(store, "%s: O_DIRECT is refused (%s); its bytes pass through the page cache",
+                      path, strerror(-rc));
+    io_file->direct = false;
+    return owner_exchange(store, file_index, err);
+}

@@ -1,0 +1,53 @@
+/*
+ * What the store's tests share: a folder that is removed at the end, a small store with two-slot
+ * and frozen groups, and bytes that say which extent, step and offset they are of.
+ */
+#ifndef LH_TEST_STORE_FIXTURE_H
+#define LH_TEST_STORE_FIXTURE_H
+
+#include "store/store.h"
+
+#define FIXTURE_EXTENT_COUNT 6
+#define FIXTURE_GROUP_COUNT 3
+#define FIXTURE_FROZEN_GROUP 2
+/* Never written in any test: reads as zeros for ever. */
+#define FIXTURE_ZERO_EXTENT 3
+#define FIXTURE_META "{\"model\": \"of the tests\"}"
+
+extern const struct lh_store_extent_desc fixture_extents[FIXTURE_EXTENT_COUNT];
+extern struct lh_alloc fixture_alloc;
+
+/* The folder of this program; made at the first call, removed at exit. */
+const char *fixture_root(void);
+/* "<root>/<name>", valid until the sixteenth call after. */
+const char *fixture_path(const char *name);
+/* Remove a folder and what it holds, if it is there. */
+void fixture_remove(const char *path);
+
+struct fixture_opts {
+    uint32_t directory_count; /* 0: 1; named "<name>0", "<name>1", ... */
+    const uint64_t *weights;
+    bool single_slot;
+    bool temporary;
+    bool allow_tmpfs;
+    bool small;       /* extents of a few blocks: 64 KiB together */
+    const char *root; /* NULL: fixture_root() */
+};
+
+int fixture_create(const char *name, const struct fixture_opts *opts, struct lh_store **store_out,
+                   struct lh_error *err);
+/* reversed: the directories in the opposite order. */
+int fixture_open(const char *name, uint32_t directory_count, bool reversed, bool read_only,
+                 struct lh_store **store_out, struct lh_error *err);
+
+void fixture_fill(uint8_t *buffer, uint32_t extent, uint64_t step, uint64_t offset, uint64_t bytes);
+/* Write every extent but the zero one, and frozen ones only in step 1. */
+void fixture_write_step(struct lh_store *store, uint64_t step);
+void fixture_commit(struct lh_store *store, uint64_t step);
+/* Every byte of every extent is step's; frozen ones are step 1's, everything is zeros in step 0. */
+bool fixture_holds_step(struct lh_store *store, uint64_t step);
+
+/* Change one bit of a file. */
+void fixture_flip(const char *path, uint64_t offset, unsigned bit);
+
+#endif
