@@ -4,7 +4,12 @@
  * A request is a struct in its owner's memory. Submit hands it over; poll gives it back with
  * result = 0 or -errno. The backend continues short transfers and retries EINTR and EAGAIN by
  * itself, so result 0 means every byte. A read that meets the end of the file is -ENODATA. Backends
- * never touch the bytes.
+ * never touch the bytes. A request on a file whose fd is -1 gets -EBADF.
+ *
+ * The owner's loop, which sleeps through no completion:
+ *
+ *      submit ... submit, flush
+ *      lh_waker_prepare; poll until it returns 0; nothing came? lh_waker_wait : lh_waker_cancel
  *
  * Invariants:
  *  1. A request submitted comes back exactly once, through poll, on the owner thread.
@@ -13,7 +18,8 @@
  *  3. With O_DIRECT (file.direct) offset, bytes and buffer are multiples of LH_BLOCK_BYTES:
  *     asserted at submit.
  *
- * Thread: create, submit, poll, destroy on one owner thread.
+ * Thread: create, submit, flush, poll, destroy on one owner thread; another thread may become the
+ *         owner while nothing is in flight.
  */
 #ifndef LH_IO_IO_H
 #define LH_IO_IO_H
@@ -27,6 +33,7 @@
 #define LH_IO_QUEUE_DEPTH_MAX 1024
 #define LH_IO_FILE_COUNT_MAX 64
 #define LH_IO_BUFFER_COUNT_MAX 64
+#define LH_IO_THREAD_COUNT_MAX 64
 
 enum lh_io_kind {
     LH_IO_KIND_READ = 0,
@@ -39,7 +46,7 @@ struct lh_io_request {
     enum lh_io_kind kind;
     uint32_t file_index; /* into the files given at create */
     void *buffer;        /* borrowed until the request comes back; ignored by SYNC */
-    uint64_t bytes;      /* ignored by SYNC */
+    uint64_t bytes;      /* above 0; ignored by SYNC */
     uint64_t offset;     /* in the file; ignored by SYNC */
     void *owner;         /* the submitter's; never read here */
     int64_t result;      /* 0 or -errno, valid once polled */
@@ -48,11 +55,11 @@ struct lh_io_request {
     /* Private to the backend. */
     uint64_t done_bytes;
     struct lh_io_request *next;
-    uint32_t slot;
+    uint32_t retry_count;
 };
 
 struct lh_io_file {
-    int fd;      /* borrowed until destroy */
+    int fd;      /* borrowed until destroy; -1: not open */
     bool direct; /* opened with O_DIRECT */
 };
 
@@ -100,17 +107,19 @@ struct lh_io {
  * Make one named backend. name: "io_uring", "libaio", "threads".
  *
  * Owns:   *io_out owns the ring and its threads; release with (*io_out)->ops->destroy().
- * Errors: -EINVAL (opts, unknown name), -ENOTSUP (not built in), -ENOMEM, what the kernel said
- *         (-EPERM: forbidden by seccomp or sysctl; the message names the blocker and the way out).
- *         *io_out is NULL then.
+ * Errors: -EINVAL (opts, unknown name), -EBADF (a file that is not open), -ENOTSUP (not built in),
+ *         -ENOMEM, what the kernel said (-EPERM: forbidden by seccomp or sysctl; the message names
+ *         the blocker and the way out). *io_out is NULL then.
  */
 int lh_io_create(const char *name, const struct lh_io_opts *opts, struct lh_alloc *alloc,
                  struct lh_io **io_out, struct lh_error *err) LH_MUST_CHECK;
 
 /*
  * Try the backends best first (io_uring, libaio, threads), each with one aligned write and read on
- * a probe file in directory, and make the first that works. reason_out gets one line a backend that
- * was passed over, and why.
+ * a probe file in directory (with O_DIRECT where a file of opts is direct), and make the first that
+ * works. reason_out gets one line a backend that was passed over, and why; "" for none.
+ *
+ * Owns, Errors: as lh_io_create; where none works, the last one's code and a message with all.
  */
 int lh_io_create_best(const char *directory, const struct lh_io_opts *opts, struct lh_alloc *alloc,
                       struct lh_io **io_out, char *reason_out, uint64_t reason_bytes,

@@ -1,0 +1,241 @@
+/*
+ * libaio: the older asynchronous interface, for machines that forbid io_uring.
+ *
+ * Asynchronous only with O_DIRECT: a buffered transfer completes inside io_submit(). Even a direct
+ * one may block there, when the device's queue is full or the file system reads metadata first. The
+ * engine bears that: whatever it would do in the meantime waits for I/O, too.
+ *
+ *      submit --> todo --[flush: io_submit]--> the kernel --[poll: io_getevents]--> the owner
+ *                   \----- refused by io_submit -----> failed ------------------------^
+ *
+ * Kernels before 4.18 do not sync files this way. There a helper, the threads backend with one
+ * thread, takes the SYNC requests: submitted and not polled, they count here as in flight as well.
+ */
+#if defined(LH_HAVE_LIBAIO)
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1 /* memfd_create */
+#endif
+#include "io/io_private.h"
+
+#include <inttypes.h>
+#include <libaio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/assert.h"
+
+#define BATCH_COUNT_MAX 64
+
+struct aio {
+    struct lh_io_base base; /* first: the caller's pointer is this one */
+    io_context_t context;
+    struct lh_io_queue todo;
+    struct lh_io_queue failed;
+    uint32_t kernel_count; /* requests in the kernel */
+    struct lh_io *helper;  /* syncs files; NULL: the kernel does */
+};
+
+static void control_prepare(const struct aio *aio, struct iocb *control,
+                            struct lh_io_request *request)
+{
+    int fd = aio->base.files[request->file_index].fd;
+    if (request->kind == LH_IO_KIND_SYNC) {
+        io_prep_fdsync(control, fd);
+    } else {
+        uint8_t *buffer = lh_io_request_rest(request);
+        size_t bytes = (size_t)lh_io_base_rest_bytes(&aio->base, request);
+        long long offset = (long long)request->offset + (long long)request->done_bytes;
+        if (request->kind == LH_IO_KIND_READ)
+            io_prep_pread(control, fd, buffer, bytes, offset);
+        else
+            io_prep_pwrite(control, fd, buffer, bytes, offset);
+    }
+    control->data = request;
+    if (aio->base.waker)
+        io_set_eventfd(control, aio->base.waker->fd);
+}
+
+/* The kernel refused the first of todo with rc. */
+static void first_refused(struct aio *aio, int rc)
+{
+    if (!lh_io_request_advance(&aio->base, aio->todo.head, rc))
+        return;
+    lh_io_queue_push(&aio->failed, lh_io_queue_pop(&aio->todo));
+    if (aio->base.waker)
+        lh_waker_wake(aio->base.waker);
+}
+
+static void aio_flush(struct lh_io *io)
+{
+    struct aio *aio = (struct aio *)io;
+    while (aio->todo.head) {
+        struct iocb controls[BATCH_COUNT_MAX];
+        struct iocb *batch[BATCH_COUNT_MAX];
+        long count = 0;
+        for (struct lh_io_request *request = aio->todo.head; request && count < BATCH_COUNT_MAX;
+             request = request->next) {
+            control_prepare(aio, &controls[count], request);
+            batch[count] = &controls[count];
+            count++;
+        }
+        int rc = io_submit(aio->context, count, batch); /* copies the control blocks */
+        for (int i = 0; i < rc; i++) {
+            lh_io_queue_pop(&aio->todo);
+            aio->kernel_count++;
+        }
+        /* The kernel has no room now: the poll after the next completion tries again. With nothing
+         * in the kernel there is no such completion. */
+        if (rc == -EAGAIN && aio->kernel_count > 0)
+            return;
+        if (rc < 0)
+            first_refused(aio, rc);
+    }
+}
+
+static int aio_submit(struct lh_io *io, struct lh_io_request *request)
+{
+    struct aio *aio = (struct aio *)io;
+    LH_TRY(lh_io_base_take(&aio->base, request));
+    if (aio->helper && request->kind == LH_IO_KIND_SYNC) {
+        int rc = aio->helper->ops->submit(aio->helper, request);
+        LH_ASSERT(rc == 0); /* as deep as this queue */
+        return 0;
+    }
+    lh_io_queue_push(&aio->todo, request);
+    return 0;
+}
+
+/* Completions of the kernel: what is done goes to done, what is short to todo. */
+static uint32_t events_take(struct aio *aio, struct lh_io_request **done, uint32_t done_max)
+{
+    struct io_event events[BATCH_COUNT_MAX];
+    uint32_t done_count = 0;
+    while (done_count < done_max && aio->kernel_count > 0) {
+        struct timespec now = {0};
+        long event_max = (long)lh_min_u64(done_max - done_count, BATCH_COUNT_MAX);
+        int rc = io_getevents(aio->context, 0, event_max, events, &now);
+        if (rc == 0 || rc == -EINTR)
+            break;
+        LH_ASSERT(rc > 0 && (uint32_t)rc <= aio->kernel_count);
+        aio->kernel_count -= (uint32_t)rc;
+        for (int i = 0; i < rc; i++) {
+            struct lh_io_request *request = events[i].data;
+            if (lh_io_request_advance(&aio->base, request, (long)events[i].res))
+                done[done_count++] = request;
+            else
+                lh_io_queue_push(&aio->todo, request);
+        }
+    }
+    return done_count;
+}
+
+static uint32_t aio_poll(struct lh_io *io, struct lh_io_request **done, uint32_t done_max)
+{
+    struct aio *aio = (struct aio *)io;
+    uint32_t done_count = events_take(aio, done, done_max);
+    aio_flush(io);
+    while (done_count < done_max && aio->failed.head)
+        done[done_count++] = lh_io_queue_pop(&aio->failed);
+    if (aio->helper)
+        done_count += aio->helper->ops->poll(aio->helper, done + done_count, done_max - done_count);
+    for (uint32_t i = 0; i < done_count; i++)
+        lh_io_base_finish(&aio->base);
+    return done_count;
+}
+
+static void aio_free(struct aio *aio)
+{
+    if (aio->helper)
+        aio->helper->ops->destroy(aio->helper);
+    if (aio->context)
+        io_destroy(aio->context);
+    lh_free(aio->base.alloc, aio);
+}
+
+static void aio_destroy(struct lh_io *io)
+{
+    LH_ASSERT(io->in_flight_count == 0);
+    aio_free((struct aio *)io);
+}
+
+static const struct lh_io_ops aio_ops = {
+    .version = LH_IO_OPS_VERSION,
+    .name = "libaio",
+    .submit = aio_submit,
+    .flush = aio_flush,
+    .poll = aio_poll,
+    .destroy = aio_destroy,
+};
+
+static int setup_refused(int rc, uint32_t depth, struct lh_error *err)
+{
+    if (rc == -EAGAIN)
+        return lh_error_set(err, rc,
+                            "io_setup: %u events do not fit under sysctl fs.aio-max-nr=%" PRId64
+                            ", of which %" PRId64 " are taken; raise it with: "
+                            "sysctl -w fs.aio-max-nr=1048576",
+                            depth, lh_io_proc_number("/proc/sys/fs/aio-max-nr", -1),
+                            lh_io_proc_number("/proc/sys/fs/aio-nr", -1));
+    if (rc == -ENOSYS || rc == -EPERM)
+        return lh_error_set(err, rc,
+                            "io_setup: %s: the kernel is built without CONFIG_AIO, or a seccomp "
+                            "filter forbids it (docker: --security-opt seccomp=unconfined)",
+                            strerror(-rc));
+    return lh_error_set(err, rc, "io_setup for %u events: %s", depth, strerror(-rc));
+}
+
+/* Whether the kernel syncs files through context; asked with a file in memory. */
+static bool kernel_has_sync(io_context_t context)
+{
+    int fd = memfd_create("lohan-probe", MFD_CLOEXEC);
+    if (fd < 0)
+        return false;
+    struct iocb control;
+    struct iocb *batch = &control;
+    struct io_event event = {0};
+    io_prep_fdsync(&control, fd);
+    bool has_sync = io_submit(context, 1, &batch) == 1;
+    if (has_sync) {
+        int rc = -EINTR;
+        while (rc == -EINTR)
+            rc = io_getevents(context, 1, 1, &event, NULL);
+        LH_ASSERT(rc == 1);
+        has_sync = event.res == 0;
+    }
+    close(fd);
+    return has_sync;
+}
+
+int lh_io_aio_create_sync(const struct lh_io_opts *opts, bool with_helper, struct lh_alloc *alloc,
+                          struct lh_io **io_out, struct lh_error *err)
+{
+    *io_out = NULL;
+    struct aio *aio = lh_alloc_zeroed(alloc, 1, sizeof(*aio));
+    if (!aio)
+        return lh_error_set(err, -ENOMEM, "no memory for libaio");
+    lh_io_base_init(&aio->base, &aio_ops, opts, alloc);
+    int rc = io_setup((int)opts->queue_depth_max, &aio->context);
+    if (rc < 0) {
+        aio->context = NULL;
+        setup_refused(rc, opts->queue_depth_max, err);
+    } else if (with_helper || !kernel_has_sync(aio->context)) {
+        struct lh_io_opts helper_opts = *opts;
+        helper_opts.thread_count = 1;
+        rc = lh_io_threads_create(&helper_opts, alloc, &aio->helper, err);
+    }
+    if (rc < 0) {
+        aio_free(aio);
+        return rc;
+    }
+    *io_out = &aio->base.io;
+    return 0;
+}
+
+int lh_io_aio_create(const struct lh_io_opts *opts, struct lh_alloc *alloc, struct lh_io **io_out,
+                     struct lh_error *err)
+{
+    return lh_io_aio_create_sync(opts, false, alloc, io_out, err);
+}
+#endif

@@ -1,0 +1,190 @@
+#include "io/faulty.h"
+
+#include "base/assert.h"
+#include "io/io_private.h"
+
+struct faulty {
+    struct lh_io io; /* first: the caller's pointer is this one */
+    struct lh_io *inner;
+    struct lh_alloc *alloc;
+    struct lh_waker *waker;
+    const struct lh_clock *clock;
+    struct lh_io_fault fault;
+    bool has_fired;
+    struct lh_io_queue failed;
+    /* What was cut or will be flipped is in inner until it comes back. */
+    struct lh_io_request *victim;
+    void *victim_buffer; /* SHORT: as the owner gave them */
+    uint64_t victim_bytes;
+    uint64_t victim_offset;
+};
+
+/* Whether the armed fault hits request now; counts down where it passes one. */
+static bool fault_hits(struct faulty *faulty, const struct lh_io_request *request)
+{
+    struct lh_io_fault *fault = &faulty->fault;
+    bool is_transfer = request->kind != LH_IO_KIND_SYNC;
+    if (fault->kind == LH_IO_FAULT_KIND_NONE || faulty->has_fired || faulty->victim)
+        return false;
+    if (fault->request_kinds && !(fault->request_kinds & LH_IO_FAULT_ON(request->kind)))
+        return false;
+    if (fault->kind == LH_IO_FAULT_KIND_SHORT && !(is_transfer && request->bytes > fault->bytes))
+        return false;
+    if (fault->kind == LH_IO_FAULT_KIND_FLIP && request->kind != LH_IO_KIND_READ)
+        return false;
+    if (fault->after > 0) {
+        fault->after--;
+        return false;
+    }
+    return true;
+}
+
+static int request_fail(struct faulty *faulty, struct lh_io_request *request)
+{
+    request->result = faulty->fault.code;
+    request->submitted_ns = lh_clock_now_ns(faulty->clock);
+    request->completed_ns = request->submitted_ns;
+    lh_io_queue_push(&faulty->failed, request);
+    faulty->io.in_flight_count++;
+    faulty->has_fired = true;
+    if (faulty->waker)
+        lh_waker_wake(faulty->waker);
+    return 0;
+}
+
+static void request_restore(struct faulty *faulty, struct lh_io_request *request)
+{
+    request->buffer = faulty->victim_buffer;
+    request->bytes = faulty->victim_bytes;
+    request->offset = faulty->victim_offset;
+}
+
+static int faulty_submit(struct lh_io *io, struct lh_io_request *request)
+{
+    struct faulty *faulty = (struct faulty *)io;
+    bool hit = fault_hits(faulty, request);
+    if (hit && faulty->fault.kind == LH_IO_FAULT_KIND_ERROR)
+        return request_fail(faulty, request);
+    if (hit) {
+        faulty->victim = request;
+        faulty->victim_buffer = request->buffer;
+        faulty->victim_bytes = request->bytes;
+        faulty->victim_offset = request->offset;
+        if (faulty->fault.kind == LH_IO_FAULT_KIND_SHORT)
+            request->bytes = faulty->fault.bytes;
+    }
+    int rc = faulty->inner->ops->submit(faulty->inner, request);
+    if (rc == 0) {
+        io->in_flight_count++;
+    } else if (hit) {
+        request_restore(faulty, request);
+        faulty->victim = NULL;
+    }
+    return rc;
+}
+
+static void faulty_flush(struct lh_io *io)
+{
+    struct faulty *faulty = (struct faulty *)io;
+    if (faulty->inner->ops->flush)
+        faulty->inner->ops->flush(faulty->inner);
+}
+
+/* The victim came back from inner. false: it went in again for its rest. */
+static bool victim_done(struct faulty *faulty, struct lh_io_request *request)
+{
+    if (faulty->fault.kind == LH_IO_FAULT_KIND_FLIP) {
+        faulty->victim = NULL;
+        if (request->result == 0) {
+            uint64_t bit = faulty->fault.bit % (request->bytes * 8);
+            ((uint8_t *)request->buffer)[bit / 8] ^= (uint8_t)(1U << bit % 8);
+            faulty->has_fired = true;
+        }
+        return true;
+    }
+    bool is_first_part = request->offset == faulty->victim_offset;
+    if (is_first_part && request->result == 0) {
+        uint64_t first_bytes = request->bytes;
+        request->buffer = (uint8_t *)faulty->victim_buffer + first_bytes;
+        request->bytes = faulty->victim_bytes - first_bytes;
+        request->offset = faulty->victim_offset + first_bytes;
+        int rc = faulty->inner->ops->submit(faulty->inner, request);
+        LH_ASSERT(rc == 0); /* its own place in the queue is free */
+        faulty->has_fired = true;
+        return false;
+    }
+    request_restore(faulty, request);
+    faulty->victim = NULL;
+    return true;
+}
+
+static uint32_t faulty_poll(struct lh_io *io, struct lh_io_request **done, uint32_t done_max)
+{
+    struct faulty *faulty = (struct faulty *)io;
+    uint32_t done_count = 0;
+    while (done_count < done_max && faulty->failed.head)
+        done[done_count++] = lh_io_queue_pop(&faulty->failed);
+    uint32_t inner_begin = done_count;
+    uint32_t inner_count =
+        faulty->inner->ops->poll(faulty->inner, done + done_count, done_max - done_count);
+    for (uint32_t i = inner_begin; i < inner_begin + inner_count; i++) {
+        LH_ASSERT(done[i]);
+        if (done[i] != faulty->victim || victim_done(faulty, done[i]))
+            done[done_count++] = done[i];
+    }
+    faulty_flush(io);
+    LH_ASSERT(io->in_flight_count >= done_count);
+    io->in_flight_count -= done_count;
+    return done_count;
+}
+
+static void faulty_destroy(struct lh_io *io)
+{
+    struct faulty *faulty = (struct faulty *)io;
+    LH_ASSERT(io->in_flight_count == 0);
+    faulty->inner->ops->destroy(faulty->inner);
+    lh_free(faulty->alloc, faulty);
+}
+
+static const struct lh_io_ops faulty_ops = {
+    .version = LH_IO_OPS_VERSION,
+    .name = "faulty",
+    .submit = faulty_submit,
+    .flush = faulty_flush,
+    .poll = faulty_poll,
+    .destroy = faulty_destroy,
+};
+
+int lh_io_faulty_create(const struct lh_io_faulty_opts *opts, struct lh_alloc *alloc,
+                        struct lh_io **io_out, struct lh_error *err)
+{
+    *io_out = NULL;
+    LH_ASSERT(opts->inner && opts->clock);
+    struct faulty *faulty = lh_alloc_zeroed(alloc, 1, sizeof(*faulty));
+    if (!faulty)
+        return lh_error_set(err, -ENOMEM, "no memory for a faulty backend");
+    faulty->io.ops = &faulty_ops;
+    faulty->inner = opts->inner;
+    faulty->alloc = alloc;
+    faulty->waker = opts->waker;
+    faulty->clock = opts->clock;
+    *io_out = &faulty->io;
+    return 0;
+}
+
+void lh_io_faulty_arm(struct lh_io *io, struct lh_io_fault fault)
+{
+    struct faulty *faulty = (struct faulty *)io;
+    LH_ASSERT(io->ops == &faulty_ops);
+    LH_ASSERT(!faulty->victim);
+    LH_ASSERT(fault.kind != LH_IO_FAULT_KIND_ERROR || fault.code < 0);
+    LH_ASSERT(fault.kind != LH_IO_FAULT_KIND_SHORT || fault.bytes > 0);
+    faulty->fault = fault;
+    faulty->has_fired = false;
+}
+
+bool lh_io_faulty_has_fired(const struct lh_io *io)
+{
+    LH_ASSERT(io->ops == &faulty_ops);
+    return ((const struct faulty *)io)->has_fired;
+}

@@ -1,0 +1,129 @@
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1 /* O_DIRECT, O_TMPFILE */
+#endif
+#include "io/io.h"
+
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/assert.h"
+
+#define PROBE_BYTES LH_BLOCK_BYTES
+/* Only how often a wait looks again: a device may be as slow as it likes. */
+#define PROBE_WAIT_MS 100
+
+/* A file in directory that has no name. Returns its descriptor or -errno. */
+static int probe_open(const char *directory, bool direct, struct lh_error *err)
+{
+    int flags = O_RDWR | O_CLOEXEC | (direct ? O_DIRECT : 0);
+    int fd = open(directory, flags | O_TMPFILE, 0600);
+    int code = fd < 0 ? -errno : 0;
+    if (code == -EOPNOTSUPP || code == -EISDIR) {
+        /* The file system knows no files without a name (O_TMPFILE). */
+        char path[4096];
+        int length = snprintf(path, sizeof(path), "%s/.lohan-probe-%ld", directory, (long)getpid());
+        if (length < 0 || (size_t)length >= sizeof(path))
+            return lh_error_set(err, -ENAMETOOLONG, "the path %.64s... is too long", directory);
+        fd = open(path, flags | O_CREAT | O_EXCL, 0600);
+        code = fd < 0 ? -errno : 0;
+        /* Some file systems make the file first and refuse O_DIRECT then. */
+        if (fd >= 0 || code == -EINVAL)
+            unlink(path);
+    }
+    if (fd >= 0)
+        return fd;
+    if (code == -EINVAL && direct)
+        return lh_error_set(err, code,
+                            "%s refuses direct I/O (O_DIRECT): put the store on a local disk "
+                            "(ext4, xfs)",
+                            directory);
+    return lh_error_set(err, code, "cannot make a file in %s: %s", directory, strerror(-code));
+}
+
+/* Run one request to its end: its result. */
+static int64_t request_await(struct lh_io *io, struct lh_waker *waker,
+                             struct lh_io_request *request)
+{
+    struct lh_io_request *done = NULL;
+    int rc = io->ops->submit(io, request);
+    LH_ASSERT(rc == 0);
+    if (io->ops->flush)
+        io->ops->flush(io);
+    for (;;) {
+        lh_waker_prepare(waker);
+        if (io->ops->poll(io, &done, 1) == 1)
+            break;
+        lh_waker_wait(waker, PROBE_WAIT_MS);
+    }
+    lh_waker_cancel(waker);
+    LH_ASSERT(done == request);
+    return request->result;
+}
+
+/* Write a pattern, sync it, read it back. buffer: 2 * PROBE_BYTES, aligned. */
+static int round_trip(struct lh_io *io, struct lh_waker *waker, uint8_t *buffer,
+                      struct lh_error *err)
+{
+    static const enum lh_io_kind kinds[] = {LH_IO_KIND_WRITE, LH_IO_KIND_SYNC, LH_IO_KIND_READ};
+    static const char *const kind_names[] = {"read", "write", "fdatasync"};
+    for (uint64_t i = 0; i < PROBE_BYTES; i++)
+        buffer[i] = (uint8_t)(i * 131 + i / 256);
+    for (size_t i = 0; i < LH_COUNT_OF(kinds); i++) {
+        struct lh_io_request request = {
+            .kind = kinds[i],
+            .buffer = kinds[i] == LH_IO_KIND_READ ? buffer + PROBE_BYTES : buffer,
+            .bytes = PROBE_BYTES,
+        };
+        int64_t result = request_await(io, waker, &request);
+        if (result < 0)
+            return lh_error_set(err, (int)result, "%s of %" PRIu64 " bytes by %s: %s",
+                                kind_names[kinds[i]], PROBE_BYTES, io->ops->name,
+                                strerror((int)-result));
+    }
+    if (memcmp(buffer, buffer + PROBE_BYTES, PROBE_BYTES) != 0)
+        return lh_error_set(err, -EIO, "%s read other bytes than it wrote", io->ops->name);
+    return 0;
+}
+
+int lh_io_probe(const char *name, const char *directory, bool direct, struct lh_alloc *alloc,
+                struct lh_error *err)
+{
+    struct lh_clock clock = lh_clock_real();
+    struct lh_waker waker;
+    struct lh_io *io = NULL;
+    /* lh_alloc aligns to a cache line only. */
+    uint8_t *memory = lh_alloc_zeroed(alloc, 2 * PROBE_BYTES + LH_BLOCK_BYTES, 1);
+    if (!memory)
+        return lh_error_set(err, -ENOMEM, "no memory for a probe of %s", name);
+    uint64_t skip_bytes = lh_align_up((uintptr_t)memory, LH_BLOCK_BYTES) - (uintptr_t)memory;
+    int rc = lh_waker_init(&waker, err);
+    if (rc < 0)
+        goto out_free;
+    int fd = probe_open(directory, direct, err);
+    rc = fd;
+    if (rc < 0)
+        goto out_waker;
+    struct lh_io_file file = {.fd = fd, .direct = direct};
+    struct lh_io_opts opts = {
+        .files = &file,
+        .file_count = 1,
+        .queue_depth_max = 1,
+        .thread_count = 1,
+        .waker = &waker,
+        .clock = &clock,
+    };
+    rc = lh_io_create(name, &opts, alloc, &io, err);
+    if (rc == 0) {
+        rc = round_trip(io, &waker, memory + skip_bytes, err);
+        io->ops->destroy(io);
+    }
+    close(fd);
+out_waker:
+    lh_waker_deinit(&waker);
+out_free:
+    lh_free(alloc, memory);
+    return rc;
+}
