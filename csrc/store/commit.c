@@ -11,6 +11,8 @@
  *
  *      SYNC_DATA        the staged slots' bytes are durable before anything that names them may be.
  *      SYNC_MANIFEST    a drive may write in any order: without it S' could be durable and A' not.
+ *                       The fallback would still find S, but a manifest that is not whole could
+ *                       then be a crash or damage; so it is always damage, and told in the note.
  *      SYNC_SUPERBLOCK  after it the committed step is the new one, whatever happens; only now may
  *                       the slots of the old one be written to, and A and S by the next commit.
  *

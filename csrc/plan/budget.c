@@ -1,0 +1,115 @@
+#include "plan/budget.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+#include "base/assert.h"
+
+struct needs {
+    uint64_t always_bytes;
+    uint64_t largest_bytes;
+    uint64_t second_bytes;
+    uint64_t all_bytes;
+    uint64_t elements_max;
+    uint64_t gradient_bytes_max;
+    uint32_t state_bytes_per_element_max;
+};
+
+static struct needs needs_sum(const struct lh_budget_unit *units, uint32_t unit_count)
+{
+    struct needs needs = {0};
+    for (uint32_t i = 0; i < unit_count; i++) {
+        const struct lh_budget_unit *unit = &units[i];
+        needs.all_bytes += unit->bytes;
+        needs.elements_max = lh_max_u64(needs.elements_max, unit->elements);
+        needs.gradient_bytes_max = lh_max_u64(needs.gradient_bytes_max, unit->gradient_bytes);
+        if (unit->state_bytes_per_element > needs.state_bytes_per_element_max)
+            needs.state_bytes_per_element_max = unit->state_bytes_per_element;
+        if (unit->always) {
+            needs.always_bytes += unit->bytes;
+        } else if (unit->bytes > needs.largest_bytes) {
+            needs.second_bytes = needs.largest_bytes;
+            needs.largest_bytes = unit->bytes;
+        } else {
+            needs.second_bytes = lh_max_u64(needs.second_bytes, unit->bytes);
+        }
+    }
+    return needs;
+}
+
+static uint32_t chunk_count_sum(const struct lh_budget_unit *units, uint32_t unit_count,
+                                uint64_t chunk_elements)
+{
+    uint64_t count = 0;
+    for (uint32_t i = 0; i < unit_count; i++)
+        count += lh_div_ceil(units[i].elements, chunk_elements);
+    LH_ASSERT(count < UINT32_MAX);
+    return (uint32_t)count;
+}
+
+/* Give slabs as many as fit in spare, at most until count reaches count_max. */
+static uint64_t slabs_grow(struct lh_budget *budget, uint64_t spare, uint32_t count_max)
+{
+    if (budget->slab_bytes == 0 || budget->slab_count >= count_max)
+        return spare;
+    uint64_t more = lh_min_u64(spare / budget->slab_bytes, count_max - budget->slab_count);
+    budget->slab_count += (uint32_t)more;
+    return spare - more * budget->slab_bytes;
+}
+
+static void parts_start(struct lh_budget *budget, const struct needs *needs,
+                        uint64_t bookkeeping_bytes)
+{
+    uint64_t region = needs->always_bytes + needs->largest_bytes + 2 * needs->second_bytes;
+    budget->region_bytes = lh_min_u64(region, needs->all_bytes);
+    budget->gradient_bytes = needs->gradient_bytes_max;
+    budget->bookkeeping_bytes = bookkeeping_bytes;
+    budget->slab_bytes =
+        lh_align_up(budget->chunk_elements * needs->state_bytes_per_element_max, LH_BLOCK_BYTES);
+    uint32_t slabs = budget->slab_bytes ? LH_BUDGET_SLAB_COUNT_MIN : 0;
+    budget->slab_count = budget->chunk_count < slabs ? budget->chunk_count : slabs;
+    budget->host_bytes_min = budget->region_bytes + budget->slab_count * budget->slab_bytes +
+                             budget->gradient_bytes + budget->bookkeeping_bytes;
+}
+
+int lh_budget_make(const struct lh_budget_unit *units, uint32_t unit_count, uint64_t host_bytes,
+                   uint64_t bookkeeping_bytes, struct lh_budget *budget, struct lh_error *err)
+{
+    memset(budget, 0, sizeof(*budget));
+    if (unit_count == 0)
+        return lh_error_set(err, -EINVAL, "there are no units to plan for");
+    struct needs needs = needs_sum(units, unit_count);
+    budget->chunk_elements =
+        lh_min_u64(LH_BUDGET_CHUNK_ELEMENTS_MAX, lh_max_u64(needs.elements_max, 1));
+    budget->chunk_count = chunk_count_sum(units, unit_count, budget->chunk_elements);
+    parts_start(budget, &needs, bookkeeping_bytes);
+    budget->host_bytes_full = needs.all_bytes + budget->chunk_count * budget->slab_bytes +
+                              budget->gradient_bytes + budget->bookkeeping_bytes;
+    if (host_bytes < budget->host_bytes_min)
+        return lh_error_set(
+            err, -ENOSPC,
+            "host_bytes %" PRIu64 " is too small: this model needs at least %" PRIu64
+            " (parameters %" PRIu64 ", %u slabs of %" PRIu64 ", gradients %" PRIu64
+            ", bookkeeping %" PRIu64 ")",
+            host_bytes, budget->host_bytes_min, budget->region_bytes, budget->slab_count,
+            budget->slab_bytes, budget->gradient_bytes, budget->bookkeeping_bytes);
+
+    uint64_t spare = host_bytes - budget->host_bytes_min;
+    uint32_t pipeline = LH_BUDGET_SLAB_COUNT_PIPELINE;
+    spare =
+        slabs_grow(budget, spare, pipeline < budget->chunk_count ? pipeline : budget->chunk_count);
+    uint64_t region_more =
+        lh_min_u64(spare, needs.all_bytes - budget->region_bytes) / LH_BLOCK_BYTES * LH_BLOCK_BYTES;
+    budget->region_bytes += region_more;
+    spare -= region_more;
+    (void)slabs_grow(budget, spare, budget->chunk_count);
+
+    if (budget->slab_count == budget->chunk_count)
+        budget->kept_chunk_count = budget->chunk_count;
+    else if (budget->slab_count > pipeline)
+        budget->kept_chunk_count = budget->slab_count - pipeline;
+    budget->host_bytes = budget->region_bytes + budget->slab_count * budget->slab_bytes +
+                         budget->gradient_bytes + budget->bookkeeping_bytes;
+    LH_ASSERT(budget->host_bytes <= host_bytes);
+    return 0;
+}

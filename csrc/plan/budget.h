@@ -1,0 +1,62 @@
+/*
+ * How a budget of main memory is divided, before anything is allocated.
+ *
+ *      host_bytes = parameters region | slabs (R, M, V of chunks on their way) | gradients in flight | bookkeeping
+ *
+ * The minimum that works: in the region every unit that is always there and the two largest others,
+ * with room for one more of the second kind so that holes between them do not block; three slabs
+ * (one read, one computed, one written); the gradients of the largest unit, which autograd keeps
+ * until the unit can be updated. What is left goes, in this order, to slabs up to a full pipeline,
+ * to parameters (a resident byte of P16 saves two bytes of traffic a step), to slabs that keep
+ * their chunk (one byte a byte), and to nothing: what is not needed is not taken.
+ *
+ * Pure; includes base only.
+ * Source: LoHan IV-D (main memory as what the plan divides), Fuyou 4.4.
+ */
+#ifndef LH_PLAN_BUDGET_H
+#define LH_PLAN_BUDGET_H
+
+#include "base/error.h"
+
+/*
+ * Elements: 1 Mi makes transfers of 2 to 4 MiB an array, past the knee of every disk measured; a
+ * multiple of what makes chunks start on checksum boundaries in 2-byte arrays.
+ */
+#define LH_BUDGET_CHUNK_ELEMENTS_MAX (UINT64_C(1) << 20)
+#define LH_BUDGET_SLAB_COUNT_MIN 3
+#define LH_BUDGET_SLAB_COUNT_PIPELINE 8
+
+struct lh_budget_unit {
+    uint64_t bytes;                   /* P16 or P32, or frozen bytes: what must be resident */
+    uint64_t elements;                /* trainable, padded; 0: frozen */
+    uint64_t gradient_bytes;          /* 0: frozen */
+    uint32_t state_bytes_per_element; /* R + M + V: 10 (bf16), 8 (fp32), 0 (frozen) */
+    bool always;
+};
+
+struct lh_budget {
+    uint64_t host_bytes;   /* the sum of what follows: at most what was given */
+    uint64_t region_bytes; /* parameters */
+    uint64_t chunk_elements;
+    uint64_t slab_bytes;
+    uint32_t slab_count;
+    uint32_t chunk_count;      /* of all units */
+    uint32_t kept_chunk_count; /* chunks that keep their slab: never read again */
+    uint64_t gradient_bytes;
+    uint64_t bookkeeping_bytes;
+    uint64_t host_bytes_min;  /* the least that works for this model */
+    uint64_t host_bytes_full; /* more than this is of no use */
+};
+
+/*
+ * Divide host_bytes. bookkeeping_bytes: what the caller needs besides (checksums, manifest,
+ * requests).
+ *
+ * Errors: -EINVAL (no units), -ENOSPC: host_bytes is below the minimum; the message gives both
+ *         numbers and the parts, and *budget_out's host_bytes_min is set.
+ */
+int lh_budget_make(const struct lh_budget_unit *units, uint32_t unit_count, uint64_t host_bytes,
+                   uint64_t bookkeeping_bytes, struct lh_budget *budget_out, struct lh_error *err)
+    LH_MUST_CHECK;
+
+#endif

@@ -1,0 +1,189 @@
+#include "plan/residency.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+#include "base/assert.h"
+
+#define NEVER UINT64_MAX
+
+int lh_residency_init(struct lh_residency *state, struct lh_alloc *alloc,
+                      const struct lh_residency_unit *units, uint32_t unit_count,
+                      uint64_t region_bytes, struct lh_error *err)
+{
+    memset(state, 0, sizeof(*state));
+    for (uint32_t i = 0; i < unit_count; i++) {
+        if (units[i].bytes == 0 || units[i].bytes > region_bytes)
+            return lh_error_set(err, -EINVAL,
+                                "unit %u has %" PRIu64 " bytes; the region has %" PRIu64, i,
+                                units[i].bytes, region_bytes);
+    }
+    LH_TRY(lh_range_init(&state->range, alloc, region_bytes, LH_RESIDENCY_GRANULE, unit_count + 2,
+                         err));
+    state->units = units;
+    state->unit_count = unit_count;
+    state->offsets = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->offsets));
+    state->use_counts = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->use_counts));
+    state->open_uses = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->open_uses));
+    state->next_uses = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->next_uses));
+    state->first_uses = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->first_uses));
+    if (!state->offsets || !state->use_counts || !state->open_uses || !state->next_uses ||
+        !state->first_uses) {
+        lh_residency_deinit(state, alloc);
+        return lh_error_set(err, -ENOMEM, "no memory for the residency plan of %u units",
+                            unit_count);
+    }
+    for (uint32_t i = 0; i < unit_count; i++)
+        state->offsets[i] = LH_RESIDENCY_ABSENT;
+    return 0;
+}
+
+void lh_residency_deinit(struct lh_residency *state, struct lh_alloc *alloc)
+{
+    lh_free(alloc, state->first_uses);
+    lh_free(alloc, state->next_uses);
+    lh_free(alloc, state->open_uses);
+    lh_free(alloc, state->use_counts);
+    lh_free(alloc, state->offsets);
+    if (state->range.holes)
+        lh_range_deinit(&state->range, alloc);
+    memset(state, 0, sizeof(*state));
+}
+
+void lh_residency_copy(struct lh_residency *target, const struct lh_residency *source)
+{
+    LH_ASSERT(target->units == source->units && target->unit_count == source->unit_count);
+    uint64_t count = source->unit_count;
+    lh_range_copy(&target->range, &source->range);
+    memcpy(target->offsets, source->offsets, count * sizeof(*source->offsets));
+    memcpy(target->use_counts, source->use_counts, count * sizeof(*source->use_counts));
+    memcpy(target->open_uses, source->open_uses, count * sizeof(*source->open_uses));
+}
+
+static bool is_use_begin(const struct lh_residency_event *event)
+{
+    return event->kind == LH_RESIDENCY_EVENT_BEGIN || event->kind == LH_RESIDENCY_EVENT_UPDATE;
+}
+
+/*
+ * The index of unit's first use after event `after`, NEVER if there is none; cyclic uses count from
+ * event_count on.
+ */
+static uint64_t next_use_find(const struct lh_residency *state,
+                              const struct lh_residency_event *events, uint64_t event_count,
+                              uint64_t after, uint32_t unit, bool cyclic)
+{
+    for (uint64_t i = after + 1; i < event_count; i++) {
+        if (events[i].unit == unit && is_use_begin(&events[i]))
+            return i;
+    }
+    if (!cyclic || state->first_uses[unit] == NEVER)
+        return NEVER;
+    return event_count + state->first_uses[unit];
+}
+
+/*
+ * Before the first event a unit's next use is its first one, whether the events come again or not.
+ */
+static void next_uses_start(struct lh_residency *state, const struct lh_residency_event *events,
+                            uint64_t event_count)
+{
+    for (uint32_t i = 0; i < state->unit_count; i++)
+        state->first_uses[i] = NEVER;
+    for (uint64_t i = event_count; i-- > 0;) {
+        LH_ASSERT(events[i].unit < state->unit_count);
+        if (is_use_begin(&events[i]))
+            state->first_uses[events[i].unit] = i;
+    }
+    memcpy(state->next_uses, state->first_uses, state->unit_count * sizeof(*state->next_uses));
+}
+
+/*
+ * The resident unit, not in use and not kept for ever, whose next use is farthest; unit_count if
+ * there is none.
+ */
+static uint32_t victim_find(const struct lh_residency *state)
+{
+    uint32_t victim = state->unit_count;
+    for (uint32_t i = 0; i < state->unit_count; i++) {
+        if (state->offsets[i] == LH_RESIDENCY_ABSENT || state->open_uses[i] > 0 ||
+            state->units[i].always)
+            continue;
+        if (victim == state->unit_count || state->next_uses[i] > state->next_uses[victim])
+            victim = i;
+    }
+    return victim;
+}
+
+struct op_list {
+    struct lh_residency_op *ops;
+    uint64_t count;
+    uint64_t max;
+};
+
+static int op_add(struct op_list *list, struct lh_residency_op op, struct lh_error *err)
+{
+    if (list->count == list->max)
+        return lh_error_set(err, -E2BIG, "the plan needs more than %" PRIu64 " ops", list->max);
+    list->ops[list->count++] = op;
+    return 0;
+}
+
+static int load_plan(struct lh_residency *state, uint64_t event_index, uint32_t unit,
+                     struct op_list *list, struct lh_error *err)
+{
+    uint64_t bytes = state->units[unit].bytes;
+    while (!lh_range_has(&state->range, bytes)) {
+        uint32_t victim = victim_find(state);
+        if (victim == state->unit_count)
+            return lh_error_set(
+                err, -ENOSPC,
+                "use %" PRIu64 " needs %" PRIu64 " bytes in one piece for unit %u; %" PRIu64
+                " of %" PRIu64 " are free and everything else is in use",
+                event_index, bytes, unit, state->range.free_bytes, state->range.total_bytes);
+        LH_TRY(op_add(list,
+                      (struct lh_residency_op){.kind = LH_RESIDENCY_OP_EVICT,
+                                               .unit = victim,
+                                               .uses_before = state->use_counts[victim]},
+                      err));
+        lh_range_release(&state->range, state->offsets[victim], state->units[victim].bytes);
+        state->offsets[victim] = LH_RESIDENCY_ABSENT;
+    }
+    state->offsets[unit] = lh_range_acquire(&state->range, bytes);
+    LH_ASSERT(state->offsets[unit] != LH_RANGE_NONE);
+    return op_add(list,
+                  (struct lh_residency_op){
+                      .kind = LH_RESIDENCY_OP_LOAD, .unit = unit, .offset = state->offsets[unit]},
+                  err);
+}
+
+int64_t lh_residency_plan(struct lh_residency *state, const struct lh_residency_event *events,
+                          uint64_t event_count, bool cyclic, struct lh_residency_op *ops,
+                          uint64_t op_max, uint64_t *loaded_bytes_out, uint64_t *failed_event_out,
+                          struct lh_error *err)
+{
+    struct op_list list = {.ops = ops, .max = op_max};
+    uint64_t loaded_bytes = 0;
+    next_uses_start(state, events, event_count);
+    for (uint64_t i = 0; i < event_count; i++) {
+        uint32_t unit = events[i].unit;
+        if (events[i].kind == LH_RESIDENCY_EVENT_END) {
+            if (state->open_uses[unit] > 0)
+                state->open_uses[unit]--;
+            continue;
+        }
+        if (state->offsets[unit] == LH_RESIDENCY_ABSENT) {
+            *failed_event_out = i;
+            LH_TRY(load_plan(state, i, unit, &list, err));
+            loaded_bytes += state->units[unit].bytes;
+        }
+        if (events[i].kind == LH_RESIDENCY_EVENT_NEED)
+            continue;
+        state->use_counts[unit]++;
+        state->next_uses[unit] = next_use_find(state, events, event_count, i, unit, cyclic);
+        if (events[i].kind == LH_RESIDENCY_EVENT_BEGIN)
+            state->open_uses[unit]++;
+    }
+    *loaded_bytes_out = loaded_bytes;
+    return (int64_t)list.count;
+}

@@ -1,0 +1,102 @@
+/*
+ * Which unit is resident when, decided before the step from the order of its uses.
+ *
+ * Forward visits blocks in one order and backward in the opposite one, so the unit used longest ago
+ * is often the one needed next: a cache that reacts (LRU) evicts just that. The order of uses is
+ * the same in every step of a training loop, so it is recorded and the next step is planned with
+ * it: on a miss the unit whose next use is farthest goes (L. Belady's rule, which Elixir's rCache
+ * uses for chunks), on the real addresses of the region, by the same first-fit code that hands them
+ * out. The result is a list of evictions and loads that the engine executes in order. No decision
+ * is left to timing, so the bytes that a step reads for parameters are known before it starts.
+ *
+ * Words: an event is the begin or the end of a use of a unit. A load belongs to the begin that
+ * needs it. Uses are counted per unit and absolutely (since the engine started), so that an
+ * eviction can say "after v's 7th use".
+ *
+ * Invariants:
+ *  1. Ops, executed in order, never hold more than the region, and never evict a unit inside a use.
+ *  2. Every begin finds its unit resident when the ops up to it were executed.
+ *  3. The state after planning is the state after executing the ops: plans chain.
+ *
+ * Pure; includes base only. Thread: the state belongs to one owner.
+ * Source: Fuyou 4.4 (FIFO prefetch), Elixir VI (Belady eviction over a recorded order).
+ */
+#ifndef LH_PLAN_RESIDENCY_H
+#define LH_PLAN_RESIDENCY_H
+
+#include "base/alloc.h"
+#include "base/error.h"
+#include "base/range.h"
+
+#define LH_RESIDENCY_GRANULE LH_BLOCK_BYTES
+#define LH_RESIDENCY_ABSENT LH_RANGE_NONE
+
+enum lh_residency_event_kind {
+    LH_RESIDENCY_EVENT_BEGIN = 0,
+    LH_RESIDENCY_EVENT_END = 1,
+    LH_RESIDENCY_EVENT_UPDATE =
+        2, /* a use that begins and ends at once: the engine itself waits for the update */
+    LH_RESIDENCY_EVENT_NEED =
+        3, /* must be resident here for a use that was counted before; not counted again */
+};
+
+struct lh_residency_event {
+    uint32_t unit;
+    uint32_t kind; /* enum lh_residency_event_kind */
+};
+
+enum lh_residency_op_kind {
+    LH_RESIDENCY_OP_EVICT = 0,
+    LH_RESIDENCY_OP_LOAD = 1,
+};
+
+struct lh_residency_op {
+    uint32_t kind; /* enum lh_residency_op_kind */
+    uint32_t unit;
+    uint64_t offset;      /* LOAD: where in the region */
+    uint64_t uses_before; /* EVICT: the unit's uses that must have begun (and ended) by then */
+};
+
+struct lh_residency_unit {
+    uint64_t bytes;
+    bool always; /* its scope encloses other scopes: loaded once, never evicted */
+};
+
+struct lh_residency {
+    struct lh_range range;
+    const struct lh_residency_unit *units; /* borrowed until deinit */
+    uint32_t unit_count;
+    uint64_t *offsets;    /* LH_RESIDENCY_ABSENT: not resident */
+    uint64_t *use_counts; /* begins so far */
+    uint32_t *open_uses;  /* begun and not ended */
+    uint64_t *next_uses;  /* scratch of planning */
+    uint64_t *first_uses; /* scratch of planning */
+};
+
+/*
+ * An empty region of region_bytes. units is borrowed until deinit.
+ *
+ * Errors: -ENOMEM, -EINVAL (a unit of 0 bytes or larger than the region: named with both numbers).
+ */
+int lh_residency_init(struct lh_residency *state, struct lh_alloc *alloc,
+                      const struct lh_residency_unit *units, uint32_t unit_count,
+                      uint64_t region_bytes, struct lh_error *err) LH_MUST_CHECK;
+void lh_residency_deinit(struct lh_residency *state, struct lh_alloc *alloc);
+/* Both initialised with the same units. */
+void lh_residency_copy(struct lh_residency *target, const struct lh_residency *source);
+
+/*
+ * Plan a sequence of events from state; state becomes what holds after it. cyclic: the same events
+ * will follow again, so a unit without a further use here is next used at its first one there.
+ *
+ * Returns the number of ops, -ENOSPC when at some event no set of evictions makes room (units in
+ * use are in the way; err says how much was needed and free, *failed_event_out which event), -E2BIG
+ * when op_max is too small. On error state is garbage. loaded_bytes_out: the sum of the loads'
+ * bytes.
+ */
+int64_t lh_residency_plan(struct lh_residency *state, const struct lh_residency_event *events,
+                          uint64_t event_count, bool cyclic, struct lh_residency_op *ops,
+                          uint64_t op_max, uint64_t *loaded_bytes_out, uint64_t *failed_event_out,
+                          struct lh_error *err) LH_MUST_CHECK;
+
+#endif

@@ -1,0 +1,84 @@
+/* What was built, and what works on this machine: the facts behind `lohan doctor`. */
+#include "compute/adam.h"
+#include "base/crc32c.h"
+#include "py/lhpy.h"
+
+#ifndef LH_BUILD_INFO
+#define LH_BUILD_INFO "unknown"
+#endif
+
+static PyObject *doctor_build(PyObject *module, PyObject *args)
+{
+    (void)module;
+    (void)args;
+    PyObject *backends = PyList_New(0);
+    for (const char *const *name = lh_io_names(); backends && *name; name++) {
+        PyObject *item = PyUnicode_FromString(*name);
+        if (!item || PyList_Append(backends, item) < 0)
+            Py_CLEAR(backends);
+        Py_XDECREF(item);
+    }
+    if (!backends)
+        return NULL;
+    const struct lh_adam_kernel *adam = NULL;
+    const struct lh_crc32c_kernel *crc = NULL;
+    (void)lh_adam_kernels(&adam);
+    (void)lh_crc32c_kernels(&crc);
+    return Py_BuildValue("{s:s,s:N,s:s,s:s,s:i,s:i,s:K}", "build", LH_BUILD_INFO, "backends",
+                         backends, "adam", adam[0].name, "crc32c", crc[0].name, "numa_nodes",
+                         lh_numa_node_count(), "store_format", LH_STORE_FORMAT_VERSION,
+                         "memory_available_bytes", lh_mem_available_bytes());
+}
+
+/* probe(backend, directory, direct) -> (code, message): 0 and "" when it works. */
+static PyObject *doctor_probe(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *name = NULL;
+    const char *directory = NULL;
+    int direct = 0;
+    if (!PyArg_ParseTuple(args, "ssp", &name, &directory, &direct))
+        return NULL;
+    struct lh_alloc alloc = LH_ALLOC_INIT;
+    struct lh_error err = {0};
+    int rc;
+    Py_BEGIN_ALLOW_THREADS
+    rc = lh_io_probe(name, directory, direct != 0, &alloc, &err);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("(is)", rc, err.message);
+}
+
+/* memory(bytes, lock) -> (pages, locked, note): what an arena of that size gets. */
+static PyObject *doctor_memory(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned long long bytes = 0;
+    int lock = 0;
+    if (!PyArg_ParseTuple(args, "Kp", &bytes, &lock))
+        return NULL;
+    struct lh_alloc alloc = LH_ALLOC_INIT;
+    struct lh_arena_opts opts = {.bytes = bytes, .lock = lock != 0, .numa_node = -1};
+    struct lh_arena *arena = NULL;
+    struct lh_error err = {0};
+    int rc = lh_arena_create(&opts, &alloc, &arena, &err);
+    if (rc < 0)
+        return lhpy_raise_error(NULL, &err);
+    static const char *const pages[] = {"4 KiB", "transparent huge", "reserved huge"};
+    PyObject *answer = Py_BuildValue("(sOs)", pages[arena->pages],
+                                     arena->locked ? Py_True : Py_False, arena->note);
+    lh_arena_destroy(arena, &alloc);
+    return answer;
+}
+
+static PyMethodDef doctor_methods[] = {
+    {"build_info", doctor_build, METH_NOARGS, "What was built, and which kernels run here."},
+    {"probe_io", doctor_probe, METH_VARARGS, "probe_io(backend, directory, direct) -> (code, why)"},
+    {"probe_memory", doctor_memory, METH_VARARGS,
+     "probe_memory(bytes, lock) -> (pages, locked, note)"},
+    {NULL, NULL, 0, NULL},
+};
+
+int lhpy_doctor_register(PyObject *module)
+{
+    return PyModule_AddFunctions(module, doctor_methods);
+}

@@ -1,0 +1,404 @@
+/* The Engine type: making, closing, pins, waits. */
+#include <string.h>
+
+#include "base/assert.h"
+#include "py/engine_make.h"
+#include "py/lhpy.h"
+
+/* How long a wait lasts before it looks for signals (Ctrl-C). */
+#define WAIT_SLICE_MS 100
+
+int lhpy_engine_wait(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argument)
+{
+    for (;;) {
+        int rc;
+        Py_BEGIN_ALLOW_THREADS
+        rc = wait(self->core->engine, argument, WAIT_SLICE_MS);
+        Py_END_ALLOW_THREADS
+        if (rc > 0)
+            return 1;
+        if (rc < 0) {
+            lhpy_raise_engine(self);
+            return -1;
+        }
+        if (PyErr_CheckSignals() < 0)
+            return -1;
+        lhpy_engine_sweep(self);
+    }
+}
+
+int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit)
+{
+    int rc = lh_engine_acquire(self->core->engine, unit);
+    bool is_interrupted = false;
+    while (rc == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        rc = lh_engine_acquire_wait(self->core->engine, unit, WAIT_SLICE_MS);
+        Py_END_ALLOW_THREADS
+        if (rc != 0)
+            break;
+        /*
+         * Room may be held by units whose handles have not come back: those pins are only a
+         * convenience.
+         */
+        lhpy_engine_backward_release(self);
+        if (!is_interrupted && PyErr_CheckSignals() < 0)
+            is_interrupted = true; /* the pin comes all the same: take it, then raise */
+    }
+    if (rc < 0) {
+        if (!is_interrupted)
+            lhpy_raise_engine(self);
+        return -1;
+    }
+    if (is_interrupted) {
+        lh_engine_unpin(self->core->engine, unit);
+        return -1;
+    }
+    return 0;
+}
+
+void lhpy_engine_unuse(struct lhpy_engine *self, uint32_t unit)
+{
+    lh_engine_unpin(self->core->engine, unit);
+}
+
+int lhpy_engine_use_backward(struct lhpy_engine *self, uint32_t unit)
+{
+    struct lhpy_unit *state = &self->unit_states[unit];
+    if (lhpy_engine_backward_begin(self) < 0)
+        return -1;
+    if (state->is_used_backward || state->scope_depth > 0)
+        return 0;
+    if (lhpy_engine_use(self, unit) < 0)
+        return -1;
+    state->is_used_backward = true;
+    self->backward_units[self->backward_unit_count++] = unit;
+    return 0;
+}
+
+void lhpy_engine_unuse_backward(struct lhpy_engine *self, uint32_t unit)
+{
+    for (uint32_t i = 0; i < self->backward_unit_count; i++) {
+        if (self->backward_units[i] != unit)
+            continue;
+        self->backward_units[i] = self->backward_units[--self->backward_unit_count];
+        self->unit_states[unit].is_used_backward = false;
+        lh_engine_unpin(self->core->engine, unit);
+        return;
+    }
+}
+
+void lhpy_engine_backward_release(struct lhpy_engine *self)
+{
+    while (self->backward_unit_count > 0)
+        lhpy_engine_unuse_backward(self, self->backward_units[self->backward_unit_count - 1]);
+}
+
+int lhpy_engine_backward_begin(struct lhpy_engine *self)
+{
+    if (self->backward_is_open)
+        return 0;
+    PyObject *answer = PyObject_CallNoArgs(self->on_backward);
+    if (!answer)
+        return -1;
+    Py_DECREF(answer);
+    self->backward_is_open = true;
+    return 0;
+}
+
+void lhpy_engine_sweep(struct lhpy_engine *self)
+{
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < self->held_count; i++) {
+        uint32_t param = self->held_params[i];
+        if (lh_engine_gradient_is_consumed(self->core->engine, param))
+            Py_CLEAR(self->params[param].gradient);
+        else
+            self->held_params[kept++] = param;
+    }
+    self->held_count = kept;
+}
+
+void lhpy_engine_gradients_drop(struct lhpy_engine *self)
+{
+    for (uint32_t i = 0; i < self->held_count; i++)
+        Py_CLEAR(self->params[self->held_params[i]].gradient);
+    self->held_count = 0;
+}
+
+/* --- Methods ------------------------------------------------------------------------------ */
+
+static struct lhpy_engine *engine_open(PyObject *object)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    return lhpy_check_open(self) < 0 ? NULL : self;
+}
+
+static int unit_parse(struct lhpy_engine *self, PyObject *args, uint32_t *unit_out)
+{
+    unsigned int unit = 0;
+    if (!PyArg_ParseTuple(args, "I", &unit))
+        return -1;
+    if (unit >= self->unit_count) {
+        PyErr_Format(PyExc_IndexError, "unit %u of %u", unit, self->unit_count);
+        return -1;
+    }
+    *unit_out = unit;
+    return 0;
+}
+
+static PyObject *engine_acquire(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = engine_open(object);
+    uint32_t unit = 0;
+    if (!self || unit_parse(self, args, &unit) < 0 || lhpy_engine_use(self, unit) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_release(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    uint32_t unit = 0;
+    if (!self->core || unit_parse(self, args, &unit) < 0)
+        return NULL;
+    lhpy_engine_unuse(self, unit);
+    Py_RETURN_NONE;
+}
+
+/* Bring the parameters of a unit in from outside any forward, for reading them. */
+static PyObject *engine_lend(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = engine_open(object);
+    unsigned int index = 0;
+    if (!self || !PyArg_ParseTuple(args, "I", &index))
+        return NULL;
+    if (index >= self->param_count)
+        return PyErr_Format(PyExc_IndexError, "param %u of %u", index, self->param_count);
+    const struct lhpy_param *param = &self->params[index];
+    uint32_t unit = self->engine_params[index].unit;
+    if (lhpy_engine_use(self, unit) < 0)
+        return NULL;
+    PyObject *lend =
+        lhpy_lend(self->core, unit, param->byte_offset, param->ndim, param->shape, param->dtype);
+    lhpy_engine_unuse(self, unit);
+    return lend;
+}
+
+static PyObject *engine_bind(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = engine_open(object);
+    unsigned int index = 0;
+    PyObject *tensor = NULL;
+    PyObject *hollow = NULL;
+    struct lhpy_dl_tensor view;
+    if (!self || !PyArg_ParseTuple(args, "IOO", &index, &tensor, &hollow))
+        return NULL;
+    if (index >= self->param_count)
+        return PyErr_Format(PyExc_IndexError, "param %u of %u", index, self->param_count);
+    if (lhpy_tensor_read(hollow, &view) < 0)
+        return NULL;
+    struct lhpy_param *param = &self->params[index];
+    size_t ndim = (size_t)view.ndim;
+    int64_t *shape = PyMem_Malloc((2 * ndim + 1) * sizeof(int64_t));
+    if (!shape)
+        return PyErr_NoMemory();
+    int64_t stride = 1;
+    for (size_t i = ndim; i-- > 0;) {
+        shape[i] = view.shape[i];
+        shape[ndim + i] = stride;
+        stride *= view.shape[i];
+    }
+    PyMem_Free(param->shape);
+    param->shape = shape;
+    param->ndim = view.ndim;
+    param->dtype = view.dtype;
+    lhpy_replace(&param->tensor, Py_NewRef(tensor));
+    lhpy_replace(&param->hollow, Py_NewRef(hollow));
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_hollow_array(PyObject *object, PyObject *array)
+{
+    struct lhpy_engine *self = engine_open(object);
+    struct lhpy_dl_tensor view;
+    if (!self || lhpy_tensor_read(array, &view) < 0)
+        return NULL;
+    enum lh_dtype dtype = lhpy_dtype(view.dtype);
+    self->hollow_base[dtype] = (uint64_t)(uintptr_t)view.data;
+    self->hollow_bytes[dtype] = (uint64_t)lhpy_tensor_count(&view) * (view.dtype.bits / 8);
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_scope(PyObject *object, PyObject *units)
+{
+    struct lhpy_engine *self = engine_open(object);
+    return self ? lhpy_scope_new(self, self->scope_type, units) : NULL;
+}
+
+static PyObject *engine_autocast(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    int is_bf16 = 0;
+    if (!PyArg_ParseTuple(args, "p", &is_bf16))
+        return NULL;
+    self->autocast_dtype =
+        is_bf16 ? (struct lhpy_dl_type){LHPY_DL_CODE_BFLOAT, 16, 1} : (struct lhpy_dl_type){0};
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_forward(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    int is_open = 0;
+    if (!PyArg_ParseTuple(args, "p", &is_open))
+        return NULL;
+    self->forward_is_open = is_open != 0;
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_callbacks(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    PyObject *backward = NULL;
+    PyObject *gradient = NULL;
+    PyObject *forward = NULL;
+    if (!PyArg_ParseTuple(args, "OOO", &backward, &gradient, &forward))
+        return NULL;
+    lhpy_replace(&self->on_forward, Py_NewRef(forward));
+    lhpy_replace(&self->on_backward, Py_NewRef(backward));
+    lhpy_replace(&self->on_gradient, Py_NewRef(gradient));
+    Py_RETURN_NONE;
+}
+
+/* End the engine's thread and give everything back but what lends need. Idempotent. */
+static void engine_shut(struct lhpy_engine *self)
+{
+    if (!self->io)
+        return;
+    lhpy_engine_backward_release(self);
+    Py_BEGIN_ALLOW_THREADS
+    lh_engine_stop(self->core->engine);
+    self->exec->ops->destroy(self->exec);
+    self->io->ops->destroy(self->io);
+    Py_END_ALLOW_THREADS
+    self->exec = NULL;
+    self->io = NULL;
+    lhpy_engine_gradients_drop(self);
+}
+
+static PyObject *engine_close(PyObject *object, PyObject *args)
+{
+    (void)args;
+    engine_shut((struct lhpy_engine *)object);
+    Py_RETURN_NONE;
+}
+
+static int engine_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->store);
+    Py_VISIT(self->raiser);
+    Py_VISIT(self->on_backward);
+    Py_VISIT(self->on_gradient);
+    Py_VISIT(self->on_forward);
+    Py_VISIT(self->handle_type);
+    Py_VISIT(self->scope_type);
+    for (uint32_t i = 0; self->params && i < self->param_count; i++) {
+        Py_VISIT(self->params[i].tensor);
+        Py_VISIT(self->params[i].hollow);
+        Py_VISIT(self->params[i].gradient);
+    }
+    return 0;
+}
+
+static int engine_clear(PyObject *object)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    engine_shut(self);
+    for (uint32_t i = 0; self->params && i < self->param_count; i++) {
+        Py_CLEAR(self->params[i].tensor);
+        Py_CLEAR(self->params[i].hollow);
+        Py_CLEAR(self->params[i].gradient);
+    }
+    Py_CLEAR(self->store);
+    Py_CLEAR(self->raiser);
+    Py_CLEAR(self->on_backward);
+    Py_CLEAR(self->on_gradient);
+    Py_CLEAR(self->on_forward);
+    Py_CLEAR(self->handle_type);
+    Py_CLEAR(self->scope_type);
+    return 0;
+}
+
+static void engine_dealloc(PyObject *object)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    (void)engine_clear(object);
+    for (uint32_t i = 0; self->params && i < self->param_count; i++)
+        PyMem_Free(self->params[i].shape);
+    PyMem_Free(self->params);
+    PyMem_Free(self->units);
+    PyMem_Free(self->engine_params);
+    PyMem_Free(self->unit_states);
+    PyMem_Free(self->bound_units);
+    PyMem_Free(self->backward_units);
+    PyMem_Free(self->held_params);
+    if (self->core) {
+        Py_BEGIN_ALLOW_THREADS
+        lhpy_core_release(self->core);
+        Py_END_ALLOW_THREADS
+    }
+    PyObject_GC_Del(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef engine_methods[] = {
+    {"bind", engine_bind, METH_VARARGS, "bind(param, tensor, hollow)"},
+    {"hollow_array", engine_hollow_array, METH_O, "The array that hollow parameters point into."},
+    {"callbacks", engine_callbacks, METH_VARARGS,
+     "callbacks(on_backward, on_gradient, on_forward)"},
+    {"forward", engine_forward, METH_VARARGS, "forward(is_open)"},
+    {"scope", engine_scope, METH_O, "scope(units) -> Scope"},
+    {"autocast", engine_autocast, METH_VARARGS, "autocast(is_bfloat16)"},
+    {"pack", lhpy_engine_pack, METH_O, "Saved-tensor hook."},
+    {"unpack", lhpy_engine_unpack, METH_O, "Saved-tensor hook."},
+    {"gradient_hook", lhpy_engine_gradient_hook, METH_VARARGS, "gradient_hook(param) -> hook"},
+    {"acquire", engine_acquire, METH_VARARGS, "acquire(unit): wait until resident, and pin."},
+    {"release", engine_release, METH_VARARGS, "release(unit)"},
+    {"lend", engine_lend, METH_VARARGS, "lend(param) -> tensor"},
+    {"begin", lhpy_engine_begin, METH_VARARGS, "begin(train)"},
+    {"hyper", lhpy_engine_hyper, METH_VARARGS, "hyper(group, lr, beta1, beta2, eps, weight_decay)"},
+    {"backward_end", lhpy_engine_backward_end, METH_NOARGS, "A backward ended or died."},
+    {"close_step", lhpy_engine_close_step, METH_VARARGS, "close_step(scalars)"},
+    {"abort", lhpy_engine_abort, METH_NOARGS, "Forget the open step."},
+    {"flush", lhpy_engine_flush, METH_VARARGS, "flush(commit)"},
+    {"pause", lhpy_engine_pause, METH_NOARGS, "Hand the store to the caller."},
+    {"resume", lhpy_engine_resume, METH_VARARGS, "resume(changed_units)"},
+    {"stats", lhpy_engine_stats, METH_NOARGS, "The last finished step, or None."},
+    {"trace", lhpy_engine_trace, METH_NOARGS,
+     "Events: (kind, unit, lane, step, start, end, bytes)"},
+    {"status", lhpy_engine_status, METH_NOARGS, "What is open, pinned and held."},
+    {"close", engine_close, METH_NOARGS, "Stop the engine."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot engine_slots[] = {
+    {Py_tp_new, lhpy_engine_new},
+    {Py_tp_dealloc, engine_dealloc},
+    {Py_tp_traverse, engine_traverse},
+    {Py_tp_clear, engine_clear},
+    {Py_tp_methods, engine_methods},
+    {Py_tp_doc, "The engine of one wrapped model."},
+    {0, NULL},
+};
+
+PyType_Spec lhpy_engine_spec = {
+    .name = "lohan._core.Engine",
+    .basicsize = sizeof(struct lhpy_engine),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = engine_slots,
+};

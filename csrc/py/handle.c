@@ -1,0 +1,236 @@
+/*
+ * What autograd keeps instead of a saved parameter: a handle, or the tensor itself.
+ *
+ * pack is called for every tensor that an operation saves. One that lies in a bound unit becomes a
+ * handle (parameter, sizes, strides, offset): autograd then holds no lend, and the unit may leave
+ * memory until backward. Under autocast the cast of a bound parameter becomes a handle that casts
+ * again. Anything else is an activation and stays. unpack makes the unit resident and lends that
+ * view of it.
+ */
+#include <string.h>
+
+#include "base/assert.h"
+#include "compute/cast.h"
+#include "py/lhpy.h"
+
+struct handle {
+    PyObject_HEAD PyObject *engine; /* owned: struct lhpy_engine */
+    struct lhpy_core *core;         /* retained */
+    uint32_t unit;
+    uint32_t param;
+    uint32_t epoch;
+    int32_t ndim;
+    uint64_t byte_offset;           /* of the view, in the parameter */
+    struct lhpy_dl_type cast_dtype; /* bits 0: no cast */
+    int64_t *shape_strides;         /* in numbers where they fit, else allocated */
+    int64_t numbers[8];
+};
+
+static void handle_dealloc(PyObject *object)
+{
+    struct handle *handle = (struct handle *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    struct lhpy_engine *self = (struct lhpy_engine *)handle->engine;
+    if (handle->core) {
+        lh_engine_handle_drop(handle->core->engine, handle->unit);
+        bool is_last = lh_engine_handle_count(handle->core->engine, handle->unit) == 0;
+        if (is_last && self->unit_states && self->unit_states[handle->unit].is_used_backward)
+            lhpy_engine_unuse_backward(self, handle->unit);
+        lhpy_core_release(handle->core);
+    }
+    if (handle->shape_strides != handle->numbers)
+        PyMem_Free(handle->shape_strides);
+    Py_XDECREF(handle->engine);
+    freefunc free_object = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free_object(object);
+    Py_DECREF(type);
+}
+
+static PyType_Slot handle_slots[] = {
+    {Py_tp_dealloc, handle_dealloc},
+    {Py_tp_doc, "A saved parameter: where it is, not what it is."},
+    {0, NULL},
+};
+
+PyType_Spec lhpy_handle_spec = {
+    .name = "lohan._core.Handle",
+    .basicsize = sizeof(struct handle),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = handle_slots,
+};
+
+static PyObject *handle_new(struct lhpy_engine *self, uint32_t param, uint64_t byte_offset,
+                            const struct lhpy_dl_tensor *tensor, struct lhpy_dl_type cast_dtype)
+{
+    PyTypeObject *type = (PyTypeObject *)self->handle_type;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    struct handle *handle = (struct handle *)allocate(type, 0);
+    if (!handle)
+        return NULL;
+    size_t numbers = 2 * (size_t)tensor->ndim;
+    handle->shape_strides = handle->numbers;
+    if (numbers > LH_COUNT_OF(handle->numbers))
+        handle->shape_strides = PyMem_Malloc(numbers * sizeof(int64_t));
+    if (!handle->shape_strides) {
+        handle->shape_strides = handle->numbers;
+        Py_DECREF(handle);
+        return PyErr_NoMemory();
+    }
+    memcpy(handle->shape_strides, tensor->shape, (size_t)tensor->ndim * sizeof(int64_t));
+    memcpy(handle->shape_strides + tensor->ndim, tensor->strides,
+           (size_t)tensor->ndim * sizeof(int64_t));
+    handle->engine = Py_NewRef((PyObject *)self);
+    handle->unit = self->engine_params[param].unit;
+    handle->param = param;
+    handle->epoch = self->unit_states[handle->unit].epoch;
+    handle->ndim = tensor->ndim;
+    handle->byte_offset = byte_offset;
+    handle->cast_dtype = cast_dtype;
+    lhpy_core_retain(self->core);
+    handle->core = self->core;
+    lh_engine_handle_add(self->core->engine, handle->unit);
+    return (PyObject *)handle;
+}
+
+/* The parameter of a bound unit that holds the byte at offset; param_count if it is padding. */
+static uint32_t param_find(const struct lhpy_engine *self, uint32_t unit, uint64_t offset)
+{
+    uint32_t low = self->units[unit].param_first;
+    uint32_t high = low + self->units[unit].param_count;
+    while (high - low > 1) {
+        uint32_t middle = low + (high - low) / 2;
+        if (self->params[middle].byte_offset <= offset)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static int hollow_refuse(struct lhpy_engine *self, const struct lhpy_dl_tensor *tensor)
+{
+    enum lh_dtype dtype = lhpy_dtype(tensor->dtype);
+    uint64_t offset = (uint64_t)(uintptr_t)tensor->data - self->hollow_base[dtype];
+    if (self->hollow_bytes[dtype] == 0 || offset >= self->hollow_bytes[dtype])
+        return 0;
+    char message[256];
+    PyOS_snprintf(message, sizeof(message),
+                  "param %u was read outside the forward of the module that owns it, while it was"
+                  " not resident",
+                  (unsigned)(offset / ((uint64_t)tensor->dtype.bits / 8)));
+    lhpy_raise(self->raiser, -ENXIO, message);
+    return -1;
+}
+
+/*
+ * The parameter of a bound unit of which tensor is autocast's cast, bit for bit; param_count if
+ * there is none. Found by comparing: pack is given the cast without its history, and a wrong guess
+ * would be a wrong gradient.
+ */
+static uint32_t cast_find(const struct lhpy_engine *self, const struct lhpy_dl_tensor *tensor)
+{
+    int64_t count = lhpy_tensor_count(tensor);
+    if (tensor->dtype.code != LHPY_DL_CODE_BFLOAT || !lhpy_tensor_is_dense(tensor))
+        return self->param_count;
+    for (uint32_t i = 0; i < self->bound_unit_count; i++) {
+        const struct lh_engine_unit *unit = &self->units[self->bound_units[i]];
+        if (unit->dtype != LH_DTYPE_F32)
+            continue;
+        const uint8_t *base = lh_engine_address(self->core->engine, self->bound_units[i]);
+        for (uint32_t j = 0; j < unit->param_count; j++) {
+            uint32_t param = unit->param_first + j;
+            if (self->engine_params[param].count != (uint64_t)count)
+                continue;
+            const float *values = (const float *)(base + self->params[param].byte_offset);
+            if (lh_cast_is_bf16_of(tensor->data, values, (uint64_t)count))
+                return param;
+        }
+    }
+    return self->param_count;
+}
+
+PyObject *lhpy_engine_pack(PyObject *object, PyObject *tensor)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    struct lhpy_dl_tensor view;
+    if (!self->io || lhpy_tensor_read(tensor, &view) < 0) {
+        /* Something that DLPack cannot describe is none of ours. */
+        PyErr_Clear();
+        return Py_NewRef(tensor);
+    }
+    if (view.device_type != LHPY_DL_DEVICE_CPU || !view.data)
+        return Py_NewRef(tensor);
+    for (uint32_t i = 0; i < self->bound_unit_count; i++) {
+        uint32_t unit = self->bound_units[i];
+        const uint8_t *base = lh_engine_address(self->core->engine, unit);
+        uint64_t offset = (uint64_t)((const uint8_t *)view.data - base);
+        if ((const uint8_t *)view.data < base || offset >= self->units[unit].bytes)
+            continue;
+        uint32_t param = param_find(self, unit, offset);
+        if (memcmp(&view.dtype, &self->params[param].dtype, sizeof(view.dtype)) != 0)
+            return Py_NewRef(tensor); /* a reinterpreted view: its storage keeps the unit here */
+        return handle_new(self, param, offset - self->params[param].byte_offset, &view,
+                          (struct lhpy_dl_type){0});
+    }
+    if (hollow_refuse(self, &view) < 0)
+        return NULL;
+    struct lhpy_dl_type cast = self->autocast_dtype;
+    if (cast.bits > 0 && memcmp(&view.dtype, &cast, sizeof(cast)) == 0 &&
+        lhpy_tensor_count(&view) > 0) {
+        uint32_t param = cast_find(self, &view);
+        if (param < self->param_count)
+            return handle_new(self, param, 0, &view, cast);
+    }
+    return Py_NewRef(tensor);
+}
+
+/* The whole parameter, lent, cast and seen with the handle's sizes and strides. */
+static PyObject *cast_unpack(struct lhpy_engine *self, const struct handle *handle)
+{
+    const struct lhpy_param *param = &self->params[handle->param];
+    PyObject *whole = lhpy_lend(self->core, handle->unit, param->byte_offset, param->ndim,
+                                param->shape, param->dtype);
+    PyObject *cast = whole ? PyObject_CallMethod(whole, "bfloat16", NULL) : NULL;
+    Py_XDECREF(whole);
+    if (!cast)
+        return NULL;
+    PyObject *size = PyTuple_New(handle->ndim);
+    PyObject *stride = PyTuple_New(handle->ndim);
+    bool ok = size && stride;
+    for (int32_t i = 0; ok && i < handle->ndim; i++) {
+        PyObject *a = PyLong_FromLongLong(handle->shape_strides[i]);
+        PyObject *b = PyLong_FromLongLong(handle->shape_strides[handle->ndim + i]);
+        ok = a && b && PyTuple_SetItem(size, i, a) == 0 && PyTuple_SetItem(stride, i, b) == 0;
+    }
+    PyObject *view = ok ? PyObject_CallMethod(cast, "as_strided", "OO", size, stride) : NULL;
+    Py_XDECREF(size);
+    Py_XDECREF(stride);
+    Py_DECREF(cast);
+    return view;
+}
+
+PyObject *lhpy_engine_unpack(PyObject *object, PyObject *packed)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    if ((PyObject *)Py_TYPE(packed) != self->handle_type)
+        return Py_NewRef(packed);
+    const struct handle *handle = (const struct handle *)packed;
+    if (lhpy_check_open(self) < 0)
+        return NULL;
+    struct lhpy_unit *unit = &self->unit_states[handle->unit];
+    if (handle->epoch != unit->epoch) {
+        char message[256];
+        PyOS_snprintf(message, sizeof(message),
+                      "param %u was updated by step() after this graph saved it: a backward through"
+                      " it would use values that are gone",
+                      (unsigned)handle->param);
+        return lhpy_raise(self->raiser, -ESTALE, message);
+    }
+    if (lhpy_engine_use_backward(self, handle->unit) < 0)
+        return NULL;
+    if (handle->cast_dtype.bits > 0)
+        return cast_unpack(self, handle);
+    return lhpy_lend(self->core, handle->unit,
+                     self->params[handle->param].byte_offset + handle->byte_offset, handle->ndim,
+                     handle->shape_strides, self->params[handle->param].dtype);
+}

@@ -1,0 +1,351 @@
+/* Hooks that torch calls for every scope and every gradient, as C callables. */
+#include <string.h>
+
+#include "base/assert.h"
+#include "py/lhpy.h"
+
+/* A scope: the units that a module needs in its forward. */
+struct scope {
+    PyObject_HEAD struct lhpy_engine *engine; /* owned */
+    bool opened_forward; /* it was called outside any forward, and opened one */
+    uint32_t unit_count;
+    uint32_t *units;
+};
+
+static int scope_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    struct scope *scope = (struct scope *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(scope->engine);
+    return 0;
+}
+
+static int scope_clear(PyObject *object)
+{
+    struct scope *scope = (struct scope *)object;
+    Py_CLEAR(scope->engine);
+    return 0;
+}
+
+static void scope_dealloc(PyObject *object)
+{
+    struct scope *scope = (struct scope *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    PyMem_Free(scope->units);
+    (void)scope_clear(object);
+    PyObject_GC_Del(object);
+    Py_DECREF(type);
+}
+
+static int requires_grad_check(struct lhpy_engine *self, uint32_t unit, uint32_t param)
+{
+    PyObject *flag = PyObject_GetAttrString(self->params[param].tensor, "requires_grad");
+    int is_set = flag ? PyObject_IsTrue(flag) : -1;
+    Py_XDECREF(flag);
+    if (is_set < 0)
+        return -1;
+    if (!is_set || self->units[unit].elements > 0)
+        return 0;
+    char message[256];
+    PyOS_snprintf(message, sizeof(message),
+                  "param %u was frozen when the model was wrapped and requires a gradient now: it"
+                  " has no optimizer state; set requires_grad before lohan.wrap()",
+                  (unsigned)param);
+    lhpy_raise(self->raiser, -EPERM, message);
+    return -1;
+}
+
+/* unit is pinned: every parameter's data becomes a lend. */
+int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit)
+{
+    const struct lh_engine_unit *desc = &self->units[unit];
+    for (uint32_t i = 0; i < desc->param_count; i++) {
+        uint32_t index = desc->param_first + i;
+        const struct lhpy_param *param = &self->params[index];
+        if (requires_grad_check(self, unit, index) < 0)
+            return -1;
+        PyObject *lend = lhpy_lend(self->core, unit, param->byte_offset, param->ndim, param->shape,
+                                   param->dtype);
+        int rc = lend ? PyObject_SetAttrString(param->tensor, "data", lend) : -1;
+        Py_XDECREF(lend);
+        if (rc < 0)
+            return -1;
+    }
+    LH_ASSERT(self->bound_unit_count < self->unit_count);
+    self->bound_units[self->bound_unit_count++] = unit;
+    return 0;
+}
+
+void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit)
+{
+    const struct lh_engine_unit *desc = &self->units[unit];
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    for (uint32_t i = 0; i < desc->param_count; i++) {
+        const struct lhpy_param *param = &self->params[desc->param_first + i];
+        if (PyObject_SetAttrString(param->tensor, "data", param->hollow) < 0)
+            PyErr_WriteUnraisable(param->tensor);
+    }
+    PyErr_Restore(type, value, traceback);
+    for (uint32_t i = 0; i < self->bound_unit_count; i++) {
+        if (self->bound_units[i] == unit) {
+            self->bound_units[i] = self->bound_units[--self->bound_unit_count];
+            break;
+        }
+    }
+}
+
+static int unit_enter(struct lhpy_engine *self, uint32_t unit)
+{
+    struct lhpy_unit *state = &self->unit_states[unit];
+    if (state->scope_depth > 0) {
+        state->scope_depth++;
+        return 0;
+    }
+    if (lhpy_engine_use(self, unit) < 0)
+        return -1;
+    state->scope_depth = 1;
+    if (lhpy_unit_bind(self, unit) == 0)
+        return 0;
+    lhpy_unit_unbind(self, unit);
+    state->scope_depth = 0;
+    lhpy_engine_unuse(self, unit);
+    return -1;
+}
+
+static void unit_leave(struct lhpy_engine *self, uint32_t unit)
+{
+    struct lhpy_unit *state = &self->unit_states[unit];
+    if (state->scope_depth == 0 || --state->scope_depth > 0)
+        return;
+    lhpy_unit_unbind(self, unit);
+    lhpy_engine_unuse(self, unit);
+}
+
+/*
+ * A scope outside any forward (a submodule called on its own) is a forward of its own: Python opens
+ * and closes it.
+ */
+static int forward_ask(struct scope *scope, bool begins)
+{
+    if (begins && scope->engine->forward_is_open)
+        return 0;
+    PyObject *answer =
+        PyObject_CallFunction(scope->engine->on_forward, "O", begins ? Py_True : Py_False);
+    int rc = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    scope->opened_forward = rc > 0 && begins;
+    return rc < 0 ? -1 : 0;
+}
+
+static PyObject *scope_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    (void)args;
+    (void)count;
+    struct scope *scope = (struct scope *)object;
+    if (lhpy_check_open(scope->engine) < 0 || forward_ask(scope, true) < 0)
+        return NULL;
+    for (uint32_t i = 0; i < scope->unit_count; i++) {
+        if (unit_enter(scope->engine, scope->units[i]) == 0)
+            continue;
+        while (i-- > 0)
+            unit_leave(scope->engine, scope->units[i]);
+        return NULL; /* torch calls the forward hook, which closes what was opened */
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *scope_leave(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    (void)args;
+    (void)count;
+    struct scope *scope = (struct scope *)object;
+    for (uint32_t i = scope->unit_count; scope->engine->core && i-- > 0;)
+        unit_leave(scope->engine, scope->units[i]);
+    if (scope->opened_forward && forward_ask(scope, false) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef scope_methods[] = {
+    {"enter", (PyCFunction)(void (*)(void))scope_enter, METH_FASTCALL,
+     "Forward pre-hook: make the units resident and bind their parameters."},
+    {"leave", (PyCFunction)(void (*)(void))scope_leave, METH_FASTCALL,
+     "Forward hook: make the parameters hollow and let the units go."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot scope_slots[] = {
+    {Py_tp_dealloc, scope_dealloc},
+    {Py_tp_traverse, scope_traverse},
+    {Py_tp_clear, scope_clear},
+    {Py_tp_methods, scope_methods},
+    {Py_tp_doc, "The units that a module needs in its forward."},
+    {0, NULL},
+};
+
+PyType_Spec lhpy_scope_spec = {
+    .name = "lohan._core.Scope",
+    .basicsize = sizeof(struct scope),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = scope_slots,
+};
+
+PyObject *lhpy_scope_new(struct lhpy_engine *self, PyObject *scope_type, PyObject *units)
+{
+    Py_ssize_t count = PySequence_Size(units);
+    if (count < 0)
+        return NULL;
+    PyTypeObject *type = (PyTypeObject *)scope_type;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    struct scope *scope = (struct scope *)allocate(type, 0);
+    if (!scope)
+        return NULL;
+    scope->engine = (struct lhpy_engine *)Py_NewRef((PyObject *)self);
+    scope->units = PyMem_Malloc((size_t)count * sizeof(uint32_t) + 1);
+    bool ok = scope->units != NULL;
+    for (Py_ssize_t i = 0; ok && i < count; i++) {
+        PyObject *item = PySequence_GetItem(units, i);
+        unsigned long unit = item ? PyLong_AsUnsignedLong(item) : 0;
+        Py_XDECREF(item);
+        if (!PyErr_Occurred() && unit >= self->unit_count)
+            PyErr_Format(PyExc_IndexError, "unit %lu of %u", unit, self->unit_count);
+        ok = !PyErr_Occurred();
+        if (ok)
+            scope->units[scope->unit_count++] = (uint32_t)unit;
+    }
+    if (!ok) {
+        if (!PyErr_Occurred())
+            PyErr_NoMemory();
+        Py_DECREF(scope);
+        return NULL;
+    }
+    return (PyObject *)scope;
+}
+
+/*
+ * A gradient as the engine can read it: contiguous, in a dtype it knows. New reference, or NULL
+ * with an error.
+ */
+static PyObject *gradient_prepare(struct lhpy_engine *self, uint32_t index, PyObject *gradient,
+                                  struct lhpy_dl_tensor *view)
+{
+    char message[256];
+    PyObject *owned = Py_NewRef(gradient);
+    if (lhpy_tensor_read(owned, view) < 0) {
+        PyErr_Clear();
+        PyOS_snprintf(message, sizeof(message),
+                      "param %u has a gradient that is not a dense tensor (a sparse embedding?):"
+                      " use sparse=False",
+                      (unsigned)index);
+        Py_DECREF(owned);
+        return lhpy_raise(self->raiser, -EOPNOTSUPP, message);
+    }
+    if (!lhpy_tensor_is_contiguous(view)) {
+        PyObject *contiguous = PyObject_CallMethod(owned, "contiguous", NULL);
+        Py_DECREF(owned);
+        if (!contiguous || lhpy_tensor_read(contiguous, view) < 0) {
+            Py_XDECREF(contiguous);
+            return NULL;
+        }
+        owned = contiguous;
+    }
+    enum lh_dtype dtype = lhpy_dtype(view->dtype);
+    bool is_known = dtype == LH_DTYPE_F32 || dtype == LH_DTYPE_BF16;
+    if (is_known && (uint64_t)lhpy_tensor_count(view) == self->engine_params[index].count)
+        return owned;
+    PyOS_snprintf(message, sizeof(message),
+                  "param %u has a gradient of %lld elements of %d bits; expected %llu of float32 or"
+                  " bfloat16",
+                  (unsigned)index, (long long)lhpy_tensor_count(view), (int)view->dtype.bits,
+                  (unsigned long long)self->engine_params[index].count);
+    Py_DECREF(owned);
+    return lhpy_raise(self->raiser, -EOPNOTSUPP, message);
+}
+
+static int over_wait(struct lh_engine *engine, uint64_t argument, int timeout_ms)
+{
+    (void)argument;
+    return lh_engine_over_wait(engine, timeout_ms);
+}
+
+static int step_gradients_begin(struct lhpy_engine *self)
+{
+    if (lhpy_engine_wait(self, over_wait, 0) < 0)
+        return -1;
+    PyObject *answer = PyObject_CallNoArgs(self->on_gradient);
+    if (!answer)
+        return -1;
+    Py_DECREF(answer);
+    self->step_has_gradients = true;
+    return 0;
+}
+
+PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
+{
+    struct lhpy_param *param = &self->params[index];
+    struct lhpy_dl_tensor view;
+    if (lhpy_check_open(self) < 0 || lhpy_engine_backward_begin(self) < 0)
+        return NULL;
+    if (param->gradient && lh_engine_gradient_is_consumed(self->core->engine, index))
+        lhpy_engine_sweep(self);
+    PyObject *owned = gradient_prepare(self, index, gradient, &view);
+    if (!owned)
+        return NULL;
+    if (!self->step_has_gradients && step_gradients_begin(self) < 0) {
+        Py_DECREF(owned);
+        return NULL;
+    }
+    int rc = lh_engine_gradient(self->core->engine, index, view.data, lhpy_dtype(view.dtype));
+    if (rc < 0) {
+        Py_DECREF(owned);
+        char message[256];
+        PyOS_snprintf(message, sizeof(message),
+                      "param %u already has a gradient in this step: a second backward before"
+                      " optimizer.step()",
+                      (unsigned)index);
+        return rc == -EALREADY ? lhpy_raise(self->raiser, rc, message) : lhpy_raise_engine(self);
+    }
+    LH_ASSERT(!param->gradient);
+    param->gradient = owned;
+    self->held_params[self->held_count++] = index;
+    self->unit_states[self->engine_params[index].unit].has_gradients = true;
+    lhpy_engine_sweep(self);
+    if (lhpy_engine_wait(self, lh_engine_gradient_wait, self->budget.gradient_bytes) < 0)
+        return NULL;
+    lhpy_engine_sweep(self);
+    Py_RETURN_NONE;
+}
+
+/* The post-accumulate hook of one parameter: self is (engine, index). */
+static PyObject *gradient_hook(PyObject *self_tuple, PyObject *parameter)
+{
+    PyObject *engine = PyTuple_GetItem(self_tuple, 0);
+    unsigned long index = PyLong_AsUnsignedLong(PyTuple_GetItem(self_tuple, 1));
+    PyObject *gradient = PyObject_GetAttrString(parameter, "grad");
+    if (!gradient || gradient == Py_None)
+        return gradient;
+    PyObject *answer = NULL;
+    if (PyObject_SetAttrString(parameter, "grad", Py_None) == 0)
+        answer = lhpy_engine_gradient_take((struct lhpy_engine *)engine, (uint32_t)index, gradient);
+    Py_DECREF(gradient);
+    return answer;
+}
+
+static PyMethodDef gradient_hook_def = {"lohan_gradient_hook", gradient_hook, METH_O,
+                                        "Hand the accumulated gradient to the engine."};
+
+PyObject *lhpy_engine_gradient_hook(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    unsigned int index = 0;
+    if (!PyArg_ParseTuple(args, "I", &index))
+        return NULL;
+    if (index >= self->param_count)
+        return PyErr_Format(PyExc_IndexError, "param %u of %u", index, self->param_count);
+    PyObject *pair = Py_BuildValue("(OI)", object, index);
+    PyObject *hook = pair ? PyCFunction_New(&gradient_hook_def, pair) : NULL;
+    Py_XDECREF(pair);
+    return hook;
+}

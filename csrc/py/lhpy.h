@@ -1,0 +1,194 @@
+/*
+ * What the files of the binding share. Python.h is included only in csrc/py, always through this
+ * header.
+ *
+ * [Note: What outlives what] A lend (a torch tensor over a unit's bytes) may outlive everything:
+ * the user keeps a view, closes the session, exits. struct lhpy_core therefore holds what a lend
+ * needs (the engine's counters, the memory), counted by the Engine object and by each lend; the
+ * last one frees it, on any thread, without the GIL.
+ *
+ * Thread: everything here runs with the GIL but the lend's deleter.
+ */
+#ifndef LH_PY_LHPY_H
+#define LH_PY_LHPY_H
+
+#ifndef Py_LIMITED_API
+#define Py_LIMITED_API 0x030b0000
+#endif
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdatomic.h>
+
+#include "base/alloc.h"
+#include "base/error.h"
+#include "base/waker.h"
+#include "mem/arena.h"
+#include "py/dlpack_abi.h"
+#include "sched/engine.h"
+
+struct lhpy_core {
+    _Atomic uint32_t references;
+    struct lh_alloc alloc;
+    struct lh_engine *engine;
+    struct lh_arena *arena;
+    struct lh_waker waker;
+    bool has_waker;
+};
+
+/* What Python knows of a parameter. */
+struct lhpy_param {
+    PyObject *tensor;     /* owned: the Parameter */
+    PyObject *hollow;     /* owned: its data while not resident */
+    PyObject *gradient;   /* owned while the engine reads it, else NULL */
+    uint64_t byte_offset; /* in the unit */
+    int32_t ndim;
+    int64_t *shape; /* ndim sizes, then ndim contiguous strides */
+    struct lhpy_dl_type dtype;
+};
+
+struct lhpy_unit {
+    uint32_t scope_depth;  /* scopes inside which it is resident and its parameters are bound */
+    bool is_used_backward; /* pinned for handles that come back */
+    bool has_gradients;    /* in the open step */
+    uint32_t epoch;        /* steps that changed it; a handle of an older one is stale */
+};
+
+/* The Engine type's instance (engine.c). */
+struct lhpy_engine {
+    PyObject_HEAD struct lhpy_core *core;
+    PyObject *store; /* owned: the Store it runs on */
+    struct lh_io *io;
+    struct lh_exec *exec;
+    struct lh_engine_unit *units;
+    struct lh_engine_param *engine_params;
+    struct lhpy_unit *unit_states;
+    uint32_t unit_count;
+    struct lhpy_param *params;
+    uint32_t param_count;
+    uint32_t bound_unit_count; /* units with scope_depth > 0, in bound_units */
+    uint32_t *bound_units;
+    uint32_t backward_unit_count;
+    uint32_t *backward_units;
+    uint32_t held_count; /* gradients held, in held_params */
+    uint32_t *held_params;
+    struct lh_budget budget;
+    uint64_t hollow_base[4]; /* by enum lh_dtype: the array that hollow parameters point into */
+    uint64_t hollow_bytes[4];
+    struct lhpy_dl_type autocast_dtype; /* bits 0: no autocast */
+    bool
+        /* between the first unpack or gradient and the end-of-backward callback */
+        backward_is_open;
+    bool step_has_gradients;
+    bool forward_is_open;  /* inside a forward whose saved tensors are packed */
+    PyObject *raiser;      /* (code, message) -> exception */
+    PyObject *on_backward; /* called once a backward */
+    PyObject *on_gradient; /* called before the first gradient of a step */
+    PyObject *on_forward;  /* called when a scope begins (True) or ends (False) outside a forward */
+    PyObject *handle_type;
+    PyObject *scope_type;
+    char io_reason[512];
+};
+
+/* Put value (stolen) into an owned reference. */
+static inline void lhpy_replace(PyObject **slot, PyObject *value)
+{
+    PyObject *old = *slot;
+    *slot = value;
+    Py_XDECREF(old);
+}
+
+/* core.c */
+struct lhpy_core *lhpy_core_create(void);
+void lhpy_core_retain(struct lhpy_core *core);
+void lhpy_core_release(struct lhpy_core *core); /* any thread, without the GIL */
+
+/* tensor.c */
+/* torch's exchange table; NULL with an ImportError set. */
+const struct lhpy_dl_exchange *lhpy_exchange(void);
+/* A tensor's pointer, shape, dtype: borrowed from the tensor. -1 with a Python error. */
+int lhpy_tensor_read(PyObject *tensor, struct lhpy_dl_tensor *out);
+bool lhpy_tensor_is_contiguous(const struct lhpy_dl_tensor *tensor);
+bool lhpy_tensor_is_dense(const struct lhpy_dl_tensor *tensor);
+int64_t lhpy_tensor_count(const struct lhpy_dl_tensor *tensor);
+/* LH_DTYPE_BYTES for what has no name in the core. */
+enum lh_dtype lhpy_dtype(struct lhpy_dl_type type);
+/*
+ * A new torch tensor over bytes of a pinned unit: takes one more pin, which the tensor's storage
+ * gives back when it dies. shape_strides: ndim sizes, then ndim strides. NULL with a Python error.
+ */
+PyObject *lhpy_lend(struct lhpy_core *core, uint32_t unit, uint64_t byte_offset, int32_t ndim,
+                    const int64_t *shape_strides, struct lhpy_dl_type dtype);
+
+/* error.c */
+/* Raise what the raiser makes of err; returns NULL. */
+PyObject *lhpy_raise(PyObject *raiser, int code, const char *message);
+PyObject *lhpy_raise_error(PyObject *raiser, const struct lh_error *err);
+/* The engine's own error. */
+PyObject *lhpy_raise_engine(struct lhpy_engine *self);
+int lhpy_check_open(struct lhpy_engine *self);
+
+/* engine.c */
+extern PyType_Spec lhpy_engine_spec;
+/*
+ * Pin unit, waiting without the GIL; a signal that arrives meanwhile is raised when the unit is
+ * there. -1 with a Python error.
+ */
+int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit);
+void lhpy_engine_unuse(struct lhpy_engine *self, uint32_t unit);
+typedef int (*lhpy_wait_fn)(struct lh_engine *engine, uint64_t argument, int timeout_ms);
+/* Wait in slices without the GIL, looking for signals: 1, or -1 with a Python error. */
+int lhpy_engine_wait(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argument);
+/* Let go of gradients that the engine has read. */
+void lhpy_engine_sweep(struct lhpy_engine *self);
+/*
+ * Pin unit until its handles are gone, or until lhpy_engine_backward_end(). -1 with a Python error.
+ */
+int lhpy_engine_use_backward(struct lhpy_engine *self, uint32_t unit);
+void lhpy_engine_unuse_backward(struct lhpy_engine *self, uint32_t unit);
+/* A backward has begun: ask for the callback at its end, once. -1 with a Python error. */
+int lhpy_engine_backward_begin(struct lhpy_engine *self);
+/* Let go of every pin that waits for handles. */
+void lhpy_engine_backward_release(struct lhpy_engine *self);
+/* Forget the gradients that are held; the engine reads none of them. */
+void lhpy_engine_gradients_drop(struct lhpy_engine *self);
+
+/* session.c: the Engine's methods around a step */
+PyObject *lhpy_engine_begin(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_close_step(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_abort(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_flush(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_pause(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_resume(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_stats(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_trace(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_hyper(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_backward_end(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_status(PyObject *object, PyObject *args);
+
+/* hooks.c */
+extern PyType_Spec lhpy_scope_spec;
+PyObject *lhpy_engine_gradient_hook(PyObject *object, PyObject *args);
+PyObject *lhpy_scope_new(struct lhpy_engine *self, PyObject *scope_type, PyObject *units);
+PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
+/* Make the parameters' data lends, or hollow. -1 with a Python error. */
+int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit);
+void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit);
+
+/* handle.c */
+extern PyType_Spec lhpy_handle_spec;
+PyObject *lhpy_engine_pack(PyObject *object, PyObject *tensor);
+PyObject *lhpy_engine_unpack(PyObject *object, PyObject *packed);
+
+/* store.c */
+extern PyType_Spec lhpy_store_spec;
+PyObject *lhpy_store_create(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *lhpy_store_open(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *lhpy_store_measure(PyObject *module, PyObject *args);
+/* The store inside, or NULL with an error when it is closed. */
+struct lh_store *lhpy_store_get(PyObject *object);
+
+/* doctor.c */
+int lhpy_doctor_register(PyObject *module);
+
+#endif

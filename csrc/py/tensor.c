@@ -1,0 +1,172 @@
+/* Torch tensors through DLPack's C exchange table: read what they are, lend ours. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/assert.h"
+#include "py/lhpy.h"
+
+static const struct lhpy_dl_exchange *exchange_table;
+
+/* The table lives as long as the process; it is looked up once. */
+const struct lhpy_dl_exchange *lhpy_exchange(void)
+{
+    if (exchange_table)
+        return exchange_table;
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *type = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
+    PyObject *capsule = type ? PyObject_GetAttrString(type, "__dlpack_c_exchange_api__") : NULL;
+    const struct lhpy_dl_exchange *table =
+        capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
+    Py_XDECREF(capsule);
+    Py_XDECREF(type);
+    Py_XDECREF(torch);
+    if (!table && torch) {
+        PyErr_Clear();
+        PyErr_SetString(
+            PyExc_ImportError,
+            "this torch has no DLPack C exchange table: lohan needs torch 2.11 or later");
+    }
+    if (table && table->version.major != LHPY_DL_VERSION_MAJOR) {
+        PyErr_Format(PyExc_ImportError,
+                     "torch speaks DLPack %u.%u, lohan %u.%u: install a newer lohan",
+                     table->version.major, table->version.minor, LHPY_DL_VERSION_MAJOR,
+                     LHPY_DL_VERSION_MINOR);
+        return NULL;
+    }
+    exchange_table = table;
+    return table;
+}
+
+int lhpy_tensor_read(PyObject *tensor, struct lhpy_dl_tensor *out)
+{
+    const struct lhpy_dl_exchange *table = lhpy_exchange();
+    if (!table)
+        return -1;
+    if (table->tensor_from_object(tensor, out) != 0) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "not a tensor that DLPack can describe");
+        return -1;
+    }
+    out->data = (uint8_t *)out->data + out->byte_offset;
+    out->byte_offset = 0;
+    return 0;
+}
+
+int64_t lhpy_tensor_count(const struct lhpy_dl_tensor *tensor)
+{
+    int64_t count = 1;
+    for (int32_t i = 0; i < tensor->ndim; i++)
+        count *= tensor->shape[i];
+    return count;
+}
+
+bool lhpy_tensor_is_contiguous(const struct lhpy_dl_tensor *tensor)
+{
+    int64_t expected = 1;
+    for (int32_t i = tensor->ndim; i-- > 0;) {
+        if (tensor->shape[i] != 1 && tensor->strides[i] != expected)
+            return false;
+        expected *= tensor->shape[i];
+    }
+    return true;
+}
+
+/* Its elements fill one stretch of memory, in some order of dimensions. */
+bool lhpy_tensor_is_dense(const struct lhpy_dl_tensor *tensor)
+{
+    int64_t reach = 1;
+    int64_t count = lhpy_tensor_count(tensor);
+    for (int32_t i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] > 1 && tensor->strides[i] <= 0)
+            return false;
+        reach += (tensor->shape[i] - 1) * tensor->strides[i];
+    }
+    if (reach != count)
+        return false;
+    /*
+     * Distinct strides that each are the product of the smaller dimensions: sort by selection, ndim
+     * is small.
+     */
+    int64_t expected = 1;
+    while (expected < count) {
+        int32_t at = -1;
+        for (int32_t i = 0; i < tensor->ndim; i++) {
+            if (tensor->shape[i] > 1 && tensor->strides[i] == expected)
+                at = i;
+        }
+        if (at < 0)
+            return false;
+        expected *= tensor->shape[at];
+    }
+    return true;
+}
+
+enum lh_dtype lhpy_dtype(struct lhpy_dl_type type)
+{
+    if (type.lanes != 1)
+        return LH_DTYPE_BYTES;
+    if (type.code == LHPY_DL_CODE_FLOAT && type.bits == 32)
+        return LH_DTYPE_F32;
+    if (type.code == LHPY_DL_CODE_FLOAT && type.bits == 16)
+        return LH_DTYPE_F16;
+    if (type.code == LHPY_DL_CODE_BFLOAT && type.bits == 16)
+        return LH_DTYPE_BF16;
+    return LH_DTYPE_BYTES;
+}
+
+/* A lend: the DLPack blob, with what its deleter needs behind it. */
+struct lend {
+    struct lhpy_dl_managed managed;
+    struct lhpy_core *core;
+    uint32_t unit;
+    int64_t shape_strides[];
+};
+
+/* Called by torch, on any thread, without the GIL, when the last tensor over the storage dies. */
+static void lend_delete(struct lhpy_dl_managed *managed)
+{
+    struct lend *lend = managed->manager_ctx;
+    lh_engine_unpin(lend->core->engine, lend->unit);
+    lhpy_core_release(lend->core);
+    free(lend); /* not the engine's memory: a lend's life is torch's business */
+}
+
+PyObject *lhpy_lend(struct lhpy_core *core, uint32_t unit, uint64_t byte_offset, int32_t ndim,
+                    const int64_t *shape_strides, struct lhpy_dl_type dtype)
+{
+    const struct lhpy_dl_exchange *table = lhpy_exchange();
+    if (!table)
+        return NULL;
+    size_t numbers_bytes = 2 * (size_t)ndim * sizeof(int64_t);
+    struct lend *lend = malloc(sizeof(*lend) + numbers_bytes);
+    if (!lend)
+        return PyErr_NoMemory();
+    lend->core = core;
+    lend->unit = unit;
+    memcpy(lend->shape_strides, shape_strides, numbers_bytes);
+    lend->managed = (struct lhpy_dl_managed){
+        .version = {LHPY_DL_VERSION_MAJOR, LHPY_DL_VERSION_MINOR},
+        .manager_ctx = lend,
+        .deleter = lend_delete,
+        .tensor =
+            {
+                .data = lh_engine_address(core->engine, unit) + byte_offset,
+                .device_type = LHPY_DL_DEVICE_CPU,
+                .ndim = ndim,
+                .dtype = dtype,
+                .shape = lend->shape_strides,
+                .strides = lend->shape_strides + ndim,
+            },
+    };
+    lh_engine_pin(core->engine, unit);
+    lhpy_core_retain(core);
+    void *tensor = NULL;
+    if (table->managed_to_object(&lend->managed, &tensor) != 0) {
+        /* On failure torch has not called the deleter: the blob is still ours. */
+        lend_delete(&lend->managed);
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_RuntimeError, "torch refuses a tensor over lohan's memory");
+        return NULL;
+    }
+    return tensor;
+}

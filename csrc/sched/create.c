@@ -1,0 +1,353 @@
+/* Making and unmaking an engine: every byte that it will ever need is allocated here. */
+#define _GNU_SOURCE /* pthread_setname_np */
+#include <inttypes.h>
+#include <signal.h>
+#include <string.h>
+
+#include "sched/engine_private.h"
+
+/*
+ * Uses of a cycle that are remembered, a unit: forward, backward and update take five; the rest is
+ * for shared modules.
+ */
+#define EVENTS_PER_UNIT 16
+#define EVENTS_MIN 4096
+
+static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err)
+{
+    const struct lh_budget *budget = opts->budget;
+    uint64_t needed = budget->region_bytes + budget->slab_count * budget->slab_bytes;
+    if (opts->unit_count == 0 || opts->group_count == 0)
+        return lh_error_set(err, -EINVAL, "an engine needs units and a group");
+    if (opts->memory_bytes < needed)
+        return lh_error_set(err, -EINVAL,
+                            "memory_bytes %" PRIu64 " is below the %" PRIu64 " of the budget",
+                            opts->memory_bytes, needed);
+    if (opts->io_depth == 0 || opts->transfer_bytes == 0 ||
+        !lh_is_aligned(opts->transfer_bytes, LH_CHECKSUM_BYTES))
+        return lh_error_set(err, -EINVAL,
+                            "io_depth %u or transfer_bytes %" PRIu64 " is out of range",
+                            opts->io_depth, opts->transfer_bytes);
+    for (uint32_t i = 0; i < opts->unit_count; i++) {
+        const struct lh_engine_unit *unit = &opts->units[i];
+        bool is_whole =
+            unit->elements == 0 || (lh_is_aligned(unit->elements, LH_ENGINE_ELEMENT_ALIGN) &&
+                                    unit->bytes == unit->elements * lh_dtype_bytes(unit->dtype));
+        if (unit->bytes == 0 || !lh_is_aligned(unit->bytes, LH_BLOCK_BYTES) || !is_whole)
+            return lh_error_set(err, -EINVAL, "unit %u: %" PRIu64 " bytes, %" PRIu64 " elements", i,
+                                unit->bytes, unit->elements);
+    }
+    return 0;
+}
+
+static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *opts,
+                         struct lh_error *err)
+{
+    struct lh_alloc *alloc = engine->alloc;
+    uint32_t units = opts->unit_count;
+    engine->units = lh_alloc_zeroed(alloc, units, sizeof(*engine->units));
+    engine->params =
+        lh_alloc_zeroed(alloc, lh_max_u64(opts->param_count, 1), sizeof(*engine->params));
+    engine->param_steps =
+        lh_alloc_zeroed(alloc, lh_max_u64(opts->param_count, 1), sizeof(uint64_t));
+    engine->gradient_steps =
+        lh_alloc_zeroed(alloc, lh_max_u64(opts->param_count, 1), sizeof(uint64_t));
+    engine->gradients =
+        lh_alloc_zeroed(alloc, lh_max_u64(opts->param_count, 1), sizeof(*engine->gradients));
+    engine->update_queue = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
+    engine->predicted_updates = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
+    engine->plan_units = lh_alloc_zeroed(alloc, units, sizeof(*engine->plan_units));
+    engine->hypers[0] = lh_alloc_zeroed(alloc, opts->group_count, sizeof(struct lh_adam_hyper));
+    engine->hypers[1] = lh_alloc_zeroed(alloc, opts->group_count, sizeof(struct lh_adam_hyper));
+    engine->requests =
+        lh_alloc_zeroed(alloc, 4 * (uint64_t)opts->io_depth, sizeof(*engine->requests));
+    engine->commit_requests =
+        lh_alloc_zeroed(alloc, LH_IO_FILE_COUNT_MAX, sizeof(*engine->commit_requests));
+    if (opts->trace_count > 0) {
+        engine->trace = lh_alloc_zeroed(alloc, opts->trace_count, sizeof(*engine->trace));
+        if (!engine->trace)
+            return lh_error_set(err, -ENOMEM, "no memory for %u trace events", opts->trace_count);
+    }
+    if (!engine->units || !engine->params || !engine->param_steps || !engine->gradient_steps ||
+        !engine->gradients || !engine->update_queue || !engine->predicted_updates ||
+        !engine->plan_units || !engine->hypers[0] || !engine->hypers[1] || !engine->requests ||
+        !engine->commit_requests)
+        return lh_error_set(err, -ENOMEM, "no memory for the tables of %u units", units);
+    memcpy(engine->params, opts->params, opts->param_count * sizeof(*engine->params));
+    for (uint32_t i = 0; i < units; i++) {
+        engine->units[i].desc = opts->units[i];
+        engine->units[i].is_predicted = opts->units[i].elements > 0;
+        engine->plan_units[i] = (struct lh_residency_unit){.bytes = opts->units[i].bytes,
+                                                           .always = opts->units[i].always};
+    }
+    for (uint32_t i = 0; i < 4 * opts->io_depth; i++) {
+        engine->requests[i].engine = engine;
+        engine->requests[i].next_free = engine->free_requests;
+        engine->free_requests = &engine->requests[i];
+    }
+    return 0;
+}
+
+static int plan_create(struct lh_engine *engine, struct lh_error *err)
+{
+    struct lh_alloc *alloc = engine->alloc;
+    uint32_t units = engine->opts.unit_count;
+    engine->event_max = lh_max_u64(EVENTS_MIN, (uint64_t)units * EVENTS_PER_UNIT);
+    /*
+     * A load an event, each with the evictions of what an earlier load put there; and what waits of
+     * the plan before.
+     */
+    engine->op_max = 2 * (2 * engine->event_max + units);
+    struct lh_event_list *lists[] = {&engine->recorded[0], &engine->recorded[1], &engine->recording,
+                                     &engine->predicted};
+    for (size_t i = 0; i < LH_COUNT_OF(lists); i++) {
+        lists[i]->events =
+            lh_alloc_zeroed(alloc, engine->event_max, sizeof(struct lh_residency_event));
+        if (!lists[i]->events)
+            return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " events",
+                                engine->event_max);
+    }
+    engine->ops = lh_alloc_zeroed(alloc, engine->op_max, sizeof(*engine->ops));
+    engine->op_steps = lh_alloc_zeroed(alloc, engine->op_max, sizeof(*engine->op_steps));
+    if (!engine->ops || !engine->op_steps)
+        return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " ops", engine->op_max);
+    LH_TRY(lh_residency_init(&engine->plan, alloc, engine->plan_units, units,
+                             engine->budget.region_bytes, err));
+    return lh_residency_init(&engine->plan_before, alloc, engine->plan_units, units,
+                             engine->budget.region_bytes, err);
+}
+
+static int chunks_create(struct lh_engine *engine, struct lh_error *err)
+{
+    uint64_t elements_max = engine->budget.chunk_elements;
+    uint64_t count = 0;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
+        count += lh_div_ceil(engine->units[i].desc.elements, elements_max);
+    LH_ASSERT(count == engine->budget.chunk_count);
+    engine->chunks = lh_alloc_zeroed(engine->alloc, lh_max_u64(count, 1), sizeof(*engine->chunks));
+    if (!engine->chunks)
+        return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " chunks", count);
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        struct lh_unit *unit = &engine->units[i];
+        unit->chunk_first = engine->chunk_count;
+        for (uint64_t first = 0; first < unit->desc.elements; first += elements_max) {
+            uint32_t index = engine->chunk_count++;
+            engine->chunks[index] = (struct lh_chunk){
+                .unit = i,
+                .slab = LH_CHUNK_NONE,
+                .first = first,
+                .count = lh_min_u64(elements_max, unit->desc.elements - first),
+                .is_kept = index < engine->budget.kept_chunk_count,
+            };
+            unit->chunk_count++;
+        }
+    }
+    return 0;
+}
+
+/* The most parameters that have elements in one chunk. */
+static uint64_t segments_max(const struct lh_engine *engine)
+{
+    uint64_t most = 1;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
+        most = lh_max_u64(most, engine->units[i].desc.param_count);
+    return lh_min_u64(most, engine->budget.chunk_elements / LH_ENGINE_PARAM_ALIGN + 2);
+}
+
+static int slabs_create(struct lh_engine *engine, struct lh_error *err)
+{
+    struct lh_alloc *alloc = engine->alloc;
+    uint64_t segment_max = segments_max(engine);
+    uint64_t checksum_max = lh_div_ceil(engine->budget.chunk_elements * 4, LH_CHECKSUM_BYTES);
+    uint32_t count = engine->budget.slab_count;
+    engine->slabs = lh_alloc_zeroed(alloc, lh_max_u64(count, 1), sizeof(*engine->slabs));
+    if (!engine->slabs)
+        return lh_error_set(err, -ENOMEM, "no memory for %u slabs", count);
+    for (uint32_t i = 0; i < count; i++) {
+        struct lh_slab *slab = &engine->slabs[i];
+        slab->engine = engine;
+        slab->chunk = LH_CHUNK_NONE;
+        slab->memory = engine->region + engine->budget.region_bytes + i * engine->budget.slab_bytes;
+        slab->segments = lh_alloc_zeroed(alloc, segment_max, sizeof(*slab->segments));
+        bool failed = !slab->segments;
+        for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++) {
+            slab->expected[j] = lh_alloc_zeroed(alloc, checksum_max, sizeof(uint32_t));
+            failed |= !slab->expected[j];
+        }
+        if (failed)
+            return lh_error_set(err, -ENOMEM, "no memory for slab %u of %u", i, count);
+    }
+    return 0;
+}
+
+/* Step and step counts as the last commit left them. */
+static int resume(struct lh_engine *engine, struct lh_error *err)
+{
+    uint64_t overhead = lh_engine_scalar_overhead_bytes(engine->param_count);
+    engine->scalar_bytes_max = lh_store_scalar_bytes_max(engine->store);
+    if (engine->scalar_bytes_max < overhead)
+        return lh_error_set(err, -EBADMSG,
+                            "the store keeps %" PRIu64
+                            " bytes of scalars; %u parameters need %" PRIu64,
+                            engine->scalar_bytes_max, engine->param_count, overhead);
+    engine->scalars = lh_alloc_zeroed(engine->alloc, 1, engine->scalar_bytes_max);
+    if (!engine->scalars)
+        return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " bytes of scalars",
+                            engine->scalar_bytes_max);
+    engine->scalar_bytes = overhead;
+    engine->step = lh_store_step(engine->store);
+    engine->committed_step = engine->step;
+    engine->first_step = engine->step;
+    engine->open_step = 1;
+    uint64_t bytes = 0;
+    const uint8_t *scalars = lh_store_scalars(engine->store, &bytes);
+    if (bytes == 0)
+        return 0;
+    uint64_t caller_bytes = 0;
+    const void *caller = lh_engine_scalars_find(scalars, bytes, &caller_bytes);
+    if (!caller || bytes - caller_bytes != overhead)
+        return lh_error_set(err, -EBADMSG,
+                            "the store's last commit is not of a model with %u parameters",
+                            engine->param_count);
+    memcpy(engine->scalars, scalars, bytes);
+    engine->scalar_bytes = bytes;
+    memcpy(engine->param_steps,
+           scalars + overhead - (uint64_t)engine->param_count * sizeof(uint64_t),
+           engine->param_count * sizeof(uint64_t));
+    return 0;
+}
+
+static int thread_start(struct lh_engine *engine, struct lh_error *err)
+{
+    sigset_t all;
+    sigset_t before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the user's threads */
+    int rc = pthread_create(&engine->thread, NULL, lh_engine_thread_run, engine);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (rc != 0)
+        return lh_error_set(err, -rc, "the system refuses the engine's thread");
+    pthread_setname_np(engine->thread, "lohan-engine");
+    engine->has_thread = true;
+    return 0;
+}
+
+static void shared_init(struct lh_engine *engine)
+{
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_mutex_init(&engine->shared.mutex, NULL);
+    pthread_cond_init(&engine->shared.changed, &attributes);
+    pthread_condattr_destroy(&attributes);
+}
+
+int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
+                     struct lh_engine **engine_out, struct lh_error *err)
+{
+    *engine_out = NULL;
+    LH_TRY(opts_validate(opts, err));
+    struct lh_engine *engine = lh_alloc_zeroed(alloc, 1, sizeof(*engine));
+    if (!engine)
+        return lh_error_set(err, -ENOMEM, "no memory for the engine");
+    engine->alloc = alloc;
+    engine->opts = *opts;
+    engine->opts.units = NULL;
+    engine->opts.params = NULL;
+    engine->opts.budget = NULL;
+    engine->budget = *opts->budget;
+    engine->store = opts->store;
+    engine->io = opts->io;
+    engine->exec = opts->exec;
+    engine->waker = opts->waker;
+    engine->clock = opts->clock;
+    engine->region = opts->memory;
+    engine->param_count = opts->param_count;
+    shared_init(engine);
+    int rc = lh_ring_init(&engine->inbox, alloc, LH_INBOX_CELL_COUNT, err);
+    if (rc == 0)
+        rc = tables_create(engine, opts, err);
+    if (rc == 0)
+        rc = plan_create(engine, err);
+    if (rc == 0)
+        rc = chunks_create(engine, err);
+    if (rc == 0)
+        rc = slabs_create(engine, err);
+    if (rc == 0)
+        rc = resume(engine, err);
+    if (rc == 0 && !opts->manual)
+        rc = thread_start(engine, err);
+    if (rc < 0) {
+        lh_engine_destroy(engine);
+        return rc;
+    }
+    *engine_out = engine;
+    return 0;
+}
+
+void lh_engine_stop(struct lh_engine *engine)
+{
+    if (!engine->has_thread)
+        return;
+    pthread_mutex_lock(&engine->shared.mutex);
+    atomic_store(&engine->stopping, true);
+    pthread_cond_broadcast(&engine->shared.changed);
+    pthread_mutex_unlock(&engine->shared.mutex);
+    lh_waker_wake(engine->waker);
+    pthread_join(engine->thread, NULL);
+    engine->has_thread = false;
+}
+
+static void tables_destroy(struct lh_engine *engine)
+{
+    struct lh_alloc *alloc = engine->alloc;
+    for (uint32_t i = 0; engine->slabs && i < engine->budget.slab_count; i++) {
+        lh_free(alloc, engine->slabs[i].segments);
+        for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++)
+            lh_free(alloc, engine->slabs[i].expected[j]);
+    }
+    void *const tables[] = {
+        engine->units,
+        engine->params,
+        engine->param_steps,
+        engine->gradient_steps,
+        engine->gradients,
+        engine->update_queue,
+        engine->predicted_updates,
+        engine->plan_units,
+        engine->hypers[0],
+        engine->hypers[1],
+        engine->requests,
+        engine->commit_requests,
+        engine->trace,
+        engine->ops,
+        engine->op_steps,
+        engine->chunks,
+        engine->slabs,
+        engine->scalars,
+        engine->recorded[0].events,
+        engine->recorded[1].events,
+        engine->recording.events,
+        engine->predicted.events,
+    };
+    for (size_t i = 0; i < LH_COUNT_OF(tables); i++)
+        lh_free(alloc, tables[i]);
+}
+
+void lh_engine_destroy(struct lh_engine *engine)
+{
+    if (!engine)
+        return;
+    lh_engine_stop(engine);
+    struct lh_alloc *alloc = engine->alloc;
+    tables_destroy(engine);
+    if (engine->plan.units)
+        lh_residency_deinit(&engine->plan, alloc);
+    if (engine->plan_before.units)
+        lh_residency_deinit(&engine->plan_before, alloc);
+    if (engine->inbox.cells)
+        lh_ring_deinit(&engine->inbox, alloc);
+    pthread_cond_destroy(&engine->shared.changed);
+    pthread_mutex_destroy(&engine->shared.mutex);
+    lh_free(alloc, engine);
+}

@@ -1,0 +1,271 @@
+/*
+ * The engine: the one thread that moves a model's states between SSD and main memory and runs its
+ * optimizer.
+ *
+ * The training thread (the user's, or autograd's) tells it what happens: a step begins, a unit is
+ * needed, nobody reads a unit any more, a gradient is there, the step is closed. It waits only in
+ * the calls that say so. What the engine does about it is in engine_private.h (the state machines)
+ * and docs/architecture.md (A step).
+ *
+ * [Note: pins and handles] Two counters of each unit are shared. `pins`: uses and lends, that is,
+ * readers of the unit's bytes in memory. `handles`: saved-for-backward references that will come
+ * back for them. The engine evicts a unit only at pins 0, and updates it only at pins 0 and handles
+ * 0. Both go up on a training thread and down on any.
+ *
+ * Errors are final: the first one is kept, every wait ends, and every later call answers it.
+ *
+ * Thread: functions are for one training thread at a time (autograd's device thread counts as it
+ *         while the other waits), unless the line says any. The store, io, exec and waker belong to
+ *         the engine between create and destroy, but for lh_engine_pause.
+ * Source: LoHan IV-C (active gradient offloading), Fuyou 4.3 and 4.4.
+ */
+#ifndef LH_SCHED_ENGINE_H
+#define LH_SCHED_ENGINE_H
+
+#include "base/alloc.h"
+#include "base/clock.h"
+#include "base/dtype.h"
+#include "base/error.h"
+#include "base/waker.h"
+#include "compute/adam.h"
+#include "exec/exec.h"
+#include "io/io.h"
+#include "plan/budget.h"
+#include "store/store.h"
+
+#define LH_ENGINE_EXTENT_NONE UINT32_MAX
+/*
+ * Elements of a trainable unit are padded to this, so that every array of it is a multiple of
+ * LH_BLOCK_BYTES.
+ */
+#define LH_ENGINE_ELEMENT_ALIGN 2048
+/*
+ * A parameter starts on such an element of its unit: 128 bytes or more, as torch's allocator aligns
+ * (64).
+ */
+#define LH_ENGINE_PARAM_ALIGN 64
+#define LH_ENGINE_COMMIT_NEVER 0
+#define LH_ENGINE_TRACE_COUNT_MAX (1U << 18)
+
+struct lh_engine_param {
+    uint32_t unit;
+    uint64_t first; /* trainable: element in the unit; frozen: byte in the unit */
+    uint64_t count; /* elements */
+    uint32_t group; /* of hyper-parameters */
+};
+
+struct lh_engine_unit {
+    uint64_t bytes;       /* of P16, P32 or frozen bytes; multiple of LH_BLOCK_BYTES */
+    uint64_t elements;    /* trainable, padded to LH_ENGINE_ELEMENT_ALIGN; 0: frozen */
+    enum lh_dtype dtype;  /* F32 or BF16 where trainable */
+    bool always;          /* its scope encloses others: loaded once, stays */
+    uint32_t param_first; /* its parameters are [param_first, param_first + param_count) */
+    uint32_t param_count;
+    uint32_t param_extent;
+    uint32_t residual_extent; /* LH_ENGINE_EXTENT_NONE where there is none */
+    uint32_t moment1_extent;
+    uint32_t moment2_extent;
+    uint32_t store_group;
+};
+
+enum lh_engine_mode {
+    LH_ENGINE_MODE_TRAIN = 0, /* forward, backward, close */
+    LH_ENGINE_MODE_EVAL = 1,  /* forward only */
+};
+#define LH_ENGINE_MODE_COUNT 2
+
+struct lh_engine_opts {
+    const struct lh_engine_unit *units; /* borrowed for the call */
+    uint32_t unit_count;
+    const struct lh_engine_param *params; /* borrowed for the call; sorted by unit */
+    uint32_t param_count;
+    uint32_t group_count;
+    const struct lh_budget *budget; /* borrowed for the call */
+    uint8_t
+        *memory; /* budget's region and slabs, LH_HUGE_PAGE_BYTES-aligned; borrowed until destroy */
+    uint64_t memory_bytes;  /* at least region_bytes + slab_count * slab_bytes */
+    struct lh_store *store; /* the four are borrowed until destroy */
+    struct lh_io *io;
+    struct lh_exec *exec;
+    struct lh_waker *waker;
+    struct lh_clock clock;
+    uint32_t io_depth;       /* requests in flight */
+    uint64_t transfer_bytes; /* of one request at most; multiple of LH_CHECKSUM_BYTES */
+    uint64_t commit_every;   /* steps; LH_ENGINE_COMMIT_NEVER: only when asked to */
+    bool serial;             /* updates start at close: the paper's "+ZeRO" */
+    bool verify;             /* check checksums of what is read */
+    uint32_t trace_count;    /* events kept; 0: no trace */
+    bool manual;             /* no thread: the caller drives lh_engine_poll() (simulators, tests) */
+};
+
+struct lh_engine;
+
+/*
+ * Make an engine over an open store. Step and per-parameter step counts are taken from the store's
+ * last commit.
+ *
+ * Owns:   *engine_out owns its thread and tables; release with lh_engine_destroy().
+ * Errors: -EINVAL, -ENOMEM, -EAGAIN (no thread), -EBADMSG (the store's scalars are not this
+ *         model's). NULL then.
+ */
+int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
+                     struct lh_engine **engine_out, struct lh_error *err) LH_MUST_CHECK;
+/*
+ * End the thread, without finishing what is open (lh_engine_flush does that); waits for what is in
+ * flight. Lends stay valid until destroy; unpin is still allowed, everything else answers
+ * -ECANCELED.
+ */
+void lh_engine_stop(struct lh_engine *engine);
+/* Stop, and free. NULL is allowed. */
+void lh_engine_destroy(struct lh_engine *engine);
+
+/* One round of the state machine; true if anything happened. manual engines only. */
+bool lh_engine_poll(struct lh_engine *engine);
+
+/* A forward of the whole model begins: plan the step (train) or the evaluation. Does not wait. */
+int lh_engine_begin(struct lh_engine *engine, enum lh_engine_mode mode) LH_MUST_CHECK;
+
+/*
+ * Begin a use of unit: 1: it is resident and pinned; 0: asked for, call lh_engine_acquire_wait().
+ * -errno: the engine's error.
+ */
+int lh_engine_acquire(struct lh_engine *engine, uint32_t unit) LH_MUST_CHECK;
+/* Waits. 1: resident and pinned; 0: timeout_ms passed, call again; -errno. */
+int lh_engine_acquire_wait(struct lh_engine *engine, uint32_t unit, int timeout_ms) LH_MUST_CHECK;
+/* Valid while pinned. Thread: any. */
+uint8_t *lh_engine_address(const struct lh_engine *engine, uint32_t unit);
+/* One more pin on a pinned unit (a lend). Thread: any. */
+void lh_engine_pin(struct lh_engine *engine, uint32_t unit);
+/* The last one ends the use. Thread: any, without the GIL. */
+void lh_engine_unpin(struct lh_engine *engine, uint32_t unit);
+uint32_t lh_engine_pin_count(const struct lh_engine *engine, uint32_t unit);
+
+/* See [Note: pins and handles]. drop: any thread. */
+void lh_engine_handle_add(struct lh_engine *engine, uint32_t unit);
+void lh_engine_handle_drop(struct lh_engine *engine, uint32_t unit);
+uint32_t lh_engine_handle_count(const struct lh_engine *engine, uint32_t unit);
+
+/* Hyper-parameters of the open step; before its first gradient. */
+void lh_engine_hyper_set(struct lh_engine *engine, uint32_t group,
+                         const struct lh_adam_hyper *hyper);
+
+/* Waits until every closed step is over (written, committed if due). 1, 0 (timeout), -errno. */
+int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
+
+/*
+ * param's gradient, after lh_engine_over_wait() said 1 in this step: contiguous, in param's order,
+ * borrowed until lh_engine_gradient_is_consumed(). dtype F32 or BF16.
+ *
+ * Errors: -EALREADY (the open step has one already), -EINVAL (frozen), the engine's error. Does not
+ *         wait.
+ */
+int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gradient,
+                       enum lh_dtype dtype) LH_MUST_CHECK;
+bool lh_engine_gradient_is_consumed(const struct lh_engine *engine, uint32_t param);
+/*
+ * Waits until updates under way hold at most gradient_bytes_max of gradients. 1: so; 0: timeout_ms
+ * passed; -errno. Updates under way need nothing from the caller, so this ends.
+ */
+int lh_engine_gradient_wait(struct lh_engine *engine, uint64_t gradient_bytes_max, int timeout_ms)
+    LH_MUST_CHECK;
+
+/*
+ * Close the open step: what has gradients is updated, what has none stays. scalars (copied) go into
+ * the commit. Waits for the end of the step before (its writes and its commit). 1: closed; 0:
+ * timeout_ms passed, call again; -errno.
+ */
+int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scalar_bytes,
+                    int timeout_ms) LH_MUST_CHECK;
+
+/*
+ * Forget the open step: updates that began are rolled back to the last committed step. Waits. 1:
+ * done; 0: timeout_ms passed, call again; -ENOTRECOVERABLE: steps since the last commit would be
+ * lost, too (commit_every above 1 or never, and an update began).
+ */
+int lh_engine_abort(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
+
+/*
+ * Waits until nothing is under way, with a commit of closed steps if commit. 1, 0 (timeout),
+ * -errno.
+ */
+int lh_engine_flush(struct lh_engine *engine, bool commit, int timeout_ms) LH_MUST_CHECK;
+
+/*
+ * After a flush: hand the store to the caller; the engine sleeps until lh_engine_resume().
+ * invalidate: forget the resident bytes of a unit whose extents the caller has changed (it must not
+ * be pinned).
+ */
+int lh_engine_pause(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
+void lh_engine_invalidate(struct lh_engine *engine, uint32_t unit);
+void lh_engine_resume(struct lh_engine *engine);
+
+/* The first error; 0 if there is none. Thread: any. */
+int lh_engine_error(struct lh_engine *engine, struct lh_error *err);
+
+uint64_t lh_engine_step(const struct lh_engine *engine); /* closed steps, resumed ones included */
+uint64_t lh_engine_param_step(const struct lh_engine *engine, uint32_t param);
+/* The caller's part of the scalars of the store's last commit. Borrowed until the next commit. */
+const void *lh_engine_scalars_find(const void *scalars, uint64_t scalar_bytes, uint64_t *bytes_out);
+/* Scalars need this many bytes more than the caller's part. */
+uint64_t lh_engine_scalar_overhead_bytes(uint32_t param_count);
+
+enum lh_engine_link {
+    LH_ENGINE_LINK_PARAM_READ = 0,
+    LH_ENGINE_LINK_STATE_READ,
+    LH_ENGINE_LINK_PARAM_WRITE,
+    LH_ENGINE_LINK_STATE_WRITE,
+    LH_ENGINE_LINK_COMMIT_WRITE,
+    LH_ENGINE_LINK_COUNT,
+};
+
+/*
+ * One step, from its begin (the first forward after the step before) to the end of its writes and
+ * commit.
+ */
+struct lh_engine_step_stats {
+    uint64_t step; /* 1, 2, ... */
+    uint64_t begin_ns;
+    uint64_t close_ns; /* lh_engine_close() was called */
+    uint64_t end_ns;   /* writes and commit done */
+    uint64_t bytes[LH_ENGINE_LINK_COUNT];
+    uint64_t planned_bytes[LH_ENGINE_LINK_COUNT];
+    uint64_t replans;
+    uint64_t param_wait_ns;    /* training thread in lh_engine_acquire_wait */
+    uint64_t gradient_wait_ns; /* in lh_engine_gradient_wait */
+    uint64_t close_wait_ns;    /* in lh_engine_close */
+    uint64_t ssd_busy_ns;      /* at least one request in flight */
+    uint64_t update_busy_ns;   /* sum over workers */
+    uint64_t commit_ns;
+    uint64_t gradient_bytes_max; /* held at once by updates under way and by complete units */
+    uint64_t updated_params;
+};
+
+/* The last finished step; false if there is none yet. Thread: any. */
+bool lh_engine_stats(struct lh_engine *engine, struct lh_engine_step_stats *stats_out);
+
+enum lh_engine_trace_kind {
+    LH_ENGINE_TRACE_PARAM_READ = 0,
+    LH_ENGINE_TRACE_STATE_READ,
+    LH_ENGINE_TRACE_WRITE,
+    LH_ENGINE_TRACE_UPDATE,
+    LH_ENGINE_TRACE_CHECK,
+    LH_ENGINE_TRACE_COMMIT,
+    LH_ENGINE_TRACE_USE,
+    LH_ENGINE_TRACE_WAIT,
+};
+
+struct lh_engine_trace_event {
+    uint32_t kind; /* enum lh_engine_trace_kind */
+    uint32_t unit;
+    uint32_t lane; /* worker, or request slot */
+    uint32_t step;
+    uint64_t start_ns;
+    uint64_t end_ns;
+    uint64_t bytes;
+};
+
+/* Copies the newest events, oldest first; returns the count. After lh_engine_flush only. */
+uint32_t lh_engine_trace(struct lh_engine *engine, struct lh_engine_trace_event *events,
+                         uint32_t event_max);
+
+#endif

@@ -1,0 +1,392 @@
+/*
+ * The engine's state machines. Private to csrc/sched; the public contract is engine.h.
+ *
+ * A unit's place in main memory (unit.c; READY is mirrored in `word`, which training threads read):
+ *
+ *           op LOAD              all bytes here and checked
+ *   ABSENT ---------> LOADING ------------------------------> READY
+ *      ^                                                     |  ^ |
+ *      |   op EVICT: pins 0, uses of the plan over,          |  | | update_begin: pins 0, gate open
+ *      +------------ nothing of it being written ------------+  | v
+ *                                                              UPDATING
+ *                                     all chunks computed ------+
+ *
+ * A chunk's states R, M, V in a slab (update.c):
+ *
+ *         fetch: a slab is free        reads done          its unit is UPDATING
+ *   IDLE --------------------> READING ----------> LOADED --------------------> COMPUTING
+ *     ^                                              ^                              |
+ *     |            written, slab given back          |  written, slab kept          | job done
+ *     +----------------------------------------------+---------------------- WRITING <
+ *
+ * A step (step.c):
+ *
+ *   OPEN --[CLOSE message]--> CLOSED --[updates computed and written]--> COMMITTING --[superblock durable]--> OPEN (next)
+ *     |                                          (no commit due: straight to OPEN)
+ *     +--[ABORT message]--> ABORTING --[nothing in flight]--> OPEN (the same step again, from the last commit)
+ *
+ * What holds:
+ *  1. word has LH_UNIT_READY_BIT exactly while state is READY; pins are 0 in every other state.
+ *  2. The bytes of a READY unit equal the read slot of its extents, or are newer and being written
+ *     (chunks in WRITING).
+ *  3. No chunk computes for step t+1 before step t is over (written, committed if due):
+ *     `gate_is_open`.
+ *  4. Ops of the plan are executed in order; the region never holds two units at one address.
+ *  5. Transfers in flight never exceed io_depth; requests are a fixed array.
+ *
+ * Thread: everything is the engine thread's but what says atomic, and `shared`, which mutex
+ *         protects.
+ */
+#ifndef LH_SCHED_ENGINE_PRIVATE_H
+#define LH_SCHED_ENGINE_PRIVATE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "base/assert.h"
+#include "base/ring.h"
+#include "plan/residency.h"
+#include "sched/engine.h"
+
+#define LH_UNIT_READY_BIT UINT32_C(0x80000000)
+#define LH_CHUNK_NONE UINT32_MAX
+#define LH_SLAB_TRANSFER_COUNT 4
+/* R, M, V, in a slab's order. */
+#define LH_STATE_ARRAY_COUNT 3
+#define LH_INBOX_CELL_COUNT 65536
+
+enum lh_unit_state {
+    LH_UNIT_STATE_ABSENT = 0,
+    LH_UNIT_STATE_LOADING,
+    LH_UNIT_STATE_READY,
+    LH_UNIT_STATE_UPDATING,
+};
+
+enum lh_chunk_state {
+    LH_CHUNK_STATE_IDLE = 0,
+    LH_CHUNK_STATE_READING,
+    LH_CHUNK_STATE_LOADED,
+    LH_CHUNK_STATE_COMPUTING,
+    LH_CHUNK_STATE_WRITING,
+};
+
+enum lh_step_state {
+    LH_STEP_STATE_OPEN = 0,
+    LH_STEP_STATE_CLOSED,
+    LH_STEP_STATE_COMMITTING,
+    LH_STEP_STATE_ABORTING,
+};
+
+enum lh_message_kind {
+    LH_MESSAGE_BEGIN = 1, /* mode */
+    LH_MESSAGE_USE,       /* unit: pinned by the training thread */
+    LH_MESSAGE_ACQUIRE,   /* unit: wants a grant */
+    LH_MESSAGE_RELEASE,   /* unit: pins went to 0 */
+    LH_MESSAGE_HANDLES,   /* unit: handles went to 0 */
+    LH_MESSAGE_GRADIENT,  /* param, pointer, dtype */
+    LH_MESSAGE_CLOSE,
+    LH_MESSAGE_ABORT,
+    LH_MESSAGE_FLUSH,  /* commit */
+    LH_MESSAGE_WAITED, /* unit, start, end, what for: for the trace and the statistics */
+};
+
+enum lh_priority {
+    LH_PRIORITY_DEMAND = 0, /* somebody waits */
+    LH_PRIORITY_PREFETCH,
+    LH_PRIORITY_STATE,
+    LH_PRIORITY_WRITE,
+    LH_PRIORITY_COUNT,
+};
+
+/* One range of an extent on its way; embedded in the unit or slab it serves. */
+struct lh_transfer {
+    struct lh_transfer *next;
+    enum lh_io_kind kind;
+    enum lh_priority priority;
+    enum lh_engine_link link;
+    uint32_t unit;
+    uint32_t slab; /* LH_CHUNK_NONE: a unit's load */
+    uint64_t step; /* whose bytes these are; 0: no step's */
+    uint32_t extent;
+    uint32_t slot;
+    uint64_t offset;
+    uint64_t bytes;
+    uint64_t issued_bytes;
+    uint32_t outstanding; /* requests in flight or being checked */
+    uint8_t *buffer;
+};
+
+struct lh_engine_request {
+    struct lh_io_request io;
+    struct lh_exec_job job; /* the check of what was read */
+    struct lh_transfer *transfer;
+    struct lh_engine *engine;
+    uint64_t offset;     /* in the extent */
+    uint64_t bad_offset; /* set by a failed check; UINT64_MAX: good */
+    uint32_t crc_expected;
+    uint32_t crc_actual;
+    struct lh_engine_request *next_free;
+};
+
+struct lh_unit {
+    struct lh_engine_unit desc;
+    _Atomic uint32_t word; /* LH_UNIT_READY_BIT | pins */
+    _Atomic uint32_t handles;
+    _Atomic uint32_t grants; /* pins given to waiters that have not noticed yet */
+    /*
+     * The training thread's: the last step in which it gave a gradient, and the last such step
+     * after whose close it asked the engine for the unit. While they differ an update may be ahead,
+     * and READY is not enough.
+     */
+    uint64_t gradient_step;
+    uint64_t asked_step;
+    enum lh_unit_state state;
+    uint64_t offset;    /* in the region, while not ABSENT */
+    uint64_t use_count; /* begins, absolute */
+    bool use_is_open;
+    uint64_t use_started_ns;
+    uint32_t waiter_count;
+    struct lh_transfer load;
+    uint32_t chunk_first;
+    uint32_t chunk_count;
+    /* Of the open or closed step: */
+    uint32_t gradient_count;
+    uint64_t gradient_bytes;
+    bool update_is_queued;
+    bool update_is_done; /* all chunks written */
+    bool is_predicted;   /* the step before updated it */
+    uint32_t chunks_computed;
+    uint32_t chunks_written;
+};
+
+struct lh_chunk {
+    uint32_t unit;
+    uint32_t slab;  /* LH_CHUNK_NONE while IDLE */
+    uint64_t first; /* element in the unit */
+    uint64_t count;
+    enum lh_chunk_state state;
+    bool is_kept;           /* its slab stays its own */
+    uint64_t read_step;     /* the step that read it last; 0: never */
+    uint64_t computed_step; /* the step that computed it last */
+};
+
+struct lh_slab {
+    uint8_t *memory;  /* R | M | V */
+    uint32_t chunk;   /* LH_CHUNK_NONE: free */
+    uint32_t pending; /* transfers not finished */
+    struct lh_transfer transfers[LH_SLAB_TRANSFER_COUNT];
+    struct lh_exec_job job;
+    struct lh_adam_chunk adam;
+    struct lh_adam_segment *segments;
+    /*
+     * What R, M, V were read with: copied, because the slot that is written may be the slot that
+     * was read.
+     */
+    uint32_t *expected[LH_STATE_ARRAY_COUNT];
+    bool is_zero[LH_STATE_ARRAY_COUNT]; /* never written: filled by the job instead of read */
+    struct lh_adam_mismatch mismatch;
+    int result;
+    struct lh_engine *engine;
+};
+
+struct lh_gradient {
+    const void *pointer; /* NULL: none in this step */
+    enum lh_dtype dtype;
+    _Atomic bool is_held; /* posted and not consumed: the caller keeps the tensor alive */
+};
+
+struct lh_event_list {
+    struct lh_residency_event *events;
+    uint64_t count;
+    bool overflowed;
+};
+
+/* What other threads wait for or read; protected by mutex. */
+struct lh_engine_shared {
+    pthread_mutex_t mutex;
+    pthread_cond_t changed;
+    struct lh_error error;
+    struct lh_engine_step_stats finished;
+    bool has_finished;
+    bool is_paused;
+};
+
+struct lh_engine {
+    struct lh_alloc *alloc;
+    struct lh_store *store;
+    struct lh_io *io;
+    struct lh_exec *exec;
+    struct lh_waker *waker;
+    struct lh_clock clock;
+    struct lh_engine_opts opts; /* its borrowed pointers are cleared */
+    struct lh_budget budget;
+    uint8_t *region;
+
+    struct lh_unit *units;
+    struct lh_engine_param *params;
+    uint32_t param_count;
+    uint64_t *param_steps; /* updates of each parameter so far */
+    /*
+     * The training thread's: the open step as it counts, and the last one in which a parameter had
+     * a gradient.
+     */
+    uint64_t first_step; /* where the store stood at creation */
+    uint64_t open_step;
+    uint64_t *gradient_steps;
+    struct lh_gradient *gradients;
+    struct lh_chunk *chunks;
+    uint32_t chunk_count;
+    struct lh_slab *slabs;
+    uint32_t free_slab_count;
+
+    /* Requests and transfers (transfer.c). */
+    struct lh_engine_request *requests;
+    struct lh_engine_request *free_requests;
+    struct lh_transfer *queue_heads[LH_PRIORITY_COUNT];
+    struct lh_transfer *queue_tails[LH_PRIORITY_COUNT];
+    uint32_t io_in_flight;
+    uint32_t checks_in_flight;
+    uint32_t jobs_in_flight;
+    uint64_t io_busy_since_ns;
+
+    /* Plan (unit.c). */
+    struct lh_residency plan;        /* the state after all ops */
+    struct lh_residency plan_before; /* scratch */
+    struct lh_residency_unit *plan_units;
+    struct lh_residency_op *ops;
+    uint64_t *op_steps; /* whose bytes an op's are */
+    uint64_t op_max;
+    uint64_t op_first;
+    uint64_t op_count; /* end of the list; ops [op_first, op_count) wait */
+    struct lh_event_list recorded[LH_ENGINE_MODE_COUNT]; /* of the last whole cycle */
+    struct lh_event_list recording;
+    struct lh_event_list predicted;
+    uint64_t predicted_position;
+    uint64_t planned_until; /* events of the prediction before this have their ops in the list */
+    uint64_t event_max;
+    enum lh_engine_mode mode;
+    uint64_t plan_step;         /* whose bytes the ops are; 0: an evaluation's */
+    struct lh_error plan_error; /* why the plan ends at planned_until */
+
+    /* Updates (update.c). */
+    uint32_t *update_queue; /* units of this step, in the order in which they became updatable */
+    uint32_t update_first;  /* before it all are computed */
+    uint32_t update_count;
+    uint32_t updates_done;        /* written */
+    uint32_t gradient_unit_count; /* units that have a gradient in this step */
+    uint32_t *predicted_updates;  /* units, of the step before */
+    uint32_t predicted_update_count;
+    uint32_t chunks_busy; /* COMPUTING or WRITING */
+
+    /* Step (step.c). */
+    enum lh_step_state step_state;
+    uint64_t step; /* closed steps */
+    uint64_t committed_step;
+    bool flush_is_asked;
+    bool flush_commits;
+    bool commit_is_of_flush;
+    uint32_t commit_in_flight;
+    uint64_t commit_started_ns;
+    struct lh_io_request *commit_requests;
+    uint8_t *scalars; /* header, per-parameter steps, the caller's bytes */
+    uint64_t scalar_bytes;
+    uint64_t scalar_bytes_max;
+    struct lh_adam_hyper *
+        hypers[2]; /* by parity of the step: the open one is written while the closed one is used */
+    struct lh_engine_step_stats
+        stats[2]; /* of step n at n % 2: at most one closed step is not over */
+    struct lh_engine_step_stats stats_other; /* evaluations */
+
+    struct lh_engine_trace_event *trace;
+    uint64_t trace_written;
+
+    struct lh_ring inbox;
+    _Atomic uint32_t waiting;               /* threads in a wait: somebody to wake */
+    _Atomic uint64_t update_gradient_bytes; /* of updates under way */
+    _Atomic uint64_t closes_done;           /* steps over */
+    _Atomic uint64_t closes_asked;
+    _Atomic uint64_t aborts_done;
+    _Atomic uint64_t aborts_asked;
+    _Atomic uint64_t flushes_done;
+    _Atomic uint64_t flushes_asked;
+    _Atomic int abort_result;
+    _Atomic bool failed;
+    _Atomic bool stopping;
+    _Atomic bool pausing;
+    bool has_thread;
+    pthread_t thread;
+    struct lh_engine_shared shared;
+};
+
+/* engine.c */
+void *lh_engine_thread_run(void *context);
+void lh_engine_fail(struct lh_engine *engine, const struct lh_error *err);
+void lh_engine_notify(struct lh_engine *engine);
+bool lh_engine_is_quiet(const struct lh_engine *engine);
+uint64_t lh_engine_now(const struct lh_engine *engine);
+void lh_engine_trace_add(struct lh_engine *engine, struct lh_engine_trace_event event);
+
+/* transfer.c */
+void lh_transfer_submit(struct lh_engine *engine, struct lh_transfer *transfer);
+void lh_transfer_raise(struct lh_engine *engine, struct lh_transfer *transfer);
+bool lh_transfer_pump(struct lh_engine *engine);
+bool lh_transfer_poll(struct lh_engine *engine);
+void lh_job_submit(struct lh_engine *engine, struct lh_exec_job *job);
+bool lh_job_poll(struct lh_engine *engine);
+void lh_check_done(struct lh_engine *engine, struct lh_engine_request *request);
+void lh_io_busy_begin(struct lh_engine *engine);
+void lh_io_busy_end(struct lh_engine *engine);
+
+/* unit.c */
+void lh_unit_plan_begin(struct lh_engine *engine, enum lh_engine_mode mode);
+void lh_unit_cycle_end(struct lh_engine *engine);
+void lh_unit_event(struct lh_engine *engine, uint32_t unit, enum lh_residency_event_kind kind);
+void lh_unit_use(struct lh_engine *engine, uint32_t unit);
+void lh_unit_acquire(struct lh_engine *engine, uint32_t unit);
+bool lh_unit_claim(struct lh_unit *unit);
+void lh_unit_release(struct lh_engine *engine, uint32_t unit);
+void lh_unit_load_done(struct lh_engine *engine, struct lh_unit *unit);
+void lh_unit_make_ready(struct lh_engine *engine, struct lh_unit *unit);
+void lh_unit_forget(struct lh_engine *engine, uint32_t unit);
+void lh_unit_prediction_forget(struct lh_engine *engine);
+void lh_unit_plan_reset(struct lh_engine *engine);
+bool lh_unit_pump(struct lh_engine *engine);
+bool lh_unit_is_stuck(struct lh_engine *engine);
+
+/* update.c */
+void lh_update_gradient(struct lh_engine *engine, uint32_t param, const void *pointer,
+                        enum lh_dtype dtype);
+void lh_update_consider(struct lh_engine *engine, uint32_t unit);
+void lh_update_consider_all(struct lh_engine *engine);
+bool lh_update_pump(struct lh_engine *engine);
+void lh_update_transfer_done(struct lh_engine *engine, struct lh_transfer *transfer);
+void lh_update_job_done(struct lh_engine *engine, struct lh_slab *slab);
+void lh_update_plan(struct lh_engine *engine);
+void lh_update_step_over(struct lh_engine *engine);
+void lh_update_rollback(struct lh_engine *engine);
+void lh_update_forget_unit(struct lh_engine *engine, uint32_t unit);
+
+/* step.c */
+void lh_step_close(struct lh_engine *engine);
+void lh_step_abort(struct lh_engine *engine);
+void lh_step_begin(struct lh_engine *engine, enum lh_engine_mode mode);
+bool lh_step_pump(struct lh_engine *engine);
+void lh_step_commit_request_done(struct lh_engine *engine, struct lh_io_request *request);
+bool lh_step_gate_is_open(const struct lh_engine *engine);
+/* Step 0: what belongs to no step. */
+struct lh_engine_step_stats *lh_step_stats(struct lh_engine *engine, uint64_t step);
+/* The oldest step that is not over. */
+uint64_t lh_step_current(const struct lh_engine *engine);
+
+static inline struct lh_unit *lh_engine_unit_at(struct lh_engine *engine, uint32_t unit)
+{
+    LH_ASSERT(unit < engine->opts.unit_count);
+    return &engine->units[unit];
+}
+
+static inline uint32_t lh_unit_pins(const struct lh_unit *unit)
+{
+    return atomic_load(&unit->word) & ~LH_UNIT_READY_BIT;
+}
+
+#endif

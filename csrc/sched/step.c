@@ -1,0 +1,301 @@
+/* Steps: begin, close, commit, abort, and who may go on when. */
+#include <inttypes.h>
+#include <string.h>
+
+#include "sched/engine_private.h"
+
+#define SCALARS_MAGIC UINT64_C(0x31534c4143534c48) /* "HLSCALS1" */
+
+/* What a commit carries: this header, a step count a parameter, the caller's bytes. */
+struct scalars_header {
+    uint64_t magic;
+    uint64_t param_count;
+    uint64_t caller_bytes;
+};
+
+uint64_t lh_engine_scalar_overhead_bytes(uint32_t param_count)
+{
+    return sizeof(struct scalars_header) + (uint64_t)param_count * sizeof(uint64_t);
+}
+
+const void *lh_engine_scalars_find(const void *scalars, uint64_t scalar_bytes, uint64_t *bytes_out)
+{
+    struct scalars_header header;
+    *bytes_out = 0;
+    if (!scalars || scalar_bytes < sizeof(header))
+        return NULL;
+    memcpy(&header, scalars, sizeof(header));
+    if (header.magic != SCALARS_MAGIC || header.param_count > UINT32_MAX)
+        return NULL;
+    uint64_t overhead = lh_engine_scalar_overhead_bytes((uint32_t)header.param_count);
+    if (header.caller_bytes > scalar_bytes || overhead != scalar_bytes - header.caller_bytes)
+        return NULL;
+    *bytes_out = header.caller_bytes;
+    return (const uint8_t *)scalars + overhead;
+}
+
+struct lh_engine_step_stats *lh_step_stats(struct lh_engine *engine, uint64_t step)
+{
+    return step == 0 ? &engine->stats_other : &engine->stats[step % 2];
+}
+
+uint64_t lh_step_current(const struct lh_engine *engine)
+{
+    bool is_closed =
+        engine->step_state == LH_STEP_STATE_CLOSED ||
+        (engine->step_state == LH_STEP_STATE_COMMITTING && !engine->commit_is_of_flush);
+    return is_closed ? engine->step : engine->step + 1;
+}
+
+void lh_step_begin(struct lh_engine *engine, enum lh_engine_mode mode)
+{
+    lh_unit_plan_begin(engine, mode);
+    if (mode != LH_ENGINE_MODE_TRAIN)
+        return;
+    struct lh_engine_step_stats *stats = lh_step_stats(engine, engine->plan_step);
+    stats->step = engine->plan_step;
+    if (stats->begin_ns == 0)
+        stats->begin_ns = lh_engine_now(engine);
+    lh_update_plan(engine);
+    uint64_t every = engine->opts.commit_every;
+    if (every != LH_ENGINE_COMMIT_NEVER && engine->plan_step % every == 0)
+        stats->planned_bytes[LH_ENGINE_LINK_COMMIT_WRITE] = lh_store_commit_bytes(engine->store);
+}
+
+void lh_step_close(struct lh_engine *engine)
+{
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_OPEN);
+    engine->step_state = LH_STEP_STATE_CLOSED;
+    engine->step++;
+    struct lh_engine_step_stats *stats = lh_step_stats(engine, engine->step);
+    stats->step = engine->step;
+    stats->close_ns = lh_engine_now(engine);
+    if (stats->begin_ns == 0)
+        stats->begin_ns = stats->close_ns;
+    lh_update_consider_all(engine);
+}
+
+void lh_step_abort(struct lh_engine *engine)
+{
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_OPEN);
+    engine->step_state = LH_STEP_STATE_ABORTING;
+}
+
+/* Header and step counts in front of the caller's bytes, which lh_engine_close put in place. */
+static void scalars_compose(struct lh_engine *engine)
+{
+    uint64_t overhead = lh_engine_scalar_overhead_bytes(engine->param_count);
+    struct scalars_header header = {.magic = SCALARS_MAGIC,
+                                    .param_count = engine->param_count,
+                                    .caller_bytes = engine->scalar_bytes - overhead};
+    memcpy(engine->scalars, &header, sizeof(header));
+    memcpy(engine->scalars + sizeof(header), engine->param_steps,
+           engine->param_count * sizeof(uint64_t));
+}
+
+static void param_steps_advance(struct lh_engine *engine)
+{
+    struct lh_engine_step_stats *stats = lh_step_stats(engine, engine->step);
+    stats->updated_params = 0;
+    for (uint32_t i = 0; i < engine->param_count; i++) {
+        if (!engine->gradients[i].pointer)
+            continue;
+        engine->param_steps[i]++;
+        stats->updated_params++;
+    }
+}
+
+static void step_over(struct lh_engine *engine)
+{
+    struct lh_engine_step_stats *stats = lh_step_stats(engine, engine->step);
+    uint64_t now = lh_engine_now(engine);
+    if (engine->io_in_flight > 0) {
+        stats->ssd_busy_ns += now - engine->io_busy_since_ns;
+        engine->io_busy_since_ns = now;
+    }
+    stats->end_ns = now;
+    pthread_mutex_lock(&engine->shared.mutex);
+    engine->shared.finished = *stats;
+    engine->shared.has_finished = true;
+    pthread_mutex_unlock(&engine->shared.mutex);
+    memset(stats, 0, sizeof(*stats));
+    lh_update_step_over(engine);
+    engine->step_state = LH_STEP_STATE_OPEN;
+    atomic_fetch_add(&engine->closes_done, 1);
+    lh_engine_notify(engine);
+}
+
+static void commit_begin(struct lh_engine *engine, bool is_of_flush)
+{
+    struct lh_error err = {0};
+    scalars_compose(engine);
+    if (lh_store_commit_begin(engine->store, engine->step, engine->scalars, engine->scalar_bytes,
+                              &err) < 0) {
+        lh_engine_fail(engine, &err);
+        return;
+    }
+    engine->commit_is_of_flush = is_of_flush;
+    engine->commit_started_ns = lh_engine_now(engine);
+    engine->step_state = LH_STEP_STATE_COMMITTING;
+}
+
+static void commit_done(struct lh_engine *engine)
+{
+    uint64_t now = lh_engine_now(engine);
+    bool is_of_flush = engine->commit_is_of_flush;
+    lh_engine_trace_add(engine, (struct lh_engine_trace_event){
+                                    .kind = LH_ENGINE_TRACE_COMMIT,
+                                    .unit = LH_CHUNK_NONE,
+                                    .start_ns = engine->commit_started_ns,
+                                    .end_ns = now,
+                                });
+    engine->committed_step = engine->step;
+    if (is_of_flush) {
+        engine->step_state = LH_STEP_STATE_OPEN;
+        engine->commit_is_of_flush = false;
+        return;
+    }
+    lh_step_stats(engine, engine->step)->commit_ns += now - engine->commit_started_ns;
+    step_over(engine);
+}
+
+/* The next phase of a commit, once the one before is through. */
+static bool commit_pump(struct lh_engine *engine)
+{
+    struct lh_error err = {0};
+    if (engine->commit_in_flight > 0)
+        return false;
+    int count =
+        lh_store_commit_next(engine->store, engine->commit_requests, LH_IO_FILE_COUNT_MAX, &err);
+    if (count < 0) {
+        lh_engine_fail(engine, &err);
+        return true;
+    }
+    if (count == 0) {
+        commit_done(engine);
+        return true;
+    }
+    for (int i = 0; i < count; i++) {
+        engine->commit_requests[i].owner = engine;
+        lh_io_busy_begin(engine);
+        engine->commit_in_flight++;
+        int rc = engine->io->ops->submit(engine->io, &engine->commit_requests[i]);
+        LH_ASSERT(rc == 0); /* the I/O queue is deeper than io_depth by a request a file and more */
+    }
+    if (engine->io->ops->flush)
+        engine->io->ops->flush(engine->io);
+    return true;
+}
+
+void lh_step_commit_request_done(struct lh_engine *engine, struct lh_io_request *request)
+{
+    lh_io_busy_end(engine);
+    engine->commit_in_flight--;
+    if (request->result < 0) {
+        struct lh_error err = {0};
+        lh_error_set(&err, (int)request->result,
+                     "commit of step %" PRIu64
+                     ": %s of %s failed: %s; the store stays at step %" PRIu64,
+                     engine->step, request->kind == LH_IO_KIND_SYNC ? "sync" : "write",
+                     lh_store_file_path(engine->store, request->file_index),
+                     strerror((int)-request->result), engine->committed_step);
+        lh_engine_fail(engine, &err);
+        return;
+    }
+    if (request->kind == LH_IO_KIND_WRITE && !engine->commit_is_of_flush)
+        lh_step_stats(engine, engine->step)->bytes[LH_ENGINE_LINK_COMMIT_WRITE] += request->bytes;
+}
+
+static bool transfers_are_idle(const struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < LH_PRIORITY_COUNT; i++) {
+        if (engine->queue_heads[i])
+            return false;
+    }
+    return engine->io_in_flight == 0 && engine->checks_in_flight == 0 &&
+           engine->jobs_in_flight == 0;
+}
+
+static void abort_finish(struct lh_engine *engine)
+{
+    bool has_updates = engine->update_count > 0;
+    bool is_recoverable = engine->committed_step == engine->step;
+    int result = 0;
+    if (has_updates && !is_recoverable) {
+        struct lh_error err = {0};
+        result = -ENOTRECOVERABLE;
+        lh_error_set(
+            &err, result,
+            "step %" PRIu64 " died half-way, and steps since the last commit (step %" PRIu64
+            ") are in the same slot: open the store again with resume=True to go on from step"
+            " %" PRIu64 ", and use commit_every=1 to be able to roll back one step",
+            engine->step + 1, engine->committed_step, engine->committed_step);
+        lh_engine_fail(engine, &err);
+    } else {
+        if (has_updates)
+            lh_store_rollback(engine->store);
+        lh_update_rollback(engine);
+        lh_unit_prediction_forget(engine);
+        struct lh_engine_step_stats *stats = lh_step_stats(engine, engine->step + 1);
+        memset(stats, 0, sizeof(*stats));
+    }
+    engine->step_state = LH_STEP_STATE_OPEN;
+    atomic_store(&engine->abort_result, result);
+    atomic_fetch_add(&engine->aborts_done, 1);
+    lh_engine_notify(engine);
+}
+
+bool lh_engine_is_quiet(const struct lh_engine *engine)
+{
+    return engine->step_state == LH_STEP_STATE_OPEN && transfers_are_idle(engine) &&
+           engine->commit_in_flight == 0 && engine->chunks_busy == 0 &&
+           engine->updates_done == engine->update_count;
+}
+
+static bool flush_pump(struct lh_engine *engine)
+{
+    /*
+     * An update of the open step under way is finished first; an update not begun waits for its
+     * close.
+     */
+    if (!engine->flush_is_asked || !lh_engine_is_quiet(engine))
+        return false;
+    bool is_due =
+        engine->flush_commits && engine->committed_step < engine->step && engine->update_count == 0;
+    if (is_due) {
+        commit_begin(engine, true);
+        return true;
+    }
+    engine->flush_is_asked = false;
+    atomic_fetch_add(&engine->flushes_done, 1);
+    lh_engine_notify(engine);
+    return true;
+}
+
+bool lh_step_pump(struct lh_engine *engine)
+{
+    uint64_t every = engine->opts.commit_every;
+    switch (engine->step_state) {
+    case LH_STEP_STATE_OPEN:
+        return flush_pump(engine);
+    case LH_STEP_STATE_CLOSED:
+        if (engine->update_count < engine->gradient_unit_count ||
+            engine->updates_done < engine->update_count)
+            return false;
+        LH_ASSERT(engine->chunks_busy == 0);
+        param_steps_advance(engine);
+        if (every != LH_ENGINE_COMMIT_NEVER && engine->step % every == 0)
+            commit_begin(engine, false);
+        else
+            step_over(engine);
+        return true;
+    case LH_STEP_STATE_COMMITTING:
+        return commit_pump(engine);
+    case LH_STEP_STATE_ABORTING:
+        if (!transfers_are_idle(engine))
+            return false;
+        abort_finish(engine);
+        return true;
+    }
+    return false;
+}

@@ -1,0 +1,302 @@
+/* Requests: ranges of extents cut into I/O requests, issued by priority, checked when read. */
+#include <inttypes.h>
+#include <string.h>
+
+#include "base/crc32c.h"
+#include "sched/engine_private.h"
+
+void lh_io_busy_begin(struct lh_engine *engine)
+{
+    if (engine->io_in_flight++ == 0)
+        engine->io_busy_since_ns = lh_engine_now(engine);
+}
+
+void lh_io_busy_end(struct lh_engine *engine)
+{
+    LH_ASSERT(engine->io_in_flight > 0);
+    if (--engine->io_in_flight == 0)
+        lh_step_stats(engine, lh_step_current(engine))->ssd_busy_ns +=
+            lh_engine_now(engine) - engine->io_busy_since_ns;
+}
+
+void lh_transfer_submit(struct lh_engine *engine, struct lh_transfer *transfer)
+{
+    LH_ASSERT(transfer->bytes > 0 && lh_is_aligned(transfer->bytes, LH_BLOCK_BYTES));
+    LH_ASSERT(lh_is_aligned(transfer->offset, LH_BLOCK_BYTES));
+    LH_ASSERT(transfer->priority < LH_PRIORITY_COUNT);
+    transfer->issued_bytes = 0;
+    transfer->outstanding = 0;
+    transfer->next = NULL;
+    enum lh_priority priority = transfer->priority;
+    if (engine->queue_tails[priority])
+        engine->queue_tails[priority]->next = transfer;
+    else
+        engine->queue_heads[priority] = transfer;
+    engine->queue_tails[priority] = transfer;
+}
+
+/* Somebody now waits for a transfer that was queued as a prefetch: move it to the demand queue. */
+void lh_transfer_raise(struct lh_engine *engine, struct lh_transfer *transfer)
+{
+    enum lh_priority priority = transfer->priority;
+    if (priority == LH_PRIORITY_DEMAND)
+        return;
+    struct lh_transfer *before = NULL;
+    struct lh_transfer *at = engine->queue_heads[priority];
+    while (at && at != transfer) {
+        before = at;
+        at = at->next;
+    }
+    if (!at)
+        return; /* all of it is issued */
+    if (before)
+        before->next = at->next;
+    else
+        engine->queue_heads[priority] = at->next;
+    if (engine->queue_tails[priority] == at)
+        engine->queue_tails[priority] = before;
+    at->priority = LH_PRIORITY_DEMAND;
+    at->next = engine->queue_heads[LH_PRIORITY_DEMAND];
+    engine->queue_heads[LH_PRIORITY_DEMAND] = at;
+    if (!engine->queue_tails[LH_PRIORITY_DEMAND])
+        engine->queue_tails[LH_PRIORITY_DEMAND] = at;
+}
+
+static struct lh_transfer *next_transfer(struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < LH_PRIORITY_COUNT; i++) {
+        if (engine->queue_heads[i])
+            return engine->queue_heads[i];
+    }
+    return NULL;
+}
+
+static void request_start(struct lh_engine *engine, struct lh_transfer *transfer,
+                          const struct lh_store_piece *piece)
+{
+    struct lh_engine_request *request = engine->free_requests;
+    LH_ASSERT(request != NULL);
+    engine->free_requests = request->next_free;
+    uint64_t offset = transfer->issued_bytes;
+    request->transfer = transfer;
+    request->offset = transfer->offset + offset;
+    request->io = (struct lh_io_request){
+        .kind = transfer->kind,
+        .file_index = piece->file_index,
+        .buffer = transfer->buffer + offset,
+        .bytes = piece->bytes,
+        .offset = piece->file_offset,
+        .owner = request,
+    };
+    transfer->issued_bytes += piece->bytes;
+    transfer->outstanding++;
+    lh_io_busy_begin(engine);
+    int rc = engine->io->ops->submit(engine->io, &request->io);
+    LH_ASSERT(rc == 0); /* io_in_flight is below the queue's depth */
+}
+
+/*
+ * Issue the next requests of transfer: at most one mapped range, as many pieces as there are
+ * requests.
+ */
+static void transfer_issue(struct lh_engine *engine, struct lh_transfer *transfer)
+{
+    struct lh_store_piece pieces[LH_STORE_PIECE_COUNT_MAX];
+    uint64_t at = transfer->offset + transfer->issued_bytes;
+    /* End on a multiple of transfer_bytes, so that checks always cover whole checksum blocks. */
+    uint64_t room = engine->opts.transfer_bytes - at % engine->opts.transfer_bytes;
+    uint64_t bytes = lh_min_u64(room, transfer->bytes - transfer->issued_bytes);
+    int count = lh_store_map(engine->store, transfer->extent, transfer->slot, at, bytes, pieces,
+                             LH_STORE_PIECE_COUNT_MAX);
+    LH_ASSERT(count > 0);
+    for (int i = 0; i < count; i++) {
+        if (!engine->free_requests || engine->io_in_flight >= engine->opts.io_depth)
+            break;
+        LH_ASSERT(pieces[i].buffer_offset + at == transfer->offset + transfer->issued_bytes);
+        request_start(engine, transfer, &pieces[i]);
+    }
+}
+
+bool lh_transfer_pump(struct lh_engine *engine)
+{
+    bool issued = false;
+    while (engine->free_requests && engine->io_in_flight < engine->opts.io_depth) {
+        struct lh_transfer *transfer = next_transfer(engine);
+        if (!transfer)
+            break;
+        transfer_issue(engine, transfer);
+        issued = true;
+        if (transfer->issued_bytes == transfer->bytes) {
+            enum lh_priority priority = transfer->priority;
+            engine->queue_heads[priority] = transfer->next;
+            if (!transfer->next)
+                engine->queue_tails[priority] = NULL;
+            transfer->next = NULL;
+        }
+    }
+    if (issued && engine->io->ops->flush)
+        engine->io->ops->flush(engine->io);
+    return issued;
+}
+
+/* On a worker: compare each checksum block of what was read. */
+static void check_run(struct lh_exec_job *job)
+{
+    struct lh_engine_request *request = job->context;
+    const struct lh_transfer *transfer = request->transfer;
+    uint32_t count = 0;
+    const uint32_t *expected =
+        lh_store_checksums(request->engine->store, transfer->extent, transfer->slot, &count);
+    const uint8_t *bytes = request->io.buffer;
+    request->bad_offset = UINT64_MAX;
+    for (uint64_t done = 0; done < request->io.bytes; done += LH_CHECKSUM_BYTES) {
+        uint64_t length = lh_min_u64(LH_CHECKSUM_BYTES, request->io.bytes - done);
+        uint64_t block = (request->offset + done) / LH_CHECKSUM_BYTES;
+        uint32_t actual = lh_crc32c(0, bytes + done, length);
+        if (actual != expected[block]) {
+            request->bad_offset = request->offset + done;
+            request->crc_expected = expected[block];
+            request->crc_actual = actual;
+            return;
+        }
+    }
+}
+
+static const char *link_name(enum lh_engine_link link)
+{
+    static const char *const names[LH_ENGINE_LINK_COUNT] = {
+        "parameters read", "states read", "parameters written", "states written", "commit"};
+    return names[link];
+}
+
+static void request_fail(struct lh_engine *engine, const struct lh_engine_request *request)
+{
+    struct lh_error err = {0};
+    const struct lh_transfer *transfer = request->transfer;
+    lh_error_set(&err, (int)request->io.result,
+                 "unit %u, %s: %s, offset %" PRIu64 ", %" PRIu64 " bytes: %s", transfer->unit,
+                 link_name(transfer->link),
+                 lh_store_file_path(engine->store, request->io.file_index), request->io.offset,
+                 request->io.bytes, strerror((int)-request->io.result));
+    lh_engine_fail(engine, &err);
+}
+
+static void request_finish(struct lh_engine *engine, struct lh_engine_request *request)
+{
+    struct lh_transfer *transfer = request->transfer;
+    LH_ASSERT(transfer->outstanding > 0);
+    request->next_free = engine->free_requests;
+    engine->free_requests = request;
+    if (--transfer->outstanding > 0 || transfer->issued_bytes < transfer->bytes)
+        return;
+    if (transfer->slab == LH_CHUNK_NONE)
+        lh_unit_load_done(engine, lh_engine_unit_at(engine, transfer->unit));
+    else
+        lh_update_transfer_done(engine, transfer);
+}
+
+static void request_account(struct lh_engine *engine, const struct lh_engine_request *request)
+{
+    const struct lh_transfer *transfer = request->transfer;
+    static const uint32_t kinds[LH_ENGINE_LINK_COUNT] = {
+        LH_ENGINE_TRACE_PARAM_READ, LH_ENGINE_TRACE_STATE_READ, LH_ENGINE_TRACE_WRITE,
+        LH_ENGINE_TRACE_WRITE, LH_ENGINE_TRACE_COMMIT};
+    lh_step_stats(engine, transfer->step)->bytes[transfer->link] += request->io.bytes;
+    lh_engine_trace_add(engine, (struct lh_engine_trace_event){
+                                    .kind = kinds[transfer->link],
+                                    .unit = transfer->unit,
+                                    .lane = (uint32_t)(request - engine->requests),
+                                    .start_ns = request->io.submitted_ns,
+                                    .end_ns = request->io.completed_ns,
+                                    .bytes = request->io.bytes,
+                                });
+}
+
+static void request_done(struct lh_engine *engine, struct lh_engine_request *request)
+{
+    lh_io_busy_end(engine);
+    if (request->io.result < 0) {
+        request_fail(engine, request);
+        return;
+    }
+    request_account(engine, request);
+    /* R, M and V are checked by the update, which has them in cache then. */
+    if (engine->opts.verify && request->transfer->link == LH_ENGINE_LINK_PARAM_READ) {
+        request->job = (struct lh_exec_job){
+            .run = check_run, .context = request, .work_bytes = request->io.bytes};
+        engine->checks_in_flight++;
+        lh_job_submit(engine, &request->job);
+        return;
+    }
+    request_finish(engine, request);
+}
+
+void lh_check_done(struct lh_engine *engine, struct lh_engine_request *request)
+{
+    engine->checks_in_flight--;
+    if (request->bad_offset != UINT64_MAX) {
+        struct lh_error err = {0};
+        lh_error_set(&err, -EILSEQ,
+                     "unit %u: parameters read from %s have a wrong checksum at byte %" PRIu64
+                     " of the unit (file offset %" PRIu64 "): %08x, expected %08x",
+                     request->transfer->unit,
+                     lh_store_file_path(engine->store, request->io.file_index), request->bad_offset,
+                     request->io.offset + (request->bad_offset - request->offset),
+                     request->crc_actual, request->crc_expected);
+        lh_engine_fail(engine, &err);
+        return;
+    }
+    request_finish(engine, request);
+}
+
+bool lh_transfer_poll(struct lh_engine *engine)
+{
+    struct lh_io_request *done[32];
+    uint32_t count = engine->io->ops->poll(engine->io, done, LH_COUNT_OF(done));
+    for (uint32_t i = 0; i < count; i++) {
+        if (done[i]->owner == engine)
+            lh_step_commit_request_done(engine, done[i]);
+        else
+            request_done(engine, done[i]->owner);
+    }
+    return count > 0;
+}
+
+void lh_job_submit(struct lh_engine *engine, struct lh_exec_job *job)
+{
+    int rc = engine->exec->ops->submit(engine->exec, job);
+    LH_ASSERT(rc == 0); /* the team's queue holds a job for every slab and every request */
+    engine->jobs_in_flight++;
+}
+
+bool lh_job_poll(struct lh_engine *engine)
+{
+    struct lh_exec_job *done[32];
+    uint32_t count = engine->exec->ops->poll(engine->exec, done, LH_COUNT_OF(done));
+    for (uint32_t i = 0; i < count; i++) {
+        struct lh_exec_job *job = done[i];
+        LH_ASSERT(engine->jobs_in_flight > 0);
+        engine->jobs_in_flight--;
+        bool is_check = job->run == check_run;
+        if (!is_check)
+            lh_step_stats(engine, lh_step_current(engine))->update_busy_ns +=
+                job->ended_ns - job->started_ns;
+        const struct lh_engine_request *request = is_check ? job->context : NULL;
+        const struct lh_slab *slab = is_check ? NULL : job->context;
+        lh_engine_trace_add(
+            engine,
+            (struct lh_engine_trace_event){
+                .kind = is_check ? LH_ENGINE_TRACE_CHECK : LH_ENGINE_TRACE_UPDATE,
+                .unit = is_check ? request->transfer->unit : engine->chunks[slab->chunk].unit,
+                .lane = job->worker_index,
+                .start_ns = job->started_ns,
+                .end_ns = job->ended_ns,
+                .bytes = job->work_bytes,
+            });
+        if (is_check)
+            lh_check_done(engine, job->context);
+        else
+            lh_update_job_done(engine, job->context);
+    }
+    return count > 0;
+}

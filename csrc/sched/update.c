@@ -1,0 +1,572 @@
+/*
+ * Updates: gradients in, chunks of R, M and V read, AdamW on a worker, P, R, M and V written.
+ *
+ * Reads go ahead of gradients, in the order in which the last step updated its units; a slab that
+ * holds a chunk read ahead is taken back when a unit that has its gradients needs one. Writes have
+ * the lowest priority and the slabs are few, so reads, arithmetic and writes of successive chunks
+ * overlap, and a write is issued behind the next chunk's read.
+ * Source: LoHan IV-C fig. 3b, Fuyou 4.3.
+ */
+#include <inttypes.h>
+#include <string.h>
+
+#include "sched/engine_private.h"
+
+/* The extents of R, M and V, in a slab's order. */
+static uint32_t state_extent(const struct lh_unit *unit, uint32_t array)
+{
+    const uint32_t extents[LH_STATE_ARRAY_COUNT] = {
+        unit->desc.residual_extent, unit->desc.moment1_extent, unit->desc.moment2_extent};
+    return extents[array];
+}
+
+static uint64_t state_element_bytes(const struct lh_unit *unit, uint32_t array)
+{
+    if (array > 0)
+        return sizeof(float);
+    return unit->desc.residual_extent == LH_ENGINE_EXTENT_NONE ? 0 : sizeof(int16_t);
+}
+
+static uint8_t *slab_array(const struct lh_slab *slab, const struct lh_unit *unit, uint32_t array,
+                           uint64_t count)
+{
+    uint64_t offset = 0;
+    for (uint32_t i = 0; i < array; i++)
+        offset += count * state_element_bytes(unit, i);
+    return slab->memory + offset;
+}
+
+void lh_update_gradient(struct lh_engine *engine, uint32_t param, const void *pointer,
+                        enum lh_dtype dtype)
+{
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_OPEN); /* lh_engine_gradient waits for that */
+    struct lh_gradient *gradient = &engine->gradients[param];
+    struct lh_unit *unit = lh_engine_unit_at(engine, engine->params[param].unit);
+    LH_ASSERT(gradient->pointer == NULL && !unit->update_is_queued);
+    gradient->pointer = pointer;
+    gradient->dtype = dtype;
+    if (unit->gradient_count++ == 0)
+        engine->gradient_unit_count++;
+    unit->gradient_bytes += engine->params[param].count * lh_dtype_bytes(dtype);
+    LH_ASSERT(unit->gradient_count <= unit->desc.param_count);
+    lh_update_consider(engine, engine->params[param].unit);
+}
+
+void lh_update_consider(struct lh_engine *engine, uint32_t index)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, index);
+    if (unit->gradient_count == 0 || unit->update_is_queued)
+        return;
+    bool is_closed = engine->step_state == LH_STEP_STATE_CLOSED;
+    if (!is_closed && engine->step_state != LH_STEP_STATE_OPEN)
+        return;
+    bool is_complete = unit->gradient_count == unit->desc.param_count &&
+                       atomic_load(&unit->handles) == 0 && !engine->opts.serial;
+    if ((!is_closed && !is_complete) || unit->use_is_open || lh_unit_pins(unit) > 0)
+        return;
+    lh_unit_event(engine, index, LH_RESIDENCY_EVENT_UPDATE);
+    unit->update_is_queued = true;
+    LH_ASSERT(engine->update_count < engine->opts.unit_count);
+    engine->update_queue[engine->update_count++] = index;
+    uint64_t held = atomic_fetch_add(&engine->update_gradient_bytes, unit->gradient_bytes) +
+                    unit->gradient_bytes;
+    struct lh_engine_step_stats *stats = lh_step_stats(engine, lh_step_current(engine));
+    stats->gradient_bytes_max = lh_max_u64(stats->gradient_bytes_max, held);
+}
+
+void lh_update_consider_all(struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
+        lh_update_consider(engine, i);
+}
+
+/*
+ * A free slab, else one whose chunk was read ahead of its gradients; LH_CHUNK_NONE if there is
+ * neither.
+ */
+static uint32_t slab_find(struct lh_engine *engine, bool may_steal)
+{
+    uint32_t stolen = LH_CHUNK_NONE;
+    for (uint32_t i = engine->budget.kept_chunk_count; i < engine->budget.slab_count; i++) {
+        const struct lh_slab *slab = &engine->slabs[i];
+        if (slab->chunk == LH_CHUNK_NONE)
+            return i;
+        const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
+        if (chunk->state == LH_CHUNK_STATE_LOADED && !engine->units[chunk->unit].update_is_queued)
+            stolen = i;
+    }
+    if (!may_steal || stolen == LH_CHUNK_NONE)
+        return LH_CHUNK_NONE;
+    struct lh_slab *slab = &engine->slabs[stolen];
+    engine->chunks[slab->chunk].state = LH_CHUNK_STATE_IDLE;
+    engine->chunks[slab->chunk].slab = LH_CHUNK_NONE;
+    slab->chunk = LH_CHUNK_NONE;
+    return stolen;
+}
+
+static void chunk_loaded(struct lh_engine *engine, struct lh_chunk *chunk)
+{
+    (void)engine;
+    LH_ASSERT(chunk->state == LH_CHUNK_STATE_READING);
+    chunk->state = LH_CHUNK_STATE_LOADED;
+}
+
+/* Read R, M and V of a chunk into its slab; what was never written is zeros and is not read. */
+static void chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t slab_index)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, chunk->unit);
+    struct lh_slab *slab = &engine->slabs[slab_index];
+    uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
+    LH_ASSERT(slab->chunk == LH_CHUNK_NONE && chunk->state == LH_CHUNK_STATE_IDLE);
+    slab->chunk = (uint32_t)(chunk - engine->chunks);
+    chunk->slab = slab_index;
+    chunk->state = LH_CHUNK_STATE_READING;
+    chunk->read_step = lh_step_current(engine);
+    slab->pending = 0;
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
+        uint64_t element_bytes = state_element_bytes(unit, i);
+        slab->is_zero[i] = false;
+        if (element_bytes == 0)
+            continue;
+        uint32_t extent = state_extent(unit, i);
+        slab->is_zero[i] = lh_store_is_zero(engine->store, extent, slot);
+        if (slab->is_zero[i])
+            continue;
+        uint64_t offset = chunk->first * element_bytes;
+        uint64_t bytes = chunk->count * element_bytes;
+        uint32_t count = 0;
+        const uint32_t *checksums = lh_store_checksums(engine->store, extent, slot, &count);
+        memcpy(slab->expected[i], checksums + offset / LH_CHECKSUM_BYTES,
+               lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(*checksums));
+        slab->transfers[i] = (struct lh_transfer){
+            .kind = LH_IO_KIND_READ,
+            .priority = LH_PRIORITY_STATE,
+            .link = LH_ENGINE_LINK_STATE_READ,
+            .unit = chunk->unit,
+            .slab = slab_index,
+            .step = lh_step_current(engine),
+            .extent = extent,
+            .slot = slot,
+            .offset = offset,
+            .bytes = bytes,
+            .buffer = slab_array(slab, unit, i, chunk->count),
+        };
+        slab->pending++;
+        lh_transfer_submit(engine, &slab->transfers[i]);
+    }
+    if (slab->pending == 0)
+        chunk_loaded(engine, chunk);
+}
+
+static bool chunk_fetch(struct lh_engine *engine, struct lh_chunk *chunk, bool may_steal)
+{
+    if (chunk->state != LH_CHUNK_STATE_IDLE)
+        return true;
+    uint32_t slab =
+        chunk->is_kept ? (uint32_t)(chunk - engine->chunks) : slab_find(engine, may_steal);
+    if (slab == LH_CHUNK_NONE)
+        return false;
+    chunk_read(engine, chunk, slab);
+    return true;
+}
+
+/* On a worker. */
+static void update_run(struct lh_exec_job *job)
+{
+    struct lh_slab *slab = job->context;
+    const struct lh_chunk *chunk = &slab->engine->chunks[slab->chunk];
+    const struct lh_unit *unit = &slab->engine->units[chunk->unit];
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
+        if (slab->is_zero[i])
+            memset(slab_array(slab, unit, i, chunk->count), 0,
+                   chunk->count * state_element_bytes(unit, i));
+    }
+    slab->result = lh_adam_chunk_update(&slab->adam, &slab->mismatch);
+}
+
+/* The parameters of a chunk that have gradients, with their scalars of this step. */
+static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *chunk,
+                              struct lh_adam_segment *segments)
+{
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    const struct lh_adam_hyper *hypers = engine->hypers[lh_step_current(engine) % 2];
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < unit->desc.param_count; i++) {
+        uint32_t index = unit->desc.param_first + i;
+        const struct lh_engine_param *param = &engine->params[index];
+        const struct lh_gradient *gradient = &engine->gradients[index];
+        uint64_t first = lh_max_u64(param->first, chunk->first);
+        uint64_t end = lh_min_u64(param->first + param->count, chunk->first + chunk->count);
+        if (first >= end || !gradient->pointer)
+            continue;
+        uint64_t skipped_bytes = (first - param->first) * lh_dtype_bytes(gradient->dtype);
+        segments[count++] = (struct lh_adam_segment){
+            .first = first - chunk->first,
+            .count = end - first,
+            .gradient = (const uint8_t *)gradient->pointer + skipped_bytes,
+            .gradient_dtype = gradient->dtype,
+            .scalars =
+                lh_adam_scalars_make(&hypers[param->group], engine->param_steps[index] + 1, 1.0),
+        };
+    }
+    return count;
+}
+
+static uint32_t *checksums_at(struct lh_engine *engine, const struct lh_unit *unit, uint32_t extent,
+                              uint64_t offset)
+{
+    uint32_t count = 0;
+    uint32_t slot = lh_store_write_slot(engine->store, unit->desc.store_group);
+    uint32_t *checksums = lh_store_checksums(engine->store, extent, slot, &count);
+    LH_ASSERT(lh_is_aligned(offset, LH_CHECKSUM_BYTES) && offset / LH_CHECKSUM_BYTES < count);
+    return checksums + offset / LH_CHECKSUM_BYTES;
+}
+
+static void chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
+{
+    struct lh_slab *slab = &engine->slabs[chunk->slab];
+    struct lh_unit *unit = lh_engine_unit_at(engine, chunk->unit);
+    uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
+    bool has_residual = state_element_bytes(unit, 0) > 0;
+    bool verify = engine->opts.verify;
+    uint64_t first = chunk->first;
+    uint8_t *arrays[LH_STATE_ARRAY_COUNT];
+    const uint32_t *expected[LH_STATE_ARRAY_COUNT];
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
+        arrays[i] = slab_array(slab, unit, i, chunk->count);
+        expected[i] = verify && !slab->is_zero[i] ? slab->expected[i] : NULL;
+    }
+    slab->adam = (struct lh_adam_chunk){
+        .param = engine->region + unit->offset + first * param_bytes,
+        .residual = has_residual ? (int16_t *)arrays[0] : NULL,
+        .moment1 = (float *)arrays[1],
+        .moment2 = (float *)arrays[2],
+        .count = chunk->count,
+        .param_dtype = unit->desc.dtype,
+        .segments = slab->segments,
+        .segment_count = segments_fill(engine, chunk, slab->segments),
+        .residual_expected = has_residual ? expected[0] : NULL,
+        .moment1_expected = expected[1],
+        .moment2_expected = expected[2],
+        .param_checksums = checksums_at(engine, unit, unit->desc.param_extent, first * param_bytes),
+        .residual_checksums =
+            has_residual ? checksums_at(engine, unit, unit->desc.residual_extent, first * 2) : NULL,
+        .moment1_checksums = checksums_at(engine, unit, unit->desc.moment1_extent, first * 4),
+        .moment2_checksums = checksums_at(engine, unit, unit->desc.moment2_extent, first * 4),
+    };
+    slab->job = (struct lh_exec_job){
+        .run = update_run,
+        .context = slab,
+        .work_bytes = chunk->count * (2 * param_bytes + 16 + (has_residual ? 4 : 0)),
+    };
+    chunk->state = LH_CHUNK_STATE_COMPUTING;
+    engine->chunks_busy++;
+    lh_job_submit(engine, &slab->job);
+}
+
+static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
+{
+    static const char *const names[] = {"?", "residual", "first moment", "second moment"};
+    const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    const struct lh_adam_mismatch *bad = &slab->mismatch;
+    uint32_t array = (uint32_t)bad->array - LH_ADAM_ARRAY_RESIDUAL;
+    uint64_t offset =
+        chunk->first * state_element_bytes(unit, array) + bad->block * LH_CHECKSUM_BYTES;
+    uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
+    struct lh_store_piece piece = {0};
+    struct lh_error err = {0};
+    int count = lh_store_map(engine->store, state_extent(unit, array), slot, offset, LH_BLOCK_BYTES,
+                             &piece, 1);
+    LH_ASSERT(count == 1);
+    lh_error_set(&err, -EILSEQ,
+                 "unit %u: its %s, read from %s, has a wrong checksum at byte %" PRIu64
+                 " (file offset %" PRIu64 "): %08x, expected %08x",
+                 chunk->unit, names[bad->array],
+                 lh_store_file_path(engine->store, piece.file_index), offset, piece.file_offset,
+                 bad->actual, bad->expected);
+    lh_engine_fail(engine, &err);
+}
+
+/*
+ * All chunks of a unit are computed: its bytes in memory are the next step's, its gradients are
+ * free.
+ */
+static void unit_computed(struct lh_engine *engine, struct lh_unit *unit)
+{
+    for (uint32_t i = 0; i < unit->desc.param_count; i++) {
+        struct lh_gradient *gradient = &engine->gradients[unit->desc.param_first + i];
+        atomic_store(&gradient->is_held, false);
+    }
+    atomic_fetch_sub(&engine->update_gradient_bytes, unit->gradient_bytes);
+    lh_unit_make_ready(engine, unit);
+    lh_engine_notify(engine);
+}
+
+static void write_submit(struct lh_engine *engine, struct lh_slab *slab, uint32_t index,
+                         struct lh_transfer transfer)
+{
+    const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
+    transfer.kind = LH_IO_KIND_WRITE;
+    transfer.priority = LH_PRIORITY_WRITE;
+    transfer.unit = chunk->unit;
+    transfer.slab = chunk->slab;
+    transfer.step = lh_step_current(engine);
+    transfer.slot = lh_store_write_slot(engine->store, engine->units[chunk->unit].desc.store_group);
+    slab->transfers[index] = transfer;
+    slab->pending++;
+    lh_transfer_submit(engine, &slab->transfers[index]);
+}
+
+static void chunk_write(struct lh_engine *engine, struct lh_chunk *chunk)
+{
+    struct lh_slab *slab = &engine->slabs[chunk->slab];
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
+    chunk->state = LH_CHUNK_STATE_WRITING;
+    slab->pending = 0;
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
+        uint64_t element_bytes = state_element_bytes(unit, i);
+        if (element_bytes == 0)
+            continue;
+        slab->is_zero[i] = false;
+        write_submit(engine, slab, i,
+                     (struct lh_transfer){
+                         .link = LH_ENGINE_LINK_STATE_WRITE,
+                         .extent = state_extent(unit, i),
+                         .offset = chunk->first * element_bytes,
+                         .bytes = chunk->count * element_bytes,
+                         .buffer = slab_array(slab, unit, i, chunk->count),
+                     });
+    }
+    uint64_t offset = chunk->first * param_bytes;
+    write_submit(engine, slab, LH_STATE_ARRAY_COUNT,
+                 (struct lh_transfer){
+                     .link = LH_ENGINE_LINK_PARAM_WRITE,
+                     .extent = unit->desc.param_extent,
+                     .offset = offset,
+                     .bytes = chunk->count * param_bytes,
+                     .buffer = engine->region + unit->offset + offset,
+                 });
+}
+
+void lh_update_job_done(struct lh_engine *engine, struct lh_slab *slab)
+{
+    struct lh_chunk *chunk = &engine->chunks[slab->chunk];
+    struct lh_unit *unit = lh_engine_unit_at(engine, chunk->unit);
+    if (slab->result < 0) {
+        mismatch_fail(engine, slab);
+        return;
+    }
+    chunk_write(engine, chunk);
+    if (++unit->chunks_computed == unit->chunk_count)
+        unit_computed(engine, unit);
+}
+
+/* All of a unit is on SSD: its newest bytes are in the other slot now. */
+static void unit_written(struct lh_engine *engine, struct lh_unit *unit)
+{
+    uint32_t slot = lh_store_write_slot(engine->store, unit->desc.store_group);
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
+        if (state_element_bytes(unit, i) > 0)
+            lh_store_clear_zero(engine->store, state_extent(unit, i), slot);
+    }
+    lh_store_clear_zero(engine->store, unit->desc.param_extent, slot);
+    lh_store_stage(engine->store, unit->desc.store_group);
+    unit->update_is_done = true;
+    engine->updates_done++;
+}
+
+void lh_update_transfer_done(struct lh_engine *engine, struct lh_transfer *transfer)
+{
+    struct lh_slab *slab = &engine->slabs[transfer->slab];
+    struct lh_chunk *chunk = &engine->chunks[slab->chunk];
+    LH_ASSERT(slab->pending > 0);
+    if (--slab->pending > 0)
+        return;
+    if (chunk->state == LH_CHUNK_STATE_READING) {
+        chunk_loaded(engine, chunk);
+        return;
+    }
+    LH_ASSERT(chunk->state == LH_CHUNK_STATE_WRITING);
+    struct lh_unit *unit = lh_engine_unit_at(engine, chunk->unit);
+    engine->chunks_busy--;
+    if (chunk->is_kept) {
+        chunk->state = LH_CHUNK_STATE_LOADED;
+        /*
+         * The bytes here have the checksums that were written; they are not checked again against
+         * old ones.
+         */
+        for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
+            uint64_t bytes = chunk->count * state_element_bytes(unit, i);
+            if (bytes > 0)
+                memcpy(slab->expected[i],
+                       checksums_at(engine, unit, state_extent(unit, i),
+                                    chunk->first * state_element_bytes(unit, i)),
+                       lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(uint32_t));
+        }
+    } else {
+        chunk->state = LH_CHUNK_STATE_IDLE;
+        chunk->slab = LH_CHUNK_NONE;
+        slab->chunk = LH_CHUNK_NONE;
+    }
+    if (++unit->chunks_written == unit->chunk_count)
+        unit_written(engine, unit);
+}
+
+/* Fetch and compute what the unit's chunks allow; false when it waits for a slab. */
+static bool unit_pump(struct lh_engine *engine, struct lh_unit *unit, bool *moved)
+{
+    for (uint32_t i = 0; i < unit->chunk_count; i++) {
+        struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
+        if (chunk->computed_step == lh_step_current(engine))
+            continue;
+        if (chunk->state == LH_CHUNK_STATE_IDLE) {
+            if (!chunk_fetch(engine, chunk, true))
+                return false;
+            *moved = true;
+        }
+        if (chunk->state == LH_CHUNK_STATE_LOADED && unit->state == LH_UNIT_STATE_UPDATING) {
+            chunk->computed_step = lh_step_current(engine);
+            chunk_compute(engine, chunk);
+            *moved = true;
+        }
+    }
+    return true;
+}
+
+/* Read ahead, in the order of the last step's updates, into slabs that are free. */
+static bool lookahead_pump(struct lh_engine *engine)
+{
+    bool moved = false;
+    for (uint32_t i = 0; i < engine->predicted_update_count; i++) {
+        struct lh_unit *unit = lh_engine_unit_at(engine, engine->predicted_updates[i]);
+        for (uint32_t j = 0; j < unit->chunk_count && !unit->update_is_queued; j++) {
+            struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + j];
+            if (chunk->state != LH_CHUNK_STATE_IDLE)
+                continue;
+            if (!chunk_fetch(engine, chunk, false))
+                return moved;
+            moved = true;
+        }
+    }
+    return moved;
+}
+
+bool lh_update_pump(struct lh_engine *engine)
+{
+    if (engine->step_state != LH_STEP_STATE_OPEN && engine->step_state != LH_STEP_STATE_CLOSED)
+        return false;
+    bool moved = false;
+    for (uint32_t i = engine->update_first; i < engine->update_count; i++) {
+        struct lh_unit *unit = lh_engine_unit_at(engine, engine->update_queue[i]);
+        if (unit->state == LH_UNIT_STATE_READY && unit->chunks_computed == 0 &&
+            lh_unit_claim(unit)) {
+            unit->state = LH_UNIT_STATE_UPDATING;
+            moved = true;
+        }
+        if (!unit_pump(engine, unit, &moved))
+            return moved;
+        if (i == engine->update_first && unit->chunks_computed == unit->chunk_count)
+            engine->update_first++;
+    }
+    if (engine->step_state == LH_STEP_STATE_OPEN)
+        moved |= lookahead_pump(engine);
+    return moved;
+}
+
+/* What the step will read and write for its updates, as far as one knows at its begin. */
+void lh_update_plan(struct lh_engine *engine)
+{
+    struct lh_engine_step_stats *stats = lh_step_stats(engine, engine->plan_step);
+    stats->planned_bytes[LH_ENGINE_LINK_STATE_READ] = 0;
+    stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] = 0;
+    stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] = 0;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        const struct lh_unit *unit = &engine->units[i];
+        if (unit->desc.elements == 0 || !unit->is_predicted)
+            continue;
+        uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
+        stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] += unit->desc.bytes;
+        for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++) {
+            uint64_t element_bytes = state_element_bytes(unit, j);
+            if (element_bytes == 0)
+                continue;
+            stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] += unit->desc.elements * element_bytes;
+            if (lh_store_is_zero(engine->store, state_extent(unit, j), slot))
+                continue;
+            for (uint32_t k = 0; k < unit->chunk_count; k++) {
+                const struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + k];
+                bool is_here = chunk->is_kept && chunk->state != LH_CHUNK_STATE_IDLE &&
+                               chunk->read_step != engine->plan_step;
+                if (!is_here)
+                    stats->planned_bytes[LH_ENGINE_LINK_STATE_READ] += chunk->count * element_bytes;
+            }
+        }
+    }
+}
+
+static void step_forget(struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        struct lh_unit *unit = &engine->units[i];
+        unit->gradient_count = 0;
+        unit->gradient_bytes = 0;
+        unit->update_is_queued = false;
+        unit->update_is_done = false;
+        unit->chunks_computed = 0;
+        unit->chunks_written = 0;
+    }
+    for (uint32_t i = 0; i < engine->param_count; i++)
+        engine->gradients[i].pointer = NULL;
+    engine->update_first = 0;
+    engine->update_count = 0;
+    engine->updates_done = 0;
+    engine->gradient_unit_count = 0;
+}
+
+void lh_update_step_over(struct lh_engine *engine)
+{
+    engine->predicted_update_count = engine->update_count;
+    memcpy(engine->predicted_updates, engine->update_queue,
+           engine->update_count * sizeof(*engine->update_queue));
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
+        engine->units[i].is_predicted = engine->units[i].update_is_queued;
+    step_forget(engine);
+}
+
+void lh_update_forget_unit(struct lh_engine *engine, uint32_t index)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, index);
+    for (uint32_t i = 0; i < unit->chunk_count; i++) {
+        struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
+        chunk->computed_step = 0;
+        if (chunk->slab == LH_CHUNK_NONE)
+            continue;
+        LH_ASSERT(chunk->state != LH_CHUNK_STATE_READING);
+        engine->slabs[chunk->slab].chunk = LH_CHUNK_NONE;
+        chunk->slab = LH_CHUNK_NONE;
+        chunk->state = LH_CHUNK_STATE_IDLE;
+    }
+}
+
+/*
+ * Nothing is in flight: forget every gradient, and the bytes of every unit that an update has
+ * touched.
+ */
+void lh_update_rollback(struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->update_count; i++) {
+        struct lh_unit *unit = lh_engine_unit_at(engine, engine->update_queue[i]);
+        lh_update_forget_unit(engine, engine->update_queue[i]);
+        if (unit->state == LH_UNIT_STATE_READY && unit->chunks_computed > 0)
+            lh_unit_forget(engine, engine->update_queue[i]);
+        else if (unit->state == LH_UNIT_STATE_UPDATING)
+            unit->state = LH_UNIT_STATE_ABSENT;
+    }
+    engine->chunks_busy = 0;
+    for (uint32_t i = 0; i < engine->param_count; i++)
+        atomic_store(&engine->gradients[i].is_held, false);
+    atomic_store(&engine->update_gradient_bytes, 0);
+    step_forget(engine);
+}

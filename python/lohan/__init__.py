@@ -1,0 +1,28 @@
+"""lohan: fine-tune models larger than memory, with their states on SSD.
+
+`model = lohan.wrap(model)` is all that a training script needs; see `lohan.wrap`.
+"""
+
+from lohan import errors
+from lohan._optim import Optimizer
+from lohan._session import Session
+from lohan._stats import StepStats
+from lohan._weights import empty
+from lohan.config import Config
+from lohan.errors import LohanError
+from lohan.wrap import unwrap, wrap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "LohanError",
+    "Optimizer",
+    "Session",
+    "StepStats",
+    "__version__",
+    "empty",
+    "errors",
+    "unwrap",
+    "wrap",
+]

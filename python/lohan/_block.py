@@ -1,0 +1,275 @@
+"""Finds the blocks of a module and lays their parameters out in units.
+
+[Note: Blocks and units] A block is a module whose parameters move together: a child of a
+ModuleList or Sequential, or a part of what is left over (embeddings, final norm, head). Every
+block is a scope: its units are resident from its forward pre-hook to its forward hook. A module
+that owns parameters directly and has blocks below it is a scope, too; its units are resident as
+long as its forward runs, that is, while its blocks come and go. A unit holds the parameters of
+one block with one dtype and one requires_grad, one after the other, so that it is one array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from lohan import _core
+from lohan.errors import ModelError
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+BYTES_CODE = 3
+
+
+@dataclasses.dataclass
+class Param:
+    """One parameter, tied ones once."""
+
+    name: str
+    tensor: nn.Parameter
+    unit: int
+    first: int  # element in its unit where trainable, else byte
+    index: int
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return self.tensor.numel()
+
+
+@dataclasses.dataclass
+class Unit:
+    """Parameters of one block that move together."""
+
+    name: str
+    dtype: torch.dtype
+    trainable: bool
+    params: list[Param]
+    elements: int = 0  # padded; 0: frozen
+    nbytes: int = 0  # of parameters in memory and on SSD, padded
+    always: bool = False
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients in the parameters' dtype."""
+        return sum(p.count for p in self.params) * self.dtype.itemsize if self.trainable else 0
+
+    @property
+    def has_residual(self) -> bool:
+        """True where a 16-bit residual makes the parameter an exact master."""
+        return self.trainable and self.dtype == torch.bfloat16
+
+
+@dataclasses.dataclass
+class Scope:
+    """A module and the units that its forward needs."""
+
+    name: str
+    module: nn.Module
+    units: list[int]
+
+
+@dataclasses.dataclass
+class Layout:
+    """Everything that moves, and when it must be there."""
+
+    params: list[Param]
+    units: list[Unit]
+    scopes: list[Scope]
+
+
+def _own_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _lists_below(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.modules():
+        if child is module or not isinstance(child, nn.ModuleList | nn.Sequential):
+            continue
+        if sum(1 for c in child.children() if _own_bytes(c) > 0) >= 2:
+            yield child
+
+
+class _Finder:
+    """Walks the tree once; `blocks` gets (name, module) in order of definition."""
+
+    def __init__(self, model: nn.Module, block_bytes_max: int) -> None:
+        self.model = model
+        self.total = max(_own_bytes(model), 1)
+        self.block_bytes_max = block_bytes_max
+        self.blocks: list[tuple[str, nn.Module]] = []
+        self.seen: set[int] = set()
+
+    def add(self, name: str, module: nn.Module) -> None:
+        if id(module) not in self.seen:
+            self.seen.add(id(module))
+            self.blocks.append((name, module))
+
+    def visit(self, name: str, module: nn.Module) -> None:
+        """Descend into a module that is not a block itself."""
+        if id(module) in self.seen:
+            return
+        if module._parameters and any(p is not None for p in module._parameters.values()):
+            self.add(name, module)
+        for child_name, child in module.named_children():
+            full = f"{name}.{child_name}" if name else child_name
+            if _own_bytes(child) == 0:
+                continue
+            if isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+                for item_name, item in child.named_children():
+                    self.element(f"{full}.{item_name}", item)
+            else:
+                self.element(full, child)
+
+    def element(self, name: str, module: nn.Module) -> None:
+        """Decide whether module is a block or is looked into."""
+        nbytes = _own_bytes(module)
+        if nbytes == 0:
+            return
+        children = any(_own_bytes(c) > 0 for c in module.children())
+        inner = sum(_own_bytes(m) for m in _lists_below(module))
+        is_tower = 2 * inner >= nbytes and 4 * nbytes > self.total
+        if children and (nbytes > self.block_bytes_max or is_tower):
+            self.visit(name, module)
+        else:
+            self.add(name, module)
+
+
+def find_blocks(
+    model: nn.Module, block_bytes_max: int, given: Sequence[nn.Module] | None = None
+) -> list[tuple[str, nn.Module]]:
+    """Find the blocks of a model by structure.
+
+    Args:
+        model: the module to be wrapped.
+        block_bytes_max: a block with more bytes of parameters is split at its children.
+        given: modules that are blocks whatever their structure.
+
+    Returns:
+        (name, module) of each block and of each module that owns parameters above them.
+
+    Raises:
+        ModelError: a given block is not a submodule of the model.
+    """
+    finder = _Finder(model, block_bytes_max)
+    if given is None:
+        finder.visit("", model)
+        return finder.blocks
+    names = {id(m): n for n, m in model.named_modules()}
+    for module in given:
+        if id(module) not in names:
+            raise ModelError(f"blocks= has a {type(module).__name__} that is not in the model")
+    chosen = {id(m) for m in given}
+
+    def walk(name: str, module: nn.Module) -> None:
+        if id(module) in chosen:
+            finder.add(name, module)
+            return
+        below = any(id(m) in chosen for m in module.modules())
+        if not below and module is not model:
+            finder.element(name, module)
+            return
+        if any(p is not None for p in module._parameters.values()):
+            finder.add(name, module)
+        for child_name, child in module.named_children():
+            walk(f"{name}.{child_name}" if name else child_name, child)
+
+    walk("", model)
+    return finder.blocks
+
+
+def _scope_of_modules(
+    model: nn.Module, blocks: list[tuple[str, nn.Module]]
+) -> dict[int, tuple[str, nn.Module]]:
+    """The scope that each module's own parameters belong to: the innermost block around it."""
+    by_id = {id(m): (n, m) for n, m in blocks}
+    found: dict[int, tuple[str, nn.Module]] = {}
+
+    def walk(module: nn.Module, scope: tuple[str, nn.Module] | None) -> None:
+        scope = by_id.get(id(module), scope)
+        if scope is not None:
+            if found.get(id(module)) == scope:
+                return
+            found.setdefault(id(module), scope)
+        for child in module.children():
+            walk(child, scope)
+
+    walk(model, None)
+    return found
+
+
+def _align(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
+
+
+def _place(unit: Unit) -> None:
+    """Lay the unit's parameters out one after the other, aligned."""
+    at = 0
+    for param in unit.params:
+        param.first = at
+        size = param.count if unit.trainable else param.count * param.tensor.element_size()
+        at = _align(at + size, _core.PARAM_ALIGN if unit.trainable else 128)
+    if unit.trainable:
+        unit.elements = _align(max(at, 1), _core.ELEMENT_ALIGN)
+        unit.nbytes = unit.elements * unit.dtype.itemsize
+    else:
+        unit.nbytes = _align(max(at, 1), _core.BLOCK_BYTES)
+
+
+def make_layout(
+    model: nn.Module, block_bytes_max: int, given: Sequence[nn.Module] | None = None
+) -> Layout:
+    """Lay a model out in scopes, units and parameters.
+
+    Args:
+        model: the module to be wrapped.
+        block_bytes_max: a block with more bytes of parameters is split at its children.
+        given: modules that are blocks whatever their structure.
+
+    Returns:
+        The layout; parameters are sorted by unit.
+    """
+    blocks = find_blocks(model, block_bytes_max, given)
+    scope_of = _scope_of_modules(model, blocks)
+    scopes: dict[int, Scope] = {id(m): Scope(n, m, []) for n, m in blocks}
+    units: list[Unit] = []
+    unit_by_key: dict[tuple[int, torch.dtype, bool], int] = {}
+    unit_by_param: dict[int, int] = {}
+    for module_name, module in model.named_modules(remove_duplicate=True):
+        for param_name, tensor in module._parameters.items():
+            if tensor is None or tensor.numel() == 0:
+                continue
+            scope_name, scope_module = scope_of[id(module)]
+            scope = scopes[id(scope_module)]
+            if id(tensor) not in unit_by_param:
+                key = (id(scope_module), tensor.dtype, tensor.requires_grad)
+                if key not in unit_by_key:
+                    unit_by_key[key] = len(units)
+                    units.append(Unit(scope_name or "(root)", tensor.dtype, key[2], []))
+                index = unit_by_key[key]
+                unit_by_param[id(tensor)] = index
+                full = f"{module_name}.{param_name}" if module_name else param_name
+                units[index].params.append(Param(full, tensor, index, 0, 0))
+            if unit_by_param[id(tensor)] not in scope.units:
+                scope.units.append(unit_by_param[id(tensor)])
+    params: list[Param] = []
+    for unit in units:
+        _place(unit)
+        for param in unit.params:
+            param.index = len(params)
+            params.append(param)
+    scope_list = [s for s in scopes.values() if s.units]
+    _mark_always(scope_list, units)
+    return Layout(params, units, scope_list)
+
+
+def _mark_always(scopes: list[Scope], units: list[Unit]) -> None:
+    """A unit whose scope encloses other scopes stays: it is in use while all of them come and go."""
+    scope_ids = {id(s.module) for s in scopes}
+    for scope in scopes:
+        encloses = any(id(m) in scope_ids for m in scope.module.modules() if m is not scope.module)
+        if encloses:
+            for index in scope.units:
+                units[index].always = True

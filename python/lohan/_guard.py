@@ -1,0 +1,174 @@
+"""What a wrapped model's own methods do: real values out and in, and named errors.
+
+Instance attributes shadow methods of the class: `wrap` returns the same module, of the same class.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan import _store
+from lohan._session import Session
+from lohan.errors import UnsupportedError
+
+
+def _refuse(what: str, way_out: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(f"{what} of a wrapped model is not possible: {way_out}")
+
+    return refuse
+
+
+class Guard:
+    """Installs and removes the shadows on one model."""
+
+    def __init__(self, model: nn.Module, session: Session) -> None:
+        self.session = session
+        self.model = weakref.ref(model)
+        self.index = {id(p.tensor): p.index for p in session.layout.params}
+        self.handles: list[Any] = []
+        self.shadowed: list[tuple[weakref.ref[nn.Module], str]] = []
+
+    def shadow(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        """Put an instance attribute over a method."""
+        object.__setattr__(module, name, function)
+        self.shadowed.append((weakref.ref(module), name))
+
+    def install(self) -> None:
+        """Shadow what cannot work as it is, and hook what can."""
+        model = self.model()
+        assert model is not None
+        self.shadow(model, "named_parameters", self._named_parameters(model))
+        self.shadow(model, "load_state_dict", self._load_state_dict)
+        self.shadow(model, "zero_grad", lambda set_to_none=True: self.session.zero_grad())
+        for module in model.modules():
+            self.shadow(module, "_apply", self._apply(module))
+            self.shadow(
+                module,
+                "__deepcopy__",
+                _refuse("deepcopy", "copy model.state_dict(), or wrap a second model"),
+            )
+            self.shadow(
+                module,
+                "__reduce_ex__",
+                _refuse(
+                    "pickle", "save model.state_dict(), or use the store, which is a checkpoint"
+                ),
+            )
+            if any(p is not None for p in module._parameters.values()):
+                # torch marks the hook with an attribute, which a bound method cannot carry.
+                hook = functools.partial(self._fill_state_dict)
+                self.handles.append(module.register_state_dict_post_hook(hook))
+
+    def remove(self) -> None:
+        """Take everything off again."""
+        for handle in self.handles:
+            handle.remove()
+        for reference, name in self.shadowed:
+            module = reference()
+            if module is not None and name in module.__dict__:
+                object.__delattr__(module, name)
+        self.handles.clear()
+        self.shadowed.clear()
+
+    def _named_parameters(self, model: nn.Module) -> Callable[..., Iterator[tuple[str, Any]]]:
+        """Parameters have their real data while the loop is at them."""
+        plain = type(model).named_parameters
+        reference = self.model
+
+        def named_parameters(
+            prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+        ) -> Iterator[tuple[str, nn.Parameter]]:
+            owner = reference()
+            assert owner is not None
+            for name, tensor in plain(owner, prefix, recurse, remove_duplicate):
+                if id(tensor) not in self.index or self.session.closed:
+                    yield name, tensor
+                    continue
+                with self.session.resident(self.index[id(tensor)]):
+                    yield name, tensor
+
+        return named_parameters
+
+    def _fill_state_dict(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        """Put real values where a module's hollow parameters are."""
+        for name, tensor in module._parameters.items():
+            key = prefix + name
+            if tensor is not None and key in state and id(tensor) in self.index:
+                state[key] = self.session.value(self.index[id(tensor)])
+
+    def _load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Put values into the store (moments stay as they are), buffers into the model."""
+        model = self.model()
+        assert model is not None
+        names: dict[str, int] = {}
+        for module_name, module in model.named_modules(remove_duplicate=False):
+            for name, tensor in module._parameters.items():
+                if tensor is not None and id(tensor) in self.index:
+                    full = f"{module_name}.{name}" if module_name else name
+                    names[full] = self.index[id(tensor)]
+        rest = {k: v for k, v in state_dict.items() if k not in names}
+        given = {k: v for k, v in state_dict.items() if k in names}
+        missing = [k for k in names if k not in given]
+        result = _load_buffers(model, rest, set(names))
+        missing += result.missing_keys
+        params = self.session.layout.params
+        problems = [
+            f"{key}: {tuple(value.shape)} for {tuple(params[names[key]].tensor.shape)}"
+            for key, value in given.items()
+            if value.shape != params[names[key]].tensor.shape
+        ]
+        if strict and (missing or result.unexpected_keys):
+            problems += [f"missing {missing}", f"unexpected {result.unexpected_keys}"]
+        if problems:
+            raise RuntimeError("load_state_dict: " + "; ".join(problems))
+        self._write(given, names)
+        return type(result)(missing, result.unexpected_keys)
+
+    def _write(self, given: Mapping[str, Any], names: Mapping[str, int]) -> None:
+        session = self.session
+        layout = session.layout
+        changed = sorted({layout.params[names[key]].unit for key in given})
+        with session.exclusive(changed) as store:
+            for key, value in given.items():
+                param = layout.params[names[key]]
+                unit = layout.units[param.unit]
+                places = session.extents.units[param.unit]
+                _store.write_param(store, unit, places, param.first, value.cpu())
+            store.commit(session.step, store.describe()["scalars"])
+
+    def _apply(self, module: nn.Module) -> Callable[..., nn.Module]:
+        """`.to()`, `.half()`, `.cuda()`: places are lohan's business, dtypes cannot change."""
+
+        reference = weakref.ref(module)  # a module that holds itself would outlive `del model`
+
+        def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+            for dtype in {p.tensor.dtype for p in self.session.layout.params}:
+                probe = fn(torch.zeros(1, dtype=dtype))
+                if probe.dtype != dtype:
+                    raise UnsupportedError(
+                        f"changing the dtype of a wrapped model ({dtype} to {probe.dtype}) is not"
+                        " possible: convert before lohan.wrap()"
+                    )
+            owner = reference()
+            assert owner is not None
+            return owner
+
+        return apply
+
+
+def _load_buffers(model: nn.Module, state: dict[str, Any], params: set[str]) -> Any:
+    """Load buffers with torch's own method; parameters are not its business here."""
+    plain = nn.Module.load_state_dict(model, state, strict=False)
+    missing = [key for key in plain.missing_keys if key not in params]
+    return type(plain)(missing, plain.unexpected_keys)

@@ -1,0 +1,147 @@
+"""`model.optimizer`: a torch.optim.Optimizer whose arithmetic happens elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lohan.errors import HyperParameterError, StoreMismatchError, UnsupportedError
+
+if TYPE_CHECKING:
+    from lohan._session import Session
+
+DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 1e-2,
+}
+
+Hyper = tuple[float, float, float, float, float]
+
+
+def hyper_of(group: dict[str, Any]) -> Hyper:
+    """The numbers of one parameter group: (lr, beta1, beta2, eps, weight_decay)."""
+    beta1, beta2 = group["betas"]
+    return (
+        float(group["lr"]),
+        float(beta1),
+        float(beta2),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+    )
+
+
+def check_hyper(hyper: Hyper) -> None:
+    """Refuse what AdamW is not defined for, as torch.optim.AdamW does.
+
+    Raises:
+        HyperParameterError: with the value and its range.
+    """
+    lr, beta1, beta2, eps, weight_decay = hyper
+    if not lr >= 0.0:
+        raise HyperParameterError(f"lr {lr} is below 0")
+    if not eps >= 0.0:
+        raise HyperParameterError(f"eps {eps} is below 0")
+    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+        raise HyperParameterError(f"betas ({beta1}, {beta2}) are not in [0, 1)")
+    if not weight_decay >= 0.0:
+        raise HyperParameterError(f"weight_decay {weight_decay} is below 0")
+
+
+class Optimizer(torch.optim.Optimizer):
+    """AdamW over a wrapped model: the rule of torch.optim.AdamW, in fp32, on lohan's CPU workers.
+
+    Updates run while backward does, with the hyper-parameters that the groups have when backward
+    begins. `step()` closes the step; it does not wait for the updates, the next forward does.
+
+    Note:
+        `state` is empty: moments live in the store. `state_dict()` has the groups and which step of
+        which store they belong to.
+    """
+
+    def __init__(
+        self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], defaults: dict[str, Any]
+    ) -> None:
+        self._session: Session | None = None
+        super().__init__(params, {**DEFAULTS, **defaults})  # type: ignore[arg-type]
+        for group in self.param_groups:
+            check_hyper(hyper_of(group))
+
+    def attach(self, session: Session) -> None:
+        """Give the optimizer its session. Called by lohan.wrap."""
+        self._session = session
+
+    @property
+    def session(self) -> Session:
+        """The session that does the work."""
+        if self._session is None:
+            raise UnsupportedError("a lohan.Optimizer is made by lohan.wrap()")
+        return self._session
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Close the step: what backward gave gradients for is, or will be, updated before its next use.
+
+        Args:
+            closure: called first, with gradients enabled, as torch.optim does.
+
+        Returns:
+            What closure returned, or None.
+
+        Raises:
+            HyperParameterError: a group changed since backward began.
+            LentError: a tensor that was kept from forward or backward is a view of a parameter.
+            StepError: the backward of this step died; `zero_grad()` forgets it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.session.close_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do after `step()`; forgets the step whose backward died with an exception.
+
+        Raises:
+            ZeroGradError: backward has finished and updates have begun.
+        """
+        self.session.zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the model is wrapped.
+
+        Raises:
+            UnsupportedError: the model is wrapped; parameters have their places.
+        """
+        if getattr(self, "_session", None) is not None:
+            raise UnsupportedError(
+                "parameter groups are fixed at lohan.wrap(): pass them as params="
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups, and which step of which store holds the moments."""
+        state = super().state_dict()
+        state["lohan"] = {"store": self.session.uuid, "step": self.session.step}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the groups' hyper-parameters; the moments are the store's.
+
+        Raises:
+            StoreMismatchError: the state belongs to another store, or another step of this one.
+        """
+        state = dict(state_dict)
+        owner = state.pop("lohan", None)
+        mine = {"store": self.session.uuid, "step": self.session.step}
+        if owner != mine:
+            raise StoreMismatchError(
+                0,
+                f"the optimizer state is of {owner}, the session is at {mine}: open that store"
+                " with lohan.wrap(..., store=..., resume=True)",
+            )
+        super().load_state_dict(state)

@@ -1,0 +1,491 @@
+"""The session: what holds an engine, its hooks on a module, and the rules of a training step."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lohan import _core
+from lohan._block import BYTES_CODE, DTYPE_CODES, Layout
+from lohan._optim import Hyper, check_hyper, hyper_of
+from lohan._stats import StepStats
+from lohan._store import Extents
+from lohan._tensor import (
+    SavedTensors,
+    UseFinder,
+    at_backward_end,
+    hollow,
+    hollow_gradient,
+    in_backward,
+    nan_array,
+)
+from lohan.config import Config
+from lohan.errors import (
+    HyperParameterError,
+    SecondBackwardError,
+    SessionError,
+    StepError,
+    ZeroGradError,
+    engine_raiser,
+)
+
+if TYPE_CHECKING:
+    from lohan._optim import Optimizer
+
+# Checksums, manifest, requests, tables: small against everything else, so a flat reserve.
+BOOKKEEPING_BYTES = 4 << 20
+
+
+def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
+    """Units as _core.Engine takes them."""
+    tuples = []
+    for index, (unit, places) in enumerate(zip(layout.units, extents.units, strict=True)):
+        first = unit.params[0].index
+        code = DTYPE_CODES.get(unit.dtype, BYTES_CODE) if unit.trainable else BYTES_CODE
+        tuples.append(
+            (
+                unit.nbytes,
+                unit.elements,
+                code,
+                int(unit.always),
+                first,
+                len(unit.params),
+                places.param,
+                places.residual,
+                places.moment1,
+                places.moment2,
+                index,
+            )
+        )
+    return tuples
+
+
+class Session:
+    """A wrapped model's connection to its engine. `model.lohan` is one.
+
+    Attributes:
+        layout: blocks, units and parameters.
+        budget: how main memory is divided, in bytes.
+        uuid: of the store.
+        directories: of the store.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        extents: Extents,
+        store: _core.Store,
+        config: Config,
+        budget: dict[str, int],
+        directories: Sequence[str],
+        group_of: dict[int, int],
+        group_count: int,
+    ) -> None:
+        self.layout = layout
+        self.extents = extents
+        self.config = config
+        self.budget = budget
+        self.directories = list(directories)
+        self.store = store
+        self.uuid = str(store.describe()["uuid"])
+        self.closed = False
+        self._owner_pid = os.getpid()
+        self._lock = threading.RLock()
+        self._raiser = engine_raiser(
+            [u.name for u in layout.units], [p.name for p in layout.params]
+        )
+        commit = config.commit_every
+        self._engine = _core.Engine(
+            store=store,
+            units=unit_tuples(layout, extents),
+            params=[(p.unit, p.first, p.count, group_of.get(p.index, 0)) for p in layout.params],
+            group_count=group_count,
+            budget=budget,
+            raiser=self._raiser,
+            types=(_core.Handle, _core.Scope),
+            io=config.io,
+            directory=self.directories[0],
+            threads=config.threads or len(os.sched_getaffinity(0)),
+            nice=config.nice,
+            io_depth=config.io_depth,
+            transfer_bytes=config.transfer_bytes,
+            commit_every=1 if commit == "auto" else 0 if commit == "never" else int(commit),
+            serial=config.schedule == "serial",
+            verify=config.verify,
+            trace_count=min(config.trace_events, _core.TRACE_COUNT_MAX),
+        )
+        self._bind()
+        self._saved = SavedTensors(self._engine.pack, self._engine.unpack)
+        # The engine calls back into the session; a strong reference would be a cycle through C.
+        this = weakref.ref(self)
+        self._engine.callbacks(
+            lambda: _alive(this)._on_backward(),
+            lambda: _alive(this)._on_gradient(),
+            lambda begins: _alive(this)._on_forward(begins),
+        )
+        self._forward_depth = 0
+        self._begun: tuple[int, bool] | None = None
+        self._backward = "none"  # none, running, done
+        self._hyper: list[Hyper] | None = None
+        self._groups: list[dict[str, Any]] = []
+        self._hooks: list[Any] = []
+        self._root_scopes: list[_core.Scope] = []
+        self._looked_at: set[tuple[str, bool]] = set()
+        self._finder: UseFinder | None = None
+        self._autocast_cache = False
+        self._hollow_gradients: dict[int, torch.Tensor] = {}
+        self._has_hollow_gradients = False
+        self._param_index = {id(p.tensor): p.index for p in layout.params}
+
+    # --- Making -----------------------------------------------------------------------------
+
+    def _bind(self) -> None:
+        """Make every parameter hollow and known to the engine."""
+        count = len(self.layout.params)
+        self._arrays: dict[torch.dtype, torch.Tensor] = {}
+        for param in self.layout.params:
+            dtype = param.tensor.dtype
+            if dtype not in self._arrays:
+                self._arrays[dtype] = nan_array(dtype, count)
+                if dtype in DTYPE_CODES:
+                    self._engine.hollow_array(self._arrays[dtype])
+            empty = hollow(self._arrays[dtype], param.index, param.tensor.shape)
+            param.tensor.data = empty
+            self._engine.bind(param.index, param.tensor, empty)
+
+    def hook(self, model: nn.Module) -> None:
+        """Put the hooks on the model."""
+        add = self._hooks.append
+        add(model.register_forward_pre_hook(self._root_enter, prepend=True))
+        for scope in self.layout.scopes:
+            made = self._engine.scope(scope.units)
+            if scope.module is model:
+                self._root_scopes.append(made)
+                continue
+            add(scope.module.register_forward_pre_hook(made.enter, prepend=True))
+            add(scope.module.register_forward_hook(made.leave, always_call=True))
+        add(model.register_forward_hook(self._root_leave, always_call=True))
+        for param in self.layout.params:
+            if self.layout.units[param.unit].trainable:
+                hook = self._engine.gradient_hook(param.index)
+                add(param.tensor.register_post_accumulate_grad_hook(hook))
+
+    def unhook(self) -> None:
+        """Take every hook off."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Take the groups whose hyper-parameters rule."""
+        self._groups = optimizer.param_groups
+        optimizer.attach(self)
+
+    # --- Forward ----------------------------------------------------------------------------
+
+    def _root_enter(self, module: nn.Module, args: Any) -> None:
+        if self._forward_depth > 0 or in_backward():
+            self._forward_depth += self._forward_depth > 0
+            return
+        self._forward_begin(f"root{module.training}")
+        entered = 0
+        try:
+            for scope in list(self._root_scopes):
+                scope.enter()
+                entered += 1
+        except BaseException:
+            for scope in reversed(self._root_scopes[:entered]):
+                scope.leave()
+            self._forward_end()
+            raise
+
+    def _root_leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._forward_depth == 0 or in_backward():
+            return
+        if self._forward_depth > 1:
+            self._forward_depth -= 1
+            return
+        for scope in reversed(self._root_scopes):
+            scope.leave()
+        self._forward_end()
+
+    def _on_forward(self, begins: bool) -> bool:
+        """A block is called (or ends) outside the model's own forward: that is a forward, too."""
+        if not begins:
+            self._forward_end()
+            return False
+        if in_backward():
+            return False
+        self._forward_begin("outside")
+        return True
+
+    def _forward_begin(self, kind: str) -> None:
+        self.check_open()
+        if self._backward == "running":
+            self._abort()  # the last backward died: its step is forgotten
+        elif self._engine.status()["has_gradients"]:
+            raise SecondBackwardError(
+                "a forward after backward and before optimizer.step(): parameters are on their way"
+                " to the next step. Call model.optimizer.step() first; accumulating gradients over"
+                " several backwards is not supported yet"
+            )
+        grad = torch.is_grad_enabled()
+        if kind != "outside" or self._begun != (self.step, grad):
+            self._engine.begin(grad)
+            self._begun = (self.step, grad)
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+        if torch.is_autocast_enabled("cpu"):
+            # The cache would keep every weight's cast for the whole forward: the model, as activations.
+            torch.set_autocast_cache_enabled(False)
+            self._engine.autocast(torch.get_autocast_dtype("cpu") == torch.bfloat16)
+        self._saved.enter()
+        self._forward_depth = 1
+        self._engine.forward(True)
+        if (kind, grad) not in self._looked_at:
+            self._looked_at.add((kind, grad))
+            self._finder = UseFinder(self._on_use)
+            self._finder.__enter__()
+
+    def _forward_end(self) -> None:
+        self._forward_depth = 0
+        self._engine.forward(False)
+        if self._finder is not None:
+            self._finder.__exit__(None, None, None)
+            self._finder = None
+        self._saved.leave()
+        self._engine.autocast(False)
+        torch.set_autocast_cache_enabled(self._autocast_cache)
+
+    def _on_use(self, tensor: nn.Parameter) -> None:
+        """A parameter is an argument of an operation: make it resident if no scope did."""
+        index = self._param_index.get(id(tensor))
+        if index is None or tensor.data_ptr() != self._hollow_address(index):
+            return
+        scope = self._engine.scope([self.layout.params[index].unit])
+        scope.enter()
+        self._root_scopes.append(scope)
+
+    def _hollow_address(self, index: int) -> int:
+        dtype = self.layout.params[index].tensor.dtype
+        return self._arrays[dtype].data_ptr() + index * dtype.itemsize
+
+    # --- Backward ---------------------------------------------------------------------------
+
+    def _on_backward(self) -> None:
+        """The first saved parameter, or the first gradient, of a backward."""
+        self._backward = "running"
+        if in_backward():
+            at_backward_end(self._on_backward_end)
+
+    def _on_backward_end(self) -> None:
+        self._backward = "done"
+        self._engine.backward_end()
+        if self._engine.status()["has_gradients"]:
+            self._show_hollow_gradients()
+
+    def _on_gradient(self) -> None:
+        """The first gradient of a step: what the groups say now is what the updates use."""
+        hypers = [hyper_of(group) for group in self._groups]
+        for index, hyper in enumerate(hypers):
+            check_hyper(hyper)
+            self._engine.hyper(index, *hyper)
+        self._hyper = hypers
+
+    def _show_hollow_gradients(self) -> None:
+        """Leave something in p.grad that says so when it is used."""
+        for param in self.layout.params:
+            if not self.layout.units[param.unit].trainable or param.tensor.grad is not None:
+                continue
+            if param.index not in self._hollow_gradients:
+                self._hollow_gradients[param.index] = hollow_gradient(param.tensor.data)
+            param.tensor.grad = self._hollow_gradients[param.index]
+        self._has_hollow_gradients = True
+
+    def _hide_hollow_gradients(self) -> None:
+        if not self._has_hollow_gradients:
+            return
+        for param in self.layout.params:
+            param.tensor.grad = None
+        self._has_hollow_gradients = False
+
+    # --- Step -------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Closed steps, those before a resume included."""
+        return int(self._engine.status()["step"]) if not self.closed else self._last_step
+
+    def close_step(self) -> None:
+        """Close the open step. `model.optimizer.step()` calls it."""
+        self.check_open()
+        if self._backward == "running" and not in_backward():
+            raise StepError(
+                "the backward of this step died with an exception: call"
+                " model.optimizer.zero_grad() to forget the step, or begin the next forward"
+            )
+        if not self._engine.status()["has_gradients"]:
+            self._backward = "none"
+            return
+        now = [hyper_of(group) for group in self._groups]
+        if now != self._hyper:
+            raise HyperParameterError(
+                f"hyper-parameters changed between backward and step(), from {self._hyper} to {now}:"
+                " updates ran with the first. Change them after step() or before backward"
+                " (learning-rate schedulers: after step())"
+            )
+        self._hide_hollow_gradients()
+        self._engine.close_step(self._scalars())
+        self._backward = "none"
+
+    def _scalars(self) -> bytes:
+        """What a commit carries besides tensors."""
+        state = {
+            "groups": [list(hyper_of(group)) for group in self._groups],
+            "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+        }
+        return json.dumps(state).encode()
+
+    def restore_scalars(self) -> None:
+        """Take learning rates and torch's CPU generator from the store's last commit."""
+        blob = self.store.describe()["caller_scalars"]
+        if not blob:
+            return
+        state = json.loads(blob)
+        for group, hyper in zip(self._groups, state["groups"], strict=True):
+            group["lr"], beta1, beta2, group["eps"], group["weight_decay"] = hyper
+            group["betas"] = (beta1, beta2)
+        rng = bytearray(base64.b64decode(state["rng"]))
+        torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))
+
+    def zero_grad(self) -> None:
+        """See Optimizer.zero_grad."""
+        self.check_open()
+        if self._backward == "running" and not in_backward():
+            self._abort()
+            return
+        if self._engine.status()["has_gradients"]:
+            raise ZeroGradError(
+                "zero_grad() between backward and step(): updates of this step have begun and"
+                " cannot be taken back. Call zero_grad() after step(), or skip the step before"
+                " backward"
+            )
+        self._hide_hollow_gradients()
+
+    def _abort(self) -> None:
+        self._hide_hollow_gradients()
+        self._engine.abort()
+        self._backward = "none"
+        self._hyper = None
+
+    # --- Values -----------------------------------------------------------------------------
+
+    def _check_whole(self) -> None:
+        self.check_open()
+        if self._backward == "running" and not in_backward():
+            self._abort()
+        if self._engine.status()["has_gradients"]:
+            raise StepError(
+                "parameters cannot be read between backward and step(): some are already those of"
+                " the next step. Call model.optimizer.step() first"
+            )
+
+    def value(self, index: int) -> torch.Tensor:
+        """A copy of one parameter's value, in its dtype and shape."""
+        self._check_whole()
+        lend: torch.Tensor = self._engine.lend(index)
+        return lend.clone()
+
+    @contextlib.contextmanager
+    def resident(self, index: int) -> Iterator[None]:
+        """The parameter has its real data inside the with."""
+        self._check_whole()
+        scope = self._engine.scope([self.layout.params[index].unit])
+        scope.enter()
+        try:
+            yield
+        finally:
+            scope.leave()
+
+    @contextlib.contextmanager
+    def exclusive(self, changed: list[int]) -> Iterator[_core.Store]:
+        """The store, with the engine asleep; units in `changed` are forgotten in memory after."""
+        self._check_whole()
+        self._engine.pause()
+        try:
+            yield self.store
+        finally:
+            self._engine.resume(changed)
+
+    def flush(self) -> None:
+        """Wait until every closed step is written."""
+        self.check_open()
+        self._engine.flush(False)
+
+    def commit(self) -> None:
+        """Wait until every closed step is written and committed."""
+        self.check_open()
+        self._engine.flush(True)
+
+    def stats(self) -> StepStats | None:
+        """Times and bytes of the last step that is over; None before the first."""
+        raw = self._engine.stats()
+        return None if raw is None else StepStats.make(raw, self._engine_threads())
+
+    def _engine_threads(self) -> int:
+        return self.config.threads or len(os.sched_getaffinity(0))
+
+    def status(self) -> dict[str, Any]:
+        """What is open, pinned and held; which backend and pages are in use."""
+        self.check_open()
+        return dict(self._engine.status())
+
+    def trace(self) -> list[tuple[int, ...]]:
+        """Events of the timeline: (kind, unit, lane, step, start_ns, end_ns, bytes)."""
+        self.check_open()
+        return list(self._engine.trace())
+
+    # --- End --------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Refuse to work for a closed session, or in a forked child.
+
+        Raises:
+            SessionError: says which.
+        """
+        if self.closed:
+            raise SessionError("the session is closed: wrap the model again with resume=True")
+        if os.getpid() != self._owner_pid:
+            raise SessionError("the model was wrapped in another process: wrap it after the fork")
+
+    def close(self) -> None:
+        """Finish and commit what is closed, stop the engine, release the store. Idempotent."""
+        with self._lock:
+            if self.closed or os.getpid() != self._owner_pid:
+                return
+            self._last_step = self.step
+            try:
+                with contextlib.suppress(Exception):
+                    if self._engine.status()["has_gradients"]:
+                        self._engine.abort()
+                self._engine.flush(True)
+            finally:
+                self.closed = True
+                self.unhook()
+                self._engine.close()
+                self.store.close()
+
+
+def _alive(reference: weakref.ref[Session]) -> Session:
+    session = reference()
+    if session is None:
+        raise SessionError("the session is gone")
+    return session

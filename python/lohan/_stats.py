@@ -1,0 +1,101 @@
+"""What a step cost, and which resource bounded it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+LINKS = ("param_read", "state_read", "param_write", "state_write", "commit_write")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepStats:
+    """One step, from its first forward to the end of its writes and commit. Times in ns, sizes in bytes.
+
+    Attributes:
+        step: its number, from 1.
+        wall_ns: from the begin of its forward to `optimizer.step()`.
+        written_ns: from there until its writes and commit were done, behind the next forward.
+        bytes: moved over each link; `planned_bytes`: what the plan said before the step.
+        replans: how often the order of uses was not the predicted one.
+        param_wait_ns: the training thread waited for parameters.
+        gradient_wait_ns: it waited because too many gradients were on their way.
+        ssd_busy_ns: at least one I/O request was in flight.
+        update_busy_ns: workers spent on the optimizer, summed over `threads`.
+        bound_by: "compute", "ssd" or "optimizer": the resource with the least slack.
+    """
+
+    step: int
+    wall_ns: int
+    written_ns: int
+    bytes: dict[str, int]
+    planned_bytes: dict[str, int]
+    replans: int
+    param_wait_ns: int
+    gradient_wait_ns: int
+    ssd_busy_ns: int
+    update_busy_ns: int
+    commit_ns: int
+    gradient_bytes_max: int
+    updated_params: int
+    threads: int
+
+    @classmethod
+    def make(cls, raw: dict[str, Any], threads: int) -> StepStats:
+        """From the engine's numbers."""
+        return cls(
+            step=raw["step"],
+            wall_ns=raw["close_ns"] - raw["begin_ns"],
+            written_ns=raw["end_ns"] - raw["close_ns"],
+            bytes={k: raw[f"{k}_bytes"] for k in LINKS},
+            planned_bytes={k: raw[f"planned_{k}_bytes"] for k in LINKS},
+            replans=raw["replans"],
+            param_wait_ns=raw["param_wait_ns"],
+            gradient_wait_ns=raw["gradient_wait_ns"],
+            ssd_busy_ns=raw["ssd_busy_ns"],
+            update_busy_ns=raw["update_busy_ns"],
+            commit_ns=raw["commit_ns"],
+            gradient_bytes_max=raw["gradient_bytes_max"],
+            updated_params=raw["updated_params"],
+            threads=threads,
+        )
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read from SSD."""
+        return self.bytes["param_read"] + self.bytes["state_read"]
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written to SSD, commit included."""
+        return sum(self.bytes[k] for k in ("param_write", "state_write", "commit_write"))
+
+    @property
+    def planned_read_bytes(self) -> int:
+        """Bytes that the plan read."""
+        return self.planned_bytes["param_read"] + self.planned_bytes["state_read"]
+
+    @property
+    def planned_written_bytes(self) -> int:
+        """Bytes that the plan wrote, commit included."""
+        keys = ("param_write", "state_write", "commit_write")
+        return sum(self.planned_bytes[k] for k in keys)
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Share of the step during which each resource was at work."""
+        wall = max(self.wall_ns, 1)
+        waits = self.param_wait_ns + self.gradient_wait_ns
+        return {
+            "compute": max(0.0, 1.0 - waits / wall),
+            "ssd": min(1.0, self.ssd_busy_ns / max(self.wall_ns + self.written_ns, 1)),
+            "optimizer": min(1.0, self.update_busy_ns / max(self.threads, 1) / wall),
+        }
+
+    @property
+    def bound_by(self) -> str:
+        """The resource that a faster one of would shorten the step most."""
+        busy = self.busy
+        if busy["compute"] >= 0.9:
+            return "compute"
+        return max(("ssd", "optimizer"), key=lambda name: busy[name])

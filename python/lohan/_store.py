@@ -1,0 +1,208 @@
+"""A model's store: which extents it has, how it is made, filled, opened and compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lohan import _core
+from lohan._block import Layout, Unit
+from lohan._tensor import nbytes_of
+from lohan.config import Config
+from lohan.errors import StoreError, StoreMismatchError, store_error
+
+SCALAR_BYTES_MAX = 64 << 10  # of ours: groups and RNG state take 8 KiB
+
+
+@dataclasses.dataclass
+class UnitExtents:
+    """Extent numbers of a unit's arrays; -1: none."""
+
+    param: int
+    residual: int = -1
+    moment1: int = -1
+    moment2: int = -1
+
+
+@dataclasses.dataclass
+class Extents:
+    """All extents of a layout: (bytes, group) each, and slots of each group."""
+
+    units: list[UnitExtents]
+    table: list[tuple[int, int]]
+    groups: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on SSD, slots counted."""
+        return sum(nbytes * self.groups[group] for nbytes, group in self.table)
+
+
+def plan_extents(layout: Layout, single_slot: bool) -> Extents:
+    """Give every array of every unit its extent.
+
+    Args:
+        layout: the model.
+        single_slot: one slot for everything (commit_every="never").
+    """
+    extents = Extents([], [], [])
+    for group, unit in enumerate(layout.units):
+        extents.groups.append(1 if single_slot or not unit.trainable else 2)
+
+        def add(nbytes: int, group: int = group) -> int:
+            extents.table.append((nbytes, group))
+            return len(extents.table) - 1
+
+        places = UnitExtents(add(unit.nbytes))
+        if unit.has_residual:
+            places.residual = add(unit.elements * 2)
+        if unit.trainable:
+            places.moment1 = add(unit.elements * 4)
+            places.moment2 = add(unit.elements * 4)
+        extents.units.append(places)
+    return extents
+
+
+def describe(layout: Layout) -> dict[str, Any]:
+    """What a store must have been made for to be this model's."""
+    return {
+        "lohan": 1,
+        "params": [
+            [p.name, list(p.tensor.shape), str(p.tensor.dtype), layout.units[p.unit].trainable]
+            for p in layout.params
+        ],
+        "units": [[u.name, len(u.params), u.elements, u.nbytes] for u in layout.units],
+    }
+
+
+def temporary_directory() -> str:
+    """A directory for a store that nobody named: on disk, not in main memory."""
+    for base in (tempfile.gettempdir(), "/var/tmp", os.getcwd()):
+        if os.path.isdir(base) and os.access(base, os.W_OK) and not _is_memory(base):
+            return tempfile.mkdtemp(prefix="lohan-", dir=base)
+    raise StoreError(0, "no directory on a disk for a temporary store: pass store=")
+
+
+def _is_memory(path: str) -> bool:
+    best, kind = "", ""
+    real = os.path.realpath(path)
+    with open("/proc/mounts", encoding="utf-8") as mounts:
+        for line in mounts:
+            fields = line.split()
+            point = fields[1]
+            inside = real == point or real.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(best):
+                best, kind = point, fields[2]
+    return kind in {"tmpfs", "ramfs"}
+
+
+def measure_weights(directories: Sequence[str]) -> list[int]:
+    """Stripe weights from measured bandwidth; equal where it cannot be measured."""
+    if len(directories) < 2:
+        return []
+    weights = []
+    for directory in directories:
+        try:
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+            write, read = _core.store_measure(store_error, directory, 64 << 20)
+        except (StoreError, OSError):
+            return []
+        weights.append(max(min(write, read) >> 20, 1))
+    # Near equal is equal: a stripe layout should not follow the noise of one measurement.
+    return [] if max(weights) < 1.25 * min(weights) else weights
+
+
+def create(
+    layout: Layout, extents: Extents, directories: Sequence[str], config: Config, temporary: bool
+) -> _core.Store:
+    """Make a store for a layout; nothing is in it yet.
+
+    Raises:
+        StoreExistsError, StoreLockedError, StoreError: with the directory and the numbers.
+        BudgetError: no: a full disk is a StoreError with how much is missing.
+    """
+    return _core.store_create(
+        type=_core.Store,
+        raiser=store_error,
+        directories=list(directories),
+        weights=measure_weights(directories),
+        extents=extents.table,
+        groups=extents.groups,
+        meta=json.dumps(describe(layout)).encode(),
+        scalar_bytes_max=SCALAR_BYTES_MAX + _core.scalar_overhead_bytes(len(layout.params)),
+        single_slot=config.commit_every == "never",
+        temporary=temporary,
+        allow_buffered=config.allow_buffered,
+        allow_tmpfs=config.allow_tmpfs,
+    )
+
+
+def open_existing(directories: Sequence[str], config: Config) -> _core.Store:
+    """Open a store at its last committed step."""
+    return _core.store_open(
+        type=_core.Store,
+        raiser=store_error,
+        directories=list(directories),
+        read_only=False,
+        allow_buffered=config.allow_buffered,
+    )
+
+
+def check_same_model(store: _core.Store, layout: Layout) -> None:
+    """Refuse a store of another model, by its first difference.
+
+    Raises:
+        StoreMismatchError: names what differs.
+    """
+    theirs = json.loads(store.describe()["meta"])
+    ours = describe(layout)
+    if theirs == ours:
+        return
+    for a, b in zip(theirs["params"], ours["params"], strict=False):
+        if a != b:
+            raise StoreMismatchError(
+                0,
+                "the store is of another model: it has parameter"
+                f" {a[0]!r} {a[1]} {a[2]} trainable={a[3]}, this model"
+                f" {b[0]!r} {b[1]} {b[2]} trainable={b[3]}",
+            )
+    count = len(theirs["params"]), len(ours["params"])
+    if count[0] != count[1]:
+        raise StoreMismatchError(
+            0, f"the store is of another model: {count[0]} parameters, this model has {count[1]}"
+        )
+    raise StoreMismatchError(
+        0, "the store has the same parameters in other blocks: pass the blocks= it was made with"
+    )
+
+
+def write_param(
+    store: _core.Store, unit: Unit, places: UnitExtents, first: int, values: torch.Tensor
+) -> None:
+    """Write one parameter, or a run of its elements, as the store keeps it.
+
+    Args:
+        store: open for writing.
+        unit: the parameter's unit.
+        places: its extents.
+        first: element (trainable) or byte (frozen) in the unit.
+        values: contiguous CPU tensor; fp32 for a bf16 unit keeps every bit, in the residual.
+    """
+    values = values.detach().contiguous()
+    if unit.has_residual and values.dtype == torch.float32:
+        param = torch.empty(values.shape, dtype=torch.bfloat16)
+        residual = torch.empty(values.shape, dtype=torch.int16)
+        _core.adam_split(values.data_ptr(), param.data_ptr(), residual.data_ptr(), values.numel())
+        store.write(places.param, first * 2, param.data_ptr(), nbytes_of(param))
+        if bool(residual.any()):
+            store.write(places.residual, first * 2, residual.data_ptr(), nbytes_of(residual))
+        return
+    values = values.to(unit.dtype)
+    offset = first * unit.dtype.itemsize if unit.trainable else first
+    store.write(places.param, offset, values.data_ptr(), nbytes_of(values))

@@ -1,0 +1,45 @@
+"""What a user can set, with units and the reason for each default."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of a session that have nothing to do with the optimizer's rule.
+
+    None of them changes the numbers that training computes.
+
+    Attributes:
+        host_bytes: main memory for parameters, optimizer states and gradients on their way, in
+            bytes. None: half of what is available, at most what the model can use.
+        threads: workers of the CPU optimizer. None: one a core that this process may run on.
+        nice: added to the workers' nice value, so that the training thread goes first where both
+            want the same core.
+        io: I/O backend: "auto" (the best that works here), "io_uring", "libaio" or "threads".
+        io_depth: I/O requests in flight. 8 requests of 4 MiB keep every disk that was measured busy
+            and bound what a demand read waits behind.
+        transfer_bytes: largest I/O request, in bytes, a multiple of 1 MiB.
+        commit_every: steps between commits; "auto" (each step, as long as every state is written
+            each step anyway) or "never" (one slot: half the space, no crash safety).
+        schedule: "optimized": updates overlap with backward; "serial": they start at `step()`.
+        verify: check the checksums of everything that is read.
+        trace_events: events of the timeline that are kept; 0: none.
+        allow_buffered: go on without O_DIRECT where the file system refuses it.
+        allow_tmpfs: allow a store in main memory (for tests).
+    """
+
+    host_bytes: int | None = None
+    threads: int | None = None
+    nice: int = 0
+    io: Literal["auto", "io_uring", "libaio", "threads"] = "auto"
+    io_depth: int = 8
+    transfer_bytes: int = 4 << 20
+    commit_every: int | Literal["auto", "never"] = "auto"
+    schedule: Literal["optimized", "serial"] = "optimized"
+    verify: bool = True
+    trace_events: int = 0
+    allow_buffered: bool = True
+    allow_tmpfs: bool = False

@@ -1,0 +1,177 @@
+"""The errors of lohan: each says what is wrong, with the numbers, and the way out."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable, Sequence
+
+
+class LohanError(Exception):
+    """Base of all errors that lohan raises."""
+
+
+class ModelError(LohanError, TypeError):
+    """The model cannot be wrapped: not a module, no parameters, a dtype or layout it does not support."""
+
+
+class BudgetError(LohanError, MemoryError):
+    """A budget of memory or disk is too small; the message says what would fit."""
+
+
+class StoreError(LohanError, OSError):
+    """A store cannot be made, opened, read or written."""
+
+
+class StoreExistsError(StoreError):
+    """There is a store already, and `resume=True` was not given."""
+
+
+class StoreLockedError(StoreError):
+    """Another process has the store open."""
+
+
+class StoreMismatchError(StoreError):
+    """The store is of another model."""
+
+
+class StoreVersionError(StoreError):
+    """The store was written by a newer lohan."""
+
+
+class StoreUncleanError(StoreError):
+    """A store with one slot was not closed, so its bytes are of no known step."""
+
+
+class ChecksumError(StoreError):
+    """Bytes read from a store are not those that were written."""
+
+
+class StepError(LohanError, RuntimeError):
+    """A training step was used in an order that lohan cannot make exact."""
+
+
+class SecondBackwardError(StepError):
+    """A second backward, or a forward, between a backward and `optimizer.step()`."""
+
+
+class ZeroGradError(StepError):
+    """`zero_grad()` after updates of this step have begun."""
+
+
+class HyperParameterError(StepError):
+    """Hyper-parameters changed between backward and `optimizer.step()`."""
+
+
+class OffloadedGradientError(StepError):
+    """Something reads a gradient that has left for the optimizer (clipping, a scaler, another optimizer)."""
+
+
+class StaleGraphError(StepError):
+    """A backward through a graph from before `optimizer.step()`."""
+
+
+class HollowParameterError(StepError):
+    """A parameter was read while it was not in memory."""
+
+
+class FrozenParameterError(StepError):
+    """A parameter that was frozen at wrap requires a gradient now."""
+
+
+class GradientError(StepError):
+    """A gradient of a kind that the optimizer does not take (sparse, float64, ...)."""
+
+
+class LentError(StepError):
+    """Parameters are still referenced by tensors that were kept from a forward or backward."""
+
+
+class UnsupportedError(LohanError, NotImplementedError):
+    """A feature that lohan refuses by name instead of doing it wrong."""
+
+
+class SessionError(LohanError, RuntimeError):
+    """The session is closed or has failed."""
+
+
+_BY_CODE: dict[int, type[LohanError]] = {
+    errno.EEXIST: StoreExistsError,
+    errno.EBUSY: StoreLockedError,
+    errno.EPROTO: StoreVersionError,
+    errno.EUCLEAN: StoreUncleanError,
+    errno.EILSEQ: ChecksumError,
+    errno.EBADMSG: StoreMismatchError,
+    errno.ECANCELED: SessionError,
+}
+
+_ENGINE_BY_CODE: dict[int, type[LohanError]] = {
+    errno.ENOSPC: BudgetError,
+    errno.ENOMEM: BudgetError,
+    errno.EALREADY: SecondBackwardError,
+    errno.ESTALE: StaleGraphError,
+    errno.ENXIO: HollowParameterError,
+    errno.EPERM: FrozenParameterError,
+    errno.EOPNOTSUPP: GradientError,
+    errno.EBUSY: LentError,
+    errno.ECANCELED: SessionError,
+    errno.ENOTRECOVERABLE: SessionError,
+    errno.EILSEQ: ChecksumError,
+    errno.EBADMSG: StoreMismatchError,
+}
+
+_HINTS: dict[int, str] = {
+    errno.EEXIST: "pass resume=True to go on with it, or another directory",
+    errno.ENXIO: "call the module that owns it, or pass blocks= so that it is resident there",
+    errno.EUCLEAN: 'start again from the weights; commit_every="never" keeps no committed step',
+}
+
+
+def _make(
+    table: dict[int, type[LohanError]], default: type[LohanError], code: int, message: str
+) -> LohanError:
+    cls = table.get(-code, default)
+    hint = _HINTS.get(-code)
+    text = f"{message}: {hint}" if hint and hint not in message else message
+    if issubclass(cls, OSError):
+        return cls(-code, text)
+    return cls(text)
+
+
+def store_error(code: int, message: str) -> LohanError:
+    """The exception for -errno and a message of the store.
+
+    Args:
+        code: -errno.
+        message: what the core says, with the numbers.
+
+    Returns:
+        The exception, not raised.
+    """
+    return _make(_BY_CODE, StoreError, code, message)
+
+
+def engine_raiser(
+    unit_names: Sequence[str], param_names: Sequence[str]
+) -> Callable[[int, str], LohanError]:
+    """Make the function that turns the engine's errors into exceptions, numbers into names.
+
+    Args:
+        unit_names: the name of each unit.
+        param_names: the name of each parameter.
+
+    Returns:
+        A function of (-errno, message) that returns the exception.
+    """
+
+    def named(match: re.Match[str]) -> str:
+        names = unit_names if match[1] == "unit" else param_names
+        index = int(match[2])
+        label = "block" if match[1] == "unit" else "parameter"
+        return f"{label} {names[index]!r}" if index < len(names) else match[0]
+
+    def raiser(code: int, message: str) -> LohanError:
+        text = re.sub(r"\b(unit|param) (\d+)\b", named, message)
+        return _make(_ENGINE_BY_CODE, StoreError, code, text)
+
+    return raiser

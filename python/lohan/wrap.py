@@ -1,0 +1,345 @@
+"""`lohan.wrap`: the one call that a training script needs."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+import shutil
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan import _core, _store, _weights
+from lohan._block import Layout, make_layout
+from lohan._guard import Guard
+from lohan._optim import DEFAULTS, Optimizer
+from lohan._session import BOOKKEEPING_BYTES, Session, unit_tuples
+from lohan.config import Config
+from lohan.errors import BudgetError, ModelError, StoreError, UnsupportedError
+
+PathLike = str | os.PathLike[str]
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_handlers_are_set = False
+
+
+def wrap(
+    model: nn.Module,
+    *,
+    store: PathLike | Sequence[PathLike] | None = None,
+    resume: bool = False,
+    lr: float = DEFAULTS["lr"],
+    betas: tuple[float, float] = DEFAULTS["betas"],
+    eps: float = DEFAULTS["eps"],
+    weight_decay: float = DEFAULTS["weight_decay"],
+    params: Iterable[dict[str, Any]] | None = None,
+    blocks: Sequence[nn.Module] | None = None,
+    weights: PathLike | None = None,
+    init: str | Callable[[nn.Module], None] | None = None,
+    config: Config | None = None,
+    **settings: Any,
+) -> nn.Module:
+    """Train model with its parameters, master copies and Adam moments on SSD.
+
+    The same module comes back, with `model.optimizer` (a torch.optim.Optimizer) and `model.lohan`
+    (the session). Parameters are in memory only while a block that needs them runs. The numbers are
+    those of AdamW in fp32 in memory.
+
+    Args:
+        model: any module with floating-point parameters on the CPU, fp32 or bf16 where they require
+            a gradient; or one made inside `lohan.empty()`, with weights= or init=.
+        store: a directory, or one a disk. None: a temporary store, gone at exit.
+        resume: go on with the store's last committed step.
+        lr: learning rate of groups that do not say otherwise.
+        betas: decay of the moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay.
+        params: parameter groups as for torch.optim.AdamW; None: all parameters in one group.
+        blocks: modules to be blocks; None: found by structure.
+        weights: a folder or file of safetensors to fill an empty model from.
+        init: "model" to run the model's own initialisation block by block; or a function called with
+            each module that owns parameters.
+        config: settings that do not change the numbers; single ones can be given by name instead
+            (host_bytes=, io=, commit_every=, ...).
+        **settings: fields of Config.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ModelError: not a module, no parameters, unsupported dtype or layout: which, and why.
+        BudgetError: host_bytes is too small: how much would fit.
+        StoreError: the store cannot be made or opened (its subclasses name the reason).
+        UnsupportedError: distributed training, torch.compile, a model that is wrapped already.
+
+    Reference:
+        LoHan IV-E (interface), IV-C (active gradient offloading).
+    """
+    made = dataclasses.replace(config or Config(), **settings)
+    _check_model(model, weights, init)
+    _check_config(made)
+    layout = _layout_for_budget(model, blocks, made)
+    for_budget = _budget(layout, made)
+    given = store is not None
+    directories = _directories(store)
+    session: Session | None = None
+    opened: _core.Store | None = None
+    try:
+        extents = _store.plan_extents(layout, made.commit_every == "never")
+        optimizer, group_of = _make_optimizer(
+            layout, params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
+        if resume:
+            opened = _store.open_existing(directories, made)
+            _store.check_same_model(opened, layout)
+            _weights.skip_fill(model, layout)
+        else:
+            opened = _store.create(layout, extents, directories, made, temporary=not given)
+            _weights.fill(model, layout, extents, opened, weights, init)
+        groups = len(optimizer.param_groups)
+        session = Session(layout, extents, opened, made, for_budget, directories, group_of, groups)
+        session.adopt(optimizer)
+        if resume:
+            session.restore_scalars()
+    except BaseException:
+        if opened is not None and session is None:
+            opened.close()
+        raise
+    finally:
+        if not given:
+            for directory in directories:
+                shutil.rmtree(directory, ignore_errors=True)
+    _attach(model, session, optimizer)
+    if not given:
+        print(
+            f"lohan: temporary store of {extents.nbytes / 1e9:.2f} GB in {directories[0]}"
+            " (gone at exit; pass store= to keep it)",
+            file=sys.stderr,
+        )
+    return model
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Give a wrapped model its parameters back, in memory, and close its session.
+
+    Args:
+        model: a wrapped model whose parameters fit in memory.
+
+    Returns:
+        The same module, trainable by any optimizer again; moments are left in the store.
+
+    Raises:
+        ModelError: the model is not wrapped.
+    """
+    session: Session | None = model.__dict__.get("lohan")
+    guard: Guard | None = model.__dict__.get("_lohan_guard")
+    if session is None or guard is None:
+        raise ModelError("the model is not wrapped")
+    session.commit()
+    values = [session.value(p.index) for p in session.layout.params]
+    session.close()
+    guard.remove()
+    for param, value in zip(session.layout.params, values, strict=True):
+        param.tensor.data = value
+    for name in ("lohan", "optimizer", "_lohan_guard"):
+        object.__delattr__(model, name)
+    return model
+
+
+def _attach(model: nn.Module, session: Session, optimizer: Optimizer) -> None:
+    session.hook(model)
+    guard = Guard(model, session)
+    guard.install()
+    object.__setattr__(model, "lohan", session)
+    object.__setattr__(model, "optimizer", optimizer)
+    object.__setattr__(model, "_lohan_guard", guard)
+    weakref.finalize(model, _close_quietly, session)
+    _sessions.add(session)
+    _set_handlers()
+
+
+def _close_quietly(session: Session) -> None:
+    try:
+        session.close()
+    except Exception as error:
+        print(f"lohan: {error}", file=sys.stderr)
+
+
+def _close_all() -> None:
+    for session in list(_sessions):
+        _close_quietly(session)
+
+
+def _set_handlers() -> None:
+    """Commit at normal exit and at SIGTERM; Ctrl-C is an exception and reaches the exit."""
+    global _handlers_are_set
+    if _handlers_are_set:
+        return
+    _handlers_are_set = True
+    atexit.register(_close_all)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _on_sigterm(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)  # unwinds to atexit, which commits what is closed
+
+
+def _check_model(model: Any, weights: Any, init: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"lohan.wrap takes a torch.nn.Module, not {type(model).__name__}")
+    if "lohan" in model.__dict__:
+        raise UnsupportedError("the model is wrapped already: lohan.unwrap() it first")
+    if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
+        raise UnsupportedError("a compiled or scripted model: wrap it before torch.compile is used")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UnsupportedError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: lohan trains on one process"
+        )
+    count = 0
+    for name, param in model.named_parameters():
+        count += param.numel() > 0
+        _check_param(name, param, weights is not None or init is not None)
+    if count == 0:
+        raise ModelError(f"{type(model).__name__} has no parameters")
+
+
+def _check_param(name: str, param: nn.Parameter, is_filled: bool) -> None:
+    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        raise ModelError(f"parameter {name!r} is lazy: run one forward before lohan.wrap()")
+    if param.layout != torch.strided:
+        raise ModelError(
+            f"parameter {name!r} is {param.layout}: only dense parameters are supported"
+        )
+    if param.dtype.is_complex:
+        raise ModelError(
+            f"parameter {name!r} is {param.dtype}: complex parameters are not supported"
+        )
+    if param.is_quantized:
+        raise ModelError(f"parameter {name!r} is quantised: dequantise it before lohan.wrap()")
+    if param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16):
+        raise ModelError(
+            f"parameter {name!r} is {param.dtype} and requires a gradient: trainable parameters are"
+            " float32 or bfloat16 (freeze it, or convert the model)"
+        )
+    if param.is_meta and not is_filled:
+        raise ModelError(
+            f"parameter {name!r} has no storage: pass weights=FOLDER, init='model' or a function"
+        )
+    if not param.is_meta and param.device.type != "cpu":
+        raise ModelError(f"parameter {name!r} is on {param.device}: wrap the model on the CPU")
+
+
+def _check_config(config: Config) -> None:
+    every = config.commit_every
+    if every not in ("auto", "never") and (not isinstance(every, int) or every < 1):
+        raise ModelError(f"commit_every {every!r}: 'auto', 'never' or a number of steps from 1")
+    if config.io not in ("auto", "io_uring", "libaio", "threads"):
+        raise ModelError(f"io {config.io!r}: 'auto', 'io_uring', 'libaio' or 'threads'")
+    if config.schedule not in ("optimized", "serial"):
+        raise ModelError(f"schedule {config.schedule!r}: 'optimized' or 'serial'")
+    if config.threads is not None and config.threads < 1:
+        raise ModelError(f"threads {config.threads}: at least 1")
+
+
+def _directories(store: PathLike | Sequence[PathLike] | None) -> list[str]:
+    if store is None:
+        return [_store.temporary_directory()]
+    names = [store] if isinstance(store, str | os.PathLike) else list(store)
+    if not names:
+        raise StoreError(0, "store=[] names no directory")
+    return [str(Path(os.fspath(name)).expanduser().absolute()) for name in names]
+
+
+def _host_bytes(config: Config, full: int) -> int:
+    if config.host_bytes is not None:
+        return config.host_bytes
+    available = int(_core.build_info()["memory_available_bytes"])
+    return min(full, available // 2)
+
+
+def _tied_factor(layout: Layout, unit: int) -> int:
+    """Autograd holds the first half of a tied parameter's gradient until the second is there."""
+    users = sum(unit in scope.units for scope in layout.scopes)
+    return 2 if users > 1 else 1
+
+
+def _budget(layout: Layout, config: Config) -> dict[str, int]:
+    """Divide main memory, or say what would fit."""
+    extents = _store.plan_extents(layout, config.commit_every == "never")
+    units = [
+        (described, unit.gradient_bytes * _tied_factor(layout, index))
+        for index, (described, unit) in enumerate(
+            zip(unit_tuples(layout, extents), layout.units, strict=True)
+        )
+    ]
+
+    def raiser(code: int, message: str) -> Exception:
+        return BudgetError(message)
+
+    full = _core.budget(units, 1 << 60, BOOKKEEPING_BYTES, raiser)["host_bytes_full"]
+    return _core.budget(units, _host_bytes(config, full), BOOKKEEPING_BYTES, raiser)
+
+
+def _layout_for_budget(
+    model: nn.Module, blocks: Sequence[nn.Module] | None, config: Config
+) -> Layout:
+    """Blocks by structure; split at their children where the budget asks for it."""
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    limit = max(total, 1)
+    layout = make_layout(model, limit, blocks)
+    if config.host_bytes is None or blocks is not None:
+        return layout
+    for _ in range(8):
+        try:
+            _budget(layout, config)
+            return layout
+        except BudgetError:
+            largest = max(u.nbytes for u in layout.units)
+            finer = make_layout(model, largest - 1, None)
+            if max(u.nbytes for u in finer.units) >= largest:
+                return layout  # a parameter cannot be split: _budget says what would fit
+            layout = finer
+    return layout
+
+
+def _make_optimizer(
+    layout: Layout, params: Iterable[dict[str, Any]] | None, defaults: dict[str, Any]
+) -> tuple[Optimizer, dict[int, int]]:
+    """The optimizer, and the group of each parameter."""
+    trainable = [p for p in layout.params if layout.units[p.unit].trainable]
+    if params is None:
+        groups: list[dict[str, Any]] = [{"params": [p.tensor for p in trainable]}]
+    else:
+        groups = [dict(g) if isinstance(g, dict) else {"params": [g]} for g in params]
+        for group in groups:
+            group["params"] = list(group["params"])
+    if not trainable:
+        groups = [{"params": []}]
+    index = {id(p.tensor): p.index for p in layout.params}
+    for group in groups:
+        for tensor in group["params"]:
+            if id(tensor) not in index:
+                raise ModelError("params= has a tensor that is not a parameter of the model")
+    optimizer = Optimizer(groups or [{"params": []}], defaults)
+    group_of = {
+        index[id(tensor)]: number
+        for number, group in enumerate(optimizer.param_groups)
+        for tensor in group["params"]
+    }
+    left = [p.name for p in trainable if p.index not in group_of]
+    if left:
+        raise ModelError(
+            f"params= leaves out {len(left)} parameters that require a gradient ({left[0]!r}, ...):"
+            " add them to a group, or freeze them"
+        )
+    return optimizer, group_of
