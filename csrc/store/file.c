@@ -166,6 +166,9 @@ static int space_check(const struct lh_store *store, struct lh_error *err)
         if (fstatvfs(store->io_files[file].fd, &space) != 0)
             return lh_error_set(err, -errno, "cannot examine the file system of %s: %s",
                                 store->files[file].path, strerror(errno));
+        /* A file system that does not count its blocks has no answer; reserving will tell. */
+        if (space.f_blocks == 0)
+            continue;
         uint64_t available_bytes = (uint64_t)space.f_bavail * space.f_frsize;
         if (needed_bytes > available_bytes)
             return lh_error_set(err, -ENOSPC,

@@ -94,7 +94,7 @@ int fixture_create(const char *name, const struct fixture_opts *opts, struct lh_
         .scalar_bytes_max = 100,
         .single_slot = opts->single_slot,
         .temporary = opts->temporary,
-        .allow_buffered = true,
+        .allow_buffered = !opts->refuse_buffered,
         .allow_tmpfs = opts->allow_tmpfs,
     };
     return lh_store_create(&store_opts, &fixture_alloc, store_out, err);

@@ -30,6 +30,7 @@ struct fixture_opts {
     bool single_slot;
     bool temporary;
     bool allow_tmpfs;
+    bool refuse_buffered;
     bool small;       /* extents of a few blocks: 64 KiB together */
     const char *root; /* NULL: fixture_root() */
 };

@@ -110,6 +110,17 @@ static void test_cycle_known(void)
     LH_CHECK(cycle[0] + cycle[1] + cycle[2] == 1);
     const uint64_t extreme[2] = {LH_STORE_WEIGHT_MAX, 1};
     LH_CHECK(lh_store_cycle_plan(extreme, 2, cycle) == LH_STORE_CYCLE_STRIPES_MAX);
+
+    lh_test_name("a file whose weight is next to nothing still gets a stripe, and no more");
+    uint64_t tiny[LH_STORE_DIRECTORY_COUNT_MAX];
+    uint32_t shares[LH_STORE_DIRECTORY_COUNT_MAX] = {0};
+    for (uint32_t file = 0; file < LH_STORE_DIRECTORY_COUNT_MAX; file++)
+        tiny[file] = file == 3 ? LH_STORE_WEIGHT_MAX : 1;
+    LH_CHECK(lh_store_cycle_plan(tiny, LH_STORE_DIRECTORY_COUNT_MAX, cycle) == 1024);
+    for (uint32_t stripe = 0; stripe < 1024; stripe++)
+        shares[cycle[stripe]]++;
+    for (uint32_t file = 0; file < LH_STORE_DIRECTORY_COUNT_MAX; file++)
+        LH_CHECK(shares[file] == (file == 3 ? 1024 - 15 : 1));
 }
 
 struct block_owner {

@@ -94,6 +94,40 @@ static void test_modes(void)
     closed(store);
 }
 
+static void test_relative(void)
+{
+    lh_test_name("names relative to the current directory work, and so do slashes at their end");
+    const char *directories[2] = {"rel/", "rel/x//y"};
+    struct lh_store_extent_desc extent = {.bytes = LH_BLOCK_BYTES};
+    struct lh_store_group_desc group = {.slot_count = 2};
+    struct lh_store_opts opts = {
+        .directories = directories,
+        .directory_count = 2,
+        .extents = &extent,
+        .extent_count = 1,
+        .groups = &group,
+        .group_count = 1,
+        .allow_buffered = true,
+        .temporary = true,
+    };
+    struct lh_store *store = NULL;
+    LH_CHECK(chdir(fixture_root()) == 0);
+    LH_CHECK(lh_store_create(&opts, &fixture_alloc, &store, &err) == 0);
+    LH_CHECK(access("rel", F_OK) != 0);
+    closed(store);
+    opts.temporary = false;
+    LH_CHECK(lh_store_create(&opts, &fixture_alloc, &store, &err) == 0);
+    LH_CHECK(access("rel/lohan.data", F_OK) == 0 && access("rel/x/y/lohan.data", F_OK) == 0);
+    LH_CHECK(lh_store_commit_sync(store, 8, NULL, 0, &err) == 0);
+    closed(store);
+    const char *turned[2] = {"rel/x/y", "./rel"};
+    struct lh_store_open_opts open_opts = {
+        .directories = turned, .directory_count = 2, .allow_buffered = true};
+    LH_CHECK(lh_store_open(&open_opts, &fixture_alloc, &store, &err) == 0);
+    LH_CHECK(lh_store_step(store) == 8 && strstr(lh_store_file_path(store, 0), "./rel/lohan"));
+    closed(store);
+}
+
 static void test_staged_is_lost(void)
 {
     lh_test_name("what was staged and not committed is gone after reopening");
@@ -392,6 +426,7 @@ int main(void)
     test_round_trip(2, (const uint64_t[]){3, 1});
     test_round_trip(3, (const uint64_t[]){7000000000, 3500000001, 500000000});
     test_modes();
+    test_relative();
     test_staged_is_lost();
     test_rollback();
     test_partial_commit();

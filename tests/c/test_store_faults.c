@@ -1,8 +1,9 @@
 /* What can be wrong with files, directories, drives and memory, and what the store says of it. */
 #ifndef _GNU_SOURCE
-#define _GNU_SOURCE 1 /* pipe2 */
+#define _GNU_SOURCE 1 /* pipe2, unshare */
 #endif
 #include <fcntl.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
@@ -96,6 +97,8 @@ static void test_busy(void)
     LH_CHECK(pipe2(ready, O_CLOEXEC) == 0);
     pid_t child = fork();
     if (child == 0) {
+        /* Were this test to fail, its children would outlive it. */
+        alarm(60);
         _exit(fixture_open("busy", 2, false, false, &store, &err) == 0 &&
                       write(ready[1], "x", 1) == 1 && pause() == 0
                   ? 0
@@ -113,6 +116,7 @@ static void test_busy(void)
     lh_test_name("a child that outlives the close does not keep the lock");
     child = fork();
     if (child == 0) {
+        alarm(60);
         pause();
         _exit(0);
     }
@@ -323,6 +327,12 @@ static void test_access(void)
     LH_CHECK(getuid() != 0 || access(fixture_path("closed/x0"), F_OK) != 0);
 }
 
+/* Mounts of this process alone, which end with it; false where that is not permitted. */
+static bool mounts_isolate(void)
+{
+    return unshare(CLONE_NEWNS) == 0 && mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) == 0;
+}
+
 /* Returns false where this process may not mount. */
 static bool test_no_space(void)
 {
@@ -349,6 +359,38 @@ static bool test_no_space(void)
     LH_CHECK(medium_rc == -EMEDIUMTYPE);
     LH_CHECK(rc == -ENOSPC && is_empty && is_named);
     LH_CHECK(small_rc == 0);
+    return true;
+}
+
+/* ramfs has neither O_DIRECT nor fallocate(). */
+static bool test_buffered(void)
+{
+    lh_test_name("where O_DIRECT is refused the store says so, or is refused as well");
+    const char *folder = fixture_path("buffered");
+    LH_CHECK(mkdir(folder, 0700) == 0);
+    if (mount("ramfs", folder, "ramfs", 0, NULL) != 0)
+        return false;
+    struct fixture_opts opts = {.root = folder, .allow_tmpfs = true, .small = true};
+    opts.refuse_buffered = true;
+    int refused_rc = fixture_create("b", &opts, &store, &err);
+    bool is_empty = access(fixture_path("buffered/b0"), F_OK) != 0;
+    opts.refuse_buffered = false;
+    int rc = fixture_create("b", &opts, &store, &err);
+    bool is_noted = false;
+    if (rc == 0) {
+        is_noted = strstr(lh_store_note(store), "O_DIRECT") != NULL &&
+                   strstr(lh_store_note(store), "fallocate") != NULL;
+        LH_CHECK(!lh_store_files(store)[0].direct);
+        fixture_write_step(store, 1);
+        fixture_commit(store, 1);
+        lh_store_close(store);
+        LH_CHECK(reopen("buffered/b", 1) == 0);
+        LH_CHECK(fixture_holds_step(store, 1) && strstr(lh_store_note(store), "O_DIRECT"));
+        lh_store_close(store);
+    }
+    LH_CHECK(umount(folder) == 0);
+    LH_CHECK(refused_rc == -EOPNOTSUPP && is_empty);
+    LH_CHECK(rc == 0 && is_noted);
     return true;
 }
 
@@ -397,9 +439,9 @@ int main(void)
     test_memory();
     test_access();
     test_bad_opts();
-    bool could_mount = test_no_space();
+    bool could_mount = mounts_isolate() && test_no_space() && test_buffered();
     LH_CHECK(fixture_alloc.live_count == 0);
     if (!could_mount)
-        LH_TEST_SKIP("all but the full file system: mounting is not permitted");
+        LH_TEST_SKIP("all but full and buffered file systems: mounting is not permitted");
     return 0;
 }
