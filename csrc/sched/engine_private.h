@@ -167,6 +167,9 @@ struct lh_chunk {
     enum lh_chunk_state state;
     bool is_kept;           /* its slab stays its own */
     uint64_t read_step;     /* the step that read it last; 0: never */
+    uint64_t read_bytes;    /* then */
+    uint64_t planned_step;  /* the step whose plan counts a read of it */
+    uint64_t planned_bytes; /* of that read */
     uint64_t computed_step; /* the step that computed it last */
 };
 
@@ -361,7 +364,15 @@ void lh_update_consider_all(struct lh_engine *engine);
 bool lh_update_pump(struct lh_engine *engine);
 void lh_update_transfer_done(struct lh_engine *engine, struct lh_transfer *transfer);
 void lh_update_job_done(struct lh_engine *engine, struct lh_slab *slab);
+
+/* update_plan.c */
+/* The extents of R, M and V, in a slab's order, and the bytes of one element (0: no such array). */
+uint32_t lh_state_extent(const struct lh_unit *unit, uint32_t array);
+uint64_t lh_state_element_bytes(const struct lh_unit *unit, uint32_t array);
 void lh_update_plan(struct lh_engine *engine);
+void lh_update_plan_correct(struct lh_engine *engine);
+
+/* update.c, at a step's end */
 void lh_update_step_over(struct lh_engine *engine);
 void lh_update_rollback(struct lh_engine *engine);
 void lh_update_forget_unit(struct lh_engine *engine, uint32_t unit);

@@ -72,6 +72,7 @@ void lh_step_close(struct lh_engine *engine)
     stats->close_ns = lh_engine_now(engine);
     if (stats->begin_ns == 0)
         stats->begin_ns = stats->close_ns;
+    lh_update_plan_correct(engine);
     lh_update_consider_all(engine);
 }
 

@@ -12,27 +12,12 @@
 
 #include "sched/engine_private.h"
 
-/* The extents of R, M and V, in a slab's order. */
-static uint32_t state_extent(const struct lh_unit *unit, uint32_t array)
-{
-    const uint32_t extents[LH_STATE_ARRAY_COUNT] = {
-        unit->desc.residual_extent, unit->desc.moment1_extent, unit->desc.moment2_extent};
-    return extents[array];
-}
-
-static uint64_t state_element_bytes(const struct lh_unit *unit, uint32_t array)
-{
-    if (array > 0)
-        return sizeof(float);
-    return unit->desc.residual_extent == LH_ENGINE_EXTENT_NONE ? 0 : sizeof(int16_t);
-}
-
 static uint8_t *slab_array(const struct lh_slab *slab, const struct lh_unit *unit, uint32_t array,
                            uint64_t count)
 {
     uint64_t offset = 0;
     for (uint32_t i = 0; i < array; i++)
-        offset += count * state_element_bytes(unit, i);
+        offset += count * lh_state_element_bytes(unit, i);
     return slab->memory + offset;
 }
 
@@ -121,14 +106,21 @@ static void chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_
     slab->chunk = (uint32_t)(chunk - engine->chunks);
     chunk->slab = slab_index;
     chunk->state = LH_CHUNK_STATE_READING;
+    if (chunk->read_step == lh_step_current(engine)) {
+        /* Its slab was taken for a unit that came before the one predicted: read again. */
+        struct lh_engine_step_stats *stats = lh_step_stats(engine, chunk->read_step);
+        stats->planned_bytes[LH_ENGINE_LINK_STATE_READ] += chunk->read_bytes;
+        stats->replans++;
+    }
     chunk->read_step = lh_step_current(engine);
+    chunk->read_bytes = 0;
     slab->pending = 0;
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        uint64_t element_bytes = state_element_bytes(unit, i);
+        uint64_t element_bytes = lh_state_element_bytes(unit, i);
         slab->is_zero[i] = false;
         if (element_bytes == 0)
             continue;
-        uint32_t extent = state_extent(unit, i);
+        uint32_t extent = lh_state_extent(unit, i);
         slab->is_zero[i] = lh_store_is_zero(engine->store, extent, slot);
         if (slab->is_zero[i])
             continue;
@@ -152,6 +144,7 @@ static void chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_
             .buffer = slab_array(slab, unit, i, chunk->count),
         };
         slab->pending++;
+        chunk->read_bytes += bytes;
         lh_transfer_submit(engine, &slab->transfers[i]);
     }
     if (slab->pending == 0)
@@ -179,7 +172,7 @@ static void update_run(struct lh_exec_job *job)
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
         if (slab->is_zero[i])
             memset(slab_array(slab, unit, i, chunk->count), 0,
-                   chunk->count * state_element_bytes(unit, i));
+                   chunk->count * lh_state_element_bytes(unit, i));
     }
     slab->result = lh_adam_chunk_update(&slab->adam, &slab->mismatch);
 }
@@ -227,7 +220,7 @@ static void chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     struct lh_unit *unit = lh_engine_unit_at(engine, chunk->unit);
     uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
-    bool has_residual = state_element_bytes(unit, 0) > 0;
+    bool has_residual = lh_state_element_bytes(unit, 0) > 0;
     bool verify = engine->opts.verify;
     uint64_t first = chunk->first;
     uint8_t *arrays[LH_STATE_ARRAY_COUNT];
@@ -272,12 +265,12 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
     const struct lh_adam_mismatch *bad = &slab->mismatch;
     uint32_t array = (uint32_t)bad->array - LH_ADAM_ARRAY_RESIDUAL;
     uint64_t offset =
-        chunk->first * state_element_bytes(unit, array) + bad->block * LH_CHECKSUM_BYTES;
+        chunk->first * lh_state_element_bytes(unit, array) + bad->block * LH_CHECKSUM_BYTES;
     uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
     struct lh_store_piece piece = {0};
     struct lh_error err = {0};
-    int count = lh_store_map(engine->store, state_extent(unit, array), slot, offset, LH_BLOCK_BYTES,
-                             &piece, 1);
+    int count = lh_store_map(engine->store, lh_state_extent(unit, array), slot, offset,
+                             LH_BLOCK_BYTES, &piece, 1);
     LH_ASSERT(count == 1);
     lh_error_set(&err, -EILSEQ,
                  "unit %u: its %s, read from %s, has a wrong checksum at byte %" PRIu64
@@ -326,14 +319,14 @@ static void chunk_write(struct lh_engine *engine, struct lh_chunk *chunk)
     chunk->state = LH_CHUNK_STATE_WRITING;
     slab->pending = 0;
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        uint64_t element_bytes = state_element_bytes(unit, i);
+        uint64_t element_bytes = lh_state_element_bytes(unit, i);
         if (element_bytes == 0)
             continue;
         slab->is_zero[i] = false;
         write_submit(engine, slab, i,
                      (struct lh_transfer){
                          .link = LH_ENGINE_LINK_STATE_WRITE,
-                         .extent = state_extent(unit, i),
+                         .extent = lh_state_extent(unit, i),
                          .offset = chunk->first * element_bytes,
                          .bytes = chunk->count * element_bytes,
                          .buffer = slab_array(slab, unit, i, chunk->count),
@@ -368,8 +361,8 @@ static void unit_written(struct lh_engine *engine, struct lh_unit *unit)
 {
     uint32_t slot = lh_store_write_slot(engine->store, unit->desc.store_group);
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        if (state_element_bytes(unit, i) > 0)
-            lh_store_clear_zero(engine->store, state_extent(unit, i), slot);
+        if (lh_state_element_bytes(unit, i) > 0)
+            lh_store_clear_zero(engine->store, lh_state_extent(unit, i), slot);
     }
     lh_store_clear_zero(engine->store, unit->desc.param_extent, slot);
     lh_store_stage(engine->store, unit->desc.store_group);
@@ -398,11 +391,11 @@ void lh_update_transfer_done(struct lh_engine *engine, struct lh_transfer *trans
          * old ones.
          */
         for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-            uint64_t bytes = chunk->count * state_element_bytes(unit, i);
+            uint64_t bytes = chunk->count * lh_state_element_bytes(unit, i);
             if (bytes > 0)
                 memcpy(slab->expected[i],
-                       checksums_at(engine, unit, state_extent(unit, i),
-                                    chunk->first * state_element_bytes(unit, i)),
+                       checksums_at(engine, unit, lh_state_extent(unit, i),
+                                    chunk->first * lh_state_element_bytes(unit, i)),
                        lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(uint32_t));
         }
     } else {
@@ -473,37 +466,6 @@ bool lh_update_pump(struct lh_engine *engine)
     if (engine->step_state == LH_STEP_STATE_OPEN)
         moved |= lookahead_pump(engine);
     return moved;
-}
-
-/* What the step will read and write for its updates, as far as one knows at its begin. */
-void lh_update_plan(struct lh_engine *engine)
-{
-    struct lh_engine_step_stats *stats = lh_step_stats(engine, engine->plan_step);
-    stats->planned_bytes[LH_ENGINE_LINK_STATE_READ] = 0;
-    stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] = 0;
-    stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] = 0;
-    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        const struct lh_unit *unit = &engine->units[i];
-        if (unit->desc.elements == 0 || !unit->is_predicted)
-            continue;
-        uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
-        stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] += unit->desc.bytes;
-        for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++) {
-            uint64_t element_bytes = state_element_bytes(unit, j);
-            if (element_bytes == 0)
-                continue;
-            stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] += unit->desc.elements * element_bytes;
-            if (lh_store_is_zero(engine->store, state_extent(unit, j), slot))
-                continue;
-            for (uint32_t k = 0; k < unit->chunk_count; k++) {
-                const struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + k];
-                bool is_here = chunk->is_kept && chunk->state != LH_CHUNK_STATE_IDLE &&
-                               chunk->read_step != engine->plan_step;
-                if (!is_here)
-                    stats->planned_bytes[LH_ENGINE_LINK_STATE_READ] += chunk->count * element_bytes;
-            }
-        }
-    }
 }
 
 static void step_forget(struct lh_engine *engine)
