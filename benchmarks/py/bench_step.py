@@ -1,0 +1,199 @@
+"""A training step from SSD beside the same step in memory, and beside the disk itself.
+
+GPT-2 124M, bf16, batch 4, sequence 128, AdamW, all states on SSD. In each round every contestant
+takes a few steps in turn: torch with autocast over fp32 weights, torch with bf16 compute and fp32
+masters, lohan, lohan with its updates after backward ("serial"), and the disk alone moving a step's
+bytes, reads and writes at once. lohan's time includes the flush of the last step's writes.
+
+    python benchmarks/py/bench_step.py [--rounds 5] [--steps 4] [--host-bytes 300000000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import lohan
+import torch
+from report import Report
+from transformers import GPT2Config, GPT2LMHeadModel
+
+HYPER = {"lr": 1e-4, "weight_decay": 0.01}
+TRANSFER_BYTES = 4 << 20
+Batch = torch.Tensor
+
+
+def build(dtype: torch.dtype) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
+    return GPT2LMHeadModel(config).to(dtype).train()
+
+
+def torch_autocast() -> Callable[[Batch], None]:
+    """fp32 weights, bf16 compute, fused AdamW."""
+    model = build(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
+
+    def step(batch: Batch) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def torch_masters() -> Callable[[Batch], None]:
+    """bf16 weights and compute, fp32 masters and moments."""
+    model = build(torch.bfloat16)
+    params = list(model.parameters())
+    masters = [p.detach().float().requires_grad_() for p in params]
+    grads = [torch.empty_like(m) for m in masters]
+    optimizer = torch.optim.AdamW(masters, fused=True, **HYPER)
+
+    def step(batch: Batch) -> None:
+        model(input_ids=batch, labels=batch).loss.backward()
+        with torch.no_grad():
+            for param, master, grad in zip(params, masters, grads, strict=True):
+                grad.copy_(param.grad)
+                master.grad, param.grad = grad, None
+            optimizer.step()
+            for param, master in zip(params, masters, strict=True):
+                param.copy_(master)
+
+    return step
+
+
+class Wrapped:
+    """lohan's step, with the end of its writes."""
+
+    def __init__(self, store: Path, schedule: str, host_bytes: int) -> None:
+        self.model = lohan.wrap(
+            build(torch.bfloat16), store=store, schedule=schedule, host_bytes=host_bytes, **HYPER
+        )
+
+    def step(self, batch: Batch) -> None:
+        """One training step."""
+        self.model(input_ids=batch, labels=batch).loss.backward()
+        self.model.optimizer.step()
+
+    def flush(self) -> None:
+        """Wait for the last step's writes."""
+        self.model.lohan.flush()
+
+
+class Disk:
+    """Moves a step's bytes, reads and writes at once, O_DIRECT, from huge pages."""
+
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        self.nbytes = nbytes // TRANSFER_BYTES * TRANSFER_BYTES
+        self.path = directory / "disk.bin"
+        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self.fd, 0, 2 * self.nbytes)
+        self.buffers = [self._buffer() for _ in range(2)]
+        self._move(self.buffers[1], os.pwritev, 0, self.nbytes)
+        self._move(self.buffers[1], os.pwritev, self.nbytes, self.nbytes)
+
+    @staticmethod
+    def _buffer() -> memoryview:
+        memory = mmap.mmap(-1, 8 * TRANSFER_BYTES)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.write(os.urandom(len(memory)))
+        return memoryview(memory)
+
+    def _move(self, buffer: memoryview, call: Callable[..., int], at: int, nbytes: int) -> None:
+        for offset in range(0, nbytes, TRANSFER_BYTES):
+            begin = offset % len(buffer)
+            part = buffer[begin : begin + TRANSFER_BYTES]
+            if call(self.fd, [part], at + offset) != TRANSFER_BYTES:
+                raise OSError("short transfer")
+
+    def seconds(self, read_bytes: int, written_bytes: int) -> float:
+        """How long the disk takes for both, at once."""
+        writer = threading.Thread(
+            target=self._move,
+            args=(self.buffers[1], os.pwritev, self.nbytes, min(written_bytes, self.nbytes)),
+        )
+        begin = time.perf_counter()
+        writer.start()
+        self._move(self.buffers[0], os.preadv, 0, min(read_bytes, self.nbytes))
+        writer.join()
+        os.fdatasync(self.fd)
+        return time.perf_counter() - begin
+
+
+def timed(step: Callable[[Batch], None], batches: list[Batch], flush: Callable[[], None]) -> float:
+    """Seconds a step, the flush included."""
+    begin = time.perf_counter()
+    for batch in batches:
+        step(batch)
+    flush()
+    return (time.perf_counter() - begin) / len(batches)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--host-bytes", type=int, default=300_000_000)
+    parser.add_argument("--dir", default=None, help="on the disk to be measured")
+    parser.add_argument("--history", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(0, 50257, (4, 128), generator=generator) for _ in range(options.steps)]
+    with tempfile.TemporaryDirectory(dir=options.dir) as name:
+        directory = Path(name)
+        overlapped = Wrapped(directory / "a", "optimized", options.host_bytes)
+        serial = Wrapped(directory / "b", "serial", options.host_bytes)
+        steps: dict[str, tuple[Callable[[Batch], None], Callable[[], None]]] = {
+            "torch autocast": (torch_autocast(), lambda: None),
+            "torch bf16 with fp32 masters": (torch_masters(), lambda: None),
+            "lohan": (overlapped.step, overlapped.flush),
+            "lohan serial": (serial.step, serial.flush),
+        }
+        for step, flush in steps.values():
+            timed(step, batches[:2], flush)
+        stats = overlapped.model.lohan.stats()
+        disk = Disk(directory, max(stats.read_bytes, stats.written_bytes))
+        seconds: dict[str, list[float]] = {key: [] for key in [*steps, "disk"]}
+        for _ in range(options.rounds):
+            for key, (step, flush) in steps.items():
+                seconds[key].append(timed(step, batches, flush))
+            seconds["disk"].append(disk.seconds(stats.read_bytes, stats.written_bytes))
+        stats = overlapped.model.lohan.stats()
+        overlapped.model.lohan.close()
+        serial.model.lohan.close()
+    peer = min(("torch autocast", "torch bf16 with fp32 masters"), key=lambda k: sum(seconds[k]))
+    report = Report(options.history)
+    report.add(
+        "step",
+        seconds["lohan"],
+        "s",
+        peer=peer,
+        peer_values=seconds[peer],
+        bound="disk alone, a step's bytes",
+        bound_values=seconds["disk"],
+        host_bytes=options.host_bytes,
+        read_bytes=stats.read_bytes,
+        written_bytes=stats.written_bytes,
+        bound_by=stats.bound_by,
+    )
+    report.add(
+        "step_serial",
+        seconds["lohan serial"],
+        "s",
+        peer="lohan overlapped",
+        peer_values=seconds["lohan"],
+    )
+
+
+if __name__ == "__main__":
+    main()
