@@ -1,5 +1,6 @@
 #include "base/alloc.h"
 
+#include <malloc.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -30,6 +31,7 @@ void *lh_alloc_zeroed(struct lh_alloc *alloc, uint64_t count, uint64_t bytes)
         return NULL;
     memset(pointer, 0, size);
     __atomic_fetch_add(&alloc->live_count, 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&alloc->live_bytes, malloc_usable_size(pointer), __ATOMIC_RELAXED);
     return pointer;
 }
 
@@ -39,6 +41,7 @@ void lh_free(struct lh_alloc *alloc, void *pointer)
         return;
     uint64_t live_before = __atomic_fetch_sub(&alloc->live_count, 1, __ATOMIC_RELAXED);
     LH_ASSERT(live_before > 0);
+    __atomic_fetch_sub(&alloc->live_bytes, malloc_usable_size(pointer), __ATOMIC_RELAXED);
     free(pointer);
 }
 

@@ -22,6 +22,7 @@ struct lh_alloc {
     bool sealed;
     int64_t fail_after;     /* -1: never; else allocations that still succeed */
     uint64_t live_count;    /* allocations not yet freed */
+    uint64_t live_bytes;    /* of them, as the heap rounds them */
     uint64_t refused_count; /* allocations refused because sealed */
 };
 

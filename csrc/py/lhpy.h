@@ -187,6 +187,8 @@ PyObject *lhpy_store_open(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *lhpy_store_measure(PyObject *module, PyObject *args);
 /* The store inside, or NULL with an error when it is closed. */
 struct lh_store *lhpy_store_get(PyObject *object);
+/* Bytes of the heap that the store holds. */
+uint64_t lhpy_store_live_bytes(PyObject *object);
 
 /* doctor.c */
 int lhpy_doctor_register(PyObject *module);

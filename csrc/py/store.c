@@ -18,6 +18,12 @@ struct lh_store *lhpy_store_get(PyObject *object)
     return self->store;
 }
 
+uint64_t lhpy_store_live_bytes(PyObject *object)
+{
+    const struct store *self = (const struct store *)object;
+    return self->alloc.live_bytes;
+}
+
 static void store_dealloc(PyObject *object)
 {
     struct store *self = (struct store *)object;
@@ -282,6 +288,17 @@ static PyObject *store_commit(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Nothing was ever committed but the creation itself: every byte reads as zero. */
+static bool is_empty(const struct lh_store *store)
+{
+    for (uint32_t i = 0; i < lh_store_extent_count(store); i++) {
+        uint32_t slot = lh_store_read_slot(store, lh_store_extent(store, i).group);
+        if (!lh_store_is_zero(store, i, slot))
+            return false;
+    }
+    return true;
+}
+
 static PyObject *store_describe(PyObject *object, PyObject *args)
 {
     (void)args;
@@ -303,14 +320,15 @@ static PyObject *store_describe(PyObject *object, PyObject *args)
     }
     if (!paths)
         return NULL;
-    return Py_BuildValue("{s:y#,s:y#,s:y#,s:K,s:s,s:s,s:N,s:I,s:I,s:K}", "meta", meta ? meta : "",
-                         (Py_ssize_t)meta_bytes, "scalars", scalars ? scalars : "",
-                         (Py_ssize_t)scalar_bytes, "caller_scalars", caller ? caller : "",
-                         (Py_ssize_t)caller_bytes, "step", lh_store_step(self->store), "note",
-                         lh_store_note(self->store), "uuid", lh_store_uuid(self->store), "files",
-                         paths, "extent_count", lh_store_extent_count(self->store), "group_count",
-                         lh_store_group_count(self->store), "commit_bytes",
-                         lh_store_commit_bytes(self->store));
+    return Py_BuildValue(
+        "{s:y#,s:y#,s:y#,s:K,s:s,s:s,s:N,s:I,s:I,s:K,s:O}", "meta", meta ? meta : "",
+        (Py_ssize_t)meta_bytes, "scalars", scalars ? scalars : "", (Py_ssize_t)scalar_bytes,
+        "caller_scalars", caller ? caller : "", (Py_ssize_t)caller_bytes, "step",
+        lh_store_step(self->store), "note", lh_store_note(self->store), "uuid",
+        lh_store_uuid(self->store), "files", paths, "extent_count",
+        lh_store_extent_count(self->store), "group_count", lh_store_group_count(self->store),
+        "commit_bytes", lh_store_commit_bytes(self->store), "is_empty",
+        is_empty(self->store) ? Py_True : Py_False);
 }
 
 static PyObject *store_close(PyObject *object, PyObject *args)

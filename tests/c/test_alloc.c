@@ -49,13 +49,13 @@ int main(void)
 
     lh_test_name("a sealed allocator refuses, counts the attempt, and still frees");
     void *early = lh_alloc_zeroed(&alloc, 1, 1);
-    LH_CHECK(early && alloc.live_count == 1);
+    LH_CHECK(early && alloc.live_count == 1 && alloc.live_bytes >= 1);
     lh_alloc_seal(&alloc);
     LH_CHECK(!lh_alloc_zeroed(&alloc, 1, 1));
     LH_CHECK(alloc.refused_count == 1 && alloc.live_count == 1);
     lh_free(&alloc, early);
     lh_alloc_unseal(&alloc);
-    LH_CHECK(alloc.live_count == 0);
+    LH_CHECK(alloc.live_count == 0 && alloc.live_bytes == 0);
     early = lh_alloc_zeroed(&alloc, 1, 1);
     LH_CHECK(early);
     lh_free(&alloc, early);
