@@ -72,15 +72,13 @@ static void parts_start(struct lh_budget *budget, const struct needs *needs,
                              budget->gradient_bytes + budget->bookkeeping_bytes;
 }
 
-int lh_budget_make(const struct lh_budget_unit *units, uint32_t unit_count, uint64_t host_bytes,
-                   uint64_t bookkeeping_bytes, struct lh_budget *budget, struct lh_error *err)
+static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, uint64_t host_bytes,
+                      uint64_t bookkeeping_bytes, uint64_t chunk_elements_max,
+                      struct lh_budget *budget, struct lh_error *err)
 {
     memset(budget, 0, sizeof(*budget));
-    if (unit_count == 0)
-        return lh_error_set(err, -EINVAL, "there are no units to plan for");
     struct needs needs = needs_sum(units, unit_count);
-    budget->chunk_elements =
-        lh_min_u64(LH_BUDGET_CHUNK_ELEMENTS_MAX, lh_max_u64(needs.elements_max, 1));
+    budget->chunk_elements = lh_min_u64(chunk_elements_max, lh_max_u64(needs.elements_max, 1));
     budget->chunk_count = chunk_count_sum(units, unit_count, budget->chunk_elements);
     parts_start(budget, &needs, bookkeeping_bytes);
     budget->host_bytes_full = needs.all_bytes + budget->chunk_count * budget->slab_bytes +
@@ -112,4 +110,20 @@ int lh_budget_make(const struct lh_budget_unit *units, uint32_t unit_count, uint
                          budget->gradient_bytes + budget->bookkeeping_bytes;
     LH_ASSERT(budget->host_bytes <= host_bytes);
     return 0;
+}
+
+int lh_budget_make(const struct lh_budget_unit *units, uint32_t unit_count, uint64_t host_bytes,
+                   uint64_t bookkeeping_bytes, struct lh_budget *budget, struct lh_error *err)
+{
+    memset(budget, 0, sizeof(*budget));
+    if (unit_count == 0)
+        return lh_error_set(err, -EINVAL, "there are no units to plan for");
+    int rc = budget_try(units, unit_count, host_bytes, bookkeeping_bytes,
+                        LH_BUDGET_CHUNK_ELEMENTS_MAX, budget, NULL);
+    bool is_full = rc == 0 && (budget->slab_count >= LH_BUDGET_SLAB_COUNT_PIPELINE ||
+                               budget->slab_count == budget->chunk_count);
+    if (is_full)
+        return 0;
+    return budget_try(units, unit_count, host_bytes, bookkeeping_bytes,
+                      LH_BUDGET_CHUNK_ELEMENTS_MIN, budget, err);
 }

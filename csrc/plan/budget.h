@@ -19,10 +19,12 @@
 #include "base/error.h"
 
 /*
- * Elements: 1 Mi makes transfers of 2 to 4 MiB an array, past the knee of every disk measured; a
- * multiple of what makes chunks start on checksum boundaries in 2-byte arrays.
+ * Elements of a chunk. 1 Mi makes transfers of 2 to 4 MiB an array, past the knee of every disk
+ * measured; half of that where the budget would leave fewer slabs than a full pipeline has. Both
+ * are multiples of what makes chunks start on checksum boundaries in 2-byte arrays.
  */
 #define LH_BUDGET_CHUNK_ELEMENTS_MAX (UINT64_C(1) << 20)
+#define LH_BUDGET_CHUNK_ELEMENTS_MIN (UINT64_C(1) << 19)
 #define LH_BUDGET_SLAB_COUNT_MIN 3
 #define LH_BUDGET_SLAB_COUNT_PIPELINE 8
 

@@ -67,7 +67,7 @@ class Scope:
     """A module and the units that its forward needs."""
 
     name: str
-    module: nn.Module
+    module: nn.Module | None  # None once the hooks are on
     units: list[int]
 
 

@@ -34,6 +34,7 @@ from lohan.errors import (
     SecondBackwardError,
     SessionError,
     StepError,
+    StoreMismatchError,
     ZeroGradError,
     engine_raiser,
 )
@@ -173,6 +174,8 @@ class Session:
                 continue
             add(scope.module.register_forward_pre_hook(made.enter, prepend=True))
             add(scope.module.register_forward_hook(made.leave, always_call=True))
+        for scope in self.layout.scopes:
+            scope.module = None  # whoever holds the session must not hold the model
         add(model.register_forward_hook(self._root_leave, always_call=True))
         for param in self.layout.params:
             if self.layout.units[param.unit].trainable:
@@ -360,6 +363,12 @@ class Session:
         if not blob:
             return
         state = json.loads(blob)
+        if len(state["groups"]) != len(self._groups):
+            raise StoreMismatchError(
+                0,
+                f"the store was trained with {len(state['groups'])} parameter groups, params= has"
+                f" {len(self._groups)}: pass as many, in the same order",
+            )
         for group, hyper in zip(self._groups, state["groups"], strict=True):
             group["lr"], beta1, beta2, group["eps"], group["weight_decay"] = hyper
             group["betas"] = (beta1, beta2)

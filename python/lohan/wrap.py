@@ -92,6 +92,7 @@ def wrap(
     directories = _directories(store)
     session: Session | None = None
     opened: _core.Store | None = None
+    is_filled = resume
     try:
         extents = _store.plan_extents(layout, made.commit_every == "never")
         optimizer, group_of = _make_optimizer(
@@ -104,13 +105,20 @@ def wrap(
         else:
             opened = _store.create(layout, extents, directories, made, temporary=not given)
             _weights.fill(model, layout, extents, opened, weights, init)
+            is_filled = True
         groups = len(optimizer.param_groups)
         session = Session(layout, extents, opened, made, for_budget, directories, group_of, groups)
         session.adopt(optimizer)
         if resume:
             session.restore_scalars()
-    except BaseException:
-        if opened is not None and session is None:
+    except BaseException as error:
+        if opened is not None and not is_filled:
+            _store.remove(directories)
+        if is_filled and not resume and given:
+            error.add_note("the weights are in the store: wrap again with resume=True")
+        if session is not None:
+            _close_quietly(session)
+        elif opened is not None:
             opened.close()
         raise
     finally:
@@ -286,8 +294,10 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     def raiser(code: int, message: str) -> Exception:
         return BudgetError(message)
 
-    full = _core.budget(units, 1 << 60, BOOKKEEPING_BYTES, raiser)["host_bytes_full"]
-    return _core.budget(units, _host_bytes(config, full), BOOKKEEPING_BYTES, raiser)
+    # A checksum of 4 bytes a MiB, in memory for each slot and in each of two manifests.
+    bookkeeping = BOOKKEEPING_BYTES + 4 * 4 * (extents.nbytes >> 20)
+    full = _core.budget(units, 1 << 60, bookkeeping, raiser)["host_bytes_full"]
+    return _core.budget(units, _host_bytes(config, full), bookkeeping, raiser)
 
 
 def _layout_for_budget(
