@@ -7,6 +7,10 @@
  *
  * A child that was forked shares the open file and with it the lock; it is therefore released by
  * name at close, and does not wait for the child's end.
+ *
+ * A process that was killed can keep its lock a little longer than its life: the kernel takes apart
+ * an io_uring, which holds the files, after the process is gone. Its last writes may be on their
+ * way until then, so the lock of a dead process is waited for.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1 /* O_DIRECT */
@@ -14,12 +18,34 @@
 #include <endian.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <signal.h>
 #include <string.h>
 #include <sys/file.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "base/assert.h"
 #include "store/store_impl.h"
+
+/* How often, and how far apart, the lock of a dead process is tried again: ten seconds. */
+#define DEAD_RETRY_COUNT 1000
+#define DEAD_RETRY_NS 10000000
+
+/* The process that the owner's block names; 0: none. */
+static uint64_t owner_read(struct lh_store *store, uint32_t file_index)
+{
+    const struct lh_store_owner_disk *owner = (const void *)store->bounce.base;
+    if (lh_store_file_read(store, file_index, LH_STORE_OWNER_OFFSET, store->bounce.base,
+                           sizeof(*owner), NULL) < 0)
+        return 0;
+    bool is_owner = memcmp(owner->magic, "LOHANPID", sizeof(owner->magic)) == 0;
+    return is_owner ? le64toh(owner->pid) : 0;
+}
+
+static bool is_dead(uint64_t pid)
+{
+    return pid > 0 && pid <= INT32_MAX && kill((pid_t)pid, 0) != 0 && errno == ESRCH;
+}
 
 static int busy(struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
@@ -32,15 +58,17 @@ static int busy(struct lh_store *store, uint32_t file_index, struct lh_error *er
         return lh_error_set(
             err, -EBUSY, "%s is open for reading in another process; close it there", file->path);
     }
-    struct lh_store_owner_disk *owner = (void *)store->bounce.base;
-    bool is_named = lh_store_file_read(store, file_index, LH_STORE_OWNER_OFFSET, owner,
-                                       sizeof(*owner), NULL) == 0 &&
-                    memcmp(owner->magic, "LOHANPID", sizeof(owner->magic)) == 0 && owner->pid != 0;
-    if (is_named)
+    uint64_t pid = owner_read(store, file_index);
+    if (is_dead(pid))
+        return lh_error_set(err, -EBUSY,
+                            "%s was in use by process %" PRIu64 ", which has ended, and a child of "
+                            "it still has it open; end that, or choose another directory",
+                            file->path, pid);
+    if (pid != 0)
         return lh_error_set(err, -EBUSY,
                             "%s is in use by process %" PRIu64 "; end it, or choose another "
                             "directory",
-                            file->path, le64toh(owner->pid));
+                            file->path, pid);
     return lh_error_set(err, -EBUSY, "%s is in use by another process", file->path);
 }
 
@@ -48,14 +76,20 @@ int lh_store_file_lock(struct lh_store *store, uint32_t file_index, struct lh_er
 {
     struct lh_store_file *file = &store->files[file_index];
     int kind = store->is_read_only ? LOCK_SH : LOCK_EX;
-    int rc = 0;
-    do {
-        rc = flock(store->io_files[file_index].fd, kind | LOCK_NB);
-    } while (rc != 0 && errno == EINTR);
-    if (rc != 0 && errno == EWOULDBLOCK)
+    int code = EWOULDBLOCK;
+    for (uint32_t i = 0; i < DEAD_RETRY_COUNT && code == EWOULDBLOCK; i++) {
+        do {
+            code = flock(store->io_files[file_index].fd, kind | LOCK_NB) == 0 ? 0 : errno;
+        } while (code == EINTR);
+        if (code == EWOULDBLOCK && !is_dead(owner_read(store, file_index)))
+            break;
+        if (code == EWOULDBLOCK)
+            nanosleep(&(struct timespec){.tv_nsec = DEAD_RETRY_NS}, NULL);
+    }
+    if (code == EWOULDBLOCK)
         return busy(store, file_index, err);
-    if (rc != 0)
-        return lh_error_set(err, -errno, "cannot lock %s: %s", file->path, strerror(errno));
+    if (code != 0)
+        return lh_error_set(err, -code, "cannot lock %s: %s", file->path, strerror(code));
     file->is_locked = true;
     return 0;
 }
