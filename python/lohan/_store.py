@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,7 +16,7 @@ from lohan import _core
 from lohan._block import Layout, Unit
 from lohan._tensor import nbytes_of
 from lohan.config import Config
-from lohan.errors import StoreError, StoreMismatchError, store_error
+from lohan.errors import StoreError, StoreMismatchError, StoreUncleanError, store_error
 
 SCALAR_BYTES_MAX = 64 << 10  # of ours: groups and RNG state take 8 KiB
 
@@ -154,12 +155,25 @@ def open_existing(directories: Sequence[str], config: Config) -> _core.Store:
     )
 
 
+def remove(directories: Sequence[str]) -> None:
+    """Remove the files of a store that nothing was ever in."""
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(directory, "lohan.data"))
+
+
 def check_same_model(store: _core.Store, layout: Layout) -> None:
-    """Refuse a store of another model, by its first difference.
+    """Refuse a store that was never filled, and one of another model, by its first difference.
 
     Raises:
+        StoreUncleanError: whoever made the store died before the weights were in it.
         StoreMismatchError: names what differs.
     """
+    if store.describe()["is_empty"]:
+        path = store.describe()["files"][0][0]
+        raise StoreUncleanError(
+            0, f"{path} was made, but its weights were never written: delete it, and start again"
+        )
     theirs = json.loads(store.describe()["meta"])
     ours = describe(layout)
     if theirs == ours:

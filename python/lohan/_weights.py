@@ -107,8 +107,9 @@ def fill(
     else:
         for param in layout.params:
             _write(layout, extents, store, param, param.tensor)
-            param.tensor.data = _no_storage(param.tensor)
     store.commit(0, b"")
+    for param in layout.params:  # not before: a write that fails must not cost the only copy
+        param.tensor.data = _no_storage(param.tensor)
 
 
 def _no_storage(tensor: torch.Tensor) -> torch.Tensor:
