@@ -9,11 +9,12 @@ RUN := $(PY) tests/run.py
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fmt bench bench-adam bench-io bench-step bench-hooks sanitize build clean
+.PHONY: help demo test test-slow lint fmt bench bench-adam bench-io bench-step bench-hooks sanitize build clean
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
 	@echo 'make test      all tests, the sanitizers on the quick part of them'
+	@echo 'make test-slow the Python tests that take minutes'
 	@echo 'make lint      layout, linters, types, spelling'
 	@echo 'make fmt       lay out C and Python'
 	@echo 'make sanitize  everything under the sanitizers'
@@ -37,6 +38,9 @@ demo: build
 
 test: build
 	$(RUN) tidy c asan tsan sim py --fast -- $(ARGS)
+
+test-slow: build
+	$(RUN) py -- -m slow $(ARGS)
 
 lint: $(VENV)/.ready
 	$(RUN) lint

@@ -1,0 +1,191 @@
+"""kill -9 at any moment: the last committed step is there, and training ends at the same bits."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import crash_worker
+import lohan
+import pytest
+import torch
+
+# Some steps: long enough that a kill hits any part of one, short enough that many fit a test.
+KILL_AFTER_MAX_S = 0.06
+WAIT_S = 50
+
+
+class Reference:
+    """A run that is never killed, with all of memory; its parameters after each step."""
+
+    def __init__(self, directory: pathlib.Path, dtype: torch.dtype) -> None:
+        self.model: Any = lohan.wrap(crash_worker.build(dtype), store=directory, lr=1e-2)
+        self.digests = [crash_worker.digest(self.model)]
+        self.rng = torch.get_rng_state()
+
+    def at(self, step: int) -> str:
+        """The digest after step steps; trains as far as needed."""
+        torch.set_num_threads(crash_worker.TORCH_THREAD_COUNT)
+        torch.set_rng_state(self.rng)
+        while len(self.digests) <= step:
+            crash_worker.train_step(self.model, len(self.digests) - 1)
+            self.digests.append(crash_worker.digest(self.model))
+        self.rng = torch.get_rng_state()
+        return self.digests[step]
+
+
+@pytest.fixture(scope="module")
+def references(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[torch.dtype, Reference]]:
+    made = {
+        dtype: Reference(tmp_path_factory.mktemp(f"reference-{index}"), dtype)
+        for index, dtype in enumerate((torch.float32, torch.bfloat16))
+    }
+    yield made
+    for reference in made.values():
+        reference.model.lohan.close()
+
+
+class Run:
+    """What one process said before it ended."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+        self.opened: tuple[int, str] | None = None
+        self.closed = 0
+        self.committed = 0
+        self.done: tuple[int, str] | None = None
+
+    def listen(self, seconds: float) -> bool:
+        """Take what comes within seconds; False once the process has ended."""
+        deadline = time.monotonic() + seconds
+        try:
+            while self.pipe.poll(max(0.0, deadline - time.monotonic())):
+                kind, *values = self.pipe.recv()
+                if kind == "open":
+                    self.opened = (values[0], values[1])
+                    self.closed = values[0]
+                    self.committed = values[0]
+                    return True
+                if kind == "done":
+                    self.done = (values[0], values[1])
+                else:
+                    setattr(self, kind, values[0])
+        except (EOFError, ConnectionResetError):
+            return False
+        return True
+
+
+def host_bytes_min(dtype: torch.dtype, directory: pathlib.Path) -> int:
+    with pytest.raises(lohan.errors.BudgetError) as caught:
+        lohan.wrap(crash_worker.build(dtype), store=directory, host_bytes=1)
+    found = re.search(r"at least (\d+)", str(caught.value))
+    assert found
+    return int(found[1])
+
+
+def kill_and_resume(
+    store: pathlib.Path,
+    reference: Reference,
+    dtype: torch.dtype,
+    directory_count: int,
+    commit_every: int,
+    kill_count: int,
+) -> None:
+    rng = random.Random(f"{dtype} {directory_count} {commit_every} {kill_count}")
+    settings = {
+        "store": [store / f"disk{index}" for index in range(directory_count)],
+        "commit_every": commit_every,
+        "host_bytes": host_bytes_min(dtype, store / "none"),
+    }
+    least, most = 0, 0  # where the store may be
+    for round_ in range(kill_count + 1):
+        is_last = round_ == kill_count
+        step_max = most + 3 if is_last else None
+        process, pipe = crash_worker.start(
+            crash_worker.train_until_killed, dtype, settings, round_ > 0, step_max
+        )
+        run = Run(pipe)
+        assert run.listen(WAIT_S) and run.opened, "the store could not be opened: see the output"
+        step, digest = run.opened
+        assert least <= step <= most, "a committed step was lost, or one came from nowhere"
+        assert digest == reference.at(step), f"the store is not at step {step}, bit for bit"
+        if is_last:
+            assert not run.listen(WAIT_S) and run.done
+            process.join(WAIT_S)
+            assert run.done == (step_max, reference.at(run.done[0]))
+            assert process.exitcode == 0
+            return
+        run.listen(rng.uniform(0, KILL_AFTER_MAX_S))
+        process.kill()
+        assert not run.listen(WAIT_S)
+        process.join(WAIT_S)
+        assert process.exitcode == -9, "it was not the kill that ended it"
+        # A step is closed when the one before is over: written, and committed if it was due.
+        over = max(run.closed - 1, 0) // commit_every * commit_every
+        least = max(least, step, run.committed, over)
+        most = run.closed + 1  # the report of the last one may have been killed
+
+
+VARIANTS = [
+    pytest.param(dtype, directories, every, id=f"{name}-{directories}dir-every{every}")
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+    for directories in (1, 2)
+    for every in (1, 3)
+]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("dtype", "directory_count", "commit_every"), VARIANTS)
+def test_killed_at_8_moments_it_ends_at_the_same_bits(
+    store_dir: pathlib.Path,
+    references: dict[torch.dtype, Reference],
+    dtype: torch.dtype,
+    directory_count: int,
+    commit_every: int,
+) -> None:
+    kill_and_resume(store_dir, references[dtype], dtype, directory_count, commit_every, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("dtype", "directory_count", "commit_every"), VARIANTS)
+def test_killed_at_50_moments_it_ends_at_the_same_bits(
+    store_dir: pathlib.Path,
+    references: dict[torch.dtype, Reference],
+    dtype: torch.dtype,
+    directory_count: int,
+    commit_every: int,
+) -> None:
+    kill_and_resume(store_dir, references[dtype], dtype, directory_count, commit_every, 50)
+
+
+@pytest.mark.timeout(120)
+def test_a_store_whose_creation_was_killed_is_refused_or_whole(
+    store_dir: pathlib.Path, references: dict[torch.dtype, Reference]
+) -> None:
+    rng = random.Random(5)
+    outcomes = set()
+    for round_ in range(16):
+        directory = store_dir / str(round_)
+        settings = {"store": directory}
+        process, pipe = crash_worker.start(crash_worker.wrap_until_killed, torch.float32, settings)
+        assert pipe.poll(WAIT_S) and pipe.recv() == "begin"
+        time.sleep(rng.uniform(0, 0.012))
+        process.kill()
+        process.join(WAIT_S)
+        try:
+            model: Any = lohan.wrap(crash_worker.build(), store=directory, resume=True, lr=1e-2)
+        except lohan.errors.StoreError as error:
+            outcomes.add(type(error).__name__)
+            continue
+        assert model.lohan.step == 0
+        assert crash_worker.digest(model) == references[torch.float32].at(0)
+        model.lohan.close()
+        outcomes.add("whole")
+    assert len(outcomes) > 1, "every kill hit the same part of the creation"
