@@ -55,7 +55,7 @@ static uint64_t number_read(const char *path)
     char text[32];
     uint64_t value = 0;
     text_read(path, text, sizeof(text));
-    return sscanf(text, "%" SCNu64, &value) == 1 ? value : 0;
+    return lh_mem_number_parse(text, &value) ? value : 0;
 }
 
 /* Bytes of this process that lie on transparent huge pages. */
@@ -70,6 +70,7 @@ static uint64_t transparent_bytes(void)
 static bool map_reserved(struct lh_arena *arena)
 {
     uint64_t wanted = arena->bytes / LH_HUGE_PAGE_BYTES;
+    LH_ASSERT(wanted > 0);
     uint64_t promised = number_read(RESERVED_PROMISED);
     uint64_t unused = number_read(RESERVED_FREE);
     unused -= lh_min_u64(unused, promised);

@@ -57,6 +57,8 @@ void lh_arena_destroy(struct lh_arena *arena, struct lh_alloc *alloc);
  * group of this process has a limit. UINT64_MAX where the system does not say.
  */
 uint64_t lh_mem_available_bytes(void);
+/* The decimal number that text begins with, spaces before it allowed; false if there is none. */
+bool lh_mem_number_parse(const char *text, uint64_t *value_out);
 /* The number in `name: number` lines of a /proc or cgroup file, in its own unit; -ENOENT. */
 int lh_mem_field_read(const char *path, const char *name, uint64_t *value_out) LH_MUST_CHECK;
 

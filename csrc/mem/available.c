@@ -1,5 +1,6 @@
 #include <inttypes.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "mem/arena.h"
@@ -22,6 +23,17 @@ static const struct cgroup_names cgroup_versions[] = {
      "total_active_file", "total_inactive_file"},
 };
 
+bool lh_mem_number_parse(const char *text, uint64_t *value_out)
+{
+    char *end = NULL;
+    errno = 0;
+    unsigned long long value = strtoull(text, &end, 10);
+    if (end == text || errno != 0)
+        return false;
+    *value_out = value;
+    return true;
+}
+
 int lh_mem_field_read(const char *path, const char *name, uint64_t *value_out)
 {
     *value_out = 0;
@@ -35,7 +47,7 @@ int lh_mem_field_read(const char *path, const char *name, uint64_t *value_out)
         /* "MemAvailable:   123 kB" in /proc, "inactive_file 123" in a control group. */
         const char *rest = line + name_length;
         if (strncmp(line, name, name_length) == 0 && (*rest == ':' || *rest == ' ') &&
-            sscanf(rest + 1, "%" SCNu64, value_out) == 1)
+            lh_mem_number_parse(rest + 1, value_out))
             rc = 0;
     }
     fclose(file);
@@ -51,7 +63,8 @@ static bool cgroup_number(const char *directory, const char *name, uint64_t *val
     FILE *file = fopen(path, "re");
     if (!file)
         return false;
-    bool found = fscanf(file, "%" SCNu64, value_out) == 1;
+    char line[64];
+    bool found = fgets(line, sizeof(line), file) && lh_mem_number_parse(line, value_out);
     fclose(file);
     return found;
 }
@@ -86,7 +99,9 @@ static uint64_t cgroups_available_bytes(const struct cgroup_names *names)
         const char *rest = strchr(line, ':');
         if (!rest || strncmp(rest + 1, names->line, strlen(names->line)) != 0)
             continue;
-        line[strcspn(line, "\n")] = '\0';
+        char *end = strchr(line, '\n');
+        if (end)
+            *end = '\0';
         snprintf(directory, sizeof(directory), "%s%s", names->root, rest + strlen(names->line));
     }
     fclose(file);

@@ -61,7 +61,9 @@ static int units_parse(struct lhpy_engine *self, PyObject *list)
     self->unit_states = PyMem_Calloc((size_t)count + 1, sizeof(*self->unit_states));
     self->bound_units = PyMem_Calloc((size_t)count + 1, sizeof(uint32_t));
     self->backward_units = PyMem_Calloc((size_t)count + 1, sizeof(uint32_t));
-    if (!self->units || !self->unit_states || !self->bound_units || !self->backward_units) {
+    self->again_units = PyMem_Calloc((size_t)count + 1, sizeof(uint32_t));
+    if (!self->units || !self->unit_states || !self->bound_units || !self->backward_units ||
+        !self->again_units) {
         PyErr_NoMemory();
         return -1;
     }
@@ -335,8 +337,10 @@ PyObject *lhpy_engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     struct make_opts opts = {0};
     struct lh_store *store = NULL;
-    if (opts_parse(self, args, kwargs, &opts) < 0 || !lhpy_exchange() ||
-        !(store = lhpy_store_get(opts.store))) {
+    bool is_ready = opts_parse(self, args, kwargs, &opts) == 0 && lhpy_exchange();
+    if (is_ready)
+        store = lhpy_store_get(opts.store);
+    if (!store) {
         Py_DECREF(self);
         return NULL;
     }

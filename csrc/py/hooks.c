@@ -117,20 +117,38 @@ static int unit_enter(struct lhpy_engine *self, uint32_t unit)
 static void unit_leave(struct lhpy_engine *self, uint32_t unit)
 {
     struct lhpy_unit *state = &self->unit_states[unit];
-    if (state->scope_depth == 0 || --state->scope_depth > 0)
+    if (state->scope_depth == 0)
+        return;
+    state->scope_depth--;
+    if (state->scope_depth > 0)
         return;
     lhpy_unit_unbind(self, unit);
     lhpy_engine_unuse(self, unit);
 }
 
+/* 1 on a thread that runs a backward, whose end the engine then hears of; 0; -1 with an error. */
+static int backward_ask(struct lhpy_engine *self)
+{
+    PyObject *answer = PyObject_CallNoArgs(self->in_backward);
+    int rc = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    /* Here and not in the nested backward that may follow: that one ends before this one does. */
+    if (rc > 0 && lhpy_engine_backward_begin(self) < 0)
+        return -1;
+    return rc;
+}
+
 /*
  * A scope outside any forward (a submodule called on its own) is a forward of its own: Python opens
- * and closes it.
+ * and closes it. In a backward it is a forward computed again, which saves nothing with us.
  */
 static int forward_ask(struct scope *scope, bool begins)
 {
-    if (begins && scope->engine->forward_is_open)
-        return 0;
+    if (begins) {
+        int backward = scope->engine->forward_is_open ? 1 : backward_ask(scope->engine);
+        if (backward != 0)
+            return backward < 0 ? -1 : 0;
+    }
     PyObject *answer =
         PyObject_CallFunction(scope->engine->on_forward, "O", begins ? Py_True : Py_False);
     int rc = answer ? PyObject_IsTrue(answer) : -1;
@@ -168,7 +186,40 @@ static PyObject *scope_leave(PyObject *object, PyObject *const *args, Py_ssize_t
     Py_RETURN_NONE;
 }
 
+/*
+ * A parameter is read as an attribute of its module. [Note: Forwards without hooks] A checkpoint
+ * around `forward` instead of around the module computes it again in backward without the module's
+ * hooks, so that no scope is entered. There, and only there, a read makes the unit resident; it
+ * stays bound until the backward of what was computed again begins.
+ */
+static PyObject *scope_read(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    (void)args;
+    (void)count;
+    struct scope *scope = (struct scope *)object;
+    struct lhpy_engine *self = scope->engine;
+    for (uint32_t i = 0; i < scope->unit_count; i++) {
+        uint32_t unit = scope->units[i];
+        if (!self->io || self->forward_is_open || self->unit_states[unit].scope_depth > 0)
+            continue;
+        int backward = backward_ask(self);
+        if (backward < 0 || (backward > 0 && unit_enter(self, unit) < 0))
+            return NULL;
+        if (backward > 0)
+            self->again_units[self->again_unit_count++] = unit;
+    }
+    Py_RETURN_NONE;
+}
+
+void lhpy_engine_again_release(struct lhpy_engine *self)
+{
+    while (self->again_unit_count > 0)
+        unit_leave(self, self->again_units[--self->again_unit_count]);
+}
+
 static PyMethodDef scope_methods[] = {
+    {"read", (PyCFunction)(void (*)(void))scope_read, METH_FASTCALL,
+     "A parameter is read: see [Note: Forwards without hooks]."},
     {"enter", (PyCFunction)(void (*)(void))scope_enter, METH_FASTCALL,
      "Forward pre-hook: make the units resident and bind their parameters."},
     {"leave", (PyCFunction)(void (*)(void))scope_leave, METH_FASTCALL,
@@ -288,6 +339,7 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
     struct lhpy_dl_tensor view;
     if (lhpy_check_open(self) < 0 || lhpy_engine_backward_begin(self) < 0)
         return NULL;
+    lhpy_engine_again_release(self);
     if (param->gradient && lh_engine_gradient_is_consumed(self->core->engine, index))
         lhpy_engine_sweep(self);
     PyObject *owned = gradient_prepare(self, index, gradient, &view);

@@ -282,11 +282,11 @@ typedef bool (*wait_fn)(struct lh_engine *engine, uint64_t argument);
 /* 1 when is_done(argument), 0 after timeout_ms, -errno once the engine failed. */
 static int wait_until(struct lh_engine *engine, wait_fn is_done, uint64_t argument, int timeout_ms)
 {
-    struct timespec deadline;
-    clock_gettime(CLOCK_MONOTONIC, &deadline);
-    uint64_t nanoseconds = (uint64_t)deadline.tv_nsec + (uint64_t)timeout_ms * UINT64_C(1000000);
-    deadline.tv_sec += (time_t)(nanoseconds / UINT64_C(1000000000));
-    deadline.tv_nsec = (long)(nanoseconds % UINT64_C(1000000000));
+    /* The condition waits on CLOCK_MONOTONIC, whatever clock the engine itself was given. */
+    struct lh_clock clock = lh_clock_real();
+    uint64_t until_ns = lh_clock_now_ns(&clock) + (uint64_t)timeout_ms * UINT64_C(1000000);
+    struct timespec deadline = {.tv_sec = (time_t)(until_ns / UINT64_C(1000000000)),
+                                .tv_nsec = (long)(until_ns % UINT64_C(1000000000))};
     int rc = 0;
     atomic_fetch_add(&engine->waiting, 1);
     pthread_mutex_lock(&engine->shared.mutex);

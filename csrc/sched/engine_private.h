@@ -21,9 +21,11 @@
  *
  * A step (step.c):
  *
- *   OPEN --[CLOSE message]--> CLOSED --[updates computed and written]--> COMMITTING --[superblock durable]--> OPEN (next)
- *     |                                          (no commit due: straight to OPEN)
- *     +--[ABORT message]--> ABORTING --[nothing in flight]--> OPEN (the same step again, from the last commit)
+ *   OPEN --[CLOSE message]--> CLOSED --[updates computed and written]--> COMMITTING
+ *    | ^                         |                                           |
+ *    | +---[no commit is due]----+      [superblock durable]                 |
+ *    | +---------------------------------------------------------------------+
+ *    +--[ABORT message]--> ABORTING --[nothing in flight]--> OPEN, the same step again
  *
  * What holds:
  *  1. word has LH_UNIT_READY_BIT exactly while state is READY; pins are 0 in every other state.

@@ -84,7 +84,8 @@ void lh_update_plan(struct lh_engine *engine)
     }
 }
 
-/* At close one knows which units have gradients: the plan is made right where the last step misled it. */
+/* At close one knows which units have gradients: the plan is corrected where the last step
+ * misled it. */
 void lh_update_plan_correct(struct lh_engine *engine)
 {
     struct lh_engine_step_stats *stats = lh_step_stats(engine, engine->step);

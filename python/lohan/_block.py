@@ -266,7 +266,7 @@ def make_layout(
 
 
 def _mark_always(scopes: list[Scope], units: list[Unit]) -> None:
-    """A unit whose scope encloses other scopes stays: it is in use while all of them come and go."""
+    """A unit whose scope encloses other scopes stays: it is in use while they come and go."""
     scope_ids = {id(s.module) for s in scopes}
     for scope in scopes:
         encloses = any(id(m) in scope_ids for m in scope.module.modules() if m is not scope.module)

@@ -149,7 +149,6 @@ class Guard:
 
     def _apply(self, module: nn.Module) -> Callable[..., nn.Module]:
         """`.to()`, `.half()`, `.cuda()`: places are lohan's business, dtypes cannot change."""
-
         reference = weakref.ref(module)  # a module that holds itself would outlive `del model`
 
         def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:

@@ -83,7 +83,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._session
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Close the step: what backward gave gradients for is, or will be, updated before its next use.
+        """Close the step: what has a gradient is updated, at the latest before its next use.
 
         Args:
             closure: called first, with gradients enabled, as torch.optim does.

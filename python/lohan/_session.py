@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,12 +132,13 @@ class Session:
             lambda: _alive(this)._on_backward(),
             lambda: _alive(this)._on_gradient(),
             lambda begins: _alive(this)._on_forward(begins),
+            in_backward,
         )
         self._forward_depth = 0
         self._begun: tuple[int, bool] | None = None
         self._backward = "none"  # none, running, done
         self._hyper: list[Hyper] | None = None
-        self._groups: list[dict[str, Any]] = []
+        self._optimizer: Optimizer | None = None
         self._hooks: list[Any] = []
         self._root_scopes: list[_core.Scope] = []
         self._looked_at: set[tuple[str, bool]] = set()
@@ -189,9 +190,14 @@ class Session:
         self._hooks.clear()
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Take the groups whose hyper-parameters rule."""
-        self._groups = optimizer.param_groups
+        """Take the optimizer whose groups' hyper-parameters rule."""
+        self._optimizer = optimizer
         optimizer.attach(self)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """The groups of now: load_state_dict() of an optimizer makes new ones."""
+        return self._optimizer.param_groups if self._optimizer is not None else []
 
     # --- Forward ----------------------------------------------------------------------------
 
@@ -226,8 +232,6 @@ class Session:
         if not begins:
             self._forward_end()
             return False
-        if in_backward():
-            return False
         self._forward_begin("outside")
         return True
 
@@ -247,7 +251,7 @@ class Session:
             self._begun = (self.step, grad)
         self._autocast_cache = torch.is_autocast_cache_enabled()
         if torch.is_autocast_enabled("cpu"):
-            # The cache would keep every weight's cast for the whole forward: the model, as activations.
+            # The cache would keep every weight's cast: the whole model, as activations.
             torch.set_autocast_cache_enabled(False)
             self._engine.autocast(torch.get_autocast_dtype("cpu") == torch.bfloat16)
         self._saved.enter()
@@ -341,8 +345,8 @@ class Session:
         now = [hyper_of(group) for group in self._groups]
         if now != self._hyper:
             raise HyperParameterError(
-                f"hyper-parameters changed between backward and step(), from {self._hyper} to {now}:"
-                " updates ran with the first. Change them after step() or before backward"
+                f"hyper-parameters changed between backward and step(), from {self._hyper} to"
+                f" {now}: updates ran with the first. Change them after step() or before backward"
                 " (learning-rate schedulers: after step())"
             )
         self._hide_hollow_gradients()
@@ -412,6 +416,18 @@ class Session:
         self._check_whole()
         lend: torch.Tensor = self._engine.lend(index)
         return lend.clone()
+
+    @property
+    def is_underway(self) -> bool:
+        """Inside a forward or backward, or between backward and step()."""
+        if self._forward_depth > 0 or in_backward():
+            return True
+        return self._backward == "done" and bool(self._engine.status()["has_gradients"])
+
+    def reader(self, index: int) -> Callable[[], None]:
+        """What must be called when the parameter is read as an attribute of its module."""
+        read: Callable[[], None] = self._engine.scope([self.layout.params[index].unit]).read
+        return read
 
     @contextlib.contextmanager
     def resident(self, index: int) -> Iterator[None]:

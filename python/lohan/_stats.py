@@ -10,7 +10,7 @@ LINKS = ("param_read", "state_read", "param_write", "state_write", "commit_write
 
 @dataclasses.dataclass(frozen=True)
 class StepStats:
-    """One step, from its first forward to the end of its writes and commit. Times in ns, sizes in bytes.
+    """One step, from its first forward to the end of its writes and commit. Times in ns.
 
     Attributes:
         step: its number, from 1.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lohan.errors import OffloadedGradientError
+from lohan.errors import OffloadedGradientError, SecondBackwardError
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,8 +53,36 @@ _METADATA = {
 }
 
 
+def _offloaded(reader: str) -> str:
+    return (
+        f"{reader} reads a gradient that has left for the optimizer: clip_grad_norm_, a GradScaler,"
+        " or another optimizer than model.optimizer do not see lohan's gradients"
+    )
+
+
 class HollowGradient(torch.Tensor):
-    """Stands for a gradient that has left for the optimizer: whoever computes with it is told so."""
+    """Stands for a gradient that has left for the optimizer: who computes with it is told so."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Refuse what reaches the tensor without Python: autograd that adds a second gradient to it.
+
+        Raises:
+            SecondBackwardError: in a backward.
+            OffloadedGradientError: elsewhere.
+        """
+        if in_backward():
+            raise SecondBackwardError(
+                "a second backward before optimizer.step(): the gradients of the first have left"
+                " for the optimizer, and accumulating over several backwards is not supported yet"
+            )
+        raise OffloadedGradientError(_offloaded(str(func)))
 
     @classmethod
     def __torch_function__(
@@ -78,16 +106,11 @@ class HollowGradient(torch.Tensor):
             "stride",
             "element_size",
             "is_floating_point",
-            "detach",
-            "requires_grad_",
             "__hash__",
         }:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise OffloadedGradientError(
-            f"{owner or name} reads a gradient that has left for the optimizer: clip_grad_norm_,"
-            " a GradScaler, or another optimizer than model.optimizer do not see lohan's gradients"
-        )
+        raise OffloadedGradientError(_offloaded(owner or name))
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Say what this is."""
@@ -96,8 +119,13 @@ class HollowGradient(torch.Tensor):
 
 def hollow_gradient(data: torch.Tensor) -> torch.Tensor:
     """A HollowGradient with data's shape and dtype, without memory of its own."""
-    made: torch.Tensor = torch.Tensor._make_subclass(HollowGradient, data)
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        HollowGradient, data.shape, dtype=data.dtype, device=data.device
+    )
     return made
+
+
+_VIEWS = {"T", "mT", "H", "mH"}  # properties that read the tensor they belong to
 
 
 class UseFinder(TorchFunctionMode):
@@ -123,12 +151,29 @@ class UseFinder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Look at the arguments of func, then call it."""
-        if getattr(func, "__name__", "") not in {"__get__", "__set__"}:
+        name = getattr(func, "__name__", "")
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name not in {"__get__", "__set__"} or owner in _VIEWS:
             for value in args:
                 self._look(value)
             for value in (kwargs or {}).values():
                 self._look(value)
         return func(*args, **(kwargs or {}))
+
+
+class ReadParameters(dict[str, Any]):
+    """A module's `_parameters` that tells the engine when one is read: module.weight comes here."""
+
+    def __init__(self, plain: dict[str, Any], reads: dict[str, Callable[[], None]]) -> None:
+        super().__init__(plain)
+        self.reads = reads
+
+    def __getitem__(self, name: str) -> Any:
+        """The parameter, resident where a forward is computed again."""
+        read = self.reads.get(name)
+        if read is not None:
+            read()
+        return super().__getitem__(name)
 
 
 class SavedTensors:

@@ -1,4 +1,4 @@
-"""Where a model's values come from: memory, safetensors, or its own initialisation; block by block."""
+"""Where a model's values come from: memory, safetensors, its own initialisation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DTYPES = {
 
 @contextlib.contextmanager
 def empty() -> Iterator[None]:
-    """Build a model without storage for its parameters: `with lohan.empty(): model = Model(config)`.
+    """Build a model without storage for its parameters: `with lohan.empty(): Model(config)`.
 
     Buffers are made as usual. `lohan.wrap` fills the parameters, from weights= or init=.
     """
@@ -59,7 +59,7 @@ def empty() -> Iterator[None]:
 
 
 def _replace(model: nn.Module, layout: Layout) -> None:
-    """A meta parameter cannot get data: put a parameter of the CPU in its place, wherever it is used."""
+    """A meta parameter cannot get data: put one of the CPU in its place, wherever it is used."""
     made: dict[int, nn.Parameter] = {}
     for param in layout.params:
         old = param.tensor

@@ -12,7 +12,7 @@ class LohanError(Exception):
 
 
 class ModelError(LohanError, TypeError):
-    """The model cannot be wrapped: not a module, no parameters, a dtype or layout it does not support."""
+    """The model cannot be wrapped: not a module, no parameters, an unsupported dtype or layout."""
 
 
 class BudgetError(LohanError, MemoryError):
@@ -64,7 +64,7 @@ class HyperParameterError(StepError):
 
 
 class OffloadedGradientError(StepError):
-    """Something reads a gradient that has left for the optimizer (clipping, a scaler, another optimizer)."""
+    """Something (clipping, a scaler) reads a gradient that has left for the optimizer."""
 
 
 class StaleGraphError(StepError):

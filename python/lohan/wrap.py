@@ -65,8 +65,8 @@ def wrap(
         params: parameter groups as for torch.optim.AdamW; None: all parameters in one group.
         blocks: modules to be blocks; None: found by structure.
         weights: a folder or file of safetensors to fill an empty model from.
-        init: "model" to run the model's own initialisation block by block; or a function called with
-            each module that owns parameters.
+        init: "model" to run the model's own initialisation block by block; or a function that is
+            called with each module that owns parameters.
         config: settings that do not change the numbers; single ones can be given by name instead
             (host_bytes=, io=, commit_every=, ...).
         **settings: fields of Config.
@@ -87,52 +87,95 @@ def wrap(
     _check_model(model, weights, init)
     _check_config(made)
     layout = _layout_for_budget(model, blocks, made)
-    for_budget = _budget(layout, made)
-    given = store is not None
-    directories = _directories(store)
-    session: Session | None = None
-    opened: _core.Store | None = None
-    is_filled = resume
-    try:
-        extents = _store.plan_extents(layout, made.commit_every == "never")
-        optimizer, group_of = _make_optimizer(
-            layout, params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
-        if resume:
-            opened = _store.open_existing(directories, made)
-            _store.check_same_model(opened, layout)
-            _weights.skip_fill(model, layout)
-        else:
-            opened = _store.create(layout, extents, directories, made, temporary=not given)
-            _weights.fill(model, layout, extents, opened, weights, init)
-            is_filled = True
-        groups = len(optimizer.param_groups)
-        session = Session(layout, extents, opened, made, for_budget, directories, group_of, groups)
-        session.adopt(optimizer)
-        if resume:
-            session.restore_scalars()
-    except BaseException as error:
-        if opened is not None and not is_filled:
-            _store.remove(directories)
-        if is_filled and not resume and given:
-            error.add_note("the weights are in the store: wrap again with resume=True")
-        if session is not None:
-            _close_quietly(session)
-        elif opened is not None:
-            opened.close()
-        raise
-    finally:
-        if not given:
-            for directory in directories:
-                shutil.rmtree(directory, ignore_errors=True)
-    _attach(model, session, optimizer)
-    if not given:
-        print(
-            f"lohan: temporary store of {extents.nbytes / 1e9:.2f} GB in {directories[0]}"
-            " (gone at exit; pass store= to keep it)",
-            file=sys.stderr,
-        )
+    hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    optimizer, group_of = _make_optimizer(layout, params, hyper)
+    opening = _Opening(model, layout, made, _budget(layout, made), optimizer, group_of)
+    _attach(model, opening.open(store, resume, weights, init), optimizer)
     return model
+
+
+@dataclasses.dataclass
+class _Opening:
+    """What a session is made from, on its way."""
+
+    model: nn.Module
+    layout: Layout
+    config: Config
+    budget: dict[str, int]
+    optimizer: Optimizer
+    group_of: dict[int, int]
+
+    def open(
+        self, where: PathLike | Sequence[PathLike] | None, resume: bool, weights: Any, init: Any
+    ) -> Session:
+        """Make or open the store and begin a session on it; leave nothing behind on an error."""
+        if resume and where is None:
+            raise StoreError(0, "resume=True needs store=: there is nothing to go on with")
+        directories = _directories(where)
+        extents = _store.plan_extents(self.layout, self.config.commit_every == "never")
+        try:
+            if resume:
+                store = _store.open_existing(directories, self.config)
+            else:
+                store = _store.create(
+                    self.layout, extents, directories, self.config, temporary=where is None
+                )
+            return self._begin(store, extents, directories, resume, weights, init, where is None)
+        finally:
+            if where is None:
+                for directory in directories:
+                    shutil.rmtree(directory, ignore_errors=True)
+
+    def _begin(
+        self,
+        store: _core.Store,
+        extents: _store.Extents,
+        directories: list[str],
+        resume: bool,
+        weights: Any,
+        init: Any,
+        temporary: bool,
+    ) -> Session:
+        """Fill a new store, or compare an old one, and start the engine."""
+        is_filled = resume
+        session: Session | None = None
+        try:
+            if resume:
+                _store.check_same_model(store, self.layout)
+                _weights.skip_fill(self.model, self.layout)
+            else:
+                _weights.fill(self.model, self.layout, extents, store, weights, init)
+                is_filled = True
+            session = Session(
+                self.layout,
+                extents,
+                store,
+                self.config,
+                self.budget,
+                directories,
+                self.group_of,
+                len(self.optimizer.param_groups),
+            )
+            session.adopt(self.optimizer)
+            if resume:
+                session.restore_scalars()
+        except BaseException as error:
+            if is_filled and not resume and not temporary:
+                error.add_note("the weights are in the store: wrap again with resume=True")
+            if session is not None:
+                _close_quietly(session)
+            else:
+                store.close()
+            if not is_filled and not temporary:
+                _store.remove(directories)
+            raise
+        if temporary:
+            print(
+                f"lohan: temporary store of {extents.nbytes / 1e9:.2f} GB in {directories[0]}"
+                " (gone at exit; pass store= to keep it)",
+                file=sys.stderr,
+            )
+        return session
 
 
 def unwrap(model: nn.Module) -> nn.Module:
