@@ -1,0 +1,153 @@
+"""Where values come from: files, the model's own initialisation, memory; and what has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lohan
+import pytest
+import torch
+from lohan import _core
+from lohan.errors import ModelError, StoreError
+from safetensors.torch import save_file
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 128, "n_positions": 32}
+IDS = {"bos_token_id": 0, "eos_token_id": 0}
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**GPT2, **IDS))
+
+
+def test_safetensors_fill_an_empty_model_bit_for_bit(tmp_path: Path) -> None:
+    source = gpt2()
+    source.save_pretrained(tmp_path / "weights", max_shard_size="20KB")
+    assert len(list((tmp_path / "weights").glob("*.safetensors"))) > 1
+    with lohan.empty():
+        model = GPT2LMHeadModel(GPT2Config(**GPT2, **IDS))
+    assert all(p.is_meta for p in model.parameters())
+    model = lohan.wrap(model, store=tmp_path / "store", weights=tmp_path / "weights")
+    assert model.lm_head.weight is model.transformer.wte.weight, "tied parameters stay tied"
+    for name, value in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    batch = torch.arange(16).reshape(1, 16)
+    model.eval()
+    source.eval()
+    with torch.no_grad():
+        assert torch.equal(model(batch).logits, source(batch).logits)
+    model.lohan.close()
+
+
+def test_fp32_files_keep_every_bit_of_a_bf16_model_s_master(tmp_path: Path) -> None:
+    values = torch.randn(40, 24)
+    save_file({"weight": values}, tmp_path / "model.safetensors")
+    with lohan.empty():
+        layer = nn.Linear(24, 40, bias=False).to(torch.bfloat16)
+    layer = lohan.wrap(layer, store=tmp_path / "s", weights=tmp_path)
+    session = layer.lohan
+    places = session.extents.units[0]
+    count = session.layout.units[0].elements
+    with session.exclusive([]) as store:
+        param = torch.empty(count, dtype=torch.bfloat16)
+        residual = torch.empty(count, dtype=torch.int16)
+        store.read(places.param, 0, param.data_ptr(), count * 2)
+        store.read(places.residual, 0, residual.data_ptr(), count * 2)
+    master = torch.empty(count)
+    _core.adam_join(param.data_ptr(), residual.data_ptr(), master.data_ptr(), count)
+    assert torch.equal(master[: values.numel()].reshape(values.shape), values)
+    layer.lohan.close()
+
+
+def test_a_model_initialises_itself_block_by_block(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        vocab_size=96,
+        **IDS,
+    )
+    with lohan.empty():
+        model = LlamaForCausalLM(config)
+    model = lohan.wrap(model, store=tmp_path / "s", init="model", lr=1e-2)
+    state = model.state_dict()
+    assert torch.equal(state["model.norm.weight"], torch.ones(32))
+    spread = state["model.layers.1.mlp.up_proj.weight"].std()
+    assert 0.5 * config.initializer_range < spread < 2 * config.initializer_range
+    batch = torch.arange(24).reshape(2, 12)
+    losses = []
+    for _ in range(6):
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        model.optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    model.lohan.close()
+
+
+def test_a_function_initialises_what_the_model_does_not(tmp_path: Path) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.empty(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    with lohan.empty():
+        model = nn.Sequential(Scale(), nn.Linear(5, 5))
+    with pytest.raises(ModelError, match=r"0\.scale: Scale has no initialisation"):
+        lohan.wrap(model, store=tmp_path / "a", init="model")
+    with lohan.empty():
+        model = nn.Sequential(Scale(), nn.Linear(5, 5))
+
+    def fill(module: nn.Module) -> None:
+        for tensor in module._parameters.values():
+            if tensor is not None:
+                nn.init.constant_(tensor, 0.25)
+
+    model = lohan.wrap(model, store=tmp_path / "b", init=fill)
+    assert all(bool((v == 0.25).all()) for v in model.state_dict().values())
+    model.lohan.close()
+
+
+def test_what_has_no_value_is_named(tmp_path: Path) -> None:
+    with lohan.empty():
+        model = nn.Linear(4, 4)
+    with pytest.raises(ModelError, match="no storage"):
+        lohan.wrap(model, store=tmp_path / "a")
+    save_file({"weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="no value for 1 parameters"):
+        lohan.wrap(model, store=tmp_path / "b", weights=tmp_path)
+    with lohan.empty():
+        model = nn.Linear(4, 5)
+    with pytest.raises(ModelError, match=r"\[4, 4\], the model has"):
+        lohan.wrap(model, store=tmp_path / "c", weights=tmp_path)
+    with pytest.raises(StoreError, match=r"no \.safetensors"):
+        lohan.wrap(model, store=tmp_path / "d", weights=tmp_path / "nothing")
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "x.safetensors").write_bytes(b"\xff" * 100)
+    with lohan.empty():
+        model = nn.Linear(4, 5)
+    with pytest.raises(StoreError, match="too few"):
+        lohan.wrap(model, store=tmp_path / "e", weights=tmp_path / "cut")
+
+
+def test_unwrap_gives_a_plain_model_back(tmp_path: Path) -> None:
+    model = lohan.wrap(gpt2(), store=tmp_path / "s", lr=1e-2)
+    batch = torch.arange(16).reshape(1, 16)
+    model(input_ids=batch, labels=batch).loss.backward()
+    model.optimizer.step()
+    expected = model.state_dict()
+    plain = lohan.unwrap(model)
+    assert plain is model
+    assert not hasattr(plain, "lohan")
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain(input_ids=batch, labels=batch).loss.backward()
+    optimizer.step()
+    assert any(not torch.equal(v, expected[k]) for k, v in plain.state_dict().items())
