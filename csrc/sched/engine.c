@@ -176,8 +176,11 @@ static bool is_stuck(const struct lh_engine *engine)
 {
     if (engine->io_in_flight + engine->jobs_in_flight + engine->commit_in_flight > 0)
         return false;
+    bool is_awaited = atomic_load(&engine->waiting) > 0;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        if (engine->units[i].waiter_count > 0)
+        const struct lh_unit *unit = &engine->units[i];
+        bool is_owed_update = unit->update_is_queued && unit->state == LH_UNIT_STATE_ABSENT;
+        if (unit->waiter_count > 0 || (is_awaited && is_owed_update))
             return true;
     }
     return false;
@@ -191,7 +194,8 @@ static void stuck_fail(struct lh_engine *engine)
     uint32_t wanted = 0;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        if (unit->waiter_count > 0)
+        if (unit->waiter_count > 0 ||
+            (unit->update_is_queued && unit->state == LH_UNIT_STATE_ABSENT))
             wanted = i;
         if (lh_unit_pins(unit) > 0) {
             in_use_count++;
