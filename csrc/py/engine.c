@@ -23,6 +23,8 @@ int lhpy_engine_wait(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argum
         }
         if (PyErr_CheckSignals() < 0)
             return -1;
+        /* An update may wait for room that is held only as a convenience. */
+        lhpy_engine_backward_release(self);
         lhpy_engine_sweep(self);
     }
 }
@@ -263,8 +265,10 @@ static PyObject *engine_callbacks(PyObject *object, PyObject *args)
     PyObject *backward = NULL;
     PyObject *gradient = NULL;
     PyObject *forward = NULL;
-    if (!PyArg_ParseTuple(args, "OOO", &backward, &gradient, &forward))
+    PyObject *in_backward = NULL;
+    if (!PyArg_ParseTuple(args, "OOOO", &backward, &gradient, &forward, &in_backward))
         return NULL;
+    lhpy_replace(&self->in_backward, Py_NewRef(in_backward));
     lhpy_replace(&self->on_forward, Py_NewRef(forward));
     lhpy_replace(&self->on_backward, Py_NewRef(backward));
     lhpy_replace(&self->on_gradient, Py_NewRef(gradient));
@@ -276,6 +280,7 @@ static void engine_shut(struct lhpy_engine *self)
 {
     if (!self->io)
         return;
+    lhpy_engine_again_release(self);
     lhpy_engine_backward_release(self);
     Py_BEGIN_ALLOW_THREADS
     lh_engine_stop(self->core->engine);
@@ -303,6 +308,7 @@ static int engine_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->on_backward);
     Py_VISIT(self->on_gradient);
     Py_VISIT(self->on_forward);
+    Py_VISIT(self->in_backward);
     Py_VISIT(self->handle_type);
     Py_VISIT(self->scope_type);
     for (uint32_t i = 0; self->params && i < self->param_count; i++) {
@@ -327,6 +333,7 @@ static int engine_clear(PyObject *object)
     Py_CLEAR(self->on_backward);
     Py_CLEAR(self->on_gradient);
     Py_CLEAR(self->on_forward);
+    Py_CLEAR(self->in_backward);
     Py_CLEAR(self->handle_type);
     Py_CLEAR(self->scope_type);
     return 0;
@@ -346,6 +353,7 @@ static void engine_dealloc(PyObject *object)
     PyMem_Free(self->unit_states);
     PyMem_Free(self->bound_units);
     PyMem_Free(self->backward_units);
+    PyMem_Free(self->again_units);
     PyMem_Free(self->held_params);
     if (self->core) {
         Py_BEGIN_ALLOW_THREADS
@@ -360,9 +368,10 @@ static PyMethodDef engine_methods[] = {
     {"bind", engine_bind, METH_VARARGS, "bind(param, tensor, hollow)"},
     {"hollow_array", engine_hollow_array, METH_O, "The array that hollow parameters point into."},
     {"callbacks", engine_callbacks, METH_VARARGS,
-     "callbacks(on_backward, on_gradient, on_forward)"},
+     "callbacks(on_backward, on_gradient, on_forward, in_backward)"},
     {"forward", engine_forward, METH_VARARGS, "forward(is_open)"},
     {"scope", engine_scope, METH_O, "scope(units) -> Scope"},
+    {"scopes_drop", lhpy_engine_scopes_drop, METH_NOARGS, "Leave every scope."},
     {"autocast", engine_autocast, METH_VARARGS, "autocast(is_bfloat16)"},
     {"pack", lhpy_engine_pack, METH_O, "Saved-tensor hook."},
     {"unpack", lhpy_engine_unpack, METH_O, "Saved-tensor hook."},

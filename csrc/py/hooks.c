@@ -211,6 +211,19 @@ static PyObject *scope_read(PyObject *object, PyObject *const *args, Py_ssize_t 
     Py_RETURN_NONE;
 }
 
+PyObject *lhpy_engine_scopes_drop(PyObject *object, PyObject *args)
+{
+    (void)args;
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    self->again_unit_count = 0;
+    while (self->io && self->bound_unit_count > 0) {
+        uint32_t unit = self->bound_units[0];
+        self->unit_states[unit].scope_depth = 1;
+        unit_leave(self, unit);
+    }
+    Py_RETURN_NONE;
+}
+
 void lhpy_engine_again_release(struct lhpy_engine *self)
 {
     while (self->again_unit_count > 0)

@@ -70,6 +70,8 @@ struct lhpy_engine {
     uint32_t *bound_units;
     uint32_t backward_unit_count;
     uint32_t *backward_units;
+    uint32_t again_unit_count; /* bound by a read while a forward is computed again in backward */
+    uint32_t *again_units;
     uint32_t held_count; /* gradients held, in held_params */
     uint32_t *held_params;
     struct lh_budget budget;
@@ -85,6 +87,7 @@ struct lhpy_engine {
     PyObject *on_backward; /* called once a backward */
     PyObject *on_gradient; /* called before the first gradient of a step */
     PyObject *on_forward;  /* called when a scope begins (True) or ends (False) outside a forward */
+    PyObject *in_backward; /* true on a thread that runs a backward */
     PyObject *handle_type;
     PyObject *scope_type;
     char io_reason[512];
@@ -121,7 +124,10 @@ PyObject *lhpy_lend(struct lhpy_core *core, uint32_t unit, uint64_t byte_offset,
                     const int64_t *shape_strides, struct lhpy_dl_type dtype);
 
 /* error.c */
-/* Raise what the raiser makes of err; returns NULL. */
+/*
+ * Raise what the raiser makes of it; return NULL. lhpy_raise: a rule of the binding, whose name is
+ * code; the others: errno of what is below.
+ */
 PyObject *lhpy_raise(PyObject *raiser, int code, const char *message);
 PyObject *lhpy_raise_error(PyObject *raiser, const struct lh_error *err);
 /* The engine's own error. */
@@ -169,10 +175,14 @@ PyObject *lhpy_engine_status(PyObject *object, PyObject *args);
 /* hooks.c */
 extern PyType_Spec lhpy_scope_spec;
 PyObject *lhpy_engine_gradient_hook(PyObject *object, PyObject *args);
+/* Leave every scope: those of a forward that died. */
+PyObject *lhpy_engine_scopes_drop(PyObject *object, PyObject *args);
 PyObject *lhpy_scope_new(struct lhpy_engine *self, PyObject *scope_type, PyObject *units);
 PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
 /* Make the parameters' data lends, or hollow. -1 with a Python error. */
 int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit);
+/* Make hollow what Scope.read() bound: the forward that was computed again is over. */
+void lhpy_engine_again_release(struct lhpy_engine *self);
 void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit);
 
 /* handle.c */

@@ -15,6 +15,7 @@ from torch import nn
 
 from lohan import _store
 from lohan._session import Session
+from lohan._tensor import ReadParameters
 from lohan.errors import UnsupportedError
 
 
@@ -34,6 +35,7 @@ class Guard:
         self.index = {id(p.tensor): p.index for p in session.layout.params}
         self.handles: list[Any] = []
         self.shadowed: list[tuple[weakref.ref[nn.Module], str]] = []
+        self.watched: list[weakref.ref[nn.Module]] = []
 
     def shadow(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
         """Put an instance attribute over a method."""
@@ -44,10 +46,10 @@ class Guard:
         """Shadow what cannot work as it is, and hook what can."""
         model = self.model()
         assert model is not None
-        self.shadow(model, "named_parameters", self._named_parameters(model))
-        self.shadow(model, "load_state_dict", self._load_state_dict)
         self.shadow(model, "zero_grad", lambda set_to_none=True: self.session.zero_grad())
         for module in model.modules():
+            self.shadow(module, "named_parameters", self._named_parameters(module))
+            self.shadow(module, "load_state_dict", self._load_state_dict(module))
             self.shadow(module, "_apply", self._apply(module))
             self.shadow(
                 module,
@@ -65,6 +67,17 @@ class Guard:
                 # torch marks the hook with an attribute, which a bound method cannot carry.
                 hook = functools.partial(self._fill_state_dict)
                 self.handles.append(module.register_state_dict_post_hook(hook))
+                self.watch(module)
+
+    def watch(self, module: nn.Module) -> None:
+        """Have the engine told when a parameter of the module is read."""
+        reads = {
+            name: self.session.reader(self.index[id(tensor)])
+            for name, tensor in module._parameters.items()
+            if id(tensor) in self.index
+        }
+        object.__setattr__(module, "_parameters", ReadParameters(module._parameters, reads))
+        self.watched.append(weakref.ref(module))
 
     def remove(self) -> None:
         """Take everything off again."""
@@ -74,13 +87,18 @@ class Guard:
             module = reference()
             if module is not None and name in module.__dict__:
                 object.__delattr__(module, name)
+        for watched in self.watched:
+            module = watched()
+            if module is not None:
+                object.__setattr__(module, "_parameters", dict(module._parameters))
         self.handles.clear()
         self.shadowed.clear()
+        self.watched.clear()
 
-    def _named_parameters(self, model: nn.Module) -> Callable[..., Iterator[tuple[str, Any]]]:
-        """Parameters have their real data while the loop is at them."""
-        plain = type(model).named_parameters
-        reference = self.model
+    def _named_parameters(self, module: nn.Module) -> Callable[..., Iterator[tuple[str, Any]]]:
+        """Parameters have their real data while the loop is at them, unless a step is under way."""
+        plain = type(module).named_parameters
+        reference = weakref.ref(module)
 
         def named_parameters(
             prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -88,7 +106,8 @@ class Guard:
             owner = reference()
             assert owner is not None
             for name, tensor in plain(owner, prefix, recurse, remove_duplicate):
-                if id(tensor) not in self.index or self.session.closed:
+                is_other = id(tensor) not in self.index or self.session.closed
+                if is_other or self.session.is_underway:
                     yield name, tensor
                     continue
                 with self.session.resident(self.index[id(tensor)]):
@@ -105,12 +124,20 @@ class Guard:
             if tensor is not None and key in state and id(tensor) in self.index:
                 state[key] = self.session.value(self.index[id(tensor)])
 
-    def _load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Put values into the store (moments stay as they are), buffers into the model."""
-        model = self.model()
-        assert model is not None
+    def _load_state_dict(self, module: nn.Module) -> Callable[..., Any]:
+        reference = weakref.ref(module)
+
+        def load_state_dict(
+            state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        ) -> Any:
+            owner = reference()
+            assert owner is not None
+            return self._load(owner, state_dict, strict)
+
+        return load_state_dict
+
+    def _load(self, model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
+        """Put values into the store (moments stay as they are), buffers into the module."""
         names: dict[str, int] = {}
         for module_name, module in model.named_modules(remove_duplicate=False):
             for name, tensor in module._parameters.items():

@@ -6,9 +6,11 @@ import base64
 import contextlib
 import json
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,7 @@ from lohan._tensor import (
     SavedTensors,
     UseFinder,
     at_backward_end,
+    has_saved_tensor_hooks,
     hollow,
     hollow_gradient,
     in_backward,
@@ -42,8 +45,11 @@ from lohan.errors import (
 if TYPE_CHECKING:
     from lohan._optim import Optimizer
 
-# Checksums, manifest, requests, tables: small against everything else, so a flat reserve.
-BOOKKEEPING_BYTES = 4 << 20
+# Messages, requests, event lists: small against everything else, so a flat reserve. Tables of a
+# long model, and a timeline that is asked for, come on top.
+BOOKKEEPING_BYTES = 5 << 20
+BOOKKEEPING_UNIT_BYTES = 4 << 10
+TRACE_EVENT_BYTES = 40
 
 
 def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
@@ -132,7 +138,7 @@ class Session:
             lambda: _alive(this)._on_backward(),
             lambda: _alive(this)._on_gradient(),
             lambda begins: _alive(this)._on_forward(begins),
-            in_backward,
+            lambda: _alive(this)._on_again(),
         )
         self._forward_depth = 0
         self._begun: tuple[int, bool] | None = None
@@ -141,6 +147,9 @@ class Session:
         self._optimizer: Optimizer | None = None
         self._hooks: list[Any] = []
         self._root_scopes: list[_core.Scope] = []
+        self._found: list[_core.Scope] = []  # by an outside forward
+        self._forward_kind = ("", False)
+        self._forward_frame: FrameType | None = None
         self._looked_at: set[tuple[str, bool]] = set()
         self._finder: UseFinder | None = None
         self._autocast_cache = False
@@ -202,8 +211,10 @@ class Session:
     # --- Forward ----------------------------------------------------------------------------
 
     def _root_enter(self, module: nn.Module, args: Any) -> None:
-        if self._forward_depth > 0 or in_backward():
-            self._forward_depth += self._forward_depth > 0
+        if in_backward():
+            return
+        if self._forward_is_alive():
+            self._forward_depth += 1
             return
         self._forward_begin(f"root{module.training}")
         entered = 0
@@ -214,7 +225,7 @@ class Session:
         except BaseException:
             for scope in reversed(self._root_scopes[:entered]):
                 scope.leave()
-            self._forward_end()
+            self._forward_end(False)
             raise
 
     def _root_leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -225,18 +236,34 @@ class Session:
             return
         for scope in reversed(self._root_scopes):
             scope.leave()
-        self._forward_end()
+        self._forward_end(output is not None)
 
     def _on_forward(self, begins: bool) -> bool:
         """A block is called (or ends) outside the model's own forward: that is a forward, too."""
         if not begins:
-            self._forward_end()
+            for scope in self._found:
+                scope.leave()
+            self._forward_end(False)
             return False
         self._forward_begin("outside")
         return True
 
+    def _on_again(self) -> bool:
+        """A parameter is needed: True in a backward, where a forward is computed again.
+
+        A reentrant checkpoint does that without hooks for saved tensors: ours make handles there,
+        too. autograd takes them off when the node that computes again is done.
+        """
+        if not in_backward():
+            return False
+        if not has_saved_tensor_hooks():
+            self._saved.enter()
+        return True
+
     def _forward_begin(self, kind: str) -> None:
         self.check_open()
+        if self._forward_depth > 0:
+            self._forward_drop()
         if self._backward == "running":
             self._abort()  # the last backward died: its step is forgotten
         elif self._engine.status()["has_gradients"]:
@@ -256,14 +283,19 @@ class Session:
             self._engine.autocast(torch.get_autocast_dtype("cpu") == torch.bfloat16)
         self._saved.enter()
         self._forward_depth = 1
+        self._forward_kind = (kind, grad)
+        self._forward_frame = _frame_outside()
         self._engine.forward(True)
         if (kind, grad) not in self._looked_at:
-            self._looked_at.add((kind, grad))
             self._finder = UseFinder(self._on_use)
             self._finder.__enter__()
 
-    def _forward_end(self) -> None:
+    def _forward_end(self, is_whole: bool) -> None:
+        if is_whole:
+            self._looked_at.add(self._forward_kind)
+        self._found.clear()
         self._forward_depth = 0
+        self._forward_frame = None
         self._engine.forward(False)
         if self._finder is not None:
             self._finder.__exit__(None, None, None)
@@ -272,6 +304,20 @@ class Session:
         self._engine.autocast(False)
         torch.set_autocast_cache_enabled(self._autocast_cache)
 
+    def _forward_is_alive(self) -> bool:
+        """A forward is open, and its call is on the stack. torch skips hooks after a Ctrl-C."""
+        if self._forward_depth == 0:
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self._forward_frame:
+            frame = frame.f_back
+        return frame is not None
+
+    def _forward_drop(self) -> None:
+        """Undo a forward that died without its hooks."""
+        self._engine.scopes_drop()
+        self._forward_end(False)
+
     def _on_use(self, tensor: nn.Parameter) -> None:
         """A parameter is an argument of an operation: make it resident if no scope did."""
         index = self._param_index.get(id(tensor))
@@ -279,7 +325,8 @@ class Session:
             return
         scope = self._engine.scope([self.layout.params[index].unit])
         scope.enter()
-        self._root_scopes.append(scope)
+        is_root = self._forward_kind[0] != "outside"
+        (self._root_scopes if is_root else self._found).append(scope)
 
     def _hollow_address(self, index: int) -> int:
         dtype = self.layout.params[index].tensor.dtype
@@ -420,7 +467,7 @@ class Session:
     @property
     def is_underway(self) -> bool:
         """Inside a forward or backward, or between backward and step()."""
-        if self._forward_depth > 0 or in_backward():
+        if self._forward_is_alive() or in_backward():
             return True
         return self._backward == "done" and bool(self._engine.status()["has_gradients"])
 
@@ -507,6 +554,14 @@ class Session:
                 self.unhook()
                 self._engine.close()
                 self.store.close()
+
+
+def _frame_outside() -> FrameType | None:
+    """The frame that called into this file: on the stack as long as the module's call runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
 
 
 def _alive(reference: weakref.ref[Session]) -> Session:

@@ -24,6 +24,12 @@ def at_backward_end(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
+def has_saved_tensor_hooks() -> bool:
+    """True where something (a checkpoint that computes again, too) packs what operations save."""
+    top: object = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top is not None
+
+
 def nan_array(dtype: torch.dtype, count: int) -> torch.Tensor:
     """One NaN a parameter (zeros for dtypes without NaN), which hollow parameters point into."""
     if dtype.is_floating_point:
@@ -64,14 +70,14 @@ class HollowGradient(torch.Tensor):
     """Stands for a gradient that has left for the optimizer: who computes with it is told so."""
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Refuse what reaches the tensor without Python: autograd that adds a second gradient to it.
+        """Refuse what reaches it without Python: autograd that adds a second gradient to it.
 
         Raises:
             SecondBackwardError: in a backward.
@@ -119,7 +125,7 @@ class HollowGradient(torch.Tensor):
 
 def hollow_gradient(data: torch.Tensor) -> torch.Tensor:
     """A HollowGradient with data's shape and dtype, without memory of its own."""
-    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         HollowGradient, data.shape, dtype=data.dtype, device=data.device
     )
     return made
