@@ -15,6 +15,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SEED = 1234
 TORCH_THREAD_COUNT = 2
+# Read when torch is first imported. Threads that wait for each other by spinning make a step of a
+# small model take a second instead of ten milliseconds where cores are few and busy.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 
 

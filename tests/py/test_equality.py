@@ -1,0 +1,170 @@
+"""Placement never changes the numbers: every setting gives the bits of every other one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import lohan
+import pytest
+import torch
+import train_helper as helper
+from torch import nn
+
+STEPS = range(5)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WIDTH = 1100  # a Linear of this width has more elements than a chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A model in a dtype, and one choice along each dimension that must not show in its numbers."""
+
+    name: str
+    dtype: str
+    budget: str
+    directory_count: int
+    io: str
+    threads: int
+    schedule: str
+    commit_every: int | str
+
+    def __str__(self) -> str:
+        return "-".join(str(value) for value in dataclasses.astuple(self))
+
+
+DIMENSIONS: tuple[tuple[Any, ...], ...] = (
+    tuple(helper.MODELS),
+    tuple(DTYPES),
+    ("minimal", "middle", "full"),
+    (1, 3),
+    ("io_uring", "libaio", "threads"),
+    (1, 2, 3),
+    ("optimized", "serial"),
+    (1, 3, "never"),
+)
+
+
+def pairs_of(row: tuple[Any, ...]) -> set[Any]:
+    """The pairs of choices that occur in one setting."""
+    return set(itertools.combinations(enumerate(row), 2))
+
+
+def pairwise() -> list[Setting]:
+    """Few settings in which every two choices along different dimensions meet."""
+    rows = list(itertools.product(*DIMENSIONS))
+    left = set().union(*map(pairs_of, rows))
+    chosen = []
+    while left:
+        best = max(rows, key=lambda row: len(pairs_of(row) & left))
+        left -= pairs_of(best)
+        chosen.append(Setting(*best))
+    return chosen
+
+
+SETTINGS = pairwise()
+
+
+def linears(dtype: torch.dtype) -> nn.Module:
+    """Three units of 1.2 Mi elements each: two chunks, the second one short."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).to(dtype)
+
+
+def linears_loss(model: nn.Module, step: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    batch = torch.randn(8, WIDTH, generator=generator).to(dtype)
+    loss: torch.Tensor = model(batch).square().mean()
+    return loss
+
+
+def workload(
+    name: str, dtype: torch.dtype
+) -> tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]:
+    """How a model is built, and its loss."""
+    if name == "linears":
+        return functools.partial(linears, dtype), functools.partial(linears_loss, dtype=dtype)
+    return functools.partial(helper.build, name, dtype), helper.language_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What training with everything in memory gives, and the budgets to compare with it."""
+
+    trained: helper.Trained
+    host_bytes: dict[str, int]
+
+
+EXPECTED: dict[tuple[str, str], Expected] = {}
+
+
+def expected(name: str, dtype: str, folder: pathlib.Path) -> Expected:
+    """Computed once a model and dtype."""
+    if (name, dtype) not in EXPECTED:
+        build, loss_of = workload(name, DTYPES[dtype])
+        smallest = helper.host_bytes_min(build(), folder)
+        model = lohan.wrap(build(), store=folder / "expected", threads=1, **helper.HYPER)
+        full = model.lohan.budget["host_bytes_full"]
+        assert model.lohan.budget["host_bytes"] == full
+        trained = helper.train(model, STEPS, loss_of)
+        budgets = {"minimal": smallest, "middle": (smallest + full) // 2, "full": full}
+        EXPECTED[name, dtype] = Expected(trained, budgets)
+    return EXPECTED[name, dtype]
+
+
+def check(setting: Setting, folder: pathlib.Path) -> None:
+    """Train in a setting and compare every bit."""
+    reference = expected(setting.name, setting.dtype, folder)
+    build, loss_of = workload(setting.name, DTYPES[setting.dtype])
+    model = lohan.wrap(
+        build(),
+        store=[folder / f"disk{index}" for index in range(setting.directory_count)],
+        host_bytes=reference.host_bytes[setting.budget],
+        io=setting.io,
+        threads=setting.threads,
+        schedule=setting.schedule,
+        commit_every=setting.commit_every,
+        **helper.HYPER,
+    )
+    budget = model.lohan.budget
+    assert model.lohan.status()["io"] == setting.io
+    assert (budget["host_bytes"] == budget["host_bytes_full"]) == (setting.budget == "full")
+    helper.assert_same(helper.train(model, STEPS, loss_of), reference.trained)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_losses_and_parameters_are_the_same_bits_in_every_setting(
+    setting: Setting, store_dir: pathlib.Path
+) -> None:
+    check(setting, store_dir)
+
+
+@pytest.mark.parametrize("schedule", ["optimized", "serial"])
+@pytest.mark.parametrize("budget", ["minimal", "middle"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_units_of_several_chunks_streamed_through_few_slabs_give_the_same_bits(
+    dtype: str, budget: str, schedule: str, store_dir: pathlib.Path
+) -> None:
+    check(Setting("linears", dtype, budget, 3, "io_uring", 3, schedule, 1), store_dir)
+
+
+def test_the_settings_cover_every_pair_of_choices() -> None:
+    rows = [dataclasses.astuple(setting) for setting in SETTINGS]
+    met = set().union(*map(pairs_of, rows))
+    assert met == set().union(*map(pairs_of, itertools.product(*DIMENSIONS)))
+    assert len(SETTINGS) <= 20
+
+
+def test_a_model_whose_chunks_stream_has_units_of_several_chunks(store_dir: pathlib.Path) -> None:
+    smallest = helper.host_bytes_min(linears(torch.float32), store_dir)
+    model = lohan.wrap(linears(torch.float32), store=store_dir / "s", host_bytes=smallest)
+    budget = dict(model.lohan.budget)
+    elements = [unit.elements for unit in model.lohan.layout.units]
+    model.lohan.close()
+    assert budget["chunk_elements"] < min(elements)
+    assert budget["slab_count"] == 3
+    assert budget["kept_chunk_count"] == 0

@@ -1,0 +1,116 @@
+"""Small models, their data, and training loops that the tests of numbers and bytes share."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lohan
+import pytest
+import torch
+from lohan.errors import BudgetError
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+VOCABULARY = 256
+HYPER = {"lr": 1e-3, "weight_decay": 0.01}
+
+
+def gpt2() -> nn.Module:
+    """GPT-2 with tied embeddings, no dropout."""
+    config = GPT2Config(
+        n_embd=64,
+        n_layer=3,
+        n_head=4,
+        n_positions=32,
+        vocab_size=VOCABULARY,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    """Llama with an output layer of its own and grouped key-value heads."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        vocab_size=VOCABULARY,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return LlamaForCausalLM(config)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama}
+
+
+def build(name: str, dtype: torch.dtype) -> nn.Module:
+    """The same model with the same values every time."""
+    torch.manual_seed(0)
+    return MODELS[name]().to(dtype).train()
+
+
+def tokens(step: int) -> torch.Tensor:
+    """The batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, VOCABULARY, (2, 16), generator=generator)
+
+
+def language_loss(model: nn.Module, step: int) -> torch.Tensor:
+    """The loss of a language model on the batch of a step."""
+    batch = tokens(step)
+    loss: torch.Tensor = model(input_ids=batch, labels=batch).loss
+    return loss
+
+
+def host_bytes_min(model: nn.Module, folder: pathlib.Path, **settings: Any) -> int:
+    """The smallest budget that lohan takes for model, from the error that refuses less."""
+    with pytest.raises(BudgetError) as refused:
+        lohan.wrap(model, store=folder / "refused", host_bytes=1, **settings)
+    found = re.search(r"at least (\d+)", str(refused.value))
+    assert found, str(refused.value)
+    return int(found[1])
+
+
+@dataclasses.dataclass
+class Trained:
+    """What a run leaves behind."""
+
+    losses: list[float]
+    state: dict[str, torch.Tensor]
+
+
+def train(model: nn.Module, steps: Sequence[int], loss_of: Callable[..., torch.Tensor]) -> Trained:
+    """Train a wrapped model on some steps and close it."""
+    losses = []
+    try:
+        for step in steps:
+            loss = loss_of(model, step)
+            loss.backward()
+            model.optimizer.step()
+            losses.append(loss.item())
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+    finally:
+        model.lohan.close()
+    return Trained(losses, state)
+
+
+def assert_same(actual: Trained, expected: Trained) -> None:
+    """Every loss and every parameter equal, bit for bit."""
+    assert actual.losses == expected.losses
+    assert actual.state.keys() == expected.state.keys()
+    for name, value in expected.state.items():
+        assert torch.equal(actual.state[name], value), name
