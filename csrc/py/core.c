@@ -27,7 +27,8 @@ void lhpy_core_release(struct lhpy_core *core)
     LH_ASSERT(before > 0);
     if (before > 1)
         return;
-    lh_alloc_unseal(&core->alloc);
+    if (core->alloc.sealed) /* not where the engine could not be made */
+        lh_alloc_unseal(&core->alloc);
     lh_engine_destroy(core->engine);
     if (core->arena)
         lh_arena_destroy(core->arena, &core->alloc);

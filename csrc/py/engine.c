@@ -391,6 +391,7 @@ static PyMethodDef engine_methods[] = {
     {"trace", lhpy_engine_trace, METH_NOARGS,
      "Events: (kind, unit, lane, step, start, end, bytes)"},
     {"status", lhpy_engine_status, METH_NOARGS, "What is open, pinned and held."},
+    {"check", lhpy_engine_check, METH_NOARGS, "Raise the first error, if there is one."},
     {"close", engine_close, METH_NOARGS, "Stop the engine."},
     {NULL, NULL, 0, NULL},
 };

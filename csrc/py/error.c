@@ -1,22 +1,32 @@
 /* The core's errors as Python exceptions: the raiser (python/lohan/errors.py) knows the classes. */
 #include "py/lhpy.h"
 
-PyObject *lhpy_raise(PyObject *raiser, int code, const char *message)
+/*
+ * is_rule: a rule of the binding is broken, and the code is its name. Else it is errno, and the
+ * same number means what the system means by it.
+ */
+static PyObject *exception_raise(PyObject *raiser, int code, const char *message, bool is_rule)
 {
     if (!raiser || raiser == Py_None) {
         PyErr_Format(PyExc_OSError, "[errno %d] %s", -code, message);
         return NULL;
     }
-    PyObject *exception = PyObject_CallFunction(raiser, "is", code, message);
+    PyObject *exception =
+        PyObject_CallFunction(raiser, "isO", code, message, is_rule ? Py_True : Py_False);
     if (exception)
         PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
     Py_XDECREF(exception);
     return NULL;
 }
 
+PyObject *lhpy_raise(PyObject *raiser, int code, const char *message)
+{
+    return exception_raise(raiser, code, message, true);
+}
+
 PyObject *lhpy_raise_error(PyObject *raiser, const struct lh_error *err)
 {
-    return lhpy_raise(raiser, err->code, err->message);
+    return exception_raise(raiser, err->code, err->message, false);
 }
 
 PyObject *lhpy_raise_engine(struct lhpy_engine *self)

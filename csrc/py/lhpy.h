@@ -171,6 +171,7 @@ PyObject *lhpy_engine_trace(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_hyper(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_backward_end(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_status(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_check(PyObject *object, PyObject *args);
 
 /* hooks.c */
 extern PyType_Spec lhpy_scope_spec;

@@ -179,6 +179,17 @@ PyObject *lhpy_engine_resume(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyObject *lhpy_engine_check(PyObject *object, PyObject *args)
+{
+    (void)args;
+    struct lhpy_engine *self = engine_open(object);
+    if (!self)
+        return NULL;
+    if (lh_engine_error(self->core->engine, NULL) < 0)
+        return lhpy_raise_engine(self);
+    Py_RETURN_NONE;
+}
+
 static int dict_set(PyObject *dict, const char *name, uint64_t value)
 {
     PyObject *number = PyLong_FromUnsignedLongLong(value);

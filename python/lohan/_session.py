@@ -528,15 +528,17 @@ class Session:
     # --- End --------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Refuse to work for a closed session, or in a forked child.
+        """Refuse to work for a closed session, in a forked child, or after an error.
 
         Raises:
             SessionError: says which.
+            LohanError: the first one that the engine met.
         """
         if self.closed:
             raise SessionError("the session is closed: wrap the model again with resume=True")
         if os.getpid() != self._owner_pid:
             raise SessionError("the model was wrapped in another process: wrap it after the fork")
+        self._engine.check()
 
     def close(self) -> None:
         """Finish and commit what is closed, stop the engine, release the store. Idempotent."""

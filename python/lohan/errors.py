@@ -105,9 +105,18 @@ _BY_CODE: dict[int, type[LohanError]] = {
     errno.ECANCELED: SessionError,
 }
 
+# What the engine, disks and memory say.
 _ENGINE_BY_CODE: dict[int, type[LohanError]] = {
     errno.ENOSPC: BudgetError,
     errno.ENOMEM: BudgetError,
+    errno.ECANCELED: SessionError,
+    errno.ENOTRECOVERABLE: SessionError,
+    errno.EILSEQ: ChecksumError,
+    errno.EBADMSG: StoreMismatchError,
+}
+
+# The rules of a training step that the binding watches: a code is the name of one.
+_RULE_BY_CODE: dict[int, type[LohanError]] = {
     errno.EALREADY: SecondBackwardError,
     errno.ESTALE: StaleGraphError,
     errno.ENXIO: HollowParameterError,
@@ -115,45 +124,48 @@ _ENGINE_BY_CODE: dict[int, type[LohanError]] = {
     errno.EOPNOTSUPP: GradientError,
     errno.EBUSY: LentError,
     errno.ECANCELED: SessionError,
-    errno.ENOTRECOVERABLE: SessionError,
-    errno.EILSEQ: ChecksumError,
-    errno.EBADMSG: StoreMismatchError,
+}
+
+_RULE_HINTS: dict[int, str] = {
+    errno.ENXIO: "call the module that owns it, or pass blocks= so that it is resident there",
 }
 
 _HINTS: dict[int, str] = {
     errno.EEXIST: "pass resume=True to go on with it, or another directory",
-    errno.ENXIO: "call the module that owns it, or pass blocks= so that it is resident there",
+    errno.ENOENT: "leave out resume=True to make one",
+    errno.EMEDIUMTYPE: "or pass allow_tmpfs=True, for tests",
     errno.EUCLEAN: 'start again from the weights; commit_every="never" keeps no committed step',
 }
 
 
 def _make(
-    table: dict[int, type[LohanError]], default: type[LohanError], code: int, message: str
+    table: dict[int, type[LohanError]], hints: dict[int, str], code: int, message: str
 ) -> LohanError:
-    cls = table.get(-code, default)
-    hint = _HINTS.get(-code)
+    cls = table.get(-code, StoreError)
+    hint = hints.get(-code)
     text = f"{message}: {hint}" if hint and hint not in message else message
     if issubclass(cls, OSError):
         return cls(-code, text)
     return cls(text)
 
 
-def store_error(code: int, message: str) -> LohanError:
+def store_error(code: int, message: str, is_rule: bool = False) -> LohanError:
     """The exception for -errno and a message of the store.
 
     Args:
         code: -errno.
         message: what the core says, with the numbers.
+        is_rule: it is the binding that says so.
 
     Returns:
         The exception, not raised.
     """
-    return _make(_BY_CODE, StoreError, code, message)
+    return _make(_BY_CODE, _HINTS, code, message)
 
 
 def engine_raiser(
     unit_names: Sequence[str], param_names: Sequence[str]
-) -> Callable[[int, str], LohanError]:
+) -> Callable[[int, str, bool], LohanError]:
     """Make the function that turns the engine's errors into exceptions, numbers into names.
 
     Args:
@@ -161,7 +173,8 @@ def engine_raiser(
         param_names: the name of each parameter.
 
     Returns:
-        A function of (-errno, message) that returns the exception.
+        A function of (-errno, message, is_rule) that returns the exception; is_rule: a rule of the
+        training step is broken, and errno is its name.
     """
 
     def named(match: re.Match[str]) -> str:
@@ -170,8 +183,10 @@ def engine_raiser(
         label = "block" if match[1] == "unit" else "parameter"
         return f"{label} {names[index]!r}" if index < len(names) else match[0]
 
-    def raiser(code: int, message: str) -> LohanError:
+    def raiser(code: int, message: str, is_rule: bool) -> LohanError:
         text = re.sub(r"\b(unit|param) (\d+)\b", named, message)
-        return _make(_ENGINE_BY_CODE, StoreError, code, text)
+        if is_rule:
+            return _make(_RULE_BY_CODE, _RULE_HINTS, code, text)
+        return _make(_ENGINE_BY_CODE, {}, code, text)
 
     return raiser

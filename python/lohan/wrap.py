@@ -27,6 +27,15 @@ from lohan.errors import BudgetError, ModelError, StoreError, UnsupportedError
 
 PathLike = str | os.PathLike[str]
 
+_RANGES = {
+    "host_bytes": (1, 1 << 60),
+    "threads": (1, 256),
+    "nice": (0, 19),
+    "io_depth": (1, 512),  # a queue of the backends holds 1024, and the commit's requests besides
+    "transfer_bytes": (1 << 20, 64 << 20),
+    "trace_events": (0, 1 << 62),
+}
+
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _handlers_are_set = False
 
@@ -292,14 +301,18 @@ def _check_param(name: str, param: nn.Parameter, is_filled: bool) -> None:
 
 def _check_config(config: Config) -> None:
     every = config.commit_every
-    if every not in ("auto", "never") and (not isinstance(every, int) or every < 1):
+    if every not in ("auto", "never") and not (isinstance(every, int) and 0 < every < 1 << 63):
         raise ModelError(f"commit_every {every!r}: 'auto', 'never' or a number of steps from 1")
     if config.io not in ("auto", "io_uring", "libaio", "threads"):
         raise ModelError(f"io {config.io!r}: 'auto', 'io_uring', 'libaio' or 'threads'")
     if config.schedule not in ("optimized", "serial"):
         raise ModelError(f"schedule {config.schedule!r}: 'optimized' or 'serial'")
-    if config.threads is not None and config.threads < 1:
-        raise ModelError(f"threads {config.threads}: at least 1")
+    for name, (least, most) in _RANGES.items():
+        value = getattr(config, name)
+        if value is not None and not (isinstance(value, int) and least <= value <= most):
+            raise ModelError(f"{name} {value!r}: a whole number from {least} to {most}")
+    if config.transfer_bytes % (1 << 20):
+        raise ModelError(f"transfer_bytes {config.transfer_bytes}: a multiple of {1 << 20}")
 
 
 def _directories(store: PathLike | Sequence[PathLike] | None) -> list[str]:
@@ -334,7 +347,7 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
         )
     ]
 
-    def raiser(code: int, message: str) -> Exception:
+    def raiser(code: int, message: str, is_rule: bool) -> Exception:
         return BudgetError(message)
 
     # A checksum of 4 bytes a MiB, in memory for each slot and in each of two manifests.
