@@ -171,7 +171,7 @@ class Guard:
                 param = layout.params[names[key]]
                 unit = layout.units[param.unit]
                 places = session.extents.units[param.unit]
-                _store.write_param(store, unit, places, param.first, value.cpu())
+                _store.write_param(store, unit, places, param.first, value.cpu(), is_fresh=False)
             store.commit(session.step, store.describe()["scalars"])
 
     def _apply(self, module: nn.Module) -> Callable[..., nn.Module]:

@@ -197,7 +197,13 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
 
 
 def write_param(
-    store: _core.Store, unit: Unit, places: UnitExtents, first: int, values: torch.Tensor
+    store: _core.Store,
+    unit: Unit,
+    places: UnitExtents,
+    first: int,
+    values: torch.Tensor,
+    *,
+    is_fresh: bool = True,
 ) -> None:
     """Write one parameter, or a run of its elements, as the store keeps it.
 
@@ -207,14 +213,17 @@ def write_param(
         places: its extents.
         first: element (trainable) or byte (frozen) in the unit.
         values: contiguous CPU tensor; fp32 for a bf16 unit keeps every bit, in the residual.
+        is_fresh: nothing was written there before, so that a residual of zeros need not be.
     """
     values = values.detach().contiguous()
+    if unit.has_residual and not is_fresh:
+        values = values.float()  # exact, and its residual of zeros is written
     if unit.has_residual and values.dtype == torch.float32:
         param = torch.empty(values.shape, dtype=torch.bfloat16)
         residual = torch.empty(values.shape, dtype=torch.int16)
         _core.adam_split(values.data_ptr(), param.data_ptr(), residual.data_ptr(), values.numel())
         store.write(places.param, first * 2, param.data_ptr(), nbytes_of(param))
-        if bool(residual.any()):
+        if not is_fresh or bool(residual.any()):
             store.write(places.residual, first * 2, residual.data_ptr(), nbytes_of(residual))
         return
     values = values.to(unit.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 import train_helper as helper
 import transformers
+from rules_helper import assert_same_gradients, watch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -154,42 +154,9 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
 # --- How they are compared -----------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Watched:
-    """A model, and the gradients that its parameters got since they were last taken."""
-
-    model: nn.Module
-    gradients: dict[str, list[torch.Tensor]]
-
-    def take(self) -> dict[str, list[torch.Tensor]]:
-        taken = dict(self.gradients)
-        self.gradients.clear()
-        return taken
-
-
-def watch(model: nn.Module) -> Watched:
-    """Hook the parameters before wrap: autograd calls these before it accumulates."""
-    gradients: dict[str, list[torch.Tensor]] = {}
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            keep = lambda grad, name=name: gradients.setdefault(name, []).append(grad.clone())  # noqa: E731
-            param.register_hook(keep)
-    return Watched(model, gradients)
-
-
 def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     return make().to(dtype).train()
-
-
-def assert_same_gradients(
-    actual: dict[str, list[torch.Tensor]], expected: dict[str, list[torch.Tensor]]
-) -> None:
-    assert actual.keys() == expected.keys() and expected
-    for name, gradients in expected.items():
-        assert len(actual[name]) == len(gradients) == 1, name
-        assert torch.equal(actual[name][0], gradients[0]), name
-        assert gradients[0].isfinite().all(), name
 
 
 def backward(model: nn.Module, loss_of: Loss, step: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,180 @@
+"""Small models, and steps of a wrapped model against a plain one, for the tests of rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import lohan
+import pytest
+import torch
+import train_helper
+from torch import nn
+
+WIDTH = 32
+Make = Callable[[], nn.Module]
+Loss = Callable[[nn.Module, int], torch.Tensor]
+
+
+class Block(nn.Module):
+    """A residual block, with a parameter of its own beside those of its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        return x + y * self.gain
+
+
+class Stack(nn.Module):
+    """Blocks and a head."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+def vectors(step: int) -> torch.Tensor:
+    """The batch of a step."""
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def square_loss(model: nn.Module, step: int) -> torch.Tensor:
+    """The mean square of what the model makes of the batch of a step."""
+    dtype = next(model.parameters()).dtype
+    loss: torch.Tensor = model(vectors(step).to(dtype)).square().mean()
+    return loss
+
+
+def build(make: Make = Stack) -> nn.Module:
+    """The same model with the same values every time."""
+    torch.manual_seed(0)
+    return make().train()
+
+
+@dataclasses.dataclass
+class Watched:
+    """A model, and the gradients that its parameters got since they were last taken."""
+
+    model: nn.Module
+    gradients: dict[str, list[torch.Tensor]]
+
+    def take(self) -> dict[str, list[torch.Tensor]]:
+        """The gradients since the last call, by name."""
+        taken = dict(self.gradients)
+        self.gradients.clear()
+        return taken
+
+
+def watch(model: nn.Module) -> Watched:
+    """Hook the parameters before wrap: autograd calls these before it accumulates."""
+    gradients: dict[str, list[torch.Tensor]] = {}
+
+    def keep(name: str) -> Callable[[torch.Tensor], None]:
+        return lambda gradient: gradients.setdefault(name, []).append(gradient.clone())
+
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            param.register_hook(keep(name))
+    return Watched(model, gradients)
+
+
+def assert_same_gradients(
+    actual: dict[str, list[torch.Tensor]], expected: dict[str, list[torch.Tensor]]
+) -> None:
+    """The same parameters got one gradient each, the same bit for bit."""
+    assert actual.keys() == expected.keys() and expected
+    for name, gradients in expected.items():
+        assert len(actual[name]) == len(gradients) == 1, name
+        assert torch.equal(actual[name][0], gradients[0]), name
+        assert gradients[0].isfinite().all(), name
+
+
+class Workshop:
+    """Wraps models for one test, each into a store of its own, and closes them at its end."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.made: list[nn.Module] = []
+
+    def wrap(self, model: nn.Module, **settings: Any) -> nn.Module:
+        """Wrap a model; host_bytes="minimal" is the smallest budget that lohan takes."""
+        if settings.get("host_bytes") == "minimal":
+            del settings["host_bytes"]
+            settings["host_bytes"] = train_helper.host_bytes_min(model, self.folder, **settings)
+        settings = {"lr": 1e-2, **settings}
+        store = self.folder / f"store{len(self.made)}"
+        self.made.append(lohan.wrap(model, store=store, **settings))
+        return self.made[-1]
+
+    def train(
+        self, steps: Iterable[int], make: Make = Stack, loss_of: Loss = square_loss, **settings: Any
+    ) -> dict[str, torch.Tensor]:
+        """The parameters of a fresh wrapped model after some steps."""
+        model = self.wrap(build(make), **settings)
+        for step in steps:
+            train_step(model, step, loss_of)
+        state = dict(model.state_dict())
+        model.lohan.close()
+        return state
+
+    def follow(
+        self, make: Make = Stack, loss_of: Loss = square_loss, steps: int = 3, **settings: Any
+    ) -> nn.Module:
+        """Train a wrapped model; every step's gradients are a plain model's with its parameters."""
+        plain = watch(build(make))
+        wrapped = watch(build(make))
+        model = self.wrap(wrapped.model, **{"host_bytes": "minimal", **settings})
+        for step in range(steps):
+            plain.model.load_state_dict(model.state_dict())
+            expected = loss_of(plain.model, step)
+            expected.backward()
+            actual = loss_of(model, step)
+            actual.backward()
+            assert torch.equal(actual, expected)
+            assert_same_gradients(wrapped.take(), plain.take())
+            plain.model.zero_grad()
+            model.optimizer.step()
+        return model
+
+    def close(self) -> None:
+        """Close every session."""
+        for model in self.made:
+            model.lohan.close()
+
+
+@pytest.fixture
+def workshop(store_dir: pathlib.Path) -> Iterator[Workshop]:
+    """A place to wrap models in."""
+    made = Workshop(store_dir)
+    yield made
+    made.close()
+
+
+def train_step(model: nn.Module, step: int, loss_of: Loss = square_loss) -> float:
+    """One step of training."""
+    loss = loss_of(model, step)
+    loss.backward()
+    model.optimizer.step()
+    return loss.item()
+
+
+def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The same names with the same bits."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
