@@ -45,9 +45,9 @@ from lohan.errors import (
 if TYPE_CHECKING:
     from lohan._optim import Optimizer
 
-# Messages, requests, event lists: small against everything else, so a flat reserve. Tables of a
-# long model, and a timeline that is asked for, come on top.
-BOOKKEEPING_BYTES = 5 << 20
+# Messages, requests, event lists, and what the arena is rounded up by: small against everything
+# else, so a flat reserve. Tables of a long model, and a timeline that is asked for, come on top.
+BOOKKEEPING_BYTES = 7 << 20
 BOOKKEEPING_UNIT_BYTES = 4 << 10
 TRACE_EVENT_BYTES = 40
 

@@ -21,7 +21,13 @@ from lohan import _core, _store, _weights
 from lohan._block import Layout, make_layout
 from lohan._guard import Guard
 from lohan._optim import DEFAULTS, Optimizer
-from lohan._session import BOOKKEEPING_BYTES, Session, unit_tuples
+from lohan._session import (
+    BOOKKEEPING_BYTES,
+    BOOKKEEPING_UNIT_BYTES,
+    TRACE_EVENT_BYTES,
+    Session,
+    unit_tuples,
+)
 from lohan.config import Config
 from lohan.errors import BudgetError, ModelError, StoreError, UnsupportedError
 
@@ -352,6 +358,8 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
 
     # A checksum of 4 bytes a MiB, in memory for each slot and in each of two manifests.
     bookkeeping = BOOKKEEPING_BYTES + 4 * 4 * (extents.nbytes >> 20)
+    bookkeeping += BOOKKEEPING_UNIT_BYTES * len(layout.units)
+    bookkeeping += TRACE_EVENT_BYTES * min(config.trace_events, _core.TRACE_COUNT_MAX)
     full = _core.budget(units, 1 << 60, bookkeeping, raiser)["host_bytes_full"]
     return _core.budget(units, _host_bytes(config, full), bookkeeping, raiser)
 
