@@ -1,4 +1,4 @@
-"""A session's trace as a picture: spans in lanes, written as PNG or as a Chrome trace (Perfetto)."""
+"""A session's trace as a picture: spans in lanes, as PNG or as a Chrome trace (Perfetto)."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ def spans_of(
     Returns:
         Spans, sorted by lane and start. Spans of a lane that overlap have different rows.
     """
-    spans = [
-        Span(TRAINING, 0, name, -1, step, start, end, 0) for name, step, start, end in marks
-    ]
+    spans = [Span(TRAINING, 0, name, -1, step, start, end, 0) for name, step, start, end in marks]
     for kind, unit, _, step, start, end, nbytes in events:
         has_unit = unit != NO_UNIT
         name = unit_names[unit] if has_unit else "commit" if kind == 5 else "gradients"
@@ -165,9 +163,7 @@ def write_png(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UnsupportedError(
-            "a picture needs matplotlib: pip install 'lohan[plot]'"
-        ) from error
+        raise UnsupportedError("a picture needs matplotlib: pip install 'lohan[plot]'") from error
     start, end = window(spans, *steps)
     shown = [s for s in spans if s.end_ns > start and s.start_ns < end]
     lanes = [lane for lane in LANES if any(s.lane == lane for s in shown)]
@@ -184,7 +180,7 @@ def write_png(
         for mark in (s for s in shown if s.lane == TRAINING and s.name == "forward"):
             axis.axvline((mark.start_ns - start) / 1e6, color="black", linewidth=0.6, alpha=0.5)
     axes[-1].set_xlim(0, (end - start) / 1e6)
-    axes[-1].set_xlabel("milliseconds since the step began")
+    axes[-1].set_xlabel(f"milliseconds since step {steps[0]} began")
     height = figure.get_figheight()
     figure.subplots_adjust(
         left=0.175, right=0.985, top=1 - 0.55 / height, bottom=1.12 / height, hspace=0.08
@@ -193,7 +189,15 @@ def write_png(
     figure.savefig(path)
 
 
-def _colour(unit: int, count: int) -> Any:
+def _colour(span: Span, unit_count: int) -> Any:
+    if span.lane == TRAINING:
+        return _PHASES.get(span.name, _PLAIN)
+    if span.lane == WAITS:
+        return _WAIT
+    return _unit_colour(span.unit, unit_count) if span.unit >= 0 else _PLAIN
+
+
+def _unit_colour(unit: int, count: int) -> Any:
     from matplotlib import colormaps
 
     return colormaps["turbo"](0.04 + 0.92 * unit / max(count - 1, 1))
@@ -202,24 +206,29 @@ def _colour(unit: int, count: int) -> Any:
 def _draw_lane(
     axis: Any, spans: Sequence[Span], lane: str, rows: int, zero: int, unit_names: Sequence[str]
 ) -> None:
+    bars: dict[int, list[tuple[float, float]]] = {}
+    colours: dict[int, list[Any]] = {}
     for span in spans:
         left, width = (span.start_ns - zero) / 1e6, (span.end_ns - span.start_ns) / 1e6
-        if lane == TRAINING:
-            colour = _PHASES.get(span.name, _PLAIN)
-        elif lane == WAITS:
-            colour = _WAIT
-        else:
-            colour = _colour(span.unit, len(unit_names)) if span.unit >= 0 else _PLAIN
-        axis.broken_barh([(left, width)], (span.row + 0.06, 0.88), facecolor=colour)
-        if lane == TRAINING and width > 0:
-            label = span.name if span.name == "step" else f"{span.name}, step {span.step}"
-            axis.text(left + width / 2, 0.5, label, ha="center", va="center", fontsize=8.5,
-                      clip_on=True)
+        bars.setdefault(span.row, []).append((left, width))
+        colours.setdefault(span.row, []).append(_colour(span, len(unit_names)))
+        if lane == TRAINING and span.name != "step":
+            axis.text(
+                left + width / 2,
+                0.5,
+                f"{span.name}, step {span.step}",
+                ha="center",
+                va="center",
+                fontsize=8.5,
+                clip_on=True,
+            )
+    for row, row_bars in bars.items():
+        axis.broken_barh(row_bars, (row + 0.06, 0.88), color=colours[row], linewidth=0.3)
     axis.set_ylim(rows, 0)
     axis.set_yticks([])
     total = sum(s.nbytes for s in spans)
     is_io = lane.startswith("SSD")
-    label = f"{lane}\n{total / 1e9:.2f} GB" if is_io else lane
+    label = f"{lane}\n{total / 1e9:.2f} GB in all" if is_io else lane
     axis.set_ylabel(label, rotation=0, ha="right", va="center", fontsize=9)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
@@ -233,7 +242,8 @@ def _draw_legend(figure: Any, unit_names: Sequence[str], height: float) -> None:
     count = len(unit_names)
     stride = max(1, -(-count // 32))
     patches = [
-        Patch(facecolor=_colour(i, count), label=unit_names[i]) for i in range(0, count, stride)
+        Patch(facecolor=_unit_colour(i, count), label=unit_names[i])
+        for i in range(0, count, stride)
     ]
     patches.append(Patch(facecolor=_WAIT, label="waiting"))
     figure.legend(

@@ -57,11 +57,10 @@ def test_functions_of_the_stub_can_be_called_and_constants_cannot() -> None:
 
 
 def test_keyword_names_of_the_stub_are_those_that_the_module_takes() -> None:
-    """A function that takes keywords complains of a missing first one by a TypeError, not by name."""
     for node in ast.parse(STUB.read_text()).body:
         if not isinstance(node, ast.FunctionDef) or node.args.posonlyargs or not node.args.args:
             continue
-        with pytest.raises(TypeError, match="no_such_keyword|argument"):
+        with pytest.raises(TypeError):
             getattr(_core, node.name)(no_such_keyword=1)
         given = {argument.arg: object() for argument in node.args.args}
         with pytest.raises((TypeError, ValueError)) as caught:

@@ -1,0 +1,333 @@
+"""`lohan demo`: the same training twice, with states on SSD and with all of them in memory."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lohan import _store, _timeline
+from lohan._demo_worker import Options
+from lohan.errors import LohanError, StoreExistsError, UnsupportedError
+
+REFERENCE_STEPS_MAX = 10
+# Not typical: the first step learns the order of uses, and there are no states to read yet.
+WARMUP_STEPS = 2
+# A terminal of this width has room for everything that a step says.
+WIDE_COLUMNS = 132
+
+
+class WorkerError(LohanError, RuntimeError):
+    """A worker of the demo died; the message has what it said."""
+
+
+@dataclasses.dataclass
+class Result:
+    """What one worker reported."""
+
+    steps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    ready: dict[str, Any] = dataclasses.field(default_factory=dict)
+    done: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def losses(self) -> list[float]:
+        """One a step."""
+        return [step["loss"] for step in self.steps]
+
+    @property
+    def step_ns(self) -> int:
+        """Median of the steps that are typical."""
+        times = [step["step_ns"] for step in self.steps]
+        return int(statistics.median(times[WARMUP_STEPS:] or times))
+
+
+@contextlib.contextmanager
+def _worker(kind: str, options: Options, folder: str) -> Iterator[Iterator[dict[str, Any]]]:
+    """Events of a worker process, which is dead when the with is left, however it is left."""
+    environment = {**os.environ, "TMPDIR": folder, "TRANSFORMERS_VERBOSITY": "error"}
+    path = [str(Path(__file__).resolve().parents[1]), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
+    command = [sys.executable, "-m", "lohan._demo_worker", kind]
+    with tempfile.TemporaryFile(dir=folder) as said:
+        # A session of its own: Ctrl-C comes to this process alone, which then ends the worker.
+        process = subprocess.Popen(
+            [*command, json.dumps(dataclasses.asdict(options))],
+            stdout=subprocess.PIPE,
+            stderr=said,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+            text=True,
+        )
+
+        def events() -> Iterator[dict[str, Any]]:
+            assert process.stdout is not None
+            for line in process.stdout:
+                yield json.loads(line)
+            if process.wait() != 0:
+                said.seek(0)
+                words = said.read().decode(errors="replace").strip().splitlines()
+                why = "\n".join(words[-12:])
+                raise WorkerError(f"{kind} worker: exit status {process.returncode}\n{why}")
+
+        try:
+            yield events()
+        finally:
+            process.kill()  # what is temporary has no name any more, and goes with it
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def _train(kind: str, options: Options, folder: str, console: Console) -> Result:
+    """Run a worker to its end, with a bar that says what a step costs."""
+    result = Result()
+    tokens = options.batch * options.sequence
+    progress = Progress(
+        TextColumn("{task.description:<9}"),
+        BarColumn(bar_width=24 if console.width >= WIDE_COLUMNS else 8),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[said]}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+    with progress, _worker(kind, options, folder) as events:
+        task = progress.add_task(kind, total=options.steps, said="starting")
+        for event in events:
+            if event["event"] == "ready":
+                result.ready = event
+            elif event["event"] == "step":
+                result.steps.append(event)
+                said = _step_words(event, tokens, console.width >= WIDE_COLUMNS)
+                progress.update(task, advance=1, said=said)
+                if not console.is_terminal and event["step"] % 5 == 0:
+                    step = f"{kind} step {event['step']:>3}"
+                    said = _step_words(event, tokens, is_wide=True)
+                    console.print(f"{step}: {said}", highlight=False, soft_wrap=True)
+            elif event["event"] == "done":
+                result.done = event
+    return result
+
+
+def _step_words(event: dict[str, Any], tokens: int, is_wide: bool) -> str:
+    words = f"loss {event['loss']:.4f}  {tokens / event['step_ns'] * 1e9:5.0f} tokens/s"
+    stats = event.get("stats")
+    if stats and is_wide:
+        words += f"  SSD {stats['read'] / 1e9:.2f} GB read, {stats['written'] / 1e9:.2f} GB written"
+        words += f"  bound by {stats['bound_by']}"
+    elif stats:
+        words += f"  {(stats['read'] + stats['written']) / 1e9:.1f} GB  {stats['bound_by']}"
+    return words
+
+
+@contextlib.contextmanager
+def _places(store: str | None) -> Iterator[tuple[str, str | None]]:
+    """A folder for what is temporary, gone at the end; and a store, gone unless all went well.
+
+    Raises:
+        StoreExistsError: store is not empty.
+    """
+    target = Path(store).expanduser().absolute() if store else None
+    was_there = target is not None and target.exists()
+    if target is not None and was_there and any(target.iterdir()):
+        raise StoreExistsError(0, f"{target} is not empty: the demo wants a new directory")
+    folder = _store.temporary_directory()
+    try:
+        yield folder, str(target) if target else None
+    except BaseException:
+        if target is not None:
+            shutil.rmtree(target, ignore_errors=True)
+            if was_there:
+                target.mkdir(mode=0o700)
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # unwinds through what cleans up
+
+
+def run(options: Options, out: Path, console: Console) -> dict[str, Any]:
+    """Train, train again without lohan, compare, draw.
+
+    Args:
+        options: of the training with lohan.
+        out: directory for the timeline.
+        console: for everything that is said.
+
+    Returns:
+        What `--json` writes.
+
+    Raises:
+        WorkerError: a training died.
+        StoreExistsError: options.store is not empty.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _on_signal)
+    count = min(REFERENCE_STEPS_MAX, options.steps)
+    with _places(options.store) as (folder, store):
+        options = dataclasses.replace(options, store=store)
+        console.print(
+            f"{'A tiny model' if options.tiny else 'GPT-2 small'} in bf16, {options.batch} x"
+            f" {options.sequence} bytes of Python's standard library a step;"
+            f" {options.host_bytes / 1e6:.0f} MB of main memory for parameters, states and"
+            f" gradients; store: {store or folder}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        with _worker("baseline", options, folder) as events:
+            baseline = Result(done=list(events)[-1])
+        ours = _train("lohan", options, folder, console)
+        plain_options = dataclasses.replace(options, steps=count, store=None)
+        plain = _train("reference", plain_options, folder, console)
+        answer = _summary(options, ours, plain, baseline)
+        _show(answer, ours, console)
+        _draw(options, ours, out, console)
+    return answer
+
+
+def _summary(options: Options, ours: Result, plain: Result, baseline: Result) -> dict[str, Any]:
+    stats = ours.done["stats"]
+    last = stats[-1]
+    gradient_bytes = max(s["gradient_bytes_max"] for s in stats)
+    typical = stats[WARMUP_STEPS:] or stats
+    bounds = collections.Counter(s["bound_by"] for s in typical)
+    as_planned = [
+        s["read"] == s["planned_read"] and s["written"] == s["planned_written"] for s in stats
+    ]
+    return {
+        "params": ours.ready["params"],
+        "losses": ours.losses,
+        "reference_losses": plain.losses,
+        "host_budget_bytes": options.host_bytes,
+        "host_peak_bytes": ours.done["arena_bytes"]
+        + gradient_bytes
+        + ours.done["bookkeeping_bytes"],
+        "process_peak_bytes": ours.done["peak_bytes"],
+        "baseline_peak_bytes": baseline.done["peak_bytes"],
+        "reference_peak_bytes": plain.done["peak_bytes"],
+        "ssd_read_bytes_per_step": last["read"],
+        "ssd_written_bytes_per_step": last["written"],
+        "planned_ssd_read_bytes_per_step": last["planned_read"],
+        "planned_ssd_written_bytes_per_step": last["planned_written"],
+        "steps_as_planned": sum(as_planned),
+        "steps_measured": len(as_planned),
+        "step_ms": ours.step_ns / 1e6,
+        "reference_step_ms": plain.step_ns / 1e6,
+        "tokens_per_s": options.batch * options.sequence / ours.step_ns * 1e9,
+        "bound_by": bounds.most_common(1)[0][0],
+        "io": ours.ready["io"],
+        "pages": ours.ready["pages"],
+    }
+
+
+# --- What is shown ------------------------------------------------------------------------------
+
+
+def _show(answer: dict[str, Any], ours: Result, console: Console) -> None:
+    losses = Table(title="Losses, the same data and the same rule", title_justify="left")
+    for name in ("step", "lohan", "plain torch", "difference"):
+        losses.add_column(name, justify="right")
+    pairs = zip(answer["losses"], answer["reference_losses"], strict=False)
+    for step, (a, b) in enumerate(pairs, 1):
+        losses.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{a - b:+.1e}")
+    if len(answer["losses"]) > len(answer["reference_losses"]):
+        losses.add_row(str(len(answer["losses"])), f"{answer['losses'][-1]:.6f}", "", "")
+    console.print(losses)
+    console.print(_memory_table(answer))
+    console.print(_traffic_table(answer, ours.done["stats"][-1]["bytes"]))
+    console.print(
+        f"{answer['step_ms']:.0f} ms a step ({answer['tokens_per_s']:.0f} tokens/s), plain torch"
+        f" {answer['reference_step_ms']:.0f} ms; bound by {answer['bound_by']}; I/O by"
+        f" {answer['io']}, {answer['pages']} pages",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _memory_table(answer: dict[str, Any]) -> Table:
+    table = Table(title="Main memory at its peak", title_justify="left")
+    for name in ("MB", "lohan", "plain torch"):
+        table.add_column(name, justify="left" if name == "MB" else "right")
+    base = answer["baseline_peak_bytes"]
+    rows = [
+        ("the process", answer["process_peak_bytes"], answer["reference_peak_bytes"]),
+        ("  imports and one block, as without lohan", base, base),
+        ("  parameters, states and gradients", answer["host_peak_bytes"], None),
+        ("    of a budget of", answer["host_budget_bytes"], None),
+        (
+            "  activations, logits and their gradients",
+            answer["process_peak_bytes"] - base - answer["host_peak_bytes"],
+            None,
+        ),
+    ]
+    for name, mine, plain in rows:
+        table.add_row(name, f"{mine / 1e6:.0f}", "" if plain is None else f"{plain / 1e6:.0f}")
+    return table
+
+
+def _traffic_table(answer: dict[str, Any], links: dict[str, int]) -> Table:
+    table = Table(
+        title=f"SSD traffic a step (P = {answer['params'] / 1e6:.1f} M parameters)",
+        title_justify="left",
+    )
+    for name in ("", "bytes", "planned", "bytes / P"):
+        table.add_column(name, justify="left" if not name else "right")
+    for name in ("read", "written"):
+        moved = answer[f"ssd_{name}_bytes_per_step"]
+        planned = answer[f"planned_ssd_{name}_bytes_per_step"]
+        table.add_row(name, f"{moved:,}", f"{planned:,}", f"{moved / answer['params']:.2f}")
+        for link, nbytes in links.items():
+            if link.endswith("read" if name == "read" else "write"):
+                share = f"{nbytes / answer['params']:.2f}"
+                table.add_row(f"  {link.replace('_', ' ')}", f"{nbytes:,}", "", share)
+    as_planned, measured = answer["steps_as_planned"], answer["steps_measured"]
+    table.caption = f"as planned, to the byte: {as_planned} of {measured} steps"
+    table.caption_justify = "left"
+    return table
+
+
+def _draw(options: Options, ours: Result, out: Path, console: Console) -> None:
+    """Write the timeline of the last steps, both files or none."""
+    names: list[str] = ours.done["units"]
+    spans = _timeline.spans_of(ours.done["events"], names, ours.done["marks"])
+    steps = (max(1, options.steps - 1), options.steps)
+    title = (
+        f"Steps {steps[0]} and {steps[1]}: {ours.ready['params'] / 1e6:.1f} M parameters in bf16,"
+        f" {options.batch} x {options.sequence} tokens, host_bytes {options.host_bytes / 1e6:.0f}"
+        " MB; a colour a block"
+    )
+    picture, trace = out / "timeline.png", out / "timeline.json"
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        _timeline.write_perfetto(trace, spans)
+        said = f"Timeline: {trace} (open it in https://ui.perfetto.dev)"
+        try:
+            _timeline.write_png(picture, spans, names, steps, title)
+            said += f", {picture}"
+        except UnsupportedError as error:
+            said += f"; {error}"
+        console.print(said, highlight=False, soft_wrap=True)
+    except BaseException:
+        trace.unlink(missing_ok=True)
+        picture.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            out.rmdir()
+        raise

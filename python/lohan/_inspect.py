@@ -1,0 +1,117 @@
+"""`lohan inspect`: what a store is, read without changing it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lohan import _core
+from lohan.errors import StoreMismatchError, store_error
+
+
+def describe(directories: Sequence[str]) -> dict[str, Any]:
+    """Open a store read-only and say what it holds.
+
+    Args:
+        directories: of the store, as they were given to wrap.
+
+    Returns:
+        What `--json` writes: step, files, parameters, blocks.
+
+    Raises:
+        StoreError: there is no store, or it cannot be read.
+    """
+    store = _core.store_open(
+        type=_core.Store,
+        raiser=store_error,
+        directories=list(directories),
+        read_only=True,
+        allow_buffered=True,
+    )
+    try:
+        raw = store.describe()
+    finally:
+        store.close()
+    try:
+        meta = json.loads(raw["meta"])
+        params = [
+            {
+                "name": name,
+                "shape": shape,
+                "dtype": dtype.removeprefix("torch."),
+                "trainable": trainable,
+                "count": math.prod(shape),
+            }
+            for name, shape, dtype, trainable in meta["params"]
+        ]
+        units = [
+            {"name": name, "params": count, "elements": elements, "bytes": nbytes}
+            for name, count, elements, nbytes in meta["units"]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreMismatchError(
+            0, f"{directories[0]}: a store, but of no model of lohan's ({error!r})"
+        ) from error
+    scalars = json.loads(raw["caller_scalars"]) if raw["caller_scalars"] else {}
+    groups = [
+        dict(zip(("lr", "beta1", "beta2", "eps", "weight_decay"), group, strict=True))
+        for group in scalars.get("groups", [])
+    ]
+    files = [
+        {"path": path, "bytes": nbytes, "direct": bool(direct)}
+        for path, nbytes, direct in raw["files"]
+    ]
+    return {
+        "step": raw["step"],
+        "uuid": raw["uuid"],
+        "note": raw["note"],
+        "files": files,
+        "file_bytes": sum(file["bytes"] for file in files),
+        "commit_bytes": raw["commit_bytes"],
+        "extents": raw["extent_count"],
+        "groups": groups,
+        "param_count": sum(param["count"] for param in params),
+        "trainable_count": sum(param["count"] for param in params if param["trainable"]),
+        "units": units,
+        "params": params,
+    }
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """A summary, files, and one line a block."""
+    frozen = found["param_count"] - found["trainable_count"]
+    console.print(
+        f"step {found['step']}: {len(found['params'])} parameters of {found['param_count']:,}"
+        f" elements ({frozen:,} frozen) in {len(found['units'])} blocks; store {found['uuid']},"
+        f" {found['commit_bytes']:,} bytes a commit",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for group in found["groups"]:
+        said = ", ".join(f"{name} {value:g}" for name, value in group.items())
+        console.print(f"  {said}", highlight=False)
+    if found["note"]:
+        console.print(found["note"], highlight=False, markup=False)
+    files = Table("file", box=None)
+    files.columns[0].overflow = "fold"
+    for name in ("bytes", "I/O"):
+        files.add_column(name, justify="right")
+    for file in found["files"]:
+        files.add_row(
+            file["path"].replace("[", r"\["),
+            f"{file['bytes']:,}",
+            "direct" if file["direct"] else "buffered",
+        )
+    console.print(files, highlight=False)
+    units = Table("block", box=None)
+    for name in ("parameters", "elements", "bytes"):
+        units.add_column(name, justify="right")
+    for unit in found["units"]:
+        numbers = (f"{unit[key]:,}" for key in ("params", "elements", "bytes"))
+        units.add_row(unit["name"].replace("[", r"\["), *numbers)
+    console.print(units, highlight=False)

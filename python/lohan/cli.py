@@ -1,0 +1,116 @@
+"""The command line: `lohan doctor`, `lohan demo`, `lohan inspect`.
+
+What a command does is in a module of its own, imported when it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from lohan.errors import LohanError
+
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+def _write_json(value: Any, path: Path | None) -> None:
+    text = json.dumps(value, indent=2) + "\n"
+    if path is None:
+        sys.stdout.write(text)
+    else:
+        path.write_text(text, encoding="utf-8")
+
+
+class _Group(click.Group):
+    """Errors of lohan are sentences for users: shown without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LohanError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Group, context_settings=HELP)
+@click.version_option(package_name="lohan")
+def main() -> None:
+    """Fine-tune models larger than main memory, with their states on SSD."""
+
+
+@main.command()
+@click.argument("directories", metavar="[DIR]...", nargs=-1)
+@click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
+def doctor(directories: tuple[str, ...], json_wanted: bool) -> None:
+    """Say what works on this machine, and what mends the rest.
+
+    DIR: where stores are to be. The exit status is 0 where everything that is needed works.
+    """
+    from lohan import _doctor
+
+    sys.exit(_doctor.run(directories, json_wanted, Console()))
+
+
+@main.command()
+@click.argument("store", metavar="STORE...", nargs=-1, required=True)
+@click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
+def inspect(store: tuple[str, ...], json_wanted: bool) -> None:
+    """Say what a store is, without changing it.
+
+    STORE: the directories it was made with.
+    """
+    from lohan import _inspect
+
+    found = _inspect.describe(store)
+    if json_wanted:
+        _write_json(found, None)
+    else:
+        _inspect.show(found, Console())
+
+
+@main.command()
+@click.option("--steps", default=40, show_default=True, type=click.IntRange(2), help="With lohan.")
+@click.option("--batch", default=4, show_default=True, type=click.IntRange(1))
+@click.option("--sequence", default=128, show_default=True, type=click.IntRange(8, 1024))
+@click.option("--lr", default=3e-4, show_default=True, type=float)
+@click.option("--host-bytes", default=None, type=int, help="Budget; 300 MB unless told.")
+@click.option("--store", type=click.Path(file_okay=False), help="New directory; kept at the end.")
+@click.option("--out", type=click.Path(path_type=Path), default="out", show_default=True)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers.")
+@click.option("--tiny", is_flag=True, hidden=True)
+def demo(
+    steps: int,
+    batch: int,
+    sequence: int,
+    lr: float,
+    host_bytes: int | None,
+    store: str | None,
+    out: Path,
+    json_path: Path | None,
+    tiny: bool,
+) -> None:
+    """Train GPT-2 small with its states on SSD, and again without: losses, memory, bytes."""
+    from lohan import _demo
+    from lohan._demo_worker import Options
+
+    console = Console()
+    options = Options(
+        steps=steps,
+        batch=batch,
+        sequence=min(sequence, 128) if tiny else sequence,
+        lr=lr,
+        host_bytes=host_bytes or (12_000_000 if tiny else 300_000_000),
+        tiny=tiny,
+        store=store,
+    )
+    try:
+        answer = _demo.run(options, out, console)
+    except KeyboardInterrupt:
+        console.print("interrupted: nothing is left behind")
+        sys.exit(130)
+    if json_path is not None:
+        _write_json(answer, json_path)

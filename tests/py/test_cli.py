@@ -1,0 +1,253 @@
+"""The command line: what doctor finds, what inspect reads, and a small demo from end to end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import lohan
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from lohan import _timeline
+from lohan.cli import main
+
+PACKAGE_PARENT = str(pathlib.Path(lohan.__file__).resolve().parent.parent)
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, list(words))
+
+
+def environment(tmp: pathlib.Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": PACKAGE_PARENT, "TMPDIR": str(tmp)}
+
+
+def demo(*words: str, tmp: pathlib.Path) -> list[str]:
+    return [sys.executable, "-m", "lohan", "demo", "--tiny", "--sequence", "32", *words]
+
+
+# --- doctor -------------------------------------------------------------------------------------
+
+
+def test_doctor_finds_a_working_backend_on_a_disk_and_exits_0(store_dir: pathlib.Path) -> None:
+    answer = run("doctor", "--json", str(store_dir))
+    found = json.loads(answer.stdout)
+    assert answer.exit_code == 0 and found["ok"], found["problems"]
+    facts = found["directories"][str(store_dir)]
+    assert {"file_system", "free_bytes", "mount_point", "io"} <= facts.keys()
+    assert set(facts["io"]) == {"io_uring", "libaio", "threads"}
+    for modes in facts["io"].values():
+        assert set(modes) == {"direct", "buffered"}
+    assert facts["io"]["threads"]["buffered"] == ""
+    assert found["torch"]["dlpack_exchange_table"]
+    assert found["processor"]["cores_here"] >= 1
+    assert found["memory"]["available_bytes"] > 0
+    assert list(store_dir.iterdir()) == [], "doctor leaves nothing behind"
+
+
+def test_doctor_exits_1_and_names_what_mends_a_directory_that_is_not_there(
+    store_dir: pathlib.Path,
+) -> None:
+    missing = str(store_dir / "missing")
+    answer = run("doctor", "--json", missing)
+    found = json.loads(answer.stdout)
+    assert answer.exit_code == 1 and not found["ok"]
+    needed = [problem for problem in found["problems"] if problem["needed"]]
+    assert [problem["mend"] for problem in needed] == [f"mkdir -p {missing}"]
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs at /dev/shm")
+def test_doctor_refuses_main_memory_as_a_place_for_stores() -> None:
+    answer = run("doctor", "--json", "/dev/shm")
+    needed = [p["what"] for p in json.loads(answer.stdout)["problems"] if p["needed"]]
+    assert answer.exit_code == 1 and any("main memory" in what for what in needed)
+
+
+def test_doctor_shows_for_people_what_it_says_in_json(store_dir: pathlib.Path) -> None:
+    answer = run("doctor", str(store_dir))
+    assert answer.exit_code == 0
+    for word in ("io_uring", "libaio", "threads", "O_DIRECT", "Everything that lohan needs works"):
+        assert word in answer.stdout
+
+
+# --- inspect ------------------------------------------------------------------------------------
+
+
+def make_store(folder: pathlib.Path) -> list[tuple[str, int]]:
+    """A store at step 2; (name, elements) of the model's parameters."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 16))
+    model[1].bias.requires_grad_(False)
+    wrapped = lohan.wrap(model, store=folder, lr=0.25, weight_decay=0.5)
+    for _ in range(2):
+        wrapped(torch.ones(3, 32)).sum().backward()
+        wrapped.optimizer.step()
+    wrapped.lohan.close()
+    return [(name, p.numel()) for name, p in model.named_parameters()]
+
+
+def digest(folder: pathlib.Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
+
+
+def test_inspect_says_step_parameters_and_hyper_parameters_and_changes_no_byte(
+    store_dir: pathlib.Path,
+) -> None:
+    params = make_store(store_dir / "s")
+    before = digest(store_dir / "s")
+    answer = run("inspect", "--json", str(store_dir / "s"))
+    found = json.loads(answer.stdout)
+    assert answer.exit_code == 0
+    assert found["step"] == 2
+    assert [(p["name"], p["count"]) for p in found["params"]] == params
+    assert [p["trainable"] for p in found["params"]] == [True, True, True, False]
+    assert found["param_count"] - found["trainable_count"] == 16
+    assert found["groups"][0]["lr"] == 0.25 and found["groups"][0]["weight_decay"] == 0.5
+    assert found["file_bytes"] == sum(file["bytes"] for file in found["files"])
+    assert found["commit_bytes"] > 0
+    assert digest(store_dir / "s") == before
+    shown = run("inspect", str(store_dir / "s"))
+    assert shown.exit_code == 0 and "step 2" in shown.stdout
+
+
+def test_inspect_of_what_is_no_store_is_a_sentence_and_exit_status_1(
+    store_dir: pathlib.Path,
+) -> None:
+    answer = run("inspect", str(store_dir))
+    assert answer.exit_code == 1
+    assert answer.output.startswith("Error: ") and "Traceback" not in answer.output
+
+
+# --- demo ---------------------------------------------------------------------------------------
+
+KEYS = {
+    "losses",
+    "reference_losses",
+    "host_budget_bytes",
+    "host_peak_bytes",
+    "process_peak_bytes",
+    "baseline_peak_bytes",
+    "reference_peak_bytes",
+    "ssd_read_bytes_per_step",
+    "ssd_written_bytes_per_step",
+    "planned_ssd_read_bytes_per_step",
+    "planned_ssd_written_bytes_per_step",
+    "step_ms",
+    "bound_by",
+}
+
+
+@pytest.mark.slow
+def test_the_demo_agrees_with_plain_torch_keeps_its_budget_and_moves_the_planned_bytes(
+    store_dir: pathlib.Path,
+) -> None:
+    pytest.importorskip("transformers")
+    out, numbers, tmp = store_dir / "out", store_dir / "numbers.json", store_dir / "tmp"
+    tmp.mkdir()
+    words = ["--steps", "8", "--out", str(out), "--json", str(numbers)]
+    words += ["--store", str(store_dir / "kept")]
+    answer = subprocess.run(
+        demo(*words, tmp=tmp), env=environment(tmp), capture_output=True, text=True, timeout=110
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    found = json.loads(numbers.read_text())
+    assert found.keys() >= KEYS
+    assert len(found["losses"]) == len(found["reference_losses"]) == 8
+    for mine, plain in zip(found["losses"], found["reference_losses"], strict=True):
+        assert abs(mine - plain) < 1e-2
+    assert 0 < found["host_peak_bytes"] <= found["host_budget_bytes"]
+    assert found["process_peak_bytes"] > found["baseline_peak_bytes"] > 0
+    assert found["steps_as_planned"] == found["steps_measured"] > 0
+    for name in ("read", "written"):
+        moved = found[f"ssd_{name}_bytes_per_step"]
+        assert moved == found[f"planned_ssd_{name}_bytes_per_step"]
+    assert found["bound_by"] in {"compute", "ssd", "optimizer"}
+    trace = json.loads((out / "timeline.json").read_text())
+    assert {"forward", "backward"} <= {event["name"] for event in trace["traceEvents"]}
+    assert list(tmp.iterdir()) == [], "what is temporary is gone"
+    inspected = json.loads(run("inspect", "--json", str(store_dir / "kept")).stdout)
+    assert inspected["step"] == 8
+
+
+def test_ctrl_c_in_the_demo_leaves_nothing_behind(store_dir: pathlib.Path) -> None:
+    pytest.importorskip("transformers")
+    tmp = store_dir / "tmp"
+    tmp.mkdir()
+    words = ["--steps", "100000", "--out", str(store_dir / "out"), "--store", str(store_dir / "s")]
+    process = subprocess.Popen(
+        demo(*words, tmp=tmp),
+        env=environment(tmp),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        said = next((line for line in process.stdout if "lohan step" in line), None)
+        assert said is not None, "the demo ended by itself"
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, rest
+    assert "Traceback" not in rest
+    assert time.monotonic() - begun < 30
+    assert [path.name for path in store_dir.iterdir()] == ["tmp"]
+    assert list(tmp.iterdir()) == []
+
+
+def test_the_demo_refuses_a_store_directory_that_has_something_in_it(
+    store_dir: pathlib.Path,
+) -> None:
+    (store_dir / "precious").write_text("mine")
+    answer = run("demo", "--tiny", "--steps", "2", "--store", str(store_dir))
+    assert answer.exit_code == 1 and "is not empty" in answer.output
+    assert (store_dir / "precious").read_text() == "mine"
+
+
+# --- The timeline -------------------------------------------------------------------------------
+
+EVENTS = [
+    # kind, unit, lane, step, start_ns, end_ns, bytes
+    (0, 0, 0, 1, 100, 300, 4096),
+    (0, 1, 1, 1, 200, 400, 4096),
+    (0, 0, 0, 1, 300, 500, 4096),
+    (3, 1, 0, 1, 250, 350, 64),
+    (7, 0xFFFFFFFF, 0, 1, 120, 180, 0),
+    (5, 0xFFFFFFFF, 0, 1, 500, 600, 0),
+]
+MARKS = [("forward", 1, 100, 260), ("backward", 1, 260, 600)]
+
+
+def test_spans_of_a_lane_that_overlap_have_rows_of_their_own() -> None:
+    spans = _timeline.spans_of(EVENTS, ["a", "b"], MARKS)
+    assert len(spans) == len(EVENTS) + len(MARKS)
+    for one in spans:
+        for other in spans:
+            if one is not other and (one.lane, one.row) == (other.lane, other.row):
+                assert one.end_ns <= other.start_ns or other.end_ns <= one.start_ns
+    reads = [s for s in spans if s.lane == _timeline.LANE_OF_KIND[0]]
+    assert [s.row for s in reads] == [0, 1, 0]
+    assert {s.name for s in spans} == {"a", "b", "commit", "gradients", "forward", "backward"}
+
+
+def test_a_timeline_is_written_for_perfetto_and_as_a_picture(tmp_path: pathlib.Path) -> None:
+    spans = _timeline.spans_of(EVENTS, ["a", "b"], MARKS)
+    _timeline.write_perfetto(tmp_path / "t.json", spans)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == len(spans)
+    assert min(event["ts"] for event in slices) == 0
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {event["tid"] for event in slices} == names.keys()
+    pytest.importorskip("matplotlib")
+    _timeline.write_png(tmp_path / "t.png", spans, ["a", "b"], (1, 1), "a title")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
