@@ -269,7 +269,8 @@ def _mark_always(scopes: list[Scope], units: list[Unit]) -> None:
     """A unit whose scope encloses other scopes stays: it is in use while they come and go."""
     scope_ids = {id(s.module) for s in scopes}
     for scope in scopes:
-        encloses = any(id(m) in scope_ids for m in scope.module.modules() if m is not scope.module)
-        if encloses:
+        module = scope.module
+        assert module is not None  # the hooks are not on yet
+        if any(id(m) in scope_ids for m in module.modules() if m is not module):
             for index in scope.units:
                 units[index].always = True

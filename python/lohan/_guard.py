@@ -66,7 +66,8 @@ class Guard:
             if any(p is not None for p in module._parameters.values()):
                 # torch marks the hook with an attribute, which a bound method cannot carry.
                 hook = functools.partial(self._fill_state_dict)
-                self.handles.append(module.register_state_dict_post_hook(hook))
+                register: Any = module.register_state_dict_post_hook
+                self.handles.append(register(hook))
                 self.watch(module)
 
     def watch(self, module: nn.Module) -> None:

@@ -67,7 +67,7 @@ class Optimizer(torch.optim.Optimizer):
         self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], defaults: dict[str, Any]
     ) -> None:
         self._session: Session | None = None
-        super().__init__(params, {**DEFAULTS, **defaults})  # type: ignore[arg-type]
+        super().__init__(params, {**DEFAULTS, **defaults})
         for group in self.param_groups:
             check_hyper(hyper_of(group))
 
@@ -82,7 +82,7 @@ class Optimizer(torch.optim.Optimizer):
             raise UnsupportedError("a lohan.Optimizer is made by lohan.wrap()")
         return self._session
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Close the step: what has a gradient is updated, at the latest before its next use.
 
         Args:

@@ -190,7 +190,8 @@ class Session:
         for param in self.layout.params:
             if self.layout.units[param.unit].trainable:
                 hook = self._engine.gradient_hook(param.index)
-                add(param.tensor.register_post_accumulate_grad_hook(hook))
+                register = param.tensor.register_post_accumulate_grad_hook
+                add(register(hook))  # type: ignore[no-untyped-call]
 
     def unhook(self) -> None:
         """Take every hook off."""
@@ -288,7 +289,7 @@ class Session:
         self._engine.forward(True)
         if (kind, grad) not in self._looked_at:
             self._finder = UseFinder(self._on_use)
-            self._finder.__enter__()
+            self._finder.__enter__()  # type: ignore[no-untyped-call]
 
     def _forward_end(self, is_whole: bool) -> None:
         if is_whole:
@@ -298,7 +299,7 @@ class Session:
         self._forward_frame = None
         self._engine.forward(False)
         if self._finder is not None:
-            self._finder.__exit__(None, None, None)
+            self._finder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._finder = None
         self._saved.leave()
         self._engine.autocast(False)

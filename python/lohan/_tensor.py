@@ -21,7 +21,7 @@ def in_backward() -> bool:
 
 def at_backward_end(callback: Callable[[], None]) -> None:
     """Have callback called when the running backward ends without an error."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def has_saved_tensor_hooks() -> bool:

@@ -51,7 +51,7 @@ def empty() -> Iterator[None]:
         if made is not None and not made.is_meta:
             module._parameters[name] = nn.Parameter(made.to("meta"), made.requires_grad)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -186,8 +186,9 @@ def _initialise(
         for tensor in module._parameters.values():
             if tensor is not None:
                 tensor.data.fill_(float("nan") if tensor.is_floating_point() else 0)
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
         if function is not None:
             function(module)
     for param_name, tensor in module._parameters.items():

@@ -280,7 +280,7 @@ def _check_model(model: Any, weights: Any, init: Any) -> None:
 
 
 def _check_param(name: str, param: nn.Parameter, is_filled: bool) -> None:
-    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+    if isinstance(param, nn.parameter.UninitializedParameter):
         raise ModelError(f"parameter {name!r} is lazy: run one forward before lohan.wrap()")
     if param.layout != torch.strided:
         raise ModelError(
