@@ -115,15 +115,27 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
 int lh_budget_make(const struct lh_budget_unit *units, uint32_t unit_count, uint64_t host_bytes,
                    uint64_t bookkeeping_bytes, struct lh_budget *budget, struct lh_error *err)
 {
+    struct lh_budget large;
+    struct lh_budget small;
+    struct lh_error large_err = {0};
+    struct lh_error small_err = {0};
     memset(budget, 0, sizeof(*budget));
     if (unit_count == 0)
         return lh_error_set(err, -EINVAL, "there are no units to plan for");
-    int rc = budget_try(units, unit_count, host_bytes, bookkeeping_bytes,
-                        LH_BUDGET_CHUNK_ELEMENTS_MAX, budget, NULL);
-    bool is_full = rc == 0 && (budget->slab_count >= LH_BUDGET_SLAB_COUNT_PIPELINE ||
-                               budget->slab_count == budget->chunk_count);
-    if (is_full)
+    int large_rc = budget_try(units, unit_count, host_bytes, bookkeeping_bytes,
+                              LH_BUDGET_CHUNK_ELEMENTS_MAX, &large, &large_err);
+    int small_rc = budget_try(units, unit_count, host_bytes, bookkeeping_bytes,
+                              LH_BUDGET_CHUNK_ELEMENTS_MIN, &small, &small_err);
+    bool is_full = large_rc == 0 && (large.slab_count >= LH_BUDGET_SLAB_COUNT_PIPELINE ||
+                                     large.slab_count == large.chunk_count);
+    /* Of few chunks fewer slabs are needed: neither size has always the smaller minimum. */
+    bool is_large_least = large.host_bytes_min <= small.host_bytes_min;
+    uint64_t least = is_large_least ? large.host_bytes_min : small.host_bytes_min;
+    *budget = is_full || small_rc < 0 ? large : small;
+    budget->host_bytes_min = least;
+    if (large_rc == 0 || small_rc == 0)
         return 0;
-    return budget_try(units, unit_count, host_bytes, bookkeeping_bytes,
-                      LH_BUDGET_CHUNK_ELEMENTS_MIN, budget, err);
+    if (err)
+        *err = is_large_least ? large_err : small_err;
+    return -ENOSPC;
 }

@@ -42,8 +42,12 @@ static void plan_extend(struct lh_engine *engine)
     lh_residency_copy(&engine->plan_before, &engine->plan);
     int64_t added = lh_residency_plan(&engine->plan, engine->predicted.events, count, true, ops,
                                       op_max, &loaded, &failed_at, &engine->plan_error);
-    if (added == -ENOSPC) {
-        /* Units in use are in the way of event failed_at: plan up to it, the rest when it comes. */
+    while (added == -ENOSPC) {
+        /*
+         * Units in use are in the way of event failed_at: plan up to it, the rest when it comes.
+         * With less future before it the plan may choose otherwise, and fail earlier.
+         */
+        LH_ASSERT(failed_at < count);
         count = failed_at;
         lh_residency_copy(&engine->plan, &engine->plan_before);
         added = lh_residency_plan(&engine->plan, engine->predicted.events, count, true, ops, op_max,
