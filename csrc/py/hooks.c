@@ -63,7 +63,7 @@ int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit)
     for (uint32_t i = 0; i < desc->param_count; i++) {
         uint32_t index = desc->param_first + i;
         const struct lhpy_param *param = &self->params[index];
-        if (requires_grad_check(self, unit, index) < 0)
+        if (self->forward_is_open && requires_grad_check(self, unit, index) < 0)
             return -1;
         PyObject *lend = lhpy_lend(self->core, unit, param->byte_offset, param->ndim, param->shape,
                                    param->dtype);
@@ -160,9 +160,9 @@ static int forward_ask(struct scope *scope, bool begins)
 static PyObject *scope_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     (void)args;
-    (void)count;
     struct scope *scope = (struct scope *)object;
-    if (lhpy_check_open(scope->engine) < 0 || forward_ask(scope, true) < 0)
+    /* Without arguments it is no hook: somebody wants to look at the parameters. */
+    if (lhpy_check_open(scope->engine) < 0 || (count > 0 && forward_ask(scope, true) < 0))
         return NULL;
     for (uint32_t i = 0; i < scope->unit_count; i++) {
         if (unit_enter(scope->engine, scope->units[i]) == 0)

@@ -15,7 +15,7 @@ from torch import nn
 
 from lohan import _store
 from lohan._session import Session
-from lohan._tensor import ReadParameters
+from lohan._tensor import ReadParameters, same_bits
 from lohan.errors import UnsupportedError
 
 
@@ -111,10 +111,31 @@ class Guard:
                 if is_other or self.session.is_underway:
                     yield name, tensor
                     continue
-                with self.session.resident(self.index[id(tensor)]):
-                    yield name, tensor
+                yield from self._show(name, tensor)
 
         return named_parameters
+
+    def _show(self, name: str, tensor: nn.Parameter) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameter with its real data; what is changed meanwhile goes to the store."""
+        index = self.index[id(tensor)]
+        after: torch.Tensor | None = None
+        try:
+            with self.session.resident(index):
+                before = tensor.detach().clone()
+                try:
+                    yield name, tensor
+                finally:
+                    if not same_bits(before, tensor.detach()):
+                        after = tensor.detach().clone()
+        finally:
+            if after is not None:
+                if after.shape != before.shape or after.dtype != before.dtype:
+                    raise UnsupportedError(
+                        f"parameter {name!r} of a wrapped model cannot become"
+                        f" {tuple(after.shape)} {after.dtype}: its place is for"
+                        f" {tuple(before.shape)} {before.dtype}"
+                    )
+                self._write({name: after}, {name: index})
 
     def _fill_state_dict(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any

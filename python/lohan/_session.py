@@ -33,6 +33,7 @@ from lohan._tensor import (
 )
 from lohan.config import Config
 from lohan.errors import (
+    HollowParameterError,
     HyperParameterError,
     SecondBackwardError,
     SessionError,
@@ -146,6 +147,7 @@ class Session:
         self._hyper: list[Hyper] | None = None
         self._optimizer: Optimizer | None = None
         self._hooks: list[Any] = []
+        self._enter_hooks: list[Any] = []
         self._root_scopes: list[_core.Scope] = []
         self._found: list[_core.Scope] = []  # by an outside forward
         self._forward_kind = ("", False)
@@ -176,13 +178,15 @@ class Session:
     def hook(self, model: nn.Module) -> None:
         """Put the hooks on the model."""
         add = self._hooks.append
-        add(model.register_forward_pre_hook(self._root_enter, prepend=True))
+        add_enter = self._enter_hooks.append
+        add_enter(model.register_forward_pre_hook(self._root_enter, prepend=True))
         for scope in self.layout.scopes:
             made = self._engine.scope(scope.units)
             if scope.module is model:
                 self._root_scopes.append(made)
                 continue
-            add(scope.module.register_forward_pre_hook(made.enter, prepend=True))
+            assert scope.module is not None
+            add_enter(scope.module.register_forward_pre_hook(made.enter, prepend=True))
             add(scope.module.register_forward_hook(made.leave, always_call=True))
         for scope in self.layout.scopes:
             scope.module = None  # whoever holds the session must not hold the model
@@ -194,10 +198,11 @@ class Session:
                 add(register(hook))  # type: ignore[no-untyped-call]
 
     def unhook(self) -> None:
-        """Take every hook off."""
-        for handle in self._hooks:
+        """Take every hook off, those too that refuse a forward once the session is closed."""
+        for handle in [*self._hooks, *self._enter_hooks]:
             handle.remove()
         self._hooks.clear()
+        self._enter_hooks.clear()
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Take the optimizer whose groups' hyper-parameters rule."""
@@ -273,6 +278,7 @@ class Session:
                 " to the next step. Call model.optimizer.step() first; accumulating gradients over"
                 " several backwards is not supported yet"
             )
+        self._check_hollow()
         grad = torch.is_grad_enabled()
         if kind != "outside" or self._begun != (self.step, grad):
             self._engine.begin(grad)
@@ -290,6 +296,19 @@ class Session:
         if (kind, grad) not in self._looked_at:
             self._finder = UseFinder(self._on_use)
             self._finder.__enter__()  # type: ignore[no-untyped-call]
+
+    def _check_hollow(self) -> None:
+        """Refuse to go on where a hollow parameter was written: torch lets fill_() do that."""
+        for dtype, array in self._arrays.items():
+            if dtype not in DTYPE_CODES or bool(array.isnan().all()):
+                continue
+            index = int(array.isnan().logical_not().nonzero()[0])
+            array.fill_(float("nan"))
+            raise HollowParameterError(
+                f"parameter {self.layout.params[index].name!r} was written while it was not in"
+                " memory, which has no effect: write in a loop over model.named_parameters(), or"
+                " with model.load_state_dict()"
+            )
 
     def _forward_end(self, is_whole: bool) -> None:
         if is_whole:
@@ -554,7 +573,11 @@ class Session:
                 self._engine.flush(True)
             finally:
                 self.closed = True
-                self.unhook()
+                if self._forward_depth > 0 and not self._forward_is_alive():
+                    self._forward_drop()
+                for handle in self._hooks:
+                    handle.remove()
+                self._hooks.clear()
                 self._engine.close()
                 self.store.close()
 

@@ -198,6 +198,13 @@ class SavedTensors:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in shape, dtype and every bit, NaNs included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()

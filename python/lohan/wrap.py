@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import itertools
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan import _core, _store, _weights
 from lohan._block import Layout, make_layout
@@ -29,7 +31,13 @@ from lohan._session import (
     unit_tuples,
 )
 from lohan.config import Config
-from lohan.errors import BudgetError, ModelError, StoreError, UnsupportedError
+from lohan.errors import (
+    BudgetError,
+    ModelError,
+    OffloadedGradientError,
+    StoreError,
+    UnsupportedError,
+)
 
 PathLike = str | os.PathLike[str]
 
@@ -212,6 +220,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     session.commit()
     values = [session.value(p.index) for p in session.layout.params]
     session.close()
+    session.unhook()
     guard.remove()
     for param, value in zip(session.layout.params, values, strict=True):
         param.tensor.data = value
@@ -251,13 +260,32 @@ def _set_handlers() -> None:
         return
     _handlers_are_set = True
     atexit.register(_close_all)
+    register_optimizer_step_pre_hook(_refuse_other_optimizer)
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _on_sigterm)
 
 
+def _refuse_other_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer, Optimizer):
+        return
+    for session in _sessions:
+        names = {} if session.closed else {id(p.tensor): p.name for p in session.layout.params}
+        for param in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
+            if id(param) in names:
+                raise OffloadedGradientError(
+                    f"{type(optimizer).__name__} cannot step parameter {names[id(param)]!r}, whose"
+                    " values and gradient are lohan's: use model.optimizer"
+                )
+
+
 def _on_sigterm(number: int, frame: Any) -> None:
     raise SystemExit(128 + number)  # unwinds to atexit, which commits what is closed
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    is_compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    return is_compiled or isinstance(module, torch.jit.ScriptModule)
 
 
 def _check_model(model: Any, weights: Any, init: Any) -> None:
@@ -265,7 +293,7 @@ def _check_model(model: Any, weights: Any, init: Any) -> None:
         raise ModelError(f"lohan.wrap takes a torch.nn.Module, not {type(model).__name__}")
     if "lohan" in model.__dict__:
         raise UnsupportedError("the model is wrapped already: lohan.unwrap() it first")
-    if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
+    if any(_is_compiled(module) for module in model.modules()):
         raise UnsupportedError("a compiled or scripted model: wrap it before torch.compile is used")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UnsupportedError(

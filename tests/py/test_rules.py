@@ -126,6 +126,18 @@ def test_saving_a_hollow_parameter_is_refused_by_its_name(workshop: Workshop) ->
     train_step(model, 1)
 
 
+def test_writing_to_a_hollow_parameter_is_refused_by_its_name(workshop: Workshop) -> None:
+    model = workshop.wrap(build())
+    with torch.no_grad():
+        model.blocks[1].gain.zero_()
+        with pytest.raises(RuntimeError, match="more than one element"):
+            model.blocks[1].gain.copy_(torch.ones(WIDTH))
+    with pytest.raises(HollowParameterError, match=r"blocks\.1\.gain.*was written"):
+        square_loss(model, 0)
+    assert torch.equal(model.state_dict()["blocks.1.gain"], build().blocks[1].gain)
+    train_step(model, 0)
+
+
 def test_under_autocast_the_graph_keeps_activations_and_no_weights(workshop: Workshop) -> None:
     plain = build()
     shapes = {tuple(p.shape) for p in plain.parameters() if p.dim() == 2}
@@ -448,6 +460,31 @@ def test_a_submodule_loads_its_state(workshop: Workshop) -> None:
     assert not torch.equal(model.state_dict()["blocks.0.gain"], plain.blocks[0].gain)
     with pytest.raises(RuntimeError, match="unexpected"):
         model.head.load_state_dict(plain.blocks[1].state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_may_be_changed_in_a_loop_over_them(
+    dtype: torch.dtype, workshop: Workshop
+) -> None:
+    plain = build().to(dtype)
+    model = workshop.wrap(build().to(dtype), host_bytes="minimal")
+    train_step(model, 0)
+    plain.load_state_dict(model.state_dict())
+    for module in (plain, model):
+        torch.manual_seed(1)
+        for name, param in module.blocks.named_parameters():
+            if name.endswith("bias"):
+                param.data = param.data + 1
+            elif "up" in name:
+                torch.nn.init.normal_(param)
+        with torch.no_grad():
+            for param in module.head.parameters():
+                param.fill_(0.25)
+    assert_same_state(model.state_dict(), plain.state_dict())
+    torch.testing.assert_close(square_loss(model, 1), square_loss(plain, 1), rtol=0, atol=0)
+    with pytest.raises(UnsupportedError, match=r"gain.*place"):
+        for _, param in model.named_parameters():
+            param.data = torch.zeros(3)
 
 
 def test_conversions_are_refused_and_moves_do_nothing(workshop: Workshop) -> None:
