@@ -133,14 +133,7 @@ class Session:
         )
         self._bind()
         self._saved = SavedTensors(self._engine.pack, self._engine.unpack)
-        # The engine calls back into the session; a strong reference would be a cycle through C.
-        this = weakref.ref(self)
-        self._engine.callbacks(
-            lambda: _alive(this)._on_backward(),
-            lambda: _alive(this)._on_gradient(),
-            lambda begins: _alive(this)._on_forward(begins),
-            lambda: _alive(this)._on_again(),
-        )
+        self._set_callbacks()
         self._forward_depth = 0
         self._begun: tuple[int, bool] | None = None
         self._backward = "none"  # none, running, done
@@ -160,6 +153,16 @@ class Session:
         self._param_index = {id(p.tensor): p.index for p in layout.params}
 
     # --- Making -----------------------------------------------------------------------------
+
+    def _set_callbacks(self) -> None:
+        # The engine calls back into the session; a strong reference would be a cycle through C.
+        this = weakref.ref(self)
+        self._engine.callbacks(
+            lambda: _alive(this)._on_backward(),
+            lambda: _alive(this)._on_gradient(),
+            lambda begins: _alive(this)._on_forward(begins),
+            lambda: _alive(this)._on_again(),
+        )
 
     def _bind(self) -> None:
         """Make every parameter hollow and known to the engine."""

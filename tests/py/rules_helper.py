@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import lohan
 import pytest
 import torch
-import train_helper
+from lohan.errors import BudgetError
 from torch import nn
 
 WIDTH = 32
@@ -115,11 +116,19 @@ class Workshop:
         """Wrap a model; host_bytes="minimal" is the smallest budget that lohan takes."""
         if settings.get("host_bytes") == "minimal":
             del settings["host_bytes"]
-            settings["host_bytes"] = train_helper.host_bytes_min(model, self.folder, **settings)
+            settings["host_bytes"] = self.least(model, **settings)
         settings = {"lr": 1e-2, **settings}
         store = self.folder / f"store{len(self.made)}"
         self.made.append(lohan.wrap(model, store=store, **settings))
         return self.made[-1]
+
+    def least(self, model: nn.Module, **settings: Any) -> int:
+        """The smallest budget for model, from the error that refuses less."""
+        with pytest.raises(BudgetError) as refused:
+            lohan.wrap(model, store=self.folder / "refused", host_bytes=1, **settings)
+        found = re.search(r"at least (\d+)", str(refused.value))
+        assert found, str(refused.value)
+        return int(found[1])
 
     def train(
         self, steps: Iterable[int], make: Make = Stack, loss_of: Loss = square_loss, **settings: Any

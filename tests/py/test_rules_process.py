@@ -1,0 +1,106 @@
+"""However a process ends, its store is whole, and nothing of it is left: no file, no process."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import lohan
+import pytest
+from rules_helper import Workshop, assert_same_state, build, workshop
+
+__all__ = ["workshop"]
+
+HERE = pathlib.Path(__file__).resolve().parent
+TIMEOUT_S = 60
+
+
+def start(mode: str, store: str, temporary: pathlib.Path) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(HERE), str(HERE.parent.parent / "python")])
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "rules_worker.py"), mode, store],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)},
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Its exit status and what it wrote; nothing of its session may live on."""
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    sessions = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            sessions.append(int(fields[3]))
+    assert process.pid not in sessions
+    return process.returncode, out, err
+
+
+def steps_of(store: pathlib.Path, workshop: Workshop) -> int:
+    """The store's step; its parameters must be those of a run that stopped there."""
+    model = lohan.wrap(build(), store=store, resume=True, lr=1e-2)
+    step = model.lohan.step
+    state = dict(model.state_dict())
+    model.lohan.close()
+    assert_same_state(state, workshop.train(range(step)))
+    return step
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_with_its_last_step_committed(
+    number: signal.Signals, workshop: Workshop
+) -> None:
+    store = workshop.folder / "run"
+    process = start("run_for_ever", str(store), workshop.folder)
+    assert process.stdout is not None
+    for _ in range(5):
+        line = process.stdout.readline()
+    process.send_signal(number)
+    status, out, err = finish(process)
+    last = int(([line, *out.splitlines()])[-1].split()[1])
+    if number == signal.SIGINT:
+        assert status in (-signal.SIGINT, 130) and "KeyboardInterrupt" in err
+    else:
+        assert status == 128 + signal.SIGTERM and "Traceback" not in err
+    assert "lohan:" not in err
+    assert last >= 5 and steps_of(store, workshop) in (last, last + 1)
+
+
+@pytest.mark.parametrize("mode", ["leave_open", "leave_in_a_step", "fail"])
+def test_an_exit_without_close_commits_what_was_closed(mode: str, workshop: Workshop) -> None:
+    store = workshop.folder / "run"
+    status, out, err = finish(start(mode, str(store), workshop.folder))
+    assert status == (mode == "fail") and out == "step 3\n"
+    assert "lohan" not in err.replace(str(HERE.parent.parent), "")
+    assert steps_of(store, workshop) == 3
+
+
+def test_a_temporary_store_is_gone_at_exit(workshop: Workshop) -> None:
+    before = sorted(workshop.folder.iterdir())
+    process = start("run_for_ever", "", workshop.folder)
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert sorted(workshop.folder.iterdir()) == before  # its files have no names any more
+    process.kill()
+    finish(process)
+    status, _, err = finish(start("leave_open", "", workshop.folder))
+    assert status == 0 and "temporary store" in err
+    assert sorted(workshop.folder.iterdir()) == before
+
+
+def test_a_data_loader_may_have_workers(workshop: Workshop) -> None:
+    store = workshop.folder / "run"
+    status, out, err = finish(start("load_data", str(store), workshop.folder))
+    assert (status, out, err) == (0, "step 20\n", "")
