@@ -27,6 +27,7 @@ from lohan._demo_worker import Options
 from lohan.errors import LohanError, StoreExistsError, UnsupportedError
 
 REFERENCE_STEPS_MAX = 10
+REFERENCE_SECONDS_MAX = 45.0
 # Not typical: the first step learns the order of uses, and there are no states to read yet.
 WARMUP_STEPS = 2
 # A terminal of this width has room for everything that a step says.
@@ -195,7 +196,15 @@ def run(options: Options, out: Path, console: Console) -> dict[str, Any]:
         with _worker("baseline", options, folder) as events:
             baseline = Result(done=list(events)[-1])
         ours = _train("lohan", options, folder, console)
-        plain_options = dataclasses.replace(options, steps=count, store=None)
+        if len(ours.steps) < options.steps:
+            console.print(
+                f"stopped after {len(ours.steps)} of {options.steps} steps:"
+                f" {options.seconds:.0f} s are over (--seconds)",
+                highlight=False,
+            )
+        plain_options = dataclasses.replace(
+            options, steps=count, store=None, seconds=min(options.seconds, REFERENCE_SECONDS_MAX)
+        )
         plain = _train("reference", plain_options, folder, console)
         answer = _summary(options, ours, plain, baseline)
         _show(answer, ours, console)
@@ -308,7 +317,7 @@ def _draw(options: Options, ours: Result, out: Path, console: Console) -> None:
     """Write the timeline of the last steps, both files or none."""
     names: list[str] = ours.done["units"]
     spans = _timeline.spans_of(ours.done["events"], names, ours.done["marks"])
-    steps = (max(1, options.steps - 1), options.steps)
+    steps = (max(1, len(ours.steps) - 1), len(ours.steps))
     title = (
         f"Steps {steps[0]} and {steps[1]}: {ours.ready['params'] / 1e6:.1f} M parameters in bf16,"
         f" {options.batch} x {options.sequence} tokens, host_bytes {options.host_bytes / 1e6:.0f}"

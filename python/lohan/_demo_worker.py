@@ -26,6 +26,7 @@ TEXT_BYTES_MAX = 4 << 20
 # Newest events that are kept: about seven steps of the demo's model.
 TRACE_EVENTS = 16_384
 TRACED_STEPS = 4
+STEPS_MIN = 4
 
 Report = Callable[..., None]
 
@@ -35,7 +36,8 @@ class Options:
     """What both trainings share.
 
     Attributes:
-        steps: of this worker.
+        steps: of this worker, at most.
+        seconds: after these no step begins; at least STEPS_MIN there are all the same.
         batch: sequences a step.
         sequence: tokens a sequence.
         lr: learning rate.
@@ -45,6 +47,7 @@ class Options:
     """
 
     steps: int = 40
+    seconds: float = 140.0
     batch: int = 4
     sequence: int = 128
     lr: float = 3e-4
@@ -99,10 +102,13 @@ def text() -> torch.Tensor:
 
 
 def batches(options: Options) -> Iterator[torch.Tensor]:
-    """Token ids (batch, sequence), the same in every process."""
+    """Token ids (batch, sequence), the same in every process, until steps or seconds are over."""
     tokens = text()
     generator = torch.Generator().manual_seed(SEED)
-    for _ in range(options.steps):
+    deadline = time.monotonic() + options.seconds
+    for step in range(options.steps):
+        if step >= STEPS_MIN and time.monotonic() > deadline:
+            return
         high = len(tokens) - options.sequence
         starts = torch.randint(0, high, (options.batch,), generator=generator).tolist()
         yield torch.stack([tokens[i : i + options.sequence] for i in starts]).long()
@@ -171,7 +177,7 @@ def run_lohan(options: Options, report: Report) -> None:
     session.flush()
     _collect(session, seen)
     status = session.status()
-    first = options.steps - TRACED_STEPS
+    first = session.step - TRACED_STEPS
     report(
         "done",
         peak_bytes=peak_bytes(),

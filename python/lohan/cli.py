@@ -74,6 +74,7 @@ def inspect(store: tuple[str, ...], json_wanted: bool) -> None:
 
 @main.command()
 @click.option("--steps", default=40, show_default=True, type=click.IntRange(2), help="With lohan.")
+@click.option("--seconds", default=140.0, show_default=True, help="At most, with lohan.")
 @click.option("--batch", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--sequence", default=128, show_default=True, type=click.IntRange(8, 1024))
 @click.option("--lr", default=3e-4, show_default=True, type=float)
@@ -84,6 +85,7 @@ def inspect(store: tuple[str, ...], json_wanted: bool) -> None:
 @click.option("--tiny", is_flag=True, hidden=True)
 def demo(
     steps: int,
+    seconds: float,
     batch: int,
     sequence: int,
     lr: float,
@@ -100,6 +102,7 @@ def demo(
     console = Console()
     options = Options(
         steps=steps,
+        seconds=seconds,
         batch=batch,
         sequence=min(sequence, 128) if tiny else sequence,
         lr=lr,

@@ -204,6 +204,23 @@ def test_ctrl_c_in_the_demo_leaves_nothing_behind(store_dir: pathlib.Path) -> No
     assert list(tmp.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_the_demo_ends_when_its_seconds_are_over(store_dir: pathlib.Path) -> None:
+    pytest.importorskip("transformers")
+    numbers = store_dir / "numbers.json"
+    words = ["--steps", "100000", "--seconds", "0", "--out", str(store_dir / "out")]
+    answer = subprocess.run(
+        demo(*words, "--json", str(numbers), tmp=store_dir),
+        env=environment(store_dir),
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "stopped after 4 of 100000 steps" in answer.stdout
+    assert len(json.loads(numbers.read_text())["losses"]) == 4
+
+
 def test_the_demo_refuses_a_store_directory_that_has_something_in_it(
     store_dir: pathlib.Path,
 ) -> None:
