@@ -130,7 +130,8 @@ static bool inbox_pump(struct lh_engine *engine)
 {
     struct lh_ring_message message;
     bool moved = false;
-    while (lh_ring_pop(&engine->inbox, &message)) {
+    /* A flush whose caller gave up may be committing still: what comes after it waits here. */
+    while (!engine->commit_is_of_flush && lh_ring_pop(&engine->inbox, &message)) {
         message_handle(engine, &message);
         moved = true;
     }
@@ -415,11 +416,18 @@ static bool steps_are_over(struct lh_engine *engine, uint64_t argument)
     return atomic_load(&engine->closes_done) == atomic_load(&engine->closes_asked);
 }
 
+/* And so is a flush whose caller gave up: it may be committing, with the scalars of a close. */
+static bool all_is_over(struct lh_engine *engine, uint64_t argument)
+{
+    return steps_are_over(engine, argument) &&
+           atomic_load(&engine->flushes_done) == atomic_load(&engine->flushes_asked);
+}
+
 int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms)
 {
-    if (steps_are_over(engine, 0))
+    if (all_is_over(engine, 0))
         return 1;
-    return wait_until(engine, steps_are_over, 0, timeout_ms);
+    return wait_until(engine, all_is_over, 0, timeout_ms);
 }
 
 int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gradient,
@@ -509,13 +517,20 @@ static bool flush_is_done(struct lh_engine *engine, uint64_t argument)
 
 int lh_engine_flush(struct lh_engine *engine, bool commit, int timeout_ms)
 {
-    int rc = lh_engine_over_wait(engine, timeout_ms);
+    int rc = wait_until(engine, steps_are_over, 0, timeout_ms);
     if (rc <= 0)
         return rc;
     if (atomic_load(&engine->failed))
         return fail_code(engine);
     uint64_t asked = atomic_load(&engine->flushes_asked);
+    if (commit && !engine->flush_asked_commits) {
+        /* One that somebody gave up does not commit: it is not this one. */
+        rc = wait_until(engine, flush_is_done, asked, timeout_ms);
+        if (rc <= 0)
+            return rc;
+    }
     if (atomic_load(&engine->flushes_done) == asked) {
+        engine->flush_asked_commits = commit;
         asked = atomic_fetch_add(&engine->flushes_asked, 1) + 1;
         post(engine, LH_MESSAGE_FLUSH, commit, 0, 0);
     }

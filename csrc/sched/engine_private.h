@@ -237,6 +237,7 @@ struct lh_engine {
      */
     uint64_t first_step; /* where the store stood at creation */
     uint64_t open_step;
+    bool flush_asked_commits; /* of the last flush */
     uint64_t *gradient_steps;
     struct lh_gradient *gradients;
     struct lh_chunk *chunks;

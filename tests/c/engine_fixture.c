@@ -1,0 +1,546 @@
+#include "engine_fixture.h"
+
+#include "compute/adam.h"
+#include "lh_test.h"
+#include "store_fixture.h"
+
+#define SLICE_MS 50
+#define SCALARS "of the caller"
+
+enum array { ARRAY_PARAM, ARRAY_RESIDUAL, ARRAY_MOMENT1, ARRAY_MOMENT2, ARRAY_COUNT };
+
+static uint64_t array_bytes(const struct lh_engine_unit *unit, enum array array)
+{
+    bool is_bf16 = unit->dtype == LH_DTYPE_BF16;
+    switch (array) {
+    case ARRAY_PARAM:
+        return unit->bytes;
+    case ARRAY_RESIDUAL:
+        return is_bf16 ? unit->elements * sizeof(int16_t) : 0;
+    default:
+        return unit->elements * sizeof(float);
+    }
+}
+
+static uint32_t array_extent(const struct lh_engine_unit *unit, enum array array)
+{
+    const uint32_t extents[ARRAY_COUNT] = {unit->param_extent, unit->residual_extent,
+                                           unit->moment1_extent, unit->moment2_extent};
+    return extents[array];
+}
+
+static uint8_t *array_at(const struct rig *rig, uint8_t *state, uint32_t unit, enum array array)
+{
+    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
+        for (enum array j = ARRAY_PARAM; j < ARRAY_COUNT; j++) {
+            if (i == unit && j == array)
+                return state;
+            state += array_bytes(&rig->units[i], j);
+        }
+    }
+    LH_CHECK(!"an array");
+    return NULL;
+}
+
+static uint32_t extent_add(struct lh_store_extent_desc *extents, uint32_t *count, uint64_t bytes,
+                           uint32_t group)
+{
+    if (bytes == 0)
+        return LH_ENGINE_EXTENT_NONE;
+    LH_CHECK(*count < RIG_EXTENT_COUNT_MAX);
+    extents[*count] = (struct lh_store_extent_desc){.bytes = bytes, .group = group};
+    return (*count)++;
+}
+
+static void model_init(struct rig *rig)
+{
+    uint64_t last_count = rig->opts.large ? 1300001 : 3000;
+    const uint64_t counts[RIG_PARAM_COUNT] = {1500, 700, 3000, 100, 8000, 5000, 2100, last_count};
+    const uint32_t unit_of[RIG_PARAM_COUNT] = {0, 0, 1, 1, 2, 3, 4, 5};
+    const enum lh_dtype dtypes[RIG_UNIT_COUNT] = {LH_DTYPE_BF16, LH_DTYPE_F32, LH_DTYPE_BYTES,
+                                                  LH_DTYPE_BF16, LH_DTYPE_F32, LH_DTYPE_BF16};
+    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)
+        rig->units[i] = (struct lh_engine_unit){
+            .dtype = dtypes[i], .always = i == 0, .param_first = UINT32_MAX, .store_group = i};
+    uint64_t at = 0;
+    for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
+        struct lh_engine_unit *unit = &rig->units[unit_of[i]];
+        at = unit->param_count++ == 0 ? 0 : lh_align_up(at, LH_ENGINE_PARAM_ALIGN);
+        if (unit->param_first == UINT32_MAX)
+            unit->param_first = i;
+        rig->params[i] = (struct lh_engine_param){
+            .unit = unit_of[i], .first = at, .count = counts[i], .group = i % RIG_GROUP_COUNT};
+        at += counts[i];
+        bool is_frozen = unit->dtype == LH_DTYPE_BYTES;
+        unit->elements = is_frozen ? 0 : lh_align_up(at, LH_ENGINE_ELEMENT_ALIGN);
+        unit->bytes = is_frozen ? lh_align_up(at, LH_BLOCK_BYTES)
+                                : unit->elements * lh_dtype_bytes(unit->dtype);
+    }
+    rig->hypers[0] = (struct lh_adam_hyper){1e-2, 0.9, 0.999, 1e-8, 0.01};
+    rig->hypers[1] = (struct lh_adam_hyper){3e-3, 0.8, 0.99, 1e-6, 0};
+}
+
+/* Random masters; moments are zeros. */
+static void state_init(struct rig *rig)
+{
+    uint64_t seed = 1;
+    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
+        for (enum array j = ARRAY_PARAM; j < ARRAY_COUNT; j++)
+            rig->state_bytes += array_bytes(&rig->units[i], j);
+    }
+    rig->state = calloc(1, rig->state_bytes);
+    LH_CHECK(rig->state);
+    for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
+        const struct lh_engine_param *param = &rig->params[i];
+        const struct lh_engine_unit *unit = &rig->units[param->unit];
+        uint8_t *target = array_at(rig, rig->state, param->unit, ARRAY_PARAM);
+        int16_t *residual = (void *)array_at(rig, rig->state, param->unit, ARRAY_RESIDUAL);
+        for (uint64_t j = 0; j < param->count; j++) {
+            float value = (float)((double)(int32_t)lh_test_random(&seed) / 4e9);
+            if (unit->dtype == LH_DTYPE_BF16)
+                lh_adam_split(&value, (uint16_t *)(void *)target + param->first + j,
+                              residual + param->first + j, 1);
+            else if (unit->dtype == LH_DTYPE_F32)
+                memcpy(target + (param->first + j) * 4, &value, 4);
+            else
+                target[param->first + j] = (uint8_t)j;
+        }
+        rig->gradients[i] = calloc(param->count, sizeof(float));
+        LH_CHECK(rig->gradients[i]);
+    }
+}
+
+static void snapshot_take(struct rig *rig)
+{
+    LH_CHECK(rig->step < RIG_STEP_COUNT_MAX);
+    if (!rig->snapshots[rig->step])
+        rig->snapshots[rig->step] = malloc(rig->state_bytes);
+    LH_CHECK(rig->snapshots[rig->step]);
+    memcpy(rig->snapshots[rig->step], rig->state, rig->state_bytes);
+}
+
+static uint32_t directories_name(const struct rig *rig, char (*paths)[8192], const char **names)
+{
+    uint32_t count = rig->opts.directory_count > 0 ? rig->opts.directory_count : 1;
+    bool in_memory = rig->opts.in_memory && access("/dev/shm", W_OK) == 0;
+    for (uint32_t i = 0; i < count; i++) {
+        if (in_memory)
+            snprintf(paths[i], sizeof(paths[i]), "/dev/shm/lohan-test-%d-%s-%u", (int)getpid(),
+                     rig->name, i);
+        else
+            snprintf(paths[i], sizeof(paths[i]), "%s/%s-%u", fixture_root(), rig->name, i);
+        names[i] = paths[i];
+    }
+    return count;
+}
+
+static void store_make(struct rig *rig)
+{
+    static char paths[4][8192];
+    const char *names[4];
+    uint32_t directory_count = directories_name(rig, paths, names);
+    struct lh_store_extent_desc extents[RIG_EXTENT_COUNT_MAX];
+    struct lh_store_group_desc groups[RIG_UNIT_COUNT];
+    struct lh_error err = {0};
+    uint32_t extent_count = 0;
+    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
+        struct lh_engine_unit *unit = &rig->units[i];
+        uint32_t *targets[ARRAY_COUNT] = {&unit->param_extent, &unit->residual_extent,
+                                          &unit->moment1_extent, &unit->moment2_extent};
+        groups[i].slot_count = unit->elements > 0 ? 2 : 1;
+        for (enum array j = ARRAY_PARAM; j < ARRAY_COUNT; j++)
+            *targets[j] = extent_add(extents, &extent_count, array_bytes(unit, j), i);
+    }
+    struct lh_store_opts opts = {
+        .directories = names,
+        .directory_count = directory_count,
+        .extents = extents,
+        .extent_count = extent_count,
+        .groups = groups,
+        .group_count = RIG_UNIT_COUNT,
+        .meta = "{}",
+        .meta_bytes = 2,
+        .scalar_bytes_max = 64 + lh_engine_scalar_overhead_bytes(RIG_PARAM_COUNT),
+        .allow_buffered = true,
+        .allow_tmpfs = rig->opts.in_memory,
+    };
+    int rc = lh_store_create(&opts, &rig->alloc, &rig->store, &err);
+    if (rc < 0)
+        fprintf(stderr, "%s\n", err.message);
+    LH_CHECK(rc == 0);
+    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
+        for (enum array j = ARRAY_PARAM; j <= ARRAY_RESIDUAL; j++) {
+            uint64_t bytes = array_bytes(&rig->units[i], j);
+            uint32_t extent = array_extent(&rig->units[i], j);
+            const uint8_t *source = array_at(rig, rig->state, i, j);
+            LH_CHECK(bytes == 0 ||
+                     lh_store_write_sync(rig->store, extent, 0, source, bytes, NULL) == 0);
+        }
+    }
+    LH_CHECK(lh_store_commit_sync(rig->store, 0, "", 0, NULL) == 0);
+}
+
+static void budget_make(struct rig *rig)
+{
+    struct lh_budget_unit units[RIG_UNIT_COUNT];
+    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
+        const struct lh_engine_unit *unit = &rig->units[i];
+        units[i] = (struct lh_budget_unit){
+            .bytes = unit->bytes,
+            .elements = unit->elements,
+            .gradient_bytes = unit->elements * lh_dtype_bytes(unit->dtype),
+            .state_bytes_per_element =
+                unit->elements == 0 ? 0 : (unit->dtype == LH_DTYPE_BF16 ? 10 : 8),
+            .always = unit->always,
+        };
+    }
+    uint64_t host_bytes = UINT64_C(1) << 40;
+    LH_CHECK(lh_budget_make(units, RIG_UNIT_COUNT, host_bytes, 0, &rig->budget, NULL) == 0);
+    host_bytes = rig->opts.least_memory ? rig->budget.host_bytes_min : rig->budget.host_bytes_full;
+    LH_CHECK(lh_budget_make(units, RIG_UNIT_COUNT, host_bytes, 0, &rig->budget, NULL) == 0);
+    rig->memory_bytes = rig->budget.region_bytes + rig->budget.slab_count * rig->budget.slab_bytes;
+    rig->memory_bytes = lh_align_up(rig->memory_bytes, LH_HUGE_PAGE_BYTES);
+    rig->memory = aligned_alloc(LH_HUGE_PAGE_BYTES, rig->memory_bytes);
+    LH_CHECK(rig->memory);
+    memset(rig->memory, 0xa5, rig->memory_bytes);
+}
+
+struct lh_engine_opts rig_engine_opts(struct rig *rig)
+{
+    return (struct lh_engine_opts){
+        .units = rig->units,
+        .unit_count = RIG_UNIT_COUNT,
+        .params = rig->params,
+        .param_count = RIG_PARAM_COUNT,
+        .group_count = RIG_GROUP_COUNT,
+        .budget = &rig->budget,
+        .memory = rig->memory,
+        .memory_bytes = rig->memory_bytes,
+        .store = rig->store,
+        .io = rig->io,
+        .exec = rig->exec,
+        .waker = &rig->waker,
+        .clock = rig->clock,
+        .io_depth = 3,
+        .transfer_bytes = LH_MIB,
+        .commit_every = rig->opts.commit_every,
+        .serial = rig->opts.serial,
+        .verify = !rig->opts.skip_verify,
+        .trace_count = 16,
+    };
+}
+
+/* The engine and what it runs on, over an open store. */
+static void parts_make(struct rig *rig)
+{
+    struct lh_io *threads = NULL;
+    LH_CHECK(lh_waker_init(&rig->waker, NULL) == 0);
+    struct lh_io_opts io_opts = {
+        .files = lh_store_files(rig->store),
+        .file_count = lh_store_file_count(rig->store),
+        .queue_depth_max = 64,
+        .thread_count = 2,
+        .waker = &rig->waker,
+        .clock = &rig->clock,
+    };
+    LH_CHECK(lh_io_create("threads", &io_opts, &rig->alloc, &threads, NULL) == 0);
+    struct lh_io_faulty_opts faulty_opts = {
+        .inner = threads, .waker = &rig->waker, .clock = &rig->clock};
+    LH_CHECK(lh_io_faulty_create(&faulty_opts, &rig->alloc, &rig->io, NULL) == 0);
+    struct lh_exec_threads_opts exec_opts = {
+        .thread_count = 2, .queue_depth_max = 64, .waker = &rig->waker, .clock = &rig->clock};
+    LH_CHECK(lh_exec_threads_create(&exec_opts, &rig->alloc, &rig->exec, NULL) == 0);
+    struct lh_engine_opts opts = rig_engine_opts(rig);
+    struct lh_error err = {0};
+    int rc = lh_engine_create(&opts, &rig->engine_alloc, &rig->engine, &err);
+    if (rc < 0)
+        fprintf(stderr, "%s\n", err.message);
+    LH_CHECK(rc == 0);
+    lh_alloc_seal(&rig->engine_alloc); /* all of a run works without the heap */
+}
+
+void rig_make(struct rig *rig, const char *name, struct rig_opts opts)
+{
+    *rig = (struct rig){
+        .opts = opts,
+        .name = name,
+        .alloc = LH_ALLOC_INIT,
+        .engine_alloc = LH_ALLOC_INIT,
+        .clock = lh_clock_real(),
+    };
+    model_init(rig);
+    state_init(rig);
+    store_make(rig);
+    snapshot_take(rig);
+    budget_make(rig);
+    parts_make(rig);
+}
+
+void rig_shut(struct rig *rig)
+{
+    if (!rig->store)
+        return;
+    if (rig->engine) {
+        LH_CHECK(rig->engine_alloc.refused_count == 0);
+        lh_engine_stop(rig->engine);
+        lh_alloc_unseal(&rig->engine_alloc);
+        lh_engine_destroy(rig->engine);
+    }
+    LH_CHECK(rig->engine_alloc.live_count == 0);
+    rig->exec->ops->destroy(rig->exec);
+    rig->io->ops->destroy(rig->io);
+    lh_waker_deinit(&rig->waker);
+    lh_store_close(rig->store);
+    LH_CHECK(rig->alloc.live_count == 0);
+    rig->engine = NULL;
+    rig->store = NULL;
+}
+
+void rig_unmake(struct rig *rig)
+{
+    static char paths[4][8192];
+    const char *names[4];
+    rig_shut(rig);
+    for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++)
+        free(rig->gradients[i]);
+    for (uint32_t i = 0; i < RIG_STEP_COUNT_MAX; i++)
+        free(rig->snapshots[i]);
+    free(rig->state);
+    free(rig->memory);
+    uint32_t count = directories_name(rig, paths, names);
+    for (uint32_t i = 0; i < count; i++)
+        fixture_remove(names[i]);
+}
+
+void rig_reopen(struct rig *rig)
+{
+    static char paths[4][8192];
+    const char *names[4];
+    struct lh_error err = {0};
+    struct lh_store_open_opts opts = {.directories = names, .allow_buffered = true};
+    opts.directory_count = directories_name(rig, paths, names);
+    int rc = lh_store_open(&opts, &rig->alloc, &rig->store, &err);
+    if (rc < 0)
+        fprintf(stderr, "%s\n", err.message);
+    LH_CHECK(rc == 0);
+    uint64_t step = lh_store_step(rig->store);
+    LH_CHECK(step <= rig->step && rig->snapshots[step]);
+    rig_check_store(rig, step);
+    memcpy(rig->state, rig->snapshots[step], rig->state_bytes);
+    rig->step = step;
+    parts_make(rig);
+    LH_CHECK(lh_engine_step(rig->engine) == step);
+    for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++)
+        rig->param_steps[i] = lh_engine_param_step(rig->engine, i);
+}
+
+/* --- Training --------------------------------------------------------------------------------- */
+
+static uint64_t wait_until_ns;
+
+static void wait_begin(const struct rig *rig)
+{
+    wait_until_ns = lh_clock_now_ns(&rig->clock) + RIG_WAIT_S * UINT64_C(1000000000);
+}
+
+/* Whether a wait that answered rc goes on; the test ends where it would go on for ever. */
+static bool waits(const struct rig *rig, int rc)
+{
+    LH_CHECK(rc != 0 || lh_clock_now_ns(&rig->clock) < wait_until_ns);
+    return rc == 0;
+}
+
+static int unit_acquire(struct rig *rig, uint32_t unit)
+{
+    wait_begin(rig);
+    int rc = lh_engine_acquire(rig->engine, unit);
+    while (waits(rig, rc))
+        rc = lh_engine_acquire_wait(rig->engine, unit, SLICE_MS);
+    if (rc < 0)
+        return rc;
+    const uint8_t *expected = array_at(rig, rig->state, unit, ARRAY_PARAM);
+    const uint8_t *found = lh_engine_address(rig->engine, unit);
+    LH_CHECK(memcmp(found, expected, rig->units[unit].bytes) == 0);
+    return 0;
+}
+
+int rig_forward(struct rig *rig, enum lh_engine_mode mode)
+{
+    LH_TRY(lh_engine_begin(rig->engine, mode));
+    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
+        LH_TRY(unit_acquire(rig, i));
+        if (mode == LH_ENGINE_MODE_TRAIN)
+            lh_engine_handle_add(rig->engine, i);
+        lh_engine_unpin(rig->engine, i);
+    }
+    return 0;
+}
+
+/* fp32 parameters have fp32 gradients; of the bf16 ones every other. */
+static enum lh_dtype gradient_dtype(const struct rig *rig, uint32_t param)
+{
+    bool is_bf16 = rig->units[rig->params[param].unit].dtype == LH_DTYPE_BF16;
+    return is_bf16 && param % 2 == 0 ? LH_DTYPE_BF16 : LH_DTYPE_F32;
+}
+
+static void gradient_fill(struct rig *rig, uint32_t param)
+{
+    uint64_t seed = rig->step * 100 + param;
+    uint8_t *target = rig->gradients[param];
+    bool is_bf16 = gradient_dtype(rig, param) == LH_DTYPE_BF16;
+    for (uint64_t i = 0; i < rig->params[param].count; i++) {
+        float value = (float)((double)(int32_t)lh_test_random(&seed) / 1e9);
+        uint16_t high = 0;
+        memcpy(&high, (uint8_t *)&value + 2, sizeof(high));
+        if (is_bf16)
+            memcpy(target + 2 * i, &high, sizeof(high));
+        else
+            memcpy(target + 4 * i, &value, sizeof(value));
+    }
+}
+
+static int param_backward(struct rig *rig, uint32_t param, bool is_first)
+{
+    wait_begin(rig);
+    int rc = 0;
+    do {
+        rc = lh_engine_over_wait(rig->engine, SLICE_MS);
+    } while (waits(rig, rc));
+    if (rc < 0)
+        return rc;
+    for (uint32_t i = 0; is_first && i < RIG_GROUP_COUNT; i++)
+        lh_engine_hyper_set(rig->engine, i, &rig->hypers[i]);
+    gradient_fill(rig, param);
+    LH_TRY(
+        lh_engine_gradient(rig->engine, param, rig->gradients[param], gradient_dtype(rig, param)));
+    wait_begin(rig);
+    do {
+        rc = lh_engine_gradient_wait(rig->engine, rig->budget.gradient_bytes, SLICE_MS);
+    } while (waits(rig, rc));
+    return rc < 0 ? rc : 0;
+}
+
+int rig_forward_backward(struct rig *rig, unsigned gradients)
+{
+    bool is_first = true;
+    LH_TRY(rig_forward(rig, LH_ENGINE_MODE_TRAIN));
+    for (uint32_t i = RIG_UNIT_COUNT; i-- > 0;) {
+        const struct lh_engine_unit *unit = &rig->units[i];
+        LH_TRY(unit_acquire(rig, i));
+        lh_engine_handle_drop(rig->engine, i);
+        lh_engine_unpin(rig->engine, i);
+        for (uint32_t j = 0; j < unit->param_count; j++) {
+            if (!(gradients & (1u << (unit->param_first + j))))
+                continue;
+            LH_TRY(param_backward(rig, unit->param_first + j, is_first));
+            is_first = false;
+        }
+    }
+    return 0;
+}
+
+/* The same update in memory, by the definition. */
+static void param_update(struct rig *rig, uint32_t index)
+{
+    const struct lh_engine_param *param = &rig->params[index];
+    const struct lh_engine_unit *unit = &rig->units[param->unit];
+    const struct lh_adam_kernel *kernels = NULL;
+    int kernel_count = lh_adam_kernels(&kernels);
+    bool is_bf16 = unit->dtype == LH_DTYPE_BF16;
+    uint8_t *arrays[ARRAY_COUNT];
+    for (enum array i = ARRAY_PARAM; i < ARRAY_COUNT; i++)
+        arrays[i] = array_at(rig, rig->state, param->unit, i);
+    struct lh_adam_run run = {
+        .param = arrays[ARRAY_PARAM] + param->first * lh_dtype_bytes(unit->dtype),
+        .residual = is_bf16 ? (int16_t *)(void *)arrays[ARRAY_RESIDUAL] + param->first : NULL,
+        .moment1 = (float *)(void *)arrays[ARRAY_MOMENT1] + param->first,
+        .moment2 = (float *)(void *)arrays[ARRAY_MOMENT2] + param->first,
+        .gradient = rig->gradients[index],
+        .count = param->count,
+        .param_dtype = unit->dtype,
+        .gradient_dtype = gradient_dtype(rig, index),
+    };
+    struct lh_adam_scalars scalars =
+        lh_adam_scalars_make(&rig->hypers[param->group], ++rig->param_steps[index], 1.0);
+    LH_CHECK(strcmp(kernels[kernel_count - 1].name, "ref") == 0);
+    kernels[kernel_count - 1].run(&run, &scalars);
+}
+
+int rig_close(struct rig *rig, unsigned gradients)
+{
+    /* Before the close: after it a commit may be durable, and the caller killed or told of errors. */
+    uint8_t *before = rig->state;
+    uint64_t before_steps[RIG_PARAM_COUNT];
+    memcpy(before_steps, rig->param_steps, sizeof(before_steps));
+    rig->state = malloc(rig->state_bytes);
+    LH_CHECK(rig->state);
+    memcpy(rig->state, before, rig->state_bytes);
+    for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
+        if (gradients & (1u << i))
+            param_update(rig, i);
+    }
+    wait_begin(rig);
+    int rc = 0;
+    do {
+        rc = lh_engine_close(rig->engine, SCALARS, sizeof(SCALARS), SLICE_MS);
+    } while (waits(rig, rc));
+    if (rc < 0) {
+        free(rig->state);
+        rig->state = before;
+        memcpy(rig->param_steps, before_steps, sizeof(before_steps));
+        return rc;
+    }
+    free(before);
+    rig->step++;
+    snapshot_take(rig);
+    return 0;
+}
+
+int rig_step(struct rig *rig, unsigned gradients)
+{
+    LH_TRY(rig_forward_backward(rig, gradients));
+    return rig_close(rig, gradients);
+}
+
+int rig_flush(struct rig *rig, bool commit)
+{
+    int rc = 0;
+    wait_begin(rig);
+    do {
+        rc = lh_engine_flush(rig->engine, commit, SLICE_MS);
+    } while (waits(rig, rc));
+    return rc < 0 ? rc : 0;
+}
+
+int rig_abort(struct rig *rig)
+{
+    int rc = 0;
+    wait_begin(rig);
+    do {
+        rc = lh_engine_abort(rig->engine, SLICE_MS);
+    } while (waits(rig, rc));
+    return rc < 0 ? rc : 0;
+}
+
+void rig_check_store(struct rig *rig, uint64_t step)
+{
+    struct lh_error err = {0};
+    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
+        for (enum array j = ARRAY_PARAM; j < ARRAY_COUNT; j++) {
+            uint64_t bytes = array_bytes(&rig->units[i], j);
+            if (bytes == 0)
+                continue;
+            void *found = NULL;
+            LH_CHECK(posix_memalign(&found, LH_BLOCK_BYTES, bytes) == 0);
+            uint32_t extent = array_extent(&rig->units[i], j);
+            int rc = lh_store_read_sync(rig->store, extent, 0, found, bytes, &err);
+            bool is_same =
+                rc == 0 && memcmp(found, array_at(rig, rig->snapshots[step], i, j), bytes) == 0;
+            if (!is_same)
+                fprintf(stderr, "unit %u, array %d is not step %d's: %s\n", i, (int)j, (int)step,
+                        err.message);
+            LH_CHECK(is_same);
+            free(found);
+        }
+    }
+}

@@ -1,0 +1,85 @@
+/*
+ * A small model on a real store, trained by a loop that plays the training thread, beside the same
+ * training in memory by the definition of the rule: what the engine's tests share.
+ *
+ * Units: bf16 of two parameters (always there), fp32 of two, frozen bytes, bf16, fp32, bf16 (large: of
+ * several chunks).
+ */
+#ifndef LH_TEST_ENGINE_FIXTURE_H
+#define LH_TEST_ENGINE_FIXTURE_H
+
+#include "io/faulty.h"
+#include "sched/engine.h"
+
+#define RIG_UNIT_COUNT 6
+#define RIG_PARAM_COUNT 8
+#define RIG_GROUP_COUNT 2
+#define RIG_EXTENT_COUNT_MAX 24
+#define RIG_STEP_COUNT_MAX 32
+/* The fifth parameter is frozen. */
+#define RIG_GRADIENTS_ALL 0xefu
+#define RIG_WAIT_S 60
+
+struct rig_opts {
+    bool large;        /* the last unit has more than one chunk */
+    bool least_memory; /* the minimum; else all that is of use */
+    bool serial;       /* updates start at close */
+    bool skip_verify;  /* checksums are not checked */
+    uint64_t commit_every;
+    uint32_t directory_count;
+    bool in_memory; /* on tmpfs, where a sync is free: for many rounds */
+};
+
+struct rig {
+    struct rig_opts opts;
+    const char *name;
+    struct lh_alloc alloc; /* everything's but the engine's */
+    struct lh_alloc engine_alloc;
+    struct lh_engine_unit units[RIG_UNIT_COUNT];
+    struct lh_engine_param params[RIG_PARAM_COUNT];
+    struct lh_adam_hyper hypers[RIG_GROUP_COUNT];
+    struct lh_budget budget;
+    struct lh_clock clock;
+    struct lh_waker waker;
+    struct lh_store *store;
+    struct lh_io *io; /* faulty, around threads */
+    struct lh_exec *exec;
+    struct lh_engine *engine;
+    uint8_t *memory;
+    uint64_t memory_bytes;
+    void *gradients[RIG_PARAM_COUNT];
+    /* What training in memory gives: all arrays of all units, and how they were after each step. */
+    uint8_t *state;
+    uint64_t state_bytes;
+    uint64_t param_steps[RIG_PARAM_COUNT];
+    uint64_t step;
+    uint8_t *snapshots[RIG_STEP_COUNT_MAX];
+};
+
+/* A new store with random values, committed as step 0, and an engine on it. */
+void rig_make(struct rig *rig, const char *name, struct rig_opts opts);
+/* End the engine without a flush, and close the store. */
+void rig_shut(struct rig *rig);
+/* Shut, and free everything. Nothing is live after. */
+void rig_unmake(struct rig *rig);
+/* After rig_shut: open the store and check that it holds its step; training goes on from there. */
+void rig_reopen(struct rig *rig);
+/* Only the engine's options, for tests that create it themselves. */
+struct lh_engine_opts rig_engine_opts(struct rig *rig);
+
+/*
+ * One training step; gradients: a bit a parameter. Every unit's bytes are checked in forward and in
+ * backward. -errno: the engine's error.
+ */
+int rig_step(struct rig *rig, unsigned gradients);
+/* Its parts: until all gradients are handed over; close. */
+int rig_forward_backward(struct rig *rig, unsigned gradients);
+int rig_close(struct rig *rig, unsigned gradients);
+int rig_forward(struct rig *rig, enum lh_engine_mode mode);
+int rig_flush(struct rig *rig, bool commit);
+int rig_abort(struct rig *rig);
+
+/* Every array on disk is that of step: the engine was flushed, or is not there. */
+void rig_check_store(struct rig *rig, uint64_t step);
+
+#endif

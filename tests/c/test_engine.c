@@ -1,0 +1,340 @@
+/*
+ * The engine on real threads and a real store, driven from C as the training thread drives it: the
+ * same bits as in memory, and what it does when disks, memory or the training thread fail.
+ */
+#include "engine_fixture.h"
+#include "lh_test.h"
+
+#define FAULT_STEP_COUNT 3
+
+static bool is_fast(void)
+{
+    return getenv("LH_TEST_FAST") != NULL;
+}
+
+/* Flushed and committed, the store holds the last step, and so it does when it is opened again. */
+static void finish(struct rig *rig)
+{
+    uint64_t step = rig->step;
+    LH_CHECK(rig_flush(rig, true) == 0);
+    rig_shut(rig);
+    rig_reopen(rig);
+    LH_CHECK(rig->step == step);
+    rig_unmake(rig);
+}
+
+static void test_equal(const char *what, struct rig_opts opts, int step_count)
+{
+    static const unsigned gradients[] = {RIG_GRADIENTS_ALL, 0xad, 0x01, RIG_GRADIENTS_ALL, 0x6e};
+    struct rig rig;
+    lh_test_name("%s: every forward and backward sees adam_ref's bits, and the disk has them too",
+                 what);
+    rig_make(&rig, "equal", opts);
+    for (int i = 0; i < step_count; i++) {
+        LH_CHECK(rig_step(&rig, gradients[i % 5]) == 0);
+        if (i % 2 == 0)
+            LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_EVAL) == 0);
+    }
+    struct lh_engine_step_stats stats;
+    LH_CHECK(rig_flush(&rig, false) == 0 && lh_engine_stats(rig.engine, &stats));
+    LH_CHECK(stats.step == rig.step && stats.end_ns >= stats.close_ns);
+    for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++)
+        LH_CHECK(lh_engine_param_step(rig.engine, i) == rig.param_steps[i]);
+    finish(&rig);
+}
+
+static void test_stop(void)
+{
+    struct rig rig;
+    lh_test_name("stopped at any time it is at a committed step, and goes on from there exactly");
+    rig_make(&rig, "stop", (struct rig_opts){.least_memory = true, .commit_every = 3});
+    for (int i = 0; i < 9; i++) {
+        /* A close waits for the step before it to be over; a flush reports its commit. */
+        uint64_t committed = rig.step;
+        for (int j = 0; j <= i % 4; j++)
+            LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+        committed = lh_max_u64(committed, (rig.step - 1) / 3 * 3);
+        if (i % 3 == 1) {
+            LH_CHECK(rig_flush(&rig, true) == 0);
+            committed = rig.step;
+        }
+        if (i % 2 == 1)
+            LH_CHECK(rig_forward_backward(&rig, RIG_GRADIENTS_ALL) == 0);
+        rig_shut(&rig);
+        rig_reopen(&rig);
+        LH_CHECK(rig.step >= committed);
+    }
+    rig_unmake(&rig);
+}
+
+/* --- The training thread ------------------------------------------------------------------- */
+
+static void test_abort(void)
+{
+    struct rig rig;
+    lh_test_name("an aborted step leaves no trace, however far its updates had come");
+    rig_make(&rig, "abort", (struct rig_opts){.least_memory = true, .commit_every = 1});
+    for (int i = 0; i < 6; i++) {
+        LH_CHECK(rig_forward_backward(&rig, i % 3 == 0 ? RIG_GRADIENTS_ALL : 0x20) == 0);
+        if (i % 3 == 2)
+            LH_CHECK(rig_flush(&rig, false) == 0);
+        LH_CHECK(rig_abort(&rig) == 0);
+        LH_CHECK(lh_engine_step(rig.engine) == rig.step);
+        LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    }
+    finish(&rig);
+}
+
+static void test_abort_unrecoverable(void)
+{
+    struct rig rig;
+    struct lh_error err = {0};
+    lh_test_name("an abort that would lose steps says so, and where a resume goes on from");
+    rig_make(&rig, "abort3", (struct rig_opts){.commit_every = 3});
+    for (int i = 0; i < 4; i++)
+        LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    LH_CHECK(rig_forward_backward(&rig, RIG_GRADIENTS_ALL) == 0);
+    LH_CHECK(rig_abort(&rig) == -ENOTRECOVERABLE);
+    LH_CHECK(lh_engine_error(rig.engine, &err) == -ENOTRECOVERABLE);
+    LH_CHECK(strstr(err.message, "step 5 died") && strstr(err.message, "from step 3"));
+    rig_shut(&rig);
+    rig_reopen(&rig);
+    LH_CHECK(rig.step == 3 && rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    finish(&rig);
+}
+
+static void test_flush_given_up(void)
+{
+    struct rig rig;
+    lh_test_name("a flush whose caller gave up waiting does not trip gradients, close or abort");
+    rig_make(&rig, "given-up", (struct rig_opts){.commit_every = 100});
+    for (int i = 0; i < 12; i++) {
+        LH_CHECK(rig_step(&rig, 0x21) == 0);
+        LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_TRAIN) == 0);
+        while (lh_engine_over_wait(rig.engine, 1000) == 0) {
+        }
+        LH_CHECK(lh_engine_flush(rig.engine, true, 0) >= 0);
+        if (i % 3 == 0)
+            LH_CHECK(rig_abort(&rig) == 0);
+        for (uint32_t j = 0; j < RIG_UNIT_COUNT; j++)
+            lh_engine_handle_drop(rig.engine, j);
+        if (i % 3 == 1)
+            LH_CHECK(rig_close(&rig, 0) == 0);
+        else
+            LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    }
+    finish(&rig);
+}
+
+static void test_refusals(void)
+{
+    struct rig rig;
+    lh_test_name("a second gradient and a frozen parameter's are refused, and cost nothing");
+    rig_make(&rig, "refusals", (struct rig_opts){.commit_every = 1});
+    LH_CHECK(rig_forward_backward(&rig, 0x01) == 0);
+    LH_CHECK(lh_engine_gradient(rig.engine, 0, rig.gradients[0], LH_DTYPE_F32) == -EALREADY);
+    LH_CHECK(lh_engine_gradient(rig.engine, 4, rig.gradients[4], LH_DTYPE_F32) == -EINVAL);
+    LH_CHECK(rig_close(&rig, 0x01) == 0);
+    LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    finish(&rig);
+}
+
+static void test_pause(void)
+{
+    struct rig rig;
+    float value = 1234.5f;
+    uint64_t scalar_bytes = 0;
+    lh_test_name("what a caller writes into the paused engine's store is what the next use reads");
+    rig_make(&rig, "pause", (struct rig_opts){.commit_every = 1});
+    for (int i = 0; i < 3; i++) {
+        LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+        LH_CHECK(rig_flush(&rig, true) == 0);
+        while (lh_engine_pause(rig.engine, 1000) == 0) {
+        }
+        value += 1;
+        LH_CHECK(lh_store_write_sync(rig.store, rig.units[1].param_extent, 0, &value, sizeof(value),
+                                     NULL) == 0);
+        const void *scalars = lh_store_scalars(rig.store, &scalar_bytes);
+        LH_CHECK(lh_store_commit_sync(rig.store, rig.step, scalars, scalar_bytes, NULL) == 0);
+        lh_engine_invalidate(rig.engine, 1);
+        lh_engine_resume(rig.engine);
+        /* The second unit's parameters come after all of the first unit's arrays. */
+        memcpy(rig.state + rig.units[0].bytes + 10 * rig.units[0].elements, &value, sizeof(value));
+        LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_EVAL) == 0);
+    }
+    LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    finish(&rig);
+}
+
+/* --- Faults -------------------------------------------------------------------------------- */
+
+static int train(struct rig *rig)
+{
+    for (int i = 0; i < FAULT_STEP_COUNT; i++)
+        LH_TRY(rig_step(rig, RIG_GRADIENTS_ALL));
+    return rig_flush(rig, true);
+}
+
+/* The first error is what every call answers from now on, and none of them waits. */
+static void check_failed(struct rig *rig, int code, const char *text)
+{
+    struct lh_error err = {0};
+    LH_CHECK(lh_engine_error(rig->engine, &err) == code);
+    bool names_file = strstr(err.message, "lohan.data") != NULL;
+    if (!names_file || !strstr(err.message, text))
+        fprintf(stderr, "%s\n", err.message);
+    LH_CHECK(names_file && strstr(err.message, text));
+    LH_CHECK(lh_engine_begin(rig->engine, LH_ENGINE_MODE_TRAIN) == code);
+    LH_CHECK(lh_engine_acquire(rig->engine, 0) == code);
+    LH_CHECK(lh_engine_acquire_wait(rig->engine, 0, 1000) == code);
+    LH_CHECK(lh_engine_close(rig->engine, "", 0, 1000) == code);
+    LH_CHECK(lh_engine_flush(rig->engine, true, 1000) == code);
+    LH_CHECK(lh_engine_abort(rig->engine, 1000) == code);
+}
+
+/* Closed steps but the last are committed; that one may be. */
+static void check_recovered(struct rig *rig)
+{
+    uint64_t closed = rig->step;
+    rig_shut(rig);
+    rig_reopen(rig);
+    LH_CHECK(rig->step + 1 >= closed);
+    LH_CHECK(rig_step(rig, RIG_GRADIENTS_ALL) == 0);
+    rig_unmake(rig);
+}
+
+static void test_io_errors(bool least_memory)
+{
+    uint64_t stride = is_fast() ? 7 : 1;
+    uint64_t round_count = 0;
+    lh_test_name("the N-th request fails, for every N: all waits end with its error and names, %s",
+                 least_memory ? "least memory" : "all memory");
+    for (uint64_t after = 0;; after += stride) {
+        struct rig rig;
+        struct lh_io_fault fault = {.kind = LH_IO_FAULT_KIND_ERROR, .after = after, .code = -EIO};
+        rig_make(
+            &rig, "errors",
+            (struct rig_opts){.least_memory = least_memory, .commit_every = 1, .in_memory = true});
+        lh_io_faulty_arm(rig.io, fault);
+        int rc = train(&rig);
+        round_count++;
+        if (rc == 0) {
+            rig_shut(&rig); /* the engine's thread is gone: nobody else looks at the fault */
+            rig_reopen(&rig);
+            LH_CHECK(rig.step == FAULT_STEP_COUNT);
+            rig_unmake(&rig);
+            break;
+        }
+        LH_CHECK(rc == -EIO);
+        check_failed(&rig, -EIO, strerror(EIO));
+        check_recovered(&rig);
+    }
+    LH_CHECK(round_count > 60 / stride);
+    printf("  %" PRIu64 " requests\n", round_count * stride);
+}
+
+static void test_short(void)
+{
+    lh_test_name("the N-th request moves only its first bytes at once, and nobody notices");
+    for (uint64_t after = 0; after < 120; after += is_fast() ? 40 : 9) {
+        struct rig rig;
+        struct lh_io_fault fault = {
+            .kind = LH_IO_FAULT_KIND_SHORT, .after = after, .bytes = LH_BLOCK_BYTES};
+        rig_make(&rig, "short",
+                 (struct rig_opts){.least_memory = true, .commit_every = 1, .in_memory = true});
+        lh_io_faulty_arm(rig.io, fault);
+        LH_CHECK(train(&rig) == 0);
+        finish(&rig);
+    }
+}
+
+static void test_flip(void)
+{
+    uint64_t found_count = 0;
+    uint64_t unused_count = 0;
+    lh_test_name("one wrong bit in the N-th read is found, for every N, unless nobody uses it");
+    for (uint64_t after = 0;; after += is_fast() ? 5 : 1) {
+        struct rig rig;
+        struct lh_io_fault fault = {
+            .kind = LH_IO_FAULT_KIND_FLIP, .after = after, .bit = 4099 * after};
+        rig_make(&rig, "flip",
+                 (struct rig_opts){.least_memory = true, .commit_every = 1, .in_memory = true});
+        lh_io_faulty_arm(rig.io, fault);
+        int rc = train(&rig);
+        if (rc < 0) {
+            LH_CHECK(rc == -EILSEQ);
+            check_failed(&rig, -EILSEQ, "checksum");
+            check_recovered(&rig);
+            found_count++;
+            continue;
+        }
+        /* Read ahead for a step that does not come: what is on disk is right. */
+        lh_engine_stop(rig.engine);
+        bool has_fired = lh_io_faulty_has_fired(rig.io);
+        unused_count += has_fired;
+        rig_shut(&rig);
+        rig_reopen(&rig);
+        LH_CHECK(rig.step == FAULT_STEP_COUNT);
+        rig_unmake(&rig);
+        if (!has_fired)
+            break;
+    }
+    printf("  %" PRIu64 " found, %" PRIu64 " not used\n", found_count, unused_count);
+    LH_CHECK(found_count > (is_fast() ? 2 : 15) && unused_count < 10);
+}
+
+static void test_allocations(void)
+{
+    struct rig rig;
+    struct lh_engine *engine = NULL;
+    struct lh_alloc alloc = LH_ALLOC_INIT;
+    int64_t round_count = 0;
+    lh_test_name(
+        "the N-th allocation fails, for every N: no engine, an error, and nothing is left");
+    rig_make(&rig, "allocations", (struct rig_opts){.commit_every = 1});
+    struct lh_engine_opts opts = rig_engine_opts(&rig);
+    opts.manual = true; /* the rig's engine has the store; this one is never polled */
+    for (;; round_count++) {
+        struct lh_error err = {0};
+        alloc.fail_after = round_count;
+        int rc = lh_engine_create(&opts, &alloc, &engine, &err);
+        if (rc == 0)
+            break;
+        LH_CHECK(rc == -ENOMEM && err.code == -ENOMEM && err.message[0] != '\0');
+        LH_CHECK(engine == NULL && alloc.live_count == 0);
+    }
+    lh_engine_destroy(engine);
+    LH_CHECK(alloc.live_count == 0 && round_count > 20);
+    opts.io_depth = 0;
+    LH_CHECK(lh_engine_create(&opts, &alloc, &engine, NULL) == -EINVAL && engine == NULL);
+    opts = rig_engine_opts(&rig);
+    opts.memory_bytes = rig.budget.region_bytes;
+    LH_CHECK(lh_engine_create(&opts, &alloc, &engine, NULL) == -EINVAL && engine == NULL);
+    LH_CHECK(alloc.live_count == 0);
+    rig_unmake(&rig);
+}
+
+int main(void)
+{
+    test_equal("all memory", (struct rig_opts){.commit_every = 1}, 10);
+    test_equal("least memory", (struct rig_opts){.least_memory = true, .commit_every = 1}, 10);
+    test_equal("two directories, a commit in three steps",
+               (struct rig_opts){.least_memory = true, .commit_every = 3, .directory_count = 2},
+               10);
+    test_equal("updates at close", (struct rig_opts){.serial = true, .commit_every = 1}, 6);
+    test_equal("several chunks", (struct rig_opts){.large = true, .commit_every = 1}, 3);
+    test_equal("several chunks, least memory",
+               (struct rig_opts){.large = true, .least_memory = true, .commit_every = 1}, 3);
+    test_stop();
+    test_abort();
+    test_abort_unrecoverable();
+    test_flush_given_up();
+    test_refusals();
+    test_pause();
+    test_io_errors(true);
+    test_io_errors(false);
+    test_short();
+    test_flip();
+    test_allocations();
+    return 0;
+}
