@@ -468,7 +468,7 @@ static void param_update(struct rig *rig, uint32_t index)
 
 int rig_close(struct rig *rig, unsigned gradients)
 {
-    /* Before the close: after it a commit may be durable, and the caller killed or told of errors. */
+    /* Before the close: it may be over, and durable, before its caller knows. */
     uint8_t *before = rig->state;
     uint64_t before_steps[RIG_PARAM_COUNT];
     memcpy(before_steps, rig->param_steps, sizeof(before_steps));

@@ -1,4 +1,4 @@
-/* The residency plan: its invariants on random event lists, and that it loads as little as one can. */
+/* The residency plan: invariants on random event lists, and that it loads as little as one can. */
 #include "lh_test.h"
 #include "plan/residency.h"
 
