@@ -167,11 +167,15 @@ struct lh_chunk {
     uint64_t first; /* element in the unit */
     uint64_t count;
     enum lh_chunk_state state;
-    bool is_kept;           /* its slab stays its own */
-    uint64_t read_step;     /* the step that read it last; 0: never */
-    uint64_t read_bytes;    /* then */
-    uint64_t planned_step;  /* the step whose plan counts a read of it */
-    uint64_t planned_bytes; /* of that read */
+    bool is_kept;        /* its slab stays its own */
+    uint64_t read_step;  /* the step that read it last; 0: never */
+    uint64_t read_bytes; /* in that step */
+    /*
+     * The steps whose plans count it, and the bytes they read for it; by parity, as a step is
+     * planned while the one before is not over.
+     */
+    uint64_t planned_steps[2];
+    uint64_t planned_bytes[2];
     uint64_t computed_step; /* the step that computed it last */
 };
 
@@ -250,6 +254,7 @@ struct lh_engine {
     struct lh_engine_request *free_requests;
     struct lh_transfer *queue_heads[LH_PRIORITY_COUNT];
     struct lh_transfer *queue_tails[LH_PRIORITY_COUNT];
+    uint32_t step_transfers[2]; /* submitted and not finished, by parity of their step */
     uint32_t io_in_flight;
     uint32_t checks_in_flight;
     uint32_t jobs_in_flight;
@@ -356,6 +361,7 @@ void lh_unit_make_ready(struct lh_engine *engine, struct lh_unit *unit);
 void lh_unit_forget(struct lh_engine *engine, uint32_t unit);
 void lh_unit_prediction_forget(struct lh_engine *engine);
 void lh_unit_plan_reset(struct lh_engine *engine);
+void lh_unit_plan_step_end(struct lh_engine *engine);
 bool lh_unit_pump(struct lh_engine *engine);
 bool lh_unit_is_stuck(struct lh_engine *engine);
 
@@ -374,6 +380,7 @@ uint32_t lh_state_extent(const struct lh_unit *unit, uint32_t array);
 uint64_t lh_state_element_bytes(const struct lh_unit *unit, uint32_t array);
 void lh_update_plan(struct lh_engine *engine);
 void lh_update_plan_correct(struct lh_engine *engine);
+void lh_update_plan_reread(struct lh_engine *engine, struct lh_chunk *chunk);
 
 /* update.c, at a step's end */
 void lh_update_step_over(struct lh_engine *engine);

@@ -217,12 +217,33 @@ static bool transfers_are_idle(const struct lh_engine *engine)
            engine->jobs_in_flight == 0;
 }
 
+/* A unit whose bytes an update has changed, and which somebody still reads: it cannot be taken back. */
+static const struct lh_unit *lent_update(const struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->update_count; i++) {
+        const struct lh_unit *unit = &engine->units[engine->update_queue[i]];
+        if (unit->chunks_computed > 0 && lh_unit_pins(unit) > 0)
+            return unit;
+    }
+    return NULL;
+}
+
 static void abort_finish(struct lh_engine *engine)
 {
     bool has_updates = engine->update_count > 0;
     bool is_recoverable = engine->committed_step == engine->step;
+    const struct lh_unit *lent = lent_update(engine);
     int result = 0;
-    if (has_updates && !is_recoverable) {
+    if (lent && is_recoverable) {
+        struct lh_error err = {0};
+        result = -ENOTRECOVERABLE;
+        lh_error_set(&err, result,
+                     "step %" PRIu64 " died half-way and cannot be rolled back here: tensors are "
+                     "still views of unit %u, which it has updated; open the store again with "
+                     "resume=True to go on from step %" PRIu64,
+                     engine->step + 1, (unsigned)(lent - engine->units), engine->committed_step);
+        lh_engine_fail(engine, &err);
+    } else if (has_updates && !is_recoverable) {
         struct lh_error err = {0};
         result = -ENOTRECOVERABLE;
         lh_error_set(
@@ -283,7 +304,11 @@ bool lh_step_pump(struct lh_engine *engine)
         if (engine->update_count < engine->gradient_unit_count ||
             engine->updates_done < engine->update_count)
             return false;
+        /* What was read ahead for a use or an update that never came is this step's, too. */
+        if (engine->step_transfers[engine->step % 2] > 0)
+            return false;
         LH_ASSERT(engine->chunks_busy == 0);
+        lh_unit_plan_step_end(engine);
         param_steps_advance(engine);
         if (every != LH_ENGINE_COMMIT_NEVER && engine->step % every == 0)
             commit_begin(engine, false);

@@ -27,6 +27,8 @@ void lh_transfer_submit(struct lh_engine *engine, struct lh_transfer *transfer)
     transfer->issued_bytes = 0;
     transfer->outstanding = 0;
     transfer->next = NULL;
+    if (transfer->step > 0)
+        engine->step_transfers[transfer->step % 2]++;
     enum lh_priority priority = transfer->priority;
     if (engine->queue_tails[priority])
         engine->queue_tails[priority]->next = transfer;
@@ -189,6 +191,10 @@ static void request_finish(struct lh_engine *engine, struct lh_engine_request *r
     engine->free_requests = request;
     if (--transfer->outstanding > 0 || transfer->issued_bytes < transfer->bytes)
         return;
+    if (transfer->step > 0) {
+        LH_ASSERT(engine->step_transfers[transfer->step % 2] > 0);
+        engine->step_transfers[transfer->step % 2]--;
+    }
     if (transfer->slab == LH_CHUNK_NONE)
         lh_unit_load_done(engine, lh_engine_unit_at(engine, transfer->unit));
     else

@@ -83,6 +83,28 @@ void lh_unit_plan_reset(struct lh_engine *engine)
     }
 }
 
+/*
+ * The step that closed last has moved all its bytes but its commit's: loads of its plan that still
+ * wait, and uses that follow before the next begin, are of the next step if that has begun, else of
+ * none.
+ */
+void lh_unit_plan_step_end(struct lh_engine *engine)
+{
+    if (engine->plan_step == engine->step)
+        engine->plan_step = 0;
+    for (uint64_t i = engine->op_first; i < engine->op_count; i++) {
+        if (engine->op_steps[i] != engine->step)
+            continue;
+        if (engine->ops[i].kind == LH_RESIDENCY_OP_LOAD) {
+            uint64_t bytes = engine->units[engine->ops[i].unit].desc.bytes;
+            lh_step_stats(engine, engine->step)->planned_bytes[LH_ENGINE_LINK_PARAM_READ] -= bytes;
+            lh_step_stats(engine, engine->plan_step)->planned_bytes[LH_ENGINE_LINK_PARAM_READ] +=
+                bytes;
+        }
+        engine->op_steps[i] = engine->plan_step;
+    }
+}
+
 /* Somebody is owed this unit, for a use that is counted already. */
 static bool is_owed(const struct lh_unit *unit)
 {

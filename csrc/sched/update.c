@@ -65,27 +65,46 @@ void lh_update_consider_all(struct lh_engine *engine)
         lh_update_consider(engine, i);
 }
 
-/*
- * A free slab, else one whose chunk was read ahead of its gradients; LH_CHUNK_NONE if there is
- * neither.
- */
-static uint32_t slab_find(struct lh_engine *engine, bool may_steal)
+static void slab_clear(struct lh_engine *engine, struct lh_slab *slab)
 {
-    uint32_t stolen = LH_CHUNK_NONE;
+    struct lh_chunk *chunk = &engine->chunks[slab->chunk];
+    chunk->state = LH_CHUNK_STATE_IDLE;
+    chunk->slab = LH_CHUNK_NONE;
+    slab->chunk = LH_CHUNK_NONE;
+}
+
+/*
+ * A slab for a chunk of unit: a free one, else, where unit's update is queued, one whose chunk was
+ * read ahead of its gradients. Where unit is UPDATING and every slab holds a chunk of a unit that
+ * is not (its parameters may have to wait for room that unit takes), one of those, as none would
+ * ever become free. LH_CHUNK_NONE: there is none now.
+ */
+static uint32_t slab_find(struct lh_engine *engine, const struct lh_unit *unit)
+{
+    uint32_t ahead = LH_CHUNK_NONE;
+    uint32_t blocked = LH_CHUNK_NONE;
+    bool is_moving = false;
     for (uint32_t i = engine->budget.kept_chunk_count; i < engine->budget.slab_count; i++) {
         const struct lh_slab *slab = &engine->slabs[i];
         if (slab->chunk == LH_CHUNK_NONE)
             return i;
         const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
-        if (chunk->state == LH_CHUNK_STATE_LOADED && !engine->units[chunk->unit].update_is_queued)
-            stolen = i;
+        const struct lh_unit *owner = &engine->units[chunk->unit];
+        if (chunk->state != LH_CHUNK_STATE_LOADED || owner->state == LH_UNIT_STATE_UPDATING)
+            is_moving = true;
+        else if (owner->update_is_queued)
+            blocked = i;
+        else
+            ahead = i;
     }
-    if (!may_steal || stolen == LH_CHUNK_NONE)
+    if (!unit->update_is_queued)
         return LH_CHUNK_NONE;
-    struct lh_slab *slab = &engine->slabs[stolen];
-    engine->chunks[slab->chunk].state = LH_CHUNK_STATE_IDLE;
-    engine->chunks[slab->chunk].slab = LH_CHUNK_NONE;
-    slab->chunk = LH_CHUNK_NONE;
+    uint32_t stolen = ahead;
+    if (stolen == LH_CHUNK_NONE && !is_moving && unit->state == LH_UNIT_STATE_UPDATING)
+        stolen = blocked;
+    if (stolen == LH_CHUNK_NONE)
+        return LH_CHUNK_NONE;
+    slab_clear(engine, &engine->slabs[stolen]);
     return stolen;
 }
 
@@ -106,14 +125,9 @@ static void chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_
     slab->chunk = (uint32_t)(chunk - engine->chunks);
     chunk->slab = slab_index;
     chunk->state = LH_CHUNK_STATE_READING;
-    if (chunk->read_step == lh_step_current(engine)) {
-        /* Its slab was taken for a unit that came before the one predicted: read again. */
-        struct lh_engine_step_stats *stats = lh_step_stats(engine, chunk->read_step);
-        stats->planned_bytes[LH_ENGINE_LINK_STATE_READ] += chunk->read_bytes;
-        stats->replans++;
-    }
+    if (chunk->read_step != lh_step_current(engine))
+        chunk->read_bytes = 0;
     chunk->read_step = lh_step_current(engine);
-    chunk->read_bytes = 0;
     slab->pending = 0;
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
         uint64_t element_bytes = lh_state_element_bytes(unit, i);
@@ -147,16 +161,16 @@ static void chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_
         chunk->read_bytes += bytes;
         lh_transfer_submit(engine, &slab->transfers[i]);
     }
+    lh_update_plan_reread(engine, chunk);
     if (slab->pending == 0)
         chunk_loaded(engine, chunk);
 }
 
-static bool chunk_fetch(struct lh_engine *engine, struct lh_chunk *chunk, bool may_steal)
+static bool chunk_fetch(struct lh_engine *engine, struct lh_chunk *chunk)
 {
-    if (chunk->state != LH_CHUNK_STATE_IDLE)
-        return true;
-    uint32_t slab =
-        chunk->is_kept ? (uint32_t)(chunk - engine->chunks) : slab_find(engine, may_steal);
+    LH_ASSERT(chunk->state == LH_CHUNK_STATE_IDLE);
+    uint32_t slab = chunk->is_kept ? (uint32_t)(chunk - engine->chunks)
+                                   : slab_find(engine, &engine->units[chunk->unit]);
     if (slab == LH_CHUNK_NONE)
         return false;
     chunk_read(engine, chunk, slab);
@@ -399,25 +413,25 @@ void lh_update_transfer_done(struct lh_engine *engine, struct lh_transfer *trans
                        lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(uint32_t));
         }
     } else {
-        chunk->state = LH_CHUNK_STATE_IDLE;
-        chunk->slab = LH_CHUNK_NONE;
-        slab->chunk = LH_CHUNK_NONE;
+        slab_clear(engine, slab);
     }
     if (++unit->chunks_written == unit->chunk_count)
         unit_written(engine, unit);
 }
 
-/* Fetch and compute what the unit's chunks allow; false when it waits for a slab. */
-static bool unit_pump(struct lh_engine *engine, struct lh_unit *unit, bool *moved)
+/*
+ * Compute what the unit's chunks allow, and fetch them if may_fetch; false when one waits for a
+ * slab.
+ */
+static bool unit_pump(struct lh_engine *engine, struct lh_unit *unit, bool may_fetch, bool *moved)
 {
     for (uint32_t i = 0; i < unit->chunk_count; i++) {
         struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
         if (chunk->computed_step == lh_step_current(engine))
             continue;
         if (chunk->state == LH_CHUNK_STATE_IDLE) {
-            if (!chunk_fetch(engine, chunk, true))
-                return false;
-            *moved = true;
+            may_fetch = may_fetch && chunk_fetch(engine, chunk);
+            *moved |= may_fetch;
         }
         if (chunk->state == LH_CHUNK_STATE_LOADED && unit->state == LH_UNIT_STATE_UPDATING) {
             chunk->computed_step = lh_step_current(engine);
@@ -425,7 +439,7 @@ static bool unit_pump(struct lh_engine *engine, struct lh_unit *unit, bool *move
             *moved = true;
         }
     }
-    return true;
+    return may_fetch;
 }
 
 /* Read ahead, in the order of the last step's updates, into slabs that are free. */
@@ -438,7 +452,7 @@ static bool lookahead_pump(struct lh_engine *engine)
             struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + j];
             if (chunk->state != LH_CHUNK_STATE_IDLE)
                 continue;
-            if (!chunk_fetch(engine, chunk, false))
+            if (!chunk_fetch(engine, chunk))
                 return moved;
             moved = true;
         }
@@ -451,6 +465,7 @@ bool lh_update_pump(struct lh_engine *engine)
     if (engine->step_state != LH_STEP_STATE_OPEN && engine->step_state != LH_STEP_STATE_CLOSED)
         return false;
     bool moved = false;
+    bool may_fetch = true;
     for (uint32_t i = engine->update_first; i < engine->update_count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, engine->update_queue[i]);
         if (unit->state == LH_UNIT_STATE_READY && unit->chunks_computed == 0 &&
@@ -458,8 +473,9 @@ bool lh_update_pump(struct lh_engine *engine)
             unit->state = LH_UNIT_STATE_UPDATING;
             moved = true;
         }
-        if (!unit_pump(engine, unit, &moved))
-            return moved;
+        /* Who waits for a slab has the first right to one; later units compute and free theirs. */
+        bool is_served = unit_pump(engine, unit, may_fetch, &moved);
+        may_fetch = may_fetch && (is_served || unit->state != LH_UNIT_STATE_UPDATING);
         if (i == engine->update_first && unit->chunks_computed == unit->chunk_count)
             engine->update_first++;
     }
@@ -494,6 +510,11 @@ void lh_update_step_over(struct lh_engine *engine)
            engine->update_count * sizeof(*engine->update_queue));
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
         engine->units[i].is_predicted = engine->units[i].update_is_queued;
+    /* What was read ahead for units that got no gradient would keep slabs from the next step. */
+    for (uint32_t i = engine->budget.kept_chunk_count; i < engine->budget.slab_count; i++) {
+        if (engine->slabs[i].chunk != LH_CHUNK_NONE)
+            slab_clear(engine, &engine->slabs[i]);
+    }
     step_forget(engine);
 }
 
@@ -506,9 +527,7 @@ void lh_update_forget_unit(struct lh_engine *engine, uint32_t index)
         if (chunk->slab == LH_CHUNK_NONE)
             continue;
         LH_ASSERT(chunk->state != LH_CHUNK_STATE_READING);
-        engine->slabs[chunk->slab].chunk = LH_CHUNK_NONE;
-        chunk->slab = LH_CHUNK_NONE;
-        chunk->state = LH_CHUNK_STATE_IDLE;
+        slab_clear(engine, &engine->slabs[chunk->slab]);
     }
 }
 
@@ -527,6 +546,11 @@ void lh_update_rollback(struct lh_engine *engine)
             unit->state = LH_UNIT_STATE_ABSENT;
     }
     engine->chunks_busy = 0;
+    for (uint32_t i = 0; i < engine->chunk_count; i++) {
+        /* The step begins again, and its counters with it. */
+        engine->chunks[i].read_step = 0;
+        engine->chunks[i].planned_steps[(engine->step + 1) % 2] = 0;
+    }
     for (uint32_t i = 0; i < engine->param_count; i++)
         atomic_store(&engine->gradients[i].is_held, false);
     atomic_store(&engine->update_gradient_bytes, 0);
