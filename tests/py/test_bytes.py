@@ -1,0 +1,252 @@
+"""Bytes are counted: what a step moves is what its plan said, what the kernel saw, and not more."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Iterator
+
+import lohan
+import pytest
+import torch
+import train_helper as helper
+from lohan import StepStats
+from torch import nn
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+STEP_COUNT = 7
+NARROW, WIDE = 96, 2048
+WIDE_COUNT = 7  # 29 M parameters: what the kernel counts besides is small against their bytes
+COMMIT_SHARE_MAX = 0.01
+# File system metadata and what else the process reads and writes meanwhile.
+KERNEL_TOLERANCE = 0.02
+
+
+class Skipping(nn.Module):
+    """Blocks of which a step uses some; a frozen one and a root parameter, too."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(NARROW, NARROW)
+        self.blocks = nn.ModuleList(nn.Linear(NARROW, NARROW) for _ in range(6))
+        self.scale = nn.Parameter(torch.ones(NARROW))
+        self.blocks[2].requires_grad_(False)
+        self.used: set[int] = set()
+        self.to(dtype)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(batch)
+        for index, block in enumerate(self.blocks):
+            if index in self.used:
+                hidden = torch.tanh(block(hidden)) + hidden
+        return hidden * self.scale
+
+
+def skipping_loss(model: nn.Module, step: int) -> torch.Tensor:
+    """A different set of blocks in most steps; each is left out at least once."""
+    model.used = {index for index in range(6) if step % 3 == 0 or (index + step) % 4 > 0}
+    dtype = model.scale.dtype
+    batch = torch.randn(4, NARROW, generator=torch.Generator().manual_seed(step)).to(dtype)
+    loss: torch.Tensor = model(batch).float().square().mean()
+    return loss
+
+
+def build(name: str, dtype: torch.dtype) -> nn.Module:
+    return Skipping(dtype) if name == "skipping" else helper.build(name, dtype)
+
+
+def loss_of(name: str) -> Callable[[nn.Module, int], torch.Tensor]:
+    return skipping_loss if name == "skipping" else helper.language_loss
+
+
+def evaluate(model: nn.Module, name: str, step: int) -> None:
+    """Forwards without gradients, a different number of them after each step."""
+    with torch.no_grad():
+        for other in range(step % 3):
+            loss_of(name)(model, 100 + other)
+
+
+def read_values(model: nn.Module, name: str, step: int) -> None:
+    """Every parameter is used outside forward and backward, in some steps."""
+    if step % 3 > 0:
+        model.state_dict()
+
+
+def begin_in_vain(model: nn.Module, name: str, step: int) -> None:
+    """A forward whose graph is dropped, in some steps."""
+    if step % 3 == 2:
+        loss_of(name)(model, 100 + step)
+
+
+def die_in_backward(model: nn.Module, name: str, step: int) -> None:
+    """A backward that ends in its last gradient, in some steps: updates of others have begun."""
+
+    def die(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    if step % 3 == 2:
+        first = next(param for param in model.parameters() if param.requires_grad)
+        handle = first.register_hook(die)
+        with pytest.raises(ArithmeticError):
+            loss_of(name)(model, 100 + step).backward()
+        handle.remove()
+
+
+BETWEEN: dict[str, Callable[[nn.Module, str, int], None]] = {
+    "nothing": lambda model, name, step: None,
+    "evaluation": evaluate,
+    "values": read_values,
+    "forward": begin_in_vain,
+    "death": die_in_backward,
+}
+
+
+def steps_of(
+    model: nn.Module, name: str, *, flushes: bool, between: str = "nothing"
+) -> Iterator[StepStats]:
+    """Train, with something else between the steps; the statistics of every step."""
+    for step in range(STEP_COUNT):
+        BETWEEN[between](model, name, step)
+        loss_of(name)(model, step).backward()
+        if step > 0 and not flushes:
+            # The first gradient has waited until the step before is over; this one is not closed.
+            yield model.lohan.stats()
+        model.optimizer.step()
+        if flushes:
+            model.lohan.flush()
+            yield model.lohan.stats()
+    if not flushes:
+        model.lohan.flush()
+        yield model.lohan.stats()
+
+
+def wrap(name: str, dtype: torch.dtype, budget: str, folder: pathlib.Path) -> nn.Module:
+    """A wrapped model with as little memory as it takes, with all it can use, or half-way."""
+    host_bytes = None
+    if budget != "full":
+        host_bytes = helper.host_bytes_min(build(name, dtype), folder)
+    if budget == "middle":
+        probe = lohan.wrap(build(name, dtype), store=folder / "probe")
+        host_bytes = (host_bytes + probe.lohan.budget["host_bytes_full"]) // 2
+        probe.lohan.close()
+    return lohan.wrap(build(name, dtype), store=folder / "run", host_bytes=host_bytes)
+
+
+@pytest.mark.parametrize(
+    "between, flushes",
+    [(between, False) for between in BETWEEN] + [("nothing", True), ("values", True)],
+)
+@pytest.mark.parametrize("budget", ["minimal", "middle", "full"])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [("gpt2", "bf16"), ("llama", "fp32"), ("skipping", "bf16"), ("skipping", "fp32")],
+)
+def test_bytes_are_the_plans_exactly_in_every_step_from_the_second_on(
+    name: str, dtype: str, budget: str, between: str, flushes: bool, store_dir: pathlib.Path
+) -> None:
+    model = wrap(name, DTYPES[dtype], budget, store_dir)
+    try:
+        found = list(steps_of(model, name, flushes=flushes, between=between))
+    finally:
+        model.lohan.close()
+    assert [stats.step for stats in found] == list(range(1, STEP_COUNT + 1))
+    for stats in found[1:]:
+        assert stats.bytes == stats.planned_bytes, stats.step
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_order_of_uses_is_predicted_from_the_third_step_on(
+    dtype: str, store_dir: pathlib.Path
+) -> None:
+    model = wrap("gpt2", DTYPES[dtype], "minimal", store_dir)
+    try:
+        found = list(steps_of(model, "gpt2", flushes=False))
+    finally:
+        model.lohan.close()
+    assert [stats.replans for stats in found[2:]] == [0] * (STEP_COUNT - 2)
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDE, WIDE, bias=False, dtype=torch.bfloat16) for _ in range(WIDE_COUNT)]
+    return nn.Sequential(*layers)
+
+
+def wide_step(model: nn.Module) -> StepStats:
+    """One step, from nothing in flight to nothing in flight."""
+    model(torch.ones(1, WIDE, dtype=torch.bfloat16)).float().square().mean().backward()
+    model.optimizer.step()
+    model.lohan.flush()
+    stats: StepStats = model.lohan.stats()
+    return stats
+
+
+def kernel_bytes() -> tuple[int, int]:
+    """(read, written) by this process at the block layer."""
+    text = pathlib.Path("/proc/self/io").read_text()
+    fields = dict(line.split(": ") for line in text.splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def test_with_nothing_cached_a_step_writes_12_and_reads_14_bytes_a_parameter(
+    store_dir: pathlib.Path,
+) -> None:
+    smallest = helper.host_bytes_min(wide(), store_dir)
+    model = lohan.wrap(wide(), store=store_dir / "run", host_bytes=smallest)
+    params = sum(unit.elements for unit in model.lohan.layout.units)
+    try:
+        wide_step(model)
+        wide_step(model)
+        before = kernel_bytes()
+        stats = wide_step(model)
+        after = kernel_bytes()
+    finally:
+        model.lohan.close()
+
+    commit = stats.bytes["commit_write"]
+    assert 0 < commit <= COMMIT_SHARE_MAX * stats.written_bytes
+    assert stats.written_bytes == 12 * params + commit
+    assert 12 * params < stats.read_bytes <= 14 * params
+    assert after[0] - before[0] == pytest.approx(stats.read_bytes, rel=KERNEL_TOLERANCE)
+    assert after[1] - before[1] == pytest.approx(stats.written_bytes, rel=KERNEL_TOLERANCE)
+
+
+def test_more_memory_reads_less(store_dir: pathlib.Path) -> None:
+    smallest = helper.host_bytes_min(build("llama", torch.bfloat16), store_dir)
+    probe = lohan.wrap(build("llama", torch.bfloat16), store=store_dir / "probe")
+    full = probe.lohan.budget["host_bytes_full"]
+    probe.lohan.close()
+    read = []
+    for part in range(5):
+        model = lohan.wrap(
+            build("llama", torch.bfloat16),
+            store=store_dir / f"run{part}",
+            host_bytes=smallest + (full - smallest) * part // 4,
+        )
+        found = list(steps_of(model, "llama", flushes=True))
+        model.lohan.close()
+        read.append(found[-1].read_bytes)
+    assert read == sorted(read, reverse=True)
+    assert read[0] > read[2] > read[4] == 0
+
+
+@pytest.mark.parametrize("budget", ["minimal", "full"])
+def test_a_step_that_does_not_commit_writes_no_commit(budget: str, store_dir: pathlib.Path) -> None:
+    host_bytes = None
+    if budget == "minimal":
+        host_bytes = helper.host_bytes_min(build("gpt2", torch.bfloat16), store_dir)
+    model = lohan.wrap(
+        build("gpt2", torch.bfloat16),
+        store=store_dir / "run",
+        host_bytes=host_bytes,
+        commit_every=3,
+    )
+    try:
+        found = list(steps_of(model, "gpt2", flushes=False))
+    finally:
+        model.lohan.close()
+    assert [stats.bytes["commit_write"] > 0 for stats in found] == [
+        stats.step % 3 == 0 for stats in found
+    ]
+    for stats in found[1:]:
+        assert stats.bytes == stats.planned_bytes
