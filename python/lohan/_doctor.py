@@ -206,7 +206,9 @@ def _io_mend(backend: str, direct: bool, code: int, directory: str) -> str:
     if code == -errno.ENOTSUP:
         return f"apt-get install {'liburing-dev' if backend == 'io_uring' else 'libaio-dev'}, build"
     if code in (-errno.EACCES, -errno.ENOENT, -errno.EROFS):
-        return f"mkdir -p {directory} && chown $USER {directory}"
+        return (
+            f"choose a directory that you may write to: sudo install -d -o $USER {directory}/lohan"
+        )
     if code == -errno.EINVAL and direct:
         return "put the store on a local disk (ext4, xfs); docker: a volume, not the overlay"
     if backend == "io_uring":
@@ -301,8 +303,8 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
     return {"ok": found.is_well, **found.facts, "problems": problems}
 
 
-def _bytes_words(nbytes: int | None) -> str:
-    return "unlimited" if nbytes is None else f"{nbytes / 1e9:.2f} GB"
+def _limit_words(nbytes: int | None) -> str:
+    return "unlimited" if nbytes is None else f"{nbytes >> 10} KiB"
 
 
 def show(found: Diagnosis, console: Console) -> None:
@@ -327,7 +329,7 @@ def show(found: Diagnosis, console: Console) -> None:
     table.add_row(
         "memory",
         f"{memory['available_bytes'] / 1e9:.1f} GB available, {memory.get('pages', 'no')} pages,"
-        f" {lock} (ulimit -l: {_bytes_words(memory['memlock_soft_bytes'])})",
+        f" {lock} (ulimit -l: {_limit_words(memory['memlock_soft_bytes'])})",
     )
     console.print(table, highlight=False)
     for directory, facts in found.facts["directories"].items():
