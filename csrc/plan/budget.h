@@ -1,7 +1,7 @@
 /*
  * How a budget of main memory is divided, before anything is allocated.
  *
- *      host_bytes = parameters region | slabs (R, M, V of chunks on their way) | gradients in flight | bookkeeping
+ *      host_bytes = parameters region | slabs (R, M, V of chunks) | gradients | bookkeeping
  *
  * The minimum that works: in the region every unit that is always there and the two largest others,
  * with room for one more of the second kind so that holes between them do not block; three slabs
