@@ -217,7 +217,7 @@ static bool transfers_are_idle(const struct lh_engine *engine)
            engine->jobs_in_flight == 0;
 }
 
-/* A unit whose bytes an update has changed, and which somebody still reads: it cannot be taken back. */
+/* A unit that an update has changed and somebody still reads: it cannot be taken back. */
 static const struct lh_unit *lent_update(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->update_count; i++) {
