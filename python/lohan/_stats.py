@@ -88,14 +88,13 @@ class StepStats:
         waits = self.param_wait_ns + self.gradient_wait_ns
         return {
             "compute": max(0.0, 1.0 - waits / wall),
-            "ssd": min(1.0, self.ssd_busy_ns / max(self.wall_ns + self.written_ns, 1)),
+            # What is written behind the next forward is paid for by the step before's, in this one.
+            "ssd": min(1.0, self.ssd_busy_ns / wall),
             "optimizer": min(1.0, self.update_busy_ns / max(self.threads, 1) / wall),
         }
 
     @property
     def bound_by(self) -> str:
-        """The resource that a faster one of would shorten the step most."""
+        """The resource that was at work for the largest share of the step."""
         busy = self.busy
-        if busy["compute"] >= 0.9:
-            return "compute"
-        return max(("ssd", "optimizer"), key=lambda name: busy[name])
+        return max(busy, key=lambda name: busy[name])

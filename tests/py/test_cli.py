@@ -268,3 +268,32 @@ def test_a_timeline_is_written_for_perfetto_and_as_a_picture(tmp_path: pathlib.P
     pytest.importorskip("matplotlib")
     _timeline.write_png(tmp_path / "t.png", spans, ["a", "b"], (1, 1), "a title")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- What bounded a step ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wait_ns", "ssd_ns", "update_ns", "bound"),
+    [(120, 430, 30, "compute"), (600, 950, 300, "ssd"), (700, 400, 1800, "optimizer")],
+)
+def test_a_step_is_bound_by_the_resource_that_was_busy_the_longest(
+    wait_ns: int, ssd_ns: int, update_ns: int, bound: str
+) -> None:
+    stats = lohan.StepStats(
+        step=1,
+        wall_ns=1000,
+        written_ns=200,
+        bytes={},
+        planned_bytes={},
+        replans=0,
+        param_wait_ns=wait_ns,
+        gradient_wait_ns=0,
+        ssd_busy_ns=ssd_ns,
+        update_busy_ns=update_ns,
+        commit_ns=0,
+        gradient_bytes_max=0,
+        updated_params=0,
+        threads=2,
+    )
+    assert stats.bound_by == bound
