@@ -133,7 +133,8 @@ static bool inbox_pump(struct lh_engine *engine)
     /* A flush whose caller gave up may be committing still: what comes after it waits here. */
     while (!engine->commit_is_of_flush && lh_ring_pop(&engine->inbox, &message)) {
         message_handle(engine, &message);
-        moved = true;
+        /* Somebody who waits reports so again and again; that moves nothing. */
+        moved |= message.words[0] != LH_MESSAGE_WAITED;
     }
     return moved;
 }
@@ -243,8 +244,12 @@ void *lh_engine_thread_run(void *context)
         }
         bool stuck = !atomic_load(&engine->failed) && is_stuck(engine);
         uint64_t now = lh_engine_now(engine);
-        if (stuck && quiet_since_ns == 0)
+        if (stuck && quiet_since_ns == 0) {
             quiet_since_ns = now;
+            lh_unit_plan_around(engine);
+            lh_waker_cancel(engine->waker);
+            continue;
+        }
         if (stuck && now - quiet_since_ns > STUCK_AFTER_MS * UINT64_C(1000000))
             stuck_fail(engine);
         lh_waker_wait(engine->waker, stuck ? STUCK_AFTER_MS : -1);

@@ -362,8 +362,8 @@ void lh_unit_forget(struct lh_engine *engine, uint32_t unit);
 void lh_unit_prediction_forget(struct lh_engine *engine);
 void lh_unit_plan_reset(struct lh_engine *engine);
 void lh_unit_plan_step_end(struct lh_engine *engine);
+void lh_unit_plan_around(struct lh_engine *engine);
 bool lh_unit_pump(struct lh_engine *engine);
-bool lh_unit_is_stuck(struct lh_engine *engine);
 
 /* update.c */
 void lh_update_gradient(struct lh_engine *engine, uint32_t param, const void *pointer,

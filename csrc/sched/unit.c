@@ -353,6 +353,16 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
     lh_transfer_submit(engine, &unit->load);
 }
 
+/*
+ * Nothing moves and somebody waits: an eviction of the plan waits for a use that has not ended
+ * where it did in the step before (a view that lives longer). Plan again around what is in use.
+ */
+void lh_unit_plan_around(struct lh_engine *engine)
+{
+    lh_step_stats(engine, engine->plan_step)->replans++;
+    plan_again(engine, NULL, engine->predicted_position);
+}
+
 /* Execute the plan's ops in order, as far as they can go now. */
 bool lh_unit_pump(struct lh_engine *engine)
 {
