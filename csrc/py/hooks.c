@@ -190,7 +190,7 @@ static PyObject *scope_leave(PyObject *object, PyObject *const *args, Py_ssize_t
  * A parameter is read as an attribute of its module. [Note: Forwards without hooks] A checkpoint
  * around `forward` instead of around the module computes it again in backward without the module's
  * hooks, so that no scope is entered. There, and only there, a read makes the unit resident; it
- * stays bound until the backward of what was computed again begins.
+ * stays bound until the backward of what was computed again begins. True there.
  */
 static PyObject *scope_read(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
@@ -198,17 +198,20 @@ static PyObject *scope_read(PyObject *object, PyObject *const *args, Py_ssize_t 
     (void)count;
     struct scope *scope = (struct scope *)object;
     struct lhpy_engine *self = scope->engine;
+    if (!self->io || self->forward_is_open)
+        Py_RETURN_FALSE;
+    int backward = backward_ask(self);
+    if (backward <= 0)
+        return backward < 0 ? NULL : Py_NewRef(Py_False);
     for (uint32_t i = 0; i < scope->unit_count; i++) {
         uint32_t unit = scope->units[i];
-        if (!self->io || self->forward_is_open || self->unit_states[unit].scope_depth > 0)
+        if (self->unit_states[unit].scope_depth > 0)
             continue;
-        int backward = backward_ask(self);
-        if (backward < 0 || (backward > 0 && unit_enter(self, unit) < 0))
+        if (unit_enter(self, unit) < 0)
             return NULL;
-        if (backward > 0)
-            self->again_units[self->again_unit_count++] = unit;
+        self->again_units[self->again_unit_count++] = unit;
     }
-    Py_RETURN_NONE;
+    Py_RETURN_TRUE;
 }
 
 PyObject *lhpy_engine_scopes_drop(PyObject *object, PyObject *args)

@@ -494,9 +494,9 @@ class Session:
             return True
         return self._backward == "done" and bool(self._engine.status()["has_gradients"])
 
-    def reader(self, index: int) -> Callable[[], None]:
+    def reader(self, index: int) -> Callable[[], bool]:
         """What must be called when the parameter is read as an attribute of its module."""
-        read: Callable[[], None] = self._engine.scope([self.layout.params[index].unit]).read
+        read: Callable[[], bool] = self._engine.scope([self.layout.params[index].unit]).read
         return read
 
     @contextlib.contextmanager

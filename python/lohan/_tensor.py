@@ -170,16 +170,21 @@ class UseFinder(TorchFunctionMode):
 class ReadParameters(dict[str, Any]):
     """A module's `_parameters` that tells the engine when one is read: module.weight comes here."""
 
-    def __init__(self, plain: dict[str, Any], reads: dict[str, Callable[[], None]]) -> None:
+    def __init__(self, plain: dict[str, Any], reads: dict[str, Callable[[], bool]]) -> None:
         super().__init__(plain)
         self.reads = reads
 
     def __getitem__(self, name: str) -> Any:
-        """The parameter, resident where a forward is computed again."""
+        """The parameter, resident where a forward is computed again.
+
+        There a frozen one is a view of itself: checkpoints keep what needs no gradient as it is,
+        and the parameter itself is hollow by the time they use it.
+        """
         read = self.reads.get(name)
-        if read is not None:
-            read()
-        return super().__getitem__(name)
+        param = super().__getitem__(name)
+        if read is not None and read() and not param.requires_grad:
+            return param.detach()
+        return param
 
 
 class SavedTensors:
