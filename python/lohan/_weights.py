@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import struct
@@ -16,12 +17,15 @@ from torch import nn
 from lohan import _core
 from lohan._block import Layout, Param
 from lohan._store import Extents, write_param
+from lohan._tensor import nbytes_of
 from lohan.errors import ModelError, StoreError
 
 PathLike = str | os.PathLike[str]
 
 # What is in memory at once while safetensors are streamed.
 PIECE_ELEMENTS = 4 << 20
+# Bytes of freed tensors after which the C library is asked to give them back.
+TRIM_BYTES = 256 << 20
 
 _DTYPES = {
     "F64": torch.float64,
@@ -110,6 +114,18 @@ def fill(
     store.commit(0, b"")
     for param in layout.params:  # not before: a write that fails must not cost the only copy
         param.tensor.data = _no_storage(param.tensor)
+    _give_back()
+
+
+def _give_back() -> None:
+    """Give freed memory back to the system: glibc keeps what lies below anything still in use.
+
+    Tensors of 8 MiB between small objects that live on left 700 MB after a model of 1.3 billion
+    parameters, beyond every budget.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def _no_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,6 +161,7 @@ def _fill_by_init(
     by_id = {id(p.tensor): p for p in layout.params}
     written: set[int] = set()
     owners = _initialisers(model)
+    freed = 0
     for name, module in model.named_modules():
         own = [by_id[id(t)] for t in module._parameters.values() if t is not None and t.numel()]
         fresh = [p for p in own if p.index not in written]
@@ -157,7 +174,11 @@ def _fill_by_init(
             _write(layout, extents, store, param, param.tensor)
             written.add(param.index)
         for param in own:
+            freed += nbytes_of(param.tensor)
             param.tensor.data = _no_storage(param.tensor)
+        if freed >= TRIM_BYTES:
+            _give_back()
+            freed = 0
 
 
 def _initialisers(model: nn.Module) -> dict[int, Callable[[nn.Module], None]]:
