@@ -15,7 +15,7 @@ from torch import nn
 
 from lohan import _store
 from lohan._session import Session
-from lohan._tensor import ReadParameters, same_bits
+from lohan._tensor import ReadParameters, bits_checksum
 from lohan.errors import UnsupportedError
 
 
@@ -121,19 +121,20 @@ class Guard:
         after: torch.Tensor | None = None
         try:
             with self.session.resident(index):
-                before = tensor.detach().clone()
+                before = bits_checksum(tensor)
+                shape, dtype = tensor.shape, tensor.dtype
                 try:
                     yield name, tensor
                 finally:
-                    if not same_bits(before, tensor.detach()):
+                    if bits_checksum(tensor) != before or tensor.shape != shape:
                         after = tensor.detach().clone()
         finally:
             if after is not None:
-                if after.shape != before.shape or after.dtype != before.dtype:
+                if after.shape != shape or after.dtype != dtype:
                     raise UnsupportedError(
                         f"parameter {name!r} of a wrapped model cannot become"
                         f" {tuple(after.shape)} {after.dtype}: its place is for"
-                        f" {tuple(before.shape)} {before.dtype}"
+                        f" {tuple(shape)} {dtype}"
                     )
                 self._write({name: after}, {name: index})
 
