@@ -12,6 +12,7 @@ struct needs {
     uint64_t all_bytes;
     uint64_t elements_max;
     uint64_t gradient_bytes_max;
+    uint64_t trainable_bytes_max;
     uint32_t state_bytes_per_element_max;
 };
 
@@ -23,6 +24,8 @@ static struct needs needs_sum(const struct lh_budget_unit *units, uint32_t unit_
         needs.all_bytes += unit->bytes;
         needs.elements_max = lh_max_u64(needs.elements_max, unit->elements);
         needs.gradient_bytes_max = lh_max_u64(needs.gradient_bytes_max, unit->gradient_bytes);
+        if (unit->elements > 0)
+            needs.trainable_bytes_max = lh_max_u64(needs.trainable_bytes_max, unit->bytes);
         if (unit->state_bytes_per_element > needs.state_bytes_per_element_max)
             needs.state_bytes_per_element_max = unit->state_bytes_per_element;
         if (unit->always) {
@@ -82,7 +85,8 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
     budget->chunk_count = chunk_count_sum(units, unit_count, budget->chunk_elements);
     parts_start(budget, &needs, bookkeeping_bytes);
     budget->host_bytes_full = needs.all_bytes + budget->chunk_count * budget->slab_bytes +
-                              budget->gradient_bytes + budget->bookkeeping_bytes;
+                              budget->gradient_bytes + needs.trainable_bytes_max +
+                              budget->bookkeeping_bytes;
     if (host_bytes < budget->host_bytes_min)
         return lh_error_set(
             err, -ENOSPC,
@@ -93,6 +97,9 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
             budget->slab_bytes, budget->gradient_bytes, budget->bookkeeping_bytes);
 
     uint64_t spare = host_bytes - budget->host_bytes_min;
+    budget->gradient_ahead_bytes = lh_min_u64(spare, needs.trainable_bytes_max);
+    budget->gradient_bytes += budget->gradient_ahead_bytes;
+    spare -= budget->gradient_ahead_bytes;
     uint32_t pipeline = LH_BUDGET_SLAB_COUNT_PIPELINE;
     spare =
         slabs_grow(budget, spare, pipeline < budget->chunk_count ? pipeline : budget->chunk_count);

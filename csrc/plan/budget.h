@@ -6,9 +6,10 @@
  * The minimum that works: in the region every unit that is always there and the two largest others,
  * with room for one more of the second kind so that holes between them do not block; three slabs
  * (one read, one computed, one written); the gradients of the largest unit, which autograd keeps
- * until the unit can be updated. What is left goes, in this order, to slabs up to a full pipeline,
- * to parameters (a resident byte of P16 saves two bytes of traffic a step), to slabs that keep
- * their chunk (one byte a byte), and to nothing: what is not needed is not taken.
+ * until the unit can be updated. What is left goes, in this order, to the gradients of a second
+ * unit (else backward waits for each update), to slabs up to a full pipeline, to parameters (a resident
+ * byte of P16 saves two bytes of traffic a step), to slabs that keep their chunk (one byte a byte),
+ * and to nothing: what is not needed is not taken.
  *
  * Pure; includes base only.
  * Source: LoHan IV-D (main memory as what the plan divides), Fuyou 4.4.
@@ -29,9 +30,10 @@
 #define LH_BUDGET_SLAB_COUNT_PIPELINE 8
 
 struct lh_budget_unit {
-    uint64_t bytes;                   /* P16 or P32, or frozen bytes: what must be resident */
-    uint64_t elements;                /* trainable, padded; 0: frozen */
-    uint64_t gradient_bytes;          /* 0: frozen */
+    uint64_t bytes;    /* P16 or P32, or frozen bytes: what must be resident */
+    uint64_t elements; /* trainable, padded; 0: frozen */
+    /* In memory while backward is in this unit: its own, and what autograd holds. 0: frozen. */
+    uint64_t gradient_bytes;
     uint32_t state_bytes_per_element; /* R + M + V: 10 (bf16), 8 (fp32), 0 (frozen) */
     bool always;
 };
@@ -45,6 +47,7 @@ struct lh_budget {
     uint32_t chunk_count;      /* of all units */
     uint32_t kept_chunk_count; /* chunks that keep their slab: never read again */
     uint64_t gradient_bytes;
+    uint64_t gradient_ahead_bytes; /* of these, for updates under way while backward goes on */
     uint64_t bookkeeping_bytes;
     uint64_t host_bytes_min;  /* the least that works for this model */
     uint64_t host_bytes_full; /* more than this is of no use */

@@ -117,13 +117,14 @@ static struct lh_budget_unit budget_unit(const struct lh_engine_unit *unit, uint
 
 static PyObject *budget_dict(const struct lh_budget *budget)
 {
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:I,s:I,s:I,s:K,s:K,s:K,s:K}", "host_bytes",
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:I,s:I,s:I,s:K,s:K,s:K,s:K,s:K}", "host_bytes",
                          budget->host_bytes, "region_bytes", budget->region_bytes, "chunk_elements",
                          budget->chunk_elements, "slab_bytes", budget->slab_bytes, "slab_count",
                          budget->slab_count, "chunk_count", budget->chunk_count, "kept_chunk_count",
                          budget->kept_chunk_count, "gradient_bytes", budget->gradient_bytes,
-                         "bookkeeping_bytes", budget->bookkeeping_bytes, "host_bytes_min",
-                         budget->host_bytes_min, "host_bytes_full", budget->host_bytes_full);
+                         "gradient_ahead_bytes", budget->gradient_ahead_bytes, "bookkeeping_bytes",
+                         budget->bookkeeping_bytes, "host_bytes_min", budget->host_bytes_min,
+                         "host_bytes_full", budget->host_bytes_full);
 }
 
 PyObject *lhpy_budget(PyObject *module, PyObject *args)
@@ -188,6 +189,7 @@ static int budget_read(PyObject *dict, struct lh_budget *budget)
         {"chunk_count", NULL, &budget->chunk_count},
         {"kept_chunk_count", NULL, &budget->kept_chunk_count},
         {"gradient_bytes", &budget->gradient_bytes, NULL},
+        {"gradient_ahead_bytes", &budget->gradient_ahead_bytes, NULL},
     };
     for (size_t i = 0; i < LH_COUNT_OF(fields); i++) {
         PyObject *value = PyDict_GetItemString(dict, fields[i].name);

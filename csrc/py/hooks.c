@@ -380,7 +380,7 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
     self->held_params[self->held_count++] = index;
     self->unit_states[self->engine_params[index].unit].has_gradients = true;
     lhpy_engine_sweep(self);
-    if (lhpy_engine_wait(self, lh_engine_gradient_wait, self->budget.gradient_bytes) < 0)
+    if (lhpy_engine_wait(self, lh_engine_gradient_wait, self->budget.gradient_ahead_bytes) < 0)
         return NULL;
     lhpy_engine_sweep(self);
     Py_RETURN_NONE;

@@ -365,20 +365,22 @@ def _host_bytes(config: Config, full: int) -> int:
     return min(full, available // 2)
 
 
-def _tied_factor(layout: Layout, unit: int) -> int:
+def _tied_gradient_bytes(layout: Layout) -> int:
     """Autograd holds the first half of a tied parameter's gradient until the second is there."""
-    users = sum(unit in scope.units for scope in layout.scopes)
-    return 2 if users > 1 else 1
+    tied = 0
+    for index, unit in enumerate(layout.units):
+        users = sum(index in scope.units for scope in layout.scopes)
+        tied += unit.gradient_bytes if users > 1 else 0
+    return tied
 
 
 def _budget(layout: Layout, config: Config) -> dict[str, int]:
     """Divide main memory, or say what would fit."""
     extents = _store.plan_extents(layout, config.commit_every == "never")
+    tied = _tied_gradient_bytes(layout)
     units = [
-        (described, unit.gradient_bytes * _tied_factor(layout, index))
-        for index, (described, unit) in enumerate(
-            zip(unit_tuples(layout, extents), layout.units, strict=True)
-        )
+        (described, unit.gradient_bytes + (tied if unit.trainable else 0))
+        for described, unit in zip(unit_tuples(layout, extents), layout.units, strict=True)
     ]
 
     def raiser(code: int, message: str, is_rule: bool) -> Exception:

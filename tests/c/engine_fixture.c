@@ -415,7 +415,7 @@ static int param_backward(struct rig *rig, uint32_t param, bool is_first)
         lh_engine_gradient(rig->engine, param, rig->gradients[param], gradient_dtype(rig, param)));
     wait_begin(rig);
     do {
-        rc = lh_engine_gradient_wait(rig->engine, rig->budget.gradient_bytes, SLICE_MS);
+        rc = lh_engine_gradient_wait(rig->engine, rig->budget.gradient_ahead_bytes, SLICE_MS);
     } while (waits(rig, rc));
     return rc < 0 ? rc : 0;
 }

@@ -11,7 +11,7 @@ struct model {
     uint64_t bytes;
     uint64_t largest_two_bytes; /* of those that are not always there */
     uint64_t always_bytes;
-    uint64_t gradient_bytes_max;
+    uint64_t gradient_bytes_max; /* of a unit's gradients and of its parameters: as many */
 };
 
 static uint64_t below(uint64_t *seed, uint64_t end)
@@ -74,7 +74,10 @@ static void check_parts(const struct model *model, const struct lh_budget *budge
     LH_CHECK(budget->region_bytes <= model->bytes);
     LH_CHECK(lh_is_aligned(budget->region_bytes, LH_BLOCK_BYTES));
     LH_CHECK(lh_is_aligned(budget->slab_bytes, LH_BLOCK_BYTES));
-    LH_CHECK(budget->gradient_bytes == model->gradient_bytes_max);
+    LH_CHECK(budget->gradient_bytes == model->gradient_bytes_max + budget->gradient_ahead_bytes);
+    LH_CHECK(budget->gradient_ahead_bytes <= model->gradient_bytes_max);
+    LH_CHECK(budget->gradient_ahead_bytes == model->gradient_bytes_max ||
+             budget->slab_count <= LH_BUDGET_SLAB_COUNT_MIN);
     LH_CHECK(budget->bookkeeping_bytes == BOOKKEEPING_BYTES);
     uint64_t chunk_count = 0;
     for (uint32_t i = 0; i < model->count; i++) {
