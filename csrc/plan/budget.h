@@ -7,9 +7,9 @@
  * with room for one more of the second kind so that holes between them do not block; three slabs
  * (one read, one computed, one written); the gradients of the largest unit, which autograd keeps
  * until the unit can be updated. What is left goes, in this order, to the gradients of a second
- * unit (else backward waits for each update), to slabs up to a full pipeline, to parameters (a resident
- * byte of P16 saves two bytes of traffic a step), to slabs that keep their chunk (one byte a byte),
- * and to nothing: what is not needed is not taken.
+ * unit (else backward waits for each update), to slabs up to a full pipeline, to parameters (a
+ * resident byte of P16 saves two bytes of traffic a step), to slabs that keep their chunk (one byte
+ * a byte), and to nothing: what is not needed is not taken.
  *
  * Pure; includes base only.
  * Source: LoHan IV-D (main memory as what the plan divides), Fuyou 4.4.
