@@ -207,7 +207,7 @@ class SavedTensors:
 def bits_checksum(tensor: torch.Tensor) -> int:
     """CRC-32C of the tensor's bytes: tells whether it was changed without keeping a copy of it."""
     flat = tensor.detach().cpu().reshape(-1)
-    return _core.crc32c(memoryview(flat.view(torch.uint8).numpy()))
+    return _core.crc32c(flat.view(torch.uint8).numpy().data)
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
