@@ -365,6 +365,11 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
         Py_DECREF(owned);
         return NULL;
     }
+    /* Before this gradient is taken, not after: nobody has to wait behind the last one. */
+    if (lhpy_engine_wait(self, lh_engine_gradient_wait, self->budget.gradient_ahead_bytes) < 0) {
+        Py_DECREF(owned);
+        return NULL;
+    }
     int rc = lh_engine_gradient(self->core->engine, index, view.data, lhpy_dtype(view.dtype));
     if (rc < 0) {
         Py_DECREF(owned);
@@ -379,9 +384,6 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
     param->gradient = owned;
     self->held_params[self->held_count++] = index;
     self->unit_states[self->engine_params[index].unit].has_gradients = true;
-    lhpy_engine_sweep(self);
-    if (lhpy_engine_wait(self, lh_engine_gradient_wait, self->budget.gradient_ahead_bytes) < 0)
-        return NULL;
     lhpy_engine_sweep(self);
     Py_RETURN_NONE;
 }
