@@ -12,6 +12,8 @@
  * for.
  */
 #define STUCK_AFTER_MS 300
+#define PLAN_AROUND_AFTER_MS 50 /* a new plan is tried first */
+#define NS_PER_MS UINT64_C(1000000)
 
 uint64_t lh_engine_now(const struct lh_engine *engine)
 {
@@ -68,8 +70,6 @@ uint32_t lh_engine_trace(struct lh_engine *engine, struct lh_engine_trace_event 
     }
     return count;
 }
-
-/* --- The engine's thread ------------------------------------------------------------------ */
 
 static void waited(struct lh_engine *engine, const struct lh_ring_message *message)
 {
@@ -229,12 +229,14 @@ void *lh_engine_thread_run(void *context)
 {
     struct lh_engine *engine = context;
     uint64_t quiet_since_ns = 0;
+    bool is_planned_around = false;
     while (!atomic_load(&engine->stopping)) {
         bool may_pause = atomic_load(&engine->failed) || lh_engine_is_quiet(engine);
         if (atomic_load(&engine->pausing) && may_pause)
             pause_here(engine);
         if (lh_engine_poll(engine)) {
             quiet_since_ns = 0;
+            is_planned_around = false;
             continue;
         }
         lh_waker_prepare(engine->waker);
@@ -244,15 +246,18 @@ void *lh_engine_thread_run(void *context)
         }
         bool stuck = !atomic_load(&engine->failed) && is_stuck(engine);
         uint64_t now = lh_engine_now(engine);
-        if (stuck && quiet_since_ns == 0) {
+        if (stuck && quiet_since_ns == 0)
             quiet_since_ns = now;
+        uint64_t quiet_ns = stuck ? now - quiet_since_ns : 0;
+        if (quiet_ns > PLAN_AROUND_AFTER_MS * NS_PER_MS && !is_planned_around) {
+            is_planned_around = true;
             lh_unit_plan_around(engine);
             lh_waker_cancel(engine->waker);
             continue;
         }
-        if (stuck && now - quiet_since_ns > STUCK_AFTER_MS * UINT64_C(1000000))
+        if (quiet_ns > STUCK_AFTER_MS * NS_PER_MS)
             stuck_fail(engine);
-        lh_waker_wait(engine->waker, stuck ? STUCK_AFTER_MS : -1);
+        lh_waker_wait(engine->waker, stuck ? PLAN_AROUND_AFTER_MS : -1);
     }
     /* Take back what is in flight: its buffers are about to be freed. */
     atomic_store(&engine->failed, true);
