@@ -19,8 +19,9 @@ class Config:
         nice: added to the workers' nice value, so that the training thread goes first where both
             want the same core.
         io: I/O backend: "auto" (the best that works here), "io_uring", "libaio" or "threads".
-        io_depth: I/O requests in flight. 8 requests of 4 MiB keep every disk that was measured busy
-            and bound what a demand read waits behind.
+        io_depth: I/O requests in flight. 16 of 4 MiB moved 2 to 4 % (reads) and 4 to 7 % (writes)
+            more than 8 on the virtual disk that was measured, 32 little more than 16; each doubling
+            doubles what a demand read waits behind.
         transfer_bytes: largest I/O request, in bytes, a multiple of 1 MiB.
         commit_every: steps between commits; "auto" (each step, as long as every state is written
             each step anyway) or "never" (one slot: half the space, no crash safety).
@@ -35,7 +36,7 @@ class Config:
     threads: int | None = None
     nice: int = 0
     io: Literal["auto", "io_uring", "libaio", "threads"] = "auto"
-    io_depth: int = 8
+    io_depth: int = 16
     transfer_bytes: int = 4 << 20
     commit_every: int | Literal["auto", "never"] = "auto"
     schedule: Literal["optimized", "serial"] = "optimized"
