@@ -12,9 +12,9 @@
     bench    benchmarks/*/bench_NAME.{c,py}: those that --only names, or all
     all      tidy c asan tsan sim py
 
-Several words run in the order given; what follows -- goes to pytest or to the benchmark. The exit
-status is 1 if any of them failed. A C test answers 0 (passed), 77 (skipped: its last line says why)
-or anything else (failed: its output is shown).
+Several words run in the order given; what follows -- goes to pytest or to the benchmarks' scripts.
+The exit status is 1 if any of them failed. A C test answers 0 (passed), 77 (skipped: its last line
+says why) or anything else (failed: its output is shown).
 """
 
 from __future__ import annotations
@@ -339,18 +339,25 @@ def run_asan_py(options: Options) -> bool:
 
 
 def run_bench(options: Options) -> bool:
-    """The benchmarks named by --only, or all of them; in C first, as they take less time."""
+    """The benchmarks named by --only, or all of them; in C first, as they take less time.
+
+    What follows -- reaches the scripts; the programs in C run with their defaults.
+    """
 
     def chosen(name: str) -> bool:
         return not options.only or any(name == f"bench_{word}" for word in options.only)
 
-    programs = build_programs("release", "benchmarks/c", "bench_*.c", chosen)
+    # All of them: a script may run one that was not chosen itself.
+    programs = build_programs("release", "benchmarks/c", "bench_*.c", lambda name: True)
+    binaries = str(cbuild.BUILD / "bin" / "release")
+    chosen_programs = [program for name, program in programs if chosen(name)]
     scripts = [p for p in sorted((ROOT / "benchmarks/py").glob("bench_*.py")) if chosen(p.stem)]
-    if not programs and not scripts:
+    if not chosen_programs and not scripts:
         say(f"no benchmark named {' or '.join(options.only) or 'bench_*'} in this version")
         return False
-    done = [run([program, *options.rest]) for _, program in programs]
-    done += [run([sys.executable, script, *options.rest]) for script in scripts]
+    done = [run([program]) for program in chosen_programs]
+    for script in scripts:
+        done.append(run([sys.executable, script, *options.rest], LOHAN_BENCH_BIN=binaries))
     return all(done)
 
 

@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import mmap
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import torch
+from report import Report
+from served import Served, answer_all, answers, deepspeed_environment
 
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 HUGE_PAGE_BYTES = 2 << 20
@@ -171,74 +171,48 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 def serve(elements: int, bf16: bool, threads: int) -> None:
     """Run in DeepSpeed's interpreter: a step for each line on stdin, its seconds on stdout."""
+    pipe = answers()
     torch.set_num_threads(threads)
     peer = Peer(deepspeed_adam, Values(elements), bf16, None)
-    print("ready", flush=True)
-    for _ in sys.stdin:
-        print(seconds_of(peer.step), flush=True)
+    answer_all(pipe, {"elements": elements}, lambda _: seconds_of(peer.step))
 
 
-class Served:
-    """DeepSpeed in another interpreter, stepped from here so that it takes its turn."""
-
-    def __init__(self, python: str, elements: int, bf16: bool, threads: int) -> None:
-        command = [python, __file__, "--serve", "--elements", str(elements)]
-        command += ["--threads", str(threads)] + (["--bf16"] if bf16 else [])
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        # DeepSpeed prints while it builds its extension.
-        for line in self.process.stdout:
-            if line.strip() == "ready":
-                return
-        raise RuntimeError(f"{python} ended with code {self.process.wait()} before its first step")
-
-    def seconds(self) -> float:
-        """Of one step, by the other interpreter's clock."""
-        self.process.stdin.write("step\n")
-        self.process.stdin.flush()
-        return float(self.process.stdout.readline())
-
-    def close(self) -> None:
-        """End the other interpreter."""
-        self.process.stdin.close()
-        self.process.wait()
-
-
-def report(name: str, count: int, times: dict[str, list[float]], ours: str, peer: str) -> None:
-    speeds = sorted(count / seconds for seconds in times[ours])
-
-    def ratio(other: str) -> float:
-        pairs = zip(times[other], times[ours], strict=True)
-        return round(statistics.median(theirs / mine for theirs, mine in pairs), 3)
-
-    line = {
-        "name": name,
-        "value": round(statistics.median(speeds)),
-        "unit": "elements/s",
-        "peer": peer,
-        "peer_value": round(count / statistics.median(times[peer])),
-        "ratio": ratio(peer),
-        "bound": round(count / statistics.median(times["stream"])),
-        "fraction_of_bound": ratio("stream"),
-        "n": len(speeds),
-        "min": round(speeds[0]),
-        "median": round(statistics.median(speeds)),
-        "max": round(speeds[-1]),
+def add(
+    report: Report, name: str, count: int, times: dict[str, list[float]], ours: str, peer: str
+) -> None:
+    speeds = {
+        key: [round(count / seconds) for seconds in times[key]] for key in (ours, peer, "stream")
     }
-    print(json.dumps(line), flush=True)
+    report.add(
+        name,
+        speeds[ours],
+        "elements/s",
+        peer=peer,
+        peer_values=speeds[peer],
+        bound="the same bytes moved",
+        bound_values=speeds["stream"],
+        less_is_better=False,
+        median=statistics.median(speeds[ours]),
+    )
 
 
-def bench(core, args: argparse.Namespace, bf16: bool) -> None:
+def deepspeed_served(python: str, elements: int, bf16: bool, threads: int) -> Served | None:
+    """DeepSpeed in its own interpreter; None, and a note, where it does not work."""
+    command = [python, __file__, "--serve", "--elements", str(elements), "--threads", str(threads)]
+    try:
+        return Served(command + ["--bf16"] * bf16, deepspeed_environment(python))
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"note: no DeepSpeed: {error}", file=sys.stderr)
+        return None
+
+
+def bench(core, report: Report, args: argparse.Namespace, bf16: bool) -> None:
     values = Values(args.elements)
     ours = Ours(core, values, bf16, args.threads, args.kernel)
     torch_peer = Peer(torch_fused, values, bf16, ours)
     served = None
     if args.deepspeed_python:
-        try:
-            served = Served(args.deepspeed_python, args.elements, bf16, args.threads)
-        except (OSError, RuntimeError) as error:
-            print(f"note: no DeepSpeed: {error}", file=sys.stderr)
+        served = deepspeed_served(args.deepspeed_python, args.elements, bf16, args.threads)
 
     contestants: dict[str, Callable[[], float]] = {
         "stream": lambda: seconds_of(ours.stream),
@@ -247,7 +221,7 @@ def bench(core, args: argparse.Namespace, bf16: bool) -> None:
         "checksums": lambda: seconds_of(ours.update_checked),
     }
     if served:
-        contestants["deepspeed"] = served.seconds
+        contestants["deepspeed"] = lambda: served.seconds("step")
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for repetition in range(args.repetitions + 1):
         for name, run in contestants.items():
@@ -263,8 +237,8 @@ def bench(core, args: argparse.Namespace, bf16: bool) -> None:
 
     mode = "bf16_residual" if bf16 else "fp32"
     for peer in [name for name in times if name in ("torch_fused", "deepspeed")]:
-        report(f"adam_py/{mode}", args.elements, times, "update", peer)
-        report(f"adam_py/{mode}/checksums", args.elements, times, "checksums", peer)
+        add(report, f"adam_py/{mode}", args.elements, times, "update", peer)
+        add(report, f"adam_py/{mode}/checksums", args.elements, times, "checksums", peer)
 
 
 def main() -> None:
@@ -275,6 +249,7 @@ def main() -> None:
     parser.add_argument("--kernel", help="one of adam_kernels(); default: the best")
     parser.add_argument("--deepspeed-python", help="interpreter of an environment with DeepSpeed")
     parser.add_argument("--core", default="lohan._core", help="module that has adam_update()")
+    parser.add_argument("--history", action="store_true")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--bf16", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -283,8 +258,9 @@ def main() -> None:
         return
     torch.set_num_threads(args.threads)
     core = importlib.import_module(args.core)
+    report = Report(args.history)
     for bf16 in (False, True):
-        bench(core, args, bf16)
+        bench(core, report, args, bf16)
     if not args.deepspeed_python:
         print("note: without --deepspeed-python DeepSpeed is not compared", file=sys.stderr)
 

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Makes an environment with DeepSpeed, which two benchmarks take as a peer, in a folder of its own:
+# DeepSpeed compiles its CPU Adam and its asynchronous I/O for the torch that it runs with, and
+# neither is a dependency of lohan.
+#
+# Compiling takes several minutes on few cores. What was made is kept in FOLDER/extensions, where
+# the benchmarks look for it; running this again makes what is missing.
+#
+# Usage: tools/setup_deepspeed.sh FOLDER      then ARGS="--deepspeed-python FOLDER/bin/python"
+set -euo pipefail
+if [ "$#" -ne 1 ]; then
+    sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"
+    exit 2
+fi
+torch_version=2.13.0
+deepspeed_version=0.19.8
+
+say() { printf 'setup: %s\n' "$*"; }
+
+for need in g++:g++ libaio.h:libaio-dev; do
+    if ! command -v "${need%%:*}" >/dev/null && [ ! -e "/usr/include/${need%%:*}" ]; then
+        say "${need%%:*} is missing: apt-get install ${need##*:}"
+        exit 1
+    fi
+done
+
+mkdir -p "$1"
+folder="$(cd "$1" && pwd)"
+python="$folder/bin/python"
+if [ ! -x "$python" ]; then
+    say "making $folder"
+    "${PYTHON:-python3}" -m venv "$folder"
+fi
+pip=("$python" -m pip install --quiet --disable-pip-version-check)
+say "installing torch $torch_version"
+"${pip[@]}" numpy ninja setuptools wheel
+# Builds without CUDA are a tenth of the size; PyTorch's own index has them where the usual has not.
+"${pip[@]}" "torch==$torch_version+cpu" 2>/dev/null \
+    || "${pip[@]}" --retries 0 "torch==$torch_version+cpu" \
+        --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null \
+    || "${pip[@]}" "torch==$torch_version"
+say "installing deepspeed $deepspeed_version"
+# Its setup imports torch, so it is built with the torch that it will run with.
+DS_ACCELERATOR=cpu DS_BUILD_OPS=0 "${pip[@]}" --no-build-isolation "deepspeed==$deepspeed_version"
+
+say "compiling cpu_adam and async_io (several minutes the first time)"
+# Activated, because torch looks for ninja in PATH.
+PATH="$folder/bin:$PATH" TORCH_EXTENSIONS_DIR="$folder/extensions" DS_ACCELERATOR=cpu \
+    RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29501 \
+    MAX_JOBS="${MAX_JOBS:-$(nproc)}" "$python" - <<'END'
+import torch
+import deepspeed
+from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+
+for builder in (CPUAdamBuilder, AsyncIOBuilder):
+    builder().load(verbose=False)
+print(f"setup: deepspeed {deepspeed.__version__} with torch {torch.__version__}")
+END
+say "done: pass ARGS=\"--deepspeed-python $python\" to make bench-adam and make bench-io"
