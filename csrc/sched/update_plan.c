@@ -134,6 +134,5 @@ void lh_update_plan_reread(struct lh_engine *engine, struct lh_chunk *chunk)
         return;
     struct lh_engine_step_stats *stats = lh_step_stats(engine, step);
     stats->planned_bytes[LH_ENGINE_LINK_STATE_READ] += chunk->read_bytes - *planned;
-    stats->replans++;
     *planned = chunk->read_bytes;
 }
