@@ -15,8 +15,8 @@
  *      -s  serve: say where the bytes are, then run a pass for each line of stdin (read, write,
  *          mixed) and print its seconds, so that a driver can let contestants take turns
  *
- * Without -k the directory has to exist. One JSON line a result; value, min, median and max are GB/s
- * (10^9 bytes).
+ * Without -k the directory has to exist. One JSON line a result; value, min, median and max are
+ * GB/s (10^9 bytes).
  */
 #define _GNU_SOURCE
 #include <inttypes.h>
