@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import lohan
 import pytest
@@ -120,7 +121,9 @@ def steps_of(
         yield model.lohan.stats()
 
 
-def wrap(name: str, dtype: torch.dtype, budget: str, folder: pathlib.Path) -> nn.Module:
+def wrap(
+    name: str, dtype: torch.dtype, budget: str, folder: pathlib.Path, **settings: Any
+) -> nn.Module:
     """A wrapped model with as little memory as it takes, with all it can use, or half-way."""
     host_bytes = None
     if budget != "full":
@@ -129,7 +132,7 @@ def wrap(name: str, dtype: torch.dtype, budget: str, folder: pathlib.Path) -> nn
         probe = lohan.wrap(build(name, dtype), store=folder / "probe")
         host_bytes = (host_bytes + probe.lohan.budget["host_bytes_full"]) // 2
         probe.lohan.close()
-    return lohan.wrap(build(name, dtype), store=folder / "run", host_bytes=host_bytes)
+    return lohan.wrap(build(name, dtype), store=folder / "run", host_bytes=host_bytes, **settings)
 
 
 @pytest.mark.parametrize(
@@ -158,12 +161,14 @@ def test_bytes_are_the_plans_exactly_in_every_step_from_the_second_on(
 def test_the_order_of_uses_is_predicted_from_the_third_step_on(
     dtype: str, store_dir: pathlib.Path
 ) -> None:
-    model = wrap("gpt2", DTYPES[dtype], "minimal", store_dir)
+    # Behind backward, an update may come before or after the next use: a matter of microseconds.
+    model = wrap("gpt2", DTYPES[dtype], "minimal", store_dir, schedule="serial")
     try:
-        found = list(steps_of(model, "gpt2", flushes=False))
+        found = list(steps_of(model, "gpt2", flushes=True))
     finally:
         model.lohan.close()
     assert [stats.replans for stats in found[2:]] == [0] * (STEP_COUNT - 2)
+    assert len({stats.read_bytes for stats in found[3:]}) == 1
 
 
 def wide() -> nn.Module:
@@ -225,7 +230,7 @@ def test_more_memory_reads_less(store_dir: pathlib.Path) -> None:
         )
         found = list(steps_of(model, "llama", flushes=True))
         model.lohan.close()
-        read.append(found[-1].read_bytes)
+        read.append(min(stats.read_bytes for stats in found[2:]))
     assert read == sorted(read, reverse=True)
     assert read[0] > read[2] > read[4] == 0
 
