@@ -8,7 +8,10 @@
  *      mixed   half of the bytes each, a read and a write in turn
  *
  *      bench_store_io [-m read|write|mixed|all] [-b MiB] [-r repetitions] [-q depth] [-t KiB]
- *                     [-i backend] [-k] [-s] [directory]
+ *                     [-a MiB] [-i backend] [-k] [-s] [directory]
+ *
+ *      -a  the arena, through which requests walk as training's do; without it each request keeps
+ *          its buffer, and as few as fit a processor's cache are faster than any training can be
  *
  *      -k  keep the store, or use the one that an earlier run kept: another program can then move
  *          the same bytes of the same file
@@ -44,6 +47,7 @@ struct options {
     const char *backend; /* NULL: the best */
     uint64_t pass_bytes;
     uint64_t request_bytes;
+    uint64_t arena_bytes; /* at least a buffer for each request */
     uint32_t depth;
     int repetition_count;
     bool keep;
@@ -119,7 +123,7 @@ static void arena_create(struct bench *bench)
 {
     struct lh_error err = {0};
     struct lh_arena_opts opts = {
-        .bytes = bench->options.depth * bench->options.request_bytes,
+        .bytes = bench->options.arena_bytes,
         .numa_node = -1,
     };
     uint64_t word = 1;
@@ -162,6 +166,18 @@ static void io_create(struct bench *bench)
         fprintf(stderr, "bench_store_io: %s%s\n", reason, bench->io->note);
 }
 
+/* A request's next buffer: every depth-th one is its own, whatever order requests end in. */
+static void buffer_advance(const struct bench *bench, struct lh_io_request *request)
+{
+    const struct options *options = &bench->options;
+    char *next = (char *)request->buffer + options->depth * options->request_bytes;
+    uint64_t index = (uint64_t)(request - bench->requests);
+
+    if (next + options->request_bytes > bench->arena->base + options->arena_bytes)
+        next = bench->arena->base + index * options->request_bytes;
+    request->buffer = next;
+}
+
 /* The first piece of what is left, as one request. */
 static void issue(struct bench *bench, struct cursor *cursor, struct lh_io_request *request)
 {
@@ -176,6 +192,7 @@ static void issue(struct bench *bench, struct cursor *cursor, struct lh_io_reque
     request->file_index = pieces[0].file_index;
     request->offset = pieces[0].file_offset;
     request->bytes = pieces[0].bytes;
+    buffer_advance(bench, request);
     cursor->offset += pieces[0].bytes;
     if (bench->io->ops->submit(bench->io, request) != 0)
         fail(bench->io->ops->name, "a queue of this depth is full");
@@ -336,8 +353,8 @@ static _Noreturn void usage(void)
 {
     fprintf(stderr,
             "bench_store_io [-m read|write|mixed|all] [-b MiB] [-r repetitions, 1 to %d]\n"
-            "               [-q depth, 1 to %d] [-t KiB, times 4] [-i backend] [-k] [-s] "
-            "[directory]\n",
+            "               [-q depth, 1 to %d] [-t KiB, times 4] [-a MiB] [-i backend] "
+            "[-k] [-s] [directory]\n",
             REPETITION_COUNT_MAX, DEPTH_MAX);
     exit(1);
 }
@@ -354,7 +371,7 @@ static void options_read(struct options *options, int argc, char **argv)
 {
     int letter = 0;
 
-    while ((letter = getopt(argc, argv, "m:b:r:q:t:i:ks")) >= 0) {
+    while ((letter = getopt(argc, argv, "m:b:r:q:t:a:i:ks")) >= 0) {
         if (letter == 'm')
             options->mode = strcmp(optarg, "all") == 0 ? NULL : optarg;
         else if (letter == 'b')
@@ -365,6 +382,8 @@ static void options_read(struct options *options, int argc, char **argv)
             options->depth = (uint32_t)strtoul(optarg, NULL, 10);
         else if (letter == 't')
             options->request_bytes = strtoull(optarg, NULL, 10) * LH_KIB;
+        else if (letter == 'a')
+            options->arena_bytes = strtoull(optarg, NULL, 10) * LH_MIB;
         else if (letter == 'i')
             options->backend = optarg;
         else if (letter == 'k')
@@ -382,6 +401,8 @@ static void options_read(struct options *options, int argc, char **argv)
         options->repetition_count > REPETITION_COUNT_MAX ||
         (options->mode && !is_mode(options->mode)))
         usage();
+    options->arena_bytes =
+        lh_max_u64(options->arena_bytes, options->depth * options->request_bytes);
 }
 
 int main(int argc, char **argv)

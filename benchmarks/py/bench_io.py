@@ -4,16 +4,20 @@ Three modes: an extent is read; an extent is written; half of one is read while 
 written. In each round every contestant moves the same number of bytes, within the same ranges of
 lohan.data, with O_DIRECT:
 
-* lohan: benchmarks/c/bench_store_io.c, with the depth and the request size that training uses, and
-  the pages that it finds on the machine as it is. It starts anew for each turn, as fio does: where
-  in a virtual machine's memory its buffers happen to lie can make a tenth of its speed.
+* lohan: benchmarks/c/bench_store_io.c, with the pages that it finds on the machine as it is. It
+  starts anew for each turn, as fio does: where in a virtual machine's memory its buffers happen to
+  lie can make a tenth of its speed.
 * fio: io_uring (plain, and with registered buffers and files) and libaio, blocks of 4 MiB and
   1 MiB, 8 and 32 in flight; for the mixed mode one job reads while another writes, each with half
   of the depth. On reserved huge pages, which this script reserves for each run where it may (root)
   and gives back.
 * DeepSpeed: aio_handle with what its documentation tunes to, and with its defaults.
 
-Each setting of a peer is tried before the first round, and its best one of each mode competes.
+Each setting of a contestant is tried before the first round, and its best one of each mode
+competes: io_read, io_write, io_mixed. A few buffers used again and again stay in the processor's
+cache, which makes reads a seventh faster than any that a training step can do. So a second row of
+each mode, io_training_read and so on, has lohan with the depth and the request size that training
+uses, its buffers all over an arena, beside fio with as many bytes in flight as it has settings for.
 
     python benchmarks/py/bench_io.py [--rounds 7] [--dir DIR] [--deepspeed-python VENV/bin/python]
 
@@ -24,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -35,6 +38,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +58,18 @@ FINALIST_COUNT = 3
 FINAL_COUNT = 2
 FIO_TRY_COUNT = 3
 FIO_WAIT_S = 2.0
+SIZES_MIB = (4, 1)
+DEPTHS = (4, 8, 32)
+TRAINING = f"{Config().transfer_bytes >> 20} MiB x {Config().io_depth}"
+ARENA_MIB = 256
 
-Seconds = Callable[[str], float]
+
+@dataclass(frozen=True)
+class Contestant:
+    """Attributes: settings: by mode, in words. seconds: of one pass of a mode."""
+
+    settings: dict[str, str]
+    seconds: Callable[[str], float]
 
 
 def note(text: str) -> None:
@@ -65,7 +80,9 @@ def free_huge_pages() -> int:
     """Reserved ones that nobody has and nobody was promised."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     numbers = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-    return numbers.get("HugePages_Free", 0) - numbers.get("HugePages_Rsvd", 0)
+    free, promised = numbers.get("HugePages_Free", 0), numbers.get("HugePages_Rsvd", 0)
+    # While pages go back, the unsigned number of promises has been seen below 0 (Linux 6.18).
+    return free - promised if promised < 1 << 63 else free
 
 
 @contextlib.contextmanager
@@ -106,7 +123,7 @@ class Fio:
             "libaio": ["--ioengine=libaio"],
         }
         self.engines = {key: words for key, words in engines.items() if key.split()[0] in known}
-        products = itertools.product(self.engines, (4, 1), (8, 32))
+        products = product(self.engines, SIZES_MIB, DEPTHS)
         self.settings = [
             f"{engine}, {mib} MiB x {depth}, {self.memory}" for engine, mib, depth in products
         ]
@@ -159,19 +176,26 @@ class Lohan:
     """bench_store_io, started for each turn on a store that stays.
 
     Args:
-        program: it, with its options.
+        program: it, with the options that all settings share; the store's directory comes last.
     """
 
-    def __init__(self, program: list[str]) -> None:
+    def __init__(self, program: list[str], store: str) -> None:
         self.program = program
+        self.store = store
+        self.settings = [f"{mib} MiB x {depth}" for mib, depth in product(SIZES_MIB, DEPTHS)]
         # The first start makes the store, and fills it.
-        served = Served(self.program)
+        served = self._start(TRAINING, ARENA_MIB)
         self.hello = served.hello
         served.close()
 
-    def seconds(self, mode: str) -> float:
-        """Of one pass, by its own clock."""
-        served = Served(self.program)
+    def _start(self, setting: str, arena_mib: int) -> Served:
+        mib, depth = setting.split(" MiB x ")
+        request_kib = str(int(mib) * 1024)
+        options = ["-q", depth, "-t", request_kib, "-a", str(arena_mib)]
+        return Served([*self.program, *options, self.store])
+
+    def _seconds(self, mode: str, setting: str, arena_mib: int) -> float:
+        served = self._start(setting, arena_mib)
         try:
             if served.hello != self.hello:
                 note(f"bench_store_io does otherwise now: {served.hello}")
@@ -179,6 +203,14 @@ class Lohan:
             return served.seconds(mode)
         finally:
             served.close()
+
+    def seconds(self, mode: str, setting: int) -> float:
+        """Of one pass with no more buffers than requests in flight, by its own clock."""
+        return self._seconds(mode, self.settings[setting], 0)
+
+    def training_seconds(self, mode: str) -> float:
+        """Of one pass as training's, by its own clock."""
+        return self._seconds(mode, TRAINING, ARENA_MIB)
 
 
 class DeepSpeed(Served):
@@ -199,48 +231,54 @@ class DeepSpeed(Served):
 
 
 def best_settings(
-    settings: list[str], seconds: Callable[[str, int], float]
-) -> tuple[dict[str, str], Seconds]:
-    """The best setting of each mode, by name, and the contestant that uses it.
+    settings: list[str], seconds: Callable[[str, int], float], only: str = ""
+) -> Contestant:
+    """The best setting of each mode, of those with `only` in their names.
 
     Each is tried once, and the FINALIST_COUNT fastest FINAL_COUNT times more: of a dozen settings
     that one try each has ordered, the first is as likely lucky as good.
     """
     indices: dict[str, int] = {}
     for mode in MODES:
-        times = {index: [seconds(mode, index)] for index in range(len(settings))}
+        candidates = [index for index, name in enumerate(settings) if only in name]
+        times = {index: [seconds(mode, index)] for index in candidates}
         finalists = sorted(times, key=times.__getitem__)[:FINALIST_COUNT]
         for _ in range(FINAL_COUNT):
             for index in finalists:
                 times[index].append(seconds(mode, index))
         indices[mode] = min(finalists, key=lambda index: statistics.median(times[index]))
     names = {mode: settings[index] for mode, index in indices.items()}
-    return names, lambda mode: seconds(mode, indices[mode])
+    return Contestant(names, lambda mode: seconds(mode, indices[mode]))
 
 
-def peers_of(
-    where: dict[str, Any], python: str | None, stack: contextlib.ExitStack
-) -> dict[str, tuple[dict[str, str], Seconds]]:
-    """The peers that are here, warmed up: name to (settings by mode, contestant)."""
-    peers = {}
+def contestants_of(
+    lohan: Lohan, python: str | None, stack: contextlib.ExitStack
+) -> dict[str, Contestant]:
+    """All that are here, warmed up, by name."""
+    found = {
+        "lohan": best_settings(lohan.settings, lohan.seconds),
+        "lohan training": Contestant(dict.fromkeys(MODES, TRAINING), lohan.training_seconds),
+    }
     if shutil.which("fio"):
-        fio = Fio(where)
-        peers["fio"] = best_settings(fio.settings, fio.seconds)
+        fio = Fio(lohan.hello)
+        most = f"{SIZES_MIB[0]} MiB x {DEPTHS[-1]}"
+        found["fio"] = best_settings(fio.settings, fio.seconds)
+        found["fio, most in flight"] = best_settings(fio.settings, fio.seconds, most)
     else:
         note("fio is not installed (apt-get install fio): it is not compared")
     if python is None:
         note("without --deepspeed-python DeepSpeed is not compared")
-        return peers
+        return found
     try:
-        deepspeed = DeepSpeed(where, python)
+        deepspeed = DeepSpeed(lohan.hello, python)
         stack.callback(deepspeed.close)
-        peers["deepspeed"] = best_settings(deepspeed.settings, deepspeed.seconds_of)
+        found["deepspeed"] = best_settings(deepspeed.settings, deepspeed.seconds_of)
     except (OSError, RuntimeError, ValueError) as error:
         note(f"no DeepSpeed: {error}")
-    return peers
+    return found
 
 
-def measure(contestants: dict[str, Seconds], rounds: int) -> dict[str, dict[str, list[float]]]:
+def measure(contestants: dict[str, Contestant], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Seconds by mode and contestant."""
     times: dict[str, dict[str, list[float]]] = {
         mode: {name: [] for name in contestants} for mode in MODES
@@ -252,7 +290,7 @@ def measure(contestants: dict[str, Seconds], rounds: int) -> dict[str, dict[str,
             first = turn % len(names)
             for name in names[first:] + names[:first]:
                 time.sleep(PAUSE_S)
-                times[mode][name].append(contestants[name](mode))
+                times[mode][name].append(contestants[name].seconds(mode))
     return times
 
 
@@ -260,7 +298,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mib", type=int, default=1024, help="moved in each mode")
-    parser.add_argument("--depth", type=int, default=Config().io_depth, help="of lohan's queue")
     parser.add_argument("--dir", default=None, help="on the disk to be measured; default: build")
     parser.add_argument("--deepspeed-python", help="interpreter of an environment with DeepSpeed")
     parser.add_argument("--history", action="store_true")
@@ -275,38 +312,36 @@ def main() -> None:
             tempfile.TemporaryDirectory(dir=options.dir or BUILD, prefix="bench-io-")
         )
         program = [str(binaries / "bench_store_io"), "-k", "-s", "-b", str(options.mib)]
-        program += ["-q", str(options.depth), "-t", str(Config().transfer_bytes >> 10)]
-        lohan = Lohan([*program, f"{folder}/store"])
-        peers = peers_of(lohan.hello, options.deepspeed_python, stack)
-        for mode in MODES:
-            lohan.seconds(mode)
-        contestants: dict[str, Seconds] = {"lohan": lohan.seconds}
-        contestants |= {name: seconds for name, (_, seconds) in peers.items()}
+        lohan = Lohan(program, f"{folder}/store")
+        contestants = contestants_of(lohan, options.deepspeed_python, stack)
         times = measure(contestants, options.rounds)
         hello = lohan.hello
 
     report = Report(options.history)
-    for mode in MODES:
+    # A few buffers in a cache beside a few buffers; an arena beside as much in flight as there is.
+    rows = (("io", "lohan", ("fio", "deepspeed")),)
+    rows += (("io_training", "lohan training", ("fio, most in flight", "deepspeed")),)
+    for mode, (name, ours, peers) in product(MODES, rows):
         speeds = {
-            name: [hello["bytes"] / 1e9 / seconds for seconds in values]
-            for name, values in times[mode].items()
+            key: [hello["bytes"] / 1e9 / seconds for seconds in values]
+            for key, values in times[mode].items()
         }
-        shared = {"setting": f"{hello['backend']}, {Config().transfer_bytes >> 20} MiB x "}
-        shared["setting"] += f"{options.depth}, {hello['pages']} pages"
-        shared["bytes"] = hello["bytes"]
-        for name, (settings, _) in peers.items():
+        pages = {"backend": hello["backend"], "pages": hello["pages"], "bytes": hello["bytes"]}
+        shared = {"setting": contestants[ours].settings[mode], **pages}
+        here = [peer for peer in peers if peer in contestants]
+        for peer in here:
             report.add(
-                f"io_{mode}",
-                speeds["lohan"],
+                f"{name}_{mode}",
+                speeds[ours],
                 "GB/s",
-                peer=name,
-                peer_values=speeds[name],
+                peer=peer,
+                peer_values=speeds[peer],
                 less_is_better=False,
-                peer_setting=settings[mode],
+                peer_setting=contestants[peer].settings[mode],
                 **shared,
             )
-        if not peers:
-            report.add(f"io_{mode}", speeds["lohan"], "GB/s", less_is_better=False, **shared)
+        if not here:
+            report.add(f"{name}_{mode}", speeds[ours], "GB/s", less_is_better=False, **shared)
 
 
 if __name__ == "__main__":
