@@ -26,39 +26,48 @@ struct lh_adam_scalars lh_adam_scalars_make(const struct lh_adam_hyper *hyper, u
     };
 }
 
-/* Best first; each needs all that the ones below it need, so a machine runs a tail of the table. */
+/* Best first. */
 static const struct lh_adam_kernel kernels[] = {
 #if defined(__x86_64__)
     {"avx512", lh_adam_avx512, lh_adam_avx512_folding},
     {"avx512_tiles", lh_adam_avx512, NULL},
-    {"avx2", lh_adam_avx2, NULL},
+    {"avx2", lh_adam_avx2, lh_adam_avx2_folding},
+    {"avx2_tiles", lh_adam_avx2, NULL},
 #endif
     {"ref", lh_adam_ref, NULL},
 };
 
+/* Those of them that this machine runs. */
+static struct lh_adam_kernel kernels_here[LH_COUNT_OF(kernels)];
+static int kernels_here_count;
+
+static bool kernel_runs(const struct lh_adam_kernel *kernel)
+{
 #if defined(__x86_64__)
-static int kernel_best_index(void)
-{
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
-        return 3;
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
-        return 2;
-    return __builtin_cpu_supports("vpclmulqdq") ? 0 : 1;
-}
-#else
-static int kernel_best_index(void)
-{
-    return 0;
-}
+    if (kernel->run == lh_adam_avx512 &&
+        !(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")))
+        return false;
+    if (kernel->run != lh_adam_ref &&
+        !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")))
+        return false;
+    if (kernel->run_checking && !__builtin_cpu_supports("vpclmulqdq"))
+        return false;
 #endif
+    return kernel->run;
+}
+
+__attribute__((constructor)) static void kernels_choose(void)
+{
+    for (size_t k = 0; k < LH_COUNT_OF(kernels); k++)
+        if (kernel_runs(kernels + k))
+            kernels_here[kernels_here_count++] = kernels[k];
+}
 
 int lh_adam_kernels(const struct lh_adam_kernel **kernels_out)
 {
-    int best = kernel_best_index();
-
-    *kernels_out = kernels + best;
-    return (int)LH_COUNT_OF(kernels) - best;
+    *kernels_out = kernels_here;
+    return kernels_here_count;
 }
 
 void lh_adam_update(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)

@@ -95,25 +95,17 @@ enum lh_adam_stream {
 #define LH_ADAM_FOLD_ELEMENTS 32
 
 /*
- * [Note: folds] A checksum is taken while the bytes are in registers: each 64-byte word w of a
- * stream is folded into 64 bytes of state, state = state * x^512 + w (mod the CRC's polynomial, an
- * identity modulo it), which from state 0 leaves 64 bytes with the remainder of the whole stream.
- * Seven carry-less chains cost an iteration less than its square root and division, where a second
- * pass over a tile in cache would add all of its time.
+ * As lh_adam_fn, and each stream's lh_crc32c() continued from UINT32_MAX. count is a multiple of
+ * LH_ADAM_FOLD_ELEMENTS. See [Note: folds] in adam_kernels.h.
  */
-struct lh_adam_folds {
-    _Alignas(64) uint8_t states[LH_ADAM_STREAM_COUNT][64];
-};
-
-/* As lh_adam_fn, count a multiple of LH_ADAM_FOLD_ELEMENTS; folds are filled from state 0. */
-typedef void (*lh_adam_folding_fn)(const struct lh_adam_run *run,
-                                   const struct lh_adam_scalars *scalars,
-                                   struct lh_adam_folds *folds_out);
+typedef void (*lh_adam_checking_fn)(const struct lh_adam_run *run,
+                                    const struct lh_adam_scalars *scalars,
+                                    uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
 
 struct lh_adam_kernel {
-    const char *name; /* "avx512", "avx512_tiles", "avx2", "ref" */
+    const char *name; /* "avx512", "avx512_tiles", "avx2", "avx2_tiles", "ref" */
     lh_adam_fn run;
-    lh_adam_folding_fn run_folding; /* NULL: checksums are taken tile by tile */
+    lh_adam_checking_fn run_checking; /* NULL: checksums are taken tile by tile */
 };
 
 /* The kernels this machine can run, best first ("ref" last). For tests, benchmarks and doctor. */

@@ -1,6 +1,6 @@
 /*
  * The update with AVX-512, and the one that folds checksums in the same registers ([Note: folds] in
- * adam.h).
+ * adam_kernels.h).
  *
  * One body serves all four pairs of dtypes, with and without folding: it is inlined into callers
  * that pass constants. An iteration takes 32 elements, a whole 64-byte word of each 2-byte array.
@@ -11,6 +11,7 @@
 #include <immintrin.h>
 
 #include "base/assert.h"
+#include "base/crc32c.h"
 #include "compute/adam_kernels.h"
 
 #define HALF_ELEMENTS 16
@@ -144,7 +145,7 @@ static inline __m512i word_indices(short first)
 static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_run *run,
                                                            const struct lh_adam_scalars *scalars,
                                                            const struct mode mode,
-                                                           struct lh_adam_folds *folds)
+                                                           __m512i *folds_out)
 {
     const struct lanes lanes = lanes_make(scalars);
     const __m512i half_place = _mm512_set1_epi32(0x8000);
@@ -196,24 +197,24 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
 #undef FOLD
     if (mode.folding)
         for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++)
-            _mm512_store_si512(folds->states[stream], states[stream]);
+            folds_out[stream] = states[stream];
     return count;
 }
 
 static inline __attribute__((always_inline)) uint64_t
 body_by_dtypes(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars, bool folding,
-               struct lh_adam_folds *folds)
+               __m512i *folds_out)
 {
     LH_ASSERT((run->residual != NULL) == (run->param_dtype == LH_DTYPE_BF16));
 
     if (run->param_dtype == LH_DTYPE_BF16) {
         if (run->gradient_dtype == LH_DTYPE_BF16)
-            return body(run, scalars, (struct mode){true, true, folding}, folds);
-        return body(run, scalars, (struct mode){true, false, folding}, folds);
+            return body(run, scalars, (struct mode){true, true, folding}, folds_out);
+        return body(run, scalars, (struct mode){true, false, folding}, folds_out);
     }
     if (run->gradient_dtype == LH_DTYPE_BF16)
-        return body(run, scalars, (struct mode){false, true, folding}, folds);
-    return body(run, scalars, (struct mode){false, false, folding}, folds);
+        return body(run, scalars, (struct mode){false, true, folding}, folds_out);
+    return body(run, scalars, (struct mode){false, false, folding}, folds_out);
 }
 
 void lh_adam_avx512(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
@@ -228,11 +229,14 @@ void lh_adam_avx512(const struct lh_adam_run *run, const struct lh_adam_scalars 
 }
 
 void lh_adam_avx512_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
-                            struct lh_adam_folds *folds_out)
+                            uint32_t crcs_out[LH_ADAM_STREAM_COUNT])
 {
-    uint64_t done = body_by_dtypes(run, scalars, true, folds_out);
+    __m512i folds[LH_ADAM_STREAM_COUNT];
+    uint64_t done = body_by_dtypes(run, scalars, true, folds);
 
     LH_ASSERT(done == run->count);
+    for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++)
+        crcs_out[stream] = lh_crc32c(UINT32_MAX, folds + stream, sizeof(folds[stream]));
 }
 
 #endif

@@ -6,10 +6,10 @@
  * one. A window is cut into pieces, each wholly inside one segment or outside all of them:
  *
  *      window  |----------------------------------------------------------------|
- *      pieces  |  gap  |ragged|    whole words, folded by the kernel     |ragged|
+ *      pieces  |  gap  |ragged|    whole words, checked by the kernel    |ragged|
  *
- * Checksums of the pieces of a block are joined: short ones by chaining, folded ones by
- * lh_crc32c_combine(). Without a folding kernel everything goes the way of the ragged pieces: tile
+ * Checksums of the pieces of a block are joined: short ones by chaining, the kernel's by
+ * lh_crc32c_combine(). Without such a kernel everything goes the way of the ragged pieces: tile
  * by tile, checksum, update, checksum, while the tile is in cache.
  */
 #include <fenv.h>
@@ -148,26 +148,21 @@ static void piece_by_tiles(struct walk *walk, const struct lh_adam_segment *segm
 }
 
 /*
- * The remainder of a folded stream is the remainder of its state. lh_crc32c() starts and ends with
- * an inversion: from ~0 it divides the bare 64 bytes; what is missing, the inversion at the start,
- * is the crc of what came before moved on by the stream's length, which is what combining does.
+ * lh_crc32c() starts and ends with an inversion: continued from UINT32_MAX it divides the bare
+ * bytes. What is missing, the inversion at the start, is the crc of what came before, moved on by
+ * the stream's length, which is what combining does.
  */
-static void piece_by_folding(struct walk *walk, const struct lh_adam_segment *segment,
-                             uint64_t first, uint64_t count)
+static void piece_by_checking(struct walk *walk, const struct lh_adam_segment *segment,
+                              uint64_t first, uint64_t count)
 {
     struct lh_adam_run run = run_make(walk, segment, first, count);
-    struct lh_adam_folds folds;
+    uint32_t crcs[LH_ADAM_STREAM_COUNT];
 
-    walk->kernel->run_folding(&run, &segment->scalars, &folds);
-    for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++) {
-        uint32_t bare;
-
-        if (!stream_is_wanted(walk->chunk, stream))
-            continue;
-        bare = lh_crc32c(UINT32_MAX, folds.states[stream], sizeof(folds.states[stream]));
-        walk->crcs[stream] = lh_crc32c_combine(walk->crcs[stream] ^ UINT32_MAX, bare,
-                                               count * stream_element_bytes(walk, stream));
-    }
+    walk->kernel->run_checking(&run, &segment->scalars, crcs);
+    for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++)
+        if (stream_is_wanted(walk->chunk, stream))
+            walk->crcs[stream] = lh_crc32c_combine(walk->crcs[stream] ^ UINT32_MAX, crcs[stream],
+                                                   count * stream_element_bytes(walk, stream));
 }
 
 /* Elements [first, end), inside segment and one window. */
@@ -182,11 +177,11 @@ static void segment_piece(struct walk *walk, const struct lh_adam_segment *segme
         struct lh_adam_run run = run_make(walk, segment, first, end - first);
 
         walk->kernel->run(&run, &segment->scalars);
-    } else if (!walk->kernel->run_folding || words_first >= words_end) {
+    } else if (!walk->kernel->run_checking || words_first >= words_end) {
         piece_by_tiles(walk, segment, first, end - first);
     } else {
         piece_by_tiles(walk, segment, first, words_first - first);
-        piece_by_folding(walk, segment, words_first, words_end - words_first);
+        piece_by_checking(walk, segment, words_first, words_end - words_first);
         piece_by_tiles(walk, segment, words_end, end - words_end);
     }
 }

@@ -7,6 +7,14 @@
 
 #include "compute/adam.h"
 
+/*
+ * [Note: folds] A checksum is taken while the bytes are in registers: each register w of a stream is
+ * folded into a state of its n bits, state = state * x^n + w (modulo the CRC's polynomial), which
+ * from state 0 leaves n bits with the remainder of the whole stream. Seven carry-less chains cost an
+ * iteration less than its square root and division, where a second pass over a tile in cache would
+ * add all of its time.
+ */
+
 /* What every kernel writes for a NaN: quiet, positive, no payload. */
 #define LH_ADAM_NAN_BITS UINT32_C(0x7FC00000)
 
@@ -16,11 +24,14 @@ void lh_adam_ref(const struct lh_adam_run *run, const struct lh_adam_scalars *sc
 #if defined(__x86_64__)
 /* Needs AVX2 and FMA. */
 void lh_adam_avx2(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
+/* Needs VPCLMULQDQ as well. */
+void lh_adam_avx2_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
+                          uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
 /* Needs AVX-512 F, BW, VL and DQ. */
 void lh_adam_avx512(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
 /* Needs VPCLMULQDQ as well. */
 void lh_adam_avx512_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
-                            struct lh_adam_folds *folds_out);
+                            uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
 #endif
 
 /* The part of a run that starts at element first. */
