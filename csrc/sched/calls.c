@@ -1,0 +1,354 @@
+/* What other threads call: they post messages to the engine's thread, and wait where engine.h says. */
+#include <string.h>
+#include <time.h>
+
+#include "sched/engine_private.h"
+
+int lh_engine_error(struct lh_engine *engine, struct lh_error *err)
+{
+    if (!atomic_load(&engine->failed))
+        return 0;
+    pthread_mutex_lock(&engine->shared.mutex);
+    int code = engine->shared.error.code;
+    if (err)
+        *err = engine->shared.error;
+    pthread_mutex_unlock(&engine->shared.mutex);
+    return code;
+}
+
+uint32_t lh_engine_trace(struct lh_engine *engine, struct lh_engine_trace_event *events,
+                         uint32_t event_max)
+{
+    uint64_t kept = lh_min_u64(engine->trace_written, engine->opts.trace_count);
+    uint32_t count = (uint32_t)lh_min_u64(kept, event_max);
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t index = engine->trace_written - count + i;
+        events[i] = engine->trace[index % engine->opts.trace_count];
+    }
+    return count;
+}
+
+static int fail_code(struct lh_engine *engine)
+{
+    int code = lh_engine_error(engine, NULL);
+    return code < 0 ? code : -ECANCELED;
+}
+
+static void post(struct lh_engine *engine, enum lh_message_kind kind, uint64_t a, uint64_t b,
+                 uint64_t c)
+{
+    struct lh_ring_message message = {.words = {kind, a, b, c}};
+    while (!lh_ring_push(&engine->inbox, message)) {
+        if (atomic_load(&engine->failed) || atomic_load(&engine->stopping))
+            return;
+        lh_waker_wake(engine->waker);
+        nanosleep(&(struct timespec){.tv_nsec = 50000}, NULL);
+    }
+    lh_waker_wake(engine->waker);
+}
+
+typedef bool (*wait_fn)(struct lh_engine *engine, uint64_t argument);
+
+/* 1 when is_done(argument), 0 after timeout_ms, -errno once the engine failed. */
+static int wait_until(struct lh_engine *engine, wait_fn is_done, uint64_t argument, int timeout_ms)
+{
+    /* The condition waits on CLOCK_MONOTONIC, whatever clock the engine itself was given. */
+    struct lh_clock clock = lh_clock_real();
+    uint64_t until_ns = lh_clock_now_ns(&clock) + (uint64_t)timeout_ms * UINT64_C(1000000);
+    struct timespec deadline = {.tv_sec = (time_t)(until_ns / UINT64_C(1000000000)),
+                                .tv_nsec = (long)(until_ns % UINT64_C(1000000000))};
+    int rc = 0;
+    atomic_fetch_add(&engine->waiting, 1);
+    pthread_mutex_lock(&engine->shared.mutex);
+    bool done = is_done(engine, argument);
+    while (!done && !atomic_load(&engine->failed) && rc == 0) {
+        rc = pthread_cond_timedwait(&engine->shared.changed, &engine->shared.mutex, &deadline);
+        done = is_done(engine, argument);
+    }
+    pthread_mutex_unlock(&engine->shared.mutex);
+    atomic_fetch_sub(&engine->waiting, 1);
+    if (done)
+        return 1;
+    return atomic_load(&engine->failed) ? fail_code(engine) : 0;
+}
+
+int lh_engine_begin(struct lh_engine *engine, enum lh_engine_mode mode)
+{
+    if (atomic_load(&engine->failed))
+        return fail_code(engine);
+    post(engine, LH_MESSAGE_BEGIN, mode, 0, 0);
+    return 0;
+}
+
+int lh_engine_acquire(struct lh_engine *engine, uint32_t index)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, index);
+    if (atomic_load(&engine->failed))
+        return fail_code(engine);
+    bool may_be_updated = unit->gradient_step != unit->asked_step;
+    if (may_be_updated && unit->gradient_step < engine->open_step)
+        unit->asked_step = unit->gradient_step;
+    uint32_t word = may_be_updated ? 0 : atomic_load(&unit->word);
+    while (word & LH_UNIT_READY_BIT) {
+        if (!atomic_compare_exchange_weak(&unit->word, &word, word + 1))
+            continue;
+        if ((word & ~LH_UNIT_READY_BIT) == 0)
+            post(engine, LH_MESSAGE_USE, index, 0, 0);
+        return 1;
+    }
+    post(engine, LH_MESSAGE_ACQUIRE, index, 0, 0);
+    return 0;
+}
+
+static bool grant_take(struct lh_engine *engine, uint64_t index)
+{
+    struct lh_unit *unit = &engine->units[index];
+    uint32_t grants = atomic_load(&unit->grants);
+    while (grants > 0) {
+        if (atomic_compare_exchange_weak(&unit->grants, &grants, grants - 1))
+            return true;
+    }
+    return false;
+}
+
+int lh_engine_acquire_wait(struct lh_engine *engine, uint32_t index, int timeout_ms)
+{
+    LH_ASSERT(index < engine->opts.unit_count);
+    uint64_t start = lh_engine_now(engine);
+    int rc = wait_until(engine, grant_take, index, timeout_ms);
+    post(engine, LH_MESSAGE_WAITED, index, start, lh_engine_now(engine));
+    return rc;
+}
+
+uint8_t *lh_engine_address(const struct lh_engine *engine, uint32_t unit)
+{
+    LH_ASSERT(unit < engine->opts.unit_count);
+    return engine->region + engine->units[unit].offset;
+}
+
+void lh_engine_pin(struct lh_engine *engine, uint32_t index)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, index);
+    uint32_t before = atomic_fetch_add(&unit->word, 1);
+    LH_ASSERT((before & LH_UNIT_READY_BIT) && (before & ~LH_UNIT_READY_BIT) > 0);
+}
+
+void lh_engine_unpin(struct lh_engine *engine, uint32_t index)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, index);
+    uint32_t before = atomic_fetch_sub(&unit->word, 1);
+    LH_ASSERT((before & ~LH_UNIT_READY_BIT) > 0);
+    if ((before & ~LH_UNIT_READY_BIT) == 1)
+        post(engine, LH_MESSAGE_RELEASE, index, 0, 0);
+}
+
+uint32_t lh_engine_pin_count(const struct lh_engine *engine, uint32_t unit)
+{
+    LH_ASSERT(unit < engine->opts.unit_count);
+    return lh_unit_pins(&engine->units[unit]);
+}
+
+void lh_engine_handle_add(struct lh_engine *engine, uint32_t unit)
+{
+    atomic_fetch_add(&lh_engine_unit_at(engine, unit)->handles, 1);
+}
+
+void lh_engine_handle_drop(struct lh_engine *engine, uint32_t index)
+{
+    uint32_t before = atomic_fetch_sub(&lh_engine_unit_at(engine, index)->handles, 1);
+    LH_ASSERT(before > 0);
+    if (before == 1)
+        post(engine, LH_MESSAGE_HANDLES, index, 0, 0);
+}
+
+uint32_t lh_engine_handle_count(const struct lh_engine *engine, uint32_t unit)
+{
+    LH_ASSERT(unit < engine->opts.unit_count);
+    return atomic_load(&engine->units[unit].handles);
+}
+
+void lh_engine_hyper_set(struct lh_engine *engine, uint32_t group,
+                         const struct lh_adam_hyper *hyper)
+{
+    LH_ASSERT(group < engine->opts.group_count);
+    engine->hypers[(atomic_load(&engine->closes_asked) + engine->first_step + 1) % 2][group] =
+        *hyper;
+}
+
+static bool steps_are_over(struct lh_engine *engine, uint64_t argument)
+{
+    (void)argument;
+    return atomic_load(&engine->closes_done) == atomic_load(&engine->closes_asked);
+}
+
+/* And so is a flush whose caller gave up: it may be committing, with the scalars of a close. */
+static bool all_is_over(struct lh_engine *engine, uint64_t argument)
+{
+    return steps_are_over(engine, argument) &&
+           atomic_load(&engine->flushes_done) == atomic_load(&engine->flushes_asked);
+}
+
+int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms)
+{
+    if (all_is_over(engine, 0))
+        return 1;
+    return wait_until(engine, all_is_over, 0, timeout_ms);
+}
+
+int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gradient,
+                       enum lh_dtype dtype)
+{
+    LH_ASSERT(param < engine->param_count && steps_are_over(engine, 0));
+    LH_ASSERT(dtype == LH_DTYPE_F32 || dtype == LH_DTYPE_BF16);
+    if (atomic_load(&engine->failed))
+        return fail_code(engine);
+    if (engine->units[engine->params[param].unit].desc.elements == 0)
+        return -EINVAL;
+    if (engine->gradient_steps[param] == engine->open_step)
+        return -EALREADY;
+    engine->gradient_steps[param] = engine->open_step;
+    engine->units[engine->params[param].unit].gradient_step = engine->open_step;
+    atomic_store(&engine->gradients[param].is_held, true);
+    post(engine, LH_MESSAGE_GRADIENT, param, (uint64_t)(uintptr_t)gradient, dtype);
+    return 0;
+}
+
+bool lh_engine_gradient_is_consumed(const struct lh_engine *engine, uint32_t param)
+{
+    LH_ASSERT(param < engine->param_count);
+    return !atomic_load(&engine->gradients[param].is_held);
+}
+
+static bool gradients_fit(struct lh_engine *engine, uint64_t bytes_max)
+{
+    return atomic_load(&engine->update_gradient_bytes) <= bytes_max;
+}
+
+int lh_engine_gradient_wait(struct lh_engine *engine, uint64_t gradient_bytes_max, int timeout_ms)
+{
+    if (gradients_fit(engine, gradient_bytes_max))
+        return 1;
+    uint64_t start = lh_engine_now(engine);
+    int rc = wait_until(engine, gradients_fit, gradient_bytes_max, timeout_ms);
+    post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, lh_engine_now(engine));
+    return rc;
+}
+
+int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scalar_bytes,
+                    int timeout_ms)
+{
+    int rc = lh_engine_over_wait(engine, timeout_ms);
+    if (rc <= 0)
+        return rc;
+    if (atomic_load(&engine->failed))
+        return fail_code(engine);
+    uint64_t overhead = lh_engine_scalar_overhead_bytes(engine->param_count);
+    if (scalar_bytes > engine->scalar_bytes_max - overhead)
+        return -E2BIG;
+    /* The step before is over, so no commit reads these. */
+    memcpy(engine->scalars + overhead, scalars, scalar_bytes);
+    atomic_fetch_add(&engine->closes_asked, 1);
+    engine->open_step++;
+    post(engine, LH_MESSAGE_CLOSE, 0, overhead + scalar_bytes, 0);
+    return 1;
+}
+
+static bool abort_is_done(struct lh_engine *engine, uint64_t argument)
+{
+    return atomic_load(&engine->aborts_done) >= argument;
+}
+
+int lh_engine_abort(struct lh_engine *engine, int timeout_ms)
+{
+    int rc = lh_engine_over_wait(engine, timeout_ms);
+    if (rc <= 0)
+        return rc;
+    uint64_t asked = atomic_load(&engine->aborts_asked);
+    if (atomic_load(&engine->aborts_done) == asked) {
+        asked = atomic_fetch_add(&engine->aborts_asked, 1) + 1;
+        post(engine, LH_MESSAGE_ABORT, 0, 0, 0);
+    }
+    rc = wait_until(engine, abort_is_done, asked, timeout_ms);
+    if (rc <= 0)
+        return rc;
+    engine->open_step++;
+    return atomic_load(&engine->abort_result) < 0 ? atomic_load(&engine->abort_result) : 1;
+}
+
+static bool flush_is_done(struct lh_engine *engine, uint64_t argument)
+{
+    return atomic_load(&engine->flushes_done) >= argument;
+}
+
+int lh_engine_flush(struct lh_engine *engine, bool commit, int timeout_ms)
+{
+    int rc = wait_until(engine, steps_are_over, 0, timeout_ms);
+    if (rc <= 0)
+        return rc;
+    if (atomic_load(&engine->failed))
+        return fail_code(engine);
+    uint64_t asked = atomic_load(&engine->flushes_asked);
+    if (commit && !engine->flush_asked_commits) {
+        /* One that somebody gave up does not commit: it is not this one. */
+        rc = wait_until(engine, flush_is_done, asked, timeout_ms);
+        if (rc <= 0)
+            return rc;
+    }
+    if (atomic_load(&engine->flushes_done) == asked) {
+        engine->flush_asked_commits = commit;
+        asked = atomic_fetch_add(&engine->flushes_asked, 1) + 1;
+        post(engine, LH_MESSAGE_FLUSH, commit, 0, 0);
+    }
+    return wait_until(engine, flush_is_done, asked, timeout_ms);
+}
+
+static bool pause_is_done(struct lh_engine *engine, uint64_t argument)
+{
+    (void)argument;
+    return engine->shared.is_paused;
+}
+
+int lh_engine_pause(struct lh_engine *engine, int timeout_ms)
+{
+    atomic_store(&engine->pausing, true);
+    lh_waker_wake(engine->waker);
+    return wait_until(engine, pause_is_done, 0, timeout_ms);
+}
+
+void lh_engine_invalidate(struct lh_engine *engine, uint32_t index)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, index);
+    LH_ASSERT(engine->shared.is_paused);
+    lh_update_forget_unit(engine, index);
+    if (unit->state == LH_UNIT_STATE_READY)
+        lh_unit_forget(engine, index);
+    lh_unit_prediction_forget(engine);
+}
+
+void lh_engine_resume(struct lh_engine *engine)
+{
+    pthread_mutex_lock(&engine->shared.mutex);
+    atomic_store(&engine->pausing, false);
+    pthread_cond_broadcast(&engine->shared.changed);
+    pthread_mutex_unlock(&engine->shared.mutex);
+}
+
+uint64_t lh_engine_step(const struct lh_engine *engine)
+{
+    return engine->first_step + atomic_load(&engine->closes_asked);
+}
+
+uint64_t lh_engine_param_step(const struct lh_engine *engine, uint32_t param)
+{
+    LH_ASSERT(param < engine->param_count);
+    return engine->param_steps[param];
+}
+
+bool lh_engine_stats(struct lh_engine *engine, struct lh_engine_step_stats *stats_out)
+{
+    pthread_mutex_lock(&engine->shared.mutex);
+    bool has = engine->shared.has_finished;
+    *stats_out = engine->shared.finished;
+    pthread_mutex_unlock(&engine->shared.mutex);
+    return has;
+}
