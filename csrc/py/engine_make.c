@@ -168,7 +168,7 @@ struct make_opts {
     unsigned int io_depth;
     unsigned long long transfer_bytes;
     unsigned long long commit_every;
-    int serial;
+    uint32_t schedule;
     int verify;
     unsigned int trace_count;
     unsigned int group_count;
@@ -267,7 +267,7 @@ static int engine_make(struct lhpy_engine *self, const struct make_opts *opts,
         .io_depth = opts->io_depth,
         .transfer_bytes = opts->transfer_bytes,
         .commit_every = opts->commit_every,
-        .serial = opts->serial != 0,
+        .schedule = (enum lh_engine_schedule)opts->schedule,
         .verify = opts->verify != 0,
         .trace_count = opts->trace_count,
     };
@@ -309,18 +309,18 @@ static int opts_parse(struct lhpy_engine *self, PyObject *args, PyObject *kwargs
     static char *names[] = {
         "store",          "units",        "params",    "group_count", "budget",      "raiser",
         "types",          "io",           "directory", "threads",     "nice",        "io_depth",
-        "transfer_bytes", "commit_every", "serial",    "verify",      "trace_count", NULL};
+        "transfer_bytes", "commit_every", "schedule",  "verify",      "trace_count", NULL};
     PyObject *units = NULL;
     PyObject *params = NULL;
     PyObject *raiser = NULL;
     PyObject *handle_type = NULL;
     PyObject *scope_type = NULL;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OO!O!IO!O(OO)ssIiIKKppI:Engine", names, &opts->store, &PyList_Type,
+            args, kwargs, "OO!O!IO!O(OO)ssIiIKKIpI:Engine", names, &opts->store, &PyList_Type,
             &units, &PyList_Type, &params, &opts->group_count, &PyDict_Type, &opts->budget, &raiser,
             &handle_type, &scope_type, &opts->io_name, &opts->directory, &opts->threads,
-            &opts->nice, &opts->io_depth, &opts->transfer_bytes, &opts->commit_every, &opts->serial,
-            &opts->verify, &opts->trace_count))
+            &opts->nice, &opts->io_depth, &opts->transfer_bytes, &opts->commit_every,
+            &opts->schedule, &opts->verify, &opts->trace_count))
         return -1;
     self->raiser = Py_NewRef(raiser);
     self->handle_type = Py_NewRef(handle_type);

@@ -192,6 +192,8 @@ int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms)
 {
     if (all_is_over(engine, 0))
         return 1;
+    if (!steps_are_over(engine, 0))
+        post(engine, LH_MESSAGE_DRAIN, 0, 0, 0);
     return wait_until(engine, all_is_over, 0, timeout_ms);
 }
 
@@ -282,6 +284,8 @@ static bool flush_is_done(struct lh_engine *engine, uint64_t argument)
 
 int lh_engine_flush(struct lh_engine *engine, bool commit, int timeout_ms)
 {
+    if (!steps_are_over(engine, 0))
+        post(engine, LH_MESSAGE_DRAIN, 0, 0, 0);
     int rc = wait_until(engine, steps_are_over, 0, timeout_ms);
     if (rc <= 0)
         return rc;

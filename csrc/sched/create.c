@@ -19,6 +19,8 @@ static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err
     uint64_t needed = budget->region_bytes + budget->slab_count * budget->slab_bytes;
     if (opts->unit_count == 0 || opts->group_count == 0)
         return lh_error_set(err, -EINVAL, "an engine needs units and a group");
+    if ((uint32_t)opts->schedule >= LH_ENGINE_SCHEDULE_COUNT)
+        return lh_error_set(err, -EINVAL, "schedule %d is none", (int)opts->schedule);
     if (opts->memory_bytes < needed)
         return lh_error_set(err, -EINVAL,
                             "memory_bytes %" PRIu64 " is below the %" PRIu64 " of the budget",
@@ -55,6 +57,7 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
     engine->gradients =
         lh_alloc_zeroed(alloc, lh_max_u64(opts->param_count, 1), sizeof(*engine->gradients));
     engine->update_queue = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
+    engine->deferred = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
     engine->predicted_updates = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
     engine->plan_units = lh_alloc_zeroed(alloc, units, sizeof(*engine->plan_units));
     engine->hypers[0] = lh_alloc_zeroed(alloc, opts->group_count, sizeof(struct lh_adam_hyper));
@@ -70,13 +73,15 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
     }
     if (!engine->units || !engine->params || !engine->param_steps || !engine->gradient_steps ||
         !engine->gradients || !engine->update_queue || !engine->predicted_updates ||
-        !engine->plan_units || !engine->hypers[0] || !engine->hypers[1] || !engine->requests ||
-        !engine->commit_requests)
+        !engine->deferred || !engine->plan_units || !engine->hypers[0] || !engine->hypers[1] ||
+        !engine->requests || !engine->commit_requests)
         return lh_error_set(err, -ENOMEM, "no memory for the tables of %u units", units);
     memcpy(engine->params, opts->params, opts->param_count * sizeof(*engine->params));
     for (uint32_t i = 0; i < units; i++) {
         engine->units[i].desc = opts->units[i];
         engine->units[i].is_predicted = opts->units[i].elements > 0;
+        engine->units[i].is_deferred = engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL ||
+                                       engine->opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED;
         engine->plan_units[i] = (struct lh_residency_unit){.bytes = opts->units[i].bytes,
                                                            .always = opts->units[i].always};
     }
@@ -313,6 +318,7 @@ static void tables_destroy(struct lh_engine *engine)
         engine->gradient_steps,
         engine->gradients,
         engine->update_queue,
+        engine->deferred,
         engine->predicted_updates,
         engine->plan_units,
         engine->hypers[0],

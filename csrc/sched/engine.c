@@ -92,6 +92,10 @@ static void message_handle(struct lh_engine *engine, const struct lh_ring_messag
         engine->flush_is_asked = true;
         engine->flush_commits = argument != 0;
         break;
+    case LH_MESSAGE_DRAIN:
+        if (engine->step_state == LH_STEP_STATE_CLOSED)
+            lh_defer_drain(engine);
+        break;
     case LH_MESSAGE_WAITED:
         waited(engine, message);
         break;
@@ -105,8 +109,8 @@ static bool inbox_pump(struct lh_engine *engine)
     /* A flush whose caller gave up may be committing still: what comes after it waits here. */
     while (!engine->commit_is_of_flush && lh_ring_pop(&engine->inbox, &message)) {
         message_handle(engine, &message);
-        /* Somebody who waits reports so again and again; that moves nothing. */
-        moved |= message.words[0] != LH_MESSAGE_WAITED;
+        /* Somebody who waits says so again and again; that moves nothing. */
+        moved |= message.words[0] != LH_MESSAGE_WAITED && message.words[0] != LH_MESSAGE_DRAIN;
     }
     return moved;
 }

@@ -74,6 +74,21 @@ enum lh_engine_mode {
 };
 #define LH_ENGINE_MODE_COUNT 2
 
+/* When updates run. The numbers are the same in all of them. */
+enum lh_engine_schedule {
+    /* As gradients arrive; reads, arithmetic and writes of successive chunks overlap. */
+    LH_ENGINE_SCHEDULE_OPTIMIZED = 0,
+    /* After backward, and before the next forward (which its caller has to wait with). */
+    LH_ENGINE_SCHEDULE_SERIAL,
+    /* As gradients arrive; a chunk is read, computed and written before the next one is read. */
+    LH_ENGINE_SCHEDULE_NAIVE,
+    /* Each just ahead of its unit's next forward. */
+    LH_ENGINE_SCHEDULE_DEFERRED,
+    /* Each unit by whichever keeps the SSD and the workers busy all the time. */
+    LH_ENGINE_SCHEDULE_AUTO,
+};
+#define LH_ENGINE_SCHEDULE_COUNT 5
+
 struct lh_engine_opts {
     const struct lh_engine_unit *units; /* borrowed for the call */
     uint32_t unit_count;
@@ -92,10 +107,10 @@ struct lh_engine_opts {
     uint32_t io_depth;       /* requests in flight */
     uint64_t transfer_bytes; /* of one request at most; multiple of LH_CHECKSUM_BYTES */
     uint64_t commit_every;   /* steps; LH_ENGINE_COMMIT_NEVER: only when asked to */
-    bool serial;             /* updates start at close: the paper's "+ZeRO" */
-    bool verify;             /* check checksums of what is read */
-    uint32_t trace_count;    /* events kept; 0: no trace */
-    bool manual;             /* no thread: the caller drives lh_engine_poll() (simulators, tests) */
+    enum lh_engine_schedule schedule;
+    bool verify;          /* check checksums of what is read */
+    uint32_t trace_count; /* events kept; 0: no trace */
+    bool manual;          /* no thread: the caller drives lh_engine_poll() (simulators, tests) */
 };
 
 struct lh_engine;

@@ -89,6 +89,7 @@ enum lh_message_kind {
     LH_MESSAGE_CLOSE,
     LH_MESSAGE_ABORT,
     LH_MESSAGE_FLUSH,  /* commit */
+    LH_MESSAGE_DRAIN,  /* somebody waits for the end of the closed step */
     LH_MESSAGE_WAITED, /* unit, start, end, what for: for the trace and the statistics */
 };
 
@@ -157,6 +158,9 @@ struct lh_unit {
     bool update_is_queued;
     bool update_is_done; /* all chunks written */
     bool is_predicted;   /* the step before updated it */
+    bool is_deferred;    /* its update waits for the close (defer.c) */
+    bool is_released;    /* and for this */
+    uint32_t deferred_at;
     uint32_t chunks_computed;
     uint32_t chunks_written;
 };
@@ -288,6 +292,9 @@ struct lh_engine {
     uint32_t *predicted_updates;  /* units, of the step before */
     uint32_t predicted_update_count;
     uint32_t chunks_busy; /* COMPUTING or WRITING */
+    uint32_t *deferred;   /* units whose updates wait behind the close, in the order they are due */
+    uint32_t deferred_first; /* before it all are in update_queue */
+    uint32_t deferred_count;
 
     /* Step (step.c). */
     enum lh_step_state step_state;
@@ -373,6 +380,14 @@ void lh_update_consider_all(struct lh_engine *engine);
 bool lh_update_pump(struct lh_engine *engine);
 void lh_update_transfer_done(struct lh_engine *engine, struct lh_transfer *transfer);
 void lh_update_job_done(struct lh_engine *engine, struct lh_slab *slab);
+
+/* defer.c */
+void lh_defer_close(struct lh_engine *engine);
+/* A use of unit is about to begin: queue its update, and those that are near. */
+void lh_defer_use(struct lh_engine *engine, uint32_t unit);
+/* Queue all that are left. */
+void lh_defer_drain(struct lh_engine *engine);
+void lh_defer_step_over(struct lh_engine *engine);
 
 /* update_plan.c */
 /* The extents of R, M and V, in a slab's order, and the bytes of one element (0: no such array). */

@@ -74,6 +74,7 @@ void lh_step_close(struct lh_engine *engine)
         stats->begin_ns = stats->close_ns;
     lh_update_plan_correct(engine);
     lh_update_consider_all(engine);
+    lh_defer_close(engine);
 }
 
 void lh_step_abort(struct lh_engine *engine)

@@ -266,6 +266,7 @@ static void use_begin(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     if (!unit->use_is_open) {
+        lh_defer_use(engine, index);
         lh_unit_event(engine, index, LH_RESIDENCY_EVENT_BEGIN);
         unit->use_is_open = true;
         unit->use_started_ns = lh_engine_now(engine);

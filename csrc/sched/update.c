@@ -45,9 +45,10 @@ void lh_update_consider(struct lh_engine *engine, uint32_t index)
     bool is_closed = engine->step_state == LH_STEP_STATE_CLOSED;
     if (!is_closed && engine->step_state != LH_STEP_STATE_OPEN)
         return;
-    bool is_complete = unit->gradient_count == unit->desc.param_count &&
-                       atomic_load(&unit->handles) == 0 && !engine->opts.serial;
-    if ((!is_closed && !is_complete) || unit->use_is_open || lh_unit_pins(unit) > 0)
+    bool is_complete =
+        unit->gradient_count == unit->desc.param_count && atomic_load(&unit->handles) == 0;
+    bool is_due = unit->is_deferred ? unit->is_released : is_closed || is_complete;
+    if (!is_due || unit->use_is_open || lh_unit_pins(unit) > 0)
         return;
     lh_unit_event(engine, index, LH_RESIDENCY_EVENT_UPDATE);
     unit->update_is_queued = true;
@@ -419,21 +420,35 @@ void lh_update_transfer_done(struct lh_engine *engine, struct lh_transfer *trans
         unit_written(engine, unit);
 }
 
+/* A chunk that has not been written yet since it was read. */
+static bool is_any_active(const struct lh_engine *engine)
+{
+    for (uint32_t i = engine->budget.kept_chunk_count; i < engine->budget.slab_count; i++) {
+        if (engine->slabs[i].chunk != LH_CHUNK_NONE)
+            return true;
+    }
+    return engine->chunks_busy > 0;
+}
+
 /*
  * Compute what the unit's chunks allow, and fetch them if may_fetch; false when one waits for a
  * slab.
  */
 static bool unit_pump(struct lh_engine *engine, struct lh_unit *unit, bool may_fetch, bool *moved)
 {
+    const bool is_naive = engine->opts.schedule == LH_ENGINE_SCHEDULE_NAIVE;
+
     for (uint32_t i = 0; i < unit->chunk_count; i++) {
         struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
         if (chunk->computed_step == lh_step_current(engine))
             continue;
         if (chunk->state == LH_CHUNK_STATE_IDLE) {
-            may_fetch = may_fetch && chunk_fetch(engine, chunk);
+            may_fetch =
+                may_fetch && (!is_naive || !is_any_active(engine)) && chunk_fetch(engine, chunk);
             *moved |= may_fetch;
         }
-        if (chunk->state == LH_CHUNK_STATE_LOADED && unit->state == LH_UNIT_STATE_UPDATING) {
+        if (chunk->state == LH_CHUNK_STATE_LOADED && unit->state == LH_UNIT_STATE_UPDATING &&
+            (!is_naive || engine->chunks_busy == 0)) {
             chunk->computed_step = lh_step_current(engine);
             chunk_compute(engine, chunk);
             *moved = true;
@@ -479,7 +494,8 @@ bool lh_update_pump(struct lh_engine *engine)
         if (i == engine->update_first && unit->chunks_computed == unit->chunk_count)
             engine->update_first++;
     }
-    if (engine->step_state == LH_STEP_STATE_OPEN)
+    if (engine->step_state == LH_STEP_STATE_OPEN &&
+        engine->opts.schedule != LH_ENGINE_SCHEDULE_NAIVE)
         moved |= lookahead_pump(engine);
     return moved;
 }
@@ -515,6 +531,7 @@ void lh_update_step_over(struct lh_engine *engine)
         if (engine->slabs[i].chunk != LH_CHUNK_NONE)
             slab_clear(engine, &engine->slabs[i]);
     }
+    lh_defer_step_over(engine);
     step_forget(engine);
 }
 

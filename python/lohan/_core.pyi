@@ -52,7 +52,7 @@ class Engine:
         io_depth: int,
         transfer_bytes: int,
         commit_every: int,
-        serial: bool,
+        schedule: int,
         verify: bool,
         trace_count: int,
     ) -> Engine: ...

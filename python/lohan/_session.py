@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan._block import BYTES_CODE, DTYPE_CODES, Layout
+from lohan._block import DTYPE_CODES, Layout
 from lohan._optim import Hyper, check_hyper, hyper_of
 from lohan._stats import StepStats
-from lohan._store import Extents
+from lohan._store import Extents, unit_tuples
 from lohan._tensor import (
     SavedTensors,
     UseFinder,
@@ -31,7 +31,7 @@ from lohan._tensor import (
     in_backward,
     nan_array,
 )
-from lohan.config import Config
+from lohan.config import SCHEDULES, SCHEDULES_AT_STEP, Config
 from lohan.errors import (
     HollowParameterError,
     HyperParameterError,
@@ -45,36 +45,6 @@ from lohan.errors import (
 
 if TYPE_CHECKING:
     from lohan._optim import Optimizer
-
-# Messages, requests, event lists, and what the arena is rounded up by: small against everything
-# else, so a flat reserve. Tables of a long model, and a timeline that is asked for, come on top.
-BOOKKEEPING_BYTES = 7 << 20
-BOOKKEEPING_UNIT_BYTES = 4 << 10
-TRACE_EVENT_BYTES = 40
-
-
-def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
-    """Units as _core.Engine takes them."""
-    tuples = []
-    for index, (unit, places) in enumerate(zip(layout.units, extents.units, strict=True)):
-        first = unit.params[0].index
-        code = DTYPE_CODES.get(unit.dtype, BYTES_CODE) if unit.trainable else BYTES_CODE
-        tuples.append(
-            (
-                unit.nbytes,
-                unit.elements,
-                code,
-                int(unit.always),
-                first,
-                len(unit.params),
-                places.param,
-                places.residual,
-                places.moment1,
-                places.moment2,
-                index,
-            )
-        )
-    return tuples
 
 
 class Session:
@@ -127,7 +97,7 @@ class Session:
             io_depth=config.io_depth,
             transfer_bytes=config.transfer_bytes,
             commit_every=1 if commit == "auto" else 0 if commit == "never" else int(commit),
-            serial=config.schedule == "serial",
+            schedule=SCHEDULES.index(config.schedule),
             verify=config.verify,
             trace_count=min(config.trace_events, _core.TRACE_COUNT_MAX),
         )
@@ -371,7 +341,9 @@ class Session:
 
     def _on_gradient(self) -> None:
         """The first gradient of a step: what the groups say now is what the updates use."""
-        hypers = [hyper_of(group) for group in self._groups]
+        self._hyper_set([hyper_of(group) for group in self._groups])
+
+    def _hyper_set(self, hypers: list[Hyper]) -> None:
         for index, hyper in enumerate(hypers):
             check_hyper(hyper)
             self._engine.hyper(index, *hyper)
@@ -413,7 +385,9 @@ class Session:
             self._backward = "none"
             return
         now = [hyper_of(group) for group in self._groups]
-        if now != self._hyper:
+        if self.config.schedule in SCHEDULES_AT_STEP:
+            self._hyper_set(now)
+        elif now != self._hyper:
             raise HyperParameterError(
                 f"hyper-parameters changed between backward and step(), from {self._hyper} to"
                 f" {now}: updates ran with the first. Change them after step() or before backward"
@@ -422,6 +396,8 @@ class Session:
         self._hide_hollow_gradients()
         self._engine.close_step(self._scalars())
         self._backward = "none"
+        if self.config.schedule == "serial":
+            self._engine.flush(False)
 
     def _scalars(self) -> bytes:
         """What a commit carries besides tensors."""

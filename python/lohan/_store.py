@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lohan import _core
-from lohan._block import Layout, Unit
+from lohan._block import BYTES_CODE, DTYPE_CODES, Layout, Unit
 from lohan._tensor import nbytes_of
 from lohan.config import Config
 from lohan.errors import StoreError, StoreMismatchError, StoreUncleanError, store_error
@@ -29,6 +29,30 @@ class UnitExtents:
     residual: int = -1
     moment1: int = -1
     moment2: int = -1
+
+
+def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
+    """Units as _core.Engine takes them."""
+    tuples = []
+    for index, (unit, places) in enumerate(zip(layout.units, extents.units, strict=True)):
+        first = unit.params[0].index
+        code = DTYPE_CODES.get(unit.dtype, BYTES_CODE) if unit.trainable else BYTES_CODE
+        tuples.append(
+            (
+                unit.nbytes,
+                unit.elements,
+                code,
+                int(unit.always),
+                first,
+                len(unit.params),
+                places.param,
+                places.residual,
+                places.moment1,
+                places.moment2,
+                index,
+            )
+        )
+    return tuples
 
 
 @dataclasses.dataclass

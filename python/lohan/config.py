@@ -5,6 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+# In the order of the core's enum lh_engine_schedule.
+SCHEDULES = ("optimized", "serial", "naive", "deferred")
+# Of these, no update runs before step().
+SCHEDULES_AT_STEP = ("serial", "deferred")
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -25,7 +30,10 @@ class Config:
         transfer_bytes: largest I/O request, in bytes, a multiple of 1 MiB.
         commit_every: steps between commits; "auto" (each step, as long as every state is written
             each step anyway) or "never" (one slot: half the space, no crash safety).
-        schedule: "optimized": updates overlap with backward; "serial": they start at `step()`.
+        schedule: when updates run, with the same numbers: "optimized": as gradients arrive, reads,
+            arithmetic and writes overlapped (LoHan IV-C); "naive": as they arrive, but one chunk
+            after another; "deferred": each just ahead of its block's next forward; "serial": in
+            `step()`, which waits for them.
         verify: check the checksums of everything that is read.
         trace_events: events of the timeline that are kept; 0: none.
         allow_buffered: go on without O_DIRECT where the file system refuses it.
@@ -39,7 +47,7 @@ class Config:
     io_depth: int = 16
     transfer_bytes: int = 4 << 20
     commit_every: int | Literal["auto", "never"] = "auto"
-    schedule: Literal["optimized", "serial"] = "optimized"
+    schedule: Literal["optimized", "serial", "naive", "deferred"] = "optimized"
     verify: bool = True
     trace_events: int = 0
     allow_buffered: bool = True

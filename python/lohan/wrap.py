@@ -23,14 +23,8 @@ from lohan import _core, _store, _weights
 from lohan._block import Layout, make_layout
 from lohan._guard import Guard
 from lohan._optim import DEFAULTS, Optimizer
-from lohan._session import (
-    BOOKKEEPING_BYTES,
-    BOOKKEEPING_UNIT_BYTES,
-    TRACE_EVENT_BYTES,
-    Session,
-    unit_tuples,
-)
-from lohan.config import Config
+from lohan._session import Session
+from lohan.config import SCHEDULES, Config
 from lohan.errors import (
     BudgetError,
     ModelError,
@@ -40,6 +34,12 @@ from lohan.errors import (
 )
 
 PathLike = str | os.PathLike[str]
+
+# Messages, requests, event lists, and what the arena is rounded up by: small against everything
+# else, so a flat reserve. Tables of a long model, and a timeline that is asked for, come on top.
+BOOKKEEPING_BYTES = 7 << 20
+BOOKKEEPING_UNIT_BYTES = 4 << 10
+TRACE_EVENT_BYTES = 40
 
 _RANGES = {
     "host_bytes": (1, 1 << 60),
@@ -339,8 +339,8 @@ def _check_config(config: Config) -> None:
         raise ModelError(f"commit_every {every!r}: 'auto', 'never' or a number of steps from 1")
     if config.io not in ("auto", "io_uring", "libaio", "threads"):
         raise ModelError(f"io {config.io!r}: 'auto', 'io_uring', 'libaio' or 'threads'")
-    if config.schedule not in ("optimized", "serial"):
-        raise ModelError(f"schedule {config.schedule!r}: 'optimized' or 'serial'")
+    if config.schedule not in SCHEDULES:
+        raise ModelError(f"schedule {config.schedule!r}: one of {', '.join(SCHEDULES)}")
     for name, (least, most) in _RANGES.items():
         value = getattr(config, name)
         if value is not None and not (isinstance(value, int) and least <= value <= most):
@@ -380,7 +380,7 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     tied = _tied_gradient_bytes(layout)
     units = [
         (described, unit.gradient_bytes + (tied if unit.trainable else 0))
-        for described, unit in zip(unit_tuples(layout, extents), layout.units, strict=True)
+        for described, unit in zip(_store.unit_tuples(layout, extents), layout.units, strict=True)
     ]
 
     def raiser(code: int, message: str, is_rule: bool) -> Exception:

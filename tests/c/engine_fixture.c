@@ -224,7 +224,7 @@ struct lh_engine_opts rig_engine_opts(struct rig *rig)
         .io_depth = 3,
         .transfer_bytes = LH_MIB,
         .commit_every = rig->opts.commit_every,
-        .serial = rig->opts.serial,
+        .schedule = rig->opts.schedule,
         .verify = !rig->opts.skip_verify,
         .trace_count = 16,
     };

@@ -23,8 +23,8 @@
 struct rig_opts {
     bool large;        /* the last unit has more than one chunk */
     bool least_memory; /* the minimum; else all that is of use */
-    bool serial;       /* updates start at close */
-    bool skip_verify;  /* checksums are not checked */
+    enum lh_engine_schedule schedule;
+    bool skip_verify; /* checksums are not checked */
     uint64_t commit_every;
     uint32_t directory_count;
     bool in_memory; /* on tmpfs, where a sync is free: for many rounds */

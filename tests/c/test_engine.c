@@ -314,6 +314,23 @@ static void test_allocations(void)
     rig_unmake(&rig);
 }
 
+static void test_equal_schedules(void)
+{
+    static const char *const names[LH_ENGINE_SCHEDULE_COUNT] = {"optimized", "serial", "naive",
+                                                                "deferred", "auto"};
+
+    for (int schedule = 0; schedule < LH_ENGINE_SCHEDULE_COUNT; schedule++) {
+        for (int least = 0; least < 2; least++) {
+            struct rig_opts opts = {.large = true,
+                                    .least_memory = least != 0,
+                                    .schedule = (enum lh_engine_schedule)schedule,
+                                    .commit_every = 1};
+
+            test_equal(names[schedule], opts, 4);
+        }
+    }
+}
+
 int main(void)
 {
     test_equal("all memory", (struct rig_opts){.commit_every = 1}, 10);
@@ -321,7 +338,7 @@ int main(void)
     test_equal("two directories, a commit in three steps",
                (struct rig_opts){.least_memory = true, .commit_every = 3, .directory_count = 2},
                10);
-    test_equal("updates at close", (struct rig_opts){.serial = true, .commit_every = 1}, 6);
+    test_equal_schedules();
     test_equal("several chunks", (struct rig_opts){.large = true, .commit_every = 1}, 3);
     test_equal("several chunks, least memory",
                (struct rig_opts){.large = true, .least_memory = true, .commit_every = 1}, 3);

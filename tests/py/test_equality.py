@@ -13,6 +13,7 @@ import lohan
 import pytest
 import torch
 import train_helper as helper
+from lohan.config import SCHEDULES
 from torch import nn
 
 STEPS = range(5)
@@ -44,7 +45,7 @@ DIMENSIONS: tuple[tuple[Any, ...], ...] = (
     (1, 3),
     ("io_uring", "libaio", "threads"),
     (1, 2, 3),
-    ("optimized", "serial"),
+    SCHEDULES,
     (1, 3, "never"),
 )
 
@@ -143,7 +144,7 @@ def test_losses_and_parameters_are_the_same_bits_in_every_setting(
     check(setting, store_dir)
 
 
-@pytest.mark.parametrize("schedule", ["optimized", "serial"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("budget", ["minimal", "middle"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_units_of_several_chunks_streamed_through_few_slabs_give_the_same_bits(
