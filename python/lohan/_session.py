@@ -101,7 +101,11 @@ class Session:
             verify=config.verify,
             trace_count=min(config.trace_events, _core.TRACE_COUNT_MAX),
         )
-        self._bind()
+        try:
+            self._bind()
+        except BaseException:
+            self._engine.close()
+            raise
         self._saved = SavedTensors(self._engine.pack, self._engine.unpack)
         self._set_callbacks()
         self._forward_depth = 0

@@ -68,8 +68,7 @@ def _replace(model: nn.Module, layout: Layout) -> None:
     for param in layout.params:
         old = param.tensor
         if old.is_meta:
-            data = torch.empty(1, dtype=old.dtype).expand(old.shape)
-            made[id(old)] = nn.Parameter(data, requires_grad=old.requires_grad)
+            made[id(old)] = nn.Parameter(_no_storage(old), requires_grad=old.requires_grad)
             param.tensor = made[id(old)]
     if not made:
         return
@@ -92,7 +91,7 @@ def fill(
     weights: PathLike | None,
     init: str | Callable[[nn.Module], None] | None,
 ) -> None:
-    """Write every parameter to a new store and commit it as step 0.
+    """Write every parameter to a new store and commit it as step 0; see drop().
 
     Raises:
         ModelError: a parameter gets no value, or a module has no initialisation of its own.
@@ -112,9 +111,23 @@ def fill(
         for param in layout.params:
             _write(layout, extents, store, param, param.tensor)
     store.commit(0, b"")
-    for param in layout.params:  # not before: a write that fails must not cost the only copy
+
+
+def drop(layout: Layout) -> None:
+    """Let go of the values in memory: the store has them."""
+    for param in layout.params:
         param.tensor.data = _no_storage(param.tensor)
     _give_back()
+
+
+def recover(layout: Layout, extents: Extents, store: _core.Store) -> None:
+    """Read every parameter back into memory, in its own dtype."""
+    for param in layout.params:
+        unit = layout.units[param.unit]
+        values = torch.empty(param.tensor.shape, dtype=unit.dtype)
+        offset = param.first * unit.dtype.itemsize if unit.trainable else param.first
+        store.read(extents.units[param.unit].param, offset, values.data_ptr(), nbytes_of(values))
+        param.tensor.data = values
 
 
 def _give_back() -> None:
@@ -130,7 +143,7 @@ def _give_back() -> None:
 
 def _no_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The same shape without the memory; it becomes hollow when the session begins."""
-    return torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
+    return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def _write(

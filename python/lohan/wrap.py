@@ -161,6 +161,7 @@ class _Opening:
     ) -> Session:
         """Fill a new store, or compare an old one, and start the engine."""
         is_filled = resume
+        was_in_memory = not any(p.tensor.is_meta for p in self.layout.params)
         session: Session | None = None
         try:
             if resume:
@@ -169,6 +170,7 @@ class _Opening:
             else:
                 _weights.fill(self.model, self.layout, extents, store, weights, init)
                 is_filled = True
+                _weights.drop(self.layout)  # not before: a failure must not cost the only copy
             session = Session(
                 self.layout,
                 extents,
@@ -188,6 +190,8 @@ class _Opening:
             if session is not None:
                 _close_quietly(session)
             else:
+                if is_filled and not resume and was_in_memory:
+                    _weights.recover(self.layout, extents, store)
                 store.close()
             if not is_filled and not temporary:
                 _store.remove(directories)

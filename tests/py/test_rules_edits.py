@@ -1,0 +1,108 @@
+"""What users do to parameters, gradients and groups from outside: exact, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lohan
+import pytest
+import torch
+from lohan import _session
+from rules_helper import (
+    Stack,
+    Workshop,
+    assert_same_state,
+    build,
+    square_loss,
+    train_step,
+    workshop,
+)
+from torch import nn
+
+__all__ = ["workshop"]
+
+
+# --- Wrapping ------------------------------------------------------------------------------------
+
+
+class Scaled(Stack):
+    """A learned factor without dimensions, as CLIP's logit_scale, and one that is never trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.shift = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+        self.inner = nn.ModuleList(nn.PReLU() for _ in range(2))
+        for layer in self.inner:
+            layer.weight = nn.Parameter(torch.tensor(0.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x) * self.scale.exp() + self.shift
+        for layer in self.inner:
+            y = y * layer.weight + y.tanh()
+        return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_without_dimensions_is_trained_as_any_other(
+    dtype: torch.dtype, workshop: Workshop
+) -> None:
+    def flat() -> nn.Module:
+        """The same model, each scalar with one dimension of size one."""
+        model = Scaled().to(dtype)
+        model.scale = nn.Parameter(model.scale.detach().reshape(1))
+        for layer in model.inner:
+            layer.weight = nn.Parameter(layer.weight.detach().reshape(1))
+        return model
+
+    model = workshop.follow(lambda: Scaled().to(dtype))
+    state = model.state_dict()
+    assert state["scale"].shape == () and state["scale"] != torch.tensor(2.0, dtype=dtype)
+    expected = workshop.train(range(3), flat, host_bytes="minimal")
+    assert_same_state({n: v.reshape(expected[n].shape) for n, v in state.items()}, expected)
+    assert dict(model.named_parameters())["scale"].dim() == 0
+
+
+def test_a_parameter_without_dimensions_is_made_by_init_and_resumed(workshop: Workshop) -> None:
+    def fill(module: nn.Module) -> None:
+        for tensor in module._parameters.values():
+            assert tensor is not None
+            nn.init.constant_(tensor, 0.5)
+
+    with lohan.empty():
+        model = Scaled()
+    model = workshop.wrap(model, init=fill)
+    train_step(model, 0)
+    state = dict(model.state_dict())
+    assert state["scale"].shape == () and state["shift"] == 0.5
+    model.lohan.close()
+    with lohan.empty():
+        again = Scaled()
+    again = lohan.wrap(again, store=workshop.folder / "store0", resume=True, weights="unused")
+    workshop.made.append(again)
+    assert_same_state(again.state_dict(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", ["named", "temporary"])
+def test_a_wrap_that_fails_leaves_the_model_its_values(
+    place: str, dtype: torch.dtype, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(*args: Any) -> None:
+        raise MemoryError("planned")
+
+    store = workshop.folder / "failing" if place == "named" else None
+    model = build(Scaled).to(dtype)
+    model.blocks[2].requires_grad_(False)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    for name in ("hollow", "nan_array", "unit_tuples"):
+        monkeypatch.setattr(_session, name, planned)
+        with pytest.raises(MemoryError, match="planned") as failed:
+            lohan.wrap(model, store=store)
+        assert store is None or "resume=True" in failed.value.__notes__[0]
+        monkeypatch.undo()
+        assert_same_state(model.state_dict(), expected)
+        if store is not None:
+            (store / "lohan.data").unlink()
+    square_loss(model, 0).backward()
+    assert model.scale.grad is not None
