@@ -186,6 +186,10 @@ class Session:
         self._optimizer = optimizer
         optimizer.attach(self)
 
+    def param_names(self) -> dict[int, str]:
+        """The name of each parameter, by the id of its tensor."""
+        return {id(p.tensor): p.name for p in self.layout.params}
+
     @property
     def _groups(self) -> list[dict[str, Any]]:
         """The groups of now: load_state_dict() of an optimizer makes new ones."""

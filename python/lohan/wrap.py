@@ -224,6 +224,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     session.commit()
     values = [session.value(p.index) for p in session.layout.params]
     session.close()
+    _sessions.discard(session)
     session.unhook()
     guard.remove()
     for param, value in zip(session.layout.params, values, strict=True):
@@ -274,7 +275,7 @@ def _refuse_other_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs:
     if isinstance(optimizer, Optimizer):
         return
     for session in _sessions:
-        names = {} if session.closed else {id(p.tensor): p.name for p in session.layout.params}
+        names = {} if session.closed else session.param_names()
         for param in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
             if id(param) in names:
                 raise OffloadedGradientError(
@@ -303,12 +304,25 @@ def _check_model(model: Any, weights: Any, init: Any) -> None:
         raise UnsupportedError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: lohan trains on one process"
         )
+    _check_not_held(model)
     count = 0
     for name, param in model.named_parameters():
         count += param.numel() > 0
         _check_param(name, param, weights is not None or init is not None)
     if count == 0:
         raise ModelError(f"{type(model).__name__} has no parameters")
+
+
+def _check_not_held(model: nn.Module) -> None:
+    """Refuse what another session has, a closed one too: its parameters are hollow."""
+    for session in _sessions:
+        names = session.param_names()
+        for name, param in nn.Module.named_parameters(model):
+            if id(param) in names:
+                raise UnsupportedError(
+                    f"parameter {name!r} is {names[id(param)]!r} of a model that is wrapped"
+                    " already: lohan.unwrap() that one first, or wrap the model that has them all"
+                )
 
 
 def _check_param(name: str, param: nn.Parameter, is_filled: bool) -> None:

@@ -8,6 +8,7 @@ import lohan
 import pytest
 import torch
 from lohan import _session
+from lohan.errors import UnsupportedError
 from rules_helper import (
     Stack,
     Workshop,
@@ -106,3 +107,57 @@ def test_a_wrap_that_fails_leaves_the_model_its_values(
             (store / "lohan.data").unlink()
     square_loss(model, 0).backward()
     assert model.scale.grad is not None
+
+
+class Pair(nn.Module):
+    """A model around others."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.first(x) + self.second(x)
+        return y
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_what_is_partly_wrapped_is_not_wrapped_again(is_closed: bool, workshop: Workshop) -> None:
+    model = build()
+    parent = Pair(model, build())
+    workshop.wrap(model)
+    train_step(model, 0)
+    if is_closed:
+        model.lohan.close()
+    other = build()
+    other.head = model.head
+    tied = build()
+    tied.blocks[1].up.weight = model.blocks[2].up.weight
+    for again in (model.blocks[0], parent, other, tied):
+        with pytest.raises(UnsupportedError, match=r"wrapped already: lohan\.unwrap"):
+            lohan.wrap(again, store=workshop.folder / "again")
+    assert not (workshop.folder / "again").exists()
+    if not is_closed:
+        train_step(model, 1)
+        assert_same_state(model.state_dict(), workshop.train(range(2)))
+
+
+def test_what_was_unwrapped_may_be_part_of_another_model(workshop: Workshop) -> None:
+    model = workshop.wrap(build())
+    session = model.lohan  # whoever holds it must not keep the parameters from others
+    lohan.unwrap(model)
+    workshop.made.clear()
+    pair = lohan.wrap(Pair(model, build()), store=workshop.folder / "pair")
+    workshop.made.append(pair)
+    train_step(pair, 0)
+    assert session.closed and pair.state_dict()["first.head.weight"].isfinite().all()
+
+
+def test_the_parts_of_a_wrapped_model_go_with_it(workshop: Workshop) -> None:
+    """A module that outlives its wrapped model is hollow: it is refused, not stored as NaN."""
+    model = workshop.wrap(build())
+    block = model.blocks[0]
+    workshop.made.clear()
+    del model
+    with pytest.raises(UnsupportedError, match="wrapped already"):
+        lohan.wrap(block, store=workshop.folder / "again")
