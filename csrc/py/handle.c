@@ -4,8 +4,8 @@
  * pack is called for every tensor that an operation saves. One that lies in a bound unit becomes a
  * handle (parameter, sizes, strides, offset): autograd then holds no lend, and the unit may leave
  * memory until backward. Under autocast the cast of a bound parameter becomes a handle that casts
- * again. Anything else is an activation and stays. unpack makes the unit resident and lends that
- * view of it.
+ * again. Anything else is an activation and stays, without its history. unpack makes the unit
+ * resident and lends that view of it.
  */
 #include <string.h>
 
@@ -149,6 +149,27 @@ static uint32_t cast_find(const struct lhpy_engine *self, const struct lhpy_dl_t
     return self->param_count;
 }
 
+/*
+ * An activation stays as it is, without its history: an operation that saves its own output would
+ * own it through what pack returns, and the output owns the operation. Nothing frees such a graph
+ * that is never run backward. autograd puts the history back when it unpacks.
+ */
+static PyObject *activation_keep(PyObject *tensor)
+{
+    static PyObject *is_leaf, *detach; /* for ever */
+    if (!is_leaf)
+        is_leaf = PyUnicode_InternFromString("is_leaf");
+    if (!detach)
+        detach = PyUnicode_InternFromString("detach");
+    PyObject *flag = is_leaf && detach ? PyObject_GetAttr(tensor, is_leaf) : NULL;
+    if (!flag)
+        return NULL;
+    Py_DECREF(flag);
+    if (flag == Py_True)
+        return Py_NewRef(tensor);
+    return PyObject_CallMethodObjArgs(tensor, detach, NULL);
+}
+
 PyObject *lhpy_engine_pack(PyObject *object, PyObject *tensor)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
@@ -156,10 +177,10 @@ PyObject *lhpy_engine_pack(PyObject *object, PyObject *tensor)
     if (!self->io || lhpy_tensor_read(tensor, &view) < 0) {
         /* Something that DLPack cannot describe is none of ours. */
         PyErr_Clear();
-        return Py_NewRef(tensor);
+        return activation_keep(tensor);
     }
     if (view.device_type != LHPY_DL_DEVICE_CPU || !view.data)
-        return Py_NewRef(tensor);
+        return activation_keep(tensor);
     for (uint32_t i = 0; i < self->bound_unit_count; i++) {
         uint32_t unit = self->bound_units[i];
         const uint8_t *base = lh_engine_address(self->core->engine, unit);
@@ -168,7 +189,7 @@ PyObject *lhpy_engine_pack(PyObject *object, PyObject *tensor)
             continue;
         uint32_t param = param_find(self, unit, offset);
         if (memcmp(&view.dtype, &self->params[param].dtype, sizeof(view.dtype)) != 0)
-            return Py_NewRef(tensor); /* a reinterpreted view: its storage keeps the unit here */
+            return activation_keep(tensor); /* a reinterpreted view: its storage keeps the unit */
         return handle_new(self, param, offset - self->params[param].byte_offset, &view,
                           (struct lhpy_dl_type){0});
     }
@@ -181,7 +202,7 @@ PyObject *lhpy_engine_pack(PyObject *object, PyObject *tensor)
         if (param < self->param_count)
             return handle_new(self, param, 0, &view, cast);
     }
-    return Py_NewRef(tensor);
+    return activation_keep(tensor);
 }
 
 /* The whole parameter, lent, cast and seen with the handle's sizes and strides. */

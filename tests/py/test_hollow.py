@@ -1,0 +1,87 @@
+"""What happens to parameters, and to what autograd saves, outside the forward that owns them."""
+
+from __future__ import annotations
+
+import gc
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rules_helper import WIDTH, Workshop, build, vectors, workshop
+from torch import nn
+
+__all__ = ["workshop"]
+
+
+def resident_bytes() -> int:
+    """Main memory of this process now."""
+    fields = pathlib.Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * 4096
+
+
+class Activated(nn.Module):
+    """A linear layer and an operation that may save its own output."""
+
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.activation(self.inner(x))
+        return y
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "softmax": lambda y: torch.softmax(y, -1),
+    "none": lambda y: y,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_graph_that_is_never_run_backward_dies_with_its_output(
+    workshop: Workshop, name: str
+) -> None:
+    model = workshop.wrap(build(lambda: Activated(ACTIVATIONS[name])))
+    batch = torch.randn(20000, WIDTH)
+    before = 0
+    for turn in range(12):
+        y = model(batch)
+        del y
+        assert model.lohan.status()["handles"] == 0
+        if turn == 3:
+            before = resident_bytes()
+    # One output has 2.4 MiB; eight leaked graphs would have 20 and more.
+    assert resident_bytes() - before < 10 << 20
+
+
+def test_the_graph_of_a_forward_that_died_is_freed(workshop: Workshop) -> None:
+    model = workshop.wrap(build())
+
+    def die(module: nn.Module, args: Any) -> None:
+        raise KeyError("on purpose")
+
+    handle = model.head.register_forward_pre_hook(die)
+    for _ in range(3):
+        with pytest.raises(KeyError, match="on purpose"):
+            model(vectors(0))
+    handle.remove()
+    gc.collect()  # the tracebacks that pytest keeps hold the frames
+    assert model.lohan.status()["handles"] == 0
+
+
+def test_a_second_derivative_through_saved_outputs_is_the_plain_ones(workshop: Workshop) -> None:
+    def second(model: nn.Module) -> torch.Tensor:
+        x = vectors(0).requires_grad_()
+        y = torch.softmax(model(x), -1).square().sum()
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        (found,) = torch.autograd.grad(first.square().sum(), x)
+        return found
+
+    expected = second(build().requires_grad_(False))
+    model = workshop.wrap(build().requires_grad_(False))
+    assert torch.equal(second(model), expected)
