@@ -2,10 +2,11 @@
  * The update with AVX2 and FMA, and the one that takes checksums on the way. Built as adam_avx512.c
  * is, which says more. An iteration takes 16 elements, a whole register of each 2-byte array.
  *
- * What is written is folded in registers ([Note: folds] in adam_kernels.h); what is read goes through
- * the crc32 instruction. Of seven carry-less chains the products alone took a Zen 4 core longer than
- * memory (0.76 of its bandwidth for bf16); so they have four, and integer units that idled the rest
- * (0.88). What is written cannot go the same way: its 8-byte loads wait for 32-byte stores (0.50).
+ * What is written is folded in registers ([Note: folds] in adam_kernels.h); what is read goes
+ * through the crc32 instruction. Of seven carry-less chains the products alone took a Zen 4 core
+ * longer than memory (0.76 of its bandwidth for bf16); so they have four, and integer units that
+ * idled the rest (0.88). What is written cannot go the same way: its 8-byte loads wait for 32-byte
+ * stores (0.50).
  */
 #if defined(__x86_64__)
 

@@ -8,11 +8,11 @@
 #include "compute/adam.h"
 
 /*
- * [Note: folds] A checksum is taken while the bytes are in registers: each register w of a stream is
- * folded into a state of its n bits, state = state * x^n + w (modulo the CRC's polynomial), which
- * from state 0 leaves n bits with the remainder of the whole stream. Seven carry-less chains cost an
- * iteration less than its square root and division, where a second pass over a tile in cache would
- * add all of its time.
+ * [Note: folds] A checksum is taken while the bytes are in registers: each register w of a stream
+ * is folded into a state of its n bits, state = state * x^n + w (modulo the CRC's polynomial),
+ * which from state 0 leaves n bits with the remainder of the whole stream. Seven carry-less chains
+ * cost an iteration less than its square root and division, where a second pass over a tile in
+ * cache would add all of its time.
  */
 
 /* What every kernel writes for a NaN: quiet, positive, no payload. */

@@ -13,7 +13,9 @@ struct needs {
     uint64_t elements_max;
     uint64_t gradient_bytes_max;
     uint64_t trainable_bytes_max;
-    uint32_t state_bytes_per_element_max;
+    uint64_t waiting_bytes;        /* all gradients that wait for the close */
+    uint64_t waiting_memory_bytes; /* of these, what cannot wait on SSD */
+    uint32_t slab_bytes_per_element;
 };
 
 static struct needs needs_sum(const struct lh_budget_unit *units, uint32_t unit_count)
@@ -26,8 +28,15 @@ static struct needs needs_sum(const struct lh_budget_unit *units, uint32_t unit_
         needs.gradient_bytes_max = lh_max_u64(needs.gradient_bytes_max, unit->gradient_bytes);
         if (unit->elements > 0)
             needs.trainable_bytes_max = lh_max_u64(needs.trainable_bytes_max, unit->bytes);
-        if (unit->state_bytes_per_element > needs.state_bytes_per_element_max)
-            needs.state_bytes_per_element_max = unit->state_bytes_per_element;
+        uint64_t waiting_bytes = unit->elements * unit->waiting_bytes_per_element;
+        uint32_t slab_element_bytes = unit->state_bytes_per_element;
+        needs.waiting_bytes += waiting_bytes;
+        if (unit->waits_in_memory)
+            needs.waiting_memory_bytes += waiting_bytes;
+        else
+            slab_element_bytes += unit->waiting_bytes_per_element;
+        if (slab_element_bytes > needs.slab_bytes_per_element)
+            needs.slab_bytes_per_element = slab_element_bytes;
         if (unit->always) {
             needs.always_bytes += unit->bytes;
         } else if (unit->bytes > needs.largest_bytes) {
@@ -65,10 +74,11 @@ static void parts_start(struct lh_budget *budget, const struct needs *needs,
 {
     uint64_t region = needs->always_bytes + needs->largest_bytes + 2 * needs->second_bytes;
     budget->region_bytes = lh_min_u64(region, needs->all_bytes);
-    budget->gradient_bytes = needs->gradient_bytes_max;
+    budget->gradient_waiting_bytes = needs->waiting_memory_bytes;
+    budget->gradient_bytes = needs->gradient_bytes_max + needs->waiting_memory_bytes;
     budget->bookkeeping_bytes = bookkeeping_bytes;
     budget->slab_bytes =
-        lh_align_up(budget->chunk_elements * needs->state_bytes_per_element_max, LH_BLOCK_BYTES);
+        lh_align_up(budget->chunk_elements * needs->slab_bytes_per_element, LH_BLOCK_BYTES);
     uint32_t slabs = budget->slab_bytes ? LH_BUDGET_SLAB_COUNT_MIN : 0;
     budget->slab_count = budget->chunk_count < slabs ? budget->chunk_count : slabs;
     budget->host_bytes_min = budget->region_bytes + budget->slab_count * budget->slab_bytes +
@@ -85,8 +95,8 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
     budget->chunk_count = chunk_count_sum(units, unit_count, budget->chunk_elements);
     parts_start(budget, &needs, bookkeeping_bytes);
     budget->host_bytes_full = needs.all_bytes + budget->chunk_count * budget->slab_bytes +
-                              budget->gradient_bytes + needs.trainable_bytes_max +
-                              budget->bookkeeping_bytes;
+                              needs.gradient_bytes_max + needs.waiting_bytes +
+                              needs.trainable_bytes_max + budget->bookkeeping_bytes;
     if (host_bytes < budget->host_bytes_min)
         return lh_error_set(
             err, -ENOSPC,
@@ -103,6 +113,10 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
     uint32_t pipeline = LH_BUDGET_SLAB_COUNT_PIPELINE;
     spare =
         slabs_grow(budget, spare, pipeline < budget->chunk_count ? pipeline : budget->chunk_count);
+    uint64_t waiting_more = lh_min_u64(spare, needs.waiting_bytes - needs.waiting_memory_bytes);
+    budget->gradient_waiting_bytes += waiting_more;
+    budget->gradient_bytes += waiting_more;
+    spare -= waiting_more;
     uint64_t region_more =
         lh_min_u64(spare, needs.all_bytes - budget->region_bytes) / LH_BLOCK_BYTES * LH_BLOCK_BYTES;
     budget->region_bytes += region_more;

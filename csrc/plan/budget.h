@@ -3,13 +3,17 @@
  *
  *      host_bytes = parameters region | slabs (R, M, V of chunks) | gradients | bookkeeping
  *
+ * Where updates wait for the step's close, gradients wait with them: in memory as far as there is
+ * room, the others on SSD; an update reads those into its slab, which is larger for that.
+ *
  * The minimum that works: in the region every unit that is always there and the two largest others,
  * with room for one more of the second kind so that holes between them do not block; three slabs
  * (one read, one computed, one written); the gradients of the largest unit, which autograd keeps
  * until the unit can be updated. What is left goes, in this order, to the gradients of a second
- * unit (else backward waits for each update), to slabs up to a full pipeline, to parameters (a
- * resident byte of P16 saves two bytes of traffic a step), to slabs that keep their chunk (one byte
- * a byte), and to nothing: what is not needed is not taken.
+ * unit (else backward waits for each update), to slabs up to a full pipeline, to gradients that
+ * wait (a byte saves two of traffic), to parameters (a resident byte of P16 saves two bytes of
+ * traffic a step), to slabs that keep their chunk (one byte a byte), and to nothing: what is not
+ * needed is not taken.
  *
  * Pure; includes base only.
  * Source: LoHan IV-D (main memory as what the plan divides), Fuyou 4.4.
@@ -35,6 +39,9 @@ struct lh_budget_unit {
     /* In memory while backward is in this unit: its own, and what autograd holds. 0: frozen. */
     uint64_t gradient_bytes;
     uint32_t state_bytes_per_element; /* R + M + V: 10 (bf16), 8 (fp32), 0 (frozen) */
+    /* Of gradients that wait for the close; 0: none do. */
+    uint32_t waiting_bytes_per_element;
+    bool waits_in_memory; /* they cannot wait on SSD */
     bool always;
 };
 
@@ -47,7 +54,8 @@ struct lh_budget {
     uint32_t chunk_count;      /* of all units */
     uint32_t kept_chunk_count; /* chunks that keep their slab: never read again */
     uint64_t gradient_bytes;
-    uint64_t gradient_ahead_bytes; /* of these, for updates under way while backward goes on */
+    uint64_t gradient_ahead_bytes;   /* of these, for updates under way while backward goes on */
+    uint64_t gradient_waiting_bytes; /* and for gradients that wait for the close */
     uint64_t bookkeeping_bytes;
     uint64_t host_bytes_min;  /* the least that works for this model */
     uint64_t host_bytes_full; /* more than this is of no use */

@@ -103,7 +103,8 @@ static int params_parse(struct lhpy_engine *self, PyObject *list)
     return 0;
 }
 
-static struct lh_budget_unit budget_unit(const struct lh_engine_unit *unit, uint64_t gradient_bytes)
+static struct lh_budget_unit budget_unit(const struct lh_engine_unit *unit, uint64_t gradient_bytes,
+                                         bool is_waiting, bool waits_in_memory)
 {
     bool has_residual = unit->residual_extent != LH_ENGINE_EXTENT_NONE;
     return (struct lh_budget_unit){
@@ -111,20 +112,24 @@ static struct lh_budget_unit budget_unit(const struct lh_engine_unit *unit, uint
         .elements = unit->elements,
         .gradient_bytes = gradient_bytes,
         .state_bytes_per_element = unit->elements == 0 ? 0 : (has_residual ? 10 : 8),
+        .waiting_bytes_per_element =
+            is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(unit->dtype) : 0,
+        .waits_in_memory = waits_in_memory,
         .always = unit->always,
     };
 }
 
 static PyObject *budget_dict(const struct lh_budget *budget)
 {
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:I,s:I,s:I,s:K,s:K,s:K,s:K,s:K}", "host_bytes",
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:I,s:I,s:I,s:K,s:K,s:K,s:K,s:K,s:K}", "host_bytes",
                          budget->host_bytes, "region_bytes", budget->region_bytes, "chunk_elements",
                          budget->chunk_elements, "slab_bytes", budget->slab_bytes, "slab_count",
                          budget->slab_count, "chunk_count", budget->chunk_count, "kept_chunk_count",
                          budget->kept_chunk_count, "gradient_bytes", budget->gradient_bytes,
-                         "gradient_ahead_bytes", budget->gradient_ahead_bytes, "bookkeeping_bytes",
-                         budget->bookkeeping_bytes, "host_bytes_min", budget->host_bytes_min,
-                         "host_bytes_full", budget->host_bytes_full);
+                         "gradient_ahead_bytes", budget->gradient_ahead_bytes,
+                         "gradient_waiting_bytes", budget->gradient_waiting_bytes,
+                         "bookkeeping_bytes", budget->bookkeeping_bytes, "host_bytes_min",
+                         budget->host_bytes_min, "host_bytes_full", budget->host_bytes_full);
 }
 
 PyObject *lhpy_budget(PyObject *module, PyObject *args)
@@ -133,7 +138,10 @@ PyObject *lhpy_budget(PyObject *module, PyObject *args)
     PyObject *list = NULL;
     PyObject *raiser = NULL;
     unsigned long long host_bytes, bookkeeping;
-    if (!PyArg_ParseTuple(args, "O!KKO", &PyList_Type, &list, &host_bytes, &bookkeeping, &raiser))
+    int is_waiting = 0;
+    int waits_in_memory = 0;
+    if (!PyArg_ParseTuple(args, "O!KKppO", &PyList_Type, &list, &host_bytes, &bookkeeping,
+                          &is_waiting, &waits_in_memory, &raiser))
         return NULL;
     Py_ssize_t count = PyList_Size(list);
     struct lh_budget_unit *units = PyMem_Calloc((size_t)count + 1, sizeof(*units));
@@ -149,7 +157,7 @@ PyObject *lhpy_budget(PyObject *module, PyObject *args)
             PyMem_Free(units);
             return NULL;
         }
-        units[i] = budget_unit(&unit, gradient_bytes);
+        units[i] = budget_unit(&unit, gradient_bytes, is_waiting != 0, waits_in_memory != 0);
     }
     struct lh_error err = {0};
     struct lh_budget budget;
@@ -190,6 +198,7 @@ static int budget_read(PyObject *dict, struct lh_budget *budget)
         {"kept_chunk_count", NULL, &budget->kept_chunk_count},
         {"gradient_bytes", &budget->gradient_bytes, NULL},
         {"gradient_ahead_bytes", &budget->gradient_ahead_bytes, NULL},
+        {"gradient_waiting_bytes", &budget->gradient_waiting_bytes, NULL},
     };
     for (size_t i = 0; i < LH_COUNT_OF(fields); i++) {
         PyObject *value = PyDict_GetItemString(dict, fields[i].name);

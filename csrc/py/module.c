@@ -42,7 +42,8 @@ static PyMethodDef module_methods[] = {
      "Open a store."},
     {"store_measure", lhpy_store_measure, METH_VARARGS,
      "store_measure(raiser, directory, probe_bytes) -> (write, read) bytes/s"},
-    {"budget", lhpy_budget, METH_VARARGS, "budget(units, host_bytes, bookkeeping, raiser) -> dict"},
+    {"budget", lhpy_budget, METH_VARARGS,
+     "budget(units, host_bytes, bookkeeping, is_waiting, waits_in_memory, raiser) -> dict"},
     {"scalar_overhead_bytes", scalar_overhead, METH_VARARGS, "scalar_overhead_bytes(param_count)"},
     {NULL, NULL, 0, NULL},
 };

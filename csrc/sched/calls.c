@@ -1,4 +1,4 @@
-/* What other threads call: they post messages to the engine's thread, and wait where engine.h says. */
+/* What other threads call: they post messages to the engine's thread, and wait as engine.h says. */
 #include <string.h>
 #include <time.h>
 

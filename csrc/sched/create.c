@@ -57,6 +57,7 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
     engine->gradients =
         lh_alloc_zeroed(alloc, lh_max_u64(opts->param_count, 1), sizeof(*engine->gradients));
     engine->update_queue = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
+    engine->spill_queue = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
     engine->deferred = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
     engine->predicted_updates = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
     engine->plan_units = lh_alloc_zeroed(alloc, units, sizeof(*engine->plan_units));
@@ -73,8 +74,8 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
     }
     if (!engine->units || !engine->params || !engine->param_steps || !engine->gradient_steps ||
         !engine->gradients || !engine->update_queue || !engine->predicted_updates ||
-        !engine->deferred || !engine->plan_units || !engine->hypers[0] || !engine->hypers[1] ||
-        !engine->requests || !engine->commit_requests)
+        !engine->spill_queue || !engine->deferred || !engine->plan_units || !engine->hypers[0] ||
+        !engine->hypers[1] || !engine->requests || !engine->commit_requests)
         return lh_error_set(err, -ENOMEM, "no memory for the tables of %u units", units);
     memcpy(engine->params, opts->params, opts->param_count * sizeof(*engine->params));
     for (uint32_t i = 0; i < units; i++) {
@@ -280,6 +281,8 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
         rc = slabs_create(engine, err);
     if (rc == 0)
         rc = resume(engine, err);
+    if (rc == 0)
+        lh_spill_choose(engine);
     if (rc == 0 && !opts->manual)
         rc = thread_start(engine, err);
     if (rc < 0) {
@@ -319,6 +322,7 @@ static void tables_destroy(struct lh_engine *engine)
         engine->gradients,
         engine->update_queue,
         engine->deferred,
+        engine->spill_queue,
         engine->predicted_updates,
         engine->plan_units,
         engine->hypers[0],

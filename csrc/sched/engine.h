@@ -230,6 +230,8 @@ enum lh_engine_link {
     LH_ENGINE_LINK_PARAM_WRITE,
     LH_ENGINE_LINK_STATE_WRITE,
     LH_ENGINE_LINK_COMMIT_WRITE,
+    LH_ENGINE_LINK_GRADIENT_WRITE, /* that wait for the close (spill.c), and come back */
+    LH_ENGINE_LINK_GRADIENT_READ,
     LH_ENGINE_LINK_COUNT,
 };
 
@@ -267,6 +269,8 @@ enum lh_engine_trace_kind {
     LH_ENGINE_TRACE_COMMIT,
     LH_ENGINE_TRACE_USE,
     LH_ENGINE_TRACE_WAIT,
+    LH_ENGINE_TRACE_GRADIENT_READ,
+    LH_ENGINE_TRACE_GATHER,
 };
 
 struct lh_engine_trace_event {

@@ -64,6 +64,12 @@ enum lh_unit_state {
     LH_UNIT_STATE_UPDATING,
 };
 
+enum lh_spill_state {
+    LH_SPILL_STATE_NONE = 0,
+    LH_SPILL_STATE_RUNNING,
+    LH_SPILL_STATE_DONE, /* this step's gradients are on SSD */
+};
+
 enum lh_chunk_state {
     LH_CHUNK_STATE_IDLE = 0,
     LH_CHUNK_STATE_READING,
@@ -161,6 +167,12 @@ struct lh_unit {
     bool is_deferred;    /* its update waits for the close (defer.c) */
     bool is_released;    /* and for this */
     uint32_t deferred_at;
+    bool spills; /* where it is deferred: its gradients wait on SSD */
+    enum lh_spill_state spill_state;
+    uint32_t spill_next; /* chunk */
+    uint32_t spill_written;
+    uint64_t planned_step;       /* the last step whose plan counts its update */
+    uint64_t spill_planned_step; /* and its gradients' way to SSD and back */
     uint32_t chunks_computed;
     uint32_t chunks_written;
 };
@@ -181,6 +193,7 @@ struct lh_chunk {
     uint64_t planned_steps[2];
     uint64_t planned_bytes[2];
     uint64_t computed_step; /* the step that computed it last */
+    uint64_t gradient_step; /* the step whose gradients were read back for it */
 };
 
 struct lh_slab {
@@ -197,6 +210,9 @@ struct lh_slab {
      */
     uint32_t *expected[LH_STATE_ARRAY_COUNT];
     bool is_zero[LH_STATE_ARRAY_COUNT]; /* never written: filled by the job instead of read */
+    bool is_spill;             /* chunk's gradients pass through it; the chunk itself is not here */
+    bool has_gradients;        /* they were read, behind R, M and V */
+    uint32_t *spill_checksums; /* where gather_run() puts them */
     struct lh_adam_mismatch mismatch;
     int result;
     struct lh_engine *engine;
@@ -295,6 +311,10 @@ struct lh_engine {
     uint32_t *deferred;   /* units whose updates wait behind the close, in the order they are due */
     uint32_t deferred_first; /* before it all are in update_queue */
     uint32_t deferred_count;
+    uint32_t *spill_queue; /* units whose gradients go to SSD in this step */
+    uint32_t spill_first;
+    uint32_t spill_count;
+    bool any_spills; /* in this step */
 
     /* Step (step.c). */
     enum lh_step_state step_state;
@@ -377,6 +397,9 @@ void lh_update_gradient(struct lh_engine *engine, uint32_t param, const void *po
                         enum lh_dtype dtype);
 void lh_update_consider(struct lh_engine *engine, uint32_t unit);
 void lh_update_consider_all(struct lh_engine *engine);
+/* A slab for gradients: a free one, or one whose chunk was read ahead; LH_CHUNK_NONE: not now. */
+uint32_t lh_slab_take(struct lh_engine *engine);
+void lh_slab_clear(struct lh_engine *engine, struct lh_slab *slab);
 bool lh_update_pump(struct lh_engine *engine);
 void lh_update_transfer_done(struct lh_engine *engine, struct lh_transfer *transfer);
 void lh_update_job_done(struct lh_engine *engine, struct lh_slab *slab);
@@ -389,6 +412,17 @@ void lh_defer_use(struct lh_engine *engine, uint32_t unit);
 void lh_defer_drain(struct lh_engine *engine);
 void lh_defer_step_over(struct lh_engine *engine);
 
+/* spill.c */
+void lh_spill_choose(struct lh_engine *engine);
+void lh_spill_consider(struct lh_engine *engine, uint32_t unit);
+bool lh_spill_pump(struct lh_engine *engine);
+void lh_spill_gathered(struct lh_engine *engine, struct lh_slab *slab);
+void lh_spill_written(struct lh_engine *engine, struct lh_slab *slab);
+void lh_spill_read(struct lh_engine *engine, struct lh_chunk *chunk);
+uint8_t *lh_spill_gradients(const struct lh_slab *slab, const struct lh_unit *unit,
+                            const struct lh_chunk *chunk);
+void lh_spill_step_over(struct lh_engine *engine);
+
 /* update_plan.c */
 /* The extents of R, M and V, in a slab's order, and the bytes of one element (0: no such array). */
 uint32_t lh_state_extent(const struct lh_unit *unit, uint32_t array);
@@ -397,7 +431,7 @@ void lh_update_plan(struct lh_engine *engine);
 void lh_update_plan_correct(struct lh_engine *engine);
 void lh_update_plan_reread(struct lh_engine *engine, struct lh_chunk *chunk);
 
-/* update.c, at a step's end */
+/* update_end.c */
 void lh_update_step_over(struct lh_engine *engine);
 void lh_update_rollback(struct lh_engine *engine);
 void lh_update_forget_unit(struct lh_engine *engine, uint32_t unit);

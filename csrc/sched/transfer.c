@@ -167,7 +167,8 @@ static void check_run(struct lh_exec_job *job)
 static const char *link_name(enum lh_engine_link link)
 {
     static const char *const names[LH_ENGINE_LINK_COUNT] = {
-        "parameters read", "states read", "parameters written", "states written", "commit"};
+        "parameters read", "states read",       "parameters written", "states written",
+        "commit",          "gradients written", "gradients read"};
     return names[link];
 }
 
@@ -205,8 +206,9 @@ static void request_account(struct lh_engine *engine, const struct lh_engine_req
 {
     const struct lh_transfer *transfer = request->transfer;
     static const uint32_t kinds[LH_ENGINE_LINK_COUNT] = {
-        LH_ENGINE_TRACE_PARAM_READ, LH_ENGINE_TRACE_STATE_READ, LH_ENGINE_TRACE_WRITE,
-        LH_ENGINE_TRACE_WRITE, LH_ENGINE_TRACE_COMMIT};
+        LH_ENGINE_TRACE_PARAM_READ,   LH_ENGINE_TRACE_STATE_READ, LH_ENGINE_TRACE_WRITE,
+        LH_ENGINE_TRACE_WRITE,        LH_ENGINE_TRACE_COMMIT,     LH_ENGINE_TRACE_WRITE,
+        LH_ENGINE_TRACE_GRADIENT_READ};
     lh_step_stats(engine, transfer->step)->bytes[transfer->link] += request->io.bytes;
     lh_engine_trace_add(engine, (struct lh_engine_trace_event){
                                     .kind = kinds[transfer->link],
@@ -227,7 +229,9 @@ static void request_done(struct lh_engine *engine, struct lh_engine_request *req
     }
     request_account(engine, request);
     /* R, M and V are checked by the update, which has them in cache then. */
-    if (engine->opts.verify && request->transfer->link == LH_ENGINE_LINK_PARAM_READ) {
+    bool is_checked = request->transfer->link == LH_ENGINE_LINK_PARAM_READ ||
+                      request->transfer->link == LH_ENGINE_LINK_GRADIENT_READ;
+    if (engine->opts.verify && is_checked) {
         request->job = (struct lh_exec_job){
             .run = check_run, .context = request, .work_bytes = request->io.bytes};
         engine->checks_in_flight++;
@@ -243,9 +247,9 @@ void lh_check_done(struct lh_engine *engine, struct lh_engine_request *request)
     if (request->bad_offset != UINT64_MAX) {
         struct lh_error err = {0};
         lh_error_set(&err, -EILSEQ,
-                     "unit %u: parameters read from %s have a wrong checksum at byte %" PRIu64
+                     "unit %u: %s from %s have a wrong checksum at byte %" PRIu64
                      " of the unit (file offset %" PRIu64 "): %08x, expected %08x",
-                     request->transfer->unit,
+                     request->transfer->unit, link_name(request->transfer->link),
                      lh_store_file_path(engine->store, request->io.file_index), request->bad_offset,
                      request->io.offset + (request->bad_offset - request->offset),
                      request->crc_actual, request->crc_expected);
@@ -289,18 +293,21 @@ bool lh_job_poll(struct lh_engine *engine)
                 job->ended_ns - job->started_ns;
         const struct lh_engine_request *request = is_check ? job->context : NULL;
         const struct lh_slab *slab = is_check ? NULL : job->context;
-        lh_engine_trace_add(
-            engine,
-            (struct lh_engine_trace_event){
-                .kind = is_check ? LH_ENGINE_TRACE_CHECK : LH_ENGINE_TRACE_UPDATE,
-                .unit = is_check ? request->transfer->unit : engine->chunks[slab->chunk].unit,
-                .lane = job->worker_index,
-                .start_ns = job->started_ns,
-                .end_ns = job->ended_ns,
-                .bytes = job->work_bytes,
-            });
+        lh_engine_trace_add(engine, (struct lh_engine_trace_event){
+                                        .kind = is_check         ? LH_ENGINE_TRACE_CHECK
+                                                : slab->is_spill ? LH_ENGINE_TRACE_GATHER
+                                                                 : LH_ENGINE_TRACE_UPDATE,
+                                        .unit = is_check ? request->transfer->unit
+                                                         : engine->chunks[slab->chunk].unit,
+                                        .lane = job->worker_index,
+                                        .start_ns = job->started_ns,
+                                        .end_ns = job->ended_ns,
+                                        .bytes = job->work_bytes,
+                                    });
         if (is_check)
             lh_check_done(engine, job->context);
+        else if (slab->is_spill)
+            lh_spill_gathered(engine, job->context);
         else
             lh_update_job_done(engine, job->context);
     }

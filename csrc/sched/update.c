@@ -47,6 +47,7 @@ void lh_update_consider(struct lh_engine *engine, uint32_t index)
         return;
     bool is_complete =
         unit->gradient_count == unit->desc.param_count && atomic_load(&unit->handles) == 0;
+    lh_spill_consider(engine, index);
     bool is_due = unit->is_deferred ? unit->is_released : is_closed || is_complete;
     if (!is_due || unit->use_is_open || lh_unit_pins(unit) > 0)
         return;
@@ -54,6 +55,8 @@ void lh_update_consider(struct lh_engine *engine, uint32_t index)
     unit->update_is_queued = true;
     LH_ASSERT(engine->update_count < engine->opts.unit_count);
     engine->update_queue[engine->update_count++] = index;
+    if (unit->spill_state != LH_SPILL_STATE_NONE)
+        return; /* their gradients are counted by their way to SSD */
     uint64_t held = atomic_fetch_add(&engine->update_gradient_bytes, unit->gradient_bytes) +
                     unit->gradient_bytes;
     struct lh_engine_step_stats *stats = lh_step_stats(engine, lh_step_current(engine));
@@ -66,19 +69,20 @@ void lh_update_consider_all(struct lh_engine *engine)
         lh_update_consider(engine, i);
 }
 
-static void slab_clear(struct lh_engine *engine, struct lh_slab *slab)
+void lh_slab_clear(struct lh_engine *engine, struct lh_slab *slab)
 {
     struct lh_chunk *chunk = &engine->chunks[slab->chunk];
     chunk->state = LH_CHUNK_STATE_IDLE;
     chunk->slab = LH_CHUNK_NONE;
     slab->chunk = LH_CHUNK_NONE;
+    slab->has_gradients = false;
 }
 
 /*
  * A slab for a chunk of unit: a free one, else, where unit's update is queued, one whose chunk was
  * read ahead of its gradients. Where unit is UPDATING and every slab holds a chunk of a unit that
  * is not (its parameters may have to wait for room that unit takes), one of those, as none would
- * ever become free. LH_CHUNK_NONE: there is none now.
+ * ever become free. The same for gradients (unit NULL). LH_CHUNK_NONE: there is none now.
  */
 static uint32_t slab_find(struct lh_engine *engine, const struct lh_unit *unit)
 {
@@ -89,6 +93,10 @@ static uint32_t slab_find(struct lh_engine *engine, const struct lh_unit *unit)
         const struct lh_slab *slab = &engine->slabs[i];
         if (slab->chunk == LH_CHUNK_NONE)
             return i;
+        if (slab->is_spill) {
+            is_moving = true;
+            continue;
+        }
         const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
         const struct lh_unit *owner = &engine->units[chunk->unit];
         if (chunk->state != LH_CHUNK_STATE_LOADED || owner->state == LH_UNIT_STATE_UPDATING)
@@ -98,15 +106,20 @@ static uint32_t slab_find(struct lh_engine *engine, const struct lh_unit *unit)
         else
             ahead = i;
     }
-    if (!unit->update_is_queued)
+    if (unit && !unit->update_is_queued)
         return LH_CHUNK_NONE;
     uint32_t stolen = ahead;
-    if (stolen == LH_CHUNK_NONE && !is_moving && unit->state == LH_UNIT_STATE_UPDATING)
+    if (stolen == LH_CHUNK_NONE && !is_moving && (!unit || unit->state == LH_UNIT_STATE_UPDATING))
         stolen = blocked;
     if (stolen == LH_CHUNK_NONE)
         return LH_CHUNK_NONE;
-    slab_clear(engine, &engine->slabs[stolen]);
+    lh_slab_clear(engine, &engine->slabs[stolen]);
     return stolen;
+}
+
+uint32_t lh_slab_take(struct lh_engine *engine)
+{
+    return slab_find(engine, NULL);
 }
 
 static void chunk_loaded(struct lh_engine *engine, struct lh_chunk *chunk)
@@ -163,6 +176,8 @@ static void chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_
         lh_transfer_submit(engine, &slab->transfers[i]);
     }
     lh_update_plan_reread(engine, chunk);
+    if (unit->spill_state == LH_SPILL_STATE_DONE)
+        lh_spill_read(engine, chunk);
     if (slab->pending == 0)
         chunk_loaded(engine, chunk);
 }
@@ -198,6 +213,9 @@ static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *c
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
     const struct lh_adam_hyper *hypers = engine->hypers[lh_step_current(engine) % 2];
+    const struct lh_slab *slab = &engine->slabs[chunk->slab];
+    const uint8_t *read_gradients =
+        slab->has_gradients ? lh_spill_gradients(slab, unit, chunk) : NULL;
     uint32_t count = 0;
     for (uint32_t i = 0; i < unit->desc.param_count; i++) {
         uint32_t index = unit->desc.param_first + i;
@@ -208,10 +226,13 @@ static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *c
         if (first >= end || !gradient->pointer)
             continue;
         uint64_t skipped_bytes = (first - param->first) * lh_dtype_bytes(gradient->dtype);
+        const uint8_t *bytes = (const uint8_t *)gradient->pointer + skipped_bytes;
+        if (read_gradients)
+            bytes = read_gradients + (first - chunk->first) * lh_dtype_bytes(gradient->dtype);
         segments[count++] = (struct lh_adam_segment){
             .first = first - chunk->first,
             .count = end - first,
-            .gradient = (const uint8_t *)gradient->pointer + skipped_bytes,
+            .gradient = bytes,
             .gradient_dtype = gradient->dtype,
             .scalars =
                 lh_adam_scalars_make(&hypers[param->group], engine->param_steps[index] + 1, 1.0),
@@ -389,6 +410,10 @@ void lh_update_transfer_done(struct lh_engine *engine, struct lh_transfer *trans
 {
     struct lh_slab *slab = &engine->slabs[transfer->slab];
     struct lh_chunk *chunk = &engine->chunks[slab->chunk];
+    if (slab->is_spill) {
+        lh_spill_written(engine, slab);
+        return;
+    }
     LH_ASSERT(slab->pending > 0);
     if (--slab->pending > 0)
         return;
@@ -414,7 +439,7 @@ void lh_update_transfer_done(struct lh_engine *engine, struct lh_transfer *trans
                        lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(uint32_t));
         }
     } else {
-        slab_clear(engine, slab);
+        lh_slab_clear(engine, slab);
     }
     if (++unit->chunks_written == unit->chunk_count)
         unit_written(engine, unit);
@@ -446,6 +471,11 @@ static bool unit_pump(struct lh_engine *engine, struct lh_unit *unit, bool may_f
             may_fetch =
                 may_fetch && (!is_naive || !is_any_active(engine)) && chunk_fetch(engine, chunk);
             *moved |= may_fetch;
+        }
+        if (chunk->state == LH_CHUNK_STATE_LOADED && unit->spill_state == LH_SPILL_STATE_DONE &&
+            !engine->slabs[chunk->slab].has_gradients) {
+            lh_spill_read(engine, chunk);
+            *moved = true;
         }
         if (chunk->state == LH_CHUNK_STATE_LOADED && unit->state == LH_UNIT_STATE_UPDATING &&
             (!is_naive || engine->chunks_busy == 0)) {
@@ -479,10 +509,12 @@ bool lh_update_pump(struct lh_engine *engine)
 {
     if (engine->step_state != LH_STEP_STATE_OPEN && engine->step_state != LH_STEP_STATE_CLOSED)
         return false;
-    bool moved = false;
+    bool moved = lh_spill_pump(engine);
     bool may_fetch = true;
     for (uint32_t i = engine->update_first; i < engine->update_count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, engine->update_queue[i]);
+        if (unit->spill_state == LH_SPILL_STATE_RUNNING)
+            continue;
         if (unit->state == LH_UNIT_STATE_READY && unit->chunks_computed == 0 &&
             lh_unit_claim(unit)) {
             unit->state = LH_UNIT_STATE_UPDATING;
@@ -494,82 +526,9 @@ bool lh_update_pump(struct lh_engine *engine)
         if (i == engine->update_first && unit->chunks_computed == unit->chunk_count)
             engine->update_first++;
     }
-    if (engine->step_state == LH_STEP_STATE_OPEN &&
+    /* Where gradients go to SSD, slabs are for them until the close. */
+    if (engine->step_state == LH_STEP_STATE_OPEN && !engine->any_spills &&
         engine->opts.schedule != LH_ENGINE_SCHEDULE_NAIVE)
         moved |= lookahead_pump(engine);
     return moved;
-}
-
-static void step_forget(struct lh_engine *engine)
-{
-    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        struct lh_unit *unit = &engine->units[i];
-        unit->gradient_count = 0;
-        unit->gradient_bytes = 0;
-        unit->update_is_queued = false;
-        unit->update_is_done = false;
-        unit->chunks_computed = 0;
-        unit->chunks_written = 0;
-    }
-    for (uint32_t i = 0; i < engine->param_count; i++)
-        engine->gradients[i].pointer = NULL;
-    engine->update_first = 0;
-    engine->update_count = 0;
-    engine->updates_done = 0;
-    engine->gradient_unit_count = 0;
-}
-
-void lh_update_step_over(struct lh_engine *engine)
-{
-    engine->predicted_update_count = engine->update_count;
-    memcpy(engine->predicted_updates, engine->update_queue,
-           engine->update_count * sizeof(*engine->update_queue));
-    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        engine->units[i].is_predicted = engine->units[i].update_is_queued;
-    /* What was read ahead for units that got no gradient would keep slabs from the next step. */
-    for (uint32_t i = engine->budget.kept_chunk_count; i < engine->budget.slab_count; i++) {
-        if (engine->slabs[i].chunk != LH_CHUNK_NONE)
-            slab_clear(engine, &engine->slabs[i]);
-    }
-    lh_defer_step_over(engine);
-    step_forget(engine);
-}
-
-void lh_update_forget_unit(struct lh_engine *engine, uint32_t index)
-{
-    struct lh_unit *unit = lh_engine_unit_at(engine, index);
-    for (uint32_t i = 0; i < unit->chunk_count; i++) {
-        struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
-        chunk->computed_step = 0;
-        if (chunk->slab == LH_CHUNK_NONE)
-            continue;
-        LH_ASSERT(chunk->state != LH_CHUNK_STATE_READING);
-        slab_clear(engine, &engine->slabs[chunk->slab]);
-    }
-}
-
-/*
- * Nothing is in flight: forget every gradient, and the bytes of every unit that an update has
- * touched.
- */
-void lh_update_rollback(struct lh_engine *engine)
-{
-    for (uint32_t i = 0; i < engine->update_count; i++) {
-        struct lh_unit *unit = lh_engine_unit_at(engine, engine->update_queue[i]);
-        lh_update_forget_unit(engine, engine->update_queue[i]);
-        if (unit->state == LH_UNIT_STATE_READY && unit->chunks_computed > 0)
-            lh_unit_forget(engine, engine->update_queue[i]);
-        else if (unit->state == LH_UNIT_STATE_UPDATING)
-            unit->state = LH_UNIT_STATE_ABSENT;
-    }
-    engine->chunks_busy = 0;
-    for (uint32_t i = 0; i < engine->chunk_count; i++) {
-        /* The step begins again, and its counters with it. */
-        engine->chunks[i].read_step = 0;
-        engine->chunks[i].planned_steps[(engine->step + 1) % 2] = 0;
-    }
-    for (uint32_t i = 0; i < engine->param_count; i++)
-        atomic_store(&engine->gradients[i].is_held, false);
-    atomic_store(&engine->update_gradient_bytes, 0);
-    step_forget(engine);
 }

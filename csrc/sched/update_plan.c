@@ -56,7 +56,13 @@ static uint64_t chunk_read_bytes(const struct lh_chunk *chunk, uint64_t step)
 static void unit_plan(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
     struct lh_engine_step_stats *stats = lh_step_stats(engine, step);
+    unit->planned_step = step;
     stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] += unit->desc.bytes;
+    unit->spill_planned_step = unit->spills ? step : 0;
+    if (unit->spills) {
+        stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] += unit->desc.bytes;
+        stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] += unit->desc.bytes;
+    }
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
         stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] +=
             unit->desc.elements * lh_state_element_bytes(unit, i);
@@ -86,6 +92,15 @@ static void unit_unplan(struct lh_engine *engine, struct lh_unit *unit, uint64_t
     }
 }
 
+/* Not all of its gradients came: those that did wait in memory. */
+static void spill_unplan(struct lh_engine *engine, struct lh_unit *unit)
+{
+    struct lh_engine_step_stats *stats = lh_step_stats(engine, unit->spill_planned_step);
+    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] -= unit->desc.bytes;
+    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] -= unit->desc.bytes;
+    unit->spill_planned_step = 0;
+}
+
 /* What the step will read and write for its updates, as far as one knows at its begin. */
 void lh_update_plan(struct lh_engine *engine)
 {
@@ -94,6 +109,8 @@ void lh_update_plan(struct lh_engine *engine)
     stats->planned_bytes[LH_ENGINE_LINK_STATE_READ] = 0;
     stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] = 0;
     stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] = 0;
+    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] = 0;
+    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] = 0;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
         if (is_closing)
@@ -103,22 +120,40 @@ void lh_update_plan(struct lh_engine *engine)
     }
 }
 
+/* Chunks that were read ahead of an update that no plan of this step knows. */
+static void unit_plan_reads(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
+{
+    for (uint32_t i = 0; i < unit->chunk_count; i++) {
+        struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
+        if (chunk->planned_steps[step % 2] == step)
+            continue;
+        chunk->planned_steps[step % 2] = step;
+        chunk->planned_bytes[step % 2] = chunk_read_bytes(chunk, step);
+        lh_step_stats(engine, step)->planned_bytes[LH_ENGINE_LINK_STATE_READ] +=
+            chunk->planned_bytes[step % 2];
+    }
+}
+
 /*
  * At close one knows which units have gradients: the plan is corrected where the last step misled
- * it.
+ * it, or where the step has gradients of a graph from before and no forward of its own.
  */
 void lh_update_plan_correct(struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
         bool is_updated = unit->gradient_count > 0;
-        if (is_updated == unit->is_predicted)
-            continue;
-        lh_step_stats(engine, engine->step)->replans++;
-        if (is_updated)
+        bool is_planned = unit->planned_step == engine->step;
+        if (is_updated != is_planned)
+            lh_step_stats(engine, engine->step)->replans++;
+        if (is_updated && !is_planned)
             unit_plan(engine, unit, engine->step);
-        else
+        else if (is_planned && !is_updated)
             unit_unplan(engine, unit, engine->step);
+        else if (!is_planned)
+            unit_plan_reads(engine, unit, engine->step);
+        if (unit->spill_planned_step == engine->step && unit->spill_state == LH_SPILL_STATE_NONE)
+            spill_unplan(engine, unit);
     }
 }
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-LINKS = ("param_read", "state_read", "param_write", "state_write", "commit_write")
+READS = ("param_read", "state_read", "gradient_read")
+WRITES = ("param_write", "state_write", "gradient_write", "commit_write")
+LINKS = READS + WRITES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,23 +65,22 @@ class StepStats:
     @property
     def read_bytes(self) -> int:
         """Bytes read from SSD."""
-        return self.bytes["param_read"] + self.bytes["state_read"]
+        return sum(self.bytes[k] for k in READS)
 
     @property
     def written_bytes(self) -> int:
         """Bytes written to SSD, commit included."""
-        return sum(self.bytes[k] for k in ("param_write", "state_write", "commit_write"))
+        return sum(self.bytes[k] for k in WRITES)
 
     @property
     def planned_read_bytes(self) -> int:
         """Bytes that the plan read."""
-        return self.planned_bytes["param_read"] + self.planned_bytes["state_read"]
+        return sum(self.planned_bytes[k] for k in READS)
 
     @property
     def planned_written_bytes(self) -> int:
         """Bytes that the plan wrote, commit included."""
-        keys = ("param_write", "state_write", "commit_write")
-        return sum(self.planned_bytes[k] for k in keys)
+        return sum(self.planned_bytes[k] for k in WRITES)
 
     @property
     def busy(self) -> dict[str, float]:

@@ -20,10 +20,12 @@ LANE_OF_KIND = (
     "commit",
     "blocks in use",
     "training thread waits",
+    "SSD reads: gradients",
+    "gradient workers",
 )
 TRAINING = "training thread"
 WAITS = LANE_OF_KIND[7]
-LANES = (TRAINING, WAITS, *(LANE_OF_KIND[i] for i in (6, 0, 1, 3, 2, 4, 5)))
+LANES = (TRAINING, WAITS, *(LANE_OF_KIND[i] for i in (6, 0, 1, 8, 3, 9, 2, 4, 5)))
 NO_UNIT = 0xFFFFFFFF
 
 Event = tuple[int, int, int, int, int, int, int]

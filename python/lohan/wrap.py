@@ -24,7 +24,7 @@ from lohan._block import Layout, make_layout
 from lohan._guard import Guard
 from lohan._optim import DEFAULTS, Optimizer
 from lohan._session import Session
-from lohan.config import SCHEDULES, Config
+from lohan.config import SCHEDULES, SCHEDULES_AT_STEP, Config
 from lohan.errors import (
     BudgetError,
     ModelError,
@@ -408,8 +408,10 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     bookkeeping = BOOKKEEPING_BYTES + 4 * 4 * (extents.nbytes >> 20)
     bookkeeping += BOOKKEEPING_UNIT_BYTES * len(layout.units)
     bookkeeping += TRACE_EVENT_BYTES * min(config.trace_events, _core.TRACE_COUNT_MAX)
-    full = _core.budget(units, 1 << 60, bookkeeping, raiser)["host_bytes_full"]
-    return _core.budget(units, _host_bytes(config, full), bookkeeping, raiser)
+    # Gradients wait on SSD where the next parameters will go: in a slot that no commit needs.
+    waiting = (config.schedule in SCHEDULES_AT_STEP, config.commit_every not in ("auto", 1))
+    full = _core.budget(units, 1 << 60, bookkeeping, *waiting, raiser)["host_bytes_full"]
+    return _core.budget(units, _host_bytes(config, full), bookkeeping, *waiting, raiser)
 
 
 def _layout_for_budget(

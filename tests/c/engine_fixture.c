@@ -183,6 +183,8 @@ static void store_make(struct rig *rig)
 static void budget_make(struct rig *rig)
 {
     struct lh_budget_unit units[RIG_UNIT_COUNT];
+    bool is_waiting = rig->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL ||
+                      rig->opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED;
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
         const struct lh_engine_unit *unit = &rig->units[i];
         units[i] = (struct lh_budget_unit){
@@ -191,6 +193,9 @@ static void budget_make(struct rig *rig)
             .gradient_bytes = unit->elements * lh_dtype_bytes(unit->dtype),
             .state_bytes_per_element =
                 unit->elements == 0 ? 0 : (unit->dtype == LH_DTYPE_BF16 ? 10 : 8),
+            .waiting_bytes_per_element =
+                is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(unit->dtype) : 0,
+            .waits_in_memory = rig->opts.commit_every != 1,
             .always = unit->always,
         };
     }

@@ -11,6 +11,7 @@ import pytest
 import torch
 import train_helper as helper
 from lohan import StepStats
+from lohan.config import SCHEDULES, SCHEDULES_AT_STEP
 from torch import nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -127,9 +128,9 @@ def wrap(
     """A wrapped model with as little memory as it takes, with all it can use, or half-way."""
     host_bytes = None
     if budget != "full":
-        host_bytes = helper.host_bytes_min(build(name, dtype), folder)
+        host_bytes = helper.host_bytes_min(build(name, dtype), folder, **settings)
     if budget == "middle":
-        probe = lohan.wrap(build(name, dtype), store=folder / "probe")
+        probe = lohan.wrap(build(name, dtype), store=folder / "probe", **settings)
         host_bytes = (host_bytes + probe.lohan.budget["host_bytes_full"]) // 2
         probe.lohan.close()
     return lohan.wrap(build(name, dtype), store=folder / "run", host_bytes=host_bytes, **settings)
@@ -155,6 +156,27 @@ def test_bytes_are_the_plans_exactly_in_every_step_from_the_second_on(
     assert [stats.step for stats in found] == list(range(1, STEP_COUNT + 1))
     for stats in found[1:]:
         assert stats.bytes == stats.planned_bytes, stats.step
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("budget", ["minimal", "middle"])
+@pytest.mark.parametrize("name, dtype", [("gpt2", "bf16"), ("llama", "fp32"), ("skipping", "bf16")])
+def test_bytes_are_the_plans_in_every_schedule_and_gradients_that_wait_pass_once_each_way(
+    name: str, dtype: str, budget: str, schedule: str, store_dir: pathlib.Path
+) -> None:
+    model = wrap(name, DTYPES[dtype], budget, store_dir, schedule=schedule)
+    waiting = model.lohan.budget["gradient_waiting_bytes"]
+    try:
+        found = list(steps_of(model, name, flushes=True))
+    finally:
+        model.lohan.close()
+    for stats in found[1:]:
+        assert stats.bytes == stats.planned_bytes, stats.step
+        assert stats.bytes["gradient_read"] == stats.bytes["gradient_write"]
+    if schedule in SCHEDULES_AT_STEP and waiting == 0 and name != "skipping":
+        assert found[-1].bytes["gradient_write"] == found[-1].bytes["param_write"]
+    if schedule not in SCHEDULES_AT_STEP:
+        assert found[-1].bytes["gradient_write"] == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
