@@ -46,8 +46,8 @@ class Guard:
         """Shadow what cannot work as it is, and hook what can."""
         model = self.model()
         assert model is not None
-        self.shadow(model, "zero_grad", lambda set_to_none=True: self.session.zero_grad())
         for module in model.modules():
+            self.shadow(module, "zero_grad", self._zero_grad(module))
             self.shadow(module, "named_parameters", self._named_parameters(module))
             self.shadow(module, "load_state_dict", self._load_state_dict(module))
             self.shadow(module, "_apply", self._apply(module))
@@ -114,6 +114,18 @@ class Guard:
                 yield from self._show(name, tensor)
 
         return named_parameters
+
+    def _zero_grad(self, module: nn.Module) -> Callable[..., None]:
+        """Without values: nothing needs to be in memory for it."""
+        plain = type(module).named_parameters
+        reference = weakref.ref(module)
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            owner = reference()
+            assert owner is not None
+            self.session.zero_grad(tensor for _, tensor in plain(owner))
+
+        return zero_grad
 
     def _show(self, name: str, tensor: nn.Parameter) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameter with its real data; what is changed meanwhile goes to the store."""

@@ -93,6 +93,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             HyperParameterError: a group changed since backward began.
+            OffloadedGradientError: something else was put into the p.grad of a parameter.
             LentError: a tensor that was kept from forward or backward is a view of a parameter.
             StepError: the backward of this step died; `zero_grad()` forgets it.
         """
@@ -104,12 +105,14 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do after `step()`; forgets the step whose backward died with an exception.
+        """Forget the step whose backward died with an exception, and what was put into p.grad.
+
+        There is nothing to do after `step()`.
 
         Raises:
             ZeroGradError: backward has finished and updates have begun.
         """
-        self.session.zero_grad()
+        self.session.zero_grad(p for group in self.param_groups for p in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the model is wrapped.

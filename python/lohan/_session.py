@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from lohan import _core
 from lohan._block import DTYPE_CODES, Layout
+from lohan._gradients import HollowGradients
 from lohan._optim import Hyper, check_hyper, hyper_of
 from lohan._stats import StepStats
 from lohan._store import Extents, unit_tuples
@@ -27,7 +28,6 @@ from lohan._tensor import (
     at_backward_end,
     has_saved_tensor_hooks,
     hollow,
-    hollow_gradient,
     in_backward,
     nan_array,
 )
@@ -122,8 +122,7 @@ class Session:
         self._looked_at: set[tuple[str, bool]] = set()
         self._finder: UseFinder | None = None
         self._autocast_cache = False
-        self._hollow_gradients: dict[int, torch.Tensor] = {}
-        self._has_hollow_gradients = False
+        self._gradients = HollowGradients(layout)
         self._param_index = {id(p.tensor): p.index for p in layout.params}
 
     # --- Making -----------------------------------------------------------------------------
@@ -345,7 +344,7 @@ class Session:
         self._backward = "done"
         self._engine.backward_end()
         if self._engine.status()["has_gradients"]:
-            self._show_hollow_gradients()
+            self._gradients.show()
 
     def _on_gradient(self) -> None:
         """The first gradient of a step: what the groups say now is what the updates use."""
@@ -356,23 +355,6 @@ class Session:
             check_hyper(hyper)
             self._engine.hyper(index, *hyper)
         self._hyper = hypers
-
-    def _show_hollow_gradients(self) -> None:
-        """Leave something in p.grad that says so when it is used."""
-        for param in self.layout.params:
-            if not self.layout.units[param.unit].trainable or param.tensor.grad is not None:
-                continue
-            if param.index not in self._hollow_gradients:
-                self._hollow_gradients[param.index] = hollow_gradient(param.tensor.data)
-            param.tensor.grad = self._hollow_gradients[param.index]
-        self._has_hollow_gradients = True
-
-    def _hide_hollow_gradients(self) -> None:
-        if not self._has_hollow_gradients:
-            return
-        for param in self.layout.params:
-            param.tensor.grad = None
-        self._has_hollow_gradients = False
 
     # --- Step -------------------------------------------------------------------------------
 
@@ -389,7 +371,9 @@ class Session:
                 "the backward of this step died with an exception: call"
                 " model.optimizer.zero_grad() to forget the step, or begin the next forward"
             )
-        if not self._engine.status()["has_gradients"]:
+        has_gradients = bool(self._engine.status()["has_gradients"])
+        self._gradients.check(has_gradients)
+        if not has_gradients:
             self._backward = "none"
             return
         now = [hyper_of(group) for group in self._groups]
@@ -401,7 +385,7 @@ class Session:
                 f" {now}: updates ran with the first. Change them after step() or before backward"
                 " (learning-rate schedulers: after step())"
             )
-        self._hide_hollow_gradients()
+        self._gradients.hide()
         self._engine.close_step(self._scalars())
         self._backward = "none"
         if self.config.schedule == "serial":
@@ -433,22 +417,22 @@ class Session:
         rng = bytearray(base64.b64decode(state["rng"]))
         torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))
 
-    def zero_grad(self) -> None:
-        """See Optimizer.zero_grad."""
+    def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
+        """See Optimizer.zero_grad; tensors are those whose p.grad is asked to go."""
         self.check_open()
         if self._backward == "running" and not in_backward():
             self._abort()
-            return
-        if self._engine.status()["has_gradients"]:
+        elif self._engine.status()["has_gradients"]:
             raise ZeroGradError(
                 "zero_grad() between backward and step(): updates of this step have begun and"
                 " cannot be taken back. Call zero_grad() after step(), or skip the step before"
                 " backward"
             )
-        self._hide_hollow_gradients()
+        for tensor in tensors:
+            tensor.grad = None
 
     def _abort(self) -> None:
-        self._hide_hollow_gradients()
+        self._gradients.hide()
         self._engine.abort()
         self._backward = "none"
         self._hyper = None

@@ -8,7 +8,7 @@ import lohan
 import pytest
 import torch
 from lohan import _session
-from lohan.errors import UnsupportedError
+from lohan.errors import OffloadedGradientError, UnsupportedError, ZeroGradError
 from rules_helper import (
     Stack,
     Workshop,
@@ -161,3 +161,107 @@ def test_the_parts_of_a_wrapped_model_go_with_it(workshop: Workshop) -> None:
     del model
     with pytest.raises(UnsupportedError, match="wrapped already"):
         lohan.wrap(block, store=workshop.folder / "again")
+
+
+# --- Gradients -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(workshop: Workshop) -> nn.Module:
+    """A wrapped model after one step."""
+    model = workshop.wrap(build())
+    train_step(model, 0)
+    return model
+
+
+def assert_goes_on(model: nn.Module, workshop: Workshop, steps: list[int]) -> None:
+    """One more step after these, as if nothing had been refused."""
+    train_step(model, 9)
+    assert_same_state(model.state_dict(), workshop.train([*steps, 9]))
+
+
+@pytest.mark.parametrize("edit", ["none", "replaced"])
+def test_an_edit_of_a_gradient_after_backward_is_refused(
+    edit: str, trained: nn.Module, workshop: Workshop
+) -> None:
+    square_loss(trained, 1).backward()
+    weight = trained.blocks[2]._modules["up"]._parameters["weight"]
+    weight.grad = None if edit == "none" else torch.ones(weight.shape)
+    with pytest.raises(
+        OffloadedGradientError, match=rf"blocks\.2\.up\.weight.*(?i:{edit})"
+    ) as told:
+        trained.optimizer.step()
+    assert "register_hook" in str(told.value)
+    trained.optimizer.step()  # the edit is undone
+    assert weight.grad is None
+    assert_goes_on(trained, workshop, [0, 1])
+
+
+@pytest.mark.parametrize("unused", ["frozen", "trainable"])
+def test_a_gradient_set_by_hand_is_refused(
+    unused: str, trained: nn.Module, workshop: Workshop
+) -> None:
+    bias = trained.head._parameters["bias"]
+    bias.requires_grad_(unused == "trainable")
+    bias.grad = torch.ones(10)
+    with pytest.raises(OffloadedGradientError, match=r"head\.bias.*was set"):
+        trained.optimizer.step()
+    if unused == "frozen":  # torch would update it with what is there
+        square_loss(trained, 1).backward()
+        with pytest.raises(OffloadedGradientError, match=r"head\.bias.*replaced"):
+            trained.optimizer.step()
+        trained.optimizer.step()
+        return
+    trained.blocks[0].zero_grad()
+    with pytest.raises(OffloadedGradientError, match=r"head\.bias.*zero_grad"):
+        trained.optimizer.step()
+    for forget in (trained.zero_grad, trained.head.zero_grad, trained.optimizer.zero_grad):
+        bias.grad = torch.ones(10)
+        forget()
+        assert bias.grad is None
+    trained.optimizer.step()
+    assert_goes_on(trained, workshop, [0])
+
+
+def test_a_gradient_set_before_backward_is_added_to_as_torch_does(workshop: Workshop) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        for step in range(2):
+            model.head._parameters["bias"].grad = torch.ones(10)
+            square_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    plain = build()
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False))
+    model = workshop.wrap(build())
+    state = train(model, model.optimizer).state_dict()
+    expected = plain.state_dict()
+    for name, value in state.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_ones_own_reach_the_optimizer_through_autograd(workshop: Workshop) -> None:
+    """The way out that the refusal names, after a step and as the very first thing."""
+    expected = workshop.wrap(build())
+    model = workshop.wrap(build())
+    names, tensors = zip(*nn.Module.named_parameters(model), strict=True)
+    for step in range(3):
+        taken = torch.autograd.grad(square_loss(expected, step), [*nn.Module.parameters(expected)])
+        train_step(expected, step)
+        torch.autograd.backward(tensors, taken)
+        model.optimizer.step()
+        assert_same_state(model.state_dict(), expected.state_dict())
+    assert len(names) == len(taken)
+
+
+def test_no_part_of_a_model_forgets_its_gradients_in_a_step(
+    trained: nn.Module, workshop: Workshop
+) -> None:
+    square_loss(trained, 1).backward()
+    for module in (trained.blocks[0], trained.blocks[0].up, trained.blocks, trained.head):
+        with pytest.raises(ZeroGradError, match="updates of this step have begun"):
+            module.zero_grad()
+    trained.optimizer.step()
+    trained.blocks[0].zero_grad()
+    assert_goes_on(trained, workshop, [0, 1])

@@ -1,0 +1,77 @@
+"""What is in `p.grad` between backward and step: placeholders, and nothing else."""
+
+from __future__ import annotations
+
+import torch
+
+from lohan._block import Layout
+from lohan._tensor import hollow_gradient
+from lohan.errors import OffloadedGradientError
+
+
+class HollowGradients:
+    """Stand-ins for the gradients that have left for the optimizer, in p.grad.
+
+    Who computes with one is told so by the stand-in itself; who puts something else in its place
+    is told at `step()`.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._params = [p for p in layout.params if layout.units[p.unit].trainable]
+        self._made: dict[int, torch.Tensor] = {}
+        self._is_shown = False
+
+    def show(self) -> None:
+        """Leave something in p.grad that says so when it is used."""
+        for param in self._params:
+            if param.tensor.grad is not None:
+                continue
+            if param.index not in self._made:
+                self._made[param.index] = hollow_gradient(param.tensor.data)
+            param.tensor.grad = self._made[param.index]
+        self._is_shown = True
+
+    def hide(self) -> None:
+        """Take the stand-ins away."""
+        if not self._is_shown:
+            return
+        for param in self._params:
+            param.tensor.grad = None
+        self._is_shown = False
+
+    def check(self, has_gradients: bool) -> None:
+        """Refuse a p.grad that somebody else has set: no update would use it.
+
+        Args:
+            has_gradients: a backward has given gradients to the open step.
+
+        Raises:
+            OffloadedGradientError: names the first. Behind a backward the edit is undone, so that
+                the next `step()` goes on without it.
+        """
+        for param in self._params:
+            expected = self._made.get(param.index) if self._is_shown else None
+            found = param.tensor.grad
+            if found is expected:
+                continue
+            if not has_gradients:
+                raise OffloadedGradientError(
+                    f"p.grad of parameter {param.name!r} was set, but only what a backward leaves"
+                    " reaches the optimizer: torch.autograd.backward(parameters, gradients) gives"
+                    " gradients of your own to it, model.optimizer.zero_grad() forgets them"
+                )
+            self._undo()
+            raise OffloadedGradientError(
+                f"p.grad of parameter {param.name!r} was"
+                f" {'set to None' if found is None else 'replaced'} between backward and step(),"
+                " but the update runs with the gradient of backward already: change gradients in"
+                " param.register_hook(), leave parameters out with requires_grad_(False) before"
+                " the forward. The edit is undone: step() goes on without it"
+            )
+
+    def _undo(self) -> None:
+        was_shown = self._is_shown
+        for param in self._params:
+            param.tensor.grad = None
+        if was_shown:
+            self.show()
