@@ -135,9 +135,12 @@ class Guard:
             with self.session.resident(index):
                 before = bits_checksum(tensor)
                 shape, dtype = tensor.shape, tensor.dtype
+                # What the loop computes is saved as handles: the parameter itself turns hollow.
+                self.session.saved.enter()
                 try:
                     yield name, tensor
                 finally:
+                    self.session.saved.leave()
                     if bits_checksum(tensor) != before or tensor.shape != shape:
                         after = tensor.detach().clone()
         finally:

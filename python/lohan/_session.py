@@ -106,7 +106,7 @@ class Session:
         except BaseException:
             self._engine.close()
             raise
-        self._saved = SavedTensors(self._engine.pack, self._engine.unpack)
+        self.saved = SavedTensors(self._engine.pack, self._engine.unpack)
         self._set_callbacks()
         self._forward_depth = 0
         self._begun: tuple[int, bool] | None = None
@@ -243,7 +243,7 @@ class Session:
         if not in_backward():
             return False
         if not has_saved_tensor_hooks():
-            self._saved.enter()
+            self.saved.enter()
         return True
 
     def _forward_begin(self, kind: str) -> None:
@@ -268,7 +268,7 @@ class Session:
             # The cache would keep every weight's cast: the whole model, as activations.
             torch.set_autocast_cache_enabled(False)
             self._engine.autocast(torch.get_autocast_dtype("cpu") == torch.bfloat16)
-        self._saved.enter()
+        self.saved.enter()
         self._forward_depth = 1
         self._forward_kind = (kind, grad)
         self._forward_frame = _frame_outside()
@@ -300,7 +300,7 @@ class Session:
         if self._finder is not None:
             self._finder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._finder = None
-        self._saved.leave()
+        self.saved.leave()
         self._engine.autocast(False)
         torch.set_autocast_cache_enabled(self._autocast_cache)
 

@@ -200,8 +200,21 @@ class SavedTensors:
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def leave(self) -> None:
-        """Stop packing."""
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        """Stop packing.
+
+        Whoever entered may end late (a loop over parameters that is left half-way), when hooks of
+        others are on top: those stay.
+        """
+        others: list[tuple[Any, Any]] = []
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        while top is not None and top[0] is not self.pack:
+            others.append(top)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        for pack, unpack in reversed(others):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def bits_checksum(tensor: torch.Tensor) -> int:

@@ -85,3 +85,56 @@ def test_a_second_derivative_through_saved_outputs_is_the_plain_ones(workshop: W
     expected = second(build().requires_grad_(False))
     model = workshop.wrap(build().requires_grad_(False))
     assert torch.equal(second(model), expected)
+
+
+PENALTIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "abs": lambda p: p.abs().sum(),
+    "square": lambda p: p.square().sum(),
+    "power": lambda p: (p**2).sum(),
+    "norm": lambda p: p.norm(2),
+    "norm1": lambda p: p.norm(1),
+    "max": lambda p: p.max(),
+    "clamp": lambda p: p.clamp(-0.1, 0.1).sum(),
+}
+
+
+def penalised(
+    penalty: Callable[[torch.Tensor], torch.Tensor], is_before: bool
+) -> Callable[[nn.Module, int], torch.Tensor]:
+    """A loss with a regulariser over the parameters, computed before or after the forward."""
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        early = sum(penalty(p) for p in model.parameters()) if is_before else None
+        loss = model(vectors(step)).square().mean()
+        late = sum(penalty(p) for p in model.parameters()) if early is None else early
+        total: torch.Tensor = loss + 1e-2 * late
+        return total
+
+    return loss_of
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_penalty_over_the_parameters_has_the_plain_gradients(
+    workshop: Workshop, name: str, is_before: bool
+) -> None:
+    model = workshop.follow(loss_of=penalised(PENALTIES[name], is_before))
+    assert model.lohan.status()["handles"] == 0
+
+
+def test_a_loop_that_is_left_half_way_takes_its_hooks_and_no_others(workshop: Workshop) -> None:
+    model = workshop.wrap(build())
+    packed = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    x = torch.ones(3, requires_grad=True)
+    loop = model.named_parameters()
+    next(loop)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loop.close()
+        _ = x * x
+        assert len(packed) == 2
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
