@@ -9,7 +9,8 @@ RUN := $(PY) tests/run.py
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint fmt bench bench-adam bench-io bench-step bench-hooks sanitize build clean
+.PHONY: help demo test test-slow lint fmt bench bench-adam bench-io bench-step bench-hooks bench-peers \
+	sanitize build clean
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
@@ -18,7 +19,7 @@ help:
 	@echo 'make lint      layout, linters, types, spelling'
 	@echo 'make fmt       lay out C and Python'
 	@echo 'make sanitize  everything under the sanitizers'
-	@echo 'make bench     all benchmarks; also bench-adam, bench-io, bench-step, bench-hooks'
+	@echo 'make bench     all benchmarks; also bench-adam, -io, -step, -hooks, -peers'
 	@echo 'make build     the extension, in place'
 	@echo 'make clean     remove what was built (.venv stays)'
 
@@ -51,7 +52,7 @@ fmt: $(VENV)/.ready
 bench: build
 	$(RUN) bench -- $(ARGS)
 
-bench-adam bench-io bench-step bench-hooks: build
+bench-adam bench-io bench-step bench-hooks bench-peers: build
 	$(RUN) bench --only $(@:bench-%=%) -- $(ARGS)
 
 sanitize: $(VENV)/.installed

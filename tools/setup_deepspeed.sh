@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes an environment with DeepSpeed, which two benchmarks take as a peer, in a folder of its own:
+# Makes an environment with DeepSpeed, which three benchmarks take as a peer, in a folder of its own:
 # DeepSpeed compiles its CPU Adam and its asynchronous I/O for the torch that it runs with, and
 # neither is a dependency of lohan.
 #
@@ -14,6 +14,8 @@ if [ "$#" -ne 1 ]; then
 fi
 torch_version=2.13.0
 deepspeed_version=0.19.8
+# As in requirements-dev.txt: both sides of a benchmark train the same model.
+transformers_version=5.23.0
 
 say() { printf 'setup: %s\n' "$*"; }
 
@@ -42,6 +44,8 @@ say "installing torch $torch_version"
 say "installing deepspeed $deepspeed_version"
 # Its setup imports torch, so it is built with the torch that it will run with.
 DS_ACCELERATOR=cpu DS_BUILD_OPS=0 "${pip[@]}" --no-build-isolation "deepspeed==$deepspeed_version"
+say "installing transformers $transformers_version"
+"${pip[@]}" "transformers==$transformers_version"
 
 say "compiling cpu_adam and async_io (several minutes the first time)"
 # Activated, because torch looks for ninja in PATH.
@@ -56,4 +60,4 @@ for builder in (CPUAdamBuilder, AsyncIOBuilder):
     builder().load(verbose=False)
 print(f"setup: deepspeed {deepspeed.__version__} with torch {torch.__version__}")
 END
-say "done: pass ARGS=\"--deepspeed-python $python\" to make bench-adam and make bench-io"
+say "done: pass ARGS=\"--deepspeed-python $python\" to make bench-adam, bench-io, bench-peers"

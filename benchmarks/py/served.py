@@ -1,19 +1,34 @@
 """A contestant in a process of its own, which takes its turn when it is asked over a pipe.
 
 It says in one JSON object what it is as soon as it is ready; from then on it answers each line that
-it reads with the seconds that this took, by its own clock.
+it reads with one JSON value: the seconds that this took, by its own clock, or whatever it serves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
+
+# A turn takes seconds, a start that compiles some minutes; what hangs is to end all the same.
+DEADLINE_S = 900
+END_DEADLINE_S = 60
+
+
+def free_port() -> int:
+    """A TCP port that nobody has now: DeepSpeed's processes must not meet on one."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def deepspeed_environment(python: str) -> dict[str, str]:
@@ -31,7 +46,7 @@ def deepspeed_environment(python: str) -> dict[str, str]:
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29501",
+        "MASTER_PORT": str(free_port()),
     }
     if (folder.parent / "extensions").is_dir():
         environment["TORCH_EXTENSIONS_DIR"] = str(folder.parent / "extensions")
@@ -46,7 +61,8 @@ class Served:
         environment: of the program; None: this process's.
 
     Raises:
-        RuntimeError: it ended before it was ready; the message has the end of what it said.
+        RuntimeError: it ended before it was ready, or was not ready within DEADLINE_S and was
+            killed; the message has the end of what it said.
         OSError: it cannot be run at all.
     """
 
@@ -62,27 +78,50 @@ class Served:
             env=environment,
             text=True,
         )
-        self.hello: dict[str, Any] = json.loads(self._answer())
+        try:
+            self.hello: dict[str, Any] = json.loads(self._answer())
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
 
     def _answer(self) -> str:
-        line = self.process.stdout.readline()
+        timer = threading.Timer(DEADLINE_S, self.process.kill)
+        timer.daemon = True
+        begin = time.monotonic()
+        timer.start()
+        try:
+            line = self.process.stdout.readline()
+        finally:
+            timer.cancel()
         if line:
             return line
         code = self.process.wait()
+        late = f", killed after {DEADLINE_S} s" if time.monotonic() - begin >= DEADLINE_S else ""
         self.complaints.seek(0)
         end = self.complaints.read()[-1000:].strip()
-        raise RuntimeError(f"{self.process.args[0]} ended with code {code}: {end}")
+        raise RuntimeError(f"{self.process.args[0]} ended with code {code}{late}: {end}")
+
+    def ask(self, request: str) -> Any:
+        """Have request done; its answer. RuntimeError as at the start."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended: _answer says how
+            self.process.stdin.write(request + "\n")
+            self.process.stdin.flush()
+        return json.loads(self._answer())
 
     def seconds(self, request: str) -> float:
         """Have request done; the seconds it took."""
-        self.process.stdin.write(request + "\n")
-        self.process.stdin.flush()
-        return float(self._answer())
+        return float(self.ask(request))
 
     def close(self) -> None:
-        """End the process."""
-        self.process.stdin.close()
-        self.process.wait()
+        """End the process; what does not end by itself is killed. Idempotent."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(END_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         self.complaints.close()
 
 
@@ -93,14 +132,14 @@ def answers() -> TextIO:
     return pipe
 
 
-def answer_all(pipe: TextIO, hello: Mapping[str, Any], seconds: Callable[[str], float]) -> None:
+def answer_all(pipe: TextIO, hello: Mapping[str, Any], answer: Callable[[str], Any]) -> None:
     """Serve stdin until it ends.
 
     Args:
         pipe: from answers().
         hello: what the asking side finds in Served.hello.
-        seconds: does what a line asks for and returns how long it took.
+        answer: does what a line asks for and returns how long it took, or what Served.ask returns.
     """
     print(json.dumps(hello), file=pipe)
     for line in sys.stdin:
-        print(seconds(line.strip()), file=pipe)
+        print(json.dumps(answer(line.strip())), file=pipe)

@@ -1,0 +1,135 @@
+"""DeepSpeed's ZeRO as a contestant of bench_peers.py; runs in DeepSpeed's interpreter.
+
+    python benchmarks/py/deepspeed_train.py SETTING NVME_DIRECTORY
+
+SETTING is one of SETTINGS. What all of them share: AdamW's rule as everybody's, bf16 with fp32
+masters, and no clipping: DeepSpeed clips gradients to a norm of 1 where nobody says otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import served
+import torch
+import training
+
+# What its documentation tunes disks to, and its defaults.
+AIO_TUNED = {"block_size": 8 << 20, "queue_depth": 32, "intra_op_parallelism": 2}
+AIO_DEFAULT = {"block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1}
+AIO_BOTH = {"single_submit": False, "overlap_events": True}
+
+# Elements. The largest parameter has 38.6 million, and must fit a buffer and a sub-group.
+PARAM_BUFFER_ELEMENTS = 40_000_000
+SUB_GROUP_ELEMENTS = 40_000_000
+# For parameter, gradient and two moments of what is read, computed and written at once.
+PIPELINE_BUFFERS = 12
+SERIAL_BUFFERS = 4
+BUCKET_ELEMENTS = 50_000_000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Attributes: config: for deepspeed.initialize. is_locked: pin_memory is not left undone."""
+
+    config: dict[str, Any]
+    is_locked: bool
+
+
+def nvme(aio: dict[str, int], is_pipelined: bool, is_locked: bool) -> Setting:
+    """ZeRO-3: parameters, gradients and optimizer on NVMe, no parameter kept in memory."""
+    zero = {
+        "stage": 3,
+        "contiguous_gradients": True,
+        "overlap_comm": False,
+        "sub_group_size": SUB_GROUP_ELEMENTS,
+        "stage3_max_live_parameters": 40_000_000,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 10_000_000,
+        "stage3_param_persistence_threshold": 10_000,
+        "offload_param": {
+            "device": "nvme",
+            "pin_memory": True,
+            "buffer_count": 5,
+            "buffer_size": PARAM_BUFFER_ELEMENTS,
+            "max_in_cpu": 0,
+        },
+        "offload_optimizer": {
+            "device": "nvme",
+            "pin_memory": True,
+            "buffer_count": PIPELINE_BUFFERS if is_pipelined else SERIAL_BUFFERS,
+            "pipeline_read": is_pipelined,
+            "pipeline_write": is_pipelined,
+        },
+    }
+    return Setting({"zero_optimization": zero, "aio": {**aio, **AIO_BOTH}}, is_locked)
+
+
+def cpu(is_locked: bool) -> Setting:
+    """ZeRO-2: the optimizer in main memory."""
+    zero = {
+        "stage": 2,
+        "contiguous_gradients": True,
+        "overlap_comm": False,
+        "reduce_bucket_size": BUCKET_ELEMENTS,
+        "allgather_bucket_size": BUCKET_ELEMENTS,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    }
+    return Setting({"zero_optimization": zero}, is_locked)
+
+
+SETTINGS = {
+    "zero3 nvme, 8 MiB x 32, pipelined, page-locked": nvme(AIO_TUNED, True, True),
+    "zero3 nvme, 1 MiB x 8, pipelined": nvme(AIO_DEFAULT, True, False),
+    "zero3 nvme, 8 MiB x 32, page-locked": nvme(AIO_TUNED, False, True),
+    "zero2 cpu, page-locked": cpu(True),
+    "zero2 cpu": cpu(False),
+}
+
+
+def config_of(setting: str, directory: str) -> dict[str, Any]:
+    """What deepspeed.initialize takes."""
+    hyper = {key: list(v) if isinstance(v, tuple) else v for key, v in training.HYPER.items()}
+    config = {
+        "train_micro_batch_size_per_gpu": training.BATCH_SHAPE[0],
+        "optimizer": {"type": "AdamW", "params": hyper},
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.0,
+        "steps_per_print": 1_000_000_000,
+        **copy.deepcopy(SETTINGS[setting].config),
+    }
+    for key in ("offload_param", "offload_optimizer"):
+        offload = config["zero_optimization"].get(key, {})
+        if offload.get("device") == "nvme":
+            offload["nvme_path"] = directory
+    return config
+
+
+def main() -> None:
+    pipe = served.answers()
+    setting, directory = sys.argv[1:]
+    if SETTINGS[setting].is_locked:
+        os.environ["DS_PIN_MEMORY_BACKEND"] = "native"  # torch's own locks nothing without a GPU
+    import deepspeed
+
+    model = training.build(torch.bfloat16)
+    weights = training.fingerprint(model)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config_of(setting, directory)
+    )
+
+    def step(batch: training.Batch) -> torch.Tensor:
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    training.serve(pipe, weights, step)
+
+
+if __name__ == "__main__":
+    main()
