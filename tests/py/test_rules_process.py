@@ -75,8 +75,10 @@ def test_a_signal_ends_a_run_with_its_last_step_committed(
             process.wait(10)
         if process.poll() is None:
             process.send_signal(number)
-    status, out, err = finish(process)
-    last = int(([line, *out.splitlines()])[-1].split()[1])
+    # communicate() would not see what readline() has read ahead.
+    lines = [line, *process.stdout.read().splitlines()]
+    status, _, err = finish(process)
+    last = int(lines[-1].split()[1])
     if number == signal.SIGINT:
         assert status in (-signal.SIGINT, 130) and "KeyboardInterrupt" in err
     else:
