@@ -244,8 +244,8 @@ PyObject *lhpy_engine_unpack(PyObject *object, PyObject *packed)
     if (handle->epoch != unit->epoch) {
         char message[256];
         PyOS_snprintf(message, sizeof(message),
-                      "param %u was updated by step() after this graph saved it: a backward through"
-                      " it would use values that are gone",
+                      "param %u was changed (by step(), load_state_dict() or a write) after this"
+                      " graph saved it: a backward through it would use values that are gone",
                       (unsigned)handle->param);
         return lhpy_raise(self->raiser, -ESTALE, message);
     }

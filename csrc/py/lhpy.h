@@ -51,7 +51,7 @@ struct lhpy_unit {
     uint32_t scope_depth;  /* scopes inside which it is resident and its parameters are bound */
     bool is_used_backward; /* pinned for handles that come back */
     bool has_gradients;    /* in the open step */
-    uint32_t epoch;        /* steps that changed it; a handle of an older one is stale */
+    uint32_t epoch;        /* steps and writes that changed it; a handle of an older one is stale */
 };
 
 /* The Engine type's instance (engine.c). */

@@ -172,6 +172,7 @@ PyObject *lhpy_engine_resume(PyObject *object, PyObject *args)
         if (PyErr_Occurred())
             break;
         lh_engine_invalidate(self->core->engine, (uint32_t)unit);
+        self->unit_states[unit].epoch++; /* a graph from before would use the new values */
     }
     lh_engine_resume(self->core->engine);
     if (PyErr_Occurred())

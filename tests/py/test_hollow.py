@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from rules_helper import WIDTH, Workshop, build, vectors, workshop
+from lohan.errors import StaleGraphError
+from rules_helper import (
+    WIDTH,
+    Workshop,
+    assert_same_state,
+    build,
+    square_loss,
+    train_step,
+    vectors,
+    workshop,
+)
 from torch import nn
 
 __all__ = ["workshop"]
@@ -138,3 +148,43 @@ def test_a_loop_that_is_left_half_way_takes_its_hooks_and_no_others(workshop: Wo
         _ = x * x
         assert len(packed) == 2
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def write_by_load(model: nn.Module) -> None:
+    model.load_state_dict({k: v + 0.1 for k, v in model.state_dict().items()})
+
+
+def write_in_a_loop(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)
+
+
+@pytest.mark.parametrize("write", [write_by_load, write_in_a_loop])
+def test_a_backward_through_values_that_were_written_over_is_refused(
+    workshop: Workshop, write: Callable[[nn.Module], None]
+) -> None:
+    model = workshop.wrap(build())
+    plain = build()
+    losses = [square_loss(model, 0), square_loss(plain, 0)]
+    for written in (model, plain):
+        write(written)
+    with pytest.raises(StaleGraphError, match=r"parameter '\w+.* was changed"):
+        losses[0].backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[1].backward()
+    del losses
+    assert_same_state(model.state_dict(), plain.state_dict())
+    train_step(model, 1)
+
+
+def test_a_write_to_one_block_leaves_graphs_through_others(workshop: Workshop) -> None:
+    model = workshop.wrap(build())
+    x = vectors(0).requires_grad_()
+    loss = model.blocks[1](x).square().sum()
+    with torch.no_grad():
+        for p in model.blocks[2].parameters():
+            p.add_(0.1)
+    loss.backward()
+    model.optimizer.step()
+    assert x.grad is not None and x.grad.isfinite().all()
