@@ -385,7 +385,7 @@ static PyMethodDef engine_methods[] = {
     {"close_step", lhpy_engine_close_step, METH_VARARGS, "close_step(scalars)"},
     {"abort", lhpy_engine_abort, METH_NOARGS, "Forget the open step."},
     {"flush", lhpy_engine_flush, METH_VARARGS, "flush(commit)"},
-    {"pause", lhpy_engine_pause, METH_NOARGS, "Hand the store to the caller."},
+    {"pause", lhpy_engine_pause, METH_VARARGS, "pause(units): hand the store to the caller."},
     {"resume", lhpy_engine_resume, METH_VARARGS, "resume(changed_units)"},
     {"stats", lhpy_engine_stats, METH_NOARGS, "The last finished step, or None."},
     {"trace", lhpy_engine_trace, METH_NOARGS,

@@ -146,13 +146,50 @@ static int pause_wait(struct lh_engine *engine, uint64_t argument, int timeout_m
     return lh_engine_pause(engine, timeout_ms);
 }
 
+/* The number of unit i of a list; -1 with a Python error. */
+static int64_t unit_at(const struct lhpy_engine *self, PyObject *units, Py_ssize_t i)
+{
+    unsigned long unit = PyLong_AsUnsignedLong(PyList_GetItem(units, i));
+    if (PyErr_Occurred())
+        return -1;
+    if (unit < self->unit_count)
+        return (int64_t)unit;
+    PyErr_Format(PyExc_IndexError, "unit %lu of %u", unit, self->unit_count);
+    return -1;
+}
+
+/* A unit whose bytes in memory somebody can see cannot be forgotten there. */
+static int changed_refuse(struct lhpy_engine *self, uint32_t unit)
+{
+    uint32_t pins = lh_engine_pin_count(self->core->engine, unit);
+    if (pins == 0)
+        return 0;
+    char message[256];
+    PyOS_snprintf(message, sizeof(message),
+                  "unit %u cannot be written: %u tensors are still views of its parameters (kept"
+                  " from a loop over them or from a forward); delete them first",
+                  (unsigned)unit, (unsigned)pins);
+    lhpy_raise(self->raiser, -EBUSY, message);
+    return -1;
+}
+
 PyObject *lhpy_engine_pause(PyObject *object, PyObject *args)
 {
-    (void)args;
     struct lhpy_engine *self = engine_open(object);
-    if (!self || lhpy_engine_wait(self, flush_wait, 1) < 0 ||
-        lhpy_engine_wait(self, pause_wait, 0) < 0)
+    PyObject *units = NULL;
+    if (!self || !PyArg_ParseTuple(args, "O!", &PyList_Type, &units) ||
+        lhpy_engine_wait(self, flush_wait, 1) < 0)
         return NULL;
+    /* Before the store is handed out: what is written there cannot be taken back. */
+    for (Py_ssize_t i = 0; i < PyList_Size(units); i++) {
+        int64_t unit = unit_at(self, units, i);
+        if (unit < 0 || changed_refuse(self, (uint32_t)unit) < 0)
+            return NULL;
+    }
+    if (lhpy_engine_wait(self, pause_wait, 0) < 0) {
+        lh_engine_resume(self->core->engine); /* a signal: it would sleep for ever */
+        return NULL;
+    }
     Py_RETURN_NONE;
 }
 
@@ -162,20 +199,17 @@ PyObject *lhpy_engine_resume(PyObject *object, PyObject *args)
     PyObject *units = NULL;
     if (!self || !PyArg_ParseTuple(args, "O!", &PyList_Type, &units))
         return NULL;
-    Py_ssize_t count = PyList_Size(units);
-    for (Py_ssize_t i = 0; i < count; i++) {
-        unsigned long unit = PyLong_AsUnsignedLong(PyList_GetItem(units, i));
-        if (!PyErr_Occurred() && unit >= self->unit_count)
-            PyErr_Format(PyExc_IndexError, "unit %lu of %u", unit, self->unit_count);
-        if (!PyErr_Occurred() && lh_engine_pin_count(self->core->engine, (uint32_t)unit) > 0)
-            lhpy_raise(self->raiser, -EBUSY, "a unit that was changed is still in use");
-        if (PyErr_Occurred())
+    int rc = 0;
+    for (Py_ssize_t i = 0; rc == 0 && i < PyList_Size(units); i++) {
+        int64_t unit = unit_at(self, units, i);
+        rc = unit < 0 ? -1 : changed_refuse(self, (uint32_t)unit);
+        if (rc < 0)
             break;
         lh_engine_invalidate(self->core->engine, (uint32_t)unit);
         self->unit_states[unit].epoch++; /* a graph from before would use the new values */
     }
     lh_engine_resume(self->core->engine);
-    if (PyErr_Occurred())
+    if (rc < 0)
         return NULL;
     Py_RETURN_NONE;
 }

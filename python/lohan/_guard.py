@@ -15,8 +15,8 @@ from torch import nn
 
 from lohan import _store
 from lohan._session import Session
-from lohan._tensor import ReadParameters, bits_checksum
-from lohan.errors import UnsupportedError
+from lohan._tensor import ReadParameters, bits_checksum, nbytes_of
+from lohan.errors import LentError, UnsupportedError
 
 
 def _refuse(what: str, way_out: str) -> Callable[..., Any]:
@@ -151,7 +151,11 @@ class Guard:
                         f" {tuple(after.shape)} {after.dtype}: its place is for"
                         f" {tuple(shape)} {dtype}"
                     )
-                self._write({name: after}, {name: index})
+                try:
+                    self._write({name: after}, {name: index})
+                except LentError:
+                    self._restore(index)
+                    raise
 
     def _fill_state_dict(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
@@ -211,6 +215,16 @@ class Guard:
                 places = session.extents.units[param.unit]
                 _store.write_param(store, unit, places, param.first, value.cpu(), is_fresh=False)
             store.commit(session.step, store.describe()["scalars"])
+
+    def _restore(self, index: int) -> None:
+        """Undo in memory what was written there and cannot go to the store."""
+        param = self.session.layout.params[index]
+        unit = self.session.layout.units[param.unit]
+        offset = param.first * unit.dtype.itemsize if unit.trainable else param.first
+        places = self.session.extents.units[param.unit]
+        lend = self.session.lend(index)
+        with self.session.exclusive([]) as store:
+            store.read(places.param, offset, lend.data_ptr(), nbytes_of(lend))
 
     def _apply(self, module: nn.Module) -> Callable[..., nn.Module]:
         """`.to()`, `.half()`, `.cuda()`: places are lohan's business, dtypes cannot change."""

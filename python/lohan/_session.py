@@ -451,9 +451,13 @@ class Session:
 
     def value(self, index: int) -> torch.Tensor:
         """A copy of one parameter's value, in its dtype and shape."""
+        return self.lend(index).clone()
+
+    def lend(self, index: int) -> torch.Tensor:
+        """One parameter's bytes in memory, which stay there as long as the tensor lives."""
         self._check_whole()
         lend: torch.Tensor = self._engine.lend(index)
-        return lend.clone()
+        return lend
 
     @property
     def is_underway(self) -> bool:
@@ -482,7 +486,7 @@ class Session:
     def exclusive(self, changed: list[int]) -> Iterator[_core.Store]:
         """The store, with the engine asleep; units in `changed` are forgotten in memory after."""
         self._check_whole()
-        self._engine.pause()
+        self._engine.pause(changed)
         try:
             yield self.store
         finally:

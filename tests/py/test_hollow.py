@@ -7,9 +7,10 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import lohan
 import pytest
 import torch
-from lohan.errors import StaleGraphError
+from lohan.errors import LentError, StaleGraphError
 from rules_helper import (
     WIDTH,
     Workshop,
@@ -188,3 +189,40 @@ def test_a_write_to_one_block_leaves_graphs_through_others(workshop: Workshop) -
     loss.backward()
     model.optimizer.step()
     assert x.grad is not None and x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("write", [write_by_load, write_in_a_loop])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_write_while_a_view_is_kept_is_refused_and_changes_nothing(
+    workshop: Workshop, write: Callable[[nn.Module], None], dtype: torch.dtype
+) -> None:
+    model = workshop.wrap(build().to(dtype))
+    train_step(model, 0)
+    before = model.state_dict()
+    kept = [p.data for p in model.parameters()]
+    with pytest.raises(LentError, match="views of its parameters"):
+        write(model)
+    for tensor, (name, value) in zip(kept, before.items(), strict=True):
+        assert torch.equal(tensor, value), name
+    del kept, tensor
+    assert_same_state(model.state_dict(), before)
+    model.lohan.close()
+    again = lohan.wrap(build().to(dtype), store=workshop.folder / "store0", resume=True)
+    workshop.made.append(again)
+    assert_same_state(again.state_dict(), before)
+    write(again)
+    assert not torch.equal(again.state_dict()["head.weight"], before["head.weight"])
+    train_step(again, 1)
+
+
+def test_a_write_inside_a_loop_that_keeps_a_view_is_refused_and_undone(workshop: Workshop) -> None:
+    model = workshop.wrap(build())
+    before = model.state_dict()
+    kept = []
+    with pytest.raises(LentError, match="views of its parameters"), torch.no_grad():
+        for p in model.parameters():
+            kept.append(p.data)
+            p.add_(1.0)
+    assert torch.equal(kept[0], before["blocks.0.gain"])
+    kept.clear()
+    assert_same_state(model.state_dict(), before)
