@@ -20,6 +20,16 @@ DEFAULTS: dict[str, Any] = {
     "weight_decay": 1e-2,
 }
 
+# Keys of torch's optimizers that would make another rule, and the values at which they do not.
+RULE: dict[str, Any] = {
+    "amsgrad": False,
+    "maximize": False,
+    "differentiable": False,
+    "decoupled_weight_decay": True,
+    "momentum": 0,
+    "nesterov": False,
+}
+
 Hyper = tuple[float, float, float, float, float]
 
 
@@ -52,6 +62,20 @@ def check_hyper(hyper: Hyper) -> None:
         raise HyperParameterError(f"weight_decay {weight_decay} is below 0")
 
 
+def check_rule(group: dict[str, Any]) -> None:
+    """Refuse what would make another rule than AdamW of a group.
+
+    Raises:
+        UnsupportedError: names the key.
+    """
+    for name, value in RULE.items():
+        if group.get(name, value) != value:
+            raise UnsupportedError(
+                f"{name}={group[name]!r} in a parameter group: lohan's optimizer is AdamW"
+                f" with {name}={value!r}"
+            )
+
+
 class Optimizer(torch.optim.Optimizer):
     """AdamW over a wrapped model: the rule of torch.optim.AdamW, in fp32, on lohan's CPU workers.
 
@@ -69,11 +93,44 @@ class Optimizer(torch.optim.Optimizer):
         self._session: Session | None = None
         super().__init__(params, {**DEFAULTS, **defaults})
         for group in self.param_groups:
+            check_rule(group)
             check_hyper(hyper_of(group))
+        self._members = self._members_now()
 
     def attach(self, session: Session) -> None:
         """Give the optimizer its session. Called by lohan.wrap."""
         self._session = session
+
+    def _members_now(self) -> list[set[int]]:
+        """The parameters of each group, by id: the session keeps them alive."""
+        return [{id(p) for p in group["params"]} for group in self.param_groups]
+
+    def hypers(self) -> list[Hyper]:
+        """What the groups say now.
+
+        Raises:
+            HyperParameterError: a group has other parameters than at wrap, or there are other
+                groups.
+            UnsupportedError: a group asks for another rule.
+        """
+        now = self._members_now()
+        if now != self._members:
+            changed = [
+                i for i, (a, b) in enumerate(zip(now, self._members, strict=False)) if a != b
+            ]
+            what = (
+                f"group {changed[0]} has other parameters"
+                if changed
+                else f"there are {len(now)} parameter groups instead of {len(self._members)},"
+            )
+            raise HyperParameterError(
+                f"{what} than at lohan.wrap(), where each parameter got its place: to leave one"
+                " out of a step, requires_grad_(False) before the forward, or lr and weight_decay"
+                " 0 for its group"
+            )
+        for group in self.param_groups:
+            check_rule(group)
+        return [hyper_of(group) for group in self.param_groups]
 
     @property
     def session(self) -> Session:
@@ -92,7 +149,8 @@ class Optimizer(torch.optim.Optimizer):
             What closure returned, or None.
 
         Raises:
-            HyperParameterError: a group changed since backward began.
+            HyperParameterError: a group changed since backward began, or its parameters since
+                lohan.wrap().
             OffloadedGradientError: something else was put into the p.grad of a parameter.
             LentError: a tensor that was kept from forward or backward is a view of a parameter.
             StepError: the backward of this step died; `zero_grad()` forgets it.

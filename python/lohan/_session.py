@@ -194,6 +194,10 @@ class Session:
         """The groups of now: load_state_dict() of an optimizer makes new ones."""
         return self._optimizer.param_groups if self._optimizer is not None else []
 
+    def _hypers(self) -> list[Hyper]:
+        """What the groups say now; refuses groups with other parameters than at wrap."""
+        return self._optimizer.hypers() if self._optimizer is not None else []
+
     # --- Forward ----------------------------------------------------------------------------
 
     def _root_enter(self, module: nn.Module, args: Any) -> None:
@@ -348,7 +352,7 @@ class Session:
 
     def _on_gradient(self) -> None:
         """The first gradient of a step: what the groups say now is what the updates use."""
-        self._hyper_set([hyper_of(group) for group in self._groups])
+        self._hyper_set(self._hypers())
 
     def _hyper_set(self, hypers: list[Hyper]) -> None:
         for index, hyper in enumerate(hypers):
@@ -376,7 +380,7 @@ class Session:
         if not has_gradients:
             self._backward = "none"
             return
-        now = [hyper_of(group) for group in self._groups]
+        now = self._hypers()
         if self.config.schedule in SCHEDULES_AT_STEP:
             self._hyper_set(now)
         elif now != self._hyper:

@@ -8,7 +8,12 @@ import lohan
 import pytest
 import torch
 from lohan import _session
-from lohan.errors import OffloadedGradientError, UnsupportedError, ZeroGradError
+from lohan.errors import (
+    HyperParameterError,
+    OffloadedGradientError,
+    UnsupportedError,
+    ZeroGradError,
+)
 from rules_helper import (
     Stack,
     Workshop,
@@ -265,3 +270,85 @@ def test_no_part_of_a_model_forgets_its_gradients_in_a_step(
     trained.optimizer.step()
     trained.blocks[0].zero_grad()
     assert_goes_on(trained, workshop, [0, 1])
+
+
+# --- Parameter groups ----------------------------------------------------------------------------
+
+
+def split(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups: matrices and the rest."""
+    params = [*model.parameters()]
+    return [
+        {"params": [p for p in params if p.dim() == 2], "weight_decay": 0.5},
+        {"params": [p for p in params if p.dim() != 2]},
+    ]
+
+
+def remove_one(groups: list[dict[str, Any]]) -> str:
+    del groups[0]["params"][1]
+    return "group 0 has other parameters"
+
+
+def move_one(groups: list[dict[str, Any]]) -> str:
+    groups[1]["params"].append(groups[0]["params"].pop())
+    return "group 0 has other parameters"
+
+
+def delete_group(groups: list[dict[str, Any]]) -> str:
+    del groups[1]
+    return "1 parameter groups instead of 2"
+
+
+def append_group(groups: list[dict[str, Any]]) -> str:
+    groups.append({**groups[0], "params": [nn.Parameter(torch.ones(1))]})
+    return "3 parameter groups instead of 2"
+
+
+@pytest.mark.parametrize("schedule", ["optimized", "serial"])
+@pytest.mark.parametrize("edit", [remove_one, move_one, delete_group, append_group])
+def test_the_members_of_groups_are_fixed_at_wrap(
+    edit: Any, schedule: str, workshop: Workshop
+) -> None:
+    def train(with_edit: bool) -> nn.Module:
+        model = build()
+        model = workshop.wrap(model, params=split(model), schedule=schedule)
+        train_step(model, 0)
+        loss = square_loss(model, 1)
+        if with_edit:
+            whole = [{**g, "params": [*g["params"]]} for g in model.optimizer.param_groups]
+            said = edit(model.optimizer.param_groups)
+            with pytest.raises(HyperParameterError, match=said):
+                loss.backward()
+            model.optimizer.param_groups[:] = whole
+            model.optimizer.zero_grad()
+            loss = square_loss(model, 1)
+        loss.backward()
+        if with_edit:
+            whole = [{**g, "params": [*g["params"]]} for g in model.optimizer.param_groups]
+            said = edit(model.optimizer.param_groups)
+            with pytest.raises(HyperParameterError, match=said):
+                model.optimizer.step()
+            model.optimizer.param_groups[:] = whole
+        for group in model.optimizer.param_groups:
+            group["params"].reverse()  # no change of the members
+        model.optimizer.step()
+        train_step(model, 2)
+        return model
+
+    assert_same_state(train(True).state_dict(), train(False).state_dict())
+
+
+@pytest.mark.parametrize("key", ["amsgrad", "maximize", "momentum"])
+def test_a_group_that_asks_for_another_rule_is_refused(key: str, workshop: Workshop) -> None:
+    model = build()
+    for value in (True, 0.5):
+        with pytest.raises(UnsupportedError, match=f"{key}={value}"):
+            workshop.wrap(model, params=[{"params": [*model.parameters()], key: value}])
+    groups = [{"params": [*model.parameters()], key: False, "name": "all", "foreach": True}]
+    model = workshop.wrap(model, params=groups)
+    model.optimizer.param_groups[0][key] = True
+    with pytest.raises(UnsupportedError, match=f"{key}=True"):
+        square_loss(model, 0).backward()
+    model.optimizer.param_groups[0][key] = False
+    train_step(model, 0)
+    assert_same_state(model.state_dict(), workshop.train([0]))
