@@ -36,10 +36,11 @@ RANKS = {
     "compute": 3,
     "plan": 4,
     "sched": 5,
+    "sim": 6,
     "py": 6,
 }
 # Narrower than their rank: what else a folder may include.
-ONLY = {"plan": {"base"}, "sim": {"base", "io", "dev", "exec"}}
+ONLY = {"plan": {"base"}}
 
 # SIMD kernels: one straight run of instructions that reads worse in pieces. (file, function)
 LONG_FUNCTIONS: set[tuple[str, str]] = set()

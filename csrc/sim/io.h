@@ -1,0 +1,94 @@
+/*
+ * The I/O backend of the simulator: struct lh_io over a disk in memory, one link a file, in virtual
+ * time. With a disk it moves bytes; without one (timing only) nothing is kept, read or written, so
+ * that models of any size can be timed.
+ *
+ * Faults come by seed, each request drawing for each kind, with probabilities in parts per million:
+ *
+ *      SPIKE      one request takes spike_ns longer
+ *      REORDER    one request takes up to reorder_ns longer, so that later ones overtake it
+ *      ERROR      -EIO of a read, a write or a sync; a write may be there in part
+ *      SPACE      -ENOSPC of a write; nothing of it is there
+ *      SHORT      a transfer stops inside and is continued
+ *      FLIP       a bit of what was read is wrong
+ *      MISDIRECT  a write goes to another place of its file
+ *
+ * SPIKE, REORDER and SHORT change no result. After ERROR and SPACE the engine has to answer their
+ * code. After FLIP it may not use what it was given; MISDIRECT shows when somebody reads the place.
+ *
+ * Checked always:
+ *  1. Not more transfers are in flight than io_depth, commit requests not counted.
+ *  2. No two requests in flight overlap in a file, or in memory, but for two reads or two writes
+ *     respectively that only look.
+ *  3. The bytes of a write in flight do not change; memory that is being read into holds garbage
+ *     until the read comes back.
+ *  4. Bytes of a read that a fault has flipped are never part of a write.
+ *
+ * Thread: one.
+ */
+#ifndef LH_SIM_IO_H
+#define LH_SIM_IO_H
+
+#include "io/io.h"
+#include "sim/disk.h"
+#include "sim/link.h"
+
+#define LH_SIM_FLIP_COUNT_MAX 16
+
+enum lh_sim_fault {
+    LH_SIM_FAULT_SPIKE = 0,
+    LH_SIM_FAULT_REORDER,
+    LH_SIM_FAULT_ERROR,
+    LH_SIM_FAULT_SPACE,
+    LH_SIM_FAULT_SHORT,
+    LH_SIM_FAULT_FLIP,
+    LH_SIM_FAULT_MISDIRECT,
+    LH_SIM_FAULT_COUNT,
+};
+
+struct lh_sim_faults {
+    uint32_t ppm[LH_SIM_FAULT_COUNT];
+    uint64_t spike_ns;
+    uint64_t reorder_ns;
+};
+
+struct lh_sim_io_opts {
+    struct lh_sim_world *world;           /* borrowed until destroy */
+    struct lh_sim_disk *disk;             /* borrowed until destroy; NULL: timing only */
+    const struct lh_sim_link_opts *links; /* one a file; borrowed for the call */
+    uint32_t file_count;
+    uint64_t cap_bytes_per_s; /* of all links together; 0: none */
+    uint64_t sync_ns;         /* on top of a link's latency */
+    uint32_t queue_depth_max;
+    uint32_t io_depth; /* of the engine: what it promises not to exceed */
+    struct lh_sim_faults faults;
+    uint64_t seed; /* of the faults */
+};
+
+struct lh_sim_io_stats {
+    uint64_t bytes[LH_SIM_DIRECTION_COUNT]; /* of requests that came back well */
+    uint64_t sync_count;
+    uint64_t fault_counts[LH_SIM_FAULT_COUNT];
+    uint32_t in_flight_max;
+};
+
+/*
+ * Owns:   *io_out owns its tables; release with (*io_out)->ops->destroy().
+ * Errors: -ENOMEM; *io_out is NULL then.
+ */
+int lh_sim_io_create(const struct lh_sim_io_opts *opts, struct lh_alloc *alloc,
+                     struct lh_io **io_out, struct lh_error *err) LH_MUST_CHECK;
+/* The requests whose owner this is are a commit's. */
+void lh_sim_io_commit_owner_set(struct lh_io *io, const void *owner);
+/*
+ * The power fails: of writes in flight any blocks may be there; nothing comes back any more. Before
+ * the memory of their buffers goes.
+ */
+void lh_sim_io_crash(struct lh_io *io, struct lh_sim_random *random);
+/* To be called whenever time is about to go on. */
+void lh_sim_io_check(struct lh_io *io);
+const struct lh_sim_io_stats *lh_sim_io_stats(const struct lh_io *io);
+/* Blocks with a flipped bit that lie in [base, base + bytes) still, written by nobody yet. */
+uint32_t lh_sim_io_flip_count(const struct lh_io *io, const uint8_t *base, uint64_t bytes);
+
+#endif

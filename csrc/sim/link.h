@@ -1,0 +1,100 @@
+/*
+ * Links: what bytes move over, and how long that takes.
+ *
+ * A link is a queue of its depth in front of one server (simplex) or two (duplex: one a direction),
+ * with a latency that requests in the queue spend side by side:
+ *
+ *      submit -> waiting -> [at most queue_depth: latency -> ready -> server: bytes / rate] -> done
+ *
+ * Links may share a cap (twelve SSDs behind one switch): a transfer in service takes its bytes'
+ * time of the cap as well, in the order in which services begin, and its server is held until both
+ * are through. A transfer of 0 bytes takes the latency only.
+ *
+ * An SSD is a simplex link, Source: LoHan IV-D (an SSD is simplex, PCIe is duplex). Copies to and
+ * from a device are transfers on duplex links of their own: whoever simulates an accelerator makes
+ * one beside those of io.h and needs nothing new here.
+ *
+ * Checked always, apart from what computes the times:
+ *  1. No server, and no cap, moves more in a busy stretch than its rate allows.
+ *  2. No server is idle while a transfer is ready, and none waits while the queue has room.
+ *
+ * Thread: one.
+ */
+#ifndef LH_SIM_LINK_H
+#define LH_SIM_LINK_H
+
+#include "sim/world.h"
+
+enum lh_sim_direction {
+    LH_SIM_DIRECTION_READ = 0,
+    LH_SIM_DIRECTION_WRITE = 1,
+};
+#define LH_SIM_DIRECTION_COUNT 2
+
+struct lh_sim_cap {
+    uint64_t bytes_per_s;
+    uint64_t free_ns; /* what is in service is through the cap then */
+    /* Of the stretch in which something is in service, for the check: */
+    uint32_t active_count;
+    uint64_t since_ns;
+    uint64_t bytes;
+};
+
+struct lh_sim_link_opts {
+    uint64_t bytes_per_s[LH_SIM_DIRECTION_COUNT];
+    uint64_t latency_ns;
+    uint32_t queue_depth;
+    bool duplex;
+};
+
+struct lh_sim_link;
+
+struct lh_sim_transfer {
+    enum lh_sim_direction direction;
+    uint64_t bytes;
+    uint64_t extra_ns; /* of latency */
+    void (*done)(struct lh_sim_transfer *transfer);
+    void *owner;
+    /* Private to the link. */
+    struct lh_sim_link *link;
+    struct lh_sim_transfer *next;
+};
+
+struct lh_sim_transfer_queue {
+    struct lh_sim_transfer *head;
+    struct lh_sim_transfer *tail;
+};
+
+/* A server, and what it moved since it was last idle. */
+struct lh_sim_server {
+    struct lh_sim_transfer_queue ready;
+    struct lh_sim_transfer *active;
+    uint64_t since_ns;
+    uint64_t until_ns;
+    uint64_t bytes[LH_SIM_DIRECTION_COUNT];
+};
+
+struct lh_sim_link {
+    struct lh_sim_world *world;
+    struct lh_sim_link_opts opts;
+    struct lh_sim_cap *cap; /* may be NULL; borrowed */
+    struct lh_sim_transfer_queue waiting;
+    struct lh_sim_server servers[LH_SIM_DIRECTION_COUNT]; /* simplex: the first serves both */
+    uint32_t admitted_count;
+    uint64_t bytes[LH_SIM_DIRECTION_COUNT]; /* moved so far */
+    uint64_t busy_ns[LH_SIM_DIRECTION_COUNT];
+};
+
+/* Nothing is in service. */
+void lh_sim_cap_init(struct lh_sim_cap *cap, uint64_t bytes_per_s);
+/* world and cap are borrowed for as long as the link is used. */
+void lh_sim_link_init(struct lh_sim_link *link, struct lh_sim_world *world,
+                      const struct lh_sim_link_opts *opts, struct lh_sim_cap *cap);
+/* transfer is borrowed until transfer->done(). */
+void lh_sim_link_submit(struct lh_sim_link *link, struct lh_sim_transfer *transfer);
+/* Forget everything in flight; the world's events are forgotten, too. */
+void lh_sim_link_drop(struct lh_sim_link *link);
+/* Invariant 2: to be called whenever time is about to go on. */
+void lh_sim_link_check(struct lh_sim_link *link);
+
+#endif

@@ -1,0 +1,225 @@
+#include "sim/model.h"
+
+#include <string.h>
+
+#include "base/assert.h"
+
+/* Two chunks where memory is scarce: only such a unit shows how chunks follow each other. */
+#define LARGE_COUNT_MIN (LH_BUDGET_CHUNK_ELEMENTS_MIN + 1)
+#define LARGE_PPM 150000
+#define SMALL_COUNT_MAX 12000
+#define BLOCK_NS_MAX 2000000
+
+int lh_sim_model_init(struct lh_sim_model *model, const struct lh_sim_model_opts *opts,
+                      struct lh_alloc *alloc, struct lh_error *err)
+{
+    *model = (struct lh_sim_model){.alloc = alloc, .opts = *opts};
+    model->units = lh_alloc_zeroed(alloc, opts->unit_max, sizeof(*model->units));
+    model->params = lh_alloc_zeroed(alloc, opts->param_max, sizeof(*model->params));
+    model->blocks = lh_alloc_zeroed(alloc, opts->block_max, sizeof(*model->blocks));
+    model->groups = lh_alloc_zeroed(alloc, opts->unit_max, sizeof(*model->groups));
+    model->extents = lh_alloc_zeroed(alloc, (uint64_t)opts->unit_max * LH_SIM_ARRAY_COUNT,
+                                     sizeof(*model->extents));
+    if (!model->units || !model->params || !model->blocks || !model->groups || !model->extents) {
+        lh_sim_model_deinit(model);
+        return lh_error_set(err, -ENOMEM, "no memory for a model of %u units", opts->unit_max);
+    }
+    return 0;
+}
+
+void lh_sim_model_deinit(struct lh_sim_model *model)
+{
+    lh_free(model->alloc, model->units);
+    lh_free(model->alloc, model->params);
+    lh_free(model->alloc, model->blocks);
+    lh_free(model->alloc, model->groups);
+    lh_free(model->alloc, model->extents);
+    *model = (struct lh_sim_model){0};
+}
+
+uint64_t lh_sim_model_array_bytes(const struct lh_sim_model *model, uint32_t index,
+                                  enum lh_sim_array array)
+{
+    const struct lh_engine_unit *unit = &model->units[index];
+    switch (array) {
+    case LH_SIM_ARRAY_PARAM:
+        return unit->bytes;
+    case LH_SIM_ARRAY_RESIDUAL:
+        return unit->dtype == LH_DTYPE_BF16 ? unit->elements * sizeof(int16_t) : 0;
+    default:
+        return unit->elements * sizeof(float);
+    }
+}
+
+uint32_t lh_sim_model_extent(const struct lh_sim_model *model, uint32_t index,
+                             enum lh_sim_array array)
+{
+    const struct lh_engine_unit *unit = &model->units[index];
+    const uint32_t extents[LH_SIM_ARRAY_COUNT] = {unit->param_extent, unit->residual_extent,
+                                                  unit->moment1_extent, unit->moment2_extent};
+    return extents[array];
+}
+
+uint32_t lh_sim_model_unit_add(struct lh_sim_model *model, const struct lh_sim_unit_desc *desc)
+{
+    LH_ASSERT(model->unit_count < model->opts.unit_max);
+    LH_ASSERT(desc->count > 0 && model->param_count + desc->count <= model->opts.param_max);
+    uint32_t index = model->unit_count++;
+    struct lh_engine_unit *unit = &model->units[index];
+    bool is_frozen = desc->dtype == LH_DTYPE_BYTES;
+    uint64_t end = 0;
+    *unit = (struct lh_engine_unit){.dtype = desc->dtype,
+                                    .always = desc->always,
+                                    .param_first = model->param_count,
+                                    .param_count = desc->count,
+                                    .store_group = index};
+    for (uint32_t i = 0; i < desc->count; i++) {
+        uint64_t first = lh_align_up(end, LH_ENGINE_PARAM_ALIGN);
+        uint32_t param = model->param_count++;
+        model->params[param] = (struct lh_engine_param){.unit = index,
+                                                        .first = first,
+                                                        .count = desc->counts[i],
+                                                        .group = param % LH_SIM_GROUP_COUNT};
+        end = first + desc->counts[i];
+        model->element_count += is_frozen ? 0 : desc->counts[i];
+    }
+    unit->elements = is_frozen ? 0 : lh_align_up(end, LH_ENGINE_ELEMENT_ALIGN);
+    unit->bytes =
+        is_frozen ? lh_align_up(end, LH_BLOCK_BYTES) : unit->elements * lh_dtype_bytes(desc->dtype);
+    model->groups[index].slot_count = is_frozen ? 1 : 2;
+    uint32_t *const targets[LH_SIM_ARRAY_COUNT] = {&unit->param_extent, &unit->residual_extent,
+                                                   &unit->moment1_extent, &unit->moment2_extent};
+    for (uint32_t i = 0; i < LH_SIM_ARRAY_COUNT; i++) {
+        uint64_t bytes = lh_sim_model_array_bytes(model, index, (enum lh_sim_array)i);
+        *targets[i] = bytes > 0 ? model->extent_count : LH_ENGINE_EXTENT_NONE;
+        if (bytes > 0)
+            model->extents[model->extent_count++] =
+                (struct lh_store_extent_desc){.bytes = bytes, .group = index};
+    }
+    return index;
+}
+
+void lh_sim_model_block_add(struct lh_sim_model *model, const struct lh_sim_block *block)
+{
+    LH_ASSERT(model->block_count < model->opts.block_max);
+    LH_ASSERT(block->unit_count <= LH_SIM_BLOCK_UNIT_COUNT_MAX);
+    model->blocks[model->block_count++] = *block;
+}
+
+/* A unit of one to four parameters: bf16, fp32, or frozen bytes. */
+static uint32_t random_unit_add(struct lh_sim_model *model, struct lh_sim_random *random,
+                                bool always, bool is_large)
+{
+    static const enum lh_dtype dtypes[] = {LH_DTYPE_BF16, LH_DTYPE_BF16, LH_DTYPE_F32,
+                                           LH_DTYPE_BF16, LH_DTYPE_F32,  LH_DTYPE_BYTES};
+    uint64_t counts[4];
+    uint32_t count = 1 + (uint32_t)lh_sim_random_below(random, LH_COUNT_OF(counts));
+    for (uint32_t i = 0; i < count; i++)
+        counts[i] = 1 + lh_sim_random_below(random, SMALL_COUNT_MAX);
+    if (is_large)
+        counts[0] = LARGE_COUNT_MIN + lh_sim_random_below(random, SMALL_COUNT_MAX);
+    uint64_t dtype = lh_sim_random_below(random, LH_COUNT_OF(dtypes));
+    struct lh_sim_unit_desc desc = {.dtype = is_large ? LH_DTYPE_BF16 : dtypes[dtype],
+                                    .always = always,
+                                    .counts = counts,
+                                    .count = count};
+    return lh_sim_model_unit_add(model, &desc);
+}
+
+int lh_sim_model_random(struct lh_sim_model *model, struct lh_sim_random *random,
+                        struct lh_alloc *alloc, struct lh_error *err)
+{
+    uint32_t block_count = 2 + (uint32_t)lh_sim_random_below(random, 6);
+    struct lh_sim_model_opts opts = {.unit_max = 2 * block_count + 2,
+                                     .param_max = 8 * block_count + 8,
+                                     .block_max = block_count};
+    LH_TRY(lh_sim_model_init(model, &opts, alloc, err));
+    bool has_large = lh_sim_random_chance(random, LARGE_PPM);
+    uint32_t large_block = (uint32_t)lh_sim_random_below(random, block_count);
+    /* The first unit is that of a scope around all others, or tied, or neither. */
+    uint64_t kind = lh_sim_random_below(random, 3);
+    const uint64_t first_counts[] = {1 + lh_sim_random_below(random, SMALL_COUNT_MAX)};
+    struct lh_sim_unit_desc first = {
+        .dtype = LH_DTYPE_BF16, .always = kind == 0, .counts = first_counts, .count = 1};
+    uint32_t shared = lh_sim_model_unit_add(model, &first);
+    for (uint32_t i = 0; i < block_count; i++) {
+        struct lh_sim_block block = {
+            .forward_ns = lh_sim_random_below(random, BLOCK_NS_MAX),
+            .backward_ns = lh_sim_random_below(random, 2 * BLOCK_NS_MAX),
+        };
+        if (i == 0 || (kind == 1 && i + 1 == block_count))
+            block.units[block.unit_count++] = shared;
+        bool is_large = has_large && i == large_block;
+        block.units[block.unit_count++] = random_unit_add(model, random, false, is_large);
+        if (lh_sim_random_below(random, 4) == 0)
+            block.units[block.unit_count++] = random_unit_add(model, random, false, false);
+        lh_sim_model_block_add(model, &block);
+    }
+    return 0;
+}
+
+struct lh_adam_hyper lh_sim_model_hyper(uint32_t group, uint64_t step)
+{
+    double lr = 1e-3 * (double)(1 + step % 3);
+    if (group == 0)
+        return (struct lh_adam_hyper){lr, 0.9, 0.999, 1e-8, 0.01};
+    return (struct lh_adam_hyper){3 * lr, 0.8, 0.99, 1e-6, 0};
+}
+
+enum lh_dtype lh_sim_model_gradient_dtype(const struct lh_sim_model *model, uint32_t param)
+{
+    bool is_bf16 = model->units[model->params[param].unit].dtype == LH_DTYPE_BF16;
+    return is_bf16 && param % 2 == 0 ? LH_DTYPE_BF16 : LH_DTYPE_F32;
+}
+
+static uint64_t region_bytes_min(const struct lh_sim_model *model)
+{
+    uint64_t always_bytes = 0;
+    uint64_t all_bytes = 0;
+    uint64_t block_bytes_max = 0;
+    for (uint32_t i = 0; i < model->unit_count; i++) {
+        all_bytes += model->units[i].bytes;
+        always_bytes += model->units[i].always ? model->units[i].bytes : 0;
+    }
+    for (uint32_t i = 0; i < model->block_count; i++) {
+        const struct lh_sim_block *block = &model->blocks[i];
+        uint64_t largest_bytes = 0;
+        uint64_t sum_bytes = 0;
+        uint64_t count = 0;
+        for (uint32_t j = 0; j < block->unit_count; j++) {
+            const struct lh_engine_unit *unit = &model->units[block->units[j]];
+            if (unit->always)
+                continue;
+            largest_bytes = lh_max_u64(largest_bytes, unit->bytes);
+            sum_bytes += unit->bytes;
+            count++;
+        }
+        if (count > 1)
+            block_bytes_max = lh_max_u64(block_bytes_max, sum_bytes + (count - 1) * largest_bytes);
+    }
+    return lh_min_u64(always_bytes + block_bytes_max, all_bytes);
+}
+
+int lh_sim_model_budget(const struct lh_sim_model *model, uint64_t host_bytes,
+                        struct lh_budget *budget_out, struct lh_error *err)
+{
+    struct lh_budget_unit *units = lh_alloc_zeroed(model->alloc, model->unit_count, sizeof(*units));
+    if (!units)
+        return lh_error_set(err, -ENOMEM, "no memory for a budget of %u units", model->unit_count);
+    for (uint32_t i = 0; i < model->unit_count; i++) {
+        const struct lh_engine_unit *unit = &model->units[i];
+        units[i] = (struct lh_budget_unit){
+            .bytes = unit->bytes,
+            .elements = unit->elements,
+            .gradient_bytes = unit->elements * lh_dtype_bytes(unit->dtype),
+            .state_bytes_per_element =
+                unit->elements == 0 ? 0 : (unit->dtype == LH_DTYPE_BF16 ? 10 : 8),
+            .always = unit->always,
+        };
+    }
+    int rc = lh_budget_make(units, model->unit_count, host_bytes, 0, budget_out, err);
+    lh_free(model->alloc, units);
+    if (rc == 0)
+        budget_out->region_bytes = lh_max_u64(budget_out->region_bytes, region_bytes_min(model));
+    return rc;
+}

@@ -1,0 +1,100 @@
+/*
+ * Models for the simulator: blocks in forward order, the units that they use, their times.
+ *
+ * A model is what csrc/py would tell the engine of a torch module, and the extents and groups of
+ * its store. A unit may be used by several blocks (an embedding that is the head as well): its
+ * gradient is given by the first of them, which backward reaches last.
+ *
+ * Thread: one.
+ */
+#ifndef LH_SIM_MODEL_H
+#define LH_SIM_MODEL_H
+
+#include "sched/engine.h"
+#include "sim/world.h"
+
+#define LH_SIM_BLOCK_UNIT_COUNT_MAX 4
+#define LH_SIM_GROUP_COUNT 2
+#define LH_SIM_ARRAY_COUNT 4
+/* What the caller's part of a commit may have. */
+#define LH_SIM_SCALAR_BYTES 64
+
+/* The arrays of a unit; R is there for bf16 units, M and V for trainable ones. */
+enum lh_sim_array {
+    LH_SIM_ARRAY_PARAM = 0,
+    LH_SIM_ARRAY_RESIDUAL,
+    LH_SIM_ARRAY_MOMENT1,
+    LH_SIM_ARRAY_MOMENT2,
+};
+
+struct lh_sim_block {
+    uint32_t units[LH_SIM_BLOCK_UNIT_COUNT_MAX];
+    uint32_t unit_count;
+    uint64_t forward_ns;
+    uint64_t backward_ns;
+};
+
+struct lh_sim_model_opts {
+    uint32_t unit_max;
+    uint32_t param_max;
+    uint32_t block_max;
+};
+
+struct lh_sim_model {
+    struct lh_alloc *alloc;
+    struct lh_sim_model_opts opts;
+    struct lh_engine_unit *units;
+    uint32_t unit_count;
+    struct lh_engine_param *params;
+    uint32_t param_count;
+    struct lh_sim_block *blocks;
+    uint32_t block_count;
+    struct lh_store_extent_desc *extents;
+    uint32_t extent_count;
+    struct lh_store_group_desc *groups; /* one a unit */
+    uint64_t element_count;             /* trainable, without padding */
+};
+
+/* A unit to be: parameters of counts[] elements (bytes where dtype is LH_DTYPE_BYTES: frozen). */
+struct lh_sim_unit_desc {
+    enum lh_dtype dtype;
+    bool always;
+    const uint64_t *counts;
+    uint32_t count;
+};
+
+/*
+ * A model without blocks.
+ *
+ * Owns:   *model owns its tables; release with lh_sim_model_deinit(). alloc is borrowed until then.
+ * Errors: -ENOMEM; nothing is owned then.
+ */
+int lh_sim_model_init(struct lh_sim_model *model, const struct lh_sim_model_opts *opts,
+                      struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
+void lh_sim_model_deinit(struct lh_sim_model *model);
+/* Returns the unit's index. More than opts has room for: asserted, as in the next one. */
+uint32_t lh_sim_model_unit_add(struct lh_sim_model *model, const struct lh_sim_unit_desc *desc);
+void lh_sim_model_block_add(struct lh_sim_model *model, const struct lh_sim_block *block);
+
+/* A small one by seed. Errors: -ENOMEM. */
+int lh_sim_model_random(struct lh_sim_model *model, struct lh_sim_random *random,
+                        struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
+
+/* Bytes of an array of a unit (0: it has none), and its extent. */
+uint64_t lh_sim_model_array_bytes(const struct lh_sim_model *model, uint32_t unit,
+                                  enum lh_sim_array array);
+uint32_t lh_sim_model_extent(const struct lh_sim_model *model, uint32_t unit,
+                             enum lh_sim_array array);
+/* Hyper-parameters of a group in a step: they change from step to step. */
+struct lh_adam_hyper lh_sim_model_hyper(uint32_t group, uint64_t step);
+/* Of a bf16 unit every other parameter has fp32 gradients. */
+enum lh_dtype lh_sim_model_gradient_dtype(const struct lh_sim_model *model, uint32_t param);
+/*
+ * As lh_budget_make(), with a region in which every block's units fit at once wherever those of
+ * them that are in use already lie: n holes, none large enough, are as bad as it gets. The least
+ * budget counts on blocks of one unit.
+ */
+int lh_sim_model_budget(const struct lh_sim_model *model, uint64_t host_bytes,
+                        struct lh_budget *budget_out, struct lh_error *err) LH_MUST_CHECK;
+
+#endif

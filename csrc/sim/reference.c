@@ -1,0 +1,211 @@
+#include "sim/reference.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+#include "base/assert.h"
+
+static struct lh_sim_snapshot *snapshot_at(struct lh_sim_reference *reference, uint64_t step)
+{
+    return &reference->snapshots[step % LH_SIM_SNAPSHOT_COUNT];
+}
+
+static uint8_t *array_at(const struct lh_sim_reference *reference, uint8_t *state, uint32_t unit,
+                         enum lh_sim_array array)
+{
+    return state + reference->offsets[unit * LH_SIM_ARRAY_COUNT + array];
+}
+
+/* A value in [-0.5, 0.5): exact in a double, rounded once to a float. */
+static float value_of(uint64_t hash)
+{
+    return (float)((double)(int32_t)(uint32_t)hash / 4294967296.0);
+}
+
+static void masters_fill(struct lh_sim_reference *reference, uint8_t *state)
+{
+    const struct lh_sim_model *model = reference->model;
+    for (uint32_t i = 0; i < model->param_count; i++) {
+        const struct lh_engine_param *param = &model->params[i];
+        const struct lh_engine_unit *unit = &model->units[param->unit];
+        uint8_t *target = array_at(reference, state, param->unit, LH_SIM_ARRAY_PARAM);
+        uint8_t *residual = array_at(reference, state, param->unit, LH_SIM_ARRAY_RESIDUAL);
+        uint64_t hash = lh_sim_mix(reference->seed, i);
+        for (uint64_t j = param->first; j < param->first + param->count; j++) {
+            float value = value_of(hash = lh_sim_mix(hash, j));
+            if (unit->dtype == LH_DTYPE_BF16)
+                lh_adam_split(&value, (uint16_t *)(void *)target + j,
+                              (int16_t *)(void *)residual + j, 1);
+            else if (unit->dtype == LH_DTYPE_F32)
+                memcpy(target + j * sizeof(value), &value, sizeof(value));
+            else
+                target[j] = (uint8_t)hash;
+        }
+    }
+}
+
+static int tables_create(struct lh_sim_reference *reference)
+{
+    const struct lh_sim_model *model = reference->model;
+    struct lh_alloc *alloc = reference->alloc;
+    uint64_t count_max = 1;
+    reference->offsets = lh_alloc_zeroed(alloc, (uint64_t)model->unit_count * LH_SIM_ARRAY_COUNT,
+                                         sizeof(*reference->offsets));
+    if (!reference->offsets)
+        return -ENOMEM;
+    for (uint32_t i = 0; i < model->unit_count; i++) {
+        for (uint32_t j = 0; j < LH_SIM_ARRAY_COUNT; j++) {
+            reference->offsets[i * LH_SIM_ARRAY_COUNT + j] = reference->state_bytes;
+            reference->state_bytes += lh_sim_model_array_bytes(model, i, (enum lh_sim_array)j);
+        }
+    }
+    for (uint32_t i = 0; i < model->param_count; i++)
+        count_max = lh_max_u64(count_max, model->params[i].count);
+    reference->gradient = lh_alloc_zeroed(alloc, count_max, sizeof(float));
+    if (!reference->gradient)
+        return -ENOMEM;
+    for (uint32_t i = 0; i < LH_SIM_SNAPSHOT_COUNT; i++) {
+        struct lh_sim_snapshot *snapshot = &reference->snapshots[i];
+        snapshot->step = UINT64_MAX;
+        snapshot->state = lh_alloc_zeroed(alloc, 1, reference->state_bytes);
+        snapshot->param_steps = lh_alloc_zeroed(alloc, model->param_count, sizeof(uint64_t));
+        if (!snapshot->state || !snapshot->param_steps)
+            return -ENOMEM;
+    }
+    return 0;
+}
+
+int lh_sim_reference_init(struct lh_sim_reference *reference, const struct lh_sim_model *model,
+                          uint64_t seed, struct lh_alloc *alloc, struct lh_error *err)
+{
+    *reference = (struct lh_sim_reference){.model = model, .alloc = alloc, .seed = seed};
+    if (tables_create(reference) < 0) {
+        lh_sim_reference_deinit(reference);
+        return lh_error_set(err, -ENOMEM, "no memory for a reference of %" PRIu64 " elements",
+                            model->element_count);
+    }
+    snapshot_at(reference, 0)->step = 0;
+    masters_fill(reference, snapshot_at(reference, 0)->state);
+    return 0;
+}
+
+void lh_sim_reference_deinit(struct lh_sim_reference *reference)
+{
+    lh_free(reference->alloc, reference->offsets);
+    lh_free(reference->alloc, reference->gradient);
+    for (uint32_t i = 0; i < LH_SIM_SNAPSHOT_COUNT; i++) {
+        lh_free(reference->alloc, reference->snapshots[i].state);
+        lh_free(reference->alloc, reference->snapshots[i].param_steps);
+    }
+    *reference = (struct lh_sim_reference){0};
+}
+
+const uint8_t *lh_sim_reference_array(const struct lh_sim_reference *reference, uint64_t step,
+                                      uint32_t unit, enum lh_sim_array array)
+{
+    const struct lh_sim_snapshot *snapshot = &reference->snapshots[step % LH_SIM_SNAPSHOT_COUNT];
+    LH_ASSERT(snapshot->step == step);
+    return array_at(reference, snapshot->state, unit, array);
+}
+
+void lh_sim_reference_gradient(const struct lh_sim_reference *reference, uint64_t step,
+                               uint32_t param, void *gradient_out)
+{
+    bool is_bf16 = lh_sim_model_gradient_dtype(reference->model, param) == LH_DTYPE_BF16;
+    uint64_t hash = lh_sim_mix(lh_sim_mix(reference->seed, step), param);
+    for (uint64_t i = 0; i < reference->model->params[param].count; i++) {
+        float value = value_of(hash = lh_sim_mix(hash, i));
+        uint32_t bits = 0;
+        memcpy(&bits, &value, sizeof(bits));
+        if (is_bf16)
+            ((uint16_t *)gradient_out)[i] = (uint16_t)(bits >> 16);
+        else
+            ((float *)gradient_out)[i] = value;
+    }
+}
+
+static void param_update(struct lh_sim_reference *reference, struct lh_sim_snapshot *snapshot,
+                         uint32_t index)
+{
+    const struct lh_sim_model *model = reference->model;
+    const struct lh_engine_param *param = &model->params[index];
+    const struct lh_engine_unit *unit = &model->units[param->unit];
+    const struct lh_adam_kernel *kernels = NULL;
+    int kernel_count = lh_adam_kernels(&kernels);
+    LH_ASSERT(strcmp(kernels[kernel_count - 1].name, "ref") == 0);
+    uint8_t *arrays[LH_SIM_ARRAY_COUNT];
+    for (uint32_t i = 0; i < LH_SIM_ARRAY_COUNT; i++)
+        arrays[i] = array_at(reference, snapshot->state, param->unit, (enum lh_sim_array)i);
+    lh_sim_reference_gradient(reference, snapshot->step, index, reference->gradient);
+    struct lh_adam_run run = {
+        .param = arrays[LH_SIM_ARRAY_PARAM] + param->first * lh_dtype_bytes(unit->dtype),
+        .residual = unit->dtype == LH_DTYPE_BF16
+                        ? (int16_t *)(void *)arrays[LH_SIM_ARRAY_RESIDUAL] + param->first
+                        : NULL,
+        .moment1 = (float *)(void *)arrays[LH_SIM_ARRAY_MOMENT1] + param->first,
+        .moment2 = (float *)(void *)arrays[LH_SIM_ARRAY_MOMENT2] + param->first,
+        .gradient = reference->gradient,
+        .count = param->count,
+        .param_dtype = unit->dtype,
+        .gradient_dtype = lh_sim_model_gradient_dtype(model, index),
+    };
+    struct lh_adam_hyper hyper = lh_sim_model_hyper(param->group, snapshot->step);
+    struct lh_adam_scalars scalars =
+        lh_adam_scalars_make(&hyper, ++snapshot->param_steps[index], 1.0);
+    kernels[kernel_count - 1].run(&run, &scalars);
+}
+
+void lh_sim_reference_advance(struct lh_sim_reference *reference, const bool *has_gradient)
+{
+    const struct lh_sim_snapshot *before = snapshot_at(reference, reference->step);
+    struct lh_sim_snapshot *after = snapshot_at(reference, reference->step + 1);
+    uint32_t param_count = reference->model->param_count;
+    LH_ASSERT(before->step == reference->step);
+    memcpy(after->state, before->state, reference->state_bytes);
+    memcpy(after->param_steps, before->param_steps, param_count * sizeof(uint64_t));
+    after->step = ++reference->step;
+    for (uint32_t i = 0; i < param_count; i++) {
+        if (has_gradient[i])
+            param_update(reference, after, i);
+    }
+}
+
+void lh_sim_reference_return(struct lh_sim_reference *reference, uint64_t step)
+{
+    LH_ASSERT(snapshot_at(reference, step)->step == step);
+    for (uint32_t i = 0; i < LH_SIM_SNAPSHOT_COUNT; i++) {
+        if (reference->snapshots[i].step > step)
+            reference->snapshots[i].step = UINT64_MAX;
+    }
+    reference->step = step;
+}
+
+int lh_sim_reference_compare(const struct lh_sim_reference *reference, struct lh_store *store,
+                             struct lh_error *err)
+{
+    const struct lh_sim_model *model = reference->model;
+    uint64_t step = lh_store_step(store);
+    uint8_t *found = lh_alloc_zeroed(reference->alloc, 1, reference->state_bytes);
+    if (!found)
+        return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " bytes",
+                            reference->state_bytes);
+    int rc = 0;
+    for (uint32_t i = 0; rc == 0 && i < model->unit_count; i++) {
+        for (uint32_t j = 0; rc == 0 && j < LH_SIM_ARRAY_COUNT; j++) {
+            enum lh_sim_array array = (enum lh_sim_array)j;
+            uint64_t bytes = lh_sim_model_array_bytes(model, i, array);
+            if (bytes == 0)
+                continue;
+            rc = lh_store_read_sync(store, lh_sim_model_extent(model, i, array), 0, found, bytes,
+                                    err);
+            if (rc == 0 &&
+                memcmp(found, lh_sim_reference_array(reference, step, i, array), bytes) != 0)
+                rc = lh_error_set(err, -EPROTO,
+                                  "array %" PRIu32 " of unit %" PRIu32
+                                  " is not that of step %" PRIu64,
+                                  j, i, step);
+        }
+    }
+    lh_free(reference->alloc, found);
+    return rc;
+}

@@ -1,0 +1,64 @@
+/*
+ * What training has to give: the same model in plain memory, updated in order by the definition of
+ * AdamW (the "ref" kernel of compute/adam.h), with gradients that are a function of seed, step,
+ * parameter and element alone.
+ *
+ * The reference keeps how everything was after each of the last steps, because a store may open at
+ * one of them.
+ *
+ * Thread: one.
+ */
+#ifndef LH_SIM_REFERENCE_H
+#define LH_SIM_REFERENCE_H
+
+#include "sim/model.h"
+
+#define LH_SIM_SNAPSHOT_COUNT 8
+
+struct lh_sim_snapshot {
+    uint64_t step;
+    uint8_t *state;
+    uint64_t *param_steps;
+};
+
+struct lh_sim_reference {
+    const struct lh_sim_model *model; /* borrowed until deinit */
+    struct lh_alloc *alloc;
+    uint64_t seed;
+    uint64_t *offsets; /* of each unit's arrays in a state: LH_SIM_ARRAY_COUNT a unit */
+    uint64_t state_bytes;
+    uint64_t step; /* of the newest snapshot: step s is at s % LH_SIM_SNAPSHOT_COUNT */
+    struct lh_sim_snapshot snapshots[LH_SIM_SNAPSHOT_COUNT];
+    void *gradient; /* scratch: of the largest parameter */
+};
+
+/*
+ * Random masters, moments of zeros, step 0.
+ *
+ * Owns:   *reference owns its tables; release with lh_sim_reference_deinit().
+ * Errors: -ENOMEM; nothing is owned then.
+ */
+int lh_sim_reference_init(struct lh_sim_reference *reference, const struct lh_sim_model *model,
+                          uint64_t seed, struct lh_alloc *alloc, struct lh_error *err)
+    LH_MUST_CHECK;
+void lh_sim_reference_deinit(struct lh_sim_reference *reference);
+/* Bytes of an array after step, which is one of the last: asserted. */
+const uint8_t *lh_sim_reference_array(const struct lh_sim_reference *reference, uint64_t step,
+                                      uint32_t unit, enum lh_sim_array array);
+/* The gradient of param in step, in the model's dtype for it. */
+void lh_sim_reference_gradient(const struct lh_sim_reference *reference, uint64_t step,
+                               uint32_t param, void *gradient_out);
+/* One more step: has_gradient[i] of each parameter. */
+void lh_sim_reference_advance(struct lh_sim_reference *reference, const bool *has_gradient);
+/* Back to one of the last steps: a store was opened there. */
+void lh_sim_reference_return(struct lh_sim_reference *reference, uint64_t step);
+/*
+ * Compare what a store holds with its step here, every array of every unit.
+ *
+ * Errors: -EILSEQ and others (the store's own, it reports what is wrong), -EPROTO (it gives wrong
+ *         bytes and does not know), -ENOMEM.
+ */
+int lh_sim_reference_compare(const struct lh_sim_reference *reference, struct lh_store *store,
+                             struct lh_error *err) LH_MUST_CHECK;
+
+#endif

@@ -1,0 +1,114 @@
+#include "sim/store.h"
+
+#include <string.h>
+
+#include "base/assert.h"
+#include "store/store_impl.h"
+
+static int masters_write(struct lh_store *store, const struct lh_sim_reference *reference,
+                         struct lh_error *err)
+{
+    const struct lh_sim_model *model = reference->model;
+    for (uint32_t i = 0; i < model->unit_count; i++) {
+        for (uint32_t j = LH_SIM_ARRAY_PARAM; j <= LH_SIM_ARRAY_RESIDUAL; j++) {
+            enum lh_sim_array array = (enum lh_sim_array)j;
+            uint64_t bytes = lh_sim_model_array_bytes(model, i, array);
+            if (bytes > 0)
+                LH_TRY(lh_store_write_sync(store, lh_sim_model_extent(model, i, array), 0,
+                                           lh_sim_reference_array(reference, 0, i, array), bytes,
+                                           err));
+        }
+    }
+    /* Twice, so that no superblock is left of the creation, when everything was zeros: a store that
+     * loses its newest superblock to a misdirected write falls back to the other one. */
+    LH_TRY(lh_store_commit_sync(store, 0, "", 0, err));
+    return lh_store_commit_sync(store, 0, "", 0, err);
+}
+
+int lh_sim_store_create(const struct lh_sim_reference *reference, const char *const *directories,
+                        uint32_t directory_count, struct lh_alloc *alloc,
+                        struct lh_store **store_out, struct lh_error *err)
+{
+    const struct lh_sim_model *model = reference->model;
+    struct lh_store_opts opts = {
+        .directories = directories,
+        .directory_count = directory_count,
+        .extents = model->extents,
+        .extent_count = model->extent_count,
+        .groups = model->groups,
+        .group_count = model->unit_count,
+        .meta = "{}",
+        .meta_bytes = 2,
+        .scalar_bytes_max =
+            LH_SIM_SCALAR_BYTES + lh_engine_scalar_overhead_bytes(model->param_count),
+        .allow_buffered = true,
+        .allow_tmpfs = true,
+    };
+    LH_TRY(lh_store_create(&opts, alloc, store_out, err));
+    int rc = masters_write(*store_out, reference, err);
+    if (rc < 0) {
+        lh_store_close(*store_out);
+        *store_out = NULL;
+    }
+    return rc;
+}
+
+int lh_sim_store_load(const struct lh_store *store, struct lh_sim_world *world,
+                      struct lh_sim_disk *disk, struct lh_error *err)
+{
+    uint64_t bytes[LH_SIM_DISK_FILE_COUNT_MAX];
+    uint32_t file_count = lh_store_file_count(store);
+    for (uint32_t i = 0; i < file_count; i++)
+        bytes[i] = lh_store_file_bytes(store, i);
+    LH_TRY(lh_sim_disk_init(disk, world, bytes, file_count, err));
+    int rc = 0;
+    for (uint32_t i = 0; rc == 0 && i < file_count; i++)
+        rc = lh_sim_disk_load(disk, i, lh_store_file_path(store, i), err);
+    if (rc < 0)
+        lh_sim_disk_deinit(disk);
+    return rc;
+}
+
+/* What lh_store_create() describes before it makes files. */
+static int describe(struct lh_store *store, const struct lh_sim_model *model, struct lh_error *err)
+{
+    struct lh_store_header *header = &store->header;
+    header->file_count = store->file_count;
+    header->extent_count = model->extent_count;
+    header->group_count = model->unit_count;
+    header->stripe_bytes = LH_STORE_STRIPE_BYTES;
+    header->cycle_stripes = lh_store_cycle_plan(NULL, store->file_count, store->cycle);
+    header->scalar_bytes_max =
+        LH_SIM_SCALAR_BYTES + lh_engine_scalar_overhead_bytes(model->param_count);
+    for (uint32_t i = 0; i < model->extent_count; i++)
+        header->checksum_count += lh_store_checksum_count(model->extents[i].bytes);
+    LH_TRY(lh_store_description_init(store, err));
+    memcpy(store->extents, model->extents, model->extent_count * sizeof(*model->extents));
+    for (uint32_t i = 0; i < model->unit_count; i++)
+        store->slot_counts[i] = (uint8_t)model->groups[i].slot_count;
+    struct lh_store_shape shape = lh_store_shape(store);
+    lh_store_tails_plan(&shape, store->tail_files);
+    LH_TRY(lh_store_state_init(store, err));
+    for (uint32_t i = 0; i < model->extent_count; i++) {
+        for (uint32_t slot = 0; slot < store->slot_counts[model->extents[i].group]; slot++)
+            lh_store_set_zero(store, i, slot);
+    }
+    return 0;
+}
+
+int lh_sim_store_create_unreal(const struct lh_sim_model *model, uint32_t file_count,
+                               struct lh_alloc *alloc, struct lh_store **store_out,
+                               struct lh_error *err)
+{
+    struct lh_store *store = NULL;
+    *store_out = NULL;
+    LH_ASSERT(file_count >= 1 && file_count <= LH_STORE_DIRECTORY_COUNT_MAX);
+    LH_TRY(lh_store_new(alloc, file_count, &store, err));
+    int rc = describe(store, model, err);
+    if (rc < 0) {
+        lh_store_delete(store);
+        return rc;
+    }
+    *store_out = store;
+    return 0;
+}

@@ -1,0 +1,427 @@
+#include "sim/train.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+#include "sched/engine_private.h"
+
+#define GARBAGE 0xff /* as a float or bf16: NaN */
+
+/* What one look at a state came to. */
+enum look {
+    LOOK_WAIT,
+    LOOK_MOVED,
+};
+
+int lh_sim_train_init(struct lh_sim_train *train, const struct lh_sim_train_opts *opts,
+                      struct lh_alloc *alloc, struct lh_error *err)
+{
+    uint32_t param_count = opts->model->param_count;
+    *train = (struct lh_sim_train){.opts = *opts, .step = lh_engine_step(opts->engine)};
+    lh_sim_random_init(&train->random, lh_sim_mix(opts->seed, train->step), LH_SIM_STREAM_TRAIN);
+    train->has_gradient = lh_alloc_zeroed(alloc, param_count, sizeof(bool));
+    train->is_held = lh_alloc_zeroed(alloc, param_count, sizeof(bool));
+    train->gradients = lh_alloc_zeroed(alloc, param_count, sizeof(void *));
+    train->due = lh_alloc_zeroed(alloc, param_count, sizeof(*train->due));
+    train->handles = lh_alloc_zeroed(alloc, opts->model->unit_count, sizeof(*train->handles));
+    bool failed = !train->has_gradient || !train->is_held || !train->gradients || !train->due ||
+                  !train->handles;
+    for (uint32_t i = 0; !failed && opts->reference && i < param_count; i++) {
+        uint64_t bytes = lh_dtype_bytes(lh_sim_model_gradient_dtype(opts->model, i));
+        train->gradients[i] = lh_alloc_zeroed(alloc, opts->model->params[i].count, bytes);
+        failed = !train->gradients[i];
+    }
+    if (failed) {
+        lh_sim_train_deinit(train, alloc);
+        return lh_error_set(err, -ENOMEM, "no memory for the gradients of %" PRIu32 " parameters",
+                            param_count);
+    }
+    return 0;
+}
+
+void lh_sim_train_deinit(struct lh_sim_train *train, struct lh_alloc *alloc)
+{
+    for (uint32_t i = 0; train->gradients && i < train->opts.model->param_count; i++)
+        lh_free(alloc, train->gradients[i]);
+    lh_free(alloc, train->has_gradient);
+    lh_free(alloc, train->is_held);
+    lh_free(alloc, (void *)train->gradients);
+    lh_free(alloc, train->due);
+    lh_free(alloc, train->handles);
+    *train = (struct lh_sim_train){0};
+}
+
+static const struct lh_sim_block *block_of(const struct lh_sim_train *train)
+{
+    return &train->opts.model->blocks[train->block];
+}
+
+static struct lh_sim_train_times *times_of(struct lh_sim_train *train)
+{
+    return &train->times[(train->step + 1) % LH_SIM_STEP_COUNT_MAX];
+}
+
+static enum look state_set(struct lh_sim_train *train, enum lh_sim_train_state state)
+{
+    train->state = state;
+    train->is_asked = false;
+    train->since_ns = train->opts.world->now_ns;
+    uint32_t unit = state == LH_SIM_TRAIN_STATE_ACQUIRE ? block_of(train)->units[train->unit] : 0;
+    lh_sim_world_trace(train->opts.world, LH_SIM_TRACE_TRAIN, (uint64_t)train->phase << 32 | state,
+                       train->step, (uint64_t)train->block << 32 | unit);
+    return LOOK_MOVED;
+}
+
+static enum look engine_failed(struct lh_sim_train *train, int rc)
+{
+    train->rc = rc;
+    return state_set(train, LH_SIM_TRAIN_STATE_FAILED);
+}
+
+static uint64_t waited_ns(const struct lh_sim_train *train)
+{
+    return train->opts.world->now_ns - train->since_ns;
+}
+
+/* A use sees the bytes of the last closed step. */
+static void use_check(struct lh_sim_train *train, const char *when)
+{
+    const struct lh_sim_block *block = block_of(train);
+    for (uint32_t i = 0; train->opts.reference && i < block->unit_count; i++) {
+        uint32_t unit = block->units[i];
+        const uint8_t *expected =
+            lh_sim_reference_array(train->opts.reference, train->step, unit, LH_SIM_ARRAY_PARAM);
+        const uint8_t *found = lh_engine_address(train->opts.engine, unit);
+        if (memcmp(found, expected, train->opts.model->units[unit].bytes) != 0)
+            lh_sim_world_fail(train->opts.world,
+                              "unit %" PRIu32 " has not the bytes of step %" PRIu64
+                              " at the %s of a use (block %" PRIu32 ", phase %d)",
+                              unit, train->step, when, train->block, (int)train->phase);
+    }
+}
+
+/* Which parameters have a gradient in the step that begins: at least one. */
+static void gradients_draw(struct lh_sim_train *train)
+{
+    const struct lh_sim_model *model = train->opts.model;
+    uint32_t first = UINT32_MAX;
+    bool has_any = false;
+    for (uint32_t i = 0; i < model->param_count; i++) {
+        bool is_frozen = model->units[model->params[i].unit].elements == 0;
+        bool is_skipped = lh_sim_random_chance(&train->random, train->opts.chances.skip_ppm);
+        train->has_gradient[i] = !is_frozen && !is_skipped;
+        has_any |= train->has_gradient[i];
+        if (!is_frozen && first == UINT32_MAX)
+            first = i;
+    }
+    if (!has_any && first != UINT32_MAX)
+        train->has_gradient[first] = true;
+}
+
+static enum look block_begin(struct lh_sim_train *train, uint32_t block)
+{
+    train->block = block;
+    train->unit = 0;
+    return state_set(train, LH_SIM_TRAIN_STATE_ACQUIRE);
+}
+
+static enum look begin(struct lh_sim_train *train)
+{
+    bool is_eval = lh_sim_random_chance(&train->random, train->opts.chances.eval_ppm);
+    enum lh_engine_mode mode = is_eval ? LH_ENGINE_MODE_EVAL : LH_ENGINE_MODE_TRAIN;
+    int rc = lh_engine_begin(train->opts.engine, mode);
+    if (rc < 0)
+        return engine_failed(train, rc);
+    train->phase = is_eval ? LH_SIM_TRAIN_PHASE_EVAL : LH_SIM_TRAIN_PHASE_FORWARD;
+    train->eval_count += is_eval;
+    if (!is_eval) {
+        gradients_draw(train);
+        train->has_hypers = false;
+        *times_of(train) = (struct lh_sim_train_times){.begin_ns = train->opts.world->now_ns};
+    }
+    return block_begin(train, 0);
+}
+
+static void computed(void *context)
+{
+    struct lh_sim_train *train = context;
+    train->is_computed = true;
+}
+
+static enum look acquire(struct lh_sim_train *train)
+{
+    const struct lh_sim_block *block = block_of(train);
+    uint32_t unit = block->units[train->unit];
+    int rc = train->is_asked ? lh_engine_acquire_wait(train->opts.engine, unit, 0)
+                             : lh_engine_acquire(train->opts.engine, unit);
+    train->is_asked = true;
+    if (rc < 0)
+        return engine_failed(train, rc);
+    if (rc == 0)
+        return LOOK_WAIT;
+    struct lh_sim_train_times *times = times_of(train);
+    if (train->phase == LH_SIM_TRAIN_PHASE_FORWARD)
+        times->forward_wait_ns += waited_ns(train);
+    else if (train->phase == LH_SIM_TRAIN_PHASE_BACKWARD)
+        times->backward_wait_ns += waited_ns(train);
+    if (++train->unit < block->unit_count)
+        return state_set(train, LH_SIM_TRAIN_STATE_ACQUIRE);
+    use_check(train, "begin");
+    train->is_computed = false;
+    bool is_backward = train->phase == LH_SIM_TRAIN_PHASE_BACKWARD;
+    uint64_t compute_ns = is_backward ? block->backward_ns : block->forward_ns;
+    lh_sim_world_at(train->opts.world, train->opts.world->now_ns + compute_ns, computed, train);
+    return state_set(train, LH_SIM_TRAIN_STATE_COMPUTE);
+}
+
+/* Gradients of the units that no earlier block uses. */
+static void due_fill(struct lh_sim_train *train)
+{
+    const struct lh_sim_model *model = train->opts.model;
+    const struct lh_sim_block *block = block_of(train);
+    train->due_count = 0;
+    train->param = 0;
+    for (uint32_t i = 0; i < block->unit_count; i++) {
+        const struct lh_engine_unit *unit = &model->units[block->units[i]];
+        if (train->handles[block->units[i]] > 0)
+            continue;
+        for (uint32_t j = unit->param_first; j < unit->param_first + unit->param_count; j++) {
+            if (train->has_gradient[j])
+                train->due[train->due_count++] = j;
+        }
+    }
+}
+
+static enum look backward_next(struct lh_sim_train *train)
+{
+    if (train->block > 0)
+        return block_begin(train, train->block - 1);
+    times_of(train)->close_ns = train->opts.world->now_ns;
+    return state_set(train, LH_SIM_TRAIN_STATE_CLOSE);
+}
+
+/* An exception in backward: the graph dies, and its handles. */
+static enum look die(struct lh_sim_train *train)
+{
+    for (uint32_t i = 0; i < train->opts.model->unit_count; i++) {
+        for (; train->handles[i] > 0; train->handles[i]--)
+            lh_engine_handle_drop(train->opts.engine, i);
+    }
+    train->abort_count++;
+    return state_set(train, LH_SIM_TRAIN_STATE_ABORT);
+}
+
+static enum look compute(struct lh_sim_train *train)
+{
+    const struct lh_sim_block *block = block_of(train);
+    if (!train->is_computed)
+        return LOOK_WAIT;
+    use_check(train, "end");
+    for (uint32_t i = 0; i < block->unit_count; i++) {
+        uint32_t unit = block->units[i];
+        if (train->phase == LH_SIM_TRAIN_PHASE_FORWARD) {
+            lh_engine_handle_add(train->opts.engine, unit);
+            train->handles[unit]++;
+        } else if (train->phase == LH_SIM_TRAIN_PHASE_BACKWARD) {
+            lh_engine_handle_drop(train->opts.engine, unit);
+            train->handles[unit]--;
+        }
+        lh_engine_unpin(train->opts.engine, unit);
+    }
+    if (train->phase == LH_SIM_TRAIN_PHASE_BACKWARD) {
+        if (lh_sim_random_chance(&train->random, train->opts.chances.abort_ppm))
+            return die(train);
+        due_fill(train);
+        return state_set(train, LH_SIM_TRAIN_STATE_GRADIENT);
+    }
+    if (train->block + 1 < train->opts.model->block_count)
+        return block_begin(train, train->block + 1);
+    if (train->phase == LH_SIM_TRAIN_PHASE_EVAL)
+        return state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
+    train->phase = LH_SIM_TRAIN_PHASE_BACKWARD;
+    times_of(train)->backward_ns = train->opts.world->now_ns;
+    return block_begin(train, train->block);
+}
+
+static enum look gradient(struct lh_sim_train *train)
+{
+    struct lh_engine *engine = train->opts.engine;
+    if (train->param == train->due_count)
+        return backward_next(train);
+    int rc = lh_engine_over_wait(engine, 0);
+    if (rc < 0)
+        return engine_failed(train, rc);
+    if (rc == 0)
+        return LOOK_WAIT;
+    times_of(train)->gradient_wait_ns += waited_ns(train);
+    for (uint32_t i = 0; !train->has_hypers && i < LH_SIM_GROUP_COUNT; i++) {
+        struct lh_adam_hyper hyper = lh_sim_model_hyper(i, train->step + 1);
+        lh_engine_hyper_set(engine, i, &hyper);
+    }
+    train->has_hypers = true;
+    uint32_t param = train->due[train->param++];
+    const void *bytes = train->opts.nowhere;
+    if (train->opts.reference) {
+        lh_sim_reference_gradient(train->opts.reference, train->step + 1, param,
+                                  train->gradients[param]);
+        bytes = train->gradients[param];
+        train->is_held[param] = true;
+    }
+    rc = lh_engine_gradient(engine, param, bytes,
+                            lh_sim_model_gradient_dtype(train->opts.model, param));
+    if (rc < 0)
+        return engine_failed(train, rc);
+    return state_set(train, LH_SIM_TRAIN_STATE_ROOM);
+}
+
+static enum look room(struct lh_sim_train *train)
+{
+    int rc = lh_engine_gradient_wait(train->opts.engine, train->opts.gradient_ahead_bytes, 0);
+    if (rc < 0)
+        return engine_failed(train, rc);
+    if (rc == 0)
+        return LOOK_WAIT;
+    times_of(train)->gradient_wait_ns += waited_ns(train);
+    return state_set(train, LH_SIM_TRAIN_STATE_GRADIENT);
+}
+
+static enum look close_step(struct lh_sim_train *train)
+{
+    static const char scalars[] = "of the caller";
+    /* Before the call: the step may be over, and durable, before its caller knows. */
+    if (train->opts.reference && !train->is_reference_ahead)
+        lh_sim_reference_advance(train->opts.reference, train->has_gradient);
+    train->is_reference_ahead = true;
+    int rc = lh_engine_close(train->opts.engine, scalars, sizeof(scalars), 0);
+    if (rc < 0)
+        return engine_failed(train, rc);
+    if (rc == 0)
+        return LOOK_WAIT;
+    times_of(train)->closed_ns = train->opts.world->now_ns;
+    train->is_reference_ahead = false;
+    train->step++;
+    bool flushes = lh_sim_random_chance(&train->random, train->opts.chances.flush_ppm);
+    if (train->step >= train->opts.step_last || flushes)
+        return state_set(train, LH_SIM_TRAIN_STATE_FLUSH);
+    return state_set(train, train->opts.waits_for_updates ? LH_SIM_TRAIN_STATE_OVER
+                                                          : LH_SIM_TRAIN_STATE_BEGIN);
+}
+
+static enum look over(struct lh_sim_train *train)
+{
+    int rc = lh_engine_over_wait(train->opts.engine, 0);
+    if (rc < 0)
+        return engine_failed(train, rc);
+    return rc == 0 ? LOOK_WAIT : state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
+}
+
+/*
+ * [Note: Calls that ask]
+ * lh_engine_flush() and lh_engine_abort() ask anew when they find what was asked before done. That
+ * suits a caller who sleeps in them; one who looks in with a timeout of 0, and lets the engine work
+ * in between, would never be told. So they are called until they have asked, and then the engine's
+ * own counters say when it is done.
+ */
+static int abort_poll(struct lh_sim_train *train)
+{
+    struct lh_engine *engine = train->opts.engine;
+    uint64_t asked = atomic_load(&engine->aborts_asked);
+    if (!train->is_asked) {
+        int rc = lh_engine_abort(engine, 0);
+        train->is_asked = atomic_load(&engine->aborts_asked) > asked;
+        return rc;
+    }
+    if (lh_engine_error(engine, NULL) < 0)
+        return lh_engine_error(engine, NULL);
+    if (atomic_load(&engine->aborts_done) < asked)
+        return 0;
+    engine->open_step++; /* as lh_engine_abort() does for its caller */
+    return 1;
+}
+
+static enum look give_up(struct lh_sim_train *train)
+{
+    int rc = abort_poll(train);
+    if (rc < 0)
+        return engine_failed(train, rc);
+    return rc == 0 ? LOOK_WAIT : state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
+}
+
+/* See [Note: Calls that ask]. */
+static int flush_poll(struct lh_sim_train *train)
+{
+    struct lh_engine *engine = train->opts.engine;
+    uint64_t asked = atomic_load(&engine->flushes_asked);
+    if (!train->is_asked) {
+        int rc = lh_engine_flush(engine, true, 0);
+        train->is_asked = atomic_load(&engine->flushes_asked) > asked;
+        return rc;
+    }
+    if (lh_engine_error(engine, NULL) < 0)
+        return lh_engine_error(engine, NULL);
+    return atomic_load(&engine->flushes_done) >= asked;
+}
+
+static enum look flush(struct lh_sim_train *train)
+{
+    int rc = flush_poll(train);
+    if (rc < 0)
+        return engine_failed(train, rc);
+    if (rc == 0)
+        return LOOK_WAIT;
+    bool is_last = train->step >= train->opts.step_last;
+    return state_set(train, is_last ? LH_SIM_TRAIN_STATE_DONE : LH_SIM_TRAIN_STATE_BEGIN);
+}
+
+/* Who reads a gradient after he said that he has it reads garbage. */
+static void gradients_spoil(struct lh_sim_train *train)
+{
+    const struct lh_sim_model *model = train->opts.model;
+    for (uint32_t i = 0; train->opts.reference && i < model->param_count; i++) {
+        if (!train->is_held[i] || !lh_engine_gradient_is_consumed(train->opts.engine, i))
+            continue;
+        uint64_t bytes = lh_dtype_bytes(lh_sim_model_gradient_dtype(model, i));
+        memset(train->gradients[i], GARBAGE, model->params[i].count * bytes);
+        train->is_held[i] = false;
+    }
+}
+
+static enum look look(struct lh_sim_train *train)
+{
+    switch (train->state) {
+    case LH_SIM_TRAIN_STATE_BEGIN:
+        return begin(train);
+    case LH_SIM_TRAIN_STATE_ACQUIRE:
+        return acquire(train);
+    case LH_SIM_TRAIN_STATE_COMPUTE:
+        return compute(train);
+    case LH_SIM_TRAIN_STATE_GRADIENT:
+        return gradient(train);
+    case LH_SIM_TRAIN_STATE_ROOM:
+        return room(train);
+    case LH_SIM_TRAIN_STATE_CLOSE:
+        return close_step(train);
+    case LH_SIM_TRAIN_STATE_OVER:
+        return over(train);
+    case LH_SIM_TRAIN_STATE_ABORT:
+        return give_up(train);
+    case LH_SIM_TRAIN_STATE_FLUSH:
+        return flush(train);
+    default:
+        return LOOK_WAIT;
+    }
+}
+
+bool lh_sim_train_poll(struct lh_sim_train *train)
+{
+    bool moved = false;
+    gradients_spoil(train);
+    while (!lh_sim_world_has_failed(train->opts.world) && look(train) == LOOK_MOVED)
+        moved = true;
+    return moved;
+}
+
+bool lh_sim_train_is_over(const struct lh_sim_train *train)
+{
+    return train->state == LH_SIM_TRAIN_STATE_DONE || train->state == LH_SIM_TRAIN_STATE_FAILED;
+}

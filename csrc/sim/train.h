@@ -1,0 +1,113 @@
+/*
+ * The training thread as a script in virtual time: what csrc/py's hooks do for a list of blocks,
+ * one call after the other, and never blocking: every call of the engine that waits is asked with a
+ * timeout of 0, and again when the engine has moved.
+ *
+ *      BEGIN -> ACQUIRE the block's units -> COMPUTE -> (backward) GRADIENTs -> next block
+ *      forward: handles are added, the units released; backward: the other way round
+ *      CLOSE -> BEGIN of the next step, or FLUSH -> DONE
+ *
+ * By chance (of the seed) an evaluation comes between two steps, a parameter has no gradient, a
+ * step dies in backward and is aborted, or a flush follows a close.
+ *
+ * With a reference, checked always: the bytes of a unit are the reference's at the begin and at the
+ * end of every use, and gradients are garbage as soon as the engine says that it has consumed them.
+ *
+ * Thread: one.
+ */
+#ifndef LH_SIM_TRAIN_H
+#define LH_SIM_TRAIN_H
+
+#include "sim/reference.h"
+
+#define LH_SIM_STEP_COUNT_MAX 64
+
+enum lh_sim_train_state {
+    LH_SIM_TRAIN_STATE_BEGIN = 0,
+    LH_SIM_TRAIN_STATE_ACQUIRE,
+    LH_SIM_TRAIN_STATE_COMPUTE,
+    LH_SIM_TRAIN_STATE_GRADIENT,
+    LH_SIM_TRAIN_STATE_ROOM, /* until updates under way hold few enough gradients */
+    LH_SIM_TRAIN_STATE_CLOSE,
+    LH_SIM_TRAIN_STATE_OVER, /* until the updates are */
+    LH_SIM_TRAIN_STATE_ABORT,
+    LH_SIM_TRAIN_STATE_FLUSH,
+    LH_SIM_TRAIN_STATE_DONE,
+    LH_SIM_TRAIN_STATE_FAILED, /* the engine has an error: rc */
+};
+
+enum lh_sim_train_phase {
+    LH_SIM_TRAIN_PHASE_FORWARD = 0,
+    LH_SIM_TRAIN_PHASE_BACKWARD,
+    LH_SIM_TRAIN_PHASE_EVAL,
+};
+
+struct lh_sim_train_chances {
+    uint32_t eval_ppm;  /* of a step */
+    uint32_t abort_ppm; /* of a block in backward; only where every step is committed */
+    uint32_t skip_ppm;  /* of a parameter */
+    uint32_t flush_ppm; /* of a step */
+};
+
+struct lh_sim_train_opts {
+    struct lh_sim_world *world; /* this and the next two: borrowed until deinit */
+    const struct lh_sim_model *model;
+    struct lh_sim_reference *reference; /* NULL: timing only */
+    struct lh_engine *engine;           /* borrowed until deinit */
+    uint64_t step_last;                 /* flush and end when this step is closed */
+    uint64_t gradient_ahead_bytes;
+    const void *nowhere;    /* timing only: an address for gradients nobody reads */
+    bool waits_for_updates; /* after each close, as the serial schedule asks of its caller */
+    struct lh_sim_train_chances chances;
+    uint64_t seed;
+};
+
+/* When a step began, and how long it waited for what. */
+struct lh_sim_train_times {
+    uint64_t begin_ns;
+    uint64_t backward_ns; /* the last forward is over */
+    uint64_t close_ns;    /* the last gradient is given */
+    uint64_t closed_ns;
+    uint64_t forward_wait_ns; /* for units */
+    uint64_t backward_wait_ns;
+    uint64_t gradient_wait_ns; /* for the step before, and for room */
+};
+
+struct lh_sim_train {
+    struct lh_sim_train_opts opts;
+    struct lh_sim_random random;
+    enum lh_sim_train_state state;
+    enum lh_sim_train_phase phase;
+    int rc;
+    uint64_t step; /* closed */
+    uint32_t block;
+    uint32_t unit;  /* of the block, to be acquired */
+    uint32_t param; /* of the block, to be given: index into due */
+    bool is_asked;
+    bool is_computed;
+    bool has_hypers;
+    bool is_reference_ahead; /* it has the step that is being closed */
+    uint64_t since_ns;       /* of the wait */
+    bool *has_gradient;      /* in the open step */
+    bool *is_held;
+    void **gradients;
+    uint32_t *due; /* parameters whose gradients the block gives */
+    uint32_t due_count;
+    uint32_t *handles; /* that this thread holds, by unit */
+    uint64_t abort_count;
+    uint64_t eval_count;
+    struct lh_sim_train_times times[LH_SIM_STEP_COUNT_MAX]; /* of step s at s % MAX */
+};
+
+/*
+ * Owns:   *train owns its tables; release with lh_sim_train_deinit().
+ * Errors: -ENOMEM; nothing is owned then.
+ */
+int lh_sim_train_init(struct lh_sim_train *train, const struct lh_sim_train_opts *opts,
+                      struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
+void lh_sim_train_deinit(struct lh_sim_train *train, struct lh_alloc *alloc);
+/* Go on as far as one can now; true if anything happened. */
+bool lh_sim_train_poll(struct lh_sim_train *train);
+bool lh_sim_train_is_over(const struct lh_sim_train *train);
+
+#endif

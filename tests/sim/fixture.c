@@ -1,0 +1,123 @@
+#include "fixture.h"
+
+#include "../c/lh_test.h"
+
+static uint64_t between(struct lh_sim_random *random, uint64_t least, uint64_t most)
+{
+    return least + lh_sim_random_below(random, most - least + 1);
+}
+
+/* Every order of magnitude is as likely as every other. */
+static uint64_t scaled(struct lh_sim_random *random, uint64_t least, uint64_t most)
+{
+    uint64_t value = least;
+    while (value < most && lh_sim_random_below(random, 4) != 0)
+        value *= 3;
+    return value < most ? value : most;
+}
+
+uint64_t sim_seed(int argc, char **argv)
+{
+    char *end = NULL;
+    uint64_t seed = argc == 2 ? strtoull(argv[1], &end, 10) : 0;
+    if (argc != 2 || *end != '\0' || end == argv[1]) {
+        fprintf(stderr, "usage: %s SEED\n", argv[0]);
+        exit(2);
+    }
+    return seed;
+}
+
+void sim_require(int rc, const struct lh_error *err, const char *what)
+{
+    if (rc < 0) {
+        fprintf(stderr, "%s: %s (%d)\n", what, err->message, rc);
+        exit(1);
+    }
+}
+
+static struct lh_sim_machine machine_random(struct lh_sim_random *random)
+{
+    struct lh_sim_machine machine = {
+        .ssd_count = (uint32_t)between(random, 1, 3),
+        .ssd =
+            {
+                .bytes_per_s = {scaled(random, UINT64_C(50000000), UINT64_C(7000000000)),
+                                scaled(random, UINT64_C(30000000), UINT64_C(5000000000))},
+                .latency_ns = scaled(random, 500, 300000),
+                .queue_depth = (uint32_t)scaled(random, 1, 64),
+                .duplex = lh_sim_random_below(random, 3) == 0,
+            },
+        .sync_ns = scaled(random, 1000, 5000000),
+        .worker_count = (uint32_t)between(random, 1, 4),
+        .worker_bytes_per_s = scaled(random, UINT64_C(100000000), UINT64_C(30000000000)),
+    };
+    if (lh_sim_random_below(random, 2) == 0)
+        machine.cap_bytes_per_s = machine.ssd.bytes_per_s[0] * between(random, 1, 4) / 2;
+    return machine;
+}
+
+/* Half of the seeds have the least memory that works, where everything waits for everything. */
+static uint64_t host_bytes_random(const struct lh_sim_model *model, struct lh_sim_random *random)
+{
+    struct lh_budget budget;
+    struct lh_error err = {0};
+    sim_require(lh_sim_model_budget(model, UINT64_C(1) << 40, &budget, &err), &err, "budget");
+    uint64_t spare = budget.host_bytes_full - budget.host_bytes_min;
+    bool is_least = lh_sim_random_below(random, 2) == 0;
+    return budget.host_bytes_min + (is_least ? 0 : lh_sim_random_below(random, spare + 1));
+}
+
+static void directories_name(struct sim_case *sim, uint32_t count)
+{
+    const char *base = access("/dev/shm", W_OK) == 0 ? "/dev/shm" : getenv("TMPDIR");
+    for (uint32_t i = 0; i < count; i++) {
+        snprintf(sim->paths[i], sizeof(sim->paths[i]), "%s/lohan-sim-%d-%u", base ? base : "/tmp",
+                 (int)getpid(), i);
+        sim->directories[i] = sim->paths[i];
+    }
+}
+
+void sim_case_make(struct sim_case *sim, uint64_t seed)
+{
+    struct lh_sim_random random;
+    struct lh_error err = {0};
+    *sim = (struct sim_case){.alloc = LH_ALLOC_INIT};
+    lh_sim_random_init(&random, seed, LH_SIM_STREAM_MODEL);
+    sim_require(lh_sim_model_random(&sim->model, &random, &sim->alloc, &err), &err, "model");
+    sim_require(lh_sim_reference_init(&sim->reference, &sim->model, seed, &sim->alloc, &err), &err,
+                "reference");
+    lh_sim_random_init(&random, seed, LH_SIM_STREAM_OPTIONS);
+    sim->opts = (struct lh_sim_run_opts){
+        .seed = seed,
+        .machine = machine_random(&random),
+        .model = &sim->model,
+        .reference = &sim->reference,
+        .host_bytes = host_bytes_random(&sim->model, &random),
+        .io_depth = (uint32_t)scaled(&random, 1, 16),
+        .transfer_bytes = between(&random, 1, 4) * LH_MIB,
+        .commit_every = between(&random, 0, 4) == 0 ? between(&random, 2, 3) : 1,
+        .schedule = (enum lh_engine_schedule)lh_sim_random_below(&random, LH_ENGINE_SCHEDULE_COUNT),
+        .step_last = between(&random, 2, 5),
+    };
+    directories_name(sim, sim->opts.machine.ssd_count);
+    sim->opts.directories = sim->directories;
+    sim->random = random;
+}
+
+void sim_stores_remove(const struct sim_case *sim)
+{
+    for (uint32_t i = 0; i < sim->opts.machine.ssd_count; i++) {
+        char path[300];
+        snprintf(path, sizeof(path), "%s/lohan.data", sim->paths[i]);
+        unlink(path);
+        rmdir(sim->paths[i]);
+    }
+}
+
+void sim_case_unmake(struct sim_case *sim)
+{
+    sim_stores_remove(sim);
+    lh_sim_reference_deinit(&sim->reference);
+    lh_sim_model_deinit(&sim->model);
+    LH_CHECK(sim->alloc.live_count == 0);
+}
