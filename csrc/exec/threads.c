@@ -25,7 +25,7 @@
 #include "base/assert.h"
 #include "base/ring.h"
 
-#define EXEC_QUEUE_DEPTH_MAX 65536
+#define EXEC_QUEUE_DEPTH_MAX (1U << 20)
 #define EXEC_NICE_MAX 19
 
 struct threads;

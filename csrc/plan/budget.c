@@ -37,13 +37,16 @@ static struct needs needs_sum(const struct lh_budget_unit *units, uint32_t unit_
             slab_element_bytes += unit->waiting_bytes_per_element;
         if (slab_element_bytes > needs.slab_bytes_per_element)
             needs.slab_bytes_per_element = slab_element_bytes;
+        uint64_t in_use_bytes = lh_max_u64(unit->bytes, unit->together_bytes);
         if (unit->always) {
             needs.always_bytes += unit->bytes;
-        } else if (unit->bytes > needs.largest_bytes) {
+        } else if (unit->is_together) {
+            continue;
+        } else if (in_use_bytes > needs.largest_bytes) {
             needs.second_bytes = needs.largest_bytes;
-            needs.largest_bytes = unit->bytes;
+            needs.largest_bytes = in_use_bytes;
         } else {
-            needs.second_bytes = lh_max_u64(needs.second_bytes, unit->bytes);
+            needs.second_bytes = lh_max_u64(needs.second_bytes, in_use_bytes);
         }
     }
     return needs;

@@ -6,8 +6,9 @@
  * Where updates wait for the step's close, gradients wait with them: in memory as far as there is
  * room, the others on SSD; an update reads those into its slab, which is larger for that.
  *
- * The minimum that works: in the region every unit that is always there and the two largest others,
- * with room for one more of the second kind so that holes between them do not block; three slabs
+ * The minimum that works: in the region every unit that is always there and the two largest others
+ * (or sets of others that are in use together), with room for one more of the second kind so that
+ * holes between them do not block; three slabs
  * (one read, one computed, one written); the gradients of the largest unit, which autograd keeps
  * until the unit can be updated. What is left goes, in this order, to the gradients of a second
  * unit (else backward waits for each update), to slabs up to a full pipeline, to gradients that
@@ -42,6 +43,9 @@ struct lh_budget_unit {
     /* Of gradients that wait for the close; 0: none do. */
     uint32_t waiting_bytes_per_element;
     bool waits_in_memory; /* they cannot wait on SSD */
+    /* With all that is in use whenever it is (the units of its block); 0: itself alone. */
+    uint64_t together_bytes;
+    bool is_together; /* counted in another unit's together_bytes */
     bool always;
 };
 

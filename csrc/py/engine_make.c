@@ -151,13 +151,16 @@ PyObject *lhpy_budget(PyObject *module, PyObject *args)
         PyObject *pair = PyList_GetItem(list, i);
         struct lh_engine_unit unit;
         unsigned long long gradient_bytes = 0;
+        unsigned long long together_bytes = 0;
         PyObject *description = NULL;
-        if (!PyArg_ParseTuple(pair, "OK", &description, &gradient_bytes) ||
+        if (!PyArg_ParseTuple(pair, "OKK", &description, &gradient_bytes, &together_bytes) ||
             unit_parse(description, &unit) < 0) {
             PyMem_Free(units);
             return NULL;
         }
         units[i] = budget_unit(&unit, gradient_bytes, is_waiting != 0, waits_in_memory != 0);
+        units[i].together_bytes = together_bytes;
+        units[i].is_together = together_bytes == 0;
     }
     struct lh_error err = {0};
     struct lh_budget budget;

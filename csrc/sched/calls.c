@@ -181,11 +181,15 @@ static bool steps_are_over(struct lh_engine *engine, uint64_t argument)
     return atomic_load(&engine->closes_done) == atomic_load(&engine->closes_asked);
 }
 
-/* And so is a flush whose caller gave up: it may be committing, with the scalars of a close. */
+/*
+ * And so is a flush whose caller gave up: it may be committing, with the scalars of a close; and an
+ * abort that was interrupted.
+ */
 static bool all_is_over(struct lh_engine *engine, uint64_t argument)
 {
     return steps_are_over(engine, argument) &&
-           atomic_load(&engine->flushes_done) == atomic_load(&engine->flushes_asked);
+           atomic_load(&engine->flushes_done) == atomic_load(&engine->flushes_asked) &&
+           atomic_load(&engine->aborts_done) == atomic_load(&engine->aborts_asked);
 }
 
 int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms)

@@ -190,6 +190,12 @@ static void stuck_fail(struct lh_engine *engine)
     lh_engine_fail(engine, &err);
 }
 
+static bool may_pause_now(const struct lh_engine *engine)
+{
+    return atomic_load(&engine->pausing) &&
+           (atomic_load(&engine->failed) || lh_engine_is_quiet(engine));
+}
+
 static void pause_here(struct lh_engine *engine)
 {
     pthread_mutex_lock(&engine->shared.mutex);
@@ -207,8 +213,7 @@ void *lh_engine_thread_run(void *context)
     uint64_t quiet_since_ns = 0;
     bool is_planned_around = false;
     while (!atomic_load(&engine->stopping)) {
-        bool may_pause = atomic_load(&engine->failed) || lh_engine_is_quiet(engine);
-        if (atomic_load(&engine->pausing) && may_pause)
+        if (may_pause_now(engine))
             pause_here(engine);
         if (lh_engine_poll(engine)) {
             quiet_since_ns = 0;
@@ -216,7 +221,7 @@ void *lh_engine_thread_run(void *context)
             continue;
         }
         lh_waker_prepare(engine->waker);
-        if (lh_engine_poll(engine) || atomic_load(&engine->stopping)) {
+        if (lh_engine_poll(engine) || atomic_load(&engine->stopping) || may_pause_now(engine)) {
             lh_waker_cancel(engine->waker);
             continue;
         }

@@ -229,10 +229,25 @@ static const struct lh_unit *lent_update(const struct lh_engine *engine)
     return NULL;
 }
 
+/* An update has changed bytes, in memory if not yet in the store. */
+static bool is_changed(const struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->update_count; i++) {
+        const struct lh_unit *unit = &engine->units[engine->update_queue[i]];
+        for (uint32_t j = 0; j < unit->chunk_count; j++) {
+            if (engine->chunks[unit->chunk_first + j].computed_step == engine->step + 1)
+                return true;
+        }
+    }
+    return false;
+}
+
 static void abort_finish(struct lh_engine *engine)
 {
-    bool has_updates = engine->update_count > 0;
-    bool is_recoverable = engine->committed_step == engine->step;
+    bool has_updates = is_changed(engine);
+    /* With one slot, what an update writes takes the place of the committed bytes. */
+    bool is_recoverable = engine->committed_step == engine->step &&
+                          engine->opts.commit_every != LH_ENGINE_COMMIT_NEVER;
     const struct lh_unit *lent = lent_update(engine);
     int result = 0;
     if (lent && is_recoverable) {
@@ -243,6 +258,16 @@ static void abort_finish(struct lh_engine *engine)
                      "still views of unit %u, which it has updated; open the store again with "
                      "resume=True to go on from step %" PRIu64,
                      engine->step + 1, (unsigned)(lent - engine->units), engine->committed_step);
+        lh_engine_fail(engine, &err);
+    } else if (has_updates && engine->opts.commit_every == LH_ENGINE_COMMIT_NEVER) {
+        struct lh_error err = {0};
+        result = -ENOTRECOVERABLE;
+        lh_error_set(&err, result,
+                     "step %" PRIu64 " died half-way, and the store keeps one slot "
+                     "(commit_every=\"never\"): parameters and states are partly of step %" PRIu64
+                     ", partly of step %" PRIu64 ", and cannot be had back; use commit_every=1 to "
+                     "be able to roll back",
+                     engine->step + 1, engine->step, engine->step + 1);
         lh_engine_fail(engine, &err);
     } else if (has_updates && !is_recoverable) {
         struct lh_error err = {0};

@@ -236,9 +236,26 @@ void lh_unit_plan_begin(struct lh_engine *engine, enum lh_engine_mode mode)
 }
 
 /* Its bytes are about to be replaced by the next step's. */
-static bool is_old(const struct lh_unit *unit)
+static bool is_old(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    return unit->update_is_queued && unit->chunks_computed < unit->chunk_count;
+    bool is_due = unit->update_is_queued || engine->step_state == LH_STEP_STATE_CLOSED;
+    return unit->gradient_count > 0 && is_due && unit->chunks_computed < unit->chunk_count;
+}
+
+/*
+ * A checkpoint computes a block again and reads a unit that it does not differentiate (no_grad,
+ * detach), which keeps no handle; its gradients came from elsewhere, and its update has begun: the
+ * values of this step are gone.
+ */
+static void stale_fail(struct lh_engine *engine, uint32_t index)
+{
+    struct lh_error err = {0};
+    lh_error_set(&err, -ESTALE,
+                 "unit %u is read again in backward after all its gradients came, and its update "
+                 "has begun: a checkpoint reads it without differentiating it; updates that wait "
+                 "for step() allow that: schedule=\"deferred\"",
+                 index);
+    lh_engine_fail(engine, &err);
 }
 
 void lh_unit_make_ready(struct lh_engine *engine, struct lh_unit *unit)
@@ -246,7 +263,7 @@ void lh_unit_make_ready(struct lh_engine *engine, struct lh_unit *unit)
     LH_ASSERT(unit->state == LH_UNIT_STATE_LOADING || unit->state == LH_UNIT_STATE_UPDATING);
     unit->state = LH_UNIT_STATE_READY;
     /* Who waits for a unit whose update is ahead waits for its new values. */
-    uint32_t pins = is_old(unit) ? 0 : unit->waiter_count;
+    uint32_t pins = is_old(engine, unit) ? 0 : unit->waiter_count;
     unit->waiter_count -= pins;
     atomic_store(&unit->word, LH_UNIT_READY_BIT | pins);
     if (pins > 0) {
@@ -281,8 +298,12 @@ void lh_unit_use(struct lh_engine *engine, uint32_t index)
 void lh_unit_acquire(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
+    if (engine->step_state == LH_STEP_STATE_OPEN && unit->update_is_queued) {
+        stale_fail(engine, index);
+        return;
+    }
     use_begin(engine, index);
-    if (unit->state == LH_UNIT_STATE_READY && !is_old(unit)) {
+    if (unit->state == LH_UNIT_STATE_READY && !is_old(engine, unit)) {
         atomic_fetch_add(&unit->word, 1);
         atomic_fetch_add(&unit->grants, 1);
         lh_engine_notify(engine);

@@ -49,7 +49,9 @@ void lh_update_consider(struct lh_engine *engine, uint32_t index)
         unit->gradient_count == unit->desc.param_count && atomic_load(&unit->handles) == 0;
     lh_spill_consider(engine, index);
     bool is_due = unit->is_deferred ? unit->is_released : is_closed || is_complete;
-    if (!is_due || unit->use_is_open || lh_unit_pins(unit) > 0)
+    /* Behind the close pins decide: whoever freed the last lend may not have said so yet. */
+    bool is_used = lh_unit_pins(unit) > 0 || (!is_closed && unit->use_is_open);
+    if (!is_due || is_used)
         return;
     lh_unit_event(engine, index, LH_RESIDENCY_EVENT_UPDATE);
     unit->update_is_queued = true;

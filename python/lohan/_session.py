@@ -505,6 +505,11 @@ class Session:
         """Wait until every closed step is written and committed."""
         self.check_open()
         self._engine.flush(True)
+        if int(self.store.describe()["step"]) < self.step:
+            raise StepError(
+                f"step {self.step} cannot be committed between backward and step(): updates of the"
+                " next one are in the same slot. Call model.optimizer.step() first"
+            )
 
     def stats(self) -> StepStats | None:
         """Times and bytes of the last step that is over; None before the first."""

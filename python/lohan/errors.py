@@ -113,6 +113,7 @@ _ENGINE_BY_CODE: dict[int, type[LohanError]] = {
     errno.ENOTRECOVERABLE: SessionError,
     errno.EILSEQ: ChecksumError,
     errno.EBADMSG: StoreMismatchError,
+    errno.ESTALE: StaleGraphError,
 }
 
 # The rules of a training step that the binding watches: a code is the name of one.

@@ -392,13 +392,36 @@ def _tied_gradient_bytes(layout: Layout) -> int:
     return tied
 
 
+def _together_bytes(layout: Layout) -> list[int]:
+    """What is in use at once, in bytes: of each scope's units at its first one, 0 at the others.
+
+    A unit that several scopes share (tied weights) counts in the largest of them.
+    """
+
+    def nbytes(units: list[int]) -> int:
+        return sum(layout.units[i].nbytes for i in units)
+
+    together = [0] * len(layout.units)
+    left = {i for i, unit in enumerate(layout.units) if not unit.always}
+    for units in sorted((scope.units for scope in layout.scopes), key=nbytes, reverse=True):
+        mine = [i for i in units if i in left]
+        if mine:
+            together[mine[0]] = nbytes(mine)
+            left.difference_update(mine)
+    for i in left:
+        together[i] = layout.units[i].nbytes
+    return together
+
+
 def _budget(layout: Layout, config: Config) -> dict[str, int]:
     """Divide main memory, or say what would fit."""
     extents = _store.plan_extents(layout, config.commit_every == "never")
     tied = _tied_gradient_bytes(layout)
+    described = _store.unit_tuples(layout, extents)
+    together = _together_bytes(layout)
     units = [
-        (described, unit.gradient_bytes + (tied if unit.trainable else 0))
-        for described, unit in zip(_store.unit_tuples(layout, extents), layout.units, strict=True)
+        (described[i], unit.gradient_bytes + (tied if unit.trainable else 0), together[i])
+        for i, unit in enumerate(layout.units)
     ]
 
     def raiser(code: int, message: str, is_rule: bool) -> Exception:
