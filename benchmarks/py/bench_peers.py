@@ -51,8 +51,9 @@ MARGIN_BYTES = 64 << 20
 FIT_COUNT = 3
 # What all contestants take together at the most, with the settings that are tried.
 MEMORY_BYTES = 20_000_000_000
-# Two correct bf16 trainings were seen up to 0.001 apart in these steps; a clipped one is 0.01 off.
-CLOSE_STEPS = 8
+# Correct bf16 trainings were seen up to 0.0006 apart in these steps; DeepSpeed's with the clipping
+# that it has by default was 0.013 off in the sixth and 0.1 in the tenth.
+CLOSE_STEPS = 10
 CLOSE_LOSS = 0.003
 
 
