@@ -180,6 +180,7 @@ struct make_opts {
     unsigned long long transfer_bytes;
     unsigned long long commit_every;
     uint32_t schedule;
+    int norms;
     int verify;
     unsigned int trace_count;
     unsigned int group_count;
@@ -280,6 +281,7 @@ static int engine_make(struct lhpy_engine *self, const struct make_opts *opts,
         .transfer_bytes = opts->transfer_bytes,
         .commit_every = opts->commit_every,
         .schedule = (enum lh_engine_schedule)opts->schedule,
+        .norms = opts->norms != 0,
         .verify = opts->verify != 0,
         .trace_count = opts->trace_count,
     };
@@ -318,21 +320,22 @@ static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
 static int opts_parse(struct lhpy_engine *self, PyObject *args, PyObject *kwargs,
                       struct make_opts *opts)
 {
-    static char *names[] = {
-        "store",          "units",        "params",    "group_count", "budget",      "raiser",
-        "types",          "io",           "directory", "threads",     "nice",        "io_depth",
-        "transfer_bytes", "commit_every", "schedule",  "verify",      "trace_count", NULL};
+    static char *names[] = {"store",          "units",        "params",   "group_count",
+                            "budget",         "raiser",       "types",    "io",
+                            "directory",      "threads",      "nice",     "io_depth",
+                            "transfer_bytes", "commit_every", "schedule", "verify",
+                            "trace_count",    "norms",        NULL};
     PyObject *units = NULL;
     PyObject *params = NULL;
     PyObject *raiser = NULL;
     PyObject *handle_type = NULL;
     PyObject *scope_type = NULL;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OO!O!IO!O(OO)ssIiIKKIpI:Engine", names, &opts->store, &PyList_Type,
+            args, kwargs, "OO!O!IO!O(OO)ssIiIKKIpIp:Engine", names, &opts->store, &PyList_Type,
             &units, &PyList_Type, &params, &opts->group_count, &PyDict_Type, &opts->budget, &raiser,
             &handle_type, &scope_type, &opts->io_name, &opts->directory, &opts->threads,
             &opts->nice, &opts->io_depth, &opts->transfer_bytes, &opts->commit_every,
-            &opts->schedule, &opts->verify, &opts->trace_count))
+            &opts->schedule, &opts->verify, &opts->trace_count, &opts->norms))
         return -1;
     self->raiser = Py_NewRef(raiser);
     self->handle_type = Py_NewRef(handle_type);

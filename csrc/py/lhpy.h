@@ -162,6 +162,8 @@ void lhpy_engine_gradients_drop(struct lhpy_engine *self);
 /* session.c: the Engine's methods around a step */
 PyObject *lhpy_engine_begin(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_close_step(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_gradient_square_sum(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_gradient_scale(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_abort(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_flush(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_pause(PyObject *object, PyObject *args);

@@ -98,6 +98,32 @@ PyObject *lhpy_engine_close_step(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static int norm_wait(struct lh_engine *engine, uint64_t argument, int timeout_ms)
+{
+    return lh_engine_norm(engine, (double *)(uintptr_t)argument, timeout_ms);
+}
+
+PyObject *lhpy_engine_gradient_square_sum(PyObject *object, PyObject *args)
+{
+    (void)args;
+    struct lhpy_engine *self = engine_open(object);
+    double sum = 0;
+    if (!self || lhpy_engine_wait(self, norm_wait, (uint64_t)(uintptr_t)&sum) < 0)
+        return NULL;
+    lhpy_engine_sweep(self);
+    return PyFloat_FromDouble(sum);
+}
+
+PyObject *lhpy_engine_gradient_scale(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = engine_open(object);
+    double scale = 0;
+    if (!self || !PyArg_ParseTuple(args, "d", &scale))
+        return NULL;
+    lh_engine_gradient_scale_set(self->core->engine, scale);
+    Py_RETURN_NONE;
+}
+
 static int abort_wait(struct lh_engine *engine, uint64_t argument, int timeout_ms)
 {
     (void)argument;

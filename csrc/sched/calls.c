@@ -259,6 +259,33 @@ int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scal
     return 1;
 }
 
+static bool norm_is_done(struct lh_engine *engine, uint64_t argument)
+{
+    return atomic_load(&engine->norms_done) >= argument;
+}
+
+int lh_engine_norm(struct lh_engine *engine, double *square_sum_out, int timeout_ms)
+{
+    LH_ASSERT(engine->opts.norms);
+    uint64_t asked = atomic_load(&engine->norms_asked);
+    if (atomic_load(&engine->failed))
+        return fail_code(engine);
+    if (atomic_load(&engine->norms_done) == asked) {
+        asked = atomic_fetch_add(&engine->norms_asked, 1) + 1;
+        post(engine, LH_MESSAGE_NORM, 0, 0, 0);
+    }
+    int rc = wait_until(engine, norm_is_done, asked, timeout_ms);
+    if (rc > 0)
+        *square_sum_out = engine->square_sum;
+    return rc;
+}
+
+void lh_engine_gradient_scale_set(struct lh_engine *engine, double scale)
+{
+    engine->gradient_scales[(atomic_load(&engine->closes_asked) + engine->first_step + 1) % 2] =
+        scale;
+}
+
 static bool abort_is_done(struct lh_engine *engine, uint64_t argument)
 {
     return atomic_load(&engine->aborts_done) >= argument;

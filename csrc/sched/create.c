@@ -21,6 +21,10 @@ static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err
         return lh_error_set(err, -EINVAL, "an engine needs units and a group");
     if ((uint32_t)opts->schedule >= LH_ENGINE_SCHEDULE_COUNT)
         return lh_error_set(err, -EINVAL, "schedule %d is none", (int)opts->schedule);
+    bool is_all_deferred = opts->schedule == LH_ENGINE_SCHEDULE_SERIAL ||
+                           opts->schedule == LH_ENGINE_SCHEDULE_DEFERRED;
+    if (opts->norms && !is_all_deferred)
+        return lh_error_set(err, -EINVAL, "norms need every update to be deferred");
     if (opts->memory_bytes < needed)
         return lh_error_set(err, -EINVAL,
                             "memory_bytes %" PRIu64 " is below the %" PRIu64 " of the budget",
@@ -80,6 +84,7 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
     memcpy(engine->params, opts->params, opts->param_count * sizeof(*engine->params));
     for (uint32_t i = 0; i < units; i++) {
         engine->units[i].desc = opts->units[i];
+        engine->units[i].engine = engine;
         engine->units[i].is_predicted = opts->units[i].elements > 0;
         engine->units[i].is_deferred = engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL ||
                                        engine->opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED;
@@ -269,6 +274,8 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
     engine->clock = opts->clock;
     engine->region = opts->memory;
     engine->param_count = opts->param_count;
+    engine->gradient_scales[0] = 1.0;
+    engine->gradient_scales[1] = 1.0;
     shared_init(engine);
     int rc = lh_ring_init(&engine->inbox, alloc, LH_INBOX_CELL_COUNT, err);
     if (rc == 0)

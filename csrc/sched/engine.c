@@ -92,6 +92,9 @@ static void message_handle(struct lh_engine *engine, const struct lh_ring_messag
         engine->flush_is_asked = true;
         engine->flush_commits = argument != 0;
         break;
+    case LH_MESSAGE_NORM:
+        lh_norm_ask(engine);
+        break;
     case LH_MESSAGE_DRAIN:
         if (engine->step_state == LH_STEP_STATE_CLOSED)
             lh_defer_drain(engine);
@@ -144,6 +147,7 @@ bool lh_engine_poll(struct lh_engine *engine)
         return true;
     moved |= lh_unit_pump(engine);
     moved |= lh_update_pump(engine);
+    moved |= lh_norm_pump(engine);
     moved |= lh_transfer_pump(engine);
     moved |= lh_step_pump(engine);
     return moved;

@@ -70,6 +70,12 @@ enum lh_spill_state {
     LH_SPILL_STATE_DONE, /* this step's gradients are on SSD */
 };
 
+enum lh_norm_state {
+    LH_NORM_STATE_NONE = 0,
+    LH_NORM_STATE_RUNNING,
+    LH_NORM_STATE_DONE,
+};
+
 enum lh_chunk_state {
     LH_CHUNK_STATE_IDLE = 0,
     LH_CHUNK_STATE_READING,
@@ -94,7 +100,8 @@ enum lh_message_kind {
     LH_MESSAGE_GRADIENT,  /* param, pointer, dtype */
     LH_MESSAGE_CLOSE,
     LH_MESSAGE_ABORT,
-    LH_MESSAGE_FLUSH,  /* commit */
+    LH_MESSAGE_FLUSH, /* commit */
+    LH_MESSAGE_NORM,
     LH_MESSAGE_DRAIN,  /* somebody waits for the end of the closed step */
     LH_MESSAGE_WAITED, /* unit, start, end, what for: for the trace and the statistics */
 };
@@ -171,6 +178,10 @@ struct lh_unit {
     enum lh_spill_state spill_state;
     uint32_t spill_next; /* chunk */
     uint32_t spill_written;
+    enum lh_norm_state norm_state;
+    struct lh_exec_job norm_job;
+    double square_sum; /* of this step's gradients, once DONE */
+    struct lh_engine *engine;
     uint64_t planned_step;       /* the last step whose plan counts its update */
     uint64_t spill_planned_step; /* and its gradients' way to SSD and back */
     uint32_t chunks_computed;
@@ -331,6 +342,9 @@ struct lh_engine {
     uint64_t scalar_bytes_max;
     struct lh_adam_hyper *
         hypers[2]; /* by parity of the step: the open one is written while the closed one is used */
+    double gradient_scales[2]; /* likewise */
+    double square_sum;         /* of the step whose norm was asked last */
+    bool norm_is_asked;
     struct lh_engine_step_stats
         stats[2]; /* of step n at n % 2: at most one closed step is not over */
     struct lh_engine_step_stats stats_other; /* evaluations */
@@ -345,6 +359,8 @@ struct lh_engine {
     _Atomic uint64_t closes_asked;
     _Atomic uint64_t aborts_done;
     _Atomic uint64_t aborts_asked;
+    _Atomic uint64_t norms_done;
+    _Atomic uint64_t norms_asked;
     _Atomic uint64_t flushes_done;
     _Atomic uint64_t flushes_asked;
     _Atomic int abort_result;
@@ -422,6 +438,16 @@ void lh_spill_read(struct lh_engine *engine, struct lh_chunk *chunk);
 uint8_t *lh_spill_gradients(const struct lh_slab *slab, const struct lh_unit *unit,
                             const struct lh_chunk *chunk);
 void lh_spill_step_over(struct lh_engine *engine);
+/* All of a unit's gradients are on SSD, and nobody else reads them: they are free. */
+void lh_spill_release(struct lh_engine *engine, struct lh_unit *unit);
+
+/* norm.c */
+void lh_norm_run(struct lh_exec_job *job);
+void lh_norm_consider(struct lh_engine *engine, struct lh_unit *unit);
+void lh_norm_done(struct lh_engine *engine, struct lh_unit *unit);
+void lh_norm_ask(struct lh_engine *engine);
+bool lh_norm_pump(struct lh_engine *engine);
+void lh_norm_forget(struct lh_engine *engine);
 
 /* update_plan.c */
 /* The extents of R, M and V, in a slab's order, and the bytes of one element (0: no such array). */

@@ -156,6 +156,12 @@ void lh_spill_written(struct lh_engine *engine, struct lh_slab *slab)
     if (++unit->spill_written < unit->chunk_count)
         return;
     unit->spill_state = LH_SPILL_STATE_DONE;
+    if (!engine->opts.norms || unit->norm_state == LH_NORM_STATE_DONE)
+        lh_spill_release(engine, unit);
+}
+
+void lh_spill_release(struct lh_engine *engine, struct lh_unit *unit)
+{
     for (uint32_t i = 0; i < unit->desc.param_count; i++)
         atomic_store(&engine->gradients[unit->desc.param_first + i].is_held, false);
     atomic_fetch_sub(&engine->update_gradient_bytes, unit->gradient_bytes);

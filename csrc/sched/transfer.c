@@ -287,6 +287,10 @@ bool lh_job_poll(struct lh_engine *engine)
         struct lh_exec_job *job = done[i];
         LH_ASSERT(engine->jobs_in_flight > 0);
         engine->jobs_in_flight--;
+        if (job->run == lh_norm_run) {
+            lh_norm_done(engine, job->context);
+            continue;
+        }
         bool is_check = job->run == check_run;
         if (!is_check)
             lh_step_stats(engine, lh_step_current(engine))->update_busy_ns +=

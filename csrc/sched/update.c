@@ -34,6 +34,7 @@ void lh_update_gradient(struct lh_engine *engine, uint32_t param, const void *po
         engine->gradient_unit_count++;
     unit->gradient_bytes += engine->params[param].count * lh_dtype_bytes(dtype);
     LH_ASSERT(unit->gradient_count <= unit->desc.param_count);
+    lh_norm_consider(engine, unit);
     lh_update_consider(engine, engine->params[param].unit);
 }
 
@@ -236,8 +237,8 @@ static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *c
             .count = end - first,
             .gradient = bytes,
             .gradient_dtype = gradient->dtype,
-            .scalars =
-                lh_adam_scalars_make(&hypers[param->group], engine->param_steps[index] + 1, 1.0),
+            .scalars = lh_adam_scalars_make(&hypers[param->group], engine->param_steps[index] + 1,
+                                            engine->gradient_scales[lh_step_current(engine) % 2]),
         };
     }
     return count;

@@ -14,6 +14,7 @@ static void step_forget(struct lh_engine *engine)
         unit->chunks_computed = 0;
         unit->chunks_written = 0;
     }
+    lh_norm_forget(engine);
     for (uint32_t i = 0; i < engine->param_count; i++)
         engine->gradients[i].pointer = NULL;
     engine->update_first = 0;

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from lohan.errors import HyperParameterError, StoreMismatchError, UnsupportedError
+from lohan.errors import HyperParameterError, StepError, StoreMismatchError, UnsupportedError
 
 if TYPE_CHECKING:
     from lohan._session import Session
@@ -82,6 +83,10 @@ class Optimizer(torch.optim.Optimizer):
     Updates run while backward does, with the hyper-parameters that the groups have when backward
     begins. `step()` closes the step; it does not wait for the updates, the next forward does.
 
+    Attributes:
+        max_grad_norm: what wrap() was given; may be set to another number, if wrap() had one.
+        grad_norm: of the last step's gradients before clipping, where max_grad_norm is set.
+
     Note:
         `state` is empty: moments live in the store. `state_dict()` has the groups and which step of
         which store they belong to.
@@ -91,6 +96,8 @@ class Optimizer(torch.optim.Optimizer):
         self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], defaults: dict[str, Any]
     ) -> None:
         self._session: Session | None = None
+        self.max_grad_norm: float | None = None
+        self.grad_norm: float | None = None
         super().__init__(params, {**DEFAULTS, **defaults})
         for group in self.param_groups:
             check_rule(group)
@@ -138,6 +145,27 @@ class Optimizer(torch.optim.Optimizer):
         if self._session is None:
             raise UnsupportedError("a lohan.Optimizer is made by lohan.wrap()")
         return self._session
+
+    def clip_scale(self, square_sum: float) -> float:
+        """What the step's gradients are multiplied with; keeps their norm in grad_norm.
+
+        Args:
+            square_sum: of all gradients.
+
+        Raises:
+            StepError: the norm is not finite; no update has begun.
+
+        Reference:
+            torch.nn.utils.clip_grad_norm_, with the norm in fp64 and the product in fp32.
+        """
+        self.grad_norm = math.sqrt(square_sum)
+        if not math.isfinite(self.grad_norm):
+            raise StepError(
+                f"the norm of all gradients is {self.grad_norm}: no update has begun. Call"
+                " model.optimizer.zero_grad() to forget this step"
+            )
+        assert self.max_grad_norm is not None
+        return min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Close the step: what has a gradient is updated, at the latest before its next use.

@@ -67,6 +67,7 @@ class Session:
         directories: Sequence[str],
         group_of: dict[int, int],
         group_count: int,
+        norms: bool = False,
     ) -> None:
         self.layout = layout
         self.extents = extents
@@ -100,6 +101,7 @@ class Session:
             schedule=SCHEDULES.index(config.schedule),
             verify=config.verify,
             trace_count=min(config.trace_events, _core.TRACE_COUNT_MAX),
+            norms=norms,
         )
         try:
             self._bind()
@@ -389,6 +391,9 @@ class Session:
                 f" {now}: updates ran with the first. Change them after step() or before backward"
                 " (learning-rate schedulers: after step())"
             )
+        if self._optimizer is not None and self._optimizer.max_grad_norm is not None:
+            square_sum = self._engine.gradient_square_sum()
+            self._engine.gradient_scale(self._optimizer.clip_scale(square_sum))
         self._gradients.hide()
         self._engine.close_step(self._scalars())
         self._backward = "none"
@@ -424,9 +429,11 @@ class Session:
     def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
         """See Optimizer.zero_grad; tensors are those whose p.grad is asked to go."""
         self.check_open()
-        if self._backward == "running" and not in_backward():
+        is_waiting = self.config.schedule in SCHEDULES_AT_STEP  # no update has begun
+        has_gradients = self._engine.status()["has_gradients"]
+        if not in_backward() and (self._backward == "running" or (has_gradients and is_waiting)):
             self._abort()
-        elif self._engine.status()["has_gradients"]:
+        elif has_gradients:
             raise ZeroGradError(
                 "zero_grad() between backward and step(): updates of this step have begun and"
                 " cannot be taken back. Call zero_grad() after step(), or skip the step before"

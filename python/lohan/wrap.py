@@ -63,6 +63,7 @@ def wrap(
     betas: tuple[float, float] = DEFAULTS["betas"],
     eps: float = DEFAULTS["eps"],
     weight_decay: float = DEFAULTS["weight_decay"],
+    max_grad_norm: float | None = None,
     params: Iterable[dict[str, Any]] | None = None,
     blocks: Sequence[nn.Module] | None = None,
     weights: PathLike | None = None,
@@ -85,6 +86,10 @@ def wrap(
         betas: decay of the moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
+        max_grad_norm: scale all gradients of a step so that their norm is at most this, as
+            torch.nn.utils.clip_grad_norm_ does, with the norm in fp64. Updates then wait for
+            `step()`: schedule "deferred" (the default with it) or "serial". The norm that was found
+            is `model.optimizer.grad_norm`.
         params: parameter groups as for torch.optim.AdamW; None: all parameters in one group.
         blocks: modules to be blocks; None: found by structure.
         weights: a folder or file of safetensors to fill an empty model from.
@@ -109,9 +114,12 @@ def wrap(
     made = dataclasses.replace(config or Config(), **settings)
     _check_model(model, weights, init)
     _check_config(made)
+    if max_grad_norm is not None:
+        made = _config_for_clipping(made, max_grad_norm)
     layout = _layout_for_budget(model, blocks, made)
     hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     optimizer, group_of = _make_optimizer(layout, params, hyper)
+    optimizer.max_grad_norm = max_grad_norm
     opening = _Opening(model, layout, made, _budget(layout, made), optimizer, group_of)
     _attach(model, opening.open(store, resume, weights, init), optimizer)
     return model
@@ -180,6 +188,7 @@ class _Opening:
                 directories,
                 self.group_of,
                 len(self.optimizer.param_groups),
+                norms=self.optimizer.max_grad_norm is not None,
             )
             session.adopt(self.optimizer)
             if resume:
@@ -390,6 +399,20 @@ def _tied_gradient_bytes(layout: Layout) -> int:
         users = sum(index in scope.units for scope in layout.scopes)
         tied += unit.gradient_bytes if users > 1 else 0
     return tied
+
+
+def _config_for_clipping(config: Config, max_grad_norm: float) -> Config:
+    """The norm is known behind backward only: updates wait for it."""
+    if not max_grad_norm > 0:
+        raise ModelError(f"max_grad_norm {max_grad_norm}: a number above 0")
+    if config.schedule in SCHEDULES_AT_STEP:
+        return config
+    if config.schedule != Config().schedule:
+        raise ModelError(
+            f"schedule {config.schedule!r} updates before the norm of all gradients is known:"
+            f" with max_grad_norm use {' or '.join(map(repr, SCHEDULES_AT_STEP))}"
+        )
+    return dataclasses.replace(config, schedule="deferred")
 
 
 def _together_bytes(layout: Layout) -> list[int]:

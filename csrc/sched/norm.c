@@ -1,0 +1,97 @@
+/*
+ * The norm of all gradients of a step, known before the first update: where every update is
+ * deferred, each unit's sums of squares are taken by a worker when its gradients are there, behind
+ * backward. Gradients on their way to SSD stay in memory until theirs are known.
+ *
+ * Source: torch.nn.utils.clip_grad_norm_ (the rule; none of the papers clips).
+ */
+#include "compute/norm.h"
+#include "sched/engine_private.h"
+
+/* On a worker. */
+void lh_norm_run(struct lh_exec_job *job)
+{
+    struct lh_unit *unit = job->context;
+    const struct lh_engine *engine = unit->engine;
+    double sum = 0;
+
+    for (uint64_t at = 0; at < unit->desc.elements; at += LH_NORM_BLOCK_ELEMENTS) {
+        double block = 0;
+
+        for (uint32_t i = 0; i < unit->desc.param_count; i++) {
+            const struct lh_engine_param *param = &engine->params[unit->desc.param_first + i];
+            const struct lh_gradient *gradient = &engine->gradients[unit->desc.param_first + i];
+            uint64_t first = lh_max_u64(param->first, at);
+            uint64_t end = lh_min_u64(param->first + param->count, at + LH_NORM_BLOCK_ELEMENTS);
+
+            if (first < end && gradient->pointer)
+                block +=
+                    lh_norm_square_sum((const uint8_t *)gradient->pointer +
+                                           (first - param->first) * lh_dtype_bytes(gradient->dtype),
+                                       gradient->dtype, end - first);
+        }
+        sum += block;
+    }
+    unit->square_sum = sum;
+}
+
+static void norm_start(struct lh_engine *engine, struct lh_unit *unit)
+{
+    unit->norm_state = LH_NORM_STATE_RUNNING;
+    unit->norm_job = (struct lh_exec_job){
+        .run = lh_norm_run, .context = unit, .work_bytes = unit->gradient_bytes};
+    lh_job_submit(engine, &unit->norm_job);
+}
+
+void lh_norm_consider(struct lh_engine *engine, struct lh_unit *unit)
+{
+    if (engine->opts.norms && unit->norm_state == LH_NORM_STATE_NONE &&
+        unit->gradient_count == unit->desc.param_count)
+        norm_start(engine, unit);
+}
+
+void lh_norm_done(struct lh_engine *engine, struct lh_unit *unit)
+{
+    unit->norm_state = LH_NORM_STATE_DONE;
+    if (unit->spill_state == LH_SPILL_STATE_DONE)
+        lh_spill_release(engine, unit);
+}
+
+void lh_norm_ask(struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        struct lh_unit *unit = &engine->units[i];
+
+        if (unit->gradient_count > 0 && unit->norm_state == LH_NORM_STATE_NONE)
+            norm_start(engine, unit);
+    }
+    engine->norm_is_asked = true;
+}
+
+bool lh_norm_pump(struct lh_engine *engine)
+{
+    double sum = 0;
+
+    if (!engine->norm_is_asked)
+        return false;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        const struct lh_unit *unit = &engine->units[i];
+
+        if (unit->gradient_count == 0)
+            continue;
+        if (unit->norm_state != LH_NORM_STATE_DONE)
+            return false;
+        sum += unit->square_sum;
+    }
+    engine->square_sum = sum;
+    engine->norm_is_asked = false;
+    atomic_fetch_add(&engine->norms_done, 1);
+    lh_engine_notify(engine);
+    return true;
+}
+
+void lh_norm_forget(struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
+        engine->units[i].norm_state = LH_NORM_STATE_NONE;
+}

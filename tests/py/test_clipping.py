@@ -1,0 +1,119 @@
+"""Clipping by the norm of all gradients: exact, wherever gradients wait for it."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from typing import Any
+
+import lohan
+import pytest
+import torch
+import train_helper as helper
+from lohan.config import SCHEDULES_AT_STEP
+from lohan.errors import ModelError, StepError
+from torch import nn
+
+STEP_COUNT = 4
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def train(folder: pathlib.Path, dtype: str, **settings: Any) -> tuple[list[float], dict[str, Any]]:
+    """Norms of all steps, and the parameters after them."""
+    model = lohan.wrap(helper.build("gpt2", DTYPES[dtype]), store=folder, **settings, lr=1e-2)
+    norms = []
+    for step in range(STEP_COUNT):
+        helper.language_loss(model, step).backward()
+        model.optimizer.step()
+        norms.append(model.optimizer.grad_norm)
+    state = dict(model.state_dict())
+    model.lohan.close()
+    return norms, state
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_and_parameters_are_the_same_bits_for_every_budget_and_schedule(
+    dtype: str, store_dir: pathlib.Path
+) -> None:
+    least = helper.host_bytes_min(
+        helper.build("gpt2", DTYPES[dtype]), store_dir, schedule="deferred"
+    )
+    norms, state = train(store_dir / "a", dtype, max_grad_norm=0.5)
+    assert max(norms) > 0.5
+    settings: list[dict[str, Any]] = [{"schedule": name} for name in SCHEDULES_AT_STEP]
+    settings += [{"schedule": name, "host_bytes": least} for name in SCHEDULES_AT_STEP]
+    settings += [{"host_bytes": least, "threads": 3, "commit_every": 1}]
+    for index, setting in enumerate(settings):
+        other_norms, other = train(store_dir / str(index), dtype, max_grad_norm=0.5, **setting)
+        assert other_norms == norms, setting
+        for name, value in state.items():
+            assert torch.equal(other[name], value), (setting, name)
+
+
+def test_clipped_training_is_torchs(store_dir: pathlib.Path) -> None:
+    plain = helper.build("gpt2", torch.float32)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    expected = []
+    for step in range(STEP_COUNT):
+        helper.language_loss(plain, step).backward()
+        gradients = [p.grad.double() for p in plain.parameters()]
+        expected.append(math.sqrt(sum(float(g.square().sum()) for g in gradients)))
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    norms, state = train(store_dir / "s", "fp32", max_grad_norm=0.5)
+    assert norms[0] == pytest.approx(expected[0], rel=1e-12)
+    assert norms == pytest.approx(expected, rel=1e-3)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=2e-3, atol=2e-4)
+
+
+def test_a_norm_below_the_limit_changes_nothing(store_dir: pathlib.Path) -> None:
+    _, clipped = train(store_dir / "a", "bf16", max_grad_norm=1e9)
+    _, free = train(store_dir / "b", "bf16", schedule="deferred")
+    for name, value in free.items():
+        assert torch.equal(clipped[name], value)
+
+
+class Scaled(nn.Module):
+    """A loss that one batch makes infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_a_norm_that_is_not_finite_is_refused_and_the_step_can_be_forgotten(
+    store_dir: pathlib.Path,
+) -> None:
+    model = lohan.wrap(Scaled(), store=store_dir / "s", max_grad_norm=1.0, lr=1e-2)
+    reference = Scaled()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    for step in range(4):
+        x = torch.full((2, 16), float("inf") if step == 1 else 0.1)
+        model(x).backward()
+        if step == 1:
+            with pytest.raises(StepError, match=r"norm of all gradients is (nan|inf)"):
+                model.optimizer.step()
+            model.optimizer.zero_grad()
+            continue
+        model.optimizer.step()
+        reference(x).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = dict(model.state_dict())
+    model.lohan.close()
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(state[name], value)
+
+
+def test_schedules_that_update_in_backward_are_refused(store_dir: pathlib.Path) -> None:
+    with pytest.raises(ModelError, match="'naive' updates before the norm"):
+        lohan.wrap(Scaled(), store=store_dir / "s", max_grad_norm=1.0, schedule="naive")
+    with pytest.raises(ModelError, match="max_grad_norm -1"):
+        lohan.wrap(Scaled(), store=store_dir / "s", max_grad_norm=-1)
