@@ -29,7 +29,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
+import xml.etree.ElementTree
 from collections.abc import Callable, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -58,6 +60,8 @@ class Options:
     fast: bool
     seeds: int
     rest: list[str]
+    # Names of tests that failed, said again at the very end.
+    failures: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +193,9 @@ def run_program(command: Sequence[str], name: str, mode: str, options: Options) 
     return Outcome(name, status, time.monotonic() - started, output.strip())
 
 
-def report(outcomes: Sequence[Outcome], what: str) -> bool:
+def report(outcomes: Sequence[Outcome], what: str, options: Options) -> bool:
     """The counts, in the one form that every reader of test output knows."""
+    options.failures += [f"{what}: {o.name}" for o in outcomes if o.status == "failed"]
     count = {status: 0 for status in ("passed", "failed", "skipped")}
     for outcome in outcomes:
         count[outcome.status] += 1
@@ -235,6 +240,7 @@ def run_c_mode(mode: str, options: Options, words: Sequence[str] | None = None) 
         programs = build_programs(mode, "tests/c", "test_*.c", chosen)
     except cbuild.BuildError as error:
         say(str(error))
+        options.failures.append(f"{mode}: the C tests cannot be built")
         return False
     outcomes = []
     for name, program in programs:
@@ -245,7 +251,7 @@ def run_c_mode(mode: str, options: Options, words: Sequence[str] | None = None) 
         say(f"{outcome.status:8}{outcome.seconds:7.2f} s  {name}{note}")
         if outcome.status == "failed":
             say(outcome.output)
-    return report(outcomes, mode)
+    return report(outcomes, mode, options)
 
 
 def run_c(options: Options) -> bool:
@@ -270,6 +276,7 @@ def run_sim(options: Options) -> bool:
         programs = build_programs("asan", "tests/sim", "sim_*.c", lambda name: True)
     except cbuild.BuildError as error:
         say(str(error))
+        options.failures.append("sim: the simulator's programs cannot be built")
         return False
     outcomes = []
     for name, program in programs:
@@ -281,7 +288,7 @@ def run_sim(options: Options) -> bool:
     if not programs:
         say("no simulator programs (tests/sim/sim_*.c) in this version")
         return True
-    return report(outcomes, "sim")
+    return report(outcomes, "sim", options)
 
 
 def run_pytest(paths: Sequence[str], options: Options, **environment: str) -> bool:
@@ -290,8 +297,23 @@ def run_pytest(paths: Sequence[str], options: Options, **environment: str) -> bo
     marks = "not slow" if options.fast else "slow or not slow"
     words = [sys.executable, "-m", "pytest", "-q", "-m", marks, *paths, *options.rest]
     say("$ " + " ".join(words[1:]))
-    code = subprocess.run(words, cwd=ROOT, env={**os.environ, **environment}).returncode
-    return code in (0, 5)
+    with tempfile.TemporaryDirectory() as folder:
+        log = pathlib.Path(folder) / "tests.xml"
+        words += [f"--junitxml={log}", "-o", "junit_family=xunit1"]
+        code = subprocess.run(words, cwd=ROOT, env={**os.environ, **environment}).returncode
+        is_well = code in (0, 5)
+        if not is_well:
+            options.failures += failed_in(log) or [f"pytest {paths[0]}: exit status {code}"]
+    return is_well
+
+
+def failed_in(log: pathlib.Path) -> list[str]:
+    """The names of the tests that failed, from pytest's XML; none if it died before it wrote it."""
+    if not log.exists():
+        return []
+    cases = xml.etree.ElementTree.parse(log).iter("testcase")
+    failed = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
+    return [f"{case.get('file') or case.get('classname')}::{case.get('name')}" for case in failed]
 
 
 def run_tidy(options: Options) -> bool:
@@ -400,7 +422,7 @@ def main() -> int:
     failed = [word for word in words if not WORDS[word](options)]
     say(f"{' '.join(words)}: {time.monotonic() - started:.0f} s" + (", all well" * (not failed)))
     if failed:
-        say("failed: " + " ".join(failed))
+        say("\n".join(["failed: " + " ".join(failed), *(f"  {x}" for x in options.failures)]))
     return 1 if failed else 0
 
 
