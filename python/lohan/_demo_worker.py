@@ -213,14 +213,11 @@ def _collect(session: Any, seen: list[dict[str, Any]]) -> None:
 # --- Without ------------------------------------------------------------------------------------
 
 
-def round_to_bfloat16(master: torch.Tensor) -> torch.Tensor:
-    """The bf16 of an fp32 master, ties away from zero, as lohan stores it (torch: ties to even)."""
-    bits = master.view(torch.int32)
-    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-
-
 def run_reference(options: Options, report: Report) -> None:
-    """Train in plain torch: a bf16 model, fp32 masters and moments in memory."""
+    """Train in plain torch, all in memory: bf16 parameters and compute, fp32 masters and moments.
+
+    The fastest way that torch has on a CPU: its fused AdamW, and no memory allocated in a step.
+    """
     from transformers import GPT2LMHeadModel
 
     config = model_config(options)
@@ -234,21 +231,21 @@ def run_reference(options: Options, report: Report) -> None:
             initialise(names, config.n_layer, module)
             done |= own
     params = list(model.parameters())
-    masters = [p.detach().float() for p in params]
-    optimizer = torch.optim.AdamW(masters, lr=options.lr, weight_decay=1e-2)
+    masters = [p.detach().float().requires_grad_() for p in params]
+    grads = [torch.empty_like(master) for master in masters]
+    optimizer = torch.optim.AdamW(masters, lr=options.lr, weight_decay=1e-2, fused=True)
     begun = time.monotonic_ns()
     for step, tokens in enumerate(batches(options), 1):
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         with torch.no_grad():
-            for param, master in zip(params, masters, strict=True):
+            for param, master, grad in zip(params, masters, grads, strict=True):
                 assert param.grad is not None
-                master.grad = param.grad.float()
-                param.grad = None
+                grad.copy_(param.grad)
+                master.grad, param.grad = grad, None
             optimizer.step()
             for param, master in zip(params, masters, strict=True):
-                param.copy_(round_to_bfloat16(master))
-                master.grad = None
+                param.copy_(master)
         report("step", step=step, loss=loss.item(), step_ns=time.monotonic_ns() - begun)
         begun = time.monotonic_ns()
     report("done", peak_bytes=peak_bytes())

@@ -24,6 +24,7 @@ DISK_PROBE_BYTES = 256 << 20
 # A small model's store; less than this and not even the demo runs.
 FREE_BYTES_MIN = 4 << 30
 SLOW_BYTES_PER_S = 400_000_000
+MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 TRANSPARENT = "/sys/kernel/mm/transparent_hugepage/enabled"
 LIMITS = "/etc/security/limits.conf"
 
@@ -64,12 +65,13 @@ def diagnose(directories: Sequence[str], measure: bool = True) -> Diagnosis:
     _look_at_build(found)
     _look_at_torch(found)
     _look_at_memory(found)
+    found.facts["directories_given"] = bool(directories)
     found.facts["directories"] = {}
     try:
         places = list(directories) or [_usual_directory()]
     except StoreError as error:
         places = []
-        _complain(found, str(error), "lohan doctor DIRECTORY_ON_A_DISK", needed=True)
+        _complain(found, error.strerror or "", "lohan doctor DIRECTORY_ON_A_DISK", needed=True)
     for place in places:
         _look_at_directory(found, os.path.abspath(os.path.expanduser(place)), measure)
     return found
@@ -259,7 +261,7 @@ def _look_at_directory(found: Diagnosis, directory: str, measure: bool) -> None:
     facts["mount_point"], facts["file_system"] = _mount_of(directory)
     facts["free_bytes"] = space.f_bavail * space.f_frsize
     facts["io"] = _probe_backends(found, directory)
-    if facts["file_system"] in {"tmpfs", "ramfs"}:
+    if facts["file_system"] in MEMORY_FILE_SYSTEMS:
         _complain(
             found,
             f"{directory} is main memory ({facts['file_system']}): a store there saves nothing",
@@ -325,25 +327,34 @@ def show(found: Diagnosis, console: Console) -> None:
         f" node(s); optimizer: {processor['optimizer_kernel']}, checksums:"
         f" {processor['checksum_kernel']}",
     )
-    lock = "can be locked" if memory.get("locked") else "cannot be locked"
+    # Where it works the limit is of no interest: a process that may pass it (root) is not bound.
+    limit = f"cannot be locked (ulimit -l: {_limit_words(memory['memlock_soft_bytes'])})"
     table.add_row(
         "memory",
         f"{memory['available_bytes'] / 1e9:.1f} GB available, {memory.get('pages', 'no')} pages,"
-        f" {lock} (ulimit -l: {_limit_words(memory['memlock_soft_bytes'])})",
+        f" {'can be locked' if memory.get('locked') else limit}",
     )
     console.print(table, highlight=False)
     for directory, facts in found.facts["directories"].items():
         _show_directory(directory, facts, console)
+    if not found.facts["directories_given"]:
+        console.print(
+            "\nStores may lie anywhere; this is where a temporary one would be. For your own:"
+            " [bold]lohan doctor DIR[/]",
+            highlight=False,
+            soft_wrap=True,
+        )
     for problem in sorted(found.problems, key=lambda p: not p.needed):
         kind = "[bold red]needed[/]" if problem.needed else "[yellow]better[/]"
         console.print(f"\n{kind}  {_plain(problem.what)}", highlight=False, soft_wrap=True)
         console.print(f"        [bold]{_plain(problem.mend)}[/]", highlight=False, soft_wrap=True)
+    lacks = [_plain(problem.what) for problem in found.problems if problem.needed]
     verdict = (
-        "[bold green]Everything that lohan needs works here.[/]"
-        if found.is_well
-        else "[bold red]Something that lohan needs does not work here.[/]"
+        f"[bold red]lohan cannot work like this:[/] {'; '.join(lacks)}"
+        if lacks
+        else "[bold green]Everything that lohan needs works here.[/]"
     )
-    console.print(f"\n{verdict}")
+    console.print(f"\n{verdict}", highlight=False, soft_wrap=True)
 
 
 def _plain(text: str) -> str:
@@ -364,6 +375,8 @@ def _show_directory(directory: str, facts: dict[str, Any], console: Console) -> 
         f" {_plain(facts['mount_point'])}, {facts['free_bytes'] / 1e9:.1f} GB free{speed}",
         highlight=False,
     )
+    if facts["file_system"] in MEMORY_FILE_SYSTEMS:
+        return  # I/O that works there is no help
     table = Table(box=None, padding=(0, 2, 0, 2))
     for name in ("I/O backend", "direct (O_DIRECT)", "buffered"):
         table.add_column(name, overflow="fold")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Sequence
@@ -11,7 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from lohan import _core
-from lohan.errors import StoreMismatchError, store_error
+from lohan.errors import LohanError, StoreError, StoreMismatchError, store_error
+
+
+def _raiser(code: int, message: str, is_rule: bool) -> LohanError:
+    """As store_error, with a way out that is one on a command line."""
+    if code == -errno.ENOENT:
+        return StoreError(errno.ENOENT, f"{message}: name the directories that store= had")
+    return store_error(code, message, is_rule)
 
 
 def describe(directories: Sequence[str]) -> dict[str, Any]:
@@ -28,7 +36,7 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
     """
     store = _core.store_open(
         type=_core.Store,
-        raiser=store_error,
+        raiser=_raiser,
         directories=list(directories),
         read_only=True,
         allow_buffered=True,

@@ -99,3 +99,16 @@ class StepStats:
         """The resource that was at work for the largest share of the step."""
         busy = self.busy
         return max(busy, key=lambda name: busy[name])
+
+    def __str__(self) -> str:
+        """One line for people; repr() has every number."""
+        waits = {"parameters": self.param_wait_ns, "gradients": self.gradient_wait_ns}
+        waited = [f"{ns / 1e6:.0f} ms for {name}" for name, ns in waits.items() if ns >= 500_000]
+        busy = ", ".join(f"{name} {share:.0%}" for name, share in self.busy.items())
+        is_as_planned = self.bytes == self.planned_bytes
+        return (
+            f"step {self.step}: {self.wall_ns / 1e6:.0f} ms, bound by {self.bound_by} ({busy} busy)"
+            f"; SSD {self.read_bytes / 1e6:.1f} MB read, {self.written_bytes / 1e6:.1f} MB written"
+            f" ({'as' if is_as_planned else 'not as'} planned); waited"
+            f" {', '.join(waited) or 'for nothing'}"
+        )

@@ -33,7 +33,9 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except LohanError as error:
-            raise click.ClickException(str(error)) from error
+            # The message says it all: "[Errno 2]" in front of it is for programs.
+            said = error.strerror if isinstance(error, OSError) else None
+            raise click.ClickException(said or str(error)) from error
 
 
 @click.group(cls=_Group, context_settings=HELP)

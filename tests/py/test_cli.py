@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -9,13 +10,16 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from typing import Any
 
 import lohan
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from lohan import _timeline
+from lohan._stats import LINKS
 from lohan.cli import main
 
 PACKAGE_PARENT = str(pathlib.Path(lohan.__file__).resolve().parent.parent)
@@ -68,6 +72,10 @@ def test_doctor_refuses_main_memory_as_a_place_for_stores() -> None:
     answer = run("doctor", "--json", "/dev/shm")
     needed = [p["what"] for p in json.loads(answer.stdout)["problems"] if p["needed"]]
     assert answer.exit_code == 1 and any("main memory" in what for what in needed)
+    shown = run("doctor", "/dev/shm").stdout
+    assert "works" not in shown, "what works in main memory is of no use to a store"
+    verdict = shown.strip().splitlines()[-1]
+    assert "cannot work" in verdict and "/dev/shm is main memory" in verdict
 
 
 def test_doctor_shows_for_people_what_it_says_in_json(store_dir: pathlib.Path) -> None:
@@ -75,6 +83,24 @@ def test_doctor_shows_for_people_what_it_says_in_json(store_dir: pathlib.Path) -
     assert answer.exit_code == 0
     for word in ("io_uring", "libaio", "threads", "O_DIRECT", "Everything that lohan needs works"):
         assert word in answer.stdout
+    assert "doctor DIR" not in answer.stdout
+
+
+def test_doctor_without_a_directory_says_that_it_chose_one(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(store_dir))
+    answer = run("doctor")
+    assert str(store_dir) in answer.stdout.replace("\n", "") and "doctor DIR" in answer.stdout
+
+
+def test_doctor_speaks_of_the_limit_of_locked_memory_only_where_it_binds(
+    store_dir: pathlib.Path,
+) -> None:
+    found = json.loads(run("doctor", "--json", str(store_dir)).stdout)
+    shown = run("doctor", str(store_dir)).stdout
+    assert ("can be locked" in shown) == found["memory"]["locked"]
+    assert ("ulimit -l" in shown) != found["memory"]["locked"]
 
 
 # --- inspect ------------------------------------------------------------------------------------
@@ -121,7 +147,8 @@ def test_inspect_of_what_is_no_store_is_a_sentence_and_exit_status_1(
 ) -> None:
     answer = run("inspect", str(store_dir))
     assert answer.exit_code == 1
-    assert answer.output.startswith("Error: ") and "Traceback" not in answer.output
+    assert answer.output.startswith("Error: there is no store: ")
+    assert "resume=True" not in answer.output, "a way out that is none on a command line"
 
 
 # --- demo ---------------------------------------------------------------------------------------
@@ -217,7 +244,8 @@ def test_the_demo_ends_when_its_seconds_are_over(store_dir: pathlib.Path) -> Non
         timeout=110,
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert "stopped after 4 of 100000 steps" in answer.stdout
+    assert "lohan: stopped after 4 of 100000 steps" in answer.stdout
+    assert "plain torch: stopped after 4 of 10 steps" in answer.stdout
     assert len(json.loads(numbers.read_text())["losses"]) == 4
 
 
@@ -273,6 +301,13 @@ def test_a_timeline_is_written_for_perfetto_and_as_a_picture(tmp_path: pathlib.P
 # --- What bounded a step ------------------------------------------------------------------------
 
 
+def stats_of(**changes: Any) -> lohan.StepStats:
+    """A step of one microsecond in which nothing happened, but for the changes."""
+    numbers = {f.name: 0 for f in dataclasses.fields(lohan.StepStats)}
+    whole: dict[str, Any] = {**numbers, "step": 1, "wall_ns": 1000, "written_ns": 200, "threads": 2}
+    return lohan.StepStats(**{**whole, "bytes": {}, "planned_bytes": {}, **changes})
+
+
 @pytest.mark.parametrize(
     ("wait_ns", "ssd_ns", "update_ns", "bound"),
     [(120, 430, 30, "compute"), (600, 950, 300, "ssd"), (700, 400, 1800, "optimizer")],
@@ -280,20 +315,18 @@ def test_a_timeline_is_written_for_perfetto_and_as_a_picture(tmp_path: pathlib.P
 def test_a_step_is_bound_by_the_resource_that_was_busy_the_longest(
     wait_ns: int, ssd_ns: int, update_ns: int, bound: str
 ) -> None:
-    stats = lohan.StepStats(
-        step=1,
-        wall_ns=1000,
-        written_ns=200,
-        bytes={},
-        planned_bytes={},
-        replans=0,
-        param_wait_ns=wait_ns,
-        gradient_wait_ns=0,
-        ssd_busy_ns=ssd_ns,
-        update_busy_ns=update_ns,
-        commit_ns=0,
-        gradient_bytes_max=0,
-        updated_params=0,
-        threads=2,
-    )
+    stats = stats_of(param_wait_ns=wait_ns, ssd_busy_ns=ssd_ns, update_busy_ns=update_ns)
     assert stats.bound_by == bound
+
+
+def test_a_step_is_printed_for_people_and_represented_with_every_number() -> None:
+    moved = {**dict.fromkeys(LINKS, 0), "param_read": 1_500_000, "state_write": 3_000_000}
+    stats = stats_of(
+        step=7, wall_ns=40_000_000, param_wait_ns=12_000_000, bytes=moved, planned_bytes=moved
+    )
+    assert str(stats) == (
+        "step 7: 40 ms, bound by compute (compute 70%, ssd 0%, optimizer 0% busy); SSD 1.5 MB read,"
+        " 3.0 MB written (as planned); waited 12 ms for parameters"
+    )
+    assert "not as planned" in str(dataclasses.replace(stats, planned_bytes={}))
+    assert "wall_ns=40000000" in repr(stats)
