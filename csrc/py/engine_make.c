@@ -251,7 +251,7 @@ static int exec_make(struct lhpy_engine *self, const struct make_opts *opts, str
     exec_clock = lh_clock_real();
     struct lh_exec_threads_opts exec_opts = {
         .thread_count = opts->threads,
-        .queue_depth_max = 4 * opts->io_depth + self->budget.slab_count + 16,
+        .queue_depth_max = 4 * opts->io_depth + self->budget.slab_count + self->unit_count + 16,
         .nice = opts->nice,
         .waker = &self->core->waker,
         .clock = &exec_clock,

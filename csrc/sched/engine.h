@@ -101,7 +101,7 @@ struct lh_engine_opts {
     uint64_t memory_bytes;  /* at least region_bytes + slab_count * slab_bytes */
     struct lh_store *store; /* the four are borrowed until destroy */
     struct lh_io *io;
-    struct lh_exec *exec;
+    struct lh_exec *exec; /* its queue holds 4 * io_depth jobs, and one a slab and a unit */
     struct lh_waker *waker;
     struct lh_clock clock;
     uint32_t io_depth;       /* requests in flight */

@@ -275,7 +275,7 @@ bool lh_transfer_poll(struct lh_engine *engine)
 void lh_job_submit(struct lh_engine *engine, struct lh_exec_job *job)
 {
     int rc = engine->exec->ops->submit(engine->exec, job);
-    LH_ASSERT(rc == 0); /* the team's queue holds a job for every slab and every request */
+    LH_ASSERT(rc == 0); /* the team's queue holds a job for every slab, request and unit */
     engine->jobs_in_flight++;
 }
 
