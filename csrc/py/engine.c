@@ -259,6 +259,25 @@ static PyObject *engine_forward(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* The parameters that forwards changed in place since this was last asked. */
+static PyObject *engine_changed_take(PyObject *object, PyObject *args)
+{
+    (void)args;
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    PyObject *list = PyList_New(0);
+    for (uint32_t i = 0; list && i < self->param_count; i++) {
+        if (!self->params[i].is_changed)
+            continue;
+        PyObject *index = PyLong_FromUnsignedLong(i);
+        if (!index || PyList_Append(list, index) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(index);
+    }
+    for (uint32_t i = 0; list && i < self->param_count; i++)
+        self->params[i].is_changed = false;
+    return list;
+}
+
 static PyObject *engine_callbacks(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
@@ -370,6 +389,8 @@ static PyMethodDef engine_methods[] = {
     {"callbacks", engine_callbacks, METH_VARARGS,
      "callbacks(on_backward, on_gradient, on_forward, in_backward)"},
     {"forward", engine_forward, METH_VARARGS, "forward(is_open)"},
+    {"changed_take", engine_changed_take, METH_NOARGS,
+     "Parameters that forwards changed in place."},
     {"scope", engine_scope, METH_O, "scope(units) -> Scope"},
     {"scopes_drop", lhpy_engine_scopes_drop, METH_NOARGS, "Leave every scope."},
     {"autocast", engine_autocast, METH_VARARGS, "autocast(is_bfloat16)"},

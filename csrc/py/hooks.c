@@ -56,13 +56,24 @@ static int requires_grad_check(struct lhpy_engine *self, uint32_t unit, uint32_t
     return -1;
 }
 
+/* tensor._version, which every operation in place counts up; -1 where torch counts none. */
+static int64_t version_of(PyObject *tensor)
+{
+    PyObject *number = PyObject_GetAttrString(tensor, "_version");
+    int64_t version = number ? PyLong_AsLongLong(number) : -1;
+    Py_XDECREF(number);
+    if (PyErr_Occurred())
+        PyErr_Clear(); /* an inference tensor */
+    return version;
+}
+
 /* unit is pinned: every parameter's data becomes a lend. */
 int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit)
 {
     const struct lh_engine_unit *desc = &self->units[unit];
     for (uint32_t i = 0; i < desc->param_count; i++) {
         uint32_t index = desc->param_first + i;
-        const struct lhpy_param *param = &self->params[index];
+        struct lhpy_param *param = &self->params[index];
         if (self->forward_is_open && requires_grad_check(self, unit, index) < 0)
             return -1;
         PyObject *lend = lhpy_lend(self->core, unit, param->byte_offset, param->ndim, param->shape,
@@ -71,6 +82,7 @@ int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit)
         Py_XDECREF(lend);
         if (rc < 0)
             return -1;
+        param->version = self->forward_is_open ? version_of(param->tensor) : -1;
     }
     LH_ASSERT(self->bound_unit_count < self->unit_count);
     self->bound_units[self->bound_unit_count++] = unit;
@@ -83,7 +95,10 @@ void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit)
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     for (uint32_t i = 0; i < desc->param_count; i++) {
-        const struct lhpy_param *param = &self->params[desc->param_first + i];
+        struct lhpy_param *param = &self->params[desc->param_first + i];
+        if (self->forward_is_open && param->version >= 0)
+            param->is_changed |= version_of(param->tensor) > param->version;
+        param->version = -1;
         if (PyObject_SetAttrString(param->tensor, "data", param->hollow) < 0)
             PyErr_WriteUnraisable(param->tensor);
     }

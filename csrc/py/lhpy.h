@@ -45,6 +45,8 @@ struct lhpy_param {
     int32_t ndim;
     int64_t *shape; /* ndim sizes, then ndim contiguous strides */
     struct lhpy_dl_type dtype;
+    int64_t version; /* tensor._version when it was bound in a forward; -1: not asked */
+    bool is_changed; /* in place, inside a forward */
 };
 
 struct lhpy_unit {

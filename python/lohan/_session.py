@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
 import os
 import sys
 import threading
@@ -16,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan import _core
+from lohan import _core, _scalars
 from lohan._block import DTYPE_CODES, Layout
 from lohan._gradients import HollowGradients
-from lohan._optim import Hyper, check_hyper, hyper_of
+from lohan._optim import Hyper, check_hyper
 from lohan._stats import StepStats
 from lohan._store import Extents, unit_tuples
 from lohan._tensor import (
@@ -38,7 +36,7 @@ from lohan.errors import (
     SecondBackwardError,
     SessionError,
     StepError,
-    StoreMismatchError,
+    UnsupportedError,
     ZeroGradError,
     engine_raiser,
 )
@@ -124,6 +122,7 @@ class Session:
         self._looked_at: set[tuple[str, bool]] = set()
         self._finder: UseFinder | None = None
         self._autocast_cache = False
+        self._changed: set[int] = set()  # parameters, in place, inside a forward
         self._gradients = HollowGradients(layout)
         self._param_index = {id(p.tensor): p.index for p in layout.params}
 
@@ -229,6 +228,8 @@ class Session:
         for scope in reversed(self._root_scopes):
             scope.leave()
         self._forward_end(output is not None)
+        if output is not None or sys.exc_info()[0] is None:
+            self._refuse_changed()
 
     def _on_forward(self, begins: bool) -> bool:
         """A block is called (or ends) outside the model's own forward: that is a forward, too."""
@@ -236,6 +237,7 @@ class Session:
             for scope in self._found:
                 scope.leave()
             self._forward_end(False)
+            self._refuse_changed()
             return False
         self._forward_begin("outside")
         return True
@@ -265,6 +267,7 @@ class Session:
                 " several backwards is not supported yet"
             )
         self._check_hollow()
+        self._changed_drop()
         grad = torch.is_grad_enabled()
         if kind != "outside" or self._begun != (self.step, grad):
             self._engine.begin(grad)
@@ -303,12 +306,35 @@ class Session:
         self._forward_depth = 0
         self._forward_frame = None
         self._engine.forward(False)
+        self._changed.update(self._engine.changed_take())
         if self._finder is not None:
             self._finder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._finder = None
         self.saved.leave()
         self._engine.autocast(False)
         torch.set_autocast_cache_enabled(self._autocast_cache)
+
+    def _refuse_changed(self) -> None:
+        if self._changed:
+            raise UnsupportedError(
+                f"parameter {self.layout.params[min(self._changed)].name!r} was changed in place"
+                " inside a forward, and such a change is lost when its block leaves memory (where"
+                " its last update was still being written, it is a ChecksumError of the block):"
+                " change parameters between steps, in a loop over model.named_parameters() or with"
+                " model.load_state_dict()"
+            )
+
+    def _changed_drop(self) -> None:
+        """Forget what a forward changed in place: the store has the values."""
+        if not self._changed:
+            return
+        changed, self._changed = self._changed, set()
+        try:
+            with self.exclusive(sorted({self.layout.params[i].unit for i in changed})):
+                pass
+        except BaseException:
+            self._changed = changed
+            raise
 
     def _forward_is_alive(self) -> bool:
         """A forward is open, and its call is on the stack. torch skips hooks after a Ctrl-C."""
@@ -342,6 +368,7 @@ class Session:
 
     def _on_backward(self) -> None:
         """The first saved parameter, or the first gradient, of a backward."""
+        self._changed_drop()
         self._backward = "running"
         if in_backward():
             at_backward_end(self._on_backward_end)
@@ -395,36 +422,14 @@ class Session:
             square_sum = self._engine.gradient_square_sum()
             self._engine.gradient_scale(self._optimizer.clip_scale(square_sum))
         self._gradients.hide()
-        self._engine.close_step(self._scalars())
+        self._engine.close_step(_scalars.pack(self._groups))
         self._backward = "none"
         if self.config.schedule == "serial":
             self._engine.flush(False)
 
-    def _scalars(self) -> bytes:
-        """What a commit carries besides tensors."""
-        state = {
-            "groups": [list(hyper_of(group)) for group in self._groups],
-            "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
-        }
-        return json.dumps(state).encode()
-
     def restore_scalars(self) -> None:
-        """Take learning rates and torch's CPU generator from the store's last commit."""
-        blob = self.store.describe()["caller_scalars"]
-        if not blob:
-            return
-        state = json.loads(blob)
-        if len(state["groups"]) != len(self._groups):
-            raise StoreMismatchError(
-                0,
-                f"the store was trained with {len(state['groups'])} parameter groups, params= has"
-                f" {len(self._groups)}: pass as many, in the same order",
-            )
-        for group, hyper in zip(self._groups, state["groups"], strict=True):
-            group["lr"], beta1, beta2, group["eps"], group["weight_decay"] = hyper
-            group["betas"] = (beta1, beta2)
-        rng = bytearray(base64.b64decode(state["rng"]))
-        torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))
+        """Take hyper-parameters and torch's CPU generator from the store's last commit."""
+        _scalars.restore(self.store.describe()["caller_scalars"], self._groups)
 
     def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
         """See Optimizer.zero_grad; tensors are those whose p.grad is asked to go."""
@@ -459,6 +464,7 @@ class Session:
                 "parameters cannot be read between backward and step(): some are already those of"
                 " the next step. Call model.optimizer.step() first"
             )
+        self._changed_drop()
 
     def value(self, index: int) -> torch.Tensor:
         """A copy of one parameter's value, in its dtype and shape."""

@@ -309,6 +309,14 @@ def _check_model(model: Any, weights: Any, init: Any) -> None:
         raise UnsupportedError("the model is wrapped already: lohan.unwrap() it first")
     if any(_is_compiled(module) for module in model.modules()):
         raise UnsupportedError("a compiled or scripted model: wrap it before torch.compile is used")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise UnsupportedError(
+                f"{name or 'the model'} is an {type(module).__name__} with"
+                f" max_norm={module.max_norm}, which changes its rows in place inside the forward:"
+                " set max_norm=None, and limit rows between steps, in a loop over"
+                " model.named_parameters()"
+            )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UnsupportedError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: lohan trains on one process"

@@ -11,16 +11,19 @@ from lohan import _session
 from lohan.errors import (
     HyperParameterError,
     OffloadedGradientError,
+    StaleGraphError,
     UnsupportedError,
     ZeroGradError,
 )
 from rules_helper import (
+    WIDTH,
     Stack,
     Workshop,
     assert_same_state,
     build,
     square_loss,
     train_step,
+    vectors,
     workshop,
 )
 from torch import nn
@@ -352,3 +355,111 @@ def test_a_group_that_asks_for_another_rule_is_refused(key: str, workshop: Works
     model.optimizer.param_groups[0][key] = False
     train_step(model, 0)
     assert_same_state(model.state_dict(), workshop.train([0]))
+
+
+# --- Parameters, inside a forward ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("trainable", [True, False])
+def test_rows_that_the_forward_limits_in_place_are_refused(
+    kind: Any, trainable: bool, workshop: Workshop
+) -> None:
+    model = nn.Sequential(kind(16, WIDTH, max_norm=1.0), nn.Linear(WIDTH, 4))
+    model[0].requires_grad_(trainable)
+    with pytest.raises(UnsupportedError, match=rf"0 is an {kind.__name__} with max_norm=1\.0"):
+        workshop.wrap(model)
+    with pytest.raises(UnsupportedError, match="the model is"):
+        workshop.wrap(model[0])
+    model[0].max_norm = None
+    workshop.wrap(model)
+
+
+class Clamped(Stack):
+    """Changes a parameter in place inside its forward when it is told to."""
+
+    where = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        for block in self.blocks:
+            block.norm.register_forward_pre_hook(lambda module, args: self.clamp("norm", module))
+
+    def clamp(self, where: str, module: nn.Module) -> None:
+        if where == self.where:
+            with torch.no_grad():
+                module.weight.mul_(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "root":
+            with torch.no_grad():
+                self.scale.mul_(0.5)
+        y: torch.Tensor = super().forward(x * self.scale)
+        if self.where == "norm" and self.fails:
+            raise ValueError("planned")
+        return y
+
+    fails = False
+
+
+@pytest.mark.parametrize("host_bytes", ["minimal", None])
+@pytest.mark.parametrize("where", ["norm", "root"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_change_in_place_inside_a_forward_is_refused_and_forgotten(
+    grad: bool, where: str, host_bytes: Any, workshop: Workshop
+) -> None:
+    expected = workshop.train(range(3), Clamped)
+    model = workshop.wrap(build(Clamped), host_bytes=host_bytes)
+    for step in range(2):
+        kept = square_loss(model, step) if step == 0 else None
+        model.lohan.flush()  # else the change may reach an update that is being written
+        model.where = where
+        name = r"scale" if where == "root" else r"blocks\.0\.norm\.weight"
+        with torch.set_grad_enabled(grad):
+            with pytest.raises(UnsupportedError, match=f"{name}' was changed in place"):
+                model(vectors(7))
+            model.fails = where == "norm"
+            with pytest.raises(ValueError if model.fails else UnsupportedError):
+                model(vectors(7))
+        model.where, model.fails = "", False
+        if step == 0:
+            state = model.state_dict()
+            assert torch.equal(state["scale"], torch.ones(WIDTH))
+            assert torch.equal(state["blocks.1.norm.weight"], torch.ones(WIDTH))
+        del kept
+        train_step(model, step)
+    model.lohan.flush()
+    model.where = "norm"
+    with pytest.raises(UnsupportedError, match=r"blocks\.2\.norm\.weight"):
+        model.blocks[2](vectors(7))  # a forward of a part
+    model.where = ""
+    train_step(model, 2)
+    assert_same_state(model.state_dict(), expected)
+
+
+def test_a_graph_from_before_a_change_in_place_does_not_see_it(workshop: Workshop) -> None:
+    model = workshop.wrap(build(Clamped))
+    train_step(model, 0)
+    model.lohan.flush()
+    loss = square_loss(model, 1)
+    model.where = "norm"
+    with pytest.raises(UnsupportedError):
+        model(vectors(7))
+    model.where = ""
+    try:
+        loss.backward()
+        model.optimizer.step()
+    except StaleGraphError:  # it may not run, but never with what was changed
+        train_step(model, 1)
+    assert_same_state(model.state_dict(), workshop.train([0, 1], Clamped))
+
+
+def test_changes_in_place_between_steps_stay(workshop: Workshop) -> None:
+    model = workshop.wrap(build(Clamped))
+    train_step(model, 0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.clamp_(-0.01, 0.01)
+    assert all(value.abs().max() <= 0.01 for value in model.state_dict().values())
+    train_step(model, 1)
