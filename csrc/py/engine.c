@@ -299,6 +299,11 @@ static void engine_shut(struct lhpy_engine *self)
 {
     if (!self->io)
         return;
+    if (self->owner_pid != getpid()) {
+        self->exec = NULL; /* left as they are: they are the parent's, and so is the ring */
+        self->io = NULL;
+        return;
+    }
     lhpy_engine_again_release(self);
     lhpy_engine_backward_release(self);
     Py_BEGIN_ALLOW_THREADS
@@ -374,7 +379,7 @@ static void engine_dealloc(PyObject *object)
     PyMem_Free(self->backward_units);
     PyMem_Free(self->again_units);
     PyMem_Free(self->held_params);
-    if (self->core) {
+    if (self->core && self->owner_pid == getpid()) {
         Py_BEGIN_ALLOW_THREADS
         lhpy_core_release(self->core);
         Py_END_ALLOW_THREADS

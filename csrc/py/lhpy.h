@@ -19,6 +19,7 @@
 #include <Python.h>
 
 #include <stdatomic.h>
+#include <unistd.h>
 
 #include "base/alloc.h"
 #include "base/error.h"
@@ -93,6 +94,7 @@ struct lhpy_engine {
     PyObject *handle_type;
     PyObject *scope_type;
     char io_reason[512];
+    pid_t owner_pid; /* a forked child has neither its threads nor a right to its files */
 };
 
 /* Put value (stolen) into an owned reference. */

@@ -8,6 +8,7 @@ struct store {
     PyObject_HEAD struct lh_store *store;
     struct lh_alloc alloc;
     PyObject *raiser; /* owned */
+    pid_t owner_pid;  /* a forked child shares the files and their lock: it closes nothing */
 };
 
 struct lh_store *lhpy_store_get(PyObject *object)
@@ -15,7 +16,10 @@ struct lh_store *lhpy_store_get(PyObject *object)
     struct store *self = (struct store *)object;
     if (!self->store)
         lhpy_raise(self->raiser, -ECANCELED, "the store is closed");
-    return self->store;
+    if (!self->store || self->owner_pid == getpid())
+        return self->store;
+    lhpy_raise(self->raiser, -ECANCELED, "the store was opened in another process");
+    return NULL;
 }
 
 uint64_t lhpy_store_live_bytes(PyObject *object)
@@ -24,13 +28,22 @@ uint64_t lhpy_store_live_bytes(PyObject *object)
     return self->alloc.live_bytes;
 }
 
+static void store_shut(struct store *self)
+{
+    struct lh_store *store = self->store;
+    self->store = NULL;
+    if (self->owner_pid != getpid())
+        return;
+    Py_BEGIN_ALLOW_THREADS
+    lh_store_close(store);
+    Py_END_ALLOW_THREADS
+}
+
 static void store_dealloc(PyObject *object)
 {
     struct store *self = (struct store *)object;
     PyTypeObject *type = Py_TYPE(object);
-    Py_BEGIN_ALLOW_THREADS
-    lh_store_close(self->store);
-    Py_END_ALLOW_THREADS
+    store_shut(self);
     Py_XDECREF(self->raiser);
     freefunc free_object = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free_object(object);
@@ -78,6 +91,7 @@ static struct store *store_new(PyObject *type_object, PyObject *raiser)
         return NULL;
     self->alloc = (struct lh_alloc)LH_ALLOC_INIT;
     self->raiser = Py_NewRef(raiser);
+    self->owner_pid = getpid();
     return self;
 }
 
@@ -334,12 +348,7 @@ static PyObject *store_describe(PyObject *object, PyObject *args)
 static PyObject *store_close(PyObject *object, PyObject *args)
 {
     (void)args;
-    struct store *self = (struct store *)object;
-    struct lh_store *store = self->store;
-    self->store = NULL;
-    Py_BEGIN_ALLOW_THREADS
-    lh_store_close(store);
-    Py_END_ALLOW_THREADS
+    store_shut((struct store *)object);
     Py_RETURN_NONE;
 }
 

@@ -559,8 +559,10 @@ class Session:
 
     def close(self) -> None:
         """Finish and commit what is closed, stop the engine, release the store. Idempotent."""
+        if os.getpid() != self._owner_pid:
+            return  # not even the lock: a thread that is not here may hold it
         with self._lock:
-            if self.closed or os.getpid() != self._owner_pid:
+            if self.closed:
                 return
             self._last_step = self.step
             try:

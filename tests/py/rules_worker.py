@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 from typing import Any
 
 import lohan
 import torch
+from lohan.errors import SessionError, StoreLockedError
 from rules_helper import Stack, build, train_step, vectors
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -77,7 +80,64 @@ def load_data(store: str) -> None:
     report(model, model.lohan.step)
 
 
-MODES = {f.__name__: f for f in (run_for_ever, leave_open, leave_in_a_step, fail, load_data)}
+def fork(store: str, **settings: Any) -> None:
+    """A forked child drops the model, and ends as programs end."""
+    model = wrap(store, **settings)
+    for step in range(2):
+        model(vectors(step)).square().mean()
+        if model.head._parameters["weight"].requires_grad:
+            train_step(model, step)
+    child = os.fork()
+    if child == 0:
+        model.lohan.close()
+        try:
+            model(vectors(0))
+        except SessionError:
+            del model
+            gc.collect()
+            sys.exit(0)
+        sys.exit(1)
+    print("child", os.waitpid(child, 0)[1], flush=True)
+    try:
+        lohan.wrap(build(Stack), store=store, resume=True)
+    except StoreLockedError:
+        print("locked", flush=True)
+    if model.head._parameters["weight"].requires_grad:
+        train_step(model, 2)
+    model(vectors(2))
+    report(model, model.lohan.step)
+
+
+def fork_frozen(store: str) -> None:
+    """The same with a model that is never trained."""
+    plain = Stack.__init__
+
+    def frozen(self: Stack, *args: Any) -> None:
+        plain(self, *args)
+        self.requires_grad_(False)
+
+    Stack.__init__ = frozen  # type: ignore[method-assign]
+    fork(store)
+
+
+def fork_one_slot(store: str) -> None:
+    """The same with a store whose only slot is being written."""
+    fork(store, commit_every="never")
+
+
+MODES = {
+    f.__name__: f
+    for f in (
+        run_for_ever,
+        leave_open,
+        leave_in_a_step,
+        fail,
+        load_data,
+        fork,
+        fork_frozen,
+        fork_one_slot,
+    )
+}
 
 if __name__ == "__main__":
     MODES[sys.argv[1]](sys.argv[2])

@@ -113,3 +113,22 @@ def test_a_data_loader_may_have_workers(workshop: Workshop) -> None:
     store = workshop.folder / "run"
     status, out, err = finish(start("load_data", str(store), workshop.folder))
     assert (status, out, err) == (0, "step 20\n", "")
+
+
+@pytest.mark.parametrize("mode", ["fork", "fork_frozen", "fork_one_slot"])
+def test_a_forked_child_takes_nothing_with_it(mode: str, workshop: Workshop) -> None:
+    store = workshop.folder / "run"
+    status, out, err = finish(start(mode, str(store), workshop.folder))
+    steps = 0 if mode == "fork_frozen" else 3
+    assert (status, out, err) == (0, f"child 0\nlocked\nstep {steps}\n", "")
+    if steps:
+        model = lohan.wrap(
+            build(),
+            store=store,
+            resume=True,
+            lr=1e-2,
+            commit_every="never" if mode == "fork_one_slot" else "auto",
+        )
+        state = dict(model.state_dict())
+        model.lohan.close()
+        assert_same_state(state, workshop.train(range(3)))
