@@ -47,7 +47,7 @@ class Options:
     """
 
     steps: int = 40
-    seconds: float = 140.0
+    seconds: float = 120.0
     batch: int = 4
     sequence: int = 128
     lr: float = 3e-4

@@ -76,7 +76,7 @@ def inspect(store: tuple[str, ...], json_wanted: bool) -> None:
 
 @main.command()
 @click.option("--steps", default=40, show_default=True, type=click.IntRange(2), help="With lohan.")
-@click.option("--seconds", default=140.0, show_default=True, help="At most, with lohan.")
+@click.option("--seconds", default=120.0, show_default=True, help="At most, with lohan.")
 @click.option("--batch", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--sequence", default=128, show_default=True, type=click.IntRange(8, 1024))
 @click.option("--lr", default=3e-4, show_default=True, type=float)
