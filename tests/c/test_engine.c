@@ -94,6 +94,7 @@ static void test_abort_unrecoverable(void)
     for (int i = 0; i < 4; i++)
         LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     LH_CHECK(rig_forward_backward(&rig, RIG_GRADIENTS_ALL) == 0);
+    LH_CHECK(rig_flush(&rig, false) == 0); /* updates have begun */
     LH_CHECK(rig_abort(&rig) == -ENOTRECOVERABLE);
     LH_CHECK(lh_engine_error(rig.engine, &err) == -ENOTRECOVERABLE);
     LH_CHECK(strstr(err.message, "step 5 died") && strstr(err.message, "from step 3"));
