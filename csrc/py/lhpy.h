@@ -85,6 +85,7 @@ struct lhpy_engine {
         /* between the first unpack or gradient and the end-of-backward callback */
         backward_is_open;
     bool step_has_gradients;
+    bool is_paused; /* the store is the caller's until resume() */
     bool forward_is_open;  /* inside a forward whose saved tensors are packed */
     PyObject *raiser;      /* (code, message) -> exception */
     PyObject *on_backward; /* called once a backward */

@@ -216,6 +216,7 @@ PyObject *lhpy_engine_pause(PyObject *object, PyObject *args)
         lh_engine_resume(self->core->engine); /* a signal: it would sleep for ever */
         return NULL;
     }
+    self->is_paused = true;
     Py_RETURN_NONE;
 }
 
@@ -225,6 +226,9 @@ PyObject *lhpy_engine_resume(PyObject *object, PyObject *args)
     PyObject *units = NULL;
     if (!self || !PyArg_ParseTuple(args, "O!", &PyList_Type, &units))
         return NULL;
+    if (!self->is_paused) /* the pause was given up, or never began */
+        Py_RETURN_NONE;
+    self->is_paused = false;
     int rc = 0;
     for (Py_ssize_t i = 0; rc == 0 && i < PyList_Size(units); i++) {
         int64_t unit = unit_at(self, units, i);

@@ -503,8 +503,8 @@ class Session:
     def exclusive(self, changed: list[int]) -> Iterator[_core.Store]:
         """The store, with the engine asleep; units in `changed` are forgotten in memory after."""
         self._check_whole()
-        self._engine.pause(changed)
-        try:
+        try:  # a Ctrl-C comes between any two lines: the engine must not sleep for ever
+            self._engine.pause(changed)
             yield self.store
         finally:
             self._engine.resume(changed)

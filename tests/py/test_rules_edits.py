@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import lohan
@@ -463,3 +464,41 @@ def test_changes_in_place_between_steps_stay(workshop: Workshop) -> None:
             param.clamp_(-0.01, 0.01)
     assert all(value.abs().max() <= 0.01 for value in model.state_dict().values())
     train_step(model, 1)
+
+
+# --- Writing from outside, interrupted -----------------------------------------------------------
+
+
+class Interrupted:
+    """An engine whose pause() meets a Ctrl-C."""
+
+    def __init__(self, engine: Any, where: str) -> None:
+        self.engine, self.where = engine, where
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def pause(self, units: list[int]) -> None:
+        """Pause, or not, and be interrupted."""
+        if self.where == "behind":
+            self.engine.pause(units)
+        elif self.where == "inside":
+            signal.raise_signal(signal.SIGINT)
+            self.engine.pause(units)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["before", "inside", "behind"])
+def test_a_write_that_is_interrupted_leaves_the_engine_awake(
+    where: str, workshop: Workshop
+) -> None:
+    model = workshop.wrap(build())
+    train_step(model, 0)
+    engine = model.lohan._engine
+    for _ in range(2):
+        model.lohan._engine = Interrupted(engine, where)
+        with pytest.raises(KeyboardInterrupt):
+            model.load_state_dict(model.state_dict())
+        model.lohan._engine = engine
+    train_step(model, 1)
+    assert_same_state(model.state_dict(), workshop.train([0, 1]))
