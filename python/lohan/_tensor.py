@@ -63,7 +63,8 @@ _METADATA = {
 def _offloaded(reader: str) -> str:
     return (
         f"{reader} reads a gradient that has left for the optimizer: clip_grad_norm_, a GradScaler,"
-        " or another optimizer than model.optimizer do not see lohan's gradients"
+        " or another optimizer than model.optimizer do not see lohan's gradients. To clip:"
+        " lohan.wrap(..., max_grad_norm=...), which is exact"
     )
 
 
