@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lohan._block import Layout
-from lohan._tensor import hollow_gradient
-from lohan.errors import OffloadedGradientError
+from lohan._tensor import hollow_gradient, in_backward
+from lohan.errors import OffloadedGradientError, UnsupportedError
+
+LATE_HOOK = "register_post_accumulate_grad_hook"
+
+
+def refuse_late_hooks(name: str, tensor: torch.Tensor) -> None:
+    """Refuse hooks that would find p.grad empty: lohan's own has taken it by then."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            f"{LATE_HOOK} of the wrapped parameter {name!r}: its gradient has left for the"
+            " optimizer when such a hook runs. register_hook() sees it before, and what it returns"
+            " takes its place; a hook from before lohan.wrap() works, too"
+        )
+
+    setattr(tensor, LATE_HOOK, refuse)
+
+
+def allow_late_hooks(tensor: torch.Tensor) -> None:
+    """Undo refuse_late_hooks()."""
+    tensor.__dict__.pop(LATE_HOOK, None)
+
+
+def refuse_graphs() -> None:
+    """Refuse, in a hook of a backward, gradients that have a graph of their own."""
+    if in_backward() and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "backward(create_graph=True): the gradients would keep their graph, and with it"
+            " parameters that step() changes. torch.autograd.grad(..., create_graph=True) for the"
+            " inner gradient, then backward() without it, does the same"
+        )
 
 
 class HollowGradients:

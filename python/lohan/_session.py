@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan import _core, _scalars
+from lohan import _core, _gradients, _scalars
 from lohan._block import DTYPE_CODES, Layout
-from lohan._gradients import HollowGradients
 from lohan._optim import Hyper, check_hyper
 from lohan._stats import StepStats
 from lohan._store import Extents, unit_tuples
@@ -123,7 +122,7 @@ class Session:
         self._finder: UseFinder | None = None
         self._autocast_cache = False
         self._changed: set[int] = set()  # parameters, in place, inside a forward
-        self._gradients = HollowGradients(layout)
+        self._gradients = _gradients.HollowGradients(layout)
         self._param_index = {id(p.tensor): p.index for p in layout.params}
 
     # --- Making -----------------------------------------------------------------------------
@@ -173,6 +172,7 @@ class Session:
                 hook = self._engine.gradient_hook(param.index)
                 register = param.tensor.register_post_accumulate_grad_hook
                 add(register(hook))  # type: ignore[no-untyped-call]
+                _gradients.refuse_late_hooks(param.name, param.tensor)
 
     def unhook(self) -> None:
         """Take every hook off, those too that refuse a forward once the session is closed."""
@@ -180,6 +180,8 @@ class Session:
             handle.remove()
         self._hooks.clear()
         self._enter_hooks.clear()
+        for param in self.layout.params:
+            _gradients.allow_late_hooks(param.tensor)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Take the optimizer whose groups' hyper-parameters rule."""
@@ -381,6 +383,7 @@ class Session:
 
     def _on_gradient(self) -> None:
         """The first gradient of a step: what the groups say now is what the updates use."""
+        _gradients.refuse_graphs()
         self._hyper_set(self._hypers())
 
     def _hyper_set(self, hypers: list[Hyper]) -> None:

@@ -276,6 +276,45 @@ def test_no_part_of_a_model_forgets_its_gradients_in_a_step(
     assert_goes_on(trained, workshop, [0, 1])
 
 
+def test_a_hook_behind_accumulation_is_refused(workshop: Workshop) -> None:
+    seen: list[torch.Tensor] = []
+    model = build()
+    weight = model.head.weight
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
+    model = workshop.wrap(model)
+    with pytest.raises(UnsupportedError, match=r"head\.weight.*register_hook"):
+        weight.register_post_accumulate_grad_hook(lambda param: None)
+    weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    train_step(model, 0)
+    assert len(seen) == 2 and torch.equal(*seen) and seen[0].any()
+    assert_same_state(model.state_dict(), workshop.train([0]))
+    lohan.unwrap(model)
+    workshop.made.remove(model)
+    weight.register_post_accumulate_grad_hook(lambda param: None).remove()
+
+
+def test_a_backward_that_keeps_its_graph_is_refused_by_name(
+    trained: nn.Module, workshop: Workshop
+) -> None:
+    with pytest.raises(UnsupportedError, match="create_graph=True"):
+        square_loss(trained, 1).backward(create_graph=True)
+    trained.optimizer.zero_grad()
+    assert_goes_on(trained, workshop, [0])
+
+
+def test_a_penalty_on_a_gradient_is_the_plain_models(workshop: Workshop) -> None:
+    """The way out that the refusal names."""
+
+    def penalty(model: nn.Module, step: int) -> torch.Tensor:
+        x = vectors(step).requires_grad_()
+        loss = model(x).square().mean()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        total: torch.Tensor = loss + gradient.square().sum()
+        return total
+
+    workshop.follow(loss_of=penalty, host_bytes=None)
+
+
 # --- Parameter groups ----------------------------------------------------------------------------
 
 
