@@ -46,6 +46,12 @@ def hyper_of(group: dict[str, Any]) -> Hyper:
     )
 
 
+def numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a group, by name."""
+    lr, beta1, beta2, eps, weight_decay = hyper_of(group)
+    return {"lr": lr, "betas": [beta1, beta2], "eps": eps, "weight_decay": weight_decay}
+
+
 def check_hyper(hyper: Hyper) -> None:
     """Refuse what AdamW is not defined for, as torch.optim.AdamW does.
 
@@ -90,6 +96,11 @@ class Optimizer(torch.optim.Optimizer):
     Note:
         `state` is empty: moments live in the store. `state_dict()` has the groups and which step of
         which store they belong to.
+
+        A scheduler of a resumed run: make it first, then `scheduler.load_state_dict(...)`, then
+        `model.optimizer.load_state_dict(...)`, both states from behind the same step: its
+        constructor sets learning rates. Without states, one that computes the rate from the step
+        (LambdaLR, those of transformers) takes `last_epoch=model.lohan.step - 1`.
     """
 
     def __init__(
@@ -98,10 +109,17 @@ class Optimizer(torch.optim.Optimizer):
         self._session: Session | None = None
         self.max_grad_norm: float | None = None
         self.grad_norm: float | None = None
-        super().__init__(params, {**DEFAULTS, **defaults})
+        groups: list[Any] = list(params)
+        # What is asked for by name: a resumed run takes the rest from its store.
+        self.given = [
+            set(DEFAULTS) & {*defaults, *(group if isinstance(group, dict) else ())}
+            for group in groups
+        ]
+        super().__init__(groups, {**DEFAULTS, **defaults})
         for group in self.param_groups:
             check_rule(group)
             check_hyper(hyper_of(group))
+        self.wrapped = [numbers(group) for group in self.param_groups]
         self._members = self._members_now()
 
     def attach(self, session: Session) -> None:

@@ -4,25 +4,48 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 from typing import Any
 
 import torch
 
-from lohan._optim import hyper_of
+from lohan._optim import Optimizer, hyper_of, numbers
 from lohan.errors import StoreMismatchError
 
 
-def pack(groups: list[dict[str, Any]]) -> bytes:
-    """The state of now, as a commit keeps it."""
-    state = {
+def pack(optimizer: Optimizer) -> bytes:
+    """The state of now, as a commit keeps it; of what wrap was asked for, what differs now."""
+    groups = optimizer.param_groups
+    state: dict[str, Any] = {
         "groups": [list(hyper_of(group)) for group in groups],
+        "wrapped": [
+            {name: value for name, value in then.items() if value != numbers(group)[name]}
+            for group, then in zip(groups, optimizer.wrapped, strict=True)
+        ],
         "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
     }
+    if any("initial_lr" in group for group in groups):
+        initial = [group.get("initial_lr") for group in groups]
+        state["initial_lr"] = [None if rate is None else float(rate) for rate in initial]
     return json.dumps(state).encode()
 
 
-def restore(blob: bytes, groups: list[dict[str, Any]]) -> None:
+def _overrule(group: dict[str, Any], index: int, name: str, value: Any, then: Any) -> None:
+    group[name] = tuple(value) if name == "betas" else value
+    if name == "lr" and "initial_lr" in group:
+        group["initial_lr"] = value
+    print(
+        f"lohan: {name} of parameter group {index} is {value} from now on, as lohan.wrap() says;"
+        f" the run in the store was wrapped with {then}",
+        file=sys.stderr,
+    )
+
+
+def restore(blob: bytes, optimizer: Optimizer) -> None:
     """Put what a commit kept into the groups and into torch's CPU generator.
+
+    What this call of wrap was given by name, and is not what the run was wrapped with, rules; and
+    stderr says so.
 
     Raises:
         StoreMismatchError: the commit was of another number of groups.
@@ -30,14 +53,27 @@ def restore(blob: bytes, groups: list[dict[str, Any]]) -> None:
     if not blob:
         return
     state = json.loads(blob)
+    groups = optimizer.param_groups
     if len(state["groups"]) != len(groups):
         raise StoreMismatchError(
             0,
             f"the store was trained with {len(state['groups'])} parameter groups, params= has"
             f" {len(groups)}: pass as many, in the same order",
         )
-    for group, hyper in zip(groups, state["groups"], strict=True):
+    for index, (group, hyper) in enumerate(zip(groups, state["groups"], strict=True)):
+        asked = numbers(group)
         group["lr"], beta1, beta2, group["eps"], group["weight_decay"] = hyper
         group["betas"] = (beta1, beta2)
+        initial_lr = state.get("initial_lr", [None] * len(groups))[index]
+        if initial_lr is not None:
+            group["initial_lr"] = initial_lr
+        if "wrapped" not in state:  # written before lohan kept it
+            continue
+        then = {**numbers(group), **state["wrapped"][index]}
+        for name in sorted(optimizer.given[index]):
+            if asked[name] != then[name]:
+                _overrule(group, index, name, asked[name], then[name])
+                then[name] = asked[name]
+        optimizer.wrapped[index] = then
     rng = bytearray(base64.b64decode(state["rng"]))
     torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))

@@ -192,11 +192,6 @@ class Session:
         """The name of each parameter, by the id of its tensor."""
         return {id(p.tensor): p.name for p in self.layout.params}
 
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        """The groups of now: load_state_dict() of an optimizer makes new ones."""
-        return self._optimizer.param_groups if self._optimizer is not None else []
-
     def _hypers(self) -> list[Hyper]:
         """What the groups say now; refuses groups with other parameters than at wrap."""
         return self._optimizer.hypers() if self._optimizer is not None else []
@@ -425,14 +420,17 @@ class Session:
             square_sum = self._engine.gradient_square_sum()
             self._engine.gradient_scale(self._optimizer.clip_scale(square_sum))
         self._gradients.hide()
-        self._engine.close_step(_scalars.pack(self._groups))
+        self._engine.close_step(
+            _scalars.pack(self._optimizer) if self._optimizer is not None else b""
+        )
         self._backward = "none"
         if self.config.schedule == "serial":
             self._engine.flush(False)
 
     def restore_scalars(self) -> None:
         """Take hyper-parameters and torch's CPU generator from the store's last commit."""
-        _scalars.restore(self.store.describe()["caller_scalars"], self._groups)
+        assert self._optimizer is not None
+        _scalars.restore(self.store.describe()["caller_scalars"], self._optimizer)
 
     def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
         """See Optimizer.zero_grad; tensors are those whose p.grad is asked to go."""

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lohan import _core, _store, _weights
 from lohan._block import Layout, make_layout
 from lohan._guard import Guard
-from lohan._optim import DEFAULTS, Optimizer
+from lohan._optim import Optimizer
 from lohan._session import Session
 from lohan.config import SCHEDULES, SCHEDULES_AT_STEP, Config
 from lohan.errors import (
@@ -59,10 +59,10 @@ def wrap(
     *,
     store: PathLike | Sequence[PathLike] | None = None,
     resume: bool = False,
-    lr: float = DEFAULTS["lr"],
-    betas: tuple[float, float] = DEFAULTS["betas"],
-    eps: float = DEFAULTS["eps"],
-    weight_decay: float = DEFAULTS["weight_decay"],
+    lr: float | None = None,
+    betas: tuple[float, float] | None = None,
+    eps: float | None = None,
+    weight_decay: float | None = None,
     max_grad_norm: float | None = None,
     params: Iterable[dict[str, Any]] | None = None,
     blocks: Sequence[nn.Module] | None = None,
@@ -81,11 +81,12 @@ def wrap(
         model: any module with floating-point parameters on the CPU, fp32 or bf16 where they require
             a gradient; or one made inside `lohan.empty()`, with weights= or init=.
         store: a directory, or one a disk. None: a temporary store, gone at exit.
-        resume: go on with the store's last committed step.
-        lr: learning rate of groups that do not say otherwise.
-        betas: decay of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled weight decay.
+        resume: go on with the store's last committed step and its hyper-parameters. One that is
+            given here and is not what the run was wrapped with rules, and stderr says so.
+        lr: learning rate of groups that do not say otherwise. None: 1e-3.
+        betas: decay of the moments. None: (0.9, 0.999).
+        eps: added to the root of the second moment. None: 1e-8.
+        weight_decay: decoupled weight decay. None: 1e-2.
         max_grad_norm: scale all gradients of a step so that their norm is at most this, as
             torch.nn.utils.clip_grad_norm_ does, with the norm in fp64. Updates then wait for
             `step()`: schedule "deferred" (the default with it) or "serial". The norm that was found
@@ -508,7 +509,8 @@ def _make_optimizer(
         for tensor in group["params"]:
             if id(tensor) not in index:
                 raise ModelError("params= has a tensor that is not a parameter of the model")
-    optimizer = Optimizer(groups or [{"params": []}], defaults)
+    given = {name: value for name, value in defaults.items() if value is not None}
+    optimizer = Optimizer(groups or [{"params": []}], given)
     group_of = {
         index[id(tensor)]: number
         for number, group in enumerate(optimizer.param_groups)

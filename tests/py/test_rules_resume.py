@@ -1,0 +1,174 @@
+"""A resumed run has the hyper-parameters of the run that it goes on with."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import lohan
+import pytest
+import torch
+from lohan import _scalars
+from rules_helper import Workshop, assert_same_state, build, train_step, workshop
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler, OneCycleLR
+
+__all__ = ["workshop"]
+
+Make = Any
+
+
+def linear(optimizer: torch.optim.Optimizer, last_epoch: int = -1) -> LRScheduler:
+    """Two steps up, then down to nothing at the tenth."""
+    return LambdaLR(optimizer, lambda i: i / 2 if i < 2 else max(0.0, (10 - i) / 8), last_epoch)
+
+
+def exponential(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Each rate is made from the one before."""
+    return ExponentialLR(optimizer, 0.5)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The momenta have a schedule, too."""
+    return OneCycleLR(optimizer, 1e-2, total_steps=10)
+
+
+def open_again(workshop: Workshop, index: int = 0, **settings: Any) -> nn.Module:
+    """Go on with a store."""
+    folder = workshop.folder / f"store{index}"
+    workshop.made.append(lohan.wrap(build(), store=folder, resume=True, **settings))
+    return workshop.made[-1]
+
+
+def rates(model: nn.Module) -> list[Any]:
+    """What the groups say."""
+    return [
+        (g["lr"], g["betas"], g["eps"], g["weight_decay"]) for g in model.optimizer.param_groups
+    ]
+
+
+def run(model: nn.Module, scheduler: LRScheduler, steps: range) -> list[Any]:
+    """Train, and say which rates each step had."""
+    had = []
+    for step in steps:
+        had.append(rates(model))
+        train_step(model, step)
+        scheduler.step()
+    return had
+
+
+@pytest.mark.parametrize("make", [linear, exponential, one_cycle])
+def test_a_schedule_goes_on_from_the_states_of_scheduler_and_optimizer(
+    make: Make, workshop: Workshop
+) -> None:
+    model = workshop.wrap(build())
+    expected = run(model, make(model.optimizer), range(8))
+    first = workshop.wrap(build())
+    scheduler = make(first.optimizer)
+    assert run(first, scheduler, range(5)) == expected[:5]
+    states = [scheduler.state_dict(), first.optimizer.state_dict()]
+    first.lohan.close()
+    again = open_again(workshop, 1)
+    scheduler = make(again.optimizer)
+    scheduler.load_state_dict(states[0])
+    again.optimizer.load_state_dict(states[1])
+    assert run(again, scheduler, range(5, 8)) == expected[5:]
+    assert_same_state(again.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("way", ["last_epoch", "fast-forward"])
+def test_a_schedule_by_step_goes_on_without_any_state(way: str, workshop: Workshop) -> None:
+    model = workshop.wrap(build())
+    expected = run(model, linear(model.optimizer), range(8))
+    first = workshop.wrap(build())
+    run(first, linear(first.optimizer), range(5))
+    first.lohan.close()
+    again = open_again(workshop, 1, lr=1e-2)
+    if way == "last_epoch":
+        scheduler = linear(again.optimizer, last_epoch=again.lohan.step - 1)
+    else:
+        scheduler = linear(again.optimizer)
+        for _ in range(again.lohan.step):
+            scheduler.step()
+    assert again.optimizer.param_groups[0]["lr"] == pytest.approx(0.00625)
+    assert run(again, scheduler, range(5, 8)) == expected[5:]
+    assert_same_state(again.state_dict(), model.state_dict())
+
+
+def test_what_is_not_given_is_as_it_was(
+    workshop: Workshop, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = workshop.wrap(build(), lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)
+    train_step(model, 0)
+    model.optimizer.param_groups[0]["lr"] = 5e-3  # a schedule of one's own
+    train_step(model, 1)
+    model.lohan.close()
+    for settings in ({}, {"lr": 1e-2, "betas": (0.8, 0.9)}):
+        again = open_again(workshop, **settings)
+        assert rates(again) == [(5e-3, (0.8, 0.9), 1e-6, 0.5)]
+        again.lohan.close()
+    assert "lohan:" not in capfd.readouterr().err
+
+
+def test_what_is_given_and_differs_rules_and_is_said(
+    workshop: Workshop, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = workshop.wrap(build(), lr=1e-2)
+    run(model, linear(model.optimizer), range(3))
+    model.lohan.close()
+    again = open_again(workshop, lr=4e-3, weight_decay=0.25)
+    assert rates(again) == [(4e-3, (0.9, 0.999), 1e-8, 0.25)]
+    said = capfd.readouterr().err
+    assert "lr of parameter group 0 is 0.004 from now on" in said and "0.01" in said
+    assert "weight_decay of parameter group 0 is 0.25" in said and "betas" not in said
+    linear(again.optimizer, last_epoch=2)
+    assert again.optimizer.param_groups[0]["lr"] == 4e-3 * 7 / 8
+    train_step(again, 3)
+    again.lohan.close()
+    for settings in ({}, {"lr": 4e-3}):  # from now on it is what the run was wrapped with
+        third = open_again(workshop, **settings)
+        assert rates(third) == [(4e-3 * 7 / 8, (0.9, 0.999), 1e-8, 0.25)]
+        third.lohan.close()
+    assert "lohan:" not in capfd.readouterr().err
+
+
+def test_groups_are_asked_for_one_by_one(
+    workshop: Workshop, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+        params = [*model.parameters()]
+        return [{"params": params[:3], "lr": lr}, {"params": params[3:], "eps": 1e-6}]
+
+    model = build()
+    model = workshop.wrap(model, params=groups(model, 1e-3), lr=1e-2)
+    train_step(model, 0)
+    model.lohan.close()
+    model = build()
+    again = lohan.wrap(
+        model, store=workshop.folder / "store0", resume=True, params=groups(model, 2e-3)
+    )
+    workshop.made.append(again)
+    assert [(g["lr"], g["eps"]) for g in again.optimizer.param_groups] == [
+        (2e-3, 1e-8),
+        (1e-2, 1e-6),
+    ]
+    assert capfd.readouterr().err.count("lohan:") == 1
+
+
+def test_a_commit_from_before_these_were_kept_is_taken_as_it_is(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = _scalars.pack
+
+    def old(*args: Any) -> bytes:
+        state = json.loads(pack(*args))
+        return json.dumps({name: state[name] for name in ("groups", "rng")}).encode()
+
+    monkeypatch.setattr(_scalars, "pack", old)
+    model = workshop.wrap(build(), lr=1e-2)
+    run(model, linear(model.optimizer), range(3))
+    model.lohan.close()
+    monkeypatch.undo()
+    again = open_again(workshop, lr=4e-3)
+    assert again.optimizer.param_groups[0]["lr"] == 1e-2
+    assert "initial_lr" not in again.optimizer.param_groups[0]
