@@ -256,6 +256,8 @@ static PyObject *engine_forward(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "p", &is_open))
         return NULL;
     self->forward_is_open = is_open != 0;
+    if (self->io && !is_open)
+        lhpy_engine_again_release(self);
     Py_RETURN_NONE;
 }
 
@@ -338,6 +340,8 @@ static int engine_traverse(PyObject *object, visitproc visit, void *arg)
     for (uint32_t i = 0; self->params && i < self->param_count; i++) {
         Py_VISIT(self->params[i].tensor);
         Py_VISIT(self->params[i].hollow);
+        Py_VISIT(self->params[i].bound_class);
+        Py_VISIT(self->params[i].hollow_class);
         Py_VISIT(self->params[i].gradient);
     }
     return 0;
@@ -350,6 +354,8 @@ static int engine_clear(PyObject *object)
     for (uint32_t i = 0; self->params && i < self->param_count; i++) {
         Py_CLEAR(self->params[i].tensor);
         Py_CLEAR(self->params[i].hollow);
+        Py_CLEAR(self->params[i].bound_class);
+        Py_CLEAR(self->params[i].hollow_class);
         Py_CLEAR(self->params[i].gradient);
     }
     Py_CLEAR(self->store);
@@ -390,6 +396,7 @@ static void engine_dealloc(PyObject *object)
 
 static PyMethodDef engine_methods[] = {
     {"bind", engine_bind, METH_VARARGS, "bind(param, tensor, hollow)"},
+    {"classes", lhpy_engine_classes, METH_VARARGS, "classes(param, bound, hollow)"},
     {"hollow_array", engine_hollow_array, METH_O, "The array that hollow parameters point into."},
     {"callbacks", engine_callbacks, METH_VARARGS,
      "callbacks(on_backward, on_gradient, on_forward, in_backward)"},

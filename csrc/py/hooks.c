@@ -67,6 +67,38 @@ static int64_t version_of(PyObject *tensor)
     return version;
 }
 
+/* [Note: Two classes] A parameter that is not resident has a class that refuses to be read; the
+ * values that the parameter has while it is resident belong to a plain one. Setting data is a
+ * write, which only the plain class takes.
+ */
+static int class_set(const struct lhpy_param *param, PyObject *type)
+{
+    static PyObject *name; /* for ever */
+    if (!name)
+        name = PyUnicode_InternFromString("__class__");
+    return name ? PyObject_SetAttr(param->tensor, name, type) : -1;
+}
+
+static bool class_is_hollow(const struct lhpy_param *param)
+{
+    return param->hollow_class && (PyObject *)Py_TYPE(param->tensor) == param->hollow_class;
+}
+
+PyObject *lhpy_engine_classes(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    unsigned int index = 0;
+    PyObject *bound = NULL;
+    PyObject *hollow = NULL;
+    if (!PyArg_ParseTuple(args, "IO!O!", &index, &PyType_Type, &bound, &PyType_Type, &hollow))
+        return NULL;
+    if (index >= self->param_count)
+        return PyErr_Format(PyExc_IndexError, "param %u of %u", index, self->param_count);
+    lhpy_replace(&self->params[index].bound_class, Py_NewRef(bound));
+    lhpy_replace(&self->params[index].hollow_class, Py_NewRef(hollow));
+    Py_RETURN_NONE;
+}
+
 /* unit is pinned: every parameter's data becomes a lend. */
 int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit)
 {
@@ -74,6 +106,8 @@ int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit)
     for (uint32_t i = 0; i < desc->param_count; i++) {
         uint32_t index = desc->param_first + i;
         struct lhpy_param *param = &self->params[index];
+        if (class_is_hollow(param) && class_set(param, param->bound_class) < 0)
+            return -1;
         if (self->forward_is_open && requires_grad_check(self, unit, index) < 0)
             return -1;
         PyObject *lend = lhpy_lend(self->core, unit, param->byte_offset, param->ndim, param->shape,
@@ -96,10 +130,13 @@ void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit)
     PyErr_Fetch(&type, &value, &traceback);
     for (uint32_t i = 0; i < desc->param_count; i++) {
         struct lhpy_param *param = &self->params[desc->param_first + i];
+        if (class_is_hollow(param))
+            continue; /* it was not bound: a bind that failed half-way */
         if (self->forward_is_open && param->version >= 0)
             param->is_changed |= version_of(param->tensor) > param->version;
         param->version = -1;
-        if (PyObject_SetAttrString(param->tensor, "data", param->hollow) < 0)
+        if (PyObject_SetAttrString(param->tensor, "data", param->hollow) < 0 ||
+            (param->hollow_class && class_set(param, param->hollow_class) < 0))
             PyErr_WriteUnraisable(param->tensor);
     }
     PyErr_Restore(type, value, traceback);
@@ -176,6 +213,8 @@ static PyObject *scope_enter(PyObject *object, PyObject *const *args, Py_ssize_t
 {
     (void)args;
     struct scope *scope = (struct scope *)object;
+    if (scope->engine->io && scope->engine->forward_is_open)
+        lhpy_engine_again_release(scope->engine);
     /* Without arguments it is no hook: somebody wants to look at the parameters. */
     if (lhpy_check_open(scope->engine) < 0 || (count > 0 && forward_ask(scope, true) < 0))
         return NULL;
@@ -194,11 +233,28 @@ static PyObject *scope_leave(PyObject *object, PyObject *const *args, Py_ssize_t
     (void)args;
     (void)count;
     struct scope *scope = (struct scope *)object;
+    if (scope->engine->io && scope->engine->forward_is_open)
+        lhpy_engine_again_release(scope->engine);
     for (uint32_t i = scope->unit_count; scope->engine->core && i-- > 0;)
         unit_leave(scope->engine, scope->units[i]);
     if (scope->opened_forward && forward_ask(scope, false) < 0)
         return NULL;
     Py_RETURN_NONE;
+}
+
+/* Bind what is not bound yet, until lhpy_engine_again_release(). */
+static int again_enter(struct scope *scope)
+{
+    struct lhpy_engine *self = scope->engine;
+    for (uint32_t i = 0; i < scope->unit_count; i++) {
+        uint32_t unit = scope->units[i];
+        if (self->unit_states[unit].scope_depth > 0)
+            continue;
+        if (unit_enter(self, unit) < 0)
+            return -1;
+        self->again_units[self->again_unit_count++] = unit;
+    }
+    return 0;
 }
 
 /*
@@ -218,15 +274,26 @@ static PyObject *scope_read(PyObject *object, PyObject *const *args, Py_ssize_t 
     int backward = backward_ask(self);
     if (backward <= 0)
         return backward < 0 ? NULL : Py_NewRef(Py_False);
-    for (uint32_t i = 0; i < scope->unit_count; i++) {
-        uint32_t unit = scope->units[i];
-        if (self->unit_states[unit].scope_depth > 0)
-            continue;
-        if (unit_enter(self, unit) < 0)
-            return NULL;
-        self->again_units[self->again_unit_count++] = unit;
-    }
+    if (again_enter(scope) < 0)
+        return NULL;
     Py_RETURN_TRUE;
+}
+
+/*
+ * Parameters are arguments of an operation in a forward, outside the scope that has them. They are
+ * there until the next such operation or the next scope: few of them at a time, so that they fit.
+ */
+static PyObject *scope_hold(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    (void)args;
+    (void)count;
+    struct scope *scope = (struct scope *)object;
+    if (lhpy_check_open(scope->engine) < 0)
+        return NULL;
+    lhpy_engine_again_release(scope->engine);
+    if (again_enter(scope) < 0)
+        return NULL;
+    Py_RETURN_NONE;
 }
 
 PyObject *lhpy_engine_scopes_drop(PyObject *object, PyObject *args)
@@ -251,6 +318,8 @@ void lhpy_engine_again_release(struct lhpy_engine *self)
 static PyMethodDef scope_methods[] = {
     {"read", (PyCFunction)(void (*)(void))scope_read, METH_FASTCALL,
      "A parameter is read: see [Note: Forwards without hooks]."},
+    {"hold", (PyCFunction)(void (*)(void))scope_hold, METH_FASTCALL,
+     "Make the units resident in a forward, until the next scope or the next hold."},
     {"enter", (PyCFunction)(void (*)(void))scope_enter, METH_FASTCALL,
      "Forward pre-hook: make the units resident and bind their parameters."},
     {"leave", (PyCFunction)(void (*)(void))scope_leave, METH_FASTCALL,
@@ -403,18 +472,37 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
     Py_RETURN_NONE;
 }
 
+/* Take p.grad away from the parameter: None if there is none. */
+static PyObject *gradient_detach(const struct lhpy_engine *self, unsigned long index,
+                                 PyObject *parameter)
+{
+    const struct lhpy_param *param = &self->params[index];
+    bool is_hollow = class_is_hollow(param) && param->tensor == parameter;
+    /* The hollow class would answer, in Python: ten times as long. */
+    if (is_hollow && class_set(param, param->bound_class) < 0)
+        return NULL;
+    PyObject *gradient = PyObject_GetAttrString(parameter, "grad");
+    if (gradient && gradient != Py_None && PyObject_SetAttrString(parameter, "grad", Py_None) < 0) {
+        Py_DECREF(gradient);
+        gradient = NULL;
+    }
+    if (is_hollow && class_set(param, param->hollow_class) < 0)
+        Py_CLEAR(gradient);
+    return gradient;
+}
+
 /* The post-accumulate hook of one parameter: self is (engine, index). */
 static PyObject *gradient_hook(PyObject *self_tuple, PyObject *parameter)
 {
     PyObject *engine = PyTuple_GetItem(self_tuple, 0);
     unsigned long index = PyLong_AsUnsignedLong(PyTuple_GetItem(self_tuple, 1));
-    PyObject *gradient = PyObject_GetAttrString(parameter, "grad");
-    if (!gradient || gradient == Py_None)
-        return gradient;
+    PyObject *gradient = gradient_detach((struct lhpy_engine *)engine, index, parameter);
     PyObject *answer = NULL;
-    if (PyObject_SetAttrString(parameter, "grad", Py_None) == 0)
+    if (gradient == Py_None)
+        return gradient;
+    if (gradient)
         answer = lhpy_engine_gradient_take((struct lhpy_engine *)engine, (uint32_t)index, gradient);
-    Py_DECREF(gradient);
+    Py_XDECREF(gradient);
     return answer;
 }
 

@@ -39,10 +39,12 @@ struct lhpy_core {
 
 /* What Python knows of a parameter. */
 struct lhpy_param {
-    PyObject *tensor;     /* owned: the Parameter */
-    PyObject *hollow;     /* owned: its data while not resident */
-    PyObject *gradient;   /* owned while the engine reads it, else NULL */
-    uint64_t byte_offset; /* in the unit */
+    PyObject *tensor;       /* owned: the Parameter */
+    PyObject *hollow;       /* owned: its data while not resident */
+    PyObject *bound_class;  /* owned, or NULL: its type while resident */
+    PyObject *hollow_class; /* owned, or NULL: its type while not: it refuses to be read */
+    PyObject *gradient;     /* owned while the engine reads it, else NULL */
+    uint64_t byte_offset;   /* in the unit */
     int32_t ndim;
     int64_t *shape; /* ndim sizes, then ndim contiguous strides */
     struct lhpy_dl_type dtype;
@@ -73,7 +75,7 @@ struct lhpy_engine {
     uint32_t *bound_units;
     uint32_t backward_unit_count;
     uint32_t *backward_units;
-    uint32_t again_unit_count; /* bound by a read while a forward is computed again in backward */
+    uint32_t again_unit_count; /* bound by Scope.read() or Scope.hold(): see hooks.c */
     uint32_t *again_units;
     uint32_t held_count; /* gradients held, in held_params */
     uint32_t *held_params;
@@ -85,7 +87,7 @@ struct lhpy_engine {
         /* between the first unpack or gradient and the end-of-backward callback */
         backward_is_open;
     bool step_has_gradients;
-    bool is_paused; /* the store is the caller's until resume() */
+    bool is_paused;        /* the store is the caller's until resume() */
     bool forward_is_open;  /* inside a forward whose saved tensors are packed */
     PyObject *raiser;      /* (code, message) -> exception */
     PyObject *on_backward; /* called once a backward */
@@ -183,13 +185,14 @@ PyObject *lhpy_engine_check(PyObject *object, PyObject *args);
 /* hooks.c */
 extern PyType_Spec lhpy_scope_spec;
 PyObject *lhpy_engine_gradient_hook(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_classes(PyObject *object, PyObject *args);
 /* Leave every scope: those of a forward that died. */
 PyObject *lhpy_engine_scopes_drop(PyObject *object, PyObject *args);
 PyObject *lhpy_scope_new(struct lhpy_engine *self, PyObject *scope_type, PyObject *units);
 PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
 /* Make the parameters' data lends, or hollow. -1 with a Python error. */
 int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit);
-/* Make hollow what Scope.read() bound: the forward that was computed again is over. */
+/* Make hollow what Scope.read() and Scope.hold() bound. */
 void lhpy_engine_again_release(struct lhpy_engine *self);
 void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit);
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lohan._block import Layout
-from lohan._tensor import hollow_gradient, in_backward
+from lohan._tensor import hollow_gradient, in_backward, without_classes
 from lohan.errors import OffloadedGradientError, UnsupportedError
 
 LATE_HOOK = "register_post_accumulate_grad_hook"
@@ -55,20 +55,22 @@ class HollowGradients:
 
     def show(self) -> None:
         """Leave something in p.grad that says so when it is used."""
-        for param in self._params:
-            if param.tensor.grad is not None:
-                continue
-            if param.index not in self._made:
-                self._made[param.index] = hollow_gradient(param.tensor.data)
-            param.tensor.grad = self._made[param.index]
+        with without_classes():
+            for param in self._params:
+                if param.tensor.grad is not None:
+                    continue
+                if param.index not in self._made:
+                    self._made[param.index] = hollow_gradient(param.tensor)
+                param.tensor.grad = self._made[param.index]
         self._is_shown = True
 
     def hide(self) -> None:
         """Take the stand-ins away."""
         if not self._is_shown:
             return
-        for param in self._params:
-            param.tensor.grad = None
+        with without_classes():
+            for param in self._params:
+                param.tensor.grad = None
         self._is_shown = False
 
     def check(self, has_gradients: bool) -> None:
@@ -81,9 +83,10 @@ class HollowGradients:
             OffloadedGradientError: names the first. Behind a backward the edit is undone, so that
                 the next `step()` goes on without it.
         """
-        for param in self._params:
+        with without_classes():
+            gradients = [param.tensor.grad for param in self._params]
+        for param, found in zip(self._params, gradients, strict=True):
             expected = self._made.get(param.index) if self._is_shown else None
-            found = param.tensor.grad
             if found is expected:
                 continue
             if not has_gradients:

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from lohan import _store
+from lohan._hollow import HollowClasses, show
 from lohan._session import Session
-from lohan._tensor import ReadParameters, bits_checksum, nbytes_of
+from lohan._tensor import ReadParameters, bits_checksum, nbytes_of, without_classes
 from lohan.errors import LentError, UnsupportedError
 
 
@@ -46,6 +47,7 @@ class Guard:
         """Shadow what cannot work as it is, and hook what can."""
         model = self.model()
         assert model is not None
+        self.hide()
         for module in model.modules():
             self.shadow(module, "zero_grad", self._zero_grad(module))
             self.shadow(module, "named_parameters", self._named_parameters(module))
@@ -68,7 +70,16 @@ class Guard:
                 hook = functools.partial(self._fill_state_dict)
                 register: Any = module.register_state_dict_post_hook
                 self.handles.append(register(hook))
+                self.shadow(module, "_save_to_state_dict", self._save_to_state_dict(module))
                 self.watch(module)
+
+    def hide(self) -> None:
+        """Give every parameter the class that refuses to be read while it is hollow."""
+        classes = HollowClasses(self.session)
+        for param in self.session.layout.params:
+            pair = classes.hide(param.tensor)
+            if pair is not None:
+                self.session.classes(param.index, *pair)
 
     def watch(self, module: nn.Module) -> None:
         """Have the engine told when a parameter of the module is read."""
@@ -92,6 +103,8 @@ class Guard:
             module = watched()
             if module is not None:
                 object.__setattr__(module, "_parameters", dict(module._parameters))
+        for param in self.session.layout.params:
+            show(param.tensor)
         self.handles.clear()
         self.shadowed.clear()
         self.watched.clear()
@@ -156,6 +169,19 @@ class Guard:
                 except LentError:
                     self._restore(index)
                     raise
+
+    def _save_to_state_dict(self, module: nn.Module) -> Callable[..., None]:
+        """Let torch put hollow parameters into a state dict, where _fill_state_dict finds them."""
+        plain = type(module)._save_to_state_dict
+        reference = weakref.ref(module)
+
+        def save(*args: Any, **kwargs: Any) -> None:
+            owner = reference()
+            assert owner is not None
+            with without_classes():
+                plain(owner, *args, **kwargs)
+
+        return save
 
     def _fill_state_dict(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any

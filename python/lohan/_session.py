@@ -21,7 +21,6 @@ from lohan._stats import StepStats
 from lohan._store import Extents, unit_tuples
 from lohan._tensor import (
     SavedTensors,
-    UseFinder,
     at_backward_end,
     has_saved_tensor_hooks,
     hollow,
@@ -115,11 +114,7 @@ class Session:
         self._hooks: list[Any] = []
         self._enter_hooks: list[Any] = []
         self._root_scopes: list[_core.Scope] = []
-        self._found: list[_core.Scope] = []  # by an outside forward
-        self._forward_kind = ("", False)
         self._forward_frame: FrameType | None = None
-        self._looked_at: set[tuple[str, bool]] = set()
-        self._finder: UseFinder | None = None
         self._autocast_cache = False
         self._changed: set[int] = set()  # parameters, in place, inside a forward
         self._gradients = _gradients.HollowGradients(layout)
@@ -204,7 +199,7 @@ class Session:
         if self._forward_is_alive():
             self._forward_depth += 1
             return
-        self._forward_begin(f"root{module.training}")
+        self._forward_begin(is_root=True)
         entered = 0
         try:
             for scope in list(self._root_scopes):
@@ -213,7 +208,7 @@ class Session:
         except BaseException:
             for scope in reversed(self._root_scopes[:entered]):
                 scope.leave()
-            self._forward_end(False)
+            self._forward_end()
             raise
 
     def _root_leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -224,19 +219,17 @@ class Session:
             return
         for scope in reversed(self._root_scopes):
             scope.leave()
-        self._forward_end(output is not None)
+        self._forward_end()
         if output is not None or sys.exc_info()[0] is None:
             self._refuse_changed()
 
     def _on_forward(self, begins: bool) -> bool:
         """A block is called (or ends) outside the model's own forward: that is a forward, too."""
         if not begins:
-            for scope in self._found:
-                scope.leave()
-            self._forward_end(False)
+            self._forward_end()
             self._refuse_changed()
             return False
-        self._forward_begin("outside")
+        self._forward_begin(is_root=False)
         return True
 
     def _on_again(self) -> bool:
@@ -251,7 +244,7 @@ class Session:
             self.saved.enter()
         return True
 
-    def _forward_begin(self, kind: str) -> None:
+    def _forward_begin(self, *, is_root: bool) -> None:
         self.check_open()
         if self._forward_depth > 0:
             self._forward_drop()
@@ -266,7 +259,7 @@ class Session:
         self._check_hollow()
         self._changed_drop()
         grad = torch.is_grad_enabled()
-        if kind != "outside" or self._begun != (self.step, grad):
+        if is_root or self._begun != (self.step, grad):
             self._engine.begin(grad)
             self._begun = (self.step, grad)
         self._autocast_cache = torch.is_autocast_cache_enabled()
@@ -276,12 +269,8 @@ class Session:
             self._engine.autocast(torch.get_autocast_dtype("cpu") == torch.bfloat16)
         self.saved.enter()
         self._forward_depth = 1
-        self._forward_kind = (kind, grad)
         self._forward_frame = _frame_outside()
         self._engine.forward(True)
-        if (kind, grad) not in self._looked_at:
-            self._finder = UseFinder(self._on_use)
-            self._finder.__enter__()  # type: ignore[no-untyped-call]
 
     def _check_hollow(self) -> None:
         """Refuse to go on where a hollow parameter was written: torch lets fill_() do that."""
@@ -296,17 +285,11 @@ class Session:
                 " with model.load_state_dict()"
             )
 
-    def _forward_end(self, is_whole: bool) -> None:
-        if is_whole:
-            self._looked_at.add(self._forward_kind)
-        self._found.clear()
+    def _forward_end(self) -> None:
         self._forward_depth = 0
         self._forward_frame = None
         self._engine.forward(False)
         self._changed.update(self._engine.changed_take())
-        if self._finder is not None:
-            self._finder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._finder = None
         self.saved.leave()
         self._engine.autocast(False)
         torch.set_autocast_cache_enabled(self._autocast_cache)
@@ -345,21 +328,27 @@ class Session:
     def _forward_drop(self) -> None:
         """Undo a forward that died without its hooks."""
         self._engine.scopes_drop()
-        self._forward_end(False)
+        self._forward_end()
 
-    def _on_use(self, tensor: nn.Parameter) -> None:
-        """A parameter is an argument of an operation: make it resident if no scope did."""
-        index = self._param_index.get(id(tensor))
-        if index is None or tensor.data_ptr() != self._hollow_address(index):
-            return
-        scope = self._engine.scope([self.layout.params[index].unit])
-        scope.enter()
-        is_root = self._forward_kind[0] != "outside"
-        (self._root_scopes if is_root else self._found).append(scope)
+    def make_resident(self, tensors: Sequence[nn.Parameter]) -> bool:
+        """Hollow parameters are arguments of an operation: bring them in if a forward runs.
 
-    def _hollow_address(self, index: int) -> int:
-        dtype = self.layout.params[index].tensor.dtype
-        return self._arrays[dtype].data_ptr() + index * dtype.itemsize
+        They stay to the next operation of the kind, or to where a scope begins or ends. False:
+        there is no forward, nor one that is computed again in backward.
+        """
+        is_alive = self._forward_is_alive()
+        if self.closed or (not is_alive and not in_backward()):
+            return False
+        params = [self.layout.params[self._param_index[id(tensor)]] for tensor in tensors]
+        scope = self._engine.scope(sorted({param.unit for param in params}))
+        if not is_alive:
+            return bool(scope.read())
+        scope.hold()
+        return True
+
+    def classes(self, index: int, bound: type, hollow: type) -> None:
+        """What the parameter's class is while it is in memory, and while it is not."""
+        self._engine.classes(index, bound, hollow)
 
     # --- Backward ---------------------------------------------------------------------------
 

@@ -1,13 +1,12 @@
-"""The only file that knows torch's private corners: autograd's callbacks, subclasses, modes."""
+"""Torch's private corners, with _hollow.py: autograd's callbacks, subclasses, hooks."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from lohan import _core
 from lohan.errors import OffloadedGradientError, SecondBackwardError
@@ -29,6 +28,12 @@ def has_saved_tensor_hooks() -> bool:
     """True where something (a checkpoint that computes again, too) packs what operations save."""
     top: object = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return top is not None
+
+
+def without_classes() -> contextlib.AbstractContextManager[None]:
+    """Inside the with, hollow parameters and gradients answer as plain tensors, and faster."""
+    made: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return made
 
 
 def nan_array(dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -131,42 +136,6 @@ def hollow_gradient(data: torch.Tensor) -> torch.Tensor:
         HollowGradient, data.shape, dtype=data.dtype, device=data.device
     )
     return made
-
-
-_VIEWS = {"T", "mT", "H", "mH"}  # properties that read the tensor they belong to
-
-
-class UseFinder(TorchFunctionMode):
-    """Watches the first forward for parameters that are used outside their module's forward."""
-
-    def __init__(self, on_parameter: Callable[[nn.Parameter], None]) -> None:
-        super().__init__()
-        self.on_parameter = on_parameter
-
-    def _look(self, value: Any) -> None:
-        if isinstance(value, nn.Parameter):
-            self.on_parameter(value)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                if isinstance(item, nn.Parameter):
-                    self.on_parameter(item)
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Look at the arguments of func, then call it."""
-        name = getattr(func, "__name__", "")
-        owner = getattr(getattr(func, "__self__", None), "__name__", "")
-        if name not in {"__get__", "__set__"} or owner in _VIEWS:
-            for value in args:
-                self._look(value)
-            for value in (kwargs or {}).values():
-                self._look(value)
-        return func(*args, **(kwargs or {}))
 
 
 class ReadParameters(dict[str, Any]):
