@@ -126,7 +126,9 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
     spare -= region_more;
     (void)slabs_grow(budget, spare, budget->chunk_count);
 
-    if (budget->slab_count == budget->chunk_count)
+    /* Gradients on their way to SSD and back pass through slabs that keep no chunk. */
+    bool has_spills = budget->gradient_waiting_bytes < needs.waiting_bytes;
+    if (budget->slab_count == budget->chunk_count && !has_spills)
         budget->kept_chunk_count = budget->chunk_count;
     else if (budget->slab_count > pipeline)
         budget->kept_chunk_count = budget->slab_count - pipeline;
