@@ -279,12 +279,17 @@ def run_sim(options: Options) -> bool:
         options.failures.append("sim: the simulator's programs cannot be built")
         return False
     outcomes = []
-    for name, program in programs:
-        for seed in range(options.seeds):
-            outcome = run_program([str(program), str(seed)], f"{name}-{seed}", "asan", options)
+    cases = [(n, program, seed) for n, program in programs for seed in range(options.seeds)]
+
+    def run_case(case: tuple[str, pathlib.Path, int]) -> Outcome:
+        name, program, seed = case
+        return run_program([str(program), str(seed)], f"{name}-{seed}", "asan", options)
+
+    with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
+        for outcome in pool.map(run_case, cases):
             outcomes.append(outcome)
             if outcome.status == "failed":
-                say(f"{name} {seed}:\n{outcome.output}")
+                say(f"{outcome.name}:\n{outcome.output}")
     if not programs:
         say("no simulator programs (tests/sim/sim_*.c) in this version")
         return True

@@ -168,8 +168,9 @@ struct lh_adam_hyper lh_sim_model_hyper(uint32_t group, uint64_t step)
 
 enum lh_dtype lh_sim_model_gradient_dtype(const struct lh_sim_model *model, uint32_t param)
 {
-    bool is_bf16 = model->units[model->params[param].unit].dtype == LH_DTYPE_BF16;
-    return is_bf16 && param % 2 == 0 ? LH_DTYPE_BF16 : LH_DTYPE_F32;
+    uint32_t unit = model->params[param].unit;
+    bool is_mixed = unit % 3 == 2 && param % 2 == 1;
+    return is_mixed ? LH_DTYPE_F32 : model->units[unit].dtype;
 }
 
 static uint64_t region_bytes_min(const struct lh_sim_model *model)
@@ -200,9 +201,11 @@ static uint64_t region_bytes_min(const struct lh_sim_model *model)
     return lh_min_u64(always_bytes + block_bytes_max, all_bytes);
 }
 
-int lh_sim_model_budget(const struct lh_sim_model *model, uint64_t host_bytes,
+int lh_sim_model_budget(const struct lh_sim_model *model, const struct lh_sim_budget_opts *opts,
                         struct lh_budget *budget_out, struct lh_error *err)
 {
+    bool is_waiting = opts->schedule == LH_ENGINE_SCHEDULE_SERIAL ||
+                      opts->schedule == LH_ENGINE_SCHEDULE_DEFERRED;
     struct lh_budget_unit *units = lh_alloc_zeroed(model->alloc, model->unit_count, sizeof(*units));
     if (!units)
         return lh_error_set(err, -ENOMEM, "no memory for a budget of %u units", model->unit_count);
@@ -214,10 +217,13 @@ int lh_sim_model_budget(const struct lh_sim_model *model, uint64_t host_bytes,
             .gradient_bytes = unit->elements * lh_dtype_bytes(unit->dtype),
             .state_bytes_per_element =
                 unit->elements == 0 ? 0 : (unit->dtype == LH_DTYPE_BF16 ? 10 : 8),
+            .waiting_bytes_per_element =
+                is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(unit->dtype) : 0,
+            .waits_in_memory = opts->commit_every != 1,
             .always = unit->always,
         };
     }
-    int rc = lh_budget_make(units, model->unit_count, host_bytes, 0, budget_out, err);
+    int rc = lh_budget_make(units, model->unit_count, opts->host_bytes, 0, budget_out, err);
     lh_free(model->alloc, units);
     if (rc == 0)
         budget_out->region_bytes = lh_max_u64(budget_out->region_bytes, region_bytes_min(model));

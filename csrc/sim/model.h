@@ -63,6 +63,12 @@ struct lh_sim_unit_desc {
     uint32_t count;
 };
 
+struct lh_sim_budget_opts {
+    uint64_t host_bytes;
+    enum lh_engine_schedule schedule; /* the engine's */
+    uint64_t commit_every;            /* and this */
+};
+
 /*
  * A model without blocks.
  *
@@ -87,14 +93,14 @@ uint32_t lh_sim_model_extent(const struct lh_sim_model *model, uint32_t unit,
                              enum lh_sim_array array);
 /* Hyper-parameters of a group in a step: they change from step to step. */
 struct lh_adam_hyper lh_sim_model_hyper(uint32_t group, uint64_t step);
-/* Of a bf16 unit every other parameter has fp32 gradients. */
+/* The parameters' own, but for some of every third unit: fp32 gradients of bf16. */
 enum lh_dtype lh_sim_model_gradient_dtype(const struct lh_sim_model *model, uint32_t param);
 /*
  * As lh_budget_make(), with a region in which every block's units fit at once wherever those of
  * them that are in use already lie: n holes, none large enough, are as bad as it gets. The least
  * budget counts on blocks of one unit.
  */
-int lh_sim_model_budget(const struct lh_sim_model *model, uint64_t host_bytes,
+int lh_sim_model_budget(const struct lh_sim_model *model, const struct lh_sim_budget_opts *opts,
                         struct lh_budget *budget_out, struct lh_error *err) LH_MUST_CHECK;
 
 #endif

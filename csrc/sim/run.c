@@ -139,7 +139,10 @@ int lh_sim_run_init(struct lh_sim_run *run, const struct lh_sim_run_opts *opts,
     *run = (struct lh_sim_run){.opts = *opts, .alloc = alloc, .waker = {.fd = -1}};
     LH_ASSERT(opts->machine.ssd_count <= LH_SIM_DISK_FILE_COUNT_MAX);
     lh_sim_random_init(&run->crash_random, opts->seed, LH_SIM_STREAM_CRASH);
-    LH_TRY(lh_sim_model_budget(opts->model, opts->host_bytes, &run->budget, err));
+    struct lh_sim_budget_opts budget_opts = {.host_bytes = opts->host_bytes,
+                                             .schedule = opts->schedule,
+                                             .commit_every = opts->commit_every};
+    LH_TRY(lh_sim_model_budget(opts->model, &budget_opts, &run->budget, err));
     LH_TRY(lh_sim_world_init(&run->world, alloc, EVENT_MAX, opts->trace_bytes_max, err));
     LH_TRY(store_create(run, err));
     return parts_create(run, false, err);

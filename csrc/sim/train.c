@@ -148,13 +148,33 @@ static void computed(void *context)
     train->is_computed = true;
 }
 
+/*
+ * Whether the engine's answer to a wait may have changed since it was asked. A wait goes through
+ * the kernel even with a timeout of 0, which a step of many requests would feel; so it is asked
+ * once, which tells the engine that somebody waits, and again when there is something to be had.
+ */
+static bool is_worth_asking(struct lh_sim_train *train, bool is_there)
+{
+    bool is_first = !train->is_asked;
+    train->is_asked = true;
+    return is_first || is_there || lh_engine_error(train->opts.engine, NULL) < 0;
+}
+
+static bool steps_are_over(const struct lh_engine *engine)
+{
+    return atomic_load(&engine->closes_done) == atomic_load(&engine->closes_asked) &&
+           atomic_load(&engine->flushes_done) == atomic_load(&engine->flushes_asked);
+}
+
 static enum look acquire(struct lh_sim_train *train)
 {
     const struct lh_sim_block *block = block_of(train);
     uint32_t unit = block->units[train->unit];
-    int rc = train->is_asked ? lh_engine_acquire_wait(train->opts.engine, unit, 0)
-                             : lh_engine_acquire(train->opts.engine, unit);
-    train->is_asked = true;
+    bool is_first = !train->is_asked;
+    if (!is_worth_asking(train, atomic_load(&train->opts.engine->units[unit].grants) > 0))
+        return LOOK_WAIT;
+    int rc = is_first ? lh_engine_acquire(train->opts.engine, unit)
+                      : lh_engine_acquire_wait(train->opts.engine, unit, 0);
     if (rc < 0)
         return engine_failed(train, rc);
     if (rc == 0)
@@ -248,6 +268,8 @@ static enum look gradient(struct lh_sim_train *train)
     struct lh_engine *engine = train->opts.engine;
     if (train->param == train->due_count)
         return backward_next(train);
+    if (!is_worth_asking(train, steps_are_over(engine)))
+        return LOOK_WAIT;
     int rc = lh_engine_over_wait(engine, 0);
     if (rc < 0)
         return engine_failed(train, rc);
@@ -276,6 +298,9 @@ static enum look gradient(struct lh_sim_train *train)
 
 static enum look room(struct lh_sim_train *train)
 {
+    uint64_t held = atomic_load(&train->opts.engine->update_gradient_bytes);
+    if (!is_worth_asking(train, held <= train->opts.gradient_ahead_bytes))
+        return LOOK_WAIT;
     int rc = lh_engine_gradient_wait(train->opts.engine, train->opts.gradient_ahead_bytes, 0);
     if (rc < 0)
         return engine_failed(train, rc);
@@ -292,6 +317,8 @@ static enum look close_step(struct lh_sim_train *train)
     if (train->opts.reference && !train->is_reference_ahead)
         lh_sim_reference_advance(train->opts.reference, train->has_gradient);
     train->is_reference_ahead = true;
+    if (!is_worth_asking(train, steps_are_over(train->opts.engine)))
+        return LOOK_WAIT;
     int rc = lh_engine_close(train->opts.engine, scalars, sizeof(scalars), 0);
     if (rc < 0)
         return engine_failed(train, rc);
@@ -309,6 +336,8 @@ static enum look close_step(struct lh_sim_train *train)
 
 static enum look over(struct lh_sim_train *train)
 {
+    if (!is_worth_asking(train, steps_are_over(train->opts.engine)))
+        return LOOK_WAIT;
     int rc = lh_engine_over_wait(train->opts.engine, 0);
     if (rc < 0)
         return engine_failed(train, rc);

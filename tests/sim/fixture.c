@@ -57,11 +57,14 @@ static struct lh_sim_machine machine_random(struct lh_sim_random *random)
 }
 
 /* Half of the seeds have the least memory that works, where everything waits for everything. */
-static uint64_t host_bytes_random(const struct lh_sim_model *model, struct lh_sim_random *random)
+static uint64_t host_bytes_random(const struct sim_case *sim, struct lh_sim_random *random)
 {
     struct lh_budget budget;
     struct lh_error err = {0};
-    sim_require(lh_sim_model_budget(model, UINT64_C(1) << 40, &budget, &err), &err, "budget");
+    struct lh_sim_budget_opts opts = {.host_bytes = UINT64_C(1) << 40,
+                                      .schedule = sim->opts.schedule,
+                                      .commit_every = sim->opts.commit_every};
+    sim_require(lh_sim_model_budget(&sim->model, &opts, &budget, &err), &err, "budget");
     uint64_t spare = budget.host_bytes_full - budget.host_bytes_min;
     bool is_least = lh_sim_random_below(random, 2) == 0;
     return budget.host_bytes_min + (is_least ? 0 : lh_sim_random_below(random, spare + 1));
@@ -92,13 +95,13 @@ void sim_case_make(struct sim_case *sim, uint64_t seed)
         .machine = machine_random(&random),
         .model = &sim->model,
         .reference = &sim->reference,
-        .host_bytes = host_bytes_random(&sim->model, &random),
         .io_depth = (uint32_t)scaled(&random, 1, 16),
         .transfer_bytes = between(&random, 1, 4) * LH_MIB,
         .commit_every = between(&random, 0, 4) == 0 ? between(&random, 2, 3) : 1,
         .schedule = (enum lh_engine_schedule)lh_sim_random_below(&random, LH_ENGINE_SCHEDULE_COUNT),
         .step_last = between(&random, 2, 5),
     };
+    sim->opts.host_bytes = host_bytes_random(sim, &random);
     directories_name(sim, sim->opts.machine.ssd_count);
     sim->opts.directories = sim->directories;
     sim->random = random;

@@ -1,0 +1,40 @@
+/*
+ * Machines and models whose steps are timed.
+ *
+ *      papers     the machine of LoHan's evaluation: 12 SSDs of 6.5 GB/s read and 3.4 GB/s write,
+ *                 28 GB/s together, AdamW at 1.1e9 parameters/s, a GPU that sustains 155 TFLOP/s.
+ *                 Latencies are those of a data-centre NVMe drive: 80 us, a flush 200 us.
+ *      balanced   one SSD and 40 equal blocks for which everything fits together: backward computes
+ *                 as long as its traffic takes, twice as long as AdamW, and twice as long as
+ *                 forward.
+ *
+ * Compute of a transformer's block: 2 FLOP a parameter and token, and attention's 4 * sequence *
+ * hidden a token, in forward; three times that in backward, which computes forward once more.
+ *
+ * Thread: one.
+ * Source: LoHan V-A (the machine), LoHan eq. 5 (backward's FLOP).
+ */
+#ifndef LH_SIM_PRESET_H
+#define LH_SIM_PRESET_H
+
+#include "sim/run.h"
+
+enum lh_sim_preset {
+    LH_SIM_PRESET_PAPERS_13B = 0, /* 40 blocks of 5120, batch 32 of 1024 tokens */
+    LH_SIM_PRESET_BALANCED,
+};
+#define LH_SIM_PRESET_COUNT 2
+
+/* "papers-13b", "balanced" */
+const char *lh_sim_preset_name(enum lh_sim_preset preset);
+/*
+ * The preset's machine, model and options, timing only; schedule and commit are the caller's.
+ *
+ * Owns:   *model owns its tables; release with lh_sim_model_deinit(), after the run.
+ * Errors: -ENOMEM.
+ */
+int lh_sim_preset_make(enum lh_sim_preset preset, struct lh_alloc *alloc,
+                       struct lh_sim_model *model, struct lh_sim_run_opts *opts_out,
+                       struct lh_error *err) LH_MUST_CHECK;
+
+#endif

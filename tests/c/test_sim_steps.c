@@ -1,0 +1,179 @@
+/*
+ * The time of a step on the machines of csrc/sim/preset.h, by each schedule: exact nanoseconds and
+ * bytes, compared with tests/golden/sim_steps.csv. A change of the engine that changes them is
+ * explained where it is made, with the new file: LH_GOLDEN_WRITE=1 in the environment writes it.
+ */
+#include <time.h>
+
+#include "lh_test.h"
+#include "sim/preset.h"
+
+/* By then what was never written is written, and the order of uses is known. */
+#define STEP 2
+#define LINE_BYTES_MAX 512
+#define STEP_S_MAX 2.0
+
+#define HEAD                                                                                       \
+    "preset,schedule,host_bytes,step_ns,forward_ns,backward_ns,forward_wait_ns,backward_wait_ns,"  \
+    "gradient_wait_ns,ssd_busy_ns,update_busy_ns,param_read,state_read,param_write,state_write,"   \
+    "commit_write,gradient_write,gradient_read\n"
+
+struct row {
+    enum lh_sim_preset preset;
+    enum lh_engine_schedule schedule;
+    uint64_t step_ns;
+    uint64_t compute_ns;
+    struct lh_sim_train_times times;
+    struct lh_engine_step_stats stats;
+    struct lh_sim_run_opts opts;
+    double cpu_s;
+};
+
+static const char *schedule_name(enum lh_engine_schedule schedule)
+{
+    static const char *const names[] = {"optimized", "serial", "naive", "deferred"};
+    return names[schedule];
+}
+
+static void row_run(struct row *row)
+{
+    static struct lh_sim_run run;
+    struct lh_alloc alloc = LH_ALLOC_INIT;
+    struct lh_sim_model model;
+    struct lh_error err = {0};
+    LH_CHECK(lh_sim_preset_make(row->preset, &alloc, &model, &row->opts, &err) == 0);
+    row->opts.schedule = row->schedule;
+    row->opts.step_last = STEP + 1;
+    clock_t before = clock();
+    int rc = lh_sim_run_init(&run, &row->opts, &alloc, &err);
+    enum lh_sim_end end = rc == 0 ? lh_sim_run_drive(&run, &err) : LH_SIM_END_FAILED;
+    if (end != LH_SIM_END_DONE)
+        fprintf(stderr, "%s\n", err.message);
+    LH_CHECK(end == LH_SIM_END_DONE);
+    row->cpu_s = (double)(clock() - before) / CLOCKS_PER_SEC / (STEP + 1);
+    row->times = run.train.times[STEP];
+    row->step_ns = run.train.times[STEP + 1].begin_ns - row->times.begin_ns;
+    row->stats = run.check.last[STEP];
+    LH_CHECK(row->stats.step == STEP);
+    LH_CHECK(run.plan_around_count == 0);
+    for (uint32_t i = 0; i < model.block_count; i++)
+        row->compute_ns += model.blocks[i].forward_ns + model.blocks[i].backward_ns;
+    lh_sim_run_deinit(&run);
+    lh_sim_model_deinit(&model);
+    LH_CHECK(alloc.live_count == 0);
+}
+
+static void row_print(const struct row *row, char *line)
+{
+    const struct lh_sim_train_times *times = &row->times;
+    int used = snprintf(line, LINE_BYTES_MAX,
+                        "%s,%s,%" PRIu64 ",%" PRIu64 ",%" PRIu64 ",%" PRIu64 ",%" PRIu64 ",%" PRIu64
+                        ",%" PRIu64 ",%" PRIu64 ",%" PRIu64,
+                        lh_sim_preset_name(row->preset), schedule_name(row->schedule),
+                        row->opts.host_bytes, row->step_ns, times->backward_ns - times->begin_ns,
+                        times->closed_ns - times->backward_ns, times->forward_wait_ns,
+                        times->backward_wait_ns, times->gradient_wait_ns, row->stats.ssd_busy_ns,
+                        row->stats.update_busy_ns);
+    for (uint32_t i = 0; i < LH_ENGINE_LINK_COUNT; i++)
+        used += snprintf(line + used, (size_t)(LINE_BYTES_MAX - used), ",%" PRIu64,
+                         row->stats.bytes[i]);
+    snprintf(line + used, (size_t)(LINE_BYTES_MAX - used), "\n");
+}
+
+/* No step is faster than what it computes, moves and updates at full speed. */
+static void bounds_check(const struct row *row)
+{
+    const struct lh_sim_machine *machine = &row->opts.machine;
+    const uint64_t *rates = machine->ssd.bytes_per_s;
+    const uint64_t *bytes = row->stats.bytes;
+    double read =
+        (double)bytes[LH_ENGINE_LINK_PARAM_READ] + (double)bytes[LH_ENGINE_LINK_STATE_READ];
+    double written =
+        (double)bytes[LH_ENGINE_LINK_PARAM_WRITE] + (double)bytes[LH_ENGINE_LINK_STATE_WRITE];
+    double ssd_s = (read / (double)rates[0] + written / (double)rates[1]) / machine->ssd_count;
+    if (machine->cap_bytes_per_s > 0 && (read + written) / (double)machine->cap_bytes_per_s > ssd_s)
+        ssd_s = (read + written) / (double)machine->cap_bytes_per_s;
+    double update_s = (double)row->stats.update_busy_ns / 1e9 / machine->worker_count;
+    printf("  %-10s %-9s %.3f s; compute %.3f, SSDs %.3f, updates %.3f; %.2f s to simulate\n",
+           lh_sim_preset_name(row->preset), schedule_name(row->schedule),
+           (double)row->step_ns / 1e9, (double)row->compute_ns / 1e9, ssd_s, update_s, row->cpu_s);
+    LH_CHECK(row->step_ns >= row->compute_ns);
+    LH_CHECK((double)row->step_ns / 1e9 >= ssd_s);
+    LH_CHECK((double)row->step_ns / 1e9 >= update_s);
+}
+
+/* Beside the folder of this file, wherever that is. */
+static FILE *golden_open(const char *mode)
+{
+    char path[4096];
+    const char *slash = strrchr(__FILE__, '/');
+    LH_CHECK(slash != NULL);
+    snprintf(path, sizeof(path), "%.*s/../golden/sim_steps.csv", (int)(slash - __FILE__), __FILE__);
+    FILE *file = fopen(path, mode);
+    LH_CHECK(file != NULL);
+    return file;
+}
+
+static void golden_check(FILE *file, const char *line)
+{
+    char expected[LINE_BYTES_MAX] = "";
+    LH_CHECK(fgets(expected, sizeof(expected), file) != NULL);
+    if (strcmp(expected, line) != 0)
+        fprintf(stderr, "expected %sfound    %s", expected, line);
+    LH_CHECK(strcmp(expected, line) == 0);
+}
+
+/*
+ * The engine looks through all chunks of all queued updates at each event, so a schedule that
+ * queues the large preset's all at once takes long to simulate: deferred is left out there, serial
+ * is for runs that are not quick, and sanitized programs time the small preset only.
+ */
+static bool has_row(const struct row *row)
+{
+    return row->preset == LH_SIM_PRESET_BALANCED || row->schedule != LH_ENGINE_SCHEDULE_DEFERRED;
+}
+
+static bool is_chosen(const struct row *row)
+{
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    return row->preset == LH_SIM_PRESET_BALANCED;
+#else
+    return row->preset == LH_SIM_PRESET_BALANCED || getenv("LH_TEST_FAST") == NULL ||
+           row->schedule != LH_ENGINE_SCHEDULE_SERIAL;
+#endif
+}
+
+int main(void)
+{
+    char line[LINE_BYTES_MAX];
+    bool writes = getenv("LH_GOLDEN_WRITE") != NULL;
+    FILE *golden = golden_open(writes ? "w" : "r");
+    lh_test_name("steps take the nanoseconds and the bytes that they took before");
+    if (writes)
+        fputs(HEAD, golden);
+    else
+        golden_check(golden, HEAD);
+    for (uint32_t preset = 0; preset < LH_SIM_PRESET_COUNT; preset++) {
+        for (uint32_t schedule = 0; schedule <= LH_ENGINE_SCHEDULE_DEFERRED; schedule++) {
+            struct row row = {.preset = (enum lh_sim_preset)preset,
+                              .schedule = (enum lh_engine_schedule)schedule};
+            if (!has_row(&row))
+                continue;
+            if (!is_chosen(&row)) {
+                LH_CHECK(!writes && fgets(line, sizeof(line), golden) != NULL);
+                continue;
+            }
+            row_run(&row);
+            bounds_check(&row);
+            row_print(&row, line);
+            if (writes)
+                fputs(line, golden);
+            else
+                golden_check(golden, line);
+            bool is_default = row.schedule == LH_ENGINE_SCHEDULE_OPTIMIZED;
+            LH_CHECK(!is_default || row.cpu_s < STEP_S_MAX);
+        }
+    }
+    fclose(golden);
+    return 0;
+}
