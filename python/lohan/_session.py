@@ -482,6 +482,7 @@ class Session:
     def resident(self, index: int) -> Iterator[None]:
         """The parameter has its real data inside the with."""
         self._check_whole()
+        self._engine.flush(False)  # who writes here must not reach an update that is being written
         scope = self._engine.scope([self.layout.params[index].unit])
         scope.enter()
         try:
