@@ -187,16 +187,17 @@ def _scope_of_modules(
     by_id = {id(m): (n, m) for n, m in blocks}
     found: dict[int, tuple[str, nn.Module]] = {}
 
-    def walk(module: nn.Module, scope: tuple[str, nn.Module] | None) -> None:
+    # A stack instead of a nested function: one that calls itself is a cycle, which would hold the
+    # model until the collector comes by.
+    left: list[tuple[nn.Module, tuple[str, nn.Module] | None]] = [(model, None)]
+    while left:
+        module, scope = left.pop()
         scope = by_id.get(id(module), scope)
         if scope is not None:
             if found.get(id(module)) == scope:
-                return
+                continue
             found.setdefault(id(module), scope)
-        for child in module.children():
-            walk(child, scope)
-
-    walk(model, None)
+        left.extend((child, scope) for child in reversed([*module.children()]))
     return found
 
 
