@@ -465,14 +465,16 @@ static bool is_any_active(const struct lh_engine *engine)
 static bool unit_pump(struct lh_engine *engine, struct lh_unit *unit, bool may_fetch, bool *moved)
 {
     const bool is_naive = engine->opts.schedule == LH_ENGINE_SCHEDULE_NAIVE;
+    /* The one chunk that may be here must not be of a unit that waits for another's room. */
+    const bool may_start = !is_naive || unit->state == LH_UNIT_STATE_UPDATING;
 
     for (uint32_t i = 0; i < unit->chunk_count; i++) {
         struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
         if (chunk->computed_step == lh_step_current(engine))
             continue;
         if (chunk->state == LH_CHUNK_STATE_IDLE) {
-            may_fetch =
-                may_fetch && (!is_naive || !is_any_active(engine)) && chunk_fetch(engine, chunk);
+            may_fetch = may_fetch && may_start && !(is_naive && is_any_active(engine)) &&
+                        chunk_fetch(engine, chunk);
             *moved |= may_fetch;
         }
         if (chunk->state == LH_CHUNK_STATE_LOADED && unit->spill_state == LH_SPILL_STATE_DONE &&
