@@ -84,10 +84,8 @@ enum lh_engine_schedule {
     LH_ENGINE_SCHEDULE_NAIVE,
     /* Each just ahead of its unit's next forward. */
     LH_ENGINE_SCHEDULE_DEFERRED,
-    /* Each unit by whichever keeps the SSD and the workers busy all the time. */
-    LH_ENGINE_SCHEDULE_AUTO,
 };
-#define LH_ENGINE_SCHEDULE_COUNT 5
+#define LH_ENGINE_SCHEDULE_COUNT 4
 
 struct lh_engine_opts {
     const struct lh_engine_unit *units; /* borrowed for the call */

@@ -112,6 +112,28 @@ def test_a_norm_that_is_not_finite_is_refused_and_the_step_can_be_forgotten(
         torch.testing.assert_close(state[name], value)
 
 
+def test_a_step_whose_gradients_wait_on_the_ssd_can_be_forgotten(store_dir: pathlib.Path) -> None:
+    def build() -> nn.Module:
+        return helper.build("gpt2", torch.bfloat16)
+
+    least = helper.host_bytes_min(build(), store_dir, schedule="deferred")
+    settings: dict[str, Any] = {"schedule": "deferred", "lr": 1e-2, "host_bytes": least}
+    states = []
+    for name, forgets in (("a", False), ("b", True)):
+        model = lohan.wrap(build(), store=store_dir / name, **settings)
+        assert model.lohan.budget["gradient_waiting_bytes"] == 0
+        for step in range(STEP_COUNT):
+            if forgets:
+                helper.language_loss(model, 10 + step).backward()
+                model.optimizer.zero_grad()
+            helper.language_loss(model, step).backward()
+            model.optimizer.step()
+        states.append(dict(model.state_dict()))
+        model.lohan.close()
+    for key, value in states[0].items():
+        assert torch.equal(states[1][key], value), key
+
+
 def test_schedules_that_update_in_backward_are_refused(store_dir: pathlib.Path) -> None:
     with pytest.raises(ModelError, match="'naive' updates before the norm"):
         lohan.wrap(Scaled(), store=store_dir / "s", max_grad_norm=1.0, schedule="naive")
