@@ -11,7 +11,7 @@ import pytest
 import torch
 import train_helper as helper
 from lohan.config import SCHEDULES_AT_STEP
-from lohan.errors import ModelError, StepError
+from lohan.errors import ChecksumError, ModelError, StepError
 from torch import nn
 
 STEP_COUNT = 4
@@ -132,6 +132,37 @@ def test_a_step_whose_gradients_wait_on_the_ssd_can_be_forgotten(store_dir: path
         model.lohan.close()
     for key, value in states[0].items():
         assert torch.equal(states[1][key], value), key
+
+
+def test_a_flipped_bit_in_a_gradient_that_waits_is_found_and_the_committed_step_is_whole(
+    store_dir: pathlib.Path,
+) -> None:
+    def build() -> nn.Module:
+        return helper.build("gpt2", torch.bfloat16)
+
+    least = helper.host_bytes_min(build(), store_dir, schedule="deferred")
+    settings: dict[str, Any] = {"schedule": "deferred", "lr": 1e-2, "host_bytes": least}
+    model = lohan.wrap(build(), store=store_dir / "s", **settings)
+    helper.language_loss(model, 0).backward()
+    model.optimizer.step()
+    model.lohan.flush()
+    data = store_dir / "s" / "lohan.data"
+    before = data.read_bytes()
+    helper.language_loss(model, 1).backward()
+    model.lohan.flush()
+    after = data.read_bytes()
+    place = next(i for i in range(len(after)) if after[i] != before[i])
+    with data.open("r+b") as file:
+        file.seek(place)
+        file.write(bytes([after[place] ^ 4]))
+    with pytest.raises(ChecksumError, match="gradients read from"):
+        model.optimizer.step()
+        model.lohan.flush()
+    with pytest.raises(ChecksumError):
+        model.lohan.close()
+    model = lohan.wrap(build(), store=store_dir / "s", resume=True, **settings)
+    assert model.lohan.step == 1
+    model.lohan.close()
 
 
 def test_schedules_that_update_in_backward_are_refused(store_dir: pathlib.Path) -> None:
