@@ -1,0 +1,221 @@
+"""What a session does around a forward: when one may begin, what it sees, how it ends."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan import _core
+from lohan._block import DTYPE_CODES, Layout
+from lohan._tensor import SavedTensors, has_saved_tensor_hooks, in_backward
+from lohan.errors import HollowParameterError, SecondBackwardError, UnsupportedError
+
+_FOLDER = f"{pathlib.Path(__file__).parent}{os.sep}"
+
+
+class ForwardRules:
+    """The part of a session that torch calls around every forward, as its base class.
+
+    What it has from the session is declared first.
+    """
+
+    layout: Layout
+    closed: bool
+    saved: SavedTensors
+    _engine: _core.Engine
+    _arrays: dict[torch.dtype, torch.Tensor]
+    _param_index: dict[int, int]
+    _backward: str
+
+    @property
+    def step(self) -> int:
+        """Closed steps."""
+        raise NotImplementedError
+
+    def check_open(self) -> None:
+        """Refuse to work for a closed session."""
+        raise NotImplementedError
+
+    def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
+        """The store, with the engine asleep."""
+        raise NotImplementedError
+
+    def _abort(self) -> None:
+        raise NotImplementedError
+
+    def _forward_init(self) -> None:
+        self._forward_depth = 0
+        self._begun: tuple[int, bool] | None = None
+        self._root_scopes: list[_core.Scope] = []
+        self._forward_frame: FrameType | None = None
+        self._autocast_cache = False
+        self._changed: set[int] = set()  # parameters, in place, inside a forward
+
+    def _root_enter(self, module: nn.Module, args: Any) -> None:
+        if in_backward():
+            return
+        if self._forward_is_alive():
+            self._forward_depth += 1
+            return
+        self._forward_begin(is_root=True)
+        entered = 0
+        try:
+            for scope in list(self._root_scopes):
+                scope.enter()
+                entered += 1
+        except BaseException:
+            for scope in reversed(self._root_scopes[:entered]):
+                scope.leave()
+            self._forward_end()
+            raise
+
+    def _root_leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._forward_depth == 0 or in_backward():
+            return
+        if self._forward_depth > 1:
+            self._forward_depth -= 1
+            return
+        for scope in reversed(self._root_scopes):
+            scope.leave()
+        self._forward_end()
+        if output is not None or sys.exc_info()[0] is None:
+            self._refuse_changed()
+
+    def _on_forward(self, begins: bool) -> bool:
+        """A block is called (or ends) outside the model's own forward: that is a forward, too."""
+        if not begins:
+            self._forward_end()
+            self._refuse_changed()
+            return False
+        self._forward_begin(is_root=False)
+        return True
+
+    def _on_again(self) -> bool:
+        """A parameter is needed: True in a backward, where a forward is computed again.
+
+        A reentrant checkpoint does that without hooks for saved tensors: ours make handles there,
+        too. autograd takes them off when the node that computes again is done.
+        """
+        if not in_backward():
+            return False
+        if not has_saved_tensor_hooks():
+            self.saved.enter()
+        return True
+
+    def _forward_begin(self, *, is_root: bool) -> None:
+        self.check_open()
+        if self._forward_depth > 0:
+            self._forward_drop()
+        if self._backward == "running":
+            self._abort()  # the last backward died: its step is forgotten
+        elif self._engine.status()["has_gradients"]:
+            raise SecondBackwardError(
+                "a forward after backward and before optimizer.step(): parameters are on their way"
+                " to the next step. Call model.optimizer.step() first; accumulating gradients over"
+                " several backwards is not supported yet"
+            )
+        self._check_hollow()
+        self._changed_drop()
+        grad = torch.is_grad_enabled()
+        if is_root or self._begun != (self.step, grad):
+            self._engine.begin(grad)
+            self._begun = (self.step, grad)
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+        if torch.is_autocast_enabled("cpu"):
+            # The cache would keep every weight's cast: the whole model, as activations.
+            torch.set_autocast_cache_enabled(False)
+            self._engine.autocast(torch.get_autocast_dtype("cpu") == torch.bfloat16)
+        self.saved.enter()
+        self._forward_depth = 1
+        self._forward_frame = _frame_outside()
+        self._engine.forward(True)
+
+    def _check_hollow(self) -> None:
+        """Refuse to go on where a hollow parameter was written: torch lets fill_() do that."""
+        for dtype, array in self._arrays.items():
+            if dtype not in DTYPE_CODES or bool(array.isnan().all()):
+                continue
+            index = int(array.isnan().logical_not().nonzero()[0])
+            array.fill_(float("nan"))
+            raise HollowParameterError(
+                f"parameter {self.layout.params[index].name!r} was written while it was not in"
+                " memory, which has no effect: write in a loop over model.named_parameters(), or"
+                " with model.load_state_dict()"
+            )
+
+    def _forward_end(self) -> None:
+        self._forward_depth = 0
+        self._forward_frame = None
+        self._engine.forward(False)
+        self._changed.update(self._engine.changed_take())
+        self.saved.leave()
+        self._engine.autocast(False)
+        torch.set_autocast_cache_enabled(self._autocast_cache)
+
+    def _refuse_changed(self) -> None:
+        if self._changed:
+            raise UnsupportedError(
+                f"parameter {self.layout.params[min(self._changed)].name!r} was changed in place"
+                " inside a forward, and such a change is lost when its block leaves memory (where"
+                " its last update was still being written, it is a ChecksumError of the block):"
+                " change parameters between steps, in a loop over model.named_parameters() or with"
+                " model.load_state_dict()"
+            )
+
+    def _changed_drop(self) -> None:
+        """Forget what a forward changed in place: the store has the values."""
+        if not self._changed:
+            return
+        changed, self._changed = self._changed, set()
+        try:
+            with self.exclusive(sorted({self.layout.params[i].unit for i in changed})):
+                pass
+        except BaseException:
+            self._changed = changed
+            raise
+
+    def _forward_is_alive(self) -> bool:
+        """A forward is open, and its call is on the stack. torch skips hooks after a Ctrl-C."""
+        if self._forward_depth == 0:
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self._forward_frame:
+            frame = frame.f_back
+        return frame is not None
+
+    def _forward_drop(self) -> None:
+        """Undo a forward that died without its hooks."""
+        self._engine.scopes_drop()
+        self._forward_end()
+
+    def make_resident(self, tensors: Sequence[nn.Parameter]) -> bool:
+        """Hollow parameters are arguments of an operation: bring them in if a forward runs.
+
+        They stay to the next operation of the kind, or to where a scope begins or ends. False:
+        there is no forward, nor one that is computed again in backward.
+        """
+        is_alive = self._forward_is_alive()
+        if self.closed or (not is_alive and not in_backward()):
+            return False
+        params = [self.layout.params[self._param_index[id(tensor)]] for tensor in tensors]
+        scope = self._engine.scope(sorted({param.unit for param in params}))
+        if not is_alive:
+            return bool(scope.read())
+        scope.hold()
+        return True
+
+
+def _frame_outside() -> FrameType | None:
+    """The frame that called into lohan: on the stack as long as the module's call runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_FOLDER):
+        frame = frame.f_back
+    return frame
