@@ -22,13 +22,14 @@ int lh_residency_init(struct lh_residency *state, struct lh_alloc *alloc,
                          err));
     state->units = units;
     state->unit_count = unit_count;
+    state->is_old = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->is_old));
     state->offsets = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->offsets));
     state->use_counts = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->use_counts));
     state->open_uses = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->open_uses));
     state->next_uses = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->next_uses));
     state->first_uses = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->first_uses));
-    if (!state->offsets || !state->use_counts || !state->open_uses || !state->next_uses ||
-        !state->first_uses) {
+    if (!state->is_old || !state->offsets || !state->use_counts || !state->open_uses ||
+        !state->next_uses || !state->first_uses) {
         lh_residency_deinit(state, alloc);
         return lh_error_set(err, -ENOMEM, "no memory for the residency plan of %u units",
                             unit_count);
@@ -45,6 +46,7 @@ void lh_residency_deinit(struct lh_residency *state, struct lh_alloc *alloc)
     lh_free(alloc, state->open_uses);
     lh_free(alloc, state->use_counts);
     lh_free(alloc, state->offsets);
+    lh_free(alloc, state->is_old);
     if (state->range.holes)
         lh_range_deinit(&state->range, alloc);
     memset(state, 0, sizeof(*state));
@@ -55,14 +57,16 @@ void lh_residency_copy(struct lh_residency *target, const struct lh_residency *s
     LH_ASSERT(target->units == source->units && target->unit_count == source->unit_count);
     uint64_t count = source->unit_count;
     lh_range_copy(&target->range, &source->range);
+    memcpy(target->is_old, source->is_old, count * sizeof(*source->is_old));
     memcpy(target->offsets, source->offsets, count * sizeof(*source->offsets));
     memcpy(target->use_counts, source->use_counts, count * sizeof(*source->use_counts));
     memcpy(target->open_uses, source->open_uses, count * sizeof(*source->open_uses));
 }
 
-static bool is_use_begin(const struct lh_residency_event *event)
+static bool is_use_begin(const struct lh_residency *state, const struct lh_residency_event *event)
 {
-    return event->kind == LH_RESIDENCY_EVENT_BEGIN || event->kind == LH_RESIDENCY_EVENT_UPDATE;
+    return event->kind == LH_RESIDENCY_EVENT_BEGIN ||
+           (event->kind == LH_RESIDENCY_EVENT_UPDATE && !state->has_copies);
 }
 
 /*
@@ -74,7 +78,7 @@ static uint64_t next_use_find(const struct lh_residency *state,
                               uint64_t after, uint32_t unit, bool cyclic)
 {
     for (uint64_t i = after + 1; i < event_count; i++) {
-        if (events[i].unit == unit && is_use_begin(&events[i]))
+        if (events[i].unit == unit && is_use_begin(state, &events[i]))
             return i;
     }
     if (!cyclic || state->first_uses[unit] == NEVER)
@@ -92,10 +96,14 @@ static void next_uses_start(struct lh_residency *state, const struct lh_residenc
         state->first_uses[i] = NEVER;
     for (uint64_t i = event_count; i-- > 0;) {
         LH_ASSERT(events[i].unit < state->unit_count);
-        if (is_use_begin(&events[i]))
+        if (is_use_begin(state, &events[i]))
             state->first_uses[events[i].unit] = i;
     }
     memcpy(state->next_uses, state->first_uses, state->unit_count * sizeof(*state->next_uses));
+    for (uint32_t i = 0; i < state->unit_count; i++) {
+        if (state->is_old[i])
+            state->next_uses[i] = NEVER;
+    }
 }
 
 /*
@@ -119,20 +127,38 @@ struct op_list {
     struct lh_residency_op *ops;
     uint64_t count;
     uint64_t max;
+    uint64_t event; /* what the ops that are added are for */
 };
 
 static int op_add(struct op_list *list, struct lh_residency_op op, struct lh_error *err)
 {
     if (list->count == list->max)
         return lh_error_set(err, -E2BIG, "the plan needs more than %" PRIu64 " ops", list->max);
+    op.event = list->event;
     list->ops[list->count++] = op;
     return 0;
 }
 
-static int load_plan(struct lh_residency *state, uint64_t event_index, uint32_t unit,
-                     struct op_list *list, struct lh_error *err)
+static int evict_plan(struct lh_residency *state, uint32_t victim, struct op_list *list,
+                      struct lh_error *err)
+{
+    LH_TRY(op_add(list,
+                  (struct lh_residency_op){.kind = LH_RESIDENCY_OP_EVICT,
+                                           .unit = victim,
+                                           .uses_before = state->use_counts[victim]},
+                  err));
+    lh_range_release(&state->range, state->offsets[victim], state->units[victim].bytes);
+    state->offsets[victim] = LH_RESIDENCY_ABSENT;
+    state->is_old[victim] = false;
+    return 0;
+}
+
+static int load_plan(struct lh_residency *state, uint32_t unit, struct op_list *list,
+                     struct lh_error *err)
 {
     uint64_t bytes = state->units[unit].bytes;
+    if (state->is_old[unit])
+        LH_TRY(evict_plan(state, unit, list, err));
     while (!lh_range_has(&state->range, bytes)) {
         uint32_t victim = victim_find(state);
         if (victim == state->unit_count)
@@ -140,14 +166,8 @@ static int load_plan(struct lh_residency *state, uint64_t event_index, uint32_t 
                 err, -ENOSPC,
                 "use %" PRIu64 " needs %" PRIu64 " bytes in one piece for unit %u; %" PRIu64
                 " of %" PRIu64 " are free and everything else is in use",
-                event_index, bytes, unit, state->range.free_bytes, state->range.total_bytes);
-        LH_TRY(op_add(list,
-                      (struct lh_residency_op){.kind = LH_RESIDENCY_OP_EVICT,
-                                               .unit = victim,
-                                               .uses_before = state->use_counts[victim]},
-                      err));
-        lh_range_release(&state->range, state->offsets[victim], state->units[victim].bytes);
-        state->offsets[victim] = LH_RESIDENCY_ABSENT;
+                list->event, bytes, unit, state->range.free_bytes, state->range.total_bytes);
+        LH_TRY(evict_plan(state, victim, list, err));
     }
     state->offsets[unit] = lh_range_acquire(&state->range, bytes);
     LH_ASSERT(state->offsets[unit] != LH_RANGE_NONE);
@@ -155,6 +175,16 @@ static int load_plan(struct lh_residency *state, uint64_t event_index, uint32_t 
                   (struct lh_residency_op){
                       .kind = LH_RESIDENCY_OP_LOAD, .unit = unit, .offset = state->offsets[unit]},
                   err);
+}
+
+/* It counts, so that an eviction can wait for it. Of old copies the one that is so longest goes. */
+static void copy_make_old(struct lh_residency *state, uint32_t unit, uint64_t event)
+{
+    state->use_counts[unit]++;
+    if (state->offsets[unit] == LH_RESIDENCY_ABSENT)
+        return;
+    state->is_old[unit] = true;
+    state->next_uses[unit] = NEVER - 1 - event;
 }
 
 int64_t lh_residency_plan(struct lh_residency *state, const struct lh_residency_event *events,
@@ -172,9 +202,14 @@ int64_t lh_residency_plan(struct lh_residency *state, const struct lh_residency_
                 state->open_uses[unit]--;
             continue;
         }
-        if (state->offsets[unit] == LH_RESIDENCY_ABSENT) {
+        if (events[i].kind == LH_RESIDENCY_EVENT_UPDATE && state->has_copies) {
+            copy_make_old(state, unit, i);
+            continue;
+        }
+        if (state->offsets[unit] == LH_RESIDENCY_ABSENT || state->is_old[unit]) {
             *failed_event_out = i;
-            LH_TRY(load_plan(state, i, unit, &list, err));
+            list.event = i;
+            LH_TRY(load_plan(state, unit, &list, err));
             loaded_bytes += state->units[unit].bytes;
         }
         if (events[i].kind == LH_RESIDENCY_EVENT_NEED)

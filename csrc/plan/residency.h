@@ -13,6 +13,9 @@
  * needs it. Uses are counted per unit and absolutely (since the engine started), so that an
  * eviction can say "after v's 7th use".
  *
+ * A region of copies (an accelerator's memory) holds bytes that are updated elsewhere: an update
+ * leaves a copy old. It is the first to go, and is loaded anew before the next use.
+ *
  * Invariants:
  *  1. Ops, executed in order, never hold more than the region, and never evict a unit inside a use.
  *  2. Every begin finds its unit resident when the ops up to it were executed.
@@ -34,8 +37,11 @@
 enum lh_residency_event_kind {
     LH_RESIDENCY_EVENT_BEGIN = 0,
     LH_RESIDENCY_EVENT_END = 1,
-    LH_RESIDENCY_EVENT_UPDATE =
-        2, /* a use that begins and ends at once: the engine itself waits for the update */
+    /*
+     * A use that begins and ends at once: the engine itself waits for the update. In a region of
+     * copies it is no use; it leaves the copy old.
+     */
+    LH_RESIDENCY_EVENT_UPDATE = 2,
     LH_RESIDENCY_EVENT_NEED =
         3, /* must be resident here for a use that was counted before; not counted again */
 };
@@ -55,6 +61,7 @@ struct lh_residency_op {
     uint32_t unit;
     uint64_t offset;      /* LOAD: where in the region */
     uint64_t uses_before; /* EVICT: the unit's uses that must have begun (and ended) by then */
+    uint64_t event;       /* the event that it is for */
 };
 
 struct lh_residency_unit {
@@ -66,6 +73,8 @@ struct lh_residency {
     struct lh_range range;
     const struct lh_residency_unit *units; /* borrowed until deinit */
     uint32_t unit_count;
+    bool has_copies;      /* see above */
+    bool *is_old;         /* of copies: resident, and updated since */
     uint64_t *offsets;    /* LH_RESIDENCY_ABSENT: not resident */
     uint64_t *use_counts; /* begins so far */
     uint32_t *open_uses;  /* begun and not ended */
@@ -74,7 +83,8 @@ struct lh_residency {
 };
 
 /*
- * An empty region of region_bytes. units is borrowed until deinit.
+ * An empty region of region_bytes; set has_copies where what is in it is updated elsewhere. units
+ * is borrowed until deinit.
  *
  * Errors: -ENOMEM, -EINVAL (a unit of 0 bytes or larger than the region: named with both numbers).
  */

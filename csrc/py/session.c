@@ -266,8 +266,8 @@ static int dict_set(PyObject *dict, const char *name, uint64_t value)
 static int dict_set_links(PyObject *dict, const char *prefix, const uint64_t *bytes)
 {
     static const char *const names[LH_ENGINE_LINK_COUNT] = {
-        "param_read",   "state_read",     "param_write",  "state_write",
-        "commit_write", "gradient_write", "gradient_read"};
+        "param_read",     "state_read",    "param_write", "state_write", "commit_write",
+        "gradient_write", "gradient_read", "copy_in",     "copy_out"};
     for (int i = 0; i < LH_ENGINE_LINK_COUNT; i++) {
         char name[64];
         PyOS_snprintf(name, sizeof(name), "%s%s_bytes", prefix, names[i]);
@@ -300,6 +300,8 @@ PyObject *lhpy_engine_stats(PyObject *object, PyObject *args)
         {"commit_ns", stats.commit_ns},
         {"gradient_bytes_max", stats.gradient_bytes_max},
         {"updated_params", stats.updated_params},
+        {"copy_in_ns", stats.copy_busy_ns[LH_DEV_DIRECTION_IN]},
+        {"copy_out_ns", stats.copy_busy_ns[LH_DEV_DIRECTION_OUT]},
     };
     PyObject *dict = PyDict_New();
     int rc = dict ? 0 : -1;

@@ -80,6 +80,34 @@ int lh_engine_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     return 0;
 }
 
+void lh_engine_stream_set(struct lh_engine *engine, void *stream)
+{
+    atomic_store(&engine->stream, stream);
+}
+
+/* What the stream is given from here on comes behind the unit's copy. 1, or -errno. */
+static int arrival_wait(struct lh_engine *engine, struct lh_unit *unit)
+{
+    struct lh_error err = {0};
+    if (!engine->dev || !engine->dev->ops->is_ordered)
+        return 1;
+    int rc = engine->dev->ops->wait(engine->dev, unit->arrived, atomic_load(&engine->stream), &err);
+    if (rc == 0)
+        return 1;
+    lh_device_fail(engine, &err, "waiting for a unit's copy");
+    return fail_code(engine);
+}
+
+/* fence passes when all that was computed so far is done. */
+static void fence_record(struct lh_engine *engine, struct lh_dev_fence *fence)
+{
+    struct lh_error err = {0};
+    if (!engine->dev || !engine->dev->ops->is_ordered)
+        return;
+    if (engine->dev->ops->record(engine->dev, fence, atomic_load(&engine->stream), &err) < 0)
+        lh_device_fail(engine, &err, "the end of a computation");
+}
+
 int lh_engine_acquire(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
@@ -94,7 +122,7 @@ int lh_engine_acquire(struct lh_engine *engine, uint32_t index)
             continue;
         if ((word & ~LH_UNIT_READY_BIT) == 0)
             post(engine, LH_MESSAGE_USE, index, 0, 0);
-        return 1;
+        return arrival_wait(engine, unit);
     }
     post(engine, LH_MESSAGE_ACQUIRE, index, 0, 0);
     return 0;
@@ -117,12 +145,14 @@ int lh_engine_acquire_wait(struct lh_engine *engine, uint32_t index, int timeout
     uint64_t start = lh_engine_now(engine);
     int rc = wait_until(engine, grant_take, index, timeout_ms);
     post(engine, LH_MESSAGE_WAITED, index, start, lh_engine_now(engine));
-    return rc;
+    return rc == 1 ? arrival_wait(engine, &engine->units[index]) : rc;
 }
 
 uint8_t *lh_engine_address(const struct lh_engine *engine, uint32_t unit)
 {
     LH_ASSERT(unit < engine->opts.unit_count);
+    if (engine->dev)
+        return engine->opts.device_memory + engine->units[unit].copy_offset;
     return engine->region + engine->units[unit].offset;
 }
 
@@ -136,6 +166,8 @@ void lh_engine_pin(struct lh_engine *engine, uint32_t index)
 void lh_engine_unpin(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
+    /* Before the pin goes: at 0 the engine may give the place away. */
+    fence_record(engine, unit->released);
     uint32_t before = atomic_fetch_sub(&unit->word, 1);
     LH_ASSERT((before & ~LH_UNIT_READY_BIT) > 0);
     if ((before & ~LH_UNIT_READY_BIT) == 1)
@@ -210,11 +242,15 @@ int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gra
         return fail_code(engine);
     if (engine->units[engine->params[param].unit].desc.elements == 0)
         return -EINVAL;
+    const struct lh_unit *unit = &engine->units[engine->params[param].unit];
+    if (engine->dev && lh_dtype_bytes(dtype) > lh_dtype_bytes(unit->desc.dtype))
+        return -EINVAL;
     if (engine->gradient_steps[param] == engine->open_step)
         return -EALREADY;
     engine->gradient_steps[param] = engine->open_step;
     engine->units[engine->params[param].unit].gradient_step = engine->open_step;
     atomic_store(&engine->gradients[param].is_held, true);
+    fence_record(engine, engine->gradients[param].is_computed);
     post(engine, LH_MESSAGE_GRADIENT, param, (uint64_t)(uintptr_t)gradient, dtype);
     return 0;
 }
@@ -357,7 +393,8 @@ void lh_engine_invalidate(struct lh_engine *engine, uint32_t index)
     lh_update_forget_unit(engine, index);
     if (unit->state == LH_UNIT_STATE_READY)
         lh_unit_forget(engine, index);
-    lh_unit_prediction_forget(engine);
+    lh_device_forget(engine, unit);
+    lh_region_forget(engine);
 }
 
 void lh_engine_resume(struct lh_engine *engine)

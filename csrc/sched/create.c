@@ -6,17 +6,11 @@
 
 #include "sched/engine_private.h"
 
-/*
- * Uses of a cycle that are remembered, a unit: forward, backward and update take five; the rest is
- * for shared modules.
- */
-#define EVENTS_PER_UNIT 16
-#define EVENTS_MIN 4096
-
 static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err)
 {
     const struct lh_budget *budget = opts->budget;
-    uint64_t needed = budget->region_bytes + budget->slab_count * budget->slab_bytes;
+    uint64_t needed = budget->region_bytes + budget->slab_count * budget->slab_bytes +
+                      (opts->dev ? budget->gradient_bytes : 0);
     if (opts->unit_count == 0 || opts->group_count == 0)
         return lh_error_set(err, -EINVAL, "an engine needs units and a group");
     if ((uint32_t)opts->schedule >= LH_ENGINE_SCHEDULE_COUNT)
@@ -29,6 +23,8 @@ static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err
         return lh_error_set(err, -EINVAL,
                             "memory_bytes %" PRIu64 " is below the %" PRIu64 " of the budget",
                             opts->memory_bytes, needed);
+    if (opts->dev && (!opts->device_memory || opts->copy_count == 0))
+        return lh_error_set(err, -EINVAL, "a device needs memory and copies");
     if (opts->io_depth == 0 || opts->transfer_bytes == 0 ||
         !lh_is_aligned(opts->transfer_bytes, LH_CHECKSUM_BYTES))
         return lh_error_set(err, -EINVAL,
@@ -64,7 +60,6 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
     engine->spill_queue = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
     engine->deferred = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
     engine->predicted_updates = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
-    engine->plan_units = lh_alloc_zeroed(alloc, units, sizeof(*engine->plan_units));
     engine->hypers[0] = lh_alloc_zeroed(alloc, opts->group_count, sizeof(struct lh_adam_hyper));
     engine->hypers[1] = lh_alloc_zeroed(alloc, opts->group_count, sizeof(struct lh_adam_hyper));
     engine->requests =
@@ -78,8 +73,8 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
     }
     if (!engine->units || !engine->params || !engine->param_steps || !engine->gradient_steps ||
         !engine->gradients || !engine->update_queue || !engine->predicted_updates ||
-        !engine->spill_queue || !engine->deferred || !engine->plan_units || !engine->hypers[0] ||
-        !engine->hypers[1] || !engine->requests || !engine->commit_requests)
+        !engine->spill_queue || !engine->deferred || !engine->hypers[0] || !engine->hypers[1] ||
+        !engine->requests || !engine->commit_requests)
         return lh_error_set(err, -ENOMEM, "no memory for the tables of %u units", units);
     memcpy(engine->params, opts->params, opts->param_count * sizeof(*engine->params));
     for (uint32_t i = 0; i < units; i++) {
@@ -88,8 +83,6 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
         engine->units[i].is_predicted = opts->units[i].elements > 0;
         engine->units[i].is_deferred = engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL ||
                                        engine->opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED;
-        engine->plan_units[i] = (struct lh_residency_unit){.bytes = opts->units[i].bytes,
-                                                           .always = opts->units[i].always};
     }
     for (uint32_t i = 0; i < 4 * opts->io_depth; i++) {
         engine->requests[i].engine = engine;
@@ -97,35 +90,6 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
         engine->free_requests = &engine->requests[i];
     }
     return 0;
-}
-
-static int plan_create(struct lh_engine *engine, struct lh_error *err)
-{
-    struct lh_alloc *alloc = engine->alloc;
-    uint32_t units = engine->opts.unit_count;
-    engine->event_max = lh_max_u64(EVENTS_MIN, (uint64_t)units * EVENTS_PER_UNIT);
-    /*
-     * A load an event, each with the evictions of what an earlier load put there; and what waits of
-     * the plan before.
-     */
-    engine->op_max = 2 * (2 * engine->event_max + units);
-    struct lh_event_list *lists[] = {&engine->recorded[0], &engine->recorded[1], &engine->recording,
-                                     &engine->predicted};
-    for (size_t i = 0; i < LH_COUNT_OF(lists); i++) {
-        lists[i]->events =
-            lh_alloc_zeroed(alloc, engine->event_max, sizeof(struct lh_residency_event));
-        if (!lists[i]->events)
-            return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " events",
-                                engine->event_max);
-    }
-    engine->ops = lh_alloc_zeroed(alloc, engine->op_max, sizeof(*engine->ops));
-    engine->op_steps = lh_alloc_zeroed(alloc, engine->op_max, sizeof(*engine->op_steps));
-    if (!engine->ops || !engine->op_steps)
-        return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " ops", engine->op_max);
-    LH_TRY(lh_residency_init(&engine->plan, alloc, engine->plan_units, units,
-                             engine->budget.region_bytes, err));
-    return lh_residency_init(&engine->plan_before, alloc, engine->plan_units, units,
-                             engine->budget.region_bytes, err);
 }
 
 static int chunks_create(struct lh_engine *engine, struct lh_error *err)
@@ -146,6 +110,7 @@ static int chunks_create(struct lh_engine *engine, struct lh_error *err)
             engine->chunks[index] = (struct lh_chunk){
                 .unit = i,
                 .slab = LH_CHUNK_NONE,
+                .block = LH_BLOCK_NONE,
                 .first = first,
                 .count = lh_min_u64(elements_max, unit->desc.elements - first),
                 .is_kept = index < engine->budget.kept_chunk_count,
@@ -270,6 +235,7 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
     engine->store = opts->store;
     engine->io = opts->io;
     engine->exec = opts->exec;
+    engine->dev = opts->dev;
     engine->waker = opts->waker;
     engine->clock = opts->clock;
     engine->region = opts->memory;
@@ -281,11 +247,13 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
     if (rc == 0)
         rc = tables_create(engine, opts, err);
     if (rc == 0)
-        rc = plan_create(engine, err);
+        rc = lh_region_create_all(engine, err);
     if (rc == 0)
         rc = chunks_create(engine, err);
     if (rc == 0)
         rc = slabs_create(engine, err);
+    if (rc == 0)
+        rc = lh_device_create(engine, err);
     if (rc == 0)
         rc = resume(engine, err);
     if (rc == 0)
@@ -322,30 +290,12 @@ static void tables_destroy(struct lh_engine *engine)
             lh_free(alloc, engine->slabs[i].expected[j]);
     }
     void *const tables[] = {
-        engine->units,
-        engine->params,
-        engine->param_steps,
-        engine->gradient_steps,
-        engine->gradients,
-        engine->update_queue,
-        engine->deferred,
-        engine->spill_queue,
-        engine->predicted_updates,
-        engine->plan_units,
-        engine->hypers[0],
-        engine->hypers[1],
-        engine->requests,
-        engine->commit_requests,
-        engine->trace,
-        engine->ops,
-        engine->op_steps,
-        engine->chunks,
-        engine->slabs,
-        engine->scalars,
-        engine->recorded[0].events,
-        engine->recorded[1].events,
-        engine->recording.events,
-        engine->predicted.events,
+        engine->units,           engine->params,      engine->param_steps,
+        engine->gradient_steps,  engine->gradients,   engine->update_queue,
+        engine->deferred,        engine->spill_queue, engine->predicted_updates,
+        engine->hypers[0],       engine->hypers[1],   engine->requests,
+        engine->commit_requests, engine->trace,       engine->chunks,
+        engine->slabs,           engine->scalars,
     };
     for (size_t i = 0; i < LH_COUNT_OF(tables); i++)
         lh_free(alloc, tables[i]);
@@ -357,11 +307,9 @@ void lh_engine_destroy(struct lh_engine *engine)
         return;
     lh_engine_stop(engine);
     struct lh_alloc *alloc = engine->alloc;
+    lh_device_destroy(engine);
     tables_destroy(engine);
-    if (engine->plan.units)
-        lh_residency_deinit(&engine->plan, alloc);
-    if (engine->plan_before.units)
-        lh_residency_deinit(&engine->plan_before, alloc);
+    lh_region_destroy_all(engine);
     if (engine->inbox.cells)
         lh_ring_deinit(&engine->inbox, alloc);
     pthread_cond_destroy(&engine->shared.changed);

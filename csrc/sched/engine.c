@@ -130,6 +130,7 @@ static bool failed_poll(struct lh_engine *engine)
     engine->io_in_flight -= io_count;
     engine->jobs_in_flight -= job_count;
     bool moved = io_count + job_count > 0;
+    moved |= lh_device_poll(engine);
     while (lh_ring_pop(&engine->inbox, &message))
         moved = true;
     return moved;
@@ -141,11 +142,13 @@ bool lh_engine_poll(struct lh_engine *engine)
         return failed_poll(engine);
     bool moved = inbox_pump(engine);
     moved |= lh_transfer_poll(engine);
+    moved |= lh_device_poll(engine);
     if (!atomic_load(&engine->failed))
         moved |= lh_job_poll(engine);
     if (atomic_load(&engine->failed))
         return true;
     moved |= lh_unit_pump(engine);
+    moved |= lh_device_pump(engine);
     moved |= lh_update_pump(engine);
     moved |= lh_norm_pump(engine);
     moved |= lh_transfer_pump(engine);
@@ -156,7 +159,9 @@ bool lh_engine_poll(struct lh_engine *engine)
 /* Somebody waits for a unit, and nothing under way can make room for it. */
 static bool is_stuck(const struct lh_engine *engine)
 {
-    if (engine->io_in_flight + engine->jobs_in_flight + engine->commit_in_flight > 0)
+    if (engine->io_in_flight + engine->jobs_in_flight + engine->commit_in_flight +
+            engine->copies_in_flight >
+        0)
         return false;
     bool is_awaited = atomic_load(&engine->waiting) > 0;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
@@ -236,7 +241,7 @@ void *lh_engine_thread_run(void *context)
         uint64_t quiet_ns = stuck ? now - quiet_since_ns : 0;
         if (quiet_ns > PLAN_AROUND_AFTER_MS * NS_PER_MS && !is_planned_around) {
             is_planned_around = true;
-            lh_unit_plan_around(engine);
+            lh_region_plan_around(engine);
             lh_waker_cancel(engine->waker);
             continue;
         }
@@ -246,7 +251,7 @@ void *lh_engine_thread_run(void *context)
     }
     /* Take back what is in flight: its buffers are about to be freed. */
     atomic_store(&engine->failed, true);
-    while (engine->io_in_flight + engine->jobs_in_flight > 0) {
+    while (engine->io_in_flight + engine->jobs_in_flight + engine->copies_in_flight > 0) {
         lh_waker_prepare(engine->waker);
         if (failed_poll(engine))
             lh_waker_cancel(engine->waker);

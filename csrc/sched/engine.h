@@ -28,6 +28,7 @@
 #include "base/error.h"
 #include "base/waker.h"
 #include "compute/adam.h"
+#include "dev/dev.h"
 #include "exec/exec.h"
 #include "io/io.h"
 #include "plan/budget.h"
@@ -102,6 +103,14 @@ struct lh_engine_opts {
     struct lh_exec *exec; /* its queue holds 4 * io_depth jobs, and one a slab and a unit */
     struct lh_waker *waker;
     struct lh_clock clock;
+    /*
+     * The accelerator that computes (borrowed until destroy), and its memory for parameters. NULL:
+     * computation is in main memory. With one, memory has budget's gradient bytes behind the slabs.
+     */
+    struct lh_dev *dev;
+    uint8_t *device_memory;
+    uint64_t device_bytes;
+    uint32_t copy_count;     /* that dev takes at once */
     uint32_t io_depth;       /* requests in flight */
     uint64_t transfer_bytes; /* of one request at most; multiple of LH_CHECKSUM_BYTES */
     uint64_t commit_every;   /* steps; LH_ENGINE_COMMIT_NEVER: only when asked to */
@@ -146,13 +155,19 @@ int lh_engine_begin(struct lh_engine *engine, enum lh_engine_mode mode) LH_MUST_
 int lh_engine_acquire(struct lh_engine *engine, uint32_t unit) LH_MUST_CHECK;
 /* Waits. 1: resident and pinned; 0: timeout_ms passed, call again; -errno. */
 int lh_engine_acquire_wait(struct lh_engine *engine, uint32_t unit, int timeout_ms) LH_MUST_CHECK;
-/* Valid while pinned. Thread: any. */
+/* Where computation reads the unit. Valid while pinned. Thread: any. */
 uint8_t *lh_engine_address(const struct lh_engine *engine, uint32_t unit);
 /* One more pin on a pinned unit (a lend). Thread: any. */
 void lh_engine_pin(struct lh_engine *engine, uint32_t unit);
 /* The last one ends the use. Thread: any, without the GIL. */
 void lh_engine_unpin(struct lh_engine *engine, uint32_t unit);
 uint32_t lh_engine_pin_count(const struct lh_engine *engine, uint32_t unit);
+
+/*
+ * The accelerator's stream that computation is given to from here on: what is acquired is ordered
+ * with it. Thread: any.
+ */
+void lh_engine_stream_set(struct lh_engine *engine, void *stream);
 
 /* See [Note: pins and handles]. drop: any thread. */
 void lh_engine_handle_add(struct lh_engine *engine, uint32_t unit);
@@ -168,7 +183,8 @@ int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
 
 /*
  * param's gradient, after lh_engine_over_wait() said 1 in this step: contiguous, in param's order,
- * borrowed until lh_engine_gradient_is_consumed(). dtype F32 or BF16.
+ * borrowed until lh_engine_gradient_is_consumed(). dtype F32 or BF16; with an accelerator in its
+ * memory, and no wider than the parameter's.
  *
  * Errors: -EALREADY (the open step has one already), -EINVAL (frozen), the engine's error. Does not
  *         wait.
@@ -239,6 +255,8 @@ enum lh_engine_link {
     LH_ENGINE_LINK_COMMIT_WRITE,
     LH_ENGINE_LINK_GRADIENT_WRITE, /* that wait for the close (spill.c), and come back */
     LH_ENGINE_LINK_GRADIENT_READ,
+    LH_ENGINE_LINK_COPY_IN,  /* to the accelerator: parameters */
+    LH_ENGINE_LINK_COPY_OUT, /* from it: gradients */
     LH_ENGINE_LINK_COUNT,
 };
 
@@ -259,6 +277,7 @@ struct lh_engine_step_stats {
     uint64_t close_wait_ns;    /* in lh_engine_close */
     uint64_t ssd_busy_ns;      /* at least one request in flight */
     uint64_t update_busy_ns;   /* sum over workers */
+    uint64_t copy_busy_ns[LH_DEV_DIRECTION_COUNT];
     uint64_t commit_ns;
     uint64_t gradient_bytes_max; /* held at once by updates under way and by complete units */
     uint64_t updated_params;
@@ -278,6 +297,8 @@ enum lh_engine_trace_kind {
     LH_ENGINE_TRACE_WAIT,
     LH_ENGINE_TRACE_GRADIENT_READ,
     LH_ENGINE_TRACE_GATHER,
+    LH_ENGINE_TRACE_COPY_IN,
+    LH_ENGINE_TRACE_COPY_OUT,
 };
 
 struct lh_engine_trace_event {

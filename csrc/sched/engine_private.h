@@ -28,7 +28,9 @@
  *    +--[ABORT message]--> ABORTING --[nothing in flight]--> OPEN, the same step again
  *
  * What holds:
- *  1. word has LH_UNIT_READY_BIT exactly while state is READY; pins are 0 in every other state.
+ *  1. word has LH_UNIT_READY_BIT exactly while the bytes that computation reads are there: while
+ *     state is READY; with an accelerator (device.c) while the copy is and is not old. Pins are 0
+ *     else.
  *  2. The bytes of a READY unit equal the read slot of its extents, or are newer and being written
  *     (chunks in WRITING).
  *  3. No chunk computes for step t+1 before step t is over (written, committed if due):
@@ -52,6 +54,8 @@
 
 #define LH_UNIT_READY_BIT UINT32_C(0x80000000)
 #define LH_CHUNK_NONE UINT32_MAX
+#define LH_BLOCK_NONE UINT32_MAX
+#define LH_PARAM_NONE UINT32_MAX
 #define LH_SLAB_TRANSFER_COUNT 4
 /* R, M, V, in a slab's order. */
 #define LH_STATE_ARRAY_COUNT 3
@@ -62,6 +66,13 @@ enum lh_unit_state {
     LH_UNIT_STATE_LOADING,
     LH_UNIT_STATE_READY,
     LH_UNIT_STATE_UPDATING,
+};
+
+/* Of a unit's copy on the accelerator (device.c). */
+enum lh_copy_state {
+    LH_COPY_STATE_ABSENT = 0,
+    LH_COPY_STATE_COPYING,
+    LH_COPY_STATE_READY,
 };
 
 enum lh_spill_state {
@@ -158,11 +169,22 @@ struct lh_unit {
     uint64_t asked_step;
     enum lh_unit_state state;
     uint64_t offset;    /* in the region, while not ABSENT */
-    uint64_t use_count; /* begins, absolute */
+    uint64_t use_count; /* of main memory's bytes: begins, absolute */
     bool use_is_open;
     uint64_t use_started_ns;
     uint32_t waiter_count;
     struct lh_transfer load;
+    /* With an accelerator: */
+    enum lh_copy_state copy_state;
+    bool copy_is_old; /* its update is queued, or over */
+    bool is_copying;  /* main memory's bytes are being read */
+    uint64_t copy_offset;
+    uint64_t copy_use_count;
+    struct lh_dev_fence *arrived;
+    struct lh_dev_fence *released;
+    uint32_t landing_count; /* gradients of this step on their way to main memory */
+    uint64_t landed_bytes;  /* of this step: landed, or on their way */
+    uint64_t landing_planned_bytes;
     uint32_t chunk_first;
     uint32_t chunk_count;
     /* Of the open or closed step: */
@@ -205,6 +227,7 @@ struct lh_chunk {
     uint64_t planned_bytes[2];
     uint64_t computed_step; /* the step that computed it last */
     uint64_t gradient_step; /* the step whose gradients were read back for it */
+    uint32_t block;         /* of gradients from an accelerator; LH_BLOCK_NONE */
 };
 
 struct lh_slab {
@@ -232,6 +255,9 @@ struct lh_slab {
 struct lh_gradient {
     const void *pointer; /* NULL: none in this step */
     enum lh_dtype dtype;
+    struct lh_dev_fence *is_computed; /* with an accelerator, as what follows */
+    uint64_t issued;                  /* elements whose copies began */
+    uint32_t copies;                  /* not back yet */
     _Atomic bool is_held; /* posted and not consumed: the caller keeps the tensor alive */
 };
 
@@ -239,6 +265,30 @@ struct lh_event_list {
     struct lh_residency_event *events;
     uint64_t count;
     bool overflowed;
+};
+
+/* What a region will hold, by the order of uses that is expected (region.c). */
+struct lh_region {
+    struct lh_residency plan;   /* the state after all ops */
+    struct lh_residency before; /* scratch */
+    struct lh_residency_unit *units;
+    struct lh_residency_op *ops;
+    uint64_t *op_steps; /* whose bytes an op's are */
+    uint64_t op_max;
+    uint64_t op_first;
+    uint64_t op_count; /* end of the list; ops [op_first, op_count) wait */
+    struct lh_event_list predicted;
+    uint64_t position;        /* the next event that is expected */
+    uint64_t planned_until;   /* events before this have their ops in the list */
+    struct lh_error error;    /* why the plan ends there */
+    enum lh_engine_link link; /* what its loads move over */
+};
+
+struct lh_copy {
+    struct lh_dev_copy dev;
+    uint32_t unit;
+    uint32_t param; /* whose gradient it is; LH_PARAM_NONE: a unit's bytes */
+    struct lh_copy *next_free;
 };
 
 /* What other threads wait for or read; protected by mutex. */
@@ -256,6 +306,7 @@ struct lh_engine {
     struct lh_store *store;
     struct lh_io *io;
     struct lh_exec *exec;
+    struct lh_dev *dev; /* NULL: computation is in main memory */
     struct lh_waker *waker;
     struct lh_clock clock;
     struct lh_engine_opts opts; /* its borrowed pointers are cleared */
@@ -291,24 +342,28 @@ struct lh_engine {
     uint32_t jobs_in_flight;
     uint64_t io_busy_since_ns;
 
-    /* Plan (unit.c). */
-    struct lh_residency plan;        /* the state after all ops */
-    struct lh_residency plan_before; /* scratch */
-    struct lh_residency_unit *plan_units;
-    struct lh_residency_op *ops;
-    uint64_t *op_steps; /* whose bytes an op's are */
-    uint64_t op_max;
-    uint64_t op_first;
-    uint64_t op_count; /* end of the list; ops [op_first, op_count) wait */
+    /* Plans (region.c). */
+    struct lh_region host;
+    struct lh_region device;
+    struct lh_region *uses;                              /* the one where computation is */
     struct lh_event_list recorded[LH_ENGINE_MODE_COUNT]; /* of the last whole cycle */
     struct lh_event_list recording;
-    struct lh_event_list predicted;
-    uint64_t predicted_position;
-    uint64_t planned_until; /* events of the prediction before this have their ops in the list */
     uint64_t event_max;
     enum lh_engine_mode mode;
-    uint64_t plan_step;         /* whose bytes the ops are; 0: an evaluation's */
-    struct lh_error plan_error; /* why the plan ends at planned_until */
+    uint64_t plan_step; /* whose bytes the ops are; 0: an evaluation's */
+
+    /* Copies (device.c) and gradients on their way back (landing.c). */
+    struct lh_copy *copies;
+    struct lh_copy *free_copies;
+    uint32_t copies_in_flight;
+    uint8_t *blocks_memory;
+    uint64_t block_bytes;
+    uint32_t *free_blocks;
+    uint32_t free_block_count;
+    uint32_t *landings; /* params, a ring of param_count */
+    uint64_t landing_first;
+    uint64_t landing_end;
+    _Atomic(void *) stream; /* of the last hook */
 
     /* Updates (update.c). */
     uint32_t *update_queue; /* units of this step, in the order in which they became updatable */
@@ -391,21 +446,52 @@ void lh_check_done(struct lh_engine *engine, struct lh_engine_request *request);
 void lh_io_busy_begin(struct lh_engine *engine);
 void lh_io_busy_end(struct lh_engine *engine);
 
+/* region.c */
+int lh_region_create_all(struct lh_engine *engine, struct lh_error *err);
+void lh_region_destroy_all(struct lh_engine *engine);
+void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode);
+void lh_region_cycle_end(struct lh_engine *engine);
+void lh_region_event(struct lh_engine *engine, uint32_t unit, enum lh_residency_event_kind kind);
+void lh_region_forget(struct lh_engine *engine);
+void lh_region_step_end(struct lh_engine *engine);
+void lh_region_plan_around(struct lh_engine *engine);
+bool lh_region_catch_up(struct lh_engine *engine);
+
+/* device.c */
+int lh_device_create(struct lh_engine *engine, struct lh_error *err);
+void lh_device_destroy(struct lh_engine *engine);
+bool lh_device_has(const struct lh_unit *unit);
+bool lh_device_make_old(struct lh_engine *engine, struct lh_unit *unit);
+bool lh_device_poll(struct lh_engine *engine);
+bool lh_device_pump(struct lh_engine *engine);
+void lh_device_forget(struct lh_engine *engine, struct lh_unit *unit);
+void lh_device_fail(struct lh_engine *engine, const struct lh_error *cause, const char *what);
+struct lh_copy *lh_copy_take(struct lh_engine *engine);
+void lh_copy_give(struct lh_engine *engine, struct lh_copy *copy);
+
+/* landing.c */
+int lh_landing_create(struct lh_engine *engine, struct lh_error *err);
+void lh_landing_destroy(struct lh_engine *engine);
+void lh_landing_posted(struct lh_engine *engine, uint32_t param);
+void lh_landing_copied(struct lh_engine *engine, struct lh_copy *copy);
+bool lh_landing_pump(struct lh_engine *engine);
+bool lh_landing_is_over(const struct lh_unit *unit);
+/* The gradient of one element of param's unit, and of those behind it in param and chunk. */
+const uint8_t *lh_landing_bytes(const struct lh_engine *engine, uint32_t param, uint64_t element);
+void lh_landing_release(struct lh_engine *engine, struct lh_chunk *chunk);
+void lh_landing_forget(struct lh_engine *engine);
+
 /* unit.c */
-void lh_unit_plan_begin(struct lh_engine *engine, enum lh_engine_mode mode);
-void lh_unit_cycle_end(struct lh_engine *engine);
-void lh_unit_event(struct lh_engine *engine, uint32_t unit, enum lh_residency_event_kind kind);
+bool lh_unit_is_old(const struct lh_engine *engine, const struct lh_unit *unit);
 void lh_unit_use(struct lh_engine *engine, uint32_t unit);
 void lh_unit_acquire(struct lh_engine *engine, uint32_t unit);
+void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit);
 bool lh_unit_claim(struct lh_unit *unit);
+bool lh_unit_claim_host(struct lh_engine *engine, struct lh_unit *unit);
 void lh_unit_release(struct lh_engine *engine, uint32_t unit);
 void lh_unit_load_done(struct lh_engine *engine, struct lh_unit *unit);
 void lh_unit_make_ready(struct lh_engine *engine, struct lh_unit *unit);
 void lh_unit_forget(struct lh_engine *engine, uint32_t unit);
-void lh_unit_prediction_forget(struct lh_engine *engine);
-void lh_unit_plan_reset(struct lh_engine *engine);
-void lh_unit_plan_step_end(struct lh_engine *engine);
-void lh_unit_plan_around(struct lh_engine *engine);
 bool lh_unit_pump(struct lh_engine *engine);
 
 /* update.c */

@@ -26,8 +26,7 @@ void lh_norm_run(struct lh_exec_job *job)
 
             if (first < end && gradient->pointer)
                 block +=
-                    lh_norm_square_sum((const uint8_t *)gradient->pointer +
-                                           (first - param->first) * lh_dtype_bytes(gradient->dtype),
+                    lh_norm_square_sum(lh_landing_bytes(engine, unit->desc.param_first + i, first),
                                        gradient->dtype, end - first);
         }
         sum += block;
@@ -46,7 +45,7 @@ static void norm_start(struct lh_engine *engine, struct lh_unit *unit)
 void lh_norm_consider(struct lh_engine *engine, struct lh_unit *unit)
 {
     if (engine->opts.norms && unit->norm_state == LH_NORM_STATE_NONE &&
-        unit->gradient_count == unit->desc.param_count)
+        unit->gradient_count == unit->desc.param_count && lh_landing_is_over(unit))
         norm_start(engine, unit);
 }
 
@@ -59,30 +58,32 @@ void lh_norm_done(struct lh_engine *engine, struct lh_unit *unit)
 
 void lh_norm_ask(struct lh_engine *engine)
 {
-    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        struct lh_unit *unit = &engine->units[i];
-
-        if (unit->gradient_count > 0 && unit->norm_state == LH_NORM_STATE_NONE)
-            norm_start(engine, unit);
-    }
     engine->norm_is_asked = true;
 }
 
+/* Once it is asked no gradient is to come: units that have not all of theirs are begun with. */
 bool lh_norm_pump(struct lh_engine *engine)
 {
     double sum = 0;
+    bool moved = false;
+    bool is_done = true;
 
     if (!engine->norm_is_asked)
         return false;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        const struct lh_unit *unit = &engine->units[i];
+        struct lh_unit *unit = &engine->units[i];
 
         if (unit->gradient_count == 0)
             continue;
-        if (unit->norm_state != LH_NORM_STATE_DONE)
-            return false;
+        if (unit->norm_state == LH_NORM_STATE_NONE && lh_landing_is_over(unit)) {
+            norm_start(engine, unit);
+            moved = true;
+        }
+        is_done &= unit->norm_state == LH_NORM_STATE_DONE;
         sum += unit->square_sum;
     }
+    if (!is_done)
+        return moved;
     engine->square_sum = sum;
     engine->norm_is_asked = false;
     atomic_fetch_add(&engine->norms_done, 1);

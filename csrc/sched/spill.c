@@ -46,7 +46,7 @@ void lh_spill_consider(struct lh_engine *engine, uint32_t index)
 
     if (!unit->spills || unit->spill_state != LH_SPILL_STATE_NONE ||
         engine->step_state != LH_STEP_STATE_OPEN || unit->gradient_count < unit->desc.param_count ||
-        !is_like_params(engine, unit))
+        !lh_landing_is_over(unit) || !is_like_params(engine, unit))
         return;
     unit->spill_state = LH_SPILL_STATE_RUNNING;
     unit->spill_next = 0;
@@ -71,13 +71,12 @@ static void gather_run(struct lh_exec_job *job)
     memset(slab->memory, 0, bytes);
     for (uint32_t i = 0; i < unit->desc.param_count; i++) {
         const struct lh_engine_param *param = &engine->params[unit->desc.param_first + i];
-        const struct lh_gradient *gradient = &engine->gradients[unit->desc.param_first + i];
         uint64_t first = lh_max_u64(param->first, chunk->first);
         uint64_t end = lh_min_u64(param->first + param->count, chunk->first + chunk->count);
 
         if (first < end)
             memcpy(slab->memory + (first - chunk->first) * element_bytes,
-                   (const uint8_t *)gradient->pointer + (first - param->first) * element_bytes,
+                   lh_landing_bytes(engine, unit->desc.param_first + i, first),
                    (end - first) * element_bytes);
     }
     for (uint64_t at = 0; at < bytes; at += LH_CHECKSUM_BYTES)
@@ -164,6 +163,8 @@ void lh_spill_release(struct lh_engine *engine, struct lh_unit *unit)
 {
     for (uint32_t i = 0; i < unit->desc.param_count; i++)
         atomic_store(&engine->gradients[unit->desc.param_first + i].is_held, false);
+    for (uint32_t i = 0; i < unit->chunk_count; i++)
+        lh_landing_release(engine, &engine->chunks[unit->chunk_first + i]);
     atomic_fetch_sub(&engine->update_gradient_bytes, unit->gradient_bytes);
     unit->gradient_bytes = 0;
     lh_engine_notify(engine);

@@ -49,7 +49,7 @@ uint64_t lh_step_current(const struct lh_engine *engine)
 
 void lh_step_begin(struct lh_engine *engine, enum lh_engine_mode mode)
 {
-    lh_unit_plan_begin(engine, mode);
+    lh_region_begin(engine, mode);
     if (mode != LH_ENGINE_MODE_TRAIN)
         return;
     struct lh_engine_step_stats *stats = lh_step_stats(engine, engine->plan_step);
@@ -215,7 +215,7 @@ static bool transfers_are_idle(const struct lh_engine *engine)
             return false;
     }
     return engine->io_in_flight == 0 && engine->checks_in_flight == 0 &&
-           engine->jobs_in_flight == 0;
+           engine->jobs_in_flight == 0 && engine->copies_in_flight == 0;
 }
 
 /* A unit that an update has changed and somebody still reads: it cannot be taken back. */
@@ -283,7 +283,7 @@ static void abort_finish(struct lh_engine *engine)
         if (has_updates)
             lh_store_rollback(engine->store);
         lh_update_rollback(engine);
-        lh_unit_prediction_forget(engine);
+        lh_region_forget(engine);
         struct lh_engine_step_stats *stats = lh_step_stats(engine, engine->step + 1);
         memset(stats, 0, sizeof(*stats));
     }
@@ -334,7 +334,7 @@ bool lh_step_pump(struct lh_engine *engine)
         if (engine->step_transfers[engine->step % 2] > 0)
             return false;
         LH_ASSERT(engine->chunks_busy == 0);
-        lh_unit_plan_step_end(engine);
+        lh_region_step_end(engine);
         param_steps_advance(engine);
         if (every != LH_ENGINE_COMMIT_NEVER && engine->step % every == 0)
             commit_begin(engine, false);

@@ -167,8 +167,8 @@ static void check_run(struct lh_exec_job *job)
 static const char *link_name(enum lh_engine_link link)
 {
     static const char *const names[LH_ENGINE_LINK_COUNT] = {
-        "parameters read", "states read",       "parameters written", "states written",
-        "commit",          "gradients written", "gradients read"};
+        "parameters read",   "states read",    "parameters written", "states written", "commit",
+        "gradients written", "gradients read", "copies in",          "copies out"};
     return names[link];
 }
 

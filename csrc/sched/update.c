@@ -33,6 +33,8 @@ void lh_update_gradient(struct lh_engine *engine, uint32_t param, const void *po
     if (unit->gradient_count++ == 0)
         engine->gradient_unit_count++;
     unit->gradient_bytes += engine->params[param].count * lh_dtype_bytes(dtype);
+    if (engine->dev)
+        lh_landing_posted(engine, param);
     LH_ASSERT(unit->gradient_count <= unit->desc.param_count);
     lh_norm_consider(engine, unit);
     lh_update_consider(engine, engine->params[param].unit);
@@ -52,9 +54,9 @@ void lh_update_consider(struct lh_engine *engine, uint32_t index)
     bool is_due = unit->is_deferred ? unit->is_released : is_closed || is_complete;
     /* Behind the close pins decide: whoever freed the last lend may not have said so yet. */
     bool is_used = lh_unit_pins(unit) > 0 || (!is_closed && unit->use_is_open);
-    if (!is_due || is_used)
+    if (!is_due || is_used || !lh_device_make_old(engine, unit))
         return;
-    lh_unit_event(engine, index, LH_RESIDENCY_EVENT_UPDATE);
+    lh_region_event(engine, index, LH_RESIDENCY_EVENT_UPDATE);
     unit->update_is_queued = true;
     LH_ASSERT(engine->update_count < engine->opts.unit_count);
     engine->update_queue[engine->update_count++] = index;
@@ -228,10 +230,9 @@ static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *c
         uint64_t end = lh_min_u64(param->first + param->count, chunk->first + chunk->count);
         if (first >= end || !gradient->pointer)
             continue;
-        uint64_t skipped_bytes = (first - param->first) * lh_dtype_bytes(gradient->dtype);
-        const uint8_t *bytes = (const uint8_t *)gradient->pointer + skipped_bytes;
-        if (read_gradients)
-            bytes = read_gradients + (first - chunk->first) * lh_dtype_bytes(gradient->dtype);
+        const uint8_t *bytes = read_gradients ? read_gradients + (first - chunk->first) *
+                                                                     lh_dtype_bytes(gradient->dtype)
+                                              : lh_landing_bytes(engine, index, first);
         segments[count++] = (struct lh_adam_segment){
             .first = first - chunk->first,
             .count = end - first,
@@ -390,6 +391,7 @@ void lh_update_job_done(struct lh_engine *engine, struct lh_slab *slab)
         mismatch_fail(engine, slab);
         return;
     }
+    lh_landing_release(engine, chunk);
     chunk_write(engine, chunk);
     if (++unit->chunks_computed == unit->chunk_count)
         unit_computed(engine, unit);
@@ -518,10 +520,10 @@ bool lh_update_pump(struct lh_engine *engine)
     bool may_fetch = true;
     for (uint32_t i = engine->update_first; i < engine->update_count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, engine->update_queue[i]);
-        if (unit->spill_state == LH_SPILL_STATE_RUNNING)
+        if (unit->spill_state == LH_SPILL_STATE_RUNNING || !lh_landing_is_over(unit))
             continue;
         if (unit->state == LH_UNIT_STATE_READY && unit->chunks_computed == 0 &&
-            lh_unit_claim(unit)) {
+            lh_unit_claim_host(engine, unit)) {
             unit->state = LH_UNIT_STATE_UPDATING;
             moved = true;
         }

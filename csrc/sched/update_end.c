@@ -15,6 +15,8 @@ static void step_forget(struct lh_engine *engine)
         unit->chunks_written = 0;
     }
     lh_norm_forget(engine);
+    if (engine->dev)
+        lh_landing_forget(engine);
     for (uint32_t i = 0; i < engine->param_count; i++)
         engine->gradients[i].pointer = NULL;
     engine->update_first = 0;

@@ -52,12 +52,23 @@ static uint64_t chunk_read_bytes(const struct lh_chunk *chunk, uint64_t step)
     return chunk->read_step == step ? chunk->read_bytes : 0;
 }
 
+/* Of all its gradients, in the parameters' dtype. */
+static uint64_t all_gradient_bytes(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    uint64_t elements = 0;
+    for (uint32_t i = 0; i < unit->desc.param_count; i++)
+        elements += engine->params[unit->desc.param_first + i].count;
+    return elements * lh_dtype_bytes(unit->desc.dtype);
+}
+
 /* Count the reads and writes of a unit's update into step's plan. */
 static void unit_plan(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
     struct lh_engine_step_stats *stats = lh_step_stats(engine, step);
     unit->planned_step = step;
     stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] += unit->desc.bytes;
+    unit->landing_planned_bytes = engine->dev ? all_gradient_bytes(engine, unit) : 0;
+    stats->planned_bytes[LH_ENGINE_LINK_COPY_OUT] += unit->landing_planned_bytes;
     unit->spill_planned_step = unit->spills ? step : 0;
     if (unit->spills) {
         stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] += unit->desc.bytes;
@@ -111,6 +122,7 @@ void lh_update_plan(struct lh_engine *engine)
     stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] = 0;
     stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] = 0;
     stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] = 0;
+    stats->planned_bytes[LH_ENGINE_LINK_COPY_OUT] = 0;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
         if (is_closing)
@@ -134,6 +146,14 @@ static void unit_plan_reads(struct lh_engine *engine, struct lh_unit *unit, uint
     }
 }
 
+/* Not every parameter had a gradient; or none was expected. */
+static void landing_plan_correct(struct lh_engine *engine, struct lh_unit *unit)
+{
+    struct lh_engine_step_stats *stats = lh_step_stats(engine, engine->step);
+    uint64_t planned = unit->planned_step == engine->step ? unit->landing_planned_bytes : 0;
+    stats->planned_bytes[LH_ENGINE_LINK_COPY_OUT] += unit->landed_bytes - planned;
+}
+
 /*
  * At close one knows which units have gradients: the plan is corrected where the last step misled
  * it, or where the step has gradients of a graph from before and no forward of its own.
@@ -152,6 +172,7 @@ void lh_update_plan_correct(struct lh_engine *engine)
             unit_unplan(engine, unit, engine->step);
         else if (!is_planned)
             unit_plan_reads(engine, unit, engine->step);
+        landing_plan_correct(engine, unit);
         if (unit->spill_planned_step == engine->step && unit->spill_state == LH_SPILL_STATE_NONE)
             spill_unplan(engine, unit);
     }

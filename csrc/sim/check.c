@@ -105,7 +105,7 @@ void lh_sim_check_totals(struct lh_sim_check *check)
     uint64_t moved = stats->bytes[LH_SIM_DIRECTION_READ] + stats->bytes[LH_SIM_DIRECTION_WRITE];
     uint64_t counted = 0;
     /* What belongs to steps that are over, to those that are open, and to none. */
-    for (uint32_t i = 0; i < LH_ENGINE_LINK_COUNT; i++)
+    for (uint32_t i = 0; i < LH_ENGINE_LINK_COPY_IN; i++)
         counted += check->bytes[i] + engine->stats[0].bytes[i] + engine->stats[1].bytes[i] +
                    engine->stats_other.bytes[i];
     if (counted != moved && !check->has_flush_commits)

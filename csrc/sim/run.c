@@ -205,7 +205,7 @@ enum lh_sim_end lh_sim_run_drive(struct lh_sim_run *run, struct lh_error *err)
             is_planned_around = true;
             run->plan_around_count++;
             world->now_ns += PLAN_AROUND_AFTER_NS;
-            lh_unit_plan_around(run->engine);
+            lh_region_plan_around(run->engine);
         } else {
             lh_sim_check_hangs(&run->check, &run->train);
         }

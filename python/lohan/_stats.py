@@ -7,7 +7,8 @@ from typing import Any
 
 READS = ("param_read", "state_read", "gradient_read")
 WRITES = ("param_write", "state_write", "gradient_write", "commit_write")
-LINKS = READS + WRITES
+COPIES = ("copy_in", "copy_out")
+LINKS = READS + WRITES + COPIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +24,9 @@ class StepStats:
         param_wait_ns: the training thread waited for parameters.
         gradient_wait_ns: it waited because too many gradients were on their way.
         ssd_busy_ns: at least one I/O request was in flight.
+        copy_in_ns, copy_out_ns: copies to and from an accelerator took.
         update_busy_ns: workers spent on the optimizer, summed over `threads`.
-        bound_by: "compute", "ssd" or "optimizer": the resource with the least slack.
+        bound_by: "compute", "ssd", "optimizer" or "copies": the resource with the least slack.
     """
 
     step: int
@@ -40,6 +42,8 @@ class StepStats:
     commit_ns: int
     gradient_bytes_max: int
     updated_params: int
+    copy_in_ns: int
+    copy_out_ns: int
     threads: int
 
     @classmethod
@@ -59,6 +63,8 @@ class StepStats:
             commit_ns=raw["commit_ns"],
             gradient_bytes_max=raw["gradient_bytes_max"],
             updated_params=raw["updated_params"],
+            copy_in_ns=raw["copy_in_ns"],
+            copy_out_ns=raw["copy_out_ns"],
             threads=threads,
         )
 
@@ -92,6 +98,7 @@ class StepStats:
             # What is written behind the next forward is paid for by the step before's, in this one.
             "ssd": min(1.0, self.ssd_busy_ns / wall),
             "optimizer": min(1.0, self.update_busy_ns / max(self.threads, 1) / wall),
+            "copies": min(1.0, max(self.copy_in_ns, self.copy_out_ns) / wall),
         }
 
     @property

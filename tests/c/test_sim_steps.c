@@ -74,7 +74,7 @@ static void row_print(const struct row *row, char *line)
                         times->closed_ns - times->backward_ns, times->forward_wait_ns,
                         times->backward_wait_ns, times->gradient_wait_ns, row->stats.ssd_busy_ns,
                         row->stats.update_busy_ns);
-    for (uint32_t i = 0; i < LH_ENGINE_LINK_COUNT; i++)
+    for (uint32_t i = 0; i < LH_ENGINE_LINK_COPY_IN; i++)
         used += snprintf(line + used, (size_t)(LINE_BYTES_MAX - used), ",%" PRIu64,
                          row->stats.bytes[i]);
     snprintf(line + used, (size_t)(LINE_BYTES_MAX - used), "\n");

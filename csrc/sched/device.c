@@ -1,0 +1,251 @@
+/*
+ * Units on an accelerator: copies of main memory's bytes, made in the order of the accelerator's
+ * plan (region.c), and gradients on their way back (landing.c).
+ *
+ *           op LOAD: the unit is READY in main     is_ordered: at once
+ *           memory, and not about to be updated    else: the copy came back
+ *   ABSENT -----------------------------------> COPYING ---------------> READY
+ *      ^                                                                   |
+ *      |   op EVICT: pins 0, or the copy is old                            |
+ *      +-------------------------------------------------------------------+
+ *
+ * A copy is old when its unit's update is queued: nobody reads it any more, and its place is the
+ * first to be taken. The update itself happens in main memory, and needs the accelerator no more.
+ *
+ * Where the device keeps the order (is_ordered) nobody waits for a copy: a slot's last reader
+ * records `released`, copies into the slot come behind it, the unit is READY as soon as its copy is
+ * submitted, and who is given a pin puts a wait for `arrived` on the stream that will read.
+ *
+ * Source: LoHan IV-C and Fuyou 4.4 (FIFO of parameters on the GPU, prefetched as far as there is
+ * room); that the last blocks of a forward stay for backward follows from Belady's rule.
+ */
+#include <inttypes.h>
+#include <string.h>
+
+#include "sched/engine_private.h"
+
+bool lh_device_has(const struct lh_unit *unit)
+{
+    return unit->copy_state == LH_COPY_STATE_READY && !unit->copy_is_old;
+}
+
+void lh_device_fail(struct lh_engine *engine, const struct lh_error *cause, const char *what)
+{
+    struct lh_error err = {0};
+    lh_error_set(&err, cause->code, "%s: %s: %s", engine->dev->ops->name, what, cause->message);
+    lh_engine_fail(engine, &err);
+}
+
+/* The unit's update is about to be queued: false while somebody has the copy pinned. */
+bool lh_device_make_old(struct lh_engine *engine, struct lh_unit *unit)
+{
+    if (!engine->dev || unit->copy_state == LH_COPY_STATE_ABSENT || unit->copy_is_old)
+        return true;
+    if (unit->copy_state == LH_COPY_STATE_READY && !lh_unit_claim(unit))
+        return false;
+    unit->copy_is_old = true;
+    return true;
+}
+
+struct lh_copy *lh_copy_take(struct lh_engine *engine)
+{
+    struct lh_copy *copy = engine->free_copies;
+    if (copy)
+        engine->free_copies = copy->next_free;
+    return copy;
+}
+
+void lh_copy_give(struct lh_engine *engine, struct lh_copy *copy)
+{
+    copy->next_free = engine->free_copies;
+    engine->free_copies = copy;
+}
+
+static void copy_arrived(struct lh_engine *engine, struct lh_unit *unit)
+{
+    unit->copy_state = LH_COPY_STATE_READY;
+    if (!unit->copy_is_old)
+        lh_unit_grant(engine, unit);
+}
+
+/* Bytes that the plan of step counts; a copy is counted when it begins. */
+static void copy_count(struct lh_engine *engine, uint64_t step, uint64_t bytes)
+{
+    lh_step_stats(engine, step)->bytes[LH_ENGINE_LINK_COPY_IN] += bytes;
+}
+
+static bool load_is_possible(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    return unit->state == LH_UNIT_STATE_READY && !unit->is_copying &&
+           !lh_unit_is_old(engine, unit) && engine->free_copies;
+}
+
+static void load_start(struct lh_engine *engine, const struct lh_residency_op *op, uint64_t step)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
+    struct lh_copy *copy = lh_copy_take(engine);
+    struct lh_error err = {0};
+    LH_ASSERT(unit->copy_state == LH_COPY_STATE_ABSENT);
+    unit->copy_state = LH_COPY_STATE_COPYING;
+    unit->copy_offset = op->offset;
+    unit->copy_is_old = false;
+    unit->is_copying = true;
+    unit->use_count++;
+    copy->unit = op->unit;
+    copy->param = LH_PARAM_NONE;
+    copy->dev = (struct lh_dev_copy){
+        .direction = LH_DEV_DIRECTION_IN,
+        .host = engine->region + unit->offset,
+        .device = engine->opts.device_memory + op->offset,
+        .bytes = unit->desc.bytes,
+        .done = unit->arrived,
+        .owner = copy,
+    };
+    copy_count(engine, step, unit->desc.bytes);
+    if (engine->dev->ops->submit(engine->dev, &copy->dev, &err) < 0) {
+        lh_device_fail(engine, &err, "a unit's copy");
+        return;
+    }
+    engine->copies_in_flight++;
+    if (engine->dev->ops->is_ordered)
+        copy_arrived(engine, unit);
+}
+
+static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
+    struct lh_error err = {0};
+    if (unit->copy_state != LH_COPY_STATE_READY || unit->copy_use_count < op->uses_before)
+        return false;
+    if (!unit->copy_is_old && (unit->waiter_count > 0 || !lh_unit_claim(unit)))
+        return false;
+    if (engine->dev->ops->order(engine->dev, LH_DEV_DIRECTION_IN, unit->released, &err) < 0)
+        lh_device_fail(engine, &err, "the order of copies");
+    unit->copy_state = LH_COPY_STATE_ABSENT;
+    unit->copy_is_old = false;
+    return true;
+}
+
+static bool ops_pump(struct lh_engine *engine)
+{
+    struct lh_region *region = &engine->device;
+    bool moved = false;
+    while (region->op_first < region->op_count && !atomic_load(&engine->failed)) {
+        const struct lh_residency_op *op = &region->ops[region->op_first];
+        if (op->kind == LH_RESIDENCY_OP_LOAD) {
+            if (!load_is_possible(engine, &engine->units[op->unit]))
+                break;
+            load_start(engine, op, region->op_steps[region->op_first]);
+        } else if (!evict(engine, op)) {
+            break;
+        }
+        region->op_first++;
+        moved = true;
+    }
+    return moved;
+}
+
+static void copy_done(struct lh_engine *engine, struct lh_copy *copy)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, copy->unit);
+    bool is_in = copy->dev.direction == LH_DEV_DIRECTION_IN;
+    if (copy->dev.result < 0) {
+        struct lh_error err = {0};
+        lh_error_set(&err, copy->dev.result, "a copy of %" PRIu64 " bytes failed: %s",
+                     copy->dev.bytes, strerror(-copy->dev.result));
+        lh_device_fail(engine, &err, is_in ? "unit to the device" : "gradient from the device");
+        return;
+    }
+    lh_engine_trace_add(engine,
+                        (struct lh_engine_trace_event){
+                            .kind = is_in ? LH_ENGINE_TRACE_COPY_IN : LH_ENGINE_TRACE_COPY_OUT,
+                            .unit = copy->unit,
+                            .start_ns = copy->dev.started_ns,
+                            .end_ns = copy->dev.completed_ns,
+                            .bytes = copy->dev.bytes,
+                        });
+    lh_step_stats(engine, lh_step_current(engine))->copy_busy_ns[copy->dev.direction] +=
+        copy->dev.completed_ns - copy->dev.started_ns;
+    if (!is_in) {
+        lh_landing_copied(engine, copy);
+        return;
+    }
+    unit->is_copying = false;
+    if (!engine->dev->ops->is_ordered)
+        copy_arrived(engine, unit);
+    lh_update_consider(engine, copy->unit);
+}
+
+bool lh_device_poll(struct lh_engine *engine)
+{
+    struct lh_dev_copy *done[32];
+    if (!engine->dev)
+        return false;
+    uint32_t count = engine->dev->ops->poll(engine->dev, done, LH_COUNT_OF(done));
+    LH_ASSERT(engine->copies_in_flight >= count);
+    engine->copies_in_flight -= count;
+    for (uint32_t i = 0; i < count; i++) {
+        struct lh_copy *copy = done[i]->owner;
+        if (!atomic_load(&engine->failed))
+            copy_done(engine, copy);
+        lh_copy_give(engine, copy);
+    }
+    return count > 0;
+}
+
+bool lh_device_pump(struct lh_engine *engine)
+{
+    if (!engine->dev)
+        return false;
+    bool moved = ops_pump(engine);
+    moved |= lh_landing_pump(engine);
+    return moved;
+}
+
+/* The unit's extents were changed by somebody else: what the device has is of no use. */
+void lh_device_forget(struct lh_engine *engine, struct lh_unit *unit)
+{
+    bool is_mine = lh_device_make_old(engine, unit);
+    LH_ASSERT(is_mine);
+}
+
+static int fences_create(struct lh_engine *engine, struct lh_error *err)
+{
+    struct lh_dev *dev = engine->dev;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        LH_TRY(dev->ops->fence_create(dev, &engine->units[i].arrived, err));
+        LH_TRY(dev->ops->fence_create(dev, &engine->units[i].released, err));
+    }
+    for (uint32_t i = 0; i < engine->param_count; i++)
+        LH_TRY(dev->ops->fence_create(dev, &engine->gradients[i].is_computed, err));
+    return 0;
+}
+
+int lh_device_create(struct lh_engine *engine, struct lh_error *err)
+{
+    if (!engine->dev)
+        return 0;
+    uint32_t count = engine->opts.copy_count;
+    engine->copies = lh_alloc_zeroed(engine->alloc, count, sizeof(*engine->copies));
+    if (!engine->copies)
+        return lh_error_set(err, -ENOMEM, "no memory for %u copies", count);
+    for (uint32_t i = 0; i < count; i++)
+        lh_copy_give(engine, &engine->copies[i]);
+    LH_TRY(fences_create(engine, err));
+    return lh_landing_create(engine, err);
+}
+
+void lh_device_destroy(struct lh_engine *engine)
+{
+    struct lh_dev *dev = engine->dev;
+    if (!dev)
+        return;
+    for (uint32_t i = 0; engine->units && i < engine->opts.unit_count; i++) {
+        dev->ops->fence_destroy(dev, engine->units[i].arrived);
+        dev->ops->fence_destroy(dev, engine->units[i].released);
+    }
+    for (uint32_t i = 0; engine->gradients && i < engine->param_count; i++)
+        dev->ops->fence_destroy(dev, engine->gradients[i].is_computed);
+    lh_landing_destroy(engine);
+    lh_free(engine->alloc, engine->copies);
+}

@@ -1,0 +1,456 @@
+/*
+ * What is in which region when: main memory's, and the accelerator's where there is one.
+ *
+ * The order of uses is recorded in each cycle (a training step's forward and backward, or an
+ * evaluation) and is what the next one is planned with (plan/residency.h). Uses happen where
+ * computation is. With an accelerator that is its region, and main memory serves it: what is read
+ * there are the copies that the accelerator's plan begins, and the updates, in the order in which
+ * uses will need them, whenever they are really made. So main memory's plan follows from the
+ * accelerator's and is made anew with it:
+ *
+ *      uses      begin a   begin b   end b   update b   begin a ...
+ *      device    load a    load b                       (a is there)
+ *      host      a: begin, end   b: begin, end   b: update
+ */
+#include <inttypes.h>
+#include <string.h>
+
+#include "sched/engine_private.h"
+
+/*
+ * Uses of a cycle that are remembered, a unit: forward, backward and update take five; the rest is
+ * for shared modules.
+ */
+#define EVENTS_PER_UNIT 16
+#define EVENTS_MIN 4096
+
+static bool is_device(const struct lh_engine *engine, const struct lh_region *region)
+{
+    return region == &engine->device;
+}
+
+/* Record what happened in this cycle: it predicts the next one. */
+static void event_record(struct lh_engine *engine, struct lh_residency_event event)
+{
+    struct lh_event_list *list = &engine->recording;
+    if (list->count == engine->event_max) {
+        list->overflowed = true; /* a cycle too long to remember is not predicted */
+        return;
+    }
+    list->events[list->count++] = event;
+}
+
+/* Before anything is recorded: forward in the order of units, backward in the opposite one. */
+static void prediction_default(struct lh_engine *engine, struct lh_event_list *list)
+{
+    list->count = 0;
+    uint32_t count = engine->opts.unit_count;
+    for (uint32_t i = 0; i < count; i++) {
+        list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_BEGIN};
+        list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_END};
+    }
+    for (uint32_t i = count; engine->mode == LH_ENGINE_MODE_TRAIN && i-- > 0;) {
+        list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_BEGIN};
+        list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_END};
+        if (engine->units[i].desc.elements > 0)
+            list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_UPDATE};
+    }
+}
+
+/* Append ops for all of the prediction, or as far as one can plan now. */
+static void region_extend(struct lh_engine *engine, struct lh_region *region)
+{
+    uint64_t count = region->predicted.count;
+    struct lh_residency_op *ops = region->ops + region->op_count;
+    uint64_t op_max = region->op_max - region->op_count;
+    uint64_t loaded = 0;
+    uint64_t failed_at = 0;
+    lh_residency_copy(&region->before, &region->plan);
+    int64_t added = lh_residency_plan(&region->plan, region->predicted.events, count, true, ops,
+                                      op_max, &loaded, &failed_at, &region->error);
+    while (added == -ENOSPC) {
+        /*
+         * Units in use are in the way of event failed_at: plan up to it, the rest when it comes.
+         * With less future before it the plan may choose otherwise, and fail earlier.
+         */
+        LH_ASSERT(failed_at < count);
+        count = failed_at;
+        lh_residency_copy(&region->plan, &region->before);
+        added = lh_residency_plan(&region->plan, region->predicted.events, count, true, ops, op_max,
+                                  &loaded, &failed_at, NULL);
+    }
+    LH_ASSERT(added >= 0); /* op_max holds a load and its evictions for every event */
+    for (int64_t i = 0; i < added; i++)
+        region->op_steps[region->op_count + (uint64_t)i] = engine->plan_step;
+    region->op_count += (uint64_t)added;
+    region->planned_until = count;
+    lh_step_stats(engine, engine->plan_step)->planned_bytes[region->link] += loaded;
+}
+
+/* What is in the region now, as the plan would have it. */
+static void region_look(struct lh_engine *engine, struct lh_region *region, uint32_t index)
+{
+    const struct lh_unit *unit = &engine->units[index];
+    struct lh_residency *plan = &region->plan;
+    bool is_here = unit->state != LH_UNIT_STATE_ABSENT;
+    uint64_t offset = unit->offset;
+    plan->use_counts[index] = unit->use_count;
+    plan->open_uses[index] = unit->use_is_open ? 1 : 0;
+    if (is_device(engine, region)) {
+        is_here = unit->copy_state != LH_COPY_STATE_ABSENT;
+        offset = unit->copy_offset;
+        plan->use_counts[index] = unit->copy_use_count;
+    } else if (engine->dev) {
+        plan->open_uses[index] = unit->is_copying ? 1 : 0;
+    }
+    plan->is_old[index] = is_device(engine, region) && is_here && unit->copy_is_old;
+    plan->offsets[index] = is_here ? offset : LH_RESIDENCY_ABSENT;
+    if (is_here)
+        lh_range_take(&plan->range, offset, unit->desc.bytes);
+}
+
+/* Forget the ops that wait; the plan's state is again what is in the region now. */
+static void region_reset(struct lh_engine *engine, struct lh_region *region)
+{
+    for (uint64_t i = region->op_first; i < region->op_count; i++) {
+        if (region->ops[i].kind == LH_RESIDENCY_OP_LOAD)
+            lh_step_stats(engine, region->op_steps[i])->planned_bytes[region->link] -=
+                engine->units[region->ops[i].unit].desc.bytes;
+    }
+    region->op_first = 0;
+    region->op_count = 0;
+    lh_range_reset(&region->plan.range);
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
+        region_look(engine, region, i);
+}
+
+/* Ops of the step that closed last and still wait are of the next one if that has begun. */
+static void region_step_end(struct lh_engine *engine, struct lh_region *region)
+{
+    for (uint64_t i = region->op_first; i < region->op_count; i++) {
+        if (region->op_steps[i] != engine->step)
+            continue;
+        if (region->ops[i].kind == LH_RESIDENCY_OP_LOAD) {
+            uint64_t bytes = engine->units[region->ops[i].unit].desc.bytes;
+            lh_step_stats(engine, engine->step)->planned_bytes[region->link] -= bytes;
+            lh_step_stats(engine, engine->plan_step)->planned_bytes[region->link] += bytes;
+        }
+        region->op_steps[i] = engine->plan_step;
+    }
+}
+
+/*
+ * The step that closed last has moved all its bytes but its commit's: loads of its plan that still
+ * wait, and uses that follow before the next begin, are of the next step if that has begun, else of
+ * none.
+ */
+void lh_region_step_end(struct lh_engine *engine)
+{
+    if (engine->plan_step == engine->step)
+        engine->plan_step = 0;
+    region_step_end(engine, &engine->host);
+    if (engine->dev)
+        region_step_end(engine, &engine->device);
+}
+
+/* Somebody is owed this unit in the region, for a use that is counted already. */
+static bool is_owed(const struct lh_engine *engine, const struct lh_region *region,
+                    const struct lh_unit *unit)
+{
+    bool is_awaited = region == engine->uses && unit->waiter_count > 0;
+    if (is_device(engine, region))
+        return is_awaited && (unit->copy_state == LH_COPY_STATE_ABSENT || unit->copy_is_old);
+    if (unit->state != LH_UNIT_STATE_ABSENT)
+        return false;
+    return is_awaited || (unit->update_is_queued && !unit->update_is_done);
+}
+
+static uint64_t owed_put(const struct lh_engine *engine, struct lh_region *region)
+{
+    uint64_t count = 0;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        if (is_owed(engine, region, &engine->units[i]))
+            region->predicted.events[count++] =
+                (struct lh_residency_event){i, LH_RESIDENCY_EVENT_NEED};
+    }
+    return count;
+}
+
+static void event_put(struct lh_event_list *list, uint32_t unit, enum lh_residency_event_kind kind)
+{
+    list->events[list->count++] = (struct lh_residency_event){unit, (uint32_t)kind};
+}
+
+/* What the accelerator's ops and the updates to come read in main memory, in order. */
+static void host_derive(struct lh_engine *engine)
+{
+    const struct lh_region *device = &engine->device;
+    struct lh_event_list *list = &engine->host.predicted;
+    uint64_t op = device->op_first;
+    list->count = owed_put(engine, &engine->host);
+    for (uint64_t i = 0; i <= device->planned_until; i++) {
+        /* Behind the last event: all that is left. */
+        bool is_end = i == device->planned_until;
+        for (; op < device->op_count && (is_end || device->ops[op].event <= i); op++) {
+            if (device->ops[op].kind != LH_RESIDENCY_OP_LOAD)
+                continue;
+            event_put(list, device->ops[op].unit, LH_RESIDENCY_EVENT_BEGIN);
+            event_put(list, device->ops[op].unit, LH_RESIDENCY_EVENT_END);
+        }
+        if (!is_end && i >= device->position &&
+            device->predicted.events[i].kind == LH_RESIDENCY_EVENT_UPDATE)
+            event_put(list, device->predicted.events[i].unit, LH_RESIDENCY_EVENT_UPDATE);
+    }
+    region_reset(engine, &engine->host);
+    region_extend(engine, &engine->host);
+}
+
+static void uses_extend(struct lh_engine *engine)
+{
+    region_extend(engine, engine->uses);
+    if (engine->dev)
+        host_derive(engine);
+}
+
+/*
+ * Plan again from what is in memory: first what is owed, then event (may be NULL), then the
+ * prediction from tail_from on.
+ */
+static void plan_again(struct lh_engine *engine, const struct lh_residency_event *event,
+                       uint64_t tail_from)
+{
+    struct lh_region *region = engine->uses;
+    struct lh_event_list *predicted = &region->predicted;
+    uint64_t owed_count = 0;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
+        owed_count += is_owed(engine, region, &engine->units[i]);
+    uint64_t head = owed_count + (event ? 1 : 0);
+    uint64_t tail = lh_min_u64(predicted->count - tail_from, engine->event_max - head);
+    memmove(predicted->events + head, predicted->events + tail_from,
+            tail * sizeof(*predicted->events));
+    predicted->count = owed_put(engine, region);
+    if (event)
+        predicted->events[predicted->count++] = *event;
+    predicted->count += tail;
+    region->position = head;
+    region_reset(engine, region);
+    uses_extend(engine);
+}
+
+/* The position of the next use in the prediction. */
+static uint64_t next_predicted(const struct lh_region *region)
+{
+    uint64_t at = region->position;
+    while (at < region->predicted.count &&
+           region->predicted.events[at].kind == LH_RESIDENCY_EVENT_END)
+        at++;
+    return at;
+}
+
+static void use_count(struct lh_engine *engine, uint32_t index, enum lh_residency_event_kind kind)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, index);
+    if (!engine->dev) {
+        unit->use_count++;
+        return;
+    }
+    unit->copy_use_count++;
+    if (kind == LH_RESIDENCY_EVENT_UPDATE)
+        unit->use_count++; /* of main memory, too; copies count when they begin */
+}
+
+void lh_region_event(struct lh_engine *engine, uint32_t index, enum lh_residency_event_kind kind)
+{
+    struct lh_residency_event event = {index, (uint32_t)kind};
+    struct lh_region *region = engine->uses;
+    event_record(engine, event);
+    if (kind == LH_RESIDENCY_EVENT_END)
+        return;
+    const struct lh_event_list *predicted = &region->predicted;
+    uint64_t at = next_predicted(region);
+    bool is_expected = at < predicted->count && predicted->events[at].unit == index &&
+                       predicted->events[at].kind == (uint32_t)kind;
+    if (is_expected && at < region->planned_until) {
+        region->position = at + 1;
+    } else {
+        /* Either the plan ended before this use, or something else happened than was predicted:
+         * skip to where it was foreseen, or put it in, and plan again from here. */
+        uint64_t tail_from = region->position;
+        for (uint64_t i = at; i < predicted->count; i++) {
+            if (predicted->events[i].unit == index && predicted->events[i].kind == (uint32_t)kind) {
+                tail_from = i + 1;
+                break;
+            }
+        }
+        if (!is_expected)
+            lh_step_stats(engine, engine->plan_step)->replans++;
+        plan_again(engine, &event, tail_from);
+    }
+    use_count(engine, index, kind);
+}
+
+void lh_region_cycle_end(struct lh_engine *engine)
+{
+    /*
+     * A training cycle that was not closed (an exception, a forward without a step) predicts
+     * nothing.
+     */
+    bool is_whole = engine->mode == LH_ENGINE_MODE_EVAL || engine->plan_step <= engine->step;
+    if (engine->recording.count > 0 && !engine->recording.overflowed && is_whole) {
+        struct lh_event_list old = engine->recorded[engine->mode];
+        engine->recorded[engine->mode] = engine->recording;
+        engine->recording = old;
+    }
+    engine->recording.count = 0;
+    engine->recording.overflowed = false;
+}
+
+static void region_forget(struct lh_engine *engine, struct lh_region *region)
+{
+    region->predicted.count = 0;
+    region->position = 0;
+    region->planned_until = 0;
+    region_reset(engine, region);
+}
+
+void lh_region_forget(struct lh_engine *engine)
+{
+    engine->recording.count = 0;
+    region_forget(engine, &engine->host);
+    if (engine->dev)
+        region_forget(engine, &engine->device);
+}
+
+void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
+{
+    struct lh_region *region = engine->uses;
+    bool is_whole = next_predicted(region) == region->predicted.count &&
+                    region->planned_until == region->predicted.count;
+    lh_region_cycle_end(engine);
+    engine->mode = mode;
+    engine->plan_step = mode == LH_ENGINE_MODE_TRAIN ? engine->step + 1 : 0;
+    const struct lh_event_list *known = &engine->recorded[mode];
+    region->position = 0;
+    if (known->count > 0) {
+        memcpy(region->predicted.events, known->events, known->count * sizeof(*known->events));
+        region->predicted.count = known->count;
+    } else {
+        prediction_default(engine, &region->predicted);
+    }
+    if (!is_whole) {
+        plan_again(engine, NULL, 0);
+        return;
+    }
+    /* The cycle before went as planned: this plan follows it, behind the ops that still wait. */
+    uint64_t waiting = region->op_count - region->op_first;
+    memmove(region->ops, region->ops + region->op_first, waiting * sizeof(*region->ops));
+    memmove(region->op_steps, region->op_steps + region->op_first,
+            waiting * sizeof(*region->op_steps));
+    for (uint64_t i = 0; i < waiting; i++)
+        region->ops[i].event = 0;
+    region->op_first = 0;
+    region->op_count = waiting;
+    uses_extend(engine);
+}
+
+/*
+ * Nothing moves and somebody waits: an eviction of the plan waits for a use that has not ended
+ * where it did in the step before (a view that lives longer). Plan again around what is in use.
+ */
+void lh_region_plan_around(struct lh_engine *engine)
+{
+    lh_step_stats(engine, engine->plan_step)->replans++;
+    plan_again(engine, NULL, engine->uses->position);
+}
+
+/* A use has begun, or a copy, that no plan could serve yet: true if one can now. */
+bool lh_region_catch_up(struct lh_engine *engine)
+{
+    struct lh_region *region = engine->uses;
+    if (region->planned_until < region->position) {
+        plan_again(engine, NULL, region->position);
+        return region->planned_until >= region->position;
+    }
+    struct lh_region *host = &engine->host;
+    if (!engine->dev || host->planned_until == host->predicted.count ||
+        host->op_first < host->op_count)
+        return false;
+    uint64_t before = host->planned_until;
+    host_derive(engine);
+    return host->planned_until > before || host->op_count > 0;
+}
+
+static int region_create(struct lh_engine *engine, struct lh_region *region, uint64_t bytes,
+                         struct lh_error *err)
+{
+    struct lh_alloc *alloc = engine->alloc;
+    uint32_t units = engine->opts.unit_count;
+    /*
+     * A load an event, each with the evictions of what an earlier load put there; and what waits of
+     * the plan before.
+     */
+    region->op_max = 2 * (2 * engine->event_max + units);
+    /* Main memory's events are at most two of each of the accelerator's ops, and the updates. */
+    uint64_t event_max = engine->event_max + (engine->dev ? 2 * region->op_max + units : 0);
+    if (engine->dev && !is_device(engine, region))
+        region->op_max = 2 * (2 * event_max + units);
+    region->predicted.events = lh_alloc_zeroed(alloc, event_max, sizeof(struct lh_residency_event));
+    region->ops = lh_alloc_zeroed(alloc, region->op_max, sizeof(*region->ops));
+    region->op_steps = lh_alloc_zeroed(alloc, region->op_max, sizeof(*region->op_steps));
+    region->units = lh_alloc_zeroed(alloc, units, sizeof(*region->units));
+    if (!region->predicted.events || !region->ops || !region->op_steps || !region->units)
+        return lh_error_set(err, -ENOMEM, "no memory for a plan of %" PRIu64 " events", event_max);
+    for (uint32_t i = 0; i < units; i++) {
+        const struct lh_engine_unit *desc = &engine->units[i].desc;
+        bool is_served = engine->dev && !is_device(engine, region);
+        region->units[i] =
+            (struct lh_residency_unit){.bytes = desc->bytes, .always = desc->always && !is_served};
+    }
+    LH_TRY(lh_residency_init(&region->plan, alloc, region->units, units, bytes, err));
+    region->plan.has_copies = is_device(engine, region);
+    LH_TRY(lh_residency_init(&region->before, alloc, region->units, units, bytes, err));
+    region->before.has_copies = is_device(engine, region);
+    return 0;
+}
+
+int lh_region_create_all(struct lh_engine *engine, struct lh_error *err)
+{
+    struct lh_event_list *lists[] = {&engine->recorded[0], &engine->recorded[1],
+                                     &engine->recording};
+    engine->event_max = lh_max_u64(EVENTS_MIN, (uint64_t)engine->opts.unit_count * EVENTS_PER_UNIT);
+    for (size_t i = 0; i < LH_COUNT_OF(lists); i++) {
+        lists[i]->events =
+            lh_alloc_zeroed(engine->alloc, engine->event_max, sizeof(struct lh_residency_event));
+        if (!lists[i]->events)
+            return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " events",
+                                engine->event_max);
+    }
+    engine->host.link = LH_ENGINE_LINK_PARAM_READ;
+    engine->device.link = LH_ENGINE_LINK_COPY_IN;
+    engine->uses = engine->dev ? &engine->device : &engine->host;
+    LH_TRY(region_create(engine, &engine->host, engine->budget.region_bytes, err));
+    if (!engine->dev)
+        return 0;
+    return region_create(engine, &engine->device, engine->opts.device_bytes, err);
+}
+
+static void region_destroy(struct lh_engine *engine, struct lh_region *region)
+{
+    void *const tables[] = {region->predicted.events, region->ops, region->op_steps};
+    for (size_t i = 0; i < LH_COUNT_OF(tables); i++)
+        lh_free(engine->alloc, tables[i]);
+    if (region->plan.units)
+        lh_residency_deinit(&region->plan, engine->alloc);
+    if (region->before.units)
+        lh_residency_deinit(&region->before, engine->alloc);
+    lh_free(engine->alloc, region->units);
+}
+
+void lh_region_destroy_all(struct lh_engine *engine)
+{
+    lh_free(engine->alloc, engine->recorded[0].events);
+    lh_free(engine->alloc, engine->recorded[1].events);
+    lh_free(engine->alloc, engine->recording.events);
+    region_destroy(engine, &engine->host);
+    region_destroy(engine, &engine->device);
+}
