@@ -93,13 +93,14 @@ class StepStats:
         """Share of the step during which each resource was at work."""
         wall = max(self.wall_ns, 1)
         waits = self.param_wait_ns + self.gradient_wait_ns
-        return {
+        busy = {
             "compute": max(0.0, 1.0 - waits / wall),
             # What is written behind the next forward is paid for by the step before's, in this one.
             "ssd": min(1.0, self.ssd_busy_ns / wall),
             "optimizer": min(1.0, self.update_busy_ns / max(self.threads, 1) / wall),
-            "copies": min(1.0, max(self.copy_in_ns, self.copy_out_ns) / wall),
         }
+        copies = max(self.copy_in_ns, self.copy_out_ns)
+        return {**busy, "copies": min(1.0, copies / wall)} if copies else busy
 
     @property
     def bound_by(self) -> str:

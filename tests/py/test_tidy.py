@@ -30,7 +30,6 @@ RANKS = {
     "base": 0,
     "io": 1,
     "dev": 1,
-    "dev": 1,
     "exec": 1,
     "mem": 2,
     "store": 3,
