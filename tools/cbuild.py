@@ -51,7 +51,7 @@ WARNING_FLAGS = [
 ISA_FLAGS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "_sse42": ["-msse4.2", "-mpclmul"],
-        "_avx2": ["-mavx2", "-mfma", "-mvpclmulqdq", "-mpclmul"],
+        "_avx2": ["-mavx2", "-mfma", "-mf16c", "-mvpclmulqdq", "-mpclmul"],
         "_avx512": [
             "-mavx512f",
             "-mavx512bw",

@@ -80,7 +80,7 @@ static struct lh_adam_run part(const struct lh_adam_run *run, uint64_t first, ui
     struct lh_adam_run piece = *run;
 
     piece.param = (char *)run->param + first * lh_dtype_bytes(run->param_dtype);
-    piece.residual = run->residual ? run->residual + first : NULL;
+    piece.residual = run->residual ? (int16_t *)run->residual + first : NULL;
     piece.moment1 += first;
     piece.moment2 += first;
     piece.gradient = (const char *)run->gradient + first * lh_dtype_bytes(run->gradient_dtype);
@@ -231,7 +231,8 @@ static void values_make(const struct lh_adam_run *run)
         if (run->param_dtype == LH_DTYPE_F32)
             ((float *)run->param)[i] = 0.05f * unit;
         else
-            lh_adam_split(&(float){0.05f * unit}, (uint16_t *)run->param + i, run->residual + i, 1);
+            lh_adam_split(&(float){0.05f * unit}, (uint16_t *)run->param + i,
+                          (int16_t *)run->residual + i, 1);
         run->moment1[i] = 1e-3f * unit;
         run->moment2[i] = 1e-6f * unit * unit;
         unit *= 1e-3f;
@@ -262,7 +263,7 @@ int main(int argc, char **argv)
         .run = {pages(count * 4), pages(count * 2), pages(count * 4), pages(count * 4),
                 pages(count * 4), count, LH_DTYPE_F32, LH_DTYPE_F32},
     };
-    int16_t *residual = bench.run.residual;
+    void *residual = bench.run.residual;
 
     if (count == 0 || repetition_count < 1 || repetition_count > REPETITION_COUNT_MAX ||
         bench.thread_count < 1 || bench.thread_count > THREAD_COUNT_MAX) {

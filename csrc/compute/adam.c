@@ -49,7 +49,8 @@ static bool kernel_runs(const struct lh_adam_kernel *kernel)
           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")))
         return false;
     if (kernel->run != lh_adam_ref &&
-        !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")))
+        !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+          __builtin_cpu_supports("f16c")))
         return false;
     if (kernel->run_checking && !__builtin_cpu_supports("vpclmulqdq"))
         return false;

@@ -31,6 +31,11 @@
  * 0x7FC00000 (with its sign) and residual 0. Infinity is exact. A finite master at or above
  * 0x7F7F8000 rounds to infinity in P16, as bf16 rounding does; the residual still restores it.
  *
+ * [Note: 14P] fp16 has three bits of exponent fewer than fp32, so no 16 bits make its P16 exact. An
+ * fp16 parameter has its fp32 master in the residual's place (6 bytes where bf16 has 4), and P16 is
+ * the master rounded to nearest with ties to even: infinity from 65520 on, 0x7E00 for the one NaN.
+ * An update reads the master and no P16.
+ *
  * Thread: pure functions over the caller's memory.
  * Source: LoHan IV-C (the optimizer as the gradient's handler); the rule: Loshchilov and Hutter,
  *         Decoupled Weight Decay.
@@ -61,20 +66,33 @@ struct lh_adam_hyper {
     double lr, beta1, beta2, eps, weight_decay;
 };
 
+/* Bytes an element of what is kept besides a parameter: [Note: 12P], [Note: 14P], or nothing. */
+static inline uint64_t lh_adam_residual_bytes(enum lh_dtype param_dtype)
+{
+    switch (param_dtype) {
+    case LH_DTYPE_BF16:
+        return sizeof(int16_t);
+    case LH_DTYPE_F16:
+        return sizeof(float);
+    default:
+        return 0;
+    }
+}
+
 /* Scalars of one step (1, 2, ...). Source: torch.optim.AdamW, single-tensor form. */
 struct lh_adam_scalars lh_adam_scalars_make(const struct lh_adam_hyper *hyper, uint64_t step,
                                             double gradient_scale);
 
 /* One run of elements with one set of scalars. Arrays do not overlap; any alignment, any count. */
 struct lh_adam_run {
-    void *param;       /* float, or bf16 bits */
-    int16_t *residual; /* bf16 parameters only, else NULL */
+    void *param;    /* float, or bits of bf16 or fp16 */
+    void *residual; /* bf16: int16_t; fp16: the master, float; fp32: NULL */
     float *moment1;
     float *moment2;
-    const void *gradient; /* float or bf16 bits, by gradient_dtype */
+    const void *gradient; /* as param, by gradient_dtype */
     uint64_t count;
-    enum lh_dtype param_dtype;    /* LH_DTYPE_F32 or LH_DTYPE_BF16 */
-    enum lh_dtype gradient_dtype; /* LH_DTYPE_F32 or LH_DTYPE_BF16 */
+    enum lh_dtype param_dtype;    /* LH_DTYPE_F32, _BF16 or _F16 */
+    enum lh_dtype gradient_dtype; /* one of the same, whichever */
 };
 
 typedef void (*lh_adam_fn)(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
@@ -141,7 +159,7 @@ struct lh_adam_segment {
  */
 struct lh_adam_chunk {
     void *param;
-    int16_t *residual; /* NULL for fp32 */
+    void *residual; /* as in a run */
     float *moment1;
     float *moment2;
     uint64_t count; /* elements */

@@ -33,7 +33,8 @@ struct lanes {
 };
 
 struct mode {
-    bool param_bf16, gradient_bf16, folding;
+    enum lh_dtype param, gradient;
+    bool folding;
 };
 
 static inline struct lanes lanes_make(const struct lh_adam_scalars *scalars)
@@ -66,27 +67,35 @@ static inline __m256 bf16_widened(const void *source)
     return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
 }
 
+static inline __attribute__((always_inline)) __m256 floats_load(const void *array, uint64_t i,
+                                                                const enum lh_dtype dtype)
+{
+    if (dtype == LH_DTYPE_BF16)
+        return bf16_widened((const uint16_t *)array + i);
+    if (dtype == LH_DTYPE_F16)
+        return _mm256_cvtph_ps(_mm_loadu_si128((const void *)((const uint16_t *)array + i)));
+    return _mm256_loadu_ps((const float *)array + i);
+}
+
 static inline __attribute__((always_inline)) __m256i half_update(const struct lh_adam_run *run,
                                                                  uint64_t i,
                                                                  const struct lanes *lanes,
                                                                  const struct mode mode,
                                                                  __m256i *moments_written)
 {
-    const uint16_t *param16 = run->param;
-    const uint16_t *gradient16 = run->gradient;
-    __m256 g = mode.gradient_bf16 ? bf16_widened(gradient16 + i)
-                                  : _mm256_loadu_ps((const float *)run->gradient + i);
+    __m256 g = floats_load(run->gradient, i, mode.gradient);
     __m256 m = _mm256_loadu_ps(run->moment1 + i);
     __m256 v = _mm256_loadu_ps(run->moment2 + i);
     __m256 p, d;
 
-    if (mode.param_bf16) {
-        __m256i high = _mm256_castps_si256(bf16_widened(param16 + i));
-        __m256i low = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)(run->residual + i)));
+    if (mode.param == LH_DTYPE_BF16) {
+        __m256i high = _mm256_castps_si256(floats_load(run->param, i, LH_DTYPE_BF16));
+        __m256i low = _mm256_cvtepi16_epi32(
+            _mm_loadu_si128((const void *)((const int16_t *)run->residual + i)));
 
         p = _mm256_castsi256_ps(_mm256_add_epi32(high, low));
     } else {
-        p = _mm256_loadu_ps((const float *)run->param + i);
+        p = floats_load(mode.param == LH_DTYPE_F16 ? run->residual : run->param, i, LH_DTYPE_F32);
     }
     g = _mm256_mul_ps(g, lanes->gradient_scale);
     m = _mm256_fmadd_ps(_mm256_sub_ps(g, m), lanes->beta1_rest, m);
@@ -110,17 +119,32 @@ static inline __m256i words_packed(__m256i first, __m256i second)
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xD8);
 }
 
-static inline __attribute__((always_inline)) void
-prefetch(const struct lh_adam_run *run, uint64_t i, bool param_bf16, bool gradient_bf16)
+/* P16 of 16 masters, in order. */
+static inline __attribute__((always_inline)) __m256i params_rounded(const __m256i bits[2],
+                                                                    const enum lh_dtype dtype)
 {
-    uint64_t ahead_bytes = i * 4 + PREFETCH_BYTES;
+    const __m256i half_place = _mm256_set1_epi32(0x8000);
 
-    _mm_prefetch((const char *)run->param + ahead_bytes / (param_bf16 ? 2 : 1), _MM_HINT_T0);
-    _mm_prefetch((const char *)run->gradient + ahead_bytes / (gradient_bf16 ? 2 : 1), _MM_HINT_T0);
-    _mm_prefetch((const char *)run->moment1 + ahead_bytes, _MM_HINT_T0);
-    _mm_prefetch((const char *)run->moment2 + ahead_bytes, _MM_HINT_T0);
-    if (param_bf16)
-        _mm_prefetch((const char *)run->residual + ahead_bytes / 2, _MM_HINT_T0);
+    if (dtype == LH_DTYPE_F16)
+        return _mm256_set_m128i(
+            _mm256_cvtps_ph(_mm256_castsi256_ps(bits[1]), _MM_FROUND_TO_NEAREST_INT),
+            _mm256_cvtps_ph(_mm256_castsi256_ps(bits[0]), _MM_FROUND_TO_NEAREST_INT));
+    return words_packed(_mm256_srli_epi32(_mm256_add_epi32(bits[0], half_place), 16),
+                        _mm256_srli_epi32(_mm256_add_epi32(bits[1], half_place), 16));
+}
+
+static inline __attribute__((always_inline)) void prefetch(const struct lh_adam_run *run,
+                                                           uint64_t i, const struct mode mode)
+{
+    uint64_t ahead = i + PREFETCH_BYTES / 4;
+    uint64_t residual_bytes = lh_adam_residual_bytes(mode.param);
+
+    _mm_prefetch((const char *)run->param + ahead * lh_dtype_bytes(mode.param), _MM_HINT_T0);
+    _mm_prefetch((const char *)run->gradient + ahead * lh_dtype_bytes(mode.gradient), _MM_HINT_T0);
+    _mm_prefetch((const char *)run->moment1 + ahead * 4, _MM_HINT_T0);
+    _mm_prefetch((const char *)run->moment2 + ahead * 4, _MM_HINT_T0);
+    if (residual_bytes > 0)
+        _mm_prefetch((const char *)run->residual + ahead * residual_bytes, _MM_HINT_T0);
 }
 
 static inline __m256i fold(__m256i state, __m256i word, __m256i constants)
@@ -152,24 +176,27 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
                                                            uint32_t *crcs_out)
 {
     const struct lanes lanes = lanes_make(scalars);
-    const __m256i half_place = _mm256_set1_epi32(0x8000);
     const __m256i low_mask = _mm256_set1_epi32(0xFFFF);
     const uint64_t count = run->count / STEP_ELEMENTS * STEP_ELEMENTS;
+    const uint64_t residual_bytes = lh_adam_residual_bytes(mode.param);
     __m256i states[LH_ADAM_STREAM_COUNT] = {0};
     uint64_t moment1_crc = 0, moment2_crc = 0, residual_crc = 0; /* of what is read */
 
 #define FOLD(stream, word)                                                                         \
-    (states[LH_ADAM_STREAM_##stream] = fold(states[LH_ADAM_STREAM_##stream], (word), lanes.fold))
+    (states[LH_ADAM_STREAM_##stream] =                                                             \
+         mode.folding ? fold(states[LH_ADAM_STREAM_##stream], (word), lanes.fold)                  \
+                      : states[LH_ADAM_STREAM_##stream])
 
     for (uint64_t i = 0; i < count; i += STEP_ELEMENTS) {
         __m256i bits[2];
 
-        prefetch(run, i, mode.param_bf16, mode.gradient_bf16);
+        prefetch(run, i, mode);
         if (mode.folding) {
             moment1_crc = words_chain(moment1_crc, run->moment1 + i, 4 * STEP_ELEMENTS);
             moment2_crc = words_chain(moment2_crc, run->moment2 + i, 4 * STEP_ELEMENTS);
-            if (mode.param_bf16)
-                residual_crc = words_chain(residual_crc, run->residual + i, 2 * STEP_ELEMENTS);
+            residual_crc =
+                words_chain(residual_crc, (const char *)run->residual + i * residual_bytes,
+                            (int)residual_bytes * STEP_ELEMENTS);
         }
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
@@ -177,29 +204,28 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
             __m256i written[2];
 
             bits[half] = half_update(run, at, &lanes, mode, written);
-            if (mode.folding) {
-                FOLD(MOMENT1, written[0]);
-                FOLD(MOMENT2, written[1]);
-            }
-            if (!mode.param_bf16) {
+            FOLD(MOMENT1, written[0]);
+            FOLD(MOMENT2, written[1]);
+            if (mode.param == LH_DTYPE_F32) {
                 _mm256_storeu_si256((__m256i *)((float *)run->param + at), bits[half]);
-                if (mode.folding)
-                    FOLD(PARAM, bits[half]);
+                FOLD(PARAM, bits[half]);
+            } else if (mode.param == LH_DTYPE_F16) {
+                _mm256_storeu_si256((__m256i *)((float *)run->residual + at), bits[half]);
+                FOLD(RESIDUAL, bits[half]);
             }
         }
-        if (mode.param_bf16) {
+        if (mode.param != LH_DTYPE_F32) {
+            __m256i rounded = params_rounded(bits, mode.param);
+
+            _mm256_storeu_si256((__m256i *)((uint16_t *)run->param + i), rounded);
+            FOLD(PARAM, rounded);
+        }
+        if (mode.param == LH_DTYPE_BF16) {
             __m256i low = words_packed(_mm256_and_si256(bits[0], low_mask),
                                        _mm256_and_si256(bits[1], low_mask));
-            __m256i high =
-                words_packed(_mm256_srli_epi32(_mm256_add_epi32(bits[0], half_place), 16),
-                             _mm256_srli_epi32(_mm256_add_epi32(bits[1], half_place), 16));
 
-            _mm256_storeu_si256((__m256i *)((uint16_t *)run->param + i), high);
-            _mm256_storeu_si256((__m256i *)(run->residual + i), low);
-            if (mode.folding) {
-                FOLD(PARAM, high);
-                FOLD(RESIDUAL, low);
-            }
+            _mm256_storeu_si256((__m256i *)((int16_t *)run->residual + i), low);
+            FOLD(RESIDUAL, low);
         }
     }
 #undef FOLD
@@ -214,19 +240,27 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
 }
 
 static inline __attribute__((always_inline)) uint64_t
+body_by_gradient(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
+                 const enum lh_dtype param, bool folding, uint32_t *crcs_out)
+{
+    if (run->gradient_dtype == LH_DTYPE_BF16)
+        return body(run, scalars, (struct mode){param, LH_DTYPE_BF16, folding}, crcs_out);
+    if (run->gradient_dtype == LH_DTYPE_F16)
+        return body(run, scalars, (struct mode){param, LH_DTYPE_F16, folding}, crcs_out);
+    return body(run, scalars, (struct mode){param, LH_DTYPE_F32, folding}, crcs_out);
+}
+
+static inline __attribute__((always_inline)) uint64_t
 body_by_dtypes(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars, bool folding,
                uint32_t *crcs_out)
 {
-    LH_ASSERT((run->residual != NULL) == (run->param_dtype == LH_DTYPE_BF16));
+    LH_ASSERT((run->residual != NULL) == (lh_adam_residual_bytes(run->param_dtype) > 0));
 
-    if (run->param_dtype == LH_DTYPE_BF16) {
-        if (run->gradient_dtype == LH_DTYPE_BF16)
-            return body(run, scalars, (struct mode){true, true, folding}, crcs_out);
-        return body(run, scalars, (struct mode){true, false, folding}, crcs_out);
-    }
-    if (run->gradient_dtype == LH_DTYPE_BF16)
-        return body(run, scalars, (struct mode){false, true, folding}, crcs_out);
-    return body(run, scalars, (struct mode){false, false, folding}, crcs_out);
+    if (run->param_dtype == LH_DTYPE_BF16)
+        return body_by_gradient(run, scalars, LH_DTYPE_BF16, folding, crcs_out);
+    if (run->param_dtype == LH_DTYPE_F16)
+        return body_by_gradient(run, scalars, LH_DTYPE_F16, folding, crcs_out);
+    return body_by_gradient(run, scalars, LH_DTYPE_F32, folding, crcs_out);
 }
 
 void lh_adam_avx2(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)

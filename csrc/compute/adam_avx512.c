@@ -2,7 +2,7 @@
  * The update with AVX-512, and the one that folds checksums in the same registers ([Note: folds] in
  * adam_kernels.h).
  *
- * One body serves all four pairs of dtypes, with and without folding: it is inlined into callers
+ * One body serves all nine pairs of dtypes, with and without folding: it is inlined into callers
  * that pass constants. An iteration takes 32 elements, a whole 64-byte word of each 2-byte array.
  * What is left over goes through adam_ref.c, which has the same bits.
  */
@@ -35,7 +35,8 @@ struct lanes {
 };
 
 struct mode {
-    bool param_bf16, gradient_bf16, folding;
+    enum lh_dtype param, gradient;
+    bool folding;
 };
 
 static inline struct lanes lanes_make(const struct lh_adam_scalars *scalars)
@@ -68,29 +69,38 @@ static inline __m512 bf16_widened(const void *source)
     return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 
+static inline __attribute__((always_inline)) __m512 floats_load(const void *array, uint64_t i,
+                                                                const enum lh_dtype dtype)
+{
+    if (dtype == LH_DTYPE_BF16)
+        return bf16_widened((const uint16_t *)array + i);
+    if (dtype == LH_DTYPE_F16)
+        return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)((const uint16_t *)array + i)));
+    return _mm512_loadu_ps((const float *)array + i);
+}
+
+/* read_out: what was read of m, v and, where there is one, an fp32 master. */
 static inline __attribute__((always_inline)) __m512i
 half_update(const struct lh_adam_run *run, uint64_t i, const struct lanes *lanes,
-            const struct mode mode, __m512i *moments_read, __m512i *moments_written)
+            const struct mode mode, __m512i *read_out, __m512i *moments_written)
 {
-    const uint16_t *param16 = run->param;
-    const uint16_t *gradient16 = run->gradient;
-    __m512 g = mode.gradient_bf16 ? bf16_widened(gradient16 + i)
-                                  : _mm512_loadu_ps((const float *)run->gradient + i);
+    __m512 g = floats_load(run->gradient, i, mode.gradient);
     __m512 m = _mm512_loadu_ps(run->moment1 + i);
     __m512 v = _mm512_loadu_ps(run->moment2 + i);
     __m512 p, d;
 
-    if (mode.param_bf16) {
-        __m512i high = _mm512_castps_si512(bf16_widened(param16 + i));
-        __m512i low =
-            _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(run->residual + i)));
+    if (mode.param == LH_DTYPE_BF16) {
+        __m512i high = _mm512_castps_si512(floats_load(run->param, i, LH_DTYPE_BF16));
+        __m512i low = _mm512_cvtepi16_epi32(
+            _mm256_loadu_si256((const void *)((const int16_t *)run->residual + i)));
 
         p = _mm512_castsi512_ps(_mm512_add_epi32(high, low));
     } else {
-        p = _mm512_loadu_ps((const float *)run->param + i);
+        p = floats_load(mode.param == LH_DTYPE_F16 ? run->residual : run->param, i, LH_DTYPE_F32);
     }
-    moments_read[0] = _mm512_castps_si512(m);
-    moments_read[1] = _mm512_castps_si512(v);
+    read_out[0] = _mm512_castps_si512(m);
+    read_out[1] = _mm512_castps_si512(v);
+    read_out[2] = _mm512_castps_si512(p);
 
     g = _mm512_mul_ps(g, lanes->gradient_scale);
     m = _mm512_fmadd_ps(_mm512_sub_ps(g, m), lanes->beta1_rest, m);
@@ -118,7 +128,8 @@ static inline __attribute__((always_inline)) void prefetch(const struct lh_adam_
 {
     const char *const arrays[4] = {run->param, run->gradient, (const char *)run->moment1,
                                    (const char *)run->moment2};
-    const bool narrow[4] = {mode.param_bf16, mode.gradient_bf16, false, false};
+    const bool narrow[4] = {mode.param != LH_DTYPE_F32, mode.gradient != LH_DTYPE_F32, false,
+                            false};
 
     for (int a = 0; a < 4; a++) {
         const char *ahead = arrays[a] + (i * 4 + PREFETCH_BYTES) / (narrow[a] ? 2 : 1);
@@ -127,8 +138,12 @@ static inline __attribute__((always_inline)) void prefetch(const struct lh_adam_
         if (!narrow[a])
             _mm_prefetch(ahead + 64, _MM_HINT_T0);
     }
-    if (mode.param_bf16)
+    if (mode.param == LH_DTYPE_BF16)
         _mm_prefetch((const char *)run->residual + (i * 4 + PREFETCH_BYTES) / 2, _MM_HINT_T0);
+    if (mode.param == LH_DTYPE_F16) {
+        _mm_prefetch((const char *)run->residual + i * 4 + PREFETCH_BYTES, _MM_HINT_T0);
+        _mm_prefetch((const char *)run->residual + i * 4 + PREFETCH_BYTES + 64, _MM_HINT_T0);
+    }
 }
 
 /* The words that pick the high and the low halves of 2 x 16 dwords. */
@@ -141,6 +156,22 @@ static inline __m512i word_indices(short first)
     return _mm512_add_epi16(ramp, _mm512_set1_epi16(first));
 }
 
+/* P16 of 32 masters, in order. */
+static inline __attribute__((always_inline)) __m512i params_rounded(const __m512i bits[2],
+                                                                    const enum lh_dtype dtype)
+{
+    const __m512i half_place = _mm512_set1_epi32(0x8000);
+
+    if (dtype == LH_DTYPE_F16) {
+        __m256i low = _mm512_cvtps_ph(_mm512_castsi512_ps(bits[0]), _MM_FROUND_TO_NEAREST_INT);
+        __m256i high = _mm512_cvtps_ph(_mm512_castsi512_ps(bits[1]), _MM_FROUND_TO_NEAREST_INT);
+
+        return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    }
+    return _mm512_permutex2var_epi16(_mm512_add_epi32(bits[0], half_place), word_indices(1),
+                                     _mm512_add_epi32(bits[1], half_place));
+}
+
 /* Returns the elements done: a multiple of 32. */
 static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_run *run,
                                                            const struct lh_adam_scalars *scalars,
@@ -148,50 +179,51 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
                                                            __m512i *folds_out)
 {
     const struct lanes lanes = lanes_make(scalars);
-    const __m512i half_place = _mm512_set1_epi32(0x8000);
-    const __m512i high_words = word_indices(1), low_words = word_indices(0);
+    const __m512i low_words = word_indices(0);
     const uint64_t count = run->count / LH_ADAM_FOLD_ELEMENTS * LH_ADAM_FOLD_ELEMENTS;
     __m512i states[LH_ADAM_STREAM_COUNT] = {0};
 
 #define FOLD(stream, word)                                                                         \
-    (states[LH_ADAM_STREAM_##stream] = fold(states[LH_ADAM_STREAM_##stream], (word), lanes.fold))
+    (states[LH_ADAM_STREAM_##stream] =                                                             \
+         mode.folding ? fold(states[LH_ADAM_STREAM_##stream], (word), lanes.fold)                  \
+                      : states[LH_ADAM_STREAM_##stream])
 
     for (uint64_t i = 0; i < count; i += LH_ADAM_FOLD_ELEMENTS) {
         __m512i bits[2], residual = _mm512_setzero_si512();
 
         prefetch(run, i, mode);
-        if (mode.param_bf16 && mode.folding)
-            residual = _mm512_loadu_si512(run->residual + i);
+        if (mode.param == LH_DTYPE_BF16 && mode.folding)
+            residual = _mm512_loadu_si512((const int16_t *)run->residual + i);
         for (int half = 0; half < 2; half++) {
             const uint64_t at = i + (uint64_t)half * HALF_ELEMENTS;
-            __m512i read[2], written[2];
+            __m512i read[3], written[2];
 
             bits[half] = half_update(run, at, &lanes, mode, read, written);
-            if (mode.folding) {
-                FOLD(MOMENT1_READ, read[0]);
-                FOLD(MOMENT2_READ, read[1]);
-                FOLD(MOMENT1, written[0]);
-                FOLD(MOMENT2, written[1]);
-            }
-            if (!mode.param_bf16) {
+            FOLD(MOMENT1_READ, read[0]);
+            FOLD(MOMENT2_READ, read[1]);
+            FOLD(MOMENT1, written[0]);
+            FOLD(MOMENT2, written[1]);
+            if (mode.param == LH_DTYPE_F32) {
                 _mm512_storeu_si512((float *)run->param + at, bits[half]);
-                if (mode.folding)
-                    FOLD(PARAM, bits[half]);
+                FOLD(PARAM, bits[half]);
+            } else if (mode.param == LH_DTYPE_F16) {
+                _mm512_storeu_si512((float *)run->residual + at, bits[half]);
+                FOLD(RESIDUAL_READ, read[2]);
+                FOLD(RESIDUAL, bits[half]);
             }
         }
-        if (mode.param_bf16) {
-            __m512i low = _mm512_permutex2var_epi16(bits[0], low_words, bits[1]);
-            __m512i high =
-                _mm512_permutex2var_epi16(_mm512_add_epi32(bits[0], half_place), high_words,
-                                          _mm512_add_epi32(bits[1], half_place));
+        if (mode.param != LH_DTYPE_F32) {
+            __m512i rounded = params_rounded(bits, mode.param);
 
-            _mm512_storeu_si512((uint16_t *)run->param + i, high);
-            _mm512_storeu_si512(run->residual + i, low);
-            if (mode.folding) {
-                FOLD(RESIDUAL_READ, residual);
-                FOLD(PARAM, high);
-                FOLD(RESIDUAL, low);
-            }
+            _mm512_storeu_si512((uint16_t *)run->param + i, rounded);
+            FOLD(PARAM, rounded);
+        }
+        if (mode.param == LH_DTYPE_BF16) {
+            __m512i low = _mm512_permutex2var_epi16(bits[0], low_words, bits[1]);
+
+            _mm512_storeu_si512((int16_t *)run->residual + i, low);
+            FOLD(RESIDUAL_READ, residual);
+            FOLD(RESIDUAL, low);
         }
     }
 #undef FOLD
@@ -202,19 +234,27 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
 }
 
 static inline __attribute__((always_inline)) uint64_t
+body_by_gradient(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
+                 const enum lh_dtype param, bool folding, __m512i *folds_out)
+{
+    if (run->gradient_dtype == LH_DTYPE_BF16)
+        return body(run, scalars, (struct mode){param, LH_DTYPE_BF16, folding}, folds_out);
+    if (run->gradient_dtype == LH_DTYPE_F16)
+        return body(run, scalars, (struct mode){param, LH_DTYPE_F16, folding}, folds_out);
+    return body(run, scalars, (struct mode){param, LH_DTYPE_F32, folding}, folds_out);
+}
+
+static inline __attribute__((always_inline)) uint64_t
 body_by_dtypes(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars, bool folding,
                __m512i *folds_out)
 {
-    LH_ASSERT((run->residual != NULL) == (run->param_dtype == LH_DTYPE_BF16));
+    LH_ASSERT((run->residual != NULL) == (lh_adam_residual_bytes(run->param_dtype) > 0));
 
-    if (run->param_dtype == LH_DTYPE_BF16) {
-        if (run->gradient_dtype == LH_DTYPE_BF16)
-            return body(run, scalars, (struct mode){true, true, folding}, folds_out);
-        return body(run, scalars, (struct mode){true, false, folding}, folds_out);
-    }
-    if (run->gradient_dtype == LH_DTYPE_BF16)
-        return body(run, scalars, (struct mode){false, true, folding}, folds_out);
-    return body(run, scalars, (struct mode){false, false, folding}, folds_out);
+    if (run->param_dtype == LH_DTYPE_BF16)
+        return body_by_gradient(run, scalars, LH_DTYPE_BF16, folding, folds_out);
+    if (run->param_dtype == LH_DTYPE_F16)
+        return body_by_gradient(run, scalars, LH_DTYPE_F16, folding, folds_out);
+    return body_by_gradient(run, scalars, LH_DTYPE_F32, folding, folds_out);
 }
 
 void lh_adam_avx512(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)

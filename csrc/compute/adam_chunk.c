@@ -38,7 +38,7 @@ static uint64_t stream_element_bytes(const struct walk *walk, int stream)
         return lh_dtype_bytes(walk->chunk->param_dtype);
     case LH_ADAM_STREAM_RESIDUAL:
     case LH_ADAM_STREAM_RESIDUAL_READ:
-        return walk->chunk->residual ? 2 : 0;
+        return lh_adam_residual_bytes(walk->chunk->param_dtype);
     default:
         return 4;
     }
@@ -118,7 +118,9 @@ static struct lh_adam_run run_make(const struct walk *walk, const struct lh_adam
 
     return (struct lh_adam_run){
         .param = (char *)chunk->param + first * lh_dtype_bytes(chunk->param_dtype),
-        .residual = chunk->residual ? chunk->residual + first : NULL,
+        .residual = chunk->residual ? (char *)chunk->residual +
+                                          first * lh_adam_residual_bytes(chunk->param_dtype)
+                                    : NULL,
         .moment1 = chunk->moment1 + first,
         .moment2 = chunk->moment2 + first,
         .gradient = (const char *)segment->gradient + (first - segment->first) * gradient_bytes,
@@ -251,13 +253,12 @@ static void chunk_assert(const struct lh_adam_chunk *chunk)
 {
     uint64_t end = 0;
 
-    LH_ASSERT(chunk->param_dtype == LH_DTYPE_F32 || chunk->param_dtype == LH_DTYPE_BF16);
-    LH_ASSERT((chunk->residual != NULL) == (chunk->param_dtype == LH_DTYPE_BF16));
+    LH_ASSERT(chunk->param_dtype <= LH_DTYPE_F16);
+    LH_ASSERT((chunk->residual != NULL) == (lh_adam_residual_bytes(chunk->param_dtype) > 0));
     for (uint32_t s = 0; s < chunk->segment_count; s++) {
         const struct lh_adam_segment *segment = chunk->segments + s;
 
-        LH_ASSERT(segment->gradient_dtype == LH_DTYPE_F32 ||
-                  segment->gradient_dtype == LH_DTYPE_BF16);
+        LH_ASSERT(segment->gradient_dtype <= LH_DTYPE_F16);
         LH_ASSERT(segment->count > 0 && segment->first >= end);
         end = segment->first + segment->count;
     }

@@ -22,7 +22,7 @@
 void lh_adam_ref(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
 
 #if defined(__x86_64__)
-/* Needs AVX2 and FMA. */
+/* Needs AVX2, FMA and F16C. */
 void lh_adam_avx2(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
 /* Needs VPCLMULQDQ as well. */
 void lh_adam_avx2_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
@@ -40,7 +40,9 @@ static inline struct lh_adam_run lh_adam_run_from(const struct lh_adam_run *run,
     struct lh_adam_run part = *run;
 
     part.param = (char *)run->param + first * lh_dtype_bytes(run->param_dtype);
-    part.residual = run->residual ? run->residual + first : NULL;
+    part.residual = run->residual
+                        ? (char *)run->residual + first * lh_adam_residual_bytes(run->param_dtype)
+                        : NULL;
     part.moment1 = run->moment1 + first;
     part.moment2 = run->moment2 + first;
     part.gradient = (const char *)run->gradient + first * lh_dtype_bytes(run->gradient_dtype);

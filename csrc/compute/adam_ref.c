@@ -8,6 +8,7 @@
 
 #include "base/assert.h"
 #include "compute/adam_kernels.h"
+#include "compute/half.h"
 
 /* Arrays may have any alignment, so elements are copied, not dereferenced. */
 static uint32_t load_u32(const void *array, uint64_t index)
@@ -57,26 +58,38 @@ static float gradient_load(const struct lh_adam_run *run, uint64_t index)
 {
     if (run->gradient_dtype == LH_DTYPE_BF16)
         return float_from_bits((uint32_t)load_u16(run->gradient, index) << 16);
+    if (run->gradient_dtype == LH_DTYPE_F16)
+        return float_from_bits(lh_half_widen(load_u16(run->gradient, index)));
     return float_from_bits(load_u32(run->gradient, index));
 }
 
-/* [Note: 12P] backwards. Unsigned: what damaged bytes may overflow to is then defined as well. */
+/*
+ * [Note: 12P] backwards, or [Note: 14P]. Unsigned: what damaged bytes may overflow to is then
+ * defined as well.
+ */
 static float param_load(const struct lh_adam_run *run, uint64_t index)
 {
     if (run->param_dtype == LH_DTYPE_F32)
         return float_from_bits(load_u32(run->param, index));
+    if (run->param_dtype == LH_DTYPE_F16)
+        return float_from_bits(load_u32(run->residual, index));
     return float_from_bits(((uint32_t)load_u16(run->param, index) << 16) +
                            (uint32_t)(int16_t)load_u16(run->residual, index));
 }
 
 /*
- * Adding half of P16's last place to the bit pattern rounds the magnitude to nearest, ties away;
- * the residual is what is left, whose low 16 bits are those of the master.
+ * bf16: adding half of P16's last place to the bit pattern rounds the magnitude to nearest, ties
+ * away; the residual is what is left, whose low 16 bits are those of the master.
  */
 static void param_store(const struct lh_adam_run *run, uint64_t index, uint32_t bits)
 {
     if (run->param_dtype == LH_DTYPE_F32) {
         store_u32(run->param, index, bits);
+        return;
+    }
+    if (run->param_dtype == LH_DTYPE_F16) {
+        store_u16(run->param, index, lh_half_round(bits));
+        store_u32(run->residual, index, bits);
         return;
     }
     store_u16(run->param, index, (uint16_t)((bits + 0x8000) >> 16));
@@ -85,7 +98,7 @@ static void param_store(const struct lh_adam_run *run, uint64_t index, uint32_t 
 
 void lh_adam_ref(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
 {
-    LH_ASSERT((run->residual != NULL) == (run->param_dtype == LH_DTYPE_BF16));
+    LH_ASSERT((run->residual != NULL) == (lh_adam_residual_bytes(run->param_dtype) > 0));
 
     for (uint64_t i = 0; i < run->count; i++) {
         float g = gradient_load(run, i) * scalars->gradient_scale;

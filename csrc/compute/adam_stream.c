@@ -34,6 +34,7 @@ static inline __attribute__((always_inline)) void word_touch(void *array, uint64
 
 static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_run *run,
                                                            const uint64_t param_bytes,
+                                                           const uint64_t residual_bytes,
                                                            const uint64_t gradient_bytes)
 {
     const uint64_t step_elements = WORD_BYTES / 2;
@@ -44,8 +45,8 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
             word_read((const char *)run->gradient + i * gradient_bytes + w * WORD_BYTES, &sum);
         for (uint64_t w = 0; w < param_bytes / 2; w++)
             word_touch(run->param, i * param_bytes + w * WORD_BYTES);
-        if (param_bytes == 2)
-            word_touch(run->residual, i * 2);
+        for (uint64_t w = 0; w < residual_bytes / 2; w++)
+            word_touch(run->residual, i * residual_bytes + w * WORD_BYTES);
         for (uint64_t w = 0; w < 2; w++) {
             word_touch(run->moment1, i * 4 + w * WORD_BYTES);
             word_touch(run->moment2, i * 4 + w * WORD_BYTES);
@@ -56,10 +57,15 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
 
 uint64_t lh_adam_stream(const struct lh_adam_run *run)
 {
-    bool gradient_bf16 = run->gradient_dtype == LH_DTYPE_BF16;
+    bool is_narrow = lh_dtype_bytes(run->gradient_dtype) == 2;
 
-    LH_ASSERT((run->residual != NULL) == (run->param_dtype == LH_DTYPE_BF16));
-    if (run->param_dtype == LH_DTYPE_BF16)
-        return gradient_bf16 ? body(run, 2, 2) : body(run, 2, 4);
-    return gradient_bf16 ? body(run, 4, 2) : body(run, 4, 4);
+    LH_ASSERT((run->residual != NULL) == (lh_adam_residual_bytes(run->param_dtype) > 0));
+    switch (run->param_dtype) {
+    case LH_DTYPE_BF16:
+        return is_narrow ? body(run, 2, 2, 2) : body(run, 2, 2, 4);
+    case LH_DTYPE_F16:
+        return is_narrow ? body(run, 2, 4, 2) : body(run, 2, 4, 4);
+    default:
+        return is_narrow ? body(run, 4, 0, 2) : body(run, 4, 0, 4);
+    }
 }

@@ -5,9 +5,9 @@
 #include "base/dtype.h"
 
 /*
- * True when bf16[i] is values[i] rounded to nearest, ties to even (torch's .to(bfloat16)), for
- * every i.
+ * True when cast[i], of dtype (BF16 or F16), is values[i] rounded to nearest, ties to even (torch's
+ * .to(dtype)), for every i.
  */
-bool lh_cast_is_bf16_of(const void *bf16, const float *values, uint64_t count);
+bool lh_cast_is_of(const void *cast, enum lh_dtype dtype, const float *values, uint64_t count);
 
 #endif

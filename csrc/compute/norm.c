@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "compute/half.h"
 
 #define LANE_COUNT 8
 
@@ -15,6 +16,10 @@ static inline double element_at(const uint8_t *bytes, enum lh_dtype dtype, uint6
         uint16_t high;
         memcpy(&high, bytes + 2 * i, sizeof(high));
         bits = (uint32_t)high << 16;
+    } else if (dtype == LH_DTYPE_F16) {
+        uint16_t half;
+        memcpy(&half, bytes + 2 * i, sizeof(half));
+        bits = lh_half_widen(half);
     } else {
         memcpy(&bits, bytes + 4 * i, sizeof(bits));
     }
@@ -47,8 +52,10 @@ static inline __attribute__((always_inline)) double sum_of(const uint8_t *bytes,
 
 double lh_norm_square_sum(const void *elements, enum lh_dtype dtype, uint64_t count)
 {
-    LH_ASSERT(dtype == LH_DTYPE_F32 || dtype == LH_DTYPE_BF16);
+    LH_ASSERT(dtype <= LH_DTYPE_F16);
     if (dtype == LH_DTYPE_BF16)
         return sum_of(elements, LH_DTYPE_BF16, count);
+    if (dtype == LH_DTYPE_F16)
+        return sum_of(elements, LH_DTYPE_F16, count);
     return sum_of(elements, LH_DTYPE_F32, count);
 }

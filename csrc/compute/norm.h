@@ -14,7 +14,7 @@
 /* Every chunk of every budget is whole blocks, or ends with its unit. */
 #define LH_NORM_BLOCK_ELEMENTS (UINT64_C(1) << 19)
 
-/* The sum of squares of count elements, F32 or BF16, in fp64; any alignment. */
+/* The sum of squares of count elements (F32, BF16 or F16) in fp64; any alignment. */
 double lh_norm_square_sum(const void *elements, enum lh_dtype dtype, uint64_t count);
 
 #endif

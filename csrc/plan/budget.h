@@ -39,7 +39,7 @@ struct lh_budget_unit {
     uint64_t elements; /* trainable, padded; 0: frozen */
     /* In memory while backward is in this unit: its own, and what autograd holds. 0: frozen. */
     uint64_t gradient_bytes;
-    uint32_t state_bytes_per_element; /* R + M + V: 10 (bf16), 8 (fp32), 0 (frozen) */
+    uint32_t state_bytes_per_element; /* R + M + V: 10 (bf16), 12 (fp16), 8 (fp32), 0 (frozen) */
     /* Of gradients that wait for the close; 0: none do. */
     uint32_t waiting_bytes_per_element;
     bool waits_in_memory; /* they cannot wait on SSD */

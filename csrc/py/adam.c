@@ -37,7 +37,9 @@ static struct lh_adam_run chunk_run(const struct lh_adam_run *run, uint64_t firs
     struct lh_adam_run part = *run;
 
     part.param = (char *)run->param + first * lh_dtype_bytes(run->param_dtype);
-    part.residual = run->residual ? run->residual + first : NULL;
+    part.residual = run->residual
+                        ? (char *)run->residual + first * lh_adam_residual_bytes(run->param_dtype)
+                        : NULL;
     part.moment1 += first;
     part.moment2 += first;
     part.gradient = (const char *)run->gradient + first * lh_dtype_bytes(run->gradient_dtype);
@@ -135,8 +137,10 @@ static int dtype_from_name(const char *name, enum lh_dtype *dtype_out)
         *dtype_out = LH_DTYPE_F32;
     } else if (strcmp(name, "bfloat16") == 0) {
         *dtype_out = LH_DTYPE_BF16;
+    } else if (strcmp(name, "float16") == 0) {
+        *dtype_out = LH_DTYPE_F16;
     } else {
-        PyErr_Format(PyExc_ValueError, "dtype is float32 or bfloat16, not %s", name);
+        PyErr_Format(PyExc_ValueError, "dtype is float32, bfloat16 or float16, not %s", name);
         return -1;
     }
     return 0;
@@ -154,8 +158,9 @@ static int run_make(const struct run_arguments *arguments, struct lh_adam_run *r
     if (dtype_from_name(arguments->param_dtype, &run->param_dtype) < 0 ||
         dtype_from_name(arguments->gradient_dtype, &run->gradient_dtype) < 0)
         return -1;
-    if ((arguments->residual != 0) != (run->param_dtype == LH_DTYPE_BF16)) {
-        PyErr_SetString(PyExc_ValueError, "a bfloat16 param has a residual, a float32 one has 0");
+    if ((arguments->residual != 0) != (lh_adam_residual_bytes(run->param_dtype) > 0)) {
+        PyErr_SetString(PyExc_ValueError, "a bfloat16 param has a residual, a float16 one its fp32"
+                                          " master there, a float32 one has 0");
         return -1;
     }
     if (arguments->thread_count < 1 || arguments->thread_count > THREAD_COUNT_MAX) {
@@ -164,7 +169,7 @@ static int run_make(const struct run_arguments *arguments, struct lh_adam_run *r
         return -1;
     }
     run->param = (void *)(uintptr_t)arguments->param;
-    run->residual = (int16_t *)(uintptr_t)arguments->residual;
+    run->residual = (void *)(uintptr_t)arguments->residual;
     run->moment1 = (float *)(uintptr_t)arguments->moment1;
     run->moment2 = (float *)(uintptr_t)arguments->moment2;
     run->gradient = (const void *)(uintptr_t)arguments->gradient;

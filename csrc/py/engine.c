@@ -241,11 +241,14 @@ static PyObject *engine_scope(PyObject *object, PyObject *units)
 static PyObject *engine_autocast(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
-    int is_bf16 = 0;
-    if (!PyArg_ParseTuple(args, "p", &is_bf16))
+    int dtype = 0;
+    if (!PyArg_ParseTuple(args, "i", &dtype))
         return NULL;
-    self->autocast_dtype =
-        is_bf16 ? (struct lhpy_dl_type){LHPY_DL_CODE_BFLOAT, 16, 1} : (struct lhpy_dl_type){0};
+    self->autocast_dtype = (struct lhpy_dl_type){0};
+    if (dtype == LH_DTYPE_BF16)
+        self->autocast_dtype = (struct lhpy_dl_type){LHPY_DL_CODE_BFLOAT, 16, 1};
+    else if (dtype == LH_DTYPE_F16)
+        self->autocast_dtype = (struct lhpy_dl_type){LHPY_DL_CODE_FLOAT, 16, 1};
     Py_RETURN_NONE;
 }
 
@@ -405,7 +408,7 @@ static PyMethodDef engine_methods[] = {
      "Parameters that forwards changed in place."},
     {"scope", engine_scope, METH_O, "scope(units) -> Scope"},
     {"scopes_drop", lhpy_engine_scopes_drop, METH_NOARGS, "Leave every scope."},
-    {"autocast", engine_autocast, METH_VARARGS, "autocast(is_bfloat16)"},
+    {"autocast", engine_autocast, METH_VARARGS, "autocast(dtype code; -1: none)"},
     {"pack", lhpy_engine_pack, METH_O, "Saved-tensor hook."},
     {"unpack", lhpy_engine_unpack, METH_O, "Saved-tensor hook."},
     {"gradient_hook", lhpy_engine_gradient_hook, METH_VARARGS, "gradient_hook(param) -> hook"},

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "compute/adam.h"
 #include "py/engine_make.h"
 #include "store/store.h"
 
@@ -106,12 +107,12 @@ static int params_parse(struct lhpy_engine *self, PyObject *list)
 static struct lh_budget_unit budget_unit(const struct lh_engine_unit *unit, uint64_t gradient_bytes,
                                          bool is_waiting, bool waits_in_memory)
 {
-    bool has_residual = unit->residual_extent != LH_ENGINE_EXTENT_NONE;
+    uint32_t state_bytes = 8 + (uint32_t)lh_adam_residual_bytes(unit->dtype);
     return (struct lh_budget_unit){
         .bytes = unit->bytes,
         .elements = unit->elements,
         .gradient_bytes = gradient_bytes,
-        .state_bytes_per_element = unit->elements == 0 ? 0 : (has_residual ? 10 : 8),
+        .state_bytes_per_element = unit->elements == 0 ? 0 : state_bytes,
         .waiting_bytes_per_element =
             is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(unit->dtype) : 0,
         .waits_in_memory = waits_in_memory,

@@ -130,7 +130,8 @@ static int hollow_refuse(struct lhpy_engine *self, const struct lhpy_dl_tensor *
 static uint32_t cast_find(const struct lhpy_engine *self, const struct lhpy_dl_tensor *tensor)
 {
     int64_t count = lhpy_tensor_count(tensor);
-    if (tensor->dtype.code != LHPY_DL_CODE_BFLOAT || !lhpy_tensor_is_dense(tensor))
+    enum lh_dtype dtype = lhpy_dtype(tensor->dtype);
+    if ((dtype != LH_DTYPE_BF16 && dtype != LH_DTYPE_F16) || !lhpy_tensor_is_dense(tensor))
         return self->param_count;
     for (uint32_t i = 0; i < self->bound_unit_count; i++) {
         const struct lh_engine_unit *unit = &self->units[self->bound_units[i]];
@@ -142,7 +143,7 @@ static uint32_t cast_find(const struct lhpy_engine *self, const struct lhpy_dl_t
             if (self->engine_params[param].count != (uint64_t)count)
                 continue;
             const float *values = (const float *)(base + self->params[param].byte_offset);
-            if (lh_cast_is_bf16_of(tensor->data, values, (uint64_t)count))
+            if (lh_cast_is_of(tensor->data, dtype, values, (uint64_t)count))
                 return param;
         }
     }
@@ -211,7 +212,8 @@ static PyObject *cast_unpack(struct lhpy_engine *self, const struct handle *hand
     const struct lhpy_param *param = &self->params[handle->param];
     PyObject *whole = lhpy_lend(self->core, handle->unit, param->byte_offset, param->ndim,
                                 param->shape, param->dtype);
-    PyObject *cast = whole ? PyObject_CallMethod(whole, "bfloat16", NULL) : NULL;
+    const char *method = lhpy_dtype(handle->cast_dtype) == LH_DTYPE_F16 ? "half" : "bfloat16";
+    PyObject *cast = whole ? PyObject_CallMethod(whole, method, NULL) : NULL;
     Py_XDECREF(whole);
     if (!cast)
         return NULL;

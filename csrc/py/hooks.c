@@ -403,12 +403,12 @@ static PyObject *gradient_prepare(struct lhpy_engine *self, uint32_t index, PyOb
         owned = contiguous;
     }
     enum lh_dtype dtype = lhpy_dtype(view->dtype);
-    bool is_known = dtype == LH_DTYPE_F32 || dtype == LH_DTYPE_BF16;
+    bool is_known = dtype != LH_DTYPE_BYTES;
     if (is_known && (uint64_t)lhpy_tensor_count(view) == self->engine_params[index].count)
         return owned;
     PyOS_snprintf(message, sizeof(message),
-                  "param %u has a gradient of %lld elements of %d bits; expected %llu of float32 or"
-                  " bfloat16",
+                  "param %u has a gradient of %lld elements of %d bits; expected %llu of float32,"
+                  " bfloat16 or float16",
                   (unsigned)index, (long long)lhpy_tensor_count(view), (int)view->dtype.bits,
                   (unsigned long long)self->engine_params[index].count);
     Py_DECREF(owned);

@@ -237,7 +237,7 @@ int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gra
                        enum lh_dtype dtype)
 {
     LH_ASSERT(param < engine->param_count && steps_are_over(engine, 0));
-    LH_ASSERT(dtype == LH_DTYPE_F32 || dtype == LH_DTYPE_BF16);
+    LH_ASSERT(dtype <= LH_DTYPE_F16);
     if (atomic_load(&engine->failed))
         return fail_code(engine);
     if (engine->units[engine->params[param].unit].desc.elements == 0)

@@ -58,7 +58,7 @@ struct lh_engine_param {
 struct lh_engine_unit {
     uint64_t bytes;       /* of P16, P32 or frozen bytes; multiple of LH_BLOCK_BYTES */
     uint64_t elements;    /* trainable, padded to LH_ENGINE_ELEMENT_ALIGN; 0: frozen */
-    enum lh_dtype dtype;  /* F32 or BF16 where trainable */
+    enum lh_dtype dtype;  /* F32, BF16 or F16 where trainable */
     bool always;          /* its scope encloses others: loaded once, stays */
     uint32_t param_first; /* its parameters are [param_first, param_first + param_count) */
     uint32_t param_count;
@@ -183,8 +183,8 @@ int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
 
 /*
  * param's gradient, after lh_engine_over_wait() said 1 in this step: contiguous, in param's order,
- * borrowed until lh_engine_gradient_is_consumed(). dtype F32 or BF16; with an accelerator in its
- * memory, and no wider than the parameter's.
+ * borrowed until lh_engine_gradient_is_consumed(). dtype F32, BF16 or F16; with an accelerator in
+ * its memory, and no wider than the parameter's.
  *
  * Errors: -EALREADY (the open step has one already), -EINVAL (frozen), the engine's error. Does not
  *         wait.

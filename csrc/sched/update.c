@@ -260,7 +260,8 @@ static void chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     struct lh_unit *unit = lh_engine_unit_at(engine, chunk->unit);
     uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
-    bool has_residual = lh_state_element_bytes(unit, 0) > 0;
+    uint64_t residual_bytes = lh_state_element_bytes(unit, 0);
+    bool has_residual = residual_bytes > 0;
     bool verify = engine->opts.verify;
     uint64_t first = chunk->first;
     uint8_t *arrays[LH_STATE_ARRAY_COUNT];
@@ -271,7 +272,7 @@ static void chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
     }
     slab->adam = (struct lh_adam_chunk){
         .param = engine->region + unit->offset + first * param_bytes,
-        .residual = has_residual ? (int16_t *)arrays[0] : NULL,
+        .residual = has_residual ? arrays[0] : NULL,
         .moment1 = (float *)arrays[1],
         .moment2 = (float *)arrays[2],
         .count = chunk->count,
@@ -282,15 +283,16 @@ static void chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
         .moment1_expected = expected[1],
         .moment2_expected = expected[2],
         .param_checksums = checksums_at(engine, unit, unit->desc.param_extent, first * param_bytes),
-        .residual_checksums =
-            has_residual ? checksums_at(engine, unit, unit->desc.residual_extent, first * 2) : NULL,
+        .residual_checksums = has_residual ? checksums_at(engine, unit, unit->desc.residual_extent,
+                                                          first * residual_bytes)
+                                           : NULL,
         .moment1_checksums = checksums_at(engine, unit, unit->desc.moment1_extent, first * 4),
         .moment2_checksums = checksums_at(engine, unit, unit->desc.moment2_extent, first * 4),
     };
     slab->job = (struct lh_exec_job){
         .run = update_run,
         .context = slab,
-        .work_bytes = chunk->count * (2 * param_bytes + 16 + (has_residual ? 4 : 0)),
+        .work_bytes = chunk->count * (2 * param_bytes + 16 + 2 * residual_bytes),
     };
     chunk->state = LH_CHUNK_STATE_COMPUTING;
     engine->chunks_busy++;
@@ -299,10 +301,12 @@ static void chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
 
 static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
 {
-    static const char *const names[] = {"?", "residual", "first moment", "second moment"};
     const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
     const struct lh_unit *unit = &engine->units[chunk->unit];
     const struct lh_adam_mismatch *bad = &slab->mismatch;
+    bool has_master = unit->desc.dtype == LH_DTYPE_F16;
+    const char *const names[] = {"?", has_master ? "fp32 master" : "residual", "first moment",
+                                 "second moment"};
     uint32_t array = (uint32_t)bad->array - LH_ADAM_ARRAY_RESIDUAL;
     uint64_t offset =
         chunk->first * lh_state_element_bytes(unit, array) + bad->block * LH_CHECKSUM_BYTES;

@@ -1,4 +1,5 @@
 /* What a step's updates will read and write, counted before they do. */
+#include "compute/adam.h"
 #include "sched/engine_private.h"
 
 /* The extents of R, M and V, in a slab's order. */
@@ -13,7 +14,9 @@ uint64_t lh_state_element_bytes(const struct lh_unit *unit, uint32_t array)
 {
     if (array > 0)
         return sizeof(float);
-    return unit->desc.residual_extent == LH_ENGINE_EXTENT_NONE ? 0 : sizeof(int16_t);
+    return unit->desc.residual_extent == LH_ENGINE_EXTENT_NONE
+               ? 0
+               : lh_adam_residual_bytes(unit->desc.dtype);
 }
 
 /* Bytes that reading a chunk moves; what was never written is not read. */

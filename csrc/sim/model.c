@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "compute/adam.h"
 
 /* Two chunks where memory is scarce: only such a unit shows how chunks follow each other. */
 #define LARGE_COUNT_MIN (LH_BUDGET_CHUNK_ELEMENTS_MIN + 1)
@@ -45,7 +46,7 @@ uint64_t lh_sim_model_array_bytes(const struct lh_sim_model *model, uint32_t ind
     case LH_SIM_ARRAY_PARAM:
         return unit->bytes;
     case LH_SIM_ARRAY_RESIDUAL:
-        return unit->dtype == LH_DTYPE_BF16 ? unit->elements * sizeof(int16_t) : 0;
+        return unit->elements * lh_adam_residual_bytes(unit->dtype);
     default:
         return unit->elements * sizeof(float);
     }
@@ -106,12 +107,12 @@ void lh_sim_model_block_add(struct lh_sim_model *model, const struct lh_sim_bloc
     model->blocks[model->block_count++] = *block;
 }
 
-/* A unit of one to four parameters: bf16, fp32, or frozen bytes. */
+/* A unit of one to four parameters: bf16, fp16, fp32, or frozen bytes. */
 static uint32_t random_unit_add(struct lh_sim_model *model, struct lh_sim_random *random,
                                 bool always, bool is_large)
 {
-    static const enum lh_dtype dtypes[] = {LH_DTYPE_BF16, LH_DTYPE_BF16, LH_DTYPE_F32,
-                                           LH_DTYPE_BF16, LH_DTYPE_F32,  LH_DTYPE_BYTES};
+    static const enum lh_dtype dtypes[] = {LH_DTYPE_BF16, LH_DTYPE_F16, LH_DTYPE_F32,
+                                           LH_DTYPE_BF16, LH_DTYPE_F32, LH_DTYPE_BYTES};
     uint64_t counts[4];
     uint32_t count = 1 + (uint32_t)lh_sim_random_below(random, LH_COUNT_OF(counts));
     for (uint32_t i = 0; i < count; i++)
@@ -216,7 +217,7 @@ int lh_sim_model_budget(const struct lh_sim_model *model, const struct lh_sim_bu
             .elements = unit->elements,
             .gradient_bytes = unit->elements * lh_dtype_bytes(unit->dtype),
             .state_bytes_per_element =
-                unit->elements == 0 ? 0 : (unit->dtype == LH_DTYPE_BF16 ? 10 : 8),
+                unit->elements == 0 ? 0 : 8 + (uint32_t)lh_adam_residual_bytes(unit->dtype),
             .waiting_bytes_per_element =
                 is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(unit->dtype) : 0,
             .waits_in_memory = opts->commit_every != 1,

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "compute/half.h"
 
 static struct lh_sim_snapshot *snapshot_at(struct lh_sim_reference *reference, uint64_t step)
 {
@@ -22,6 +23,14 @@ static float value_of(uint64_t hash)
     return (float)((double)(int32_t)(uint32_t)hash / 4294967296.0);
 }
 
+static void half_master_store(uint8_t *params, uint8_t *masters, uint64_t index, float value)
+{
+    uint32_t bits = 0;
+    memcpy(&bits, &value, sizeof(bits));
+    ((uint16_t *)(void *)params)[index] = lh_half_round(bits);
+    memcpy(masters + index * sizeof(value), &value, sizeof(value));
+}
+
 static void masters_fill(struct lh_sim_reference *reference, uint8_t *state)
 {
     const struct lh_sim_model *model = reference->model;
@@ -38,6 +47,8 @@ static void masters_fill(struct lh_sim_reference *reference, uint8_t *state)
                               (int16_t *)(void *)residual + j, 1);
             else if (unit->dtype == LH_DTYPE_F32)
                 memcpy(target + j * sizeof(value), &value, sizeof(value));
+            else if (unit->dtype == LH_DTYPE_F16)
+                half_master_store(target, residual, j, value);
             else
                 target[j] = (uint8_t)hash;
         }
@@ -111,14 +122,16 @@ const uint8_t *lh_sim_reference_array(const struct lh_sim_reference *reference, 
 void lh_sim_reference_gradient(const struct lh_sim_reference *reference, uint64_t step,
                                uint32_t param, void *gradient_out)
 {
-    bool is_bf16 = lh_sim_model_gradient_dtype(reference->model, param) == LH_DTYPE_BF16;
+    enum lh_dtype dtype = lh_sim_model_gradient_dtype(reference->model, param);
     uint64_t hash = lh_sim_mix(lh_sim_mix(reference->seed, step), param);
     for (uint64_t i = 0; i < reference->model->params[param].count; i++) {
         float value = value_of(hash = lh_sim_mix(hash, i));
         uint32_t bits = 0;
         memcpy(&bits, &value, sizeof(bits));
-        if (is_bf16)
+        if (dtype == LH_DTYPE_BF16)
             ((uint16_t *)gradient_out)[i] = (uint16_t)(bits >> 16);
+        else if (dtype == LH_DTYPE_F16)
+            ((uint16_t *)gradient_out)[i] = lh_half_round(bits);
         else
             ((float *)gradient_out)[i] = value;
     }
@@ -132,6 +145,7 @@ static void param_update(struct lh_sim_reference *reference, struct lh_sim_snaps
     const struct lh_engine_unit *unit = &model->units[param->unit];
     const struct lh_adam_kernel *kernels = NULL;
     int kernel_count = lh_adam_kernels(&kernels);
+    uint64_t residual_bytes = lh_adam_residual_bytes(unit->dtype);
     LH_ASSERT(strcmp(kernels[kernel_count - 1].name, "ref") == 0);
     uint8_t *arrays[LH_SIM_ARRAY_COUNT];
     for (uint32_t i = 0; i < LH_SIM_ARRAY_COUNT; i++)
@@ -139,8 +153,8 @@ static void param_update(struct lh_sim_reference *reference, struct lh_sim_snaps
     lh_sim_reference_gradient(reference, snapshot->step, index, reference->gradient);
     struct lh_adam_run run = {
         .param = arrays[LH_SIM_ARRAY_PARAM] + param->first * lh_dtype_bytes(unit->dtype),
-        .residual = unit->dtype == LH_DTYPE_BF16
-                        ? (int16_t *)(void *)arrays[LH_SIM_ARRAY_RESIDUAL] + param->first
+        .residual = residual_bytes > 0
+                        ? arrays[LH_SIM_ARRAY_RESIDUAL] + param->first * residual_bytes
                         : NULL,
         .moment1 = (float *)(void *)arrays[LH_SIM_ARRAY_MOMENT1] + param->first,
         .moment2 = (float *)(void *)arrays[LH_SIM_ARRAY_MOMENT2] + param->first,

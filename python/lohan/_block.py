@@ -21,6 +21,9 @@ from lohan.errors import ModelError
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 BYTES_CODE = 3
+# Bytes an element of what makes a trainable parameter an fp32 master: nothing, the 16-bit residual
+# of a bf16 one, the master itself of an fp16 one.
+RESIDUAL_BYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}
 
 
 @dataclasses.dataclass
@@ -57,9 +60,9 @@ class Unit:
         return sum(p.count for p in self.params) * self.dtype.itemsize if self.trainable else 0
 
     @property
-    def has_residual(self) -> bool:
-        """True where a 16-bit residual makes the parameter an exact master."""
-        return self.trainable and self.dtype == torch.bfloat16
+    def residual_bytes(self) -> int:
+        """Bytes an element of what is kept besides the parameter for an exact master."""
+        return RESIDUAL_BYTES[self.dtype] if self.trainable else 0
 
 
 @dataclasses.dataclass

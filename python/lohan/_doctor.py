@@ -290,8 +290,8 @@ def _measure(found: Diagnosis, directory: str, facts: dict[str, Any]) -> None:
     if min(write, read) < SLOW_BYTES_PER_S:
         _complain(
             found,
-            f"{directory} moves {min(write, read) / 1e6:.0f} MB/s: a step reads and writes 12 bytes"
-            " a trainable parameter",
+            f"{directory} moves {min(write, read) / 1e6:.0f} MB/s: a step reads and writes 12"
+            " to 16 bytes a trainable parameter",
             "choose a directory on an NVMe SSD, or several",
         )
 

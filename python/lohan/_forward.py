@@ -132,7 +132,7 @@ class ForwardRules:
         if torch.is_autocast_enabled("cpu"):
             # The cache would keep every weight's cast: the whole model, as activations.
             torch.set_autocast_cache_enabled(False)
-            self._engine.autocast(torch.get_autocast_dtype("cpu") == torch.bfloat16)
+            self._engine.autocast(DTYPE_CODES.get(torch.get_autocast_dtype("cpu"), -1))
         self.saved.enter()
         self._forward_depth = 1
         self._forward_frame = _frame_outside()
@@ -157,7 +157,7 @@ class ForwardRules:
         self._engine.forward(False)
         self._changed.update(self._engine.changed_take())
         self.saved.leave()
-        self._engine.autocast(False)
+        self._engine.autocast(-1)
         torch.set_autocast_cache_enabled(self._autocast_cache)
 
     def _refuse_changed(self) -> None:

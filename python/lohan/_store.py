@@ -85,8 +85,8 @@ def plan_extents(layout: Layout, single_slot: bool) -> Extents:
             return len(extents.table) - 1
 
         places = UnitExtents(add(unit.nbytes))
-        if unit.has_residual:
-            places.residual = add(unit.elements * 2)
+        if unit.residual_bytes:
+            places.residual = add(unit.elements * unit.residual_bytes)
         if unit.trainable:
             places.moment1 = add(unit.elements * 4)
             places.moment2 = add(unit.elements * 4)
@@ -236,13 +236,17 @@ def write_param(
         unit: the parameter's unit.
         places: its extents.
         first: element (trainable) or byte (frozen) in the unit.
-        values: contiguous CPU tensor; fp32 for a bf16 unit keeps every bit, in the residual.
+        values: contiguous CPU tensor; fp32 for a bf16 or fp16 unit keeps every bit, in the residual
+            or master.
         is_fresh: nothing was written there before, so that a residual of zeros need not be.
     """
     values = values.detach().contiguous()
-    if unit.has_residual and not is_fresh:
+    if unit.residual_bytes and not is_fresh:
         values = values.float()  # exact, and its residual of zeros is written
-    if unit.has_residual and values.dtype == torch.float32:
+    if unit.residual_bytes and unit.dtype == torch.float16:
+        values = values.float()
+        store.write(places.residual, first * 4, values.data_ptr(), nbytes_of(values))
+    elif unit.residual_bytes and values.dtype == torch.float32:
         param = torch.empty(values.shape, dtype=torch.bfloat16)
         residual = torch.empty(values.shape, dtype=torch.int16)
         _core.adam_split(values.data_ptr(), param.data_ptr(), residual.data_ptr(), values.numel())

@@ -312,9 +312,9 @@ def _stream(
         if len(raw) != count * dtype.itemsize:
             raise StoreError(0, f"{file.name} ends inside {param.name}")
         values = torch.frombuffer(raw, dtype=dtype)
-        if unit.has_residual and dtype in (torch.float64, torch.float16):
-            values = values.float()
-        elif not (unit.has_residual and dtype == torch.float32):
+        if unit.residual_bytes and dtype != unit.dtype:
+            values = values.float()  # the master gets every bit that it can hold
+        else:
             values = values.to(unit.dtype)
         scale = 1 if unit.trainable else unit.dtype.itemsize
         write_param(store, unit, extents.units[param.unit], param.first + first * scale, values)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan import _core, _store, _weights
-from lohan._block import Layout, make_layout
+from lohan._block import RESIDUAL_BYTES, Layout, make_layout
 from lohan._guard import Guard
 from lohan._optim import Optimizer
 from lohan._session import Session
@@ -78,8 +78,8 @@ def wrap(
     those of AdamW in fp32 in memory.
 
     Args:
-        model: any module with floating-point parameters on the CPU, fp32 or bf16 where they require
-            a gradient; or one made inside `lohan.empty()`, with weights= or init=.
+        model: any module with floating-point parameters on the CPU, fp32, bf16 or fp16 where they
+            require a gradient; or one made inside `lohan.empty()`, with weights= or init=.
         store: a directory, or one a disk. None: a temporary store, gone at exit.
         resume: go on with the store's last committed step and its hyper-parameters. One that is
             given here and is not what the run was wrapped with rules, and stderr says so.
@@ -356,10 +356,10 @@ def _check_param(name: str, param: nn.Parameter, is_filled: bool) -> None:
         )
     if param.is_quantized:
         raise ModelError(f"parameter {name!r} is quantised: dequantise it before lohan.wrap()")
-    if param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16):
+    if param.requires_grad and param.dtype not in RESIDUAL_BYTES:
         raise ModelError(
             f"parameter {name!r} is {param.dtype} and requires a gradient: trainable parameters are"
-            " float32 or bfloat16 (freeze it, or convert the model)"
+            " float32, bfloat16 or float16 (freeze it, or convert the model)"
         )
     if param.is_meta and not is_filled:
         raise ModelError(

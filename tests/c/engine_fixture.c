@@ -1,6 +1,7 @@
 #include "engine_fixture.h"
 
 #include "compute/adam.h"
+#include "compute/half.h"
 #include "lh_test.h"
 #include "store_fixture.h"
 
@@ -11,12 +12,11 @@ enum array { ARRAY_PARAM, ARRAY_RESIDUAL, ARRAY_MOMENT1, ARRAY_MOMENT2, ARRAY_CO
 
 static uint64_t array_bytes(const struct lh_engine_unit *unit, enum array array)
 {
-    bool is_bf16 = unit->dtype == LH_DTYPE_BF16;
     switch (array) {
     case ARRAY_PARAM:
         return unit->bytes;
     case ARRAY_RESIDUAL:
-        return is_bf16 ? unit->elements * sizeof(int16_t) : 0;
+        return unit->elements * lh_adam_residual_bytes(unit->dtype);
     default:
         return unit->elements * sizeof(float);
     }
@@ -58,7 +58,7 @@ static void model_init(struct rig *rig)
     const uint64_t counts[RIG_PARAM_COUNT] = {1500, 700, 3000, 100, 8000, 5000, 2100, last_count};
     const uint32_t unit_of[RIG_PARAM_COUNT] = {0, 0, 1, 1, 2, 3, 4, 5};
     const enum lh_dtype dtypes[RIG_UNIT_COUNT] = {LH_DTYPE_BF16, LH_DTYPE_F32, LH_DTYPE_BYTES,
-                                                  LH_DTYPE_BF16, LH_DTYPE_F32, LH_DTYPE_BF16};
+                                                  LH_DTYPE_F16,  LH_DTYPE_F32, LH_DTYPE_BF16};
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)
         rig->units[i] = (struct lh_engine_unit){
             .dtype = dtypes[i], .always = i == 0, .param_first = UINT32_MAX, .store_group = i};
@@ -80,6 +80,14 @@ static void model_init(struct rig *rig)
     rig->hypers[1] = (struct lh_adam_hyper){3e-3, 0.8, 0.99, 1e-6, 0};
 }
 
+static void half_master_store(uint8_t *params, float *masters, uint64_t index, float value)
+{
+    uint32_t bits = 0;
+    memcpy(&bits, &value, sizeof(bits));
+    ((uint16_t *)(void *)params)[index] = lh_half_round(bits);
+    masters[index] = value;
+}
+
 /* Random masters; moments are zeros. */
 static void state_init(struct rig *rig)
 {
@@ -94,14 +102,16 @@ static void state_init(struct rig *rig)
         const struct lh_engine_param *param = &rig->params[i];
         const struct lh_engine_unit *unit = &rig->units[param->unit];
         uint8_t *target = array_at(rig, rig->state, param->unit, ARRAY_PARAM);
-        int16_t *residual = (void *)array_at(rig, rig->state, param->unit, ARRAY_RESIDUAL);
+        void *residual = array_at(rig, rig->state, param->unit, ARRAY_RESIDUAL);
         for (uint64_t j = 0; j < param->count; j++) {
             float value = (float)((double)(int32_t)lh_test_random(&seed) / 4e9);
             if (unit->dtype == LH_DTYPE_BF16)
                 lh_adam_split(&value, (uint16_t *)(void *)target + param->first + j,
-                              residual + param->first + j, 1);
+                              (int16_t *)residual + param->first + j, 1);
             else if (unit->dtype == LH_DTYPE_F32)
                 memcpy(target + (param->first + j) * 4, &value, 4);
+            else if (unit->dtype == LH_DTYPE_F16)
+                half_master_store(target, residual, param->first + j, value);
             else
                 target[param->first + j] = (uint8_t)j;
         }
@@ -192,7 +202,7 @@ static void budget_make(struct rig *rig)
             .elements = unit->elements,
             .gradient_bytes = unit->elements * lh_dtype_bytes(unit->dtype),
             .state_bytes_per_element =
-                unit->elements == 0 ? 0 : (unit->dtype == LH_DTYPE_BF16 ? 10 : 8),
+                unit->elements == 0 ? 0 : 8 + (uint32_t)lh_adam_residual_bytes(unit->dtype),
             .waiting_bytes_per_element =
                 is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(unit->dtype) : 0,
             .waits_in_memory = rig->opts.commit_every != 1,
@@ -381,26 +391,27 @@ int rig_forward(struct rig *rig, enum lh_engine_mode mode)
     return 0;
 }
 
-/* fp32 parameters have fp32 gradients; of the bf16 ones every other. */
+/* The parameters' dtype, but for fp32 every other of the bf16 ones. */
 static enum lh_dtype gradient_dtype(const struct rig *rig, uint32_t param)
 {
-    bool is_bf16 = rig->units[rig->params[param].unit].dtype == LH_DTYPE_BF16;
-    return is_bf16 && param % 2 == 0 ? LH_DTYPE_BF16 : LH_DTYPE_F32;
+    enum lh_dtype dtype = rig->units[rig->params[param].unit].dtype;
+    return dtype == LH_DTYPE_BF16 && param % 2 != 0 ? LH_DTYPE_F32 : dtype;
 }
 
 static void gradient_fill(struct rig *rig, uint32_t param)
 {
     uint64_t seed = rig->step * 100 + param;
     uint8_t *target = rig->gradients[param];
-    bool is_bf16 = gradient_dtype(rig, param) == LH_DTYPE_BF16;
+    enum lh_dtype dtype = gradient_dtype(rig, param);
     for (uint64_t i = 0; i < rig->params[param].count; i++) {
         float value = (float)((double)(int32_t)lh_test_random(&seed) / 1e9);
-        uint16_t high = 0;
-        memcpy(&high, (uint8_t *)&value + 2, sizeof(high));
-        if (is_bf16)
-            memcpy(target + 2 * i, &high, sizeof(high));
-        else
+        uint32_t bits = 0;
+        memcpy(&bits, &value, sizeof(bits));
+        uint16_t narrow = dtype == LH_DTYPE_F16 ? lh_half_round(bits) : (uint16_t)(bits >> 16);
+        if (dtype == LH_DTYPE_F32)
             memcpy(target + 4 * i, &value, sizeof(value));
+        else
+            memcpy(target + 2 * i, &narrow, sizeof(narrow));
     }
 }
 
@@ -451,13 +462,14 @@ static void param_update(struct rig *rig, uint32_t index)
     const struct lh_engine_unit *unit = &rig->units[param->unit];
     const struct lh_adam_kernel *kernels = NULL;
     int kernel_count = lh_adam_kernels(&kernels);
-    bool is_bf16 = unit->dtype == LH_DTYPE_BF16;
+    uint64_t residual_bytes = lh_adam_residual_bytes(unit->dtype);
     uint8_t *arrays[ARRAY_COUNT];
     for (enum array i = ARRAY_PARAM; i < ARRAY_COUNT; i++)
         arrays[i] = array_at(rig, rig->state, param->unit, i);
     struct lh_adam_run run = {
         .param = arrays[ARRAY_PARAM] + param->first * lh_dtype_bytes(unit->dtype),
-        .residual = is_bf16 ? (int16_t *)(void *)arrays[ARRAY_RESIDUAL] + param->first : NULL,
+        .residual =
+            residual_bytes > 0 ? arrays[ARRAY_RESIDUAL] + param->first * residual_bytes : NULL,
         .moment1 = (float *)(void *)arrays[ARRAY_MOMENT1] + param->first,
         .moment2 = (float *)(void *)arrays[ARRAY_MOMENT2] + param->first,
         .gradient = rig->gradients[index],

@@ -2,7 +2,7 @@
  * A small model on a real store, trained by a loop that plays the training thread, beside the same
  * training in memory by the definition of the rule: what the engine's tests share.
  *
- * Units: bf16 of two parameters (always there), fp32 of two, frozen bytes, bf16, fp32, bf16 (large:
+ * Units: bf16 of two parameters (always there), fp32 of two, frozen bytes, fp16, fp32, bf16 (large:
  * of several chunks).
  */
 #ifndef LH_TEST_ENGINE_FIXTURE_H

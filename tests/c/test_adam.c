@@ -1,10 +1,11 @@
-/* AdamW kernels against their definition, masters in two halves, and chunks with checksums. */
+/* AdamW kernels against their definition, and chunks with checksums. */
 #include <fenv.h>
 #include <math.h>
 
 #include "base/crc32c.h"
 #include "base/error.h"
 #include "compute/adam.h"
+#include "compute/half.h"
 #include "lh_test.h"
 
 #if defined(__x86_64__)
@@ -22,17 +23,17 @@ struct arrays {
     uint64_t offset_bytes; /* of the arrays in their places: how misaligned they are */
 };
 
+/* Mode 3 * p + g is parameters of dtype p with gradients of dtype g. */
 static const enum lh_dtype dtypes[][2] = {
-    {LH_DTYPE_F32, LH_DTYPE_F32},
-    {LH_DTYPE_F32, LH_DTYPE_BF16},
-    {LH_DTYPE_BF16, LH_DTYPE_F32},
-    {LH_DTYPE_BF16, LH_DTYPE_BF16},
+    {LH_DTYPE_F32, LH_DTYPE_F32},  {LH_DTYPE_F32, LH_DTYPE_BF16},  {LH_DTYPE_F32, LH_DTYPE_F16},
+    {LH_DTYPE_BF16, LH_DTYPE_F32}, {LH_DTYPE_BF16, LH_DTYPE_BF16}, {LH_DTYPE_BF16, LH_DTYPE_F16},
+    {LH_DTYPE_F16, LH_DTYPE_F32},  {LH_DTYPE_F16, LH_DTYPE_BF16},  {LH_DTYPE_F16, LH_DTYPE_F16},
 };
 
 static const uint32_t specials[] = {
-    0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF,
-    0x7F7F8000, 0x7F800000, 0xFF800000, 0x7F800001, 0xFFC12345, 0x7FFFFFFF, 0x3F800000,
-    0xBF808000, 0x3F818000, 0x1E3CE508, 0x5F3759DF, 0xA0000001, 0x3A83126F,
+    0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F7F8000,
+    0x7F800000, 0xFF800000, 0x7F800001, 0xFFC12345, 0x7FFFFFFF, 0x3F800000, 0xBF808000, 0x3F818000,
+    0x1E3CE508, 0x5F3759DF, 0xA0000001, 0x3A83126F, 0x477FF000, 0x387FE001, 0x7E017C01,
 };
 
 static struct lh_adam_scalars scalars_any(double gradient_scale)
@@ -74,6 +75,14 @@ static void *array_of(const struct arrays *arrays, int array)
     return arrays->memory + (uint64_t)array * arrays->place_bytes + arrays->offset_bytes;
 }
 
+/* Bytes an element of a parameter's array. */
+static uint64_t element_bytes_of(enum lh_dtype dtype, int array)
+{
+    if (array == PARAM)
+        return lh_dtype_bytes(dtype);
+    return array == RESIDUAL ? lh_adam_residual_bytes(dtype) : 4;
+}
+
 static void array_set(const struct arrays *arrays, int array, uint64_t index, uint32_t bits)
 {
     memcpy((char *)array_of(arrays, array) + index * 4, &bits, 4);
@@ -83,7 +92,7 @@ static struct lh_adam_run run_of(const struct arrays *arrays, uint64_t count, si
 {
     return (struct lh_adam_run){
         .param = array_of(arrays, PARAM),
-        .residual = dtypes[mode][0] == LH_DTYPE_BF16 ? array_of(arrays, RESIDUAL) : NULL,
+        .residual = dtypes[mode][0] == LH_DTYPE_F32 ? NULL : array_of(arrays, RESIDUAL),
         .moment1 = array_of(arrays, MOMENT1),
         .moment2 = array_of(arrays, MOMENT2),
         .gradient = array_of(arrays, GRADIENT),
@@ -191,7 +200,7 @@ static void test_nan_written(void)
     const struct lh_adam_scalars scalars = scalars_any(1);
     uint64_t nan_count = 0;
 
-    lh_test_name("a NaN is written as 0x7FC00000, in P16 as 0x7FC0 with residual 0");
+    lh_test_name("a NaN is written as 0x7FC00000, in bf16 as 0x7FC0 with residual 0");
     for (size_t mode = 0; mode < LH_COUNT_OF(dtypes); mode++) {
         struct arrays arrays = arrays_create(count, 0);
         struct lh_adam_run run = run_of(&arrays, count, mode);
@@ -203,8 +212,11 @@ static void test_nan_written(void)
 
             memcpy(bits + 0, run.moment1 + i, 4);
             memcpy(bits + 1, run.moment2 + i, 4);
-            if (run.residual)
-                bits[2] = ((uint32_t)((uint16_t *)run.param)[i] << 16) + (uint32_t)run.residual[i];
+            if (run.param_dtype == LH_DTYPE_F16)
+                memcpy(bits + 2, (float *)run.residual + i, 4);
+            else if (run.param_dtype == LH_DTYPE_BF16)
+                bits[2] = ((uint32_t)((uint16_t *)run.param)[i] << 16) +
+                          (uint32_t)((int16_t *)run.residual)[i];
             else
                 memcpy(bits + 2, (float *)run.param + i, 4);
             for (int a = 0; a < 3; a++) {
@@ -217,6 +229,33 @@ static void test_nan_written(void)
         free(arrays.memory);
     }
     LH_CHECK(nan_count > 1000);
+}
+
+static void test_half_param(void)
+{
+    const uint64_t count = 4096;
+    const struct lh_adam_scalars scalars = scalars_any(1);
+    struct arrays arrays = arrays_create(count, 0);
+    struct lh_adam_run run = run_of(&arrays, count, 8);
+    struct arrays alone;
+    struct lh_adam_run run32;
+
+    lh_test_name("an fp16 parameter is its master rounded, its master an fp32 parameter's update");
+    arrays_fill(&arrays, count, 9);
+    memcpy(array_of(&arrays, PARAM), array_of(&arrays, RESIDUAL), count * 4);
+    alone = arrays_copy(&arrays);
+    run32 = run_of(&alone, count, 2);
+    kernel_ref()->run(&run, &scalars);
+    kernel_ref()->run(&run32, &scalars);
+    LH_CHECK(memcmp(run.residual, run32.param, count * 4) == 0);
+    for (uint64_t i = 0; i < count; i++) {
+        uint32_t bits;
+
+        memcpy(&bits, (float *)run.residual + i, 4);
+        LH_CHECK(((uint16_t *)run.param)[i] == lh_half_round(bits));
+    }
+    free(arrays.memory);
+    free(alone.memory);
 }
 
 static void test_rule(void)
@@ -241,52 +280,6 @@ static void test_rule(void)
         LH_CHECK(fabs((double)m32 - m) < 1e-7 * 0.1 && fabs((double)v32 - v) < 1e-6 * v);
         LH_CHECK(fabs((double)p32 - p) < 1e-6 * p);
     }
-}
-
-/* Nearest bf16, ties away, by comparing distances in double; infinity counts as 2^128. */
-static bool is_nearest(uint32_t bits, uint16_t p16)
-{
-    const double place = 0x1p-133; /* the last place of a denormal bf16 */
-    uint32_t magnitude = bits & 0x7FFFFFFF, exponent = magnitude >> 23;
-    double ulp = ldexp(place, exponent > 1 ? (int)exponent - 1 : 0);
-    uint32_t rounded = (uint32_t)(p16 & 0x7FFF) << 16;
-    float x, y;
-    double distance;
-
-    if ((bits >> 31) != (uint32_t)(p16 >> 15))
-        return false;
-    if (magnitude == 0x7F800000)
-        return rounded == magnitude;
-    memcpy(&x, &magnitude, 4);
-    memcpy(&y, &rounded, 4);
-    distance = (isinf(y) ? 0x1p128 : (double)y) - (double)x;
-    return distance > -ulp / 2 && distance <= ulp / 2;
-}
-
-static void test_split_join(void)
-{
-    static const uint16_t lows[] = {0,      1,      2,      0x1234, 0x7FFE, 0x7FFF,
-                                    0x8000, 0x8001, 0x8002, 0xABCD, 0xFFFE, 0xFFFF};
-
-    lh_test_name("split rounds to nearest, ties away, and join gives the master back");
-    for (uint32_t high = 0; high <= 0xFFFF; high++)
-        for (size_t l = 0; l < LH_COUNT_OF(lows); l++) {
-            uint32_t bits = high << 16 | lows[l], joined_bits;
-            float master, joined;
-            uint16_t param;
-            int16_t residual;
-
-            memcpy(&master, &bits, 4);
-            lh_adam_split(&master, &param, &residual, 1);
-            lh_adam_join(&param, &residual, &joined, 1);
-            memcpy(&joined_bits, &joined, 4);
-            if ((bits & 0x7FFFFFFF) > 0x7F800000) {
-                LH_CHECK(param == ((high & 0x8000) | 0x7FC0) && residual == 0);
-            } else {
-                LH_CHECK(joined_bits == bits);
-                LH_CHECK(is_nearest(bits, param));
-            }
-        }
 }
 
 /* As a training thread may: torch.set_flush_denormal(True) sets what its children inherit. */
@@ -350,11 +343,11 @@ static void test_environment(void)
 #define SEGMENT_COUNT_MAX 16
 
 /* crcs[array][block] of the first count elements. */
-static void crcs_of(const struct arrays *arrays, uint64_t count, bool narrow,
+static void crcs_of(const struct arrays *arrays, uint64_t count, enum lh_dtype dtype,
                     uint32_t crcs[ARRAY_COUNT][BLOCK_COUNT_MAX])
 {
     for (int array = 0; array < GRADIENT; array++) {
-        uint64_t bytes = count * (narrow && array <= RESIDUAL ? 2 : 4);
+        uint64_t bytes = count * element_bytes_of(dtype, array);
 
         for (uint64_t b = 0; b * LH_CHECKSUM_BYTES < bytes; b++)
             crcs[array][b] =
@@ -373,7 +366,7 @@ static uint32_t segments_cut(struct lh_adam_segment *segments, const struct arra
 
     while (s < SEGMENT_COUNT_MAX) {
         uint64_t r = lh_test_random(random);
-        enum lh_dtype dtype = r & 1 ? LH_DTYPE_BF16 : LH_DTYPE_F32;
+        enum lh_dtype dtype = dtypes[(r >> 24) % 3][1];
 
         at += r & 2 ? 0 : (r >> 8) % 300;
         if (at >= count)
@@ -390,17 +383,18 @@ static uint32_t segments_cut(struct lh_adam_segment *segments, const struct arra
     return s;
 }
 
-static struct lh_adam_chunk chunk_of(const struct arrays *arrays, uint64_t count, bool narrow,
+static struct lh_adam_chunk chunk_of(const struct arrays *arrays, uint64_t count,
+                                     enum lh_dtype dtype,
                                      uint32_t expected[ARRAY_COUNT][BLOCK_COUNT_MAX],
                                      uint32_t made[ARRAY_COUNT][BLOCK_COUNT_MAX])
 {
     return (struct lh_adam_chunk){
         .param = array_of(arrays, PARAM),
-        .residual = narrow ? array_of(arrays, RESIDUAL) : NULL,
+        .residual = dtype == LH_DTYPE_F32 ? NULL : array_of(arrays, RESIDUAL),
         .moment1 = array_of(arrays, MOMENT1),
         .moment2 = array_of(arrays, MOMENT2),
         .count = count,
-        .param_dtype = narrow ? LH_DTYPE_BF16 : LH_DTYPE_F32,
+        .param_dtype = dtype,
         .residual_expected = expected[RESIDUAL],
         .moment1_expected = expected[MOMENT1],
         .moment2_expected = expected[MOMENT2],
@@ -412,7 +406,8 @@ static struct lh_adam_chunk chunk_of(const struct arrays *arrays, uint64_t count
 }
 
 /* One layout, every kernel: bytes and checksums against plain runs and separate checksums. */
-static void chunk_check(const struct arrays *start, uint64_t count, bool narrow, uint64_t seed)
+static void chunk_check(const struct arrays *start, uint64_t count, enum lh_dtype dtype,
+                        uint64_t seed)
 {
     uint32_t before[ARRAY_COUNT][BLOCK_COUNT_MAX], after[ARRAY_COUNT][BLOCK_COUNT_MAX];
     struct lh_adam_segment segments[SEGMENT_COUNT_MAX];
@@ -421,24 +416,25 @@ static void chunk_check(const struct arrays *start, uint64_t count, bool narrow,
     const struct lh_adam_kernel *kernels;
     int kernel_count = lh_adam_kernels(&kernels);
 
-    crcs_of(start, count, narrow, before);
+    crcs_of(start, count, dtype, before);
     for (uint32_t s = 0; s < segment_count; s++) {
         const struct lh_adam_segment *segment = segments + s;
-        struct lh_adam_run run = run_of(&expected, segment->count, narrow ? 2 : 0);
+        struct lh_adam_run run = run_of(&expected, segment->count, 3 * (size_t)dtype);
 
-        run.param = (char *)run.param + segment->first * (narrow ? 2 : 4);
-        run.residual = narrow ? run.residual + segment->first : NULL;
+        run.param = (char *)run.param + segment->first * lh_dtype_bytes(dtype);
+        if (run.residual)
+            run.residual = (char *)run.residual + segment->first * lh_adam_residual_bytes(dtype);
         run.moment1 += segment->first;
         run.moment2 += segment->first;
         run.gradient = segment->gradient;
         run.gradient_dtype = segment->gradient_dtype;
         kernel_ref()->run(&run, &segment->scalars);
     }
-    crcs_of(&expected, count, narrow, after);
+    crcs_of(&expected, count, dtype, after);
     for (int k = 0; k < kernel_count; k++) {
         uint32_t made[ARRAY_COUNT][BLOCK_COUNT_MAX] = {0};
         struct arrays actual = arrays_copy(start);
-        struct lh_adam_chunk chunk = chunk_of(&actual, count, narrow, before, made);
+        struct lh_adam_chunk chunk = chunk_of(&actual, count, dtype, before, made);
         struct lh_adam_mismatch mismatch;
 
         chunk.segments = segments;
@@ -447,11 +443,9 @@ static void chunk_check(const struct arrays *start, uint64_t count, bool narrow,
         LH_CHECK(mismatch.array == LH_ADAM_ARRAY_NONE);
         LH_CHECK(arrays_equal(&expected, &actual));
         for (int array = 0; array < GRADIENT; array++) {
-            uint64_t bytes = count * (narrow && array <= RESIDUAL ? 2 : 4);
+            uint64_t bytes = count * element_bytes_of(dtype, array);
             uint64_t blocks = lh_div_ceil(bytes, LH_CHECKSUM_BYTES);
 
-            if (array == RESIDUAL && !narrow)
-                continue;
             LH_CHECK(memcmp(made[array], after[array], blocks * sizeof(uint32_t)) == 0);
         }
         free(actual.memory);
@@ -466,11 +460,11 @@ static void test_chunks(void)
 
     lh_test_name("a chunk's update is its segments' updates, its checksums those of its bytes");
     for (size_t c = 0; c < LH_COUNT_OF(counts); c++)
-        for (uint64_t seed = 0; seed < 6; seed++) {
-            struct arrays start = arrays_create(counts[c], seed % 3 * 4);
+        for (uint64_t seed = 0; seed < 9; seed++) {
+            struct arrays start = arrays_create(counts[c], seed / 3 * 4);
 
             arrays_fill(&start, counts[c], seed);
-            chunk_check(&start, counts[c], seed & 1, seed * 100 + c);
+            chunk_check(&start, counts[c], dtypes[seed][1], seed * 100 + c);
             free(start.memory);
         }
 }
@@ -489,13 +483,13 @@ static void test_chunk_partial_checksums(void)
     arrays_fill(&start, count, 5);
     segment.gradient = array_of(&start, GRADIENT);
     expected = arrays_copy(&start);
-    run = run_of(&expected, count, 2);
+    run = run_of(&expected, count, 3);
     kernel_ref()->run(&run, &segment.scalars);
-    crcs_of(&expected, count, true, crcs);
+    crcs_of(&expected, count, LH_DTYPE_BF16, crcs);
     for (int k = 0; k < kernel_count; k++)
         for (int wanted = 0; wanted < 2; wanted++) {
             struct arrays actual = arrays_copy(&start);
-            struct lh_adam_chunk chunk = chunk_of(&actual, count, true, crcs, made);
+            struct lh_adam_chunk chunk = chunk_of(&actual, count, LH_DTYPE_BF16, crcs, made);
             struct lh_adam_mismatch mismatch;
 
             chunk.segments = &segment;
@@ -513,9 +507,10 @@ static void test_chunk_partial_checksums(void)
 }
 
 /* Flip one bit of one array in its last block and find it, by every kernel. */
-static void flip_check(const struct arrays *start, enum lh_adam_array wrong, int array, bool narrow)
+static void flip_check(const struct arrays *start, enum lh_adam_array wrong, int array,
+                       enum lh_dtype dtype)
 {
-    uint64_t element_bytes = array == RESIDUAL ? 2 : 4;
+    uint64_t element_bytes = element_bytes_of(dtype, array);
     uint64_t at_bytes = (CHUNK_ELEMENTS - 500) * element_bytes;
     uint32_t before[ARRAY_COUNT][BLOCK_COUNT_MAX], made[ARRAY_COUNT][BLOCK_COUNT_MAX];
     struct lh_adam_segment segment = {10, CHUNK_ELEMENTS - 10, array_of(start, GRADIENT),
@@ -523,13 +518,13 @@ static void flip_check(const struct arrays *start, enum lh_adam_array wrong, int
     const struct lh_adam_kernel *kernels;
     int kernel_count = lh_adam_kernels(&kernels);
 
-    crcs_of(start, CHUNK_ELEMENTS, narrow, before);
+    crcs_of(start, CHUNK_ELEMENTS, dtype, before);
     for (int k = 0; k < kernel_count; k++)
         for (uint64_t place = 0; place < 2; place++) {
             /* In the folded middle of the last block, and in a gap of the first. */
             uint64_t flip_bytes = place == 0 ? at_bytes : 5 * element_bytes;
             struct arrays damaged = arrays_copy(start);
-            struct lh_adam_chunk chunk = chunk_of(&damaged, CHUNK_ELEMENTS, narrow, before, made);
+            struct lh_adam_chunk chunk = chunk_of(&damaged, CHUNK_ELEMENTS, dtype, before, made);
             struct lh_adam_mismatch mismatch;
 
             ((unsigned char *)array_of(&damaged, array))[flip_bytes] ^= 0x10;
@@ -550,11 +545,13 @@ static void test_chunk_mismatch(void)
 
     lh_test_name("a flipped bit in residual, moment1 or moment2 is found with its block");
     arrays_fill(&start, CHUNK_ELEMENTS, 3);
-    flip_check(&start, LH_ADAM_ARRAY_RESIDUAL, RESIDUAL, true);
-    flip_check(&start, LH_ADAM_ARRAY_MOMENT1, MOMENT1, true);
-    flip_check(&start, LH_ADAM_ARRAY_MOMENT2, MOMENT2, true);
-    flip_check(&start, LH_ADAM_ARRAY_MOMENT1, MOMENT1, false);
-    flip_check(&start, LH_ADAM_ARRAY_MOMENT2, MOMENT2, false);
+    flip_check(&start, LH_ADAM_ARRAY_RESIDUAL, RESIDUAL, LH_DTYPE_BF16);
+    flip_check(&start, LH_ADAM_ARRAY_MOMENT1, MOMENT1, LH_DTYPE_BF16);
+    flip_check(&start, LH_ADAM_ARRAY_MOMENT2, MOMENT2, LH_DTYPE_BF16);
+    flip_check(&start, LH_ADAM_ARRAY_MOMENT1, MOMENT1, LH_DTYPE_F32);
+    flip_check(&start, LH_ADAM_ARRAY_MOMENT2, MOMENT2, LH_DTYPE_F32);
+    flip_check(&start, LH_ADAM_ARRAY_RESIDUAL, RESIDUAL, LH_DTYPE_F16);
+    flip_check(&start, LH_ADAM_ARRAY_MOMENT1, MOMENT1, LH_DTYPE_F16);
     free(start.memory);
 }
 
@@ -581,7 +578,7 @@ int main(void)
     test_kernels_counts_and_alignments();
     test_kernels_specials();
     test_nan_written();
-    test_split_join();
+    test_half_param();
     test_environment();
     test_chunks();
     test_chunk_partial_checksums();

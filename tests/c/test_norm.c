@@ -4,6 +4,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "compute/half.h"
 #include "lh_test.h"
 
 #define COUNT_MAX 1000
@@ -11,27 +12,34 @@
 static void test_sums(void)
 {
     static float values[COUNT_MAX + 1];
-    static uint16_t highs[COUNT_MAX + 1];
+    static uint16_t highs[COUNT_MAX + 1], halves[COUNT_MAX + 1];
     uint64_t seed = 1;
 
-    lh_test_name("sums of squares are those of fp64, at any count and alignment, in both dtypes");
+    lh_test_name("sums of squares are those of fp64, at any count and alignment, in all dtypes");
     for (uint64_t i = 0; i <= COUNT_MAX; i++) {
         values[i] = (float)((double)(int32_t)lh_test_random(&seed) / 1e6);
         memcpy(&highs[i], (uint8_t *)&values[i] + 2, sizeof(highs[i]));
+        halves[i] = (uint16_t)lh_test_random(&seed) & 0xBFFF; /* denormals, too; no infinity */
     }
     for (uint64_t count = 0; count < COUNT_MAX; count += count < 40 ? 1 : 97) {
         for (uint64_t first = 0; first < 2; first++) {
             double exact = 0;
             double exact_high = 0;
+            double exact_half = 0;
             for (uint64_t i = first; i < first + count; i++) {
                 uint32_t bits = (uint32_t)highs[i] << 16;
                 float high;
                 memcpy(&high, &bits, sizeof(high));
                 exact += (double)values[i] * values[i];
                 exact_high += (double)high * high;
+                bits = lh_half_widen(halves[i]);
+                memcpy(&high, &bits, sizeof(high));
+                exact_half += (double)high * high;
             }
             double sum = lh_norm_square_sum(values + first, LH_DTYPE_F32, count);
             double sum_high = lh_norm_square_sum(highs + first, LH_DTYPE_BF16, count);
+            double sum_half = lh_norm_square_sum(halves + first, LH_DTYPE_F16, count);
+            LH_CHECK(fabs(sum_half - exact_half) <= 1e-12 * exact_half);
             LH_CHECK(fabs(sum - exact) <= 1e-12 * exact);
             LH_CHECK(fabs(sum_high - exact_high) <= 1e-12 * exact_high);
         }
@@ -47,6 +55,8 @@ static void test_specials(void)
     LH_CHECK(isinf(lh_norm_square_sum(values, LH_DTYPE_F32, 9)));
     values[3] = NAN;
     LH_CHECK(isnan(lh_norm_square_sum(values, LH_DTYPE_F32, 9)));
+    LH_CHECK(isinf(lh_norm_square_sum(&(uint16_t){0xFC00}, LH_DTYPE_F16, 1)));
+    LH_CHECK(isnan(lh_norm_square_sum(&(uint16_t){0x7C01}, LH_DTYPE_F16, 1)));
 }
 
 int main(void)

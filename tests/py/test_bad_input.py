@@ -81,11 +81,11 @@ def test_a_module_without_parameters_is_refused() -> None:
     [
         (torch.zeros(2, dtype=torch.complex64), True, "complex64"),
         (torch.zeros(2, 2).to_sparse(), True, "only dense"),
-        (torch.zeros(2, dtype=torch.float16), True, "float16.*freeze it"),
+        (torch.zeros(2, dtype=torch.float8_e5m2), True, "float8_e5m2.*freeze it"),
         (torch.zeros(2, dtype=torch.float64), True, "float64.*convert the model"),
         (torch.zeros(2, device="meta"), True, "weights=FOLDER"),
     ],
-    ids=["complex", "sparse", "float16", "float64", "meta"],
+    ids=["complex", "sparse", "float8", "float64", "meta"],
 )
 def test_a_parameter_that_cannot_be_trained_is_named(
     store_dir: pathlib.Path, values: torch.Tensor, requires_grad: bool, message: str
@@ -309,7 +309,7 @@ class Damage:
     def __init__(self, session: Any, store: pathlib.Path, array: str, block: str) -> None:
         self.path = store / FILE_NAME
         unit = next(i for i, u in enumerate(session.layout.units) if u.name == block)
-        extent = getattr(session.extents.units[unit], array)
+        extent = getattr(session.extents.units[unit], array.replace("master", "residual"))
         found = places(session, self.path)
         self.offsets = [found[extent, slot][0] for slot in (0, 1)]
         offsets = "|".join(str(offset) for offset in self.offsets)
@@ -340,11 +340,11 @@ def check_failed(model: Any, first: BaseException) -> None:
         session.commit()
 
 
-@pytest.mark.parametrize("array", ["param", "moment1", "moment2", "residual"])
+@pytest.mark.parametrize("array", ["param", "moment1", "moment2", "residual", "master"])
 def test_a_wrong_bit_in_a_closed_store_is_found_where_it_is(
     store_dir: pathlib.Path, array: str
 ) -> None:
-    dtype = torch.bfloat16 if array == "residual" else torch.float32
+    dtype = {"residual": torch.bfloat16, "master": torch.float16}.get(array, torch.float32)
     model: Any = lohan.wrap(crash_worker.build(dtype), store=store_dir)
     for step in range(2):
         crash_worker.train_step(model, step)

@@ -15,7 +15,7 @@ from lohan.errors import ChecksumError, ModelError, StepError
 from torch import nn
 
 STEP_COUNT = 4
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(folder: pathlib.Path, dtype: str, **settings: Any) -> tuple[list[float], dict[str, Any]]:

@@ -44,7 +44,7 @@ def references(
 ) -> Iterator[dict[torch.dtype, Reference]]:
     made = {
         dtype: Reference(tmp_path_factory.mktemp(f"reference-{index}"), dtype)
-        for index, dtype in enumerate((torch.float32, torch.bfloat16))
+        for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16))
     }
     yield made
     for reference in made.values():
@@ -137,7 +137,7 @@ VARIANTS = [
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
     for directories in (1, 2)
     for every in (1, 3)
-]
+] + [pytest.param(torch.float16, 2, 1, id="fp16-2dir-every1")]
 
 
 @pytest.mark.timeout(120)

@@ -17,7 +17,7 @@ from lohan.config import SCHEDULES
 from torch import nn
 
 STEPS = range(5)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTH = 1100  # a Linear of this width has more elements than a chunk
 
 

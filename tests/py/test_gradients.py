@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 VOCABULARY = 128
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IDS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 LLAMA = {
     "hidden_size": 32,
@@ -332,23 +332,24 @@ class RootParameter(nn.Module):
         return x
 
 
-def autocast(loss_of: Loss, cache_enabled: bool) -> Loss:
+def autocast(loss_of: Loss, cache_enabled: bool, cast_dtype: torch.dtype = torch.bfloat16) -> Loss:
     def loss(model: nn.Module, step: int, dtype: torch.dtype) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache_enabled):
+        with torch.autocast("cpu", dtype=cast_dtype, cache_enabled=cache_enabled):
             return loss_of(model, step, dtype)
 
     return loss
 
 
 @pytest.mark.parametrize("budget", ["minimal", "full"])
+@pytest.mark.parametrize("cast", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "sequential", "shared"])
 def test_gradients_are_equal_under_autocast(
-    name: str, budget: str, store_dir: pathlib.Path
+    name: str, cast: str, budget: str, store_dir: pathlib.Path
 ) -> None:
     make, loss_of = ZOO[name]
     # With its cache, autocast sums the gradients of a weight used twice in bf16 instead of fp32.
-    reference = autocast(loss_of, cache_enabled=name in {"llama", "vit", "sequential"})
-    wrapped = autocast(loss_of, cache_enabled=True)
+    reference = autocast(loss_of, name in {"llama", "vit", "sequential"}, DTYPES[cast])
+    wrapped = autocast(loss_of, True, DTYPES[cast])
     check(make, wrapped, torch.float32, store_dir, budget, reference)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 BETAS = (0.9, 0.999)
 EPS = 1e-8
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RECORDED_STEPS = 100
 TRAINED_STEPS = 20
 # Both round a few times a step; 1.07 is what was measured.
@@ -26,23 +26,25 @@ class State:
     """A parameter with what lohan keeps of it: updated in place, by the kernel of this machine."""
 
     param: torch.Tensor
-    residual: torch.Tensor
+    residual: torch.Tensor  # of fp16 the master
     moment1: torch.Tensor
     moment2: torch.Tensor
     step: int = 0
 
     @classmethod
     def of(cls, param: torch.Tensor) -> State:
-        """Moments of zeros; the residual of a value that P16 holds exactly is zero, too."""
-        zeros = torch.zeros(param.shape)
-        return cls(param, torch.zeros(param.shape, dtype=torch.int16), zeros, zeros.clone())
+        """Moments of zeros; so is the residual of a value that bf16 holds exactly."""
+        residual = torch.zeros(param.shape, dtype=torch.int16)
+        if param.dtype == torch.float16:
+            residual = param.float()
+        return cls(param, residual, torch.zeros(param.shape), torch.zeros(param.shape))
 
     def update(self, gradient: torch.Tensor) -> None:
         """One step of AdamW."""
         self.step += 1
         gradient = gradient.contiguous()
         assert self.param.is_contiguous()
-        has_residual = self.param.dtype == torch.bfloat16
+        has_residual = self.param.dtype != torch.float32
         _core.adam_update(
             kernel=None,
             param_ptr=self.param.data_ptr(),
@@ -66,6 +68,8 @@ class State:
         """The parameter's fp32 value."""
         if self.param.dtype == torch.float32:
             return self.param
+        if self.param.dtype == torch.float16:
+            return self.residual
         joined = torch.empty(self.param.shape)
         _core.adam_join(
             self.param.data_ptr(), self.residual.data_ptr(), joined.data_ptr(), joined.numel()
@@ -85,17 +89,22 @@ RECORDINGS: dict[tuple[str, str], Recording] = {}
 
 
 def record(name: str, dtype: str) -> Recording:
-    """Train with torch.optim.AdamW and keep every gradient; once a model and dtype."""
+    """Train with torch.optim.AdamW on fp32 masters and keep every gradient; once each."""
     if (name, dtype) not in RECORDINGS:
         model = helper.build(name, DTYPES[dtype])
         start = {key: value.detach().clone() for key, value in model.named_parameters()}
-        optimizer = torch.optim.AdamW(model.parameters(), **helper.HYPER)
+        masters = [value.detach().float().clone() for value in model.parameters()]
+        optimizer = torch.optim.AdamW(masters, **helper.HYPER)
         gradients = []
         for step in range(RECORDED_STEPS):
-            optimizer.zero_grad()
+            model.zero_grad()
             helper.language_loss(model, step).backward()
             gradients.append({key: value.grad.clone() for key, value in model.named_parameters()})
+            for master, param in zip(masters, model.parameters(), strict=True):
+                master.grad = param.grad.float()
             optimizer.step()
+            for master, param in zip(masters, model.parameters(), strict=True):
+                param.data.copy_(master)
         RECORDINGS[name, dtype] = Recording(start, gradients)
     return RECORDINGS[name, dtype]
 
@@ -160,6 +169,16 @@ def test_a_bf16_parameter_is_its_master_rounded() -> None:
         spacing = torch.finfo(torch.bfloat16).eps * master.abs()
         assert bool(((state.param.float() - master).abs() <= spacing / 2 + 1e-38).all()), key
         assert not torch.equal(state.param.float(), master), key
+
+
+def test_an_fp16_parameter_is_its_master_as_torch_rounds_it() -> None:
+    recording = record("gpt2", "fp16")
+    for key, start in recording.start.items():
+        state = State.of(start.clone())
+        for gradients in recording.gradients[:TRAINED_STEPS]:
+            state.update(gradients[key])
+        assert torch.equal(state.param, state.master().half()), key
+        assert not torch.equal(state.param.float(), state.master()), key
 
 
 def train_plainly(model: nn.Module) -> helper.Trained:

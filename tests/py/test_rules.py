@@ -142,7 +142,10 @@ def test_writing_to_a_hollow_parameter_is_refused_by_its_name(workshop: Workshop
     train_step(model, 0)
 
 
-def test_under_autocast_the_graph_keeps_activations_and_no_weights(workshop: Workshop) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_the_graph_keeps_activations_and_no_weights(
+    dtype: torch.dtype, workshop: Workshop
+) -> None:
     plain = build()
     shapes = {tuple(p.shape) for p in plain.parameters() if p.dim() == 2}
     shapes |= {(b, a) for a, b in shapes}
@@ -154,7 +157,7 @@ def test_under_autocast_the_graph_keeps_activations_and_no_weights(workshop: Wor
             activations[tensor.data_ptr()] = tensor
         return tensor
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=dtype):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             plain_loss = square_loss(plain, 0)
         model = workshop.wrap(build())
@@ -411,7 +414,7 @@ def test_gradients_of_inputs_may_be_asked_for(workshop: Workshop) -> None:
 # --- Values --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_state_dict_and_named_parameters_give_real_values(
     dtype: torch.dtype, workshop: Workshop
 ) -> None:
@@ -430,7 +433,7 @@ def test_state_dict_and_named_parameters_give_real_values(
     assert not torch.equal(state["head.weight"], model.state_dict()["head.weight"])  # a copy
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_load_state_dict_takes_values_and_keeps_moments(
     dtype: torch.dtype, workshop: Workshop
 ) -> None:
@@ -466,7 +469,7 @@ def test_a_submodule_loads_its_state(workshop: Workshop) -> None:
         model.head.load_state_dict(plain.blocks[1].state_dict())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_parameters_may_be_changed_in_a_loop_over_them(
     dtype: torch.dtype, workshop: Workshop
 ) -> None:

@@ -53,7 +53,7 @@ class Scaled(Stack):
         return y
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_parameter_without_dimensions_is_trained_as_any_other(
     dtype: torch.dtype, workshop: Workshop
 ) -> None:
@@ -93,7 +93,7 @@ def test_a_parameter_without_dimensions_is_made_by_init_and_resumed(workshop: Wo
     assert_same_state(again.state_dict(), state)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("place", ["named", "temporary"])
 def test_a_wrap_that_fails_leaves_the_model_its_values(
     place: str, dtype: torch.dtype, workshop: Workshop, monkeypatch: pytest.MonkeyPatch

@@ -41,6 +41,15 @@ def test_safetensors_fill_an_empty_model_bit_for_bit(tmp_path: Path) -> None:
     model.lohan.close()
 
 
+def fp16_master(layer: nn.Module) -> torch.Tensor:
+    """The first unit's masters, as they are in the store, padding included."""
+    master = torch.empty(layer.lohan.layout.units[0].elements)
+    with layer.lohan.exclusive([]) as store:
+        residual = layer.lohan.extents.units[0].residual
+        store.read(residual, 0, master.data_ptr(), master.numel() * 4)
+    return master
+
+
 def test_fp32_files_keep_every_bit_of_a_bf16_model_s_master(tmp_path: Path) -> None:
     values = torch.randn(40, 24)
     save_file({"weight": values}, tmp_path / "model.safetensors")
@@ -58,6 +67,41 @@ def test_fp32_files_keep_every_bit_of_a_bf16_model_s_master(tmp_path: Path) -> N
     master = torch.empty(count)
     _core.adam_join(param.data_ptr(), residual.data_ptr(), master.data_ptr(), count)
     assert torch.equal(master[: values.numel()].reshape(values.shape), values)
+    layer.lohan.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_an_fp16_model_s_master_has_every_bit_of_what_it_is_given(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    values = torch.randn(40, 24).to(dtype)
+    save_file({"weight": values}, tmp_path / "model.safetensors")
+    with lohan.empty():
+        layer = nn.Linear(24, 40, bias=False).half()
+    layer = lohan.wrap(layer, store=tmp_path / "s", weights=tmp_path)
+    assert torch.equal(fp16_master(layer)[: values.numel()].reshape(40, 24), values.float())
+    assert torch.equal(layer.state_dict()["weight"], values.float().half())
+    for given in (values + 1, (values + 2).half()):
+        layer.load_state_dict({"weight": given})
+        assert torch.equal(fp16_master(layer)[: values.numel()].reshape(40, 24), given.float())
+        assert torch.equal(layer.state_dict()["weight"], given.float().half())
+    with torch.no_grad():
+        for _, param in layer.named_parameters():
+            param.mul_(0.5)
+    halved = layer.state_dict()["weight"]
+    assert torch.equal(halved, given.float().half() * 0.5)
+    assert torch.equal(fp16_master(layer)[: values.numel()].reshape(40, 24), halved.float())
+    layer.lohan.close()
+
+
+def test_the_masters_of_a_wrapped_fp16_model_are_its_values(tmp_path: Path) -> None:
+    values = torch.tensor([[1.0, -0.0, 6e-8, 65504.0]]).half()
+    layer = nn.Linear(4, 1, bias=False).half()
+    layer.weight.data = values.clone()
+    layer = lohan.wrap(layer, store=tmp_path / "s")
+    master = fp16_master(layer)
+    assert torch.equal(master[:4].view(torch.int32), values[0].float().view(torch.int32))
+    assert not master[4:].any(), "padding"
     layer.lohan.close()
 
 

@@ -1,0 +1,57 @@
+/*
+ * IEEE half precision (binary16) in integers: the definition that SIMD instructions are compared
+ * with. Neither rounding mode nor flushed denormals change a bit.
+ *
+ * Pure; any thread.
+ */
+#ifndef LH_COMPUTE_HALF_H
+#define LH_COMPUTE_HALF_H
+
+#include <string.h>
+
+#include "base/base.h"
+
+/* The bits of the float that half is, exactly; a NaN becomes quiet. */
+static inline uint32_t lh_half_widen(uint16_t half)
+{
+    uint32_t magnitude = half & UINT32_C(0x7FFF);
+    uint32_t sign = (half & UINT32_C(0x8000)) << 16;
+    float denormal = (float)magnitude * 0x1p-24f; /* a normal float */
+    uint32_t bits;
+
+    memcpy(&bits, &denormal, sizeof(bits));
+    if (magnitude >= 0x400)
+        bits = (magnitude << 13) + (UINT32_C(112) << 23);
+    if (magnitude >= 0x7C00)
+        bits += UINT32_C(112) << 23;
+    if (magnitude > 0x7C00)
+        bits |= UINT32_C(1) << 22;
+    return sign | bits;
+}
+
+/*
+ * A float, given by its bits, rounded to nearest, ties to even (torch's .half()): infinity from
+ * 65520 on, 0x7E00 with its sign for every NaN.
+ */
+static inline uint16_t lh_half_round(uint32_t bits)
+{
+    uint32_t magnitude = bits & UINT32_C(0x7FFFFFFF);
+    uint32_t sign = (bits >> 16) & UINT32_C(0x8000);
+    uint32_t mantissa = (magnitude & UINT32_C(0x7FFFFF)) | UINT32_C(0x800000);
+    uint32_t shift = 126 - (magnitude >> 23); /* of a denormal, in units of 2^-24 */
+    uint32_t half;
+
+    if (magnitude > UINT32_C(0x7F800000))
+        half = 0x7E00;
+    else if (magnitude >= UINT32_C(0x477FF000))
+        half = 0x7C00;
+    else if (magnitude >= UINT32_C(0x38800000))
+        half = (magnitude - (UINT32_C(112) << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
+    else if (magnitude > UINT32_C(0x33000000)) /* 2^-25 itself ties to 0 */
+        half = (mantissa + (UINT32_C(1) << (shift - 1)) - 1 + ((mantissa >> shift) & 1)) >> shift;
+    else
+        half = 0;
+    return (uint16_t)(sign | half);
+}
+
+#endif
