@@ -43,7 +43,7 @@ EXIT_SKIPPED = 77
 # Sanitized programs run several times slower; a hang must still end well before CI's own limit.
 TIMEOUT_S = {"release": 120, "debug": 120, "asan": 300, "tsan": 300}
 # ThreadSanitizer says something only about programs that have threads.
-TSAN_WORDS = ("ring", "waker", "exec", "io", "engine", "sched", "base")
+TSAN_WORDS = ("ring", "waker", "exec", "io", "dev", "engine", "sched", "base")
 SIM_SEED_COUNT = 20
 
 # Leaks are checked in the C tests: an interpreter leaves too much behind at exit to tell.

@@ -17,13 +17,18 @@
  * caller's thread, whose work is over when it records a fence; a thread a direction copies, at a
  * given speed if asked to. "cuda" (cuda.c) loads the driver at run time.
  *
- * Invariants:
- *  1. A copy submitted comes back exactly once, through poll, on the owner thread.
- *  2. A backend touches no byte outside the copies it was given.
- *  3. A fence that was never recorded counts as passed.
+ * A device that fails executes nothing more and wakes nobody. So whoever sleeps with copies in
+ * flight looks again after LH_DEV_SLEEP_MS_MAX: poll finds out, and gives them back with -EIO.
  *
- * Thread: create, submit, order, flush, poll, destroy: the owner. fence_*, record, wait: any, one
- *         at a time for one fence.
+ * Invariants:
+ *  1. A copy submitted comes back exactly once, through poll, on the owner thread; copies of one
+ *     direction in the order of their submits.
+ *  2. A backend touches no byte outside the copies it was given, and none of a copy that is back.
+ *  3. A fence that was never recorded counts as passed; recorded again, it stands for the last
+ *     time. What waits for it already waits for what it stood for then.
+ *
+ * Thread: record and wait: any, one at a time for one fence, the submit of a copy that names it
+ *         included. Everything else: the owner.
  */
 #ifndef LH_DEV_DEV_H
 #define LH_DEV_DEV_H
@@ -34,6 +39,8 @@
 #include "base/waker.h"
 
 #define LH_DEV_OPS_VERSION 1
+#define LH_DEV_COPY_COUNT_MAX 4096
+#define LH_DEV_SLEEP_MS_MAX 100
 
 enum lh_dev_direction {
     LH_DEV_DIRECTION_IN = 0, /* main memory to device */
@@ -53,7 +60,11 @@ struct lh_dev_copy {
     struct lh_dev_fence *done;  /* (optional) recorded behind the copy */
     void *owner;                /* the submitter's; never read here */
     int result;                 /* 0 or -errno, valid once polled */
-    uint64_t started_ns;        /* of the copy itself, as far as the backend knows */
+    /*
+     * Of the copy itself, as far as the backend knows. cuda: the later one of its submit and the
+     * end of the copy before it, so that waiting for fences counts in.
+     */
+    uint64_t started_ns;
     uint64_t completed_ns;
     struct lh_dev_copy *next; /* private to the backend */
 };
@@ -86,12 +97,16 @@ struct lh_dev_ops {
     /* Copies of a direction that are submitted from here on start behind fence. */
     int (*order)(struct lh_dev *dev, enum lh_dev_direction direction, struct lh_dev_fence *fence,
                  struct lh_error *err);
-    /* 0, -EAGAIN (copy_count are in flight: nothing was taken), the device's error. */
+    /*
+     * 0; -EAGAIN: copy_count are in flight, err is untouched; else the device's error. On failure
+     * nothing was taken and nothing is under way; done may have been recorded.
+     */
     int (*submit)(struct lh_dev *dev, struct lh_dev_copy *copy, struct lh_error *err);
     uint32_t (*poll)(struct lh_dev *dev, struct lh_dev_copy **done, uint32_t done_max);
     /*
      * Announce main memory that copies use, so that they run at full speed (page-locked), and take
-     * it back. Without it a copy is slow, not wrong. -errno: not possible; err says why.
+     * it back before destroy. Without it a copy is slow, not wrong. -errno: not possible; err says
+     * why.
      */
     int (*memory_register)(struct lh_dev *dev, void *base, uint64_t bytes, struct lh_error *err);
     void (*memory_unregister)(struct lh_dev *dev, void *base);

@@ -75,7 +75,10 @@ BANNED_CALLS = [
 ]
 
 # Backends are handed to the engine when it is created; nothing below csrc/py names one.
-BACKEND_CALLS = r"\blh_(io_create|io_create_best|io_uring|io_aio|io_threads|exec_threads)\w*\("
+BACKEND_CALLS = (
+    r"\blh_(io_create|io_create_best|io_uring|io_aio|io_threads|exec_threads"
+    r"|dev_create|dev_emu|dev_cuda)\w*\("
+)
 BACKEND_FREE_FOLDERS = {"base", "mem", "store", "compute", "plan", "sched"}
 
 # A place in a paper: eq. 4, alg. 3, fig. 5, table II, IV-C, 4.3, app. A.

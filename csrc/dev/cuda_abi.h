@@ -1,0 +1,76 @@
+/*
+ * The part of the CUDA driver's binary interface that lohan uses, declared by us: no toolkit is
+ * needed to build, and a machine without the driver runs everything but this backend.
+ *
+ * LH_CUDA_CALLS lists each function as CALL(member, name, symbol, parameters): what we call it,
+ * what the driver's manual calls it, and what libcuda.so.1 exports. Where these two differ the
+ * header of CUDA maps one to the other; tests/c/test_dev_cuda.c compares symbols, parameters and
+ * constants with that header where it is installed.
+ *
+ * A CUresult is an unsigned here, a CUdevice an int, a CUdeviceptr an unsigned long long.
+ */
+#ifndef LH_DEV_CUDA_ABI_H
+#define LH_DEV_CUDA_ABI_H
+
+#include <stddef.h>
+
+/* The driver's own tags, so that our types are its types. */
+struct CUctx_st;
+struct CUstream_st;
+struct CUevent_st;
+
+#define LH_CUDA_OUT_OF_MEMORY 2
+#define LH_CUDA_NO_DEVICE 100
+#define LH_CUDA_INVALID_DEVICE 101
+#define LH_CUDA_NOT_READY 600
+/* From here to below the next one: what a kernel broke, which breaks the context for good. */
+#define LH_CUDA_ILLEGAL_ADDRESS 700
+#define LH_CUDA_LAUNCH_FAILED 719
+
+#define LH_CUDA_STREAM_NON_BLOCKING 1
+#define LH_CUDA_EVENT_DISABLE_TIMING 2
+#define LH_CUDA_REGISTER_PORTABLE 1
+
+#define LH_CUDA_CALLS(CALL)                                                                        \
+    CALL(init, cuInit, "cuInit", (unsigned flags))                                                 \
+    CALL(device_count, cuDeviceGetCount, "cuDeviceGetCount", (int *count))                         \
+    CALL(device_get, cuDeviceGet, "cuDeviceGet", (int *device, int index))                         \
+    CALL(context_retain, cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain",                     \
+         (struct CUctx_st * *context, int device))                                                 \
+    CALL(context_release, cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (int device)) \
+    CALL(context_push, cuCtxPushCurrent, "cuCtxPushCurrent_v2", (struct CUctx_st * context))       \
+    CALL(context_pop, cuCtxPopCurrent, "cuCtxPopCurrent_v2", (struct CUctx_st * *context))         \
+    CALL(stream_create, cuStreamCreate, "cuStreamCreate",                                          \
+         (struct CUstream_st * *stream, unsigned flags))                                           \
+    CALL(stream_destroy, cuStreamDestroy, "cuStreamDestroy_v2", (struct CUstream_st * stream))     \
+    CALL(stream_query, cuStreamQuery, "cuStreamQuery", (struct CUstream_st * stream))              \
+    CALL(stream_synchronize, cuStreamSynchronize, "cuStreamSynchronize",                           \
+         (struct CUstream_st * stream))                                                            \
+    CALL(stream_wait, cuStreamWaitEvent, "cuStreamWaitEvent",                                      \
+         (struct CUstream_st * stream, struct CUevent_st * event, unsigned flags))                 \
+    CALL(event_create, cuEventCreate, "cuEventCreate",                                             \
+         (struct CUevent_st * *event, unsigned flags))                                             \
+    CALL(event_destroy, cuEventDestroy, "cuEventDestroy_v2", (struct CUevent_st * event))          \
+    CALL(event_record, cuEventRecord, "cuEventRecord",                                             \
+         (struct CUevent_st * event, struct CUstream_st * stream))                                 \
+    CALL(copy_in, cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2",                                       \
+         (unsigned long long to, const void *from, size_t bytes, struct CUstream_st *stream))      \
+    CALL(copy_out, cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2",                                      \
+         (void *to, unsigned long long from, size_t bytes, struct CUstream_st *stream))            \
+    CALL(host_call, cuLaunchHostFunc, "cuLaunchHostFunc",                                          \
+         (struct CUstream_st * stream, void (*function)(void *context), void *context))            \
+    CALL(host_register, cuMemHostRegister, "cuMemHostRegister_v2",                                 \
+         (void *base, size_t bytes, unsigned flags))                                               \
+    CALL(host_unregister, cuMemHostUnregister, "cuMemHostUnregister", (void *base))                \
+    CALL(error_name, cuGetErrorName, "cuGetErrorName", (unsigned result, const char **text))       \
+    CALL(error_text, cuGetErrorString, "cuGetErrorString", (unsigned result, const char **text))
+
+/* A name and a list of parameters stand in no parentheses of their own. */
+/* NOLINTNEXTLINE(bugprone-macro-parentheses) */
+#define LH_CUDA_MEMBER(member, name, symbol, parameters) unsigned(*member) parameters;
+
+struct lh_cuda_calls {
+    LH_CUDA_CALLS(LH_CUDA_MEMBER)
+};
+
+#endif

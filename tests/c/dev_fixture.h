@@ -1,0 +1,273 @@
+/*
+ * What the tests of csrc/dev share: a machine with an accelerator, a stream that computes on it,
+ * and the owner's loop.
+ *
+ * Kinds: "emu"; "fake", which is the CUDA backend on the driver of fake_cuda.c; "cuda", which is
+ * the same on the driver of this machine, where LH_TEST_CUDA asks for it.
+ */
+#ifndef DEV_FIXTURE_H
+#define DEV_FIXTURE_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1
+#endif
+#include <dlfcn.h>
+
+#include "dev/cuda_abi.h"
+#include "dev/dev.h"
+#include "dev/dev_private.h"
+#include "fake_cuda.h"
+#include "lh_test.h"
+
+#define MACHINE_TIMEOUT_NS UINT64_C(20000000000)
+#define MACHINE_DELAY_NS_MAX 200000
+/* Copied before each computation of a real GPU, so that what does not wait for it is early. */
+#define MACHINE_SCRATCH_BYTES (UINT64_C(128) << 20)
+#define MACHINE_SCRATCH_ROUNDS 8
+
+struct machine {
+    const char *kind;
+    struct lh_alloc alloc;
+    struct lh_clock clock;
+    struct lh_waker waker;
+    struct lh_dev *dev;
+    struct CUstream_st *stream; /* computes; NULL: emu, where the caller's thread does */
+    struct CUctx_st *context;
+    struct lh_cuda_calls calls;
+    unsigned (*memory_allocate)(unsigned long long *address, size_t bytes);
+    unsigned (*memory_free)(unsigned long long address);
+    unsigned (*copy_within)(unsigned long long to, unsigned long long from, size_t bytes,
+                            struct CUstream_st *stream);
+    void *scratch; /* cuda */
+};
+
+__attribute__((unused)) static bool machine_is_fast(void)
+{
+    return getenv("LH_TEST_FAST") != NULL;
+}
+
+__attribute__((unused)) static void machine_enter(struct machine *machine)
+{
+    LH_CHECK(machine->calls.context_push(machine->context) == 0);
+}
+
+__attribute__((unused)) static void machine_leave(struct machine *machine)
+{
+    struct CUctx_st *context = NULL;
+    LH_CHECK(machine->calls.context_pop(&context) == 0);
+}
+
+/* Memory that the accelerator computes on. */
+__attribute__((unused)) static void *machine_allocate(struct machine *machine, uint64_t bytes)
+{
+    unsigned long long address = 0;
+    if (!machine->context)
+        return lh_alloc_zeroed(&machine->alloc, 1, bytes);
+    machine_enter(machine);
+    LH_CHECK(machine->memory_allocate(&address, bytes) == 0);
+    machine_leave(machine);
+    return (void *)address;
+}
+
+__attribute__((unused)) static void machine_free(struct machine *machine, void *memory)
+{
+    if (!machine->context) {
+        lh_free(&machine->alloc, memory);
+        return;
+    }
+    machine_enter(machine);
+    LH_CHECK(machine->memory_free((uintptr_t)memory) == 0);
+    machine_leave(machine);
+}
+
+/* Zeroed main memory that copies run at full speed from: what is pageable the driver may copy while
+ * submit waits, and hide a missing fence. */
+__attribute__((unused)) static void *machine_host_allocate(struct machine *machine, uint64_t bytes)
+{
+    void *memory = lh_alloc_zeroed(&machine->alloc, 1, bytes);
+    LH_CHECK(memory);
+    LH_CHECK(machine->dev->ops->memory_register(machine->dev, memory, bytes, NULL) == 0);
+    return memory;
+}
+
+__attribute__((unused)) static void machine_host_free(struct machine *machine, void *memory)
+{
+    machine->dev->ops->memory_unregister(machine->dev, memory);
+    lh_free(&machine->alloc, memory);
+}
+
+/* Enqueue to = from on the stream that computes. */
+__attribute__((unused)) static void machine_compute(struct machine *machine, void *to,
+                                                    const void *from, uint64_t bytes)
+{
+    if (!machine->context) {
+        memcpy(to, from, bytes);
+        return;
+    }
+    machine_enter(machine);
+    uintptr_t scratch = (uintptr_t)machine->scratch;
+    uint64_t half_bytes = MACHINE_SCRATCH_BYTES / 2;
+    for (int i = 0; scratch && i < MACHINE_SCRATCH_ROUNDS; i++)
+        LH_CHECK(machine->copy_within(scratch, scratch + half_bytes, half_bytes, machine->stream) ==
+                 0);
+    LH_CHECK(machine->copy_within((uintptr_t)to, (uintptr_t)from, bytes, machine->stream) == 0);
+    machine_leave(machine);
+}
+
+/* The test's own hold on a driver. */
+__attribute__((unused)) static void machine_driver_open(struct machine *machine,
+                                                        lh_dev_cuda_lookup_fn lookup, void *library)
+{
+    int device = 0;
+#define FIND(member, name, symbol, parameters)                                                     \
+    *(void **)&machine->calls.member = lookup(library, symbol);
+    LH_CUDA_CALLS(FIND)
+#undef FIND
+    *(void **)&machine->memory_allocate = lookup(library, "cuMemAlloc_v2");
+    *(void **)&machine->memory_free = lookup(library, "cuMemFree_v2");
+    *(void **)&machine->copy_within = lookup(library, "cuMemcpyDtoDAsync_v2");
+    LH_CHECK(machine->calls.init(0) == 0 && machine->calls.device_get(&device, 0) == 0);
+    LH_CHECK(machine->calls.context_retain(&machine->context, device) == 0);
+    machine_enter(machine);
+    LH_CHECK(machine->calls.stream_create(&machine->stream, LH_CUDA_STREAM_NON_BLOCKING) == 0);
+    machine_leave(machine);
+    if (strcmp(machine->kind, "cuda") == 0)
+        machine->scratch = machine_allocate(machine, MACHINE_SCRATCH_BYTES);
+}
+
+__attribute__((unused)) static void machine_open(struct machine *machine, const char *kind,
+                                                 struct lh_dev_opts opts)
+{
+    struct lh_error err = {0};
+    void *library = NULL;
+    int rc = 0;
+    *machine = (struct machine){.kind = kind, .alloc = LH_ALLOC_INIT, .clock = lh_clock_real()};
+    LH_CHECK(lh_waker_init(&machine->waker, NULL) == 0);
+    opts.clock = &machine->clock;
+    opts.waker = &machine->waker;
+    if (strcmp(kind, "fake") == 0) {
+        fake_cuda_reset((struct fake_cuda_opts){
+            .fail_after = -1, .delay_ns_max = MACHINE_DELAY_NS_MAX, .seed = 7});
+        machine_driver_open(machine, fake_cuda_lookup, NULL);
+        rc = lh_dev_cuda_create_from(fake_cuda_lookup, NULL, &opts, &machine->alloc, &machine->dev,
+                                     &err);
+    } else {
+        if (strcmp(kind, "cuda") == 0) {
+            library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+            LH_CHECK(library);
+            machine_driver_open(machine, dlsym, library);
+        }
+        rc = lh_dev_create(kind, &opts, &machine->alloc, &machine->dev, &err);
+    }
+    if (rc < 0)
+        fprintf(stderr, "%s\n", err.message);
+    LH_CHECK(rc == 0 && machine->dev && machine->dev->ops->version == LH_DEV_OPS_VERSION);
+    LH_CHECK(strcmp(machine->dev->ops->name, strcmp(kind, "emu") == 0 ? "emu" : "cuda") == 0);
+}
+
+/* Nothing may be left. */
+__attribute__((unused)) static void machine_close(struct machine *machine)
+{
+    machine->dev->ops->destroy(machine->dev);
+    if (machine->scratch)
+        machine_free(machine, machine->scratch);
+    if (machine->context) {
+        machine_enter(machine);
+        LH_CHECK(machine->calls.stream_destroy(machine->stream) == 0);
+        machine_leave(machine);
+        int device = 0;
+        LH_CHECK(machine->calls.device_get(&device, 0) == 0);
+        LH_CHECK(machine->calls.context_release(device) == 0);
+    }
+    LH_CHECK(machine->alloc.live_count == 0);
+    LH_CHECK(fake_cuda_live_count() == 0);
+    lh_waker_deinit(&machine->waker);
+}
+
+/*
+ * Poll, sleeping on the waker, until at least one copy is back; the count. It sleeps for longer
+ * than the test may take, so a wake-up that is lost ends the test.
+ */
+__attribute__((unused)) static uint32_t machine_wait(struct machine *machine,
+                                                     struct lh_dev_copy **done, uint32_t done_max)
+{
+    uint64_t begin_ns = lh_clock_now_ns(&machine->clock);
+    for (;;) {
+        lh_waker_prepare(&machine->waker);
+        uint32_t count = machine->dev->ops->poll(machine->dev, done, done_max);
+        if (count > 0) {
+            lh_waker_cancel(&machine->waker);
+            return count;
+        }
+        lh_waker_wait(&machine->waker, (int)(MACHINE_TIMEOUT_NS / 1000000));
+        LH_CHECK(lh_clock_now_ns(&machine->clock) - begin_ns < MACHINE_TIMEOUT_NS);
+    }
+}
+
+/* Until nothing is in flight; every copy well. */
+__attribute__((unused)) static void machine_drain(struct machine *machine)
+{
+    struct lh_dev_copy *done[8];
+    while (machine->dev->in_flight_count > 0) {
+        uint32_t count = machine_wait(machine, done, 8);
+        for (uint32_t i = 0; i < count; i++)
+            LH_CHECK(done[i]->result == 0);
+    }
+}
+
+/* Submit, and where the queue is full take copies back first. */
+__attribute__((unused)) static void machine_submit(struct machine *machine,
+                                                   struct lh_dev_copy *copy)
+{
+    struct lh_dev_copy *done[1];
+    struct lh_error err = {0};
+    int rc = 0;
+    while ((rc = machine->dev->ops->submit(machine->dev, copy, &err)) == -EAGAIN) {
+        LH_CHECK(err.code == 0 && machine_wait(machine, done, 1) == 1);
+        LH_CHECK(done[0]->result == 0);
+    }
+    if (rc < 0)
+        fprintf(stderr, "%s\n", err.message);
+    LH_CHECK(rc == 0);
+}
+
+/* One copy, to its end. */
+__attribute__((unused)) static void machine_copy(struct machine *machine,
+                                                 enum lh_dev_direction direction, void *host,
+                                                 void *device, uint64_t bytes)
+{
+    struct lh_dev_copy copy = {
+        .direction = direction, .host = host, .device = device, .bytes = bytes};
+    machine_submit(machine, &copy);
+    machine_drain(machine);
+    LH_CHECK(copy.result == 0);
+}
+
+__attribute__((unused)) static struct lh_dev_fence *machine_fence(struct machine *machine)
+{
+    struct lh_dev_fence *fence = NULL;
+    struct lh_error err = {0};
+    LH_CHECK(machine->dev->ops->fence_create(machine->dev, &fence, &err) == 0 && fence);
+    return fence;
+}
+
+__attribute__((unused)) static void machine_record(struct machine *machine,
+                                                   struct lh_dev_fence *fence)
+{
+    LH_CHECK(machine->dev->ops->record(machine->dev, fence, machine->stream, NULL) == 0);
+}
+
+__attribute__((unused)) static void machine_await(struct machine *machine,
+                                                  struct lh_dev_fence *fence)
+{
+    LH_CHECK(machine->dev->ops->wait(machine->dev, fence, machine->stream, NULL) == 0);
+}
+
+__attribute__((unused)) static void machine_fill(void *memory, uint64_t bytes, uint64_t *seed)
+{
+    uint8_t *to = memory;
+    for (uint64_t i = 0; i < bytes; i++)
+        to[i] = (uint8_t)(i % 8 == 0 ? lh_test_random(seed) : to[i - 1] * 5U + 1U);
+}
+
+#endif

@@ -1,0 +1,485 @@
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1
+#endif
+#include "fake_cuda.h"
+
+#include <pthread.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "dev/cuda_abi.h"
+#include "lh_test.h"
+
+#define STREAM_COUNT_MAX 16
+#define EVENT_COUNT_MAX 256
+#define REGION_COUNT_MAX 16
+#define OP_COUNT_MAX 4096
+
+#define INVALID_VALUE 1
+#define INVALID_CONTEXT 201
+#define ALREADY_REGISTERED 712
+#define NOT_PERMITTED 800
+
+struct op {
+    enum { OP_COPY, OP_WAIT, OP_CALL } kind;
+    void *to;
+    const void *from;
+    size_t bytes;
+    struct CUstream_st *stream; /* OP_WAIT: until it has executed number */
+    uint64_t number;
+    void (*function)(void *context);
+    void *context;
+};
+
+struct CUstream_st {
+    bool is_used;
+    bool is_stopping;
+    pthread_t thread;
+    uint64_t random;
+    struct op ops[OP_COUNT_MAX];
+    uint64_t issued_count; /* both count on over destroy and create: an event may still name them */
+    uint64_t executed_count;
+};
+
+/* Recorded: passed when stream has executed number. */
+struct CUevent_st {
+    bool is_used;
+    struct CUstream_st *stream;
+    uint64_t number;
+};
+
+struct CUctx_st {
+    int retain_count;
+};
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* of everything here */
+static pthread_cond_t has_news = PTHREAD_COND_INITIALIZER;
+static struct fake_cuda_opts opts;
+static struct CUctx_st context_only;
+static struct CUstream_st streams[STREAM_COUNT_MAX]; /* the first is the default stream */
+static struct CUevent_st events[EVENT_COUNT_MAX];
+static void *regions[REGION_COUNT_MAX];
+static int64_t allocation_count;
+static int64_t call_count;
+static bool is_broken;
+static bool is_paused;
+static _Thread_local int pushed_count;
+static _Thread_local bool is_in_host_call;
+
+static void lock(void)
+{
+    LH_CHECK(pthread_mutex_lock(&mutex) == 0);
+}
+
+/* A call's end: what it answers. */
+static unsigned unlock(unsigned result)
+{
+    LH_CHECK(pthread_cond_broadcast(&has_news) == 0);
+    LH_CHECK(pthread_mutex_unlock(&mutex) == 0);
+    return result;
+}
+
+/* A fallible call's begin. */
+static unsigned begin(bool needs_context)
+{
+    lock();
+    call_count++;
+    if (is_in_host_call)
+        return NOT_PERMITTED;
+    if (needs_context && pushed_count == 0)
+        return INVALID_CONTEXT;
+    if (is_broken)
+        return LH_CUDA_ILLEGAL_ADDRESS;
+    if (opts.fail_after >= 0 && opts.fail_after-- == 0)
+        return FAKE_CUDA_ERROR;
+    return 0;
+}
+
+static void *stream_main(void *argument)
+{
+    struct CUstream_st *stream = argument;
+    lock();
+    for (;;) {
+        while (stream->executed_count == stream->issued_count && !stream->is_stopping)
+            pthread_cond_wait(&has_news, &mutex);
+        if (stream->executed_count == stream->issued_count)
+            break;
+        struct op op = stream->ops[stream->executed_count % OP_COUNT_MAX];
+        uint64_t delay_ns = opts.delay_ns_max;
+        unlock(0);
+        if (delay_ns > 0) {
+            struct timespec delay = {.tv_nsec = (long)(lh_test_random(&stream->random) % delay_ns)};
+            nanosleep(&delay, NULL);
+        }
+        lock();
+        while (is_paused && !is_broken)
+            pthread_cond_wait(&has_news, &mutex);
+        while (op.kind == OP_WAIT && op.stream->executed_count < op.number && !is_broken)
+            pthread_cond_wait(&has_news, &mutex);
+        bool is_skipped = is_broken;
+        unlock(0);
+        is_in_host_call = true;
+        if (op.kind == OP_COPY && !is_skipped)
+            memcpy(op.to, op.from, op.bytes);
+        if (op.kind == OP_CALL && !is_skipped)
+            op.function(op.context);
+        is_in_host_call = false;
+        lock();
+        stream->executed_count++;
+        pthread_cond_broadcast(&has_news);
+    }
+    unlock(0);
+    return NULL;
+}
+
+/* The lock is held. */
+static struct CUstream_st *stream_start(struct CUstream_st *stream)
+{
+    stream->is_used = true;
+    stream->is_stopping = false;
+    stream->random = opts.seed + (uint64_t)(stream - streams);
+    LH_CHECK(pthread_create(&stream->thread, NULL, stream_main, stream) == 0);
+    return stream;
+}
+
+/* What it was given is executed first. */
+static void stream_stop(struct CUstream_st *stream)
+{
+    lock();
+    stream->is_stopping = true;
+    unlock(0);
+    LH_CHECK(pthread_join(stream->thread, NULL) == 0);
+    lock();
+    stream->is_used = false;
+    unlock(0);
+}
+
+static struct CUstream_st *stream_of(struct CUstream_st *stream)
+{
+    stream = stream ? stream : &streams[0];
+    LH_CHECK(stream->is_used);
+    return stream;
+}
+
+/* A call's middle and end: give a stream something to execute. */
+static unsigned issue(unsigned result, struct CUstream_st *stream, struct op op)
+{
+    if (result == 0) {
+        stream = stream_of(stream);
+        LH_CHECK(stream->issued_count - stream->executed_count < OP_COUNT_MAX);
+        stream->ops[stream->issued_count++ % OP_COUNT_MAX] = op;
+    }
+    return unlock(result);
+}
+
+static unsigned fake_init(unsigned flags)
+{
+    LH_CHECK(flags == 0);
+    unsigned result = begin(false);
+    return unlock(result ? result : opts.init_result);
+}
+
+static unsigned fake_device_count(int *count)
+{
+    *count = FAKE_CUDA_DEVICE_COUNT;
+    return unlock(begin(false));
+}
+
+static unsigned fake_device_get(int *device, int index)
+{
+    LH_CHECK(index >= 0 && index < FAKE_CUDA_DEVICE_COUNT);
+    *device = 40 + index;
+    return unlock(begin(false));
+}
+
+static unsigned fake_context_retain(struct CUctx_st **context, int device)
+{
+    unsigned result = begin(false);
+    LH_CHECK(device >= 40 && device < 40 + FAKE_CUDA_DEVICE_COUNT);
+    if (result == 0 && context_only.retain_count++ == 0)
+        stream_start(&streams[0]);
+    *context = result == 0 ? &context_only : (struct CUctx_st *)-1;
+    return unlock(result);
+}
+
+static unsigned fake_context_release(int device)
+{
+    LH_CHECK(device >= 40 && device < 40 + FAKE_CUDA_DEVICE_COUNT);
+    lock();
+    LH_CHECK(context_only.retain_count > 0);
+    bool is_last = --context_only.retain_count == 0;
+    unlock(0);
+    if (is_last)
+        stream_stop(&streams[0]);
+    return 0;
+}
+
+static unsigned fake_context_push(struct CUctx_st *context)
+{
+    /* As the driver, which says what broke only to those who ask the streams. */
+    unsigned result = begin(false);
+    LH_CHECK(context == &context_only && context->retain_count > 0);
+    if (result == LH_CUDA_ILLEGAL_ADDRESS)
+        result = 0;
+    if (result == 0)
+        pushed_count++;
+    return unlock(result);
+}
+
+static unsigned fake_context_pop(struct CUctx_st **context)
+{
+    LH_CHECK(pushed_count > 0);
+    pushed_count--;
+    *context = &context_only;
+    return 0;
+}
+
+static unsigned fake_stream_create(struct CUstream_st **stream, unsigned flags)
+{
+    unsigned result = begin(true);
+    int index = 1;
+    LH_CHECK(flags == LH_CUDA_STREAM_NON_BLOCKING);
+    while (index < STREAM_COUNT_MAX && streams[index].is_used)
+        index++;
+    LH_CHECK(index < STREAM_COUNT_MAX);
+    *stream = result == 0 ? stream_start(&streams[index]) : (struct CUstream_st *)-1;
+    return unlock(result);
+}
+
+static unsigned fake_stream_destroy(struct CUstream_st *stream)
+{
+    LH_CHECK(pushed_count > 0 && stream && stream->is_used);
+    stream_stop(stream);
+    return 0;
+}
+
+static unsigned fake_stream_query(struct CUstream_st *stream)
+{
+    unsigned result = begin(true);
+    stream = stream_of(stream);
+    if (result == 0 && stream->executed_count < stream->issued_count)
+        result = LH_CUDA_NOT_READY;
+    return unlock(result);
+}
+
+static unsigned fake_stream_synchronize(struct CUstream_st *stream)
+{
+    LH_CHECK(pushed_count > 0 && !is_in_host_call);
+    lock();
+    stream = stream_of(stream);
+    uint64_t number = stream->issued_count;
+    while (stream->executed_count < number)
+        pthread_cond_wait(&has_news, &mutex);
+    return unlock(is_broken ? LH_CUDA_ILLEGAL_ADDRESS : 0);
+}
+
+static unsigned fake_stream_wait(struct CUstream_st *stream, struct CUevent_st *event,
+                                 unsigned flags)
+{
+    unsigned result = begin(true);
+    LH_CHECK(flags == 0 && event && event->is_used);
+    if (!event->stream)
+        return unlock(result);
+    return issue(result, stream,
+                 (struct op){.kind = OP_WAIT, .stream = event->stream, .number = event->number});
+}
+
+static unsigned fake_event_create(struct CUevent_st **event, unsigned flags)
+{
+    unsigned result = begin(true);
+    int index = 0;
+    LH_CHECK(flags == LH_CUDA_EVENT_DISABLE_TIMING);
+    while (index < EVENT_COUNT_MAX && events[index].is_used)
+        index++;
+    LH_CHECK(index < EVENT_COUNT_MAX);
+    *event = result == 0 ? &events[index] : (struct CUevent_st *)-1;
+    if (result == 0)
+        events[index] = (struct CUevent_st){.is_used = true};
+    return unlock(result);
+}
+
+static unsigned fake_event_destroy(struct CUevent_st *event)
+{
+    lock();
+    LH_CHECK(pushed_count > 0 && event && event->is_used);
+    event->is_used = false;
+    return unlock(0);
+}
+
+static unsigned fake_event_record(struct CUevent_st *event, struct CUstream_st *stream)
+{
+    unsigned result = begin(true);
+    LH_CHECK(event && event->is_used);
+    if (result == 0) {
+        event->stream = stream_of(stream);
+        event->number = event->stream->issued_count;
+    }
+    return unlock(result);
+}
+
+static unsigned fake_copy_in(unsigned long long to, const void *from, size_t bytes,
+                             struct CUstream_st *stream)
+{
+    struct op op = {.kind = OP_COPY, .to = (void *)to, .from = from, .bytes = bytes};
+    return issue(begin(true), stream, op);
+}
+
+static unsigned fake_copy_out(void *to, unsigned long long from, size_t bytes,
+                              struct CUstream_st *stream)
+{
+    struct op op = {.kind = OP_COPY, .to = to, .from = (void *)from, .bytes = bytes};
+    return issue(begin(true), stream, op);
+}
+
+static unsigned fake_copy_within(unsigned long long to, unsigned long long from, size_t bytes,
+                                 struct CUstream_st *stream)
+{
+    return fake_copy_in(to, (void *)from, bytes, stream);
+}
+
+static unsigned fake_host_call(struct CUstream_st *stream, void (*function)(void *context),
+                               void *context)
+{
+    struct op op = {.kind = OP_CALL, .function = function, .context = context};
+    return issue(begin(true), stream, op);
+}
+
+static int region_index(const void *base)
+{
+    int index = 0;
+    while (index < REGION_COUNT_MAX && regions[index] != base)
+        index++;
+    return index;
+}
+
+static unsigned fake_host_register(void *base, size_t bytes, unsigned flags)
+{
+    unsigned result = begin(true);
+    if (result == 0 && (!base || bytes == 0 || flags != LH_CUDA_REGISTER_PORTABLE))
+        result = INVALID_VALUE;
+    if (result == 0 && region_index(base) < REGION_COUNT_MAX)
+        result = ALREADY_REGISTERED;
+    if (result == 0) {
+        int index = region_index(NULL);
+        LH_CHECK(index < REGION_COUNT_MAX);
+        regions[index] = base;
+    }
+    return unlock(result);
+}
+
+static unsigned fake_host_unregister(void *base)
+{
+    lock();
+    int index = region_index(base);
+    LH_CHECK(pushed_count > 0 && base && index < REGION_COUNT_MAX);
+    regions[index] = NULL;
+    return unlock(0);
+}
+
+static unsigned fake_error_name(unsigned result, const char **text)
+{
+    *text = result == FAKE_CUDA_ERROR           ? "CUDA_ERROR_UNKNOWN"
+            : result == LH_CUDA_ILLEGAL_ADDRESS ? "CUDA_ERROR_ILLEGAL_ADDRESS"
+            : result == LH_CUDA_NO_DEVICE       ? "CUDA_ERROR_NO_DEVICE"
+                                                : NULL;
+    return *text ? 0 : INVALID_VALUE;
+}
+
+static unsigned fake_error_text(unsigned result, const char **text)
+{
+    *text = result == FAKE_CUDA_ERROR ? "unknown error" : NULL;
+    return *text ? 0 : INVALID_VALUE;
+}
+
+static unsigned fake_memory_allocate(unsigned long long *address, size_t bytes)
+{
+    unsigned result = begin(true);
+    LH_CHECK(result == 0);
+    *address = (uintptr_t)malloc(bytes);
+    LH_CHECK(*address != 0);
+    allocation_count++;
+    return unlock(0);
+}
+
+static unsigned fake_memory_free(unsigned long long address)
+{
+    lock();
+    free((void *)address);
+    allocation_count--;
+    return unlock(0);
+}
+
+void *fake_cuda_lookup(void *library, const char *symbol)
+{
+    (void)library;
+    if (opts.missing && strcmp(symbol, opts.missing) == 0)
+        return NULL;
+#define FAKE(member, name, exported, parameters)                                                   \
+    if (strcmp(symbol, exported) == 0)                                                             \
+        return (void *)fake_##member;
+    LH_CUDA_CALLS(FAKE)
+#undef FAKE
+    if (strcmp(symbol, "cuMemcpyDtoDAsync_v2") == 0)
+        return (void *)fake_copy_within;
+    if (strcmp(symbol, "cuMemAlloc_v2") == 0)
+        return (void *)fake_memory_allocate;
+    if (strcmp(symbol, "cuMemFree_v2") == 0)
+        return (void *)fake_memory_free;
+    return NULL;
+}
+
+void fake_cuda_reset(struct fake_cuda_opts new_opts)
+{
+    LH_CHECK(fake_cuda_live_count() == 0);
+    lock();
+    opts = new_opts;
+    call_count = 0;
+    is_broken = false;
+    is_paused = false;
+    unlock(0);
+}
+
+uint64_t fake_cuda_live_count(void)
+{
+    lock();
+    int64_t count = context_only.retain_count + allocation_count + pushed_count;
+    for (int i = 0; i < STREAM_COUNT_MAX; i++)
+        count += streams[i].is_used;
+    for (int i = 0; i < EVENT_COUNT_MAX; i++)
+        count += events[i].is_used;
+    for (int i = 0; i < REGION_COUNT_MAX; i++)
+        count += regions[i] != NULL;
+    unlock(0);
+    return (uint64_t)count;
+}
+
+int64_t fake_cuda_call_count(void)
+{
+    lock();
+    int64_t count = call_count;
+    unlock(0);
+    return count;
+}
+
+void fake_cuda_fail_after(int64_t count)
+{
+    lock();
+    opts.fail_after = count;
+    unlock(0);
+}
+
+void fake_cuda_break(void)
+{
+    lock();
+    is_broken = true;
+    unlock(0);
+}
+
+void fake_cuda_pause(bool paused)
+{
+    lock();
+    is_paused = paused;
+    unlock(0);
+}
