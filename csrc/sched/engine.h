@@ -81,7 +81,7 @@ enum lh_engine_schedule {
     LH_ENGINE_SCHEDULE_OPTIMIZED = 0,
     /* After backward, and before the next forward (which its caller has to wait with). */
     LH_ENGINE_SCHEDULE_SERIAL,
-    /* As gradients arrive; a chunk is read, computed and written before the next one is read. */
+    /* As gradients arrive; a unit is read, then computed, then written, before the next is read. */
     LH_ENGINE_SCHEDULE_NAIVE,
     /* Each just ahead of its unit's next forward. */
     LH_ENGINE_SCHEDULE_DEFERRED,

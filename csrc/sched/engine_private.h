@@ -92,6 +92,7 @@ enum lh_chunk_state {
     LH_CHUNK_STATE_READING,
     LH_CHUNK_STATE_LOADED,
     LH_CHUNK_STATE_COMPUTING,
+    LH_CHUNK_STATE_COMPUTED, /* naive: others of its unit are COMPUTING */
     LH_CHUNK_STATE_WRITING,
 };
 
@@ -208,6 +209,8 @@ struct lh_unit {
     uint64_t spill_planned_step; /* and its gradients' way to SSD and back */
     uint32_t chunks_computed;
     uint32_t chunks_written;
+    uint32_t chunks_loaded; /* LOADED, and not computed in this step */
+    uint32_t chunk_next;    /* before it all are computed */
 };
 
 struct lh_chunk {
@@ -329,7 +332,6 @@ struct lh_engine {
     struct lh_chunk *chunks;
     uint32_t chunk_count;
     struct lh_slab *slabs;
-    uint32_t free_slab_count;
 
     /* Requests and transfers (transfer.c). */
     struct lh_engine_request *requests;
@@ -373,7 +375,8 @@ struct lh_engine {
     uint32_t gradient_unit_count; /* units that have a gradient in this step */
     uint32_t *predicted_updates;  /* units, of the step before */
     uint32_t predicted_update_count;
-    uint32_t chunks_busy; /* COMPUTING or WRITING */
+    uint32_t ahead_first; /* of predicted_updates: before it nothing is to be read ahead */
+    uint32_t chunks_busy; /* COMPUTING, COMPUTED or WRITING */
     uint32_t *deferred;   /* units whose updates wait behind the close, in the order they are due */
     uint32_t deferred_first; /* before it all are in update_queue */
     uint32_t deferred_count;
@@ -499,12 +502,21 @@ void lh_update_gradient(struct lh_engine *engine, uint32_t param, const void *po
                         enum lh_dtype dtype);
 void lh_update_consider(struct lh_engine *engine, uint32_t unit);
 void lh_update_consider_all(struct lh_engine *engine);
+void lh_chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t slab);
+void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk);
+void lh_update_transfer_done(struct lh_engine *engine, struct lh_transfer *transfer);
+void lh_update_job_done(struct lh_engine *engine, struct lh_slab *slab);
+
+/* update_pump.c */
+/* Every change of a chunk's state goes through it. */
+void lh_chunk_state_set(struct lh_engine *engine, struct lh_chunk *chunk,
+                        enum lh_chunk_state state);
+/* The next step begins, or the open one's chunks are no longer computed. */
+void lh_chunks_recount(struct lh_engine *engine);
 /* A slab for gradients: a free one, or one whose chunk was read ahead; LH_CHUNK_NONE: not now. */
 uint32_t lh_slab_take(struct lh_engine *engine);
 void lh_slab_clear(struct lh_engine *engine, struct lh_slab *slab);
 bool lh_update_pump(struct lh_engine *engine);
-void lh_update_transfer_done(struct lh_engine *engine, struct lh_transfer *transfer);
-void lh_update_job_done(struct lh_engine *engine, struct lh_slab *slab);
 
 /* defer.c */
 void lh_defer_close(struct lh_engine *engine);

@@ -196,7 +196,7 @@ void lh_spill_read(struct lh_engine *engine, struct lh_chunk *chunk)
         .buffer = lh_spill_gradients(slab, unit, chunk),
     };
     slab->pending++;
-    chunk->state = LH_CHUNK_STATE_READING;
+    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_READING);
     lh_transfer_submit(engine, &slab->transfers[LH_STATE_ARRAY_COUNT]);
 }
 

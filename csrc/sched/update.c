@@ -74,68 +74,14 @@ void lh_update_consider_all(struct lh_engine *engine)
         lh_update_consider(engine, i);
 }
 
-void lh_slab_clear(struct lh_engine *engine, struct lh_slab *slab)
-{
-    struct lh_chunk *chunk = &engine->chunks[slab->chunk];
-    chunk->state = LH_CHUNK_STATE_IDLE;
-    chunk->slab = LH_CHUNK_NONE;
-    slab->chunk = LH_CHUNK_NONE;
-    slab->has_gradients = false;
-}
-
-/*
- * A slab for a chunk of unit: a free one, else, where unit's update is queued, one whose chunk was
- * read ahead of its gradients. Where unit is UPDATING and every slab holds a chunk of a unit that
- * is not (its parameters may have to wait for room that unit takes), one of those, as none would
- * ever become free. The same for gradients (unit NULL). LH_CHUNK_NONE: there is none now.
- */
-static uint32_t slab_find(struct lh_engine *engine, const struct lh_unit *unit)
-{
-    uint32_t ahead = LH_CHUNK_NONE;
-    uint32_t blocked = LH_CHUNK_NONE;
-    bool is_moving = false;
-    for (uint32_t i = engine->budget.kept_chunk_count; i < engine->budget.slab_count; i++) {
-        const struct lh_slab *slab = &engine->slabs[i];
-        if (slab->chunk == LH_CHUNK_NONE)
-            return i;
-        if (slab->is_spill) {
-            is_moving = true;
-            continue;
-        }
-        const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
-        const struct lh_unit *owner = &engine->units[chunk->unit];
-        if (chunk->state != LH_CHUNK_STATE_LOADED || owner->state == LH_UNIT_STATE_UPDATING)
-            is_moving = true;
-        else if (owner->update_is_queued)
-            blocked = i;
-        else
-            ahead = i;
-    }
-    if (unit && !unit->update_is_queued)
-        return LH_CHUNK_NONE;
-    uint32_t stolen = ahead;
-    if (stolen == LH_CHUNK_NONE && !is_moving && (!unit || unit->state == LH_UNIT_STATE_UPDATING))
-        stolen = blocked;
-    if (stolen == LH_CHUNK_NONE)
-        return LH_CHUNK_NONE;
-    lh_slab_clear(engine, &engine->slabs[stolen]);
-    return stolen;
-}
-
-uint32_t lh_slab_take(struct lh_engine *engine)
-{
-    return slab_find(engine, NULL);
-}
-
 static void chunk_loaded(struct lh_engine *engine, struct lh_chunk *chunk)
 {
-    (void)engine;
     LH_ASSERT(chunk->state == LH_CHUNK_STATE_READING);
-    chunk->state = LH_CHUNK_STATE_LOADED;
+    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_LOADED);
 }
 
 /* Read R, M and V of a chunk into its slab; what was never written is zeros and is not read. */
-static void chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t slab_index)
+void lh_chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t slab_index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, chunk->unit);
     struct lh_slab *slab = &engine->slabs[slab_index];
@@ -143,7 +89,7 @@ static void chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_
     LH_ASSERT(slab->chunk == LH_CHUNK_NONE && chunk->state == LH_CHUNK_STATE_IDLE);
     slab->chunk = (uint32_t)(chunk - engine->chunks);
     chunk->slab = slab_index;
-    chunk->state = LH_CHUNK_STATE_READING;
+    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_READING);
     if (chunk->read_step != lh_step_current(engine))
         chunk->read_bytes = 0;
     chunk->read_step = lh_step_current(engine);
@@ -185,17 +131,6 @@ static void chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_
         lh_spill_read(engine, chunk);
     if (slab->pending == 0)
         chunk_loaded(engine, chunk);
-}
-
-static bool chunk_fetch(struct lh_engine *engine, struct lh_chunk *chunk)
-{
-    LH_ASSERT(chunk->state == LH_CHUNK_STATE_IDLE);
-    uint32_t slab = chunk->is_kept ? (uint32_t)(chunk - engine->chunks)
-                                   : slab_find(engine, &engine->units[chunk->unit]);
-    if (slab == LH_CHUNK_NONE)
-        return false;
-    chunk_read(engine, chunk, slab);
-    return true;
 }
 
 /* On a worker. */
@@ -255,7 +190,7 @@ static uint32_t *checksums_at(struct lh_engine *engine, const struct lh_unit *un
     return checksums + offset / LH_CHECKSUM_BYTES;
 }
 
-static void chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
+void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
 {
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     struct lh_unit *unit = lh_engine_unit_at(engine, chunk->unit);
@@ -294,7 +229,8 @@ static void chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
         .context = slab,
         .work_bytes = chunk->count * (2 * param_bytes + 16 + 2 * residual_bytes),
     };
-    chunk->state = LH_CHUNK_STATE_COMPUTING;
+    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_COMPUTING);
+    chunk->computed_step = lh_step_current(engine);
     engine->chunks_busy++;
     lh_job_submit(engine, &slab->job);
 }
@@ -360,7 +296,7 @@ static void chunk_write(struct lh_engine *engine, struct lh_chunk *chunk)
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
-    chunk->state = LH_CHUNK_STATE_WRITING;
+    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
     slab->pending = 0;
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
         uint64_t element_bytes = lh_state_element_bytes(unit, i);
@@ -387,6 +323,22 @@ static void chunk_write(struct lh_engine *engine, struct lh_chunk *chunk)
                  });
 }
 
+/* Writes begin when nothing is computed any more. */
+static void naive_write(struct lh_engine *engine)
+{
+    const struct lh_slab *slabs = engine->slabs;
+    for (uint32_t i = 0; i < engine->budget.slab_count; i++) {
+        if (slabs[i].chunk != LH_CHUNK_NONE &&
+            engine->chunks[slabs[i].chunk].state == LH_CHUNK_STATE_COMPUTING)
+            return;
+    }
+    for (uint32_t i = 0; i < engine->budget.slab_count; i++) {
+        if (slabs[i].chunk != LH_CHUNK_NONE &&
+            engine->chunks[slabs[i].chunk].state == LH_CHUNK_STATE_COMPUTED)
+            chunk_write(engine, &engine->chunks[slabs[i].chunk]);
+    }
+}
+
 void lh_update_job_done(struct lh_engine *engine, struct lh_slab *slab)
 {
     struct lh_chunk *chunk = &engine->chunks[slab->chunk];
@@ -396,7 +348,11 @@ void lh_update_job_done(struct lh_engine *engine, struct lh_slab *slab)
         return;
     }
     lh_landing_release(engine, chunk);
-    chunk_write(engine, chunk);
+    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_COMPUTED);
+    if (engine->opts.schedule == LH_ENGINE_SCHEDULE_NAIVE)
+        naive_write(engine);
+    else
+        chunk_write(engine, chunk);
     if (++unit->chunks_computed == unit->chunk_count)
         unit_computed(engine, unit);
 }
@@ -434,7 +390,7 @@ void lh_update_transfer_done(struct lh_engine *engine, struct lh_transfer *trans
     struct lh_unit *unit = lh_engine_unit_at(engine, chunk->unit);
     engine->chunks_busy--;
     if (chunk->is_kept) {
-        chunk->state = LH_CHUNK_STATE_LOADED;
+        lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_LOADED);
         /*
          * The bytes here have the checksums that were written; they are not checked again against
          * old ones.
@@ -452,94 +408,4 @@ void lh_update_transfer_done(struct lh_engine *engine, struct lh_transfer *trans
     }
     if (++unit->chunks_written == unit->chunk_count)
         unit_written(engine, unit);
-}
-
-/* A chunk that has not been written yet since it was read. */
-static bool is_any_active(const struct lh_engine *engine)
-{
-    for (uint32_t i = engine->budget.kept_chunk_count; i < engine->budget.slab_count; i++) {
-        if (engine->slabs[i].chunk != LH_CHUNK_NONE)
-            return true;
-    }
-    return engine->chunks_busy > 0;
-}
-
-/*
- * Compute what the unit's chunks allow, and fetch them if may_fetch; false when one waits for a
- * slab.
- */
-static bool unit_pump(struct lh_engine *engine, struct lh_unit *unit, bool may_fetch, bool *moved)
-{
-    const bool is_naive = engine->opts.schedule == LH_ENGINE_SCHEDULE_NAIVE;
-    /* The one chunk that may be here must not be of a unit that waits for another's room. */
-    const bool may_start = !is_naive || unit->state == LH_UNIT_STATE_UPDATING;
-
-    for (uint32_t i = 0; i < unit->chunk_count; i++) {
-        struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
-        if (chunk->computed_step == lh_step_current(engine))
-            continue;
-        if (chunk->state == LH_CHUNK_STATE_IDLE) {
-            may_fetch = may_fetch && may_start && !(is_naive && is_any_active(engine)) &&
-                        chunk_fetch(engine, chunk);
-            *moved |= may_fetch;
-        }
-        if (chunk->state == LH_CHUNK_STATE_LOADED && unit->spill_state == LH_SPILL_STATE_DONE &&
-            !engine->slabs[chunk->slab].has_gradients) {
-            lh_spill_read(engine, chunk);
-            *moved = true;
-        }
-        if (chunk->state == LH_CHUNK_STATE_LOADED && unit->state == LH_UNIT_STATE_UPDATING &&
-            (!is_naive || engine->chunks_busy == 0)) {
-            chunk->computed_step = lh_step_current(engine);
-            chunk_compute(engine, chunk);
-            *moved = true;
-        }
-    }
-    return may_fetch;
-}
-
-/* Read ahead, in the order of the last step's updates, into slabs that are free. */
-static bool lookahead_pump(struct lh_engine *engine)
-{
-    bool moved = false;
-    for (uint32_t i = 0; i < engine->predicted_update_count; i++) {
-        struct lh_unit *unit = lh_engine_unit_at(engine, engine->predicted_updates[i]);
-        for (uint32_t j = 0; j < unit->chunk_count && !unit->update_is_queued; j++) {
-            struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + j];
-            if (chunk->state != LH_CHUNK_STATE_IDLE)
-                continue;
-            if (!chunk_fetch(engine, chunk))
-                return moved;
-            moved = true;
-        }
-    }
-    return moved;
-}
-
-bool lh_update_pump(struct lh_engine *engine)
-{
-    if (engine->step_state != LH_STEP_STATE_OPEN && engine->step_state != LH_STEP_STATE_CLOSED)
-        return false;
-    bool moved = lh_spill_pump(engine);
-    bool may_fetch = true;
-    for (uint32_t i = engine->update_first; i < engine->update_count; i++) {
-        struct lh_unit *unit = lh_engine_unit_at(engine, engine->update_queue[i]);
-        if (unit->spill_state == LH_SPILL_STATE_RUNNING || !lh_landing_is_over(unit))
-            continue;
-        if (unit->state == LH_UNIT_STATE_READY && unit->chunks_computed == 0 &&
-            lh_unit_claim_host(engine, unit)) {
-            unit->state = LH_UNIT_STATE_UPDATING;
-            moved = true;
-        }
-        /* Who waits for a slab has the first right to one; later units compute and free theirs. */
-        bool is_served = unit_pump(engine, unit, may_fetch, &moved);
-        may_fetch = may_fetch && (is_served || unit->state != LH_UNIT_STATE_UPDATING);
-        if (i == engine->update_first && unit->chunks_computed == unit->chunk_count)
-            engine->update_first++;
-    }
-    /* Where gradients go to SSD, slabs are for them until the close. */
-    if (engine->step_state == LH_STEP_STATE_OPEN && !engine->any_spills &&
-        engine->opts.schedule != LH_ENGINE_SCHEDULE_NAIVE)
-        moved |= lookahead_pump(engine);
-    return moved;
 }

@@ -23,6 +23,7 @@ static void step_forget(struct lh_engine *engine)
     engine->update_count = 0;
     engine->updates_done = 0;
     engine->gradient_unit_count = 0;
+    lh_chunks_recount(engine);
 }
 
 void lh_update_step_over(struct lh_engine *engine)
@@ -45,9 +46,11 @@ void lh_update_step_over(struct lh_engine *engine)
 void lh_update_forget_unit(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
+    for (uint32_t i = 0; i < unit->chunk_count; i++)
+        engine->chunks[unit->chunk_first + i].computed_step = 0;
+    lh_chunks_recount(engine);
     for (uint32_t i = 0; i < unit->chunk_count; i++) {
         struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
-        chunk->computed_step = 0;
         if (chunk->slab == LH_CHUNK_NONE)
             continue;
         LH_ASSERT(chunk->state != LH_CHUNK_STATE_READING);

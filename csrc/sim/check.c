@@ -58,6 +58,32 @@ static void places_check(struct lh_sim_check *check)
     }
 }
 
+/* A chunk waits for the others of its unit as if it were computed as long as they are. */
+static enum lh_chunk_state what_moves(const struct lh_chunk *chunk)
+{
+    return chunk->state == LH_CHUNK_STATE_COMPUTED ? LH_CHUNK_STATE_COMPUTING : chunk->state;
+}
+
+/* Invariant 6. */
+static void naive_check(struct lh_sim_check *check)
+{
+    const struct lh_engine *engine = check->engine;
+    const struct lh_chunk *first = NULL;
+    for (uint32_t i = 0; i < engine->budget.slab_count; i++) {
+        if (engine->slabs[i].chunk == LH_CHUNK_NONE)
+            continue;
+        const struct lh_chunk *chunk = &engine->chunks[engine->slabs[i].chunk];
+        if (chunk->state == LH_CHUNK_STATE_LOADED)
+            continue;
+        first = first ? first : chunk;
+        if (chunk->unit != first->unit || what_moves(chunk) != what_moves(first))
+            lh_sim_world_fail(check->world,
+                              "chunks of units %" PRIu32 " and %" PRIu32
+                              " move at once, in states %d and %d",
+                              first->unit, chunk->unit, (int)first->state, (int)chunk->state);
+    }
+}
+
 static void step_over_check(struct lh_sim_check *check)
 {
     struct lh_engine_step_stats stats;
@@ -87,6 +113,8 @@ void lh_sim_check_quiet(struct lh_sim_check *check)
 {
     const struct lh_engine *engine = check->engine;
     places_check(check);
+    if (engine->opts.schedule == LH_ENGINE_SCHEDULE_NAIVE)
+        naive_check(check);
     step_over_check(check);
     if (engine->io_in_flight != check->io->in_flight_count)
         lh_sim_world_fail(check->world,

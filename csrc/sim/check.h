@@ -7,6 +7,7 @@
  *  3. What the engine counted is what the links moved.
  *  4. The engine's and the backend's counts of requests in flight agree.
  *  5. Nothing hangs: where no event is to come and training is not over, somebody waits for ever.
+ *  6. By schedule naive, all chunks that move are of one unit, and read, computed or written alike.
  *
  * Thread: one.
  */

@@ -65,6 +65,7 @@ static enum look state_set(struct lh_sim_train *train, enum lh_sim_train_state s
 {
     train->state = state;
     train->is_asked = false;
+    train->is_told = false;
     train->since_ns = train->opts.world->now_ns;
     uint32_t unit = state == LH_SIM_TRAIN_STATE_ACQUIRE ? block_of(train)->units[train->unit] : 0;
     lh_sim_world_trace(train->opts.world, LH_SIM_TRACE_TRAIN, (uint64_t)train->phase << 32 | state,
@@ -344,6 +345,15 @@ static enum look over(struct lh_sim_train *train)
     return rc == 0 ? LOOK_WAIT : state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
 }
 
+/* The first call of one that waits for the step's end tells the engine so: is_worth_asking(). */
+static bool is_worth_waiting(struct lh_sim_train *train)
+{
+    bool is_first = !train->is_told;
+    train->is_told = true;
+    return is_first || steps_are_over(train->opts.engine) ||
+           lh_engine_error(train->opts.engine, NULL) < 0;
+}
+
 /*
  * [Note: Calls that ask]
  * lh_engine_flush() and lh_engine_abort() ask anew when they find what was asked before done. That
@@ -356,6 +366,8 @@ static int abort_poll(struct lh_sim_train *train)
     struct lh_engine *engine = train->opts.engine;
     uint64_t asked = atomic_load(&engine->aborts_asked);
     if (!train->is_asked) {
+        if (!is_worth_waiting(train))
+            return 0;
         int rc = lh_engine_abort(engine, 0);
         train->is_asked = atomic_load(&engine->aborts_asked) > asked;
         return rc;
@@ -382,6 +394,8 @@ static int flush_poll(struct lh_sim_train *train)
     struct lh_engine *engine = train->opts.engine;
     uint64_t asked = atomic_load(&engine->flushes_asked);
     if (!train->is_asked) {
+        if (!is_worth_waiting(train))
+            return 0;
         int rc = lh_engine_flush(engine, true, 0);
         train->is_asked = atomic_load(&engine->flushes_asked) > asked;
         return rc;

@@ -31,9 +31,9 @@ class Config:
         commit_every: steps between commits; "auto" (each step, as long as every state is written
             each step anyway) or "never" (one slot: half the space, no crash safety).
         schedule: when updates run, with the same numbers: "optimized": as gradients arrive, reads,
-            arithmetic and writes overlapped (LoHan IV-C); "naive": as they arrive, but one chunk
-            after another; "deferred": each just ahead of its block's next forward; "serial": in
-            `step()`, which waits for them.
+            arithmetic and writes overlapped (LoHan IV-C); "naive": as they arrive, but each block
+            is read, then computed, then written; "deferred": each just ahead of its block's next
+            forward; "serial": in `step()`, which waits for them.
         verify: check the checksums of everything that is read.
         trace_events: events of the timeline that are kept; 0: none.
         allow_buffered: go on without O_DIRECT where the file system refuses it.
