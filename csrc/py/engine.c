@@ -105,6 +105,7 @@ int lhpy_engine_backward_begin(struct lhpy_engine *self)
         return -1;
     Py_DECREF(answer);
     self->backward_is_open = true;
+    self->backward_has_gradients = false;
     return 0;
 }
 
@@ -420,7 +421,9 @@ static PyMethodDef engine_methods[] = {
     {"gradient_square_sum", lhpy_engine_gradient_square_sum, METH_NOARGS,
      "The sum of squares of the open step's gradients."},
     {"gradient_scale", lhpy_engine_gradient_scale, METH_VARARGS, "gradient_scale(scale)"},
-    {"backward_end", lhpy_engine_backward_end, METH_NOARGS, "A backward ended or died."},
+    {"sums_give", lhpy_engine_sums_give, METH_NOARGS, "Hand over what was summed."},
+    {"backward_end", lhpy_engine_backward_end, METH_NOARGS,
+     "A backward ended or died: whether it gave gradients."},
     {"close_step", lhpy_engine_close_step, METH_VARARGS, "close_step(scalars)"},
     {"abort", lhpy_engine_abort, METH_NOARGS, "Forget the open step."},
     {"flush", lhpy_engine_flush, METH_VARARGS, "flush(commit)"},

@@ -105,7 +105,7 @@ static int params_parse(struct lhpy_engine *self, PyObject *list)
 }
 
 static struct lh_budget_unit budget_unit(const struct lh_engine_unit *unit, uint64_t gradient_bytes,
-                                         bool is_waiting, bool waits_in_memory)
+                                         bool is_waiting, bool waits_in_memory, bool is_summed)
 {
     uint32_t state_bytes = 8 + (uint32_t)lh_adam_residual_bytes(unit->dtype);
     return (struct lh_budget_unit){
@@ -114,8 +114,10 @@ static struct lh_budget_unit budget_unit(const struct lh_engine_unit *unit, uint
         .gradient_bytes = gradient_bytes,
         .state_bytes_per_element = unit->elements == 0 ? 0 : state_bytes,
         .waiting_bytes_per_element =
-            is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(unit->dtype) : 0,
-        .waits_in_memory = waits_in_memory,
+            is_waiting && unit->elements > 0
+                ? (uint32_t)lh_dtype_bytes(is_summed ? LH_DTYPE_F32 : unit->dtype)
+                : 0,
+        .waits_in_memory = waits_in_memory || is_summed,
         .always = unit->always,
     };
 }
@@ -141,8 +143,9 @@ PyObject *lhpy_budget(PyObject *module, PyObject *args)
     unsigned long long host_bytes, bookkeeping;
     int is_waiting = 0;
     int waits_in_memory = 0;
-    if (!PyArg_ParseTuple(args, "O!KKppO", &PyList_Type, &list, &host_bytes, &bookkeeping,
-                          &is_waiting, &waits_in_memory, &raiser))
+    int is_summed = 0;
+    if (!PyArg_ParseTuple(args, "O!KKpppO", &PyList_Type, &list, &host_bytes, &bookkeeping,
+                          &is_waiting, &waits_in_memory, &is_summed, &raiser))
         return NULL;
     Py_ssize_t count = PyList_Size(list);
     struct lh_budget_unit *units = PyMem_Calloc((size_t)count + 1, sizeof(*units));
@@ -159,7 +162,8 @@ PyObject *lhpy_budget(PyObject *module, PyObject *args)
             PyMem_Free(units);
             return NULL;
         }
-        units[i] = budget_unit(&unit, gradient_bytes, is_waiting != 0, waits_in_memory != 0);
+        units[i] = budget_unit(&unit, gradient_bytes, is_waiting != 0, waits_in_memory != 0,
+                               is_summed != 0);
         units[i].together_bytes = together_bytes;
         units[i].is_together = together_bytes == 0;
     }
@@ -182,6 +186,7 @@ struct make_opts {
     unsigned long long commit_every;
     uint32_t schedule;
     int norms;
+    int sums;
     int verify;
     unsigned int trace_count;
     unsigned int group_count;
@@ -222,6 +227,12 @@ static int budget_read(PyObject *dict, struct lh_budget *budget)
     return 0;
 }
 
+/* What the disks read into and write from: all of the arena but sums of gradients. */
+static uint64_t moved_bytes(const struct lhpy_engine *self)
+{
+    return self->budget.region_bytes + self->budget.slab_count * self->budget.slab_bytes;
+}
+
 static int io_make(struct lhpy_engine *self, const struct make_opts *opts, struct lh_store *store,
                    struct lh_error *err)
 {
@@ -229,7 +240,7 @@ static int io_make(struct lhpy_engine *self, const struct make_opts *opts, struc
     struct lh_clock clock = lh_clock_real();
     static struct lh_clock io_clock; /* the backends borrow it for life; it has no state */
     io_clock = clock;
-    struct lh_io_buffer buffer = {.base = core->arena->base, .bytes = core->arena->bytes};
+    struct lh_io_buffer buffer = {.base = core->arena->base, .bytes = moved_bytes(self)};
     struct lh_io_opts io_opts = {
         .files = lh_store_files(store),
         .file_count = lh_store_file_count(store),
@@ -295,12 +306,14 @@ static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
 {
     struct lhpy_core *core = self->core;
     struct lh_arena_opts arena_opts = {
-        .bytes = self->budget.region_bytes + self->budget.slab_count * self->budget.slab_bytes,
+        .bytes = moved_bytes(self) + (opts->sums ? lhpy_sums_bytes(self) : 0),
         .numa_node = -1,
     };
     LH_TRY(lh_waker_init(&core->waker, err));
     core->has_waker = true;
     LH_TRY(lh_arena_create(&arena_opts, &core->alloc, &core->arena, err));
+    if (opts->sums)
+        lhpy_sums_place(self, core->arena->base + moved_bytes(self));
     LH_TRY(io_make(self, opts, store, err));
     int rc = exec_make(self, opts, err);
     if (rc == 0)
@@ -325,18 +338,18 @@ static int opts_parse(struct lhpy_engine *self, PyObject *args, PyObject *kwargs
                             "budget",         "raiser",       "types",    "io",
                             "directory",      "threads",      "nice",     "io_depth",
                             "transfer_bytes", "commit_every", "schedule", "verify",
-                            "trace_count",    "norms",        NULL};
+                            "trace_count",    "norms",        "sums",     NULL};
     PyObject *units = NULL;
     PyObject *params = NULL;
     PyObject *raiser = NULL;
     PyObject *handle_type = NULL;
     PyObject *scope_type = NULL;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OO!O!IO!O(OO)ssIiIKKIpIp:Engine", names, &opts->store, &PyList_Type,
+            args, kwargs, "OO!O!IO!O(OO)ssIiIKKIpIpp:Engine", names, &opts->store, &PyList_Type,
             &units, &PyList_Type, &params, &opts->group_count, &PyDict_Type, &opts->budget, &raiser,
             &handle_type, &scope_type, &opts->io_name, &opts->directory, &opts->threads,
             &opts->nice, &opts->io_depth, &opts->transfer_bytes, &opts->commit_every,
-            &opts->schedule, &opts->verify, &opts->trace_count, &opts->norms))
+            &opts->schedule, &opts->verify, &opts->trace_count, &opts->norms, &opts->sums))
         return -1;
     self->raiser = Py_NewRef(raiser);
     self->handle_type = Py_NewRef(handle_type);

@@ -449,6 +449,12 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
         Py_DECREF(owned);
         return NULL;
     }
+    self->backward_has_gradients = true;
+    if (self->has_sums) {
+        lhpy_sums_add(self, index, &view);
+        Py_DECREF(owned);
+        Py_RETURN_NONE;
+    }
     /* Before this gradient is taken, not after: nobody has to wait behind the last one. */
     if (lhpy_engine_wait(self, lh_engine_gradient_wait, self->budget.gradient_ahead_bytes) < 0) {
         Py_DECREF(owned);
@@ -500,6 +506,11 @@ static PyObject *gradient_hook(PyObject *self_tuple, PyObject *parameter)
     PyObject *answer = NULL;
     if (gradient == Py_None)
         return gradient;
+    if (gradient && ((struct lhpy_engine *)engine)->has_sums) {
+        PyObject *found = gradient;
+        gradient = lhpy_sums_unwrap((struct lhpy_engine *)engine, (uint32_t)index, found);
+        Py_DECREF(found);
+    }
     if (gradient)
         answer = lhpy_engine_gradient_take((struct lhpy_engine *)engine, (uint32_t)index, gradient);
     Py_XDECREF(gradient);

@@ -50,6 +50,8 @@ struct lhpy_param {
     struct lhpy_dl_type dtype;
     int64_t version; /* tensor._version when it was bound in a forward; -1: not asked */
     bool is_changed; /* in place, inside a forward */
+    float *sum;      /* of its gradients, in the arena; NULL: they are not summed (sums.c) */
+    uint8_t sum_state;
 };
 
 struct lhpy_unit {
@@ -87,6 +89,8 @@ struct lhpy_engine {
         /* between the first unpack or gradient and the end-of-backward callback */
         backward_is_open;
     bool step_has_gradients;
+    bool backward_has_gradients; /* the last one that began */
+    bool has_sums;
     bool is_paused;        /* the store is the caller's until resume() */
     bool forward_is_open;  /* inside a forward whose saved tensors are packed */
     PyObject *raiser;      /* (code, message) -> exception */
@@ -195,6 +199,17 @@ int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit);
 /* Make hollow what Scope.read() and Scope.hold() bound. */
 void lhpy_engine_again_release(struct lhpy_engine *self);
 void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit);
+
+/* sums.c */
+/* Of memory for the sums of all gradients, and where it is: aligned to 4 KiB. */
+uint64_t lhpy_sums_bytes(const struct lhpy_engine *self);
+void lhpy_sums_place(struct lhpy_engine *self, uint8_t *memory);
+/* What a backward gave: gradient, or what it added to the stand-in that gradient is. */
+PyObject *lhpy_sums_unwrap(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
+void lhpy_sums_add(struct lhpy_engine *self, uint32_t param, const struct lhpy_dl_tensor *view);
+/* Hand every sum of the open step to the engine; once given it is not given again. */
+PyObject *lhpy_engine_sums_give(PyObject *object, PyObject *args);
+void lhpy_sums_forget(struct lhpy_engine *self);
 
 /* handle.c */
 extern PyType_Spec lhpy_handle_spec;

@@ -42,7 +42,7 @@ PyObject *lhpy_engine_backward_end(PyObject *object, PyObject *args)
         lhpy_engine_backward_release(self);
         lhpy_engine_sweep(self);
     }
-    Py_RETURN_NONE;
+    return PyBool_FromLong(self->backward_has_gradients);
 }
 
 struct close_argument {
@@ -94,6 +94,7 @@ PyObject *lhpy_engine_close_step(PyObject *object, PyObject *args)
     }
     self->step_has_gradients = false;
     self->backward_is_open = false;
+    lhpy_sums_forget(self);
     lhpy_engine_sweep(self);
     Py_RETURN_NONE;
 }
@@ -146,6 +147,7 @@ PyObject *lhpy_engine_abort(PyObject *object, PyObject *args)
     }
     self->step_has_gradients = false;
     self->backward_is_open = false;
+    lhpy_sums_forget(self);
     lhpy_engine_gradients_drop(self);
     Py_RETURN_NONE;
 }

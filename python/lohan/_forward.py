@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lohan import _core
+from lohan._accumulate import Accumulation
 from lohan._block import DTYPE_CODES, Layout
 from lohan._tensor import SavedTensors, has_saved_tensor_hooks, in_backward
 from lohan.errors import HollowParameterError, SecondBackwardError, UnsupportedError
@@ -34,6 +35,7 @@ class ForwardRules:
     _arrays: dict[torch.dtype, torch.Tensor]
     _param_index: dict[int, int]
     _backward: str
+    _accumulation: Accumulation
 
     @property
     def step(self) -> int:
@@ -116,11 +118,11 @@ class ForwardRules:
             self._forward_drop()
         if self._backward == "running":
             self._abort()  # the last backward died: its step is forgotten
-        elif self._engine.status()["has_gradients"]:
+        elif self._engine.status()["has_gradients"] and not self._accumulation.is_open:
             raise SecondBackwardError(
                 "a forward after backward and before optimizer.step(): parameters are on their way"
-                " to the next step. Call model.optimizer.step() first; accumulating gradients over"
-                " several backwards is not supported yet"
+                " to the next step. Call model.optimizer.step() first; lohan.wrap(...,"
+                " accumulate=k) sums the gradients of k backwards"
             )
         self._check_hollow()
         self._changed_drop()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lohan._accumulate import Accumulation
 from lohan._block import Layout
 from lohan._tensor import hollow_gradient, in_backward, without_classes
 from lohan.errors import OffloadedGradientError, UnsupportedError
@@ -48,7 +49,8 @@ class HollowGradients:
     is told at `step()`.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, accumulation: Accumulation) -> None:
+        self._accumulation = accumulation
         self._params = [p for p in layout.params if layout.units[p.unit].trainable]
         self._made: dict[int, torch.Tensor] = {}
         self._is_shown = False
@@ -60,7 +62,8 @@ class HollowGradients:
                 if param.tensor.grad is not None:
                     continue
                 if param.index not in self._made:
-                    self._made[param.index] = hollow_gradient(param.tensor)
+                    made = hollow_gradient(param.tensor, self._accumulation)
+                    self._made[param.index] = made
                 param.tensor.grad = self._made[param.index]
         self._is_shown = True
 

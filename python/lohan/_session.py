@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lohan import _core, _gradients, _scalars
+from lohan._accumulate import Accumulation
 from lohan._block import DTYPE_CODES, Layout
 from lohan._forward import ForwardRules
 from lohan._optim import Hyper, check_hyper
@@ -73,6 +74,7 @@ class Session(ForwardRules):
         self._raiser = engine_raiser(
             [u.name for u in layout.units], [p.name for p in layout.params]
         )
+        self._accumulation = Accumulation(config.accumulate)
         commit = config.commit_every
         self._engine = _core.Engine(
             store=store,
@@ -93,6 +95,7 @@ class Session(ForwardRules):
             verify=config.verify,
             trace_count=min(config.trace_events, _core.TRACE_COUNT_MAX),
             norms=norms,
+            sums=self._accumulation.is_on,
         )
         try:
             self._bind()
@@ -107,7 +110,7 @@ class Session(ForwardRules):
         self._optimizer: Optimizer | None = None
         self._hooks: list[Any] = []
         self._enter_hooks: list[Any] = []
-        self._gradients = _gradients.HollowGradients(layout)
+        self._gradients = _gradients.HollowGradients(layout, self._accumulation)
         self._param_index = {id(p.tensor): p.index for p in layout.params}
 
     # --- Making -----------------------------------------------------------------------------
@@ -196,7 +199,8 @@ class Session(ForwardRules):
 
     def _on_backward_end(self) -> None:
         self._backward = "done"
-        self._engine.backward_end()
+        if self._engine.backward_end():
+            self._accumulation.backward_end()
         if self._engine.status()["has_gradients"]:
             self._gradients.show()
 
@@ -240,6 +244,7 @@ class Session(ForwardRules):
                 f" {now}: updates ran with the first. Change them after step() or before backward"
                 " (learning-rate schedulers: after step())"
             )
+        self._give()
         if self._optimizer is not None and self._optimizer.max_grad_norm is not None:
             square_sum = self._engine.gradient_square_sum()
             self._engine.gradient_scale(self._optimizer.clip_scale(square_sum))
@@ -248,8 +253,25 @@ class Session(ForwardRules):
             _scalars.pack(self._optimizer) if self._optimizer is not None else b""
         )
         self._backward = "none"
+        self._accumulation.reset()
         if self.config.schedule == "serial":
             self._engine.flush(False)
+
+    def _give(self) -> None:
+        """Hand sums of gradients to the engine: the open step takes no more of them."""
+        if self._accumulation.is_open:
+            self._engine.sums_give()
+            self._accumulation.is_given = True
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards in this context do not complete the step: their gradients are summed.
+
+        `wrap` puts it on the model, where torch's DistributedDataParallel has it.
+
+        Raises:
+            UnsupportedError: on entering it, where lohan.wrap() was not given accumulate=.
+        """
+        return self._accumulation.no_sync()
 
     def restore_scalars(self) -> None:
         """Take hyper-parameters and torch's CPU generator from the store's last commit."""
@@ -275,6 +297,7 @@ class Session(ForwardRules):
     def _abort(self) -> None:
         self._gradients.hide()
         self._engine.abort()
+        self._accumulation.reset()
         self._backward = "none"
         self._hyper = None
 

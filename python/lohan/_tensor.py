@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lohan import _core
-from lohan.errors import OffloadedGradientError, SecondBackwardError
+from lohan._accumulate import Accumulation
+from lohan.errors import OffloadedGradientError
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -74,7 +75,15 @@ def _offloaded(reader: str) -> str:
 
 
 class HollowGradient(torch.Tensor):
-    """Stands for a gradient that has left for the optimizer: who computes with it is told so."""
+    """Stands for a gradient that has left for the optimizer: who computes with it is told so.
+
+    Attributes:
+        accumulation: says whether autograd may add another gradient to it.
+        added: the one that was added; the binding takes it.
+    """
+
+    accumulation: Accumulation
+    added: torch.Tensor | None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -84,18 +93,24 @@ class HollowGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Refuse what reaches it without Python: autograd that adds a second gradient to it.
+        """Keep what autograd adds to it where gradients are summed; refuse everything else.
 
         Raises:
-            SecondBackwardError: in a backward.
+            SecondBackwardError: in a backward that the step has no place for.
             OffloadedGradientError: elsewhere.
         """
         if in_backward():
-            raise SecondBackwardError(
-                "a second backward before optimizer.step(): the gradients of the first have left"
-                " for the optimizer, and accumulating over several backwards is not supported yet"
-            )
+            mine = next(value for value in args if isinstance(value, HollowGradient))
+            mine.accumulation.check_may_add()
+            if func is torch.ops.aten.add_.Tensor and args[0] is mine:
+                mine.added = args[1]
+                return mine
         raise OffloadedGradientError(_offloaded(str(func)))
+
+    def take_added(self) -> torch.Tensor | None:
+        """What autograd has added; the stand-in lets go of it."""
+        added, self.added = self.added, None
+        return added
 
     @classmethod
     def __torch_function__(
@@ -130,11 +145,13 @@ class HollowGradient(torch.Tensor):
         return f"HollowGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def hollow_gradient(data: torch.Tensor) -> torch.Tensor:
+def hollow_gradient(data: torch.Tensor, accumulation: Accumulation) -> HollowGradient:
     """A HollowGradient with data's shape and dtype, without memory of its own."""
-    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+    made: HollowGradient = torch.Tensor._make_wrapper_subclass(
         HollowGradient, data.shape, dtype=data.dtype, device=data.device
     )
+    made.accumulation = accumulation
+    made.added = None
     return made
 
 

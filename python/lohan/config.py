@@ -34,6 +34,11 @@ class Config:
             arithmetic and writes overlapped (LoHan IV-C); "naive": as they arrive, but each block
             is read, then computed, then written; "deferred": each just ahead of its block's next
             forward; "serial": in `step()`, which waits for them.
+        accumulate: backwards a step: their gradients are summed in fp32, as p.grad would be (divide
+            the loss by it for their mean), in 4 bytes of main memory a trainable parameter.
+            `step()` may come earlier and takes what is there. "manual": those in
+            `with model.no_sync():` and the one behind them. Updates wait for `step()`: schedule
+            "serial" stays, the others become "deferred".
         verify: check the checksums of everything that is read.
         trace_events: events of the timeline that are kept; 0: none.
         allow_buffered: go on without O_DIRECT where the file system refuses it.
@@ -48,6 +53,7 @@ class Config:
     transfer_bytes: int = 4 << 20
     commit_every: int | Literal["auto", "never"] = "auto"
     schedule: Literal["optimized", "serial", "naive", "deferred"] = "optimized"
+    accumulate: int | Literal["manual"] = 1
     verify: bool = True
     trace_events: int = 0
     allow_buffered: bool = True

@@ -52,7 +52,7 @@ class StepError(LohanError, RuntimeError):
 
 
 class SecondBackwardError(StepError):
-    """A second backward, or a forward, between a backward and `optimizer.step()`."""
+    """A backward that the open step has no place for, or a forward before `optimizer.step()`."""
 
 
 class ZeroGradError(StepError):
@@ -119,6 +119,7 @@ _ENGINE_BY_CODE: dict[int, type[LohanError]] = {
 # The rules of a training step that the binding watches: a code is the name of one.
 _RULE_BY_CODE: dict[int, type[LohanError]] = {
     errno.EALREADY: SecondBackwardError,
+    errno.EINVAL: OffloadedGradientError,
     errno.ESTALE: StaleGraphError,
     errno.ENXIO: HollowParameterError,
     errno.EPERM: FrozenParameterError,

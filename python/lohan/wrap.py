@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan import _core, _store, _weights
+from lohan._accumulate import is_accumulating
 from lohan._block import RESIDUAL_BYTES, Layout, make_layout
 from lohan._guard import Guard
 from lohan._optim import Optimizer
@@ -115,8 +116,7 @@ def wrap(
     made = dataclasses.replace(config or Config(), **settings)
     _check_model(model, weights, init)
     _check_config(made)
-    if max_grad_norm is not None:
-        made = _config_for_clipping(made, max_grad_norm)
+    made = _config_for_waiting(made, max_grad_norm)
     layout = _layout_for_budget(model, blocks, made)
     hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     optimizer, group_of = _make_optimizer(layout, params, hyper)
@@ -239,7 +239,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     guard.remove()
     for param, value in zip(session.layout.params, values, strict=True):
         param.tensor.data = value
-    for name in ("lohan", "optimizer", "_lohan_guard"):
+    for name in ("lohan", "optimizer", "no_sync", "_lohan_guard"):
         object.__delattr__(model, name)
     return model
 
@@ -250,6 +250,7 @@ def _attach(model: nn.Module, session: Session, optimizer: Optimizer) -> None:
     guard.install()
     object.__setattr__(model, "lohan", session)
     object.__setattr__(model, "optimizer", optimizer)
+    object.__setattr__(model, "no_sync", session.no_sync)
     object.__setattr__(model, "_lohan_guard", guard)
     weakref.finalize(model, _close_quietly, session)
     _sessions.add(session)
@@ -410,13 +411,14 @@ def _tied_gradient_bytes(layout: Layout) -> int:
     return tied
 
 
-def _config_for_clipping(config: Config, max_grad_norm: float) -> Config:
-    """The norm is known behind backward only: updates wait for it."""
-    if not max_grad_norm > 0:
+def _config_for_waiting(config: Config, max_grad_norm: float | None) -> Config:
+    """The norm, and a sum of gradients, are known behind backward only: updates wait for them."""
+    if max_grad_norm is not None and not max_grad_norm > 0:
         raise ModelError(f"max_grad_norm {max_grad_norm}: a number above 0")
-    if config.schedule in SCHEDULES_AT_STEP:
+    is_waiting = is_accumulating(config.accumulate) or max_grad_norm is not None
+    if config.schedule in SCHEDULES_AT_STEP or not is_waiting:
         return config
-    if config.schedule != Config().schedule:
+    if max_grad_norm is not None and config.schedule != Config().schedule:
         raise ModelError(
             f"schedule {config.schedule!r} updates before the norm of all gradients is known:"
             f" with max_grad_norm use {' or '.join(map(repr, SCHEDULES_AT_STEP))}"
@@ -464,7 +466,12 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     bookkeeping += BOOKKEEPING_UNIT_BYTES * len(layout.units)
     bookkeeping += TRACE_EVENT_BYTES * min(config.trace_events, _core.TRACE_COUNT_MAX)
     # Gradients wait on SSD where the next parameters will go: in a slot that no commit needs.
-    waiting = (config.schedule in SCHEDULES_AT_STEP, config.commit_every not in ("auto", 1))
+    # Sums of them are in memory.
+    waiting = (
+        config.schedule in SCHEDULES_AT_STEP,
+        config.commit_every not in ("auto", 1),
+        is_accumulating(config.accumulate),
+    )
     full = _core.budget(units, 1 << 60, bookkeeping, *waiting, raiser)["host_bytes_full"]
     return _core.budget(units, _host_bytes(config, full), bookkeeping, *waiting, raiser)
 

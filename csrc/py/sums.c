@@ -1,0 +1,101 @@
+/*
+ * Gradients that are summed over several backwards, and reach the engine as one.
+ *
+ * A parameter has a place of its own in one piece of memory, fp32 whatever the gradients are. Its
+ * first gradient of a step is copied there, later ones are added in the hook that brings them, so
+ * that autograd's tensors are free at once. The engine knows nothing of it until the step is closed
+ * (or its norm is asked for): forwards and backwards in between are uses like any other.
+ */
+#include "compute/sum.h"
+#include "py/lhpy.h"
+
+enum sum_state {
+    SUM_STATE_NONE = 0,
+    SUM_STATE_SUMMED,
+    SUM_STATE_GIVEN, /* the engine reads it, until the step is over */
+};
+
+uint64_t lhpy_sums_bytes(const struct lhpy_engine *self)
+{
+    uint64_t elements = 0;
+    for (uint32_t i = 0; i < self->unit_count; i++)
+        elements += self->units[i].elements;
+    return elements * sizeof(float);
+}
+
+void lhpy_sums_place(struct lhpy_engine *self, uint8_t *memory)
+{
+    float *next = (float *)(void *)memory;
+    for (uint32_t i = 0; i < self->unit_count; i++) {
+        const struct lh_engine_unit *unit = &self->units[i];
+        for (uint32_t j = 0; unit->elements > 0 && j < unit->param_count; j++) {
+            uint32_t index = unit->param_first + j;
+            self->params[index].sum = next + self->engine_params[index].first;
+        }
+        next += unit->elements;
+    }
+    self->has_sums = true;
+}
+
+/*
+ * [Note: Second gradients] Behind a backward p.grad is a stand-in (python/lohan/_gradients.py), to
+ * which autograd adds the next gradient; the stand-in keeps that one for us.
+ */
+PyObject *lhpy_sums_unwrap(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
+{
+    PyObject *take = PyObject_GetAttrString(gradient, "take_added");
+    if (take) {
+        PyObject *added = PyObject_CallNoArgs(take);
+        Py_DECREF(take);
+        return added;
+    }
+    PyErr_Clear();
+    if (self->params[index].sum_state == SUM_STATE_NONE)
+        return Py_NewRef(gradient);
+    char message[256];
+    PyOS_snprintf(message, sizeof(message),
+                  "p.grad of param %u was removed or replaced between two backwards of one step:"
+                  " the first one's gradient is in a sum already. model.optimizer.zero_grad()"
+                  " forgets the step",
+                  (unsigned)index);
+    return lhpy_raise(self->raiser, -EINVAL, message);
+}
+
+void lhpy_sums_add(struct lhpy_engine *self, uint32_t index, const struct lhpy_dl_tensor *view)
+{
+    struct lhpy_param *param = &self->params[index];
+    enum lh_dtype dtype = lhpy_dtype(view->dtype);
+    uint64_t count = self->engine_params[index].count;
+    bool is_first = param->sum_state == SUM_STATE_NONE;
+    Py_BEGIN_ALLOW_THREADS
+    if (is_first)
+        lh_sum_start(param->sum, view->data, dtype, count);
+    else
+        lh_sum_add(param->sum, view->data, dtype, count);
+    Py_END_ALLOW_THREADS
+    param->sum_state = SUM_STATE_SUMMED;
+}
+
+PyObject *lhpy_engine_sums_give(PyObject *object, PyObject *args)
+{
+    (void)args;
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    if (lhpy_check_open(self) < 0)
+        return NULL;
+    for (uint32_t i = 0; self->has_sums && i < self->param_count; i++) {
+        struct lhpy_param *param = &self->params[i];
+        if (param->sum_state != SUM_STATE_SUMMED)
+            continue;
+        if (lh_engine_gradient(self->core->engine, i, param->sum, LH_DTYPE_F32) < 0)
+            return lhpy_raise_engine(self);
+        param->sum_state = SUM_STATE_GIVEN;
+        self->unit_states[self->engine_params[i].unit].has_gradients = true;
+    }
+    Py_RETURN_NONE;
+}
+
+void lhpy_sums_forget(struct lhpy_engine *self)
+{
+    for (uint32_t i = 0; i < self->param_count; i++)
+        self->params[i].sum_state = SUM_STATE_NONE;
+}

@@ -1,0 +1,100 @@
+"""Which backwards make a step, where it has more than one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Literal
+
+from lohan.errors import ModelError, SecondBackwardError, UnsupportedError
+
+Accumulate = int | Literal["manual"]
+
+
+def is_accumulating(accumulate: Accumulate) -> bool:
+    """Gradients are summed over several backwards: sums of them need memory.
+
+    Raises:
+        ModelError: accumulate is neither a number from 1 nor "manual".
+    """
+    is_number = isinstance(accumulate, int) and not isinstance(accumulate, bool)
+    if accumulate != "manual" and not (is_number and accumulate >= 1):
+        raise ModelError(
+            f"accumulate {accumulate!r}: a number of backwards a step from 1, or 'manual'"
+        )
+    return accumulate != 1
+
+
+class Accumulation:
+    """The backwards of the open step, and when it has them all.
+
+    Attributes:
+        is_on: there are sums.
+        is_given: the engine has them: nothing can be added any more.
+    """
+
+    def __init__(self, accumulate: Accumulate) -> None:
+        self._accumulate = accumulate
+        self.is_on = is_accumulating(accumulate)
+        self._no_sync_depth = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """The next step begins."""
+        self._count = 0
+        self._is_complete = False
+        self.is_given = False
+
+    @property
+    def is_open(self) -> bool:
+        """Parameters are still those of the step before: there may be another forward."""
+        return self.is_on and not self.is_given
+
+    def backward_end(self) -> None:
+        """A backward gave gradients."""
+        self._count += 1
+        if self._accumulate == "manual":
+            self._is_complete = self._no_sync_depth == 0
+        else:
+            self._is_complete = self._count >= self._accumulate
+
+    def check_may_add(self) -> None:
+        """Refuse a backward that the open step has no place for.
+
+        Raises:
+            SecondBackwardError: says how to make place.
+        """
+        if not self.is_on:
+            raise SecondBackwardError(
+                "a second backward before optimizer.step(): the gradients of the first have left"
+                " for the optimizer. lohan.wrap(..., accumulate=k) sums those of k backwards"
+            )
+        if self.is_given:
+            raise SecondBackwardError(
+                "a backward after the gradients of this step were clipped or unscaled: call"
+                " model.optimizer.step() first, and clip behind the last backward"
+            )
+        if self._is_complete and self._accumulate == "manual":
+            raise SecondBackwardError(
+                "a backward outside model.no_sync() has completed this step: call"
+                " model.optimizer.step() first, or run the earlier backwards in model.no_sync()"
+            )
+        if self._is_complete:
+            raise SecondBackwardError(
+                f"backward {self._count + 1} before optimizer.step(), and a step has"
+                f" {self._accumulate}: lohan.wrap(..., accumulate={self._accumulate})"
+            )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See Session.no_sync()."""
+        if not self.is_on:
+            raise UnsupportedError(
+                "model.no_sync() needs memory for sums of gradients, which lohan.wrap() takes:"
+                " wrap with accumulate='manual', or with the number of backwards a step"
+            )
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1

@@ -1,0 +1,78 @@
+/* Sums of gradients against one addition at a time. */
+#include "compute/sum.h"
+
+#include "compute/half.h"
+
+#include <string.h>
+
+#include "lh_test.h"
+
+#define COUNT_MAX 300
+
+static uint32_t bits_of(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
+static float widened(uint16_t bits16, enum lh_dtype dtype)
+{
+    uint32_t bits = dtype == LH_DTYPE_F16 ? lh_half_widen(bits16) : (uint32_t)bits16 << 16;
+    float value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+static void test_sums(enum lh_dtype dtype)
+{
+    static float values[COUNT_MAX + 1];
+    static uint16_t halves[COUNT_MAX + 1];
+    static float sum[COUNT_MAX + 1];
+    uint64_t seed = 1;
+
+    for (uint64_t i = 0; i <= COUNT_MAX; i++) {
+        values[i] = (float)((double)(int32_t)lh_test_random(&seed) / 1e6);
+        halves[i] = dtype == LH_DTYPE_F16 ? lh_half_round(bits_of(values[i]))
+                                          : (uint16_t)(bits_of(values[i]) >> 16);
+    }
+    for (uint64_t count = 0; count < COUNT_MAX; count += count < 140 ? 1 : 37) {
+        const void *first = dtype == LH_DTYPE_F32 ? (const void *)values : halves;
+        const void *second = dtype == LH_DTYPE_F32 ? (const void *)(values + 1) : halves + 1;
+
+        sum[count] = 7.0f;
+        lh_sum_start(sum, first, dtype, count);
+        lh_sum_add(sum, second, dtype, count);
+        for (uint64_t i = 0; i < count; i++) {
+            float a = dtype == LH_DTYPE_F32 ? values[i] : widened(halves[i], dtype);
+            float b = dtype == LH_DTYPE_F32 ? values[i + 1] : widened(halves[i + 1], dtype);
+            LH_CHECK(bits_of(sum[i]) == bits_of(a + b));
+        }
+        LH_CHECK(sum[count] == 7.0f);
+    }
+}
+
+static void test_zeros(void)
+{
+    float zero = -0.0f;
+    float sum = 1.0f;
+
+    lh_test_name("a sum starts as a copy: the sign of a zero stays");
+    lh_sum_start(&sum, &zero, LH_DTYPE_F32, 1);
+    LH_CHECK(bits_of(sum) == UINT32_C(0x80000000));
+    uint16_t high = 0x8000;
+    lh_sum_start(&sum, &high, LH_DTYPE_BF16, 1);
+    LH_CHECK(bits_of(sum) == UINT32_C(0x80000000));
+}
+
+int main(void)
+{
+    lh_test_name("sums are those of one fp32 addition an element, at any count, from fp32");
+    test_sums(LH_DTYPE_F32);
+    lh_test_name("and from bf16");
+    test_sums(LH_DTYPE_BF16);
+    lh_test_name("and from fp16");
+    test_sums(LH_DTYPE_F16);
+    test_zeros();
+    return 0;
+}
