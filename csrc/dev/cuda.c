@@ -56,7 +56,8 @@ static const char *way_out(unsigned result)
         return "; free memory of the GPU or of the host (nvidia-smi shows who holds it)";
     if (result == LH_CUDA_NO_DEVICE || result == LH_CUDA_INVALID_DEVICE)
         return "; see nvidia-smi and CUDA_VISIBLE_DEVICES, or device='cpu'";
-    if (result >= LH_CUDA_ILLEGAL_ADDRESS && result <= LH_CUDA_LAUNCH_FAILED)
+    if (result == LH_CUDA_ILLEGAL_ADDRESS ||
+        (result >= LH_CUDA_HARDWARE_STACK_ERROR && result <= LH_CUDA_LAUNCH_FAILED))
         return "; an earlier kernel may have caused it: CUDA_LAUNCH_BLOCKING=1 names it";
     return "";
 }

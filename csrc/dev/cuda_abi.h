@@ -23,8 +23,9 @@ struct CUevent_st;
 #define LH_CUDA_NO_DEVICE 100
 #define LH_CUDA_INVALID_DEVICE 101
 #define LH_CUDA_NOT_READY 600
-/* From here to below the next one: what a kernel broke, which breaks the context for good. */
+/* This one, and all from the second to the third: a kernel's fault, which breaks the context. */
 #define LH_CUDA_ILLEGAL_ADDRESS 700
+#define LH_CUDA_HARDWARE_STACK_ERROR 714
 #define LH_CUDA_LAUNCH_FAILED 719
 
 #define LH_CUDA_STREAM_NON_BLOCKING 1

@@ -1,0 +1,27 @@
+"""Tests that need a GPU: skipped, with the reason, where torch sees none."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def missing() -> str | None:
+    """Why there is no GPU to test on, or None."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"no torch: {error}"
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} is built without CUDA"
+    return None if torch.cuda.is_available() else "torch sees no GPU"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    why = missing()
+    for item in items:
+        if why and HERE in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=why))
