@@ -5,6 +5,7 @@
 
 #define COPY_BYTES (UINT64_C(8) << 20)
 #define COPY_COUNT 4
+#define COPY_NS 100000000 /* of one at COPY_BYTES * 10 a second */
 #define SLOW_BYTES_PER_S (UINT64_C(256) << 20)
 #define RUN_NS (COPY_COUNT * COPY_BYTES * UINT64_C(1000000000) / SLOW_BYTES_PER_S)
 /* A busy machine may be late, never early: it is asked again. */
@@ -110,29 +111,36 @@ static void test_stays_asleep(void)
     lh_test_name("a copy that is under way does not come back, whatever small ones follow it");
     machine_open(&machine, "emu",
                  (struct lh_dev_opts){.copy_count = 2, .link_bytes_per_s = {COPY_BYTES * 10, 0}});
+    uint64_t begin_ns = lh_clock_now_ns(&machine.clock);
     machine_start(&machine, LH_DEV_DIRECTION_IN, 0, COPY_BYTES);
     machine_start(&machine, LH_DEV_DIRECTION_IN, 1, 1);
-    LH_CHECK(machine.dev->ops->poll(machine.dev, done, 1) == 0);
-    LH_CHECK(machine_wait(&machine, done, 1) == 1 && done[0] == &copies[0][0]);
+    uint32_t early_count = machine.dev->ops->poll(machine.dev, done, 1);
+    LH_CHECK(early_count == 0 || lh_clock_now_ns(&machine.clock) - begin_ns >= COPY_NS);
+    LH_CHECK(early_count == 1 || machine_wait(&machine, done, 1) == 1);
+    LH_CHECK(done[0] == &copies[0][0]);
     machine_drain(&machine);
 
     lh_test_name("a wait for a copy's fence lasts until the copy is over");
     struct lh_dev_fence *fence = machine_fence(&machine);
     struct lh_dev_copy copy = {
         .host = host[0], .device = device[0], .bytes = COPY_BYTES, .done = fence};
-    uint64_t begin_ns = lh_clock_now_ns(&machine.clock);
+    begin_ns = lh_clock_now_ns(&machine.clock);
     LH_CHECK(machine.dev->ops->submit(machine.dev, &copy, NULL) == 0);
     machine_await(&machine, fence);
-    LH_CHECK(lh_clock_now_ns(&machine.clock) - begin_ns >= 100000000);
+    LH_CHECK(lh_clock_now_ns(&machine.clock) - begin_ns >= COPY_NS);
     LH_CHECK(machine.dev->ops->poll(machine.dev, done, 1) == 1);
 
     lh_test_name("a fence that computation records has passed");
-    LH_CHECK(machine.dev->ops->submit(machine.dev, &copy, NULL) == 0);
-    machine_record(&machine, fence);
-    machine_await(&machine, fence);
-    LH_CHECK(machine.dev->ops->poll(machine.dev, done, 1) == 0);
+    bool has_passed = false;
+    for (int i = 0; i < ATTEMPT_COUNT && !has_passed; i++) {
+        LH_CHECK(machine.dev->ops->submit(machine.dev, &copy, NULL) == 0);
+        machine_record(&machine, fence);
+        machine_await(&machine, fence);
+        has_passed = machine.dev->ops->poll(machine.dev, done, 1) == 0;
+        machine_drain(&machine);
+    }
+    LH_CHECK(has_passed);
     machine.dev->ops->fence_destroy(machine.dev, fence);
-    machine_drain(&machine);
     machine_close(&machine);
 }
 
