@@ -35,6 +35,30 @@ static PyObject *scalar_overhead(PyObject *module, PyObject *args)
     return PyLong_FromUnsignedLongLong(lh_engine_scalar_overhead_bytes(param_count));
 }
 
+static PyObject *scalars_make(PyObject *module, PyObject *steps)
+{
+    (void)module;
+    Py_ssize_t count = PySequence_Size(steps);
+    if (count < 0)
+        return NULL;
+    uint64_t *param_steps = PyMem_Calloc((size_t)count + 1, sizeof(*param_steps));
+    if (!param_steps)
+        return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < count && !PyErr_Occurred(); i++) {
+        PyObject *step = PySequence_GetItem(steps, i);
+        param_steps[i] = step ? PyLong_AsUnsignedLongLong(step) : 0;
+        Py_XDECREF(step);
+    }
+    PyObject *made = NULL;
+    if (!PyErr_Occurred())
+        made = PyBytes_FromStringAndSize(
+            NULL, (Py_ssize_t)lh_engine_scalar_overhead_bytes((uint32_t)count));
+    if (made)
+        lh_engine_scalars_make(param_steps, (uint32_t)count, PyBytes_AsString(made));
+    PyMem_Free(param_steps);
+    return made;
+}
+
 static PyMethodDef module_methods[] = {
     {"store_create", (PyCFunction)(void (*)(void))lhpy_store_create, METH_VARARGS | METH_KEYWORDS,
      "Make a store."},
@@ -45,6 +69,7 @@ static PyMethodDef module_methods[] = {
     {"budget", lhpy_budget, METH_VARARGS,
      "budget(units, host_bytes, bookkeeping, is_waiting, waits_in_memory, raiser) -> dict"},
     {"scalar_overhead_bytes", scalar_overhead, METH_VARARGS, "scalar_overhead_bytes(param_count)"},
+    {"scalars_make", scalars_make, METH_O, "scalars_make(updates of each parameter) -> bytes"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -246,6 +246,11 @@ uint64_t lh_engine_param_step(const struct lh_engine *engine, uint32_t param);
 const void *lh_engine_scalars_find(const void *scalars, uint64_t scalar_bytes, uint64_t *bytes_out);
 /* Scalars need this many bytes more than the caller's part. */
 uint64_t lh_engine_scalar_overhead_bytes(uint32_t param_count);
+/*
+ * Scalars without a caller's part, that many bytes, for a store that is filled from elsewhere: each
+ * parameter was updated so often before.
+ */
+void lh_engine_scalars_make(const uint64_t *param_steps, uint32_t param_count, void *scalars_out);
 
 enum lh_engine_link {
     LH_ENGINE_LINK_PARAM_READ = 0,

@@ -34,6 +34,20 @@ const void *lh_engine_scalars_find(const void *scalars, uint64_t scalar_bytes, u
     return (const uint8_t *)scalars + overhead;
 }
 
+static void scalars_write(uint8_t *scalars, const uint64_t *param_steps, uint32_t param_count,
+                          uint64_t caller_bytes)
+{
+    struct scalars_header header = {
+        .magic = SCALARS_MAGIC, .param_count = param_count, .caller_bytes = caller_bytes};
+    memcpy(scalars, &header, sizeof(header));
+    memcpy(scalars + sizeof(header), param_steps, param_count * sizeof(uint64_t));
+}
+
+void lh_engine_scalars_make(const uint64_t *param_steps, uint32_t param_count, void *scalars_out)
+{
+    scalars_write(scalars_out, param_steps, param_count, 0);
+}
+
 struct lh_engine_step_stats *lh_step_stats(struct lh_engine *engine, uint64_t step)
 {
     return step == 0 ? &engine->stats_other : &engine->stats[step % 2];
@@ -87,12 +101,8 @@ void lh_step_abort(struct lh_engine *engine)
 static void scalars_compose(struct lh_engine *engine)
 {
     uint64_t overhead = lh_engine_scalar_overhead_bytes(engine->param_count);
-    struct scalars_header header = {.magic = SCALARS_MAGIC,
-                                    .param_count = engine->param_count,
-                                    .caller_bytes = engine->scalar_bytes - overhead};
-    memcpy(engine->scalars, &header, sizeof(header));
-    memcpy(engine->scalars + sizeof(header), engine->param_steps,
-           engine->param_count * sizeof(uint64_t));
+    scalars_write(engine->scalars, engine->param_steps, engine->param_count,
+                  engine->scalar_bytes - overhead);
 }
 
 static void param_steps_advance(struct lh_engine *engine)

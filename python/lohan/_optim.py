@@ -77,6 +77,8 @@ def check_rule(group: dict[str, Any]) -> None:
     """
     for name, value in RULE.items():
         if group.get(name, value) != value:
+            if name == "decoupled_weight_decay" and group["weight_decay"] == 0:
+                continue  # without weight decay Adam's rule is AdamW's
             raise UnsupportedError(
                 f"{name}={group[name]!r} in a parameter group: lohan's optimizer is AdamW"
                 f" with {name}={value!r}"
@@ -92,6 +94,8 @@ class Optimizer(torch.optim.Optimizer):
     Attributes:
         max_grad_norm: what wrap() was given; may be set to another number, if wrap() had one.
         grad_norm: of the last step's gradients before clipping, where max_grad_norm is set.
+        origin: the optimizer that wrap(optimizer=) was given, for which this one stands: they share
+            the groups, so that a scheduler of the one rules the other.
 
     Note:
         `state` is empty: moments live in the store. `state_dict()` has the groups and which step of
@@ -107,6 +111,7 @@ class Optimizer(torch.optim.Optimizer):
         self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], defaults: dict[str, Any]
     ) -> None:
         self._session: Session | None = None
+        self.origin: torch.optim.Optimizer | None = None
         self.max_grad_norm: float | None = None
         self.grad_norm: float | None = None
         groups: list[Any] = list(params)
@@ -206,6 +211,8 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.session.close_step()
+        if self.origin is not None:
+            self.origin.__dict__["_opt_called"] = True  # what a scheduler made for it looks at
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -251,4 +258,9 @@ class Optimizer(torch.optim.Optimizer):
                 f"the optimizer state is of {owner}, the session is at {mine}: open that store"
                 " with lohan.wrap(..., store=..., resume=True)",
             )
+        groups = self.param_groups
         super().load_state_dict(state)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups  # the same dicts: origin, too, has them

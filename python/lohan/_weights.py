@@ -90,8 +90,9 @@ def fill(
     store: _core.Store,
     weights: PathLike | None,
     init: str | Callable[[nn.Module], None] | None,
+    scalars: bytes = b"",
 ) -> None:
-    """Write every parameter to a new store and commit it as step 0; see drop().
+    """Write every parameter to a new store and commit it as step 0, with scalars; see drop().
 
     Raises:
         ModelError: a parameter gets no value, or a module has no initialisation of its own.
@@ -110,7 +111,7 @@ def fill(
     else:
         for param in layout.params:
             _write(layout, extents, store, param, param.tensor)
-    store.commit(0, b"")
+    store.commit(0, scalars)
 
 
 def drop(layout: Layout) -> None:

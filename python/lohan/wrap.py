@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lohan import _core, _store, _weights
+from lohan import _adopt, _core, _store, _weights
 from lohan._accumulate import is_accumulating
 from lohan._block import RESIDUAL_BYTES, Layout, make_layout
 from lohan._guard import Guard
-from lohan._optim import Optimizer
+from lohan._optim import DEFAULTS, Optimizer
 from lohan._session import Session
 from lohan.config import SCHEDULES, SCHEDULES_AT_STEP, Config
 from lohan.errors import (
@@ -66,6 +66,7 @@ def wrap(
     weight_decay: float | None = None,
     max_grad_norm: float | None = None,
     params: Iterable[dict[str, Any]] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     blocks: Sequence[nn.Module] | None = None,
     weights: PathLike | None = None,
     init: str | Callable[[nn.Module], None] | None = None,
@@ -74,13 +75,12 @@ def wrap(
 ) -> nn.Module:
     """Train model with its parameters, master copies and Adam moments on SSD.
 
-    The same module comes back, with `model.optimizer` (a torch.optim.Optimizer) and `model.lohan`
-    (the session). Parameters are in memory only while a block that needs them runs. The numbers are
-    those of AdamW in fp32 in memory.
+    Parameters are in memory only while a block that needs them runs. The numbers are those of AdamW
+    in fp32 in memory.
 
     Args:
         model: any module with floating-point parameters on the CPU, fp32, bf16 or fp16 where they
-            require a gradient; or one made inside `lohan.empty()`, with weights= or init=.
+            require a gradient; or one made in `lohan.empty()`, with weights= or init=.
         store: a directory, or one a disk. None: a temporary store, gone at exit.
         resume: go on with the store's last committed step and its hyper-parameters. One that is
             given here and is not what the run was wrapped with rules, and stderr says so.
@@ -88,21 +88,21 @@ def wrap(
         betas: decay of the moments. None: (0.9, 0.999).
         eps: added to the root of the second moment. None: 1e-8.
         weight_decay: decoupled weight decay. None: 1e-2.
-        max_grad_norm: scale all gradients of a step so that their norm is at most this, as
-            torch.nn.utils.clip_grad_norm_ does, with the norm in fp64. Updates then wait for
-            `step()`: schedule "deferred" (the default with it) or "serial". The norm that was found
-            is `model.optimizer.grad_norm`.
+        max_grad_norm: scale all gradients of a step so that their norm (in fp64) is at most this,
+            as torch.nn.utils.clip_grad_norm_ does; `model.optimizer.grad_norm` is what it was.
+            Updates then wait for `step()`: schedule "deferred" (the default with it) or "serial".
         params: parameter groups as for torch.optim.AdamW; None: all parameters in one group.
+        optimizer: a torch.optim.AdamW to go on from (Adam without weight decay, too) instead of lr
+            to params: its groups, moments and step counts. It is emptied, `model.optimizer` stands
+            for it, and its scheduler works on. With resume it gives the groups, the store the rest.
         blocks: modules to be blocks; None: found by structure.
         weights: a folder or file of safetensors to fill an empty model from.
-        init: "model" to run the model's own initialisation block by block; or a function that is
-            called with each module that owns parameters.
-        config: settings that do not change the numbers; single ones can be given by name instead
-            (host_bytes=, io=, commit_every=, ...).
-        **settings: fields of Config.
+        init: "model" for the model's own initialisation, or a function of a module with parameters.
+        config: settings that do not change the numbers.
+        **settings: fields of Config by name (host_bytes=, io=, commit_every=, ...).
 
     Returns:
-        The same module.
+        The same module, with `model.optimizer` (a torch.optim one) and `model.lohan`, its session.
 
     Raises:
         ModelError: not a module, no parameters, unsupported dtype or layout: which, and why.
@@ -115,14 +115,15 @@ def wrap(
     """
     made = dataclasses.replace(config or Config(), **settings)
     _check_model(model, weights, init)
+    hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    _adopt.check(optimizer, {**hyper, "params": params}, resume=resume)
     _check_config(made)
     made = _config_for_waiting(made, max_grad_norm)
     layout = _layout_for_budget(model, blocks, made)
-    hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    optimizer, group_of = _make_optimizer(layout, params, hyper)
-    optimizer.max_grad_norm = max_grad_norm
-    opening = _Opening(model, layout, made, _budget(layout, made), optimizer, group_of)
-    _attach(model, opening.open(store, resume, weights, init), optimizer)
+    ours, group_of = _make_optimizer(layout, params, hyper, optimizer)
+    ours.max_grad_norm = max_grad_norm
+    opening = _Opening(model, layout, made, _budget(layout, made), ours, group_of)
+    _attach(model, opening.open(store, resume, weights, init), ours)
     return model
 
 
@@ -177,7 +178,11 @@ class _Opening:
                 _store.check_same_model(store, self.layout)
                 _weights.skip_fill(self.model, self.layout)
             else:
-                _weights.fill(self.model, self.layout, extents, store, weights, init)
+                scalars = b""
+                if self.optimizer.origin is not None:
+                    origin = self.optimizer.origin
+                    scalars = _adopt.write_state(origin, self.layout, extents, store)
+                _weights.fill(self.model, self.layout, extents, store, weights, init, scalars)
                 is_filled = True
                 _weights.drop(self.layout)  # not before: a failure must not cost the only copy
             session = Session(
@@ -222,7 +227,8 @@ def unwrap(model: nn.Module) -> nn.Module:
         model: a wrapped model whose parameters fit in memory.
 
     Returns:
-        The same module, trainable by any optimizer again; moments are left in the store.
+        The same module, trainable by any optimizer again. Moments are left in the store; the
+        optimizer that wrap(optimizer=) was given has its own back, as they are now.
 
     Raises:
         ModelError: the model is not wrapped.
@@ -233,10 +239,17 @@ def unwrap(model: nn.Module) -> nn.Module:
         raise ModelError("the model is not wrapped")
     session.commit()
     values = [session.value(p.index) for p in session.layout.params]
+    origin: torch.optim.Optimizer | None = model.__dict__["optimizer"].origin
+    states = {}
+    if origin is not None:
+        with session.exclusive([]) as store:
+            states = _adopt.read_state(session.layout, session.extents, store)
     session.close()
     _sessions.discard(session)
     session.unhook()
     guard.remove()
+    if origin is not None:
+        _adopt.release(origin, session.layout, states)
     for param, value in zip(session.layout.params, values, strict=True):
         param.tensor.data = value
     for name in ("lohan", "optimizer", "no_sync", "_lohan_guard"):
@@ -255,6 +268,8 @@ def _attach(model: nn.Module, session: Session, optimizer: Optimizer) -> None:
     weakref.finalize(model, _close_quietly, session)
     _sessions.add(session)
     _set_handlers()
+    if optimizer.origin is not None:
+        _adopt.retire(optimizer.origin, session.layout)
 
 
 def _close_quietly(session: Session) -> None:
@@ -499,25 +514,38 @@ def _layout_for_budget(
 
 
 def _make_optimizer(
-    layout: Layout, params: Iterable[dict[str, Any]] | None, defaults: dict[str, Any]
+    layout: Layout,
+    params: Iterable[dict[str, Any]] | None,
+    defaults: dict[str, Any],
+    origin: torch.optim.Optimizer | None,
 ) -> tuple[Optimizer, dict[int, int]]:
     """The optimizer, and the group of each parameter."""
     trainable = [p for p in layout.params if layout.units[p.unit].trainable]
-    if params is None:
-        groups: list[dict[str, Any]] = [{"params": [p.tensor for p in trainable]}]
+    name = "params=" if origin is None else "optimizer="
+    if origin is not None:
+        groups = origin.param_groups
+        defaults = {key: origin.defaults[key] for key in DEFAULTS}
+    elif params is None:
+        groups = [{"params": [p.tensor for p in trainable]}]
     else:
         groups = [dict(g) if isinstance(g, dict) else {"params": [g]} for g in params]
         for group in groups:
             group["params"] = list(group["params"])
-    if not trainable:
+    if not trainable and origin is None:
         groups = [{"params": []}]
     index = {id(p.tensor): p.index for p in layout.params}
     for group in groups:
         for tensor in group["params"]:
             if id(tensor) not in index:
-                raise ModelError("params= has a tensor that is not a parameter of the model")
+                raise ModelError(
+                    f"{name} has a tensor of shape {tuple(tensor.shape)} that is not a parameter of"
+                    " the model: what is trained together is wrapped together, in one module"
+                )
     given = {name: value for name, value in defaults.items() if value is not None}
     optimizer = Optimizer(groups or [{"params": []}], given)
+    if origin is not None:
+        optimizer.origin = origin
+        _adopt.share_hooks(optimizer, origin)
     group_of = {
         index[id(tensor)]: number
         for number, group in enumerate(optimizer.param_groups)
@@ -526,7 +554,7 @@ def _make_optimizer(
     left = [p.name for p in trainable if p.index not in group_of]
     if left:
         raise ModelError(
-            f"params= leaves out {len(left)} parameters that require a gradient ({left[0]!r}, ...):"
+            f"{name} leaves out {len(left)} parameters that require a gradient ({left[0]!r}, ...):"
             " add them to a group, or freeze them"
         )
     return optimizer, group_of

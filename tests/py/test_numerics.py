@@ -9,72 +9,13 @@ import lohan
 import pytest
 import torch
 import train_helper as helper
-from lohan import _core
 from torch import nn
 
-BETAS = (0.9, 0.999)
-EPS = 1e-8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RECORDED_STEPS = 100
 TRAINED_STEPS = 20
 # Both round a few times a step; 1.07 is what was measured.
 ERROR_RATIO_MAX = 2.0
-
-
-@dataclasses.dataclass
-class State:
-    """A parameter with what lohan keeps of it: updated in place, by the kernel of this machine."""
-
-    param: torch.Tensor
-    residual: torch.Tensor  # of fp16 the master
-    moment1: torch.Tensor
-    moment2: torch.Tensor
-    step: int = 0
-
-    @classmethod
-    def of(cls, param: torch.Tensor) -> State:
-        """Moments of zeros; so is the residual of a value that bf16 holds exactly."""
-        residual = torch.zeros(param.shape, dtype=torch.int16)
-        if param.dtype == torch.float16:
-            residual = param.float()
-        return cls(param, residual, torch.zeros(param.shape), torch.zeros(param.shape))
-
-    def update(self, gradient: torch.Tensor) -> None:
-        """One step of AdamW."""
-        self.step += 1
-        gradient = gradient.contiguous()
-        assert self.param.is_contiguous()
-        has_residual = self.param.dtype != torch.float32
-        _core.adam_update(
-            kernel=None,
-            param_ptr=self.param.data_ptr(),
-            residual_ptr=self.residual.data_ptr() if has_residual else 0,
-            moment1_ptr=self.moment1.data_ptr(),
-            moment2_ptr=self.moment2.data_ptr(),
-            gradient_ptr=gradient.data_ptr(),
-            count=self.param.numel(),
-            param_dtype=str(self.param.dtype).removeprefix("torch."),
-            gradient_dtype=str(gradient.dtype).removeprefix("torch."),
-            lr=helper.HYPER["lr"],
-            beta1=BETAS[0],
-            beta2=BETAS[1],
-            eps=EPS,
-            weight_decay=helper.HYPER["weight_decay"],
-            step=self.step,
-            gradient_scale=1.0,
-        )
-
-    def master(self) -> torch.Tensor:
-        """The parameter's fp32 value."""
-        if self.param.dtype == torch.float32:
-            return self.param
-        if self.param.dtype == torch.float16:
-            return self.residual
-        joined = torch.empty(self.param.shape)
-        _core.adam_join(
-            self.param.data_ptr(), self.residual.data_ptr(), joined.data_ptr(), joined.numel()
-        )
-        return joined
 
 
 @dataclasses.dataclass
@@ -115,7 +56,9 @@ def by_torch(recording: Recording) -> dict[str, torch.Tensor]:
         key: nn.Parameter(value.to(torch.float32, copy=True))
         for key, value in recording.start.items()
     }
-    optimizer = torch.optim.AdamW(params.values(), betas=BETAS, eps=EPS, **helper.HYPER)
+    optimizer = torch.optim.AdamW(
+        params.values(), betas=helper.BETAS, eps=helper.EPS, **helper.HYPER
+    )
     for gradients in recording.gradients:
         for key, param in params.items():
             param.grad = gradients[key].float()
@@ -126,7 +69,7 @@ def by_torch(recording: Recording) -> dict[str, torch.Tensor]:
 def by_rule(recording: Recording) -> dict[str, torch.Tensor]:
     """AdamW in fp64, written out: the value that both are measured against."""
     lr, weight_decay = helper.HYPER["lr"], helper.HYPER["weight_decay"]
-    beta1, beta2 = BETAS
+    beta1, beta2 = helper.BETAS
     made = {}
     for key, start in recording.start.items():
         value = start.double()
@@ -135,7 +78,7 @@ def by_rule(recording: Recording) -> dict[str, torch.Tensor]:
             gradient = gradients[key].double()
             moment1 = beta1 * moment1 + (1 - beta1) * gradient
             moment2 = beta2 * moment2 + (1 - beta2) * gradient.square()
-            root = (moment2 / (1 - beta2**step)).sqrt() + EPS
+            root = (moment2 / (1 - beta2**step)).sqrt() + helper.EPS
             value = value * (1 - lr * weight_decay) - lr * (moment1 / (1 - beta1**step)) / root
         made[key] = value
     return made
@@ -147,7 +90,7 @@ def test_error_against_fp64_is_at_most_twice_that_of_torch_in_fp32(name: str, dt
     recording = record(name, dtype)
     exact = by_rule(recording)
     torchs = by_torch(recording)
-    states = {key: State.of(value.clone()) for key, value in recording.start.items()}
+    states = {key: helper.State.of(value.clone()) for key, value in recording.start.items()}
     for gradients in recording.gradients:
         for key, state in states.items():
             state.update(gradients[key])
@@ -162,7 +105,7 @@ def test_error_against_fp64_is_at_most_twice_that_of_torch_in_fp32(name: str, dt
 def test_a_bf16_parameter_is_its_master_rounded() -> None:
     recording = record("gpt2", "bf16")
     for key, start in recording.start.items():
-        state = State.of(start.clone())
+        state = helper.State.of(start.clone())
         for gradients in recording.gradients[:TRAINED_STEPS]:
             state.update(gradients[key])
         master = state.master()
@@ -174,7 +117,7 @@ def test_a_bf16_parameter_is_its_master_rounded() -> None:
 def test_an_fp16_parameter_is_its_master_as_torch_rounds_it() -> None:
     recording = record("gpt2", "fp16")
     for key, start in recording.start.items():
-        state = State.of(start.clone())
+        state = helper.State.of(start.clone())
         for gradients in recording.gradients[:TRAINED_STEPS]:
             state.update(gradients[key])
         assert torch.equal(state.param, state.master().half()), key
@@ -183,7 +126,7 @@ def test_an_fp16_parameter_is_its_master_as_torch_rounds_it() -> None:
 
 def train_plainly(model: nn.Module) -> helper.Trained:
     """Torch's forward and backward, lohan's kernel on each gradient when backward is over."""
-    states = {param: State.of(param.data) for param in model.parameters()}
+    states = {param: helper.State.of(param.data) for param in model.parameters()}
     losses = []
     for step in range(TRAINED_STEPS):
         loss = helper.language_loss(model, step)

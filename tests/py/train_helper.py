@@ -11,12 +11,15 @@ from typing import Any
 import lohan
 import pytest
 import torch
+from lohan import _core
 from lohan.errors import BudgetError
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 256
 HYPER = {"lr": 1e-3, "weight_decay": 0.01}
+BETAS = (0.9, 0.999)
+EPS = 1e-8
 
 
 def gpt2() -> nn.Module:
@@ -114,3 +117,60 @@ def assert_same(actual: Trained, expected: Trained) -> None:
     assert actual.state.keys() == expected.state.keys()
     for name, value in expected.state.items():
         assert torch.equal(actual.state[name], value), name
+
+
+@dataclasses.dataclass
+class State:
+    """A parameter with what lohan keeps of it: updated in place, by the kernel of this machine."""
+
+    param: torch.Tensor
+    residual: torch.Tensor  # of fp16 the master
+    moment1: torch.Tensor
+    moment2: torch.Tensor
+    step: int = 0
+
+    @classmethod
+    def of(cls, param: torch.Tensor) -> State:
+        """Moments of zeros; so is the residual of a value that bf16 holds exactly."""
+        residual = torch.zeros(param.shape, dtype=torch.int16)
+        if param.dtype == torch.float16:
+            residual = param.float()
+        return cls(param, residual, torch.zeros(param.shape), torch.zeros(param.shape))
+
+    def update(self, gradient: torch.Tensor, **given: Any) -> None:
+        """One step of AdamW, with other hyper-parameters than the usual where they are given."""
+        hyper = {**HYPER, "betas": BETAS, "eps": EPS, **given}
+        self.step += 1
+        gradient = gradient.contiguous()
+        assert self.param.is_contiguous()
+        has_residual = self.param.dtype != torch.float32
+        _core.adam_update(
+            kernel=None,
+            param_ptr=self.param.data_ptr(),
+            residual_ptr=self.residual.data_ptr() if has_residual else 0,
+            moment1_ptr=self.moment1.data_ptr(),
+            moment2_ptr=self.moment2.data_ptr(),
+            gradient_ptr=gradient.data_ptr(),
+            count=self.param.numel(),
+            param_dtype=str(self.param.dtype).removeprefix("torch."),
+            gradient_dtype=str(gradient.dtype).removeprefix("torch."),
+            lr=hyper["lr"],
+            beta1=hyper["betas"][0],
+            beta2=hyper["betas"][1],
+            eps=hyper["eps"],
+            weight_decay=hyper["weight_decay"],
+            step=self.step,
+            gradient_scale=1.0,
+        )
+
+    def master(self) -> torch.Tensor:
+        """The parameter's fp32 value."""
+        if self.param.dtype == torch.float32:
+            return self.param
+        if self.param.dtype == torch.float16:
+            return self.residual
+        joined = torch.empty(self.param.shape)
+        _core.adam_join(
+            self.param.data_ptr(), self.residual.data_ptr(), joined.data_ptr(), joined.numel()
+        )
+        return joined

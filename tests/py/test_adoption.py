@@ -1,0 +1,400 @@
+"""`wrap(optimizer=...)`: training goes on where a torch.optim.AdamW stopped; nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lohan
+import pytest
+import torch
+import train_helper as helper
+from lohan import errors
+from rules_helper import WIDTH, Workshop, assert_same_state, build, square_loss, workshop
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+__all__ = ["workshop"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STEPS = 4
+# Moments of a fp16 AdamW underflow at the usual eps.
+HYPER = {**helper.HYPER, "betas": helper.BETAS, "eps": 1e-4}
+
+
+class Late(nn.Module):
+    """A layer that is used from the third step on, between two that always are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.late = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 10)
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if self.step >= 2:
+            x = torch.tanh(self.late(x))
+        if self.step > STEPS:
+            x = torch.tanh(self.never(x))
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+def late(dtype: torch.dtype) -> nn.Module:
+    return build(Late).to(dtype)
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    model.step = step
+    return square_loss(model, step)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Plain steps; model.optimizer of a wrapped model is one of them."""
+    losses = []
+    for step in steps:
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def by_kernel(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    hyper: dict[str, Any],
+    steps: range,
+    *,
+    keep: bool = False,
+) -> list[float]:
+    """Torch's forward and backward from here on, and lohan's kernel on torch's state."""
+    states = {}
+    for param in model.parameters():
+        state = states[param] = helper.State.of(param.data)
+        found = optimizer.state.get(param)
+        if found:
+            state.moment1 = found["exp_avg"].float().clone()
+            state.moment2 = found["exp_avg_sq"].float().clone()
+            state.step = int(found["step"])
+    losses = []
+    for step in steps:
+        loss = loss_of(model, step)
+        loss.backward()
+        for param, state in states.items():
+            if param.grad is not None:
+                state.update(param.grad, **hyper)
+                param.grad = None
+        losses.append(loss.item())
+    for param, state in states.items():
+        if keep and state.step:
+            own = optimizer.state[param]
+            own["exp_avg"].copy_(state.moment1)
+            own["exp_avg_sq"].copy_(state.moment2)
+            own["step"].fill_(state.step)
+    return losses
+
+
+@pytest.mark.parametrize("host_bytes", ["minimal", None])
+@pytest.mark.parametrize("make", [AdamW, Adam])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_training_goes_on_from_the_very_moments_and_step_counts(
+    dtype: str, make: Callable[..., Any], host_bytes: str | None, workshop: Workshop
+) -> None:
+    hyper = dict(HYPER, weight_decay=0.0) if make is Adam else HYPER
+    plain, model = late(DTYPES[dtype]), late(DTYPES[dtype])
+    theirs, ours = make(plain.parameters(), **hyper), make(model.parameters(), **hyper)
+    assert train(plain, theirs, range(STEPS)) == train(model, ours, range(STEPS))
+    assert len(theirs.state) == 6, "the parameters of one layer have none yet"
+    expected = by_kernel(plain, theirs, hyper, range(STEPS, 2 * STEPS + 2))
+    workshop.wrap(model, optimizer=ours, lr=None, host_bytes=host_bytes)
+    assert train(model, model.optimizer, range(STEPS, 2 * STEPS + 2)) == expected
+    assert_same_state(model.state_dict(), plain.state_dict())
+
+
+def test_it_is_torchs_own_training_but_for_rounding(workshop: Workshop) -> None:
+    plain, model = late(torch.float32), late(torch.float32)
+    theirs, ours = AdamW(plain.parameters(), **HYPER), AdamW(model.parameters(), **HYPER)
+    train(model, ours, range(STEPS))
+    train(plain, theirs, range(STEPS))
+    half = {name: value.clone() for name, value in plain.state_dict().items()}
+    train(plain, theirs, range(STEPS, 2 * STEPS))
+    workshop.wrap(model, optimizer=ours, lr=None)
+    train(model, model.optimizer, range(STEPS, 2 * STEPS))
+    state = model.state_dict()
+    for name, value in plain.state_dict().items():
+        # A last place or so in each of four steps, beside what they moved.
+        assert (state[name] - value).norm() <= 1e-5 * (value - half[name]).norm(), name
+
+
+def two_groups(model: nn.Module) -> AdamW:
+    """Groups with hyper-parameters and keys of their own, as scripts make them."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1, "name": "matrices"},
+        {"params": vectors, "lr": torch.tensor(5e-3), "betas": (0.8, 0.99), "eps": 1e-6},
+    ]
+    return AdamW(groups, lr=1e-2, weight_decay=0.0, foreach=True)
+
+
+def test_the_groups_are_the_same_dicts_with_all_their_keys(workshop: Workshop) -> None:
+    model = build()
+    optimizer = two_groups(model)
+    model = workshop.wrap(model, optimizer=optimizer, lr=None)
+    assert len(model.optimizer.param_groups) == 2
+    for mine, theirs in zip(model.optimizer.param_groups, optimizer.param_groups, strict=True):
+        assert mine is theirs
+    assert model.optimizer.param_groups[0]["name"] == "matrices"
+    state = model.optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.125
+    model.optimizer.load_state_dict(state)
+    assert model.optimizer.param_groups[0] is optimizer.param_groups[0]
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    assert optimizer.param_groups[0]["name"] == "matrices"
+
+
+def test_each_group_has_its_hyper_parameters(workshop: Workshop) -> None:
+    first, second = build(), build()
+    keys = ("params", "lr", "betas", "eps", "weight_decay")
+    groups = [{key: group[key] for key in keys} for group in two_groups(first).param_groups]
+    workshop.wrap(first, params=groups)
+    workshop.wrap(second, optimizer=two_groups(second), lr=None)
+    for model in (first, second):
+        for step in range(3):
+            square_loss(model, step).backward()
+            model.optimizer.step()
+    assert_same_state(second.state_dict(), first.state_dict())
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_scheduler_made_for_it_rules_and_torch_does_not_warn(
+    steps_before: int, workshop: Workshop
+) -> None:
+    def scheduler_of(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        return LambdaLR(optimizer, lambda step: (step + 1) / 10)
+
+    def rates(optimizer: torch.optim.Optimizer, scheduler: LRScheduler, steps: range) -> list[Any]:
+        had = []
+        for step in steps:
+            had.append(optimizer.param_groups[0]["lr"])
+            train(owner, optimizer, range(step, step + 1))
+            scheduler.step()
+        return had
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        owner = late(torch.float32)
+        optimizer = AdamW(owner.parameters(), **HYPER)
+        expected = rates(optimizer, scheduler_of(optimizer), range(6))
+        owner = late(torch.float32)
+        optimizer = AdamW(owner.parameters(), **HYPER)
+        scheduler = scheduler_of(optimizer)
+        had = rates(optimizer, scheduler, range(steps_before))
+        workshop.wrap(owner, optimizer=optimizer, lr=None)
+        had += rates(owner.optimizer, scheduler, range(steps_before, 6))
+    assert had == expected and len(set(had)) == 6
+
+
+def test_a_hook_of_the_optimizer_is_called_and_can_be_removed(workshop: Workshop) -> None:
+    model = late(torch.float32)
+    optimizer = AdamW(model.parameters())
+    called: list[Any] = []
+    handle = optimizer.register_step_post_hook(lambda own, args, kwargs: called.append(own))
+    workshop.wrap(model, optimizer=optimizer, lr=None)
+    train(model, model.optimizer, range(1))
+    assert called == [model.optimizer]
+    handle.remove()
+    train(model, model.optimizer, range(1, 2))
+    assert len(called) == 1
+
+
+def test_the_old_one_is_emptied_and_refuses_by_name(workshop: Workshop) -> None:
+    model = late(torch.float32)
+    optimizer = AdamW(model.parameters(), **HYPER)
+    train(model, optimizer, range(STEPS))
+    model.head.bias.requires_grad_(False)  # lohan has no moments of it: they stay where they are
+    lohan.wrap(model, optimizer=optimizer, store=workshop.folder / "s")
+    assert [id(param) for param in optimizer.state] == [id(model.head.bias)]
+    loss_of(model, STEPS).backward()
+    with pytest.raises(errors.OffloadedGradientError, match=r"AdamW cannot step.*model\.optimizer"):
+        optimizer.step()
+    for call in (
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict({}),
+        lambda: optimizer.add_param_group({"params": []}),
+    ):
+        with pytest.raises(errors.UnsupportedError, match=r"model\.optimizer stands for it"):
+            call()
+    model.optimizer.step()
+    lohan.unwrap(model)
+    assert optimizer.state_dict()["param_groups"][0]["weight_decay"] == HYPER["weight_decay"]
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unwrap_gives_it_the_moments_of_now(dtype: str, workshop: Workshop) -> None:
+    plain, model = late(DTYPES[dtype]), late(DTYPES[dtype])
+    theirs, ours = AdamW(plain.parameters(), **HYPER), AdamW(model.parameters(), **HYPER)
+    train(plain, theirs, range(3))
+    train(model, ours, range(3))
+    by_kernel(plain, theirs, HYPER, range(3, STEPS), keep=True)
+    lohan.wrap(model, optimizer=ours, store=workshop.folder / "s")
+    train(model, model.optimizer, range(3, STEPS))
+    lohan.unwrap(model)
+    assert len(ours.state) == len(theirs.state) == 6
+    last = range(STEPS, 2 * STEPS)
+    assert train(model, ours, last) == train(plain, theirs, last)
+    assert_same_state(model.state_dict(), plain.state_dict())
+
+
+def test_a_resumed_store_has_the_moments_and_the_optimizer_the_groups(workshop: Workshop) -> None:
+    def begin(**settings: Any) -> tuple[nn.Module, AdamW]:
+        model = late(torch.float32)
+        return model, AdamW(model.parameters(), **{**HYPER, **settings})
+
+    model, optimizer = begin()
+    train(model, optimizer, range(2))
+    again = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    workshop.wrap(model, optimizer=optimizer, lr=None)
+    expected = train(model, model.optimizer, range(2, 6))
+    plain, state = again
+    other = AdamW(plain.parameters(), **HYPER)
+    other.load_state_dict(state)
+    workshop.wrap(plain, optimizer=other, lr=None)
+    losses = train(plain, plain.optimizer, range(2, 4))
+    plain.lohan.close()
+    fresh, empty = begin()
+    settings: dict[str, Any] = {"store": workshop.folder / "store1", "resume": True}
+    with pytest.raises(errors.ModelError, match=r"moments in the store.*for 6 parameters"):
+        used, full = begin()
+        train(used, full, range(3))
+        lohan.wrap(used, optimizer=full, **settings)
+    assert len(full.state) == 6
+    workshop.made.append(lohan.wrap(fresh, optimizer=empty, **settings))
+    assert losses + train(fresh, fresh.optimizer, range(4, 6)) == expected
+
+
+def test_a_store_that_was_never_trained_resumes_with_the_moments(workshop: Workshop) -> None:
+    plain, model = late(torch.float32), late(torch.float32)
+    theirs, ours = AdamW(plain.parameters(), **HYPER), AdamW(model.parameters(), **HYPER)
+    train(plain, theirs, range(STEPS))
+    train(model, ours, range(STEPS))
+    expected = by_kernel(plain, theirs, HYPER, range(STEPS, STEPS + 2))
+    workshop.wrap(model, optimizer=ours, lr=None).lohan.close()
+    again = late(torch.float32)
+    optimizer = AdamW(again.parameters(), **HYPER)
+    store = workshop.folder / "store0"
+    workshop.made.append(lohan.wrap(again, optimizer=optimizer, store=store, resume=True))
+    assert train(again, again.optimizer, range(STEPS, STEPS + 2)) == expected
+
+
+def test_a_wrap_that_fails_leaves_optimizer_and_model_as_they_were(workshop: Workshop) -> None:
+    model = late(torch.float32)
+    optimizer = AdamW(model.parameters(), **HYPER)
+    train(model, optimizer, range(STEPS))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(errors.BudgetError):
+        workshop.wrap(model, optimizer=optimizer, lr=None, host_bytes=1)
+    workshop.wrap(late(torch.float32)).lohan.close()
+    with pytest.raises(errors.StoreExistsError):
+        lohan.wrap(model, optimizer=optimizer, store=workshop.folder / "store0")
+    after = optimizer.state_dict()
+    assert before["param_groups"] == after["param_groups"]
+    for index, state in before["state"].items():
+        for key, value in state.items():
+            assert torch.equal(after["state"][index][key], value)
+
+
+class Renamed(AdamW):
+    """Who knows what its step() does."""
+
+
+def with_shape(model: nn.Module, key: str, value: Any) -> AdamW:
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer, range(1))
+    optimizer.state[model.first.weight][key] = value
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda m: SGD(m.parameters(), lr=1), errors.UnsupportedError, "torch.optim.sgd.SGD"),
+        (lambda m: torch.optim.Adafactor(m.parameters()), errors.UnsupportedError, "Adafactor"),
+        (lambda m: Renamed(m.parameters()), errors.UnsupportedError, "Renamed"),
+        (lambda m: "AdamW", errors.UnsupportedError, "str"),
+        (
+            lambda m: Adam(m.parameters(), weight_decay=0.1),
+            errors.UnsupportedError,
+            "decoupled_weight_decay=False",
+        ),
+        (lambda m: AdamW(m.parameters(), amsgrad=True), errors.UnsupportedError, "amsgrad=True"),
+        (lambda m: AdamW(m.parameters(), maximize=True), errors.UnsupportedError, "maximize=True"),
+        (
+            lambda m: AdamW(m.parameters(), differentiable=True),
+            errors.UnsupportedError,
+            "differentiable=True",
+        ),
+        (
+            lambda m: AdamW(m.parameters(), capturable=True),
+            errors.UnsupportedError,
+            "capturable=True.*set it to False",
+        ),
+        (
+            lambda m: AdamW(m.head.parameters()),
+            errors.ModelError,
+            r"optimizer= leaves out 6 parameters.*'first\.weight'.*freeze them",
+        ),
+        (
+            lambda m: AdamW([*m.parameters(), nn.Parameter(torch.zeros(7, 3))]),
+            errors.ModelError,
+            r"optimizer= has a tensor of shape \(7, 3\)",
+        ),
+        (
+            lambda m: with_shape(m, "exp_avg_sq", torch.zeros(2)),
+            errors.ModelError,
+            r"exp_avg_sq of parameter 'first\.weight'.*\(2,\) on cpu",
+        ),
+        (
+            lambda m: with_shape(m, "exp_avg", torch.zeros(WIDTH, WIDTH, device="meta")),
+            errors.ModelError,
+            "exp_avg of.*on meta.*once the model has its values",
+        ),
+    ],
+)
+def test_what_cannot_be_adopted_is_refused_by_name(
+    make: Callable[[nn.Module], Any], error: type, message: str, workshop: Workshop
+) -> None:
+    model = late(torch.float32)
+    optimizer = make(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(error, match=message):
+        lohan.wrap(model, optimizer=optimizer, store=workshop.folder / "s")
+    assert_same_state(model.state_dict(), before)
+    assert not (workshop.folder / "s" / "lohan.data").exists()
+
+
+@pytest.mark.parametrize("given", [{"lr": 1e-3}, {"params": []}, {"betas": (0.9, 0.99), "eps": 1}])
+def test_what_the_optimizer_says_is_not_said_twice(
+    given: dict[str, Any], workshop: Workshop
+) -> None:
+    model = build()
+    with pytest.raises(errors.ModelError, match=f"{'=, '.join(given)}= besides optimizer="):
+        lohan.wrap(model, optimizer=AdamW(model.parameters()), store=workshop.folder / "s", **given)
+
+
+def test_adams_weight_decay_is_refused_when_it_is_set_later(workshop: Workshop) -> None:
+    model = late(torch.float32)
+    workshop.wrap(model, optimizer=Adam(model.parameters()), lr=None)
+    model.optimizer.param_groups[0]["weight_decay"] = 0.1
+    with pytest.raises(errors.UnsupportedError, match="decoupled_weight_decay=False"):
+        loss_of(model, 0).backward()
