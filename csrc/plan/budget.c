@@ -10,7 +10,6 @@ struct needs {
     uint64_t largest_bytes;
     uint64_t second_bytes;
     uint64_t all_bytes;
-    uint64_t elements_max;
     uint64_t gradient_bytes_max;
     uint64_t trainable_bytes_max;
     uint64_t waiting_bytes;        /* all gradients that wait for the close */
@@ -18,17 +17,30 @@ struct needs {
     uint32_t slab_bytes_per_element;
 };
 
-static struct needs needs_sum(const struct lh_budget_unit *units, uint32_t unit_count)
+/* Bytes of gradients, where they lie in blocks rounded up to whole ones. */
+static uint64_t gradients_round(const struct lh_budget_unit *unit, uint64_t bytes,
+                                uint64_t chunk_elements)
+{
+    if (unit->block_bytes_per_element == 0 || bytes == 0)
+        return bytes;
+    uint64_t all = lh_align_up(unit->elements, chunk_elements) * unit->block_bytes_per_element;
+    return lh_max_u64(bytes, all);
+}
+
+static struct needs needs_sum(const struct lh_budget_unit *units, uint32_t unit_count,
+                              uint64_t chunk_elements)
 {
     struct needs needs = {0};
     for (uint32_t i = 0; i < unit_count; i++) {
         const struct lh_budget_unit *unit = &units[i];
         needs.all_bytes += unit->bytes;
-        needs.elements_max = lh_max_u64(needs.elements_max, unit->elements);
-        needs.gradient_bytes_max = lh_max_u64(needs.gradient_bytes_max, unit->gradient_bytes);
+        needs.gradient_bytes_max = lh_max_u64(
+            needs.gradient_bytes_max, gradients_round(unit, unit->gradient_bytes, chunk_elements));
         if (unit->elements > 0)
-            needs.trainable_bytes_max = lh_max_u64(needs.trainable_bytes_max, unit->bytes);
-        uint64_t waiting_bytes = unit->elements * unit->waiting_bytes_per_element;
+            needs.trainable_bytes_max = lh_max_u64(
+                needs.trainable_bytes_max, gradients_round(unit, unit->bytes, chunk_elements));
+        uint64_t waiting_bytes =
+            gradients_round(unit, unit->elements * unit->waiting_bytes_per_element, chunk_elements);
         uint32_t slab_element_bytes = unit->state_bytes_per_element;
         needs.waiting_bytes += waiting_bytes;
         if (unit->waits_in_memory)
@@ -93,8 +105,11 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
                       struct lh_budget *budget, struct lh_error *err)
 {
     memset(budget, 0, sizeof(*budget));
-    struct needs needs = needs_sum(units, unit_count);
-    budget->chunk_elements = lh_min_u64(chunk_elements_max, lh_max_u64(needs.elements_max, 1));
+    uint64_t elements_max = 1;
+    for (uint32_t i = 0; i < unit_count; i++)
+        elements_max = lh_max_u64(elements_max, units[i].elements);
+    budget->chunk_elements = lh_min_u64(chunk_elements_max, elements_max);
+    struct needs needs = needs_sum(units, unit_count, budget->chunk_elements);
     budget->chunk_count = chunk_count_sum(units, unit_count, budget->chunk_elements);
     parts_start(budget, &needs, bookkeeping_bytes);
     budget->host_bytes_full = needs.all_bytes + budget->chunk_count * budget->slab_bytes +

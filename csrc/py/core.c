@@ -30,6 +30,7 @@ void lhpy_core_release(struct lhpy_core *core)
     if (core->alloc.sealed) /* not where the engine could not be made */
         lh_alloc_unseal(&core->alloc);
     lh_engine_destroy(core->engine);
+    lhpy_device_destroy(core, core->arena ? core->arena->base : NULL);
     if (core->arena)
         lh_arena_destroy(core->arena, &core->alloc);
     if (core->has_waker)

@@ -31,6 +31,7 @@ int lhpy_engine_wait(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argum
 
 int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit)
 {
+    lhpy_device_stream_note(self);
     int rc = lh_engine_acquire(self->core->engine, unit);
     bool is_interrupted = false;
     while (rc == 0) {
@@ -114,10 +115,12 @@ void lhpy_engine_sweep(struct lhpy_engine *self)
     uint32_t kept = 0;
     for (uint32_t i = 0; i < self->held_count; i++) {
         uint32_t param = self->held_params[i];
-        if (lh_engine_gradient_is_consumed(self->core->engine, param))
+        if (lh_engine_gradient_is_consumed(self->core->engine, param)) {
             Py_CLEAR(self->params[param].gradient);
-        else
+            self->held_bytes -= self->params[param].gradient_bytes;
+        } else {
             self->held_params[kept++] = param;
+        }
     }
     self->held_count = kept;
 }
@@ -127,6 +130,7 @@ void lhpy_engine_gradients_drop(struct lhpy_engine *self)
     for (uint32_t i = 0; i < self->held_count; i++)
         Py_CLEAR(self->params[self->held_params[i]].gradient);
     self->held_count = 0;
+    self->held_bytes = 0;
 }
 
 /* --- Methods ------------------------------------------------------------------------------ */
@@ -167,6 +171,16 @@ static PyObject *engine_release(PyObject *object, PyObject *args)
         return NULL;
     lhpy_engine_unuse(self, unit);
     Py_RETURN_NONE;
+}
+
+/* Of gradients that the engine has not read yet. */
+static PyObject *engine_held_bytes(PyObject *object, PyObject *args)
+{
+    (void)args;
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    if (self->io)
+        lhpy_engine_sweep(self);
+    return PyLong_FromUnsignedLongLong(self->held_bytes);
 }
 
 /* Bring the parameters of a unit in from outside any forward, for reading them. */
@@ -415,6 +429,8 @@ static PyMethodDef engine_methods[] = {
     {"gradient_hook", lhpy_engine_gradient_hook, METH_VARARGS, "gradient_hook(param) -> hook"},
     {"acquire", engine_acquire, METH_VARARGS, "acquire(unit): wait until resident, and pin."},
     {"release", engine_release, METH_VARARGS, "release(unit)"},
+    {"held_bytes", engine_held_bytes, METH_NOARGS,
+     "Bytes of gradients that the engine has not read yet."},
     {"lend", engine_lend, METH_VARARGS, "lend(param) -> tensor"},
     {"begin", lhpy_engine_begin, METH_VARARGS, "begin(train)"},
     {"hyper", lhpy_engine_hyper, METH_VARARGS, "hyper(group, lr, beta1, beta2, eps, weight_decay)"},

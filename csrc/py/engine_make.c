@@ -105,7 +105,8 @@ static int params_parse(struct lhpy_engine *self, PyObject *list)
 }
 
 static struct lh_budget_unit budget_unit(const struct lh_engine_unit *unit, uint64_t gradient_bytes,
-                                         bool is_waiting, bool waits_in_memory, bool is_summed)
+                                         bool is_waiting, bool waits_in_memory, bool is_summed,
+                                         unsigned int block_bytes)
 {
     uint32_t state_bytes = 8 + (uint32_t)lh_adam_residual_bytes(unit->dtype);
     return (struct lh_budget_unit){
@@ -118,6 +119,7 @@ static struct lh_budget_unit budget_unit(const struct lh_engine_unit *unit, uint
                 ? (uint32_t)lh_dtype_bytes(is_summed ? LH_DTYPE_F32 : unit->dtype)
                 : 0,
         .waits_in_memory = waits_in_memory || is_summed,
+        .block_bytes_per_element = unit->elements > 0 ? block_bytes : 0,
         .always = unit->always,
     };
 }
@@ -144,8 +146,9 @@ PyObject *lhpy_budget(PyObject *module, PyObject *args)
     int is_waiting = 0;
     int waits_in_memory = 0;
     int is_summed = 0;
-    if (!PyArg_ParseTuple(args, "O!KKpppO", &PyList_Type, &list, &host_bytes, &bookkeeping,
-                          &is_waiting, &waits_in_memory, &is_summed, &raiser))
+    unsigned int block_bytes = 0;
+    if (!PyArg_ParseTuple(args, "O!KKpppIO", &PyList_Type, &list, &host_bytes, &bookkeeping,
+                          &is_waiting, &waits_in_memory, &is_summed, &block_bytes, &raiser))
         return NULL;
     Py_ssize_t count = PyList_Size(list);
     struct lh_budget_unit *units = PyMem_Calloc((size_t)count + 1, sizeof(*units));
@@ -163,7 +166,7 @@ PyObject *lhpy_budget(PyObject *module, PyObject *args)
             return NULL;
         }
         units[i] = budget_unit(&unit, gradient_bytes, is_waiting != 0, waits_in_memory != 0,
-                               is_summed != 0);
+                               is_summed != 0, block_bytes);
         units[i].together_bytes = together_bytes;
         units[i].is_together = together_bytes == 0;
     }
@@ -190,6 +193,7 @@ struct make_opts {
     int verify;
     unsigned int trace_count;
     unsigned int group_count;
+    struct lhpy_device_opts device;
 };
 
 static int budget_read(PyObject *dict, struct lh_budget *budget)
@@ -289,6 +293,11 @@ static int engine_make(struct lhpy_engine *self, const struct make_opts *opts,
         .exec = self->exec,
         .waker = &core->waker,
         .clock = lh_clock_real(),
+        .dev = core->dev,
+        .device_memory = core->device_base,
+        .device_bytes = opts->device.bytes,
+        .gradients_in_memory = opts->sums != 0,
+        .copy_count = core->dev ? LHPY_COPY_COUNT : 0,
         .io_depth = opts->io_depth,
         .transfer_bytes = opts->transfer_bytes,
         .commit_every = opts->commit_every,
@@ -305,8 +314,10 @@ static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
                       struct lh_store *store, struct lh_error *err)
 {
     struct lhpy_core *core = self->core;
+    bool has_landings = strcmp(opts->device.name, "cpu") != 0 && !opts->sums;
     struct lh_arena_opts arena_opts = {
-        .bytes = moved_bytes(self) + (opts->sums ? lhpy_sums_bytes(self) : 0),
+        .bytes = moved_bytes(self) + (opts->sums ? lhpy_sums_bytes(self) : 0) +
+                 (has_landings ? self->budget.gradient_bytes : 0),
         .numa_node = -1,
     };
     LH_TRY(lh_waker_init(&core->waker, err));
@@ -314,6 +325,7 @@ static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
     LH_TRY(lh_arena_create(&arena_opts, &core->alloc, &core->arena, err));
     if (opts->sums)
         lhpy_sums_place(self, core->arena->base + moved_bytes(self));
+    LH_TRY(lhpy_device_make(core, &opts->device, core->arena->base, core->arena->bytes, err));
     LH_TRY(io_make(self, opts, store, err));
     int rc = exec_make(self, opts, err);
     if (rc == 0)
@@ -334,22 +346,25 @@ static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
 static int opts_parse(struct lhpy_engine *self, PyObject *args, PyObject *kwargs,
                       struct make_opts *opts)
 {
-    static char *names[] = {"store",          "units",        "params",   "group_count",
-                            "budget",         "raiser",       "types",    "io",
-                            "directory",      "threads",      "nice",     "io_depth",
-                            "transfer_bytes", "commit_every", "schedule", "verify",
-                            "trace_count",    "norms",        "sums",     NULL};
+    static char *names[] = {
+        "store",          "units",        "params",    "group_count", "budget",      "raiser",
+        "types",          "io",           "directory", "threads",     "nice",        "io_depth",
+        "transfer_bytes", "commit_every", "schedule",  "verify",      "trace_count", "norms",
+        "sums",           "device",       NULL};
     PyObject *units = NULL;
     PyObject *params = NULL;
     PyObject *raiser = NULL;
     PyObject *handle_type = NULL;
     PyObject *scope_type = NULL;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OO!O!IO!O(OO)ssIiIKKIpIpp:Engine", names, &opts->store, &PyList_Type,
-            &units, &PyList_Type, &params, &opts->group_count, &PyDict_Type, &opts->budget, &raiser,
-            &handle_type, &scope_type, &opts->io_name, &opts->directory, &opts->threads,
-            &opts->nice, &opts->io_depth, &opts->transfer_bytes, &opts->commit_every,
-            &opts->schedule, &opts->verify, &opts->trace_count, &opts->norms, &opts->sums))
+            args, kwargs, "OO!O!IO!O(OO)ssIiIKKIpIpp(siKKKO):Engine", names, &opts->store,
+            &PyList_Type, &units, &PyList_Type, &params, &opts->group_count, &PyDict_Type,
+            &opts->budget, &raiser, &handle_type, &scope_type, &opts->io_name, &opts->directory,
+            &opts->threads, &opts->nice, &opts->io_depth, &opts->transfer_bytes,
+            &opts->commit_every, &opts->schedule, &opts->verify, &opts->trace_count, &opts->norms,
+            &opts->sums, &opts->device.name, &opts->device.index, &opts->device.bytes,
+            &opts->device.link_bytes_per_s[LH_DEV_DIRECTION_IN],
+            &opts->device.link_bytes_per_s[LH_DEV_DIRECTION_OUT], &opts->device.memory))
         return -1;
     self->raiser = Py_NewRef(raiser);
     self->handle_type = Py_NewRef(handle_type);
@@ -380,6 +395,12 @@ PyObject *lhpy_engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!self->core) {
         Py_DECREF(self);
         return PyErr_NoMemory();
+    }
+    bool has_memory = opts.device.memory != Py_None;
+    if (has_memory &&
+        lhpy_exchange()->managed_from_object(opts.device.memory, &self->core->device_memory) != 0) {
+        Py_DECREF(self);
+        return NULL;
     }
     struct lh_error err = {0};
     int rc;

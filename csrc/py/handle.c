@@ -180,7 +180,7 @@ PyObject *lhpy_engine_pack(PyObject *object, PyObject *tensor)
         PyErr_Clear();
         return activation_keep(tensor);
     }
-    if (view.device_type != LHPY_DL_DEVICE_CPU || !view.data)
+    if (view.device_type != self->core->device_type || !view.data)
         return activation_keep(tensor);
     for (uint32_t i = 0; i < self->bound_unit_count; i++) {
         uint32_t unit = self->bound_units[i];

@@ -403,7 +403,7 @@ static PyObject *gradient_prepare(struct lhpy_engine *self, uint32_t index, PyOb
         owned = contiguous;
     }
     enum lh_dtype dtype = lhpy_dtype(view->dtype);
-    bool is_known = dtype != LH_DTYPE_BYTES;
+    bool is_known = dtype != LH_DTYPE_BYTES && view->device_type == self->core->device_type;
     if (is_known && (uint64_t)lhpy_tensor_count(view) == self->engine_params[index].count)
         return owned;
     PyOS_snprintf(message, sizeof(message),
@@ -460,6 +460,7 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
         Py_DECREF(owned);
         return NULL;
     }
+    lhpy_device_stream_note(self);
     int rc = lh_engine_gradient(self->core->engine, index, view.data, lhpy_dtype(view.dtype));
     if (rc < 0) {
         Py_DECREF(owned);
@@ -472,6 +473,8 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
     }
     LH_ASSERT(!param->gradient);
     param->gradient = owned;
+    param->gradient_bytes = (uint64_t)lhpy_tensor_count(&view) * (view.dtype.bits / 8);
+    self->held_bytes += param->gradient_bytes;
     self->held_params[self->held_count++] = index;
     self->unit_states[self->engine_params[index].unit].has_gradients = true;
     lhpy_engine_sweep(self);

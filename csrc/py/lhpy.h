@@ -28,13 +28,31 @@
 #include "py/dlpack_abi.h"
 #include "sched/engine.h"
 
+/* Copies to and from an accelerator that are on their way at once. */
+#define LHPY_COPY_COUNT 64
+
 struct lhpy_core {
     _Atomic uint32_t references;
     struct lh_alloc alloc;
     struct lh_engine *engine;
     struct lh_arena *arena;
+    struct lh_dev *dev;                    /* NULL: computation is in main memory */
+    struct lh_arena *device_arena;         /* emulated device memory, or NULL */
+    struct lhpy_dl_managed *device_memory; /* torch's, or NULL */
+    uint8_t *device_base;
+    int32_t device_type; /* of lends and gradients, as DLPack says it */
+    int32_t device_id;
+    bool is_registered; /* main memory, with the device */
     struct lh_waker waker;
     bool has_waker;
+};
+
+struct lhpy_device_opts {
+    const char *name; /* "cpu", or a backend's */
+    int index;
+    unsigned long long bytes; /* for parameters */
+    uint64_t link_bytes_per_s[LH_DEV_DIRECTION_COUNT];
+    PyObject *memory; /* borrowed: a tensor of bytes on the device, or None */
 };
 
 /* What Python knows of a parameter. */
@@ -44,7 +62,8 @@ struct lhpy_param {
     PyObject *bound_class;  /* owned, or NULL: its type while resident */
     PyObject *hollow_class; /* owned, or NULL: its type while not: it refuses to be read */
     PyObject *gradient;     /* owned while the engine reads it, else NULL */
-    uint64_t byte_offset;   /* in the unit */
+    uint64_t gradient_bytes;
+    uint64_t byte_offset; /* in the unit */
     int32_t ndim;
     int64_t *shape; /* ndim sizes, then ndim contiguous strides */
     struct lhpy_dl_type dtype;
@@ -81,6 +100,7 @@ struct lhpy_engine {
     uint32_t *again_units;
     uint32_t held_count; /* gradients held, in held_params */
     uint32_t *held_params;
+    uint64_t held_bytes;
     struct lh_budget budget;
     uint64_t hollow_base[4]; /* by enum lh_dtype: the array that hollow parameters point into */
     uint64_t hollow_bytes[4];
@@ -116,6 +136,14 @@ static inline void lhpy_replace(PyObject **slot, PyObject *value)
 struct lhpy_core *lhpy_core_create(void);
 void lhpy_core_retain(struct lhpy_core *core);
 void lhpy_core_release(struct lhpy_core *core); /* any thread, without the GIL */
+
+/* device.c */
+/* Make the accelerator that opts name; nothing for "cpu". Without the GIL. */
+int lhpy_device_make(struct lhpy_core *core, const struct lhpy_device_opts *opts, const void *base,
+                     uint64_t bytes, struct lh_error *err);
+void lhpy_device_destroy(struct lhpy_core *core, const void *base);
+/* What is acquired from here on is ordered with torch's current stream. */
+void lhpy_device_stream_note(struct lhpy_engine *self);
 
 /* tensor.c */
 /* torch's exchange table; NULL with an ImportError set. */

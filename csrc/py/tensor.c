@@ -151,7 +151,8 @@ PyObject *lhpy_lend(struct lhpy_core *core, uint32_t unit, uint64_t byte_offset,
         .tensor =
             {
                 .data = lh_engine_address(core->engine, unit) + byte_offset,
-                .device_type = LHPY_DL_DEVICE_CPU,
+                .device_type = core->device_type,
+                .device_id = core->device_id,
                 .ndim = ndim,
                 .dtype = dtype,
                 .shape = lend->shape_strides,

@@ -131,10 +131,12 @@ class ForwardRules:
             self._engine.begin(grad)
             self._begun = (self.step, grad)
         self._autocast_cache = torch.is_autocast_cache_enabled()
-        if torch.is_autocast_enabled("cpu"):
+        kind = self.device.torch_device.type
+        if torch.is_autocast_enabled(kind):
             # The cache would keep every weight's cast: the whole model, as activations.
             torch.set_autocast_cache_enabled(False)
-            self._engine.autocast(DTYPE_CODES.get(torch.get_autocast_dtype("cpu"), -1))
+            dtype = torch.get_autocast_dtype(kind)
+            self._engine.autocast(DTYPE_CODES.get(dtype, -1) if kind == "cpu" else -1)
         self.saved.enter()
         self._forward_depth = 1
         self._forward_frame = _frame_outside()
@@ -142,6 +144,8 @@ class ForwardRules:
 
     def _check_hollow(self) -> None:
         """Refuse to go on where a hollow parameter was written: torch lets fill_() do that."""
+        if self.device.torch_device.type != "cpu":
+            return  # looking would wait for the device, in every step
         for dtype, array in self._arrays.items():
             if dtype not in DTYPE_CODES or bool(array.isnan().all()):
                 continue

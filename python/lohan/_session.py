@@ -15,6 +15,7 @@ from torch import nn
 from lohan import _core, _gradients, _scalars
 from lohan._accumulate import Accumulation
 from lohan._block import DTYPE_CODES, Layout
+from lohan._device import Device, Meter
 from lohan._forward import ForwardRules
 from lohan._optim import Hyper, check_hyper
 from lohan._stats import StepStats
@@ -47,6 +48,8 @@ class Session(ForwardRules):
         budget: how main memory is divided, in bytes.
         uuid: of the store.
         directories: of the store.
+        device: where computation happens.
+        meter: counts an emulated device's memory; None for others.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Session(ForwardRules):
         group_of: dict[int, int],
         group_count: int,
         norms: bool = False,
+        device: Device | None = None,
     ) -> None:
         self.layout = layout
         self.extents = extents
@@ -67,6 +71,7 @@ class Session(ForwardRules):
         self.budget = budget
         self.directories = list(directories)
         self.store = store
+        self.device = device or Device()
         self.uuid = str(store.describe()["uuid"])
         self.closed = False
         self._owner_pid = os.getpid()
@@ -96,6 +101,7 @@ class Session(ForwardRules):
             trace_count=min(config.trace_events, _core.TRACE_COUNT_MAX),
             norms=norms,
             sums=self._accumulation.is_on,
+            device=self.device.options(),
         )
         try:
             self._bind()
@@ -103,7 +109,12 @@ class Session(ForwardRules):
             self._engine.close()
             raise
         self._forward_init()
-        self.saved = SavedTensors(self._engine.pack, self._engine.unpack)
+        pack, unpack = self._engine.pack, self._engine.unpack
+        self.meter: Meter | None = None
+        if self.device.name == "emu":
+            self.meter = Meter(self.device, self._engine.held_bytes)
+            pack, unpack = self.meter.wrap(pack), self.meter.unwrap(unpack)
+        self.saved = SavedTensors(pack, unpack)
         self._set_callbacks()
         self._backward = "none"  # none, running, done
         self._hyper: list[Hyper] | None = None
@@ -132,7 +143,7 @@ class Session(ForwardRules):
         for param in self.layout.params:
             dtype = param.tensor.dtype
             if dtype not in self._arrays:
-                self._arrays[dtype] = nan_array(dtype, count)
+                self._arrays[dtype] = nan_array(dtype, count).to(self.device.torch_device)
                 if dtype in DTYPE_CODES:
                     self._engine.hollow_array(self._arrays[dtype])
             empty = hollow(self._arrays[dtype], param.index, param.tensor.shape)

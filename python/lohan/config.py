@@ -39,6 +39,15 @@ class Config:
             `step()` may come earlier and takes what is there. "manual": those in
             `with model.no_sync():` and the one behind them. Updates wait for `step()`: schedule
             "serial" stays, the others become "deferred".
+        device: where computation happens: "cpu" (main memory), "cuda", "cuda:1", or "emu", an
+            emulated accelerator in main memory (to try what a GPU would do). None: the GPU that
+            torch uses, if there is one.
+        device_bytes: device memory for parameters, kept saved tensors and gradients on their way
+            out. None: what the device has.
+        device_param_bytes: of these, for parameters. None: half of device_bytes (of a GPU's free
+            memory a quarter), at least what is in use at once.
+        emu_bytes_per_s: speed of the emulated device's two links, in and out. None: as fast as
+            memory is copied.
         verify: check the checksums of everything that is read.
         trace_events: events of the timeline that are kept; 0: none.
         allow_buffered: go on without O_DIRECT where the file system refuses it.
@@ -54,6 +63,10 @@ class Config:
     commit_every: int | Literal["auto", "never"] = "auto"
     schedule: Literal["optimized", "serial", "naive", "deferred"] = "optimized"
     accumulate: int | Literal["manual"] = 1
+    device: str | None = None
+    device_bytes: int | None = None
+    device_param_bytes: int | None = None
+    emu_bytes_per_s: tuple[int, int] | None = None
     verify: bool = True
     trace_events: int = 0
     allow_buffered: bool = True

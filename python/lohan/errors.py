@@ -19,6 +19,10 @@ class BudgetError(LohanError, MemoryError):
     """A budget of memory or disk is too small; the message says what would fit."""
 
 
+class DeviceMemoryError(LohanError, MemoryError):
+    """What an accelerator would have to hold is more than it has, or may have."""
+
+
 class StoreError(LohanError, OSError):
     """A store cannot be made, opened, read or written."""
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lohan import _adopt, _core, _store, _weights
+from lohan import _adopt, _core, _device, _store, _weights
 from lohan._accumulate import is_accumulating
 from lohan._block import RESIDUAL_BYTES, Layout, make_layout
 from lohan._guard import Guard
@@ -49,6 +49,8 @@ _RANGES = {
     "io_depth": (1, 512),  # a queue of the backends holds 1024, and the commit's requests besides
     "transfer_bytes": (1 << 20, 64 << 20),
     "trace_events": (0, 1 << 62),
+    "device_bytes": (1, 1 << 60),
+    "device_param_bytes": (1, 1 << 60),
 }
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -195,6 +197,7 @@ class _Opening:
                 self.group_of,
                 len(self.optimizer.param_groups),
                 norms=self.optimizer.max_grad_norm is not None,
+                device=_device.plan(self.layout, _together_bytes(self.layout), self.config),
             )
             session.adopt(self.optimizer)
             if resume:
@@ -259,6 +262,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def _attach(model: nn.Module, session: Session, optimizer: Optimizer) -> None:
     session.hook(model)
+    session.device.take_buffers(model)
     guard = Guard(model, session)
     guard.install()
     object.__setattr__(model, "lohan", session)
@@ -393,6 +397,7 @@ def _check_config(config: Config) -> None:
         raise ModelError(f"io {config.io!r}: 'auto', 'io_uring', 'libaio' or 'threads'")
     if config.schedule not in SCHEDULES:
         raise ModelError(f"schedule {config.schedule!r}: one of {', '.join(SCHEDULES)}")
+    _device.check(config)
     for name, (least, most) in _RANGES.items():
         value = getattr(config, name)
         if value is not None and not (isinstance(value, int) and least <= value <= most):
@@ -486,7 +491,9 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
         config.schedule in SCHEDULES_AT_STEP,
         config.commit_every not in ("auto", 1),
         is_accumulating(config.accumulate),
+        _device.block_bytes_per_element(layout, config),
     )
+    _device.plan(layout, together, config)
     full = _core.budget(units, 1 << 60, bookkeeping, *waiting, raiser)["host_bytes_full"]
     return _core.budget(units, _host_bytes(config, full), bookkeeping, *waiting, raiser)
 
@@ -498,7 +505,9 @@ def _layout_for_budget(
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     limit = max(total, 1)
     layout = make_layout(model, limit, blocks)
-    if config.host_bytes is None or blocks is not None:
+    limits = (config.host_bytes, config.device_bytes, config.device_param_bytes)
+    is_free = all(limit is None for limit in limits)
+    if is_free or blocks is not None:
         return layout
     for _ in range(8):
         try:

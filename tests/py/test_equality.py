@@ -33,6 +33,7 @@ class Setting:
     threads: int
     schedule: str
     commit_every: int | str
+    device: str
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in dataclasses.astuple(self))
@@ -47,6 +48,7 @@ DIMENSIONS: tuple[tuple[Any, ...], ...] = (
     (1, 2, 3),
     SCHEDULES,
     (1, 3, "never"),
+    ("cpu", "emu", "emu-minimal"),
 )
 
 
@@ -105,9 +107,24 @@ def expected(name: str, dtype: str, folder: pathlib.Path) -> helper.Trained:
     return EXPECTED[name, dtype]
 
 
+def device_of(
+    setting: Setting, build: Callable[[], nn.Module], folder: pathlib.Path
+) -> dict[str, Any]:
+    """Where a setting computes, with how much memory for parameters."""
+    name, _, is_minimal = setting.device.partition("-")
+    settings: dict[str, Any] = {"device": name}
+    if is_minimal:
+        settings["device_param_bytes"] = helper.device_bytes_min(build(), folder)
+    return settings
+
+
 def host_bytes_of(setting: Setting, build: Callable[[], nn.Module], folder: pathlib.Path) -> int:
     """A setting's budget in bytes: some schedules let gradients wait, and need more."""
-    settings = {"schedule": setting.schedule, "commit_every": setting.commit_every}
+    settings: dict[str, Any] = {
+        "schedule": setting.schedule,
+        "commit_every": setting.commit_every,
+        **device_of(setting, build, folder),
+    }
     smallest = helper.host_bytes_min(build(), folder, **settings)
     probe = lohan.wrap(build(), store=folder / "probe", **settings)
     full = probe.lohan.budget["host_bytes_full"]
@@ -127,6 +144,7 @@ def check(setting: Setting, folder: pathlib.Path) -> None:
         threads=setting.threads,
         schedule=setting.schedule,
         commit_every=setting.commit_every,
+        **device_of(setting, build, folder),
         **helper.HYPER,
     )
     budget = model.lohan.budget
@@ -145,10 +163,11 @@ def test_losses_and_parameters_are_the_same_bits_in_every_setting(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("budget", ["minimal", "middle"])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", ["cpu", "emu-minimal"])
 def test_units_of_several_chunks_streamed_through_few_slabs_give_the_same_bits(
-    dtype: str, budget: str, schedule: str, store_dir: pathlib.Path
+    device: str, dtype: str, budget: str, schedule: str, store_dir: pathlib.Path
 ) -> None:
-    check(Setting("linears", dtype, budget, 3, "io_uring", 3, schedule, 1), store_dir)
+    check(Setting("linears", dtype, budget, 3, "io_uring", 3, schedule, 1, device), store_dir)
 
 
 def test_the_settings_cover_every_pair_of_choices() -> None:

@@ -183,6 +183,10 @@ def check(
         whole = lohan.wrap(build(make, dtype), store=folder / "whole")
         whole.lohan.close()
         settings["host_bytes"] = whole.lohan.budget["host_bytes_min"]
+    elif budget == "emu":
+        settings["device"] = "emu"
+        settings["device_param_bytes"] = helper.device_bytes_min(build(make, dtype), folder)
+        settings["host_bytes"] = helper.host_bytes_min(build(make, dtype), folder, **settings)
     plain = watch(build(make, dtype))
     wrapped = watch(build(make, dtype))
     model = lohan.wrap(wrapped.model, store=folder / "store", **settings)
@@ -197,7 +201,8 @@ def check(
             model.optimizer.step()
         if budget != "full":
             model.lohan.flush()
-            assert model.lohan.stats().bytes["param_read"] > 0  # blocks came and went
+            link = "copy_in" if budget == "emu" else "param_read"
+            assert model.lohan.stats().bytes[link] > 0  # blocks came and went
     finally:
         model.lohan.close()
 
@@ -205,7 +210,7 @@ def check(
 # --- Tests ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", ["minimal", "full"])
+@pytest.mark.parametrize("budget", ["minimal", "full", "emu"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ZOO)
 def test_gradients_equal_the_plain_models(
@@ -238,7 +243,7 @@ class Checkpointed(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("budget", ["minimal", "full"])
+@pytest.mark.parametrize("budget", ["minimal", "full", "emu"])
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_gradients_are_equal_with_checkpointed_blocks(
@@ -248,7 +253,7 @@ def test_gradients_are_equal_with_checkpointed_blocks(
         check(lambda: Checkpointed(use_reentrant), vector_loss, torch.float32, store_dir, budget)
 
 
-@pytest.mark.parametrize("budget", ["minimal", "full"])
+@pytest.mark.parametrize("budget", ["minimal", "full", "emu"])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_gradients_are_equal_with_the_models_own_checkpointing(
@@ -340,7 +345,7 @@ def autocast(loss_of: Loss, cache_enabled: bool, cast_dtype: torch.dtype = torch
     return loss
 
 
-@pytest.mark.parametrize("budget", ["minimal", "full"])
+@pytest.mark.parametrize("budget", ["minimal", "full", "emu"])
 @pytest.mark.parametrize("cast", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "sequential", "shared"])
 def test_gradients_are_equal_under_autocast(

@@ -88,6 +88,15 @@ def host_bytes_min(model: nn.Module, folder: pathlib.Path, **settings: Any) -> i
     return int(found[1])
 
 
+def device_bytes_min(model: nn.Module, folder: pathlib.Path) -> int:
+    """The least device memory for parameters that lohan takes for model."""
+    with pytest.raises(BudgetError) as refused:
+        lohan.wrap(model, store=folder / "refused", device="emu", device_param_bytes=1)
+    found = re.search(r"at least (\d+)", str(refused.value))
+    assert found, str(refused.value)
+    return int(found[1])
+
+
 @dataclasses.dataclass
 class Trained:
     """What a run leaves behind."""

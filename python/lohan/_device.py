@@ -1,0 +1,223 @@
+"""Where a session computes: main memory, an emulated accelerator, or a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan._accumulate import is_accumulating
+from lohan._block import Layout
+from lohan.config import Config
+from lohan.errors import BudgetError, DeviceMemoryError, ModelError
+
+NAMES = ("cpu", "emu", "cuda")
+# Of what a GPU has free: the rest is for activations and torch's temporaries.
+_FREE_SHARE = 4
+
+
+@dataclasses.dataclass
+class Device:
+    """An accelerator, or none.
+
+    Attributes:
+        name: "cpu" (computation is in main memory), "emu" or "cuda".
+        index: of the GPU.
+        ceiling_bytes: what parameters, kept saved tensors and gradients on their way out may take
+            together; 0: no limit but the device's own.
+        slot_bytes: of these, for parameters.
+        link_bytes_per_s: of an emulated device, in and out; 0: as fast as memory is copied.
+    """
+
+    name: str = "cpu"
+    index: int = 0
+    ceiling_bytes: int = 0
+    slot_bytes: int = 0
+    link_bytes_per_s: tuple[int, int] = (0, 0)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """What parameters' tensors are on."""
+        return torch.device("cuda", self.index) if self.name == "cuda" else torch.device("cpu")
+
+    def options(self) -> tuple[Any, ...]:
+        """What the engine is made with."""
+        memory = None
+        if self.name == "cuda":
+            memory = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.torch_device)
+        return (self.name, self.index, self.slot_bytes, *self.link_bytes_per_s, memory)
+
+    def take_buffers(self, model: nn.Module) -> None:
+        """Put the model's buffers where its parameters will be."""
+        if self.name != "cuda":
+            return
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.torch_device)
+
+
+def parse(name: str | None) -> tuple[str, int]:
+    """The backend and the index that a user means.
+
+    Args:
+        name: as of Config.device.
+
+    Raises:
+        ModelError: it names none.
+    """
+    if name is None:
+        return ("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else ("cpu", 0)
+    kind, _, index = name.partition(":")
+    if kind not in NAMES or (index and not (kind == "cuda" and index.isdecimal())):
+        raise ModelError(f"device {name!r}: 'cpu', 'cuda', 'cuda:INDEX' or 'emu'")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device 'cuda': torch finds no GPU (torch.cuda.is_available() is False)")
+    return kind, int(index) if index else 0
+
+
+def check(config: Config) -> None:
+    """Refuse settings of a device that cannot be.
+
+    Raises:
+        ModelError: says which, and what could be.
+    """
+    parse(config.device)
+    links = config.emu_bytes_per_s
+    if links is not None and not (
+        isinstance(links, tuple) and len(links) == 2 and all(0 <= int(n) < 1 << 60 for n in links)
+    ):
+        raise ModelError(f"emu_bytes_per_s {links!r}: two speeds in bytes a second, in and out")
+
+
+def block_bytes_per_element(layout: Layout, config: Config) -> int:
+    """How wide gradients' places in main memory are; 0 where they stay torch's tensors."""
+    if parse(config.device)[0] == "cpu" or is_accumulating(config.accumulate):
+        return 0
+    return max((u.dtype.itemsize for u in layout.units if u.trainable), default=0)
+
+
+def plan(layout: Layout, together: Sequence[int], config: Config) -> Device:
+    """Divide the device's memory between parameters and the rest.
+
+    Args:
+        layout: of the model.
+        together: of each unit, the bytes that are in use with it (0: counted at another unit).
+        config: device, its bytes and the emulated links' speeds.
+
+    Raises:
+        BudgetError: device_bytes or device_param_bytes is too small for what is in use at once.
+    """
+    name, index = parse(config.device)
+    if name == "cpu":
+        return Device()
+    every = sum(u.nbytes for u in layout.units)
+    always = sum(u.nbytes for u in layout.units if u.always)
+    sets = sorted((b for b, u in zip(together, layout.units, strict=True) if not u.always and b))
+    largest, second = (sets[-1] if sets else 0), (sets[-2] if len(sets) > 1 else 0)
+    least = min(every, always + largest + 2 * second)
+    ceiling = config.device_bytes or 0
+    for setting in ("device_param_bytes", "device_bytes"):
+        given = getattr(config, setting)
+        if given is not None and given < least:
+            raise BudgetError(
+                f"{setting} {given} is too small: the largest block and two of the next size need"
+                f" at least {least} bytes for parameters alone"
+            )
+    share = config.device_param_bytes or _share(name, index, ceiling, every)
+    links = config.emu_bytes_per_s or (0, 0)
+    return Device(name, index, ceiling, min(every, max(least, share)), links)
+
+
+def _share(name: str, index: int, ceiling: int, every: int) -> int:
+    if ceiling:
+        return ceiling // 2
+    return torch.cuda.mem_get_info(index)[0] // _FREE_SHARE if name == "cuda" else every
+
+
+class _Kept:
+    """A saved tensor that counts as device memory while autograd has it."""
+
+    __slots__ = ("key", "meter", "tensor")
+
+    def __init__(self, meter: Meter, tensor: torch.Tensor, key: int) -> None:
+        self.meter = meter
+        self.tensor = tensor
+        self.key = key
+
+    def __del__(self) -> None:
+        self.meter.drop(self.key)
+
+
+class Meter:
+    """Counts what an emulated device would hold: slots, saved tensors, gradients on their way.
+
+    torch's own temporaries (an operation's outputs, gradients inside a backward) are in main
+    memory and not counted.
+    """
+
+    def __init__(self, device: Device, held: Callable[[], int]) -> None:
+        self.device = device
+        self.held = held
+        self.kept_bytes = 0
+        self.peak_bytes = device.slot_bytes
+        self._storages: dict[int, list[int]] = {}  # address: [bytes, tensors over it]
+
+    def wrap(self, pack: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Count what pack keeps as it is."""
+
+        def counted(tensor: torch.Tensor) -> Any:
+            packed = pack(tensor)
+            return self.take(packed) if isinstance(packed, torch.Tensor) else packed
+
+        return counted
+
+    @staticmethod
+    def unwrap(unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The other end of wrap()."""
+
+        def counted(packed: Any) -> Any:
+            return packed.tensor if isinstance(packed, _Kept) else unpack(packed)
+
+        return counted
+
+    def take(self, tensor: torch.Tensor) -> _Kept:
+        """Count a saved tensor's storage, once however many tensors share it.
+
+        Raises:
+            DeviceMemoryError: the ceiling would be passed.
+        """
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        entry = self._storages.setdefault(key, [storage.nbytes(), 0])
+        kept = _Kept(self, tensor, key)  # from here on it is dropped, whatever happens
+        entry[1] += 1
+        if entry[1] == 1:
+            self.kept_bytes += entry[0]
+        self.look(entry[0])
+        return kept
+
+    def look(self, more: int = 0) -> None:
+        """Compare what is held now with the ceiling."""
+        total = self.device.slot_bytes + self.kept_bytes + self.held()
+        ceiling = self.device.ceiling_bytes
+        if ceiling and total > ceiling:
+            raise DeviceMemoryError(
+                f"the emulated device is full: {self.device.slot_bytes} bytes for parameters,"
+                f" {self.kept_bytes} of saved tensors (the last one {more}) and {self.held()} of"
+                f" gradients on their way are more than device_bytes {ceiling}: use a smaller"
+                " batch, checkpoint blocks, or raise device_bytes"
+            )
+        self.peak_bytes = max(self.peak_bytes, total)
+
+    def drop(self, key: int) -> None:
+        """A saved tensor is gone."""
+        entry = self._storages[key]
+        entry[1] -= 1
+        if entry[1] <= 0:
+            if entry[1] == 0:
+                self.kept_bytes -= entry[0]
+            del self._storages[key]
