@@ -10,7 +10,7 @@ static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err
 {
     const struct lh_budget *budget = opts->budget;
     uint64_t needed = budget->region_bytes + budget->slab_count * budget->slab_bytes +
-                      (opts->dev ? budget->gradient_bytes : 0);
+                      (opts->dev && !opts->gradients_in_memory ? budget->gradient_bytes : 0);
     if (opts->unit_count == 0 || opts->group_count == 0)
         return lh_error_set(err, -EINVAL, "an engine needs units and a group");
     if ((uint32_t)opts->schedule >= LH_ENGINE_SCHEDULE_COUNT)

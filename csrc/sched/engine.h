@@ -110,10 +110,11 @@ struct lh_engine_opts {
     struct lh_dev *dev;
     uint8_t *device_memory;
     uint64_t device_bytes;
-    uint32_t copy_count;     /* that dev takes at once */
-    uint32_t io_depth;       /* requests in flight */
-    uint64_t transfer_bytes; /* of one request at most; multiple of LH_CHECKSUM_BYTES */
-    uint64_t commit_every;   /* steps; LH_ENGINE_COMMIT_NEVER: only when asked to */
+    uint32_t copy_count;      /* that dev takes at once */
+    bool gradients_in_memory; /* with dev: they are given in main memory all the same */
+    uint32_t io_depth;        /* requests in flight */
+    uint64_t transfer_bytes;  /* of one request at most; multiple of LH_CHECKSUM_BYTES */
+    uint64_t commit_every;    /* steps; LH_ENGINE_COMMIT_NEVER: only when asked to */
     enum lh_engine_schedule schedule;
     bool norms;           /* lh_engine_norm() will be asked; every update is deferred */
     bool verify;          /* check checksums of what is read */
@@ -184,7 +185,7 @@ int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
 /*
  * param's gradient, after lh_engine_over_wait() said 1 in this step: contiguous, in param's order,
  * borrowed until lh_engine_gradient_is_consumed(). dtype F32, BF16 or F16; with an accelerator in
- * its memory, and no wider than the parameter's.
+ * its memory (but for opts.gradients_in_memory), and no wider than the parameter's.
  *
  * Errors: -EALREADY (the open step has one already), -EINVAL (frozen), the engine's error. Does not
  *         wait.

@@ -478,6 +478,8 @@ void lh_landing_destroy(struct lh_engine *engine);
 void lh_landing_posted(struct lh_engine *engine, uint32_t param);
 void lh_landing_copied(struct lh_engine *engine, struct lh_copy *copy);
 bool lh_landing_pump(struct lh_engine *engine);
+/* Gradients are in the accelerator's memory. */
+bool lh_landing_is_used(const struct lh_engine *engine);
 bool lh_landing_is_over(const struct lh_unit *unit);
 /* The gradient of one element of param's unit, and of those behind it in param and chunk. */
 const uint8_t *lh_landing_bytes(const struct lh_engine *engine, uint32_t param, uint64_t element);

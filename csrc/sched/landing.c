@@ -15,6 +15,11 @@
 
 #include "sched/engine_private.h"
 
+bool lh_landing_is_used(const struct lh_engine *engine)
+{
+    return engine->dev && !engine->opts.gradients_in_memory;
+}
+
 bool lh_landing_is_over(const struct lh_unit *unit)
 {
     return unit->landing_count == 0;
@@ -25,7 +30,7 @@ const uint8_t *lh_landing_bytes(const struct lh_engine *engine, uint32_t param, 
     const struct lh_engine_param *desc = &engine->params[param];
     const struct lh_gradient *gradient = &engine->gradients[param];
     uint64_t element_bytes = lh_dtype_bytes(gradient->dtype);
-    if (!engine->dev)
+    if (!lh_landing_is_used(engine))
         return (const uint8_t *)gradient->pointer + (element - desc->first) * element_bytes;
     const struct lh_unit *unit = &engine->units[desc->unit];
     const struct lh_chunk *chunk =
@@ -133,7 +138,7 @@ bool lh_landing_pump(struct lh_engine *engine)
 
 void lh_landing_release(struct lh_engine *engine, struct lh_chunk *chunk)
 {
-    if (!engine->dev || chunk->block == LH_BLOCK_NONE)
+    if (chunk->block == LH_BLOCK_NONE)
         return;
     engine->free_blocks[engine->free_block_count++] = chunk->block;
     chunk->block = LH_BLOCK_NONE;
@@ -159,7 +164,8 @@ int lh_landing_create(struct lh_engine *engine, struct lh_error *err)
             element_bytes = lh_max_u64(element_bytes, lh_dtype_bytes(engine->units[i].desc.dtype));
     }
     engine->block_bytes = engine->budget.chunk_elements * element_bytes;
-    uint64_t count = element_bytes ? engine->budget.gradient_bytes / engine->block_bytes : 0;
+    bool has_blocks = element_bytes > 0 && !engine->opts.gradients_in_memory;
+    uint64_t count = has_blocks ? engine->budget.gradient_bytes / engine->block_bytes : 0;
     engine->blocks_memory = engine->region + engine->budget.region_bytes +
                             engine->budget.slab_count * engine->budget.slab_bytes;
     engine->free_blocks = lh_alloc_zeroed(engine->alloc, lh_max_u64(count, 1), sizeof(uint32_t));

@@ -33,7 +33,7 @@ void lh_update_gradient(struct lh_engine *engine, uint32_t param, const void *po
     if (unit->gradient_count++ == 0)
         engine->gradient_unit_count++;
     unit->gradient_bytes += engine->params[param].count * lh_dtype_bytes(dtype);
-    if (engine->dev)
+    if (lh_landing_is_used(engine))
         lh_landing_posted(engine, param);
     LH_ASSERT(unit->gradient_count <= unit->desc.param_count);
     lh_norm_consider(engine, unit);

@@ -70,7 +70,7 @@ static void unit_plan(struct lh_engine *engine, struct lh_unit *unit, uint64_t s
     struct lh_engine_step_stats *stats = lh_step_stats(engine, step);
     unit->planned_step = step;
     stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] += unit->desc.bytes;
-    unit->landing_planned_bytes = engine->dev ? all_gradient_bytes(engine, unit) : 0;
+    unit->landing_planned_bytes = lh_landing_is_used(engine) ? all_gradient_bytes(engine, unit) : 0;
     stats->planned_bytes[LH_ENGINE_LINK_COPY_OUT] += unit->landing_planned_bytes;
     unit->spill_planned_step = unit->spills ? step : 0;
     if (unit->spills) {
