@@ -216,6 +216,12 @@ static void pause_here(struct lh_engine *engine)
     pthread_mutex_unlock(&engine->shared.mutex);
 }
 
+/* A device that died wakes nobody. */
+static int sleep_ms(const struct lh_engine *engine)
+{
+    return engine->copies_in_flight > 0 ? LH_DEV_SLEEP_MS_MAX : -1;
+}
+
 void *lh_engine_thread_run(void *context)
 {
     struct lh_engine *engine = context;
@@ -247,7 +253,7 @@ void *lh_engine_thread_run(void *context)
         }
         if (quiet_ns > STUCK_AFTER_MS * NS_PER_MS)
             stuck_fail(engine);
-        lh_waker_wait(engine->waker, stuck ? PLAN_AROUND_AFTER_MS : -1);
+        lh_waker_wait(engine->waker, stuck ? PLAN_AROUND_AFTER_MS : sleep_ms(engine));
     }
     /* Take back what is in flight: its buffers are about to be freed. */
     atomic_store(&engine->failed, true);
@@ -256,7 +262,7 @@ void *lh_engine_thread_run(void *context)
         if (failed_poll(engine))
             lh_waker_cancel(engine->waker);
         else
-            lh_waker_wait(engine->waker, -1);
+            lh_waker_wait(engine->waker, sleep_ms(engine));
     }
     return NULL;
 }
