@@ -44,8 +44,8 @@ struct lh_budget_unit {
     uint32_t waiting_bytes_per_element;
     bool waits_in_memory; /* they cannot wait on SSD */
     /*
-     * Gradients come from an accelerator and lie in blocks of main memory, one a chunk, of this many
-     * bytes an element, for all units the same; 0: they are torch's tensors.
+     * Gradients come from an accelerator and lie in blocks of main memory, one a chunk, of this
+     * many bytes an element, for all units the same; 0: they are torch's tensors.
      */
     uint32_t block_bytes_per_element;
     /* With all that is in use whenever it is (the units of its block); 0: itself alone. */

@@ -16,6 +16,7 @@ from torch import nn
 from lohan import _core
 from lohan._accumulate import Accumulation
 from lohan._block import DTYPE_CODES, Layout
+from lohan._device import Device
 from lohan._tensor import SavedTensors, has_saved_tensor_hooks, in_backward
 from lohan.errors import HollowParameterError, SecondBackwardError, UnsupportedError
 
@@ -29,6 +30,7 @@ class ForwardRules:
     """
 
     layout: Layout
+    device: Device
     closed: bool
     saved: SavedTensors
     _engine: _core.Engine

@@ -109,12 +109,7 @@ class Session(ForwardRules):
             self._engine.close()
             raise
         self._forward_init()
-        pack, unpack = self._engine.pack, self._engine.unpack
-        self.meter: Meter | None = None
-        if self.device.name == "emu":
-            self.meter = Meter(self.device, self._engine.held_bytes)
-            pack, unpack = self.meter.wrap(pack), self.meter.unwrap(unpack)
-        self.saved = SavedTensors(pack, unpack)
+        self._make_saved()
         self._set_callbacks()
         self._backward = "none"  # none, running, done
         self._hyper: list[Hyper] | None = None
@@ -135,6 +130,14 @@ class Session(ForwardRules):
             lambda begins: _alive(this)._on_forward(begins),
             lambda: _alive(this)._on_again(),
         )
+
+    def _make_saved(self) -> None:
+        pack, unpack = self._engine.pack, self._engine.unpack
+        self.meter: Meter | None = None
+        if self.device.name == "emu":
+            self.meter = Meter(self.device, self._engine.held_bytes)
+            pack, unpack = self.meter.wrap(pack), self.meter.unwrap(unpack)
+        self.saved = SavedTensors(pack, unpack)
 
     def _bind(self) -> None:
         """Make every parameter hollow and known to the engine."""
