@@ -135,6 +135,12 @@ class Optimizer(torch.optim.Optimizer):
         """The parameters of each group, by id: the session keeps them alive."""
         return [{id(p) for p in group["params"]} for group in self.param_groups]
 
+    def rebind(self, tensors: dict[int, nn.Parameter]) -> None:
+        """Put parameters in the places of those without storage, by whose id they are given."""
+        for group in self.param_groups:
+            group["params"] = [tensors.get(id(param), param) for param in group["params"]]
+        self._members = self._members_now()
+
     def hypers(self) -> list[Hyper]:
         """What the groups say now.
 

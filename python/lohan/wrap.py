@@ -175,6 +175,7 @@ class _Opening:
         is_filled = resume
         was_in_memory = not any(p.tensor.is_meta for p in self.layout.params)
         session: Session | None = None
+        tensors = [param.tensor for param in self.layout.params]
         try:
             if resume:
                 _store.check_same_model(store, self.layout)
@@ -187,6 +188,8 @@ class _Opening:
                 _weights.fill(self.model, self.layout, extents, store, weights, init, scalars)
                 is_filled = True
                 _weights.drop(self.layout)  # not before: a failure must not cost the only copy
+            params = zip(tensors, self.layout.params, strict=True)
+            self.optimizer.rebind({id(old): param.tensor for old, param in params})
             session = Session(
                 self.layout,
                 extents,

@@ -314,6 +314,23 @@ def test_a_wrap_that_fails_leaves_optimizer_and_model_as_they_were(workshop: Wor
             assert torch.equal(after["state"][index][key], value)
 
 
+def test_an_optimizer_of_an_empty_model_gets_the_parameters(workshop: Workshop) -> None:
+    with lohan.empty():
+        model = Late()
+    optimizer = AdamW(model.parameters())
+    lohan.wrap(model, optimizer=optimizer, store=workshop.folder / "s", init="model")
+    for one in (optimizer, model.optimizer):
+        members = {id(param) for param in one.param_groups[0]["params"]}
+        assert members == {id(param) for _, param in nn.Module.named_parameters(model)}
+    with pytest.raises(errors.OffloadedGradientError, match="AdamW cannot step"):
+        optimizer.step()
+    train(model, model.optimizer, range(2))
+    lohan.unwrap(model)
+    before = model.head.weight.detach().clone()
+    train(model, optimizer, range(2, 3))
+    assert not torch.equal(model.head.weight, before)
+
+
 class Renamed(AdamW):
     """Who knows what its step() does."""
 

@@ -112,6 +112,36 @@ def test_a_norm_that_is_not_finite_is_refused_and_the_step_can_be_forgotten(
         torch.testing.assert_close(state[name], value)
 
 
+def test_an_fp16_gradient_that_overflows_is_refused_by_its_norm_and_else_trained_in_as_in_torch(
+    store_dir: pathlib.Path,
+) -> None:
+    def overflow(model: nn.Module) -> None:
+        (model(torch.ones(2, 8, dtype=torch.float16)).float() * 1e6).sum().backward()
+
+    plain = nn.Linear(8, 4).half()
+    masters = [param.detach().float() for param in plain.parameters()]
+    overflow(plain)
+    for master, param in zip(masters, plain.parameters(), strict=True):
+        assert not param.grad.isfinite().any()
+        master.grad = param.grad.float()
+    torch.optim.AdamW(masters).step()
+    for norm in (None, 1.0):
+        model = lohan.wrap(nn.Linear(8, 4).half(), store=store_dir / str(norm), max_grad_norm=norm)
+        before = dict(model.state_dict())
+        overflow(model)
+        if norm:
+            with pytest.raises(StepError, match="norm of all gradients is inf"):
+                model.optimizer.step()
+            model.optimizer.zero_grad()
+        else:
+            model.optimizer.step()
+        after = dict(model.state_dict())
+        model.lohan.close()
+        assert all(bool(master.isnan().all()) for master in masters)
+        for name, value in after.items():
+            assert torch.equal(value, before[name]) if norm else bool(value.isnan().all()), name
+
+
 def test_a_step_whose_gradients_wait_on_the_ssd_can_be_forgotten(store_dir: pathlib.Path) -> None:
     def build() -> nn.Module:
         return helper.build("gpt2", torch.bfloat16)
