@@ -1,6 +1,7 @@
 /* What was built, and what works on this machine: the facts behind `lohan doctor`. */
 #include "compute/adam.h"
 #include "base/crc32c.h"
+#include "mem/heap.h"
 #include "py/lhpy.h"
 
 #ifndef LH_BUILD_INFO
@@ -70,7 +71,16 @@ static PyObject *doctor_memory(PyObject *module, PyObject *args)
     return answer;
 }
 
+/* From now on the C library's heap keeps what is freed; False where it cannot. */
+static PyObject *doctor_heap_keep(PyObject *module, PyObject *args)
+{
+    (void)module;
+    (void)args;
+    return PyBool_FromLong(lh_heap_keep());
+}
+
 static PyMethodDef doctor_methods[] = {
+    {"heap_keep", doctor_heap_keep, METH_NOARGS, "Have the heap keep what is freed."},
     {"build_info", doctor_build, METH_NOARGS, "What was built, and which kernels run here."},
     {"probe_io", doctor_probe, METH_VARARGS, "probe_io(backend, directory, direct) -> (code, why)"},
     {"probe_memory", doctor_memory, METH_VARARGS,

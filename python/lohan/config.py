@@ -48,6 +48,10 @@ class Config:
             memory a quarter), at least what is in use at once.
         emu_bytes_per_s: speed of the emulated device's two links, in and out. None: as fast as
             memory is copied.
+        heap: "keep": where torch computes on the CPU, the C library's heap keeps what torch frees,
+            for the whole process and to its end, so that a step finds its tensors' pages in place
+            (15 % faster where that was measured, and a quarter more memory at the peak); "system":
+            it is left as it is.
         verify: check the checksums of everything that is read.
         trace_events: events of the timeline that are kept; 0: none.
         allow_buffered: go on without O_DIRECT where the file system refuses it.
@@ -67,6 +71,7 @@ class Config:
     device_bytes: int | None = None
     device_param_bytes: int | None = None
     emu_bytes_per_s: tuple[int, int] | None = None
+    heap: Literal["keep", "system"] = "keep"
     verify: bool = True
     trace_events: int = 0
     allow_buffered: bool = True

@@ -264,6 +264,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _attach(model: nn.Module, session: Session, optimizer: Optimizer) -> None:
+    if session.config.heap == "keep" and session.device.torch_device.type == "cpu":
+        _core.heap_keep()
     session.hook(model)
     session.device.take_buffers(model)
     guard = Guard(model, session)
@@ -398,6 +400,8 @@ def _check_config(config: Config) -> None:
         raise ModelError(f"commit_every {every!r}: 'auto', 'never' or a number of steps from 1")
     if config.io not in ("auto", "io_uring", "libaio", "threads"):
         raise ModelError(f"io {config.io!r}: 'auto', 'io_uring', 'libaio' or 'threads'")
+    if config.heap not in ("keep", "system"):
+        raise ModelError(f"heap {config.heap!r}: 'keep' or 'system'")
     if config.schedule not in SCHEDULES:
         raise ModelError(f"schedule {config.schedule!r}: one of {', '.join(SCHEDULES)}")
     _device.check(config)

@@ -1,0 +1,16 @@
+#include "mem/heap.h"
+
+#include <limits.h>
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
+bool lh_heap_keep(void)
+{
+#if defined(__GLIBC__)
+    /* Above both limits glibc maps an allocation of its own, and trims the heap's end. */
+    return mallopt(M_MMAP_THRESHOLD, 1 << 30) == 1 && mallopt(M_TRIM_THRESHOLD, INT_MAX) == 1;
+#else
+    return false;
+#endif
+}
