@@ -2,11 +2,13 @@
 # missing is set up first. There is no logic here: see tools/setup_dev.sh and tests/run.py.
 #
 # ARGS reaches the program behind a target: make demo ARGS="--json demo.json"
+# DEVICE=emu has bench-step measure the step behind an emulated accelerator.
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
 RUN := $(PY) tests/run.py
 ARGS ?=
+DEVICE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint fmt bench bench-adam bench-io bench-step bench-hooks bench-peers \
@@ -53,7 +55,7 @@ bench: build
 	$(RUN) bench -- $(ARGS)
 
 bench-adam bench-io bench-step bench-hooks bench-peers: build
-	$(RUN) bench --only $(@:bench-%=%) -- $(ARGS)
+	$(RUN) bench --only $(@:bench-%=%) -- $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 sanitize: $(VENV)/.installed
 	$(RUN) asan tsan sim asan-py -- $(ARGS)

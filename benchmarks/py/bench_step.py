@@ -6,26 +6,27 @@ masters, lohan, lohan with its updates after backward ("serial"), and the disk a
 bytes, reads and writes at once. lohan's time includes the flush of the last step's writes.
 
     python benchmarks/py/bench_step.py [--rounds 5] [--steps 4] [--host-bytes 300000000]
+
+With --device emu it measures the step behind an emulated accelerator instead (emulated.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import emulated
 import lohan
 import torch
+from disk import Disk
 from report import Report
 from transformers import GPT2Config, GPT2LMHeadModel
 
 HYPER = {"lr": 1e-4, "weight_decay": 0.01}
-TRANSFER_BYTES = 4 << 20
 Batch = torch.Tensor
 
 
@@ -89,46 +90,6 @@ class Wrapped:
         self.model.lohan.flush()
 
 
-class Disk:
-    """Moves a step's bytes, reads and writes at once, O_DIRECT, from huge pages."""
-
-    def __init__(self, directory: Path, nbytes: int) -> None:
-        self.nbytes = nbytes // TRANSFER_BYTES * TRANSFER_BYTES
-        self.path = directory / "disk.bin"
-        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self.fd, 0, 2 * self.nbytes)
-        self.buffers = [self._buffer() for _ in range(2)]
-        self._move(self.buffers[1], os.pwritev, 0, self.nbytes)
-        self._move(self.buffers[1], os.pwritev, self.nbytes, self.nbytes)
-
-    @staticmethod
-    def _buffer() -> memoryview:
-        memory = mmap.mmap(-1, 8 * TRANSFER_BYTES)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        memory.write(os.urandom(len(memory)))
-        return memoryview(memory)
-
-    def _move(self, buffer: memoryview, call: Callable[..., int], at: int, nbytes: int) -> None:
-        for offset in range(0, nbytes, TRANSFER_BYTES):
-            begin = offset % len(buffer)
-            part = buffer[begin : begin + TRANSFER_BYTES]
-            if call(self.fd, [part], at + offset) != TRANSFER_BYTES:
-                raise OSError("short transfer")
-
-    def seconds(self, read_bytes: int, written_bytes: int) -> float:
-        """How long the disk takes for both, at once."""
-        writer = threading.Thread(
-            target=self._move,
-            args=(self.buffers[1], os.pwritev, self.nbytes, min(written_bytes, self.nbytes)),
-        )
-        begin = time.perf_counter()
-        writer.start()
-        self._move(self.buffers[0], os.preadv, 0, min(read_bytes, self.nbytes))
-        writer.join()
-        os.fdatasync(self.fd)
-        return time.perf_counter() - begin
-
-
 def timed(step: Callable[[Batch], None], batches: list[Batch], flush: Callable[[], None]) -> float:
     """Seconds a step, the flush included."""
     begin = time.perf_counter()
@@ -143,10 +104,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--host-bytes", type=int, default=300_000_000)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "emu"])
     parser.add_argument("--dir", default=None, help="on the disk to be measured")
     parser.add_argument("--history", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if options.device == "emu":
+        emulated.run(options)
+        return
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(0, 50257, (4, 128), generator=generator) for _ in range(options.steps)]
     with tempfile.TemporaryDirectory(dir=options.dir) as name:

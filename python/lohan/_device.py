@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lohan import _core
 from lohan._accumulate import is_accumulating
 from lohan._block import Layout
 from lohan.config import Config
@@ -128,6 +129,7 @@ def plan(layout: Layout, together: Sequence[int], config: Config) -> Device:
                 f" at least {least} bytes for parameters alone"
             )
     share = config.device_param_bytes or _share(name, index, ceiling, every)
+    share -= share % _core.BLOCK_BYTES
     links = config.emu_bytes_per_s or (0, 0)
     return Device(name, index, ceiling, min(every, max(least, share)), links)
 

@@ -125,7 +125,7 @@ def test_bytes_over_the_devices_links_are_the_plans(
 ) -> None:
     settings: dict[str, Any] = {
         "schedule": schedule,
-        "device_param_bytes": 6 * BLOCK_BYTES,
+        "device_param_bytes": 6 * BLOCK_BYTES + 1000,
         "device": "emu",
     }
     if host == "minimal":
