@@ -1,8 +1,8 @@
 /*
  * The C library's heap, which torch's CPU tensors come from.
  *
- * A large tensor is a mapping of its own by default: made, zeroed page by page as it is touched, and
- * given back to the system when it dies, in every step anew. Training makes the same tensors in
+ * A large tensor is a mapping of its own by default: made, zeroed page by page as it is touched,
+ * and given back to the system when it dies, in every step anew. Training makes the same tensors in
  * every step. Where the heap keeps what is freed, they find their pages in place: forward and
  * backward of GPT-2 124M in bf16 (batch 4, sequence 128, two cores) went from 1.46 to 1.24 s, and
  * 180,000 page faults a step to none. The process then stays as large as its largest step, and
