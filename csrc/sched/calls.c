@@ -302,7 +302,8 @@ static bool norm_is_done(struct lh_engine *engine, uint64_t argument)
 
 int lh_engine_norm(struct lh_engine *engine, double *square_sum_out, int timeout_ms)
 {
-    LH_ASSERT(engine->opts.norms);
+    LH_ASSERT(engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL ||
+              engine->opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED);
     uint64_t asked = atomic_load(&engine->norms_asked);
     if (atomic_load(&engine->failed))
         return fail_code(engine);

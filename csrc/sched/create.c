@@ -240,6 +240,7 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
     engine->clock = opts->clock;
     engine->region = opts->memory;
     engine->param_count = opts->param_count;
+    engine->takes_norms = opts->norms;
     engine->gradient_scales[0] = 1.0;
     engine->gradient_scales[1] = 1.0;
     shared_init(engine);

@@ -116,7 +116,7 @@ struct lh_engine_opts {
     uint64_t transfer_bytes;  /* of one request at most; multiple of LH_CHECKSUM_BYTES */
     uint64_t commit_every;    /* steps; LH_ENGINE_COMMIT_NEVER: only when asked to */
     enum lh_engine_schedule schedule;
-    bool norms;           /* lh_engine_norm() will be asked; every update is deferred */
+    bool norms;           /* lh_engine_norm() will be asked each step; every update is deferred */
     bool verify;          /* check checksums of what is read */
     uint32_t trace_count; /* events kept; 0: no trace */
     bool manual;          /* no thread: the caller drives lh_engine_poll() (simulators, tests) */
@@ -202,7 +202,8 @@ int lh_engine_gradient_wait(struct lh_engine *engine, uint64_t gradient_bytes_ma
 
 /*
  * The sum of squares of all gradients of the open step, in fp64, the same for every budget; after
- * its backward. opts.norms only. Waits. 1: *square_sum_out is set; 0: timeout_ms passed; -errno.
+ * its backward. Where every update is deferred; overlaps backward with opts.norms, and once it was
+ * asked. Waits. 1: *square_sum_out is set; 0: timeout_ms passed; -errno.
  */
 int lh_engine_norm(struct lh_engine *engine, double *square_sum_out, int timeout_ms) LH_MUST_CHECK;
 /* What the open step's gradients are multiplied with, in fp32; 1 unless set, before its close. */

@@ -403,6 +403,7 @@ struct lh_engine {
     double gradient_scales[2]; /* likewise */
     double square_sum;         /* of the step whose norm was asked last */
     bool norm_is_asked;
+    bool takes_norms; /* of every unit, as its gradients come */
     struct lh_engine_step_stats
         stats[2]; /* of step n at n % 2: at most one closed step is not over */
     struct lh_engine_step_stats stats_other; /* evaluations */

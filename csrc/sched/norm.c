@@ -1,7 +1,8 @@
 /*
  * The norm of all gradients of a step, known before the first update: where every update is
  * deferred, each unit's sums of squares are taken by a worker when its gradients are there, behind
- * backward. Gradients on their way to SSD stay in memory until theirs are known.
+ * backward. Nobody may ask for them: until somebody has, only gradients that leave for SSD are
+ * summed, which stay in memory until their sum is known; and an update waits for its unit's sum.
  *
  * Source: torch.nn.utils.clip_grad_norm_ (the rule; none of the papers clips).
  */
@@ -44,7 +45,7 @@ static void norm_start(struct lh_engine *engine, struct lh_unit *unit)
 
 void lh_norm_consider(struct lh_engine *engine, struct lh_unit *unit)
 {
-    if (engine->opts.norms && unit->norm_state == LH_NORM_STATE_NONE &&
+    if ((engine->takes_norms || unit->spills) && unit->norm_state == LH_NORM_STATE_NONE &&
         unit->gradient_count == unit->desc.param_count && lh_landing_is_over(unit))
         norm_start(engine, unit);
 }
@@ -59,6 +60,7 @@ void lh_norm_done(struct lh_engine *engine, struct lh_unit *unit)
 void lh_norm_ask(struct lh_engine *engine)
 {
     engine->norm_is_asked = true;
+    engine->takes_norms = true; /* behind backward, from the next step on */
 }
 
 /* Once it is asked no gradient is to come: units that have not all of theirs are begun with. */
@@ -80,7 +82,8 @@ bool lh_norm_pump(struct lh_engine *engine)
             moved = true;
         }
         is_done &= unit->norm_state == LH_NORM_STATE_DONE;
-        sum += unit->square_sum;
+        if (is_done)
+            sum += unit->square_sum;
     }
     if (!is_done)
         return moved;

@@ -155,7 +155,7 @@ void lh_spill_written(struct lh_engine *engine, struct lh_slab *slab)
     if (++unit->spill_written < unit->chunk_count)
         return;
     unit->spill_state = LH_SPILL_STATE_DONE;
-    if (!engine->opts.norms || unit->norm_state == LH_NORM_STATE_DONE)
+    if (unit->norm_state == LH_NORM_STATE_DONE)
         lh_spill_release(engine, unit);
 }
 

@@ -174,10 +174,11 @@ static void ahead_pump(struct lh_engine *engine, struct pump *pump)
     }
 }
 
-/* Its gradients are on their way: to SSD, or from an accelerator. */
+/* Its gradients are on their way (to SSD, or from an accelerator), or a worker sums them up. */
 static bool is_early(const struct lh_unit *unit)
 {
-    return unit->spill_state == LH_SPILL_STATE_RUNNING || !lh_landing_is_over(unit);
+    return unit->spill_state == LH_SPILL_STATE_RUNNING || !lh_landing_is_over(unit) ||
+           unit->norm_state == LH_NORM_STATE_RUNNING;
 }
 
 static bool unit_take(struct lh_engine *engine, struct lh_unit *unit)

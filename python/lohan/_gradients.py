@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from lohan._accumulate import Accumulation
 from lohan._block import Layout
-from lohan._tensor import hollow_gradient, in_backward, without_classes
+from lohan._scaling import HollowGradient, StepScale, hollow_gradient
+from lohan._tensor import in_backward, without_classes
 from lohan.errors import OffloadedGradientError, UnsupportedError
 
 LATE_HOOK = "register_post_accumulate_grad_hook"
@@ -49,10 +49,10 @@ class HollowGradients:
     is told at `step()`.
     """
 
-    def __init__(self, layout: Layout, accumulation: Accumulation) -> None:
-        self._accumulation = accumulation
+    def __init__(self, layout: Layout, scale: StepScale) -> None:
+        self._scale = scale
         self._params = [p for p in layout.params if layout.units[p.unit].trainable]
-        self._made: dict[int, torch.Tensor] = {}
+        self._made: dict[int, HollowGradient] = {}
         self._is_shown = False
 
     def show(self) -> None:
@@ -62,7 +62,7 @@ class HollowGradients:
                 if param.tensor.grad is not None:
                     continue
                 if param.index not in self._made:
-                    made = hollow_gradient(param.tensor, self._accumulation)
+                    made = hollow_gradient(param.tensor, param.index, self._scale)
                     self._made[param.index] = made
                 param.tensor.grad = self._made[param.index]
         self._is_shown = True

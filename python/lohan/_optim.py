@@ -175,11 +175,12 @@ class Optimizer(torch.optim.Optimizer):
             raise UnsupportedError("a lohan.Optimizer is made by lohan.wrap()")
         return self._session
 
-    def clip_scale(self, square_sum: float) -> float:
+    def clip_scale(self, square_sum: float, scale: float) -> float:
         """What the step's gradients are multiplied with; keeps their norm in grad_norm.
 
         Args:
             square_sum: of all gradients.
+            scale: what they are multiplied with besides, before.
 
         Raises:
             StepError: the norm is not finite; no update has begun.
@@ -187,14 +188,22 @@ class Optimizer(torch.optim.Optimizer):
         Reference:
             torch.nn.utils.clip_grad_norm_, with the norm in fp64 and the product in fp32.
         """
-        self.grad_norm = math.sqrt(square_sum)
+        self.grad_norm = math.sqrt(square_sum) * scale
         if not math.isfinite(self.grad_norm):
             raise StepError(
                 f"the norm of all gradients is {self.grad_norm}: no update has begun. Call"
                 " model.optimizer.zero_grad() to forget this step"
             )
         assert self.max_grad_norm is not None
-        return min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
+        return scale * min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tells torch.amp.GradScaler to hand its scale and what it found to `step()`.
+
+        Where updates do not wait for it, the scaler's own way is refused in p.grad.
+        """
+        return self._session is not None and self._session.is_waiting
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Close the step: what has a gradient is updated, at the latest before its next use.
@@ -211,12 +220,26 @@ class Optimizer(torch.optim.Optimizer):
             OffloadedGradientError: something else was put into the p.grad of a parameter.
             LentError: a tensor that was kept from forward or backward is a view of a parameter.
             StepError: the backward of this step died; `zero_grad()` forgets it.
+
+        Note:
+            A torch.amp.GradScaler that found an overflow has the step forgotten instead.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.session.close_step()
+        found_inf = self.__dict__.get("found_inf")  # GradScaler sets them, and takes them away
+        grad_scale = self.__dict__.get("grad_scale")
+        try:
+            if found_inf is not None and float(found_inf) > 0:
+                self.session.zero_grad(())
+            elif grad_scale is not None:
+                self.session.close_step(float(grad_scale.double().reciprocal().float()))
+            else:
+                self.session.close_step()
+        except BaseException:
+            self.__dict__.pop("grad_scale", None)  # it would multiply the next one with it
+            raise
         if self.origin is not None:
             self.origin.__dict__["_opt_called"] = True  # what a scheduler made for it looks at
         return loss

@@ -18,6 +18,7 @@ from lohan._block import DTYPE_CODES, Layout
 from lohan._device import Device, Meter
 from lohan._forward import ForwardRules
 from lohan._optim import Hyper, check_hyper
+from lohan._scaling import StepScale
 from lohan._stats import StepStats
 from lohan._store import Extents, unit_tuples
 from lohan._tensor import (
@@ -116,10 +117,20 @@ class Session(ForwardRules):
         self._optimizer: Optimizer | None = None
         self._hooks: list[Any] = []
         self._enter_hooks: list[Any] = []
-        self._gradients = _gradients.HollowGradients(layout, self._accumulation)
+        self._scale = self._scale_make()
+        self._gradients = _gradients.HollowGradients(layout, self._scale)
         self._param_index = {id(p.tensor): p.index for p in layout.params}
 
     # --- Making -----------------------------------------------------------------------------
+
+    def _scale_make(self) -> StepScale:
+        layout = self.layout
+        this = weakref.ref(self)
+        return StepScale(
+            {p.index: p.name for p in layout.params if layout.units[p.unit].trainable},
+            self._accumulation,
+            (lambda: _alive(this)._square_sum()) if self.is_waiting else None,
+        )
 
     def _set_callbacks(self) -> None:
         # The engine calls back into the session; a strong reference would be a cycle through C.
@@ -232,12 +243,21 @@ class Session(ForwardRules):
     # --- Step -------------------------------------------------------------------------------
 
     @property
+    def is_waiting(self) -> bool:
+        """No update begins before `step()`."""
+        return self.config.schedule in SCHEDULES_AT_STEP
+
+    @property
     def step(self) -> int:
         """Closed steps, those before a resume included."""
         return int(self._engine.status()["step"]) if not self.closed else self._last_step
 
-    def close_step(self) -> None:
-        """Close the open step. `model.optimizer.step()` calls it."""
+    def close_step(self, unscale: float = 1.0) -> None:
+        """Close the open step. `model.optimizer.step()` calls it.
+
+        Args:
+            unscale: what gradients are multiplied with before they are clipped.
+        """
         self.check_open()
         if self._backward == "running" and not in_backward():
             raise StepError(
@@ -250,7 +270,7 @@ class Session(ForwardRules):
             self._backward = "none"
             return
         now = self._hypers()
-        if self.config.schedule in SCHEDULES_AT_STEP:
+        if self.is_waiting:
             self._hyper_set(now)
         elif now != self._hyper:
             raise HyperParameterError(
@@ -258,16 +278,19 @@ class Session(ForwardRules):
                 f" {now}: updates ran with the first. Change them after step() or before backward"
                 " (learning-rate schedulers: after step())"
             )
-        self._give()
-        if self._optimizer is not None and self._optimizer.max_grad_norm is not None:
-            square_sum = self._engine.gradient_square_sum()
-            self._engine.gradient_scale(self._optimizer.clip_scale(square_sum))
+        if self.is_waiting:
+            self._give()
+            scale = self._scale.factor() * unscale
+            if self._optimizer is not None and self._optimizer.max_grad_norm is not None:
+                scale = self._optimizer.clip_scale(self._engine.gradient_square_sum(), scale)
+            self._engine.gradient_scale(scale)
         self._gradients.hide()
         self._engine.close_step(
             _scalars.pack(self._optimizer) if self._optimizer is not None else b""
         )
         self._backward = "none"
         self._accumulation.reset()
+        self._scale.reset()
         if self.config.schedule == "serial":
             self._engine.flush(False)
 
@@ -276,6 +299,17 @@ class Session(ForwardRules):
         if self._accumulation.is_open:
             self._engine.sums_give()
             self._accumulation.is_given = True
+
+    def _square_sum(self) -> float:
+        """Of all gradients of the open step, which takes no more of them."""
+        self.check_open()
+        if self._backward != "done" or not self._engine.status()["has_gradients"]:
+            raise StepError(
+                "no backward has left gradients to clip or to scale: do that behind"
+                " the backward and before model.optimizer.step()"
+            )
+        self._give()
+        return self._engine.gradient_square_sum()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards in this context do not complete the step: their gradients are summed.
@@ -295,9 +329,10 @@ class Session(ForwardRules):
     def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
         """See Optimizer.zero_grad; tensors are those whose p.grad is asked to go."""
         self.check_open()
-        is_waiting = self.config.schedule in SCHEDULES_AT_STEP  # no update has begun
         has_gradients = self._engine.status()["has_gradients"]
-        if not in_backward() and (self._backward == "running" or (has_gradients and is_waiting)):
+        if not in_backward() and (
+            self._backward == "running" or (has_gradients and self.is_waiting)
+        ):
             self._abort()
         elif has_gradients:
             raise ZeroGradError(
@@ -312,6 +347,7 @@ class Session(ForwardRules):
         self._gradients.hide()
         self._engine.abort()
         self._accumulation.reset()
+        self._scale.reset()
         self._backward = "none"
         self._hyper = None
 

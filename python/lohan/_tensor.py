@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 from lohan import _core
-from lohan._accumulate import Accumulation
-from lohan.errors import OffloadedGradientError
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,112 +45,6 @@ def nan_array(dtype: torch.dtype, count: int) -> torch.Tensor:
 def hollow(array: torch.Tensor, index: int, shape: torch.Size) -> torch.Tensor:
     """Element index of array, expanded to shape: no memory, the right shape, and a read shows."""
     return array[index : index + 1].as_strided(shape, (0,) * len(shape), index)
-
-
-_METADATA = {
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "requires_grad",
-    "is_sparse",
-    "ndim",
-    "is_leaf",
-    "grad_fn",
-    "names",
-    "is_cuda",
-    "is_meta",
-    "is_cpu",
-}
-
-
-def _offloaded(reader: str) -> str:
-    return (
-        f"{reader} reads a gradient that has left for the optimizer: clip_grad_norm_, a GradScaler,"
-        " or another optimizer than model.optimizer do not see lohan's gradients. To clip:"
-        " lohan.wrap(..., max_grad_norm=...), which is exact"
-    )
-
-
-class HollowGradient(torch.Tensor):
-    """Stands for a gradient that has left for the optimizer: who computes with it is told so.
-
-    Attributes:
-        accumulation: says whether autograd may add another gradient to it.
-        added: the one that was added; the binding takes it.
-    """
-
-    accumulation: Accumulation
-    added: torch.Tensor | None
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Keep what autograd adds to it where gradients are summed; refuse everything else.
-
-        Raises:
-            SecondBackwardError: in a backward that the step has no place for.
-            OffloadedGradientError: elsewhere.
-        """
-        if in_backward():
-            mine = next(value for value in args if isinstance(value, HollowGradient))
-            mine.accumulation.check_may_add()
-            if func is torch.ops.aten.add_.Tensor and args[0] is mine:
-                mine.added = args[1]
-                return mine
-        raise OffloadedGradientError(_offloaded(str(func)))
-
-    def take_added(self) -> torch.Tensor | None:
-        """What autograd has added; the stand-in lets go of it."""
-        added, self.added = self.added, None
-        return added
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Answer metadata; refuse everything else by name.
-
-        Raises:
-            OffloadedGradientError: func would read or change the gradient.
-        """
-        name = getattr(func, "__name__", str(func))
-        owner = getattr(getattr(func, "__self__", None), "__name__", "")
-        if (name == "__get__" and owner in _METADATA) or name in {
-            "size",
-            "dim",
-            "numel",
-            "stride",
-            "element_size",
-            "is_floating_point",
-            "__hash__",
-        }:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise OffloadedGradientError(_offloaded(owner or name))
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        """Say what this is."""
-        return f"HollowGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-def hollow_gradient(data: torch.Tensor, accumulation: Accumulation) -> HollowGradient:
-    """A HollowGradient with data's shape and dtype, without memory of its own."""
-    made: HollowGradient = torch.Tensor._make_wrapper_subclass(
-        HollowGradient, data.shape, dtype=data.dtype, device=data.device
-    )
-    made.accumulation = accumulation
-    made.added = None
-    return made
 
 
 class ReadParameters(dict[str, Any]):

@@ -39,6 +39,8 @@ class Config:
             `step()` may come earlier and takes what is there. "manual": those in
             `with model.no_sync():` and the one behind them. Updates wait for `step()`: schedule
             "serial" stays, the others become "deferred".
+        loss_scaling: torch.amp.GradScaler scales the loss: updates wait for `step()`, as with
+            accumulate, and for the norm that says whether a gradient overflowed.
         device: where computation happens: "cpu" (main memory), "cuda", "cuda:1", or "emu", an
             emulated accelerator in main memory (to try what a GPU would do). None: the GPU that
             torch uses, if there is one.
@@ -67,6 +69,7 @@ class Config:
     commit_every: int | Literal["auto", "never"] = "auto"
     schedule: Literal["optimized", "serial", "naive", "deferred"] = "optimized"
     accumulate: int | Literal["manual"] = 1
+    loss_scaling: bool = False
     device: str | None = None
     device_bytes: int | None = None
     device_param_bytes: int | None = None

@@ -199,7 +199,7 @@ class _Opening:
                 directories,
                 self.group_of,
                 len(self.optimizer.param_groups),
-                norms=self.optimizer.max_grad_norm is not None,
+                norms=self.optimizer.max_grad_norm is not None or self.config.loss_scaling,
                 device=_device.plan(self.layout, _together_bytes(self.layout), self.config),
             )
             session.adopt(self.optimizer)
@@ -442,7 +442,8 @@ def _config_for_waiting(config: Config, max_grad_norm: float | None) -> Config:
     """The norm, and a sum of gradients, are known behind backward only: updates wait for them."""
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ModelError(f"max_grad_norm {max_grad_norm}: a number above 0")
-    is_waiting = is_accumulating(config.accumulate) or max_grad_norm is not None
+    is_summed = is_accumulating(config.accumulate)
+    is_waiting = is_summed or config.loss_scaling or max_grad_norm is not None
     if config.schedule in SCHEDULES_AT_STEP or not is_waiting:
         return config
     if max_grad_norm is not None and config.schedule != Config().schedule:

@@ -392,7 +392,7 @@ int rig_forward(struct rig *rig, enum lh_engine_mode mode)
 }
 
 /* The parameters' dtype, but for fp32 every other of the bf16 ones. */
-static enum lh_dtype gradient_dtype(const struct rig *rig, uint32_t param)
+enum lh_dtype rig_gradient_dtype(const struct rig *rig, uint32_t param)
 {
     enum lh_dtype dtype = rig->units[rig->params[param].unit].dtype;
     return dtype == LH_DTYPE_BF16 && param % 2 != 0 ? LH_DTYPE_F32 : dtype;
@@ -402,7 +402,7 @@ static void gradient_fill(struct rig *rig, uint32_t param)
 {
     uint64_t seed = rig->step * 100 + param;
     uint8_t *target = rig->gradients[param];
-    enum lh_dtype dtype = gradient_dtype(rig, param);
+    enum lh_dtype dtype = rig_gradient_dtype(rig, param);
     for (uint64_t i = 0; i < rig->params[param].count; i++) {
         float value = (float)((double)(int32_t)lh_test_random(&seed) / 1e9);
         uint32_t bits = 0;
@@ -427,8 +427,8 @@ static int param_backward(struct rig *rig, uint32_t param, bool is_first)
     for (uint32_t i = 0; is_first && i < RIG_GROUP_COUNT; i++)
         lh_engine_hyper_set(rig->engine, i, &rig->hypers[i]);
     gradient_fill(rig, param);
-    LH_TRY(
-        lh_engine_gradient(rig->engine, param, rig->gradients[param], gradient_dtype(rig, param)));
+    LH_TRY(lh_engine_gradient(rig->engine, param, rig->gradients[param],
+                              rig_gradient_dtype(rig, param)));
     wait_begin(rig);
     do {
         rc = lh_engine_gradient_wait(rig->engine, rig->budget.gradient_ahead_bytes, SLICE_MS);
@@ -475,7 +475,7 @@ static void param_update(struct rig *rig, uint32_t index)
         .gradient = rig->gradients[index],
         .count = param->count,
         .param_dtype = unit->dtype,
-        .gradient_dtype = gradient_dtype(rig, index),
+        .gradient_dtype = rig_gradient_dtype(rig, index),
     };
     struct lh_adam_scalars scalars =
         lh_adam_scalars_make(&rig->hypers[param->group], ++rig->param_steps[index], 1.0);

@@ -67,6 +67,9 @@ void rig_reopen(struct rig *rig);
 /* Only the engine's options, for tests that create it themselves. */
 struct lh_engine_opts rig_engine_opts(struct rig *rig);
 
+/* fp32 for some parameters of bf16. */
+enum lh_dtype rig_gradient_dtype(const struct rig *rig, uint32_t param);
+
 /*
  * One training step; gradients: a bit a parameter. Every unit's bytes are checked in forward and in
  * backward. -errno: the engine's error.

@@ -2,6 +2,9 @@
  * The engine on real threads and a real store, driven from C as the training thread drives it: the
  * same bits as in memory, and what it does when disks, memory or the training thread fail.
  */
+#include <math.h>
+
+#include "compute/norm.h"
 #include "engine_fixture.h"
 #include "lh_test.h"
 
@@ -332,6 +335,42 @@ static void test_equal_schedules(void)
     }
 }
 
+/* Summed by hand; the gradients are kept by the rig until its next ones. */
+static double square_sum(const struct rig *rig, unsigned gradients)
+{
+    double sum = 0;
+    for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
+        if (gradients & (1u << i))
+            sum += lh_norm_square_sum(rig->gradients[i], rig_gradient_dtype(rig, i),
+                                      rig->params[i].count);
+    }
+    return sum;
+}
+
+static void test_norms(bool least_memory)
+{
+    static const unsigned gradients[] = {RIG_GRADIENTS_ALL, 0xad, RIG_GRADIENTS_ALL,
+                                         RIG_GRADIENTS_ALL, 0x6e};
+    struct rig rig;
+    lh_test_name("the norm is that of the step's gradients, asked in some steps or never, %s",
+                 least_memory ? "least memory" : "all memory");
+    rig_make(&rig, "norms",
+             (struct rig_opts){.large = true,
+                               .least_memory = least_memory,
+                               .schedule = LH_ENGINE_SCHEDULE_DEFERRED,
+                               .commit_every = 1});
+    for (unsigned i = 0; i < LH_COUNT_OF(gradients); i++) {
+        double found = 0;
+        LH_CHECK(rig_forward_backward(&rig, gradients[i]) == 0);
+        while (i % 2 && lh_engine_norm(rig.engine, &found, 1000) == 0)
+            continue;
+        double expected = i % 2 ? square_sum(&rig, gradients[i]) : 0;
+        LH_CHECK(fabs(found - expected) <= 1e-12 * expected);
+        LH_CHECK(rig_close(&rig, gradients[i]) == 0);
+    }
+    finish(&rig);
+}
+
 int main(void)
 {
     test_equal("all memory", (struct rig_opts){.commit_every = 1}, 10);
@@ -347,6 +386,8 @@ int main(void)
     test_abort();
     test_abort_unrecoverable();
     test_flush_given_up();
+    test_norms(true);
+    test_norms(false);
     test_refusals();
     test_pause();
     test_io_errors(true);

@@ -11,7 +11,14 @@ import pytest
 import torch
 import train_helper as helper
 from lohan.config import SCHEDULES_AT_STEP
-from lohan.errors import ChecksumError, ModelError, StepError
+from lohan.errors import (
+    ChecksumError,
+    ModelError,
+    OffloadedGradientError,
+    SecondBackwardError,
+    StepError,
+    UnsupportedError,
+)
 from torch import nn
 
 STEP_COUNT = 4
@@ -192,6 +199,112 @@ def test_a_flipped_bit_in_a_gradient_that_waits_is_found_and_the_committed_step_
         model.lohan.close()
     model = lohan.wrap(build(), store=store_dir / "s", resume=True, **settings)
     assert model.lohan.step == 1
+    model.lohan.close()
+
+
+def clip_all(model: nn.Module, **settings: Any) -> torch.Tensor:
+    """Torch's own function, on all parameters."""
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.5, **settings)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("foreach", [None, True])
+def test_torchs_clip_grad_norm_has_the_bits_of_max_grad_norm(
+    foreach: bool | None, dtype: str, store_dir: pathlib.Path
+) -> None:
+    norms, state = train(store_dir / "expected", dtype, max_grad_norm=0.5)
+    least = helper.host_bytes_min(
+        helper.build("gpt2", DTYPES[dtype]), store_dir, schedule="deferred"
+    )
+    settings: list[dict[str, Any]] = [{"schedule": name} for name in SCHEDULES_AT_STEP]
+    settings += [{"schedule": "deferred", "host_bytes": least}, {"accumulate": 2}]
+    for index, setting in enumerate(settings):
+        folder = store_dir / str(index)
+        model = lohan.wrap(helper.build("gpt2", DTYPES[dtype]), store=folder, **setting, lr=1e-2)
+        for step in range(STEP_COUNT):
+            helper.language_loss(model, step).backward()
+            assert clip_all(model, foreach=foreach).item() == norms[step], setting
+            model.optimizer.step()
+        other = dict(model.state_dict())
+        model.lohan.close()
+        for name, value in state.items():
+            assert torch.equal(other[name], value), (setting, name)
+
+
+def test_a_norm_of_a_step_of_several_backwards_is_that_of_the_sum(
+    store_dir: pathlib.Path,
+) -> None:
+    plain = helper.build("gpt2", torch.float32)
+    model = helper.build("gpt2", torch.float32)
+    model = lohan.wrap(model, store=store_dir / "s", accumulate=3)
+    for step in range(2):
+        plain.zero_grad()
+        plain.load_state_dict(model.state_dict())
+        for part in range(3):
+            for each in (plain, model):
+                helper.language_loss(each, 3 * step + part).backward()
+        exact = math.sqrt(sum(float(p.grad.double().square().sum()) for p in plain.parameters()))
+        assert clip_all(model).item() == pytest.approx(exact, rel=1e-12)
+        with pytest.raises(SecondBackwardError, match=r"optimizer\.step\(\)"):
+            helper.language_loss(model, 0)
+        model.optimizer.step()
+    model.lohan.close()
+
+
+def test_clipping_twice_multiplies_twice(store_dir: pathlib.Path) -> None:
+    model = lohan.wrap(Scaled(), store=store_dir / "s", schedule="deferred")
+    model(torch.ones(2, 16)).backward()
+    first = float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+    second = float(nn.utils.clip_grad_norm_(model.parameters(), 1e-4))
+    assert second == pytest.approx(first * (1e-3 / (first + 1e-6)), rel=1e-12)
+    model.optimizer.step()
+    model(torch.ones(2, 16)).backward()
+    assert float(clip_all(model)) > 2e-3
+    model.lohan.close()
+
+
+def test_what_is_not_the_norm_of_all_gradients_is_refused(store_dir: pathlib.Path) -> None:
+    model = lohan.wrap(Scaled(), store=store_dir / "s", schedule="deferred", lr=1e-2)
+    model(torch.ones(2, 16)).backward()
+    for norm_type in (1.0, math.inf):
+        for foreach in (None, True):
+            with pytest.raises(UnsupportedError, match="norm_type"):
+                clip_all(model, norm_type=norm_type, foreach=foreach)
+    with pytest.raises(UnsupportedError, match=r"of 2 of 4 gradients .*layers\.1\.weight"):
+        nn.utils.clip_grad_norm_(model.layers[0].parameters(), 1.0)
+    for foreach in (None, True):
+        with pytest.raises(OffloadedGradientError, match=r"param\.register_hook"):
+            nn.utils.clip_grad_value_(model.parameters(), 1.0, foreach=foreach)
+    free = nn.Parameter(torch.ones(3))
+    free.grad = torch.ones(3)
+    with pytest.raises(OffloadedGradientError, match="no others"):
+        nn.utils.clip_grad_norm_([*model.parameters(), free], 1.0)
+    model.optimizer.step()
+    model(torch.ones(2, 16)).backward()
+    model.layers[0]._parameters["weight"].grad.mul_(0.5)
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.weight' was multiplied by 0\.5"):
+        model.optimizer.step()
+    model.optimizer.zero_grad()
+    kept = model.layers[0]._parameters["weight"].grad
+    assert kept is None
+    model.lohan.close()
+
+
+def test_torchs_clipping_of_a_norm_that_is_not_finite(store_dir: pathlib.Path) -> None:
+    model = lohan.wrap(Scaled(), store=store_dir / "s", schedule="deferred", lr=1e-2)
+    before = dict(model.state_dict())
+    model(torch.full((2, 16), float("inf"))).backward()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_all(model, error_if_nonfinite=True)
+    assert not math.isfinite(clip_all(model))
+    with pytest.raises(StepError, match=r"norm of all gradients is (nan|inf)"):
+        model.optimizer.step()
+    model.optimizer.zero_grad()
+    for name, value in before.items():
+        assert torch.equal(model.state_dict()[name], value)
+    model(torch.ones(2, 16)).backward()
+    assert math.isfinite(clip_all(model))
+    model.optimizer.step()
     model.lohan.close()
 
 
