@@ -12,7 +12,7 @@ DEVICE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint fmt bench bench-adam bench-io bench-step bench-hooks bench-peers \
-	sanitize build clean
+	sanitize sim-long build clean
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
@@ -21,6 +21,7 @@ help:
 	@echo 'make lint      layout, linters, types, spelling'
 	@echo 'make fmt       lay out C and Python'
 	@echo 'make sanitize  everything under the sanitizers'
+	@echo 'make sim-long  the simulator with 1,000 seeds, faults and power loss: some minutes'
 	@echo 'make bench     all benchmarks; also bench-adam, -io, -step, -hooks, -peers'
 	@echo 'make build     the extension, in place'
 	@echo 'make clean     remove what was built (.venv stays)'
@@ -59,6 +60,9 @@ bench-adam bench-io bench-step bench-hooks bench-peers: build
 
 sanitize: $(VENV)/.installed
 	$(RUN) asan tsan sim asan-py -- $(ARGS)
+
+sim-long: $(VENV)/.ready
+	$(RUN) sim --seeds 1000
 
 clean:
 	rm -rf build dist python/*.egg-info python/lohan/*.so python/lohan/lohan.fatbin

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import itertools
 import os
 import pathlib
 import platform
@@ -45,6 +46,8 @@ TIMEOUT_S = {"release": 120, "debug": 120, "asan": 300, "tsan": 300}
 # ThreadSanitizer says something only about programs that have threads.
 TSAN_WORDS = ("ring", "waker", "exec", "io", "dev", "engine", "sched", "base")
 SIM_SEED_COUNT = 20
+# Of so many seeds one is run by two builds, whose traces must be the same.
+SIM_TRACE_STRIDE = 10
 
 # Leaks are checked in the C tests: an interpreter leaves too much behind at exit to tell.
 ASAN_OPTIONS = "abort_on_error=0:detect_stack_use_after_return=0:strict_string_checks=1"
@@ -269,11 +272,31 @@ def run_tsan(options: Options) -> bool:
     return run_c_mode("tsan", options, TSAN_WORDS)
 
 
+def compare_traces(programs: Sequence[pathlib.Path], seed: int, options: Options) -> Outcome:
+    """Whether two builds of sim_step write the same trace, byte for byte."""
+    with tempfile.TemporaryDirectory(dir=cbuild.BUILD) as folder:
+        traces = []
+        for index, program in enumerate(programs):
+            trace = pathlib.Path(folder) / str(index)
+            name = f"trace-{index}-{seed}"
+            outcome = run_program([str(program), str(seed), str(trace)], name, "asan", options)
+            if outcome.status == "failed":
+                return outcome
+            traces.append(trace.read_bytes())
+    same = len(traces[0]) > 0 and traces[0] == traces[1]
+    text = "" if same else f"the traces of {programs[0]} and {programs[1]} differ"
+    return Outcome(f"trace-{seed}", "passed" if same else "failed", 0.0, text)
+
+
 def run_sim(options: Options) -> bool:
     """Random whole-system runs in virtual time; a failure prints the seed that repeats it."""
     say(f"== simulator, {options.seeds} seeds")
     try:
         programs = build_programs("asan", "tests/sim", "sim_*.c", lambda name: True)
+        steps = [path for name, path in programs if name == "sim_step"]
+        steps += [
+            p for _, p in build_programs("release", "tests/sim", "sim_*.c", "sim_step".__eq__)
+        ]
     except cbuild.BuildError as error:
         say(str(error))
         options.failures.append("sim: the simulator's programs cannot be built")
@@ -286,7 +309,11 @@ def run_sim(options: Options) -> bool:
         return run_program([str(program), str(seed)], f"{name}-{seed}", "asan", options)
 
     with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
-        for outcome in pool.map(run_case, cases):
+        compared = pool.map(
+            lambda seed: compare_traces(steps, seed, options),
+            range(0, options.seeds, SIM_TRACE_STRIDE),
+        )
+        for outcome in itertools.chain(compared, pool.map(run_case, cases)):
             outcomes.append(outcome)
             if outcome.status == "failed":
                 say(f"{outcome.name}:\n{outcome.output}")

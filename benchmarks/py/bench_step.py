@@ -6,6 +6,7 @@ masters, lohan, lohan with its updates after backward ("serial"), and the disk a
 bytes, reads and writes at once. lohan's time includes the flush of the last step's writes.
 
     python benchmarks/py/bench_step.py [--rounds 5] [--steps 4] [--host-bytes 300000000]
+                                       [--schedule optimized]
 
 With --device emu it measures the step behind an emulated accelerator instead (emulated.py).
 """
@@ -23,10 +24,12 @@ import emulated
 import lohan
 import torch
 from disk import Disk
+from lohan.config import SCHEDULES
 from report import Report
 from transformers import GPT2Config, GPT2LMHeadModel
 
 HYPER = {"lr": 1e-4, "weight_decay": 0.01}
+AUTO_STEP_COUNT = 14
 Batch = torch.Tensor
 
 
@@ -105,6 +108,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--host-bytes", type=int, default=300_000_000)
     parser.add_argument("--device", default="cpu", choices=["cpu", "emu"])
+    parser.add_argument("--schedule", choices=SCHEDULES, default="optimized")
     parser.add_argument("--dir", default=None, help="on the disk to be measured")
     parser.add_argument("--history", action="store_true")
     options = parser.parse_args()
@@ -116,7 +120,7 @@ def main() -> None:
     batches = [torch.randint(0, 50257, (4, 128), generator=generator) for _ in range(options.steps)]
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
         directory = Path(name)
-        overlapped = Wrapped(directory / "a", "optimized", options.host_bytes)
+        overlapped = Wrapped(directory / "a", options.schedule, options.host_bytes)
         serial = Wrapped(directory / "b", "serial", options.host_bytes)
         steps: dict[str, tuple[Callable[[Batch], None], Callable[[], None]]] = {
             "torch autocast": (torch_autocast(), lambda: None),
@@ -126,6 +130,8 @@ def main() -> None:
         }
         for step, flush in steps.values():
             timed(step, batches[:2], flush)
+        if options.schedule == "auto":  # it measures some steps before it decides
+            timed(overlapped.step, AUTO_STEP_COUNT * batches[:1], overlapped.flush)
         stats = overlapped.model.lohan.stats()
         disk = Disk(directory, max(stats.read_bytes, stats.written_bytes))
         seconds: dict[str, list[float]] = {key: [] for key in [*steps, "disk"]}
@@ -139,7 +145,7 @@ def main() -> None:
     peer = min(("torch autocast", "torch bf16 with fp32 masters"), key=lambda k: sum(seconds[k]))
     report = Report(options.history)
     report.add(
-        "step",
+        "step" if options.schedule == "optimized" else f"step_{options.schedule}",
         seconds["lohan"],
         "s",
         peer=peer,

@@ -5,6 +5,9 @@
 
 #include "base/assert.h"
 
+/* Forward is a third of a step, and less where backward computes it again. */
+#define FREE_DIVISOR 3
+
 struct needs {
     uint64_t always_bytes;
     uint64_t largest_bytes;
@@ -14,6 +17,7 @@ struct needs {
     uint64_t trainable_bytes_max;
     uint64_t waiting_bytes;        /* all gradients that wait for the close */
     uint64_t waiting_memory_bytes; /* of these, what cannot wait on SSD */
+    uint64_t waiting_free_bytes;   /* gradients that may wait or not */
     uint32_t slab_bytes_per_element;
 };
 
@@ -42,8 +46,12 @@ static struct needs needs_sum(const struct lh_budget_unit *units, uint32_t unit_
         uint64_t waiting_bytes =
             gradients_round(unit, unit->elements * unit->waiting_bytes_per_element, chunk_elements);
         uint32_t slab_element_bytes = unit->state_bytes_per_element;
+        if (unit->waits_at_will) {
+            needs.waiting_free_bytes += waiting_bytes;
+            waiting_bytes = 0;
+        }
         needs.waiting_bytes += waiting_bytes;
-        if (unit->waits_in_memory)
+        if (unit->waits_in_memory || unit->waits_at_will)
             needs.waiting_memory_bytes += waiting_bytes;
         else
             slab_element_bytes += unit->waiting_bytes_per_element;
@@ -114,7 +122,8 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
     parts_start(budget, &needs, bookkeeping_bytes);
     budget->host_bytes_full = needs.all_bytes + budget->chunk_count * budget->slab_bytes +
                               needs.gradient_bytes_max + needs.waiting_bytes +
-                              needs.trainable_bytes_max + budget->bookkeeping_bytes;
+                              needs.waiting_free_bytes / FREE_DIVISOR + needs.trainable_bytes_max +
+                              budget->bookkeeping_bytes;
     if (host_bytes < budget->host_bytes_min)
         return lh_error_set(
             err, -ENOSPC,
@@ -135,6 +144,13 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
     budget->gradient_waiting_bytes += waiting_more;
     budget->gradient_bytes += waiting_more;
     spare -= waiting_more;
+    /* Where an update may wait or not, parameters of two units come first. */
+    uint64_t reserved = lh_min_u64(2 * needs.second_bytes, needs.all_bytes - budget->region_bytes);
+    uint64_t free_more = spare - lh_min_u64(spare, reserved);
+    free_more = lh_min_u64(free_more, needs.waiting_free_bytes / FREE_DIVISOR);
+    budget->gradient_waiting_bytes += free_more;
+    budget->gradient_bytes += free_more;
+    spare -= free_more;
     uint64_t region_more =
         lh_min_u64(spare, needs.all_bytes - budget->region_bytes) / LH_BLOCK_BYTES * LH_BLOCK_BYTES;
     budget->region_bytes += region_more;

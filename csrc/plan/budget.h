@@ -4,7 +4,10 @@
  *      host_bytes = parameters region | slabs (R, M, V of chunks) | gradients | bookkeeping
  *
  * Where updates wait for the step's close, gradients wait with them: in memory as far as there is
- * room, the others on SSD; an update reads those into its slab, which is larger for that.
+ * room, the others on SSD; an update reads those into its slab, which is larger for that. Where an
+ * update may wait or not, room is set aside for a third of the gradients (forward, which then hides
+ * them, is no more of a step), behind room for two more units of parameters: updates that wait
+ * take place in the region while backward goes on.
  *
  * The minimum that works: in the region every unit that is always there and the two largest others
  * (or sets of others that are in use together), with room for one more of the second kind so that
@@ -43,6 +46,7 @@ struct lh_budget_unit {
     /* Of gradients that wait for the close; 0: none do. */
     uint32_t waiting_bytes_per_element;
     bool waits_in_memory; /* they cannot wait on SSD */
+    bool waits_at_will;   /* nor need they wait: up to a third of them does where there is room */
     /*
      * Gradients come from an accelerator and lie in blocks of main memory, one a chunk, of this
      * many bytes an element, for all units the same; 0: they are torch's tensors.

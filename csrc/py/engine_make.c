@@ -104,9 +104,17 @@ static int params_parse(struct lhpy_engine *self, PyObject *list)
     return 0;
 }
 
+/* How gradients wait for the close. */
+struct waiting {
+    int is_any;
+    int is_in_memory;
+    int is_summed;
+    int is_at_will;
+    unsigned int block_bytes; /* an element, in blocks of main memory; 0: in torch's tensors */
+};
+
 static struct lh_budget_unit budget_unit(const struct lh_engine_unit *unit, uint64_t gradient_bytes,
-                                         bool is_waiting, bool waits_in_memory, bool is_summed,
-                                         unsigned int block_bytes)
+                                         const struct waiting *waiting)
 {
     uint32_t state_bytes = 8 + (uint32_t)lh_adam_residual_bytes(unit->dtype);
     return (struct lh_budget_unit){
@@ -115,11 +123,12 @@ static struct lh_budget_unit budget_unit(const struct lh_engine_unit *unit, uint
         .gradient_bytes = gradient_bytes,
         .state_bytes_per_element = unit->elements == 0 ? 0 : state_bytes,
         .waiting_bytes_per_element =
-            is_waiting && unit->elements > 0
-                ? (uint32_t)lh_dtype_bytes(is_summed ? LH_DTYPE_F32 : unit->dtype)
+            waiting->is_any && unit->elements > 0
+                ? (uint32_t)lh_dtype_bytes(waiting->is_summed ? LH_DTYPE_F32 : unit->dtype)
                 : 0,
-        .waits_in_memory = waits_in_memory || is_summed,
-        .block_bytes_per_element = unit->elements > 0 ? block_bytes : 0,
+        .waits_in_memory = waiting->is_in_memory || waiting->is_summed,
+        .waits_at_will = waiting->is_at_will != 0,
+        .block_bytes_per_element = unit->elements > 0 ? waiting->block_bytes : 0,
         .always = unit->always,
     };
 }
@@ -143,12 +152,10 @@ PyObject *lhpy_budget(PyObject *module, PyObject *args)
     PyObject *list = NULL;
     PyObject *raiser = NULL;
     unsigned long long host_bytes, bookkeeping;
-    int is_waiting = 0;
-    int waits_in_memory = 0;
-    int is_summed = 0;
-    unsigned int block_bytes = 0;
-    if (!PyArg_ParseTuple(args, "O!KKpppIO", &PyList_Type, &list, &host_bytes, &bookkeeping,
-                          &is_waiting, &waits_in_memory, &is_summed, &block_bytes, &raiser))
+    struct waiting waiting = {0};
+    if (!PyArg_ParseTuple(args, "O!KKpppIpO", &PyList_Type, &list, &host_bytes, &bookkeeping,
+                          &waiting.is_any, &waiting.is_in_memory, &waiting.is_summed,
+                          &waiting.block_bytes, &waiting.is_at_will, &raiser))
         return NULL;
     Py_ssize_t count = PyList_Size(list);
     struct lh_budget_unit *units = PyMem_Calloc((size_t)count + 1, sizeof(*units));
@@ -165,8 +172,7 @@ PyObject *lhpy_budget(PyObject *module, PyObject *args)
             PyMem_Free(units);
             return NULL;
         }
-        units[i] = budget_unit(&unit, gradient_bytes, is_waiting != 0, waits_in_memory != 0,
-                               is_summed != 0, block_bytes);
+        units[i] = budget_unit(&unit, gradient_bytes, &waiting);
         units[i].together_bytes = together_bytes;
         units[i].is_together = together_bytes == 0;
     }

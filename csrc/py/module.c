@@ -67,7 +67,8 @@ static PyMethodDef module_methods[] = {
     {"store_measure", lhpy_store_measure, METH_VARARGS,
      "store_measure(raiser, directory, probe_bytes) -> (write, read) bytes/s"},
     {"budget", lhpy_budget, METH_VARARGS,
-     "budget(units, host_bytes, bookkeeping, is_waiting, waits_in_memory, raiser) -> dict"},
+     "budget(units, host_bytes, bookkeeping, is_waiting, waits_in_memory, is_summed,"
+     " block_bytes, waits_at_will, raiser) -> dict"},
     {"scalar_overhead_bytes", scalar_overhead, METH_VARARGS, "scalar_overhead_bytes(param_count)"},
     {"scalars_make", scalars_make, METH_O, "scalars_make(updates of each parameter) -> bytes"},
     {NULL, NULL, 0, NULL},

@@ -257,8 +257,10 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
         rc = lh_device_create(engine, err);
     if (rc == 0)
         rc = resume(engine, err);
-    if (rc == 0)
+    if (rc == 0) {
         lh_spill_choose(engine);
+        lh_split_begin(engine);
+    }
     if (rc == 0 && !opts->manual)
         rc = thread_start(engine, err);
     if (rc < 0) {

@@ -85,8 +85,10 @@ enum lh_engine_schedule {
     LH_ENGINE_SCHEDULE_NAIVE,
     /* Each just ahead of its unit's next forward. */
     LH_ENGINE_SCHEDULE_DEFERRED,
+    /* Some as gradients arrive and the others deferred, split by what the steps before measured. */
+    LH_ENGINE_SCHEDULE_AUTO,
 };
-#define LH_ENGINE_SCHEDULE_COUNT 4
+#define LH_ENGINE_SCHEDULE_COUNT 5
 
 struct lh_engine_opts {
     const struct lh_engine_unit *units; /* borrowed for the call */

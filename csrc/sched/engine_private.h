@@ -51,6 +51,7 @@
 #include "base/ring.h"
 #include "plan/residency.h"
 #include "sched/engine.h"
+#include "sched/split.h"
 
 #define LH_UNIT_READY_BIT UINT32_C(0x80000000)
 #define LH_CHUNK_NONE UINT32_MAX
@@ -384,6 +385,7 @@ struct lh_engine {
     uint32_t spill_first;
     uint32_t spill_count;
     bool any_spills; /* in this step */
+    struct lh_split split;
 
     /* Step (step.c). */
     enum lh_step_state step_state;

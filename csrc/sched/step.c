@@ -130,8 +130,9 @@ static void step_over(struct lh_engine *engine)
     engine->shared.finished = *stats;
     engine->shared.has_finished = true;
     pthread_mutex_unlock(&engine->shared.mutex);
-    memset(stats, 0, sizeof(*stats));
     lh_update_step_over(engine);
+    lh_split_step_over(engine, stats);
+    memset(stats, 0, sizeof(*stats));
     engine->step_state = LH_STEP_STATE_OPEN;
     atomic_fetch_add(&engine->closes_done, 1);
     lh_engine_notify(engine);

@@ -30,6 +30,8 @@ void lh_update_gradient(struct lh_engine *engine, uint32_t param, const void *po
     LH_ASSERT(gradient->pointer == NULL && !unit->update_is_queued);
     gradient->pointer = pointer;
     gradient->dtype = dtype;
+    if (engine->gradient_unit_count == 0)
+        lh_split_gradient(engine);
     if (unit->gradient_count++ == 0)
         engine->gradient_unit_count++;
     unit->gradient_bytes += engine->params[param].count * lh_dtype_bytes(dtype);

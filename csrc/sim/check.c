@@ -84,6 +84,22 @@ static void naive_check(struct lh_sim_check *check)
     }
 }
 
+/* Invariant 7. */
+static void split_check(struct lh_sim_check *check)
+{
+    const struct lh_engine *engine = check->engine;
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < check->model->unit_count; i++) {
+        const struct lh_unit *unit = &engine->units[i];
+        if (unit->is_deferred && unit->gradient_count > 0 && !unit->update_is_queued)
+            bytes += unit->desc.bytes;
+    }
+    if (bytes > engine->budget.gradient_waiting_bytes)
+        lh_sim_world_fail(check->world,
+                          "%" PRIu64 " bytes of gradients wait, and %" PRIu64 " have room", bytes,
+                          engine->budget.gradient_waiting_bytes);
+}
+
 static void step_over_check(struct lh_sim_check *check)
 {
     struct lh_engine_step_stats stats;
@@ -115,6 +131,8 @@ void lh_sim_check_quiet(struct lh_sim_check *check)
     places_check(check);
     if (engine->opts.schedule == LH_ENGINE_SCHEDULE_NAIVE)
         naive_check(check);
+    if (engine->opts.schedule == LH_ENGINE_SCHEDULE_AUTO)
+        split_check(check);
     step_over_check(check);
     if (engine->io_in_flight != check->io->in_flight_count)
         lh_sim_world_fail(check->world,

@@ -8,6 +8,7 @@
  *  4. The engine's and the backend's counts of requests in flight agree.
  *  5. Nothing hangs: where no event is to come and training is not over, somebody waits for ever.
  *  6. By schedule naive, all chunks that move are of one unit, and read, computed or written alike.
+ *  7. By schedule auto, gradients that wait for the close have their room in memory.
  *
  * Thread: one.
  */

@@ -205,7 +205,8 @@ static uint64_t region_bytes_min(const struct lh_sim_model *model)
 int lh_sim_model_budget(const struct lh_sim_model *model, const struct lh_sim_budget_opts *opts,
                         struct lh_budget *budget_out, struct lh_error *err)
 {
-    bool is_waiting = opts->schedule == LH_ENGINE_SCHEDULE_SERIAL ||
+    bool is_auto = opts->schedule == LH_ENGINE_SCHEDULE_AUTO;
+    bool is_waiting = is_auto || opts->schedule == LH_ENGINE_SCHEDULE_SERIAL ||
                       opts->schedule == LH_ENGINE_SCHEDULE_DEFERRED;
     struct lh_budget_unit *units = lh_alloc_zeroed(model->alloc, model->unit_count, sizeof(*units));
     if (!units)
@@ -221,6 +222,7 @@ int lh_sim_model_budget(const struct lh_sim_model *model, const struct lh_sim_bu
             .waiting_bytes_per_element =
                 is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(unit->dtype) : 0,
             .waits_in_memory = opts->commit_every != 1,
+            .waits_at_will = is_auto,
             .always = unit->always,
         };
     }

@@ -21,7 +21,7 @@
 
 const char *lh_sim_preset_name(enum lh_sim_preset preset)
 {
-    static const char *const names[LH_SIM_PRESET_COUNT] = {"papers-13b", "balanced"};
+    static const char *const names[LH_SIM_PRESET_COUNT] = {"papers-13b", "balanced", "ssd-bound"};
     return names[preset];
 }
 
@@ -88,15 +88,30 @@ static void balanced_model(struct lh_sim_model *model)
     }
 }
 
-static struct lh_sim_machine balanced_machine(void)
+static struct lh_sim_machine balanced_machine(uint64_t ssd_bytes_per_s)
 {
     return (struct lh_sim_machine){
         .ssd_count = 1,
-        .ssd = {.bytes_per_s = {24 * GB, 24 * GB}, .latency_ns = 80000, .queue_depth = 64},
+        .ssd = {.bytes_per_s = {ssd_bytes_per_s, ssd_bytes_per_s},
+                .latency_ns = 80000,
+                .queue_depth = 64},
         .sync_ns = 200000,
         .worker_count = BALANCED_WORKER_COUNT,
         .worker_bytes_per_s = 2 * GB * LH_SIM_ADAM_BYTES_PER_ELEMENT / BALANCED_WORKER_COUNT,
     };
+}
+
+static struct lh_sim_machine machine_of(enum lh_sim_preset preset)
+{
+    if (preset == LH_SIM_PRESET_PAPERS_13B)
+        return papers_machine();
+    return balanced_machine(preset == LH_SIM_PRESET_BALANCED ? 24 * GB : 17 * GB);
+}
+
+static uint64_t host_bytes_of(enum lh_sim_preset preset)
+{
+    static const uint64_t host_bytes[LH_SIM_PRESET_COUNT] = {16 * LH_GIB, LH_GIB / 2, LH_GIB};
+    return host_bytes[preset];
 }
 
 int lh_sim_preset_make(enum lh_sim_preset preset, struct lh_alloc *alloc,
@@ -111,9 +126,9 @@ int lh_sim_preset_make(enum lh_sim_preset preset, struct lh_alloc *alloc,
     else
         balanced_model(model);
     *opts_out = (struct lh_sim_run_opts){
-        .machine = is_papers ? papers_machine() : balanced_machine(),
+        .machine = machine_of(preset),
         .model = model,
-        .host_bytes = is_papers ? 16 * LH_GIB : LH_GIB / 2,
+        .host_bytes = host_bytes_of(preset),
         .io_depth = is_papers ? 64 : 16,
         .transfer_bytes = 4 * LH_MIB,
         .commit_every = 1,

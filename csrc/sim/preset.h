@@ -8,6 +8,9 @@
  *                 as long as its traffic takes, twice as long as AdamW, and twice as long as
  *                 forward.
  *
+ *      ssd-bound  the same blocks with an SSD that moves all bytes of a step in less time than it
+ *                 computes, but those of backward in more than backward does.
+ *
  * Compute of a transformer's block: 2 FLOP a parameter and token, and attention's 4 * sequence *
  * hidden a token, in forward; three times that in backward, which computes forward once more.
  *
@@ -22,10 +25,11 @@
 enum lh_sim_preset {
     LH_SIM_PRESET_PAPERS_13B = 0, /* 40 blocks of 5120, batch 32 of 1024 tokens */
     LH_SIM_PRESET_BALANCED,
+    LH_SIM_PRESET_SSD_BOUND,
 };
-#define LH_SIM_PRESET_COUNT 2
+#define LH_SIM_PRESET_COUNT 3
 
-/* "papers-13b", "balanced" */
+/* "papers-13b", "balanced", "ssd-bound" */
 const char *lh_sim_preset_name(enum lh_sim_preset preset);
 /*
  * The preset's machine, model and options, timing only; schedule and commit are the caller's.

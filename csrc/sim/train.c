@@ -264,6 +264,17 @@ static enum look compute(struct lh_sim_train *train)
     return block_begin(train, train->block);
 }
 
+/* The engine measures for some steps before it tries a split; here any comes at any time. */
+static void split_draw(struct lh_sim_train *train)
+{
+    struct lh_engine *engine = train->opts.engine;
+    if (engine->opts.schedule == LH_ENGINE_SCHEDULE_AUTO &&
+        lh_sim_random_chance(&train->random, train->opts.chances.split_ppm)) {
+        uint64_t count = lh_sim_random_below(&train->random, train->opts.model->unit_count + 1);
+        lh_split_set(engine, (uint32_t)count);
+    }
+}
+
 static enum look gradient(struct lh_sim_train *train)
 {
     struct lh_engine *engine = train->opts.engine;
@@ -277,6 +288,8 @@ static enum look gradient(struct lh_sim_train *train)
     if (rc == 0)
         return LOOK_WAIT;
     times_of(train)->gradient_wait_ns += waited_ns(train);
+    if (!train->has_hypers)
+        split_draw(train);
     for (uint32_t i = 0; !train->has_hypers && i < LH_SIM_GROUP_COUNT; i++) {
         struct lh_adam_hyper hyper = lh_sim_model_hyper(i, train->step + 1);
         lh_engine_hyper_set(engine, i, &hyper);

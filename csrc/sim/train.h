@@ -47,6 +47,7 @@ struct lh_sim_train_chances {
     uint32_t abort_ppm; /* of a block in backward; only where every step is committed */
     uint32_t skip_ppm;  /* of a parameter */
     uint32_t flush_ppm; /* of a step */
+    uint32_t split_ppm; /* of a step, by schedule auto: any split instead of the engine's choice */
 };
 
 struct lh_sim_train_opts {

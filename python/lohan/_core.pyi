@@ -139,6 +139,7 @@ def budget(
     waits_in_memory: bool,
     is_summed: bool,
     block_bytes_per_element: int,
+    waits_at_will: bool,
     raiser: _Raiser,
     /,
 ) -> dict[str, int]: ...

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 # In the order of the core's enum lh_engine_schedule.
-SCHEDULES = ("optimized", "serial", "naive", "deferred")
+SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
 # Of these, no update runs before step().
 SCHEDULES_AT_STEP = ("serial", "deferred")
 
@@ -33,7 +33,10 @@ class Config:
         schedule: when updates run, with the same numbers: "optimized": as gradients arrive, reads,
             arithmetic and writes overlapped (LoHan IV-C); "naive": as they arrive, but each block
             is read, then computed, then written; "deferred": each just ahead of its block's next
-            forward; "serial": in `step()`, which waits for them.
+            forward; "serial": in `step()`, which waits for them; "auto": as "optimized", and after
+            the first steps a part of the blocks as "deferred" where that is found to be faster (it
+            is where backward alone does not hide the updates, and memory has room for gradients
+            that wait).
         accumulate: backwards a step: their gradients are summed in fp32, as p.grad would be (divide
             the loss by it for their mean), in 4 bytes of main memory a trainable parameter.
             `step()` may come earlier and takes what is there. "manual": those in
@@ -67,7 +70,7 @@ class Config:
     io_depth: int = 16
     transfer_bytes: int = 4 << 20
     commit_every: int | Literal["auto", "never"] = "auto"
-    schedule: Literal["optimized", "serial", "naive", "deferred"] = "optimized"
+    schedule: Literal["optimized", "serial", "naive", "deferred", "auto"] = "optimized"
     accumulate: int | Literal["manual"] = 1
     loss_scaling: bool = False
     device: str | None = None

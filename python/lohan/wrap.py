@@ -446,7 +446,7 @@ def _config_for_waiting(config: Config, max_grad_norm: float | None) -> Config:
     is_waiting = is_summed or config.loss_scaling or max_grad_norm is not None
     if config.schedule in SCHEDULES_AT_STEP or not is_waiting:
         return config
-    if max_grad_norm is not None and config.schedule != Config().schedule:
+    if max_grad_norm is not None and config.schedule not in (Config().schedule, "auto"):
         raise ModelError(
             f"schedule {config.schedule!r} updates before the norm of all gradients is known:"
             f" with max_grad_norm use {' or '.join(map(repr, SCHEDULES_AT_STEP))}"
@@ -496,10 +496,11 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     # Gradients wait on SSD where the next parameters will go: in a slot that no commit needs.
     # Sums of them are in memory.
     waiting = (
-        config.schedule in SCHEDULES_AT_STEP,
+        config.schedule in (*SCHEDULES_AT_STEP, "auto"),
         config.commit_every not in ("auto", 1),
         is_accumulating(config.accumulate),
         _device.block_bytes_per_element(layout, config),
+        config.schedule == "auto",
     )
     _device.plan(layout, together, config)
     full = _core.budget(units, 1 << 60, bookkeeping, *waiting, raiser)["host_bytes_full"]

@@ -193,7 +193,8 @@ static void store_make(struct rig *rig)
 static void budget_make(struct rig *rig)
 {
     struct lh_budget_unit units[RIG_UNIT_COUNT];
-    bool is_waiting = rig->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL ||
+    bool is_auto = rig->opts.schedule == LH_ENGINE_SCHEDULE_AUTO;
+    bool is_waiting = is_auto || rig->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL ||
                       rig->opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED;
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
         const struct lh_engine_unit *unit = &rig->units[i];
@@ -206,6 +207,7 @@ static void budget_make(struct rig *rig)
             .waiting_bytes_per_element =
                 is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(unit->dtype) : 0,
             .waits_in_memory = rig->opts.commit_every != 1,
+            .waits_at_will = is_auto,
             .always = unit->always,
         };
     }

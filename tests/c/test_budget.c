@@ -10,6 +10,7 @@ struct model {
     uint32_t count;
     uint64_t bytes;
     uint64_t largest_two_bytes; /* of those that are not always there */
+    uint64_t second_bytes;
     uint64_t always_bytes;
     uint64_t gradient_bytes_max; /* of a unit's gradients and of its parameters: as many */
 };
@@ -53,6 +54,7 @@ static struct model model_random(uint64_t *seed)
         first = lh_max_u64(first, unit.bytes);
     }
     model.largest_two_bytes = first + second;
+    model.second_bytes = second;
     return model;
 }
 
@@ -201,8 +203,48 @@ static void test_edges(void)
     LH_CHECK(budget.host_bytes == budget.host_bytes_full);
 }
 
+/* Updates that may wait or not (schedule auto). */
+static void test_at_will(void)
+{
+    lh_test_name("gradients that need not wait cost no minimum, get a third of theirs at most, and "
+                 "leave room for two more units");
+    uint64_t seed = 7;
+    for (int round = 0; round < 3000; round++) {
+        struct model model = model_random(&seed);
+        struct lh_budget plain;
+        struct lh_budget budget;
+        uint64_t waiting_bytes = 0;
+        LH_CHECK(make(&model, UINT64_MAX / 4, &plain, NULL) == 0);
+        uint64_t least = plain.host_bytes_min;
+        LH_CHECK(make(&model, least, &plain, NULL) == 0);
+        uint64_t region_bytes =
+            lh_min_u64(plain.region_bytes + 2 * model.second_bytes, model.bytes);
+        for (uint32_t i = 0; i < model.count; i++) {
+            struct lh_budget_unit *unit = &model.units[i];
+            unit->waits_at_will = true;
+            unit->waiting_bytes_per_element = unit->elements > 0 ? 2 : 0;
+            waiting_bytes += 2 * unit->elements;
+        }
+        LH_CHECK(make(&model, least, &budget, NULL) == 0);
+        LH_CHECK(budget.host_bytes_min == least && budget.gradient_waiting_bytes == 0);
+        LH_CHECK(make(&model, UINT64_MAX / 4, &budget, NULL) == 0);
+        uint64_t full = budget.host_bytes_full;
+        for (int i = 0; i < 8; i++) {
+            LH_CHECK(make(&model, least + below(&seed, full - least + 1), &budget, NULL) == 0);
+            LH_CHECK(budget.gradient_waiting_bytes <= waiting_bytes / 3);
+            LH_CHECK(budget.gradient_waiting_bytes == 0 ||
+                     budget.region_bytes + LH_BLOCK_BYTES > region_bytes);
+        }
+        LH_CHECK(make(&model, full, &budget, NULL) == 0);
+        LH_CHECK(budget.host_bytes == full && budget.gradient_waiting_bytes == waiting_bytes / 3);
+        LH_CHECK(budget.region_bytes == model.bytes);
+        LH_CHECK(budget.kept_chunk_count == budget.chunk_count);
+    }
+}
+
 int main(void)
 {
+    test_at_will();
     test_sums();
     test_minimum();
     test_monotone();

@@ -321,7 +321,7 @@ static void test_allocations(void)
 static void test_equal_schedules(void)
 {
     static const char *const names[LH_ENGINE_SCHEDULE_COUNT] = {"optimized", "serial", "naive",
-                                                                "deferred"};
+                                                                "deferred", "auto"};
 
     for (int schedule = 0; schedule < LH_ENGINE_SCHEDULE_COUNT; schedule++) {
         for (int least = 0; least < 2; least++) {

@@ -13,6 +13,7 @@ import crash_worker
 import lohan
 import pytest
 import torch
+from lohan.config import SCHEDULES
 
 # Some steps: long enough that a kill hits any part of one, short enough that many fit a test.
 KILL_AFTER_MAX_S = 0.06
@@ -81,12 +82,17 @@ class Run:
         return True
 
 
-def host_bytes_min(dtype: torch.dtype, directory: pathlib.Path) -> int:
-    with pytest.raises(lohan.errors.BudgetError) as caught:
-        lohan.wrap(crash_worker.build(dtype), store=directory, host_bytes=1)
-    found = re.search(r"at least (\d+)", str(caught.value))
-    assert found
-    return int(found[1])
+def host_bytes_min(dtype: torch.dtype, directory: pathlib.Path, commit_every: int) -> int:
+    """The least that works for every schedule."""
+    least = 0
+    for schedule in SCHEDULES:
+        settings: Any = {"schedule": schedule, "commit_every": commit_every, "host_bytes": 1}
+        with pytest.raises(lohan.errors.BudgetError) as caught:
+            lohan.wrap(crash_worker.build(dtype), store=directory, **settings)
+        found = re.search(r"at least (\d+)", str(caught.value))
+        assert found
+        least = max(least, int(found[1]))
+    return least
 
 
 def kill_and_resume(
@@ -98,15 +104,16 @@ def kill_and_resume(
     kill_count: int,
 ) -> None:
     rng = random.Random(f"{dtype} {directory_count} {commit_every} {kill_count}")
-    settings = {
+    settings: dict[str, Any] = {
         "store": [store / f"disk{index}" for index in range(directory_count)],
         "commit_every": commit_every,
-        "host_bytes": host_bytes_min(dtype, store / "none"),
+        "host_bytes": host_bytes_min(dtype, store / "none", commit_every),
     }
     least, most = 0, 0  # where the store may be
     for round_ in range(kill_count + 1):
         is_last = round_ == kill_count
         step_max = most + 3 if is_last else None
+        settings["schedule"] = SCHEDULES[round_ % len(SCHEDULES)]
         process, pipe = crash_worker.start(
             crash_worker.train_until_killed, dtype, settings, round_ > 0, step_max
         )

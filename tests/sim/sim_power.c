@@ -82,6 +82,7 @@ int main(int argc, char **argv)
             sim.opts.commit_every == 1 && lh_sim_random_below(&sim.random, 4) == 0 ? 50000 : 0,
         .skip_ppm = lh_sim_random_below(&sim.random, 4) == 0 ? 100000 : 0,
         .flush_ppm = lh_sim_random_below(&sim.random, 4) == 0 ? 200000 : 0,
+        .split_ppm = 500000,
     };
     sim.opts.crash_after = 1 + lh_sim_random_below(&sim.random, 800);
     lh_test_name("seed %" PRIu64 ": what is committed survives %" PRIu64 " lives", seed,

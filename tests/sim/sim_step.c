@@ -2,7 +2,8 @@
  * A seed: a small model on a small machine, trained for some steps by any schedule and with any
  * memory that works. What the store holds at the end is, bit for bit, what plain training in order
  * gives; every use saw the right bytes; every checker of csrc/sim kept quiet; and the same seed
- * gives the same trace again.
+ * gives the same trace again. A second argument names a file for the trace, so that two builds can
+ * be compared.
  */
 #include "../c/lh_test.h"
 #include "fixture.h"
@@ -31,13 +32,20 @@ static uint64_t train(struct sim_case *sim, uint8_t *trace, uint64_t *trace_byte
     return hash;
 }
 
+static void trace_write(const char *path, const uint8_t *trace, uint64_t bytes)
+{
+    FILE *file = fopen(path, "wb");
+    LH_CHECK(file != NULL && fwrite(trace, 1, bytes, file) == bytes && fclose(file) == 0);
+}
+
 int main(int argc, char **argv)
 {
     static struct sim_case sim;
     static uint8_t traces[2][TRACE_BYTES_MAX];
     uint64_t trace_bytes[2];
     uint64_t hashes[2];
-    uint64_t seed = sim_seed(argc, argv);
+    const char *path = argc == 3 ? argv[2] : NULL;
+    uint64_t seed = sim_seed(path ? 2 : argc, argv);
     sim_case_make(&sim, seed);
     sim.opts.trace_bytes_max = TRACE_BYTES_MAX;
     sim.opts.chances = (struct lh_sim_train_chances){
@@ -46,9 +54,12 @@ int main(int argc, char **argv)
             sim.opts.commit_every == 1 && lh_sim_random_below(&sim.random, 3) == 0 ? 50000 : 0,
         .skip_ppm = lh_sim_random_below(&sim.random, 3) == 0 ? 100000 : 0,
         .flush_ppm = lh_sim_random_below(&sim.random, 3) == 0 ? 200000 : 0,
+        .split_ppm = 500000,
     };
     lh_test_name("seed %" PRIu64 ": the store holds what plain training gives", seed);
     hashes[0] = train(&sim, traces[0], &trace_bytes[0]);
+    if (path)
+        trace_write(path, traces[0], trace_bytes[0]);
     if (seed % 4 == 0) {
         lh_test_name("seed %" PRIu64 ": its trace is the same again", seed);
         lh_sim_reference_deinit(&sim.reference);

@@ -1,0 +1,130 @@
+#include "sched/split.h"
+
+#include "sched/engine_private.h"
+
+/* Steps after a change that are of no use: the order of uses is another one, and is learnt. */
+#define UNSETTLED_STEP_COUNT 2
+/* A step is as fast as the faster one of so many. */
+#define SAMPLE_COUNT 2
+/* Less than one part in so many is no gain. */
+#define GAIN_DIVISOR 200
+#define TRIAL_COUNT_MAX 2
+/* Backward that has less to hide than this part of its length hides it. */
+#define FULL_LOAD 0.9
+
+/* Of trainable unit number at, of count. */
+static bool is_chosen(uint32_t at, uint32_t count, uint32_t deferred_count)
+{
+    LH_ASSERT(at < count);
+    uint64_t before = (uint64_t)at * deferred_count / count;
+    return before != (uint64_t)(at + 1) * deferred_count / count;
+}
+
+static uint32_t trainable_count(const struct lh_engine *engine)
+{
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
+        count += engine->units[i].desc.elements > 0;
+    return count;
+}
+
+/* What its gradients take while they wait; those from an accelerator lie in blocks. */
+static uint64_t waiting_bytes(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    if (engine->dev)
+        return unit->chunk_count * engine->block_bytes;
+    return unit->desc.elements * lh_dtype_bytes(unit->desc.dtype);
+}
+
+static bool has_room(const struct lh_engine *engine, uint32_t deferred_count)
+{
+    uint32_t count = trainable_count(engine);
+    uint64_t bytes = 0;
+    uint32_t at = 0;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        const struct lh_unit *unit = &engine->units[i];
+        if (unit->desc.elements > 0 && is_chosen(at++, count, deferred_count))
+            bytes += waiting_bytes(engine, unit);
+    }
+    return bytes <= engine->budget.gradient_waiting_bytes;
+}
+
+void lh_split_set(struct lh_engine *engine, uint32_t deferred_count)
+{
+    uint32_t count = trainable_count(engine);
+    uint32_t at = 0;
+    deferred_count = deferred_count < count ? deferred_count : count;
+    while (deferred_count > 0 && !has_room(engine, deferred_count))
+        deferred_count--;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        struct lh_unit *unit = &engine->units[i];
+        if (unit->desc.elements > 0)
+            unit->is_deferred = is_chosen(at++, count, deferred_count);
+    }
+    engine->split.deferred_count = deferred_count;
+    engine->split.step_count = 0;
+    engine->split.step_ns = UINT64_MAX;
+    engine->split.is_settled = deferred_count == 0;
+}
+
+/* How many units are best deferred, by an all-eager step. */
+static uint32_t candidate(const struct lh_engine *engine, const struct lh_engine_step_stats *stats)
+{
+    const struct lh_split *split = &engine->split;
+    uint32_t count = trainable_count(engine);
+    double forward_ns = (double)(split->gradient_ns - stats->begin_ns);
+    double backward_ns = (double)(stats->close_ns - split->gradient_ns);
+    double workers_ns = (double)stats->update_busy_ns / engine->exec->thread_count;
+    double bytes = 0;
+    for (uint32_t i = 0; i < LH_ENGINE_LINK_COUNT; i++)
+        bytes += (double)stats->bytes[i];
+    double params_bytes = (double)stats->bytes[LH_ENGINE_LINK_PARAM_READ];
+    double byte_ns = bytes > 0 ? (double)stats->ssd_busy_ns / bytes : 0;
+    double forward_load_ns = byte_ns * (double)split->forward_bytes;
+    double load_ns = (double)stats->ssd_busy_ns;
+    double updates_ns = byte_ns * (bytes - params_bytes);
+    if (workers_ns > updates_ns) {
+        updates_ns = workers_ns;
+        load_ns = workers_ns;
+        forward_load_ns = 0;
+    }
+    if ((load_ns - forward_load_ns) < FULL_LOAD * backward_ns)
+        return 0;
+    double best_ns = load_ns * forward_ns / (forward_ns + backward_ns) - forward_load_ns;
+    double share = updates_ns > 0 && best_ns > 0 ? best_ns / updates_ns : 0;
+    return share < 1 ? (uint32_t)(share * count + 0.5) : count;
+}
+
+void lh_split_gradient(struct lh_engine *engine)
+{
+    const struct lh_engine_step_stats *stats = lh_step_stats(engine, lh_step_current(engine));
+    engine->split.gradient_ns = lh_engine_now(engine);
+    engine->split.forward_bytes = stats->bytes[LH_ENGINE_LINK_PARAM_READ];
+}
+
+void lh_split_begin(struct lh_engine *engine)
+{
+    engine->split.is_settled = engine->opts.schedule != LH_ENGINE_SCHEDULE_AUTO;
+    engine->split.step_ns = UINT64_MAX;
+}
+
+void lh_split_step_over(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
+{
+    struct lh_split *split = &engine->split;
+    bool is_whole = split->gradient_ns >= stats->begin_ns; /* with a forward of its own */
+    if (split->is_settled || !is_whole || split->step_count++ < UNSETTLED_STEP_COUNT)
+        return;
+    split->step_ns = lh_min_u64(split->step_ns, stats->close_ns - stats->begin_ns);
+    if (split->step_count < UNSETTLED_STEP_COUNT + SAMPLE_COUNT)
+        return;
+    if (split->deferred_count == 0) {
+        split->eager_ns = split->step_ns;
+        lh_split_set(engine, candidate(engine, stats));
+    } else if (split->step_ns + split->eager_ns / GAIN_DIVISOR < split->eager_ns) {
+        split->is_settled = true;
+    } else {
+        bool is_slower = split->step_ns > split->eager_ns + split->eager_ns / GAIN_DIVISOR;
+        bool is_last = ++split->trial_count == TRIAL_COUNT_MAX;
+        lh_split_set(engine, is_slower && !is_last ? split->deferred_count / 2 : 0);
+    }
+}
