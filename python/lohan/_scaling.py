@@ -238,7 +238,8 @@ class HollowGradient(torch.Tensor):
         if answer is not None and scale is not None and scale.is_waiting and not in_backward():
             if all(each.scale is scale for each in mine):
                 return answer(scale, mine, args, kwargs)
-        _refuse(owner or name, is_waiting=scale is not None and scale.is_waiting)
+        is_property = name in {"__get__", "__set__"}
+        _refuse(owner if is_property else name, is_waiting=scale is not None and scale.is_waiting)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Say what this is."""

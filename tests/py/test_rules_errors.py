@@ -55,7 +55,7 @@ def assert_goes_on(model: nn.Module, workshop: Workshop, steps: Any = (0, 1, 2))
 def test_clipping_finds_no_gradients(trained: nn.Module, workshop: Workshop) -> None:
     square_loss(trained, 1).backward()
     for foreach in (None, True, False):
-        with pytest.raises(OffloadedGradientError, match="clip_grad_norm_"):
+        with pytest.raises(OffloadedGradientError, match=r"^\w+_norm reads .* clip_grad_norm_"):
             nn.utils.clip_grad_norm_(trained.parameters(), 1.0, foreach=foreach)
     with pytest.raises(OffloadedGradientError):
         nn.utils.clip_grad_value_(trained.parameters(), 1.0)
