@@ -302,6 +302,7 @@ PyObject *lhpy_engine_stats(PyObject *object, PyObject *args)
         {"commit_ns", stats.commit_ns},
         {"gradient_bytes_max", stats.gradient_bytes_max},
         {"updated_params", stats.updated_params},
+        {"deferred_units", stats.deferred_units},
         {"copy_in_ns", stats.copy_busy_ns[LH_DEV_DIRECTION_IN]},
         {"copy_out_ns", stats.copy_busy_ns[LH_DEV_DIRECTION_OUT]},
     };

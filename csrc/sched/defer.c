@@ -75,6 +75,7 @@ static void release_near(struct lh_engine *engine, uint32_t position)
 void lh_defer_close(struct lh_engine *engine)
 {
     line_up(engine);
+    lh_step_stats(engine, engine->step)->deferred_units = engine->deferred_count;
     if (engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL)
         lh_defer_drain(engine);
     else

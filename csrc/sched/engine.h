@@ -290,6 +290,7 @@ struct lh_engine_step_stats {
     uint64_t commit_ns;
     uint64_t gradient_bytes_max; /* held at once by updates under way and by complete units */
     uint64_t updated_params;
+    uint64_t deferred_units; /* updated behind the close by their schedule */
 };
 
 /* The last finished step; false if there is none yet. Thread: any. */

@@ -12,12 +12,13 @@
 /* Backward that has less to hide than this part of its length hides it. */
 #define FULL_LOAD 0.9
 
-/* Of trainable unit number at, of count. */
+/* Trainable unit number at, of count; the middle ones first, as an end may be an embedding. */
 static bool is_chosen(uint32_t at, uint32_t count, uint32_t deferred_count)
 {
     LH_ASSERT(at < count);
-    uint64_t before = (uint64_t)at * deferred_count / count;
-    return before != (uint64_t)(at + 1) * deferred_count / count;
+    uint64_t halves = UINT64_C(2) * deferred_count;
+    return (at * halves + count) / (2 * (uint64_t)count) !=
+           ((at + 1) * halves + count) / (2 * (uint64_t)count);
 }
 
 static uint32_t trainable_count(const struct lh_engine *engine)

@@ -26,6 +26,8 @@ class StepStats:
         ssd_busy_ns: at least one I/O request was in flight.
         copy_in_ns, copy_out_ns: copies to and from an accelerator took.
         update_busy_ns: workers spent on the optimizer, summed over `threads`.
+        deferred_units: units whose gradients waited for `optimizer.step()`; schedule "auto"
+            chooses how many.
         bound_by: "compute", "ssd", "optimizer" or "copies": the resource with the least slack.
     """
 
@@ -42,6 +44,7 @@ class StepStats:
     commit_ns: int
     gradient_bytes_max: int
     updated_params: int
+    deferred_units: int
     copy_in_ns: int
     copy_out_ns: int
     threads: int
@@ -63,6 +66,7 @@ class StepStats:
             commit_ns=raw["commit_ns"],
             gradient_bytes_max=raw["gradient_bytes_max"],
             updated_params=raw["updated_params"],
+            deferred_units=raw["deferred_units"],
             copy_in_ns=raw["copy_in_ns"],
             copy_out_ns=raw["copy_out_ns"],
             threads=threads,

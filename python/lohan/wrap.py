@@ -92,7 +92,7 @@ def wrap(
         weight_decay: decoupled weight decay. None: 1e-2.
         max_grad_norm: scale all gradients of a step so that their norm (in fp64) is at most this,
             as torch.nn.utils.clip_grad_norm_ does; `model.optimizer.grad_norm` is what it was.
-            Updates then wait for `step()`: schedule "deferred" (the default with it) or "serial".
+            Updates then wait for `step()`: schedule "deferred" (so does "auto") or "serial".
         params: parameter groups as for torch.optim.AdamW; None: all parameters in one group.
         optimizer: a torch.optim.AdamW to go on from (Adam without weight decay, too) instead of lr
             to params: its groups, moments and step counts. It is emptied, `model.optimizer` stands

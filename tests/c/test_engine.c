@@ -41,6 +41,8 @@ static void test_equal(const char *what, struct rig_opts opts, int step_count)
     struct lh_engine_step_stats stats;
     LH_CHECK(rig_flush(&rig, false) == 0 && lh_engine_stats(rig.engine, &stats));
     LH_CHECK(stats.step == rig.step && stats.end_ns >= stats.close_ns);
+    bool has_room = opts.schedule == LH_ENGINE_SCHEDULE_AUTO && !opts.least_memory;
+    LH_CHECK(!has_room || (stats.deferred_units > 0 && stats.deferred_units < RIG_UNIT_COUNT - 1));
     for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++)
         LH_CHECK(lh_engine_param_step(rig.engine, i) == rig.param_steps[i]);
     finish(&rig);

@@ -70,12 +70,14 @@ static uint64_t host_bytes_random(const struct sim_case *sim, struct lh_sim_rand
     return budget.host_bytes_min + (is_least ? 0 : lh_sim_random_below(random, spare + 1));
 }
 
+/* Below a folder of their own: process numbers are not, where containers share /dev/shm. */
 static void directories_name(struct sim_case *sim, uint32_t count)
 {
     const char *base = access("/dev/shm", W_OK) == 0 ? "/dev/shm" : getenv("TMPDIR");
+    snprintf(sim->folder, sizeof(sim->folder), "%s/lohan-sim-XXXXXX", base ? base : "/tmp");
+    LH_CHECK(mkdtemp(sim->folder) != NULL);
     for (uint32_t i = 0; i < count; i++) {
-        snprintf(sim->paths[i], sizeof(sim->paths[i]), "%s/lohan-sim-%d-%u", base ? base : "/tmp",
-                 (int)getpid(), i);
+        snprintf(sim->paths[i], sizeof(sim->paths[i]), "%s/%u", sim->folder, i);
         sim->directories[i] = sim->paths[i];
     }
 }
@@ -120,6 +122,7 @@ void sim_stores_remove(const struct sim_case *sim)
 void sim_case_unmake(struct sim_case *sim)
 {
     sim_stores_remove(sim);
+    LH_CHECK(rmdir(sim->folder) == 0);
     lh_sim_reference_deinit(&sim->reference);
     lh_sim_model_deinit(&sim->model);
     LH_CHECK(sim->alloc.live_count == 0);

@@ -17,6 +17,7 @@ struct sim_case {
     struct lh_sim_reference reference;
     struct lh_sim_run_opts opts;
     struct lh_sim_random random; /* for what else the test decides */
+    char folder[240];
     char paths[LH_SIM_DISK_FILE_COUNT_MAX][256];
     const char *directories[LH_SIM_DISK_FILE_COUNT_MAX];
 };
