@@ -198,7 +198,7 @@ def _places(store: str | None) -> Iterator[tuple[str, str | None]]:
     target = Path(store).expanduser().absolute() if store else None
     was_there = target is not None and target.exists()
     if target is not None and was_there and any(target.iterdir()):
-        raise StoreExistsError(0, f"{target} is not empty: the demo wants a new directory")
+        raise StoreExistsError(f"{target} is not empty: the demo wants a new directory")
     folder = _store.temporary_directory()
     try:
         yield folder, str(target) if target else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -12,10 +13,21 @@ from lohan._tensor import in_backward, without_classes
 from lohan.errors import OffloadedGradientError, UnsupportedError
 
 LATE_HOOK = "register_post_accumulate_grad_hook"
+_REFUSAL = (LATE_HOOK, "__getstate__")
 
 
 def refuse_late_hooks(name: str, tensor: torch.Tensor) -> None:
-    """Refuse hooks that would find p.grad empty: lohan's own has taken it by then."""
+    """Refuse hooks that would find p.grad empty: lohan's own has taken it by then.
+
+    The refusal is in the parameter's `__dict__`, which is saved and copied with it: it has to stay
+    with this one.
+    """
+    reference = weakref.ref(tensor)
+
+    def state() -> dict[str, Any]:
+        this = reference()
+        assert this is not None
+        return {k: v for k, v in this.__dict__.items() if k not in _REFUSAL}
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
@@ -24,12 +36,13 @@ def refuse_late_hooks(name: str, tensor: torch.Tensor) -> None:
             " takes its place; a hook from before lohan.wrap() works, too"
         )
 
-    setattr(tensor, LATE_HOOK, refuse)
+    tensor.__dict__.update(zip(_REFUSAL, (refuse, state), strict=True))
 
 
 def allow_late_hooks(tensor: torch.Tensor) -> None:
     """Undo refuse_late_hooks()."""
-    tensor.__dict__.pop(LATE_HOOK, None)
+    for name in _REFUSAL:
+        tensor.__dict__.pop(name, None)
 
 
 def refuse_graphs() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from lohan import _store
 from lohan._hollow import HollowClasses, show
 from lohan._session import Session
-from lohan._tensor import ReadParameters, bits_checksum, nbytes_of, without_classes
+from lohan._tensor import ReadParameters, bits_checksum, is_same, nbytes_of, without_classes
 from lohan.errors import LentError, UnsupportedError
 
 
@@ -37,6 +37,7 @@ class Guard:
         self.handles: list[Any] = []
         self.shadowed: list[tuple[weakref.ref[nn.Module], str]] = []
         self.watched: list[weakref.ref[nn.Module]] = []
+        self.filled: tuple[int, dict[int, str]] = (0, {})  # id of a state dict, names in it
 
     def shadow(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
         """Put an instance attribute over a method."""
@@ -186,11 +187,20 @@ class Guard:
     def _fill_state_dict(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        """Put real values where a module's hollow parameters are."""
+        """Put real values where a module's hollow parameters are: tied names share a tensor."""
+        if self.filled[0] != id(state):
+            self.filled = (id(state), {})
+        first_names = self.filled[1]
         for name, tensor in module._parameters.items():
             key = prefix + name
-            if tensor is not None and key in state and id(tensor) in self.index:
-                state[key] = self.session.value(self.index[id(tensor)])
+            if tensor is None or key not in state or id(tensor) not in self.index:
+                continue
+            index = self.index[id(tensor)]
+            value = self.session.lend(index)
+            # The dict may be another one by now, or from before a step: the bits tell.
+            first = first_names.setdefault(index, key)
+            is_shared = first != key and is_same(state.get(first), value)
+            state[key] = state[first] if is_shared else value.clone()
 
     def _load_state_dict(self, module: nn.Module) -> Callable[..., Any]:
         reference = weakref.ref(module)

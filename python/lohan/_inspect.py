@@ -63,7 +63,7 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise StoreMismatchError(
-            0, f"{directories[0]}: a store, but of no model of lohan's ({error!r})"
+            f"{directories[0]}: a store, but of no model of lohan's ({error!r})"
         ) from error
     scalars = json.loads(raw["caller_scalars"]) if raw["caller_scalars"] else {}
     groups = [

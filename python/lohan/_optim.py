@@ -283,7 +283,6 @@ class Optimizer(torch.optim.Optimizer):
         mine = {"store": self.session.uuid, "step": self.session.step}
         if owner != mine:
             raise StoreMismatchError(
-                0,
                 f"the optimizer state is of {owner}, the session is at {mine}: open that store"
                 " with lohan.wrap(..., store=..., resume=True)",
             )

@@ -56,7 +56,6 @@ def restore(blob: bytes, optimizer: Optimizer) -> None:
     groups = optimizer.param_groups
     if len(state["groups"]) != len(groups):
         raise StoreMismatchError(
-            0,
             f"the store was trained with {len(state['groups'])} parameter groups, params= has"
             f" {len(groups)}: pass as many, in the same order",
         )

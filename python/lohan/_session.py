@@ -451,7 +451,10 @@ class Session(ForwardRules):
             LohanError: the first one that the engine met.
         """
         if self.closed:
-            raise SessionError("the session is closed: wrap the model again with resume=True")
+            raise SessionError(
+                "the session is closed: lohan.unwrap(model) reads the last commit into memory, and"
+                " lohan.wrap(..., resume=True) goes on with it"
+            )
         if os.getpid() != self._owner_pid:
             raise SessionError("the model was wrapped in another process: wrap it after the fork")
         self._engine.check()

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ def temporary_directory() -> str:
     for base in (tempfile.gettempdir(), "/var/tmp", os.getcwd()):
         if os.path.isdir(base) and os.access(base, os.W_OK) and not _is_memory(base):
             return tempfile.mkdtemp(prefix="lohan-", dir=base)
-    raise StoreError(0, "no directory on a disk for a temporary store: pass store=")
+    raise StoreError("no directory on a disk for a temporary store: pass store=")
 
 
 def _is_memory(path: str) -> bool:
@@ -168,15 +168,39 @@ def create(
     )
 
 
-def open_existing(directories: Sequence[str], config: Config) -> _core.Store:
+def open_existing(
+    directories: Sequence[str], config: Config, *, read_only: bool = False
+) -> _core.Store:
     """Open a store at its last committed step."""
     return _core.store_open(
         type=_core.Store,
         raiser=store_error,
         directories=list(directories),
-        read_only=False,
+        read_only=read_only,
         allow_buffered=config.allow_buffered,
     )
+
+
+@contextlib.contextmanager
+def reopened(directories: Sequence[str], config: Config, layout: Layout) -> Iterator[_core.Store]:
+    """The store of a closed session, to be read.
+
+    Raises:
+        StoreError: it is gone, or cannot be opened, or is another model's.
+    """
+    for directory in directories:
+        path = os.path.join(directory, "lohan.data")
+        if not os.path.exists(path):
+            raise StoreError(
+                f"the session is closed, and {path}, which has the parameters, is not there (a"
+                " temporary store goes with its session): put it back, or make the model again"
+            )
+    store = open_existing(directories, config, read_only=True)
+    try:
+        check_same_model(store, layout)
+        yield store
+    finally:
+        store.close()
 
 
 def remove(directories: Sequence[str]) -> None:
@@ -196,7 +220,7 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
     if store.describe()["is_empty"]:
         path = store.describe()["files"][0][0]
         raise StoreUncleanError(
-            0, f"{path} was made, but its weights were never written: delete it, and start again"
+            f"{path} was made, but its weights were never written: delete it, and start again"
         )
     theirs = json.loads(store.describe()["meta"])
     ours = describe(layout)
@@ -205,7 +229,6 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
     for a, b in zip(theirs["params"], ours["params"], strict=False):
         if a != b:
             raise StoreMismatchError(
-                0,
                 "the store is of another model: it has parameter"
                 f" {a[0]!r} {a[1]} {a[2]} trainable={a[3]}, this model"
                 f" {b[0]!r} {b[1]} {b[2]} trainable={b[3]}",
@@ -213,10 +236,10 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
     count = len(theirs["params"]), len(ours["params"])
     if count[0] != count[1]:
         raise StoreMismatchError(
-            0, f"the store is of another model: {count[0]} parameters, this model has {count[1]}"
+            f"the store is of another model: {count[0]} parameters, this model has {count[1]}"
         )
     raise StoreMismatchError(
-        0, "the store has the same parameters in other blocks: pass the blocks= it was made with"
+        "the store has the same parameters in other blocks: pass the blocks= it was made with"
     )
 
 

@@ -102,6 +102,15 @@ def bits_checksum(tensor: torch.Tensor) -> int:
     return _core.crc32c(flat.view(torch.uint8).numpy().data)
 
 
+def is_same(other: object, tensor: torch.Tensor) -> bool:
+    """Other is a plain tensor with the form and the bits of tensor, which is contiguous."""
+    if type(other) is not torch.Tensor or other.dtype != tensor.dtype:
+        return False
+    if other.shape != tensor.shape or other.stride() != tensor.stride():
+        return False
+    return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (other, tensor)))
+
+
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()

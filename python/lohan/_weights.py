@@ -121,13 +121,21 @@ def drop(layout: Layout) -> None:
     _give_back()
 
 
-def recover(layout: Layout, extents: Extents, store: _core.Store) -> None:
-    """Read every parameter back into memory, in its own dtype."""
+def read(layout: Layout, extents: Extents, store: _core.Store) -> list[torch.Tensor]:
+    """Every parameter's values of the store's last commit, in its dtype and shape."""
+    found = []
     for param in layout.params:
         unit = layout.units[param.unit]
         values = torch.empty(param.tensor.shape, dtype=unit.dtype)
         offset = param.first * unit.dtype.itemsize if unit.trainable else param.first
         store.read(extents.units[param.unit].param, offset, values.data_ptr(), nbytes_of(values))
+        found.append(values)
+    return found
+
+
+def recover(layout: Layout, extents: Extents, store: _core.Store) -> None:
+    """Give every parameter its values back, in memory."""
+    for param, values in zip(layout.params, read(layout, extents, store), strict=True):
         param.tensor.data = values
 
 
@@ -243,7 +251,7 @@ def _files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(names)]
     found = sorted(folder.glob("*.safetensors"))
     if not found:
-        raise StoreError(0, f"weights={folder}: no .safetensors file there (.bin is not read)")
+        raise StoreError(f"weights={folder}: no .safetensors file there (.bin is not read)")
     return found
 
 
@@ -258,11 +266,11 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
         if 8 + length > size:
-            raise StoreError(0, f"{path}: {size} bytes are too few for its header of {length}")
+            raise StoreError(f"{path}: {size} bytes are too few for its header of {length}")
         try:
             header = json.loads(file.read(length))
         except ValueError as error:
-            raise StoreError(0, f"{path} is not a safetensors file: {error}") from error
+            raise StoreError(f"{path} is not a safetensors file: {error}") from error
     header.pop("__metadata__", None)
     return header, 8 + length
 
@@ -311,7 +319,7 @@ def _stream(
         count = min(PIECE_ELEMENTS, param.count - first)
         raw = bytearray(file.read(count * dtype.itemsize))
         if len(raw) != count * dtype.itemsize:
-            raise StoreError(0, f"{file.name} ends inside {param.name}")
+            raise StoreError(f"{file.name} ends inside {param.name}")
         values = torch.frombuffer(raw, dtype=dtype)
         if unit.residual_bytes and dtype != unit.dtype:
             values = values.float()  # the master gets every bit that it can hold

@@ -82,7 +82,7 @@ def wrap(
 
     Args:
         model: any module with floating-point parameters on the CPU, fp32, bf16 or fp16 where they
-            require a gradient; or one made in `lohan.empty()`, with weights= or init=.
+            require a gradient; or one made in `lohan.empty()`, with weights=, init= or resume=.
         store: a directory, or one a disk. None: a temporary store, gone at exit.
         resume: go on with the store's last committed step and its hyper-parameters. One that is
             given here and is not what the run was wrapped with rules, and stderr says so.
@@ -116,7 +116,7 @@ def wrap(
         LoHan IV-E (interface), IV-C (active gradient offloading).
     """
     made = dataclasses.replace(config or Config(), **settings)
-    _check_model(model, weights, init)
+    _check_model(model, resume or weights is not None or init is not None)
     hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     _adopt.check(optimizer, {**hyper, "params": params}, resume=resume)
     _check_config(made)
@@ -145,7 +145,7 @@ class _Opening:
     ) -> Session:
         """Make or open the store and begin a session on it; leave nothing behind on an error."""
         if resume and where is None:
-            raise StoreError(0, "resume=True needs store=: there is nothing to go on with")
+            raise StoreError("resume=True needs store=: there is nothing to go on with")
         directories = _directories(where)
         extents = _store.plan_extents(self.layout, self.config.commit_every == "never")
         try:
@@ -230,7 +230,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     """Give a wrapped model its parameters back, in memory, and close its session.
 
     Args:
-        model: a wrapped model whose parameters fit in memory.
+        model: a wrapped model whose parameters fit in memory. Where its session is closed, they
+            are those of the store's last commit.
 
     Returns:
         The same module, trainable by any optimizer again. Moments are left in the store; the
@@ -238,25 +239,29 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Raises:
         ModelError: the model is not wrapped.
+        StoreError: its session is closed, and the store cannot be read.
     """
     session: Session | None = model.__dict__.get("lohan")
     guard: Guard | None = model.__dict__.get("_lohan_guard")
     if session is None or guard is None:
         raise ModelError("the model is not wrapped")
-    session.commit()
-    values = [session.value(p.index) for p in session.layout.params]
     origin: torch.optim.Optimizer | None = model.__dict__["optimizer"].origin
-    states = {}
-    if origin is not None:
-        with session.exclusive([]) as store:
-            states = _adopt.read_state(session.layout, session.extents, store)
+    layout, extents = session.layout, session.extents
+    if not session.closed:
+        session.commit()
+        opened = session.exclusive([])
+    else:
+        opened = _store.reopened(session.directories, session.config, layout)
+    with opened as store:
+        states = _adopt.read_state(layout, extents, store) if origin is not None else {}
+        values = _weights.read(layout, extents, store)
     session.close()
     _sessions.discard(session)
     session.unhook()
     guard.remove()
     if origin is not None:
-        _adopt.release(origin, session.layout, states)
-    for param, value in zip(session.layout.params, values, strict=True):
+        _adopt.release(origin, layout, states)
+    for param, value in zip(layout.params, values, strict=True):
         param.tensor.data = value
     for name in ("lohan", "optimizer", "no_sync", "_lohan_guard"):
         object.__delattr__(model, name)
@@ -328,7 +333,7 @@ def _is_compiled(module: nn.Module) -> bool:
     return is_compiled or isinstance(module, torch.jit.ScriptModule)
 
 
-def _check_model(model: Any, weights: Any, init: Any) -> None:
+def _check_model(model: Any, is_filled: bool) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"lohan.wrap takes a torch.nn.Module, not {type(model).__name__}")
     if "lohan" in model.__dict__:
@@ -351,7 +356,7 @@ def _check_model(model: Any, weights: Any, init: Any) -> None:
     count = 0
     for name, param in model.named_parameters():
         count += param.numel() > 0
-        _check_param(name, param, weights is not None or init is not None)
+        _check_param(name, param, is_filled)
     if count == 0:
         raise ModelError(f"{type(model).__name__} has no parameters")
 
@@ -388,7 +393,8 @@ def _check_param(name: str, param: nn.Parameter, is_filled: bool) -> None:
         )
     if param.is_meta and not is_filled:
         raise ModelError(
-            f"parameter {name!r} has no storage: pass weights=FOLDER, init='model' or a function"
+            f"parameter {name!r} has no storage: pass weights=FOLDER, init='model' or a function,"
+            " or resume=True with the store that has its values"
         )
     if not param.is_meta and param.device.type != "cpu":
         raise ModelError(f"parameter {name!r} is on {param.device}: wrap the model on the CPU")
@@ -418,7 +424,7 @@ def _directories(store: PathLike | Sequence[PathLike] | None) -> list[str]:
         return [_store.temporary_directory()]
     names = [store] if isinstance(store, str | os.PathLike) else list(store)
     if not names:
-        raise StoreError(0, "store=[] names no directory")
+        raise StoreError("store=[] names no directory")
     return [str(Path(os.fspath(name)).expanduser().absolute()) for name in names]
 
 

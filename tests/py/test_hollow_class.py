@@ -11,7 +11,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan.errors import HollowParameterError
+from lohan.errors import HollowParameterError, UnsupportedError
 from rules_helper import (
     WIDTH,
     Block,
@@ -181,6 +181,25 @@ def test_a_parameter_in_memory_is_a_plain_one(workshop: Workshop) -> None:
     assert {type(p) for p in plain.parameters()} == {nn.Parameter}
     assert plain.head.weight.square().sum().isfinite()
     assert "_save_to_state_dict" not in plain.head.__dict__
+
+
+def test_a_parameter_in_a_loop_is_saved_and_copied_as_a_plain_one(workshop: Workshop) -> None:
+    plain = dict(build().named_parameters())
+    model = build()
+    model.head.weight.note = "kept"  # type: ignore[attr-defined]
+    workshop.wrap(model)
+    for name, p in model.named_parameters():
+        file = io.BytesIO()
+        torch.save(p, file)
+        file.seek(0)
+        made = [torch.load(file), copy.copy(p), copy.deepcopy(p), pickle.loads(pickle.dumps(p))]
+        for other in made:
+            assert type(other) is nn.Parameter and torch.equal(other, plain[name])
+            other.register_post_accumulate_grad_hook(lambda param: None)
+        notes = [getattr(other, "note", None) for other in (p, made[0], made[3])]
+        assert notes == ["kept" if name == "head.weight" else None] * 3
+        with pytest.raises(UnsupportedError, match="register_hook"):
+            p.register_post_accumulate_grad_hook(lambda param: None)
 
 
 def test_a_closed_session_is_what_a_read_is_refused_with(workshop: Workshop) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import struct
 from pathlib import Path
 
 import lohan
 import pytest
+import safetensors.torch
 import torch
 from lohan import _core
-from lohan.errors import ModelError, StoreError
+from lohan.errors import ModelError, SessionError, StoreError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -180,6 +183,73 @@ def test_what_has_no_value_is_named(tmp_path: Path) -> None:
         lohan.wrap(model, store=tmp_path / "e", weights=tmp_path / "cut")
 
 
+def test_an_error_without_an_errno_is_its_message_alone(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "x.safetensors").write_bytes(struct.pack("<Q", 2) + b"{]" + bytes(8))
+    lohan.wrap(nn.Linear(4, 4), store=tmp_path / "store").lohan.close()
+    with lohan.empty():
+        empty = nn.Linear(4, 4)
+    calls = {
+        "resume=True needs": lambda: lohan.wrap(nn.Linear(4, 4), resume=True),
+        "store=[] names": lambda: lohan.wrap(nn.Linear(4, 4), store=[]),
+        "weights=": lambda: lohan.wrap(empty, store=tmp_path / "a", weights=tmp_path / "none"),
+        f"{tmp_path}": lambda: lohan.wrap(empty, store=tmp_path / "a", weights=tmp_path / "other"),
+        "the store is of": lambda: lohan.wrap(
+            nn.Linear(4, 5), store=tmp_path / "store", resume=True
+        ),
+    }
+    for begin, call in calls.items():
+        with pytest.raises(StoreError) as caught:
+            call()
+        assert str(caught.value).startswith(begin)
+        assert caught.value.errno is None
+
+
+def test_no_error_is_raised_with_an_errno_that_is_none() -> None:
+    folder = Path(lohan.__file__).parent
+    by_hand = re.compile(r"\w+Error\(\s*0,")
+    found = [p.name for p in folder.glob("*.py") if by_hand.search(p.read_text(encoding="utf-8"))]
+    assert not found
+
+
+def test_an_empty_model_goes_on_from_a_store(tmp_path: Path) -> None:
+    batch = torch.arange(16).reshape(1, 16)
+    model = lohan.wrap(gpt2(), store=tmp_path / "store")
+    model(input_ids=batch, labels=batch).loss.backward()
+    model.optimizer.step()
+    expected = model.state_dict()
+    model.lohan.close()
+    with lohan.empty():
+        again = GPT2LMHeadModel(GPT2Config(**GPT2, **IDS))
+    again = lohan.wrap(again, store=tmp_path / "store", resume=True)
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    again(input_ids=batch, labels=batch).loss.backward()
+    again.optimizer.step()
+    assert again.lohan.step == 2
+    again.lohan.close()
+
+
+def test_tied_names_share_one_tensor_in_a_state_dict(tmp_path: Path) -> None:
+    model = lohan.wrap(gpt2(), store=tmp_path / "store", lr=1e-2)
+    kept: dict[str, torch.Tensor] = {}
+    batch = torch.arange(16).reshape(1, 16)
+    for _ in range(2):  # into the same dict: the second time with the values of then
+        state = model.state_dict(destination=kept)
+        places = [state[name].data_ptr() for name in ("lm_head.weight", "transformer.wte.weight")]
+        assert places[0] == places[1]
+        assert len({v.data_ptr() for v in state.values()}) == len(state) - 1
+        assert torch.equal(state["lm_head.weight"], model.lm_head.state_dict()["weight"])
+        model(input_ids=batch, labels=batch).loss.backward()
+        model.optimizer.step()
+    safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
+    saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert len(saved) == len(model.state_dict()) - 1
+    model.lm_head.state_dict(destination=kept, prefix="lm_head.")
+    assert torch.equal(kept["lm_head.weight"], model.state_dict()["lm_head.weight"])
+    model.lohan.close()
+
+
 def test_unwrap_gives_a_plain_model_back(tmp_path: Path) -> None:
     model = lohan.wrap(gpt2(), store=tmp_path / "s", lr=1e-2)
     batch = torch.arange(16).reshape(1, 16)
@@ -195,3 +265,40 @@ def test_unwrap_gives_a_plain_model_back(tmp_path: Path) -> None:
     plain(input_ids=batch, labels=batch).loss.backward()
     optimizer.step()
     assert any(not torch.equal(v, expected[k]) for k, v in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_a_model_whose_session_is_closed_can_be_unwrapped(is_adopted: bool, tmp_path: Path) -> None:
+    model = gpt2()
+    origin = torch.optim.AdamW(model.parameters(), lr=1e-2) if is_adopted else None
+    lohan.wrap(model, store=tmp_path / "store", optimizer=origin)
+    batch = torch.arange(16).reshape(1, 16)
+    model(input_ids=batch, labels=batch).loss.backward()
+    model.optimizer.step()
+    expected = model.state_dict()
+    model.lohan.close()
+    with pytest.raises(SessionError, match=r"lohan\.unwrap\(model\)"):
+        model.state_dict()
+    assert lohan.unwrap(model) is model
+    assert not hasattr(model, "lohan")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    if origin is not None:
+        assert origin.state[model.lm_head.weight]["exp_avg"].any()
+    again = lohan.wrap(model, store=tmp_path / "store", resume=True)
+    assert again.lohan.step == 1
+    again.lohan.close()
+
+
+def test_a_closed_session_whose_store_is_gone_says_where_it_was(tmp_path: Path) -> None:
+    model = lohan.wrap(nn.Linear(4, 4), store=tmp_path / "store")
+    model.lohan.close()
+    (tmp_path / "store" / "lohan.data").rename(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match=str(tmp_path / "store")):
+        lohan.unwrap(model)
+    (tmp_path / "elsewhere").rename(tmp_path / "store" / "lohan.data")
+    assert lohan.unwrap(model).weight.isfinite().all()
+    model = lohan.wrap(nn.Linear(4, 4))
+    model.lohan.close()
+    with pytest.raises(StoreError, match="temporary"):
+        lohan.unwrap(model)
