@@ -20,7 +20,7 @@ def faults() -> int:
 with tempfile.TemporaryDirectory() as folder:
     model = lohan.wrap(torch.nn.Linear(4, 4), store=folder + "/s", heap=sys.argv[1])
     faults()
-    print(faults())
+    print(min(faults() for _ in range(5)))
     model.lohan.close()
 """
 
