@@ -181,13 +181,18 @@ static void event_put(struct lh_event_list *list, uint32_t unit, enum lh_residen
     list->events[list->count++] = (struct lh_residency_event){unit, (uint32_t)kind};
 }
 
-/* What the accelerator's ops and the updates to come read in main memory, in order. */
-static void host_derive(struct lh_engine *engine)
+/*
+ * What the accelerator's ops and the updates to come read in main memory, in order; before them all
+ * the event that is happening (NULL: none), if it is an update.
+ */
+static void host_derive(struct lh_engine *engine, const struct lh_residency_event *event)
 {
     const struct lh_region *device = &engine->device;
     struct lh_event_list *list = &engine->host.predicted;
     uint64_t op = device->op_first;
     list->count = owed_put(engine, &engine->host);
+    if (event && event->kind == LH_RESIDENCY_EVENT_UPDATE)
+        event_put(list, event->unit, LH_RESIDENCY_EVENT_UPDATE);
     for (uint64_t i = 0; i <= device->planned_until; i++) {
         /* Behind the last event: all that is left. */
         bool is_end = i == device->planned_until;
@@ -205,11 +210,11 @@ static void host_derive(struct lh_engine *engine)
     region_extend(engine, &engine->host);
 }
 
-static void uses_extend(struct lh_engine *engine)
+static void uses_extend(struct lh_engine *engine, const struct lh_residency_event *event)
 {
     region_extend(engine, engine->uses);
     if (engine->dev)
-        host_derive(engine);
+        host_derive(engine, event);
 }
 
 /*
@@ -234,7 +239,7 @@ static void plan_again(struct lh_engine *engine, const struct lh_residency_event
     predicted->count += tail;
     region->position = head;
     region_reset(engine, region);
-    uses_extend(engine);
+    uses_extend(engine, event);
 }
 
 /* The position of the next use in the prediction. */
@@ -350,7 +355,7 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
         region->ops[i].event = 0;
     region->op_first = 0;
     region->op_count = waiting;
-    uses_extend(engine);
+    uses_extend(engine, NULL);
 }
 
 /*
@@ -376,7 +381,7 @@ bool lh_region_catch_up(struct lh_engine *engine)
         host->op_first < host->op_count)
         return false;
     uint64_t before = host->planned_until;
-    host_derive(engine);
+    host_derive(engine, NULL);
     return host->planned_until > before || host->op_count > 0;
 }
 
