@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lohan import _store
+from lohan._compile import Traced, Uncompiled
 from lohan._hollow import HollowClasses, show
 from lohan._session import Session
 from lohan._tensor import ReadParameters, bits_checksum, is_same, nbytes_of, without_classes
@@ -49,9 +50,12 @@ class Guard:
         model = self.model()
         assert model is not None
         self.hide()
+        uncompiled = Uncompiled(model, self.shadow)
         for module in model.modules():
             self.shadow(module, "zero_grad", self._zero_grad(module))
-            self.shadow(module, "named_parameters", self._named_parameters(module))
+            named_parameters = Traced(self._named_parameters(module), uncompiled.on_trace)
+            self.shadow(module, "named_parameters", named_parameters)
+            self.shadow(module, "compile", uncompiled.compile)
             self.shadow(module, "load_state_dict", self._load_state_dict(module))
             self.shadow(module, "_apply", self._apply(module))
             self.shadow(

@@ -110,7 +110,7 @@ def wrap(
         ModelError: not a module, no parameters, unsupported dtype or layout: which, and why.
         BudgetError: host_bytes is too small: how much would fit.
         StoreError: the store cannot be made or opened (its subclasses name the reason).
-        UnsupportedError: distributed training, torch.compile, a model that is wrapped already.
+        UnsupportedError: distributed training, a model that is compiled or wrapped already.
 
     Reference:
         LoHan IV-E (interface), IV-C (active gradient offloading).
