@@ -433,6 +433,28 @@ static int step_gradients_begin(struct lhpy_engine *self)
     return 0;
 }
 
+/* The engine does not take a gradient: what it says, in the terms of whoever runs a backward. */
+static PyObject *gradient_refuse(struct lhpy_engine *self, uint32_t index,
+                                 const struct lhpy_dl_tensor *view, int rc)
+{
+    static const char *const names[] = {"float32", "bfloat16", "float16", "bytes"};
+    char message[256];
+    if (rc == -EALREADY)
+        PyOS_snprintf(message, sizeof(message),
+                      "param %u already has a gradient in this step: a second backward before"
+                      " optimizer.step()",
+                      (unsigned)index);
+    else if (rc == -EINVAL)
+        PyOS_snprintf(message, sizeof(message),
+                      "param %u has a gradient of %s and is %s: on an accelerator they are the"
+                      " same (leave grad_dtype as it is)",
+                      (unsigned)index, names[lhpy_dtype(view->dtype)],
+                      names[lhpy_dtype(self->params[index].dtype)]);
+    else
+        return lhpy_raise_engine(self);
+    return lhpy_raise(self->raiser, rc == -EALREADY ? rc : -EOPNOTSUPP, message);
+}
+
 PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
 {
     struct lhpy_param *param = &self->params[index];
@@ -464,12 +486,7 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
     int rc = lh_engine_gradient(self->core->engine, index, view.data, lhpy_dtype(view.dtype));
     if (rc < 0) {
         Py_DECREF(owned);
-        char message[256];
-        PyOS_snprintf(message, sizeof(message),
-                      "param %u already has a gradient in this step: a second backward before"
-                      " optimizer.step()",
-                      (unsigned)index);
-        return rc == -EALREADY ? lhpy_raise(self->raiser, rc, message) : lhpy_raise_engine(self);
+        return gradient_refuse(self, index, &view, rc);
     }
     LH_ASSERT(!param->gradient);
     param->gradient = owned;

@@ -187,10 +187,10 @@ int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
 /*
  * param's gradient, after lh_engine_over_wait() said 1 in this step: contiguous, in param's order,
  * borrowed until lh_engine_gradient_is_consumed(). dtype F32, BF16 or F16; with an accelerator in
- * its memory (but for opts.gradients_in_memory), and no wider than the parameter's.
+ * its memory and of the parameter's dtype (but for opts.gradients_in_memory).
  *
- * Errors: -EALREADY (the open step has one already), -EINVAL (frozen), the engine's error. Does not
- *         wait.
+ * Errors: -EALREADY (the open step has one already), -EINVAL (frozen, or that dtype), the engine's
+ *         error. Does not wait.
  */
 int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gradient,
                        enum lh_dtype dtype) LH_MUST_CHECK;

@@ -57,6 +57,7 @@
 #define LH_CHUNK_NONE UINT32_MAX
 #define LH_BLOCK_NONE UINT32_MAX
 #define LH_PARAM_NONE UINT32_MAX
+#define LH_UNIT_NONE UINT32_MAX
 #define LH_SLAB_TRANSFER_COUNT 4
 /* R, M, V, in a slab's order. */
 #define LH_STATE_ARRAY_COUNT 3
@@ -185,6 +186,8 @@ struct lh_unit {
     struct lh_dev_fence *arrived;
     struct lh_dev_fence *released;
     uint32_t landing_count; /* gradients of this step on their way to main memory */
+    uint32_t posted_count;  /* of these, not all of whose copies began */
+    uint64_t landing_bytes; /* counted as held until they are all here */
     uint64_t landed_bytes;  /* of this step: landed, or on their way */
     uint64_t landing_planned_bytes;
     uint32_t chunk_first;
@@ -363,7 +366,9 @@ struct lh_engine {
     uint64_t block_bytes;
     uint32_t *free_blocks;
     uint32_t free_block_count;
-    uint32_t *landings; /* params, a ring of param_count */
+    uint32_t block_reserve; /* see landing.c, as the next one */
+    uint32_t landing_unit;
+    uint32_t *landings; /* params, as they were posted; a ring of param_count */
     uint64_t landing_first;
     uint64_t landing_end;
     _Atomic(void *) stream; /* of the last hook */
@@ -484,6 +489,8 @@ bool lh_landing_pump(struct lh_engine *engine);
 /* Gradients are in the accelerator's memory. */
 bool lh_landing_is_used(const struct lh_engine *engine);
 bool lh_landing_is_over(const struct lh_unit *unit);
+/* Of a unit whose gradients wait: in whole blocks where they lie in such. */
+uint64_t lh_landing_waiting_bytes(const struct lh_engine *engine, const struct lh_unit *unit);
 /* The gradient of one element of param's unit, and of those behind it in param and chunk. */
 const uint8_t *lh_landing_bytes(const struct lh_engine *engine, uint32_t param, uint64_t element);
 void lh_landing_release(struct lh_engine *engine, struct lh_chunk *chunk);

@@ -6,8 +6,15 @@
  *
  *      posted (device tensor) -> copies, one a chunk that it touches -> landed: the tensor is free
  *
- * What is posted first is copied first; without a free block it waits for an update to end. Nobody
- * waits for the copies but the unit's own norm, way to SSD, or update.
+ * Nobody waits for the copies but the unit's own norm, way to SSD, or update. Without a free block
+ * a gradient waits where it is.
+ *
+ * [Note: Blocks that come back] A unit that has only some of its gradients keeps its blocks until
+ * the others come, one whose handles are alive until they are gone, one that waits in memory until
+ * the close. So as many blocks as the largest unit has chunks are a reserve for one unit at a time
+ * that takes nothing more from the training thread: its update is queued and its parameters are in
+ * memory (they stay there), or its way to SSD has begun. It gives its blocks back, and then the
+ * next one gets them. Others take what is left.
  *
  * Source: LoHan IV-C, Fuyou 4.3 (gradients are offloaded as backward makes them).
  */
@@ -40,6 +47,26 @@ const uint8_t *lh_landing_bytes(const struct lh_engine *engine, uint32_t param, 
            (element - chunk->first) * element_bytes;
 }
 
+uint64_t lh_landing_waiting_bytes(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    return lh_landing_is_used(engine) ? unit->chunk_count * engine->block_bytes : unit->desc.bytes;
+}
+
+/*
+ * A unit that waits in memory for the close is on its way until it is there: counted, so that
+ * backward does not run ahead of the link.
+ */
+static void waiting_hold(struct lh_engine *engine, struct lh_unit *unit)
+{
+    if (!unit->is_deferred || unit->spills || unit->gradient_count < unit->desc.param_count)
+        return;
+    unit->landing_bytes = unit->gradient_bytes;
+    uint64_t held =
+        atomic_fetch_add(&engine->update_gradient_bytes, unit->landing_bytes) + unit->landing_bytes;
+    struct lh_engine_step_stats *stats = lh_step_stats(engine, lh_step_current(engine));
+    stats->gradient_bytes_max = lh_max_u64(stats->gradient_bytes_max, held);
+}
+
 void lh_landing_posted(struct lh_engine *engine, uint32_t param)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, engine->params[param].unit);
@@ -48,22 +75,24 @@ void lh_landing_posted(struct lh_engine *engine, uint32_t param)
     gradient->issued = 0;
     gradient->copies = 0;
     unit->landing_count++;
+    unit->posted_count++;
     unit->landed_bytes += bytes;
     engine->landings[engine->landing_end++ % engine->param_count] = param;
+    waiting_hold(engine, unit);
 }
 
 static void landed(struct lh_engine *engine, uint32_t param)
 {
-    uint32_t index = engine->params[param].unit;
-    struct lh_unit *unit = lh_engine_unit_at(engine, index);
+    struct lh_unit *unit = lh_engine_unit_at(engine, engine->params[param].unit);
     LH_ASSERT(unit->landing_count > 0);
     unit->landing_count--;
     atomic_store(&engine->gradients[param].is_held, false);
+    if (unit->landing_count == 0) {
+        atomic_fetch_sub(&engine->update_gradient_bytes, unit->landing_bytes);
+        unit->landing_bytes = 0;
+        lh_norm_consider(engine, unit);
+    }
     lh_engine_notify(engine);
-    if (unit->landing_count > 0)
-        return;
-    lh_norm_consider(engine, unit);
-    lh_spill_consider(engine, index);
 }
 
 void lh_landing_copied(struct lh_engine *engine, struct lh_copy *copy)
@@ -76,9 +105,10 @@ void lh_landing_copied(struct lh_engine *engine, struct lh_copy *copy)
 
 static bool block_take(struct lh_engine *engine, struct lh_chunk *chunk)
 {
+    uint32_t kept = chunk->unit == engine->landing_unit ? 0 : engine->block_reserve;
     if (chunk->block != LH_BLOCK_NONE)
         return true;
-    if (engine->free_block_count == 0)
+    if (engine->free_block_count <= kept)
         return false;
     chunk->block = engine->free_blocks[--engine->free_block_count];
     return true;
@@ -119,19 +149,65 @@ static bool piece_copy(struct lh_engine *engine, uint32_t param)
     engine->copies_in_flight++;
     gradient->issued += count;
     gradient->copies++;
+    if (gradient->issued == desc->count)
+        unit->posted_count--;
     return true;
+}
+
+static bool is_posted(const struct lh_engine *engine, uint32_t param)
+{
+    return engine->gradients[param].pointer &&
+           engine->gradients[param].issued < engine->params[param].count;
+}
+
+/* The next unit that may take from the reserve; LH_UNIT_NONE: there is none now. */
+static uint32_t unit_next(const struct lh_engine *engine)
+{
+    for (uint32_t i = engine->spill_first; i < engine->spill_count; i++) {
+        if (engine->units[engine->spill_queue[i]].posted_count > 0)
+            return engine->spill_queue[i];
+    }
+    for (uint32_t i = engine->update_first; i < engine->update_count; i++) {
+        const struct lh_unit *unit = &engine->units[engine->update_queue[i]];
+        if (unit->posted_count > 0 && unit->state != LH_UNIT_STATE_ABSENT)
+            return engine->update_queue[i];
+    }
+    return LH_UNIT_NONE;
+}
+
+/* Whose turn it is; LH_PARAM_NONE: nobody's. [Note: Blocks that come back] */
+static uint32_t param_next(struct lh_engine *engine)
+{
+    if (engine->landing_unit == LH_UNIT_NONE ||
+        engine->units[engine->landing_unit].posted_count == 0)
+        engine->landing_unit = unit_next(engine);
+    if (engine->landing_unit != LH_UNIT_NONE) {
+        uint32_t param = engine->units[engine->landing_unit].desc.param_first;
+        while (!is_posted(engine, param))
+            param++;
+        return param;
+    }
+    for (uint64_t i = engine->landing_first; i < engine->landing_end; i++) {
+        uint32_t param = engine->landings[i % engine->param_count];
+        const struct lh_unit *unit = &engine->units[engine->params[param].unit];
+        /* Gradients that will wait on SSD have no place in memory before they are on their way. */
+        bool has_place = !unit->is_deferred || !unit->spills;
+        if (is_posted(engine, param) && has_place)
+            return param;
+        if (!is_posted(engine, param) && i == engine->landing_first)
+            engine->landing_first++;
+    }
+    return LH_PARAM_NONE;
 }
 
 bool lh_landing_pump(struct lh_engine *engine)
 {
     bool moved = false;
     while (engine->landing_first < engine->landing_end && !atomic_load(&engine->failed)) {
-        uint32_t param = engine->landings[engine->landing_first % engine->param_count];
-        if (!piece_copy(engine, param))
+        uint32_t param = param_next(engine);
+        if (param == LH_PARAM_NONE || !piece_copy(engine, param))
             break;
         moved = true;
-        if (engine->gradients[param].issued == engine->params[param].count)
-            engine->landing_first++;
     }
     return moved;
 }
@@ -150,8 +226,11 @@ void lh_landing_forget(struct lh_engine *engine)
         lh_landing_release(engine, &engine->chunks[i]);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         engine->units[i].landing_count = 0;
+        engine->units[i].posted_count = 0;
+        engine->units[i].landing_bytes = 0;
         engine->units[i].landed_bytes = 0;
     }
+    engine->landing_unit = LH_UNIT_NONE;
     engine->landing_first = 0;
     engine->landing_end = 0;
 }
@@ -162,7 +241,10 @@ int lh_landing_create(struct lh_engine *engine, struct lh_error *err)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         if (engine->units[i].desc.elements > 0)
             element_bytes = lh_max_u64(element_bytes, lh_dtype_bytes(engine->units[i].desc.dtype));
+        if (engine->units[i].chunk_count > engine->block_reserve)
+            engine->block_reserve = engine->units[i].chunk_count;
     }
+    engine->landing_unit = LH_UNIT_NONE;
     engine->block_bytes = engine->budget.chunk_elements * element_bytes;
     bool has_blocks = element_bytes > 0 && !engine->opts.gradients_in_memory;
     uint64_t count = has_blocks ? engine->budget.gradient_bytes / engine->block_bytes : 0;

@@ -61,6 +61,8 @@ void lh_norm_ask(struct lh_engine *engine)
 {
     engine->norm_is_asked = true;
     engine->takes_norms = true; /* behind backward, from the next step on */
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
+        lh_spill_consider(engine, i);
 }
 
 /* Once it is asked no gradient is to come: units that have not all of theirs are begun with. */

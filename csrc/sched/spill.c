@@ -34,10 +34,22 @@ uint8_t *lh_spill_gradients(const struct lh_slab *slab, const struct lh_unit *un
 static bool is_like_params(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     for (uint32_t i = 0; i < unit->desc.param_count; i++) {
-        if (engine->gradients[unit->desc.param_first + i].dtype != unit->desc.dtype)
+        const struct lh_gradient *gradient = &engine->gradients[unit->desc.param_first + i];
+
+        if (gradient->pointer && gradient->dtype != unit->desc.dtype)
             return false;
     }
     return true;
+}
+
+/*
+ * All gradients that will come are here. Once the norm is asked no more come; those from an
+ * accelerator must have a place then.
+ */
+static bool is_whole(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    return unit->gradient_count == unit->desc.param_count ||
+           (lh_landing_is_used(engine) && engine->norm_is_asked && unit->gradient_count > 0);
 }
 
 void lh_spill_consider(struct lh_engine *engine, uint32_t index)
@@ -45,8 +57,8 @@ void lh_spill_consider(struct lh_engine *engine, uint32_t index)
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
 
     if (!unit->spills || unit->spill_state != LH_SPILL_STATE_NONE ||
-        engine->step_state != LH_STEP_STATE_OPEN || unit->gradient_count < unit->desc.param_count ||
-        !lh_landing_is_over(unit) || !is_like_params(engine, unit))
+        engine->step_state != LH_STEP_STATE_OPEN || !is_whole(engine, unit) ||
+        !is_like_params(engine, unit))
         return;
     unit->spill_state = LH_SPILL_STATE_RUNNING;
     unit->spill_next = 0;
@@ -74,7 +86,7 @@ static void gather_run(struct lh_exec_job *job)
         uint64_t first = lh_max_u64(param->first, chunk->first);
         uint64_t end = lh_min_u64(param->first + param->count, chunk->first + chunk->count);
 
-        if (first < end)
+        if (first < end && engine->gradients[unit->desc.param_first + i].pointer)
             memcpy(slab->memory + (first - chunk->first) * element_bytes,
                    lh_landing_bytes(engine, unit->desc.param_first + i, first),
                    (end - first) * element_bytes);
@@ -106,10 +118,10 @@ bool lh_spill_pump(struct lh_engine *engine)
 {
     bool moved = false;
 
-    while (engine->spill_first < engine->spill_count) {
-        struct lh_unit *unit = lh_engine_unit_at(engine, engine->spill_queue[engine->spill_first]);
+    for (uint32_t i = engine->spill_first; i < engine->spill_count; i++) {
+        struct lh_unit *unit = lh_engine_unit_at(engine, engine->spill_queue[i]);
 
-        while (unit->spill_next < unit->chunk_count) {
+        while (unit->spill_next < unit->chunk_count && lh_landing_is_over(unit)) {
             uint32_t slab = lh_slab_take(engine);
 
             if (slab == LH_CHUNK_NONE)
@@ -117,7 +129,8 @@ bool lh_spill_pump(struct lh_engine *engine)
             gather_start(engine, unit, slab);
             moved = true;
         }
-        engine->spill_first++;
+        if (i == engine->spill_first && unit->spill_next == unit->chunk_count)
+            engine->spill_first++;
     }
     return moved;
 }
@@ -235,6 +248,8 @@ void lh_spill_choose(struct lh_engine *engine)
 {
     uint64_t room = engine->budget.gradient_waiting_bytes;
 
+    if (lh_landing_is_used(engine))
+        room = room / lh_max_u64(engine->block_bytes, 1) * engine->block_bytes;
     engine->any_spills = false;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
@@ -242,8 +257,8 @@ void lh_spill_choose(struct lh_engine *engine)
         unit->spills = false;
         if (!unit->is_deferred || unit->desc.elements == 0 || !may_spill(engine, unit))
             continue;
-        unit->spills = unit->desc.bytes > room;
+        unit->spills = lh_landing_waiting_bytes(engine, unit) > room;
         engine->any_spills |= unit->spills;
-        room = unit->spills ? 0 : room - unit->desc.bytes;
+        room = unit->spills ? 0 : room - lh_landing_waiting_bytes(engine, unit);
     }
 }

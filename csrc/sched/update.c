@@ -28,6 +28,14 @@ void lh_update_gradient(struct lh_engine *engine, uint32_t param, const void *po
     struct lh_gradient *gradient = &engine->gradients[param];
     struct lh_unit *unit = lh_engine_unit_at(engine, engine->params[param].unit);
     LH_ASSERT(gradient->pointer == NULL && !unit->update_is_queued);
+    if (unit->spill_state != LH_SPILL_STATE_NONE) {
+        struct lh_error err = {0};
+        lh_error_set(&err, -EINVAL,
+                     "a gradient of unit %u came after the norm of all gradients was asked",
+                     engine->params[param].unit);
+        lh_engine_fail(engine, &err);
+        return;
+    }
     gradient->pointer = pointer;
     gradient->dtype = dtype;
     if (engine->gradient_unit_count == 0)

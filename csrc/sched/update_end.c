@@ -67,6 +67,9 @@ void lh_update_rollback(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->update_count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, engine->update_queue[i]);
         lh_update_forget_unit(engine, engine->update_queue[i]);
+        /* Where uses follow the update in the prediction, its new bytes were copied already. */
+        if (unit->chunks_computed > 0)
+            lh_device_forget(engine, unit);
         if (unit->state == LH_UNIT_STATE_READY && unit->chunks_computed > 0)
             lh_unit_forget(engine, engine->update_queue[i]);
         else if (unit->state == LH_UNIT_STATE_UPDATING)
