@@ -4,8 +4,10 @@
 #include <stdio.h>
 
 #include "sched/engine_private.h"
+#include "sim/dev.h"
 
 #define NOWHERE UINT64_MAX
+#define REGION_COUNT 2 /* main memory's, the accelerator's */
 
 int lh_sim_check_init(struct lh_sim_check *check, struct lh_sim_world *world,
                       const struct lh_sim_model *model, struct lh_engine *engine, struct lh_io *io,
@@ -17,43 +19,58 @@ int lh_sim_check_init(struct lh_sim_check *check, struct lh_sim_world *world,
                                    .io = io,
                                    .step = lh_engine_step(engine),
                                    .end_ns = world->now_ns};
-    check->places = lh_alloc_zeroed(world->alloc, model->unit_count, sizeof(*check->places));
-    if (!check->places)
-        return lh_error_set(err, -ENOMEM, "no memory for the places of %" PRIu32 " units",
-                            model->unit_count);
-    for (uint32_t i = 0; i < model->unit_count; i++)
-        check->places[i] = NOWHERE;
+    for (uint32_t i = 0; i < REGION_COUNT; i++) {
+        check->places[i] = lh_alloc_zeroed(world->alloc, model->unit_count, sizeof(uint64_t));
+        if (!check->places[i]) {
+            lh_sim_check_deinit(check);
+            return lh_error_set(err, -ENOMEM, "no memory for the places of %" PRIu32 " units",
+                                model->unit_count);
+        }
+        for (uint32_t j = 0; j < model->unit_count; j++)
+            check->places[i][j] = NOWHERE;
+    }
     return 0;
 }
 
 void lh_sim_check_deinit(struct lh_sim_check *check)
 {
-    if (check->world)
-        lh_free(check->world->alloc, check->places);
-    check->places = NULL;
+    for (uint32_t i = 0; check->world && i < REGION_COUNT; i++) {
+        lh_free(check->world->alloc, check->places[i]);
+        check->places[i] = NULL;
+    }
+}
+
+static uint64_t place_of(const struct lh_unit *unit, bool is_device)
+{
+    if (is_device)
+        return unit->copy_state == LH_COPY_STATE_ABSENT ? NOWHERE : unit->copy_offset;
+    return unit->state == LH_UNIT_STATE_ABSENT ? NOWHERE : unit->offset;
 }
 
 /* Invariant 1, for the units that came or went. */
-static void places_check(struct lh_sim_check *check)
+static void places_check(struct lh_sim_check *check, bool is_device)
 {
     const struct lh_engine *engine = check->engine;
+    const char *where = is_device ? "the accelerator's" : "main memory's";
+    uint64_t bytes = is_device ? engine->opts.device_bytes : engine->budget.region_bytes;
+    uint64_t *places = check->places[is_device];
     bool is_new = false;
     for (uint32_t i = 0; i < check->model->unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        uint64_t place = unit->state == LH_UNIT_STATE_ABSENT ? NOWHERE : unit->offset;
-        is_new |= place != check->places[i] && place != NOWHERE;
-        check->places[i] = place;
-        if (place != NOWHERE && place + unit->desc.bytes > engine->budget.region_bytes)
-            lh_sim_world_fail(check->world, "unit %" PRIu32 " lies outside of the region", i);
+        uint64_t place = place_of(unit, is_device);
+        is_new |= place != places[i] && place != NOWHERE;
+        places[i] = place;
+        if (place != NOWHERE && place + unit->desc.bytes > bytes)
+            lh_sim_world_fail(check->world, "unit %" PRIu32 " lies outside of %s region", i, where);
     }
     for (uint32_t i = 0; is_new && i < check->model->unit_count; i++) {
-        uint64_t end = check->places[i] + engine->units[i].desc.bytes;
-        for (uint32_t j = 0; check->places[i] != NOWHERE && j < check->model->unit_count; j++) {
-            if (j != i && check->places[j] != NOWHERE && check->places[j] >= check->places[i] &&
-                check->places[j] < end)
+        uint64_t end = places[i] + engine->units[i].desc.bytes;
+        for (uint32_t j = 0; places[i] != NOWHERE && j < check->model->unit_count; j++) {
+            if (j != i && places[j] != NOWHERE && places[j] >= places[i] && places[j] < end)
                 lh_sim_world_fail(check->world,
-                                  "units %" PRIu32 " and %" PRIu32 " both lie at offset %" PRIu64,
-                                  i, j, check->places[j]);
+                                  "units %" PRIu32 " and %" PRIu32 " both lie at offset %" PRIu64
+                                  " of %s region",
+                                  i, j, places[j], where);
         }
     }
 }
@@ -92,7 +109,7 @@ static void split_check(struct lh_sim_check *check)
     for (uint32_t i = 0; i < check->model->unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
         if (unit->is_deferred && unit->gradient_count > 0 && !unit->update_is_queued)
-            bytes += unit->desc.bytes;
+            bytes += lh_landing_waiting_bytes(engine, unit);
     }
     if (bytes > engine->budget.gradient_waiting_bytes)
         lh_sim_world_fail(check->world,
@@ -128,7 +145,9 @@ static void step_over_check(struct lh_sim_check *check)
 void lh_sim_check_quiet(struct lh_sim_check *check)
 {
     const struct lh_engine *engine = check->engine;
-    places_check(check);
+    places_check(check, false);
+    if (engine->dev)
+        places_check(check, true);
     if (engine->opts.schedule == LH_ENGINE_SCHEDULE_NAIVE)
         naive_check(check);
     if (engine->opts.schedule == LH_ENGINE_SCHEDULE_AUTO)
@@ -138,26 +157,53 @@ void lh_sim_check_quiet(struct lh_sim_check *check)
         lh_sim_world_fail(check->world,
                           "the engine counts %" PRIu32 " requests in flight, the backend %" PRIu32,
                           engine->io_in_flight, check->io->in_flight_count);
+    if (engine->dev && engine->copies_in_flight != engine->dev->in_flight_count)
+        lh_sim_world_fail(check->world,
+                          "the engine counts %" PRIu32 " copies in flight, the backend %" PRIu32,
+                          engine->copies_in_flight, engine->dev->in_flight_count);
     if (engine->committed_step > engine->step)
         lh_sim_world_fail(check->world, "step %" PRIu64 " is committed, %" PRIu64 " is closed",
                           engine->committed_step, engine->step);
     check->has_flush_commits |= engine->commit_is_of_flush;
 }
 
-void lh_sim_check_totals(struct lh_sim_check *check)
+/* What belongs to steps that are over, to those that are open, and to none. */
+static uint64_t link_bytes(const struct lh_sim_check *check, uint32_t link)
 {
     const struct lh_engine *engine = check->engine;
+    return check->bytes[link] + engine->stats[0].bytes[link] + engine->stats[1].bytes[link] +
+           engine->stats_other.bytes[link];
+}
+
+static void total_check(struct lh_sim_check *check, const char *what, uint64_t moved,
+                        uint64_t counted)
+{
+    if (counted != moved)
+        lh_sim_world_fail(check->world,
+                          "the %s moved %" PRIu64 " bytes, the engine counts %" PRIu64, what, moved,
+                          counted);
+}
+
+void lh_sim_check_totals(struct lh_sim_check *check)
+{
+    struct lh_dev *dev = check->engine->dev;
     const struct lh_sim_io_stats *stats = lh_sim_io_stats(check->io);
     uint64_t moved = stats->bytes[LH_SIM_DIRECTION_READ] + stats->bytes[LH_SIM_DIRECTION_WRITE];
     uint64_t counted = 0;
-    /* What belongs to steps that are over, to those that are open, and to none. */
     for (uint32_t i = 0; i < LH_ENGINE_LINK_COPY_IN; i++)
-        counted += check->bytes[i] + engine->stats[0].bytes[i] + engine->stats[1].bytes[i] +
-                   engine->stats_other.bytes[i];
-    if (counted != moved && !check->has_flush_commits)
-        lh_sim_world_fail(check->world,
-                          "the links moved %" PRIu64 " bytes, the engine counts %" PRIu64, moved,
-                          counted);
+        counted += link_bytes(check, i);
+    if (!check->has_flush_commits)
+        total_check(check, "SSDs", moved, counted);
+    if (!dev)
+        return;
+    if (dev->in_flight_count > 0)
+        lh_sim_world_fail(check->world, "%" PRIu32 " copies have not come back",
+                          dev->in_flight_count);
+    const uint64_t *copied = lh_sim_dev_stats(dev)->bytes;
+    total_check(check, "copies in", copied[LH_DEV_DIRECTION_IN],
+                link_bytes(check, LH_ENGINE_LINK_COPY_IN));
+    total_check(check, "copies out", copied[LH_DEV_DIRECTION_OUT],
+                link_bytes(check, LH_ENGINE_LINK_COPY_OUT));
 }
 
 void lh_sim_check_hangs(struct lh_sim_check *check, const struct lh_sim_train *train)
@@ -167,15 +213,16 @@ void lh_sim_check_hangs(struct lh_sim_check *check, const struct lh_sim_train *t
     uint64_t used = 0;
     for (uint32_t i = 0; i < check->model->unit_count && used + 24 < sizeof(units); i++) {
         const struct lh_unit *unit = &engine->units[i];
-        int count = snprintf(units + used, sizeof(units) - used, " %" PRIu32 ":%d/%" PRIu32 "%s%s",
-                             i, (int)unit->state, lh_unit_pins(unit),
-                             unit->waiter_count > 0 ? "w" : "", unit->update_is_queued ? "u" : "");
+        int count =
+            snprintf(units + used, sizeof(units) - used, " %" PRIu32 ":%d+%d/%" PRIu32 "%s%s", i,
+                     (int)unit->state, (int)unit->copy_state, lh_unit_pins(unit),
+                     unit->waiter_count > 0 ? "w" : "", unit->update_is_queued ? "u" : "");
         used += (uint64_t)count;
     }
     lh_sim_world_fail(check->world,
                       "nothing moves and nothing is to come: training is in state %d of block "
                       "%" PRIu32 ", phase %d, step %" PRIu64 "; the engine is in state %d, units "
-                      "(index:state/pins, w waited for, u to be updated):%s",
+                      "(index:state+copy/pins, w waited for, u to be updated):%s",
                       (int)train->state, train->block, (int)train->phase, train->step,
                       (int)engine->step_state, units);
 }

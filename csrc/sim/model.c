@@ -170,36 +170,58 @@ struct lh_adam_hyper lh_sim_model_hyper(uint32_t group, uint64_t step)
 enum lh_dtype lh_sim_model_gradient_dtype(const struct lh_sim_model *model, uint32_t param)
 {
     uint32_t unit = model->params[param].unit;
-    bool is_mixed = unit % 3 == 2 && param % 2 == 1;
+    bool is_mixed = !model->has_own_gradients && unit % 3 == 2 && param % 2 == 1;
     return is_mixed ? LH_DTYPE_F32 : model->units[unit].dtype;
 }
 
-static uint64_t region_bytes_min(const struct lh_sim_model *model)
+/* Of a block's units, wherever those of them that are in use already lie. */
+static uint64_t block_bytes_min(const struct lh_sim_model *model, const struct lh_sim_block *block)
+{
+    uint64_t largest_bytes = 0;
+    uint64_t sum_bytes = 0;
+    uint64_t count = 0;
+    for (uint32_t i = 0; i < block->unit_count; i++) {
+        const struct lh_engine_unit *unit = &model->units[block->units[i]];
+        if (unit->always)
+            continue;
+        largest_bytes = lh_max_u64(largest_bytes, unit->bytes);
+        sum_bytes += unit->bytes;
+        count++;
+    }
+    return count > 1 ? sum_bytes + (count - 1) * largest_bytes : sum_bytes;
+}
+
+uint64_t lh_sim_model_region_bytes_min(const struct lh_sim_model *model)
 {
     uint64_t always_bytes = 0;
     uint64_t all_bytes = 0;
+    uint64_t largest_bytes = 0;
+    uint64_t second_bytes = 0;
     uint64_t block_bytes_max = 0;
     for (uint32_t i = 0; i < model->unit_count; i++) {
-        all_bytes += model->units[i].bytes;
-        always_bytes += model->units[i].always ? model->units[i].bytes : 0;
-    }
-    for (uint32_t i = 0; i < model->block_count; i++) {
-        const struct lh_sim_block *block = &model->blocks[i];
-        uint64_t largest_bytes = 0;
-        uint64_t sum_bytes = 0;
-        uint64_t count = 0;
-        for (uint32_t j = 0; j < block->unit_count; j++) {
-            const struct lh_engine_unit *unit = &model->units[block->units[j]];
-            if (unit->always)
-                continue;
-            largest_bytes = lh_max_u64(largest_bytes, unit->bytes);
-            sum_bytes += unit->bytes;
-            count++;
+        uint64_t bytes = model->units[i].bytes;
+        all_bytes += bytes;
+        if (model->units[i].always) {
+            always_bytes += bytes;
+            continue;
         }
-        if (count > 1)
-            block_bytes_max = lh_max_u64(block_bytes_max, sum_bytes + (count - 1) * largest_bytes);
+        second_bytes = lh_max_u64(second_bytes, lh_min_u64(bytes, largest_bytes));
+        largest_bytes = lh_max_u64(largest_bytes, bytes);
     }
-    return lh_min_u64(always_bytes + block_bytes_max, all_bytes);
+    for (uint32_t i = 0; i < model->block_count; i++)
+        block_bytes_max = lh_max_u64(block_bytes_max, block_bytes_min(model, &model->blocks[i]));
+    uint64_t others_bytes = lh_max_u64(block_bytes_max, largest_bytes + 2 * second_bytes);
+    return lh_min_u64(always_bytes + others_bytes, all_bytes);
+}
+
+static uint32_t element_bytes_max(const struct lh_sim_model *model)
+{
+    uint64_t most = 0;
+    for (uint32_t i = 0; i < model->unit_count; i++) {
+        if (model->units[i].elements > 0)
+            most = lh_max_u64(most, lh_dtype_bytes(model->units[i].dtype));
+    }
+    return (uint32_t)most;
 }
 
 int lh_sim_model_budget(const struct lh_sim_model *model, const struct lh_sim_budget_opts *opts,
@@ -211,6 +233,7 @@ int lh_sim_model_budget(const struct lh_sim_model *model, const struct lh_sim_bu
     struct lh_budget_unit *units = lh_alloc_zeroed(model->alloc, model->unit_count, sizeof(*units));
     if (!units)
         return lh_error_set(err, -ENOMEM, "no memory for a budget of %u units", model->unit_count);
+    uint32_t block_bytes = opts->has_blocks ? element_bytes_max(model) : 0;
     for (uint32_t i = 0; i < model->unit_count; i++) {
         const struct lh_engine_unit *unit = &model->units[i];
         units[i] = (struct lh_budget_unit){
@@ -223,12 +246,14 @@ int lh_sim_model_budget(const struct lh_sim_model *model, const struct lh_sim_bu
                 is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(unit->dtype) : 0,
             .waits_in_memory = opts->commit_every != 1,
             .waits_at_will = is_auto,
+            .block_bytes_per_element = unit->elements > 0 ? block_bytes : 0,
             .always = unit->always,
         };
     }
     int rc = lh_budget_make(units, model->unit_count, opts->host_bytes, 0, budget_out, err);
     lh_free(model->alloc, units);
     if (rc == 0)
-        budget_out->region_bytes = lh_max_u64(budget_out->region_bytes, region_bytes_min(model));
+        budget_out->region_bytes =
+            lh_max_u64(budget_out->region_bytes, lh_sim_model_region_bytes_min(model));
     return rc;
 }

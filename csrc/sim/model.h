@@ -53,6 +53,8 @@ struct lh_sim_model {
     uint32_t extent_count;
     struct lh_store_group_desc *groups; /* one a unit */
     uint64_t element_count;             /* trainable, without padding */
+    /* Gradients have their parameters' dtype: no wider ones leave an accelerator. */
+    bool has_own_gradients;
 };
 
 /* A unit to be: parameters of counts[] elements (bytes where dtype is LH_DTYPE_BYTES: frozen). */
@@ -67,6 +69,7 @@ struct lh_sim_budget_opts {
     uint64_t host_bytes;
     enum lh_engine_schedule schedule; /* the engine's */
     uint64_t commit_every;            /* and this */
+    bool has_blocks;                  /* gradients come from an accelerator */
 };
 
 /*
@@ -93,8 +96,10 @@ uint32_t lh_sim_model_extent(const struct lh_sim_model *model, uint32_t unit,
                              enum lh_sim_array array);
 /* Hyper-parameters of a group in a step: they change from step to step. */
 struct lh_adam_hyper lh_sim_model_hyper(uint32_t group, uint64_t step);
-/* The parameters' own, but for some of every third unit: fp32 gradients of bf16. */
+/* The parameters' own; but for has_own_gradients, fp32 for some of every third unit. */
 enum lh_dtype lh_sim_model_gradient_dtype(const struct lh_sim_model *model, uint32_t param);
+/* The least region, of main memory or of an accelerator, that works for the model's blocks. */
+uint64_t lh_sim_model_region_bytes_min(const struct lh_sim_model *model);
 /*
  * As lh_budget_make(), with a region in which every block's units fit at once wherever those of
  * them that are in use already lie: n holes, none large enough, are as bad as it gets. The least

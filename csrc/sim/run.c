@@ -17,22 +17,56 @@ static uint32_t job_max(const struct lh_sim_run *run)
     return 4 * run->opts.io_depth + run->budget.slab_count + 16;
 }
 
-/*
- * The region and the slabs. Timing only: addresses that nobody may touch; a byte that is moved
- * after all ends the program.
- */
-static int memory_map(struct lh_sim_run *run, struct lh_error *err)
+static bool has_landings(const struct lh_sim_run *run)
 {
-    const struct lh_budget *budget = &run->budget;
+    const struct lh_sim_accelerator *accelerator = &run->opts.machine.accelerator;
+    return accelerator->copy_count > 0 && !accelerator->gradients_in_memory;
+}
+
+/* Timing only: addresses that nobody may touch; a byte that is moved after all ends the program. */
+static int memory_map(const struct lh_sim_run *run, uint64_t bytes, uint8_t **memory_out,
+                      struct lh_error *err)
+{
     bool has_bytes = run->opts.reference != NULL;
-    uint64_t needed = budget->region_bytes + budget->slab_count * budget->slab_bytes;
-    run->memory_bytes = lh_align_up(needed, LH_HUGE_PAGE_BYTES);
-    void *memory = mmap(NULL, run->memory_bytes, has_bytes ? PROT_READ | PROT_WRITE : PROT_NONE,
+    void *memory = mmap(NULL, bytes, has_bytes ? PROT_READ | PROT_WRITE : PROT_NONE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED)
-        return lh_error_set(err, -errno, "cannot map %" PRIu64 " bytes", run->memory_bytes);
-    run->memory = memory;
+        return lh_error_set(err, -errno, "cannot map %" PRIu64 " bytes", bytes);
+    if (has_bytes)
+        memset(memory, GARBAGE, bytes);
+    *memory_out = memory;
     return 0;
+}
+
+/* Region, slabs and what gradients land in; the accelerator's. */
+static int memories_map(struct lh_sim_run *run, struct lh_error *err)
+{
+    const struct lh_budget *budget = &run->budget;
+    uint64_t needed = budget->region_bytes + budget->slab_count * budget->slab_bytes +
+                      (has_landings(run) ? budget->gradient_bytes : 0);
+    run->memory_bytes = lh_align_up(needed, LH_HUGE_PAGE_BYTES);
+    LH_TRY(memory_map(run, run->memory_bytes, &run->memory, err));
+    if (run->opts.machine.accelerator.copy_count == 0)
+        return 0;
+    return memory_map(run, run->opts.machine.accelerator.bytes, &run->device_memory, err);
+}
+
+static int dev_create(struct lh_sim_run *run, bool calm, struct lh_error *err)
+{
+    const struct lh_sim_accelerator *accelerator = &run->opts.machine.accelerator;
+    struct lh_sim_dev_opts opts = {
+        .world = &run->world,
+        .link = accelerator->link,
+        .copy_count = accelerator->copy_count,
+        .is_ordered = accelerator->is_ordered,
+        .moves_bytes = run->opts.reference != NULL,
+        .seed = lh_sim_mix(run->opts.seed, run->open_count),
+    };
+    if (!calm)
+        opts.faults = run->opts.faults;
+    if (accelerator->copy_count == 0)
+        return 0;
+    return lh_sim_dev_create(&opts, run->alloc, &run->dev, err);
 }
 
 static int backends_create(struct lh_sim_run *run, bool calm, struct lh_error *err)
@@ -56,6 +90,7 @@ static int backends_create(struct lh_sim_run *run, bool calm, struct lh_error *e
     if (!calm)
         io_opts.faults = opts->faults;
     LH_TRY(lh_sim_io_create(&io_opts, run->alloc, &run->io, err));
+    LH_TRY(dev_create(run, calm, err));
     struct lh_sim_exec_opts exec_opts = {
         .world = &run->world,
         .worker_count = opts->machine.worker_count,
@@ -84,6 +119,11 @@ static int engine_create(struct lh_sim_run *run, struct lh_error *err)
         .exec = run->exec,
         .waker = &run->waker,
         .clock = lh_sim_world_clock(&run->world),
+        .dev = run->dev,
+        .device_memory = run->device_memory,
+        .device_bytes = opts->machine.accelerator.bytes,
+        .copy_count = opts->machine.accelerator.copy_count,
+        .gradients_in_memory = opts->machine.accelerator.gradients_in_memory,
         .io_depth = opts->io_depth,
         .transfer_bytes = opts->transfer_bytes,
         .commit_every = opts->commit_every,
@@ -100,6 +140,7 @@ static int engine_create(struct lh_sim_run *run, struct lh_error *err)
         .model = model,
         .reference = opts->reference,
         .engine = run->engine,
+        .dev = run->dev,
         .step_last = opts->step_last,
         .gradient_ahead_bytes = run->budget.gradient_ahead_bytes,
         .nowhere = run->memory,
@@ -115,9 +156,7 @@ static int engine_create(struct lh_sim_run *run, struct lh_error *err)
 static int parts_create(struct lh_sim_run *run, bool calm, struct lh_error *err)
 {
     run->open_count++;
-    LH_TRY(memory_map(run, err));
-    if (run->opts.reference)
-        memset(run->memory, GARBAGE, run->memory_bytes);
+    LH_TRY(memories_map(run, err));
     LH_TRY(backends_create(run, calm, err));
     return engine_create(run, err);
 }
@@ -141,7 +180,8 @@ int lh_sim_run_init(struct lh_sim_run *run, const struct lh_sim_run_opts *opts,
     lh_sim_random_init(&run->crash_random, opts->seed, LH_SIM_STREAM_CRASH);
     struct lh_sim_budget_opts budget_opts = {.host_bytes = opts->host_bytes,
                                              .schedule = opts->schedule,
-                                             .commit_every = opts->commit_every};
+                                             .commit_every = opts->commit_every,
+                                             .has_blocks = has_landings(run)};
     LH_TRY(lh_sim_model_budget(opts->model, &budget_opts, &run->budget, err));
     LH_TRY(lh_sim_world_init(&run->world, alloc, EVENT_MAX, opts->trace_bytes_max, err));
     LH_TRY(store_create(run, err));
@@ -165,6 +205,8 @@ static void quiet_check(struct lh_sim_run *run)
     lh_sim_check_quiet(&run->check);
     lh_sim_io_check(run->io);
     lh_sim_exec_check(run->exec);
+    if (run->dev)
+        lh_sim_dev_check(run->dev);
 }
 
 /* Training is over: nothing wrong was read and kept for parameters. */
@@ -231,14 +273,20 @@ static void parts_destroy(struct lh_sim_run *run)
         run->exec->ops->destroy(run->exec);
     if (run->io)
         run->io->ops->destroy(run->io);
+    if (run->dev)
+        run->dev->ops->destroy(run->dev);
     lh_store_close(run->store);
     if (run->memory)
         munmap(run->memory, run->memory_bytes);
+    if (run->device_memory)
+        munmap(run->device_memory, run->opts.machine.accelerator.bytes);
     run->engine = NULL;
     run->exec = NULL;
     run->io = NULL;
+    run->dev = NULL;
     run->store = NULL;
     run->memory = NULL;
+    run->device_memory = NULL;
 }
 
 void lh_sim_run_stop(struct lh_sim_run *run)
@@ -247,6 +295,8 @@ void lh_sim_run_stop(struct lh_sim_run *run)
         lh_sim_io_crash(run->io, &run->crash_random);
     if (run->exec)
         lh_sim_exec_crash(run->exec);
+    if (run->dev)
+        lh_sim_dev_crash(run->dev);
     lh_sim_world_forget(&run->world);
     if (run->disk.file_count > 0)
         lh_sim_disk_crash(&run->disk, &run->crash_random);

@@ -1,6 +1,6 @@
 /*
- * A simulated run: world, disk, links, workers, store, engine and training thread put together, and
- * the loop that drives them.
+ * A simulated run: world, disk, links, workers, accelerator, store, engine and training thread put
+ * together, and the loop that drives them.
  *
  *      engine and training thread are polled until neither moves;
  *      the checkers look; then the next event happens.
@@ -16,6 +16,7 @@
 #define LH_SIM_RUN_H
 
 #include "sim/check.h"
+#include "sim/dev.h"
 #include "sim/disk.h"
 #include "sim/exec.h"
 #include "sim/io.h"
@@ -29,6 +30,15 @@ enum lh_sim_end {
     LH_SIM_END_BROKEN,
 };
 
+/* What computes, where that is not in main memory. */
+struct lh_sim_accelerator {
+    struct lh_sim_link_opts link; /* READ: to it, WRITE: from it */
+    uint64_t bytes;               /* of its memory, for parameters */
+    uint32_t copy_count;          /* in flight at once; 0: there is no accelerator */
+    bool is_ordered;
+    bool gradients_in_memory; /* as if they were summed there; not with is_ordered */
+};
+
 /* The machine: what moves and what computes. */
 struct lh_sim_machine {
     uint32_t ssd_count;
@@ -37,6 +47,7 @@ struct lh_sim_machine {
     uint64_t sync_ns;
     uint32_t worker_count;
     uint64_t worker_bytes_per_s; /* of memory, each */
+    struct lh_sim_accelerator accelerator;
 };
 
 struct lh_sim_run_opts {
@@ -68,9 +79,11 @@ struct lh_sim_run {
     struct lh_budget budget;
     uint8_t *memory;
     uint64_t memory_bytes;
+    uint8_t *device_memory;
     struct lh_store *store;
     struct lh_io *io;
     struct lh_exec *exec;
+    struct lh_dev *dev; /* NULL: none */
     struct lh_engine *engine;
     struct lh_sim_train train;
     struct lh_sim_check check;

@@ -13,6 +13,12 @@ enum look {
     LOOK_MOVED,
 };
 
+/* The thread does not wait for what it gives the accelerator to do. */
+static bool is_ahead(const struct lh_sim_train_opts *opts)
+{
+    return opts->dev && opts->dev->ops->is_ordered;
+}
+
 int lh_sim_train_init(struct lh_sim_train *train, const struct lh_sim_train_opts *opts,
                       struct lh_alloc *alloc, struct lh_error *err)
 {
@@ -24,8 +30,10 @@ int lh_sim_train_init(struct lh_sim_train *train, const struct lh_sim_train_opts
     train->gradients = lh_alloc_zeroed(alloc, param_count, sizeof(void *));
     train->due = lh_alloc_zeroed(alloc, param_count, sizeof(*train->due));
     train->handles = lh_alloc_zeroed(alloc, opts->model->unit_count, sizeof(*train->handles));
+    train->use_max = is_ahead(opts) ? LH_SIM_DEV_COMPUTE_COUNT_MAX : 1;
+    train->uses = lh_alloc_zeroed(alloc, train->use_max, sizeof(*train->uses));
     bool failed = !train->has_gradient || !train->is_held || !train->gradients || !train->due ||
-                  !train->handles;
+                  !train->handles || !train->uses;
     for (uint32_t i = 0; !failed && opts->reference && i < param_count; i++) {
         uint64_t bytes = lh_dtype_bytes(lh_sim_model_gradient_dtype(opts->model, i));
         train->gradients[i] = lh_alloc_zeroed(alloc, opts->model->params[i].count, bytes);
@@ -48,6 +56,7 @@ void lh_sim_train_deinit(struct lh_sim_train *train, struct lh_alloc *alloc)
     lh_free(alloc, (void *)train->gradients);
     lh_free(alloc, train->due);
     lh_free(alloc, train->handles);
+    lh_free(alloc, train->uses);
     *train = (struct lh_sim_train){0};
 }
 
@@ -84,21 +93,50 @@ static uint64_t waited_ns(const struct lh_sim_train *train)
     return train->opts.world->now_ns - train->since_ns;
 }
 
-/* A use sees the bytes of the last closed step. */
-static void use_check(struct lh_sim_train *train, const char *when)
+static struct lh_sim_use *use_make(struct lh_sim_train *train)
 {
-    const struct lh_sim_block *block = block_of(train);
-    for (uint32_t i = 0; train->opts.reference && i < block->unit_count; i++) {
+    struct lh_sim_use *use = &train->uses[train->use_count++ % train->use_max];
+    *use = (struct lh_sim_use){
+        .train = train, .step = train->step, .block = train->block, .phase = train->phase};
+    return use;
+}
+
+/* A use sees the bytes of the last step that was closed when it was asked for. */
+static void use_check(const struct lh_sim_use *use, const char *when)
+{
+    const struct lh_sim_train_opts *opts = &use->train->opts;
+    const struct lh_sim_block *block = &opts->model->blocks[use->block];
+    for (uint32_t i = 0; opts->reference && i < block->unit_count; i++) {
         uint32_t unit = block->units[i];
         const uint8_t *expected =
-            lh_sim_reference_array(train->opts.reference, train->step, unit, LH_SIM_ARRAY_PARAM);
-        const uint8_t *found = lh_engine_address(train->opts.engine, unit);
-        if (memcmp(found, expected, train->opts.model->units[unit].bytes) != 0)
-            lh_sim_world_fail(train->opts.world,
+            lh_sim_reference_array(opts->reference, use->step, unit, LH_SIM_ARRAY_PARAM);
+        if (memcmp(use->units[i], expected, opts->model->units[unit].bytes) != 0)
+            lh_sim_world_fail(opts->world,
                               "unit %" PRIu32 " has not the bytes of step %" PRIu64
                               " at the %s of a use (block %" PRIu32 ", phase %d)",
-                              unit, train->step, when, train->block, (int)train->phase);
+                              unit, use->step, when, use->block, (int)use->phase);
     }
+}
+
+static void use_began(void *context)
+{
+    use_check(context, "begin");
+}
+
+static void use_ended(void *context)
+{
+    struct lh_sim_use *use = context;
+    use_check(use, "end");
+    use->train->is_computed = true;
+}
+
+static void gradient_computed(void *context)
+{
+    const struct lh_sim_use *use = context;
+    struct lh_sim_train *train = use->train;
+    if (train->opts.reference)
+        lh_sim_reference_gradient(train->opts.reference, use->step + 1, use->param,
+                                  train->gradients[use->param]);
 }
 
 /* Which parameters have a gradient in the step that begins: at least one. */
@@ -143,12 +181,6 @@ static enum look begin(struct lh_sim_train *train)
     return block_begin(train, 0);
 }
 
-static void computed(void *context)
-{
-    struct lh_sim_train *train = context;
-    train->is_computed = true;
-}
-
 /*
  * Whether the engine's answer to a wait may have changed since it was asked. A wait goes through
  * the kernel even with a timeout of 0, which a step of many requests would feel; so it is asked
@@ -187,11 +219,18 @@ static enum look acquire(struct lh_sim_train *train)
         times->backward_wait_ns += waited_ns(train);
     if (++train->unit < block->unit_count)
         return state_set(train, LH_SIM_TRAIN_STATE_ACQUIRE);
-    use_check(train, "begin");
-    train->is_computed = false;
+    struct lh_sim_use *use = use_make(train);
+    for (uint32_t i = 0; i < block->unit_count; i++)
+        use->units[i] = lh_engine_address(train->opts.engine, block->units[i]);
+    train->is_computed = is_ahead(&train->opts);
     bool is_backward = train->phase == LH_SIM_TRAIN_PHASE_BACKWARD;
     uint64_t compute_ns = is_backward ? block->backward_ns : block->forward_ns;
-    lh_sim_world_at(train->opts.world, train->opts.world->now_ns + compute_ns, computed, train);
+    if (is_ahead(&train->opts)) {
+        lh_sim_dev_compute(train->opts.dev, compute_ns, use_began, use_ended, use);
+    } else {
+        use_began(use);
+        lh_sim_world_at(train->opts.world, train->opts.world->now_ns + compute_ns, use_ended, use);
+    }
     return state_set(train, LH_SIM_TRAIN_STATE_COMPUTE);
 }
 
@@ -237,7 +276,6 @@ static enum look compute(struct lh_sim_train *train)
     const struct lh_sim_block *block = block_of(train);
     if (!train->is_computed)
         return LOOK_WAIT;
-    use_check(train, "end");
     for (uint32_t i = 0; i < block->unit_count; i++) {
         uint32_t unit = block->units[i];
         if (train->phase == LH_SIM_TRAIN_PHASE_FORWARD) {
@@ -297,9 +335,13 @@ static enum look gradient(struct lh_sim_train *train)
     train->has_hypers = true;
     uint32_t param = train->due[train->param++];
     const void *bytes = train->opts.nowhere;
+    struct lh_sim_use *use = use_make(train);
+    use->param = param;
+    if (is_ahead(&train->opts))
+        lh_sim_dev_compute(train->opts.dev, 0, NULL, gradient_computed, use);
+    else
+        gradient_computed(use);
     if (train->opts.reference) {
-        lh_sim_reference_gradient(train->opts.reference, train->step + 1, param,
-                                  train->gradients[param]);
         bytes = train->gradients[param];
         train->is_held[param] = true;
     }

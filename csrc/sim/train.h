@@ -7,6 +7,9 @@
  *      forward: handles are added, the units released; backward: the other way round
  *      CLOSE -> BEGIN of the next step, or FLUSH -> DONE
  *
+ * Where an accelerator is ordered (dev.h) COMPUTE gives the stream what to do and goes on at once,
+ * as does GRADIENT: the thread runs ahead until a unit is not to be had yet.
+ *
  * By chance (of the seed) an evaluation comes between two steps, a parameter has no gradient, a
  * step dies in backward and is aborted, or a flush follows a close.
  *
@@ -18,6 +21,7 @@
 #ifndef LH_SIM_TRAIN_H
 #define LH_SIM_TRAIN_H
 
+#include "sim/dev.h"
 #include "sim/reference.h"
 
 #define LH_SIM_STEP_COUNT_MAX 64
@@ -54,7 +58,8 @@ struct lh_sim_train_opts {
     struct lh_sim_world *world; /* this and the next two: borrowed until deinit */
     const struct lh_sim_model *model;
     struct lh_sim_reference *reference; /* NULL: timing only */
-    struct lh_engine *engine;           /* borrowed until deinit */
+    struct lh_engine *engine;           /* borrowed until deinit, as is dev */
+    struct lh_dev *dev;                 /* NULL: none */
     uint64_t step_last;                 /* flush and end when this step is closed */
     uint64_t gradient_ahead_bytes;
     const void *nowhere;    /* timing only: an address for gradients nobody reads */
@@ -72,6 +77,16 @@ struct lh_sim_train_times {
     uint64_t forward_wait_ns; /* for units */
     uint64_t backward_wait_ns;
     uint64_t gradient_wait_ns; /* for the step before, and for room */
+};
+
+/* A computation that reads a block's units, or makes a gradient. */
+struct lh_sim_use {
+    struct lh_sim_train *train;
+    uint64_t step; /* closed, when it was asked for */
+    uint32_t block;
+    enum lh_sim_train_phase phase;
+    uint32_t param; /* whose gradient it makes */
+    const uint8_t *units[LH_SIM_BLOCK_UNIT_COUNT_MAX];
 };
 
 struct lh_sim_train {
@@ -95,7 +110,10 @@ struct lh_sim_train {
     void **gradients;
     uint32_t *due; /* parameters whose gradients the block gives */
     uint32_t due_count;
-    uint32_t *handles; /* that this thread holds, by unit */
+    uint32_t *handles;       /* that this thread holds, by unit */
+    struct lh_sim_use *uses; /* a ring: of as many as may be under way */
+    uint32_t use_max;
+    uint64_t use_count;
     uint64_t abort_count;
     uint64_t eval_count;
     struct lh_sim_train_times times[LH_SIM_STEP_COUNT_MAX]; /* of step s at s % MAX */

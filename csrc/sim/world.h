@@ -39,6 +39,8 @@ enum lh_sim_stream {
     LH_SIM_STREAM_CRASH,
     LH_SIM_STREAM_TRAIN,
     LH_SIM_STREAM_OPTIONS,
+    LH_SIM_STREAM_COPIES,
+    LH_SIM_STREAM_ACCELERATOR,
 };
 
 /* The same numbers from the same seed and stream. */
@@ -70,6 +72,7 @@ enum lh_sim_trace_kind {
     LH_SIM_TRACE_TRAIN,      /* state of the training thread, step, block << 32 | unit */
     LH_SIM_TRACE_STEP,       /* step that is over, its time since the one before, bytes */
     LH_SIM_TRACE_CRASH,      /* unsynced writes, blocks kept, blocks lost */
+    LH_SIM_TRACE_COPY,       /* direction, bytes, -result: it is over */
 };
 
 #define LH_SIM_TRACE_RECORD_BYTES 40

@@ -56,14 +56,48 @@ static struct lh_sim_machine machine_random(struct lh_sim_random *random)
     return machine;
 }
 
+/* Half of the seeds have one; of these, half the least memory that works. */
+static struct lh_sim_accelerator accelerator_random(const struct lh_sim_model *model, uint64_t seed)
+{
+    struct lh_sim_random random;
+    lh_sim_random_init(&random, seed, LH_SIM_STREAM_ACCELERATOR);
+    if (lh_sim_random_below(&random, 2) == 0)
+        return (struct lh_sim_accelerator){0};
+    uint64_t all_bytes = 0;
+    for (uint32_t i = 0; i < model->unit_count; i++)
+        all_bytes += model->units[i].bytes;
+    uint64_t bytes = lh_sim_model_region_bytes_min(model);
+    if (lh_sim_random_below(&random, 2) == 0)
+        bytes += lh_sim_random_below(&random, all_bytes - bytes + 1);
+    struct lh_sim_accelerator accelerator = {
+        .link =
+            {
+                .bytes_per_s = {scaled(&random, UINT64_C(50000000), UINT64_C(25000000000)),
+                                scaled(&random, UINT64_C(50000000), UINT64_C(25000000000))},
+                .latency_ns = scaled(&random, 500, 100000),
+                .queue_depth = (uint32_t)between(&random, 1, 4),
+                .duplex = lh_sim_random_below(&random, 3) > 0,
+            },
+        .bytes = bytes / LH_BLOCK_BYTES * LH_BLOCK_BYTES,
+        .copy_count = (uint32_t)scaled(&random, 1, 64),
+        .is_ordered = lh_sim_random_below(&random, 2) == 0,
+    };
+    accelerator.gradients_in_memory =
+        !accelerator.is_ordered && lh_sim_random_below(&random, 4) == 0;
+    return accelerator;
+}
+
 /* Half of the seeds have the least memory that works, where everything waits for everything. */
 static uint64_t host_bytes_random(const struct sim_case *sim, struct lh_sim_random *random)
 {
     struct lh_budget budget;
     struct lh_error err = {0};
+    const struct lh_sim_accelerator *accelerator = &sim->opts.machine.accelerator;
+    bool has_landings = accelerator->copy_count > 0 && !accelerator->gradients_in_memory;
     struct lh_sim_budget_opts opts = {.host_bytes = UINT64_C(1) << 40,
                                       .schedule = sim->opts.schedule,
-                                      .commit_every = sim->opts.commit_every};
+                                      .commit_every = sim->opts.commit_every,
+                                      .has_blocks = has_landings};
     sim_require(lh_sim_model_budget(&sim->model, &opts, &budget, &err), &err, "budget");
     uint64_t spare = budget.host_bytes_full - budget.host_bytes_min;
     bool is_least = lh_sim_random_below(random, 2) == 0;
@@ -89,6 +123,8 @@ void sim_case_make(struct sim_case *sim, uint64_t seed)
     *sim = (struct sim_case){.alloc = LH_ALLOC_INIT};
     lh_sim_random_init(&random, seed, LH_SIM_STREAM_MODEL);
     sim_require(lh_sim_model_random(&sim->model, &random, &sim->alloc, &err), &err, "model");
+    struct lh_sim_accelerator accelerator = accelerator_random(&sim->model, seed);
+    sim->model.has_own_gradients = accelerator.copy_count > 0;
     sim_require(lh_sim_reference_init(&sim->reference, &sim->model, seed, &sim->alloc, &err), &err,
                 "reference");
     lh_sim_random_init(&random, seed, LH_SIM_STREAM_OPTIONS);
@@ -103,6 +139,7 @@ void sim_case_make(struct sim_case *sim, uint64_t seed)
         .schedule = (enum lh_engine_schedule)lh_sim_random_below(&random, LH_ENGINE_SCHEDULE_COUNT),
         .step_last = between(&random, 2, 5),
     };
+    sim->opts.machine.accelerator = accelerator;
     sim->opts.host_bytes = host_bytes_random(sim, &random);
     directories_name(sim, sim->opts.machine.ssd_count);
     sim->opts.directories = sim->directories;

@@ -37,7 +37,8 @@ static void faults_draw(struct sim_case *sim)
 static void faults_add(const struct lh_sim_run *run)
 {
     for (uint32_t i = 0; i < LH_SIM_FAULT_COUNT; i++)
-        fault_counts[i] += lh_sim_io_stats(run->io)->fault_counts[i];
+        fault_counts[i] += lh_sim_io_stats(run->io)->fault_counts[i] +
+                           (run->dev ? lh_sim_dev_stats(run->dev)->fault_counts[i] : 0);
 }
 
 /* Whether a fault that happened explains the engine's error. */
