@@ -12,6 +12,7 @@
 #define PAPERS_BATCH UINT64_C(32)
 #define PAPERS_TFLOP_PER_S 155
 #define PAPERS_ADAM_PER_S UINT64_C(1100000000)
+#define PAPERS_GPU_BYTES (4 * GB / LH_BLOCK_BYTES * LH_BLOCK_BYTES)
 /* Of the papers' 52 cores; the engine's slabs feed no more. */
 #define PAPERS_WORKER_COUNT 4
 
@@ -39,6 +40,7 @@ static uint32_t unit_add(struct lh_sim_model *model, uint64_t count)
 /* Blocks between an embedding and a head, which are one tied parameter. */
 static void papers_model(struct lh_sim_model *model)
 {
+    model->has_own_gradients = true;
     const uint64_t tokens = PAPERS_BATCH * PAPERS_SEQUENCE;
     const uint64_t hidden = PAPERS_HIDDEN;
     const uint64_t block_count = 12 * hidden * hidden + 13 * hidden;
@@ -70,6 +72,15 @@ static struct lh_sim_machine papers_machine(void)
         .worker_count = PAPERS_WORKER_COUNT,
         .worker_bytes_per_s =
             PAPERS_ADAM_PER_S * LH_SIM_ADAM_BYTES_PER_ELEMENT / PAPERS_WORKER_COUNT,
+        .accelerator =
+            {
+                .link = {.bytes_per_s = {21 * GB, 21 * GB},
+                         .latency_ns = 10000,
+                         .queue_depth = 64,
+                         .duplex = true},
+                .bytes = PAPERS_GPU_BYTES,
+                .copy_count = 64,
+            },
     };
 }
 

@@ -3,7 +3,9 @@
  *
  *      papers     the machine of LoHan's evaluation: 12 SSDs of 6.5 GB/s read and 3.4 GB/s write,
  *                 28 GB/s together, AdamW at 1.1e9 parameters/s, a GPU that sustains 155 TFLOP/s.
- *                 Latencies are those of a data-centre NVMe drive: 80 us, a flush 200 us.
+ *                 Latencies are those of a data-centre NVMe drive: 80 us, a flush 200 us. The GPU
+ *                 has PCIe of 21 GB/s each way, 10 us a copy, and 4 GB of its 24 for parameters;
+ *                 the others are activations' and the computation's.
  *      balanced   one SSD and 40 equal blocks for which everything fits together: backward computes
  *                 as long as its traffic takes, twice as long as AdamW, and twice as long as
  *                 forward.
@@ -13,6 +15,8 @@
  *
  * Compute of a transformer's block: 2 FLOP a parameter and token, and attention's 4 * sequence *
  * hidden a token, in forward; three times that in backward, which computes forward once more.
+ *
+ * The training thread sees a copy come back and computes then (dev.h, not ordered).
  *
  * Thread: one.
  * Source: LoHan V-A (the machine), LoHan eq. 5 (backward's FLOP).

@@ -25,7 +25,8 @@
 #define HEAD                                                                                       \
     "preset,schedule,host_bytes,step_ns,forward_ns,backward_ns,forward_wait_ns,backward_wait_ns,"  \
     "gradient_wait_ns,ssd_busy_ns,update_busy_ns,param_read,state_read,param_write,state_write,"   \
-    "commit_write,gradient_write,gradient_read\n"
+    "commit_write,gradient_write,gradient_read,copy_in,copy_out,copy_in_busy_ns,"                  \
+    "copy_out_busy_ns\n"
 
 struct row {
     enum lh_sim_preset preset;
@@ -85,10 +86,23 @@ static void row_print(const struct row *row, char *line)
                         times->closed_ns - times->backward_ns, times->forward_wait_ns,
                         times->backward_wait_ns, times->gradient_wait_ns, row->stats.ssd_busy_ns,
                         row->stats.update_busy_ns);
-    for (uint32_t i = 0; i < LH_ENGINE_LINK_COPY_IN; i++)
+    for (uint32_t i = 0; i < LH_ENGINE_LINK_COUNT; i++)
         used += snprintf(line + used, (size_t)(LINE_BYTES_MAX - used), ",%" PRIu64,
                          row->stats.bytes[i]);
-    snprintf(line + used, (size_t)(LINE_BYTES_MAX - used), "\n");
+    snprintf(line + used, (size_t)(LINE_BYTES_MAX - used), ",%" PRIu64 ",%" PRIu64 "\n",
+             row->stats.copy_busy_ns[LH_DEV_DIRECTION_IN],
+             row->stats.copy_busy_ns[LH_DEV_DIRECTION_OUT]);
+}
+
+/* Of the busier direction of an accelerator's link. */
+static double copies_s(const struct lh_sim_accelerator *accelerator, const uint64_t *bytes)
+{
+    const uint64_t *rates = accelerator->link.bytes_per_s;
+    if (accelerator->copy_count == 0)
+        return 0;
+    double in_s = (double)bytes[LH_ENGINE_LINK_COPY_IN] / (double)rates[LH_SIM_DIRECTION_READ];
+    double out_s = (double)bytes[LH_ENGINE_LINK_COPY_OUT] / (double)rates[LH_SIM_DIRECTION_WRITE];
+    return in_s > out_s ? in_s : out_s;
 }
 
 /* No step is faster than what it computes, moves and updates at full speed. */
@@ -106,10 +120,14 @@ static void bounds_check(struct row *row)
     if (machine->cap_bytes_per_s > 0 && (read + written) / (double)machine->cap_bytes_per_s > ssd_s)
         ssd_s = (read + written) / (double)machine->cap_bytes_per_s;
     double update_s = (double)row->stats.update_busy_ns / 1e9 / machine->worker_count;
-    printf("  %-10s %-9s %.3f s; compute %.3f, SSDs %.3f, updates %.3f; %.2f s to simulate\n",
+    double copy_s = copies_s(&machine->accelerator, bytes);
+    printf("  %-10s %-9s %.3f s; compute %.3f, SSDs %.3f, updates %.3f, copies %.3f; %.2f s to "
+           "simulate\n",
            lh_sim_preset_name(row->preset), schedule_name(row->schedule),
-           (double)row->step_ns / 1e9, (double)row->compute_ns / 1e9, ssd_s, update_s, row->cpu_s);
+           (double)row->step_ns / 1e9, (double)row->compute_ns / 1e9, ssd_s, update_s, copy_s,
+           row->cpu_s);
     row->busiest_s = (double)row->compute_ns / 1e9;
+    row->busiest_s = copy_s > row->busiest_s ? copy_s : row->busiest_s;
     row->busiest_s = ssd_s > row->busiest_s ? ssd_s : row->busiest_s;
     row->busiest_s = update_s > row->busiest_s ? update_s : row->busiest_s;
     LH_CHECK((double)row->step_ns / 1e9 >= row->busiest_s);
