@@ -6,6 +6,10 @@
  * memory until backward. Under autocast the cast of a bound parameter becomes a handle that casts
  * again. Anything else is an activation and stays, without its history. unpack makes the unit
  * resident and lends that view of it.
+ *
+ * Behind hooks torch does not look whether an activation was changed in place since it was saved:
+ * its version then is kept with it, and compared. Of version 0, which most have, the tensor alone
+ * says so; of others a tuple (tensor, version).
  */
 #include <string.h>
 
@@ -155,7 +159,7 @@ static uint32_t cast_find(const struct lhpy_engine *self, const struct lhpy_dl_t
  * own it through what pack returns, and the output owns the operation. Nothing frees such a graph
  * that is never run backward. autograd puts the history back when it unpacks.
  */
-static PyObject *activation_keep(PyObject *tensor)
+static PyObject *activation_detach(PyObject *tensor)
 {
     static PyObject *is_leaf, *detach; /* for ever */
     if (!is_leaf)
@@ -169,6 +173,52 @@ static PyObject *activation_keep(PyObject *tensor)
     if (flag == Py_True)
         return Py_NewRef(tensor);
     return PyObject_CallMethodObjArgs(tensor, detach, NULL);
+}
+
+/* How often tensor was changed in place, which what is detached from it knows, too; -1: error. */
+static long version_of(PyObject *tensor)
+{
+    static PyObject *name; /* for ever */
+    if (!name)
+        name = PyUnicode_InternFromString("_version");
+    PyObject *version = name ? PyObject_GetAttr(tensor, name) : NULL;
+    if (!version)
+        return -1;
+    long number = PyLong_AsLong(version);
+    Py_DECREF(version);
+    return number;
+}
+
+static PyObject *activation_keep(PyObject *tensor)
+{
+    PyObject *kept = activation_detach(tensor);
+    long version = kept ? version_of(kept) : -1;
+    if (version == 0 || !kept)
+        return kept;
+    if (version < 0)
+        PyErr_Clear(); /* made under inference_mode: it counts nothing */
+    PyObject *pair = Py_BuildValue("(Nl)", kept, version);
+    return pair;
+}
+
+static PyObject *activation_unpack(PyObject *packed)
+{
+    bool is_pair = PyTuple_Check(packed);
+    PyObject *tensor = is_pair ? PyTuple_GetItem(packed, 0) : packed;
+    long expected = is_pair ? PyLong_AsLong(PyTuple_GetItem(packed, 1)) : 0;
+    long version = expected < 0 ? expected : version_of(tensor);
+    if (version == expected)
+        return Py_NewRef(tensor);
+    PyObject *shape = PyErr_Occurred() ? NULL : PyObject_GetAttrString(tensor, "shape");
+    if (!shape)
+        return NULL;
+    PyErr_Format(PyExc_RuntimeError,
+                 "one of the variables needed for gradient computation has been modified by an"
+                 " inplace operation: a tensor of %S, saved by an operation of the forward, is at"
+                 " version %ld; expected version %ld instead. Change a clone() of it",
+                 shape, version, expected);
+    Py_DECREF(shape);
+    return NULL;
 }
 
 PyObject *lhpy_engine_pack(PyObject *object, PyObject *tensor)
@@ -238,7 +288,7 @@ PyObject *lhpy_engine_unpack(PyObject *object, PyObject *packed)
     if (self->again_unit_count > 0)
         lhpy_engine_again_release(self);
     if ((PyObject *)Py_TYPE(packed) != self->handle_type)
-        return Py_NewRef(packed);
+        return activation_unpack(packed);
     const struct handle *handle = (const struct handle *)packed;
     if (lhpy_check_open(self) < 0)
         return NULL;

@@ -143,11 +143,11 @@ def _share(name: str, index: int, ceiling: int, every: int) -> int:
 class _Kept:
     """A saved tensor that counts as device memory while autograd has it."""
 
-    __slots__ = ("key", "meter", "tensor")
+    __slots__ = ("key", "meter", "packed")
 
-    def __init__(self, meter: Meter, tensor: torch.Tensor, key: int) -> None:
+    def __init__(self, meter: Meter, packed: Any, key: int) -> None:
         self.meter = meter
-        self.tensor = tensor
+        self.packed = packed
         self.key = key
 
     def __del__(self) -> None:
@@ -173,7 +173,7 @@ class Meter:
 
         def counted(tensor: torch.Tensor) -> Any:
             packed = pack(tensor)
-            return self.take(packed) if isinstance(packed, torch.Tensor) else packed
+            return packed if isinstance(packed, _core.Handle) else self.take(packed)
 
         return counted
 
@@ -182,20 +182,24 @@ class Meter:
         """The other end of wrap()."""
 
         def counted(packed: Any) -> Any:
-            return packed.tensor if isinstance(packed, _Kept) else unpack(packed)
+            return unpack(packed.packed if isinstance(packed, _Kept) else packed)
 
         return counted
 
-    def take(self, tensor: torch.Tensor) -> _Kept:
+    def take(self, packed: Any) -> _Kept:
         """Count a saved tensor's storage, once however many tensors share it.
+
+        Args:
+            packed: the tensor, or a tuple of it and its version.
 
         Raises:
             DeviceMemoryError: the ceiling would be passed.
         """
+        tensor: torch.Tensor = packed[0] if isinstance(packed, tuple) else packed
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
         entry = self._storages.setdefault(key, [storage.nbytes(), 0])
-        kept = _Kept(self, tensor, key)  # from here on it is dropped, whatever happens
+        kept = _Kept(self, packed, key)  # from here on it is dropped, whatever happens
         entry[1] += 1
         if entry[1] == 1:
             self.kept_bytes += entry[0]
