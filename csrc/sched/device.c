@@ -241,6 +241,11 @@ void lh_device_destroy(struct lh_engine *engine)
     if (!dev)
         return;
     for (uint32_t i = 0; engine->units && i < engine->opts.unit_count; i++) {
+        /* Who destroys the device and frees its memory waits for copies, and so for readers: what
+         * fails here has failed before. */
+        if (engine->units[i].released)
+            (void)dev->ops->order(dev, LH_DEV_DIRECTION_IN, engine->units[i].released,
+                                  &(struct lh_error){0});
         dev->ops->fence_destroy(dev, engine->units[i].arrived);
         dev->ops->fence_destroy(dev, engine->units[i].released);
     }

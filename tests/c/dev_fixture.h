@@ -168,7 +168,8 @@ __attribute__((unused)) static void machine_open(struct machine *machine, const 
 /* Nothing may be left. */
 __attribute__((unused)) static void machine_close(struct machine *machine)
 {
-    machine->dev->ops->destroy(machine->dev);
+    if (machine->dev) /* else the test has destroyed it */
+        machine->dev->ops->destroy(machine->dev);
     if (machine->scratch)
         machine_free(machine, machine->scratch);
     if (machine->context) {

@@ -3,6 +3,7 @@
 #include "compute/adam.h"
 #include "compute/half.h"
 #include "lh_test.h"
+#include "rig_device.h"
 #include "sched/split.h"
 #include "store_fixture.h"
 
@@ -208,15 +209,20 @@ static void budget_make(struct rig *rig)
             .waiting_bytes_per_element =
                 is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(unit->dtype) : 0,
             .waits_in_memory = rig->opts.commit_every != 1,
+            .block_bytes_per_element =
+                rig->opts.device && unit->elements > 0 ? (uint32_t)sizeof(float) : 0,
             .waits_at_will = is_auto,
             .always = unit->always,
         };
     }
     uint64_t host_bytes = UINT64_C(1) << 40;
     LH_CHECK(lh_budget_make(units, RIG_UNIT_COUNT, host_bytes, 0, &rig->budget, NULL) == 0);
-    host_bytes = rig->opts.least_memory ? rig->budget.host_bytes_min : rig->budget.host_bytes_full;
+    host_bytes = rig->opts.least_memory ? rig->budget.host_bytes_min + rig->opts.spare_bytes
+                                        : rig->budget.host_bytes_full;
     LH_CHECK(lh_budget_make(units, RIG_UNIT_COUNT, host_bytes, 0, &rig->budget, NULL) == 0);
     rig->memory_bytes = rig->budget.region_bytes + rig->budget.slab_count * rig->budget.slab_bytes;
+    if (rig->opts.device)
+        rig->memory_bytes += rig->budget.gradient_bytes;
     rig->memory_bytes = lh_align_up(rig->memory_bytes, LH_HUGE_PAGE_BYTES);
     rig->memory = aligned_alloc(LH_HUGE_PAGE_BYTES, rig->memory_bytes);
     LH_CHECK(rig->memory);
@@ -225,7 +231,7 @@ static void budget_make(struct rig *rig)
 
 struct lh_engine_opts rig_engine_opts(struct rig *rig)
 {
-    return (struct lh_engine_opts){
+    struct lh_engine_opts opts = {
         .units = rig->units,
         .unit_count = RIG_UNIT_COUNT,
         .params = rig->params,
@@ -245,7 +251,10 @@ struct lh_engine_opts rig_engine_opts(struct rig *rig)
         .schedule = rig->opts.schedule,
         .verify = !rig->opts.skip_verify,
         .trace_count = 16,
+        .norms = rig->opts.norms,
     };
+    rig_device_opts(rig, &opts);
+    return opts;
 }
 
 /* The engine and what it runs on, over an open store. */
@@ -268,12 +277,15 @@ static void parts_make(struct rig *rig)
     struct lh_exec_threads_opts exec_opts = {
         .thread_count = 2, .queue_depth_max = 64, .waker = &rig->waker, .clock = &rig->clock};
     LH_CHECK(lh_exec_threads_create(&exec_opts, &rig->alloc, &rig->exec, NULL) == 0);
+    if (rig->opts.device)
+        rig->device = rig_device_open(rig, rig->opts.device, rig->opts.device_bytes);
     struct lh_engine_opts opts = rig_engine_opts(rig);
     struct lh_error err = {0};
     int rc = lh_engine_create(&opts, &rig->engine_alloc, &rig->engine, &err);
     if (rc < 0)
         fprintf(stderr, "%s\n", err.message);
     LH_CHECK(rc == 0);
+    rig_device_begin(rig);
     lh_alloc_seal(&rig->engine_alloc); /* all of a run works without the heap */
     /* From the first step on: it would measure some first, and no run here is as long. */
     if (rig->opts.schedule == LH_ENGINE_SCHEDULE_AUTO)
@@ -308,6 +320,7 @@ void rig_shut(struct rig *rig)
         lh_engine_destroy(rig->engine);
     }
     LH_CHECK(rig->engine_alloc.live_count == 0);
+    rig_device_close(rig);
     rig->exec->ops->destroy(rig->exec);
     rig->io->ops->destroy(rig->io);
     lh_waker_deinit(&rig->waker);
@@ -380,6 +393,10 @@ static int unit_acquire(struct rig *rig, uint32_t unit)
     if (rc < 0)
         return rc;
     const uint8_t *expected = array_at(rig, rig->state, unit, ARRAY_PARAM);
+    if (rig->device) {
+        rig_device_read(rig, unit, expected);
+        return 0;
+    }
     const uint8_t *found = lh_engine_address(rig->engine, unit);
     LH_CHECK(memcmp(found, expected, rig->units[unit].bytes) == 0);
     return 0;
@@ -401,7 +418,7 @@ int rig_forward(struct rig *rig, enum lh_engine_mode mode)
 enum lh_dtype rig_gradient_dtype(const struct rig *rig, uint32_t param)
 {
     enum lh_dtype dtype = rig->units[rig->params[param].unit].dtype;
-    return dtype == LH_DTYPE_BF16 && param % 2 != 0 ? LH_DTYPE_F32 : dtype;
+    return dtype == LH_DTYPE_BF16 && param % 2 != 0 && !rig->opts.device ? LH_DTYPE_F32 : dtype;
 }
 
 static void gradient_fill(struct rig *rig, uint32_t param)
@@ -433,8 +450,8 @@ static int param_backward(struct rig *rig, uint32_t param, bool is_first)
     for (uint32_t i = 0; is_first && i < RIG_GROUP_COUNT; i++)
         lh_engine_hyper_set(rig->engine, i, &rig->hypers[i]);
     gradient_fill(rig, param);
-    LH_TRY(lh_engine_gradient(rig->engine, param, rig->gradients[param],
-                              rig_gradient_dtype(rig, param)));
+    const void *gradient = rig->device ? rig_device_gradient(rig, param) : rig->gradients[param];
+    LH_TRY(lh_engine_gradient(rig->engine, param, gradient, rig_gradient_dtype(rig, param)));
     wait_begin(rig);
     do {
         rc = lh_engine_gradient_wait(rig->engine, rig->budget.gradient_ahead_bytes, SLICE_MS);

@@ -27,8 +27,14 @@ struct rig_opts {
     bool skip_verify; /* checksums are not checked */
     uint64_t commit_every;
     uint32_t directory_count;
-    bool in_memory; /* on tmpfs, where a sync is free: for many rounds */
+    bool in_memory;        /* on tmpfs, where a sync is free: for many rounds */
+    const char *device;    /* (optional) a kind of accelerator: see rig_device.h */
+    uint64_t device_bytes; /* for parameters */
+    uint64_t spare_bytes;  /* with least_memory: besides */
+    bool norms;
 };
+
+struct rig_device;
 
 struct rig {
     struct rig_opts opts;
@@ -45,6 +51,7 @@ struct rig {
     struct lh_io *io; /* faulty, around threads */
     struct lh_exec *exec;
     struct lh_engine *engine;
+    struct rig_device *device; /* NULL: none */
     uint8_t *memory;
     uint64_t memory_bytes;
     void *gradients[RIG_PARAM_COUNT];

@@ -1,0 +1,140 @@
+/*
+ * The engine over an accelerator, emulated and CUDA's on a driver made of threads: computation is
+ * enqueued and runs late, slots are few, and every read has to see its own step's bytes.
+ */
+#include "lh_test.h"
+#include "rig_device.h"
+
+#define ALWAYS_BYTES UINT64_C(8192)
+#define LARGEST_BYTES UINT64_C(16384)
+/* Room for the unit that stays and two others: each slot is reused many times a step. */
+#define DEVICE_BYTES (ALWAYS_BYTES + 2 * LARGEST_BYTES)
+
+static const enum lh_engine_schedule schedules[] = {
+    LH_ENGINE_SCHEDULE_OPTIMIZED, LH_ENGINE_SCHEDULE_SERIAL, LH_ENGINE_SCHEDULE_NAIVE,
+    LH_ENGINE_SCHEDULE_DEFERRED};
+static const char *const schedule_names[] = {"optimized", "serial", "naive", "deferred"};
+
+static struct rig_opts opts_of(const char *kind, enum lh_engine_schedule schedule)
+{
+    return (struct rig_opts){
+        .device = kind,
+        .device_bytes = DEVICE_BYTES,
+        .schedule = schedule,
+        .least_memory = true,
+        .commit_every = 1,
+        .in_memory = true,
+    };
+}
+
+static void check_counters(struct rig *rig)
+{
+    struct lh_engine_step_stats stats;
+    LH_CHECK(rig_flush(rig, false) == 0 && lh_engine_stats(rig->engine, &stats));
+    for (int i = 0; i < LH_ENGINE_LINK_COUNT; i++)
+        LH_CHECK(stats.bytes[i] == stats.planned_bytes[i]);
+    LH_CHECK(rig->opts.large || stats.bytes[LH_ENGINE_LINK_COPY_IN] > 0);
+    LH_CHECK(stats.bytes[LH_ENGINE_LINK_COPY_OUT] > 0);
+}
+
+static void finish(struct rig *rig)
+{
+    uint64_t step = rig->step;
+    LH_CHECK(rig_flush(rig, true) == 0);
+    rig_shut(rig);
+    rig_reopen(rig);
+    LH_CHECK(rig->step == step);
+    rig_unmake(rig);
+}
+
+static void test_equal(struct rig_opts opts, int step_count)
+{
+    static const unsigned gradients[] = {RIG_GRADIENTS_ALL, 0xad, 0x01, RIG_GRADIENTS_ALL, 0x6e};
+    struct rig rig;
+    lh_test_name("%s, %s, %d of %d: what is enqueued sees adam_ref's bits, and the counters the "
+                 "plan's",
+                 opts.device, schedule_names[opts.schedule], (int)opts.commit_every,
+                 (int)opts.spare_bytes);
+    rig_make(&rig, "device", opts);
+    for (int i = 0; i < step_count; i++) {
+        LH_CHECK(rig_step(&rig, gradients[i % 5]) == 0);
+        if (i % 3 == 1)
+            LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_EVAL) == 0);
+        if (i % 3 == 2)
+            check_counters(&rig);
+    }
+    rig_device_check(&rig);
+    finish(&rig);
+}
+
+static void test_abort(const char *kind)
+{
+    struct rig rig;
+    lh_test_name("%s: an aborted step leaves no trace, with copies on their way", kind);
+    rig_make(&rig, "device-abort", opts_of(kind, LH_ENGINE_SCHEDULE_OPTIMIZED));
+    for (int i = 0; i < 6; i++) {
+        LH_CHECK(rig_forward_backward(&rig, i % 3 == 0 ? RIG_GRADIENTS_ALL : 0x20) == 0);
+        if (i % 3 == 2)
+            LH_CHECK(rig_flush(&rig, false) == 0);
+        LH_CHECK(rig_abort(&rig) == 0);
+        LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    }
+    finish(&rig);
+}
+
+static void test_stop(const char *kind)
+{
+    struct rig rig;
+    lh_test_name("%s: stopped at any time it is at a committed step, and what was read is right",
+                 kind);
+    rig_make(&rig, "device-stop", opts_of(kind, LH_ENGINE_SCHEDULE_DEFERRED));
+    for (int i = 0; i < 6; i++) {
+        for (int j = 0; j <= i % 3; j++)
+            LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+        if (i % 2 == 1)
+            LH_CHECK(rig_forward_backward(&rig, RIG_GRADIENTS_ALL) == 0);
+        rig_shut(&rig);
+        rig_reopen(&rig);
+    }
+    rig_unmake(&rig);
+}
+
+static void test_errors(const char *kind)
+{
+    lh_test_name("%s: a disk that fails with copies on their way ends every wait", kind);
+    for (uint64_t after = 0; after < 60; after += 4) {
+        struct rig rig;
+        struct lh_io_fault fault = {.kind = LH_IO_FAULT_KIND_ERROR, .after = after, .code = -EIO};
+        rig_make(&rig, "device-errors", opts_of(kind, LH_ENGINE_SCHEDULE_OPTIMIZED));
+        lh_io_faulty_arm(rig.io, fault);
+        int rc = 0;
+        for (int i = 0; i < 2 && rc == 0; i++)
+            rc = rig_step(&rig, RIG_GRADIENTS_ALL);
+        LH_CHECK(rc == 0 || rc == -EIO);
+        LH_CHECK(rc == 0 || lh_engine_flush(rig.engine, true, 1000) == -EIO);
+        rig_unmake(&rig);
+    }
+}
+
+int main(void)
+{
+    static const char *const kinds[] = {"emu", "fake"};
+    int step_count = getenv("LH_TEST_FAST") ? 7 : 20;
+    for (size_t i = 0; i < LH_COUNT_OF(kinds); i++) {
+        for (size_t j = 0; j < LH_COUNT_OF(schedules); j++) {
+            struct rig_opts opts = opts_of(kinds[i], schedules[j]);
+            test_equal(opts, step_count);
+            opts.spare_bytes = UINT64_C(100000);
+            opts.commit_every = 2;
+            test_equal(opts, step_count);
+        }
+        struct rig_opts large = opts_of(kinds[i], LH_ENGINE_SCHEDULE_OPTIMIZED);
+        large.large = true; /* a gradient goes in two pieces */
+        large.device_bytes = UINT64_C(6) << 20;
+        test_equal(large, step_count / 2);
+        test_abort(kinds[i]);
+        test_stop(kinds[i]);
+        test_errors(kinds[i]);
+    }
+    return 0;
+}
