@@ -12,6 +12,7 @@ struct lhpy_core *lhpy_core_create(void)
         return NULL;
     core->alloc = (struct lh_alloc)LH_ALLOC_INIT;
     atomic_store(&core->references, 1);
+    core->owner_pid = getpid();
     return core;
 }
 

@@ -58,14 +58,15 @@ void lhpy_device_destroy(struct lhpy_core *core, const void *base)
         core->device_memory->deleter(core->device_memory);
 }
 
-void lhpy_device_stream_note(struct lhpy_engine *self)
+/* Returns the stream before. */
+void *lhpy_device_stream_note(struct lhpy_engine *self)
 {
     const struct lhpy_core *core = self->core;
     void *stream = NULL;
-    if (core->device_type != LHPY_DL_DEVICE_CUDA)
-        return;
-    if (lhpy_exchange()->current_work_stream(core->device_type, core->device_id, &stream) == 0)
-        lh_engine_stream_set(core->engine, stream);
-    else
-        PyErr_Clear(); /* the stream of the hook before */
+    if (core->device_type == LHPY_DL_DEVICE_CUDA &&
+        lhpy_exchange()->current_work_stream(core->device_type, core->device_id, &stream) < 0) {
+        PyErr_Clear();
+        stream = NULL; /* the default one */
+    }
+    return lh_engine_stream_set(core->engine, stream);
 }

@@ -473,17 +473,20 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
     }
     self->backward_has_gradients = true;
     if (self->has_sums) {
-        lhpy_sums_add(self, index, &view);
+        int rc = lhpy_sums_add(self, index, owned);
         Py_DECREF(owned);
-        Py_RETURN_NONE;
+        return rc < 0 ? NULL : Py_NewRef(Py_None);
     }
     /* Before this gradient is taken, not after: nobody has to wait behind the last one. */
     if (lhpy_engine_wait(self, lh_engine_gradient_wait, self->budget.gradient_ahead_bytes) < 0) {
         Py_DECREF(owned);
         return NULL;
     }
-    lhpy_device_stream_note(self);
+    /* autograd adds gradients up on a stream of the leaf's, not always on that of the operations,
+     * which the units in use are read on. */
+    void *stream = lhpy_device_stream_note(self);
     int rc = lh_engine_gradient(self->core->engine, index, view.data, lhpy_dtype(view.dtype));
+    lh_engine_stream_set(self->core->engine, stream);
     if (rc < 0) {
         Py_DECREF(owned);
         return gradient_refuse(self, index, &view, rc);

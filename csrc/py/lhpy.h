@@ -43,6 +43,7 @@ struct lhpy_core {
     int32_t device_type; /* of lends and gradients, as DLPack says it */
     int32_t device_id;
     bool is_registered; /* main memory, with the device */
+    pid_t owner_pid;
     struct lh_waker waker;
     bool has_waker;
 };
@@ -142,8 +143,8 @@ void lhpy_core_release(struct lhpy_core *core); /* any thread, without the GIL *
 int lhpy_device_make(struct lhpy_core *core, const struct lhpy_device_opts *opts, const void *base,
                      uint64_t bytes, struct lh_error *err);
 void lhpy_device_destroy(struct lhpy_core *core, const void *base);
-/* What is acquired from here on is ordered with torch's current stream. */
-void lhpy_device_stream_note(struct lhpy_engine *self);
+/* What is acquired or handed over from here on is ordered with torch's current stream. */
+void *lhpy_device_stream_note(struct lhpy_engine *self);
 
 /* tensor.c */
 /* torch's exchange table; NULL with an ImportError set. */
@@ -234,7 +235,8 @@ uint64_t lhpy_sums_bytes(const struct lhpy_engine *self);
 void lhpy_sums_place(struct lhpy_engine *self, uint8_t *memory);
 /* What a backward gave: gradient, or what it added to the stand-in that gradient is. */
 PyObject *lhpy_sums_unwrap(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
-void lhpy_sums_add(struct lhpy_engine *self, uint32_t param, const struct lhpy_dl_tensor *view);
+/* gradient: contiguous. -1 with a Python error. */
+int lhpy_sums_add(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
 /* Hand every sum of the open step to the engine; once given it is not given again. */
 PyObject *lhpy_engine_sums_give(PyObject *object, PyObject *args);
 void lhpy_sums_forget(struct lhpy_engine *self);

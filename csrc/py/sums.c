@@ -61,19 +61,28 @@ PyObject *lhpy_sums_unwrap(struct lhpy_engine *self, uint32_t index, PyObject *g
     return lhpy_raise(self->raiser, -EINVAL, message);
 }
 
-void lhpy_sums_add(struct lhpy_engine *self, uint32_t index, const struct lhpy_dl_tensor *view)
+int lhpy_sums_add(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
 {
     struct lhpy_param *param = &self->params[index];
-    enum lh_dtype dtype = lhpy_dtype(view->dtype);
+    struct lhpy_dl_tensor view;
+    /* Itself where it is in main memory; else a copy, which waits for the gradient. */
+    PyObject *host = PyObject_CallMethod(gradient, "cpu", NULL);
+    if (!host || lhpy_tensor_read(host, &view) < 0) {
+        Py_XDECREF(host);
+        return -1;
+    }
+    enum lh_dtype dtype = lhpy_dtype(view.dtype);
     uint64_t count = self->engine_params[index].count;
     bool is_first = param->sum_state == SUM_STATE_NONE;
     Py_BEGIN_ALLOW_THREADS
     if (is_first)
-        lh_sum_start(param->sum, view->data, dtype, count);
+        lh_sum_start(param->sum, view.data, dtype, count);
     else
-        lh_sum_add(param->sum, view->data, dtype, count);
+        lh_sum_add(param->sum, view.data, dtype, count);
     Py_END_ALLOW_THREADS
+    Py_DECREF(host);
     param->sum_state = SUM_STATE_SUMMED;
+    return 0;
 }
 
 PyObject *lhpy_engine_sums_give(PyObject *object, PyObject *args)

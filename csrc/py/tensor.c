@@ -126,6 +126,9 @@ struct lend {
 static void lend_delete(struct lhpy_dl_managed *managed)
 {
     struct lend *lend = managed->manager_ctx;
+    /* A forked child has neither the device nor its threads, one of which may hold a mutex. */
+    if (lend->core->dev && lend->core->owner_pid != getpid())
+        return;
     lh_engine_unpin(lend->core->engine, lend->unit);
     lhpy_core_release(lend->core);
     free(lend); /* not the engine's memory: a lend's life is torch's business */

@@ -80,9 +80,9 @@ int lh_engine_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     return 0;
 }
 
-void lh_engine_stream_set(struct lh_engine *engine, void *stream)
+void *lh_engine_stream_set(struct lh_engine *engine, void *stream)
 {
-    atomic_store(&engine->stream, stream);
+    return atomic_exchange(&engine->stream, stream);
 }
 
 /* What the stream is given from here on comes behind the unit's copy. 1, or -errno. */

@@ -167,10 +167,10 @@ void lh_engine_unpin(struct lh_engine *engine, uint32_t unit);
 uint32_t lh_engine_pin_count(const struct lh_engine *engine, uint32_t unit);
 
 /*
- * The accelerator's stream that computation is given to from here on: what is acquired is ordered
- * with it. Thread: any.
+ * The accelerator's stream that computation is given to from here on: what is acquired, unpinned
+ * and handed over is ordered with it. Returns the one before. Thread: any.
  */
-void lh_engine_stream_set(struct lh_engine *engine, void *stream);
+void *lh_engine_stream_set(struct lh_engine *engine, void *stream);
 
 /* See [Note: pins and handles]. drop: any thread. */
 void lh_engine_handle_add(struct lh_engine *engine, uint32_t unit);

@@ -48,17 +48,38 @@ class Device:
         """What the engine is made with."""
         memory = None
         if self.name == "cuda":
-            memory = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.torch_device)
+            memory = self._allocate()
         return (self.name, self.index, self.slot_bytes, *self.link_bytes_per_s, memory)
+
+    def _allocate(self) -> torch.Tensor:
+        try:
+            memory = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.torch_device)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"{self.torch_device} has no {self.slot_bytes} bytes for parameters: set"
+                f" device_param_bytes to less, or free memory there ({error})"
+            ) from error
+        # torch's allocator gives memory that its stream may still be computing in; copies come on
+        # streams of their own.
+        torch.cuda.current_stream(self.torch_device).synchronize()
+        return memory
 
     def take_buffers(self, model: nn.Module) -> None:
         """Put the model's buffers where its parameters will be."""
-        if self.name != "cuda":
-            return
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self.torch_device)
+        if self.name == "cuda":
+            _move_buffers(model, self.torch_device)
+
+    def give_buffers(self, model: nn.Module) -> None:
+        """Put the model's buffers back into main memory."""
+        if self.name == "cuda":
+            _move_buffers(model, torch.device("cpu"))
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
 def parse(name: str | None) -> tuple[str, int]:
@@ -77,7 +98,12 @@ def parse(name: str | None) -> tuple[str, int]:
         raise ModelError(f"device {name!r}: 'cpu', 'cuda', 'cuda:INDEX' or 'emu'")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ModelError("device 'cuda': torch finds no GPU (torch.cuda.is_available() is False)")
-    return kind, int(index) if index else 0
+    if kind != "cuda":
+        return kind, 0
+    number = int(index) if index else torch.cuda.current_device()
+    if number >= torch.cuda.device_count():
+        raise ModelError(f"device {name!r}: torch finds {torch.cuda.device_count()} GPUs")
+    return kind, number
 
 
 def check(config: Config) -> None:

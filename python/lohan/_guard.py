@@ -200,7 +200,7 @@ class Guard:
             if tensor is None or key not in state or id(tensor) not in self.index:
                 continue
             index = self.index[id(tensor)]
-            value = self.session.lend(index)
+            value = self.session.lend(index).cpu()
             # The dict may be another one by now, or from before a step: the bits tell.
             first = first_names.setdefault(index, key)
             is_shared = first != key and is_same(state.get(first), value)
@@ -264,7 +264,9 @@ class Guard:
         places = self.session.extents.units[param.unit]
         lend = self.session.lend(index)
         with self.session.exclusive([]) as store:
-            store.read(places.param, offset, lend.data_ptr(), nbytes_of(lend))
+            values = torch.empty_like(lend, device="cpu")
+            store.read(places.param, offset, values.data_ptr(), nbytes_of(values))
+            lend.copy_(values)
 
     def _apply(self, module: nn.Module) -> Callable[..., nn.Module]:
         """`.to()`, `.half()`, `.cuda()`: places are lohan's business, dtypes cannot change."""

@@ -365,8 +365,8 @@ class Session(ForwardRules):
         self._changed_drop()
 
     def value(self, index: int) -> torch.Tensor:
-        """A copy of one parameter's value, in its dtype and shape."""
-        return self.lend(index).clone()
+        """A copy of one parameter's value in main memory, in its dtype and shape."""
+        return self.lend(index).to("cpu", copy=True)
 
     def lend(self, index: int) -> torch.Tensor:
         """One parameter's bytes in memory, which stay there as long as the tensor lives."""

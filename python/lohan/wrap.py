@@ -263,6 +263,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         _adopt.release(origin, layout, states)
     for param, value in zip(layout.params, values, strict=True):
         param.tensor.data = value
+    session.device.give_buffers(model)
     for name in ("lohan", "optimizer", "no_sync", "_lohan_guard"):
         object.__delattr__(model, name)
     return model
