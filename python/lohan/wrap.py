@@ -234,8 +234,8 @@ def unwrap(model: nn.Module) -> nn.Module:
             are those of the store's last commit.
 
     Returns:
-        The same module, trainable by any optimizer again. Moments are left in the store; the
-        optimizer that wrap(optimizer=) was given has its own back, as they are now.
+        The same module on the CPU, trainable by any optimizer again. Moments are left in the
+        store; the optimizer that wrap(optimizer=) was given has its own back, as they are now.
 
     Raises:
         ModelError: the model is not wrapped.
