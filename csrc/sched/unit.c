@@ -90,10 +90,14 @@ void lh_unit_acquire(struct lh_engine *engine, uint32_t index)
         lh_transfer_raise(engine, &unit->load);
 }
 
+/*
+ * The last pin went. Whether it was taken again meanwhile is a matter of time, and must not decide
+ * what is recorded: it is the end of a use, and the begin of another one if it was.
+ */
 void lh_unit_release(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
-    if (unit->use_is_open && lh_unit_pins(unit) == 0 && unit->waiter_count == 0) {
+    if (unit->use_is_open) {
         lh_region_event(engine, index, LH_RESIDENCY_EVENT_END);
         unit->use_is_open = false;
         lh_engine_trace_add(engine, (struct lh_engine_trace_event){
@@ -102,6 +106,8 @@ void lh_unit_release(struct lh_engine *engine, uint32_t index)
                                         .start_ns = unit->use_started_ns,
                                         .end_ns = lh_engine_now(engine),
                                     });
+        if (lh_unit_pins(unit) > 0 || unit->waiter_count > 0)
+            use_begin(engine, index);
     }
     lh_update_consider(engine, index);
 }
