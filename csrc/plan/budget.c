@@ -12,6 +12,7 @@ struct needs {
     uint64_t always_bytes;
     uint64_t largest_bytes;
     uint64_t second_bytes;
+    uint64_t apart_bytes_max;
     uint64_t all_bytes;
     uint64_t gradient_bytes_max;
     uint64_t trainable_bytes_max;
@@ -29,6 +30,17 @@ static uint64_t gradients_round(const struct lh_budget_unit *unit, uint64_t byte
         return bytes;
     uint64_t all = lh_align_up(unit->elements, chunk_elements) * unit->block_bytes_per_element;
     return lh_max_u64(bytes, all);
+}
+
+uint64_t lh_budget_apart_bytes(const uint64_t *bytes, uint32_t count)
+{
+    uint64_t largest_bytes = 0;
+    uint64_t sum_bytes = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        largest_bytes = lh_max_u64(largest_bytes, bytes[i]);
+        sum_bytes += bytes[i];
+    }
+    return sum_bytes + (count > 1 ? count - 1 : 0) * largest_bytes;
 }
 
 static struct needs needs_sum(const struct lh_budget_unit *units, uint32_t unit_count,
@@ -57,6 +69,7 @@ static struct needs needs_sum(const struct lh_budget_unit *units, uint32_t unit_
             slab_element_bytes += unit->waiting_bytes_per_element;
         if (slab_element_bytes > needs.slab_bytes_per_element)
             needs.slab_bytes_per_element = slab_element_bytes;
+        needs.apart_bytes_max = lh_max_u64(needs.apart_bytes_max, unit->apart_bytes);
         uint64_t in_use_bytes = lh_max_u64(unit->bytes, unit->together_bytes);
         if (unit->always) {
             needs.always_bytes += unit->bytes;
@@ -95,7 +108,8 @@ static uint64_t slabs_grow(struct lh_budget *budget, uint64_t spare, uint32_t co
 static void parts_start(struct lh_budget *budget, const struct needs *needs,
                         uint64_t bookkeeping_bytes)
 {
-    uint64_t region = needs->always_bytes + needs->largest_bytes + 2 * needs->second_bytes;
+    uint64_t others = needs->largest_bytes + 2 * needs->second_bytes;
+    uint64_t region = needs->always_bytes + lh_max_u64(others, needs->apart_bytes_max);
     budget->region_bytes = lh_min_u64(region, needs->all_bytes);
     budget->gradient_waiting_bytes = needs->waiting_memory_bytes;
     budget->gradient_bytes = needs->gradient_bytes_max + needs->waiting_memory_bytes;

@@ -11,8 +11,8 @@
  *
  * The minimum that works: in the region every unit that is always there and the two largest others
  * (or sets of others that are in use together), with room for one more of the second kind so that
- * holes between them do not block; three slabs
- * (one read, one computed, one written); the gradients of the largest unit, which autograd keeps
+ * holes between them do not block, and for each set with the holes between its own units; three
+ * slabs (one read, one computed, one written); the gradients of the largest unit, which autograd keeps
  * until the unit can be updated. What is left goes, in this order, to the gradients of a second
  * unit (else backward waits for each update), to slabs up to a full pipeline, to gradients that
  * wait (a byte saves two of traffic), to parameters (a resident byte of P16 saves two bytes of
@@ -54,7 +54,8 @@ struct lh_budget_unit {
     uint32_t block_bytes_per_element;
     /* With all that is in use whenever it is (the units of its block); 0: itself alone. */
     uint64_t together_bytes;
-    bool is_together; /* counted in another unit's together_bytes */
+    bool is_together;     /* counted in another unit's together_bytes */
+    uint64_t apart_bytes; /* of together_bytes, where it lies in holes: lh_budget_apart_bytes() */
     bool always;
 };
 
@@ -73,6 +74,12 @@ struct lh_budget {
     uint64_t host_bytes_min;  /* the least that works for this model */
     uint64_t host_bytes_full; /* more than this is of no use */
 };
+
+/*
+ * What units that are in use together, of bytes[0..count - 1], need wherever those of them that
+ * came first lie: the last of count units finds count holes, which count * (its bytes) fill.
+ */
+uint64_t lh_budget_apart_bytes(const uint64_t *bytes, uint32_t count);
 
 /*
  * Divide host_bytes. bookkeeping_bytes: what the caller needs besides (checksums, manifest,

@@ -7,21 +7,49 @@
 
 #define NEVER UINT64_MAX
 
+static bool has_place(const struct lh_residency *state, uint32_t unit)
+{
+    return state->holds_all || state->units[unit].always;
+}
+
+/* Of the units before `end` that have places of their own, one after the other from 0. */
+static uint64_t places_bytes(const struct lh_residency *state, uint32_t end)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < end; i++) {
+        if (has_place(state, i))
+            bytes += lh_align_up(state->units[i].bytes, LH_RESIDENCY_GRANULE);
+    }
+    return bytes;
+}
+
+static int units_check(struct lh_residency *state, uint64_t region_bytes, struct lh_error *err)
+{
+    state->holds_all = true;
+    state->holds_all = places_bytes(state, state->unit_count) <= region_bytes;
+    uint64_t places = places_bytes(state, state->unit_count);
+    for (uint32_t i = 0; i < state->unit_count; i++) {
+        uint64_t bytes = state->units[i].bytes;
+        uint64_t taken = has_place(state, i) ? places - lh_min_u64(places, bytes) : places;
+        if (bytes == 0 || taken + bytes > region_bytes)
+            return lh_error_set(err, -EINVAL,
+                                "unit %u has %" PRIu64 " bytes; the region has %" PRIu64
+                                ", of which other units have %" PRIu64 " for ever",
+                                i, bytes, region_bytes, taken);
+    }
+    return 0;
+}
+
 int lh_residency_init(struct lh_residency *state, struct lh_alloc *alloc,
                       const struct lh_residency_unit *units, uint32_t unit_count,
                       uint64_t region_bytes, struct lh_error *err)
 {
     memset(state, 0, sizeof(*state));
-    for (uint32_t i = 0; i < unit_count; i++) {
-        if (units[i].bytes == 0 || units[i].bytes > region_bytes)
-            return lh_error_set(err, -EINVAL,
-                                "unit %u has %" PRIu64 " bytes; the region has %" PRIu64, i,
-                                units[i].bytes, region_bytes);
-    }
-    LH_TRY(lh_range_init(&state->range, alloc, region_bytes, LH_RESIDENCY_GRANULE, unit_count + 2,
-                         err));
     state->units = units;
     state->unit_count = unit_count;
+    LH_TRY(units_check(state, region_bytes, err));
+    LH_TRY(lh_range_init(&state->range, alloc, region_bytes, LH_RESIDENCY_GRANULE, unit_count + 2,
+                         err));
     state->is_old = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->is_old));
     state->offsets = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->offsets));
     state->use_counts = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->use_counts));
@@ -34,9 +62,28 @@ int lh_residency_init(struct lh_residency *state, struct lh_alloc *alloc,
         return lh_error_set(err, -ENOMEM, "no memory for the residency plan of %u units",
                             unit_count);
     }
-    for (uint32_t i = 0; i < unit_count; i++)
-        state->offsets[i] = LH_RESIDENCY_ABSENT;
+    lh_residency_reset(state);
     return 0;
+}
+
+void lh_residency_reset(struct lh_residency *state)
+{
+    lh_range_reset(&state->range);
+    uint64_t places = places_bytes(state, state->unit_count);
+    if (places > 0)
+        lh_range_take(&state->range, 0, places);
+    for (uint32_t i = 0; i < state->unit_count; i++)
+        state->offsets[i] = LH_RESIDENCY_ABSENT;
+}
+
+void lh_residency_put(struct lh_residency *state, uint32_t unit, uint64_t offset)
+{
+    LH_ASSERT(state->offsets[unit] == LH_RESIDENCY_ABSENT);
+    state->offsets[unit] = offset;
+    if (!has_place(state, unit))
+        lh_range_take(&state->range, offset, state->units[unit].bytes);
+    else
+        LH_ASSERT(offset == places_bytes(state, unit));
 }
 
 void lh_residency_deinit(struct lh_residency *state, struct lh_alloc *alloc)
@@ -147,7 +194,8 @@ static int evict_plan(struct lh_residency *state, uint32_t victim, struct op_lis
                                            .unit = victim,
                                            .uses_before = state->use_counts[victim]},
                   err));
-    lh_range_release(&state->range, state->offsets[victim], state->units[victim].bytes);
+    if (!has_place(state, victim))
+        lh_range_release(&state->range, state->offsets[victim], state->units[victim].bytes);
     state->offsets[victim] = LH_RESIDENCY_ABSENT;
     state->is_old[victim] = false;
     return 0;
@@ -159,7 +207,8 @@ static int load_plan(struct lh_residency *state, uint32_t unit, struct op_list *
     uint64_t bytes = state->units[unit].bytes;
     if (state->is_old[unit])
         LH_TRY(evict_plan(state, unit, list, err));
-    while (!lh_range_has(&state->range, bytes)) {
+    bool is_placed = has_place(state, unit);
+    while (!is_placed && !lh_range_has(&state->range, bytes)) {
         uint32_t victim = victim_find(state);
         if (victim == state->unit_count)
             return lh_error_set(
@@ -169,7 +218,8 @@ static int load_plan(struct lh_residency *state, uint32_t unit, struct op_list *
                 list->event, bytes, unit, state->range.free_bytes, state->range.total_bytes);
         LH_TRY(evict_plan(state, victim, list, err));
     }
-    state->offsets[unit] = lh_range_acquire(&state->range, bytes);
+    state->offsets[unit] =
+        is_placed ? places_bytes(state, unit) : lh_range_acquire(&state->range, bytes);
     LH_ASSERT(state->offsets[unit] != LH_RANGE_NONE);
     return op_add(list,
                   (struct lh_residency_op){

@@ -16,6 +16,11 @@
  * A region of copies (an accelerator's memory) holds bytes that are updated elsewhere: an update
  * leaves a copy old. It is the first to go, and is loaded anew before the next use.
  *
+ * Units that are always there have places of their own at the region's begin, and where all units
+ * fit each has one: nothing that stays, or that nobody has to make room for, parts the holes. A
+ * unit of a scope of k then finds at most k of them when the scope's others are in use, and all the
+ * rest can go: lh_budget_apart_bytes() is always enough.
+ *
  * Invariants:
  *  1. Ops, executed in order, never hold more than the region, and never evict a unit inside a use.
  *  2. Every begin finds its unit resident when the ops up to it were executed.
@@ -74,6 +79,7 @@ struct lh_residency {
     const struct lh_residency_unit *units; /* borrowed until deinit */
     uint32_t unit_count;
     bool has_copies;      /* see above */
+    bool holds_all;       /* every unit has a place of its own */
     bool *is_old;         /* of copies: resident, and updated since */
     uint64_t *offsets;    /* LH_RESIDENCY_ABSENT: not resident */
     uint64_t *use_counts; /* begins so far */
@@ -86,12 +92,17 @@ struct lh_residency {
  * An empty region of region_bytes; set has_copies where what is in it is updated elsewhere. units
  * is borrowed until deinit.
  *
- * Errors: -ENOMEM, -EINVAL (a unit of 0 bytes or larger than the region: named with both numbers).
+ * Errors: -ENOMEM, -EINVAL (a unit of 0 bytes, or larger than what units that are always there
+ * leave of the region: named with both numbers).
  */
 int lh_residency_init(struct lh_residency *state, struct lh_alloc *alloc,
                       const struct lh_residency_unit *units, uint32_t unit_count,
                       uint64_t region_bytes, struct lh_error *err) LH_MUST_CHECK;
 void lh_residency_deinit(struct lh_residency *state, struct lh_alloc *alloc);
+/* Nothing is resident; counts stay. */
+void lh_residency_reset(struct lh_residency *state);
+/* unit, which is not resident, is at offset: where a plan loaded it. */
+void lh_residency_put(struct lh_residency *state, uint32_t unit, uint64_t offset);
 /* Both initialised with the same units. */
 void lh_residency_copy(struct lh_residency *target, const struct lh_residency *source);
 

@@ -166,8 +166,10 @@ PyObject *lhpy_budget(PyObject *module, PyObject *args)
         struct lh_engine_unit unit;
         unsigned long long gradient_bytes = 0;
         unsigned long long together_bytes = 0;
+        unsigned long long apart_bytes = 0;
         PyObject *description = NULL;
-        if (!PyArg_ParseTuple(pair, "OKK", &description, &gradient_bytes, &together_bytes) ||
+        if (!PyArg_ParseTuple(pair, "OKKK", &description, &gradient_bytes, &together_bytes,
+                              &apart_bytes) ||
             unit_parse(description, &unit) < 0) {
             PyMem_Free(units);
             return NULL;
@@ -175,6 +177,7 @@ PyObject *lhpy_budget(PyObject *module, PyObject *args)
         units[i] = budget_unit(&unit, gradient_bytes, &waiting);
         units[i].together_bytes = together_bytes;
         units[i].is_together = together_bytes == 0;
+        units[i].apart_bytes = apart_bytes;
     }
     struct lh_error err = {0};
     struct lh_budget budget;

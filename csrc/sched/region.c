@@ -104,9 +104,8 @@ static void region_look(struct lh_engine *engine, struct lh_region *region, uint
         plan->open_uses[index] = unit->is_copying ? 1 : 0;
     }
     plan->is_old[index] = is_device(engine, region) && is_here && unit->copy_is_old;
-    plan->offsets[index] = is_here ? offset : LH_RESIDENCY_ABSENT;
     if (is_here)
-        lh_range_take(&plan->range, offset, unit->desc.bytes);
+        lh_residency_put(plan, index, offset);
 }
 
 /* Forget the ops that wait; the plan's state is again what is in the region now. */
@@ -119,7 +118,7 @@ static void region_reset(struct lh_engine *engine, struct lh_region *region)
     }
     region->op_first = 0;
     region->op_count = 0;
-    lh_range_reset(&region->plan.range);
+    lh_residency_reset(&region->plan);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
         region_look(engine, region, i);
 }

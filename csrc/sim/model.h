@@ -102,8 +102,8 @@ enum lh_dtype lh_sim_model_gradient_dtype(const struct lh_sim_model *model, uint
 uint64_t lh_sim_model_region_bytes_min(const struct lh_sim_model *model);
 /*
  * As lh_budget_make(), with a region in which every block's units fit at once wherever those of
- * them that are in use already lie: n holes, none large enough, are as bad as it gets. The least
- * budget counts on blocks of one unit.
+ * them that are in use already lie: n holes, none large enough, are as bad as it gets. The budget
+ * is given the units one by one, and so cannot see to that.
  */
 int lh_sim_model_budget(const struct lh_sim_model *model, const struct lh_sim_budget_opts *opts,
                         struct lh_budget *budget_out, struct lh_error *err) LH_MUST_CHECK;

@@ -132,7 +132,7 @@ def store_open(
 ) -> Store: ...
 def store_measure(raiser: _Raiser, directory: str, probe_bytes: int, /) -> tuple[int, int]: ...
 def budget(
-    units: list[tuple[_Unit, int, int]],
+    units: list[tuple[_Unit, int, int, int]],
     host_bytes: int,
     bookkeeping_bytes: int,
     is_waiting: bool,

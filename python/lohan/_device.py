@@ -127,12 +127,13 @@ def block_bytes_per_element(layout: Layout, config: Config) -> int:
     return max((u.dtype.itemsize for u in layout.units if u.trainable), default=0)
 
 
-def plan(layout: Layout, together: Sequence[int], config: Config) -> Device:
+def plan(layout: Layout, together: Sequence[int], apart: Sequence[int], config: Config) -> Device:
     """Divide the device's memory between parameters and the rest.
 
     Args:
         layout: of the model.
         together: of each unit, the bytes that are in use with it (0: counted at another unit).
+        apart: the same, wherever they lie (0: at another unit).
         config: device, its bytes and the emulated links' speeds.
 
     Raises:
@@ -145,7 +146,7 @@ def plan(layout: Layout, together: Sequence[int], config: Config) -> Device:
     always = sum(u.nbytes for u in layout.units if u.always)
     sets = sorted((b for b, u in zip(together, layout.units, strict=True) if not u.always and b))
     largest, second = (sets[-1] if sets else 0), (sets[-2] if len(sets) > 1 else 0)
-    least = min(every, always + largest + 2 * second)
+    least = min(every, always + max(largest + 2 * second, *apart))
     ceiling = config.device_bytes or 0
     for setting in ("device_param_bytes", "device_bytes"):
         given = getattr(config, setting)

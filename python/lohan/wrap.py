@@ -200,7 +200,7 @@ class _Opening:
                 self.group_of,
                 len(self.optimizer.param_groups),
                 norms=self.optimizer.max_grad_norm is not None or self.config.loss_scaling,
-                device=_device.plan(self.layout, _together_bytes(self.layout), self.config),
+                device=_device.plan(self.layout, *_together_bytes(self.layout), self.config),
             )
             session.adopt(self.optimizer)
             if resume:
@@ -461,25 +461,32 @@ def _config_for_waiting(config: Config, max_grad_norm: float | None) -> Config:
     return dataclasses.replace(config, schedule="deferred")
 
 
-def _together_bytes(layout: Layout) -> list[int]:
+def _together_bytes(layout: Layout) -> tuple[list[int], list[int]]:
     """What is in use at once, in bytes: of each scope's units at its first one, 0 at the others.
 
     A unit that several scopes share (tied weights) counts in the largest of them.
+
+    Returns:
+        Their sums; and with room for the holes between them, as lh_budget_apart_bytes() says.
     """
 
     def nbytes(units: list[int]) -> int:
         return sum(layout.units[i].nbytes for i in units)
 
-    together = [0] * len(layout.units)
+    together, apart = [0] * len(layout.units), [0] * len(layout.units)
     left = {i for i, unit in enumerate(layout.units) if not unit.always}
     for units in sorted((scope.units for scope in layout.scopes), key=nbytes, reverse=True):
         mine = [i for i in units if i in left]
+        moving = [layout.units[i].nbytes for i in units if not layout.units[i].always]
+        if moving:
+            needed = sum(moving) + (len(moving) - 1) * max(moving)
+            apart[units[0]] = max(apart[units[0]], needed)
         if mine:
             together[mine[0]] = nbytes(mine)
             left.difference_update(mine)
     for i in left:
         together[i] = layout.units[i].nbytes
-    return together
+    return together, apart
 
 
 def _budget(layout: Layout, config: Config) -> dict[str, int]:
@@ -487,9 +494,9 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     extents = _store.plan_extents(layout, config.commit_every == "never")
     tied = _tied_gradient_bytes(layout)
     described = _store.unit_tuples(layout, extents)
-    together = _together_bytes(layout)
+    together, apart = _together_bytes(layout)
     units = [
-        (described[i], unit.gradient_bytes + (tied if unit.trainable else 0), together[i])
+        (described[i], unit.gradient_bytes + (tied if unit.trainable else 0), together[i], apart[i])
         for i, unit in enumerate(layout.units)
     ]
 
@@ -509,7 +516,7 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
         _device.block_bytes_per_element(layout, config),
         config.schedule == "auto",
     )
-    _device.plan(layout, together, config)
+    _device.plan(layout, together, apart, config)
     full = _core.budget(units, 1 << 60, bookkeeping, *waiting, raiser)["host_bytes_full"]
     return _core.budget(units, _host_bytes(config, full), bookkeeping, *waiting, raiser)
 

@@ -1,10 +1,11 @@
 /* The residency plan: invariants on random event lists, and that it loads as little as one can. */
 #include "lh_test.h"
+#include "plan/budget.h"
 #include "plan/residency.h"
 
 #define UNIT_COUNT_MAX 10
 #define EVENT_COUNT_MAX 120
-#define OP_COUNT_MAX (2 * EVENT_COUNT_MAX + UNIT_COUNT_MAX)
+#define OP_COUNT_MAX (4 * EVENT_COUNT_MAX + UNIT_COUNT_MAX)
 
 static struct lh_alloc alloc = LH_ALLOC_INIT;
 
@@ -144,16 +145,20 @@ struct trial {
 static struct trial trial_random(uint64_t *seed)
 {
     struct trial trial = {.unit_count = (uint32_t)(1 + below(seed, UNIT_COUNT_MAX))};
-    uint64_t largest = 0;
+    uint64_t always = 0;
+    uint64_t largest = 0; /* of the others */
     uint64_t all = 0;
     for (uint32_t i = 0; i < trial.unit_count; i++) {
-        trial.units[i].bytes = (1 + below(seed, 6)) * LH_RESIDENCY_GRANULE;
+        uint64_t bytes = (1 + below(seed, 6)) * LH_RESIDENCY_GRANULE;
+        trial.units[i].bytes = bytes;
         trial.units[i].always = below(seed, 8) == 0;
-        all += trial.units[i].bytes;
-        largest = lh_max_u64(largest, trial.units[i].bytes);
+        all += bytes;
+        always += trial.units[i].always ? bytes : 0;
+        largest = lh_max_u64(largest, trial.units[i].always ? 0 : bytes);
     }
-    uint64_t spare = below(seed, (all - largest) / LH_RESIDENCY_GRANULE + 1) * LH_RESIDENCY_GRANULE;
-    trial.region_bytes = largest + spare;
+    uint64_t least = always + largest;
+    uint64_t spare = below(seed, (all - least) / LH_RESIDENCY_GRANULE + 1) * LH_RESIDENCY_GRANULE;
+    trial.region_bytes = least + spare;
     trial.open_bytes_max = below(seed, trial.region_bytes + 1);
     return trial;
 }
@@ -332,6 +337,116 @@ static void test_always(void)
     lh_residency_deinit(&state, &alloc);
 }
 
+/* A scope's units at a time, in any order, as backward asks for them. */
+static uint64_t scopes_random(uint64_t *seed, const uint32_t *scope_of, uint32_t unit_count,
+                              uint32_t scope_count, struct lh_residency_event *events)
+{
+    uint64_t count = 0;
+    for (uint64_t uses = below(seed, 12); uses > 0; uses--) {
+        uint32_t scope = (uint32_t)below(seed, scope_count);
+        uint32_t order[UNIT_COUNT_MAX];
+        uint32_t size = 0;
+        for (uint32_t i = 0; i < unit_count; i++) {
+            if (scope_of[i] != scope)
+                continue;
+            uint32_t at = (uint32_t)below(seed, size + 1);
+            order[size++] = order[at];
+            order[at] = i;
+        }
+        for (uint32_t i = 0; i < size; i++)
+            events[count++] = (struct lh_residency_event){order[i], LH_RESIDENCY_EVENT_BEGIN};
+        for (uint32_t i = 0; i < size; i++)
+            events[count++] = (struct lh_residency_event){order[i], LH_RESIDENCY_EVENT_END};
+    }
+    return count;
+}
+
+/* Units that are always there, and scopes of several units; the region is what a budget gives. */
+static uint32_t least_random(uint64_t *seed, struct lh_residency_unit *units, uint32_t unit_count,
+                             uint32_t *scope_of, uint64_t *region_bytes_out)
+{
+    struct lh_budget_unit described[UNIT_COUNT_MAX] = {0};
+    struct lh_budget budget;
+    struct lh_error err = {0};
+    uint32_t scope_count = 2 + (uint32_t)below(seed, 5);
+    uint64_t large = 2 + below(seed, 10);
+    uint64_t small = 1 + below(seed, large);
+    for (uint32_t i = 0; i < unit_count; i++) {
+        bool always = below(seed, 6) == 0;
+        bool is_first = below(seed, 2) == 0; /* of one large scope */
+        uint64_t blocks = 1 + below(seed, is_first ? large : small);
+        units[i] = (struct lh_residency_unit){blocks * LH_RESIDENCY_GRANULE, always};
+        scope_of[i] = always     ? UINT32_MAX
+                      : is_first ? 0
+                                 : 1 + (uint32_t)below(seed, scope_count - 1);
+        described[i] = (struct lh_budget_unit){.bytes = units[i].bytes, .always = always};
+    }
+    for (uint32_t scope = 0; scope < scope_count; scope++) {
+        uint64_t bytes[UNIT_COUNT_MAX];
+        uint32_t size = 0;
+        uint32_t first = unit_count;
+        for (uint32_t i = unit_count; i-- > 0;) {
+            if (scope_of[i] != scope)
+                continue;
+            bytes[size++] = units[i].bytes;
+            described[i].is_together = true;
+            first = i;
+        }
+        if (size == 0)
+            continue;
+        described[first].is_together = false;
+        for (uint32_t i = 0; i < size; i++)
+            described[first].together_bytes += bytes[i];
+        described[first].apart_bytes = lh_budget_apart_bytes(bytes, size);
+    }
+    (void)!lh_budget_make(described, unit_count, 0, 0, &budget, &err);
+    LH_CHECK(lh_budget_make(described, unit_count, budget.host_bytes_min, 0, &budget, &err) == 0);
+    *region_bytes_out = budget.region_bytes;
+    return scope_count;
+}
+
+static void test_least(void)
+{
+    lh_test_name("the least budget's region holds every scope of several units, in any order, "
+                 "wherever units in use and those that are always there came to lie");
+    static struct machine machine;
+    uint64_t seed = 12;
+    uint64_t loads = 0;
+    int round_max = getenv("LH_TEST_FAST") ? 4000 : 40000;
+    for (int round = 0; round < round_max; round++) {
+        struct lh_residency_unit units[UNIT_COUNT_MAX];
+        uint32_t scope_of[UNIT_COUNT_MAX];
+        uint32_t unit_count = 1 + (uint32_t)below(&seed, UNIT_COUNT_MAX);
+        uint64_t region_bytes = 0;
+        uint32_t scope_count = least_random(&seed, units, unit_count, scope_of, &region_bytes);
+        struct lh_residency state;
+        struct lh_error err = {0};
+        LH_CHECK(lh_residency_init(&state, &alloc, units, unit_count, region_bytes, &err) == 0);
+        machine_init(&machine, units, unit_count, region_bytes);
+        for (int chain = 0; chain < 4; chain++) {
+            struct lh_residency_event events[EVENT_COUNT_MAX * 2];
+            uint64_t loaded_bytes = 0;
+            uint64_t failed_at = 0;
+            uint64_t count = scopes_random(&seed, scope_of, unit_count, scope_count, events);
+            uint32_t other = (uint32_t)below(&seed, unit_count);
+            if (units[other].always) /* its first use is anywhere */
+                events[count++] = (struct lh_residency_event){other, LH_RESIDENCY_EVENT_UPDATE};
+            int64_t added =
+                lh_residency_plan(&state, events, count, below(&seed, 2) > 0, machine.ops,
+                                  LH_COUNT_OF(machine.ops), &loaded_bytes, &failed_at, &err);
+            LH_CHECK(added >= 0);
+            machine.op_first = 0;
+            machine.op_count = (uint64_t)added;
+            loads += (uint64_t)added;
+            for (uint64_t i = 0; i < count; i++)
+                event_execute(&machine, events[i], false);
+            check_same(&machine, &state);
+        }
+        lh_residency_deinit(&state, &alloc);
+    }
+    LH_CHECK(alloc.live_count == 0 && loads > 4 * (uint64_t)round_max);
+}
+
 static void test_refusals(void)
 {
     lh_test_name("no room, too few ops, a unit larger than the region: each said with its numbers");
@@ -374,6 +489,7 @@ int main(void)
     test_random(false);
     test_optimal();
     test_always();
+    test_least();
     test_refusals();
     return 0;
 }

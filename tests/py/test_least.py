@@ -1,0 +1,63 @@
+"""The least budget trains: whatever a block is made of, and wherever its units come to lie."""
+
+from __future__ import annotations
+
+import torch
+from rules_helper import WIDTH, Workshop, square_loss, workshop
+from torch import nn
+from torch.nn import functional
+
+__all__ = ["workshop"]
+
+SMALL_COUNT = 3
+
+
+class Small(nn.Module):
+    """One unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH) / 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+class Mixed(nn.Module):
+    """Three units, each four times as large as Small's: trained, frozen, of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape = (8 * WIDTH, WIDTH)
+        self.trained = nn.Parameter(torch.randn(shape) / 8)
+        self.frozen = nn.Parameter(torch.randn(shape) / 8, requires_grad=False)
+        half = torch.randn(2 * shape[0], WIDTH, dtype=torch.bfloat16) / 8
+        self.narrow = nn.Parameter(half, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.linear(x, self.trained) + functional.linear(x, self.frozen)
+        y = y + functional.linear(x.bfloat16(), self.narrow).float().chunk(2, 1)[0]
+        return torch.tanh(y)[:, :WIDTH]
+
+
+class Uneven(nn.Module):
+    """Small blocks around one of several units, which so begin where holes are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Small() for _ in range(SMALL_COUNT))
+        self.mixed = Mixed()
+        self.after = nn.ModuleList(Small() for _ in range(4 * SMALL_COUNT))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in [*self.blocks, self.mixed, *self.after]:
+            x = block(x)
+        return x
+
+
+def test_a_block_of_several_units_fits_the_least_budget_behind_small_ones(
+    workshop: Workshop,
+) -> None:
+    model = workshop.follow(Uneven, square_loss, host_bytes="minimal", steps=3)
+    held = model.lohan.budget["region_bytes"]
+    assert held < sum(unit.nbytes for unit in model.lohan.layout.units), "some have to go"
