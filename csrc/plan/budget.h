@@ -13,9 +13,9 @@
  * (or sets of others that are in use together), with room for one more of the second kind so that
  * holes between them do not block, and for each set with the holes between its own units; three
  * slabs (one read, one computed, one written); the gradients of the largest unit, which autograd
- * keeps until the unit can be updated. What is left goes, in this order, to the gradients of a second
- * unit (else backward waits for each update), to slabs up to a full pipeline, to gradients that
- * wait (a byte saves two of traffic), to parameters (a resident byte of P16 saves two bytes of
+ * keeps until the unit can be updated. What is left goes, in this order, to the gradients of a
+ * second unit (else backward waits for each update), to slabs up to a full pipeline, to gradients
+ * that wait (a byte saves two of traffic), to parameters (a resident byte of P16 saves two bytes of
  * traffic a step), to slabs that keep their chunk (one byte a byte), and to nothing: what is not
  * needed is not taken.
  *
