@@ -38,6 +38,7 @@ static void post(struct lh_engine *engine, enum lh_message_kind kind, uint64_t a
                  uint64_t c)
 {
     struct lh_ring_message message = {.words = {kind, a, b, c}};
+    atomic_fetch_add(&engine->asks.post_count, 1);
     while (!lh_ring_push(&engine->inbox, message)) {
         if (atomic_load(&engine->failed) || atomic_load(&engine->stopping))
             return;
@@ -330,16 +331,20 @@ static bool abort_is_done(struct lh_engine *engine, uint64_t argument)
 
 int lh_engine_abort(struct lh_engine *engine, int timeout_ms)
 {
-    int rc = lh_engine_over_wait(engine, timeout_ms);
-    if (rc <= 0)
-        return rc;
-    uint64_t asked = atomic_load(&engine->aborts_asked);
-    if (atomic_load(&engine->aborts_done) == asked) {
-        asked = atomic_fetch_add(&engine->aborts_asked, 1) + 1;
+    if (!lh_asked_is_open(&engine->asks, &engine->asks.abort)) {
+        int over = lh_engine_over_wait(engine, timeout_ms);
+        if (over <= 0)
+            return over;
+        uint64_t post_count = atomic_load(&engine->asks.post_count) + 1;
+        engine->asks.abort = (struct lh_asked){
+            .number = atomic_fetch_add(&engine->aborts_asked, 1) + 1, .post_count = post_count};
         post(engine, LH_MESSAGE_ABORT, 0, 0, 0);
     }
-    rc = wait_until(engine, abort_is_done, asked, timeout_ms);
-    if (rc <= 0)
+    int rc = wait_until(engine, abort_is_done, engine->asks.abort.number, timeout_ms);
+    if (rc == 0)
+        return 0;
+    engine->asks.abort.number = 0;
+    if (rc < 0)
         return rc;
     engine->open_step++;
     return atomic_load(&engine->abort_result) < 0 ? atomic_load(&engine->abort_result) : 1;
@@ -350,7 +355,7 @@ static bool flush_is_done(struct lh_engine *engine, uint64_t argument)
     return atomic_load(&engine->flushes_done) >= argument;
 }
 
-int lh_engine_flush(struct lh_engine *engine, bool commit, int timeout_ms)
+static int flush_ask(struct lh_engine *engine, bool commit, int timeout_ms)
 {
     if (!steps_are_over(engine, 0))
         post(engine, LH_MESSAGE_DRAIN, 0, 0, 0);
@@ -360,18 +365,35 @@ int lh_engine_flush(struct lh_engine *engine, bool commit, int timeout_ms)
     if (atomic_load(&engine->failed))
         return fail_code(engine);
     uint64_t asked = atomic_load(&engine->flushes_asked);
-    if (commit && !engine->flush_asked_commits) {
+    if (commit && !engine->asks.flush_commits) {
         /* One that somebody gave up does not commit: it is not this one. */
         rc = wait_until(engine, flush_is_done, asked, timeout_ms);
         if (rc <= 0)
             return rc;
     }
+    uint64_t post_count = atomic_load(&engine->asks.post_count);
     if (atomic_load(&engine->flushes_done) == asked) {
-        engine->flush_asked_commits = commit;
+        post_count++;
+        engine->asks.flush_commits = commit;
         asked = atomic_fetch_add(&engine->flushes_asked, 1) + 1;
         post(engine, LH_MESSAGE_FLUSH, commit, 0, 0);
     }
-    return wait_until(engine, flush_is_done, asked, timeout_ms);
+    engine->asks.flush = (struct lh_asked){.number = asked, .post_count = post_count};
+    return 1;
+}
+
+int lh_engine_flush(struct lh_engine *engine, bool commit, int timeout_ms)
+{
+    bool is_this = engine->asks.flush_commits || !commit;
+    if (!is_this || !lh_asked_is_open(&engine->asks, &engine->asks.flush)) {
+        int rc = flush_ask(engine, commit, timeout_ms);
+        if (rc <= 0)
+            return rc;
+    }
+    int rc = wait_until(engine, flush_is_done, engine->asks.flush.number, timeout_ms);
+    if (rc != 0)
+        engine->asks.flush.number = 0;
+    return rc;
 }
 
 static bool pause_is_done(struct lh_engine *engine, uint64_t argument)

@@ -50,6 +50,7 @@
 #include "base/assert.h"
 #include "base/ring.h"
 #include "plan/residency.h"
+#include "sched/asks.h"
 #include "sched/engine.h"
 #include "sched/split.h"
 
@@ -324,13 +325,10 @@ struct lh_engine {
     struct lh_engine_param *params;
     uint32_t param_count;
     uint64_t *param_steps; /* updates of each parameter so far */
-    /*
-     * The training thread's: the open step as it counts, and the last one in which a parameter had
-     * a gradient.
-     */
+    /* The training thread's; where a parameter had a gradient last, too. */
     uint64_t first_step; /* where the store stood at creation */
-    uint64_t open_step;
-    bool flush_asked_commits; /* of the last flush */
+    uint64_t open_step;  /* as it counts */
+    struct lh_asks asks;
     uint64_t *gradient_steps;
     struct lh_gradient *gradients;
     struct lh_chunk *chunks;

@@ -74,7 +74,6 @@ static enum look state_set(struct lh_sim_train *train, enum lh_sim_train_state s
 {
     train->state = state;
     train->is_asked = false;
-    train->is_told = false;
     train->since_ns = train->opts.world->now_ns;
     uint32_t unit = state == LH_SIM_TRAIN_STATE_ACQUIRE ? block_of(train)->units[train->unit] : 0;
     lh_sim_world_trace(train->opts.world, LH_SIM_TRACE_TRAIN, (uint64_t)train->phase << 32 | state,
@@ -400,69 +399,27 @@ static enum look over(struct lh_sim_train *train)
     return rc == 0 ? LOOK_WAIT : state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
 }
 
-/* The first call of one that waits for the step's end tells the engine so: is_worth_asking(). */
-static bool is_worth_waiting(struct lh_sim_train *train)
+static bool all_is_over(const struct lh_engine *engine)
 {
-    bool is_first = !train->is_told;
-    train->is_told = true;
-    return is_first || steps_are_over(train->opts.engine) ||
-           lh_engine_error(train->opts.engine, NULL) < 0;
-}
-
-/*
- * [Note: Calls that ask]
- * lh_engine_flush() and lh_engine_abort() ask anew when they find what was asked before done. That
- * suits a caller who sleeps in them; one who looks in with a timeout of 0, and lets the engine work
- * in between, would never be told. So they are called until they have asked, and then the engine's
- * own counters say when it is done.
- */
-static int abort_poll(struct lh_sim_train *train)
-{
-    struct lh_engine *engine = train->opts.engine;
-    uint64_t asked = atomic_load(&engine->aborts_asked);
-    if (!train->is_asked) {
-        if (!is_worth_waiting(train))
-            return 0;
-        int rc = lh_engine_abort(engine, 0);
-        train->is_asked = atomic_load(&engine->aborts_asked) > asked;
-        return rc;
-    }
-    if (lh_engine_error(engine, NULL) < 0)
-        return lh_engine_error(engine, NULL);
-    if (atomic_load(&engine->aborts_done) < asked)
-        return 0;
-    engine->open_step++; /* as lh_engine_abort() does for its caller */
-    return 1;
+    return steps_are_over(engine) &&
+           atomic_load(&engine->aborts_done) == atomic_load(&engine->aborts_asked);
 }
 
 static enum look give_up(struct lh_sim_train *train)
 {
-    int rc = abort_poll(train);
+    if (!is_worth_asking(train, all_is_over(train->opts.engine)))
+        return LOOK_WAIT;
+    int rc = lh_engine_abort(train->opts.engine, 0);
     if (rc < 0)
         return engine_failed(train, rc);
     return rc == 0 ? LOOK_WAIT : state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
 }
 
-/* See [Note: Calls that ask]. */
-static int flush_poll(struct lh_sim_train *train)
-{
-    struct lh_engine *engine = train->opts.engine;
-    uint64_t asked = atomic_load(&engine->flushes_asked);
-    if (!train->is_asked) {
-        if (!is_worth_waiting(train))
-            return 0;
-        int rc = lh_engine_flush(engine, true, 0);
-        train->is_asked = atomic_load(&engine->flushes_asked) > asked;
-        return rc;
-    }
-    if (lh_engine_error(engine, NULL) < 0)
-        return lh_engine_error(engine, NULL);
-    return atomic_load(&engine->flushes_done) >= asked;
-}
-
 static enum look flush(struct lh_sim_train *train)
 {
-    int rc = flush_poll(train);
+    if (!is_worth_asking(train, steps_are_over(train->opts.engine)))
+        return LOOK_WAIT;
+    int rc = lh_engine_flush(train->opts.engine, true, 0);
     if (rc < 0)
         return engine_failed(train, rc);
     if (rc == 0)

@@ -100,7 +100,6 @@ struct lh_sim_train {
     uint32_t unit;  /* of the block, to be acquired */
     uint32_t param; /* of the block, to be given: index into due */
     bool is_asked;
-    bool is_told;
     bool is_computed;
     bool has_hypers;
     bool is_reference_ahead; /* it has the step that is being closed */
