@@ -4,6 +4,8 @@
 
 #include "sched/engine_private.h"
 
+#define WAIT_NS_MIN 20000 /* less is what a call takes */
+
 int lh_engine_error(struct lh_engine *engine, struct lh_error *err)
 {
     if (!atomic_load(&engine->failed))
@@ -86,13 +88,20 @@ void *lh_engine_stream_set(struct lh_engine *engine, void *stream)
     return atomic_exchange(&engine->stream, stream);
 }
 
-/* What the stream is given from here on comes behind the unit's copy. 1, or -errno. */
+/*
+ * What the stream is given from here on comes behind the unit's copy. 1, or -errno. Only a stream
+ * that is the calling thread itself (an emulated one) makes it wait.
+ */
 static int arrival_wait(struct lh_engine *engine, struct lh_unit *unit)
 {
     struct lh_error err = {0};
     if (!engine->dev || !engine->dev->ops->is_ordered)
         return 1;
+    uint64_t start = lh_engine_now(engine);
     int rc = engine->dev->ops->wait(engine->dev, unit->arrived, atomic_load(&engine->stream), &err);
+    uint64_t end = lh_engine_now(engine);
+    if (end - start > WAIT_NS_MIN)
+        post(engine, LH_MESSAGE_WAITED, (uint64_t)(unit - engine->units), start, end);
     if (rc == 0)
         return 1;
     lh_device_fail(engine, &err, "waiting for a unit's copy");
