@@ -24,7 +24,6 @@ from typing import Any
 import lohan
 import torch
 from disk import Disk
-from lohan.config import SCHEDULES
 from report import Report
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -141,7 +140,7 @@ def measure(directory: Path, options: Any) -> dict[str, list[float]]:
         f"disk {disk_s:.3f} s, computation of {rows} rows {compute_s:.3f} s, links"
         f" {links[0] / 1e6:.0f} and {links[1] / 1e6:.0f} MB/s: {link_s:.3f} s"
     )
-    schedules = [name for name in ("auto", "optimized", "serial") if name in SCHEDULES]
+    schedules = ("auto", "optimized", "serial")
     contestants = {name: Contestant(directory / name, name, options, links) for name in schedules}
     for contestant in contestants.values():
         contestant.seconds(batch, WARM_UP_STEPS)
@@ -174,8 +173,6 @@ def run(options: argparse.Namespace) -> None:
     busiest = max(resources, key=lambda name: statistics.median(seconds[name]))
     alone = {name: round(statistics.median(seconds[name]), 4) for name in resources}
     for name in ("auto", "optimized"):
-        if name not in seconds:
-            continue
         report.add(
             f"emu_{name}",
             seconds[name],
