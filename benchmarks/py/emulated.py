@@ -1,8 +1,10 @@
 """A training step behind an emulated accelerator whose links are as slow as its computation.
 
 GPT-2 124M in bf16, AdamW, all states on SSD, parameters copied to the device for each use and
-gradients back. Each resource is measured alone first: computation (forward and backward in memory),
-the disk (a step's bytes, reads and writes at once). The batch is chosen so that computation takes
+gradients back. Like an accelerator's, computation has cores of its own: torch gets half of them,
+and lohan's workers, copies and I/O do with the others. Each resource is measured alone first:
+computation (forward and backward in memory), the disk (a step's bytes, reads and writes at once).
+The batch is chosen so that computation takes
 about as long as the disk, the links' speed so that their copies take as long as the slower of the
 two. Then lohan's schedules take turns with both, and every step's bytes are compared with the plan.
 
@@ -13,6 +15,7 @@ time; the same for emu_optimized.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -30,7 +33,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 HYPER = {"lr": 1e-4, "weight_decay": 0.01}
 SEQUENCE = 128
 BATCHES = range(1, 25)
-WARM_UP_STEPS = 6
+WARM_UP_STEPS = 14  # auto measures some before it decides
 Batch = torch.Tensor
 
 
@@ -165,6 +168,7 @@ def measure(directory: Path, options: Any) -> dict[str, list[float]]:
 
 def run(options: argparse.Namespace) -> None:
     """Measure and report."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
     options.device_bytes = 180_000_000  # the tied embedding and seven blocks of twelve
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
         seconds = measure(Path(name), options)

@@ -192,6 +192,7 @@ static int evict_plan(struct lh_residency *state, uint32_t victim, struct op_lis
     LH_TRY(op_add(list,
                   (struct lh_residency_op){.kind = LH_RESIDENCY_OP_EVICT,
                                            .unit = victim,
+                                           .offset = state->offsets[victim],
                                            .uses_before = state->use_counts[victim]},
                   err));
     if (!has_place(state, victim))
@@ -201,13 +202,34 @@ static int evict_plan(struct lh_residency *state, uint32_t victim, struct op_lis
     return 0;
 }
 
+static int load_add(struct lh_residency *state, uint32_t unit, struct op_list *list,
+                    struct lh_error *err)
+{
+    return op_add(list,
+                  (struct lh_residency_op){.kind = LH_RESIDENCY_OP_LOAD,
+                                           .unit = unit,
+                                           .offset = state->offsets[unit],
+                                           .uses_before = state->use_counts[unit]},
+                  err);
+}
+
+/* An old copy again, where it is. */
+static int renew_plan(struct lh_residency *state, uint32_t unit, struct op_list *list,
+                      struct lh_error *err)
+{
+    uint64_t offset = state->offsets[unit];
+    LH_TRY(evict_plan(state, unit, list, err));
+    lh_residency_put(state, unit, offset);
+    return load_add(state, unit, list, err);
+}
+
 static int load_plan(struct lh_residency *state, uint32_t unit, struct op_list *list,
                      struct lh_error *err)
 {
     uint64_t bytes = state->units[unit].bytes;
-    if (state->is_old[unit])
-        LH_TRY(evict_plan(state, unit, list, err));
     bool is_placed = has_place(state, unit);
+    if (state->is_old[unit])
+        return renew_plan(state, unit, list, err);
     while (!is_placed && !lh_range_has(&state->range, bytes)) {
         uint32_t victim = victim_find(state);
         if (victim == state->unit_count)
@@ -221,10 +243,7 @@ static int load_plan(struct lh_residency *state, uint32_t unit, struct op_list *
     state->offsets[unit] =
         is_placed ? places_bytes(state, unit) : lh_range_acquire(&state->range, bytes);
     LH_ASSERT(state->offsets[unit] != LH_RANGE_NONE);
-    return op_add(list,
-                  (struct lh_residency_op){
-                      .kind = LH_RESIDENCY_OP_LOAD, .unit = unit, .offset = state->offsets[unit]},
-                  err);
+    return load_add(state, unit, list, err);
 }
 
 /* It counts, so that an eviction can wait for it. Of old copies the one that is so longest goes. */
@@ -271,4 +290,58 @@ int64_t lh_residency_plan(struct lh_residency *state, const struct lh_residency_
     }
     *loaded_bytes_out = loaded_bytes;
     return (int64_t)list.count;
+}
+
+/* Room for unit, absent, which event `at` needs: false where what is needed sooner is in its way. */
+static int room_plan(struct lh_residency *state, uint32_t unit, uint64_t at, bool *has_room,
+                     struct op_list *list, struct lh_error *err)
+{
+    uint64_t bytes = state->units[unit].bytes;
+    *has_room = has_place(state, unit) || lh_range_has(&state->range, bytes);
+    while (!*has_room) {
+        uint32_t victim = victim_find(state);
+        if (victim == state->unit_count || state->next_uses[victim] <= at)
+            return 0;
+        LH_TRY(evict_plan(state, victim, list, err));
+        *has_room = lh_range_has(&state->range, bytes);
+    }
+    return 0;
+}
+
+int64_t lh_residency_plan_ahead(struct lh_residency *state, const struct lh_residency_event *events,
+                                uint64_t event_count, struct lh_residency_op *ops, uint64_t op_max,
+                                uint64_t *loaded_bytes_out, struct lh_error *err)
+{
+    struct op_list list = {.ops = ops, .max = op_max};
+    *loaded_bytes_out = 0;
+    LH_ASSERT(state->has_copies);
+    next_uses_start(state, events, event_count);
+    for (uint64_t i = 0; i < event_count; i++) {
+        uint32_t unit = events[i].unit;
+        if (events[i].kind == LH_RESIDENCY_EVENT_UPDATE && state->first_uses[unit] > i)
+            state->first_uses[unit] = NEVER;
+        if (state->first_uses[unit] != i)
+            continue;
+        bool is_absent = state->offsets[unit] == LH_RESIDENCY_ABSENT;
+        bool has_room = true;
+        if (is_absent)
+            LH_TRY(room_plan(state, unit, i, &has_room, &list, err));
+        if (!has_room)
+            break;
+        if (is_absent || state->is_old[unit]) {
+            LH_TRY(load_plan(state, unit, &list, err));
+            *loaded_bytes_out += state->units[unit].bytes;
+        }
+        state->next_uses[unit] = i;
+    }
+    return (int64_t)list.count;
+}
+
+bool lh_residency_commutes(const struct lh_residency_unit *units, const struct lh_residency_op *a,
+                           const struct lh_residency_op *b)
+{
+    if (a->kind == LH_RESIDENCY_OP_NONE)
+        return true;
+    return a->unit != b->unit && (a->offset + units[a->unit].bytes <= b->offset ||
+                                  b->offset + units[b->unit].bytes <= a->offset);
 }

@@ -59,13 +59,14 @@ struct lh_residency_event {
 enum lh_residency_op_kind {
     LH_RESIDENCY_OP_EVICT = 0,
     LH_RESIDENCY_OP_LOAD = 1,
+    LH_RESIDENCY_OP_NONE = 2, /* was executed ahead of those before it */
 };
 
 struct lh_residency_op {
     uint32_t kind; /* enum lh_residency_op_kind */
     uint32_t unit;
-    uint64_t offset;      /* LOAD: where in the region */
-    uint64_t uses_before; /* EVICT: the unit's uses that must have begun (and ended) by then */
+    uint64_t offset;      /* where in the region */
+    uint64_t uses_before; /* the unit's uses that must have begun (EVICT: and ended) by then */
     uint64_t event;       /* the event that it is for */
 };
 
@@ -119,5 +120,24 @@ int64_t lh_residency_plan(struct lh_residency *state, const struct lh_residency_
                           uint64_t event_count, bool cyclic, struct lh_residency_op *ops,
                           uint64_t op_max, uint64_t *loaded_bytes_out, uint64_t *failed_event_out,
                           struct lh_error *err) LH_MUST_CHECK;
+
+/*
+ * Plan on behind the last event, in a region of copies: what the next cycle, whose events these
+ * are, reads first is loaded as far as there is room that nothing in the cycle needs sooner. Old
+ * copies are made anew where they are, so each can be as soon as its own update is over, in
+ * whatever order updates come. A unit whose first event is another update is left alone.
+ *
+ * Returns the number of ops, -E2BIG.
+ */
+int64_t lh_residency_plan_ahead(struct lh_residency *state, const struct lh_residency_event *events,
+                                uint64_t event_count, struct lh_residency_op *ops, uint64_t op_max,
+                                uint64_t *loaded_bytes_out, struct lh_error *err) LH_MUST_CHECK;
+
+/*
+ * True: b may be executed before a, which is in front of it. They are of different units (of which
+ * units[] says the bytes) at different places.
+ */
+bool lh_residency_commutes(const struct lh_residency_unit *units, const struct lh_residency_op *a,
+                           const struct lh_residency_op *b);
 
 #endif

@@ -2,8 +2,8 @@
  * Units on an accelerator: copies of main memory's bytes, made in the order of the accelerator's
  * plan (region.c), and gradients on their way back (landing.c).
  *
- *           op LOAD: the unit is READY in main     is_ordered: at once
- *           memory, and not about to be updated    else: the copy came back
+ *           op LOAD: the unit is READY in main     is_ordered: once it is submitted
+ *           memory, or chunks of it are updated    else: the copy came back
  *   ABSENT -----------------------------------> COPYING ---------------> READY
  *      ^                                                                   |
  *      |   op EVICT: pins 0, or the copy is old                            |
@@ -11,6 +11,9 @@
  *
  * A copy is old when its unit's update is queued: nobody reads it any more, and its place is the
  * first to be taken. The update itself happens in main memory, and needs the accelerator no more.
+ *
+ * The unit that the next forward waits for is the last one that backward updates: its copy begins
+ * with the first chunk that is updated, and the next unit's when its last one has begun.
  *
  * Where the device keeps the order (is_ordered) nobody waits for a copy: a slot's last reader
  * records `released`, copies into the slot come behind it, the unit is READY as soon as its copy is
@@ -23,6 +26,10 @@
 #include <string.h>
 
 #include "sched/engine_private.h"
+
+/* How far to look for an op that can go ahead, and how many loads of such may wait for the link. */
+#define AHEAD_OP_COUNT 64
+#define AHEAD_LOAD_COUNT 2
 
 bool lh_device_has(const struct lh_unit *unit)
 {
@@ -68,54 +75,108 @@ static void copy_arrived(struct lh_engine *engine, struct lh_unit *unit)
         lh_unit_grant(engine, unit);
 }
 
+static bool load_is_possible(const struct lh_engine *engine, const struct lh_residency_op *op)
+{
+    const struct lh_unit *unit = &engine->units[op->unit];
+    bool is_here = unit->state == LH_UNIT_STATE_READY && !lh_unit_is_old(engine, unit);
+    bool is_coming = unit->state == LH_UNIT_STATE_UPDATING && unit->chunks_computed > 0 &&
+                     engine->copying_unit == LH_UNIT_NONE;
+    return (is_here || is_coming) && unit->copy_use_count >= op->uses_before && !unit->is_copying &&
+           engine->free_copies;
+}
+
+/* Copy a part of the unit's bytes, in order; the last one makes it READY. */
+static bool part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t first, uint64_t end)
+{
+    struct lh_copy *copy = lh_copy_take(engine);
+    struct lh_error err = {0};
+    bool is_last = end == unit->desc.bytes;
+    copy->unit = (uint32_t)(unit - engine->units);
+    copy->param = LH_PARAM_NONE;
+    copy->dev = (struct lh_dev_copy){
+        .direction = LH_DEV_DIRECTION_IN,
+        .host = engine->region + unit->offset + first,
+        .device = engine->opts.device_memory + unit->copy_offset + first,
+        .bytes = end - first,
+        .done = is_last ? unit->arrived : NULL,
+        .owner = copy,
+    };
+    if (engine->dev->ops->submit(engine->dev, &copy->dev, &err) < 0) {
+        lh_device_fail(engine, &err, "a unit's copy");
+        return false;
+    }
+    engine->copies_in_flight++;
+    engine->loads_in_flight++;
+    unit->copies++;
+    if (is_last && engine->dev->ops->is_ordered)
+        copy_arrived(engine, unit);
+    return true;
+}
+
+/* Up to where the unit's bytes are new: all of them, or the chunks in front that are updated. */
+static uint64_t new_bytes(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    uint32_t count = 0;
+    if (unit->state == LH_UNIT_STATE_READY)
+        return unit->desc.bytes;
+    while (count < unit->chunk_count) {
+        const struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + count];
+        if (chunk->computed_step != lh_step_current(engine) ||
+            chunk->state == LH_CHUNK_STATE_COMPUTING)
+            break;
+        count++;
+    }
+    return lh_min_u64(count * engine->budget.chunk_elements * lh_dtype_bytes(unit->desc.dtype),
+                      unit->desc.bytes);
+}
+
+/* The unit that is copied as it is updated: what there is more of it. */
+static bool load_go_on(struct lh_engine *engine)
+{
+    if (engine->copying_unit == LH_UNIT_NONE || !engine->free_copies)
+        return false;
+    struct lh_unit *unit = lh_engine_unit_at(engine, engine->copying_unit);
+    uint64_t first = engine->copying_bytes;
+    uint64_t end = new_bytes(engine, unit);
+    if (end == first)
+        return false;
+    engine->copying_bytes = end;
+    if (end == unit->desc.bytes)
+        engine->copying_unit = LH_UNIT_NONE;
+    return part_copy(engine, unit, first, end);
+}
+
 /* Bytes that the plan of step counts; a copy is counted when it begins. */
-static void copy_count(struct lh_engine *engine, uint64_t step, uint64_t bytes)
-{
-    lh_step_stats(engine, step)->bytes[LH_ENGINE_LINK_COPY_IN] += bytes;
-}
-
-static bool load_is_possible(const struct lh_engine *engine, const struct lh_unit *unit)
-{
-    return unit->state == LH_UNIT_STATE_READY && !unit->is_copying &&
-           !lh_unit_is_old(engine, unit) && engine->free_copies;
-}
-
 static void load_start(struct lh_engine *engine, const struct lh_residency_op *op, uint64_t step)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
-    struct lh_copy *copy = lh_copy_take(engine);
-    struct lh_error err = {0};
     LH_ASSERT(unit->copy_state == LH_COPY_STATE_ABSENT);
     unit->copy_state = LH_COPY_STATE_COPYING;
     unit->copy_offset = op->offset;
     unit->copy_is_old = false;
     unit->is_copying = true;
     unit->use_count++;
-    copy->unit = op->unit;
-    copy->param = LH_PARAM_NONE;
-    copy->dev = (struct lh_dev_copy){
-        .direction = LH_DEV_DIRECTION_IN,
-        .host = engine->region + unit->offset,
-        .device = engine->opts.device_memory + op->offset,
-        .bytes = unit->desc.bytes,
-        .done = unit->arrived,
-        .owner = copy,
-    };
-    copy_count(engine, step, unit->desc.bytes);
-    if (engine->dev->ops->submit(engine->dev, &copy->dev, &err) < 0) {
-        lh_device_fail(engine, &err, "a unit's copy");
+    lh_step_stats(engine, step)->bytes[LH_ENGINE_LINK_COPY_IN] += unit->desc.bytes;
+    if (unit->state == LH_UNIT_STATE_READY) {
+        (void)part_copy(engine, unit, 0, unit->desc.bytes);
         return;
     }
-    engine->copies_in_flight++;
-    if (engine->dev->ops->is_ordered)
-        copy_arrived(engine, unit);
+    engine->copying_unit = op->unit;
+    engine->copying_bytes = 0;
+    (void)load_go_on(engine);
+}
+
+static bool evict_is_possible(const struct lh_engine *engine, const struct lh_residency_op *op)
+{
+    const struct lh_unit *unit = &engine->units[op->unit];
+    return unit->copy_state == LH_COPY_STATE_READY && unit->copy_use_count >= op->uses_before;
 }
 
 static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
     struct lh_error err = {0};
-    if (unit->copy_state != LH_COPY_STATE_READY || unit->copy_use_count < op->uses_before)
+    if (!evict_is_possible(engine, op))
         return false;
     if (!unit->copy_is_old && (unit->waiter_count > 0 || !lh_unit_claim(unit)))
         return false;
@@ -126,22 +187,68 @@ static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
     return true;
 }
 
+static bool op_execute(struct lh_engine *engine, uint64_t at)
+{
+    const struct lh_residency_op *op = &engine->device.ops[at];
+    if (op->kind == LH_RESIDENCY_OP_NONE)
+        return true;
+    if (op->kind == LH_RESIDENCY_OP_EVICT)
+        return evict(engine, op);
+    if (!load_is_possible(engine, op))
+        return false;
+    load_start(engine, op, engine->device.op_steps[at]);
+    return true;
+}
+
+static bool is_possible(const struct lh_engine *engine, const struct lh_residency_op *op)
+{
+    if (op->kind == LH_RESIDENCY_OP_NONE)
+        return false;
+    return op->kind == LH_RESIDENCY_OP_LOAD ? load_is_possible(engine, op)
+                                            : evict_is_possible(engine, op);
+}
+
+static bool commutes(const struct lh_region *region, uint64_t at)
+{
+    for (uint64_t i = region->op_first; i < at; i++) {
+        if (!lh_residency_commutes(region->units, &region->ops[i], &region->ops[at]))
+            return false;
+    }
+    return true;
+}
+
+/*
+ * The next op waits, and so does the link: what has nothing to do with the ops before it may go
+ * first. Backward updates the units last that forward needs first.
+ */
+static bool ahead_pump(struct lh_engine *engine)
+{
+    struct lh_region *region = &engine->device;
+    uint64_t end = lh_min_u64(region->op_count, region->op_first + AHEAD_OP_COUNT);
+    bool moved = false;
+    for (uint64_t i = region->op_first + 1; i < end; i++) {
+        struct lh_residency_op *op = &region->ops[i];
+        if (engine->loads_in_flight >= AHEAD_LOAD_COUNT || atomic_load(&engine->failed))
+            break;
+        if (!is_possible(engine, op) || !commutes(region, i) || !op_execute(engine, i))
+            continue;
+        op->kind = LH_RESIDENCY_OP_NONE;
+        moved = true;
+    }
+    return moved;
+}
+
 static bool ops_pump(struct lh_engine *engine)
 {
     struct lh_region *region = &engine->device;
-    bool moved = false;
+    bool moved = load_go_on(engine);
     while (region->op_first < region->op_count && !atomic_load(&engine->failed)) {
-        const struct lh_residency_op *op = &region->ops[region->op_first];
-        if (op->kind == LH_RESIDENCY_OP_LOAD) {
-            if (!load_is_possible(engine, &engine->units[op->unit]))
-                break;
-            load_start(engine, op, region->op_steps[region->op_first]);
-        } else if (!evict(engine, op)) {
+        if (!op_execute(engine, region->op_first))
             break;
-        }
         region->op_first++;
         moved = true;
     }
+    moved |= ahead_pump(engine);
     return moved;
 }
 
@@ -170,6 +277,10 @@ static void copy_done(struct lh_engine *engine, struct lh_copy *copy)
         lh_landing_copied(engine, copy);
         return;
     }
+    LH_ASSERT(unit->copies > 0 && engine->loads_in_flight > 0);
+    engine->loads_in_flight--;
+    if (--unit->copies > 0 || engine->copying_unit == copy->unit)
+        return;
     unit->is_copying = false;
     if (!engine->dev->ops->is_ordered)
         copy_arrived(engine, unit);
@@ -207,6 +318,13 @@ void lh_device_forget(struct lh_engine *engine, struct lh_unit *unit)
 {
     bool is_mine = lh_device_make_old(engine, unit);
     LH_ASSERT(is_mine);
+    if (engine->copying_unit == (uint32_t)(unit - engine->units)) {
+        /* Of a step that died: the rest of its bytes will never be there. */
+        LH_ASSERT(unit->copies == 0);
+        engine->copying_unit = LH_UNIT_NONE;
+        unit->is_copying = false;
+        unit->copy_state = LH_COPY_STATE_READY;
+    }
 }
 
 static int fences_create(struct lh_engine *engine, struct lh_error *err)
@@ -226,6 +344,7 @@ int lh_device_create(struct lh_engine *engine, struct lh_error *err)
     if (!engine->dev)
         return 0;
     uint32_t count = engine->opts.copy_count;
+    engine->copying_unit = LH_UNIT_NONE;
     engine->copies = lh_alloc_zeroed(engine->alloc, count, sizeof(*engine->copies));
     if (!engine->copies)
         return lh_error_set(err, -ENOMEM, "no memory for %u copies", count);

@@ -49,9 +49,9 @@
 
 #include "base/assert.h"
 #include "base/ring.h"
-#include "plan/residency.h"
 #include "sched/asks.h"
 #include "sched/engine.h"
+#include "sched/region.h"
 #include "sched/split.h"
 
 #define LH_UNIT_READY_BIT UINT32_C(0x80000000)
@@ -182,6 +182,7 @@ struct lh_unit {
     enum lh_copy_state copy_state;
     bool copy_is_old; /* its update is queued, or over */
     bool is_copying;  /* main memory's bytes are being read */
+    uint32_t copies;  /* in flight */
     uint64_t copy_offset;
     uint64_t copy_use_count;
     struct lh_dev_fence *arrived;
@@ -236,6 +237,7 @@ struct lh_chunk {
     uint64_t computed_step; /* the step that computed it last */
     uint64_t gradient_step; /* the step whose gradients were read back for it */
     uint32_t block;         /* of gradients from an accelerator; LH_BLOCK_NONE */
+    uint32_t landing_count; /* gradients posted that are not all in it */
 };
 
 struct lh_slab {
@@ -269,33 +271,11 @@ struct lh_gradient {
     _Atomic bool is_held; /* posted and not consumed: the caller keeps the tensor alive */
 };
 
-struct lh_event_list {
-    struct lh_residency_event *events;
-    uint64_t count;
-    bool overflowed;
-};
-
-/* What a region will hold, by the order of uses that is expected (region.c). */
-struct lh_region {
-    struct lh_residency plan;   /* the state after all ops */
-    struct lh_residency before; /* scratch */
-    struct lh_residency_unit *units;
-    struct lh_residency_op *ops;
-    uint64_t *op_steps; /* whose bytes an op's are */
-    uint64_t op_max;
-    uint64_t op_first;
-    uint64_t op_count; /* end of the list; ops [op_first, op_count) wait */
-    struct lh_event_list predicted;
-    uint64_t position;        /* the next event that is expected */
-    uint64_t planned_until;   /* events before this have their ops in the list */
-    struct lh_error error;    /* why the plan ends there */
-    enum lh_engine_link link; /* what its loads move over */
-};
-
 struct lh_copy {
     struct lh_dev_copy dev;
     uint32_t unit;
     uint32_t param; /* whose gradient it is; LH_PARAM_NONE: a unit's bytes */
+    uint32_t chunk; /* for which */
     struct lh_copy *next_free;
 };
 
@@ -360,6 +340,9 @@ struct lh_engine {
     struct lh_copy *copies;
     struct lh_copy *free_copies;
     uint32_t copies_in_flight;
+    uint32_t loads_in_flight;
+    uint32_t copying_unit;  /* not all of whose copy has begun; LH_UNIT_NONE */
+    uint64_t copying_bytes; /* of it that have */
     uint8_t *blocks_memory;
     uint64_t block_bytes;
     uint32_t *free_blocks;
@@ -455,17 +438,6 @@ void lh_check_done(struct lh_engine *engine, struct lh_engine_request *request);
 void lh_io_busy_begin(struct lh_engine *engine);
 void lh_io_busy_end(struct lh_engine *engine);
 
-/* region.c */
-int lh_region_create_all(struct lh_engine *engine, struct lh_error *err);
-void lh_region_destroy_all(struct lh_engine *engine);
-void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode);
-void lh_region_cycle_end(struct lh_engine *engine);
-void lh_region_event(struct lh_engine *engine, uint32_t unit, enum lh_residency_event_kind kind);
-void lh_region_forget(struct lh_engine *engine);
-void lh_region_step_end(struct lh_engine *engine);
-void lh_region_plan_around(struct lh_engine *engine);
-bool lh_region_catch_up(struct lh_engine *engine);
-
 /* device.c */
 int lh_device_create(struct lh_engine *engine, struct lh_error *err);
 void lh_device_destroy(struct lh_engine *engine);
@@ -487,6 +459,8 @@ bool lh_landing_pump(struct lh_engine *engine);
 /* Gradients are in the accelerator's memory. */
 bool lh_landing_is_used(const struct lh_engine *engine);
 bool lh_landing_is_over(const struct lh_unit *unit);
+/* It will be, whatever else waits: what is posted has its blocks. */
+bool lh_landing_is_certain(const struct lh_engine *engine, const struct lh_unit *unit);
 /* Of a unit whose gradients wait: in whole blocks where they lie in such. */
 uint64_t lh_landing_waiting_bytes(const struct lh_engine *engine, const struct lh_unit *unit);
 /* The gradient of one element of param's unit, and of those behind it in param and chunk. */

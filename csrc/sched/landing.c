@@ -6,8 +6,9 @@
  *
  *      posted (device tensor) -> copies, one a chunk that it touches -> landed: the tensor is free
  *
- * Nobody waits for the copies but the unit's own norm, way to SSD, or update. Without a free block
- * a gradient waits where it is.
+ * Nobody waits for the copies but the unit's own norm, way to SSD, or update, and that begins with
+ * the chunks that are here once all others are sure to come. Without a free block a gradient waits
+ * where it is.
  *
  * [Note: Blocks that come back] A unit that has only some of its gradients keeps its blocks until
  * the others come, one whose handles are alive until they are gone, one that waits in memory until
@@ -30,6 +31,17 @@ bool lh_landing_is_used(const struct lh_engine *engine)
 bool lh_landing_is_over(const struct lh_unit *unit)
 {
     return unit->landing_count == 0;
+}
+
+bool lh_landing_is_certain(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    if (lh_landing_is_over(unit))
+        return true;
+    for (uint32_t i = unit->chunk_first; i < unit->chunk_first + unit->chunk_count; i++) {
+        if (engine->chunks[i].landing_count > 0 && engine->chunks[i].block == LH_BLOCK_NONE)
+            return false;
+    }
+    return true;
 }
 
 const uint8_t *lh_landing_bytes(const struct lh_engine *engine, uint32_t param, uint64_t element)
@@ -67,11 +79,21 @@ static void waiting_hold(struct lh_engine *engine, struct lh_unit *unit)
     stats->gradient_bytes_max = lh_max_u64(stats->gradient_bytes_max, held);
 }
 
+static uint32_t chunk_at(const struct lh_engine *engine, const struct lh_unit *unit,
+                         uint64_t element)
+{
+    return unit->chunk_first + (uint32_t)(element / engine->budget.chunk_elements);
+}
+
 void lh_landing_posted(struct lh_engine *engine, uint32_t param)
 {
-    struct lh_unit *unit = lh_engine_unit_at(engine, engine->params[param].unit);
+    const struct lh_engine_param *desc = &engine->params[param];
+    struct lh_unit *unit = lh_engine_unit_at(engine, desc->unit);
     struct lh_gradient *gradient = &engine->gradients[param];
-    uint64_t bytes = engine->params[param].count * lh_dtype_bytes(gradient->dtype);
+    uint64_t bytes = desc->count * lh_dtype_bytes(gradient->dtype);
+    uint32_t last = chunk_at(engine, unit, desc->first + desc->count - 1);
+    for (uint32_t i = chunk_at(engine, unit, desc->first); i <= last; i++)
+        engine->chunks[i].landing_count++;
     gradient->issued = 0;
     gradient->copies = 0;
     unit->landing_count++;
@@ -98,7 +120,8 @@ static void landed(struct lh_engine *engine, uint32_t param)
 void lh_landing_copied(struct lh_engine *engine, struct lh_copy *copy)
 {
     struct lh_gradient *gradient = &engine->gradients[copy->param];
-    LH_ASSERT(gradient->copies > 0);
+    LH_ASSERT(gradient->copies > 0 && engine->chunks[copy->chunk].landing_count > 0);
+    engine->chunks[copy->chunk].landing_count--;
     if (--gradient->copies == 0 && gradient->issued == engine->params[copy->param].count)
         landed(engine, copy->param);
 }
@@ -121,8 +144,7 @@ static bool piece_copy(struct lh_engine *engine, uint32_t param)
     struct lh_gradient *gradient = &engine->gradients[param];
     struct lh_unit *unit = lh_engine_unit_at(engine, desc->unit);
     uint64_t element = desc->first + gradient->issued;
-    struct lh_chunk *chunk =
-        &engine->chunks[unit->chunk_first + (uint32_t)(element / engine->budget.chunk_elements)];
+    struct lh_chunk *chunk = &engine->chunks[chunk_at(engine, unit, element)];
     uint64_t count = lh_min_u64(desc->first + desc->count, chunk->first + chunk->count) - element;
     uint64_t element_bytes = lh_dtype_bytes(gradient->dtype);
     struct lh_error err = {0};
@@ -131,6 +153,7 @@ static bool piece_copy(struct lh_engine *engine, uint32_t param)
     struct lh_copy *copy = lh_copy_take(engine);
     copy->unit = desc->unit;
     copy->param = param;
+    copy->chunk = (uint32_t)(chunk - engine->chunks);
     copy->dev = (struct lh_dev_copy){
         .direction = LH_DEV_DIRECTION_OUT,
         .host = engine->blocks_memory + (uint64_t)chunk->block * engine->block_bytes +
@@ -175,12 +198,27 @@ static uint32_t unit_next(const struct lh_engine *engine)
     return LH_UNIT_NONE;
 }
 
+/* All that the unit whose turn it is needs, or as many as are free. */
+static void blocks_take(struct lh_engine *engine)
+{
+    if (engine->landing_unit == LH_UNIT_NONE)
+        return;
+    const struct lh_unit *unit = &engine->units[engine->landing_unit];
+    for (uint32_t i = 0; i < unit->chunk_count; i++) {
+        struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
+        if (chunk->landing_count > 0 && !block_take(engine, chunk))
+            break;
+    }
+}
+
 /* Whose turn it is; LH_PARAM_NONE: nobody's. [Note: Blocks that come back] */
 static uint32_t param_next(struct lh_engine *engine)
 {
     if (engine->landing_unit == LH_UNIT_NONE ||
-        engine->units[engine->landing_unit].posted_count == 0)
+        engine->units[engine->landing_unit].posted_count == 0) {
         engine->landing_unit = unit_next(engine);
+        blocks_take(engine);
+    }
     if (engine->landing_unit != LH_UNIT_NONE) {
         uint32_t param = engine->units[engine->landing_unit].desc.param_first;
         while (!is_posted(engine, param))
@@ -222,8 +260,10 @@ void lh_landing_release(struct lh_engine *engine, struct lh_chunk *chunk)
 
 void lh_landing_forget(struct lh_engine *engine)
 {
-    for (uint32_t i = 0; i < engine->chunk_count; i++)
+    for (uint32_t i = 0; i < engine->chunk_count; i++) {
         lh_landing_release(engine, &engine->chunks[i]);
+        engine->chunks[i].landing_count = 0;
+    }
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         engine->units[i].landing_count = 0;
         engine->units[i].posted_count = 0;

@@ -9,8 +9,11 @@
  * accelerator's and is made anew with it:
  *
  *      uses      begin a   begin b   end b   update b   begin a ...
- *      device    load a    load b                       (a is there)
- *      host      a: begin, end   b: begin, end   b: update
+ *      device    load a    load b                           load b (again)
+ *      host      a: begin, end   b: begin, end   b: update  b: begin, end
+ *
+ * An update leaves the accelerator's copy old. What the next forward reads first is copied again as
+ * soon as it is updated, behind backward and not when somebody waits for it.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -57,6 +60,21 @@ static void prediction_default(struct lh_engine *engine, struct lh_event_list *l
     }
 }
 
+/* Behind the last event of this cycle: what the next one reads first. */
+static int64_t ahead_plan(struct lh_engine *engine, struct lh_region *region,
+                          struct lh_residency_op *ops, uint64_t op_max, uint64_t *loaded)
+{
+    const struct lh_event_list *next = &engine->recorded[engine->mode];
+    uint64_t bytes = 0;
+    int64_t added = lh_residency_plan_ahead(&region->plan, next->events, next->count, ops, op_max,
+                                            &bytes, &region->error);
+    LH_ASSERT(added >= 0);
+    for (int64_t i = 0; i < added; i++)
+        ops[i].event = region->predicted.count;
+    *loaded += bytes;
+    return added;
+}
+
 /* Append ops for all of the prediction, or as far as one can plan now. */
 static void region_extend(struct lh_engine *engine, struct lh_region *region)
 {
@@ -80,6 +98,8 @@ static void region_extend(struct lh_engine *engine, struct lh_region *region)
                                   &loaded, &failed_at, NULL);
     }
     LH_ASSERT(added >= 0); /* op_max holds a load and its evictions for every event */
+    if (count == region->predicted.count && is_device(engine, region))
+        added += ahead_plan(engine, region, ops + added, op_max - (uint64_t)added, &loaded);
     for (int64_t i = 0; i < added; i++)
         region->op_steps[region->op_count + (uint64_t)i] = engine->plan_step;
     region->op_count += (uint64_t)added;
@@ -346,12 +366,14 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
         return;
     }
     /* The cycle before went as planned: this plan follows it, behind the ops that still wait. */
-    uint64_t waiting = region->op_count - region->op_first;
-    memmove(region->ops, region->ops + region->op_first, waiting * sizeof(*region->ops));
-    memmove(region->op_steps, region->op_steps + region->op_first,
-            waiting * sizeof(*region->op_steps));
-    for (uint64_t i = 0; i < waiting; i++)
-        region->ops[i].event = 0;
+    uint64_t waiting = 0;
+    for (uint64_t i = region->op_first; i < region->op_count; i++) {
+        if (region->ops[i].kind == LH_RESIDENCY_OP_NONE)
+            continue;
+        region->op_steps[waiting] = region->op_steps[i];
+        region->ops[waiting] = region->ops[i];
+        region->ops[waiting++].event = 0;
+    }
     region->op_first = 0;
     region->op_count = waiting;
     uses_extend(engine, NULL);
@@ -390,10 +412,10 @@ static int region_create(struct lh_engine *engine, struct lh_region *region, uin
     struct lh_alloc *alloc = engine->alloc;
     uint32_t units = engine->opts.unit_count;
     /*
-     * A load an event, each with the evictions of what an earlier load put there; and what waits of
-     * the plan before.
+     * A load an event and one a unit behind them, each with the evictions of what an earlier load
+     * put there; and what waits of the plan before.
      */
-    region->op_max = 2 * (2 * engine->event_max + units);
+    region->op_max = 2 * (2 * (engine->event_max + units) + units);
     /* Main memory's events are at most two of each of the accelerator's ops, and the updates. */
     uint64_t event_max = engine->event_max + (engine->dev ? 2 * region->op_max + units : 0);
     if (engine->dev && !is_device(engine, region))

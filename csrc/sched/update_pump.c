@@ -150,7 +150,8 @@ static void unit_pump(struct lh_engine *engine, struct lh_unit *unit, struct pum
             lh_spill_read(engine, chunk);
             pump->moved = true;
         }
-        if (chunk->state == LH_CHUNK_STATE_LOADED && unit->state == LH_UNIT_STATE_UPDATING) {
+        if (chunk->state == LH_CHUNK_STATE_LOADED && unit->state == LH_UNIT_STATE_UPDATING &&
+            chunk->landing_count == 0) {
             lh_chunk_compute(engine, chunk);
             pump->moved = true;
         }
@@ -174,16 +175,23 @@ static void ahead_pump(struct lh_engine *engine, struct pump *pump)
     }
 }
 
-/* Its gradients are on their way (to SSD, or from an accelerator), or a worker sums them up. */
-static bool is_early(const struct lh_unit *unit)
+/*
+ * Its gradients are on their way (to SSD, or from an accelerator), or a worker sums them up. Where
+ * nobody reads them but the update, it may begin with the first chunk that has them: it is chunk by
+ * chunk that the last unit of backward, for which the next forward waits, gets through.
+ */
+static bool is_early(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    return unit->spill_state == LH_SPILL_STATE_RUNNING || !lh_landing_is_over(unit) ||
-           unit->norm_state == LH_NORM_STATE_RUNNING;
+    bool is_whole = engine->opts.schedule == LH_ENGINE_SCHEDULE_NAIVE || engine->takes_norms ||
+                    unit->spills || unit->spill_state != LH_SPILL_STATE_NONE;
+    return unit->spill_state == LH_SPILL_STATE_RUNNING ||
+           unit->norm_state == LH_NORM_STATE_RUNNING ||
+           (is_whole ? !lh_landing_is_over(unit) : !lh_landing_is_certain(engine, unit));
 }
 
 static bool unit_take(struct lh_engine *engine, struct lh_unit *unit)
 {
-    if (is_early(unit) || unit->state != LH_UNIT_STATE_READY || unit->chunks_computed > 0 ||
+    if (is_early(engine, unit) || unit->state != LH_UNIT_STATE_READY || unit->chunks_computed > 0 ||
         !lh_unit_claim_host(engine, unit))
         return false;
     unit->state = LH_UNIT_STATE_UPDATING;
@@ -248,7 +256,7 @@ bool lh_update_pump(struct lh_engine *engine)
     pump.moved = lh_spill_pump(engine);
     for (uint32_t i = engine->update_first; i < engine->update_count && !is_naive; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, engine->update_queue[i]);
-        if (is_early(unit))
+        if (is_early(engine, unit))
             continue;
         pump.moved |= unit_take(engine, unit);
         unit_pump(engine, unit, &pump);

@@ -1,0 +1,52 @@
+/* Plans of what is in which region when (region.c). Private to csrc/sched. */
+#ifndef LH_SCHED_REGION_H
+#define LH_SCHED_REGION_H
+
+#include "base/error.h"
+#include "plan/residency.h"
+#include "sched/engine.h"
+
+struct lh_engine;
+
+struct lh_event_list {
+    struct lh_residency_event *events;
+    uint64_t count;
+    bool overflowed;
+};
+
+/* What a region will hold, by the order of uses that is expected (region.c). */
+struct lh_region {
+    struct lh_residency plan;   /* the state after all ops */
+    struct lh_residency before; /* scratch */
+    struct lh_residency_unit *units;
+    struct lh_residency_op *ops;
+    uint64_t *op_steps; /* whose bytes an op's are */
+    uint64_t op_max;
+    uint64_t op_first;
+    uint64_t op_count; /* end of the list; ops [op_first, op_count) wait */
+    struct lh_event_list predicted;
+    uint64_t position;        /* the next event that is expected */
+    uint64_t planned_until;   /* events before this have their ops in the list */
+    struct lh_error error;    /* why the plan ends there */
+    enum lh_engine_link link; /* what its loads move over */
+};
+
+/* Both plans, empty. -ENOMEM, -EINVAL: a unit that no region holds. */
+int lh_region_create_all(struct lh_engine *engine, struct lh_error *err);
+void lh_region_destroy_all(struct lh_engine *engine);
+/* A forward begins: plan the cycle with what the last one of this mode did. */
+void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode);
+/* The cycle that was recorded predicts the next one, if it was a whole one. */
+void lh_region_cycle_end(struct lh_engine *engine);
+/* A use or an update begins, or a use ends: record it, and plan again if it was not expected. */
+void lh_region_event(struct lh_engine *engine, uint32_t unit, enum lh_residency_event_kind kind);
+/* A step died: nothing is recorded, and ops that wait are dropped. */
+void lh_region_forget(struct lh_engine *engine);
+/* The step that closed last is over: ops that wait are of the next one. */
+void lh_region_step_end(struct lh_engine *engine);
+/* Plan again around what is in use. */
+void lh_region_plan_around(struct lh_engine *engine);
+/* True: what no plan could serve is planned now. */
+bool lh_region_catch_up(struct lh_engine *engine);
+
+#endif
