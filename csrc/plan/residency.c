@@ -292,7 +292,7 @@ int64_t lh_residency_plan(struct lh_residency *state, const struct lh_residency_
     return (int64_t)list.count;
 }
 
-/* Room for unit, absent, which event `at` needs: false where what is needed sooner is in its way. */
+/* Room for unit, absent, for event `at`: none where what is needed sooner is in its way. */
 static int room_plan(struct lh_residency *state, uint32_t unit, uint64_t at, bool *has_room,
                      struct op_list *list, struct lh_error *err)
 {
