@@ -269,7 +269,8 @@ static int dict_set_links(PyObject *dict, const char *prefix, const uint64_t *by
 {
     static const char *const names[LH_ENGINE_LINK_COUNT] = {
         "param_read",     "state_read",    "param_write", "state_write", "commit_write",
-        "gradient_write", "gradient_read", "copy_in",     "copy_out"};
+        "gradient_write", "gradient_read", "copy_in",     "copy_out",    "saved_write",
+        "saved_read",     "saved_in",      "saved_out"};
     for (int i = 0; i < LH_ENGINE_LINK_COUNT; i++) {
         char name[64];
         PyOS_snprintf(name, sizeof(name), "%s%s_bytes", prefix, names[i]);

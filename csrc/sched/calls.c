@@ -4,8 +4,6 @@
 
 #include "sched/engine_private.h"
 
-#define WAIT_NS_MIN 20000 /* less is what a call takes */
-
 int lh_engine_error(struct lh_engine *engine, struct lh_error *err)
 {
     if (!atomic_load(&engine->failed))
@@ -30,14 +28,14 @@ uint32_t lh_engine_trace(struct lh_engine *engine, struct lh_engine_trace_event 
     return count;
 }
 
-static int fail_code(struct lh_engine *engine)
+int lh_engine_fail_code(struct lh_engine *engine)
 {
     int code = lh_engine_error(engine, NULL);
     return code < 0 ? code : -ECANCELED;
 }
 
-static void post(struct lh_engine *engine, enum lh_message_kind kind, uint64_t a, uint64_t b,
-                 uint64_t c)
+void lh_engine_post(struct lh_engine *engine, enum lh_message_kind kind, uint64_t a, uint64_t b,
+                    uint64_t c)
 {
     struct lh_ring_message message = {.words = {kind, a, b, c}};
     atomic_fetch_add(&engine->asks.post_count, 1);
@@ -50,10 +48,9 @@ static void post(struct lh_engine *engine, enum lh_message_kind kind, uint64_t a
     lh_waker_wake(engine->waker);
 }
 
-typedef bool (*wait_fn)(struct lh_engine *engine, uint64_t argument);
-
 /* 1 when is_done(argument), 0 after timeout_ms, -errno once the engine failed. */
-static int wait_until(struct lh_engine *engine, wait_fn is_done, uint64_t argument, int timeout_ms)
+int lh_engine_wait_until(struct lh_engine *engine, lh_wait_fn is_done, uint64_t argument,
+                         int timeout_ms)
 {
     /* The condition waits on CLOCK_MONOTONIC, whatever clock the engine itself was given. */
     struct lh_clock clock = lh_clock_real();
@@ -72,14 +69,14 @@ static int wait_until(struct lh_engine *engine, wait_fn is_done, uint64_t argume
     atomic_fetch_sub(&engine->waiting, 1);
     if (done)
         return 1;
-    return atomic_load(&engine->failed) ? fail_code(engine) : 0;
+    return atomic_load(&engine->failed) ? lh_engine_fail_code(engine) : 0;
 }
 
 int lh_engine_begin(struct lh_engine *engine, enum lh_engine_mode mode)
 {
     if (atomic_load(&engine->failed))
-        return fail_code(engine);
-    post(engine, LH_MESSAGE_BEGIN, mode, 0, 0);
+        return lh_engine_fail_code(engine);
+    lh_engine_post(engine, LH_MESSAGE_BEGIN, mode, 0, 0);
     return 0;
 }
 
@@ -100,16 +97,16 @@ static int arrival_wait(struct lh_engine *engine, struct lh_unit *unit)
     uint64_t start = lh_engine_now(engine);
     int rc = engine->dev->ops->wait(engine->dev, unit->arrived, atomic_load(&engine->stream), &err);
     uint64_t end = lh_engine_now(engine);
-    if (end - start > WAIT_NS_MIN)
-        post(engine, LH_MESSAGE_WAITED, (uint64_t)(unit - engine->units), start, end);
+    if (end - start > LH_WAIT_NS_MIN)
+        lh_engine_post(engine, LH_MESSAGE_WAITED, (uint64_t)(unit - engine->units), start, end);
     if (rc == 0)
         return 1;
     lh_device_fail(engine, &err, "waiting for a unit's copy");
-    return fail_code(engine);
+    return lh_engine_fail_code(engine);
 }
 
 /* fence passes when all that was computed so far is done. */
-static void fence_record(struct lh_engine *engine, struct lh_dev_fence *fence)
+void lh_engine_fence_record(struct lh_engine *engine, struct lh_dev_fence *fence)
 {
     struct lh_error err = {0};
     if (!engine->dev || !engine->dev->ops->is_ordered)
@@ -122,7 +119,7 @@ int lh_engine_acquire(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     if (atomic_load(&engine->failed))
-        return fail_code(engine);
+        return lh_engine_fail_code(engine);
     bool may_be_updated = unit->gradient_step != unit->asked_step;
     if (may_be_updated && unit->gradient_step < engine->open_step)
         unit->asked_step = unit->gradient_step;
@@ -131,10 +128,10 @@ int lh_engine_acquire(struct lh_engine *engine, uint32_t index)
         if (!atomic_compare_exchange_weak(&unit->word, &word, word + 1))
             continue;
         if ((word & ~LH_UNIT_READY_BIT) == 0)
-            post(engine, LH_MESSAGE_USE, index, 0, 0);
+            lh_engine_post(engine, LH_MESSAGE_USE, index, 0, 0);
         return arrival_wait(engine, unit);
     }
-    post(engine, LH_MESSAGE_ACQUIRE, index, 0, 0);
+    lh_engine_post(engine, LH_MESSAGE_ACQUIRE, index, 0, 0);
     return 0;
 }
 
@@ -153,8 +150,8 @@ int lh_engine_acquire_wait(struct lh_engine *engine, uint32_t index, int timeout
 {
     LH_ASSERT(index < engine->opts.unit_count);
     uint64_t start = lh_engine_now(engine);
-    int rc = wait_until(engine, grant_take, index, timeout_ms);
-    post(engine, LH_MESSAGE_WAITED, index, start, lh_engine_now(engine));
+    int rc = lh_engine_wait_until(engine, grant_take, index, timeout_ms);
+    lh_engine_post(engine, LH_MESSAGE_WAITED, index, start, lh_engine_now(engine));
     return rc == 1 ? arrival_wait(engine, &engine->units[index]) : rc;
 }
 
@@ -177,11 +174,11 @@ void lh_engine_unpin(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     /* Before the pin goes: at 0 the engine may give the place away. */
-    fence_record(engine, unit->released);
+    lh_engine_fence_record(engine, unit->released);
     uint32_t before = atomic_fetch_sub(&unit->word, 1);
     LH_ASSERT((before & ~LH_UNIT_READY_BIT) > 0);
     if ((before & ~LH_UNIT_READY_BIT) == 1)
-        post(engine, LH_MESSAGE_RELEASE, index, 0, 0);
+        lh_engine_post(engine, LH_MESSAGE_RELEASE, index, 0, 0);
 }
 
 uint32_t lh_engine_pin_count(const struct lh_engine *engine, uint32_t unit)
@@ -200,7 +197,7 @@ void lh_engine_handle_drop(struct lh_engine *engine, uint32_t index)
     uint32_t before = atomic_fetch_sub(&lh_engine_unit_at(engine, index)->handles, 1);
     LH_ASSERT(before > 0);
     if (before == 1)
-        post(engine, LH_MESSAGE_HANDLES, index, 0, 0);
+        lh_engine_post(engine, LH_MESSAGE_HANDLES, index, 0, 0);
 }
 
 uint32_t lh_engine_handle_count(const struct lh_engine *engine, uint32_t unit)
@@ -239,8 +236,8 @@ int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms)
     if (all_is_over(engine, 0))
         return 1;
     if (!steps_are_over(engine, 0))
-        post(engine, LH_MESSAGE_DRAIN, 0, 0, 0);
-    return wait_until(engine, all_is_over, 0, timeout_ms);
+        lh_engine_post(engine, LH_MESSAGE_DRAIN, 0, 0, 0);
+    return lh_engine_wait_until(engine, all_is_over, 0, timeout_ms);
 }
 
 int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gradient,
@@ -249,7 +246,7 @@ int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gra
     LH_ASSERT(param < engine->param_count && steps_are_over(engine, 0));
     LH_ASSERT(dtype <= LH_DTYPE_F16);
     if (atomic_load(&engine->failed))
-        return fail_code(engine);
+        return lh_engine_fail_code(engine);
     if (engine->units[engine->params[param].unit].desc.elements == 0)
         return -EINVAL;
     const struct lh_unit *unit = &engine->units[engine->params[param].unit];
@@ -260,8 +257,8 @@ int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gra
     engine->gradient_steps[param] = engine->open_step;
     engine->units[engine->params[param].unit].gradient_step = engine->open_step;
     atomic_store(&engine->gradients[param].is_held, true);
-    fence_record(engine, engine->gradients[param].is_computed);
-    post(engine, LH_MESSAGE_GRADIENT, param, (uint64_t)(uintptr_t)gradient, dtype);
+    lh_engine_fence_record(engine, engine->gradients[param].is_computed);
+    lh_engine_post(engine, LH_MESSAGE_GRADIENT, param, (uint64_t)(uintptr_t)gradient, dtype);
     return 0;
 }
 
@@ -281,8 +278,8 @@ int lh_engine_gradient_wait(struct lh_engine *engine, uint64_t gradient_bytes_ma
     if (gradients_fit(engine, gradient_bytes_max))
         return 1;
     uint64_t start = lh_engine_now(engine);
-    int rc = wait_until(engine, gradients_fit, gradient_bytes_max, timeout_ms);
-    post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, lh_engine_now(engine));
+    int rc = lh_engine_wait_until(engine, gradients_fit, gradient_bytes_max, timeout_ms);
+    lh_engine_post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, lh_engine_now(engine));
     return rc;
 }
 
@@ -293,7 +290,7 @@ int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scal
     if (rc <= 0)
         return rc;
     if (atomic_load(&engine->failed))
-        return fail_code(engine);
+        return lh_engine_fail_code(engine);
     uint64_t overhead = lh_engine_scalar_overhead_bytes(engine->param_count);
     if (scalar_bytes > engine->scalar_bytes_max - overhead)
         return -E2BIG;
@@ -301,7 +298,7 @@ int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scal
     memcpy(engine->scalars + overhead, scalars, scalar_bytes);
     atomic_fetch_add(&engine->closes_asked, 1);
     engine->open_step++;
-    post(engine, LH_MESSAGE_CLOSE, 0, overhead + scalar_bytes, 0);
+    lh_engine_post(engine, LH_MESSAGE_CLOSE, 0, overhead + scalar_bytes, 0);
     return 1;
 }
 
@@ -316,12 +313,12 @@ int lh_engine_norm(struct lh_engine *engine, double *square_sum_out, int timeout
               engine->opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED);
     uint64_t asked = atomic_load(&engine->norms_asked);
     if (atomic_load(&engine->failed))
-        return fail_code(engine);
+        return lh_engine_fail_code(engine);
     if (atomic_load(&engine->norms_done) == asked) {
         asked = atomic_fetch_add(&engine->norms_asked, 1) + 1;
-        post(engine, LH_MESSAGE_NORM, 0, 0, 0);
+        lh_engine_post(engine, LH_MESSAGE_NORM, 0, 0, 0);
     }
-    int rc = wait_until(engine, norm_is_done, asked, timeout_ms);
+    int rc = lh_engine_wait_until(engine, norm_is_done, asked, timeout_ms);
     if (rc > 0)
         *square_sum_out = engine->square_sum;
     return rc;
@@ -347,9 +344,9 @@ int lh_engine_abort(struct lh_engine *engine, int timeout_ms)
         uint64_t post_count = atomic_load(&engine->asks.post_count) + 1;
         engine->asks.abort = (struct lh_asked){
             .number = atomic_fetch_add(&engine->aborts_asked, 1) + 1, .post_count = post_count};
-        post(engine, LH_MESSAGE_ABORT, 0, 0, 0);
+        lh_engine_post(engine, LH_MESSAGE_ABORT, 0, 0, 0);
     }
-    int rc = wait_until(engine, abort_is_done, engine->asks.abort.number, timeout_ms);
+    int rc = lh_engine_wait_until(engine, abort_is_done, engine->asks.abort.number, timeout_ms);
     if (rc == 0)
         return 0;
     engine->asks.abort.number = 0;
@@ -367,16 +364,16 @@ static bool flush_is_done(struct lh_engine *engine, uint64_t argument)
 static int flush_ask(struct lh_engine *engine, bool commit, int timeout_ms)
 {
     if (!steps_are_over(engine, 0))
-        post(engine, LH_MESSAGE_DRAIN, 0, 0, 0);
-    int rc = wait_until(engine, steps_are_over, 0, timeout_ms);
+        lh_engine_post(engine, LH_MESSAGE_DRAIN, 0, 0, 0);
+    int rc = lh_engine_wait_until(engine, steps_are_over, 0, timeout_ms);
     if (rc <= 0)
         return rc;
     if (atomic_load(&engine->failed))
-        return fail_code(engine);
+        return lh_engine_fail_code(engine);
     uint64_t asked = atomic_load(&engine->flushes_asked);
     if (commit && !engine->asks.flush_commits) {
         /* One that somebody gave up does not commit: it is not this one. */
-        rc = wait_until(engine, flush_is_done, asked, timeout_ms);
+        rc = lh_engine_wait_until(engine, flush_is_done, asked, timeout_ms);
         if (rc <= 0)
             return rc;
     }
@@ -385,7 +382,7 @@ static int flush_ask(struct lh_engine *engine, bool commit, int timeout_ms)
         post_count++;
         engine->asks.flush_commits = commit;
         asked = atomic_fetch_add(&engine->flushes_asked, 1) + 1;
-        post(engine, LH_MESSAGE_FLUSH, commit, 0, 0);
+        lh_engine_post(engine, LH_MESSAGE_FLUSH, commit, 0, 0);
     }
     engine->asks.flush = (struct lh_asked){.number = asked, .post_count = post_count};
     return 1;
@@ -399,7 +396,7 @@ int lh_engine_flush(struct lh_engine *engine, bool commit, int timeout_ms)
         if (rc <= 0)
             return rc;
     }
-    int rc = wait_until(engine, flush_is_done, engine->asks.flush.number, timeout_ms);
+    int rc = lh_engine_wait_until(engine, flush_is_done, engine->asks.flush.number, timeout_ms);
     if (rc != 0)
         engine->asks.flush.number = 0;
     return rc;
@@ -415,7 +412,7 @@ int lh_engine_pause(struct lh_engine *engine, int timeout_ms)
 {
     atomic_store(&engine->pausing, true);
     lh_waker_wake(engine->waker);
-    return wait_until(engine, pause_is_done, 0, timeout_ms);
+    return lh_engine_wait_until(engine, pause_is_done, 0, timeout_ms);
 }
 
 void lh_engine_invalidate(struct lh_engine *engine, uint32_t index)

@@ -256,6 +256,8 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
     if (rc == 0)
         rc = lh_device_create(engine, err);
     if (rc == 0)
+        rc = lh_saved_create(engine, err);
+    if (rc == 0)
         rc = resume(engine, err);
     if (rc == 0) {
         lh_spill_choose(engine);
@@ -310,6 +312,7 @@ void lh_engine_destroy(struct lh_engine *engine)
         return;
     lh_engine_stop(engine);
     struct lh_alloc *alloc = engine->alloc;
+    lh_saved_destroy(engine);
     lh_device_destroy(engine);
     tables_destroy(engine);
     lh_region_destroy_all(engine);

@@ -57,8 +57,10 @@ bool lh_device_make_old(struct lh_engine *engine, struct lh_unit *unit)
 struct lh_copy *lh_copy_take(struct lh_engine *engine)
 {
     struct lh_copy *copy = engine->free_copies;
-    if (copy)
-        engine->free_copies = copy->next_free;
+    if (!copy)
+        return NULL;
+    engine->free_copies = copy->next_free;
+    copy->saved = NULL;
     return copy;
 }
 
@@ -254,13 +256,13 @@ static bool ops_pump(struct lh_engine *engine)
 
 static void copy_done(struct lh_engine *engine, struct lh_copy *copy)
 {
-    struct lh_unit *unit = lh_engine_unit_at(engine, copy->unit);
     bool is_in = copy->dev.direction == LH_DEV_DIRECTION_IN;
     if (copy->dev.result < 0) {
         struct lh_error err = {0};
         lh_error_set(&err, copy->dev.result, "a copy of %" PRIu64 " bytes failed: %s",
                      copy->dev.bytes, strerror(-copy->dev.result));
-        lh_device_fail(engine, &err, is_in ? "unit to the device" : "gradient from the device");
+        const char *what = is_in ? "unit to the device" : "gradient from the device";
+        lh_device_fail(engine, &err, copy->saved ? "saved tensor" : what);
         return;
     }
     lh_engine_trace_add(engine,
@@ -273,10 +275,15 @@ static void copy_done(struct lh_engine *engine, struct lh_copy *copy)
                         });
     lh_step_stats(engine, lh_step_current(engine))->copy_busy_ns[copy->dev.direction] +=
         copy->dev.completed_ns - copy->dev.started_ns;
+    if (copy->saved) {
+        lh_saved_copied(engine, copy->saved, is_in);
+        return;
+    }
     if (!is_in) {
         lh_landing_copied(engine, copy);
         return;
     }
+    struct lh_unit *unit = lh_engine_unit_at(engine, copy->unit);
     LH_ASSERT(unit->copies > 0 && engine->loads_in_flight > 0);
     engine->loads_in_flight--;
     if (--unit->copies > 0 || engine->copying_unit == copy->unit)

@@ -99,6 +99,15 @@ static void message_handle(struct lh_engine *engine, const struct lh_ring_messag
         if (engine->step_state == LH_STEP_STATE_CLOSED)
             lh_defer_drain(engine);
         break;
+    case LH_MESSAGE_SAVED_PUT:
+        lh_saved_asked(engine, argument);
+        break;
+    case LH_MESSAGE_SAVED_FETCH:
+        lh_saved_wanted(engine, argument, message->words[2] != 0);
+        break;
+    case LH_MESSAGE_SAVED_DROP:
+        lh_saved_dropped(engine, argument);
+        break;
     case LH_MESSAGE_WAITED:
         waited(engine, message);
         break;
@@ -149,6 +158,7 @@ bool lh_engine_poll(struct lh_engine *engine)
         return true;
     moved |= lh_unit_pump(engine);
     moved |= lh_device_pump(engine);
+    moved |= lh_saved_pump(engine);
     moved |= lh_update_pump(engine);
     moved |= lh_norm_pump(engine);
     moved |= lh_transfer_pump(engine);
@@ -164,6 +174,8 @@ static bool is_stuck(const struct lh_engine *engine)
         0)
         return false;
     bool is_awaited = atomic_load(&engine->waiting) > 0;
+    if (is_awaited && lh_saved_is_stuck(engine))
+        return true;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
         bool is_owed_update = unit->update_is_queued && unit->state == LH_UNIT_STATE_ABSENT;
@@ -176,6 +188,11 @@ static bool is_stuck(const struct lh_engine *engine)
 static void stuck_fail(struct lh_engine *engine)
 {
     struct lh_error err = {0};
+    if (lh_saved_is_stuck(engine)) {
+        lh_saved_stuck_set(engine, &err);
+        lh_engine_fail(engine, &err);
+        return;
+    }
     uint64_t in_use_bytes = 0;
     uint32_t in_use_count = 0;
     uint32_t wanted = 0;

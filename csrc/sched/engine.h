@@ -32,6 +32,7 @@
 #include "exec/exec.h"
 #include "io/io.h"
 #include "plan/budget.h"
+#include "sched/saved.h"
 #include "store/store.h"
 
 #define LH_ENGINE_EXTENT_NONE UINT32_MAX
@@ -112,7 +113,8 @@ struct lh_engine_opts {
     struct lh_dev *dev;
     uint8_t *device_memory;
     uint64_t device_bytes;
-    uint32_t copy_count;      /* that dev takes at once */
+    uint32_t copy_count; /* that dev takes at once */
+    struct lh_saved_opts saved;
     bool gradients_in_memory; /* with dev: they are given in main memory all the same */
     uint32_t io_depth;        /* requests in flight */
     uint64_t transfer_bytes;  /* of one request at most; multiple of LH_CHECKSUM_BYTES */
@@ -264,8 +266,12 @@ enum lh_engine_link {
     LH_ENGINE_LINK_COMMIT_WRITE,
     LH_ENGINE_LINK_GRADIENT_WRITE, /* that wait for the close (spill.c), and come back */
     LH_ENGINE_LINK_GRADIENT_READ,
-    LH_ENGINE_LINK_COPY_IN,  /* to the accelerator: parameters */
-    LH_ENGINE_LINK_COPY_OUT, /* from it: gradients */
+    LH_ENGINE_LINK_COPY_IN,     /* to the accelerator: parameters */
+    LH_ENGINE_LINK_COPY_OUT,    /* from it: gradients */
+    LH_ENGINE_LINK_SAVED_WRITE, /* saved tensors (saved.h) */
+    LH_ENGINE_LINK_SAVED_READ,
+    LH_ENGINE_LINK_SAVED_IN, /* to the accelerator and from it */
+    LH_ENGINE_LINK_SAVED_OUT,
     LH_ENGINE_LINK_COUNT,
 };
 
@@ -309,6 +315,8 @@ enum lh_engine_trace_kind {
     LH_ENGINE_TRACE_GATHER,
     LH_ENGINE_TRACE_COPY_IN,
     LH_ENGINE_TRACE_COPY_OUT,
+    LH_ENGINE_TRACE_SAVED_READ,
+    LH_ENGINE_TRACE_SAVED_SUM,
 };
 
 struct lh_engine_trace_event {

@@ -52,7 +52,9 @@
 #include "sched/asks.h"
 #include "sched/engine.h"
 #include "sched/region.h"
+#include "sched/saved_private.h"
 #include "sched/split.h"
+#include "sched/transfer.h"
 
 #define LH_UNIT_READY_BIT UINT32_C(0x80000000)
 #define LH_CHUNK_NONE UINT32_MAX
@@ -63,6 +65,7 @@
 /* R, M, V, in a slab's order. */
 #define LH_STATE_ARRAY_COUNT 3
 #define LH_INBOX_CELL_COUNT 65536
+#define LH_WAIT_NS_MIN 20000 /* less is what a call takes */
 
 enum lh_unit_state {
     LH_UNIT_STATE_ABSENT = 0,
@@ -117,46 +120,11 @@ enum lh_message_kind {
     LH_MESSAGE_ABORT,
     LH_MESSAGE_FLUSH, /* commit */
     LH_MESSAGE_NORM,
-    LH_MESSAGE_DRAIN,  /* somebody waits for the end of the closed step */
-    LH_MESSAGE_WAITED, /* unit, start, end, what for: for the trace and the statistics */
-};
-
-enum lh_priority {
-    LH_PRIORITY_DEMAND = 0, /* somebody waits */
-    LH_PRIORITY_PREFETCH,
-    LH_PRIORITY_STATE,
-    LH_PRIORITY_WRITE,
-    LH_PRIORITY_COUNT,
-};
-
-/* One range of an extent on its way; embedded in the unit or slab it serves. */
-struct lh_transfer {
-    struct lh_transfer *next;
-    enum lh_io_kind kind;
-    enum lh_priority priority;
-    enum lh_engine_link link;
-    uint32_t unit;
-    uint32_t slab; /* LH_CHUNK_NONE: a unit's load */
-    uint64_t step; /* whose bytes these are; 0: no step's */
-    uint32_t extent;
-    uint32_t slot;
-    uint64_t offset;
-    uint64_t bytes;
-    uint64_t issued_bytes;
-    uint32_t outstanding; /* requests in flight or being checked */
-    uint8_t *buffer;
-};
-
-struct lh_engine_request {
-    struct lh_io_request io;
-    struct lh_exec_job job; /* the check of what was read */
-    struct lh_transfer *transfer;
-    struct lh_engine *engine;
-    uint64_t offset;     /* in the extent */
-    uint64_t bad_offset; /* set by a failed check; UINT64_MAX: good */
-    uint32_t crc_expected;
-    uint32_t crc_actual;
-    struct lh_engine_request *next_free;
+    LH_MESSAGE_DRAIN,       /* somebody waits for the end of the closed step */
+    LH_MESSAGE_WAITED,      /* unit, start, end, what for: for the trace and the statistics */
+    LH_MESSAGE_SAVED_PUT,   /* item, as the next two */
+    LH_MESSAGE_SAVED_FETCH, /* and whether somebody waits */
+    LH_MESSAGE_SAVED_DROP,
 };
 
 struct lh_unit {
@@ -274,8 +242,9 @@ struct lh_gradient {
 struct lh_copy {
     struct lh_dev_copy dev;
     uint32_t unit;
-    uint32_t param; /* whose gradient it is; LH_PARAM_NONE: a unit's bytes */
-    uint32_t chunk; /* for which */
+    uint32_t param;         /* whose gradient it is; LH_PARAM_NONE: a unit's bytes */
+    uint32_t chunk;         /* for which */
+    struct lh_saved *saved; /* of a saved tensor; NULL: of the unit */
     struct lh_copy *next_free;
 };
 
@@ -372,6 +341,7 @@ struct lh_engine {
     uint32_t spill_count;
     bool any_spills; /* in this step */
     struct lh_split split;
+    struct lh_saved_area saved;
 
     /* Step (step.c). */
     enum lh_step_state step_state;
@@ -419,6 +389,15 @@ struct lh_engine {
     struct lh_engine_shared shared;
 };
 
+/* calls.c: of threads that are not the engine's */
+typedef bool (*lh_wait_fn)(struct lh_engine *engine, uint64_t argument);
+void lh_engine_post(struct lh_engine *engine, enum lh_message_kind kind, uint64_t a, uint64_t b,
+                    uint64_t c);
+int lh_engine_wait_until(struct lh_engine *engine, lh_wait_fn is_done, uint64_t argument,
+                         int timeout_ms);
+int lh_engine_fail_code(struct lh_engine *engine);
+void lh_engine_fence_record(struct lh_engine *engine, struct lh_dev_fence *fence);
+
 /* engine.c */
 void *lh_engine_thread_run(void *context);
 void lh_engine_fail(struct lh_engine *engine, const struct lh_error *err);
@@ -428,10 +407,6 @@ uint64_t lh_engine_now(const struct lh_engine *engine);
 void lh_engine_trace_add(struct lh_engine *engine, struct lh_engine_trace_event event);
 
 /* transfer.c */
-void lh_transfer_submit(struct lh_engine *engine, struct lh_transfer *transfer);
-void lh_transfer_raise(struct lh_engine *engine, struct lh_transfer *transfer);
-bool lh_transfer_pump(struct lh_engine *engine);
-bool lh_transfer_poll(struct lh_engine *engine);
 void lh_job_submit(struct lh_engine *engine, struct lh_exec_job *job);
 bool lh_job_poll(struct lh_engine *engine);
 void lh_check_done(struct lh_engine *engine, struct lh_engine_request *request);

@@ -73,6 +73,18 @@ static struct lh_transfer *next_transfer(struct lh_engine *engine)
     return NULL;
 }
 
+static struct lh_store *store_of(const struct lh_transfer *transfer, const struct lh_engine *engine)
+{
+    return transfer->saved ? engine->opts.saved.store : engine->store;
+}
+
+static const char *path_of(const struct lh_engine_request *request)
+{
+    const struct lh_engine *engine = request->engine;
+    uint32_t first = request->transfer->saved ? engine->opts.saved.file_first : 0;
+    return lh_store_file_path(store_of(request->transfer, engine), request->io.file_index - first);
+}
+
 static void request_start(struct lh_engine *engine, struct lh_transfer *transfer,
                           const struct lh_store_piece *piece)
 {
@@ -84,7 +96,7 @@ static void request_start(struct lh_engine *engine, struct lh_transfer *transfer
     request->offset = transfer->offset + offset;
     request->io = (struct lh_io_request){
         .kind = transfer->kind,
-        .file_index = piece->file_index,
+        .file_index = piece->file_index + (transfer->saved ? engine->opts.saved.file_first : 0),
         .buffer = transfer->buffer + offset,
         .bytes = piece->bytes,
         .offset = piece->file_offset,
@@ -108,8 +120,8 @@ static void transfer_issue(struct lh_engine *engine, struct lh_transfer *transfe
     /* End on a multiple of transfer_bytes, so that checks always cover whole checksum blocks. */
     uint64_t room = engine->opts.transfer_bytes - at % engine->opts.transfer_bytes;
     uint64_t bytes = lh_min_u64(room, transfer->bytes - transfer->issued_bytes);
-    int count = lh_store_map(engine->store, transfer->extent, transfer->slot, at, bytes, pieces,
-                             LH_STORE_PIECE_COUNT_MAX);
+    int count = lh_store_map(store_of(transfer, engine), transfer->extent, transfer->slot, at,
+                             bytes, pieces, LH_STORE_PIECE_COUNT_MAX);
     LH_ASSERT(count > 0);
     for (int i = 0; i < count; i++) {
         if (!engine->free_requests || engine->io_in_flight >= engine->opts.io_depth)
@@ -147,8 +159,8 @@ static void check_run(struct lh_exec_job *job)
     struct lh_engine_request *request = job->context;
     const struct lh_transfer *transfer = request->transfer;
     uint32_t count = 0;
-    const uint32_t *expected =
-        lh_store_checksums(request->engine->store, transfer->extent, transfer->slot, &count);
+    const uint32_t *expected = lh_store_checksums(store_of(transfer, request->engine),
+                                                  transfer->extent, transfer->slot, &count);
     const uint8_t *bytes = request->io.buffer;
     request->bad_offset = UINT64_MAX;
     for (uint64_t done = 0; done < request->io.bytes; done += LH_CHECKSUM_BYTES) {
@@ -167,8 +179,10 @@ static void check_run(struct lh_exec_job *job)
 static const char *link_name(enum lh_engine_link link)
 {
     static const char *const names[LH_ENGINE_LINK_COUNT] = {
-        "parameters read",   "states read",    "parameters written", "states written", "commit",
-        "gradients written", "gradients read", "copies in",          "copies out"};
+        "parameters read",  "states read",           "parameters written", "states written",
+        "commit",           "gradients written",     "gradients read",     "copies in",
+        "copies out",       "saved tensors written", "saved tensors read", "saved tensors in",
+        "saved tensors out"};
     return names[link];
 }
 
@@ -178,9 +192,8 @@ static void request_fail(struct lh_engine *engine, const struct lh_engine_reques
     const struct lh_transfer *transfer = request->transfer;
     lh_error_set(&err, (int)request->io.result,
                  "unit %u, %s: %s, offset %" PRIu64 ", %" PRIu64 " bytes: %s", transfer->unit,
-                 link_name(transfer->link),
-                 lh_store_file_path(engine->store, request->io.file_index), request->io.offset,
-                 request->io.bytes, strerror((int)-request->io.result));
+                 link_name(transfer->link), path_of(request), request->io.offset, request->io.bytes,
+                 strerror((int)-request->io.result));
     lh_engine_fail(engine, &err);
 }
 
@@ -196,7 +209,9 @@ static void request_finish(struct lh_engine *engine, struct lh_engine_request *r
         LH_ASSERT(engine->step_transfers[transfer->step % 2] > 0);
         engine->step_transfers[transfer->step % 2]--;
     }
-    if (transfer->slab == LH_CHUNK_NONE)
+    if (transfer->saved)
+        lh_saved_transferred(engine, transfer->saved);
+    else if (transfer->slab == LH_CHUNK_NONE)
         lh_unit_load_done(engine, lh_engine_unit_at(engine, transfer->unit));
     else
         lh_update_transfer_done(engine, transfer);
@@ -205,11 +220,19 @@ static void request_finish(struct lh_engine *engine, struct lh_engine_request *r
 static void request_account(struct lh_engine *engine, const struct lh_engine_request *request)
 {
     const struct lh_transfer *transfer = request->transfer;
-    static const uint32_t kinds[LH_ENGINE_LINK_COUNT] = {
-        LH_ENGINE_TRACE_PARAM_READ,   LH_ENGINE_TRACE_STATE_READ, LH_ENGINE_TRACE_WRITE,
-        LH_ENGINE_TRACE_WRITE,        LH_ENGINE_TRACE_COMMIT,     LH_ENGINE_TRACE_WRITE,
-        LH_ENGINE_TRACE_GRADIENT_READ};
-    lh_step_stats(engine, transfer->step)->bytes[transfer->link] += request->io.bytes;
+    static const uint32_t kinds[LH_ENGINE_LINK_COUNT] = {LH_ENGINE_TRACE_PARAM_READ,
+                                                         LH_ENGINE_TRACE_STATE_READ,
+                                                         LH_ENGINE_TRACE_WRITE,
+                                                         LH_ENGINE_TRACE_WRITE,
+                                                         LH_ENGINE_TRACE_COMMIT,
+                                                         LH_ENGINE_TRACE_WRITE,
+                                                         LH_ENGINE_TRACE_GRADIENT_READ,
+                                                         0,
+                                                         0,
+                                                         LH_ENGINE_TRACE_WRITE,
+                                                         LH_ENGINE_TRACE_SAVED_READ};
+    if (!transfer->saved) /* counted when it begins: its step may be over before it is */
+        lh_step_stats(engine, transfer->step)->bytes[transfer->link] += request->io.bytes;
     lh_engine_trace_add(engine, (struct lh_engine_trace_event){
                                     .kind = kinds[transfer->link],
                                     .unit = transfer->unit,
@@ -230,7 +253,8 @@ static void request_done(struct lh_engine *engine, struct lh_engine_request *req
     request_account(engine, request);
     /* R, M and V are checked by the update, which has them in cache then. */
     bool is_checked = request->transfer->link == LH_ENGINE_LINK_PARAM_READ ||
-                      request->transfer->link == LH_ENGINE_LINK_GRADIENT_READ;
+                      request->transfer->link == LH_ENGINE_LINK_GRADIENT_READ ||
+                      request->transfer->link == LH_ENGINE_LINK_SAVED_READ;
     if (engine->opts.verify && is_checked) {
         request->job = (struct lh_exec_job){
             .run = check_run, .context = request, .work_bytes = request->io.bytes};
@@ -249,8 +273,8 @@ void lh_check_done(struct lh_engine *engine, struct lh_engine_request *request)
         lh_error_set(&err, -EILSEQ,
                      "unit %u: %s from %s have a wrong checksum at byte %" PRIu64
                      " of the unit (file offset %" PRIu64 "): %08x, expected %08x",
-                     request->transfer->unit, link_name(request->transfer->link),
-                     lh_store_file_path(engine->store, request->io.file_index), request->bad_offset,
+                     request->transfer->unit, link_name(request->transfer->link), path_of(request),
+                     request->bad_offset,
                      request->io.offset + (request->bad_offset - request->offset),
                      request->crc_actual, request->crc_expected);
         lh_engine_fail(engine, &err);
@@ -289,6 +313,10 @@ bool lh_job_poll(struct lh_engine *engine)
         engine->jobs_in_flight--;
         if (job->run == lh_norm_run) {
             lh_norm_done(engine, job->context);
+            continue;
+        }
+        if (lh_saved_is_job(job)) {
+            lh_saved_summed(engine, job->context);
             continue;
         }
         bool is_check = job->run == check_run;

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-READS = ("param_read", "state_read", "gradient_read")
-WRITES = ("param_write", "state_write", "gradient_write", "commit_write")
-COPIES = ("copy_in", "copy_out")
+READS = ("param_read", "state_read", "gradient_read", "saved_read")
+WRITES = ("param_write", "state_write", "gradient_write", "commit_write", "saved_write")
+COPIES = ("copy_in", "copy_out", "saved_in", "saved_out")
 LINKS = READS + WRITES + COPIES
 
 

@@ -24,10 +24,12 @@ LANE_OF_KIND = (
     "gradient workers",
     "copies to the device",
     "copies from the device",
+    "SSD reads: saved tensors",
+    "saved tensors",
 )
 TRAINING = "training thread"
 WAITS = LANE_OF_KIND[7]
-LANES = (TRAINING, WAITS, *(LANE_OF_KIND[i] for i in (6, 10, 11, 0, 1, 8, 3, 9, 2, 4, 5)))
+LANES = (TRAINING, WAITS, *(LANE_OF_KIND[i] for i in (6, 10, 11, 0, 1, 8, 12, 3, 9, 2, 4, 13, 5)))
 NO_UNIT = 0xFFFFFFFF
 
 Event = tuple[int, int, int, int, int, int, int]

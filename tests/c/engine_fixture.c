@@ -4,6 +4,7 @@
 #include "compute/half.h"
 #include "lh_test.h"
 #include "rig_device.h"
+#include "rig_saved.h"
 #include "sched/split.h"
 #include "store_fixture.h"
 
@@ -254,6 +255,7 @@ struct lh_engine_opts rig_engine_opts(struct rig *rig)
         .norms = rig->opts.norms,
     };
     rig_device_opts(rig, &opts);
+    rig_saved_opts(rig, &opts);
     return opts;
 }
 
@@ -270,6 +272,8 @@ static void parts_make(struct rig *rig)
         .waker = &rig->waker,
         .clock = &rig->clock,
     };
+    rig->saved = rig_saved_open(rig);
+    rig_saved_files(rig, &io_opts);
     LH_CHECK(lh_io_create("threads", &io_opts, &rig->alloc, &threads, NULL) == 0);
     struct lh_io_faulty_opts faulty_opts = {
         .inner = threads, .waker = &rig->waker, .clock = &rig->clock};
@@ -324,6 +328,7 @@ void rig_shut(struct rig *rig)
     rig->exec->ops->destroy(rig->exec);
     rig->io->ops->destroy(rig->io);
     lh_waker_deinit(&rig->waker);
+    rig_saved_close(rig);
     lh_store_close(rig->store);
     LH_CHECK(rig->alloc.live_count == 0);
     rig->engine = NULL;

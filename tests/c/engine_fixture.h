@@ -32,9 +32,14 @@ struct rig_opts {
     uint64_t device_bytes; /* for parameters */
     uint64_t spare_bytes;  /* with least_memory: besides */
     bool norms;
+    uint64_t saved_bytes; /* of main memory for saved tensors (rig_saved.h) */
+    uint64_t saved_transit_bytes;
+    uint64_t saved_ssd_bytes;
+    uint32_t saved_item_max;
 };
 
 struct rig_device;
+struct rig_saved;
 
 struct rig {
     struct rig_opts opts;
@@ -52,6 +57,7 @@ struct rig {
     struct lh_exec *exec;
     struct lh_engine *engine;
     struct rig_device *device; /* NULL: none */
+    struct rig_saved *saved;   /* NULL: none */
     uint8_t *memory;
     uint64_t memory_bytes;
     void *gradients[RIG_PARAM_COUNT];

@@ -111,6 +111,17 @@ static void stream_drain(struct machine *machine)
     machine_leave(machine);
 }
 
+void rig_device_drain(struct rig *rig)
+{
+    if (rig->device)
+        stream_drain(&rig->device->machine);
+}
+
+struct machine *rig_device_machine(struct rig *rig)
+{
+    return &rig->device->machine;
+}
+
 void rig_device_check(struct rig *rig)
 {
     struct rig_device *device = rig->device;

@@ -9,6 +9,7 @@
 
 #include "engine_fixture.h"
 
+struct machine;
 struct rig_device;
 
 /* kind: "emu", or "fake" (dev_fixture.h). Wakes rig's engine. */
@@ -22,6 +23,9 @@ void rig_device_read(struct rig *rig, uint32_t unit, const void *expected);
 void *rig_device_gradient(struct rig *rig, uint32_t param);
 /* All that was enqueued is executed, and every read saw the right bytes. */
 void rig_device_check(struct rig *rig);
+/* All that was enqueued is executed. */
+void rig_device_drain(struct rig *rig);
+struct machine *rig_device_machine(struct rig *rig);
 /* The engine is gone. Checks, and frees. */
 void rig_device_close(struct rig *rig);
 

@@ -1,0 +1,128 @@
+/* Saved tensors: what threads that compute call (saved.h). */
+#include "sched/engine_private.h"
+
+static struct lh_saved *saved_at(const struct lh_engine *engine, uint32_t item)
+{
+    LH_ASSERT(item < engine->opts.saved.item_max);
+    return &engine->saved.items[item];
+}
+
+int lh_saved_put(struct lh_engine *engine, const void *pointer, uint64_t bytes,
+                 enum lh_saved_tier tier, uint32_t *item_out)
+{
+    struct lh_saved_area *area = &engine->saved;
+    const struct lh_saved_opts *opts = &engine->opts.saved;
+    uint64_t room = opts->store ? opts->transit_bytes : opts->memory_bytes;
+    *item_out = LH_SAVED_NONE;
+    LH_ASSERT(bytes > 0);
+    if (atomic_load(&engine->failed))
+        return lh_engine_fail_code(engine);
+    if (bytes > room)
+        return -E2BIG;
+    pthread_mutex_lock(&area->mutex);
+    struct lh_saved *saved = lh_saved_pop(engine, &area->free);
+    pthread_mutex_unlock(&area->mutex);
+    if (!saved)
+        return -EAGAIN;
+    saved->tier = tier;
+    saved->bytes = bytes;
+    saved->pointer = pointer;
+    saved->target = NULL;
+    saved->offset = LH_RANGE_NONE;
+    saved->ssd_offset = LH_RANGE_NONE;
+    saved->stays = false;
+    saved->is_written = false;
+    saved->is_wanted = false;
+    saved->is_awaited = false;
+    saved->is_arriving = false;
+    saved->is_returned = false;
+    saved->is_dropped = false;
+    atomic_store(&saved->is_taken, false);
+    atomic_store(&saved->presence, LH_SAVED_PRESENCE_NONE);
+    atomic_fetch_add(&area->put_bytes, bytes);
+    lh_engine_fence_record(engine, saved->computed);
+    *item_out = (uint32_t)(saved - area->items);
+    lh_engine_post(engine, LH_MESSAGE_SAVED_PUT, *item_out, 0, 0);
+    return 0;
+}
+
+bool lh_saved_is_taken(const struct lh_engine *engine, uint32_t item)
+{
+    return atomic_load(&saved_at(engine, item)->is_taken);
+}
+
+static bool has_room(struct lh_engine *engine, uint64_t bytes_max)
+{
+    return atomic_load(&engine->saved.put_bytes) <= bytes_max;
+}
+
+int lh_saved_room_wait(struct lh_engine *engine, uint64_t bytes_max, int timeout_ms)
+{
+    if (has_room(engine, bytes_max))
+        return 1;
+    uint64_t start = lh_engine_now(engine);
+    int rc = lh_engine_wait_until(engine, has_room, bytes_max, timeout_ms);
+    lh_engine_post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, lh_engine_now(engine));
+    return rc;
+}
+
+void lh_saved_fetch(struct lh_engine *engine, uint32_t item, void *target)
+{
+    struct lh_saved *saved = saved_at(engine, item);
+    LH_ASSERT((target != NULL) == (engine->dev != NULL));
+    saved->target = target;
+    /* The copy out that waited for it is over or will be before the copy back begins. */
+    lh_engine_fence_record(engine, saved->computed);
+    lh_engine_post(engine, LH_MESSAGE_SAVED_FETCH, item, 0, 0);
+}
+
+/* Its place cannot be taken back from here on. */
+static bool presence_take(struct lh_engine *engine, uint64_t item)
+{
+    uint32_t here = LH_SAVED_PRESENCE_HERE;
+    _Atomic uint32_t *presence = &saved_at(engine, (uint32_t)item)->presence;
+    return atomic_compare_exchange_strong(presence, &here, LH_SAVED_PRESENCE_TAKEN) ||
+           here == LH_SAVED_PRESENCE_TAKEN;
+}
+
+int lh_saved_wait(struct lh_engine *engine, uint32_t item, int timeout_ms)
+{
+    struct lh_saved *saved = saved_at(engine, item);
+    struct lh_error err = {0};
+    uint64_t start = lh_engine_now(engine);
+    bool is_here = presence_take(engine, item);
+    if (!is_here) {
+        lh_engine_post(engine, LH_MESSAGE_SAVED_FETCH, item, 1, 0);
+        int rc = lh_engine_wait_until(engine, presence_take, item, timeout_ms);
+        lh_engine_post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, lh_engine_now(engine));
+        if (rc <= 0)
+            return rc;
+    }
+    if (!engine->dev || !engine->dev->ops->is_ordered)
+        return 1;
+    if (engine->dev->ops->wait(engine->dev, saved->arrived, atomic_load(&engine->stream), &err) <
+        0) {
+        lh_device_fail(engine, &err, "waiting for a saved tensor's copy");
+        return lh_engine_fail_code(engine);
+    }
+    if (!is_here)
+        return 1;
+    uint64_t end = lh_engine_now(engine);
+    if (end - start > LH_WAIT_NS_MIN)
+        lh_engine_post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, end);
+    return 1;
+}
+
+const uint8_t *lh_saved_address(const struct lh_engine *engine, uint32_t item)
+{
+    const struct lh_saved *saved = saved_at(engine, item);
+    LH_ASSERT(atomic_load(&saved->presence) == LH_SAVED_PRESENCE_TAKEN && !engine->dev);
+    return lh_saved_memory(saved);
+}
+
+void lh_saved_drop(struct lh_engine *engine, uint32_t item)
+{
+    const struct lh_saved *saved = saved_at(engine, item);
+    LH_ASSERT(atomic_load(&saved->is_taken) || atomic_load(&engine->failed));
+    lh_engine_post(engine, LH_MESSAGE_SAVED_DROP, item, 0, 0);
+}

@@ -1,0 +1,108 @@
+/* Saved tensors on the engine's side (saved.c). Private to csrc/sched. */
+#ifndef LH_SCHED_SAVED_PRIVATE_H
+#define LH_SCHED_SAVED_PRIVATE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "base/range.h"
+#include "exec/exec.h"
+#include "sched/saved.h"
+#include "sched/transfer.h"
+
+/* Jobs of saved tensors that workers have at once. */
+#define LH_SAVED_JOB_COUNT 8
+
+/*
+ *                room                     taken           tier SSD            written
+ *      QUEUED ---------> COPYING (a copy) ------> HELD -------------> WRITING --------> AWAY
+ *                        or SUMMING (a job)        ^  ^                  | is_wanted     |
+ *                                                  |  +------------------+   fetch, room |
+ *                                                  +------- READING <--------------------+
+ */
+enum lh_saved_state {
+    LH_SAVED_STATE_FREE = 0,
+    LH_SAVED_STATE_QUEUED,
+    LH_SAVED_STATE_COPYING,
+    LH_SAVED_STATE_SUMMING,
+    LH_SAVED_STATE_HELD,
+    LH_SAVED_STATE_WRITING,
+    LH_SAVED_STATE_AWAY,
+    LH_SAVED_STATE_READING,
+};
+
+/* Of the bytes that were fetched. */
+enum lh_saved_presence {
+    LH_SAVED_PRESENCE_NONE = 0,
+    LH_SAVED_PRESENCE_HERE,  /* but they may be sent away again */
+    LH_SAVED_PRESENCE_TAKEN, /* by who waited for them */
+};
+
+struct lh_saved {
+    struct lh_engine *engine;
+    enum lh_saved_state state;
+    enum lh_saved_tier tier;
+    uint64_t bytes;
+    uint64_t step;       /* whose forward put it */
+    uint64_t offset;     /* in memory; LH_RANGE_NONE */
+    uint64_t ssd_offset; /* LH_RANGE_NONE */
+    const void *pointer;
+    void *target;
+    bool stays; /* its memory is of the part that nothing passes through */
+    bool is_written;
+    bool is_wanted;
+    bool is_awaited;  /* somebody waits */
+    bool is_arriving; /* its way to target has begun */
+    bool is_returned; /* and is over */
+    bool is_dropped;
+    uint64_t want_order;
+    uint32_t next; /* of the queue that it is in */
+    _Atomic bool is_taken;
+    _Atomic uint32_t presence; /* enum lh_saved_presence */
+    struct lh_dev_fence *computed;
+    struct lh_dev_fence *arrived;
+    struct lh_transfer transfer;
+    struct lh_exec_job job;
+};
+
+/* A list of items by index, first in, first out. */
+struct lh_saved_queue {
+    uint32_t first;
+    uint32_t last;
+};
+
+struct lh_saved_area {
+    struct lh_saved *items;
+    struct lh_range transit; /* of memory, in front */
+    struct lh_range staying; /* and behind */
+    struct lh_range ssd;
+    struct lh_saved_queue puts;     /* QUEUED */
+    struct lh_saved_queue ready;    /* with room in memory, for a job */
+    struct lh_saved_queue wants;    /* AWAY, for room in memory */
+    struct lh_saved_queue arrivals; /* in memory, for a copy to target */
+    uint32_t job_count;
+    uint64_t want_count;
+    _Atomic uint64_t put_bytes; /* put and not taken */
+    pthread_mutex_t mutex;      /* free items: any thread takes, the engine gives */
+    struct lh_saved_queue free;
+    bool has_mutex;
+};
+
+void lh_saved_push(struct lh_engine *engine, struct lh_saved_queue *queue, uint32_t item);
+struct lh_saved *lh_saved_pop(struct lh_engine *engine, struct lh_saved_queue *queue);
+uint8_t *lh_saved_memory(const struct lh_saved *saved);
+int lh_saved_create(struct lh_engine *engine, struct lh_error *err);
+void lh_saved_destroy(struct lh_engine *engine);
+void lh_saved_asked(struct lh_engine *engine, uint32_t item);
+void lh_saved_wanted(struct lh_engine *engine, uint32_t item, bool is_awaited);
+void lh_saved_dropped(struct lh_engine *engine, uint32_t item);
+bool lh_saved_pump(struct lh_engine *engine);
+void lh_saved_copied(struct lh_engine *engine, struct lh_saved *saved, bool is_in);
+bool lh_saved_is_job(const struct lh_exec_job *job);
+void lh_saved_summed(struct lh_engine *engine, struct lh_saved *saved);
+void lh_saved_transferred(struct lh_engine *engine, struct lh_saved *saved);
+/* Somebody waits, and nothing under way gives room: true, with an error that says so. */
+bool lh_saved_is_stuck(const struct lh_engine *engine);
+void lh_saved_stuck_set(const struct lh_engine *engine, struct lh_error *err);
+
+#endif
