@@ -2,6 +2,7 @@
 #include "py/adam.h"
 #include "py/engine_make.h"
 #include "py/lhpy.h"
+#include "py/plan.h"
 
 static int type_add(PyObject *module, PyType_Spec *spec, const char *name)
 {
@@ -23,7 +24,10 @@ static int module_exec(PyObject *module)
         PyModule_AddIntConstant(module, "BLOCK_BYTES", LH_BLOCK_BYTES) < 0 ||
         PyModule_AddIntConstant(module, "TRACE_COUNT_MAX", LH_ENGINE_TRACE_COUNT_MAX) < 0)
         return -1;
-    return lhpy_adam_register(module) < 0 || lhpy_doctor_register(module) < 0 ? -1 : 0;
+    if (lhpy_adam_register(module) < 0 || lhpy_doctor_register(module) < 0 ||
+        lhpy_plan_register(module) < 0)
+        return -1;
+    return 0;
 }
 
 static PyObject *scalar_overhead(PyObject *module, PyObject *args)

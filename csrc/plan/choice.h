@@ -1,0 +1,56 @@
+/*
+ * What a plan decides: of each layer's activations, of each block's states and update.
+ *
+ * Pure; includes base only. Thread: a choice belongs to its caller.
+ */
+#ifndef LH_PLAN_CHOICE_H
+#define LH_PLAN_CHOICE_H
+
+#include "plan/model.h"
+
+/* Of a layer's activations, from its forward to its backward. */
+enum lh_plan_fate {
+    LH_PLAN_FATE_KEEP = 0,  /* they stay on the GPU */
+    LH_PLAN_FATE_SWAP_HOST, /* in main memory */
+    LH_PLAN_FATE_SWAP_SSD,  /* on SSD, through main memory */
+    LH_PLAN_FATE_RECOMPUTE,
+};
+#define LH_PLAN_FATE_COUNT 4
+
+/* When updates run, and how. */
+enum lh_plan_schedule {
+    LH_PLAN_SCHEDULE_OPTIMIZED = 0, /* in backward; reads, AdamW and writes overlap */
+    LH_PLAN_SCHEDULE_NAIVE,         /* in backward; a block's are one after the other */
+    LH_PLAN_SCHEDULE_SERIAL,        /* behind backward, which waits */
+};
+
+struct lh_plan_block_choice {
+    bool is_deferred; /* its update runs just ahead of its next forward, not in backward */
+    /* What stays in main memory from step to step; the others are on SSD. */
+    bool has_host_p16;
+    bool has_host_master; /* the master, or the residual that makes P16 one */
+    bool has_host_moments;
+};
+
+struct lh_plan_choice {
+    uint8_t *fates; /* enum lh_plan_fate, one a layer */
+    struct lh_plan_block_choice *blocks;
+    uint32_t layer_count;
+    uint32_t block_count;
+    enum lh_plan_schedule schedule;
+    uint32_t master_bytes; /* a parameter: 4 (the papers' P32), or the model's residual_bytes */
+};
+
+/*
+ * All kept, all eager, all states on SSD, with the papers' master.
+ *
+ * Owns:   *choice owns its tables; release with lh_plan_choice_deinit() and the same alloc.
+ * Errors: -ENOMEM; nothing is owned then.
+ */
+int lh_plan_choice_init(struct lh_plan_choice *choice, const struct lh_plan_model *model,
+                        struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
+void lh_plan_choice_deinit(struct lh_plan_choice *choice, struct lh_alloc *alloc);
+/* Both of one model. */
+void lh_plan_choice_copy(struct lh_plan_choice *target, const struct lh_plan_choice *source);
+
+#endif

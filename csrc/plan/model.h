@@ -1,0 +1,80 @@
+/*
+ * A model and a batch as plans see them: layers in forward order, grouped into blocks.
+ *
+ *      block 0            block 1                           block n - 1
+ *      embedding          qkv attention h->h h->4h 4h->h    head
+ *
+ * A layer is what is recomputed or not as a whole. Its activations are everything that backward
+ * wants of it: what its operations saved, its output among that, counted once. Those of an
+ * inter-block layer are the next block's input: recomputation begins with them, so they are kept or
+ * swapped, never recomputed. A layer that saves nothing has nothing to recompute.
+ *
+ * Parameters belong to the layer that uses them first; a tied one is counted there.
+ *
+ * Pure; includes base only. Thread: a model belongs to its caller.
+ * Source: LoHan IV-B (what a profile yields of a layer), LoHan IV-D (layers as what is swapped).
+ */
+#ifndef LH_PLAN_MODEL_H
+#define LH_PLAN_MODEL_H
+
+#include "base/alloc.h"
+#include "base/error.h"
+
+#define LH_PLAN_BLOCK_NONE UINT32_MAX
+
+struct lh_plan_layer {
+    uint64_t param_count;
+    uint64_t forward_flop;     /* of the whole batch; recomputing it costs as much */
+    uint64_t activation_bytes; /* of the whole batch */
+    uint64_t working_bytes;    /* of the GPU while it computes, beyond its activations */
+    bool is_inter_block;
+};
+
+struct lh_plan_block {
+    uint32_t layer_first;
+    uint32_t layer_count;
+    uint32_t shared_block; /* uses this one's parameters too (a tied head), or LH_PLAN_BLOCK_NONE */
+};
+
+struct lh_plan_model {
+    struct lh_plan_layer *layers;
+    struct lh_plan_block *blocks;
+    uint32_t layer_count;
+    uint32_t block_count;
+    uint32_t param_bytes;    /* of a parameter as computed with: 2, or 4 (fp32) */
+    uint32_t residual_bytes; /* of what makes it the fp32 master: 2 (bf16), 4 (fp16), 0 (fp32) */
+};
+
+/* Sums over a model. */
+struct lh_plan_totals {
+    uint64_t param_count;                  /* P */
+    uint64_t forward_flop;                 /* FLOP_f */
+    uint64_t activation_bytes;             /* A_all */
+    uint64_t inter_block_activation_bytes; /* A_interBlock */
+    uint64_t block_param_count_max;
+    uint64_t block_activation_bytes_max; /* what a recomputed block holds */
+    uint64_t working_bytes_max;
+};
+
+/*
+ * A model of zeroed layers and blocks, for the caller to fill in.
+ *
+ * Owns:   *model owns its tables; release with lh_plan_model_deinit() and the same alloc.
+ * Errors: -ENOMEM; nothing is owned then.
+ */
+int lh_plan_model_init(struct lh_plan_model *model, uint32_t block_count, uint32_t layer_count,
+                       struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
+void lh_plan_model_deinit(struct lh_plan_model *model, struct lh_alloc *alloc);
+
+/*
+ * Errors: -EINVAL (no layers, a block that is not the next layers, a shared block that is not in
+ *         front of it, sums above 2^60: named with the numbers).
+ */
+int lh_plan_model_check(const struct lh_plan_model *model, struct lh_error *err) LH_MUST_CHECK;
+
+/* The sums of a model that passed the check. */
+struct lh_plan_totals lh_plan_model_totals(const struct lh_plan_model *model);
+/* Parameters of one block. */
+uint64_t lh_plan_block_param_count(const struct lh_plan_model *model, uint32_t block);
+
+#endif

@@ -1,0 +1,307 @@
+"""Machines and models as csrc/plan sees them, and the papers' models by name.
+
+What goes to `lohan._core` are plain dicts, made by `as_core()`; every key is there, every number an
+integer:
+
+    machine   gpu_flop_per_s, gpu_bytes, link_in_bytes_per_s, link_out_bytes_per_s, host_bytes,
+              adam_params_per_s, ssd_count, ssd_bytes, ssd_read_bytes_per_s,
+              ssd_write_bytes_per_s, ssd_total_bytes_per_s
+    model     param_bytes, residual_bytes, blocks: a list in forward order of
+      block   shared_block: None, or the index of a block whose parameters it uses too;
+              layers: a list in forward order of
+        layer param_count, forward_flop, activation_bytes, working_bytes, is_inter_block (a bool)
+
+Other keys are not looked at. csrc/plan/machine.h and model.h say what each means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lohan.errors import ModelError
+
+# Bytes of an activation, a parameter or a gradient that is computed with in 16 bits.
+HALF_BYTES = 2
+# What makes a bf16 parameter its fp32 master: docs/architecture.md, Numerics.
+RESIDUAL_BYTES = 2
+# A DiT sees an image of 512 x 512 as 64 x 64 latents of 4 channels in patches of 2 x 2.
+DIT_TOKENS = 1024
+DIT_PATCH_VALUES = 16
+DIT_FREQUENCIES = 256
+DIT_CLASSES = 1001
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Rates (a second) and capacities (bytes) of a machine; all are positive but where 0 is told.
+
+    Attributes:
+        gpu_flop_per_s: what the GPU sustains on this kind of model (THP_G).
+        gpu_bytes: of device memory.
+        link_in_bytes_per_s: main memory to GPU, sustained (BW_G).
+        link_out_bytes_per_s: GPU to main memory.
+        host_bytes: of main memory, what may be used.
+        adam_params_per_s: parameters that AdamW on the CPU updates.
+        ssd_count: number of SSDs.
+        ssd_read_bytes_per_s: of one.
+        ssd_write_bytes_per_s: of one.
+        ssd_total_bytes_per_s: of all together, in one direction; 0: no limit but their sum.
+        ssd_bytes: capacity of one; 0: not looked at.
+    """
+
+    gpu_flop_per_s: int
+    gpu_bytes: int
+    link_in_bytes_per_s: int
+    link_out_bytes_per_s: int
+    host_bytes: int
+    adam_params_per_s: int
+    ssd_count: int
+    ssd_read_bytes_per_s: int
+    ssd_write_bytes_per_s: int
+    ssd_total_bytes_per_s: int = 0
+    ssd_bytes: int = 0
+
+    def as_core(self) -> dict[str, int]:
+        """The dict that `lohan._core` takes."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What is kept, swapped or recomputed as a whole; figures are of the whole batch.
+
+    Attributes:
+        name: within its block.
+        param_count: parameters that no layer before it has.
+        forward_flop: of one forward; recomputing it costs as much.
+        activation_bytes: all that it saves for backward, its output among that, once.
+        working_bytes: of GPU memory while it computes, beyond its activations.
+        is_inter_block: its activations are the next block's input: never recomputed.
+    """
+
+    name: str
+    param_count: int
+    forward_flop: int
+    activation_bytes: int
+    working_bytes: int = 0
+    is_inter_block: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Layers in forward order.
+
+    Attributes:
+        layers: at least one.
+        shared_block: index of a block before it whose parameters it uses too (a tied head).
+    """
+
+    layers: tuple[Layer, ...]
+    shared_block: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model at one batch size.
+
+    Attributes:
+        name: for people.
+        blocks: in forward order.
+        tokens: of a batch: what throughput counts.
+        param_bytes: of a parameter as computed with.
+        residual_bytes: of what makes it the fp32 master: 2 (bf16), 4 (fp16) or 0 (fp32).
+    """
+
+    name: str
+    blocks: tuple[Block, ...]
+    tokens: int
+    param_bytes: int = HALF_BYTES
+    residual_bytes: int = RESIDUAL_BYTES
+
+    def as_core(self) -> dict[str, Any]:
+        """The dict that `lohan._core` takes."""
+        blocks = [
+            {
+                "layers": [vars(layer) for layer in block.layers],
+                "shared_block": block.shared_block,
+            }
+            for block in self.blocks
+        ]
+        return {
+            "param_bytes": self.param_bytes,
+            "residual_bytes": self.residual_bytes,
+            "blocks": blocks,
+        }
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """All layers in forward order."""
+        return tuple(layer for block in self.blocks for layer in block.layers)
+
+    @property
+    def param_count(self) -> int:
+        """Parameters, tied ones once."""
+        return sum(layer.param_count for layer in self.layers)
+
+    @property
+    def forward_flop(self) -> int:
+        """FLOP of one forward of the batch. Throughput in FLOP/s counts three times as many."""
+        return sum(layer.forward_flop for layer in self.layers)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of all layers."""
+        return sum(layer.activation_bytes for layer in self.layers)
+
+    @property
+    def inter_block_bytes(self) -> int:
+        """Activations from block to block."""
+        return sum(layer.activation_bytes for layer in self.layers if layer.is_inter_block)
+
+
+def _transformer_layers(hidden: int, seq: int, batch: int) -> tuple[Layer, ...]:
+    """A block's five layers, norms and activation functions folded in.
+
+    Saved, in units of tokens * hidden * 2 bytes: qkv 3, and the norm before it 1; attention's
+    output 1; the projection's 1, with the residual added; h to 4h 4, its norm 1 and its activation
+    function 4; the block's output 1.
+
+    Source: Fuyou table 2 (the layers), LoHan IV-D
+    """
+    tokens = batch * seq
+    unit = tokens * hidden * HALF_BYTES
+    square = hidden * hidden
+    return (
+        Layer("qkv", 3 * square + 5 * hidden, 6 * tokens * square, 4 * unit),
+        Layer("attention", 0, 4 * tokens * seq * hidden, unit),
+        Layer("h_to_h", square + hidden, 2 * tokens * square, unit),
+        Layer("h_to_4h", 4 * square + 6 * hidden, 8 * tokens * square, 9 * unit),
+        Layer("4h_to_h", 4 * square + hidden, 8 * tokens * square, unit, is_inter_block=True),
+    )
+
+
+def decoder(name: str, *, layers: int, hidden: int, vocab: int, seq: int, batch: int) -> Model:
+    """A decoder-only transformer: embedding, `layers` blocks, a head tied to the embedding.
+
+    The number of heads is not asked for: it changes neither bytes nor FLOP, with attention's
+    matrix computed anew in backward. Attention is counted in full, not its causal half, as the
+    papers' throughput counts it.
+
+    Args:
+        name: of the model.
+        layers: number of blocks.
+        hidden: width.
+        vocab: entries of the embedding.
+        seq: tokens of a sequence, and positions that have an embedding.
+        batch: sequences.
+    """
+    tokens = batch * seq
+    embedding = Layer("embedding", (vocab + seq) * hidden, 0, 0)
+    # Logits in 16 bits, and their softmax in fp32.
+    logits_bytes = tokens * vocab * (HALF_BYTES + 4)
+    head = Layer("head", 2 * hidden, 2 * tokens * vocab * hidden, 0, working_bytes=logits_bytes)
+    block = Block(_transformer_layers(hidden, seq, batch))
+    return Model(
+        name,
+        (Block((embedding,)), *[block] * layers, Block((head,), shared_block=0)),
+        tokens=tokens,
+    )
+
+
+def dit(name: str, *, layers: int, hidden: int, batch: int, tokens: int = DIT_TOKENS) -> Model:
+    """A diffusion transformer: blocks with a modulation of each sample (adaLN), no tied head.
+
+    Args:
+        name: of the model.
+        layers: number of blocks.
+        hidden: width.
+        batch: images.
+        tokens: patches of an image.
+    """
+    square = hidden * hidden
+    embedded = DIT_PATCH_VALUES + DIT_FREQUENCIES + hidden + DIT_CLASSES
+    embedding = Layer(
+        "embedding",
+        embedded * hidden,
+        2 * batch * hidden * (tokens * DIT_PATCH_VALUES + DIT_FREQUENCIES + hidden),
+        0,
+    )
+    modulation = Layer(
+        "modulation", 6 * square + 6 * hidden, 12 * batch * square, 6 * batch * hidden * HALF_BYTES
+    )
+    block = Block((modulation, *_transformer_layers(hidden, tokens, batch)))
+    final = Layer(
+        "final",
+        2 * square + 2 * DIT_PATCH_VALUES * hidden,
+        4 * batch * hidden * (hidden + tokens * DIT_PATCH_VALUES),
+        0,
+    )
+    return Model(
+        name, (Block((embedding,)), *[block] * layers, Block((final,))), tokens=batch * tokens
+    )
+
+
+# Layers, heads, hidden. Source: LoHan table IV, Fuyou table 4
+GPT_SHAPES = {
+    "gpt-6b": (28, 32, 4096),
+    "gpt-13b": (40, 40, 5120),
+    "gpt-30b": (48, 56, 7168),
+    "gpt-33b": (60, 52, 6656),
+    "gpt-65b": (80, 64, 8192),
+    "gpt-70b": (80, 64, 8192),
+    "gpt-135b": (88, 88, 11264),
+    "gpt-175b": (96, 96, 12288),
+    "gpt-276b": (112, 112, 14336),
+    "gpt-412b": (128, 128, 16384),
+    "gpt-805b": (160, 160, 20480),
+}
+# Source: ZO2 table 1
+OPT_SHAPES = {
+    "opt-1.3b": (24, 32, 2048),
+    "opt-2.7b": (32, 32, 2560),
+    "opt-6.7b": (32, 32, 4096),
+    "opt-13b": (40, 40, 5120),
+    "opt-30b": (48, 56, 7168),
+    "opt-66b": (64, 72, 9216),
+    "opt-175b": (96, 96, 12288),
+}
+# Source: LoHan table VI
+DIT_SHAPES = {
+    "dit-0.67b": (28, 16, 1152),
+    "dit-0.9b": (30, 16, 1280),
+    "dit-1.4b": (32, 16, 1536),
+    "dit-10b": (28, 32, 4096),
+    "dit-20b": (40, 40, 5120),
+    "dit-40b": (48, 56, 7168),
+}
+GPT_VOCAB = 50257
+OPT_VOCAB = 50272
+
+
+def model_names() -> tuple[str, ...]:
+    """Names that `named_model` takes."""
+    return (*GPT_SHAPES, *OPT_SHAPES, *DIT_SHAPES)
+
+
+def named_model(name: str, *, batch: int, seq: int = 1024) -> Model:
+    """One of the papers' models.
+
+    Args:
+        name: `gpt-13b`, `opt-1.3b`, `dit-10b`, ...
+        batch: sequences, or images.
+        seq: tokens of a sequence; a DiT has as many as its images have patches.
+
+    Raises:
+        ModelError: no model has that name, or batch or seq is below 1.
+    """
+    if batch < 1 or seq < 1:
+        raise ModelError(f"batch {batch} and seq {seq} must be at least 1")
+    if name in DIT_SHAPES:
+        layers, _, hidden = DIT_SHAPES[name]
+        return dit(name, layers=layers, hidden=hidden, batch=batch)
+    for shapes, vocab in ((GPT_SHAPES, GPT_VOCAB), (OPT_SHAPES, OPT_VOCAB)):
+        if name in shapes:
+            layers, _, hidden = shapes[name]
+            return decoder(name, layers=layers, hidden=hidden, vocab=vocab, seq=seq, batch=batch)
+    raise ModelError(f"there is no model {name!r}: the names are {', '.join(model_names())}")

@@ -1,0 +1,139 @@
+"""Machines and models of plans, as Python describes them and the core reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from lohan import _core, _plan
+from lohan.errors import ModelError
+
+GB = 10**9
+TFLOP = 10**12
+
+# The papers' server, with round figures of the kind that a datasheet gives.
+SERVER = _plan.Machine(
+    gpu_flop_per_s=160 * TFLOP,
+    gpu_bytes=24 * GB,
+    link_in_bytes_per_s=21 * GB,
+    link_out_bytes_per_s=21 * GB,
+    host_bytes=64 * GB,
+    adam_params_per_s=11 * 10**8,
+    ssd_count=12,
+    ssd_read_bytes_per_s=65 * 10**8,
+    ssd_write_bytes_per_s=34 * 10**8,
+    ssd_total_bytes_per_s=26 * GB,
+)
+
+
+def planned(batch: int, policy: str = "lohan") -> tuple[_plan.Model, dict[str, Any]]:
+    """The 13B model at a batch size, and its plan on the papers' server."""
+    model = _plan.named_model("gpt-13b", batch=batch)
+    return model, _core.plan(model.as_core(), SERVER.as_core(), policy)
+
+
+def swapped_bytes(model: _plan.Model, plan: dict[str, Any]) -> int:
+    """Of activations that leave the GPU."""
+    fates = zip(model.layers, plan["layers"], strict=True)
+    return sum(layer.activation_bytes for layer, fate in fates if fate in ("host", "ssd"))
+
+
+def recompute_flop(model: _plan.Model, plan: dict[str, Any]) -> int:
+    """Of layers that are computed again."""
+    fates = zip(model.layers, plan["layers"], strict=True)
+    return sum(layer.forward_flop for layer, fate in fates if fate == "recompute")
+
+
+def test_activations_of_13b_are_those_that_the_paper_counts() -> None:
+    """12.5 GiB between blocks, about 200 GB inside them. Source: LoHan III-A."""
+    model = _plan.named_model("gpt-13b", batch=32)
+    assert model.inter_block_bytes == 12.5 * 2**30
+    assert model.activation_bytes - model.inter_block_bytes == pytest.approx(200 * GB, rel=0.01)
+    assert model.param_count == pytest.approx(12.85 * GB, rel=0.01)
+
+
+@pytest.mark.parametrize("name", _plan.model_names())
+def test_a_named_model_has_as_many_parameters_as_its_name_says(name: str) -> None:
+    model = _plan.named_model(name, batch=1)
+    said = float(name.split("-")[1].removesuffix("b")) * GB
+    # dit-10b is of the paper's shape, which has 8.5 billion; gpt-70b is 65b by another name.
+    bar = 0.16 if name in ("dit-10b", "dit-40b") else 0.08
+    assert model.param_count == pytest.approx(said, rel=bar)
+
+
+def test_13b_at_batch_32_swaps_what_the_paper_says() -> None:
+    """About 34 GB, with 32 % more GPU work in backward. Source: LoHan fig. 1c."""
+    model, plan = planned(32)
+    assert swapped_bytes(model, plan) == pytest.approx(34 * GB, rel=0.15)
+    assert 0.27 <= recompute_flop(model, plan) / (2 * model.forward_flop) <= 0.37
+
+
+@pytest.mark.parametrize(("batch", "case"), [(24, 1), (36, 3), (48, 3), (60, 3)])
+def test_13b_falls_under_the_cases_that_the_paper_observes(batch: int, case: int) -> None:
+    """Source: LoHan fig. 9b."""
+    model, plan = planned(batch)
+    assert plan["case"] == case
+    if case == 1:
+        assert swapped_bytes(model, plan) == model.inter_block_bytes
+
+
+def test_an_unknown_model_is_refused_with_the_names() -> None:
+    with pytest.raises(ModelError, match=r"gpt-13b, .*dit-40b"):
+        _plan.named_model("gpt-13", batch=1)
+    with pytest.raises(ModelError, match="batch 0"):
+        _plan.named_model("gpt-13b", batch=0)
+
+
+def broken(path: str, value: Any) -> dict[str, Any]:
+    """A model's dict with one value replaced (deleted: ...)."""
+    model = _plan.named_model("gpt-6b", batch=1).as_core()
+    layer = dict(model["blocks"][1]["layers"][0])
+    model["blocks"][1]["layers"][0] = layer
+    target: Any = {"model": model, "block": model["blocks"][1], "layer": layer}[path.split(".")[0]]
+    if value is ...:
+        del target[path.split(".")[1]]
+    else:
+        target[path.split(".")[1]] = value
+    return model
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "error"),
+    [
+        ("layer.forward_flop", ..., "a layer has no 'forward_flop'"),
+        ("layer.forward_flop", -1, "a layer's 'forward_flop' must be an integer"),
+        ("layer.forward_flop", 1.5, "a layer's 'forward_flop' must be an integer"),
+        ("layer.forward_flop", 2**64, "a layer's 'forward_flop' must be an integer"),
+        ("layer.is_inter_block", 1, "a layer's 'is_inter_block' must be True or False"),
+        ("block.shared_block", 1, "shares parameters with block 1"),
+        ("block.shared_block", 2**32, "a block's 'shared_block' must be at most"),
+        ("block.layers", [], "block 1 of a model has no layers"),
+        ("block.layers", [None], "a layer is a dict"),
+        ("block.layers", (), "a block's 'layers' is a list"),
+        ("model.blocks", [], "has 0 layers"),
+        ("model.blocks", ..., "a model has no 'blocks'"),
+        ("model.param_bytes", 0, "param_bytes 0"),
+    ],
+)
+def test_a_wrong_model_is_refused_by_name(path: str, value: Any, error: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=error):
+        _core.plan(broken(path, value), SERVER.as_core(), "lohan")
+
+
+def test_a_wrong_machine_or_policy_is_refused_by_name() -> None:
+    model = _plan.named_model("gpt-6b", batch=1).as_core()
+    for field in dataclasses.fields(SERVER):
+        machine = SERVER.as_core()
+        del machine[field.name]
+        with pytest.raises(ValueError, match=f"a machine has no '{field.name}'"):
+            _core.plan(model, machine, "lohan")
+    with pytest.raises(ValueError, match="ssd_count is 0"):
+        _core.plan(model, dataclasses.replace(SERVER, ssd_count=0).as_core(), "lohan")
+    with pytest.raises(ValueError, match=r"there is no policy 'best': the names are .*lohan"):
+        _core.plan(model, SERVER.as_core(), "best")
+    with pytest.raises(MemoryError, match="host_bytes 1000 is too small"):
+        _core.plan(model, dataclasses.replace(SERVER, host_bytes=1000).as_core(), "lohan")
