@@ -256,6 +256,9 @@ struct lh_store *lhpy_store_get(PyObject *object);
 /* Bytes of the heap that the store holds. */
 uint64_t lhpy_store_live_bytes(PyObject *object);
 
+/* simulate.c */
+PyObject *lhpy_simulate(PyObject *module, PyObject *args, PyObject *kwargs);
+
 /* doctor.c */
 int lhpy_doctor_register(PyObject *module);
 

@@ -73,6 +73,8 @@ static PyMethodDef module_methods[] = {
     {"budget", lhpy_budget, METH_VARARGS,
      "budget(units, host_bytes, bookkeeping, is_waiting, waits_in_memory, is_summed,"
      " block_bytes, waits_at_will, raiser) -> dict"},
+    {"simulate", (PyCFunction)(void (*)(void))lhpy_simulate, METH_VARARGS | METH_KEYWORDS,
+     "A step in virtual time."},
     {"scalar_overhead_bytes", scalar_overhead, METH_VARARGS, "scalar_overhead_bytes(param_count)"},
     {"scalars_make", scalars_make, METH_O, "scalars_make(updates of each parameter) -> bytes"},
     {NULL, NULL, 0, NULL},

@@ -143,6 +143,17 @@ def budget(
     raiser: _Raiser,
     /,
 ) -> dict[str, int]: ...
+def simulate(
+    units: list[tuple[str, bool, int]],
+    blocks: list[tuple[int, int, tuple[int, ...]]],
+    machine: dict[str, int],
+    host_bytes: int,
+    schedule: int,
+    commit_every: int,
+    io_depth: int,
+    transfer_bytes: int,
+    raiser: _Raiser,
+) -> dict[str, Any]: ...
 def scalars_make(param_steps: Sequence[int], /) -> bytes: ...
 def scalar_overhead_bytes(param_count: int, /) -> int: ...
 def heap_keep() -> bool: ...

@@ -1,4 +1,4 @@
-"""The command line: `lohan doctor`, `lohan demo`, `lohan inspect`.
+"""The command line: `lohan doctor`, `demo`, `inspect`, `simulate`.
 
 What a command does is in a module of its own, imported when it runs.
 """
@@ -119,3 +119,52 @@ def demo(
         sys.exit(130)
     if json_path is not None:
         _write_json(answer, json_path)
+
+
+@main.command()
+@click.option("--model", required=True, help="As gpt-13b, opt-1.3b or dit-10b.")
+@click.option("--batch", default=8, show_default=True, help="Sequences, or images, of a step.")
+@click.option("--seq", default=1024, show_default=True, help="Tokens of each.")
+@click.option("--machine", default="gaming-pc", show_default=True, help="A preset, or a TOML file.")
+@click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Of the machine.")
+@click.option("--schedule", default="optimized", show_default=True, help="As of lohan.wrap.")
+@click.option("--activations", default="recompute", show_default=True, help="Or keep.")
+@click.option("--commit-every", default=1, show_default=True, help="Steps between commits.")
+@click.option("--sweep", metavar="NAME=VALUES", help="ssd_count=1..12, or batch=8,16,32.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the sweep (matplotlib).")
+@click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
+def simulate(
+    model: str,
+    batch: int,
+    seq: int,
+    machine: str,
+    changes: tuple[str, ...],
+    schedule: str,
+    activations: str,
+    commit_every: int,
+    sweep: str | None,
+    plot: Path | None,
+    json_wanted: bool,
+) -> None:
+    """Say how long a training step takes on a machine that need not be here, and what bounds it.
+
+    The engine that trains runs in virtual time. docs/machines.md says what a machine is.
+    """
+    from lohan import _simulate_show
+    from lohan.simulate import Options
+
+    answer = _simulate_show.run(
+        _simulate_show.Request(
+            model=model,
+            batch=batch,
+            seq=seq,
+            machine=machine,
+            changes=changes,
+            options=Options(schedule, activations, commit_every),
+            sweep=sweep,
+            plot=plot,
+        ),
+        None if json_wanted else Console(),
+    )
+    if json_wanted:
+        _write_json(answer, None)

@@ -23,6 +23,10 @@ class DeviceMemoryError(LohanError, MemoryError):
     """What an accelerator would have to hold is more than it has, or may have."""
 
 
+class MachineError(LohanError, ValueError):
+    """A machine, a model or a batch to be simulated is not one; the message names what is wrong."""
+
+
 class StoreError(LohanError, OSError):
     """A store cannot be made, opened, read or written."""
 

@@ -7,13 +7,8 @@
 
 #include "lh_test.h"
 #include "sim/preset.h"
+#include "sim/timing.h"
 
-/*
- * By then what was never written is written, the order of uses is known and the same in two steps;
- * by schedule auto units are split for good.
- */
-#define STEP 4
-#define STEP_AUTO 14
 #define LINE_BYTES_MAX 512
 #define STEP_S_MAX 2.0
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -31,11 +26,8 @@
 struct row {
     enum lh_sim_preset preset;
     enum lh_engine_schedule schedule;
-    uint64_t step_ns;
-    uint64_t compute_ns;
     double busiest_s; /* what the busiest resource needs */
-    struct lh_sim_train_times times;
-    struct lh_engine_step_stats stats;
+    struct lh_sim_timing timing;
     struct lh_sim_run_opts opts;
     double cpu_s;
 };
@@ -48,50 +40,46 @@ static const char *schedule_name(enum lh_engine_schedule schedule)
 
 static void row_run(struct row *row)
 {
-    static struct lh_sim_run run;
     struct lh_alloc alloc = LH_ALLOC_INIT;
     struct lh_sim_model model;
     struct lh_error err = {0};
     LH_CHECK(lh_sim_preset_make(row->preset, &alloc, &model, &row->opts, &err) == 0);
-    row->opts.schedule = row->schedule;
-    const uint64_t step = row->schedule == LH_ENGINE_SCHEDULE_AUTO ? STEP_AUTO : STEP;
-    row->opts.step_last = step + 1;
+    struct lh_sim_timing_opts opts = {
+        .machine = row->opts.machine,
+        .model = &model,
+        .host_bytes = row->opts.host_bytes,
+        .commit_every = row->opts.commit_every,
+        .schedule = row->schedule,
+        .io_depth = row->opts.io_depth,
+        .transfer_bytes = row->opts.transfer_bytes,
+    };
     clock_t before = clock();
-    int rc = lh_sim_run_init(&run, &row->opts, &alloc, &err);
-    enum lh_sim_end end = rc == 0 ? lh_sim_run_drive(&run, &err) : LH_SIM_END_FAILED;
-    if (end != LH_SIM_END_DONE)
+    if (lh_sim_timing_run(&opts, &alloc, &row->timing, &err) < 0)
         fprintf(stderr, "%s\n", err.message);
-    LH_CHECK(end == LH_SIM_END_DONE);
-    row->cpu_s = (double)(clock() - before) / CLOCKS_PER_SEC / (double)(step + 1);
-    row->times = run.train.times[step];
-    row->step_ns = run.train.times[step + 1].begin_ns - row->times.begin_ns;
-    row->stats = run.check.last[step];
-    LH_CHECK(row->stats.step == step);
-    LH_CHECK(run.plan_around_count == 0);
-    for (uint32_t i = 0; i < model.block_count; i++)
-        row->compute_ns += model.blocks[i].forward_ns + model.blocks[i].backward_ns;
-    lh_sim_run_deinit(&run);
+    LH_CHECK(err.code == 0);
+    row->cpu_s = (double)(clock() - before) / CLOCKS_PER_SEC / (double)(row->timing.step + 1);
+    LH_CHECK(row->timing.plan_around_count == 0);
     lh_sim_model_deinit(&model);
     LH_CHECK(alloc.live_count == 0);
 }
 
 static void row_print(const struct row *row, char *line)
 {
-    const struct lh_sim_train_times *times = &row->times;
+    const struct lh_sim_timing *timing = &row->timing;
+    const struct lh_engine_step_stats *stats = &timing->stats;
     int used = snprintf(line, LINE_BYTES_MAX,
                         "%s,%s,%" PRIu64 ",%" PRIu64 ",%" PRIu64 ",%" PRIu64 ",%" PRIu64 ",%" PRIu64
                         ",%" PRIu64 ",%" PRIu64 ",%" PRIu64,
                         lh_sim_preset_name(row->preset), schedule_name(row->schedule),
-                        row->opts.host_bytes, row->step_ns, times->backward_ns - times->begin_ns,
-                        times->closed_ns - times->backward_ns, times->forward_wait_ns,
-                        times->backward_wait_ns, times->gradient_wait_ns, row->stats.ssd_busy_ns,
-                        row->stats.update_busy_ns);
+                        row->opts.host_bytes, timing->step_ns, timing->forward_ns,
+                        timing->backward_ns + timing->close_wait_ns, timing->forward_wait_ns,
+                        timing->backward_wait_ns, timing->gradient_wait_ns, stats->ssd_busy_ns,
+                        stats->update_busy_ns);
     for (uint32_t i = 0; i < LH_ENGINE_LINK_COUNT; i++)
-        used += snprintf(line + used, (size_t)(LINE_BYTES_MAX - used), ",%" PRIu64,
-                         row->stats.bytes[i]);
+        used +=
+            snprintf(line + used, (size_t)(LINE_BYTES_MAX - used), ",%" PRIu64, stats->bytes[i]);
     snprintf(line + used, (size_t)(LINE_BYTES_MAX - used), ",%" PRIu64 ",%" PRIu64 "\n",
-             row->stats.copy_busy_ns[LH_DEV_DIRECTION_IN],
-             row->stats.copy_busy_ns[LH_DEV_DIRECTION_OUT]);
+             stats->copy_busy_ns[LH_DEV_DIRECTION_IN], stats->copy_busy_ns[LH_DEV_DIRECTION_OUT]);
 }
 
 /* Of the busier direction of an accelerator's link. */
@@ -110,7 +98,7 @@ static void bounds_check(struct row *row)
 {
     const struct lh_sim_machine *machine = &row->opts.machine;
     const uint64_t *rates = machine->ssd.bytes_per_s;
-    const uint64_t *bytes = row->stats.bytes;
+    const uint64_t *bytes = row->timing.stats.bytes;
     double read = (double)(bytes[LH_ENGINE_LINK_PARAM_READ] + bytes[LH_ENGINE_LINK_STATE_READ] +
                            bytes[LH_ENGINE_LINK_GRADIENT_READ]);
     double written =
@@ -119,18 +107,18 @@ static void bounds_check(struct row *row)
     double ssd_s = (read / (double)rates[0] + written / (double)rates[1]) / machine->ssd_count;
     if (machine->cap_bytes_per_s > 0 && (read + written) / (double)machine->cap_bytes_per_s > ssd_s)
         ssd_s = (read + written) / (double)machine->cap_bytes_per_s;
-    double update_s = (double)row->stats.update_busy_ns / 1e9 / machine->worker_count;
+    double update_s = (double)row->timing.stats.update_busy_ns / 1e9 / machine->worker_count;
     double copy_s = copies_s(&machine->accelerator, bytes);
     printf("  %-10s %-9s %.3f s; compute %.3f, SSDs %.3f, updates %.3f, copies %.3f; %.2f s to "
            "simulate\n",
            lh_sim_preset_name(row->preset), schedule_name(row->schedule),
-           (double)row->step_ns / 1e9, (double)row->compute_ns / 1e9, ssd_s, update_s, copy_s,
-           row->cpu_s);
-    row->busiest_s = (double)row->compute_ns / 1e9;
+           (double)row->timing.step_ns / 1e9, (double)row->timing.compute_ns / 1e9, ssd_s, update_s,
+           copy_s, row->cpu_s);
+    row->busiest_s = (double)row->timing.compute_ns / 1e9;
     row->busiest_s = copy_s > row->busiest_s ? copy_s : row->busiest_s;
     row->busiest_s = ssd_s > row->busiest_s ? ssd_s : row->busiest_s;
     row->busiest_s = update_s > row->busiest_s ? update_s : row->busiest_s;
-    LH_CHECK((double)row->step_ns / 1e9 >= row->busiest_s);
+    LH_CHECK((double)row->timing.step_ns / 1e9 >= row->busiest_s);
 }
 
 /* Beside the folder of this file, wherever that is. */
@@ -157,7 +145,7 @@ static void golden_check(FILE *file, const char *line)
 /* How much longer a step takes by one schedule than by another. */
 static double ratio(const struct row *slower, const struct row *faster)
 {
-    return (double)slower->step_ns / (double)faster->step_ns;
+    return (double)slower->timing.step_ns / (double)faster->timing.step_ns;
 }
 
 /* The least that overlap is worth; docs/simulator.md compares with what the papers measured. */
@@ -186,7 +174,7 @@ static void auto_check(const struct row *rows)
     } most[LH_SIM_PRESET_COUNT] = {{1.0001, 1.03}, {1.0001, 1.03}, {0.87, 1.08}};
     const struct row *row = &rows[LH_ENGINE_SCHEDULE_AUTO];
     double of_optimized = ratio(row, &rows[LH_ENGINE_SCHEDULE_OPTIMIZED]);
-    double of_busiest = (double)row->step_ns / 1e9 / row->busiest_s;
+    double of_busiest = (double)row->timing.step_ns / 1e9 / row->busiest_s;
     lh_test_name("%s: auto is never slower than optimized, and near the busiest resource",
                  lh_sim_preset_name(row->preset));
     printf("  auto %.4f of optimized, %.4f of the busiest resource\n", of_optimized, of_busiest);
@@ -226,7 +214,7 @@ int main(void)
     }
     fclose(golden);
     for (uint32_t preset = 0; preset < LH_SIM_PRESET_COUNT; preset++) {
-        if (rows[preset]->step_ns == 0)
+        if (rows[preset]->timing.step_ns == 0)
             continue;
         overlap_check(rows[preset]);
         auto_check(rows[preset]);

@@ -37,7 +37,7 @@ RANKS = {
     "plan": 4,
     "sched": 5,
     "sim": 6,
-    "py": 6,
+    "py": 7,
 }
 # Narrower than their rank: what else a folder may include.
 ONLY = {"plan": {"base"}}

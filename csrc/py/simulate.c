@@ -1,0 +1,265 @@
+/* simulate(): a step in virtual time, on a machine and a model of plain numbers. */
+#include <string.h>
+
+#include "py/lhpy.h"
+#include "sim/timing.h"
+
+/* A rate, a time or a count of bytes above this would overflow sums; it is none of this world. */
+#define NUMBER_MAX (UINT64_C(1) << 60)
+#define LATENCY_NS_MAX (10 * LH_SIM_NS_PER_S)
+#define WORKER_COUNT_MAX 64
+#define QUEUE_DEPTH_MAX 1024
+#define BLOCK_COUNT_MAX 4096
+#define COPY_COUNT 64
+
+struct field {
+    const char *name;
+    uint64_t *value;
+    uint64_t least;
+    uint64_t most;
+};
+
+/* The numbers of a dict by name. -1 with a Python error. */
+static int fields_parse(PyObject *dict, const struct field *fields, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        PyObject *item = PyDict_GetItemString(dict, fields[i].name);
+        if (!item) {
+            PyErr_Format(PyExc_KeyError, "%s", fields[i].name);
+            return -1;
+        }
+        *fields[i].value = PyLong_AsUnsignedLongLong(item);
+        if (PyErr_Occurred())
+            return -1;
+        if (*fields[i].value < fields[i].least || *fields[i].value > fields[i].most) {
+            PyErr_Format(PyExc_ValueError, "%s is %R: must be %llu to %llu", fields[i].name, item,
+                         (unsigned long long)fields[i].least, (unsigned long long)fields[i].most);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int machine_parse(PyObject *dict, struct lh_sim_machine *machine)
+{
+    uint64_t ssd_count, ssd_queue_depth, worker_count, copy_latency_ns;
+    struct lh_sim_accelerator *accelerator = &machine->accelerator;
+    struct lh_sim_link_opts *ssd = &machine->ssd;
+    const struct field fields[] = {
+        {"ssd_count", &ssd_count, 1, LH_SIM_DISK_FILE_COUNT_MAX},
+        {"ssd_read_bytes_per_s", &ssd->bytes_per_s[LH_SIM_DIRECTION_READ], 1, NUMBER_MAX},
+        {"ssd_write_bytes_per_s", &ssd->bytes_per_s[LH_SIM_DIRECTION_WRITE], 1, NUMBER_MAX},
+        {"ssd_total_bytes_per_s", &machine->cap_bytes_per_s, 0, NUMBER_MAX},
+        {"ssd_latency_ns", &ssd->latency_ns, 0, LATENCY_NS_MAX},
+        {"ssd_queue_depth", &ssd_queue_depth, 1, QUEUE_DEPTH_MAX},
+        {"ssd_sync_ns", &machine->sync_ns, 0, LATENCY_NS_MAX},
+        {"worker_count", &worker_count, 1, WORKER_COUNT_MAX},
+        {"worker_bytes_per_s", &machine->worker_bytes_per_s, 1, NUMBER_MAX},
+        {"device_bytes", &accelerator->bytes, 0, NUMBER_MAX},
+        {"copy_in_bytes_per_s", &accelerator->link.bytes_per_s[0], 1, NUMBER_MAX},
+        {"copy_out_bytes_per_s", &accelerator->link.bytes_per_s[1], 1, NUMBER_MAX},
+        {"copy_latency_ns", &copy_latency_ns, 0, LATENCY_NS_MAX},
+    };
+    if (fields_parse(dict, fields, LH_COUNT_OF(fields)) < 0)
+        return -1;
+    machine->ssd_count = (uint32_t)ssd_count;
+    ssd->queue_depth = (uint32_t)ssd_queue_depth;
+    machine->worker_count = (uint32_t)worker_count;
+    accelerator->link.latency_ns = copy_latency_ns;
+    accelerator->link.queue_depth = COPY_COUNT;
+    accelerator->link.duplex = true;
+    accelerator->bytes = accelerator->bytes / LH_BLOCK_BYTES * LH_BLOCK_BYTES;
+    accelerator->copy_count = accelerator->bytes > 0 ? COPY_COUNT : 0;
+    return 0;
+}
+
+/* (dtype, always, elements): one parameter a unit. */
+static int unit_parse(PyObject *item, struct lh_sim_model *model)
+{
+    static const enum lh_dtype dtypes[] = {LH_DTYPE_F32, LH_DTYPE_BF16, LH_DTYPE_F16,
+                                           LH_DTYPE_BYTES};
+    static const char *const names[] = {"float32", "bfloat16", "float16", "frozen"};
+    const char *name = NULL;
+    int always = 0;
+    unsigned long long count = 0;
+    if (!PyArg_ParseTuple(item, "spK", &name, &always, &count))
+        return -1;
+    size_t index = 0;
+    while (index < LH_COUNT_OF(names) && strcmp(names[index], name) != 0)
+        index++;
+    if (index == LH_COUNT_OF(names) || count < 1 || count > NUMBER_MAX / 64) {
+        PyErr_Format(PyExc_ValueError, "a unit of %llu elements of %s", count, name);
+        return -1;
+    }
+    uint64_t elements = count;
+    struct lh_sim_unit_desc desc = {
+        .dtype = dtypes[index], .always = always != 0, .counts = &elements, .count = 1};
+    (void)lh_sim_model_unit_add(model, &desc);
+    return 0;
+}
+
+/* (forward_ns, backward_ns, units) */
+static int block_parse(PyObject *item, struct lh_sim_model *model)
+{
+    unsigned long long forward_ns = 0;
+    unsigned long long backward_ns = 0;
+    PyObject *units = NULL;
+    if (!PyArg_ParseTuple(item, "KKO!", &forward_ns, &backward_ns, &PyTuple_Type, &units))
+        return -1;
+    Py_ssize_t count = PyTuple_Size(units);
+    if (count < 0 || count > LH_SIM_BLOCK_UNIT_COUNT_MAX || forward_ns > NUMBER_MAX / 1024 ||
+        backward_ns > NUMBER_MAX / 1024) {
+        PyErr_Format(PyExc_ValueError, "a block of %zd units, %llu ns forward, %llu ns backward",
+                     count, forward_ns, backward_ns);
+        return -1;
+    }
+    struct lh_sim_block block = {
+        .unit_count = (uint32_t)count, .forward_ns = forward_ns, .backward_ns = backward_ns};
+    for (Py_ssize_t i = 0; i < count; i++) {
+        unsigned long unit = PyLong_AsUnsignedLong(PyTuple_GetItem(units, i));
+        if (PyErr_Occurred())
+            return -1;
+        if (unit >= model->unit_count) {
+            PyErr_Format(PyExc_ValueError, "unit %lu of %u", unit, model->unit_count);
+            return -1;
+        }
+        block.units[i] = (uint32_t)unit;
+    }
+    lh_sim_model_block_add(model, &block);
+    return 0;
+}
+
+/* *model is owned by the caller, after an error as well. */
+static int model_parse(PyObject *units, PyObject *blocks, struct lh_alloc *alloc,
+                       struct lh_sim_model *model)
+{
+    Py_ssize_t unit_count = PyList_Size(units);
+    Py_ssize_t block_count = PyList_Size(blocks);
+    if (unit_count < 1 || block_count < 1 || unit_count > BLOCK_COUNT_MAX ||
+        block_count > BLOCK_COUNT_MAX) {
+        PyErr_Format(PyExc_ValueError, "a model of %zd units and %zd blocks", unit_count,
+                     block_count);
+        return -1;
+    }
+    struct lh_sim_model_opts opts = {.unit_max = (uint32_t)unit_count,
+                                     .param_max = (uint32_t)unit_count,
+                                     .block_max = (uint32_t)block_count};
+    if (lh_sim_model_init(model, &opts, alloc, NULL) < 0) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    model->has_own_gradients = true;
+    for (Py_ssize_t i = 0; i < unit_count; i++) {
+        if (unit_parse(PyList_GetItem(units, i), model) < 0)
+            return -1;
+    }
+    for (Py_ssize_t i = 0; i < block_count; i++) {
+        if (block_parse(PyList_GetItem(blocks, i), model) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static PyObject *timing_dict(const struct lh_sim_timing *timing)
+{
+    static const char *const links[LH_ENGINE_LINK_COUNT] = {
+        "param_read",     "state_read",    "param_write", "state_write", "commit_write",
+        "gradient_write", "gradient_read", "copy_in",     "copy_out"};
+    const struct {
+        const char *name;
+        uint64_t value;
+    } numbers[] = {
+        {"step_ns", timing->step_ns},
+        {"forward_ns", timing->forward_ns},
+        {"backward_ns", timing->backward_ns},
+        {"close_wait_ns", timing->close_wait_ns},
+        {"compute_ns", timing->compute_ns},
+        {"forward_wait_ns", timing->forward_wait_ns},
+        {"backward_wait_ns", timing->backward_wait_ns},
+        {"gradient_wait_ns", timing->gradient_wait_ns},
+        {"update_busy_ns", timing->stats.update_busy_ns},
+        {"deferred_units", timing->stats.deferred_units},
+        {"host_bytes", timing->budget.host_bytes},
+        {"host_bytes_min", timing->budget.host_bytes_min},
+        {"region_bytes", timing->budget.region_bytes},
+        {"slab_bytes", timing->budget.slab_count * timing->budget.slab_bytes},
+        {"gradient_bytes", timing->budget.gradient_bytes},
+        {"ssd_bytes", timing->ssd_bytes},
+    };
+    PyObject *bytes = PyDict_New();
+    PyObject *answer = PyDict_New();
+    int rc = bytes && answer ? 0 : -1;
+    for (size_t i = 0; rc == 0 && i < LH_COUNT_OF(numbers); i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(numbers[i].value);
+        rc = number ? PyDict_SetItemString(answer, numbers[i].name, number) : -1;
+        Py_XDECREF(number);
+    }
+    for (size_t i = 0; rc == 0 && i < LH_ENGINE_LINK_COUNT; i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(timing->stats.bytes[i]);
+        rc = number ? PyDict_SetItemString(bytes, links[i], number) : -1;
+        Py_XDECREF(number);
+    }
+    if (rc == 0)
+        rc = PyDict_SetItemString(answer, "bytes", bytes);
+    if (rc < 0)
+        Py_CLEAR(answer);
+    Py_XDECREF(bytes);
+    return answer;
+}
+
+/* A signal that came meanwhile: its Python error stays set. */
+static bool is_interrupted(void *context)
+{
+    (void)context;
+    PyGILState_STATE state = PyGILState_Ensure();
+    bool is_set = PyErr_CheckSignals() < 0;
+    PyGILState_Release(state);
+    return is_set;
+}
+
+PyObject *lhpy_simulate(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    (void)module;
+    static char *keys[] = {"units",        "blocks",   "machine",        "host_bytes", "schedule",
+                           "commit_every", "io_depth", "transfer_bytes", "raiser",     NULL};
+    PyObject *units, *blocks, *dict, *raiser;
+    unsigned int schedule, io_depth;
+    unsigned long long host_bytes, commit_every, transfer_bytes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!KIKIKO", keys, &PyList_Type, &units,
+                                     &PyList_Type, &blocks, &PyDict_Type, &dict, &host_bytes,
+                                     &schedule, &commit_every, &io_depth, &transfer_bytes, &raiser))
+        return NULL;
+    if (schedule >= LH_ENGINE_SCHEDULE_COUNT || host_bytes > NUMBER_MAX || io_depth < 1 ||
+        io_depth > QUEUE_DEPTH_MAX || transfer_bytes < LH_MIB || transfer_bytes > LH_GIB ||
+        transfer_bytes % LH_MIB != 0)
+        return PyErr_Format(PyExc_ValueError,
+                            "schedule %u, host_bytes %llu, io_depth %u, transfer_bytes %llu",
+                            schedule, host_bytes, io_depth, transfer_bytes);
+    struct lh_alloc alloc = LH_ALLOC_INIT;
+    struct lh_sim_model model = {.alloc = &alloc};
+    struct lh_error err = {0};
+    struct lh_sim_timing timing;
+    struct lh_sim_timing_opts opts = {
+        .model = &model,
+        .host_bytes = host_bytes,
+        .commit_every = commit_every,
+        .schedule = (enum lh_engine_schedule)schedule,
+        .io_depth = io_depth,
+        .transfer_bytes = transfer_bytes,
+        .is_cancelled = is_interrupted,
+    };
+    PyObject *answer = NULL;
+    int rc = -EINVAL;
+    if (machine_parse(dict, &opts.machine) == 0 &&
+        model_parse(units, blocks, &alloc, &model) == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        rc = lh_sim_timing_run(&opts, &alloc, &timing, &err);
+        Py_END_ALLOW_THREADS
+        if (rc == 0)
+            answer = timing_dict(&timing);
+        else if (!PyErr_Occurred())
+            lhpy_raise_error(raiser, &err);
+    }
+    lh_sim_model_deinit(&model);
+    return answer;
+}

@@ -1,0 +1,111 @@
+#include "sim/timing.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+#include "base/assert.h"
+
+/* By then what was never written is written, and the order of uses is known and the same twice. */
+#define STEP 4
+/* Schedule auto tries a split or two first. */
+#define STEP_AUTO 14
+/* Events between two looks at is_cancelled: some milliseconds. */
+#define EVENT_COUNT 20000
+
+static uint64_t step_of(const struct lh_sim_timing_opts *opts)
+{
+    return opts->schedule == LH_ENGINE_SCHEDULE_AUTO ? STEP_AUTO : STEP;
+}
+
+static int device_check(const struct lh_sim_timing_opts *opts, struct lh_error *err)
+{
+    const struct lh_sim_accelerator *accelerator = &opts->machine.accelerator;
+    uint64_t least = lh_sim_model_region_bytes_min(opts->model);
+    if (accelerator->copy_count == 0 || accelerator->bytes >= least)
+        return 0;
+    return lh_error_set(err, -ENOSPC,
+                        "%" PRIu64 " bytes of device memory for parameters are too few: this model "
+                        "needs at least %" PRIu64,
+                        accelerator->bytes, least);
+}
+
+/* In slices, so that somebody may end it. */
+static int drive(struct lh_sim_run *run, const struct lh_sim_timing_opts *opts,
+                 struct lh_error *err)
+{
+    for (;;) {
+        switch (lh_sim_run_drive(run, err)) {
+        case LH_SIM_END_DONE:
+            return 0;
+        case LH_SIM_END_FAILED:
+            return lh_engine_error(run->engine, err);
+        case LH_SIM_END_BROKEN:
+            (void)lh_error_prefix(err, "a fault of lohan, please report it");
+            return -EPROTO;
+        case LH_SIM_END_CRASHED: /* a slice is over; the machine goes on */
+            if (opts->is_cancelled && opts->is_cancelled(opts->context))
+                return lh_error_set(err, -EINTR, "the simulation was interrupted");
+        }
+    }
+}
+
+static uint64_t store_bytes(const struct lh_sim_model *model)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < model->extent_count; i++)
+        bytes += model->extents[i].bytes * model->groups[model->extents[i].group].slot_count;
+    return bytes;
+}
+
+static void timing_read(const struct lh_sim_run *run, uint64_t step, struct lh_sim_timing *timing)
+{
+    const struct lh_sim_model *model = run->opts.model;
+    const struct lh_sim_train_times *times = &run->train.times[step % LH_SIM_STEP_COUNT_MAX];
+    const struct lh_sim_train_times *next = &run->train.times[(step + 1) % LH_SIM_STEP_COUNT_MAX];
+    *timing = (struct lh_sim_timing){
+        .step_ns = next->begin_ns - times->begin_ns,
+        .forward_ns = times->backward_ns - times->begin_ns,
+        .backward_ns = times->close_ns - times->backward_ns,
+        .close_wait_ns = times->closed_ns - times->close_ns,
+        .forward_wait_ns = times->forward_wait_ns,
+        .backward_wait_ns = times->backward_wait_ns,
+        .gradient_wait_ns = times->gradient_wait_ns,
+        .stats = run->check.last[step % LH_SIM_STEP_COUNT_MAX],
+        .budget = run->budget,
+        .ssd_bytes = store_bytes(model),
+        .plan_around_count = run->plan_around_count,
+        .step = step,
+    };
+    LH_ASSERT(timing->stats.step == step);
+    for (uint32_t i = 0; i < model->block_count; i++)
+        timing->compute_ns += model->blocks[i].forward_ns + model->blocks[i].backward_ns;
+}
+
+int lh_sim_timing_run(const struct lh_sim_timing_opts *opts, struct lh_alloc *alloc,
+                      struct lh_sim_timing *timing_out, struct lh_error *err)
+{
+    *timing_out = (struct lh_sim_timing){0};
+    LH_TRY(device_check(opts, err));
+    struct lh_sim_run *run = lh_alloc_zeroed(alloc, 1, sizeof(*run));
+    if (!run)
+        return lh_error_set(err, -ENOMEM, "no memory for a simulation");
+    struct lh_sim_run_opts run_opts = {
+        .machine = opts->machine,
+        .model = opts->model,
+        .host_bytes = opts->host_bytes,
+        .io_depth = opts->io_depth,
+        .transfer_bytes = opts->transfer_bytes,
+        .commit_every = opts->commit_every,
+        .schedule = opts->schedule,
+        .step_last = step_of(opts) + 1,
+        .crash_after = EVENT_COUNT,
+    };
+    int rc = lh_sim_run_init(run, &run_opts, alloc, err);
+    if (rc == 0)
+        rc = drive(run, opts, err);
+    if (rc == 0)
+        timing_read(run, step_of(opts), timing_out);
+    lh_sim_run_deinit(run);
+    lh_free(alloc, run);
+    return rc;
+}

@@ -1,0 +1,56 @@
+/*
+ * How long a step takes: a training run in virtual time until its steps repeat, and the figures of
+ * one of them.
+ *
+ *      steps 1 .. N - 1   what was never written is written, the order of uses is learnt
+ *      step N             measured, from its begin to the begin of the step behind it
+ *      step N + 1         so that what step N leaves to the next forward is paid for
+ *
+ * Timing only: there are no bytes, so a model may be of any size. The engine and every checker run
+ * as in the tests; a checker that finds something ends the run with an error.
+ *
+ * Thread: one.
+ */
+#ifndef LH_SIM_TIMING_H
+#define LH_SIM_TIMING_H
+
+#include "sim/run.h"
+
+struct lh_sim_timing_opts {
+    struct lh_sim_machine machine;
+    const struct lh_sim_model *model; /* borrowed for the call */
+    uint64_t host_bytes;
+    uint64_t commit_every;
+    enum lh_engine_schedule schedule;
+    uint32_t io_depth;
+    uint64_t transfer_bytes;
+    /* Asked now and then; true ends the run with -EINTR. NULL: nobody is asked. */
+    bool (*is_cancelled)(void *context);
+    void *context;
+};
+
+struct lh_sim_timing {
+    uint64_t step_ns; /* from begin to begin */
+    uint64_t forward_ns;
+    uint64_t backward_ns;
+    uint64_t close_wait_ns; /* from the last gradient to the end of the close */
+    uint64_t compute_ns;    /* of the blocks, waits left out */
+    uint64_t forward_wait_ns;
+    uint64_t backward_wait_ns;
+    uint64_t gradient_wait_ns;
+    struct lh_engine_step_stats stats;
+    struct lh_budget budget;
+    uint64_t ssd_bytes;         /* that a store of the model takes, both slots */
+    uint64_t plan_around_count; /* how often the engine was stuck until it planned again */
+    uint64_t step;              /* the one that was measured */
+};
+
+/*
+ * Errors: -ENOMEM; -ENOSPC: host_bytes, or the accelerator's memory, is below what the model needs
+ *         (the message has both); -EINTR; -EPROTO: a checker found something, which is a fault of
+ *         lohan. *timing_out is all 0 then.
+ */
+int lh_sim_timing_run(const struct lh_sim_timing_opts *opts, struct lh_alloc *alloc,
+                      struct lh_sim_timing *timing_out, struct lh_error *err) LH_MUST_CHECK;
+
+#endif

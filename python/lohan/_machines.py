@@ -1,0 +1,189 @@
+"""Machines that are simulated: TOML files of rates and sizes, and the presets of the package."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lohan.errors import MachineError
+
+SSD_COUNT_MAX = 16
+_WORKER_COUNT_MAX = 64
+_NUMBER_MAX = 1 << 60
+
+_SIZES = {
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate(("k", "M", "G", "T", "P"), 1)},
+    **{f"{p}iB": 1024**i for i, p in enumerate(("K", "M", "G", "T", "P"), 1)},
+}
+# What a field is in, by the end of its name, and what else a string may say.
+_UNITS: dict[str, dict[str, float]] = {
+    "_bytes_per_s": {f"{unit}/s": factor for unit, factor in _SIZES.items()},
+    "_flop_per_s": {f"{p}FLOP/s": 1000**i for i, p in enumerate(("", "k", "M", "G", "T", "P"))},
+    "_params_per_s": {"/s": 1},
+    "_bytes": dict(_SIZES),
+    "_ns": {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9},
+    "_count": {},
+}
+_QUANTITY = re.compile(r"([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(\S*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What moves bytes and what computes. All numbers are integers in the unit of their name.
+
+    Attributes:
+        name: for people.
+        gpu_flop_per_s: what the GPU sustains on large matrix products (LoHan's THP_G).
+        gpu_bytes: its memory.
+        link_in_bytes_per_s: to the GPU's memory (LoHan's BW_G); both directions at once.
+        link_out_bytes_per_s: from it.
+        host_bytes: main memory that lohan may use.
+        adam_params_per_s: parameters that all workers of the CPU update.
+        ssd_count: SSDs, 1 to 16.
+        ssd_read_bytes_per_s: of one; it reads or writes.
+        ssd_write_bytes_per_s: of one, sustained.
+        ssd_total_bytes_per_s: of all together, reading or writing; 0: no limit but their own.
+        ssd_bytes: of one.
+        ssd_endurance_bytes: that may be written to one in its life (TBW); 0: not known.
+        ssd_latency_ns: of a request.
+        ssd_sync_ns: of a flush.
+        link_latency_ns: of a copy to or from the GPU.
+        worker_count: threads of the CPU that update.
+    """
+
+    name: str
+    gpu_flop_per_s: int
+    gpu_bytes: int
+    link_in_bytes_per_s: int
+    link_out_bytes_per_s: int
+    host_bytes: int
+    adam_params_per_s: int
+    ssd_count: int
+    ssd_read_bytes_per_s: int
+    ssd_write_bytes_per_s: int
+    ssd_bytes: int
+    ssd_total_bytes_per_s: int = 0
+    ssd_endurance_bytes: int = 0
+    ssd_latency_ns: int = 80_000
+    ssd_sync_ns: int = 200_000
+    link_latency_ns: int = 10_000
+    worker_count: int = 4
+
+
+_FIELDS = {field.name: field for field in dataclasses.fields(Machine)}
+_MAY_BE_ZERO = {
+    "ssd_total_bytes_per_s",
+    "ssd_endurance_bytes",
+    "ssd_latency_ns",
+    "ssd_sync_ns",
+    "link_latency_ns",
+}
+_MOST = {"ssd_count": SSD_COUNT_MAX, "worker_count": _WORKER_COUNT_MAX}
+
+
+def quantity(name: str, value: Any) -> int:
+    """A number with a unit, in the unit that the name of its field says.
+
+    Args:
+        name: of a field: `..._bytes`, `..._bytes_per_s`, `..._flop_per_s`, `..._params_per_s`,
+            `..._ns` or `..._count`.
+        value: an int or a float in that unit, or a string as "6.5 GB/s".
+
+    Returns:
+        The nearest integer.
+
+    Raises:
+        MachineError: it is neither, or its unit is of something else.
+    """
+    units = next(units for suffix, units in _UNITS.items() if name.endswith(suffix))
+    said = ", ".join(units) or "no unit"
+    match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
+    if isinstance(value, bool) or not (match or isinstance(value, int | float)):
+        raise MachineError(f"{name} = {value!r}: a number is wanted (units: {said})")
+    if match and match[2] and match[2] not in units:
+        raise MachineError(f"{name} = {value!r}: its unit must be one of {said}")
+    number = float(match[1]) * units.get(match[2], 1) if match else float(value)
+    if not 0 <= number <= _NUMBER_MAX:
+        raise MachineError(f"{name} = {value!r} is out of range (0 to {_NUMBER_MAX})")
+    if name.endswith("_count") and number != round(number):
+        raise MachineError(f"{name} = {value!r}: a whole number is wanted")
+    return round(number)
+
+
+def _field(name: str, value: Any) -> Any:
+    if name not in _FIELDS:
+        raise MachineError(f"{name!r} is no field of a machine: they are {', '.join(_FIELDS)}")
+    if name == "name":
+        return str(value)
+    number = quantity(name, value)
+    if number == 0 and name not in _MAY_BE_ZERO:
+        raise MachineError(f"{name} must be above 0")
+    if number > _MOST.get(name, number):
+        raise MachineError(f"{name} = {number}: at most {_MOST[name]} can be simulated")
+    return number
+
+
+def change(machine: Machine, changes: Iterable[str]) -> Machine:
+    """The machine with some fields replaced.
+
+    Args:
+        machine: to begin with; it stays as it is.
+        changes: "FIELD=VALUE", as "ssd_count=6" or "host_bytes=128 GB".
+
+    Raises:
+        MachineError: no such field, or no such value.
+    """
+    values = {}
+    for text in changes:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise MachineError(f"{text!r}: FIELD=VALUE is wanted, as ssd_count=6")
+        values[name.strip()] = _field(name.strip(), value)
+    return dataclasses.replace(machine, **values)
+
+
+def names() -> list[str]:
+    """The presets of the package."""
+    folder = resources.files("lohan") / "machines"
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name[-5:] == ".toml")
+
+
+def _parse(text: str, where: str) -> Machine:
+    try:
+        table = tomllib.loads(text)
+        missing = [
+            field.name
+            for field in _FIELDS.values()
+            if field.default is dataclasses.MISSING and field.name not in table
+        ]
+        if missing:
+            raise MachineError(f"{', '.join(missing)} missing")
+        return Machine(**{name: _field(name, value) for name, value in table.items()})
+    except (tomllib.TOMLDecodeError, MachineError) as error:
+        raise MachineError(f"{where}: {error}") from error
+
+
+def load(name: str) -> Machine:
+    """A preset by its name, or a machine from a TOML file.
+
+    Raises:
+        MachineError: there is none, or the file says what no machine can be; the message names the
+            file and the field.
+    """
+    if name in names():
+        preset = resources.files("lohan") / "machines" / f"{name}.toml"
+        return _parse(preset.read_text(encoding="utf-8"), name)
+    path = Path(name)
+    try:
+        return _parse(path.read_text(encoding="utf-8"), name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise MachineError(
+            f"{name}: no preset and no file that can be read ({error}); presets are"
+            f" {', '.join(names())}"
+        ) from error

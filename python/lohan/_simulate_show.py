@@ -1,0 +1,193 @@
+"""`lohan simulate`: what was asked, and its answer for people, for programs and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lohan import _machines, _models
+from lohan._machines import Machine
+from lohan.errors import MachineError, UnsupportedError
+from lohan.simulate import NOT_SIMULATED, Options, Step, simulate, sweep
+
+_VALUE_COUNT_MAX = 64
+_RESOURCES = {
+    "gpu": "GPU",
+    "ssd": "SSDs",
+    "ssd_bus": "SSDs' bus",
+    "link_in": "to the GPU",
+    "link_out": "from the GPU",
+    "cpu": "CPU's AdamW",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The words of the command line."""
+
+    model: str
+    batch: int
+    seq: int
+    machine: str
+    changes: tuple[str, ...]
+    options: Options
+    sweep: str | None
+    plot: Path | None
+
+
+def values_of(text: str) -> tuple[str, list[int]]:
+    """The name and the values of a sweep: "ssd_count=1..12", "batch=8,16", "host_bytes=32GB,1TB".
+
+    Raises:
+        MachineError: it is none; the message shows one.
+    """
+    name, separator, said = text.partition("=")
+    values: list[int] = []
+    unit = name if name not in ("batch", "seq") else f"{name}_count"
+    if separator and unit not in {"batch_count", "seq_count"}:
+        known = [field.name for field in dataclasses.fields(Machine) if field.name != "name"]
+        if name not in known:
+            raise MachineError(f"--sweep {name}: one of batch, seq, {', '.join(known)}")
+    for part in said.split(",") if separator else []:
+        ends = re.fullmatch(r"(\d+)\.\.(\d+)", part.strip())
+        if ends:
+            values += range(int(ends[1]), int(ends[2]) + 1)
+        else:
+            values.append(_machines.quantity(unit, part))
+    if not 1 <= len(values) <= _VALUE_COUNT_MAX:
+        raise MachineError(
+            f"--sweep {text}: 1 to {_VALUE_COUNT_MAX} values are wanted, as ssd_count=1..12 or"
+            " batch=8,16"
+        )
+    return name, values
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:,.3g} PB"
+
+
+def _show_step(step: Step, model: _models.Model, machine: Machine, console: Console) -> None:
+    console.print(
+        f"{model.name}, {model.param_count / 1e9:.3g} billion parameters, {model.tokens:,} tokens"
+        f" a step, on {machine.name} with {machine.ssd_count} SSD{'s'[: machine.ssd_count > 1]}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(
+        f"a step takes {step.step_ns / 1e9:.3f} s (forward {step.forward_ns / 1e9:.3f}, backward"
+        f" {step.backward_ns / 1e9:.3f}): {step.tokens_per_s:,.0f} tokens/s,"
+        f" {step.tflops:.1f} TFLOP/s; bound by: {_RESOURCES[step.bound_by]}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table("resource", box=None)
+    for column in ("bytes a step", "busy"):
+        table.add_column(column, justify="right")
+    for name, resource in step.resources.items():
+        moved = "" if resource.nbytes is None else _size(resource.nbytes)
+        table.add_row(_RESOURCES[name], moved, f"{resource.busy_share:.0%}")
+    console.print(table, highlight=False)
+    peak = step.peak_bytes
+    console.print(
+        f"memory: {_size(peak['gpu'])} of the GPU for parameters, {_size(peak['host'])} of main"
+        f" memory, {_size(peak['ssd'])} of SSD",
+        highlight=False,
+        soft_wrap=True,
+    )
+    life = (
+        "" if step.ssd_life_days is None else f"; at that they last {step.ssd_life_days:,.0f} days"
+    )
+    console.print(
+        f"SSDs: {_size(step.written_bytes_per_day)} written a day{life}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _show_sweep(name: str, answers: list[tuple[int, Step]], console: Console) -> None:
+    table = Table(name, box=None)
+    for column in ("step s", "tokens/s", "TFLOP/s", "bound by", "SSDs last days"):
+        table.add_column(column, justify="right")
+    for value, step in answers:
+        life = "" if step.ssd_life_days is None else f"{step.ssd_life_days:,.0f}"
+        table.add_row(
+            f"{value:,}",
+            f"{step.step_ns / 1e9:.3f}",
+            f"{step.tokens_per_s:,.0f}",
+            f"{step.tflops:.1f}",
+            _RESOURCES[step.bound_by],
+            life,
+        )
+    console.print(table, highlight=False)
+
+
+def _draw(name: str, answers: list[tuple[int, Step]], title: str, path: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UnsupportedError("--plot needs matplotlib: pip install lohan[plot]") from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    axes.plot([value for value, _ in answers], [step.tflops for _, step in answers], marker="o")
+    axes.set(xlabel=name, ylabel="TFLOP/s", title=title, ylim=(0, None))
+    axes.grid(visible=True)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise MachineError(f"{path} cannot be written: {error}") from error
+    finally:
+        pyplot.close(figure)
+
+
+def run(request: Request, console: Console | None) -> dict[str, Any]:
+    """Simulate what was asked, show it, and give what `--json` writes.
+
+    Args:
+        request: the command line's.
+        console: for people; None: nothing is shown.
+
+    Raises:
+        MachineError: a word of the request is wrong; the message has the right ones.
+        BudgetError: the model does not fit the machine.
+        UnsupportedError: --plot without matplotlib.
+    """
+    machine = _machines.change(_machines.load(request.machine), request.changes)
+    asked = {
+        "machine": dataclasses.asdict(machine),
+        "batch": request.batch,
+        "seq": request.seq,
+        **dataclasses.asdict(request.options),
+    }
+    load: dict[str, Any] = {"name": request.model, "batch": request.batch, "seq": request.seq}
+    if request.plot is not None and request.sweep is None:
+        raise MachineError("--plot draws a sweep: add --sweep, as --sweep ssd_count=1..12")
+    if request.sweep is None:
+        model = _models.load(**load)
+        step = simulate(model, machine, request.options)
+        answer = {"model": model.name, **asked, **step.as_dict()}
+        if console is not None:
+            _show_step(step, model, machine, console)
+    else:
+        name, values = values_of(request.sweep)
+        answers = sweep(name, values, load, machine, request.options)
+        rows = [{name: value, **step.as_dict()} for value, step in answers]
+        answer = {"model": request.model, **asked, "sweep": rows}
+        if console is not None:
+            _show_sweep(name, answers, console)
+        if request.plot is not None:
+            _draw(name, answers, f"{request.model} on {machine.name}", request.plot)
+    answer["not_simulated"] = NOT_SIMULATED
+    if console is not None:
+        console.print(f"note: {NOT_SIMULATED}", highlight=False, soft_wrap=True)
+    return answer

@@ -1,0 +1,319 @@
+"""lohan simulate: machines from TOML, models by name, steps in virtual time, refusals."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import pathlib
+import signal
+import threading
+import time
+
+import pytest
+from click.testing import CliRunner, Result
+from lohan import _core, _machines, _models
+from lohan.cli import main
+from lohan.errors import BudgetError, LohanError, MachineError
+from lohan.simulate import Options, simulate
+
+GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "sim_steps.csv"
+# A model that is simulated in a moment.
+SMALL = {"name": "opt-1.3b", "batch": 8, "seq": 1024}
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, ["simulate", *words])
+
+
+def answer(*words: str) -> dict:
+    result = run(*words, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def machine(*changes: str) -> _machines.Machine:
+    return _machines.change(_machines.load("paper-4090"), changes)
+
+
+# --- steps --------------------------------------------------------------------------------------
+
+
+def test_a_step_of_the_command_line_is_that_of_the_simulators_golden_file() -> None:
+    with GOLDEN.open() as file:
+        rows = list(csv.DictReader(file))
+    golden = next(r for r in rows if (r["preset"], r["schedule"]) == ("papers-13b", "optimized"))
+    step = simulate(
+        _models.load("gpt-13b", 32, 1024),
+        machine(f"host_bytes={golden['host_bytes']}"),
+        Options(device_bytes=4_000_000_000),
+    )
+    assert step.step_ns == int(golden["step_ns"])
+    assert step.forward_ns == int(golden["forward_ns"])
+    reads = ("param_read", "state_read", "gradient_read")
+    writes = ("param_write", "state_write", "commit_write", "gradient_write")
+    assert step.ssd_read_bytes == sum(int(golden[name]) for name in reads)
+    assert step.ssd_write_bytes == sum(int(golden[name]) for name in writes)
+    assert step.resources["link_in"].nbytes == int(golden["copy_in"])
+    assert step.resources["link_out"].nbytes == int(golden["copy_out"])
+
+
+def test_no_resource_is_busy_for_longer_than_the_step_and_the_busiest_bounds_it() -> None:
+    step = simulate(_models.load(**SMALL), machine("ssd_count=1", "host_bytes=8 GB"))
+    shares = {name: resource.busy_share for name, resource in step.resources.items()}
+    assert all(0 < share <= 1 for share in shares.values()), shares
+    assert shares[step.bound_by] == max(shares.values()) == pytest.approx(1, abs=0.1)
+
+
+def test_without_recomputation_backward_is_shorter_by_just_that() -> None:
+    model = _models.load(**SMALL)
+    fast = machine("adam_params_per_s=1e15", "ssd_count=16", "ssd_total_bytes_per_s=0")
+    again = simulate(model, fast)
+    kept = simulate(model, fast, Options(activations="keep"))
+    assert kept.recompute_flop == 0 < again.recompute_flop < model.forward_flop
+    saved_ns = again.recompute_flop * 10**9 // fast.gpu_flop_per_s
+    # Integers of each block are rounded down.
+    assert again.step_ns - kept.step_ns == pytest.approx(saved_ns, rel=0.02)
+
+
+def test_tflops_and_tokens_are_of_the_step() -> None:
+    found = answer("--model", "opt-1.3b", "--batch", "4", "--machine", "paper-4090")
+    step_s = found["step_ms"] / 1000
+    assert found["tokens_per_s"] == pytest.approx(4 * 1024 / step_s)
+    assert found["tflops"] == pytest.approx(3 * found["forward_flop"] / step_s / 1e12)
+    written = found["ssd_write_bytes"] * 86400 / step_s
+    assert found["written_bytes_per_day"] == pytest.approx(written, rel=1e-6)
+    assert found["ssd_life_days"] == pytest.approx(12 * 7e15 / written, rel=1e-6)
+    assert {"gpu", "ssd", "ssd_bus", "link_in", "link_out", "cpu"} == found["resources"].keys()
+    assert found["bound_by"] in found["resources"]
+    assert found["peak_bytes"].keys() == {"gpu", "host", "ssd"}
+    assert "swapped_bytes" in found and "recompute_flop" in found
+
+
+def test_a_sweep_is_the_steps_one_by_one() -> None:
+    words = ("--model", "opt-1.3b", "--batch", "4", "--machine", "paper-4090")
+    rows = answer(*words, "--sweep", "ssd_count=1..3")["sweep"]
+    assert [row["ssd_count"] for row in rows] == [1, 2, 3]
+    assert rows[2]["step_ms"] == answer(*words, "--set", "ssd_count=3")["step_ms"]
+    assert rows[0]["step_ms"] > rows[1]["step_ms"] > rows[2]["step_ms"]
+    batches = answer(*words, "--sweep", "batch=2,4")["sweep"]
+    assert batches[1]["step_ms"] == answer(*words)["step_ms"]
+
+
+def test_a_sweep_is_drawn(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "a.svg"
+    shown = run("--model", "opt-1.3b", "--sweep", "batch=1,2", "--plot", str(picture))
+    assert shown.exit_code == 0, shown.output
+    assert "<svg" in picture.read_text()
+
+
+def test_people_are_told_what_bounds_a_step_and_what_is_not_simulated() -> None:
+    shown = run("--model", "opt-1.3b", "--machine", "laptop")
+    assert shown.exit_code == 0, shown.output
+    for words in ("tokens/s", "bound by: SSDs", "written a day", "not simulated yet"):
+        assert words in shown.stdout
+
+
+def test_a_long_simulation_ends_at_a_signal() -> None:
+    class Woken(Exception):
+        pass
+
+    def wake(*_: object) -> None:
+        raise Woken
+
+    before = signal.signal(signal.SIGUSR1, wake)
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    timer = threading.Timer(0.3, signal.pthread_kill, (main_thread, signal.SIGUSR1))
+    began = time.monotonic()
+    try:
+        timer.start()
+        with pytest.raises(Woken):
+            simulate(_models.load("gpt-805b", 1, 1024), machine("gpu_bytes=1 TB", "ssd_bytes=1 PB"))
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert time.monotonic() - began < 5
+
+
+# --- machines and models ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", _machines.names())
+def test_every_preset_is_a_machine_that_trains(name: str) -> None:
+    step = simulate(_models.load("opt-1.3b", 1, 1024), _machines.load(name))
+    assert step.tflops > 0
+
+
+def test_the_presets_are_those_that_are_documented() -> None:
+    text = (GOLDEN.parents[2] / "docs" / "machines.md").read_text()
+    for name in _machines.names():
+        assert f"`{name}`" in text
+    for field in dataclasses.fields(_machines.Machine):
+        assert f"`{field.name}`" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "number"),
+    [
+        ("ssd_read_bytes_per_s", "6.5 GB/s", 6_500_000_000),
+        ("gpu_bytes", "24GiB", 24 << 30),
+        ("gpu_flop_per_s", "155 TFLOP/s", 155 * 10**12),
+        ("adam_params_per_s", 1.1e9, 1_100_000_000),
+        ("ssd_latency_ns", "80 us", 80_000),
+        ("ssd_count", "12", 12),
+        ("host_bytes", "1e9", 10**9),
+    ],
+)
+def test_a_quantity_is_read_in_its_unit(name: str, value: str | float, number: int) -> None:
+    assert _machines.quantity(name, value) == number
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "ssd_read_bytes_per_s=6.5 GB",
+        "gpu_bytes=24 parsecs",
+        "ssd_count=1.5",
+        "ssd_count=0",
+        "ssd_count=17",
+        "host_bytes=-1",
+        "host_bytes=nan",
+        "host_bytes=1e30",
+        "gpu_flop_per_s=true",
+        "no_such_field=1",
+        "ssd_count",
+    ],
+)
+def test_a_change_that_is_none_is_refused_by_its_name(change: str) -> None:
+    with pytest.raises(MachineError, match=change.partition("=")[0]):
+        machine(change)
+
+
+def test_a_file_says_what_it_lacks_and_what_it_has_too_much_of(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "mine"\nssd_count = 2\n')
+    with pytest.raises(MachineError, match=r"mine\.toml: gpu_flop_per_s, .* missing"):
+        _machines.load(str(path))
+    path.write_text("ssd_count = \n")
+    with pytest.raises(MachineError, match=r"mine\.toml"):
+        _machines.load(str(path))
+    with pytest.raises(MachineError, match="presets are gaming-pc"):
+        _machines.load(str(tmp_path / "none.toml"))
+    text = "\n".join(
+        f'{key} = "{value}"' if key == "name" else f"{key} = {value}"
+        for key, value in dataclasses.asdict(machine("ssd_count=3")).items()
+    )
+    path.write_text(text)
+    assert _machines.load(str(path)) == machine("ssd_count=3")
+    path.write_text(text + "\nflux = 3\n")
+    with pytest.raises(MachineError, match="'flux' is no field"):
+        _machines.load(str(path))
+
+
+def test_models_have_the_parameters_that_their_names_say() -> None:
+    for name in _models.names():
+        size = float(name.partition("-")[2].removesuffix("b"))
+        params = _models.load(name, 1, 1024).param_count / 1e9
+        assert params == pytest.approx(size, rel=0.17), name
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--model", "gpt-14b"), "gpt-13b"),
+        (("--model", "gpt-13b", "--batch", "0"), "batch = 0"),
+        (("--model", "gpt-13b", "--machine", "toaster"), "presets are"),
+        (("--model", "gpt-13b", "--schedule", "never"), "optimized, serial"),
+        (("--model", "gpt-13b", "--activations", "eat"), "recompute, keep"),
+        (("--model", "gpt-13b", "--commit-every", "0"), "commit_every = 0"),
+        (("--model", "gpt-13b", "--sweep", "ssd_count"), "ssd_count=1..12"),
+        (("--model", "gpt-13b", "--sweep", "colour=1,2"), "one of batch"),
+        (("--model", "gpt-13b", "--sweep", "batch=1..100"), "1 to 64 values"),
+        (("--model", "gpt-13b", "--plot", "a.png"), "--sweep"),
+        (("--model", "gpt-13b", "--set", "host_bytes=100 MB"), "at least"),
+        (("--model", "gpt-175b", "--machine", "laptop", "--set", "ssd_bytes=9 TB"), "too large"),
+        (("--model", "gpt-175b", "--machine", "laptop"), "set ssd_count"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_way_out(words: tuple[str, ...], said: str) -> None:
+    result = run(*words)
+    assert result.exit_code == 1 and "Traceback" not in result.output
+    assert said in result.output, result.output
+
+
+def core_call(**changes: object) -> object:
+    machine_numbers = {
+        "ssd_count": 1,
+        "ssd_read_bytes_per_s": 10**9,
+        "ssd_write_bytes_per_s": 10**9,
+        "ssd_total_bytes_per_s": 0,
+        "ssd_latency_ns": 1000,
+        "ssd_queue_depth": 8,
+        "ssd_sync_ns": 1000,
+        "worker_count": 1,
+        "worker_bytes_per_s": 10**9,
+        "device_bytes": 0,
+        "copy_in_bytes_per_s": 1,
+        "copy_out_bytes_per_s": 1,
+        "copy_latency_ns": 0,
+    }
+    words: dict = {
+        "units": [("float32", False, 5000)],
+        "blocks": [(1000, 2000, (0,))],
+        "machine": machine_numbers,
+        "host_bytes": 1 << 26,
+        "schedule": 0,
+        "commit_every": 1,
+        "io_depth": 4,
+        "transfer_bytes": 1 << 20,
+        "raiser": lambda code, message, is_rule: LohanError(message),
+    }
+    for name, value in changes.items():
+        if name in machine_numbers:
+            machine_numbers[name] = value
+        else:
+            words[name] = value
+    return _core.simulate(**words)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ssd_count": 0},
+        {"ssd_count": 17},
+        {"ssd_read_bytes_per_s": 0},
+        {"worker_count": 1 << 40},
+        {"ssd_latency_ns": 1 << 62},
+        {"device_bytes": 1 << 63},
+        {"units": []},
+        {"units": [("int8", False, 5)]},
+        {"units": [("float32", False, 0)]},
+        {"units": [("float32", False, 1 << 62)]},
+        {"blocks": []},
+        {"blocks": [(0, 0, (1,))]},
+        {"blocks": [(1 << 62, 0, (0,))]},
+        {"blocks": [(0, 0, (0, 0, 0, 0, 0))]},
+        {"schedule": 5},
+        {"io_depth": 0},
+        {"transfer_bytes": 4096},
+    ],
+)
+def test_the_binding_refuses_numbers_that_no_simulation_could_bear(changes: dict) -> None:
+    assert core_call()["step_ns"] > 3000
+    with pytest.raises((ValueError, OverflowError)):
+        core_call(**changes)
+
+
+def test_the_bindings_dict_must_have_every_number() -> None:
+    with pytest.raises(KeyError, match="ssd_count"):
+        core_call(machine={})
+
+
+def test_a_budget_error_is_one() -> None:
+    with pytest.raises(BudgetError, match="set host_bytes"):
+        simulate(_models.load(**SMALL), machine("host_bytes=50 MB"))
