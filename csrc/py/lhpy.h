@@ -200,6 +200,7 @@ void lhpy_engine_backward_release(struct lhpy_engine *self);
 void lhpy_engine_gradients_drop(struct lhpy_engine *self);
 
 /* session.c: the Engine's methods around a step */
+extern const char *const lhpy_link_names[]; /* by enum lh_engine_link */
 PyObject *lhpy_engine_begin(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_close_step(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_gradient_square_sum(PyObject *object, PyObject *args);

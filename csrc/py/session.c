@@ -265,15 +265,17 @@ static int dict_set(PyObject *dict, const char *name, uint64_t value)
     return rc;
 }
 
+const char *const lhpy_link_names[] = {
+    "param_read",     "state_read",    "param_write", "state_write", "commit_write",
+    "gradient_write", "gradient_read", "copy_in",     "copy_out",    "saved_write",
+    "saved_read",     "saved_in",      "saved_out"};
+_Static_assert(LH_COUNT_OF(lhpy_link_names) == LH_ENGINE_LINK_COUNT, "a name for each link");
+
 static int dict_set_links(PyObject *dict, const char *prefix, const uint64_t *bytes)
 {
-    static const char *const names[LH_ENGINE_LINK_COUNT] = {
-        "param_read",     "state_read",    "param_write", "state_write", "commit_write",
-        "gradient_write", "gradient_read", "copy_in",     "copy_out",    "saved_write",
-        "saved_read",     "saved_in",      "saved_out"};
     for (int i = 0; i < LH_ENGINE_LINK_COUNT; i++) {
         char name[64];
-        PyOS_snprintf(name, sizeof(name), "%s%s_bytes", prefix, names[i]);
+        PyOS_snprintf(name, sizeof(name), "%s%s_bytes", prefix, lhpy_link_names[i]);
         if (dict_set(dict, name, bytes[i]) < 0)
             return -1;
     }

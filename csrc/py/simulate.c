@@ -162,9 +162,6 @@ static int model_parse(PyObject *units, PyObject *blocks, struct lh_alloc *alloc
 
 static PyObject *timing_dict(const struct lh_sim_timing *timing)
 {
-    static const char *const links[LH_ENGINE_LINK_COUNT] = {
-        "param_read",     "state_read",    "param_write", "state_write", "commit_write",
-        "gradient_write", "gradient_read", "copy_in",     "copy_out"};
     const struct {
         const char *name;
         uint64_t value;
@@ -196,7 +193,7 @@ static PyObject *timing_dict(const struct lh_sim_timing *timing)
     }
     for (size_t i = 0; rc == 0 && i < LH_ENGINE_LINK_COUNT; i++) {
         PyObject *number = PyLong_FromUnsignedLongLong(timing->stats.bytes[i]);
-        rc = number ? PyDict_SetItemString(bytes, links[i], number) : -1;
+        rc = number ? PyDict_SetItemString(bytes, lhpy_link_names[i], number) : -1;
         Py_XDECREF(number);
     }
     if (rc == 0)

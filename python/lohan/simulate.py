@@ -15,6 +15,7 @@ from typing import Any
 from lohan import _core, _machines, _models
 from lohan._machines import Machine
 from lohan._models import Block, Model
+from lohan._stats import READS, WRITES
 from lohan.errors import BudgetError, LohanError, MachineError
 
 SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
@@ -35,8 +36,6 @@ _IO_DEPTH = (16, 64)
 # Of the GPU's memory, for parameters; the rest is for activations and what computes.
 _GPU_SHARE = 6
 _GRANULE = 4096
-_SSD_READS = ("param_read", "state_read", "gradient_read")
-_SSD_WRITES = ("param_write", "state_write", "gradient_write", "commit_write")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,8 +214,8 @@ def _device_bytes(model: Model, machine: Machine, options: Options) -> int:
 def _resources(raw: dict[str, Any], machine: Machine, flop: int) -> dict[str, Resource]:
     nbytes = raw["bytes"]
     step_s = raw["step_ns"] / _NS_PER_S
-    read = sum(nbytes[name] for name in _SSD_READS)
-    written = sum(nbytes[name] for name in _SSD_WRITES)
+    read = sum(nbytes[name] for name in READS)
+    written = sum(nbytes[name] for name in WRITES)
     ssd_s = read / machine.ssd_read_bytes_per_s + written / machine.ssd_write_bytes_per_s
     found = {
         "gpu": Resource(None, flop / machine.gpu_flop_per_s / step_s),
@@ -278,7 +277,7 @@ def simulate(model: Model, machine: Machine, options: Options | None = None) -> 
         raiser=_raiser,
     )
     recompute_flop = sum(_recompute_flop(block, options) for block in model.blocks)
-    written = sum(raw["bytes"][name] for name in _SSD_WRITES)
+    written = sum(raw["bytes"][name] for name in WRITES)
     endurance = machine.ssd_count * machine.ssd_endurance_bytes
     life_s = endurance / written * raw["step_ns"] / _NS_PER_S if endurance and written else None
     return Step(
@@ -289,7 +288,7 @@ def simulate(model: Model, machine: Machine, options: Options | None = None) -> 
         forward_flop=model.forward_flop,
         recompute_flop=recompute_flop,
         resources=_resources(raw, machine, 3 * model.forward_flop + recompute_flop),
-        ssd_read_bytes=sum(raw["bytes"][name] for name in _SSD_READS),
+        ssd_read_bytes=sum(raw["bytes"][name] for name in READS),
         ssd_write_bytes=written,
         swapped_bytes=0,
         peak_bytes={"gpu": device_bytes, "host": raw["host_bytes"], "ssd": raw["ssd_bytes"]},

@@ -20,8 +20,8 @@
 #define HEAD                                                                                       \
     "preset,schedule,host_bytes,step_ns,forward_ns,backward_ns,forward_wait_ns,backward_wait_ns,"  \
     "gradient_wait_ns,ssd_busy_ns,update_busy_ns,param_read,state_read,param_write,state_write,"   \
-    "commit_write,gradient_write,gradient_read,copy_in,copy_out,copy_in_busy_ns,"                  \
-    "copy_out_busy_ns\n"
+    "commit_write,gradient_write,gradient_read,copy_in,copy_out,saved_write,saved_read,saved_in,"  \
+    "saved_out,copy_in_busy_ns,copy_out_busy_ns\n"
 
 struct row {
     enum lh_sim_preset preset;

@@ -13,6 +13,7 @@ import time
 import pytest
 from click.testing import CliRunner, Result
 from lohan import _core, _machines, _models
+from lohan._stats import READS, WRITES
 from lohan.cli import main
 from lohan.errors import BudgetError, LohanError, MachineError
 from lohan.simulate import Options, simulate
@@ -50,10 +51,8 @@ def test_a_step_of_the_command_line_is_that_of_the_simulators_golden_file() -> N
     )
     assert step.step_ns == int(golden["step_ns"])
     assert step.forward_ns == int(golden["forward_ns"])
-    reads = ("param_read", "state_read", "gradient_read")
-    writes = ("param_write", "state_write", "commit_write", "gradient_write")
-    assert step.ssd_read_bytes == sum(int(golden[name]) for name in reads)
-    assert step.ssd_write_bytes == sum(int(golden[name]) for name in writes)
+    assert step.ssd_read_bytes == sum(int(golden[name]) for name in READS)
+    assert step.ssd_write_bytes == sum(int(golden[name]) for name in WRITES)
     assert step.resources["link_in"].nbytes == int(golden["copy_in"])
     assert step.resources["link_out"].nbytes == int(golden["copy_out"])
 
