@@ -275,6 +275,13 @@ enum lh_engine_link {
     LH_ENGINE_LINK_COUNT,
 };
 
+/* The others are the accelerator's. */
+static inline bool lh_engine_link_is_ssd(enum lh_engine_link link)
+{
+    return link < LH_ENGINE_LINK_COPY_IN || link == LH_ENGINE_LINK_SAVED_WRITE ||
+           link == LH_ENGINE_LINK_SAVED_READ;
+}
+
 /*
  * One step, from its begin (the first forward after the step before) to the end of its writes and
  * commit.

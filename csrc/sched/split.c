@@ -77,8 +77,8 @@ static uint32_t candidate(const struct lh_engine *engine, const struct lh_engine
     double backward_ns = (double)(stats->close_ns - split->gradient_ns);
     double workers_ns = (double)stats->update_busy_ns / engine->exec->thread_count;
     double bytes = 0;
-    for (uint32_t i = 0; i < LH_ENGINE_LINK_COPY_IN; i++)
-        bytes += (double)stats->bytes[i];
+    for (uint32_t i = 0; i < LH_ENGINE_LINK_COUNT; i++)
+        bytes += lh_engine_link_is_ssd((enum lh_engine_link)i) ? (double)stats->bytes[i] : 0;
     double params_bytes = (double)stats->bytes[LH_ENGINE_LINK_PARAM_READ];
     double byte_ns = bytes > 0 ? (double)stats->ssd_busy_ns / bytes : 0;
     double forward_load_ns = byte_ns * (double)split->forward_bytes;

@@ -190,8 +190,8 @@ void lh_sim_check_totals(struct lh_sim_check *check)
     const struct lh_sim_io_stats *stats = lh_sim_io_stats(check->io);
     uint64_t moved = stats->bytes[LH_SIM_DIRECTION_READ] + stats->bytes[LH_SIM_DIRECTION_WRITE];
     uint64_t counted = 0;
-    for (uint32_t i = 0; i < LH_ENGINE_LINK_COPY_IN; i++)
-        counted += link_bytes(check, i);
+    for (uint32_t i = 0; i < LH_ENGINE_LINK_COUNT; i++)
+        counted += lh_engine_link_is_ssd((enum lh_engine_link)i) ? link_bytes(check, i) : 0;
     if (!check->has_flush_commits)
         total_check(check, "SSDs", moved, counted);
     if (!dev)
@@ -201,9 +201,11 @@ void lh_sim_check_totals(struct lh_sim_check *check)
                           dev->in_flight_count);
     const uint64_t *copied = lh_sim_dev_stats(dev)->bytes;
     total_check(check, "copies in", copied[LH_DEV_DIRECTION_IN],
-                link_bytes(check, LH_ENGINE_LINK_COPY_IN));
+                link_bytes(check, LH_ENGINE_LINK_COPY_IN) +
+                    link_bytes(check, LH_ENGINE_LINK_SAVED_IN));
     total_check(check, "copies out", copied[LH_DEV_DIRECTION_OUT],
-                link_bytes(check, LH_ENGINE_LINK_COPY_OUT));
+                link_bytes(check, LH_ENGINE_LINK_COPY_OUT) +
+                    link_bytes(check, LH_ENGINE_LINK_SAVED_OUT));
 }
 
 void lh_sim_check_hangs(struct lh_sim_check *check, const struct lh_sim_train *train)

@@ -198,7 +198,7 @@ static int sim_submit(struct lh_io *io, struct lh_io_request *request)
     if (sim->opts.disk && is_sync)
         slot->mark = lh_sim_disk_mark(sim->opts.disk);
     fate_draw(sim, slot, request);
-    lh_sim_link_submit(&sim->links[request->file_index], &slot->transfer);
+    lh_sim_link_submit(&sim->links[request->file_index % sim->opts.link_count], &slot->transfer);
     return 0;
 }
 
@@ -320,7 +320,8 @@ int lh_sim_io_create(const struct lh_sim_io_opts *opts, struct lh_alloc *alloc,
                      struct lh_io **io_out, struct lh_error *err)
 {
     *io_out = NULL;
-    LH_ASSERT(opts->file_count <= LH_SIM_DISK_FILE_COUNT_MAX);
+    LH_ASSERT(opts->link_count >= 1 && opts->link_count <= LH_SIM_DISK_FILE_COUNT_MAX);
+    LH_ASSERT(!opts->disk || opts->file_count == opts->link_count);
     struct sim_io *sim = lh_alloc_zeroed(alloc, 1, sizeof(*sim));
     if (!sim)
         return lh_error_set(err, -ENOMEM, "no memory for a simulated backend");
@@ -336,7 +337,7 @@ int lh_sim_io_create(const struct lh_sim_io_opts *opts, struct lh_alloc *alloc,
     }
     lh_sim_random_init(&sim->random, opts->seed, LH_SIM_STREAM_FAULTS);
     lh_sim_cap_init(&sim->cap, opts->cap_bytes_per_s);
-    for (uint32_t i = 0; i < opts->file_count; i++)
+    for (uint32_t i = 0; i < opts->link_count; i++)
         lh_sim_link_init(&sim->links[i], opts->world, &opts->links[i],
                          opts->cap_bytes_per_s > 0 ? &sim->cap : NULL);
     *io_out = &sim->io;
@@ -358,7 +359,7 @@ void lh_sim_io_crash(struct lh_io *io, struct lh_sim_random *random)
             blocks_write(sim, slot, random);
         slot->request = NULL;
     }
-    for (uint32_t i = 0; i < sim->opts.file_count; i++)
+    for (uint32_t i = 0; i < sim->opts.link_count; i++)
         lh_sim_link_drop(&sim->links[i]);
     sim->done_count = 0;
     sim->transfer_count = 0;
@@ -369,7 +370,7 @@ void lh_sim_io_crash(struct lh_io *io, struct lh_sim_random *random)
 void lh_sim_io_check(struct lh_io *io)
 {
     struct sim_io *sim = (struct sim_io *)io;
-    for (uint32_t i = 0; i < sim->opts.file_count; i++)
+    for (uint32_t i = 0; i < sim->opts.link_count; i++)
         lh_sim_link_check(&sim->links[i]);
     if (sim->done_count > 0)
         lh_sim_world_fail(sim->opts.world, "%" PRIu32 " finished requests were not taken",

@@ -55,8 +55,9 @@ struct lh_sim_faults {
 struct lh_sim_io_opts {
     struct lh_sim_world *world;           /* borrowed until destroy */
     struct lh_sim_disk *disk;             /* borrowed until destroy; NULL: timing only */
-    const struct lh_sim_link_opts *links; /* one a file; borrowed for the call */
-    uint32_t file_count;
+    const struct lh_sim_link_opts *links; /* borrowed for the call */
+    uint32_t link_count;
+    uint32_t file_count;      /* file n is on link n % link_count; with a disk as many as links */
     uint64_t cap_bytes_per_s; /* of all links together; 0: none */
     uint64_t sync_ns;         /* on top of a link's latency */
     uint32_t queue_depth_max;

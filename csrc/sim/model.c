@@ -19,9 +19,11 @@ int lh_sim_model_init(struct lh_sim_model *model, const struct lh_sim_model_opts
     model->params = lh_alloc_zeroed(alloc, opts->param_max, sizeof(*model->params));
     model->blocks = lh_alloc_zeroed(alloc, opts->block_max, sizeof(*model->blocks));
     model->groups = lh_alloc_zeroed(alloc, opts->unit_max, sizeof(*model->groups));
+    model->saved = lh_alloc_zeroed(alloc, lh_max_u64(opts->saved_max, 1), sizeof(*model->saved));
     model->extents = lh_alloc_zeroed(alloc, (uint64_t)opts->unit_max * LH_SIM_ARRAY_COUNT,
                                      sizeof(*model->extents));
-    if (!model->units || !model->params || !model->blocks || !model->groups || !model->extents) {
+    if (!model->units || !model->params || !model->blocks || !model->groups || !model->saved ||
+        !model->extents) {
         lh_sim_model_deinit(model);
         return lh_error_set(err, -ENOMEM, "no memory for a model of %u units", opts->unit_max);
     }
@@ -34,6 +36,7 @@ void lh_sim_model_deinit(struct lh_sim_model *model)
     lh_free(model->alloc, model->params);
     lh_free(model->alloc, model->blocks);
     lh_free(model->alloc, model->groups);
+    lh_free(model->alloc, model->saved);
     lh_free(model->alloc, model->extents);
     *model = (struct lh_sim_model){0};
 }
@@ -104,7 +107,16 @@ void lh_sim_model_block_add(struct lh_sim_model *model, const struct lh_sim_bloc
 {
     LH_ASSERT(model->block_count < model->opts.block_max);
     LH_ASSERT(block->unit_count <= LH_SIM_BLOCK_UNIT_COUNT_MAX);
-    model->blocks[model->block_count++] = *block;
+    model->blocks[model->block_count] = *block;
+    model->blocks[model->block_count].saved_first = model->saved_count;
+    model->blocks[model->block_count++].saved_count = 0;
+}
+
+void lh_sim_model_saved_add(struct lh_sim_model *model, uint64_t bytes, enum lh_saved_tier tier)
+{
+    LH_ASSERT(bytes > 0 && model->block_count > 0 && model->saved_count < model->opts.saved_max);
+    model->saved[model->saved_count++] = (struct lh_sim_saved){.bytes = bytes, .tier = tier};
+    model->blocks[model->block_count - 1].saved_count++;
 }
 
 /* A unit of one to four parameters: bf16, fp16, fp32, or frozen bytes. */

@@ -32,12 +32,22 @@ struct lh_sim_block {
     uint32_t unit_count;
     uint64_t forward_ns;
     uint64_t backward_ns;
+    /* What its forward puts and its backward fetches, in the model's saved[]. */
+    uint32_t saved_first;
+    uint32_t saved_count;
+};
+
+/* A saved tensor, or many as one, that leaves the accelerator between forward and backward. */
+struct lh_sim_saved {
+    uint64_t bytes;
+    enum lh_saved_tier tier;
 };
 
 struct lh_sim_model_opts {
     uint32_t unit_max;
     uint32_t param_max;
     uint32_t block_max;
+    uint32_t saved_max;
 };
 
 struct lh_sim_model {
@@ -49,6 +59,8 @@ struct lh_sim_model {
     uint32_t param_count;
     struct lh_sim_block *blocks;
     uint32_t block_count;
+    struct lh_sim_saved *saved; /* in the order of forward */
+    uint32_t saved_count;
     struct lh_store_extent_desc *extents;
     uint32_t extent_count;
     struct lh_store_group_desc *groups; /* one a unit */
@@ -84,6 +96,8 @@ void lh_sim_model_deinit(struct lh_sim_model *model);
 /* Returns the unit's index. More than opts has room for: asserted, as in the next one. */
 uint32_t lh_sim_model_unit_add(struct lh_sim_model *model, const struct lh_sim_unit_desc *desc);
 void lh_sim_model_block_add(struct lh_sim_model *model, const struct lh_sim_block *block);
+/* Of the block that was added last. */
+void lh_sim_model_saved_add(struct lh_sim_model *model, uint64_t bytes, enum lh_saved_tier tier);
 
 /* A small one by seed. Errors: -ENOMEM. */
 int lh_sim_model_random(struct lh_sim_model *model, struct lh_sim_random *random,

@@ -129,7 +129,10 @@ int lh_sim_preset_make(enum lh_sim_preset preset, struct lh_alloc *alloc,
                        struct lh_sim_model *model, struct lh_sim_run_opts *opts_out,
                        struct lh_error *err)
 {
-    struct lh_sim_model_opts model_opts = {.unit_max = 64, .param_max = 64, .block_max = 64};
+    struct lh_sim_model_opts model_opts = {.unit_max = 64,
+                                           .param_max = 64,
+                                           .block_max = 64,
+                                           .saved_max = LH_SIM_PRESET_SAVED_COUNT_MAX};
     LH_TRY(lh_sim_model_init(model, &model_opts, alloc, err));
     bool is_papers = preset == LH_SIM_PRESET_PAPERS_13B;
     if (is_papers)

@@ -32,6 +32,8 @@ enum lh_sim_preset {
     LH_SIM_PRESET_SSD_BOUND,
 };
 #define LH_SIM_PRESET_COUNT 3
+/* Saved tensors that a caller may add to a preset's model. */
+#define LH_SIM_PRESET_SAVED_COUNT_MAX 1024
 
 /* "papers-13b", "balanced", "ssd-bound" */
 const char *lh_sim_preset_name(enum lh_sim_preset preset);

@@ -14,7 +14,7 @@
 
 static uint32_t job_max(const struct lh_sim_run *run)
 {
-    return 4 * run->opts.io_depth + run->budget.slab_count + 16;
+    return 4 * run->opts.io_depth + run->budget.slab_count + 32;
 }
 
 static bool has_landings(const struct lh_sim_run *run)
@@ -46,6 +46,8 @@ static int memories_map(struct lh_sim_run *run, struct lh_error *err)
                       (has_landings(run) ? budget->gradient_bytes : 0);
     run->memory_bytes = lh_align_up(needed, LH_HUGE_PAGE_BYTES);
     LH_TRY(memory_map(run, run->memory_bytes, &run->memory, err));
+    if (run->opts.saved.memory_bytes > 0)
+        LH_TRY(memory_map(run, run->opts.saved.memory_bytes, &run->saved_memory, err));
     if (run->opts.machine.accelerator.copy_count == 0)
         return 0;
     return memory_map(run, run->opts.machine.accelerator.bytes, &run->device_memory, err);
@@ -80,7 +82,8 @@ static int backends_create(struct lh_sim_run *run, bool calm, struct lh_error *e
         .world = &run->world,
         .disk = has_bytes ? &run->disk : NULL,
         .links = links,
-        .file_count = opts->machine.ssd_count,
+        .link_count = opts->machine.ssd_count,
+        .file_count = (run->saved_store ? 2 : 1) * opts->machine.ssd_count,
         .cap_bytes_per_s = opts->machine.cap_bytes_per_s,
         .sync_ns = opts->machine.sync_ns,
         .queue_depth_max = opts->io_depth + 2 * LH_IO_FILE_COUNT_MAX,
@@ -123,6 +126,15 @@ static int engine_create(struct lh_sim_run *run, struct lh_error *err)
         .device_memory = run->device_memory,
         .device_bytes = opts->machine.accelerator.bytes,
         .copy_count = opts->machine.accelerator.copy_count,
+        .saved =
+            {
+                .memory = run->saved_memory,
+                .memory_bytes = opts->saved.memory_bytes,
+                .transit_bytes = opts->saved.transit_bytes,
+                .store = run->saved_store,
+                .file_first = opts->machine.ssd_count,
+                .item_max = model->saved_count,
+            },
         .gradients_in_memory = opts->machine.accelerator.gradients_in_memory,
         .io_depth = opts->io_depth,
         .transfer_bytes = opts->transfer_bytes,
@@ -142,6 +154,8 @@ static int engine_create(struct lh_sim_run *run, struct lh_error *err)
         .engine = run->engine,
         .dev = run->dev,
         .step_last = opts->step_last,
+        .saved_out_bytes = opts->saved.out_bytes,
+        .saved_ahead_bytes = opts->saved.ahead_bytes,
         .gradient_ahead_bytes = run->budget.gradient_ahead_bytes,
         .nowhere = run->memory,
         .waits_for_updates = opts->schedule == LH_ENGINE_SCHEDULE_SERIAL,
@@ -172,6 +186,20 @@ static int store_create(struct lh_sim_run *run, struct lh_error *err)
     return lh_sim_store_load(run->store, &run->world, &run->disk, err);
 }
 
+/* One extent, without files. */
+static int saved_store_create(struct lh_sim_run *run, struct lh_error *err)
+{
+    struct lh_store_extent_desc extent = {.bytes = run->opts.saved.ssd_bytes};
+    struct lh_store_group_desc group = {.slot_count = 1};
+    const struct lh_sim_model model = {
+        .unit_count = 1, .extents = &extent, .extent_count = 1, .groups = &group};
+    LH_ASSERT(run->opts.saved.memory_bytes == 0 || !run->opts.reference);
+    if (extent.bytes == 0)
+        return 0;
+    return lh_sim_store_create_unreal(&model, run->opts.machine.ssd_count, run->alloc,
+                                      &run->saved_store, err);
+}
+
 int lh_sim_run_init(struct lh_sim_run *run, const struct lh_sim_run_opts *opts,
                     struct lh_alloc *alloc, struct lh_error *err)
 {
@@ -185,6 +213,7 @@ int lh_sim_run_init(struct lh_sim_run *run, const struct lh_sim_run_opts *opts,
     LH_TRY(lh_sim_model_budget(opts->model, &budget_opts, &run->budget, err));
     LH_TRY(lh_sim_world_init(&run->world, alloc, EVENT_MAX, opts->trace_bytes_max, err));
     LH_TRY(store_create(run, err));
+    LH_TRY(saved_store_create(run, err));
     return parts_create(run, false, err);
 }
 
@@ -276,6 +305,9 @@ static void parts_destroy(struct lh_sim_run *run)
     if (run->dev)
         run->dev->ops->destroy(run->dev);
     lh_store_close(run->store);
+    lh_store_close(run->saved_store);
+    if (run->saved_memory)
+        munmap(run->saved_memory, run->opts.saved.memory_bytes);
     if (run->memory)
         munmap(run->memory, run->memory_bytes);
     if (run->device_memory)
@@ -287,6 +319,8 @@ static void parts_destroy(struct lh_sim_run *run)
     run->store = NULL;
     run->memory = NULL;
     run->device_memory = NULL;
+    run->saved_memory = NULL;
+    run->saved_store = NULL;
 }
 
 void lh_sim_run_stop(struct lh_sim_run *run)

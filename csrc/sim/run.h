@@ -50,6 +50,15 @@ struct lh_sim_machine {
     struct lh_sim_accelerator accelerator;
 };
 
+/* For saved tensors, besides host_bytes and the accelerator's bytes. */
+struct lh_sim_saved_opts {
+    uint64_t memory_bytes;  /* main memory */
+    uint64_t transit_bytes; /* of these, for those that pass through (sched/saved.h) */
+    uint64_t ssd_bytes;     /* 0: none leaves main memory */
+    uint64_t out_bytes;     /* device memory for those on their way out: forward waits for it */
+    uint64_t ahead_bytes;   /* device memory for those fetched ahead of their block */
+};
+
 struct lh_sim_run_opts {
     uint64_t seed;
     struct lh_sim_machine machine;
@@ -57,6 +66,7 @@ struct lh_sim_run_opts {
     struct lh_sim_reference *reference; /* NULL: timing only */
     const char *const *directories;     /* machine.ssd_count; NULL: timing only */
     uint64_t host_bytes;
+    struct lh_sim_saved_opts saved; /* timing only */
     uint32_t io_depth;
     uint64_t transfer_bytes;
     uint64_t commit_every;
@@ -80,6 +90,8 @@ struct lh_sim_run {
     uint8_t *memory;
     uint64_t memory_bytes;
     uint8_t *device_memory;
+    uint8_t *saved_memory;
+    struct lh_store *saved_store; /* NULL: none */
     struct lh_store *store;
     struct lh_io *io;
     struct lh_exec *exec;

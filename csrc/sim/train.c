@@ -30,10 +30,12 @@ int lh_sim_train_init(struct lh_sim_train *train, const struct lh_sim_train_opts
     train->gradients = lh_alloc_zeroed(alloc, param_count, sizeof(void *));
     train->due = lh_alloc_zeroed(alloc, param_count, sizeof(*train->due));
     train->handles = lh_alloc_zeroed(alloc, opts->model->unit_count, sizeof(*train->handles));
+    train->saved_items = lh_alloc_zeroed(alloc, lh_max_u64(opts->model->saved_count, 1),
+                                         sizeof(*train->saved_items));
     train->use_max = is_ahead(opts) ? LH_SIM_DEV_COMPUTE_COUNT_MAX : 1;
     train->uses = lh_alloc_zeroed(alloc, train->use_max, sizeof(*train->uses));
     bool failed = !train->has_gradient || !train->is_held || !train->gradients || !train->due ||
-                  !train->handles || !train->uses;
+                  !train->handles || !train->saved_items || !train->uses;
     for (uint32_t i = 0; !failed && opts->reference && i < param_count; i++) {
         uint64_t bytes = lh_dtype_bytes(lh_sim_model_gradient_dtype(opts->model, i));
         train->gradients[i] = lh_alloc_zeroed(alloc, opts->model->params[i].count, bytes);
@@ -56,6 +58,7 @@ void lh_sim_train_deinit(struct lh_sim_train *train, struct lh_alloc *alloc)
     lh_free(alloc, (void *)train->gradients);
     lh_free(alloc, train->due);
     lh_free(alloc, train->handles);
+    lh_free(alloc, train->saved_items);
     lh_free(alloc, train->uses);
     *train = (struct lh_sim_train){0};
 }
@@ -198,6 +201,70 @@ static bool steps_are_over(const struct lh_engine *engine)
            atomic_load(&engine->flushes_done) == atomic_load(&engine->flushes_asked);
 }
 
+/*
+ * Ask for saved tensors in the order of backward: those of its block, and of others as many as
+ * there is room for.
+ */
+static void saved_fetch(struct lh_sim_train *train)
+{
+    const struct lh_sim_model *model = train->opts.model;
+    while (train->saved_next > 0) {
+        uint64_t bytes = model->saved[train->saved_next - 1].bytes;
+        const struct lh_sim_block *block = block_of(train);
+        bool is_needed = block->saved_count > 0 && train->saved_next > block->saved_first;
+        if (!is_needed && train->fetched_bytes + bytes > train->opts.saved_ahead_bytes)
+            break;
+        train->saved_next--;
+        train->fetched_bytes += bytes;
+        void *target = train->opts.dev ? (void *)(uintptr_t)train->opts.nowhere : NULL;
+        lh_saved_fetch(train->opts.engine, train->saved_items[train->saved_next], target);
+    }
+}
+
+/* Backward of the block has read them. */
+static void saved_drop(struct lh_sim_train *train)
+{
+    const struct lh_sim_block *block = block_of(train);
+    for (uint32_t i = block->saved_first; i < block->saved_first + block->saved_count; i++) {
+        lh_saved_drop(train->opts.engine, train->saved_items[i]);
+        train->fetched_bytes -= train->opts.model->saved[i].bytes;
+    }
+    saved_fetch(train);
+}
+
+static int saved_put(struct lh_sim_train *train)
+{
+    const struct lh_sim_block *block = block_of(train);
+    for (uint32_t i = block->saved_first; i < block->saved_first + block->saved_count; i++) {
+        const struct lh_sim_saved *saved = &train->opts.model->saved[i];
+        int rc = lh_saved_put(train->opts.engine, train->opts.nowhere, saved->bytes, saved->tier,
+                              &train->saved_items[i]);
+        if (rc < 0)
+            return rc;
+    }
+    train->saved_next += block->saved_count;
+    return 0;
+}
+
+/* The block's units are here: compute. */
+static enum look compute_begin(struct lh_sim_train *train)
+{
+    const struct lh_sim_block *block = block_of(train);
+    struct lh_sim_use *use = use_make(train);
+    for (uint32_t i = 0; i < block->unit_count; i++)
+        use->units[i] = lh_engine_address(train->opts.engine, block->units[i]);
+    train->is_computed = is_ahead(&train->opts);
+    bool is_backward = train->phase == LH_SIM_TRAIN_PHASE_BACKWARD;
+    uint64_t compute_ns = is_backward ? block->backward_ns : block->forward_ns;
+    if (is_ahead(&train->opts)) {
+        lh_sim_dev_compute(train->opts.dev, compute_ns, use_began, use_ended, use);
+    } else {
+        use_began(use);
+        lh_sim_world_at(train->opts.world, train->opts.world->now_ns + compute_ns, use_ended, use);
+    }
+    return state_set(train, LH_SIM_TRAIN_STATE_COMPUTE);
+}
+
 static enum look acquire(struct lh_sim_train *train)
 {
     const struct lh_sim_block *block = block_of(train);
@@ -218,19 +285,32 @@ static enum look acquire(struct lh_sim_train *train)
         times->backward_wait_ns += waited_ns(train);
     if (++train->unit < block->unit_count)
         return state_set(train, LH_SIM_TRAIN_STATE_ACQUIRE);
-    struct lh_sim_use *use = use_make(train);
-    for (uint32_t i = 0; i < block->unit_count; i++)
-        use->units[i] = lh_engine_address(train->opts.engine, block->units[i]);
-    train->is_computed = is_ahead(&train->opts);
-    bool is_backward = train->phase == LH_SIM_TRAIN_PHASE_BACKWARD;
-    uint64_t compute_ns = is_backward ? block->backward_ns : block->forward_ns;
-    if (is_ahead(&train->opts)) {
-        lh_sim_dev_compute(train->opts.dev, compute_ns, use_began, use_ended, use);
-    } else {
-        use_began(use);
-        lh_sim_world_at(train->opts.world, train->opts.world->now_ns + compute_ns, use_ended, use);
+    if (train->phase == LH_SIM_TRAIN_PHASE_BACKWARD && block->saved_count > 0) {
+        train->saved_back = block->saved_count;
+        saved_fetch(train);
+        return state_set(train, LH_SIM_TRAIN_STATE_SAVED);
     }
-    return state_set(train, LH_SIM_TRAIN_STATE_COMPUTE);
+    return compute_begin(train);
+}
+
+/* What the block's forward saved is back, one after the other. */
+static enum look saved_wait(struct lh_sim_train *train)
+{
+    const struct lh_sim_block *block = block_of(train);
+    struct lh_engine *engine = train->opts.engine;
+    uint32_t item = train->saved_items[block->saved_first + train->saved_back - 1];
+    uint32_t presence = atomic_load(&engine->saved.items[item].presence);
+    if (!is_worth_asking(train, presence != LH_SAVED_PRESENCE_NONE))
+        return LOOK_WAIT;
+    int rc = lh_saved_wait(engine, item, 0);
+    if (rc < 0)
+        return engine_failed(train, rc);
+    if (rc == 0)
+        return LOOK_WAIT;
+    times_of(train)->saved_wait_ns += waited_ns(train);
+    if (--train->saved_back > 0)
+        return state_set(train, LH_SIM_TRAIN_STATE_SAVED);
+    return compute_begin(train);
 }
 
 /* Gradients of the units that no earlier block uses. */
@@ -270,6 +350,35 @@ static enum look die(struct lh_sim_train *train)
     return state_set(train, LH_SIM_TRAIN_STATE_ABORT);
 }
 
+static enum look forward_next(struct lh_sim_train *train)
+{
+    if (train->block + 1 < train->opts.model->block_count)
+        return block_begin(train, train->block + 1);
+    if (train->phase == LH_SIM_TRAIN_PHASE_EVAL)
+        return state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
+    train->phase = LH_SIM_TRAIN_PHASE_BACKWARD;
+    times_of(train)->backward_ns = train->opts.world->now_ns;
+    return block_begin(train, train->block);
+}
+
+/* Forward waits for device memory that what it saved still takes. */
+static enum look taken(struct lh_sim_train *train)
+{
+    uint64_t out_bytes = train->opts.saved_out_bytes;
+    if (block_of(train)->saved_count == 0 || train->phase != LH_SIM_TRAIN_PHASE_FORWARD)
+        return forward_next(train);
+    uint64_t put_bytes = atomic_load(&train->opts.engine->saved.put_bytes);
+    if (!is_worth_asking(train, put_bytes <= out_bytes))
+        return LOOK_WAIT;
+    int rc = lh_saved_room_wait(train->opts.engine, out_bytes, 0);
+    if (rc < 0)
+        return engine_failed(train, rc);
+    if (rc == 0)
+        return LOOK_WAIT;
+    times_of(train)->saved_wait_ns += waited_ns(train);
+    return forward_next(train);
+}
+
 static enum look compute(struct lh_sim_train *train)
 {
     const struct lh_sim_block *block = block_of(train);
@@ -287,18 +396,16 @@ static enum look compute(struct lh_sim_train *train)
         lh_engine_unpin(train->opts.engine, unit);
     }
     if (train->phase == LH_SIM_TRAIN_PHASE_BACKWARD) {
+        saved_drop(train);
         if (lh_sim_random_chance(&train->random, train->opts.chances.abort_ppm))
             return die(train);
         due_fill(train);
         return state_set(train, LH_SIM_TRAIN_STATE_GRADIENT);
     }
-    if (train->block + 1 < train->opts.model->block_count)
-        return block_begin(train, train->block + 1);
-    if (train->phase == LH_SIM_TRAIN_PHASE_EVAL)
-        return state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
-    train->phase = LH_SIM_TRAIN_PHASE_BACKWARD;
-    times_of(train)->backward_ns = train->opts.world->now_ns;
-    return block_begin(train, train->block);
+    int rc = train->phase == LH_SIM_TRAIN_PHASE_FORWARD ? saved_put(train) : 0;
+    if (rc < 0)
+        return engine_failed(train, rc);
+    return state_set(train, LH_SIM_TRAIN_STATE_TAKEN);
 }
 
 /* The engine measures for some steps before it tries a split; here any comes at any time. */
@@ -448,8 +555,12 @@ static enum look look(struct lh_sim_train *train)
         return begin(train);
     case LH_SIM_TRAIN_STATE_ACQUIRE:
         return acquire(train);
+    case LH_SIM_TRAIN_STATE_SAVED:
+        return saved_wait(train);
     case LH_SIM_TRAIN_STATE_COMPUTE:
         return compute(train);
+    case LH_SIM_TRAIN_STATE_TAKEN:
+        return taken(train);
     case LH_SIM_TRAIN_STATE_GRADIENT:
         return gradient(train);
     case LH_SIM_TRAIN_STATE_ROOM:

@@ -5,6 +5,8 @@
  *
  *      BEGIN -> ACQUIRE the block's units -> COMPUTE -> (backward) GRADIENTs -> next block
  *      forward: handles are added, the units released; backward: the other way round
+ *      saved tensors: forward puts them behind COMPUTE, and waits (TAKEN) while too many are on
+ *      their way; backward fetches as many ahead as there is room for, and waits (SAVED)
  *      CLOSE -> BEGIN of the next step, or FLUSH -> DONE
  *
  * Where an accelerator is ordered (dev.h) COMPUTE gives the stream what to do and goes on at once,
@@ -29,7 +31,9 @@
 enum lh_sim_train_state {
     LH_SIM_TRAIN_STATE_BEGIN = 0,
     LH_SIM_TRAIN_STATE_ACQUIRE,
+    LH_SIM_TRAIN_STATE_SAVED, /* until what its forward saved is back */
     LH_SIM_TRAIN_STATE_COMPUTE,
+    LH_SIM_TRAIN_STATE_TAKEN, /* until little enough that it saved is on its way out */
     LH_SIM_TRAIN_STATE_GRADIENT,
     LH_SIM_TRAIN_STATE_ROOM, /* until updates under way hold few enough gradients */
     LH_SIM_TRAIN_STATE_CLOSE,
@@ -62,6 +66,8 @@ struct lh_sim_train_opts {
     struct lh_dev *dev;                 /* NULL: none */
     uint64_t step_last;                 /* flush and end when this step is closed */
     uint64_t gradient_ahead_bytes;
+    uint64_t saved_out_bytes; /* see lh_sim_saved_opts */
+    uint64_t saved_ahead_bytes;
     const void *nowhere;    /* timing only: an address for gradients nobody reads */
     bool waits_for_updates; /* after each close, as the serial schedule asks of its caller */
     struct lh_sim_train_chances chances;
@@ -77,6 +83,7 @@ struct lh_sim_train_times {
     uint64_t forward_wait_ns; /* for units */
     uint64_t backward_wait_ns;
     uint64_t gradient_wait_ns; /* for the step before, and for room */
+    uint64_t saved_wait_ns;    /* in forward for their way out, in backward for their way back */
 };
 
 /* A computation that reads a block's units, or makes a gradient. */
@@ -109,6 +116,10 @@ struct lh_sim_train {
     void **gradients;
     uint32_t *due; /* parameters whose gradients the block gives */
     uint32_t due_count;
+    uint32_t *saved_items;   /* of the engine, by the model's saved tensors */
+    uint32_t saved_next;     /* those before it are not fetched yet */
+    uint32_t saved_back;     /* of the block in backward: those before it are waited for */
+    uint64_t fetched_bytes;  /* and not dropped */
     uint32_t *handles;       /* that this thread holds, by unit */
     struct lh_sim_use *uses; /* a ring: of as many as may be under way */
     uint32_t use_max;
