@@ -72,6 +72,7 @@ class Scope:
     name: str
     module: nn.Module | None  # None once the hooks are on
     units: list[int]
+    is_innermost: bool = True  # no other scope is inside
 
 
 @dataclasses.dataclass
@@ -276,5 +277,6 @@ def _mark_always(scopes: list[Scope], units: list[Unit]) -> None:
         module = scope.module
         assert module is not None  # the hooks are not on yet
         if any(id(m) in scope_ids for m in module.modules() if m is not module):
+            scope.is_innermost = False
             for index in scope.units:
                 units[index].always = True

@@ -14,7 +14,8 @@ from torch import nn
 
 from lohan import _core, _gradients, _scalars
 from lohan._accumulate import Accumulation
-from lohan._block import DTYPE_CODES, Layout
+from lohan._activations import Block
+from lohan._block import DTYPE_CODES, Layout, Scope
 from lohan._device import Device, Meter
 from lohan._forward import ForwardRules
 from lohan._optim import Hyper, check_hyper
@@ -171,6 +172,8 @@ class Session(ForwardRules):
         add_enter(model.register_forward_pre_hook(self._root_enter, prepend=True))
         for scope in self.layout.scopes:
             made = self._engine.scope(scope.units)
+            if self.config.activations == "recompute" and scope.is_innermost:
+                add(self._computed_again(scope, made))
             if scope.module is model:
                 self._root_scopes.append(made)
                 continue
@@ -186,6 +189,18 @@ class Session(ForwardRules):
                 register = param.tensor.register_post_accumulate_grad_hook
                 add(register(hook))  # type: ignore[no-untyped-call]
                 _gradients.refuse_late_hooks(param.name, param.tensor)
+
+    def _computed_again(self, scope: Scope, made: _core.Scope) -> Block:
+        assert scope.module is not None
+        return Block(
+            scope.name,
+            scope.module,
+            scope=made,
+            params=[self.layout.units[i].params[0].tensor for i in scope.units],
+            engine=self._engine,
+            saved=self.saved,
+            device=self.device.torch_device,
+        )
 
     def unhook(self) -> None:
         """Take every hook off, those too that refuse a forward once the session is closed."""

@@ -9,6 +9,7 @@ from typing import Literal
 SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
 # Of these, no update runs before step().
 SCHEDULES_AT_STEP = ("serial", "deferred")
+ACTIVATIONS = ("keep", "recompute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,9 @@ class Config:
             "serial" stays, the others become "deferred".
         loss_scaling: torch.amp.GradScaler scales the loss: updates wait for `step()`, as with
             accumulate, and for the norm that says whether a gradient overflowed.
+        activations: what autograd keeps of a block's forward: "keep": all that operations save;
+            "recompute": the block's inputs, from which the rest is computed again in backward (one
+            more forward a step; the generators of torch, autocast and buffers as they were then).
         device: where computation happens: "cpu" (main memory), "cuda", "cuda:1", or "emu", an
             emulated accelerator in main memory (to try what a GPU would do). None: the GPU that
             torch uses, if there is one.
@@ -73,6 +77,7 @@ class Config:
     schedule: Literal["optimized", "serial", "naive", "deferred", "auto"] = "optimized"
     accumulate: int | Literal["manual"] = 1
     loss_scaling: bool = False
+    activations: Literal["keep", "recompute"] = "keep"
     device: str | None = None
     device_bytes: int | None = None
     device_param_bytes: int | None = None

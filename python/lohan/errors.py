@@ -91,6 +91,10 @@ class GradientError(StepError):
     """A gradient of a kind that the optimizer does not take (sparse, float64, ...)."""
 
 
+class RecomputeError(StepError):
+    """A block that is computed again in backward is not what it was in its forward."""
+
+
 class LentError(StepError):
     """Parameters are still referenced by tensors that were kept from a forward or backward."""
 

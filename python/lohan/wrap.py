@@ -25,7 +25,7 @@ from lohan._block import RESIDUAL_BYTES, Layout, make_layout
 from lohan._guard import Guard
 from lohan._optim import DEFAULTS, Optimizer
 from lohan._session import Session
-from lohan.config import SCHEDULES, SCHEDULES_AT_STEP, Config
+from lohan.config import ACTIVATIONS, SCHEDULES, SCHEDULES_AT_STEP, Config
 from lohan.errors import (
     BudgetError,
     ModelError,
@@ -411,6 +411,8 @@ def _check_config(config: Config) -> None:
         raise ModelError(f"heap {config.heap!r}: 'keep' or 'system'")
     if config.schedule not in SCHEDULES:
         raise ModelError(f"schedule {config.schedule!r}: one of {', '.join(SCHEDULES)}")
+    if config.activations not in ACTIVATIONS:
+        raise ModelError(f"activations {config.activations!r}: 'keep' or 'recompute'")
     _device.check(config)
     for name, (least, most) in _RANGES.items():
         value = getattr(config, name)

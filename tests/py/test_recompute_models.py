@@ -1,0 +1,138 @@
+"""Models of the transformers library, computed again in backward: the bits of kept activations."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import lohan
+import pytest
+import torch
+import train_helper as helper
+from lohan import _activations
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+STEPS = range(2)
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def gpt2(*, use_cache: bool = False) -> nn.Module:
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 256}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **ends, use_cache=use_cache))
+
+
+def mixtral() -> nn.Module:
+    return MixtralForCausalLM(
+        MixtralConfig(
+            **SIZES,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            vocab_size=256,
+            attention_dropout=0.1,
+            use_cache=False,
+        )
+    )
+
+
+def bert() -> nn.Module:
+    return BertForMaskedLM(BertConfig(**SIZES, vocab_size=256, max_position_embeddings=32))
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(
+        T5Config(**sizes, vocab_size=256, decoder_start_token_id=0, use_cache=False)
+    )
+
+
+def vit() -> nn.Module:
+    sizes = {"image_size": 16, "patch_size": 4, "hidden_dropout_prob": 0.1}
+    return ViTForImageClassification(ViTConfig(**SIZES, **sizes))
+
+
+def image_loss(model: nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    pixels = torch.randn(2, 3, 16, 16, generator=generator)
+    loss: torch.Tensor = model(pixel_values=pixels, labels=torch.tensor([0, 1])).loss
+    return loss
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]] = {
+    "gpt2": (gpt2, helper.language_loss),
+    "gpt2 with a cache": (functools.partial(gpt2, use_cache=True), helper.language_loss),
+    "llama with grouped queries": (helper.llama, helper.language_loss),
+    "bert": (bert, helper.language_loss),
+    "t5": (t5, helper.language_loss),
+    "vit": (vit, image_loss),
+    "mixture of experts": (mixtral, helper.language_loss),
+}
+
+
+def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name][0]().to(dtype).train()
+
+
+@pytest.mark.parametrize("device", ["cpu", "emu"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_train_to_the_bits_of_kept_activations_in_less_memory(
+    name: str, device: str, store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_activations, "SMALL_BYTES", 256)  # nothing of these models is large
+    runs, kept = [], []
+    dtype = torch.bfloat16 if device == "cpu" and name != "vit" else torch.float32
+    for activations in ("keep", "recompute"):
+        torch.manual_seed(1)
+        model = lohan.wrap(
+            build(name, dtype),
+            store=store_dir / activations,
+            activations=activations,
+            device=device,
+            **helper.HYPER,
+        )
+        if device == "emu":
+            loss = MODELS[name][1](model, 0)
+            kept.append(model.lohan.meter.kept_bytes)
+            del loss
+        torch.manual_seed(2)
+        runs.append(helper.train(model, STEPS, MODELS[name][1]))
+    helper.assert_same(runs[1], runs[0])
+    assert not kept or kept[1] < 0.7 * kept[0]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_model_that_checkpoints_its_blocks_itself_trains_to_the_same_bits(
+    use_reentrant: bool, store_dir: pathlib.Path
+) -> None:
+    runs = []
+    for activations in ("keep", "recompute"):
+        model = build("gpt2")
+        if activations == "recompute":
+            options = {"use_reentrant": use_reentrant}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        torch.manual_seed(1)
+        model = lohan.wrap(
+            model, store=store_dir / activations, activations=activations, **helper.HYPER
+        )
+        runs.append(helper.train(model, STEPS, helper.language_loss))
+    helper.assert_same(runs[1], runs[0])
