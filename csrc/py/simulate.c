@@ -10,6 +10,7 @@
 #define WORKER_COUNT_MAX 64
 #define QUEUE_DEPTH_MAX 1024
 #define BLOCK_COUNT_MAX 4096
+#define SAVED_COUNT_MAX 65536
 #define COPY_COUNT 64
 
 struct field {
@@ -38,6 +39,19 @@ static int fields_parse(PyObject *dict, const struct field *fields, size_t count
         }
     }
     return 0;
+}
+
+/* Room for saved tensors. */
+static int saved_opts_parse(PyObject *dict, struct lh_sim_saved_opts *saved)
+{
+    const struct field fields[] = {
+        {"memory_bytes", &saved->memory_bytes, 0, NUMBER_MAX},
+        {"transit_bytes", &saved->transit_bytes, 0, NUMBER_MAX},
+        {"ssd_bytes", &saved->ssd_bytes, 0, NUMBER_MAX},
+        {"out_bytes", &saved->out_bytes, 0, NUMBER_MAX},
+        {"ahead_bytes", &saved->ahead_bytes, 0, NUMBER_MAX},
+    };
+    return fields_parse(dict, fields, LH_COUNT_OF(fields));
 }
 
 static int machine_parse(PyObject *dict, struct lh_sim_machine *machine)
@@ -98,13 +112,33 @@ static int unit_parse(PyObject *item, struct lh_sim_model *model)
     return 0;
 }
 
-/* (forward_ns, backward_ns, units) */
+/* What the block saves: (bytes, is_on_ssd) each. */
+static int saved_parse(PyObject *saved, struct lh_sim_model *model)
+{
+    Py_ssize_t count = PyTuple_Size(saved);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        unsigned long long bytes = 0;
+        int is_on_ssd = 0;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(saved, i), "Kp", &bytes, &is_on_ssd))
+            return -1;
+        if (bytes < 1 || bytes > NUMBER_MAX / 1024 || model->saved_count == model->opts.saved_max) {
+            PyErr_Format(PyExc_ValueError, "saved tensor %zd of %llu bytes", i, bytes);
+            return -1;
+        }
+        lh_sim_model_saved_add(model, bytes, is_on_ssd ? LH_SAVED_TIER_SSD : LH_SAVED_TIER_MEMORY);
+    }
+    return 0;
+}
+
+/* (forward_ns, backward_ns, units, saved) */
 static int block_parse(PyObject *item, struct lh_sim_model *model)
 {
     unsigned long long forward_ns = 0;
     unsigned long long backward_ns = 0;
     PyObject *units = NULL;
-    if (!PyArg_ParseTuple(item, "KKO!", &forward_ns, &backward_ns, &PyTuple_Type, &units))
+    PyObject *saved = NULL;
+    if (!PyArg_ParseTuple(item, "KKO!O!", &forward_ns, &backward_ns, &PyTuple_Type, &units,
+                          &PyTuple_Type, &saved))
         return -1;
     Py_ssize_t count = PyTuple_Size(units);
     if (count < 0 || count > LH_SIM_BLOCK_UNIT_COUNT_MAX || forward_ns > NUMBER_MAX / 1024 ||
@@ -126,7 +160,7 @@ static int block_parse(PyObject *item, struct lh_sim_model *model)
         block.units[i] = (uint32_t)unit;
     }
     lh_sim_model_block_add(model, &block);
-    return 0;
+    return saved_parse(saved, model);
 }
 
 /* *model is owned by the caller, after an error as well. */
@@ -143,7 +177,8 @@ static int model_parse(PyObject *units, PyObject *blocks, struct lh_alloc *alloc
     }
     struct lh_sim_model_opts opts = {.unit_max = (uint32_t)unit_count,
                                      .param_max = (uint32_t)unit_count,
-                                     .block_max = (uint32_t)block_count};
+                                     .block_max = (uint32_t)block_count,
+                                     .saved_max = SAVED_COUNT_MAX};
     if (lh_sim_model_init(model, &opts, alloc, NULL) < 0) {
         PyErr_NoMemory();
         return -1;
@@ -174,6 +209,7 @@ static PyObject *timing_dict(const struct lh_sim_timing *timing)
         {"forward_wait_ns", timing->forward_wait_ns},
         {"backward_wait_ns", timing->backward_wait_ns},
         {"gradient_wait_ns", timing->gradient_wait_ns},
+        {"saved_wait_ns", timing->saved_wait_ns},
         {"update_busy_ns", timing->stats.update_busy_ns},
         {"deferred_units", timing->stats.deferred_units},
         {"host_bytes", timing->budget.host_bytes},
@@ -217,14 +253,16 @@ static bool is_interrupted(void *context)
 PyObject *lhpy_simulate(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     (void)module;
-    static char *keys[] = {"units",        "blocks",   "machine",        "host_bytes", "schedule",
-                           "commit_every", "io_depth", "transfer_bytes", "raiser",     NULL};
-    PyObject *units, *blocks, *dict, *raiser;
+    static char *keys[] = {"units",    "blocks",       "machine",  "saved",          "host_bytes",
+                           "schedule", "commit_every", "io_depth", "transfer_bytes", "raiser",
+                           NULL};
+    PyObject *units, *blocks, *dict, *saved, *raiser;
     unsigned int schedule, io_depth;
     unsigned long long host_bytes, commit_every, transfer_bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!KIKIKO", keys, &PyList_Type, &units,
-                                     &PyList_Type, &blocks, &PyDict_Type, &dict, &host_bytes,
-                                     &schedule, &commit_every, &io_depth, &transfer_bytes, &raiser))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!KIKIKO", keys, &PyList_Type, &units,
+                                     &PyList_Type, &blocks, &PyDict_Type, &dict, &PyDict_Type,
+                                     &saved, &host_bytes, &schedule, &commit_every, &io_depth,
+                                     &transfer_bytes, &raiser))
         return NULL;
     if (schedule >= LH_ENGINE_SCHEDULE_COUNT || host_bytes > NUMBER_MAX || io_depth < 1 ||
         io_depth > QUEUE_DEPTH_MAX || transfer_bytes < LH_MIB || transfer_bytes > LH_GIB ||
@@ -247,7 +285,7 @@ PyObject *lhpy_simulate(PyObject *module, PyObject *args, PyObject *kwargs)
     };
     PyObject *answer = NULL;
     int rc = -EINVAL;
-    if (machine_parse(dict, &opts.machine) == 0 &&
+    if (machine_parse(dict, &opts.machine) == 0 && saved_opts_parse(saved, &opts.saved) == 0 &&
         model_parse(units, blocks, &alloc, &model) == 0) {
         Py_BEGIN_ALLOW_THREADS
         rc = lh_sim_timing_run(&opts, &alloc, &timing, &err);

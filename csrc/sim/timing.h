@@ -20,6 +20,7 @@ struct lh_sim_timing_opts {
     struct lh_sim_machine machine;
     const struct lh_sim_model *model; /* borrowed for the call */
     uint64_t host_bytes;
+    struct lh_sim_saved_opts saved;
     uint64_t commit_every;
     enum lh_engine_schedule schedule;
     uint32_t io_depth;
@@ -38,6 +39,7 @@ struct lh_sim_timing {
     uint64_t forward_wait_ns;
     uint64_t backward_wait_ns;
     uint64_t gradient_wait_ns;
+    uint64_t saved_wait_ns;
     struct lh_engine_step_stats stats;
     struct lh_budget budget;
     uint64_t ssd_bytes;         /* that a store of the model takes, both slots */

@@ -145,8 +145,9 @@ def budget(
 ) -> dict[str, int]: ...
 def simulate(
     units: list[tuple[str, bool, int]],
-    blocks: list[tuple[int, int, tuple[int, ...]]],
+    blocks: list[tuple[int, int, tuple[int, ...], tuple[tuple[int, bool], ...]]],
     machine: dict[str, int],
+    saved: dict[str, int],
     host_bytes: int,
     schedule: int,
     commit_every: int,

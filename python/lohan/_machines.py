@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from lohan import _plan
 from lohan.errors import MachineError
 
 SSD_COUNT_MAX = 16
@@ -33,23 +34,12 @@ _UNITS: dict[str, dict[str, float]] = {
 _QUANTITY = re.compile(r"([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(\S*)")
 
 
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """What moves bytes and what computes. All numbers are integers in the unit of their name.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine(_plan.Machine):
+    """What plans know of a machine, and what else a simulation needs.
 
     Attributes:
         name: for people.
-        gpu_flop_per_s: what the GPU sustains on large matrix products (LoHan's THP_G).
-        gpu_bytes: its memory.
-        link_in_bytes_per_s: to the GPU's memory (LoHan's BW_G); both directions at once.
-        link_out_bytes_per_s: from it.
-        host_bytes: main memory that lohan may use.
-        adam_params_per_s: parameters that all workers of the CPU update.
-        ssd_count: SSDs, 1 to 16.
-        ssd_read_bytes_per_s: of one; it reads or writes.
-        ssd_write_bytes_per_s: of one, sustained.
-        ssd_total_bytes_per_s: of all together, reading or writing; 0: no limit but their own.
-        ssd_bytes: of one.
         ssd_endurance_bytes: that may be written to one in its life (TBW); 0: not known.
         ssd_latency_ns: of a request.
         ssd_sync_ns: of a flush.
@@ -58,17 +48,6 @@ class Machine:
     """
 
     name: str
-    gpu_flop_per_s: int
-    gpu_bytes: int
-    link_in_bytes_per_s: int
-    link_out_bytes_per_s: int
-    host_bytes: int
-    adam_params_per_s: int
-    ssd_count: int
-    ssd_read_bytes_per_s: int
-    ssd_write_bytes_per_s: int
-    ssd_bytes: int
-    ssd_total_bytes_per_s: int = 0
     ssd_endurance_bytes: int = 0
     ssd_latency_ns: int = 80_000
     ssd_sync_ns: int = 200_000
@@ -79,6 +58,7 @@ class Machine:
 _FIELDS = {field.name: field for field in dataclasses.fields(Machine)}
 _MAY_BE_ZERO = {
     "ssd_total_bytes_per_s",
+    "ssd_bytes",
     "ssd_endurance_bytes",
     "ssd_latency_ns",
     "ssd_sync_ns",

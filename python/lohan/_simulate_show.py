@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lohan import _machines, _models
+from lohan import _machines, _plan
 from lohan._machines import Machine
 from lohan.errors import MachineError, UnsupportedError
-from lohan.simulate import NOT_SIMULATED, Options, Step, simulate, sweep
+from lohan.simulate import Options, Step, simulate, sweep
 
 _VALUE_COUNT_MAX = 64
 _RESOURCES = {
@@ -75,7 +75,7 @@ def _size(nbytes: float) -> str:
     return f"{nbytes:,.3g} PB"
 
 
-def _show_step(step: Step, model: _models.Model, machine: Machine, console: Console) -> None:
+def _show_step(step: Step, model: _plan.Model, machine: Machine, console: Console) -> None:
     console.print(
         f"{model.name}, {model.param_count / 1e9:.3g} billion parameters, {model.tokens:,} tokens"
         f" a step, on {machine.name} with {machine.ssd_count} SSD{'s'[: machine.ssd_count > 1]}",
@@ -96,10 +96,17 @@ def _show_step(step: Step, model: _models.Model, machine: Machine, console: Cons
         moved = "" if resource.nbytes is None else _size(resource.nbytes)
         table.add_row(_RESOURCES[name], moved, f"{resource.busy_share:.0%}")
     console.print(table, highlight=False)
+    again = step.recompute_flop / step.forward_flop
+    console.print(
+        f"activations: {_size(step.swapped_bytes)} leave the GPU, {again:.0%} of forward is"
+        " computed again",
+        highlight=False,
+        soft_wrap=True,
+    )
     peak = step.peak_bytes
     console.print(
-        f"memory: {_size(peak['gpu'])} of the GPU for parameters, {_size(peak['host'])} of main"
-        f" memory, {_size(peak['ssd'])} of SSD",
+        f"memory: {_size(peak['gpu'])} of the GPU, {_size(peak['host'])} of main memory,"
+        f" {_size(peak['ssd'])} of SSD",
         highlight=False,
         soft_wrap=True,
     )
@@ -173,7 +180,7 @@ def run(request: Request, console: Console | None) -> dict[str, Any]:
     if request.plot is not None and request.sweep is None:
         raise MachineError("--plot draws a sweep: add --sweep, as --sweep ssd_count=1..12")
     if request.sweep is None:
-        model = _models.load(**load)
+        model = _plan.named_model(**load)
         step = simulate(model, machine, request.options)
         answer = {"model": model.name, **asked, **step.as_dict()}
         if console is not None:
@@ -187,7 +194,4 @@ def run(request: Request, console: Console | None) -> dict[str, Any]:
             _show_sweep(name, answers, console)
         if request.plot is not None:
             _draw(name, answers, f"{request.model} on {machine.name}", request.plot)
-    answer["not_simulated"] = NOT_SIMULATED
-    if console is not None:
-        console.print(f"note: {NOT_SIMULATED}", highlight=False, soft_wrap=True)
     return answer

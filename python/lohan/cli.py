@@ -127,8 +127,8 @@ def demo(
 @click.option("--seq", default=1024, show_default=True, help="Tokens of each.")
 @click.option("--machine", default="gaming-pc", show_default=True, help="A preset, or a TOML file.")
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Of the machine.")
-@click.option("--schedule", default="optimized", show_default=True, help="As of lohan.wrap.")
-@click.option("--activations", default="recompute", show_default=True, help="Or keep.")
+@click.option("--policy", default="lohan", show_default=True, help="docs/planning.md has them.")
+@click.option("--schedule", help="As of lohan.wrap; the policy's unless told.")
 @click.option("--commit-every", default=1, show_default=True, help="Steps between commits.")
 @click.option("--sweep", metavar="NAME=VALUES", help="ssd_count=1..12, or batch=8,16,32.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the sweep (matplotlib).")
@@ -139,8 +139,8 @@ def simulate(
     seq: int,
     machine: str,
     changes: tuple[str, ...],
-    schedule: str,
-    activations: str,
+    policy: str,
+    schedule: str | None,
     commit_every: int,
     sweep: str | None,
     plot: Path | None,
@@ -160,7 +160,7 @@ def simulate(
             seq=seq,
             machine=machine,
             changes=changes,
-            options=Options(schedule, activations, commit_every),
+            options=Options(policy, schedule, commit_every),
             sweep=sweep,
             plot=plot,
         ),

@@ -12,30 +12,22 @@ import errno
 from collections.abc import Sequence
 from typing import Any
 
-from lohan import _core, _machines, _models
+from lohan import _core, _machines, _plan
 from lohan._machines import Machine
-from lohan._models import Block, Model
+from lohan._placement import NS_PER_S, Placement, block_params, place
+from lohan._plan import Model
 from lohan._stats import READS, WRITES
 from lohan.errors import BudgetError, LohanError, MachineError
 
 SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
-ACTIVATIONS = ("recompute", "keep")
-NOT_SIMULATED = (
-    "activations stay where they are: their bytes, on links and in memory, are not simulated yet"
-)
-
-_NS_PER_S = 1_000_000_000
 _SECONDS_PER_DAY = 86400
 # csrc/sim/preset.h: AdamW's rate in parameters, in bytes of memory.
 _ADAM_BYTES_PER_PARAM = 24
-# bf16's P16, its residual and two moments, in the committed slot and in the one being written.
-_STATE_BYTES_PER_PARAM = 12
+# P16, what makes it a master, and two moments, in the committed slot and in the one being written.
+_STATE_BYTES_PER_PARAM = {"bfloat16": 12, "float16": 14, "float32": 12}
 _SLOT_COUNT = 2
 _TRANSFER_BYTES = 4 << 20
 _IO_DEPTH = (16, 64)
-# Of the GPU's memory, for parameters; the rest is for activations and what computes.
-_GPU_SHARE = 6
-_GRANULE = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,17 +35,14 @@ class Options:
     """What lohan is told besides the model and the machine.
 
     Attributes:
-        schedule: as of `lohan.wrap`.
-        activations: "recompute": backward computes each block once more; "keep".
+        policy: what happens to activations and states (docs/planning.md).
+        schedule: of updates, as of `lohan.wrap`. None: the policy's.
         commit_every: steps from one commit to the next.
-        device_bytes: of the GPU's memory, for parameters. None: a sixth of it, or the least that
-            works if that is more.
     """
 
-    schedule: str = "optimized"
-    activations: str = "recompute"
+    policy: str = "lohan"
+    schedule: str | None = None
     commit_every: int = 1
-    device_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +71,7 @@ class Step:
             "link_out", "cpu".
         ssd_read_bytes, ssd_write_bytes: of the step, of all SSDs.
         swapped_bytes: of activations that left the GPU.
-        peak_bytes: by tier: "gpu" (parameters), "host", "ssd".
+        peak_bytes: by tier: "gpu", "host", "ssd".
         ssd_life_days: None where the machine does not say what its SSDs endure.
     """
 
@@ -102,7 +91,7 @@ class Step:
     @property
     def tokens_per_s(self) -> float:
         """Trained."""
-        return self.tokens * _NS_PER_S / self.step_ns
+        return self.tokens * NS_PER_S / self.step_ns
 
     @property
     def tflops(self) -> float:
@@ -117,7 +106,7 @@ class Step:
     @property
     def written_bytes_per_day(self) -> int:
         """To all SSDs, by steps without a pause."""
-        return self.ssd_write_bytes * _SECONDS_PER_DAY * _NS_PER_S // self.step_ns
+        return self.ssd_write_bytes * _SECONDS_PER_DAY * NS_PER_S // self.step_ns
 
     def as_dict(self) -> dict[str, Any]:
         """What `--json` writes."""
@@ -149,33 +138,6 @@ def _raiser(code: int, message: str, is_rule: bool) -> LohanError:
     return LohanError(message)
 
 
-def _recompute_flop(block: Block, options: Options) -> int:
-    return block.forward_flop if options.activations == "recompute" and block.is_recomputed else 0
-
-
-def _units(model: Model) -> list[tuple[str, bool, int]]:
-    return [(model.dtype, False, block.param_count) for block in model.blocks if block.param_count]
-
-
-def _blocks(
-    model: Model, machine: Machine, options: Options
-) -> list[tuple[int, int, tuple[int, ...]]]:
-    """(forward_ns, backward_ns, units) of each."""
-    own = [block.param_count > 0 for block in model.blocks]
-    made = []
-    for index, block in enumerate(model.blocks):
-        used = [i for i in (block.shared_block, index) if i is not None and own[i]]
-        backward_flop = 2 * block.forward_flop + _recompute_flop(block, options)
-        made.append(
-            (
-                block.forward_flop * _NS_PER_S // machine.gpu_flop_per_s,
-                backward_flop * _NS_PER_S // machine.gpu_flop_per_s,
-                tuple(sum(own[:i]) for i in used),
-            )
-        )
-    return made
-
-
 def _core_machine(machine: Machine, device_bytes: int) -> dict[str, int]:
     worker = machine.adam_params_per_s * _ADAM_BYTES_PER_PARAM // machine.worker_count
     return {
@@ -195,37 +157,19 @@ def _core_machine(machine: Machine, device_bytes: int) -> dict[str, int]:
     }
 
 
-def _device_bytes(model: Model, machine: Machine, options: Options) -> int:
-    """Of the GPU's memory, for parameters: whole granules."""
-    if options.device_bytes is not None:
-        wanted = options.device_bytes
-    else:
-        sizes = sorted(2 * block.param_count for block in model.blocks)
-        least = sizes[-1] + 2 * (sizes[-2] if len(sizes) > 1 else 0) + (1 << 20)
-        wanted = max(machine.gpu_bytes // _GPU_SHARE, least)
-    if not 0 < wanted <= machine.gpu_bytes:
-        raise BudgetError(
-            f"{wanted:,} bytes of parameters on a GPU of {machine.gpu_bytes:,}: this model's blocks"
-            " are too large for it"
-        )
-    return wanted // _GRANULE * _GRANULE
-
-
 def _resources(raw: dict[str, Any], machine: Machine, flop: int) -> dict[str, Resource]:
     nbytes = raw["bytes"]
-    step_s = raw["step_ns"] / _NS_PER_S
+    step_s = raw["step_ns"] / NS_PER_S
     read = sum(nbytes[name] for name in READS)
     written = sum(nbytes[name] for name in WRITES)
     ssd_s = read / machine.ssd_read_bytes_per_s + written / machine.ssd_write_bytes_per_s
+    inward = nbytes["copy_in"] + nbytes["saved_in"]
+    outward = nbytes["copy_out"] + nbytes["saved_out"]
     found = {
         "gpu": Resource(None, flop / machine.gpu_flop_per_s / step_s),
         "ssd": Resource(read + written, ssd_s / machine.ssd_count / step_s),
-        "link_in": Resource(
-            nbytes["copy_in"], nbytes["copy_in"] / machine.link_in_bytes_per_s / step_s
-        ),
-        "link_out": Resource(
-            nbytes["copy_out"], nbytes["copy_out"] / machine.link_out_bytes_per_s / step_s
-        ),
+        "link_in": Resource(inward, inward / machine.link_in_bytes_per_s / step_s),
+        "link_out": Resource(outward, outward / machine.link_out_bytes_per_s / step_s),
         "cpu": Resource(None, raw["update_busy_ns"] / machine.worker_count / raw["step_ns"]),
     }
     if machine.ssd_total_bytes_per_s:
@@ -234,14 +178,25 @@ def _resources(raw: dict[str, Any], machine: Machine, flop: int) -> dict[str, Re
     return found
 
 
-def _capacity_check(model: Model, machine: Machine) -> None:
+def _capacity_check(model: Model, machine: Machine, placement: Placement) -> None:
     capacity = machine.ssd_count * machine.ssd_bytes
-    needed = _SLOT_COUNT * _STATE_BYTES_PER_PARAM * model.param_count
-    if needed > capacity:
+    states = _SLOT_COUNT * _STATE_BYTES_PER_PARAM[placement.dtype] * model.param_count
+    if machine.ssd_bytes and states + placement.ssd_bytes > capacity:
         raise BudgetError(
-            f"the model's states take {needed:,} bytes of SSD, and {machine.ssd_count} of"
-            f" {machine.ssd_bytes:,} have {capacity:,}: set ssd_count or ssd_bytes"
+            f"the model's states take {states:,} bytes of SSD, its activations"
+            f" {placement.ssd_bytes:,}, and {machine.ssd_count} of {machine.ssd_bytes:,} have"
+            f" {capacity:,}: set ssd_count or ssd_bytes"
         )
+
+
+def _saved(placement: Placement) -> dict[str, int]:
+    return {
+        "memory_bytes": placement.saved_bytes,
+        "transit_bytes": placement.transit_bytes,
+        "ssd_bytes": placement.ssd_bytes,
+        "out_bytes": placement.room_bytes,
+        "ahead_bytes": placement.room_bytes,
+    }
 
 
 def simulate(model: Model, machine: Machine, options: Options | None = None) -> Step:
@@ -257,41 +212,52 @@ def simulate(model: Model, machine: Machine, options: Options | None = None) -> 
         MachineError: an option that is none.
     """
     options = options or Options()
-    if options.schedule not in SCHEDULES:
+    if options.schedule not in (None, *SCHEDULES):
         raise MachineError(f"schedule {options.schedule!r}: one of {', '.join(SCHEDULES)}")
-    if options.activations not in ACTIVATIONS:
-        raise MachineError(f"activations {options.activations!r}: one of {', '.join(ACTIVATIONS)}")
     if options.commit_every < 1:
         raise MachineError(f"commit_every = {options.commit_every}: at least 1")
-    _capacity_check(model, machine)
-    device_bytes = _device_bytes(model, machine, options)
+    placement = place(model, machine, options.policy)
+    _capacity_check(model, machine, placement)
     raw = _core.simulate(
-        units=_units(model),
-        blocks=_blocks(model, machine, options),
-        machine=_core_machine(machine, device_bytes),
-        host_bytes=machine.host_bytes,
-        schedule=SCHEDULES.index(options.schedule),
+        units=[
+            (placement.dtype, False, block_params(block))
+            for block in model.blocks
+            if block_params(block)
+        ],
+        blocks=placement.blocks,
+        machine=_core_machine(machine, placement.slot_bytes),
+        saved=_saved(placement),
+        host_bytes=placement.engine_bytes,
+        schedule=SCHEDULES.index(options.schedule or placement.schedule),
         commit_every=options.commit_every,
         io_depth=min(_IO_DEPTH[0] * machine.ssd_count, _IO_DEPTH[1]),
         transfer_bytes=_TRANSFER_BYTES,
         raiser=_raiser,
     )
-    recompute_flop = sum(_recompute_flop(block, options) for block in model.blocks)
+    return _step(model, machine, placement, raw)
+
+
+def _step(model: Model, machine: Machine, placement: Placement, raw: dict[str, Any]) -> Step:
     written = sum(raw["bytes"][name] for name in WRITES)
     endurance = machine.ssd_count * machine.ssd_endurance_bytes
-    life_s = endurance / written * raw["step_ns"] / _NS_PER_S if endurance and written else None
+    life_s = endurance / written * raw["step_ns"] / NS_PER_S if endurance and written else None
+    gpu_bytes = placement.slot_bytes + placement.room_bytes + placement.computing_bytes
     return Step(
         step_ns=raw["step_ns"],
         forward_ns=raw["forward_ns"],
         backward_ns=raw["backward_ns"],
         tokens=model.tokens,
         forward_flop=model.forward_flop,
-        recompute_flop=recompute_flop,
-        resources=_resources(raw, machine, 3 * model.forward_flop + recompute_flop),
+        recompute_flop=placement.recompute_flop,
+        resources=_resources(raw, machine, 3 * model.forward_flop + placement.recompute_flop),
         ssd_read_bytes=sum(raw["bytes"][name] for name in READS),
         ssd_write_bytes=written,
-        swapped_bytes=0,
-        peak_bytes={"gpu": device_bytes, "host": raw["host_bytes"], "ssd": raw["ssd_bytes"]},
+        swapped_bytes=raw["bytes"]["saved_out"],
+        peak_bytes={
+            "gpu": gpu_bytes,
+            "host": raw["host_bytes"] + placement.saved_bytes,
+            "ssd": raw["ssd_bytes"] + placement.ssd_bytes,
+        },
         ssd_life_days=None if life_s is None else life_s / _SECONDS_PER_DAY,
     )
 
@@ -311,8 +277,8 @@ def sweep(
     answers = []
     for value in values:
         if name in ("batch", "seq"):
-            model, here = _models.load(**{**load, name: value}), machine
+            model, here = _plan.named_model(**{**load, name: value}), machine
         else:
-            model, here = _models.load(**load), _machines.change(machine, [f"{name}={value}"])
+            model, here = _plan.named_model(**load), _machines.change(machine, [f"{name}={value}"])
         answers.append((value, simulate(model, here, options)))
     return answers

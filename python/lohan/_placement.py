@@ -1,0 +1,198 @@
+"""What a plan's decisions come to on a machine: times of blocks, pieces that move, memory of each.
+
+A plan says what happens to each layer's activations. The simulator wants to know how long blocks
+compute, which bytes leave behind a block and in which tier they lie, and how memory is divided.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lohan import _core
+from lohan._machines import Machine
+from lohan._plan import Block, Layer, Model
+from lohan.errors import BudgetError, MachineError
+
+NS_PER_S = 1_000_000_000
+# A layer's activations move in pieces of at most so many bytes, as single tensors would.
+PIECE_BYTES = 256 << 20
+# Pieces on their way through main memory at once.
+_TRANSIT_COUNT = 8
+_GRANULE = 1 << 20
+# A parameter of a unit: csrc/sched/engine.h.
+_ELEMENT_ALIGN = 2048
+# What csrc/plan/policy.h leaves for the buffers of a step; with twice that no update waits.
+_BUFFER_BLOCK_COUNT = 5
+_SLAB_BYTES = 8 * 12 << 20
+_DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
+
+Saved = tuple[tuple[int, bool], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """What is where, and for how long each block computes. All sizes in bytes.
+
+    Attributes:
+        dtype: of parameters, by what their masters take: "bfloat16" (12 bytes a parameter of
+            states with P16), "float16" (14, as the papers have it) or "float32".
+        schedule: of updates, as lohan.wrap names it.
+        blocks: (forward_ns, backward_ns, units, saved) of each; saved: (bytes, is_on_ssd) of each
+            piece.
+        fates: of each layer: "keep", "host", "ssd" or "recompute".
+        recompute_flop: that backward computes besides its own.
+        slot_bytes: of the GPU, for parameters.
+        room_bytes: of the GPU, for what is on its way out in forward and back in backward.
+        computing_bytes: of the GPU, for the block that computes and for what is kept.
+        engine_bytes: of main memory, for states and gradients.
+        saved_bytes: of main memory, for activations, transit included.
+        transit_bytes: of these, for what goes to SSD and comes back.
+        ssd_bytes: for activations.
+    """
+
+    dtype: str
+    schedule: str
+    blocks: list[tuple[int, int, tuple[int, ...], Saved]]
+    fates: tuple[str, ...]
+    recompute_flop: int
+    slot_bytes: int
+    room_bytes: int
+    computing_bytes: int
+    engine_bytes: int
+    saved_bytes: int
+    transit_bytes: int
+    ssd_bytes: int
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _GRANULE) * _GRANULE
+
+
+def _pieces(layer: Layer, fate: str) -> Saved:
+    """Equal ones, each a multiple of the granule."""
+    if fate not in ("host", "ssd") or layer.activation_bytes == 0:
+        return ()
+    count = -(-layer.activation_bytes // PIECE_BYTES)
+    return ((_padded(-(-layer.activation_bytes // count)), fate == "ssd"),) * count
+
+
+def _transit_bytes(model: Model) -> int:
+    largest = max(layer.activation_bytes for layer in model.layers)
+    return _TRANSIT_COUNT * _padded(min(largest, PIECE_BYTES))
+
+
+def block_params(block: Block) -> int:
+    """Parameters of a block, shared ones left out."""
+    return sum(layer.param_count for layer in block.layers)
+
+
+def _blocks(
+    model: Model, machine: Machine, fates: tuple[str, ...]
+) -> list[tuple[int, int, tuple[int, ...], Saved]]:
+    own = [block_params(block) > 0 for block in model.blocks]
+    made = []
+    first = 0
+    for index, block in enumerate(model.blocks):
+        layers = list(zip(block.layers, fates[first : first + len(block.layers)], strict=True))
+        first += len(block.layers)
+        forward = sum(layer.forward_flop for layer in block.layers)
+        again = sum(layer.forward_flop for layer, fate in layers if _is_again(layer, fate))
+        used = sorted({i for i in (block.shared_block, index) if i is not None and own[i]})
+        made.append(
+            (
+                forward * NS_PER_S // machine.gpu_flop_per_s,
+                (2 * forward + again) * NS_PER_S // machine.gpu_flop_per_s,
+                tuple(sum(own[:i]) for i in used),
+                tuple(piece for layer, fate in layers for piece in _pieces(layer, fate)),
+            )
+        )
+    return made
+
+
+def _is_again(layer: Layer, fate: str) -> bool:
+    return fate == "recompute" and layer.activation_bytes > 0
+
+
+def _gpu_split(model: Model, machine: Machine, fates: tuple[str, ...]) -> tuple[int, int, int]:
+    """(slot_bytes, room_bytes, computing_bytes)."""
+    kept, computing, first = 0, 0, 0
+    for block in model.blocks:
+        layers = list(zip(block.layers, fates[first : first + len(block.layers)], strict=True))
+        first += len(block.layers)
+        kept += sum(layer.activation_bytes for layer, fate in layers if fate == "keep")
+        moving = sum(layer.activation_bytes for layer, fate in layers if fate != "keep")
+        computing = max(computing, moving + max(layer.working_bytes for layer in block.layers))
+    sizes = sorted(
+        -(-block_params(block) // _ELEMENT_ALIGN) * _ELEMENT_ALIGN * model.param_bytes
+        for block in model.blocks
+    )
+    least = _padded(sizes[-1] + 2 * (sizes[-2] if len(sizes) > 1 else 0))
+    free = machine.gpu_bytes - kept - computing
+    if free < least:
+        raise BudgetError(
+            f"the GPU's {machine.gpu_bytes:,} bytes are too few: {computing:,} for the block that"
+            f" computes, {kept:,} for activations that stay and at least {least:,} for parameters:"
+            " take a smaller batch, or set gpu_bytes"
+        )
+    slots = min(max(free // 2, least), _padded(sum(sizes)) + _GRANULE)
+    return slots // _GRANULE * _GRANULE, free - slots, kept + computing
+
+
+def _buffer_bytes(model: Model) -> int:
+    largest = max(block_params(block) for block in model.blocks)
+    return _BUFFER_BLOCK_COUNT * model.param_bytes * largest + _SLAB_BYTES
+
+
+def _plan(model: Model, machine: Machine, policy: str) -> dict[str, Any]:
+    room = machine.host_bytes - _transit_bytes(model)
+    if room <= 0:
+        raise BudgetError(
+            f"host_bytes {machine.host_bytes:,} is too small: activations on their way to SSD take"
+            f" {_transit_bytes(model):,}: set host_bytes"
+        )
+    room -= min(_buffer_bytes(model), max(room - _buffer_bytes(model), 0))
+    names = _core.plan_policies()
+    if policy not in names:
+        raise MachineError(f"policy {policy!r}: one of {', '.join(names)}")
+    try:
+        return _core.plan(model.as_core(), {**machine.as_core(), "host_bytes": room}, policy)
+    except MemoryError as error:
+        raise BudgetError(f"{error}: set host_bytes, or take a smaller model") from error
+    except (ValueError, OSError) as error:
+        raise MachineError(str(error)) from error
+
+
+def place(model: Model, machine: Machine, policy: str) -> Placement:
+    """Plan by a policy, and divide the machine's memory accordingly.
+
+    Raises:
+        BudgetError: the model does not fit; the message has the numbers.
+        MachineError: no policy has that name.
+    """
+    plan = _plan(model, machine, policy)
+    fates = tuple(plan["layers"])
+    blocks = _blocks(model, machine, fates)
+    pieces = [piece for *_, saved in blocks for piece in saved]
+    on_ssd = sum(nbytes for nbytes, is_on_ssd in pieces if is_on_ssd)
+    transit = _transit_bytes(model) if pieces else 0
+    saved = sum(nbytes for nbytes, is_on_ssd in pieces if not is_on_ssd) + transit
+    slots, room, computing = _gpu_split(model, machine, fates)
+    rest = machine.host_bytes - saved
+    stays = any(any(v for k, v in b.items() if k.startswith("has_host")) for b in plan["blocks"])
+    defers = any(block["is_deferred"] for block in plan["blocks"])
+    again = [m for m, fate in zip(model.layers, fates, strict=True) if _is_again(m, fate)]
+    return Placement(
+        dtype="float32" if model.param_bytes == 4 else _DTYPES[plan["master_bytes"]],
+        schedule="auto" if defers else plan["schedule"],
+        blocks=blocks,
+        fates=fates,
+        recompute_flop=sum(layer.forward_flop for layer in again),
+        slot_bytes=slots,
+        room_bytes=room,
+        computing_bytes=computing,
+        engine_bytes=rest if stays else min(rest, 2 * _buffer_bytes(model)),
+        saved_bytes=saved,
+        transit_bytes=transit,
+        ssd_bytes=on_ssd,
+    )
