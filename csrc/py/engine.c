@@ -348,6 +348,7 @@ static int engine_traverse(PyObject *object, visitproc visit, void *arg)
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->store);
+    Py_VISIT(self->saved.object);
     Py_VISIT(self->raiser);
     Py_VISIT(self->on_backward);
     Py_VISIT(self->on_gradient);
@@ -377,6 +378,7 @@ static int engine_clear(PyObject *object)
         Py_CLEAR(self->params[i].gradient);
     }
     Py_CLEAR(self->store);
+    Py_CLEAR(self->saved.object);
     Py_CLEAR(self->raiser);
     Py_CLEAR(self->on_backward);
     Py_CLEAR(self->on_gradient);
@@ -450,6 +452,13 @@ static PyMethodDef engine_methods[] = {
      "Events: (kind, unit, lane, step, start, end, bytes)"},
     {"status", lhpy_engine_status, METH_NOARGS, "What is open, pinned and held."},
     {"check", lhpy_engine_check, METH_NOARGS, "Raise the first error, if there is one."},
+    {"saved_put", lhpy_engine_saved_put, METH_VARARGS, "saved_put(pointer, bytes, on SSD) -> item"},
+    {"saved_is_taken", lhpy_engine_saved_is_taken, METH_O, "What was put may change."},
+    {"saved_room", lhpy_engine_saved_room, METH_O, "saved_room(bytes): wait for the way out."},
+    {"saved_fetch", lhpy_engine_saved_fetch, METH_VARARGS, "saved_fetch(item, target)"},
+    {"saved_wait", lhpy_engine_saved_wait, METH_O, "saved_wait(item): it is back."},
+    {"saved_lend", lhpy_engine_saved_lend, METH_VARARGS, "saved_lend(item, bytes) -> tensor"},
+    {"saved_drop", lhpy_engine_saved_drop, METH_O, "saved_drop(item)"},
     {"close", engine_close, METH_NOARGS, "Stop the engine."},
     {NULL, NULL, 0, NULL},
 };

@@ -240,10 +240,21 @@ static int budget_read(PyObject *dict, struct lh_budget *budget)
     return 0;
 }
 
-/* What the disks read into and write from: all of the arena but sums of gradients. */
+/*
+ * The arena: what the disks read into and write from; sums of gradients, or what they land in from
+ * an accelerator; saved tensors.
+ */
 static uint64_t moved_bytes(const struct lhpy_engine *self)
 {
     return self->budget.region_bytes + self->budget.slab_count * self->budget.slab_bytes;
+}
+
+static uint64_t saved_offset(const struct lhpy_engine *self, const struct make_opts *opts)
+{
+    bool has_landings = strcmp(opts->device.name, "cpu") != 0 && !opts->sums;
+    return lh_align_up(moved_bytes(self) + (opts->sums ? lhpy_sums_bytes(self) : 0) +
+                           (has_landings ? self->budget.gradient_bytes : 0),
+                       LH_BLOCK_BYTES);
 }
 
 static int io_make(struct lhpy_engine *self, const struct make_opts *opts, struct lh_store *store,
@@ -253,12 +264,23 @@ static int io_make(struct lhpy_engine *self, const struct make_opts *opts, struc
     struct lh_clock clock = lh_clock_real();
     static struct lh_clock io_clock; /* the backends borrow it for life; it has no state */
     io_clock = clock;
-    struct lh_io_buffer buffer = {.base = core->arena->base, .bytes = moved_bytes(self)};
+    const struct lh_saved_opts *saved = &self->saved.opts;
+    struct lh_io_buffer buffers[] = {{.base = core->arena->base, .bytes = moved_bytes(self)},
+                                     {.base = saved->memory, .bytes = saved->memory_bytes}};
+    struct lh_io_file files[LH_IO_FILE_COUNT_MAX];
+    uint32_t file_count = lh_store_file_count(store);
+    memcpy(files, lh_store_files(store), file_count * sizeof(*files));
+    if (saved->store) {
+        LH_ASSERT(file_count + lh_store_file_count(saved->store) <= LH_IO_FILE_COUNT_MAX);
+        memcpy(files + file_count, lh_store_files(saved->store),
+               lh_store_file_count(saved->store) * sizeof(*files));
+        file_count += lh_store_file_count(saved->store);
+    }
     struct lh_io_opts io_opts = {
-        .files = lh_store_files(store),
-        .file_count = lh_store_file_count(store),
-        .buffers = &buffer,
-        .buffer_count = 1,
+        .files = files,
+        .file_count = file_count,
+        .buffers = buffers,
+        .buffer_count = saved->memory_bytes > 0 ? 2 : 1,
         .queue_depth_max = opts->io_depth + 2 * LH_IO_FILE_COUNT_MAX,
         .thread_count = 0,
         .waker = &core->waker,
@@ -276,7 +298,7 @@ static int exec_make(struct lhpy_engine *self, const struct make_opts *opts, str
     exec_clock = lh_clock_real();
     struct lh_exec_threads_opts exec_opts = {
         .thread_count = opts->threads,
-        .queue_depth_max = 4 * opts->io_depth + self->budget.slab_count + self->unit_count + 16,
+        .queue_depth_max = 4 * opts->io_depth + self->budget.slab_count + self->unit_count + 32,
         .nice = opts->nice,
         .waker = &self->core->waker,
         .clock = &exec_clock,
@@ -305,6 +327,7 @@ static int engine_make(struct lhpy_engine *self, const struct make_opts *opts,
         .dev = core->dev,
         .device_memory = core->device_base,
         .device_bytes = opts->device.bytes,
+        .saved = self->saved.opts,
         .gradients_in_memory = opts->sums != 0,
         .copy_count = core->dev ? LHPY_COPY_COUNT : 0,
         .io_depth = opts->io_depth,
@@ -323,15 +346,16 @@ static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
                       struct lh_store *store, struct lh_error *err)
 {
     struct lhpy_core *core = self->core;
-    bool has_landings = strcmp(opts->device.name, "cpu") != 0 && !opts->sums;
+    struct lh_saved_opts *saved = &self->saved.opts;
     struct lh_arena_opts arena_opts = {
-        .bytes = moved_bytes(self) + (opts->sums ? lhpy_sums_bytes(self) : 0) +
-                 (has_landings ? self->budget.gradient_bytes : 0),
+        .bytes = saved_offset(self, opts) + saved->memory_bytes,
         .numa_node = -1,
     };
     LH_TRY(lh_waker_init(&core->waker, err));
     core->has_waker = true;
     LH_TRY(lh_arena_create(&arena_opts, &core->alloc, &core->arena, err));
+    saved->memory = core->arena->base + saved_offset(self, opts);
+    saved->file_first = lh_store_file_count(store);
     if (opts->sums)
         lhpy_sums_place(self, core->arena->base + moved_bytes(self));
     LH_TRY(lhpy_device_make(core, &opts->device, core->arena->base, core->arena->bytes, err));
@@ -359,21 +383,24 @@ static int opts_parse(struct lhpy_engine *self, PyObject *args, PyObject *kwargs
         "store",          "units",        "params",    "group_count", "budget",      "raiser",
         "types",          "io",           "directory", "threads",     "nice",        "io_depth",
         "transfer_bytes", "commit_every", "schedule",  "verify",      "trace_count", "norms",
-        "sums",           "device",       NULL};
+        "sums",           "device",       "saved",     NULL};
+    PyObject *saved = NULL;
     PyObject *units = NULL;
     PyObject *params = NULL;
     PyObject *raiser = NULL;
     PyObject *handle_type = NULL;
     PyObject *scope_type = NULL;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OO!O!IO!O(OO)ssIiIKKIpIpp(siKKKO):Engine", names, &opts->store,
+            args, kwargs, "OO!O!IO!O(OO)ssIiIKKIpIpp(siKKKO)O!:Engine", names, &opts->store,
             &PyList_Type, &units, &PyList_Type, &params, &opts->group_count, &PyDict_Type,
             &opts->budget, &raiser, &handle_type, &scope_type, &opts->io_name, &opts->directory,
             &opts->threads, &opts->nice, &opts->io_depth, &opts->transfer_bytes,
             &opts->commit_every, &opts->schedule, &opts->verify, &opts->trace_count, &opts->norms,
             &opts->sums, &opts->device.name, &opts->device.index, &opts->device.bytes,
             &opts->device.link_bytes_per_s[LH_DEV_DIRECTION_IN],
-            &opts->device.link_bytes_per_s[LH_DEV_DIRECTION_OUT], &opts->device.memory))
+            &opts->device.link_bytes_per_s[LH_DEV_DIRECTION_OUT], &opts->device.memory,
+            &PyTuple_Type, &saved) ||
+        lhpy_saved_parse(saved, &self->saved) < 0)
         return -1;
     self->raiser = Py_NewRef(raiser);
     self->handle_type = Py_NewRef(handle_type);

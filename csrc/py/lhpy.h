@@ -56,6 +56,12 @@ struct lhpy_device_opts {
     PyObject *memory; /* borrowed: a tensor of bytes on the device, or None */
 };
 
+/* What an Engine is told of saved tensors (saved.c). */
+struct lhpy_saved_make {
+    struct lh_saved_opts opts;
+    PyObject *object; /* the Store; owned by the Engine, NULL where there is none */
+};
+
 /* What Python knows of a parameter. */
 struct lhpy_param {
     PyObject *tensor;       /* owned: the Parameter */
@@ -85,6 +91,7 @@ struct lhpy_unit {
 struct lhpy_engine {
     PyObject_HEAD struct lhpy_core *core;
     PyObject *store; /* owned: the Store it runs on */
+    struct lhpy_saved_make saved;
     struct lh_io *io;
     struct lh_exec *exec;
     struct lh_engine_unit *units;
@@ -163,6 +170,12 @@ enum lh_dtype lhpy_dtype(struct lhpy_dl_type type);
 PyObject *lhpy_lend(struct lhpy_core *core, uint32_t unit, uint64_t byte_offset, int32_t ndim,
                     const int64_t *shape_strides, struct lhpy_dl_type dtype);
 
+/*
+ * A tensor of bytes over a saved tensor that is back in main memory; when its storage dies the item
+ * is dropped. NULL with a Python error: it stays the caller's.
+ */
+PyObject *lhpy_saved_lend(struct lhpy_core *core, uint32_t item, int64_t bytes);
+
 /* error.c */
 /*
  * Raise what the raiser makes of it; return NULL. lhpy_raise: a rule of the binding, whose name is
@@ -229,6 +242,17 @@ int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit);
 /* Make hollow what Scope.read() and Scope.hold() bound. */
 void lhpy_engine_again_release(struct lhpy_engine *self);
 void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit);
+
+/* saved.c */
+/* make->object is owned. -1 with a Python error. */
+int lhpy_saved_parse(PyObject *tuple, struct lhpy_saved_make *make);
+PyObject *lhpy_engine_saved_put(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_saved_is_taken(PyObject *object, PyObject *number);
+PyObject *lhpy_engine_saved_room(PyObject *object, PyObject *number);
+PyObject *lhpy_engine_saved_fetch(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_saved_wait(PyObject *object, PyObject *number);
+PyObject *lhpy_engine_saved_drop(PyObject *object, PyObject *number);
+PyObject *lhpy_engine_saved_lend(PyObject *object, PyObject *args);
 
 /* sums.c */
 /* Of memory for the sums of all gradients, and where it is: aligned to 4 KiB. */

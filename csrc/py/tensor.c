@@ -174,3 +174,54 @@ PyObject *lhpy_lend(struct lhpy_core *core, uint32_t unit, uint64_t byte_offset,
     }
     return tensor;
 }
+
+/* A tensor of bytes over an item in main memory; the last of its views drops the item. */
+struct saved_lend {
+    struct lhpy_dl_managed managed;
+    struct lhpy_core *core;
+    uint32_t item;
+    int64_t shape_strides[2];
+};
+
+/* Called by torch, on any thread, without the GIL. */
+static void saved_lend_delete(struct lhpy_dl_managed *managed)
+{
+    struct saved_lend *lend = managed->manager_ctx;
+    lh_saved_drop(lend->core->engine, lend->item);
+    lhpy_core_release(lend->core);
+    free(lend);
+}
+
+PyObject *lhpy_saved_lend(struct lhpy_core *core, uint32_t item, int64_t bytes)
+{
+    const struct lhpy_dl_exchange *table = lhpy_exchange();
+    if (!table)
+        return NULL;
+    struct saved_lend *lend = malloc(sizeof(*lend));
+    if (!lend)
+        return PyErr_NoMemory();
+    *lend = (struct saved_lend){.core = core, .item = item, .shape_strides = {bytes, 1}};
+    lend->managed = (struct lhpy_dl_managed){
+        .version = {LHPY_DL_VERSION_MAJOR, LHPY_DL_VERSION_MINOR},
+        .manager_ctx = lend,
+        .deleter = saved_lend_delete,
+        .tensor =
+            {
+                .data = (uint8_t *)(uintptr_t)lh_saved_address(core->engine, item),
+                .device_type = LHPY_DL_DEVICE_CPU,
+                .ndim = 1,
+                .dtype = {.code = LHPY_DL_CODE_UINT, .bits = 8, .lanes = 1},
+                .shape = lend->shape_strides,
+                .strides = lend->shape_strides + 1,
+            },
+    };
+    lhpy_core_retain(core);
+    void *tensor = NULL;
+    if (table->managed_to_object(&lend->managed, &tensor) == 0)
+        return tensor;
+    lhpy_core_release(core); /* the item stays the caller's */
+    free(lend);
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_RuntimeError, "torch refuses a tensor over lohan's memory");
+    return NULL;
+}

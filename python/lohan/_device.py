@@ -246,6 +246,11 @@ class Meter:
             )
         self.peak_bytes = max(self.peak_bytes, total)
 
+    def room(self) -> int:
+        """Bytes to the ceiling."""
+        ceiling = self.device.ceiling_bytes or 1 << 62
+        return ceiling - self.device.slot_bytes - self.kept_bytes - self.held()
+
     def drop(self, key: int) -> None:
         """A saved tensor is gone."""
         entry = self._storages[key]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan import _core, _gradients, _scalars
+from lohan import _core, _gradients, _scalars, _swap
 from lohan._accumulate import Accumulation
 from lohan._activations import Block
 from lohan._block import DTYPE_CODES, Layout, Scope
@@ -82,6 +82,7 @@ class Session(ForwardRules):
             [u.name for u in layout.units], [p.name for p in layout.params]
         )
         self._accumulation = Accumulation(config.accumulate)
+        self._swap_options = _swap.options(config, self.device, self.directories)
         commit = config.commit_every
         self._engine = _core.Engine(
             store=store,
@@ -104,6 +105,7 @@ class Session(ForwardRules):
             norms=norms,
             sums=self._accumulation.is_on,
             device=self.device.options(),
+            saved=self._swap_options,
         )
         try:
             self._bind()
@@ -149,6 +151,10 @@ class Session(ForwardRules):
         if self.device.name == "emu":
             self.meter = Meter(self.device, self._engine.held_bytes)
             pack, unpack = self.meter.wrap(pack), self.meter.unwrap(unpack)
+        transit_bytes = self._swap_options[1]
+        if transit_bytes:
+            swap = _swap.Swap(self._engine, self.device, transit_bytes, pack, unpack, self.meter)
+            pack, unpack = swap.pack, swap.unpack
         self.saved = SavedTensors(pack, unpack)
 
     def _bind(self) -> None:
@@ -496,6 +502,8 @@ class Session(ForwardRules):
                 self._hooks.clear()
                 self._engine.close()
                 self.store.close()
+                if self._swap_options[2] is not None:
+                    self._swap_options[2].close()
 
 
 def _alive(reference: weakref.ref[Session]) -> Session:

@@ -48,6 +48,11 @@ class Config:
         activations: what autograd keeps of a block's forward: "keep": all that operations save;
             "recompute": the block's inputs, from which the rest is computed again in backward (one
             more forward a step; the generators of torch, autocast and buffers as they were then).
+        swap_bytes: main memory (of host_bytes) for activations that leave: what autograd keeps of
+            64 KiB and more goes there while forward runs on, and is back when backward needs it.
+            From an accelerator it stays there while there is room and else goes on to SSD; where
+            computation is in main memory all of it goes to SSD. None: it stays where it is.
+        swap_ssd_bytes: room on SSD for it, taken at once. None: half of what is free; 0: none.
         device: where computation happens: "cpu" (main memory), "cuda", "cuda:1", or "emu", an
             emulated accelerator in main memory (to try what a GPU would do). None: the GPU that
             torch uses, if there is one.
@@ -78,6 +83,8 @@ class Config:
     accumulate: int | Literal["manual"] = 1
     loss_scaling: bool = False
     activations: Literal["keep", "recompute"] = "keep"
+    swap_bytes: int | None = None
+    swap_ssd_bytes: int | None = None
     device: str | None = None
     device_bytes: int | None = None
     device_param_bytes: int | None = None

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lohan import _adopt, _core, _device, _store, _weights
+from lohan import _adopt, _core, _device, _store, _swap, _weights
 from lohan._accumulate import is_accumulating
 from lohan._block import RESIDUAL_BYTES, Layout, make_layout
 from lohan._guard import Guard
@@ -44,6 +44,8 @@ TRACE_EVENT_BYTES = 40
 
 _RANGES = {
     "host_bytes": (1, 1 << 60),
+    "swap_bytes": (1, 1 << 60),
+    "swap_ssd_bytes": (0, 1 << 60),
     "threads": (1, 256),
     "nice": (0, 19),
     "io_depth": (1, 512),  # a queue of the backends holds 1024, and the commit's requests besides
@@ -414,6 +416,7 @@ def _check_config(config: Config) -> None:
     if config.activations not in ACTIVATIONS:
         raise ModelError(f"activations {config.activations!r}: 'keep' or 'recompute'")
     _device.check(config)
+    _swap.check(config)
     for name, (least, most) in _RANGES.items():
         value = getattr(config, name)
         if value is not None and not (isinstance(value, int) and least <= value <= most):
@@ -433,9 +436,9 @@ def _directories(store: PathLike | Sequence[PathLike] | None) -> list[str]:
 
 def _host_bytes(config: Config, full: int) -> int:
     if config.host_bytes is not None:
-        return config.host_bytes
+        return config.host_bytes - _swap.host_bytes(config)
     available = int(_core.build_info()["memory_available_bytes"])
-    return min(full, available // 2)
+    return min(full, available // 2 - _swap.host_bytes(config))
 
 
 def _tied_gradient_bytes(layout: Layout) -> int:

@@ -1,0 +1,172 @@
+"""Activations that leave for main memory and SSD: the same bits, counted bytes, nothing kept."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import lohan
+import pytest
+import torch
+from lohan.errors import BudgetError, DeviceMemoryError, ModelError
+from torch import nn
+from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel
+
+WIDTH, ROWS, STEPS = 128, 256, 4
+
+
+class Block(nn.Module):
+    """Saves a residual twice, views of one storage, a mask of bytes, and what dropout draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(self.norm(x)).view(1, ROWS, 3, 4, WIDTH // 4)
+        q, k, v = (heads[:, :, i].transpose(1, 2) for i in range(3))
+        y = functional.scaled_dot_product_attention(q, k, v)
+        y = functional.dropout(y.transpose(1, 2).reshape(ROWS, WIDTH), 0.2, self.training)
+        return x + x * torch.tanh(self.out(y))
+
+
+class Tower(nn.Module):
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def batch(step: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, WIDTH, generator=generator).to(dtype)
+
+
+def train(store: pathlib.Path, dtype: torch.dtype, **settings: Any) -> tuple[Any, list[Any]]:
+    """Losses and parameters, and every step's numbers."""
+    model = lohan.wrap(Tower().to(dtype), store=store, lr=1e-3, **settings)
+    found, stats = [], []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        loss = model(batch(step, dtype))
+        loss.backward()
+        model.optimizer.step()
+        found.append(loss.detach().clone())
+        model.lohan.flush()
+        stats.append(model.lohan.stats())
+    found += [value.clone() for value in model.state_dict().values()]
+    model.lohan.close()
+    return found, stats
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"swap_bytes": 8 << 20, "swap_ssd_bytes": 64 << 20},
+        {"swap_bytes": 1 << 30, "swap_ssd_bytes": 64 << 20, "schedule": "deferred"},
+        {"device": "emu", "swap_bytes": 66 << 20, "swap_ssd_bytes": 64 << 20},
+        {"device": "emu", "swap_bytes": 1 << 30, "swap_ssd_bytes": 0},
+        {"device": "emu", "swap_bytes": 128 << 20, "emu_bytes_per_s": (1 << 28, 1 << 28)},
+    ],
+    ids=str,
+)
+def test_bits_are_those_of_activations_that_stay(
+    tmp_path: pathlib.Path, store_dir: pathlib.Path, dtype: torch.dtype, settings: dict[str, Any]
+) -> None:
+    expected, _ = train(store_dir / "a", dtype)
+    found, stats = train(store_dir / "b", dtype, **settings)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    for step in stats:
+        assert step.bytes == step.planned_bytes
+    moved = [{k: s.bytes[k] for k in s.bytes if k.startswith("saved")} for s in stats[1:]]
+    for step in moved:
+        if settings.get("device") == "emu":
+            assert step["saved_out"] == step["saved_in"] == moved[0]["saved_out"] > 0
+        else:  # what backward wants before it is written need not go
+            assert 0 < step["saved_read"] <= step["saved_write"]
+
+
+def test_a_batch_that_the_device_has_no_room_for_trains(store_dir: pathlib.Path) -> None:
+    slots = {"device": "emu", "device_param_bytes": 2 << 20, "device_bytes": 4 << 20}
+    expected, _ = train(store_dir / "a", torch.float32)
+    with pytest.raises(DeviceMemoryError):
+        train(store_dir / "b", torch.float32, **slots)
+    found, _ = train(
+        store_dir / "c", torch.float32, swap_bytes=128 << 20, swap_ssd_bytes=0, **slots
+    )
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_gpt2_with_tied_weights_and_accumulation(store_dir: pathlib.Path) -> None:
+    config = GPT2Config(n_layer=2, n_embd=128, n_head=4, vocab_size=512, use_cache=False)
+    tokens = torch.randint(0, 512, (2, 64), generator=torch.Generator().manual_seed(0))
+    results = []
+    for name, settings in (("a", {}), ("b", {"swap_bytes": 8 << 20, "swap_ssd_bytes": 64 << 20})):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(config)
+        model = lohan.wrap(model, store=store_dir / name, lr=1e-3, accumulate=2, **settings)
+        for step in range(4):
+            torch.manual_seed(step)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            if step % 2:
+                model.optimizer.step()
+        results.append([value.clone() for value in model.state_dict().values()])
+        model.lohan.close()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_graph_that_is_dropped_or_kept_gives_everything_back(store_dir: pathlib.Path) -> None:
+    settings = {"swap_bytes": 8 << 20, "swap_ssd_bytes": 64 << 20}
+    model = lohan.wrap(Tower(), store=store_dir / "a", lr=1e-3, **settings)
+    for step in range(30):  # more than there is room for, if it stayed
+        loss = model(batch(step, torch.float32))
+        if step % 3 == 0:
+            loss.backward()
+            model.optimizer.step()
+        del loss
+    kept = model(batch(99, torch.float32))
+    model.lohan.close()
+    del kept
+
+
+def test_what_was_changed_in_place_meanwhile_is_noticed(store_dir: pathlib.Path) -> None:
+    class Careless(Tower):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(self.blocks[0](x))
+            loss = y.square().mean()
+            y.data  # noqa: B018
+            y.add_(1)
+            return loss
+
+    model = lohan.wrap(
+        Careless(), store=store_dir / "a", lr=1e-3, swap_bytes=8 << 20, swap_ssd_bytes=64 << 20
+    )
+    with pytest.raises(RuntimeError, match=r"in.?place|modified|changed"):
+        model(batch(0, torch.float32)).backward()
+    model.lohan.close()
+
+
+def test_settings_that_cannot_be_are_refused(store_dir: pathlib.Path) -> None:
+    with pytest.raises(ModelError, match="swap_bytes"):
+        lohan.wrap(Tower(), store=store_dir / "a", lr=1e-3, swap_ssd_bytes=1 << 20)
+    with pytest.raises(ModelError, match="is a part of host_bytes"):
+        lohan.wrap(Tower(), store=store_dir / "b", lr=1e-3, host_bytes=1 << 24, swap_bytes=1 << 24)
+
+
+def test_a_disk_that_is_full_ends_the_step_with_the_numbers(store_dir: pathlib.Path) -> None:
+    model = lohan.wrap(
+        Tower(), store=store_dir / "a", lr=1e-3, swap_bytes=8 << 20, swap_ssd_bytes=1 << 20
+    )
+    with pytest.raises(BudgetError, match="finds no room to go out"):
+        model(batch(0, torch.float32)).backward()
+    with pytest.raises(BudgetError, match="finds no room to go out"):
+        model.lohan.close()
