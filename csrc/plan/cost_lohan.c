@@ -107,6 +107,15 @@ double lh_cost_lohan_recompute_slope(const struct lh_plan_layer *layers, const u
     return 0.0;
 }
 
+/* Its bits the other way round: the first so many in this order are spread evenly. */
+static uint32_t spread(uint32_t index)
+{
+    uint32_t reversed = 0;
+    for (int i = 0; i < 32; i++)
+        reversed |= (index >> i & 1) << (31 - i);
+    return reversed;
+}
+
 static bool is_before(const struct lh_plan_model *model, uint32_t a, uint32_t b)
 {
     const struct lh_plan_layer *x = &model->layers[a];
@@ -118,7 +127,7 @@ static bool is_before(const struct lh_plan_model *model, uint32_t a, uint32_t b)
     unsigned __int128 right = (unsigned __int128)y->forward_flop * x->activation_bytes;
     if ((x->activation_bytes == 0) != (y->activation_bytes == 0))
         return x->activation_bytes == 0;
-    return left != right ? left > right : a > b;
+    return left != right ? left > right : spread(a) < spread(b);
 }
 
 /* Sift down: a heap whose root comes last. */

@@ -85,8 +85,8 @@ double lh_cost_lohan_recompute_slope(const struct lh_plan_layer *layers, const u
 
 /*
  * The order in which layers are swapped: inter-block ones (they cannot be recomputed), then by
- * falling OB, and of equal ones the later layer first, whose activations stay for the shortest
- * time. order has layer_count places.
+ * falling OB. Equal ones are spread over the model, so that what moves in any stretch of a step is
+ * what the links have time for there: the equations know sums only. order has layer_count places.
  */
 void lh_cost_lohan_order(const struct lh_plan_model *model, uint32_t *order);
 /* T_iter with A and FLOP_r given. */

@@ -21,13 +21,14 @@ from lohan.errors import BudgetError, LohanError, MachineError
 
 SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
 _SECONDS_PER_DAY = 86400
-# csrc/sim/preset.h: AdamW's rate in parameters, in bytes of memory.
-_ADAM_BYTES_PER_PARAM = 24
+# Of main memory, that AdamW reads and writes of a parameter: csrc/sched/update.c.
+_ADAM_BYTES_PER_PARAM = {"bfloat16": 24, "float16": 28, "float32": 24}
 # P16, what makes it a master, and two moments, in the committed slot and in the one being written.
 _STATE_BYTES_PER_PARAM = {"bfloat16": 12, "float16": 14, "float32": 12}
 _SLOT_COUNT = 2
 _TRANSFER_BYTES = 4 << 20
-_IO_DEPTH = (16, 64)
+# As of lohan.wrap.
+_IO_DEPTH = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +139,9 @@ def _raiser(code: int, message: str, is_rule: bool) -> LohanError:
     return LohanError(message)
 
 
-def _core_machine(machine: Machine, device_bytes: int) -> dict[str, int]:
-    worker = machine.adam_params_per_s * _ADAM_BYTES_PER_PARAM // machine.worker_count
+def _core_machine(machine: Machine, placement: Placement) -> dict[str, int]:
+    per_param = _ADAM_BYTES_PER_PARAM[placement.dtype]
+    worker = machine.adam_params_per_s * per_param // machine.worker_count
     return {
         "ssd_count": machine.ssd_count,
         "ssd_read_bytes_per_s": machine.ssd_read_bytes_per_s,
@@ -150,7 +152,7 @@ def _core_machine(machine: Machine, device_bytes: int) -> dict[str, int]:
         "ssd_sync_ns": machine.ssd_sync_ns,
         "worker_count": machine.worker_count,
         "worker_bytes_per_s": max(worker, 1),
-        "device_bytes": device_bytes,
+        "device_bytes": placement.slot_bytes,
         "copy_in_bytes_per_s": machine.link_in_bytes_per_s,
         "copy_out_bytes_per_s": machine.link_out_bytes_per_s,
         "copy_latency_ns": machine.link_latency_ns,
@@ -225,12 +227,12 @@ def simulate(model: Model, machine: Machine, options: Options | None = None) -> 
             if block_params(block)
         ],
         blocks=placement.blocks,
-        machine=_core_machine(machine, placement.slot_bytes),
+        machine=_core_machine(machine, placement),
         saved=_saved(placement),
         host_bytes=placement.engine_bytes,
         schedule=SCHEDULES.index(options.schedule or placement.schedule),
         commit_every=options.commit_every,
-        io_depth=min(_IO_DEPTH[0] * machine.ssd_count, _IO_DEPTH[1]),
+        io_depth=_IO_DEPTH,
         transfer_bytes=_TRANSFER_BYTES,
         raiser=_raiser,
     )

@@ -101,6 +101,14 @@ def test_recomputation_lengthens_backward_by_its_flop() -> None:
     assert compute_ns == pytest.approx(expected_ns, abs=2 * len(model.blocks))
 
 
+def test_what_leaves_is_spread_over_the_blocks() -> None:
+    placement = _placement.place(_plan.named_model("gpt-13b", batch=32), machine(), "lohan")
+    moved = [sum(nbytes for nbytes, _ in saved) for *_, saved in placement.blocks[1:-1]]
+    assert len(set(moved)) > 1, "one kind of layer is swapped in part"
+    stretches = [sum(moved[i : i + 8]) for i in range(0, len(moved), 8)]
+    assert max(stretches) < 1.3 * min(stretches)
+
+
 def test_what_a_plan_takes_of_memory_is_there() -> None:
     for batch in (1, 8, 32):
         model = _plan.named_model("opt-6.7b", batch=batch)
