@@ -167,7 +167,7 @@ def _share(name: str, index: int, ceiling: int, every: int) -> int:
     return torch.cuda.mem_get_info(index)[0] // _FREE_SHARE if name == "cuda" else every
 
 
-class _Kept:
+class Kept:
     """A saved tensor that counts as device memory while autograd has it."""
 
     __slots__ = ("key", "meter", "packed")
@@ -209,11 +209,11 @@ class Meter:
         """The other end of wrap()."""
 
         def counted(packed: Any) -> Any:
-            return unpack(packed.packed if isinstance(packed, _Kept) else packed)
+            return unpack(packed.packed if isinstance(packed, Kept) else packed)
 
         return counted
 
-    def take(self, packed: Any) -> _Kept:
+    def take(self, packed: Any) -> Kept:
         """Count a saved tensor's storage, once however many tensors share it.
 
         Args:
@@ -226,7 +226,7 @@ class Meter:
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
         entry = self._storages.setdefault(key, [storage.nbytes(), 0])
-        kept = _Kept(self, packed, key)  # from here on it is dropped, whatever happens
+        kept = Kept(self, packed, key)  # from here on it is dropped, whatever happens
         entry[1] += 1
         if entry[1] == 1:
             self.kept_bytes += entry[0]

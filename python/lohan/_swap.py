@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from lohan import _core
-from lohan._device import Device, Meter
+from lohan._device import Device, Kept, Meter
 from lohan.config import Config
 from lohan.errors import ModelError, store_error
 
@@ -119,7 +119,6 @@ class _Item:
         "__weakref__",
         "before",
         "bytes",
-        "error",
         "is_dropped",
         "is_fetched",
         "kept",
@@ -134,7 +133,6 @@ class _Item:
         self.number = number
         self.nbytes = nbytes
         self.packed = packed  # until its bytes are taken
-        self.error: RuntimeError | None = None
         self.before: weakref.ref[_Item] | None = None  # what was put before it
         self.bytes: torch.Tensor | None = None
         self.kept: Any = None  # counts its target as device memory
@@ -142,12 +140,15 @@ class _Item:
         self.is_dropped = False
 
     def release(self) -> None:
-        """Its bytes are taken: what was saved is free, if nobody changed it meanwhile."""
-        try:
-            self.swap.inner_unpack(self.packed)
-        except RuntimeError as error:
-            self.error = error
-        self.packed = None
+        """Its bytes are taken: what was saved is free, if nobody changed it meanwhile.
+
+        This is in the middle of an operation that saves something else, which inner_unpack() is not
+        for: that one is kept to refuse what was changed.
+        """
+        packed = self.packed.packed if isinstance(self.packed, Kept) else self.packed
+        tensor, version = packed if isinstance(packed, tuple) else (packed, 0)
+        if version < 0 or tensor._version == version:
+            self.packed = None
 
     def fetch(self) -> None:
         """Ask for it."""
@@ -176,8 +177,8 @@ class _Item:
                 self.bytes = swap.engine.saved_lend(self.number, self.nbytes)
             self.is_dropped = True
             swap.sweep()
-        if self.error is not None:
-            raise self.error
+        if self.packed is not None:
+            swap.inner_unpack(self.packed)  # says what was changed
         assert self.bytes is not None
         return self.bytes
 

@@ -126,6 +126,34 @@ def test_a_batch_that_the_device_has_no_room_for_trains(store_dir: pathlib.Path)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def test_a_parameter_outside_its_block_stays_while_an_operation_saves(
+    store_dir: pathlib.Path,
+) -> None:
+    """What is let go of in the middle of an operation is not what that operation brought in."""
+
+    class Outside(Tower):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.scales = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block, scale in zip(self.blocks, self.scales, strict=True):
+                x = functional.layer_norm(block(x), (WIDTH,), scale.weight, scale.bias)
+            return x.square().mean()
+
+    losses = []
+    for name, swap in (("a", {}), ("b", {"swap_bytes": 8 << 20, "swap_ssd_bytes": 64 << 20})):
+        model = lohan.wrap(Outside(), store=store_dir / name, lr=1e-3, **swap)
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = model(batch(step, torch.float32))
+            loss.backward()
+            model.optimizer.step()
+        losses.append(loss.detach())
+        model.lohan.close()
+    assert torch.equal(*losses)
+
+
 def test_gpt2_with_tied_weights_and_accumulation(store_dir: pathlib.Path) -> None:
     config = GPT2Config(n_layer=2, n_embd=128, n_head=4, vocab_size=512, use_cache=False)
     tokens = torch.randint(0, 512, (2, 64), generator=torch.Generator().manual_seed(0))
@@ -163,7 +191,6 @@ def test_what_was_changed_in_place_meanwhile_is_noticed(store_dir: pathlib.Path)
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = torch.tanh(self.blocks[0](x))
             loss = y.square().mean()
-            y.data  # noqa: B018
             y.add_(1)
             return loss
 
