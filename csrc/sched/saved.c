@@ -417,8 +417,13 @@ void lh_saved_dropped(struct lh_engine *engine, uint32_t item)
 
 bool lh_saved_is_stuck(const struct lh_engine *engine)
 {
-    return engine->opts.saved.memory_bytes > 0 && (engine->saved.puts.first != LH_SAVED_NONE ||
-                                                   engine->saved.wants.first != LH_SAVED_NONE);
+    const struct lh_saved_area *area = &engine->saved;
+    uint32_t wanted = area->wants.first;
+    if (engine->opts.saved.memory_bytes == 0)
+        return false;
+    /* One that is only fetched ahead may wait for as long as its reader does. */
+    return area->puts.first != LH_SAVED_NONE ||
+           (wanted != LH_SAVED_NONE && area->items[wanted].is_awaited);
 }
 
 void lh_saved_stuck_set(const struct lh_engine *engine, struct lh_error *err)
