@@ -150,7 +150,11 @@ def _parse(text: str, where: str) -> Machine:
 
 
 def load(name: str) -> Machine:
-    """A preset by its name, or a machine from a TOML file.
+    """A preset by its name, a machine from a TOML file, or this one, measured.
+
+    Args:
+        name: a preset's, a file's, "here" (its SSD is the current directory's), or
+            "here:DIR,DIR,..." for others.
 
     Raises:
         MachineError: there is none, or the file says what no machine can be; the message names the
@@ -159,11 +163,16 @@ def load(name: str) -> Machine:
     if name in names():
         preset = resources.files("lohan") / "machines" / f"{name}.toml"
         return _parse(preset.read_text(encoding="utf-8"), name)
+    here, _, directories = name.partition(":")
+    if here == "here":
+        from lohan import _measure  # torch is not needed for other machines
+
+        return _measure.measure(directories.split(",") if directories else ["."])
     path = Path(name)
     try:
         return _parse(path.read_text(encoding="utf-8"), name)
     except (OSError, UnicodeDecodeError) as error:
         raise MachineError(
             f"{name}: no preset and no file that can be read ({error}); presets are"
-            f" {', '.join(names())}"
+            f" {', '.join(names())}; this machine, measured: here"
         ) from error

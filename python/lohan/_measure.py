@@ -1,0 +1,129 @@
+"""The machine that this runs on, as plans and simulations take one: measured in some seconds.
+
+SSDs by sequential O_DIRECT transfers, the GPU by a product of large matrices in bf16 and by copies
+of pinned memory, AdamW by lohan's own kernel. Without a GPU the CPU computes: its matrix products,
+and a copy in main memory for the link.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lohan import _core
+from lohan._machines import Machine
+from lohan.errors import store_error
+
+_PROBE_BYTES = 512 << 20
+_COPY_BYTES = 256 << 20
+_ROUND_COUNT = 5
+_ADAM_COUNT = 1 << 22
+_MATRIX_GPU = 8192
+_MATRIX_CPU = 2048
+# Of main memory that is free: the rest is the system's and torch's own.
+_HOST_SHARE = 0.9
+
+
+def measure(directories: Sequence[str] = (".",)) -> Machine:
+    """Measure this machine, and the SSDs of directories, which are taken to be one each.
+
+    Raises:
+        StoreError: a directory refuses O_DIRECT, or has no room for the probe.
+    """
+    rates = [_core.store_measure(store_error, d, _PROBE_BYTES) for d in directories]
+    workers = len(os.sched_getaffinity(0))
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if has_gpu else "cpu")
+    available = int(_core.build_info()["memory_available_bytes"])
+    copies = _gpu_links(device) if has_gpu else (_memory_rate(),) * 2
+    return Machine(
+        name="this machine" if has_gpu else "this machine, computing on its CPU",
+        gpu_flop_per_s=_flop_rate(device),
+        gpu_bytes=torch.cuda.mem_get_info(device)[0] if has_gpu else available // 2,
+        link_in_bytes_per_s=copies[0],
+        link_out_bytes_per_s=copies[1],
+        host_bytes=int(_HOST_SHARE * (available if has_gpu else available // 2)),
+        adam_params_per_s=_adam_rate(workers),
+        ssd_count=len(directories),
+        ssd_write_bytes_per_s=min(int(write) for write, _ in rates),
+        ssd_read_bytes_per_s=min(int(read) for _, read in rates),
+        ssd_bytes=min(shutil.disk_usage(d).free for d in directories),
+        worker_count=min(workers, 64),
+    )
+
+
+def as_toml(machine: Machine) -> str:
+    """The machine as a file for `--machine`."""
+    values = {"name": machine.name, **machine.as_core()}
+    lines = [f"{k} = {v!r}" if k != "name" else f'name = "{v}"' for k, v in values.items()]
+    return "# Measured by lohan.\n" + "\n".join(lines) + "\n"
+
+
+def _seconds(run: Callable[[], object], finish: Callable[[], object] = lambda: None) -> float:
+    """Of one run: the median of some, behind one that is not counted."""
+    times = []
+    for _ in range(_ROUND_COUNT + 1):
+        finish()
+        begin = time.perf_counter()
+        run()
+        finish()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def _flop_rate(device: torch.device) -> int:
+    size = _MATRIX_GPU if device.type == "cuda" else _MATRIX_CPU
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    return int(2 * size**3 / _seconds(lambda: a @ b, finish))
+
+
+def _gpu_links(device: torch.device) -> tuple[int, int]:
+    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    finish = torch.cuda.synchronize
+    return (
+        int(_COPY_BYTES / _seconds(lambda: there.copy_(host, non_blocking=True), finish)),
+        int(_COPY_BYTES / _seconds(lambda: host.copy_(there, non_blocking=True), finish)),
+    )
+
+
+def _memory_rate() -> int:
+    a, b = (torch.zeros(_COPY_BYTES, dtype=torch.uint8) for _ in range(2))
+    return int(_COPY_BYTES / _seconds(lambda: b.copy_(a)))
+
+
+def _adam_rate(workers: int) -> int:
+    """Parameters a second of a bf16 update with its checksums, by all workers at once."""
+    param, gradient = (torch.zeros(_ADAM_COUNT, dtype=torch.bfloat16) for _ in range(2))
+    residual = torch.zeros(_ADAM_COUNT, dtype=torch.int16)
+    moments = [torch.zeros(_ADAM_COUNT) for _ in range(2)]
+
+    def update() -> None:
+        _core.adam_update(
+            None,
+            param.data_ptr(),
+            residual.data_ptr(),
+            moments[0].data_ptr(),
+            moments[1].data_ptr(),
+            gradient.data_ptr(),
+            _ADAM_COUNT,
+            "bfloat16",
+            "bfloat16",
+            1e-3,
+            0.9,
+            0.999,
+            1e-8,
+            0.0,
+            1,
+            1.0,
+            threads=workers,
+            checksums=True,
+        )
+
+    return int(_ADAM_COUNT / _seconds(update))
