@@ -98,13 +98,14 @@ struct lh_plan_totals lh_plan_model_totals(const struct lh_plan_model *model)
     for (uint32_t i = 0; i < model->block_count; i++) {
         const struct lh_plan_block *block = &model->blocks[i];
         uint64_t activation_bytes = 0;
+        uint64_t working_bytes = 0;
         for (uint32_t j = 0; j < block->layer_count; j++) {
             const struct lh_plan_layer *layer = &model->layers[block->layer_first + j];
             totals.forward_flop += layer->forward_flop;
             activation_bytes += layer->activation_bytes;
             if (layer->is_inter_block)
                 totals.inter_block_activation_bytes += layer->activation_bytes;
-            totals.working_bytes_max = lh_max_u64(totals.working_bytes_max, layer->working_bytes);
+            working_bytes = lh_max_u64(working_bytes, layer->working_bytes);
         }
         uint64_t param_count = lh_plan_block_param_count(model, i);
         totals.param_count += param_count;
@@ -112,6 +113,8 @@ struct lh_plan_totals lh_plan_model_totals(const struct lh_plan_model *model)
         totals.block_param_count_max = lh_max_u64(totals.block_param_count_max, param_count);
         totals.block_activation_bytes_max =
             lh_max_u64(totals.block_activation_bytes_max, activation_bytes);
+        totals.block_gpu_bytes_max =
+            lh_max_u64(totals.block_gpu_bytes_max, activation_bytes + working_bytes);
     }
     return totals;
 }

@@ -52,8 +52,8 @@ struct lh_plan_totals {
     uint64_t activation_bytes;             /* A_all */
     uint64_t inter_block_activation_bytes; /* A_interBlock */
     uint64_t block_param_count_max;
-    uint64_t block_activation_bytes_max; /* what a recomputed block holds */
-    uint64_t working_bytes_max;
+    uint64_t block_activation_bytes_max;
+    uint64_t block_gpu_bytes_max; /* its activations, and what its layers work with */
 };
 
 /*

@@ -1,92 +1,211 @@
 #include "plan/policy.h"
 
 #include <inttypes.h>
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
-/*
- * As csrc/plan/budget.h divides it: parameters of three blocks, gradients of two, and a full
- * pipeline of slabs.
- */
-#define BLOCK_COUNT_P16 3
-#define BLOCK_COUNT_GRADIENTS 2
-#define SLAB_BYTES (UINT64_C(8) * 12 * LH_MIB)
+#include "plan/cost_fuyou.h"
 
-struct policy {
-    const char *name;
-    int (*plan)(struct lh_plan *plan, const struct lh_plan_model *model,
-                const struct lh_plan_machine *machine, struct lh_alloc *alloc,
-                struct lh_error *err);
-};
+typedef int (*policy_fn)(struct lh_plan *plan, struct lh_plan_ask *ask, struct lh_error *err);
 
-uint64_t lh_plan_host_working_bytes(const struct lh_plan_model *model)
-{
-    uint64_t block_params = lh_plan_model_totals(model).block_param_count_max;
-    return (BLOCK_COUNT_P16 + BLOCK_COUNT_GRADIENTS) * model->param_bytes * block_params +
-           SLAB_BYTES;
-}
-
-static int host_available(const struct lh_plan_model *model, const struct lh_plan_machine *machine,
-                          uint64_t *bytes_out, struct lh_error *err)
-{
-    uint64_t working_bytes = lh_plan_host_working_bytes(model);
-    *bytes_out = 0;
-    if (machine->host_bytes < working_bytes)
-        return lh_error_set(
-            err, -ENOSPC,
-            "host_bytes %" PRIu64 " is too small: the buffers of a step need %" PRIu64
-            " (blocks of %" PRIu64 " parameters)",
-            machine->host_bytes, working_bytes, lh_plan_model_totals(model).block_param_count_max);
-    *bytes_out = machine->host_bytes - working_bytes;
-    return 0;
-}
-
-/* Swapped layers to main memory in forward order while they fit, the others to SSD. */
-static void places_fill(struct lh_plan_choice *choice, const struct lh_plan_model *model,
-                        uint64_t host_bytes)
+uint64_t lh_plan_places_fill(struct lh_plan_choice *choice, const struct lh_plan_model *model,
+                             uint64_t host_bytes)
 {
     for (uint32_t i = 0; i < model->layer_count; i++) {
+        uint64_t bytes = model->layers[i].activation_bytes;
+        if (choice->fates[i] != LH_PLAN_FATE_SWAP_SSD || bytes > host_bytes)
+            continue;
+        host_bytes -= bytes;
+        choice->fates[i] = LH_PLAN_FATE_SWAP_HOST;
+    }
+    return host_bytes;
+}
+
+void lh_plan_last_keep(struct lh_plan_choice *choice, const struct lh_plan_model *model,
+                       uint64_t gpu_bytes)
+{
+    for (uint32_t i = model->layer_count; i-- > 0;) {
+        uint64_t bytes = model->layers[i].activation_bytes;
         if (choice->fates[i] != LH_PLAN_FATE_SWAP_SSD)
             continue;
-        if (model->layers[i].activation_bytes > host_bytes)
-            continue;
-        host_bytes -= model->layers[i].activation_bytes;
-        choice->fates[i] = LH_PLAN_FATE_SWAP_HOST;
+        if (bytes > gpu_bytes)
+            return;
+        gpu_bytes -= bytes;
+        choice->fates[i] = LH_PLAN_FATE_KEEP;
     }
 }
 
-static int lohan_plan(struct lh_plan *plan, const struct lh_plan_model *model,
-                      const struct lh_plan_machine *machine, struct lh_alloc *alloc,
-                      struct lh_error *err)
+/* Layers that save nothing are kept; fate is the others'. */
+static void fates_set(struct lh_plan *plan, const struct lh_plan_ask *ask, enum lh_plan_fate inter,
+                      enum lh_plan_fate intra)
 {
-    uint64_t available_bytes = 0;
-    LH_TRY(host_available(model, machine, &available_bytes, err));
-    uint32_t *order = lh_alloc_zeroed(alloc, model->layer_count, sizeof(*order));
-    if (!order)
-        return lh_error_set(err, -ENOMEM, "no memory to sort %u layers", model->layer_count);
-    lh_cost_lohan_order(model, order);
-    struct lh_plan_totals totals = lh_plan_model_totals(model);
-    struct lh_cost_lohan cost = lh_cost_lohan_make(machine, &totals, available_bytes);
-    struct lh_cost_swap swap = lh_cost_lohan_swap(&cost, model, order, UINT64_MAX);
-    for (uint32_t i = 0; i < model->layer_count; i++)
-        plan->choice.fates[order[i]] =
-            i < swap.layer_count ? LH_PLAN_FATE_SWAP_SSD : LH_PLAN_FATE_RECOMPUTE;
-    lh_free(alloc, order);
-    places_fill(&plan->choice, model, available_bytes);
-    plan->kind = swap.kind;
-    plan->iteration_s = swap.iteration_s;
+    for (uint32_t i = 0; i < ask->model->layer_count; i++) {
+        const struct lh_plan_layer *layer = &ask->model->layers[i];
+        enum lh_plan_fate fate = layer->is_inter_block ? inter : intra;
+        plan->choice.fates[i] = layer->activation_bytes > 0 ? fate : LH_PLAN_FATE_KEEP;
+    }
+}
+
+static int host_refuse(const struct lh_plan_ask *ask, const char *policy, uint64_t bytes,
+                       struct lh_error *err)
+{
+    return lh_error_set(err, -ENOSPC,
+                        "policy %s swaps to main memory alone: %" PRIu64
+                        " bytes of inter-block activations, and %" PRIu64 " of host_bytes %" PRIu64
+                        " are left for them; 'lohan' and 'auto' use SSDs as well",
+                        policy, bytes, ask->host_bytes, ask->machine->host_bytes);
+}
+
+static int zero_plan(struct lh_plan *plan, struct lh_plan_ask *ask, struct lh_error *err)
+{
+    if (ask->totals.inter_block_activation_bytes > ask->host_bytes)
+        return host_refuse(ask, "zero", ask->totals.inter_block_activation_bytes, err);
+    fates_set(plan, ask, LH_PLAN_FATE_SWAP_HOST, LH_PLAN_FATE_RECOMPUTE);
     return 0;
 }
 
-static const struct policy policies[] = {
-    {"lohan", lohan_plan},
-};
+/* Does swapping so much hide behind computation, with no other traffic on the link? */
+static bool is_hidden(const struct lh_plan_ask *ask, uint64_t bytes, uint64_t recompute_flop)
+{
+    const struct lh_plan_machine *machine = ask->machine;
+    double gpu = (double)machine->gpu_flop_per_s;
+    double forward_s = (double)ask->totals.forward_flop / gpu;
+    double backward_s = (double)(2 * ask->totals.forward_flop + recompute_flop) / gpu;
+    return (double)bytes / (double)machine->link_out_bytes_per_s <= forward_s &&
+           (double)bytes / (double)machine->link_in_bytes_per_s <= backward_s;
+}
+
+/* Source: LoHan V-E (what Capuchin looks at), LoHan IV-D (what it does not) */
+static int capuchin_plan(struct lh_plan *plan, struct lh_plan_ask *ask, struct lh_error *err)
+{
+    uint64_t gpu_bytes = ask->gpu_bytes;
+    uint64_t host_bytes = ask->host_bytes;
+    uint64_t swapped_bytes = 0;
+    uint64_t recompute_flop = ask->totals.forward_flop;
+    for (uint32_t i = 0; i < ask->model->layer_count; i++) {
+        uint32_t index = ask->order[i];
+        const struct lh_plan_layer *layer = &ask->model->layers[index];
+        uint64_t bytes = layer->activation_bytes;
+        uint64_t left_flop = recompute_flop - layer->forward_flop;
+        enum lh_plan_fate fate = LH_PLAN_FATE_RECOMPUTE;
+        if (bytes <= gpu_bytes) {
+            fate = LH_PLAN_FATE_KEEP;
+            gpu_bytes -= bytes;
+        } else if (bytes <= host_bytes &&
+                   (layer->is_inter_block || is_hidden(ask, swapped_bytes + bytes, left_flop))) {
+            fate = LH_PLAN_FATE_SWAP_HOST;
+            host_bytes -= bytes;
+            swapped_bytes += bytes;
+        } else if (layer->is_inter_block) {
+            return host_refuse(ask, "capuchin", ask->totals.inter_block_activation_bytes, err);
+        }
+        plan->choice.fates[index] = (uint8_t)fate;
+        if (fate != LH_PLAN_FATE_RECOMPUTE)
+            recompute_flop = left_flop;
+    }
+    return 0;
+}
+
+static int g10_plan(struct lh_plan *plan, struct lh_plan_ask *ask, struct lh_error *err)
+{
+    (void)err;
+    fates_set(plan, ask, LH_PLAN_FATE_SWAP_SSD, LH_PLAN_FATE_SWAP_SSD);
+    /* Those needed soonest are inactive for the shortest time. */
+    lh_plan_last_keep(&plan->choice, ask->model, ask->gpu_bytes);
+    return 0;
+}
+
+static void algorithm_apply(struct lh_plan *plan, struct lh_plan_ask *ask,
+                            uint64_t swapped_bytes_max)
+{
+    struct lh_cost_lohan cost = lh_cost_lohan_make(ask->machine, &ask->totals, ask->host_bytes);
+    struct lh_cost_swap swap = lh_cost_lohan_swap(&cost, ask->model, ask->order, swapped_bytes_max);
+    fates_set(plan, ask, LH_PLAN_FATE_RECOMPUTE, LH_PLAN_FATE_RECOMPUTE);
+    for (uint32_t i = 0; i < swap.layer_count; i++)
+        if (plan->choice.fates[ask->order[i]] == LH_PLAN_FATE_RECOMPUTE)
+            plan->choice.fates[ask->order[i]] = LH_PLAN_FATE_SWAP_SSD;
+    (void)lh_plan_places_fill(&plan->choice, ask->model, ask->host_bytes);
+    plan->kind = swap.kind;
+    plan->policy_s = swap.iteration_s;
+}
+
+static int cpu_act_plan(struct lh_plan *plan, struct lh_plan_ask *ask, struct lh_error *err)
+{
+    if (ask->totals.inter_block_activation_bytes > ask->host_bytes)
+        return host_refuse(ask, "cpu_act", ask->totals.inter_block_activation_bytes, err);
+    algorithm_apply(plan, ask, ask->host_bytes);
+    return 0;
+}
+
+static int lohan_plan(struct lh_plan *plan, struct lh_plan_ask *ask, struct lh_error *err)
+{
+    (void)err;
+    algorithm_apply(plan, ask, UINT64_MAX);
+    return 0;
+}
+
+static int naive_plan(struct lh_plan *plan, struct lh_plan_ask *ask, struct lh_error *err)
+{
+    plan->choice.schedule = LH_PLAN_SCHEDULE_NAIVE;
+    return lohan_plan(plan, ask, err);
+}
+
+static int fuyou_plan(struct lh_plan *plan, struct lh_plan_ask *ask, struct lh_error *err)
+{
+    uint32_t count = ask->model->layer_count;
+    bool *is_swapped = lh_alloc_zeroed(ask->alloc, count, sizeof(*is_swapped));
+    if (!is_swapped)
+        return lh_error_set(err, -ENOMEM, "no memory for queues of %u layers", count);
+    struct lh_cost_fuyou cost = lh_cost_fuyou_make(ask->machine, &ask->totals);
+    struct lh_cost_fuyou_swap swap = lh_cost_fuyou_swap(&cost, ask->model, is_swapped);
+    fates_set(plan, ask, LH_PLAN_FATE_SWAP_SSD, LH_PLAN_FATE_RECOMPUTE);
+    for (uint32_t i = 0; i < count; i++)
+        if (is_swapped[i] && plan->choice.fates[i] == LH_PLAN_FATE_RECOMPUTE)
+            plan->choice.fates[i] = LH_PLAN_FATE_SWAP_SSD;
+    lh_free(ask->alloc, is_swapped);
+    (void)lh_plan_places_fill(&plan->choice, ask->model, ask->host_bytes);
+    plan->policy_s = swap.iteration_s;
+    return 0;
+}
+
+/* Begins with the best of all others, so that none is faster. */
+static int auto_plan(struct lh_plan *plan, struct lh_plan_ask *ask, struct lh_error *err)
+{
+    static const policy_fn others[] = {zero_plan,    capuchin_plan, g10_plan,
+                                       cpu_act_plan, fuyou_plan,    lohan_plan};
+    struct lh_plan other = {0};
+    LH_TRY(lh_plan_choice_init(&other.choice, ask->model, ask->alloc, err));
+    int rc = 0;
+    double best_s = INFINITY;
+    for (size_t i = 0; rc != -ENOMEM && i < LH_COUNT_OF(others); i++) {
+        rc = others[i](&other, ask, NULL);
+        other.choice.master_bytes = ask->model->residual_bytes;
+        struct lh_plan_step step = lh_plan_timeline_step(&ask->timeline, &other.choice);
+        if (rc < 0 || step.iteration_s >= best_s ||
+            lh_plan_step_check(&step, ask->machine, NULL) < 0)
+            continue;
+        best_s = step.iteration_s;
+        lh_plan_choice_copy(&plan->choice, &other.choice);
+    }
+    lh_plan_choice_deinit(&other.choice, ask->alloc);
+    plan->choice.master_bytes = ask->model->residual_bytes;
+    if (rc == -ENOMEM)
+        return lh_error_set(err, rc, "no memory for a plan of %u layers", ask->model->layer_count);
+    LH_TRY(lh_plan_auto(&plan->choice, best_s, ask, err));
+    plan->policy_s = lh_plan_timeline_step(&ask->timeline, &plan->choice).iteration_s;
+    return 0;
+}
+
+static const char *const policy_names[] = {"zero",  "capuchin", "g10",  "cpu_act", "naive",
+                                           "fuyou", "lohan",    "auto", NULL};
+static const policy_fn policies[] = {zero_plan,  capuchin_plan, g10_plan,   cpu_act_plan,
+                                     naive_plan, fuyou_plan,    lohan_plan, auto_plan};
+_Static_assert(LH_COUNT_OF(policy_names) == LH_COUNT_OF(policies) + 1, "a name a policy");
 
 const char *const *lh_plan_policy_names(void)
 {
-    static const char *const names[] = {"lohan", NULL};
-    _Static_assert(LH_COUNT_OF(names) == LH_COUNT_OF(policies) + 1, "a name a policy");
-    return names;
+    return policy_names;
 }
 
 static int name_refuse(const char *name, struct lh_error *err)
@@ -94,9 +213,53 @@ static int name_refuse(const char *name, struct lh_error *err)
     char all[256] = "";
     for (size_t i = 0; i < LH_COUNT_OF(policies); i++) {
         size_t used = strlen(all);
-        snprintf(all + used, sizeof(all) - used, "%s%s", i ? ", " : "", policies[i].name);
+        snprintf(all + used, sizeof(all) - used, "%s%s", i ? ", " : "", policy_names[i]);
     }
     return lh_error_set(err, -EINVAL, "there is no policy '%.64s': the names are %s", name, all);
+}
+
+static int ask_init(struct lh_plan_ask *ask, struct lh_error *err)
+{
+    const struct lh_plan_model *model = ask->model;
+    uint64_t host_bytes = lh_plan_host_working_bytes(model);
+    uint64_t gpu_bytes = lh_plan_gpu_working_bytes(model);
+    ask->totals = lh_plan_model_totals(model);
+    if (ask->machine->host_bytes < host_bytes)
+        return lh_error_set(
+            err, -ENOSPC,
+            "host_bytes %" PRIu64 " is too small: the buffers of a step need %" PRIu64
+            " (the largest block has %" PRIu64
+            " parameters): take a smaller model, or set host_bytes",
+            ask->machine->host_bytes, host_bytes, ask->totals.block_param_count_max);
+    if (ask->machine->gpu_bytes < gpu_bytes)
+        return lh_error_set(
+            err, -ENOSPC,
+            "gpu_bytes %" PRIu64 " is too small: the buffers of a step need %" PRIu64
+            " (the largest block has %" PRIu64 " parameters, and works with %" PRIu64
+            " bytes): take a smaller batch, or set gpu_bytes",
+            ask->machine->gpu_bytes, gpu_bytes, ask->totals.block_param_count_max,
+            ask->totals.block_gpu_bytes_max);
+    ask->host_bytes = ask->machine->host_bytes - host_bytes;
+    /* Activations stay where a block's on their way out or in have room beside them. */
+    uint64_t transit_bytes = ask->totals.block_activation_bytes_max;
+    ask->gpu_bytes = ask->machine->gpu_bytes - gpu_bytes;
+    ask->gpu_bytes -= lh_min_u64(ask->gpu_bytes, transit_bytes);
+    ask->order = lh_alloc_zeroed(ask->alloc, model->layer_count, sizeof(*ask->order));
+    if (!ask->order)
+        return lh_error_set(err, -ENOMEM, "no memory to sort %u layers", model->layer_count);
+    lh_cost_lohan_order(model, ask->order);
+    int rc = lh_plan_timeline_init(&ask->timeline, model, ask->machine, ask->alloc, err);
+    if (rc < 0)
+        lh_free(ask->alloc, ask->order);
+    return rc;
+}
+
+static int plan_run(struct lh_plan *plan, struct lh_plan_ask *ask, policy_fn policy,
+                    struct lh_error *err)
+{
+    LH_TRY(policy(plan, ask, err));
+    plan->step = lh_plan_timeline_step(&ask->timeline, &plan->choice);
+    return lh_plan_step_check(&plan->step, ask->machine, err);
 }
 
 int lh_plan_make(struct lh_plan *plan, const struct lh_plan_model *model,
@@ -104,16 +267,20 @@ int lh_plan_make(struct lh_plan *plan, const struct lh_plan_model *model,
                  struct lh_error *err)
 {
     memset(plan, 0, sizeof(*plan));
-    const struct policy *found = NULL;
-    for (size_t i = 0; i < LH_COUNT_OF(policies); i++)
-        if (strcmp(policies[i].name, policy) == 0)
-            found = &policies[i];
-    if (!found)
+    size_t index = 0;
+    while (policy_names[index] && strcmp(policy_names[index], policy) != 0)
+        index++;
+    if (!policy_names[index])
         return name_refuse(policy, err);
-    LH_TRY(lh_plan_choice_init(&plan->choice, model, alloc, err));
-    int rc = found->plan(plan, model, machine, alloc, err);
+    struct lh_plan_ask ask = {.model = model, .machine = machine, .alloc = alloc};
+    LH_TRY(ask_init(&ask, err));
+    int rc = lh_plan_choice_init(&plan->choice, model, alloc, err);
+    if (rc == 0)
+        rc = plan_run(plan, &ask, policies[index], err);
     if (rc < 0)
         lh_plan_deinit(plan, alloc);
+    lh_plan_timeline_deinit(&ask.timeline, alloc);
+    lh_free(alloc, ask.order);
     return rc;
 }
 

@@ -1,34 +1,50 @@
 /*
  * Policies: how a plan is chosen, by name.
  *
- *      lohan    inter-block activations are swapped, and of the others those that Algorithm 1 says;
- *               to main memory what fits there, to SSD the rest. Updates in backward.
+ *      zero       inter-block activations to main memory, the others recomputed
+ *      capuchin   layers kept while the GPU has room, then swapped to main memory while that hides
+ *                 behind computation, the others recomputed: sees GPU and link alone
+ *      g10        the last layers kept while the GPU has room, all others swapped to SSD
+ *      cpu_act    as lohan, with main memory alone for what is swapped
+ *      naive      as lohan; updates read, compute and write one after the other
+ *      fuyou      Fuyou's cost model and its two queues
+ *      lohan      Algorithm 1: to main memory what fits there, to SSD the rest
+ *      auto       lohan's own: what the timeline says is fastest (csrc/plan/auto.c)
  *
- * Main memory that buffers need (lh_plan_memory) is not there for activations.
+ * All have the states on SSD and update in backward, but auto. Main memory and GPU memory that the
+ * buffers of a step need are not there for activations.
  *
  * Pure; includes base only.
- * Source: LoHan IV-D, LoHan V-E (what it is compared with).
+ * Source: LoHan V-D, V-E (the policies), Fuyou 4.5.
  */
 #ifndef LH_PLAN_POLICY_H
 #define LH_PLAN_POLICY_H
 
 #include "plan/choice.h"
 #include "plan/cost_lohan.h"
-#include "plan/machine.h"
-#include "plan/model.h"
+#include "plan/timeline.h"
 
 struct lh_plan {
     struct lh_plan_choice choice;
-    enum lh_cost_case kind; /* of Algorithm 1; NONE: the policy does not use it */
-    /* What its own cost model says of a step; 0: it has none. */
-    double iteration_s;
+    struct lh_plan_step step; /* what the timeline says of it */
+    enum lh_cost_case kind;   /* of Algorithm 1; NONE: the policy does not use it */
+    double policy_s;          /* a step by the policy's own cost model; 0: it has none */
+};
+
+/* What a policy plans with, and for. */
+struct lh_plan_ask {
+    const struct lh_plan_model *model;
+    const struct lh_plan_machine *machine;
+    struct lh_plan_totals totals;
+    uint64_t host_bytes; /* behind the buffers of a step */
+    uint64_t gpu_bytes;  /* behind those, and what is on its way */
+    uint32_t *order;     /* lh_cost_lohan_order() of the model */
+    struct lh_plan_timeline timeline;
+    struct lh_alloc *alloc;
 };
 
 /* The names, in the order of the table above; NULL ends them. */
 const char *const *lh_plan_policy_names(void);
-
-/* Main memory that the buffers of a step need, before any activation or state stays there. */
-uint64_t lh_plan_host_working_bytes(const struct lh_plan_model *model);
 
 /*
  * Plan for a model and a machine that passed their checks.
@@ -41,5 +57,23 @@ int lh_plan_make(struct lh_plan *plan, const struct lh_plan_model *model,
                  const struct lh_plan_machine *machine, const char *policy, struct lh_alloc *alloc,
                  struct lh_error *err) LH_MUST_CHECK;
 void lh_plan_deinit(struct lh_plan *plan, struct lh_alloc *alloc);
+
+/*
+ * Layers to be swapped (LH_PLAN_FATE_SWAP_SSD) to main memory instead, in forward order while
+ * host_bytes last; returns what is left of these.
+ */
+uint64_t lh_plan_places_fill(struct lh_plan_choice *choice, const struct lh_plan_model *model,
+                             uint64_t host_bytes);
+/* Layers to be swapped stay on the GPU, from the last one on while gpu_bytes last. */
+void lh_plan_last_keep(struct lh_plan_choice *choice, const struct lh_plan_model *model,
+                       uint64_t gpu_bytes);
+/*
+ * The policy `auto`: a better choice than the one given, whose step takes best_s (infinite: it does
+ * not fit), if the search finds one.
+ *
+ * Errors: -ENOMEM; the choice is as it was.
+ */
+int lh_plan_auto(struct lh_plan_choice *choice, double best_s, struct lh_plan_ask *ask,
+                 struct lh_error *err) LH_MUST_CHECK;
 
 #endif

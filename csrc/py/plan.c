@@ -231,6 +231,30 @@ static PyObject *blocks_list(const struct lh_plan_choice *choice)
     return list;
 }
 
+static PyObject *step_dict(const struct lh_plan_step *step)
+{
+    static const char *const names[LH_PLAN_RESOURCE_COUNT] = {"gpu", "link_in", "link_out", "ssd",
+                                                              "cpu"};
+    PyObject *busy = PyDict_New();
+    for (int i = 0; busy && i < LH_PLAN_RESOURCE_COUNT; i++) {
+        PyObject *value = PyFloat_FromDouble(step->busy_s[i]);
+        if (!value || PyDict_SetItemString(busy, names[i], value) < 0)
+            Py_CLEAR(busy);
+        Py_XDECREF(value);
+    }
+    if (!busy)
+        return NULL;
+    return Py_BuildValue(
+        "{s:d,s:N,s:s,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "iteration_s",
+        step->iteration_s, "busy_s", busy, "bound_by", names[step->bound_by], "recompute_flop",
+        step->recompute_flop, "swapped_bytes", step->swapped_bytes, "swapped_ssd_bytes",
+        step->swapped_ssd_bytes, "link_in_bytes", step->link_in_bytes, "link_out_bytes",
+        step->link_out_bytes, "ssd_read_bytes", step->ssd_read_bytes, "ssd_write_bytes",
+        step->ssd_write_bytes, "commit_bytes", step->commit_bytes, "commit_every",
+        step->commit_every, "gpu_bytes", step->gpu_bytes, "host_bytes", step->host_bytes,
+        "ssd_bytes", step->ssd_bytes);
+}
+
 static PyObject *plan_dict(const struct lh_plan *plan)
 {
     static const char *const schedules[] = {"optimized", "naive", "serial"};
@@ -241,10 +265,16 @@ static PyObject *plan_dict(const struct lh_plan *plan)
         Py_XDECREF(fates);
         return NULL;
     }
-    return Py_BuildValue("{s:N,s:N,s:s,s:I,s:i,s:d}", "layers", fates, "blocks", blocks, "schedule",
-                         schedules[choice->schedule], "master_bytes",
-                         (unsigned int)choice->master_bytes, "case", (int)plan->kind,
-                         "policy_iteration_s", plan->iteration_s);
+    PyObject *step = step_dict(&plan->step);
+    if (!step) {
+        Py_DECREF(fates);
+        Py_DECREF(blocks);
+        return NULL;
+    }
+    return Py_BuildValue("{s:N,s:N,s:N,s:s,s:I,s:i,s:d}", "layers", fates, "blocks", blocks, "step",
+                         step, "schedule", schedules[choice->schedule], "master_bytes",
+                         (unsigned int)choice->master_bytes, "case", (int)plan->kind, "policy_s",
+                         plan->policy_s);
 }
 
 static PyObject *plan_call(PyObject *module, PyObject *args)

@@ -158,7 +158,7 @@ def _plan(model: Model, machine: Machine, policy: str) -> dict[str, Any]:
     try:
         return _core.plan(model.as_core(), {**machine.as_core(), "host_bytes": room}, policy)
     except MemoryError as error:
-        raise BudgetError(f"{error}: set host_bytes, or take a smaller model") from error
+        raise BudgetError(str(error)) from error
     except (ValueError, OSError) as error:
         raise MachineError(str(error)) from error
 

@@ -11,7 +11,7 @@ static struct lh_plan_machine machine_make(void)
 {
     return (struct lh_plan_machine){
         .gpu_flop_per_s = 100,
-        .gpu_bytes = 1000,
+        .gpu_bytes = LH_GIB,
         .link_in_bytes_per_s = 10,
         .link_out_bytes_per_s = 10,
         .host_bytes = LH_GIB,
@@ -104,7 +104,7 @@ static void totals_are_sums(void)
     LH_CHECK(totals.inter_block_activation_bytes == 120);
     LH_CHECK(totals.block_param_count_max == 11);
     LH_CHECK(totals.block_activation_bytes_max == 110);
-    LH_CHECK(totals.working_bytes_max == 5);
+    LH_CHECK(totals.block_gpu_bytes_max == 110 + 5);
     lh_plan_model_deinit(&model, &alloc);
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -137,3 +138,46 @@ def test_a_wrong_machine_or_policy_is_refused_by_name() -> None:
         _core.plan(model, SERVER.as_core(), "best")
     with pytest.raises(MemoryError, match="host_bytes 1000 is too small"):
         _core.plan(model, dataclasses.replace(SERVER, host_bytes=1000).as_core(), "lohan")
+
+
+def step_s(ssd_count: int, host_gb: int, policy: str, name: str = "gpt-13b") -> float:
+    """Seconds a step of batch 32 on the papers' server with other SSDs and main memory."""
+    machine = dataclasses.replace(SERVER, ssd_count=ssd_count, host_bytes=host_gb * GB)
+    model = _plan.named_model(name, batch=32)
+    step = _core.plan(model.as_core(), machine.as_core(), policy)["step"]
+    return float(step["iteration_s"])
+
+
+@pytest.mark.parametrize(
+    ("ssd_count", "host_gb", "bar"), [(1, 32, 1.15), (1, 128, 2.5), (3, 128, 1.5), (1, 768, 3.5)]
+)
+def test_auto_is_faster_than_lohan_where_ssds_or_memory_decide(
+    ssd_count: int, host_gb: int, bar: float
+) -> None:
+    assert step_s(ssd_count, host_gb, "lohan") >= bar * step_s(ssd_count, host_gb, "auto")
+
+
+@pytest.mark.parametrize("ssd_count", [1, 2, 3, 6, 12])
+@pytest.mark.parametrize("name", ["gpt-13b", "gpt-70b"])
+def test_auto_is_never_slower_than_lohan_nor_with_more_memory(ssd_count: int, name: str) -> None:
+    steps = [step_s(ssd_count, host_gb, "auto", name) for host_gb in (32, 128, 256, 768)]
+    for before, after in itertools.pairwise(steps):
+        assert after <= before * 1.001
+    for host_gb, auto_s in zip((32, 128, 256, 768), steps, strict=True):
+        assert auto_s <= step_s(ssd_count, host_gb, "lohan", name)
+
+
+@pytest.mark.parametrize("policy", _core.plan_policies())
+def test_a_plan_says_all_of_every_layer_block_and_link(policy: str) -> None:
+    model, plan = planned(16, policy)
+    step = plan["step"]
+    assert len(plan["layers"]) == len(model.layers)
+    assert len(plan["blocks"]) == len(model.blocks)
+    assert step["swapped_bytes"] == swapped_bytes(model, plan)
+    assert step["recompute_flop"] == recompute_flop(model, plan)
+    assert step["iteration_s"] >= max(step["busy_s"].values())
+    assert step["busy_s"][step["bound_by"]] == max(step["busy_s"].values())
+    assert step["link_in_bytes"] == 4 * model.param_count + step["swapped_bytes"]
+    if policy != "auto":
+        assert step["ssd_write_bytes"] == 14 * model.param_count + step["swapped_ssd_bytes"]
+        assert not any(block["is_deferred"] for block in plan["blocks"])

@@ -1,0 +1,282 @@
+/*
+ * The policy auto: a search for the choice whose timeline is shortest.
+ *
+ * A choice is made of a few numbers, which say how much of each kind there is:
+ *
+ *      saved      layers that are not recomputed: the first of LoHan's order of benefit
+ *      deferred   updates ahead of forward instead of in backward, spread evenly over the blocks
+ *      share      of main memory, what swapped activations may take
+ *      held       of what is left of it, what states may take: a commit has to write them
+ *
+ * and the rest follows. Of the saved layers the last ones stay on the GPU, as far as it has room:
+ * nothing else brings them back sooner. States that stay in main memory are those of the first
+ * blocks, which are updated last and needed first; P16 before the others, for a byte of it saves
+ * three of traffic, where a byte of those saves two. Masters are the model's residuals (12P).
+ *
+ * Each number is moved up and down by steps that are halved when none helps, from several starts.
+ * Where a model is small, layers and blocks are then changed one by one, and two or three at a
+ * time: there rounding to whole layers weighs most.
+ *
+ * Source: LoHan IV-D (the order, and what it starts from).
+ */
+#include <math.h>
+
+#include "plan/policy.h"
+
+#define SHARE_MAX 32
+/* Layers and blocks up to which single ones are changed. */
+#define SINGLE_COUNT_MAX 16
+
+/* Starts of the search: so many values of each number. */
+#define START_COUNT 3
+
+enum number { NUMBER_SAVED = 0, NUMBER_DEFERRED, NUMBER_SHARE, NUMBER_HELD, NUMBER_COUNT };
+
+struct search {
+    struct lh_plan_ask *ask;
+    struct lh_plan_choice *best;
+    double best_s;
+    struct lh_plan_choice here; /* the best of one start */
+    double here_s;
+    struct lh_plan_choice work;
+    uint32_t saved_min;
+    uint32_t held_max;
+};
+
+static bool is_spread(uint32_t index, uint32_t part, uint32_t whole)
+{
+    return (uint64_t)(index + 1) * part / whole > (uint64_t)index * part / whole;
+}
+
+/* As many states of the first blocks as host_bytes take. */
+static void states_hold(struct lh_plan_choice *choice, const struct lh_plan_model *model,
+                        uint64_t host_bytes)
+{
+    for (uint32_t i = 0; i < model->block_count; i++) {
+        uint64_t bytes = lh_plan_block_param_count(model, i) * model->param_bytes;
+        choice->blocks[i].has_host_p16 = bytes <= host_bytes;
+        host_bytes -= bytes <= host_bytes ? bytes : 0;
+    }
+    for (uint32_t i = 0; i < model->block_count; i++) {
+        struct lh_plan_block_choice *block = &choice->blocks[i];
+        uint64_t count = lh_plan_block_param_count(model, i);
+        block->has_host_moments = count * LH_PLAN_MOMENT_BYTES <= host_bytes;
+        host_bytes -= block->has_host_moments ? count * LH_PLAN_MOMENT_BYTES : 0;
+        block->has_host_master = count * choice->master_bytes <= host_bytes;
+        host_bytes -= block->has_host_master ? count * choice->master_bytes : 0;
+    }
+}
+
+/* Make work of numbers; false: gradients that wait have no room. */
+static bool choice_make(struct search *search, const uint32_t *numbers)
+{
+    const struct lh_plan_ask *ask = search->ask;
+    const struct lh_plan_model *model = ask->model;
+    struct lh_plan_choice *work = &search->work;
+    uint64_t host_bytes = ask->host_bytes;
+    for (uint32_t i = 0; i < model->block_count; i++) {
+        work->blocks[i] = (struct lh_plan_block_choice){
+            .is_deferred = is_spread(i, numbers[NUMBER_DEFERRED], model->block_count)};
+        if (!work->blocks[i].is_deferred)
+            continue;
+        uint64_t bytes = lh_plan_block_param_count(model, i) * model->param_bytes;
+        if (bytes > host_bytes)
+            return false;
+        host_bytes -= bytes;
+    }
+    for (uint32_t i = 0; i < model->layer_count; i++) {
+        bool is_empty = model->layers[ask->order[i]].activation_bytes == 0;
+        enum lh_plan_fate fate =
+            i < numbers[NUMBER_SAVED] ? LH_PLAN_FATE_SWAP_SSD : LH_PLAN_FATE_RECOMPUTE;
+        work->fates[ask->order[i]] = is_empty ? LH_PLAN_FATE_KEEP : (uint8_t)fate;
+    }
+    lh_plan_last_keep(work, model, ask->gpu_bytes);
+    uint64_t saved_bytes = host_bytes / SHARE_MAX * numbers[NUMBER_SHARE];
+    host_bytes -= saved_bytes;
+    host_bytes += lh_plan_places_fill(work, model, saved_bytes);
+    states_hold(work, model, host_bytes / SHARE_MAX * numbers[NUMBER_HELD]);
+    return true;
+}
+
+/* A step by work; infinite where it does not fit. */
+static double work_s(struct search *search)
+{
+    struct lh_plan_step step = lh_plan_timeline_step(&search->ask->timeline, &search->work);
+    bool fits = lh_plan_step_check(&step, search->ask->machine, NULL) == 0;
+    return fits ? step.iteration_s : INFINITY;
+}
+
+static double numbers_s(struct search *search, const uint32_t *numbers)
+{
+    return choice_make(search, numbers) ? work_s(search) : INFINITY;
+}
+
+/* Move one number by step, up or down; true: that was shorter. */
+static bool number_move(struct search *search, uint32_t *numbers, int which, uint32_t step,
+                        double *here_s)
+{
+    const uint32_t min[] = {search->saved_min, 0, 0, 0};
+    const uint32_t max[] = {search->ask->model->layer_count, search->ask->model->block_count,
+                            SHARE_MAX, search->held_max};
+    uint32_t before = numbers[which];
+    uint32_t up = lh_min_u64(before + (uint64_t)step, max[which]) & UINT32_MAX;
+    uint32_t down = before >= min[which] + step ? before - step : min[which];
+    const uint32_t moves[] = {up, down};
+    for (size_t i = 0; i < LH_COUNT_OF(moves); i++) {
+        numbers[which] = moves[i];
+        double moved_s = moves[i] != before ? numbers_s(search, numbers) : INFINITY;
+        if (moved_s < *here_s) {
+            *here_s = moved_s;
+            return true;
+        }
+    }
+    numbers[which] = before;
+    return false;
+}
+
+static void numbers_search(struct search *search, uint32_t *numbers)
+{
+    /* The first commit costs as much as all: none is a choice of its own. */
+    search->held_max = numbers[NUMBER_HELD] > 0 ? SHARE_MAX : 0;
+    double here_s = numbers_s(search, numbers);
+    uint32_t step = search->ask->model->layer_count;
+    while (step > 0) {
+        bool is_moved = false;
+        for (int which = 0; which < NUMBER_COUNT; which++)
+            is_moved |= number_move(search, numbers, which, step, &here_s);
+        if (!is_moved)
+            step /= 2;
+    }
+    search->here_s = numbers_s(search, numbers);
+    lh_plan_choice_copy(&search->here, &search->work);
+}
+
+/* Ways to change one layer (its fate), then one block (its update, and which states stay). */
+#define BLOCK_MOVE_COUNT 10
+
+static uint32_t moves_count(const struct lh_plan_model *model)
+{
+    return model->layer_count * LH_PLAN_FATE_COUNT + model->block_count * BLOCK_MOVE_COUNT;
+}
+
+/* What a layer may become; false: it cannot be recomputed. */
+static bool layer_move(const struct lh_plan_layer *layer, uint32_t way, uint8_t *fate)
+{
+    *fate = (uint8_t)way;
+    return way != LH_PLAN_FATE_RECOMPUTE || !layer->is_inter_block;
+}
+
+static struct lh_plan_block_choice block_move(uint32_t way)
+{
+    uint32_t held = way / 2;
+    return (struct lh_plan_block_choice){
+        .is_deferred = way % 2 == 1,
+        .has_host_p16 = held == 1 || held >= 3,
+        .has_host_moments = held >= 2,
+        .has_host_master = held == 2 || held == 4,
+    };
+}
+
+static bool moves_try(struct search *search, uint32_t move, int count);
+
+/* work is changed by a move: look at it, and at what up to count more make of it. */
+static bool moved_try(struct search *search, uint32_t move, int count)
+{
+    bool is_shorter = false;
+    double moved_s = work_s(search);
+    if (moved_s < search->here_s) {
+        search->here_s = moved_s;
+        lh_plan_choice_copy(&search->here, &search->work);
+        is_shorter = true;
+    }
+    return (count > 0 && moves_try(search, move + 1, count)) || is_shorter;
+}
+
+/* Change work by up to count moves, from move on; true: here is shorter. work is as it was. */
+static bool moves_try(struct search *search, uint32_t move, int count)
+{
+    const struct lh_plan_model *model = search->ask->model;
+    struct lh_plan_choice *work = &search->work;
+    uint32_t layer_move_count = model->layer_count * LH_PLAN_FATE_COUNT;
+    bool is_shorter = false;
+    for (; move < moves_count(model); move++) {
+        if (move < layer_move_count) {
+            uint32_t layer = move / LH_PLAN_FATE_COUNT;
+            uint8_t before = work->fates[layer];
+            if (layer_move(&model->layers[layer], move % LH_PLAN_FATE_COUNT, &work->fates[layer]))
+                is_shorter |= moved_try(search, move, count - 1);
+            work->fates[layer] = before;
+        } else {
+            struct lh_plan_block_choice *block =
+                &work->blocks[(move - layer_move_count) / BLOCK_MOVE_COUNT];
+            struct lh_plan_block_choice before = *block;
+            *block = block_move((move - layer_move_count) % BLOCK_MOVE_COUNT);
+            is_shorter |= moved_try(search, move, count - 1);
+            *block = before;
+        }
+    }
+    return is_shorter;
+}
+
+/* Until no so many moves make here shorter. */
+static void moves_search(struct search *search, int count)
+{
+    do
+        lh_plan_choice_copy(&search->work, &search->here);
+    while (moves_try(search, 0, count));
+}
+
+static void here_take(struct search *search)
+{
+    if (search->here_s >= search->best_s)
+        return;
+    search->best_s = search->here_s;
+    lh_plan_choice_copy(search->best, &search->here);
+}
+
+static void search_run(struct search *search)
+{
+    const struct lh_plan_model *model = search->ask->model;
+    const uint32_t *order = search->ask->order;
+    search->saved_min = 0;
+    while (search->saved_min < model->layer_count &&
+           (model->layers[order[search->saved_min]].is_inter_block ||
+            model->layers[order[search->saved_min]].activation_bytes == 0))
+        search->saved_min++;
+    uint32_t saved_more = model->layer_count - search->saved_min;
+    bool has_moves = model->layer_count + model->block_count <= SINGLE_COUNT_MAX;
+    uint32_t values = has_moves ? 2 : START_COUNT;
+    for (uint32_t i = 0; i < values * values * values * values; i++) {
+        const uint32_t ends[NUMBER_COUNT] = {saved_more, model->block_count, SHARE_MAX, SHARE_MAX};
+        uint32_t numbers[NUMBER_COUNT];
+        uint32_t digits = i;
+        for (int which = 0; which < NUMBER_COUNT; which++, digits /= values)
+            numbers[which] = ends[which] * (digits % values) / (values - 1);
+        numbers[NUMBER_SAVED] += search->saved_min;
+        numbers_search(search, numbers);
+        if (has_moves)
+            moves_search(search, 2);
+        here_take(search);
+    }
+    if (!has_moves || isinf(search->best_s))
+        return;
+    search->here_s = search->best_s;
+    lh_plan_choice_copy(&search->here, search->best);
+    moves_search(search, 3);
+    here_take(search);
+}
+
+int lh_plan_auto(struct lh_plan_choice *choice, double best_s, struct lh_plan_ask *ask,
+                 struct lh_error *err)
+{
+    struct search search = {.ask = ask, .best = choice, .best_s = best_s};
+    LH_TRY(lh_plan_choice_init(&search.work, ask->model, ask->alloc, err));
+    int rc = lh_plan_choice_init(&search.here, ask->model, ask->alloc, err);
+    if (rc == 0) {
+        search.work.master_bytes = ask->model->residual_bytes;
+        search_run(&search);
+        lh_plan_choice_deinit(&search.here, ask->alloc);
+    }
+    lh_plan_choice_deinit(&search.work, ask->alloc);
+    return rc;
+}

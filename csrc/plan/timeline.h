@@ -1,0 +1,102 @@
+/*
+ * How long a step takes by a choice, on one timeline: lohan's own schedule, block by block.
+ *
+ *      GPU    |f0|f1|f2|...|b2|b1|b0|f0|
+ *      in     P16 ahead of f and b, and activations that come back
+ *      out    activations behind f, gradients behind b
+ *      SSD    all of both directions, in the order in which the blocks want it
+ *      CPU    AdamW, behind the gradient and the states it reads
+ *
+ * Every resource serves its blocks in order and one after the other; what precedes what:
+ *
+ *      a forward, or a backward, comes behind its block's P16 and its fetched activations;
+ *      an eager update comes behind its block's gradient, and is SSD traffic of backward;
+ *      a deferred one comes behind the last gradient, is SSD traffic of the next forward, and just
+ *      ahead of its block's;
+ *      no forward begins before its block's update is computed (no staleness);
+ *      a block's forward waits while activations of the one before the last are still leaving;
+ *      nothing of backward is fetched before forward is two blocks from its end.
+ *
+ * Several steps are run from a standstill, and the length of the last ones is the answer: at least
+ * the total work of the busiest resource, which names what bounds the step, and at most the sum of
+ * all. Two stages that hide nothing of each other give LoHan eq. 1.
+ *
+ * States in main memory move no bytes; a commit writes them every so many steps, as many as make
+ * that at most one percent of the time.
+ *
+ * Pure; includes base only. Thread: a timeline belongs to its caller.
+ * Source: LoHan IV-C, IV-D (what is busy with what), Fuyou 4.3.
+ */
+#ifndef LH_PLAN_TIMELINE_H
+#define LH_PLAN_TIMELINE_H
+
+#include "plan/choice.h"
+#include "plan/machine.h"
+
+/* M and V, of a parameter. */
+#define LH_PLAN_MOMENT_BYTES 8
+
+enum lh_plan_resource {
+    LH_PLAN_RESOURCE_GPU = 0,
+    LH_PLAN_RESOURCE_IN,
+    LH_PLAN_RESOURCE_OUT,
+    LH_PLAN_RESOURCE_SSD,
+    LH_PLAN_RESOURCE_CPU,
+};
+#define LH_PLAN_RESOURCE_COUNT 5
+
+/* Of a settled step: bytes and FLOP exact. */
+struct lh_plan_step {
+    double iteration_s;
+    double busy_s[LH_PLAN_RESOURCE_COUNT];
+    enum lh_plan_resource bound_by; /* the busiest */
+    uint64_t recompute_flop;
+    uint64_t swapped_bytes;     /* of activations that leave the GPU */
+    uint64_t swapped_ssd_bytes; /* of these, to SSD */
+    uint64_t link_in_bytes;
+    uint64_t link_out_bytes;
+    uint64_t ssd_read_bytes;
+    uint64_t ssd_write_bytes; /* without a commit's */
+    uint64_t commit_bytes;    /* states in main memory, written by each commit */
+    uint64_t commit_every;    /* steps; 1: every step is one, as nothing waits for it */
+    uint64_t transit_bytes;   /* of the GPU: activations of one block that leave or come back */
+    /* What each tier holds at least: buffers, and what stays. */
+    uint64_t gpu_bytes;
+    uint64_t host_bytes;
+    uint64_t ssd_bytes; /* two slots of each state, and activations */
+};
+
+struct lh_plan_timeline {
+    const struct lh_plan_model *model;     /* borrowed until deinit */
+    const struct lh_plan_machine *machine; /* borrowed until deinit */
+    struct lh_plan_timeline_block *blocks; /* owned: scratch */
+    struct lh_plan_totals totals;
+};
+
+/* Main memory that the buffers of a step need, before any activation or state stays there. */
+uint64_t lh_plan_host_working_bytes(const struct lh_plan_model *model);
+/*
+ * The same of the GPU: P16 of two blocks and gradients of one, and what computing the largest block
+ * takes.
+ */
+uint64_t lh_plan_gpu_working_bytes(const struct lh_plan_model *model);
+
+/*
+ * For choices of a model on a machine; both passed their checks.
+ *
+ * Owns:   scratch; release with lh_plan_timeline_deinit() and the same alloc.
+ * Errors: -ENOMEM; nothing is owned then.
+ */
+int lh_plan_timeline_init(struct lh_plan_timeline *timeline, const struct lh_plan_model *model,
+                          const struct lh_plan_machine *machine, struct lh_alloc *alloc,
+                          struct lh_error *err) LH_MUST_CHECK;
+void lh_plan_timeline_deinit(struct lh_plan_timeline *timeline, struct lh_alloc *alloc);
+
+/* A step by choice, whether it fits or not. */
+struct lh_plan_step lh_plan_timeline_step(struct lh_plan_timeline *timeline,
+                                          const struct lh_plan_choice *choice);
+/* 0, or -ENOSPC: a tier has less than the step needs; the message has both numbers. */
+int lh_plan_step_check(const struct lh_plan_step *step, const struct lh_plan_machine *machine,
+                       struct lh_error *err) LH_MUST_CHECK;
+
+#endif
