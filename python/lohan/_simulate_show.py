@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lohan import _machines, _plan
+from lohan import _machines, _models, _plan
 from lohan._machines import Machine
 from lohan.errors import MachineError, UnsupportedError
 from lohan.simulate import Options, Step, simulate, sweep
@@ -180,7 +180,7 @@ def run(request: Request, console: Console | None) -> dict[str, Any]:
     if request.plot is not None and request.sweep is None:
         raise MachineError("--plot draws a sweep: add --sweep, as --sweep ssd_count=1..12")
     if request.sweep is None:
-        model = _plan.named_model(**load)
+        model = _models.load(**load)
         step = simulate(model, machine, request.options)
         answer = {"model": model.name, **asked, **step.as_dict()}
         if console is not None:

@@ -122,7 +122,9 @@ def demo(
 
 
 @main.command()
-@click.option("--model", required=True, help="As gpt-13b, opt-1.3b or dit-10b.")
+@click.option(
+    "--model", required=True, help="As gpt-13b, or of transformers: a config.json, or a class."
+)
 @click.option("--batch", default=8, show_default=True, help="Sequences, or images, of a step.")
 @click.option("--seq", default=1024, show_default=True, help="Tokens of each.")
 @click.option("--machine", default="gaming-pc", show_default=True, help="A preset, or a TOML file.")

@@ -12,7 +12,7 @@ import errno
 from collections.abc import Sequence
 from typing import Any
 
-from lohan import _core, _machines, _plan
+from lohan import _core, _machines, _models
 from lohan._machines import Machine
 from lohan._placement import NS_PER_S, Placement, block_params, place
 from lohan._plan import Model
@@ -279,8 +279,8 @@ def sweep(
     answers = []
     for value in values:
         if name in ("batch", "seq"):
-            model, here = _plan.named_model(**{**load, name: value}), machine
+            model, here = _models.load(**{**load, name: value}), machine
         else:
-            model, here = _plan.named_model(**load), _machines.change(machine, [f"{name}={value}"])
+            model, here = _models.load(**load), _machines.change(machine, [f"{name}={value}"])
         answers.append((value, simulate(model, here, options)))
     return answers
