@@ -10,6 +10,7 @@
 #define WORKER_COUNT_MAX 64
 #define QUEUE_DEPTH_MAX 1024
 #define BLOCK_COUNT_MAX 4096
+#define PART_COUNT_MAX 65536
 #define SAVED_COUNT_MAX 65536
 #define COPY_COUNT 64
 
@@ -112,7 +113,7 @@ static int unit_parse(PyObject *item, struct lh_sim_model *model)
     return 0;
 }
 
-/* What the block saves: (bytes, is_on_ssd) each. */
+/* What the part saves: (bytes, is_on_ssd) each. */
 static int saved_parse(PyObject *saved, struct lh_sim_model *model)
 {
     Py_ssize_t count = PyTuple_Size(saved);
@@ -130,25 +131,44 @@ static int saved_parse(PyObject *saved, struct lh_sim_model *model)
     return 0;
 }
 
-/* (forward_ns, backward_ns, units, saved) */
-static int block_parse(PyObject *item, struct lh_sim_model *model)
+/* (forward_ns, backward_ns, saved); first: the block is added with it. */
+static int part_parse(PyObject *item, struct lh_sim_block *first, struct lh_sim_model *model)
 {
     unsigned long long forward_ns = 0;
     unsigned long long backward_ns = 0;
-    PyObject *units = NULL;
     PyObject *saved = NULL;
-    if (!PyArg_ParseTuple(item, "KKO!O!", &forward_ns, &backward_ns, &PyTuple_Type, &units,
-                          &PyTuple_Type, &saved))
+    if (!PyArg_ParseTuple(item, "KKO!", &forward_ns, &backward_ns, &PyTuple_Type, &saved))
         return -1;
-    Py_ssize_t count = PyTuple_Size(units);
-    if (count < 0 || count > LH_SIM_BLOCK_UNIT_COUNT_MAX || forward_ns > NUMBER_MAX / 1024 ||
-        backward_ns > NUMBER_MAX / 1024) {
-        PyErr_Format(PyExc_ValueError, "a block of %zd units, %llu ns forward, %llu ns backward",
-                     count, forward_ns, backward_ns);
+    if (forward_ns > NUMBER_MAX / 1024 || backward_ns > NUMBER_MAX / 1024 ||
+        model->part_count == model->opts.part_max) {
+        PyErr_Format(PyExc_ValueError, "part %u of %llu ns forward, %llu ns backward",
+                     (unsigned)model->part_count, forward_ns, backward_ns);
         return -1;
     }
-    struct lh_sim_block block = {
-        .unit_count = (uint32_t)count, .forward_ns = forward_ns, .backward_ns = backward_ns};
+    if (first) {
+        first->forward_ns = forward_ns;
+        first->backward_ns = backward_ns;
+        lh_sim_model_block_add(model, first);
+    } else {
+        lh_sim_model_part_add(model, forward_ns, backward_ns);
+    }
+    return saved_parse(saved, model);
+}
+
+/* (units, parts) */
+static int block_parse(PyObject *item, struct lh_sim_model *model)
+{
+    PyObject *units = NULL;
+    PyObject *parts = NULL;
+    if (!PyArg_ParseTuple(item, "O!O!", &PyTuple_Type, &units, &PyTuple_Type, &parts))
+        return -1;
+    Py_ssize_t count = PyTuple_Size(units);
+    Py_ssize_t part_count = PyTuple_Size(parts);
+    if (count < 0 || count > LH_SIM_BLOCK_UNIT_COUNT_MAX || part_count < 1) {
+        PyErr_Format(PyExc_ValueError, "a block of %zd units and %zd parts", count, part_count);
+        return -1;
+    }
+    struct lh_sim_block block = {.unit_count = (uint32_t)count};
     for (Py_ssize_t i = 0; i < count; i++) {
         unsigned long unit = PyLong_AsUnsignedLong(PyTuple_GetItem(units, i));
         if (PyErr_Occurred())
@@ -159,8 +179,11 @@ static int block_parse(PyObject *item, struct lh_sim_model *model)
         }
         block.units[i] = (uint32_t)unit;
     }
-    lh_sim_model_block_add(model, &block);
-    return saved_parse(saved, model);
+    for (Py_ssize_t i = 0; i < part_count; i++) {
+        if (part_parse(PyTuple_GetItem(parts, i), i == 0 ? &block : NULL, model) < 0)
+            return -1;
+    }
+    return 0;
 }
 
 /* *model is owned by the caller, after an error as well. */
@@ -178,7 +201,8 @@ static int model_parse(PyObject *units, PyObject *blocks, struct lh_alloc *alloc
     struct lh_sim_model_opts opts = {.unit_max = (uint32_t)unit_count,
                                      .param_max = (uint32_t)unit_count,
                                      .block_max = (uint32_t)block_count,
-                                     .saved_max = SAVED_COUNT_MAX};
+                                     .saved_max = SAVED_COUNT_MAX,
+                                     .part_max = PART_COUNT_MAX};
     if (lh_sim_model_init(model, &opts, alloc, NULL) < 0) {
         PyErr_NoMemory();
         return -1;

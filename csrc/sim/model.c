@@ -15,6 +15,9 @@ int lh_sim_model_init(struct lh_sim_model *model, const struct lh_sim_model_opts
                       struct lh_alloc *alloc, struct lh_error *err)
 {
     *model = (struct lh_sim_model){.alloc = alloc, .opts = *opts};
+    if (opts->part_max == 0)
+        model->opts.part_max = opts->block_max;
+    model->parts = lh_alloc_zeroed(alloc, model->opts.part_max, sizeof(*model->parts));
     model->units = lh_alloc_zeroed(alloc, opts->unit_max, sizeof(*model->units));
     model->params = lh_alloc_zeroed(alloc, opts->param_max, sizeof(*model->params));
     model->blocks = lh_alloc_zeroed(alloc, opts->block_max, sizeof(*model->blocks));
@@ -23,7 +26,7 @@ int lh_sim_model_init(struct lh_sim_model *model, const struct lh_sim_model_opts
     model->extents = lh_alloc_zeroed(alloc, (uint64_t)opts->unit_max * LH_SIM_ARRAY_COUNT,
                                      sizeof(*model->extents));
     if (!model->units || !model->params || !model->blocks || !model->groups || !model->saved ||
-        !model->extents) {
+        !model->parts || !model->extents) {
         lh_sim_model_deinit(model);
         return lh_error_set(err, -ENOMEM, "no memory for a model of %u units", opts->unit_max);
     }
@@ -37,6 +40,7 @@ void lh_sim_model_deinit(struct lh_sim_model *model)
     lh_free(model->alloc, model->blocks);
     lh_free(model->alloc, model->groups);
     lh_free(model->alloc, model->saved);
+    lh_free(model->alloc, model->parts);
     lh_free(model->alloc, model->extents);
     *model = (struct lh_sim_model){0};
 }
@@ -103,20 +107,38 @@ uint32_t lh_sim_model_unit_add(struct lh_sim_model *model, const struct lh_sim_u
     return index;
 }
 
+static void part_add(struct lh_sim_model *model, uint64_t forward_ns, uint64_t backward_ns)
+{
+    LH_ASSERT(model->part_count < model->opts.part_max);
+    model->parts[model->part_count++] = (struct lh_sim_part){
+        .forward_ns = forward_ns, .backward_ns = backward_ns, .saved_first = model->saved_count};
+    model->blocks[model->block_count - 1].part_count++;
+}
+
 void lh_sim_model_block_add(struct lh_sim_model *model, const struct lh_sim_block *block)
 {
     LH_ASSERT(model->block_count < model->opts.block_max);
     LH_ASSERT(block->unit_count <= LH_SIM_BLOCK_UNIT_COUNT_MAX);
-    model->blocks[model->block_count] = *block;
-    model->blocks[model->block_count].saved_first = model->saved_count;
-    model->blocks[model->block_count++].saved_count = 0;
+    struct lh_sim_block *added = &model->blocks[model->block_count++];
+    *added = *block;
+    added->part_first = model->part_count;
+    added->part_count = 0;
+    part_add(model, block->forward_ns, block->backward_ns);
+}
+
+void lh_sim_model_part_add(struct lh_sim_model *model, uint64_t forward_ns, uint64_t backward_ns)
+{
+    LH_ASSERT(model->block_count > 0);
+    model->blocks[model->block_count - 1].forward_ns += forward_ns;
+    model->blocks[model->block_count - 1].backward_ns += backward_ns;
+    part_add(model, forward_ns, backward_ns);
 }
 
 void lh_sim_model_saved_add(struct lh_sim_model *model, uint64_t bytes, enum lh_saved_tier tier)
 {
-    LH_ASSERT(bytes > 0 && model->block_count > 0 && model->saved_count < model->opts.saved_max);
+    LH_ASSERT(bytes > 0 && model->part_count > 0 && model->saved_count < model->opts.saved_max);
     model->saved[model->saved_count++] = (struct lh_sim_saved){.bytes = bytes, .tier = tier};
-    model->blocks[model->block_count - 1].saved_count++;
+    model->parts[model->part_count - 1].saved_count++;
 }
 
 /* A unit of one to four parameters: bf16, fp16, fp32, or frozen bytes. */

@@ -30,6 +30,14 @@ enum lh_sim_array {
 struct lh_sim_block {
     uint32_t units[LH_SIM_BLOCK_UNIT_COUNT_MAX];
     uint32_t unit_count;
+    uint64_t forward_ns; /* of all its parts */
+    uint64_t backward_ns;
+    uint32_t part_first; /* in the model's parts[] */
+    uint32_t part_count;
+};
+
+/* A stretch of a block's computation, in the order of forward. */
+struct lh_sim_part {
     uint64_t forward_ns;
     uint64_t backward_ns;
     /* What its forward puts and its backward fetches, in the model's saved[]. */
@@ -48,6 +56,7 @@ struct lh_sim_model_opts {
     uint32_t param_max;
     uint32_t block_max;
     uint32_t saved_max;
+    uint32_t part_max; /* 0: one a block */
 };
 
 struct lh_sim_model {
@@ -59,6 +68,8 @@ struct lh_sim_model {
     uint32_t param_count;
     struct lh_sim_block *blocks;
     uint32_t block_count;
+    struct lh_sim_part *parts;
+    uint32_t part_count;
     struct lh_sim_saved *saved; /* in the order of forward */
     uint32_t saved_count;
     struct lh_store_extent_desc *extents;
@@ -96,7 +107,9 @@ void lh_sim_model_deinit(struct lh_sim_model *model);
 /* Returns the unit's index. More than opts has room for: asserted, as in the next one. */
 uint32_t lh_sim_model_unit_add(struct lh_sim_model *model, const struct lh_sim_unit_desc *desc);
 void lh_sim_model_block_add(struct lh_sim_model *model, const struct lh_sim_block *block);
-/* Of the block that was added last. */
+/* Another part of the block that was added last, which has one of its own times. */
+void lh_sim_model_part_add(struct lh_sim_model *model, uint64_t forward_ns, uint64_t backward_ns);
+/* Of the part that was added last. */
 void lh_sim_model_saved_add(struct lh_sim_model *model, uint64_t bytes, enum lh_saved_tier tier);
 
 /* A small one by seed. Errors: -ENOMEM. */

@@ -201,52 +201,12 @@ static bool steps_are_over(const struct lh_engine *engine)
            atomic_load(&engine->flushes_done) == atomic_load(&engine->flushes_asked);
 }
 
-/*
- * Ask for saved tensors in the order of backward: those of its block, and of others as many as
- * there is room for.
- */
-static void saved_fetch(struct lh_sim_train *train)
+static const struct lh_sim_part *part_of(const struct lh_sim_train *train)
 {
-    const struct lh_sim_model *model = train->opts.model;
-    while (train->saved_next > 0) {
-        uint64_t bytes = model->saved[train->saved_next - 1].bytes;
-        const struct lh_sim_block *block = block_of(train);
-        bool is_needed = block->saved_count > 0 && train->saved_next > block->saved_first;
-        if (!is_needed && train->fetched_bytes + bytes > train->opts.saved_ahead_bytes)
-            break;
-        train->saved_next--;
-        train->fetched_bytes += bytes;
-        void *target = train->opts.dev ? (void *)(uintptr_t)train->opts.nowhere : NULL;
-        lh_saved_fetch(train->opts.engine, train->saved_items[train->saved_next], target);
-    }
+    return &train->opts.model->parts[train->part];
 }
 
-/* Backward of the block has read them. */
-static void saved_drop(struct lh_sim_train *train)
-{
-    const struct lh_sim_block *block = block_of(train);
-    for (uint32_t i = block->saved_first; i < block->saved_first + block->saved_count; i++) {
-        lh_saved_drop(train->opts.engine, train->saved_items[i]);
-        train->fetched_bytes -= train->opts.model->saved[i].bytes;
-    }
-    saved_fetch(train);
-}
-
-static int saved_put(struct lh_sim_train *train)
-{
-    const struct lh_sim_block *block = block_of(train);
-    for (uint32_t i = block->saved_first; i < block->saved_first + block->saved_count; i++) {
-        const struct lh_sim_saved *saved = &train->opts.model->saved[i];
-        int rc = lh_saved_put(train->opts.engine, train->opts.nowhere, saved->bytes, saved->tier,
-                              &train->saved_items[i]);
-        if (rc < 0)
-            return rc;
-    }
-    train->saved_next += block->saved_count;
-    return 0;
-}
-
-/* The block's units are here: compute. */
+/* What the part needs is here: compute. */
 static enum look compute_begin(struct lh_sim_train *train)
 {
     const struct lh_sim_block *block = block_of(train);
@@ -255,7 +215,7 @@ static enum look compute_begin(struct lh_sim_train *train)
         use->units[i] = lh_engine_address(train->opts.engine, block->units[i]);
     train->is_computed = is_ahead(&train->opts);
     bool is_backward = train->phase == LH_SIM_TRAIN_PHASE_BACKWARD;
-    uint64_t compute_ns = is_backward ? block->backward_ns : block->forward_ns;
+    uint64_t compute_ns = is_backward ? part_of(train)->backward_ns : part_of(train)->forward_ns;
     if (is_ahead(&train->opts)) {
         lh_sim_dev_compute(train->opts.dev, compute_ns, use_began, use_ended, use);
     } else {
@@ -263,6 +223,16 @@ static enum look compute_begin(struct lh_sim_train *train)
         lh_sim_world_at(train->opts.world, train->opts.world->now_ns + compute_ns, use_ended, use);
     }
     return state_set(train, LH_SIM_TRAIN_STATE_COMPUTE);
+}
+
+static enum look part_begin(struct lh_sim_train *train, uint32_t part)
+{
+    train->part = part;
+    if (train->phase != LH_SIM_TRAIN_PHASE_BACKWARD || part_of(train)->saved_count == 0)
+        return compute_begin(train);
+    train->saved_back = part_of(train)->saved_count;
+    lh_sim_train_saved_fetch(train);
+    return state_set(train, LH_SIM_TRAIN_STATE_SAVED);
 }
 
 static enum look acquire(struct lh_sim_train *train)
@@ -285,20 +255,15 @@ static enum look acquire(struct lh_sim_train *train)
         times->backward_wait_ns += waited_ns(train);
     if (++train->unit < block->unit_count)
         return state_set(train, LH_SIM_TRAIN_STATE_ACQUIRE);
-    if (train->phase == LH_SIM_TRAIN_PHASE_BACKWARD && block->saved_count > 0) {
-        train->saved_back = block->saved_count;
-        saved_fetch(train);
-        return state_set(train, LH_SIM_TRAIN_STATE_SAVED);
-    }
-    return compute_begin(train);
+    bool is_backward = train->phase == LH_SIM_TRAIN_PHASE_BACKWARD;
+    return part_begin(train, block->part_first + (is_backward ? block->part_count - 1 : 0));
 }
 
-/* What the block's forward saved is back, one after the other. */
+/* What the part's forward saved is back, one after the other. */
 static enum look saved_wait(struct lh_sim_train *train)
 {
-    const struct lh_sim_block *block = block_of(train);
     struct lh_engine *engine = train->opts.engine;
-    uint32_t item = train->saved_items[block->saved_first + train->saved_back - 1];
+    uint32_t item = train->saved_items[part_of(train)->saved_first + train->saved_back - 1];
     uint32_t presence = atomic_load(&engine->saved.items[item].presence);
     if (!is_worth_asking(train, presence != LH_SAVED_PRESENCE_NONE))
         return LOOK_WAIT;
@@ -361,29 +326,10 @@ static enum look forward_next(struct lh_sim_train *train)
     return block_begin(train, train->block);
 }
 
-/* Forward waits for device memory that what it saved still takes. */
-static enum look taken(struct lh_sim_train *train)
-{
-    uint64_t out_bytes = train->opts.saved_out_bytes;
-    if (block_of(train)->saved_count == 0 || train->phase != LH_SIM_TRAIN_PHASE_FORWARD)
-        return forward_next(train);
-    uint64_t put_bytes = atomic_load(&train->opts.engine->saved.put_bytes);
-    if (!is_worth_asking(train, put_bytes <= out_bytes))
-        return LOOK_WAIT;
-    int rc = lh_saved_room_wait(train->opts.engine, out_bytes, 0);
-    if (rc < 0)
-        return engine_failed(train, rc);
-    if (rc == 0)
-        return LOOK_WAIT;
-    times_of(train)->saved_wait_ns += waited_ns(train);
-    return forward_next(train);
-}
-
-static enum look compute(struct lh_sim_train *train)
+/* All its parts are computed. */
+static enum look block_end(struct lh_sim_train *train)
 {
     const struct lh_sim_block *block = block_of(train);
-    if (!train->is_computed)
-        return LOOK_WAIT;
     for (uint32_t i = 0; i < block->unit_count; i++) {
         uint32_t unit = block->units[i];
         if (train->phase == LH_SIM_TRAIN_PHASE_FORWARD) {
@@ -395,17 +341,53 @@ static enum look compute(struct lh_sim_train *train)
         }
         lh_engine_unpin(train->opts.engine, unit);
     }
-    if (train->phase == LH_SIM_TRAIN_PHASE_BACKWARD) {
-        saved_drop(train);
-        if (lh_sim_random_chance(&train->random, train->opts.chances.abort_ppm))
-            return die(train);
-        due_fill(train);
-        return state_set(train, LH_SIM_TRAIN_STATE_GRADIENT);
-    }
-    int rc = train->phase == LH_SIM_TRAIN_PHASE_FORWARD ? saved_put(train) : 0;
+    if (train->phase != LH_SIM_TRAIN_PHASE_BACKWARD)
+        return forward_next(train);
+    if (lh_sim_random_chance(&train->random, train->opts.chances.abort_ppm))
+        return die(train);
+    due_fill(train);
+    return state_set(train, LH_SIM_TRAIN_STATE_GRADIENT);
+}
+
+static enum look part_next(struct lh_sim_train *train)
+{
+    const struct lh_sim_block *block = block_of(train);
+    if (train->phase == LH_SIM_TRAIN_PHASE_BACKWARD && train->part > block->part_first)
+        return part_begin(train, train->part - 1);
+    if (train->phase != LH_SIM_TRAIN_PHASE_BACKWARD &&
+        train->part + 1 < block->part_first + block->part_count)
+        return part_begin(train, train->part + 1);
+    return block_end(train);
+}
+
+/* Forward waits for device memory that what it saved still takes. */
+static enum look taken(struct lh_sim_train *train)
+{
+    uint64_t out_bytes = train->opts.saved_out_bytes;
+    uint64_t put_bytes = atomic_load(&train->opts.engine->saved.put_bytes);
+    if (!is_worth_asking(train, put_bytes <= out_bytes))
+        return LOOK_WAIT;
+    int rc = lh_saved_room_wait(train->opts.engine, out_bytes, 0);
     if (rc < 0)
         return engine_failed(train, rc);
-    return state_set(train, LH_SIM_TRAIN_STATE_TAKEN);
+    if (rc == 0)
+        return LOOK_WAIT;
+    times_of(train)->saved_wait_ns += waited_ns(train);
+    return part_next(train);
+}
+
+static enum look compute(struct lh_sim_train *train)
+{
+    if (!train->is_computed)
+        return LOOK_WAIT;
+    if (part_of(train)->saved_count == 0 || train->phase == LH_SIM_TRAIN_PHASE_EVAL)
+        return part_next(train);
+    if (train->phase == LH_SIM_TRAIN_PHASE_BACKWARD) {
+        lh_sim_train_saved_drop(train);
+        return part_next(train);
+    }
+    int rc = lh_sim_train_saved_put(train);
+    return rc < 0 ? engine_failed(train, rc) : state_set(train, LH_SIM_TRAIN_STATE_TAKEN);
 }
 
 /* The engine measures for some steps before it tries a split; here any comes at any time. */

@@ -105,6 +105,7 @@ struct lh_sim_train {
     uint64_t step; /* closed */
     uint32_t block;
     uint32_t unit;  /* of the block, to be acquired */
+    uint32_t part;  /* of the model */
     uint32_t param; /* of the block, to be given: index into due */
     bool is_asked;
     bool is_computed;
@@ -118,7 +119,7 @@ struct lh_sim_train {
     uint32_t due_count;
     uint32_t *saved_items;   /* of the engine, by the model's saved tensors */
     uint32_t saved_next;     /* those before it are not fetched yet */
-    uint32_t saved_back;     /* of the block in backward: those before it are waited for */
+    uint32_t saved_back;     /* of the part in backward: those before it are waited for */
     uint64_t fetched_bytes;  /* and not dropped */
     uint32_t *handles;       /* that this thread holds, by unit */
     struct lh_sim_use *uses; /* a ring: of as many as may be under way */
@@ -139,5 +140,13 @@ void lh_sim_train_deinit(struct lh_sim_train *train, struct lh_alloc *alloc);
 /* Go on as far as one can now; true if anything happened. */
 bool lh_sim_train_poll(struct lh_sim_train *train);
 bool lh_sim_train_is_over(const struct lh_sim_train *train);
+
+/* train_saved.c: of the part that computes */
+/* Its forward is over: 0, or the engine's error. */
+int lh_sim_train_saved_put(struct lh_sim_train *train);
+/* Ask for what it saved, and for what parts before it did as far as there is room. */
+void lh_sim_train_saved_fetch(struct lh_sim_train *train);
+/* Its backward has read them. */
+void lh_sim_train_saved_drop(struct lh_sim_train *train);
 
 #endif

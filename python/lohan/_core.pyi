@@ -153,7 +153,7 @@ def budget(
 ) -> dict[str, int]: ...
 def simulate(
     units: list[tuple[str, bool, int]],
-    blocks: list[tuple[int, int, tuple[int, ...], tuple[tuple[int, bool], ...]]],
+    blocks: list[tuple[tuple[int, ...], tuple[tuple[int, int, tuple[tuple[int, bool], ...]], ...]]],
     machine: dict[str, int],
     saved: dict[str, int],
     host_bytes: int,

@@ -25,9 +25,12 @@ _ELEMENT_ALIGN = 2048
 # What csrc/plan/policy.h leaves for the buffers of a step; with twice that no update waits.
 _BUFFER_BLOCK_COUNT = 5
 _SLAB_BYTES = 8 * 12 << 20
+# Of activations: where they go.
+_LEAVES = ("host", "ssd")
 _DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
 
 Saved = tuple[tuple[int, bool], ...]
+Part = tuple[int, int, Saved]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +41,8 @@ class Placement:
         dtype: of parameters, by what their masters take: "bfloat16" (12 bytes a parameter of
             states with P16), "float16" (14, as the papers have it) or "float32".
         schedule: of updates, as lohan.wrap names it.
-        blocks: (forward_ns, backward_ns, units, saved) of each; saved: (bytes, is_on_ssd) of each
-            piece.
+        blocks: (units, parts) of each; a part, a layer: (forward_ns, backward_ns, saved); saved:
+            (bytes, is_on_ssd) of each piece.
         fates: of each layer: "keep", "host", "ssd" or "recompute".
         recompute_flop: that backward computes besides its own.
         slot_bytes: of the GPU, for parameters.
@@ -53,7 +56,7 @@ class Placement:
 
     dtype: str
     schedule: str
-    blocks: list[tuple[int, int, tuple[int, ...], Saved]]
+    blocks: list[tuple[tuple[int, ...], tuple[Part, ...]]]
     fates: tuple[str, ...]
     recompute_flop: int
     slot_bytes: int
@@ -71,7 +74,7 @@ def _padded(nbytes: int) -> int:
 
 def _pieces(layer: Layer, fate: str) -> Saved:
     """Equal ones, each a multiple of the granule."""
-    if fate not in ("host", "ssd") or layer.activation_bytes == 0:
+    if fate not in _LEAVES or layer.activation_bytes == 0:
         return ()
     count = -(-layer.activation_bytes // PIECE_BYTES)
     return ((_padded(-(-layer.activation_bytes // count)), fate == "ssd"),) * count
@@ -89,24 +92,27 @@ def block_params(block: Block) -> int:
 
 def _blocks(
     model: Model, machine: Machine, fates: tuple[str, ...]
-) -> list[tuple[int, int, tuple[int, ...], Saved]]:
+) -> list[tuple[tuple[int, ...], tuple[Part, ...]]]:
     own = [block_params(block) > 0 for block in model.blocks]
     made = []
     first = 0
     for index, block in enumerate(model.blocks):
         layers = list(zip(block.layers, fates[first : first + len(block.layers)], strict=True))
         first += len(block.layers)
-        forward = sum(layer.forward_flop for layer in block.layers)
         again = sum(layer.forward_flop for layer, fate in layers if _is_again(layer, fate))
         used = sorted({i for i in (block.shared_block, index) if i is not None and own[i]})
-        made.append(
+        parts = [
             (
-                forward * NS_PER_S // machine.gpu_flop_per_s,
-                (2 * forward + again) * NS_PER_S // machine.gpu_flop_per_s,
-                tuple(sum(own[:i]) for i in used),
-                tuple(piece for layer, fate in layers for piece in _pieces(layer, fate)),
+                layer.forward_flop * NS_PER_S // machine.gpu_flop_per_s,
+                2 * layer.forward_flop * NS_PER_S // machine.gpu_flop_per_s,
+                _pieces(layer, fate),
             )
-        )
+            for layer, fate in layers
+        ]
+        # Backward begins with what the block computes again, all of it.
+        forward_ns, backward_ns, pieces = parts[-1]
+        parts[-1] = forward_ns, backward_ns + again * NS_PER_S // machine.gpu_flop_per_s, pieces
+        made.append((tuple(sum(own[:i]) for i in used), tuple(parts)))
     return made
 
 
@@ -121,8 +127,11 @@ def _gpu_split(model: Model, machine: Machine, fates: tuple[str, ...]) -> tuple[
         layers = list(zip(block.layers, fates[first : first + len(block.layers)], strict=True))
         first += len(block.layers)
         kept += sum(layer.activation_bytes for layer, fate in layers if fate == "keep")
-        moving = sum(layer.activation_bytes for layer, fate in layers if fate != "keep")
-        computing = max(computing, moving + max(layer.working_bytes for layer in block.layers))
+        # What leaves does so layer by layer: behind the one that computes it is in `room`.
+        again = sum(layer.activation_bytes for layer, fate in layers if fate == "recompute")
+        moving = max((m.activation_bytes for m, fate in layers if fate in _LEAVES), default=0)
+        working = max(layer.working_bytes for layer in block.layers)
+        computing = max(computing, again + moving + working)
     sizes = sorted(
         -(-block_params(block) // _ELEMENT_ALIGN) * _ELEMENT_ALIGN * model.param_bytes
         for block in model.blocks
@@ -173,7 +182,7 @@ def place(model: Model, machine: Machine, policy: str) -> Placement:
     plan = _plan(model, machine, policy)
     fates = tuple(plan["layers"])
     blocks = _blocks(model, machine, fates)
-    pieces = [piece for *_, saved in blocks for piece in saved]
+    pieces = [piece for _, parts in blocks for *_, saved in parts for piece in saved]
     on_ssd = sum(nbytes for nbytes, is_on_ssd in pieces if is_on_ssd)
     transit = _transit_bytes(model) if pieces else 0
     saved = sum(nbytes for nbytes, is_on_ssd in pieces if not is_on_ssd) + transit

@@ -31,8 +31,8 @@ static struct result step_run(uint32_t piece_count, uint32_t ssd_count, uint64_t
     struct result result;
     LH_CHECK(lh_sim_preset_make(LH_SIM_PRESET_PAPERS_13B, &alloc, &model, &opts, &err) == 0);
     for (uint32_t i = BLOCK_FIRST; i < BLOCK_FIRST + BLOCK_COUNT; i++) {
-        model.blocks[i].saved_first = model.saved_count;
-        model.blocks[i].saved_count = piece_count;
+        model.parts[model.blocks[i].part_first].saved_first = model.saved_count;
+        model.parts[model.blocks[i].part_first].saved_count = piece_count;
         for (uint32_t j = 0; j < piece_count; j++)
             model.saved[model.saved_count++] = (struct lh_sim_saved){
                 PIECE_BYTES, j < ssd_count ? LH_SAVED_TIER_SSD : LH_SAVED_TIER_MEMORY};

@@ -1,0 +1,47 @@
+/* What a part of a block saves, on its way out behind forward and back ahead of backward. */
+#include "sched/engine_private.h"
+#include "sim/train.h"
+
+static const struct lh_sim_part *part_of(const struct lh_sim_train *train)
+{
+    return &train->opts.model->parts[train->part];
+}
+
+void lh_sim_train_saved_fetch(struct lh_sim_train *train)
+{
+    const struct lh_sim_part *part = part_of(train);
+    while (train->saved_next > 0) {
+        uint64_t bytes = train->opts.model->saved[train->saved_next - 1].bytes;
+        bool is_needed = part->saved_count > 0 && train->saved_next > part->saved_first;
+        if (!is_needed && train->fetched_bytes + bytes > train->opts.saved_ahead_bytes)
+            break;
+        train->saved_next--;
+        train->fetched_bytes += bytes;
+        void *target = train->opts.dev ? (void *)(uintptr_t)train->opts.nowhere : NULL;
+        lh_saved_fetch(train->opts.engine, train->saved_items[train->saved_next], target);
+    }
+}
+
+void lh_sim_train_saved_drop(struct lh_sim_train *train)
+{
+    const struct lh_sim_part *part = part_of(train);
+    for (uint32_t i = part->saved_first; i < part->saved_first + part->saved_count; i++) {
+        lh_saved_drop(train->opts.engine, train->saved_items[i]);
+        train->fetched_bytes -= train->opts.model->saved[i].bytes;
+    }
+    lh_sim_train_saved_fetch(train);
+}
+
+int lh_sim_train_saved_put(struct lh_sim_train *train)
+{
+    const struct lh_sim_part *part = part_of(train);
+    for (uint32_t i = part->saved_first; i < part->saved_first + part->saved_count; i++) {
+        const struct lh_sim_saved *saved = &train->opts.model->saved[i];
+        int rc = lh_saved_put(train->opts.engine, train->opts.nowhere, saved->bytes, saved->tier,
+                              &train->saved_items[i]);
+        if (rc < 0)
+            return rc;
+    }
+    train->saved_next += part->saved_count;
+    return 0;
+}
