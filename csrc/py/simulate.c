@@ -277,16 +277,17 @@ static bool is_interrupted(void *context)
 PyObject *lhpy_simulate(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     (void)module;
-    static char *keys[] = {"units",    "blocks",       "machine",  "saved",          "host_bytes",
-                           "schedule", "commit_every", "io_depth", "transfer_bytes", "raiser",
-                           NULL};
+    static char *keys[] = {"units",          "blocks",      "machine",      "saved",
+                           "host_bytes",     "schedule",    "commit_every", "io_depth",
+                           "transfer_bytes", "only_checks", "raiser",       NULL};
+    int only_checks = 0;
     PyObject *units, *blocks, *dict, *saved, *raiser;
     unsigned int schedule, io_depth;
     unsigned long long host_bytes, commit_every, transfer_bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!KIKIKO", keys, &PyList_Type, &units,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!KIKIKpO", keys, &PyList_Type, &units,
                                      &PyList_Type, &blocks, &PyDict_Type, &dict, &PyDict_Type,
                                      &saved, &host_bytes, &schedule, &commit_every, &io_depth,
-                                     &transfer_bytes, &raiser))
+                                     &transfer_bytes, &only_checks, &raiser))
         return NULL;
     if (schedule >= LH_ENGINE_SCHEDULE_COUNT || host_bytes > NUMBER_MAX || io_depth < 1 ||
         io_depth > QUEUE_DEPTH_MAX || transfer_bytes < LH_MIB || transfer_bytes > LH_GIB ||
@@ -305,6 +306,7 @@ PyObject *lhpy_simulate(PyObject *module, PyObject *args, PyObject *kwargs)
         .schedule = (enum lh_engine_schedule)schedule,
         .io_depth = io_depth,
         .transfer_bytes = transfer_bytes,
+        .only_checks = only_checks != 0,
         .is_cancelled = is_interrupted,
     };
     PyObject *answer = NULL;

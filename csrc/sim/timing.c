@@ -103,9 +103,9 @@ int lh_sim_timing_run(const struct lh_sim_timing_opts *opts, struct lh_alloc *al
         .crash_after = EVENT_COUNT,
     };
     int rc = lh_sim_run_init(run, &run_opts, alloc, err);
-    if (rc == 0)
+    if (rc == 0 && !opts->only_checks)
         rc = drive(run, opts, err);
-    if (rc == 0)
+    if (rc == 0 && !opts->only_checks)
         timing_read(run, step_of(opts), timing_out);
     lh_sim_run_deinit(run);
     lh_free(alloc, run);

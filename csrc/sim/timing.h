@@ -25,6 +25,7 @@ struct lh_sim_timing_opts {
     enum lh_engine_schedule schedule;
     uint32_t io_depth;
     uint64_t transfer_bytes;
+    bool only_checks; /* whether it fits: no step is run, and all times are 0 */
     /* Asked now and then; true ends the run with -EINTR. NULL: nobody is asked. */
     bool (*is_cancelled)(void *context);
     void *context;

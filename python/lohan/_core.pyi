@@ -161,6 +161,7 @@ def simulate(
     commit_every: int,
     io_depth: int,
     transfer_bytes: int,
+    only_checks: bool,
     raiser: _Raiser,
 ) -> dict[str, Any]: ...
 def scalars_make(param_steps: Sequence[int], /) -> bytes: ...

@@ -1,4 +1,4 @@
-"""The command line: `lohan doctor`, `demo`, `inspect`, `simulate`.
+"""The command line: `lohan doctor`, `demo`, `inspect`, `simulate`, `plan`.
 
 What a command does is in a module of its own, imported when it runs.
 """
@@ -170,3 +170,39 @@ def simulate(
     )
     if json_wanted:
         _write_json(answer, None)
+
+
+@main.command()
+@click.option("--largest", is_flag=True, required=True, help="Which model still fits.")
+@click.option("--family", default="gpt", show_default=True, help="gpt, opt or dit.")
+@click.option(
+    "--machine", default="gaming-pc", show_default=True, help="A preset, a file, or here."
+)
+@click.option("--gpu", metavar="SIZE", help="Of its memory, as 24GiB.")
+@click.option("--ram", metavar="SIZE", help="That lohan may use.")
+@click.option("--ssd", metavar="SIZE", help="Of all SSDs together.")
+@click.option("--batch", default=1, show_default=True, help="Sequences, or images, of a step.")
+@click.option("--seq", default=1024, show_default=True, help="Tokens of each.")
+@click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
+def plan(
+    largest: bool,
+    family: str,
+    machine: str,
+    gpu: str | None,
+    ram: str | None,
+    ssd: str | None,
+    batch: int,
+    seq: int,
+    json_wanted: bool,
+) -> None:
+    """Say which model of a family still fits a machine, and what stops the next one."""
+    from lohan import _largest, _machines
+
+    sizes = {"gpu_bytes": gpu, "host_bytes": ram, "ssd_bytes": ssd}
+    changes = [f"{name}={size}" for name, size in sizes.items() if size is not None]
+    changes += ["ssd_count=1"] if ssd is not None else []
+    found = _largest.find(family, _machines.change(_machines.load(machine), changes), batch, seq)
+    if json_wanted:
+        _write_json(found, None)
+    else:
+        _largest.show(found, Console())

@@ -201,19 +201,9 @@ def _saved(placement: Placement) -> dict[str, int]:
     }
 
 
-def simulate(model: Model, machine: Machine, options: Options | None = None) -> Step:
-    """Run training in virtual time until its steps repeat, and give the figures of one.
-
-    Args:
-        model: with its batch.
-        machine: of integers.
-        options: of lohan.
-
-    Raises:
-        BudgetError: the model does not fit the machine; the message has the numbers.
-        MachineError: an option that is none.
-    """
-    options = options or Options()
+def _run(
+    model: Model, machine: Machine, options: Options, only_checks: bool
+) -> tuple[Placement, dict[str, Any]]:
     if options.schedule not in (None, *SCHEDULES):
         raise MachineError(f"schedule {options.schedule!r}: one of {', '.join(SCHEDULES)}")
     if options.commit_every < 1:
@@ -234,8 +224,35 @@ def simulate(model: Model, machine: Machine, options: Options | None = None) -> 
         commit_every=options.commit_every,
         io_depth=_IO_DEPTH,
         transfer_bytes=_TRANSFER_BYTES,
+        only_checks=only_checks,
         raiser=_raiser,
     )
+    return placement, raw
+
+
+def check(model: Model, machine: Machine, options: Options) -> None:
+    """Whether it fits, without a step.
+
+    Raises:
+        BudgetError: it does not; the message has the numbers.
+        MachineError: an option that is none.
+    """
+    _run(model, machine, options, only_checks=True)
+
+
+def simulate(model: Model, machine: Machine, options: Options | None = None) -> Step:
+    """Run training in virtual time until its steps repeat, and give the figures of one.
+
+    Args:
+        model: with its batch.
+        machine: of integers.
+        options: of lohan.
+
+    Raises:
+        BudgetError: the model does not fit the machine; the message has the numbers.
+        MachineError: an option that is none.
+    """
+    placement, raw = _run(model, machine, options or Options(), only_checks=False)
     return _step(model, machine, placement, raw)
 
 

@@ -317,6 +317,7 @@ def core_call(**changes: object) -> object:
         "commit_every": 1,
         "io_depth": 4,
         "transfer_bytes": 1 << 20,
+        "only_checks": False,
         "raiser": lambda code, message, is_rule: LohanError(message),
     }
     for name, value in changes.items():
