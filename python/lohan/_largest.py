@@ -11,17 +11,10 @@ from lohan._machines import Machine
 from lohan.errors import BudgetError, MachineError
 from lohan.simulate import Options, check
 
-# Of bf16, in the slot that is committed and in the one that is being written.
-_STATE_BYTES_PER_PARAM = 24
-
 
 def _why_not(name: str, machine: Machine, batch: int, seq: int) -> str:
     """Empty: it fits."""
     model = _plan.named_model(name, batch=batch, seq=seq)
-    states = _STATE_BYTES_PER_PARAM * model.param_count
-    capacity = machine.ssd_count * machine.ssd_bytes
-    if 0 < capacity < states:
-        return f"its states take {states:,} bytes of SSD, and there are {capacity:,}: set ssd_bytes"
     try:
         check(model, machine, Options("auto"))
     except BudgetError as error:

@@ -7,6 +7,7 @@ compute, which bytes leave behind a block and in which tier they lie, and how me
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from lohan import _core
@@ -27,6 +28,7 @@ _BUFFER_BLOCK_COUNT = 5
 _SLAB_BYTES = 8 * 12 << 20
 # Of activations: where they go.
 _LEAVES = ("host", "ssd")
+_MOMENTS_BYTES = 8
 _DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
 
 Saved = tuple[tuple[int, bool], ...]
@@ -172,6 +174,30 @@ def _plan(model: Model, machine: Machine, policy: str) -> dict[str, Any]:
         raise MachineError(str(error)) from error
 
 
+def _states_bytes(model: Model, plan: dict[str, Any]) -> int:
+    """Of those that the plan keeps in main memory."""
+    kinds = {
+        "has_host_p16": model.param_bytes,
+        "has_host_master": plan["master_bytes"],
+        "has_host_moments": _MOMENTS_BYTES,
+    }
+    return sum(
+        block_params(block) * sum(nbytes for kind, nbytes in kinds.items() if choice[kind])
+        for block, choice in zip(model.blocks, plan["blocks"], strict=True)
+    )
+
+
+def _brought_in(model: Model, fates: Sequence[str], room: int) -> tuple[str, ...]:
+    """The first ones that were to go to SSD stay in main memory instead, while it has room."""
+    made = []
+    for layer, fate in zip(model.layers, fates, strict=True):
+        nbytes = sum(size for size, _ in _pieces(layer, fate))
+        stays = fate == "ssd" and nbytes <= room
+        made.append("host" if stays else fate)
+        room -= nbytes if stays else 0
+    return tuple(made)
+
+
 def place(model: Model, machine: Machine, policy: str) -> Placement:
     """Plan by a policy, and divide the machine's memory accordingly.
 
@@ -181,14 +207,23 @@ def place(model: Model, machine: Machine, policy: str) -> Placement:
     """
     plan = _plan(model, machine, policy)
     fates = tuple(plan["layers"])
+    transit = _transit_bytes(model)
+    if policy == "auto":  # it sends to SSD what hides there, whether main memory is idle or not
+        taken = sum(
+            size
+            for layer, fate in zip(model.layers, fates, strict=True)
+            if fate == "host"
+            for size, _ in _pieces(layer, fate)
+        )
+        taken += transit + _states_bytes(model, plan) + 2 * _buffer_bytes(model)
+        fates = _brought_in(model, fates, machine.host_bytes - taken)
     blocks = _blocks(model, machine, fates)
     pieces = [piece for _, parts in blocks for *_, saved in parts for piece in saved]
     on_ssd = sum(nbytes for nbytes, is_on_ssd in pieces if is_on_ssd)
-    transit = _transit_bytes(model) if pieces else 0
+    transit = transit if pieces else 0
     saved = sum(nbytes for nbytes, is_on_ssd in pieces if not is_on_ssd) + transit
     slots, room, computing = _gpu_split(model, machine, fates)
     rest = machine.host_bytes - saved
-    stays = any(any(v for k, v in b.items() if k.startswith("has_host")) for b in plan["blocks"])
     defers = any(block["is_deferred"] for block in plan["blocks"])
     again = [m for m, fate in zip(model.layers, fates, strict=True) if _is_again(m, fate)]
     return Placement(
@@ -200,7 +235,7 @@ def place(model: Model, machine: Machine, policy: str) -> Placement:
         slot_bytes=slots,
         room_bytes=room,
         computing_bytes=computing,
-        engine_bytes=rest if stays else min(rest, 2 * _buffer_bytes(model)),
+        engine_bytes=rest if policy == "auto" else min(rest, 2 * _buffer_bytes(model)),
         saved_bytes=saved,
         transit_bytes=transit,
         ssd_bytes=on_ssd,

@@ -129,7 +129,7 @@ def demo(
 @click.option("--seq", default=1024, show_default=True, help="Tokens of each.")
 @click.option("--machine", default="gaming-pc", show_default=True, help="A preset, or a TOML file.")
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Of the machine.")
-@click.option("--policy", default="lohan", show_default=True, help="docs/planning.md has them.")
+@click.option("--policy", default="auto", show_default=True, help="docs/planning.md has them.")
 @click.option("--schedule", help="As of lohan.wrap; the policy's unless told.")
 @click.option("--commit-every", default=1, show_default=True, help="Steps between commits.")
 @click.option("--sweep", metavar="NAME=VALUES", help="ssd_count=1..12, or batch=8,16,32.")

@@ -41,7 +41,7 @@ class Options:
         commit_every: steps from one commit to the next.
     """
 
-    policy: str = "lohan"
+    policy: str = "auto"
     schedule: str | None = None
     commit_every: int = 1
 
@@ -180,14 +180,15 @@ def _resources(raw: dict[str, Any], machine: Machine, flop: int) -> dict[str, Re
     return found
 
 
-def _capacity_check(model: Model, machine: Machine, placement: Placement) -> None:
+def _capacity_check(model: Model, machine: Machine, per_param: int, others: int = 0) -> None:
+    """States in two slots, and what else is on SSD."""
     capacity = machine.ssd_count * machine.ssd_bytes
-    states = _SLOT_COUNT * _STATE_BYTES_PER_PARAM[placement.dtype] * model.param_count
-    if machine.ssd_bytes and states + placement.ssd_bytes > capacity:
+    states = _SLOT_COUNT * per_param * model.param_count
+    if machine.ssd_bytes and states + others > capacity:
         raise BudgetError(
-            f"the model's states take {states:,} bytes of SSD, its activations"
-            f" {placement.ssd_bytes:,}, and {machine.ssd_count} of {machine.ssd_bytes:,} have"
-            f" {capacity:,}: set ssd_count or ssd_bytes"
+            f"the model's states take {states:,} bytes of SSD in two slots, its activations"
+            f" {others:,}, and {machine.ssd_count} of {machine.ssd_bytes:,} have {capacity:,}: set"
+            " ssd_count or ssd_bytes"
         )
 
 
@@ -208,8 +209,11 @@ def _run(
         raise MachineError(f"schedule {options.schedule!r}: one of {', '.join(SCHEDULES)}")
     if options.commit_every < 1:
         raise MachineError(f"commit_every = {options.commit_every}: at least 1")
+    # The least first: what a plan says of it may be that other memory would have to make up for it.
+    _capacity_check(model, machine, min(_STATE_BYTES_PER_PARAM.values()))
     placement = place(model, machine, options.policy)
-    _capacity_check(model, machine, placement)
+    per_param = _STATE_BYTES_PER_PARAM[placement.dtype]
+    _capacity_check(model, machine, per_param, placement.ssd_bytes)
     raw = _core.simulate(
         units=[
             (placement.dtype, False, block_params(block))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import json
 import pathlib
 import signal
@@ -15,7 +16,7 @@ from click.testing import CliRunner, Result
 from lohan import _core, _machines, _placement, _plan
 from lohan.cli import main
 from lohan.errors import BudgetError, LohanError, MachineError
-from lohan.simulate import simulate
+from lohan.simulate import Options, simulate
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "sim_steps.csv"
 # A model that is simulated in a moment.
@@ -82,7 +83,7 @@ def test_what_leaves_the_gpu_is_what_the_plan_says_and_comes_back() -> None:
     fates = list(zip(model.layers, placement.fates, strict=True))
     assert {"host", "ssd"} <= set(placement.fates)
     swapped = sum(layer.activation_bytes for layer, fate in fates if fate in ("host", "ssd"))
-    step = simulate(model, here)
+    step = simulate(model, here, Options("lohan"))
     assert step.swapped_bytes == pytest.approx(swapped, rel=0.01)
     again = sum(layer.forward_flop for layer, fate in fates if fate == "recompute")
     params_bytes = 2 * model.param_count
@@ -112,11 +113,27 @@ def test_what_leaves_is_spread_over_the_blocks() -> None:
     assert max(stretches) < 1.3 * min(stretches)
 
 
+@pytest.mark.parametrize("ssd_count", [1, 4])
+@pytest.mark.parametrize("host_bytes", ["12 GB", "64 GB"])
+def test_auto_is_not_slower_than_the_papers_policy(ssd_count: int, host_bytes: str) -> None:
+    model = _plan.named_model("opt-1.3b", batch=32)
+    here = machine(f"ssd_count={ssd_count}", f"host_bytes={host_bytes}")
+    papers = simulate(model, here, Options("lohan"))
+    assert simulate(model, here, Options("auto")).step_ns < 1.02 * papers.step_ns
+
+
+def test_by_auto_nothing_goes_to_ssd_that_main_memory_has_room_for() -> None:
+    model = _plan.named_model("gpt-13b", batch=32)
+    roomy = _placement.place(model, machine("host_bytes=736 GB"), "auto")
+    assert "ssd" not in roomy.fates and "host" in roomy.fates
+    assert roomy.engine_bytes + roomy.saved_bytes == machine("host_bytes=736 GB").host_bytes
+
+
 def test_what_a_plan_takes_of_memory_is_there() -> None:
-    for batch in (1, 8, 32):
+    here = machine("host_bytes=20 GB", "ssd_count=4")
+    for batch, policy in itertools.product((1, 8, 32), _core.plan_policies()):
         model = _plan.named_model("opt-6.7b", batch=batch)
-        here = machine("host_bytes=20 GB", "ssd_count=4")
-        placement = _placement.place(model, here, "lohan")
+        placement = _placement.place(model, here, policy)
         gpu = placement.slot_bytes + placement.room_bytes + placement.computing_bytes
         assert gpu <= here.gpu_bytes
         assert placement.engine_bytes + placement.saved_bytes <= here.host_bytes

@@ -128,7 +128,7 @@ def test_other_kinds_of_models_are_simulated(
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["tflops"] > 0 and found["swapped_bytes"] > 0
+    assert found["tflops"] > 0 and found["forward_flop"] > 0
 
 
 def test_a_class_of_transformers_is_a_model_with_its_default_configuration() -> None:
