@@ -198,8 +198,35 @@ def _brought_in(model: Model, fates: Sequence[str], room: int) -> tuple[str, ...
     return tuple(made)
 
 
-def place(model: Model, machine: Machine, policy: str) -> Placement:
+def _swapped(model: Model, share: float) -> tuple[str, ...]:
+    """Inter-block activations leave, and a share of the others in falling benefit, spread evenly.
+
+    Source: LoHan eq. 6
+    """
+
+    def rank(index: int) -> tuple[bool, float, str]:
+        layer = model.layers[index]
+        benefit = layer.forward_flop / max(layer.activation_bytes, 1)
+        return not layer.is_inter_block, -benefit, f"{index:032b}"[::-1]
+
+    left = model.inter_block_bytes + share * (model.activation_bytes - model.inter_block_bytes)
+    made = ["recompute"] * len(model.layers)
+    for index in sorted(range(len(model.layers)), key=rank):
+        left -= model.layers[index].activation_bytes
+        if left < 0:
+            break
+        made[index] = "ssd"
+    return tuple(made)
+
+
+def place(model: Model, machine: Machine, policy: str, share: float | None = None) -> Placement:
     """Plan by a policy, and divide the machine's memory accordingly.
+
+    Args:
+        model: with its batch.
+        machine: of integers.
+        policy: by name.
+        share: of the activations inside blocks, that leave the GPU; None: as the policy says.
 
     Raises:
         BudgetError: the model does not fit; the message has the numbers.
@@ -208,7 +235,10 @@ def place(model: Model, machine: Machine, policy: str) -> Placement:
     plan = _plan(model, machine, policy)
     fates = tuple(plan["layers"])
     transit = _transit_bytes(model)
-    if policy == "auto":  # it sends to SSD what hides there, whether main memory is idle or not
+    if share is not None:
+        room = machine.host_bytes - transit - 2 * _buffer_bytes(model)
+        fates = _brought_in(model, _swapped(model, share), room)
+    elif policy == "auto":  # it sends to SSD what hides there, whether main memory is idle or not
         taken = sum(
             size
             for layer, fate in zip(model.layers, fates, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from rich.table import Table
 from lohan import _machines, _models, _plan
 from lohan._machines import Machine
 from lohan.errors import MachineError, UnsupportedError
-from lohan.simulate import Options, Step, simulate, sweep
+from lohan.simulate import Options, Step, simulate, swap_curve, sweep
 
 _VALUE_COUNT_MAX = 64
+_CURVE_COUNT = 9
 _RESOURCES = {
     "gpu": "GPU",
     "ssd": "SSDs",
@@ -137,7 +139,8 @@ def _show_sweep(name: str, answers: list[tuple[int, Step]], console: Console) ->
     console.print(table, highlight=False)
 
 
-def _draw(name: str, answers: list[tuple[int, Step]], title: str, path: Path) -> None:
+def _draw(draw: Callable[[Any], None], path: Path) -> None:
+    """A picture of one pair of axes, which draw() fills."""
     try:
         import matplotlib
     except ImportError as error:
@@ -146,8 +149,7 @@ def _draw(name: str, answers: list[tuple[int, Step]], title: str, path: Path) ->
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    axes.plot([value for value, _ in answers], [step.tflops for _, step in answers], marker="o")
-    axes.set(xlabel=name, ylabel="TFLOP/s", title=title, ylim=(0, None))
+    draw(axes)
     axes.grid(visible=True)
     try:
         figure.savefig(path)
@@ -155,6 +157,28 @@ def _draw(name: str, answers: list[tuple[int, Step]], title: str, path: Path) ->
         raise MachineError(f"{path} cannot be written: {error}") from error
     finally:
         pyplot.close(figure)
+
+
+def _draw_sweep(name: str, answers: list[tuple[int, Step]], title: str, path: Path) -> None:
+    def draw(axes: Any) -> None:
+        axes.plot([value for value, _ in answers], [step.tflops for _, step in answers], marker="o")
+        axes.set(xlabel=name, ylabel="TFLOP/s", title=title, ylim=(0, None))
+
+    _draw(draw, path)
+
+
+def _draw_swaps(chosen: Step, curve: list[tuple[float, Step]], title: str, path: Path) -> None:
+    """Step time against what is swapped, with the policy's own step as a star."""
+
+    def points(steps: list[Step]) -> tuple[list[float], list[float]]:
+        return [step.swapped_bytes / 1e9 for step in steps], [step.step_ns / 1e9 for step in steps]
+
+    def draw(axes: Any) -> None:
+        axes.plot(*points([step for _, step in curve]), marker="o")
+        axes.plot(*points([chosen]), marker="*", markersize=16, linestyle="none")
+        axes.set(xlabel="swapped, GB", ylabel="step, s", title=title, ylim=(0, None))
+
+    _draw(draw, path)
 
 
 def run(request: Request, console: Console | None) -> dict[str, Any]:
@@ -177,14 +201,17 @@ def run(request: Request, console: Console | None) -> dict[str, Any]:
         **dataclasses.asdict(request.options),
     }
     load: dict[str, Any] = {"name": request.model, "batch": request.batch, "seq": request.seq}
-    if request.plot is not None and request.sweep is None:
-        raise MachineError("--plot draws a sweep: add --sweep, as --sweep ssd_count=1..12")
+    title = f"{request.model} on {machine.name}"
     if request.sweep is None:
         model = _models.load(**load)
         step = simulate(model, machine, request.options)
         answer = {"model": model.name, **asked, **step.as_dict()}
         if console is not None:
             _show_step(step, model, machine, console)
+        if request.plot is not None:
+            curve = swap_curve(model, machine, request.options, _CURVE_COUNT)
+            answer["swap_curve"] = [{"swap_share": share, **at.as_dict()} for share, at in curve]
+            _draw_swaps(step, curve, title, request.plot)
     else:
         name, values = values_of(request.sweep)
         answers = sweep(name, values, load, machine, request.options)
@@ -193,5 +220,5 @@ def run(request: Request, console: Console | None) -> dict[str, Any]:
         if console is not None:
             _show_sweep(name, answers, console)
         if request.plot is not None:
-            _draw(name, answers, f"{request.model} on {machine.name}", request.plot)
+            _draw_sweep(name, answers, title, request.plot)
     return answer

@@ -133,7 +133,9 @@ def demo(
 @click.option("--schedule", help="As of lohan.wrap; the policy's unless told.")
 @click.option("--commit-every", default=1, show_default=True, help="Steps between commits.")
 @click.option("--sweep", metavar="NAME=VALUES", help="ssd_count=1..12, or batch=8,16,32.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the sweep (matplotlib).")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), help="Draw the sweep, or step times over swapping."
+)
 @click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
 def simulate(
     model: str,

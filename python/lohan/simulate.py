@@ -39,11 +39,14 @@ class Options:
         policy: what happens to activations and states (docs/planning.md).
         schedule: of updates, as of `lohan.wrap`. None: the policy's.
         commit_every: steps from one commit to the next.
+        swap_share: of the activations inside blocks, that leave the GPU, by falling benefit; the
+            others are computed again. None: as the policy says.
     """
 
     policy: str = "auto"
     schedule: str | None = None
     commit_every: int = 1
+    swap_share: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +214,7 @@ def _run(
         raise MachineError(f"commit_every = {options.commit_every}: at least 1")
     # The least first: what a plan says of it may be that other memory would have to make up for it.
     _capacity_check(model, machine, min(_STATE_BYTES_PER_PARAM.values()))
-    placement = place(model, machine, options.policy)
+    placement = place(model, machine, options.policy, options.swap_share)
     per_param = _STATE_BYTES_PER_PARAM[placement.dtype]
     _capacity_check(model, machine, per_param, placement.ssd_bytes)
     raw = _core.simulate(
@@ -305,3 +308,27 @@ def sweep(
             model, here = _models.load(**load), _machines.change(machine, [f"{name}={value}"])
         answers.append((value, simulate(model, here, options)))
     return answers
+
+
+def swap_curve(
+    model: Model, machine: Machine, options: Options, count: int
+) -> list[tuple[float, Step]]:
+    """Steps that swap more and more, from inter-block activations alone to all of them.
+
+    Args:
+        model: with its batch.
+        machine: of integers.
+        options: swap_share is not looked at.
+        count: of steps; those that do not fit the machine are left out.
+
+    Source: LoHan fig. 9b
+    """
+    curve = []
+    for index in range(count):
+        share = index / (count - 1)
+        try:
+            step = simulate(model, machine, dataclasses.replace(options, swap_share=share))
+        except BudgetError:
+            continue
+        curve.append((share, step))
+    return curve

@@ -171,6 +171,21 @@ def test_a_sweep_is_drawn(tmp_path: pathlib.Path) -> None:
     assert "<svg" in picture.read_text()
 
 
+def test_swapping_more_and_more_is_drawn_with_the_policys_choice(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "a.svg"
+    words = ("--model", "opt-1.3b", "--batch", "16", "--machine", "paper-4090")
+    found = answer(*words, "--policy", "lohan", "--plot", str(picture))
+    assert "<svg" in picture.read_text()
+    amounts = [point["swapped_bytes"] for point in found["swap_curve"]]
+    again = [point["recompute_flop"] for point in found["swap_curve"]]
+    assert amounts == sorted(amounts) and again == sorted(again, reverse=True)
+    model = _plan.named_model("opt-1.3b", batch=16)
+    assert amounts[0] == pytest.approx(model.inter_block_bytes, rel=0.01)
+    assert amounts[-1] == pytest.approx(model.activation_bytes, rel=0.01)
+    assert again[-1] == 0
+
+
 def test_people_are_told_what_bounds_a_step_and_what_is_not_simulated() -> None:
     shown = run("--model", "opt-1.3b", "--machine", "laptop")
     assert shown.exit_code == 0, shown.output
@@ -293,7 +308,7 @@ def test_a_file_says_what_it_lacks_and_what_it_has_too_much_of(tmp_path: pathlib
         (("--model", "gpt-13b", "--sweep", "ssd_count"), "ssd_count=1..12"),
         (("--model", "gpt-13b", "--sweep", "colour=1,2"), "one of batch"),
         (("--model", "gpt-13b", "--sweep", "batch=1..100"), "1 to 64 values"),
-        (("--model", "gpt-13b", "--plot", "a.png"), "--sweep"),
+        (("--model", "opt-1.3b", "--plot", "a.no"), "cannot be written"),
         (("--model", "gpt-13b", "--set", "host_bytes=100 MB"), "set host_bytes"),
         (
             ("--model", "gpt-175b", "--machine", "laptop", "--set", "ssd_bytes=9 TB"),
