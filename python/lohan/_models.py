@@ -51,6 +51,7 @@ class _Counter:
         self.saved: dict[str, int] = {}
         self.outputs: dict[str, int] = {}
         self.order: list[str] = []
+        self.left: dict[str, int] = {}  # when the forward of each module was first over
         self._inside: list[str] = [""]
         self._seen = {p.untyped_storage()._cdata for p in model.parameters()}
         self._held: list[torch.Tensor] = []  # so that no storage's name is used again
@@ -71,6 +72,7 @@ class _Counter:
     def _leave(self, name: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             self._inside.pop()
+            self.left.setdefault(name, len(self.left))
             first = output[0] if isinstance(output, tuple) else output
             if name in self._whole and isinstance(first, torch.Tensor):
                 self.outputs[name] = self.outputs.get(name, 0) + self._new_bytes(first)
@@ -139,14 +141,17 @@ def _joined(path: str, below: str) -> str:
 def _layers(
     name: str, module: nn.Module, counter: _Counter, flops: dict[str, int], owned: dict[str, int]
 ) -> list[_plan.Layer]:
-    """A layer for each module that owns, computes or saves something by itself, then the output."""
+    """A layer for each module that owns, computes or saves something by itself, then the output.
+
+    In the order in which their forwards are over.
+    """
     made = []
     own_flops = _own_flops(module, name, flops)
-    for below, _ in module.named_modules():
-        path = _joined(name, below)
+    paths = {_joined(name, below): below for below, _ in module.named_modules()}
+    for path in sorted(paths, key=lambda path: counter.left.get(path, len(counter.left))):
         figures = owned.get(path, 0), own_flops[path], counter.saved.get(path, 0)
         if any(figures):
-            made.append(_plan.Layer(below or "itself", *figures))
+            made.append(_plan.Layer(paths[path] or "itself", *figures))
     if counter.outputs.get(name):
         output = counter.outputs[name]
         made.append(_plan.Layer("output", 0, 0, output, is_inter_block=True))

@@ -88,6 +88,14 @@ def test_what_a_model_saves_is_what_torch_saves_of_it(tmp_path: pathlib.Path) ->
     assert found == pytest.approx(total, rel=0.01)
 
 
+def test_layers_come_in_the_order_of_forward(tmp_path: pathlib.Path) -> None:
+    counted = _models.load(config_file(tmp_path, llama(), "LlamaForCausalLM"), BATCH, SEQ)
+    names = [layer.name for layer in counted.blocks[1].layers]
+    first = ["input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "self_attn"]
+    then = ["post_attention_layernorm", "mlp.gate_proj", "mlp.down_proj", "mlp", "output"]
+    assert [name for name in names if name in first + then] == first + then
+
+
 def test_experts_are_counted_as_often_as_a_token_meets_them(tmp_path: pathlib.Path) -> None:
     given = {**TEXT, "intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}
     given["num_key_value_heads"] = 2
