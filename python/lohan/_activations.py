@@ -1,237 +1,128 @@
-"""What happens to a block's activations: autograd keeps them, or they are computed again.
+"""Which activations are kept, which are computed again: the layers of each block, and their hooks.
 
-[Note: Computed again] The forward of a block whose activations are not kept runs under hooks for
-saved tensors of its own. Each tensor that an operation saves is a ticket there: its inputs and what
-is small stay as they are, parameters are handles as ever, and everything else is dropped. When
-backward unpacks the first dropped one, the block's forward is computed again from its inputs, under
-hooks that only collect, in the order of then, what the live tickets miss; it stops with the last of
-them. The graph of the first forward is the one that is differentiated, the second one is thrown
-away. A frame is one forward of one block: its tickets hold it, so it goes with the graph, and what
-it keeps goes as soon as everything is there. It holds a handle of each of the block's units, so
-that no update begins while the values of then may be needed.
+A layer is a module inside a block, the block itself included. A block in which everything is done
+as the session does it anyway has no hook.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import inspect
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from lohan import _core
-from lohan._again import SMALL_BYTES, Surroundings, map_tensors
+from lohan._frame import Dropped, Frame
 from lohan._tensor import SavedTensors
-from lohan.errors import LohanError, RecomputeError, UnsupportedError
+from lohan.config import ACTIVATIONS
+from lohan.errors import ModelError
+
+if TYPE_CHECKING:
+    from lohan._block import Layout, Scope
+    from lohan._device import Device
+    from lohan.config import Config
 
 
-class _AllThereError(Exception):
-    """Everything that was dropped is there again: the rest need not be computed."""
+class Owner(Protocol):
+    """What a session has for its activations."""
+
+    layout: Layout
+    device: Device
+    config: Config
+    saved: SavedTensors
+    stay: SavedTensors
+    _engine: _core.Engine
 
 
-class _Input:
-    """A tensor that a block was given, packed like what operations save."""
+class _Modes:
+    """What a user has said of layers: the first pattern rules that fits one, or what it is in."""
 
-    __slots__ = ("needs_grad", "packed")
+    def __init__(self, activations: str | Mapping[str, str]) -> None:
+        said = {"*": activations} if isinstance(activations, str) else activations
+        self.said = list(said.items())
+        self.unused = set(said)
 
-    def __init__(self, tensor: torch.Tensor, saved: SavedTensors) -> None:
-        self.needs_grad = tensor.requires_grad
-        self.packed = saved.pack(tensor)
+    def of(self, name: str) -> str:
+        """The mode of a layer."""
+        parts = name.split(".")
+        around = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        for pattern, mode in self.said:
+            if any(fnmatch.fnmatchcase(one, pattern) for one in around):
+                self.unused.discard(pattern)
+                return mode
+        return "keep"
 
-
-class Dropped:
-    """What autograd has instead of a tensor that is computed again."""
-
-    __slots__ = ("__weakref__", "frame", "packed")
-
-    def __init__(self, frame: Frame) -> None:
-        self.frame: Frame | None = frame
-        self.packed: Any = None
-
-
-_Form = tuple[torch.Size, torch.dtype]
-
-
-def _form_of(tensor: torch.Tensor) -> _Form:
-    return tensor.shape, tensor.dtype
+    def within(self, scope: Scope) -> dict[int, tuple[str, str]]:
+        """Name and mode of each module of a scope, by its id."""
+        assert scope.module is not None  # the hooks are not on yet
+        named = scope.module.named_modules(prefix=scope.name)
+        return {id(module): (name, self.of(name)) for name, module in named}
 
 
-class Frame:
-    """One forward of one block, until its backward has what it needs."""
+def check(activations: Any) -> None:
+    """Refuse what is no choice.
 
-    def __init__(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.block = block
-        self.surroundings: Surroundings | None = Surroundings(module, block.device)
-        self.forms: list[_Form] = []  # of every saved tensor, in order
-        self.tickets: dict[int, weakref.ref[Dropped]] = {}  # those that were dropped
-        self.wanted: dict[int, Dropped] = {}
-        self.count = 0  # of saved tensors, when computed again
-        self.is_over = False
-        self.storages: set[int] = set()  # of inputs, which the frame keeps alive
-        self.inputs = map_tensors((args, kwargs), self._take)
-        self.handles = [block.saved.pack(param) for param in block.params]
-
-    def _take(self, tensor: torch.Tensor) -> _Input:
-        taken = _Input(tensor, self.block.saved)
-        if not isinstance(taken.packed, _core.Handle):
-            self.storages.add(tensor.untyped_storage()._cdata)
-        return taken
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """An operation of the first forward saves tensor."""
-        packed = self.block.pack(tensor)
-        self.forms.append(_form_of(tensor))
-        if isinstance(packed, _core.Handle):
-            return packed
-        storage = tensor.untyped_storage()
-        if storage.nbytes() <= SMALL_BYTES or storage._cdata in self.storages:
-            return self.block.saved.pack(tensor)
-        ticket = Dropped(self)
-        self.tickets[len(self.forms) - 1] = weakref.ref(ticket)
-        return ticket
-
-    def end(self) -> None:
-        """The first forward is over.
-
-        Raises:
-            RecomputeError: it changed one of its inputs in place.
-        """
-        self.is_over = True
-        self.storages.clear()
-        if self.surroundings is not None:
-            self.surroundings.settle()
-        if any(ticket() is not None for ticket in self.tickets.values()):
-            map_inputs(self.inputs, self._look)
-
-    def _look(self, item: _Input) -> torch.Tensor:
-        try:
-            tensor: torch.Tensor = self.block.saved.unpack(item.packed)
-        except LohanError:
-            raise
-        except RuntimeError as error:
-            raise RecomputeError(
-                f"an input of block {self.block.name!r}, which is computed again in backward, was"
-                f" changed in place: change a clone() of it, or keep the block's activations"
-                f" (activations={{{self.block.name!r}: 'keep'}})"
-            ) from error
-        return tensor
-
-    def _give(self, item: _Input) -> torch.Tensor:
-        return self._look(item).detach().requires_grad_(item.needs_grad)
-
-    def compute_again(self) -> None:
-        """Give every ticket that is alive its tensor."""
-        block, surroundings = self.block, self.surroundings
-        if not self.is_over or surroundings is None:
-            raise UnsupportedError(
-                f"a backward inside the forward of block {block.name!r}, whose activations are"
-                f" computed again: keep them (activations={{{block.name!r}: 'keep'}})"
-            )
-        for handle in self.handles:
-            block.saved.unpack(handle)  # refuses values of a later step
-        alive = {i: ticket() for i, ticket in self.tickets.items()}
-        self.wanted = {i: ticket for i, ticket in alive.items() if ticket is not None}
-        self.count = 0
-        args, kwargs = map_inputs(self.inputs, self._give)
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._collect, _refuse)
-        with surroundings.again(block.name), hooks, contextlib.suppress(_AllThereError):
-            block.compute(args, kwargs)
-        if self.wanted:
-            raise self._differs(f"its operations saved {self.count} tensors")
-        self.surroundings = None
-        self.inputs = None
-        self.handles.clear()
-        self.tickets.clear()
-        self.forms.clear()
-
-    def _collect(self, tensor: torch.Tensor) -> None:
-        """An operation of the second forward saves tensor."""
-        index = self.count
-        self.count += 1
-        form = _form_of(tensor)
-        if index < len(self.forms) and form != self.forms[index]:
-            raise self._differs(f"tensor {index} was {self.forms[index]} and is {form}")
-        ticket = self.wanted.pop(index, None)
-        if ticket is not None:
-            ticket.packed = self.block.saved.pack(tensor)
-            ticket.frame = None
-        if not self.wanted:
-            raise _AllThereError
-
-    def _differs(self, how: str) -> RecomputeError:
-        return RecomputeError(
-            f"block {self.block.name!r}, computed again in backward, was not the same: {how}, of"
-            f" {len(self.forms)} in the forward. Does it draw from other generators than torch's,"
-            " or change an object that it is given (a cache of keys and values: use_cache=False)?"
-            f" Keep its activations (activations={{{self.block.name!r}: 'keep'}})"
+    Raises:
+        ModelError: says what could be.
+    """
+    if isinstance(activations, Mapping):
+        for pattern, mode in activations.items():
+            if not isinstance(pattern, str) or mode not in (*ACTIVATIONS, "swap"):
+                raise ModelError(
+                    f"activations {{{pattern!r}: {mode!r}}}: the pattern of a layer's name, and"
+                    " 'keep', 'recompute' or 'swap'"
+                )
+    elif activations not in ACTIVATIONS:
+        raise ModelError(
+            f"activations {activations!r}: 'keep', 'recompute', or a dict of patterns of layers'"
+            " names"
         )
 
 
-def map_inputs(value: Any, change: Callable[[_Input], torch.Tensor]) -> Any:
-    """As map_tensors() went through them."""
-    if isinstance(value, _Input):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_inputs(item, change) for item in value))
-    if type(value) in (tuple, list):
-        return type(value)(map_inputs(item, change) for item in value)
-    if type(value) is dict:
-        return {key: map_inputs(item, change) for key, item in value.items()}
-    return value
+def check_layers(config: Config, layout: Layout) -> None:
+    """Refuse what the model's blocks cannot do.
 
-
-def _refuse(packed: Any) -> Any:
-    raise RecomputeError("a graph that is made in backward to be thrown away was run")
-
-
-class Block:
-    """A block whose activations are not kept: its module's `forward` is this one's, until remove().
-
-    Args:
-        name: of the module.
-        module: the block.
-        scope: its units.
-        params: one of each unit.
-        engine: of the session.
-        saved: the session's hooks for saved tensors.
-        device: where it computes.
+    Raises:
+        ModelError: a pattern fits no layer of a block.
+            Or a layer is to be swapped, and there is no place for it.
     """
+    modes = _Modes(config.activations)
+    for scope in layout.scopes:
+        named = modes.within(scope).values() if scope.is_innermost else ()
+        swapped = next((name for name, mode in named if mode == "swap"), None)
+        if swapped is not None and config.swap_bytes is None:
+            raise ModelError(
+                f"activations of {swapped!r} cannot be swapped: set swap_bytes, or 'recompute'"
+            )
+    if modes.unused:
+        raise ModelError(
+            f"activations {min(modes.unused)!r} is for no layer of a block (those that it fits, an"
+            " earlier pattern fits, too): names are those of model.named_modules()"
+        )
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        *,
-        scope: _core.Scope,
-        params: list[nn.Parameter],
-        engine: _core.Engine,
-        saved: SavedTensors,
-        device: torch.device,
-    ) -> None:
-        self.name = name
-        self.scope = scope
-        self.params = params
-        self.pack = engine.pack
-        self.saved = saved
-        self.device = device
+
+class Shadow:
+    """A module whose `forward` is another one until remove()."""
+
+    def __init__(self, module: nn.Module, forward: Callable[[Any, Any], Any]) -> None:
         self.module = weakref.ref(module)
-        self.is_on = True
         self.own = module.__dict__.get("forward")
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.forward(args, kwargs)
+        def shadow(*args: Any, **kwargs: Any) -> Any:
+            return forward(args, kwargs)
 
         with contextlib.suppress(ValueError, TypeError):
-            forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
-        self.shadow = forward
-        object.__setattr__(module, "forward", forward)
+            shadow.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
+        self.shadow = shadow
+        object.__setattr__(module, "forward", shadow)
 
     def remove(self) -> None:
-        """Give the module its `forward` back."""
-        self.is_on = False
+        """Give the module its `forward` back, unless somebody has put another over this one."""
         module = self.module()
         if module is None or module.__dict__.get("forward") is not self.shadow:
             return
@@ -246,31 +137,146 @@ class Block:
         module: Any = self.module()
         return type(module).forward(module, *args, **kwargs)
 
+
+class Layer:
+    """A module inside a block of several modes.
+
+    Attributes:
+        name: of the module.
+        mode: of what it computes.
+        is_whole: nothing inside it is computed again for being dropped.
+    """
+
+    def __init__(self, block: Block, name: str, module: nn.Module, mode: str, is_whole: bool):
+        self.block = block
+        self.name = name
+        self.mode = mode
+        self.is_whole = is_whole
+        self.shadow = Shadow(module, self.forward)
+        self.plain = self.shadow.plain
+
     def forward(self, args: Any, kwargs: Any) -> Any:
         """What the module's call runs."""
-        module = self.module()
+        frame = self.block.frame
+        return self.plain(args, kwargs) if frame is None else frame.call(self, args, kwargs)
+
+
+class Block:
+    """A block whose activations are not all kept.
+
+    Attributes:
+        name: of the module.
+        mode: of what it computes outside of its layers. Unless that is kept, inputs leave, too.
+        scope: its units.
+        params: one of each unit.
+        pack: of the engine: a handle, or the tensor.
+        saved: the session's hooks for saved tensors, by which they leave where it swaps.
+        stay: the same for those that stay.
+        packers: of them, by the mode.
+        device: where it computes.
+        frame: of the forward that runs, for the first or the second time.
+        anchor: what outputs that are given again hang on.
+        drop_end: saved tensors of the last forward up to the last one that was dropped.
+    """
+
+    def __init__(
+        self, owner: Owner, scope: Scope, made: _core.Scope, modes: dict[int, tuple[str, str]]
+    ) -> None:
+        module = scope.module
+        assert module is not None  # the hooks are not on yet
+        self.name = scope.name
+        self.mode = modes[id(module)][1]
+        self.scope = made
+        self.params = [owner.layout.units[i].params[0].tensor for i in scope.units]
+        self.pack = owner._engine.pack
+        self.saved = owner.saved
+        self.stay = owner.stay
+        self.packers = {"keep": self.stay.pack, "swap": self.saved.pack}
+        self.device = owner.device.torch_device
+        self.frame: Frame | None = None
+        self.drop_end = 1 << 62
+        self.anchor = torch.empty(0, requires_grad=True)
+        self.is_on = True
+        self.layers: list[Layer] = []
+        if len({mode for _, mode in modes.values()}) > 1:
+            for layer in list(module.modules())[1:]:
+                inside = (modes[id(m)][1] for m in layer.modules())
+                name, mode = modes[id(layer)]
+                self.layers.append(Layer(self, name, layer, mode, "recompute" not in inside))
+        self.shadow = Shadow(module, self.forward)
+
+    def remove(self) -> None:
+        """Give the modules their `forward` back."""
+        self.is_on = False
+        self.shadow.remove()
+        for layer in reversed(self.layers):
+            layer.shadow.remove()
+
+    @property
+    def way_out(self) -> str:
+        """The setting that keeps the block's activations."""
+        return f"activations={{{self.name!r}: 'keep', '*': 'recompute'}}"
+
+    @contextlib.contextmanager
+    def _running(self, frame: Frame) -> Iterator[None]:
+        outer, self.frame = self.frame, frame
+        try:
+            yield
+        finally:
+            self.frame = outer
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        """What the module's call runs."""
+        module = self.shadow.module()
         if not self.is_on or module is None or not torch.is_grad_enabled():
-            return self.plain(args, kwargs)
+            return self.shadow.plain(args, kwargs)
         frame = Frame(self, module, args, kwargs)
-        with torch.autograd.graph.saved_tensors_hooks(frame.pack, self.unpack):
-            output = self.plain(args, kwargs)
-        frame.end()
+        hooks = torch.autograd.graph.saved_tensors_hooks(frame.pack, self.unpack)
+        with hooks, self._running(frame):
+            output = self.shadow.plain(args, kwargs)
+        frame.end(args, kwargs)
         return output
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """An operation of backward needs what it saved."""
         if isinstance(packed, Dropped):
-            if packed.frame is not None:
-                packed.frame.compute_again()
-            packed = packed.packed
+            return packed.unpack(self)
         tensor: torch.Tensor = self.saved.unpack(packed)
         return tensor
 
-    def compute(self, args: Any, kwargs: Any) -> None:
+    def compute(self, frame: Frame, args: Any, kwargs: Any) -> None:
         """The forward of then, with the block's parameters, in backward."""
-        module = self.module()
+        module = self.shadow.module()
         try:
             self.scope.enter(module, args)
-            self.plain(args, kwargs)
+            with self._running(frame):
+                self.shadow.plain(args, kwargs)
         finally:
             self.scope.leave(module, args, None)
+
+
+class Activations:
+    """The blocks of a session, while its hooks are on.
+
+    Args:
+        owner: the session.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        config = owner.config
+        # What the session's own hooks do, for which no block needs any.
+        self.usual = "keep" if config.swap_bytes is None else "swap"
+        self.modes = _Modes(self.usual if config.activations == "keep" else config.activations)
+        self.blocks: list[Block] = []
+
+    def add(self, owner: Owner, scope: Scope, made: _core.Scope) -> None:
+        """A scope that has no other inside."""
+        modes = self.modes.within(scope)
+        if {mode for _, mode in modes.values()} != {self.usual}:
+            self.blocks.append(Block(owner, scope, made, modes))
+
+    def remove(self) -> None:
+        """Take everything off; a module may be in two blocks."""
+        for block in reversed(self.blocks):
+            block.remove()
+        self.blocks.clear()

@@ -16,20 +16,26 @@ from lohan.errors import RecomputeError
 SMALL_BYTES = 4096
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Value with its tensors changed, through tuples, lists and dicts; other objects stay.
-
-    Parameters stay, too: they are where lohan keeps them.
-    """
-    if isinstance(value, torch.Tensor):
-        return value if isinstance(value, nn.Parameter) else change(value)
+def map_values(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Value with what is of a kind changed, through tuples, lists and dicts; the rest stays."""
+    if isinstance(value, kind):
+        return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
+        return type(value)(*(map_values(item, kind, change) for item in value))
     if type(value) in (tuple, list):
-        return type(value)(map_tensors(item, change) for item in value)
+        return type(value)(map_values(item, kind, change) for item in value)
     if type(value) is dict:
-        return {key: map_tensors(item, change) for key, item in value.items()}
+        return {key: map_values(item, kind, change) for key, item in value.items()}
     return value
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The same for tensors; parameters stay, too: they are where lohan keeps them."""
+    return map_values(
+        value,
+        torch.Tensor,
+        lambda tensor: tensor if isinstance(tensor, nn.Parameter) else change(tensor),
+    )
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
@@ -86,11 +92,12 @@ class Surroundings:
         self.buffers = kept
 
     @contextlib.contextmanager
-    def again(self, name: str) -> Iterator[None]:
+    def again(self, name: str, way_out: str) -> Iterator[None]:
         """Everything is as it was then inside the with, and as it is now behind it.
 
         Args:
             name: of the block, for the error.
+            way_out: the setting that keeps its activations.
 
         Raises:
             RecomputeError: a large buffer was changed in place since the forward.
@@ -100,7 +107,7 @@ class Surroundings:
                 raise RecomputeError(
                     f"a buffer of {tuple(buffer.shape)} was changed in place behind the forward of"
                     f" block {name!r}, which is computed again in backward: change it behind the"
-                    f" backward, or keep the block's activations (activations={{{name!r}: 'keep'}})"
+                    f" backward, or keep the block's activations ({way_out})"
                 )
         random_now = random_states(self.device)
         training_now = [(child, child.training) for child, _ in self.training]

@@ -14,8 +14,8 @@ from torch import nn
 
 from lohan import _core, _gradients, _scalars, _swap
 from lohan._accumulate import Accumulation
-from lohan._activations import Block
-from lohan._block import DTYPE_CODES, Layout, Scope
+from lohan._activations import Activations
+from lohan._block import DTYPE_CODES, Layout
 from lohan._device import Device, Meter
 from lohan._forward import ForwardRules
 from lohan._optim import Hyper, check_hyper
@@ -151,6 +151,7 @@ class Session(ForwardRules):
         if self.device.name == "emu":
             self.meter = Meter(self.device, self._engine.held_bytes)
             pack, unpack = self.meter.wrap(pack), self.meter.unwrap(unpack)
+        self.stay = SavedTensors(pack, unpack)
         transit_bytes = self._swap_options[1]
         if transit_bytes:
             swap = _swap.Swap(self._engine, self.device, transit_bytes, pack, unpack, self.meter)
@@ -176,16 +177,18 @@ class Session(ForwardRules):
         add = self._hooks.append
         add_enter = self._enter_hooks.append
         add_enter(model.register_forward_pre_hook(self._root_enter, prepend=True))
+        activations = Activations(self)
         for scope in self.layout.scopes:
             made = self._engine.scope(scope.units)
-            if self.config.activations == "recompute" and scope.is_innermost:
-                add(self._computed_again(scope, made))
+            if scope.is_innermost:
+                activations.add(self, scope, made)
             if scope.module is model:
                 self._root_scopes.append(made)
                 continue
             assert scope.module is not None
             add_enter(scope.module.register_forward_pre_hook(made.enter, prepend=True))
             add(scope.module.register_forward_hook(made.leave, always_call=True))
+        add(activations)
         for scope in self.layout.scopes:
             scope.module = None  # whoever holds the session must not hold the model
         add(model.register_forward_hook(self._root_leave, always_call=True))
@@ -195,18 +198,6 @@ class Session(ForwardRules):
                 register = param.tensor.register_post_accumulate_grad_hook
                 add(register(hook))  # type: ignore[no-untyped-call]
                 _gradients.refuse_late_hooks(param.name, param.tensor)
-
-    def _computed_again(self, scope: Scope, made: _core.Scope) -> Block:
-        assert scope.module is not None
-        return Block(
-            scope.name,
-            scope.module,
-            scope=made,
-            params=[self.layout.units[i].params[0].tensor for i in scope.units],
-            engine=self._engine,
-            saved=self.saved,
-            device=self.device.torch_device,
-        )
 
     def unhook(self) -> None:
         """Take every hook off, those too that refuse a forward once the session is closed."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 
 from lohan import _core
 
@@ -27,6 +28,23 @@ def has_saved_tensor_hooks() -> bool:
     """True where something (a checkpoint that computes again, too) packs what operations save."""
     top: object = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return top is not None
+
+
+def is_top_hook(pack: Callable[[Any], Any]) -> bool:
+    """True where pack, and nothing inside it, packs what operations save."""
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top is not None and bool(top[0] == pack)
+
+
+def storage_reference(storage: torch.UntypedStorage) -> object:
+    """A weak reference: while it lives, no other storage has this one's `_cdata`."""
+    make: Callable[[torch.UntypedStorage], object] = reductions.StorageWeakRef
+    return make(storage)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often it was changed in place; 0 where torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def without_classes() -> contextlib.AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 # In the order of the core's enum lh_engine_schedule.
@@ -48,6 +49,12 @@ class Config:
         activations: what autograd keeps of a block's forward: "keep": all that operations save;
             "recompute": the block's inputs, from which the rest is computed again in backward (one
             more forward a step; the generators of torch, autocast and buffers as they were then).
+            A dict has patterns (as of fnmatch) of layers' names, each with "keep" (it stays where
+            it was computed), "recompute" or "swap" (it leaves, see swap_bytes). A layer is a module
+            inside a block, or the block; the first pattern rules that fits its name or that of a
+            module around it, and others stay. That is done with what the layer computes, its output
+            included. Layers that stay or leave with all inside are skipped when their block is
+            computed again. {"*.attn": "keep", "*": "recompute"}: all but attention.
         swap_bytes: main memory (of host_bytes) for activations that leave: what autograd keeps of
             64 KiB and more goes there while forward runs on, and is back when backward needs it.
             From an accelerator it stays there while there is room and else goes on to SSD; where
@@ -82,7 +89,7 @@ class Config:
     schedule: Literal["optimized", "serial", "naive", "deferred", "auto"] = "optimized"
     accumulate: int | Literal["manual"] = 1
     loss_scaling: bool = False
-    activations: Literal["keep", "recompute"] = "keep"
+    activations: Literal["keep", "recompute"] | Mapping[str, str] = "keep"
     swap_bytes: int | None = None
     swap_ssd_bytes: int | None = None
     device: str | None = None

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lohan import _adopt, _core, _device, _store, _swap, _weights
+from lohan import _activations, _adopt, _core, _device, _store, _swap, _weights
 from lohan._accumulate import is_accumulating
 from lohan._block import RESIDUAL_BYTES, Layout, make_layout
 from lohan._guard import Guard
 from lohan._optim import DEFAULTS, Optimizer
 from lohan._session import Session
-from lohan.config import ACTIVATIONS, SCHEDULES, SCHEDULES_AT_STEP, Config
+from lohan.config import SCHEDULES, SCHEDULES_AT_STEP, Config
 from lohan.errors import (
     BudgetError,
     ModelError,
@@ -146,6 +146,7 @@ class _Opening:
         self, where: PathLike | Sequence[PathLike] | None, resume: bool, weights: Any, init: Any
     ) -> Session:
         """Make or open the store and begin a session on it; leave nothing behind on an error."""
+        _activations.check_layers(self.config, self.layout)
         if resume and where is None:
             raise StoreError("resume=True needs store=: there is nothing to go on with")
         directories = _directories(where)
@@ -413,8 +414,7 @@ def _check_config(config: Config) -> None:
         raise ModelError(f"heap {config.heap!r}: 'keep' or 'system'")
     if config.schedule not in SCHEDULES:
         raise ModelError(f"schedule {config.schedule!r}: one of {', '.join(SCHEDULES)}")
-    if config.activations not in ACTIVATIONS:
-        raise ModelError(f"activations {config.activations!r}: 'keep' or 'recompute'")
+    _activations.check(config.activations)
     _device.check(config)
     _swap.check(config)
     for name, (least, most) in _RANGES.items():

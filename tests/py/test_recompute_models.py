@@ -11,7 +11,7 @@ import lohan
 import pytest
 import torch
 import train_helper as helper
-from lohan import _activations
+from lohan import _frame
 from torch import nn
 from transformers import (
     BertConfig,
@@ -98,7 +98,7 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 def test_models_train_to_the_bits_of_kept_activations_in_less_memory(
     name: str, device: str, store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_activations, "SMALL_BYTES", 256)  # nothing of these models is large
+    monkeypatch.setattr(_frame, "SMALL_BYTES", 256)  # nothing of these models is large
     runs, kept = [], []
     dtype = torch.bfloat16 if device == "cpu" and name != "vit" else torch.float32
     for activations in ("keep", "recompute"):
