@@ -120,6 +120,38 @@ def test_models_train_to_the_bits_of_kept_activations_in_less_memory(
     assert not kept or kept[1] < 0.7 * kept[0]
 
 
+def every_third_layer(model: nn.Module) -> dict[str, str]:
+    """Of the modules without others inside in repeated blocks."""
+    leaves = [
+        name
+        for name, module in model.named_modules()
+        if not [*module.children()] and any(part.isdigit() for part in name.split("."))
+    ]
+    return dict.fromkeys(leaves[::3], "recompute")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_in_which_every_third_layer_is_computed_again_train_to_the_same_bits(
+    name: str, store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_frame, "SMALL_BYTES", 256)
+    runs, kept = [], []
+    for again in (False, True):
+        model = build(name)
+        said = every_third_layer(model) if again else "keep"
+        model = lohan.wrap(
+            model, store=store_dir / str(again), activations=said, device="emu", **helper.HYPER
+        )
+        loss = MODELS[name][1](model, 0)
+        kept.append(model.lohan.meter.kept_bytes)
+        del loss
+        torch.manual_seed(2)
+        runs.append(helper.train(model, STEPS, MODELS[name][1]))
+    helper.assert_same(runs[1], runs[0])
+    # Less by what is dropped, more by outputs of layers that are skipped, which nobody saves.
+    assert kept[1] != kept[0]
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_model_that_checkpoints_its_blocks_itself_trains_to_the_same_bits(
     use_reentrant: bool, store_dir: pathlib.Path
