@@ -1,5 +1,5 @@
 /*
- * The policy auto: a search for the choice whose timeline is shortest.
+ * The policy auto: a search for the choice of least cost, which is above all a step's length.
  *
  * A choice is made of a few numbers, which say how much of each kind there is:
  *
@@ -7,11 +7,12 @@
  *      deferred   updates ahead of forward instead of in backward, spread evenly over the blocks
  *      share      of main memory, what swapped activations may take
  *      held       of what is left of it, what states may take: a commit has to write them
+ *      kept       of the GPU's memory, what activations may take that stay there
  *
- * and the rest follows. Of the saved layers the last ones stay on the GPU, as far as it has room:
- * nothing else brings them back sooner. States that stay in main memory are those of the first
- * blocks, which are updated last and needed first; P16 before the others, for a byte of it saves
- * three of traffic, where a byte of those saves two. Masters are the model's residuals (12P).
+ * and the rest follows. Of the saved layers the last ones stay on the GPU, which needs them
+ * soonest; but what moves needs room there too. States that stay in main memory are those of the
+ * first blocks, which are updated last and needed first; P16 before the others, for a byte of it
+ * saves three of traffic, where a byte of those saves two. Masters are the model's residuals (12P).
  *
  * Each number is moved up and down by steps that are halved when none helps, from several starts.
  * Where a model is small, layers and blocks are then changed one by one, and two or three at a
@@ -28,14 +29,31 @@
 #define SINGLE_COUNT_MAX 16
 
 /* Starts of the search: so many values of each number. */
-#define START_COUNT 3
+static const uint32_t start_counts[] = {3, 3, 2, 2, 2};
+static const uint32_t start_counts_small[] = {2, 2, 2, 2, 1};
+/* By what the engine gains and loses in the simulator: 13B, batch 32, 1 to 12 SSDs. */
+#define SSD_WEIGHT 0.1
+#define SWAPPED_SSD_WEIGHT 0.4
+#define SWAPPED_LINK_WEIGHT 0.15
+#define KEPT_WEIGHT 3.0
+#define LATE_WEIGHT 100.0
+/* The same sums in another order are no slower. */
+#define ROUNDED (1 + 1e-9)
 
-enum number { NUMBER_SAVED = 0, NUMBER_DEFERRED, NUMBER_SHARE, NUMBER_HELD, NUMBER_COUNT };
+enum number {
+    NUMBER_SAVED = 0,
+    NUMBER_DEFERRED,
+    NUMBER_SHARE,
+    NUMBER_HELD,
+    NUMBER_KEPT,
+    NUMBER_COUNT
+};
 
 struct search {
     struct lh_plan_ask *ask;
     struct lh_plan_choice *best;
     double best_s;
+    double limit_s;             /* of what the search began with: never slower */
     struct lh_plan_choice here; /* the best of one start */
     double here_s;
     struct lh_plan_choice work;
@@ -90,7 +108,7 @@ static bool choice_make(struct search *search, const uint32_t *numbers)
             i < numbers[NUMBER_SAVED] ? LH_PLAN_FATE_SWAP_SSD : LH_PLAN_FATE_RECOMPUTE;
         work->fates[ask->order[i]] = is_empty ? LH_PLAN_FATE_KEEP : (uint8_t)fate;
     }
-    lh_plan_last_keep(work, model, ask->gpu_bytes);
+    lh_plan_last_keep(work, model, ask->gpu_bytes / SHARE_MAX * numbers[NUMBER_KEPT]);
     uint64_t saved_bytes = host_bytes / SHARE_MAX * numbers[NUMBER_SHARE];
     host_bytes -= saved_bytes;
     host_bytes += lh_plan_places_fill(work, model, saved_bytes);
@@ -98,12 +116,28 @@ static bool choice_make(struct search *search, const uint32_t *numbers)
     return true;
 }
 
-/* A step by work; infinite where it does not fit. */
+double lh_plan_auto_cost_s(const struct lh_plan_step *step, const struct lh_plan_machine *machine)
+{
+    double out = (double)machine->link_out_bytes_per_s;
+    double in = (double)machine->link_in_bytes_per_s;
+    double read = (double)lh_plan_machine_read_bytes_per_s(machine);
+    double write = (double)lh_plan_machine_write_bytes_per_s(machine);
+    double link_s = (double)step->swapped_bytes / out + (double)step->swapped_bytes / in;
+    double ssd_s = (double)step->swapped_ssd_bytes / write + (double)step->swapped_ssd_bytes / read;
+    return step->iteration_s + SSD_WEIGHT * step->busy_s[LH_PLAN_RESOURCE_SSD] +
+           SWAPPED_SSD_WEIGHT * ssd_s + SWAPPED_LINK_WEIGHT * link_s +
+           KEPT_WEIGHT * (double)step->kept_bytes / out;
+}
+
+/* The cost of work; infinite where it does not fit. */
 static double work_s(struct search *search)
 {
     struct lh_plan_step step = lh_plan_timeline_step(&search->ask->timeline, &search->work);
-    bool fits = lh_plan_step_check(&step, search->ask->machine, NULL) == 0;
-    return fits ? step.iteration_s : INFINITY;
+    if (lh_plan_step_check(&step, search->ask->machine, NULL) < 0)
+        return INFINITY;
+    /* Slower than what the search began with is a way at most, no end. */
+    double late_s = isinf(search->limit_s) ? 0 : fmax(step.iteration_s - search->limit_s, 0);
+    return lh_plan_auto_cost_s(&step, search->ask->machine) + LATE_WEIGHT * late_s;
 }
 
 static double numbers_s(struct search *search, const uint32_t *numbers)
@@ -115,9 +149,9 @@ static double numbers_s(struct search *search, const uint32_t *numbers)
 static bool number_move(struct search *search, uint32_t *numbers, int which, uint32_t step,
                         double *here_s)
 {
-    const uint32_t min[] = {search->saved_min, 0, 0, 0};
+    const uint32_t min[NUMBER_COUNT] = {search->saved_min};
     const uint32_t max[] = {search->ask->model->layer_count, search->ask->model->block_count,
-                            SHARE_MAX, search->held_max};
+                            SHARE_MAX, search->held_max, SHARE_MAX};
     uint32_t before = numbers[which];
     uint32_t up = lh_min_u64(before + (uint64_t)step, max[which]) & UINT32_MAX;
     uint32_t down = before >= min[which] + step ? before - step : min[which];
@@ -153,6 +187,7 @@ static void numbers_search(struct search *search, uint32_t *numbers)
 
 /* Ways to change one layer (its fate), then one block (its update, and which states stay). */
 #define BLOCK_MOVE_COUNT 10
+#define MOVE_COUNT_MAX 3
 
 static uint32_t moves_count(const struct lh_plan_model *model)
 {
@@ -230,8 +265,20 @@ static void here_take(struct search *search)
 {
     if (search->here_s >= search->best_s)
         return;
+    struct lh_plan_step step = lh_plan_timeline_step(&search->ask->timeline, &search->here);
+    if (step.iteration_s > search->limit_s)
+        return;
     search->best_s = search->here_s;
     lh_plan_choice_copy(search->best, &search->here);
+}
+
+/* From the best, by up to count moves at a time. */
+static void best_move(struct search *search, int count)
+{
+    search->here_s = search->best_s;
+    lh_plan_choice_copy(&search->here, search->best);
+    moves_search(search, count);
+    here_take(search);
 }
 
 static void search_run(struct search *search)
@@ -245,13 +292,22 @@ static void search_run(struct search *search)
         search->saved_min++;
     uint32_t saved_more = model->layer_count - search->saved_min;
     bool has_moves = model->layer_count + model->block_count <= SINGLE_COUNT_MAX;
-    uint32_t values = has_moves ? 2 : START_COUNT;
-    for (uint32_t i = 0; i < values * values * values * values; i++) {
-        const uint32_t ends[NUMBER_COUNT] = {saved_more, model->block_count, SHARE_MAX, SHARE_MAX};
+    const uint32_t *counts = has_moves ? start_counts_small : start_counts;
+    const uint32_t ends[NUMBER_COUNT] = {saved_more, model->block_count, SHARE_MAX, SHARE_MAX,
+                                         SHARE_MAX};
+    if (has_moves && isfinite(search->best_s))
+        best_move(search, 2);
+    uint32_t start_count = 1;
+    for (int which = 0; which < NUMBER_COUNT; which++)
+        start_count *= counts[which];
+    for (uint32_t i = 0; i < start_count; i++) {
         uint32_t numbers[NUMBER_COUNT];
         uint32_t digits = i;
-        for (int which = 0; which < NUMBER_COUNT; which++, digits /= values)
-            numbers[which] = ends[which] * (digits % values) / (values - 1);
+        for (int which = 0; which < NUMBER_COUNT; which++) {
+            uint32_t last = counts[which] - 1;
+            numbers[which] = last > 0 ? ends[which] * (digits % counts[which]) / last : ends[which];
+            digits /= counts[which];
+        }
         numbers[NUMBER_SAVED] += search->saved_min;
         numbers_search(search, numbers);
         if (has_moves)
@@ -260,20 +316,22 @@ static void search_run(struct search *search)
     }
     if (!has_moves || isinf(search->best_s))
         return;
-    search->here_s = search->best_s;
-    lh_plan_choice_copy(&search->here, search->best);
-    moves_search(search, 3);
-    here_take(search);
+    best_move(search, MOVE_COUNT_MAX);
 }
 
-int lh_plan_auto(struct lh_plan_choice *choice, double best_s, struct lh_plan_ask *ask,
+int lh_plan_auto(struct lh_plan_choice *choice, double limit_s, struct lh_plan_ask *ask,
                  struct lh_error *err)
 {
-    struct search search = {.ask = ask, .best = choice, .best_s = best_s};
+    struct search search = {.ask = ask, .best = choice, .limit_s = limit_s * ROUNDED};
     LH_TRY(lh_plan_choice_init(&search.work, ask->model, ask->alloc, err));
     int rc = lh_plan_choice_init(&search.here, ask->model, ask->alloc, err);
     if (rc == 0) {
         search.work.master_bytes = ask->model->residual_bytes;
+        search.best_s = INFINITY;
+        if (isfinite(limit_s)) {
+            struct lh_plan_step step = lh_plan_timeline_step(&ask->timeline, choice);
+            search.best_s = lh_plan_auto_cost_s(&step, ask->machine);
+        }
         search_run(&search);
         lh_plan_choice_deinit(&search.here, ask->alloc);
     }

@@ -180,7 +180,6 @@ static int auto_plan(struct lh_plan *plan, struct lh_plan_ask *ask, struct lh_er
     double best_s = INFINITY;
     for (size_t i = 0; rc != -ENOMEM && i < LH_COUNT_OF(others); i++) {
         rc = others[i](&other, ask, NULL);
-        other.choice.master_bytes = ask->model->residual_bytes;
         struct lh_plan_step step = lh_plan_timeline_step(&ask->timeline, &other.choice);
         if (rc < 0 || step.iteration_s >= best_s ||
             lh_plan_step_check(&step, ask->machine, NULL) < 0)

@@ -68,12 +68,19 @@ uint64_t lh_plan_places_fill(struct lh_plan_choice *choice, const struct lh_plan
 void lh_plan_last_keep(struct lh_plan_choice *choice, const struct lh_plan_model *model,
                        uint64_t gpu_bytes);
 /*
- * The policy `auto`: a better choice than the one given, whose step takes best_s (infinite: it does
- * not fit), if the search finds one.
+ * What `auto` makes least, in seconds: a step's length, and for what the timeline does not see
+ * (latencies, requests in each other's way, buffers) parts of the time that SSDs are busy, more of
+ * that with activations, of the time that the link moves these, and of the time in which it would
+ * move what stays on the GPU instead, where it takes the room of parameters.
+ */
+double lh_plan_auto_cost_s(const struct lh_plan_step *step, const struct lh_plan_machine *machine);
+/*
+ * The policy `auto`: a better choice than the one given, if the search finds one whose step takes
+ * no longer than limit_s.
  *
  * Errors: -ENOMEM; the choice is as it was.
  */
-int lh_plan_auto(struct lh_plan_choice *choice, double best_s, struct lh_plan_ask *ask,
+int lh_plan_auto(struct lh_plan_choice *choice, double limit_s, struct lh_plan_ask *ask,
                  struct lh_error *err) LH_MUST_CHECK;
 
 #endif

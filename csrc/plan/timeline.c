@@ -24,6 +24,8 @@
 #define STEP_COUNT 5
 #define STEP_COUNT_MEASURED 2
 #define AHEAD_COUNT 2
+/* Of what the GPU has left the one half is parameters' slots. */
+#define ROOM_DIVISOR 2
 
 /* What a block asks of each resource, in seconds. */
 struct lh_plan_timeline_block {
@@ -41,6 +43,12 @@ struct lh_plan_timeline_block {
     double update_s;
     double updated_s; /* when its parameters are those of the step */
     bool is_deferred;
+};
+
+/* How long the link moves what the GPU has room for, beyond what it computes with and keeps. */
+struct room {
+    double in_s;
+    double out_s;
 };
 
 struct clocks {
@@ -145,7 +153,7 @@ static void layers_add(const struct lh_plan_timeline *timeline, const struct lh_
         const struct lh_plan_layer *layer = &timeline->model->layers[i];
         forward_flop += layer->forward_flop;
         if (choice->fates[i] == LH_PLAN_FATE_KEEP)
-            step->gpu_bytes += layer->activation_bytes;
+            step->kept_bytes += layer->activation_bytes;
         else if (choice->fates[i] == LH_PLAN_FATE_SWAP_HOST)
             host_bytes += layer->activation_bytes;
         else if (choice->fates[i] == LH_PLAN_FATE_SWAP_SSD)
@@ -171,12 +179,11 @@ static void layers_add(const struct lh_plan_timeline *timeline, const struct lh_
 }
 
 static void forward_run(const struct lh_plan_timeline *timeline, struct clocks *clocks,
-                        bool has_whole_master, bool is_first)
+                        const struct room *room, bool has_whole_master, bool is_first)
 {
     uint32_t count = timeline->model->block_count;
     double close_s = clocks->out_s;    /* all gradients are there */
     double ahead_s[AHEAD_COUNT] = {0}; /* when the GPU was done with the last ones */
-    double left_s[AHEAD_COUNT] = {0};  /* when their activations had left */
     for (uint32_t i = 0; i < count; i++) {
         struct lh_plan_timeline_block *block = &timeline->blocks[i];
         double ready_s = block->updated_s;
@@ -195,11 +202,10 @@ static void forward_run(const struct lh_plan_timeline *timeline, struct clocks *
             ready_s = clocks->cpu_s;
         }
         clocks->in_s = fmax(clocks->in_s, ready_s) + block->p16_in_s;
-        clocks->gpu_s = fmax(fmax(clocks->gpu_s, clocks->in_s), left_s[i % AHEAD_COUNT]);
+        clocks->gpu_s = fmax(fmax(clocks->gpu_s, clocks->in_s), clocks->out_s - room->out_s);
         ahead_s[i % AHEAD_COUNT] = clocks->gpu_s;
         clocks->gpu_s += block->forward_s;
         clocks->out_s = fmax(clocks->out_s, clocks->gpu_s) + block->saved_out_s;
-        left_s[i % AHEAD_COUNT] = clocks->out_s;
         clocks->ssd_s += block->saved_write_s;
     }
     double end_s = ahead_s[count % AHEAD_COUNT];
@@ -224,13 +230,15 @@ static void update_run(struct lh_plan_timeline_block *block, struct clocks *cloc
 }
 
 static void backward_run(const struct lh_plan_timeline *timeline, struct clocks *clocks,
-                         enum lh_plan_schedule schedule)
+                         const struct room *room, enum lh_plan_schedule schedule)
 {
     for (uint32_t i = timeline->model->block_count; i-- > 0;) {
         struct lh_plan_timeline_block *block = &timeline->blocks[i];
         clocks->ssd_s += block->p16_read_s + block->saved_read_s;
         double ready_s = block->p16_read_s + block->saved_read_s > 0 ? clocks->ssd_s : 0;
-        clocks->in_s = fmax(clocks->in_s, ready_s) + block->p16_in_s + block->saved_in_s;
+        clocks->in_s = fmax(clocks->in_s, ready_s) + block->p16_in_s;
+        if (block->saved_in_s > 0)
+            clocks->in_s = fmax(clocks->in_s, clocks->gpu_s - room->in_s) + block->saved_in_s;
         clocks->gpu_s = fmax(clocks->gpu_s, clocks->in_s) + block->backward_s;
         clocks->out_s = fmax(clocks->out_s, clocks->gpu_s) + block->gradient_out_s;
         block->updated_s = clocks->out_s;
@@ -247,8 +255,13 @@ static void backward_run(const struct lh_plan_timeline *timeline, struct clocks 
 }
 
 static double steps_run(const struct lh_plan_timeline *timeline,
-                        const struct lh_plan_choice *choice)
+                        const struct lh_plan_choice *choice, uint64_t gpu_bytes)
 {
+    const struct lh_plan_machine *machine = timeline->machine;
+    uint64_t room_bytes = machine->gpu_bytes > gpu_bytes ? machine->gpu_bytes - gpu_bytes : 0;
+    room_bytes /= ROOM_DIVISOR;
+    struct room room = {.in_s = seconds(room_bytes, machine->link_in_bytes_per_s),
+                        .out_s = seconds(room_bytes, machine->link_out_bytes_per_s)};
     struct clocks clocks = {0};
     double measured_from_s = 0;
     bool has_whole_master = choice->master_bytes >= MASTER_BYTES_WHOLE;
@@ -257,8 +270,8 @@ static double steps_run(const struct lh_plan_timeline *timeline,
     for (int i = 0; i < STEP_COUNT; i++) {
         if (i == STEP_COUNT - STEP_COUNT_MEASURED)
             measured_from_s = clocks.gpu_s;
-        forward_run(timeline, &clocks, has_whole_master, i == 0);
-        backward_run(timeline, &clocks, choice->schedule);
+        forward_run(timeline, &clocks, &room, has_whole_master, i == 0);
+        backward_run(timeline, &clocks, &room, choice->schedule);
     }
     return (clocks.gpu_s - measured_from_s) / STEP_COUNT_MEASURED;
 }
@@ -277,6 +290,7 @@ struct lh_plan_step lh_plan_timeline_step(struct lh_plan_timeline *timeline,
         states_add(timeline, choice, i, &step);
         layers_add(timeline, choice, i, &step);
     }
+    step.gpu_bytes += step.kept_bytes;
     uint64_t read = lh_plan_machine_read_bytes_per_s(machine);
     uint64_t write = lh_plan_machine_write_bytes_per_s(machine);
     step.busy_s[LH_PLAN_RESOURCE_GPU] =
@@ -286,7 +300,7 @@ struct lh_plan_step lh_plan_timeline_step(struct lh_plan_timeline *timeline,
     step.busy_s[LH_PLAN_RESOURCE_SSD] =
         seconds(step.ssd_read_bytes, read) + seconds(step.ssd_write_bytes, write);
     step.busy_s[LH_PLAN_RESOURCE_CPU] = seconds(totals->param_count, machine->adam_params_per_s);
-    step.iteration_s = steps_run(timeline, choice);
+    step.iteration_s = steps_run(timeline, choice, step.gpu_bytes);
     for (int i = 0; i < LH_PLAN_RESOURCE_COUNT; i++) {
         if (step.busy_s[i] > step.busy_s[step.bound_by])
             step.bound_by = (enum lh_plan_resource)i;

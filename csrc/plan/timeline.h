@@ -14,7 +14,7 @@
  *      a deferred one comes behind the last gradient, is SSD traffic of the next forward, and just
  *      ahead of its block's;
  *      no forward begins before its block's update is computed (no staleness);
- *      a block's forward waits while activations of the one before the last are still leaving;
+ *      what leaves or is fetched ahead has room on the GPU: half of what is not kept there;
  *      nothing of backward is fetched before forward is two blocks from its end.
  *
  * Several steps are run from a standstill, and the length of the last ones is the answer: at least
@@ -51,7 +51,8 @@ struct lh_plan_step {
     double busy_s[LH_PLAN_RESOURCE_COUNT];
     enum lh_plan_resource bound_by; /* the busiest */
     uint64_t recompute_flop;
-    uint64_t swapped_bytes;     /* of activations that leave the GPU */
+    uint64_t kept_bytes;        /* of activations that stay on the GPU */
+    uint64_t swapped_bytes;     /* of activations that leave it */
     uint64_t swapped_ssd_bytes; /* of these, to SSD */
     uint64_t link_in_bytes;
     uint64_t link_out_bytes;

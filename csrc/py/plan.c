@@ -245,14 +245,14 @@ static PyObject *step_dict(const struct lh_plan_step *step)
     if (!busy)
         return NULL;
     return Py_BuildValue(
-        "{s:d,s:N,s:s,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "iteration_s",
+        "{s:d,s:N,s:s,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "iteration_s",
         step->iteration_s, "busy_s", busy, "bound_by", names[step->bound_by], "recompute_flop",
-        step->recompute_flop, "swapped_bytes", step->swapped_bytes, "swapped_ssd_bytes",
-        step->swapped_ssd_bytes, "link_in_bytes", step->link_in_bytes, "link_out_bytes",
-        step->link_out_bytes, "ssd_read_bytes", step->ssd_read_bytes, "ssd_write_bytes",
-        step->ssd_write_bytes, "commit_bytes", step->commit_bytes, "commit_every",
-        step->commit_every, "gpu_bytes", step->gpu_bytes, "host_bytes", step->host_bytes,
-        "ssd_bytes", step->ssd_bytes);
+        step->recompute_flop, "kept_bytes", step->kept_bytes, "swapped_bytes", step->swapped_bytes,
+        "swapped_ssd_bytes", step->swapped_ssd_bytes, "link_in_bytes", step->link_in_bytes,
+        "link_out_bytes", step->link_out_bytes, "ssd_read_bytes", step->ssd_read_bytes,
+        "ssd_write_bytes", step->ssd_write_bytes, "commit_bytes", step->commit_bytes,
+        "commit_every", step->commit_every, "gpu_bytes", step->gpu_bytes, "host_bytes",
+        step->host_bytes, "ssd_bytes", step->ssd_bytes);
 }
 
 static PyObject *plan_dict(const struct lh_plan *plan)

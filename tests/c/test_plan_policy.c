@@ -5,7 +5,9 @@
 #include "plan/policy.h"
 #include "plan_fixture.h"
 
-#define ROUND_COUNT 60
+#define ROUND_COUNT 30
+/* The same sums in another order. */
+#define ROUNDED (1 + 2e-9)
 #define BLOCK_COUNT_MAX 4
 #define BLOCK_LAYER_COUNT_MAX 3
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -88,9 +90,9 @@ static void policies_choose_what_they_say(void)
         if (round == 0)
             lh_test_name("auto is never predicted slower than any other policy");
         double auto_s = policy_s(&model, &machine, "auto", &alloc, &counts);
-        LH_CHECK(auto_s <= lohan_s && counts.inter_recomputed == 0);
+        LH_CHECK(auto_s <= lohan_s * ROUNDED && counts.inter_recomputed == 0);
         for (const char *const *name = lh_plan_policy_names(); strcmp(*name, "auto") != 0; name++)
-            LH_CHECK(auto_s <= policy_s(&model, &machine, *name, &alloc, &counts));
+            LH_CHECK(auto_s <= ROUNDED * policy_s(&model, &machine, *name, &alloc, &counts));
         lh_plan_model_deinit(&model, &alloc);
         LH_CHECK(alloc.live_count == 0);
     }
@@ -119,14 +121,17 @@ struct brute {
     struct lh_plan_timeline timeline;
     struct lh_plan_choice choice;
     bool is_uniform; /* the layers of all blocks but the last have the fates of the first's */
+    double limit_s;  /* of a step: no slower than any other policy */
     double best_s;
 };
 
 static void step_look(struct brute *brute)
 {
     struct lh_plan_step step = lh_plan_timeline_step(&brute->timeline, &brute->choice);
-    if (step.iteration_s < brute->best_s && lh_plan_step_check(&step, brute->machine, NULL) == 0)
-        brute->best_s = step.iteration_s;
+    double cost_s = lh_plan_auto_cost_s(&step, brute->machine);
+    if (cost_s < brute->best_s && step.iteration_s <= brute->limit_s * ROUNDED &&
+        lh_plan_step_check(&step, brute->machine, NULL) == 0)
+        brute->best_s = cost_s;
 }
 
 /* Every update early or late, with states in memory: none, P16, or all. */
@@ -169,7 +174,7 @@ static void layers_go_through(struct brute *brute, uint32_t layer)
     }
 }
 
-/* auto's step over the best of all. */
+/* auto's cost over the best of all. */
 static double ratio_of(struct plan_fixture_shape shape, bool is_uniform, uint64_t *seed)
 {
     struct lh_alloc alloc = LH_ALLOC_INIT;
@@ -180,10 +185,16 @@ static double ratio_of(struct plan_fixture_shape shape, bool is_uniform, uint64_
     LH_CHECK(lh_plan_timeline_init(&brute.timeline, &model, &machine, &alloc, NULL) == 0);
     LH_CHECK(lh_plan_choice_init(&brute.choice, &model, &alloc, NULL) == 0);
     brute.choice.master_bytes = model.residual_bytes;
-    layers_go_through(&brute, 0);
     struct counts counts;
-    double auto_s = policy_s(&model, &machine, "auto", &alloc, &counts);
-    LH_CHECK(isfinite(auto_s) && isfinite(brute.best_s));
+    brute.limit_s = INFINITY;
+    for (const char *const *name = lh_plan_policy_names(); strcmp(*name, "auto") != 0; name++)
+        brute.limit_s = fmin(brute.limit_s, policy_s(&model, &machine, *name, &alloc, &counts));
+    layers_go_through(&brute, 0);
+    struct lh_plan plan;
+    LH_CHECK(lh_plan_make(&plan, &model, &machine, "auto", &alloc, NULL) == 0);
+    double auto_s = lh_plan_auto_cost_s(&plan.step, &machine);
+    LH_CHECK(plan.step.iteration_s <= brute.limit_s * ROUNDED && isfinite(brute.best_s));
+    lh_plan_deinit(&plan, &alloc);
     lh_plan_choice_deinit(&brute.choice, &alloc);
     lh_plan_timeline_deinit(&brute.timeline, &alloc);
     lh_plan_model_deinit(&model, &alloc);
@@ -191,7 +202,7 @@ static double ratio_of(struct plan_fixture_shape shape, bool is_uniform, uint64_
 }
 
 /* What a search by steps may miss, and how seldom: one of so many. */
-#define RATIO_MAX 1.03
+#define RATIO_MAX 1.1
 #define RATIO_EQUAL 1.000001
 #define MISSED_ONE_OF 20
 
@@ -208,9 +219,9 @@ static void auto_is_best(void)
             bool is_largest = blocks == BLOCK_COUNT_MAX && layers == BLOCK_LAYER_COUNT_MAX;
             if (IS_SANITIZED && !is_small)
                 continue; /* a hundred times the choices */
-            lh_test_name("auto is as fast as the best of all choices: %u blocks of %u layers",
+            lh_test_name("auto costs what the best of all choices costs: %u blocks of %u layers",
                          blocks, layers);
-            int rounds = is_small ? 20 : is_fast || is_largest ? 1 : 3;
+            int rounds = is_small ? 12 : is_fast || is_largest ? 1 : 2;
             for (int round = 0; round < rounds; round++) {
                 double ratio = ratio_of(shape, blocks * layers > 6, &seed);
                 LH_CHECK(ratio <= RATIO_MAX);

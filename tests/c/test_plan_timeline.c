@@ -119,8 +119,12 @@ static void backward_waits_for_activations(void)
     lh_test_name("forward waits while activations leave more slowly than it computes");
     small.machine.link_in_bytes_per_s = FAST;
     small.machine.link_out_bytes_per_s = 2 * SMALL_PARAM_COUNT;
+    small.machine.gpu_bytes = step.gpu_bytes;
     /* They leave for 6 s a block, in front of 8 s of backward; gradients hide. */
     LH_CHECK(small_step(&small).iteration_s > 16 * (6 + 8) - 3 * 6);
+    lh_test_name("room on the GPU for all that leaves hides it behind backward");
+    small.machine.gpu_bytes += 2 * 16 * 12 * SMALL_PARAM_COUNT;
+    LH_CHECK(is_near(small_step(&small).iteration_s, 16 * (4 + 8) + 1));
     small_end(&small);
 }
 
@@ -283,7 +287,10 @@ static void eager_steps_are_lohans(void)
         struct plan_fixture_shape shape = {100, 3};
         struct lh_plan_model model = plan_fixture_model(shape, false, &seed, &alloc);
         struct lh_plan_machine machine = plan_fixture_machine(&model, &seed);
-        machine.adam_params_per_s = FAST; /* eq. 5 does not look at it */
+        /* What the equations do not look at. */
+        machine.adam_params_per_s = FAST;
+        machine.gpu_bytes = lh_plan_gpu_working_bytes(&model) +
+                            4 * lh_plan_model_totals(&model).block_activation_bytes_max;
         struct lh_plan plan;
         if (lh_plan_make(&plan, &model, &machine, "lohan", &alloc, NULL) == 0) {
             /* Where the first blocks' activations fill main memory SSDs are busier later. */

