@@ -194,6 +194,9 @@ struct lh_chunk {
     uint64_t count;
     enum lh_chunk_state state;
     bool is_kept;        /* its slab stays its own */
+    bool is_dirty;       /* and has newer R, M, V than any slot: a commit writes them */
+    bool is_param_dirty; /* P likewise, in the region */
+    bool is_flushing;    /* they are being written, and nothing else is */
     uint64_t read_step;  /* the step that read it last; 0: never */
     uint64_t read_bytes; /* in that step */
     /*
@@ -510,9 +513,29 @@ void lh_norm_forget(struct lh_engine *engine);
 /* The extents of R, M and V, in a slab's order, and the bytes of one element (0: no such array). */
 uint32_t lh_state_extent(const struct lh_unit *unit, uint32_t array);
 uint64_t lh_state_element_bytes(const struct lh_unit *unit, uint32_t array);
+uint8_t *lh_slab_array(const struct lh_slab *slab, const struct lh_unit *unit, uint32_t array,
+                       uint64_t count);
+uint32_t *lh_chunk_checksums(struct lh_engine *engine, const struct lh_unit *unit, uint32_t extent,
+                             uint64_t offset);
 void lh_update_plan(struct lh_engine *engine);
 void lh_update_plan_correct(struct lh_engine *engine);
 void lh_update_plan_reread(struct lh_engine *engine, struct lh_chunk *chunk);
+
+/* What an update of chunk in step writes, of R, M and V, and of P. */
+uint64_t lh_chunk_state_write_bytes(const struct lh_engine *engine, const struct lh_chunk *chunk,
+                                    uint64_t step);
+uint64_t lh_chunk_param_write_bytes(const struct lh_engine *engine, const struct lh_chunk *chunk,
+                                    uint64_t step);
+
+/* update_write.c */
+/* All that step's update of chunk has to write. */
+void lh_chunk_write(struct lh_engine *engine, struct lh_chunk *chunk);
+void lh_chunk_written(struct lh_engine *engine, struct lh_chunk *chunk);
+/*
+ * Write what only memory has, as step's (0: nobody's): true, if there is something that was not
+ * under way yet. Nothing else of a chunk is.
+ */
+bool lh_update_write_dirty(struct lh_engine *engine, uint64_t step);
 
 /* update_end.c */
 void lh_update_step_over(struct lh_engine *engine);

@@ -319,6 +319,8 @@ static bool flush_pump(struct lh_engine *engine)
      */
     if (!engine->flush_is_asked || !lh_engine_is_quiet(engine))
         return false;
+    if (lh_update_write_dirty(engine, 0))
+        return true;
     bool is_due =
         engine->flush_commits && engine->committed_step < engine->step && engine->update_count == 0;
     if (is_due) {
@@ -334,6 +336,7 @@ static bool flush_pump(struct lh_engine *engine)
 bool lh_step_pump(struct lh_engine *engine)
 {
     uint64_t every = engine->opts.commit_every;
+    bool commits;
     switch (engine->step_state) {
     case LH_STEP_STATE_OPEN:
         return flush_pump(engine);
@@ -344,10 +347,14 @@ bool lh_step_pump(struct lh_engine *engine)
         /* What was read ahead for a use or an update that never came is this step's, too. */
         if (engine->step_transfers[engine->step % 2] > 0)
             return false;
-        LH_ASSERT(engine->chunks_busy == 0);
+        if (engine->chunks_busy > 0)
+            return false; /* what was dirty is on its way */
+        commits = every != LH_ENGINE_COMMIT_NEVER && engine->step % every == 0;
+        if (commits && lh_update_write_dirty(engine, engine->step))
+            return true;
         lh_region_step_end(engine);
         param_steps_advance(engine);
-        if (every != LH_ENGINE_COMMIT_NEVER && engine->step % every == 0)
+        if (commits)
             commit_begin(engine, false);
         else
             step_over(engine);

@@ -12,8 +12,8 @@
 
 #include "sched/engine_private.h"
 
-static uint8_t *slab_array(const struct lh_slab *slab, const struct lh_unit *unit, uint32_t array,
-                           uint64_t count)
+uint8_t *lh_slab_array(const struct lh_slab *slab, const struct lh_unit *unit, uint32_t array,
+                       uint64_t count)
 {
     uint64_t offset = 0;
     for (uint32_t i = 0; i < array; i++)
@@ -130,7 +130,7 @@ void lh_chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t sl
             .slot = slot,
             .offset = offset,
             .bytes = bytes,
-            .buffer = slab_array(slab, unit, i, chunk->count),
+            .buffer = lh_slab_array(slab, unit, i, chunk->count),
         };
         slab->pending++;
         chunk->read_bytes += bytes;
@@ -151,7 +151,7 @@ static void update_run(struct lh_exec_job *job)
     const struct lh_unit *unit = &slab->engine->units[chunk->unit];
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
         if (slab->is_zero[i])
-            memset(slab_array(slab, unit, i, chunk->count), 0,
+            memset(lh_slab_array(slab, unit, i, chunk->count), 0,
                    chunk->count * lh_state_element_bytes(unit, i));
     }
     slab->result = lh_adam_chunk_update(&slab->adam, &slab->mismatch);
@@ -190,8 +190,8 @@ static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *c
     return count;
 }
 
-static uint32_t *checksums_at(struct lh_engine *engine, const struct lh_unit *unit, uint32_t extent,
-                              uint64_t offset)
+uint32_t *lh_chunk_checksums(struct lh_engine *engine, const struct lh_unit *unit, uint32_t extent,
+                             uint64_t offset)
 {
     uint32_t count = 0;
     uint32_t slot = lh_store_write_slot(engine->store, unit->desc.store_group);
@@ -212,7 +212,7 @@ void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
     uint8_t *arrays[LH_STATE_ARRAY_COUNT];
     const uint32_t *expected[LH_STATE_ARRAY_COUNT];
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        arrays[i] = slab_array(slab, unit, i, chunk->count);
+        arrays[i] = lh_slab_array(slab, unit, i, chunk->count);
         expected[i] = verify && !slab->is_zero[i] ? slab->expected[i] : NULL;
     }
     slab->adam = (struct lh_adam_chunk){
@@ -227,12 +227,14 @@ void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
         .residual_expected = has_residual ? expected[0] : NULL,
         .moment1_expected = expected[1],
         .moment2_expected = expected[2],
-        .param_checksums = checksums_at(engine, unit, unit->desc.param_extent, first * param_bytes),
-        .residual_checksums = has_residual ? checksums_at(engine, unit, unit->desc.residual_extent,
-                                                          first * residual_bytes)
-                                           : NULL,
-        .moment1_checksums = checksums_at(engine, unit, unit->desc.moment1_extent, first * 4),
-        .moment2_checksums = checksums_at(engine, unit, unit->desc.moment2_extent, first * 4),
+        .param_checksums =
+            lh_chunk_checksums(engine, unit, unit->desc.param_extent, first * param_bytes),
+        .residual_checksums = has_residual
+                                  ? lh_chunk_checksums(engine, unit, unit->desc.residual_extent,
+                                                       first * residual_bytes)
+                                  : NULL,
+        .moment1_checksums = lh_chunk_checksums(engine, unit, unit->desc.moment1_extent, first * 4),
+        .moment2_checksums = lh_chunk_checksums(engine, unit, unit->desc.moment2_extent, first * 4),
     };
     slab->job = (struct lh_exec_job){
         .run = update_run,
@@ -286,53 +288,6 @@ static void unit_computed(struct lh_engine *engine, struct lh_unit *unit)
     lh_engine_notify(engine);
 }
 
-static void write_submit(struct lh_engine *engine, struct lh_slab *slab, uint32_t index,
-                         struct lh_transfer transfer)
-{
-    const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
-    transfer.kind = LH_IO_KIND_WRITE;
-    transfer.priority = LH_PRIORITY_WRITE;
-    transfer.unit = chunk->unit;
-    transfer.slab = chunk->slab;
-    transfer.step = lh_step_current(engine);
-    transfer.slot = lh_store_write_slot(engine->store, engine->units[chunk->unit].desc.store_group);
-    slab->transfers[index] = transfer;
-    slab->pending++;
-    lh_transfer_submit(engine, &slab->transfers[index]);
-}
-
-static void chunk_write(struct lh_engine *engine, struct lh_chunk *chunk)
-{
-    struct lh_slab *slab = &engine->slabs[chunk->slab];
-    const struct lh_unit *unit = &engine->units[chunk->unit];
-    uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
-    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
-    slab->pending = 0;
-    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        uint64_t element_bytes = lh_state_element_bytes(unit, i);
-        if (element_bytes == 0)
-            continue;
-        slab->is_zero[i] = false;
-        write_submit(engine, slab, i,
-                     (struct lh_transfer){
-                         .link = LH_ENGINE_LINK_STATE_WRITE,
-                         .extent = lh_state_extent(unit, i),
-                         .offset = chunk->first * element_bytes,
-                         .bytes = chunk->count * element_bytes,
-                         .buffer = slab_array(slab, unit, i, chunk->count),
-                     });
-    }
-    uint64_t offset = chunk->first * param_bytes;
-    write_submit(engine, slab, LH_STATE_ARRAY_COUNT,
-                 (struct lh_transfer){
-                     .link = LH_ENGINE_LINK_PARAM_WRITE,
-                     .extent = unit->desc.param_extent,
-                     .offset = offset,
-                     .bytes = chunk->count * param_bytes,
-                     .buffer = engine->region + unit->offset + offset,
-                 });
-}
-
 /* Writes begin when nothing is computed any more. */
 static void naive_write(struct lh_engine *engine)
 {
@@ -345,7 +300,7 @@ static void naive_write(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->budget.slab_count; i++) {
         if (slabs[i].chunk != LH_CHUNK_NONE &&
             engine->chunks[slabs[i].chunk].state == LH_CHUNK_STATE_COMPUTED)
-            chunk_write(engine, &engine->chunks[slabs[i].chunk]);
+            lh_chunk_write(engine, &engine->chunks[slabs[i].chunk]);
     }
 }
 
@@ -359,26 +314,12 @@ void lh_update_job_done(struct lh_engine *engine, struct lh_slab *slab)
     }
     lh_landing_release(engine, chunk);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_COMPUTED);
+    if (++unit->chunks_computed == unit->chunk_count)
+        unit_computed(engine, unit);
     if (engine->opts.schedule == LH_ENGINE_SCHEDULE_NAIVE)
         naive_write(engine);
     else
-        chunk_write(engine, chunk);
-    if (++unit->chunks_computed == unit->chunk_count)
-        unit_computed(engine, unit);
-}
-
-/* All of a unit is on SSD: its newest bytes are in the other slot now. */
-static void unit_written(struct lh_engine *engine, struct lh_unit *unit)
-{
-    uint32_t slot = lh_store_write_slot(engine->store, unit->desc.store_group);
-    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        if (lh_state_element_bytes(unit, i) > 0)
-            lh_store_clear_zero(engine->store, lh_state_extent(unit, i), slot);
-    }
-    lh_store_clear_zero(engine->store, unit->desc.param_extent, slot);
-    lh_store_stage(engine->store, unit->desc.store_group);
-    unit->update_is_done = true;
-    engine->updates_done++;
+        lh_chunk_write(engine, chunk);
 }
 
 void lh_update_transfer_done(struct lh_engine *engine, struct lh_transfer *transfer)
@@ -397,25 +338,5 @@ void lh_update_transfer_done(struct lh_engine *engine, struct lh_transfer *trans
         return;
     }
     LH_ASSERT(chunk->state == LH_CHUNK_STATE_WRITING);
-    struct lh_unit *unit = lh_engine_unit_at(engine, chunk->unit);
-    engine->chunks_busy--;
-    if (chunk->is_kept) {
-        lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_LOADED);
-        /*
-         * The bytes here have the checksums that were written; they are not checked again against
-         * old ones.
-         */
-        for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-            uint64_t bytes = chunk->count * lh_state_element_bytes(unit, i);
-            if (bytes > 0)
-                memcpy(slab->expected[i],
-                       checksums_at(engine, unit, lh_state_extent(unit, i),
-                                    chunk->first * lh_state_element_bytes(unit, i)),
-                       lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(uint32_t));
-        }
-    } else {
-        lh_slab_clear(engine, slab);
-    }
-    if (++unit->chunks_written == unit->chunk_count)
-        unit_written(engine, unit);
+    lh_chunk_written(engine, chunk);
 }

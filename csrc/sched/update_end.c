@@ -51,6 +51,9 @@ void lh_update_forget_unit(struct lh_engine *engine, uint32_t index)
     lh_chunks_recount(engine);
     for (uint32_t i = 0; i < unit->chunk_count; i++) {
         struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
+        chunk->is_dirty = false;
+        chunk->is_param_dirty = false;
+        chunk->is_flushing = false;
         if (chunk->slab == LH_CHUNK_NONE)
             continue;
         LH_ASSERT(chunk->state != LH_CHUNK_STATE_READING);

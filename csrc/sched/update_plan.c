@@ -69,7 +69,6 @@ static void unit_plan(struct lh_engine *engine, struct lh_unit *unit, uint64_t s
 {
     struct lh_engine_step_stats *stats = lh_step_stats(engine, step);
     unit->planned_step = step;
-    stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] += unit->desc.bytes;
     unit->landing_planned_bytes = lh_landing_is_used(engine) ? all_gradient_bytes(engine, unit) : 0;
     stats->planned_bytes[LH_ENGINE_LINK_COPY_OUT] += unit->landing_planned_bytes;
     unit->spill_planned_step = unit->spills ? step : 0;
@@ -77,11 +76,12 @@ static void unit_plan(struct lh_engine *engine, struct lh_unit *unit, uint64_t s
         stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] += unit->desc.bytes;
         stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] += unit->desc.bytes;
     }
-    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
-        stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] +=
-            unit->desc.elements * lh_state_element_bytes(unit, i);
     for (uint32_t i = 0; i < unit->chunk_count; i++) {
         struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
+        stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] +=
+            lh_chunk_state_write_bytes(engine, chunk, step);
+        stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] +=
+            lh_chunk_param_write_bytes(engine, chunk, step);
         uint64_t bytes = chunk_read_bytes(chunk, step) + chunk_left_bytes(engine, chunk, step);
         chunk->planned_steps[step % 2] = step;
         chunk->planned_bytes[step % 2] = bytes;
@@ -93,12 +93,12 @@ static void unit_plan(struct lh_engine *engine, struct lh_unit *unit, uint64_t s
 static void unit_unplan(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
     struct lh_engine_step_stats *stats = lh_step_stats(engine, step);
-    stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] -= unit->desc.bytes;
-    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
-        stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] -=
-            unit->desc.elements * lh_state_element_bytes(unit, i);
     for (uint32_t i = 0; i < unit->chunk_count; i++) {
         struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
+        stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] -=
+            lh_chunk_state_write_bytes(engine, chunk, step);
+        stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] -=
+            lh_chunk_param_write_bytes(engine, chunk, step);
         uint64_t bytes = chunk_read_bytes(chunk, step);
         LH_ASSERT(chunk->planned_bytes[step % 2] >= bytes);
         stats->planned_bytes[LH_ENGINE_LINK_STATE_READ] -= chunk->planned_bytes[step % 2] - bytes;

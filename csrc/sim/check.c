@@ -90,7 +90,7 @@ static void naive_check(struct lh_sim_check *check)
         if (engine->slabs[i].chunk == LH_CHUNK_NONE)
             continue;
         const struct lh_chunk *chunk = &engine->chunks[engine->slabs[i].chunk];
-        if (chunk->state == LH_CHUNK_STATE_LOADED)
+        if (chunk->state == LH_CHUNK_STATE_LOADED || chunk->is_flushing)
             continue;
         first = first ? first : chunk;
         if (chunk->unit != first->unit || what_moves(chunk) != what_moves(first))

@@ -30,8 +30,9 @@ class Config:
             more than 8 on the virtual disk that was measured, 32 little more than 16; each doubling
             doubles what a demand read waits behind.
         transfer_bytes: largest I/O request, in bytes, a multiple of 1 MiB.
-        commit_every: steps between commits; "auto" (each step, as long as every state is written
-            each step anyway) or "never" (one slot: half the space, no crash safety).
+        commit_every: steps between commits; "auto" (each step) or "never" (one slot: half the
+            space, no crash safety). Between commits what main memory keeps is not written: states
+            of chunks that stay there, parameters where all of them do. A flush writes them.
         schedule: when updates run, with the same numbers: "optimized": as gradients arrive, reads,
             arithmetic and writes overlapped (LoHan IV-C); "naive": as they arrive, but each block
             is read, then computed, then written; "deferred": each just ahead of its block's next

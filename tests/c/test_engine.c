@@ -48,11 +48,43 @@ static void test_equal(const char *what, struct rig_opts opts, int step_count)
     finish(&rig);
 }
 
-static void test_stop(void)
+static void test_between_commits(void)
 {
     struct rig rig;
-    lh_test_name("stopped at any time it is at a committed step, and goes on from there exactly");
-    rig_make(&rig, "stop", (struct rig_opts){.least_memory = true, .commit_every = 3});
+    lh_test_name("states and parameters that stay in memory are written by the step that commits, "
+                 "and by a flush");
+    rig_make(&rig, "between", (struct rig_opts){.commit_every = 3});
+    uint64_t whole = 0;
+    for (int i = 0; i < 9; i++) {
+        struct lh_engine_step_stats stats;
+        /* The last one does not update all that is dirty. */
+        LH_CHECK(rig_step(&rig, i == 8 ? 0x01 : RIG_GRADIENTS_ALL) == 0);
+        while (lh_engine_over_wait(rig.engine, 1000) == 0) {
+        }
+        LH_CHECK(lh_engine_stats(rig.engine, &stats) && stats.step == (uint64_t)i + 1);
+        uint64_t written =
+            stats.bytes[LH_ENGINE_LINK_STATE_WRITE] + stats.bytes[LH_ENGINE_LINK_PARAM_WRITE];
+        for (int j = 0; j < LH_ENGINE_LINK_COUNT; j++)
+            LH_CHECK(stats.bytes[j] == stats.planned_bytes[j]);
+        LH_CHECK((written > 0) == (i % 3 == 2));
+        whole = i == 2 ? written : whole;
+        LH_CHECK(i % 3 != 2 || written == whole);
+    }
+    LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    LH_CHECK(rig_flush(&rig, false) == 0);
+    rig_shut(&rig);
+    rig_reopen(&rig);
+    LH_CHECK(rig.step == 9);
+    finish(&rig);
+}
+
+static void test_stop(bool least_memory)
+{
+    struct rig rig;
+    lh_test_name("stopped at any time it is at a committed step, and goes on from there exactly, "
+                 "%s memory",
+                 least_memory ? "least" : "all");
+    rig_make(&rig, "stop", (struct rig_opts){.least_memory = least_memory, .commit_every = 3});
     for (int i = 0; i < 9; i++) {
         /* A close waits for the step before it to be over; a flush reports its commit. */
         uint64_t committed = rig.step;
@@ -376,6 +408,8 @@ static void test_norms(bool least_memory)
 int main(void)
 {
     test_equal("all memory", (struct rig_opts){.commit_every = 1}, 10);
+    test_equal("all memory, a commit in three steps", (struct rig_opts){.commit_every = 3}, 10);
+    test_equal("all memory, a commit in ten steps", (struct rig_opts){.commit_every = 10}, 8);
     test_equal("least memory", (struct rig_opts){.least_memory = true, .commit_every = 1}, 10);
     test_equal("two directories, a commit in three steps",
                (struct rig_opts){.least_memory = true, .commit_every = 3, .directory_count = 2},
@@ -384,7 +418,9 @@ int main(void)
     test_equal("several chunks", (struct rig_opts){.large = true, .commit_every = 1}, 3);
     test_equal("several chunks, least memory",
                (struct rig_opts){.large = true, .least_memory = true, .commit_every = 1}, 3);
-    test_stop();
+    test_stop(true);
+    test_stop(false);
+    test_between_commits();
     test_abort();
     test_abort_unrecoverable();
     test_flush_given_up();

@@ -1,0 +1,192 @@
+/*
+ * What updates write, and when.
+ *
+ * [Note: Between commits] Where a commit comes every few steps, what memory keeps need not be
+ * written in those between: a chunk that keeps its slab (R, M, V), and P where the region holds the
+ * whole model. Its slot on SSD is of an older step then, and nobody reads it: the chunk is dirty. A
+ * step that commits writes all that it updates, and before the commit what is still dirty from
+ * earlier steps; a flush writes it, too, as whoever asks for one may look into the store.
+ *
+ * Source: LoHan IV-C (delayed write-back); that memory is a tier for states is ours.
+ */
+#include <string.h>
+
+#include "sched/engine_private.h"
+
+static bool is_due(const struct lh_engine *engine, const struct lh_chunk *chunk, uint64_t step)
+{
+    uint64_t every = engine->opts.commit_every;
+    return !chunk->is_kept || (every != LH_ENGINE_COMMIT_NEVER && step % every == 0);
+}
+
+static bool param_is_due(const struct lh_engine *engine, const struct lh_chunk *chunk,
+                         uint64_t step)
+{
+    return is_due(engine, chunk, step) || !engine->host.plan.holds_all;
+}
+
+uint64_t lh_chunk_state_write_bytes(const struct lh_engine *engine, const struct lh_chunk *chunk,
+                                    uint64_t step)
+{
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
+        bytes += chunk->count * lh_state_element_bytes(unit, i);
+    return is_due(engine, chunk, step) ? bytes : 0;
+}
+
+uint64_t lh_chunk_param_write_bytes(const struct lh_engine *engine, const struct lh_chunk *chunk,
+                                    uint64_t step)
+{
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    uint64_t bytes = chunk->count * lh_dtype_bytes(unit->desc.dtype);
+    return param_is_due(engine, chunk, step) ? bytes : 0;
+}
+
+static void write_submit(struct lh_engine *engine, struct lh_slab *slab, uint32_t index,
+                         struct lh_transfer transfer)
+{
+    const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
+    transfer.kind = LH_IO_KIND_WRITE;
+    transfer.priority = LH_PRIORITY_WRITE;
+    transfer.unit = chunk->unit;
+    transfer.slab = chunk->slab;
+    transfer.slot = lh_store_write_slot(engine->store, engine->units[chunk->unit].desc.store_group);
+    slab->transfers[index] = transfer;
+    slab->pending++;
+    lh_transfer_submit(engine, &slab->transfers[index]);
+}
+
+static void states_write(struct lh_engine *engine, struct lh_chunk *chunk, uint64_t step)
+{
+    struct lh_slab *slab = &engine->slabs[chunk->slab];
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
+        uint64_t element_bytes = lh_state_element_bytes(unit, i);
+        if (element_bytes == 0)
+            continue;
+        write_submit(engine, slab, i,
+                     (struct lh_transfer){
+                         .link = LH_ENGINE_LINK_STATE_WRITE,
+                         .step = step,
+                         .extent = lh_state_extent(unit, i),
+                         .offset = chunk->first * element_bytes,
+                         .bytes = chunk->count * element_bytes,
+                         .buffer = lh_slab_array(slab, unit, i, chunk->count),
+                     });
+    }
+    chunk->is_dirty = false;
+}
+
+static void param_write(struct lh_engine *engine, struct lh_chunk *chunk, uint64_t step)
+{
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
+    uint64_t offset = chunk->first * param_bytes;
+    write_submit(engine, &engine->slabs[chunk->slab], LH_STATE_ARRAY_COUNT,
+                 (struct lh_transfer){
+                     .link = LH_ENGINE_LINK_PARAM_WRITE,
+                     .step = step,
+                     .extent = unit->desc.param_extent,
+                     .offset = offset,
+                     .bytes = chunk->count * param_bytes,
+                     .buffer = engine->region + unit->offset + offset,
+                 });
+    chunk->is_param_dirty = false;
+}
+
+void lh_chunk_write(struct lh_engine *engine, struct lh_chunk *chunk)
+{
+    struct lh_slab *slab = &engine->slabs[chunk->slab];
+    uint64_t step = lh_step_current(engine);
+    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
+    slab->pending = 0;
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
+        slab->is_zero[i] = false;
+    chunk->is_dirty = !is_due(engine, chunk, step);
+    chunk->is_param_dirty = !param_is_due(engine, chunk, step);
+    if (!chunk->is_dirty)
+        states_write(engine, chunk, step);
+    if (!chunk->is_param_dirty)
+        param_write(engine, chunk, step);
+    if (slab->pending == 0)
+        lh_chunk_written(engine, chunk);
+}
+
+bool lh_update_write_dirty(struct lh_engine *engine, uint64_t step)
+{
+    struct lh_engine_step_stats *stats = lh_step_stats(engine, step);
+    bool moved = false;
+    for (uint32_t i = 0; i < engine->budget.kept_chunk_count; i++) {
+        struct lh_chunk *chunk = &engine->chunks[i];
+        if (!chunk->is_dirty && !chunk->is_param_dirty)
+            continue;
+        const struct lh_unit *unit = &engine->units[chunk->unit];
+        LH_ASSERT(chunk->state == LH_CHUNK_STATE_LOADED && unit->state == LH_UNIT_STATE_READY);
+        lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
+        chunk->is_flushing = true;
+        engine->chunks_busy++;
+        engine->slabs[chunk->slab].pending = 0;
+        if (chunk->is_dirty) {
+            for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++)
+                stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] +=
+                    chunk->count * lh_state_element_bytes(unit, j);
+            states_write(engine, chunk, step);
+        }
+        if (chunk->is_param_dirty) {
+            stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] +=
+                chunk->count * lh_dtype_bytes(unit->desc.dtype);
+            param_write(engine, chunk, step);
+        }
+        moved = true;
+    }
+    return moved;
+}
+
+/* All of a unit is on SSD: its newest bytes are in the other slot now. */
+static void unit_written(struct lh_engine *engine, struct lh_unit *unit)
+{
+    uint32_t slot = lh_store_write_slot(engine->store, unit->desc.store_group);
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
+        if (lh_state_element_bytes(unit, i) > 0)
+            lh_store_clear_zero(engine->store, lh_state_extent(unit, i), slot);
+    }
+    lh_store_clear_zero(engine->store, unit->desc.param_extent, slot);
+    lh_store_stage(engine->store, unit->desc.store_group);
+    unit->update_is_done = true;
+    engine->updates_done++;
+}
+
+/*
+ * The bytes in a slab that is kept have the checksums that were made with them; they are not
+ * checked again against old ones.
+ */
+static void slab_keep(struct lh_engine *engine, struct lh_chunk *chunk)
+{
+    struct lh_slab *slab = &engine->slabs[chunk->slab];
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_LOADED);
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
+        uint64_t bytes = chunk->count * lh_state_element_bytes(unit, i);
+        if (bytes > 0)
+            memcpy(slab->expected[i],
+                   lh_chunk_checksums(engine, unit, lh_state_extent(unit, i),
+                                      chunk->first * lh_state_element_bytes(unit, i)),
+                   lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(uint32_t));
+    }
+}
+
+void lh_chunk_written(struct lh_engine *engine, struct lh_chunk *chunk)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, chunk->unit);
+    bool is_flushing = chunk->is_flushing;
+    chunk->is_flushing = false;
+    LH_ASSERT(engine->chunks_busy > 0);
+    engine->chunks_busy--;
+    if (chunk->is_kept)
+        slab_keep(engine, chunk);
+    else
+        lh_slab_clear(engine, &engine->slabs[chunk->slab]);
+    if (!is_flushing && ++unit->chunks_written == unit->chunk_count)
+        unit_written(engine, unit);
+}
