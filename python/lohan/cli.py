@@ -131,7 +131,7 @@ def demo(
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Of the machine.")
 @click.option("--policy", default="auto", show_default=True, help="docs/planning.md has them.")
 @click.option("--schedule", help="As of lohan.wrap; the policy's unless told.")
-@click.option("--commit-every", default=1, show_default=True, help="Steps between commits.")
+@click.option("--commit-every", default=1, show_default=True, help="Above 1: a step between two.")
 @click.option("--sweep", metavar="NAME=VALUES", help="ssd_count=1..12, or batch=8,16,32.")
 @click.option(
     "--plot", type=click.Path(path_type=Path), help="Draw the sweep, or step times over swapping."

@@ -38,7 +38,8 @@ class Options:
     Attributes:
         policy: what happens to activations and states (docs/planning.md).
         schedule: of updates, as of `lohan.wrap`. None: the policy's.
-        commit_every: steps from one commit to the next.
+        commit_every: steps from one commit to the next. Above 1 the figures are of a step between
+            two commits.
         swap_share: of the activations inside blocks, that leave the GPU, by falling benefit; the
             others are computed again. None: as the policy says.
     """
