@@ -12,7 +12,7 @@ DEVICE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint fmt bench bench-adam bench-io bench-step bench-hooks bench-peers \
-	sanitize sim-long build clean
+	sanitize sim-long paper build clean
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
@@ -23,6 +23,7 @@ help:
 	@echo 'make sanitize  everything under the sanitizers'
 	@echo 'make sim-long  the simulator with 1,000 seeds, faults and power loss: some minutes'
 	@echo 'make bench     all benchmarks; also bench-adam, -io, -step, -hooks, -peers'
+	@echo 'make paper     docs/paper-results.md: the papers beside the simulator, some minutes'
 	@echo 'make build     the extension, in place'
 	@echo 'make clean     remove what was built (.venv stays)'
 
@@ -63,6 +64,9 @@ sanitize: $(VENV)/.installed
 
 sim-long: $(VENV)/.ready
 	$(RUN) sim --seeds 1000
+
+paper: build
+	$(PY) benchmarks/paper_results.py $(ARGS)
 
 clean:
 	rm -rf build dist python/*.egg-info python/lohan/*.so python/lohan/lohan.fatbin

@@ -37,6 +37,7 @@ int lh_saved_put(struct lh_engine *engine, const void *pointer, uint64_t bytes,
     saved->is_arriving = false;
     saved->is_returned = false;
     saved->is_dropped = false;
+    saved->has_asked = false;
     atomic_store(&saved->is_taken, false);
     atomic_store(&saved->presence, LH_SAVED_PRESENCE_NONE);
     atomic_fetch_add(&area->put_bytes, bytes);
@@ -92,7 +93,10 @@ int lh_saved_wait(struct lh_engine *engine, uint32_t item, int timeout_ms)
     uint64_t start = lh_engine_now(engine);
     bool is_here = presence_take(engine, item);
     if (!is_here) {
-        lh_engine_post(engine, LH_MESSAGE_SAVED_FETCH, item, 1, 0);
+        /* Once: a message is something that moves, and would hide that nothing else does. */
+        if (!saved->has_asked)
+            lh_engine_post(engine, LH_MESSAGE_SAVED_FETCH, item, 1, 0);
+        saved->has_asked = true;
         int rc = lh_engine_wait_until(engine, presence_take, item, timeout_ms);
         lh_engine_post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, lh_engine_now(engine));
         if (rc <= 0)

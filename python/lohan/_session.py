@@ -152,9 +152,10 @@ class Session(ForwardRules):
             self.meter = Meter(self.device, self._engine.held_bytes)
             pack, unpack = self.meter.wrap(pack), self.meter.unwrap(unpack)
         self.stay = SavedTensors(pack, unpack)
-        transit_bytes = self._swap_options[1]
-        if transit_bytes:
-            swap = _swap.Swap(self._engine, self.device, transit_bytes, pack, unpack, self.meter)
+        memory, transit, *_ = self._swap_options
+        if memory:
+            window = transit or memory // 4
+            swap = _swap.Swap(self._engine, self.device, window, pack, unpack, self.meter)
             pack, unpack = swap.pack, swap.unpack
         self.saved = SavedTensors(pack, unpack)
 

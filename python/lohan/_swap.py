@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from lohan import _core
-from lohan._device import Device, Kept, Meter
+from lohan._device import Device, Kept, Meter, parse
 from lohan.config import Config
 from lohan.errors import ModelError, store_error
 
@@ -42,6 +42,11 @@ def check(config: Config) -> None:
             f"swap_ssd_bytes {config.swap_ssd_bytes}: activations go to SSD through main memory;"
             " set swap_bytes, too"
         )
+    if config.swap_ssd_bytes == 0 and parse(config.device)[0] == "cpu":
+        raise ModelError(
+            "swap_ssd_bytes 0: computation is in main memory, where activations are already;"
+            " they can only leave for SSD"
+        )
     if config.swap_bytes is not None and config.host_bytes is not None:
         left = config.host_bytes - config.swap_bytes
         if left <= 0:
@@ -63,10 +68,11 @@ def options(
     memory = host_bytes(config)
     if memory == 0:
         return 0, 0, None, 0
+    store = _store(config, directories)
     transit = memory
     if device.name != "cpu":
         transit = min(memory, max(memory // _TRANSIT_SHARE // _ALIGN * _ALIGN, _TRANSIT_LEAST))
-    return memory, transit, _store(config, directories), ITEM_COUNT_MAX
+    return memory, transit if store else 0, store, ITEM_COUNT_MAX
 
 
 def _store(config: Config, directories: Sequence[str]) -> _core.Store | None:
@@ -210,7 +216,7 @@ class Swap:
     Args:
         engine: of the session.
         device: where it computes.
-        transit_bytes: of main memory, for what passes through.
+        window_bytes: of main memory, for what leaves and comes back at once.
         inner_pack: what packs a tensor that stays.
         inner_unpack: the other end of it.
         meter: of an emulated device.
@@ -220,7 +226,7 @@ class Swap:
         self,
         engine: _core.Engine,
         device: Device,
-        transit_bytes: int,
+        window_bytes: int,
         inner_pack: Callable[[Any], Any],
         inner_unpack: Callable[[Any], Any],
         meter: Meter | None,
@@ -232,8 +238,8 @@ class Swap:
         self.inner_unpack = inner_unpack
         self.meter = meter
         # Half for what leaves: the rest is on its way to SSD meanwhile.
-        self.out_bytes = transit_bytes // 2
-        self.ahead_bytes = transit_bytes // 2
+        self.out_bytes = window_bytes // 2
+        self.ahead_bytes = window_bytes // 2
         if device.ceiling_bytes:
             room = device.ceiling_bytes - device.slot_bytes
             self.out_bytes = min(self.out_bytes, room // 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import time
 from typing import Any
 
 import lohan
@@ -205,8 +206,24 @@ def test_what_was_changed_in_place_meanwhile_is_noticed(store_dir: pathlib.Path)
 def test_settings_that_cannot_be_are_refused(store_dir: pathlib.Path) -> None:
     with pytest.raises(ModelError, match="swap_bytes"):
         lohan.wrap(Tower(), store=store_dir / "a", lr=1e-3, swap_ssd_bytes=1 << 20)
+    with pytest.raises(ModelError, match="can only leave for SSD"):
+        lohan.wrap(Tower(), store=store_dir / "c", lr=1e-3, swap_bytes=1 << 20, swap_ssd_bytes=0)
     with pytest.raises(ModelError, match="is a part of host_bytes"):
         lohan.wrap(Tower(), store=store_dir / "b", lr=1e-3, host_bytes=1 << 24, swap_bytes=1 << 24)
+
+
+def test_memory_that_is_full_ends_the_step_at_once(store_dir: pathlib.Path) -> None:
+    model = lohan.wrap(
+        Tower(), store=store_dir / "a", lr=1e-3, device="emu", swap_bytes=1, swap_ssd_bytes=0
+    )
+    begin = time.monotonic()
+    with pytest.raises(BudgetError, match="finds no room to go out"):
+        for step in range(4):
+            model(batch(step, torch.float32)).backward()
+            model.optimizer.step()
+    assert time.monotonic() - begin < 5
+    with pytest.raises(BudgetError, match="finds no room to go out"):
+        model.lohan.close()
 
 
 def test_a_disk_that_is_full_ends_the_step_with_the_numbers(store_dir: pathlib.Path) -> None:
