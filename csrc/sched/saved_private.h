@@ -56,7 +56,7 @@ struct lh_saved {
     bool is_returned; /* and is over */
     bool is_dropped;
     uint64_t want_order;
-    uint32_t next; /* of the queue that it is in */
+    uint32_t next;  /* of the queue that it is in */
     bool has_asked; /* who waits has said so: the waiting thread's */
     _Atomic bool is_taken;
     _Atomic uint32_t presence; /* enum lh_saved_presence */
