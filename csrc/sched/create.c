@@ -92,6 +92,16 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
     return 0;
 }
 
+/*
+ * Of the chunks in front of index, how many keep their slabs: evenly over the model, so that the
+ * traffic of those that do not is spread over backward.
+ */
+static uint32_t kept_before(const struct lh_engine *engine, uint32_t index)
+{
+    return (uint32_t)((uint64_t)index * engine->budget.kept_chunk_count /
+                      lh_max_u64(engine->budget.chunk_count, 1));
+}
+
 static int chunks_create(struct lh_engine *engine, struct lh_error *err)
 {
     uint64_t elements_max = engine->budget.chunk_elements;
@@ -113,7 +123,8 @@ static int chunks_create(struct lh_engine *engine, struct lh_error *err)
                 .block = LH_BLOCK_NONE,
                 .first = first,
                 .count = lh_min_u64(elements_max, unit->desc.elements - first),
-                .is_kept = index < engine->budget.kept_chunk_count,
+                .is_kept = kept_before(engine, index + 1) > kept_before(engine, index),
+                .kept_slab = kept_before(engine, index),
             };
             unit->chunk_count++;
         }

@@ -193,7 +193,8 @@ struct lh_chunk {
     uint64_t first; /* element in the unit */
     uint64_t count;
     enum lh_chunk_state state;
-    bool is_kept;        /* its slab stays its own */
+    bool is_kept; /* its slab stays its own: */
+    uint32_t kept_slab;
     bool is_dirty;       /* and has newer R, M, V than any slot: a commit writes them */
     bool is_param_dirty; /* P likewise, in the region */
     bool is_flushing;    /* they are being written, and nothing else is */

@@ -103,7 +103,7 @@ static bool chunk_fetch(struct lh_engine *engine, struct lh_chunk *chunk, struct
     uint32_t slab = LH_CHUNK_NONE;
     LH_ASSERT(chunk->state == LH_CHUNK_STATE_IDLE);
     if (chunk->is_kept)
-        slab = (uint32_t)(chunk - engine->chunks);
+        slab = chunk->kept_slab;
     else if (!pump->is_full || unit->state == LH_UNIT_STATE_UPDATING)
         slab = slab_find(engine, unit);
     if (slab == LH_CHUNK_NONE) {

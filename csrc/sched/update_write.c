@@ -118,7 +118,9 @@ bool lh_update_write_dirty(struct lh_engine *engine, uint64_t step)
     struct lh_engine_step_stats *stats = lh_step_stats(engine, step);
     bool moved = false;
     for (uint32_t i = 0; i < engine->budget.kept_chunk_count; i++) {
-        struct lh_chunk *chunk = &engine->chunks[i];
+        if (engine->slabs[i].chunk == LH_CHUNK_NONE)
+            continue;
+        struct lh_chunk *chunk = &engine->chunks[engine->slabs[i].chunk];
         if (!chunk->is_dirty && !chunk->is_param_dirty)
             continue;
         const struct lh_unit *unit = &engine->units[chunk->unit];
