@@ -124,7 +124,8 @@ bool lh_update_write_dirty(struct lh_engine *engine, uint64_t step)
         if (!chunk->is_dirty && !chunk->is_param_dirty)
             continue;
         const struct lh_unit *unit = &engine->units[chunk->unit];
-        LH_ASSERT(chunk->state == LH_CHUNK_STATE_LOADED && unit->state == LH_UNIT_STATE_READY);
+        LH_ASSERT(chunk->state == LH_CHUNK_STATE_LOADED);
+        LH_ASSERT(!chunk->is_param_dirty || unit->state == LH_UNIT_STATE_READY);
         lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
         chunk->is_flushing = true;
         engine->chunks_busy++;

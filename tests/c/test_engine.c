@@ -410,6 +410,11 @@ int main(void)
     test_equal("all memory", (struct rig_opts){.commit_every = 1}, 10);
     test_equal("all memory, a commit in three steps", (struct rig_opts){.commit_every = 3}, 10);
     test_equal("all memory, a commit in ten steps", (struct rig_opts){.commit_every = 10}, 8);
+    for (uint64_t spare_bytes = 0; spare_bytes < 600000; spare_bytes += 15000) {
+        struct rig_opts opts = {
+            .least_memory = true, .spare_bytes = spare_bytes, .commit_every = 4, .in_memory = true};
+        test_equal("slabs for all chunks before the region has room for all units", opts, 7);
+    }
     test_equal("least memory", (struct rig_opts){.least_memory = true, .commit_every = 1}, 10);
     test_equal("two directories, a commit in three steps",
                (struct rig_opts){.least_memory = true, .commit_every = 3, .directory_count = 2},
