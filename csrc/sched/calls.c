@@ -268,6 +268,17 @@ bool lh_engine_gradient_is_consumed(const struct lh_engine *engine, uint32_t par
     return !atomic_load(&engine->gradients[param].is_held);
 }
 
+int lh_engine_room_wait(struct lh_engine *engine, lh_wait_fn is_done, uint64_t argument,
+                        int timeout_ms)
+{
+    if (is_done(engine, argument))
+        return 1;
+    uint64_t start = lh_engine_now(engine);
+    int rc = lh_engine_wait_until(engine, is_done, argument, timeout_ms);
+    lh_engine_post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, lh_engine_now(engine));
+    return rc;
+}
+
 static bool gradients_fit(struct lh_engine *engine, uint64_t bytes_max)
 {
     return atomic_load(&engine->update_gradient_bytes) <= bytes_max;
@@ -275,12 +286,7 @@ static bool gradients_fit(struct lh_engine *engine, uint64_t bytes_max)
 
 int lh_engine_gradient_wait(struct lh_engine *engine, uint64_t gradient_bytes_max, int timeout_ms)
 {
-    if (gradients_fit(engine, gradient_bytes_max))
-        return 1;
-    uint64_t start = lh_engine_now(engine);
-    int rc = lh_engine_wait_until(engine, gradients_fit, gradient_bytes_max, timeout_ms);
-    lh_engine_post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, lh_engine_now(engine));
-    return rc;
+    return lh_engine_room_wait(engine, gradients_fit, gradient_bytes_max, timeout_ms);
 }
 
 int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scalar_bytes,

@@ -35,7 +35,8 @@
  *     (chunks in WRITING).
  *  3. No chunk computes for step t+1 before step t is over (written, committed if due):
  *     `gate_is_open`.
- *  4. Ops of the plan are executed in order; the region never holds two units at one address.
+ *  4. Ops of a plan are executed in order, an accelerator's behind those that they do not commute
+ *     with; a region never holds two units at one address.
  *  5. Transfers in flight never exceed io_depth; requests are a fixed array.
  *
  * Thread: everything is the engine thread's but what says atomic, and `shared`, which mutex
@@ -399,6 +400,9 @@ void lh_engine_post(struct lh_engine *engine, enum lh_message_kind kind, uint64_
                     uint64_t c);
 int lh_engine_wait_until(struct lh_engine *engine, lh_wait_fn is_done, uint64_t argument,
                          int timeout_ms);
+/* The same for room that something under way gives back; the wait is counted. */
+int lh_engine_room_wait(struct lh_engine *engine, lh_wait_fn is_done, uint64_t argument,
+                        int timeout_ms);
 int lh_engine_fail_code(struct lh_engine *engine);
 void lh_engine_fence_record(struct lh_engine *engine, struct lh_dev_fence *fence);
 

@@ -59,12 +59,7 @@ static bool has_room(struct lh_engine *engine, uint64_t bytes_max)
 
 int lh_saved_room_wait(struct lh_engine *engine, uint64_t bytes_max, int timeout_ms)
 {
-    if (has_room(engine, bytes_max))
-        return 1;
-    uint64_t start = lh_engine_now(engine);
-    int rc = lh_engine_wait_until(engine, has_room, bytes_max, timeout_ms);
-    lh_engine_post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, lh_engine_now(engine));
-    return rc;
+    return lh_engine_room_wait(engine, has_room, bytes_max, timeout_ms);
 }
 
 void lh_saved_fetch(struct lh_engine *engine, uint32_t item, void *target)

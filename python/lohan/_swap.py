@@ -20,7 +20,7 @@ from torch.multiprocessing import reductions
 from lohan import _core
 from lohan._device import Device, Kept, Meter, parse
 from lohan.config import Config
-from lohan.errors import ModelError, store_error
+from lohan.errors import ModelError, StoreError, store_error
 
 # Of one storage: less costs more to move than it is worth.
 LEAST_BYTES = 1 << 16
@@ -99,6 +99,9 @@ def _store(config: Config, directories: Sequence[str]) -> _core.Store | None:
             allow_buffered=config.allow_buffered,
             allow_tmpfs=config.allow_tmpfs,
         )
+    except StoreError as error:
+        error.add_note("this is room for activations that leave: swap_ssd_bytes says how much")
+        raise
     finally:
         for folder in folders:
             with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan.errors import BudgetError, DeviceMemoryError, ModelError
+from lohan.errors import BudgetError, DeviceMemoryError, ModelError, StoreError
 from torch import nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -224,6 +224,15 @@ def test_memory_that_is_full_ends_the_step_at_once(store_dir: pathlib.Path) -> N
     assert time.monotonic() - begin < 5
     with pytest.raises(BudgetError, match="finds no room to go out"):
         model.lohan.close()
+
+
+def test_a_disk_without_room_for_it_says_which_setting_asks(store_dir: pathlib.Path) -> None:
+    with pytest.raises(StoreError, match=r"are missing; free space") as caught:
+        lohan.wrap(
+            Tower(1), store=store_dir / "a", lr=1e-3, swap_bytes=8 << 20, swap_ssd_bytes=1 << 50
+        )
+    assert any("swap_ssd_bytes" in note for note in caught.value.__notes__)
+    assert not list((store_dir / "a").glob(".swap*"))
 
 
 def test_a_disk_that_is_full_ends_the_step_with_the_numbers(store_dir: pathlib.Path) -> None:
