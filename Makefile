@@ -12,7 +12,7 @@ DEVICE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint fmt bench bench-adam bench-io bench-step bench-hooks bench-peers \
-	sanitize sim-long paper build clean
+	bench-policies sanitize sim-long paper build clean
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
@@ -22,7 +22,7 @@ help:
 	@echo 'make fmt       lay out C and Python'
 	@echo 'make sanitize  everything under the sanitizers'
 	@echo 'make sim-long  the simulator with 1,000 seeds, faults and power loss: some minutes'
-	@echo 'make bench     all benchmarks; also bench-adam, -io, -step, -hooks, -peers'
+	@echo 'make bench     all benchmarks; also bench-adam, -io, -step, -hooks, -peers, -policies'
 	@echo 'make paper     docs/paper-results.md: the papers beside the simulator, some minutes'
 	@echo 'make build     the extension, in place'
 	@echo 'make clean     remove what was built (.venv stays)'
@@ -56,7 +56,7 @@ fmt: $(VENV)/.ready
 bench: build
 	$(RUN) bench -- $(ARGS)
 
-bench-adam bench-io bench-step bench-hooks bench-peers: build
+bench-adam bench-io bench-step bench-hooks bench-peers bench-policies: build
 	$(RUN) bench --only $(@:bench-%=%) -- $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 sanitize: $(VENV)/.installed

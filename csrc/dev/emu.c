@@ -18,11 +18,11 @@
 #include "dev/dev_private.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <string.h>
 #include <time.h>
 
 #include "base/assert.h"
+#include "base/thread.h"
 
 #define NS_PER_S UINT64_C(1000000000)
 /* What is copied at once before the link's time is looked at: short beside any chunk. */
@@ -293,29 +293,16 @@ static const struct lh_dev_ops emu_ops = {
     .destroy = emu_destroy,
 };
 
-/* Returns 0 or -errno of pthread_create. */
+/* Returns 0 or -errno of lh_thread_start(). */
 static int copiers_start(struct emu *emu)
 {
-    sigset_t blocked;
-    sigset_t before;
-    /* A signal's handler belongs on the program's own threads. Faults stay deliverable: they go to
-     * the thread that made them, and a crash reporter wants its stack. */
-    sigfillset(&blocked);
-    sigdelset(&blocked, SIGSEGV);
-    sigdelset(&blocked, SIGBUS);
-    sigdelset(&blocked, SIGFPE);
-    sigdelset(&blocked, SIGILL);
-    int mask_rc = pthread_sigmask(SIG_SETMASK, &blocked, &before);
-    LH_ASSERT(mask_rc == 0);
     int rc = 0;
     while (emu->thread_count < LH_DEV_DIRECTION_COUNT && rc == 0) {
         struct copier *copier = &emu->copiers[emu->thread_count];
-        rc = -pthread_create(&copier->id, NULL, copier_main, copier);
+        rc = lh_thread_start(&copier->id, NULL, copier_main, copier);
         if (rc == 0)
             emu->thread_count++;
     }
-    mask_rc = pthread_sigmask(SIG_SETMASK, &before, NULL);
-    LH_ASSERT(mask_rc == 0);
     return rc;
 }
 

@@ -17,13 +17,13 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/resource.h>
 
 #include "base/assert.h"
 #include "base/ring.h"
+#include "base/thread.h"
 
 #define EXEC_QUEUE_DEPTH_MAX (1U << 20)
 #define EXEC_NICE_MAX 19
@@ -216,40 +216,30 @@ static int opts_check(const struct lh_exec_threads_opts *opts, struct lh_error *
     return 0;
 }
 
-/* Returns 0 or -errno of pthread_create. */
+/* Returns 0 or -errno of lh_thread_start(). */
 static int worker_create(struct worker *worker, const int *cpu)
 {
     pthread_attr_t attributes;
-    int rc = pthread_attr_init(&attributes);
-    if (rc != 0)
-        return -rc;
+    int rc = -pthread_attr_init(&attributes);
+    if (rc < 0)
+        return rc;
     if (cpu) {
         cpu_set_t cpus;
         CPU_ZERO(&cpus);
         CPU_SET((size_t)*cpu, &cpus);
-        rc = pthread_attr_setaffinity_np(&attributes, sizeof(cpus), &cpus);
+        rc = -pthread_attr_setaffinity_np(&attributes, sizeof(cpus), &cpus);
     }
     if (rc == 0)
-        rc = pthread_create(&worker->thread, &attributes, worker_main, worker);
+        rc = lh_thread_start(&worker->thread, &attributes, worker_main, worker);
     pthread_attr_destroy(&attributes);
-    return -rc;
+    return rc;
 }
 
 /* Start all workers and wait until each stands; on failure none is left. */
 static int workers_create(struct threads *team, const struct lh_exec_threads_opts *opts,
                           struct lh_error *err)
 {
-    sigset_t blocked;
-    sigset_t before;
-    /* A signal's handler belongs on the program's own threads. Faults stay deliverable: they go to
-     * the thread that made them, and a crash reporter wants its stack. */
-    sigfillset(&blocked);
-    sigdelset(&blocked, SIGSEGV);
-    sigdelset(&blocked, SIGBUS);
-    sigdelset(&blocked, SIGFPE);
-    sigdelset(&blocked, SIGILL);
-    int rc = -pthread_sigmask(SIG_SETMASK, &blocked, &before);
-    LH_ASSERT(rc == 0);
+    int rc = 0;
     uint32_t count = 0;
     for (; count < opts->thread_count && rc == 0; count++) {
         team->workers[count] = (struct worker){.team = team, .index = count};
@@ -257,8 +247,6 @@ static int workers_create(struct threads *team, const struct lh_exec_threads_opt
         if (rc != 0)
             break;
     }
-    int mask_rc = pthread_sigmask(SIG_SETMASK, &before, NULL);
-    LH_ASSERT(mask_rc == 0);
     if (rc == 0) {
         lock(team);
         while (team->started_count < count)

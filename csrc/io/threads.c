@@ -13,7 +13,6 @@
 #include "io/io_private.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
@@ -21,6 +20,7 @@
 
 #include "base/assert.h"
 #include "base/ring.h"
+#include "base/thread.h"
 
 #define RETRY_DELAY_NS 1000000
 
@@ -165,30 +165,17 @@ static const struct lh_io_ops threads_ops = {
     .destroy = threads_destroy,
 };
 
-/* Start threads until team has count of them. Returns 0 or -errno of pthread_create. */
+/* Start threads until team has count of them. Returns 0 or -errno of lh_thread_start(). */
 static int threads_start(struct threads *team, uint32_t count)
 {
-    sigset_t blocked;
-    sigset_t before;
-    /* A signal's handler belongs on the program's own threads. Faults stay deliverable: they go to
-     * the thread that made them, and a crash reporter wants its stack. */
-    sigfillset(&blocked);
-    sigdelset(&blocked, SIGSEGV);
-    sigdelset(&blocked, SIGBUS);
-    sigdelset(&blocked, SIGFPE);
-    sigdelset(&blocked, SIGILL);
-    int mask_rc = pthread_sigmask(SIG_SETMASK, &blocked, &before);
-    LH_ASSERT(mask_rc == 0);
     int rc = 0;
     while (team->thread_count < count && rc == 0) {
         struct thread *thread = &team->threads[team->thread_count];
         *thread = (struct thread){.team = team, .index = team->thread_count};
-        rc = -pthread_create(&thread->id, NULL, thread_main, thread);
+        rc = lh_thread_start(&thread->id, NULL, thread_main, thread);
         if (rc == 0)
             team->thread_count++;
     }
-    mask_rc = pthread_sigmask(SIG_SETMASK, &before, NULL);
-    LH_ASSERT(mask_rc == 0);
     return rc;
 }
 

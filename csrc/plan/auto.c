@@ -32,10 +32,10 @@
 static const uint32_t start_counts[] = {3, 3, 2, 2, 2};
 static const uint32_t start_counts_small[] = {2, 2, 2, 2, 1};
 /* By what the engine gains and loses in the simulator: 13B, batch 32, 1 to 12 SSDs. */
-#define SSD_WEIGHT 0.1
-#define SWAPPED_SSD_WEIGHT 0.4
-#define SWAPPED_LINK_WEIGHT 0.15
-#define KEPT_WEIGHT 3.0
+#define SSD_WEIGHT 0.005
+#define SWAPPED_SSD_WEIGHT 0.1
+#define SWAPPED_LINK_WEIGHT 0.11
+#define KEPT_WEIGHT 0.8
 #define LATE_WEIGHT 100.0
 /* The same sums in another order are no slower. */
 #define ROUNDED (1 + 1e-9)
@@ -145,13 +145,23 @@ static double numbers_s(struct search *search, const uint32_t *numbers)
     return choice_make(search, numbers) ? work_s(search) : INFINITY;
 }
 
+static uint32_t deferred_max(const struct lh_plan_ask *ask)
+{
+    return ask->is_eager ? 0 : ask->model->block_count;
+}
+
+static uint32_t kept_max(const struct lh_plan_ask *ask)
+{
+    return ask->is_moved ? 0 : SHARE_MAX;
+}
+
 /* Move one number by step, up or down; true: that was shorter. */
 static bool number_move(struct search *search, uint32_t *numbers, int which, uint32_t step,
                         double *here_s)
 {
     const uint32_t min[NUMBER_COUNT] = {search->saved_min};
-    const uint32_t max[] = {search->ask->model->layer_count, search->ask->model->block_count,
-                            SHARE_MAX, search->held_max, SHARE_MAX};
+    const uint32_t max[] = {search->ask->model->layer_count, deferred_max(search->ask), SHARE_MAX,
+                            search->held_max, kept_max(search->ask)};
     uint32_t before = numbers[which];
     uint32_t up = lh_min_u64(before + (uint64_t)step, max[which]) & UINT32_MAX;
     uint32_t down = before >= min[which] + step ? before - step : min[which];
@@ -291,10 +301,12 @@ static void search_run(struct search *search)
             model->layers[order[search->saved_min]].activation_bytes == 0))
         search->saved_min++;
     uint32_t saved_more = model->layer_count - search->saved_min;
-    bool has_moves = model->layer_count + model->block_count <= SINGLE_COUNT_MAX;
+    bool is_whole = !search->ask->is_eager && !search->ask->is_ssd && !search->ask->is_moved;
+    bool has_moves = is_whole && model->layer_count + model->block_count <= SINGLE_COUNT_MAX;
     const uint32_t *counts = has_moves ? start_counts_small : start_counts;
-    const uint32_t ends[NUMBER_COUNT] = {saved_more, model->block_count, SHARE_MAX, SHARE_MAX,
-                                         SHARE_MAX};
+    const uint32_t ends[NUMBER_COUNT] = {saved_more, deferred_max(search->ask), SHARE_MAX,
+                                         search->ask->is_ssd ? 0 : SHARE_MAX,
+                                         kept_max(search->ask)};
     if (has_moves && isfinite(search->best_s))
         best_move(search, 2);
     uint32_t start_count = 1;

@@ -105,6 +105,14 @@ static uint64_t slabs_grow(struct lh_budget *budget, uint64_t spare, uint32_t co
     return spare - more * budget->slab_bytes;
 }
 
+static uint32_t pipeline_of(const struct lh_budget *budget, uint64_t host_bytes)
+{
+    uint64_t affordable =
+        host_bytes / LH_BUDGET_PIPELINE_DIVISOR / lh_max_u64(budget->slab_bytes, 1);
+    uint64_t count = lh_min_u64(affordable, LH_BUDGET_SLAB_COUNT_PIPELINE_MAX);
+    return (uint32_t)lh_max_u64(count, LH_BUDGET_SLAB_COUNT_PIPELINE);
+}
+
 static void parts_start(struct lh_budget *budget, const struct needs *needs,
                         uint64_t bookkeeping_bytes)
 {
@@ -151,7 +159,7 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
     budget->gradient_ahead_bytes = lh_min_u64(spare, needs.trainable_bytes_max);
     budget->gradient_bytes += budget->gradient_ahead_bytes;
     spare -= budget->gradient_ahead_bytes;
-    uint32_t pipeline = LH_BUDGET_SLAB_COUNT_PIPELINE;
+    uint32_t pipeline = pipeline_of(budget, host_bytes);
     spare =
         slabs_grow(budget, spare, pipeline < budget->chunk_count ? pipeline : budget->chunk_count);
     uint64_t waiting_more = lh_min_u64(spare, needs.waiting_bytes - needs.waiting_memory_bytes);

@@ -35,7 +35,13 @@
 #define LH_BUDGET_CHUNK_ELEMENTS_MAX (UINT64_C(1) << 20)
 #define LH_BUDGET_CHUNK_ELEMENTS_MIN (UINT64_C(1) << 19)
 #define LH_BUDGET_SLAB_COUNT_MIN 3
+/*
+ * A full pipeline: with as many reads and writes keep SSDs and workers busy. Many workers and fast
+ * SSDs want more, which a thirty-second part of a large budget may take.
+ */
 #define LH_BUDGET_SLAB_COUNT_PIPELINE 8
+#define LH_BUDGET_SLAB_COUNT_PIPELINE_MAX 32
+#define LH_BUDGET_PIPELINE_DIVISOR 32
 
 struct lh_budget_unit {
     uint64_t bytes;    /* P16 or P32, or frozen bytes: what must be resident */

@@ -30,6 +30,24 @@ void lh_plan_choice_deinit(struct lh_plan_choice *choice, struct lh_alloc *alloc
     memset(choice, 0, sizeof(*choice));
 }
 
+int lh_plan_choice_check(const struct lh_plan_choice *choice, const struct lh_plan_model *model,
+                         struct lh_error *err)
+{
+    LH_ASSERT(choice->layer_count == model->layer_count);
+    LH_ASSERT(choice->block_count == model->block_count);
+    for (uint32_t i = 0; i < model->layer_count; i++)
+        if (choice->fates[i] == LH_PLAN_FATE_RECOMPUTE && model->layers[i].is_inter_block)
+            return lh_error_set(err, -EINVAL,
+                                "layer %u is between blocks, where recomputation begins: it is kept"
+                                " or swapped, not recomputed",
+                                i);
+    if (choice->master_bytes != P32_BYTES && choice->master_bytes != model->residual_bytes)
+        return lh_error_set(err, -EINVAL,
+                            "master_bytes %u: %d (an fp32 master) or %u (the model's residual)",
+                            choice->master_bytes, P32_BYTES, model->residual_bytes);
+    return 0;
+}
+
 void lh_plan_choice_copy(struct lh_plan_choice *target, const struct lh_plan_choice *source)
 {
     LH_ASSERT(target->layer_count == source->layer_count);

@@ -50,6 +50,12 @@ struct lh_plan_choice {
 int lh_plan_choice_init(struct lh_plan_choice *choice, const struct lh_plan_model *model,
                         struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
 void lh_plan_choice_deinit(struct lh_plan_choice *choice, struct lh_alloc *alloc);
+/*
+ * Errors: -EINVAL (an inter-block layer that is recomputed, a master of another size than 4 bytes
+ *         and the model's residual: named with the numbers).
+ */
+int lh_plan_choice_check(const struct lh_plan_choice *choice, const struct lh_plan_model *model,
+                         struct lh_error *err) LH_MUST_CHECK;
 /* Both of one model. */
 void lh_plan_choice_copy(struct lh_plan_choice *target, const struct lh_plan_choice *source);
 

@@ -217,6 +217,40 @@ static int name_refuse(const char *name, struct lh_error *err)
     return lh_error_set(err, -EINVAL, "there is no policy '%.64s': the names are %s", name, all);
 }
 
+/* The words behind "auto"; false: one is none. */
+static bool words_parse(struct lh_plan_ask *ask, const char *words)
+{
+    const struct {
+        const char *name;
+        bool *is_said;
+    } known[] = {{"eager", &ask->is_eager}, {"ssd", &ask->is_ssd}, {"moved", &ask->is_moved}};
+    while (*words == '/') {
+        size_t length = strcspn(++words, "/");
+        size_t i = 0;
+        while (i < LH_COUNT_OF(known) &&
+               (strlen(known[i].name) != length || strncmp(known[i].name, words, length) != 0))
+            i++;
+        if (i == LH_COUNT_OF(known))
+            return false;
+        *known[i].is_said = true;
+        words += length;
+    }
+    return *words == '\0';
+}
+
+/* The policy's index, and its words; -1: there is none of that name. */
+static int name_parse(struct lh_plan_ask *ask, const char *name)
+{
+    size_t length = strcspn(name, "/");
+    for (int i = 0; policy_names[i]; i++) {
+        bool is_it = strlen(policy_names[i]) == length && !strncmp(policy_names[i], name, length);
+        bool has_words = policies[i] == auto_plan && words_parse(ask, name + length);
+        if (is_it)
+            return has_words || name[length] == '\0' ? i : -1;
+    }
+    return -1;
+}
+
 static int ask_init(struct lh_plan_ask *ask, struct lh_error *err)
 {
     const struct lh_plan_model *model = ask->model;
@@ -266,12 +300,10 @@ int lh_plan_make(struct lh_plan *plan, const struct lh_plan_model *model,
                  struct lh_error *err)
 {
     memset(plan, 0, sizeof(*plan));
-    size_t index = 0;
-    while (policy_names[index] && strcmp(policy_names[index], policy) != 0)
-        index++;
-    if (!policy_names[index])
-        return name_refuse(policy, err);
     struct lh_plan_ask ask = {.model = model, .machine = machine, .alloc = alloc};
+    int index = name_parse(&ask, policy);
+    if (index < 0)
+        return name_refuse(policy, err);
     LH_TRY(ask_init(&ask, err));
     int rc = lh_plan_choice_init(&plan->choice, model, alloc, err);
     if (rc == 0)
@@ -281,6 +313,18 @@ int lh_plan_make(struct lh_plan *plan, const struct lh_plan_model *model,
     lh_plan_timeline_deinit(&ask.timeline, alloc);
     lh_free(alloc, ask.order);
     return rc;
+}
+
+int lh_plan_step_make(struct lh_plan_step *step_out, const struct lh_plan_choice *choice,
+                      const struct lh_plan_model *model, const struct lh_plan_machine *machine,
+                      struct lh_alloc *alloc, struct lh_error *err)
+{
+    *step_out = (struct lh_plan_step){0};
+    struct lh_plan_timeline timeline;
+    LH_TRY(lh_plan_timeline_init(&timeline, model, machine, alloc, err));
+    *step_out = lh_plan_timeline_step(&timeline, choice);
+    lh_plan_timeline_deinit(&timeline, alloc);
+    return 0;
 }
 
 void lh_plan_deinit(struct lh_plan *plan, struct lh_alloc *alloc)

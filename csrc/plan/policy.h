@@ -11,6 +11,11 @@
  *      lohan      Algorithm 1: to main memory what fits there, to SSD the rest
  *      auto       lohan's own: what the timeline says is fastest (csrc/plan/auto.c)
  *
+ * Checkmate's integer program is python/lohan/_checkmate.py.
+ *
+ * "auto/eager/ssd/moved", or any of the three behind auto, shows what each is worth: no update is
+ * deferred, no states stay in main memory, no activations on the GPU.
+ *
  * All have the states on SSD and update in backward, but auto. Main memory and GPU memory that the
  * buffers of a step need are not there for activations.
  *
@@ -33,6 +38,9 @@ struct lh_plan {
 
 /* What a policy plans with, and for. */
 struct lh_plan_ask {
+    bool is_eager; /* auto does without what the three words say */
+    bool is_ssd;
+    bool is_moved;
     const struct lh_plan_model *model;
     const struct lh_plan_machine *machine;
     struct lh_plan_totals totals;
@@ -57,6 +65,15 @@ int lh_plan_make(struct lh_plan *plan, const struct lh_plan_model *model,
                  const struct lh_plan_machine *machine, const char *policy, struct lh_alloc *alloc,
                  struct lh_error *err) LH_MUST_CHECK;
 void lh_plan_deinit(struct lh_plan *plan, struct lh_alloc *alloc);
+
+/*
+ * What the timeline says of a choice that passed its check, whether it fits or not.
+ *
+ * Errors: -ENOMEM; *step_out is zeroed then.
+ */
+int lh_plan_step_make(struct lh_plan_step *step_out, const struct lh_plan_choice *choice,
+                      const struct lh_plan_model *model, const struct lh_plan_machine *machine,
+                      struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
 
 /*
  * Layers to be swapped (LH_PLAN_FATE_SWAP_SSD) to main memory instead, in forward order while

@@ -7,7 +7,7 @@
 
 #define NEVER UINT64_MAX
 
-static bool has_place(const struct lh_residency *state, uint32_t unit)
+bool lh_residency_has_place(const struct lh_residency *state, uint32_t unit)
 {
     return state->holds_all || state->units[unit].always;
 }
@@ -17,7 +17,7 @@ static uint64_t places_bytes(const struct lh_residency *state, uint32_t end)
 {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < end; i++) {
-        if (has_place(state, i))
+        if (lh_residency_has_place(state, i))
             bytes += lh_align_up(state->units[i].bytes, LH_RESIDENCY_GRANULE);
     }
     return bytes;
@@ -30,7 +30,8 @@ static int units_check(struct lh_residency *state, uint64_t region_bytes, struct
     uint64_t places = places_bytes(state, state->unit_count);
     for (uint32_t i = 0; i < state->unit_count; i++) {
         uint64_t bytes = state->units[i].bytes;
-        uint64_t taken = has_place(state, i) ? places - lh_min_u64(places, bytes) : places;
+        uint64_t taken =
+            lh_residency_has_place(state, i) ? places - lh_min_u64(places, bytes) : places;
         if (bytes == 0 || taken + bytes > region_bytes)
             return lh_error_set(err, -EINVAL,
                                 "unit %u has %" PRIu64 " bytes; the region has %" PRIu64
@@ -80,7 +81,7 @@ void lh_residency_put(struct lh_residency *state, uint32_t unit, uint64_t offset
 {
     LH_ASSERT(state->offsets[unit] == LH_RESIDENCY_ABSENT);
     state->offsets[unit] = offset;
-    if (!has_place(state, unit))
+    if (!lh_residency_has_place(state, unit))
         lh_range_take(&state->range, offset, state->units[unit].bytes);
     else
         LH_ASSERT(offset == places_bytes(state, unit));
@@ -195,7 +196,7 @@ static int evict_plan(struct lh_residency *state, uint32_t victim, struct op_lis
                                            .offset = state->offsets[victim],
                                            .uses_before = state->use_counts[victim]},
                   err));
-    if (!has_place(state, victim))
+    if (!lh_residency_has_place(state, victim))
         lh_range_release(&state->range, state->offsets[victim], state->units[victim].bytes);
     state->offsets[victim] = LH_RESIDENCY_ABSENT;
     state->is_old[victim] = false;
@@ -227,7 +228,7 @@ static int load_plan(struct lh_residency *state, uint32_t unit, struct op_list *
                      struct lh_error *err)
 {
     uint64_t bytes = state->units[unit].bytes;
-    bool is_placed = has_place(state, unit);
+    bool is_placed = lh_residency_has_place(state, unit);
     if (state->is_old[unit])
         return renew_plan(state, unit, list, err);
     while (!is_placed && !lh_range_has(&state->range, bytes)) {
@@ -297,7 +298,7 @@ static int room_plan(struct lh_residency *state, uint32_t unit, uint64_t at, boo
                      struct op_list *list, struct lh_error *err)
 {
     uint64_t bytes = state->units[unit].bytes;
-    *has_room = has_place(state, unit) || lh_range_has(&state->range, bytes);
+    *has_room = lh_residency_has_place(state, unit) || lh_range_has(&state->range, bytes);
     while (!*has_room) {
         uint32_t victim = victim_find(state);
         if (victim == state->unit_count || state->next_uses[victim] <= at)

@@ -104,6 +104,8 @@ void lh_residency_deinit(struct lh_residency *state, struct lh_alloc *alloc);
 void lh_residency_reset(struct lh_residency *state);
 /* unit, which is not resident, is at offset: where a plan loaded it. */
 void lh_residency_put(struct lh_residency *state, uint32_t unit, uint64_t offset);
+/* It keeps a place of its own: once resident it stays. */
+bool lh_residency_has_place(const struct lh_residency *state, uint32_t unit);
 /* Both initialised with the same units. */
 void lh_residency_copy(struct lh_residency *target, const struct lh_residency *source);
 

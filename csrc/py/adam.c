@@ -6,6 +6,7 @@
 
 #include "base/assert.h"
 #include "base/crc32c.h"
+#include "base/thread.h"
 #include "compute/adam.h"
 
 #define CHUNK_ELEMENTS (UINT64_C(1) << 19)
@@ -112,7 +113,7 @@ static int work_on_threads(struct work *work, unsigned thread_count)
     atomic_store(&work->wrong_chunk, UINT64_MAX);
     Py_BEGIN_ALLOW_THREADS
     while (rc == 0 && started + 1 < thread_count) {
-        rc = pthread_create(&threads[started], NULL, work_run, work);
+        rc = lh_thread_start(&threads[started], NULL, work_run, work);
         started += rc == 0;
     }
     work_run(work);

@@ -1,5 +1,7 @@
 #include "py/plan.h"
 
+#include <string.h>
+
 #include "plan/policy.h"
 
 PyObject *lhpy_plan_raise(const struct lh_error *err)
@@ -203,12 +205,73 @@ int lhpy_plan_model_parse(PyObject *dict, struct lh_plan_model *model, struct lh
     return rc;
 }
 
+static const char *const fate_names[LH_PLAN_FATE_COUNT] = {"keep", "host", "ssd", "recompute"};
+static const char *const schedule_names[] = {"optimized", "naive", "serial"};
+
+/* Its index, or -1 with an error. */
+static int name_find(PyObject *name, const char *const *names, int name_count, const char *what)
+{
+    PyObject *bytes = PyUnicode_Check(name) ? PyUnicode_AsUTF8String(name) : NULL;
+    const char *text = bytes ? PyBytes_AsString(bytes) : NULL;
+    int index = text ? 0 : name_count;
+    while (index < name_count && strcmp(names[index], text) != 0)
+        index++;
+    Py_XDECREF(bytes);
+    if (index < name_count)
+        return index;
+    PyErr_Clear();
+    PyErr_Format(PyExc_ValueError, "there is no %s %R", what, name);
+    return -1;
+}
+
+/* 0, or -1 with an error: the list has one item for each of count things. */
+static int list_check(PyObject *list, uint32_t count, const char *what)
+{
+    if (!PyList_Check(list)) {
+        PyErr_Format(PyExc_TypeError, "what is chosen for %ss is a list", what);
+        return -1;
+    }
+    if (PyList_Size(list) == (Py_ssize_t)count)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%zd choices for %u %ss", PyList_Size(list), count, what);
+    return -1;
+}
+
+static int fates_parse(PyObject *list, struct lh_plan_choice *choice)
+{
+    if (list_check(list, choice->layer_count, "layer") < 0)
+        return -1;
+    for (uint32_t i = 0; i < choice->layer_count; i++) {
+        int fate =
+            name_find(PyList_GetItem(list, (Py_ssize_t)i), fate_names, LH_PLAN_FATE_COUNT, "fate");
+        if (fate < 0)
+            return -1;
+        choice->fates[i] = (uint8_t)fate;
+    }
+    return 0;
+}
+
+static int blocks_choice_parse(PyObject *list, struct lh_plan_choice *choice)
+{
+    if (list_check(list, choice->block_count, "block") < 0)
+        return -1;
+    for (uint32_t i = 0; i < choice->block_count; i++) {
+        PyObject *item = PyList_GetItem(list, (Py_ssize_t)i);
+        struct lh_plan_block_choice *block = &choice->blocks[i];
+        if (bool_get(item, "is_deferred", "block's choice", &block->is_deferred) < 0 ||
+            bool_get(item, "has_host_p16", "block's choice", &block->has_host_p16) < 0 ||
+            bool_get(item, "has_host_master", "block's choice", &block->has_host_master) < 0 ||
+            bool_get(item, "has_host_moments", "block's choice", &block->has_host_moments) < 0)
+            return -1;
+    }
+    return 0;
+}
+
 static PyObject *fates_list(const struct lh_plan_choice *choice)
 {
-    static const char *const names[LH_PLAN_FATE_COUNT] = {"keep", "host", "ssd", "recompute"};
     PyObject *list = PyList_New((Py_ssize_t)choice->layer_count);
     for (uint32_t i = 0; list && i < choice->layer_count; i++) {
-        PyObject *name = PyUnicode_FromString(names[choice->fates[i]]);
+        PyObject *name = PyUnicode_FromString(fate_names[choice->fates[i]]);
         if (!name || PyList_SetItem(list, (Py_ssize_t)i, name) < 0)
             Py_CLEAR(list);
     }
@@ -257,7 +320,6 @@ static PyObject *step_dict(const struct lh_plan_step *step)
 
 static PyObject *plan_dict(const struct lh_plan *plan)
 {
-    static const char *const schedules[] = {"optimized", "naive", "serial"};
     const struct lh_plan_choice *choice = &plan->choice;
     PyObject *fates = fates_list(choice);
     PyObject *blocks = fates ? blocks_list(choice) : NULL;
@@ -272,7 +334,7 @@ static PyObject *plan_dict(const struct lh_plan *plan)
         return NULL;
     }
     return Py_BuildValue("{s:N,s:N,s:N,s:s,s:I,s:i,s:d}", "layers", fates, "blocks", blocks, "step",
-                         step, "schedule", schedules[choice->schedule], "master_bytes",
+                         step, "schedule", schedule_names[choice->schedule], "master_bytes",
                          (unsigned int)choice->master_bytes, "case", (int)plan->kind, "policy_s",
                          plan->policy_s);
 }
@@ -304,6 +366,84 @@ static PyObject *plan_call(PyObject *module, PyObject *args)
     return made;
 }
 
+/* What plan_step() was asked: what it chooses. */
+struct step_ask {
+    PyObject *fates;
+    PyObject *blocks;   /* or NULL, None */
+    PyObject *schedule; /* or NULL */
+    PyObject *master_bytes;
+    int must_fit;
+};
+
+static int choice_parse(const struct step_ask *ask, const struct lh_plan_model *model,
+                        struct lh_plan_choice *choice)
+{
+    if (fates_parse(ask->fates, choice) < 0)
+        return -1;
+    if (ask->blocks && ask->blocks != Py_None && blocks_choice_parse(ask->blocks, choice) < 0)
+        return -1;
+    if (ask->schedule) {
+        int schedule =
+            name_find(ask->schedule, schedule_names, (int)LH_COUNT_OF(schedule_names), "schedule");
+        if (schedule < 0)
+            return -1;
+        choice->schedule = (enum lh_plan_schedule)schedule;
+    }
+    choice->master_bytes = model->residual_bytes;
+    if (ask->master_bytes && ask->master_bytes != Py_None) {
+        unsigned long bytes = PyLong_AsUnsignedLong(ask->master_bytes);
+        if (PyErr_Occurred())
+            return -1;
+        choice->master_bytes = bytes > UINT8_MAX ? UINT8_MAX : (uint32_t)bytes;
+    }
+    struct lh_error err = {0};
+    if (lh_plan_choice_check(choice, model, &err) == 0)
+        return 0;
+    lhpy_plan_raise(&err);
+    return -1;
+}
+
+static PyObject *step_run(const struct step_ask *ask, const struct lh_plan_model *model,
+                          const struct lh_plan_machine *machine, struct lh_alloc *alloc)
+{
+    struct lh_error err = {0};
+    struct lh_plan plan = {0};
+    if (lh_plan_choice_init(&plan.choice, model, alloc, &err) < 0)
+        return lhpy_plan_raise(&err);
+    PyObject *made = NULL;
+    if (choice_parse(ask, model, &plan.choice) == 0) {
+        int rc = lh_plan_step_make(&plan.step, &plan.choice, model, machine, alloc, &err);
+        if (rc == 0 && ask->must_fit)
+            rc = lh_plan_step_check(&plan.step, machine, &err);
+        made = rc < 0 ? lhpy_plan_raise(&err) : plan_dict(&plan);
+    }
+    lh_plan_deinit(&plan, alloc);
+    return made;
+}
+
+static PyObject *plan_step(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    (void)module;
+    static char *names[] = {"",         "",  "fates", "blocks", "schedule", "master_bytes",
+                            "must_fit", NULL};
+    PyObject *model_dict = NULL;
+    PyObject *machine_dict = NULL;
+    struct step_ask ask = {.must_fit = 1};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|OOOp", names, &model_dict, &machine_dict,
+                                     &ask.fates, &ask.blocks, &ask.schedule, &ask.master_bytes,
+                                     &ask.must_fit))
+        return NULL;
+    struct lh_alloc alloc = LH_ALLOC_INIT;
+    struct lh_plan_machine machine;
+    struct lh_plan_model model;
+    if (lhpy_plan_machine_parse(machine_dict, &machine) < 0 ||
+        lhpy_plan_model_parse(model_dict, &model, &alloc) < 0)
+        return NULL;
+    PyObject *made = step_run(&ask, &model, &machine, &alloc);
+    lh_plan_model_deinit(&model, &alloc);
+    return made;
+}
+
 static PyObject *plan_policies(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -320,6 +460,9 @@ static PyObject *plan_policies(PyObject *module, PyObject *args)
 
 static PyMethodDef plan_methods[] = {
     {"plan", plan_call, METH_VARARGS, "plan(model, machine, policy) -> dict"},
+    {"plan_step", (PyCFunction)(void (*)(void))plan_step, METH_VARARGS | METH_KEYWORDS,
+     "plan_step(model, machine, fates, blocks=None, schedule='optimized', master_bytes=None,"
+     " must_fit=True) -> dict"},
     {"plan_policies", plan_policies, METH_NOARGS, "The names of the policies."},
     {NULL, NULL, 0, NULL},
 };

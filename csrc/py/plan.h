@@ -1,6 +1,6 @@
 /*
  * Machines and models of csrc/plan from plain dicts, whose keys python/lohan/_plan.py documents,
- * and lohan._core.plan().
+ * and lohan._core.plan(), plan_step().
  *
  * Thread: with the GIL.
  */
@@ -20,7 +20,7 @@ int lhpy_plan_model_parse(PyObject *dict, struct lh_plan_model *model, struct lh
 /* Raise ValueError (-EINVAL), MemoryError (-ENOMEM, -ENOSPC) or OSError; returns NULL. */
 PyObject *lhpy_plan_raise(const struct lh_error *err);
 
-/* Add plan and plan_policies to module. 0, or -1 with a Python error. */
+/* Add plan, plan_step and plan_policies to module. 0, or -1 with a Python error. */
 int lhpy_plan_register(PyObject *module);
 
 #endif

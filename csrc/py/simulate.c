@@ -13,6 +13,7 @@
 #define PART_COUNT_MAX 65536
 #define SAVED_COUNT_MAX 65536
 #define COPY_COUNT 64
+#define TRACE_COUNT_MAX (UINT32_C(1) << 24)
 
 struct field {
     const char *name;
@@ -225,7 +226,10 @@ static PyObject *timing_dict(const struct lh_sim_timing *timing)
         const char *name;
         uint64_t value;
     } numbers[] = {
+        {"begin_ns", timing->begin_ns},
         {"step_ns", timing->step_ns},
+        {"commit_ns", timing->commit_ns},
+        {"commit_write_bytes", timing->commit_write_bytes},
         {"forward_ns", timing->forward_ns},
         {"backward_ns", timing->backward_ns},
         {"close_wait_ns", timing->close_wait_ns},
@@ -264,6 +268,18 @@ static PyObject *timing_dict(const struct lh_sim_timing *timing)
     return answer;
 }
 
+/* "trace": struct lh_engine_trace_event, one after the other, as they are. Steals dict. */
+static PyObject *trace_put(PyObject *dict, const struct lh_sim_timing *timing,
+                           const struct lh_engine_trace_event *events)
+{
+    PyObject *bytes = PyBytes_FromStringAndSize(
+        (const char *)events, (Py_ssize_t)(timing->trace_count * sizeof(*events)));
+    if (!dict || !bytes || PyDict_SetItemString(dict, "trace", bytes) < 0)
+        Py_CLEAR(dict);
+    Py_XDECREF(bytes);
+    return dict;
+}
+
 /* A signal that came meanwhile: its Python error stays set. */
 static bool is_interrupted(void *context)
 {
@@ -277,24 +293,25 @@ static bool is_interrupted(void *context)
 PyObject *lhpy_simulate(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     (void)module;
-    static char *keys[] = {"units",          "blocks",      "machine",      "saved",
-                           "host_bytes",     "schedule",    "commit_every", "io_depth",
-                           "transfer_bytes", "only_checks", "raiser",       NULL};
+    static char *keys[] = {"units",    "blocks",       "machine",  "saved",          "host_bytes",
+                           "schedule", "commit_every", "io_depth", "transfer_bytes", "only_checks",
+                           "raiser",   "trace_count",  NULL};
     int only_checks = 0;
     PyObject *units, *blocks, *dict, *saved, *raiser;
-    unsigned int schedule, io_depth;
+    unsigned int schedule, io_depth, trace_count = 0;
     unsigned long long host_bytes, commit_every, transfer_bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!KIKIKpO", keys, &PyList_Type, &units,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!KIKIKpO|I", keys, &PyList_Type, &units,
                                      &PyList_Type, &blocks, &PyDict_Type, &dict, &PyDict_Type,
                                      &saved, &host_bytes, &schedule, &commit_every, &io_depth,
-                                     &transfer_bytes, &only_checks, &raiser))
+                                     &transfer_bytes, &only_checks, &raiser, &trace_count))
         return NULL;
     if (schedule >= LH_ENGINE_SCHEDULE_COUNT || host_bytes > NUMBER_MAX || io_depth < 1 ||
         io_depth > QUEUE_DEPTH_MAX || transfer_bytes < LH_MIB || transfer_bytes > LH_GIB ||
-        transfer_bytes % LH_MIB != 0)
-        return PyErr_Format(PyExc_ValueError,
-                            "schedule %u, host_bytes %llu, io_depth %u, transfer_bytes %llu",
-                            schedule, host_bytes, io_depth, transfer_bytes);
+        transfer_bytes % LH_MIB != 0 || trace_count > TRACE_COUNT_MAX)
+        return PyErr_Format(
+            PyExc_ValueError,
+            "schedule %u, host_bytes %llu, io_depth %u, transfer_bytes %llu, trace_count %u",
+            schedule, host_bytes, io_depth, transfer_bytes, trace_count);
     struct lh_alloc alloc = LH_ALLOC_INIT;
     struct lh_sim_model model = {.alloc = &alloc};
     struct lh_error err = {0};
@@ -306,21 +323,27 @@ PyObject *lhpy_simulate(PyObject *module, PyObject *args, PyObject *kwargs)
         .schedule = (enum lh_engine_schedule)schedule,
         .io_depth = io_depth,
         .transfer_bytes = transfer_bytes,
+        .trace_max = trace_count,
         .only_checks = only_checks != 0,
         .is_cancelled = is_interrupted,
     };
     PyObject *answer = NULL;
     int rc = -EINVAL;
-    if (machine_parse(dict, &opts.machine) == 0 && saved_opts_parse(saved, &opts.saved) == 0 &&
-        model_parse(units, blocks, &alloc, &model) == 0) {
+    if (trace_count > 0)
+        opts.trace = lh_alloc_zeroed(&alloc, trace_count, sizeof(*opts.trace));
+    if (trace_count > 0 && !opts.trace)
+        PyErr_NoMemory();
+    else if (machine_parse(dict, &opts.machine) == 0 && saved_opts_parse(saved, &opts.saved) == 0 &&
+             model_parse(units, blocks, &alloc, &model) == 0) {
         Py_BEGIN_ALLOW_THREADS
         rc = lh_sim_timing_run(&opts, &alloc, &timing, &err);
         Py_END_ALLOW_THREADS
         if (rc == 0)
-            answer = timing_dict(&timing);
+            answer = trace_put(timing_dict(&timing), &timing, opts.trace);
         else if (!PyErr_Occurred())
             lhpy_raise_error(raiser, &err);
     }
     lh_sim_model_deinit(&model);
+    lh_free(&alloc, opts.trace);
     return answer;
 }

@@ -1,10 +1,13 @@
 /* Making and unmaking an engine: every byte that it will ever need is allocated here. */
 #define _GNU_SOURCE /* pthread_setname_np */
 #include <inttypes.h>
-#include <signal.h>
 #include <string.h>
 
+#include "base/thread.h"
 #include "sched/engine_private.h"
+
+/* Of a model's chunks, what its first units have: an embedding and a block or two. */
+#define FIRST_DIVISOR 16
 
 static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err)
 {
@@ -93,13 +96,19 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
 }
 
 /*
- * Of the chunks in front of index, how many keep their slabs: evenly over the model, so that the
- * traffic of those that do not is spread over backward.
+ * Of the chunks in front of index, how many keep their slabs: those of the first units, which are
+ * updated last while the next forward waits for them, and the others evenly over the model, so that
+ * the traffic of those that do not is spread over backward.
  */
 static uint32_t kept_before(const struct lh_engine *engine, uint32_t index)
 {
-    return (uint32_t)((uint64_t)index * engine->budget.kept_chunk_count /
-                      lh_max_u64(engine->budget.chunk_count, 1));
+    uint64_t count = engine->budget.chunk_count;
+    uint64_t kept_count = engine->budget.kept_chunk_count;
+    uint64_t first_count = lh_min_u64(count / FIRST_DIVISOR, kept_count);
+    if (index <= first_count)
+        return index;
+    return (uint32_t)(first_count +
+                      (index - first_count) * (kept_count - first_count) / (count - first_count));
 }
 
 static int chunks_create(struct lh_engine *engine, struct lh_error *err)
@@ -206,14 +215,9 @@ static int resume(struct lh_engine *engine, struct lh_error *err)
 
 static int thread_start(struct lh_engine *engine, struct lh_error *err)
 {
-    sigset_t all;
-    sigset_t before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the user's threads */
-    int rc = pthread_create(&engine->thread, NULL, lh_engine_thread_run, engine);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (rc != 0)
-        return lh_error_set(err, -rc, "the system refuses the engine's thread");
+    int rc = lh_thread_start(&engine->thread, NULL, lh_engine_thread_run, engine);
+    if (rc < 0)
+        return lh_error_set(err, rc, "the system refuses the engine's thread");
     pthread_setname_np(engine->thread, "lohan-engine");
     engine->has_thread = true;
     return 0;

@@ -324,6 +324,7 @@ enum lh_engine_trace_kind {
     LH_ENGINE_TRACE_COPY_OUT,
     LH_ENGINE_TRACE_SAVED_READ,
     LH_ENGINE_TRACE_SAVED_SUM,
+    LH_ENGINE_TRACE_COMPUTE, /* the simulator's training thread; lane: its phase */
 };
 
 struct lh_engine_trace_event {

@@ -32,7 +32,7 @@
  *     state is READY; with an accelerator (device.c) while the copy is and is not old. Pins are 0
  *     else.
  *  2. The bytes of a READY unit equal the read slot of its extents, or are newer and being written
- *     (chunks in WRITING).
+ *     (chunks in WRITING), or newer and dirty ([Note: Between commits] in update_write.c).
  *  3. No chunk computes for step t+1 before step t is over (written, committed if due):
  *     `gate_is_open`.
  *  4. Ops of a plan are executed in order, an accelerator's behind those that they do not commute
@@ -146,7 +146,9 @@ struct lh_unit {
     bool use_is_open;
     uint64_t use_started_ns;
     uint32_t waiter_count;
-    struct lh_transfer load;
+    struct lh_transfer load; /* or, while it is_flushing, a write */
+    bool is_param_dirty;     /* P in the region is newer than in any slot: a commit writes it */
+    bool is_flushing;        /* that is under way: no update begins */
     /* With an accelerator: */
     enum lh_copy_state copy_state;
     bool copy_is_old; /* its update is queued, or over */
@@ -184,8 +186,9 @@ struct lh_unit {
     uint64_t spill_planned_step; /* and its gradients' way to SSD and back */
     uint32_t chunks_computed;
     uint32_t chunks_written;
-    uint32_t chunks_loaded; /* LOADED, and not computed in this step */
-    uint32_t chunk_next;    /* before it all are computed */
+    uint32_t chunks_loaded;  /* LOADED, and not computed in this step */
+    uint32_t chunks_to_pass; /* of these, those that do not keep their slab */
+    uint32_t chunk_next;     /* before it all are computed */
 };
 
 struct lh_chunk {
@@ -197,7 +200,6 @@ struct lh_chunk {
     bool is_kept; /* its slab stays its own: */
     uint32_t kept_slab;
     bool is_dirty;       /* and has newer R, M, V than any slot: a commit writes them */
-    bool is_param_dirty; /* P likewise, in the region */
     bool is_flushing;    /* they are being written, and nothing else is */
     uint64_t read_step;  /* the step that read it last; 0: never */
     uint64_t read_bytes; /* in that step */
@@ -337,7 +339,7 @@ struct lh_engine {
     uint32_t *predicted_updates;  /* units, of the step before */
     uint32_t predicted_update_count;
     uint32_t ahead_first; /* of predicted_updates: before it nothing is to be read ahead */
-    uint32_t chunks_busy; /* COMPUTING, COMPUTED or WRITING */
+    uint32_t chunks_busy; /* COMPUTING, COMPUTED or WRITING, and units whose P is_flushing */
     uint32_t *deferred;   /* units whose updates wait behind the close, in the order they are due */
     uint32_t deferred_first; /* before it all are in update_queue */
     uint32_t deferred_count;
@@ -541,6 +543,8 @@ void lh_chunk_written(struct lh_engine *engine, struct lh_chunk *chunk);
  * under way yet. Nothing else of a chunk is.
  */
 bool lh_update_write_dirty(struct lh_engine *engine, uint64_t step);
+/* All of a unit's P, that was dirty. */
+void lh_update_param_written(struct lh_engine *engine, struct lh_unit *unit);
 
 /* update_end.c */
 void lh_update_step_over(struct lh_engine *engine);

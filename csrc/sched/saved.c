@@ -41,8 +41,8 @@ struct lh_saved *lh_saved_pop(struct lh_engine *engine, struct lh_saved_queue *q
     return saved;
 }
 
-/* To the front, if it is in the queue. */
-static void queue_raise(struct lh_engine *engine, struct lh_saved_queue *queue, uint32_t item)
+/* Out of the queue, if it is in it. */
+static bool queue_remove(struct lh_engine *engine, struct lh_saved_queue *queue, uint32_t item)
 {
     uint32_t before = LH_SAVED_NONE;
     uint32_t at = queue->first;
@@ -50,13 +50,26 @@ static void queue_raise(struct lh_engine *engine, struct lh_saved_queue *queue, 
         before = at;
         at = saved_at(engine, at)->next;
     }
-    if (at == LH_SAVED_NONE || before == LH_SAVED_NONE)
-        return;
-    saved_at(engine, before)->next = saved_at(engine, at)->next;
+    if (at == LH_SAVED_NONE)
+        return false;
+    if (before == LH_SAVED_NONE)
+        queue->first = saved_at(engine, at)->next;
+    else
+        saved_at(engine, before)->next = saved_at(engine, at)->next;
     if (queue->last == at)
         queue->last = before;
-    saved_at(engine, at)->next = queue->first;
-    queue->first = at;
+    return true;
+}
+
+/* To the front, if it is in the queue. */
+static void queue_raise(struct lh_engine *engine, struct lh_saved_queue *queue, uint32_t item)
+{
+    if (!queue_remove(engine, queue, item))
+        return;
+    saved_at(engine, item)->next = queue->first;
+    if (queue->first == LH_SAVED_NONE)
+        queue->last = item;
+    queue->first = item;
 }
 
 static uint64_t moved_bytes(const struct lh_saved *saved)
@@ -409,10 +422,13 @@ void lh_saved_dropped(struct lh_engine *engine, uint32_t item)
 {
     struct lh_saved *saved = saved_at(engine, item);
     saved->is_dropped = true;
-    if (saved->state == LH_SAVED_STATE_AWAY)
-        gone(saved);
-    else
+    if (saved->state != LH_SAVED_STATE_AWAY) {
         settle(saved);
+        return;
+    }
+    /* One that was fetched ahead may wait there for room, or for its message's own round. */
+    (void)queue_remove(engine, &engine->saved.wants, item);
+    gone(saved);
 }
 
 bool lh_saved_is_stuck(const struct lh_engine *engine)

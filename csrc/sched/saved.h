@@ -73,8 +73,8 @@ int lh_saved_wait(struct lh_engine *engine, uint32_t item, int timeout_ms) LH_MU
 const uint8_t *lh_saved_address(const struct lh_engine *engine, uint32_t item);
 
 /*
- * It is of no use any more. Asserted: it is taken, and if it was fetched, waited for (with an error
- * at worst): nobody copies to or from the caller's memory.
+ * It is of no use any more. Asserted: it is taken, and if it was fetched to a target, waited for
+ * (with an error at worst): nobody copies to or from the caller's memory.
  */
 void lh_saved_drop(struct lh_engine *engine, uint32_t item);
 

@@ -211,10 +211,18 @@ static void request_finish(struct lh_engine *engine, struct lh_engine_request *r
     }
     if (transfer->saved)
         lh_saved_transferred(engine, transfer->saved);
+    else if (transfer->slab == LH_CHUNK_NONE && transfer->kind == LH_IO_KIND_WRITE)
+        lh_update_param_written(engine, lh_engine_unit_at(engine, transfer->unit));
     else if (transfer->slab == LH_CHUNK_NONE)
         lh_unit_load_done(engine, lh_engine_unit_at(engine, transfer->unit));
     else
         lh_update_transfer_done(engine, transfer);
+}
+
+/* What a saved tensor's transfer has there is no unit's index. */
+static uint32_t unit_traced(const struct lh_transfer *transfer)
+{
+    return transfer->saved ? LH_CHUNK_NONE : transfer->unit;
 }
 
 static void request_account(struct lh_engine *engine, const struct lh_engine_request *request)
@@ -235,7 +243,7 @@ static void request_account(struct lh_engine *engine, const struct lh_engine_req
         lh_step_stats(engine, transfer->step)->bytes[transfer->link] += request->io.bytes;
     lh_engine_trace_add(engine, (struct lh_engine_trace_event){
                                     .kind = kinds[transfer->link],
-                                    .unit = transfer->unit,
+                                    .unit = unit_traced(transfer),
                                     .lane = (uint32_t)(request - engine->requests),
                                     .start_ns = request->io.submitted_ns,
                                     .end_ns = request->io.completed_ns,
@@ -325,12 +333,13 @@ bool lh_job_poll(struct lh_engine *engine)
                 job->ended_ns - job->started_ns;
         const struct lh_engine_request *request = is_check ? job->context : NULL;
         const struct lh_slab *slab = is_check ? NULL : job->context;
+        uint32_t unit =
+            is_check ? unit_traced(request->transfer) : engine->chunks[slab->chunk].unit;
         lh_engine_trace_add(engine, (struct lh_engine_trace_event){
                                         .kind = is_check         ? LH_ENGINE_TRACE_CHECK
                                                 : slab->is_spill ? LH_ENGINE_TRACE_GATHER
                                                                  : LH_ENGINE_TRACE_UPDATE,
-                                        .unit = is_check ? request->transfer->unit
-                                                         : engine->chunks[slab->chunk].unit,
+                                        .unit = unit,
                                         .lane = job->worker_index,
                                         .start_ns = job->started_ns,
                                         .end_ns = job->ended_ns,

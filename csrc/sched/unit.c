@@ -177,6 +177,7 @@ bool lh_unit_pump(struct lh_engine *engine)
             struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
             if (!evict_is_possible(engine, op) || !lh_unit_claim_host(engine, unit))
                 break;
+            LH_ASSERT(!unit->is_param_dirty); /* it has a place of its own */
             unit->state = LH_UNIT_STATE_ABSENT;
         }
         region->op_first++;

@@ -46,13 +46,13 @@ void lh_update_step_over(struct lh_engine *engine)
 void lh_update_forget_unit(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
+    unit->is_param_dirty = false;
     for (uint32_t i = 0; i < unit->chunk_count; i++)
         engine->chunks[unit->chunk_first + i].computed_step = 0;
     lh_chunks_recount(engine);
     for (uint32_t i = 0; i < unit->chunk_count; i++) {
         struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
         chunk->is_dirty = false;
-        chunk->is_param_dirty = false;
         chunk->is_flushing = false;
         if (chunk->slab == LH_CHUNK_NONE)
             continue;
@@ -69,11 +69,15 @@ void lh_update_rollback(struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->update_count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, engine->update_queue[i]);
+        if (unit->chunks_computed == 0) { /* it may be dirty: nothing of it is lost */
+            if (unit->state == LH_UNIT_STATE_UPDATING)
+                lh_unit_make_ready(engine, unit);
+            continue;
+        }
         lh_update_forget_unit(engine, engine->update_queue[i]);
         /* Where uses follow the update in the prediction, its new bytes were copied already. */
-        if (unit->chunks_computed > 0)
-            lh_device_forget(engine, unit);
-        if (unit->state == LH_UNIT_STATE_READY && unit->chunks_computed > 0)
+        lh_device_forget(engine, unit);
+        if (unit->state == LH_UNIT_STATE_READY)
             lh_unit_forget(engine, engine->update_queue[i]);
         else if (unit->state == LH_UNIT_STATE_UPDATING)
             unit->state = LH_UNIT_STATE_ABSENT;

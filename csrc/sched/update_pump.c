@@ -7,11 +7,14 @@
  */
 #include "sched/engine_private.h"
 
+#define JOBS_PER_WORKER 2
+
 /* What one poll has found out so far. */
 struct pump {
     bool moved;
     bool may_fetch; /* nobody with a better right waits for a slab */
     bool is_full;   /* no slab is free, and none holds what was only read ahead */
+    bool is_urgent; /* somebody waits for a unit that waits for workers: no later one computes */
 };
 
 void lh_chunk_state_set(struct lh_engine *engine, struct lh_chunk *chunk, enum lh_chunk_state state)
@@ -21,24 +24,30 @@ void lh_chunk_state_set(struct lh_engine *engine, struct lh_chunk *chunk, enum l
     if (chunk->state == LH_CHUNK_STATE_LOADED && !is_computed) {
         LH_ASSERT(unit->chunks_loaded > 0);
         unit->chunks_loaded--;
+        unit->chunks_to_pass -= !chunk->is_kept;
     }
     chunk->state = state;
-    if (state == LH_CHUNK_STATE_LOADED && !is_computed)
+    if (state == LH_CHUNK_STATE_LOADED && !is_computed) {
         unit->chunks_loaded++;
+        unit->chunks_to_pass += !chunk->is_kept;
+    }
 }
 
 void lh_chunks_recount(struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         engine->units[i].chunks_loaded = 0;
+        engine->units[i].chunks_to_pass = 0;
         engine->units[i].chunk_next = 0;
     }
     for (uint32_t i = 0; i < engine->budget.slab_count; i++) {
         if (engine->slabs[i].chunk == LH_CHUNK_NONE || engine->slabs[i].is_spill)
             continue;
         const struct lh_chunk *chunk = &engine->chunks[engine->slabs[i].chunk];
-        if (chunk->state == LH_CHUNK_STATE_LOADED && chunk->computed_step <= engine->step)
-            engine->units[chunk->unit].chunks_loaded++;
+        if (chunk->state != LH_CHUNK_STATE_LOADED || chunk->computed_step > engine->step)
+            continue;
+        engine->units[chunk->unit].chunks_loaded++;
+        engine->units[chunk->unit].chunks_to_pass += !chunk->is_kept;
     }
     engine->ahead_first = 0;
 }
@@ -130,32 +139,49 @@ static uint32_t chunk_next(struct lh_engine *engine, struct lh_unit *unit)
     return unit->chunk_next;
 }
 
+/*
+ * Every worker has a job and the next one: chunks that keep their slabs wait, so that those that
+ * pass through never wait behind all of them, with the SSDs idle meanwhile.
+ */
+static bool workers_are_full(const struct lh_engine *engine)
+{
+    return engine->jobs_in_flight >= JOBS_PER_WORKER * engine->exec->thread_count;
+}
+
 /* Compute what the unit's chunks allow, and fetch them as far as slabs go. */
 static void unit_pump(struct lh_engine *engine, struct lh_unit *unit, struct pump *pump)
 {
+    const bool is_late = pump->is_urgent;
     bool may_fetch = pump->may_fetch;
-    uint32_t loaded_count = unit->chunks_loaded;
+    uint32_t pass_count = unit->chunks_to_pass;
+    uint32_t keep_count = unit->chunks_loaded - pass_count;
 
-    for (uint32_t i = chunk_next(engine, unit);
-         i < unit->chunk_count && (may_fetch || loaded_count > 0); i++) {
+    for (uint32_t i = chunk_next(engine, unit); i < unit->chunk_count; i++) {
+        bool may_keep = !workers_are_full(engine) && keep_count > 0;
+        if (!may_fetch && !may_keep && pass_count == 0)
+            break;
         struct lh_chunk *chunk = chunk_of(engine, unit, i);
         if (chunk->computed_step == lh_step_current(engine))
             continue;
         if (chunk->state == LH_CHUNK_STATE_IDLE)
             may_fetch = may_fetch && chunk_fetch(engine, chunk, pump);
+        else if (chunk->state == LH_CHUNK_STATE_LOADED && chunk->is_kept)
+            keep_count--;
         else if (chunk->state == LH_CHUNK_STATE_LOADED)
-            loaded_count--;
+            pass_count--;
         if (chunk->state == LH_CHUNK_STATE_LOADED && unit->spill_state == LH_SPILL_STATE_DONE &&
             !engine->slabs[chunk->slab].has_gradients) {
             lh_spill_read(engine, chunk);
             pump->moved = true;
         }
         if (chunk->state == LH_CHUNK_STATE_LOADED && unit->state == LH_UNIT_STATE_UPDATING &&
-            chunk->landing_count == 0) {
+            chunk->landing_count == 0 && !is_late && (!chunk->is_kept || may_keep)) {
             lh_chunk_compute(engine, chunk);
             pump->moved = true;
         }
     }
+    pump->is_urgent |= unit->waiter_count > 0 && workers_are_full(engine) &&
+                       unit->chunks_loaded > unit->chunks_to_pass;
     /* Who waits for a slab has the first right to one; later units compute and free theirs. */
     if (!may_fetch && unit->state == LH_UNIT_STATE_UPDATING)
         pump->may_fetch = false;
@@ -191,7 +217,8 @@ static bool is_early(const struct lh_engine *engine, const struct lh_unit *unit)
 
 static bool unit_take(struct lh_engine *engine, struct lh_unit *unit)
 {
-    if (is_early(engine, unit) || unit->state != LH_UNIT_STATE_READY || unit->chunks_computed > 0 ||
+    bool is_here = unit->state == LH_UNIT_STATE_READY && !unit->is_flushing;
+    if (is_early(engine, unit) || !is_here || unit->chunks_computed > 0 ||
         !lh_unit_claim_host(engine, unit))
         return false;
     unit->state = LH_UNIT_STATE_UPDATING;

@@ -2,10 +2,11 @@
  * What updates write, and when.
  *
  * [Note: Between commits] Where a commit comes every few steps, what memory keeps need not be
- * written in those between: a chunk that keeps its slab (R, M, V), and P where the region holds the
- * whole model. Its slot on SSD is of an older step then, and nobody reads it: the chunk is dirty. A
- * step that commits writes all that it updates, and before the commit what is still dirty from
- * earlier steps; a flush writes it, too, as whoever asks for one may look into the store.
+ * written in those between: R, M and V of a chunk that keeps its slab, and P of a unit that has a
+ * place of its own in the region. Its slot on SSD is of an older step then, and nobody reads it:
+ * the chunk, or the unit's P, is dirty. A step that commits writes all that it updates, and before
+ * the commit what is still dirty from earlier steps; a flush writes it, too, as whoever asks for
+ * one may look into the store.
  *
  * Source: LoHan IV-C (delayed write-back); that memory is a tier for states is ours.
  */
@@ -13,16 +14,20 @@
 
 #include "sched/engine_private.h"
 
-static bool is_due(const struct lh_engine *engine, const struct lh_chunk *chunk, uint64_t step)
+static bool commits(const struct lh_engine *engine, uint64_t step)
 {
     uint64_t every = engine->opts.commit_every;
-    return !chunk->is_kept || (every != LH_ENGINE_COMMIT_NEVER && step % every == 0);
+    return every != LH_ENGINE_COMMIT_NEVER && step % every == 0;
 }
 
-static bool param_is_due(const struct lh_engine *engine, const struct lh_chunk *chunk,
-                         uint64_t step)
+static bool is_due(const struct lh_engine *engine, const struct lh_chunk *chunk, uint64_t step)
 {
-    return is_due(engine, chunk, step) || !engine->host.plan.holds_all;
+    return !chunk->is_kept || commits(engine, step);
+}
+
+static bool param_is_due(const struct lh_engine *engine, uint32_t unit, uint64_t step)
+{
+    return !lh_residency_has_place(&engine->host.plan, unit) || commits(engine, step);
 }
 
 uint64_t lh_chunk_state_write_bytes(const struct lh_engine *engine, const struct lh_chunk *chunk,
@@ -40,7 +45,7 @@ uint64_t lh_chunk_param_write_bytes(const struct lh_engine *engine, const struct
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint64_t bytes = chunk->count * lh_dtype_bytes(unit->desc.dtype);
-    return param_is_due(engine, chunk, step) ? bytes : 0;
+    return param_is_due(engine, chunk->unit, step) ? bytes : 0;
 }
 
 static void write_submit(struct lh_engine *engine, struct lh_slab *slab, uint32_t index,
@@ -92,7 +97,6 @@ static void param_write(struct lh_engine *engine, struct lh_chunk *chunk, uint64
                      .bytes = chunk->count * param_bytes,
                      .buffer = engine->region + unit->offset + offset,
                  });
-    chunk->is_param_dirty = false;
 }
 
 void lh_chunk_write(struct lh_engine *engine, struct lh_chunk *chunk)
@@ -104,16 +108,15 @@ void lh_chunk_write(struct lh_engine *engine, struct lh_chunk *chunk)
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
         slab->is_zero[i] = false;
     chunk->is_dirty = !is_due(engine, chunk, step);
-    chunk->is_param_dirty = !param_is_due(engine, chunk, step);
     if (!chunk->is_dirty)
         states_write(engine, chunk, step);
-    if (!chunk->is_param_dirty)
+    if (param_is_due(engine, chunk->unit, step))
         param_write(engine, chunk, step);
     if (slab->pending == 0)
         lh_chunk_written(engine, chunk);
 }
 
-bool lh_update_write_dirty(struct lh_engine *engine, uint64_t step)
+static bool states_write_dirty(struct lh_engine *engine, uint64_t step)
 {
     struct lh_engine_step_stats *stats = lh_step_stats(engine, step);
     bool moved = false;
@@ -121,32 +124,61 @@ bool lh_update_write_dirty(struct lh_engine *engine, uint64_t step)
         if (engine->slabs[i].chunk == LH_CHUNK_NONE)
             continue;
         struct lh_chunk *chunk = &engine->chunks[engine->slabs[i].chunk];
-        if (!chunk->is_dirty && !chunk->is_param_dirty)
+        if (!chunk->is_dirty)
             continue;
         const struct lh_unit *unit = &engine->units[chunk->unit];
         LH_ASSERT(chunk->state == LH_CHUNK_STATE_LOADED);
-        LH_ASSERT(!chunk->is_param_dirty || unit->state == LH_UNIT_STATE_READY);
         lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
         chunk->is_flushing = true;
         engine->chunks_busy++;
         engine->slabs[chunk->slab].pending = 0;
-        if (chunk->is_dirty) {
-            for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++)
-                stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] +=
-                    chunk->count * lh_state_element_bytes(unit, j);
-            states_write(engine, chunk, step);
-        }
-        if (chunk->is_param_dirty) {
-            stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] +=
-                chunk->count * lh_dtype_bytes(unit->desc.dtype);
-            param_write(engine, chunk, step);
-        }
+        for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++)
+            stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] +=
+                chunk->count * lh_state_element_bytes(unit, j);
+        states_write(engine, chunk, step);
         moved = true;
     }
     return moved;
 }
 
-/* All of a unit is on SSD: its newest bytes are in the other slot now. */
+bool lh_update_write_dirty(struct lh_engine *engine, uint64_t step)
+{
+    bool moved = states_write_dirty(engine, step);
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        struct lh_unit *unit = lh_engine_unit_at(engine, i);
+        if (!unit->is_param_dirty)
+            continue;
+        LH_ASSERT(unit->state == LH_UNIT_STATE_READY && !unit->is_flushing);
+        unit->is_param_dirty = false;
+        unit->is_flushing = true;
+        engine->chunks_busy++;
+        lh_step_stats(engine, step)->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] += unit->desc.bytes;
+        unit->load = (struct lh_transfer){
+            .kind = LH_IO_KIND_WRITE,
+            .priority = LH_PRIORITY_WRITE,
+            .link = LH_ENGINE_LINK_PARAM_WRITE,
+            .unit = i,
+            .slab = LH_CHUNK_NONE,
+            .step = step,
+            .extent = unit->desc.param_extent,
+            .slot = lh_store_write_slot(engine->store, unit->desc.store_group),
+            .bytes = unit->desc.bytes,
+            .buffer = engine->region + unit->offset,
+        };
+        lh_transfer_submit(engine, &unit->load);
+        moved = true;
+    }
+    return moved;
+}
+
+void lh_update_param_written(struct lh_engine *engine, struct lh_unit *unit)
+{
+    LH_ASSERT(unit->is_flushing && engine->chunks_busy > 0);
+    unit->is_flushing = false;
+    engine->chunks_busy--;
+}
+
+/* All of a unit is on SSD, but what is dirty: its newest bytes are in the other slot now. */
 static void unit_written(struct lh_engine *engine, struct lh_unit *unit)
 {
     uint32_t slot = lh_store_write_slot(engine->store, unit->desc.store_group);
@@ -156,6 +188,8 @@ static void unit_written(struct lh_engine *engine, struct lh_unit *unit)
     }
     lh_store_clear_zero(engine->store, unit->desc.param_extent, slot);
     lh_store_stage(engine->store, unit->desc.store_group);
+    unit->is_param_dirty =
+        !param_is_due(engine, (uint32_t)(unit - engine->units), lh_step_current(engine));
     unit->update_is_done = true;
     engine->updates_done++;
 }

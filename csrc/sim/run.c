@@ -141,6 +141,7 @@ static int engine_create(struct lh_sim_run *run, struct lh_error *err)
         .commit_every = opts->commit_every,
         .schedule = opts->schedule,
         .verify = opts->reference != NULL,
+        .trace_count = opts->trace_count,
         .manual = true,
     };
     run->engine_alloc = (struct lh_alloc)LH_ALLOC_INIT;

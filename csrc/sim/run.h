@@ -76,6 +76,7 @@ struct lh_sim_run_opts {
     uint64_t step_last;
     uint64_t crash_after; /* events; 0: never */
     uint64_t trace_bytes_max;
+    uint32_t trace_count; /* of the engine's events; 0: none */
 };
 
 struct lh_sim_run {

@@ -9,12 +9,26 @@
 #define STEP 4
 /* Schedule auto tries a split or two first. */
 #define STEP_AUTO 14
+/* Behind a commit: by then a step is as before it. */
+#define WINDOW_MAX 4
 /* Events between two looks at is_cancelled: some milliseconds. */
 #define EVENT_COUNT 20000
 
-static uint64_t step_of(const struct lh_sim_timing_opts *opts)
+/* Which steps are looked at, and how often the engine commits while they run. */
+struct window {
+    uint64_t commit_every;
+    uint64_t first; /* commits */
+    uint64_t last;  /* lies between two commits, if there is such a step */
+};
+
+static struct window window_of(const struct lh_sim_timing_opts *opts)
 {
-    return opts->schedule == LH_ENGINE_SCHEDULE_AUTO ? STEP_AUTO : STEP;
+    uint64_t settled = opts->schedule == LH_ENGINE_SCHEDULE_AUTO ? STEP_AUTO : STEP;
+    uint64_t rarely = lh_align_up(settled, WINDOW_MAX);
+    struct window window = {.commit_every = lh_min_u64(opts->commit_every, rarely)};
+    window.first = lh_div_ceil(settled, window.commit_every) * window.commit_every;
+    window.last = window.first + lh_min_u64(window.commit_every, WINDOW_MAX) - 1;
+    return window;
 }
 
 static int device_check(const struct lh_sim_timing_opts *opts, struct lh_error *err)
@@ -57,12 +71,37 @@ static uint64_t store_bytes(const struct lh_sim_model *model)
     return bytes;
 }
 
-static void timing_read(const struct lh_sim_run *run, uint64_t step, struct lh_sim_timing *timing)
+static uint64_t written_bytes(const struct lh_engine_step_stats *stats)
 {
+    return stats->bytes[LH_ENGINE_LINK_PARAM_WRITE] + stats->bytes[LH_ENGINE_LINK_STATE_WRITE] +
+           stats->bytes[LH_ENGINE_LINK_COMMIT_WRITE];
+}
+
+/* What the window has more than as many steps as its last one. */
+static void commit_read(const struct lh_sim_run *run, const struct window *window,
+                        struct lh_sim_timing *timing)
+{
+    const struct lh_sim_train_times *times = run->train.times;
+    uint64_t count = window->last + 1 - window->first;
+    uint64_t all_ns = times[(window->last + 1) % LH_SIM_STEP_COUNT_MAX].begin_ns -
+                      times[window->first % LH_SIM_STEP_COUNT_MAX].begin_ns;
+    uint64_t bytes = 0;
+    for (uint64_t step = window->first; step <= window->last; step++)
+        bytes += written_bytes(&run->check.last[step % LH_SIM_STEP_COUNT_MAX]);
+    uint64_t between_bytes = count * written_bytes(&timing->stats);
+    timing->commit_ns = all_ns - lh_min_u64(all_ns, count * timing->step_ns);
+    timing->commit_write_bytes = bytes - lh_min_u64(bytes, between_bytes);
+}
+
+static void timing_read(const struct lh_sim_run *run, const struct window *window,
+                        struct lh_sim_timing *timing)
+{
+    uint64_t step = window->last;
     const struct lh_sim_model *model = run->opts.model;
     const struct lh_sim_train_times *times = &run->train.times[step % LH_SIM_STEP_COUNT_MAX];
     const struct lh_sim_train_times *next = &run->train.times[(step + 1) % LH_SIM_STEP_COUNT_MAX];
     *timing = (struct lh_sim_timing){
+        .begin_ns = times->begin_ns,
         .step_ns = next->begin_ns - times->begin_ns,
         .forward_ns = times->backward_ns - times->begin_ns,
         .backward_ns = times->close_ns - times->backward_ns,
@@ -78,6 +117,7 @@ static void timing_read(const struct lh_sim_run *run, uint64_t step, struct lh_s
         .step = step,
     };
     LH_ASSERT(timing->stats.step == step);
+    commit_read(run, window, timing);
     for (uint32_t i = 0; i < model->block_count; i++)
         timing->compute_ns += model->blocks[i].forward_ns + model->blocks[i].backward_ns;
 }
@@ -90,6 +130,7 @@ int lh_sim_timing_run(const struct lh_sim_timing_opts *opts, struct lh_alloc *al
     struct lh_sim_run *run = lh_alloc_zeroed(alloc, 1, sizeof(*run));
     if (!run)
         return lh_error_set(err, -ENOMEM, "no memory for a simulation");
+    struct window window = window_of(opts);
     struct lh_sim_run_opts run_opts = {
         .machine = opts->machine,
         .model = opts->model,
@@ -97,16 +138,19 @@ int lh_sim_timing_run(const struct lh_sim_timing_opts *opts, struct lh_alloc *al
         .saved = opts->saved,
         .io_depth = opts->io_depth,
         .transfer_bytes = opts->transfer_bytes,
-        .commit_every = opts->commit_every,
+        .commit_every = window.commit_every,
         .schedule = opts->schedule,
-        .step_last = step_of(opts) + 1,
+        .step_last = window.last + 1,
         .crash_after = EVENT_COUNT,
+        .trace_count = opts->trace_max,
     };
     int rc = lh_sim_run_init(run, &run_opts, alloc, err);
     if (rc == 0 && !opts->only_checks)
         rc = drive(run, opts, err);
-    if (rc == 0 && !opts->only_checks)
-        timing_read(run, step_of(opts), timing_out);
+    if (rc == 0 && !opts->only_checks) {
+        timing_read(run, &window, timing_out);
+        timing_out->trace_count = lh_engine_trace(run->engine, opts->trace, opts->trace_max);
+    }
     lh_sim_run_deinit(run);
     lh_free(alloc, run);
     return rc;

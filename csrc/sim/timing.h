@@ -6,6 +6,11 @@
  *      step N             measured, from its begin to the begin of the step behind it
  *      step N + 1         so that what step N leaves to the next forward is paid for
  *
+ * Where not each step commits, step N - 3 does, or an earlier one where every second or third does,
+ * and step N is as steps between commits are: what those from the commit to N take more than as
+ * many of N is what one commit costs, whenever it is paid. Commits that are rarer are simulated as
+ * often as that needs; the caller spreads the cost over the steps there are.
+ *
  * Timing only: there are no bytes, so a model may be of any size. The engine and every checker run
  * as in the tests; a checker that finds something ends the run with an error.
  *
@@ -21,18 +26,26 @@ struct lh_sim_timing_opts {
     const struct lh_sim_model *model; /* borrowed for the call */
     uint64_t host_bytes;
     struct lh_sim_saved_opts saved;
-    uint64_t commit_every;
+    uint64_t commit_every; /* steps, at least 1 */
     enum lh_engine_schedule schedule;
     uint32_t io_depth;
     uint64_t transfer_bytes;
-    bool only_checks; /* whether it fits: no step is run, and all times are 0 */
+    /* Owned by the caller: the newest events of the run, for a picture of its last steps. */
+    struct lh_engine_trace_event *trace;
+    uint32_t trace_max; /* 0: none */
+    bool only_checks;   /* whether it fits: no step is run, and all times are 0 */
     /* Asked now and then; true ends the run with -EINTR. NULL: nobody is asked. */
     bool (*is_cancelled)(void *context);
     void *context;
 };
 
 struct lh_sim_timing {
-    uint64_t step_ns; /* from begin to begin */
+    uint64_t begin_ns; /* of the step, in virtual time */
+    uint32_t trace_count;
+    uint64_t step_ns; /* from begin to begin; between two commits if commit_every is above 1 */
+    /* What a commit adds to that, once in commit_every steps. */
+    uint64_t commit_ns;
+    uint64_t commit_write_bytes; /* of all SSDs */
     uint64_t forward_ns;
     uint64_t backward_ns;
     uint64_t close_wait_ns; /* from the last gradient to the end of the close */

@@ -380,6 +380,13 @@ static enum look compute(struct lh_sim_train *train)
 {
     if (!train->is_computed)
         return LOOK_WAIT;
+    lh_engine_trace_add(train->opts.engine, (struct lh_engine_trace_event){
+                                                .kind = LH_ENGINE_TRACE_COMPUTE,
+                                                .unit = LH_CHUNK_NONE,
+                                                .lane = train->phase,
+                                                .start_ns = train->since_ns,
+                                                .end_ns = train->opts.world->now_ns,
+                                            });
     if (part_of(train)->saved_count == 0 || train->phase == LH_SIM_TRAIN_PHASE_EVAL)
         return part_next(train);
     if (train->phase == LH_SIM_TRAIN_PHASE_BACKWARD) {

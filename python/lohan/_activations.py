@@ -7,6 +7,7 @@ as the session does it anyway has no hook.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fnmatch
 import inspect
 import weakref
@@ -19,7 +20,7 @@ from torch import nn
 from lohan import _core
 from lohan._frame import Dropped, Frame
 from lohan._tensor import SavedTensors
-from lohan.config import ACTIVATIONS
+from lohan.config import ACTIVATIONS, POLICIES
 from lohan.errors import ModelError
 
 if TYPE_CHECKING:
@@ -36,7 +37,18 @@ class Owner(Protocol):
     config: Config
     saved: SavedTensors
     stay: SavedTensors
+    to_ssd: SavedTensors
     _engine: _core.Engine
+
+
+class Modes(Protocol):
+    """What is done with the activations of each layer."""
+
+    def within(self, name: str, module: nn.Module) -> dict[int, tuple[str, str]]:
+        """Name and mode of each module of a block, by its id."""
+
+    def given(self, name: str, mode: str) -> str:
+        """The mode of what a block is given; that of the block itself is mode."""
 
 
 class _Modes:
@@ -57,11 +69,14 @@ class _Modes:
                 return mode
         return "keep"
 
-    def within(self, scope: Scope) -> dict[int, tuple[str, str]]:
-        """Name and mode of each module of a scope, by its id."""
-        assert scope.module is not None  # the hooks are not on yet
-        named = scope.module.named_modules(prefix=scope.name)
-        return {id(module): (name, self.of(name)) for name, module in named}
+    def within(self, name: str, module: nn.Module) -> dict[int, tuple[str, str]]:
+        """See Modes."""
+        named = module.named_modules(prefix=name)
+        return {id(layer): (path, self.of(path)) for path, layer in named}
+
+    def given(self, name: str, mode: str) -> str:
+        """See Modes: what a block is computed again from leaves, where the session swaps."""
+        return "keep" if mode == "keep" else "swap"
 
 
 def check(activations: Any) -> None:
@@ -77,10 +92,10 @@ def check(activations: Any) -> None:
                     f"activations {{{pattern!r}: {mode!r}}}: the pattern of a layer's name, and"
                     " 'keep', 'recompute' or 'swap'"
                 )
-    elif activations not in ACTIVATIONS:
+    elif activations not in (*ACTIVATIONS, *POLICIES):
         raise ModelError(
-            f"activations {activations!r}: 'keep', 'recompute', or a dict of patterns of layers'"
-            " names"
+            f"activations {activations!r}: 'keep', 'recompute', a policy"
+            f" ({', '.join(map(repr, POLICIES))}), or a dict of patterns of layers' names"
         )
 
 
@@ -91,11 +106,16 @@ def check_layers(config: Config, layout: Layout) -> None:
         ModelError: a pattern fits no layer of a block.
             Or a layer is to be swapped, and there is no place for it.
     """
+    if config.activations in POLICIES:
+        return
     modes = _Modes(config.activations)
     for scope in layout.scopes:
-        named = modes.within(scope).values() if scope.is_innermost else ()
+        if not scope.is_innermost:
+            continue
+        assert scope.module is not None  # the hooks are not on yet
+        named = modes.within(scope.name, scope.module).values()
         swapped = next((name for name, mode in named if mode == "swap"), None)
-        if swapped is not None and config.swap_bytes is None:
+        if swapped is not None and not config.swap_bytes:
             raise ModelError(
                 f"activations of {swapped!r} cannot be swapped: set swap_bytes, or 'recompute'"
             )
@@ -106,12 +126,16 @@ def check_layers(config: Config, layout: Layout) -> None:
         )
 
 
+# Every one that there is: whoever wraps one has another function.
+_shadows: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 class Shadow:
-    """A module whose `forward` is another one until remove()."""
+    """A module whose `forward` is another one from put() to remove()."""
 
     def __init__(self, module: nn.Module, forward: Callable[[Any, Any], Any]) -> None:
         self.module = weakref.ref(module)
-        self.own = module.__dict__.get("forward")
+        self.own: Any = None
 
         def shadow(*args: Any, **kwargs: Any) -> Any:
             return forward(args, kwargs)
@@ -119,7 +143,14 @@ class Shadow:
         with contextlib.suppress(ValueError, TypeError):
             shadow.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
         self.shadow = shadow
-        object.__setattr__(module, "forward", shadow)
+        _shadows.add(shadow)
+
+    def put(self) -> None:
+        """The module's `forward` is this one."""
+        module = self.module()
+        if module is not None:
+            self.own = module.__dict__.get("forward")
+            object.__setattr__(module, "forward", self.shadow)
 
     def remove(self) -> None:
         """Give the module its `forward` back, unless somebody has put another over this one."""
@@ -136,6 +167,19 @@ class Shadow:
             return self.own(*args, **kwargs)
         module: Any = self.module()
         return type(module).forward(module, *args, **kwargs)
+
+
+class Given:
+    """Who computed what a block is given.
+
+    Attributes:
+        mode: what is done with it.
+    """
+
+    name = "what it is given"
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
 
 
 class Layer:
@@ -161,49 +205,105 @@ class Layer:
         return self.plain(args, kwargs) if frame is None else frame.call(self, args, kwargs)
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A scope that has no other inside, for as long as the hooks are on.
+
+    Attributes:
+        name: of its module.
+        module: weakly, since whoever holds the session must not hold the model.
+        scope: its units.
+        params: one of each unit.
+        units: their indices.
+    """
+
+    name: str
+    module: weakref.ref[nn.Module]
+    scope: _core.Scope
+    params: list[nn.Parameter]
+    units: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """What a session has for its activations, without the session.
+
+    Attributes:
+        pack: of the engine: a handle, or the tensor.
+        stay: hooks for saved tensors that stay.
+        saved: the session's own, by which they leave where it swaps.
+        to_ssd: those by which they leave for SSD even if main memory had room.
+        device: where computation happens.
+    """
+
+    pack: Callable[[Any], Any]
+    stay: SavedTensors
+    saved: SavedTensors
+    to_ssd: SavedTensors
+    device: torch.device
+
+
 class Block:
-    """A block whose activations are not all kept.
+    """A block whose activations are not all kept, from put() to remove().
 
     Attributes:
         name: of the module.
-        mode: of what it computes outside of its layers. Unless that is kept, inputs leave, too.
-        scope: its units.
-        params: one of each unit.
+        mode: of what it computes outside of its layers.
+        given: what it is given.
         pack: of the engine: a handle, or the tensor.
-        saved: the session's hooks for saved tensors, by which they leave where it swaps.
+        saved: the session's hooks for saved tensors.
         stay: the same for those that stay.
         packers: of them, by the mode.
         device: where it computes.
         frame: of the forward that runs, for the first or the second time.
+        make_frame: what makes one.
         anchor: what outputs that are given again hang on.
         drop_end: saved tensors of the last forward up to the last one that was dropped.
     """
 
     def __init__(
-        self, owner: Owner, scope: Scope, made: _core.Scope, modes: dict[int, tuple[str, str]]
+        self,
+        place: Place,
+        tools: Tools,
+        modes: dict[int, tuple[str, str]],
+        given: str,
+        make_frame: Callable[..., Frame] | None = None,
     ) -> None:
-        module = scope.module
-        assert module is not None  # the hooks are not on yet
-        self.name = scope.name
+        module = place.module()
+        assert module is not None  # its forward is about to run, or it is being wrapped
+        self.name = place.name
         self.mode = modes[id(module)][1]
-        self.scope = made
-        self.params = [owner.layout.units[i].params[0].tensor for i in scope.units]
-        self.pack = owner._engine.pack
-        self.saved = owner.saved
-        self.stay = owner.stay
-        self.packers = {"keep": self.stay.pack, "swap": self.saved.pack}
-        self.device = owner.device.torch_device
+        self.given = Given(given)
+        self.scope = place.scope
+        self.params = place.params
+        self.pack = tools.pack
+        self.saved = tools.saved
+        self.stay = tools.stay
+        self.packers = {
+            "keep": tools.stay.pack,
+            "swap": tools.saved.pack,
+            "ssd": tools.to_ssd.pack,
+        }
+        self.device = tools.device
         self.frame: Frame | None = None
+        self.make_frame = make_frame
         self.drop_end = 1 << 62
         self.anchor = torch.empty(0, requires_grad=True)
-        self.is_on = True
+        self.is_on = False
         self.layers: list[Layer] = []
-        if len({mode for _, mode in modes.values()}) > 1:
+        if make_frame is not None or len({mode for _, mode in modes.values()}) > 1:
             for layer in list(module.modules())[1:]:
                 inside = (modes[id(m)][1] for m in layer.modules())
                 name, mode = modes[id(layer)]
                 self.layers.append(Layer(self, name, layer, mode, "recompute" not in inside))
         self.shadow = Shadow(module, self.forward)
+
+    def put(self) -> None:
+        """From here on the modules' `forward` is ours."""
+        self.is_on = True
+        for layer in self.layers:
+            layer.shadow.put()
+        self.shadow.put()
 
     def remove(self) -> None:
         """Give the modules their `forward` back."""
@@ -228,12 +328,17 @@ class Block:
     def forward(self, args: Any, kwargs: Any) -> Any:
         """What the module's call runs."""
         module = self.shadow.module()
-        if not self.is_on or module is None or not torch.is_grad_enabled():
+        if module is None or not torch.is_grad_enabled():
             return self.shadow.plain(args, kwargs)
-        frame = Frame(self, module, args, kwargs)
+        if not self.is_on:
+            # The module is the model, whose call had this forward when another one was put.
+            now: Any = module.__dict__.get("forward")
+            is_other = now in _shadows and now is not self.shadow.shadow
+            return now(*args, **kwargs) if is_other else self.shadow.plain(args, kwargs)
+        frame = (self.make_frame or Frame)(self, module, args, kwargs)
         hooks = torch.autograd.graph.saved_tensors_hooks(frame.pack, self.unpack)
         with hooks, self._running(frame):
-            output = self.shadow.plain(args, kwargs)
+            output = frame.run(args, kwargs)
         frame.end(args, kwargs)
         return output
 
@@ -250,7 +355,7 @@ class Block:
         try:
             self.scope.enter(module, args)
             with self._running(frame):
-                self.shadow.plain(args, kwargs)
+                frame.run(args, kwargs)
         finally:
             self.scope.leave(module, args, None)
 
@@ -265,18 +370,61 @@ class Activations:
     def __init__(self, owner: Owner) -> None:
         config = owner.config
         # What the session's own hooks do, for which no block needs any.
-        self.usual = "keep" if config.swap_bytes is None else "swap"
-        self.modes = _Modes(self.usual if config.activations == "keep" else config.activations)
+        is_planned = config.activations in POLICIES
+        self.usual = "keep" if not config.swap_bytes or is_planned else "swap"
+        self.modes: Modes | None = None
+        if not is_planned:
+            self.modes = _Modes(self.usual if config.activations == "keep" else config.activations)
+        self.places: list[Place] = []
         self.blocks: list[Block] = []
+        self.tools = Tools(
+            owner._engine.pack,
+            owner.stay,
+            owner.saved,
+            owner.to_ssd,
+            owner.device.torch_device,
+        )
 
     def add(self, owner: Owner, scope: Scope, made: _core.Scope) -> None:
         """A scope that has no other inside."""
-        modes = self.modes.within(scope)
-        if {mode for _, mode in modes.values()} != {self.usual}:
-            self.blocks.append(Block(owner, scope, made, modes))
+        assert scope.module is not None  # the hooks are not on yet
+        params = [owner.layout.units[i].params[0].tensor for i in scope.units]
+        place = Place(scope.name, weakref.ref(scope.module), made, params, scope.units)
+        self.places.append(place)
+
+    def start(self) -> None:
+        """All are there: do what the settings say, unless that is planned later."""
+        if self.modes is not None:
+            self.put(self.make(self.modes))
+
+    def make(self, modes: Modes, make_frame: Callable[..., Frame] | None = None) -> list[Block]:
+        """Blocks of these modes, to be put.
+
+        Args:
+            modes: of all layers.
+            make_frame: what looks at each forward; every layer of every block calls it.
+        """
+        blocks = []
+        for place in self.places:
+            module = place.module()
+            if module is None:
+                continue
+            within = modes.within(place.name, module)
+            given = modes.given(place.name, within[id(module)][1])
+            is_usual = {given, *(mode for _, mode in within.values())} == {self.usual}
+            if make_frame is not None or not is_usual:
+                blocks.append(Block(place, self.tools, within, given, make_frame))
+        return blocks
+
+    def put(self, blocks: list[Block]) -> None:
+        """Have these and no others; a module may be in two."""
+        self.remove()
+        self.blocks = blocks
+        for block in blocks:
+            block.put()
 
     def remove(self) -> None:
-        """Take everything off; a module may be in two blocks."""
+        """Take everything off."""
         for block in reversed(self.blocks):
             block.remove()
-        self.blocks.clear()
+        self.blocks = []

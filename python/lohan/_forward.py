@@ -32,7 +32,7 @@ class ForwardRules:
     layout: Layout
     device: Device
     closed: bool
-    saved: SavedTensors
+    around: SavedTensors  # a forward
     _engine: _core.Engine
     _arrays: dict[torch.dtype, torch.Tensor]
     _param_index: dict[int, int]
@@ -61,6 +61,7 @@ class ForwardRules:
         self._root_scopes: list[_core.Scope] = []
         self._forward_frame: FrameType | None = None
         self._autocast_cache = False
+        self._entered = self.around  # of the forward that runs
         self._changed: set[int] = set()  # parameters, in place, inside a forward
 
     def _root_enter(self, module: nn.Module, args: Any) -> None:
@@ -111,7 +112,7 @@ class ForwardRules:
         if not in_backward():
             return False
         if not has_saved_tensor_hooks():
-            self.saved.enter()
+            self.around.enter()
         return True
 
     def _forward_begin(self, *, is_root: bool) -> None:
@@ -139,7 +140,8 @@ class ForwardRules:
             torch.set_autocast_cache_enabled(False)
             dtype = torch.get_autocast_dtype(kind)
             self._engine.autocast(DTYPE_CODES.get(dtype, -1) if kind == "cpu" else -1)
-        self.saved.enter()
+        self._entered = self.around
+        self._entered.enter()
         self._forward_depth = 1
         self._forward_frame = _frame_outside()
         self._engine.forward(True)
@@ -164,7 +166,7 @@ class ForwardRules:
         self._forward_frame = None
         self._engine.forward(False)
         self._changed.update(self._engine.changed_take())
-        self.saved.leave()
+        self._entered.leave()
         self._engine.autocast(-1)
         torch.set_autocast_cache_enabled(self._autocast_cache)
 

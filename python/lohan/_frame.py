@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -42,6 +42,13 @@ if TYPE_CHECKING:
     from lohan._activations import Block, Layer
 
 _Form = tuple[torch.Size, torch.dtype]
+
+
+class Owner(Protocol):
+    """Who computed a tensor: a layer, the block itself, or whoever calls the block."""
+
+    name: str
+    mode: str
 
 
 class _AllThereError(Exception):
@@ -66,16 +73,16 @@ class Dropped:
 
 
 class _Owned:
-    """A storage that was seen in a forward, and what is done with it.
+    """A storage that was seen in a forward, and who computed it.
 
     The weak reference makes its address mean this storage as long as the frame looks.
     """
 
-    __slots__ = ("mode", "reference")
+    __slots__ = ("owner", "reference")
 
-    def __init__(self, storage: torch.UntypedStorage, mode: str) -> None:
+    def __init__(self, storage: torch.UntypedStorage, owner: Owner) -> None:
         self.reference = storage_reference(storage)
-        self.mode = mode
+        self.owner = owner
 
 
 class _Input:
@@ -124,12 +131,12 @@ def _form_of(tensor: torch.Tensor) -> _Form:
     return tensor.shape, tensor.dtype
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Made of tensors and constants alone: an object may hold what changes."""
     if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     if type(value) is dict:
-        return all(map(_is_plain, value.values()))
+        return all(map(is_plain, value.values()))
     return value is None or isinstance(value, torch.Tensor | bool | int | float | str)
 
 
@@ -147,29 +154,28 @@ class Frame:
         self.call_count = 0  # when computed again
         self.is_over = False
         self.owned: dict[int, _Owned] = {}
-        self.mode = block.mode  # of the layer that runs
+        self.layer: Owner = block  # that runs
         self.is_inside = False  # a layer whose output is kept
-        given = "keep" if block.mode == "keep" else "swap"
         self.versions: list[int] = []  # of inputs
-        self.inputs = map_tensors((args, kwargs), lambda tensor: self._take(tensor, given))
+        self.inputs = map_tensors((args, kwargs), lambda tensor: self._take(tensor, block.given))
         map_tensors((args, kwargs), lambda tensor: self.versions.append(version_of(tensor)))
         self.handles = [block.pack(param) for param in block.params]
 
     # --- The first forward ------------------------------------------------------------------
 
-    def _own(self, tensor: torch.Tensor, mode: str) -> str:
-        """The mode of who computed tensor: known from before, or a layer of this mode."""
+    def _own(self, tensor: torch.Tensor, owner: Owner) -> Owner:
+        """Who computed tensor: known from before, or owner."""
         if tensor.layout != torch.strided:
-            return "keep"
+            return owner
         storage = tensor.untyped_storage()
         owned = self.owned.get(storage._cdata)
         if owned is None:
-            owned = self.owned[storage._cdata] = _Owned(storage, mode)
-        return owned.mode
+            owned = self.owned[storage._cdata] = _Owned(storage, owner)
+        return owned.owner
 
-    def _take(self, tensor: torch.Tensor, mode: str) -> _Input:
-        self._own(tensor, mode)
-        return _Input(tensor, self.block.packers[mode](tensor))
+    def _take(self, tensor: torch.Tensor, owner: Owner) -> _Input:
+        self._own(tensor, owner)
+        return _Input(tensor, self.block.packers[owner.mode](tensor))
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """An operation of the first forward saves tensor."""
@@ -179,7 +185,7 @@ class Frame:
             return packed
         if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() <= SMALL_BYTES:
             return self.block.stay.pack(tensor)
-        mode = self._own(tensor, self.mode)
+        mode = self._own(tensor, self.layer).mode
         if mode != "recompute":
             return self.block.packers[mode](tensor)
         ticket = Dropped(self)
@@ -193,26 +199,30 @@ class Frame:
             return layer.plain(args, kwargs)  # a checkpoint inside: what it saves is not seen
         if self.is_over:
             return self._call_again(layer, args, kwargs)
-        map_tensors((args, kwargs), lambda tensor: self._own(tensor, self.mode))
+        map_tensors((args, kwargs), lambda tensor: self._own(tensor, self.layer))
         call = _Call(len(self.forms))
         self.calls.append(call)
         is_kept = layer.is_whole and not self.is_inside and call.first < self.block.drop_end
         random = random_states(self.block.device) if is_kept else []
-        outer = self.mode, self.is_inside
-        self.mode, self.is_inside = layer.mode, self.is_inside or is_kept
+        outer = self.layer, self.is_inside
+        self.layer, self.is_inside = layer, self.is_inside or is_kept
         try:
             output = layer.plain(args, kwargs)
         finally:
-            self.mode, self.is_inside = outer
+            self.layer, self.is_inside = outer
         call.end, call.following = len(self.forms), len(self.calls)
-        map_tensors(output, lambda tensor: self._own(tensor, layer.mode))
+        map_tensors(output, lambda tensor: self._own(tensor, layer))
         has_all = not any(index in self.tickets for index in range(call.first, call.end))
-        if is_kept and has_all and _is_plain(output):
-            call.output = (map_tensors(output, lambda tensor: self._take(tensor, layer.mode)),)
+        if is_kept and has_all and is_plain(output):
+            call.output = (map_tensors(output, lambda tensor: self._take(tensor, layer)),)
             behind = random_states(self.block.device)
             if not all(map(torch.equal, random, behind)):
                 call.random = behind
         return output
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """The block's own forward, for the first or the second time."""
+        return self.block.shadow.plain(args, kwargs)
 
     def end(self, args: Any, kwargs: Any) -> None:
         """The first forward is over.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,34 @@ def _parse(text: str, where: str) -> Machine:
         raise MachineError(f"{where}: {error}") from error
 
 
+def here(directories: Sequence[str]) -> Machine:
+    """This machine, measured in some seconds.
+
+    Args:
+        directories: one on each SSD.
+
+    Raises:
+        StoreError: a directory refuses O_DIRECT, or has no room for the probe.
+    """
+    from lohan import _measure  # torch is not needed for other machines
+
+    return _measure.measure(directories)
+
+
+def save(machine: Machine, path: Path) -> None:
+    """Write a machine as a file that `load` takes.
+
+    Raises:
+        MachineError: the file cannot be written.
+    """
+    values = {"name": machine.name, **machine.as_core()}
+    lines = [f"{k} = {v!r}" if k != "name" else f'name = "{v}"' for k, v in values.items()]
+    try:
+        path.write_text("# Measured by lohan.\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise MachineError(f"{path} cannot be written: {error}") from error
+
+
 def load(name: str) -> Machine:
     """A preset by its name, a machine from a TOML file, or this one, measured.
 
@@ -163,11 +191,9 @@ def load(name: str) -> Machine:
     if name in names():
         preset = resources.files("lohan") / "machines" / f"{name}.toml"
         return _parse(preset.read_text(encoding="utf-8"), name)
-    here, _, directories = name.partition(":")
-    if here == "here":
-        from lohan import _measure  # torch is not needed for other machines
-
-        return _measure.measure(directories.split(",") if directories else ["."])
+    word, _, directories = name.partition(":")
+    if word == "here":
+        return here(directories.split(",") if directories else ["."])
     path = Path(name)
     try:
         return _parse(path.read_text(encoding="utf-8"), name)

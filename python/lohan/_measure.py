@@ -7,6 +7,7 @@ and a copy in main memory for the link.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import statistics
@@ -16,11 +17,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lohan import _core
+from lohan._device import Device
 from lohan._machines import Machine
-from lohan.errors import store_error
+from lohan._stats import StepStats
+from lohan.errors import StoreError, store_error
 
 _PROBE_BYTES = 512 << 20
+_PROBE_SMALL_BYTES = 128 << 20
 _COPY_BYTES = 256 << 20
+# Of an SSD that nothing is known of.
+_UNKNOWN_RATE = 1 << 30
 _ROUND_COUNT = 5
 _ADAM_COUNT = 1 << 22
 _MATRIX_GPU = 8192
@@ -57,11 +63,49 @@ def measure(directories: Sequence[str] = (".",)) -> Machine:
     )
 
 
-def as_toml(machine: Machine) -> str:
-    """The machine as a file for `--machine`."""
-    values = {"name": machine.name, **machine.as_core()}
-    lines = [f"{k} = {v!r}" if k != "name" else f'name = "{v}"' for k, v in values.items()]
-    return "# Measured by lohan.\n" + "\n".join(lines) + "\n"
+@functools.cache
+def _ssd_rates(directory: str) -> tuple[int, int] | None:
+    try:
+        write, read = _core.store_measure(store_error, directory, _PROBE_SMALL_BYTES)
+    except (StoreError, OSError):
+        return None
+    return int(write), int(read)
+
+
+def ssd_rates(directories: Sequence[str], stats: StepStats | None) -> tuple[int, int]:
+    """Bytes a second that the slowest of directories writes and reads, measured once a process.
+
+    Args:
+        directories: of a store.
+        stats: of a step, which tells where a directory cannot be measured.
+    """
+    rates = [_ssd_rates(directory) for directory in directories]
+    if stats is not None and None in rates:
+        moved = stats.read_bytes + stats.written_bytes
+        seen = max(int(moved * 1e9 / max(stats.ssd_busy_ns, 1)) // len(directories), 1)
+        return seen, seen
+    known = [rate for rate in rates if rate is not None] or [(_UNKNOWN_RATE, _UNKNOWN_RATE)]
+    return min(write for write, _ in known), min(read for _, read in known)
+
+
+@functools.cache
+def _link_rates(name: str, index: int) -> tuple[int, int]:
+    if name == "cuda":
+        return _gpu_links(torch.device("cuda", index))
+    return (_memory_rate(),) * 2
+
+
+def link_rates(device: Device) -> tuple[int, int]:
+    """Bytes a second to a device and back; an emulated one's are what was asked for."""
+    asked = device.link_bytes_per_s
+    measured = (0, 0) if all(asked) else _link_rates(device.name, device.index)
+    return asked[0] or measured[0], asked[1] or measured[1]
+
+
+@functools.cache
+def update_rate(workers: int) -> int:
+    """Parameters a second that so many workers update, measured once a process."""
+    return _adam_rate(workers)
 
 
 def _seconds(run: Callable[[], object], finish: Callable[[], object] = lambda: None) -> float:

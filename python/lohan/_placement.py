@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from lohan import _core
+from lohan import _policies
 from lohan._machines import Machine
 from lohan._plan import Block, Layer, Model
-from lohan.errors import BudgetError, MachineError
+from lohan.errors import BudgetError
 
 NS_PER_S = 1_000_000_000
 # A layer's activations move in pieces of at most so many bytes, as single tensors would.
@@ -30,6 +30,11 @@ _SLAB_BYTES = 8 * 12 << 20
 _LEAVES = ("host", "ssd")
 _MOMENTS_BYTES = 8
 _DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
+
+# What `auto` may do without: masters of 2 bytes instead of 4, updates ahead of the next forward,
+# states in main memory, activations that stay on the GPU; and the plan's word for it.
+SWITCHES = {"residuals": "", "deferred": "/eager", "host_states": "/ssd", "kept": "/moved"}
+_PAPER_MASTER_BYTES = 4
 
 Saved = tuple[tuple[int, bool], ...]
 Part = tuple[int, int, Saved]
@@ -74,8 +79,8 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // _GRANULE) * _GRANULE
 
 
-def _pieces(layer: Layer, fate: str) -> Saved:
-    """Equal ones, each a multiple of the granule."""
+def saved_pieces(layer: Layer, fate: str) -> Saved:
+    """What leaves of a layer: equal pieces, each a multiple of the granule."""
     if fate not in _LEAVES or layer.activation_bytes == 0:
         return ()
     count = -(-layer.activation_bytes // PIECE_BYTES)
@@ -107,7 +112,7 @@ def _blocks(
             (
                 layer.forward_flop * NS_PER_S // machine.gpu_flop_per_s,
                 2 * layer.forward_flop * NS_PER_S // machine.gpu_flop_per_s,
-                _pieces(layer, fate),
+                saved_pieces(layer, fate),
             )
             for layer, fate in layers
         ]
@@ -150,7 +155,7 @@ def _gpu_split(model: Model, machine: Machine, fates: tuple[str, ...]) -> tuple[
     return slots // _GRANULE * _GRANULE, free - slots, kept + computing
 
 
-def _buffer_bytes(model: Model) -> int:
+def buffer_bytes(model: Model) -> int:
     largest = max(block_params(block) for block in model.blocks)
     return _BUFFER_BLOCK_COUNT * model.param_bytes * largest + _SLAB_BYTES
 
@@ -162,16 +167,8 @@ def _plan(model: Model, machine: Machine, policy: str) -> dict[str, Any]:
             f"host_bytes {machine.host_bytes:,} is too small: activations on their way to SSD take"
             f" {_transit_bytes(model):,}: set host_bytes"
         )
-    room -= min(_buffer_bytes(model), max(room - _buffer_bytes(model), 0))
-    names = _core.plan_policies()
-    if policy not in names:
-        raise MachineError(f"policy {policy!r}: one of {', '.join(names)}")
-    try:
-        return _core.plan(model.as_core(), {**machine.as_core(), "host_bytes": room}, policy)
-    except MemoryError as error:
-        raise BudgetError(str(error)) from error
-    except (ValueError, OSError) as error:
-        raise MachineError(str(error)) from error
+    room -= min(buffer_bytes(model), max(room - buffer_bytes(model), 0))
+    return _policies.make(model, dataclasses.replace(machine, host_bytes=room), policy)
 
 
 def _states_bytes(model: Model, plan: dict[str, Any]) -> int:
@@ -191,7 +188,7 @@ def _brought_in(model: Model, fates: Sequence[str], room: int) -> tuple[str, ...
     """The first ones that were to go to SSD stay in main memory instead, while it has room."""
     made = []
     for layer, fate in zip(model.layers, fates, strict=True):
-        nbytes = sum(size for size, _ in _pieces(layer, fate))
+        nbytes = sum(size for size, _ in saved_pieces(layer, fate))
         stays = fate == "ssd" and nbytes <= room
         made.append("host" if stays else fate)
         room -= nbytes if stays else 0
@@ -219,7 +216,13 @@ def _swapped(model: Model, share: float) -> tuple[str, ...]:
     return tuple(made)
 
 
-def place(model: Model, machine: Machine, policy: str, share: float | None = None) -> Placement:
+def place(
+    model: Model,
+    machine: Machine,
+    policy: str,
+    share: float | None = None,
+    without: Sequence[str] = (),
+) -> Placement:
     """Plan by a policy, and divide the machine's memory accordingly.
 
     Args:
@@ -227,34 +230,38 @@ def place(model: Model, machine: Machine, policy: str, share: float | None = Non
         machine: of integers.
         policy: by name.
         share: of the activations inside blocks, that leave the GPU; None: as the policy says.
+        without: of SWITCHES, for `auto`.
 
     Raises:
         BudgetError: the model does not fit; the message has the numbers.
         MachineError: no policy has that name.
     """
-    plan = _plan(model, machine, policy)
+    if "residuals" in without:
+        model = dataclasses.replace(model, residual_bytes=_PAPER_MASTER_BYTES)
+    plan = _plan(model, machine, policy + "".join(SWITCHES[name] for name in without))
     fates = tuple(plan["layers"])
     transit = _transit_bytes(model)
     if share is not None:
-        room = machine.host_bytes - transit - 2 * _buffer_bytes(model)
+        room = machine.host_bytes - transit - 2 * buffer_bytes(model)
         fates = _brought_in(model, _swapped(model, share), room)
     elif policy == "auto":  # it sends to SSD what hides there, whether main memory is idle or not
         taken = sum(
             size
             for layer, fate in zip(model.layers, fates, strict=True)
             if fate == "host"
-            for size, _ in _pieces(layer, fate)
+            for size, _ in saved_pieces(layer, fate)
         )
-        taken += transit + _states_bytes(model, plan) + 2 * _buffer_bytes(model)
+        taken += transit + _states_bytes(model, plan) + 2 * buffer_bytes(model)
         fates = _brought_in(model, fates, machine.host_bytes - taken)
     blocks = _blocks(model, machine, fates)
     pieces = [piece for _, parts in blocks for *_, saved in parts for piece in saved]
     on_ssd = sum(nbytes for nbytes, is_on_ssd in pieces if is_on_ssd)
-    transit = transit if pieces else 0
+    transit = transit if on_ssd else 0
     saved = sum(nbytes for nbytes, is_on_ssd in pieces if not is_on_ssd) + transit
     slots, room, computing = _gpu_split(model, machine, fates)
     rest = machine.host_bytes - saved
     defers = any(block["is_deferred"] for block in plan["blocks"])
+    has_all = policy == "auto" and "host_states" not in without
     again = [m for m, fate in zip(model.layers, fates, strict=True) if _is_again(m, fate)]
     return Placement(
         dtype="float32" if model.param_bytes == 4 else _DTYPES[plan["master_bytes"]],
@@ -265,7 +272,7 @@ def place(model: Model, machine: Machine, policy: str, share: float | None = Non
         slot_bytes=slots,
         room_bytes=room,
         computing_bytes=computing,
-        engine_bytes=rest if policy == "auto" else min(rest, 2 * _buffer_bytes(model)),
+        engine_bytes=rest if has_all else min(rest, 2 * buffer_bytes(model)),
         saved_bytes=saved,
         transit_bytes=transit,
         ssd_bytes=on_ssd,

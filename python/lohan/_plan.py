@@ -12,6 +12,13 @@ integer:
         layer param_count, forward_flop, activation_bytes, working_bytes, is_inter_block (a bool)
 
 Other keys are not looked at. csrc/plan/machine.h and model.h say what each means.
+
+`plan(model, machine, policy)` answers what is chosen, and the timeline's step by it. The same dict,
+for a choice that is given, comes from `plan_step(model, machine, fates, blocks=None,
+schedule="optimized", master_bytes=None, must_fit=True)`: fates has "keep", "host", "ssd" or
+"recompute" of each layer, blocks a dict of is_deferred, has_host_p16, has_host_master and
+has_host_moments of each block (None: all False), master_bytes is 4 (the papers' master) or None
+(the model's residual). What is invalid is a ValueError, what does not fit a MemoryError.
 """
 
 from __future__ import annotations

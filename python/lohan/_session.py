@@ -19,6 +19,7 @@ from lohan._block import DTYPE_CODES, Layout
 from lohan._device import Device, Meter
 from lohan._forward import ForwardRules
 from lohan._optim import Hyper, check_hyper
+from lohan._planner import Plan, Planner
 from lohan._scaling import StepScale
 from lohan._stats import StepStats
 from lohan._store import Extents, unit_tuples
@@ -29,7 +30,7 @@ from lohan._tensor import (
     in_backward,
     nan_array,
 )
-from lohan.config import SCHEDULES, SCHEDULES_AT_STEP, Config
+from lohan.config import POLICIES, SCHEDULES, SCHEDULES_AT_STEP, Config
 from lohan.errors import (
     HyperParameterError,
     SessionError,
@@ -54,6 +55,8 @@ class Session(ForwardRules):
         meter: counts an emulated device's memory; None for others.
     """
 
+    _planner: Planner | None = None
+
     def __init__(
         self,
         layout: Layout,
@@ -66,6 +69,7 @@ class Session(ForwardRules):
         group_count: int,
         norms: bool = False,
         device: Device | None = None,
+        room: _core.Store | None = None,
     ) -> None:
         self.layout = layout
         self.extents = extents
@@ -82,7 +86,7 @@ class Session(ForwardRules):
             [u.name for u in layout.units], [p.name for p in layout.params]
         )
         self._accumulation = Accumulation(config.accumulate)
-        self._swap_options = _swap.options(config, self.device, self.directories)
+        self._swap_options = _swap.options(config, self.device, room)
         commit = config.commit_every
         self._engine = _core.Engine(
             store=store,
@@ -112,8 +116,8 @@ class Session(ForwardRules):
         except BaseException:
             self._engine.close()
             raise
-        self._forward_init()
         self._make_saved()
+        self._forward_init()
         self._set_callbacks()
         self._backward = "none"  # none, running, done
         self._hyper: list[Hyper] | None = None
@@ -152,12 +156,31 @@ class Session(ForwardRules):
             self.meter = Meter(self.device, self._engine.held_bytes)
             pack, unpack = self.meter.wrap(pack), self.meter.unwrap(unpack)
         self.stay = SavedTensors(pack, unpack)
+        self.to_ssd = self.stay
+        self._swap: _swap.Swap | None = None
         memory, transit, *_ = self._swap_options
         if memory:
             window = transit or memory // 4
             swap = _swap.Swap(self._engine, self.device, window, pack, unpack, self.meter)
+            self._swap = swap
             pack, unpack = swap.pack, swap.unpack
+            self.to_ssd = SavedTensors(swap.pack_to_ssd, unpack)
         self.saved = SavedTensors(pack, unpack)
+        self.around = self.stay if self.config.activations in POLICIES else self.saved
+
+    @property
+    def window_bytes(self) -> int:
+        """Activations that may be on their way at once."""
+        return 0 if self._swap is None else self._swap.window_bytes
+
+    def window_set(self, nbytes: int | None) -> None:
+        """Let fewer be; None: as many as before the first time."""
+        if self._swap is not None:
+            self._swap.window_set(self._swap.window_first if nbytes is None else nbytes)
+
+    def swap_wait_ns(self) -> int:
+        """What the training thread waited for activations since it was last asked."""
+        return 0 if self._swap is None else self._swap.wait_take_ns()
 
     def _bind(self) -> None:
         """Make every parameter hollow and known to the engine."""
@@ -190,6 +213,10 @@ class Session(ForwardRules):
             add_enter(scope.module.register_forward_pre_hook(made.enter, prepend=True))
             add(scope.module.register_forward_hook(made.leave, always_call=True))
         add(activations)
+        activations.start()
+        if self.config.activations in POLICIES and any(u.trainable for u in self.layout.units):
+            self._planner = planner = Planner(self, activations)
+            add(model.register_forward_pre_hook(planner.enter, prepend=True, with_kwargs=True))
         for scope in self.layout.scopes:
             scope.module = None  # whoever holds the session must not hold the model
         add(model.register_forward_hook(self._root_leave, always_call=True))
@@ -237,6 +264,8 @@ class Session(ForwardRules):
 
     def _on_backward_end(self) -> None:
         self._backward = "done"
+        if self._planner is not None:
+            self._planner.backward_end()
         if self._engine.backward_end():
             self._accumulation.backward_end()
         if self._engine.status()["has_gradients"]:
@@ -306,6 +335,8 @@ class Session(ForwardRules):
         self._scale.reset()
         if self.config.schedule == "serial":
             self._engine.flush(False)
+        if self._planner is not None:
+            self._planner.step_end(self)
 
     def _give(self) -> None:
         """Hand sums of gradients to the engine: the open step takes no more of them."""
@@ -357,6 +388,8 @@ class Session(ForwardRules):
             tensor.grad = None
 
     def _abort(self) -> None:
+        if self._planner is not None:
+            self._planner.forget()
         self._gradients.hide()
         self._engine.abort()
         self._accumulation.reset()
@@ -443,6 +476,14 @@ class Session(ForwardRules):
 
     def _engine_threads(self) -> int:
         return self.config.threads or len(os.sched_getaffinity(0))
+
+    def plan(self) -> Plan | None:
+        """What is done with activations of forwards like the last one.
+
+        None: `activations` is no policy, or forwards of this shape are still looked at.
+        """
+        shape = self._planner.shape if self._planner is not None else None
+        return None if shape is None or shape.made is None else shape.made.plan
 
     def status(self) -> dict[str, Any]:
         """What is open, pinned and held; which backend and pages are in use."""

@@ -13,8 +13,9 @@ from rich.table import Table
 
 from lohan import _machines, _models, _plan
 from lohan._machines import Machine
+from lohan._simulate_timeline import Timeline
 from lohan.errors import MachineError, UnsupportedError
-from lohan.simulate import Options, Step, simulate, swap_curve, sweep
+from lohan.simulate import Options, Step, simulate, simulate_traced, swap_curve, sweep
 
 _VALUE_COUNT_MAX = 64
 _CURVE_COUNT = 9
@@ -26,6 +27,15 @@ _RESOURCES = {
     "link_out": "from the GPU",
     "cpu": "CPU's AdamW",
 }
+# Of what keeps them busy.
+_COLOURS = {
+    "forward": "#4c78a8",
+    "backward": "#f58518",
+    "parameters": "#72b7b2",
+    "activations": "#b279a2",
+    "gradients": "#e45756",
+    "updates": "#54a24b",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +45,23 @@ class Request:
     model: str
     batch: int
     seq: int
-    machine: str
-    changes: tuple[str, ...]
+    machine: Machine
     options: Options
     sweep: str | None
     plot: Path | None
+
+
+def request(
+    machine: Machine,
+    *,
+    policy: str,
+    schedule: str | None,
+    commit_every: int | None,
+    **words: Any,
+) -> Request:
+    """From the words of the command line."""
+    options = Options(policy, schedule, commit_every)
+    return Request(machine=machine, options=options, **words)
 
 
 def values_of(text: str) -> tuple[str, list[int]]:
@@ -75,6 +97,19 @@ def _size(nbytes: float) -> str:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     return f"{nbytes:,.3g} PB"
+
+
+def show_machine(machine: Machine, console: Console) -> None:
+    """What was measured, or is assumed."""
+    console.print(
+        f"{machine.name}: {machine.gpu_flop_per_s / 1e12:.3g} TFLOP/s, {_size(machine.gpu_bytes)};"
+        f" link {_size(machine.link_in_bytes_per_s)}/s in, {_size(machine.link_out_bytes_per_s)}/s"
+        f" out; main memory {_size(machine.host_bytes)}; {machine.ssd_count} x SSD"
+        f" {_size(machine.ssd_read_bytes_per_s)}/s read, {_size(machine.ssd_write_bytes_per_s)}/s"
+        f" written; AdamW {machine.adam_params_per_s / 1e6:,.0f} million parameters/s",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _show_step(step: Step, model: _plan.Model, machine: Machine, console: Console) -> None:
@@ -115,6 +150,13 @@ def _show_step(step: Step, model: _plan.Model, machine: Machine, console: Consol
     life = (
         "" if step.ssd_life_days is None else f"; at that they last {step.ssd_life_days:,.0f} days"
     )
+    if step.commit_every > 1:
+        console.print(
+            f"every {step.commit_every:,} steps a commit adds {step.commit_ns / 1e9:.3f} s: its"
+            " share is in the step",
+            highlight=False,
+            soft_wrap=True,
+        )
     console.print(
         f"SSDs: {_size(step.written_bytes_per_day)} written a day{life}",
         highlight=False,
@@ -139,8 +181,8 @@ def _show_sweep(name: str, answers: list[tuple[int, Step]], console: Console) ->
     console.print(table, highlight=False)
 
 
-def _draw(draw: Callable[[Any], None], path: Path) -> None:
-    """A picture of one pair of axes, which draw() fills."""
+def _draw(draw: Callable[[Any], None], size: tuple[float, float], path: Path) -> None:
+    """A picture, which draw() fills."""
     try:
         import matplotlib
     except ImportError as error:
@@ -148,9 +190,8 @@ def _draw(draw: Callable[[Any], None], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    draw(axes)
-    axes.grid(visible=True)
+    figure = pyplot.figure(figsize=size, layout="constrained")
+    draw(figure)
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -160,25 +201,62 @@ def _draw(draw: Callable[[Any], None], path: Path) -> None:
 
 
 def _draw_sweep(name: str, answers: list[tuple[int, Step]], title: str, path: Path) -> None:
-    def draw(axes: Any) -> None:
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
         axes.plot([value for value, _ in answers], [step.tflops for _, step in answers], marker="o")
         axes.set(xlabel=name, ylabel="TFLOP/s", title=title, ylim=(0, None))
+        axes.grid(visible=True)
 
-    _draw(draw, path)
+    _draw(draw, (6, 4), path)
 
 
-def _draw_swaps(chosen: Step, curve: list[tuple[float, Step]], title: str, path: Path) -> None:
-    """Step time against what is swapped, with the policy's own step as a star."""
+def _draw_swaps(
+    chosen: Step, timeline: Timeline, curve: list[tuple[float, Step]], title: str, path: Path
+) -> None:
+    """Step time against what is swapped, with the policy's own step as a star; its timeline."""
 
     def points(steps: list[Step]) -> tuple[list[float], list[float]]:
         return [step.swapped_bytes / 1e9 for step in steps], [step.step_ns / 1e9 for step in steps]
 
-    def draw(axes: Any) -> None:
-        axes.plot(*points([step for _, step in curve]), marker="o")
-        axes.plot(*points([chosen]), marker="*", markersize=16, linestyle="none")
-        axes.set(xlabel="swapped, GB", ylabel="step, s", title=title, ylim=(0, None))
+    def draw(figure: Any) -> None:
+        above, below = figure.subfigures(2, 1, height_ratios=(4, 5))
+        axes = above.subplots()
+        axes.plot(*points([step for _, step in curve]), marker="o", label="more and more swapped")
+        axes.plot(*points([chosen]), marker="*", markersize=16, linestyle="none", label="chosen")
+        axes.set(xlabel="swapped, GB", ylabel="step, s", title=title)
+        axes.set_ylim(0, 1.1 * axes.dataLim.y1)
+        axes.grid(visible=True)
+        axes.legend(loc="lower right")
+        _draw_timeline(timeline, below)
 
-    _draw(draw, path)
+    _draw(draw, (8, 9), path)
+
+
+def _draw_timeline(timeline: Timeline, figure: Any) -> None:
+    """A row a resource: how much of its rate it gives to what, one above the other."""
+    from matplotlib.patches import Patch
+
+    rows = figure.subplots(len(timeline.busy), 1, sharex=True)
+    for axes, (name, parts) in zip(rows, timeline.busy.items(), strict=True):
+        below = 0 * timeline.edges_s[1:]
+        for what, colour in _COLOURS.items():
+            if what in parts:
+                above = below + parts[what]
+                axes.stairs(above, timeline.edges_s, baseline=below, fill=True, color=colour)
+                below = above
+        axes.axvline(timeline.forward_s, color="black", linewidth=0.8, linestyle=":")
+        axes.set(ylim=(0, 1), xlim=(0, timeline.edges_s[-1]), yticks=[])
+        label = f"{_RESOURCES[name]}\n{below.mean():.0%} busy"
+        axes.set_ylabel(label, rotation=0, ha="right", va="center")
+    rows[0].set_title("one step: forward, backward, and what each resource is busy with")
+    rows[-1].set_xlabel("seconds")
+    used = [what for what in _COLOURS if any(what in parts for parts in timeline.busy.values())]
+    figure.legend(
+        handles=[Patch(facecolor=_COLOURS[what], label=what) for what in used],
+        loc="outside lower center",
+        ncol=len(used),
+        frameon=False,
+    )
 
 
 def run(request: Request, console: Console | None) -> dict[str, Any]:
@@ -193,7 +271,7 @@ def run(request: Request, console: Console | None) -> dict[str, Any]:
         BudgetError: the model does not fit the machine.
         UnsupportedError: --plot without matplotlib.
     """
-    machine = _machines.change(_machines.load(request.machine), request.changes)
+    machine = request.machine
     asked = {
         "machine": dataclasses.asdict(machine),
         "batch": request.batch,
@@ -204,14 +282,17 @@ def run(request: Request, console: Console | None) -> dict[str, Any]:
     title = f"{request.model} on {machine.name}"
     if request.sweep is None:
         model = _models.load(**load)
-        step = simulate(model, machine, request.options)
+        if request.plot is None:
+            step = simulate(model, machine, request.options)
+        else:
+            step, timeline = simulate_traced(model, machine, request.options)
         answer = {"model": model.name, **asked, **step.as_dict()}
         if console is not None:
             _show_step(step, model, machine, console)
         if request.plot is not None:
             curve = swap_curve(model, machine, request.options, _CURVE_COUNT)
             answer["swap_curve"] = [{"swap_share": share, **at.as_dict()} for share, at in curve]
-            _draw_swaps(step, curve, title, request.plot)
+            _draw_swaps(step, timeline, curve, title, request.plot)
     else:
         name, values = values_of(request.sweep)
         answers = sweep(name, values, load, machine, request.options)

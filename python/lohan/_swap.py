@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
+import json
 import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,16 +22,24 @@ from torch.multiprocessing import reductions
 
 from lohan import _core
 from lohan._device import Device, Kept, Meter, parse
-from lohan.config import Config
+from lohan.config import POLICIES, Config
 from lohan.errors import ModelError, StoreError, store_error
 
 # Of one storage: less costs more to move than it is worth.
 LEAST_BYTES = 1 << 16
 ITEM_COUNT_MAX = 8192
+# On SSD each begins at a multiple of it (csrc/sched/saved.h).
+SSD_GRANULE = 1 << 20
 _ALIGN = 1 << 21
 # Main memory to pass through, where there is an accelerator: of swap_bytes one part in so many.
 _TRANSIT_SHARE = 4
 _TRANSIT_LEAST = 64 << 20
+# What a policy gets that was given nothing: of main memory one part in so many, and at least this;
+# and on SSD so many times as much, where there is that much.
+_POLICY_SHARE = 4
+_POLICY_LEAST = 128 << 20
+_POLICY_PARAMS = 8
+_POLICY_SSD = 16
 
 
 def check(config: Config) -> None:
@@ -37,7 +48,7 @@ def check(config: Config) -> None:
     Raises:
         ModelError: says which, and what could be.
     """
-    if config.swap_ssd_bytes is not None and config.swap_bytes is None:
+    if config.swap_ssd_bytes is not None and not config.swap_bytes:
         raise ModelError(
             f"swap_ssd_bytes {config.swap_ssd_bytes}: activations go to SSD through main memory;"
             " set swap_bytes, too"
@@ -47,7 +58,7 @@ def check(config: Config) -> None:
             "swap_ssd_bytes 0: computation is in main memory, where activations are already;"
             " they can only leave for SSD"
         )
-    if config.swap_bytes is not None and config.host_bytes is not None:
+    if config.swap_bytes and config.host_bytes is not None:
         left = config.host_bytes - config.swap_bytes
         if left <= 0:
             raise ModelError(
@@ -56,32 +67,77 @@ def check(config: Config) -> None:
             )
 
 
+def with_room(config: Config, param_bytes: int) -> Config:
+    """Where a policy plans activations and nobody has said how much room they get: some.
+
+    A quarter of the main memory that lohan may use, at most eight times what parameters take, and
+    sixteen times as much on SSD.
+    """
+    is_given = config.swap_bytes is not None or config.swap_ssd_bytes is not None
+    if config.activations not in POLICIES or is_given:
+        return config
+    memory = config.host_bytes or int(_core.build_info()["memory_available_bytes"]) // 2
+    room = min(memory // _POLICY_SHARE, _POLICY_PARAMS * param_bytes) // _ALIGN * _ALIGN
+    if room < _POLICY_LEAST:
+        return config
+    return dataclasses.replace(config, swap_bytes=room)
+
+
 def host_bytes(config: Config) -> int:
     """Of the budget of main memory, what activations pass through."""
-    return 0 if config.swap_bytes is None else -(-config.swap_bytes // _ALIGN) * _ALIGN
+    return 0 if not config.swap_bytes else -(-config.swap_bytes // _ALIGN) * _ALIGN
 
 
 def options(
-    config: Config, device: Device, directories: Sequence[str]
+    config: Config, device: Device, room: _core.Store | None
 ) -> tuple[int, int, _core.Store | None, int]:
-    """What the engine is made with: memory, what of it is passed through, store, most at once."""
+    """What the engine is made with: memory, what of it is passed through, room, most at once."""
     memory = host_bytes(config)
     if memory == 0:
         return 0, 0, None, 0
-    store = _store(config, directories)
     transit = memory
     if device.name != "cpu":
         transit = min(memory, max(memory // _TRANSIT_SHARE // _ALIGN * _ALIGN, _TRANSIT_LEAST))
-    return memory, transit if store else 0, store, ITEM_COUNT_MAX
+    return memory, transit if room else 0, room, ITEM_COUNT_MAX
 
 
-def _store(config: Config, directories: Sequence[str]) -> _core.Store | None:
-    """Files without a name, beside the store's."""
+def _free_bytes(directories: Sequence[str], store_bytes: int) -> int:
+    """What files of equal size in all directories can have, behind those of a store."""
+    shares: dict[int, int] = {}
+    free: dict[int, int] = {}
+    for directory in directories:
+        path = directory
+        while not os.path.exists(path):
+            path = os.path.dirname(path)
+        device, space = os.stat(path).st_dev, os.statvfs(path)
+        shares[device] = shares.get(device, 0) + 1
+        free[device] = space.f_bavail * space.f_frsize
+    count = len(directories)
+    return max(min(free[d] * count // shares[d] for d in free) - store_bytes, 0)
+
+
+def room_bytes(room: _core.Store | None) -> int:
+    """What make_room() took."""
+    return 0 if room is None else int(json.loads(room.describe()["meta"])["bytes"])
+
+
+def make_room(config: Config, directories: Sequence[str], store_bytes: int) -> _core.Store | None:
+    """Take SSD for activations: files without a name, in the directories of the store.
+
+    Args:
+        config: swap_bytes and swap_ssd_bytes.
+        directories: of the store, there or not.
+        store_bytes: that a store will take which is not there yet; 0: it is.
+
+    Raises:
+        StoreError: a disk has no room; nothing is left behind.
+    """
     nbytes = config.swap_ssd_bytes
     if nbytes is None:
-        free = min(os.statvfs(d).f_bavail * os.statvfs(d).f_frsize for d in directories)
-        nbytes = len(directories) * free // 2
-    if nbytes == 0:
+        nbytes = _free_bytes(directories, store_bytes) // 2
+        if config.activations in POLICIES:
+            nbytes = min(nbytes, _POLICY_SSD * (config.swap_bytes or 0))
+    if not config.swap_bytes or nbytes == 0:
         return None
     folders = [os.path.join(directory, f".swap-{os.getpid()}") for directory in directories]
     try:
@@ -92,7 +148,7 @@ def _store(config: Config, directories: Sequence[str]) -> _core.Store | None:
             weights=[1] * len(folders),
             extents=[(-(-nbytes // _ALIGN) * _ALIGN, 0)],
             groups=[1],
-            meta=b"{}",
+            meta=json.dumps({"bytes": nbytes}).encode(),
             scalar_bytes_max=64,
             single_slot=True,
             temporary=True,
@@ -128,6 +184,7 @@ class _Item:
         "__weakref__",
         "before",
         "bytes",
+        "is_ahead",
         "is_dropped",
         "is_fetched",
         "kept",
@@ -146,6 +203,7 @@ class _Item:
         self.bytes: torch.Tensor | None = None
         self.kept: Any = None  # counts its target as device memory
         self.is_fetched = False
+        self.is_ahead = False  # fetched, and nobody has asked for it yet
         self.is_dropped = False
 
     def release(self) -> None:
@@ -171,15 +229,24 @@ class _Item:
         swap.engine.saved_fetch(self.number, target)
         self.is_fetched = True
 
+    def ahead_end(self) -> None:
+        """Somebody wants it, or nobody will."""
+        if self.is_ahead:
+            self.is_ahead = False
+            self.swap.ahead_bytes -= self.nbytes
+
     def get(self) -> torch.Tensor:
         """Its bytes, where computation is."""
         swap = self.swap
         swap.sweep()
         if not self.is_dropped:
+            self.ahead_end()
             if not self.is_fetched:
                 self.fetch()
             swap.fetch_ahead(self)
+            begin = time.perf_counter_ns()
             swap.engine.saved_wait(self.number)
+            swap.wait_ns += time.perf_counter_ns() - begin
             if swap.has_device:
                 swap.engine.saved_drop(self.number)
             else:
@@ -194,6 +261,7 @@ class _Item:
     def __del__(self) -> None:
         if self.is_dropped:
             return
+        self.ahead_end()
         with contextlib.suppress(Exception):  # the engine says itself what went wrong with it
             if self.is_fetched and self.swap.has_device:
                 self.swap.engine.saved_wait(self.number)  # a copy to the target is on its way
@@ -241,26 +309,33 @@ class Swap:
         self.inner_unpack = inner_unpack
         self.meter = meter
         # Half for what leaves: the rest is on its way to SSD meanwhile.
-        self.out_bytes = window_bytes // 2
-        self.ahead_bytes = window_bytes // 2
-        if device.ceiling_bytes:
-            room = device.ceiling_bytes - device.slot_bytes
-            self.out_bytes = min(self.out_bytes, room // 4)
-            self.ahead_bytes = min(self.ahead_bytes, room // 4)
+        self.window_bytes = window_bytes // 2
+        room = device.ceiling_bytes - device.slot_bytes
+        self.window_first = room // 4 if device.ceiling_bytes else self.window_bytes
+        self.window_set(self.window_first)
         self.pending: collections.deque[_Item] = collections.deque()
         self.pending_bytes = 0
+        self.ahead_bytes = 0  # fetched, and nobody has asked for it yet
+        self.wait_ns = 0
         self.last: weakref.ref[_Item] | None = None
         self._known: dict[int, tuple[_StorageRef, int, weakref.ref[_Item]]] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """An operation saves tensor."""
+        return self._pack(tensor, not self.has_device)
+
+    def pack_to_ssd(self, tensor: torch.Tensor) -> Any:
+        """The same; it goes to SSD even if main memory has room."""
+        return self._pack(tensor, True)
+
+    def _pack(self, tensor: torch.Tensor, to_ssd: bool) -> Any:
         packed = self.inner_pack(tensor)
         if isinstance(packed, _core.Handle) or not self._may_leave(tensor):
             return packed
         storage = tensor.untyped_storage()
         item = self._find(storage, tensor._version)
         if item is None:
-            item = self._put(storage, tensor._version, packed)
+            item = self._put(storage, tensor._version, packed, to_ssd)
         return packed if item is None else _Away(item, tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -283,10 +358,12 @@ class Swap:
             return None
         return known[2]()
 
-    def _put(self, storage: torch.UntypedStorage, version: int, packed: Any) -> _Item | None:
+    def _put(
+        self, storage: torch.UntypedStorage, version: int, packed: Any, to_ssd: bool
+    ) -> _Item | None:
         self.sweep()
         nbytes = storage.nbytes()
-        number = self.engine.saved_put(storage.data_ptr(), nbytes, not self.has_device)
+        number = self.engine.saved_put(storage.data_ptr(), nbytes, to_ssd)
         if number is None:
             return None
         item = _Item(self, number, nbytes, packed)
@@ -296,10 +373,21 @@ class Swap:
         self._known[storage._cdata] = (_StorageRef(storage), version, weakref.ref(item))
         self.pending.append(item)
         self.pending_bytes += nbytes
-        if self.pending_bytes > self.out_bytes:
-            self.engine.saved_room(self.out_bytes)
+        if self.pending_bytes > self.window_now:
+            begin = time.perf_counter_ns()
+            self.engine.saved_room(self.window_now)
+            self.wait_ns += time.perf_counter_ns() - begin
             self.sweep()
         return item
+
+    def window_set(self, nbytes: int) -> None:
+        """Let so many bytes at most be on their way, out and back together."""
+        self.window_now = min(nbytes, self.window_bytes)
+
+    def wait_take_ns(self) -> int:
+        """What the training thread waited here since it was last asked."""
+        taken, self.wait_ns = self.wait_ns, 0
+        return taken
 
     def sweep(self) -> None:
         """Let go of what is taken."""
@@ -310,12 +398,16 @@ class Swap:
 
     def fetch_ahead(self, item: _Item) -> None:
         """Ask for what backward will need behind item, as far as there is room."""
-        room = self.ahead_bytes
         before = item.before() if item.before is not None else None
-        while before is not None and room >= before.nbytes:
-            room -= before.nbytes
+        while before is not None:
             if not before.is_fetched:
+                # What is computed again asks out of order: earlier ones may be ahead of others.
+                room = self.window_now - self.pending_bytes - self.ahead_bytes
+                if room < before.nbytes:
+                    return
                 if self.meter is not None and self.meter.room() < before.nbytes:
                     return
                 before.fetch()
+                before.is_ahead = True
+                self.ahead_bytes += before.nbytes
             before = before.before() if before.before is not None else None

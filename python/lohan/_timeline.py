@@ -31,6 +31,8 @@ TRAINING = "training thread"
 WAITS = LANE_OF_KIND[7]
 LANES = (TRAINING, WAITS, *(LANE_OF_KIND[i] for i in (6, 10, 11, 0, 1, 8, 12, 3, 9, 2, 4, 13, 5)))
 NO_UNIT = 0xFFFFFFFF
+# Of events of no unit: the commit, and a wait for gradients.
+_NAMES = {5: "commit", 7: "gradients"}
 
 Event = tuple[int, int, int, int, int, int, int]
 
@@ -68,7 +70,7 @@ def spans_of(
     spans = [Span(TRAINING, 0, name, -1, step, start, end, 0) for name, step, start, end in marks]
     for kind, unit, _, step, start, end, nbytes in events:
         has_unit = unit != NO_UNIT
-        name = unit_names[unit] if has_unit else "commit" if kind == 5 else "gradients"
+        name = unit_names[unit] if has_unit else _NAMES.get(kind, "saved tensors")
         lane = LANE_OF_KIND[kind]
         spans.append(Span(lane, 0, name, unit if has_unit else -1, step, start, end, nbytes))
     spans.sort(key=lambda s: (LANES.index(s.lane), s.start_ns, -s.end_ns))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,90 +122,118 @@ def demo(
         _write_json(answer, json_path)
 
 
+def _step_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What `simulate` and `plan` both take."""
+    for option in (
+        click.option("--seq", default=1024, show_default=True, help="Tokens of each."),
+        click.option(
+            "--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Of the machine."
+        ),
+        click.option(
+            "--policy", default="auto", show_default=True, help="docs/planning.md has them."
+        ),
+        click.option("--schedule", help="As of lohan.wrap; the policy's unless told."),
+        click.option(
+            "--commit-every",
+            type=int,
+            help="Steps; else each, by auto so rare that it costs 0.5 %.",
+        ),
+        click.option("--sweep", metavar="NAME=VALUES", help="ssd_count=1..12, or batch=8,16,32."),
+        click.option(
+            "--plot",
+            type=click.Path(path_type=Path),
+            help="Draw the sweep, or step times over swapping and the timeline of a step.",
+        ),
+        click.option("--json", "json_wanted", is_flag=True, help="Write JSON."),
+    )[::-1]:
+        command = option(command)
+    return command
+
+
+MODEL_HELP = "As gpt-13b, or of transformers: a config.json, or a class."
+BATCH_HELP = "Sequences, or images, of a step."
+MACHINE_HELP = "A preset, a TOML file, or here: this one, measured."
+
+
 @main.command()
-@click.option(
-    "--model", required=True, help="As gpt-13b, or of transformers: a config.json, or a class."
-)
-@click.option("--batch", default=8, show_default=True, help="Sequences, or images, of a step.")
-@click.option("--seq", default=1024, show_default=True, help="Tokens of each.")
-@click.option("--machine", default="gaming-pc", show_default=True, help="A preset, or a TOML file.")
-@click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Of the machine.")
-@click.option("--policy", default="auto", show_default=True, help="docs/planning.md has them.")
-@click.option("--schedule", help="As of lohan.wrap; the policy's unless told.")
-@click.option("--commit-every", default=1, show_default=True, help="Above 1: a step between two.")
-@click.option("--sweep", metavar="NAME=VALUES", help="ssd_count=1..12, or batch=8,16,32.")
-@click.option(
-    "--plot", type=click.Path(path_type=Path), help="Draw the sweep, or step times over swapping."
-)
-@click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
-def simulate(
-    model: str,
-    batch: int,
-    seq: int,
-    machine: str,
-    changes: tuple[str, ...],
-    policy: str,
-    schedule: str | None,
-    commit_every: int,
-    sweep: str | None,
-    plot: Path | None,
-    json_wanted: bool,
-) -> None:
+@click.option("--model", required=True, help=MODEL_HELP)
+@click.option("--machine", default="gaming-pc", show_default=True, help=MACHINE_HELP)
+@click.option("--batch", default=8, show_default=True, help=BATCH_HELP)
+@_step_options
+def simulate(machine: str, changes: tuple[str, ...], json_wanted: bool, **words: Any) -> None:
     """Say how long a training step takes on a machine that need not be here, and what bounds it.
 
     The engine that trains runs in virtual time. docs/machines.md says what a machine is.
     """
-    from lohan import _simulate_show
-    from lohan.simulate import Options
+    from lohan import _machines, _simulate_show
 
-    answer = _simulate_show.run(
-        _simulate_show.Request(
-            model=model,
-            batch=batch,
-            seq=seq,
-            machine=machine,
-            changes=changes,
-            options=Options(policy, schedule, commit_every),
-            sweep=sweep,
-            plot=plot,
-        ),
-        None if json_wanted else Console(),
-    )
+    here = _machines.change(_machines.load(machine), changes)
+    console = None if json_wanted else Console()
+    answer = _simulate_show.run(_simulate_show.request(here, **words), console)
     if json_wanted:
         _write_json(answer, None)
 
 
 @main.command()
-@click.option("--largest", is_flag=True, required=True, help="Which model still fits.")
-@click.option("--family", default="gpt", show_default=True, help="gpt, opt or dit.")
-@click.option(
-    "--machine", default="gaming-pc", show_default=True, help="A preset, a file, or here."
-)
+@click.option("--model", help=MODEL_HELP)
+@click.option("--largest", is_flag=True, help="Instead of a model: which of a family still fits.")
+@click.option("--family", default="gpt", show_default=True, help="With --largest: gpt, opt, dit.")
+@click.option("--machine", help=f"{MACHINE_HELP} [default: here; with --largest: gaming-pc]")
+@click.option("--store", multiple=True, metavar="DIR", help="On each SSD that is measured.")
+@click.option("--save", type=click.Path(path_type=Path), help="Write the machine as a TOML file.")
+@click.option("--batch", type=int, help=f"{BATCH_HELP} [default: 8; with --largest: 1]")
 @click.option("--gpu", metavar="SIZE", help="Of its memory, as 24GiB.")
 @click.option("--ram", metavar="SIZE", help="That lohan may use.")
 @click.option("--ssd", metavar="SIZE", help="Of all SSDs together.")
-@click.option("--batch", default=1, show_default=True, help="Sequences, or images, of a step.")
-@click.option("--seq", default=1024, show_default=True, help="Tokens of each.")
-@click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
+@_step_options
 def plan(
+    model: str | None,
+    batch: int | None,
     largest: bool,
     family: str,
-    machine: str,
+    machine: str | None,
+    store: tuple[str, ...],
+    save: Path | None,
     gpu: str | None,
     ram: str | None,
     ssd: str | None,
-    batch: int,
-    seq: int,
+    changes: tuple[str, ...],
     json_wanted: bool,
+    **words: Any,
 ) -> None:
-    """Say which model of a family still fits a machine, and what stops the next one."""
-    from lohan import _largest, _machines
+    """Say how long a step takes on this machine, which is measured first; or what still fits it.
 
-    sizes = {"gpu_bytes": gpu, "host_bytes": ram, "ssd_bytes": ssd}
-    changes = [f"{name}={size}" for name, size in sizes.items() if size is not None]
-    changes += ["ssd_count=1"] if ssd is not None else []
-    found = _largest.find(family, _machines.change(_machines.load(machine), changes), batch, seq)
-    if json_wanted:
-        _write_json(found, None)
+    The report is that of `lohan simulate`.
+    """
+    from lohan import _largest, _machines, _simulate_show
+
+    if (model is None) != largest:
+        raise click.UsageError("--model NAME for its step, or --largest for what fits: one of both")
+    if store and machine is not None:
+        raise click.UsageError("--store names SSDs to be measured, --machine one that is known")
+    if machine is None and (store or not largest):
+        here = _machines.here(store or (".",))
     else:
-        _largest.show(found, Console())
+        here = _machines.load(machine or "gaming-pc")
+    if save is not None:
+        _machines.save(here, save)
+    sizes = {"gpu_bytes": gpu, "host_bytes": ram}
+    own = [f"{name}={size}" for name, size in sizes.items() if size is not None]
+    here = _machines.change(here, [*own, *changes])
+    if ssd is not None:
+        each = _machines.quantity("ssd_bytes", ssd) // here.ssd_count
+        here = _machines.change(here, [f"ssd_bytes={each}"])
+    console = None if json_wanted else Console()
+    if largest:
+        answer = _largest.find(family, here, 1 if batch is None else batch, words["seq"])
+        if console is not None:
+            _largest.show(answer, console)
+    else:
+        if console is not None:
+            _simulate_show.show_machine(here, console)
+        request = _simulate_show.request(
+            here, model=model, batch=8 if batch is None else batch, **words
+        )
+        answer = _simulate_show.run(request, console)
+    if json_wanted:
+        _write_json(answer, None)

@@ -6,11 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
+from lohan import _policies
+
 # In the order of the core's enum lh_engine_schedule.
 SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
 # Of these, no update runs before step().
 SCHEDULES_AT_STEP = ("serial", "deferred")
 ACTIVATIONS = ("keep", "recompute")
+# What is planned once a first step was looked at.
+POLICIES = tuple(_policies.names())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,16 +60,26 @@ class Config:
             module around it, and others stay. That is done with what the layer computes, its output
             included. Layers that stay or leave with all inside are skipped when their block is
             computed again. {"*.attn": "keep", "*": "recompute"}: all but attention.
+            The name of a policy ("auto", or one of the papers', docs/planning.md): the first two
+            steps are looked at with everything computed again, then it is decided what stays,
+            leaves or is computed again (`model.lohan.plan()`); so is the first step of each further
+            shape of batches. Without swap_bytes it may use a quarter of host_bytes, at most eight
+            times the parameters' bytes.
+        profile: what those first steps showed lies beside the store. "reuse": the next run with the
+            same model, shape and machine begins with it; "again": it looks anew.
         swap_bytes: main memory (of host_bytes) for activations that leave: what autograd keeps of
             64 KiB and more goes there while forward runs on, and is back when backward needs it.
             From an accelerator it stays there while there is room and else goes on to SSD; where
-            computation is in main memory all of it goes to SSD. None: it stays where it is.
-        swap_ssd_bytes: room on SSD for it, taken at once. None: half of what is free; 0: none.
+            computation is in main memory all of it goes to SSD. None: it stays where it is, but
+            where a policy plans; 0: it stays.
+        swap_ssd_bytes: room on SSD for it, taken at once. None: half of what is free, for a policy
+            at most sixteen times swap_bytes; 0: none.
         device: where computation happens: "cpu" (main memory), "cuda", "cuda:1", or "emu", an
             emulated accelerator in main memory (to try what a GPU would do). None: the GPU that
             torch uses, if there is one.
         device_bytes: device memory for parameters, kept saved tensors and gradients on their way
-            out. None: what the device has.
+            out. None: what the device has. Where computation is in main memory: what a policy
+            may leave there of saved tensors (None: most of what is available).
         device_param_bytes: of these, for parameters. None: half of device_bytes (of a GPU's free
             memory a quarter), at least what is in use at once.
         emu_bytes_per_s: speed of the emulated device's two links, in and out. None: as fast as
@@ -90,7 +104,8 @@ class Config:
     schedule: Literal["optimized", "serial", "naive", "deferred", "auto"] = "optimized"
     accumulate: int | Literal["manual"] = 1
     loss_scaling: bool = False
-    activations: Literal["keep", "recompute"] | Mapping[str, str] = "keep"
+    activations: str | Mapping[str, str] = "keep"
+    profile: Literal["reuse", "again"] = "reuse"
     swap_bytes: int | None = None
     swap_ssd_bytes: int | None = None
     device: str | None = None

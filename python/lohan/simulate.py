@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from lohan import _core, _machines, _models
+from lohan import _core, _machines, _models, _simulate_timeline
 from lohan._machines import Machine
-from lohan._placement import NS_PER_S, Placement, block_params, place
+from lohan._placement import NS_PER_S, SWITCHES, Placement, block_params, place
 from lohan._plan import Model
+from lohan._simulate_timeline import Timeline
 from lohan._stats import READS, WRITES
 from lohan.errors import BudgetError, LohanError, MachineError
 
@@ -29,6 +31,14 @@ _SLOT_COUNT = 2
 _TRANSFER_BYTES = 4 << 20
 # As of lohan.wrap.
 _IO_DEPTH = 16
+_RARELY = 1 << 20
+# Events that are kept for a picture: enough for two steps, whose requests are seldom smaller.
+_TRACE_COUNT_LEAST = 1 << 16
+_TRACE_COUNT_MAX = 1 << 24
+_TRACE_EVENT_BYTES = 1 << 20
+_STEP_BYTES_PER_PARAM = 32
+# Commits that take no more of the time are rare enough.
+_COMMIT_SHARE = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +48,18 @@ class Options:
     Attributes:
         policy: what happens to activations and states (docs/planning.md).
         schedule: of updates, as of `lohan.wrap`. None: the policy's.
-        commit_every: steps from one commit to the next. Above 1 the figures are of a step between
-            two commits.
+        commit_every: steps from one commit to the next. None: each step commits, but by `auto` as
+            few as make commits half a percent of the time.
         swap_share: of the activations inside blocks, that leave the GPU, by falling benefit; the
             others are computed again. None: as the policy says.
+        without: of what `auto` has beside the papers' policy, what it shall do without (SWITCHES).
     """
 
     policy: str = "auto"
     schedule: str | None = None
-    commit_every: int = 1
+    commit_every: int | None = None
     swap_share: float | None = None
+    without: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +77,13 @@ class Resource:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A settled step.
+    """A settled step, with its share of the commit.
 
     Attributes:
         step_ns: from its begin to the begin of the next one.
-        forward_ns, backward_ns: of it.
+        forward_ns, backward_ns: of it, without a commit.
+        commit_every: steps from one commit to the next.
+        commit_ns: that one commit adds, once in so many steps.
         tokens: of the batch.
         forward_flop, recompute_flop: of the GPU; backward's own are twice forward's.
         resources: by name: "gpu", "ssd" (all of them), "ssd_bus" (if it has a limit), "link_in",
@@ -83,6 +97,8 @@ class Step:
     step_ns: int
     forward_ns: int
     backward_ns: int
+    commit_every: int
+    commit_ns: int
     tokens: int
     forward_flop: int
     recompute_flop: int
@@ -119,6 +135,8 @@ class Step:
             "step_ms": self.step_ns / 1e6,
             "forward_ms": self.forward_ns / 1e6,
             "backward_ms": self.backward_ns / 1e6,
+            "commit_every": self.commit_every,
+            "commit_ms": self.commit_ns / 1e6,
             "tokens_per_s": self.tokens_per_s,
             "tflops": self.tflops,
             "forward_flop": self.forward_flop,
@@ -163,11 +181,20 @@ def _core_machine(machine: Machine, placement: Placement) -> dict[str, int]:
     }
 
 
-def _resources(raw: dict[str, Any], machine: Machine, flop: int) -> dict[str, Resource]:
+def _commit_every(raw: dict[str, Any], options: Options) -> int:
+    """Steps from one commit to the next, by what one costs."""
+    if options.commit_every is not None:
+        return options.commit_every
+    every: int = math.ceil(raw["commit_ns"] / (_COMMIT_SHARE * raw["step_ns"]))
+    return max(every, 1)
+
+
+def _resources(
+    raw: dict[str, Any], machine: Machine, step_ns: float, written: int, flop: int
+) -> dict[str, Resource]:
     nbytes = raw["bytes"]
-    step_s = raw["step_ns"] / NS_PER_S
+    step_s = step_ns / NS_PER_S
     read = sum(nbytes[name] for name in READS)
-    written = sum(nbytes[name] for name in WRITES)
     ssd_s = read / machine.ssd_read_bytes_per_s + written / machine.ssd_write_bytes_per_s
     inward = nbytes["copy_in"] + nbytes["saved_in"]
     outward = nbytes["copy_out"] + nbytes["saved_out"]
@@ -176,7 +203,7 @@ def _resources(raw: dict[str, Any], machine: Machine, flop: int) -> dict[str, Re
         "ssd": Resource(read + written, ssd_s / machine.ssd_count / step_s),
         "link_in": Resource(inward, inward / machine.link_in_bytes_per_s / step_s),
         "link_out": Resource(outward, outward / machine.link_out_bytes_per_s / step_s),
-        "cpu": Resource(None, raw["update_busy_ns"] / machine.worker_count / raw["step_ns"]),
+        "cpu": Resource(None, raw["update_busy_ns"] / machine.worker_count / step_ns),
     }
     if machine.ssd_total_bytes_per_s:
         bus_s = (read + written) / machine.ssd_total_bytes_per_s
@@ -206,16 +233,23 @@ def _saved(placement: Placement) -> dict[str, int]:
     }
 
 
+def _is_rare(options: Options) -> bool:
+    """Commits are, unless told."""
+    return options.policy == "auto" and "host_states" not in options.without
+
+
 def _run(
-    model: Model, machine: Machine, options: Options, only_checks: bool
+    model: Model, machine: Machine, options: Options, only_checks: bool, trace_count: int = 0
 ) -> tuple[Placement, dict[str, Any]]:
     if options.schedule not in (None, *SCHEDULES):
         raise MachineError(f"schedule {options.schedule!r}: one of {', '.join(SCHEDULES)}")
-    if options.commit_every < 1:
+    if options.commit_every is not None and options.commit_every < 1:
         raise MachineError(f"commit_every = {options.commit_every}: at least 1")
+    if not set(options.without) <= set(SWITCHES):
+        raise MachineError(f"without {options.without}: some of {', '.join(SWITCHES)}")
     # The least first: what a plan says of it may be that other memory would have to make up for it.
     _capacity_check(model, machine, min(_STATE_BYTES_PER_PARAM.values()))
-    placement = place(model, machine, options.policy, options.swap_share)
+    placement = place(model, machine, options.policy, options.swap_share, options.without)
     per_param = _STATE_BYTES_PER_PARAM[placement.dtype]
     _capacity_check(model, machine, per_param, placement.ssd_bytes)
     raw = _core.simulate(
@@ -229,11 +263,12 @@ def _run(
         saved=_saved(placement),
         host_bytes=placement.engine_bytes,
         schedule=SCHEDULES.index(options.schedule or placement.schedule),
-        commit_every=options.commit_every,
+        commit_every=options.commit_every or (_RARELY if _is_rare(options) else 1),
         io_depth=_IO_DEPTH,
         transfer_bytes=_TRANSFER_BYTES,
         only_checks=only_checks,
         raiser=_raiser,
+        trace_count=trace_count,
     )
     return placement, raw
 
@@ -260,23 +295,51 @@ def simulate(model: Model, machine: Machine, options: Options | None = None) -> 
         BudgetError: the model does not fit the machine; the message has the numbers.
         MachineError: an option that is none.
     """
-    placement, raw = _run(model, machine, options or Options(), only_checks=False)
-    return _step(model, machine, placement, raw)
+    options = options or Options()
+    placement, raw = _run(model, machine, options, only_checks=False)
+    return _step(model, machine, placement, raw, _commit_every(raw, options))
 
 
-def _step(model: Model, machine: Machine, placement: Placement, raw: dict[str, Any]) -> Step:
-    written = sum(raw["bytes"][name] for name in WRITES)
+def simulate_traced(
+    model: Model, machine: Machine, options: Options | None = None
+) -> tuple[Step, Timeline]:
+    """The same, and how busy each resource is in the course of the step.
+
+    Args:
+        model: with its batch.
+        machine: of integers.
+        options: of lohan.
+
+    Raises:
+        BudgetError, MachineError: as simulate().
+    """
+    options = options or Options()
+    moved = _STEP_BYTES_PER_PARAM * model.param_count + 2 * model.activation_bytes
+    count = min(_TRACE_COUNT_LEAST + moved // _TRACE_EVENT_BYTES, _TRACE_COUNT_MAX)
+    placement, raw = _run(model, machine, options, only_checks=False, trace_count=count)
+    step = _step(model, machine, placement, raw, _commit_every(raw, options))
+    return step, _simulate_timeline.make(raw, machine)
+
+
+def _step(
+    model: Model, machine: Machine, placement: Placement, raw: dict[str, Any], commit_every: int
+) -> Step:
+    step_ns = raw["step_ns"] + raw["commit_ns"] // commit_every
+    written = sum(raw["bytes"][name] for name in WRITES) + raw["commit_write_bytes"] // commit_every
     endurance = machine.ssd_count * machine.ssd_endurance_bytes
-    life_s = endurance / written * raw["step_ns"] / NS_PER_S if endurance and written else None
+    life_s = endurance / written * step_ns / NS_PER_S if endurance and written else None
+    flop = 3 * model.forward_flop + placement.recompute_flop
     gpu_bytes = placement.slot_bytes + placement.room_bytes + placement.computing_bytes
     return Step(
-        step_ns=raw["step_ns"],
+        step_ns=step_ns,
         forward_ns=raw["forward_ns"],
         backward_ns=raw["backward_ns"],
+        commit_every=commit_every,
+        commit_ns=raw["commit_ns"],
         tokens=model.tokens,
         forward_flop=model.forward_flop,
         recompute_flop=placement.recompute_flop,
-        resources=_resources(raw, machine, 3 * model.forward_flop + placement.recompute_flop),
+        resources=_resources(raw, machine, step_ns, written, flop),
         ssd_read_bytes=sum(raw["bytes"][name] for name in READS),
         ssd_write_bytes=written,
         swapped_bytes=raw["bytes"]["saved_out"],

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import itertools
 import os
 import shutil
-import signal
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -19,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lohan import _activations, _adopt, _core, _device, _store, _swap, _weights
+from lohan import _activations, _adopt, _core, _device, _exit, _store, _swap, _weights
 from lohan._accumulate import is_accumulating
 from lohan._block import RESIDUAL_BYTES, Layout, make_layout
 from lohan._guard import Guard
@@ -44,7 +41,7 @@ TRACE_EVENT_BYTES = 40
 
 _RANGES = {
     "host_bytes": (1, 1 << 60),
-    "swap_bytes": (1, 1 << 60),
+    "swap_bytes": (0, 1 << 60),
     "swap_ssd_bytes": (0, 1 << 60),
     "threads": (1, 256),
     "nice": (0, 19),
@@ -54,9 +51,6 @@ _RANGES = {
     "device_bytes": (1, 1 << 60),
     "device_param_bytes": (1, 1 << 60),
 }
-
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-_handlers_are_set = False
 
 
 def wrap(
@@ -123,10 +117,10 @@ def wrap(
     _adopt.check(optimizer, {**hyper, "params": params}, resume=resume)
     _check_config(made)
     made = _config_for_waiting(made, max_grad_norm)
-    layout = _layout_for_budget(model, blocks, made)
+    made, layout, budget = _divide(model, blocks, made)
     ours, group_of = _make_optimizer(layout, params, hyper, optimizer)
     ours.max_grad_norm = max_grad_norm
-    opening = _Opening(model, layout, made, _budget(layout, made), ours, group_of)
+    opening = _Opening(model, layout, made, budget, ours, group_of)
     _attach(model, opening.open(store, resume, weights, init), ours)
     return model
 
@@ -141,6 +135,7 @@ class _Opening:
     budget: dict[str, int]
     optimizer: Optimizer
     group_of: dict[int, int]
+    room: _core.Store | None = None  # of SSD, for activations; the session's once there is one
 
     def open(
         self, where: PathLike | Sequence[PathLike] | None, resume: bool, weights: Any, init: Any
@@ -152,6 +147,9 @@ class _Opening:
         directories = _directories(where)
         extents = _store.plan_extents(self.layout, self.config.commit_every == "never")
         try:
+            # First: a disk that is full must not cost a store that is filled already.
+            store_bytes = 0 if resume else extents.nbytes
+            self.room = _swap.make_room(self.config, directories, store_bytes)
             if resume:
                 store = _store.open_existing(directories, self.config)
             else:
@@ -159,6 +157,10 @@ class _Opening:
                     self.layout, extents, directories, self.config, temporary=where is None
                 )
             return self._begin(store, extents, directories, resume, weights, init, where is None)
+        except BaseException:
+            if self.room is not None:
+                self.room.close()
+            raise
         finally:
             if where is None:
                 for directory in directories:
@@ -204,6 +206,7 @@ class _Opening:
                 len(self.optimizer.param_groups),
                 norms=self.optimizer.max_grad_norm is not None or self.config.loss_scaling,
                 device=_device.plan(self.layout, *_together_bytes(self.layout), self.config),
+                room=self.room,
             )
             session.adopt(self.optimizer)
             if resume:
@@ -212,7 +215,7 @@ class _Opening:
             if is_filled and not resume and not temporary:
                 error.add_note("the weights are in the store: wrap again with resume=True")
             if session is not None:
-                _close_quietly(session)
+                _exit.close_quietly(session)
             else:
                 if is_filled and not resume and was_in_memory:
                     _weights.recover(self.layout, extents, store)
@@ -259,7 +262,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         states = _adopt.read_state(layout, extents, store) if origin is not None else {}
         values = _weights.read(layout, extents, store)
     session.close()
-    _sessions.discard(session)
+    _exit.sessions.discard(session)
     session.unhook()
     guard.remove()
     if origin is not None:
@@ -283,42 +286,18 @@ def _attach(model: nn.Module, session: Session, optimizer: Optimizer) -> None:
     object.__setattr__(model, "optimizer", optimizer)
     object.__setattr__(model, "no_sync", session.no_sync)
     object.__setattr__(model, "_lohan_guard", guard)
-    weakref.finalize(model, _close_quietly, session)
-    _sessions.add(session)
-    _set_handlers()
+    weakref.finalize(model, _exit.close_quietly, session)
+    _exit.sessions.add(session)
+    if _exit.set_handlers():
+        register_optimizer_step_pre_hook(_refuse_other_optimizer)
     if optimizer.origin is not None:
         _adopt.retire(optimizer.origin, session.layout)
-
-
-def _close_quietly(session: Session) -> None:
-    try:
-        session.close()
-    except Exception as error:
-        print(f"lohan: {error}", file=sys.stderr)
-
-
-def _close_all() -> None:
-    for session in list(_sessions):
-        _close_quietly(session)
-
-
-def _set_handlers() -> None:
-    """Commit at normal exit and at SIGTERM; Ctrl-C is an exception and reaches the exit."""
-    global _handlers_are_set
-    if _handlers_are_set:
-        return
-    _handlers_are_set = True
-    atexit.register(_close_all)
-    register_optimizer_step_pre_hook(_refuse_other_optimizer)
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _on_sigterm)
 
 
 def _refuse_other_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if isinstance(optimizer, Optimizer):
         return
-    for session in _sessions:
+    for session in _exit.sessions:
         names = {} if session.closed else session.param_names()
         for param in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
             if id(param) in names:
@@ -326,10 +305,6 @@ def _refuse_other_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs:
                     f"{type(optimizer).__name__} cannot step parameter {names[id(param)]!r}, whose"
                     " values and gradient are lohan's: use model.optimizer"
                 )
-
-
-def _on_sigterm(number: int, frame: Any) -> None:
-    raise SystemExit(128 + number)  # unwinds to atexit, which commits what is closed
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -367,7 +342,7 @@ def _check_model(model: Any, is_filled: bool) -> None:
 
 def _check_not_held(model: nn.Module) -> None:
     """Refuse what another session has, a closed one too: its parameters are hollow."""
-    for session in _sessions:
+    for session in _exit.sessions:
         names = session.param_names()
         for name, param in nn.Module.named_parameters(model):
             if id(param) in names:
@@ -410,6 +385,8 @@ def _check_config(config: Config) -> None:
         raise ModelError(f"commit_every {every!r}: 'auto', 'never' or a number of steps from 1")
     if config.io not in ("auto", "io_uring", "libaio", "threads"):
         raise ModelError(f"io {config.io!r}: 'auto', 'io_uring', 'libaio' or 'threads'")
+    if config.profile not in ("reuse", "again"):
+        raise ModelError(f"profile {config.profile!r}: 'reuse' or 'again'")
     if config.heap not in ("keep", "system"):
         raise ModelError(f"heap {config.heap!r}: 'keep' or 'system'")
     if config.schedule not in SCHEDULES:
@@ -524,6 +501,21 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     _device.plan(layout, together, apart, config)
     full = _core.budget(units, 1 << 60, bookkeeping, *waiting, raiser)["host_bytes_full"]
     return _core.budget(units, _host_bytes(config, full), bookkeeping, *waiting, raiser)
+
+
+def _divide(
+    model: nn.Module, blocks: Sequence[nn.Module] | None, config: Config
+) -> tuple[Config, Layout, dict[str, int]]:
+    """Main memory, with room for activations that a policy plans where the rest allows it."""
+    roomy = _swap.with_room(config, sum(p.numel() * p.element_size() for p in model.parameters()))
+    try:
+        layout = _layout_for_budget(model, blocks, roomy)
+        return roomy, layout, _budget(layout, roomy)
+    except BudgetError:
+        if roomy is config:
+            raise
+    layout = _layout_for_budget(model, blocks, config)
+    return config, layout, _budget(layout, config)
 
 
 def _layout_for_budget(

@@ -141,6 +141,33 @@ static void test_abort_unrecoverable(void)
     finish(&rig);
 }
 
+static void test_abort_before_updates(void)
+{
+    struct rig rig;
+    lh_test_name("an abort before any update began loses nothing that memory alone has");
+    rig_make(&rig, "abort-dirty", (struct rig_opts){.commit_every = 100});
+    for (int i = 0; i < 3; i++) {
+        LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+        LH_CHECK(rig_forward_backward(&rig, 0) == 0);
+        while (lh_engine_over_wait(rig.engine, 1000) == 0) {
+        }
+        /* Both come before the engine may do anything about the first. */
+        while (lh_engine_pause(rig.engine, 1000) == 0) {
+        }
+        uint32_t param = rig.units[1].param_first;
+        uint32_t count = rig.units[1].param_count;
+        for (uint32_t j = param; j < param + count; j++)
+            LH_CHECK(lh_engine_gradient(rig.engine, j, rig.gradients[j],
+                                        rig_gradient_dtype(&rig, j)) == 0);
+        LH_CHECK(lh_engine_abort(rig.engine, 0) == 0);
+        lh_engine_resume(rig.engine);
+        LH_CHECK(rig_abort(&rig) == 0);
+        LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    }
+    LH_CHECK(rig_flush(&rig, true) == 0);
+    finish(&rig);
+}
+
 static void test_flush_given_up(void)
 {
     struct rig rig;
@@ -428,6 +455,7 @@ int main(void)
     test_between_commits();
     test_abort();
     test_abort_unrecoverable();
+    test_abort_before_updates();
     test_flush_given_up();
     test_norms(true);
     test_norms(false);

@@ -197,6 +197,37 @@ static void test_round_trips(const char *kind, uint64_t memory_bytes)
     test_shut(&test);
 }
 
+static void test_dropped_unread(void)
+{
+    lh_test_name("asked for and dropped before it is read, or while it waits for room");
+    static struct saved_test test;
+    int round_max = getenv("LH_TEST_FAST") ? 10 : 40;
+    test_open(&test, NULL, 3 * LH_MIB + 40960, 3 * LH_MIB + 40960, 64 * LH_MIB);
+    for (int round = 0; round < round_max; round++) {
+        for (uint32_t i = 0; i < ITEM_COUNT; i++)
+            put(&test, i);
+        LH_CHECK(taken_wait(&test) == 1);
+        LH_CHECK(rig_flush(&test.rig, false) == 0);
+        uint32_t kept = (uint32_t)below(&test, ITEM_COUNT);
+        for (uint32_t i = ITEM_COUNT; i-- > 0;) {
+            fetch(&test, i);
+            if (i != kept && below(&test, 2) == 0) {
+                lh_saved_drop(test.rig.engine, test.items[i]);
+                test.items[i] = LH_SAVED_NONE;
+            }
+        }
+        for (uint32_t i = ITEM_COUNT; i-- > 0;)
+            if (i != kept && test.items[i] != LH_SAVED_NONE)
+                lh_saved_drop(test.rig.engine, test.items[i]);
+        LH_CHECK(back_wait(&test, kept) == 1);
+        check(&test, kept);
+        lh_saved_drop(test.rig.engine, test.items[kept]);
+        LH_CHECK(rig_flush(&test.rig, false) == 0);
+        all_free_check(&test);
+    }
+    test_shut(&test);
+}
+
 static void test_refusals(void)
 {
     lh_test_name("what does not fit is refused, or ends the wait with the numbers");
@@ -264,6 +295,7 @@ int main(void)
         test_round_trips(kinds[i], 6 * LH_MIB);
         test_stop(kinds[i]);
     }
+    test_dropped_unread();
     test_refusals();
     test_wrong_byte();
     return 0;

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "py"))
 from test_training import assert_same, deterministic, state_of, wrap
+from tower_helper import Tower, by_softmax
 
 __all__ = ["deterministic"]  # a fixture
 
@@ -22,38 +22,11 @@ ROWS = 512
 STEPS = 4
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(self.norm(x)).view(1, ROWS, 3, 4, WIDTH // 4)
-        q, k, v = (heads[:, :, i].transpose(1, 2) for i in range(3))
-        scores = (q @ k.transpose(-1, -2)).softmax(-1)
-        y = functional.dropout(scores @ v, 0.1, self.training)
-        return x + torch.tanh(self.out(y.transpose(1, 2).reshape(ROWS, WIDTH)))
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.float().square().mean()
-
-
 def train(
     store: pathlib.Path, dtype: torch.dtype, **settings: Any
 ) -> tuple[list[float], dict[str, torch.Tensor], int, Any]:
     """Losses, parameters, what was allocated at most, the last step's numbers."""
-    model = wrap(store, Tower().to(dtype), **settings)
+    model = wrap(store, Tower(DEPTH, WIDTH, by_softmax).to(dtype), **settings)
     losses = []
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -79,6 +52,7 @@ def train(
         {"swap_bytes": 256 << 20, "swap_ssd_bytes": 0},
         {"swap_bytes": 64 << 20, "swap_ssd_bytes": 1 << 30},
         {"activations": "recompute", "swap_bytes": 64 << 20, "swap_ssd_bytes": 1 << 30},
+        {"activations": "lohan", "swap_bytes": 64 << 20, "swap_ssd_bytes": 1 << 30},
     ],
     ids=str,
 )

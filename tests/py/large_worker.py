@@ -1,7 +1,8 @@
 """One process that trains a model larger than its budget, or only what any process would need.
 
-Run as `python large_worker.py STORE HOST_BYTES`, or `python large_worker.py baseline`; it prints a
-JSON object.
+Run as `python large_worker.py STORE HOST_BYTES`, as `python large_worker.py baseline`, or for some
+steps of more tokens, whose activations leave memory if SWAP_BYTES is above 0, as
+`python large_worker.py STORE HOST_BYTES SWAP_BYTES`; it prints a JSON object.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import pathlib
 import sys
 import time
+from typing import Any
 
 import lohan
 import torch
@@ -17,6 +19,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 TOKEN_COUNT = 16
+SWAP_SSD_BYTES = 8_000_000_000
 
 
 def config() -> OPTConfig:
@@ -83,10 +86,42 @@ def run_step(store: str, host_bytes: int) -> dict[str, float]:
     }
 
 
+def run_steps(store: str, host_bytes: int, swap_bytes: int) -> dict[str, Any]:
+    """Train on batches of 4 x 512 tokens."""
+    swap = {"swap_bytes": swap_bytes, "swap_ssd_bytes": SWAP_SSD_BYTES} if swap_bytes else {}
+    with lohan.empty():
+        model = OPTForCausalLM(config()).to(torch.bfloat16)
+    model = lohan.wrap(model, store=store, init="model", host_bytes=host_bytes, lr=1e-4, **swap)
+    losses, swapped, seconds = [], [], []
+    for step in range(2):
+        started = time.monotonic()
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randint(0, 50272, (4, 512), generator=generator)
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        model.optimizer.step()
+        model.lohan.flush()
+        losses.append(loss.item())
+        stats = model.lohan.stats()
+        assert stats.bytes == stats.planned_bytes
+        swapped.append(stats.bytes["saved_write"])
+        seconds.append(time.monotonic() - started)
+    model.lohan.close()
+    return {
+        "losses": losses,
+        "swapped_bytes": swapped,
+        "step_s": seconds,
+        "host_bytes": model.lohan.budget["host_bytes"] + swap_bytes,
+        "peak_bytes": peak_bytes(),
+    }
+
+
 if __name__ == "__main__":
     torch.set_num_threads(2)
     torch.manual_seed(0)
     answer = (
-        run_baseline() if sys.argv[1] == "baseline" else run_step(sys.argv[1], int(sys.argv[2]))
+        run_baseline()
+        if sys.argv[1] == "baseline"
+        else (run_step, run_steps)[len(sys.argv) == 4](sys.argv[1], *map(int, sys.argv[2:]))
     )
     print(json.dumps(answer))

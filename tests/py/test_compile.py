@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import lohan
 import pytest
 import torch
+from lohan import _frame, _swap
 from lohan.errors import UnsupportedError
 from rules_helper import (
     Workshop,
@@ -104,6 +107,40 @@ def test_a_wrapped_model_runs_uncompiled_and_says_so_once(
     assert capfd.readouterr().err.count("runs uncompiled") == 1
     assert_same_state(dict(lohan.unwrap(model).state_dict()), expected_names(model, expected))
     workshop.made.remove(model)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activations": "recompute"},
+        {"activations": "auto"},
+        {"activations": {"*.up": "keep", "*": "recompute"}},
+        {"activations": {"*.up": "swap", "*": "recompute"}, "swap_bytes": 8 << 20},
+        {"swap_bytes": 8 << 20, "swap_ssd_bytes": 64 << 20},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_activations_do_what_they_are_told_beside_compile_with_the_same_bits(
+    way: Callable[[nn.Module], Step],
+    settings: dict[str, Any],
+    workshop: Workshop,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_frame, "SMALL_BYTES", 64)
+    monkeypatch.setattr(_swap, "LEAST_BYTES", 64)
+    losses: list[list[torch.Tensor]] = [[], []]
+    expected: dict[str, torch.Tensor] = {}
+    for run, said in zip(losses, ({}, settings), strict=True):
+        model = workshop.wrap(build(), **said)
+        step = way(model) if said else functools.partial(train_step, model)
+        for number in range(3):
+            step(number)
+            with torch.no_grad():
+                run.append(square_loss(model, number).detach())
+        expected = expected or dict(model.state_dict())
+    assert_same_state(dict(model.state_dict()), expected_names(model, expected))
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
 
 
 def expected_names(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
-import tomllib
 
 import pytest
-from lohan import _machines, _measure
+from click.testing import CliRunner, Result
+from lohan import _machines
+from lohan.cli import main
 from lohan.errors import StoreError
 
 
@@ -20,16 +22,43 @@ def test_this_machine_is_measured_and_simulated(store_dir: pathlib.Path) -> None
         ("ssd_write_bytes_per_s", 1e6, 1e11),
     ):
         assert least < getattr(machine, name) < most, name
-    read = _machines.load(_save(machine, store_dir))
-    assert read.as_core() == machine.as_core()
-    assert not list(store_dir.glob("*probe*"))
+    assert list(store_dir.iterdir()) == []
+    _machines.save(machine, store_dir / "machine.toml")
+    assert _machines.load(str(store_dir / "machine.toml")) == machine
 
 
-def _save(machine: _machines.Machine, folder: pathlib.Path) -> str:
-    path = folder / "machine.toml"
-    path.write_text(_measure.as_toml(machine), encoding="utf-8")
-    assert tomllib.loads(path.read_text(encoding="utf-8"))["name"]
-    return str(path)
+def plan(*words: str) -> Result:
+    return CliRunner().invoke(main, ["plan", *words])
+
+
+def test_a_plan_is_the_simulation_of_the_machine_that_was_measured(
+    store_dir: pathlib.Path,
+) -> None:
+    path = store_dir / "machine.toml"
+    (store_dir / "b").mkdir()
+    ssds = ["--store", str(store_dir), "--store", str(store_dir / "b")]
+    shape = ["--model", "opt-1.3b", "--batch", "1", "--policy", "lohan"]
+    enough = ["--gpu", "8GiB", "--ram", "16GiB", "--ssd", "4TB", "--set", "ssd_latency_ns=1us"]
+    planned = plan(*shape, *ssds, *enough, "--save", str(path), "--json")
+    assert planned.exit_code == 0, planned.output
+    found = json.loads(planned.stdout)
+    changes = ["gpu_bytes=8GiB", "host_bytes=16GiB", "ssd_bytes=2TB", "ssd_latency_ns=1us"]
+    sets = [word for change in changes for word in ("--set", change)]
+    words = ["simulate", *shape, "--machine", str(path), *sets, "--json"]
+    assert json.loads(CliRunner().invoke(main, words).stdout) == found
+    assert found["machine"]["ssd_count"] == 2 and found["step_ms"] > 0
+    shown = plan(*shape, "--machine", str(path), *enough)
+    assert shown.exit_code == 0 and "bound by: " in shown.stdout
+    assert "2 x SSD" in shown.stdout and "million parameters/s" in shown.stdout
+
+
+def test_a_plan_is_of_a_model_or_of_the_largest_and_of_one_machine() -> None:
+    for words in ([], ["--model", "gpt-13b", "--largest"]):
+        assert "one of both" in plan(*words).output
+    both = plan("--model", "gpt-13b", "--store", ".", "--machine", "laptop")
+    assert both.exit_code == 2 and "--store names SSDs to be measured" in both.output
+    nowhere = plan("--model", "gpt-13b", "--store", "/nowhere/at/all")
+    assert nowhere.exit_code == 1 and "/nowhere/at/all" in nowhere.output
 
 
 def test_a_directory_that_is_not_there_is_named(store_dir: pathlib.Path) -> None:

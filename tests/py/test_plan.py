@@ -182,3 +182,50 @@ def test_a_plan_says_all_of_every_layer_block_and_link(policy: str) -> None:
     if policy != "auto":
         assert step["ssd_write_bytes"] == 14 * model.param_count + step["swapped_ssd_bytes"]
         assert not any(block["is_deferred"] for block in plan["blocks"])
+
+
+@pytest.mark.parametrize("policy", _core.plan_policies())
+def test_the_timeline_of_a_policys_choice_is_what_the_policy_says(policy: str) -> None:
+    model = _plan.named_model("gpt-13b", batch=16)
+    machine = dataclasses.replace(SERVER, host_bytes=256 * GB).as_core()
+    plan = _core.plan(model.as_core(), machine, policy)
+    chosen = {key: plan[key] for key in ("blocks", "schedule", "master_bytes")}
+    again = _core.plan_step(model.as_core(), machine, plan["layers"], **chosen)
+    assert again == {**plan, "case": 0, "policy_s": 0.0}
+
+
+def test_a_choice_is_eager_and_on_ssd_with_the_engines_master_where_nothing_is_said() -> None:
+    model = _plan.named_model("opt-1.3b", batch=4)
+    plan = _core.plan_step(model.as_core(), SERVER.as_core(), ["keep"] * len(model.layers))
+    assert plan["schedule"] == "optimized" and plan["master_bytes"] == 2
+    assert not any(any(block.values()) for block in plan["blocks"])
+    step = plan["step"]
+    assert step["kept_bytes"] == model.activation_bytes and step["recompute_flop"] == 0
+    assert step["ssd_write_bytes"] == 12 * model.param_count
+
+
+def test_a_choice_that_does_not_fit_is_refused_with_numbers_or_told_all_the_same() -> None:
+    model = _plan.named_model("gpt-13b", batch=32)
+    fates = ["keep"] * len(model.layers)
+    with pytest.raises(MemoryError, match=rf"gpu_bytes of {24 * GB} is too small.* needs \d{{12}}"):
+        _core.plan_step(model.as_core(), SERVER.as_core(), fates)
+    plan = _core.plan_step(model.as_core(), SERVER.as_core(), fates, must_fit=False)
+    assert plan["step"]["gpu_bytes"] > model.activation_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fates": ["keep"]}, "1 choices for 122 layers"),
+        ({"fates": ["recompute"] * 122}, "layer 5 is between blocks"),
+        ({"fates": ["swap"] * 122}, "no fate 'swap'"),
+        ({"blocks": []}, "0 choices for 26 blocks"),
+        ({"schedule": "eager"}, "no schedule 'eager'"),
+        ({"master_bytes": 3}, r"master_bytes 3: 4 .* or 2"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
+    model = _plan.named_model("opt-1.3b", batch=4)
+    given: dict[str, Any] = {"fates": ["keep"] * 122, **change}
+    with pytest.raises(ValueError, match=message):
+        _core.plan_step(model.as_core(), SERVER.as_core(), **given)

@@ -1,4 +1,4 @@
-"""Models of the transformers library, computed again in backward: the bits of kept activations."""
+"""Models of transformers and diffusers computed again in backward: the bits of kept activations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import lohan
 import pytest
 import torch
 import train_helper as helper
-from lohan import _frame
+from diffusers import DiTTransformer2DModel
+from lohan import _frame, _swap
 from torch import nn
 from transformers import (
     BertConfig,
@@ -70,6 +71,30 @@ def vit() -> nn.Module:
     return ViTForImageClassification(ViTConfig(**SIZES, **sizes))
 
 
+def dit() -> nn.Module:
+    return DiTTransformer2DModel(
+        num_attention_heads=4,
+        attention_head_dim=16,
+        in_channels=4,
+        num_layers=2,
+        dropout=0.1,
+        norm_num_groups=4,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+    )
+
+
+def noise_loss(model: nn.Module, step: int) -> torch.Tensor:
+    """What a denoiser of images of known classes is trained by."""
+    generator = torch.Generator().manual_seed(step)
+    dtype = next(model.parameters()).dtype
+    noised, noise = (torch.randn(2, 4, 8, 8, generator=generator, dtype=dtype) for _ in range(2))
+    times, classes = torch.tensor([step, 500]), torch.tensor([3, step])
+    found = model(noised, timestep=times, class_labels=classes).sample
+    return (found[:, :4] - noise).float().square().mean()
+
+
 def image_loss(model: nn.Module, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     pixels = torch.randn(2, 3, 16, 16, generator=generator)
@@ -85,6 +110,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]] =
     "t5": (t5, helper.language_loss),
     "vit": (vit, image_loss),
     "mixture of experts": (mixtral, helper.language_loss),
+    "dit": (dit, noise_loss),
 }
 
 
@@ -150,6 +176,63 @@ def test_models_in_which_every_third_layer_is_computed_again_train_to_the_same_b
     helper.assert_same(runs[1], runs[0])
     # Less by what is dropped, more by outputs of layers that are skipped, which nobody saves.
     assert kept[1] != kept[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_train_under_auto_to_the_bits_of_kept_activations_in_less_memory(
+    name: str, store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_frame, "SMALL_BYTES", 256)
+    monkeypatch.setattr(_swap, "LEAST_BYTES", 256)
+    runs, plans, room = [], [], None
+    for activations in ("keep", "auto"):
+        model = lohan.wrap(
+            build(name),
+            store=store_dir / activations,
+            device="emu",
+            device_bytes=room,
+            device_param_bytes=1 << 20,
+            activations=activations,
+            **({"swap_bytes": 64 << 20} if room else {}),
+            **helper.HYPER,
+        )
+        torch.manual_seed(2)
+        runs.append(helper.train(model, range(4), MODELS[name][1]))
+        kept = model.lohan.meter.peak_bytes - model.lohan.device.slot_bytes
+        room = model.lohan.device.slot_bytes + 3 * kept // 4
+        plans.append(model.lohan.plan())
+    assert plans[1].swapped_bytes > 0 or plans[1].recompute_s > 0
+    helper.assert_same(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("device", ["cpu", "emu"])
+def test_a_dit_whose_attention_leaves_trains_to_the_bits_of_one_that_keeps_all(
+    device: str, store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_frame, "SMALL_BYTES", 256)
+    monkeypatch.setattr(_swap, "LEAST_BYTES", 256)
+    runs, moved = [], []
+    leaving = {"*.attn1*": "swap", "*.norm*": "keep", "*": "recompute"}
+    swap = {"swap_bytes": 8 << 20, "swap_ssd_bytes": 64 << 20}
+    for settings in ({}, {"activations": leaving, **swap}):
+        model = lohan.wrap(
+            build("dit"),
+            store=store_dir / str(len(runs)),
+            device=device,
+            **helper.HYPER,
+            **settings,
+        )
+        torch.manual_seed(2)
+        losses = [noise_loss(model, 0)]
+        model.lohan.flush()  # what leaves has left
+        losses[0].backward()
+        model.optimizer.step()
+        model.lohan.flush()
+        moved.append(sum(n for k, n in model.lohan.stats().bytes.items() if k.startswith("saved")))
+        runs.append(([losses[0].detach()], helper.train(model, STEPS, noise_loss)))
+    assert torch.equal(runs[0][0][0], runs[1][0][0])
+    helper.assert_same(runs[1][1], runs[0][1])
+    assert moved[0] == 0 < moved[1]
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

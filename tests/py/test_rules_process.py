@@ -87,6 +87,14 @@ def test_a_signal_ends_a_run_with_its_last_step_committed(
     assert last >= 5 and steps_of(store, workshop) in (last, last + 1)
 
 
+def test_sigterm_in_a_finalizer_ends_the_run_all_the_same(workshop: Workshop) -> None:
+    store = workshop.folder / "run"
+    status, out, err = finish(start("finalize", str(store), workshop.folder))
+    assert (status, out) == (128 + signal.SIGTERM, "step 3\n")
+    assert "ignored" not in err and "Traceback" not in err and "lohan:" not in err
+    assert steps_of(store, workshop) in (3, 4)
+
+
 @pytest.mark.parametrize("mode", ["leave_open", "leave_in_a_step", "fail"])
 def test_an_exit_without_close_commits_what_was_closed(mode: str, workshop: Workshop) -> None:
     store = workshop.folder / "run"

@@ -13,7 +13,7 @@ import time
 
 import pytest
 from click.testing import CliRunner, Result
-from lohan import _core, _machines, _placement, _plan
+from lohan import _core, _machines, _placement, _plan, _policies
 from lohan.cli import main
 from lohan.errors import BudgetError, LohanError, MachineError
 from lohan.simulate import Options, simulate
@@ -122,6 +122,28 @@ def test_auto_is_not_slower_than_the_papers_policy(ssd_count: int, host_bytes: s
     assert simulate(model, here, Options("auto")).step_ns < 1.02 * papers.step_ns
 
 
+def test_a_step_bears_its_share_of_what_the_commit_costs() -> None:
+    model = _plan.named_model(**SMALL)
+    here = machine("ssd_count=1", "host_bytes=12 GB")
+    each, third, rare = (simulate(model, here, Options("auto", None, n)) for n in (1, 3, 1000))
+    assert each.commit_ns == 0
+    # What is not written between commits is written by each of them, and by each step if all are.
+    extra_bytes = (third.ssd_write_bytes - rare.ssd_write_bytes) / (1 / 3 - 1 / 1000)
+    between_bytes = rare.ssd_write_bytes - extra_bytes / 1000
+    assert extra_bytes > 5e9
+    assert between_bytes + extra_bytes == pytest.approx(each.ssd_write_bytes, rel=1e-4)
+    assert rare.commit_ns / 1e9 == pytest.approx(extra_bytes / here.ssd_write_bytes_per_s, rel=0.3)
+    assert third.step_ns - rare.step_ns == pytest.approx(rare.commit_ns * (1 / 3 - 1e-3), rel=0.05)
+
+
+def test_by_auto_commits_take_half_a_percent_of_the_time() -> None:
+    here = machine("ssd_count=1", "host_bytes=12 GB")
+    step = simulate(_plan.named_model(**SMALL), here, Options("auto"))
+    share = step.commit_ns / step.commit_every / step.step_ns
+    assert step.commit_every > 10 and share == pytest.approx(0.005, rel=0.1)
+    assert simulate(_plan.named_model(**SMALL), here, Options("lohan")).commit_every == 1
+
+
 def test_by_auto_nothing_goes_to_ssd_that_main_memory_has_room_for() -> None:
     model = _plan.named_model("gpt-13b", batch=32)
     roomy = _placement.place(model, machine("host_bytes=736 GB"), "auto")
@@ -187,7 +209,7 @@ def test_swapping_more_and_more_is_drawn_with_the_policys_choice(tmp_path: pathl
 
 
 def test_people_are_told_what_bounds_a_step_and_what_is_not_simulated() -> None:
-    shown = run("--model", "opt-1.3b", "--machine", "laptop")
+    shown = run("--model", "opt-1.3b", "--machine", "laptop", "--policy", "lohan")
     assert shown.exit_code == 0, shown.output
     for words in ("tokens/s", "bound by: SSDs", "written a day", "leave the GPU"):
         assert words in shown.stdout
@@ -399,3 +421,24 @@ def test_the_bindings_dict_must_have_every_number() -> None:
 def test_a_budget_error_is_one() -> None:
     with pytest.raises(BudgetError, match="set host_bytes"):
         simulate(_plan.named_model(**SMALL), machine("host_bytes=50 MB"))
+
+
+@pytest.mark.parametrize("switch", ["residuals", "deferred", "host_states", "kept"])
+def test_what_auto_does_without_is_not_in_its_plan(switch: str) -> None:
+    model = _plan.named_model("opt-1.3b", batch=32)
+    here = machine("ssd_count=1", "host_bytes=16 GB")
+    placement = _placement.place(model, here, "auto", without=(switch,))
+    plan = _policies.make(model, here, "auto" + _placement.SWITCHES[switch])
+    kept = {f for m, f in zip(model.layers, plan["layers"], strict=True) if m.activation_bytes}
+    has = {
+        "residuals": placement.dtype == "bfloat16",
+        "deferred": any(block["is_deferred"] for block in plan["blocks"]),
+        "host_states": any(block["has_host_p16"] for block in plan["blocks"])
+        or placement.engine_bytes > here.host_bytes // 2,
+        "kept": "keep" in kept,
+    }
+    assert not has[switch]
+    with pytest.raises(MachineError, match="without"):
+        simulate(model, here, Options("auto", without=("speed",)))
+    with pytest.raises(MachineError, match="auto/slow"):
+        _policies.make(model, here, "auto/slow")

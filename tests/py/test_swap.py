@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import time
 from typing import Any
@@ -9,41 +10,14 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan.errors import BudgetError, DeviceMemoryError, ModelError, StoreError
+from lohan import _timeline
+from lohan.errors import BudgetError, DeviceMemoryError, ModelError, StoreError, StoreExistsError
 from torch import nn
 from torch.nn import functional
+from tower_helper import Tower
 from transformers import GPT2Config, GPT2LMHeadModel
 
 WIDTH, ROWS, STEPS = 128, 256, 4
-
-
-class Block(nn.Module):
-    """Saves a residual twice, views of one storage, a mask of bytes, and what dropout draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(self.norm(x)).view(1, ROWS, 3, 4, WIDTH // 4)
-        q, k, v = (heads[:, :, i].transpose(1, 2) for i in range(3))
-        y = functional.scaled_dot_product_attention(q, k, v)
-        y = functional.dropout(y.transpose(1, 2).reshape(ROWS, WIDTH), 0.2, self.training)
-        return x + x * torch.tanh(self.out(y))
-
-
-class Tower(nn.Module):
-    def __init__(self, depth: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.float().square().mean()
 
 
 def batch(step: int, dtype: torch.dtype) -> torch.Tensor:
@@ -227,12 +201,27 @@ def test_memory_that_is_full_ends_the_step_at_once(store_dir: pathlib.Path) -> N
 
 
 def test_a_disk_without_room_for_it_says_which_setting_asks(store_dir: pathlib.Path) -> None:
+    model = Tower(1)
+    expected = [p.detach().clone() for p in model.parameters()]
+    addresses = [p.data_ptr() for p in model.parameters()]
     with pytest.raises(StoreError, match=r"are missing; free space") as caught:
         lohan.wrap(
-            Tower(1), store=store_dir / "a", lr=1e-3, swap_bytes=8 << 20, swap_ssd_bytes=1 << 50
+            model, store=store_dir / "a" / "b", lr=1e-3, swap_bytes=8 << 20, swap_ssd_bytes=1 << 44
         )
     assert any("swap_ssd_bytes" in note for note in caught.value.__notes__)
-    assert not list((store_dir / "a").glob(".swap*"))
+    assert list(store_dir.iterdir()) == [], "nothing is left behind"
+    assert addresses == [p.data_ptr() for p in model.parameters()], "no weights were moved"
+    assert all(torch.equal(a, b) for a, b in zip(expected, model.parameters(), strict=True))
+
+
+def test_room_on_disk_is_given_back_where_the_store_cannot_be_made(store_dir: pathlib.Path) -> None:
+    settings = {"lr": 1e-3, "swap_bytes": 8 << 20, "swap_ssd_bytes": 64 << 20}
+    lohan.wrap(Tower(1), store=store_dir / "a", **settings).lohan.close()
+    fds = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(StoreExistsError) as caught:
+        lohan.wrap(Tower(1), store=store_dir / "a", **settings)
+    assert set(os.listdir("/proc/self/fd")) <= fds, caught
+    assert [path.name for path in (store_dir / "a").iterdir()] == ["lohan.data"]
 
 
 def test_a_disk_that_is_full_ends_the_step_with_the_numbers(store_dir: pathlib.Path) -> None:
@@ -243,3 +232,26 @@ def test_a_disk_that_is_full_ends_the_step_with_the_numbers(store_dir: pathlib.P
         model(batch(0, torch.float32)).backward()
     with pytest.raises(BudgetError, match="finds no room to go out"):
         model.lohan.close()
+
+
+def test_a_timeline_has_what_left_and_came_back_by_name(store_dir: pathlib.Path) -> None:
+    model = lohan.wrap(
+        Tower(),
+        store=store_dir / "a",
+        swap_bytes=8 << 20,
+        swap_ssd_bytes=64 << 20,
+        trace_events=4096,
+    )
+    loss = model(batch(0, torch.float32))
+    model.lohan.flush()
+    loss.backward()
+    model.optimizer.step()
+    model.lohan.flush()
+    moved = model.lohan.stats().bytes
+    names = [unit.name for unit in model.lohan.layout.units]
+    spans = _timeline.spans_of(model.lohan.trace(), names)
+    saved = [span for span in spans if span.name == "saved tensors"]
+    for lane, link in (("SSD writes", "saved_write"), (_timeline.LANE_OF_KIND[12], "saved_read")):
+        assert sum(span.nbytes for span in saved if span.lane == lane) == moved[link] > 0
+    assert all(span.name in names for span in spans if span.lane == "optimizer workers")
+    model.lohan.close()

@@ -1,0 +1,302 @@
+"""What plans of activations predict, beside what steps by them take, on an emulated accelerator.
+
+GPT-2 124M and a 12-layer model of hidden size 1024, bf16, AdamW, states in main memory between
+commits (so that the disk, which others use, too, has activations alone), behind an emulated
+accelerator with half the cores for computation and links of a stated speed. One session a
+model: its first two steps are profiled; then eight amounts of swapping (the layers of the greatest
+benefit leave, more and more of them; the others are computed again) and every policy take turns,
+round by round. Reported: each one's predicted time beside the measured one, and how much longer the
+amount that is predicted to be best takes than the one that was.
+
+With --sizes: a small model whose policies take turns with three sizes of main memory for what
+leaves (LoHan table V, scaled down), each at the largest of three batches that it can do there:
+tokens a second.
+
+    python benchmarks/py/bench_policies.py [--rounds 5] [--model gpt2|wide] [--link 400] [--sizes]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lohan
+import torch
+from lohan._plan_model import describe
+from lohan._planner import Made
+from lohan._replay import Assigned
+from lohan.config import POLICIES
+from lohan.errors import LohanError
+from report import Report
+from transformers import GPT2Config, GPT2LMHeadModel
+
+MIB = 1 << 20
+HYPER = {"lr": 1e-4, "weight_decay": 0.01}
+# Layers, hidden size, heads, vocabulary.
+MODELS = {
+    "gpt2": (12, 768, 12, 50257),
+    "wide": (12, 1024, 16, 8192),
+    "small": (8, 384, 6, 1024),
+}
+# Of main memory, in MiB: what stays there of activations, and what the others pass through.
+SIZES = (16, 24, 128)
+TRANSIT_MIB = 64
+BATCHES = (32, 24, 16)
+SIZED_POLICIES = ("zero", "capuchin", "g10", "checkmate", "lohan", "auto")
+AMOUNT_COUNT = 8
+STEPS = 2  # behind one that is not counted
+
+
+def note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def build(name: str, sequence: int) -> GPT2LMHeadModel:
+    layers, hidden, heads, vocabulary = MODELS[name]
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=layers,
+        n_embd=hidden,
+        n_head=heads,
+        vocab_size=vocabulary,
+        n_positions=sequence,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config).to(torch.bfloat16).train()
+
+
+class Trial:
+    """A session whose plan is changed from step to step."""
+
+    def __init__(self, options: argparse.Namespace, store: Path, *, resume: bool = False) -> None:
+        link = options.link * MIB
+        self.sequence = options.sequence
+        self.vocabulary = MODELS[options.model][-1]
+        self.model = lohan.wrap(
+            build(options.model, options.sequence),
+            store=store,
+            resume=resume,
+            activations="lohan",
+            device="emu",
+            device_bytes=options.device_mib * MIB,
+            device_param_bytes=options.slot_mib * MIB,
+            host_bytes=options.host_mib * MIB,
+            swap_bytes=options.swap_mib * MIB,
+            swap_ssd_bytes=4096 * MIB,
+            emu_bytes_per_s=(link, link),
+            schedule=options.schedule,
+            commit_every=options.commit_every,
+            **HYPER,
+        )
+        self.unplanned = 0
+
+    def profile(self, rows: int) -> None:
+        """Look at a batch of so many rows, until there is a plan."""
+        generator = torch.Generator().manual_seed(1)
+        self.batch = torch.randint(0, self.vocabulary, (rows, self.sequence), generator=generator)
+        self.step()
+        while self.model.lohan.plan() is None:
+            self.step()
+        self.planner = self.model.lohan._planner
+        self.shape = self.planner.shape
+
+    def step(self) -> None:
+        """One training step."""
+        self.model(input_ids=self.batch, labels=self.batch).loss.backward()
+        self.model.optimizer.step()
+
+    def seconds(self, made: Made) -> float:
+        """A step by a plan, behind one that is not counted."""
+        self.shape.made = made
+        self.step()
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            self.step()
+        took = (time.perf_counter() - begin) / STEPS
+        stats = self.model.lohan.stats()
+        self.unplanned += stats.bytes != stats.planned_bytes
+        return took
+
+    def amounts(self) -> list[Made]:
+        """From what is between blocks to everything."""
+        profile = self.shape.profile
+        model, items = describe(profile, self.planner.activations.places, self.model.lohan.layout)
+        ranked = sorted(
+            (i for i, item in enumerate(items) if item.names),
+            key=lambda i: -model.layers[i].forward_flop / max(model.layers[i].activation_bytes, 1),
+        )
+        total = sum(model.layers[i].activation_bytes for i in ranked)
+        made = []
+        for step in range(AMOUNT_COUNT):
+            room = total * step // (AMOUNT_COUNT - 1)
+            layers: dict[str, str] = {}
+            for i in ranked:
+                nbytes = model.layers[i].activation_bytes
+                mode = "swap" if nbytes <= room else "recompute"
+                room -= nbytes if mode == "swap" else 0
+                layers.update(dict.fromkeys(items[i].names, mode))
+            inputs = {item.block: "swap" for item in items if not item.names}
+            modes = Assigned(layers, inputs)
+            made.append(self.planner.choice(self.model.lohan, profile, modes, f"amount {step}"))
+        return made
+
+    def policies(self) -> list[Made]:
+        """Every one that the machine can."""
+        made = []
+        for policy in POLICIES:
+            try:
+                made.append(self.planner.choose(self.model.lohan, self.shape.profile, policy))
+            except LohanError as error:
+                note(f"{policy}: {error}")
+        return made
+
+
+def show(name: str, trial: Trial, made: list[Made], times: list[list[float]]) -> list[float]:
+    """A line a plan; returns the ratios of predicted to measured."""
+    ratios = []
+    for one, seconds in zip(made, times, strict=True):
+        median = statistics.median(seconds)
+        plan = one.plan
+        ratios.append(plan.step_s / median)
+        note(
+            f"{name} {plan.policy:12} predicted {plan.step_s:.3f} s, measured {median:.3f}"
+            f" [{min(seconds):.3f}, {max(seconds):.3f}] ({ratios[-1]:.2f}); kept"
+            f" {plan.kept_bytes / MIB:.0f} MiB, swapped {plan.swapped_bytes / MIB:.0f} MiB,"
+            f" again {plan.recompute_s:.2f} s, bound by {plan.bound_by}"
+        )
+    return ratios
+
+
+class Sized:
+    """A policy with one size of main memory, at the largest batch that it can do."""
+
+    def __init__(self, trial: Trial, policy: str) -> None:
+        self.trial = trial
+        self.policy = policy
+        self.rates: list[float] = []
+        for rows in BATCHES:
+            try:
+                trial.profile(rows)
+                self.made = trial.planner.choose(trial.model.lohan, trial.shape.profile, policy)
+            except LohanError as error:
+                note(f"{policy}, {rows} rows: {error}")
+                continue
+            self.rows, self.batch, self.shape = rows, trial.batch, trial.shape
+            return
+        self.rows = 0
+
+    def measure(self) -> None:
+        """Tokens a second of one more turn."""
+        if self.rows:
+            self.trial.batch, self.trial.shape = self.batch, self.shape
+            self.rates.append(self.batch.numel() / self.trial.seconds(self.made))
+
+
+def sizes(options: argparse.Namespace, store: Path) -> None:
+    """A row a policy: tokens a second with each size of main memory."""
+    options.model = "small"
+    rows: dict[tuple[int, str], Sized] = {}
+    for index, size in enumerate(SIZES):
+        options.swap_mib = TRANSIT_MIB + size
+        options.host_mib = 512 + options.swap_mib
+        trial = Trial(options, store, resume=index > 0)
+        for policy in SIZED_POLICIES:
+            rows[size, policy] = Sized(trial, policy)
+        for _ in range(options.rounds):
+            for policy in SIZED_POLICIES:
+                rows[size, policy].measure()
+        trial.model.lohan.close()
+    report = Report(options.history)
+    for policy in SIZED_POLICIES:
+        found = [rows[size, policy] for size in SIZES]
+        report.add(
+            f"policy_{policy}",
+            found[-1].rates,
+            "tokens/s",
+            peer="lohan",
+            peer_values=rows[SIZES[-1], "lohan"].rates,
+            less_is_better=False,
+            main_memory_mib=list(SIZES),
+            rows=[one.rows for one in found],
+            tokens_per_s=[round(statistics.median(one.rates)) if one.rates else 0 for one in found],
+            predicted=[
+                round(one.batch.numel() / one.made.plan.step_s) if one.rates else 0 for one in found
+            ],
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", choices=MODELS, default="wide")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--link", type=int, default=400, help="MiB/s, each way")
+    parser.add_argument("--host-mib", type=int, default=4096)
+    parser.add_argument("--swap-mib", type=int, default=512)
+    parser.add_argument("--slot-mib", type=int, default=192)
+    parser.add_argument("--device-mib", type=int, default=448)
+    parser.add_argument("--sizes", action="store_true")
+    parser.add_argument("--commit-every", type=int, default=1000)
+    parser.add_argument("--schedule", default="optimized")
+    parser.add_argument("--dir", default=None, help="on the disk to be measured")
+    parser.add_argument("--history", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(max(len(os.sched_getaffinity(0)) // 2, 1))
+    with tempfile.TemporaryDirectory(dir=options.dir) as directory:
+        if options.sizes:
+            sizes(options, Path(directory) / "store")
+            return
+        trial = Trial(options, Path(directory) / "store")
+        trial.profile(options.batch)
+        amounts, policies = trial.amounts(), trial.policies()
+        every = [*amounts, *policies]
+        said = [(made.plan.layers, made.plan.inputs) for made in every]
+        first = [said.index(one) for one in said]  # plans that are the same are measured once
+        times: list[list[float]] = [[] for _ in every]
+        for round_ in range(options.rounds):
+            for index, made in enumerate(every):
+                is_new = first[index] == index
+                times[index].append(trial.seconds(made) if is_new else times[first[index]][round_])
+            note(f"round {round_ + 1} of {options.rounds}")
+        trial.model.lohan.close()
+    ratios = show(options.model, trial, every, times)
+    medians = [statistics.median(seconds) for seconds in times[: len(amounts)]]
+    predicted = min(range(len(amounts)), key=lambda i: amounts[i].plan.step_s)
+    best = min(range(len(amounts)), key=lambda i: medians[i])
+    report = Report(options.history)
+    report.add(
+        f"plan_best_{options.model}",
+        times[predicted],
+        "s",
+        peer="the amount that was best",
+        peer_values=times[best],
+        amounts=[round(made.plan.swapped_bytes / MIB) for made in amounts],
+        predicted_s=[round(made.plan.step_s, 3) for made in amounts],
+        measured_s=[round(seconds, 3) for seconds in medians],
+    )
+    errors: dict[str, Any] = {
+        made.plan.policy: round(ratio - 1, 3) for made, ratio in zip(every, ratios, strict=True)
+    }
+    report.add(
+        f"plan_error_{options.model}",
+        [abs(ratio - 1) for ratio in ratios],
+        "",
+        policies=errors,
+        unplanned=trial.unplanned,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,378 @@
+"""`activations=` by a policy: the same bits, a plan that is kept to, memory that is as planned."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import lohan
+import pytest
+import torch
+from lohan.config import POLICIES
+from lohan.errors import BudgetError, ModelError
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+STEPS, VOCABULARY = 5, 500
+MIB = 1 << 20
+
+
+def build(dropout: float = 0.1, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=3,
+        n_embd=64,
+        n_head=4,
+        vocab_size=VOCABULARY,
+        n_positions=128,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config).to(dtype).train()
+
+
+def tokens(step: int, rows: int = 8, columns: int = 128) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, VOCABULARY, (rows, columns), generator=generator)
+
+
+def train(model: nn.Module, shapes: Any = ((8, 128),) * STEPS, begin: int = 0) -> list[Any]:
+    """Losses, and the peak of an emulated device in each step."""
+    found, peaks = [], []
+    for step, shape in enumerate(shapes, begin):
+        torch.manual_seed(step)
+        batch = tokens(step, *shape)
+        meter = model.lohan.meter
+        if meter is not None:
+            meter.peak_bytes = 0
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        model.optimizer.step()
+        found.append(loss.detach().clone())
+        peaks.append(0 if meter is None else meter.peak_bytes)
+    return [found, peaks]
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def run(folder: pathlib.Path, dtype: torch.dtype, dropout: float, **settings: Any) -> list[Any]:
+    model = lohan.wrap(build(dropout, dtype), store=folder, lr=1e-3, **settings)
+    try:
+        losses, _ = train(model)
+        found = [*losses, *values(model)]
+        model.lohan.flush()
+        stats = model.lohan.stats()
+        assert stats.bytes == stats.planned_bytes
+        return found
+    finally:
+        model.lohan.close()
+
+
+TIGHT = {
+    "device": "emu",
+    "device_param_bytes": 1 * MIB,
+    "device_bytes": 18 * MIB,
+    "swap_bytes": 96 * MIB,
+    "swap_ssd_bytes": 64 * MIB,
+}
+NO_SWAP = {"swap_bytes": 0, "swap_ssd_bytes": None}
+WIDE = {"device": "emu", "swap_bytes": 96 * MIB, "swap_ssd_bytes": 64 * MIB}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The numbers of a run that keeps everything, by dtype and dropout."""
+    made: dict[Any, list[Any]] = {}
+
+    def get(dtype: torch.dtype, dropout: float) -> list[Any]:
+        if (dtype, dropout) not in made:
+            made[dtype, dropout] = run(tmp_path_factory.mktemp("kept") / "s", dtype, dropout)
+        return made[dtype, dropout]
+
+    return get
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "settings"),
+    [
+        pytest.param(torch.float32, 0.1, TIGHT, id="float32-dropout-tight"),
+        pytest.param(torch.bfloat16, 0.0, TIGHT, id="bfloat16-tight"),
+        pytest.param(torch.bfloat16, 0.1, WIDE, id="bfloat16-dropout-wide"),
+    ],
+)
+def test_every_policy_has_the_bits_of_keep(
+    store_dir: pathlib.Path,
+    kept: Any,
+    policy: str,
+    dtype: torch.dtype,
+    dropout: float,
+    settings: dict[str, Any],
+) -> None:
+    if policy == "checkmate":
+        pytest.importorskip("scipy")
+    found = run(store_dir / "b", dtype, dropout, activations=policy, **settings)
+    assert all(torch.equal(a, b) for a, b in zip(kept(dtype, dropout), found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [NO_SWAP, {"swap_bytes": 16 * MIB, "swap_ssd_bytes": 64 * MIB}],
+    ids=["recompute", "swap"],
+)
+def test_auto_where_computation_is_in_main_memory(
+    store_dir: pathlib.Path, kept: Any, settings: dict[str, Any]
+) -> None:
+    limits = {"device_bytes": 8 * MIB, **settings}
+    model = lohan.wrap(build(), store=store_dir / "b", lr=1e-3, activations="auto", **limits)
+    losses, _ = train(model)
+    found = [*losses, *values(model)]
+    plan = model.lohan.plan()
+    model.lohan.close()
+    assert all(torch.equal(a, b) for a, b in zip(kept(torch.float32, 0.1), found, strict=True))
+    assert plan.kept_bytes <= 8 * MIB  # all of it is 48 MiB
+    assert plan.swapped_bytes > 0 or settings is NO_SWAP
+    assert plan.recompute_s > 0 or settings is not NO_SWAP
+
+
+BUFFER = 2 * MIB  # the largest that is saved: a dropout's product of 8 x 4 x 128 x 128
+
+
+@pytest.mark.parametrize(
+    ("policy", "device_bytes", "settings"),
+    [
+        ("auto", 18 * MIB, NO_SWAP),
+        ("auto", 32 * MIB, NO_SWAP),
+        ("zero", 24 * MIB, {}),
+        ("g10", 18 * MIB, {"swap_ssd_bytes": 256 * MIB}),
+        ("zero", 40 * MIB, {}),
+    ],
+)
+def test_the_device_holds_what_the_plan_says(
+    store_dir: pathlib.Path, policy: str, device_bytes: int, settings: dict[str, Any]
+) -> None:
+    made = {**TIGHT, "device_bytes": device_bytes, "emu_bytes_per_s": (200 << 20, 200 << 20)}
+    made.update(settings)
+    model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations=policy, **made)
+    _, peaks = train(model)
+    plan = model.lohan.plan()
+    model.lohan.flush()
+    moved = model.lohan.stats().bytes
+    model.lohan.close()
+    assert max(peaks) <= device_bytes
+    assert abs(peaks[-1] - plan.device_bytes) <= BUFFER
+    assert moved["saved_out"] == plan.swapped_bytes
+
+
+def test_a_batch_that_fits_only_when_it_leaves_trains(store_dir: pathlib.Path, kept: Any) -> None:
+    tight = {**TIGHT, "device_bytes": 18 * MIB}
+    model = lohan.wrap(
+        build(),
+        store=store_dir / "a",
+        lr=1e-3,
+        **{**tight, "swap_bytes": None, "swap_ssd_bytes": None},
+    )
+    with pytest.raises(lohan.errors.DeviceMemoryError):
+        train(model)
+    model.lohan.close()
+    model = lohan.wrap(build(), store=store_dir / "b", lr=1e-3, activations="auto", **tight)
+    losses, _ = train(model)
+    model.lohan.close()
+    expected = kept(torch.float32, 0.1)
+    assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=False))
+
+
+def test_each_shape_has_a_plan_of_its_own_and_its_first_forward_is_conservative(
+    store_dir: pathlib.Path,
+) -> None:
+    shapes = [(8, 128)] * 3 + [(3, 64)] * 2 + [(8, 128)]
+    plain = lohan.wrap(build(), store=store_dir / "a", lr=1e-3)
+    expected, _ = train(plain, shapes)
+    plain.lohan.close()
+    model = lohan.wrap(build(), store=store_dir / "b", lr=1e-3, activations="auto", **TIGHT)
+    seen, found = [], []
+    for step, shape in enumerate(shapes):
+        losses, _ = train(model, [shape], step)
+        found += losses
+        seen.append(model.lohan.plan())
+    model.lohan.close()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    # Two steps of the first shape, one of the next; and one that was seen goes by its plan at once.
+    assert [plan is None for plan in seen] == [True, True, False, True, False, False]
+    assert seen[4].device_bytes < seen[2].device_bytes
+    assert seen[5] == seen[2]
+
+
+def test_a_profile_is_kept_beside_the_store_until_it_is_asked_for_again(
+    store_dir: pathlib.Path,
+) -> None:
+    settings = {"store": store_dir / "a", "activations": "auto", **TIGHT}
+    model = lohan.wrap(build(), lr=1e-3, **settings)
+    train(model)
+    plan = model.lohan.plan()
+    model.lohan.close()
+    assert (store_dir / "a" / "profile.json").exists()
+    for profile, is_there in [("reuse", True), ("again", False)]:
+        model = lohan.wrap(build(), resume=True, profile=profile, **settings)
+        train(model, [(8, 128)], STEPS)
+        found = model.lohan.plan()
+        model.lohan.close()
+        assert (found is not None) == is_there
+        if found is not None:
+            assert found.layers.keys() == plan.layers.keys()
+    key = next(iter(json.loads((store_dir / "a" / "profile.json").read_text())))
+    for text in ("{ not one", "[1]", json.dumps({key: 3}), json.dumps({key: {"a": "[2]"}})):
+        (store_dir / "a" / "profile.json").write_text(text)
+        model = lohan.wrap(build(), resume=True, **settings)
+        train(model, [(8, 128)] * 2, STEPS)
+        assert model.lohan.plan() is None
+        model.lohan.close()
+        assert key in json.loads((store_dir / "a" / "profile.json").read_text())
+
+
+def test_forwards_without_a_backward_do_not_ask_for_a_new_plan_each(
+    store_dir: pathlib.Path,
+) -> None:
+    model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations="auto", **TIGHT)
+    train(model)
+    made = []
+    for step in range(14):
+        model(input_ids=tokens(step), labels=tokens(step))
+        made.append(model.lohan._planner.shape.made)
+    train(model, [(8, 128)], STEPS)
+    model.lohan.close()
+    assert made[-1] is made[-2] is made[-5]
+
+
+def test_batches_that_are_summed_are_profiled_and_planned(store_dir: pathlib.Path) -> None:
+    found = []
+    for name, settings in [("a", {}), ("b", {"activations": "auto", **TIGHT})]:
+        model = lohan.wrap(build(), store=store_dir / name, lr=1e-3, accumulate=2, **settings)
+        for step in range(8):
+            torch.manual_seed(step)
+            batch = tokens(step)
+            (model(input_ids=batch, labels=batch).loss / 2).backward()
+            if step % 2:
+                model.optimizer.step()
+        found.append(values(model))
+        plan = model.lohan.plan()
+        model.lohan.close()
+    assert plan is not None
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_forwards_whose_backward_is_one_are_there_at_once(store_dir: pathlib.Path) -> None:
+    found, settings = [], {**TIGHT, "device_bytes": 40 * MIB, "swap_ssd_bytes": 256 * MIB}
+    for name, made in [("a", {}), ("b", {"activations": "auto", **settings})]:
+        model = lohan.wrap(build(), store=store_dir / name, lr=1e-3, **made)
+        for step in range(5):
+            torch.manual_seed(step)
+            batches = [tokens(2 * step), tokens(2 * step + 1)]
+            losses = [model(input_ids=batch, labels=batch).loss for batch in batches]
+            torch.stack(losses).sum().backward()
+            model.optimizer.step()
+        found.append(values(model))
+        plan = model.lohan.plan()
+        model.lohan.close()
+    assert plan is not None
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Flaky(nn.Module):
+    """Its forward fails when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build()
+        self.fails = False
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.inner(input_ids=batch, labels=batch).loss
+        if self.fails:
+            raise RuntimeError("told to")
+        return loss
+
+
+def test_steps_that_are_forgotten_are_in_no_profile(store_dir: pathlib.Path) -> None:
+    model = lohan.wrap(
+        Flaky(), store=store_dir / "a", lr=1e-3, activations="auto", schedule="deferred", **TIGHT
+    )
+    for step in range(5):
+        batch = tokens(step)
+        model.fails = True
+        with pytest.raises(RuntimeError, match="told to"):
+            model(batch)
+        model.fails = False
+        model(batch).backward()
+        model.optimizer.zero_grad()  # the step is forgotten
+        with torch.no_grad():
+            model.eval()
+            model(batch)
+            model.train()
+        model(batch).backward()
+        model.optimizer.step()
+    session = model.lohan
+    profile = session._planner.shape.profile
+    forward_ns = sum(ns for visit in profile.visits for ns in visit.ns)
+    assert len(profile.visits) == len({visit.block for visit in profile.visits})
+    assert forward_ns < profile.compute_ns < 30 * forward_ns
+    session.close()
+
+
+def test_a_profile_read_back_is_the_same(store_dir: pathlib.Path) -> None:
+    model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations="auto", **TIGHT)
+    train(model)
+    profile = model.lohan._planner.shape.profile
+    model.lohan.close()
+    assert type(profile).from_json(profile.as_json()) == profile
+    assert sum(flop for visit in profile.visits for flop in visit.flop) > 0
+
+
+def test_a_shape_that_comes_late_is_timed_without_the_waits_of_before(
+    store_dir: pathlib.Path,
+) -> None:
+    slow = {**TIGHT, "emu_bytes_per_s": (100 << 20, 100 << 20), "swap_ssd_bytes": 256 * MIB}
+    model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations="g10", **slow)
+    train(model, [(8, 128)] * 8)
+    train(model, [(8, 120)] * 2, 8)
+    shapes = list(model.lohan._planner.shapes.values())
+    model.lohan.close()
+    first, second = (shape.profile.compute_ns for shape in shapes)
+    assert 0.3 * first < second < 3 * first
+
+
+def test_a_block_that_is_the_model_itself_is_planned(store_dir: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    found = []
+    for name, settings in [("a", {}), ("b", {"activations": "auto", "device_bytes": 1, **NO_SWAP})]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        model = lohan.wrap(model, store=store_dir / name, lr=1e-3, blocks=[model], **settings)
+        for step in range(5):
+            model(torch.full((512, 64), 1.0 + step)).square().mean().backward()
+            model.optimizer.step()
+        found.append(values(model))
+        plan = model.lohan.plan()
+        model.lohan.close()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert plan.kept_bytes == 512 * 64 * 4  # its input
+
+
+def test_what_a_policy_cannot_do_is_said_before_the_forward(store_dir: pathlib.Path) -> None:
+    settings = {**TIGHT, **NO_SWAP, "device_bytes": 24 * MIB}
+    model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations="zero", **settings)
+    train(model, [(8, 128)] * 2)
+    for _ in range(2):
+        with pytest.raises(BudgetError, match="activations 'zero'"):
+            train(model, [(8, 128)])
+    model.lohan.close()
+    for bad in ({"profile": "never"}, {"activations": "best"}):
+        with pytest.raises(ModelError, match=next(iter(bad))):
+            lohan.wrap(build(), store=store_dir / "b", lr=1e-3, **bad)
