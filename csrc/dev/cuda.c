@@ -248,17 +248,21 @@ static int cuda_submit(struct lh_dev *dev, struct lh_dev_copy *copy, struct lh_e
 /* Whether the driver has given up executing. [Note: A device that fails] */
 static bool is_lost(struct cuda *cuda)
 {
-    unsigned result = cuda->lost_result;
-    for (int i = 0; i < LH_DEV_DIRECTION_COUNT && result == 0; i++) {
-        result = cuda->calls.stream_query(cuda->lanes[i].notify_stream);
-        if (result == LH_CUDA_NOT_READY)
-            result = 0;
-        /* Only an error that this repeats is the streams' own, with nothing executed any more. */
-        if (result != 0)
-            result = cuda->calls.stream_synchronize(cuda->lanes[i].notify_stream);
+    unsigned result = 0;
+    bool is_refused = cuda->lost_result != 0;
+    for (int i = 0; i < LH_DEV_DIRECTION_COUNT; i++) {
+        unsigned answer = cuda->calls.stream_query(cuda->lanes[i].notify_stream);
+        is_refused |= answer != 0 && answer != LH_CUDA_NOT_READY;
     }
-    cuda->lost_result = result;
-    return result != 0;
+    /* Only an error that this repeats is the streams' own, with nothing executed any more. All of
+     * them: a host call of one may be on its way when another tells. */
+    for (int i = 0; i < LH_DEV_DIRECTION_COUNT && is_refused; i++) {
+        unsigned answer = cuda->calls.stream_synchronize(cuda->lanes[i].notify_stream);
+        result = result ? result : answer;
+    }
+    if (cuda->lost_result == 0)
+        cuda->lost_result = result;
+    return cuda->lost_result != 0;
 }
 
 static uint32_t cuda_poll(struct lh_dev *dev, struct lh_dev_copy **done, uint32_t done_max)
@@ -267,10 +271,10 @@ static uint32_t cuda_poll(struct lh_dev *dev, struct lh_dev_copy **done, uint32_
     uint32_t done_count = lh_dev_base_poll(dev, done, done_max);
     if (done_count > 0 || dev->in_flight_count == 0 || done_max == 0)
         return done_count;
-    /* Without a context nothing is executed either: the driver has shut down. */
+    /* Without a context nothing is executed either: the driver has shut down, and says so again. */
     struct lh_error err = {0};
     bool lost = true;
-    if (enter(cuda, &err) == 0) {
+    if (enter(cuda, &err) == 0 || enter(cuda, &err) == 0) {
         lost = is_lost(cuda);
         leave(cuda);
     } else {

@@ -273,6 +273,32 @@ static void test_lost(void)
     lh_waker_deinit(&waker);
 }
 
+static void test_refused_once(void)
+{
+    struct lh_alloc alloc = LH_ALLOC_INIT;
+    struct lh_dev *dev = NULL;
+    struct lh_dev_copy copy = {.host = host[0], .device = device, .bytes = BYTES};
+    struct lh_dev_copy *done[1];
+    lh_test_name("a question that the driver refuses once loses no copy that is under way");
+    fake_cuda_reset((struct fake_cuda_opts){.fail_after = -1});
+    LH_CHECK(create(&alloc, NULL, 0, &dev, NULL) == 0);
+    for (int64_t fail_after = 0; fail_after < 4; fail_after++) {
+        fake_cuda_pause(true);
+        LH_CHECK(dev->ops->submit(dev, &copy, NULL) == 0);
+        /* The context first, then a question to each stream: a wait for them would not end. */
+        fake_cuda_fail_after(fail_after == 0 ? 0 : -1);
+        LH_CHECK(dev->ops->poll(dev, done, 1) == 0);
+        fake_cuda_pause(false);
+        fake_cuda_fail_after(fail_after);
+        while (dev->in_flight_count > 0)
+            dev->ops->poll(dev, done, 1);
+        LH_CHECK(copy.result == 0);
+        fake_cuda_fail_after(-1);
+    }
+    dev->ops->destroy(dev);
+    LH_CHECK(alloc.live_count == 0 && fake_cuda_live_count() == 0);
+}
+
 static void test_allocations(void)
 {
     struct lh_error err = {0};
@@ -306,6 +332,7 @@ int main(void)
     test_failed_submit_is_over();
     test_no_driver();
     test_lost();
+    test_refused_once();
     test_allocations();
     return 0;
 }
