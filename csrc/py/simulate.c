@@ -156,12 +156,14 @@ static int part_parse(PyObject *item, struct lh_sim_block *first, struct lh_sim_
     return saved_parse(saved, model);
 }
 
-/* (units, parts) */
+/* (units, parts, room for saved tensors) */
 static int block_parse(PyObject *item, struct lh_sim_model *model)
 {
     PyObject *units = NULL;
     PyObject *parts = NULL;
-    if (!PyArg_ParseTuple(item, "O!O!", &PyTuple_Type, &units, &PyTuple_Type, &parts))
+    unsigned long long room_bytes = 0;
+    if (!PyArg_ParseTuple(item, "O!O!|K", &PyTuple_Type, &units, &PyTuple_Type, &parts,
+                          &room_bytes))
         return -1;
     Py_ssize_t count = PyTuple_Size(units);
     Py_ssize_t part_count = PyTuple_Size(parts);
@@ -169,7 +171,8 @@ static int block_parse(PyObject *item, struct lh_sim_model *model)
         PyErr_Format(PyExc_ValueError, "a block of %zd units and %zd parts", count, part_count);
         return -1;
     }
-    struct lh_sim_block block = {.unit_count = (uint32_t)count};
+    struct lh_sim_block block = {.unit_count = (uint32_t)count,
+                                 .saved_room_bytes = lh_min_u64(room_bytes, NUMBER_MAX)};
     for (Py_ssize_t i = 0; i < count; i++) {
         unsigned long unit = PyLong_AsUnsignedLong(PyTuple_GetItem(units, i));
         if (PyErr_Occurred())

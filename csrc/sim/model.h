@@ -34,6 +34,8 @@ struct lh_sim_block {
     uint64_t backward_ns;
     uint32_t part_first; /* in the model's parts[] */
     uint32_t part_count;
+    /* Of the accelerator's memory, while it computes: for saved tensors that leave or come back. */
+    uint64_t saved_room_bytes;
 };
 
 /* A stretch of a block's computation, in the order of forward. */

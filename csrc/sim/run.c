@@ -133,7 +133,7 @@ static int engine_create(struct lh_sim_run *run, struct lh_error *err)
                 .transit_bytes = opts->saved.transit_bytes,
                 .store = run->saved_store,
                 .file_first = opts->machine.ssd_count,
-                .item_max = model->saved_count,
+                .item_max = (uint32_t)lh_max_u64(model->saved_count, 1),
             },
         .gradients_in_memory = opts->machine.accelerator.gradients_in_memory,
         .io_depth = opts->io_depth,

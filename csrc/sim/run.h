@@ -55,8 +55,10 @@ struct lh_sim_saved_opts {
     uint64_t memory_bytes;  /* main memory */
     uint64_t transit_bytes; /* of these, for those that pass through (sched/saved.h) */
     uint64_t ssd_bytes;     /* 0: none leaves main memory */
-    uint64_t out_bytes;     /* device memory for those on their way out: forward waits for it */
-    uint64_t ahead_bytes;   /* device memory for those fetched ahead of their block */
+    /* Device memory, where a block does not say: for those on their way out, which forward waits
+     * for, and for those fetched ahead of their block. */
+    uint64_t out_bytes;
+    uint64_t ahead_bytes;
 };
 
 struct lh_sim_run_opts {

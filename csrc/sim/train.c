@@ -235,9 +235,19 @@ static enum look part_begin(struct lh_sim_train *train, uint32_t part)
     return state_set(train, LH_SIM_TRAIN_STATE_SAVED);
 }
 
+/* The block's units are here. */
+static enum look block_compute(struct lh_sim_train *train)
+{
+    const struct lh_sim_block *block = block_of(train);
+    bool is_backward = train->phase == LH_SIM_TRAIN_PHASE_BACKWARD;
+    return part_begin(train, block->part_first + (is_backward ? block->part_count - 1 : 0));
+}
+
 static enum look acquire(struct lh_sim_train *train)
 {
     const struct lh_sim_block *block = block_of(train);
+    if (block->unit_count == 0)
+        return block_compute(train);
     uint32_t unit = block->units[train->unit];
     bool is_first = !train->is_asked;
     if (!is_worth_asking(train, atomic_load(&train->opts.engine->units[unit].grants) > 0))
@@ -255,8 +265,7 @@ static enum look acquire(struct lh_sim_train *train)
         times->backward_wait_ns += waited_ns(train);
     if (++train->unit < block->unit_count)
         return state_set(train, LH_SIM_TRAIN_STATE_ACQUIRE);
-    bool is_backward = train->phase == LH_SIM_TRAIN_PHASE_BACKWARD;
-    return part_begin(train, block->part_first + (is_backward ? block->part_count - 1 : 0));
+    return block_compute(train);
 }
 
 /* What the part's forward saved is back, one after the other. */
@@ -363,7 +372,7 @@ static enum look part_next(struct lh_sim_train *train)
 /* Forward waits for device memory that what it saved still takes. */
 static enum look taken(struct lh_sim_train *train)
 {
-    uint64_t out_bytes = train->opts.saved_out_bytes;
+    uint64_t out_bytes = lh_sim_train_saved_out_bytes(train);
     uint64_t put_bytes = atomic_load(&train->opts.engine->saved.put_bytes);
     if (!is_worth_asking(train, put_bytes <= out_bytes))
         return LOOK_WAIT;

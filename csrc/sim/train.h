@@ -142,6 +142,8 @@ bool lh_sim_train_poll(struct lh_sim_train *train);
 bool lh_sim_train_is_over(const struct lh_sim_train *train);
 
 /* train_saved.c: of the part that computes */
+/* What may be on its way out when the computation goes on behind it. */
+uint64_t lh_sim_train_saved_out_bytes(const struct lh_sim_train *train);
 /* Its forward is over: 0, or the engine's error. */
 int lh_sim_train_saved_put(struct lh_sim_train *train);
 /* Ask for what it saved, and for what parts before it did as far as there is room. */

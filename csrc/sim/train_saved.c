@@ -7,13 +7,38 @@ static const struct lh_sim_part *part_of(const struct lh_sim_train *train)
     return &train->opts.model->parts[train->part];
 }
 
+static uint64_t room_bytes(const struct lh_sim_train *train, uint32_t block, uint64_t otherwise)
+{
+    uint64_t bytes = train->opts.model->blocks[block].saved_room_bytes;
+    return bytes > 0 ? bytes : otherwise;
+}
+
+uint64_t lh_sim_train_saved_out_bytes(const struct lh_sim_train *train)
+{
+    const struct lh_sim_model *model = train->opts.model;
+    const struct lh_sim_block *block = &model->blocks[train->block];
+    bool is_last = train->part + 1 == block->part_first + block->part_count;
+    bool has_next = is_last && train->block + 1 < model->block_count;
+    return room_bytes(train, train->block + has_next, train->opts.saved_out_bytes);
+}
+
+/* What is fetched ahead is there when the block before computes, too. */
+static uint64_t ahead_bytes(const struct lh_sim_train *train)
+{
+    uint64_t otherwise = train->opts.saved_ahead_bytes;
+    uint64_t here = room_bytes(train, train->block, otherwise);
+    return train->block == 0 ? here
+                             : lh_min_u64(here, room_bytes(train, train->block - 1, otherwise));
+}
+
 void lh_sim_train_saved_fetch(struct lh_sim_train *train)
 {
     const struct lh_sim_part *part = part_of(train);
+    uint64_t most_bytes = ahead_bytes(train);
     while (train->saved_next > 0) {
         uint64_t bytes = train->opts.model->saved[train->saved_next - 1].bytes;
         bool is_needed = part->saved_count > 0 && train->saved_next > part->saved_first;
-        if (!is_needed && train->fetched_bytes + bytes > train->opts.saved_ahead_bytes)
+        if (!is_needed && train->fetched_bytes + bytes > most_bytes)
             break;
         train->saved_next--;
         train->fetched_bytes += bytes;

@@ -153,7 +153,8 @@ def budget(
 ) -> dict[str, int]: ...
 def simulate(
     units: list[tuple[str, bool, int]],
-    blocks: list[tuple[tuple[int, ...], tuple[tuple[int, int, tuple[tuple[int, bool], ...]], ...]]],
+    # (units, parts[, room for saved tensors]); a part: (forward_ns, backward_ns, saved)
+    blocks: Sequence[tuple[Any, ...]],
     machine: dict[str, int],
     saved: dict[str, int],
     host_bytes: int,

@@ -12,17 +12,19 @@ from lohan.errors import BudgetError, MachineError
 from lohan.simulate import Options, check
 
 
-def _why_not(name: str, machine: Machine, batch: int, seq: int) -> str:
+def _why_not(name: str, machine: Machine, batch: int, seq: int, policy: str) -> str:
     """Empty: it fits."""
     model = _plan.named_model(name, batch=batch, seq=seq)
     try:
-        check(model, machine, Options("auto"))
+        check(model, machine, Options(policy))
     except BudgetError as error:
         return str(error)
     return ""
 
 
-def find(family: str, machine: Machine, batch: int, seq: int) -> dict[str, Any]:
+def find(
+    family: str, machine: Machine, batch: int, seq: int, policy: str = "auto"
+) -> dict[str, Any]:
     """By bisection over the family's sizes: what fits a size fits every smaller one.
 
     Args:
@@ -30,6 +32,7 @@ def find(family: str, machine: Machine, batch: int, seq: int) -> dict[str, Any]:
         machine: its rates do not matter.
         batch: sequences, or images.
         seq: tokens of each.
+        policy: that has to have room (docs/planning.md).
 
     Returns:
         largest, the next one (None behind the last) and what stops it.
@@ -44,13 +47,13 @@ def find(family: str, machine: Machine, batch: int, seq: int) -> dict[str, Any]:
     names = [name for name in _plan.model_names() if name.startswith(f"{family}-")]
     sizes = {name: _plan.named_model(name, batch=1).param_count for name in names}
     names.sort(key=lambda name: sizes[name])
-    why_not = {names[0]: _why_not(names[0], machine, batch, seq)}
+    why_not = {names[0]: _why_not(names[0], machine, batch, seq, policy)}
     if why_not[names[0]]:
         raise BudgetError(f"{names[0]} does not fit: {why_not[names[0]]}")
     fits, refused = 0, len(names)
     while refused - fits > 1:
         middle = (fits + refused) // 2
-        why_not[names[middle]] = _why_not(names[middle], machine, batch, seq)
+        why_not[names[middle]] = _why_not(names[middle], machine, batch, seq, policy)
         if why_not[names[middle]]:
             refused = middle
         else:

@@ -38,6 +38,7 @@ _PAPER_MASTER_BYTES = 4
 
 Saved = tuple[tuple[int, bool], ...]
 Part = tuple[int, int, Saved]
+Parted = tuple[tuple[int, ...], tuple[Part, ...], int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +49,14 @@ class Placement:
         dtype: of parameters, by what their masters take: "bfloat16" (12 bytes a parameter of
             states with P16), "float16" (14, as the papers have it) or "float32".
         schedule: of updates, as lohan.wrap names it.
-        blocks: (units, parts) of each; a part, a layer: (forward_ns, backward_ns, saved); saved:
-            (bytes, is_on_ssd) of each piece.
+        blocks: (units, parts, room_bytes) of each; a part, a layer: (forward_ns, backward_ns,
+            saved); saved: (bytes, is_on_ssd) of each piece; room_bytes: of the GPU, while the block
+            computes, for what is on its way out in forward and back in backward.
         fates: of each layer: "keep", "host", "ssd" or "recompute".
         recompute_flop: that backward computes besides its own.
         slot_bytes: of the GPU, for parameters.
-        room_bytes: of the GPU, for what is on its way out in forward and back in backward.
-        computing_bytes: of the GPU, for the block that computes and for what is kept.
+        room_bytes: of the GPU, for what is on its way, at least.
+        computing_bytes: of the GPU, for the block that computes and for what is kept, at most.
         engine_bytes: of main memory, for states and gradients.
         saved_bytes: of main memory, for activations, transit included.
         transit_bytes: of these, for what goes to SSD and comes back.
@@ -63,7 +65,7 @@ class Placement:
 
     dtype: str
     schedule: str
-    blocks: list[tuple[tuple[int, ...], tuple[Part, ...]]]
+    blocks: list[Parted]
     fates: tuple[str, ...]
     recompute_flop: int
     slot_bytes: int
@@ -79,12 +81,13 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // _GRANULE) * _GRANULE
 
 
-def saved_pieces(layer: Layer, fate: str) -> Saved:
+def saved_pieces(layer: Layer, fate: str, granule: int = _GRANULE) -> Saved:
     """What leaves of a layer: equal pieces, each a multiple of the granule."""
     if fate not in _LEAVES or layer.activation_bytes == 0:
         return ()
     count = -(-layer.activation_bytes // PIECE_BYTES)
-    return ((_padded(-(-layer.activation_bytes // count)), fate == "ssd"),) * count
+    nbytes = -(-layer.activation_bytes // (count * granule)) * granule
+    return ((nbytes, fate == "ssd"),) * count
 
 
 def _transit_bytes(model: Model) -> int:
@@ -98,8 +101,8 @@ def block_params(block: Block) -> int:
 
 
 def _blocks(
-    model: Model, machine: Machine, fates: tuple[str, ...]
-) -> list[tuple[tuple[int, ...], tuple[Part, ...]]]:
+    model: Model, machine: Machine, fates: tuple[str, ...], rooms: Sequence[int]
+) -> list[Parted]:
     own = [block_params(block) > 0 for block in model.blocks]
     made = []
     first = 0
@@ -119,7 +122,7 @@ def _blocks(
         # Backward begins with what the block computes again, all of it.
         forward_ns, backward_ns, pieces = parts[-1]
         parts[-1] = forward_ns, backward_ns + again * NS_PER_S // machine.gpu_flop_per_s, pieces
-        made.append((tuple(sum(own[:i]) for i in used), tuple(parts)))
+        made.append((tuple(sum(own[:i]) for i in used), tuple(parts), rooms[index]))
     return made
 
 
@@ -127,9 +130,12 @@ def _is_again(layer: Layer, fate: str) -> bool:
     return fate == "recompute" and layer.activation_bytes > 0
 
 
-def _gpu_split(model: Model, machine: Machine, fates: tuple[str, ...]) -> tuple[int, int, int]:
-    """(slot_bytes, room_bytes, computing_bytes)."""
-    kept, computing, first = 0, 0, 0
+def _gpu_split(
+    model: Model, machine: Machine, fates: tuple[str, ...]
+) -> tuple[int, list[int], int]:
+    """(slot_bytes, room_bytes of each block, computing_bytes)."""
+    kept, first = 0, 0
+    needs: list[int] = []
     for block in model.blocks:
         layers = list(zip(block.layers, fates[first : first + len(block.layers)], strict=True))
         first += len(block.layers)
@@ -138,7 +144,8 @@ def _gpu_split(model: Model, machine: Machine, fates: tuple[str, ...]) -> tuple[
         again = sum(layer.activation_bytes for layer, fate in layers if fate == "recompute")
         moving = max((m.activation_bytes for m, fate in layers if fate in _LEAVES), default=0)
         working = max(layer.working_bytes for layer in block.layers)
-        computing = max(computing, again + moving + working)
+        needs.append(again + moving + working)
+    computing = max(needs)
     sizes = sorted(
         -(-block_params(block) // _ELEMENT_ALIGN) * _ELEMENT_ALIGN * model.param_bytes
         for block in model.blocks
@@ -152,7 +159,8 @@ def _gpu_split(model: Model, machine: Machine, fates: tuple[str, ...]) -> tuple[
             " take a smaller batch, or set gpu_bytes"
         )
     slots = min(max(free // 2, least), _padded(sum(sizes)) + _GRANULE)
-    return slots // _GRANULE * _GRANULE, free - slots, kept + computing
+    rooms = [machine.gpu_bytes - kept - need - slots for need in needs]
+    return slots // _GRANULE * _GRANULE, rooms, kept + computing
 
 
 def buffer_bytes(model: Model) -> int:
@@ -253,12 +261,12 @@ def place(
         )
         taken += transit + _states_bytes(model, plan) + 2 * buffer_bytes(model)
         fates = _brought_in(model, fates, machine.host_bytes - taken)
-    blocks = _blocks(model, machine, fates)
-    pieces = [piece for _, parts in blocks for *_, saved in parts for piece in saved]
+    slots, rooms, computing = _gpu_split(model, machine, fates)
+    blocks = _blocks(model, machine, fates, rooms)
+    pieces = [piece for _, parts, _ in blocks for *_, saved in parts for piece in saved]
     on_ssd = sum(nbytes for nbytes, is_on_ssd in pieces if is_on_ssd)
     transit = transit if on_ssd else 0
     saved = sum(nbytes for nbytes, is_on_ssd in pieces if not is_on_ssd) + transit
-    slots, room, computing = _gpu_split(model, machine, fates)
     rest = machine.host_bytes - saved
     defers = any(block["is_deferred"] for block in plan["blocks"])
     has_all = policy == "auto" and "host_states" not in without
@@ -270,7 +278,7 @@ def place(
         fates=fates,
         recompute_flop=sum(layer.forward_flop for layer in again),
         slot_bytes=slots,
-        room_bytes=room,
+        room_bytes=min(rooms),
         computing_bytes=computing,
         engine_bytes=rest if has_all else min(rest, 2 * buffer_bytes(model)),
         saved_bytes=saved,

@@ -225,7 +225,9 @@ def plan(
         here = _machines.change(here, [f"ssd_bytes={each}"])
     console = None if json_wanted else Console()
     if largest:
-        answer = _largest.find(family, here, 1 if batch is None else batch, words["seq"])
+        answer = _largest.find(
+            family, here, 1 if batch is None else batch, words["seq"], words["policy"]
+        )
         if console is not None:
             _largest.show(answer, console)
     else:

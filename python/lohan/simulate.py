@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import errno
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from lohan import _core, _machines, _models, _simulate_timeline
 from lohan._machines import Machine
@@ -39,6 +39,8 @@ _TRACE_EVENT_BYTES = 1 << 20
 _STEP_BYTES_PER_PARAM = 32
 # Commits that take no more of the time are rare enough.
 _COMMIT_SHARE = 0.005
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,18 +240,35 @@ def _is_rare(options: Options) -> bool:
     return options.policy == "auto" and "host_states" not in options.without
 
 
-def _run(
-    model: Model, machine: Machine, options: Options, only_checks: bool, trace_count: int = 0
-) -> tuple[Placement, dict[str, Any]]:
+def _check_options(options: Options) -> None:
     if options.schedule not in (None, *SCHEDULES):
         raise MachineError(f"schedule {options.schedule!r}: one of {', '.join(SCHEDULES)}")
     if options.commit_every is not None and options.commit_every < 1:
         raise MachineError(f"commit_every = {options.commit_every}: at least 1")
     if not set(options.without) <= set(SWITCHES):
         raise MachineError(f"without {options.without}: some of {', '.join(SWITCHES)}")
+
+
+def _tries(options: Options) -> list[tuple[str, ...]]:
+    """What a plan does without: virtual time says whether updates that wait pay, or cost."""
+    found = [options.without]
+    may_defer = options.policy == "auto" and "deferred" not in options.without
+    if may_defer and options.swap_share is None:
+        found.append((*options.without, "deferred"))
+    return found
+
+
+def _run(
+    model: Model,
+    machine: Machine,
+    options: Options,
+    without: tuple[str, ...],
+    only_checks: bool = False,
+    trace_count: int = 0,
+) -> tuple[Placement, dict[str, Any]]:
     # The least first: what a plan says of it may be that other memory would have to make up for it.
     _capacity_check(model, machine, min(_STATE_BYTES_PER_PARAM.values()))
-    placement = place(model, machine, options.policy, options.swap_share, options.without)
+    placement = place(model, machine, options.policy, options.swap_share, without)
     per_param = _STATE_BYTES_PER_PARAM[placement.dtype]
     _capacity_check(model, machine, per_param, placement.ssd_bytes)
     raw = _core.simulate(
@@ -273,6 +292,22 @@ def _run(
     return placement, raw
 
 
+def _fitting(options: Options, run: Callable[[tuple[str, ...]], _T]) -> Iterator[_T]:
+    """What run gives for each try that fits; the first one's refusal if none does."""
+    refusal: BudgetError | None = None
+    has_fitted = False
+    for without in _tries(options):
+        try:
+            given = run(without)
+        except BudgetError as error:
+            refusal = refusal or error
+            continue
+        has_fitted = True
+        yield given
+    if refusal and not has_fitted:
+        raise refusal
+
+
 def check(model: Model, machine: Machine, options: Options) -> None:
     """Whether it fits, without a step.
 
@@ -280,11 +315,24 @@ def check(model: Model, machine: Machine, options: Options) -> None:
         BudgetError: it does not; the message has the numbers.
         MachineError: an option that is none.
     """
-    _run(model, machine, options, only_checks=True)
+    _check_options(options)
+    next(_fitting(options, lambda without: _run(model, machine, options, without, True)))
+
+
+def _fastest(model: Model, machine: Machine, options: Options) -> tuple[Step, tuple[str, ...]]:
+    def run(without: tuple[str, ...]) -> tuple[Step, tuple[str, ...]]:
+        placement, raw = _run(model, machine, options, without)
+        every = _commit_every(raw, options)
+        return _step(model, machine, placement, raw, every), without
+
+    _check_options(options)
+    return min(_fitting(options, run), key=lambda found: found[0].step_ns)
 
 
 def simulate(model: Model, machine: Machine, options: Options | None = None) -> Step:
     """Run training in virtual time until its steps repeat, and give the figures of one.
+
+    By `auto` two plans run, with updates that wait and without, and the faster step is given.
 
     Args:
         model: with its batch.
@@ -295,9 +343,7 @@ def simulate(model: Model, machine: Machine, options: Options | None = None) -> 
         BudgetError: the model does not fit the machine; the message has the numbers.
         MachineError: an option that is none.
     """
-    options = options or Options()
-    placement, raw = _run(model, machine, options, only_checks=False)
-    return _step(model, machine, placement, raw, _commit_every(raw, options))
+    return _fastest(model, machine, options or Options())[0]
 
 
 def simulate_traced(
@@ -316,8 +362,8 @@ def simulate_traced(
     options = options or Options()
     moved = _STEP_BYTES_PER_PARAM * model.param_count + 2 * model.activation_bytes
     count = min(_TRACE_COUNT_LEAST + moved // _TRACE_EVENT_BYTES, _TRACE_COUNT_MAX)
-    placement, raw = _run(model, machine, options, only_checks=False, trace_count=count)
-    step = _step(model, machine, placement, raw, _commit_every(raw, options))
+    step, without = _fastest(model, machine, options)
+    _, raw = _run(model, machine, options, without, trace_count=count)
     return step, _simulate_timeline.make(raw, machine)
 
 

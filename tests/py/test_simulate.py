@@ -97,7 +97,7 @@ def test_recomputation_lengthens_backward_by_its_flop() -> None:
     placement = _placement.place(model, here, "lohan")
     again = placement.recompute_flop
     assert again > 0
-    compute_ns = sum(part[0] + part[1] for _, parts in placement.blocks for part in parts)
+    compute_ns = sum(part[0] + part[1] for _, parts, _ in placement.blocks for part in parts)
     expected_ns = (3 * model.forward_flop + again) * 10**9 // here.gpu_flop_per_s
     assert compute_ns == pytest.approx(expected_ns, abs=3 * len(model.layers))
 
@@ -106,7 +106,7 @@ def test_what_leaves_is_spread_over_the_blocks() -> None:
     placement = _placement.place(_plan.named_model("gpt-13b", batch=32), machine(), "lohan")
     moved = [
         sum(nbytes for *_, saved in parts for nbytes, _ in saved)
-        for _, parts in placement.blocks[1:-1]
+        for _, parts, _ in placement.blocks[1:-1]
     ]
     assert len(set(moved)) > 1, "one kind of layer is swapped in part"
     stretches = [sum(moved[i : i + 8]) for i in range(0, len(moved), 8)]
@@ -120,6 +120,15 @@ def test_auto_is_not_slower_than_the_papers_policy(ssd_count: int, host_bytes: s
     here = machine(f"ssd_count={ssd_count}", f"host_bytes={host_bytes}")
     papers = simulate(model, here, Options("lohan"))
     assert simulate(model, here, Options("auto")).step_ns < 1.02 * papers.step_ns
+
+
+@pytest.mark.parametrize("ssd_count", [1, 3])
+def test_by_auto_updates_wait_for_the_next_forward_only_where_that_pays(ssd_count: int) -> None:
+    model = _plan.named_model("opt-1.3b", batch=16)
+    here = machine(f"ssd_count={ssd_count}", "host_bytes=12 GB")
+    both = simulate(model, here, Options("auto"))
+    eager = simulate(model, here, Options("auto", without=("deferred",)))
+    assert both.step_ns <= eager.step_ns
 
 
 def test_a_step_bears_its_share_of_what_the_commit_costs() -> None:
@@ -380,6 +389,32 @@ def core_call(**changes: object) -> object:
         else:
             words[name] = value
     return _core.simulate(**words)
+
+
+def test_what_leaves_and_comes_back_has_the_room_that_the_block_which_computes_leaves() -> None:
+    saved = ((1 << 18, False),) * 3
+
+    def step_ns(*rooms: int) -> int:
+        blocks = [((), ((100_000, 200_000, saved),), room) for room in rooms]
+        blocks[0] = ((0,), *blocks[0][1:])
+        return core_call(
+            blocks=blocks,
+            saved={**dict.fromkeys(SAVED, 1 << 20), "memory_bytes": 1 << 23},
+            device_bytes=1 << 22,
+            copy_in_bytes_per_s=10**10,
+            copy_out_bytes_per_s=10**10,
+        )["step_ns"]
+
+    tight, roomy, mixed = step_ns(1, 1, 1), step_ns(1 << 22, 1 << 22, 1 << 22), step_ns(0, 1, 0)
+    assert roomy < mixed < tight, (roomy, mixed, tight)
+    # The copies of all but the last block hide behind the others' computation.
+    assert step_ns(1 << 22, 1 << 22, 1) < tight
+
+
+def test_room_for_activations_that_nothing_of_a_plan_uses_costs_nothing() -> None:
+    blocks = [((0,), ((1000, 2000, ()),))]
+    without = core_call(blocks=blocks, saved=dict.fromkeys(SAVED, 0))
+    assert core_call(blocks=blocks)["step_ns"] == without["step_ns"]
 
 
 @pytest.mark.parametrize(
