@@ -42,10 +42,10 @@ HYPER = {"lr": 1e-4, "weight_decay": 0.01}
 MODELS = {
     "gpt2": (12, 768, 12, 50257),
     "wide": (12, 1024, 16, 8192),
-    "small": (8, 384, 6, 1024),
+    "small": (8, 1024, 8, 1024),
 }
 # Of main memory, in MiB: what stays there of activations, and what the others pass through.
-SIZES = (16, 24, 128)
+SIZES = (11, 16, 64)
 TRANSIT_MIB = 64
 BATCHES = (32, 24, 16)
 SIZED_POLICIES = ("zero", "capuchin", "g10", "checkmate", "lohan", "auto")
@@ -205,7 +205,7 @@ class Sized:
 
 def sizes(options: argparse.Namespace, store: Path) -> None:
     """A row a policy: tokens a second with each size of main memory."""
-    options.model = "small"
+    options.model, options.sequence = "small", 32
     rows: dict[tuple[int, str], Sized] = {}
     for index, size in enumerate(SIZES):
         options.swap_mib = TRANSIT_MIB + size

@@ -190,7 +190,8 @@ static int store_create(struct lh_sim_run *run, struct lh_error *err)
 /* One extent, without files. */
 static int saved_store_create(struct lh_sim_run *run, struct lh_error *err)
 {
-    struct lh_store_extent_desc extent = {.bytes = run->opts.saved.ssd_bytes};
+    struct lh_store_extent_desc extent = {
+        .bytes = lh_align_up(run->opts.saved.ssd_bytes, LH_BLOCK_BYTES)};
     struct lh_store_group_desc group = {.slot_count = 1};
     const struct lh_sim_model model = {
         .unit_count = 1, .extents = &extent, .extent_count = 1, .groups = &group};

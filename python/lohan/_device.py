@@ -115,7 +115,9 @@ def check(config: Config) -> None:
     parse(config.device)
     links = config.emu_bytes_per_s
     if links is not None and not (
-        isinstance(links, tuple) and len(links) == 2 and all(0 <= int(n) < 1 << 60 for n in links)
+        isinstance(links, tuple)
+        and len(links) == 2
+        and all(isinstance(n, int | float) and 0 <= n < 1 << 60 for n in links)
     ):
         raise ModelError(f"emu_bytes_per_s {links!r}: two speeds in bytes a second, in and out")
 
@@ -157,7 +159,8 @@ def plan(layout: Layout, together: Sequence[int], apart: Sequence[int], config: 
             )
     share = config.device_param_bytes or _share(name, index, ceiling, every)
     share -= share % _core.BLOCK_BYTES
-    links = config.emu_bytes_per_s or (0, 0)
+    speed_in, speed_out = config.emu_bytes_per_s or (0, 0)
+    links = int(speed_in), int(speed_out)
     return Device(name, index, ceiling, min(every, max(least, share)), links)
 
 

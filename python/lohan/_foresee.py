@@ -38,7 +38,7 @@ def _blocks(
         parts: list[Part] = []
         for layer, fate in zip(block.layers, fates[first:], strict=False):
             took = layer.forward_flop * NS_PER_S // machine.gpu_flop_per_s
-            parts.append((took, 2 * took, saved_pieces(layer, fate)))
+            parts.append((took, 2 * took, saved_pieces(layer, fate, 1)))
         first += len(block.layers)
         # Backward begins with what the block computes again.
         forward_ns, backward_ns, saved = parts[-1]

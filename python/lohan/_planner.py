@@ -9,6 +9,7 @@ Source: LoHan IV-B (profile, then plan), IV-D
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -55,6 +56,8 @@ _SLOT_BLOCK_COUNT = 2
 _ROUNDING_BYTES = 2 << 20
 # Activations on their way need room on the device for so many at least.
 _ITEMS_ON_THEIR_WAY = 2
+# Whose plans `auto` has to choose from; /moved: nothing stays on the device that can leave.
+_AUTO_TRIES = ("auto", "auto/moved", "lohan", "capuchin", "zero")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +87,16 @@ class Plan:
     recompute_s: float
     device_bytes: int
 
+    def __str__(self) -> str:
+        """A line for people."""
+        modes = collections.Counter(self.layers.values())
+        layers = ", ".join(f"{count} {mode}" for mode, count in modes.most_common())
+        return (
+            f"activations {self.policy!r}: {self.step_s:.3g} s a step foreseen, bound by"
+            f" {self.bound_by}; layers: {layers}; {self.kept_bytes / 1e6:.1f} MB stay,"
+            f" {self.swapped_bytes / 1e6:.1f} MB leave, {self.recompute_s:.2g} s of computing again"
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Made:
@@ -93,11 +106,13 @@ class Made:
         plan: for people.
         blocks: to be put on the model.
         window_bytes: of activations that may be on their way at once.
+        is_foreseen: its step by the engine in virtual time, not by the timeline.
     """
 
     plan: Plan
     blocks: list[Block]
     window_bytes: int
+    is_foreseen: bool = False
 
 
 @dataclasses.dataclass
@@ -247,21 +262,36 @@ class Planner:
     def choose(self, session: Session, profile: Profile, policy: str) -> Made:
         """What a policy does with forwards like the one that was profiled.
 
+        By `auto` the fastest of several plans, as the engine in virtual time has them: it sees more
+        than the timeline that they were made by.
+
         Raises:
             BudgetError: it cannot; `auto` can what the first steps could.
         """
+        if policy != "auto":
+            modes = self._planned(session, profile, policy, policy)
+            return self.choice(session, profile, modes, policy)
+        tried: list[Assigned] = []
+        # Without an accelerator there is no virtual time.
+        for planner in _AUTO_TRIES[: 1 if session.device.name == "cpu" else None]:
+            with contextlib.suppress(BudgetError):
+                modes = self._planned(session, profile, policy, planner)
+                tried += [modes] if modes not in tried else []
+        tried = tried or [_conservative(session)]
+        made = [self.choice(session, profile, modes, policy) for modes in tried]
+        return min(made, key=lambda one: (not one.is_foreseen, one.plan.step_s))
+
+    def _planned(self, session: Session, profile: Profile, policy: str, planner: str) -> Assigned:
+        """What a planner says, with the memory that a policy may use."""
         model, items = describe(profile, self.activations.places, session.layout)
-        machine = machine_of(session, profile, model, policy)
-        modes = _conservative(session)
+        machine = machine_of(session, profile, model, planner.partition("/")[0])
         try:
-            plan = _policies.make(model, machine, policy)
-            modes = assigned(items, plan["layers"], session, policy)
+            plan = _policies.make(model, machine, planner)
         except (BudgetError, MachineError) as error:
-            if policy != "auto":
-                made = BudgetError(f"activations {policy!r}: {error}")
-                made.add_note("swap_bytes, less a fourth to pass through, and device_bytes are it")
-                raise made from error
-        return self.choice(session, profile, modes, policy)
+            made = BudgetError(f"activations {policy!r}: {error}")
+            made.add_note("swap_bytes, less a fourth to pass through, and device_bytes are it")
+            raise made from error
+        return assigned(items, plan["layers"], session, policy)
 
     def choice(self, session: Session, profile: Profile, modes: Assigned, policy: str = "") -> Made:
         """The same for given modes, changed as far as that makes them fit."""
@@ -273,10 +303,12 @@ class Planner:
         fates = _fates(model, machine, items, modes)
         step = predicted(session, model, machine, fates)
         step_s = step["iteration_s"]
+        is_foreseen = False
         if session.device.name != "cpu":
             again_ns = [outcome.again_ns[name] for name in dict.fromkeys(i.block for i in items)]
             with contextlib.suppress(BudgetError):  # the timeline says it roughly
                 step_s = foreseen_s(session, model, machine, fates, again_ns, window_bytes)
+                is_foreseen = True
         device_bytes = session.device.slot_bytes + _gradient_bytes(session) + outcome.peak_bytes
         plan = Plan(
             policy=policy,
@@ -291,7 +323,7 @@ class Planner:
             + (self.at_once - 1) * outcome.kept_bytes
             + min(window_bytes, outcome.left_bytes),
         )
-        return Made(plan, self.activations.make(modes), window_bytes)
+        return Made(plan, self.activations.make(modes), window_bytes, is_foreseen)
 
     # --- Beside the store ---------------------------------------------------------------------
 

@@ -139,6 +139,7 @@ def make_room(config: Config, directories: Sequence[str], store_bytes: int) -> _
             nbytes = min(nbytes, _POLICY_SSD * (config.swap_bytes or 0))
     if not config.swap_bytes or nbytes == 0:
         return None
+    nbytes = -(-nbytes // _ALIGN) * _ALIGN
     folders = [os.path.join(directory, f".swap-{os.getpid()}") for directory in directories]
     try:
         return _core.store_create(
@@ -146,7 +147,7 @@ def make_room(config: Config, directories: Sequence[str], store_bytes: int) -> _
             raiser=store_error,
             directories=folders,
             weights=[1] * len(folders),
-            extents=[(-(-nbytes // _ALIGN) * _ALIGN, 0)],
+            extents=[(nbytes, 0)],
             groups=[1],
             meta=json.dumps({"bytes": nbytes}).encode(),
             scalar_bytes_max=64,

@@ -146,7 +146,7 @@ _RULE_HINTS: dict[int, str] = {
 
 _HINTS: dict[int, str] = {
     errno.EEXIST: "pass resume=True to go on with it, or another directory",
-    errno.ENOENT: "leave out resume=True to make one",
+    errno.ENOENT: "name the directories that store= had, or leave out resume=True to make a store",
     errno.EMEDIUMTYPE: "or pass allow_tmpfs=True, for tests",
     errno.EUCLEAN: 'start again from the weights; commit_every="never" keeps no committed step',
 }

@@ -219,9 +219,9 @@ def _capacity_check(model: Model, machine: Machine, per_param: int, others: int 
     states = _SLOT_COUNT * per_param * model.param_count
     if machine.ssd_bytes and states + others > capacity:
         raise BudgetError(
-            f"the model's states take {states:,} bytes of SSD in two slots, its activations"
-            f" {others:,}, and {machine.ssd_count} of {machine.ssd_bytes:,} have {capacity:,}: set"
-            " ssd_count or ssd_bytes"
+            f"the model's states take {states:,} bytes of SSD (the committed ones, and those of the"
+            f" step that is written), its activations {others:,}; {machine.ssd_count} SSD(s) of"
+            f" {machine.ssd_bytes:,} bytes have {capacity:,}: set ssd_count or ssd_bytes"
         )
 
 

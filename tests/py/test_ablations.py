@@ -64,7 +64,7 @@ def test_a_step_of_the_papers_ablations_takes_what_the_golden_file_has(
 def test_updates_in_backward_pay_and_one_to_three_ssds_are_nearly_as_many_times_faster() -> None:
     times = {case: step_ns for case, (step_ns, _) in rows().items()}
     best = times[64, 12, "optimized"]
-    assert best <= times[64, 12, "naive"] and 1.2 * best < times[64, 12, "serial"]
+    assert best < times[64, 12, "naive"] and 1.2 * best < times[64, 12, "serial"]
     one = times[32, 1, "optimized"]
     assert one / times[32, 2, "optimized"] > 1.7 and one / times[32, 3, "optimized"] > 2.1
 

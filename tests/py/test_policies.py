@@ -376,3 +376,16 @@ def test_what_a_policy_cannot_do_is_said_before_the_forward(store_dir: pathlib.P
     for bad in ({"profile": "never"}, {"activations": "best"}):
         with pytest.raises(ModelError, match=next(iter(bad))):
             lohan.wrap(build(), store=store_dir / "b", lr=1e-3, **bad)
+
+
+def test_sizes_that_are_no_whole_pages_are_planned_and_the_plan_is_a_line(
+    store_dir: pathlib.Path,
+) -> None:
+    settings = {"swap_bytes": 3_000_000, "swap_ssd_bytes": 50_000_001, "device": "emu"}
+    settings |= {"device_bytes": 24_000_001, "emu_bytes_per_s": (1e9, 2e9)}
+    model = lohan.wrap(build(), store=store_dir, lr=1e-3, activations="auto", **settings)
+    train(model, [(8, 128)] * 4)
+    plan = model.lohan.plan()
+    assert "'auto'" in str(plan) and f"bound by {plan.bound_by}" in str(plan)
+    assert "\n" not in str(plan) and len(str(plan)) < 300
+    model.lohan.close()

@@ -128,7 +128,11 @@ def test_by_auto_updates_wait_for_the_next_forward_only_where_that_pays(ssd_coun
     here = machine(f"ssd_count={ssd_count}", "host_bytes=12 GB")
     both = simulate(model, here, Options("auto"))
     eager = simulate(model, here, Options("auto", without=("deferred",)))
-    assert both.step_ns <= eager.step_ns
+    if ssd_count == 1:  # the timeline's choice waits, and takes longer
+        assert _placement.place(model, here, "auto").schedule == "auto"
+        assert both.step_ns == eager.step_ns
+    else:
+        assert both.step_ns < eager.step_ns
 
 
 def test_a_step_bears_its_share_of_what_the_commit_costs() -> None:
