@@ -47,6 +47,7 @@ struct cuda {
     struct CUctx_st *context; /* NULL: not retained */
     int device;
     unsigned lost_result; /* what the driver said when the context broke; 0: it is well */
+    bool was_refused;     /* the context, at the last poll that asked for it */
 };
 
 /* What to do about a driver's answer, or "". */
@@ -271,13 +272,15 @@ static uint32_t cuda_poll(struct lh_dev *dev, struct lh_dev_copy **done, uint32_
     uint32_t done_count = lh_dev_base_poll(dev, done, done_max);
     if (done_count > 0 || dev->in_flight_count == 0 || done_max == 0)
         return done_count;
-    /* Without a context nothing is executed either: the driver has shut down, and says so again. */
+    /* Without a context nothing is executed either: the driver has shut down, and says so at the
+     * next poll as well. */
     struct lh_error err = {0};
-    bool lost = true;
-    if (enter(cuda, &err) == 0 || enter(cuda, &err) == 0) {
+    bool lost = cuda->was_refused;
+    cuda->was_refused = enter(cuda, &err) < 0;
+    if (!cuda->was_refused) {
         lost = is_lost(cuda);
         leave(cuda);
-    } else {
+    } else if (lost) {
         cuda->lost_result = (unsigned)err.native;
     }
     if (!lost)

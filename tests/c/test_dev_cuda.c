@@ -285,11 +285,11 @@ static void test_refused_once(void)
     for (int64_t fail_after = 0; fail_after < 4; fail_after++) {
         fake_cuda_pause(true);
         LH_CHECK(dev->ops->submit(dev, &copy, NULL) == 0);
-        /* The context first, then a question to each stream: a wait for them would not end. */
+        /* The context first, then a question to each stream: a wait for them would not end yet. */
         fake_cuda_fail_after(fail_after == 0 ? 0 : -1);
         LH_CHECK(dev->ops->poll(dev, done, 1) == 0);
+        fake_cuda_fail_after(fail_after == 0 ? -1 : fail_after);
         fake_cuda_pause(false);
-        fake_cuda_fail_after(fail_after);
         while (dev->in_flight_count > 0)
             dev->ops->poll(dev, done, 1);
         LH_CHECK(copy.result == 0);
