@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan import _core, _gradients, _scalars, _swap
+from lohan import _cache, _core, _gradients, _scalars, _swap
 from lohan._accumulate import Accumulation
 from lohan._activations import Activations
 from lohan._block import DTYPE_CODES, Layout
@@ -214,6 +214,8 @@ class Session(ForwardRules):
             add(scope.module.register_forward_hook(made.leave, always_call=True))
         add(activations)
         activations.start()
+        if self.config.activations != "keep" or self.config.swap_bytes:
+            self._hooks += _cache.leave_out(model)
         if self.config.activations in POLICIES and any(u.trainable for u in self.layout.units):
             self._planner = planner = Planner(self, activations)
             add(model.register_forward_pre_hook(planner.enter, prepend=True, with_kwargs=True))

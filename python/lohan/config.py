@@ -65,6 +65,8 @@ class Config:
             leaves or is computed again (`model.lohan.plan()`); so is the first step of each further
             shape of batches. Without swap_bytes it may use a quarter of host_bytes, at most eight
             times the parameters' bytes.
+            With anything but "keep", a model of transformers that is trained makes no cache of keys
+            and values unless its caller says use_cache=True.
         profile: what those first steps showed lies beside the store. "reuse": the next run with the
             same model, shape and machine begins with it; "again": it looks anew.
         swap_bytes: main memory (of host_bytes) for activations that leave: what autograd keeps of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -251,3 +252,27 @@ def test_a_model_that_checkpoints_its_blocks_itself_trains_to_the_same_bits(
         )
         runs.append(helper.train(model, STEPS, helper.language_loss))
     helper.assert_same(runs[1], runs[0])
+
+
+def frames_alive() -> int:
+    gc.collect()
+    return sum(type(found) is _frame.Frame for found in gc.get_objects())
+
+
+def test_a_cache_is_made_in_training_only_where_it_is_asked_for(store_dir: pathlib.Path) -> None:
+    settings: dict[str, Any] = {"activations": "recompute", **helper.HYPER}
+    model = lohan.wrap(gpt2(use_cache=True).train(), store=store_dir / "a", **settings)
+    tokens = helper.tokens(0)
+    before = frames_alive()
+    out = model(input_ids=tokens, labels=tokens)
+    assert out.past_key_values is None and frames_alive() > before
+    del out
+    assert frames_alive() == before, "a forward without a backward stays in memory"
+    assert model(tokens, use_cache=True).past_key_values is not None
+    assert model(tokens, *[None] * 8, True).past_key_values is not None  # by its place
+    with torch.no_grad():
+        assert model(tokens).past_key_values is not None
+    assert model.eval()(tokens).past_key_values is not None
+    assert model.generate(tokens[:, :4], max_new_tokens=3).shape[1] == 7
+    lohan.unwrap(model)
+    assert model.train()(tokens).past_key_values is not None
