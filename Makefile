@@ -12,7 +12,7 @@ DEVICE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint fmt bench bench-adam bench-io bench-step bench-hooks bench-peers \
-	bench-policies sanitize sim-long paper build clean
+	bench-policies sanitize sim-long paper docs build clean
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
@@ -24,6 +24,7 @@ help:
 	@echo 'make sim-long  the simulator with 1,000 seeds, faults and power loss: some minutes'
 	@echo 'make bench     all benchmarks; also bench-adam, -io, -step, -hooks, -peers, -policies'
 	@echo 'make paper     docs/paper-results.md: the papers beside the simulator, some minutes'
+	@echo 'make docs      the pages of docs/ as a site, in build/site'
 	@echo 'make build     the extension, in place'
 	@echo 'make clean     remove what was built (.venv stays)'
 
@@ -67,6 +68,9 @@ sim-long: $(VENV)/.ready
 
 paper: build
 	$(PY) benchmarks/paper_results.py $(ARGS)
+
+docs: $(VENV)/.ready
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet && echo build/site/index.html
 
 clean:
 	rm -rf build dist python/*.egg-info python/lohan/*.so python/lohan/lohan.fatbin

@@ -1,0 +1,112 @@
+"""The pages of docs/ and README: their code runs, their links lead somewhere, none is left out.
+
+README's own claims are in test_readme.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+
+import docs_helper as helper
+import pytest
+from lohan import errors
+
+# bash: lines that begin with lohan, all of which are run. text: output, and what is no code of
+# lohan's (make, docker, pip). c: a test of tests/c, cited. toml: files that a test reads.
+LANGUAGES = {"python", "bash", "text", "c"}
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+RUN = [
+    page
+    for page in helper.PAGES
+    if page.name != "README.md"
+    and any(block.language in ("python", "bash") for block in helper.blocks_of(page))
+]
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs_from_top_to_bottom(
+    page: pathlib.Path, store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(store_dir)
+    try:
+        helper.run_page(page, store_dir)
+    finally:
+        helper.close_all()
+
+
+def test_every_block_is_run_or_is_no_code() -> None:
+    for page in helper.PAGES:
+        for block in helper.blocks_of(page):
+            where = f"{page.name}:{block.line}"
+            assert block.language in LANGUAGES, f"{where}: {block.language!r}"
+            if block.language == "bash":
+                for words in block.commands:
+                    assert words[0] == "lohan", f"{where}: {words[0]} is not run: that is text"
+            elif block.language == "text":
+                code = re.search(r"^(lohan |import |from \w+ import )", block.text, re.M)
+                assert code is None, f"{where}: {code and code[0]!r} is code that would not run"
+
+
+def test_every_error_has_its_heading_and_every_heading_is_an_error() -> None:
+    page = (helper.ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    found = inspect.getmembers(errors, inspect.isclass)
+    public = [name for name, kind in found if issubclass(kind, errors.LohanError)]
+    headings = re.findall(r"^### (\w+)$", page, re.M)
+    assert sorted(headings) == sorted(public)
+    for name in public:
+        said = re.search(rf"^### {name}\n+(.+?)(?=^#|\Z)", page, re.M | re.S)
+        assert said and len(said[1].split()) >= 15, f"{name}: what it means, and what to do"
+
+
+def anchors_of(page: pathlib.Path) -> set[str]:
+    """What a link to a heading of the page may say behind #."""
+    titles = [line.lstrip("#").strip() for line in helper.prose_of(page) if line.startswith("#")]
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title.lower())) for title in titles}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*helper.PAGES, *(helper.ROOT / name for name in ("CONTRIBUTING.md", "benchmarks/README.md"))],
+    ids=lambda page: page.stem,
+)
+def test_every_link_leads_to_a_file_and_a_heading(page: pathlib.Path) -> None:
+    for target in LINK.findall("\n".join(helper.prose_of(page))):
+        path, _, anchor = target.partition("#")
+        if path.startswith(("https://", "mailto:")):
+            continue
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name}: {target}"
+        assert there.is_relative_to(helper.ROOT), f"{page.name}: {target} is not in the project"
+        if anchor:
+            assert anchor in anchors_of(there), f"{page.name}: no heading for {target}"
+
+
+def test_a_list_is_one_on_the_site_too() -> None:
+    """Python-Markdown, unlike others, makes no list of lines right behind a paragraph."""
+    for page in sorted((helper.ROOT / "docs").glob("*.md")):
+        before = ""
+        for number, line in enumerate(helper.prose_of(page), 1):
+            is_first = re.match(r"([*-]|\d+\.) ", line) and before.strip()
+            goes_on = re.match(r"([*-]|\d+\.) |\s|#", before)
+            assert not is_first or goes_on, f"{page.name}:{number}: an empty line is missing"
+            before = line
+
+
+def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(
+    tmp_path: pathlib.Path,
+) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=helper.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in (helper.ROOT / "docs").glob("*.md"):
+        made = tmp_path / f"{page.stem}.html"
+        assert made.exists(), page.name
+        text = made.read_text(encoding="utf-8")
+        loaded = re.findall(
+            r"<(?:script|img|link)\b[^>]*\b(?:src|href)=[\"']?(https?:[^\"' >]+)", text
+        )
+        assert not loaded, f"{page.name} loads {loaded}"
