@@ -30,6 +30,7 @@ class Device:
         ceiling_bytes: what parameters, kept saved tensors and gradients on their way out may take
             together; 0: no limit but the device's own.
         slot_bytes: of these, for parameters.
+        least_bytes: that slot_bytes could be.
         link_bytes_per_s: of an emulated device, in and out; 0: as fast as memory is copied.
     """
 
@@ -38,6 +39,7 @@ class Device:
     ceiling_bytes: int = 0
     slot_bytes: int = 0
     link_bytes_per_s: tuple[int, int] = (0, 0)
+    least_bytes: int = 0
 
     @property
     def torch_device(self) -> torch.device:
@@ -155,13 +157,14 @@ def plan(layout: Layout, together: Sequence[int], apart: Sequence[int], config: 
         if given is not None and given < least:
             raise BudgetError(
                 f"{setting} {given} is too small: the largest block and two of the next size need"
-                f" at least {least} bytes for parameters alone"
+                f" at least {least} bytes for parameters alone, and saved tensors and gradients"
+                f" lie beside them: try device_bytes={2 * least}, device_param_bytes={least}"
             )
     share = config.device_param_bytes or _share(name, index, ceiling, every)
     share -= share % _core.BLOCK_BYTES
     speed_in, speed_out = config.emu_bytes_per_s or (0, 0)
     links = int(speed_in), int(speed_out)
-    return Device(name, index, ceiling, min(every, max(least, share)), links)
+    return Device(name, index, ceiling, min(every, max(least, share)), links, least)
 
 
 def _share(name: str, index: int, ceiling: int, every: int) -> int:
@@ -244,10 +247,18 @@ class Meter:
             raise DeviceMemoryError(
                 f"the emulated device is full: {self.device.slot_bytes} bytes for parameters,"
                 f" {self.kept_bytes} of saved tensors (the last one {more}) and {self.held()} of"
-                f" gradients on their way are more than device_bytes {ceiling}: use a smaller"
-                " batch, checkpoint blocks, or raise device_bytes"
+                f" gradients on their way are more than device_bytes {ceiling}: raise it to at"
+                f" least {total}{self._lower()}, use a smaller batch, or have activations"
+                ' computed again (activations="recompute") or leave (swap_bytes=)'
             )
         self.peak_bytes = max(self.peak_bytes, total)
+
+    def _lower(self) -> str:
+        """What else could give way: parameters that are there ahead of their use."""
+        least = self.device.least_bytes
+        if self.device.slot_bytes <= least:
+            return ""
+        return f", lower device_param_bytes from {self.device.slot_bytes} (to {least} at least)"
 
     def room(self) -> int:
         """Bytes to the ceiling."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from importlib import resources
@@ -11,27 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from lohan import _plan
+from lohan._units import quantity as quantity
 from lohan.errors import MachineError
 
 SSD_COUNT_MAX = 16
 _WORKER_COUNT_MAX = 64
-_NUMBER_MAX = 1 << 60
-
-_SIZES = {
-    "B": 1,
-    **{f"{p}B": 1000**i for i, p in enumerate(("k", "M", "G", "T", "P"), 1)},
-    **{f"{p}iB": 1024**i for i, p in enumerate(("K", "M", "G", "T", "P"), 1)},
-}
-# What a field is in, by the end of its name, and what else a string may say.
-_UNITS: dict[str, dict[str, float]] = {
-    "_bytes_per_s": {f"{unit}/s": factor for unit, factor in _SIZES.items()},
-    "_flop_per_s": {f"{p}FLOP/s": 1000**i for i, p in enumerate(("", "k", "M", "G", "T", "P"))},
-    "_params_per_s": {"/s": 1},
-    "_bytes": dict(_SIZES),
-    "_ns": {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9},
-    "_count": {},
-}
-_QUANTITY = re.compile(r"([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(\S*)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,35 +48,6 @@ _MAY_BE_ZERO = {
     "link_latency_ns",
 }
 _MOST = {"ssd_count": SSD_COUNT_MAX, "worker_count": _WORKER_COUNT_MAX}
-
-
-def quantity(name: str, value: Any) -> int:
-    """A number with a unit, in the unit that the name of its field says.
-
-    Args:
-        name: of a field: `..._bytes`, `..._bytes_per_s`, `..._flop_per_s`, `..._params_per_s`,
-            `..._ns` or `..._count`.
-        value: an int or a float in that unit, or a string as "6.5 GB/s".
-
-    Returns:
-        The nearest integer.
-
-    Raises:
-        MachineError: it is neither, or its unit is of something else.
-    """
-    units = next(units for suffix, units in _UNITS.items() if name.endswith(suffix))
-    said = ", ".join(units) or "no unit"
-    match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
-    if isinstance(value, bool) or not (match or isinstance(value, int | float)):
-        raise MachineError(f"{name} = {value!r}: a number is wanted (units: {said})")
-    if match and match[2] and match[2] not in units:
-        raise MachineError(f"{name} = {value!r}: its unit must be one of {said}")
-    number = float(match[1]) * units.get(match[2], 1) if match else float(value)
-    if not 0 <= number <= _NUMBER_MAX:
-        raise MachineError(f"{name} = {value!r} is out of range (0 to {_NUMBER_MAX})")
-    if name.endswith("_count") and number != round(number):
-        raise MachineError(f"{name} = {value!r}: a whole number is wanted")
-    return round(number)
 
 
 def _field(name: str, value: Any) -> Any:
@@ -156,11 +110,12 @@ def here(directories: Sequence[str]) -> Machine:
         directories: one on each SSD.
 
     Raises:
-        StoreError: a directory refuses O_DIRECT, or has no room for the probe.
+        StoreError: a directory is not there, refuses O_DIRECT, or has no room for the probe.
     """
-    from lohan import _measure  # torch is not needed for other machines
+    from lohan import _measure, _progress  # torch is not needed for other machines
 
-    return _measure.measure(directories)
+    with _progress.spinner() as tell:
+        return _measure.measure(directories, tell)
 
 
 def save(machine: Machine, path: Path) -> None:

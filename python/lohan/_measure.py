@@ -7,12 +7,16 @@ and a copy in main memory for the link.
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import functools
 import os
+import shlex
 import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -33,20 +37,85 @@ _MATRIX_GPU = 8192
 _MATRIX_CPU = 2048
 # Of main memory that is free: the rest is the system's and torch's own.
 _HOST_SHARE = 0.9
+# Less than this of what directories move alone, and they share something.
+_TOGETHER_SHARE = 0.8
 
 
-def measure(directories: Sequence[str] = (".",)) -> Machine:
-    """Measure this machine, and the SSDs of directories, which are taken to be one each.
+@dataclasses.dataclass(frozen=True)
+class Ssds:
+    """What directories write and read, in bytes a second: each alone, and each among all."""
+
+    directories: list[str]
+    alone: list[tuple[int, int]]
+    among_all: list[tuple[int, int]]
+
+    @property
+    def total_bytes_per_s(self) -> int:
+        """What reads of all together cannot pass; 0: their sum, they share nothing."""
+        alone, all_at_once = (sum(read for _, read in r) for r in (self.alone, self.among_all))
+        return all_at_once if all_at_once < _TOGETHER_SHARE * alone else 0
+
+
+def together(directories: Sequence[str], probe_bytes: int) -> list[tuple[int, int]]:
+    """Bytes a second that each directory writes and reads while the others do the same.
 
     Raises:
-        StoreError: a directory refuses O_DIRECT, or has no room for the probe.
+        StoreError: one refuses O_DIRECT, or has no room for the probe.
     """
-    rates = [_core.store_measure(store_error, d, _PROBE_BYTES) for d in directories]
+
+    def rates(directory: str) -> tuple[int, int]:
+        write, read = _core.store_measure(store_error, directory, probe_bytes)
+        return int(write), int(read)
+
+    with ThreadPoolExecutor(len(directories)) as pool:
+        return list(pool.map(rates, directories))
+
+
+def ssds(directories: Sequence[str], tell: Callable[[str], None]) -> Ssds:
+    """Measure directories, one after the other and all at once.
+
+    Raises:
+        StoreError: one is not there, refuses O_DIRECT, or has no room for the probe.
+    """
+    for directory in directories:
+        if not os.path.isdir(directory):
+            raise StoreError(
+                errno.ENOENT,
+                f"{directory} is no directory, so nothing can be measured there:"
+                f" mkdir -p {shlex.quote(directory)}",
+            )
+    alone = []
+    for directory in directories:
+        tell(f"writing and reading {_PROBE_BYTES >> 20} MiB in {directory}")
+        alone += together([directory], _PROBE_BYTES)
+    if len(directories) < 2:
+        return Ssds(list(directories), alone, alone)
+    tell(f"the same in all {len(directories)} at once")
+    return Ssds(list(directories), alone, together(directories, _PROBE_BYTES))
+
+
+def measure(
+    directories: Sequence[str] = (".",),
+    tell: Callable[[str], None] = lambda text: None,
+    measured: Ssds | None = None,
+) -> Machine:
+    """Measure this machine, and the SSDs of directories, which are taken to be one each.
+
+    Args:
+        directories: one on each SSD.
+        tell: is told what is being done.
+        measured: of ssds(), where that is done already.
+
+    Raises:
+        StoreError: a directory is not there, refuses O_DIRECT, or has no room for the probe.
+    """
+    measured = measured or ssds(directories, tell)
+    tell("computing: products of matrices, copies, AdamW")
     workers = len(os.sched_getaffinity(0))
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
     available = int(_core.build_info()["memory_available_bytes"])
-    copies = _gpu_links(device) if has_gpu else (_memory_rate(),) * 2
+    copies = _gpu_links(device) if has_gpu else (memory_rate(),) * 2
     return Machine(
         name="this machine" if has_gpu else "this machine, computing on its CPU",
         gpu_flop_per_s=_flop_rate(device),
@@ -56,8 +125,9 @@ def measure(directories: Sequence[str] = (".",)) -> Machine:
         host_bytes=int(_HOST_SHARE * (available if has_gpu else available // 2)),
         adam_params_per_s=_adam_rate(workers),
         ssd_count=len(directories),
-        ssd_write_bytes_per_s=min(int(write) for write, _ in rates),
-        ssd_read_bytes_per_s=min(int(read) for _, read in rates),
+        ssd_write_bytes_per_s=min(write for write, _ in measured.alone),
+        ssd_read_bytes_per_s=min(read for _, read in measured.alone),
+        ssd_total_bytes_per_s=measured.total_bytes_per_s,
         ssd_bytes=min(shutil.disk_usage(d).free for d in directories),
         worker_count=min(workers, 64),
     )
@@ -92,7 +162,7 @@ def ssd_rates(directories: Sequence[str], stats: StepStats | None) -> tuple[int,
 def _link_rates(name: str, index: int) -> tuple[int, int]:
     if name == "cuda":
         return _gpu_links(torch.device("cuda", index))
-    return (_memory_rate(),) * 2
+    return (memory_rate(),) * 2
 
 
 def link_rates(device: Device) -> tuple[int, int]:
@@ -137,7 +207,8 @@ def _gpu_links(device: torch.device) -> tuple[int, int]:
     )
 
 
-def _memory_rate() -> int:
+def memory_rate() -> int:
+    """Bytes a second that a copy in main memory moves."""
     a, b = (torch.zeros(_COPY_BYTES, dtype=torch.uint8) for _ in range(2))
     return int(_COPY_BYTES / _seconds(lambda: b.copy_(a)))
 

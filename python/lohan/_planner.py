@@ -288,9 +288,8 @@ class Planner:
         try:
             plan = _policies.make(model, machine, planner)
         except (BudgetError, MachineError) as error:
-            made = BudgetError(f"activations {policy!r}: {error}")
-            made.add_note("swap_bytes, less a fourth to pass through, and device_bytes are it")
-            raise made from error
+            way_out = _swap.way_out(session.config, session.device, model.inter_block_bytes)
+            raise BudgetError(f"activations {policy!r}: {error}; {way_out}") from error
         return assigned(items, plan["layers"], session, policy)
 
     def choice(self, session: Session, profile: Profile, modes: Assigned, policy: str = "") -> Made:

@@ -88,6 +88,28 @@ def host_bytes(config: Config) -> int:
     return 0 if not config.swap_bytes else -(-config.swap_bytes // _ALIGN) * _ALIGN
 
 
+def way_out(config: Config, device: Device, nbytes: int) -> str:
+    """What a policy that finds no room may be given.
+
+    Args:
+        config: as it is.
+        device: where computation happens.
+        nbytes: of activations that would stay in main memory.
+    """
+    if device.name == "cpu":
+        return (
+            "computation is in main memory, where activations are already: take 'auto' or 'lohan',"
+            " which let them leave for SSD, or device='cuda'"
+        )
+    least = max(-(-nbytes * _TRANSIT_SHARE // (_TRANSIT_SHARE - 1)), nbytes + _TRANSIT_LEAST)
+    least = -(-least // _ALIGN) * _ALIGN
+    now = "it is not set" if config.swap_bytes is None else f"it is {config.swap_bytes}"
+    return (
+        f"set swap_bytes={least}, a part of host_bytes ({now}; a fourth of it is to pass through),"
+        " or raise device_bytes"
+    )
+
+
 def options(
     config: Config, device: Device, room: _core.Store | None
 ) -> tuple[int, int, _core.Store | None, int]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from lohan import _policies
+from lohan import _policies, _units
 
 # In the order of the core's enum lh_engine_schedule.
 SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
@@ -21,7 +21,8 @@ POLICIES = tuple(_policies.names())
 class Config:
     """Settings of a session that have nothing to do with the optimizer's rule.
 
-    None of them changes the numbers that training computes.
+    None of them changes the numbers that training computes. Sizes in bytes may be strings, too:
+    "16GB" (1000^3 bytes each), "16GiB" (1024^3), "500MB".
 
     Attributes:
         host_bytes: main memory for parameters, optimizer states and gradients on their way, in
@@ -119,3 +120,19 @@ class Config:
     trace_events: int = 0
     allow_buffered: bool = True
     allow_tmpfs: bool = False
+
+    def __post_init__(self) -> None:
+        """Sizes that are strings become numbers; what is no size is refused by name."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_bytes") and isinstance(value, str):
+                object.__setattr__(self, field.name, _units.size(field.name, value))
+        links: object = self.emu_bytes_per_s
+        if isinstance(links, tuple) and any(isinstance(rate, str) for rate in links):
+            rates = tuple(
+                _units.size("emu_bytes_per_s", rate, _units.RATES)
+                if isinstance(rate, str)
+                else rate
+                for rate in links
+            )
+            object.__setattr__(self, "emu_bytes_per_s", rates)

@@ -16,13 +16,23 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lohan import _activations, _adopt, _core, _device, _exit, _store, _swap, _weights
+from lohan import (
+    _activations,
+    _adopt,
+    _core,
+    _device,
+    _exit,
+    _settings,
+    _store,
+    _swap,
+    _weights,
+)
 from lohan._accumulate import is_accumulating
 from lohan._block import RESIDUAL_BYTES, Layout, make_layout
 from lohan._guard import Guard
 from lohan._optim import DEFAULTS, Optimizer
 from lohan._session import Session
-from lohan.config import SCHEDULES, SCHEDULES_AT_STEP, Config
+from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import (
     BudgetError,
     ModelError,
@@ -38,19 +48,6 @@ PathLike = str | os.PathLike[str]
 BOOKKEEPING_BYTES = 7 << 20
 BOOKKEEPING_UNIT_BYTES = 4 << 10
 TRACE_EVENT_BYTES = 40
-
-_RANGES = {
-    "host_bytes": (1, 1 << 60),
-    "swap_bytes": (0, 1 << 60),
-    "swap_ssd_bytes": (0, 1 << 60),
-    "threads": (1, 256),
-    "nice": (0, 19),
-    "io_depth": (1, 512),  # a queue of the backends holds 1024, and the commit's requests besides
-    "transfer_bytes": (1 << 20, 64 << 20),
-    "trace_events": (0, 1 << 62),
-    "device_bytes": (1, 1 << 60),
-    "device_param_bytes": (1, 1 << 60),
-}
 
 
 def wrap(
@@ -111,11 +108,11 @@ def wrap(
     Reference:
         LoHan IV-E (interface), IV-C (active gradient offloading).
     """
-    made = dataclasses.replace(config or Config(), **settings)
+    made = _settings.make(config, settings, wrap)
     _check_model(model, resume or weights is not None or init is not None)
     hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     _adopt.check(optimizer, {**hyper, "params": params}, resume=resume)
-    _check_config(made)
+    _settings.check(made)
     made = _config_for_waiting(made, max_grad_norm)
     made, layout, budget = _divide(model, blocks, made)
     ours, group_of = _make_optimizer(layout, params, hyper, optimizer)
@@ -377,29 +374,6 @@ def _check_param(name: str, param: nn.Parameter, is_filled: bool) -> None:
         )
     if not param.is_meta and param.device.type != "cpu":
         raise ModelError(f"parameter {name!r} is on {param.device}: wrap the model on the CPU")
-
-
-def _check_config(config: Config) -> None:
-    every = config.commit_every
-    if every not in ("auto", "never") and not (isinstance(every, int) and 0 < every < 1 << 63):
-        raise ModelError(f"commit_every {every!r}: 'auto', 'never' or a number of steps from 1")
-    if config.io not in ("auto", "io_uring", "libaio", "threads"):
-        raise ModelError(f"io {config.io!r}: 'auto', 'io_uring', 'libaio' or 'threads'")
-    if config.profile not in ("reuse", "again"):
-        raise ModelError(f"profile {config.profile!r}: 'reuse' or 'again'")
-    if config.heap not in ("keep", "system"):
-        raise ModelError(f"heap {config.heap!r}: 'keep' or 'system'")
-    if config.schedule not in SCHEDULES:
-        raise ModelError(f"schedule {config.schedule!r}: one of {', '.join(SCHEDULES)}")
-    _activations.check(config.activations)
-    _device.check(config)
-    _swap.check(config)
-    for name, (least, most) in _RANGES.items():
-        value = getattr(config, name)
-        if value is not None and not (isinstance(value, int) and least <= value <= most):
-            raise ModelError(f"{name} {value!r}: a whole number from {least} to {most}")
-    if config.transfer_bytes % (1 << 20):
-        raise ModelError(f"transfer_bytes {config.transfer_bytes}: a multiple of {1 << 20}")
 
 
 def _directories(store: PathLike | Sequence[PathLike] | None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 from typing import Any
 
 import lohan
@@ -370,8 +371,14 @@ def test_what_a_policy_cannot_do_is_said_before_the_forward(store_dir: pathlib.P
     model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations="zero", **settings)
     train(model, [(8, 128)] * 2)
     for _ in range(2):
-        with pytest.raises(BudgetError, match="activations 'zero'"):
+        with pytest.raises(BudgetError, match=r"activations 'zero'.*set swap_bytes=\d+") as caught:
             train(model, [(8, 128)])
+    model.lohan.close()
+    enough = int(re.findall(r"set swap_bytes=(\d+)", str(caught.value))[0])
+    settings |= {"swap_bytes": enough, "swap_ssd_bytes": 64 * MIB, "host_bytes": 512 * MIB}
+    model = lohan.wrap(build(), store=store_dir / "c", lr=1e-3, activations="zero", **settings)
+    train(model, [(8, 128)] * 3)
+    assert model.lohan.plan() is not None
     model.lohan.close()
     for bad in ({"profile": "never"}, {"activations": "best"}):
         with pytest.raises(ModelError, match=next(iter(bad))):

@@ -1,0 +1,113 @@
+"""What wrap is asked for: sizes as people write them, keywords that are nearly right."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import crash_worker
+import lohan
+import pytest
+from lohan import _units
+from lohan.errors import BudgetError, DeviceMemoryError, ModelError
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("16GB", 16_000_000_000),
+        ("16GiB", 16 << 30),
+        (" 1.5 GB ", 1_500_000_000),
+        ("500MB", 500_000_000),
+        ("2e9", 2_000_000_000),
+        ("16_000", 16_000),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: str, nbytes: int) -> None:
+    assert lohan.Config(host_bytes=text).host_bytes == nbytes  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["16G", "sixteen", "", "-1GB", "16 GB/s", "1e30"])
+def test_what_is_no_size_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(ModelError, match=r'host_bytes .*"16GB" .*"16GiB"'):
+        lohan.Config(host_bytes=text)  # type: ignore[arg-type]
+
+
+def test_every_size_of_config_and_the_emulated_links_take_strings() -> None:
+    names = [name for name in vars(lohan.Config()) if name.endswith("_bytes")]
+    assert len(names) >= 6
+    for name in names:
+        given: dict[str, Any] = {name: "1MiB"}
+        assert getattr(lohan.Config(**given), name) == 1 << 20
+    links: Any = ("1GB/s", 2)
+    assert lohan.Config(emu_bytes_per_s=links).emu_bytes_per_s == (10**9, 2)
+
+
+def test_wrap_takes_a_string_and_holds_it(store_dir: pathlib.Path) -> None:
+    model = lohan.wrap(crash_worker.build(), store=store_dir / "s", host_bytes="64MiB")
+    assert model.lohan.config.host_bytes == 64 << 20
+    assert model.lohan.budget["host_bytes"] <= 64 << 20
+    model.lohan.close()
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("hostbytes", "host_bytes"),
+        ("host_byte", "host_bytes"),
+        ("wieght_decay", "weight_decay"),
+        ("max_gradnorm", "max_grad_norm"),
+        ("learning_rate", "lr"),
+        ("gradient_accumulation_steps", "accumulate"),
+        ("comit_every", "commit_every"),
+    ],
+)
+def test_a_keyword_that_is_nearly_right_is_named_with_the_right_one(typo: str, meant: str) -> None:
+    given: dict[str, Any] = {typo: 1}
+    with pytest.raises(TypeError, match=rf"^{typo}= is no keyword.*did you mean {meant}=\?$"):
+        lohan.wrap(crash_worker.build(), **given)
+
+
+def test_a_keyword_that_is_like_none_is_told_where_they_are() -> None:
+    with pytest.raises(ModelError, match=r"help\(lohan.Config\)"):
+        lohan.wrap(crash_worker.build(), zzz=1)
+
+
+def test_a_device_too_small_names_what_would_do(store_dir: pathlib.Path) -> None:
+    def wrapped(**settings: Any) -> Any:
+        store = store_dir / str(len(list(store_dir.iterdir())))
+        return lohan.wrap(crash_worker.build(), store=store, device="emu", **settings)
+
+    with pytest.raises(
+        BudgetError, match=r"try device_bytes=\d+, device_param_bytes=\d+"
+    ) as caught:
+        wrapped(device_bytes=1)
+    said = str(caught.value).rsplit("try ", 1)[1]
+    target = {name: int(text) for name, text in (part.split("=") for part in said.split(", "))}
+    model = wrapped(**target)
+    model.lohan.close()
+    with pytest.raises(BudgetError, match="device_param_bytes"):
+        wrapped(**{**target, "device_param_bytes": target["device_param_bytes"] - 1})
+
+
+def test_a_device_that_fills_names_how_much_is_enough(store_dir: pathlib.Path) -> None:
+    import torch
+
+    def step(store: str, nbytes: int) -> None:
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        wrapped = lohan.wrap(model, store=store_dir / store, device="emu", device_bytes=nbytes)
+        try:
+            wrapped(torch.ones(512, 64)).tanh().square().mean().backward()
+            wrapped.optimizer.step()
+        finally:
+            wrapped.lohan.close()
+
+    with pytest.raises(DeviceMemoryError, match=r"raise it to at least \d+") as caught:
+        step("small", 300_000)
+    assert "swap_bytes=" in str(caught.value)
+    step("large", 16 * int(str(caught.value).split("at least ")[1].split(",")[0].split()[0]))
+
+
+def test_units_of_rates_are_not_those_of_sizes() -> None:
+    with pytest.raises(ModelError, match="16GB/s"):
+        _units.size("emu_bytes_per_s", "5GB", _units.RATES)
