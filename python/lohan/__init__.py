@@ -4,6 +4,7 @@
 """
 
 from lohan import errors
+from lohan._build import build_info
 from lohan._optim import Optimizer
 from lohan._session import Session
 from lohan._stats import StepStats
@@ -21,6 +22,7 @@ __all__ = [
     "Session",
     "StepStats",
     "__version__",
+    "build_info",
     "empty",
     "errors",
     "unwrap",

@@ -104,11 +104,11 @@ def _worker(kind: str, options: Options, folder: str) -> Iterator[Iterator[dict[
     environment = {**os.environ, "TMPDIR": folder, "TRANSFORMERS_VERBOSITY": "error"}
     path = [str(Path(__file__).resolve().parents[1]), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
-    command = [sys.executable, "-m", "lohan._demo_worker", kind]
+    asked = json.dumps(dataclasses.asdict(options))
     with tempfile.TemporaryFile(dir=folder) as said:
         # A session of its own: Ctrl-C comes to this process alone, which then ends the worker.
         process = subprocess.Popen(
-            [*command, json.dumps(dataclasses.asdict(options))],
+            [sys.executable, "-m", "lohan._demo_worker", kind, asked],
             stdout=subprocess.PIPE,
             stderr=said,
             stdin=subprocess.DEVNULL,

@@ -14,12 +14,27 @@ from rich.table import Table
 from lohan import _core
 from lohan.errors import LohanError, StoreError, StoreMismatchError, store_error
 
+# Bytes of each state, besides the parameter: [Note: 12P] and [Note: 14P] in csrc/compute/adam.h.
+_STATES = {"float32": (4, 4), "bfloat16": (2, 4, 4), "float16": (4, 4, 4)}
+
 
 def _raiser(code: int, message: str, is_rule: bool) -> LohanError:
     """As store_error, with a way out that is one on a command line."""
     if code == -errno.ENOENT:
         return StoreError(errno.ENOENT, f"{message}: name the directories that store= had")
     return store_error(code, message, is_rule)
+
+
+def _update_bytes(params: list[dict[str, Any]], units: list[dict[str, Any]]) -> int:
+    """What an update of all parameters writes: themselves, what makes them fp32, two moments."""
+    total, first = 0, 0
+    for unit in units:
+        head = params[first]
+        first += unit["params"]
+        if head["trainable"]:
+            arrays = [unit["bytes"], *(unit["elements"] * n for n in _STATES[head["dtype"]])]
+            total += sum(-(-nbytes // _core.BLOCK_BYTES) * _core.BLOCK_BYTES for nbytes in arrays)
+    return total
 
 
 def describe(directories: Sequence[str]) -> dict[str, Any]:
@@ -81,6 +96,7 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
         "files": files,
         "file_bytes": sum(file["bytes"] for file in files),
         "commit_bytes": raw["commit_bytes"],
+        "written_bytes_per_step": raw["commit_bytes"] + _update_bytes(params, units),
         "extents": raw["extent_count"],
         "groups": groups,
         "param_count": sum(param["count"] for param in params),
@@ -97,6 +113,13 @@ def show(found: dict[str, Any], console: Console) -> None:
         f"step {found['step']}: {len(found['params'])} parameters of {found['param_count']:,}"
         f" elements ({frozen:,} frozen) in {len(found['units'])} blocks; store {found['uuid']},"
         f" {found['commit_bytes']:,} bytes a commit",
+        highlight=False,
+        soft_wrap=True,
+    )
+    written = found["written_bytes_per_step"]
+    console.print(
+        f"a step that is committed writes {written:,} bytes: {1000 * written / 1e12:.3g} TB of the"
+        " SSDs' rated endurance (TBW) in 1,000 steps",
         highlight=False,
         soft_wrap=True,
     )

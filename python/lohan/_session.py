@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan import _cache, _core, _gradients, _scalars, _swap
+from lohan import _cache, _core, _gradients, _scalars, _swap, _trace
 from lohan._accumulate import Accumulation
 from lohan._activations import Activations
 from lohan._block import DTYPE_CODES, Layout
@@ -496,6 +496,18 @@ class Session(ForwardRules):
         """Events of the timeline: (kind, unit, lane, step, start_ns, end_ns, bytes)."""
         self.check_open()
         return list(self._engine.trace())
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline of the last steps: `lohan trace` and https://ui.perfetto.dev read it.
+
+        Args:
+            path: of a JSON file, in Chrome's trace-event format.
+
+        Raises:
+            SessionError: wrap() was not given trace_events=; or the session is closed.
+        """
+        self.flush()
+        _trace.save(path, self)
 
     # --- End --------------------------------------------------------------------------------
 

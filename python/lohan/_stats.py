@@ -82,6 +82,10 @@ class StepStats:
         """Bytes written to SSD, commit included."""
         return sum(self.bytes[k] for k in WRITES)
 
+    def tbw(self, steps: int) -> float:
+        """Terabytes that so many steps like this one write: of the drives' rated endurance."""
+        return steps * self.written_bytes / 1e12
+
     @property
     def planned_read_bytes(self) -> int:
         """Bytes that the plan read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lohan.errors import UnsupportedError
@@ -74,11 +74,19 @@ def spans_of(
         lane = LANE_OF_KIND[kind]
         spans.append(Span(lane, 0, name, unit if has_unit else -1, step, start, end, nbytes))
     spans.sort(key=lambda s: (LANES.index(s.lane), s.start_ns, -s.end_ns))
+    return in_rows(spans)
+
+
+def in_rows(spans: Iterable[Span]) -> list[Span]:
+    """Give each span the first row of its lane that is free when it starts.
+
+    Args:
+        spans: sorted by their start within a lane.
+    """
     return list(_rows(spans))
 
 
 def _rows(spans: Iterable[Span]) -> Iterable[Span]:
-    """Give each span the first row of its lane that is free when it starts."""
     ends: dict[str, list[int]] = {}
     for span in spans:
         rows = ends.setdefault(span.lane, [])
@@ -99,12 +107,15 @@ def window(spans: Sequence[Span], first_step: int, last_step: int) -> tuple[int,
     return min(s.start_ns for s in ours), max(s.end_ns for s in ours)
 
 
-def write_perfetto(path: str | os.PathLike[str], spans: Sequence[Span]) -> None:
+def write_perfetto(
+    path: str | os.PathLike[str], spans: Sequence[Span], about: Mapping[str, Any] | None = None
+) -> None:
     """Write a Chrome trace: open it in https://ui.perfetto.dev.
 
     Args:
         path: of the JSON file.
         spans: of `spans_of()`.
+        about: what else is to be known of it.
     """
     zero = min((s.start_ns for s in spans), default=0)
     tracks: dict[tuple[str, int], int] = {}
@@ -135,7 +146,8 @@ def write_perfetto(path: str | os.PathLike[str], spans: Sequence[Span]) -> None:
             }
         )
     with open(path, "w", encoding="utf-8") as file:
-        json.dump({"displayTimeUnit": "ms", "traceEvents": out}, file, separators=(",", ":"))
+        trace = {"displayTimeUnit": "ms", "otherData": dict(about or {}), "traceEvents": out}
+        json.dump(trace, file, separators=(",", ":"))
 
 
 # --- The picture --------------------------------------------------------------------------------

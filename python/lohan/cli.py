@@ -1,4 +1,4 @@
-"""The command line: `lohan doctor`, `demo`, `inspect`, `simulate`, `plan`.
+"""The command line: `lohan doctor`, `bench`, `demo`, `inspect`, `trace`, `simulate`, `plan`.
 
 What a command does is in a module of its own, imported when it runs.
 """
@@ -14,9 +14,13 @@ from typing import Any
 import click
 from rich.console import Console
 
+from lohan import _units
 from lohan.errors import LohanError
 
 HELP = {"help_option_names": ["-h", "--help"]}
+EXIT_INTERRUPTED = 130
+STATUSES = """Exit status: 0: all is well. 1: something is wrong, and was said (an error of lohan's,
+a problem that doctor calls needed). 2: the command line is wrong. 130: interrupted (Ctrl-C)."""
 
 
 def _write_json(value: Any, path: Path | None) -> None:
@@ -37,9 +41,26 @@ class _Group(click.Group):
             # The message says it all: "[Errno 2]" in front of it is for programs.
             said = error.strerror if isinstance(error, OSError) else None
             raise click.ClickException(said or str(error)) from error
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(EXIT_INTERRUPTED)
 
 
-@click.group(cls=_Group, context_settings=HELP)
+class _Size(click.ParamType[int]):
+    """A number of bytes, or "16GB", or "16GiB"."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return _units.size(param.opts[0] if param is not None else "size", value)
+        except LohanError as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.group(cls=_Group, context_settings=HELP, epilog=STATUSES)
 @click.version_option(package_name="lohan")
 def main() -> None:
     """Fine-tune models larger than main memory, with their states on SSD."""
@@ -76,12 +97,30 @@ def inspect(store: tuple[str, ...], json_wanted: bool) -> None:
 
 
 @main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
+def trace(file: Path, json_wanted: bool) -> None:
+    """Say what each resource did in each step of a timeline, and what bounded it.
+
+    FILE: of model.lohan.save_trace(FILE), where lohan.wrap had trace_events=;
+    https://ui.perfetto.dev draws it.
+    """
+    from lohan import _trace
+
+    steps = _trace.summarise(*_trace.load(file))
+    if json_wanted:
+        _write_json({"steps": steps}, None)
+    else:
+        _trace.show(steps, Console())
+
+
+@main.command()
 @click.option("--steps", default=40, show_default=True, type=click.IntRange(2), help="With lohan.")
 @click.option("--seconds", default=120.0, show_default=True, help="At most, with lohan.")
 @click.option("--batch", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--sequence", default=128, show_default=True, type=click.IntRange(8, 1024))
 @click.option("--lr", default=3e-4, show_default=True, type=float)
-@click.option("--host-bytes", default=None, type=int, help="Budget; 300 MB unless told.")
+@click.option("--host-bytes", default=None, type=_Size(), help="Budget, as 1GB; else 300 MB.")
 @click.option("--store", type=click.Path(file_okay=False), help="New directory; kept at the end.")
 @click.option("--out", type=click.Path(path_type=Path), default="out", show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers.")
@@ -117,7 +156,7 @@ def demo(
         answer = _demo.run(options, out, console)
     except KeyboardInterrupt:
         console.print("interrupted: nothing is left behind")
-        sys.exit(130)
+        sys.exit(EXIT_INTERRUPTED)
     if json_path is not None:
         _write_json(answer, json_path)
 
@@ -153,6 +192,27 @@ def _step_options(command: Callable[..., None]) -> Callable[..., None]:
 MODEL_HELP = "As gpt-13b, or of transformers: a config.json, or a class."
 BATCH_HELP = "Sequences, or images, of a step."
 MACHINE_HELP = "A preset, a TOML file, or here: this one, measured."
+
+
+@main.command()
+@click.argument("directories", metavar="[DIR]...", nargs=-1)
+@click.option("--model", default="opt-1.3b", show_default=True, help=f"Of the step. {MODEL_HELP}")
+@click.option("--batch", default=8, show_default=True, help=BATCH_HELP)
+@click.option("--seq", default=1024, show_default=True, help="Tokens of each.")
+@click.option("--save", type=click.Path(path_type=Path), help="Write the machine as a TOML file.")
+@click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
+def bench(directories: tuple[str, ...], save: Path | None, json_wanted: bool, **load: Any) -> None:
+    """Measure this machine in some seconds, and say how long a step of a model takes on it.
+
+    DIR: one on each SSD, each of them measured alone and all together [default: .].
+    """
+    from lohan import _bench
+
+    words = {"policy": "auto", "schedule": None, "commit_every": None, "sweep": None, "plot": None}
+    console = None if json_wanted else Console()
+    answer = _bench.run(directories or (".",), load, words, save, console)
+    if json_wanted:
+        _write_json(answer, None)
 
 
 @main.command()

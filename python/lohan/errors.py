@@ -27,6 +27,10 @@ class MachineError(LohanError, ValueError):
     """A machine, a model or a batch to be simulated is not one; the message names what is wrong."""
 
 
+class TraceError(LohanError, ValueError):
+    """A file is no timeline of lohan's."""
+
+
 class StoreError(LohanError, OSError):
     """A store cannot be made, opened, read or written."""
 

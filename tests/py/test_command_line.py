@@ -1,0 +1,226 @@
+"""What all commands of lohan have in common, `lohan bench` and `lohan trace`."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import click
+import crash_worker
+import lohan
+import pytest
+from click.testing import CliRunner, Result
+from lohan import _progress, _trace, cli
+from lohan.cli import main
+from lohan.errors import SessionError, StoreError, TraceError
+from rich.console import Console
+
+PACKAGE_PARENT = str(pathlib.Path(lohan.__file__).resolve().parent.parent)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PACKAGE_PARENT}
+STEPS = 4
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, list(words))
+
+
+def module(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lohan", *words],
+        env={**ENVIRONMENT, **more},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_every_command_has_json_and_says_what_it_is_for() -> None:
+    assert {"doctor", "bench", "inspect", "trace", "simulate", "plan", "demo"} <= set(main.commands)
+    for name, command in main.commands.items():
+        options = {option for param in command.params for option in param.opts}
+        assert "--json" in options, f"lohan {name} has no --json"
+        assert command.help, f"lohan {name} has no help"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script_for_the_shell(shell: str) -> None:
+    answer = module(_LOHAN_COMPLETE=f"{shell}_source")
+    assert answer.returncode == 0, answer.stderr
+    assert "_LOHAN_COMPLETE" in answer.stdout and "complete" in answer.stdout
+
+
+def test_completion_knows_the_commands() -> None:
+    answer = module(_LOHAN_COMPLETE="bash_complete", COMP_WORDS="lohan do", COMP_CWORD="1")
+    assert answer.stdout.split() == ["plain,doctor"]
+
+
+def test_python_m_lohan_is_lohan() -> None:
+    answer = module("--help")
+    assert answer.returncode == 0
+    assert answer.stdout.startswith("Usage: lohan ")
+    assert " ".join(answer.stdout.split()).endswith(" ".join(cli.STATUSES.split()))
+
+
+def test_exit_statuses_are_those_that_help_says(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("--help").exit_code == 0
+    assert run("inspect", str(store_dir)).exit_code == 1
+    for wrong in (["inspect"], ["nothing"], ["simulate", "--batch", "many", "--model", "opt-1.3b"]):
+        assert run(*wrong).exit_code == 2
+
+    def interrupted(**words: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(main.commands, "inspect", click.Command("inspect", callback=interrupted))
+    answer = run("inspect")
+    assert answer.exit_code == 130 and "interrupted" in answer.output
+
+
+def test_the_command_line_reads_sizes_with_the_same_words() -> None:
+    answer = run("demo", "--tiny", "--host-bytes", "lots")
+    assert answer.exit_code == 2 and '"16GiB"' in answer.output
+
+
+def test_progress_is_for_terminals_and_never_in_the_answer() -> None:
+    shown = io.StringIO()
+    with _progress.spinner(Console(file=shown, force_terminal=True)) as tell:
+        tell("measuring [/nvme0]")
+    assert "measuring [/nvme0]" in shown.getvalue()
+    hidden = io.StringIO()
+    with _progress.spinner(Console(file=hidden)) as tell:
+        tell("measuring")
+    assert hidden.getvalue() == ""
+
+
+# --- bench --------------------------------------------------------------------------------------
+
+
+def test_bench_measures_each_directory_alone_and_together_and_foresees_a_step(
+    store_dir: pathlib.Path,
+) -> None:
+    places = [store_dir / "a", store_dir / "b"]
+    for place in places:
+        place.mkdir()
+    saved = store_dir / "machine.toml"
+    words = ["--model", "opt-1.3b", "--batch", "1", "--seq", "128", "--save", str(saved)]
+    answer = run("bench", *map(str, places), *words, "--json")
+    assert answer.exit_code == 0, answer.output
+    found = json.loads(answer.stdout)
+    assert [ssd["directory"] for ssd in found["ssds"]] == [str(place) for place in places]
+    for rates in (*found["ssds"], *(ssd["among_all"] for ssd in found["ssds"]), found["together"]):
+        assert min(rates["write_bytes_per_s"], rates["read_bytes_per_s"]) > 1e6
+    assert found["memory_copy_bytes_per_s"] > 1e8
+    assert found["machine"]["adam_params_per_s"] > 1e6
+    # Both lie on one drive: what they move together is what a plan may count on.
+    assert found["share_a_link"] == (found["machine"]["ssd_total_bytes_per_s"] > 0)
+    assert (found["step"] is None) != (found["step_error"] is None)
+    assert found["step"] is None or found["step"]["step_ms"] > 0
+    assert saved.exists()
+    assert [list(place.iterdir()) for place in places] == [[], []]
+
+
+@pytest.mark.parametrize("words", [["bench"], ["plan", "--model", "opt-1.3b", "--store"]])
+def test_a_directory_that_is_not_there_is_named_with_mkdir(
+    store_dir: pathlib.Path, words: list[str]
+) -> None:
+    answer = run(*words, str(store_dir / "no such"))
+    assert answer.exit_code == 1
+    assert f"mkdir -p '{store_dir}/no such'" in answer.output
+
+
+# --- trace --------------------------------------------------------------------------------------
+
+
+def traced(store: pathlib.Path, out: pathlib.Path, **settings: object) -> list[lohan.StepStats]:
+    """Train STEPS steps, save the timeline; the steps' statistics."""
+    model = lohan.wrap(crash_worker.build(), store=store, lr=1e-2, **settings)
+    found = []
+    for step in range(STEPS):
+        crash_worker.train_step(model, step)
+        model.lohan.flush()
+        found.append(model.lohan.stats())
+    model.lohan.save_trace(out)
+    model.lohan.close()
+    return found
+
+
+def test_a_timeline_has_the_bytes_of_each_step_and_a_bottleneck(store_dir: pathlib.Path) -> None:
+    file = store_dir / "trace.json"
+    stats = traced(store_dir / "s", file, trace_events=100_000)
+    answer = run("trace", str(file), "--json")
+    assert answer.exit_code == 0, answer.output
+    steps = json.loads(answer.stdout)["steps"]
+    assert [step["step"] for step in steps] == [one.step for one in stats]
+    for step, one in zip(steps, stats, strict=True):
+        assert step["read_bytes"] == one.read_bytes
+        assert step["written_bytes"] == one.written_bytes - one.bytes["commit_write"]
+        assert step["wall_ns"] >= one.wall_ns * 0.9
+        assert set(step["busy"]) == set(one.busy)
+        assert all(0 <= share <= 1 for share in step["busy"].values())
+        assert step["bound_by"] == max(step["busy"], key=step["busy"].get)
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {"X", "M"} == {event["ph"] for event in events}
+    shown = run("trace", str(file)).output
+    assert "steps are bound by" in shown and "bound by" in shown.splitlines()[0]
+
+
+def test_a_step_that_is_remembered_in_part_is_left_out(store_dir: pathlib.Path) -> None:
+    whole, part = store_dir / "whole.json", store_dir / "part.json"
+    traced(store_dir / "a", whole, trace_events=100_000)
+    count = sum(e["ph"] == "X" for e in json.loads(whole.read_text())["traceEvents"])
+    traced(store_dir / "b", part, trace_events=count // 2)
+    steps = [step["step"] for step in _trace.summarise(*_trace.load(part))]
+    assert steps and steps[-1] == STEPS and steps[0] > 1
+
+
+def test_what_is_no_timeline_is_refused_by_name(store_dir: pathlib.Path) -> None:
+    model = lohan.wrap(crash_worker.build(), store=store_dir / "s")
+    with pytest.raises(SessionError, match=r"trace_events=100_000"):
+        model.lohan.save_trace(store_dir / "t.json")
+    model.lohan.close()
+    assert not (store_dir / "t.json").exists()
+    for name, text in (("a", "no json"), ("b", "[]"), ("c", '{"traceEvents": []}')):
+        (store_dir / name).write_text(text)
+        with pytest.raises(TraceError, match=str(store_dir / name)):
+            _trace.load(store_dir / name)
+        assert run("trace", str(store_dir / name)).exit_code == 1
+    with pytest.raises(TraceError, match="No such file"):
+        _trace.load(store_dir / "nothing")
+
+
+# --- wear ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_inspect_foresees_what_a_step_writes(store_dir: pathlib.Path, dtype: str) -> None:
+    import torch
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(3)
+        layers = torch.nn.Linear(512, 256), torch.nn.Linear(256, 512)
+        model = torch.nn.Sequential(*layers).to(getattr(torch, dtype))
+        model[0].bias.requires_grad_(False)
+        return model
+
+    model = lohan.wrap(build(), store=store_dir / "s", lr=1e-3)
+    for _ in range(2):
+        model(torch.ones(2, 512, dtype=getattr(torch, dtype))).float().mean().backward()
+        model.optimizer.step()
+    model.lohan.flush()
+    stats = model.lohan.stats()
+    model.lohan.close()
+    found = json.loads(run("inspect", "--json", str(store_dir / "s")).stdout)
+    assert found["written_bytes_per_step"] == stats.written_bytes
+    assert stats.tbw(1_000_000) == pytest.approx(stats.written_bytes / 1e6)
+    assert "in 1,000 steps" in run("inspect", str(store_dir / "s")).output
+
+
+def test_a_store_error_of_the_command_line_has_no_errno(store_dir: pathlib.Path) -> None:
+    with pytest.raises(StoreError):
+        lohan.wrap(crash_worker.build(), store=store_dir / "none", resume=True)
+    assert "[Errno" not in run("inspect", str(store_dir / "none")).output
