@@ -12,7 +12,7 @@ DEVICE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint fmt bench bench-adam bench-io bench-step bench-hooks bench-peers \
-	bench-policies sanitize sim-long paper docs build clean
+	bench-policies sanitize sim-long paper docs wheel build clean
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
@@ -25,6 +25,7 @@ help:
 	@echo 'make bench     all benchmarks; also bench-adam, -io, -step, -hooks, -peers, -policies'
 	@echo 'make paper     docs/paper-results.md: the papers beside the simulator, some minutes'
 	@echo 'make docs      the pages of docs/ as a site, in build/site'
+	@echo 'make wheel     one wheel for every Python, in dist/, and tried where no compiler is'
 	@echo 'make build     the extension, in place'
 	@echo 'make clean     remove what was built (.venv stays)'
 
@@ -71,6 +72,9 @@ paper: build
 
 docs: $(VENV)/.ready
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet && echo build/site/index.html
+
+wheel: $(VENV)/.ready
+	$(PY) tools/make_wheel.py $(ARGS)
 
 clean:
 	rm -rf build dist python/*.egg-info python/lohan/*.so python/lohan/lohan.fatbin

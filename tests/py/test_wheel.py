@@ -1,0 +1,92 @@
+"""What makes one wheel serve all machines: what the extension needs; nothing built at first use."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+import sys
+from typing import Any
+
+import lohan
+import pytest
+from lohan import _core
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import elf  # noqa: E402  (its folder has just been named)
+
+PACKAGE = pathlib.Path(lohan.__file__).parent
+COMPILERS = {
+    "cffi",
+    "distutils",
+    "numba",
+    "setuptools",
+    "torch.utils.cpp_extension",
+    "triton",
+}
+
+
+@pytest.fixture(scope="module")
+def needs() -> elf.Needs:
+    return elf.read(pathlib.Path(_core.__file__))
+
+
+def test_the_extension_is_linked_with_the_c_library_alone(needs: elf.Needs) -> None:
+    foreign = [name for name in needs.needed if not elf.is_of_the_c_library(name)]
+    assert foreign == [] and "libc.so.6" in needs.needed
+
+
+def test_the_extension_uses_the_stable_abi_of_3_11_alone(needs: elf.Needs) -> None:
+    assert any(name.startswith("Py") for name in needs.undefined)
+    assert elf.outside_limited_api(needs.undefined) == []
+    assert pathlib.Path(_core.__file__).name == "_core.abi3.so"
+
+
+def test_what_is_outside_the_stable_abi_would_be_seen() -> None:
+    later, private = "PyList_GetItemRef", "_PyObject_GetDictPtr"  # of 3.13; of no stable ABI
+    assert elf.outside_limited_api(["PyList_New", later, "malloc", private]) == [later, private]
+    assert not any(map(elf.is_of_the_c_library, ("liburing.so.2", "libnuma.so.1", "libc.sox")))
+
+
+def test_build_info_says_what_is_built_in() -> None:
+    info = lohan.build_info()
+    assert info["version"] == lohan.__version__
+    assert {"threads"} <= set(info["backends"]) <= {"io_uring", "libaio", "threads"}
+    assert ("io_uring" in info["backends"]) == (info["liburing"] == "yes")
+    assert {"machine", "compiler", "mode", "optimizer_kernel", "store_format"} <= info.keys()
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Modules that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def programs(tree: ast.AST) -> list[str]:
+    """What a file starts: the first word of each command it gives to subprocess, as source."""
+    found = []
+    for node in ast.walk(tree):
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if is_call and ast.unparse(node.func).startswith(("subprocess.", "os.exec", "os.spawn")):
+            first: Any = node.args[0]
+            found.append(ast.unparse(first.elts[0] if isinstance(first, ast.List) else first))
+    return found
+
+
+def test_nothing_is_compiled_at_first_use() -> None:
+    files = sorted(PACKAGE.glob("**/*.py"))
+    assert len(files) > 30
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+        names = imported(tree)
+        assert not {n for n in names if n in COMPILERS or n.split(".")[0] in COMPILERS}, path.name
+        assert not re.search(r"\b(load_inline|CppExtension|CUDAExtension|os\.system|popen)\(", text)
+        assert all(word == "sys.executable" for word in programs(tree)), (path.name, programs(tree))

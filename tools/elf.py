@@ -1,0 +1,64 @@
+"""What a shared object asks of the machine that loads it: libraries, symbols and their versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+
+C_LIBRARY = re.compile(r"(libc|libm|libpthread|libdl|librt|ld-linux[\w-]*)\.so\.\d+")
+LIMITED_MINOR = 11
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """Of one shared object."""
+
+    needed: list[str]
+    undefined: list[str]
+    versions: list[str]
+
+
+def read(path: pathlib.Path) -> Needs:
+    """Libraries that it is linked with, symbols that it leaves to others, versions of these."""
+    from elftools.elf.elffile import ELFFile
+
+    with path.open("rb") as file:
+        image = ELFFile(file)
+        dynamic = image.get_section_by_name(".dynamic")
+        needed = [tag.needed for tag in dynamic.iter_tags("DT_NEEDED")]
+        symbols = image.get_section_by_name(".dynsym").iter_symbols()
+        undefined = [s.name for s in symbols if s["st_shndx"] == "SHN_UNDEF" and s.name]
+        versions = [
+            version.name
+            for _, every in image.get_section_by_name(".gnu.version_r").iter_versions()
+            for version in every
+        ]
+    return Needs(needed, undefined, versions)
+
+
+def is_of_the_c_library(name: str) -> bool:
+    """Whether a library is a part of glibc, which is on every machine."""
+    return C_LIBRARY.fullmatch(name) is not None
+
+
+def version_key(name: str) -> tuple[int, ...]:
+    """GLIBC_2.34 as (2, 34), to be compared."""
+    return tuple(int(part) for part in re.findall(r"\d+", name))
+
+
+def outside_limited_api(symbols: list[str]) -> list[str]:
+    """Of Python's symbols those that are not in the stable ABI of 3.11."""
+    import abi3info
+    from abi3info.models import PyVersion, Symbol
+
+    newest = PyVersion(3, LIMITED_MINOR)
+    tables = [table for name, table in vars(abi3info).items() if name.isupper()]
+    known = {key: one for table in tables for key, one in table.items() if isinstance(key, Symbol)}
+    outside = []
+    for name in symbols:
+        if re.match(r"_?Py", name):
+            entry = known.get(Symbol(name))
+            if entry is None or entry.added > newest:
+                outside.append(name)
+    return outside
