@@ -220,6 +220,8 @@ PyObject *lhpy_engine_gradient_square_sum(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_gradient_scale(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_abort(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_flush(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_commit_hold(PyObject *object, PyObject *args);
+PyObject *lhpy_engine_commit_release(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_pause(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_resume(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_stats(PyObject *object, PyObject *args);

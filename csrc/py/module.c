@@ -39,9 +39,14 @@ static PyObject *scalar_overhead(PyObject *module, PyObject *args)
     return PyLong_FromUnsignedLongLong(lh_engine_scalar_overhead_bytes(param_count));
 }
 
-static PyObject *scalars_make(PyObject *module, PyObject *steps)
+static PyObject *scalars_make(PyObject *module, PyObject *args)
 {
     (void)module;
+    PyObject *steps = NULL;
+    const char *caller = NULL;
+    Py_ssize_t caller_bytes = 0;
+    if (!PyArg_ParseTuple(args, "Oy#", &steps, &caller, &caller_bytes))
+        return NULL;
     Py_ssize_t count = PySequence_Size(steps);
     if (count < 0)
         return NULL;
@@ -56,9 +61,10 @@ static PyObject *scalars_make(PyObject *module, PyObject *steps)
     PyObject *made = NULL;
     if (!PyErr_Occurred())
         made = PyBytes_FromStringAndSize(
-            NULL, (Py_ssize_t)lh_engine_scalar_overhead_bytes((uint32_t)count));
+            NULL, (Py_ssize_t)lh_engine_scalar_overhead_bytes((uint32_t)count) + caller_bytes);
     if (made)
-        lh_engine_scalars_make(param_steps, (uint32_t)count, PyBytes_AsString(made));
+        lh_engine_scalars_make(param_steps, (uint32_t)count, caller, (uint64_t)caller_bytes,
+                               PyBytes_AsString(made));
     PyMem_Free(param_steps);
     return made;
 }
@@ -76,7 +82,8 @@ static PyMethodDef module_methods[] = {
     {"simulate", (PyCFunction)(void (*)(void))lhpy_simulate, METH_VARARGS | METH_KEYWORDS,
      "A step in virtual time."},
     {"scalar_overhead_bytes", scalar_overhead, METH_VARARGS, "scalar_overhead_bytes(param_count)"},
-    {"scalars_make", scalars_make, METH_O, "scalars_make(updates of each parameter) -> bytes"},
+    {"scalars_make", scalars_make, METH_VARARGS,
+     "scalars_make(updates of each parameter, the caller's part) -> bytes"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -168,6 +168,34 @@ PyObject *lhpy_engine_flush(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static int hold_wait(struct lh_engine *engine, uint64_t argument, int timeout_ms)
+{
+    (void)argument;
+    return lh_engine_commit_hold(engine, timeout_ms);
+}
+
+PyObject *lhpy_engine_commit_hold(PyObject *object, PyObject *args)
+{
+    (void)args;
+    struct lhpy_engine *self = engine_open(object);
+    if (!self)
+        return NULL;
+    /* On a signal, too, whoever asked releases what may be granted yet. */
+    if (lhpy_engine_wait(self, hold_wait, 0) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Any thread; also of an engine that has failed or was closed. */
+PyObject *lhpy_engine_commit_release(PyObject *object, PyObject *args)
+{
+    (void)args;
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    if (self->io && self->owner_pid == getpid())
+        lh_engine_commit_release(self->core->engine);
+    Py_RETURN_NONE;
+}
+
 static int pause_wait(struct lh_engine *engine, uint64_t argument, int timeout_ms)
 {
     (void)argument;
@@ -205,8 +233,9 @@ PyObject *lhpy_engine_pause(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = engine_open(object);
     PyObject *units = NULL;
+    /* Who writes to the store commits it behind the last step; who reads needs no commit. */
     if (!self || !PyArg_ParseTuple(args, "O!", &PyList_Type, &units) ||
-        lhpy_engine_wait(self, flush_wait, 1) < 0)
+        lhpy_engine_wait(self, flush_wait, PyList_Size(units) > 0) < 0)
         return NULL;
     /* Before the store is handed out: what is written there cannot be taken back. */
     for (Py_ssize_t i = 0; i < PyList_Size(units); i++) {

@@ -198,11 +198,12 @@ PyObject *lhpy_store_create(PyObject *module, PyObject *args, PyObject *kwargs)
 PyObject *lhpy_store_open(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     (void)module;
-    static char *keys[] = {"type", "raiser", "directories", "read_only", "allow_buffered", NULL};
+    static char *keys[] = {"type",           "raiser",  "directories", "read_only",
+                           "allow_buffered", "is_held", NULL};
     PyObject *type, *raiser, *directories;
-    int read_only = 0, allow_buffered = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOpp", keys, &type, &raiser, &directories,
-                                     &read_only, &allow_buffered))
+    int read_only = 0, allow_buffered = 0, is_held = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOpp|p", keys, &type, &raiser, &directories,
+                                     &read_only, &allow_buffered, &is_held))
         return NULL;
     struct names names = {0};
     struct lh_error err = {0};
@@ -212,7 +213,8 @@ PyObject *lhpy_store_open(PyObject *module, PyObject *args, PyObject *kwargs)
     if (self) {
         struct lh_store_open_opts opts = {.directories = names.paths,
                                           .directory_count = names.count,
-                                          .read_only = read_only != 0,
+                                          .read_only = read_only != 0 || is_held != 0,
+                                          .is_held = is_held != 0,
                                           .allow_buffered = allow_buffered != 0};
         int rc;
         Py_BEGIN_ALLOW_THREADS
@@ -335,14 +337,54 @@ static PyObject *store_describe(PyObject *object, PyObject *args)
     if (!paths)
         return NULL;
     return Py_BuildValue(
-        "{s:y#,s:y#,s:y#,s:K,s:s,s:s,s:N,s:I,s:I,s:K,s:O}", "meta", meta ? meta : "",
+        "{s:y#,s:y#,s:y#,s:K,s:s,s:s,s:N,s:I,s:I,s:K,s:O,s:K,s:O}", "meta", meta ? meta : "",
         (Py_ssize_t)meta_bytes, "scalars", scalars ? scalars : "", (Py_ssize_t)scalar_bytes,
         "caller_scalars", caller ? caller : "", (Py_ssize_t)caller_bytes, "step",
         lh_store_step(self->store), "note", lh_store_note(self->store), "uuid",
         lh_store_uuid(self->store), "files", paths, "extent_count",
         lh_store_extent_count(self->store), "group_count", lh_store_group_count(self->store),
         "commit_bytes", lh_store_commit_bytes(self->store), "is_empty",
-        is_empty(self->store) ? Py_True : Py_False);
+        is_empty(self->store) ? Py_True : Py_False, "scalar_bytes_max",
+        lh_store_scalar_bytes_max(self->store), "is_single_slot",
+        lh_store_is_single_slot(self->store) ? Py_True : Py_False);
+}
+
+/* Each extent: (bytes, group, slots of the group, whether it reads as zeros). */
+static PyObject *store_extents(PyObject *object, PyObject *args)
+{
+    (void)args;
+    const struct lh_store *store = lhpy_store_get(object);
+    PyObject *list = store ? PyList_New(0) : NULL;
+    for (uint32_t i = 0; list && i < lh_store_extent_count(store); i++) {
+        struct lh_store_extent_desc extent = lh_store_extent(store, i);
+        uint32_t slot = lh_store_read_slot(store, extent.group);
+        PyObject *item = Py_BuildValue("(KIIO)", extent.bytes, extent.group,
+                                       lh_store_slot_count(store, extent.group),
+                                       lh_store_is_zero(store, i, slot) ? Py_True : Py_False);
+        if (!item || PyList_Append(list, item) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+/* Where a byte of an extent lies: (path, offset in the file). */
+static PyObject *store_locate(PyObject *object, PyObject *args)
+{
+    const struct lh_store *store = lhpy_store_get(object);
+    unsigned int extent = 0;
+    unsigned long long offset = 0;
+    struct lh_store_piece piece;
+    if (!store || !PyArg_ParseTuple(args, "IK", &extent, &offset))
+        return NULL;
+    if (extent >= lh_store_extent_count(store) || offset >= lh_store_extent(store, extent).bytes)
+        return PyErr_Format(PyExc_IndexError, "extent %u has no byte %llu", extent, offset);
+    uint64_t block = offset / LH_BLOCK_BYTES * LH_BLOCK_BYTES;
+    uint32_t slot = lh_store_read_slot(store, lh_store_extent(store, extent).group);
+    if (lh_store_map(store, extent, slot, block, LH_BLOCK_BYTES, &piece, 1) != 1)
+        return PyErr_Format(PyExc_IndexError, "extent %u has no byte %llu", extent, offset);
+    return Py_BuildValue("(sK)", lh_store_file_path(store, piece.file_index),
+                         piece.file_offset + (offset - block));
 }
 
 static PyObject *store_close(PyObject *object, PyObject *args)
@@ -357,6 +399,9 @@ static PyMethodDef store_methods[] = {
     {"write", store_write, METH_VARARGS, "write(extent, offset, address, bytes)"},
     {"commit", store_commit, METH_VARARGS, "commit(step, scalars)"},
     {"describe", store_describe, METH_NOARGS, "What the store is: a dict."},
+    {"extents", store_extents, METH_NOARGS,
+     "Each extent: (bytes, group, slots, whether it reads as zeros)."},
+    {"locate", store_locate, METH_VARARGS, "locate(extent, offset) -> (path, offset in the file)"},
     {"close", store_close, METH_NOARGS, "Close files, release the lock."},
     {NULL, NULL, 0, NULL},
 };

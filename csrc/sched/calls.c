@@ -408,6 +408,28 @@ int lh_engine_flush(struct lh_engine *engine, bool commit, int timeout_ms)
     return rc;
 }
 
+static bool hold_is_granted(struct lh_engine *engine, uint64_t argument)
+{
+    (void)argument;
+    return atomic_load(&engine->hold) == LH_HOLD_GRANTED;
+}
+
+int lh_engine_commit_hold(struct lh_engine *engine, int timeout_ms)
+{
+    uint32_t none = LH_HOLD_NONE;
+    if (atomic_load(&engine->failed))
+        return lh_engine_fail_code(engine);
+    if (atomic_compare_exchange_strong(&engine->hold, &none, LH_HOLD_ASKED))
+        lh_waker_wake(engine->waker);
+    return lh_engine_wait_until(engine, hold_is_granted, 0, timeout_ms);
+}
+
+void lh_engine_commit_release(struct lh_engine *engine)
+{
+    atomic_store(&engine->hold, LH_HOLD_NONE);
+    lh_waker_wake(engine->waker);
+}
+
 static bool pause_is_done(struct lh_engine *engine, uint64_t argument)
 {
     (void)argument;

@@ -173,6 +173,8 @@ static bool is_stuck(const struct lh_engine *engine)
             engine->copies_in_flight >
         0)
         return false;
+    if (lh_step_is_held(engine))
+        return false;
     bool is_awaited = atomic_load(&engine->waiting) > 0;
     if (is_awaited && lh_saved_is_stuck(engine))
         return true;

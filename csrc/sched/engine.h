@@ -224,7 +224,7 @@ int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scal
 /*
  * Forget the open step: updates that began are rolled back to the last committed step. Waits. 1:
  * done; 0: timeout_ms passed, call again; -ENOTRECOVERABLE: steps since the last commit would be
- * lost, too (commit_every above 1 or never, and an update began).
+ * lost, too (commit_every above 1 or never, or commits were held, and an update began).
  */
 int lh_engine_abort(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
 
@@ -233,6 +233,16 @@ int lh_engine_abort(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
  * -errno.
  */
 int lh_engine_flush(struct lh_engine *engine, bool commit, int timeout_ms) LH_MUST_CHECK;
+
+/*
+ * Let no commit begin until lh_engine_commit_release(): what the store has committed stays as it
+ * is, and somebody else may read it from the files. Training goes on; a commit that is due comes
+ * with the first step that ends after the release, a flush that commits waits for it. Waits for a
+ * commit under way. 1: so; 0: timeout_ms passed, call again; -errno.
+ */
+int lh_engine_commit_hold(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
+/* Thread: any. */
+void lh_engine_commit_release(struct lh_engine *engine);
 
 /*
  * After a flush: hand the store to the caller; the engine sleeps until lh_engine_resume().
@@ -253,10 +263,11 @@ const void *lh_engine_scalars_find(const void *scalars, uint64_t scalar_bytes, u
 /* Scalars need this many bytes more than the caller's part. */
 uint64_t lh_engine_scalar_overhead_bytes(uint32_t param_count);
 /*
- * Scalars without a caller's part, that many bytes, for a store that is filled from elsewhere: each
+ * Scalars, that many bytes and the caller's part, for a store that is filled from elsewhere: each
  * parameter was updated so often before.
  */
-void lh_engine_scalars_make(const uint64_t *param_steps, uint32_t param_count, void *scalars_out);
+void lh_engine_scalars_make(const uint64_t *param_steps, uint32_t param_count, const void *caller,
+                            uint64_t caller_bytes, void *scalars_out);
 
 enum lh_engine_link {
     LH_ENGINE_LINK_PARAM_READ = 0,

@@ -103,6 +103,13 @@ enum lh_chunk_state {
     LH_CHUNK_STATE_WRITING,
 };
 
+/* See [Note: Held commits] in step.c. */
+enum lh_hold {
+    LH_HOLD_NONE = 0,
+    LH_HOLD_ASKED,
+    LH_HOLD_GRANTED,
+};
+
 enum lh_step_state {
     LH_STEP_STATE_OPEN = 0,
     LH_STEP_STATE_CLOSED,
@@ -354,6 +361,7 @@ struct lh_engine {
     enum lh_step_state step_state;
     uint64_t step; /* closed steps */
     uint64_t committed_step;
+    bool commit_is_late; /* one was due while commits were held */
     bool flush_is_asked;
     bool flush_commits;
     bool commit_is_of_flush;
@@ -388,6 +396,7 @@ struct lh_engine {
     _Atomic uint64_t flushes_done;
     _Atomic uint64_t flushes_asked;
     _Atomic int abort_result;
+    _Atomic uint32_t hold; /* enum lh_hold */
     _Atomic bool failed;
     _Atomic bool stopping;
     _Atomic bool pausing;
@@ -558,6 +567,8 @@ void lh_step_begin(struct lh_engine *engine, enum lh_engine_mode mode);
 bool lh_step_pump(struct lh_engine *engine);
 void lh_step_commit_request_done(struct lh_engine *engine, struct lh_io_request *request);
 bool lh_step_gate_is_open(const struct lh_engine *engine);
+/* A closed step waits with its commit for the end of a hold, and all else with it. */
+bool lh_step_is_held(const struct lh_engine *engine);
 /* Step 0: what belongs to no step. */
 struct lh_engine_step_stats *lh_step_stats(struct lh_engine *engine, uint64_t step);
 /* The oldest step that is not over. */

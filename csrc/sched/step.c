@@ -1,4 +1,23 @@
-/* Steps: begin, close, commit, abort, and who may go on when. */
+/*
+ * Steps: begin, close, commit, abort, and who may go on when.
+ *
+ * [Note: Held commits] Who copies a store while it is trained needs its committed slots to stay as
+ * they are. They do until the next commit is durable, as every write goes to the other ones; so it
+ * is enough that no commit begins. What needs no commit goes on: the steps that follow write the
+ * other slots again, as between two commits of commit_every=N. That costs the copy neither space
+ * nor a second write. A commit that was due is late: it comes with the first step that ends after
+ * the release.
+ *
+ *      NONE --[lh_engine_commit_hold]--> ASKED --[no commit is under way]--> GRANTED
+ *        ^                                                                      |
+ *        +---------------------[lh_engine_commit_release]-----------------------+
+ *
+ * Gradients that wait on SSD (spill.c) lie in the other slot, which therefore must not hold the
+ * newest parameters: with them a step that is due to commit waits for the release, and the training
+ * thread with it, at the next gradient. A step that dies cannot be rolled back while a commit is
+ * late, as always between commits. One slot (commit_every="never") is overwritten in place: nothing
+ * of it stays as it is, and a hold promises nothing.
+ */
 #include <inttypes.h>
 #include <string.h>
 
@@ -43,9 +62,13 @@ static void scalars_write(uint8_t *scalars, const uint64_t *param_steps, uint32_
     memcpy(scalars + sizeof(header), param_steps, param_count * sizeof(uint64_t));
 }
 
-void lh_engine_scalars_make(const uint64_t *param_steps, uint32_t param_count, void *scalars_out)
+void lh_engine_scalars_make(const uint64_t *param_steps, uint32_t param_count, const void *caller,
+                            uint64_t caller_bytes, void *scalars_out)
 {
-    scalars_write(scalars_out, param_steps, param_count, 0);
+    scalars_write(scalars_out, param_steps, param_count, caller_bytes);
+    if (caller_bytes > 0)
+        memcpy((uint8_t *)scalars_out + lh_engine_scalar_overhead_bytes(param_count), caller,
+               caller_bytes);
 }
 
 struct lh_engine_step_stats *lh_step_stats(struct lh_engine *engine, uint64_t step)
@@ -138,9 +161,38 @@ static void step_over(struct lh_engine *engine)
     lh_engine_notify(engine);
 }
 
+static bool commits_are_held(const struct lh_engine *engine)
+{
+    return atomic_load(&engine->hold) == LH_HOLD_GRANTED;
+}
+
+/* Between two looks at it in one round, so that no commit begins behind a grant. */
+static bool hold_pump(struct lh_engine *engine)
+{
+    uint32_t asked = LH_HOLD_ASKED;
+    if (engine->step_state == LH_STEP_STATE_COMMITTING ||
+        !atomic_compare_exchange_strong(&engine->hold, &asked, LH_HOLD_GRANTED))
+        return false;
+    lh_engine_notify(engine);
+    return true;
+}
+
+static bool is_due(const struct lh_engine *engine)
+{
+    uint64_t every = engine->opts.commit_every;
+    return every != LH_ENGINE_COMMIT_NEVER && (engine->step % every == 0 || engine->commit_is_late);
+}
+
+bool lh_step_is_held(const struct lh_engine *engine)
+{
+    return engine->step_state == LH_STEP_STATE_CLOSED && engine->any_spills && is_due(engine) &&
+           commits_are_held(engine);
+}
+
 static void commit_begin(struct lh_engine *engine, bool is_of_flush)
 {
     struct lh_error err = {0};
+    engine->commit_is_late = false;
     scalars_compose(engine);
     if (lh_store_commit_begin(engine->store, engine->step, engine->scalars, engine->scalar_bytes,
                               &err) < 0) {
@@ -286,9 +338,14 @@ static void abort_finish(struct lh_engine *engine)
         lh_error_set(
             &err, result,
             "step %" PRIu64 " died half-way, and steps since the last commit (step %" PRIu64
-            ") are in the same slot: open the store again with resume=True to go on from step"
-            " %" PRIu64 ", and use commit_every=1 to be able to roll back one step",
-            engine->step + 1, engine->committed_step, engine->committed_step);
+            ") are in the same slot%s: open the store again with resume=True to go on from step"
+            " %" PRIu64 "%s",
+            engine->step + 1, engine->committed_step,
+            engine->commit_is_late ? ", as a snapshot under way held the commits back" : "",
+            engine->committed_step,
+            engine->opts.commit_every > 1 ? ", and use commit_every=1 to be able to roll back one"
+                                            " step"
+                                          : "");
         lh_engine_fail(engine, &err);
     } else {
         if (has_updates)
@@ -321,9 +378,11 @@ static bool flush_pump(struct lh_engine *engine)
         return false;
     if (lh_update_write_dirty(engine, 0))
         return true;
-    bool is_due =
+    bool is_asked =
         engine->flush_commits && engine->committed_step < engine->step && engine->update_count == 0;
-    if (is_due) {
+    if (is_asked && commits_are_held(engine))
+        return false;
+    if (is_asked) {
         commit_begin(engine, true);
         return true;
     }
@@ -333,32 +392,44 @@ static bool flush_pump(struct lh_engine *engine)
     return true;
 }
 
-bool lh_step_pump(struct lh_engine *engine)
+/* All of the closed step is written: commit it if that is due, or go on without. */
+static bool closed_pump(struct lh_engine *engine)
 {
-    uint64_t every = engine->opts.commit_every;
-    bool commits;
+    uint64_t *planned_bytes = lh_step_stats(engine, engine->step)->planned_bytes;
+    bool commits = is_due(engine);
+    if (engine->update_count < engine->gradient_unit_count ||
+        engine->updates_done < engine->update_count)
+        return false;
+    /* What was read ahead for a use or an update that never came is this step's, too. */
+    if (engine->step_transfers[engine->step % 2] > 0)
+        return false;
+    if (engine->chunks_busy > 0)
+        return false; /* what was dirty is on its way */
+    if (commits && commits_are_held(engine)) {
+        if (engine->any_spills)
+            return false;
+        commits = false;
+        engine->commit_is_late = true;
+    }
+    if (commits && lh_update_write_dirty(engine, engine->step))
+        return true;
+    planned_bytes[LH_ENGINE_LINK_COMMIT_WRITE] = commits ? lh_store_commit_bytes(engine->store) : 0;
+    lh_region_step_end(engine);
+    param_steps_advance(engine);
+    if (commits)
+        commit_begin(engine, false);
+    else
+        step_over(engine);
+    return true;
+}
+
+static bool state_pump(struct lh_engine *engine)
+{
     switch (engine->step_state) {
     case LH_STEP_STATE_OPEN:
         return flush_pump(engine);
     case LH_STEP_STATE_CLOSED:
-        if (engine->update_count < engine->gradient_unit_count ||
-            engine->updates_done < engine->update_count)
-            return false;
-        /* What was read ahead for a use or an update that never came is this step's, too. */
-        if (engine->step_transfers[engine->step % 2] > 0)
-            return false;
-        if (engine->chunks_busy > 0)
-            return false; /* what was dirty is on its way */
-        commits = every != LH_ENGINE_COMMIT_NEVER && engine->step % every == 0;
-        if (commits && lh_update_write_dirty(engine, engine->step))
-            return true;
-        lh_region_step_end(engine);
-        param_steps_advance(engine);
-        if (commits)
-            commit_begin(engine, false);
-        else
-            step_over(engine);
-        return true;
+        return closed_pump(engine);
     case LH_STEP_STATE_COMMITTING:
         return commit_pump(engine);
     case LH_STEP_STATE_ABORTING:
@@ -368,4 +439,10 @@ bool lh_step_pump(struct lh_engine *engine)
         return true;
     }
     return false;
+}
+
+bool lh_step_pump(struct lh_engine *engine)
+{
+    bool moved = hold_pump(engine);
+    return state_pump(engine) || moved;
 }

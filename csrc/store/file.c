@@ -144,7 +144,7 @@ int lh_store_file_open(struct lh_store *store, uint32_t file_index, struct lh_er
     if (fd < 0)
         return lh_error_set(err, -errno, "cannot open %s: %s", path, strerror(errno));
     store->io_files[file_index].fd = fd;
-    return lh_store_file_lock(store, file_index, err);
+    return store->is_held ? 0 : lh_store_file_lock(store, file_index, err);
 }
 
 /* What the files on one file system need together has to be available there. */

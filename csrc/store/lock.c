@@ -122,7 +122,7 @@ static int owner_exchange(struct lh_store *store, uint32_t file_index, struct lh
     struct lh_store_file *file = &store->files[file_index];
     struct lh_store_owner_disk *owner = (void *)store->bounce.base;
     const uint64_t pid = (uint64_t)getpid();
-    LH_ASSERT(file->is_locked);
+    LH_ASSERT(file->is_locked || store->is_held);
     if (!store->is_read_only) {
         LH_TRY(owner_write(store, file_index, pid, err));
         file->is_owned = true;

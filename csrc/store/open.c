@@ -251,6 +251,8 @@ int lh_store_open(const struct lh_store_open_opts *opts, struct lh_alloc *alloc,
     struct lh_store *store = NULL;
     LH_TRY(lh_store_new(alloc, opts->directory_count, &store, err));
     store->is_read_only = opts->read_only;
+    store->is_held = opts->is_held;
+    LH_ASSERT(opts->read_only || !opts->is_held);
     int rc = open_store(store, opts, err);
     if (rc < 0) {
         lh_store_files_close(store);

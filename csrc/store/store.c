@@ -208,6 +208,17 @@ uint32_t lh_store_group_count(const struct lh_store *store)
     return store->header.group_count;
 }
 
+uint32_t lh_store_slot_count(const struct lh_store *store, uint32_t group)
+{
+    LH_ASSERT(group < store->header.group_count);
+    return store->slot_counts[group];
+}
+
+bool lh_store_is_single_slot(const struct lh_store *store)
+{
+    return store->header.is_single_slot;
+}
+
 uint64_t lh_store_file_bytes(const struct lh_store *store, uint32_t file_index)
 {
     LH_ASSERT(file_index < store->file_count);

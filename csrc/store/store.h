@@ -102,6 +102,11 @@ struct lh_store_open_opts {
     const char *const *directories; /* the same set, in any order */
     uint32_t directory_count;
     bool read_only; /* nothing is written, and the lock is shared with other readers: inspect */
+    /*
+     * with read_only: the lock is another store's of this process, whose commits are held as long
+     * as this one is open ([Note: Held commits] in sched/step.c); none is taken
+     */
+    bool is_held;
     bool allow_buffered;
 };
 
@@ -136,6 +141,8 @@ const char *lh_store_file_path(const struct lh_store *store, uint32_t file_index
 uint32_t lh_store_extent_count(const struct lh_store *store);
 struct lh_store_extent_desc lh_store_extent(const struct lh_store *store, uint32_t extent);
 uint32_t lh_store_group_count(const struct lh_store *store);
+uint32_t lh_store_slot_count(const struct lh_store *store, uint32_t group);
+bool lh_store_is_single_slot(const struct lh_store *store);
 uint64_t lh_store_file_bytes(const struct lh_store *store, uint32_t file_index); /* reserved */
 const char *lh_store_note(const struct lh_store *store); /* O_DIRECT refused, ...: and why */
 const char *lh_store_uuid(const struct lh_store *store);

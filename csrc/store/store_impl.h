@@ -60,6 +60,7 @@ struct lh_store {
     struct lh_store_control control;
     struct lh_store_layout layout;
     bool is_read_only;
+    bool is_held; /* another store of this process has the lock */
     char uuid[2 * LH_STORE_UUID_BYTES + 5];
     char note[LH_STORE_NOTE_BYTES];
 
