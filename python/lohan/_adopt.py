@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from lohan import _core
+from lohan import _core, _scalars
 from lohan._block import Layout
 from lohan._store import Extents
 from lohan._tensor import nbytes_of
@@ -110,7 +109,7 @@ def write_state(
             values = _moment(param.name, key, param.tensor, state.get(key))
             store.write(extent, param.first * 4, values.data_ptr(), nbytes_of(values))
         steps[param.index] = int(state["step"])
-    return _core.scalars_make(steps)
+    return _core.scalars_make(steps, b"")
 
 
 def share_hooks(optimizer: torch.optim.Optimizer, origin: torch.optim.Optimizer) -> None:
@@ -146,13 +145,7 @@ def read_state(layout: Layout, extents: Extents, store: _core.Store) -> dict[int
         extents: of the store.
         store: at a commit of the engine's, or of write_state().
     """
-    count = len(layout.params)
-    scalars = store.describe()["scalars"]
-    if not scalars:
-        return {}  # no step was made
-    steps = struct.unpack_from(
-        f"<{count}Q", scalars, _core.scalar_overhead_bytes(count) - 8 * count
-    )
+    steps = _scalars.steps(store.describe()["scalars"], len(layout.params))
     found: dict[int, dict[str, Any]] = {}
     for param in layout.params:
         if not layout.units[param.unit].trainable or steps[param.index] == 0:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from lohan import _core
+from lohan._buffers import Buffers
 from lohan.errors import ModelError
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -77,11 +79,18 @@ class Scope:
 
 @dataclasses.dataclass
 class Layout:
-    """Everything that moves, and when it must be there."""
+    """Everything that moves, and when it must be there.
+
+    Attributes:
+        buffer_bytes: of persistent buffers that every commit carries.
+        about: what the store's meta says besides, for who has no model.
+    """
 
     params: list[Param]
     units: list[Unit]
     scopes: list[Scope]
+    buffer_bytes: int = 0
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def _own_bytes(module: nn.Module) -> int:
@@ -209,7 +218,7 @@ def _align(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 
 
-def _place(unit: Unit) -> None:
+def place(unit: Unit) -> None:
     """Lay the unit's parameters out one after the other, aligned."""
     at = 0
     for param in unit.params:
@@ -261,13 +270,13 @@ def make_layout(
                 scope.units.append(unit_by_param[id(tensor)])
     params: list[Param] = []
     for unit in units:
-        _place(unit)
+        place(unit)
         for param in unit.params:
             param.index = len(params)
             params.append(param)
     scope_list = [s for s in scopes.values() if s.units]
     _mark_always(scope_list, units)
-    return Layout(params, units, scope_list)
+    return Layout(params, units, scope_list, Buffers(model).kept_bytes)
 
 
 def _mark_always(scopes: list[Scope], units: list[Unit]) -> None:

@@ -41,6 +41,8 @@ def close_quietly(session: Session) -> None:
 
 def _close_all() -> None:
     for session in list(sessions):
+        if _end is not None and session.snapshot_now is not None:
+            session.snapshot_now.cancel()  # whoever sends SIGTERM does not wait for a copy
         close_quietly(session)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan import _store
+from lohan import _export, _names, _store
 from lohan._compile import Traced, Uncompiled
 from lohan._hollow import HollowClasses, show
 from lohan._session import Session
@@ -70,6 +70,8 @@ class Guard:
                     "pickle", "save model.state_dict(), or use the store, which is a checkpoint"
                 ),
             )
+            if _names.is_hugging_face(module):
+                self.shadow(module, "save_pretrained", self._save_pretrained(module))
             if any(p is not None for p in module._parameters.values()):
                 # torch marks the hook with an attribute, which a bound method cannot carry.
                 hook = functools.partial(self._fill_state_dict)
@@ -206,6 +208,22 @@ class Guard:
             is_shared = first != key and is_same(state.get(first), value)
             state[key] = state[first] if is_shared else value.clone()
 
+    def _save_pretrained(self, module: nn.Module) -> Callable[..., None]:
+        reference = weakref.ref(module)
+
+        def save_pretrained(
+            save_directory: str,
+            is_main_process: bool = True,
+            state_dict: Any = None,
+            **options: Any,
+        ) -> None:
+            owner = reference()
+            assert owner is not None
+            options = {**options, "is_main_process": is_main_process, "state_dict": state_dict}
+            _export.save_pretrained(owner, self.session, self.index, save_directory, **options)
+
+        return save_pretrained
+
     def _load_state_dict(self, module: nn.Module) -> Callable[..., Any]:
         reference = weakref.ref(module)
 
@@ -254,7 +272,7 @@ class Guard:
                 unit = layout.units[param.unit]
                 places = session.extents.units[param.unit]
                 _store.write_param(store, unit, places, param.first, value.cpu(), is_fresh=False)
-            store.commit(session.step, store.describe()["scalars"])
+            session.commit_buffers(store)
 
     def _restore(self, index: int) -> None:
         """Undo in memory what was written there and cannot go to the store."""

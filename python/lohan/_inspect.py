@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lohan import _core
+from lohan import _core, _scalars
 from lohan.errors import LohanError, StoreError, StoreMismatchError, store_error
 
 # Bytes of each state, besides the parameter: [Note: 12P] and [Note: 14P] in csrc/compute/adam.h.
@@ -80,7 +80,7 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
         raise StoreMismatchError(
             f"{directories[0]}: a store, but of no model of lohan's ({error!r})"
         ) from error
-    scalars = json.loads(raw["caller_scalars"]) if raw["caller_scalars"] else {}
+    scalars, _ = _scalars.parse(raw["caller_scalars"])
     groups = [
         dict(zip(("lr", "beta1", "beta2", "eps", "weight_decay"), group, strict=True))
         for group in scalars.get("groups", [])

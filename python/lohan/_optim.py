@@ -272,6 +272,14 @@ class Optimizer(torch.optim.Optimizer):
         state["lohan"] = {"store": self.session.uuid, "step": self.session.step}
         return state
 
+    def _is_copied_at(self, owner: Any) -> bool:
+        """The state is of the step, of another store, that this one was copied at."""
+        from lohan._snapshot import copied_from
+
+        if not isinstance(owner, dict) or owner.get("step") != self.session.step:
+            return False
+        return [owner.get("store"), owner["step"]] in copied_from(self.session.store)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the groups' hyper-parameters; the moments are the store's.
 
@@ -281,7 +289,7 @@ class Optimizer(torch.optim.Optimizer):
         state = dict(state_dict)
         owner = state.pop("lohan", None)
         mine = {"store": self.session.uuid, "step": self.session.step}
-        if owner != mine:
+        if owner != mine and not self._is_copied_at(owner):
             raise StoreMismatchError(
                 f"the optimizer state is of {owner}, the session is at {mine}: open that store"
                 " with lohan.wrap(..., store=..., resume=True)",

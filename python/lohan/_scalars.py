@@ -1,19 +1,63 @@
-"""What a commit carries besides tensors: hyper-parameters, and torch's CPU generator."""
+"""What a commit carries besides tensors: hyper-parameters, torch's CPU generator, buffers.
+
+It is one line of JSON; behind it, where the model has persistent buffers, their bytes.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
+import struct
 import sys
 from typing import Any
 
 import torch
 
+from lohan import _buffers, _core
+from lohan._buffers import Buffers
 from lohan._optim import Optimizer, hyper_of, numbers
 from lohan.errors import StoreMismatchError
 
 
-def pack(optimizer: Optimizer) -> bytes:
+def _join(state: dict[str, Any], buffers: Buffers | None) -> bytes:
+    said, raw = buffers.pack() if buffers is not None else ([], b"")
+    if said:
+        state["buffers"] = said
+    return json.dumps(state).encode() + (b"\n" + raw if said else b"")
+
+
+def parse(blob: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a commit kept: the state, and the buffers by name."""
+    if not blob:
+        return {}, {}
+    text, _, raw = blob.partition(b"\n")
+    state: dict[str, Any] = json.loads(text)
+    return state, _buffers.unpack(state.pop("buffers", []), raw)
+
+
+def with_buffers(scalars: bytes, blob: bytes, param_count: int, buffers: Buffers | None) -> bytes:
+    """What a commit carries that no step makes: as before, with the buffers of now.
+
+    Args:
+        scalars: of the last commit, the engine's part and the rest.
+        blob: the rest.
+        param_count: of the layout.
+        buffers: of the model.
+    """
+    if buffers is None or buffers.kept_bytes == 0:
+        return scalars
+    return _core.scalars_make(steps(scalars, param_count), _join(parse(blob)[0], buffers))
+
+
+def steps(scalars: bytes, param_count: int) -> list[int]:
+    """How often each parameter was updated."""
+    if not scalars:
+        return [0] * param_count
+    at = _core.scalar_overhead_bytes(param_count) - 8 * param_count
+    return list(struct.unpack_from(f"<{param_count}Q", scalars, at))
+
+
+def pack(optimizer: Optimizer, buffers: Buffers | None = None) -> bytes:
     """The state of now, as a commit keeps it; of what wrap was asked for, what differs now."""
     groups = optimizer.param_groups
     state: dict[str, Any] = {
@@ -27,7 +71,7 @@ def pack(optimizer: Optimizer) -> bytes:
     if any("initial_lr" in group for group in groups):
         initial = [group.get("initial_lr") for group in groups]
         state["initial_lr"] = [None if rate is None else float(rate) for rate in initial]
-    return json.dumps(state).encode()
+    return _join(state, buffers)
 
 
 def _overrule(group: dict[str, Any], index: int, name: str, value: Any, then: Any) -> None:
@@ -41,8 +85,8 @@ def _overrule(group: dict[str, Any], index: int, name: str, value: Any, then: An
     )
 
 
-def restore(blob: bytes, optimizer: Optimizer) -> None:
-    """Put what a commit kept into the groups and into torch's CPU generator.
+def restore(blob: bytes, optimizer: Optimizer, buffers: Buffers | None = None) -> None:
+    """Put what a commit kept into the groups, buffers and torch's CPU generator.
 
     What this call of wrap was given by name, and is not what the run was wrapped with, rules; and
     stderr says so.
@@ -50,9 +94,11 @@ def restore(blob: bytes, optimizer: Optimizer) -> None:
     Raises:
         StoreMismatchError: the commit was of another number of groups.
     """
-    if not blob:
+    state, kept = parse(blob)
+    if buffers is not None:
+        buffers.restore(kept)
+    if "groups" not in state:  # no step was made
         return
-    state = json.loads(blob)
     groups = optimizer.param_groups
     if len(state["groups"]) != len(groups):
         raise StoreMismatchError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -12,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan import _cache, _core, _gradients, _scalars, _swap, _trace
+from lohan import _cache, _core, _gradients, _requests, _scalars, _snapshot, _swap, _trace
 from lohan._accumulate import Accumulation
 from lohan._activations import Activations
 from lohan._block import DTYPE_CODES, Layout
+from lohan._buffers import Buffers
 from lohan._device import Device, Meter
 from lohan._forward import ForwardRules
 from lohan._optim import Hyper, check_hyper
 from lohan._planner import Plan, Planner
 from lohan._scaling import StepScale
+from lohan._snapshot import Holds, PathLike, Snapshot
 from lohan._stats import StepStats
 from lohan._store import Extents, unit_tuples
 from lohan._tensor import (
@@ -56,6 +59,8 @@ class Session(ForwardRules):
     """
 
     _planner: Planner | None = None
+    buffers: Buffers | None = None
+    snapshot_now: Snapshot | None = None
 
     def __init__(
         self,
@@ -330,7 +335,7 @@ class Session(ForwardRules):
             self._engine.gradient_scale(scale)
         self._gradients.hide()
         self._engine.close_step(
-            _scalars.pack(self._optimizer) if self._optimizer is not None else b""
+            _scalars.pack(self._optimizer, self.buffers) if self._optimizer is not None else b""
         )
         self._backward = "none"
         self._accumulation.reset()
@@ -339,6 +344,7 @@ class Session(ForwardRules):
             self._engine.flush(False)
         if self._planner is not None:
             self._planner.step_end(self)
+        _requests.answer_requests(self)
 
     def _give(self) -> None:
         """Hand sums of gradients to the engine: the open step takes no more of them."""
@@ -368,9 +374,15 @@ class Session(ForwardRules):
         return self._accumulation.no_sync()
 
     def restore_scalars(self) -> None:
-        """Take hyper-parameters and torch's CPU generator from the store's last commit."""
+        """Take hyper-parameters, torch's CPU generator and buffers from the last commit."""
         assert self._optimizer is not None
-        _scalars.restore(self.store.describe()["caller_scalars"], self._optimizer)
+        _scalars.restore(self.store.describe()["caller_scalars"], self._optimizer, self.buffers)
+
+    def commit_buffers(self, store: _core.Store) -> None:
+        """Commit what was written to the store, and the buffers of now, inside exclusive()."""
+        said, count = store.describe(), len(self.layout.params)
+        blobs = said["scalars"], said["caller_scalars"]
+        store.commit(self.step, _scalars.with_buffers(*blobs, count, self.buffers))
 
     def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
         """See Optimizer.zero_grad; tensors are those whose p.grad is asked to go."""
@@ -471,6 +483,24 @@ class Session(ForwardRules):
                 " next one are in the same slot. Call model.optimizer.step() first"
             )
 
+    def snapshot(self, out: PathLike | Sequence[PathLike]) -> Snapshot:
+        """Begin to copy the store, as of the last step, to other directories; training goes on.
+
+        Commits that are due meanwhile come behind the copy. See `lohan.snapshot`.
+
+        Args:
+            out: a directory, or several; the copy is striped over them.
+
+        Returns:
+            The copy under way: `wait()` waits for it, and so does close().
+        """
+        return _snapshot.begin(self, out)
+
+    @functools.cached_property
+    def holds(self) -> Holds:
+        """Who holds commits back."""
+        return Holds(self._engine)
+
     def stats(self) -> StepStats | None:
         """Times and bytes of the last step that is over; None before the first."""
         raw = self._engine.stats()
@@ -535,6 +565,7 @@ class Session(ForwardRules):
             if self.closed:
                 return
             self._last_step = self.step
+            _snapshot.end(self)
             try:
                 with contextlib.suppress(Exception):
                     if self._engine.status()["has_gradients"]:

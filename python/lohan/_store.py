@@ -11,14 +11,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from lohan import _core
 from lohan._block import BYTES_CODE, DTYPE_CODES, Layout, Unit
+from lohan._buffers import Buffers
 from lohan._tensor import nbytes_of
 from lohan.config import Config
 from lohan.errors import StoreError, StoreMismatchError, StoreUncleanError, store_error
 
+SAME_KEYS = ("lohan", "params", "units")  # of meta: what makes it the same model
 SCALAR_BYTES_MAX = 64 << 10  # of ours: groups and RNG state take 8 KiB
+BUFFER_SAID_BYTES = 1 << 20  # names and shapes of persistent buffers, where there are any
 
 
 @dataclasses.dataclass
@@ -98,6 +102,7 @@ def describe(layout: Layout) -> dict[str, Any]:
     """What a store must have been made for to be this model's."""
     return {
         "lohan": 1,
+        **layout.about,
         "params": [
             [p.name, list(p.tensor.shape), str(p.tensor.dtype), layout.units[p.unit].trainable]
             for p in layout.params
@@ -143,6 +148,18 @@ def measure_weights(directories: Sequence[str]) -> list[int]:
     return [] if max(weights) < 1.25 * min(weights) else weights
 
 
+def buffer_room_bytes(layout: Layout) -> int:
+    """What a commit carries at most of persistent buffers."""
+    return layout.buffer_bytes + BUFFER_SAID_BYTES if layout.buffer_bytes else 0
+
+
+def buffers(model: nn.Module, layout: Layout, store: _core.Store) -> Buffers | None:
+    """The buffers that commits carry: none in a store that was made without room for them."""
+    needed = _core.scalar_overhead_bytes(len(layout.params)) + SCALAR_BYTES_MAX
+    needed += buffer_room_bytes(layout)
+    return Buffers(model) if store.describe()["scalar_bytes_max"] >= needed else None
+
+
 def create(
     layout: Layout, extents: Extents, directories: Sequence[str], config: Config, temporary: bool
 ) -> _core.Store:
@@ -160,7 +177,9 @@ def create(
         extents=extents.table,
         groups=extents.groups,
         meta=json.dumps(describe(layout)).encode(),
-        scalar_bytes_max=SCALAR_BYTES_MAX + _core.scalar_overhead_bytes(len(layout.params)),
+        scalar_bytes_max=SCALAR_BYTES_MAX
+        + _core.scalar_overhead_bytes(len(layout.params))
+        + buffer_room_bytes(layout),
         single_slot=config.commit_every == "never",
         temporary=temporary,
         allow_buffered=config.allow_buffered,
@@ -169,15 +188,27 @@ def create(
 
 
 def open_existing(
-    directories: Sequence[str], config: Config, *, read_only: bool = False
+    directories: Sequence[str],
+    config: Config,
+    *,
+    read_only: bool = False,
+    is_held: bool = False,
 ) -> _core.Store:
-    """Open a store at its last committed step."""
+    """Open a store at its last committed step.
+
+    Args:
+        directories: of the store.
+        config: of the session.
+        read_only: nothing is written, and other readers may have it open.
+        is_held: this process has it open, and holds its commits until this one is closed.
+    """
     return _core.store_open(
         type=_core.Store,
         raiser=store_error,
         directories=list(directories),
         read_only=read_only,
         allow_buffered=config.allow_buffered,
+        is_held=is_held,
     )
 
 
@@ -224,7 +255,7 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
         )
     theirs = json.loads(store.describe()["meta"])
     ours = describe(layout)
-    if theirs == ours:
+    if all(theirs.get(key) == ours[key] for key in SAME_KEYS):
         return
     for a, b in zip(theirs["params"], ours["params"], strict=False):
         if a != b:

@@ -1,4 +1,4 @@
-"""The command line: `lohan doctor`, `bench`, `demo`, `inspect`, `trace`, `simulate`, `plan`.
+"""The command line: `lohan doctor`, `bench`, `inspect`, `export`, `simulate`, `plan` and others.
 
 What a command does is in a module of its own, imported when it runs.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from lohan import _units
+from lohan import _cli_stores, _units
 from lohan.errors import LohanError
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -64,6 +64,10 @@ class _Size(click.ParamType[int]):
 @click.version_option(package_name="lohan")
 def main() -> None:
     """Fine-tune models larger than main memory, with their states on SSD."""
+
+
+for _command in (_cli_stores.export, _cli_stores.snapshot, _cli_stores.verify):
+    main.add_command(_command)
 
 
 @main.command()

@@ -29,8 +29,10 @@ from lohan import (
 )
 from lohan._accumulate import is_accumulating
 from lohan._block import RESIDUAL_BYTES, Layout, make_layout
+from lohan._export import about
 from lohan._guard import Guard
 from lohan._optim import DEFAULTS, Optimizer
+from lohan._scalars import with_buffers
 from lohan._session import Session
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import (
@@ -150,6 +152,7 @@ class _Opening:
             if resume:
                 store = _store.open_existing(directories, self.config)
             else:
+                self.layout.about = about(self.model, self.layout)
                 store = _store.create(
                     self.layout, extents, directories, self.config, temporary=where is None
                 )
@@ -187,6 +190,8 @@ class _Opening:
                 if self.optimizer.origin is not None:
                     origin = self.optimizer.origin
                     scalars = _adopt.write_state(origin, self.layout, extents, store)
+                buffers = _store.buffers(self.model, self.layout, store)
+                scalars = with_buffers(scalars, b"", len(self.layout.params), buffers)
                 _weights.fill(self.model, self.layout, extents, store, weights, init, scalars)
                 is_filled = True
                 _weights.drop(self.layout)  # not before: a failure must not cost the only copy
@@ -206,6 +211,7 @@ class _Opening:
                 room=self.room,
             )
             session.adopt(self.optimizer)
+            session.buffers = _store.buffers(self.model, self.layout, store)
             if resume:
                 session.restore_scalars()
         except BaseException as error:
@@ -462,6 +468,8 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     # A checksum of 4 bytes a MiB, in memory for each slot and in each of two manifests.
     bookkeeping = BOOKKEEPING_BYTES + 4 * 4 * (extents.nbytes >> 20)
     bookkeeping += BOOKKEEPING_UNIT_BYTES * len(layout.units)
+    # Buffers that a commit carries are in two manifests, in the engine, and where they are packed.
+    bookkeeping += 4 * _store.buffer_room_bytes(layout)
     bookkeeping += TRACE_EVENT_BYTES * min(config.trace_events, _core.TRACE_COUNT_MAX)
     # Gradients wait on SSD where the next parameters will go: in a slot that no commit needs.
     # Sums of them are in memory.

@@ -1,0 +1,150 @@
+"""What lies where in a store, from its own description: for who has no model at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan import _core
+from lohan._block import Layout, Param, Unit, place
+from lohan._store import Extents, UnitExtents, plan_extents
+from lohan._tensor import nbytes_of
+from lohan.errors import StoreMismatchError, StoreUncleanError
+
+# Elements that are in memory at once.
+PIECE_ELEMENTS = 4 << 20
+ARRAYS = ("param", "residual", "moment1", "moment2")
+
+
+@dataclasses.dataclass
+class Contents:
+    """A store's layout, without a model; parameters are on the meta device.
+
+    Attributes:
+        layout: its units and parameters; no scopes.
+        extents: where their arrays are.
+        meta: all that the store was made with.
+    """
+
+    layout: Layout
+    extents: Extents
+    meta: dict[str, Any]
+
+    def name_at(self, extent: int, offset: int) -> tuple[str, str]:
+        """The parameter and the array ("param", "residual", "moment1", "moment2") of a byte.
+
+        Args:
+            extent: of the store.
+            offset: in it, in bytes.
+        """
+        for unit, places in zip(self.layout.units, self.extents.units, strict=True):
+            for array in ARRAYS:
+                if getattr(places, array) == extent:
+                    return _param_at(unit, array, offset), array
+        return "(none)", "unused"
+
+
+def _param_at(unit: Unit, array: str, offset: int) -> str:
+    if unit.trainable:
+        element = {"param": unit.dtype.itemsize, "residual": unit.residual_bytes}.get(array, 4)
+        offset //= element
+    before = [param.name for param in unit.params if param.first <= offset]
+    return before[-1] if before else unit.name
+
+
+def read(store: _core.Store, where: str) -> Contents:
+    """Read a store's description.
+
+    Args:
+        store: open.
+        where: its directory, for the message.
+
+    Raises:
+        StoreMismatchError: it is no store of lohan's.
+        StoreUncleanError: its weights were never written.
+    """
+    described = store.describe()
+    if described["is_empty"]:
+        raise StoreUncleanError(
+            f"{where}: a store that was made, but whose contents were never written (its creation,"
+            " or the copy that was to be there, was interrupted): delete it, and begin again"
+        )
+    try:
+        return _parse(json.loads(described["meta"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreMismatchError(
+            f"{where}: a store, but of no model of lohan's ({error!r})"
+        ) from error
+
+
+def _parse(meta: dict[str, Any]) -> Contents:
+    params: list[Param] = []
+    units: list[Unit] = []
+    rows = iter(meta["params"])
+    for unit_name, count, elements, nbytes in meta["units"]:
+        unit: Unit | None = None
+        for _ in range(count):
+            name, shape, dtype_name, trainable = next(rows)
+            dtype = getattr(torch, dtype_name.removeprefix("torch."))
+            if unit is None:
+                unit = Unit(unit_name, dtype, trainable, [])
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            tensor = nn.Parameter(empty, requires_grad=False)
+            unit.params.append(Param(name, tensor, len(units), 0, len(params)))
+            params.append(unit.params[-1])
+        assert unit is not None
+        place(unit)
+        unit.elements, unit.nbytes = elements, nbytes
+        units.append(unit)
+    for param, first in zip(params, meta.get("firsts", []), strict=False):
+        param.first = first
+    layout = Layout(params, units, [])
+    extents = plan_extents(layout, False)
+    if "extents" in meta:
+        extents.units = [UnitExtents(*row) for row in meta["extents"]]
+    return Contents(layout, extents, meta)
+
+
+def pieces(
+    store: _core.Store, unit: Unit, places: UnitExtents, param: Param, *, is_master: bool = False
+) -> Iterator[torch.Tensor]:
+    """A parameter's values, flat, a piece at a time.
+
+    Args:
+        store: open.
+        unit: of the parameter.
+        places: its extents.
+        param: which.
+        is_master: in fp32, with all bits that the optimizer keeps; else as it computes.
+    """
+    for begin in range(0, param.count, PIECE_ELEMENTS):
+        count = min(PIECE_ELEMENTS, param.count - begin)
+        first = param.first + begin * (1 if unit.trainable else unit.dtype.itemsize)
+        if is_master and unit.residual_bytes and unit.dtype == torch.float16:
+            yield _read(store, places.residual, first * 4, torch.float32, count)
+            continue
+        offset = first * unit.dtype.itemsize if unit.trainable else first
+        values = _read(store, places.param, offset, unit.dtype, count)
+        if is_master and unit.residual_bytes:
+            values = _join(values, _read(store, places.residual, first * 2, torch.int16, count))
+        yield values.float() if is_master and values.is_floating_point() else values
+
+
+def _read(
+    store: _core.Store, extent: int, offset: int, dtype: torch.dtype, count: int
+) -> torch.Tensor:
+    values = torch.empty(count, dtype=dtype)
+    store.read(extent, offset, values.data_ptr(), nbytes_of(values))
+    return values
+
+
+def _join(param: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of a bf16 parameter: [Note: 12P] in csrc/compute/adam.h."""
+    bits = param.view(torch.int16).to(torch.int32) << 16
+    bits += residual
+    return bits.view(torch.float32)

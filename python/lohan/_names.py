@@ -1,0 +1,237 @@
+"""What a model's files hold: which tensors, under which names, and the texts beside them.
+
+Names are those of `state_dict()`, tied ones once. A Hugging Face model's are those that its own
+`save_pretrained` writes: it leaves out what it ignores on saving, and undoes what its loader
+renames or merges ([Note: Conversions]).
+
+[Note: Conversions] transformers loads some models (experts that are one tensor in memory, many in
+the files) through conversions of names and tensors, and reverts them on saving, over a whole state
+dict. Here they are reverted layer by layer: what one layer's tensors become is asked first on the
+meta device, and where the layers' answers together are the whole model's, a layer is all that is in
+memory at once. A model for which they are not is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan.errors import UnsupportedError
+
+# The layer that a name is of.
+_LAYER = re.compile(r"^(.*?\.\d+)\.")
+
+
+@dataclasses.dataclass
+class Origin:
+    """A tensor of the model: where its value is.
+
+    Attributes:
+        name: the first one in the state dict.
+        shape: of the tensor.
+        dtype: of the tensor.
+        index: of the parameter; None: the value is `value`.
+        value: of a buffer, or of a parameter without elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    index: int | None = None
+    value: torch.Tensor | None = None
+
+
+@dataclasses.dataclass
+class Saved:
+    """A tensor of the files.
+
+    Attributes:
+        name: there.
+        shape: there.
+        dtype: there.
+        sources: one that it is, or all those that `make` needs.
+        make: of values by name, all tensors of the group by their names; None: it is its source.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sources: list[Origin]
+    make: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None = None
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    """Whether it is one of transformers' models; without importing that where nobody has."""
+    module = sys.modules.get("transformers.modeling_utils")
+    return module is not None and isinstance(model, module.PreTrainedModel)
+
+
+def _walk(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """As state_dict() names them, in its order; without values of hollow parameters."""
+    left: list[tuple[str, nn.Module]] = [("", model)]
+    while left:
+        prefix, module = left.pop()
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                yield prefix + name, tensor
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer
+        children = [(f"{prefix}{n}.", m) for n, m in module._modules.items() if m is not None]
+        left.extend(reversed(children))
+
+
+def sources(model: nn.Module, index_of: Mapping[int, int]) -> dict[str, Origin]:
+    """Every name of the state dict; tied ones have one source.
+
+    Args:
+        model: wrapped, or about to be.
+        index_of: the number of each parameter of the layout, by the id of its tensor.
+    """
+    made: dict[int, Origin] = {}
+    found: dict[str, Origin] = {}
+    for name, tensor in _walk(model):
+        if id(tensor) not in made:
+            index = index_of.get(id(tensor))
+            value = tensor.detach() if index is None else None
+            shape = tuple(tensor.shape)
+            made[id(tensor)] = Origin(name, shape, tensor.dtype, index, value)
+        found[name] = made[id(tensor)]
+    return found
+
+
+def _plain(found: Mapping[str, Origin]) -> list[Saved]:
+    """A plain module's: each source once, under its first name."""
+    return [
+        Saved(name, source.shape, source.dtype, [source])
+        for name, source in found.items()
+        if source.name == name
+    ]
+
+
+def other_names(found: Mapping[str, Origin]) -> dict[str, str]:
+    """Of tied tensors: each name that is left out, and the one that stands for it."""
+    return {name: source.name for name, source in found.items() if source.name != name}
+
+
+def _stand_ins(found: Mapping[str, Origin]) -> dict[str, torch.Tensor]:
+    """Tensors of the same shapes and ties that take no memory."""
+    made: dict[int, torch.Tensor] = {}
+    for source in found.values():
+        if id(source) not in made:
+            made[id(source)] = torch.zeros((), dtype=source.dtype).expand(source.shape)
+    return {name: made[id(source)] for name, source in found.items()}
+
+
+def _revert(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    made: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
+    return made
+
+
+def _is_layer_wise(whole: Mapping[str, torch.Tensor], parts: Sequence[Saved]) -> bool:
+    by_name = {part.name: part for part in parts}
+    return len(by_name) == len(parts) == len(whole) and all(
+        name in by_name and tuple(tensor.shape) == by_name[name].shape
+        for name, tensor in whole.items()
+    )
+
+
+def _renamed(
+    found: Mapping[str, Origin], given: Mapping[str, torch.Tensor], made: dict[str, torch.Tensor]
+) -> list[Saved] | None:
+    """The tensors of `made` where each is one of `given`, whatever its name; else None."""
+    by_id = {id(tensor): name for name, tensor in given.items()}
+    if any(id(tensor) not in by_id for tensor in made.values()):
+        return None
+    return [
+        Saved(name, tuple(tensor.shape), tensor.dtype, [found[by_id[id(tensor)]]])
+        for name, tensor in made.items()
+    ]
+
+
+def _converted(model: nn.Module, found: dict[str, Origin]) -> list[Saved]:
+    """What the model's conversions make of these, layer by layer; see [Note: Conversions]."""
+    meta = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in found.items()}
+    whole = _revert(model, dict(meta))
+    renamed = _renamed(found, meta, whole)
+    if renamed is not None:
+        return renamed
+    groups: dict[str, list[str]] = {}
+    for name in found:
+        layer = _LAYER.match(name)
+        groups.setdefault(layer[1] if layer else name, []).append(name)
+    made: list[Saved] = []
+    for names in groups.values():
+        given = {name: meta[name] for name in names}
+        answer = _revert(model, dict(given))
+        made += _renamed(found, given, answer) or _mixed(model, found, names, answer)
+    if not _is_layer_wise(whole, made):
+        raise UnsupportedError(
+            f"{type(model).__name__} is saved through conversions that mix tensors of several"
+            " layers, which cannot be streamed: save_pretrained(..., save_original_format=False)"
+        )
+    order = {name: place for place, name in enumerate(whole)}
+    return sorted(made, key=lambda saved: order[saved.name])
+
+
+def _mixed(
+    model: nn.Module, found: dict[str, Origin], names: list[str], answer: dict[str, torch.Tensor]
+) -> list[Saved]:
+    members = [found[name] for name in names]
+
+    def make(values: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return _revert(model, values)
+
+    return [Saved(n, tuple(t.shape), t.dtype, members, make) for n, t in answer.items()]
+
+
+def saved(model: Any, found: dict[str, Origin], *, as_original: bool = True) -> list[Saved]:
+    """The tensors of the model's files, in the order in which they are divided into shards.
+
+    Args:
+        model: any module.
+        found: of sources().
+        as_original: of a Hugging Face model: revert what its loader converts.
+
+    Raises:
+        UnsupportedError: the model's conversions cannot be reverted layer by layer.
+    """
+    if not is_hugging_face(model):
+        return _plain(found)
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    for name in model._keys_to_ignore_on_save or ():
+        found.pop(name, None)
+    kept = remove_tied_weights_from_state_dict(_stand_ins(found), model)
+    found = {name: dataclasses.replace(found[name], name=name) for name in kept}
+    return _converted(model, found) if as_original else _plain(found)
+
+
+def texts(model: Any) -> dict[str, str]:
+    """The files beside a Hugging Face model's weights, as its save_pretrained writes them.
+
+    Raises:
+        ValueError: transformers refuses to write one.
+    """
+    if not is_hugging_face(model):
+        return {}
+    config = copy.deepcopy(model.config)
+    dtype = next((str(t.dtype) for _, t in _walk(model) if t.is_floating_point()), "torch.float32")
+    config.dtype = dtype.removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    with tempfile.TemporaryDirectory(prefix="lohan-config-") as folder:
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        return {path.name: path.read_text(encoding="utf-8") for path in Path(folder).iterdir()}

@@ -1,0 +1,199 @@
+"""Asking the process that trains for a copy of its store: two small files in its directory.
+
+`lohan.request` says what is wanted; who has the store looks for it at each step's close (one look
+at a file that is mostly not there), takes it away, and answers in `lohan.answer-ID`, again and
+again until the copy is done. Both are renamed into place, so that nobody reads a half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lohan import _snapshot, errors
+from lohan._snapshot import Snapshot
+from lohan.errors import LohanError, StoreError, StoreLockedError
+
+if TYPE_CHECKING:
+    from lohan._safetensors import Progress
+    from lohan._session import Session
+
+REQUEST = "lohan.request"
+ANSWER = "lohan.answer-"
+_LOOK_S = 0.1
+
+
+def _put(path: str, value: dict[str, Any]) -> None:
+    temporary = f"{path}.{os.getpid()}.new"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+    os.replace(temporary, path)
+
+
+def _get(path: str) -> dict[str, Any] | None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                return None  # somebody else's wish is none
+            value = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+# --- Who asks ---------------------------------------------------------------------------------
+
+
+def ask(
+    directories: Sequence[str],
+    out: Sequence[str],
+    locked: StoreLockedError,
+    wait_s: float,
+    progress: Progress | None,
+) -> Snapshot:
+    """Have the process that has a store open copy it, and wait for that.
+
+    Args:
+        directories: of the store.
+        out: of the copy, absolute.
+        locked: why it cannot be read here; names the process.
+        wait_s: for the end of its step.
+        progress: called with bytes copied, and of all.
+
+    Raises:
+        StoreLockedError: no step ends in time.
+        StoreError: the copy failed, as the other process says.
+    """
+    found = re.search(r"process (\d+)", str(locked))
+    if found is None:
+        raise locked
+    pid = int(found[1])
+    request = os.path.join(directories[0], REQUEST)
+    number = uuid.uuid4().hex
+    answer = os.path.join(directories[0], ANSWER + number)
+    if os.path.exists(request):
+        raise StoreLockedError(
+            errno.EBUSY, f"{request} is there: another copy was asked for; wait, or delete the file"
+        )
+    _put(request, {"id": number, "pid": os.getpid(), "out": list(out)})
+    try:
+        return _await(answer, pid, out, wait_s, progress)
+    finally:
+        asked = _get(request)
+        for path in (request if asked and asked.get("id") == number else None, answer):
+            if path is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+
+
+def _await(
+    answer: str, pid: int, out: Sequence[str], wait_s: float, progress: Progress | None
+) -> Snapshot:
+    until = time.monotonic() + wait_s
+    while True:
+        said = _get(answer)
+        if said is not None and said["state"] != "copying":
+            return _result(said, out)
+        if said is not None and progress is not None:
+            progress(said["done_bytes"], said["total_bytes"])
+        if not _is_alive(pid):
+            if _get(answer) == said:
+                raise StoreError(
+                    errno.ESRCH,
+                    f"process {pid}, which was to copy its store, has ended: ask again, without it",
+                )
+        elif said is None and time.monotonic() > until:
+            raise StoreLockedError(
+                errno.EBUSY,
+                f"process {pid} has the store open and has ended no step in {wait_s:g} seconds:"
+                " wait longer (--wait), or call model.lohan.snapshot(OUT) in its script",
+            )
+        time.sleep(_LOOK_S)
+
+
+def _result(said: dict[str, Any], out: Sequence[str]) -> Snapshot:
+    if said["state"] == "done":
+        handle = Snapshot(out, said["step"])
+        handle.done_bytes = handle.total_bytes = said["total_bytes"]
+        return handle
+    kind = getattr(errors, str(said["error"]), LohanError)
+    text = f"process {said['pid']}: {said['message']}"
+    if issubclass(kind, OSError):
+        raise kind(said["errno"] or errno.EIO, text)
+    raise kind(text)
+
+
+# --- Who trains -------------------------------------------------------------------------------
+
+
+def answer_requests(session: Session) -> None:
+    """Begin what another process has asked for; it never harms the session."""
+    for directory in session.directories:
+        path = os.path.join(directory, REQUEST)
+        if os.path.exists(path):
+            _take(session, directory, path)
+
+
+def _take(session: Session, directory: str, path: str) -> None:
+    wish = _get(path)
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+    number = str(wish.get("id", "")) if wish is not None else ""
+    if wish is None or not re.fullmatch(r"[0-9a-f]{32}", number):
+        return
+    answer = os.path.join(directory, ANSWER + number)
+
+    def say(state: str, handle: Snapshot | None, error: BaseException | None = None) -> None:
+        said = {
+            "state": state,
+            "pid": os.getpid(),
+            "step": handle.step if handle is not None else 0,
+            "done_bytes": handle.done_bytes if handle is not None else 0,
+            "total_bytes": handle.total_bytes if handle is not None else 0,
+            "error": type(error).__name__ if error is not None else "",
+            "message": getattr(error, "strerror", None) or str(error or ""),
+            "errno": getattr(error, "errno", None),
+        }
+        with contextlib.suppress(OSError):  # a disk that is full must not end the run
+            _put(answer, said)
+
+    try:
+        _snapshot.begin(session, list(wish["out"]), _teller(say), is_behind_step=True)
+    except (LohanError, OSError, KeyError, TypeError) as error:
+        say("failed", None, error)
+
+
+def _teller(
+    say: Callable[[str, Snapshot | None, BaseException | None], None],
+) -> Callable[[Snapshot, BaseException | None], None]:
+    """Say how far the copy is: often enough for who watches, and at its end."""
+    last = [0.0]
+
+    def tell(handle: Snapshot, error: BaseException | None) -> None:
+        if error is not None:
+            say("failed", handle, error)
+        elif handle.is_whole:
+            say("done", handle, None)
+        elif time.monotonic() - last[0] > 0.5:
+            last[0] = time.monotonic()
+            say("copying", handle, None)
+
+    return tell
