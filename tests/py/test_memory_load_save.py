@@ -1,0 +1,56 @@
+"""Loading, saving and exporting a model take a few buffers, not the model's size."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+WORKER = pathlib.Path(__file__).with_name("load_save_worker.py")
+ABOVE_BYTES = 1_000_000_000
+DISK_BYTES = 42_000_000_000
+
+
+def run(*words: str) -> dict[str, Any]:
+    """The worker's answer."""
+    done = subprocess.run(
+        [sys.executable, str(WORKER), *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_1_3_billion_parameters_are_loaded_saved_and_exported_in_1_gb_and_unchanged(
+    store_dir: pathlib.Path,
+) -> None:
+    free = shutil.disk_usage(store_dir).free
+    if free < DISK_BYTES:
+        pytest.skip(f"{free / 1e9:.0f} GB free in {store_dir}, {DISK_BYTES / 1e9:.0f} GB needed")
+    folder, store, saved, exported = (str(store_dir / n) for n in ("in", "store", "out", "again"))
+    said = {
+        "baseline": run("baseline"),
+        "make": run("make", folder),
+        "load": run("load", folder, store),
+        "save": run("save", store, saved),
+        "export": run("export", store, exported),
+        "verify": run("verify", store),
+    }
+    print(json.dumps(said))
+    shards = [name for name in os.listdir(folder) if name.endswith(".safetensors")]
+    assert len(shards) == 3
+    for name in shards:
+        for out in (saved, exported):
+            assert filecmp.cmp(f"{folder}/{name}", f"{out}/{name}", shallow=False), (out, name)
+    bound = said["baseline"]["peak_bytes"] + ABOVE_BYTES
+    peaks = {word: said[word]["peak_bytes"] for word in said}
+    assert all(peak <= bound for peak in peaks.values()), (peaks, bound)
