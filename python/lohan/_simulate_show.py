@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lohan import _machines, _models, _plan
+from lohan import _machines, _models, _plan, _progress
 from lohan._machines import Machine
 from lohan._simulate_timeline import Timeline
 from lohan.errors import MachineError, UnsupportedError
@@ -281,21 +281,27 @@ def run(request: Request, console: Console | None) -> dict[str, Any]:
     load: dict[str, Any] = {"name": request.model, "batch": request.batch, "seq": request.seq}
     title = f"{request.model} on {machine.name}"
     if request.sweep is None:
-        model = _models.load(**load)
-        if request.plot is None:
-            step = simulate(model, machine, request.options)
-        else:
-            step, timeline = simulate_traced(model, machine, request.options)
+        with _progress.spinner() as tell:
+            tell(f"a step of {title}")
+            model = _models.load(**load)
+            if request.plot is None:
+                step = simulate(model, machine, request.options)
+            else:
+                step, timeline = simulate_traced(model, machine, request.options)
         answer = {"model": model.name, **asked, **step.as_dict()}
         if console is not None:
             _show_step(step, model, machine, console)
         if request.plot is not None:
-            curve = swap_curve(model, machine, request.options, _CURVE_COUNT)
+            with _progress.spinner() as tell:
+                tell(f"{_CURVE_COUNT} steps with more and more swapped")
+                curve = swap_curve(model, machine, request.options, _CURVE_COUNT)
             answer["swap_curve"] = [{"swap_share": share, **at.as_dict()} for share, at in curve]
             _draw_swaps(step, timeline, curve, title, request.plot)
     else:
         name, values = values_of(request.sweep)
-        answers = sweep(name, values, load, machine, request.options)
+        with _progress.spinner() as tell:
+            tell(f"{len(values)} steps of {title}")
+            answers = sweep(name, values, load, machine, request.options)
         rows = [{name: value, **step.as_dict()} for value, step in answers]
         answer = {"model": request.model, **asked, "sweep": rows}
         if console is not None:
