@@ -95,9 +95,12 @@ def say(text: str) -> None:
 def build() -> pathlib.Path:
     """Build and repair the wheel; its path below dist/."""
     raw, repaired = WORK / "raw", WORK / "repaired"
-    for folder in (raw, repaired):
+    # setuptools packs what an earlier build left there, files that are no more among it.
+    left = [*(ROOT / "build").glob("lib*"), *(ROOT / "build").glob("bdist*")]
+    for folder in (*left, raw, repaired):
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+    raw.mkdir(parents=True)
+    repaired.mkdir()
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
     run([*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", raw, "."])
     (made,) = raw.glob("*.whl")
@@ -122,10 +125,16 @@ def check(wheel: pathlib.Path) -> None:
     if not re.search(rf"-cp311-abi3-manylinux_\d+_\d+_{platform.machine()}\.whl$", wheel.name):
         raise WheelError(f"{wheel.name} is no abi3 wheel for manylinux and {platform.machine()}")
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
-        libraries = [name for name in archive.namelist() if ".so" in name]
+        names = archive.namelist()
+        libraries = [name for name in names if ".so" in name]
         if len(libraries) != 1:
             raise WheelError(f"{wheel.name} has {libraries}: one extension is wanted")
         told = elf.read(pathlib.Path(archive.extract(libraries[0], folder)))
+    packed = {name for name in names if re.fullmatch(r"lohan/.*[^/]", name)}
+    packed -= {*libraries, "lohan/lohan.fatbin"}
+    ours = {f.removeprefix("python/") for f in cbuild.project_files() if f[:13] == "python/lohan/"}
+    if packed != ours:
+        raise WheelError(f"{wheel.name} and python/lohan differ by {sorted(packed ^ ours)}")
     foreign = [name for name in told.needed if not elf.is_of_the_c_library(name)]
     if foreign:
         raise WheelError(f"{libraries[0]} needs {', '.join(foreign)}")
