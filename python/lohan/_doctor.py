@@ -83,6 +83,13 @@ def _look_at_build(found: Diagnosis) -> None:
         "optimizer_kernel": info["adam"],
         "checksum_kernel": info["crc32c"],
     }
+    nodes = _hardware.numa_nodes()
+    if nodes > info["numa_nodes"]:
+        found.complain(
+            f"the kernel has {nodes} NUMA nodes, and libnuma, which says where memory is near, is"
+            " not installed",
+            "apt-get install libnuma1",
+        )
     if info["adam"] == "ref":
         found.complain(
             "this processor has none of the instructions that the optimizer is written for:"

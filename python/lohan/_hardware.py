@@ -69,7 +69,13 @@ def link_words(link: dict[str, Any]) -> str:
 
     if link["width_now"] is None and link["generation_now"] is None:
         return f"{link['address']}, link not told"
-    return f"{link['address']}, PCIe {side('now')} (of {side('max')})"
+    node = "" if link["numa_node"] is None else f", NUMA node {link['numa_node']}"
+    return f"{link['address']}, PCIe {side('now')} (of {side('max')}){node}"
+
+
+def numa_nodes(root: Path = ROOT) -> int:
+    """How many NUMA nodes the kernel has; 1 where it knows of none."""
+    return max(len(list((root / "sys/devices/system/node").glob("node[0-9]*"))), 1)
 
 
 # --- Drives ---------------------------------------------------------------------------------------

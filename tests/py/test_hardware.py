@@ -8,7 +8,7 @@ import pathlib
 import subprocess
 
 import pytest
-from lohan import _core, _doctor_disks, _hardware
+from lohan import _core, _doctor, _doctor_disks, _hardware
 from lohan._diagnosis import Diagnosis
 
 GPU = {"class": "0x030000", "vendor": "0x10de"}
@@ -56,6 +56,7 @@ def test_links_of_gpus_and_drives_have_generation_width_and_node(tmp_path: pathl
     assert (gpu["generation_now"], gpu["width_now"], gpu["width_max"]) == (1, 8, 16)
     assert gpu["numa_node"] == 1 and ssd["numa_node"] is None
     assert _hardware.link_words(ssd) == "0000:02:00.0, PCIe 4.0 x4 (of 5.0 x4)"
+    assert _hardware.link_words(gpu).endswith("PCIe 1.0 x8 (of 4.0 x16), NUMA node 1")
     assert _hardware.pci(tmp_path / "empty") == {"gpu": [], "nvme": []}
 
 
@@ -92,6 +93,7 @@ def test_doctor_names_drives_that_are_shared_narrow_or_spin() -> None:
         "generation_max": 4,
         "width_now": 2,
         "width_max": 4,
+        "numa_node": None,
     }
     facts = {
         "/a": disk_facts("nvme0n1", link),
@@ -202,6 +204,23 @@ def test_the_driver_is_asked_by_its_own_library(tmp_path: pathlib.Path, refused:
             {"name": "A", "memory_bytes": 1000},
             {"name": "B", "memory_bytes": 1001},
         ]
+
+
+def test_a_machine_of_several_nodes_is_told_of_libnuma(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("node0", "node1", "has_cpu"):
+        (tmp_path / "sys/devices/system/node" / name).mkdir(parents=True)
+    assert _hardware.numa_nodes(tmp_path) == 2
+    assert _hardware.numa_nodes(tmp_path / "empty") == 1
+    info = {**_core.build_info(), "numa_nodes": 1}
+    monkeypatch.setattr(_core, "build_info", lambda: info)
+    for nodes, said in ((2, ["apt-get install libnuma1"]), (1, [])):
+        monkeypatch.setattr(_hardware, "numa_nodes", lambda nodes=nodes: nodes)
+        found = Diagnosis({}, [])
+        _doctor._look_at_build(found)
+        mends = [problem.mend for problem in found.problems if "NUMA" in problem.what]
+        assert mends == said
 
 
 def test_a_machine_without_the_driver_is_no_error(tmp_path: pathlib.Path) -> None:
