@@ -12,7 +12,7 @@ DEVICE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint fmt bench bench-adam bench-io bench-step bench-hooks bench-peers \
-	bench-policies sanitize sim-long paper docs wheel build clean
+	bench-policies sanitize neon neon-fast sim-long paper docs wheel build clean
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
@@ -21,6 +21,7 @@ help:
 	@echo 'make lint      layout, linters, types, spelling'
 	@echo 'make fmt       lay out C and Python'
 	@echo 'make sanitize  everything under the sanitizers'
+	@echo 'make neon      the C tests compiled for aarch64, under qemu-user: some minutes'
 	@echo 'make sim-long  the simulator with 1,000 seeds, faults and power loss: some minutes'
 	@echo 'make bench     all benchmarks; also bench-adam, -io, -step, -hooks, -peers, -policies'
 	@echo 'make paper     docs/paper-results.md: the papers beside the simulator, some minutes'
@@ -63,6 +64,10 @@ bench-adam bench-io bench-step bench-hooks bench-peers bench-policies: build
 
 sanitize: $(VENV)/.installed
 	$(RUN) asan tsan sim asan-py -- $(ARGS)
+
+neon: $(VENV)/.ready
+	tools/setup_cross.sh
+	$(RUN) neon
 
 sim-long: $(VENV)/.ready
 	$(RUN) sim --seeds 1000

@@ -6,6 +6,7 @@
     c        tests/c/test_*.c, one program a module
     asan     the same under AddressSanitizer and UndefinedBehaviorSanitizer
     tsan     those of them that have threads, under ThreadSanitizer
+    neon     the same, compiled for aarch64 and run by qemu-user
     sim      tests/sim/sim_*.c, random runs in virtual time, one seed each
     py       tests/py with pytest
     asan-py  tests/py with the extension built under the sanitizers, beside the normal one
@@ -50,6 +51,10 @@ TSAN_WORDS = ("ring", "waker", "exec", "io", "dev", "engine", "sched", "base")
 SIM_SEED_COUNT = 20
 # Of so many seeds one is run by two builds, whose traces must be the same.
 SIM_TRACE_STRIDE = 10
+
+# Of Debian's gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user-static.
+CROSS_COMPILER = "aarch64-linux-gnu-gcc"
+CROSS_EMULATOR = ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu"]
 
 # Leaks are checked in the C tests: an interpreter leaves too much behind at exit to tell.
 ASAN_OPTIONS = "abort_on_error=0:detect_stack_use_after_return=0:strict_string_checks=1"
@@ -230,7 +235,11 @@ def report(outcomes: Sequence[Outcome], what: str, options: Options) -> bool:
 
 
 def build_programs(
-    mode: str, folder: str, pattern: str, chosen: Callable[[str], bool]
+    mode: str,
+    folder: str,
+    pattern: str,
+    chosen: Callable[[str], bool],
+    compiler: Sequence[str] = (),
 ) -> list[tuple[str, pathlib.Path]]:
     """Compile and link each program of a folder; its files that match no program serve them all."""
     directory = ROOT / folder
@@ -238,20 +247,26 @@ def build_programs(
     helpers = [path for path in sorted(directory.glob("*.c")) if not path.match(pattern)]
     if not programs:
         return []
-    builder = cbuild.Builder(mode, werror=bool(os.environ.get("CI")))
+    builder = cbuild.Builder(mode, werror=bool(os.environ.get("CI")), command=compiler)
     include = [f"-I{directory}"]
     core = builder.archive(builder.compile(cbuild.core_sources(with_binding=False)), "core")
     shared = builder.compile(helpers, include)
     mains = builder.compile(programs, include)
     built = []
     for source, main in zip(programs, mains, strict=True):
-        target = cbuild.BUILD / "bin" / mode / source.stem
+        target = cbuild.BUILD / "bin" / builder.variant / source.stem
         builder.link([main, *shared, core], target)
         built.append((source.stem, target))
     return built
 
 
-def run_c_mode(mode: str, options: Options, words: Sequence[str] | None = None) -> bool:
+def run_c_mode(
+    mode: str,
+    options: Options,
+    words: Sequence[str] | None = None,
+    compiler: Sequence[str] = (),
+    emulator: Sequence[str] = (),
+) -> bool:
     """Build and run the C tests in one mode; words: only tests whose name has one of them."""
 
     def chosen(name: str) -> bool:
@@ -259,23 +274,24 @@ def run_c_mode(mode: str, options: Options, words: Sequence[str] | None = None) 
         wanted = words is None or any(word in parts for word in words)
         return wanted and (not options.only or any(word in name for word in options.only))
 
-    say(f"== C tests, {mode}")
+    what = f"{mode} by {compiler[0]}" if compiler else mode
+    say(f"== C tests, {what}")
     try:
-        programs = build_programs(mode, "tests/c", "test_*.c", chosen)
+        programs = build_programs(mode, "tests/c", "test_*.c", chosen, compiler)
     except cbuild.BuildError as error:
         say(str(error))
-        options.failures.append(f"{mode}: the C tests cannot be built")
+        options.failures.append(f"{what}: the C tests cannot be built")
         return False
     outcomes = []
     for name, program in programs:
-        outcome = run_program([str(program)], name, mode, options)
+        outcome = run_program([*emulator, str(program)], name, mode, options)
         outcomes.append(outcome)
         last_line = (outcome.output.splitlines() or [""])[-1]
         note = f"  ({last_line})" if outcome.status == "skipped" else ""
         say(f"{outcome.status:8}{outcome.seconds:7.2f} s  {name}{note}")
         if outcome.status == "failed":
             say(outcome.output)
-    return report(outcomes, mode, options)
+    return report(outcomes, what, options)
 
 
 def run_c(options: Options) -> bool:
@@ -291,6 +307,15 @@ def run_asan(options: Options) -> bool:
 def run_tsan(options: Options) -> bool:
     """The C tests that have threads, under ThreadSanitizer."""
     return run_c_mode("tsan", options, TSAN_WORDS)
+
+
+def run_neon(options: Options) -> bool:
+    """The C tests as an aarch64 machine runs them, emulated."""
+    if not shutil.which(CROSS_COMPILER) or not shutil.which(CROSS_EMULATOR[0]):
+        say(f"neon: {CROSS_COMPILER} or {CROSS_EMULATOR[0]} is missing: tools/setup_cross.sh")
+        options.failures.append("neon: cannot be run here")
+        return False
+    return run_c_mode("release", options, compiler=[CROSS_COMPILER], emulator=CROSS_EMULATOR)
 
 
 def compare_traces(programs: Sequence[pathlib.Path], seed: int, options: Options) -> Outcome:
@@ -443,6 +468,7 @@ WORDS: dict[str, Callable[[Options], bool]] = {
     "c": run_c,
     "asan": run_asan,
     "tsan": run_tsan,
+    "neon": run_neon,
     "sim": run_sim,
     "py": run_py,
     "asan-py": run_asan_py,

@@ -62,7 +62,8 @@ ISA_FLAGS: dict[str, dict[str, list[str]]] = {
             "-mfma",
         ],
     },
-    "aarch64": {"_neon": [], "_armv8": []},
+    # NEON itself every aarch64 has; the folding kernels' CRC32 and PMULL not.
+    "aarch64": {"_neon": ["-march=armv8-a+crc+crypto"], "_armv8": []},
 }
 
 MODE_FLAGS = {
@@ -152,6 +153,12 @@ def compiler_version(command: Sequence[str]) -> str:
     return (answer.stdout.splitlines() or ["unknown"])[0]
 
 
+def target_machine(command: Sequence[str]) -> str:
+    """The machine that a compiler's command compiles for: a key of ISA_FLAGS, or another name."""
+    answer = subprocess.run([*command, "-dumpmachine"], capture_output=True, text=True, check=False)
+    return answer.stdout.partition("-")[0].strip() or platform.machine()
+
+
 def _probe(command: Sequence[str], name: str, source: str, define: str) -> Library:
     """Compile and link a shared object against lib`name`.a, as the extension will."""
     exports = (ROOT / "tools" / "core.map").read_text().replace("PyInit__core", "lh_probe")
@@ -219,19 +226,25 @@ def project_files() -> list[str]:
 class Builder:
     """Compiles files of one mode into its object cache and links them."""
 
-    def __init__(self, mode: str, jobs: int = 0, werror: bool = False) -> None:
+    def __init__(
+        self, mode: str, jobs: int = 0, werror: bool = False, command: Sequence[str] = ()
+    ) -> None:
         """Find the compiler and the libraries; compile nothing yet.
 
         Args:
             mode: a key of MODE_FLAGS.
             jobs: compilers at once; 0: as many as this process may use, at least 2.
             werror: whether a warning fails the build.
+            command: the compiler's; none: compiler()'s. What it compiles for decides which kernels
+                are built.
         """
         self.mode = mode
         self.jobs = jobs or max(2, len(os.sched_getaffinity(0)))
-        self.machine = platform.machine()
-        self.command = compiler()
-        self.objects = BUILD / "obj" / mode
+        self.command = list(command) or compiler()
+        self.machine = target_machine(self.command)
+        # Another machine's objects lie beside this one's.
+        self.variant = mode if self.machine == platform.machine() else f"{mode}-{self.machine}"
+        self.objects = BUILD / "obj" / self.variant
         self.libraries = probe_libraries(self.command)
         defines = [f"-D{library.define}" for library in self.libraries if library.found]
         self.flags = [
@@ -273,7 +286,7 @@ class Builder:
     def archive(self, objects: Sequence[pathlib.Path], name: str) -> pathlib.Path:
         """Put objects into a static library, of which a program takes only what it uses."""
         target = self.objects / f"lib{name}.a"
-        command = ["ar", "rcs", str(target), *(str(item) for item in objects)]
+        command = [self._archiver(), "rcs", str(target), *(str(item) for item in objects)]
         with _build_lock():
             if _is_stale(target, command, objects):
                 target.unlink(missing_ok=True)
@@ -281,6 +294,13 @@ class Builder:
                 if complaint:
                     raise BuildError(complaint)
         return target
+
+    def _archiver(self) -> str:
+        """The compiler's own ar: another machine's may not know these objects' symbols."""
+        if self.machine == platform.machine():
+            return "ar"
+        ask = [*self.command, "-print-prog-name=ar"]
+        return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
 
     def link(
         self, objects: Sequence[pathlib.Path], target: pathlib.Path, extra: Sequence[str] = ()

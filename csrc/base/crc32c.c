@@ -7,8 +7,7 @@
 #include "base/crc32c_kernels.h"
 
 #if defined(__aarch64__)
-#include <sys/auxv.h>
-#define HWCAP_CRC32_BIT (UINT64_C(1) << 7) /* HWCAP_CRC32 of the kernel's <asm/hwcap.h> */
+#include <sys/auxv.h> /* and HWCAP_* of that machine */
 #endif
 
 #define KERNEL_COUNT_MAX 3
@@ -105,7 +104,7 @@ static void kernels_init(void)
         kernel_add("sse42", lh_crc32c_sse42);
     }
 #elif defined(__aarch64__)
-    if (getauxval(AT_HWCAP) & HWCAP_CRC32_BIT)
+    if (getauxval(AT_HWCAP) & HWCAP_CRC32)
         kernel_add("armv8", lh_crc32c_armv8);
 #endif
     kernel_add("portable", lh_crc32c_portable);

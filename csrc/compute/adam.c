@@ -6,6 +6,10 @@
 #include "base/assert.h"
 #include "compute/adam_kernels.h"
 
+#if defined(__aarch64__)
+#include <sys/auxv.h> /* and HWCAP_* of that machine */
+#endif
+
 struct lh_adam_scalars lh_adam_scalars_make(const struct lh_adam_hyper *hyper, uint64_t step,
                                             double gradient_scale)
 {
@@ -33,6 +37,9 @@ static const struct lh_adam_kernel kernels[] = {
     {"avx512_tiles", lh_adam_avx512, NULL},
     {"avx2", lh_adam_avx2, lh_adam_avx2_folding},
     {"avx2_tiles", lh_adam_avx2, NULL},
+#elif defined(__aarch64__)
+    {"neon", lh_adam_neon, lh_adam_neon_folding},
+    {"neon_tiles", lh_adam_neon, NULL},
 #endif
     {"ref", lh_adam_ref, NULL},
 };
@@ -53,6 +60,9 @@ static bool kernel_runs(const struct lh_adam_kernel *kernel)
           __builtin_cpu_supports("f16c")))
         return false;
     if (kernel->run_checking && !__builtin_cpu_supports("vpclmulqdq"))
+        return false;
+#elif defined(__aarch64__)
+    if (kernel->run_checking && (~getauxval(AT_HWCAP) & (HWCAP_CRC32 | HWCAP_PMULL)) != 0)
         return false;
 #endif
     return kernel->run;

@@ -121,7 +121,7 @@ typedef void (*lh_adam_checking_fn)(const struct lh_adam_run *run,
                                     uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
 
 struct lh_adam_kernel {
-    const char *name; /* "avx512", "avx512_tiles", "avx2", "avx2_tiles", "ref" */
+    const char *name; /* "avx512", "avx2", "neon", each also with "_tiles"; "ref" */
     lh_adam_fn run;
     lh_adam_checking_fn run_checking; /* NULL: checksums are taken tile by tile */
 };

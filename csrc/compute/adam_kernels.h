@@ -32,6 +32,12 @@ void lh_adam_avx512(const struct lh_adam_run *run, const struct lh_adam_scalars 
 /* Needs VPCLMULQDQ as well. */
 void lh_adam_avx512_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
                             uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
+#elif defined(__aarch64__)
+/* Needs what every ARMv8-A has. */
+void lh_adam_neon(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
+/* Needs CRC32 and PMULL as well. */
+void lh_adam_neon_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
+                          uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
 #endif
 
 /* The part of a run that starts at element first. */

@@ -94,7 +94,7 @@ def _look_at_build(found: Diagnosis) -> None:
         found.complain(
             "this processor has none of the instructions that the optimizer is written for:"
             " updates will be slow",
-            "use a machine with AVX2 or AVX-512",
+            "use a machine with AVX2, AVX-512 or NEON",
         )
     for library, package in (("liburing", "liburing-dev"), ("libaio", "libaio-dev")):
         if built.get(library, "yes") != "yes":

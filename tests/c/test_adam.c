@@ -1,16 +1,12 @@
 /* AdamW kernels against their definition, and chunks with checksums. */
-#include <fenv.h>
 #include <math.h>
 
 #include "base/crc32c.h"
 #include "base/error.h"
 #include "compute/adam.h"
 #include "compute/half.h"
+#include "fp_fixture.h"
 #include "lh_test.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #define GUARD_BYTES UINT64_C(64)
 
@@ -282,24 +278,6 @@ static void test_rule(void)
     }
 }
 
-/* As a training thread may: torch.set_flush_denormal(True) sets what its children inherit. */
-static void environment_spoil(void)
-{
-    fesetround(FE_UPWARD);
-#if defined(__x86_64__)
-    _mm_setcsr(_mm_getcsr() | 0x8040);
-#endif
-}
-
-static bool environment_is_spoilt(void)
-{
-#if defined(__x86_64__)
-    if ((_mm_getcsr() & 0x8040) != 0x8040)
-        return false;
-#endif
-    return fegetround() == FE_UPWARD;
-}
-
 static void test_environment(void)
 {
     const uint64_t count = 1000;
@@ -323,12 +301,12 @@ static void test_environment(void)
         chunk.moment1 = run.moment1;
         chunk.moment2 = run.moment2;
         segment.gradient = run.gradient;
-        environment_spoil();
+        fp_environment_spoil();
         if (chunked)
             LH_CHECK(lh_adam_chunk_update(&chunk, &mismatch) == 0);
         else
             lh_adam_update(&run, &segment.scalars);
-        LH_CHECK(environment_is_spoilt());
+        LH_CHECK(fp_environment_is_spoilt());
         fesetenv(FE_DFL_ENV);
         LH_CHECK(arrays_equal(&expected, &actual));
         free(actual.memory);

@@ -1,0 +1,48 @@
+/*
+ * A thread whose floating-point environment is not the default one: it rounds upwards and flushes
+ * denormals, as torch.set_flush_denormal(True) makes a thread and its children do.
+ */
+#ifndef FP_FIXTURE_H
+#define FP_FIXTURE_H
+
+#include <fenv.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define FP_FLUSH UINT64_C(0x8040) /* of results, and of operands */
+#else
+#define FP_FLUSH (UINT64_C(1) << 24)
+#endif
+
+static inline uint64_t fp_control_get(void)
+{
+#if defined(__x86_64__)
+    return _mm_getcsr();
+#elif defined(__aarch64__)
+    uint64_t control;
+
+    __asm__ volatile("mrs %0, fpcr" : "=r"(control));
+    return control;
+#else
+    return FP_FLUSH; /* this machine's switch is not known here */
+#endif
+}
+
+static inline void fp_environment_spoil(void)
+{
+    fesetround(FE_UPWARD);
+#if defined(__x86_64__)
+    _mm_setcsr(_mm_getcsr() | (unsigned)FP_FLUSH);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(fp_control_get() | FP_FLUSH));
+#endif
+}
+
+static inline bool fp_environment_is_spoilt(void)
+{
+    return (fp_control_get() & FP_FLUSH) == FP_FLUSH && fegetround() == FE_UPWARD;
+}
+
+#endif

@@ -1,0 +1,172 @@
+/*
+ * csrc/compute gives the same bits on every machine: checksums of what it makes of fixed input,
+ * against those that an x86-64 machine wrote. Scalars are literals, because pow() is the C
+ * library's.
+ */
+#include "base/crc32c.h"
+#include "compute/adam.h"
+#include "compute/half.h"
+#include "compute/norm.h"
+#include "compute/sum.h"
+#include "lh_test.h"
+
+/* No multiple of any kernel's step. */
+#define COUNT 20011
+#define STEP_COUNT 3
+
+static const struct lh_adam_scalars scalars = {
+    .gradient_scale = 0.75f,
+    .beta1_rest = 0.1f,
+    .beta2 = 0.999f,
+    .beta2_rest = 0.001f,
+    .bias2_sqrt_inverse = 18.25f,
+    .eps = 1e-8f,
+    .step_size = 1.25e-2f,
+    .decay = 0.99997f,
+};
+
+/* Values as in training; every eighth any bits, every eighth a denormal. */
+static void fill(void *array, uint64_t seed, uint32_t mask)
+{
+    for (uint64_t i = 0; i < COUNT; i++) {
+        uint64_t r = lh_test_random(&seed);
+        uint32_t bits = (uint32_t)r;
+
+        if (r >> 61 == 1)
+            bits &= mask & 0x807FFFFF;
+        else if (r >> 61 != 0)
+            bits = (bits & mask & 0x83FFFFFF) + 0x3A000000;
+        memcpy((char *)array + i * sizeof(bits), &bits, sizeof(bits));
+    }
+}
+
+/* All that differ are said before the program ends: what they should be is then seen at once. */
+static int different_count;
+
+static void golden_compare(const char *what, uint32_t crc, uint32_t golden)
+{
+    if (crc != golden)
+        fprintf(stderr, "%s: 0x%08" PRIX32 ", not 0x%08" PRIX32 "\n", what, crc, golden);
+    different_count += crc != golden;
+}
+
+static uint32_t update_crc(const struct lh_adam_kernel *kernel, enum lh_dtype param,
+                           enum lh_dtype gradient)
+{
+    static float params[COUNT], residuals[COUNT], moment1[COUNT], moment2[COUNT];
+    static float gradients[COUNT];
+    uint64_t residual_bytes = lh_adam_residual_bytes(param);
+    struct lh_adam_run run = {.param = params,
+                              .residual = residual_bytes > 0 ? residuals : NULL,
+                              .moment1 = moment1,
+                              .moment2 = moment2,
+                              .gradient = gradients,
+                              .count = COUNT,
+                              .param_dtype = param,
+                              .gradient_dtype = gradient};
+    uint32_t crc;
+
+    fill(params, 1, UINT32_MAX);
+    fill(residuals, 2, UINT32_MAX);
+    fill(moment1, 3, UINT32_MAX);
+    fill(moment2, 4, INT32_MAX);
+    for (uint64_t step = 0; step < STEP_COUNT; step++) {
+        fill(gradients, 5 + step, UINT32_MAX);
+        kernel->run(&run, &scalars);
+    }
+    crc = lh_crc32c(0, params, COUNT * lh_dtype_bytes(param));
+    crc = lh_crc32c(crc, residuals, COUNT * residual_bytes);
+    crc = lh_crc32c(crc, moment1, sizeof(moment1));
+    return lh_crc32c(crc, moment2, sizeof(moment2));
+}
+
+static void test_updates(void)
+{
+    static const uint32_t goldens[3][3] = {
+        {0x5AB8315E, 0xE6DEFE24, 0xCAB8DEE3},
+        {0xD5240A7E, 0xDDC54901, 0x11114FC0},
+        {0xC185A40A, 0xD38293B1, 0x35AB3CF6},
+    };
+    const struct lh_adam_kernel *kernels;
+    int kernel_count = lh_adam_kernels(&kernels);
+
+    for (int k = 0; k < kernel_count; k++) {
+        lh_test_name("kernel %s updates to the same bits on every machine", kernels[k].name);
+        for (enum lh_dtype param = LH_DTYPE_F32; param <= LH_DTYPE_F16; param++)
+            for (enum lh_dtype gradient = LH_DTYPE_F32; gradient <= LH_DTYPE_F16; gradient++) {
+                char what[64];
+
+                snprintf(what, sizeof(what), "param %d, gradient %d", (int)param, (int)gradient);
+                golden_compare(what, update_crc(kernels + k, param, gradient),
+                             goldens[param][gradient]);
+            }
+    }
+}
+
+static void test_halves(void)
+{
+    static uint32_t widened[1 << 16];
+    static uint16_t rounded[1 << 20];
+
+    lh_test_name("halves are widened and floats rounded to the same bits on every machine");
+    for (uint32_t i = 0; i < LH_COUNT_OF(widened); i++)
+        widened[i] = lh_half_widen((uint16_t)i);
+    for (uint32_t i = 0; i < LH_COUNT_OF(rounded); i++)
+        rounded[i] = lh_half_round(i * 4099);
+    golden_compare("widened", lh_crc32c(0, widened, sizeof(widened)), 0x7AA322BA);
+    golden_compare("rounded", lh_crc32c(0, rounded, sizeof(rounded)), 0x568EE83E);
+}
+
+static void test_split(void)
+{
+    static float masters[COUNT], joined[COUNT];
+    static uint16_t params[COUNT];
+    static int16_t residuals[COUNT];
+    uint32_t crc;
+
+    lh_test_name("masters are split and joined to the same bits on every machine");
+    fill(masters, 11, UINT32_MAX);
+    lh_adam_split(masters, params, residuals, COUNT);
+    lh_adam_join(params, residuals, joined, COUNT);
+    crc = lh_crc32c(lh_crc32c(0, params, sizeof(params)), residuals, sizeof(residuals));
+    golden_compare("split", crc, 0x0E488332);
+    golden_compare("joined", lh_crc32c(0, joined, sizeof(joined)), 0xC0DCA56B);
+}
+
+/* Without NaN, whose payload IEEE leaves open. */
+static void test_sums(void)
+{
+    static const uint32_t golden_norms[] = {0x9BCB532D, 0x8FC79259, 0xCB1FBEE1};
+    static const uint32_t golden_sums[] = {0xC3D1EB35, 0x95ED895D, 0x39D1277E};
+    static float values[COUNT];
+    static float sums[COUNT];
+
+    lh_test_name("norms and sums of gradients have the same bits on every machine");
+    fill(values, 12, UINT32_MAX);
+    for (uint64_t i = 0; i < COUNT; i++) {
+        uint32_t bits;
+
+        memcpy(&bits, values + i, sizeof(bits));
+        bits &= 0xBFFFBFFF; /* neither infinity nor NaN by any of the dtypes */
+        memcpy(values + i, &bits, sizeof(bits));
+    }
+    for (enum lh_dtype dtype = LH_DTYPE_F32; dtype <= LH_DTYPE_F16; dtype++) {
+        double norm = lh_norm_square_sum(values, dtype, COUNT);
+
+        lh_sum_start(sums, values, dtype, COUNT);
+        lh_sum_add(sums, (const char *)values + 4, dtype, COUNT - 1);
+        golden_compare("norm", lh_crc32c(0, &norm, sizeof(norm)), golden_norms[dtype]);
+        golden_compare("sum", lh_crc32c(0, sums, sizeof(sums)), golden_sums[dtype]);
+    }
+}
+
+int main(void)
+{
+    test_updates();
+    test_halves();
+    test_split();
+    test_sums();
+    lh_test_name("nothing differs from what an x86-64 machine wrote");
+    LH_CHECK(different_count == 0);
+    return 0;
+}
