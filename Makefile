@@ -21,7 +21,8 @@ help:
 	@echo 'make lint      layout, linters, types, spelling'
 	@echo 'make fmt       lay out C and Python'
 	@echo 'make sanitize  everything under the sanitizers'
-	@echo 'make neon      the C tests compiled for aarch64, under qemu-user: some minutes'
+	@echo 'make neon      the C tests compiled for aarch64, under qemu-user: some minutes;'
+	@echo '               neon-fast: those of the arithmetic and the checksums, seconds'
 	@echo 'make sim-long  the simulator with 1,000 seeds, faults and power loss: some minutes'
 	@echo 'make bench     all benchmarks; also bench-adam, -io, -step, -hooks, -peers, -policies'
 	@echo 'make paper     docs/paper-results.md: the papers beside the simulator, some minutes'
@@ -65,9 +66,9 @@ bench-adam bench-io bench-step bench-hooks bench-peers bench-policies: build
 sanitize: $(VENV)/.installed
 	$(RUN) asan tsan sim asan-py -- $(ARGS)
 
-neon: $(VENV)/.ready
+neon neon-fast: $(VENV)/.ready
 	tools/setup_cross.sh
-	$(RUN) neon
+	$(RUN) neon $(if $(findstring fast,$@),--fast)
 
 sim-long: $(VENV)/.ready
 	$(RUN) sim --seeds 1000

@@ -6,7 +6,7 @@
     c        tests/c/test_*.c, one program a module
     asan     the same under AddressSanitizer and UndefinedBehaviorSanitizer
     tsan     those of them that have threads, under ThreadSanitizer
-    neon     the same, compiled for aarch64 and run by qemu-user
+    neon     all of them, or with --fast some, compiled for aarch64 and run by qemu-user
     sim      tests/sim/sim_*.c, random runs in virtual time, one seed each
     py       tests/py with pytest
     asan-py  tests/py with the extension built under the sanitizers, beside the normal one
@@ -45,16 +45,17 @@ import cbuild  # noqa: E402  (its folder has just been named)
 
 EXIT_SKIPPED = 77
 # Sanitized programs run several times slower; a hang must still end well before CI's own limit.
-TIMEOUT_S = {"release": 120, "debug": 120, "asan": 300, "tsan": 300}
+TIMEOUT_S = {"release": 120, "debug": 120, "asan": 300, "tsan": 300, "neon": 900}
 # ThreadSanitizer says something only about programs that have threads.
 TSAN_WORDS = ("ring", "waker", "exec", "io", "dev", "engine", "sched", "base")
+# What another machine computes by instructions of its own, and an emulator in a few seconds.
+NEON_WORDS_FAST = ("bits", "cast", "crc32c", "norm", "sum", "format")
+# Of Debian's gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user-static.
+CROSS_COMPILER = ["aarch64-linux-gnu-gcc"]
+EMULATOR = ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu"]
 SIM_SEED_COUNT = 20
 # Of so many seeds one is run by two builds, whose traces must be the same.
 SIM_TRACE_STRIDE = 10
-
-# Of Debian's gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user-static.
-CROSS_COMPILER = "aarch64-linux-gnu-gcc"
-CROSS_EMULATOR = ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu"]
 
 # Leaks are checked in the C tests: an interpreter leaves too much behind at exit to tell.
 ASAN_OPTIONS = "abort_on_error=0:detect_stack_use_after_return=0:strict_string_checks=1"
@@ -235,11 +236,7 @@ def report(outcomes: Sequence[Outcome], what: str, options: Options) -> bool:
 
 
 def build_programs(
-    mode: str,
-    folder: str,
-    pattern: str,
-    chosen: Callable[[str], bool],
-    compiler: Sequence[str] = (),
+    mode: str, folder: str, pattern: str, chosen: Callable[[str], bool]
 ) -> list[tuple[str, pathlib.Path]]:
     """Compile and link each program of a folder; its files that match no program serve them all."""
     directory = ROOT / folder
@@ -247,8 +244,13 @@ def build_programs(
     helpers = [path for path in sorted(directory.glob("*.c")) if not path.match(pattern)]
     if not programs:
         return []
-    builder = cbuild.Builder(mode, werror=bool(os.environ.get("CI")), command=compiler)
+    werror = bool(os.environ.get("CI"))
     include = [f"-I{directory}"]
+    if mode == "neon":
+        builder = cbuild.Builder("release", werror=werror, command=CROSS_COMPILER)
+        include.append("-DLH_TEST_EMULATED")
+    else:
+        builder = cbuild.Builder(mode, werror=werror)
     core = builder.archive(builder.compile(cbuild.core_sources(with_binding=False)), "core")
     shared = builder.compile(helpers, include)
     mains = builder.compile(programs, include)
@@ -260,13 +262,7 @@ def build_programs(
     return built
 
 
-def run_c_mode(
-    mode: str,
-    options: Options,
-    words: Sequence[str] | None = None,
-    compiler: Sequence[str] = (),
-    emulator: Sequence[str] = (),
-) -> bool:
+def run_c_mode(mode: str, options: Options, words: Sequence[str] | None = None) -> bool:
     """Build and run the C tests in one mode; words: only tests whose name has one of them."""
 
     def chosen(name: str) -> bool:
@@ -274,24 +270,24 @@ def run_c_mode(
         wanted = words is None or any(word in parts for word in words)
         return wanted and (not options.only or any(word in name for word in options.only))
 
-    what = f"{mode} by {compiler[0]}" if compiler else mode
-    say(f"== C tests, {what}")
+    say(f"== C tests, {mode}")
     try:
-        programs = build_programs(mode, "tests/c", "test_*.c", chosen, compiler)
+        programs = build_programs(mode, "tests/c", "test_*.c", chosen)
     except cbuild.BuildError as error:
         say(str(error))
-        options.failures.append(f"{what}: the C tests cannot be built")
+        options.failures.append(f"{mode}: the C tests cannot be built")
         return False
     outcomes = []
     for name, program in programs:
-        outcome = run_program([*emulator, str(program)], name, mode, options)
+        command = [*(EMULATOR if mode == "neon" else []), str(program)]
+        outcome = run_program(command, name, mode, options)
         outcomes.append(outcome)
         last_line = (outcome.output.splitlines() or [""])[-1]
         note = f"  ({last_line})" if outcome.status == "skipped" else ""
         say(f"{outcome.status:8}{outcome.seconds:7.2f} s  {name}{note}")
         if outcome.status == "failed":
             say(outcome.output)
-    return report(outcomes, what, options)
+    return report(outcomes, mode, options)
 
 
 def run_c(options: Options) -> bool:
@@ -311,11 +307,12 @@ def run_tsan(options: Options) -> bool:
 
 def run_neon(options: Options) -> bool:
     """The C tests as an aarch64 machine runs them, emulated."""
-    if not shutil.which(CROSS_COMPILER) or not shutil.which(CROSS_EMULATOR[0]):
-        say(f"neon: {CROSS_COMPILER} or {CROSS_EMULATOR[0]} is missing: tools/setup_cross.sh")
-        options.failures.append("neon: cannot be run here")
+    missing = [words[0] for words in (CROSS_COMPILER, EMULATOR) if not shutil.which(words[0])]
+    if missing:
+        say(f"{' and '.join(missing)} not found: run tools/setup_cross.sh")
+        options.failures.append("neon: not run")
         return False
-    return run_c_mode("release", options, compiler=[CROSS_COMPILER], emulator=CROSS_EMULATOR)
+    return run_c_mode("neon", options, NEON_WORDS_FAST if options.fast else None)
 
 
 def compare_traces(programs: Sequence[pathlib.Path], seed: int, options: Options) -> Outcome:

@@ -123,8 +123,7 @@ static inline __attribute__((always_inline)) uint8x16_t params_rounded(const uin
     if (dtype == LH_DTYPE_F16)
         return vcombine_u8(vreinterpret_u8_f16(vcvt_f16_f32(vreinterpretq_f32_u32(bits[0]))),
                            vreinterpret_u8_f16(vcvt_f16_f32(vreinterpretq_f32_u32(bits[1]))));
-    return vreinterpretq_u8_u16(
-        vcombine_u16(vrshrn_n_u32(bits[0], 16), vrshrn_n_u32(bits[1], 16)));
+    return vreinterpretq_u8_u16(vcombine_u16(vrshrn_n_u32(bits[0], 16), vrshrn_n_u32(bits[1], 16)));
 }
 
 static inline uint8x16_t fold(uint8x16_t state, uint8x16_t word, poly64x2_t constants)
@@ -226,8 +225,8 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
                 FOLD(PARAM, rounded);
             }
             if (mode.param == LH_DTYPE_BF16) {
-                uint8x16_t low = vreinterpretq_u8_u16(
-                    vcombine_u16(vmovn_u32(bits[0]), vmovn_u32(bits[1])));
+                uint8x16_t low =
+                    vreinterpretq_u8_u16(vcombine_u16(vmovn_u32(bits[0]), vmovn_u32(bits[1])));
 
                 vst1q_u8((uint8_t *)run->residual + i * sizeof(int16_t), low);
                 FOLD(RESIDUAL, low);

@@ -20,6 +20,23 @@
 
 #define LH_TEST_SKIP_CODE 77
 
+/*
+ * Where a program runs: as it is, watched by a sanitizer, or on an emulated processor (tests/run.py
+ * neon), whose system takes no advice on memory, keeps no limits and knows no filters. The latter two
+ * need many times the time, and address space of their own.
+ */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define LH_TEST_IS_SANITIZED 1
+#else
+#define LH_TEST_IS_SANITIZED 0
+#endif
+#ifdef LH_TEST_EMULATED
+#define LH_TEST_IS_EMULATED 1
+#else
+#define LH_TEST_IS_EMULATED 0
+#endif
+#define LH_TEST_IS_SLOW (LH_TEST_IS_SANITIZED || LH_TEST_IS_EMULATED)
+
 static char lh_test_claim[256];
 
 /* Begin the proof of one claim. */

@@ -12,7 +12,6 @@
 
 /* No multiple of any kernel's step. */
 #define COUNT 20011
-#define STEP_COUNT 3
 
 static const struct lh_adam_scalars scalars = {
     .gradient_scale = 0.75f,
@@ -50,6 +49,41 @@ static void golden_compare(const char *what, uint32_t crc, uint32_t golden)
     different_count += crc != golden;
 }
 
+/* The run as a chunk with checksums, checked and made. */
+static void chunk_update(const struct lh_adam_kernel *kernel, const struct lh_adam_run *run)
+{
+    const uint64_t residual_bytes = COUNT * lh_adam_residual_bytes(run->param_dtype);
+    const uint64_t param_bytes = COUNT * lh_dtype_bytes(run->param_dtype);
+    const uint32_t residual_expected = lh_crc32c(0, run->residual, residual_bytes);
+    const uint32_t moment1_expected = lh_crc32c(0, run->moment1, COUNT * 4);
+    const uint32_t moment2_expected = lh_crc32c(0, run->moment2, COUNT * 4);
+    const struct lh_adam_segment segment = {0, COUNT, run->gradient, run->gradient_dtype, scalars};
+    uint32_t param = 0, residual = 0, moment1 = 0, moment2 = 0;
+    struct lh_adam_chunk chunk = {.param = run->param,
+                                  .residual = run->residual,
+                                  .moment1 = run->moment1,
+                                  .moment2 = run->moment2,
+                                  .count = COUNT,
+                                  .param_dtype = run->param_dtype,
+                                  .segments = &segment,
+                                  .segment_count = 1,
+                                  .residual_expected = &residual_expected,
+                                  .moment1_expected = &moment1_expected,
+                                  .moment2_expected = &moment2_expected,
+                                  .param_checksums = &param,
+                                  .residual_checksums = &residual,
+                                  .moment1_checksums = &moment1,
+                                  .moment2_checksums = &moment2};
+    struct lh_adam_mismatch mismatch;
+
+    LH_CHECK(lh_adam_chunk_update_by(kernel, &chunk, &mismatch) == 0);
+    LH_CHECK(param == lh_crc32c(0, run->param, param_bytes));
+    LH_CHECK(residual == lh_crc32c(0, run->residual, residual_bytes));
+    LH_CHECK(moment1 == lh_crc32c(0, run->moment1, COUNT * 4));
+    LH_CHECK(moment2 == lh_crc32c(0, run->moment2, COUNT * 4));
+}
+
+/* Three steps: a plain one, and two that take checksums on the way. */
 static uint32_t update_crc(const struct lh_adam_kernel *kernel, enum lh_dtype param,
                            enum lh_dtype gradient)
 {
@@ -70,9 +104,11 @@ static uint32_t update_crc(const struct lh_adam_kernel *kernel, enum lh_dtype pa
     fill(residuals, 2, UINT32_MAX);
     fill(moment1, 3, UINT32_MAX);
     fill(moment2, 4, INT32_MAX);
-    for (uint64_t step = 0; step < STEP_COUNT; step++) {
-        fill(gradients, 5 + step, UINT32_MAX);
-        kernel->run(&run, &scalars);
+    fill(gradients, 5, UINT32_MAX);
+    kernel->run(&run, &scalars);
+    for (uint64_t seed = 6; seed < 8; seed++) {
+        fill(gradients, seed, UINT32_MAX);
+        chunk_update(kernel, &run);
     }
     crc = lh_crc32c(0, params, COUNT * lh_dtype_bytes(param));
     crc = lh_crc32c(crc, residuals, COUNT * residual_bytes);
@@ -98,7 +134,7 @@ static void test_updates(void)
 
                 snprintf(what, sizeof(what), "param %d, gradient %d", (int)param, (int)gradient);
                 golden_compare(what, update_crc(kernels + k, param, gradient),
-                             goldens[param][gradient]);
+                               goldens[param][gradient]);
             }
     }
 }

@@ -14,12 +14,6 @@
 #define JOB_COUNT 4000
 #define DEPTH 32
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define IS_SANITIZED 1
-#else
-#define IS_SANITIZED 0
-#endif
-
 struct sum_job {
     struct lh_exec_job job;
     uint64_t number;
@@ -239,7 +233,7 @@ static void test_refusals(struct lh_alloc *alloc)
     LH_CHECK(tries == 4);
     exec->ops->destroy(exec);
 
-    if (!IS_SANITIZED) { /* a sanitizer needs the address space that this test takes away */
+    if (!LH_TEST_IS_SLOW) { /* a sanitizer needs the address space that is taken away here */
         lh_test_name("threads that the system refuses are counted, and the others are stopped");
         struct rlimit before;
         LH_CHECK(getrlimit(RLIMIT_AS, &before) == 0);

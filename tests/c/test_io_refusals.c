@@ -270,9 +270,11 @@ int main(void)
         LH_CHECK(!is_first || best_is("io_uring", 0, ""));
         break;
     }
-    lh_test_name("where io_uring is forbidden the next one is taken, and why is told");
-    LH_CHECK(fixture_in_child(uring_forbidden));
-    LH_CHECK(fixture_in_child(both_forbidden));
+    if (!LH_TEST_IS_EMULATED) {
+        lh_test_name("where io_uring is forbidden the next one is taken, and why is told");
+        LH_CHECK(fixture_in_child(uring_forbidden));
+        LH_CHECK(fixture_in_child(both_forbidden));
+    }
     lh_test_name("threads that the system refuses are an error with numbers");
     LH_CHECK(fixture_in_child(no_threads));
     if (works("io_uring")) {

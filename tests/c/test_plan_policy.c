@@ -10,12 +10,6 @@
 #define ROUNDED (1 + 2e-9)
 #define BLOCK_COUNT_MAX 4
 #define BLOCK_LAYER_COUNT_MAX 3
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define IS_SANITIZED true
-#else
-#define IS_SANITIZED false
-#endif
-
 struct counts {
     uint32_t fates[LH_PLAN_FATE_COUNT];
     uint32_t inter_recomputed;
@@ -217,7 +211,7 @@ static void auto_is_best(void)
             struct plan_fixture_shape shape = {blocks, layers};
             bool is_small = blocks * layers <= 4;
             bool is_largest = blocks == BLOCK_COUNT_MAX && layers == BLOCK_LAYER_COUNT_MAX;
-            if (IS_SANITIZED && !is_small)
+            if (LH_TEST_IS_SLOW && !is_small)
                 continue; /* a hundred times the choices */
             lh_test_name("auto costs what the best of all choices costs: %u blocks of %u layers",
                          blocks, layers);

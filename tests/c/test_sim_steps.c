@@ -11,12 +11,6 @@
 
 #define LINE_BYTES_MAX 512
 #define STEP_S_MAX 2.0
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define IS_SANITIZED true
-#else
-#define IS_SANITIZED false
-#endif
-
 #define HEAD                                                                                       \
     "preset,schedule,host_bytes,step_ns,forward_ns,backward_ns,forward_wait_ns,backward_wait_ns,"  \
     "gradient_wait_ns,ssd_busy_ns,update_busy_ns,param_read,state_read,param_write,state_write,"   \
@@ -198,7 +192,7 @@ int main(void)
             struct row *row = &rows[preset][schedule];
             row->preset = (enum lh_sim_preset)preset;
             row->schedule = (enum lh_engine_schedule)schedule;
-            if (IS_SANITIZED && preset == LH_SIM_PRESET_PAPERS_13B) {
+            if (LH_TEST_IS_SLOW && preset == LH_SIM_PRESET_PAPERS_13B) {
                 LH_CHECK(!writes && fgets(line, sizeof(line), golden) != NULL);
                 continue; /* it has forty times the chunks of the others */
             }
@@ -209,7 +203,7 @@ int main(void)
                 fputs(line, golden);
             else
                 golden_check(golden, line);
-            LH_CHECK(IS_SANITIZED || row->cpu_s < STEP_S_MAX);
+            LH_CHECK(LH_TEST_IS_SLOW || row->cpu_s < STEP_S_MAX);
         }
     }
     fclose(golden);
