@@ -22,8 +22,8 @@
 
 /*
  * Where a program runs: as it is, watched by a sanitizer, or on an emulated processor (tests/run.py
- * neon), whose system takes no advice on memory, keeps no limits and knows no filters. The latter two
- * need many times the time, and address space of their own.
+ * neon), whose system takes no advice on memory, keeps no limits and knows no filters. The latter
+ * two need many times the time, and address space of their own.
  */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define LH_TEST_IS_SANITIZED 1
