@@ -1,6 +1,7 @@
 """Compiles lohan's C core: shared by setup.py (the extension) and tests/run.py (the C tests).
 
-One cache of objects per mode lies in build/obj/MODE (LOHAN_BUILD names another folder than build):
+One cache of objects per mode lies in build/obj/MODE (build/obj/MODE-MACHINE where the compiler is
+another machine's; LOHAN_BUILD names another folder than build):
 an object is made again when its command line changed or a file that it was made from did (the
 compiler's own dependency files say which). All objects are position-independent, so the extension
 and the test programs link the same ones.
