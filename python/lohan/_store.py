@@ -274,6 +274,22 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
     )
 
 
+def check_slots(store: _core.Store, config: Config) -> None:
+    """Refuse to make promises for a store with one slot that only one with two can keep.
+
+    Raises:
+        StoreMismatchError: commit_every says that there are commits.
+    """
+    if store.describe()["is_single_slot"] and config.commit_every != "never":
+        raise StoreMismatchError(
+            'the store was made with commit_every="never" and keeps one copy of each value, which'
+            f" commit_every={config.commit_every!r} would overwrite: pass"
+            ' commit_every="never" here, too. A copy by lohan.snapshot() is as it; one that keeps'
+            " two begins with lohan.export(STORE, OUT, dtype='float32') and weights=OUT, without"
+            " the moments"
+        )
+
+
 def write_param(
     store: _core.Store,
     unit: Unit,

@@ -184,6 +184,7 @@ class _Opening:
         try:
             if resume:
                 _store.check_same_model(store, self.layout)
+                _store.check_slots(store, self.config)
                 _weights.skip_fill(self.model, self.layout)
             else:
                 scalars = b""

@@ -214,6 +214,8 @@ def test_what_cannot_be_copied_is_refused_by_name(store_dir: pathlib.Path, slow:
         one.lohan.snapshot(store_dir / "of-one")
     one.lohan.close()
     lohan.snapshot(store_dir / "one", store_dir / "of-one")
+    with pytest.raises(StoreMismatchError, match=r"keeps one copy.*commit_every='auto'"):
+        resumed(store_dir / "of-one")
     again = resumed(store_dir / "of-one", commit_every="never")
     assert again.lohan.step == 2
     none: Any = lohan.wrap(crash_worker.build())
