@@ -18,6 +18,8 @@ from lohan._accumulate import Accumulation
 from lohan._block import DTYPE_CODES, Layout
 from lohan._device import Device
 from lohan._tensor import SavedTensors, has_saved_tensor_hooks, in_backward
+from lohan._trace import Phases
+from lohan.config import Config
 from lohan.errors import HollowParameterError, SecondBackwardError, UnsupportedError
 
 _FOLDER = f"{pathlib.Path(__file__).parent}{os.sep}"
@@ -30,6 +32,7 @@ class ForwardRules:
     """
 
     layout: Layout
+    config: Config
     device: Device
     closed: bool
     around: SavedTensors  # a forward
@@ -56,6 +59,7 @@ class ForwardRules:
         raise NotImplementedError
 
     def _forward_init(self) -> None:
+        self.phases = Phases(self.config.trace_events)
         self._forward_depth = 0
         self._begun: tuple[int, bool] | None = None
         self._root_scopes: list[_core.Scope] = []
@@ -145,6 +149,7 @@ class ForwardRules:
         self._forward_depth = 1
         self._forward_frame = _frame_outside()
         self._engine.forward(True)
+        self.phases.begin("forward", self)
 
     def _check_hollow(self) -> None:
         """Refuse to go on where a hollow parameter was written: torch lets fill_() do that."""
@@ -164,6 +169,7 @@ class ForwardRules:
     def _forward_end(self) -> None:
         self._forward_depth = 0
         self._forward_frame = None
+        self.phases.end()
         self._engine.forward(False)
         self._changed.update(self._engine.changed_take())
         self._entered.leave()

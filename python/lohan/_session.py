@@ -266,11 +266,13 @@ class Session(ForwardRules):
         """The first saved parameter, or the first gradient, of a backward."""
         self._changed_drop()
         self._backward = "running"
+        self.phases.begin("backward", self)
         if in_backward():
             at_backward_end(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
         self._backward = "done"
+        self.phases.end()
         if self._planner is not None:
             self._planner.backward_end()
         if self._engine.backward_end():
@@ -308,6 +310,7 @@ class Session(ForwardRules):
             unscale: what gradients are multiplied with before they are clipped.
         """
         self.check_open()
+        self.phases.begin("step", self)
         if self._backward == "running" and not in_backward():
             raise StepError(
                 "the backward of this step died with an exception: call"
@@ -344,6 +347,7 @@ class Session(ForwardRules):
             self._engine.flush(False)
         if self._planner is not None:
             self._planner.step_end(self)
+        self.phases.end()
         _requests.answer_requests(self)
 
     def _give(self) -> None:
@@ -528,10 +532,7 @@ class Session(ForwardRules):
         return list(self._engine.trace())
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the timeline of the last steps: `lohan trace` and https://ui.perfetto.dev read it.
-
-        Args:
-            path: of a JSON file, in Chrome's trace-event format.
+        """Write the last steps as Chrome's trace events, for `lohan trace` and ui.perfetto.dev.
 
         Raises:
             SessionError: wrap() was not given trace_events=; or the session is closed.

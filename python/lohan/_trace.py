@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -25,9 +27,42 @@ SSD_WRITES = tuple(lane for lane in LANE_OF_KIND if lane.startswith("SSD writes"
 COPIES = (LANE_OF_KIND[10], LANE_OF_KIND[11])
 # What the training thread does: a step begins with the first of these.
 _OF_STEPS = (TRAINING, IN_USE, WAITS)
+PHASES = ("forward", "backward", "step")
+_PHASE_COUNT_MAX = 4096
 _SHOWN = ("compute", "ssd", "optimizer", "copies")
 
 Interval = tuple[int, int]
+
+
+class Steps(Protocol):
+    """What counts steps: a session."""
+
+    @property
+    def step(self) -> int:
+        """Closed steps."""
+
+
+class Phases:
+    """What the training thread is in: the last forwards, backwards and steps, by the clock."""
+
+    def __init__(self, trace_events: int) -> None:
+        """Remember nothing where there is no timeline."""
+        self.is_on = trace_events > 0
+        self.marks: collections.deque[tuple[str, int, int, int]] = collections.deque(
+            maxlen=_PHASE_COUNT_MAX
+        )
+        self._open: tuple[str, int, int] | None = None
+
+    def begin(self, name: str, session: Steps) -> None:
+        """A phase of the step behind the session's last one begins."""
+        if self.is_on:
+            self._open = (name, session.step + 1, time.monotonic_ns())
+
+    def end(self) -> None:
+        """The phase that began last is over."""
+        if self._open is not None:
+            self.marks.append((*self._open, time.monotonic_ns()))
+            self._open = None
 
 
 def save(path: str | os.PathLike[str], session: Session) -> None:
@@ -46,7 +81,9 @@ def save(path: str | os.PathLike[str], session: Session) -> None:
     if len(events) >= most:
         first = min(event[3] for event in events)
         events = [event for event in events if event[3] > first]
-    spans = _timeline.spans_of(events, [unit.name for unit in session.layout.units])
+    steps = {event[3] for event in events}
+    marks = [mark for mark in session.phases.marks if mark[1] in steps]
+    spans = _timeline.spans_of(events, [unit.name for unit in session.layout.units], marks)
     threads = session.config.threads or len(os.sched_getaffinity(0))
     _timeline.write_perfetto(path, spans, {"lohan": 1, "threads": threads})
 
@@ -106,8 +143,35 @@ def _windows(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
     return [(step, begins[step], end) for step, end in zip(steps, ends, strict=True)]
 
 
+def _busy(spans: Sequence[Span], inside: Sequence[Interval], workers: int) -> dict[str, float]:
+    """Shares of some intervals during which each resource was at work."""
+    held: dict[str, list[Interval]] = {}
+    for span in spans:
+        for begin, end in inside:
+            if span.start_ns < end and span.end_ns > begin:
+                clipped = (max(span.start_ns, begin), min(span.end_ns, end))
+                held.setdefault(span.lane, []).append(clipped)
+
+    def of(*lanes: str) -> list[Interval]:
+        return [one for lane in lanes for one in held.get(lane, [])]
+
+    wall = max(sum(end - begin for begin, end in inside), 1)
+    busy = {
+        "compute": 1 - _covered_ns(of(WAITS)) / wall,
+        "ssd": _covered_ns(of(*SSD_READS, *SSD_WRITES)) / wall,
+        "optimizer": min(sum(b - a for a, b in of(OPTIMIZER)) / workers / wall, 1.0),
+    }
+    if any(span.lane in COPIES for span in spans):
+        busy["copies"] = max(_covered_ns(of(lane)) for lane in COPIES) / wall
+    return busy
+
+
+def _most(busy: Mapping[str, float]) -> str:
+    return max(busy, key=lambda name: busy[name])
+
+
 def summarise(spans: Sequence[Span], threads: int = 0) -> list[dict[str, Any]]:
-    """What each step of a timeline was busy with.
+    """What each step of a timeline, and each phase of it, was busy with.
 
     Args:
         spans: of `load()`.
@@ -115,44 +179,59 @@ def summarise(spans: Sequence[Span], threads: int = 0) -> list[dict[str, Any]]:
 
     Returns:
         Of each step: step, wall_ns, busy (share of "compute", "ssd", "optimizer" and, with an
-        accelerator, "copies", as of StepStats), bound_by, waited_ns, read_bytes, written_bytes.
+        accelerator, "copies", as of StepStats), bound_by, waited_ns, read_bytes, written_bytes, and
+        phases: wall_ns, busy and bound_by of "forward", "backward" and "step".
     """
     rows = [s.row for s in _timeline.in_rows(s for s in spans if s.lane == OPTIMIZER)]
     workers = threads or max(rows, default=0) + 1
-    has_copies = any(span.lane in COPIES for span in spans)
     answers = []
     for step, begin, end in _windows(spans):
-        inside: dict[str, list[Interval]] = {}
-        for span in spans:
-            if span.start_ns < end and span.end_ns > begin:
-                clipped = (max(span.start_ns, begin), min(span.end_ns, end))
-                inside.setdefault(span.lane, []).append(clipped)
-
-        def of(*lanes: str, inside: dict[str, list[Interval]] = inside) -> list[Interval]:
-            return [one for lane in lanes for one in inside.get(lane, [])]
-
-        wall = max(end - begin, 1)
-        waited = _covered_ns(of(WAITS))
-        busy = {
-            "compute": 1 - waited / wall,
-            "ssd": _covered_ns(of(*SSD_READS, *SSD_WRITES)) / wall,
-            "optimizer": min(sum(b - a for a, b in of(OPTIMIZER)) / workers / wall, 1.0),
-        }
-        if has_copies:
-            busy["copies"] = max(_covered_ns(of(lane)) for lane in COPIES) / wall
+        near = [span for span in spans if span.start_ns < end and span.end_ns > begin]
+        busy = _busy(near, [(begin, end)], workers)
+        phases: dict[str, Any] = {}
+        for name in PHASES:
+            inside = [
+                (s.start_ns, s.end_ns)
+                for s in near
+                if s.lane == TRAINING and (s.name, s.step) == (name, step)
+            ]
+            if inside:
+                shares = _busy(near, inside, workers)
+                wall = sum(b - a for a, b in inside)
+                phases[name] = {"wall_ns": wall, "busy": shares, "bound_by": _most(shares)}
         own = [span for span in spans if span.step == step]
         answers.append(
             {
                 "step": step,
-                "wall_ns": wall,
-                "waited_ns": waited,
+                "wall_ns": max(end - begin, 1),
+                "waited_ns": round((1 - busy["compute"]) * (end - begin)),
                 "busy": busy,
-                "bound_by": max(busy, key=lambda name: busy[name]),
+                "bound_by": _most(busy),
                 "read_bytes": sum(s.nbytes for s in own if s.lane in SSD_READS),
                 "written_bytes": sum(s.nbytes for s in own if s.lane in SSD_WRITES),
+                "phases": phases,
             }
         )
     return answers
+
+
+def _show_phases(steps: Sequence[dict[str, Any]], names: Sequence[str], console: Console) -> None:
+    """Means over all steps."""
+    table = Table("phase", "ms", *names, "bound by", box=None)
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    for name in PHASES:
+        seen = [step["phases"][name] for step in steps if name in step["phases"]]
+        total = sum(phase["wall_ns"] for phase in seen)
+        if total == 0:
+            continue
+        busy = {
+            key: sum(p["busy"].get(key, 0.0) * p["wall_ns"] for p in seen) / total for key in names
+        }
+        shares = (f"{busy[key]:.0%}" for key in names)
+        table.add_row(name, f"{total / len(seen) / 1e6:.1f}", *shares, _most(busy))
+    if table.row_count:
+        console.print(table, highlight=False)
 
 
 def show(steps: Sequence[dict[str, Any]], console: Console) -> None:
@@ -171,6 +250,7 @@ def show(steps: Sequence[dict[str, Any]], console: Console) -> None:
             step["bound_by"],
         )
     console.print(table, highlight=False)
+    _show_phases(steps, names, console)
     bounds = [step["bound_by"] for step in steps]
     most = max(bounds, key=bounds.count)
     console.print(

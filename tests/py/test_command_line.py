@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ import crash_worker
 import lohan
 import pytest
 from click.testing import CliRunner, Result
-from lohan import _progress, _trace, cli
+from lohan import _progress, _timeline, _trace, cli
 from lohan.cli import main
 from lohan.errors import SessionError, StoreError, TraceError
 from rich.console import Console
@@ -163,10 +164,44 @@ def test_a_timeline_has_the_bytes_of_each_step_and_a_bottleneck(store_dir: pathl
         assert set(step["busy"]) == set(one.busy)
         assert all(0 <= share <= 1 for share in step["busy"].values())
         assert step["bound_by"] == max(step["busy"], key=step["busy"].get)
+        assert list(step["phases"]) == ["forward", "backward", "step"]
+        within = sum(phase["wall_ns"] for phase in step["phases"].values())
+        assert 0 < within <= step["wall_ns"]
     events = json.loads(file.read_text())["traceEvents"]
     assert {"X", "M"} == {event["ph"] for event in events}
     shown = run("trace", str(file)).output
+    assert re.search(r"^ backward +\d+\.\d ", shown, re.M)
     assert "steps are bound by" in shown and "bound by" in shown.splitlines()[0]
+
+
+def test_what_a_phase_was_busy_with_is_that_of_its_own_time() -> None:
+    def span(lane: str, name: str, step: int, begin: int, end: int) -> _timeline.Span:
+        return _timeline.Span(lane, 0, name, -1, step, begin, end, 10)
+
+    spans = [
+        span(_timeline.TRAINING, "forward", 1, 0, 100),
+        span(_timeline.TRAINING, "backward", 1, 100, 300),
+        span(_timeline.TRAINING, "step", 1, 300, 400),
+        span(_timeline.TRAINING, "forward", 2, 400, 500),
+        span(_timeline.WAITS, "a", 1, 100, 250),
+        span(_trace.SSD_READS[0], "a", 1, 0, 50),
+        span(_trace.SSD_READS[0], "b", 1, 25, 75),
+        span(_trace.SSD_WRITES[0], "a", 1, 100, 290),
+        span(_trace.OPTIMIZER, "a", 1, 200, 300),
+    ]
+    first, second = _trace.summarise(spans, threads=2)
+    assert (first["wall_ns"], first["waited_ns"], second["wall_ns"]) == (400, 150, 100)
+    assert first["busy"] == {"compute": 1 - 150 / 400, "ssd": 265 / 400, "optimizer": 50 / 400}
+    assert (first["read_bytes"], first["written_bytes"]) == (20, 10)
+    forward, backward, step = first["phases"].values()
+    assert forward["busy"] == {"compute": 1.0, "ssd": 0.75, "optimizer": 0.0}
+    assert backward["busy"] == {"compute": 0.25, "ssd": 0.95, "optimizer": 0.25}
+    assert (forward["bound_by"], backward["bound_by"], first["bound_by"]) == (
+        "compute",
+        "ssd",
+        "ssd",
+    )
+    assert step["busy"]["ssd"] == 0.0
 
 
 def test_a_step_that_is_remembered_in_part_is_left_out(store_dir: pathlib.Path) -> None:
