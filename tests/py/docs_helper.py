@@ -55,11 +55,11 @@ def blocks_of(page: pathlib.Path) -> list[Block]:
 
 
 def prose_of(page: pathlib.Path) -> list[str]:
-    """The lines of a page that are in no block; empty ones in the places of blocks."""
+    """The lines of a page that are in no block; fences in the places of a block's lines."""
     lines = page.read_text(encoding="utf-8").splitlines()
     for block in blocks_of(page):
         count = block.text.count("\n") + 2
-        lines[block.line - 1 : block.line - 1 + count] = [""] * count
+        lines[block.line - 1 : block.line - 1 + count] = ["```"] * count
     return lines
 
 
