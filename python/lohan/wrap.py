@@ -22,6 +22,7 @@ from lohan import (
     _core,
     _device,
     _exit,
+    _notes,
     _settings,
     _store,
     _swap,
@@ -233,6 +234,7 @@ class _Opening:
                 " (gone at exit; pass store= to keep it)",
                 file=sys.stderr,
             )
+        _notes.say(session)
         return session
 
 

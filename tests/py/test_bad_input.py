@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ import crash_worker
 import lohan
 import pytest
 import torch
-from lohan import errors
+from lohan import _notes, errors
 from torch import nn
 
 pytestmark = pytest.mark.timeout(60)
@@ -276,7 +277,9 @@ def manifests(path: pathlib.Path) -> dict[int, int]:
     return {struct.unpack_from("<Q", data, at + 40)[0]: at for at in offsets}
 
 
-def test_a_wrong_bit_in_the_newest_manifest_shows_the_step_before(store_dir: pathlib.Path) -> None:
+def test_a_wrong_bit_in_the_newest_manifest_shows_the_step_before(
+    store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     digests = trained(store_dir, 4)
     path = store_dir / FILE_NAME
     found = manifests(path)
@@ -285,6 +288,7 @@ def test_a_wrong_bit_in_the_newest_manifest_shows_the_step_before(store_dir: pat
     model = wrap(store_dir, resume=True)
     assert model.lohan.step == 3
     assert "manifest" in model.lohan.store.describe()["note"]
+    assert re.search(r"^lohan: .*manifest", capfd.readouterr().err, re.M)
     assert crash_worker.digest(model) == digests[3]
     crash_worker.train_step(model, 3)
     assert crash_worker.digest(model) == digests[4]
@@ -509,6 +513,42 @@ def test_without_io_uring_it_falls_back_and_says_why(store_dir: pathlib.Path) ->
     assert kind == "", status
     assert status["io"] in ("libaio", "threads")
     assert re.search(r"io_uring: .*seccomp", status["io_reason"])
+    session: Any = types.SimpleNamespace(
+        status=lambda: status,
+        store=types.SimpleNamespace(describe=lambda: {"note": ""}),
+        config=lohan.Config(),
+        directories=[str(store_dir)],
+    )
+    first, *_, last = _notes.lines(session)
+    assert re.match(rf"io_uring: .*seccomp.*; {status['io']} moves the bytes instead", first)
+    assert f"lohan doctor {store_dir}" in last
+
+
+def test_without_direct_io_it_goes_on_and_says_so_or_is_refused(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mounted = subprocess.run(["mount", "-t", "ramfs", "lohan-test", tmp_path], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"mount is refused: {mounted.stderr.decode().strip()}")
+    try:
+        with pytest.raises(errors.StoreError, match="refuses O_DIRECT"):
+            wrap(tmp_path / "a", allow_tmpfs=True, allow_buffered=False)
+        assert capfd.readouterr().err == ""
+        model = wrap(tmp_path / "b", allow_tmpfs=True)
+        crash_worker.train_step(model, 0)
+        model.lohan.close()
+        assert "O_DIRECT is refused" in capfd.readouterr().err
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+def test_where_nothing_is_missing_nothing_is_said(
+    store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = wrap(store_dir)
+    status = model.lohan.status()
+    model.lohan.close()
+    assert (capfd.readouterr().err == "") == (status["io_reason"] == "")
 
 
 def test_io_uring_by_name_where_it_is_forbidden_is_refused_and_the_weights_are_kept(
