@@ -98,6 +98,34 @@ def test_progress_is_for_terminals_and_never_in_the_answer() -> None:
     assert hidden.getvalue() == ""
 
 
+# --- doctor -------------------------------------------------------------------------------------
+
+BLOCKED = """
+import sys, test_bad_input
+from lohan.cli import main
+test_bad_input.forbid_io_uring()
+main(["doctor", "--json", sys.argv[1]])
+"""
+
+
+def test_doctor_names_the_filter_that_blocks_io_uring_and_the_flag_that_lets_it_through(
+    store_dir: pathlib.Path,
+) -> None:
+    here = str(pathlib.Path(__file__).parent)
+    answer = subprocess.run(
+        [sys.executable, "-c", BLOCKED, str(store_dir)],
+        env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([PACKAGE_PARENT, here])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    found = json.loads(answer.stdout)
+    assert answer.returncode == 0 and found["ok"], answer.stderr
+    assert found["io_uring_blocker"] == "seccomp"
+    (problem,) = [one for one in found["problems"] if one["what"].startswith("io_uring on")]
+    assert "--security-opt seccomp=unconfined" in problem["mend"] and not problem["needed"]
+
+
 # --- bench --------------------------------------------------------------------------------------
 
 
