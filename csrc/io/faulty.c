@@ -17,6 +17,7 @@ struct faulty {
     void *victim_buffer; /* SHORT: as the owner gave them */
     uint64_t victim_bytes;
     uint64_t victim_offset;
+    uint64_t victim_least_bytes;
 };
 
 /* Whether the armed fault hits request now; counts down where it passes one. */
@@ -57,6 +58,7 @@ static void request_restore(struct faulty *faulty, struct lh_io_request *request
     request->buffer = faulty->victim_buffer;
     request->bytes = faulty->victim_bytes;
     request->offset = faulty->victim_offset;
+    request->least_bytes = faulty->victim_least_bytes;
 }
 
 static int faulty_submit(struct lh_io *io, struct lh_io_request *request)
@@ -70,8 +72,11 @@ static int faulty_submit(struct lh_io *io, struct lh_io_request *request)
         faulty->victim_buffer = request->buffer;
         faulty->victim_bytes = request->bytes;
         faulty->victim_offset = request->offset;
-        if (faulty->fault.kind == LH_IO_FAULT_KIND_SHORT)
+        faulty->victim_least_bytes = request->least_bytes;
+        if (faulty->fault.kind == LH_IO_FAULT_KIND_SHORT) {
             request->bytes = faulty->fault.bytes;
+            request->least_bytes = lh_min_u64(request->least_bytes, request->bytes);
+        }
     }
     int rc = faulty->inner->ops->submit(faulty->inner, request);
     if (rc == 0) {
@@ -103,11 +108,16 @@ static bool victim_done(struct faulty *faulty, struct lh_io_request *request)
         return true;
     }
     bool is_first_part = request->offset == faulty->victim_offset;
-    if (is_first_part && request->result == 0) {
-        uint64_t first_bytes = request->bytes;
+    uint64_t first_bytes = request->bytes;
+    bool is_enough = faulty->victim_least_bytes > 0 && first_bytes >= faulty->victim_least_bytes;
+    if (is_first_part && request->result == 0 && is_enough)
+        faulty->has_fired = true;
+    if (is_first_part && request->result == 0 && !is_enough) {
         request->buffer = (uint8_t *)faulty->victim_buffer + first_bytes;
         request->bytes = faulty->victim_bytes - first_bytes;
         request->offset = faulty->victim_offset + first_bytes;
+        if (faulty->victim_least_bytes > 0)
+            request->least_bytes = faulty->victim_least_bytes - first_bytes;
         int rc = faulty->inner->ops->submit(faulty->inner, request);
         LH_ASSERT(rc == 0); /* its own place in the queue is free */
         faulty->has_fired = true;

@@ -3,8 +3,10 @@
  *
  * A request is a struct in its owner's memory. Submit hands it over; poll gives it back with
  * result = 0 or -errno. The backend continues short transfers and retries EINTR and EAGAIN by
- * itself, so result 0 means every byte. A read that meets the end of the file is -ENODATA. Backends
- * never touch the bytes. A request on a file whose fd is -1 gets -EBADF.
+ * itself, so result 0 means every byte. A read that meets the end of the file is -ENODATA, unless
+ * the least_bytes of it that were asked for have arrived: the last block of a file that is no whole
+ * number of them can then be read with O_DIRECT. Backends never touch the bytes. A request on a
+ * file whose fd is -1 gets -EBADF.
  *
  * The owner's loop, which sleeps through no completion:
  *
@@ -31,7 +33,7 @@
 
 #define LH_IO_OPS_VERSION 1
 #define LH_IO_QUEUE_DEPTH_MAX 1024
-#define LH_IO_FILE_COUNT_MAX 64
+#define LH_IO_FILE_COUNT_MAX 256
 #define LH_IO_BUFFER_COUNT_MAX 64
 #define LH_IO_THREAD_COUNT_MAX 64
 
@@ -44,12 +46,13 @@ enum lh_io_kind {
 
 struct lh_io_request {
     enum lh_io_kind kind;
-    uint32_t file_index; /* into the files given at create */
-    void *buffer;        /* borrowed until the request comes back; ignored by SYNC */
-    uint64_t bytes;      /* above 0; ignored by SYNC */
-    uint64_t offset;     /* in the file; ignored by SYNC */
-    void *owner;         /* the submitter's; never read here */
-    int64_t result;      /* 0 or -errno, valid once polled */
+    uint32_t file_index;  /* into the files given at create */
+    void *buffer;         /* borrowed until the request comes back; ignored by SYNC */
+    uint64_t bytes;       /* above 0; ignored by SYNC */
+    uint64_t offset;      /* in the file; ignored by SYNC */
+    uint64_t least_bytes; /* READ: it is whole once these are here; 0: all */
+    void *owner;          /* the submitter's; never read here */
+    int64_t result;       /* 0 or -errno, valid once polled */
     uint64_t submitted_ns;
     uint64_t completed_ns;
     /* Private to the backend. */

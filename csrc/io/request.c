@@ -27,6 +27,8 @@ int lh_io_base_take(struct lh_io_base *base, struct lh_io_request *request)
     LH_ASSERT(request->kind <= LH_IO_KIND_SYNC);
     if (request->kind != LH_IO_KIND_SYNC) {
         LH_ASSERT(request->buffer && request->bytes > 0);
+        LH_ASSERT(request->least_bytes <= request->bytes);
+        LH_ASSERT(request->least_bytes == 0 || request->kind == LH_IO_KIND_READ);
         if (base->files[request->file_index].direct) {
             LH_ASSERT(lh_is_aligned(request->offset, LH_BLOCK_BYTES));
             LH_ASSERT(lh_is_aligned(request->bytes, LH_BLOCK_BYTES));
@@ -69,6 +71,11 @@ static bool retry(const struct lh_io_base *base, struct lh_io_request *request, 
     return false;
 }
 
+static uint64_t enough_bytes(const struct lh_io_request *request)
+{
+    return request->least_bytes > 0 ? request->least_bytes : request->bytes;
+}
+
 bool lh_io_request_advance(const struct lh_io_base *base, struct lh_io_request *request,
                            int64_t answer)
 {
@@ -86,7 +93,7 @@ bool lh_io_request_advance(const struct lh_io_base *base, struct lh_io_request *
     uint64_t before_bytes = request->done_bytes;
     LH_ASSERT((uint64_t)answer <= request->bytes - before_bytes);
     request->done_bytes += (uint64_t)answer;
-    if (request->done_bytes == request->bytes) {
+    if (request->done_bytes >= enough_bytes(request)) {
         lh_io_request_end(base, request, 0);
         return true;
     }

@@ -129,6 +129,36 @@ static void test_end_of_file(const char *name)
     }
 }
 
+static void test_least_bytes(const char *name)
+{
+    for (int direct = 0; direct < 2; direct++) {
+        struct fixture fixture;
+        lh_test_name("%s: a %s read is whole once its least bytes are here", name,
+                     direct ? "direct" : "buffered");
+        fixture_init(&fixture, direct, LH_MIB, 4);
+        LH_CHECK(fixture_create(&fixture, name, NULL) == 0);
+        uint64_t seed = 3;
+        uint8_t *memory = fixture.buffer.base;
+        fixture_fill(memory, 65536, &seed);
+        struct lh_io_request write = {
+            .kind = LH_IO_KIND_WRITE, .buffer = memory, .bytes = 65536, .offset = 0};
+        LH_CHECK(fixture_run(&fixture, write) == 0);
+        LH_CHECK(ftruncate(fixture.file.fd, 61440 + 100) == 0);
+        uint8_t *got = memory + 65536;
+        struct lh_io_request read = {
+            .buffer = got, .bytes = 65536 - 4096, .offset = 4096, .least_bytes = 57344 + 100};
+        for (uint64_t piece_bytes = LH_GIB; piece_bytes >= 8192; piece_bytes /= 512) {
+            ((struct lh_io_base *)fixture.io)->piece_bytes_max = piece_bytes;
+            memset(got, 0xA5, 65536);
+            LH_CHECK(fixture_run(&fixture, read) == 0);
+            LH_CHECK(memcmp(got, memory + 4096, 57344 + 100) == 0);
+        }
+        read.least_bytes++; /* the file has one less */
+        LH_CHECK(fixture_run(&fixture, read) == -ENODATA);
+        fixture_deinit(&fixture);
+    }
+}
+
 static void test_bad_files(const char *name)
 {
     static const enum lh_io_kind kinds[] = {LH_IO_KIND_READ, LH_IO_KIND_WRITE, LH_IO_KIND_SYNC};
@@ -373,6 +403,7 @@ int main(void)
     for (uint32_t i = 0; i < name_count; i++) {
         test_read_after_write(names[i]);
         test_end_of_file(names[i]);
+        test_least_bytes(names[i]);
         test_bad_files(names[i]);
         test_queue_full(names[i]);
         test_wakeups(names[i]);

@@ -97,6 +97,30 @@ static void test_short(const char *name)
     fixture_deinit(&fixture);
 }
 
+static void test_short_at_the_end(const char *name)
+{
+    struct fixture fixture;
+    lh_test_name("%s: a read that was cut short ends where its file does", name);
+    wrap(&fixture, name);
+    uint8_t *memory = fixture.buffer.base;
+    uint64_t seed = 9;
+    fixture_fill(memory, 65536, &seed);
+    struct lh_io_request write = {.kind = LH_IO_KIND_WRITE, .buffer = memory, .bytes = 65536};
+    LH_CHECK(fixture_run(&fixture, write) == 0);
+    LH_CHECK(ftruncate(fixture.file.fd, 61440 + 100) == 0);
+    uint8_t *got = memory + fixture.buffer.bytes / 2;
+    struct lh_io_request read = {.buffer = got, .bytes = 65536, .least_bytes = 61440 + 100};
+    for (uint64_t bytes = LH_BLOCK_BYTES; bytes < 65536; bytes += LH_BLOCK_BYTES) {
+        lh_io_faulty_arm(fixture.io,
+                         (struct lh_io_fault){.kind = LH_IO_FAULT_KIND_SHORT, .bytes = bytes});
+        memset(got, 0xA5, 65536);
+        LH_CHECK(fixture_run(&fixture, read) == 0);
+        LH_CHECK(lh_io_faulty_has_fired(fixture.io));
+        LH_CHECK(memcmp(memory, got, 61440 + 100) == 0);
+    }
+    fixture_deinit(&fixture);
+}
+
 static void test_flip(const char *name)
 {
     struct fixture fixture;
@@ -147,6 +171,7 @@ int main(void)
             continue;
         test_error(*name);
         test_short(*name);
+        test_short_at_the_end(*name);
         test_flip(*name);
     }
     test_no_memory();
