@@ -349,6 +349,7 @@ static int engine_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->store);
     Py_VISIT(self->saved.object);
+    Py_VISIT(self->in_place.object);
     Py_VISIT(self->raiser);
     Py_VISIT(self->on_backward);
     Py_VISIT(self->on_gradient);
@@ -379,6 +380,7 @@ static int engine_clear(PyObject *object)
     }
     Py_CLEAR(self->store);
     Py_CLEAR(self->saved.object);
+    Py_CLEAR(self->in_place.object);
     Py_CLEAR(self->raiser);
     Py_CLEAR(self->on_backward);
     Py_CLEAR(self->on_gradient);
@@ -398,6 +400,7 @@ static void engine_dealloc(PyObject *object)
     for (uint32_t i = 0; self->params && i < self->param_count; i++)
         PyMem_Free(self->params[i].shape);
     PyMem_Free(self->params);
+    lhpy_in_place_free(&self->in_place);
     PyMem_Free(self->units);
     PyMem_Free(self->engine_params);
     PyMem_Free(self->unit_states);

@@ -10,19 +10,19 @@
  * (bytes, elements, dtype, always, param_first, param_count, extents P R M V (-1: none), store
  * group)
  */
-#define UNIT_FORMAT "KKiiIIIiiiI"
+#define UNIT_FORMAT "KKiiIIiiiiI"
 
 static int unit_parse(PyObject *item, struct lh_engine_unit *unit)
 {
     unsigned long long bytes, elements;
-    int dtype, always, residual, moment1, moment2;
-    unsigned int param_first, param_count, param_extent, group;
+    int dtype, always, param, residual, moment1, moment2;
+    unsigned int param_first, param_count, group;
     if (!PyTuple_Check(item)) {
         PyErr_SetString(PyExc_TypeError, "a unit is a tuple");
         return -1;
     }
     if (!PyArg_ParseTuple(item, UNIT_FORMAT, &bytes, &elements, &dtype, &always, &param_first,
-                          &param_count, &param_extent, &residual, &moment1, &moment2, &group))
+                          &param_count, &param, &residual, &moment1, &moment2, &group))
         return -1;
     *unit = (struct lh_engine_unit){
         .bytes = bytes,
@@ -31,7 +31,7 @@ static int unit_parse(PyObject *item, struct lh_engine_unit *unit)
         .always = always != 0,
         .param_first = param_first,
         .param_count = param_count,
-        .param_extent = param_extent,
+        .param_extent = param < 0 ? LH_ENGINE_EXTENT_NONE : (uint32_t)param,
         .residual_extent = residual < 0 ? LH_ENGINE_EXTENT_NONE : (uint32_t)residual,
         .moment1_extent = moment1 < 0 ? LH_ENGINE_EXTENT_NONE : (uint32_t)moment1,
         .moment2_extent = moment2 < 0 ? LH_ENGINE_EXTENT_NONE : (uint32_t)moment2,
@@ -276,12 +276,17 @@ static int io_make(struct lhpy_engine *self, const struct make_opts *opts, struc
                lh_store_file_count(saved->store) * sizeof(*files));
         file_count += lh_store_file_count(saved->store);
     }
+    self->in_place.opts.file_first = file_count;
+    LH_ASSERT(file_count + self->in_place.opts.file_count <= LH_IO_FILE_COUNT_MAX);
+    memcpy(files + file_count, self->in_place.io_files,
+           self->in_place.opts.file_count * sizeof(*files));
+    file_count += self->in_place.opts.file_count;
     struct lh_io_opts io_opts = {
         .files = files,
         .file_count = file_count,
         .buffers = buffers,
         .buffer_count = saved->memory_bytes > 0 ? 2 : 1,
-        .queue_depth_max = opts->io_depth + 2 * LH_IO_FILE_COUNT_MAX,
+        .queue_depth_max = opts->io_depth + 8 * LH_STORE_DIRECTORY_COUNT_MAX,
         .thread_count = 0,
         .waker = &core->waker,
         .clock = &io_clock,
@@ -328,6 +333,7 @@ static int engine_make(struct lhpy_engine *self, const struct make_opts *opts,
         .device_memory = core->device_base,
         .device_bytes = opts->device.bytes,
         .saved = self->saved.opts,
+        .in_place = self->in_place.opts,
         .gradients_in_memory = opts->sums != 0,
         .copy_count = core->dev ? LHPY_COPY_COUNT : 0,
         .io_depth = opts->io_depth,
@@ -383,15 +389,16 @@ static int opts_parse(struct lhpy_engine *self, PyObject *args, PyObject *kwargs
         "store",          "units",        "params",    "group_count", "budget",      "raiser",
         "types",          "io",           "directory", "threads",     "nice",        "io_depth",
         "transfer_bytes", "commit_every", "schedule",  "verify",      "trace_count", "norms",
-        "sums",           "device",       "saved",     NULL};
+        "sums",           "device",       "saved",     "in_place",    NULL};
     PyObject *saved = NULL;
+    PyObject *in_place = NULL;
     PyObject *units = NULL;
     PyObject *params = NULL;
     PyObject *raiser = NULL;
     PyObject *handle_type = NULL;
     PyObject *scope_type = NULL;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OO!O!IO!O(OO)ssIiIKKIpIpp(siKKKO)O!:Engine", names, &opts->store,
+            args, kwargs, "OO!O!IO!O(OO)ssIiIKKIpIpp(siKKKO)O!O!:Engine", names, &opts->store,
             &PyList_Type, &units, &PyList_Type, &params, &opts->group_count, &PyDict_Type,
             &opts->budget, &raiser, &handle_type, &scope_type, &opts->io_name, &opts->directory,
             &opts->threads, &opts->nice, &opts->io_depth, &opts->transfer_bytes,
@@ -399,8 +406,9 @@ static int opts_parse(struct lhpy_engine *self, PyObject *args, PyObject *kwargs
             &opts->sums, &opts->device.name, &opts->device.index, &opts->device.bytes,
             &opts->device.link_bytes_per_s[LH_DEV_DIRECTION_IN],
             &opts->device.link_bytes_per_s[LH_DEV_DIRECTION_OUT], &opts->device.memory,
-            &PyTuple_Type, &saved) ||
-        lhpy_saved_parse(saved, &self->saved) < 0)
+            &PyTuple_Type, &saved, &PyTuple_Type, &in_place) ||
+        lhpy_saved_parse(saved, &self->saved) < 0 ||
+        lhpy_in_place_parse(in_place, &self->in_place) < 0)
         return -1;
     self->raiser = Py_NewRef(raiser);
     self->handle_type = Py_NewRef(handle_type);

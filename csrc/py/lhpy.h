@@ -62,6 +62,15 @@ struct lhpy_saved_make {
     PyObject *object; /* the Store; owned by the Engine, NULL where there is none */
 };
 
+/* What an Engine is told of units that are read in place (in_place.c). */
+#define LHPY_IN_PLACE_FILE_COUNT_MAX 192
+struct lhpy_in_place {
+    PyObject *object; /* owned: what it was parsed from, which owns the paths */
+    struct lh_in_place_opts opts;
+    struct lh_in_place_file files[LHPY_IN_PLACE_FILE_COUNT_MAX];
+    struct lh_io_file io_files[LHPY_IN_PLACE_FILE_COUNT_MAX];
+};
+
 /* What Python knows of a parameter. */
 struct lhpy_param {
     PyObject *tensor;       /* owned: the Parameter */
@@ -92,6 +101,7 @@ struct lhpy_engine {
     PyObject_HEAD struct lhpy_core *core;
     PyObject *store; /* owned: the Store it runs on */
     struct lhpy_saved_make saved;
+    struct lhpy_in_place in_place;
     struct lh_io *io;
     struct lh_exec *exec;
     struct lh_engine_unit *units;
@@ -255,6 +265,11 @@ PyObject *lhpy_engine_saved_fetch(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_saved_wait(PyObject *object, PyObject *number);
 PyObject *lhpy_engine_saved_drop(PyObject *object, PyObject *number);
 PyObject *lhpy_engine_saved_lend(PyObject *object, PyObject *args);
+
+/* in_place.c */
+/* made->object and made->opts' tables are owned. -1 with a Python error. */
+int lhpy_in_place_parse(PyObject *tuple, struct lhpy_in_place *made);
+void lhpy_in_place_free(struct lhpy_in_place *made);
 
 /* sums.c */
 /* Of memory for the sums of all gradients, and where it is: aligned to 4 KiB. */

@@ -22,6 +22,10 @@ static int module_exec(PyObject *module)
     if (PyModule_AddIntConstant(module, "ELEMENT_ALIGN", LH_ENGINE_ELEMENT_ALIGN) < 0 ||
         PyModule_AddIntConstant(module, "PARAM_ALIGN", LH_ENGINE_PARAM_ALIGN) < 0 ||
         PyModule_AddIntConstant(module, "BLOCK_BYTES", LH_BLOCK_BYTES) < 0 ||
+        PyModule_AddIntConstant(module, "CHECKSUM_BYTES", LH_CHECKSUM_BYTES) < 0 ||
+        PyModule_AddIntConstant(module, "IN_PLACE_ALIGN", LH_IN_PLACE_ALIGN) < 0 ||
+        PyModule_AddIntConstant(module, "IN_PLACE_FILE_COUNT_MAX", LHPY_IN_PLACE_FILE_COUNT_MAX) <
+            0 ||
         PyModule_AddIntConstant(module, "TRACE_COUNT_MAX", LH_ENGINE_TRACE_COUNT_MAX) < 0)
         return -1;
     if (lhpy_adam_register(module) < 0 || lhpy_doctor_register(module) < 0 ||

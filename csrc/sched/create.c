@@ -263,6 +263,8 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
     if (rc == 0)
         rc = tables_create(engine, opts, err);
     if (rc == 0)
+        rc = lh_in_place_create(engine, err);
+    if (rc == 0)
         rc = lh_region_create_all(engine, err);
     if (rc == 0)
         rc = chunks_create(engine, err);

@@ -32,6 +32,7 @@
 #include "exec/exec.h"
 #include "io/io.h"
 #include "plan/budget.h"
+#include "sched/in_place.h"
 #include "sched/saved.h"
 #include "store/store.h"
 
@@ -63,7 +64,7 @@ struct lh_engine_unit {
     bool always;          /* its scope encloses others: loaded once, stays */
     uint32_t param_first; /* its parameters are [param_first, param_first + param_count) */
     uint32_t param_count;
-    uint32_t param_extent;
+    uint32_t param_extent;    /* LH_ENGINE_EXTENT_NONE: it is read in place */
     uint32_t residual_extent; /* LH_ENGINE_EXTENT_NONE where there is none */
     uint32_t moment1_extent;
     uint32_t moment2_extent;
@@ -115,6 +116,7 @@ struct lh_engine_opts {
     uint64_t device_bytes;
     uint32_t copy_count; /* that dev takes at once */
     struct lh_saved_opts saved;
+    struct lh_in_place_opts in_place;
     bool gradients_in_memory; /* with dev: they are given in main memory all the same */
     uint32_t io_depth;        /* requests in flight */
     uint64_t transfer_bytes;  /* of one request at most; multiple of LH_CHECKSUM_BYTES */

@@ -52,6 +52,7 @@
 #include "base/ring.h"
 #include "sched/asks.h"
 #include "sched/engine.h"
+#include "sched/in_place_private.h"
 #include "sched/region.h"
 #include "sched/saved_private.h"
 #include "sched/split.h"
@@ -156,6 +157,8 @@ struct lh_unit {
     struct lh_transfer load; /* or, while it is_flushing, a write */
     bool is_param_dirty;     /* P in the region is newer than in any slot: a commit writes it */
     bool is_flushing;        /* that is under way: no update begins */
+    const struct lh_in_place_unit *in_place; /* NULL: it is in the store */
+    struct lh_exec_job in_place_job;
     /* With an accelerator: */
     enum lh_copy_state copy_state;
     bool copy_is_old; /* its update is queued, or over */

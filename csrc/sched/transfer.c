@@ -78,11 +78,29 @@ static struct lh_store *store_of(const struct lh_transfer *transfer, const struc
     return transfer->saved ? engine->opts.saved.store : engine->store;
 }
 
+/* NULL: it is of a store. */
+static const struct lh_in_place_unit *in_place_of(const struct lh_transfer *transfer,
+                                                  const struct lh_engine *engine)
+{
+    bool is_load = !transfer->saved && transfer->extent == LH_ENGINE_EXTENT_NONE;
+    return is_load ? engine->units[transfer->unit].in_place : NULL;
+}
+
+/* Where its files begin among io's. */
+static uint32_t file_first(const struct lh_transfer *transfer, const struct lh_engine *engine)
+{
+    if (in_place_of(transfer, engine))
+        return engine->opts.in_place.file_first;
+    return transfer->saved ? engine->opts.saved.file_first : 0;
+}
+
 static const char *path_of(const struct lh_engine_request *request)
 {
     const struct lh_engine *engine = request->engine;
-    uint32_t first = request->transfer->saved ? engine->opts.saved.file_first : 0;
-    return lh_store_file_path(store_of(request->transfer, engine), request->io.file_index - first);
+    uint32_t file = request->io.file_index - file_first(request->transfer, engine);
+    if (in_place_of(request->transfer, engine))
+        return engine->opts.in_place.files[file].path;
+    return lh_store_file_path(store_of(request->transfer, engine), file);
 }
 
 static void request_start(struct lh_engine *engine, struct lh_transfer *transfer,
@@ -96,10 +114,11 @@ static void request_start(struct lh_engine *engine, struct lh_transfer *transfer
     request->offset = transfer->offset + offset;
     request->io = (struct lh_io_request){
         .kind = transfer->kind,
-        .file_index = piece->file_index + (transfer->saved ? engine->opts.saved.file_first : 0),
+        .file_index = piece->file_index + file_first(transfer, engine),
         .buffer = transfer->buffer + offset,
         .bytes = piece->bytes,
         .offset = piece->file_offset,
+        .least_bytes = in_place_of(transfer, engine) ? lh_in_place_least_bytes(engine, piece) : 0,
         .owner = request,
     };
     transfer->issued_bytes += piece->bytes;
@@ -117,6 +136,12 @@ static void transfer_issue(struct lh_engine *engine, struct lh_transfer *transfe
 {
     struct lh_store_piece pieces[LH_STORE_PIECE_COUNT_MAX];
     uint64_t at = transfer->offset + transfer->issued_bytes;
+    const struct lh_in_place_unit *in_place = in_place_of(transfer, engine);
+    if (in_place) {
+        pieces[0] = lh_in_place_map(engine, in_place, at);
+        request_start(engine, transfer, &pieces[0]);
+        return;
+    }
     /* End on a multiple of transfer_bytes, so that checks always cover whole checksum blocks. */
     uint64_t room = engine->opts.transfer_bytes - at % engine->opts.transfer_bytes;
     uint64_t bytes = lh_min_u64(room, transfer->bytes - transfer->issued_bytes);
@@ -159,13 +184,17 @@ static void check_run(struct lh_exec_job *job)
     struct lh_engine_request *request = job->context;
     const struct lh_transfer *transfer = request->transfer;
     uint32_t count = 0;
-    const uint32_t *expected = lh_store_checksums(store_of(transfer, request->engine),
-                                                  transfer->extent, transfer->slot, &count);
+    const struct lh_in_place_unit *in_place = in_place_of(transfer, request->engine);
+    const uint32_t *expected = in_place
+                                   ? lh_in_place_checksums(in_place, request->offset)
+                                   : lh_store_checksums(store_of(transfer, request->engine),
+                                                        transfer->extent, transfer->slot, &count) +
+                                         request->offset / LH_CHECKSUM_BYTES;
     const uint8_t *bytes = request->io.buffer;
     request->bad_offset = UINT64_MAX;
     for (uint64_t done = 0; done < request->io.bytes; done += LH_CHECKSUM_BYTES) {
         uint64_t length = lh_min_u64(LH_CHECKSUM_BYTES, request->io.bytes - done);
-        uint64_t block = (request->offset + done) / LH_CHECKSUM_BYTES;
+        uint64_t block = done / LH_CHECKSUM_BYTES;
         uint32_t actual = lh_crc32c(0, bytes + done, length);
         if (actual != expected[block]) {
             request->bad_offset = request->offset + done;
@@ -213,6 +242,8 @@ static void request_finish(struct lh_engine *engine, struct lh_engine_request *r
         lh_saved_transferred(engine, transfer->saved);
     else if (transfer->slab == LH_CHUNK_NONE && transfer->kind == LH_IO_KIND_WRITE)
         lh_update_param_written(engine, lh_engine_unit_at(engine, transfer->unit));
+    else if (in_place_of(transfer, engine))
+        lh_in_place_loaded(engine, lh_engine_unit_at(engine, transfer->unit));
     else if (transfer->slab == LH_CHUNK_NONE)
         lh_unit_load_done(engine, lh_engine_unit_at(engine, transfer->unit));
     else
@@ -259,6 +290,9 @@ static void request_done(struct lh_engine *engine, struct lh_engine_request *req
         return;
     }
     request_account(engine, request);
+    if (request->io.least_bytes > 0) /* the file ends here */
+        memset((uint8_t *)request->io.buffer + request->io.least_bytes, 0,
+               request->io.bytes - request->io.least_bytes);
     /* R, M and V are checked by the update, which has them in cache then. */
     bool is_checked = request->transfer->link == LH_ENGINE_LINK_PARAM_READ ||
                       request->transfer->link == LH_ENGINE_LINK_GRADIENT_READ ||
@@ -280,11 +314,14 @@ void lh_check_done(struct lh_engine *engine, struct lh_engine_request *request)
         struct lh_error err = {0};
         lh_error_set(&err, -EILSEQ,
                      "unit %u: %s from %s have a wrong checksum at byte %" PRIu64
-                     " of the unit (file offset %" PRIu64 "): %08x, expected %08x",
+                     " of the unit (file offset %" PRIu64 "): %08x, expected %08x%s",
                      request->transfer->unit, link_name(request->transfer->link), path_of(request),
                      request->bad_offset,
                      request->io.offset + (request->bad_offset - request->offset),
-                     request->crc_actual, request->crc_expected);
+                     request->crc_actual, request->crc_expected,
+                     in_place_of(request->transfer, engine)
+                         ? "; the file changed since the store was made, or was read wrong"
+                         : "");
         lh_engine_fail(engine, &err);
         return;
     }
@@ -321,6 +358,10 @@ bool lh_job_poll(struct lh_engine *engine)
         engine->jobs_in_flight--;
         if (job->run == lh_norm_run) {
             lh_norm_done(engine, job->context);
+            continue;
+        }
+        if (job->run == lh_in_place_run) {
+            lh_unit_load_done(engine, job->context);
             continue;
         }
         if (lh_saved_is_job(job)) {

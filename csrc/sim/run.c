@@ -86,7 +86,7 @@ static int backends_create(struct lh_sim_run *run, bool calm, struct lh_error *e
         .file_count = (run->saved_store ? 2 : 1) * opts->machine.ssd_count,
         .cap_bytes_per_s = opts->machine.cap_bytes_per_s,
         .sync_ns = opts->machine.sync_ns,
-        .queue_depth_max = opts->io_depth + 2 * LH_IO_FILE_COUNT_MAX,
+        .queue_depth_max = opts->io_depth + 8 * LH_STORE_DIRECTORY_COUNT_MAX,
         .io_depth = opts->io_depth,
         .seed = lh_sim_mix(opts->seed, run->open_count),
     };

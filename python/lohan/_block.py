@@ -5,7 +5,8 @@ ModuleList or Sequential, or a part of what is left over (embeddings, final norm
 block is a scope: its units are resident from its forward pre-hook to its forward hook. A module
 that owns parameters directly and has blocks below it is a scope, too; its units are resident as
 long as its forward runs, that is, while its blocks come and go. A unit holds the parameters of
-one block with one dtype and one requires_grad, one after the other, so that it is one array.
+one block with one dtype and one requires_grad, one after the other, so that it is one array; those
+that are read in place are units of their own.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan import _core
+from lohan import _core, _in_place
 from lohan._buffers import Buffers
+from lohan._files import Entry
+from lohan._in_place import Found, InPlace, Move, Run
 from lohan.errors import ModelError
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -37,6 +40,7 @@ class Param:
     unit: int
     first: int  # element in its unit where trainable, else byte
     index: int
+    source: Entry | None = None  # in the files of weights=
 
     @property
     def count(self) -> int:
@@ -55,6 +59,9 @@ class Unit:
     elements: int = 0  # padded; 0: frozen
     nbytes: int = 0  # of parameters in memory and on SSD, padded
     always: bool = False
+    # Where its bytes are if they are read in place (_in_place.py); none: in the store.
+    runs: list[Run] = dataclasses.field(default_factory=list)
+    moves: list[Move] = dataclasses.field(default_factory=list)
 
     @property
     def gradient_bytes(self) -> int:
@@ -91,6 +98,7 @@ class Layout:
     scopes: list[Scope]
     buffer_bytes: int = 0
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
+    in_place: InPlace = dataclasses.field(default_factory=lambda: InPlace([]))
 
 
 def _own_bytes(module: nn.Module) -> int:
@@ -233,7 +241,10 @@ def place(unit: Unit) -> None:
 
 
 def make_layout(
-    model: nn.Module, block_bytes_max: int, given: Sequence[nn.Module] | None = None
+    model: nn.Module,
+    block_bytes_max: int,
+    given: Sequence[nn.Module] | None = None,
+    found: Found | None = None,
 ) -> Layout:
     """Lay a model out in scopes, units and parameters.
 
@@ -241,15 +252,17 @@ def make_layout(
         model: the module to be wrapped.
         block_bytes_max: a block with more bytes of parameters is split at its children.
         given: modules that are blocks whatever their structure.
+        found: which parameters are in files, and which of these are to be read there.
 
     Returns:
         The layout; parameters are sorted by unit.
     """
+    found = found or Found([], {}, set())
     blocks = find_blocks(model, block_bytes_max, given)
     scope_of = _scope_of_modules(model, blocks)
     scopes: dict[int, Scope] = {id(m): Scope(n, m, []) for n, m in blocks}
     units: list[Unit] = []
-    unit_by_key: dict[tuple[int, torch.dtype, bool], int] = {}
+    unit_by_key: dict[tuple[int, torch.dtype, bool, bool], int] = {}
     unit_by_param: dict[int, int] = {}
     for module_name, module in model.named_modules(remove_duplicate=True):
         for param_name, tensor in module._parameters.items():
@@ -258,25 +271,33 @@ def make_layout(
             scope_name, scope_module = scope_of[id(module)]
             scope = scopes[id(scope_module)]
             if id(tensor) not in unit_by_param:
-                key = (id(scope_module), tensor.dtype, tensor.requires_grad)
+                is_apart = id(tensor) in found.in_place
+                key = (id(scope_module), tensor.dtype, tensor.requires_grad, is_apart)
                 if key not in unit_by_key:
                     unit_by_key[key] = len(units)
                     units.append(Unit(scope_name or "(root)", tensor.dtype, key[2], []))
                 index = unit_by_key[key]
                 unit_by_param[id(tensor)] = index
                 full = f"{module_name}.{param_name}" if module_name else param_name
-                units[index].params.append(Param(full, tensor, index, 0, 0))
+                source = found.entries.get(id(tensor))
+                units[index].params.append(Param(full, tensor, index, 0, 0, source))
             if unit_by_param[id(tensor)] not in scope.units:
                 scope.units.append(unit_by_param[id(tensor)])
     params: list[Param] = []
     for unit in units:
-        place(unit)
+        if id(unit.params[0].tensor) in found.in_place:
+            unit.runs, unit.moves = _in_place.place(unit.params)
+            unit.nbytes = sum(run.nbytes for run in unit.runs)
+        else:
+            place(unit)
         for param in unit.params:
             param.index = len(params)
             params.append(param)
     scope_list = [s for s in scopes.values() if s.units]
     _mark_always(scope_list, units)
-    return Layout(params, units, scope_list, Buffers(model).kept_bytes)
+    layout = Layout(params, units, scope_list, Buffers(model).kept_bytes)
+    layout.in_place = InPlace(found.files)
+    return layout
 
 
 def _mark_always(scopes: list[Scope], units: list[Unit]) -> None:

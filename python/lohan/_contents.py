@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan import _core
+from lohan import _core, _in_place
 from lohan._block import Layout, Param, Unit, place
-from lohan._store import Extents, UnitExtents, plan_extents
+from lohan._in_place import InPlace
+from lohan._store import Extents, UnitExtents, plan_extents, read_checksums
 from lohan._tensor import nbytes_of
 from lohan.errors import StoreMismatchError, StoreUncleanError
 
@@ -46,6 +47,8 @@ class Contents:
             for array in ARRAYS:
                 if getattr(places, array) == extent:
                     return _param_at(unit, array, offset), array
+        if extent == self.extents.checksums:
+            return "(all)", "checksums of what is read in place"
         return "(none)", "unused"
 
 
@@ -75,11 +78,13 @@ def read(store: _core.Store, where: str) -> Contents:
             " or the copy that was to be there, was interrupted): delete it, and begin again"
         )
     try:
-        return _parse(json.loads(described["meta"]))
+        contents = _parse(json.loads(described["meta"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreMismatchError(
             f"{where}: a store, but of no model of lohan's ({error!r})"
         ) from error
+    read_checksums(contents.layout, contents.extents, store)
+    return contents
 
 
 def _parse(meta: dict[str, Any]) -> Contents:
@@ -98,12 +103,14 @@ def _parse(meta: dict[str, Any]) -> Contents:
             unit.params.append(Param(name, tensor, len(units), 0, len(params)))
             params.append(unit.params[-1])
         assert unit is not None
-        place(unit)
+        if not _in_place.restore(meta, unit, len(units)):
+            place(unit)
         unit.elements, unit.nbytes = elements, nbytes
         units.append(unit)
     for param, first in zip(params, meta.get("firsts", []), strict=False):
         param.first = first
     layout = Layout(params, units, [])
+    layout.in_place = InPlace(_in_place.files_of(meta))
     extents = plan_extents(layout, False)
     if "extents" in meta:
         extents.units = [UnitExtents(*row) for row in meta["extents"]]

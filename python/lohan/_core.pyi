@@ -8,6 +8,9 @@ from torch import Tensor
 ELEMENT_ALIGN: int
 PARAM_ALIGN: int
 BLOCK_BYTES: int
+CHECKSUM_BYTES: int
+IN_PLACE_ALIGN: int
+IN_PLACE_FILE_COUNT_MAX: int
 TRACE_COUNT_MAX: int
 
 # (-errno, message) -> the exception to raise.
@@ -62,6 +65,8 @@ class Engine:
         sums: bool,
         device: tuple[Any, ...],
         saved: tuple[int, int, Store | None, int],
+        # files: (fd, path, bytes, is direct); units: (unit, runs, moves, checksums)
+        in_place: tuple[list[tuple[int, bytes, int, bool]], list[tuple[Any, ...]]],
     ) -> Engine: ...
     def held_bytes(self) -> int: ...
     def saved_put(self, pointer: int, nbytes: int, is_on_ssd: bool, /) -> int | None: ...

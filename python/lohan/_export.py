@@ -174,6 +174,10 @@ def _of_store(store: _core.Store, contents: Contents, is_master: bool) -> Pieces
         assert source.index is not None
         param = layout.params[source.index]
         unit, places = layout.units[param.unit], extents.units[param.unit]
+        if unit.runs:
+            made = layout.in_place.pieces(layout, param, PIECE_ELEMENTS)
+            is_wide = is_master and unit.dtype.is_floating_point
+            return (piece.float() for piece in made) if is_wide else made
         return _contents.pieces(store, unit, places, param, is_master=is_master)
 
     return pieces

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan import _export, _names, _store
+from lohan import _export, _names, _peft, _store
 from lohan._compile import Traced, Uncompiled
 from lohan._hollow import HollowClasses, show
 from lohan._session import Session
-from lohan._tensor import ReadParameters, bits_checksum, is_same, nbytes_of, without_classes
+from lohan._tensor import ReadParameters, bits_checksum, is_same, without_classes
 from lohan.errors import LentError, UnsupportedError
 
 
@@ -39,6 +39,7 @@ class Guard:
         self.shadowed: list[tuple[weakref.ref[nn.Module], str]] = []
         self.watched: list[weakref.ref[nn.Module]] = []
         self.filled: tuple[int, dict[int, str]] = (0, {})  # id of a state dict, names in it
+        self.leaves_out: frozenset[int] = frozenset()  # parameters that a state dict leaves hollow
 
     def shadow(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
         """Put an instance attribute over a method."""
@@ -51,6 +52,8 @@ class Guard:
         assert model is not None
         self.hide()
         uncompiled = Uncompiled(model, self.shadow)
+        if _peft.is_peft(model):
+            self.shadow(model, "save_pretrained", self._save_adapters(model))
         for module in model.modules():
             self.shadow(module, "zero_grad", self._zero_grad(module))
             named_parameters = Traced(self._named_parameters(module), uncompiled.on_trace)
@@ -173,7 +176,7 @@ class Guard:
                     )
                 try:
                     self._write({name: after}, {name: index})
-                except LentError:
+                except (LentError, UnsupportedError):
                     self._restore(index)
                     raise
 
@@ -202,6 +205,9 @@ class Guard:
             if tensor is None or key not in state or id(tensor) not in self.index:
                 continue
             index = self.index[id(tensor)]
+            if index in self.leaves_out:
+                state[key] = tensor  # hollow: whoever reads it is told its name
+                continue
             value = self.session.lend(index).cpu()
             # The dict may be another one by now, or from before a step: the bits tell.
             first = first_names.setdefault(index, key)
@@ -223,6 +229,34 @@ class Guard:
             _export.save_pretrained(owner, self.session, self.index, save_directory, **options)
 
         return save_pretrained
+
+    def _save_adapters(self, model: nn.Module) -> Callable[..., Any]:
+        """Peft's own, of a state dict without the base weights: they are as large as the model."""
+        plain: Any = type(model).save_pretrained  # type: ignore[attr-defined]
+        reference = weakref.ref(model)
+
+        def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+            owner = reference()
+            assert owner is not None
+            if kwargs.get("state_dict") is None:
+                asked = kwargs.get("save_embedding_layers", "auto")
+                kwargs["state_dict"] = self._state_without_base(owner, asked)
+            return plain(owner, *args, **kwargs)
+
+        return save_pretrained
+
+    def _state_without_base(self, model: nn.Module, asked: Any) -> dict[str, Any]:
+        layout = self.session.layout
+        kept = _peft.embeddings(model) if _peft.needs_embeddings(model, asked) else set()
+        self.leaves_out = frozenset(
+            param.index
+            for param in layout.params
+            if not layout.units[param.unit].trainable and id(param.tensor) not in kept
+        )
+        try:
+            return model.state_dict()
+        finally:
+            self.leaves_out = frozenset()
 
     def _load_state_dict(self, module: nn.Module) -> Callable[..., Any]:
         reference = weakref.ref(module)
@@ -265,6 +299,7 @@ class Guard:
     def _write(self, given: Mapping[str, Any], names: Mapping[str, int]) -> None:
         session = self.session
         layout = session.layout
+        given = self._without_in_place(given, names)
         changed = sorted({layout.params[names[key]].unit for key in given})
         with session.exclusive(changed) as store:
             for key, value in given.items():
@@ -274,17 +309,33 @@ class Guard:
                 _store.write_param(store, unit, places, param.first, value.cpu(), is_fresh=False)
             session.commit_buffers(store)
 
+    def _without_in_place(
+        self, given: Mapping[str, Any], names: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """What has to be written: files that are read in place have their values already."""
+        session = self.session
+        left = {}
+        for key, value in given.items():
+            param = session.layout.params[names[key]]
+            if not session.layout.units[param.unit].runs:
+                left[key] = value
+                continue
+            values = session.layout.in_place.read(session.layout, param)
+            if not is_same(value.detach().to("cpu", values.dtype).contiguous(), values):
+                raise UnsupportedError(
+                    f"parameter {param.name!r} is frozen and read in place: it cannot become"
+                    f" another, as lohan never writes to {session.layout.in_place.path(param)}:"
+                    ' wrap with frozen="copy" to change it'
+                )
+        return left
+
     def _restore(self, index: int) -> None:
         """Undo in memory what was written there and cannot go to the store."""
-        param = self.session.layout.params[index]
-        unit = self.session.layout.units[param.unit]
-        offset = param.first * unit.dtype.itemsize if unit.trainable else param.first
-        places = self.session.extents.units[param.unit]
-        lend = self.session.lend(index)
-        with self.session.exclusive([]) as store:
-            values = torch.empty_like(lend, device="cpu")
-            store.read(places.param, offset, values.data_ptr(), nbytes_of(values))
-            lend.copy_(values)
+        session = self.session
+        lend = session.lend(index)
+        with session.exclusive([]) as store:
+            param = session.layout.params[index]
+            lend.copy_(_store.read_param(session.layout, session.extents, store, param))
 
     def _apply(self, module: nn.Module) -> Callable[..., nn.Module]:
         """`.to()`, `.half()`, `.cuda()`: places are lohan's business, dtypes cannot change."""

@@ -115,6 +115,7 @@ class Session(ForwardRules):
             sums=self._accumulation.is_on,
             device=self.device.options(),
             saved=self._swap_options,
+            in_place=layout.in_place.engine_options(layout),
         )
         try:
             self._bind()
@@ -131,7 +132,6 @@ class Session(ForwardRules):
         self._enter_hooks: list[Any] = []
         self._scale = self._scale_make()
         self._gradients = _gradients.HollowGradients(layout, self._scale)
-        self._param_index = {id(p.tensor): p.index for p in layout.params}
 
     # --- Making -----------------------------------------------------------------------------
 
@@ -189,6 +189,7 @@ class Session(ForwardRules):
 
     def _bind(self) -> None:
         """Make every parameter hollow and known to the engine."""
+        self._param_index = {id(p.tensor): p.index for p in self.layout.params}
         count = len(self.layout.params)
         self._arrays: dict[torch.dtype, torch.Tensor] = {}
         for param in self.layout.params:
@@ -580,6 +581,7 @@ class Session(ForwardRules):
                     handle.remove()
                 self._hooks.clear()
                 self._engine.close()
+                self.layout.in_place.close()
                 self.store.close()
                 if self._swap_options[2] is not None:
                     self._swap_options[2].close()

@@ -80,6 +80,8 @@ def check(config: Config) -> None:
         raise ModelError(f"io {config.io!r}: 'auto', 'io_uring', 'libaio' or 'threads'")
     if config.profile not in ("reuse", "again"):
         raise ModelError(f"profile {config.profile!r}: 'reuse' or 'again'")
+    if config.frozen not in ("in_place", "copy"):
+        raise ModelError(f"frozen {config.frozen!r}: 'in_place' or 'copy'")
     if config.heap not in ("keep", "system"):
         raise ModelError(f"heap {config.heap!r}: 'keep' or 'system'")
     if config.schedule not in SCHEDULES:

@@ -213,7 +213,9 @@ class _Copy:
         meta = json.loads(self.said["meta"])
         before = meta.get("copied_from", [])
         meta["copied_from"] = [*before, [self.said["uuid"], self.said["step"]]]
-        slots = dict(sorted((group, count) for _, group, count, _ in self.extents))
+        slots = {group: count for _, group, count, _ in self.extents}
+        # A unit that is read in place has a group, and nothing in it.
+        groups = [slots.get(group, 1) for group in range(max(slots) + 1)]
 
         def create() -> _core.Store:
             return _core.store_create(
@@ -222,7 +224,7 @@ class _Copy:
                 directories=self.out,
                 weights=_store.measure_weights(self.out),
                 extents=[(nbytes, group) for nbytes, group, _, _ in self.extents],
-                groups=list(slots.values()),
+                groups=groups,
                 meta=json.dumps(meta).encode(),
                 scalar_bytes_max=self.said["scalar_bytes_max"],
                 single_slot=self.said["is_single_slot"],

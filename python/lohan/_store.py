@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan import _core
-from lohan._block import BYTES_CODE, DTYPE_CODES, Layout, Unit
+from lohan import _core, _in_place
+from lohan._block import BYTES_CODE, DTYPE_CODES, Layout, Param, Unit
 from lohan._buffers import Buffers
 from lohan._tensor import nbytes_of
 from lohan.config import Config
@@ -27,7 +27,7 @@ BUFFER_SAID_BYTES = 1 << 20  # names and shapes of persistent buffers, where the
 
 @dataclasses.dataclass
 class UnitExtents:
-    """Extent numbers of a unit's arrays; -1: none."""
+    """Extent numbers of a unit's arrays; -1: none (param: it is read in place)."""
 
     param: int
     residual: int = -1
@@ -66,6 +66,7 @@ class Extents:
     units: list[UnitExtents]
     table: list[tuple[int, int]]
     groups: list[int]
+    checksums: int = -1  # of the units that are read in place
 
     @property
     def nbytes(self) -> int:
@@ -88,13 +89,17 @@ def plan_extents(layout: Layout, single_slot: bool) -> Extents:
             extents.table.append((nbytes, group))
             return len(extents.table) - 1
 
-        places = UnitExtents(add(unit.nbytes))
+        places = UnitExtents(-1 if unit.runs else add(unit.nbytes))
         if unit.residual_bytes:
             places.residual = add(unit.elements * unit.residual_bytes)
         if unit.trainable:
             places.moment1 = add(unit.elements * 4)
             places.moment2 = add(unit.elements * 4)
         extents.units.append(places)
+    if any(unit.runs for unit in layout.units):
+        extents.groups.append(1)
+        extents.checksums = len(extents.table)
+        extents.table.append((_in_place.checksum_bytes(layout.units), len(extents.groups) - 1))
     return extents
 
 
@@ -109,6 +114,63 @@ def describe(layout: Layout) -> dict[str, Any]:
         ],
         "units": [[u.name, len(u.params), u.elements, u.nbytes] for u in layout.units],
     }
+
+
+def _meta(layout: Layout, extents: Extents) -> dict[str, Any]:
+    """What a store says of itself: docs/store-format.md, Meta."""
+    made = describe(layout)
+    if extents.checksums >= 0:
+        made["in_place"] = layout.in_place.describe(layout, extents.checksums)
+    return made
+
+
+def read_meta(directories: Sequence[str], config: Config) -> dict[str, Any]:
+    """What the store of these directories says of itself.
+
+    Raises:
+        StoreError: it cannot be opened.
+    """
+    store = open_existing(directories, config, read_only=True)
+    try:
+        meta: dict[str, Any] = json.loads(store.describe()["meta"])
+    finally:
+        store.close()
+    return meta
+
+
+def write_checksums(layout: Layout, extents: Extents, store: _core.Store) -> None:
+    """Read every unit that is read in place once, and keep its checksums."""
+    if extents.checksums < 0:
+        return
+    layout.in_place.checksums = made = layout.in_place.scan(layout)
+    values = torch.frombuffer(bytearray(b"".join(made.values())), dtype=torch.uint8)
+    store.write(extents.checksums, 0, values.data_ptr(), values.numel())
+
+
+def read_checksums(layout: Layout, extents: Extents, store: _core.Store) -> None:
+    """Take those that the store has."""
+    if extents.checksums < 0:
+        return
+    values = torch.empty(extents.table[extents.checksums][0], dtype=torch.uint8)
+    store.read(extents.checksums, 0, values.data_ptr(), values.numel())
+    raw = values.numpy().tobytes()
+    at = 0
+    for index, unit in enumerate(layout.units):
+        if unit.runs:
+            nbytes = 4 * _in_place.checksum_count(unit)
+            layout.in_place.checksums[index] = raw[at : at + nbytes]
+            at += nbytes
+
+
+def read_param(layout: Layout, extents: Extents, store: _core.Store, param: Param) -> torch.Tensor:
+    """A parameter's values of the store's last commit, in its dtype and shape."""
+    unit = layout.units[param.unit]
+    if unit.runs:
+        return layout.in_place.read(layout, param)
+    values = torch.empty(param.tensor.shape, dtype=unit.dtype)
+    offset = param.first * unit.dtype.itemsize if unit.trainable else param.first
+    store.read(extents.units[param.unit].param, offset, values.data_ptr(), nbytes_of(values))
+    return values
 
 
 def temporary_directory() -> str:
@@ -176,7 +238,7 @@ def create(
         weights=measure_weights(directories),
         extents=extents.table,
         groups=extents.groups,
-        meta=json.dumps(describe(layout)).encode(),
+        meta=json.dumps(_meta(layout, extents)).encode(),
         scalar_bytes_max=SCALAR_BYTES_MAX
         + _core.scalar_overhead_bytes(len(layout.params))
         + buffer_room_bytes(layout),

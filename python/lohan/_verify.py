@@ -81,6 +81,7 @@ class _Work:
         self.contents = contents
         self.table = store.extents()
         self.total = sum(nbytes for nbytes, _, _, is_zero in self.table if not is_zero)
+        self.total += sum(unit.nbytes for unit in contents.layout.units if unit.runs)
         self.done = 0
         self.bad: list[Bad] = []
         self.error: BaseException | None = None
@@ -136,6 +137,19 @@ class _Work:
                 store.read(extent, offset, address, min(SUM_BYTES, begin + nbytes - offset))
             except StoreError as error:
                 self.complain(store, extent, offset, error)
+
+    def run_in_place(self, progress: Progress | None) -> None:
+        """Of units that are read from files that are not the store's: those, too."""
+
+        def read(nbytes: int) -> None:
+            self.count(nbytes)
+            if progress is not None:
+                progress(self.done, self.total)
+
+        for found in self.contents.layout.in_place.differences(self.contents.layout, read):
+            param, path, offset = found
+            said = f"{path}, offset {offset}: others than when the store was made"
+            self.bad.append(Bad(param, "param", str(path), offset, said))
 
 
 def verify(store: PathLike | Sequence[PathLike], *, progress: Progress | None = None) -> Verified:
@@ -200,6 +214,7 @@ def _verify(
             thread.join()
     if work.error is not None:
         raise work.error
+    work.run_in_place(progress)
     bad = sorted(work.bad, key=lambda one: (one.path, one.offset))
     seconds = time.monotonic() - begin
     return Verified(said["step"], said["uuid"], work.done, seconds, bad, said["note"])

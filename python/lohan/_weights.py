@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
-import struct
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from lohan import _core
 from lohan._block import Layout, Param
-from lohan._store import Extents, write_param
+from lohan._files import DTYPES, File
+from lohan._peft import initialise, is_adapter
+from lohan._store import Extents, read_param, write_checksums, write_param
 from lohan._tensor import nbytes_of
 from lohan.errors import ModelError, StoreError
 
@@ -26,19 +26,6 @@ PathLike = str | os.PathLike[str]
 PIECE_ELEMENTS = 4 << 20
 # Bytes of freed tensors after which the C library is asked to give them back.
 TRIM_BYTES = 256 << 20
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @contextlib.contextmanager
@@ -91,6 +78,7 @@ def fill(
     weights: PathLike | None,
     init: str | Callable[[nn.Module], None] | None,
     scalars: bytes = b"",
+    files: Sequence[File] = (),
 ) -> None:
     """Write every parameter to a new store and commit it as step 0, with scalars; see drop().
 
@@ -102,9 +90,9 @@ def fill(
         raise ModelError(f"init {init!r}: 'model' or a function of a module")
     is_empty = any(p.tensor.is_meta for p in layout.params)
     if weights is not None:
-        names = _all_names(model, layout)
         _replace(model, layout)
-        _fill_from_files(layout, extents, store, Path(os.fspath(weights)), names)
+        _fill_from_files(model, layout, extents, store, Path(os.fspath(weights)), files)
+        write_checksums(layout, extents, store)
     elif is_empty or init is not None:
         _replace(model, layout)
         _fill_by_init(model, layout, extents, store, init if callable(init) else None)
@@ -123,14 +111,7 @@ def drop(layout: Layout) -> None:
 
 def read(layout: Layout, extents: Extents, store: _core.Store) -> list[torch.Tensor]:
     """Every parameter's values of the store's last commit, in its dtype and shape."""
-    found = []
-    for param in layout.params:
-        unit = layout.units[param.unit]
-        values = torch.empty(param.tensor.shape, dtype=unit.dtype)
-        offset = param.first * unit.dtype.itemsize if unit.trainable else param.first
-        store.read(extents.units[param.unit].param, offset, values.data_ptr(), nbytes_of(values))
-        found.append(values)
-    return found
+    return [read_param(layout, extents, store, param) for param in layout.params]
 
 
 def recover(layout: Layout, extents: Extents, store: _core.Store) -> None:
@@ -150,6 +131,11 @@ def _give_back() -> None:
         trim(ctypes.c_size_t(0))
 
 
+def _has_values(param: Param) -> bool:
+    """False of what _replace() put in a meta parameter's place."""
+    return param.count == 0 or any(stride != 0 for stride in param.tensor.stride())
+
+
 def _no_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The same shape without the memory; it becomes hollow when the session begins."""
     return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
@@ -159,17 +145,6 @@ def _write(
     layout: Layout, extents: Extents, store: _core.Store, param: Param, values: torch.Tensor
 ) -> None:
     write_param(store, layout.units[param.unit], extents.units[param.unit], param.first, values)
-
-
-def _all_names(model: nn.Module, layout: Layout) -> dict[str, Param]:
-    """Every name of every parameter, those of tied ones included."""
-    by_id = {id(p.tensor): p for p in layout.params}
-    names = {}
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in module._parameters.items():
-            if tensor is not None and id(tensor) in by_id:
-                names[f"{module_name}.{name}" if module_name else name] = by_id[id(tensor)]
-    return names
 
 
 def _fill_by_init(
@@ -242,62 +217,43 @@ def _initialise(
             )
 
 
-def _files(folder: Path) -> list[Path]:
-    if folder.is_file():
-        return [folder]
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
-        raise StoreError(f"weights={folder}: no .safetensors file there (.bin is not read)")
-    return found
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file: its tensors, and where their bytes begin.
-
-    Raises:
-        StoreError: the file is not safetensors, or is cut.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
-        if 8 + length > size:
-            raise StoreError(f"{path}: {size} bytes are too few for its header of {length}")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise StoreError(f"{path} is not a safetensors file: {error}") from error
-    header.pop("__metadata__", None)
-    return header, 8 + length
-
-
 def _fill_from_files(
-    layout: Layout, extents: Extents, store: _core.Store, folder: Path, names: dict[str, Param]
+    model: nn.Module,
+    layout: Layout,
+    extents: Extents,
+    store: _core.Store,
+    weights: Path,
+    files: Sequence[File],
 ) -> None:
-    """Stream every tensor that the model has, a piece at a time."""
-    written: set[int] = set()
-    for path in _files(folder):
-        header, begin = read_header(path)
-        with path.open("rb") as file:
-            for name, entry in header.items():
-                param = names.get(name)
-                if param is None or param.index in written:
-                    continue
-                if list(param.tensor.shape) != entry["shape"]:
-                    raise ModelError(
-                        f"{path}: {name} is {entry['shape']}, the model has"
-                        f" {list(param.tensor.shape)}"
-                    )
-                _stream(layout, extents, store, param, file, begin, entry)
-                written.add(param.index)
-    left = [p.name for p in layout.params if p.index not in written]
+    """Stream every parameter that is not read in place, a piece at a time."""
+    params = [param for param in layout.params if not layout.units[param.unit].runs]
+    in_files = [param for param in params if param.source is not None]
+    for param in sorted(
+        in_files, key=lambda p: (p.source.file, p.source.offset) if p.source else (0, 0)
+    ):
+        _stream(layout, extents, store, param, files)
+    others = [param for param in params if param.source is None]
+    empty = {id(param.tensor): param for param in others if not _has_values(param)}
+    written = initialise(
+        model, set(empty), lambda p: _write(layout, extents, store, empty[id(p)], p)
+    )
+    left = [param.name for key, param in empty.items() if key not in written]
     if left:
         raise ModelError(
-            f"weights={folder} has no value for {len(left)} parameters ({left[0]!r}, ...)"
+            f"weights={weights} has no value for {len(left)} parameters ({left[0]!r}, ...)"
+        )
+    for param in empty.values():
+        param.tensor.data = _no_storage(param.tensor)
+    rest = [param for param in others if id(param.tensor) not in empty]
+    for param in rest:
+        _write(layout, extents, store, param, param.tensor)
+    is_ours = is_adapter(model)
+    told = [param.name for param in rest if not is_ours(param.tensor)]
+    if told:
+        print(
+            f"lohan: {len(told)} parameters that weights={weights} does not have keep their values"
+            f" of now ({told[0]!r}, ...)",
+            file=sys.stderr,
         )
 
 
@@ -306,24 +262,24 @@ def _stream(
     extents: Extents,
     store: _core.Store,
     param: Param,
-    file: Any,
-    begin: int,
-    entry: dict[str, Any],
+    files: Sequence[File],
 ) -> None:
-    dtype = _DTYPES.get(entry["dtype"])
-    if dtype is None:
-        raise ModelError(f"{param.name}: safetensors dtype {entry['dtype']} is not supported")
+    assert param.source is not None
+    path = files[param.source.file].path
+    dtype = DTYPES[param.source.dtype]
     unit = layout.units[param.unit]
-    file.seek(begin + entry["data_offsets"][0])
-    for first in range(0, param.count, PIECE_ELEMENTS):
-        count = min(PIECE_ELEMENTS, param.count - first)
-        raw = bytearray(file.read(count * dtype.itemsize))
-        if len(raw) != count * dtype.itemsize:
-            raise StoreError(f"{file.name} ends inside {param.name}")
-        values = torch.frombuffer(raw, dtype=dtype)
-        if unit.residual_bytes and dtype != unit.dtype:
-            values = values.float()  # the master gets every bit that it can hold
-        else:
-            values = values.to(unit.dtype)
-        scale = 1 if unit.trainable else unit.dtype.itemsize
-        write_param(store, unit, extents.units[param.unit], param.first + first * scale, values)
+    with path.open("rb") as file:
+        file.seek(param.source.offset)
+        for first in range(0, param.count, PIECE_ELEMENTS):
+            count = min(PIECE_ELEMENTS, param.count - first)
+            raw = bytearray(file.read(count * dtype.itemsize))
+            if len(raw) != count * dtype.itemsize:
+                raise StoreError(f"{path} ends inside {param.name}")
+            values = torch.frombuffer(raw, dtype=dtype)
+            if unit.residual_bytes and dtype != unit.dtype:
+                values = values.float()  # the master gets every bit that it can hold
+            else:
+                values = values.to(unit.dtype)
+            scale = 1 if unit.trainable else unit.dtype.itemsize
+            at = param.first + first * scale
+            write_param(store, unit, extents.units[param.unit], at, values)

@@ -91,6 +91,9 @@ class Config:
             for the whole process and to its end, so that a step finds its tensors' pages in place
             (15 % faster where that was measured, and a quarter more memory at the peak); "system":
             it is left as it is.
+        frozen: parameters that require no gradient, of a model with weights=: "in_place": they are
+            read from those files whenever they are needed, and are not in the store; "copy": they
+            are copied into it (where the files are on a slower disk, or will go away).
         verify: check the checksums of everything that is read.
         trace_events: events of the timeline that are kept; 0: none.
         allow_buffered: go on without O_DIRECT where the file system refuses it.
@@ -116,6 +119,7 @@ class Config:
     device_param_bytes: int | None = None
     emu_bytes_per_s: tuple[int, int] | None = None
     heap: Literal["keep", "system"] = "keep"
+    frozen: Literal["in_place", "copy"] = "in_place"
     verify: bool = True
     trace_events: int = 0
     allow_buffered: bool = True

@@ -19,9 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lohan import (
     _activations,
     _adopt,
+    _block,
     _core,
     _device,
     _exit,
+    _in_place,
     _notes,
     _settings,
     _store,
@@ -29,9 +31,11 @@ from lohan import (
     _weights,
 )
 from lohan._accumulate import is_accumulating
-from lohan._block import RESIDUAL_BYTES, Layout, make_layout
+from lohan._block import Layout
 from lohan._export import about
 from lohan._guard import Guard
+from lohan._in_place import Found
+from lohan._model_checks import check_model
 from lohan._optim import DEFAULTS, Optimizer
 from lohan._scalars import with_buffers
 from lohan._session import Session
@@ -41,7 +45,6 @@ from lohan.errors import (
     ModelError,
     OffloadedGradientError,
     StoreError,
-    UnsupportedError,
 )
 
 PathLike = str | os.PathLike[str]
@@ -94,7 +97,7 @@ def wrap(
             to params: its groups, moments and step counts. It is emptied, `model.optimizer` stands
             for it, and its scheduler works on. With resume it gives the groups, the store the rest.
         blocks: modules to be blocks; None: found by structure.
-        weights: a folder or file of safetensors to fill an empty model from.
+        weights: a folder or file of safetensors to fill it from; frozen parameters are read there.
         init: "model" for the model's own initialisation, or a function of a module with parameters.
         config: settings that do not change the numbers.
         **settings: fields of Config by name (host_bytes=, io=, commit_every=, ...).
@@ -112,16 +115,16 @@ def wrap(
         LoHan IV-E (interface), IV-C (active gradient offloading).
     """
     made = _settings.make(config, settings, wrap)
-    _check_model(model, resume or weights is not None or init is not None)
+    check_model(model, resume or weights is not None or init is not None)
     hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     _adopt.check(optimizer, {**hyper, "params": params}, resume=resume)
-    _settings.check(made)
-    made = _config_for_waiting(made, max_grad_norm)
-    made, layout, budget = _divide(model, blocks, made)
+    made = _checked_config(made, max_grad_norm)
+    found = _find(model, made, store, resume, weights)
+    made, layout, budget = _divide(model, blocks, made, found)
     ours, group_of = _make_optimizer(layout, params, hyper, optimizer)
     ours.max_grad_norm = max_grad_norm
-    opening = _Opening(model, layout, made, budget, ours, group_of)
-    _attach(model, opening.open(store, resume, weights, init), ours)
+    opened = _Opening(model, layout, made, budget, ours, group_of, found)
+    _attach(model, opened.open(store, resume, weights, init), ours)
     return model
 
 
@@ -135,6 +138,7 @@ class _Opening:
     budget: dict[str, int]
     optimizer: Optimizer
     group_of: dict[int, int]
+    found: Found | None = None  # in the files of weights=
     room: _core.Store | None = None  # of SSD, for activations; the session's once there is one
 
     def open(
@@ -183,18 +187,11 @@ class _Opening:
         session: Session | None = None
         tensors = [param.tensor for param in self.layout.params]
         try:
+            self.layout.in_place.open(self.config)
             if resume:
-                _store.check_same_model(store, self.layout)
-                _store.check_slots(store, self.config)
-                _weights.skip_fill(self.model, self.layout)
+                self._compare(extents, store)
             else:
-                scalars = b""
-                if self.optimizer.origin is not None:
-                    origin = self.optimizer.origin
-                    scalars = _adopt.write_state(origin, self.layout, extents, store)
-                buffers = _store.buffers(self.model, self.layout, store)
-                scalars = with_buffers(scalars, b"", len(self.layout.params), buffers)
-                _weights.fill(self.model, self.layout, extents, store, weights, init, scalars)
+                self._fill(extents, store, weights, init)
                 is_filled = True
                 _weights.drop(self.layout)  # not before: a failure must not cost the only copy
             params = zip(tensors, self.layout.params, strict=True)
@@ -225,6 +222,7 @@ class _Opening:
                 if is_filled and not resume and was_in_memory:
                     _weights.recover(self.layout, extents, store)
                 store.close()
+                self.layout.in_place.close()
             if not is_filled and not temporary:
                 _store.remove(directories)
             raise
@@ -236,6 +234,25 @@ class _Opening:
             )
         _notes.say(session)
         return session
+
+    def _compare(self, extents: _store.Extents, store: _core.Store) -> None:
+        """The store is this model's, and the files that it reads in place are still the same."""
+        _store.check_same_model(store, self.layout)
+        _store.check_slots(store, self.config)
+        _store.read_checksums(self.layout, extents, store)
+        if self.found is not None:
+            _in_place.check_content(self.layout, self.found.then)
+        _weights.skip_fill(self.model, self.layout)
+
+    def _fill(self, extents: _store.Extents, store: _core.Store, weights: Any, init: Any) -> None:
+        scalars = b""
+        if self.optimizer.origin is not None:
+            origin = self.optimizer.origin
+            scalars = _adopt.write_state(origin, self.layout, extents, store)
+        buffers = _store.buffers(self.model, self.layout, store)
+        scalars = with_buffers(scalars, b"", len(self.layout.params), buffers)
+        files = self.found.files if self.found is not None else ()
+        _weights.fill(self.model, self.layout, extents, store, weights, init, scalars, files)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -313,78 +330,6 @@ def _refuse_other_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs:
                 )
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    is_compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
-    return is_compiled or isinstance(module, torch.jit.ScriptModule)
-
-
-def _check_model(model: Any, is_filled: bool) -> None:
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"lohan.wrap takes a torch.nn.Module, not {type(model).__name__}")
-    if "lohan" in model.__dict__:
-        raise UnsupportedError("the model is wrapped already: lohan.unwrap() it first")
-    if any(_is_compiled(module) for module in model.modules()):
-        raise UnsupportedError("a compiled or scripted model: wrap it before torch.compile is used")
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise UnsupportedError(
-                f"{name or 'the model'} is an {type(module).__name__} with"
-                f" max_norm={module.max_norm}, which changes its rows in place inside the forward:"
-                " set max_norm=None, and limit rows between steps, in a loop over"
-                " model.named_parameters()"
-            )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UnsupportedError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: lohan trains on one process"
-        )
-    _check_not_held(model)
-    count = 0
-    for name, param in model.named_parameters():
-        count += param.numel() > 0
-        _check_param(name, param, is_filled)
-    if count == 0:
-        raise ModelError(f"{type(model).__name__} has no parameters")
-
-
-def _check_not_held(model: nn.Module) -> None:
-    """Refuse what another session has, a closed one too: its parameters are hollow."""
-    for session in _exit.sessions:
-        names = session.param_names()
-        for name, param in nn.Module.named_parameters(model):
-            if id(param) in names:
-                raise UnsupportedError(
-                    f"parameter {name!r} is {names[id(param)]!r} of a model that is wrapped"
-                    " already: lohan.unwrap() that one first, or wrap the model that has them all"
-                )
-
-
-def _check_param(name: str, param: nn.Parameter, is_filled: bool) -> None:
-    if isinstance(param, nn.parameter.UninitializedParameter):
-        raise ModelError(f"parameter {name!r} is lazy: run one forward before lohan.wrap()")
-    if param.layout != torch.strided:
-        raise ModelError(
-            f"parameter {name!r} is {param.layout}: only dense parameters are supported"
-        )
-    if param.dtype.is_complex:
-        raise ModelError(
-            f"parameter {name!r} is {param.dtype}: complex parameters are not supported"
-        )
-    if param.is_quantized:
-        raise ModelError(f"parameter {name!r} is quantised: dequantise it before lohan.wrap()")
-    if param.requires_grad and param.dtype not in RESIDUAL_BYTES:
-        raise ModelError(
-            f"parameter {name!r} is {param.dtype} and requires a gradient: trainable parameters are"
-            " float32, bfloat16 or float16 (freeze it, or convert the model)"
-        )
-    if param.is_meta and not is_filled:
-        raise ModelError(
-            f"parameter {name!r} has no storage: pass weights=FOLDER, init='model' or a function,"
-            " or resume=True with the store that has its values"
-        )
-    if not param.is_meta and param.device.type != "cpu":
-        raise ModelError(f"parameter {name!r} is on {param.device}: wrap the model on the CPU")
-
-
 def _directories(store: PathLike | Sequence[PathLike] | None) -> list[str]:
     if store is None:
         return [_store.temporary_directory()]
@@ -410,8 +355,9 @@ def _tied_gradient_bytes(layout: Layout) -> int:
     return tied
 
 
-def _config_for_waiting(config: Config, max_grad_norm: float | None) -> Config:
+def _checked_config(config: Config, max_grad_norm: float | None) -> Config:
     """The norm, and a sum of gradients, are known behind backward only: updates wait for them."""
+    _settings.check(config)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ModelError(f"max_grad_norm {max_grad_norm}: a number above 0")
     is_summed = is_accumulating(config.accumulate)
@@ -470,6 +416,7 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
 
     # A checksum of 4 bytes a MiB, in memory for each slot and in each of two manifests.
     bookkeeping = BOOKKEEPING_BYTES + 4 * 4 * (extents.nbytes >> 20)
+    bookkeeping += 4 * (sum(unit.nbytes for unit in layout.units if unit.runs) >> 20)
     bookkeeping += BOOKKEEPING_UNIT_BYTES * len(layout.units)
     # Buffers that a commit carries are in two manifests, in the engine, and where they are packed.
     bookkeeping += 4 * _store.buffer_room_bytes(layout)
@@ -488,28 +435,47 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     return _core.budget(units, _host_bytes(config, full), bookkeeping, *waiting, raiser)
 
 
+def _find(
+    model: nn.Module,
+    config: Config,
+    store: PathLike | Sequence[PathLike] | None,
+    resume: bool,
+    weights: PathLike | None,
+) -> Found | None:
+    """What files have of the model: those of weights=, or those that the store goes on with."""
+    place = None if weights is None else Path(os.fspath(weights)).expanduser()
+    if resume and store is not None:
+        meta = _store.read_meta(_directories(store), config)
+        return _in_place.of_store(meta, model, place)
+    return None if place is None else _in_place.of_folder(place, model, config)
+
+
 def _divide(
-    model: nn.Module, blocks: Sequence[nn.Module] | None, config: Config
+    model: nn.Module, blocks: Sequence[nn.Module] | None, config: Config, found: Found | None
 ) -> tuple[Config, Layout, dict[str, int]]:
     """Main memory, with room for activations that a policy plans where the rest allows it."""
     roomy = _swap.with_room(config, sum(p.numel() * p.element_size() for p in model.parameters()))
     try:
-        layout = _layout_for_budget(model, blocks, roomy)
+        layout = _layout_for_budget(model, blocks, roomy, found)
         return roomy, layout, _budget(layout, roomy)
     except BudgetError:
         if roomy is config:
             raise
-    layout = _layout_for_budget(model, blocks, config)
+    layout = _layout_for_budget(model, blocks, config, found)
     return config, layout, _budget(layout, config)
 
 
 def _layout_for_budget(
-    model: nn.Module, blocks: Sequence[nn.Module] | None, config: Config
+    model: nn.Module, blocks: Sequence[nn.Module] | None, config: Config, found: Found | None
 ) -> Layout:
     """Blocks by structure; split at their children where the budget asks for it."""
+
+    def make_layout(limit: int, given: Sequence[nn.Module] | None) -> Layout:
+        return _block.make_layout(model, limit, given, found)
+
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     limit = max(total, 1)
-    layout = make_layout(model, limit, blocks)
+    layout = make_layout(limit, blocks)
     limits = (config.host_bytes, config.device_bytes, config.device_param_bytes)
     is_free = all(limit is None for limit in limits)
     if is_free or blocks is not None:
@@ -520,7 +486,7 @@ def _layout_for_budget(
             return layout
         except BudgetError:
             largest = max(u.nbytes for u in layout.units)
-            finer = make_layout(model, largest - 1, None)
+            finer = make_layout(largest - 1, None)
             if max(u.nbytes for u in finer.units) >= largest:
                 return layout  # a parameter cannot be split: _budget says what would fit
             layout = finer

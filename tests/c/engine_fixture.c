@@ -4,6 +4,7 @@
 #include "compute/half.h"
 #include "lh_test.h"
 #include "rig_device.h"
+#include "rig_in_place.h"
 #include "rig_saved.h"
 #include "sched/split.h"
 #include "store_fixture.h"
@@ -256,6 +257,7 @@ struct lh_engine_opts rig_engine_opts(struct rig *rig)
     };
     rig_device_opts(rig, &opts);
     rig_saved_opts(rig, &opts);
+    rig_in_place_opts(rig, &opts);
     return opts;
 }
 
@@ -274,6 +276,7 @@ static void parts_make(struct rig *rig)
     };
     rig->saved = rig_saved_open(rig);
     rig_saved_files(rig, &io_opts);
+    rig_in_place_files(rig, &io_opts);
     LH_CHECK(lh_io_create("threads", &io_opts, &rig->alloc, &threads, NULL) == 0);
     struct lh_io_faulty_opts faulty_opts = {
         .inner = threads, .waker = &rig->waker, .clock = &rig->clock};
@@ -307,6 +310,7 @@ void rig_make(struct rig *rig, const char *name, struct rig_opts opts)
     };
     model_init(rig);
     state_init(rig);
+    rig->in_place = rig_in_place_open(rig, array_at(rig, rig->state, 2, ARRAY_PARAM));
     store_make(rig);
     snapshot_take(rig);
     budget_make(rig);
@@ -340,6 +344,7 @@ void rig_unmake(struct rig *rig)
     static char paths[4][8192];
     const char *names[4];
     rig_shut(rig);
+    rig_in_place_close(rig);
     for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++)
         free(rig->gradients[i]);
     for (uint32_t i = 0; i < RIG_STEP_COUNT_MAX; i++)

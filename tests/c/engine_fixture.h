@@ -36,10 +36,12 @@ struct rig_opts {
     uint64_t saved_transit_bytes;
     uint64_t saved_ssd_bytes;
     uint32_t saved_item_max;
+    bool in_place; /* the frozen unit is in files of its own (rig_in_place.h) */
 };
 
 struct rig_device;
 struct rig_saved;
+struct rig_in_place;
 
 struct rig {
     struct rig_opts opts;
@@ -56,8 +58,9 @@ struct rig {
     struct lh_io *io; /* faulty, around threads */
     struct lh_exec *exec;
     struct lh_engine *engine;
-    struct rig_device *device; /* NULL: none */
-    struct rig_saved *saved;   /* NULL: none */
+    struct rig_device *device;     /* NULL: none */
+    struct rig_saved *saved;       /* NULL: none */
+    struct rig_in_place *in_place; /* NULL: none */
     uint8_t *memory;
     uint64_t memory_bytes;
     void *gradients[RIG_PARAM_COUNT];

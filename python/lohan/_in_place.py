@@ -1,0 +1,546 @@
+"""Frozen parameters that are read from their safetensors files, in place: never copied or written.
+
+Where they lie in memory is decided here ([Note: Read in place] in csrc/sched/in_place.h says why),
+and whether the files are still those that the store was made with.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import errno
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lohan import _core, _files
+from lohan._files import DTYPES, Entry, File, Folder
+from lohan.errors import ChecksumError, StoreError, StoreMismatchError
+
+if TYPE_CHECKING:
+    from lohan._block import Layout, Param, Unit
+    from lohan.config import Config
+
+BLOCK = _core.BLOCK_BYTES
+# A run goes on over so many bytes of a file that no parameter of the unit has: less than what
+# another request costs.
+_GAP_BYTES = 4 * BLOCK
+_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
+_SCAN_BYTES = 4 * _core.CHECKSUM_BYTES
+_SCAN_THREADS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Whole blocks of a file; a unit's runs are its bytes, one behind the other."""
+
+    file: int
+    file_offset: int
+    offset: int  # in the unit
+    nbytes: int
+
+    @property
+    def checksum_count(self) -> int:
+        """One for each of so many bytes, the last one for what is left."""
+        return -(-self.nbytes // _core.CHECKSUM_BYTES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A parameter, from where it is read to where torch would have aligned it."""
+
+    begin: int
+    to: int
+    nbytes: int
+
+
+def place(params: Sequence[Param]) -> tuple[list[Run], list[Move]]:
+    """Lay out a unit that is read in place; sets each parameter's `first`, in bytes.
+
+    Returns:
+        Its runs and, in their order, its moves.
+    """
+    runs: list[Run] = []
+    moves: list[Move] = []
+    for param in sorted(params, key=_order):
+        entry = source_of(param)
+        first_block = entry.offset // BLOCK * BLOCK
+        end = -(-(entry.offset + entry.nbytes) // BLOCK) * BLOCK
+        shift = entry.offset % _core.IN_PLACE_ALIGN
+        last = runs[-1] if runs else None
+        goes_on = False
+        if last is not None and last.file == entry.file:
+            begin = last.offset + entry.offset - last.file_offset
+            is_near = first_block <= last.file_offset + last.nbytes + _GAP_BYTES
+            # Where it moves to, the one before must have left: not if that moves back by less.
+            goes_on = is_near and begin - shift >= moves[-1].to + moves[-1].nbytes
+        if last is not None and goes_on:
+            nbytes = max(last.nbytes, end - last.file_offset)
+            runs[-1] = dataclasses.replace(last, nbytes=nbytes)
+        else:
+            offset = last.offset + last.nbytes if last is not None else 0
+            runs.append(Run(entry.file, first_block, offset, end - first_block))
+        begin = runs[-1].offset + entry.offset - runs[-1].file_offset
+        param.first = begin - shift
+        moves.append(Move(begin, param.first, entry.nbytes))
+    return runs, moves
+
+
+def source_of(param: Param) -> Entry:
+    """Where a parameter is that is read in place."""
+    assert param.source is not None
+    return param.source
+
+
+def _order(param: Param) -> tuple[int, int]:
+    return source_of(param).file, source_of(param).offset
+
+
+def choose(model: nn.Module, found: Mapping[int, Entry], folder: Folder) -> set[int]:
+    """Ids of the parameters that can be read from the files: frozen, of the same dtype.
+
+    One line on stderr says what cannot, and why.
+    """
+    frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and p.numel() > 0]
+    if not frozen:
+        return set()
+    too_many = len(folder.files) > _core.IN_PLACE_FILE_COUNT_MAX
+    chosen: set[int] = set()
+    left: dict[str, list[tuple[str, int]]] = {}
+    for name, param in frozen:
+        entry = found.get(id(param))
+        if entry is None:
+            why = "the files do not have them"
+        elif DTYPES[entry.dtype] != param.dtype:
+            why = f"{entry.dtype} in the files, {str(param.dtype).removeprefix('torch.')} here"
+        elif too_many:
+            why = f"more than {_core.IN_PLACE_FILE_COUNT_MAX} files"
+        else:
+            chosen.add(id(param))
+            continue
+        left.setdefault(why, []).append((name, param.numel() * param.element_size()))
+    for why, params in left.items():
+        nbytes = sum(nbytes for _, nbytes in params)
+        print(
+            f"lohan: {len(params)} frozen parameters ({nbytes / 1e6:.1f} MB) are copied into the"
+            f" store: {why} ({params[0][0]!r}, ...)",
+            file=sys.stderr,
+        )
+    return chosen
+
+
+class InPlace:
+    """The files of a layout, while it is in use.
+
+    Attributes:
+        files: in the order that runs count them.
+        checksums: of each unit that is read in place, by its index: u32 each, as bytes.
+    """
+
+    def __init__(self, files: Sequence[File]) -> None:
+        self.files = list(files)
+        self.checksums: dict[int, bytes] = {}
+        self._fds: list[tuple[int, bool]] = []
+
+    # --- Opening ------------------------------------------------------------------------------
+
+    def open(self, config: Config) -> None:
+        """Open every file for direct reads; buffered where its file system refuses that.
+
+        Raises:
+            StoreError: one cannot be opened, or only buffered, which the config does not allow.
+        """
+        buffered = []
+        for file in self.files:
+            fd, is_direct = _open(file.path)
+            self._fds.append((fd, is_direct))
+            if not is_direct:
+                buffered.append(file.path)
+        if not buffered:
+            return
+        if not config.allow_buffered:
+            self.close()
+            raise StoreError(
+                f"{buffered[0]}: its file system refuses direct reads: pass allow_buffered=True, or"
+                ' frozen="copy"'
+            )
+        print(
+            f"lohan: {buffered[0]} is read through the page cache: its file system refuses direct"
+            " reads",
+            file=sys.stderr,
+        )
+
+    def close(self) -> None:
+        """Close the files. Idempotent; no engine reads them any more."""
+        fds, self._fds = self._fds, []
+        for fd, _ in fds:
+            os.close(fd)
+
+    def engine_options(self, layout: Layout) -> tuple[list[Any], list[Any]]:
+        """Files and units as _core.Engine takes them."""
+        files = [
+            (fd, os.fsencode(file.path), file.nbytes, is_direct)
+            for (fd, is_direct), file in zip(self._fds, self.files, strict=True)
+        ]
+        units = []
+        for index, unit in _units(layout):
+            runs = []
+            first = 0
+            for run in unit.runs:
+                runs.append((run.file, run.file_offset, run.offset, run.nbytes, first))
+                first += run.checksum_count
+            moves = [(move.begin, move.to, move.nbytes) for move in unit.moves]
+            units.append((index, runs, moves, self.checksums[index]))
+        return files, units
+
+    # --- Checksums ----------------------------------------------------------------------------
+
+    def scan(
+        self, layout: Layout, progress: Callable[[int], None] | None = None
+    ) -> dict[int, bytes]:
+        """Read every run once: its checksums, by unit. A few buffers of memory.
+
+        Args:
+            layout: whose files they are.
+            progress: called with the bytes of each piece that was read.
+        """
+        local = threading.local()
+        units = _units(layout)
+        made = {index: np.zeros(checksum_count(unit), dtype="<u4") for index, unit in units}
+
+        def scan_piece(task: tuple[int, Run, int, int]) -> int:
+            index, run, at, first = task
+            if not hasattr(local, "buffer"):
+                local.buffer = mmap.mmap(-1, _SCAN_BYTES)
+            nbytes = min(_SCAN_BYTES, run.nbytes - at)
+            view = memoryview(local.buffer)[:nbytes]
+            self._read_blocks(run.file, run.file_offset + at, view)
+            for step, begin in enumerate(range(0, nbytes, _core.CHECKSUM_BYTES)):
+                piece = view[begin : begin + _core.CHECKSUM_BYTES]
+                made[index][first + step] = _core.crc32c(piece)
+            return nbytes
+
+        with self._reading(), concurrent.futures.ThreadPoolExecutor(_SCAN_THREADS) as pool:
+            for nbytes in pool.map(scan_piece, _pieces(units)):
+                if progress is not None:
+                    progress(nbytes)
+        return {index: array.tobytes() for index, array in made.items()}
+
+    def differences(
+        self, layout: Layout, progress: Callable[[int], None]
+    ) -> list[tuple[str, Path, int]]:
+        """Read every run once: (parameter, file, offset in it) of each 1 MiB that has changed."""
+        if not _units(layout):
+            return []
+        found = self.scan(layout, progress)
+        bad = []
+        for index, unit in _units(layout):
+            now, then = (np.frombuffer(sums[index], "<u4") for sums in (found, self.checksums))
+            is_bad = now != then
+            first = 0
+            for run in unit.runs:
+                for number in np.flatnonzero(is_bad[first : first + run.checksum_count]):
+                    at = int(number) * _core.CHECKSUM_BYTES
+                    before = [p for p in unit.params if p.first <= run.offset + at]
+                    param = max(before, key=lambda p: p.first, default=unit.params[0])
+                    bad.append((param.name, self.files[run.file].path, run.file_offset + at))
+                first += run.checksum_count
+        return bad
+
+    def _read_blocks(self, file: int, offset: int, view: memoryview) -> None:
+        """Fill view with blocks of a file; what is behind its end is zeros."""
+        fd, _ = self._fds[file]
+        least = min(len(view), self.files[file].nbytes - offset)
+        done = 0
+        while done < least:
+            done = done // BLOCK * BLOCK
+            count = os.preadv(fd, [view[done:]], offset + done)
+            if count == 0:
+                raise StoreError(
+                    f"{self.files[file].path} ends at {offset + done} while it is read"
+                )
+            done += count
+        view[least:] = bytes(len(view) - least)
+
+    # --- Values -------------------------------------------------------------------------------
+
+    def read(self, layout: Layout, param: Param) -> torch.Tensor:
+        """A parameter's values, from its file; every byte is checked.
+
+        Raises:
+            StoreError: the file is gone or cut.
+            ChecksumError: it changed.
+        """
+        values = torch.empty(param.tensor.shape, dtype=layout.units[param.unit].dtype)
+        with self._reading():
+            self._read_range(layout, param, 0, values.view(-1))
+        return values
+
+    def pieces(self, layout: Layout, param: Param, count: int) -> Iterator[torch.Tensor]:
+        """The same, flat and in order, at most count elements at a time."""
+        with self._reading():
+            for first in range(0, param.count, count):
+                shape = (min(count, param.count - first),)
+                values = torch.empty(shape, dtype=layout.units[param.unit].dtype)
+                self._read_range(layout, param, first * values.itemsize, values)
+                yield values
+
+    def _read_range(self, layout: Layout, param: Param, skip: int, values: torch.Tensor) -> None:
+        """Fill values from so many bytes into the parameter on."""
+        unit = layout.units[param.unit]
+        target = values.view(torch.uint8).numpy()
+        begin = param.first + source_of(param).offset % _core.IN_PLACE_ALIGN
+        first = 0
+        run = unit.runs[0]
+        for run in unit.runs:
+            if run.offset <= begin < run.offset + run.nbytes:
+                break
+            first += run.checksum_count
+        begin += skip - run.offset
+        end = begin + len(target)
+        expected = np.frombuffer(self.checksums[param.unit], dtype="<u4")[first:]
+        step = _core.CHECKSUM_BYTES
+        with contextlib.closing(mmap.mmap(-1, step)) as buffer:
+            for block in range(begin // step, -(-end // step)):
+                at = block * step
+                with memoryview(buffer)[: min(step, run.nbytes - at)] as view:
+                    self._read_blocks(run.file, run.file_offset + at, view)
+                    if _core.crc32c(view) != expected[block]:
+                        raise ChecksumError(
+                            errno.EILSEQ,
+                            f"{self.files[run.file].path}, offset {run.file_offset + at}: the bytes"
+                            f" of {param.name!r} are others than when the store was made",
+                        )
+                    low, high = max(at, begin), min(at + len(view), end)
+                    found = np.frombuffer(view, dtype=np.uint8)[low - at : high - at]
+                    target[low - begin : high - begin] = found
+                    del found
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """The files are open in the with: of a closed session, too."""
+        if self._fds:
+            yield
+            return
+        try:
+            for file in self.files:
+                self._fds.append(_open(_look(file, None).path))
+            yield
+        finally:
+            self.close()
+
+    def path(self, param: Param) -> Path:
+        """The file that a parameter is in."""
+        return self.files[source_of(param).file].path
+
+    # --- Identity -----------------------------------------------------------------------------
+
+    def describe(self, layout: Layout, checksum_extent: int) -> dict[str, Any]:
+        """What the store's meta keeps: docs/store-format.md, Meta."""
+        return {
+            "files": [
+                {
+                    "path": str(file.path),
+                    "bytes": file.nbytes,
+                    "mtime_ns": file.mtime_ns,
+                    "header_crc32c": file.header_crc32c,
+                }
+                for file in self.files
+            ],
+            "params": [_described(layout, param) for param in layout.params],
+            "units": {
+                str(index): [[r.file, r.file_offset, r.offset, r.nbytes] for r in unit.runs]
+                for index, unit in _units(layout)
+            },
+            "checksum_extent": checksum_extent,
+        }
+
+
+def _described(layout: Layout, param: Param) -> list[int] | None:
+    if not layout.units[param.unit].runs:
+        return None
+    entry = source_of(param)
+    return [entry.file, entry.offset, entry.nbytes]
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise StoreError(error.errno, f"cannot open {path}: {error.strerror}") from error
+        return os.open(path, flags), False
+    with contextlib.closing(mmap.mmap(-1, BLOCK)) as block:
+        try:
+            os.preadv(fd, [block], 0)
+        except OSError as error:
+            os.close(fd)
+            if error.errno != errno.EINVAL:
+                raise StoreError(error.errno, f"cannot read {path}: {error.strerror}") from error
+            return os.open(path, flags), False
+    return fd, True
+
+
+def _units(layout: Layout) -> list[tuple[int, Unit]]:
+    return [(index, unit) for index, unit in enumerate(layout.units) if unit.runs]
+
+
+def _pieces(units: list[tuple[int, Unit]]) -> Iterator[tuple[int, Run, int, int]]:
+    """(unit, run, bytes into the run, checksum) of each piece that is read at once."""
+    for index, unit in units:
+        first = 0
+        for run in unit.runs:
+            for at in range(0, run.nbytes, _SCAN_BYTES):
+                yield index, run, at, first + at // _core.CHECKSUM_BYTES
+            first += run.checksum_count
+
+
+def checksum_count(unit: Unit) -> int:
+    """Of a unit that is read in place."""
+    return sum(run.checksum_count for run in unit.runs)
+
+
+def checksum_bytes(units: Sequence[Unit]) -> int:
+    """Of SSD, for the checksums of all units that are read in place."""
+    count = sum(checksum_count(unit) for unit in units)
+    return -(-count * 4 // BLOCK) * BLOCK
+
+
+@dataclasses.dataclass
+class Found:
+    """What the files have of a model's parameters, by the ids of their tensors."""
+
+    files: list[File]
+    entries: dict[int, Entry]
+    in_place: set[int]
+    then: Sequence[File] = ()  # the files, as the store remembers them
+
+
+def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
+    """Look for a model's parameters in a folder of safetensors.
+
+    Raises:
+        StoreError: there are no files, or one is not whole.
+        ModelError: a shape differs.
+        UnsupportedError: the weights are pickles.
+    """
+    folder = _files.read_folder(place)
+    entries = _files.match(model, folder)
+    chosen = choose(model, entries, folder) if config.frozen == "in_place" else set()
+    return Found(folder.files, entries, chosen)
+
+
+# --- A store that was made so -----------------------------------------------------------------
+
+
+def files_of(meta: Mapping[str, Any]) -> list[File]:
+    """The files that a store's units are read from, as its meta has them."""
+    return [
+        File(Path(file["path"]), file["bytes"], file["mtime_ns"], file["header_crc32c"])
+        for file in meta.get("in_place", {}).get("files", [])
+    ]
+
+
+def restore(meta: Mapping[str, Any], unit: Unit, index: int) -> bool:
+    """Give a unit its runs, and its parameters their places in files; False: it has none."""
+    said = meta.get("in_place", {})
+    rows = said.get("units", {}).get(str(index))
+    if rows is None:
+        return False
+    for param in unit.params:
+        file, offset, nbytes = said["params"][param.index]
+        name = _NAMES[str(param.tensor.dtype)]
+        param.source = Entry(file, offset, nbytes, name, tuple(param.tensor.shape))
+    unit.runs, unit.moves = place(unit.params)
+    return True
+
+
+def of_store(meta: dict[str, Any], model: nn.Module, weights: Path | None) -> Found | None:
+    """What a store says of its files, looked at anew.
+
+    Args:
+        meta: of the store.
+        model: whose parameters they are.
+        weights: where the files are now; None: where they were.
+
+    Returns:
+        What the files have; None: the store reads none in place.
+
+    Raises:
+        StoreError: a file is not there.
+        StoreMismatchError: it is another one.
+    """
+    said = meta.get("in_place")
+    if said is None:
+        return None
+    then = files_of(meta)
+    now = [_look(file, weights) for file in then]
+    tensors = dict(model.named_parameters())
+    entries: dict[int, Entry] = {}
+    for (name, shape, dtype, _), source in zip(meta["params"], said["params"], strict=True):
+        tensor = tensors.get(name)
+        # Of another model: the comparison with the store says so.
+        is_same = tensor is not None and list(tensor.shape) == shape and not tensor.requires_grad
+        if source is not None and is_same:
+            file, offset, nbytes = source
+            entries[id(tensor)] = Entry(file, offset, nbytes, _NAMES[dtype], tuple(shape))
+    return Found(now, entries, set(entries), then)
+
+
+def _look(file: File, weights: Path | None) -> File:
+    path = file.path
+    if weights is not None:
+        path = weights if weights.is_file() else weights / file.path.name
+    if not path.is_file():
+        raise StoreError(
+            f"{path} is not there: the store reads frozen parameters in it, and has no copy: put it"
+            " back, or pass weights=FOLDER with the folder where it is now"
+        )
+    header_bytes = _files.read_header(path)[1]
+    now = _files.describe_file(path, header_bytes)
+    for what, is_now, was in (
+        ("bytes", now.nbytes, file.nbytes),
+        ("header_crc32c", now.header_crc32c, file.header_crc32c),
+    ):
+        if is_now != was:
+            raise StoreMismatchError(
+                f"{path} is another file than the one that the store's frozen parameters were read"
+                f" from: {what} is {is_now:,}, it was {was:,}: put that one back, or pass"
+                " weights=FOLDER with a folder that has it"
+            )
+    return now
+
+
+def check_content(layout: Layout, then: Sequence[File]) -> None:
+    """Read all where a file may have changed (a new time or place), and compare.
+
+    Raises:
+        StoreMismatchError: bytes differ: of which block, in which file.
+    """
+    files = layout.in_place
+    is_same = all(
+        now.path == was.path and now.mtime_ns == was.mtime_ns
+        for now, was in zip(files.files, then, strict=True)
+    )
+    if is_same:
+        return
+    found = files.scan(layout)
+    for index, unit in _units(layout):
+        if found[index] == files.checksums[index]:
+            continue
+        names = sorted({files.files[run.file].path.name for run in unit.runs})
+        raise StoreMismatchError(
+            f"{files.files[unit.runs[0].file].path.parent}: the bytes of {unit.name!r} in"
+            f" {', '.join(names)} are others than when the store was made: put those files back, or"
+            " pass weights=FOLDER with a folder that has them"
+        )
