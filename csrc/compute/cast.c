@@ -1,43 +1,64 @@
 #include "compute/cast.h"
 
+#include <fenv.h>
 #include <string.h>
 
 #include "base/assert.h"
+#include "compute/cast_kernels.h"
 #include "compute/half.h"
 
-/*
- * Long enough for the loop inside to be vectorised, short enough to stop soon after a difference.
- */
-#define BATCH 256
-
-static uint16_t bf16_of(uint32_t bits)
+static uint16_t bf16_round(uint32_t bits)
 {
     bool is_nan = (bits & UINT32_C(0x7fffffff)) > UINT32_C(0x7f800000);
     uint32_t rounded = (bits + UINT32_C(0x7fff) + ((bits >> 16) & 1)) >> 16;
     return (uint16_t)(is_nan ? UINT32_C(0x7fc0) : rounded);
 }
 
-static inline __attribute__((always_inline)) bool is_of(const uint16_t *cast, const float *values,
-                                                        uint64_t count, uint16_t (*round)(uint32_t))
+/* The definition: one element at a time. */
+static bool differs(const uint16_t *cast, enum lh_dtype dtype, const float *values, uint64_t count)
 {
-    for (uint64_t first = 0; first < count; first += BATCH) {
-        uint64_t end = first + BATCH < count ? first + BATCH : count;
-        uint32_t difference = 0;
-        for (uint64_t i = first; i < end; i++) {
-            uint32_t bits;
-            memcpy(&bits, &values[i], sizeof(bits));
-            difference |= (uint32_t)(round(bits) ^ cast[i]);
-        }
-        if (difference)
-            return false;
+    uint32_t difference = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, &values[i], sizeof(bits));
+        difference |=
+            (uint32_t)((dtype == LH_DTYPE_F16 ? lh_half_round(bits) : bf16_round(bits)) ^ cast[i]);
     }
-    return true;
+    return difference != 0;
+}
+
+/* NULL: this machine has none. */
+static lh_cast_differs_fn kernel_of(enum lh_dtype dtype)
+{
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
+        return dtype == LH_DTYPE_F16 ? lh_cast_half_differs_avx2 : lh_cast_bf16_differs_avx2;
+    return NULL;
+#elif defined(__aarch64__)
+    return dtype == LH_DTYPE_F16 ? lh_cast_half_differs_neon : lh_cast_bf16_differs_neon;
+#else
+    (void)dtype;
+    return NULL;
+#endif
 }
 
 bool lh_cast_is_of(const void *cast, enum lh_dtype dtype, const float *values, uint64_t count)
 {
+    const uint16_t *elements = cast;
+    const lh_cast_differs_fn kernel = kernel_of(dtype);
+    bool differ = false;
+    fenv_t environment;
+    uint64_t i = 0;
+
     LH_ASSERT(dtype == LH_DTYPE_BF16 || dtype == LH_DTYPE_F16);
-    if (dtype == LH_DTYPE_F16)
-        return is_of(cast, values, count, lh_half_round);
-    return is_of(cast, values, count, bf16_of);
+    fegetenv(&environment);
+    fesetenv(FE_DFL_ENV);
+    for (; !differ && i < count; i += LH_CAST_BATCH) {
+        if (kernel && count - i >= LH_CAST_BATCH)
+            differ = kernel(elements + i, values + i);
+        else
+            differ = differs(elements + i, dtype, values + i, lh_min_u64(LH_CAST_BATCH, count - i));
+    }
+    fesetenv(&environment);
+    return !differ;
 }

@@ -1,10 +1,10 @@
 /* Half precision against plain arithmetic, and casts that are recognised. */
 #include "compute/cast.h"
 
-#include <fenv.h>
 #include <math.h>
 
 #include "compute/half.h"
+#include "fp_fixture.h"
 #include "lh_test.h"
 
 #define HALF_INFINITY 0x7C00u
@@ -73,6 +73,38 @@ static void test_environment(void)
     fesetround(FE_TONEAREST);
 }
 
+/* To nearest by the 16 bits that go, ties by the last one that stays. */
+static uint16_t high_of(uint32_t bits)
+{
+    uint32_t high = bits >> 16, low = bits & 0xFFFF;
+
+    if (isnan(float_of(bits)))
+        return 0x7FC0;
+    return (uint16_t)(high + (low > 0x8000 || (low == 0x8000 && (high & 1))));
+}
+
+static void test_casts_any(void)
+{
+    enum { COUNT = 1 << 20 };
+    static float values[COUNT];
+    static uint16_t halves[COUNT], highs[COUNT];
+
+    lh_test_name("a cast of any values is recognised, by a thread that flushes denormals too");
+    for (uint32_t i = 0; i < COUNT; i++) { /* all exponents, NaN, ties of both formats */
+        values[i] = float_of(i * 4099);
+        halves[i] = lh_half_round(i * 4099);
+        highs[i] = high_of(i * 4099);
+    }
+    for (int spoilt = 0; spoilt < 2; spoilt++) {
+        if (spoilt)
+            fp_environment_spoil();
+        LH_CHECK(lh_cast_is_of(halves, LH_DTYPE_F16, values, COUNT));
+        LH_CHECK(lh_cast_is_of(highs, LH_DTYPE_BF16, values, COUNT));
+        LH_CHECK(!spoilt || fp_environment_is_spoilt());
+        fesetenv(FE_DFL_ENV);
+    }
+}
+
 static void test_casts(void)
 {
     enum { COUNT = 700 };
@@ -100,8 +132,11 @@ static void test_casts(void)
         memcpy(&highs[i], (char *)&values[i] + 2, 2);
     }
     LH_CHECK(lh_cast_is_of(highs, LH_DTYPE_BF16, values, COUNT));
-    highs[COUNT - 1] ^= 1;
-    LH_CHECK(!lh_cast_is_of(highs, LH_DTYPE_BF16, values, COUNT));
+    for (int i = 0; i < COUNT; i++) {
+        highs[i] ^= 1;
+        LH_CHECK(!lh_cast_is_of(highs, LH_DTYPE_BF16, values, COUNT));
+        highs[i] ^= 1;
+    }
 }
 
 int main(void)
@@ -109,6 +144,7 @@ int main(void)
     test_widen();
     test_round();
     test_environment();
+    test_casts_any();
     test_casts();
     return 0;
 }

@@ -1,0 +1,29 @@
+/*
+ * The kernels behind lh_cast_is_of(), one file for each instruction set. Only csrc/compute includes
+ * this.
+ */
+#ifndef LH_COMPUTE_CAST_KERNELS_H
+#define LH_COMPUTE_CAST_KERNELS_H
+
+#include "base/base.h"
+
+/* Elements of one call: long enough to pay for it, short enough to stop soon after a difference. */
+#define LH_CAST_BATCH 256
+
+/*
+ * Whether any of LH_CAST_BATCH elements of cast is not values' one rounded to nearest, ties to even
+ * (NaN: 0x7FC0 of bf16, 0x7E00 with its sign of fp16). The floating-point environment is the
+ * default one.
+ */
+typedef bool (*lh_cast_differs_fn)(const uint16_t *cast, const float *values);
+
+#if defined(__x86_64__)
+/* Need AVX2 and F16C. */
+bool lh_cast_bf16_differs_avx2(const uint16_t *cast, const float *values);
+bool lh_cast_half_differs_avx2(const uint16_t *cast, const float *values);
+#elif defined(__aarch64__)
+bool lh_cast_bf16_differs_neon(const uint16_t *cast, const float *values);
+bool lh_cast_half_differs_neon(const uint16_t *cast, const float *values);
+#endif
+
+#endif
