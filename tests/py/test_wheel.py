@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import platform
 import re
 import sys
+import zipfile
 from typing import Any
 
 import lohan
+import numpy
 import pytest
 from lohan import _core
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-import elf  # noqa: E402  (its folder has just been named)
+import cbuild  # noqa: E402  (their folder has just been named)
+import elf  # noqa: E402
+import make_wheel  # noqa: E402
 
 PACKAGE = pathlib.Path(lohan.__file__).parent
 COMPILERS = {
@@ -56,6 +61,41 @@ def test_build_info_says_what_is_built_in() -> None:
     assert {"threads"} <= set(info["backends"]) <= {"io_uring", "libaio", "threads"}
     assert ("io_uring" in info["backends"]) == (info["liburing"] == "yes")
     assert {"machine", "compiler", "mode", "optimizer_kernel", "store_format"} <= info.keys()
+
+
+TAG = f"manylinux_2_34_{platform.machine()}"
+
+
+def packed(
+    folder: pathlib.Path, library: pathlib.Path, *more: str, tag: str = f"cp311-abi3-{TAG}"
+) -> pathlib.Path:
+    """A wheel of the package's files, of an extension and of more files."""
+    wheel = folder / f"lohan-0-{tag}.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(library, f"lohan/{library.name}")
+        for name in cbuild.project_files():
+            if name.startswith("python/lohan/"):
+                archive.write(ROOT / name, name.removeprefix("python/"))
+        for name in more:
+            archive.writestr(name, "")
+    return wheel
+
+
+def test_a_wheel_that_others_could_not_use_is_refused(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    core = pathlib.Path(_core.__file__)
+    make_wheel.check(packed(tmp_path, core))
+    assert "needs libm.so.6, libc.so.6" in capsys.readouterr().out
+    with pytest.raises(make_wheel.WheelError, match=r"differ by .*lohan/_left_over\.py"):
+        make_wheel.check(packed(tmp_path, core, "lohan/_left_over.py"))
+    with pytest.raises(make_wheel.WheelError, match="one extension is wanted"):
+        make_wheel.check(packed(tmp_path, core, "lohan.libs/liburing.so.2"))
+    with pytest.raises(make_wheel.WheelError, match="no abi3 wheel"):
+        make_wheel.check(packed(tmp_path, core, tag=f"cp311-cp311-{TAG}"))
+    (other,) = pathlib.Path(numpy.linalg.__file__).parent.glob("_umath_linalg*.so")
+    with pytest.raises(make_wheel.WheelError, match=r"needs .*openblas"):
+        make_wheel.check(packed(tmp_path, other))
 
 
 def imported(tree: ast.AST) -> set[str]:
