@@ -340,9 +340,12 @@ class Guard:
     def _apply(self, module: nn.Module) -> Callable[..., nn.Module]:
         """`.to()`, `.half()`, `.cuda()`: places are lohan's business, dtypes cannot change."""
         reference = weakref.ref(module)  # a module that holds itself would outlive `del model`
+        # Some forwards convert a module of theirs each time, which does nothing from then on.
+        owned = (each._parameters.values() for each in module.modules())
+        dtypes = {param.dtype for params in owned for param in params if param is not None}
 
         def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-            for dtype in {p.tensor.dtype for p in self.session.layout.params}:
+            for dtype in dtypes:
                 probe = fn(torch.zeros(1, dtype=dtype))
                 if probe.dtype != dtype:
                     raise UnsupportedError(
