@@ -12,7 +12,7 @@ DEVICE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint fmt bench bench-adam bench-io bench-step bench-hooks bench-peers \
-	bench-policies sanitize neon neon-fast sim-long paper docs wheel build clean
+	bench-policies sanitize neon neon-fast sim-long paper parity docs wheel build clean
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
@@ -26,6 +26,7 @@ help:
 	@echo 'make sim-long  the simulator with 1,000 seeds, faults and power loss: some minutes'
 	@echo 'make bench     all benchmarks; also bench-adam, -io, -step, -hooks, -peers, -policies'
 	@echo 'make paper     docs/paper-results.md: the papers beside the simulator, some minutes'
+	@echo 'make parity    docs/parity.md: lohan beside torch in all its settings, some minutes'
 	@echo 'make docs      the pages of docs/ as a site, in build/site'
 	@echo 'make wheel     one wheel for every Python, in dist/, and tried where no compiler is'
 	@echo 'make build     the extension, in place'
@@ -75,6 +76,9 @@ sim-long: $(VENV)/.ready
 
 paper: build
 	$(PY) benchmarks/paper_results.py $(ARGS)
+
+parity: build
+	$(PY) benchmarks/parity.py $(ARGS)
 
 docs: $(VENV)/.ready
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet && echo build/site/index.html

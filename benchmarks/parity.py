@@ -1,0 +1,221 @@
+"""docs/parity.md: lohan beside torch.optim.AdamW, wherever things are and whatever is switched on.
+
+Settings in which every two choices meet are trained under lohan; the gradients that each recorded
+are replayed in fp64 and by torch. A cell that is farther from fp64 than twice torch, or has other
+bits than the cells of the same rule, is marked FAIL, and the exit status is 1.
+
+    python benchmarks/parity.py [--out docs/parity.md] [--jobs N] [--steps N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import pathlib
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import lohan
+import parity_cells
+import parity_train
+import torch
+from lohan import _store
+from lohan.errors import ModelError
+from parity_cells import TIERS, Cell
+from parity_train import RATIO_MAX, Outcome
+
+TEXT = """# lohan beside torch, cell by cell
+
+Made by `make parity`: {steps} steps a cell, {minutes:.0f} minutes with {jobs} processes. In the
+{count} cells below any two choices of two factors meet at least once ({pairs} pairs). What they
+meet in is a Llama of {layers} layers with tied embeddings and grouped queries, or adapters of peft
+on one that is frozen.
+
+* **Error**: each cell trains under lohan and keeps the gradients that autograd gave to it in every
+  backward. These are summed, clipped and applied by AdamW written out in fp64
+  (benchmarks/parity_train.py), and again by torch. The error of a tensor is the 2-norm of its
+  difference from fp64, over the 2-norm of how far fp64 moved it. Tensors are each parameter's fp32
+  master and its moments `(m)` and `(v)`; a row shows the one with the largest ratio of lohan's
+  error to torch's. Elements of `(v)` are taken relative to their own size: squares of gradients
+  differ so much that a few would be the whole norm.
+* **torch**: gradients are cast to fp32, summed in fp32, clipped by
+  `torch.nn.utils.clip_grad_norm_` and applied by `torch.optim.AdamW` to fp32 masters, whatever the
+  parameters' dtype: mixed precision at its best. A p.grad in bf16 or fp16 would round every sum.
+* **Bits**: cells of one model, dtype, number of backwards and clipping have the same losses,
+  masters and moments, bit for bit, wherever things are, by any schedule, resumed half-way or not.
+  Each is compared with its base: the CPU, all in memory, updates in `step()`.
+* **A cell passes** with at most {ratio:g} times torch's error in every tensor, the bits of its
+  base, a loss that fell, and things where its tier says, by the bytes that its last step moved.
+
+What cannot meet is refused by name, which is tried here, too: {impossible}. With clipping, or
+several backwards a step, `optimized`, `naive` and `auto` update behind `step()`, as `deferred`
+does, which the column then adds.
+
+Tiers on the CPU are all in memory; parameters in main memory, and all states but what a budget too
+small by one slab leaves on SSD; and the smallest budget that lohan takes. On the emulated
+accelerator they are all of it there; the least there and the rest in main memory; and the least in
+both. States are written to SSD in every tier: each step is a checkpoint. peft's adapters have the
+cell's dtype here (`autocast_adapter_dtype=False`).
+"""
+HEAD = (
+    "model|dtype|backwards|clip|device|tier|schedule|resumed|loss|lohan's error|torch's|ratio"
+    "|tensor|bits|cell"
+)
+# In fewer steps the batches differ by more than is learnt.
+LEARNING_STEPS = 50
+
+
+def settings_said(cell: Cell, outcome: Outcome | None = None) -> list[str]:
+    """The columns of what a cell is."""
+    schedule = cell.schedule
+    if outcome is not None and outcome.schedule != schedule:
+        schedule += f" ({outcome.schedule})"
+    return [
+        cell.model,
+        cell.dtype,
+        str(cell.accumulate),
+        "on" if cell.clip else "off",
+        cell.device,
+        TIERS[cell.tier],
+        schedule,
+        "yes" if cell.resume else "no",
+    ]
+
+
+def row_of(outcome: Outcome, base: Outcome, steps: int) -> tuple[list[str], list[str]]:
+    """A row of the table, and what is wrong with the cell."""
+    before, after = outcome.loss
+    name, ours, theirs, ratio = outcome.worst
+    cell, wrong = outcome.cell, []
+    if not outcome.is_near:
+        wrong.append(f"{name} is {ratio:.2f} times as far from fp64 as torch's")
+    if outcome.digest != base.digest:
+        wrong.append("other bits than its base")
+    if cell.clip and outcome.clipped_steps == 0:
+        wrong.append("no step was clipped")
+    if steps >= LEARNING_STEPS and not after < before:
+        wrong.append("the loss did not fall")
+    if there := parity_train.misplaced(outcome):
+        wrong.append(there)
+    bits = "base" if cell == cell.base else "same" if outcome.digest == base.digest else "OTHER"
+    short = name.replace("base_model.model.", "").replace(".default.weight", "")
+    columns = settings_said(cell, outcome)
+    columns += [f"{before:.2f} to {after:.2f}", f"{ours:.1e}", f"{theirs:.1e}", f"{ratio:.2f}"]
+    return [*columns, short, bits, "FAIL" if wrong else "pass"], wrong
+
+
+def table(rows: list[list[str]]) -> str:
+    head = HEAD.split("|")
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]) + "\n"
+
+
+def impossible_pairs() -> list[parity_cells.Pair]:
+    """Pairs of choices that no cell has."""
+    cells = parity_cells.all_cells()
+    had = set().union(*map(parity_cells.pairs_of, filter(parity_cells.is_possible, cells)))
+    return sorted(set().union(*map(parity_cells.pairs_of, cells)) - had, key=str)
+
+
+def pair_said(pair: parity_cells.Pair) -> str:
+    """For people: "clip on with schedule naive"."""
+    words = [
+        f"{name} {('off', 'on')[value] if isinstance(value, bool) else value}"
+        for name, value in pair
+    ]
+    return " with ".join(words)
+
+
+def is_refused(cell: Cell, folder: pathlib.Path) -> bool:
+    """lohan.wrap refuses the cell's settings by name."""
+    settings = {"schedule": cell.schedule, "max_grad_norm": 1.0 if cell.clip else None}
+    try:
+        model = lohan.wrap(parity_train.build(cell), store=folder / "impossible", **settings)
+    except ModelError as error:
+        return repr(cell.schedule) in str(error)
+    model.lohan.close()
+    shutil.rmtree(folder / "impossible")
+    return False
+
+
+def outcomes_of(
+    cells: list[Cell], steps: int, folder: pathlib.Path, jobs: int
+) -> Iterator[Outcome]:
+    """Run cells, in this process or several, and give them in order."""
+    # One of torch's threads in any case: bits are those of a number of them.
+    if jobs == 1:
+        count = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield from map(parity_train.run, cells, itertools.repeat(steps), itertools.repeat(folder))
+        torch.set_num_threads(count)
+        return
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, spawned, torch.set_num_threads, (1,)) as pool:
+        yield from pool.map(
+            parity_train.run, cells, itertools.repeat(steps), itertools.repeat(folder)
+        )
+
+
+def measure(cells: list[Cell], steps: int, folder: pathlib.Path, jobs: int) -> list[Outcome]:
+    """Outcomes of all cells; a line for each on stderr."""
+    made = []
+    for outcome in outcomes_of(cells, steps, folder, jobs):
+        made.append(outcome)
+        said = "-".join(settings_said(outcome.cell))
+        print(
+            f"{len(made)}/{len(cells)} {said}: {outcome.worst[3]:.2f}, {outcome.seconds:.1f} s",
+            file=sys.stderr,
+        )
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    root = pathlib.Path(__file__).resolve().parent.parent
+    parser.add_argument("--out", type=pathlib.Path, default=root / "docs" / "parity.md")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--steps", type=int, default=100)
+    words = parser.parse_args(arguments)
+    began = time.monotonic()
+    covering = parity_cells.covering()
+    cells = parity_cells.with_bases(covering)
+    folder = pathlib.Path(_store.temporary_directory())
+    problems = []
+    try:
+        impossible = impossible_pairs()
+        for pair in impossible:
+            cell = next(c for c in parity_cells.all_cells() if pair in parity_cells.pairs_of(c))
+            if not is_refused(cell, folder):
+                problems.append(f"{pair} is not refused by name")
+        outcomes = {o.cell: o for o in measure(cells, words.steps, folder, words.jobs)}
+    finally:
+        shutil.rmtree(folder)
+    rows = []
+    for cell, outcome in outcomes.items():
+        row, wrong = row_of(outcome, outcomes[cell.base], words.steps)
+        rows.append(row)
+        problems += [f"{', '.join(settings_said(cell))}: {what}" for what in wrong]
+    text = TEXT.format(
+        steps=words.steps,
+        minutes=max((time.monotonic() - began) / 60, 1),
+        jobs=words.jobs,
+        count=len(cells),
+        pairs=len(set().union(*map(parity_cells.pairs_of, covering))),
+        layers=parity_train.LAYERS,
+        ratio=RATIO_MAX,
+        impossible="; ".join(map(pair_said, impossible)),
+    )
+    failed = "".join(f"* FAIL: {problem}\n" for problem in problems)
+    words.out.write_text("\n".join([text, table(rows), *([failed] if failed else [])]))
+    print(f"{words.out} is written: {len(rows)} cells, {len(problems)} problems")
+    for problem in problems:
+        print(f"FAIL {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
