@@ -240,6 +240,7 @@ class Outcome:
         schedule: what it became.
         clipped_steps: how many had their gradients scaled.
         bytes: moved in the last step, by link.
+        kept_chunks: of states, in memory by the budget.
         seconds: it took.
     """
 
@@ -250,6 +251,7 @@ class Outcome:
     schedule: str
     clipped_steps: int
     bytes: dict[str, int]
+    kept_chunks: int
     seconds: float
 
     @property
@@ -321,6 +323,7 @@ def _run(cell: Cell, steps: int, folder: pathlib.Path, began: float) -> Outcome:
     model.lohan.flush()
     moved = dict(model.lohan.stats().bytes)
     schedule = str(model.lohan.config.schedule)
+    kept = int(model.lohan.budget["kept_chunk_count"])
     model.lohan.close()
     ours = state_of(model)
     return Outcome(
@@ -331,6 +334,7 @@ def _run(cell: Cell, steps: int, folder: pathlib.Path, began: float) -> Outcome:
         schedule,
         exact.clipped_steps,
         moved,
+        kept,
         time.monotonic() - began,
     )
 
@@ -360,12 +364,12 @@ def digest_of(losses: list[float], state: Values) -> str:
 
 
 def misplaced(outcome: Outcome) -> str:
-    """What is not where the cell's tier says, by the bytes of its last step; "" if nothing."""
+    """What is not where the cell's tier says, by its budget and the bytes of its last step."""
     cell, moved = outcome.cell, outcome.bytes
-    states = moved["state_read"] / moved["state_write"]  # a step writes them all
+    on_ssd = "states on both" if outcome.kept_chunks else "states on SSD"
     found = (
-        "parameters in memory" if moved["param_read"] == 0 else "parameters on SSD",
-        "states in memory" if states == 0 else "states on SSD" if states >= 1 else "states on both",
+        "parameters on SSD" if moved["param_read"] else "parameters in memory",
+        on_ssd if moved["state_read"] else "states in memory",
     )
     held = "states on both" if cell.device == "cpu" else "states in memory"
     expected = {
