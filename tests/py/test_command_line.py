@@ -25,14 +25,14 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": PACKAGE_PARENT}
 STEPS = 4
 
 
-def run(*words: str) -> Result:
-    return CliRunner().invoke(main, list(words))
+def run(*words: str, **environment: str) -> Result:
+    return CliRunner().invoke(main, list(words), env=environment, prog_name="lohan")
 
 
-def module(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+def module(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "lohan", *words],
-        env={**ENVIRONMENT, **more},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=60,
@@ -49,13 +49,13 @@ def test_every_command_has_json_and_says_what_it_is_for() -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_prints_a_script_for_the_shell(shell: str) -> None:
-    answer = module(_LOHAN_COMPLETE=f"{shell}_source")
-    assert answer.returncode == 0, answer.stderr
+    answer = run(_LOHAN_COMPLETE=f"{shell}_source")
+    assert answer.exit_code == 0, answer.output
     assert "_LOHAN_COMPLETE" in answer.stdout and "complete" in answer.stdout
 
 
 def test_completion_knows_the_commands() -> None:
-    answer = module(_LOHAN_COMPLETE="bash_complete", COMP_WORDS="lohan do", COMP_CWORD="1")
+    answer = run(_LOHAN_COMPLETE="bash_complete", COMP_WORDS="lohan do", COMP_CWORD="1")
     assert answer.stdout.split() == ["plain,doctor"]
 
 
