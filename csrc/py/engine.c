@@ -451,7 +451,7 @@ static PyMethodDef engine_methods[] = {
      "Wait until no commit is under way, and let none begin."},
     {"commit_release", lhpy_engine_commit_release, METH_NOARGS, "Any thread: commits go on."},
     {"flush", lhpy_engine_flush, METH_VARARGS, "flush(commit)"},
-    {"pause", lhpy_engine_pause, METH_VARARGS, "pause(units): hand the store to the caller."},
+    {"pause", lhpy_engine_pause, METH_VARARGS, "pause(units, commit): hand the store to the caller."},
     {"resume", lhpy_engine_resume, METH_VARARGS, "resume(changed_units)"},
     {"stats", lhpy_engine_stats, METH_NOARGS, "The last finished step, or None."},
     {"trace", lhpy_engine_trace, METH_NOARGS,

@@ -233,9 +233,9 @@ PyObject *lhpy_engine_pause(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = engine_open(object);
     PyObject *units = NULL;
-    /* Who writes to the store commits it behind the last step; who reads needs no commit. */
-    if (!self || !PyArg_ParseTuple(args, "O!", &PyList_Type, &units) ||
-        lhpy_engine_wait(self, flush_wait, PyList_Size(units) > 0) < 0)
+    int commit = 0;
+    if (!self || !PyArg_ParseTuple(args, "O!p", &PyList_Type, &units, &commit) ||
+        lhpy_engine_wait(self, flush_wait, (uint64_t)commit) < 0)
         return NULL;
     /* Before the store is handed out: what is written there cannot be taken back. */
     for (Py_ssize_t i = 0; i < PyList_Size(units); i++) {

@@ -447,6 +447,8 @@ void lh_engine_invalidate(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     LH_ASSERT(engine->shared.is_paused);
+    if (lh_store_is_staged(engine->store, unit->desc.store_group))
+        engine->has_edits = true;
     lh_update_forget_unit(engine, index);
     if (unit->state == LH_UNIT_STATE_READY)
         lh_unit_forget(engine, index);

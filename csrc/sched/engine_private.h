@@ -365,6 +365,7 @@ struct lh_engine {
     uint64_t step; /* closed steps */
     uint64_t committed_step;
     bool commit_is_late; /* one was due while commits were held */
+    bool has_edits; /* bytes written while paused are in no commit: rolling back would lose them */
     bool flush_is_asked;
     bool flush_commits;
     bool commit_is_of_flush;

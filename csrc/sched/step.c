@@ -215,6 +215,7 @@ static void commit_done(struct lh_engine *engine)
                                     .end_ns = now,
                                 });
     engine->committed_step = engine->step;
+    engine->has_edits = false;
     if (is_of_flush) {
         engine->step_state = LH_STEP_STATE_OPEN;
         engine->commit_is_of_flush = false;
@@ -309,7 +310,7 @@ static void abort_finish(struct lh_engine *engine)
 {
     bool has_updates = is_changed(engine);
     /* With one slot, what an update writes takes the place of the committed bytes. */
-    bool is_recoverable = engine->committed_step == engine->step &&
+    bool is_recoverable = engine->committed_step == engine->step && !engine->has_edits &&
                           engine->opts.commit_every != LH_ENGINE_COMMIT_NEVER;
     const struct lh_unit *lent = lent_update(engine);
     int result = 0;
@@ -337,8 +338,8 @@ static void abort_finish(struct lh_engine *engine)
         result = -ENOTRECOVERABLE;
         lh_error_set(
             &err, result,
-            "step %" PRIu64 " died half-way, and steps since the last commit (step %" PRIu64
-            ") are in the same slot%s: open the store again with resume=True to go on from step"
+            "step %" PRIu64 " died half-way, and what changed since the last commit (step %" PRIu64
+            ") is in the same slot%s: open the store again with resume=True to go on from step"
             " %" PRIu64 "%s",
             engine->step + 1, engine->committed_step,
             engine->commit_is_late ? ", as a snapshot under way held the commits back" : "",

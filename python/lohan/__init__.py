@@ -3,6 +3,9 @@
 `model = lohan.wrap(model)` is all that a training script needs; see `lohan.wrap`.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lohan import errors
 from lohan._build import build_info
 from lohan._export import export
@@ -16,7 +19,15 @@ from lohan.config import Config
 from lohan.errors import LohanError
 from lohan.wrap import unwrap, wrap
 
+if TYPE_CHECKING:
+    from lohan._trainer import Trainer as Trainer
+    from lohan._trainer import TrainerCallback as TrainerCallback
+    from lohan._trainer import TrainerMixin as TrainerMixin
+
 __version__ = "0.1.0"
+
+# Public as well, and not in __all__: a star import must not need transformers.
+_OF_TRAINER = ("Trainer", "TrainerCallback", "TrainerMixin")
 
 __all__ = [
     "Config",
@@ -36,3 +47,18 @@ __all__ = [
     "verify",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs transformers is imported when it is first asked for."""
+    if name not in _OF_TRAINER:
+        raise AttributeError(f"module 'lohan' has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module("lohan._trainer"), name)
+    except ImportError as error:
+        error.add_note(f"lohan.{name} needs transformers and accelerate: pip install 'lohan[hf]'")
+        raise
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_OF_TRAINER])

@@ -72,7 +72,7 @@ def step_s(
     memory, transit, store, _ = session._swap_options
     dtype = _DTYPES[model.residual_bytes]
     workers = config.threads or len(os.sched_getaffinity(0))
-    every = {"auto": 1, "never": 0}.get(str(config.commit_every), config.commit_every)
+    every = config.commit_steps
     raw = _core.simulate(
         units=[(dtype, False, n) for n in map(block_params, model.blocks) if n],
         blocks=_blocks(model, machine, fates, again_ns),
@@ -102,11 +102,11 @@ def step_s(
         },
         host_bytes=session.budget["host_bytes"],
         schedule=SCHEDULES.index(config.schedule),
-        commit_every=int(every),
+        commit_every=every,
         io_depth=config.io_depth,
         transfer_bytes=config.transfer_bytes,
         only_checks=False,
         raiser=_raiser,
     )
-    step_ns = raw["step_ns"] + raw["commit_ns"] / max(int(every), 1)
+    step_ns = raw["step_ns"] + raw["commit_ns"] / max(every, 1)
     return float(step_ns) / NS_PER_S

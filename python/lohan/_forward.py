@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -65,6 +65,7 @@ class ForwardRules:
         self._root_scopes: list[_core.Scope] = []
         self._forward_frame: FrameType | None = None
         self._autocast_cache = False
+        self._autocast_is_seen = False
         self._entered = self.around  # of the forward that runs
         self._changed: set[int] = set()  # parameters, in place, inside a forward
 
@@ -138,18 +139,29 @@ class ForwardRules:
             self._engine.begin(grad)
             self._begun = (self.step, grad)
         self._autocast_cache = torch.is_autocast_cache_enabled()
-        kind = self.device.torch_device.type
-        if torch.is_autocast_enabled(kind):
-            # The cache would keep every weight's cast: the whole model, as activations.
-            torch.set_autocast_cache_enabled(False)
-            dtype = torch.get_autocast_dtype(kind)
-            self._engine.autocast(DTYPE_CODES.get(dtype, -1) if kind == "cpu" else -1)
+        self._autocast_is_seen = False
+        self._autocast_see()
         self._entered = self.around
         self._entered.enter()
         self._forward_depth = 1
         self._forward_frame = _frame_outside()
         self._engine.forward(True)
         self.phases.begin("forward", self)
+
+    def _autocast_see(self) -> None:
+        kind = self.device.torch_device.type
+        if self._autocast_is_seen or not torch.is_autocast_enabled(kind):
+            return
+        # The cache would keep every weight's cast: the whole model, as activations.
+        torch.set_autocast_cache_enabled(False)
+        dtype = torch.get_autocast_dtype(kind)
+        self._engine.autocast(DTYPE_CODES.get(dtype, -1) if kind == "cpu" else -1)
+        self._autocast_is_seen = True
+
+    def _part_enter(self, module: nn.Module, args: Any) -> None:
+        """A part of the model is called: accelerate's autocast is inside the model's call."""
+        if self._forward_depth > 0 and not self._autocast_is_seen and not in_backward():
+            self._autocast_see()
 
     def _check_hollow(self) -> None:
         """Refuse to go on where a hollow parameter was written: torch lets fill_() do that."""
@@ -235,3 +247,12 @@ def _frame_outside() -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(_FOLDER):
         frame = frame.f_back
     return frame
+
+
+def parts_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that the model's own forward calls: children, those of a bare list for it."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from parts_of(child)
+        else:
+            yield child

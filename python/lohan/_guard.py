@@ -18,7 +18,7 @@ from lohan._compile import Traced, Uncompiled
 from lohan._hollow import HollowClasses, show
 from lohan._session import Session
 from lohan._tensor import ReadParameters, bits_checksum, is_same, without_classes
-from lohan.errors import LentError, UnsupportedError
+from lohan.errors import FrozenParameterError, LentError, UnsupportedError
 
 
 def _refuse(what: str, way_out: str) -> Callable[..., Any]:
@@ -293,13 +293,39 @@ class Guard:
             problems += [f"missing {missing}", f"unexpected {result.unexpected_keys}"]
         if problems:
             raise RuntimeError("load_state_dict: " + "; ".join(problems))
-        self._write(given, names)
+        self._write(self._news(self._without_in_place(given, names), names), names)
         return type(result)(missing, result.unexpected_keys)
+
+    def _news(self, given: Mapping[str, Any], names: Mapping[str, int]) -> dict[str, Any]:
+        """Leave out what is there already: an fp32 master below a 16-bit value stays as it is.
+
+        Raises:
+            FrozenParameterError: a frozen parameter would get another value.
+        """
+        layout = self.session.layout
+        news = {}
+        for key, value in given.items():
+            param = layout.params[names[key]]
+            is_trainable = layout.units[param.unit].trainable
+            mine = self.session.lend(param.index).cpu()
+            theirs = value.detach().cpu() if is_trainable else value.detach().to(mine)
+            if is_same(theirs.contiguous(), mine):
+                continue
+            if not is_trainable:
+                raise FrozenParameterError(
+                    f"load_state_dict() has other values for {key!r}, which was frozen at"
+                    " lohan.wrap() and lies where nothing is written again: lohan.unwrap() the"
+                    " model, load them, and wrap it with a new store"
+                )
+            news[key] = value
+        return news
 
     def _write(self, given: Mapping[str, Any], names: Mapping[str, int]) -> None:
         session = self.session
         layout = session.layout
         given = self._without_in_place(given, names)
+        if not given:
+            return
         changed = sorted({layout.params[names[key]].unit for key in given})
         with session.exclusive(changed) as store:
             for key, value in given.items():
@@ -307,7 +333,7 @@ class Guard:
                 unit = layout.units[param.unit]
                 places = session.extents.units[param.unit]
                 _store.write_param(store, unit, places, param.first, value.cpu(), is_fresh=False)
-            session.commit_buffers(store)
+            session.edited(store)
 
     def _without_in_place(
         self, given: Mapping[str, Any], names: Mapping[str, int]

@@ -18,8 +18,9 @@ from lohan._accumulate import Accumulation
 from lohan._activations import Activations
 from lohan._block import DTYPE_CODES, Layout
 from lohan._buffers import Buffers
+from lohan._commits import Commits
 from lohan._device import Device, Meter
-from lohan._forward import ForwardRules
+from lohan._forward import ForwardRules, parts_of
 from lohan._optim import Hyper, check_hyper
 from lohan._planner import Plan, Planner
 from lohan._scaling import StepScale
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from lohan._optim import Optimizer
 
 
-class Session(ForwardRules):
+class Session(ForwardRules, Commits):
     """A wrapped model's connection to its engine. `model.lohan` is one.
 
     Attributes:
@@ -92,7 +93,6 @@ class Session(ForwardRules):
         )
         self._accumulation = Accumulation(config.accumulate)
         self._swap_options = _swap.options(config, self.device, room)
-        commit = config.commit_every
         self._engine = _core.Engine(
             store=store,
             units=unit_tuples(layout, extents),
@@ -107,7 +107,7 @@ class Session(ForwardRules):
             nice=config.nice,
             io_depth=config.io_depth,
             transfer_bytes=config.transfer_bytes,
-            commit_every=1 if commit == "auto" else 0 if commit == "never" else int(commit),
+            commit_every=config.commit_steps,
             schedule=SCHEDULES.index(config.schedule),
             verify=config.verify,
             trace_count=min(config.trace_events, _core.TRACE_COUNT_MAX),
@@ -207,6 +207,8 @@ class Session(ForwardRules):
         add = self._hooks.append
         add_enter = self._enter_hooks.append
         add_enter(model.register_forward_pre_hook(self._root_enter, prepend=True))
+        for part in parts_of(model):
+            add(part.register_forward_pre_hook(self._part_enter, prepend=True))
         activations = Activations(self)
         for scope in self.layout.scopes:
             made = self._engine.scope(scope.units)
@@ -383,12 +385,6 @@ class Session(ForwardRules):
         assert self._optimizer is not None
         _scalars.restore(self.store.describe()["caller_scalars"], self._optimizer, self.buffers)
 
-    def commit_buffers(self, store: _core.Store) -> None:
-        """Commit what was written to the store, and the buffers of now, inside exclusive()."""
-        said, count = store.describe(), len(self.layout.params)
-        blobs = said["scalars"], said["caller_scalars"]
-        store.commit(self.step, _scalars.with_buffers(*blobs, count, self.buffers))
-
     def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
         """See Optimizer.zero_grad; tensors are those whose p.grad is asked to go."""
         self.check_open()
@@ -465,10 +461,14 @@ class Session(ForwardRules):
 
     @contextlib.contextmanager
     def exclusive(self, changed: list[int]) -> Iterator[_core.Store]:
-        """The store, with the engine asleep; units in `changed` are forgotten in memory after."""
+        """The store, with the engine asleep; units in `changed` are forgotten in memory after.
+
+        Closed steps are written by then, and committed where something is changed behind them,
+        unless commits are by hand.
+        """
         self._check_whole()
         try:  # a Ctrl-C comes between any two lines: the engine must not sleep for ever
-            self._engine.pause(changed)
+            self._engine.pause(changed, bool(changed) and not self.commits_by_hand)
             yield self.store
         finally:
             self._engine.resume(changed)
@@ -477,34 +477,6 @@ class Session(ForwardRules):
         """Wait until every closed step is written."""
         self.check_open()
         self._engine.flush(False)
-
-    def commit(self) -> None:
-        """Wait until every closed step is written and committed."""
-        self.check_open()
-        self._engine.flush(True)
-        if int(self.store.describe()["step"]) < self.step:
-            raise StepError(
-                f"step {self.step} cannot be committed between backward and step(): updates of the"
-                " next one are in the same slot. Call model.optimizer.step() first"
-            )
-
-    def snapshot(self, out: PathLike | Sequence[PathLike]) -> Snapshot:
-        """Begin to copy the store, as of the last step, to other directories; training goes on.
-
-        Commits that are due meanwhile come behind the copy. See `lohan.snapshot`.
-
-        Args:
-            out: a directory, or several; the copy is striped over them.
-
-        Returns:
-            The copy under way: `wait()` waits for it, and so does close().
-        """
-        return _snapshot.begin(self, out)
-
-    @functools.cached_property
-    def holds(self) -> Holds:
-        """Who holds commits back."""
-        return Holds(self._engine)
 
     def stats(self) -> StepStats | None:
         """Times and bytes of the last step that is over; None before the first."""
@@ -560,7 +532,10 @@ class Session(ForwardRules):
         self._engine.check()
 
     def close(self) -> None:
-        """Finish and commit what is closed, stop the engine, release the store. Idempotent."""
+        """Finish and commit what is closed, stop the engine, release the store. Idempotent.
+
+        With commit_every="manual" what is not committed is dropped, as a crash would.
+        """
         if os.getpid() != self._owner_pid:
             return  # not even the lock: a thread that is not here may hold it
         with self._lock:
@@ -572,7 +547,8 @@ class Session(ForwardRules):
                 with contextlib.suppress(Exception):
                     if self._engine.status()["has_gradients"]:
                         self._engine.abort()
-                self._engine.flush(True)
+                if not self.commits_by_hand:
+                    self._engine.flush(True)
             finally:
                 self.closed = True
                 if self._forward_depth > 0 and not self._forward_is_alive():

@@ -74,8 +74,11 @@ def check(config: Config) -> None:
         ModelError: says which, and what could be.
     """
     every = config.commit_every
-    if every not in ("auto", "never") and not (isinstance(every, int) and 0 < every < 1 << 63):
-        raise ModelError(f"commit_every {every!r}: 'auto', 'never' or a number of steps from 1")
+    is_named = every in ("auto", "never", "manual")
+    if not is_named and not (isinstance(every, int) and 0 < every < 1 << 63):
+        raise ModelError(
+            f"commit_every {every!r}: 'auto', 'never', 'manual' or a number of steps from 1"
+        )
     if config.io not in ("auto", "io_uring", "libaio", "threads"):
         raise ModelError(f"io {config.io!r}: 'auto', 'io_uring', 'libaio' or 'threads'")
     if config.profile not in ("reuse", "again"):

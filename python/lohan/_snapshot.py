@@ -336,8 +336,8 @@ def begin(
 ) -> Snapshot:
     """Begin to copy a session's store; training goes on.
 
-    Between step() and the next backward the copy is of that step, which is committed first; inside
-    a step it is of the last one that is committed.
+    Between step() and the next backward the copy is of that step, which is committed first unless
+    commits are by hand; else, and inside a step, it is of the last one that is committed.
 
     Args:
         session: open.
@@ -352,7 +352,8 @@ def begin(
     """
     session.check_open()
     _refuse(session)
-    if not is_behind_step and not session.is_underway and not in_backward():
+    is_between = not is_behind_step and not session.is_underway and not in_backward()
+    if is_between and not session.commits_by_hand:
         session.commit()
     session.holds.take()
     try:

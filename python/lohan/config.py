@@ -17,6 +17,10 @@ ACTIVATIONS = ("keep", "recompute")
 POLICIES = tuple(_policies.names())
 
 
+# Steps from one commit to the next where nobody ever gets there.
+_RARELY = 1 << 62
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Settings of a session that have nothing to do with the optimizer's rule.
@@ -35,9 +39,11 @@ class Config:
             more than 8 on the virtual disk that was measured, 32 little more than 16; each doubling
             doubles what a demand read waits behind.
         transfer_bytes: largest I/O request, in bytes, a multiple of 1 MiB.
-        commit_every: steps between commits; "auto" (each step) or "never" (one slot: half the
-            space, no crash safety). Between commits what main memory keeps is not written: states
-            of chunks that stay there, parameters where all of them do. A flush writes them.
+        commit_every: steps between commits; "auto" (each step), "never" (one slot: half the
+            space, no crash safety) or "manual" (only `model.lohan.commit()` commits, not even the
+            end: a store is then what the checkpoint that was saved with it refers to). Between
+            commits what main memory keeps is not written: states of chunks that stay there,
+            parameters where all of them do. A flush writes them.
         schedule: when updates run, with the same numbers: "optimized": as gradients arrive, reads,
             arithmetic and writes overlapped (LoHan IV-C); "naive": as they arrive, but each block
             is read, then computed, then written; "deferred": each just ahead of its block's next
@@ -106,7 +112,7 @@ class Config:
     io: Literal["auto", "io_uring", "libaio", "threads"] = "auto"
     io_depth: int = 16
     transfer_bytes: int = 4 << 20
-    commit_every: int | Literal["auto", "never"] = "auto"
+    commit_every: int | Literal["auto", "never", "manual"] = "auto"
     schedule: Literal["optimized", "serial", "naive", "deferred", "auto"] = "optimized"
     accumulate: int | Literal["manual"] = 1
     loss_scaling: bool = False
@@ -140,3 +146,11 @@ class Config:
                 for rate in links
             )
             object.__setattr__(self, "emu_bytes_per_s", rates)
+
+    @property
+    def commit_steps(self) -> int:
+        """Steps between the engine's commits; 0: none, with one slot."""
+        named = {"auto": 1, "never": 0, "manual": _RARELY}
+        if isinstance(self.commit_every, str):
+            return named[self.commit_every]
+        return self.commit_every

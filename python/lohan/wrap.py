@@ -148,7 +148,7 @@ class _Opening:
         _activations.check_layers(self.config, self.layout)
         if resume and where is None:
             raise StoreError("resume=True needs store=: there is nothing to go on with")
-        directories = _directories(where)
+        directories = directories_of(where)
         extents = _store.plan_extents(self.layout, self.config.commit_every == "never")
         try:
             # First: a disk that is full must not cost a store that is filled already.
@@ -277,7 +277,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     origin: torch.optim.Optimizer | None = model.__dict__["optimizer"].origin
     layout, extents = session.layout, session.extents
     if not session.closed:
-        session.commit()
+        session.settle()
         opened = session.exclusive([])
     else:
         opened = _store.reopened(session.directories, session.config, layout)
@@ -330,7 +330,8 @@ def _refuse_other_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs:
                 )
 
 
-def _directories(store: PathLike | Sequence[PathLike] | None) -> list[str]:
+def directories_of(store: PathLike | Sequence[PathLike] | None) -> list[str]:
+    """The directories of a store as wrap() takes them; a temporary one for None."""
     if store is None:
         return [_store.temporary_directory()]
     names = [store] if isinstance(store, str | os.PathLike) else list(store)

@@ -517,13 +517,13 @@ class Interrupted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def pause(self, units: list[int]) -> None:
+    def pause(self, units: list[int], commit: bool) -> None:
         """Pause, or not, and be interrupted."""
         if self.where == "behind":
-            self.engine.pause(units)
+            self.engine.pause(units, commit)
         elif self.where == "inside":
             signal.raise_signal(signal.SIGINT)
-            self.engine.pause(units)
+            self.engine.pause(units, commit)
         raise KeyboardInterrupt
 
 

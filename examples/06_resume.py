@@ -1,6 +1,6 @@
 """Stop, and go on: a store is a checkpoint of the last step, bit for bit.
 
-python examples/02_resume.py
+python examples/06_resume.py
 """
 
 import tempfile

@@ -1,6 +1,6 @@
 """The smallest script: train a plain torch module with its states on SSD.
 
-python examples/01_wrap.py
+python examples/01_plain_loop.py
 """
 
 import tempfile

@@ -1,6 +1,6 @@
 """A model that is never whole in memory: built empty, initialised block by block, trained in 64 MB.
 
-python examples/03_larger_than_budget.py
+python examples/05_larger_than_memory.py
 """
 
 import tempfile

@@ -1,0 +1,107 @@
+"""What of a session its store keeps, and when: commits, edits of parameters, copies."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from lohan import _core, _scalars, _snapshot
+from lohan._block import Layout
+from lohan._buffers import Buffers
+from lohan._snapshot import Holds, PathLike, Snapshot
+from lohan.config import Config
+from lohan.errors import StepError
+
+
+class Commits:
+    """The part of a session that decides what a store is opened with later, as its base class.
+
+    What it has from the session is declared first.
+
+    Attributes:
+        has_edits: parameters were changed by other means than steps, and no commit has that yet.
+    """
+
+    layout: Layout
+    config: Config
+    store: _core.Store
+    buffers: Buffers | None
+    _engine: _core.Engine
+    has_edits: bool = False
+
+    @property
+    def step(self) -> int:
+        """Closed steps."""
+        raise NotImplementedError
+
+    def check_open(self) -> None:
+        """Refuse to work for a closed session."""
+        raise NotImplementedError
+
+    def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
+        """The store, with the engine asleep."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Wait until every closed step is written."""
+        raise NotImplementedError
+
+    @property
+    def commits_by_hand(self) -> bool:
+        """Only commit() commits: neither steps, nor edits of parameters, nor close()."""
+        return self.config.commit_every == "manual"
+
+    def commit(self) -> None:
+        """Wait until every closed step, and every edit of parameters, is written and committed."""
+        self.check_open()
+        before = int(self.store.describe()["step"])
+        self._engine.flush(True)
+        after = int(self.store.describe()["step"])
+        if after < self.step:
+            raise StepError(
+                f"step {self.step} cannot be committed between backward and step(): updates of the"
+                " next one are in the same slot. Call model.optimizer.step() first"
+            )
+        if self.has_edits and after == before:  # else that commit has them
+            with self.exclusive([]) as store:
+                self._commit_buffers(store)
+        self.has_edits = False
+
+    def edited(self, store: _core.Store) -> None:
+        """Parameters were written to the store, inside exclusive(): commit them, or note it."""
+        if self.commits_by_hand:
+            self.has_edits = True
+        else:
+            self._commit_buffers(store)
+
+    def settle(self) -> None:
+        """Have closed steps in the last commit. Edits by hand, made since, stay without one."""
+        if self.commits_by_hand and int(self.store.describe()["step"]) == self.step:
+            self.flush()
+        else:
+            self.commit()
+
+    def snapshot(self, out: PathLike | Sequence[PathLike]) -> Snapshot:
+        """Begin to copy the store, as of the last step, to other directories; training goes on.
+
+        Commits that are due meanwhile come behind the copy. See `lohan.snapshot`.
+
+        Args:
+            out: a directory, or several; the copy is striped over them.
+
+        Returns:
+            The copy under way: `wait()` waits for it, and so does close().
+        """
+        return _snapshot.begin(self, out)  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def holds(self) -> Holds:
+        """Who holds commits back."""
+        return Holds(self._engine)
+
+    def _commit_buffers(self, store: _core.Store) -> None:
+        """Commit what was written to the store, and the buffers of now, inside exclusive()."""
+        said, count = store.describe(), len(self.layout.params)
+        blobs = said["scalars"], said["caller_scalars"]
+        store.commit(self.step, _scalars.with_buffers(*blobs, count, self.buffers))

@@ -1,0 +1,439 @@
+"""Hugging Face's Trainer: `Trainer(..., callbacks=[lohan.TrainerCallback(store=...)])`.
+
+[Note: What a Trainer calls]
+A callback is told when things have happened; lohan has to be there before. So when a Trainer's
+constructor is done, the callback shadows two methods of that one Trainer: `create_optimizer`, whose
+AdamW says how the parameters are grouped, and behind which the model is wrapped; and
+`_load_from_checkpoint`, in whose place the store is compared with the checkpoint. Clipping, scaling
+and schedulers are the Trainer's own: updates wait for `step()` (docs/architecture.md, Clipping).
+
+[Note: A checkpoint and its store]
+A checkpoint folder has the scalars (scheduler, generators, position in the data, scaler), weights
+for everybody, and in optimizer.pt which step of which store has the rest. The store commits when
+the last file of the folder is written, and not otherwise; the Trainer deletes older folders behind
+that. Wherever the process dies, one whole folder and the store's last commit are of the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+
+from lohan import _store
+from lohan._optim import DEFAULTS
+from lohan._session import Session
+from lohan.config import SCHEDULES_AT_STEP, Config
+from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
+from lohan.wrap import PathLike, directories_of, wrap
+
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+
+# What lohan.wrap() takes, and the TrainingArguments that say it here.
+_SAID_BY_ARGS = {
+    "lr": "learning_rate",
+    "betas": "adam_beta1 and adam_beta2",
+    "eps": "adam_epsilon",
+    "weight_decay": "weight_decay",
+    "max_grad_norm": "max_grad_norm",
+    "accumulate": "gradient_accumulation_steps",
+    "loss_scaling": "fp16",
+    "params": "weight_decay, or Trainer(optimizers=...)",
+    "optimizer": "optim, or Trainer(optimizers=...)",
+    "resume": "train(resume_from_checkpoint=...)",
+}
+
+Reference = dict[str, Any]
+
+
+class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
+    """Train a Trainer's model with its parameters, master copies and Adam moments on SSD.
+
+    `Trainer(model, args, callbacks=[lohan.TrainerCallback(store="/nvme0/run")])` is all. It goes
+    into the constructor, and works with any class made from transformers.Trainer. The model is
+    wrapped when `train()` begins and stays so: `evaluate`, `predict` and `save_model` work on.
+
+    A model without storage (`lohan.empty()`), or larger than the GPU, needs `lohan.Trainer`, or
+    `class T(lohan.TrainerMixin, SFTTrainer)`: other Trainers move it to the device first. One that
+    was wrapped before goes into any of them, as `Trainer(model, optimizers=(model.optimizer,
+    None))`, with no callback: `lohan.wrap(accumulate=..., schedule="deferred")` fit it then.
+
+    Attributes:
+        session: of the wrapped model; None before `train()`.
+    """
+
+    def __init__(
+        self,
+        store: PathLike | list[PathLike] | tuple[PathLike, ...] | None = None,
+        *,
+        config: Config | None = None,
+        **settings: Any,
+    ) -> None:
+        """Say where the store is, and what else lohan.wrap() takes.
+
+        Args:
+            store: a directory, or one a disk. None: "lohan" in the Trainer's output_dir.
+            config: settings that do not change the numbers.
+            **settings: fields of Config by name (host_bytes=, activations=, ...), weights=, init=,
+                blocks=. Without commit_every= the store commits with the Trainer's checkpoints, or
+                at the end of `train()` where there are none. Updates wait for the norm of all
+                gradients, which a Trainer asks for; with max_grad_norm=0 in its arguments,
+                schedule="optimized" or "auto" does without: grad_norm is not logged then.
+
+        Raises:
+            ModelError: a setting that is the Trainer's to say.
+        """
+        for name in sorted(set(settings) & set(_SAID_BY_ARGS)):
+            raise ModelError(
+                f"{name}= of lohan.TrainerCallback: TrainingArguments say that"
+                f" ({_SAID_BY_ARGS[name]})"
+            )
+        self.session: Session | None = None
+        self._store = store
+        self._config = config or Config()
+        self._settings = settings
+        self._trainer: Any = None
+        self._model: nn.Module | None = None
+        self._has_optimizer = False
+        self._resumes = False
+
+    # --- What the Trainer tells ---------------------------------------------------------------
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse what cannot be, and be there when the optimizer is made.
+
+        Raises:
+            UnsupportedError: names the argument of the Trainer that lohan has no way for.
+        """
+        trainer = _calling_trainer()
+        _check_args(args, trainer)
+        self._trainer = trainer
+        self._has_optimizer = trainer.optimizer is not None
+        plain = trainer.create_optimizer
+        trainer.create_optimizer = functools.partial(self._create_optimizer, plain)
+        trainer._load_from_checkpoint = self._load_from_checkpoint
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Commit with what the Trainer saves.
+
+        Raises:
+            UnsupportedError: the callback is not of the Trainer's constructor.
+        """
+        if self._trainer is None or self.session is None:
+            raise UnsupportedError(
+                "lohan.TrainerCallback was added to a Trainer that was made without it, which has"
+                " its optimizer by now: Trainer(..., callbacks=[lohan.TrainerCallback(...)])"
+            )
+
+        def save_to_json(state: Any, json_path: str) -> None:
+            type(state).save_to_json(state, json_path)
+            self._saved(Path(json_path), only_model=args.save_only_model)
+
+        state.save_to_json = types.MethodType(save_to_json, state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Commit where the Trainer has no checkpoints that a commit would have to fit."""
+        assert self.session is not None
+        if not _has_checkpoints(args) and self.session.commits_by_hand:
+            self.session.commit()
+
+    # --- In place of the Trainer's own ----------------------------------------------------------
+
+    def _create_optimizer(self, plain: Callable[..., Any], model: Any = None) -> Any:
+        trainer = self._trainer
+        module = trainer.model
+        is_mine = self._model is module and self.session is not None and not self.session.closed
+        if "lohan" in module.__dict__ and not is_mine:
+            raise UnsupportedError(
+                "the model is wrapped already: leave lohan.TrainerCallback out and pass"
+                " optimizers=(model.optimizer, None) to the Trainer, or leave lohan.wrap() to the"
+                " callback"
+            )
+        if self.session is not None and not is_mine:
+            raise UnsupportedError(
+                f"train() again, with another model (model_init=, or a closed session): the store"
+                f" in {self._directories()[0]} has the first one's states. Make a new Trainer with"
+                " a lohan.TrainerCallback of its own"
+            )
+        made = plain() if model is None else plain(model)
+        if is_mine:
+            return made
+        trainer.optimizer = self._wrap(module, made)
+        return trainer.optimizer
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
+        """Nothing is loaded: the store has it. Refuse a checkpoint that is not the store's."""
+        folder = Path(resume_from_checkpoint)
+        asked = reference_of(folder)
+        if asked is None:
+            raise StoreMismatchError(
+                f"{folder} does not say which step of which store has its tensors: it was saved"
+                " without lohan, or with save_only_model=True. Build the model with"
+                f" from_pretrained({str(folder)!r}), and train() with a new store"
+            )
+        found = self._committed()
+        if asked != found:
+            raise StoreMismatchError(self._mismatch(folder, asked, found))
+        self._resumes = True
+
+    # --- Ours -----------------------------------------------------------------------------------
+
+    def _directories(self) -> list[str]:
+        default = Path(self._trainer.args.output_dir) / "lohan"
+        return directories_of(default if self._store is None else self._store)
+
+    def _committed(self) -> Reference:
+        """Which step of which store there is to go on with."""
+        if self.session is not None and not self.session.closed:
+            if self.session.has_edits:
+                raise StoreMismatchError(
+                    "train(resume_from_checkpoint=...) in a process that has changed the model's"
+                    " parameters since (load_best_model_at_end does): start a new process"
+                )
+            return {"store": self.session.uuid, "step": self.session.step}
+        directories = self._directories()
+        try:
+            store = _store.open_existing(directories, self._made_config(), read_only=True)
+        except StoreError as error:
+            error.add_note(
+                "the checkpoint's tensors are in the store that lohan.TrainerCallback was given"
+                f" when it was saved; store= is {directories} now"
+            )
+            raise
+        try:
+            described = store.describe()
+            return {"store": str(described["uuid"]), "step": int(described["step"])}
+        finally:
+            store.close()
+
+    def _mismatch(self, folder: Path, asked: Reference, found: Reference) -> str:
+        place = self._directories()[0]
+        text = (
+            f"{folder} belongs to step {asked['step']} of store {asked['store']}, the store in"
+            f" {place} is at step {found['step']}"
+        )
+        if asked["store"] != found["store"]:
+            text += f" and is another, {found['store']}: pass the store= that the run had"
+            return text
+        siblings = sorted(folder.absolute().parent.glob(f"{folder.absolute().name.split('-')[0]}-*"))
+        matching = [str(each) for each in siblings if reference_of(each) == found]
+        if matching:
+            return f"{text}: so is {matching[-1]}, train(resume_from_checkpoint={matching[-1]!r})"
+        return (
+            f"{text}, and no checkpoint beside it is of that step: a store has only its last"
+            f" commit. lohan.wrap(model, store={place!r}, resume=True) goes on with it, without a"
+            f" Trainer's state; from_pretrained({str(folder)!r}) with a new store begins with the"
+            " checkpoint's weights, and moments of zero"
+        )
+
+    def _made_config(self) -> Config:
+        fields = {field.name for field in dataclasses.fields(Config)}
+        return dataclasses.replace(
+            self._config, **{k: v for k, v in self._settings.items() if k in fields}
+        )
+
+    def _wrap(self, model: nn.Module, made: Any) -> Any:
+        """Wrap the model with the Trainer's groups; its optimizer from here on."""
+        args = self._trainer.args
+        settings = {"commit_every": "manual", "device": str(args.device), **self._settings}
+        config = dataclasses.replace(
+            self._config, accumulate=args.gradient_accumulation_steps, loss_scaling=args.fp16
+        )
+        if self._is_without_norm(args):
+            # It would ask for the norm to log it, even where nothing is clipped.
+            self._trainer._get_grad_norm = lambda model, grad_norm=None: grad_norm
+        else:
+            settings.setdefault("schedule", _schedule_at_step(config.schedule))
+        on_device = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
+        if on_device:
+            model.to("cpu")
+        groups: dict[str, Any] = {"optimizer": made}  # a scheduler of the user's may hang on it
+        if type(made) is torch.optim.AdamW and not self._has_optimizer:
+            # A checkpoint has the hyper-parameters of its run, and those rule, as without lohan.
+            keys = {"params"} if self._resumes else {"params", *DEFAULTS}
+            groups = {"params": [{k: g[k] for k in keys} for g in made.param_groups]}
+        with _same_generator(), _hint_of_trainer():
+            wrap(
+                model,
+                store=self._directories(),
+                resume=self._resumes,
+                config=config,
+                **groups,
+                **settings,
+            )
+        self._model = model
+        self.session = model.lohan  # type: ignore[assignment]
+        return model.optimizer
+
+    def _is_without_norm(self, args: Any) -> bool:
+        """The user has asked for updates that do not wait for `step()`, and may have them."""
+        asked = self._settings.get("schedule")
+        if asked is None or asked in SCHEDULES_AT_STEP:
+            return False
+        if args.max_grad_norm:
+            raise UnsupportedError(
+                f"schedule={asked!r} updates before the norm of all gradients is known, and"
+                f" max_grad_norm={args.max_grad_norm} clips by it: leave schedule= out, or say"
+                " max_grad_norm=0.0 in TrainingArguments"
+            )
+        return args.gradient_accumulation_steps == 1 and not args.fp16
+
+    def _saved(self, path: Path, *, only_model: bool) -> None:
+        """The last file of a checkpoint is written: [Note: A checkpoint and its store]."""
+        assert self.session is not None
+        folder = path.parent
+        if only_model or path.name != TRAINER_STATE_NAME or self.session.closed:
+            return
+        if reference_of(folder) != {"store": self.session.uuid, "step": self.session.step}:
+            return  # a trainer_state.json somewhere else
+        _sync(folder)
+        self.session.commit()
+
+
+class TrainerMixin:
+    """Over a class made from transformers.Trainer: `class T(lohan.TrainerMixin, SFTTrainer)`.
+
+    Its constructor leaves the model where it is, so that one without storage, or larger than the
+    GPU, gets as far as `train()`, where lohan.TrainerCallback takes it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        callbacks = self.callback_handler.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, TrainerCallback) for callback in callbacks):
+            raise ModelError(
+                f"{type(self).__name__} leaves the model to lohan, and was given no"
+                " callbacks=[lohan.TrainerCallback(store=...)]"
+            )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: lohan has parameters where they are needed."""
+
+
+class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
+    """transformers.Trainer, whose constructor leaves the model where it is."""
+
+
+def reference_of(folder: Path) -> Reference | None:
+    """Which step of which store a checkpoint folder belongs to; None: it does not say."""
+    path = folder / OPTIMIZER_NAME
+    if not path.is_file():
+        return None
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, EOFError, OSError, ValueError):
+        return None  # cut off: its process died while it wrote
+    reference = state.get("lohan") if isinstance(state, dict) else None
+    return dict(reference) if reference else None
+
+
+def _calling_trainer() -> Any:
+    """The Trainer that calls the callback: Trainers do not tell callbacks who they are.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, transformers.Trainer):
+            return found
+        frame = frame.f_back
+    raise UnsupportedError(
+        "lohan.TrainerCallback is for transformers.Trainer and classes made from it; a loop of your"
+        " own takes lohan.wrap(model, ...)"
+    )
+
+
+def _check_args(args: Any, trainer: Any) -> None:
+    """Refuse arguments that cannot be had.
+
+    Raises:
+        UnsupportedError: says which, why, and what to do.
+    """
+    if args.torch_compile:
+        raise UnsupportedError(
+            "torch_compile=True: a model wrapped by lohan runs uncompiled, its parameters come and"
+            " go, which torch.compile cannot trace. Leave torch_compile out"
+        )
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise UnsupportedError(
+                f"{name}= places parameters and states itself, and so does lohan: leave it out, or"
+                " the callback"
+            )
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name, False):
+            raise UnsupportedError(
+                f"{name}=True changes the dtype of the parameters, which are in the store: leave it"
+                " out; evaluation runs under the autocast of bf16= or fp16= in any case"
+            )
+    if args.n_gpu > 1:
+        raise UnsupportedError(
+            f"the Trainer would run on {args.n_gpu} GPUs (DataParallel), lohan trains on one: set"
+            " CUDA_VISIBLE_DEVICES=0"
+        )
+    is_given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+    optim = getattr(args.optim, "value", args.optim)
+    if not is_given and optim not in OPTIMIZERS:
+        raise UnsupportedError(
+            f"optim={str(optim)!r}: lohan's rule is AdamW's, in fp32, with its states on SSD. Use"
+            f" optim={OPTIMIZERS[0]!r} or {OPTIMIZERS[1]!r}, the default"
+        )
+
+
+def _has_checkpoints(args: Any) -> bool:
+    """The Trainer saves what it could go on with."""
+    strategy = getattr(args.save_strategy, "value", args.save_strategy)
+    return (strategy != "no" or bool(args.enable_jit_checkpoint)) and not args.save_only_model
+
+
+def _schedule_at_step(schedule: str) -> str:
+    return schedule if schedule in SCHEDULES_AT_STEP else "deferred"
+
+
+@contextlib.contextmanager
+def _same_generator() -> Iterator[None]:
+    """A Trainer keeps its random numbers itself, and restores them once its data are in place."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def _hint_of_trainer() -> Iterator[None]:
+    """Say in a Trainer's words what wrap() says in its own."""
+    try:
+        yield
+    except StoreError as error:
+        if re.search(r"resume=True", str(error)):
+            error.add_note(
+                "with a Trainer resume=True is train(resume_from_checkpoint=True), where a"
+                " checkpoint was saved; else delete the store's directory, or name another"
+            )
+        raise
+
+
+def _sync(folder: Path) -> None:
+    """Have a folder's files on the disk before the store says that they count."""
+    for path in [*folder.rglob("*"), folder, folder.parent]:
+        if path.is_file() or path.is_dir():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
