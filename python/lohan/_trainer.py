@@ -58,7 +58,7 @@ _SAID_BY_ARGS = {
 Reference = dict[str, Any]
 
 
-class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
+class TrainerCallback(transformers.TrainerCallback):
     """Train a Trainer's model with its parameters, master copies and Adam moments on SSD.
 
     `Trainer(model, args, callbacks=[lohan.TrainerCallback(store="/nvme0/run")])` is all. It goes
@@ -227,7 +227,9 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         if asked["store"] != found["store"]:
             text += f" and is another, {found['store']}: pass the store= that the run had"
             return text
-        siblings = sorted(folder.absolute().parent.glob(f"{folder.absolute().name.split('-')[0]}-*"))
+        siblings = sorted(
+            folder.absolute().parent.glob(f"{folder.absolute().name.split('-')[0]}-*")
+        )
         matching = [str(each) for each in siblings if reference_of(each) == found]
         if matching:
             return f"{text}: so is {matching[-1]}, train(resume_from_checkpoint={matching[-1]!r})"
@@ -322,7 +324,7 @@ class TrainerMixin:
         """Nothing: lohan has parameters where they are needed."""
 
 
-class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
+class Trainer(TrainerMixin, transformers.Trainer):
     """transformers.Trainer, whose constructor leaves the model where it is."""
 
 

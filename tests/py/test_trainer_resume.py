@@ -1,0 +1,205 @@
+"""A Trainer's checkpoint and lohan's store are of the same step, wherever a process ends."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import lohan
+import pytest
+import torch
+import trainer_helper as helper
+from lohan.errors import StoreError, StoreMismatchError
+from trainer_resume_helper import ARGUMENTS, Dies, checkpoints
+
+WHOLE: dict[str, Any] = {}
+
+
+class Ended(Exception):
+    """A test has ended a training."""
+
+
+def end() -> None:
+    raise Ended
+
+
+def close_all() -> None:
+    """What a process does at its end."""
+    for session in list(lohan.wrap.__globals__["_exit"].sessions):
+        session.close()
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    close_all()
+
+
+@pytest.fixture
+def whole(store_dir: pathlib.Path) -> Any:
+    """Losses and parameters of a training that nobody ended."""
+    if not WHOLE:
+        trainer = helper.make(store_dir / "whole", {}, model=helper.gpt2(), **ARGUMENTS)
+        trainer.train()
+        WHOLE["losses"] = helper.logged(trainer, "loss")
+        WHOLE["state"] = helper.values(trainer.model)
+    return WHOLE
+
+
+def resume(folder: pathlib.Path, checkpoint: Any = True, **given: Any) -> Any:
+    """Go on as a new process does: another seed was drawn from, and another model is there."""
+    torch.manual_seed(12345)
+    arguments = {**ARGUMENTS, **given.pop("arguments", {})}
+    trainer = helper.make(folder, given, model=helper.gpt2(), **arguments)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer
+
+
+def assert_is(trainer: Any, whole: Any) -> None:
+    assert helper.logged(trainer, "loss") == whole["losses"]
+    state = helper.values(trainer.model)
+    assert all(torch.equal(state[key], value) for key, value in whole["state"].items())
+
+
+def train_until(folder: pathlib.Path, step: int, where: str, **arguments: Any) -> None:
+    callbacks = (Dies(step, where, end),)
+    given = {**ARGUMENTS, **arguments}
+    trainer = helper.make(folder, {}, model=helper.gpt2(), callbacks=callbacks, **given)
+    with pytest.raises(Ended):
+        trainer.train()
+    close_all()
+
+
+def test_a_killed_training_goes_on_with_the_same_bits(whole: Any, store_dir: pathlib.Path) -> None:
+    worker = pathlib.Path(__file__).with_name("trainer_worker.py")
+    command = [sys.executable, str(worker), str(store_dir), "7", "step"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [path.name for path in checkpoints(store_dir)][-1] == "checkpoint-6"
+    trainer = resume(store_dir)
+    assert_is(trainer, whole)
+
+
+@pytest.mark.parametrize("where", ["step", "files", "commit", "saved", "done"])
+def test_wherever_it_ends_the_store_fits_one_whole_checkpoint(
+    where: str, whole: Any, store_dir: pathlib.Path
+) -> None:
+    train_until(store_dir, 6, where, save_total_limit=1)
+    found = checkpoints(store_dir)
+    expected = 6 if where in ("saved", "done") else 4
+    matching = next(path for path in found if path.name == f"checkpoint-{expected}")
+    if found[-1] != matching:
+        with pytest.raises(StoreMismatchError) as refused:
+            resume(store_dir)
+        text = str(refused.value)
+        assert f"{found[-1]} belongs to step 6" in text and "is at step 4" in text
+        assert f"train(resume_from_checkpoint={str(matching)!r})" in text
+        close_all()
+    assert_is(resume(store_dir, str(matching)), whole)
+
+
+def test_an_older_checkpoint_is_refused_with_both_steps_and_the_one_that_fits(
+    store_dir: pathlib.Path,
+) -> None:
+    train_until(store_dir, 7, "step")
+    oldest, newest = checkpoints(store_dir)[0], checkpoints(store_dir)[-1]
+    with pytest.raises(StoreMismatchError) as refused:
+        resume(store_dir, str(oldest))
+    assert re.search(r"belongs to step 2 of store.* is at step 6", str(refused.value))
+    assert f"resume_from_checkpoint={str(newest)!r}" in str(refused.value)
+
+
+def test_the_checkpoint_of_another_store_is_refused(store_dir: pathlib.Path) -> None:
+    train_until(store_dir / "a", 3, "step")
+    train_until(store_dir / "b", 3, "step")
+    with pytest.raises(StoreMismatchError, match=r"and is another, .*pass the store="):
+        resume(store_dir / "b", str(checkpoints(store_dir / "a")[0]))
+
+
+def test_a_checkpoint_without_its_store_is_refused(store_dir: pathlib.Path) -> None:
+    train_until(store_dir, 3, "step")
+    with pytest.raises(StoreError) as refused:
+        resume(store_dir, store=store_dir / "elsewhere")
+    assert "the checkpoint's tensors are in the store" in "".join(refused.value.__notes__)
+
+
+def test_a_checkpoint_of_a_plain_trainer_is_refused(store_dir: pathlib.Path) -> None:
+    helper.make(store_dir, None, model=helper.gpt2(), **ARGUMENTS).train()
+    with pytest.raises(StoreMismatchError, match=r"does not say which step of which store"):
+        resume(store_dir)
+
+
+def test_a_checkpoint_has_no_tensors_of_the_optimizer_s(store_dir: pathlib.Path) -> None:
+    train_until(store_dir, 3, "step")
+    (folder,) = checkpoints(store_dir)
+    state = torch.load(folder / "optimizer.pt", weights_only=True)
+    assert state["state"] == {}
+    assert state["lohan"]["step"] == 2
+    assert (folder / "optimizer.pt").stat().st_size < 8192
+
+
+def test_a_learning_rate_of_the_arguments_does_not_rule_a_resumed_run(
+    whole: Any, store_dir: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_until(store_dir, 7, "step")
+    trainer = resume(store_dir, arguments={"learning_rate": 1.0})
+    assert_is(trainer, whole)  # as without lohan: the checkpoint has the schedule
+    assert "from now on" not in capsys.readouterr().err
+
+
+def test_the_best_model_at_the_end_leaves_the_last_checkpoint_to_go_on_with(
+    store_dir: pathlib.Path,
+) -> None:
+    arguments = {
+        **ARGUMENTS,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,  # the first, as good as always
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+    }
+    takes = {"trainer_takes": {"eval_dataset": helper.Rows(4)}}
+    runs = []
+    for name, steps in (("whole", 8), ("parts", 4)):
+        trainer = helper.make(
+            store_dir / name, {}, model=helper.gpt2(), **takes, **{**arguments, "max_steps": steps}
+        )
+        trainer.train()
+        runs.append(trainer)
+        close_all()
+    assert runs[1].state.best_global_step == 2, "the last one is not to be the best one"
+    again = helper.make(
+        store_dir / "parts", {}, model=helper.gpt2(), **takes, **{**arguments, "max_steps": 8}
+    )
+    again.train(resume_from_checkpoint=True)
+    assert helper.logged(again, "loss") == helper.logged(runs[0], "loss")
+
+
+def test_train_again_from_a_checkpoint_of_this_process(store_dir: pathlib.Path) -> None:
+    trainer = helper.make(store_dir, {}, model=helper.gpt2(), **{**ARGUMENTS, "max_steps": 4})
+    trainer.train()
+    trainer.args.max_steps = 6
+    trainer.train(resume_from_checkpoint=True)
+    assert helper.session_of(trainer).step == 6
+    with pytest.raises(StoreMismatchError, match=r"belongs to step 2.* is at step 6"):
+        trainer.train(resume_from_checkpoint=str(checkpoints(store_dir)[0]))
+
+
+def test_with_commits_of_its_own_the_store_does_not_wait_for_checkpoints(
+    store_dir: pathlib.Path,
+) -> None:
+    callbacks = (Dies(5, "step", end),)
+    takes = {"commit_every": 1}
+    trainer = helper.make(store_dir, takes, model=helper.gpt2(), callbacks=callbacks, **ARGUMENTS)
+    with pytest.raises(Ended):
+        trainer.train()
+    close_all()
+    with pytest.raises(StoreMismatchError, match=r"belongs to step 4.* is at step 5"):
+        resume(store_dir)

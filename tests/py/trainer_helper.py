@@ -1,0 +1,144 @@
+"""A small model, its rows, and a transformers.Trainer, with lohan or without."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import lohan
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+VOCABULARY = 64
+ROWS = 22
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """Sequences of several lengths; the batch of each step says which step it is."""
+
+    def __init__(self, count: int = ROWS) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.rows = [
+            torch.randint(1, VOCABULARY, (6 + 2 * (i % 4),), generator=generator)
+            for i in range(count)
+        ]
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """One row, with its labels."""
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Rows of one length, filled up with labels that do not count."""
+    length = max(len(row["input_ids"]) for row in rows)
+
+    def fill(name: str, value: int) -> torch.Tensor:
+        return torch.stack(
+            [nn.functional.pad(r[name], (0, length - len(r[name])), value=value) for r in rows]
+        )
+
+    return {"input_ids": fill("input_ids", 0), "labels": fill("labels", -100)}
+
+
+def llama(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """No dropout, weights that are not tied."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def gpt2(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Dropout, and tied weights."""
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=32,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(config).to(dtype)
+
+
+def make(
+    folder: pathlib.Path,
+    lohan_takes: dict[str, Any] | None,
+    *,
+    model: Any = None,
+    cls: type[Trainer] = Trainer,
+    trainer_takes: dict[str, Any] | None = None,
+    callbacks: tuple[Any, ...] = (),
+    **arguments: Any,
+) -> Any:
+    """A Trainer whose store and checkpoints are below folder.
+
+    Args:
+        folder: of its own.
+        lohan_takes: what the callback is given; None: without lohan.
+        model: None: llama().
+        cls: of the Trainer.
+        trainer_takes: arguments of its constructor.
+        callbacks: behind lohan's.
+        **arguments: of TrainingArguments.
+    """
+    given = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 3e-3,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        **arguments,
+    }
+    mine = [] if lohan_takes is None else [lohan.TrainerCallback(**lohan_takes)]
+    takes = {
+        "model": llama() if model is None else model,
+        "args": TrainingArguments(str(folder / "out"), **given),
+        "train_dataset": Rows(),
+        "data_collator": collate,
+        "callbacks": [*mine, *callbacks],
+        **(trainer_takes or {}),
+    }
+    return cls(**takes)
+
+
+def session_of(trainer: Any) -> Any:
+    """The session of its model."""
+    return trainer.model.lohan
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    """What the Trainer has logged under a name."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters."""
+    return {name: value.clone() for name, value in model.state_dict().items()}

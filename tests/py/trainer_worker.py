@@ -1,0 +1,31 @@
+"""Trains with lohan's callback until it kills itself: the process that test_trainer_resume.py ends.
+
+python trainer_worker.py FOLDER STEP WHERE
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import sys
+
+import trainer_helper as helper
+from trainer_resume_helper import ARGUMENTS, Dies
+
+
+def main() -> None:
+    """Die at a step, at a place, as kill -9 ends a process."""
+    folder, step, where = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = helper.make(
+        folder, {}, model=helper.gpt2(), callbacks=(Dies(step, where, kill),), **ARGUMENTS
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
