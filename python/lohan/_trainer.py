@@ -32,7 +32,7 @@ import transformers
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
-from lohan import _store
+from lohan import _settings, _store
 from lohan._optim import DEFAULTS
 from lohan._session import Session
 from lohan.config import SCHEDULES_AT_STEP, Config
@@ -93,7 +93,7 @@ class TrainerCallback(transformers.TrainerCallback):
                 schedule="optimized" or "auto" does without: grad_norm is not logged then.
 
         Raises:
-            ModelError: a setting that is the Trainer's to say.
+            ModelError: a setting that is the Trainer's to say, or none.
         """
         for name in sorted(set(settings) & set(_SAID_BY_ARGS)):
             raise ModelError(
@@ -102,8 +102,9 @@ class TrainerCallback(transformers.TrainerCallback):
             )
         self.session: Session | None = None
         self._store = store
-        self._config = config or Config()
         self._settings = settings
+        fields = {k: v for k, v in settings.items() if k not in ("weights", "init", "blocks")}
+        self._config = _settings.make(config, fields, wrap)
         self._trainer: Any = None
         self._model: nn.Module | None = None
         self._has_optimizer = False
@@ -205,7 +206,7 @@ class TrainerCallback(transformers.TrainerCallback):
             return {"store": self.session.uuid, "step": self.session.step}
         directories = self._directories()
         try:
-            store = _store.open_existing(directories, self._made_config(), read_only=True)
+            store = _store.open_existing(directories, self._config, read_only=True)
         except StoreError as error:
             error.add_note(
                 "the checkpoint's tensors are in the store that lohan.TrainerCallback was given"
@@ -238,12 +239,6 @@ class TrainerCallback(transformers.TrainerCallback):
             f" commit. lohan.wrap(model, store={place!r}, resume=True) goes on with it, without a"
             f" Trainer's state; from_pretrained({str(folder)!r}) with a new store begins with the"
             " checkpoint's weights, and moments of zero"
-        )
-
-    def _made_config(self) -> Config:
-        fields = {field.name for field in dataclasses.fields(Config)}
-        return dataclasses.replace(
-            self._config, **{k: v for k, v in self._settings.items() if k in fields}
         )
 
     def _wrap(self, model: nn.Module, made: Any) -> Any:

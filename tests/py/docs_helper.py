@@ -71,10 +71,12 @@ def build_model() -> Any:
 def names() -> dict[str, Any]:
     """What a page may use without having made it."""
     batches = [{"input_ids": helper.tokens(i), "labels": helper.tokens(i)} for i in range(STEPS)]
+    rows = [row for batch in batches for row in batch["input_ids"]]
     return {
         "build_model": build_model,
         "model": build_model(),
         "loader": batches,
+        "dataset": [{"input_ids": row, "labels": row} for row in rows],
         "batch": batches[0],
     }
 

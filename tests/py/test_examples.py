@@ -2,24 +2,61 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
-def test_example_runs(path: Path, tmp_path: Path) -> None:
+@functools.cache
+def run(path: Path, folder: Path) -> str:
+    """What an example prints; once a session."""
     done = subprocess.run(
-        [sys.executable, str(path)],
-        cwd=tmp_path,
+        [sys.executable, "-W", "ignore", str(path)],
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not list(tmp_path.iterdir()), "an example left files behind"
+    assert not list(folder.iterdir()), "an example left files behind"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("example")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_example_runs(path: Path, folder: Path) -> None:
+    run(path, folder)
+
+
+def losses(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step +\d+ +loss ([\d.]+)$", printed, re.M)]
+
+
+# AdamW in another order; with TRL's bf16 a last bit of a parameter decides how its cast is rounded.
+@pytest.mark.parametrize(("name", "rtol"), [("02_trainer", 1e-5), ("03_trl_sft", 1e-3)])
+def test_without_its_two_lines_of_lohan_it_is_a_usual_script_with_the_same_losses(
+    name: str, rtol: float, folder: Path, tmp_path: Path
+) -> None:
+    path = next(path for path in EXAMPLES if path.stem == name)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    usual = [line for line in lines if "lohan" not in line]
+    assert len(lines) - len(usual) == 2
+    twin = tmp_path / f"{name}.py"
+    twin.write_text("".join(usual), encoding="utf-8")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    expected = losses(run(twin, empty))
+    assert len(expected) > 2 and expected[-1] < expected[0]
+    np.testing.assert_allclose(losses(run(path, folder)), expected, rtol=rtol)
