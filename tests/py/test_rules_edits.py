@@ -535,9 +535,10 @@ def test_a_write_that_is_interrupted_leaves_the_engine_awake(
     train_step(model, 0)
     engine = model.lohan._engine
     for _ in range(2):
+        others = {name: value * 2 for name, value in model.state_dict().items()}
         model.lohan._engine = Interrupted(engine, where)
         with pytest.raises(KeyboardInterrupt):
-            model.load_state_dict(model.state_dict())
+            model.load_state_dict(others)
         model.lohan._engine = engine
     train_step(model, 1)
     assert_same_state(model.state_dict(), workshop.train([0, 1]))
