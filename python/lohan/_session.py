@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import weakref
@@ -24,7 +23,7 @@ from lohan._forward import ForwardRules, parts_of
 from lohan._optim import Hyper, check_hyper
 from lohan._planner import Plan, Planner
 from lohan._scaling import StepScale
-from lohan._snapshot import Holds, PathLike, Snapshot
+from lohan._snapshot import Snapshot
 from lohan._stats import StepStats
 from lohan._store import Extents, unit_tuples
 from lohan._tensor import (

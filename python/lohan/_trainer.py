@@ -35,6 +35,7 @@ from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from lohan import _settings, _store
 from lohan._optim import DEFAULTS
 from lohan._session import Session
+from lohan._snapshot import copied_from
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
 from lohan.wrap import PathLike, directories_of, wrap
@@ -184,8 +185,8 @@ class TrainerCallback(transformers.TrainerCallback):
                 " without lohan, or with save_only_model=True. Build the model with"
                 f" from_pretrained({str(folder)!r}), and train() with a new store"
             )
-        found = self._committed()
-        if asked != found:
+        found, *copied = self._committed()
+        if asked != found and asked not in copied:
             raise StoreMismatchError(self._mismatch(folder, asked, found))
         self._resumes = True
 
@@ -195,15 +196,15 @@ class TrainerCallback(transformers.TrainerCallback):
         default = Path(self._trainer.args.output_dir) / "lohan"
         return directories_of(default if self._store is None else self._store)
 
-    def _committed(self) -> Reference:
-        """Which step of which store there is to go on with."""
+    def _committed(self) -> list[Reference]:
+        """Which step of which store there is to go on with, and what that is a copy of."""
         if self.session is not None and not self.session.closed:
             if self.session.has_edits:
                 raise StoreMismatchError(
                     "train(resume_from_checkpoint=...) in a process that has changed the model's"
                     " parameters since (load_best_model_at_end does): start a new process"
                 )
-            return {"store": self.session.uuid, "step": self.session.step}
+            return [{"store": self.session.uuid, "step": self.session.step}]
         directories = self._directories()
         try:
             store = _store.open_existing(directories, self._config, read_only=True)
@@ -215,7 +216,9 @@ class TrainerCallback(transformers.TrainerCallback):
             raise
         try:
             described = store.describe()
-            return {"store": str(described["uuid"]), "step": int(described["step"])}
+            found: Reference = {"store": str(described["uuid"]), "step": int(described["step"])}
+            copies = [{"store": uuid, "step": step} for uuid, step in copied_from(store)]
+            return [found, *(copy for copy in copies if copy["step"] == found["step"])]
         finally:
             store.close()
 

@@ -121,6 +121,13 @@ def test_the_checkpoint_of_another_store_is_refused(store_dir: pathlib.Path) -> 
         resume(store_dir / "b", str(checkpoints(store_dir / "a")[0]))
 
 
+def test_a_checkpoint_goes_on_with_a_copy_of_its_store(whole: Any, store_dir: pathlib.Path) -> None:
+    train_until(store_dir, 7, "step")
+    copies = [store_dir / "b", store_dir / "c"]
+    lohan.snapshot(store_dir / "out" / "lohan", copies)
+    assert_is(resume(store_dir, store=copies), whole)
+
+
 def test_a_checkpoint_without_its_store_is_refused(store_dir: pathlib.Path) -> None:
     train_until(store_dir, 3, "step")
     with pytest.raises(StoreError) as refused:
