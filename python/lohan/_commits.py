@@ -75,6 +75,12 @@ class Commits:
         else:
             self._commit_buffers(store)
 
+    def edited_buffers(self) -> None:
+        """Buffers alone were changed: commit them, or note it."""
+        self._engine.flush(not self.commits_by_hand)
+        with self.exclusive([]) as store:
+            self.edited(store)
+
     def settle(self) -> None:
         """Have closed steps in the last commit. Edits by hand, made since, stay without one."""
         if self.commits_by_hand and int(self.store.describe()["step"]) == self.step:

@@ -293,7 +293,10 @@ class Guard:
             problems += [f"missing {missing}", f"unexpected {result.unexpected_keys}"]
         if problems:
             raise RuntimeError("load_state_dict: " + "; ".join(problems))
-        self._write(self._news(self._without_in_place(given, names), names), names)
+        news = self._news(self._without_in_place(given, names), names)
+        self._write(news, names)
+        if rest and not news:
+            self.session.edited_buffers()
         return type(result)(missing, result.unexpected_keys)
 
     def _news(self, given: Mapping[str, Any], names: Mapping[str, int]) -> dict[str, Any]:

@@ -446,7 +446,7 @@ def _find(
     """What files have of the model: those of weights=, or those that the store goes on with."""
     place = None if weights is None else Path(os.fspath(weights)).expanduser()
     if resume and store is not None:
-        meta = _store.read_meta(_directories(store), config)
+        meta = _store.read_meta(directories_of(store), config)
         return _in_place.of_store(meta, model, place)
     return None if place is None else _in_place.of_folder(place, model, config)
 
