@@ -142,6 +142,23 @@ static void step_over_check(struct lh_sim_check *check)
     check->last[stats.step % LH_SIM_STEP_COUNT_MAX] = stats;
 }
 
+static void hold_check(struct lh_sim_check *check)
+{
+    const struct lh_engine *engine = check->engine;
+    bool was_held = check->is_held;
+    check->is_held = atomic_load(&engine->hold) == LH_HOLD_GRANTED;
+    if (!check->is_held)
+        return;
+    if (engine->step_state == LH_STEP_STATE_COMMITTING || lh_store_is_committing(engine->store))
+        lh_sim_world_fail(check->world, "a commit is under way while commits are held");
+    if (was_held && engine->committed_step != check->held_step)
+        lh_sim_world_fail(check->world,
+                          "step %" PRIu64 " was committed while commits were held at step"
+                          " %" PRIu64,
+                          engine->committed_step, check->held_step);
+    check->held_step = engine->committed_step;
+}
+
 void lh_sim_check_quiet(struct lh_sim_check *check)
 {
     const struct lh_engine *engine = check->engine;
@@ -153,6 +170,7 @@ void lh_sim_check_quiet(struct lh_sim_check *check)
     if (engine->opts.schedule == LH_ENGINE_SCHEDULE_AUTO)
         split_check(check);
     step_over_check(check);
+    hold_check(check);
     if (engine->io_in_flight != check->io->in_flight_count)
         lh_sim_world_fail(check->world,
                           "the engine counts %" PRIu32 " requests in flight, the backend %" PRIu32,

@@ -9,6 +9,7 @@
  *  5. Nothing hangs: where no event is to come and training is not over, somebody waits for ever.
  *  6. By schedule naive, all chunks that move are of one unit, and read, computed or written alike.
  *  7. By schedule auto, gradients that wait for the close have their room in memory.
+ *  8. While commits are held none is under way, and the committed step stays.
  *
  * Thread: one.
  */
@@ -28,6 +29,8 @@ struct lh_sim_check {
     uint64_t step;                                           /* the last one that was over */
     uint64_t end_ns;                                         /* of it */
     uint64_t bytes[LH_ENGINE_LINK_COUNT];                    /* of all steps that are over */
+    bool is_held;                                            /* when last looked at */
+    uint64_t held_step;                                      /* committed then */
     bool has_flush_commits;                                  /* commits that belong to no step */
     struct lh_engine_step_stats last[LH_SIM_STEP_COUNT_MAX]; /* of step s at s % MAX */
 };

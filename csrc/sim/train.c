@@ -176,6 +176,7 @@ static enum look begin(struct lh_sim_train *train)
     train->phase = is_eval ? LH_SIM_TRAIN_PHASE_EVAL : LH_SIM_TRAIN_PHASE_FORWARD;
     train->eval_count += is_eval;
     if (!is_eval) {
+        lh_sim_train_hold_begin(train);
         gradients_draw(train);
         train->has_hypers = false;
         *times_of(train) = (struct lh_sim_train_times){.begin_ns = train->opts.world->now_ns};
@@ -578,7 +579,7 @@ static enum look look(struct lh_sim_train *train)
 
 bool lh_sim_train_poll(struct lh_sim_train *train)
 {
-    bool moved = false;
+    bool moved = lh_sim_train_hold_poll(train);
     gradients_spoil(train);
     while (!lh_sim_world_has_failed(train->opts.world) && look(train) == LOOK_MOVED)
         moved = true;

@@ -55,6 +55,7 @@ struct lh_sim_train_chances {
     uint32_t abort_ppm; /* of a block in backward; only where every step is committed */
     uint32_t skip_ppm;  /* of a parameter */
     uint32_t flush_ppm; /* of a step */
+    uint32_t hold_ppm;  /* of a step: commits are held from its begin on; with abort_ppm 0 */
     uint32_t split_ppm; /* of a step, by schedule auto: any split instead of the engine's choice */
 };
 
@@ -113,6 +114,9 @@ struct lh_sim_train {
     bool is_reference_ahead; /* it has the step that is being closed */
     uint64_t since_ns;       /* of the wait */
     bool *has_gradient;      /* in the open step */
+    bool holds_commits;      /* since hold_step was closed */
+    uint64_t hold_step;
+    uint64_t hold_until_ns;
     bool *is_held;
     void **gradients;
     uint32_t *due; /* parameters whose gradients the block gives */
@@ -150,5 +154,9 @@ int lh_sim_train_saved_put(struct lh_sim_train *train);
 void lh_sim_train_saved_fetch(struct lh_sim_train *train);
 /* Its backward has read them. */
 void lh_sim_train_saved_drop(struct lh_sim_train *train);
+
+/* train_hold.c: a step begins; and at any time: true if anything happened */
+void lh_sim_train_hold_begin(struct lh_sim_train *train);
+bool lh_sim_train_hold_poll(struct lh_sim_train *train);
 
 #endif

@@ -85,6 +85,8 @@ int main(int argc, char **argv)
         .flush_ppm = lh_sim_random_below(&sim.random, 4) == 0 ? 200000 : 0,
         .split_ppm = 500000,
     };
+    if (sim.opts.chances.abort_ppm == 0 && lh_sim_random_below(&sim.random, 3) == 0)
+        sim.opts.chances.hold_ppm = 300000;
     sim.opts.crash_after = 1 + lh_sim_random_below(&sim.random, 800);
     lh_test_name("seed %" PRIu64 ": what is committed survives %" PRIu64 " lives", seed,
                  life_count);

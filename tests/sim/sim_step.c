@@ -56,6 +56,8 @@ int main(int argc, char **argv)
         .flush_ppm = lh_sim_random_below(&sim.random, 3) == 0 ? 200000 : 0,
         .split_ppm = 500000,
     };
+    if (sim.opts.chances.abort_ppm == 0 && lh_sim_random_below(&sim.random, 3) == 0)
+        sim.opts.chances.hold_ppm = 300000;
     lh_test_name("seed %" PRIu64 ": the store holds what plain training gives", seed);
     hashes[0] = train(&sim, traces[0], &trace_bytes[0]);
     if (path)

@@ -1,0 +1,38 @@
+/* Somebody copies the store: commits are held for a while, and come behind it. */
+#include "sched/engine_private.h"
+#include "sim/train.h"
+
+/* As long as some steps, or a small part of one. */
+#define HOLD_NS_MAX 30000000
+/* Then no more, as the reference keeps so many steps only. */
+#define HOLD_STEP_COUNT_MAX 3
+
+static void time_passed(void *context)
+{
+    (void)context; /* the training thread is looked at, whatever it was */
+}
+
+void lh_sim_train_hold_begin(struct lh_sim_train *train)
+{
+    struct lh_sim_world *world = train->opts.world;
+    if (train->holds_commits || train->opts.chances.hold_ppm == 0 ||
+        !lh_sim_random_chance(&train->random, train->opts.chances.hold_ppm))
+        return;
+    train->holds_commits = true;
+    train->hold_step = train->step;
+    train->hold_until_ns = world->now_ns + lh_sim_random_below(&train->random, HOLD_NS_MAX);
+    lh_sim_world_at(world, train->hold_until_ns, time_passed, NULL);
+    /* Asked for is enough: it is granted behind the commit under way. */
+    (void)!lh_engine_commit_hold(train->opts.engine, 0);
+}
+
+bool lh_sim_train_hold_poll(struct lh_sim_train *train)
+{
+    bool is_long = train->step >= train->hold_step + HOLD_STEP_COUNT_MAX;
+    bool is_over = is_long || train->opts.world->now_ns >= train->hold_until_ns;
+    if (!train->holds_commits || !is_over)
+        return false;
+    train->holds_commits = false;
+    lh_engine_commit_release(train->opts.engine);
+    return true;
+}
