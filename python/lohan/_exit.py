@@ -41,9 +41,12 @@ def close_quietly(session: Session) -> None:
 
 def _close_all() -> None:
     for session in list(sessions):
-        if _end is not None and session.snapshot_now is not None:
-            session.snapshot_now.cancel()  # whoever sends SIGTERM does not wait for a copy
         close_quietly(session)
+
+
+def is_terminated() -> bool:
+    """SIGTERM came: whoever sent it does not wait for long."""
+    return _end is not None
 
 
 def set_handlers() -> bool:

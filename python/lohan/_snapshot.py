@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan import _core, _store
+from lohan import _core, _exit, _store
 from lohan._export import directories_of, find_session
 from lohan._safetensors import Progress
 from lohan._tensor import in_backward
@@ -391,10 +391,15 @@ def _refuse(session: Session) -> None:
 
 
 def end(session: Session) -> None:
-    """Wait for the copy that is under way, before its session is closed; Ctrl-C gives it up."""
+    """Wait for the copy that is under way, before its session is closed.
+
+    Ctrl-C gives it up, and SIGTERM has.
+    """
     running = session.snapshot_now
     if running is None or running.is_told:
         return
+    if _exit.is_terminated():
+        running.cancel()
     if not running.is_done:
         print(
             f"lohan: waiting for the snapshot to {running.directories[0]}"

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pathlib
+import resource
 import shutil
 import signal
 import subprocess
@@ -230,15 +231,25 @@ def test_what_cannot_be_copied_is_refused_by_name(store_dir: pathlib.Path, slow:
     assert committed_step(store_dir / "s") == 1
 
 
-def test_a_full_target_leaves_nothing_and_says_what_is_missing(
+def test_a_target_without_room_leaves_nothing_and_says_what_it_needs(
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = wrapped(store_dir / "s")
     losses(model, range(1))
-    fail_at = itertools.count()
+    model.lohan.commit()
+    nbytes = (store_dir / "s" / "lohan.data").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes // 2, limits[1]))
+    try:  # as a disk that has no more
+        with pytest.raises(StoreError, match=f"cannot reserve {nbytes} bytes for .*new"):
+            model.lohan.snapshot(store_dir / "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (store_dir / "new").exists()
+    count = itertools.count()
 
     def advance(snapshot: Any, nbytes: int) -> None:
-        if next(fail_at) == 2:
+        if next(count) == 2:
             raise StoreError(errno.ENOSPC, "cannot write 4096 bytes at offset 1: No space left")
         snapshot.done_bytes += nbytes
 
@@ -249,6 +260,7 @@ def test_a_full_target_leaves_nothing_and_says_what_is_missing(
     assert not (store_dir / "a").exists() and not (store_dir / "b").exists()
     monkeypatch.undo()
     losses(model, range(1, 3))
+    assert lohan.verify(store_dir / "s").is_whole  # in use, and at its commit
     model.lohan.commit()
     assert model.lohan.snapshot(store_dir / "a").wait().step == 3
 
@@ -334,6 +346,13 @@ def train_and_copy(pipe: Any, settings: dict[str, Any], out: list[str], piece_s:
         time.sleep(0.01)
 
 
+class Said:
+    """A pipe's end that prints."""
+
+    def send(self, text: str) -> None:
+        print(text, flush=True)
+
+
 def start(target: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
     return crash_worker.start(target, *arguments)
 
@@ -371,6 +390,27 @@ def test_killed_in_the_middle_of_a_copy_its_remains_are_refused_and_replaced(
     assert copy.step >= 4
     again = resumed(out)
     assert again.lohan.step == copy.step
+
+
+def test_sigterm_in_the_middle_of_a_copy_ends_soon_and_keeps_the_last_step(
+    store_dir: pathlib.Path,
+) -> None:
+    out = [str(store_dir / "a"), str(store_dir / "b")]
+    call = f"train_and_copy(Said(), {{'directory': {str(store_dir / 's')!r}}}, {out!r}, 0.5)"
+    script = f"from test_snapshot import Said, train_and_copy; {call}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=pathlib.Path(__file__).parent,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    time.sleep(0.3)
+    process.terminate()
+    assert process.wait(WAIT_S) == 128 + signal.SIGTERM
+    assert not list(store_dir.glob("[ab]/*")), "a part of the copy is left"
+    again = resumed(store_dir / "s")
+    assert again.lohan.step > 4, "the steps behind the copy were not committed"
 
 
 def test_another_process_that_trains_is_asked_for_the_copy(store_dir: pathlib.Path) -> None:
