@@ -136,14 +136,22 @@ int lh_probe(struct iocb *one, struct io_event *event)
 
 
 def compiler() -> list[str]:
-    """The C compiler's command: $CC, else cc, gcc, clang, else the one that Python is of."""
-    candidates = [os.environ.get("CC"), "cc", "gcc", "clang", sysconfig.get_config_var("CC")]
-    for candidate in candidates:
+    """The C compiler's command: $CC, else cc, gcc, clang, else the one that Python is of.
+
+    Raises:
+        BuildError: CC names what is not there, or there is none at all.
+    """
+    asked = shlex.split(os.environ.get("CC", ""))
+    if asked and not shutil.which(asked[0]):
+        raise BuildError(f"CC={os.environ['CC']}: there is no {asked[0]} here")
+    if asked:
+        return asked
+    for candidate in ("cc", "gcc", "clang", sysconfig.get_config_var("CC")):
         words = shlex.split(candidate) if candidate else []
         if words and shutil.which(words[0]):
             return words
     raise BuildError(
-        "no C compiler found (tried $CC, cc, gcc, clang).\n"
+        "no C compiler found (tried cc, gcc, clang).\n"
         "On Debian or Ubuntu: apt-get install gcc python3-dev liburing-dev libaio-dev"
     )
 

@@ -1,4 +1,4 @@
-"""The driver of the tests, tests/run.py: what it says at its end."""
+"""The driver of the tests, tests/run.py, and of the build: what they say."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tools"))
 
-import run  # noqa: E402  (its folder has just been named)
+import cbuild  # noqa: E402  (these folders have just been named)
+import run  # noqa: E402
 
 FAILING = """
 import pytest
@@ -42,3 +44,25 @@ def test_what_failed_in_c_is_named_and_a_pytest_that_died_is_too() -> None:
         "asan: test_ring",
         "pytest tests/py/test_driver.py: exit status 4",
     ]
+
+
+def test_a_compiler_that_is_asked_for_is_taken_or_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "no-such-cc -m64")
+    with pytest.raises(cbuild.BuildError, match="there is no no-such-cc here"):
+        cbuild.compiler()
+    other = tmp_path / "other-cc"
+    other.write_text("#!/bin/sh\necho riscv64-linux-gnu\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("CC", f"{other} -m64")
+    assert cbuild.compiler() == [str(other), "-m64"]
+    assert cbuild.target_machine(cbuild.compiler()) == "riscv64"
+
+
+def test_a_machine_gets_its_own_kernels_and_no_others() -> None:
+    for machine, mine, theirs in (("x86_64", "avx2", "neon"), ("aarch64", "neon", "avx2")):
+        compute = cbuild.ROOT / "csrc" / "compute"
+        assert cbuild.isa_flags(compute / f"adam_{mine}.c", machine)
+        assert cbuild.isa_flags(compute / f"adam_{theirs}.c", machine) is None
+        assert cbuild.isa_flags(compute / "adam_ref.c", machine) == []
