@@ -8,6 +8,7 @@ that, too, so that `export` needs no model.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -24,7 +25,7 @@ from lohan._contents import PIECE_ELEMENTS, Contents
 from lohan._names import Origin, Saved
 from lohan._safetensors import Progress, Tensor
 from lohan.config import Config
-from lohan.errors import ModelError, StoreExistsError, UnsupportedError
+from lohan.errors import ModelError, StoreExistsError, StoreLockedError, UnsupportedError
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -79,6 +80,24 @@ def directories_of(store: PathLike | Sequence[PathLike]) -> list[str]:
     """A store's directories, absolute, from what a caller named."""
     names = [store] if isinstance(store, str | os.PathLike) else list(store)
     return [str(Path(os.fspath(name)).expanduser().absolute()) for name in names]
+
+
+def open_to_read(
+    directories: Sequence[str], config: Config, *, is_held: bool = False
+) -> _core.Store:
+    """A store, for who only reads it.
+
+    Raises:
+        StoreLockedError: another process trains; what to do instead.
+    """
+    try:
+        return _store.open_existing(directories, config, read_only=True, is_held=is_held)
+    except StoreLockedError as error:
+        raise StoreLockedError(
+            errno.EBUSY,
+            f"{error.strerror}. While a process trains, lohan snapshot STORE OUT makes a copy to be"
+            " read",
+        ) from error
 
 
 def export(
@@ -158,7 +177,7 @@ def _opened(source: Any) -> Iterator[Opened]:
         with contextlib.ExitStack() as stack:
             yield contents, buffers, lambda is_master: _of_session(session, stack, is_master)
         return
-    store = _store.open_existing(directories, config, read_only=True)
+    store = open_to_read(directories, config)
     try:
         contents = _contents.read(store, directories[0])
         _, buffers = _scalars.parse(store.describe()["caller_scalars"])

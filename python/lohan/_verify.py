@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lohan import _contents, _core, _store
+from lohan import _contents, _core
 from lohan._contents import Contents
-from lohan._export import directories_of, find_session
+from lohan._export import directories_of, find_session, open_to_read
 from lohan._safetensors import Progress
 from lohan._snapshot import PIECE_BYTES, aligned
 from lohan.config import Config
@@ -182,7 +182,7 @@ def _verify(
     directories: list[str], config: Config, is_held: bool, progress: Progress | None
 ) -> Verified:
     def opened() -> _core.Store:
-        return _store.open_existing(directories, config, read_only=True, is_held=is_held)
+        return open_to_read(directories, config, is_held=is_held)
 
     begin = time.monotonic()
     first = opened()

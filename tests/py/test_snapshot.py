@@ -425,6 +425,9 @@ def test_another_process_that_trains_is_asked_for_the_copy(store_dir: pathlib.Pa
     assert step >= 4
     with pytest.raises(StoreExistsError, match=rf"process {process.pid}: .*copy"):
         lohan.snapshot([store_dir / "s0", store_dir / "s1"], store_dir / "copy")
+    for read in (lohan.verify, lambda store: lohan.export(store, store_dir / "out")):
+        with pytest.raises(StoreLockedError, match=rf"process {process.pid}.*lohan snapshot"):
+            read(settings["directory"])  # type: ignore[operator]
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(StoreLockedError, match=rf"process {process.pid} .* no step in 1 seconds"):
         lohan.snapshot(settings["directory"], store_dir / "late", wait_s=1.0)
