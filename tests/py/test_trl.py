@@ -1,0 +1,95 @@
+"""TRL's SFTTrainer with lohan's callback: LoRA by peft_config, going on, the mixin."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import lohan
+import numpy as np
+import pytest
+import torch
+from lohan import _exit
+from peft import LoraConfig, PeftModel
+from trl import SFTConfig, SFTTrainer
+
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "03_trl_sft.py"
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    close_all()
+
+
+def close_all() -> None:
+    for session in list(_exit.sessions):
+        session.close()
+
+
+def example() -> Any:
+    """Its tokenizer, model and rows."""
+    spec = importlib.util.spec_from_file_location("trl_example", EXAMPLE)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(folder: pathlib.Path, cls: type = SFTTrainer, **given: Any) -> Any:
+    """A few steps of adapters with dropout; a checkpoint behind the second."""
+    made = example()
+    tokenizer = made.bytes_tokenizer()
+    args = SFTConfig(
+        str(folder),
+        use_cpu=True,
+        bf16=False,
+        max_steps=given.get("steps", 4),
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_steps=2,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = cls(
+        made.build(tokenizer),
+        args,
+        train_dataset=made.sums(),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1),
+        callbacks=[lohan.TrainerCallback()] if given.get("lohan", True) else [],
+    )
+    trainer.train(resume_from_checkpoint=given.get("resume"))
+    return trainer
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class Mixed(lohan.TrainerMixin, SFTTrainer):  # type: ignore[misc]
+    """The mixin over a Trainer of another library."""
+
+
+def test_adapters_are_trained_saved_and_gone_on_with_as_without_lohan(
+    store_dir: pathlib.Path,
+) -> None:
+    ours = train(store_dir / "ours")
+    theirs = train(store_dir / "theirs", lohan=False)
+    np.testing.assert_allclose(losses(ours), losses(theirs), rtol=2e-5)
+    ours.save_model(str(store_dir / "adapters"))
+    base = example().build(example().bytes_tokenizer())
+    loaded = PeftModel.from_pretrained(base, str(store_dir / "adapters")).eval()
+    batch = torch.tensor([[3, 4, 5]])
+    ours.model.eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(batch).logits, ours.model(batch).logits)
+    train(store_dir / "half", steps=2)
+    close_all()
+    assert losses(train(store_dir / "half", resume=True)) == losses(ours)
+    assert losses(train(store_dir / "mixed", Mixed)) == losses(ours)
