@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import nn
 from train_helper import host_bytes_min
 from transformers import AutoModelForCausalLM, OPTConfig, OPTModel
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "04_lora.py"
 SETTINGS = {
     "alone": {},
     "least memory": {"host_bytes": "least"},
@@ -270,3 +273,30 @@ def test_bases_that_bitsandbytes_quantised_are_refused_by_name(store_dir: Path) 
     model[0].weight.SCB = torch.ones(8)
     with pytest.raises(UnsupportedError, match="bitsandbytes"):
         lohan.wrap(model, store=store_dir / "b")
+
+
+def _steps(source: str, capsys: pytest.CaptureFixture[str]) -> list[float]:
+    capsys.readouterr()
+    space: dict[str, Any] = {"__name__": "example"}
+    exec(compile(source, "04_lora.py", "exec"), space)
+    space["main"]()
+    said = capsys.readouterr().out
+    assert "the same outputs" in said
+    return [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step")]
+
+
+def test_the_example_differs_from_a_script_of_peft_s_in_two_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = EXAMPLE.read_text(encoding="utf-8")
+    plain = re.sub(r"^import lohan\n", "", source, count=1, flags=re.M)
+    made = r"lohan\.wrap\(model, weights=[^)]*, lr=(\S+)\)\.optimizer$"
+    adamw = r"torch.optim.AdamW(model.parameters(), lr=\1)"
+    plain = re.sub(made, adamw, plain, count=1, flags=re.M)
+    assert "lohan." not in plain.split("def make_base")[1]
+    diff = difflib.ndiff(plain.splitlines(), source.splitlines())
+    assert sum(line.startswith("+ ") for line in diff) == 2
+    ours, theirs = _steps(source, capsys), _steps(plain, capsys)
+    assert len(ours) == 8 and ours[0] == theirs[0]
+    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 0.01
+    assert ours[-1] < ours[0] - 0.2
