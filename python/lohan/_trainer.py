@@ -247,7 +247,10 @@ class TrainerCallback(transformers.TrainerCallback):
     def _wrap(self, model: nn.Module, made: Any) -> Any:
         """Wrap the model with the Trainer's groups; its optimizer from here on."""
         args = self._trainer.args
-        settings = {"commit_every": "manual", "device": str(args.device), **self._settings}
+        settings = dict(self._settings)
+        if self._config.commit_every == Config().commit_every:
+            settings.setdefault("commit_every", "manual")
+        settings["device"] = self._config.device or str(args.device)
         config = dataclasses.replace(
             self._config, accumulate=args.gradient_accumulation_steps, loss_scaling=args.fp16
         )

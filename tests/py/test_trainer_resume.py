@@ -199,11 +199,11 @@ def test_train_again_from_a_checkpoint_of_this_process(store_dir: pathlib.Path) 
         trainer.train(resume_from_checkpoint=str(checkpoints(store_dir)[0]))
 
 
+@pytest.mark.parametrize("takes", [{"commit_every": 1}, {"config": lohan.Config(commit_every=1)}])
 def test_with_commits_of_its_own_the_store_does_not_wait_for_checkpoints(
-    store_dir: pathlib.Path,
+    takes: dict[str, Any], store_dir: pathlib.Path
 ) -> None:
     callbacks = (Dies(5, "step", end),)
-    takes = {"commit_every": 1}
     trainer = helper.make(store_dir, takes, model=helper.gpt2(), callbacks=callbacks, **ARGUMENTS)
     with pytest.raises(Ended):
         trainer.train()
