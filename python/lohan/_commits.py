@@ -107,7 +107,11 @@ class Commits:
         return Holds(self._engine)
 
     def _commit_buffers(self, store: _core.Store) -> None:
-        """Commit what was written to the store, and the buffers of now, inside exclusive()."""
+        """Commit what was written to the store, and the buffers of now, inside exclusive().
+
+        The engine's flush before it has not waited for a copy of the very step that is committed.
+        """
+        self.holds.wait_none()
         said, count = store.describe(), len(self.layout.params)
         blobs = said["scalars"], said["caller_scalars"]
         store.commit(self.step, _scalars.with_buffers(*blobs, count, self.buffers))

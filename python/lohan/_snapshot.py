@@ -59,7 +59,7 @@ class Holds:
 
     def __init__(self, engine: _core.Engine) -> None:
         self._engine = engine
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._count = 0
 
     def take(self) -> None:
@@ -78,6 +78,13 @@ class Holds:
             self._count -= 1
             if self._count == 0:
                 self._engine.commit_release()
+                self._lock.notify_all()
+
+    def wait_none(self) -> None:
+        """Wait until nobody holds them, for a commit that is not the engine's."""
+        with self._lock:
+            while self._count > 0:
+                self._lock.wait(_SLICE_S)
 
 
 def copied_from(store: _core.Store) -> list[list[Any]]:

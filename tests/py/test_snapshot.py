@@ -178,6 +178,24 @@ def test_a_commit_waits_for_the_copy_and_a_close_too(
     assert again.lohan.step == 3
 
 
+def test_parameters_that_are_loaded_meanwhile_are_not_in_the_copy(
+    store_dir: pathlib.Path, slow: Slow
+) -> None:
+    model = wrapped([store_dir / "s"])
+    losses(model, range(2))
+    digest = crash_worker.digest(model)
+    state = {name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()}
+    copy = model.lohan.snapshot(store_dir / "copy")
+    threading.Timer(0.5, slow.go.set).start()
+    model.load_state_dict(state)
+    assert copy.is_done and crash_worker.digest(model) != digest
+    losses(model, range(2, 4))  # into the slot that was copied
+    model.lohan.close()
+    again = resumed(store_dir / "copy")
+    assert crash_worker.digest(again) == digest
+    assert lohan.verify(store_dir / "copy").is_whole
+
+
 def test_ctrl_c_while_a_close_waits_gives_the_copy_up_and_loses_nothing(
     store_dir: pathlib.Path, slow: Slow
 ) -> None:
