@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -49,20 +49,31 @@ def empty() -> Iterator[None]:
         nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
 
-def _replace(model: nn.Module, layout: Layout) -> None:
-    """A meta parameter cannot get data: put one of the CPU in its place, wherever it is used."""
-    made: dict[int, nn.Parameter] = {}
+def _replace(model: nn.Module, layout: Layout) -> dict[int, nn.Parameter]:
+    """A meta parameter cannot get data: put one of the CPU in its place, wherever it is used.
+
+    Returns:
+        Those that were replaced, by the ids of the new ones, which have no values.
+    """
+    new: dict[int, nn.Parameter] = {}
+    old: dict[int, nn.Parameter] = {}
     for param in layout.params:
-        old = param.tensor
-        if old.is_meta:
-            made[id(old)] = nn.Parameter(_no_storage(old), requires_grad=old.requires_grad)
-            param.tensor = made[id(old)]
-    if not made:
-        return
-    for module in model.modules():
+        if param.tensor.is_meta:
+            tensor = param.tensor
+            made = nn.Parameter(_no_storage(tensor), requires_grad=tensor.requires_grad)
+            new[id(tensor)], old[id(made)] = made, tensor
+    _put(model, layout, new)
+    return old
+
+
+def _put(model: nn.Module, layout: Layout, new: Mapping[int, nn.Parameter]) -> None:
+    """Put other parameters, by the ids of those that are there, wherever these are used."""
+    for param in layout.params:
+        param.tensor = new.get(id(param.tensor), param.tensor)
+    for module in model.modules() if new else ():
         for name, tensor in module._parameters.items():
-            if tensor is not None and id(tensor) in made:
-                module._parameters[name] = made[id(tensor)]
+            if tensor is not None and id(tensor) in new:
+                module._parameters[name] = new[id(tensor)]
 
 
 def skip_fill(model: nn.Module, layout: Layout) -> None:
@@ -89,17 +100,21 @@ def fill(
     if init is not None and not callable(init) and init != "model":
         raise ModelError(f"init {init!r}: 'model' or a function of a module")
     is_empty = any(p.tensor.is_meta for p in layout.params)
-    if weights is not None:
-        _replace(model, layout)
-        _fill_from_files(model, layout, extents, store, Path(os.fspath(weights)), files)
-        write_checksums(layout, extents, store)
-    elif is_empty or init is not None:
-        _replace(model, layout)
-        _fill_by_init(model, layout, extents, store, init if callable(init) else None)
-    else:
-        for param in layout.params:
-            _write(layout, extents, store, param, param.tensor)
-    store.commit(0, scalars)
+    replaced = _replace(model, layout)
+    try:
+        if weights is not None:
+            place = Path(os.fspath(weights))
+            _fill_from_files(model, layout, extents, store, place, files, replaced)
+            write_checksums(layout, extents, store)
+        elif is_empty or init is not None:
+            _fill_by_init(model, layout, extents, store, init if callable(init) else None)
+        else:
+            for param in layout.params:
+                _write(layout, extents, store, param, param.tensor)
+        store.commit(0, scalars)
+    except BaseException:
+        _put(model, layout, replaced)  # the next call must not take them for parameters with values
+        raise
 
 
 def drop(layout: Layout) -> None:
@@ -129,11 +144,6 @@ def _give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
-
-
-def _has_values(param: Param) -> bool:
-    """False of what _replace() put in a meta parameter's place."""
-    return param.count == 0 or any(stride != 0 for stride in param.tensor.stride())
 
 
 def _no_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -224,16 +234,18 @@ def _fill_from_files(
     store: _core.Store,
     weights: Path,
     files: Sequence[File],
+    made: Container[int],
 ) -> None:
-    """Stream every parameter that is not read in place, a piece at a time."""
+    """Stream every parameter that is not read in place, a piece at a time.
+
+    What files do not have keeps its values, or gets an adapter's first ones; ids in made have none.
+    """
     params = [param for param in layout.params if not layout.units[param.unit].runs]
-    in_files = [param for param in params if param.source is not None]
-    for param in sorted(
-        in_files, key=lambda p: (p.source.file, p.source.offset) if p.source else (0, 0)
-    ):
+    in_files = [(p.source.file, p.source.offset, p) for p in params if p.source is not None]
+    for _, _, param in sorted(in_files, key=lambda item: item[:2]):
         _stream(layout, extents, store, param, files)
     others = [param for param in params if param.source is None]
-    empty = {id(param.tensor): param for param in others if not _has_values(param)}
+    empty = {id(p.tensor): p for p in others if id(p.tensor) in made}
     written = initialise(
         model, set(empty), lambda p: _write(layout, extents, store, empty[id(p)], p)
     )

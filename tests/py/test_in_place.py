@@ -20,6 +20,7 @@ from lohan._files import Entry, read_folder
 from lohan._in_place import BLOCK, place
 from lohan.errors import (
     ChecksumError,
+    ModelError,
     StoreError,
     StoreMismatchError,
     UnsupportedError,
@@ -171,6 +172,22 @@ def test_what_cannot_be_read_in_place_is_copied_and_told(
     assert torch.equal(
         model.state_dict()["blocks.1.base.weight"], next(iter(half.values())).float()
     )
+    model.lohan.close()
+
+
+def test_what_a_failed_call_left_empty_is_not_taken_for_values(
+    tmp_path: Path, store_dir: Path
+) -> None:
+    folder = save(tmp_path / "w")
+    with lohan.empty():
+        model = Tower()
+    for name in ("a", "b"):
+        with pytest.raises(ModelError, match="no value for 6 parameters"):
+            lohan.wrap(model, store=store_dir / name, weights=folder)
+    model = nn.Sequential(tower(), nn.Linear(WIDTH, 1))
+    model[1].bias = nn.Parameter(torch.tensor(0.25))  # without a dimension, and with a value
+    model = lohan.wrap(model, store=store_dir / "c", weights=folder)
+    assert model.state_dict()["1.bias"] == 0.25
     model.lohan.close()
 
 
