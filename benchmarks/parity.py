@@ -41,8 +41,8 @@ on one that is frozen.
   (benchmarks/parity_train.py), and again by torch. The error of a tensor is the 2-norm of its
   difference from fp64, over the 2-norm of how far fp64 moved it. Tensors are each parameter's fp32
   master and its moments `(m)` and `(v)`; a row shows the one with the largest ratio of lohan's
-  error to torch's. Elements of `(v)` are taken relative to their own size: squares of gradients
-  differ so much that a few would be the whole norm.
+  error to torch's. Squares of gradients differ so much that a few are the whole norm of `(v)`, so
+  it has a second row among its errors, with each element relative to its own size.
 * **torch**: gradients are cast to fp32, summed in fp32, clipped by
   `torch.nn.utils.clip_grad_norm_` and applied by `torch.optim.AdamW` to fp32 masters, whatever the
   parameters' dtype: mixed precision at its best. A p.grad in bf16 or fp16 would round every sum.
