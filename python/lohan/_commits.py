@@ -4,48 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
 from lohan import _core, _scalars, _snapshot
 from lohan._block import Layout
 from lohan._buffers import Buffers
+from lohan._part import SessionPart
 from lohan._snapshot import Holds, PathLike, Snapshot
-from lohan.config import Config
 from lohan.errors import StepError
 
 
-class Commits:
+class Commits(SessionPart):
     """The part of a session that decides what a store is opened with later, as its base class.
-
-    What it has from the session is declared first.
 
     Attributes:
         has_edits: parameters were changed by other means than steps, and no commit has that yet.
     """
 
     layout: Layout
-    config: Config
     store: _core.Store
     buffers: Buffers | None
-    _engine: _core.Engine
     has_edits: bool = False
-
-    @property
-    def step(self) -> int:
-        """Closed steps."""
-        raise NotImplementedError
-
-    def check_open(self) -> None:
-        """Refuse to work for a closed session."""
-        raise NotImplementedError
-
-    def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
-        """The store, with the engine asleep."""
-        raise NotImplementedError
-
-    def flush(self) -> None:
-        """Wait until every closed step is written."""
-        raise NotImplementedError
 
     @property
     def commits_by_hand(self) -> bool:

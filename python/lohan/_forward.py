@@ -6,7 +6,6 @@ import os
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -17,46 +16,24 @@ from lohan import _core
 from lohan._accumulate import Accumulation
 from lohan._block import DTYPE_CODES, Layout
 from lohan._device import Device
+from lohan._part import SessionPart
 from lohan._tensor import SavedTensors, has_saved_tensor_hooks, in_backward
 from lohan._trace import Phases
-from lohan.config import Config
 from lohan.errors import HollowParameterError, SecondBackwardError, UnsupportedError
 
 _FOLDER = f"{pathlib.Path(__file__).parent}{os.sep}"
 
 
-class ForwardRules:
-    """The part of a session that torch calls around every forward, as its base class.
-
-    What it has from the session is declared first.
-    """
+class ForwardRules(SessionPart):
+    """The part of a session that torch calls around every forward, as its base class."""
 
     layout: Layout
-    config: Config
     device: Device
-    closed: bool
     around: SavedTensors  # a forward
-    _engine: _core.Engine
     _arrays: dict[torch.dtype, torch.Tensor]
     _param_index: dict[int, int]
     _backward: str
     _accumulation: Accumulation
-
-    @property
-    def step(self) -> int:
-        """Closed steps."""
-        raise NotImplementedError
-
-    def check_open(self) -> None:
-        """Refuse to work for a closed session."""
-        raise NotImplementedError
-
-    def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
-        """The store, with the engine asleep."""
-        raise NotImplementedError
-
-    def _abort(self) -> None:
-        raise NotImplementedError
 
     def _forward_init(self) -> None:
         self.phases = Phases(self.config.trace_events)
