@@ -317,7 +317,7 @@ static void tables_destroy(struct lh_engine *engine)
         engine->deferred,        engine->spill_queue, engine->predicted_updates,
         engine->hypers[0],       engine->hypers[1],   engine->requests,
         engine->commit_requests, engine->trace,       engine->chunks,
-        engine->slabs,           engine->scalars,
+        engine->slabs,           engine->scalars,     engine->seams,
     };
     for (size_t i = 0; i < LH_COUNT_OF(tables); i++)
         lh_free(alloc, tables[i]);

@@ -158,7 +158,8 @@ struct lh_unit {
     bool is_param_dirty;     /* P in the region is newer than in any slot: a commit writes it */
     bool is_flushing;        /* that is under way: no update begins */
     const struct lh_in_place_unit *in_place; /* NULL: it is in the store */
-    struct lh_exec_job in_place_job;
+    bool in_place_moves;
+    uint64_t seam_first;
     /* With an accelerator: */
     enum lh_copy_state copy_state;
     bool copy_is_old; /* its update is queued, or over */
@@ -321,6 +322,8 @@ struct lh_engine {
     uint64_t event_max;
     enum lh_engine_mode mode;
     uint64_t plan_step; /* whose bytes the ops are; 0: an evaluation's */
+
+    uint8_t *seams; /* of units that are read in place ([Note: Seams] in in_place.c) */
 
     /* Copies (device.c) and gradients on their way back (landing.c). */
     struct lh_copy *copies;

@@ -1,8 +1,50 @@
-/* See in_place.h. A load goes through transfer.c; here is where from, and what follows it. */
+/*
+ * See in_place.h. A load goes through transfer.c; here is where from, and how its bytes come to lie.
+ *
+ * [Note: Seams] The worker that checks a request moves its bytes back while they are in its cache.
+ * It writes inside of the request's own range alone, as others check the ranges before and behind
+ * it at the same time: bytes that belong before the range (of one parameter, less than
+ * LH_IN_PLACE_ALIGN) are put aside, and are put in their places once all requests are done.
+ */
 #include <inttypes.h>
 #include <string.h>
 
 #include "sched/engine_private.h"
+
+static const struct lh_in_place_run *run_at(const struct lh_in_place_unit *unit, uint64_t offset)
+{
+    uint32_t low = 0;
+    uint32_t high = unit->run_count;
+    while (high - low > 1) {
+        uint32_t middle = low + (high - low) / 2;
+        if (unit->runs[middle].offset <= offset)
+            low = middle;
+        else
+            high = middle;
+    }
+    return &unit->runs[low];
+}
+
+/* Of a unit whose runs are good. */
+static bool moves_are_good(const struct lh_in_place_unit *unit)
+{
+    uint64_t read = 0;
+    uint64_t moved = 0;
+    for (uint32_t i = 0; i < unit->move_count; i++) {
+        const struct lh_in_place_move *move = &unit->moves[i];
+        if (unit->run_count == 0 || move->to < moved || move->from < read ||
+            move->from < move->to || move->from - move->to >= LH_IN_PLACE_ALIGN ||
+            !lh_is_aligned(move->to, LH_IN_PLACE_ALIGN))
+            return false;
+        const struct lh_in_place_run *run = run_at(unit, move->to);
+        uint64_t run_end = run->offset + run->bytes;
+        if (move->from > run_end || move->bytes > run_end - move->from)
+            return false;
+        read = move->from + move->bytes;
+        moved = move->to + move->bytes;
+    }
+    return true;
+}
 
 static int unit_validate(const struct lh_engine *engine, const struct lh_in_place_unit *made,
                          struct lh_error *err)
@@ -25,13 +67,7 @@ static int unit_validate(const struct lh_engine *engine, const struct lh_in_plac
         at += run->bytes;
         checksum_count += lh_div_ceil(run->bytes, LH_CHECKSUM_BYTES);
     }
-    uint64_t moved = 0;
-    for (uint32_t i = 0; i < made->move_count; i++) {
-        const struct lh_in_place_move *move = &made->moves[i];
-        is_good = is_good && move->to >= moved && move->to <= move->from && move->bytes <= at &&
-                  move->from <= at - move->bytes;
-        moved = move->to + move->bytes;
-    }
+    is_good = is_good && moves_are_good(made);
     if (!is_good || at != desc->bytes || checksum_count != made->checksum_count)
         return lh_error_set(err, -EINVAL,
                             "unit %u cannot be read in place: %u runs of %" PRIu64
@@ -41,33 +77,40 @@ static int unit_validate(const struct lh_engine *engine, const struct lh_in_plac
     return 0;
 }
 
+static bool unit_moves(const struct lh_in_place_unit *unit)
+{
+    for (uint32_t i = 0; i < unit->move_count; i++) {
+        if (unit->moves[i].from != unit->moves[i].to)
+            return true;
+    }
+    return false;
+}
+
 int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
 {
+    uint64_t seam_count = 0;
     for (uint32_t i = 0; i < engine->opts.in_place.unit_count; i++) {
         const struct lh_in_place_unit *made = &engine->opts.in_place.units[i];
         LH_TRY(unit_validate(engine, made, err));
-        engine->units[made->unit].in_place = made;
+        struct lh_unit *unit = &engine->units[made->unit];
+        unit->in_place = made;
+        unit->in_place_moves = unit_moves(made);
+        unit->seam_first = seam_count;
+        if (unit->in_place_moves)
+            seam_count += lh_div_ceil(unit->desc.bytes, engine->opts.transfer_bytes);
     }
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
         if (unit->desc.param_extent == LH_ENGINE_EXTENT_NONE && !unit->in_place)
             return lh_error_set(err, -EINVAL, "unit %u is nowhere", i);
     }
+    if (seam_count == 0)
+        return 0;
+    engine->seams = lh_alloc_zeroed(engine->alloc, seam_count, LH_IN_PLACE_ALIGN);
+    if (!engine->seams)
+        return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " seams of %u bytes", seam_count,
+                            LH_IN_PLACE_ALIGN);
     return 0;
-}
-
-static const struct lh_in_place_run *run_at(const struct lh_in_place_unit *unit, uint64_t offset)
-{
-    uint32_t low = 0;
-    uint32_t high = unit->run_count;
-    while (high - low > 1) {
-        uint32_t middle = low + (high - low) / 2;
-        if (unit->runs[middle].offset <= offset)
-            low = middle;
-        else
-            high = middle;
-    }
-    return &unit->runs[low];
 }
 
 struct lh_store_piece lh_in_place_map(const struct lh_engine *engine,
@@ -96,28 +139,74 @@ const uint32_t *lh_in_place_checksums(const struct lh_in_place_unit *unit, uint6
     return unit->checksums + run->checksum_first + (offset - run->offset) / LH_CHECKSUM_BYTES;
 }
 
-/* On a worker. */
-void lh_in_place_run(struct lh_exec_job *job)
+/* The first move of a unit that ends behind offset, as read; move_count: none. */
+static uint32_t move_at(const struct lh_in_place_unit *unit, uint64_t offset)
 {
-    const struct lh_unit *unit = job->context;
-    uint8_t *memory = unit->engine->region + unit->offset;
-    for (uint32_t i = 0; i < unit->in_place->move_count; i++) {
-        const struct lh_in_place_move *move = &unit->in_place->moves[i];
-        if (move->from != move->to)
-            memmove(memory + move->to, memory + move->from, move->bytes);
+    uint32_t low = 0;
+    uint32_t high = unit->move_count;
+    while (low < high) {
+        uint32_t middle = low + (high - low) / 2;
+        if (unit->moves[middle].from + unit->moves[middle].bytes <= offset)
+            low = middle + 1;
+        else
+            high = middle;
     }
+    return low;
+}
+
+/*
+ * What was put aside of the request that begins at offset. Requests begin transfer_bytes apart in a
+ * run and farther from run to run, so no two have the same one.
+ */
+static uint8_t *seam_of(const struct lh_unit *unit, uint64_t offset)
+{
+    const struct lh_engine *engine = unit->engine;
+    uint64_t index = unit->seam_first + offset / engine->opts.transfer_bytes;
+    return engine->seams + index * LH_IN_PLACE_ALIGN;
+}
+
+void lh_in_place_move(const struct lh_unit *unit, uint64_t request, uint64_t first, uint64_t bytes)
+{
+    uint8_t *memory = unit->engine->region + unit->offset;
+    const struct lh_in_place_unit *made = unit->in_place;
+    for (uint32_t i = move_at(made, first); i < made->move_count; i++) {
+        const struct lh_in_place_move *move = &made->moves[i];
+        uint64_t begin = lh_max_u64(move->from, first);
+        uint64_t end = lh_min_u64(move->from + move->bytes, first + bytes);
+        uint64_t shift = move->from - move->to;
+        if (move->from >= first + bytes)
+            return;
+        if (begin - shift < request) {
+            uint64_t count = lh_min_u64(request - (begin - shift), end - begin);
+            memcpy(seam_of(unit, request), memory + begin, count);
+            begin += count;
+        }
+        if (shift > 0)
+            memmove(memory + begin - shift, memory + begin, end - begin);
+    }
+}
+
+/* Put what was put aside of the request that begins at offset before it. */
+static void seam_close(const struct lh_unit *unit, uint64_t offset)
+{
+    const struct lh_in_place_unit *made = unit->in_place;
+    uint32_t index = move_at(made, offset);
+    if (index == made->move_count)
+        return;
+    const struct lh_in_place_move *move = &made->moves[index];
+    uint64_t begin = lh_max_u64(move->from, offset) - (move->from - move->to);
+    uint64_t end = lh_min_u64(move->to + move->bytes, offset);
+    if (begin < end)
+        memcpy(unit->engine->region + unit->offset + begin, seam_of(unit, offset), end - begin);
 }
 
 void lh_in_place_loaded(struct lh_engine *engine, struct lh_unit *unit)
 {
-    bool moves = false;
-    for (uint32_t i = 0; i < unit->in_place->move_count && !moves; i++)
-        moves = unit->in_place->moves[i].from != unit->in_place->moves[i].to;
-    if (!moves) {
-        lh_unit_load_done(engine, unit);
-        return;
+    uint64_t step = engine->opts.transfer_bytes;
+    for (uint32_t i = 0; unit->in_place_moves && i < unit->in_place->run_count; i++) {
+        const struct lh_in_place_run *run = &unit->in_place->runs[i];
+        for (uint64_t at = step; at < run->bytes; at += step)
+            seam_close(unit, run->offset + at);
     }
-    unit->in_place_job = (struct lh_exec_job){
-        .run = lh_in_place_run, .context = unit, .work_bytes = unit->desc.bytes};
-    lh_job_submit(engine, &unit->in_place_job);
+    lh_unit_load_done(engine, unit);
 }

@@ -39,9 +39,10 @@ struct lh_in_place_run {
     uint32_t checksum_first; /* of the unit's */
 };
 
+/* Inside of one run. */
 struct lh_in_place_move {
-    uint64_t from; /* in the unit, as read */
-    uint64_t to;   /* below it, and behind the move before */
+    uint64_t from; /* in the unit, as read; behind the move before, as `to` */
+    uint64_t to;   /* aligned; at or below `from`, by less than LH_IN_PLACE_ALIGN */
     uint64_t bytes;
 };
 

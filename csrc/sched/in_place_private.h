@@ -2,7 +2,6 @@
 #ifndef LH_SCHED_IN_PLACE_PRIVATE_H
 #define LH_SCHED_IN_PLACE_PRIVATE_H
 
-#include "exec/exec.h"
 #include "sched/in_place.h"
 #include "store/store.h"
 
@@ -18,8 +17,12 @@ uint64_t lh_in_place_least_bytes(const struct lh_engine *engine,
                                  const struct lh_store_piece *piece);
 /* Of what a request for offset in the unit reads. */
 const uint32_t *lh_in_place_checksums(const struct lh_in_place_unit *unit, uint64_t offset);
-void lh_in_place_run(struct lh_exec_job *job);
-/* All of the unit is in memory, as it is in its files. */
+/*
+ * On a worker: move what a range of a request has to where it belongs; the request begins at that
+ * offset in the unit, and its ranges come in order. See [Note: Seams] in in_place.c.
+ */
+void lh_in_place_move(const struct lh_unit *unit, uint64_t request, uint64_t first, uint64_t bytes);
+/* All requests of the unit are done. */
 void lh_in_place_loaded(struct lh_engine *engine, struct lh_unit *unit);
 
 #endif

@@ -59,7 +59,9 @@ static uint32_t extent_add(struct lh_store_extent_desc *extents, uint32_t *count
 static void model_init(struct rig *rig)
 {
     uint64_t last_count = rig->opts.large ? 1300001 : 3000;
-    const uint64_t counts[RIG_PARAM_COUNT] = {1500, 700, 3000, 100, 8000, 5000, 2100, last_count};
+    uint64_t frozen_count = rig->opts.in_place_large ? 2600003 : 8000;
+    const uint64_t counts[RIG_PARAM_COUNT] = {1500,         700,  3000, 100,
+                                              frozen_count, 5000, 2100, last_count};
     const uint32_t unit_of[RIG_PARAM_COUNT] = {0, 0, 1, 1, 2, 3, 4, 5};
     const enum lh_dtype dtypes[RIG_UNIT_COUNT] = {LH_DTYPE_BF16, LH_DTYPE_F32, LH_DTYPE_BYTES,
                                                   LH_DTYPE_F16,  LH_DTYPE_F32, LH_DTYPE_BF16};

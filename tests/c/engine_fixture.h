@@ -36,7 +36,8 @@ struct rig_opts {
     uint64_t saved_transit_bytes;
     uint64_t saved_ssd_bytes;
     uint32_t saved_item_max;
-    bool in_place; /* the frozen unit is in files of its own (rig_in_place.h) */
+    bool in_place;       /* the frozen unit is in files of its own (rig_in_place.h) */
+    bool in_place_large; /* and of several requests */
 };
 
 struct rig_device;

@@ -12,13 +12,15 @@
 #define FIRST_OFFSET (3 * LH_BLOCK_BYTES)
 #define SECOND_OFFSET (5 * LH_BLOCK_BYTES)
 #define SHIFT 19
+#define MOVE_COUNT_MAX 4
+#define CHECKSUM_COUNT_MAX 8
 
 struct rig_in_place {
     struct lh_io_file io_files[LH_IO_FILE_COUNT_MAX];
     struct lh_in_place_file files[2];
     struct lh_in_place_run runs[2];
-    struct lh_in_place_move moves[2];
-    uint32_t checksums[2];
+    struct lh_in_place_move moves[MOVE_COUNT_MAX];
+    uint32_t checksums[CHECKSUM_COUNT_MAX];
     struct lh_in_place_unit unit;
     struct lh_engine_unit units[RIG_UNIT_COUNT];
     char paths[2][8192];
@@ -37,6 +39,23 @@ static int file_make(const char *path, const uint8_t *content, uint64_t bytes, u
         LH_TEST_SKIP("%s refuses O_DIRECT", path);
     LH_CHECK(fd >= 0);
     return fd;
+}
+
+/* Two, and where the unit is large two more: one of few bytes over the end of a request, one long. */
+static uint32_t moves_make(struct rig_in_place *made, uint64_t unit_bytes)
+{
+    made->moves[0] = (struct lh_in_place_move){64 + SHIFT, 64, 2000};
+    if (unit_bytes < FIRST_BYTES + 2 * LH_MIB) {
+        made->moves[1] =
+            (struct lh_in_place_move){FIRST_BYTES + 64 + SHIFT, FIRST_BYTES + 64, 3000};
+        return 2;
+    }
+    uint64_t end = FIRST_BYTES + LH_MIB; /* of the second run's first request */
+    made->moves[1] =
+        (struct lh_in_place_move){FIRST_BYTES + 64 + SHIFT, FIRST_BYTES + 64, LH_MIB - 64 - 128};
+    made->moves[2] = (struct lh_in_place_move){end - 1, end - 64, 30};
+    made->moves[3] = (struct lh_in_place_move){end + 37, end, LH_MIB + 1000};
+    return 4;
 }
 
 struct rig_in_place *rig_in_place_open(struct rig *rig, uint8_t *state)
@@ -67,19 +86,23 @@ struct rig_in_place *rig_in_place_open(struct rig *rig, uint8_t *state)
                                              .bytes = second_bytes,
                                              .checksum_first = 1};
     made->checksums[0] = lh_crc32c(0, state, FIRST_BYTES);
-    made->checksums[1] = lh_crc32c(0, state + FIRST_BYTES, second_bytes);
-    made->moves[0] = (struct lh_in_place_move){64 + SHIFT, 64, 2000};
-    made->moves[1] = (struct lh_in_place_move){2064 + SHIFT, 2064, 5000};
+    uint32_t checksum_count = 1;
+    for (uint64_t at = FIRST_BYTES; at < unit_bytes; at += LH_CHECKSUM_BYTES) {
+        LH_CHECK(checksum_count < CHECKSUM_COUNT_MAX);
+        made->checksums[checksum_count++] =
+            lh_crc32c(0, state + at, lh_min_u64(LH_CHECKSUM_BYTES, unit_bytes - at));
+    }
+    uint32_t move_count = moves_make(made, unit_bytes);
     /* What memory has once it is read. */
-    memmove(state + 64, state + 64 + SHIFT, 2000);
-    memmove(state + 2064, state + 2064 + SHIFT, 5000);
+    for (uint32_t i = 0; i < move_count; i++)
+        memmove(state + made->moves[i].to, state + made->moves[i].from, made->moves[i].bytes);
     made->unit = (struct lh_in_place_unit){.unit = UNIT,
                                            .runs = made->runs,
                                            .run_count = 2,
                                            .moves = made->moves,
-                                           .move_count = 2,
+                                           .move_count = move_count,
                                            .checksums = made->checksums,
-                                           .checksum_count = 2};
+                                           .checksum_count = checksum_count};
     return made;
 }
 
@@ -139,7 +162,7 @@ bool rig_in_place_bad(struct rig *rig, uint32_t turn, struct lh_engine_opts *opt
 {
     struct rig_in_place *made = rig->in_place;
     static struct lh_in_place_run runs[2];
-    static struct lh_in_place_move moves[2];
+    static struct lh_in_place_move moves[MOVE_COUNT_MAX];
     static struct lh_in_place_unit unit;
     rig_in_place_opts(rig, opts);
     memcpy(runs, made->runs, sizeof(runs));
@@ -175,6 +198,15 @@ bool rig_in_place_bad(struct rig *rig, uint32_t turn, struct lh_engine_opts *opt
         return true;
     case 8:
         opts->in_place.unit_count = 0; /* nowhere */
+        return true;
+    case 9:
+        moves[0].to += 8; /* not aligned */
+        return true;
+    case 10:
+        moves[0].to = 0; /* too far */
+        return true;
+    case 11:
+        moves[0].bytes = FIRST_BYTES; /* into the next run */
         return true;
     default:
         return false;

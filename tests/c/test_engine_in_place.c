@@ -10,15 +10,17 @@ static void test_bytes(void)
 {
     static const enum lh_engine_schedule schedules[] = {LH_ENGINE_SCHEDULE_OPTIMIZED,
                                                         LH_ENGINE_SCHEDULE_DEFERRED};
-    for (uint32_t i = 0; i < 8; i++) {
+    for (uint32_t i = 0; i < 12; i++) {
         struct rig rig;
         struct rig_opts opts = {
             .commit_every = 1,
             .in_place = true,
+            .in_place_large = i / 8 != 0,
+            .skip_verify = i % 3 == 0,
             .least_memory = i % 2 != 0,
             .schedule = schedules[i / 2 % 2],
-            .device = i / 4 != 0 ? "emu" : NULL,
-            .device_bytes = i / 4 != 0 ? LH_GIB / 16 : 0,
+            .device = i / 4 % 2 != 0 ? "emu" : NULL,
+            .device_bytes = i / 4 % 2 != 0 ? LH_GIB / 16 : 0,
         };
         lh_test_name("a unit in files of others is there, aligned, at each use (%u)", i);
         rig_make(&rig, "in-place", opts);
