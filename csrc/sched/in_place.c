@@ -1,5 +1,5 @@
 /*
- * See in_place.h. A load goes through transfer.c; here is where from, and how its bytes come to lie.
+ * See in_place.h. A load goes through transfer.c; here is where from, and how its bytes then lie.
  *
  * [Note: Seams] The worker that checks a request moves its bytes back while they are in its cache.
  * It writes inside of the request's own range alone, as others check the ranges before and behind

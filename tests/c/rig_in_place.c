@@ -41,7 +41,7 @@ static int file_make(const char *path, const uint8_t *content, uint64_t bytes, u
     return fd;
 }
 
-/* Two, and where the unit is large two more: one of few bytes over the end of a request, one long. */
+/* Two, and where the unit is large two more: a short one over the end of a request, a long one. */
 static uint32_t moves_make(struct rig_in_place *made, uint64_t unit_bytes)
 {
     made->moves[0] = (struct lh_in_place_move){64 + SHIFT, 64, 2000};
