@@ -14,5 +14,7 @@
  * with a Python error.
  */
 int lhpy_adam_register(PyObject *module);
+/* Add zo_kernels and zo_apply (zo.c). */
+int lhpy_zo_register(PyObject *module);
 
 #endif

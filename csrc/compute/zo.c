@@ -1,0 +1,75 @@
+#include "compute/zo.h"
+
+#include <fenv.h>
+#include <string.h>
+
+#include "base/assert.h"
+#include "compute/zo_kernels.h"
+
+/* Best first. */
+static const struct lh_zo_kernel kernels[] = {
+#if defined(__x86_64__)
+    {"avx512", lh_zo_avx512},
+    {"avx2", lh_zo_avx2},
+#elif defined(__aarch64__)
+    {"neon", lh_zo_neon},
+#endif
+    {"ref", lh_zo_ref},
+};
+
+int lh_zo_kernels(const struct lh_zo_kernel **kernels_out)
+{
+    int first = 0;
+#if defined(__x86_64__)
+    bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (!has_avx512)
+        first = __builtin_cpu_supports("avx2") ? 1 : 2;
+#endif
+    *kernels_out = kernels + first;
+    return (int)LH_COUNT_OF(kernels) - first;
+}
+
+/* Less than a block: elements skip to skip + count of the one that begins at element first. */
+static void apply_part(const struct lh_zo_kernel *kernel, float *values, uint64_t first,
+                       uint64_t skip, uint64_t count, const struct lh_zo_op *ops, uint32_t op_count)
+{
+    float block[LH_ZO_BLOCK] = {0};
+    memcpy(block + skip, values, count * sizeof(*values));
+    kernel->run(block, first, LH_ZO_BLOCK, ops, op_count);
+    memcpy(values, block + skip, count * sizeof(*values));
+}
+
+void lh_zo_apply_by(const struct lh_zo_kernel *kernel, float *values, uint64_t first,
+                    uint64_t count, const struct lh_zo_op *ops, uint32_t op_count)
+{
+    LH_ASSERT(first <= LH_ZO_ELEMENT_COUNT_MAX && count <= LH_ZO_ELEMENT_COUNT_MAX - first);
+    LH_ASSERT(op_count == 0 || !ops[0].is_same);
+    for (uint32_t i = 0; i < op_count; i++)
+        LH_ASSERT(ops[i].stream.sample < LH_ZO_SAMPLE_COUNT_MAX);
+    fenv_t environment;
+    fegetenv(&environment);
+    fesetenv(FE_DFL_ENV);
+    uint64_t skip = first % LH_ZO_BLOCK;
+    if (skip > 0) {
+        uint64_t part = lh_min_u64(count, LH_ZO_BLOCK - skip);
+        apply_part(kernel, values, first - skip, skip, part, ops, op_count);
+        values += part;
+        first += part;
+        count -= part;
+    }
+    uint64_t whole = count / LH_ZO_BLOCK * LH_ZO_BLOCK;
+    if (whole > 0)
+        kernel->run(values, first, whole, ops, op_count);
+    if (count > whole)
+        apply_part(kernel, values + whole, first + whole, 0, count - whole, ops, op_count);
+    fesetenv(&environment);
+}
+
+void lh_zo_apply(float *values, uint64_t first, uint64_t count, const struct lh_zo_op *ops,
+                 uint32_t op_count)
+{
+    const struct lh_zo_kernel *best = NULL;
+    lh_zo_kernels(&best);
+    lh_zo_apply_by(best, values, first, count, ops, op_count);
+}

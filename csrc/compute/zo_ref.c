@@ -1,0 +1,111 @@
+/* The definition of z, one counter at a time. */
+#include <math.h>
+#include <string.h>
+
+#include "compute/zo_kernels.h"
+
+void lh_zo_philox(const uint32_t counter[4], const uint32_t key[2], uint32_t words_out[4])
+{
+    uint32_t words[4] = {counter[0], counter[1], counter[2], counter[3]};
+    uint32_t keys[2] = {key[0], key[1]};
+    for (int i = 0; i < LH_ZO_ROUND_COUNT; i++) {
+        uint64_t product0 = (uint64_t)words[0] * LH_ZO_MULTIPLIER_0;
+        uint64_t product1 = (uint64_t)words[2] * LH_ZO_MULTIPLIER_1;
+        words[0] = (uint32_t)(product1 >> 32) ^ words[1] ^ keys[0];
+        words[1] = (uint32_t)product1;
+        words[2] = (uint32_t)(product0 >> 32) ^ words[3] ^ keys[1];
+        words[3] = (uint32_t)product0;
+        keys[0] += LH_ZO_WEYL_0;
+        keys[1] += LH_ZO_WEYL_1;
+    }
+    memcpy(words_out, words, sizeof(words));
+}
+
+/* sqrt(-2 ln U), where U is a multiple of 2^-24 in (0, 1]. */
+static float radius_of(uint32_t word)
+{
+    float whole = (float)((word >> 8) + 1);
+    int32_t bits;
+    memcpy(&bits, &whole, sizeof(bits));
+    int32_t exponent = (bits - LH_ZO_ROOT_HALF_BITS) >> 23;
+    bits -= exponent * (1 << 23);
+    float mantissa;
+    memcpy(&mantissa, &bits, sizeof(mantissa));
+    float f = mantissa - 1.0f;
+    float square = f * f;
+    float series = LH_ZO_L6 * f + LH_ZO_L5;
+    series = series * f + LH_ZO_L4;
+    series = series * f + LH_ZO_L3;
+    series = series * f + LH_ZO_L2;
+    series = series * f + LH_ZO_L1;
+    series = series * f + LH_ZO_L0;
+    float log = (f - square * 0.5f) + (square * f) * series;
+    log = (float)(exponent - 24) * LH_ZO_LN_2 + log;
+    return sqrtf(log * -2.0f);
+}
+
+/* The two highest bits are a quarter turn's number. */
+static void turn_of(uint32_t word, float *cosine_out, float *sine_out)
+{
+    int32_t rest = (int32_t)((word << 2) & ~UINT32_C(0xFF));
+    float x = (float)rest * LH_ZO_ANGLE_SCALE;
+    float square = x * x;
+    float sine = (LH_ZO_S2 * square + LH_ZO_S1) * square + LH_ZO_S0;
+    sine = x + (x * square) * sine;
+    float cosine = LH_ZO_C1 * square + LH_ZO_C0;
+    cosine = (1.0f - square * 0.5f) + (square * square) * cosine;
+    uint32_t quarter = (word + (UINT32_C(1) << 29)) >> 30;
+    float at_cosine = quarter % 2 ? sine : cosine;
+    float at_sine = quarter % 2 ? cosine : sine;
+    *cosine_out = quarter == 1 || quarter == 2 ? -at_cosine : at_cosine;
+    *sine_out = quarter >= 2 ? -at_sine : at_sine;
+}
+
+/* Of the block's elements that one counter makes. */
+static void draw(const struct lh_zo_stream *stream, uint64_t counter, float z_out[LH_ZO_WORDS])
+{
+    const uint32_t key[2] = {(uint32_t)stream->seed, (uint32_t)(stream->seed >> 32)};
+    const uint32_t counters[4] = {(uint32_t)counter,
+                                  (uint32_t)(counter >> 32) | stream->sample << 16, stream->param,
+                                  stream->step};
+    uint32_t words[LH_ZO_WORDS];
+    lh_zo_philox(counters, key, words);
+    for (int i = 0; i < LH_ZO_WORDS; i += 2) {
+        float cosine, sine;
+        float radius = radius_of(words[i]);
+        turn_of(words[i + 1], &cosine, &sine);
+        z_out[i] = radius * cosine;
+        z_out[i + 1] = radius * sine;
+    }
+}
+
+static float applied(const struct lh_zo_op *op, float value, float z)
+{
+    switch (op->kind) {
+    case LH_ZO_OP_PERTURB:
+        return value + z * op->scale;
+    case LH_ZO_OP_UPDATE:
+        z = z * op->scale;
+        if (op->decay != 0)
+            z = z + value * op->decay;
+        return value - z * op->lr;
+    case LH_ZO_OP_DRAW:
+        break;
+    }
+    return z;
+}
+
+void lh_zo_ref(float *values, uint64_t first, uint64_t count, const struct lh_zo_op *ops,
+               uint32_t op_count)
+{
+    for (uint64_t i = 0; i < count / LH_ZO_BLOCK * LH_ZO_COUNTERS; i++) {
+        float *at = values + i / LH_ZO_COUNTERS * LH_ZO_BLOCK + i % LH_ZO_COUNTERS;
+        float z[LH_ZO_WORDS] = {0};
+        for (uint32_t j = 0; j < op_count; j++) {
+            if (!ops[j].is_same)
+                draw(&ops[j].stream, first / LH_ZO_WORDS + i, z);
+            for (int k = 0; k < LH_ZO_WORDS; k++)
+                at[k * LH_ZO_COUNTERS] = applied(&ops[j], at[k * LH_ZO_COUNTERS], z[k]);
+        }
+    }
+}

@@ -1,0 +1,136 @@
+/* Passes of zeroth-order training over addresses (compute/zo.h), for Python. */
+#include <string.h>
+
+#include "compute/zo.h"
+#include "py/adam.h"
+
+#define OP_COUNT_MAX 1024
+
+static PyObject *zo_kernels(PyObject *module, PyObject *unused)
+{
+    const struct lh_zo_kernel *kernels;
+    int count = lh_zo_kernels(&kernels);
+    (void)module;
+    (void)unused;
+    PyObject *names = PyTuple_New(count);
+    for (int i = 0; names && i < count; i++) {
+        PyObject *name = PyUnicode_FromString(kernels[i].name);
+        if (!name || PyTuple_SetItem(names, i, name) < 0)
+            Py_CLEAR(names);
+    }
+    return names;
+}
+
+static const struct lh_zo_kernel *kernel_named(const char *name)
+{
+    const struct lh_zo_kernel *kernels;
+    int count = lh_zo_kernels(&kernels);
+    for (int i = 0; i < count; i++) {
+        if (!name || strcmp(kernels[i].name, name) == 0)
+            return &kernels[i];
+    }
+    PyErr_Format(PyExc_ValueError, "no kernel %s on this machine, see zo_kernels()", name);
+    return NULL;
+}
+
+static int op_parse(PyObject *row, struct lh_zo_op *op)
+{
+    static const char *const kinds[] = {"perturb", "update", "draw"};
+    unsigned long long seed;
+    unsigned sample, param, step;
+    const char *word;
+    int is_same;
+    if (!PyTuple_Check(row)) {
+        PyErr_SetString(PyExc_TypeError, "an op is a tuple");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(row, "spKIIIfff", &word, &is_same, &seed, &sample, &param, &step,
+                          &op->scale, &op->lr, &op->decay))
+        return -1;
+    for (size_t i = 0; i < LH_COUNT_OF(kinds); i++) {
+        if (strcmp(word, kinds[i]) != 0)
+            continue;
+        op->kind = (enum lh_zo_op_kind)i;
+        op->is_same = is_same != 0;
+        op->stream = (struct lh_zo_stream){seed, sample, param, step};
+        if (sample < LH_ZO_SAMPLE_COUNT_MAX)
+            return 0;
+        PyErr_Format(PyExc_ValueError, "sample %u: below %d", sample, LH_ZO_SAMPLE_COUNT_MAX);
+        return -1;
+    }
+    PyErr_Format(PyExc_ValueError, "no op %s", word);
+    return -1;
+}
+
+static int ops_parse(PyObject *rows, struct lh_zo_op **ops_out, uint32_t *count_out)
+{
+    Py_ssize_t count = PySequence_Size(rows);
+    if (count < 0)
+        return -1;
+    if (count > OP_COUNT_MAX) {
+        PyErr_Format(PyExc_ValueError, "%zd ops: %d at most", count, OP_COUNT_MAX);
+        return -1;
+    }
+    struct lh_zo_op *ops = PyMem_Calloc((size_t)count + 1, sizeof(*ops));
+    if (!ops) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *row = PySequence_GetItem(rows, i);
+        int rc = row ? op_parse(row, &ops[i]) : -1;
+        Py_XDECREF(row);
+        if (rc == 0 && i == 0 && ops[i].is_same) {
+            PyErr_SetString(PyExc_ValueError, "the first op has no z before it");
+            rc = -1;
+        }
+        if (rc < 0) {
+            PyMem_Free(ops);
+            return -1;
+        }
+    }
+    *ops_out = ops;
+    *count_out = (uint32_t)count;
+    return 0;
+}
+
+static PyObject *zo_apply(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"values_ptr", "first", "count", "ops", "kernel", NULL};
+    unsigned long long values, first, count;
+    const struct lh_zo_kernel *kernel;
+    struct lh_zo_op *ops = NULL;
+    const char *name = NULL;
+    uint32_t op_count = 0;
+    PyObject *rows;
+
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKKO|z", names, &values, &first, &count, &rows,
+                                     &name))
+        return NULL;
+    kernel = kernel_named(name);
+    if (!kernel)
+        return NULL;
+    if (first > LH_ZO_ELEMENT_COUNT_MAX || count > LH_ZO_ELEMENT_COUNT_MAX - first)
+        return PyErr_Format(PyExc_ValueError, "elements %llu to %llu + %llu: 2^50 at most", first,
+                            first, count);
+    if (ops_parse(rows, &ops, &op_count) < 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    lh_zo_apply_by(kernel, (float *)(uintptr_t)values, first, count, ops, op_count);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(ops);
+    return Py_NewRef(Py_None);
+}
+
+static PyMethodDef methods[] = {
+    {"zo_kernels", zo_kernels, METH_NOARGS, "Names of the kernels, best first."},
+    {"zo_apply", (PyCFunction)(void (*)(void))zo_apply, METH_VARARGS | METH_KEYWORDS,
+     "Ops of zeroth-order training, in order, over a range of a parameter."},
+    {NULL, NULL, 0, NULL},
+};
+
+int lhpy_zo_register(PyObject *module)
+{
+    return PyModule_AddFunctions(module, methods);
+}

@@ -1,0 +1,143 @@
+"""The direction z of zeroth-order training, by torch alone: on any device, the bits of the C core.
+
+csrc/compute/zo.h defines z: [Note: Counters] there. Additions, multiplications and conversions are
+all that it takes, which torch rounds to nearest on every device, and a square root.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+_ROUNDS = 10
+# Elements that sixteen counters make: four words each.
+_BLOCK = 64
+_COUNTERS = 16
+_ELEMENTS_MAX = 1 << 50
+_SAMPLES_MAX = 1 << 16
+# As in csrc/compute/zo_kernels.h.
+_LOG = (
+    0.33333906531333923,
+    -0.24999819695949554,
+    0.1996198445558548,
+    -0.16627836227416992,
+    0.14985433220863342,
+    -0.13874635100364685,
+    0.07958406955003738,
+)
+_SINE = (-0.16666655242443085, 0.008332204073667526, -0.00019520212663337588)
+_COSINE = (0.04166124388575554, -0.0013651838526129723)
+_LN_2 = 0.6931471824645996
+_ROOT_HALF_BITS = 0x3F3504F3
+_ANGLE_SCALE = 3.65729529994141e-10  # a quarter turn has 32 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """The z of one parameter in one step.
+
+    Attributes:
+        seed: of the run, 64 bits.
+        param: the parameter's index, 32 bits.
+        step: from 0, 32 bits.
+        sample: of a step that takes several, 16 bits.
+    """
+
+    seed: int
+    param: int
+    step: int
+    sample: int = 0
+
+    def __post_init__(self) -> None:
+        for name, bits in (("seed", 64), ("param", 32), ("step", 32), ("sample", 16)):
+            value = getattr(self, name)
+            if not 0 <= value < 1 << bits:
+                raise ValueError(f"{name} {value}: from 0 to 2^{bits} - 1")
+
+
+def philox(counters: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
+    """Philox 4x32-10.
+
+    Args:
+        counters: int64, (n, 4), 32 bits each.
+        key: 32 bits each.
+
+    Returns:
+        int64, (n, 4): 32 random bits each.
+    """
+    words = list(counters.unbind(1))
+    for turn in range(_ROUNDS):
+        keys = [(key[i] + turn * _WEYL[i]) & _WORD for i in (0, 1)]
+        low0, high0 = _product(words[0], _MULTIPLIERS[0])
+        low1, high1 = _product(words[2], _MULTIPLIERS[1])
+        words = [high1 ^ words[1] ^ keys[0], low1, high0 ^ words[3] ^ keys[1], low0]
+    return torch.stack(words, 1)
+
+
+def _product(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    product = word * factor  # modulo 2^64: its bits are those of the unsigned product
+    return product & _WORD, (product >> 32) & _WORD
+
+
+def normal(stream: Stream, first: int, count: int, device: torch.device | str) -> torch.Tensor:
+    """Elements first to first + count of a stream's z.
+
+    Returns:
+        fp32, (count,).
+    """
+    if not 0 <= first <= first + count <= _ELEMENTS_MAX:
+        raise ValueError(f"elements {first} to {first + count}: 2^50 at most")
+    begin = first // _BLOCK
+    blocks = -(-(first + count) // _BLOCK) - begin
+    counter = torch.arange(
+        begin * _COUNTERS, (begin + blocks) * _COUNTERS, dtype=torch.int64, device=device
+    )
+    high = (counter >> 32) | (stream.sample << 16)
+    fixed = (torch.full_like(counter, value) for value in (stream.param, stream.step))
+    counters = torch.stack([counter & _WORD, high, *fixed], 1)
+    words = philox(counters, (stream.seed & _WORD, stream.seed >> 32)).unbind(1)
+    z = []
+    for index in (0, 2):
+        radius = _radius(words[index])
+        cosine, sine = _turn(words[index + 1])
+        z += [radius * cosine, radius * sine]
+    rows = torch.stack(z, 1).view(blocks, _COUNTERS, 4).transpose(1, 2).reshape(-1)
+    skip = first - begin * _BLOCK
+    return rows[skip : skip + count]
+
+
+def _radius(word: torch.Tensor) -> torch.Tensor:
+    """sqrt(-2 ln U); U is a multiple of 2^-24 in (0, 1]."""
+    bits = ((word >> 8) + 1).to(torch.float32).view(torch.int32)
+    exponent = (bits - _ROOT_HALF_BITS) >> 23
+    f = (bits - (exponent << 23)).view(torch.float32) - 1.0
+    square = f * f
+    series = torch.full_like(f, _LOG[-1])
+    for factor in reversed(_LOG[:-1]):
+        series = series * f + factor
+    log = (f - square * 0.5) + (square * f) * series
+    log = (exponent - 24).to(torch.float32) * _LN_2 + log
+    # By way of fp64, whose root is near enough to round to the right fp32: torch's of fp32 is not.
+    return torch.sqrt((log * -2.0).double()).float()
+
+
+def _turn(word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine; the two highest bits are a quarter turn's number."""
+    rest = (word << 2) & 0xFFFFFF00
+    rest = torch.where(rest >= 1 << 31, rest - (1 << 32), rest)
+    x = rest.to(torch.float32) * _ANGLE_SCALE
+    square = x * x
+    sine = (square * _SINE[2] + _SINE[1]) * square + _SINE[0]
+    sine = x + (x * square) * sine
+    cosine = square * _COSINE[1] + _COSINE[0]
+    cosine = (1.0 - square * 0.5) + (square * square) * cosine
+    quarter = ((word + (1 << 29)) >> 30) & 3
+    is_odd = quarter % 2 == 1
+    at_cosine = torch.where(is_odd, sine, cosine)
+    at_sine = torch.where(is_odd, cosine, sine)
+    at_cosine = torch.where((quarter == 1) | (quarter == 2), -at_cosine, at_cosine)
+    return at_cosine, torch.where(quarter >= 2, -at_sine, at_sine)
