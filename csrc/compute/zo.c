@@ -31,17 +31,18 @@ int lh_zo_kernels(const struct lh_zo_kernel **kernels_out)
 }
 
 /* Less than a block: elements skip to skip + count of the one that begins at element first. */
-static void apply_part(const struct lh_zo_kernel *kernel, float *values, uint64_t first,
-                       uint64_t skip, uint64_t count, const struct lh_zo_op *ops, uint32_t op_count)
+static void apply_part(const struct lh_zo_kernel *kernel, float *values, const float *source,
+                       uint64_t first, uint64_t skip, uint64_t count, const struct lh_zo_op *ops,
+                       uint32_t op_count)
 {
     float block[LH_ZO_BLOCK] = {0};
-    memcpy(block + skip, values, count * sizeof(*values));
-    kernel->run(block, first, LH_ZO_BLOCK, ops, op_count);
+    memcpy(block + skip, source, count * sizeof(*values));
+    kernel->run(block, block, first, LH_ZO_BLOCK, ops, op_count);
     memcpy(values, block + skip, count * sizeof(*values));
 }
 
-void lh_zo_apply_by(const struct lh_zo_kernel *kernel, float *values, uint64_t first,
-                    uint64_t count, const struct lh_zo_op *ops, uint32_t op_count)
+void lh_zo_apply_by(const struct lh_zo_kernel *kernel, float *values, const float *source,
+                    uint64_t first, uint64_t count, const struct lh_zo_op *ops, uint32_t op_count)
 {
     LH_ASSERT(first <= LH_ZO_ELEMENT_COUNT_MAX && count <= LH_ZO_ELEMENT_COUNT_MAX - first);
     LH_ASSERT(op_count == 0 || !ops[0].is_same);
@@ -53,23 +54,25 @@ void lh_zo_apply_by(const struct lh_zo_kernel *kernel, float *values, uint64_t f
     uint64_t skip = first % LH_ZO_BLOCK;
     if (skip > 0) {
         uint64_t part = lh_min_u64(count, LH_ZO_BLOCK - skip);
-        apply_part(kernel, values, first - skip, skip, part, ops, op_count);
+        apply_part(kernel, values, source, first - skip, skip, part, ops, op_count);
         values += part;
+        source += part;
         first += part;
         count -= part;
     }
     uint64_t whole = count / LH_ZO_BLOCK * LH_ZO_BLOCK;
     if (whole > 0)
-        kernel->run(values, first, whole, ops, op_count);
+        kernel->run(values, source, first, whole, ops, op_count);
     if (count > whole)
-        apply_part(kernel, values + whole, first + whole, 0, count - whole, ops, op_count);
+        apply_part(kernel, values + whole, source + whole, first + whole, 0, count - whole, ops,
+                   op_count);
     fesetenv(&environment);
 }
 
-void lh_zo_apply(float *values, uint64_t first, uint64_t count, const struct lh_zo_op *ops,
-                 uint32_t op_count)
+void lh_zo_apply(float *values, const float *source, uint64_t first, uint64_t count,
+                 const struct lh_zo_op *ops, uint32_t op_count)
 {
     const struct lh_zo_kernel *best = NULL;
     lh_zo_kernels(&best);
-    lh_zo_apply_by(best, values, first, count, ops, op_count);
+    lh_zo_apply_by(best, values, source, first, count, ops, op_count);
 }

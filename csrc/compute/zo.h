@@ -57,23 +57,24 @@ struct lh_zo_op {
 void lh_zo_philox(const uint32_t counter[4], const uint32_t key[2], uint32_t words_out[4]);
 
 /*
- * Apply ops in order to elements first to first + count of a parameter, which begin at values. The
- * bits are the same whatever ranges a parameter is cut into.
+ * Apply ops in order to elements first to first + count of a parameter, which begin at source, and
+ * put what comes of it at values (the same place, or one that does not overlap). The bits are the
+ * same whatever ranges a parameter is cut into.
  */
-void lh_zo_apply(float *values, uint64_t first, uint64_t count, const struct lh_zo_op *ops,
-                 uint32_t op_count);
+void lh_zo_apply(float *values, const float *source, uint64_t first, uint64_t count,
+                 const struct lh_zo_op *ops, uint32_t op_count);
 
 struct lh_zo_kernel {
     const char *name; /* "avx512", "avx2", "neon", "ref" */
     /* first and count are multiples of 64. */
-    void (*run)(float *values, uint64_t first, uint64_t count, const struct lh_zo_op *ops,
-                uint32_t op_count);
+    void (*run)(float *values, const float *source, uint64_t first, uint64_t count,
+                const struct lh_zo_op *ops, uint32_t op_count);
 };
 
 /* The kernels this machine can run, best first; the count is returned. */
 int lh_zo_kernels(const struct lh_zo_kernel **kernels_out);
 /* The same by a kernel of lh_zo_kernels(), for tests and benchmarks. */
-void lh_zo_apply_by(const struct lh_zo_kernel *kernel, float *values, uint64_t first,
-                    uint64_t count, const struct lh_zo_op *ops, uint32_t op_count);
+void lh_zo_apply_by(const struct lh_zo_kernel *kernel, float *values, const float *source,
+                    uint64_t first, uint64_t count, const struct lh_zo_op *ops, uint32_t op_count);
 
 #endif

@@ -145,13 +145,15 @@ INLINE void apply(const struct lh_zo_op *op, float *values, const floats z[LH_ZO
     }
 }
 
-void KERNEL(float *values, uint64_t first, uint64_t count, const struct lh_zo_op *ops,
-            uint32_t op_count)
+void KERNEL(float *values, const float *source, uint64_t first, uint64_t count,
+            const struct lh_zo_op *ops, uint32_t op_count)
 {
     enum { BATCH = 32 * LH_ZO_BLOCK }; /* its values stay in the first cache over all ops */
     for (uint64_t begin = 0; begin < count; begin += BATCH) {
         uint64_t end = lh_min_u64(begin + BATCH, count);
         uint32_t next;
+        if (source != values)
+            memcpy(values + begin, source + begin, (end - begin) * sizeof(*values));
         for (uint32_t i = 0; i < op_count; i = next) {
             struct keys keys;
             keys_make(&keys, &ops[i].stream);

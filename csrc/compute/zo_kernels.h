@@ -38,18 +38,18 @@
 #define LH_ZO_ANGLE_SCALE 0x1.921fb6p-32f /* a quarter turn has 32 bits */
 
 /* The definition; any machine. */
-void lh_zo_ref(float *values, uint64_t first, uint64_t count, const struct lh_zo_op *ops,
-               uint32_t op_count);
+void lh_zo_ref(float *values, const float *source, uint64_t first, uint64_t count,
+               const struct lh_zo_op *ops, uint32_t op_count);
 
 #if defined(__x86_64__)
-void lh_zo_avx2(float *values, uint64_t first, uint64_t count, const struct lh_zo_op *ops,
-                uint32_t op_count);
+void lh_zo_avx2(float *values, const float *source, uint64_t first, uint64_t count,
+                const struct lh_zo_op *ops, uint32_t op_count);
 /* Needs AVX-512 F, BW, VL and DQ. */
-void lh_zo_avx512(float *values, uint64_t first, uint64_t count, const struct lh_zo_op *ops,
-                  uint32_t op_count);
+void lh_zo_avx512(float *values, const float *source, uint64_t first, uint64_t count,
+                  const struct lh_zo_op *ops, uint32_t op_count);
 #elif defined(__aarch64__)
-void lh_zo_neon(float *values, uint64_t first, uint64_t count, const struct lh_zo_op *ops,
-                uint32_t op_count);
+void lh_zo_neon(float *values, const float *source, uint64_t first, uint64_t count,
+                const struct lh_zo_op *ops, uint32_t op_count);
 #endif
 
 #endif

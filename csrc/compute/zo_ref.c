@@ -95,9 +95,11 @@ static float applied(const struct lh_zo_op *op, float value, float z)
     return z;
 }
 
-void lh_zo_ref(float *values, uint64_t first, uint64_t count, const struct lh_zo_op *ops,
-               uint32_t op_count)
+void lh_zo_ref(float *values, const float *source, uint64_t first, uint64_t count,
+               const struct lh_zo_op *ops, uint32_t op_count)
 {
+    if (source != values)
+        memcpy(values, source, count * sizeof(*values));
     for (uint64_t i = 0; i < count / LH_ZO_BLOCK * LH_ZO_COUNTERS; i++) {
         float *at = values + i / LH_ZO_COUNTERS * LH_ZO_BLOCK + i % LH_ZO_COUNTERS;
         float z[LH_ZO_WORDS] = {0};

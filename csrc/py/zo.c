@@ -96,8 +96,8 @@ static int ops_parse(PyObject *rows, struct lh_zo_op **ops_out, uint32_t *count_
 
 static PyObject *zo_apply(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"values_ptr", "first", "count", "ops", "kernel", NULL};
-    unsigned long long values, first, count;
+    static char *names[] = {"values_ptr", "source_ptr", "first", "count", "ops", "kernel", NULL};
+    unsigned long long values, source, first, count;
     const struct lh_zo_kernel *kernel;
     struct lh_zo_op *ops = NULL;
     const char *name = NULL;
@@ -105,8 +105,8 @@ static PyObject *zo_apply(PyObject *module, PyObject *args, PyObject *kwargs)
     PyObject *rows;
 
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKKO|z", names, &values, &first, &count, &rows,
-                                     &name))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKKKO|z", names, &values, &source, &first,
+                                     &count, &rows, &name))
         return NULL;
     kernel = kernel_named(name);
     if (!kernel)
@@ -117,7 +117,8 @@ static PyObject *zo_apply(PyObject *module, PyObject *args, PyObject *kwargs)
     if (ops_parse(rows, &ops, &op_count) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    lh_zo_apply_by(kernel, (float *)(uintptr_t)values, first, count, ops, op_count);
+    lh_zo_apply_by(kernel, (float *)(uintptr_t)values, (const float *)(uintptr_t)source, first,
+                   count, ops, op_count);
     Py_END_ALLOW_THREADS
     PyMem_Free(ops);
     return Py_NewRef(Py_None);

@@ -217,6 +217,7 @@ def adam_join(param: int, residual: int, master: int, count: int, /) -> None: ..
 def zo_kernels() -> tuple[str, ...]: ...
 def zo_apply(
     values_ptr: int,
+    source_ptr: int,
     first: int,
     count: int,
     ops: Sequence[tuple[str, bool, int, int, int, int, float, float, float]],

@@ -56,7 +56,7 @@ static void test_values(void)
     for (size_t i = 0; i < LH_COUNT_OF(firsts); i++) {
         float z[COUNT];
         struct lh_zo_op op = {.kind = LH_ZO_OP_DRAW, .stream = {UINT64_MAX - i, 65535, 7, 3}};
-        lh_zo_apply(z, firsts[i], COUNT, &op, 1);
+        lh_zo_apply(z, z, firsts[i], COUNT, &op, 1);
         for (uint64_t j = 0; j < COUNT; j++)
             LH_CHECK(fabs(z[j] - expected_at(&op.stream, firsts[i] + j)) < 4e-6);
     }
@@ -91,17 +91,20 @@ static void test_kernels(void)
         for (int i = 0; i < COUNT; i++)
             before[i] = (float)(int32_t)lh_test_random(&seed) * 0x1p-31f;
         memcpy(expected, before, sizeof(before));
-        lh_zo_apply_by(&kernels[count - 1], expected, first, length, ops, OP_COUNT);
+        lh_zo_apply_by(&kernels[count - 1], expected, expected, first, length, ops, OP_COUNT);
         LH_CHECK(memcmp(expected + length, before + length, (COUNT - length) * 4) == 0);
         for (int i = 0; i < count; i++) {
             memcpy(values, before, sizeof(before));
-            lh_zo_apply_by(&kernels[i], values, first, length, ops, OP_COUNT);
+            lh_zo_apply_by(&kernels[i], values, values, first, length, ops, OP_COUNT);
             LH_CHECK(memcmp(values, expected, sizeof(values)) == 0);
         }
+        memset(values, 0, sizeof(values)); /* from one place to another */
+        lh_zo_apply(values, before, first, length, ops, OP_COUNT);
+        LH_CHECK(memcmp(values, expected, length * 4) == 0);
         memcpy(values, before, sizeof(before));
         for (uint64_t at = 0, piece; at < length; at += piece) { /* cut anywhere */
             piece = lh_min_u64(1 + lh_test_random(&seed) % 200, length - at);
-            lh_zo_apply(values + at, first + at, piece, ops, OP_COUNT);
+            lh_zo_apply(values + at, values + at, first + at, piece, ops, OP_COUNT);
         }
         LH_CHECK(memcmp(values, expected, sizeof(values)) == 0);
     }
@@ -118,10 +121,10 @@ static void test_formulas(void)
     };
     struct lh_zo_op draw = {.kind = LH_ZO_OP_DRAW, .stream = ops[0].stream};
     lh_test_name("a step's four passes are the formula's operations, each rounded");
-    lh_zo_apply(z, 5, COUNT, &draw, 1);
+    lh_zo_apply(z, z, 5, COUNT, &draw, 1);
     for (int i = 0; i < COUNT; i++)
         moved[i] = 0.5f + 0.001f * (float)i;
-    lh_zo_apply(moved, 5, COUNT, ops, LH_COUNT_OF(ops));
+    lh_zo_apply(moved, moved, 5, COUNT, ops, LH_COUNT_OF(ops));
     for (int i = 0; i < COUNT; i++) {
         float value = 0.5f + 0.001f * (float)i;
         value += 1e-3f * z[i];
@@ -139,9 +142,9 @@ static void test_environment(void)
     float before[COUNT], after[COUNT];
     struct lh_zo_op op = {.kind = LH_ZO_OP_DRAW, .stream = {1, 2, 3, 4}};
     lh_test_name("the thread's rounding mode does not show, and stays");
-    lh_zo_apply(before, 3, COUNT, &op, 1);
+    lh_zo_apply(before, before, 3, COUNT, &op, 1);
     fp_environment_spoil();
-    lh_zo_apply(after, 3, COUNT, &op, 1);
+    lh_zo_apply(after, after, 3, COUNT, &op, 1);
     LH_CHECK(fp_environment_is_spoilt());
     fesetenv(FE_DFL_ENV);
     LH_CHECK(memcmp(before, after, sizeof(before)) == 0);
@@ -159,7 +162,7 @@ static void test_moments(void)
     static float z[N], other[N];
     struct lh_zo_op op = {.kind = LH_ZO_OP_DRAW, .stream = {42, 0, 0, 0}};
     lh_test_name("z has the moments of a normal number, and no other stream's z in it");
-    lh_zo_apply(z, 0, N, &op, 1);
+    lh_zo_apply(z, z, 0, N, &op, 1);
     for (int turn = 0; turn < 6; turn++) {
         double sums[5] = {0};
         struct lh_zo_op next = op;
@@ -167,7 +170,7 @@ static void test_moments(void)
         next.stream.sample += turn == 1;
         next.stream.param += turn == 2;
         next.stream.step += turn == 3;
-        lh_zo_apply(other, turn == 4 ? 16 : turn == 5 ? 1 : 0, N, &next, 1);
+        lh_zo_apply(other, other, turn == 4 ? 16 : turn == 5 ? 1 : 0, N, &next, 1);
         for (int i = 0; i < N; i++) {
             double square = (double)other[i] * other[i];
             sums[0] += other[i];

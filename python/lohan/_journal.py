@@ -1,0 +1,202 @@
+"""The journal of zeroth-order training: 64 bytes for each direction of each step, on SSD.
+
+With the base weights it is the whole checkpoint ([Note: Positions] in _zeroth.py). Records are only
+ever added. A crash can leave the last ones incomplete, whose steps then have not happened; a wrong
+byte before a good record is damage, and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from pathlib import Path
+from typing import Self
+
+from lohan import _core
+from lohan._zeroth import Record, Rule
+from lohan.errors import ChecksumError, StoreError, StoreMismatchError
+
+NAME = "journal.lohan"
+BYTES = 64
+# Magic, format, seed, eps, directions of a step, the store's uuid; CRC-32C of what is before it.
+_HEADER = struct.Struct("<4sIQdI16s16x")
+# Magic, direction, step, l+ - l- by 2 eps, lr, weight decay, l+; CRC-32C.
+_RECORD = struct.Struct("<4sIQdddd12x")
+_CRC = struct.Struct("<I")
+_HEADER_MAGIC = b"LHZJ"
+_RECORD_MAGIC = b"LHZR"
+_FORMAT = 1
+
+
+class Journal:
+    """An open journal: whoever trains is the only one who writes.
+
+    Attributes:
+        rule: of the run.
+        records: of all steps whose records are whole.
+    """
+
+    def __init__(self, path: Path, fd: int, rule: Rule, records: list[Record]) -> None:
+        self.path = path
+        self.rule = rule
+        self.records = records
+        self._fd = fd
+        self._end = BYTES * (1 + len(records) * rule.samples)
+
+    @classmethod
+    def create(cls, directory: str | os.PathLike[str], uuid: bytes, rule: Rule) -> Self:
+        """Begin one, durably.
+
+        Args:
+            directory: of the store.
+            uuid: of the store, 16 bytes.
+            rule: of the run.
+
+        Raises:
+            StoreError: there is one already, or it cannot be written.
+        """
+        path = Path(directory) / NAME
+        header = _sealed(
+            _HEADER.pack(_HEADER_MAGIC, _FORMAT, rule.seed, rule.eps, rule.samples, uuid)
+        )
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreError(error.errno, f"cannot make {path}: {error.strerror}") from error
+        made = cls(path, fd, rule, [])
+        try:
+            made._write(header, 0)
+            _sync_directory(path.parent)
+        except BaseException:
+            os.close(fd)
+            path.unlink()
+            raise
+        return made
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str], uuid: bytes) -> Self:
+        """Go on with one. What a crash left unfinished at its end is cut off.
+
+        Raises:
+            StoreError: there is none.
+            StoreMismatchError: it is of another store, or of a format that is not known.
+            ChecksumError: a byte of it is wrong.
+        """
+        path = Path(directory) / NAME
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise StoreError(error.errno, f"cannot open {path}: {error.strerror}") from error
+        try:
+            rule, records = _read(path, fd, uuid)
+            made = cls(path, fd, rule, records)
+            os.ftruncate(fd, made._end)
+        except BaseException:
+            os.close(fd)
+            raise
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return self._end
+
+    def append(self, record: Record) -> None:
+        """Add a step, durably: 64 bytes for each of its directions.
+
+        Raises:
+            StoreError: it cannot be written; the step is not in the journal then.
+        """
+        if len(record.gradients) != self.rule.samples:
+            raise ValueError(f"{len(record.gradients)} gradients, {self.rule.samples} directions")
+        step = len(self.records)
+        losses = record.losses or (float("nan"),) * self.rule.samples
+        lines = (
+            _RECORD.pack(_RECORD_MAGIC, sample, step, gradient, record.lr, record.decay, loss)
+            for sample, (gradient, loss) in enumerate(zip(record.gradients, losses, strict=True))
+        )
+        self._write(b"".join(map(_sealed, lines)), self._end)
+        self._end += BYTES * self.rule.samples
+        self.records.append(record)
+
+    def _write(self, data: bytes, offset: int) -> None:
+        done = 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], offset + done)
+            os.fdatasync(self._fd)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, offset)
+            raise StoreError(
+                error.errno, f"cannot write {self.path}, offset {offset}: {error.strerror}"
+            ) from error
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _sealed(data: bytes) -> bytes:
+    return data + _CRC.pack(_core.crc32c(data))
+
+
+def _is_good(line: bytes) -> bool:
+    return len(line) == BYTES and _sealed(line[: -_CRC.size]) == line
+
+
+def _read(path: Path, fd: int, uuid: bytes) -> tuple[Rule, list[Record]]:
+    data = _all_of(fd)
+    header = data[:BYTES]
+    if not _is_good(header):
+        raise ChecksumError(f"{path}: its header has a wrong checksum")
+    magic, form, seed, eps, samples, of_store = _HEADER.unpack(header[: _HEADER.size])
+    if magic != _HEADER_MAGIC or form != _FORMAT:
+        raise StoreMismatchError(f"{path}: format {magic!r} {form}, this lohan knows {_FORMAT}")
+    if of_store != uuid:
+        raise StoreMismatchError(f"{path} is the journal of another store ({of_store.hex()})")
+    lines = [data[at : at + BYTES] for at in range(BYTES, len(data), BYTES)]
+    good = [_is_good(line) for line in lines]
+    whole = good.index(False) if False in good else len(good)
+    if any(good[whole:]):
+        raise ChecksumError(
+            f"{path}: the record at offset {BYTES * (1 + whole)} has a wrong checksum, and there"
+            " are good ones behind it: restore the file from a copy"
+        )
+    records = []
+    for step in range(whole // samples):
+        rows = [
+            _RECORD.unpack(line[: _RECORD.size])
+            for line in lines[step * samples : (step + 1) * samples]
+        ]
+        if any(row[:3] != (_RECORD_MAGIC, i, step) for i, row in enumerate(rows)):
+            raise ChecksumError(f"{path}: records of step {step} are not in their places")
+        records.append(
+            Record(
+                lr=rows[0][4],
+                decay=rows[0][5],
+                gradients=tuple(row[3] for row in rows),
+                losses=tuple(row[6] for row in rows),
+            )
+        )
+    return Rule(seed, eps, samples), records
+
+
+def _all_of(fd: int) -> bytes:
+    pieces = []
+    at = 0
+    while piece := os.pread(fd, 1 << 20, at):
+        pieces.append(piece)
+        at += len(piece)
+    return b"".join(pieces)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
