@@ -1,0 +1,150 @@
+"""Two runs of one function in turns: who visits when, what they see, how they end."""
+
+from __future__ import annotations
+
+import contextvars
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from lohan._lockstep import FIRST, SECOND, Lockstep
+
+Visit = tuple[int, int]
+
+
+def walk(pair: Lockstep, log: list[Visit], counts: tuple[int, int]) -> Callable[[], int]:
+    """A function of so many visits in each of its runs."""
+
+    def function() -> int:
+        who = pair.turn
+        for visit in range(counts[who]):
+            pair.visit_begin()
+            assert pair.turn == who
+            log.append((who, visit))
+            pair.visit_end()
+            assert pair.turn == who
+        return who
+
+    return function
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_each_visit_is_made_by_the_first_run_and_then_by_the_second(count: int) -> None:
+    log: list[Visit] = []
+    pair = Lockstep()
+    assert pair.run(walk(pair, log, (count, count))) == (FIRST, SECOND)
+    assert log == [(who, visit) for visit in range(count) for who in (FIRST, SECOND)]
+
+
+@pytest.mark.parametrize("counts", [(3, 5), (5, 3), (0, 2), (2, 0)])
+def test_runs_that_visit_unlike_numbers_of_blocks_end(counts: tuple[int, int]) -> None:
+    log: list[Visit] = []
+    pair = Lockstep()
+    assert pair.run(walk(pair, log, counts)) == (FIRST, SECOND)
+    assert [sum(who == run for who, _ in log) for run in (FIRST, SECOND)] == list(counts)
+
+
+def test_the_change_of_turns_is_told_on_the_thread_that_goes_on() -> None:
+    seen: list[tuple[int, bool]] = []
+    main = threading.get_ident()
+    pair = Lockstep(lambda who: seen.append((who, threading.get_ident() == main)))
+    pair.run(walk(pair, [], (2, 2)))
+    assert seen == [(SECOND, False), (FIRST, True), (SECOND, False), (FIRST, True)]
+
+
+@pytest.mark.parametrize("who", [FIRST, SECOND])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_error_in_either_run_ends_both(who: int, place: int) -> None:
+    pair = Lockstep()
+    ends: list[int] = []
+
+    def function() -> None:
+        me = pair.turn
+        try:
+            for visit in range(3):
+                pair.visit_begin()
+                if (me, visit) == (who, place):
+                    raise ValueError("here")
+                pair.visit_end()
+        finally:
+            ends.append(me)
+
+    with pytest.raises(ValueError, match="here"):
+        pair.run(function)
+    assert FIRST in ends and threading.active_count() == _threads()
+    assert not any(t.name == "lohan-second" for t in threading.enumerate())
+
+
+def _threads() -> int:
+    return sum(t.name != "lohan-second" for t in threading.enumerate())
+
+
+def test_an_interrupt_in_the_first_run_ends_the_second() -> None:
+    pair = Lockstep()
+
+    def function() -> None:
+        if pair.turn == FIRST:
+            pair.visit_begin()
+            pair.visit_end()  # waits here
+            return
+        threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+        for _ in range(100):
+            pair.visit_begin()
+            time.sleep(0.01)
+
+    with pytest.raises(KeyboardInterrupt):
+        pair.run(function)
+    assert not any(t.name == "lohan-second" for t in threading.enumerate())
+
+
+def test_the_second_run_has_the_first_one_s_modes_and_context() -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="none")
+    variable.set("some")
+    pair = Lockstep()
+
+    def function() -> tuple[object, ...]:
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+            torch.get_num_threads(),
+            variable.get(),
+        )
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        first, second = pair.run(function)
+    assert first == second
+    assert first[:5] == (False, False, True, torch.bfloat16, False)
+    with torch.inference_mode():
+        first, second = Lockstep().run(lambda: torch.is_inference_mode_enabled())
+    assert (first, second) == (True, True)
+
+
+def test_a_context_of_the_function_is_each_run_s_own() -> None:
+    pair = Lockstep()
+    seen: list[tuple[int, bool]] = []
+
+    def function() -> None:
+        me = pair.turn
+        pair.visit_begin()
+        with torch.autocast("cpu", torch.bfloat16):
+            pair.visit_end()
+            pair.visit_begin()
+            seen.append((me, torch.is_autocast_enabled("cpu")))
+            pair.visit_end()
+        seen.append((me, torch.is_autocast_enabled("cpu")))
+
+    pair.run(function)
+    assert sorted(seen) == [(FIRST, False), (FIRST, True), (SECOND, False), (SECOND, True)]
+
+
+def test_a_pair_runs_once() -> None:
+    pair = Lockstep()
+    pair.run(lambda: None)
+    with pytest.raises(RuntimeError, match="once"):
+        pair.run(lambda: None)
