@@ -6,6 +6,7 @@ without them would go on from those of a new model.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,6 +19,41 @@ from lohan.errors import StoreMismatchError
 
 # More than that is not kept: every commit would write it, and main memory hold it four times.
 BYTES_MAX = 8 << 20
+
+
+# Of modules made in lohan.empty(): the dtypes of buffers that no file has, as they were made.
+_made: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
+
+
+def remember(module: nn.Module, name: str) -> None:
+    """A module has just registered this buffer."""
+    buffer = module._buffers[name]
+    if buffer is not None and name in module._non_persistent_buffers_set:
+        _made.setdefault(module, {})[name] = buffer.dtype
+
+
+def say_rounded(model: nn.Module) -> None:
+    """One line on stderr where a conversion rounded what from_pretrained would not have.
+
+    Frequencies of rotary embeddings are made in fp32 and computed with in fp32, whatever the
+    model's dtype is; no file has them. `model.to(torch.bfloat16)` takes 16 of their bits, and what
+    is trained is then another model than the one that the weights are loaded into later.
+    """
+    rounded: list[tuple[str, torch.dtype]] = []
+    for module_name, module in model.named_modules():
+        for name, dtype in _made.get(module, {}).items():
+            buffer = module._buffers.get(name)
+            if buffer is not None and dtype.is_floating_point and buffer.itemsize < dtype.itemsize:
+                rounded.append((f"{module_name}.{name}" if module_name else name, buffer.dtype))
+    if rounded:
+        name, now = rounded[0]
+        print(
+            f"lohan: buffer {name!r} was rounded to {now} when the model was converted:"
+            " from_pretrained does not do that, so this model's outputs are not those of the same"
+            " weights elsewhere. Make it in its dtype instead of converting it:"
+            f" from_config(config, dtype={now})",
+            file=sys.stderr,
+        )
 
 
 class Buffers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from lohan import _core
+from lohan._buffers import Buffers
 from lohan.errors import ModelError, StoreError, UnsupportedError
 
 DTYPES = {
@@ -33,6 +35,9 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # What peft puts around a module: the name of the module that it was before is what is left.
 _PEFT_ROOT = "base_model.model."
 _PEFT_PARTS = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+
+# Older files have it, models of today compute it.
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +138,11 @@ def _paths(place: Path) -> list[Path]:
     pickles = sorted(path.name for path in place.glob("*") if path.suffix in _PICKLES)
     if pickles:
         raise UnsupportedError(_pickle_message(place, pickles[0]))
+    if not place.exists():
+        raise StoreError(
+            f"weights={place}: there is no such folder or file. It is a place on this machine: of"
+            " a name on the Hub huggingface_hub.snapshot_download(NAME) makes one, and says where"
+        )
     raise StoreError(f"weights={place}: no .safetensors file there")
 
 
@@ -188,16 +198,52 @@ def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
         entry = _look_up(names, prefixes, folder.entries)
         if entry is None or tensors[key].numel() == 0:
             continue
-        shape = tensors[key].shape
-        if tuple(shape) != entry.shape:
-            raise ModelError(
-                f"{folder.files[entry.file].path}: {names[0]} is {list(entry.shape)}, the model"
-                f" has {list(shape)}"
-            )
-        if entry.dtype not in DTYPES:
-            raise ModelError(f"{names[0]}: safetensors dtype {entry.dtype} is not supported")
+        _check_entry(names[0], tensors[key], entry, folder)
         found[key] = entry
     return found
+
+
+def match_buffers(model: nn.Module, folder: Folder) -> list[tuple[torch.Tensor, Entry]]:
+    """The persistent buffers that the files have: running means, a router's biases, ...
+
+    Raises:
+        ModelError: a shape differs, or a dtype that lohan does not know.
+    """
+    found: list[tuple[torch.Tensor, Entry]] = []
+    prefixes = _prefixes(model)
+    for name, buffer in Buffers(model).items():
+        entry = _look_up([name], prefixes, folder.entries)
+        if entry is not None and buffer.numel() > 0:
+            _check_entry(name, buffer, entry, folder)
+            found.append((buffer, entry))
+    return found
+
+
+def unused(model: nn.Module, folder: Folder) -> list[str]:
+    """Tensors of the files that the model has no place for, but those that it says it ignores."""
+    prefixes = _prefixes(model)
+    names = list(itertools.chain(*all_names(model).values()))
+    names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    known = {candidate for name in names for candidate in _candidates(name, prefixes)}
+    ignored = [_COMPUTED]
+    for module in model.modules():
+        patterns = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+        ignored += [re.compile(pattern) for pattern in patterns]
+    return [
+        name
+        for name in folder.entries
+        if name not in known and not any(pattern.search(name) for pattern in ignored)
+    ]
+
+
+def _check_entry(name: str, tensor: torch.Tensor, entry: Entry, folder: Folder) -> None:
+    if tuple(tensor.shape) != entry.shape:
+        raise ModelError(
+            f"{folder.files[entry.file].path}: {name} is {list(entry.shape)}, the model"
+            f" has {list(tensor.shape)}"
+        )
+    if entry.dtype not in DTYPES:
+        raise ModelError(f"{name}: safetensors dtype {entry.dtype} is not supported")
 
 
 def _look_up(names: list[str], prefixes: list[str], entries: Mapping[str, Entry]) -> Entry | None:

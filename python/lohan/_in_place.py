@@ -418,11 +418,12 @@ def checksum_bytes(units: Sequence[Unit]) -> int:
 
 @dataclasses.dataclass
 class Found:
-    """What the files have of a model's parameters, by the ids of their tensors."""
+    """What the files have of a model's parameters, by the ids of their tensors; its buffers."""
 
     files: list[File]
     entries: dict[int, Entry]
     in_place: set[int]
+    buffers: Sequence[tuple[torch.Tensor, Entry]] = ()
     then: Sequence[File] = ()  # the files, as the store remembers them
 
 
@@ -436,8 +437,16 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
     """
     folder = _files.read_folder(place)
     entries = _files.match(model, folder)
+    buffers = _files.match_buffers(model, folder)
+    left = _files.unused(model, folder)
+    if left:
+        print(
+            f"lohan: {len(left)} tensors of weights={place} have no place in this model, and are"
+            f" left out ({left[0]!r}, ...)",
+            file=sys.stderr,
+        )
     chosen = choose(model, entries, folder) if config.frozen == "in_place" else set()
-    return Found(folder.files, entries, chosen)
+    return Found(folder.files, entries, chosen, buffers)
 
 
 # --- A store that was made so -----------------------------------------------------------------
@@ -494,7 +503,7 @@ def of_store(meta: dict[str, Any], model: nn.Module, weights: Path | None) -> Fo
         if source is not None and is_same:
             file, offset, nbytes = source
             entries[id(tensor)] = Entry(file, offset, nbytes, _NAMES[dtype], tuple(shape))
-    return Found(now, entries, set(entries), then)
+    return Found(now, entries, set(entries), then=then)
 
 
 def _look(file: File, weights: Path | None) -> File:

@@ -53,6 +53,12 @@ def check_model(model: Any, is_filled: bool) -> None:
     for name, param in model.named_parameters():
         count += param.numel() > 0
         _check_param(name, param, is_filled)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ModelError(
+                f"buffer {name!r} has no storage: build the model in lohan.empty(), which makes"
+                ' buffers as usual; torch.device("meta") does not'
+            )
     if count == 0:
         raise ModelError(f"{type(model).__name__} has no parameters")
 

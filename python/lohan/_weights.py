@@ -14,7 +14,8 @@ from torch import nn
 
 from lohan import _core
 from lohan._block import Layout, Param
-from lohan._files import DTYPES, File
+from lohan._buffers import remember
+from lohan._files import DTYPES, Entry, File
 from lohan._peft import initialise, is_adapter
 from lohan._store import Extents, read_param, write_checksums, write_param
 from lohan._tensor import nbytes_of
@@ -35,6 +36,13 @@ def empty() -> Iterator[None]:
     Buffers are made as usual. `lohan.wrap` fills the parameters, from weights= or init=.
     """
     plain = nn.Module.register_parameter
+    plain_buffer = nn.Module.register_buffer
+
+    def register_buffer(
+        module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
+    ) -> None:
+        plain_buffer(module, name, tensor, persistent)
+        remember(module, name)
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         plain(module, name, param)
@@ -43,9 +51,11 @@ def empty() -> Iterator[None]:
             module._parameters[name] = nn.Parameter(made.to("meta"), made.requires_grad)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    nn.Module.register_buffer = register_buffer  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
+        nn.Module.register_buffer = plain_buffer  # type: ignore[method-assign]
         nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
 
@@ -267,6 +277,24 @@ def _fill_from_files(
             f" of now ({told[0]!r}, ...)",
             file=sys.stderr,
         )
+
+
+def fill_buffers(buffers: Sequence[tuple[torch.Tensor, Entry]], files: Sequence[File]) -> None:
+    """Give persistent buffers the values that the files have, as load_state_dict does.
+
+    Raises:
+        StoreError: a file ends too early.
+    """
+    for buffer, entry in buffers:
+        path = files[entry.file].path
+        with path.open("rb") as file:
+            file.seek(entry.offset)
+            raw = bytearray(file.read(entry.nbytes))
+        if len(raw) != entry.nbytes:
+            raise StoreError(f"{path} ends inside a buffer of {entry.nbytes} bytes")
+        values = torch.frombuffer(raw, dtype=DTYPES[entry.dtype]).reshape(entry.shape)
+        with torch.no_grad():
+            buffer.copy_(values)
 
 
 def _stream(

@@ -20,6 +20,7 @@ from lohan import (
     _activations,
     _adopt,
     _block,
+    _buffers,
     _core,
     _device,
     _exit,
@@ -233,6 +234,7 @@ class _Opening:
                 file=sys.stderr,
             )
         _notes.say(session)
+        _buffers.say_rounded(self.model)
         return session
 
     def _compare(self, extents: _store.Extents, store: _core.Store) -> None:
@@ -249,6 +251,8 @@ class _Opening:
         if self.optimizer.origin is not None:
             origin = self.optimizer.origin
             scalars = _adopt.write_state(origin, self.layout, extents, store)
+        if self.found is not None:
+            _weights.fill_buffers(self.found.buffers, self.found.files)
         buffers = _store.buffers(self.model, self.layout, store)
         scalars = with_buffers(scalars, b"", len(self.layout.params), buffers)
         files = self.found.files if self.found is not None else ()

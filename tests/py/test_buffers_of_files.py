@@ -1,0 +1,115 @@
+"""What files have besides parameters: buffers are filled from them, what is left out is said."""
+
+from __future__ import annotations
+
+import pathlib
+
+import lohan
+import pytest
+import torch
+from lohan.errors import ModelError
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=256,
+)
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_persistent_buffers_have_the_values_of_the_files(
+    is_frozen: bool, store_dir: pathlib.Path
+) -> None:
+    source = normed().eval()
+    source[1].running_mean.fill_(3.0)
+    source[1].running_var.fill_(9.0)
+    source[1].num_batches_tracked.fill_(7)
+    save_file(source.state_dict(), store_dir / "model.safetensors")
+    with lohan.empty():
+        model = normed().eval()
+    model[0].requires_grad_(not is_frozen)
+    model = lohan.wrap(model, store=store_dir / "s", weights=store_dir)
+    batch = torch.randn(3, 4)
+    with torch.no_grad():
+        assert torch.equal(model(batch), source(batch))
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in source.state_dict().items())
+    model.lohan.close()
+    with lohan.empty():
+        again = normed().eval()
+    again[0].requires_grad_(not is_frozen)
+    again = lohan.wrap(again, store=store_dir / "s", resume=True)
+    assert torch.equal(again[1].running_mean, source[1].running_mean)
+    again.lohan.close()
+
+
+def test_a_buffer_of_another_shape_is_refused(store_dir: pathlib.Path) -> None:
+    state = normed().state_dict()
+    state["1.running_mean"] = torch.zeros(5)
+    save_file(state, store_dir / "model.safetensors")
+    with lohan.empty():
+        model = normed()
+    with pytest.raises(ModelError, match=r"1\.running_mean is \[5\], the model has \[4\]"):
+        lohan.wrap(model, store=store_dir / "s", weights=store_dir)
+    assert not (store_dir / "s").exists()
+
+
+def test_tensors_that_the_model_has_no_place_for_are_said(
+    store_dir: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LlamaForCausalLM(CONFIG).save_pretrained(store_dir / "w")
+    fewer = LlamaConfig.from_pretrained(store_dir / "w", num_hidden_layers=1)
+    with lohan.empty():
+        model = LlamaForCausalLM(fewer)
+    lohan.wrap(model, store=store_dir / "a", weights=store_dir / "w").lohan.close()
+    said = capsys.readouterr().err
+    assert "9 tensors of weights=" in said and "'model.layers.1." in said and "left out" in said
+    with lohan.empty():
+        model = LlamaForCausalLM(CONFIG)
+    lohan.wrap(model, store=store_dir / "b", weights=store_dir / "w").lohan.close()
+    assert "left out" not in capsys.readouterr().err
+
+
+def test_a_model_made_in_its_dtype_is_the_one_of_from_pretrained(
+    store_dir: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    LlamaForCausalLM(CONFIG).to(torch.bfloat16).save_pretrained(store_dir / "w")
+    plain = AutoModelForCausalLM.from_pretrained(store_dir / "w", dtype=torch.bfloat16).eval()
+    batch = torch.arange(200)[None] % 64
+    with lohan.empty():
+        model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
+    model = lohan.wrap(model, store=store_dir / "a", weights=store_dir / "w").eval()
+    assert "lohan:" not in capsys.readouterr().err
+    with torch.no_grad():
+        assert torch.equal(model(batch).logits, plain(batch).logits)
+    model.lohan.close()
+    with lohan.empty():
+        converted = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32)
+        converted = converted.to(torch.bfloat16)
+    converted = lohan.wrap(converted, store=store_dir / "b", weights=store_dir / "w")
+    said = capsys.readouterr().err
+    assert "'model.rotary_emb.inv_freq' was rounded to torch.bfloat16" in said
+    assert "from_config(config, dtype=torch.bfloat16)" in said
+    converted.lohan.close()
+
+
+def test_buffers_without_storage_are_refused_with_the_way_to_have_them(
+    store_dir: pathlib.Path,
+) -> None:
+    LlamaForCausalLM(CONFIG).save_pretrained(store_dir / "w")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(CONFIG)
+    with pytest.raises(ModelError, match=r"inv_freq' has no storage: build .* in lohan\.empty\(\)"):
+        lohan.wrap(model, store=store_dir / "s", weights=store_dir / "w")
