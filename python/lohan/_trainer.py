@@ -2,10 +2,11 @@
 
 [Note: What a Trainer calls]
 A callback is told when things have happened; lohan has to be there before. So when a Trainer's
-constructor is done, the callback shadows two methods of that one Trainer: `create_optimizer`, whose
-AdamW says how the parameters are grouped, and behind which the model is wrapped; and
-`_load_from_checkpoint`, in whose place the store is compared with the checkpoint. Clipping, scaling
-and schedulers are the Trainer's own: updates wait for `step()` (docs/architecture.md, Clipping).
+constructor is done, the callback shadows three methods of that one Trainer: `create_optimizer`,
+whose AdamW says how the parameters are grouped, and behind which the model is wrapped;
+`_load_from_checkpoint`, in whose place the store is compared with the checkpoint; and `train`,
+whose resume_from_checkpoint=True is the last folder, finished or not. Clipping, scaling and
+schedulers are the Trainer's own: updates wait for `step()` (docs/architecture.md, Clipping).
 
 [Note: A checkpoint and its store]
 A checkpoint folder has the scalars (scheduler, generators, position in the data, scaler), weights
@@ -31,6 +32,7 @@ import torch
 import transformers
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lohan import _settings, _store
 from lohan._optim import DEFAULTS
@@ -40,6 +42,7 @@ from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
 from lohan.wrap import PathLike, directories_of, wrap
 
+_STEP = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-\d+$")
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 # What lohan.wrap() takes, and the TrainingArguments that say it here.
@@ -126,6 +129,7 @@ class TrainerCallback(transformers.TrainerCallback):
         plain = trainer.create_optimizer
         trainer.create_optimizer = functools.partial(self._create_optimizer, plain)
         trainer._load_from_checkpoint = self._load_from_checkpoint
+        trainer.train = functools.partial(self._train, trainer.train)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Commit with what the Trainer saves.
@@ -153,6 +157,33 @@ class TrainerCallback(transformers.TrainerCallback):
 
     # --- In place of the Trainer's own ----------------------------------------------------------
 
+    def _train(
+        self, plain: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kw: Any
+    ) -> Any:
+        """True is the last checkpoint; the one before where a process died while it wrote that."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._last_whole() or True
+        return plain(resume_from_checkpoint, *args, **kw)
+
+    def _last_whole(self) -> str | None:
+        """The folder that the store's commit belongs to, if those behind it were never finished."""
+        found = _checkpoints(Path(self._trainer.args.output_dir))
+        if not found or (_is_finished(found[-1]) and reference_of(found[-1]) is None):
+            return None  # the Trainer, or _load_from_checkpoint, says what is wrong with it
+        committed = self._committed()
+        for index, folder in reversed(list(enumerate(found))):
+            reference = reference_of(folder)
+            if reference in committed:
+                return None if folder == found[-1] else _passed_over(found[index + 1 :], folder)
+            # Whole files, and a store that had no time to commit, are no checkpoint either.
+            is_newer = reference is not None and any(
+                reference["store"] == each["store"] and reference["step"] > each["step"]
+                for each in committed
+            )
+            if _is_finished(folder) and not is_newer:
+                return None
+        return None
+
     def _create_optimizer(self, plain: Callable[..., Any], model: Any = None) -> Any:
         trainer = self._trainer
         module = trainer.model
@@ -179,6 +210,8 @@ class TrainerCallback(transformers.TrainerCallback):
         """Nothing is loaded: the store has it. Refuse a checkpoint that is not the store's."""
         folder = Path(resume_from_checkpoint)
         asked = reference_of(folder)
+        if asked is None and not _is_finished(folder):
+            raise StoreMismatchError(self._unfinished(folder))
         if asked is None:
             raise StoreMismatchError(
                 f"{folder} does not say which step of which store has its tensors: it was saved"
@@ -231,17 +264,29 @@ class TrainerCallback(transformers.TrainerCallback):
         if asked["store"] != found["store"]:
             text += f" and is another, {found['store']}: pass the store= that the run had"
             return text
-        siblings = sorted(
-            folder.absolute().parent.glob(f"{folder.absolute().name.split('-')[0]}-*")
-        )
-        matching = [str(each) for each in siblings if reference_of(each) == found]
-        if matching:
-            return f"{text}: so is {matching[-1]}, train(resume_from_checkpoint={matching[-1]!r})"
+        fitting = self._fitting(folder, found)
+        if fitting:
+            return f"{text}: so is {fitting}, train(resume_from_checkpoint={fitting!r})"
         return (
             f"{text}, and no checkpoint beside it is of that step: a store has only its last"
             f" commit. lohan.wrap(model, store={place!r}, resume=True) goes on with it, without a"
             f" Trainer's state; from_pretrained({str(folder)!r}) with a new store begins with the"
             " checkpoint's weights, and moments of zero"
+        )
+
+    def _fitting(self, folder: Path, found: Reference) -> str | None:
+        """Of the checkpoints beside one, that which is of the store's step."""
+        matching = [each for each in _checkpoints(folder.parent) if reference_of(each) == found]
+        return str(matching[-1]) if matching else None
+
+    def _unfinished(self, folder: Path) -> str:
+        fitting = self._fitting(folder, self._committed()[0])
+        text = f"{folder} is no whole checkpoint: its process ended while it was written"
+        if fitting:
+            return f"{text}. {fitting} is: train(resume_from_checkpoint={fitting!r})"
+        return (
+            f"{text}, and none beside it is of the step that the store in"
+            f" {self._directories()[0]} is at: pass the store= that the run had, or begin anew"
         )
 
     def _wrap(self, model: nn.Module, made: Any) -> Any:
@@ -340,6 +385,26 @@ def reference_of(folder: Path) -> Reference | None:
         return None  # cut off: its process died while it wrote
     reference = state.get("lohan") if isinstance(state, dict) else None
     return dict(reference) if reference else None
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints in a folder, oldest first."""
+    found = [path for path in folder.absolute().glob("*-*") if _STEP.search(path.name)]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def _is_finished(folder: Path) -> bool:
+    """Its last file is there: [Note: A checkpoint and its store]."""
+    return (folder / TRAINER_STATE_NAME).is_file()
+
+
+def _passed_over(unfinished: list[Path], folder: Path) -> str:
+    print(
+        f"lohan: {', '.join(str(path) for path in unfinished)} was being written when its process"
+        f" ended, and the store is not of that step: going on from {folder}",
+        file=sys.stderr,
+    )
+    return str(folder)
 
 
 def _calling_trainer() -> Any:

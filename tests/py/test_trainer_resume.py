@@ -95,12 +95,29 @@ def test_wherever_it_ends_the_store_fits_one_whole_checkpoint(
     matching = next(path for path in found if path.name == f"checkpoint-{expected}")
     if found[-1] != matching:
         with pytest.raises(StoreMismatchError) as refused:
-            resume(store_dir)
+            resume(store_dir, str(found[-1]))
         text = str(refused.value)
         assert f"{found[-1]} belongs to step 6" in text and "is at step 4" in text
         assert f"train(resume_from_checkpoint={str(matching)!r})" in text
         close_all()
-    assert_is(resume(store_dir, str(matching)), whole)
+    assert_is(resume(store_dir), whole)
+
+
+def test_a_folder_that_was_never_finished_is_passed_over(
+    whole: Any, store_dir: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_until(store_dir, 6, "step")
+    unfinished = store_dir / "out" / "checkpoint-6"
+    unfinished.mkdir()
+    (unfinished / "config.json").write_text("{}")
+    fitting = str(store_dir / "out" / "checkpoint-4")
+    with pytest.raises(StoreMismatchError) as refused:
+        resume(store_dir, str(unfinished))
+    assert "is no whole checkpoint: its process ended" in str(refused.value)
+    assert f"{fitting} is: train(resume_from_checkpoint={fitting!r})" in str(refused.value)
+    assert_is(resume(store_dir), whole)
+    said = capsys.readouterr().err
+    assert f"{unfinished} was being written" in said and f"going on from {fitting}" in said
 
 
 def test_an_older_checkpoint_is_refused_with_both_steps_and_the_one_that_fits(
