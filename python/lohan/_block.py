@@ -296,7 +296,7 @@ def make_layout(
     scope_list = [s for s in scopes.values() if s.units]
     _mark_always(scope_list, units)
     layout = Layout(params, units, scope_list, Buffers(model).kept_bytes)
-    layout.in_place = InPlace(found.files)
+    layout.in_place = InPlace(found.files[: found.file_count])
     return layout
 
 

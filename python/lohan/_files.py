@@ -6,9 +6,10 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,17 @@ from torch import nn
 
 from lohan import _core
 from lohan._buffers import Buffers
+from lohan._safetensors import NAMES
 from lohan.errors import ModelError, StoreError, UnsupportedError
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+# Values go from one of these to another as `to()` takes them. Of what is packed in fewer bits the
+# values are not the bytes alone: scales are somewhere beside.
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# As the safetensors library has it: what claims more is no header.
+_HEADER_BYTES_MAX = 100_000_000
+_WHOLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # What peft puts around a module: the name of the module that it was before is what is left.
 _PEFT_ROOT = "base_model.model."
@@ -63,36 +61,61 @@ class Entry:
 
 @dataclasses.dataclass
 class Folder:
-    """Files of safetensors and the tensors in them."""
+    """Files of safetensors and the tensors in them.
+
+    Attributes:
+        files: in their order.
+        entries: by name.
+        doubles: names that are in two files, where no index says which one counts.
+    """
 
     files: list[File]
     entries: dict[str, Entry]
+    doubles: dict[str, tuple[Path, Path]] = dataclasses.field(default_factory=dict)
 
 
 def read_folder(place: Path) -> Folder:
     """Read the headers of a folder of safetensors, or of one file.
 
     Raises:
-        StoreError: there is none, or one is not whole.
+        StoreError: there is none, or one is missing or not whole.
         UnsupportedError: the weights are pickles.
     """
     folder = Folder([], {})
-    for path in _paths(place):
+    paths, file_of = _paths(place)
+    for path in paths:
         header, begin = read_header(path)
         folder.files.append(describe_file(path, begin))
         for name, entry in header.items():
-            first, end = entry["data_offsets"]
-            shape = tuple(entry["shape"])
-            made = Entry(len(folder.files) - 1, begin + first, end - first, entry["dtype"], shape)
-            dtype = DTYPES.get(made.dtype)
-            is_whole = dtype is None or math.prod(shape) * dtype.itemsize == made.nbytes
-            if not is_whole or begin + end > folder.files[-1].nbytes:
-                raise StoreError(
-                    f"{path} ends inside {name}: {folder.files[-1].nbytes} bytes, its header says"
-                    f" that {made.dtype} {list(shape)} is at {made.offset} to {begin + end}"
-                )
-            folder.entries.setdefault(name, made)
+            made = _entry(folder, begin, name, entry)
+            first = folder.entries.setdefault(name, made)
+            if first is made:
+                continue
+            if file_of.get(name) == path:
+                folder.entries[name] = made
+            elif file_of.get(name) != paths[first.file]:
+                folder.doubles[name] = (folder.files[first.file].path, path)
     return folder
+
+
+def _entry(folder: Folder, begin: int, name: str, entry: dict[str, Any]) -> Entry:
+    """A tensor of the folder's last file, whose values begin at begin; its place is looked at."""
+    file = folder.files[-1]
+    first, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    dtype = DTYPES.get(entry["dtype"])
+    if dtype is not None and math.prod(shape) * dtype.itemsize != end - first:
+        raise StoreError(
+            f"{file.path}: {name} is {entry['dtype']} {list(shape)}, and has {end - first} bytes:"
+            " the file is damaged"
+        )
+    if begin + end > file.nbytes:
+        raise StoreError(
+            f"{file.path} ends inside {name}: it has {file.nbytes} bytes, and its header says that"
+            f" {entry['dtype']} {list(shape)} is at {begin + first} to {begin + end}: the file was"
+            " cut; put a whole one in its place"
+        )
+    return Entry(len(folder.files) - 1, begin + first, end - first, entry["dtype"], shape)
 
 
 def describe_file(path: Path, header_bytes: int) -> File:
@@ -103,38 +126,102 @@ def describe_file(path: Path, header_bytes: int) -> File:
     return File(path.absolute(), found.st_size, found.st_mtime_ns, crc)
 
 
+def check_descriptor(descriptor: int, file: File) -> None:
+    """What was opened is what was looked at.
+
+    Raises:
+        StoreError: it was replaced or written to since.
+    """
+    found = os.fstat(descriptor)
+    if (found.st_size, found.st_mtime_ns) != (file.nbytes, file.mtime_ns):
+        raise StoreError(
+            f"{file.path} was changed while it was being read: wait until it is whole, then try"
+            " again"
+        )
+
+
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """The header of a safetensors file: its tensors, and where their bytes begin.
 
     Raises:
-        StoreError: the file is not safetensors, or is cut.
+        StoreError: the file is not there or not safetensors, or is cut.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
-        if 8 + length > size:
-            raise StoreError(f"{path}: {size} bytes are too few for its header of {length}")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise StoreError(f"{path} is not a safetensors file: {error}") from error
-    header.pop("__metadata__", None)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+            if 8 + length > size:
+                raise StoreError(f"{path}: {size} bytes are too few for its header of {length}")
+            if length > _HEADER_BYTES_MAX:
+                raise StoreError(f"{path} is not a safetensors file: a header of {length} bytes")
+            text = file.read(length)
+    except FileNotFoundError as error:
+        raise StoreError(error.errno, _missing(path)) from error
+    except OSError as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(error.errno, f"cannot read {path}: {error.strerror}") from error
+    try:
+        header = json.loads(text, object_pairs_hook=_once)
+        if not isinstance(header, dict):
+            raise ValueError(f"its header is {type(header).__name__}")
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            _check_entry(name, entry)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{path} is not a safetensors file: {error}") from error
     return header, 8 + length
 
 
-def _paths(place: Path) -> list[Path]:
+def _missing(path: Path) -> str:
+    if path.is_symlink():
+        return f"{path} is a link to {os.readlink(path)}, which is not there: download it again"
+    return f"{path} is not there: the folder is not whole; put the file there, or download it again"
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is in it twice")
+    return made
+
+
+def _check_entry(name: str, entry: Any) -> None:
+    """Raises ValueError: it is no description of a tensor."""
+    said = entry if isinstance(entry, dict) else {}
+    places: Any = said.get("data_offsets")
+    is_named = isinstance(said.get("dtype"), str) and _are_sizes(said.get("shape"))
+    is_good = is_named and _are_sizes(places) and len(places) == 2
+    if not is_good or places[0] > places[1]:
+        raise ValueError(f"its header says of {name!r} {str(entry)[:200]}")
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 60 for v in values)
+
+
+def _paths(place: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The files to read, and the one of each tensor where an index says so.
+
+    Those that from_pretrained would take: a folder may have other variants, or formats, of the same
+    tensors beside them. A link that leads nowhere is missed, not passed over.
+    """
+    if place.name.endswith(".index.json") and place.is_file():
+        return _of_index(place)
     if place.is_file():
         if place.suffix in _PICKLES:
             raise UnsupportedError(_pickle_message(place, place.name))
-        return [place]
-    index = place / "model.safetensors.index.json"
-    if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [place / name for name in sorted(names)]
+        return [place], {}
+    if os.path.lexists(place / _WHOLE):
+        return [place / _WHOLE], {}
+    indices = sorted(place.glob("*.safetensors.index.json"))
+    if os.path.lexists(place / _INDEX) or len(indices) == 1:
+        return _of_index(place / _INDEX if os.path.lexists(place / _INDEX) else indices[0])
     found = sorted(place.glob("*.safetensors"))
     if found:
-        return found
+        return found, {}
     pickles = sorted(path.name for path in place.glob("*") if path.suffix in _PICKLES)
     if pickles:
         raise UnsupportedError(_pickle_message(place, pickles[0]))
@@ -144,6 +231,19 @@ def _paths(place: Path) -> list[Path]:
             " a name on the Hub huggingface_hub.snapshot_download(NAME) makes one, and says where"
         )
     raise StoreError(f"weights={place}: no .safetensors file there")
+
+
+def _of_index(path: Path) -> tuple[list[Path], dict[str, Path]]:
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        file_of = {name: path.parent / file for name, file in said.items()}
+    except FileNotFoundError as error:
+        raise StoreError(error.errno, _missing(path)) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StoreError(
+            f"{path} is no index of safetensors ({error!r}): download it again"
+        ) from error
+    return sorted(set(file_of.values())), file_of
 
 
 def _pickle_message(place: Path, name: str) -> str:
@@ -189,17 +289,16 @@ def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
     """The entry of each parameter that the files have, by the id of its tensor.
 
     Raises:
-        ModelError: a shape differs, or a dtype that lohan does not know.
+        ModelError: a shape differs, or a dtype in a way that is no conversion of values.
     """
     found: dict[int, Entry] = {}
     prefixes = _prefixes(model)
     tensors = {id(p): p for m in model.modules() for p in m._parameters.values() if p is not None}
     for key, names in all_names(model).items():
-        entry = _look_up(names, prefixes, folder.entries)
-        if entry is None or tensors[key].numel() == 0:
-            continue
-        _check_entry(names[0], tensors[key], entry, folder)
-        found[key] = entry
+        entry = _look_up(names, prefixes, folder)
+        if entry is not None and tensors[key].numel() > 0:
+            _check_same(names[0], tensors[key], entry, folder)
+            found[key] = entry
     return found
 
 
@@ -207,14 +306,14 @@ def match_buffers(model: nn.Module, folder: Folder) -> list[tuple[torch.Tensor, 
     """The persistent buffers that the files have: running means, a router's biases, ...
 
     Raises:
-        ModelError: a shape differs, or a dtype that lohan does not know.
+        ModelError: as match().
     """
     found: list[tuple[torch.Tensor, Entry]] = []
     prefixes = _prefixes(model)
     for name, buffer in Buffers(model).items():
-        entry = _look_up([name], prefixes, folder.entries)
+        entry = _look_up([name], prefixes, folder)
         if entry is not None and buffer.numel() > 0:
-            _check_entry(name, buffer, entry, folder)
+            _check_same(name, buffer, entry, folder)
             found.append((buffer, entry))
     return found
 
@@ -236,19 +335,42 @@ def unused(model: nn.Module, folder: Folder) -> list[str]:
     ]
 
 
-def _check_entry(name: str, tensor: torch.Tensor, entry: Entry, folder: Folder) -> None:
+def _check_same(name: str, tensor: torch.Tensor, entry: Entry, folder: Folder) -> None:
+    path = folder.files[entry.file].path
     if tuple(tensor.shape) != entry.shape:
         raise ModelError(
-            f"{folder.files[entry.file].path}: {name} is {list(entry.shape)}, the model"
-            f" has {list(tensor.shape)}"
+            f"{path}: {name} is {list(entry.shape)}, the model has {list(tensor.shape)}"
         )
-    if entry.dtype not in DTYPES:
-        raise ModelError(f"{name}: safetensors dtype {entry.dtype} is not supported")
+    dtype = DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise ModelError(f"{path}: {name} has dtype {entry.dtype}, which lohan does not know")
+    if not _converts(dtype, tensor.dtype):
+        raise ModelError(
+            f"{path}: {name} is {entry.dtype}, the model has"
+            f" {str(tensor.dtype).removeprefix('torch.')}: its values are not those bytes alone, or"
+            " do not fit; take files that are not quantised, or a model of that dtype"
+        )
 
 
-def _look_up(names: list[str], prefixes: list[str], entries: Mapping[str, Entry]) -> Entry | None:
+def _converts(theirs: torch.dtype, ours: torch.dtype) -> bool:
+    """Values may be converted so: between floats of 16 bits and more, and to wider integers."""
+    if theirs == ours or (theirs in _FLOATS and ours in _FLOATS):
+        return True
+    if any(d.is_floating_point or d.is_complex or d == torch.bool for d in (theirs, ours)):
+        return False
+    narrow, wide = torch.iinfo(theirs), torch.iinfo(ours)
+    return wide.min <= narrow.min and narrow.max <= wide.max
+
+
+def _look_up(names: Sequence[str], prefixes: list[str], folder: Folder) -> Entry | None:
     for name in names:
         for candidate in _candidates(name, prefixes):
-            if candidate in entries:
-                return entries[candidate]
+            if candidate in folder.doubles:
+                one, other = folder.doubles[candidate]
+                raise ModelError(
+                    f"{candidate!r} is in {one} and in {other.name}, and no index says which one"
+                    " counts: pass weights=FILE"
+                )
+            if candidate in folder.entries:
+                return folder.entries[candidate]
     return None

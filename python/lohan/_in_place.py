@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from lohan import _core, _files
-from lohan._files import DTYPES, Entry, File, Folder
+from lohan._files import DTYPES, Entry, File
 from lohan.errors import ChecksumError, StoreError, StoreMismatchError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _order(param: Param) -> tuple[int, int]:
     return source_of(param).file, source_of(param).offset
 
 
-def choose(model: nn.Module, found: Mapping[int, Entry], folder: Folder) -> set[int]:
+def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
     """Ids of the parameters that can be read from the files: frozen, of the same dtype.
 
     One line on stderr says what cannot, and why.
@@ -113,20 +113,23 @@ def choose(model: nn.Module, found: Mapping[int, Entry], folder: Folder) -> set[
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and p.numel() > 0]
     if not frozen:
         return set()
-    too_many = len(folder.files) > _core.IN_PLACE_FILE_COUNT_MAX
-    chosen: set[int] = set()
+    could = {
+        id(param)
+        for _, param in frozen
+        if (entry := found.get(id(param))) and DTYPES[entry.dtype] == param.dtype
+    }
+    too_many = len({found[key].file for key in could}) > _core.IN_PLACE_FILE_COUNT_MAX
     left: dict[str, list[tuple[str, int]]] = {}
     for name, param in frozen:
+        if id(param) in could and not too_many:
+            continue
         entry = found.get(id(param))
         if entry is None:
             why = "the files do not have them"
-        elif DTYPES[entry.dtype] != param.dtype:
-            why = f"{entry.dtype} in the files, {str(param.dtype).removeprefix('torch.')} here"
-        elif too_many:
-            why = f"more than {_core.IN_PLACE_FILE_COUNT_MAX} files"
+        elif id(param) in could:
+            why = f"they are in more than {_core.IN_PLACE_FILE_COUNT_MAX} files"
         else:
-            chosen.add(id(param))
-            continue
+            why = f"{entry.dtype} in the files, {str(param.dtype).removeprefix('torch.')} here"
         left.setdefault(why, []).append((name, param.numel() * param.element_size()))
     for why, params in left.items():
         nbytes = sum(nbytes for _, nbytes in params)
@@ -135,7 +138,7 @@ def choose(model: nn.Module, found: Mapping[int, Entry], folder: Folder) -> set[
             f" store: {why} ({params[0][0]!r}, ...)",
             file=sys.stderr,
         )
-    return chosen
+    return set() if too_many else could
 
 
 class InPlace:
@@ -161,9 +164,8 @@ class InPlace:
         """
         buffered = []
         for file in self.files:
-            fd, is_direct = _open(file.path)
-            self._fds.append((fd, is_direct))
-            if not is_direct:
+            self._fds.append(_open(file))
+            if not self._fds[-1][1]:
                 buffered.append(file.path)
         if not buffered:
             return
@@ -258,17 +260,18 @@ class InPlace:
 
     def _read_blocks(self, file: int, offset: int, view: memoryview) -> None:
         """Fill view with blocks of a file; what is behind its end is zeros."""
-        fd, _ = self._fds[file]
+        fd, is_direct = self._fds[file]
         least = min(len(view), self.files[file].nbytes - offset)
         done = 0
         while done < least:
-            done = done // BLOCK * BLOCK
             count = os.preadv(fd, [view[done:]], offset + done)
-            if count == 0:
-                raise StoreError(
-                    f"{self.files[file].path} ends at {offset + done} while it is read"
-                )
             done += count
+            # Only the end of the file cuts a direct read inside a block.
+            if count == 0 or (done < least and is_direct and done % BLOCK):
+                raise StoreError(
+                    f"{self.files[file].path} was cut: it ends at {offset + done}, and had"
+                    f" {self.files[file].nbytes} bytes: put a whole one in its place"
+                )
         view[least:] = bytes(len(view) - least)
 
     # --- Values -------------------------------------------------------------------------------
@@ -333,7 +336,7 @@ class InPlace:
             return
         try:
             for file in self.files:
-                self._fds.append(_open(_look(file, None).path))
+                self._fds.append(_open(_look(file, None)))
             yield
         finally:
             self.close()
@@ -372,7 +375,17 @@ def _described(layout: Layout, param: Param) -> list[int] | None:
     return [entry.file, entry.offset, entry.nbytes]
 
 
-def _open(path: Path) -> tuple[int, bool]:
+def _open(file: File) -> tuple[int, bool]:
+    fd, is_direct = _open_path(file.path)
+    try:
+        _files.check_descriptor(fd, file)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, is_direct
+
+
+def _open_path(path: Path) -> tuple[int, bool]:
     flags = os.O_RDONLY | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | os.O_DIRECT)
@@ -418,21 +431,31 @@ def checksum_bytes(units: Sequence[Unit]) -> int:
 
 @dataclasses.dataclass
 class Found:
-    """What the files have of a model's parameters, by the ids of their tensors; its buffers."""
+    """What the files have of a model's parameters, by the ids of their tensors.
+
+    Attributes:
+        files: first those that parameters are read from in place.
+        entries: of parameters.
+        in_place: those that are read there.
+        file_count: how many files that takes.
+        buffers: persistent ones that the files have, and their entries.
+        then: the files, as the store remembers them.
+    """
 
     files: list[File]
     entries: dict[int, Entry]
     in_place: set[int]
+    file_count: int = 0
     buffers: Sequence[tuple[torch.Tensor, Entry]] = ()
-    then: Sequence[File] = ()  # the files, as the store remembers them
+    then: Sequence[File] = ()
 
 
 def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
-    """Look for a model's parameters in a folder of safetensors.
+    """Look for a model's parameters and buffers in a folder of safetensors.
 
     Raises:
         StoreError: there are no files, or one is not whole.
-        ModelError: a shape differs.
+        ModelError: a shape differs, or a dtype cannot become the model's.
         UnsupportedError: the weights are pickles.
     """
     folder = _files.read_folder(place)
@@ -445,8 +468,22 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
             f" left out ({left[0]!r}, ...)",
             file=sys.stderr,
         )
-    chosen = choose(model, entries, folder) if config.frozen == "in_place" else set()
-    return Found(folder.files, entries, chosen, buffers)
+    chosen = choose(model, entries) if config.frozen == "in_place" else set()
+    # The others are read once: no session holds them open, and no store asks for them again.
+    needed = {entries[key].file for key in chosen}
+    order = sorted(range(len(folder.files)), key=lambda file: (file not in needed, file))
+    moved = {file: number for number, file in enumerate(order)}
+
+    def now(entry: Entry) -> Entry:
+        return dataclasses.replace(entry, file=moved[entry.file])
+
+    return Found(
+        [folder.files[file] for file in order],
+        {key: now(entry) for key, entry in entries.items()},
+        chosen,
+        len(needed),
+        [(buffer, now(entry)) for buffer, entry in buffers],
+    )
 
 
 # --- A store that was made so -----------------------------------------------------------------
@@ -503,7 +540,7 @@ def of_store(meta: dict[str, Any], model: nn.Module, weights: Path | None) -> Fo
         if source is not None and is_same:
             file, offset, nbytes = source
             entries[id(tensor)] = Entry(file, offset, nbytes, _NAMES[dtype], tuple(shape))
-    return Found(now, entries, set(entries), then=then)
+    return Found(now, entries, set(entries), len(now), then=then)
 
 
 def _look(file: File, weights: Path | None) -> File:

@@ -51,8 +51,8 @@ def check_model(model: Any, is_filled: bool) -> None:
     _check_not_held(model)
     count = 0
     for name, param in model.named_parameters():
-        count += param.numel() > 0
         _check_param(name, param, is_filled)
+        count += param.numel() > 0
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ModelError(

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from lohan import _core
 from lohan._block import Layout, Param
 from lohan._buffers import remember
-from lohan._files import DTYPES, Entry, File
+from lohan._files import DTYPES, Entry, File, check_descriptor
 from lohan._peft import initialise, is_adapter
 from lohan._store import Extents, read_param, write_checksums, write_param
 from lohan._tensor import nbytes_of
@@ -47,8 +48,12 @@ def empty() -> Iterator[None]:
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         plain(module, name, param)
         made = module._parameters[name]
-        if made is not None and not made.is_meta:
-            module._parameters[name] = nn.Parameter(made.to("meta"), made.requires_grad)
+        if made is None or made.is_meta or isinstance(made, nn.parameter.UninitializedParameter):
+            return
+        same: Any = made  # one that a constructor gives to several modules stays one
+        if not hasattr(same, "_lohan_empty"):
+            same._lohan_empty = nn.Parameter(made.to("meta"), made.requires_grad)
+        module._parameters[name] = same._lohan_empty
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     nn.Module.register_buffer = register_buffer  # type: ignore[method-assign, assignment]
@@ -71,6 +76,10 @@ def _replace(model: nn.Module, layout: Layout) -> dict[int, nn.Parameter]:
         if param.tensor.is_meta:
             tensor = param.tensor
             made = nn.Parameter(_no_storage(tensor), requires_grad=tensor.requires_grad)
+            new[id(tensor)], old[id(made)] = made, tensor
+    for tensor in model.parameters():
+        if tensor.is_meta and tensor.numel() == 0:  # in no layout
+            made = nn.Parameter(torch.empty_like(tensor, device="cpu"), tensor.requires_grad)
             new[id(tensor)], old[id(made)] = made, tensor
     _put(model, layout, new)
     return old
@@ -283,15 +292,16 @@ def fill_buffers(buffers: Sequence[tuple[torch.Tensor, Entry]], files: Sequence[
     """Give persistent buffers the values that the files have, as load_state_dict does.
 
     Raises:
-        StoreError: a file ends too early.
+        StoreError: a file was changed meanwhile.
     """
     for buffer, entry in buffers:
         path = files[entry.file].path
         with path.open("rb") as file:
+            check_descriptor(file.fileno(), files[entry.file])
             file.seek(entry.offset)
             raw = bytearray(file.read(entry.nbytes))
         if len(raw) != entry.nbytes:
-            raise StoreError(f"{path} ends inside a buffer of {entry.nbytes} bytes")
+            raise StoreError(f"{path} was cut: it ends inside a buffer of {entry.nbytes} bytes")
         values = torch.frombuffer(raw, dtype=DTYPES[entry.dtype]).reshape(entry.shape)
         with torch.no_grad():
             buffer.copy_(values)
@@ -309,12 +319,13 @@ def _stream(
     dtype = DTYPES[param.source.dtype]
     unit = layout.units[param.unit]
     with path.open("rb") as file:
+        check_descriptor(file.fileno(), files[param.source.file])
         file.seek(param.source.offset)
         for first in range(0, param.count, PIECE_ELEMENTS):
             count = min(PIECE_ELEMENTS, param.count - first)
             raw = bytearray(file.read(count * dtype.itemsize))
             if len(raw) != count * dtype.itemsize:
-                raise StoreError(f"{path} ends inside {param.name}")
+                raise StoreError(f"{path} was cut: it ends inside {param.name}")
             values = torch.frombuffer(raw, dtype=dtype)
             if unit.residual_bytes and dtype != unit.dtype:
                 values = values.float()  # the master gets every bit that it can hold

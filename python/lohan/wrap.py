@@ -251,11 +251,11 @@ class _Opening:
         if self.optimizer.origin is not None:
             origin = self.optimizer.origin
             scalars = _adopt.write_state(origin, self.layout, extents, store)
+        files = self.found.files if self.found is not None else ()
         if self.found is not None:
-            _weights.fill_buffers(self.found.buffers, self.found.files)
+            _weights.fill_buffers(self.found.buffers, files)
         buffers = _store.buffers(self.model, self.layout, store)
         scalars = with_buffers(scalars, b"", len(self.layout.params), buffers)
-        files = self.found.files if self.found is not None else ()
         _weights.fill(self.model, self.layout, extents, store, weights, init, scalars, files)
 
 
