@@ -210,7 +210,9 @@ class Guard:
                 continue
             value = self.session.lend(index).cpu()
             # The dict may be another one by now, or from before a step: the bits tell.
-            first = first_names.setdefault(index, key)
+            if first_names.get(index) not in state:
+                first_names[index] = key  # of another dict, which had this one's place
+            first = first_names[index]
             is_shared = first != key and is_same(state.get(first), value)
             state[key] = state[first] if is_shared else value.clone()
 

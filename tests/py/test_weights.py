@@ -245,6 +245,11 @@ def test_tied_names_share_one_tensor_in_a_state_dict(tmp_path: Path) -> None:
     safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
     saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert len(saved) == len(model.state_dict()) - 1
+    kept.clear()
+    model.lm_head.state_dict(destination=kept)  # where another dict was, which knew other names
+    kept.clear()
+    model.state_dict(destination=kept)
+    assert kept["lm_head.weight"] is kept["transformer.wte.weight"]
     model.lm_head.state_dict(destination=kept, prefix="lm_head.")
     assert torch.equal(kept["lm_head.weight"], model.state_dict()["lm_head.weight"])
     model.lohan.close()
