@@ -398,7 +398,7 @@ static int opts_parse(struct lhpy_engine *self, PyObject *args, PyObject *kwargs
     PyObject *handle_type = NULL;
     PyObject *scope_type = NULL;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OO!O!IO!O(OO)ssIiIKKIpIpp(siKKKO)O!O!:Engine", names, &opts->store,
+            args, kwargs, "OO!O!IO!O(OO)syIiIKKIpIpp(siKKKO)O!O!:Engine", names, &opts->store,
             &PyList_Type, &units, &PyList_Type, &params, &opts->group_count, &PyDict_Type,
             &opts->budget, &raiser, &handle_type, &scope_type, &opts->io_name, &opts->directory,
             &opts->threads, &opts->nice, &opts->io_depth, &opts->transfer_bytes,

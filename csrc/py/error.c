@@ -1,5 +1,12 @@
 /* The core's errors as Python exceptions: the raiser (python/lohan/errors.py) knows the classes. */
+#include <string.h>
+
 #include "py/lhpy.h"
+
+PyObject *lhpy_text(const char *message)
+{
+    return PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace");
+}
 
 /*
  * is_rule: a rule of the binding is broken, and the code is its name. Else it is errno, and the
@@ -11,8 +18,11 @@ static PyObject *exception_raise(PyObject *raiser, int code, const char *message
         PyErr_Format(PyExc_OSError, "[errno %d] %s", -code, message);
         return NULL;
     }
+    PyObject *text = lhpy_text(message);
+    if (!text)
+        return NULL;
     PyObject *exception =
-        PyObject_CallFunction(raiser, "isO", code, message, is_rule ? Py_True : Py_False);
+        PyObject_CallFunction(raiser, "iNO", code, text, is_rule ? Py_True : Py_False);
     if (exception)
         PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
     Py_XDECREF(exception);

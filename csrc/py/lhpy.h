@@ -192,6 +192,8 @@ PyObject *lhpy_saved_lend(struct lhpy_core *core, uint32_t item, int64_t bytes);
  * code; the others: errno of what is below.
  */
 PyObject *lhpy_raise(PyObject *raiser, int code, const char *message);
+/* A str of a message; names of files in it may be any bytes, and cut anywhere. */
+PyObject *lhpy_text(const char *message);
 PyObject *lhpy_raise_error(PyObject *raiser, const struct lh_error *err);
 /* The engine's own error. */
 PyObject *lhpy_raise_engine(struct lhpy_engine *self);

@@ -57,15 +57,17 @@ struct names {
     uint32_t count;
 };
 
-static int names_parse(PyObject *sequence, struct names *names)
+static int names_parse(PyObject *sequence, PyObject *raiser, struct names *names)
 {
     Py_ssize_t count = PySequence_Size(sequence);
     names->list = PyList_New(0);
     if (count < 0 || !names->list)
         return -1;
     if (count == 0 || count > LH_STORE_DIRECTORY_COUNT_MAX) {
-        PyErr_Format(PyExc_ValueError, "%zd directories: 1 to %d", count,
+        struct lh_error err = {0};
+        lh_error_set(&err, -EINVAL, "%zd directories: 1 to %d are possible", count,
                      LH_STORE_DIRECTORY_COUNT_MAX);
+        lhpy_raise_error(raiser, &err);
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -160,7 +162,7 @@ PyObject *lhpy_store_create(PyObject *module, PyObject *args, PyObject *kwargs)
     struct layout layout = {0};
     struct lh_error err = {0};
     struct store *self = NULL;
-    if (names_parse(directories, &names) == 0 &&
+    if (names_parse(directories, raiser, &names) == 0 &&
         layout_parse(extents, groups, weights, &layout) == 0)
         self = store_new(type, raiser);
     if (self) {
@@ -208,7 +210,7 @@ PyObject *lhpy_store_open(PyObject *module, PyObject *args, PyObject *kwargs)
     struct names names = {0};
     struct lh_error err = {0};
     struct store *self = NULL;
-    if (names_parse(directories, &names) == 0)
+    if (names_parse(directories, raiser, &names) == 0)
         self = store_new(type, raiser);
     if (self) {
         struct lh_store_open_opts opts = {.directories = names.paths,
@@ -234,17 +236,19 @@ PyObject *lhpy_store_measure(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *raiser = NULL;
-    const char *directory = NULL;
+    PyObject *directory = NULL;
     unsigned long long probe_bytes = 0;
     uint64_t write_bytes_per_s = 0;
     uint64_t read_bytes_per_s = 0;
     struct lh_error err = {0};
-    if (!PyArg_ParseTuple(args, "OsK", &raiser, &directory, &probe_bytes))
+    if (!PyArg_ParseTuple(args, "OO&K", &raiser, PyUnicode_FSConverter, &directory, &probe_bytes))
         return NULL;
+    const char *path = PyBytes_AsString(directory);
     int rc;
     Py_BEGIN_ALLOW_THREADS
-    rc = lh_store_measure(directory, probe_bytes, &write_bytes_per_s, &read_bytes_per_s, &err);
+    rc = lh_store_measure(path, probe_bytes, &write_bytes_per_s, &read_bytes_per_s, &err);
     Py_END_ALLOW_THREADS
+    Py_DECREF(directory);
     if (rc < 0)
         return lhpy_raise_error(raiser, &err);
     return Py_BuildValue("(KK)", write_bytes_per_s, read_bytes_per_s);
@@ -327,9 +331,10 @@ static PyObject *store_describe(PyObject *object, PyObject *args)
     const void *caller = lh_engine_scalars_find(scalars, scalar_bytes, &caller_bytes);
     PyObject *paths = PyList_New(0);
     for (uint32_t i = 0; paths && i < lh_store_file_count(self->store); i++) {
-        PyObject *item = Py_BuildValue("(sKO)", lh_store_file_path(self->store, i),
-                                       lh_store_file_bytes(self->store, i),
-                                       lh_store_files(self->store)[i].direct ? Py_True : Py_False);
+        PyObject *item =
+            Py_BuildValue("(NKO)", PyUnicode_DecodeFSDefault(lh_store_file_path(self->store, i)),
+                          lh_store_file_bytes(self->store, i),
+                          lh_store_files(self->store)[i].direct ? Py_True : Py_False);
         if (!item || PyList_Append(paths, item) < 0)
             Py_CLEAR(paths);
         Py_XDECREF(item);
@@ -337,10 +342,10 @@ static PyObject *store_describe(PyObject *object, PyObject *args)
     if (!paths)
         return NULL;
     return Py_BuildValue(
-        "{s:y#,s:y#,s:y#,s:K,s:s,s:s,s:N,s:I,s:I,s:K,s:O,s:K,s:O}", "meta", meta ? meta : "",
+        "{s:y#,s:y#,s:y#,s:K,s:N,s:s,s:N,s:I,s:I,s:K,s:O,s:K,s:O}", "meta", meta ? meta : "",
         (Py_ssize_t)meta_bytes, "scalars", scalars ? scalars : "", (Py_ssize_t)scalar_bytes,
         "caller_scalars", caller ? caller : "", (Py_ssize_t)caller_bytes, "step",
-        lh_store_step(self->store), "note", lh_store_note(self->store), "uuid",
+        lh_store_step(self->store), "note", lhpy_text(lh_store_note(self->store)), "uuid",
         lh_store_uuid(self->store), "files", paths, "extent_count",
         lh_store_extent_count(self->store), "group_count", lh_store_group_count(self->store),
         "commit_bytes", lh_store_commit_bytes(self->store), "is_empty",
@@ -383,7 +388,8 @@ static PyObject *store_locate(PyObject *object, PyObject *args)
     uint32_t slot = lh_store_read_slot(store, lh_store_extent(store, extent).group);
     if (lh_store_map(store, extent, slot, block, LH_BLOCK_BYTES, &piece, 1) != 1)
         return PyErr_Format(PyExc_IndexError, "extent %u has no byte %llu", extent, offset);
-    return Py_BuildValue("(sK)", lh_store_file_path(store, piece.file_index),
+    return Py_BuildValue("(NK)",
+                         PyUnicode_DecodeFSDefault(lh_store_file_path(store, piece.file_index)),
                          piece.file_offset + (offset - block));
 }
 

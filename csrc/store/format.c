@@ -95,7 +95,7 @@ int lh_store_header_decode(const void *block, struct lh_store_header *header_out
     memcpy(&disk, block, sizeof(disk));
     memset(header_out, 0, sizeof(*header_out));
     if (is_zero_block(block))
-        return lh_error_set(err, -EUCLEAN,
+        return lh_error_set(err, -EINPROGRESS,
                             "the header is all zeros: its creation was interrupted; remove the "
                             "file and create the store again");
     if (memcmp(disk.magic, "LOHANDAT", sizeof(disk.magic)) != 0)

@@ -159,8 +159,8 @@ void lh_store_control_plan(const struct lh_store_header *header,
 /* block is LH_BLOCK_BYTES. */
 void lh_store_header_encode(const struct lh_store_header *header, void *block);
 /*
- * Errors: -EPROTO (a newer version; both are named), -EILSEQ, -EUCLEAN (all zeros: a creation that
- * was interrupted).
+ * Errors: -EPROTO (a newer version; both are named), -EILSEQ, -EINPROGRESS (all zeros: a creation
+ * that was interrupted).
  */
 int lh_store_header_decode(const void *block, struct lh_store_header *header_out,
                            struct lh_error *err) LH_MUST_CHECK;

@@ -20,6 +20,14 @@ static int file_begin(struct lh_store *store, uint32_t file_index, struct lh_sto
 {
     const char *path = store->files[file_index].path;
     LH_TRY(lh_store_file_open(store, file_index, err));
+    struct stat info;
+    if (fstat(store->io_files[file_index].fd, &info) != 0)
+        return lh_error_set(err, -errno, "cannot examine %s: %s", path, strerror(errno));
+    if (info.st_size == 0)
+        return lh_error_set(err, -EINPROGRESS,
+                            "%s is empty: its creation was interrupted, or it was truncated; "
+                            "remove the file and create the store again",
+                            path);
     LH_TRY(lh_store_file_read(store, file_index, LH_STORE_HEADER_OFFSET, store->bounce.base,
                               LH_BLOCK_BYTES, err));
     int rc = lh_store_header_decode(store->bounce.base, header, err);
@@ -27,9 +35,6 @@ static int file_begin(struct lh_store *store, uint32_t file_index, struct lh_sto
         (void)lh_error_prefix(err, "%s", path);
         return rc;
     }
-    struct stat info;
-    if (fstat(store->io_files[file_index].fd, &info) != 0)
-        return lh_error_set(err, -errno, "cannot examine %s: %s", path, strerror(errno));
     if ((uint64_t)info.st_size < header->file_bytes)
         return lh_error_set(err, -ENODATA,
                             "%s was truncated: it has %" PRIu64 " bytes, %" PRIu64 " are expected",

@@ -114,7 +114,8 @@ struct lh_store_open_opts {
  * Open at the last committed step.
  *
  * Errors: -ENOENT (no store there), -EBUSY (locked), -EPROTO (newer format: both versions named),
- *         -EUCLEAN (single slot and not closed cleanly, or a creation that was interrupted),
+ *         -EUCLEAN (single slot and not closed cleanly), -EINPROGRESS (a creation that was
+ *         interrupted),
  *         -EILSEQ (a header, manifest or meta checksum is wrong: which, where), -ENODATA (truncated
  *         file: expected and actual bytes), -EXDEV (directories of different stores, or one
  *         missing: which), -EOPNOTSUPP as lh_store_create, -EINVAL, -ENOMEM. *store_out is NULL

@@ -52,7 +52,7 @@ class Engine:
         raiser: _Raiser,
         types: tuple[type[Handle], type[Scope]],
         io: str,
-        directory: str,
+        directory: bytes,
         threads: int,
         nice: int,
         io_depth: int,

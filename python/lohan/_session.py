@@ -101,7 +101,7 @@ class Session(ForwardRules, Commits):
             raiser=self._raiser,
             types=(_core.Handle, _core.Scope),
             io=config.io,
-            directory=self.directories[0],
+            directory=os.fsencode(self.directories[0]),
             threads=config.threads or len(os.sched_getaffinity(0)),
             nice=config.nice,
             io_depth=config.io_depth,

@@ -116,6 +116,7 @@ _BY_CODE: dict[int, type[LohanError]] = {
     errno.EBUSY: StoreLockedError,
     errno.EPROTO: StoreVersionError,
     errno.EUCLEAN: StoreUncleanError,
+    errno.EINPROGRESS: StoreUncleanError,  # its creation was interrupted
     errno.EILSEQ: ChecksumError,
     errno.EBADMSG: StoreMismatchError,
     errno.ECANCELED: SessionError,
@@ -179,6 +180,19 @@ def store_error(code: int, message: str, is_rule: bool = False) -> LohanError:
         The exception, not raised.
     """
     return _make(_BY_CODE, _HINTS, code, message)
+
+
+def reader_error(code: int, message: str, is_rule: bool = False) -> LohanError:
+    """As store_error, for who only reads a store: there is no resume=True to be left out.
+
+    Args:
+        code: -errno.
+        message: what the core says, with the numbers.
+        is_rule: it is the binding that says so.
+    """
+    if code == -errno.ENOENT:
+        return StoreError(errno.ENOENT, f"{message}: name the directories that store= had")
+    return store_error(code, message, is_rule)
 
 
 def engine_raiser(
