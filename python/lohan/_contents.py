@@ -13,7 +13,7 @@ from torch import nn
 from lohan import _core, _in_place
 from lohan._block import Layout, Param, Unit, place
 from lohan._in_place import InPlace
-from lohan._store import Extents, UnitExtents, plan_extents, read_checksums
+from lohan._store import Extents, UnitExtents, naming, plan_extents, read_checksums
 from lohan._tensor import nbytes_of
 from lohan.errors import StoreMismatchError, StoreUncleanError
 
@@ -133,12 +133,17 @@ def pieces(
         count = min(PIECE_ELEMENTS, param.count - begin)
         first = param.first + begin * (1 if unit.trainable else unit.dtype.itemsize)
         if is_master and unit.residual_bytes and unit.dtype == torch.float16:
-            yield _read(store, places.residual, first * 4, torch.float32, count)
+            with naming(param.name, "residual"):
+                master = _read(store, places.residual, first * 4, torch.float32, count)
+            yield master
             continue
         offset = first * unit.dtype.itemsize if unit.trainable else first
-        values = _read(store, places.param, offset, unit.dtype, count)
+        with naming(param.name, "param"):
+            values = _read(store, places.param, offset, unit.dtype, count)
         if is_master and unit.residual_bytes:
-            values = _join(values, _read(store, places.residual, first * 2, torch.int16, count))
+            with naming(param.name, "residual"):
+                residual = _read(store, places.residual, first * 2, torch.int16, count)
+            values = _join(values, residual)
         yield values.float() if is_master and values.is_floating_point() else values
 
 

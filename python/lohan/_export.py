@@ -25,7 +25,13 @@ from lohan._contents import PIECE_ELEMENTS, Contents
 from lohan._names import Origin, Saved
 from lohan._safetensors import Progress, Tensor
 from lohan.config import Config
-from lohan.errors import ModelError, StoreExistsError, StoreLockedError, UnsupportedError
+from lohan.errors import (
+    ModelError,
+    StoreExistsError,
+    StoreLockedError,
+    UnsupportedError,
+    reader_error,
+)
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -91,7 +97,9 @@ def open_to_read(
         StoreLockedError: another process trains; what to do instead.
     """
     try:
-        return _store.open_existing(directories, config, read_only=True, is_held=is_held)
+        return _store.open_existing(
+            directories, config, read_only=True, is_held=is_held, raiser=reader_error
+        )
     except StoreLockedError as error:
         raise StoreLockedError(
             errno.EBUSY,
@@ -141,6 +149,7 @@ def export(
                     " (--overwrite) to replace that model"
                 )
     with _opened(source) as (contents, buffers, pieces_of):
+        _check_not_read(folder, contents.layout)
         pieces = pieces_of(_DTYPES[dtype])
         tensors = _from_meta(contents, buffers, pieces, is_master=_DTYPES[dtype])
         files = _texts(contents.meta, is_master=_DTYPES[dtype])
@@ -152,6 +161,24 @@ def export(
             count=sum(param.count for param in contents.layout.params),
             beside=functools.partial(_write_texts, files),
             progress=progress,
+        )
+
+
+def _check_not_read(folder: Path, layout: Layout, variant: str | None = None) -> None:
+    """Refuse to replace what a store reads in place: it has no copy, and could not go on.
+
+    Raises:
+        StoreExistsError: names the files.
+    """
+    sessions = [session.layout for session in _exit.sessions if not session.closed]
+    paths = {file.path for one in (layout, *sessions) for file in one.in_place.files}
+    here = os.path.realpath(folder)
+    names = {path.name for path in paths if os.path.realpath(path.parent) == here}
+    taken = sorted(name for name in names if _safetensors.is_replaced(name, variant))
+    if taken:
+        raise StoreExistsError(
+            f"{folder} has {taken[0]}, from which frozen parameters of a store are read in place:"
+            " to replace it would be the end of that store. Name another folder"
         )
 
 
@@ -335,6 +362,7 @@ def save_pretrained(
     """
     plain = type(model).save_pretrained
     session.check_open()
+    _check_not_read(Path(os.fspath(out)), session.layout, options.get("variant"))
     needs_all = any(options.get(name) for name in ("push_to_hub", "distributed_checkpoint"))
     needs_all |= getattr(model, "hf_quantizer", None) is not None
     needs_all |= bool(getattr(model, "_hf_peft_config_loaded", False))

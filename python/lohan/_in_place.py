@@ -549,8 +549,9 @@ def _look(file: File, weights: Path | None) -> File:
         path = weights if weights.is_file() else weights / file.path.name
     if not path.is_file():
         raise StoreError(
-            f"{path} is not there: the store reads frozen parameters in it, and has no copy: put it"
-            " back, or pass weights=FOLDER with the folder where it is now"
+            f"{path} is not there: the store reads frozen parameters in it, and has no copy: put"
+            " it, or a link to it, back; lohan.wrap(..., resume=True) also takes weights=FOLDER,"
+            " the folder where it is now"
         )
     header_bytes = _files.read_header(path)[1]
     now = _files.describe_file(path, header_bytes)
@@ -561,8 +562,8 @@ def _look(file: File, weights: Path | None) -> File:
         if is_now != was:
             raise StoreMismatchError(
                 f"{path} is another file than the one that the store's frozen parameters were read"
-                f" from: {what} is {is_now:,}, it was {was:,}: put that one back, or pass"
-                " weights=FOLDER with a folder that has it"
+                f" from: {what} is {is_now:,}, it was {was:,}: put that one back;"
+                " lohan.wrap(..., resume=True) also takes weights=FOLDER, a folder that has it"
             )
     return now
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 from collections.abc import Sequence
@@ -12,17 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from lohan import _core, _scalars
-from lohan.errors import LohanError, StoreError, StoreMismatchError, store_error
+from lohan._export import open_to_read
+from lohan.config import Config
+from lohan.errors import StoreMismatchError
 
 # Bytes of each state, besides the parameter: [Note: 12P] and [Note: 14P] in csrc/compute/adam.h.
 _STATES = {"float32": (4, 4), "bfloat16": (2, 4, 4), "float16": (4, 4, 4)}
-
-
-def _raiser(code: int, message: str, is_rule: bool) -> LohanError:
-    """As store_error, with a way out that is one on a command line."""
-    if code == -errno.ENOENT:
-        return StoreError(errno.ENOENT, f"{message}: name the directories that store= had")
-    return store_error(code, message, is_rule)
 
 
 def _update_bytes(params: list[dict[str, Any]], units: list[dict[str, Any]]) -> int:
@@ -48,14 +42,9 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
 
     Raises:
         StoreError: there is no store, or it cannot be read.
+        StoreLockedError: a process trains; what to do instead.
     """
-    store = _core.store_open(
-        type=_core.Store,
-        raiser=_raiser,
-        directories=list(directories),
-        read_only=True,
-        allow_buffered=True,
-    )
+    store = open_to_read(list(directories), Config(allow_buffered=True))
     try:
         raw = store.describe()
     finally:

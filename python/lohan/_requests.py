@@ -33,9 +33,13 @@ _LOOK_S = 0.1
 def _put(path: str, value: dict[str, Any]) -> None:
     temporary = f"{path}.{os.getpid()}.new"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(value, file)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(value, file)
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
 
 
 def _get(path: str) -> dict[str, Any] | None:
@@ -44,7 +48,7 @@ def _get(path: str) -> dict[str, Any] | None:
             if os.fstat(file.fileno()).st_uid != os.getuid():
                 return None  # somebody else's wish is none
             value = json.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -82,10 +86,10 @@ def ask(
         StoreLockedError: no step ends in time.
         StoreError: the copy failed, as the other process says.
     """
-    found = re.search(r"process (\d+)", str(locked))
-    if found is None:
+    found = re.findall(r"in use by process (\d+)", str(locked))
+    if not found:
         raise locked
-    pid = int(found[1])
+    pid = int(found[-1])  # a directory may be called so, too
     request = os.path.join(directories[0], REQUEST)
     number = uuid.uuid4().hex
     answer = os.path.join(directories[0], ANSWER + number)
@@ -93,7 +97,15 @@ def ask(
         raise StoreLockedError(
             errno.EBUSY, f"{request} is there: another copy was asked for; wait, or delete the file"
         )
-    _put(request, {"id": number, "pid": os.getpid(), "out": list(out)})
+    try:
+        _put(request, {"id": number, "pid": os.getpid(), "out": list(out)})
+    except OSError as error:
+        raise StoreError(
+            error.errno,
+            f"process {pid} has the store open, and cannot be asked for a copy: cannot write"
+            f" {request}: {error.strerror}: model.lohan.snapshot(OUT) in its script needs no file"
+            " there",
+        ) from error
     try:
         return _await(answer, pid, out, wait_s, progress)
     finally:
@@ -159,6 +171,7 @@ def _take(session: Session, directory: str, path: str) -> None:
     number = str(wish.get("id", "")) if wish is not None else ""
     if wish is None or not re.fullmatch(r"[0-9a-f]{32}", number):
         return
+    asker = wish.get("pid")
     answer = os.path.join(directory, ANSWER + number)
 
     def say(state: str, handle: Snapshot | None, error: BaseException | None = None) -> None:
@@ -172,12 +185,17 @@ def _take(session: Session, directory: str, path: str) -> None:
             "message": getattr(error, "strerror", None) or str(error or ""),
             "errno": getattr(error, "errno", None),
         }
+        if isinstance(asker, int) and not _is_alive(asker):
+            return  # nobody would take it away
         with contextlib.suppress(OSError):  # a disk that is full must not end the run
             _put(answer, said)
 
     try:
-        _snapshot.begin(session, list(wish["out"]), _teller(say), is_behind_step=True)
-    except (LohanError, OSError, KeyError, TypeError) as error:
+        out = [os.fspath(directory) for directory in wish["out"]]
+        if not all(os.path.isabs(directory) for directory in out):
+            raise StoreError(errno.EINVAL, f"{out}: directories of a copy, from the root on")
+        _snapshot.begin(session, out, _teller(say), is_behind_step=True)
+    except Exception as error:  # whatever was asked for: the step is over, and training goes on
         say("failed", None, error)
 
 

@@ -206,7 +206,8 @@ def working_folder(out: Path) -> Iterator[Path]:
 def _said(error: OSError, out: Path) -> str:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return f"cannot write {error.filename or out}: {error.strerror}"
-    free = shutil.disk_usage(out if out.exists() else out.parent).free
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
     return f"{out}: the disk is full ({error.strerror}; {free:,} bytes are free): nothing was left"
 
 
@@ -280,7 +281,21 @@ def write(
             whole = {"metadata": said, "weight_map": weight_map}
             text = json.dumps(whole, indent=2, sort_keys=True) + "\n"
             (working / index).write_text(text, encoding="utf-8")
+        for path in (*working.iterdir(), working):
+            if path.name not in names:  # a shard was synced as it was written
+                _sync(path)
         return _move(working, out, stem, index)
+
+
+def _shard_pattern(stem: str) -> re.Pattern[str]:
+    return re.compile(re.escape(stem) + r"-\d{5}-of-\d{5}\.safetensors")
+
+
+def is_replaced(name: str, variant: str | None = None) -> bool:
+    """Whether a file of that name in the folder is replaced, or removed, by write()."""
+    whole = _variant("model.safetensors", variant)
+    stem = whole.removesuffix(".safetensors")
+    return name == whole or _shard_pattern(stem).fullmatch(name) is not None
 
 
 def _move(working: Path, out: Path, stem: str, index: str) -> list[Path]:
@@ -289,7 +304,7 @@ def _move(working: Path, out: Path, stem: str, index: str) -> list[Path]:
     A single file of an earlier save goes where shards come: it would be loaded instead.
     """
     made = {path.name for path in working.iterdir()}
-    shard = re.compile(re.escape(stem) + r"-\d{5}-of-\d{5}\.safetensors")
+    shard = _shard_pattern(stem)
     old = [path for path in out.iterdir() if shard.fullmatch(path.name)]
     old += [out / name for name in (index, f"{stem}.safetensors") if (out / name).exists()]
     is_whole_in_one = f"{stem}.safetensors" in made
@@ -304,9 +319,13 @@ def _move(working: Path, out: Path, stem: str, index: str) -> list[Path]:
     for path in old:
         if path.name not in made:
             path.unlink(missing_ok=True)
-    descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(out)
+    return [out / name for name in order]
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return [out / name for name in order]

@@ -11,6 +11,7 @@ csrc/sched/step.c); of another process's, _requests.py asks that process.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +36,7 @@ from lohan.errors import (
     StoreLockedError,
     StoreUncleanError,
     UnsupportedError,
+    reader_error,
     store_error,
 )
 
@@ -213,8 +216,12 @@ class _Copy:
         same = [directory for directory in out if os.path.realpath(directory) in theirs]
         if same:
             raise StoreExistsError(f"{same[0]} is a directory of the store itself: name others")
-        self.made = [directory for directory in out if not os.path.exists(directory)]
-        self.target = self._create(config)
+        self.made = _missing(out)
+        try:
+            self.target = self._create(config)
+        except BaseException:
+            self._remove_made()
+            raise
 
     def _create(self, config: Config) -> _core.Store:
         meta = json.loads(self.said["meta"])
@@ -262,6 +269,9 @@ class _Copy:
     def drop(self) -> None:
         """Remove the copy's files, and the directories that were made for it."""
         _store.remove(self.out)
+        self._remove_made()
+
+    def _remove_made(self) -> None:
         for directory in self.made:
             with contextlib.suppress(OSError):
                 os.rmdir(directory)
@@ -316,22 +326,45 @@ def aligned(nbytes: int) -> torch.Tensor:
     return whole[first : first + nbytes]
 
 
+def _missing(directories: Sequence[str]) -> list[str]:
+    """What has to be made for them to be there, innermost first."""
+    paths = [Path(directory) for directory in directories]
+    whole = {path for directory in paths for path in (directory, *directory.parents)}
+    return sorted((str(path) for path in whole if not os.path.lexists(path)), key=len, reverse=True)
+
+
 def remove_unfinished(directories: Sequence[str]) -> bool:
-    """Remove what an interrupted creation or copy has left there; False: it is a store."""
-    try:
-        store = _store.open_existing(directories, Config(allow_buffered=True), read_only=True)
-    except StoreUncleanError as error:
-        if "interrupted" not in str(error):
-            return False
-    except StoreError:
+    """Remove what an interrupted creation or copy has left there; False: there is more than that.
+
+    Nothing is removed unless every file there is known to be without contents: one of them may be
+    of a store that has nothing to do with the others.
+    """
+    if not _is_unfinished(directories):
         return False
-    else:
-        is_empty = bool(store.describe()["is_empty"])
-        store.close()
-        if not is_empty:
-            return False
     _store.remove(directories)
     return True
+
+
+def _is_unfinished(directories: Sequence[str]) -> bool:
+    found = {_begun(directory) for directory in directories}
+    if False not in found:
+        return True in found
+    try:
+        store = _store.open_existing(directories, Config(allow_buffered=True), read_only=True)
+    except StoreError:
+        return False
+    is_empty = bool(store.describe()["is_empty"])
+    store.close()
+    return is_empty
+
+
+def _begun(directory: str) -> bool | None:
+    """A store's file is there, and has no header yet; None: there is no file."""
+    try:
+        _store.open_existing([directory], Config(allow_buffered=True), read_only=True).close()
+    except StoreError as error:
+        return {errno.ENOENT: None, errno.EINPROGRESS: True}.get(error.errno or 0, False)
+    return False
 
 
 def begin(
@@ -457,7 +490,7 @@ def snapshot(
         return begin(session, out)
     config = Config(allow_buffered=True)
     try:
-        source = _store.open_existing(directories, config, read_only=True)
+        source = _store.open_existing(directories, config, read_only=True, raiser=reader_error)
     except StoreLockedError as error:
         from lohan import _requests
 

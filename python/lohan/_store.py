@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,16 @@ from lohan._block import BYTES_CODE, DTYPE_CODES, Layout, Param, Unit
 from lohan._buffers import Buffers
 from lohan._tensor import nbytes_of
 from lohan.config import Config
-from lohan.errors import StoreError, StoreMismatchError, StoreUncleanError, store_error
+from lohan.errors import (
+    ChecksumError,
+    LohanError,
+    StoreError,
+    StoreMismatchError,
+    StoreUncleanError,
+    store_error,
+)
+
+Raiser = Callable[[int, str, bool], LohanError]
 
 SAME_KEYS = ("lohan", "params", "units")  # of meta: what makes it the same model
 SCALAR_BYTES_MAX = 64 << 10  # of ours: groups and RNG state take 8 KiB
@@ -169,8 +178,30 @@ def read_param(layout: Layout, extents: Extents, store: _core.Store, param: Para
         return layout.in_place.read(layout, param)
     values = torch.empty(param.tensor.shape, dtype=unit.dtype)
     offset = param.first * unit.dtype.itemsize if unit.trainable else param.first
-    store.read(extents.units[param.unit].param, offset, values.data_ptr(), nbytes_of(values))
+    with naming(param.name, "param"):
+        store.read(extents.units[param.unit].param, offset, values.data_ptr(), nbytes_of(values))
     return values
+
+
+@contextlib.contextmanager
+def naming(param: str, array: str) -> Iterator[None]:
+    """A wrong byte that is found in the with keeps this parameter from being read.
+
+    It may be a neighbour's: a checksum covers 1 MiB.
+
+    Args:
+        param: its name.
+        array: "param", or which of its states.
+    """
+    try:
+        yield
+    except ChecksumError as error:
+        said = error.strerror or str(error)
+        raise ChecksumError(
+            error.errno,
+            f"{param!r} ({array}) cannot be read: {said}: go back to a snapshot; `lohan verify`"
+            " names all that is wrong",
+        ) from error
 
 
 def temporary_directory() -> str:
@@ -255,6 +286,7 @@ def open_existing(
     *,
     read_only: bool = False,
     is_held: bool = False,
+    raiser: Raiser = store_error,
 ) -> _core.Store:
     """Open a store at its last committed step.
 
@@ -263,10 +295,11 @@ def open_existing(
         config: of the session.
         read_only: nothing is written, and other readers may have it open.
         is_held: this process has it open, and holds its commits until this one is closed.
+        raiser: makes its errors exceptions.
     """
     return _core.store_open(
         type=_core.Store,
-        raiser=store_error,
+        raiser=raiser,
         directories=list(directories),
         read_only=read_only,
         allow_buffered=config.allow_buffered,

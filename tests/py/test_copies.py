@@ -1,0 +1,264 @@
+"""What copies, exports and requests must not touch, and what they say of what they cannot read."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import lohan
+import pytest
+import torch
+from click.testing import CliRunner
+from lohan import _requests, _safetensors, _snapshot, _store, errors
+from lohan.cli import main
+from lohan.errors import (
+    ChecksumError,
+    LohanError,
+    StoreError,
+    StoreExistsError,
+    StoreLockedError,
+    StoreUncleanError,
+)
+from safetensors.torch import save_file
+from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories are made as for a measurement, which takes a second each."""
+
+    def measure(directories: list[str]) -> list[int]:
+        for directory in directories:
+            os.makedirs(directory, exist_ok=True)
+        return []
+
+    monkeypatch.setattr(_store, "measure_weights", measure)
+
+
+def store(directory: Path) -> Path:
+    """A store that is closed, of a layer."""
+    lohan.wrap(nn.Linear(4, 4), store=directory).lohan.close()
+    return directory
+
+
+def begun(directory: Path, nbytes: int) -> Path:
+    """What a creation leaves that was killed before its header was written."""
+    directory.mkdir()
+    (directory / "lohan.data").write_bytes(bytes(nbytes))
+    return directory
+
+
+def test_remains_of_a_copy_are_replaced_but_never_a_store_that_is_named_beside_them(
+    store_dir: Path,
+) -> None:
+    source, other = store(store_dir / "s"), store(store_dir / "other")
+    before = (other / "lohan.data").read_bytes()
+    for name in ("a", "b"):
+        begun(store_dir / name, 1 << 20)
+    for out in ([store_dir / "a", other], [other, store_dir / "a"]):
+        with pytest.raises(StoreExistsError):
+            lohan.snapshot(source, out)
+        assert (other / "lohan.data").read_bytes() == before, "another store was removed"
+    begun(store_dir / "empty", 0)
+    for name in ("a", "empty"):
+        with pytest.raises(StoreUncleanError, match="creation was interrupted") as caught:
+            lohan.verify(store_dir / name)
+        assert caught.value.errno == errno.EINPROGRESS and "never" not in str(caught.value)
+    out = [store_dir / "new", store_dir / "empty", store_dir / "b", store_dir / "a"]
+    assert lohan.snapshot(source, out).is_whole and lohan.verify(out).is_whole
+    assert not _snapshot.remove_unfinished([str(path) for path in out])
+
+
+def test_a_copy_that_fails_leaves_no_directory_that_was_made_for_it(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, other = store(store_dir / "s"), store(store_dir / "other")
+    with pytest.raises(StoreExistsError):
+        lohan.snapshot(source, [store_dir / "new" / "deep", other])
+    assert not (store_dir / "new").exists()
+
+    def advance(snapshot: Any, nbytes: int) -> None:
+        raise StoreError(errno.EIO, "no")
+
+    monkeypatch.setattr(_snapshot.Snapshot, "advance", advance)
+    out = [store_dir / "new" / "deep" / "a", store_dir / "new" / "b", store_dir / "c"]
+    with pytest.raises(StoreError, match="no"):
+        lohan.snapshot(source, out)
+    assert sorted(path.name for path in store_dir.iterdir()) == ["other", "s"]
+
+
+def answered(model: Any, store_dir: Path, wish: dict[str, Any]) -> dict[str, Any] | None:
+    """What the session says to a request at the end of a step."""
+    (store_dir / _requests.REQUEST).write_text(json.dumps({"id": "0" * 32, **wish}))
+    model(torch.ones(1, 4)).sum().backward()
+    model.optimizer.step()
+    answer = store_dir / f"{_requests.ANSWER}{'0' * 32}"
+    said = json.loads(answer.read_text()) if answer.exists() else None
+    answer.unlink(missing_ok=True)
+    return said
+
+
+def test_no_request_ends_the_run_that_it_is_put_to(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(store_dir)
+    model = lohan.wrap(nn.Linear(4, 4), store=store_dir / "s")
+    many = [str(store_dir / f"{number}") for number in range(17)]
+    for out in ([], "abc", [""], ["here"], ["\0"], ["/\0"], [5], {"a": 1}, 5, None, many):
+        said = answered(model, store_dir / "s", {"out": out})
+        assert said is not None and said["state"] == "failed", out
+    (store_dir / "s" / _requests.REQUEST).write_text("[" * 100_000)
+    model(torch.ones(1, 4)).sum().backward()
+    model.optimizer.step()
+    assert sorted(path.name for path in store_dir.iterdir()) == ["s"]
+    process = subprocess.Popen(["true"])
+    process.wait()
+    dead = {"pid": process.pid, "out": [str(store_dir / "copy")]}
+    assert answered(model, store_dir / "s", dead) is None, "nobody takes the answer away"
+    model.lohan.close()
+    with pytest.raises(StoreError, match="17 directories: 1 to 16 are possible"):
+        lohan.snapshot(store_dir / "s", many)
+
+
+def test_the_process_that_is_asked_is_the_one_that_has_the_store(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(_requests, "_await", lambda answer, pid, *rest: asked.append(pid))
+    said = f"{store_dir}/process 7/lohan.data is in use by process 4711; end it, or choose another"
+    locked = StoreLockedError(errno.EBUSY, said)
+    _requests.ask([str(store_dir)], ["/x"], locked, 1.0, None)
+    assert asked == [4711]
+
+
+class Adapted(nn.Module):
+    """A frozen base and what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.top = nn.Linear(64, 64), nn.Linear(64, 1)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.top(self.base(x)).sum()
+
+
+def test_files_that_a_store_reads_in_place_are_not_replaced(
+    tmp_path: Path, store_dir: Path
+) -> None:
+    for name in ("model.safetensors", "model-00001-of-00001.safetensors", "base.safetensors"):
+        folder = tmp_path / name.split(".")[0]
+        folder.mkdir()
+        save_file(Adapted().state_dict(), folder / name)
+        before = (folder / name).read_bytes()
+        directory = store_dir / folder.name
+        model = lohan.wrap(Adapted(), store=directory, weights=folder)
+        link = tmp_path / f"link-{folder.name}"
+        link.symlink_to(folder)
+        is_safe = name == "base.safetensors"
+        for source in (model, directory):
+            if is_safe:
+                lohan.export(source, link, overwrite=True)
+                continue
+            with pytest.raises(StoreExistsError, match=rf"has {name}, from which frozen"):
+                lohan.export(source, link, overwrite=True)
+        model.lohan.close()
+        assert is_safe or os.listdir(folder) == [name]
+        assert (folder / name).read_bytes() == before
+        lohan.wrap(Adapted(), store=directory, resume=True).lohan.close()
+
+
+def test_who_reads_a_store_that_is_not_there_or_in_use_is_told_what_to_do(store_dir: Path) -> None:
+    none, out = store_dir / "none", store_dir / "out"
+    words = [["export", none, out], ["snapshot", none, out], ["verify", none], ["inspect", none]]
+    for command in words:
+        answer = CliRunner().invoke(main, [str(word) for word in command])
+        assert answer.exit_code == 1 and "name the directories that store= had" in answer.output
+        assert "resume" not in answer.output and not out.exists()
+    model = lohan.wrap(nn.Linear(4, 4), store=store_dir / "s")
+    answer = CliRunner().invoke(main, ["inspect", str(store_dir / "s")])
+    assert answer.exit_code == 1 and f"in use by process {os.getpid()}" in answer.output
+    assert "lohan snapshot STORE OUT" in answer.output
+    model.lohan.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrong_byte_in_the_store_is_named_by_its_parameter(
+    dtype: torch.dtype, tmp_path: Path, store_dir: Path
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype)
+    raw = model[1].weight.detach().clone().view(torch.uint8).numpy().tobytes()
+    lohan.wrap(model, store=store_dir / "s").lohan.close()
+    path = store_dir / "s" / "lohan.data"
+    data = bytearray(path.read_bytes())
+    data[data.index(raw)] ^= 1
+    path.write_bytes(data)
+    for read in (
+        lambda: lohan.export(store_dir / "s", tmp_path / "out"),
+        lambda: lohan.export(store_dir / "s", tmp_path / "out", dtype="float32"),
+        lambda: lohan.unwrap(model),
+    ):
+        with pytest.raises(ChecksumError, match=r"'1\.\w+' \(param\) cannot.*lohan verify"):
+            read()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_path_may_have_any_bytes_and_a_message_may_end_in_one(store_dir: Path) -> None:
+    long = "ä" * 100
+    for length in range(4):  # a limit of bytes falls into a letter
+        directory = store_dir / f"{'x' * length}{long}" / long / long
+        other = store_dir / f"{length}"
+        store(directory), store(other)
+        with pytest.raises(StoreError, match="different stores"):
+            lohan.verify([directory, other])
+    odd = Path(os.fsdecode(os.fsencode(store_dir) + b"/\xff\xfe"))
+    paths = [odd / "a", odd / "b"]
+    model = lohan.wrap(nn.Linear(4, 4), store=paths)
+    lohan.export(model, odd / "out")
+    model.lohan.snapshot(odd / "copy").wait()
+    model.lohan.close()
+    assert lohan.verify(paths).is_whole and lohan.verify(odd / "copy").is_whole
+    with pytest.raises(StoreError, match="there is no store"):
+        lohan.verify(odd / "none")
+
+
+def test_small_files_are_on_the_disk_before_the_first_one_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    def moved(source: Path, target: Path) -> None:
+        done.append("moved")
+        replace(source, target)
+
+    monkeypatch.setattr(_safetensors.os, "fsync", fsync)
+    monkeypatch.setattr(_safetensors.os, "replace", moved)
+    value = torch.ones(4)
+    tensors = [
+        _safetensors.Tensor(name, (4,), torch.float32, lambda: [value]) for name in ("a", "b")
+    ]
+    beside = lambda folder: (folder / "config.json").write_text("{}")  # noqa: E731
+    _safetensors.write(tmp_path, tensors, max_shard_size=16, beside=beside)
+    first = done.index("moved")
+    wanted = {"config.json", "model.safetensors.index.json"}
+    wanted |= {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    assert wanted <= set(done[:first])
+
+
+def test_every_error_of_a_copy_in_another_process_is_one_here() -> None:
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, LohanError):
+            said = {"state": "failed", "error": name, "pid": 1, "message": "no", "errno": None}
+            with pytest.raises(kind):
+                _requests._result(said, ["/x"])
