@@ -342,8 +342,13 @@ def test_a_copy_takes_the_optimizer_state_of_the_step_it_was_made_at(
 # --- Other processes ------------------------------------------------------------------------------
 
 
-def train_and_copy(pipe: Any, settings: dict[str, Any], out: list[str], piece_s: float) -> None:
-    """Train four steps, begin a copy with so long a wait for each piece, and train on for ever."""
+def train_and_copy(
+    pipe: Any, settings: dict[str, Any], out: list[str], piece_s: float, last: int = -1
+) -> None:
+    """Train four steps, begin a copy with so long a wait for each piece, and train on for ever.
+
+    With last: behind that step it waits for ever.
+    """
     plain = _snapshot.Snapshot.advance
 
     def advance(snapshot: Any, nbytes: int) -> None:
@@ -362,6 +367,9 @@ def train_and_copy(pipe: Any, settings: dict[str, Any], out: list[str], piece_s:
             copy = None
             pipe.send("copied")
         time.sleep(0.01)
+        if step == last:
+            pipe.send("waits")
+            signal.pause()
 
 
 class Said:
@@ -414,7 +422,7 @@ def test_sigterm_in_the_middle_of_a_copy_ends_soon_and_keeps_the_last_step(
     store_dir: pathlib.Path,
 ) -> None:
     out = [str(store_dir / "a"), str(store_dir / "b")]
-    call = f"train_and_copy(Said(), {{'directory': {str(store_dir / 's')!r}}}, {out!r}, 0.5)"
+    call = f"train_and_copy(Said(), {{'directory': {str(store_dir / 's')!r}}}, {out!r}, 0.5, 6)"
     script = f"from test_snapshot import Said, train_and_copy; {call}"
     process = subprocess.Popen(
         [sys.executable, "-c", script],
@@ -423,12 +431,12 @@ def test_sigterm_in_the_middle_of_a_copy_ends_soon_and_keeps_the_last_step(
         text=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
-    time.sleep(0.3)
+    assert process.stdout.readline() == "waits\n"  # a step that dies now could not be rolled back
     process.terminate()
     assert process.wait(WAIT_S) == 128 + signal.SIGTERM
     assert not list(store_dir.glob("[ab]/*")), "a part of the copy is left"
     again = resumed(store_dir / "s")
-    assert again.lohan.step > 4, "the steps behind the copy were not committed"
+    assert again.lohan.step == 7, "the steps behind the copy were not committed"
 
 
 def test_another_process_that_trains_is_asked_for_the_copy(store_dir: pathlib.Path) -> None:
