@@ -114,7 +114,9 @@ def _look_at(found: Diagnosis, directory: str) -> None:
     facts: dict[str, Any] = {}
     found.facts["directories"][directory] = facts
     if not os.path.isdir(directory):
-        found.complain(f"{directory} is no directory", f"mkdir -p {directory}", needed=True)
+        is_file = os.path.exists(directory)
+        way_out = "name a directory on an SSD" if is_file else f"mkdir -p {directory}"
+        found.complain(f"{directory} is no directory", way_out, needed=True)
         return
     space = os.statvfs(directory)
     facts["mount_point"], facts["file_system"], _ = _hardware.mount_of(directory)

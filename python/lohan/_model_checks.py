@@ -44,10 +44,11 @@ def check_model(model: Any, is_filled: bool) -> None:
                 " set max_norm=None, and limit rows between steps, in a loop over"
                 " model.named_parameters()"
             )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UnsupportedError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: lohan trains on one process"
-        )
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        processes = max(processes, torch.distributed.get_world_size())
+    if processes > 1:
+        raise UnsupportedError(f"WORLD_SIZE is {processes}: lohan trains on one process")
     _check_not_held(model)
     count = 0
     for name, param in model.named_parameters():

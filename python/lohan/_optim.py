@@ -35,7 +35,17 @@ Hyper = tuple[float, float, float, float, float]
 
 
 def hyper_of(group: dict[str, Any]) -> Hyper:
-    """The numbers of one parameter group: (lr, beta1, beta2, eps, weight_decay)."""
+    """The numbers of one parameter group: (lr, beta1, beta2, eps, weight_decay).
+
+    Raises:
+        HyperParameterError: one is text.
+    """
+    for name in ("lr", "eps", "weight_decay"):
+        if isinstance(group[name], str):  # schedulers would multiply it
+            raise HyperParameterError(
+                f"{name} {group[name]!r} is text, not a number (YAML reads 2e-5 as text, and 2.0e-5"
+                " as a number)"
+            )
     beta1, beta2 = group["betas"]
     return (
         float(group["lr"]),

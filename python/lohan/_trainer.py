@@ -33,6 +33,7 @@ import transformers
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.training_args import ParallelMode
 
 from lohan import _settings, _store
 from lohan._optim import DEFAULTS
@@ -190,9 +191,9 @@ class TrainerCallback(transformers.TrainerCallback):
         is_mine = self._model is module and self.session is not None and not self.session.closed
         if "lohan" in module.__dict__ and not is_mine:
             raise UnsupportedError(
-                "the model is wrapped already: leave lohan.TrainerCallback out and pass"
-                " optimizers=(model.optimizer, None) to the Trainer, or leave lohan.wrap() to the"
-                " callback"
+                "the model is wrapped already: leave lohan.wrap() to the callback; or leave"
+                " lohan.TrainerCallback out, wrap with schedule='deferred' (a Trainer asks for the"
+                " norm of all gradients), and pass optimizers=(model.optimizer, None)"
             )
         if self.session is not None and not is_mine:
             raise UnsupportedError(
@@ -448,6 +449,12 @@ def _check_args(args: Any, trainer: Any) -> None:
                 f"{name}=True changes the dtype of the parameters, which are in the store: leave it"
                 " out; evaluation runs under the autocast of bf16= or fp16= in any case"
             )
+    if args.parallel_mode == ParallelMode.DISTRIBUTED:
+        raise UnsupportedError(
+            "the script was started by torchrun or alike (LOCAL_RANK is set), and a Trainer then"
+            " wraps the model in DistributedDataParallel, on one process too: start it with"
+            " `python SCRIPT`, lohan trains on one process"
+        )
     if args.n_gpu > 1:
         raise UnsupportedError(
             f"the Trainer would run on {args.n_gpu} GPUs (DataParallel), lohan trains on one: set"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Callable, Sequence
 
@@ -150,7 +151,7 @@ _RULE_HINTS: dict[int, str] = {
 }
 
 _HINTS: dict[int, str] = {
-    errno.EEXIST: "pass resume=True to go on with it, or another directory",
+    errno.EEXIST: "resume=True goes on with it",
     errno.ENOENT: "name the directories that store= had, or leave out resume=True to make a store",
     errno.EMEDIUMTYPE: "or pass allow_tmpfs=True, for tests",
     errno.EUCLEAN: 'start again from the weights; commit_every="never" keeps no committed step',
@@ -179,7 +180,14 @@ def store_error(code: int, message: str, is_rule: bool = False) -> LohanError:
     Returns:
         The exception, not raised.
     """
-    return _make(_BY_CODE, _HINTS, code, message)
+    if -code == errno.EBUSY:
+        message = message.replace(
+            f"is in use by process {os.getpid()}; end it",
+            "is in use by this process: model.lohan.close() of the model that has it",
+        )
+    # A directory that cannot be made is no question of what is in it.
+    is_made = "cannot make directory" in message
+    return _make(_BY_CODE, {} if is_made else _HINTS, code, message)
 
 
 def reader_error(code: int, message: str, is_rule: bool = False) -> LohanError:

@@ -154,6 +154,31 @@ def test_a_store_in_use_by_another_process_is_named_with_it(store_dir: pathlib.P
     wrap(store_dir, resume=True).lohan.close()
 
 
+def test_a_store_that_this_process_has_open_says_to_close_it(store_dir: pathlib.Path) -> None:
+    held = wrap(store_dir)
+    with pytest.raises(errors.StoreLockedError, match=r"by this process: model\.lohan\.close\(\)"):
+        wrap(store_dir, resume=True)
+    held.lohan.close()
+    wrap(store_dir, resume=True).lohan.close()
+
+
+def test_a_directory_that_cannot_be_made_is_no_question_of_resume(store_dir: pathlib.Path) -> None:
+    with pytest.raises(errors.StoreError, match="cannot make directory /proc/x") as caught:
+        wrap(pathlib.Path("/proc/x"))
+    assert "resume" not in str(caught.value)
+
+
+def test_a_learning_rate_that_is_text_is_refused(store_dir: pathlib.Path) -> None:
+    with pytest.raises(errors.HyperParameterError, match=r"lr '2e-5' is text.*YAML"):
+        lohan.wrap(crash_worker.build(), store=store_dir / "s", lr="2e-5")
+    assert not (store_dir / "s").exists()
+
+
+def test_weights_that_are_a_name_of_the_hub_say_how_to_have_them(store_dir: pathlib.Path) -> None:
+    with pytest.raises(errors.StoreError, match=r"no such folder.*snapshot_download"):
+        wrap(store_dir / "s", weights="org/name")
+
+
 def test_an_existing_store_is_not_overwritten(store_dir: pathlib.Path) -> None:
     digests = trained(store_dir, 1)
     with pytest.raises(errors.StoreExistsError, match="resume=True"):

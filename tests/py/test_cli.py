@@ -65,6 +65,10 @@ def test_doctor_exits_1_and_names_what_mends_a_directory_that_is_not_there(
     assert answer.exit_code == 1 and not found["ok"]
     needed = [problem for problem in found["problems"] if problem["needed"]]
     assert [problem["mend"] for problem in needed] == [f"mkdir -p {missing}"]
+    (store_dir / "missing").touch()  # a file, which mkdir would not mend
+    found = json.loads(run("doctor", "--json", missing).stdout)
+    needed = [problem for problem in found["problems"] if problem["needed"]]
+    assert [problem["mend"] for problem in needed] == ["name a directory on an SSD"]
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs at /dev/shm")
@@ -149,6 +153,14 @@ def test_inspect_of_what_is_no_store_is_a_sentence_and_exit_status_1(
     assert answer.exit_code == 1
     assert answer.output.startswith("Error: there is no store: ")
     assert "resume=True" not in answer.output, "a way out that is none on a command line"
+
+
+def test_inspect_of_a_store_in_use_says_how_to_look_at_it(store_dir: pathlib.Path) -> None:
+    model = lohan.wrap(torch.nn.Linear(8, 8), store=store_dir / "s")
+    answer = run("inspect", str(store_dir / "s"))
+    assert answer.exit_code == 1 and f"in use by process {os.getpid()}: " in answer.output
+    assert "lohan snapshot STORE OUT makes a copy" in answer.output
+    model.lohan.close()
 
 
 # --- demo ---------------------------------------------------------------------------------------

@@ -187,6 +187,11 @@ def test_distributed_training_is_refused(
     with pytest.raises(UnsupportedError, match="WORLD_SIZE is 2"):
         workshop.wrap(build())
     monkeypatch.setenv("WORLD_SIZE", "1")
+    with monkeypatch.context() as spawned:  # by torch.multiprocessing, which sets no variable
+        spawned.setattr(torch.distributed, "is_initialized", lambda: True)
+        spawned.setattr(torch.distributed, "get_world_size", lambda: 4)
+        with pytest.raises(UnsupportedError, match="WORLD_SIZE is 4"):
+            workshop.wrap(build())
     workshop.wrap(build())
 
 

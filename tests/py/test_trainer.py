@@ -321,7 +321,7 @@ def test_a_model_wrapped_before_is_taken_with_its_optimizer(store_dir: pathlib.P
     other = helper.make(store_dir / "other", takes, **given)
     other.train()
     assert losses == helper.logged(other, "loss")
-    with pytest.raises(UnsupportedError, match=r"wrapped already.*optimizers=\(model\.optimizer"):
+    with pytest.raises(UnsupportedError, match=r"schedule='deferred'.*=\(model\.optimizer"):
         helper.make(store_dir / "refused", {}, model=model).train()
 
 
@@ -338,6 +338,15 @@ def test_what_a_trainer_cannot_have_with_lohan_is_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedError, match=re.escape(name)):
         helper.make(store_dir, {}, **REFUSED[name])
+
+
+def test_a_trainer_that_torchrun_started_is_refused_by_name(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel = property(lambda _: transformers.training_args.ParallelMode.DISTRIBUTED)
+    monkeypatch.setattr(transformers.TrainingArguments, "parallel_mode", parallel)
+    with pytest.raises(UnsupportedError, match=r"torchrun .* start it with `python SCRIPT`"):
+        helper.make(store_dir, {})
 
 
 @pytest.mark.parametrize("name", ["lr", "max_grad_norm", "accumulate", "resume", "optimizer"])
