@@ -6,6 +6,7 @@ Instance attributes shadow methods of the class: `wrap` returns the same module,
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -39,6 +40,7 @@ class Guard:
         self.shadowed: list[tuple[weakref.ref[nn.Module], str]] = []
         self.watched: list[weakref.ref[nn.Module]] = []
         self.filled: tuple[int, dict[int, str]] = (0, {})  # id of a state dict, names in it
+        self.has_said_added = False
         self.leaves_out: frozenset[int] = frozenset()  # parameters that a state dict leaves hollow
 
     def shadow(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
@@ -82,6 +84,25 @@ class Guard:
                 self.handles.append(register(hook))
                 self.shadow(module, "_save_to_state_dict", self._save_to_state_dict(module))
                 self.watch(module)
+
+        self.handles.append(model.register_forward_pre_hook(self._look_for_added))
+
+    def _look_for_added(self, module: nn.Module, args: Any) -> None:
+        """Say once that a parameter came after wrap: its gradient has nowhere to go."""
+        if self.has_said_added or not torch.is_grad_enabled():
+            return
+        for name, part in module.named_modules():
+            for own, param in part._parameters.items():
+                is_new = param is not None and id(param) not in self.index
+                if is_new and param.requires_grad and param.numel() > 0:
+                    self.has_said_added = True
+                    print(
+                        f"lohan: parameter {f'{name}.{own}' if name else own!r} came after"
+                        " lohan.wrap(), and model.optimizer does not train it: lohan.unwrap(model),"
+                        " then wrap it as it is to be",
+                        file=sys.stderr,
+                    )
+                    return
 
     def hide(self) -> None:
         """Give every parameter the class that refuses to be read while it is hollow."""

@@ -151,6 +151,29 @@ def test_what_is_partly_wrapped_is_not_wrapped_again(is_closed: bool, workshop: 
         assert_same_state(model.state_dict(), workshop.train(range(2)))
 
 
+def test_a_parameter_that_comes_after_wrap_is_named_once(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = workshop.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    batch = torch.ones(1, 4)
+    for _ in range(2):
+        model(batch).sum().backward()
+        model.optimizer.step()
+    assert "came after" not in capsys.readouterr().err
+    model[0].extra = nn.Linear(4, 4)
+    model[0].extra.requires_grad_(False)
+    model(batch)
+    assert "came after" not in capsys.readouterr().err, "what is frozen needs no training"
+    model[0].extra.weight.requires_grad_(True)
+    with torch.no_grad():
+        model(batch)
+    for _ in range(2):
+        model(batch).sum().backward()
+        model.optimizer.step()
+    said = capsys.readouterr().err
+    assert said.count("came after lohan.wrap()") == 1 and "'0.extra.weight'" in said
+
+
 def test_what_was_unwrapped_may_be_part_of_another_model(workshop: Workshop) -> None:
     model = workshop.wrap(build())
     session = model.lohan  # whoever holds it must not keep the parameters from others
