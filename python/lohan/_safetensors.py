@@ -3,7 +3,8 @@
 [Note: Whole or not there] Files are written into a folder of their own inside the one that was
 asked for, synced, and moved into place when all of them are there. Before the first one moves, the
 index of an earlier save goes, and with it what makes a folder of shards a model; a single file
-takes the place of an earlier one at once. So who is killed leaves the earlier model, the new one,
+takes the place of an earlier one at once where the files beside it stay as they are, else that goes
+first, too. So who is killed leaves the earlier model, the new one,
 or a folder that `from_pretrained` refuses: never a mixture. The next save removes what a dead
 process left.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import filecmp
 import json
 import os
 import re
@@ -307,12 +309,16 @@ def _move(working: Path, out: Path, stem: str, index: str) -> list[Path]:
     shard = _shard_pattern(stem)
     old = [path for path in out.iterdir() if shard.fullmatch(path.name)]
     old += [out / name for name in (index, f"{stem}.safetensors") if (out / name).exists()]
-    is_whole_in_one = f"{stem}.safetensors" in made
-    if not is_whole_in_one:
+    beside = made - {index, f"{stem}.safetensors"}
+    is_at_once = f"{stem}.safetensors" in made and all(
+        (out / name).exists() and filecmp.cmp(working / name, out / name, shallow=False)
+        for name in beside
+    )
+    if not is_at_once:
         for path in old:  # the index first: without it shards are no model
             if path.name in (index, f"{stem}.safetensors"):
                 path.unlink()
-    order = sorted(made - {index, f"{stem}.safetensors"})
+    order = sorted(beside)
     order += [name for name in (f"{stem}.safetensors", index) if name in made]
     for name in order:
         os.replace(working / name, out / name)

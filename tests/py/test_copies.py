@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import subprocess
@@ -23,7 +24,7 @@ from lohan.errors import (
     StoreLockedError,
     StoreUncleanError,
 )
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 
@@ -254,6 +255,61 @@ def test_small_files_are_on_the_disk_before_the_first_one_moves(
     wanted = {"config.json", "model.safetensors.index.json"}
     wanted |= {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
     assert wanted <= set(done[:first])
+
+
+@pytest.mark.parametrize("shard_bytes", [16, 1000])
+@pytest.mark.parametrize("before_bytes", [16, 1000])
+def test_who_is_killed_while_files_move_leaves_no_mixture_of_two_models(
+    before_bytes: int, shard_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(out: Path, number: int, nbytes: int) -> None:
+        value = torch.full((4,), float(number))
+        names = ("a", "b")
+        tensors = [
+            _safetensors.Tensor(name, (4,), torch.float32, lambda: [value]) for name in names
+        ]
+        text = f"{number}"
+        _safetensors.write(
+            out,
+            tensors,
+            max_shard_size=nbytes,
+            beside=lambda folder: (folder / "config.json").write_text(text),
+        )
+
+    def found(out: Path) -> set[float]:
+        """What from_pretrained would take."""
+        config = {float((out / "config.json").read_text())}
+        whole, index = out / "model.safetensors", out / "model.safetensors.index.json"
+        if whole.exists():
+            return config | {float(value[0]) for value in load_file(whole).values()}
+        if not index.exists():
+            return set()
+        for name in set(json.loads(index.read_text())["weight_map"].values()):
+            config |= {float(value[0]) for value in load_file(out / name).values()}
+        return config
+
+    seen = []
+    for count in range(20):
+        out = tmp_path / str(count)
+        save(out, 1, before_bytes)
+        left = [count]
+
+        def killed(call: Any, *arguments: Any, left: list[int] = left) -> None:
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            call(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_safetensors.os, "replace", functools.partial(killed, os.replace))
+            try:
+                save(out, 2, shard_bytes)
+            except KeyboardInterrupt:
+                seen.append(found(out))
+                continue
+        assert found(out) == {2.0}
+        break
+    assert len(seen) >= 2 and all(one in (set(), {1.0}, {2.0}) for one in seen), seen
 
 
 def test_every_error_of_a_copy_in_another_process_is_one_here() -> None:
