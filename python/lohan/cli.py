@@ -173,7 +173,10 @@ def _step_options(command: Callable[..., None]) -> Callable[..., None]:
             "--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Of the machine."
         ),
         click.option(
-            "--policy", default="auto", show_default=True, help="docs/planning.md has them."
+            "--policy",
+            default="auto",
+            show_default=True,
+            help="Or a paper's: zero, capuchin, g10, cpu_act, naive, fuyou, lohan, checkmate.",
         ),
         click.option("--schedule", help="As of lohan.wrap; the policy's unless told."),
         click.option(

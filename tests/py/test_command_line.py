@@ -39,6 +39,13 @@ def module(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_help_names_every_policy() -> None:
+    shown = " ".join(run("simulate", "--help").output.split())
+    refused = run("simulate", "--model", "gpt-13b", "--policy", "none").output
+    for name in refused.partition("one of ")[2].split(", "):
+        assert name.strip() in shown
+
+
 def test_every_command_has_json_and_says_what_it_is_for() -> None:
     assert {"doctor", "bench", "inspect", "trace", "simulate", "plan", "demo"} <= set(main.commands)
     for name, command in main.commands.items():
