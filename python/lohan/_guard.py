@@ -42,6 +42,7 @@ class Guard:
         self.filled: tuple[int, dict[int, str]] = (0, {})  # id of a state dict, names in it
         self.has_said_added = False
         self.leaves_out: frozenset[int] = frozenset()  # parameters that a state dict leaves hollow
+        self.only_names = False  # loops over parameters are for names and shapes, till zero_grad()
 
     def shadow(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
         """Put an instance attribute over a method."""
@@ -152,7 +153,7 @@ class Guard:
             assert owner is not None
             for name, tensor in plain(owner, prefix, recurse, remove_duplicate):
                 is_other = id(tensor) not in self.index or self.session.closed
-                if is_other or self.session.is_underway:
+                if is_other or self.only_names or self.session.is_underway:
                     yield name, tensor
                     continue
                 yield from self._show(name, tensor)
@@ -167,6 +168,7 @@ class Guard:
         def zero_grad(set_to_none: bool = True) -> None:
             owner = reference()
             assert owner is not None
+            self.only_names = False
             self.session.zero_grad(tensor for _, tensor in plain(owner))
 
         return zero_grad

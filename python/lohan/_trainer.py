@@ -202,10 +202,11 @@ class TrainerCallback(transformers.TrainerCallback):
                 " a lohan.TrainerCallback of its own"
             )
         made = plain() if model is None else plain(model)
-        if is_mine:
-            return made
-        trainer.optimizer = self._wrap(module, made)
-        return trainer.optimizer
+        if not is_mine:
+            made = trainer.optimizer = self._wrap(module, made)
+        # Accelerate and the Trainer look at all parameters before they begin: not at their values.
+        module._lohan_guard.only_names = trainer.is_in_train
+        return made
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
         """Nothing is loaded: the store has it. Refuse a checkpoint that is not the store's."""

@@ -81,6 +81,29 @@ def test_a_trainer_with_lohan_logs_what_it_logs_without(name: str, store_dir: pa
     assert groups == [(g["weight_decay"], len(g["params"])) for g in theirs.optimizer.param_groups]
 
 
+def test_a_training_that_begins_reads_no_values_of_parameters(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, begun = [], []
+    plain = lohan.Session.resident
+
+    def resident(session: Any, index: int) -> Any:
+        shown.append(index)
+        return plain(session, index)
+
+    class Reads(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+            begun.append(len(shown))
+            assert all(bool(param.isfinite().all()) for param in model.parameters())
+
+    monkeypatch.setattr(lohan.Session, "resident", resident)
+    trainer = helper.make(store_dir, {}, max_steps=1, callbacks=(Reads(),))
+    trainer.train()
+    count = len(shown)
+    trainer.train()
+    assert begun == [0, count] and count > 0
+
+
 def test_dropout_draws_the_same_numbers(store_dir: pathlib.Path) -> None:
     runs = []
     for name, takes in (("with", {}), ("without", None)):
