@@ -104,6 +104,7 @@ class Optimizer(torch.optim.Optimizer):
     Attributes:
         max_grad_norm: what wrap() was given; may be set to another number, if wrap() had one.
         grad_norm: of the last step's gradients before clipping, where max_grad_norm is set.
+        was_skipped: the last `step()` found that a GradScaler had seen an overflow.
         origin: the optimizer that wrap(optimizer=) was given, for which this one stands: they share
             the groups, so that a scheduler of the one rules the other.
 
@@ -124,6 +125,7 @@ class Optimizer(torch.optim.Optimizer):
         self.origin: torch.optim.Optimizer | None = None
         self.max_grad_norm: float | None = None
         self.grad_norm: float | None = None
+        self.was_skipped = False
         groups: list[Any] = list(params)
         # What is asked for by name: a resumed run takes the rest from its store.
         self.given = [
@@ -240,8 +242,9 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         found_inf = self.__dict__.get("found_inf")  # GradScaler sets them, and takes them away
         grad_scale = self.__dict__.get("grad_scale")
+        self.was_skipped = found_inf is not None and float(found_inf) > 0
         try:
-            if found_inf is not None and float(found_inf) > 0:
+            if self.was_skipped:
                 self.session.zero_grad(())
             elif grad_scale is not None:
                 self.session.close_step(float(grad_scale.double().reciprocal().float()))

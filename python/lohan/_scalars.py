@@ -120,5 +120,7 @@ def restore(blob: bytes, optimizer: Optimizer, buffers: Buffers | None = None) -
                 _overrule(group, index, name, asked[name], then[name])
                 then[name] = asked[name]
         optimizer.wrapped[index] = then
+        for name in set(then) - optimizer.given[index]:  # schedulers, too, look there
+            optimizer.defaults[name] = tuple(then[name]) if name == "betas" else then[name]
     rng = bytearray(base64.b64decode(state["rng"]))
     torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))

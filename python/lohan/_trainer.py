@@ -36,7 +36,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import ParallelMode
 
 from lohan import _settings, _store
-from lohan._optim import DEFAULTS
+from lohan._optim import DEFAULTS, RULE, check_rule
 from lohan._session import Session
 from lohan._snapshot import copied_from
 from lohan.config import SCHEDULES_AT_STEP, Config
@@ -113,6 +113,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self._trainer: Any = None
         self._model: nn.Module | None = None
         self._has_optimizer = False
+        self._is_fused = False
         self._resumes = False
 
     # --- What the Trainer tells ---------------------------------------------------------------
@@ -149,6 +150,15 @@ class TrainerCallback(transformers.TrainerCallback):
             self._saved(Path(json_path), only_model=args.save_only_model)
 
         state.save_to_json = types.MethodType(save_to_json, state)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Have the schedule wait for a step that overflowed, as it does for an AdamW like this.
+
+        A fused one is called in any case, as lohan's is, and then Accelerate counts it as a step.
+        """
+        if not self._is_fused and self._model is not None:
+            skipped = self._model.optimizer.was_skipped  # type: ignore[union-attr]
+            self._trainer.optimizer._is_overflow |= skipped
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Commit where the Trainer has no checkpoints that a commit would have to fit."""
@@ -299,7 +309,7 @@ class TrainerCallback(transformers.TrainerCallback):
             settings.setdefault("commit_every", "manual")
         settings["device"] = self._config.device or str(args.device)
         config = dataclasses.replace(
-            self._config, accumulate=args.gradient_accumulation_steps, loss_scaling=args.fp16
+            self._config, accumulate=_most_backwards(args), loss_scaling=args.fp16
         )
         if self._is_without_norm(args):
             # It would ask for the norm to log it, even where nothing is clipped.
@@ -309,20 +319,23 @@ class TrainerCallback(transformers.TrainerCallback):
         on_device = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
         if on_device:
             model.to("cpu")
+        self._is_fused = bool(made.defaults.get("fused"))
+        resumes, self._resumes = self._resumes and self._trainer.state.global_step > 0, False
         groups: dict[str, Any] = {"optimizer": made}  # a scheduler of the user's may hang on it
-        if type(made) is torch.optim.AdamW and not self._has_optimizer:
+        is_ours = type(made) is torch.optim.AdamW and not self._has_optimizer and not made.state
+        if resumes and is_ours:
             # A checkpoint has the hyper-parameters of its run, and those rule, as without lohan.
-            keys = {"params"} if self._resumes else {"params", *DEFAULTS}
-            groups = {"params": [{k: g[k] for k in keys} for g in made.param_groups]}
+            groups = {"params": [_without_numbers(group) for group in made.param_groups]}
         with _same_generator(), _hint_of_trainer():
             wrap(
                 model,
                 store=self._directories(),
-                resume=self._resumes,
+                resume=resumes,
                 config=config,
                 **groups,
                 **settings,
             )
+        model.optimizer.defaults.update({name: made.defaults[name] for name in DEFAULTS})
         self._model = model
         self.session = model.lohan  # type: ignore[assignment]
         return model.optimizer
@@ -468,6 +481,24 @@ def _check_args(args: Any, trainer: Any) -> None:
             f"optim={str(optim)!r}: lohan's rule is AdamW's, in fp32, with its states on SSD. Use"
             f" optim={OPTIMIZERS[0]!r} or {OPTIMIZERS[1]!r}, the default"
         )
+
+
+def _most_backwards(args: Any) -> int:
+    """Of one step: a Trainer does them by the number, but for data that do not tell their length.
+
+    What these leave of a step when they end, which is fewer, goes on in the next epoch's first one.
+    """
+    return 2 * int(args.gradient_accumulation_steps) - 1
+
+
+def _without_numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group of AdamW without its hyper-parameters.
+
+    Raises:
+        UnsupportedError: it asks for another rule.
+    """
+    check_rule(group)
+    return {key: value for key, value in group.items() if key not in (*DEFAULTS, *RULE)}
 
 
 def _has_checkpoints(args: Any) -> bool:

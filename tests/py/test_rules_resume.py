@@ -106,6 +106,9 @@ def test_what_is_not_given_is_as_it_was(
     for settings in ({}, {"lr": 1e-2, "betas": (0.8, 0.9)}):
         again = open_again(workshop, **settings)
         assert rates(again) == [(5e-3, (0.8, 0.9), 1e-6, 0.5)]
+        # Schedules with a least rate divide it by the one that the optimizer was made with.
+        defaults = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.5}
+        assert again.optimizer.defaults == defaults
         again.lohan.close()
     assert "parameter group" not in capfd.readouterr().err
 

@@ -60,6 +60,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "not clipped": {"max_grad_norm": 0.0},
     "warm-up, linear": {"warmup_steps": 3, "lr_scheduler_type": "linear"},
     "cosine": {"warmup_steps": 2, "lr_scheduler_type": "cosine"},
+    "cosine, to a least rate": {  # which it divides by the optimizer's default rate
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr": 1e-3},
+    },
     "checkpointed blocks": {"activation_checkpointing": True},
     "by length": {"train_sampling_strategy": "group_by_length"},
     "a worker for the data": {"dataloader_num_workers": 1},
@@ -79,6 +83,54 @@ def test_a_trainer_with_lohan_logs_what_it_logs_without(name: str, store_dir: pa
         torch.testing.assert_close(state[key], value, rtol=1e-4, atol=2e-5)
     groups = [(g["weight_decay"], len(g["params"])) for g in ours.model.optimizer.param_groups]
     assert groups == [(g["weight_decay"], len(g["params"])) for g in theirs.optimizer.param_groups]
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    """Nine rows that do not say how many they are: two windows of four, and one that is left."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Row by row."""
+        rows = helper.Rows(9)
+        return (rows[index] for index in range(9))
+
+
+def test_what_data_without_a_length_leave_of_a_step_goes_on_in_the_next_epoch(
+    store_dir: pathlib.Path,
+) -> None:
+    given = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    ours, theirs = both(store_dir, trainer_takes={"train_dataset": Endless()}, **given)
+    assert ours.state.epoch > 1, "nothing was left to the next epoch"
+    assert_close(ours, theirs, "grad_norm")
+
+
+def makes(*groups: dict[str, Any], **settings: Any) -> type[transformers.Trainer]:
+    """A class of Trainer with an AdamW of its own: first and last parameters in groups."""
+
+    class Own(transformers.Trainer):  # type: ignore[misc]
+        def create_optimizer(self, model: Any = None) -> Any:
+            if self.optimizer is None:
+                params = list(self.model.parameters())
+                parts = (params[:5], params[5:])
+                made = [{"params": p, **g} for p, g in zip(parts, groups, strict=True)]
+                self.optimizer = torch.optim.AdamW(made or params, **settings)
+            return self.optimizer
+
+    return Own
+
+
+def test_groups_that_a_trainer_makes_itself_keep_their_rates_and_their_names(
+    store_dir: pathlib.Path,
+) -> None:
+    cls = makes({"lr": 1e-3, "name": "first"}, {"betas": (0.5, 0.9), "name": "last"}, lr=1e-2)
+    ours, theirs = both(store_dir, cls=cls)
+    assert_close(ours, theirs, "grad_norm")
+    assert [group["name"] for group in ours.model.optimizer.param_groups] == ["first", "last"]
+
+
+def test_a_rule_that_a_trainer_makes_itself_is_refused_by_name(store_dir: pathlib.Path) -> None:
+    cls = makes({}, {"amsgrad": True})
+    with pytest.raises(UnsupportedError, match=r"^amsgrad=True in a parameter group"):
+        helper.make(store_dir, {}, cls=cls).train()
 
 
 def test_a_training_that_begins_reads_no_values_of_parameters(
@@ -193,16 +245,19 @@ def scaled() -> Iterator[Any]:
     accelerate.state.AcceleratorState._reset_state(True)
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
 def test_fp16_scales_the_loss_and_skips_what_overflows(
-    scaled: Any, store_dir: pathlib.Path
+    optim: str, scaled: Any, store_dir: pathlib.Path
 ) -> None:
     runs = []
     for name, takes in (("with", {}), ("without", None)):
-        trainer = scaled(helper.make(store_dir / name, takes, max_steps=8), 2.0**18)
+        trainer = scaled(helper.make(store_dir / name, takes, max_steps=8, optim=optim), 2.0**18)
         trainer.train()
         runs.append(trainer)
         assert trainer.accelerator.scaler.get_scale() < 2.0**18, "nothing overflowed"
     assert_close(*runs, rtol=5e-3)
+    # Of a step that was skipped the schedule of a fused AdamW is not told, that of another one is.
+    assert helper.logged(runs[0], "learning_rate") == helper.logged(runs[1], "learning_rate")
     assert 0 < helper.session_of(runs[0]).step < 8, "steps that overflowed were made"
     assert runs[0].accelerator.scaler.get_scale() == runs[1].accelerator.scaler.get_scale()
 
