@@ -60,6 +60,9 @@ _SAID_BY_ARGS = {
     "resume": "train(resume_from_checkpoint=...)",
 }
 
+# Methods of one Trainer in whose place the callback's are.
+_SHADOWED = ("create_optimizer", "_load_from_checkpoint", "train")
+
 Reference = dict[str, Any]
 
 
@@ -126,7 +129,16 @@ class TrainerCallback(transformers.TrainerCallback):
         """
         trainer = _calling_trainer()
         _check_args(args, trainer)
+        if self.session is not None:
+            raise UnsupportedError(
+                "this lohan.TrainerCallback is another Trainer's, which has trained with it: each"
+                " takes one of its own, with a store of its own"
+            )
+        if self._trainer is not None:  # that one cannot train any more: on_train_begin()
+            for name in _SHADOWED:
+                self._trainer.__dict__.pop(name, None)
         self._trainer = trainer
+        self._check_place(args)
         self._has_optimizer = trainer.optimizer is not None
         plain = trainer.create_optimizer
         trainer.create_optimizer = functools.partial(self._create_optimizer, plain)
@@ -139,7 +151,8 @@ class TrainerCallback(transformers.TrainerCallback):
         Raises:
             UnsupportedError: the callback is not of the Trainer's constructor.
         """
-        if self._trainer is None or self.session is None:
+        is_mine = self._trainer is not None and args is self._trainer.args
+        if not is_mine or self.session is None:
             raise UnsupportedError(
                 "lohan.TrainerCallback was added to a Trainer that was made without it, which has"
                 " its optimizer by now: Trainer(..., callbacks=[lohan.TrainerCallback(...)])"
@@ -174,7 +187,11 @@ class TrainerCallback(transformers.TrainerCallback):
         """True is the last checkpoint; the one before where a process died while it wrote that."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._last_whole() or True
-        return plain(resume_from_checkpoint, *args, **kw)
+        try:
+            return plain(resume_from_checkpoint, *args, **kw)
+        finally:
+            if self._model is not None and "lohan" in self._model.__dict__:
+                self._model._lohan_guard.only_names = False  # type: ignore[union-attr]
 
     def _last_whole(self) -> str | None:
         """The folder that the store's commit belongs to, if those behind it were never finished."""
@@ -236,6 +253,21 @@ class TrainerCallback(transformers.TrainerCallback):
         self._resumes = True
 
     # --- Ours -----------------------------------------------------------------------------------
+
+    def _check_place(self, args: Any) -> None:
+        """A Trainer uploads what is in its output_dir, but for "_..." and checkpoints.
+
+        Raises:
+            UnsupportedError: a directory of the store is in it.
+        """
+        root = Path(args.output_dir).absolute()
+        for directory in map(Path, self._directories() if args.push_to_hub else ()):
+            inside = directory.is_relative_to(root) and directory.relative_to(root).parts
+            if inside == () or (inside and not inside[0].startswith(("_", "checkpoint-"))):
+                raise UnsupportedError(
+                    f"push_to_hub=True uploads all of output_dir, and the store in {directory} with"
+                    " it: lohan.TrainerCallback(store=...) says where else it is to be"
+                )
 
     def _directories(self) -> list[str]:
         default = Path(self._trainer.args.output_dir) / "lohan"
@@ -335,10 +367,11 @@ class TrainerCallback(transformers.TrainerCallback):
                 **groups,
                 **settings,
             )
-        model.optimizer.defaults.update({name: made.defaults[name] for name in DEFAULTS})
+        ours: Any = model.optimizer
+        ours.defaults.update({name: made.defaults[name] for name in DEFAULTS})
         self._model = model
         self.session = model.lohan  # type: ignore[assignment]
-        return model.optimizer
+        return ours
 
     def _is_without_norm(self, args: Any) -> bool:
         """The user has asked for updates that do not wait for `step()`, and may have them."""

@@ -443,6 +443,36 @@ def test_another_optimizer_is_refused_by_name(store_dir: pathlib.Path) -> None:
         trainer.train()
 
 
+class Uploads(transformers.Trainer):  # type: ignore[misc]
+    """Would upload to nowhere."""
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """Ask nobody."""
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        pass
+
+
+def test_a_store_that_would_be_uploaded_is_refused(store_dir: pathlib.Path) -> None:
+    for place in (None, store_dir / "out" / "here", store_dir / "out"):
+        with pytest.raises(UnsupportedError, match=r"push_to_hub=True uploads .*store=\.\.\."):
+            helper.make(store_dir, {"store": place}, cls=Uploads, push_to_hub=True)
+    for place in (store_dir / "out" / "_not_uploaded", store_dir / "elsewhere"):
+        helper.make(store_dir, {"store": place}, cls=Uploads, push_to_hub=True)
+
+
+def test_a_callback_of_another_trainer_is_refused(store_dir: pathlib.Path) -> None:
+    callback = lohan.TrainerCallback(store=store_dir / "store")
+    first = helper.make(store_dir / "a", None, callbacks=(callback,), max_steps=1)
+    second = helper.make(store_dir / "b", None, callbacks=(callback,), max_steps=1)
+    second.train()
+    assert helper.session_of(second).step == 1
+    with pytest.raises(UnsupportedError, match=r"callbacks=\[lohan\.TrainerCallback"):
+        first.train()
+    with pytest.raises(UnsupportedError, match=r"another Trainer's, which has trained with it"):
+        helper.make(store_dir / "c", None, callbacks=(callback,))
+
+
 def test_a_callback_that_comes_late_is_refused(store_dir: pathlib.Path) -> None:
     trainer = helper.make(store_dir, None)
     trainer.add_callback(lohan.TrainerCallback())

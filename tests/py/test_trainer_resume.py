@@ -120,6 +120,36 @@ def test_a_folder_that_was_never_finished_is_passed_over(
     assert f"{unfinished} was being written" in said and f"going on from {fitting}" in said
 
 
+def test_a_last_checkpoint_that_is_no_crash_s_is_not_passed_over(store_dir: pathlib.Path) -> None:
+    train_until(store_dir, 3, "step")
+    train_until(store_dir / "other", 7, "step")
+    newest = checkpoints(store_dir / "other")[-1]
+    moved = newest.rename(store_dir / "out" / newest.name)
+    with pytest.raises(StoreMismatchError, match=r"checkpoint-6 .* and is another"):
+        resume(store_dir)
+    (moved / "optimizer.pt").unlink()
+    with pytest.raises(StoreMismatchError, match=r"checkpoint-6 does not say which step"):
+        resume(store_dir)
+
+
+def test_a_resume_that_failed_is_not_made_up_for_by_the_next_training(
+    store_dir: pathlib.Path,
+) -> None:
+    class NoData(helper.Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            if not self.state.log_history:
+                self.state.log_history = [{}]
+                end()
+            return super().get_train_dataloader()
+
+    train_until(store_dir, 3, "step")
+    trainer = helper.make(store_dir, {}, model=helper.gpt2(), cls=NoData, **ARGUMENTS)
+    with pytest.raises(Ended):
+        trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(StoreError, match=r"resume=True"):
+        trainer.train()
+
+
 def test_an_older_checkpoint_is_refused_with_both_steps_and_the_one_that_fits(
     store_dir: pathlib.Path,
 ) -> None:
