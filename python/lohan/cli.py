@@ -41,6 +41,10 @@ class _Group(click.Group):
             # The message says it all: "[Errno 2]" in front of it is for programs.
             said = error.strerror if isinstance(error, OSError) else None
             raise click.ClickException(said or str(error)) from error
+        except BrokenPipeError:
+            raise  # whoever read has enough: click ends quietly
+        except OSError as error:  # a file that cannot be written, a disk that is full
+            raise click.ClickException(str(error)) from error
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             sys.exit(EXIT_INTERRUPTED)
@@ -126,8 +130,15 @@ def trace(file: Path, json_wanted: bool) -> None:
 @click.option("--lr", default=3e-4, show_default=True, type=float)
 @click.option("--host-bytes", default=None, type=_Size(), help="Budget, as 1GB; else 300 MB.")
 @click.option("--store", type=click.Path(file_okay=False), help="New directory; kept at the end.")
-@click.option("--out", type=click.Path(path_type=Path), default="out", show_default=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), default="out", show_default=True
+)
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    help="Write the numbers.",
+)
 @click.option("--tiny", is_flag=True, hidden=True)
 def demo(
     steps: int,
@@ -146,6 +157,8 @@ def demo(
     from lohan._demo_worker import Options
 
     console = Console()
+    if json_path is not None and not json_path.absolute().parent.is_dir():
+        raise click.BadParameter(f"--json {json_path}: there is no folder {json_path.parent}")
     options = Options(
         steps=steps,
         seconds=seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -87,6 +88,29 @@ def test_exit_statuses_are_those_that_help_says(
     monkeypatch.setitem(main.commands, "inspect", click.Command("inspect", callback=interrupted))
     answer = run("inspect")
     assert answer.exit_code == 130 and "interrupted" in answer.output
+
+
+@pytest.mark.parametrize("name, status", [("missing/numbers.json", 2), (".", 2)])
+def test_a_demo_whose_numbers_have_no_place_does_not_begin(
+    name: str, status: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lohan._demo.run", lambda *args: pytest.fail("it began"))
+    done = run("demo", "--json", str(tmp_path / name), "--out", str(tmp_path / "out"))
+    assert done.exit_code == status and "--json" in done.output
+    (tmp_path / "file").touch()
+    assert run("demo", "--out", str(tmp_path / "file")).exit_code == 2
+
+
+def test_an_answer_that_cannot_be_written_is_an_error_in_a_sentence(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/dev/full")
+
+    monkeypatch.setattr("lohan._inspect.describe", full)
+    done = run("inspect", str(tmp_path))
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+    assert "No space left on device: '/dev/full'" in done.output
 
 
 def test_the_command_line_reads_sizes_with_the_same_words() -> None:
