@@ -249,12 +249,15 @@ def _check_options(options: Options) -> None:
         raise MachineError(f"without {options.without}: some of {', '.join(SWITCHES)}")
 
 
-def _tries(options: Options) -> list[tuple[str, ...]]:
-    """What a plan does without: virtual time says whether updates that wait pay, or cost."""
-    found = [options.without]
-    may_defer = options.policy == "auto" and "deferred" not in options.without
-    if may_defer and options.swap_share is None:
-        found.append((*options.without, "deferred"))
+def _tries(options: Options) -> list[Options]:
+    """Plans that are tried: virtual time says whether what `auto` has besides pays, or costs."""
+    found = [options]
+    if options.policy != "auto" or options.swap_share is not None:
+        return found
+    if "deferred" not in options.without:
+        found.append(dataclasses.replace(options, without=(*options.without, "deferred")))
+    if not options.without:
+        found.append(dataclasses.replace(options, policy="lohan"))
     return found
 
 
@@ -262,13 +265,12 @@ def _run(
     model: Model,
     machine: Machine,
     options: Options,
-    without: tuple[str, ...],
     only_checks: bool = False,
     trace_count: int = 0,
 ) -> tuple[Placement, dict[str, Any]]:
     # The least first: what a plan says of it may be that other memory would have to make up for it.
     _capacity_check(model, machine, min(_STATE_BYTES_PER_PARAM.values()))
-    placement = place(model, machine, options.policy, options.swap_share, without)
+    placement = place(model, machine, options.policy, options.swap_share, options.without)
     per_param = _STATE_BYTES_PER_PARAM[placement.dtype]
     _capacity_check(model, machine, per_param, placement.ssd_bytes)
     raw = _core.simulate(
@@ -292,13 +294,13 @@ def _run(
     return placement, raw
 
 
-def _fitting(options: Options, run: Callable[[tuple[str, ...]], _T]) -> Iterator[_T]:
+def _fitting(options: Options, run: Callable[[Options], _T]) -> Iterator[_T]:
     """What run gives for each try that fits; the first one's refusal if none does."""
     refusal: BudgetError | None = None
     has_fitted = False
-    for without in _tries(options):
+    for tried in _tries(options):
         try:
-            given = run(without)
+            given = run(tried)
         except BudgetError as error:
             refusal = refusal or error
             continue
@@ -316,14 +318,13 @@ def check(model: Model, machine: Machine, options: Options) -> None:
         MachineError: an option that is none.
     """
     _check_options(options)
-    next(_fitting(options, lambda without: _run(model, machine, options, without, True)))
+    next(_fitting(options, lambda tried: _run(model, machine, tried, True)))
 
 
-def _fastest(model: Model, machine: Machine, options: Options) -> tuple[Step, tuple[str, ...]]:
-    def run(without: tuple[str, ...]) -> tuple[Step, tuple[str, ...]]:
-        placement, raw = _run(model, machine, options, without)
-        every = _commit_every(raw, options)
-        return _step(model, machine, placement, raw, every), without
+def _fastest(model: Model, machine: Machine, options: Options) -> tuple[Step, Options]:
+    def run(tried: Options) -> tuple[Step, Options]:
+        placement, raw = _run(model, machine, tried)
+        return _step(model, machine, placement, raw, _commit_every(raw, tried)), tried
 
     _check_options(options)
     return min(_fitting(options, run), key=lambda found: found[0].step_ns)
@@ -332,7 +333,8 @@ def _fastest(model: Model, machine: Machine, options: Options) -> tuple[Step, tu
 def simulate(model: Model, machine: Machine, options: Options | None = None) -> Step:
     """Run training in virtual time until its steps repeat, and give the figures of one.
 
-    By `auto` two plans run, with updates that wait and without, and the faster step is given.
+    By `auto` three plans run, its own with updates that wait and without and LoHan's, and the
+    fastest step is given.
 
     Args:
         model: with its batch.
@@ -362,8 +364,8 @@ def simulate_traced(
     options = options or Options()
     moved = _STEP_BYTES_PER_PARAM * model.param_count + 2 * model.activation_bytes
     count = min(_TRACE_COUNT_LEAST + moved // _TRACE_EVENT_BYTES, _TRACE_COUNT_MAX)
-    step, without = _fastest(model, machine, options)
-    _, raw = _run(model, machine, options, without, trace_count=count)
+    step, tried = _fastest(model, machine, options)
+    _, raw = _run(model, machine, tried, trace_count=count)
     return step, _simulate_timeline.make(raw, machine)
 
 
