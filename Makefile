@@ -11,7 +11,7 @@ ARGS ?=
 DEVICE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint fmt bench bench-adam bench-io bench-step bench-hooks bench-peers \
+.PHONY: help demo test test-slow lint fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
 	bench-policies bench-lora sanitize neon neon-fast sim-long paper parity docs wheel build clean
 
 help:
@@ -24,7 +24,7 @@ help:
 	@echo 'make neon      the C tests compiled for aarch64, under qemu-user: some minutes;'
 	@echo '               neon-fast: those of the arithmetic and the checksums, seconds'
 	@echo 'make sim-long  the simulator with 1,000 seeds, faults and power loss: some minutes'
-	@echo 'make bench     all benchmarks; also bench-adam, -io, -step, -hooks, -peers, -policies, -lora'
+	@echo 'make bench     all benchmarks; also bench-adam, -rng, -io, -step, -hooks, -peers, -policies, -lora'
 	@echo 'make paper     docs/paper-results.md: the papers beside the simulator, some minutes'
 	@echo 'make parity    docs/parity.md: lohan beside torch in all its settings, some minutes'
 	@echo 'make docs      the pages of docs/ as a site, in build/site'
@@ -61,7 +61,7 @@ fmt: $(VENV)/.ready
 bench: build
 	$(RUN) bench -- $(ARGS)
 
-bench-adam bench-io bench-step bench-hooks bench-peers bench-policies bench-lora: build
+bench-adam bench-rng bench-io bench-step bench-hooks bench-peers bench-policies bench-lora: build
 	$(RUN) bench --only $(@:bench-%=%) -- $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 sanitize: $(VENV)/.installed

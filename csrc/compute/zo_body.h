@@ -14,6 +14,9 @@
 
 #define LANES (VECTOR_BYTES / 4)
 #define VECTORS (LH_ZO_COUNTERS / LANES) /* of a word of a block */
+#define SPAN_BLOCKS (VECTORS == 1 ? 2 : 1)
+#define SPAN (SPAN_BLOCKS * LH_ZO_BLOCK)
+#define CHAINS 4
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float floats __attribute__((vector_size(VECTOR_BYTES)));
@@ -36,87 +39,132 @@ static void keys_make(struct keys *keys, const struct lh_zo_stream *stream)
     keys->stream = stream;
 }
 
-/* Of the counters first, first + 2, ... */
-INLINE void philox(const struct keys *keys, uint64_t first, longs out[LH_ZO_WORDS])
+/* The four words of the counters first[i], first[i] + 2, ... of each chain. */
+INLINE void philox(const struct keys *keys, const uint64_t first[CHAINS],
+                   longs out[CHAINS][LH_ZO_WORDS])
 {
     const longs zero = {0};
-    longs counter = zero + first;
+    longs steps = zero;
     for (int i = 0; i < LANES / 2; i++)
-        counter[i] += 2 * (uint64_t)i;
-    longs word0 = counter;
-    longs word1 = (counter >> 32) | (zero + ((uint64_t)keys->stream->sample << 16));
-    longs word2 = zero + keys->stream->param;
-    longs word3 = zero + keys->stream->step;
-#pragma GCC unroll 10
-    for (int i = 0; i < LH_ZO_ROUND_COUNT; i++) {
-        longs product0 = multiply32(word0, zero + LH_ZO_MULTIPLIER_0);
-        longs product1 = multiply32(word2, zero + LH_ZO_MULTIPLIER_1);
-        word0 = (product1 >> 32) ^ word1 ^ (zero + keys->low[i]);
-        word1 = product1;
-        word2 = (product0 >> 32) ^ word3 ^ (zero + keys->high[i]);
-        word3 = product0;
+        steps[i] = 2 * (uint64_t)i;
+#pragma GCC unroll 4
+    for (int i = 0; i < CHAINS; i++) {
+        out[i][0] = steps + first[i];
+        out[i][1] = (out[i][0] >> 32) | (zero + ((uint64_t)keys->stream->sample << 16));
+        out[i][2] = zero + keys->stream->param;
+        out[i][3] = zero + keys->stream->step;
     }
-    out[0] = word0;
-    out[1] = word1;
-    out[2] = word2;
-    out[3] = word3;
+#pragma GCC unroll 10
+    for (int round = 0; round < LH_ZO_ROUND_COUNT; round++) {
+#pragma GCC unroll 4
+        for (int i = 0; i < CHAINS; i++) {
+            longs product0 = multiply32(out[i][0], zero + LH_ZO_MULTIPLIER_0);
+            longs product1 = multiply32(out[i][2], zero + LH_ZO_MULTIPLIER_1);
+            out[i][0] = (product1 >> 32) ^ out[i][1] ^ (zero + keys->low[round]);
+            out[i][1] = product1;
+            out[i][2] = (product0 >> 32) ^ out[i][3] ^ (zero + keys->high[round]);
+            out[i][3] = product0;
+        }
+    }
 }
 
+#define EACH _Pragma("GCC unroll 4") for (int i = 0; i < CHAINS; i++)
+
 /* As radius_of() in zo_ref.c, which says what it is. */
-INLINE floats radius_of(words word)
+INLINE void radius_of(const words word[CHAINS], floats radius_out[CHAINS])
 {
-    ints bits = (ints) __builtin_convertvector((ints)((word >> 8) + 1), floats);
-    ints exponent = (bits - LH_ZO_ROOT_HALF_BITS) >> 23;
-    floats f = (floats)(bits - (exponent << 23)) - 1.0f;
-    floats square = f * f;
-    floats series = LH_ZO_L6 * f + LH_ZO_L5;
-    series = series * f + LH_ZO_L4;
-    series = series * f + LH_ZO_L3;
-    series = series * f + LH_ZO_L2;
-    series = series * f + LH_ZO_L1;
-    series = series * f + LH_ZO_L0;
-    floats log = (f - square * 0.5f) + (square * f) * series;
-    log = __builtin_convertvector(exponent - 24, floats) * LH_ZO_LN_2 + log;
-    return root(log * -2.0f);
+    ints exponent[CHAINS];
+    floats f[CHAINS], square[CHAINS], series[CHAINS], log[CHAINS];
+    EACH
+    {
+        ints bits = (ints) __builtin_convertvector((ints)((word[i] >> 8) + 1), floats);
+        exponent[i] = (bits - LH_ZO_ROOT_HALF_BITS) >> 23;
+        f[i] = (floats)(bits - (exponent[i] << 23)) - 1.0f;
+    }
+    EACH series[i] = LH_ZO_L6 * f[i] + LH_ZO_L5;
+    EACH series[i] = series[i] * f[i] + LH_ZO_L4;
+    EACH series[i] = series[i] * f[i] + LH_ZO_L3;
+    EACH series[i] = series[i] * f[i] + LH_ZO_L2;
+    EACH series[i] = series[i] * f[i] + LH_ZO_L1;
+    EACH series[i] = series[i] * f[i] + LH_ZO_L0;
+    EACH square[i] = f[i] * f[i];
+    EACH log[i] = (f[i] - square[i] * 0.5f) + (square[i] * f[i]) * series[i];
+    EACH log[i] = __builtin_convertvector(exponent[i] - 24, floats) * LH_ZO_LN_2 + log[i];
+    EACH radius_out[i] = root(log[i] * -2.0f);
 }
 
 /* As turn_of() in zo_ref.c. */
-INLINE void turn_of(words word, floats *cosine_out, floats *sine_out)
+INLINE void turn_of(const words word[CHAINS], floats cosine_out[CHAINS], floats sine_out[CHAINS])
 {
-    ints rest = (ints)((word << 2) & ~UINT32_C(0xFF));
-    floats x = __builtin_convertvector(rest, floats) * LH_ZO_ANGLE_SCALE;
-    floats square = x * x;
-    floats sine = (LH_ZO_S2 * square + LH_ZO_S1) * square + LH_ZO_S0;
-    sine = x + (x * square) * sine;
-    floats cosine = LH_ZO_C1 * square + LH_ZO_C0;
-    cosine = (1.0f - square * 0.5f) + (square * square) * cosine;
-    words quarter = word + (UINT32_C(1) << 29); /* in the two highest bits */
-    ints swaps = (ints)(quarter << 1) >> 31;
-    ints swapped = ((ints)sine ^ (ints)cosine) & swaps;
-    words at_cosine = (words)((ints)cosine ^ swapped);
-    words at_sine = (words)((ints)sine ^ swapped);
     const uint32_t sign = UINT32_C(1) << 31;
-    *cosine_out = (floats)(at_cosine ^ ((quarter + (UINT32_C(1) << 30)) & sign));
-    *sine_out = (floats)(at_sine ^ (quarter & sign));
+    floats x[CHAINS], square[CHAINS], sine[CHAINS], cosine[CHAINS];
+    EACH
+    {
+        ints rest = (ints)((word[i] << 2) & ~UINT32_C(0xFF));
+        x[i] = __builtin_convertvector(rest, floats) * LH_ZO_ANGLE_SCALE;
+    }
+    EACH square[i] = x[i] * x[i];
+    EACH sine[i] = (LH_ZO_S2 * square[i] + LH_ZO_S1) * square[i] + LH_ZO_S0;
+    EACH sine[i] = x[i] + (x[i] * square[i]) * sine[i];
+    EACH cosine[i] = LH_ZO_C1 * square[i] + LH_ZO_C0;
+    EACH cosine[i] = (1.0f - square[i] * 0.5f) + (square[i] * square[i]) * cosine[i];
+    EACH
+    {
+        words quarter = word[i] + (UINT32_C(1) << 29); /* in the two highest bits */
+        ints swaps = (ints)(quarter << 1) >> 31;
+        ints swapped = ((ints)sine[i] ^ (ints)cosine[i]) & swaps;
+        words at_cosine = (words)((ints)cosine[i] ^ swapped);
+        words at_sine = (words)((ints)sine[i] ^ swapped);
+        cosine_out[i] = (floats)(at_cosine ^ ((quarter + (UINT32_C(1) << 30)) & sign));
+        sine_out[i] = (floats)(at_sine ^ (quarter & sign));
+    }
 }
 
-/* Vectors of a block, in the order of its elements. */
-INLINE void draw(const struct keys *keys, uint64_t first, floats z_out[LH_ZO_WORDS * VECTORS])
+/* A vector of words, and of the z that is made of it. */
+union lanes {
+    words word;
+    floats z;
+};
+
+/*
+ * z of whole spans, in the order of their elements. All words first, then all that is made of them;
+ * in both, chains go on beside one another, so that none waits for the step before.
+ */
+static void draw(const struct keys *keys, uint64_t first, uint64_t count, union lanes *out)
 {
-    for (int i = 0; i < VECTORS; i++) {
-        longs even[LH_ZO_WORDS];
-        longs odd[LH_ZO_WORDS];
-        uint64_t counter = first / LH_ZO_WORDS + (uint64_t)(i * LANES);
-        philox(keys, counter, even);
-        philox(keys, counter + 1, odd);
-        for (int j = 0; j < LH_ZO_WORDS; j += 2) {
-            words word0 = (words)((even[j] & UINT32_MAX) | (odd[j] << 32));
-            words word1 = (words)((even[j + 1] & UINT32_MAX) | (odd[j + 1] << 32));
-            floats cosine, sine;
-            floats radius = radius_of(word0);
-            turn_of(word1, &cosine, &sine);
-            z_out[j * VECTORS + i] = radius * cosine;
-            z_out[(j + 1) * VECTORS + i] = radius * sine;
+    for (uint64_t column = 0; column < count / LANES / LH_ZO_WORDS; column += 2) {
+        uint64_t counters[CHAINS];
+        longs made[CHAINS][LH_ZO_WORDS];
+        EACH counters[i] = first / LH_ZO_WORDS + (column + (uint64_t)i / 2) * LANES + i % 2;
+        philox(keys, counters, made);
+#pragma GCC unroll 2
+        for (uint64_t i = 0; i < 2; i++) {
+            uint64_t block = (column + i) / VECTORS;
+            union lanes *at = out + block * LH_ZO_WORDS * VECTORS + (column + i) % VECTORS;
+#pragma GCC unroll 4
+            for (int j = 0; j < LH_ZO_WORDS; j++)
+                at[j * VECTORS].word =
+                    (words)((made[2 * i][j] & UINT32_MAX) | (made[2 * i + 1][j] << 32));
+        }
+    }
+    for (uint64_t column = 0; column < count / LANES / LH_ZO_WORDS; column += 2) {
+        union lanes *at[CHAINS];
+        words radii[CHAINS], turns[CHAINS];
+        floats radius[CHAINS], cosine[CHAINS], sine[CHAINS];
+        EACH
+        {
+            uint64_t block = (column + (uint64_t)i / 2) / VECTORS;
+            uint64_t vector = (column + (uint64_t)i / 2) % VECTORS;
+            at[i] = out + (block * LH_ZO_WORDS + (uint64_t)i % 2 * 2) * VECTORS + vector;
+            radii[i] = at[i]->word;
+            turns[i] = at[i][VECTORS].word;
+        }
+        radius_of(radii, radius);
+        turn_of(turns, cosine, sine);
+        EACH
+        {
+            at[i]->z = radius[i] * cosine[i];
+            at[i][VECTORS].z = radius[i] * sine[i];
         }
     }
 }
@@ -134,21 +182,22 @@ INLINE floats applied(const struct lh_zo_op *op, floats value, floats z)
     return value - z * op->lr;
 }
 
-/* Of a block that is in cache. */
-INLINE void apply(const struct lh_zo_op *op, float *values, const floats z[LH_ZO_WORDS * VECTORS])
+/* One op to count values that are in cache. */
+static void apply(const struct lh_zo_op *op, float *values, const union lanes *z, uint64_t count)
 {
-    for (int i = 0; i < LH_ZO_WORDS * VECTORS; i++) {
+    for (uint64_t i = 0; i < count; i += LANES) {
         floats value;
-        memcpy(&value, values + (size_t)i * LANES, sizeof(value));
-        value = applied(op, value, z[i]);
-        memcpy(values + (size_t)i * LANES, &value, sizeof(value));
+        memcpy(&value, values + i, sizeof(value));
+        value = applied(op, value, z[i / LANES].z);
+        memcpy(values + i, &value, sizeof(value));
     }
 }
 
 void KERNEL(float *values, const float *source, uint64_t first, uint64_t count,
             const struct lh_zo_op *ops, uint32_t op_count)
 {
-    enum { BATCH = 32 * LH_ZO_BLOCK }; /* its values stay in the first cache over all ops */
+    enum { BATCH = 32 * LH_ZO_BLOCK }; /* it stays in the first cache over all ops */
+    union lanes z[BATCH / LANES];
     for (uint64_t begin = 0; begin < count; begin += BATCH) {
         uint64_t end = lh_min_u64(begin + BATCH, count);
         uint32_t next;
@@ -160,12 +209,9 @@ void KERNEL(float *values, const float *source, uint64_t first, uint64_t count,
             next = i + 1;
             while (next < op_count && ops[next].is_same)
                 next++;
-            for (uint64_t at = begin; at < end; at += LH_ZO_BLOCK) {
-                floats z[LH_ZO_WORDS * VECTORS];
-                draw(&keys, first + at, z);
-                for (uint32_t j = i; j < next; j++)
-                    apply(&ops[j], values + at, z);
-            }
+            draw(&keys, first + begin, lh_align_up(end - begin, SPAN), z);
+            for (uint32_t j = i; j < next; j++)
+                apply(&ops[j], values + begin, z, end - begin);
         }
     }
 }

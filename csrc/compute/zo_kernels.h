@@ -22,17 +22,17 @@
  * error.
  */
 #define LH_ZO_L0 0x1.5556d6p-2f
-#define LH_ZO_L1 -0x1.ffff0ep-3f
+#define LH_ZO_L1 (-0x1.ffff0ep-3f)
 #define LH_ZO_L2 0x1.98d24ap-3f
-#define LH_ZO_L3 -0x1.5489cp-3f
+#define LH_ZO_L3 (-0x1.5489cp-3f)
 #define LH_ZO_L4 0x1.32e6d4p-3f
-#define LH_ZO_L5 -0x1.1c270cp-3f
+#define LH_ZO_L5 (-0x1.1c270cp-3f)
 #define LH_ZO_L6 0x1.45f9f2p-4f
-#define LH_ZO_S0 -0x1.555546p-3f
+#define LH_ZO_S0 (-0x1.555546p-3f)
 #define LH_ZO_S1 0x1.110798p-7f
-#define LH_ZO_S2 -0x1.995e58p-13f
+#define LH_ZO_S2 (-0x1.995e58p-13f)
 #define LH_ZO_C0 0x1.5549f6p-5f
-#define LH_ZO_C1 -0x1.65dffp-10f
+#define LH_ZO_C1 (-0x1.65dffp-10f)
 #define LH_ZO_LN_2 0x1.62e43p-1f
 #define LH_ZO_ROOT_HALF_BITS 0x3F3504F3   /* of sqrt(1/2) */
 #define LH_ZO_ANGLE_SCALE 0x1.921fb6p-32f /* a quarter turn has 32 bits */
