@@ -95,8 +95,8 @@ class Lockstep:
             return
         if self._visits[SECOND] == self._visits[FIRST] and not self._is_over[FIRST]:
             self._pass(SECOND)
-            if self._error is not None:
-                raise _EndedError
+        if self._error is not None:
+            raise _EndedError
         self._visits[SECOND] += 1
 
     def _pass(self, who: int) -> None:

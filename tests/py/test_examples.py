@@ -44,10 +44,11 @@ def losses(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step +\d+ +loss ([\d.]+)$", printed, re.M)]
 
 
-# AdamW in another order; with TRL's bf16 a last bit of a parameter decides how its cast is rounded,
-# and the diffusion model has 250 steps of a high rate to wander off.
+# AdamW in another order; with TRL's bf16 a last bit of a parameter decides how its cast is rounded
+# (5e-4 on one processor, 2e-3 on another), and the diffusion model has 250 steps of a high rate to
+# wander off.
 @pytest.mark.parametrize(
-    ("name", "rtol"), [("02_trainer", 1e-5), ("03_trl_sft", 1e-3), ("09_diffusion", 1e-2)]
+    ("name", "rtol"), [("02_trainer", 1e-5), ("03_trl_sft", 5e-3), ("09_diffusion", 1e-2)]
 )
 def test_without_its_two_lines_of_lohan_it_is_a_usual_script_with_the_same_losses(
     name: str, rtol: float, folder: Path, tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import os
 import signal
 import threading
 import time
@@ -84,19 +85,25 @@ def _threads() -> int:
 
 def test_an_interrupt_in_the_first_run_ends_the_second() -> None:
     pair = Lockstep()
+    ended: list[bool] = []
 
     def function() -> None:
         if pair.turn == FIRST:
-            pair.visit_begin()
-            pair.visit_end()  # waits here
+            for _ in range(1000):
+                pair.visit_begin()
+                pair.visit_end()  # waits here
             return
-        threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
-        for _ in range(100):
-            pair.visit_begin()
-            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            for _ in range(1000):
+                pair.visit_begin()
+                time.sleep(0.01)
+        finally:
+            ended.append(True)
 
     with pytest.raises(KeyboardInterrupt):
         pair.run(function)
+    assert ended == [True]
     assert not any(t.name == "lohan-second" for t in threading.enumerate())
 
 
