@@ -48,6 +48,8 @@ void lh_zo_apply_by(const struct lh_zo_kernel *kernel, float *values, const floa
     LH_ASSERT(op_count == 0 || !ops[0].is_same);
     for (uint32_t i = 0; i < op_count; i++)
         LH_ASSERT(ops[i].stream.sample < LH_ZO_SAMPLE_COUNT_MAX);
+    if (count == 0)
+        return; /* the pointers may be NULL then, which memcpy() is not to see */
     fenv_t environment;
     fegetenv(&environment);
     fesetenv(FE_DFL_ENV);

@@ -29,6 +29,23 @@ int lhpy_engine_wait(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argum
     }
 }
 
+/* unit is pinned: whoever changes its bytes in memory does so now, before they are read. */
+static int use_tell(struct lhpy_engine *self, uint32_t unit)
+{
+    const struct lh_engine *engine = self->core->engine;
+    if (!self->on_use)
+        return 0;
+    PyObject *answer = PyObject_CallFunction(
+        self->on_use, "IKII", unit, (unsigned long long)(uintptr_t)lh_engine_address(engine, unit),
+        lh_engine_load_count(engine, unit), lh_engine_pin_count(engine, unit));
+    if (!answer) {
+        lh_engine_unpin(self->core->engine, unit);
+        return -1;
+    }
+    Py_DECREF(answer);
+    return 0;
+}
+
 int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit)
 {
     lhpy_device_stream_note(self);
@@ -57,7 +74,7 @@ int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit)
         lh_engine_unpin(self->core->engine, unit);
         return -1;
     }
-    return 0;
+    return use_tell(self, unit);
 }
 
 void lhpy_engine_unuse(struct lhpy_engine *self, uint32_t unit)
@@ -314,6 +331,13 @@ static PyObject *engine_callbacks(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *engine_on_use(PyObject *object, PyObject *callback)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    lhpy_replace(&self->on_use, Py_NewRef(callback));
+    Py_RETURN_NONE;
+}
+
 /* End the engine's thread and give everything back but what lends need. Idempotent. */
 static void engine_shut(struct lhpy_engine *self)
 {
@@ -355,6 +379,7 @@ static int engine_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->on_gradient);
     Py_VISIT(self->on_forward);
     Py_VISIT(self->in_backward);
+    Py_VISIT(self->on_use);
     Py_VISIT(self->handle_type);
     Py_VISIT(self->scope_type);
     for (uint32_t i = 0; self->params && i < self->param_count; i++) {
@@ -386,6 +411,7 @@ static int engine_clear(PyObject *object)
     Py_CLEAR(self->on_gradient);
     Py_CLEAR(self->on_forward);
     Py_CLEAR(self->in_backward);
+    Py_CLEAR(self->on_use);
     Py_CLEAR(self->handle_type);
     Py_CLEAR(self->scope_type);
     return 0;
@@ -423,6 +449,8 @@ static PyMethodDef engine_methods[] = {
     {"hollow_array", engine_hollow_array, METH_O, "The array that hollow parameters point into."},
     {"callbacks", engine_callbacks, METH_VARARGS,
      "callbacks(on_backward, on_gradient, on_forward, in_backward)"},
+    {"on_use", engine_on_use, METH_O,
+     "on_use(callback): callback(unit, address, load count, pins) behind each pin."},
     {"forward", engine_forward, METH_VARARGS, "forward(is_open)"},
     {"changed_take", engine_changed_take, METH_NOARGS,
      "Parameters that forwards changed in place."},

@@ -136,6 +136,7 @@ struct lhpy_engine {
     PyObject *on_gradient; /* called before the first gradient of a step */
     PyObject *on_forward;  /* called when a scope begins (True) or ends (False) outside a forward */
     PyObject *in_backward; /* true on a thread that runs a backward */
+    PyObject *on_use;      /* called with a unit that was just pinned; NULL: nobody asks */
     PyObject *handle_type;
     PyObject *scope_type;
     char io_reason[512];

@@ -187,6 +187,12 @@ uint32_t lh_engine_pin_count(const struct lh_engine *engine, uint32_t unit)
     return lh_unit_pins(&engine->units[unit]);
 }
 
+uint32_t lh_engine_load_count(const struct lh_engine *engine, uint32_t unit)
+{
+    LH_ASSERT(unit < engine->opts.unit_count);
+    return atomic_load(&engine->units[unit].load_count);
+}
+
 void lh_engine_handle_add(struct lh_engine *engine, uint32_t unit)
 {
     atomic_fetch_add(&lh_engine_unit_at(engine, unit)->handles, 1);

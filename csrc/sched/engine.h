@@ -169,6 +169,11 @@ void lh_engine_pin(struct lh_engine *engine, uint32_t unit);
 /* The last one ends the use. Thread: any, without the GIL. */
 void lh_engine_unpin(struct lh_engine *engine, uint32_t unit);
 uint32_t lh_engine_pin_count(const struct lh_engine *engine, uint32_t unit);
+/*
+ * How often it was read into main memory. Who changes a frozen unit's bytes there, while pinned,
+ * knows by it whether they are still as they were left. Modulo 2^32. Thread: any.
+ */
+uint32_t lh_engine_load_count(const struct lh_engine *engine, uint32_t unit);
 
 /*
  * The accelerator's stream that computation is given to from here on: what is acquired, unpinned

@@ -155,6 +155,7 @@ struct lh_unit {
     uint64_t use_started_ns;
     uint32_t waiter_count;
     struct lh_transfer load; /* or, while it is_flushing, a write */
+    _Atomic uint32_t load_count;
     bool is_param_dirty;     /* P in the region is newer than in any slot: a commit writes it */
     bool is_flushing;        /* that is under way: no update begins */
     const struct lh_in_place_unit *in_place; /* NULL: it is in the store */

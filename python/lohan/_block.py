@@ -41,6 +41,8 @@ class Param:
     first: int  # element in its unit where trainable, else byte
     index: int
     source: Entry | None = None  # in the files of weights=
+    stream: int | None = None  # its number, where zeroth-order training moves it
+    decays: bool = True  # weight decay, there
 
     @property
     def count(self) -> int:
@@ -91,6 +93,7 @@ class Layout:
     Attributes:
         buffer_bytes: of persistent buffers that every commit carries.
         about: what the store's meta says besides, for who has no model.
+        method: of zeroth-order training, as the store's meta says it.
     """
 
     params: list[Param]
@@ -99,6 +102,7 @@ class Layout:
     buffer_bytes: int = 0
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
     in_place: InPlace = dataclasses.field(default_factory=lambda: InPlace([]))
+    method: dict[str, Any] | None = None
 
 
 def _own_bytes(module: nn.Module) -> int:
@@ -262,7 +266,7 @@ def make_layout(
     scope_of = _scope_of_modules(model, blocks)
     scopes: dict[int, Scope] = {id(m): Scope(n, m, []) for n, m in blocks}
     units: list[Unit] = []
-    unit_by_key: dict[tuple[int, torch.dtype, bool, bool], int] = {}
+    unit_by_key: dict[tuple[int, torch.dtype, bool, bool, bool], int] = {}
     unit_by_param: dict[int, int] = {}
     for module_name, module in model.named_modules(remove_duplicate=True):
         for param_name, tensor in module._parameters.items():
@@ -271,8 +275,8 @@ def make_layout(
             scope_name, scope_module = scope_of[id(module)]
             scope = scopes[id(scope_module)]
             if id(tensor) not in unit_by_param:
-                is_apart = id(tensor) in found.in_place
-                key = (id(scope_module), tensor.dtype, tensor.requires_grad, is_apart)
+                is_apart, is_moved = id(tensor) in found.in_place, id(tensor) in found.moved
+                key = (id(scope_module), tensor.dtype, tensor.requires_grad, is_apart, is_moved)
                 if key not in unit_by_key:
                     unit_by_key[key] = len(units)
                     units.append(Unit(scope_name or "(root)", tensor.dtype, key[2], []))

@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from lohan import _core, _scalars, _snapshot
+import torch
+
+from lohan import _core, _scalars, _snapshot, _store, _weights
 from lohan._block import Layout
 from lohan._buffers import Buffers
 from lohan._part import SessionPart
 from lohan._snapshot import Holds, PathLike, Snapshot
+from lohan._store import Extents
+from lohan._zo_run import Run
 from lohan.errors import StepError
 
 
@@ -21,9 +25,15 @@ class Commits(SessionPart):
     """
 
     layout: Layout
+    extents: Extents
     store: _core.Store
+    directories: list[str]
     buffers: Buffers | None
     has_edits: bool = False
+
+    def lend(self, index: int) -> torch.Tensor:
+        """One parameter's bytes in memory."""
+        raise NotImplementedError
 
     @property
     def commits_by_hand(self) -> bool:
@@ -65,6 +75,32 @@ class Commits(SessionPart):
             self.flush()
         else:
             self.commit()
+
+    def values(self) -> list[torch.Tensor]:
+        """Every parameter's, in main memory, in its dtype and shape: of now, or of the last commit.
+
+        Raises:
+            StoreError: the session is closed, and the store cannot be read.
+        """
+        opened = self.exclusive([])
+        if self.closed:
+            opened = _store.reopened(self.directories, self.config, self.layout)
+        with opened as store:
+            return _weights.read(self.layout, self.extents, store)
+
+    def check_edit(self) -> None:
+        """Somebody is about to write parameters otherwise than by a step."""
+
+    def undo_edit(self, index: int) -> None:
+        """Undo in memory what was written there and cannot go to the store."""
+        lend = self.lend(index)
+        with self.exclusive([]) as store:
+            param = self.layout.params[index]
+            lend.copy_(_store.read_param(self.layout, self.extents, store, param))
+
+    def run_now(self) -> Run | None:
+        """Of zeroth-order training, up to now; None: there is none."""
+        return None
 
     def snapshot(self, out: PathLike | Sequence[PathLike]) -> Snapshot:
         """Begin to copy the store, as of the last step, to other directories; training goes on.

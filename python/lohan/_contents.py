@@ -15,6 +15,7 @@ from lohan._block import Layout, Param, Unit, place
 from lohan._in_place import InPlace
 from lohan._store import Extents, UnitExtents, naming, plan_extents, read_checksums
 from lohan._tensor import nbytes_of
+from lohan._zo_run import Run, of_store
 from lohan.errors import StoreMismatchError, StoreUncleanError
 
 # Elements that are in memory at once.
@@ -30,11 +31,13 @@ class Contents:
         layout: its units and parameters; no scopes.
         extents: where their arrays are.
         meta: all that the store was made with.
+        run: of zeroth-order training, whose steps lead on from what the store has.
     """
 
     layout: Layout
     extents: Extents
     meta: dict[str, Any]
+    run: Run | None = None
 
     def name_at(self, extent: int, offset: int) -> tuple[str, str]:
         """The parameter and the array ("param", "residual", "moment1", "moment2") of a byte.
@@ -84,6 +87,8 @@ def read(store: _core.Store, where: str) -> Contents:
             f"{where}: a store, but of no model of lohan's ({error!r})"
         ) from error
     read_checksums(contents.layout, contents.extents, store)
+    if "method" in contents.meta:
+        contents.run = of_store(store, contents.layout.params)
     return contents
 
 
@@ -109,6 +114,10 @@ def _parse(meta: dict[str, Any]) -> Contents:
         units.append(unit)
     for param, first in zip(params, meta.get("firsts", []), strict=False):
         param.first = first
+    method = meta.get("method")
+    if method is not None:
+        for param, stream, decays in zip(params, method["streams"], method["decays"], strict=True):
+            param.stream, param.decays = stream, decays
     layout = Layout(params, units, [])
     layout.in_place = InPlace(_in_place.files_of(meta))
     extents = plan_extents(layout, False)

@@ -220,11 +220,14 @@ def _of_store(store: _core.Store, contents: Contents, is_master: bool) -> Pieces
         assert source.index is not None
         param = layout.params[source.index]
         unit, places = layout.units[param.unit], extents.units[param.unit]
+        made: Iterable[torch.Tensor]
         if unit.runs:
             made = layout.in_place.pieces(layout, param, PIECE_ELEMENTS)
             is_wide = is_master and unit.dtype.is_floating_point
-            return (piece.float() for piece in made) if is_wide else made
-        return _contents.pieces(store, unit, places, param, is_master=is_master)
+            made = (piece.float() for piece in made) if is_wide else made
+        else:
+            made = _contents.pieces(store, unit, places, param, is_master=is_master)
+        return made if contents.run is None else contents.run.led(param, made)
 
     return pieces
 
@@ -232,7 +235,7 @@ def _of_store(store: _core.Store, contents: Contents, is_master: bool) -> Pieces
 def _of_session(session: Session, stack: contextlib.ExitStack, is_master: bool) -> Pieces:
     """Values of a session that goes on afterwards: as the next forward would see them."""
     layout = session.layout
-    if is_master:  # only the store has them
+    if is_master and layout.method is None:  # only the store has them
         store = stack.enter_context(session.exclusive([]))
         return _of_store(store, Contents(layout, session.extents, {}), True)
 
@@ -240,7 +243,8 @@ def _of_session(session: Session, stack: contextlib.ExitStack, is_master: bool) 
         assert source.index is not None
         flat = session.lend(source.index).reshape(-1)
         for first in range(0, flat.numel(), PIECE_ELEMENTS):
-            yield flat[first : first + PIECE_ELEMENTS].cpu()
+            piece = flat[first : first + PIECE_ELEMENTS].cpu()
+            yield piece.float() if is_master and piece.is_floating_point() else piece
 
     return pieces
 

@@ -200,7 +200,7 @@ class Guard:
                 try:
                     self._write({name: after}, {name: index})
                 except (LentError, UnsupportedError):
-                    self._restore(index)
+                    self.session.undo_edit(index)
                     raise
 
     def _save_to_state_dict(self, module: nn.Module) -> Callable[..., None]:
@@ -276,7 +276,9 @@ class Guard:
         self.leaves_out = frozenset(
             param.index
             for param in layout.params
-            if not layout.units[param.unit].trainable and id(param.tensor) not in kept
+            if not layout.units[param.unit].trainable
+            and param.stream is None
+            and id(param.tensor) not in kept
         )
         try:
             return model.state_dict()
@@ -339,6 +341,8 @@ class Guard:
             theirs = value.detach().cpu() if is_trainable else value.detach().to(mine)
             if is_same(theirs.contiguous(), mine):
                 continue
+            if param.stream is not None:
+                self.session.check_edit()
             if not is_trainable:
                 raise FrozenParameterError(
                     f"load_state_dict() has other values for {key!r}, which was frozen at"
@@ -354,6 +358,7 @@ class Guard:
         given = self._without_in_place(given, names)
         if not given:
             return
+        session.check_edit()
         changed = sorted({layout.params[names[key]].unit for key in given})
         with session.exclusive(changed) as store:
             for key, value in given.items():
@@ -371,7 +376,8 @@ class Guard:
         left = {}
         for key, value in given.items():
             param = session.layout.params[names[key]]
-            if not session.layout.units[param.unit].runs:
+            is_moved = param.stream is not None  # files have what it was
+            if is_moved or not session.layout.units[param.unit].runs:
                 left[key] = value
                 continue
             values = session.layout.in_place.read(session.layout, param)
@@ -382,14 +388,6 @@ class Guard:
                     ' wrap with frozen="copy" to change it'
                 )
         return left
-
-    def _restore(self, index: int) -> None:
-        """Undo in memory what was written there and cannot go to the store."""
-        session = self.session
-        lend = session.lend(index)
-        with session.exclusive([]) as store:
-            param = session.layout.params[index]
-            lend.copy_(_store.read_param(session.layout, session.extents, store, param))
 
     def _apply(self, module: nn.Module) -> Callable[..., nn.Module]:
         """`.to()`, `.half()`, `.cuda()`: places are lohan's business, dtypes cannot change."""

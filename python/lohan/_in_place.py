@@ -440,6 +440,7 @@ class Found:
         file_count: how many files that takes.
         buffers: persistent ones that the files have, and their entries.
         then: the files, as the store remembers them.
+        moved: parameters that zeroth-order training moves.
     """
 
     files: list[File]
@@ -448,6 +449,7 @@ class Found:
     file_count: int = 0
     buffers: Sequence[tuple[torch.Tensor, Entry]] = ()
     then: Sequence[File] = ()
+    moved: frozenset[int] = frozenset()
 
 
 def of_folder(place: Path, model: nn.Module, config: Config) -> Found:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -19,8 +20,10 @@ from lohan.errors import ChecksumError, StoreError, StoreMismatchError
 
 NAME = "journal.lohan"
 BYTES = 64
-# Magic, format, seed, eps, directions of a step, the store's uuid; CRC-32C of what is before it.
-_HEADER = struct.Struct("<4sIQdI16s16x")
+# Magic, format, seed, eps, directions of a step, the store's uuid, what makes z; CRC-32C of what is
+# before it.
+_HEADER = struct.Struct("<4sIQdI16sI12x")
+_RNGS = ("philox", "torch")
 # Magic, direction, step, l+ - l- by 2 eps, lr, weight decay, l+; CRC-32C.
 _RECORD = struct.Struct("<4sIQdddd12x")
 _CRC = struct.Struct("<I")
@@ -58,8 +61,18 @@ class Journal:
         """
         path = Path(directory) / NAME
         header = _sealed(
-            _HEADER.pack(_HEADER_MAGIC, _FORMAT, rule.seed, rule.eps, rule.samples, uuid)
+            _HEADER.pack(
+                _HEADER_MAGIC,
+                _FORMAT,
+                rule.seed,
+                rule.eps,
+                rule.samples,
+                uuid,
+                _RNGS.index(rule.rng),
+            )
         )
+        if path.exists() and path.stat().st_size <= BYTES:
+            path.unlink()  # of a store that never was: it has no step
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -97,6 +110,14 @@ class Journal:
             raise
         return made
 
+    def extend(self, records: Sequence[Record]) -> None:
+        """Add steps, in one write."""
+        first = len(self.records)
+        lines = [line for i, one in enumerate(records) for line in self._lines(one, first + i)]
+        self._write(b"".join(lines), self._end)
+        self._end += BYTES * len(lines)
+        self.records.extend(records)
+
     @property
     def nbytes(self) -> int:
         """Of the file."""
@@ -108,17 +129,17 @@ class Journal:
         Raises:
             StoreError: it cannot be written; the step is not in the journal then.
         """
+        self.extend([record])
+
+    def _lines(self, record: Record, step: int) -> list[bytes]:
         if len(record.gradients) != self.rule.samples:
             raise ValueError(f"{len(record.gradients)} gradients, {self.rule.samples} directions")
-        step = len(self.records)
         losses = record.losses or (float("nan"),) * self.rule.samples
         lines = (
             _RECORD.pack(_RECORD_MAGIC, sample, step, gradient, record.lr, record.decay, loss)
             for sample, (gradient, loss) in enumerate(zip(record.gradients, losses, strict=True))
         )
-        self._write(b"".join(map(_sealed, lines)), self._end)
-        self._end += BYTES * self.rule.samples
-        self.records.append(record)
+        return [*map(_sealed, lines)]
 
     def _write(self, data: bytes, offset: int) -> None:
         done = 0
@@ -140,6 +161,37 @@ class Journal:
             os.close(fd)
 
 
+def place(directories: Sequence[str]) -> str:
+    """Which of a store's directories has the journal; the first, if none."""
+    for directory in directories:
+        if os.path.exists(os.path.join(directory, NAME)):
+            return directory
+    return directories[0]
+
+
+def read(directories: Sequence[str], uuid: bytes) -> tuple[Rule, list[Record]]:
+    """A run's rule, and its steps so far; nothing is changed.
+
+    Raises:
+        StoreError: there is no journal.
+        StoreMismatchError: it is of another store, or of a format that is not known.
+        ChecksumError: a byte of it is wrong.
+    """
+    path = Path(place(directories)) / NAME
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StoreError(
+            error.errno,
+            f"cannot open {path}: {error.strerror}: the store has the weights that zeroth-order"
+            " training began with, and the journal what it did to them: put it back",
+        ) from error
+    try:
+        return _read(path, fd, uuid)
+    finally:
+        os.close(fd)
+
+
 def _sealed(data: bytes) -> bytes:
     return data + _CRC.pack(_core.crc32c(data))
 
@@ -153,8 +205,8 @@ def _read(path: Path, fd: int, uuid: bytes) -> tuple[Rule, list[Record]]:
     header = data[:BYTES]
     if not _is_good(header):
         raise ChecksumError(f"{path}: its header has a wrong checksum")
-    magic, form, seed, eps, samples, of_store = _HEADER.unpack(header[: _HEADER.size])
-    if magic != _HEADER_MAGIC or form != _FORMAT:
+    magic, form, seed, eps, samples, of_store, rng = _HEADER.unpack(header[: _HEADER.size])
+    if magic != _HEADER_MAGIC or form != _FORMAT or rng >= len(_RNGS):
         raise StoreMismatchError(f"{path}: format {magic!r} {form}, this lohan knows {_FORMAT}")
     if of_store != uuid:
         raise StoreMismatchError(f"{path} is the journal of another store ({of_store.hex()})")
@@ -182,7 +234,7 @@ def _read(path: Path, fd: int, uuid: bytes) -> tuple[Rule, list[Record]]:
                 losses=tuple(row[6] for row in rows),
             )
         )
-    return Rule(seed, eps, samples), records
+    return Rule(seed, eps, samples, _RNGS[rng]), records
 
 
 def _all_of(fd: int) -> bytes:

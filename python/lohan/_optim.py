@@ -95,7 +95,84 @@ def check_rule(group: dict[str, Any]) -> None:
             )
 
 
-class Optimizer(torch.optim.Optimizer):
+class StoreOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state a wrapped model's store has: what is the same for every method.
+
+    Its groups are fixed, and its `state_dict()` says which step of which store they belong to.
+    """
+
+    _session: Session | None = None
+
+    def attach(self, session: Session) -> None:
+        """Give the optimizer its session. Called by lohan.wrap."""
+        self._session = session
+
+    def _members_now(self) -> list[set[int]]:
+        """The parameters of each group, by id: the session keeps them alive."""
+        return [{id(p) for p in group["params"]} for group in self.param_groups]
+
+    def rebind(self, tensors: dict[int, nn.Parameter]) -> None:
+        """Put parameters in the places of those without storage, by whose id they are given."""
+        for group in self.param_groups:
+            group["params"] = [tensors.get(id(param), param) for param in group["params"]]
+        self._members = self._members_now()
+
+    @property
+    def session(self) -> Session:
+        """The session that does the work."""
+        if self._session is None:
+            raise UnsupportedError("a lohan.Optimizer is made by lohan.wrap()")
+        return self._session
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the model is wrapped.
+
+        Raises:
+            UnsupportedError: the model is wrapped; parameters have their places.
+        """
+        if getattr(self, "_session", None) is not None:
+            raise UnsupportedError(
+                "parameter groups are fixed at lohan.wrap(): pass them as params="
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups, and which step of which store holds the moments."""
+        state = super().state_dict()
+        state["lohan"] = {"store": self.session.uuid, "step": self.session.step}
+        return state
+
+    def _is_copied_at(self, owner: Any) -> bool:
+        """The state is of the step, of another store, that this one was copied at."""
+        from lohan._snapshot import copied_from
+
+        if not isinstance(owner, dict) or owner.get("step") != self.session.step:
+            return False
+        return [owner.get("store"), owner["step"]] in copied_from(self.session.store)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the groups' hyper-parameters; the moments are the store's.
+
+        Raises:
+            StoreMismatchError: the state belongs to another store, or another step of this one.
+        """
+        state = dict(state_dict)
+        owner = state.pop("lohan", None)
+        mine = {"store": self.session.uuid, "step": self.session.step}
+        if owner != mine and not self._is_copied_at(owner):
+            raise StoreMismatchError(
+                f"the optimizer state is of {owner}, the session is at {mine}: open that store"
+                " with lohan.wrap(..., store=..., resume=True)",
+            )
+        groups = self.param_groups
+        super().load_state_dict(state)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups  # the same dicts: origin, too, has them
+
+
+class Optimizer(StoreOptimizer):
     """AdamW over a wrapped model: the rule of torch.optim.AdamW, in fp32, on lohan's CPU workers.
 
     Updates run while backward does, with the hyper-parameters that the groups have when backward
@@ -121,7 +198,6 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], defaults: dict[str, Any]
     ) -> None:
-        self._session: Session | None = None
         self.origin: torch.optim.Optimizer | None = None
         self.max_grad_norm: float | None = None
         self.grad_norm: float | None = None
@@ -137,20 +213,6 @@ class Optimizer(torch.optim.Optimizer):
             check_rule(group)
             check_hyper(hyper_of(group))
         self.wrapped = [numbers(group) for group in self.param_groups]
-        self._members = self._members_now()
-
-    def attach(self, session: Session) -> None:
-        """Give the optimizer its session. Called by lohan.wrap."""
-        self._session = session
-
-    def _members_now(self) -> list[set[int]]:
-        """The parameters of each group, by id: the session keeps them alive."""
-        return [{id(p) for p in group["params"]} for group in self.param_groups]
-
-    def rebind(self, tensors: dict[int, nn.Parameter]) -> None:
-        """Put parameters in the places of those without storage, by whose id they are given."""
-        for group in self.param_groups:
-            group["params"] = [tensors.get(id(param), param) for param in group["params"]]
         self._members = self._members_now()
 
     def hypers(self) -> list[Hyper]:
@@ -179,13 +241,6 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             check_rule(group)
         return [hyper_of(group) for group in self.param_groups]
-
-    @property
-    def session(self) -> Session:
-        """The session that does the work."""
-        if self._session is None:
-            raise UnsupportedError("a lohan.Optimizer is made by lohan.wrap()")
-        return self._session
 
     def clip_scale(self, square_sum: float, scale: float) -> float:
         """What the step's gradients are multiplied with; keeps their norm in grad_norm.
@@ -266,50 +321,3 @@ class Optimizer(torch.optim.Optimizer):
             ZeroGradError: backward has finished and updates have begun.
         """
         self.session.zero_grad(p for group in self.param_groups for p in group["params"])
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the model is wrapped.
-
-        Raises:
-            UnsupportedError: the model is wrapped; parameters have their places.
-        """
-        if getattr(self, "_session", None) is not None:
-            raise UnsupportedError(
-                "parameter groups are fixed at lohan.wrap(): pass them as params="
-            )
-        super().add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The groups, and which step of which store holds the moments."""
-        state = super().state_dict()
-        state["lohan"] = {"store": self.session.uuid, "step": self.session.step}
-        return state
-
-    def _is_copied_at(self, owner: Any) -> bool:
-        """The state is of the step, of another store, that this one was copied at."""
-        from lohan._snapshot import copied_from
-
-        if not isinstance(owner, dict) or owner.get("step") != self.session.step:
-            return False
-        return [owner.get("store"), owner["step"]] in copied_from(self.session.store)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the groups' hyper-parameters; the moments are the store's.
-
-        Raises:
-            StoreMismatchError: the state belongs to another store, or another step of this one.
-        """
-        state = dict(state_dict)
-        owner = state.pop("lohan", None)
-        mine = {"store": self.session.uuid, "step": self.session.step}
-        if owner != mine and not self._is_copied_at(owner):
-            raise StoreMismatchError(
-                f"the optimizer state is of {owner}, the session is at {mine}: open that store"
-                " with lohan.wrap(..., store=..., resume=True)",
-            )
-        groups = self.param_groups
-        super().load_state_dict(state)
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        self.param_groups = groups  # the same dicts: origin, too, has them

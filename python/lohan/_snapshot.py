@@ -26,8 +26,10 @@ import torch
 
 from lohan import _core, _exit, _store
 from lohan._export import directories_of, find_session
+from lohan._journal import Journal
 from lohan._safetensors import Progress
 from lohan._tensor import in_backward
+from lohan._zo_run import Run, of_store, uuid_of
 from lohan.config import Config
 from lohan.errors import (
     SessionError,
@@ -198,8 +200,11 @@ class _Copy:
         out: Sequence[str],
         config: Config,
         on_change: OnChange | None = None,
+        run: Run | None = None,
     ) -> None:
         self.source = source
+        self.run_copied = run
+        self.journal: Journal | None = None
         said = source.describe()
         if said["is_empty"]:
             raise StoreUncleanError(
@@ -208,7 +213,10 @@ class _Copy:
         self.said = said
         self.out = list(out)
         self.extents = source.extents()
-        self.handle = Snapshot(out, int(said["step"]), on_change)
+        if run is None and "method" in json.loads(said["meta"]):
+            self.run_copied = of_store(source, ())
+        step = said["step"] if self.run_copied is None else len(self.run_copied.records)
+        self.handle = Snapshot(out, int(step), on_change)
         self.handle.total_bytes = sum(
             nbytes for nbytes, _, _, is_zero in self.extents if not is_zero
         )
@@ -226,7 +234,7 @@ class _Copy:
     def _create(self, config: Config) -> _core.Store:
         meta = json.loads(self.said["meta"])
         before = meta.get("copied_from", [])
-        meta["copied_from"] = [*before, [self.said["uuid"], self.said["step"]]]
+        meta["copied_from"] = [*before, [self.said["uuid"], self.handle.step]]
         slots = {group: count for _, group, count, _ in self.extents}
         # A unit that is read in place has a group, and nothing in it.
         groups = [slots.get(group, 1) for group in range(max(slots) + 1)]
@@ -258,7 +266,12 @@ class _Copy:
         """Copy everything and commit it; remove the copy if that fails."""
         try:
             self._move()
-            self.target.commit(self.handle.step, self.said["scalars"])
+            if self.run_copied is not None:
+                rule = self.run_copied.rule
+                self.journal = Journal.create(self.out[0], uuid_of(self.target), rule)
+                self.journal.extend(self.run_copied.records)
+                self.journal.close()
+            self.target.commit(int(self.said["step"]), self.said["scalars"])
             self.handle.is_whole = True
         finally:
             self.target.close()
@@ -268,6 +281,8 @@ class _Copy:
 
     def drop(self) -> None:
         """Remove the copy's files, and the directories that were made for it."""
+        if self.journal is not None:
+            self.journal.path.unlink(missing_ok=True)
         _store.remove(self.out)
         self._remove_made()
 
@@ -399,7 +414,7 @@ def begin(
     try:
         source = _store.open_existing(session.directories, session.config, is_held=True)
         try:
-            copy = _Copy(source, directories_of(out), session.config, on_change)
+            copy = _Copy(source, directories_of(out), session.config, on_change, session.run_now())
         except BaseException:
             source.close()
             raise

@@ -122,6 +122,7 @@ def describe(layout: Layout) -> dict[str, Any]:
             for p in layout.params
         ],
         "units": [[u.name, len(u.params), u.elements, u.nbytes] for u in layout.units],
+        **({"method": layout.method} if layout.method is not None else {}),
     }
 
 
@@ -350,6 +351,7 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
         )
     theirs = json.loads(store.describe()["meta"])
     ours = describe(layout)
+    check_same_method(theirs.get("method"), layout.method)
     if all(theirs.get(key) == ours[key] for key in SAME_KEYS):
         return
     for a, b in zip(theirs["params"], ours["params"], strict=False):
@@ -367,6 +369,26 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
     raise StoreMismatchError(
         "the store has the same parameters in other blocks: pass the blocks= it was made with"
     )
+
+
+def check_same_method(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
+    """Refuse to go on by another method, or with other parameters that it moves.
+
+    Raises:
+        StoreMismatchError: which it was made with.
+    """
+    was, now = ((m or {}).get("name", "adamw") for m in (theirs, ours))
+    if was != now:
+        raise StoreMismatchError(
+            f"the store was made with method={was!r}, not {now!r}: pass that, or begin a new store"
+            " from lohan.export(STORE, OUT) and weights=OUT"
+        )
+    for key, what in (("streams", "that require a gradient"), ("decays", "with weight decay")):
+        if theirs is not None and ours is not None and theirs[key] != ours[key]:
+            raise StoreMismatchError(
+                f"the store was made with other parameters {what}: the journal's steps were made"
+                " with those"
+            )
 
 
 def check_slots(store: _core.Store, config: Config) -> None:

@@ -13,7 +13,7 @@ at position 0 and the records are all that there is to keep.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lohan._direction import Stream
 
@@ -28,11 +28,13 @@ class Rule:
         seed: of z, 64 bits.
         eps: how far the parameters move to either side.
         samples: directions of a step.
+        rng: what makes z: "philox" (_direction.py) or "torch" (_zo_torch.py).
     """
 
     seed: int
     eps: float
     samples: int = 1
+    rng: str = "philox"
 
     @property
     def step_length(self) -> int:
@@ -69,7 +71,15 @@ class Record:
     losses: tuple[float, ...] = ()
 
 
-def operations(rule: Rule, records: list[Record], param: int, begin: int, end: int) -> Iterator[Op]:
+def operations(
+    rule: Rule,
+    records: Sequence[Record],
+    param: int,
+    begin: int,
+    end: int,
+    *,
+    decays: bool = True,
+) -> Iterator[Op]:
     """What leads a parameter from one position to a later one, as _core.zo_apply takes it.
 
     Args:
@@ -78,6 +88,7 @@ def operations(rule: Rule, records: list[Record], param: int, begin: int, end: i
         param: the parameter's number.
         begin: where it is.
         end: where it is to be; not before begin.
+        decays: weight decay is for it.
 
     Raises:
         ValueError: end is before begin, or behind what is recorded.
@@ -97,7 +108,8 @@ def operations(rule: Rule, records: list[Record], param: int, begin: int, end: i
         else:
             record = records[step]
             lr = record.lr / rule.samples
-            yield _op("update", stream, before, record.gradients[sample], lr, record.decay)
+            decay = record.decay if decays else 0.0
+            yield _op("update", stream, before, record.gradients[sample], lr, decay)
         before = stream
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 import shutil
@@ -30,6 +31,7 @@ from lohan import (
     _store,
     _swap,
     _weights,
+    _zo_setup,
 )
 from lohan._accumulate import is_accumulating
 from lohan._block import Layout
@@ -37,9 +39,11 @@ from lohan._export import about
 from lohan._guard import Guard
 from lohan._in_place import Found
 from lohan._model_checks import check_model
-from lohan._optim import DEFAULTS, Optimizer
+from lohan._optim import DEFAULTS, Optimizer, StoreOptimizer
 from lohan._scalars import with_buffers
 from lohan._session import Session
+from lohan._zo_session import ZerothSession
+from lohan._zo_setup import Zeroth
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import (
     BudgetError,
@@ -72,13 +76,13 @@ def wrap(
     blocks: Sequence[nn.Module] | None = None,
     weights: PathLike | None = None,
     init: str | Callable[[nn.Module], None] | None = None,
+    method: str = "adamw",
     config: Config | None = None,
     **settings: Any,
 ) -> nn.Module:
     """Train model with its parameters, master copies and Adam moments on SSD.
 
-    Parameters are in memory only while a block that needs them runs. The numbers are those of AdamW
-    in fp32 in memory.
+    They are in memory only while a block that needs them runs. The numbers are those of fp32 AdamW.
 
     Args:
         model: any module with floating-point parameters on the CPU, fp32, bf16 or fp16 where they
@@ -90,9 +94,8 @@ def wrap(
         betas: decay of the moments. None: (0.9, 0.999).
         eps: added to the root of the second moment. None: 1e-8.
         weight_decay: decoupled weight decay. None: 1e-2.
-        max_grad_norm: scale all gradients of a step so that their norm (in fp64) is at most this,
-            as torch.nn.utils.clip_grad_norm_ does; `model.optimizer.grad_norm` is what it was.
-            Updates then wait for `step()`: schedule "deferred" (so does "auto") or "serial".
+        max_grad_norm: of all gradients (in fp64), as torch.nn.utils.clip_grad_norm_ has it, and
+            `model.optimizer.grad_norm` is what it was. Schedule "deferred" (or "auto"), "serial".
         params: parameter groups as for torch.optim.AdamW; None: all parameters in one group.
         optimizer: a torch.optim.AdamW to go on from (Adam without weight decay, too) instead of lr
             to params: its groups, moments and step counts. It is emptied, `model.optimizer` stands
@@ -100,6 +103,7 @@ def wrap(
         blocks: modules to be blocks; None: found by structure.
         weights: a folder or file of safetensors to fill it from; frozen parameters are read there.
         init: "model" for the model's own initialisation, or a function of a module with parameters.
+        method: "mezo": zeroth-order, by `model.zo_step(closure)`: docs/zeroth-order.md.
         config: settings that do not change the numbers.
         **settings: fields of Config by name (host_bytes=, io=, commit_every=, ...).
 
@@ -108,25 +112,25 @@ def wrap(
 
     Raises:
         ModelError: not a module, no parameters, unsupported dtype or layout: which, and why.
-        BudgetError: host_bytes is too small: how much would fit.
-        StoreError: the store cannot be made or opened (its subclasses name the reason).
+        BudgetError, StoreError: host_bytes is too small; the store cannot be made or opened.
         UnsupportedError: distributed training, a model that is compiled or wrapped already.
 
     Reference:
-        LoHan IV-E (interface), IV-C (active gradient offloading).
+        LoHan IV-E (interface), IV-C (active gradient offloading); ZO2 alg. 1 ("mezo").
     """
+    of_method = _zo_setup.take(settings, max_grad_norm, optimizer)
     made = _settings.make(config, settings, wrap)
     check_model(model, resume or weights is not None or init is not None)
     hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    zeroth = _zo_setup.make(method, model, {**hyper, **of_method}, made)
     _adopt.check(optimizer, {**hyper, "params": params}, resume=resume)
     made = _checked_config(made, max_grad_norm)
-    found = _find(model, made, store, resume, weights)
-    made, layout, budget = _divide(model, blocks, made, found)
-    ours, group_of = _make_optimizer(layout, params, hyper, optimizer)
-    ours.max_grad_norm = max_grad_norm
-    opened = _Opening(model, layout, made, budget, ours, group_of, found)
-    _attach(model, opened.open(store, resume, weights, init), ours)
-    return model
+    with _zo_setup.frozen(zeroth):
+        found = _zo_setup.find(zeroth, _find(model, made, store, resume, weights))
+        made, layout, budget = _divide(model, blocks, made, found)
+        ours, group_of = _make_optimizer(layout, params, hyper, optimizer, zeroth, max_grad_norm)
+        opening = _Opening(model, layout, made, budget, ours, group_of, found, zeroth)
+        return _attach(model, opening.open(store, resume, weights, init), ours)
 
 
 @dataclasses.dataclass
@@ -137,9 +141,10 @@ class _Opening:
     layout: Layout
     config: Config
     budget: dict[str, int]
-    optimizer: Optimizer
+    optimizer: Any  # Optimizer, or ZerothOptimizer
     group_of: dict[int, int]
     found: Found | None = None  # in the files of weights=
+    zeroth: Zeroth | None = None
     room: _core.Store | None = None  # of SSD, for activations; the session's once there is one
 
     def open(
@@ -191,25 +196,17 @@ class _Opening:
             self.layout.in_place.open(self.config)
             if resume:
                 self._compare(extents, store)
+                if self.zeroth is not None:
+                    self.zeroth.go_on(directories, store)
             else:
+                if self.zeroth is not None:
+                    self.zeroth.begin(directories, store)
                 self._fill(extents, store, weights, init)
                 is_filled = True
                 _weights.drop(self.layout)  # not before: a failure must not cost the only copy
             params = zip(tensors, self.layout.params, strict=True)
             self.optimizer.rebind({id(old): param.tensor for old, param in params})
-            session = Session(
-                self.layout,
-                extents,
-                store,
-                self.config,
-                self.budget,
-                directories,
-                self.group_of,
-                len(self.optimizer.param_groups),
-                norms=self.optimizer.max_grad_norm is not None or self.config.loss_scaling,
-                device=_device.plan(self.layout, *_together_bytes(self.layout), self.config),
-                room=self.room,
-            )
+            session = self._session(extents, store, directories)
             session.adopt(self.optimizer)
             session.buffers = _store.buffers(self.model, self.layout, store)
             if resume:
@@ -224,6 +221,8 @@ class _Opening:
                     _weights.recover(self.layout, extents, store)
                 store.close()
                 self.layout.in_place.close()
+                if self.zeroth is not None:
+                    self.zeroth.close(is_lost=not is_filled)
             if not is_filled and not temporary:
                 _store.remove(directories)
             raise
@@ -235,6 +234,27 @@ class _Opening:
             )
         _notes.say(session)
         _buffers.say_rounded(self.model)
+        return session
+
+    def _session(
+        self, extents: _store.Extents, store: _core.Store, directories: list[str]
+    ) -> Session:
+        make: Any = Session
+        if self.zeroth is not None:
+            make = functools.partial(ZerothSession, zeroth=self.zeroth)
+        session: Session = make(
+            self.layout,
+            extents,
+            store,
+            self.config,
+            self.budget,
+            directories,
+            self.group_of,
+            len(self.optimizer.param_groups),
+            norms=self.optimizer.max_grad_norm is not None or self.config.loss_scaling,
+            device=_device.plan(self.layout, *_together_bytes(self.layout), self.config),
+            room=self.room,
+        )
         return session
 
     def _compare(self, extents: _store.Extents, store: _core.Store) -> None:
@@ -287,7 +307,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         opened = _store.reopened(session.directories, session.config, layout)
     with opened as store:
         states = _adopt.read_state(layout, extents, store) if origin is not None else {}
-        values = _weights.read(layout, extents, store)
+    values = session.values()
     session.close()
     _exit.sessions.discard(session)
     session.unhook()
@@ -296,13 +316,16 @@ def unwrap(model: nn.Module) -> nn.Module:
         _adopt.release(origin, layout, states)
     for param, value in zip(layout.params, values, strict=True):
         param.tensor.data = value
+        if param.stream is not None:
+            param.tensor.requires_grad_(True)
     session.device.give_buffers(model)
-    for name in ("lohan", "optimizer", "no_sync", "_lohan_guard"):
-        object.__delattr__(model, name)
+    for name in ("lohan", "optimizer", "no_sync", "zo_step", "_lohan_guard"):
+        if name in model.__dict__:
+            object.__delattr__(model, name)
     return model
 
 
-def _attach(model: nn.Module, session: Session, optimizer: Optimizer) -> None:
+def _attach(model: nn.Module, session: Session, optimizer: Any) -> nn.Module:
     if session.config.heap == "keep" and session.device.torch_device.type == "cpu":
         _core.heap_keep()
     session.hook(model)
@@ -312,6 +335,8 @@ def _attach(model: nn.Module, session: Session, optimizer: Optimizer) -> None:
     object.__setattr__(model, "lohan", session)
     object.__setattr__(model, "optimizer", optimizer)
     object.__setattr__(model, "no_sync", session.no_sync)
+    if isinstance(session, ZerothSession):
+        object.__setattr__(model, "zo_step", session.step_of(model))
     object.__setattr__(model, "_lohan_guard", guard)
     weakref.finalize(model, _exit.close_quietly, session)
     _exit.sessions.add(session)
@@ -319,10 +344,11 @@ def _attach(model: nn.Module, session: Session, optimizer: Optimizer) -> None:
         register_optimizer_step_pre_hook(_refuse_other_optimizer)
     if optimizer.origin is not None:
         _adopt.retire(optimizer.origin, session.layout)
+    return model
 
 
 def _refuse_other_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if isinstance(optimizer, Optimizer):
+    if isinstance(optimizer, StoreOptimizer):
         return
     for session in _exit.sessions:
         names = {} if session.closed else session.param_names()
@@ -503,8 +529,12 @@ def _make_optimizer(
     params: Iterable[dict[str, Any]] | None,
     defaults: dict[str, Any],
     origin: torch.optim.Optimizer | None,
-) -> tuple[Optimizer, dict[int, int]]:
+    zeroth: Zeroth | None,
+    max_grad_norm: float | None,
+) -> tuple[Any, dict[int, int]]:
     """The optimizer, and the group of each parameter."""
+    if zeroth is not None:
+        return zeroth.optimizer(layout, params), {}
     trainable = [p for p in layout.params if layout.units[p.unit].trainable]
     name = "params=" if origin is None else "optimizer="
     if origin is not None:
@@ -528,6 +558,7 @@ def _make_optimizer(
                 )
     given = {name: value for name, value in defaults.items() if value is not None}
     optimizer = Optimizer(groups or [{"params": []}], given)
+    optimizer.max_grad_norm = max_grad_norm
     if origin is not None:
         optimizer.origin = origin
         _adopt.share_hooks(optimizer, origin)

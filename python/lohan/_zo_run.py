@@ -1,0 +1,108 @@
+"""A zeroth-order run as its store and its journal have it: weights of some step, and what followed.
+
+[Note: Base] A store's parameters are those of its last commit, the base. Every step since is in
+the journal, and leads them on, so that journal and base together are the parameters of now.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from lohan import _core, _journal
+from lohan._block import Param
+from lohan._zeroth import Op, Record, Rule, operations
+from lohan._zo_torch import TorchDirections
+
+# Positions of one pass: the core takes 1024 operations.
+PASS_POSITIONS = 1000
+
+
+@dataclasses.dataclass
+class Run:
+    """What is known of a run.
+
+    Attributes:
+        rule: of it.
+        records: of its steps.
+        base: the step of the store's parameters.
+        directions: where torch's generator makes z.
+    """
+
+    rule: Rule
+    records: Sequence[Record]
+    base: int
+    directions: TorchDirections | None = None
+
+    def passes(self, param: Param, begin: int, end: int) -> Iterator[list[Op]]:
+        """What leads a parameter from one position to another, in pieces that the core takes."""
+        assert param.stream is not None
+        for at in range(begin, end, PASS_POSITIONS):
+            until = min(at + PASS_POSITIONS, end)
+            yield [
+                *operations(self.rule, self.records, param.stream, at, until, decays=param.decays)
+            ]
+
+    def lead(self, param: Param, values: torch.Tensor) -> torch.Tensor:
+        """Make a parameter's values of now, in place, of those of the base."""
+        if param.stream is not None:
+            begin, end = self.rule.clean(self.base), self.rule.clean(len(self.records))
+            self.lead_whole(param, values.data_ptr(), begin, end)
+        return values
+
+    def lead_whole(self, param: Param, address: int, begin: int, end: int) -> None:
+        """Lead a parameter in main memory from one position to another."""
+        assert param.stream is not None
+        if self.directions is not None:
+            self.directions.lead(
+                address, self.records, param.stream, begin, end, decays=param.decays
+            )
+            return
+        for ops in self.passes(param, begin, end):
+            _core.zo_apply(address, address, 0, param.count, ops)
+
+    def led(self, param: Param, pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The values of now of a parameter whose base comes in pieces, flat and in order."""
+        if param.stream is None:
+            yield from pieces
+            return
+        if self.directions is not None:  # they are drawn for a whole parameter
+            yield self.lead(param, torch.cat([piece.clone() for piece in pieces]))
+            return
+        begin, end = self.rule.clean(self.base), self.rule.clean(len(self.records))
+        first = 0
+        for piece in pieces:
+            at, count = piece.data_ptr(), piece.numel()
+            for ops in self.passes(param, begin, end):
+                _core.zo_apply(at, at, first, count, ops)
+            yield piece
+            first += count
+
+
+def make(rule: Rule, records: Sequence[Record], base: int, params: Iterable[Param]) -> Run:
+    """A run over the parameters of a layout."""
+    directions = None
+    if rule.rng == "torch":
+        shapes = {p.stream: tuple(p.tensor.shape) for p in params if p.stream is not None}
+        directions = TorchDirections(rule, dict(sorted(shapes.items())))
+    return Run(rule, records, base, directions)
+
+
+def uuid_of(store: _core.Store) -> bytes:
+    """As its journal has it."""
+    return bytes.fromhex(str(store.describe()["uuid"]).replace("-", ""))
+
+
+def of_store(store: _core.Store, params: Iterable[Param]) -> Run:
+    """The run of a store, with its journal as it is now.
+
+    Raises:
+        StoreError: there is none, or it is damaged.
+    """
+    said = store.describe()
+    directories = [os.path.dirname(path) for path, _, _ in said["files"]]
+    rule, records = _journal.read(directories, uuid_of(store))
+    return make(rule, records, int(said["step"]), params)

@@ -1,0 +1,297 @@
+"""The session of zeroth-order training: two forwards a step, and no backward.
+
+[Note: Base and position] To the engine every parameter is frozen: it reads a unit's base, the
+weights that training began with, from the store or from the user's files, and drops it again. Each
+time a unit is pinned the session is asked ([Note: Positions] in _zeroth.py): it leads the bytes in
+memory from where they are, or from the base where they were read anew, to where they are to be.
+What a step did is in the journal; nothing else has to be written, and a parameter is right
+whatever order, placement or loss of memory there was.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lohan import _core, _zo_run
+from lohan._session import Session
+from lohan._tensor import SavedTensors, in_backward
+from lohan._zeroth import Op, Record
+from lohan._zo_run import Run
+from lohan.errors import LentError, StepError, UnsupportedError
+
+if TYPE_CHECKING:
+    from lohan._zo_optim import ZerothOptimizer
+    from lohan._zo_setup import Zeroth
+
+# Elements that one worker changes at a time: 1 MiB of them stay in its cache's reach.
+PIECE_ELEMENTS = 1 << 18
+
+
+class _Where:
+    """A unit's bytes in memory: as of which load, and at which position."""
+
+    __slots__ = ("loads", "position")
+
+    def __init__(self) -> None:
+        self.loads = -1
+        self.position = 0
+
+
+class ZerothSession(Session):
+    """A wrapped model's connection to its engine, with method="mezo".
+
+    Attributes:
+        zeroth: the run.
+    """
+
+    def __init__(self, *args: Any, zeroth: Zeroth, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert zeroth.journal is not None
+        self.zeroth = zeroth
+        self.rule = zeroth.rule
+        self.journal = zeroth.journal
+        moved = {p.unit for p in self.layout.params if p.stream is not None}
+        self._where = {unit: _Where() for unit in moved}
+        base = int(self.store.describe()["step"])
+        self.run = _zo_run.make(self.rule, self.journal.records, base, self.layout.params)
+        self._wanted = self.rule.clean(self.step)
+        self._is_in_step = False
+        self._lost: set[int] = set()  # units whose bytes in memory have to be read again
+        self._rolls_back = False
+        workers = max(1, self._engine_threads())
+        self._pool = concurrent.futures.ThreadPoolExecutor(workers, "lohan-zeroth")
+        self._engine.on_use(self._on_use)
+
+    @property
+    def step(self) -> int:
+        """Steps in the journal."""
+        return len(self.journal.records) if not self.closed else self._last_step
+
+    # --- Positions --------------------------------------------------------------------------
+
+    def _on_use(self, unit: int, address: int, loads: int, pins: int) -> None:
+        """A unit is pinned: lead it to where it is wanted."""
+        where = self._where.get(unit)
+        if where is None:
+            return
+        begin = where.position if where.loads == loads else self.rule.clean(self.run.base)
+        if begin != self._wanted:
+            if pins > 1:
+                raise LentError(
+                    f"block {self.layout.units[unit].name!r} cannot be moved: {pins - 1} tensors"
+                    " are still views of its parameters (kept from a loop over them or from a"
+                    " forward); delete them first"
+                )
+            self._lost.add(unit)  # whoever interrupts this leaves bytes that are at no position
+            self._lead(unit, address, begin, self._wanted)
+            self._lost.discard(unit)
+        where.loads, where.position = loads, self._wanted
+
+    def _lead(self, unit: int, address: int, begin: int, end: int) -> None:
+        if begin > end:
+            raise StepError(f"block {self.layout.units[unit].name!r} cannot go back in a step")
+        if self.run.directions is not None:
+            for param in self.layout.units[unit].params:
+                self.run.lead_whole(param, address + param.first, begin, end)
+            return
+        pieces: list[tuple[int, int, int, list[list[Op]]]] = []
+        for param in self.layout.units[unit].params:
+            passes = [*self.run.passes(param, begin, end)]
+            for first in range(0, param.count, PIECE_ELEMENTS):
+                count = min(PIECE_ELEMENTS, param.count - first)
+                pieces.append((address + param.first + 4 * first, first, count, passes))
+        if len(pieces) == 1:
+            _apply(pieces[0])
+        else:
+            for _ in self._pool.map(_apply, pieces):
+                pass
+
+    # --- A step -----------------------------------------------------------------------------
+
+    def zo_step(self, closure: Callable[[], Any]) -> torch.Tensor:
+        """One step: both losses of each direction, and what they say into the journal.
+
+        Args:
+            closure: runs the model and returns the loss, a number or a tensor of one. It is called
+                twice for each direction, and has to see the same batch each time.
+
+        Returns:
+            The loss on the one side, the mean over the directions.
+
+        Raises:
+            StepError: the loss is no finite number; the step has not happened.
+            HyperParameterError: groups cannot be used as they are.
+        """
+        self.check_open()
+        if self._is_in_step or in_backward() or self._forward_is_alive():
+            raise StepError("zo_step() inside a forward, a backward or another zo_step()")
+        optimizer: Any = self._optimizer
+        made: ZerothOptimizer = optimizer
+        lr, decay = made.rate()
+        self._roll_back()
+        step = self.step
+        gradients, losses = [], []
+        with self._step_opened():
+            for sample in range(self.rule.samples):
+                plus, minus = self._both(closure, step, sample)
+                gradients.append((plus - minus) / (2 * self.rule.eps))
+                losses.append(plus)
+            self.journal.append(Record(lr, decay, tuple(gradients), tuple(losses)))
+        return torch.tensor(sum(losses) / len(losses))
+
+    @contextlib.contextmanager
+    def _step_opened(self) -> Iterator[None]:
+        """In evaluation mode: both runs are to differ by the parameters alone (as MeZO has it)."""
+        around = self.around
+        model = self._model()
+        assert model is not None
+        training = [module for module in model.modules() if module.training]
+        model.eval()
+        self._is_in_step = True
+        self.around = _NOTHING
+        try:
+            with torch.no_grad():
+                yield
+        except BaseException:
+            clean = self.rule.clean(self.step)
+            self._lost.update(u for u, where in self._where.items() if where.position > clean)
+            raise
+        finally:
+            for module in training:
+                module.training = True
+            self._is_in_step = False
+            self.around = around
+            self._wanted = self.rule.clean(self.step)
+
+    def _both(self, closure: Callable[[], Any], step: int, sample: int) -> tuple[float, float]:
+        self._wanted = self.rule.plus(step, sample)
+        plus = _number(closure())
+        self._wanted = self.rule.minus(step, sample)
+        return plus, _number(closure())
+
+    def _roll_back(self) -> None:
+        """What a step that died moved is undone by reading it again."""
+        if not self._lost or self._rolls_back:
+            return
+        if self._forward_depth > 0:
+            self._forward_drop()
+        self._rolls_back = True
+        try:
+            with self.exclusive(sorted(self._lost)):
+                pass
+            self._lost.clear()
+        finally:
+            self._rolls_back = False
+
+    # --- What first-order sessions do otherwise ----------------------------------------------
+
+    def _check_whole(self) -> None:
+        super()._check_whole()
+        self._roll_back()
+
+    def _forward_begin(self, *, is_root: bool) -> None:
+        self._roll_back()
+        super()._forward_begin(is_root=is_root)
+
+    @property
+    def is_underway(self) -> bool:
+        """Inside a forward."""
+        return self._forward_is_alive()
+
+    def values(self) -> list[torch.Tensor]:
+        """Every parameter's, of now."""
+        if not self.closed:
+            return [self.value(param.index) for param in self.layout.params]
+        values = super().values()
+        pairs = zip(self.layout.params, values, strict=True)
+        return [self.run.lead(param, value) for param, value in pairs]
+
+    def run_now(self) -> Run:
+        """The run as it is now, which later steps do not change."""
+        return Run(self.rule, [*self.journal.records], self.run.base)
+
+    def check_edit(self) -> None:
+        """Refuse it.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            'with method="mezo" only steps change parameters: lohan.unwrap(model), change them, and'
+            " wrap it with a new store"
+        )
+
+    def undo_edit(self, index: int) -> None:
+        """Undo in memory what was written there."""
+        self._lost.add(self.layout.params[index].unit)
+
+    def step_of(self, model: nn.Module) -> Callable[[Callable[[], Any]], torch.Tensor]:
+        """`model.zo_step`."""
+        self._model = weakref.ref(model)
+        return self.zo_step
+
+    def commit(self) -> None:
+        """Nothing to wait for: a step is over when its record is on SSD."""
+        self.check_open()
+
+    def restore_scalars(self) -> None:
+        """Take learning rate and weight decay of the last step, where wrap was not given them."""
+        optimizer: Any = self._optimizer
+        made: ZerothOptimizer = optimizer
+        asked = self.zeroth.asked
+        records = self.journal.records
+        said = self.layout.method or {}
+        lr = records[-1].lr if records else said["lr"]
+        decay = records[-1].decay if records else said["weight_decay"]
+        made.go_on(
+            lr if asked["lr"] is None else None,
+            decay if asked["weight_decay"] is None else None,
+        )
+
+    def close(self) -> None:
+        """Stop the engine, release store and journal. Idempotent."""
+        super().close()
+        if os.getpid() == self._owner_pid:
+            self._pool.shutdown()
+            self.journal.close()
+
+
+class _Nothing(SavedTensors):
+    """Nothing is saved in a step."""
+
+    def __init__(self) -> None:
+        pass
+
+    def enter(self) -> None:
+        """Nothing to do."""
+
+    def leave(self) -> None:
+        """Nothing to do."""
+
+
+_NOTHING = _Nothing()
+
+
+def _apply(piece: tuple[int, int, int, list[list[Op]]]) -> None:
+    address, first, count, passes = piece
+    for ops in passes:
+        _core.zo_apply(address, address, first, count, ops)
+
+
+def _number(loss: Any) -> float:
+    value = float(loss)
+    if not math.isfinite(value):
+        raise StepError(
+            f"the loss of a step is {value}: the step has not happened, and parameters are as they"
+            " were before it"
+        )
+    return value

@@ -1,0 +1,205 @@
+"""What `lohan.wrap(method="mezo")` is asked for, and the run that a store and a journal hold."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan import _core, _journal
+from lohan._block import Layout
+from lohan._in_place import Found
+from lohan._journal import Journal
+from lohan._zeroth import Rule
+from lohan._zo_optim import DECAY, LR, ZerothOptimizer
+from lohan._zo_run import uuid_of
+from lohan.config import Config
+from lohan.errors import ModelError, StoreMismatchError, UnsupportedError
+
+METHODS = ("adamw", "mezo")
+RNGS = ("philox", "torch")
+EPS = 1e-3
+_SEEDS = 1 << 64
+_SAMPLES_MAX = 1 << 16
+
+
+@dataclasses.dataclass
+class Zeroth:
+    """A zeroth-order run, from wrap to its session.
+
+    Attributes:
+        moved: the parameters that it moves, which need no gradient from now on.
+        streams: the number of each in the model, by its id: what its z is made from.
+        rule: as wrap was asked; of a run that goes on, what its journal says.
+        asked: what was given by name.
+        journal: once there is one.
+    """
+
+    moved: list[nn.Parameter]
+    streams: dict[int, int]
+    rule: Rule
+    asked: dict[str, Any]
+    journal: Journal | None = None
+
+    def optimizer(self, layout: Layout, params: Iterable[dict[str, Any]] | None) -> ZerothOptimizer:
+        """Make the optimizer, and say of each parameter of the layout what is done to it."""
+        lr, decay = (
+            float(start if self.asked[name] is None else self.asked[name])
+            for name, start in (("lr", LR), ("weight_decay", DECAY))
+        )
+        groups: list[Any] = [{"params": self.moved}]
+        if params is not None:
+            groups = [dict(g) if isinstance(g, dict) else {"params": [g]} for g in params]
+        made = ZerothOptimizer(groups, lr, decay)
+        decays = made.decays()
+        if set(decays) != set(self.streams):
+            raise ModelError(
+                f"params= has {len(decays)} parameters, and {len(self.streams)} of the model"
+                " require a gradient: these are what zeroth-order training moves, all of them"
+            )
+        for param in layout.params:
+            param.stream = self.streams.get(id(param.tensor))
+            param.decays = decays.get(id(param.tensor), True)
+        layout.method = {
+            "name": "mezo",
+            "lr": lr,
+            "weight_decay": decay,
+            "streams": [param.stream for param in layout.params],
+            "decays": [param.decays for param in layout.params],
+        }
+        return made
+
+    def begin(self, directories: Sequence[str], store: _core.Store) -> None:
+        """A new run: its journal is there before any weight is."""
+        self.journal = Journal.create(directories[0], uuid_of(store), self.rule)
+
+    def go_on(self, directories: Sequence[str], store: _core.Store) -> None:
+        """Take the journal of a run, and its rule.
+
+        Raises:
+            StoreMismatchError: wrap was asked for another rule.
+        """
+        self.journal = Journal.open(_journal.place(directories), uuid_of(store))
+        then = self.journal.rule
+        for name, value, was in (
+            ("eps", self.asked["eps"], then.eps),
+            ("seed", self.asked["seed"], then.seed),
+            ("num_samples", self.asked["num_samples"], then.samples),
+            ("rng", self.asked["rng"], then.rng),
+        ):
+            if value is not None and value != was:
+                raise StoreMismatchError(
+                    f"{name}={value!r}, and the run in the store has {name}={was!r}: its steps so"
+                    " far are made with that: leave it out, or begin a new store"
+                )
+        self.rule = then
+
+    def close(self, *, is_lost: bool) -> None:
+        """After an error; is_lost: what was begun is removed."""
+        journal, self.journal = self.journal, None
+        if journal is None:
+            return
+        journal.close()
+        if is_lost:
+            with contextlib.suppress(OSError):
+                os.unlink(journal.path)
+
+
+@contextlib.contextmanager
+def frozen(zeroth: Zeroth | None) -> Iterator[None]:
+    """Nobody is to keep activations for a backward that never comes.
+
+    Parameters that are moved stay so behind the with, unless it ends by an error.
+    """
+    moved = zeroth.moved if zeroth is not None else []
+    for param in moved:
+        param.requires_grad_(False)
+    try:
+        yield
+    except BaseException:
+        for param in moved:
+            param.requires_grad_(True)
+        raise
+
+
+def find(zeroth: Zeroth | None, found: Found | None) -> Found | None:
+    """What make_layout has to know: which parameters move."""
+    if zeroth is None:
+        return found
+    made = found if found is not None else Found([], {}, set())
+    made.moved = frozenset(zeroth.streams)
+    return made
+
+
+def take(settings: dict[str, Any], max_grad_norm: Any, optimizer: Any) -> dict[str, Any]:
+    """Out of wrap's keywords, those that this method is asked about; None where there is none."""
+    taken = {name: settings.pop(name, None) for name in ("seed", "num_samples", "rng")}
+    return {**taken, "max_grad_norm": max_grad_norm, "optimizer": optimizer}
+
+
+def make(method: str, model: nn.Module, asked: dict[str, Any], config: Config) -> Zeroth | None:
+    """What wrap was asked for; None: first-order training.
+
+    Args:
+        method: "adamw" or "mezo".
+        model: to be wrapped.
+        asked: lr, eps, weight_decay, and what take() gave.
+        config: of the session.
+
+    Raises:
+        ModelError: a value that cannot be, or a parameter that cannot be moved.
+        UnsupportedError: something that zeroth-order training has no use for.
+    """
+    if method not in METHODS:
+        raise ModelError(f"method {method!r}: one of {', '.join(METHODS)}")
+    if method == "adamw":
+        for name in ("seed", "num_samples", "rng"):
+            if asked[name] is not None:
+                raise ModelError(f'{name}= is of method="mezo"')
+        return None
+    for name in ("betas", "max_grad_norm", "optimizer"):
+        if asked[name] is not None:
+            raise UnsupportedError(f'{name}= has no meaning with method="mezo": leave it out')
+    for name in ("accumulate", "loss_scaling"):
+        if getattr(config, name) != getattr(Config(), name):
+            raise UnsupportedError(
+                f'{name}= has no meaning with method="mezo", which has no gradients: leave it out'
+            )
+    moved, streams = _moved(model)
+    eps = EPS if asked["eps"] is None else float(asked["eps"])
+    seed = torch.initial_seed() % _SEEDS if asked["seed"] is None else asked["seed"]
+    samples = 1 if asked["num_samples"] is None else asked["num_samples"]
+    if not 0 < eps < float("inf"):
+        raise ModelError(f"eps {eps}: a number above 0")
+    if not (isinstance(seed, int) and 0 <= seed < _SEEDS):
+        raise ModelError(f"seed {seed!r}: a whole number from 0 to 2^64 - 1")
+    if not (isinstance(samples, int) and 0 < samples < _SAMPLES_MAX):
+        raise ModelError(f"num_samples {samples!r}: a whole number from 1 to {_SAMPLES_MAX - 1}")
+    rng = asked["rng"] or RNGS[0]
+    if rng not in RNGS:
+        raise ModelError(f"rng {rng!r}: one of {', '.join(RNGS)}")
+    return Zeroth(moved, streams, Rule(seed, eps, samples, rng), asked)
+
+
+def _moved(model: nn.Module) -> tuple[list[nn.Parameter], dict[int, int]]:
+    moved: list[nn.Parameter] = []
+    streams: dict[int, int] = {}
+    for number, (name, param) in enumerate(model.named_parameters()):
+        if not param.requires_grad or param.numel() == 0:
+            continue
+        if param.dtype != torch.float32:
+            raise ModelError(
+                f'parameter {name!r} is {param.dtype}: method="mezo" moves float32 ones (a step is'
+                " too small for 16 bits): model.float() before lohan.wrap(), or freeze it with"
+                " requires_grad_(False)"
+            )
+        moved.append(param)
+        streams[id(param)] = number
+    if not moved:
+        raise ModelError("no parameter requires a gradient: these are what is moved")
+    return moved, streams

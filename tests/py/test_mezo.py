@@ -1,0 +1,351 @@
+"""Zeroth-order training under lohan is MeZO, bit for bit, wherever the parameters are."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import lohan
+import pytest
+import torch
+from lohan._journal import BYTES, NAME
+from lohan.errors import (
+    HyperParameterError,
+    ModelError,
+    StepError,
+    StoreError,
+    StoreMismatchError,
+    UnsupportedError,
+)
+from mezo_helper import (
+    EPS,
+    LR,
+    SEED,
+    Plain,
+    Settings,
+    batches,
+    differing,
+    gpt2,
+    loss_of,
+    opt,
+    plain_run,
+    steps,
+)
+from torch import nn
+
+STEPS = 20
+# All in memory; blocks come and go; the least that works.
+TIERS = {"memory": None, "some": "9MB", "least": "8.2MB"}
+
+
+def wrapped(model: nn.Module, store: pathlib.Path, tier: str = "memory", **more: Any) -> Any:
+    host = {} if TIERS[tier] is None else {"host_bytes": TIERS[tier]}
+    asked = {"lr": LR, "eps": EPS, "seed": SEED, **host, **more}
+    return lohan.wrap(model, store=store, method="mezo", **asked)
+
+
+CASES = [
+    (opt, "torch", "memory"),
+    (opt, "torch", "least"),
+    (gpt2, "torch", "some"),
+    (opt, "philox", "memory"),
+    (opt, "philox", "least"),
+    (gpt2, "philox", "some"),
+]
+
+
+@pytest.mark.parametrize(("make", "rng", "tier"), CASES, ids=lambda x: getattr(x, "__name__", x))
+def test_losses_and_parameters_are_mezo_s(
+    make: Any, rng: str, tier: str, store_dir: pathlib.Path
+) -> None:
+    data = batches(STEPS)
+    losses, values = plain_run(make, len(data), Settings(rng=rng))
+    model = wrapped(make(), store_dir, tier, rng=rng)
+    assert steps(model, data) == losses
+    assert differing(model, values) == []
+    model.lohan.close()
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_decay_and_several_directions_are_mezo_s(samples: int, store_dir: pathlib.Path) -> None:
+    data = batches(5)
+    settings = Settings(decay=0.1, samples=samples)
+    losses, values = plain_run(opt, len(data), settings)
+    model = wrapped(opt(), store_dir, weight_decay=0.1, num_samples=samples)
+    assert steps(model, data) == losses
+    assert differing(model, values) == []
+    model.lohan.close()
+
+
+def test_a_schedule_s_rates_are_those_of_the_steps(store_dir: pathlib.Path) -> None:
+    data = batches(6)
+    plain = Plain(opt(), Settings())
+    for step, batch in enumerate(data):
+        plain.lr = LR / (1 + step)
+        plain.step(lambda batch=batch: loss_of(plain.model, batch))
+    model = wrapped(opt(), store_dir)
+    schedule = torch.optim.lr_scheduler.LambdaLR(model.optimizer, lambda step: 1 / (1 + step))
+    for batch in data:
+        model.optimizer.step(lambda batch=batch: loss_of(model, batch))
+        schedule.step()
+    assert differing(model, plain.values()) == []
+    model.lohan.close()
+
+
+def test_weights_stay_in_the_user_s_files_and_a_step_writes_64_bytes(
+    store_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    data = batches(6)
+    _, values = plain_run(opt, len(data), Settings())
+    opt().save_pretrained(tmp_path / "base")
+    before = (tmp_path / "base" / "model.safetensors").read_bytes()
+    model = wrapped(opt(), store_dir, weights=tmp_path / "base")
+    written = (store_dir / "lohan.data").stat().st_size
+    steps(model, data)
+    assert differing(model, values) == []
+    model.lohan.close()
+    assert (store_dir / "lohan.data").stat().st_size == written
+    assert model.lohan.layout.units[0].runs
+    assert (store_dir / NAME).stat().st_size == BYTES * (1 + len(data))
+    assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
+
+
+def test_evaluation_between_steps_sees_the_clean_parameters(store_dir: pathlib.Path) -> None:
+    data = batches(4)
+    plain = Plain(opt(), Settings())
+    model = wrapped(opt(), store_dir, "some").eval()
+    for batch in data:
+        assert float(model.zo_step(lambda b=batch: loss_of(model, b))) == float(
+            torch.tensor(plain.step(lambda b=batch: loss_of(plain.model, b)))
+        )
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=batch).logits, plain.model(input_ids=batch).logits)
+        asked = {"max_new_tokens": 3, "do_sample": False}
+        assert torch.equal(
+            model.generate(batch[:1], **asked), plain.model.generate(batch[:1], **asked)
+        )
+    model.lohan.close()
+
+
+def test_export_and_unwrap_give_the_parameters_of_now(
+    store_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    from transformers import OPTForCausalLM
+
+    data = batches(3)
+    _, values = plain_run(opt, len(data), Settings())
+    model = wrapped(opt(), store_dir)
+    steps(model, data)
+    model.save_pretrained(tmp_path / "open")
+    model.lohan.close()
+    lohan.export(store_dir, tmp_path / "closed", dtype="float32")
+    for name in ("open", "closed"):
+        assert differing(OPTForCausalLM.from_pretrained(tmp_path / name), values) == []
+    assert lohan.verify(store_dir).is_whole
+    lohan.unwrap(model)
+    assert differing(model, values) == []
+    assert all(param.requires_grad for param in model.parameters())
+
+
+def test_a_snapshot_goes_on_as_the_run_would_have(
+    store_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    data = batches(5)
+    losses, values = plain_run(opt, len(data), Settings())
+    model = wrapped(opt(), store_dir)
+    steps(model, data[:2])
+    copy = model.lohan.snapshot(store_dir / "copy")
+    steps(model, data[2:])
+    assert copy.wait().step == 2
+    model.lohan.close()
+    again = lohan.wrap(opt(), store=store_dir / "copy", method="mezo", resume=True)
+    assert again.lohan.step == 2
+    assert steps(again, data[2:]) == losses[2:]
+    assert differing(again, values) == []
+    again.lohan.close()
+
+
+def test_a_step_that_dies_has_not_happened(store_dir: pathlib.Path) -> None:
+    data = batches(4)
+    losses, values = plain_run(opt, len(data), Settings())
+    model = wrapped(opt(), store_dir, "some")
+    first = steps(model, data[:2])
+
+    def failing(count: int, make: Any) -> Any:
+        calls: list[int] = []
+
+        def closure() -> Any:
+            calls.append(0)
+            loss = loss_of(model, data[2])
+            return make(loss) if len(calls) == count else loss
+
+        return closure
+
+    def fail(loss: Any) -> Any:
+        raise KeyError("a batch")
+
+    for count in (1, 2):
+        with pytest.raises(KeyError, match="a batch"):
+            model.zo_step(failing(count, fail))
+        with pytest.raises(StepError, match="loss of a step is nan"):
+            model.zo_step(failing(count, lambda loss: loss * float("nan")))
+    assert model.lohan.step == 2
+    assert first + steps(model, data[2:]) == losses
+    assert differing(model, values) == []
+    model.lohan.close()
+
+
+def test_only_what_requires_a_gradient_moves(store_dir: pathlib.Path) -> None:
+    def half() -> nn.Module:
+        model = opt()
+        for name, param in model.named_parameters():
+            param.requires_grad_("fc" in name)
+        return model
+
+    data = batches(4)
+    losses, values = plain_run(half, len(data), Settings())
+    model = wrapped(half(), store_dir, "some")
+    assert steps(model, data) == losses
+    assert differing(model, values) == []
+    model.lohan.close()
+
+
+def test_adapters_move_and_are_saved_by_peft(
+    store_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+
+    def adapted() -> Any:
+        model = get_peft_model(
+            opt(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian")
+        )
+        torch.manual_seed(1)
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(param)
+        return model
+
+    data = batches(4)
+    losses, values = plain_run(adapted, len(data), Settings())
+    model = wrapped(adapted(), store_dir)
+    assert steps(model, data) == losses
+    model.save_pretrained(tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    moved = {name.replace(".default", ""): v for name, v in values.items() if "lora_" in name}
+    assert saved.keys() == moved.keys()
+    assert all(torch.equal(saved[name], moved[name]) for name in saved)
+    model.lohan.close()
+
+
+# --- Resuming -------------------------------------------------------------------------------------
+
+WORKER = """
+import sys
+import lohan
+from mezo_helper import batches, loss_of, opt
+resume = sys.argv[2] == "resume"
+more = {} if resume else {"lr": 1e-4, "eps": 1e-3, "seed": 7}
+model = lohan.wrap(opt(), store=sys.argv[1], method="mezo", resume=resume, **more)
+print("ready", flush=True)
+for batch in batches(1000)[model.lohan.step:]:
+    model.zo_step(lambda: loss_of(model, batch))
+    print(model.lohan.step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("moments", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_killed_run_resumes_bit_for_bit(moments: int, store_dir: pathlib.Path) -> None:
+    here = pathlib.Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}
+    for moment in range(moments):
+        kind = "resume" if moment else "new"
+        worker = subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(store_dir), kind],
+            stdout=subprocess.PIPE,
+            env=env,
+            text=True,
+        )
+        assert worker.stdout is not None
+        for _ in range(2 + moment % 3):
+            worker.stdout.readline()
+        time.sleep(0.003 * (moment % 7))
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+        worker.stdout.close()
+    model = lohan.wrap(opt(), store=store_dir, method="mezo", resume=True)
+    done = model.lohan.step
+    assert done >= moments
+    _, values = plain_run(opt, done, Settings())
+    assert differing(model, values) == []
+    assert model.optimizer.param_groups[0]["lr"] == LR
+    model.lohan.close()
+
+
+def test_a_run_goes_on_by_its_own_rule_only(store_dir: pathlib.Path) -> None:
+    model = wrapped(opt(), store_dir)
+    steps(model, batches(1))
+    model.lohan.close()
+    for more, what in (({"eps": 2e-3}, "eps"), ({"seed": 8}, "seed"), ({"rng": "torch"}, "rng")):
+        with pytest.raises(StoreMismatchError, match=what):
+            lohan.wrap(opt(), store=store_dir, method="mezo", resume=True, **more)
+    with pytest.raises(StoreMismatchError, match="method='mezo', not 'adamw'"):
+        lohan.wrap(opt(), store=store_dir, resume=True)
+    frozen = opt()
+    frozen.lm_head.weight.requires_grad_(False)
+    with pytest.raises(StoreError):
+        lohan.wrap(frozen, store=store_dir, method="mezo", resume=True)
+    (store_dir / NAME).rename(store_dir / "away")
+    with pytest.raises(StoreError, match="journal"):
+        lohan.wrap(opt(), store=store_dir, method="mezo", resume=True)
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+
+def test_what_has_no_meaning_is_refused_by_name(store_dir: pathlib.Path) -> None:
+    for more, error in (
+        ({"max_grad_norm": 1.0}, UnsupportedError),
+        ({"betas": (0.9, 0.99)}, UnsupportedError),
+        ({"accumulate": 2}, UnsupportedError),
+        ({"eps": 0.0}, ModelError),
+        ({"num_samples": 0}, ModelError),
+        ({"seed": -1}, ModelError),
+        ({"rng": "dice"}, ModelError),
+        ({"lr": float("nan")}, HyperParameterError),
+    ):
+        model = opt()
+        with pytest.raises(error, match=next(iter(more))):
+            wrapped(model, store_dir, **more)
+        assert all(param.requires_grad for param in model.parameters())
+    with pytest.raises(ModelError, match="float32"):
+        wrapped(opt().bfloat16(), store_dir)
+    with pytest.raises(ModelError, match="method"):
+        lohan.wrap(opt(), store=store_dir, method="sgd")
+    with pytest.raises(ModelError, match="mezo"):
+        lohan.wrap(opt(), store=store_dir, seed=1)
+    assert list(store_dir.iterdir()) == []
+
+
+def test_parameters_are_changed_by_steps_alone(store_dir: pathlib.Path) -> None:
+    data = batches(2)
+    _, values = plain_run(opt, len(data), Settings())
+    model = wrapped(opt(), store_dir)
+    steps(model, data)
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(UnsupportedError, match="only steps change"):
+        model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+    with pytest.raises(UnsupportedError, match="only steps change"), torch.no_grad():
+        for _, param in model.named_parameters():
+            param.zero_()
+    with pytest.raises(StepError, match="no gradients"):
+        model.optimizer.step()
+    with pytest.raises(StepError, match="inside"):
+        model.zo_step(lambda: model.zo_step(lambda: loss_of(model, data[0])))
+    assert differing(model, values) == []
+    model.lohan.close()
