@@ -20,9 +20,11 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import paper_tables
+import zo2_tables
 from lohan import _largest, _machines, _plan
 from lohan.errors import LohanError
 from lohan.simulate import Options, Step, simulate
+from paper_tables import table
 
 GB = 10**9
 MACHINE = "paper-4090"
@@ -50,7 +52,7 @@ TEXT = """# What the papers measured, and what the simulator says
 
 Made by `make paper`. The engine that trains runs in virtual time on LoHan's server; five
 constants of it are fitted on the rows of batch 32 of the first table (docs/machines.md), nothing
-else is.
+else is. Zeroth-order steps, on ZO2's machine, are the last five sections, and say what is fitted.
 """
 
 SWAPPED_TEXT = """\
@@ -130,12 +132,6 @@ class Runs:
         self.ask(case)
         step: Step | None = self.steps[case].result()
         return step
-
-
-def table(head: str, rows: Iterator[list[str]]) -> str:
-    columns = head.split("|")
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def measured(runs: Runs) -> Iterator[list[str]]:
@@ -319,6 +315,7 @@ def main() -> None:
                 "without|" + "|".join(f"{ssds} SSD, {gb} GB" for ssds, gb in PLACES),
                 attributed(runs),
             ),
+            *zo2_tables.parts(zo2_tables.rows_read(), _machines.load(zo2_tables.MACHINE)),
         ]
         words.out.write_text("\n".join(parts), encoding="utf-8")
     print(f"{words.out} is written")

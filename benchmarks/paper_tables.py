@@ -18,6 +18,7 @@ import dataclasses
 import os
 import pathlib
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 
 from lohan import _machines, _plan
@@ -69,6 +70,13 @@ def errors(rows: list[Row], machine: _machines.Machine, pool: ProcessPoolExecuto
 
 def mean(values: list[float]) -> float:
     return sum(abs(value) for value in values) / len(values)
+
+
+def table(head: str, rows: Iterable[list[str]]) -> str:
+    """As Markdown; head has its columns between bars."""
+    columns = head.split("|")
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def fit(

@@ -29,7 +29,8 @@ static int module_exec(PyObject *module)
         PyModule_AddIntConstant(module, "TRACE_COUNT_MAX", LH_ENGINE_TRACE_COUNT_MAX) < 0)
         return -1;
     if (lhpy_adam_register(module) < 0 || lhpy_doctor_register(module) < 0 ||
-        lhpy_plan_register(module) < 0 || lhpy_zo_register(module) < 0)
+        lhpy_plan_register(module) < 0 || lhpy_zo_register(module) < 0 ||
+        lhpy_zeroth_register(module) < 0)
         return -1;
     return 0;
 }

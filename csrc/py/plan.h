@@ -22,5 +22,7 @@ PyObject *lhpy_plan_raise(const struct lh_error *err);
 
 /* Add plan, plan_step and plan_policies to module. 0, or -1 with a Python error. */
 int lhpy_plan_register(PyObject *module);
+/* The same of zeroth_step (zeroth.c). */
+int lhpy_zeroth_register(PyObject *module);
 
 #endif

@@ -28,6 +28,11 @@ class Machine(_plan.Machine):
         ssd_sync_ns: of a flush.
         link_latency_ns: of a copy to or from the GPU.
         worker_count: threads of the CPU that update.
+        gpu_fp32_flop_per_s: what the GPU sustains in fp32; 0: not known. This and the next three
+            are looked at by zeroth-order steps only.
+        gpu_memory_bytes_per_s: that its memory moves in operations that are no products.
+        gpu_alloc_bytes_per_s: that it allocates and gives back.
+        gpu_reserved_bytes: of its memory, what its driver, libraries and allocator hold.
     """
 
     name: str
@@ -36,6 +41,10 @@ class Machine(_plan.Machine):
     ssd_sync_ns: int = 200_000
     link_latency_ns: int = 10_000
     worker_count: int = 4
+    gpu_fp32_flop_per_s: int = 0
+    gpu_memory_bytes_per_s: int = 0
+    gpu_alloc_bytes_per_s: int = 0
+    gpu_reserved_bytes: int = 0
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Machine)}
@@ -46,6 +55,10 @@ _MAY_BE_ZERO = {
     "ssd_latency_ns",
     "ssd_sync_ns",
     "link_latency_ns",
+    "gpu_fp32_flop_per_s",
+    "gpu_memory_bytes_per_s",
+    "gpu_alloc_bytes_per_s",
+    "gpu_reserved_bytes",
 }
 _MOST = {"ssd_count": SSD_COUNT_MAX, "worker_count": _WORKER_COUNT_MAX}
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lohan import _machines, _models, _plan, _progress
+from lohan import _machines, _models, _plan, _progress, _simulate_zeroth
 from lohan._machines import Machine
 from lohan._simulate_timeline import Timeline
 from lohan.errors import MachineError, UnsupportedError
@@ -309,3 +309,36 @@ def run(request: Request, console: Console | None) -> dict[str, Any]:
         if request.plot is not None:
             _draw_sweep(name, answers, title, request.plot)
     return answer
+
+
+def run_zeroth(
+    machine: Machine,
+    shape: dict[str, Any],
+    words: tuple[str, str, str | None],
+    console: Console | None,
+) -> dict[str, Any]:
+    """A zeroth-order step, shown if there is a console.
+
+    Args:
+        machine: to run on.
+        shape: model (a decoder's name), batch, seq.
+        words: policy, dtype, and format of the link.
+        console: or None.
+
+    Raises:
+        MachineError, ModelError: as `_simulate_zeroth` has them.
+    """
+    model = _simulate_zeroth.decoder(shape["model"], batch=shape["batch"], seq=shape["seq"])
+    options = _simulate_zeroth.Options(*words)
+    step = _simulate_zeroth.simulate(model, machine, options)
+    if console is not None:
+        console.print(
+            f"{model.name}, {model.tokens:,} tokens a step, {options.dtype} by {options.policy} on"
+            f" {machine.name}\na step takes {step.step_ns / 1e9:.3f} s: {step.tokens_per_s:,.0f}"
+            f" tokens/s; bound by: {step.bound_by}; {_size(step.link_bytes)} cross the link each"
+            f" way\nthe GPU has to have {_size(step.gpu_bytes)}, and has"
+            f" {_size(machine.gpu_bytes)}{'' if step.fits else ': it does not fit'}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return step.as_dict()

@@ -239,8 +239,23 @@ def bench(directories: tuple[str, ...], save: Path | None, json_wanted: bool, **
 @click.option("--model", required=True, help=MODEL_HELP)
 @click.option("--machine", default="gaming-pc", show_default=True, help=MACHINE_HELP)
 @click.option("--batch", default=8, show_default=True, help=BATCH_HELP)
+@click.option(
+    "--zeroth",
+    metavar="POLICY",
+    help="A zeroth-order step: zo2, mezo, no_overlap, no_reuse or no_deferred.",
+)
+@click.option("--dtype", help="Of a zeroth-order step: fp32 (unless told), fp16 or amp.")
+@click.option("--link", help="Format in which its blocks cross the link: fp32, fp16, bf16, fp8.")
 @_step_options
-def simulate(machine: str, changes: tuple[str, ...], json_wanted: bool, **words: Any) -> None:
+def simulate(
+    machine: str,
+    changes: tuple[str, ...],
+    json_wanted: bool,
+    zeroth: str | None,
+    dtype: str | None,
+    link: str | None,
+    **words: Any,
+) -> None:
     """Say how long a training step takes on a machine that need not be here, and what bounds it.
 
     The engine that trains runs in virtual time. docs/machines.md says what a machine is.
@@ -249,7 +264,17 @@ def simulate(machine: str, changes: tuple[str, ...], json_wanted: bool, **words:
 
     here = _machines.change(_machines.load(machine), changes)
     console = None if json_wanted else Console()
-    answer = _simulate_show.run(_simulate_show.request(here, **words), console)
+    if zeroth is not None:
+        others = [name for name in ("schedule", "commit_every", "sweep", "plot") if words[name]]
+        if others or words["policy"] != "auto":
+            name = (others or ["policy"])[0].replace("_", "-")
+            raise click.UsageError(f"--zeroth goes without --{name}")
+        shape = {name: words[name] for name in ("model", "batch", "seq")}
+        answer = _simulate_show.run_zeroth(here, shape, (zeroth, dtype or "fp32", link), console)
+    elif dtype or link:
+        raise click.UsageError("--dtype and --link are of a zeroth-order step: --zeroth zo2")
+    else:
+        answer = _simulate_show.run(_simulate_show.request(here, **words), console)
     if json_wanted:
         _write_json(answer, None)
 
