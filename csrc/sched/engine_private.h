@@ -156,8 +156,8 @@ struct lh_unit {
     uint32_t waiter_count;
     struct lh_transfer load; /* or, while it is_flushing, a write */
     _Atomic uint32_t load_count;
-    bool is_param_dirty;     /* P in the region is newer than in any slot: a commit writes it */
-    bool is_flushing;        /* that is under way: no update begins */
+    bool is_param_dirty; /* P in the region is newer than in any slot: a commit writes it */
+    bool is_flushing;    /* that is under way: no update begins */
     const struct lh_in_place_unit *in_place; /* NULL: it is in the store */
     bool in_place_moves;
     uint64_t seam_first;

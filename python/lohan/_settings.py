@@ -73,11 +73,11 @@ def check(config: Config) -> None:
     Raises:
         ModelError: says which, and what could be.
     """
-    every = config.commit_every
-    is_named = every in ("auto", "never", "manual")
-    if not is_named and not (isinstance(every, int) and 0 < every < 1 << 63):
+    commits = config.commit_every
+    is_named = commits in ("auto", "never", "manual")
+    if not is_named and not (isinstance(commits, int) and 0 < commits < 1 << 63):
         raise ModelError(
-            f"commit_every {every!r}: 'auto', 'never', 'manual' or a number of steps from 1"
+            f"commit_every {commits!r}: 'auto', 'never', 'manual' or a number of steps from 1"
         )
     if config.io not in ("auto", "io_uring", "libaio", "threads"):
         raise ModelError(f"io {config.io!r}: 'auto', 'io_uring', 'libaio' or 'threads'")
@@ -87,6 +87,9 @@ def check(config: Config) -> None:
         raise ModelError(f"frozen {config.frozen!r}: 'in_place' or 'copy'")
     if config.heap not in ("keep", "system"):
         raise ModelError(f"heap {config.heap!r}: 'keep' or 'system'")
+    every = config.write_every
+    if every not in ("auto", "never") and not (isinstance(every, int) and 0 < every < 1 << 31):
+        raise ModelError(f"write_every {every!r}: 'auto', 'never' or a number of steps from 1")
     if config.schedule not in SCHEDULES:
         raise ModelError(f"schedule {config.schedule!r}: one of {', '.join(SCHEDULES)}")
     _activations.check(config.activations)

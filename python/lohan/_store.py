@@ -91,8 +91,10 @@ def plan_extents(layout: Layout, single_slot: bool) -> Extents:
         single_slot: one slot for everything (commit_every="never").
     """
     extents = Extents([], [], [])
+    is_written = (layout.method or {}).get("write_every") is not None
     for group, unit in enumerate(layout.units):
-        extents.groups.append(1 if single_slot or not unit.trainable else 2)
+        is_kept = not unit.trainable and not (is_written and unit.params[0].stream is not None)
+        extents.groups.append(1 if single_slot or is_kept else 2)
 
         def add(nbytes: int, group: int = group) -> int:
             extents.table.append((nbytes, group))

@@ -37,13 +37,15 @@ PIECE_ELEMENTS = 1 << 18
 
 
 class _Where:
-    """A unit's bytes in memory: as of which load, and at which position."""
+    """A unit's bytes in memory: where, as of which load, at which position; and what SSD has."""
 
-    __slots__ = ("loads", "position")
+    __slots__ = ("address", "base", "loads", "position")
 
-    def __init__(self) -> None:
+    def __init__(self, base: int) -> None:
+        self.address = 0
         self.loads = -1
         self.position = 0
+        self.base = base  # a step
 
 
 class ZerothSession(Session):
@@ -51,6 +53,7 @@ class ZerothSession(Session):
 
     Attributes:
         zeroth: the run.
+        written_bytes: of parameters, by this session.
     """
 
     def __init__(self, *args: Any, zeroth: Zeroth, **kwargs: Any) -> None:
@@ -60,8 +63,9 @@ class ZerothSession(Session):
         self.rule = zeroth.rule
         self.journal = zeroth.journal
         moved = {p.unit for p in self.layout.params if p.stream is not None}
-        self._where = {unit: _Where() for unit in moved}
         base = int(self.store.describe()["step"])
+        self._where = {unit: _Where(base) for unit in sorted(moved)}
+        self.written_bytes = 0
         self.run = _zo_run.make(self.rule, self.journal.records, base, self.layout.params)
         self._wanted = self.rule.clean(self.step)
         self._is_in_step = False
@@ -83,7 +87,8 @@ class ZerothSession(Session):
         where = self._where.get(unit)
         if where is None:
             return
-        begin = where.position if where.loads == loads else self.rule.clean(self.run.base)
+        where.address = address
+        begin = where.position if where.loads == loads else self.rule.clean(where.base)
         if begin != self._wanted:
             if pins > 1:
                 raise LentError(
@@ -146,6 +151,9 @@ class ZerothSession(Session):
                 gradients.append((plus - minus) / (2 * self.rule.eps))
                 losses.append(plus)
             self.journal.append(Record(lr, decay, tuple(gradients), tuple(losses)))
+        every = self.zeroth.write_every
+        if every is not None and self.step % every == 0:
+            self.write_back()
         return torch.tensor(sum(losses) / len(losses))
 
     @contextlib.contextmanager
@@ -177,6 +185,30 @@ class ZerothSession(Session):
         plus = _number(closure())
         self._wanted = self.rule.minus(step, sample)
         return plus, _number(closure())
+
+    def write_back(self) -> None:
+        """Write every parameter as it is now, and commit: the next session begins there.
+
+        Where the store has no room for that (write_every="never"), nothing happens.
+        """
+        self._check_whole()
+        if self.zeroth.write_every is None:
+            return
+        for unit, where in self._where.items():
+            nbytes, extent = self.layout.units[unit].nbytes, self.extents.units[unit].param
+            self._engine.acquire(unit)
+            try:
+                with self.exclusive([]) as store:
+                    # One call: a Ctrl-C comes behind it. No commit names what was written so far.
+                    store.write(extent, 0, where.address, nbytes)
+                    where.base = self.step
+            finally:
+                self._engine.release(unit)
+            self.written_bytes += nbytes
+        with self.exclusive([]) as store:
+            self.holds.wait_none()
+            store.commit(self.step, store.describe()["scalars"])
+            self.run.base = self.step
 
     def _roll_back(self) -> None:
         """What a step that died moved is undone by reading it again."""
@@ -240,7 +272,7 @@ class ZerothSession(Session):
         return self.zo_step
 
     def commit(self) -> None:
-        """Nothing to wait for: a step is over when its record is on SSD."""
+        """Nothing to wait for: a step is over when its record is on SSD. See write_back()."""
         self.check_open()
 
     def restore_scalars(self) -> None:

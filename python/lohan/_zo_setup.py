@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan import _core, _journal
+from lohan import _core, _journal, _zo_plan
 from lohan._block import Layout
 from lohan._in_place import Found
 from lohan._journal import Journal
@@ -37,6 +38,7 @@ class Zeroth:
         streams: the number of each in the model, by its id: what its z is made from.
         rule: as wrap was asked; of a run that goes on, what its journal says.
         asked: what was given by name.
+        write_every: steps between writes of the parameters; None: they are never written.
         journal: once there is one.
     """
 
@@ -44,6 +46,7 @@ class Zeroth:
     streams: dict[int, int]
     rule: Rule
     asked: dict[str, Any]
+    write_every: int | None = None
     journal: Journal | None = None
 
     def optimizer(self, layout: Layout, params: Iterable[dict[str, Any]] | None) -> ZerothOptimizer:
@@ -69,6 +72,7 @@ class Zeroth:
             "name": "mezo",
             "lr": lr,
             "weight_decay": decay,
+            "write_every": self.write_every,
             "streams": [param.stream for param in layout.params],
             "decays": [param.decays for param in layout.params],
         }
@@ -98,6 +102,14 @@ class Zeroth:
                     " far are made with that: leave it out, or begin a new store"
                 )
         self.rule = then
+        was_every = json.loads(store.describe()["meta"])["method"]["write_every"]
+        every = self.asked["write_every"]
+        if was_every is None and isinstance(every, int):
+            raise StoreMismatchError(
+                f'write_every={every}, and the store was made with "never": it has no room for'
+                " parameters that are written: leave it out, or begin a new store"
+            )
+        self.write_every = was_every if every == "auto" else None if every == "never" else every
 
     def close(self, *, is_lost: bool) -> None:
         """After an error; is_lost: what was begun is removed."""
@@ -127,12 +139,15 @@ def frozen(zeroth: Zeroth | None) -> Iterator[None]:
         raise
 
 
-def find(zeroth: Zeroth | None, found: Found | None) -> Found | None:
-    """What make_layout has to know: which parameters move."""
+def find(zeroth: Zeroth | None, found: Found | None, *, resume: bool) -> Found | None:
+    """What make_layout has to know: which parameters move, and which of these stay in files."""
     if zeroth is None:
         return found
     made = found if found is not None else Found([], {}, set())
     made.moved = frozenset(zeroth.streams)
+    if zeroth.write_every is not None and not resume:
+        made.in_place -= made.moved
+        made.file_count *= bool(made.in_place)
     return made
 
 
@@ -142,7 +157,9 @@ def take(settings: dict[str, Any], max_grad_norm: Any, optimizer: Any) -> dict[s
     return {**taken, "max_grad_norm": max_grad_norm, "optimizer": optimizer}
 
 
-def make(method: str, model: nn.Module, asked: dict[str, Any], config: Config) -> Zeroth | None:
+def make(
+    method: str, model: nn.Module, asked: dict[str, Any], config: Config, store: Any
+) -> Zeroth | None:
     """What wrap was asked for; None: first-order training.
 
     Args:
@@ -150,6 +167,7 @@ def make(method: str, model: nn.Module, asked: dict[str, Any], config: Config) -
         model: to be wrapped.
         asked: lr, eps, weight_decay, and what take() gave.
         config: of the session.
+        store: its directories, as wrap was given them; None: a temporary one.
 
     Raises:
         ModelError: a value that cannot be, or a parameter that cannot be moved.
@@ -165,7 +183,7 @@ def make(method: str, model: nn.Module, asked: dict[str, Any], config: Config) -
     for name in ("betas", "max_grad_norm", "optimizer"):
         if asked[name] is not None:
             raise UnsupportedError(f'{name}= has no meaning with method="mezo": leave it out')
-    for name in ("accumulate", "loss_scaling"):
+    for name in ("accumulate", "loss_scaling", "commit_every"):
         if getattr(config, name) != getattr(Config(), name):
             raise UnsupportedError(
                 f'{name}= has no meaning with method="mezo", which has no gradients: leave it out'
@@ -183,7 +201,23 @@ def make(method: str, model: nn.Module, asked: dict[str, Any], config: Config) -
     rng = asked["rng"] or RNGS[0]
     if rng not in RNGS:
         raise ModelError(f"rng {rng!r}: one of {', '.join(RNGS)}")
-    return Zeroth(moved, streams, Rule(seed, eps, samples, rng), asked)
+    asked = {**asked, "write_every": config.write_every}
+    made = Zeroth(moved, streams, Rule(seed, eps, samples, rng), asked)
+    made.write_every = _every(made, model, config, store)
+    return made
+
+
+def _every(made: Zeroth, model: nn.Module, config: Config, store: Any) -> int | None:
+    if config.write_every == "never":
+        return None
+    if isinstance(config.write_every, int):
+        return config.write_every
+    if _zo_plan.fits(config, sum(p.numel() * p.element_size() for p in model.parameters())):
+        return None
+    if made.rule.rng == "torch":
+        return 1  # to draw again is slower than any SSD
+    names = [] if store is None else [store] if isinstance(store, str | os.PathLike) else [*store]
+    return _zo_plan.measured_every(config, [os.path.expanduser(os.fspath(n)) for n in names])
 
 
 def _moved(model: nn.Module) -> tuple[list[nn.Parameter], dict[int, int]]:

@@ -100,6 +100,10 @@ class Config:
         frozen: parameters that require no gradient, of a model with weights=: "in_place": they are
             read from those files whenever they are needed, and are not in the store; "copy": they
             are copied into it (where the files are on a slower disk, or will go away).
+        write_every: with method="mezo", steps between writes of the parameters to the store; in
+            between the journal has what is new. "never": they stay where they are, and the journal
+            alone grows. "auto": never where all of them fit in memory, else what the measured rates
+            of the SSDs and of the generator ask for.
         verify: check the checksums of everything that is read.
         trace_events: events of the timeline that are kept; 0: none.
         allow_buffered: go on without O_DIRECT where the file system refuses it.
@@ -126,6 +130,7 @@ class Config:
     emu_bytes_per_s: tuple[int, int] | None = None
     heap: Literal["keep", "system"] = "keep"
     frozen: Literal["in_place", "copy"] = "in_place"
+    write_every: int | Literal["auto", "never"] = "auto"
     verify: bool = True
     trace_events: int = 0
     allow_buffered: bool = True

@@ -122,11 +122,12 @@ def wrap(
     made = _settings.make(config, settings, wrap)
     check_model(model, resume or weights is not None or init is not None)
     hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    zeroth = _zo_setup.make(method, model, {**hyper, **of_method}, made)
+    zeroth = _zo_setup.make(method, model, {**hyper, **of_method}, made, store)
     _adopt.check(optimizer, {**hyper, "params": params}, resume=resume)
     made = _checked_config(made, max_grad_norm)
     with _zo_setup.frozen(zeroth):
-        found = _zo_setup.find(zeroth, _find(model, made, store, resume, weights))
+        there = _find(model, made, store, resume, weights)
+        found = _zo_setup.find(zeroth, there, resume=resume)
         made, layout, budget = _divide(model, blocks, made, found)
         ours, group_of = _make_optimizer(layout, params, hyper, optimizer, zeroth, max_grad_norm)
         opening = _Opening(model, layout, made, budget, ours, group_of, found, zeroth)

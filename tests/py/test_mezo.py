@@ -14,6 +14,7 @@ import lohan
 import pytest
 import torch
 from lohan._journal import BYTES, NAME
+from lohan._zo_plan import best_every
 from lohan.errors import (
     HyperParameterError,
     ModelError,
@@ -113,6 +114,69 @@ def test_weights_stay_in_the_user_s_files_and_a_step_writes_64_bytes(
     assert model.lohan.layout.units[0].runs
     assert (store_dir / NAME).stat().st_size == BYTES * (1 + len(data))
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("every", [1, 3, 8])
+@pytest.mark.parametrize("tier", ["memory", "least"])
+def test_a_write_every_k_steps_changes_no_bit_and_is_counted(
+    tier: str, every: int, store_dir: pathlib.Path
+) -> None:
+    losses, values = plain_run(opt, 16, Settings())
+    data = batches(16)
+    model = wrapped(opt(), store_dir, tier, write_every=every)
+    assert steps(model, data[:11]) == losses[:11]
+    # All parameters, once in K steps.
+    layout = model.lohan.layout
+    assert model.lohan.written_bytes == 11 // every * sum(unit.nbytes for unit in layout.units)
+    model.lohan.close()
+    assert lohan.verify(store_dir).step == 11 // every * every
+    lohan.snapshot(store_dir, store_dir / "copy").wait()
+    for place in (store_dir, store_dir / "copy"):
+        again = lohan.wrap(opt(), store=place, method="mezo", resume=True)
+        assert again.lohan.step == 11
+        assert steps(again, data[11:]) == losses[11:]
+        assert differing(again, values) == []
+        again.lohan.close()
+
+
+def test_a_snapshot_between_writes_has_the_step_it_says(store_dir: pathlib.Path) -> None:
+    losses, _ = plain_run(opt, 8, Settings())
+    data = batches(8)
+    model = wrapped(opt(), store_dir, write_every=2)
+    steps(model, data[:3])
+    copy = model.lohan.snapshot(store_dir / "copy")
+    steps(model, data[3:])
+    assert copy.wait().step == 3
+    model.lohan.close()
+    again = lohan.wrap(opt(), store=store_dir / "copy", method="mezo", resume=True)
+    assert steps(again, data[3:]) == losses[3:]
+    again.lohan.close()
+
+
+def test_k_grows_with_what_writes_cost_and_falls_with_what_z_costs() -> None:
+    # sqrt(2 (4 ns + 2 ns) / 0.5 ns) = sqrt(24)
+    assert best_every(0.5e-9, 1e9, 2e9) == 5
+    assert best_every(0.5e-9, 0.25e9, 0.5e9) == 10
+    assert best_every(5e-9, 1e9, 2e9) == 2
+    assert best_every(1e-6, 1e9, 2e9) == 1
+
+
+def test_parameters_that_fit_in_memory_are_never_written_and_others_are(
+    store_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    opt().save_pretrained(tmp_path / "base")
+    kept = wrapped(opt(), store_dir / "a", weights=tmp_path / "base")
+    assert kept.lohan.zeroth.write_every is None
+    assert all(unit.runs for unit in kept.lohan.layout.units)
+    kept.lohan.close()
+    model = wrapped(opt(), store_dir / "b", "least", weights=tmp_path / "base")
+    assert 1 <= model.lohan.zeroth.write_every <= 1024
+    assert not any(unit.runs for unit in model.lohan.layout.units)
+    data = batches(4)
+    assert steps(model, data) == plain_run(opt, 4, Settings())[0]
+    model.lohan.close()
+    with pytest.raises(StoreMismatchError, match="no room"):
+        lohan.wrap(opt(), store=store_dir / "a", method="mezo", resume=True, write_every=4)
 
 
 def test_evaluation_between_steps_sees_the_clean_parameters(store_dir: pathlib.Path) -> None:
