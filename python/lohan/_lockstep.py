@@ -81,6 +81,10 @@ class Lockstep:
         self._raise_error()
         return first, self._result
 
+    def is_second(self) -> bool:
+        """True on the second run's thread."""
+        return threading.current_thread() is self._thread
+
     def visit_end(self) -> None:
         """The first run has made a visit: called on either run's thread, at the end of each."""
         if self.turn != FIRST or self._is_over[SECOND]:

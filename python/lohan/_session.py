@@ -210,11 +210,12 @@ class Session(ForwardRules, Commits):
             add(part.register_forward_pre_hook(self._part_enter, prepend=True))
         activations = Activations(self)
         for scope in self.layout.scopes:
-            made = self._engine.scope(scope.units)
+            plain = self._engine.scope(scope.units)
+            made = self._visits(scope.units, plain)
             if scope.is_innermost:
-                activations.add(self, scope, made)
+                activations.add(self, scope, plain)
             if scope.module is model:
-                self._root_scopes.append(made)
+                self._root_scopes.append(plain)
                 continue
             assert scope.module is not None
             add_enter(scope.module.register_forward_pre_hook(made.enter, prepend=True))
@@ -235,6 +236,10 @@ class Session(ForwardRules, Commits):
                 register = param.tensor.register_post_accumulate_grad_hook
                 add(register(hook))  # type: ignore[no-untyped-call]
                 _gradients.refuse_late_hooks(param.name, param.tensor)
+
+    def _visits(self, units: list[int], scope: _core.Scope) -> Any:
+        """What is called before and behind each forward of a scope's module."""
+        return scope
 
     def unhook(self) -> None:
         """Take every hook off, those too that refuse a forward once the session is closed."""

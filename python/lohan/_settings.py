@@ -90,6 +90,8 @@ def check(config: Config) -> None:
     every = config.write_every
     if every not in ("auto", "never") and not (isinstance(every, int) and 0 < every < 1 << 31):
         raise ModelError(f"write_every {every!r}: 'auto', 'never' or a number of steps from 1")
+    if config.runs not in ("auto", "together", "apart"):
+        raise ModelError(f"runs {config.runs!r}: 'auto', 'together' or 'apart'")
     if config.schedule not in SCHEDULES:
         raise ModelError(f"schedule {config.schedule!r}: one of {', '.join(SCHEDULES)}")
     _activations.check(config.activations)

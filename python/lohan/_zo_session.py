@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from lohan import _core, _zo_run
+from lohan._lockstep import FIRST, Lockstep
 from lohan._session import Session
 from lohan._tensor import SavedTensors, in_backward
 from lohan._zeroth import Op, Record
@@ -54,6 +55,8 @@ class ZerothSession(Session):
     Attributes:
         zeroth: the run.
         written_bytes: of parameters, by this session.
+        read_bytes: of parameters, by this session.
+        is_together: both runs of a step take turns at each block.
     """
 
     def __init__(self, *args: Any, zeroth: Zeroth, **kwargs: Any) -> None:
@@ -65,7 +68,10 @@ class ZerothSession(Session):
         moved = {p.unit for p in self.layout.params if p.stream is not None}
         base = int(self.store.describe()["step"])
         self._where = {unit: _Where(base) for unit in sorted(moved)}
-        self.written_bytes = 0
+        self.written_bytes = self.read_bytes = 0
+        self.is_together = self._choose_runs()
+        self._lockstep: Lockstep | None = None
+        self._held: set[int] = set()  # units that the first run keeps for the second
         self.run = _zo_run.make(self.rule, self.journal.records, base, self.layout.params)
         self._wanted = self.rule.clean(self.step)
         self._is_in_step = False
@@ -88,12 +94,15 @@ class ZerothSession(Session):
         if where is None:
             return
         where.address = address
+        if where.loads != loads:
+            self.read_bytes += self.layout.units[unit].nbytes
         begin = where.position if where.loads == loads else self.rule.clean(where.base)
         if begin != self._wanted:
-            if pins > 1:
+            views = pins - 1 - (unit in self._held)
+            if views > 0:
                 raise LentError(
-                    f"block {self.layout.units[unit].name!r} cannot be moved: {pins - 1} tensors"
-                    " are still views of its parameters (kept from a loop over them or from a"
+                    f"block {self.layout.units[unit].name!r} cannot be moved: {views} tensors are"
+                    " still views of its parameters (kept from a loop over them or from a"
                     " forward); delete them first"
                 )
             self._lost.add(unit)  # whoever interrupts this leaves bytes that are at no position
@@ -181,7 +190,19 @@ class ZerothSession(Session):
             self._wanted = self.rule.clean(self.step)
 
     def _both(self, closure: Callable[[], Any], step: int, sample: int) -> tuple[float, float]:
-        self._wanted = self.rule.plus(step, sample)
+        sides = self.rule.plus(step, sample), self.rule.minus(step, sample)
+        self._wanted = sides[FIRST]
+        if self.is_together:
+
+            def changed(who: int) -> None:
+                self._wanted = sides[who]
+
+            self._lockstep = Lockstep(changed)
+            try:
+                return self._lockstep.run(lambda: _number(closure()))
+            finally:
+                self._lockstep = None
+                self._held.clear()
         plus = _number(closure())
         self._wanted = self.rule.minus(step, sample)
         return plus, _number(closure())
@@ -223,6 +244,78 @@ class ZerothSession(Session):
             self._lost.clear()
         finally:
             self._rolls_back = False
+
+    # --- Two runs in turns --------------------------------------------------------------------
+
+    def _choose_runs(self) -> bool:
+        """Both at each block, where that saves reads and no unit is in use around others."""
+        asked = self.config.runs
+        can = not any(self.layout.units[unit].always for unit in self._where)
+        if asked == "together" and not can:
+            raise UnsupportedError(
+                'runs="together": a module of this model has parameters of its own around other'
+                ' blocks, which would have to be at both sides at once: runs="apart"'
+            )
+        total = sum(unit.nbytes for unit in self.layout.units)
+        is_short = int(self.budget["region_bytes"]) < total
+        return can and (asked == "together" or (asked == "auto" and is_short))
+
+    def _visits(self, units: list[int], scope: _core.Scope) -> Any:
+        return _Visit(self, units, scope)
+
+    def _root_enter(self, module: nn.Module, args: Any) -> None:
+        if not self._is_second():
+            super()._root_enter(module, args)
+
+    def _root_leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._is_second():
+            super()._root_leave(module, args, output)
+
+    def _forward_is_alive(self) -> bool:
+        if self._is_second():  # the call that opened it is on the first run's stack
+            return self._forward_depth > 0
+        return super()._forward_is_alive()
+
+    def _is_second(self) -> bool:
+        return self._lockstep is not None and self._lockstep.is_second()
+
+    def visit_begin(self, units: list[int]) -> None:
+        """A block is about to be visited."""
+        lockstep = self._lockstep
+        if lockstep is None:
+            return
+        lockstep.visit_begin()
+        # Tied weights, that the second run has moved on: nothing leads back but to begin again.
+        ahead = [
+            unit
+            for unit in units
+            if unit in self._where
+            and unit not in self._held
+            and self._where[unit].position > self._wanted
+        ]
+        if ahead:
+            with self.exclusive(ahead):
+                pass
+
+    @contextlib.contextmanager
+    def visit_end(self, units: list[int]) -> Iterator[None]:
+        """Inside, the first run leaves a block; it stays in memory until the second was there."""
+        lockstep = self._lockstep
+        if lockstep is None or lockstep.turn != FIRST:
+            yield
+            return
+        held: list[int] = []
+        try:
+            for unit in units:
+                self._engine.acquire(unit)
+                held.append(unit)
+            yield
+            self._held.update(held)
+            lockstep.visit_end()
+        finally:
+            self._held.difference_update(held)
+            for unit in held:
+                self._engine.release(unit)
 
     # --- What first-order sessions do otherwise ----------------------------------------------
 
@@ -295,6 +388,29 @@ class ZerothSession(Session):
         if os.getpid() == self._owner_pid:
             self._pool.shutdown()
             self.journal.close()
+
+
+class _Visit:
+    """A block's hooks: its scope's, and turns."""
+
+    def __init__(self, session: ZerothSession, units: list[int], scope: _core.Scope) -> None:
+        self._session = weakref.ref(session)
+        self._units = units
+        self._scope = scope
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook."""
+        session = self._session()
+        assert session is not None
+        session.visit_begin(self._units)
+        self._scope.enter(module, args)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook."""
+        session = self._session()
+        assert session is not None
+        with session.visit_end(self._units):
+            self._scope.leave(module, args, output)
 
 
 class _Nothing(SavedTensors):

@@ -139,7 +139,7 @@ def frozen(zeroth: Zeroth | None) -> Iterator[None]:
         raise
 
 
-def find(zeroth: Zeroth | None, found: Found | None, *, resume: bool) -> Found | None:
+def find(zeroth: Zeroth | None, found: Found | None, resume: bool) -> Found | None:
     """What make_layout has to know: which parameters move, and which of these stay in files."""
     if zeroth is None:
         return found

@@ -104,6 +104,9 @@ class Config:
             between the journal has what is new. "never": they stay where they are, and the journal
             alone grows. "auto": never where all of them fit in memory, else what the measured rates
             of the SSDs and of the generator ask for.
+        runs: with method="mezo", the two runs of the model in a step: "together": in turns, block
+            by block, each on a thread, so that a block is read once for both; "apart": one behind
+            the other. "auto": together where not all parameters fit in memory.
         verify: check the checksums of everything that is read.
         trace_events: events of the timeline that are kept; 0: none.
         allow_buffered: go on without O_DIRECT where the file system refuses it.
@@ -131,6 +134,7 @@ class Config:
     heap: Literal["keep", "system"] = "keep"
     frozen: Literal["in_place", "copy"] = "in_place"
     write_every: int | Literal["auto", "never"] = "auto"
+    runs: Literal["auto", "together", "apart"] = "auto"
     verify: bool = True
     trace_events: int = 0
     allow_buffered: bool = True

@@ -126,8 +126,7 @@ def wrap(
     _adopt.check(optimizer, {**hyper, "params": params}, resume=resume)
     made = _checked_config(made, max_grad_norm)
     with _zo_setup.frozen(zeroth):
-        there = _find(model, made, store, resume, weights)
-        found = _zo_setup.find(zeroth, there, resume=resume)
+        found = _zo_setup.find(zeroth, _find(model, made, store, resume, weights), resume)
         made, layout, budget = _divide(model, blocks, made, found)
         ours, group_of = _make_optimizer(layout, params, hyper, optimizer, zeroth, max_grad_norm)
         opening = _Opening(model, layout, made, budget, ours, group_of, found, zeroth)

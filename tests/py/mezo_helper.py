@@ -37,6 +37,10 @@ def opt(tied: bool = True) -> nn.Module:
     return OPTForCausalLM(config).float()
 
 
+def opt_untied() -> nn.Module:
+    return opt(tied=False)
+
+
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 

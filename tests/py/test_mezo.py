@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 from lohan._journal import BYTES, NAME
 from lohan._zo_plan import best_every
 from lohan.errors import (
+    BudgetError,
     HyperParameterError,
     ModelError,
     StepError,
@@ -34,20 +38,36 @@ from mezo_helper import (
     gpt2,
     loss_of,
     opt,
+    opt_untied,
     plain_run,
     steps,
 )
 from torch import nn
 
 STEPS = 20
-# All in memory; blocks come and go; the least that works.
-TIERS = {"memory": None, "some": "9MB", "least": "8.2MB"}
+# What both runs of a step bring in, together and apart.
+RUNS = ("together", "apart")
+
+
+# Bytes beyond the least that works: the first is all that there is.
+TIERS = {"memory": None, "some": 40_000, "least": 0}
+
+
+def least_of(model: nn.Module) -> int:
+    with pytest.raises(BudgetError) as refused, tempfile.TemporaryDirectory() as folder:
+        lohan.wrap(model, store=folder, method="mezo", host_bytes=1)
+    found = re.search(r"at least (\d+)", str(refused.value))
+    assert found
+    return int(found[1])
 
 
 def wrapped(model: nn.Module, store: pathlib.Path, tier: str = "memory", **more: Any) -> Any:
-    host = {} if TIERS[tier] is None else {"host_bytes": TIERS[tier]}
-    asked = {"lr": LR, "eps": EPS, "seed": SEED, **host, **more}
-    return lohan.wrap(model, store=store, method="mezo", **asked)
+    more_bytes = TIERS[tier]
+    if more_bytes is not None:
+        more["host_bytes"] = more_bytes + least_of(copy.deepcopy(model))
+    return lohan.wrap(
+        model, store=store, method="mezo", **{"lr": LR, "eps": EPS, "seed": SEED, **more}
+    )
 
 
 CASES = [
@@ -116,6 +136,24 @@ def test_weights_stay_in_the_user_s_files_and_a_step_writes_64_bytes(
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tier", ["memory", "least"])
+def test_runs_in_turns_have_the_bits_of_runs_one_behind_the_other(
+    tier: str, tied: bool, store_dir: pathlib.Path
+) -> None:
+    make = opt if tied else opt_untied
+    losses, values = plain_run(make, 6, Settings(samples=2))
+    read = {}
+    for runs in RUNS:
+        model = wrapped(make(), store_dir / runs, tier, runs=runs, num_samples=2)
+        assert steps(model, batches(6)) == losses
+        read[runs] = model.lohan.read_bytes
+        assert differing(model, values) == []
+        model.lohan.close()
+    if tier == "least" and not tied:
+        assert read["together"] < 0.6 * read["apart"]
+
+
 @pytest.mark.parametrize("every", [1, 3, 8])
 @pytest.mark.parametrize("tier", ["memory", "least"])
 def test_a_write_every_k_steps_changes_no_bit_and_is_counted(
@@ -144,9 +182,9 @@ def test_a_snapshot_between_writes_has_the_step_it_says(store_dir: pathlib.Path)
     data = batches(8)
     model = wrapped(opt(), store_dir, write_every=2)
     steps(model, data[:3])
-    copy = model.lohan.snapshot(store_dir / "copy")
+    made = model.lohan.snapshot(store_dir / "copy")
     steps(model, data[3:])
-    assert copy.wait().step == 3
+    assert made.wait().step == 3
     model.lohan.close()
     again = lohan.wrap(opt(), store=store_dir / "copy", method="mezo", resume=True)
     assert steps(again, data[3:]) == losses[3:]
@@ -223,9 +261,9 @@ def test_a_snapshot_goes_on_as_the_run_would_have(
     losses, values = plain_run(opt, len(data), Settings())
     model = wrapped(opt(), store_dir)
     steps(model, data[:2])
-    copy = model.lohan.snapshot(store_dir / "copy")
+    made = model.lohan.snapshot(store_dir / "copy")
     steps(model, data[2:])
-    assert copy.wait().step == 2
+    assert made.wait().step == 2
     model.lohan.close()
     again = lohan.wrap(opt(), store=store_dir / "copy", method="mezo", resume=True)
     assert again.lohan.step == 2
@@ -234,10 +272,11 @@ def test_a_snapshot_goes_on_as_the_run_would_have(
     again.lohan.close()
 
 
-def test_a_step_that_dies_has_not_happened(store_dir: pathlib.Path) -> None:
+@pytest.mark.parametrize("tier", ["memory", "some"])
+def test_a_step_that_dies_has_not_happened(tier: str, store_dir: pathlib.Path) -> None:
     data = batches(4)
     losses, values = plain_run(opt, len(data), Settings())
-    model = wrapped(opt(), store_dir, "some")
+    model = wrapped(opt(), store_dir, tier)
     first = steps(model, data[:2])
 
     def failing(count: int, make: Any) -> Any:
@@ -245,8 +284,9 @@ def test_a_step_that_dies_has_not_happened(store_dir: pathlib.Path) -> None:
 
         def closure() -> Any:
             calls.append(0)
+            mine = len(calls)
             loss = loss_of(model, data[2])
-            return make(loss) if len(calls) == count else loss
+            return make(loss) if mine == count else loss
 
         return closure
 
