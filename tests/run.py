@@ -24,6 +24,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import hashlib
+import importlib.util
 import itertools
 import os
 import pathlib
@@ -54,6 +55,8 @@ NEON_WORDS_FAST = ("bits", "cast", "crc32c", "norm", "sum", "format")
 CROSS_COMPILER = ["aarch64-linux-gnu-gcc"]
 EMULATOR = ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu"]
 SIM_SEED_COUNT = 20
+# Of pytest's processes each loads torch and transformers: a gigabyte.
+PYTEST_PROCESS_COUNT_MAX = 8
 # Of so many seeds one is run by two builds, whose traces must be the same.
 SIM_TRACE_STRIDE = 10
 
@@ -270,6 +273,11 @@ def run_c_mode(mode: str, options: Options, words: Sequence[str] | None = None) 
         wanted = words is None or any(word in parts for word in words)
         return wanted and (not options.only or any(word in name for word in options.only))
 
+    def run_one(built: tuple[str, pathlib.Path]) -> Outcome:
+        name, program = built
+        command = [*(EMULATOR if mode == "neon" else []), str(program)]
+        return run_program(command, name, mode, options)
+
     say(f"== C tests, {mode}")
     try:
         programs = build_programs(mode, "tests/c", "test_*.c", chosen)
@@ -278,15 +286,14 @@ def run_c_mode(mode: str, options: Options, words: Sequence[str] | None = None) 
         options.failures.append(f"{mode}: the C tests cannot be built")
         return False
     outcomes = []
-    for name, program in programs:
-        command = [*(EMULATOR if mode == "neon" else []), str(program)]
-        outcome = run_program(command, name, mode, options)
-        outcomes.append(outcome)
-        last_line = (outcome.output.splitlines() or [""])[-1]
-        note = f"  ({last_line})" if outcome.status == "skipped" else ""
-        say(f"{outcome.status:8}{outcome.seconds:7.2f} s  {name}{note}")
-        if outcome.status == "failed":
-            say(outcome.output)
+    with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
+        for outcome in pool.map(run_one, programs):
+            outcomes.append(outcome)
+            last_line = (outcome.output.splitlines() or [""])[-1]
+            note = f"  ({last_line})" if outcome.status == "skipped" else ""
+            say(f"{outcome.status:8}{outcome.seconds:7.2f} s  {outcome.name}{note}")
+            if outcome.status == "failed":
+                say(outcome.output)
     return report(outcomes, mode, options)
 
 
@@ -396,9 +403,21 @@ def run_tidy(options: Options) -> bool:
     return run_pytest(["tests/py/test_tidy.py"], options)
 
 
+def processes(options: Options) -> list[str]:
+    """The words that have pytest run the quick tests in a process for each processor, if it can.
+
+    Most of them wait for disks and children, or compute with one thread. A file's tests stay in one
+    process, so that what they share is made once. A slow one wants memory and disks for itself.
+    """
+    count = min(os.cpu_count() or 1, PYTEST_PROCESS_COUNT_MAX)
+    if not options.fast or count == 1 or importlib.util.find_spec("xdist") is None:
+        return []
+    return ["-n", str(count), "--dist", "loadfile", "--no-loadscope-reorder"]
+
+
 def run_py(options: Options) -> bool:
     """The Python tests (tidy has its own word)."""
-    return run_pytest(["tests/py", "--ignore=tests/py/test_tidy.py"], options)
+    return run_pytest(["tests/py", "--ignore=tests/py/test_tidy.py", *processes(options)], options)
 
 
 def run_asan_py(options: Options) -> bool:
@@ -425,7 +444,7 @@ def run_asan_py(options: Options) -> bool:
         )
         preload.append(answer.stdout.strip())
     return run_pytest(
-        ["tests/py", "--ignore=tests/py/test_tidy.py", "--timeout=600"],
+        ["tests/py", "--ignore=tests/py/test_tidy.py", "--timeout=600", *processes(options)],
         options,
         LD_PRELOAD=" ".join(preload),
         ASAN_OPTIONS=ASAN_OPTIONS + ":detect_leaks=0",
