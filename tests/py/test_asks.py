@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import pathlib
 import re
-import subprocess
-import sys
+
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "asks.md"
@@ -39,20 +39,30 @@ def test_enough_asks_are_answered_by_a_test() -> None:
     assert len(answered) >= ANSWERED_MIN, f"only {answered}"
 
 
-def test_the_tests_that_are_named_are_collected() -> None:
+class Collected:
+    """Pytest's plugin that notes what was collected."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.names = {item.nodeid.partition("[")[0] for item in session.items}
+
+
+def test_the_tests_that_are_named_are_collected(capfd: pytest.CaptureFixture[str]) -> None:
     named = sorted({name for text in asks().values() for name in PYTHON_TEST.findall(text)})
     files = sorted({name.partition("::")[0] for name in named})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow"]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", *files],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    collected = {line.partition("[")[0] for line in done.stdout.splitlines()}
-    assert not set(named) - collected, "these are named, and pytest has none of them"
+    # In this process, which most likely has torch and the tests' own modules already.
+    words = [f"--rootdir={ROOT}", "--collect-only", "-q", "-m", "slow or not slow"]
+    plugins = [
+        word
+        for name in ("cacheprovider", "capture", "faulthandler")
+        for word in ("-p", f"no:{name}")
+    ]
+    collected = Collected()
+    status = pytest.main([*words, *plugins, *(str(ROOT / file) for file in files)], [collected])
+    assert status == 0, "".join(capfd.readouterr())[-2000:]
+    assert not set(named) - collected.names, "these are named, and pytest has none of them"
 
 
 def test_the_claims_in_c_that_are_named_are_made() -> None:
