@@ -47,11 +47,11 @@ def train(store: pathlib.Path, dtype: torch.dtype, **settings: Any) -> tuple[Any
     "settings",
     [
         {"swap_bytes": 8 << 20, "swap_ssd_bytes": 64 << 20},
-        {"swap_bytes": 1 << 30, "swap_ssd_bytes": 64 << 20, "schedule": "deferred"},
+        {"swap_bytes": 256 << 20, "swap_ssd_bytes": 64 << 20, "schedule": "deferred"},
         {"activations": "recompute", "swap_bytes": 8 << 20, "swap_ssd_bytes": 64 << 20},
         {"activations": "recompute", "device": "emu", "swap_bytes": 66 << 20},
         {"device": "emu", "swap_bytes": 66 << 20, "swap_ssd_bytes": 64 << 20},
-        {"device": "emu", "swap_bytes": 1 << 30, "swap_ssd_bytes": 0},
+        {"device": "emu", "swap_bytes": 256 << 20, "swap_ssd_bytes": 0},
         {"device": "emu", "swap_bytes": 128 << 20, "emu_bytes_per_s": (1 << 28, 1 << 28)},
     ],
     ids=str,
