@@ -35,13 +35,17 @@ static int use_tell(struct lhpy_engine *self, uint32_t unit)
     const struct lh_engine *engine = self->core->engine;
     if (!self->on_use)
         return 0;
+    struct lh_engine_bytes bytes = lh_engine_bytes(engine, unit);
     PyObject *answer = PyObject_CallFunction(
-        self->on_use, "IKII", unit, (unsigned long long)(uintptr_t)lh_engine_address(engine, unit),
-        lh_engine_load_count(engine, unit), lh_engine_pin_count(engine, unit));
+        self->on_use, "IKIIOI", unit, (unsigned long long)(uintptr_t)bytes.address,
+        bytes.make_count, bytes.out_count, bytes.is_of_out ? Py_True : Py_False,
+        lh_engine_pin_count(engine, unit));
     if (!answer) {
         lh_engine_unpin(self->core->engine, unit);
         return -1;
     }
+    if (answer == Py_True)
+        lh_engine_moved(self->core->engine, unit);
     Py_DECREF(answer);
     return 0;
 }
@@ -338,6 +342,18 @@ static PyObject *engine_on_use(PyObject *object, PyObject *callback)
     Py_RETURN_NONE;
 }
 
+static PyObject *engine_device_policy(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = engine_open(object);
+    int no_overlap = 0;
+    int no_reuse = 0;
+    if (!self || !PyArg_ParseTuple(args, "pp", &no_overlap, &no_reuse))
+        return NULL;
+    lh_engine_device_policy_set(self->core->engine, (no_overlap ? LH_ENGINE_DEVICE_NO_OVERLAP : 0) |
+                                                        (no_reuse ? LH_ENGINE_DEVICE_NO_REUSE : 0));
+    Py_RETURN_NONE;
+}
+
 /* End the engine's thread and give everything back but what lends need. Idempotent. */
 static void engine_shut(struct lhpy_engine *self)
 {
@@ -450,7 +466,9 @@ static PyMethodDef engine_methods[] = {
     {"callbacks", engine_callbacks, METH_VARARGS,
      "callbacks(on_backward, on_gradient, on_forward, in_backward)"},
     {"on_use", engine_on_use, METH_O,
-     "on_use(callback): callback(unit, address, load count, pins) behind each pin."},
+     "on_use(callback): callback(unit, address, make count, out count, is_of_out, pins) -> moved,"
+     " behind each pin."},
+    {"device_policy", engine_device_policy, METH_VARARGS, "device_policy(no_overlap, no_reuse)"},
     {"forward", engine_forward, METH_VARARGS, "forward(is_open)"},
     {"changed_take", engine_changed_take, METH_NOARGS,
      "Parameters that forwards changed in place."},

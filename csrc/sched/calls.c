@@ -187,10 +187,27 @@ uint32_t lh_engine_pin_count(const struct lh_engine *engine, uint32_t unit)
     return lh_unit_pins(&engine->units[unit]);
 }
 
-uint32_t lh_engine_load_count(const struct lh_engine *engine, uint32_t unit)
+struct lh_engine_bytes lh_engine_bytes(const struct lh_engine *engine, uint32_t index)
 {
-    LH_ASSERT(unit < engine->opts.unit_count);
-    return atomic_load(&engine->units[unit].load_count);
+    LH_ASSERT(index < engine->opts.unit_count);
+    const struct lh_unit *unit = &engine->units[index];
+    return (struct lh_engine_bytes){
+        .address = lh_engine_address(engine, index),
+        .make_count = atomic_load(engine->dev ? &unit->copy_count : &unit->load_count),
+        .out_count = atomic_load(&unit->out_count),
+        .is_of_out = atomic_load(&unit->copy_is_of_out),
+    };
+}
+
+void lh_engine_moved(struct lh_engine *engine, uint32_t unit)
+{
+    if (engine->dev)
+        atomic_store(&lh_engine_unit_at(engine, unit)->copy_is_moved, true);
+}
+
+void lh_engine_device_policy_set(struct lh_engine *engine, uint32_t policy)
+{
+    atomic_store(&engine->device_policy, policy);
 }
 
 void lh_engine_handle_add(struct lh_engine *engine, uint32_t unit)

@@ -9,6 +9,9 @@
  *      |   op EVICT: pins 0, or the copy is old                            |
  *      +-------------------------------------------------------------------+
  *
+ * A unit that was changed on the accelerator ([Note: Moved units] in engine.h) is LEAVING between
+ * READY and ABSENT: its place is free for the plan, and a copy into it waits for the one out of it.
+ *
  * A copy is old when its unit's update is queued: nobody reads it any more, and its place is the
  * first to be taken. The update itself happens in main memory, and needs the accelerator no more.
  *
@@ -22,8 +25,10 @@
  * Source: LoHan IV-C and Fuyou 4.4 (FIFO of parameters on the GPU, prefetched as far as there is
  * room); that the last blocks of a forward stay for backward follows from Belady's rule.
  */
+#include <errno.h>
 #include <inttypes.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "sched/engine_private.h"
 
@@ -41,6 +46,11 @@ void lh_device_fail(struct lh_engine *engine, const struct lh_error *cause, cons
     struct lh_error err = {0};
     lh_error_set(&err, cause->code, "%s: %s: %s", engine->dev->ops->name, what, cause->message);
     lh_engine_fail(engine, &err);
+}
+
+bool lh_device_is_placed(const struct lh_unit *unit)
+{
+    return unit->copy_state == LH_COPY_STATE_COPYING || unit->copy_state == LH_COPY_STATE_READY;
 }
 
 /* The unit's update is about to be queued: false while somebody has the copy pinned. */
@@ -77,9 +87,23 @@ static void copy_arrived(struct lh_engine *engine, struct lh_unit *unit)
         lh_unit_grant(engine, unit);
 }
 
+/* Its place is free for the plan, but somebody's bytes are still on their way out of it. */
+static bool is_being_left(const struct lh_engine *engine, uint64_t offset, uint64_t bytes)
+{
+    for (uint32_t i = 0; engine->leaving_count > 0 && i < engine->opts.unit_count; i++) {
+        const struct lh_unit *unit = &engine->units[i];
+        if (unit->copy_state == LH_COPY_STATE_LEAVING && unit->copy_offset < offset + bytes &&
+            offset < unit->copy_offset + unit->desc.bytes)
+            return true;
+    }
+    return false;
+}
+
 static bool load_is_possible(const struct lh_engine *engine, const struct lh_residency_op *op)
 {
     const struct lh_unit *unit = &engine->units[op->unit];
+    if (is_being_left(engine, op->offset, unit->desc.bytes))
+        return false;
     bool is_here = unit->state == LH_UNIT_STATE_READY && !lh_unit_is_old(engine, unit);
     bool is_coming = unit->state == LH_UNIT_STATE_UPDATING && unit->chunks_computed > 0 &&
                      engine->copying_unit == LH_UNIT_NONE;
@@ -158,6 +182,9 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
     unit->copy_is_old = false;
     unit->is_copying = true;
     unit->use_count++;
+    atomic_store(&unit->copy_is_moved, false);
+    atomic_store(&unit->copy_is_of_out, unit->is_of_out);
+    atomic_fetch_add(&unit->copy_count, 1);
     lh_step_stats(engine, step)->bytes[LH_ENGINE_LINK_COPY_IN] += unit->desc.bytes;
     if (unit->state == LH_UNIT_STATE_READY) {
         (void)part_copy(engine, unit, 0, unit->desc.bytes);
@@ -174,19 +201,92 @@ static bool evict_is_possible(const struct lh_engine *engine, const struct lh_re
     return unit->copy_state == LH_COPY_STATE_READY && unit->copy_use_count >= op->uses_before;
 }
 
+/* Nothing of the unit is on the accelerator any more. */
+static void left(struct lh_engine *engine, struct lh_unit *unit)
+{
+    unit->copy_state = LH_COPY_STATE_ABSENT;
+    if ((atomic_load(&engine->device_policy) & LH_ENGINE_DEVICE_NO_REUSE) == 0)
+        return;
+    if (madvise(engine->opts.device_memory + unit->copy_offset, unit->desc.bytes, MADV_DONTNEED) <
+        0) {
+        struct lh_error err = {0};
+        lh_error_set(&err, -errno, "madvise: %s", strerror(errno));
+        lh_device_fail(engine, &err, "memory that is given back");
+    }
+}
+
+/* [Note: Moved units] in engine.h: main memory gets the bytes that were changed. */
+static void out_start(struct lh_engine *engine, struct lh_unit *unit)
+{
+    struct lh_copy *copy = lh_copy_take(engine);
+    struct lh_error err = {0};
+    copy->unit = (uint32_t)(unit - engine->units);
+    copy->param = LH_PARAM_NONE;
+    copy->dev = (struct lh_dev_copy){
+        .direction = LH_DEV_DIRECTION_OUT,
+        .host = engine->region + unit->offset,
+        .device = engine->opts.device_memory + unit->copy_offset,
+        .bytes = unit->desc.bytes,
+        .owner = copy,
+    };
+    struct lh_dev *dev = engine->dev;
+    if (dev->ops->order(dev, LH_DEV_DIRECTION_OUT, unit->released, &err) < 0 ||
+        dev->ops->submit(dev, &copy->dev, &err) < 0) {
+        lh_copy_give(engine, copy);
+        lh_device_fail(engine, &err, "a unit's copy back");
+        return;
+    }
+    lh_step_stats(engine, lh_step_current(engine))->bytes[LH_ENGINE_LINK_COPY_OUT] +=
+        unit->desc.bytes;
+    engine->copies_in_flight++;
+    engine->leaving_count++;
+    unit->copy_state = LH_COPY_STATE_LEAVING;
+    unit->is_copying = true;
+}
+
+static void out_done(struct lh_engine *engine, struct lh_unit *unit)
+{
+    LH_ASSERT(unit->copy_state == LH_COPY_STATE_LEAVING && engine->leaving_count > 0);
+    engine->leaving_count--;
+    unit->is_copying = false;
+    unit->is_of_out = true;
+    atomic_fetch_add(&unit->out_count, 1);
+    left(engine, unit);
+}
+
 static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
     struct lh_error err = {0};
     if (!evict_is_possible(engine, op))
         return false;
+    bool leaves = atomic_load(&unit->copy_is_moved) && !unit->copy_is_old &&
+                  unit->state == LH_UNIT_STATE_READY && !unit->is_copying;
+    if (leaves && !engine->free_copies)
+        return false;
     if (!unit->copy_is_old && (unit->waiter_count > 0 || !lh_unit_claim(unit)))
         return false;
     if (engine->dev->ops->order(engine->dev, LH_DEV_DIRECTION_IN, unit->released, &err) < 0)
         lh_device_fail(engine, &err, "the order of copies");
-    unit->copy_state = LH_COPY_STATE_ABSENT;
     unit->copy_is_old = false;
+    if (leaves)
+        out_start(engine, unit);
+    else
+        left(engine, unit);
     return true;
+}
+
+/* Without overlap: only while somebody waits for a load, and one copy after the other. */
+static bool is_its_turn(const struct lh_engine *engine, uint64_t at)
+{
+    const struct lh_region *region = &engine->device;
+    if ((atomic_load(&engine->device_policy) & LH_ENGINE_DEVICE_NO_OVERLAP) == 0)
+        return true;
+    if (engine->copies_in_flight > 0)
+        return false;
+    while (at < region->op_count && region->ops[at].kind != LH_RESIDENCY_OP_LOAD)
+        at++;
+    return at < region->op_count && engine->units[region->ops[at].unit].waiter_count > 0;
 }
 
 static bool op_execute(struct lh_engine *engine, uint64_t at)
@@ -194,6 +294,8 @@ static bool op_execute(struct lh_engine *engine, uint64_t at)
     const struct lh_residency_op *op = &engine->device.ops[at];
     if (op->kind == LH_RESIDENCY_OP_NONE)
         return true;
+    if (!is_its_turn(engine, at))
+        return false;
     if (op->kind == LH_RESIDENCY_OP_EVICT)
         return evict(engine, op);
     if (!load_is_possible(engine, op))
@@ -261,7 +363,9 @@ static void copy_done(struct lh_engine *engine, struct lh_copy *copy)
         struct lh_error err = {0};
         lh_error_set(&err, copy->dev.result, "a copy of %" PRIu64 " bytes failed: %s",
                      copy->dev.bytes, strerror(-copy->dev.result));
-        const char *what = is_in ? "unit to the device" : "gradient from the device";
+        const char *what = is_in                          ? "unit to the device"
+                           : copy->param == LH_PARAM_NONE ? "unit from the device"
+                                                          : "gradient from the device";
         lh_device_fail(engine, &err, copy->saved ? "saved tensor" : what);
         return;
     }
@@ -279,11 +383,15 @@ static void copy_done(struct lh_engine *engine, struct lh_copy *copy)
         lh_saved_copied(engine, copy->saved, is_in);
         return;
     }
-    if (!is_in) {
+    if (!is_in && copy->param != LH_PARAM_NONE) {
         lh_landing_copied(engine, copy);
         return;
     }
     struct lh_unit *unit = lh_engine_unit_at(engine, copy->unit);
+    if (!is_in) {
+        out_done(engine, unit);
+        return;
+    }
     LH_ASSERT(unit->copies > 0 && engine->loads_in_flight > 0);
     engine->loads_in_flight--;
     if (--unit->copies > 0 || engine->copying_unit == copy->unit)

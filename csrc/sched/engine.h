@@ -170,10 +170,26 @@ void lh_engine_pin(struct lh_engine *engine, uint32_t unit);
 void lh_engine_unpin(struct lh_engine *engine, uint32_t unit);
 uint32_t lh_engine_pin_count(const struct lh_engine *engine, uint32_t unit);
 /*
- * How often it was read into main memory. Who changes a frozen unit's bytes there, while pinned,
- * knows by it whether they are still as they were left. Modulo 2^32. Thread: any.
+ * [Note: Moved units] Who changes a frozen unit's bytes where computation reads them, while pinned,
+ * knows by these whether they are still as they were left. Counts are modulo 2^32.
  */
-uint32_t lh_engine_load_count(const struct lh_engine *engine, uint32_t unit);
+struct lh_engine_bytes {
+    uint8_t *address;
+    uint32_t make_count; /* copies to the accelerator; without one: reads into main memory */
+    uint32_t out_count;  /* copies back to main memory */
+    bool is_of_out; /* the last copy to the accelerator was of what came by the last one back */
+};
+struct lh_engine_bytes lh_engine_bytes(const struct lh_engine *engine, uint32_t unit);
+/*
+ * A pinned unit was changed on the accelerator: when its place there is taken, it is copied back to
+ * main memory, if it has one there. Without an accelerator nothing.
+ */
+void lh_engine_moved(struct lh_engine *engine, uint32_t unit);
+
+/* What the accelerator's units do without, to see what it brings. Bits; 0: nothing. */
+#define LH_ENGINE_DEVICE_NO_OVERLAP 1U /* copies begin when somebody waits, one at a time */
+#define LH_ENGINE_DEVICE_NO_REUSE 2U   /* emu: memory that is left is given back to the system */
+void lh_engine_device_policy_set(struct lh_engine *engine, uint32_t policy);
 
 /*
  * The accelerator's stream that computation is given to from here on: what is acquired, unpinned

@@ -81,6 +81,7 @@ enum lh_copy_state {
     LH_COPY_STATE_ABSENT = 0,
     LH_COPY_STATE_COPYING,
     LH_COPY_STATE_READY,
+    LH_COPY_STATE_LEAVING, /* evicted; its bytes are on their way to main memory */
 };
 
 enum lh_spill_state {
@@ -163,9 +164,14 @@ struct lh_unit {
     uint64_t seam_first;
     /* With an accelerator: */
     enum lh_copy_state copy_state;
-    bool copy_is_old; /* its update is queued, or over */
-    bool is_copying;  /* main memory's bytes are being read */
-    uint32_t copies;  /* in flight */
+    bool copy_is_old;            /* its update is queued, or over */
+    bool is_copying;             /* main memory's bytes are being read */
+    uint32_t copies;             /* in flight */
+    _Atomic bool copy_is_moved;  /* it was changed there: main memory's bytes are older */
+    bool is_of_out;              /* main memory's bytes are those of the last copy back */
+    _Atomic bool copy_is_of_out; /* and were when the copy was made */
+    _Atomic uint32_t copy_count;
+    _Atomic uint32_t out_count;
     uint64_t copy_offset;
     uint64_t copy_use_count;
     struct lh_dev_fence *arrived;
@@ -331,6 +337,8 @@ struct lh_engine {
     struct lh_copy *free_copies;
     uint32_t copies_in_flight;
     uint32_t loads_in_flight;
+    uint32_t leaving_count; /* units */
+    _Atomic uint32_t device_policy;
     uint32_t copying_unit;  /* not all of whose copy has begun; LH_UNIT_NONE */
     uint64_t copying_bytes; /* of it that have */
     uint8_t *blocks_memory;
@@ -444,6 +452,8 @@ void lh_io_busy_end(struct lh_engine *engine);
 int lh_device_create(struct lh_engine *engine, struct lh_error *err);
 void lh_device_destroy(struct lh_engine *engine);
 bool lh_device_has(const struct lh_unit *unit);
+/* The plan counts its place as taken: it is there, or on its way. */
+bool lh_device_is_placed(const struct lh_unit *unit);
 bool lh_device_make_old(struct lh_engine *engine, struct lh_unit *unit);
 bool lh_device_poll(struct lh_engine *engine);
 bool lh_device_pump(struct lh_engine *engine);

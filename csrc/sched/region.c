@@ -117,7 +117,7 @@ static void region_look(struct lh_engine *engine, struct lh_region *region, uint
     plan->use_counts[index] = unit->use_count;
     plan->open_uses[index] = unit->use_is_open ? 1 : 0;
     if (is_device(engine, region)) {
-        is_here = unit->copy_state != LH_COPY_STATE_ABSENT;
+        is_here = lh_device_is_placed(unit);
         offset = unit->copy_offset;
         plan->use_counts[index] = unit->copy_use_count;
     } else if (engine->dev) {
@@ -178,7 +178,7 @@ static bool is_owed(const struct lh_engine *engine, const struct lh_region *regi
 {
     bool is_awaited = region == engine->uses && unit->waiter_count > 0;
     if (is_device(engine, region))
-        return is_awaited && (unit->copy_state == LH_COPY_STATE_ABSENT || unit->copy_is_old);
+        return is_awaited && (!lh_device_is_placed(unit) || unit->copy_is_old);
     if (unit->state != LH_UNIT_STATE_ABSENT)
         return false;
     return is_awaited || (unit->update_is_queued && !unit->update_is_done);

@@ -50,6 +50,7 @@ void lh_unit_make_ready(struct lh_engine *engine, struct lh_unit *unit)
 void lh_unit_load_done(struct lh_engine *engine, struct lh_unit *unit)
 {
     atomic_fetch_add(&unit->load_count, 1); /* before anybody is let in */
+    unit->is_of_out = false;
     lh_unit_make_ready(engine, unit);
     lh_update_consider(engine, (uint32_t)(unit - engine->units));
 }

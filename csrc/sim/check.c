@@ -43,7 +43,7 @@ void lh_sim_check_deinit(struct lh_sim_check *check)
 static uint64_t place_of(const struct lh_unit *unit, bool is_device)
 {
     if (is_device)
-        return unit->copy_state == LH_COPY_STATE_ABSENT ? NOWHERE : unit->copy_offset;
+        return lh_device_is_placed(unit) ? unit->copy_offset : NOWHERE;
     return unit->state == LH_UNIT_STATE_ABSENT ? NOWHERE : unit->offset;
 }
 

@@ -92,6 +92,9 @@ def check(config: Config) -> None:
         raise ModelError(f"write_every {every!r}: 'auto', 'never' or a number of steps from 1")
     if config.runs not in ("auto", "together", "apart"):
         raise ModelError(f"runs {config.runs!r}: 'auto', 'together' or 'apart'")
+    left = set(config.without) - {"overlap", "reuse", "deferred"}
+    if left:
+        raise ModelError(f"without {sorted(left)[0]!r}: 'overlap', 'reuse' or 'deferred'")
     if config.schedule not in SCHEDULES:
         raise ModelError(f"schedule {config.schedule!r}: one of {', '.join(SCHEDULES)}")
     _activations.check(config.activations)

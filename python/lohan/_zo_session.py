@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
 import math
 import os
 import weakref
@@ -38,15 +39,25 @@ PIECE_ELEMENTS = 1 << 18
 
 
 class _Where:
-    """A unit's bytes in memory: where, as of which load, at which position; and what SSD has."""
+    """A unit's bytes where they are computed with, as they were left, and what others have."""
 
-    __slots__ = ("address", "base", "loads", "position")
+    __slots__ = ("address", "base", "host", "makes", "outs", "position")
 
     def __init__(self, base: int) -> None:
         self.address = 0
-        self.loads = -1
+        self.makes = -1
+        self.outs = 0
         self.position = 0
-        self.base = base  # a step
+        self.host = 0  # the position of what was copied back to main memory last
+        self.base = base  # the step that SSD has
+
+
+class _Kept:
+    """A unit's bytes at one position."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8)
+        self.position = -1
 
 
 class ZerothSession(Session):
@@ -55,7 +66,8 @@ class ZerothSession(Session):
     Attributes:
         zeroth: the run.
         written_bytes: of parameters, by this session.
-        read_bytes: of parameters, by this session.
+        read_bytes: of parameters, that were brought to where they are computed with.
+        longest_lead: positions that a unit was led over at once, at most.
         is_together: both runs of a step take turns at each block.
     """
 
@@ -68,8 +80,9 @@ class ZerothSession(Session):
         moved = {p.unit for p in self.layout.params if p.stream is not None}
         base = int(self.store.describe()["step"])
         self._where = {unit: _Where(base) for unit in sorted(moved)}
-        self.written_bytes = self.read_bytes = 0
+        self.written_bytes = self.read_bytes = self.longest_lead = 0
         self.is_together = self._choose_runs()
+        self._kept = self._keep_shared() if self.is_together else {}
         self._lockstep: Lockstep | None = None
         self._held: set[int] = set()  # units that the first run keeps for the second
         self.run = _zo_run.make(self.rule, self.journal.records, base, self.layout.params)
@@ -80,6 +93,9 @@ class ZerothSession(Session):
         workers = max(1, self._engine_threads())
         self._pool = concurrent.futures.ThreadPoolExecutor(workers, "lohan-zeroth")
         self._engine.on_use(self._on_use)
+        without = self.config.without
+        if without:
+            self._engine.device_policy("overlap" in without, "reuse" in without)
 
     @property
     def step(self) -> int:
@@ -88,16 +104,22 @@ class ZerothSession(Session):
 
     # --- Positions --------------------------------------------------------------------------
 
-    def _on_use(self, unit: int, address: int, loads: int, pins: int) -> None:
-        """A unit is pinned: lead it to where it is wanted."""
+    def _on_use(
+        self, unit: int, address: int, makes: int, outs: int, is_of_out: bool, pins: int
+    ) -> bool:
+        """A unit is pinned: lead it to where it is wanted. True: it was moved."""
         where = self._where.get(unit)
         if where is None:
-            return
+            return False
         where.address = address
-        if where.loads != loads:
+        if where.outs != outs:
+            where.outs, where.host = outs, where.position
+        begin = where.position
+        if where.makes != makes:
             self.read_bytes += self.layout.units[unit].nbytes
-        begin = where.position if where.loads == loads else self.rule.clean(where.base)
-        if begin != self._wanted:
+            begin = where.host if is_of_out else self.rule.clean(where.base)
+        is_moved = begin != self._wanted
+        if is_moved:
             views = pins - 1 - (unit in self._held)
             if views > 0:
                 raise LentError(
@@ -106,9 +128,30 @@ class ZerothSession(Session):
                     " forward); delete them first"
                 )
             self._lost.add(unit)  # whoever interrupts this leaves bytes that are at no position
+            begin = self._shared_bytes(unit, address, begin)
+            self.longest_lead = max(self.longest_lead, self._wanted - begin)
             self._lead(unit, address, begin, self._wanted)
             self._lost.discard(unit)
-        where.loads, where.position = loads, self._wanted
+        where.makes, where.position = makes, self._wanted
+        return is_moved
+
+    def _shared_bytes(self, unit: int, address: int, begin: int) -> int:
+        """Of a unit of several blocks, keep what the first run needs again, or give it back.
+
+        Returns:
+            The position of the unit's bytes now.
+        """
+        kept = self._kept.get(unit)
+        if kept is None or self._lockstep is None:
+            return begin
+        nbytes, there = self.layout.units[unit].nbytes, kept.bytes.data_ptr()
+        if begin > self._wanted and kept.position == self._wanted:
+            ctypes.memmove(address, there, nbytes)
+            return self._wanted
+        if self._lockstep.turn != FIRST and kept.position != begin:
+            ctypes.memmove(there, address, nbytes)
+            kept.position = begin
+        return begin
 
     def _lead(self, unit: int, address: int, begin: int, end: int) -> None:
         if begin > end:
@@ -160,6 +203,8 @@ class ZerothSession(Session):
                 gradients.append((plus - minus) / (2 * self.rule.eps))
                 losses.append(plus)
             self.journal.append(Record(lr, decay, tuple(gradients), tuple(losses)))
+        if "deferred" in self.config.without:
+            self._update_all()
         every = self.zeroth.write_every
         if every is not None and self.step % every == 0:
             self.write_back()
@@ -206,6 +251,12 @@ class ZerothSession(Session):
         plus = _number(closure())
         self._wanted = self.rule.minus(step, sample)
         return plus, _number(closure())
+
+    def _update_all(self) -> None:
+        """Bring every block in once more, for its update alone."""
+        for unit in self._where:
+            self._engine.acquire(unit)
+            self._engine.release(unit)
 
     def write_back(self) -> None:
         """Write every parameter as it is now, and commit: the next session begins there.
@@ -257,8 +308,22 @@ class ZerothSession(Session):
                 ' blocks, which would have to be at both sides at once: runs="apart"'
             )
         total = sum(unit.nbytes for unit in self.layout.units)
-        is_short = int(self.budget["region_bytes"]) < total
+        room = self.budget["region_bytes"] if self.device.name == "cpu" else self.device.slot_bytes
+        is_short = int(room) < total
         return can and (asked == "together" or (asked == "auto" and is_short))
+
+    def _keep_shared(self) -> dict[int, _Kept]:
+        """Room for units that are moved and that several blocks use, if main memory has it."""
+        users: dict[int, int] = {}
+        for scope in self.layout.scopes:
+            for unit in scope.units:
+                users[unit] = users.get(unit, 0) + 1
+        shared = [unit for unit in self._where if users.get(unit, 0) > 1]
+        nbytes = sum(self.layout.units[unit].nbytes for unit in shared)
+        limit = self.config.host_bytes
+        if limit is not None and limit < int(self.budget["host_bytes_full"]) + nbytes:
+            return {}
+        return {unit: _Kept(self.layout.units[unit].nbytes) for unit in shared}
 
     def _visits(self, units: list[int], scope: _core.Scope) -> Any:
         return _Visit(self, units, scope)
@@ -285,13 +350,15 @@ class ZerothSession(Session):
         if lockstep is None:
             return
         lockstep.visit_begin()
-        # Tied weights, that the second run has moved on: nothing leads back but to begin again.
+        # Tied weights, that the second run has moved on: nothing leads back but to begin again,
+        # where there is no memory to keep them.
         ahead = [
             unit
             for unit in units
             if unit in self._where
             and unit not in self._held
             and self._where[unit].position > self._wanted
+            and (unit not in self._kept or self._kept[unit].position != self._wanted)
         ]
         if ahead:
             with self.exclusive(ahead):

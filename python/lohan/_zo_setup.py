@@ -188,6 +188,12 @@ def make(
             raise UnsupportedError(
                 f'{name}= has no meaning with method="mezo", which has no gradients: leave it out'
             )
+    if config.device not in (None, "cpu", "emu") or (
+        config.device is None and torch.cuda.is_available()
+    ):
+        raise UnsupportedError(
+            'method="mezo" computes on the CPU, or on the emulated device: pass device="cpu"'
+        )
     moved, streams = _moved(model)
     eps = EPS if asked["eps"] is None else float(asked["eps"])
     seed = torch.initial_seed() % _SEEDS if asked["seed"] is None else asked["seed"]

@@ -107,6 +107,10 @@ class Config:
         runs: with method="mezo", the two runs of the model in a step: "together": in turns, block
             by block, each on a thread, so that a block is read once for both; "apart": one behind
             the other. "auto": together where not all parameters fit in memory.
+        without: with method="mezo", parts of ZO2's schedule to leave out, to see what they bring:
+            "overlap" (copies to the device begin when they are waited for), "reuse" (memory that a
+            block leaves on the device is given back; emu), "deferred" (each block is brought in
+            once more for its update).
         verify: check the checksums of everything that is read.
         trace_events: events of the timeline that are kept; 0: none.
         allow_buffered: go on without O_DIRECT where the file system refuses it.
@@ -135,6 +139,7 @@ class Config:
     frozen: Literal["in_place", "copy"] = "in_place"
     write_every: int | Literal["auto", "never"] = "auto"
     runs: Literal["auto", "together", "apart"] = "auto"
+    without: tuple[str, ...] = ()
     verify: bool = True
     trace_events: int = 0
     allow_buffered: bool = True

@@ -154,6 +154,41 @@ def test_runs_in_turns_have_the_bits_of_runs_one_behind_the_other(
         assert read["together"] < 0.6 * read["apart"]
 
 
+DEVICE_CASES = [
+    ("together", ()),
+    ("apart", ()),
+    ("together", ("overlap",)),
+    ("together", ("reuse",)),
+    ("together", ("deferred",)),
+]
+
+
+@pytest.mark.parametrize(("runs", "without"), DEVICE_CASES, ids=str)
+def test_blocks_that_pass_through_a_device_have_the_same_bits(
+    runs: str, without: tuple[str, ...], store_dir: pathlib.Path
+) -> None:
+    losses, values = plain_run(opt, 6, Settings())
+    layout = wrapped(opt(), store_dir / "sizes").lohan.layout
+    sizes = sorted((unit.nbytes for unit in layout.units), reverse=True)
+    slots = sum(sizes[:3])
+    model = wrapped(
+        opt(),
+        store_dir / "run",
+        device="emu",
+        device_param_bytes=slots,
+        device_bytes=2 * slots,
+        runs=runs,
+        without=without,
+    )
+    assert model.lohan.is_together == (runs == "together")
+    assert steps(model, batches(6)) == losses
+    assert differing(model, values) == []
+    # Every block was brought in again and again, and led from where its last visit left it.
+    assert model.lohan.read_bytes > 4 * sum(sizes)
+    assert model.lohan.longest_lead < model.lohan.rule.step_length
+    model.lohan.close()
+
+
 @pytest.mark.parametrize("every", [1, 3, 8])
 @pytest.mark.parametrize("tier", ["memory", "least"])
 def test_a_write_every_k_steps_changes_no_bit_and_is_counted(
