@@ -261,8 +261,9 @@ static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
     if (!evict_is_possible(engine, op))
         return false;
     bool leaves = atomic_load(&unit->copy_is_moved) && !unit->copy_is_old &&
-                  unit->state == LH_UNIT_STATE_READY && !unit->is_copying;
-    if (leaves && !engine->free_copies)
+                  unit->state == LH_UNIT_STATE_READY;
+    /* Ordered, it may have been used before its copy in came back here. */
+    if (leaves && (unit->is_copying || !engine->free_copies))
         return false;
     if (!unit->copy_is_old && (unit->waiter_count > 0 || !lh_unit_claim(unit)))
         return false;

@@ -116,8 +116,77 @@ static void test_errors(const char *kind)
     }
 }
 
+/* What a test that changes units knows of one: its bytes are the base's, plus position. */
+struct moved {
+    uint8_t *base;
+    struct lh_engine_bytes seen;
+    uint8_t position;
+    uint8_t host;
+};
+
+static void moved_visit(struct rig *rig, struct moved *moved, uint32_t unit, bool is_kept)
+{
+    int rc = lh_engine_acquire(rig->engine, unit);
+    while (rc == 0)
+        rc = lh_engine_acquire_wait(rig->engine, unit, 1000);
+    LH_CHECK(rc == 1);
+    rig_device_drain(rig); /* what was enqueued before, the copy's arrival with it */
+    struct lh_engine_bytes now = lh_engine_bytes(rig->engine, unit);
+    uint64_t bytes = rig->units[unit].bytes;
+    if (!moved->base) {
+        moved->base = malloc(bytes);
+        LH_CHECK(moved->base);
+        memcpy(moved->base, now.address, bytes);
+    }
+    if (now.out_count != moved->seen.out_count)
+        moved->host = moved->position;
+    if (now.make_count != moved->seen.make_count) {
+        uint8_t before = moved->position;
+        moved->position = now.is_of_out ? moved->host : 0;
+        LH_CHECK(!is_kept || moved->position == before);
+    }
+    moved->seen = now;
+    for (uint64_t i = 0; i < bytes; i++) {
+        LH_CHECK(now.address[i] == (uint8_t)(moved->base[i] + moved->position));
+        now.address[i]++;
+    }
+    moved->position++;
+    lh_engine_moved(rig->engine, unit);
+    lh_engine_unpin(rig->engine, unit);
+}
+
+static void test_moved(uint32_t policy, bool least)
+{
+    struct rig rig;
+    struct moved moved[RIG_UNIT_COUNT] = {0};
+    struct rig_opts opts = opts_of("emu", LH_ENGINE_SCHEDULE_OPTIMIZED);
+    lh_test_name("policy %d, %s: a unit that was changed comes back as it was left, or as its base",
+                 (int)policy, least ? "least memory" : "all in memory");
+    opts.least_memory = least;
+    rig_make(&rig, "device-moved", opts);
+    lh_engine_device_policy_set(rig.engine, policy);
+    for (int round = 0; round < 12; round++) {
+        LH_CHECK(lh_engine_begin(rig.engine, LH_ENGINE_MODE_EVAL) == 0);
+        for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)
+            moved_visit(&rig, &moved[i], i, !least && round > 0);
+        if (round % 4 == 3)
+            LH_CHECK(rig_flush(&rig, false) == 0);
+    }
+    uint32_t out_count = 0;
+    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
+        out_count += moved[i].seen.out_count;
+        free(moved[i].base);
+    }
+    LH_CHECK(least || out_count > RIG_UNIT_COUNT);
+    rig_unmake(&rig);
+}
+
 int main(void)
 {
+    for (uint32_t policy = 0; policy <= LH_ENGINE_DEVICE_NO_OVERLAP; policy++) {
+        test_moved(policy, false);
+        test_moved(policy, true);
+    }
     static const char *const kinds[] = {"emu", "fake"};
     int step_count = getenv("LH_TEST_FAST") ? 7 : 20;
     for (size_t i = 0; i < LH_COUNT_OF(kinds); i++) {

@@ -53,9 +53,9 @@ RUNS = ("together", "apart")
 TIERS = {"memory": None, "some": 40_000, "least": 0}
 
 
-def least_of(model: nn.Module) -> int:
+def least_of(model: nn.Module, **more: Any) -> int:
     with pytest.raises(BudgetError) as refused, tempfile.TemporaryDirectory() as folder:
-        lohan.wrap(model, store=folder, method="mezo", host_bytes=1)
+        lohan.wrap(model, store=folder, method="mezo", host_bytes=1, **more)
     found = re.search(r"at least (\d+)", str(refused.value))
     assert found
     return int(found[1])
@@ -186,6 +186,28 @@ def test_blocks_that_pass_through_a_device_have_the_same_bits(
     # Every block was brought in again and again, and led from where its last visit left it.
     assert model.lohan.read_bytes > 4 * sum(sizes)
     assert model.lohan.longest_lead < model.lohan.rule.step_length
+    model.lohan.close()
+
+
+@pytest.mark.parametrize("runs", RUNS)
+@pytest.mark.parametrize("more", [0, 50_000], ids=["least", "some"])
+def test_a_device_over_little_main_memory_has_the_same_bits(
+    runs: str, more: int, store_dir: pathlib.Path
+) -> None:
+    losses, values = plain_run(opt, 12, Settings())
+    sizes = [unit.nbytes for unit in wrapped(opt(), store_dir / "s").lohan.layout.units]
+    slots = sum(sorted(sizes)[-3:]) + more
+    device = {"device": "emu", "device_param_bytes": slots, "device_bytes": 2 * slots}
+    model = wrapped(
+        opt(),
+        store_dir / "run",
+        host_bytes=least_of(opt(), **device) + more,
+        write_every=3,
+        runs=runs,
+        **device,
+    )
+    assert steps(model, batches(12)) == losses
+    assert differing(model, values) == []
     model.lohan.close()
 
 
