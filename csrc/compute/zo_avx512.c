@@ -6,17 +6,44 @@
 
 #define VECTOR_BYTES 64
 #define KERNEL lh_zo_avx512
+#define REGISTER "+v"
+#define LANE_COUNTERS 0, 1, 4, 5, 8, 9, 12, 13
 
-typedef uint64_t longs __attribute__((vector_size(VECTOR_BYTES)));
+#include "compute/zo_vectors.h"
 
-static inline __attribute__((always_inline)) longs multiply32(longs left, longs right)
+static INLINE longs multiply32(longs left, longs right)
 {
     return (longs)_mm512_mul_epu32((__m512i)left, (__m512i)right);
 }
 
-static inline __attribute__((always_inline)) __m512 root(__m512 value)
+/* One instruction. */
+static INLINE longs xor3(longs late, longs early, longs constant)
+{
+    return (longs)_mm512_ternarylogic_epi64((__m512i)late, (__m512i)early, (__m512i)constant, 0x96);
+}
+
+static INLINE words lowers_of(longs a, longs b)
+{
+    return (words)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x88);
+}
+
+static INLINE words uppers_of(longs a, longs b)
+{
+    return (words)_mm512_shuffle_ps((__m512)a, (__m512)b, 0xDD);
+}
+
+static INLINE floats root(floats value)
 {
     return _mm512_sqrt_ps(value);
+}
+
+static INLINE void turn_quarter(words quarter, floats *cosine, floats *sine)
+{
+    const __m512i odd = _mm512_set1_epi32(1 << 30);
+    __mmask16 is_odd = _mm512_test_epi32_mask((__m512i)quarter, odd);
+    floats at_sine = _mm512_mask_blend_ps(is_odd, *sine, *cosine);
+    *cosine = _mm512_mask_xor_ps(*cosine, is_odd, *sine, _mm512_set1_ps(-0.0F));
+    *sine = at_sine;
 }
 
 #include "compute/zo_body.h"

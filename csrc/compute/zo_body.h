@@ -1,9 +1,17 @@
 /*
  * A kernel of zo.h in vectors of any width, with the compiler's own vector types: each file that
- * includes this says how wide (VECTOR_BYTES), how two halves multiply (multiply32), what a square
- * root is (root), and what its kernel is called (KERNEL). Words are kept a counter to 64 bits while
- * Philox goes on, as that is how products come; what their upper halves then hold is of no
- * consequence, because a product reads lower halves alone.
+ * includes this says how wide (VECTOR_BYTES), what its kernel is called (KERNEL), where a vector
+ * lies (REGISTER), which counters two of four go to (LANE_COUNTERS), and gives the operations that
+ * have an instruction of their own there. Words are kept a counter to 64 bits while Philox goes on,
+ * as that is how products come; what their upper halves then hold is of no consequence, because a
+ * product reads lower halves alone.
+ *
+ * [Note: Interleaving] Every operation waits for the one before: a product, a shift and an
+ * exclusive or for seven cycles, a logarithm and its root for eighty. A processor fills them with
+ * what stands near in the program, at most some two hundred instructions away. So a span's words
+ * are made in between the steps that make numbers of the words of the span before: a round of one
+ * vector of counters, a step of one vector of numbers, and so on. PIN keeps a compiler from sorting
+ * them apart; HIDE keeps it from holding constants in the registers that the counters need.
  */
 #ifndef LH_COMPUTE_ZO_BODY_H
 #define LH_COMPUTE_ZO_BODY_H
@@ -11,207 +19,320 @@
 #include <string.h>
 
 #include "compute/zo_kernels.h"
+#include "compute/zo_vectors.h"
 
 #define LANES (VECTOR_BYTES / 4)
 #define VECTORS (LH_ZO_COUNTERS / LANES) /* of a word of a block */
-#define SPAN_BLOCKS (VECTORS == 1 ? 2 : 1)
-#define SPAN (SPAN_BLOCKS * LH_ZO_BLOCK)
+/* Vectors of counters that go on beside one another: what the registers hold. */
 #define CHAINS 4
-#define INLINE static inline __attribute__((always_inline))
+#define STEPS 10   /* as many as rounds: of each vector of numbers */
+#define STEP_END 2 /* of the next vector, at which one ends: its root has taken long */
+/* Vectors of each word that chains end in, and spans of them that fill blocks. */
+#define COLUMNS (CHAINS / 2)
+#define PARTS (VECTORS > COLUMNS ? VECTORS / COLUMNS : 1)
+#define SPAN (PARTS * COLUMNS * LANES * LH_ZO_WORDS)
+/* Elements whose counters have the same high bits. */
+#define EPOCH (UINT64_C(4) << 32)
 
-typedef float floats __attribute__((vector_size(VECTOR_BYTES)));
-typedef int32_t ints __attribute__((vector_size(VECTOR_BYTES)));
-typedef uint32_t words __attribute__((vector_size(VECTOR_BYTES)));
+/* The words of a span, or its numbers. */
+struct span {
+    words at[SPAN / LANES];
+};
 
+/* What the rounds add to words 0 and 2, with all that counters of one epoch have in common. */
 struct keys {
     uint64_t low[LH_ZO_ROUND_COUNT];
     uint64_t high[LH_ZO_ROUND_COUNT];
-    const struct lh_zo_stream *stream;
-};
-
-/* What the rounds add: the seed, and so many of Weyl's numbers. */
-static void keys_make(struct keys *keys, const struct lh_zo_stream *stream)
-{
-    for (uint32_t i = 0; i < LH_ZO_ROUND_COUNT; i++) {
-        keys->low[i] = (uint32_t)stream->seed + i * LH_ZO_WEYL_0;
-        keys->high[i] = (uint32_t)(stream->seed >> 32) + i * LH_ZO_WEYL_1;
-    }
-    keys->stream = stream;
-}
-
-/* The four words of the counters first[i], first[i] + 2, ... of each chain. */
-INLINE void philox(const struct keys *keys, const uint64_t first[CHAINS],
-                   longs out[CHAINS][LH_ZO_WORDS])
-{
-    const longs zero = {0};
-    longs steps = zero;
-    for (int i = 0; i < LANES / 2; i++)
-        steps[i] = 2 * (uint64_t)i;
-#pragma GCC unroll 4
-    for (int i = 0; i < CHAINS; i++) {
-        out[i][0] = steps + first[i];
-        out[i][1] = (out[i][0] >> 32) | (zero + ((uint64_t)keys->stream->sample << 16));
-        out[i][2] = zero + keys->stream->param;
-        out[i][3] = zero + keys->stream->step;
-    }
-#pragma GCC unroll 10
-    for (int round = 0; round < LH_ZO_ROUND_COUNT; round++) {
-#pragma GCC unroll 4
-        for (int i = 0; i < CHAINS; i++) {
-            longs product0 = multiply32(out[i][0], zero + LH_ZO_MULTIPLIER_0);
-            longs product1 = multiply32(out[i][2], zero + LH_ZO_MULTIPLIER_1);
-            out[i][0] = (product1 >> 32) ^ out[i][1] ^ (zero + keys->low[round]);
-            out[i][1] = product1;
-            out[i][2] = (product0 >> 32) ^ out[i][3] ^ (zero + keys->high[round]);
-            out[i][3] = product0;
-        }
-    }
-}
-
-#define EACH _Pragma("GCC unroll 4") for (int i = 0; i < CHAINS; i++)
-
-/* As radius_of() in zo_ref.c, which says what it is. */
-INLINE void radius_of(const words word[CHAINS], floats radius_out[CHAINS])
-{
-    ints exponent[CHAINS];
-    floats f[CHAINS], square[CHAINS], series[CHAINS], log[CHAINS];
-    EACH
-    {
-        ints bits = (ints) __builtin_convertvector((ints)((word[i] >> 8) + 1), floats);
-        exponent[i] = (bits - LH_ZO_ROOT_HALF_BITS) >> 23;
-        f[i] = (floats)(bits - (exponent[i] << 23)) - 1.0f;
-    }
-    EACH series[i] = LH_ZO_L6 * f[i] + LH_ZO_L5;
-    EACH series[i] = series[i] * f[i] + LH_ZO_L4;
-    EACH series[i] = series[i] * f[i] + LH_ZO_L3;
-    EACH series[i] = series[i] * f[i] + LH_ZO_L2;
-    EACH series[i] = series[i] * f[i] + LH_ZO_L1;
-    EACH series[i] = series[i] * f[i] + LH_ZO_L0;
-    EACH square[i] = f[i] * f[i];
-    EACH log[i] = (f[i] - square[i] * 0.5f) + (square[i] * f[i]) * series[i];
-    EACH log[i] = __builtin_convertvector(exponent[i] - 24, floats) * LH_ZO_LN_2 + log[i];
-    EACH radius_out[i] = root(log[i] * -2.0f);
-}
-
-/* As turn_of() in zo_ref.c. */
-INLINE void turn_of(const words word[CHAINS], floats cosine_out[CHAINS], floats sine_out[CHAINS])
-{
-    const uint32_t sign = UINT32_C(1) << 31;
-    floats x[CHAINS], square[CHAINS], sine[CHAINS], cosine[CHAINS];
-    EACH
-    {
-        ints rest = (ints)((word[i] << 2) & ~UINT32_C(0xFF));
-        x[i] = __builtin_convertvector(rest, floats) * LH_ZO_ANGLE_SCALE;
-    }
-    EACH square[i] = x[i] * x[i];
-    EACH sine[i] = (LH_ZO_S2 * square[i] + LH_ZO_S1) * square[i] + LH_ZO_S0;
-    EACH sine[i] = x[i] + (x[i] * square[i]) * sine[i];
-    EACH cosine[i] = LH_ZO_C1 * square[i] + LH_ZO_C0;
-    EACH cosine[i] = (1.0f - square[i] * 0.5f) + (square[i] * square[i]) * cosine[i];
-    EACH
-    {
-        words quarter = word[i] + (UINT32_C(1) << 29); /* in the two highest bits */
-        ints swaps = (ints)(quarter << 1) >> 31;
-        ints swapped = ((ints)sine[i] ^ (ints)cosine[i]) & swaps;
-        words at_cosine = (words)((ints)cosine[i] ^ swapped);
-        words at_sine = (words)((ints)sine[i] ^ swapped);
-        cosine_out[i] = (floats)(at_cosine ^ ((quarter + (UINT32_C(1) << 30)) & sign));
-        sine_out[i] = (floats)(at_sine ^ (quarter & sign));
-    }
-}
-
-/* A vector of words, and of the z that is made of it. */
-union lanes {
-    words word;
-    floats z;
 };
 
 /*
- * z of whole spans, in the order of their elements. All words first, then all that is made of them;
- * in both, chains go on beside one another, so that none waits for the step before.
+ * The seed, and so many of Weyl's numbers. Of a counter's words only the lowest differs, so that
+ * half of the first two rounds is done here, once: what it gives is added with the keys.
  */
-static void draw(const struct keys *keys, uint64_t first, uint64_t count, union lanes *out)
+static void keys_make(struct keys *keys, const struct lh_zo_stream *stream, uint64_t counter)
 {
-    for (uint64_t column = 0; column < count / LANES / LH_ZO_WORDS; column += 2) {
-        uint64_t counters[CHAINS];
-        longs made[CHAINS][LH_ZO_WORDS];
-        EACH counters[i] = first / LH_ZO_WORDS + (column + (uint64_t)i / 2) * LANES + i % 2;
-        philox(keys, counters, made);
-#pragma GCC unroll 2
-        for (uint64_t i = 0; i < 2; i++) {
-            uint64_t block = (column + i) / VECTORS;
-            union lanes *at = out + block * LH_ZO_WORDS * VECTORS + (column + i) % VECTORS;
+    const uint32_t low = (uint32_t)stream->seed, high = (uint32_t)(stream->seed >> 32);
+    uint64_t product1 = (uint64_t)stream->param * LH_ZO_MULTIPLIER_1;
+    uint32_t word1 = (uint32_t)(counter >> 32) | stream->sample << 16;
+    uint32_t word0 = (uint32_t)(product1 >> 32) ^ word1 ^ low;
+    uint64_t product0 = (uint64_t)word0 * LH_ZO_MULTIPLIER_0;
+    for (uint32_t i = 1; i < LH_ZO_ROUND_COUNT; i++) {
+        keys->low[i] = low + i * LH_ZO_WEYL_0;
+        keys->high[i] = high + i * LH_ZO_WEYL_1;
+    }
+    keys->high[0] = high ^ stream->step;
+    keys->low[1] = (low + LH_ZO_WEYL_0) ^ (uint32_t)product1;
+    keys->high[1] = (high + LH_ZO_WEYL_1) ^ (uint32_t)(product0 >> 32);
+    keys->high[2] = (high + 2 * LH_ZO_WEYL_1) ^ (uint32_t)product0;
+}
+
+struct chains {
+    longs word[CHAINS][LH_ZO_WORDS];
+};
+
+/* Round 0 of all chains, whose counters begin at first: a product of counters in a row is a sum. */
+static INLINE void chains_begin(struct chains *chains, const struct keys *keys, uint64_t first)
+{
+    const longs zero = {0};
+    longs start = zero + (uint32_t)first * (uint64_t)LH_ZO_MULTIPLIER_0;
 #pragma GCC unroll 4
-            for (int j = 0; j < LH_ZO_WORDS; j++)
-                at[j * VECTORS].word =
-                    (words)((made[2 * i][j] & UINT32_MAX) | (made[2 * i + 1][j] << 32));
-        }
-    }
-    for (uint64_t column = 0; column < count / LANES / LH_ZO_WORDS; column += 2) {
-        union lanes *at[CHAINS];
-        words radii[CHAINS], turns[CHAINS];
-        floats radius[CHAINS], cosine[CHAINS], sine[CHAINS];
-        EACH
-        {
-            uint64_t block = (column + (uint64_t)i / 2) / VECTORS;
-            uint64_t vector = (column + (uint64_t)i / 2) % VECTORS;
-            at[i] = out + (block * LH_ZO_WORDS + (uint64_t)i % 2 * 2) * VECTORS + vector;
-            radii[i] = at[i]->word;
-            turns[i] = at[i][VECTORS].word;
-        }
-        radius_of(radii, radius);
-        turn_of(turns, cosine, sine);
-        EACH
-        {
-            at[i]->z = radius[i] * cosine[i];
-            at[i][VECTORS].z = radius[i] * sine[i];
-        }
+    for (int i = 0; i < CHAINS; i++) {
+        longs lanes = (longs){LANE_COUNTERS} + (uint64_t)(i / 2 * LANES + i % 2 * 2);
+        longs *word = chains->word[i];
+        word[3] = start + lanes * LH_ZO_MULTIPLIER_0;
+        word[2] = (word[3] >> 32) ^ (zero + keys->high[0]);
+        PIN(word[2]);
     }
 }
 
-/* As applied() in zo_ref.c. */
-INLINE floats applied(const struct lh_zo_op *op, floats value, floats z)
+/* One of rounds 1 to 8 of a chain. */
+static INLINE void chain_go_on(longs word[LH_ZO_WORDS], const struct keys *keys, int round)
 {
+    const longs zero = {0};
+    longs low = zero + keys->low[round], high = zero + keys->high[round];
+    longs product1 = multiply32(word[2], zero + LH_ZO_MULTIPLIER_1);
+    if (round == 1) {
+        word[0] = (product1 >> 32) ^ low;
+        word[2] = word[3] ^ high;
+    } else {
+        longs product0 = multiply32(word[0], zero + LH_ZO_MULTIPLIER_0);
+        word[0] = xor3(product1 >> 32, word[1], low);
+        word[2] = round == 2 ? (product0 >> 32) ^ high : xor3(product0 >> 32, word[3], high);
+        word[3] = product0;
+    }
+    word[1] = product1;
+    PIN(word[0]);
+    PIN(word[2]);
+}
+
+/* Round 9 of two chains, and their words a counter to 32 bits. */
+static INLINE void chains_end(longs a[LH_ZO_WORDS], longs b[LH_ZO_WORDS], const struct keys *keys,
+                              words *out)
+{
+    const longs zero = {0};
+    const words none = {0};
+    words low = none + (uint32_t)keys->low[9], high = none + (uint32_t)keys->high[9];
+    longs a1 = multiply32(a[2], zero + LH_ZO_MULTIPLIER_1);
+    longs b1 = multiply32(b[2], zero + LH_ZO_MULTIPLIER_1);
+    out[0] = uppers_of(a1, b1) ^ lowers_of(a[1], b[1]) ^ low;
+    out[VECTORS] = lowers_of(a1, b1);
+    longs a0 = multiply32(a[0], zero + LH_ZO_MULTIPLIER_0);
+    longs b0 = multiply32(b[0], zero + LH_ZO_MULTIPLIER_0);
+    out[2 * VECTORS] = uppers_of(a0, b0) ^ lowers_of(a[3], b[3]) ^ high;
+    out[3 * VECTORS] = lowers_of(a0, b0);
+}
+
+/*
+ * The numbers of zo_kernels.h, for f / 2 and x / 2: then what squares are multiplied by is 1. A
+ * power of two more or less changes no rounding, and here they cancel.
+ */
+static const struct constants {
+    int32_t one, root_half, mantissa, half_mantissa, rest, eighth;
+    float l[7], ln_2, s[3], c[2], angle, half, minus_16;
+} constants = {
+    .one = 1,
+    .root_half = LH_ZO_ROOT_HALF_BITS + (24 << 23), /* U has 24 bits */
+    .mantissa = (1 << 23) - 1,
+    .half_mantissa = LH_ZO_ROOT_HALF_BITS - (1 << 23),
+    .rest = ~0xFF,
+    .eighth = 1 << 29,
+    .l = {LH_ZO_L0 * 4, LH_ZO_L1 * 8, LH_ZO_L2 * 16, LH_ZO_L3 * 32, LH_ZO_L4 * 64, LH_ZO_L5 * 128,
+          LH_ZO_L6 * 256},
+    .ln_2 = LH_ZO_LN_2 / 0x1p24f, /* half of it, for exponents that are 23 bits up */
+    .s = {LH_ZO_S0 * 4, LH_ZO_S1 * 16, LH_ZO_S2 * 64},
+    .c = {LH_ZO_C0 * 8, LH_ZO_C1 * 32},
+    .angle = LH_ZO_ANGLE_SCALE / 2,
+    .half = 0.5f,
+    .minus_16 = -16.0f,
+};
+
+/* On the way from two vectors of words to two of numbers. */
+struct normals {
+    ints bits, rest;
+    floats exponent, f, log, x, square, sine, cosine;
+};
+
+/* Steps 0 to 8, as radius_of() and turn_of() in zo_ref.c, which say what it is. */
+static INLINE void normals_go_on(struct normals *n, int step, const words *at)
+{
+    const struct constants *k = &constants;
+    HIDE(k);
+    if (step == 0) {
+        n->bits = (ints) __builtin_convertvector((ints)(at[0] >> 8) + k->one, floats);
+        n->bits -= k->root_half;
+        n->rest = (ints)(at[VECTORS] << 2) & k->rest;
+        PIN(n->bits);
+        PIN(n->rest);
+    } else if (step == 1) {
+        ints mantissa = n->bits & k->mantissa;
+        n->bits -= mantissa;
+        n->f = (floats)(mantissa + k->half_mantissa) - k->half;
+        n->x = __builtin_convertvector(n->rest, floats) * k->angle;
+        PIN(n->bits);
+        PIN(n->f);
+        PIN(n->x);
+    } else if (step == 2) {
+        n->exponent = __builtin_convertvector(n->bits, floats) * k->ln_2;
+        n->log = k->l[6] * n->f + k->l[5];
+        n->square = n->x * n->x;
+        PIN(n->exponent);
+        PIN(n->square);
+    } else if (step == 3) {
+        n->sine = k->s[2] * n->square + k->s[1];
+        n->cosine = k->c[1] * n->square + k->c[0];
+        PIN(n->cosine);
+    } else if (step == 4) {
+        n->sine = n->sine * n->square + k->s[0];
+    } else if (step == 5) {
+        n->sine = n->x + (n->x * n->square) * n->sine;
+    } else if (step == 6) {
+        n->cosine = (k->half - n->square) + (n->square * n->square) * n->cosine;
+        PIN(n->cosine);
+    } else if (step == 7) {
+        n->square = n->f * n->f;
+        PIN(n->square);
+    } else if (step == 8) {
+        n->log = (n->f - n->square) + (n->square * n->f) * n->log;
+        n->log = root((n->exponent + n->log) * k->minus_16);
+    }
+    if (step >= 3 && step <= 7)
+        n->log = n->log * n->f + k->l[7 - step];
+    if (step >= 2 && step <= 8)
+        PIN(n->log);
+    if (step >= 3 && step <= 5)
+        PIN(n->sine);
+}
+
+/* Which way the quarter turn makes the numbers go, and how far. */
+static INLINE void normals_end(struct normals *n, words *at)
+{
+    const struct constants *k = &constants;
+    HIDE(k);
+    words quarter = at[VECTORS] + (uint32_t)k->eighth; /* in the two highest bits */
+    floats radius = (floats)((words)n->log ^ (quarter & (UINT32_C(1) << 31)));
+    turn_quarter(quarter, &n->cosine, &n->sine);
+    at[0] = (words)(radius * n->cosine);
+    at[VECTORS] = (words)(radius * n->sine);
+}
+
+/* Where the vector of words 0 or 2 is; that of words 1 or 3 is VECTORS further. */
+static INLINE words *place_of(words *at, int i)
+{
+    int column = i / 2;
+    return at + (column / VECTORS * LH_ZO_WORDS + i % 2 * 2) * VECTORS + column % VECTORS;
+}
+
+/* made: words of the counters that begin at first; numbers: out of words. Either may be NULL. */
+static INLINE void go_on(const struct keys *keys, uint64_t first, words *made, words *numbers)
+{
+    struct chains chains;
+    struct normals normals[2]; /* of vectors in turn */
+    if (made)
+        chains_begin(&chains, keys, first);
+#pragma GCC unroll 40
+    for (int i = 0; i < STEPS * CHAINS; i++) {
+        int round = i / CHAINS, chain = i % CHAINS, vector = i / STEPS, step = i % STEPS;
+        if (made && round > 0 && round < 9)
+            chain_go_on(chains.word[chain], keys, round);
+        if (made && round == 9 && chain % 2 == 1)
+            chains_end(chains.word[chain - 1], chains.word[chain], keys, place_of(made, chain - 1));
+        if (numbers && step < 9)
+            normals_go_on(&normals[vector % 2], step, place_of(numbers, vector));
+        if (numbers && step == STEP_END && vector > 0)
+            normals_end(&normals[(vector - 1) % 2], place_of(numbers, vector - 1));
+    }
+    if (numbers)
+        normals_end(&normals[(CHAINS - 1) % 2], place_of(numbers, CHAINS - 1));
+}
+
+/* A span's first words. Each of these is a function of its own: so its arrays become registers. */
+static NOINLINE void words_make(const struct keys *keys, uint64_t first, words *made)
+{
+    go_on(keys, first, made, NULL);
+}
+
+/* A span's words, and numbers of the words of the span before. */
+static NOINLINE void both_make(const struct keys *keys, uint64_t first, words *restrict made,
+                               words *restrict numbers)
+{
+    go_on(keys, first, made, numbers);
+}
+
+/* Numbers of the last words. */
+static NOINLINE void numbers_make(words *numbers)
+{
+    go_on(NULL, 0, NULL, numbers);
+}
+
+/* One op, as applied() in zo_ref.c, from source to values. */
+static void apply(const struct lh_zo_op *op, float *values, const float *source,
+                  const struct span *z, uint64_t count)
+{
+    const floats zero = {0};
+    floats scale = zero + op->scale, lr = zero + op->lr, decay = zero + op->decay;
+#define APPLY(expression)                                                                          \
+    _Pragma("GCC unroll 8") for (uint64_t i = 0; i < count; i += LANES)                            \
+    {                                                                                              \
+        floats now = (floats)z->at[i / LANES], value;                                              \
+        memcpy(&value, source + i, sizeof(value));                                                 \
+        value = (expression);                                                                      \
+        memcpy(values + i, &value, sizeof(value));                                                 \
+    }
     if (op->kind == LH_ZO_OP_PERTURB)
-        return value + z * op->scale;
-    if (op->kind == LH_ZO_OP_DRAW)
-        return z;
-    z = z * op->scale;
-    if (op->decay != 0)
-        z = z + value * op->decay;
-    return value - z * op->lr;
+        APPLY(value + now * scale)
+    else if (op->kind == LH_ZO_OP_DRAW)
+        APPLY(now)
+    else if (op->decay != 0)
+        APPLY(value - (now * scale + value * decay) * lr)
+    else
+        APPLY(value - now * scale * lr)
+#undef APPLY
 }
 
-/* One op to count values that are in cache. */
-static void apply(const struct lh_zo_op *op, float *values, const union lanes *z, uint64_t count)
+/* Ops of one z. A span's words are made while those of the span before become numbers. */
+static void draw(float *values, const float *source, uint64_t first, uint64_t count,
+                 const struct lh_zo_op *ops, uint32_t op_count)
 {
-    for (uint64_t i = 0; i < count; i += LANES) {
-        floats value;
-        memcpy(&value, values + i, sizeof(value));
-        value = applied(op, value, z[i / LANES].z);
-        memcpy(values + i, &value, sizeof(value));
+    const uint64_t part_counters = COLUMNS * LANES;
+    struct keys keys;
+    struct span spans[2];
+    uint64_t counter = first / LH_ZO_WORDS;
+    keys_make(&keys, &ops[0].stream, counter);
+    for (int part = 0; part < PARTS; part++, counter += part_counters)
+        words_make(&keys, counter, spans[0].at + part * COLUMNS);
+    for (uint64_t at = 0; at < count; at += SPAN) {
+        struct span *now = &spans[at / SPAN % 2], *next = &spans[1 - at / SPAN % 2];
+        for (int part = 0; part < PARTS; part++, counter += part_counters) {
+            if (count - at > SPAN)
+                both_make(&keys, counter, next->at + part * COLUMNS, now->at + part * COLUMNS);
+            else
+                numbers_make(now->at + part * COLUMNS);
+        }
+        uint64_t part = lh_min_u64(SPAN, count - at);
+        apply(&ops[0], values + at, source + at, now, part);
+        for (uint32_t i = 1; i < op_count; i++)
+            apply(&ops[i], values + at, values + at, now, part);
     }
 }
 
 void KERNEL(float *values, const float *source, uint64_t first, uint64_t count,
             const struct lh_zo_op *ops, uint32_t op_count)
 {
-    enum { BATCH = 32 * LH_ZO_BLOCK }; /* it stays in the first cache over all ops */
-    union lanes z[BATCH / LANES];
-    for (uint64_t begin = 0; begin < count; begin += BATCH) {
-        uint64_t end = lh_min_u64(begin + BATCH, count);
+    const uint64_t batch = 32 * LH_ZO_BLOCK; /* it stays in the first cache over all ops */
+    if (op_count == 0 && source != values)
+        memcpy(values, source, count * sizeof(*values));
+    for (uint64_t begin = 0, end; op_count > 0 && begin < count; begin = end) {
         uint32_t next;
-        if (source != values)
-            memcpy(values + begin, source + begin, (end - begin) * sizeof(*values));
-        for (uint32_t i = 0; i < op_count; i = next) {
-            struct keys keys;
-            keys_make(&keys, &ops[i].stream);
-            next = i + 1;
-            while (next < op_count && ops[next].is_same)
-                next++;
-            draw(&keys, first + begin, lh_align_up(end - begin, SPAN), z);
-            for (uint32_t j = i; j < next; j++)
-                apply(&ops[j], values + begin, z, end - begin);
+        end = lh_min_u64(count, begin + EPOCH - (first + begin) % EPOCH);
+        for (next = 1; next < op_count && ops[next].is_same; next++)
+            ;
+        if (next < op_count)
+            end = lh_min_u64(end, begin + batch);
+        draw(values + begin, source + begin, first + begin, end - begin, ops, next);
+        for (uint32_t i = next; i < op_count; i = next) {
+            for (next = i + 1; next < op_count && ops[next].is_same; next++)
+                ;
+            draw(values + begin, values + begin, first + begin, end - begin, ops + i, next - i);
         }
     }
 }

@@ -110,6 +110,29 @@ static void test_kernels(void)
     }
 }
 
+static void test_corners(void)
+{
+    /* Of the stream below: a radius of 0, a sine, a cosine; and where counters pass 2^32. */
+    static const uint64_t zeros[] = {37343555, 37343571, 264304521, 74206569, 4951774, 12442630};
+    const uint64_t passes[] = {UINT64_C(1) << 34, UINT64_C(3) << 34};
+    const struct lh_zo_kernel *kernels;
+    int count = lh_zo_kernels(&kernels);
+    struct lh_zo_op op = {.kind = LH_ZO_OP_DRAW, .stream = {1, 2, 3, 4}};
+    lh_test_name("kernels agree about the signs of zeros, and past 2^32 counters");
+    for (size_t i = 0; i < LH_COUNT_OF(zeros) + LH_COUNT_OF(passes); i++) {
+        float expected[COUNT], values[COUNT];
+        bool is_zero = i < LH_COUNT_OF(zeros);
+        uint64_t middle = is_zero ? zeros[i] : passes[i - LH_COUNT_OF(zeros)];
+        uint64_t first = middle - COUNT / 2;
+        lh_zo_apply_by(&kernels[count - 1], expected, expected, first, COUNT, &op, 1);
+        LH_CHECK((expected[COUNT / 2] == 0) == is_zero);
+        for (int j = 0; j < count; j++) {
+            lh_zo_apply_by(&kernels[j], values, values, first, COUNT, &op, 1);
+            LH_CHECK(memcmp(values, expected, sizeof(values)) == 0);
+        }
+    }
+}
+
 static void test_formulas(void)
 {
     float z[COUNT], moved[COUNT];
@@ -190,6 +213,7 @@ int main(void)
     test_philox();
     test_values();
     test_kernels();
+    test_corners();
     test_formulas();
     test_environment();
     test_moments();
