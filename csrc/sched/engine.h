@@ -179,6 +179,7 @@ struct lh_engine_bytes {
     uint32_t out_count;  /* copies back to main memory */
     bool is_of_out; /* the last copy to the accelerator was of what came by the last one back */
 };
+/* Of a pinned unit. Thread: any. */
 struct lh_engine_bytes lh_engine_bytes(const struct lh_engine *engine, uint32_t unit);
 /*
  * A pinned unit was changed on the accelerator: when its place there is taken, it is copied back to
@@ -189,6 +190,7 @@ void lh_engine_moved(struct lh_engine *engine, uint32_t unit);
 /* What the accelerator's units do without, to see what it brings. Bits; 0: nothing. */
 #define LH_ENGINE_DEVICE_NO_OVERLAP 1U /* copies begin when somebody waits, one at a time */
 #define LH_ENGINE_DEVICE_NO_REUSE 2U   /* emu: memory that is left is given back to the system */
+/* Thread: any. */
 void lh_engine_device_policy_set(struct lh_engine *engine, uint32_t policy);
 
 /*

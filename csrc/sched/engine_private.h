@@ -56,6 +56,7 @@
 #include "sched/region.h"
 #include "sched/saved_private.h"
 #include "sched/split.h"
+#include "sched/states.h"
 #include "sched/transfer.h"
 
 #define LH_UNIT_READY_BIT UINT32_C(0x80000000)
@@ -68,56 +69,6 @@
 #define LH_STATE_ARRAY_COUNT 3
 #define LH_INBOX_CELL_COUNT 65536
 #define LH_WAIT_NS_MIN 20000 /* less is what a call takes */
-
-enum lh_unit_state {
-    LH_UNIT_STATE_ABSENT = 0,
-    LH_UNIT_STATE_LOADING,
-    LH_UNIT_STATE_READY,
-    LH_UNIT_STATE_UPDATING,
-};
-
-/* Of a unit's copy on the accelerator (device.c). */
-enum lh_copy_state {
-    LH_COPY_STATE_ABSENT = 0,
-    LH_COPY_STATE_COPYING,
-    LH_COPY_STATE_READY,
-    LH_COPY_STATE_LEAVING, /* evicted; its bytes are on their way to main memory */
-};
-
-enum lh_spill_state {
-    LH_SPILL_STATE_NONE = 0,
-    LH_SPILL_STATE_RUNNING,
-    LH_SPILL_STATE_DONE, /* this step's gradients are on SSD */
-};
-
-enum lh_norm_state {
-    LH_NORM_STATE_NONE = 0,
-    LH_NORM_STATE_RUNNING,
-    LH_NORM_STATE_DONE,
-};
-
-enum lh_chunk_state {
-    LH_CHUNK_STATE_IDLE = 0,
-    LH_CHUNK_STATE_READING,
-    LH_CHUNK_STATE_LOADED,
-    LH_CHUNK_STATE_COMPUTING,
-    LH_CHUNK_STATE_COMPUTED, /* naive: others of its unit are COMPUTING */
-    LH_CHUNK_STATE_WRITING,
-};
-
-/* See [Note: Held commits] in step.c. */
-enum lh_hold {
-    LH_HOLD_NONE = 0,
-    LH_HOLD_ASKED,
-    LH_HOLD_GRANTED,
-};
-
-enum lh_step_state {
-    LH_STEP_STATE_OPEN = 0,
-    LH_STEP_STATE_CLOSED,
-    LH_STEP_STATE_COMMITTING,
-    LH_STEP_STATE_ABORTING,
-};
 
 enum lh_message_kind {
     LH_MESSAGE_BEGIN = 1, /* mode */

@@ -1,0 +1,180 @@
+"""Zeroth-order steps, beside MeZO in memory with the same generator and with torch's.
+
+In rounds, with the order turned: MeZO in memory (four passes over all parameters a step, each of
+which makes z with lohan's kernels), lohan with all in memory, and lohan with its parameters behind
+an emulated device that holds two blocks and the embedding. Like an accelerator, the device computes
+on a core of its own, z included; copies have the other. Its links are as slow as ZO2's beside the
+computation: there one direction takes 0.40 of MeZO's step (OPT-13B in fp32: 50.3 GB at 16.5 GB/s,
+7.7 s). Then the same without each part of ZO2's schedule. MeZO with torch's generator is for
+information.
+
+Source: ZO2 tables 2 and 4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lohan
+import torch
+from lohan import _core
+from lohan._zeroth import Record, Rule, operations
+from report import Report
+from transformers import OPTConfig, OPTForCausalLM
+
+EPS, LR, SEED = 1e-3, 1e-7, 7
+LINK_SHARE = 0.40
+WITHOUT = ("deferred", "overlap", "reuse")
+
+
+def make(args: Any) -> Any:
+    """The same random weights each time."""
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        ffn_dim=4 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        max_position_embeddings=args.length,
+        word_embed_proj_dim=args.hidden,
+        dropout=0.0,
+    )
+    return OPTForCausalLM(config).float().eval()
+
+
+class Mezo:
+    """MeZO in memory: perturb, perturb back twice as far, perturb back, update."""
+
+    def __init__(self, model: Any, tokens: torch.Tensor, is_torch: bool) -> None:
+        self.model, self.tokens, self.is_torch = model, tokens, is_torch
+        self.params = [*model.parameters()]
+        self.rule = Rule(SEED, EPS)
+        self.records: list[Record] = []
+
+    def _pass(self, place: int) -> None:
+        """One of the four operations of a step, on every parameter."""
+        step = len(self.records) - (place == 3)
+        begin = self.rule.clean(step) + place
+        generator = torch.Generator().manual_seed(step)
+        for index, param in enumerate(self.params):
+            if self.is_torch:
+                z = torch.normal(0.0, 1.0, param.shape, generator=generator)
+                factor = LR * self.records[-1].gradients[0] if place == 3 else 0.0
+                scale = (EPS, -2 * EPS, EPS, -factor)[place]
+                param.data = param.data + scale * z
+                continue
+            ops = [*operations(self.rule, self.records, index, begin, begin + 1)]
+            at = param.data_ptr()
+            _core.zo_apply(at, at, 0, param.numel(), ops)
+
+    def _loss(self) -> float:
+        return float(self.model(input_ids=self.tokens, labels=self.tokens).loss)
+
+    def step(self) -> float:
+        """One; its seconds."""
+        begin = time.perf_counter()
+        with torch.no_grad():
+            self._pass(0)
+            plus = self._loss()
+            self._pass(1)
+            minus = self._loss()
+            self._pass(2)
+            self.records.append(Record(LR, 0.0, ((plus - minus) / (2 * EPS),), (plus,)))
+            self._pass(3)
+        return time.perf_counter() - begin
+
+
+def ours(model: Any, tokens: torch.Tensor) -> Callable[[], float]:
+    """A step of lohan's; its seconds."""
+
+    def step() -> float:
+        begin = time.perf_counter()
+        model.zo_step(lambda: model(input_ids=tokens, labels=tokens).loss)
+        return time.perf_counter() - begin
+
+    return step
+
+
+def wrapped(args: Any, store: Path, **settings: Any) -> Any:
+    """Under lohan, with a thread for z, as MeZO beside it has."""
+    asked = {"lr": LR, "eps": EPS, "seed": SEED, "threads": 1, **settings}
+    return lohan.wrap(make(args), store=store, method="mezo", **asked)
+
+
+def main() -> None:
+    """Measure in rounds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=12288)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--directory", default=None)
+    parser.add_argument("--history", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=args.directory, prefix="bench-zo-") as name:
+        measure(Path(name), args, Report(args.history))
+
+
+def measure(folder: Path, args: Any, report: Report) -> None:
+    """All of it, in an empty folder."""
+    tokens = torch.randint(0, args.vocab, (args.batch, args.length))
+    mezo = Mezo(make(args), tokens, is_torch=False)
+    mezo.step()
+    alone = statistics.median(mezo.step() for _ in range(3))
+    memory = wrapped(args, folder / "memory")
+    units = sorted((unit.nbytes for unit in memory.lohan.layout.units), reverse=True)
+    blocks = statistics.multimode(unit.nbytes for unit in memory.lohan.layout.units)[0]
+    rate = int(sum(units) / (LINK_SHARE * alone))
+    slots = 2 * blocks + sum(nbytes for nbytes in units if nbytes != blocks)
+    device = {
+        "device": "emu",
+        "device_param_bytes": slots,
+        "device_bytes": 2 * slots,
+        "emu_bytes_per_s": (rate, rate),
+    }
+    steps = {
+        "mezo": mezo.step,
+        "torch": Mezo(make(args), tokens, is_torch=True).step,
+        "memory": ours(memory, tokens),
+        "device": ours(wrapped(args, folder / "device", **device), tokens),
+    }
+    for name in WITHOUT:
+        model = wrapped(args, folder / name, **device, without=(name,))
+        steps[name] = ours(model, tokens)
+    for step in steps.values():
+        step()
+        step()
+    names = [*steps]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(args.rounds):
+        for place in range(len(names)):
+            name = names[(turn + place) % len(names)]
+            seconds[name].append(steps[name]())
+    more = {
+        "parameters": sum(p.numel() for p in mezo.params),
+        "tokens": tokens.numel(),
+        "device_bytes": slots,
+        "link_bytes_per_s": rate,
+        "link_share": LINK_SHARE,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    for name in ("memory", "device", *WITHOUT, "torch"):
+        label = f"zo_without_{name}" if name in WITHOUT else f"zo_{name}"
+        report.add(
+            label, seconds[name], "s", peer="MeZO in memory", peer_values=seconds["mezo"], **more
+        )
+
+
+if __name__ == "__main__":
+    main()
