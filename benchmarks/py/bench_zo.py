@@ -8,7 +8,7 @@ computation: there one direction takes 0.40 of MeZO's step (OPT-13B in fp32: 50.
 7.7 s). Then the same without each part of ZO2's schedule. MeZO with torch's generator is for
 information.
 
-Source: ZO2 tables 2 and 4.
+Source: ZO2 table 4.
 """
 
 from __future__ import annotations
