@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import re
 import sys
 import types
@@ -31,19 +30,18 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.training_args import ParallelMode
 
-from lohan import _settings, _store
+from lohan import _settings, _store, _zo_trainer
 from lohan._optim import DEFAULTS, RULE, check_rule
 from lohan._session import Session
 from lohan._snapshot import copied_from
+from lohan._trainer_folders import Reference, checkpoints, is_finished, reference_of, sync
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
 from lohan.wrap import PathLike, directories_of, wrap
 
-_STEP = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-\d+$")
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 # What lohan.wrap() takes, and the TrainingArguments that say it here.
@@ -62,8 +60,6 @@ _SAID_BY_ARGS = {
 
 # Methods of one Trainer in whose place the callback's are.
 _SHADOWED = ("create_optimizer", "_load_from_checkpoint", "train")
-
-Reference = dict[str, Any]
 
 
 class TrainerCallback(transformers.TrainerCallback):
@@ -99,11 +95,14 @@ class TrainerCallback(transformers.TrainerCallback):
                 at the end of `train()` where there are none. Updates wait for the norm of all
                 gradients, which a Trainer asks for; with max_grad_norm=0 in its arguments,
                 schedule="optimized" or "auto" does without: grad_norm is not logged then.
+                method="mezo" (eps=, seed=, num_samples=, rng=): docs/zeroth-order.md.
 
         Raises:
             ModelError: a setting that is the Trainer's to say, or none.
         """
-        for name in sorted(set(settings) & set(_SAID_BY_ARGS)):
+        self._is_zeroth = _zo_trainer.is_asked(settings)
+        own = {"eps"} if self._is_zeroth else set()
+        for name in sorted(set(settings) & set(_SAID_BY_ARGS) - own):
             raise ModelError(
                 f"{name}= of lohan.TrainerCallback: TrainingArguments say that"
                 f" ({_SAID_BY_ARGS[name]})"
@@ -111,10 +110,12 @@ class TrainerCallback(transformers.TrainerCallback):
         self.session: Session | None = None
         self._store = store
         self._settings = settings
-        fields = {k: v for k, v in settings.items() if k not in ("weights", "init", "blocks")}
+        others = ("weights", "init", "blocks", *_zo_trainer.KEYWORDS)
+        fields = {k: v for k, v in settings.items() if k not in others}
         self._config = _settings.make(config, fields, wrap)
         self._trainer: Any = None
         self._model: nn.Module | None = None
+        self._steps: _zo_trainer.Steps | None = None  # of zeroth-order training
         self._has_optimizer = False
         self._is_fused = False
         self._resumes = False
@@ -128,6 +129,8 @@ class TrainerCallback(transformers.TrainerCallback):
             UnsupportedError: names the argument of the Trainer that lohan has no way for.
         """
         trainer = _calling_trainer()
+        if self._is_zeroth:
+            _zo_trainer.check(args, trainer, OPTIMIZERS)
         _check_args(args, trainer)
         if self.session is not None:
             raise UnsupportedError(
@@ -157,6 +160,8 @@ class TrainerCallback(transformers.TrainerCallback):
                 "lohan.TrainerCallback was added to a Trainer that was made without it, which has"
                 " its optimizer by now: Trainer(..., callbacks=[lohan.TrainerCallback(...)])"
             )
+        if self._steps is not None:
+            self._steps.begin()
 
         def save_to_json(state: Any, json_path: str) -> None:
             type(state).save_to_json(state, json_path)
@@ -169,7 +174,7 @@ class TrainerCallback(transformers.TrainerCallback):
 
         A fused one is called in any case, as lohan's is, and then Accelerate counts it as a step.
         """
-        if not self._is_fused and self._model is not None:
+        if not (self._is_fused or self._is_zeroth) and self._model is not None:
             skipped = self._model.optimizer.was_skipped  # type: ignore[union-attr]
             self._trainer.optimizer._is_overflow |= skipped
 
@@ -195,8 +200,8 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def _last_whole(self) -> str | None:
         """The folder that the store's commit belongs to, if those behind it were never finished."""
-        found = _checkpoints(Path(self._trainer.args.output_dir))
-        if not found or (_is_finished(found[-1]) and reference_of(found[-1]) is None):
+        found = checkpoints(Path(self._trainer.args.output_dir))
+        if not found or (is_finished(found[-1]) and reference_of(found[-1]) is None):
             return None  # the Trainer, or _load_from_checkpoint, says what is wrong with it
         committed = self._committed()
         for index, folder in reversed(list(enumerate(found))):
@@ -208,7 +213,7 @@ class TrainerCallback(transformers.TrainerCallback):
                 reference["store"] == each["store"] and reference["step"] > each["step"]
                 for each in committed
             )
-            if _is_finished(folder) and not is_newer:
+            if is_finished(folder) and not is_newer:
                 return None
         return None
 
@@ -239,7 +244,7 @@ class TrainerCallback(transformers.TrainerCallback):
         """Nothing is loaded: the store has it. Refuse a checkpoint that is not the store's."""
         folder = Path(resume_from_checkpoint)
         asked = reference_of(folder)
-        if asked is None and not _is_finished(folder):
+        if asked is None and not is_finished(folder):
             raise StoreMismatchError(self._unfinished(folder))
         if asked is None:
             raise StoreMismatchError(
@@ -250,6 +255,8 @@ class TrainerCallback(transformers.TrainerCallback):
         found, *copied = self._committed()
         if asked != found and asked not in copied:
             raise StoreMismatchError(self._mismatch(folder, asked, found))
+        if not is_finished(folder):  # steps of zeroth-order training do not wait for its last file
+            raise StoreMismatchError(self._unfinished(folder))
         self._resumes = True
 
     # --- Ours -----------------------------------------------------------------------------------
@@ -293,7 +300,8 @@ class TrainerCallback(transformers.TrainerCallback):
             raise
         try:
             described = store.describe()
-            found: Reference = {"store": str(described["uuid"]), "step": int(described["step"])}
+            step = _zo_trainer.step_of(store)
+            found: Reference = {"store": str(described["uuid"]), "step": step}
             copies = [{"store": uuid, "step": step} for uuid, step in copied_from(store)]
             return [found, *(copy for copy in copies if copy["step"] == found["step"])]
         finally:
@@ -311,6 +319,8 @@ class TrainerCallback(transformers.TrainerCallback):
         fitting = self._fitting(folder, found)
         if fitting:
             return f"{text}: so is {fitting}, train(resume_from_checkpoint={fitting!r})"
+        if self._is_zeroth:
+            return text + _zo_trainer.way_out(place, found["step"])
         return (
             f"{text}, and no checkpoint beside it is of that step: a store has only its last"
             f" commit. lohan.wrap(model, store={place!r}, resume=True) goes on with it, without a"
@@ -320,14 +330,20 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def _fitting(self, folder: Path, found: Reference) -> str | None:
         """Of the checkpoints beside one, that which is of the store's step."""
-        matching = [each for each in _checkpoints(folder.parent) if reference_of(each) == found]
+        finished = filter(is_finished, checkpoints(folder.parent))
+        matching = [each for each in finished if reference_of(each) == found]
         return str(matching[-1]) if matching else None
 
     def _unfinished(self, folder: Path) -> str:
-        fitting = self._fitting(folder, self._committed()[0])
+        committed = self._committed()[0]
+        fitting = self._fitting(folder, committed)
         text = f"{folder} is no whole checkpoint: its process ended while it was written"
         if fitting:
             return f"{text}. {fitting} is: train(resume_from_checkpoint={fitting!r})"
+        if self._is_zeroth:
+            place = self._directories()[0]
+            text += f"; the store in {place} is at step {committed['step']}"
+            return text + _zo_trainer.way_out(place, committed["step"])
         return (
             f"{text}, and none beside it is of the step that the store in"
             f" {self._directories()[0]} is at: pass the store= that the run had, or begin anew"
@@ -335,11 +351,35 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def _wrap(self, model: nn.Module, made: Any) -> Any:
         """Wrap the model with the Trainer's groups; its optimizer from here on."""
+        trainer = self._trainer
+        on_device = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
+        if on_device:
+            model.to("cpu")
+        resumes, self._resumes = self._resumes and trainer.state.global_step > 0, False
+        config = self._config
+        if self._is_zeroth:
+            asked = _zo_trainer.asked(trainer.args, made, resumes=resumes)
+        else:
+            config, asked = self._asked(made, resumes)
+        settings = {**asked, **self._settings}
+        settings["device"] = self._config.device or str(trainer.args.device)
+        with _same_generator(), _hint_of_trainer():
+            wrap(model, store=self._directories(), resume=resumes, config=config, **settings)
+        ours: Any = model.optimizer
+        if self._is_zeroth:
+            self._steps = _zo_trainer.Steps(trainer, model)
+        else:
+            ours.defaults.update({name: made.defaults[name] for name in DEFAULTS})
+        self._model = model
+        self.session = model.lohan  # type: ignore[assignment]
+        return ours
+
+    def _asked(self, made: Any, resumes: bool) -> tuple[Config, dict[str, Any]]:
+        """What the arguments, and the AdamW that the Trainer has made, say to lohan.wrap()."""
         args = self._trainer.args
-        settings = dict(self._settings)
+        asked: dict[str, Any] = {}
         if self._config.commit_every == Config().commit_every:
-            settings.setdefault("commit_every", "manual")
-        settings["device"] = self._config.device or str(args.device)
+            asked["commit_every"] = "manual"
         config = dataclasses.replace(
             self._config, accumulate=_most_backwards(args), loss_scaling=args.fp16
         )
@@ -347,31 +387,15 @@ class TrainerCallback(transformers.TrainerCallback):
             # It would ask for the norm to log it, even where nothing is clipped.
             self._trainer._get_grad_norm = lambda model, grad_norm=None: grad_norm
         else:
-            settings.setdefault("schedule", _schedule_at_step(config.schedule))
-        on_device = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
-        if on_device:
-            model.to("cpu")
+            asked["schedule"] = _schedule_at_step(config.schedule)
         self._is_fused = bool(made.defaults.get("fused"))
-        resumes, self._resumes = self._resumes and self._trainer.state.global_step > 0, False
-        groups: dict[str, Any] = {"optimizer": made}  # a scheduler of the user's may hang on it
         is_ours = type(made) is torch.optim.AdamW and not self._has_optimizer and not made.state
         if resumes and is_ours:
             # A checkpoint has the hyper-parameters of its run, and those rule, as without lohan.
-            groups = {"params": [_without_numbers(group) for group in made.param_groups]}
-        with _same_generator(), _hint_of_trainer():
-            wrap(
-                model,
-                store=self._directories(),
-                resume=resumes,
-                config=config,
-                **groups,
-                **settings,
-            )
-        ours: Any = model.optimizer
-        ours.defaults.update({name: made.defaults[name] for name in DEFAULTS})
-        self._model = model
-        self.session = model.lohan  # type: ignore[assignment]
-        return ours
+            asked["params"] = [_without_numbers(group) for group in made.param_groups]
+        else:
+            asked["optimizer"] = made  # a scheduler of the user's may hang on it
+        return config, asked
 
     def _is_without_norm(self, args: Any) -> bool:
         """The user has asked for updates that do not wait for `step()`, and may have them."""
@@ -394,7 +418,7 @@ class TrainerCallback(transformers.TrainerCallback):
             return
         if reference_of(folder) != {"store": self.session.uuid, "step": self.session.step}:
             return  # a trainer_state.json somewhere else
-        _sync(folder)
+        sync(folder)
         self.session.commit()
 
 
@@ -420,30 +444,6 @@ class TrainerMixin:
 
 class Trainer(TrainerMixin, transformers.Trainer):
     """transformers.Trainer, whose constructor leaves the model where it is."""
-
-
-def reference_of(folder: Path) -> Reference | None:
-    """Which step of which store a checkpoint folder belongs to; None: it does not say."""
-    path = folder / OPTIMIZER_NAME
-    if not path.is_file():
-        return None
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, OSError, ValueError):
-        return None  # cut off: its process died while it wrote
-    reference = state.get("lohan") if isinstance(state, dict) else None
-    return dict(reference) if reference else None
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints in a folder, oldest first."""
-    found = [path for path in folder.absolute().glob("*-*") if _STEP.search(path.name)]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
-
-
-def _is_finished(folder: Path) -> bool:
-    """Its last file is there: [Note: A checkpoint and its store]."""
-    return (folder / TRAINER_STATE_NAME).is_file()
 
 
 def _passed_over(unfinished: list[Path], folder: Path) -> str:
@@ -566,14 +566,3 @@ def _hint_of_trainer() -> Iterator[None]:
                 " checkpoint was saved; else delete the store's directory, or name another"
             )
         raise
-
-
-def _sync(folder: Path) -> None:
-    """Have a folder's files on the disk before the store says that they count."""
-    for path in [*folder.rglob("*"), folder, folder.parent]:
-        if path.is_file() or path.is_dir():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)

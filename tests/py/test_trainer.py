@@ -85,20 +85,11 @@ def test_a_trainer_with_lohan_logs_what_it_logs_without(name: str, store_dir: pa
     assert groups == [(g["weight_decay"], len(g["params"])) for g in theirs.optimizer.param_groups]
 
 
-class Endless(torch.utils.data.IterableDataset[Any]):
-    """Nine rows that do not say how many they are: two windows of four, and one that is left."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Row by row."""
-        rows = helper.Rows(9)
-        return (rows[index] for index in range(9))
-
-
 def test_what_data_without_a_length_leave_of_a_step_goes_on_in_the_next_epoch(
     store_dir: pathlib.Path,
 ) -> None:
     given = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-    ours, theirs = both(store_dir, trainer_takes={"train_dataset": Endless()}, **given)
+    ours, theirs = both(store_dir, trainer_takes={"train_dataset": helper.Endless()}, **given)
     assert ours.state.epoch > 1, "nothing was left to the next epoch"
     assert_close(ours, theirs, "grad_norm")
 

@@ -41,6 +41,7 @@ def example() -> Any:
 def train(folder: pathlib.Path, cls: type = SFTTrainer, **given: Any) -> Any:
     """A few steps of adapters with dropout; a checkpoint behind the second."""
     made = example()
+    takes = given.get("takes", {})
     tokenizer = made.bytes_tokenizer()
     args = SFTConfig(
         str(folder),
@@ -48,7 +49,7 @@ def train(folder: pathlib.Path, cls: type = SFTTrainer, **given: Any) -> Any:
         bf16=False,
         max_steps=given.get("steps", 4),
         per_device_train_batch_size=4,
-        learning_rate=1e-2,
+        learning_rate=given.get("rate", 1e-2),
         lr_scheduler_type="constant",
         logging_steps=1,
         save_steps=2,
@@ -62,7 +63,7 @@ def train(folder: pathlib.Path, cls: type = SFTTrainer, **given: Any) -> Any:
         train_dataset=made.sums(),
         processing_class=tokenizer,
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1),
-        callbacks=[lohan.TrainerCallback()] if given.get("lohan", True) else [],
+        callbacks=[lohan.TrainerCallback(**takes)] if takes is not None else [],
     )
     trainer.train(resume_from_checkpoint=given.get("resume"))
     return trainer
@@ -80,7 +81,7 @@ def test_adapters_are_trained_saved_and_gone_on_with_as_without_lohan(
     store_dir: pathlib.Path,
 ) -> None:
     ours = train(store_dir / "ours")
-    theirs = train(store_dir / "theirs", lohan=False)
+    theirs = train(store_dir / "theirs", takes=None)
     np.testing.assert_allclose(losses(ours), losses(theirs), rtol=2e-5)
     ours.save_model(str(store_dir / "adapters"))
     base = example().build(example().bytes_tokenizer())
@@ -93,3 +94,22 @@ def test_adapters_are_trained_saved_and_gone_on_with_as_without_lohan(
     close_all()
     assert losses(train(store_dir / "half", resume=True)) == losses(ours)
     assert losses(train(store_dir / "mixed", Mixed)) == losses(ours)
+
+
+def test_adapters_are_trained_without_backward(store_dir: pathlib.Path) -> None:
+    takes = {"method": "mezo", "eps": 1e-3}
+    ours = train(store_dir / "ours", takes=takes, rate=1e-3)
+    records = ours.model.lohan.journal.records
+    assert [record.losses[0] for record in records] == pytest.approx(losses(ours))
+    before = example().build(example().bytes_tokenizer()).state_dict()
+    after = ours.model.state_dict()
+    assert len(records) == 4
+    bases = {name: value for name, value in after.items() if name.endswith("base_layer.weight")}
+    for name, value in bases.items():
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        assert torch.equal(value, before[plain]), "a frozen parameter moved"
+    assert any(value.any() for name, value in after.items() if "lora_B" in name)
+    train(store_dir / "half", takes=takes, rate=1e-3, steps=2)
+    close_all()
+    again = train(store_dir / "half", takes=takes, rate=1e-3, resume=True)
+    assert losses(again) == losses(ours)

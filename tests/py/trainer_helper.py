@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import lohan
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -39,6 +40,15 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """One row, with its labels."""
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+class Endless(IterableDataset[Any]):
+    """Nine rows that do not say how many they are: two windows of four, and one that is left."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Row by row."""
+        rows = Rows(9)
+        return (rows[index] for index in range(9))
 
 
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
