@@ -192,6 +192,31 @@ def read(directories: Sequence[str], uuid: bytes) -> tuple[Rule, list[Record]]:
         os.close(fd)
 
 
+def cut(directories: Sequence[str], uuid: bytes, step: int) -> tuple[int, Path]:
+    """Take back all steps behind one, durably. Nobody may have the journal open.
+
+    Args:
+        directories: of the store.
+        uuid: of the store.
+        step: how many steps stay.
+
+    Returns:
+        How many there were; and a copy of the journal as it was.
+    """
+    rule, records = read(directories, uuid)
+    path = Path(place(directories)) / NAME
+    kept = path.with_suffix(".before")
+    with kept.open("wb") as file:
+        file.write(path.read_bytes())
+        file.flush()
+        os.fsync(file.fileno())
+    with path.open("r+b") as file:
+        file.truncate(BYTES * (1 + step * rule.samples))
+        os.fsync(file.fileno())
+    _sync_directory(path.parent)
+    return len(records), kept
+
+
 def _sealed(data: bytes) -> bytes:
     return data + _CRC.pack(_core.crc32c(data))
 

@@ -206,7 +206,7 @@ class TrainerCallback(transformers.TrainerCallback):
         committed = self._committed()
         for index, folder in reversed(list(enumerate(found))):
             reference = reference_of(folder)
-            if reference in committed:
+            if reference in committed and is_finished(folder):
                 return None if folder == found[-1] else _passed_over(found[index + 1 :], folder)
             # Whole files, and a store that had no time to commit, are no checkpoint either.
             is_newer = reference is not None and any(
@@ -214,7 +214,8 @@ class TrainerCallback(transformers.TrainerCallback):
                 for each in committed
             )
             if is_finished(folder) and not is_newer:
-                return None
+                is_last = folder == found[-1] or not self._is_zeroth
+                return None if is_last else _passed_over(found[index + 1 :], folder)
         return None
 
     def _create_optimizer(self, plain: Callable[..., Any], model: Any = None) -> Any:
@@ -253,10 +254,13 @@ class TrainerCallback(transformers.TrainerCallback):
                 f" from_pretrained({str(folder)!r}), and train() with a new store"
             )
         found, *copied = self._committed()
-        if asked != found and asked not in copied:
+        is_found = asked == found or asked in copied
+        if not (is_found or self._can_take_back(asked, found)):
             raise StoreMismatchError(self._mismatch(folder, asked, found))
         if not is_finished(folder):  # steps of zeroth-order training do not wait for its last file
             raise StoreMismatchError(self._unfinished(folder))
+        if not is_found:
+            _zo_trainer.take_back(self._directories(), self._config, folder, asked["step"])
         self._resumes = True
 
     # --- Ours -----------------------------------------------------------------------------------
@@ -306,6 +310,14 @@ class TrainerCallback(transformers.TrainerCallback):
             return [found, *(copy for copy in copies if copy["step"] == found["step"])]
         finally:
             store.close()
+
+    def _can_take_back(self, asked: Reference, found: Reference) -> bool:
+        if not self._is_zeroth or asked["store"] != found["store"]:
+            return False
+        if self.session is not None and not self.session.closed:
+            return False
+        base = _zo_trainer.base_of(self._directories(), self._config)
+        return bool(base <= asked["step"] < found["step"])
 
     def _mismatch(self, folder: Path, asked: Reference, found: Reference) -> str:
         place = self._directories()[0]

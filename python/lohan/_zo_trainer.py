@@ -18,14 +18,16 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from lohan import _core, _journal
+from lohan import _core, _journal, _store
 from lohan._zo_run import uuid_of
 from lohan._zo_setup import METHODS
+from lohan.config import Config
 from lohan.errors import ModelError, StepError, UnsupportedError
 
 # What lohan.wrap() takes of method="mezo" alone, and what means something else there.
@@ -116,10 +118,40 @@ def step_of(store: _core.Store) -> int:
     return len(_journal.read(directories, uuid_of(store))[1])
 
 
+def base_of(directories: Sequence[str], config: Config) -> int:
+    """The step of a store's last commit, which its journal leads on from."""
+    store = _store.open_existing(directories, config, read_only=True)
+    try:
+        return int(store.describe()["step"])
+    finally:
+        store.close()
+
+
+def take_back(directories: Sequence[str], config: Config, folder: Path, step: int) -> None:
+    """A run that died behind a checkpoint goes on from there: later steps are made again.
+
+    Args:
+        directories: of the store.
+        config: of the session that will go on.
+        folder: of the checkpoint.
+        step: that it is of; not before the store's last commit.
+    """
+    store = _store.open_existing(directories, config)  # not for reading: nobody else trains
+    try:
+        end, kept = _journal.cut(directories, uuid_of(store), step)
+    finally:
+        store.close()
+    print(
+        f"lohan: the store is at step {end}, and {folder} at step {step}: the steps between them"
+        f" are taken back, and made again (the journal as it was is {kept})",
+        file=sys.stderr,
+    )
+
+
 def way_out(place: str, step: int) -> str:
     """For a checkpoint that is not of the store's last step, and none beside it is."""
     return (
-        ": a step is kept as soon as it is made, and none is taken back."
+        ": parameters of a later step were written since (write_every=), and none is taken back."
         f" lohan.export({place!r}, OUT, dtype='float32') has the parameters of step {step}, for a"
         f' Trainer with a new store; lohan.wrap(model, store={place!r}, method="mezo", resume=True)'
         " goes on from that step in a loop of your own"

@@ -387,14 +387,37 @@ def test_a_checkpoint_goes_on_with_a_copy_of_its_store(store_dir: pathlib.Path) 
     assert_goes_on(trainer, store_dir)
 
 
-def test_a_checkpoint_of_another_step_is_refused_with_both_steps_and_a_way_out(
-    store_dir: pathlib.Path,
+def test_a_run_that_ended_between_checkpoints_makes_the_steps_again(
+    store_dir: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train_until(store_dir, 5, "step")
+    journal = store_dir / "out" / "lohan" / "journal.lohan"
+    before = journal.read_bytes()
+    trainer = resumed(store_dir)
+    assert "the store is at step 5" in capsys.readouterr().err
+    assert journal.with_suffix(".before").read_bytes() == before
+    assert_goes_on(trainer, store_dir)
+
+
+def test_an_older_checkpoint_is_gone_on_with_too(store_dir: pathlib.Path) -> None:
+    train_until(store_dir, 4, "done")
+    oldest, _ = checkpoints(store_dir)
+    assert_goes_on(resumed(store_dir, str(oldest)), store_dir)
+
+
+def test_a_checkpoint_that_parameters_were_written_behind_is_refused_with_a_way_out(
+    store_dir: pathlib.Path,
+) -> None:
+    takes = {"write_every": 1}
+    with contextlib.suppress(EndedError):
+        train(
+            store_dir, takes=takes, model=helper.gpt2(), callbacks=(Dies(5, "step", end),), **SAVED
+        )
+    close_all()
     newest = checkpoints(store_dir)[-1]
     for asked in (True, str(newest)):
         with pytest.raises(StoreMismatchError) as refused:
-            resumed(store_dir, asked)
+            resumed(store_dir, asked, takes=takes)
         text = str(refused.value)
         assert f"{newest} belongs to step 4" in text and "is at step 5" in text
         assert "lohan.export(" in text and 'method="mezo", resume=True' in text
@@ -402,20 +425,13 @@ def test_a_checkpoint_of_another_step_is_refused_with_both_steps_and_a_way_out(
     assert (store_dir / "exported" / "model.safetensors").is_file()
 
 
-def test_an_older_checkpoint_is_refused_with_the_one_that_fits(store_dir: pathlib.Path) -> None:
-    train_until(store_dir, 4, "done")
-    oldest, newest = checkpoints(store_dir)
-    with pytest.raises(StoreMismatchError, match=r"belongs to step 2.*is at step 4") as refused:
-        resumed(store_dir, str(oldest))
-    assert f"train(resume_from_checkpoint={str(newest)!r})" in str(refused.value)
-
-
-def test_a_folder_that_was_never_finished_is_refused(store_dir: pathlib.Path) -> None:
+def test_a_folder_that_was_never_finished_is_passed_over_or_refused(
+    store_dir: pathlib.Path,
+) -> None:
     train_until(store_dir, 4, "files")
-    for asked in (True, str(checkpoints(store_dir)[-1])):
-        with pytest.raises(StoreMismatchError, match=r"no whole checkpoint.*is at step 4") as no:
-            resumed(store_dir, asked)
-        assert "lohan.export(" in str(no.value)
+    with pytest.raises(StoreMismatchError, match=r"no whole checkpoint.*is at step 4"):
+        resumed(store_dir, str(checkpoints(store_dir)[-1]))
+    assert_goes_on(resumed(store_dir), store_dir)
 
 
 def test_a_store_of_the_other_method_is_refused(store_dir: pathlib.Path) -> None:
