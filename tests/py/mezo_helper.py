@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,7 @@ class Settings:
 
 
 class Plain:
-    """MeZO's algorithm 1: perturb in place, run, perturb back, update; z is made anew each time."""
+    """MeZO's algorithm 1: perturb in place, run, perturb back, update."""
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model = model
@@ -81,16 +81,23 @@ class Plain:
         self.params = [(i, p) for i, (_, p) in named if p.requires_grad]
         self.random = np.random.RandomState(SEED)
         self.step_count = 0
+        self._drawn: tuple[Any, list[torch.Tensor]] = (None, [])
         model.eval()
 
     def _each(self, sample: int, seed: int) -> Any:
+        what = (self.step_count, sample)
+        if self._drawn[0] != what:
+            self._drawn = (what, [*self._draw(sample, seed)])
+        return zip([param for _, param in self.params], self._drawn[1], strict=True)
+
+    def _draw(self, sample: int, seed: int) -> Iterator[torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
         for number, param in self.params:
             if self.settings.rng == "torch":
-                yield param, torch.normal(0.0, 1.0, param.shape, generator=generator)
+                yield torch.normal(0.0, 1.0, param.shape, generator=generator)
             else:
                 stream = Stream(SEED, number, self.step_count, sample)
-                yield param, normal(stream, 0, param.numel(), "cpu").view(param.shape)
+                yield normal(stream, 0, param.numel(), "cpu").view(param.shape)
 
     def _perturb(self, sample: int, seed: int, factor: int) -> None:
         for param, z in self._each(sample, seed):
