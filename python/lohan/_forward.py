@@ -204,13 +204,15 @@ class ForwardRules(SessionPart):
     def make_resident(self, tensors: Sequence[nn.Parameter]) -> bool:
         """Hollow parameters are arguments of an operation: bring them in if a forward runs.
 
-        They stay to the next operation of the kind, or to where a scope begins or ends. False:
-        there is no forward, nor one that is computed again in backward.
+        Others than this session's are passed over. They stay to the next operation of the kind, or
+        to where a scope begins or ends. False: there is no forward, nor one that is computed again
+        in backward.
         """
         is_alive = self._forward_is_alive()
         if self.closed or (not is_alive and not in_backward()):
             return False
-        params = [self.layout.params[self._param_index[id(tensor)]] for tensor in tensors]
+        indices = [self._param_index[id(t)] for t in tensors if id(t) in self._param_index]
+        params = [self.layout.params[index] for index in indices]
         scope = self._engine.scope(sorted({param.unit for param in params}))
         if not is_alive:
             return bool(scope.read())

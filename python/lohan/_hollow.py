@@ -76,14 +76,14 @@ _FORM_OF.add(torch.Tensor.reshape_as)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _hollow_in(values: Iterable[Any]) -> Iterator[HollowParameter]:
+def _parameters_in(values: Iterable[Any]) -> Iterator[nn.Parameter]:
     for value in values:
-        if isinstance(value, HollowParameter):
+        if isinstance(value, nn.Parameter):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _hollow_in(value)
+            yield from _parameters_in(value)
         elif isinstance(value, dict):
-            yield from _hollow_in(value.values())
+            yield from _parameters_in(value.values())
 
 
 def _what(func: Callable[..., Any]) -> tuple[str, bool]:
@@ -121,12 +121,13 @@ class HollowParameter(nn.Parameter):
             with without_classes():
                 return func(*args, **kwargs)
         # A parameter that is brought in is a plain one from here on.
-        found = list(_hollow_in([*args, *kwargs.values()]))
+        given = list(_parameters_in([*args, *kwargs.values()]))
+        found = [tensor for tensor in given if isinstance(tensor, HollowParameter)]
         if not found:
             raise HollowParameterError(f"{_what(func)[0]} was given a parameter not in memory")
         session: Owner | None = type(found[0]).owner()
-        mine = [tensor for tensor in found if type(tensor).owner() is session]
-        if session is None or func == _SET_DATA or not session.make_resident(mine):
+        # Those of its arguments, too, that the operation before has brought in: else they leave.
+        if session is None or func == _SET_DATA or not session.make_resident(given):
             found[0].refuse(*_what(func))
         return func(*args, **kwargs)
 

@@ -34,7 +34,7 @@ from lohan import (
     _zo_setup,
 )
 from lohan._accumulate import is_accumulating
-from lohan._block import Layout
+from lohan._block import Layout, Param
 from lohan._export import about
 from lohan._guard import Guard
 from lohan._in_place import Found
@@ -59,6 +59,8 @@ PathLike = str | os.PathLike[str]
 BOOKKEEPING_BYTES = 7 << 20
 BOOKKEEPING_UNIT_BYTES = 4 << 10
 TRACE_EVENT_BYTES = 40
+# Times that blocks are split at their children for a budget: deeper modules are not made.
+_SPLITS_MAX = 16
 
 
 def wrap(
@@ -511,17 +513,33 @@ def _layout_for_budget(
     is_free = all(limit is None for limit in limits)
     if is_free or blocks is not None:
         return layout
-    for _ in range(8):
+    tried = []
+    for _ in range(_SPLITS_MAX):
         try:
             _budget(layout, config)
             return layout
         except BudgetError:
-            largest = max(u.nbytes for u in layout.units)
-            finer = make_layout(largest - 1, None)
-            if max(u.nbytes for u in finer.units) >= largest:
-                return layout  # a parameter cannot be split: _budget says what would fit
-            layout = finer
-    return layout
+            tried.append(layout)
+        sizes = sorted({_plain_bytes(unit.params) for unit in layout.units}, reverse=True)
+        # What is a parameter alone (an embedding) cannot be split; what is smaller may.
+        made = (make_layout(size - 1, None) for size in sizes)
+        finer = next((each for each in made if len(each.units) > len(layout.units)), None)
+        if finer is None:
+            break
+        layout = finer
+    return min(reversed(tried), key=lambda each: _needed(each, config))  # _budget says what fits
+
+
+def _plain_bytes(params: Sequence[Param]) -> int:
+    return sum(param.count * param.tensor.element_size() for param in params)
+
+
+def _needed(layout: Layout, config: Config) -> int:
+    """The least main memory for a layout; where the device has no room, more than anything."""
+    try:
+        return _budget(layout, dataclasses.replace(config, host_bytes=1 << 60))["host_bytes_min"]
+    except BudgetError:
+        return 1 << 62
 
 
 def _make_optimizer(

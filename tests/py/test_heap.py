@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -25,6 +26,9 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
+@pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer keeps freed memory"
+)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's heap can")
 @pytest.mark.parametrize("heap", ["keep", "system"])
 def test_a_tensor_made_again_finds_its_pages_where_the_heap_keeps_them(heap: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer keeps freed memory"
+)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_graph_that_is_never_run_backward_dies_with_its_output(
     workshop: Workshop, name: str

@@ -10,6 +10,7 @@ from torch.nn import functional
 __all__ = ["workshop"]
 
 SMALL_COUNT = 3
+WIDE = 256
 
 
 class Small(nn.Module):
@@ -61,3 +62,30 @@ def test_a_block_of_several_units_fits_the_least_budget_behind_small_ones(
     model = workshop.follow(Uneven, square_loss, host_bytes="minimal", steps=3)
     held = model.lohan.budget["region_bytes"]
     assert held < sum(unit.nbytes for unit in model.lohan.layout.units), "some have to go"
+
+
+class Headed(nn.Module):
+    """A parameter that is larger than a block, and cannot be split as a block can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(WIDTH, 96 * WIDE) / 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(4))) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.wide[:, :WIDE]
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x[:, :WIDTH]
+
+
+def test_blocks_are_split_beside_a_parameter_that_is_larger_than_they_are(
+    workshop: Workshop,
+) -> None:
+    model = workshop.wrap(Headed(), host_bytes="minimal")
+    sizes = sorted(unit.nbytes for unit in model.lohan.layout.units)
+    whole = sum(p.numel() * p.element_size() for p in model.blocks[0].parameters())
+    assert sizes[-1] > whole > sizes[-2]
+    workshop.follow(Headed)

@@ -16,14 +16,15 @@ from train_helper import host_bytes_min
 from transformers import OPTForCausalLM
 
 WORKER = pathlib.Path(__file__).with_name("mezo_memory_worker.py")
-HOST_BYTES = 850_000_000
+HOST_BYTES = 600_000_000
 # Outside the budget: of activations the logits of both runs, 6 MB, are nearly all. The rest is
 # torch's: code, threads and scratch of its kernels, for each of the two threads that run the model;
 # and Python's objects.
 ABOVE_BYTES = 100_000_000
 DISK_BYTES = 14_000_000_000
 EMBEDDING_BYTES = 4 * 50272 * 2048
-BLOCK_BYTES = 4 * (4 * 2048 * 2049 + 2 * 2048 * 8192 + 8192 + 2048 + 4 * 2048)
+# Blocks are split for the budget: of one, the largest part.
+PART_BYTES = 4 * 2048 * 8192
 
 
 def run(*words: str) -> dict[str, Any]:
@@ -36,12 +37,14 @@ def run(*words: str) -> dict[str, Any]:
     return answer
 
 
-def test_the_least_budget_is_the_tied_embedding_and_two_blocks(store_dir: pathlib.Path) -> None:
+def test_the_least_budget_is_the_tied_embedding_and_two_parts_of_blocks(
+    store_dir: pathlib.Path,
+) -> None:
     with lohan.empty():
         model = OPTForCausalLM(config()).float()
     least = host_bytes_min(model, store_dir, method="mezo", init="model")
-    two_blocks = EMBEDDING_BYTES + 2 * BLOCK_BYTES
-    assert two_blocks <= least <= two_blocks + 16_000_000 < HOST_BYTES
+    needed = EMBEDDING_BYTES + 2 * PART_BYTES
+    assert needed <= least <= needed + 16_000_000 < HOST_BYTES
 
 
 @pytest.mark.slow
@@ -65,6 +68,7 @@ def test_wrap_steps_and_resume_of_1_3_billion_parameters_stay_in_the_budget(
         assert answer["host_bytes"] <= HOST_BYTES
         peaks = {name: value for name, value in answer.items() if name.endswith("peak_bytes")}
         assert len(peaks) >= 2 and max(peaks.values()) <= bound, (word, peaks, bound)
-        # Both forwards of a step read the model once, and the tied embedding twice.
+        # Both forwards of a step read the model once, and the tied embedding twice at most: once
+        # the first has shown the order.
         bytes_max = 4 * said["train"]["params"] + EMBEDDING_BYTES
-        assert max(answer["step_read_bytes"]) <= 1.02 * bytes_max, word
+        assert answer["step_read_bytes"][-1] <= 1.02 * bytes_max, word
