@@ -77,7 +77,8 @@ class ZerothOptimizer(StoreOptimizer):
             if not (math.isfinite(value) and value >= 0):
                 raise HyperParameterError(f"{name} {value}: a number from 0")
         is_now = [float(group["weight_decay"]) != 0 for group in self.param_groups]
-        if decay and any(self._decaying) and is_now != self._decaying:
+        was = self._decaying if any(self._decaying) else [True] * len(is_now)
+        if decay and is_now != was:
             raise HyperParameterError(
                 "weight_decay became 0, or another number than 0, for some groups and not for"
                 " others: that is decided at lohan.wrap()"

@@ -16,6 +16,7 @@ from lohan import _core, _journal
 from lohan._block import Param
 from lohan._zeroth import Op, Record, Rule, operations
 from lohan._zo_torch import TorchDirections
+from lohan.errors import StoreMismatchError
 
 # Positions of one pass: the core takes 1024 operations.
 PASS_POSITIONS = 1000
@@ -100,9 +101,24 @@ def of_store(store: _core.Store, params: Iterable[Param]) -> Run:
     """The run of a store, with its journal as it is now.
 
     Raises:
-        StoreError: there is none, or it is damaged.
+        StoreError: there is none, or it is damaged, or older than the store.
     """
     said = store.describe()
     directories = [os.path.dirname(path) for path, _, _ in said["files"]]
     rule, records = _journal.read(directories, uuid_of(store))
+    check_base(directories, len(records), store)
     return make(rule, records, int(said["step"]), params)
+
+
+def check_base(directories: Sequence[str], steps: int, store: _core.Store) -> None:
+    """A step is in the journal before any parameter is written behind it.
+
+    Raises:
+        StoreMismatchError: the journal ends before the store's parameters: it is an old copy.
+    """
+    base = int(store.describe()["step"])
+    if steps < base:
+        raise StoreMismatchError(
+            f"the journal in {_journal.place(directories)} ends at step {steps}, and the store's"
+            f" parameters are those of step {base}: put back the journal that belongs to them"
+        )

@@ -16,7 +16,7 @@ import ctypes
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +90,7 @@ class ZerothSession(Session):
         self._is_in_step = False
         self._lost: set[int] = set()  # units whose bytes in memory have to be read again
         self._rolls_back = False
+        self._nothing = self._engine.scope([])
         workers = max(1, self._engine_threads())
         self._pool = concurrent.futures.ThreadPoolExecutor(workers, "lohan-zeroth")
         self._engine.on_use(self._on_use)
@@ -122,10 +123,11 @@ class ZerothSession(Session):
         if is_moved:
             views = pins - 1 - (unit in self._held)
             if views > 0:
+                apart = "" if self._lockstep is None else ', or pass runs="apart" to lohan.wrap()'
                 raise LentError(
                     f"block {self.layout.units[unit].name!r} cannot be moved: {views} tensors are"
                     " still views of its parameters (kept from a loop over them or from a"
-                    " forward); delete them first"
+                    f" forward); delete them first{apart}"
                 )
             self._lost.add(unit)  # whoever interrupts this leaves bytes that are at no position
             begin = self._shared_bytes(unit, address, begin)
@@ -185,7 +187,7 @@ class ZerothSession(Session):
             The loss on the one side, the mean over the directions.
 
         Raises:
-            StepError: the loss is no finite number; the step has not happened.
+            StepError: the loss, or the slope, is no finite number; the step has not happened.
             HyperParameterError: groups cannot be used as they are.
         """
         self.check_open()
@@ -200,7 +202,7 @@ class ZerothSession(Session):
         with self._step_opened():
             for sample in range(self.rule.samples):
                 plus, minus = self._both(closure, step, sample)
-                gradients.append((plus - minus) / (2 * self.rule.eps))
+                gradients.append(_slope(plus, minus, self.rule.eps))
                 losses.append(plus)
             self.journal.append(Record(lr, decay, tuple(gradients), tuple(losses)))
         if "deferred" in self.config.without:
@@ -241,6 +243,8 @@ class ZerothSession(Session):
 
             def changed(who: int) -> None:
                 self._wanted = sides[who]
+                # What the other run reads between blocks is bound to its side until the next one.
+                self._nothing.enter()
 
             self._lockstep = Lockstep(changed)
             try:
@@ -326,6 +330,8 @@ class ZerothSession(Session):
         return {unit: _Kept(self.layout.units[unit].nbytes) for unit in shared}
 
     def _visits(self, units: list[int], scope: _core.Scope) -> Any:
+        if any(self.layout.units[unit].always for unit in units):
+            return scope  # turns are taken at the blocks inside it
         return _Visit(self, units, scope)
 
     def _root_enter(self, module: nn.Module, args: Any) -> None:
@@ -350,8 +356,13 @@ class ZerothSession(Session):
         if lockstep is None:
             return
         lockstep.visit_begin()
-        # Tied weights, that the second run has moved on: nothing leads back but to begin again,
-        # where there is no memory to keep them.
+        self._go_back(units)
+
+    def _go_back(self, units: Iterable[int]) -> None:
+        """Of units that the second run has moved on, what no memory keeps for the first."""
+        if self._lockstep is None:
+            return
+        # Nothing leads back but to begin again.
         ahead = [
             unit
             for unit in units
@@ -363,6 +374,26 @@ class ZerothSession(Session):
         if ahead:
             with self.exclusive(ahead):
                 pass
+
+    def make_resident(self, tensors: Sequence[nn.Parameter]) -> bool:
+        """See ForwardRules.make_resident."""
+        if self._lockstep is not None:
+            self._nothing.enter()
+            indices = [self._param_index.get(id(tensor)) for tensor in tensors]
+            self._go_back({self.layout.params[i].unit for i in indices if i is not None})
+        return super().make_resident(tensors)
+
+    def lend(self, index: int) -> torch.Tensor:
+        """See Session.lend."""
+        self._go_back([self.layout.params[index].unit])
+        return super().lend(index)
+
+    @contextlib.contextmanager
+    def resident(self, index: int) -> Iterator[None]:
+        """See Session.resident."""
+        self._go_back([self.layout.params[index].unit])
+        with super().resident(index):
+            yield
 
     @contextlib.contextmanager
     def visit_end(self, units: list[int]) -> Iterator[None]:
@@ -508,5 +539,16 @@ def _number(loss: Any) -> float:
         raise StepError(
             f"the loss of a step is {value}: the step has not happened, and parameters are as they"
             " were before it"
+        )
+    return value
+
+
+def _slope(plus: float, minus: float, eps: float) -> float:
+    """What the step goes by: once recorded, no later step undoes what infinity did."""
+    value = (plus - minus) / (2 * eps)
+    if not abs(value) <= torch.finfo(torch.float32).max:
+        raise StepError(
+            f"the losses of a step are {plus} and {minus}, whose slope by eps={eps} is more than"
+            " fp32 can hold: the step has not happened, and parameters are as they were before it"
         )
     return value

@@ -18,7 +18,7 @@ from lohan._in_place import Found
 from lohan._journal import Journal
 from lohan._zeroth import Rule
 from lohan._zo_optim import DECAY, LR, ZerothOptimizer
-from lohan._zo_run import uuid_of
+from lohan._zo_run import check_base, uuid_of
 from lohan.config import Config
 from lohan.errors import ModelError, StoreMismatchError, UnsupportedError
 
@@ -86,9 +86,10 @@ class Zeroth:
         """Take the journal of a run, and its rule.
 
         Raises:
-            StoreMismatchError: wrap was asked for another rule.
+            StoreMismatchError: wrap was asked for another rule, or the journal is an old copy.
         """
         self.journal = Journal.open(_journal.place(directories), uuid_of(store))
+        check_base(directories, len(self.journal.records), store)
         then = self.journal.rule
         for name, value, was in (
             ("eps", self.asked["eps"], then.eps),

@@ -1,0 +1,241 @@
+"""Zeroth-order training of models that use their parameters in unusual ways has MeZO's bits."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import lohan
+import pytest
+import torch
+import torch.nn.functional as F
+from lohan._journal import BYTES, NAME
+from lohan.errors import HyperParameterError, LentError, StepError, StoreMismatchError
+from mezo_helper import EPS, LR, SEED, VOCAB, Plain, Settings, batches, differing
+from torch import nn
+
+WIDTH = 48
+STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x)) + x
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.side = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = block(h)
+        return self.side(h)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.hidden(ids)).flatten(0, 1), ids.flatten())
+
+
+class WeightBetweenBlocks(Tower):
+    """Its weight is used without its module, behind one block and before the next."""
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        h = F.embedding(ids, self.embed.weight)
+        for block in self.blocks:
+            h = block(F.linear(h, self.side.weight, self.side.bias))
+        return h
+
+
+class TiedByFunction(Tower):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.head.bias.sum() + self.hidden(ids)
+        return F.cross_entropy(F.linear(h, self.embed.weight).flatten(0, 1), ids.flatten())
+
+
+class ChosenBlocks(Tower):
+    """Which blocks are visited, and how many, depends on the values."""
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.embed(ids)
+        for scale in (1e4, 1e5, 1e3):
+            h = self.blocks[int(h.sum().abs() * scale) % 4](h)
+        for block in self.blocks[: int(h.sum().abs() * 1e4) % 3]:
+            h = block(h)
+        return h
+
+
+class Encoder(nn.Module):
+    """A module with a frozen parameter of its own around blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) * self.scale
+        return x
+
+
+class Encoded(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        self.encoder = Encoder()
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.side(self.encoder(self.embed(ids)))
+
+
+class Window(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(64, WIDTH))
+
+    def forward(self, count: int) -> torch.Tensor:
+        return self.table[:count]
+
+
+class PassesViews(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.window = Window()
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        window = self.window(ids.shape[1])
+        return super().hidden(ids) + window
+
+
+def plain_loss(model: Any, ids: torch.Tensor) -> Any:
+    return model(ids)
+
+
+def penalized(model: Any, ids: torch.Tensor) -> Any:
+    return model(ids) + 1e-2 * sum(param.square().sum() for param in model.parameters())
+
+
+Loss = Callable[[Any, torch.Tensor], Any]
+
+
+def run_of(make: Callable[[], nn.Module], loss: Loss, samples: int) -> tuple[list[float], Any]:
+    plain = Plain(make(), Settings(samples=samples))
+    losses = [
+        float(torch.tensor(plain.step(lambda b=b: loss(plain.model, b)))) for b in batches(STEPS)
+    ]
+    return losses, plain.values()
+
+
+def wrapped(model: nn.Module, store: pathlib.Path, **more: Any) -> Any:
+    return lohan.wrap(model, store=store, method="mezo", lr=LR, eps=EPS, seed=SEED, **more)
+
+
+def steps(model: Any, loss: Loss) -> list[float]:
+    return [float(model.zo_step(lambda b=b: loss(model, b))) for b in batches(STEPS)]
+
+
+CASES = [
+    (WeightBetweenBlocks, plain_loss),
+    (TiedByFunction, plain_loss),
+    (ChosenBlocks, plain_loss),
+    (Tower, penalized),
+    (Encoded, plain_loss),
+]
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize(("make", "loss"), CASES, ids=lambda x: x.__name__)
+def test_parameters_used_outside_their_block_have_the_side_of_the_run_that_reads_them(
+    make: type[nn.Module], loss: Loss, samples: int, store_dir: pathlib.Path
+) -> None:
+    losses, values = run_of(make, loss, samples)
+    for runs in ("together", "apart"):
+        model = wrapped(make(), store_dir / runs, runs=runs, num_samples=samples)
+        assert steps(model, loss) == losses
+        assert differing(model, values) == []
+        model.lohan.close()
+
+
+def test_turns_are_taken_at_the_blocks_inside_a_module_with_frozen_parameters(
+    store_dir: pathlib.Path,
+) -> None:
+    made = Encoded()
+    blocks = [made.embed, made.side, *made.encoder.blocks, made.head]
+    model = wrapped(made, store_dir, runs="together", blocks=blocks)
+    assert any(unit.always for unit in model.lohan.layout.units)
+    visits: list[bool] = []
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.register_forward_pre_hook(lambda *_: visits.append(model.lohan._is_second()))
+    model.zo_step(lambda: model(batches(1)[0]))
+    assert visits == [False, True] * 4
+    model.lohan.close()
+
+
+def test_a_view_that_is_in_the_way_is_refused_with_the_way_out(store_dir: pathlib.Path) -> None:
+    data = batches(STEPS)
+    losses, values = run_of(PassesViews, plain_loss, 1)
+    model = wrapped(PassesViews(), store_dir / "a", runs="together")
+    with pytest.raises(LentError, match='runs="apart"'):
+        model.zo_step(lambda: model(data[0]))
+    assert model.lohan.step == 0
+    model.lohan.close()
+    model = wrapped(PassesViews(), store_dir / "b", runs="apart")
+    assert steps(model, plain_loss) == losses
+    assert differing(model, values) == []
+    model.lohan.close()
+
+
+def test_a_slope_that_fp32_cannot_hold_is_no_step(store_dir: pathlib.Path) -> None:
+    losses, values = run_of(Tower, plain_loss, 1)
+    model = wrapped(Tower(), store_dir)
+    for large in (1e38, 1.7e308):
+        signs = iter((1.0, -1.0))
+        with pytest.raises(StepError, match="slope"):
+            model.zo_step(lambda signs=signs, large=large: next(signs) * large)
+    assert steps(model, plain_loss) == losses
+    assert differing(model, values) == []
+    model.lohan.close()
+
+
+def test_a_journal_that_is_older_than_the_parameters_is_refused(store_dir: pathlib.Path) -> None:
+    model = wrapped(Tower(), store_dir, write_every=1)
+    steps(model, plain_loss)
+    model.lohan.close()
+    journal = (store_dir / NAME).read_bytes()
+    (store_dir / NAME).write_bytes(journal[:-BYTES])
+    with pytest.raises(StoreMismatchError, match="ends at step 2"):
+        lohan.wrap(Tower(), store=store_dir, method="mezo", resume=True)
+    with pytest.raises(StoreMismatchError, match="ends at step 2"):
+        lohan.export(store_dir, store_dir / "out")
+    (store_dir / NAME).write_bytes(journal)
+    again = lohan.wrap(Tower(), store=store_dir, method="mezo", resume=True)
+    assert differing(again, run_of(Tower, plain_loss, 1)[1]) == []
+    again.lohan.close()
+
+
+def test_decay_that_begins_later_is_for_all_groups_or_none(store_dir: pathlib.Path) -> None:
+    tower = Tower()
+    head = [*tower.head.parameters()]
+    rest = [p for p in tower.parameters() if not any(p is other for other in head)]
+    model = wrapped(tower, store_dir, params=[{"params": rest}, {"params": head}])
+    batch = batches(1)[0]
+    model.zo_step(lambda: model(batch))
+    model.optimizer.param_groups[0]["weight_decay"] = 0.1
+    with pytest.raises(HyperParameterError, match="weight_decay"):
+        model.zo_step(lambda: model(batch))
+    model.optimizer.param_groups[1]["weight_decay"] = 0.1
+    model.zo_step(lambda: model(batch))
+    assert model.lohan.step == 2
+    model.lohan.close()
