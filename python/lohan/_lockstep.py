@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch import overrides
 
 T = TypeVar("T")
 
@@ -155,6 +156,8 @@ class _ThreadState:
         self.caches = torch.is_autocast_cache_enabled()
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
+        modes: Any = overrides._get_current_function_mode_stack
+        self.modes: list[Any] = modes()
         self.streams: list[Any] = []
         if torch.cuda.is_available():
             self.streams = [torch.cuda.current_stream()]
@@ -170,4 +173,7 @@ class _ThreadState:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.caches))
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
+            for mode in self.modes:  # not entered again: they keep what was before, once
+                overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+                stack.callback(overrides._pop_mode)
             yield

@@ -14,6 +14,7 @@ from lohan._journal import BYTES, NAME
 from lohan.errors import HyperParameterError, LentError, StepError, StoreMismatchError
 from mezo_helper import EPS, LR, SEED, VOCAB, Plain, Settings, batches, differing
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 WIDTH = 48
 STEPS = 3
@@ -180,6 +181,22 @@ def test_turns_are_taken_at_the_blocks_inside_a_module_with_frozen_parameters(
             module.register_forward_pre_hook(lambda *_: visits.append(model.lohan._is_second()))
     model.zo_step(lambda: model(batches(1)[0]))
     assert visits == [False, True] * 4
+    model.lohan.close()
+
+
+class Steeper(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return 1.5 * made if func is torch.tanh else made
+
+
+def test_both_runs_have_the_function_modes_of_who_steps(store_dir: pathlib.Path) -> None:
+    with Steeper():
+        losses, values = run_of(Tower, plain_loss, 1)
+    model = wrapped(Tower(), store_dir, runs="together")
+    with Steeper():
+        assert steps(model, plain_loss) == losses
+    assert differing(model, values) == []
     model.lohan.close()
 
 
