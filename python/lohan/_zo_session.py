@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import math
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan import _core, _zo_run
+from lohan import _core, _zo_probe, _zo_run
 from lohan._lockstep import FIRST, Lockstep
 from lohan._session import Session
 from lohan._tensor import SavedTensors, in_backward
@@ -81,8 +82,11 @@ class ZerothSession(Session):
         base = int(self.store.describe()["step"])
         self._where = {unit: _Where(base) for unit in sorted(moved)}
         self.written_bytes = self.read_bytes = self.longest_lead = 0
-        self.is_together = self._choose_runs()
-        self._kept = self._keep_shared() if self.is_together else {}
+        could = self._choose_runs()
+        # [Note: What a run leaves] in _zo_probe.py: the first step shows it.
+        self._is_probing = could and self.config.runs == "auto"
+        self.is_together = could and not self._is_probing
+        self._kept = self._keep_shared() if could else {}
         self._lockstep: Lockstep | None = None
         self._held: set[int] = set()  # units that the first run keeps for the second
         self.run = _zo_run.make(self.rule, self.journal.records, base, self.layout.params)
@@ -254,7 +258,22 @@ class ZerothSession(Session):
                 self._held.clear()
         plus = _number(closure())
         self._wanted = self.rule.minus(step, sample)
-        return plus, _number(closure())
+        if not self._is_probing:
+            return plus, _number(closure())
+        model = self._model()
+        assert model is not None
+        before = _zo_probe.Left(model)
+        minus = _number(closure())
+        self._is_probing = False
+        left = _zo_probe.Left(model).difference(before)
+        self.is_together = left is None
+        if left is not None:
+            print(
+                "lohan: both runs of a step come one behind the other, which reads parameters"
+                f" twice: {left} in each forward",
+                file=sys.stderr,
+            )
+        return plus, minus
 
     def _update_all(self) -> None:
         """Bring every block in once more, for its update alone."""

@@ -1,7 +1,7 @@
 """One process that trains the shape of OPT 1.3B by zeroth order, resumes it, or only imports.
 
 Run as `python mezo_memory_worker.py baseline`, or `... WORD STORE HOST_BYTES` with the word
-`train` (wrap a new store, take two steps, write the parameters) or `resume` (wrap it again, take
+`train` (wrap a new store, take three steps, write the parameters) or `resume` (wrap it again, take
 two more); it prints a JSON object.
 """
 
@@ -19,7 +19,7 @@ import transformers
 from large_worker import TOKEN_COUNT, config, peak_bytes
 from transformers import OPTForCausalLM
 
-STEPS = 2
+STEPS = 3
 WRITE_EVERY = 100  # not by itself here
 
 

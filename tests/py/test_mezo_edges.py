@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lohan._journal import BYTES, NAME
+from lohan._zo_session import ZerothSession
 from lohan.errors import HyperParameterError, LentError, StepError, StoreMismatchError
 from mezo_helper import EPS, LR, SEED, VOCAB, Plain, Settings, batches, differing
 from torch import nn
@@ -255,4 +256,52 @@ def test_decay_that_begins_later_is_for_all_groups_or_none(store_dir: pathlib.Pa
     model.optimizer.param_groups[1]["weight_decay"] = 0.1
     model.zo_step(lambda: model(batch))
     assert model.lohan.step == 2
+    model.lohan.close()
+
+
+# --- What a run leaves ----------------------------------------------------------------------------
+
+
+class KeepsLosses(Tower):
+    """Each block leaves a value on itself, and the end sums them."""
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = block(h)
+            block.loss = h.square().mean()
+        return h
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) + sum(block.loss for block in self.blocks)
+
+
+class DrawsNoise(Tower):
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = block(h + 0.01 * torch.randn_like(h))
+        return h
+
+
+@pytest.mark.parametrize(
+    ("make", "said"), [(KeepsLosses, "blocks.0.loss"), (DrawsNoise, "random"), (Tower, None)]
+)
+def test_runs_take_turns_by_themselves_only_where_none_sees_what_the_other_left(
+    make: Callable[[], Any],
+    said: str | None,
+    store_dir: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ZerothSession, "_choose_runs", lambda self: True)
+    plain = Plain(make(), Settings())
+    torch.manual_seed(3)
+    expected = [float(torch.tensor(plain.step(lambda b=b: plain.model(b)))) for b in batches(4)]
+    model = lohan.wrap(make(), store=store_dir, method="mezo", lr=LR, eps=EPS, seed=SEED)
+    torch.manual_seed(3)
+    assert [float(model.zo_step(lambda b=b: model(b))) for b in batches(4)] == expected
+    assert differing(model, plain.values()) == []
+    assert model.lohan.is_together == (said is None)
+    assert said is None or said in capsys.readouterr().err
     model.lohan.close()
