@@ -113,9 +113,9 @@ def main() -> None:
     """Measure in rounds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=12288)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--directory", default=None)
