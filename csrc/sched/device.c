@@ -260,13 +260,16 @@ static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
     struct lh_error err = {0};
     if (!evict_is_possible(engine, op))
         return false;
-    bool leaves = atomic_load(&unit->copy_is_moved) && !unit->copy_is_old &&
-                  unit->state == LH_UNIT_STATE_READY;
+    bool is_new = !unit->copy_is_old;
+    if (is_new && (unit->waiter_count > 0 || !lh_unit_claim(unit)))
+        return false;
+    /* Not before it is claimed: until then somebody may change it. */
+    bool leaves = atomic_load(&unit->copy_is_moved) && is_new && unit->state == LH_UNIT_STATE_READY;
     /* Ordered, it may have been used before its copy in came back here. */
-    if (leaves && (unit->is_copying || !engine->free_copies))
+    if (leaves && (unit->is_copying || !engine->free_copies)) {
+        atomic_store(&unit->word, LH_UNIT_READY_BIT);
         return false;
-    if (!unit->copy_is_old && (unit->waiter_count > 0 || !lh_unit_claim(unit)))
-        return false;
+    }
     if (engine->dev->ops->order(engine->dev, LH_DEV_DIRECTION_IN, unit->released, &err) < 0)
         lh_device_fail(engine, &err, "the order of copies");
     unit->copy_is_old = false;

@@ -12,7 +12,7 @@ that are read in place are units of their own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -314,3 +314,22 @@ def _mark_always(scopes: list[Scope], units: list[Unit]) -> None:
             scope.is_innermost = False
             for index in scope.units:
                 units[index].always = True
+
+
+def finer(layout: Layout, make_layout: Callable[..., Layout], *, is_any: bool) -> Layout | None:
+    """The layout with the largest blocks split; is_any: with the largest that can be.
+
+    What is a parameter alone (an embedding) cannot be split. Without is_any it is the end: sums of
+    squares are made unit by unit, and norms keep their bits where blocks stay as they are.
+    """
+    if not is_any:
+        largest = max(unit.nbytes for unit in layout.units)
+        finer = make_layout(largest - 1, None)
+        return finer if max(unit.nbytes for unit in finer.units) < largest else None
+    sizes = sorted({_plain_bytes(unit.params) for unit in layout.units}, reverse=True)
+    made = (make_layout(size - 1, None) for size in sizes)
+    return next((each for each in made if len(each.units) > len(layout.units)), None)
+
+
+def _plain_bytes(params: Sequence[Param]) -> int:
+    return sum(param.count * param.tensor.element_size() for param in params)

@@ -34,7 +34,7 @@ from lohan import (
     _zo_setup,
 )
 from lohan._accumulate import is_accumulating
-from lohan._block import Layout, Param
+from lohan._block import Layout
 from lohan._export import about
 from lohan._guard import Guard
 from lohan._in_place import Found
@@ -513,6 +513,7 @@ def _layout_for_budget(
     is_free = all(limit is None for limit in limits)
     if is_free or blocks is not None:
         return layout
+    is_any = found is not None and bool(found.moved)
     tried = []
     for _ in range(_SPLITS_MAX):
         try:
@@ -520,18 +521,13 @@ def _layout_for_budget(
             return layout
         except BudgetError:
             tried.append(layout)
-        sizes = sorted({_plain_bytes(unit.params) for unit in layout.units}, reverse=True)
-        # What is a parameter alone (an embedding) cannot be split; what is smaller may.
-        made = (make_layout(size - 1, None) for size in sizes)
-        finer = next((each for each in made if len(each.units) > len(layout.units)), None)
+        finer = _block.finer(layout, make_layout, is_any=is_any)
         if finer is None:
             break
         layout = finer
-    return min(reversed(tried), key=lambda each: _needed(each, config))  # _budget says what fits
-
-
-def _plain_bytes(params: Sequence[Param]) -> int:
-    return sum(param.count * param.tensor.element_size() for param in params)
+    if is_any:
+        layout = min(reversed(tried), key=lambda each: _needed(each, config))
+    return layout  # _budget says what would fit
 
 
 def _needed(layout: Layout, config: Config) -> int:
