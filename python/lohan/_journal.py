@@ -16,7 +16,7 @@ from typing import Self
 
 from lohan import _core
 from lohan._zeroth import Record, Rule
-from lohan.errors import ChecksumError, StoreError, StoreMismatchError
+from lohan.errors import ChecksumError, StoreError, StoreExistsError, StoreMismatchError
 
 NAME = "journal.lohan"
 BYTES = 64
@@ -57,7 +57,8 @@ class Journal:
             rule: of the run.
 
         Raises:
-            StoreError: there is one already, or it cannot be written.
+            StoreExistsError: there is one already, with steps.
+            StoreError: it cannot be written.
         """
         path = Path(directory) / NAME
         header = _sealed(
@@ -75,6 +76,12 @@ class Journal:
             path.unlink()  # of a store that never was: it has no step
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError as error:
+            raise StoreExistsError(
+                error.errno,
+                f"{path} has the steps of a run whose store is not here: put its lohan.data back,"
+                " or move the journal away, or choose another directory",
+            ) from error
         except OSError as error:
             raise StoreError(error.errno, f"cannot make {path}: {error.strerror}") from error
         made = cls(path, fd, rule, [])

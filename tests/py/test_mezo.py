@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import pathlib
 import re
@@ -24,6 +25,7 @@ from lohan.errors import (
     ModelError,
     StepError,
     StoreError,
+    StoreExistsError,
     StoreMismatchError,
     UnsupportedError,
 )
@@ -464,6 +466,29 @@ def test_a_run_goes_on_by_its_own_rule_only(store_dir: pathlib.Path) -> None:
     (store_dir / NAME).rename(store_dir / "away")
     with pytest.raises(StoreError, match="journal"):
         lohan.wrap(opt(), store=store_dir, method="mezo", resume=True)
+
+
+def test_a_full_disk_and_a_journal_without_its_store_are_said(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, values = plain_run(opt, 3, Settings())
+    model = wrapped(opt(), store_dir)
+    done = steps(model, batches(1))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", full)
+        with pytest.raises(StoreError, match=r"cannot write .*journal\.lohan.*No space left"):
+            steps(model, batches(2)[1:])
+    assert done + steps(model, batches(3)[1:]) == losses
+    assert differing(model, values) == []
+    model.lohan.close()
+    (store_dir / "lohan.data").unlink()
+    with pytest.raises(StoreExistsError, match="move the journal away"):
+        wrapped(opt(), store_dir)
+    assert [each.name for each in store_dir.iterdir()] == [NAME]
 
 
 # --- Refusals -------------------------------------------------------------------------------------

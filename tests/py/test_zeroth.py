@@ -14,7 +14,7 @@ from lohan import _core
 from lohan._direction import Stream, normal
 from lohan._journal import BYTES, NAME, Journal
 from lohan._zeroth import Record, Rule, operations
-from lohan.errors import ChecksumError, StoreError, StoreMismatchError
+from lohan.errors import ChecksumError, StoreError, StoreExistsError, StoreMismatchError
 
 UUID = bytes(range(16))
 SIZES = (70, 1, 333)
@@ -174,7 +174,7 @@ def test_a_journal_of_another_store_is_refused(tmp_path: Path) -> None:
     journal_of(tmp_path, 1)
     with pytest.raises(StoreMismatchError, match="another store"):
         Journal.open(tmp_path, bytes(16))
-    with pytest.raises(StoreError, match="cannot make"):
+    with pytest.raises(StoreExistsError, match="move the journal away"):
         Journal.create(tmp_path, UUID, Rule(1, 1e-3))
     with pytest.raises(StoreError, match="cannot open"):
         Journal.open(tmp_path / "none", UUID)
