@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from lohan.errors import BudgetError, DeviceMemoryError, ModelError
 NAMES = ("cpu", "emu", "cuda")
 # Of what a GPU has free: the rest is for activations and torch's temporaries.
 _FREE_SHARE = 4
+# Gradients that have not moved for so long are waiting for what the caller holds.
+_STILL_S = 1.0
 
 
 @dataclasses.dataclass
@@ -240,9 +243,11 @@ class Meter:
         return kept
 
     def look(self, more: int = 0) -> None:
-        """Compare what is held now with the ceiling."""
+        """Compare what is held now with the ceiling; gradients on their way may still leave."""
         total = self.device.slot_bytes + self.kept_bytes + self.held()
         ceiling = self.device.ceiling_bytes
+        if ceiling and total > ceiling:
+            total = self._wait(ceiling)
         if ceiling and total > ceiling:
             raise DeviceMemoryError(
                 f"the emulated device is full: {self.device.slot_bytes} bytes for parameters,"
@@ -252,6 +257,19 @@ class Meter:
                 ' computed again (activations="recompute") or leave (swap_bytes=)'
             )
         self.peak_bytes = max(self.peak_bytes, total)
+
+    def _wait(self, ceiling: int) -> int:
+        """What is held once gradients have left, or have not for a while."""
+        held = self.held()
+        until = time.monotonic() + _STILL_S
+        while held and time.monotonic() < until:
+            if self.device.slot_bytes + self.kept_bytes + held <= ceiling:
+                break
+            time.sleep(0.001)
+            before, held = held, self.held()
+            if held < before:
+                until = time.monotonic() + _STILL_S
+        return self.device.slot_bytes + self.kept_bytes + held
 
     def _lower(self) -> str:
         """What else could give way: parameters that are there ahead of their use."""

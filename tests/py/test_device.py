@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 from typing import Any
 
@@ -9,6 +10,7 @@ import lohan
 import pytest
 import torch
 import train_helper as helper
+from lohan import _device
 from lohan.config import SCHEDULES
 from lohan.errors import BudgetError, DeviceMemoryError, ModelError, StepError
 from torch import nn
@@ -118,6 +120,18 @@ def test_activations_above_the_ceiling_are_refused_and_the_next_step_is_exact(
         model.lohan.close()
     reference = lohan.wrap(Tower(), store=store_dir / "cpu", lr=1e-3)
     helper.assert_same(trained, helper.train(reference, range(STEPS), loss_of))
+
+
+@pytest.mark.parametrize(("left", "is_full"), [(30, False), (80, True)])
+def test_a_full_device_waits_for_gradients_on_their_way_out(
+    left: int, is_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_device, "_STILL_S", 0.05)
+    held = iter([100, 90, 60, *[left] * 1000])
+    meter = _device.Meter(_device.Device("emu", ceiling_bytes=200), lambda: next(held))
+    with pytest.raises(DeviceMemoryError) if is_full else contextlib.nullcontext():
+        meter.take(torch.empty(150, dtype=torch.uint8))
+    assert meter.peak_bytes == (0 if is_full else 150 + left)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 
 import lohan
 import pytest
@@ -35,6 +36,10 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Its exit status and what it wrote; nothing of its session may live on."""
     try:
         out, err = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # and its workers, who have the same pipes
+        out, err = process.communicate()
+        pytest.fail(f"still running after {TIMEOUT_S} s: wrote {out!r} and {err!r}")
     finally:
         process.kill()
     sessions = []
@@ -119,7 +124,9 @@ def test_a_temporary_store_is_gone_at_exit(workshop: Workshop) -> None:
 
 def test_a_data_loader_may_have_workers(workshop: Workshop) -> None:
     store = workshop.folder / "run"
-    status, out, err = finish(start("load_data", str(store), workshop.folder))
+    # Workers listen on sockets in TMPDIR, whose paths may have 107 bytes: pytest's own is too long.
+    with tempfile.TemporaryDirectory(prefix="lohan-") as short:
+        status, out, err = finish(start("load_data", str(store), pathlib.Path(short)))
     assert (status, out, err) == (0, "step 20\n", "")
 
 
