@@ -293,6 +293,51 @@ int64_t lh_residency_plan(struct lh_residency *state, const struct lh_residency_
     return (int64_t)list.count;
 }
 
+/* What unit takes of what units without places of their own share. */
+static uint64_t shared_bytes(const struct lh_residency *state, uint32_t unit)
+{
+    uint64_t bytes = lh_align_up(state->units[unit].bytes, LH_RESIDENCY_GRANULE);
+    return lh_residency_has_place(state, unit) ? 0 : bytes;
+}
+
+static uint64_t shared_bytes_max(const struct lh_residency *state)
+{
+    uint64_t largest = 0;
+    for (uint32_t i = 0; i < state->unit_count; i++)
+        largest = lh_max_u64(largest, shared_bytes(state, i));
+    return largest;
+}
+
+void lh_residency_read_ahead(const struct lh_residency *state, struct lh_residency_event *events,
+                             uint64_t event_count)
+{
+    uint64_t total = state->range.total_bytes - places_bytes(state, state->unit_count);
+    uint64_t largest = shared_bytes_max(state);
+    uint64_t open_bytes = 0; /* of the uses that surround events[i] */
+    for (uint64_t i = event_count; i-- > 0;) {
+        struct lh_residency_event event = events[i];
+        uint64_t bytes = shared_bytes(state, event.unit);
+        uint64_t first = i;
+        uint64_t ended_bytes = 0;
+        if (event.kind == LH_RESIDENCY_EVENT_END)
+            open_bytes += bytes;
+        if (event.kind != LH_RESIDENCY_EVENT_BEGIN)
+            continue;
+        while (first > 0 && events[first - 1].kind == LH_RESIDENCY_EVENT_END &&
+               events[first - 1].unit != event.unit)
+            ended_bytes += shared_bytes(state, events[--first].unit);
+        open_bytes = lh_max_u64(open_bytes, bytes) + ended_bytes;
+        if (open_bytes + (bytes == largest ? 0 : largest) <= total) {
+            memmove(events + first + 1, events + first, (i - first) * sizeof(*events));
+            events[first] = event;
+            i = first;
+        } else {
+            open_bytes -= ended_bytes;
+        }
+        open_bytes -= bytes;
+    }
+}
+
 /* Room for unit, absent, for event `at`: none where what is needed sooner is in its way. */
 static int room_plan(struct lh_residency *state, uint32_t unit, uint64_t at, bool *has_room,
                      struct op_list *list, struct lh_error *err)

@@ -225,6 +225,8 @@ static void host_derive(struct lh_engine *engine, const struct lh_residency_even
             device->predicted.events[i].kind == LH_RESIDENCY_EVENT_UPDATE)
             event_put(list, device->predicted.events[i].unit, LH_RESIDENCY_EVENT_UPDATE);
     }
+    if (engine->mode == LH_ENGINE_MODE_EVAL)
+        lh_residency_read_ahead(&engine->host.plan, list->events, list->count);
     region_reset(engine, &engine->host);
     region_extend(engine, &engine->host);
 }
@@ -361,6 +363,8 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     } else {
         prediction_default(engine, &region->predicted);
     }
+    if (mode == LH_ENGINE_MODE_EVAL)
+        lh_residency_read_ahead(&region->plan, region->predicted.events, region->predicted.count);
     if (!is_whole) {
         plan_again(engine, NULL, 0);
         return;

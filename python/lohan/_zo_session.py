@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from lohan import _core, _zo_probe, _zo_run
+from lohan._block import Param
 from lohan._lockstep import FIRST, Lockstep
 from lohan._session import Session
 from lohan._tensor import SavedTensors, in_backward
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
     from lohan._zo_optim import ZerothOptimizer
     from lohan._zo_setup import Zeroth
 
-# Elements that one worker changes at a time: 1 MiB of them stay in its cache's reach.
-PIECE_ELEMENTS = 1 << 18
+# Fewer elements are not worth another thread's waking up: some 100 us of work.
+SHARE_ELEMENTS = 1 << 18
+_Piece = tuple[int, int, int, list[list[Op]]]  # address, first element, how many, what is done
 
 
 class _Where:
@@ -95,8 +97,10 @@ class ZerothSession(Session):
         self._lost: set[int] = set()  # units whose bytes in memory have to be read again
         self._rolls_back = False
         self._nothing = self._engine.scope([])
-        workers = max(1, self._engine_threads())
-        self._pool = concurrent.futures.ThreadPoolExecutor(workers, "lohan-zeroth")
+        self._workers = max(1, self._engine_threads())  # one of them is whoever asks
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            max(1, self._workers - 1), "lohan-zeroth"
+        )
         self._engine.on_use(self._on_use)
         without = self.config.without
         if without:
@@ -162,21 +166,41 @@ class ZerothSession(Session):
     def _lead(self, unit: int, address: int, begin: int, end: int) -> None:
         if begin > end:
             raise StepError(f"block {self.layout.units[unit].name!r} cannot go back in a step")
-        if self.run.directions is not None:
-            for param in self.layout.units[unit].params:
+        params = self.layout.units[unit].params
+        if self.run.directions is not None or self._workers == 1:
+            for param in params:
                 self.run.lead_whole(param, address + param.first, begin, end)
             return
-        pieces: list[tuple[int, int, int, list[list[Op]]]] = []
-        for param in self.layout.units[unit].params:
+        mine, *others = self._shares(params, address, begin, end)
+        futures = [self._pool.submit(_apply, share) for share in others]
+        try:
+            _apply(mine)
+        finally:
+            concurrent.futures.wait(futures)
+        for future in futures:
+            future.result()
+
+    def _shares(
+        self, params: list[Param], address: int, begin: int, end: int
+    ) -> list[list[_Piece]]:
+        """What each thread does of a unit: as much as the others, or all of a small one."""
+        total = sum(param.count for param in params)
+        share = max(SHARE_ELEMENTS, -(-total // self._workers))
+        shares: list[list[_Piece]] = [[]]
+        room = share
+        for param in params:
             passes = [*self.run.passes(param, begin, end)]
-            for first in range(0, param.count, PIECE_ELEMENTS):
-                count = min(PIECE_ELEMENTS, param.count - first)
-                pieces.append((address + param.first + 4 * first, first, count, passes))
-        if len(pieces) == 1:
-            _apply(pieces[0])
-        else:
-            for _ in self._pool.map(_apply, pieces):
-                pass
+            first = 0
+            while first < param.count:
+                if room <= 0:
+                    shares.append([])
+                    room = share
+                # The generator makes 64 at once.
+                count = min(-(-room // 64) * 64, param.count - first)
+                shares[-1].append((address + param.first + 4 * first, first, count, passes))
+                first += count
+                room -= count
+        return shares
 
     # --- A step -----------------------------------------------------------------------------
 
@@ -546,10 +570,10 @@ class _Nothing(SavedTensors):
 _NOTHING = _Nothing()
 
 
-def _apply(piece: tuple[int, int, int, list[list[Op]]]) -> None:
-    address, first, count, passes = piece
-    for ops in passes:
-        _core.zo_apply(address, address, first, count, ops)
+def _apply(pieces: list[_Piece]) -> None:
+    for address, first, count, passes in pieces:
+        for ops in passes:
+            _core.zo_apply(address, address, first, count, ops)
 
 
 def _number(loss: Any) -> float:
