@@ -103,6 +103,8 @@ static void copy_run(struct copier *copier, const struct lh_dev_copy *copy, uint
     const uint8_t *from = is_in ? copy->host : copy->device;
     uint64_t begin_ns = lh_max_u64(copier->free_ns, ready_ns);
     begin_ns = lh_max_u64(begin_ns, lh_clock_now_ns(&copier->emu->real) - LATE_NS_MAX);
+    if (copy->pause_ns > 0)
+        sleep_until(copier->emu, begin_ns += copy->pause_ns);
     copier->free_ns = begin_ns;
     for (uint64_t done_bytes = 0; done_bytes < copy->bytes;) {
         uint64_t bytes = lh_min_u64(copy->bytes - done_bytes, PIECE_BYTES);

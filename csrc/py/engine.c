@@ -347,10 +347,13 @@ static PyObject *engine_device_policy(PyObject *object, PyObject *args)
     struct lhpy_engine *self = engine_open(object);
     int no_overlap = 0;
     int no_reuse = 0;
-    if (!self || !PyArg_ParseTuple(args, "pp", &no_overlap, &no_reuse))
+    unsigned long long alloc_bytes_per_s = 0;
+    if (!self || !PyArg_ParseTuple(args, "ppK", &no_overlap, &no_reuse, &alloc_bytes_per_s))
         return NULL;
-    lh_engine_device_policy_set(self->core->engine, (no_overlap ? LH_ENGINE_DEVICE_NO_OVERLAP : 0) |
-                                                        (no_reuse ? LH_ENGINE_DEVICE_NO_REUSE : 0));
+    lh_engine_device_policy_set(self->core->engine,
+                                (no_overlap ? LH_ENGINE_DEVICE_NO_OVERLAP : 0) |
+                                    (no_reuse ? LH_ENGINE_DEVICE_NO_REUSE : 0),
+                                alloc_bytes_per_s);
     Py_RETURN_NONE;
 }
 
@@ -468,7 +471,7 @@ static PyMethodDef engine_methods[] = {
     {"on_use", engine_on_use, METH_O,
      "on_use(callback): callback(unit, address, make count, out count, is_of_out, pins) -> moved,"
      " behind each pin."},
-    {"device_policy", engine_device_policy, METH_VARARGS, "device_policy(no_overlap, no_reuse)"},
+    {"device_policy", engine_device_policy, METH_VARARGS, "device_policy(no_overlap, no_reuse, alloc_bytes_per_s)"},
     {"forward", engine_forward, METH_VARARGS, "forward(is_open)"},
     {"changed_take", engine_changed_take, METH_NOARGS,
      "Parameters that forwards changed in place."},

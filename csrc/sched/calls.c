@@ -205,8 +205,10 @@ void lh_engine_moved(struct lh_engine *engine, uint32_t unit)
         atomic_store(&lh_engine_unit_at(engine, unit)->copy_is_moved, true);
 }
 
-void lh_engine_device_policy_set(struct lh_engine *engine, uint32_t policy)
+void lh_engine_device_policy_set(struct lh_engine *engine, uint32_t policy,
+                                 uint64_t alloc_bytes_per_s)
 {
+    atomic_store(&engine->device_alloc_bytes_per_s, alloc_bytes_per_s);
     atomic_store(&engine->device_policy, policy);
 }
 

@@ -29,6 +29,7 @@
 #include <inttypes.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "sched/engine_private.h"
 
@@ -111,6 +112,15 @@ static bool load_is_possible(const struct lh_engine *engine, const struct lh_res
            engine->free_copies;
 }
 
+/* Without reuse: how long the place of a unit that comes takes to allocate. */
+static uint64_t alloc_ns(const struct lh_engine *engine, uint64_t bytes)
+{
+    uint64_t rate = atomic_load(&engine->device_alloc_bytes_per_s);
+    if ((atomic_load(&engine->device_policy) & LH_ENGINE_DEVICE_NO_REUSE) == 0 || rate == 0)
+        return 0;
+    return (uint64_t)((unsigned __int128)bytes * UINT64_C(1000000000) / rate);
+}
+
 /* Copy a part of the unit's bytes, in order; the last one makes it READY. */
 static bool part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t first, uint64_t end)
 {
@@ -124,6 +134,7 @@ static bool part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t f
         .host = engine->region + unit->offset + first,
         .device = engine->opts.device_memory + unit->copy_offset + first,
         .bytes = end - first,
+        .pause_ns = first == 0 ? alloc_ns(engine, unit->desc.bytes) : 0,
         .done = is_last ? unit->arrived : NULL,
         .owner = copy,
     };
@@ -207,8 +218,11 @@ static void left(struct lh_engine *engine, struct lh_unit *unit)
     unit->copy_state = LH_COPY_STATE_ABSENT;
     if ((atomic_load(&engine->device_policy) & LH_ENGINE_DEVICE_NO_REUSE) == 0)
         return;
-    if (madvise(engine->opts.device_memory + unit->copy_offset, unit->desc.bytes, MADV_DONTNEED) <
-        0) {
+    uint8_t *address = engine->opts.device_memory + unit->copy_offset;
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    uint64_t skipped = lh_align_up((uintptr_t)address, page) - (uintptr_t)address;
+    uint64_t whole = unit->desc.bytes - lh_min_u64(unit->desc.bytes, skipped);
+    if (madvise(address + skipped, whole - whole % page, MADV_DONTNEED) < 0) {
         struct lh_error err = {0};
         lh_error_set(&err, -errno, "madvise: %s", strerror(errno));
         lh_device_fail(engine, &err, "memory that is given back");
@@ -280,11 +294,18 @@ static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
     return true;
 }
 
-/* Without overlap: only while somebody waits for a load, and one copy after the other. */
+/*
+ * Without overlap only while somebody waits for a load, and one copy after the other; without reuse
+ * that is so for loads.
+ */
 static bool is_its_turn(const struct lh_engine *engine, uint64_t at)
 {
     const struct lh_region *region = &engine->device;
-    if ((atomic_load(&engine->device_policy) & LH_ENGINE_DEVICE_NO_OVERLAP) == 0)
+    uint32_t policy = atomic_load(&engine->device_policy);
+    bool is_load = region->ops[at].kind == LH_RESIDENCY_OP_LOAD;
+    bool stands =
+        (policy & LH_ENGINE_DEVICE_NO_OVERLAP) || (is_load && (policy & LH_ENGINE_DEVICE_NO_REUSE));
+    if (!stands)
         return true;
     if (engine->copies_in_flight > 0)
         return false;

@@ -189,9 +189,15 @@ void lh_engine_moved(struct lh_engine *engine, uint32_t unit);
 
 /* What the accelerator's units do without, to see what it brings. Bits; 0: nothing. */
 #define LH_ENGINE_DEVICE_NO_OVERLAP 1U /* copies begin when somebody waits, one at a time */
-#define LH_ENGINE_DEVICE_NO_REUSE 2U   /* emu: memory that is left is given back to the system */
-/* Thread: any. */
-void lh_engine_device_policy_set(struct lh_engine *engine, uint32_t policy);
+/*
+ * emu: memory that a unit leaves is given back to the system. The next one's is allocated, at
+ * alloc_bytes_per_s (0: at once), for which an accelerator comes to a standstill: when somebody
+ * waits and no copy is in flight.
+ */
+#define LH_ENGINE_DEVICE_NO_REUSE 2U
+/* Before anything is acquired. */
+void lh_engine_device_policy_set(struct lh_engine *engine, uint32_t policy,
+                                 uint64_t alloc_bytes_per_s);
 
 /*
  * The accelerator's stream that computation is given to from here on: what is acquired, unpinned

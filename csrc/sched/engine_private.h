@@ -290,6 +290,7 @@ struct lh_engine {
     uint32_t loads_in_flight;
     uint32_t leaving_count; /* units */
     _Atomic uint32_t device_policy;
+    _Atomic uint64_t device_alloc_bytes_per_s;
     uint32_t copying_unit;  /* not all of whose copy has begun; LH_UNIT_NONE */
     uint64_t copying_bytes; /* of it that have */
     uint8_t *blocks_memory;

@@ -118,6 +118,9 @@ def check(config: Config) -> None:
         ModelError: says which, and what could be.
     """
     parse(config.device)
+    rate = config.emu_alloc_bytes_per_s
+    if rate is not None and not (isinstance(rate, int | float) and 0 < rate < 1 << 60):
+        raise ModelError(f"emu_alloc_bytes_per_s {rate!r}: a speed in bytes a second")
     links = config.emu_bytes_per_s
     if links is not None and not (
         isinstance(links, tuple)

@@ -104,7 +104,8 @@ class ZerothSession(Session):
         self._engine.on_use(self._on_use)
         without = self.config.without
         if without:
-            self._engine.device_policy("overlap" in without, "reuse" in without)
+            rate = int(self.config.emu_alloc_bytes_per_s or 0)
+            self._engine.device_policy("overlap" in without, "reuse" in without, rate)
 
     @property
     def step(self) -> int:

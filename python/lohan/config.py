@@ -93,6 +93,8 @@ class Config:
             memory a quarter), at least what is in use at once.
         emu_bytes_per_s: speed of the emulated device's two links, in and out. None: as fast as
             memory is copied.
+        emu_alloc_bytes_per_s: speed at which the emulated device allocates memory, standing still;
+            looked at with without=("reuse",). None: at once.
         heap: "keep": where torch computes on the CPU, the C library's heap keeps what torch frees,
             for the whole process and to its end, so that a step finds its tensors' pages in place
             (15 % faster where that was measured, and a quarter more memory at the peak); "system":
@@ -109,7 +111,7 @@ class Config:
             the other. "auto": together where not all parameters fit in memory.
         without: with method="mezo", parts of ZO2's schedule to leave out, to see what they bring:
             "overlap" (copies to the device begin when they are waited for), "reuse" (memory that a
-            block leaves on the device is given back; emu), "deferred" (each block is brought in
+            block leaves on the device is given back, and the next one's allocated; emu), "deferred" (each block is brought in
             once more for its update).
         verify: check the checksums of everything that is read.
         trace_events: events of the timeline that are kept; 0: none.
@@ -135,6 +137,7 @@ class Config:
     device_bytes: int | None = None
     device_param_bytes: int | None = None
     emu_bytes_per_s: tuple[int, int] | None = None
+    emu_alloc_bytes_per_s: int | None = None
     heap: Literal["keep", "system"] = "keep"
     frozen: Literal["in_place", "copy"] = "in_place"
     write_every: int | Literal["auto", "never"] = "auto"
@@ -151,6 +154,10 @@ class Config:
             value = getattr(self, field.name)
             if field.name.endswith("_bytes") and isinstance(value, str):
                 object.__setattr__(self, field.name, _units.size(field.name, value))
+        rate: object = self.emu_alloc_bytes_per_s
+        if isinstance(rate, str):
+            made = _units.size("emu_alloc_bytes_per_s", rate, _units.RATES)
+            object.__setattr__(self, "emu_alloc_bytes_per_s", made)
         links: object = self.emu_bytes_per_s
         if isinstance(links, tuple) and any(isinstance(rate, str) for rate in links):
             rates = tuple(

@@ -164,7 +164,7 @@ static void test_moved(uint32_t policy, bool least)
                  (int)policy, least ? "least memory" : "all in memory");
     opts.least_memory = least;
     rig_make(&rig, "device-moved", opts);
-    lh_engine_device_policy_set(rig.engine, policy);
+    lh_engine_device_policy_set(rig.engine, policy, UINT64_C(1) << 30);
     for (int round = 0; round < 12; round++) {
         LH_CHECK(lh_engine_begin(rig.engine, LH_ENGINE_MODE_EVAL) == 0);
         for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)
@@ -183,7 +183,7 @@ static void test_moved(uint32_t policy, bool least)
 
 int main(void)
 {
-    for (uint32_t policy = 0; policy <= LH_ENGINE_DEVICE_NO_OVERLAP; policy++) {
+    for (uint32_t policy = 0; policy <= (LH_ENGINE_DEVICE_NO_OVERLAP | LH_ENGINE_DEVICE_NO_REUSE); policy++) {
         test_moved(policy, false);
         test_moved(policy, true);
     }

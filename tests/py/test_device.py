@@ -250,6 +250,7 @@ def test_slow_links_are_what_a_step_is_bound_by(store_dir: pathlib.Path) -> None
         ({"device_bytes": 0}, ModelError, "device_bytes 0"),
         ({"emu_bytes_per_s": (0, -1)}, ModelError, "emu_bytes_per_s"),
         ({"emu_bytes_per_s": 7}, ModelError, "emu_bytes_per_s"),
+        ({"emu_alloc_bytes_per_s": 0}, ModelError, "emu_alloc_bytes_per_s"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(

@@ -41,6 +41,8 @@ def test_every_size_of_config_and_the_emulated_links_take_strings() -> None:
         assert getattr(lohan.Config(**given), name) == 1 << 20
     links: Any = ("1GB/s", 2)
     assert lohan.Config(emu_bytes_per_s=links).emu_bytes_per_s == (10**9, 2)
+    rate: Any = "2GB/s"
+    assert lohan.Config(emu_alloc_bytes_per_s=rate).emu_alloc_bytes_per_s == 2 * 10**9
 
 
 def test_wrap_takes_a_string_and_holds_it(store_dir: pathlib.Path) -> None:
