@@ -139,9 +139,9 @@ int64_t lh_residency_plan_ahead(struct lh_residency *state, const struct lh_resi
  * Before planning, where uses come round in one direction (forwards alone): each begins as soon as
  * the one before it has begun, not ended. Belady's rule keeps all but one of the places and reads
  * every miss into that one, and nobody can compute in the place that is being read into; so it
- * wants two that change places, for a read or so more in each cycle. Begins keep their order. A begin
- * stays where it is if what is then in use, and the largest unit beside it, is more than the region
- * has.
+ * wants two that change places, for a read or so more in each cycle. Begins keep their order. A
+ * begin stays where it is if what is then in use, and the largest unit beside it, is more than the
+ * region has.
  */
 void lh_residency_read_ahead(const struct lh_residency *state, struct lh_residency_event *events,
                              uint64_t event_count);

@@ -471,7 +471,8 @@ static PyMethodDef engine_methods[] = {
     {"on_use", engine_on_use, METH_O,
      "on_use(callback): callback(unit, address, make count, out count, is_of_out, pins) -> moved,"
      " behind each pin."},
-    {"device_policy", engine_device_policy, METH_VARARGS, "device_policy(no_overlap, no_reuse, alloc_bytes_per_s)"},
+    {"device_policy", engine_device_policy, METH_VARARGS,
+     "device_policy(no_overlap, no_reuse, alloc_bytes_per_s)"},
     {"forward", engine_forward, METH_VARARGS, "forward(is_open)"},
     {"changed_take", engine_changed_take, METH_NOARGS,
      "Parameters that forwards changed in place."},

@@ -111,8 +111,8 @@ class Config:
             the other. "auto": together where not all parameters fit in memory.
         without: with method="mezo", parts of ZO2's schedule to leave out, to see what they bring:
             "overlap" (copies to the device begin when they are waited for), "reuse" (memory that a
-            block leaves on the device is given back, and the next one's allocated; emu), "deferred" (each block is brought in
-            once more for its update).
+            block leaves on the device is given back, and the next one's allocated; emu), "deferred"
+            (each block is brought in once more for its update).
         verify: check the checksums of everything that is read.
         trace_events: events of the timeline that are kept; 0: none.
         allow_buffered: go on without O_DIRECT where the file system refuses it.

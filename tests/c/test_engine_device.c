@@ -183,7 +183,8 @@ static void test_moved(uint32_t policy, bool least)
 
 int main(void)
 {
-    for (uint32_t policy = 0; policy <= (LH_ENGINE_DEVICE_NO_OVERLAP | LH_ENGINE_DEVICE_NO_REUSE); policy++) {
+    for (uint32_t policy = 0; policy <= (LH_ENGINE_DEVICE_NO_OVERLAP | LH_ENGINE_DEVICE_NO_REUSE);
+         policy++) {
         test_moved(policy, false);
         test_moved(policy, true);
     }

@@ -228,13 +228,13 @@ def test_a_step_that_dies_is_forgotten(store_dir: pathlib.Path) -> None:
 def test_slow_links_are_what_a_step_is_bound_by(store_dir: pathlib.Path) -> None:
     nbytes = DEPTH * BLOCK_BYTES
     model = wrap(
-        store_dir, device_param_bytes=3 * BLOCK_BYTES, emu_bytes_per_s=(10 * nbytes, 10 * nbytes)
+        store_dir, device_param_bytes=3 * BLOCK_BYTES, emu_bytes_per_s=(3 * nbytes, 3 * nbytes)
     )
     try:
         step_of(model, 0)
         stats = step_of(model, 1)
         assert stats.bytes["copy_in"] > 1.8 * nbytes
-        assert stats.copy_in_ns > 0.17e9  # at a tenth of a second for all blocks
+        assert stats.copy_in_ns > 0.57e9  # at a third of a second for all blocks
         assert stats.bound_by == "copies"
     finally:
         model.lohan.close()
