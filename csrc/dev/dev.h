@@ -56,7 +56,7 @@ struct lh_dev_copy {
     void *host;   /* main memory; borrowed until the copy comes back */
     void *device; /* an address that computation uses */
     uint64_t bytes;
-    uint64_t pause_ns; /* emu: the lane does nothing for so long first */
+    uint64_t pause_ns;          /* emu: the lane does nothing for so long first */
     struct lh_dev_fence *after; /* (optional) the copy starts behind it */
     struct lh_dev_fence *done;  /* (optional) recorded behind the copy */
     void *owner;                /* the submitter's; never read here */
