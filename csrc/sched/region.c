@@ -273,6 +273,42 @@ static uint64_t next_predicted(const struct lh_region *region)
     return at;
 }
 
+static uint64_t foreseen(const struct lh_event_list *list, uint64_t from, uint32_t unit,
+                         enum lh_residency_event_kind kind)
+{
+    while (from < list->count &&
+           (list->events[from].unit != unit || list->events[from].kind != (uint32_t)kind))
+        from++;
+    return from;
+}
+
+static void event_move(struct lh_event_list *list, uint64_t from, uint64_t to)
+{
+    struct lh_residency_event event = list->events[from];
+    memmove(list->events + to + 1, list->events + to, (from - to) * sizeof(event));
+    list->events[to] = event;
+}
+
+/*
+ * Something else happened than was predicted: from where on what was predicted may still come. What
+ * was recorded and is skipped will not come in this cycle. Of a guess it will: only the order was
+ * another one.
+ */
+static uint64_t tail_find(struct lh_region *region, const struct lh_residency_event *event)
+{
+    struct lh_event_list *list = &region->predicted;
+    uint64_t at = foreseen(list, region->position, event->unit, event->kind);
+    if (at == list->count)
+        return region->position;
+    if (!region->is_guess)
+        return at + 1;
+    uint64_t end = foreseen(list, at, event->unit, LH_RESIDENCY_EVENT_END);
+    event_move(list, at, region->position);
+    if (end < list->count && event->kind == LH_RESIDENCY_EVENT_BEGIN)
+        event_move(list, end, region->position + 1);
+    return region->position + 1;
+}
+
 static void use_count(struct lh_engine *engine, uint32_t index, enum lh_residency_event_kind kind)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
@@ -299,15 +335,8 @@ void lh_region_event(struct lh_engine *engine, uint32_t index, enum lh_residency
     if (is_expected && at < region->planned_until) {
         region->position = at + 1;
     } else {
-        /* Either the plan ended before this use, or something else happened than was predicted:
-         * skip to where it was foreseen, or put it in, and plan again from here. */
-        uint64_t tail_from = region->position;
-        for (uint64_t i = at; i < predicted->count; i++) {
-            if (predicted->events[i].unit == index && predicted->events[i].kind == (uint32_t)kind) {
-                tail_from = i + 1;
-                break;
-            }
-        }
+        /* The plan ended before this use, or did not foresee it here: plan again from here. */
+        uint64_t tail_from = is_expected ? at + 1 : tail_find(region, &event);
         if (!is_expected)
             lh_step_stats(engine, engine->plan_step)->replans++;
         plan_again(engine, &event, tail_from);
@@ -357,6 +386,7 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     engine->plan_step = mode == LH_ENGINE_MODE_TRAIN ? engine->step + 1 : 0;
     const struct lh_event_list *known = &engine->recorded[mode];
     region->position = 0;
+    region->is_guess = known->count == 0;
     if (known->count > 0) {
         memcpy(region->predicted.events, known->events, known->count * sizeof(*known->events));
         region->predicted.count = known->count;
