@@ -289,10 +289,22 @@ static void event_move(struct lh_event_list *list, uint64_t from, uint64_t to)
     list->events[to] = event;
 }
 
+/* Takes the unit's events out of [from, *end), which then ends earlier. */
+static void events_drop(struct lh_event_list *list, uint64_t from, uint64_t *end, uint32_t unit)
+{
+    for (uint64_t i = *end; i-- > from;) {
+        if (list->events[i].unit != unit)
+            continue;
+        list->count--;
+        memmove(list->events + i, list->events + i + 1, (list->count - i) * sizeof(*list->events));
+        --*end;
+    }
+}
+
 /*
  * Something else happened than was predicted: from where on what was predicted may still come. What
  * was recorded and is skipped will not come in this cycle. Of a guess it will: only the order was
- * another one.
+ * another one. But what is updated is not used any more before that.
  */
 static uint64_t tail_find(struct lh_region *region, const struct lh_residency_event *event)
 {
@@ -302,6 +314,8 @@ static uint64_t tail_find(struct lh_region *region, const struct lh_residency_ev
         return region->position;
     if (!region->is_guess)
         return at + 1;
+    if (event->kind == LH_RESIDENCY_EVENT_UPDATE)
+        events_drop(list, region->position, &at, event->unit);
     uint64_t end = foreseen(list, at, event->unit, LH_RESIDENCY_EVENT_END);
     event_move(list, at, region->position);
     if (end < list->count && event->kind == LH_RESIDENCY_EVENT_BEGIN)

@@ -1,16 +1,17 @@
-"""Two runs of one function that take turns: each block is visited by the second behind the first.
+"""Runs of a model that take turns: each block is visited by all of them, one behind the other.
 
 A step of zeroth-order training runs the model twice, with the parameters moved to one side and to
-the other, and each block is to be brought in once for both (Source: ZO2 alg. 2). The model's code
-between its blocks is the user's and knows nothing of that, so both runs are whole calls of it, each
-on a thread, of which one at a time goes on:
+the other, and each block is to be brought in once for both (Source: ZO2 alg. 2); an evaluation may
+run it on several batches. The model's code between its blocks is the user's and knows nothing of
+that, so all runs are whole calls of it, each on a thread, of which one at a time goes on:
 
-    first   visit 0 |            | visit 1 |            | ...  | end
-    second          | visit 0, ..|         | visit 1, ..| ...  |
+    first   visit 0 |                        | visit 1 |                        | ...  | end
+    second          | visit 0, ..|                     | visit 1, ..|
+    third                        | visit 0, ..|                     | visit 1, ..|
 
 At the end of a visit the first run waits inside the block, which therefore stays where it is, until
-the second has been there, too, and is about to begin its next visit. The second run waits there
-until the first has made that visit.
+the others have been there, too, and are about to begin their next visit. They wait there until the
+first has made that visit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,83 +31,100 @@ FIRST, SECOND = 0, 1
 
 
 class _EndedError(BaseException):
-    """In the second run, when the first is over by an exception: nobody catches it but us."""
+    """In another run, when one is over by an exception: nobody catches it but us."""
 
 
 class Lockstep:
-    """A pair of runs.
+    """Some runs.
 
     Attributes:
-        turn: FIRST or SECOND, who goes on now.
+        turn: FIRST, SECOND, ...: who goes on now.
     """
 
     def __init__(self, changed: Callable[[int], None] | None = None) -> None:
         """Changed is called with whose turn it is, on the thread of that run, at each change."""
         self.turn = FIRST
         self._changed = changed
-        self._wakes = (threading.Semaphore(0), threading.Semaphore(0))
-        self._visits = [0, 0]  # ended by the first, begun by the second
-        self._is_over = [False, False]
-        self._thread: threading.Thread | None = None
-        self._result: Any = None
+        self._wakes: list[threading.Semaphore] = []
+        self._visits: list[int] = []  # ended by the first, begun by the others
+        self._is_over: list[bool] = []
+        self._threads: list[threading.Thread] = []
+        self._results: list[Any] = []
         self._error: BaseException | None = None
 
-    def run(self, function: Callable[[], T]) -> tuple[T, T]:
-        """Call function twice, in turns.
+    def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
+        """Call them, in turns: the first on this thread.
 
         Returns:
-            What the first and the second call gave.
+            What each gave.
 
         Raises:
-            RuntimeError: a pair runs once.
-            BaseException: what either call raised; the other one is ended then.
+            RuntimeError: that is done once.
+            BaseException: what one of them raised; the others are ended then.
         """
-        if self._thread is not None:
-            raise RuntimeError("a pair of runs runs once")
+        if self._wakes:
+            raise RuntimeError("runs that take turns run once")
+        count = len(functions)
+        self._wakes = [threading.Semaphore(0) for _ in functions]
+        self._visits, self._is_over, self._results = [0] * count, [False] * count, [None] * count
         state = _ThreadState()
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            target=context.run, args=(self._run_second, function, state), name="lohan-second"
-        )
-        self._thread.start()
         try:
-            first = function()
+            for who, function in enumerate(functions[1:], SECOND):
+                context = contextvars.copy_context()
+                words = (self._run_other, who, function, state)
+                thread = threading.Thread(target=context.run, args=words, name=f"lohan-turn-{who}")
+                thread.start()
+                self._threads.append(thread)
+            self._results[FIRST] = functions[FIRST]()
             self._is_over[FIRST] = True
-            if not self._is_over[SECOND]:
+            if not all(self._is_over):
                 self._pass(FIRST)
+            self._raise_error()
         except BaseException as error:
             self._is_over[FIRST] = True
             self._end(error)
             raise
-        self._thread.join()
-        self._raise_error()
-        return first, self._result
+        for thread in self._threads:
+            thread.join()
+        return self._results
 
-    def is_second(self) -> bool:
-        """True on the second run's thread."""
-        return threading.current_thread() is self._thread
+    def is_other(self) -> bool:
+        """True on the thread of another run than the first."""
+        return threading.current_thread() in self._threads
+
+    def is_led(self) -> bool:
+        """The same, while the first goes on."""
+        return self.is_other() and not self._is_over[FIRST]
 
     def visit_end(self) -> None:
-        """The first run has made a visit: called on either run's thread, at the end of each."""
-        if self.turn != FIRST or self._is_over[SECOND]:
+        """The first run has made a visit: called on any run's thread, at the end of each."""
+        if self.turn != FIRST or all(self._is_over[SECOND:]):
             return
         self._visits[FIRST] += 1
         self._pass(FIRST)
         self._raise_error()
 
     def visit_begin(self) -> None:
-        """The second run comes to its next visit: called on either run's thread, before each."""
-        if self.turn != SECOND:
+        """Another run comes to its next visit: called on any run's thread, before each."""
+        who = self.turn
+        if who == FIRST:
             return
-        if self._visits[SECOND] == self._visits[FIRST] and not self._is_over[FIRST]:
-            self._pass(SECOND)
+        if self._visits[who] == self._visits[FIRST] and not self._is_over[FIRST]:
+            self._pass(who)
         if self._error is not None:
             raise _EndedError
-        self._visits[SECOND] += 1
+        self._visits[who] += 1
+
+    def _next(self, who: int) -> int:
+        """Whose turn is behind this one's."""
+        for other in range(who + 1, len(self._wakes)):
+            if not self._is_over[other]:
+                return other
+        return FIRST
 
     def _pass(self, who: int) -> None:
-        """Give the turn to the other run, and wait for it to come back."""
-        other = SECOND - who
+        """Give the turn to the next run, and wait for it to come back."""
+        other = self._next(who)
         self.turn = other
         self._wakes[other].release()
         self._wakes[who].acquire()
@@ -114,29 +132,30 @@ class Lockstep:
         if self._changed is not None and self._error is None:
             self._changed(who)
 
-    def _run_second(self, function: Callable[[], T], state: _ThreadState) -> None:
-        self._wakes[SECOND].acquire()
+    def _run_other(self, who: int, function: Callable[[], T], state: _ThreadState) -> None:
+        self._wakes[who].acquire()
         if self._error is None:
             try:
                 with state.applied():
                     if self._changed is not None:
-                        self._changed(SECOND)
-                    self._result = function()
+                        self._changed(who)
+                    self._results[who] = function()
             except _EndedError:
                 pass
             except BaseException as error:
                 self._error = self._error or error
-        self._is_over[SECOND] = True
-        self.turn = FIRST
-        self._wakes[FIRST].release()
+        self._is_over[who] = True
+        # Behind an error the first run ends the rest.
+        self.turn = FIRST if self._error is not None else self._next(who)
+        self._wakes[self.turn].release()
 
     def _end(self, error: BaseException) -> None:
-        """The first run is over by an error: the second stops where it waits."""
-        assert self._thread is not None
+        """A run is over by an error: the others stop where they wait."""
         self._error = self._error or error
-        if not self._is_over[SECOND]:
-            self._wakes[SECOND].release()
-        self._thread.join()
+        for who, thread in enumerate(self._threads, SECOND):
+            if not self._is_over[who]:
+                self._wakes[who].release()
+            thread.join()
 
     def _raise_error(self) -> None:
         if self._error is not None:

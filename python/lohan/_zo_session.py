@@ -15,21 +15,20 @@ import contextlib
 import ctypes
 import math
 import os
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from lohan import _core, _zo_probe, _zo_run
+from lohan import _core, _zo_run
 from lohan._block import Param
-from lohan._lockstep import FIRST, Lockstep
-from lohan._session import Session
+from lohan._lockstep import FIRST
 from lohan._tensor import SavedTensors, in_backward
 from lohan._zeroth import Op, Record
 from lohan._zo_run import Run
+from lohan._zo_turns import T, TurnSession
 from lohan.errors import LentError, StepError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -41,29 +40,7 @@ SHARE_ELEMENTS = 1 << 18
 _Piece = tuple[int, int, int, list[list[Op]]]  # address, first element, how many, what is done
 
 
-class _Where:
-    """A unit's bytes where they are computed with, as they were left, and what others have."""
-
-    __slots__ = ("address", "base", "host", "makes", "outs", "position")
-
-    def __init__(self, base: int) -> None:
-        self.address = 0
-        self.makes = -1
-        self.outs = 0
-        self.position = 0
-        self.host = 0  # the position of what was copied back to main memory last
-        self.base = base  # the step that SSD has
-
-
-class _Kept:
-    """A unit's bytes at one position."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.bytes = torch.empty(nbytes, dtype=torch.uint8)
-        self.position = -1
-
-
-class ZerothSession(Session):
+class ZerothSession(TurnSession):
     """A wrapped model's connection to its engine, with method="mezo".
 
     Attributes:
@@ -71,7 +48,6 @@ class ZerothSession(Session):
         written_bytes: of parameters, by this session.
         read_bytes: of parameters, that were brought to where they are computed with.
         longest_lead: positions that a unit was led over at once, at most.
-        is_together: both runs of a step take turns at each block.
     """
 
     def __init__(self, *args: Any, zeroth: Zeroth, **kwargs: Any) -> None:
@@ -80,23 +56,13 @@ class ZerothSession(Session):
         self.zeroth = zeroth
         self.rule = zeroth.rule
         self.journal = zeroth.journal
-        moved = {p.unit for p in self.layout.params if p.stream is not None}
-        base = int(self.store.describe()["step"])
-        self._where = {unit: _Where(base) for unit in sorted(moved)}
         self.written_bytes = self.read_bytes = self.longest_lead = 0
-        could = self._choose_runs()
-        # [Note: What a run leaves] in _zo_probe.py: the first step shows it.
-        self._is_probing = could and self.config.runs == "auto"
-        self.is_together = could and not self._is_probing
-        self._kept = self._keep_shared() if could else {}
-        self._lockstep: Lockstep | None = None
-        self._held: set[int] = set()  # units that the first run keeps for the second
+        base = int(self.store.describe()["step"])
         self.run = _zo_run.make(self.rule, self.journal.records, base, self.layout.params)
         self._wanted = self.rule.clean(self.step)
         self._is_in_step = False
         self._lost: set[int] = set()  # units whose bytes in memory have to be read again
         self._rolls_back = False
-        self._nothing = self._engine.scope([])
         self._workers = max(1, self._engine_threads())  # one of them is whoever asks
         self._pool = concurrent.futures.ThreadPoolExecutor(
             max(1, self._workers - 1), "lohan-zeroth"
@@ -267,38 +233,46 @@ class ZerothSession(Session):
 
     def _both(self, closure: Callable[[], Any], step: int, sample: int) -> tuple[float, float]:
         sides = self.rule.plus(step, sample), self.rule.minus(step, sample)
-        self._wanted = sides[FIRST]
         if self.is_together:
-
-            def changed(who: int) -> None:
-                self._wanted = sides[who]
-                # What the other run reads between blocks is bound to its side until the next one.
-                self._nothing.enter()
-
-            self._lockstep = Lockstep(changed)
-            try:
-                return self._lockstep.run(lambda: _number(closure()))
-            finally:
-                self._lockstep = None
-                self._held.clear()
+            plus, minus = self._in_turns([lambda: _number(closure())] * 2, sides)
+            return plus, minus
+        self._wanted = sides[0]
         plus = _number(closure())
-        self._wanted = self.rule.minus(step, sample)
+        self._wanted = sides[1]
         if not self._is_probing:
             return plus, _number(closure())
+        return plus, self._probed(lambda: _number(closure()))
+
+    def together(self, functions: Sequence[Callable[[], T]]) -> list[T]:
+        """Run the model several times, without gradients; a block is read once for all of them.
+
+        They take turns at each block, each on a thread, so that activations of all are in memory at
+        once. That is so in evaluation mode, for models that leave nothing behind in a forward and
+        do not fit in memory; else they are called one behind the other.
+
+        Args:
+            functions: each calls the model, on a micro-batch of its own, say.
+
+        Returns:
+            What each gave.
+
+        Raises:
+            StepError: inside a forward or a step.
+        """
+        self.check_open()
+        if self._is_in_step or in_backward() or self._forward_is_alive():
+            raise StepError("together() inside a forward, a backward or a step")
+        self._roll_back()
         model = self._model()
         assert model is not None
-        before = _zo_probe.Left(model)
-        minus = _number(closure())
-        self._is_probing = False
-        left = _zo_probe.Left(model).difference(before)
-        self.is_together = left is None
-        if left is not None:
-            print(
-                "lohan: both runs of a step come one behind the other, which reads parameters"
-                f" twice: {left} in each forward",
-                file=sys.stderr,
-            )
-        return plus, minus
+        is_still = not any(module.training for module in model.modules())
+        rest, results = [*functions], []
+        with torch.no_grad():
+            if self._is_probing and is_still and rest:
+                results.append(self._probed(rest.pop(0)))
+            if self.is_together and is_still and len(rest) > 1:
+                return results + self._in_turns(rest, [self._wanted] * len(rest))
+            return results + [function() for function in rest]
 
     def _update_all(self) -> None:
         """Bring every block in once more, for its update alone."""
@@ -343,121 +317,6 @@ class ZerothSession(Session):
             self._lost.clear()
         finally:
             self._rolls_back = False
-
-    # --- Two runs in turns --------------------------------------------------------------------
-
-    def _choose_runs(self) -> bool:
-        """Both at each block, where that saves reads and no unit is in use around others."""
-        asked = self.config.runs
-        can = not any(self.layout.units[unit].always for unit in self._where)
-        if asked == "together" and not can:
-            raise UnsupportedError(
-                'runs="together": a module of this model has parameters of its own around other'
-                ' blocks, which would have to be at both sides at once: runs="apart"'
-            )
-        total = sum(unit.nbytes for unit in self.layout.units)
-        room = self.budget["region_bytes"] if self.device.name == "cpu" else self.device.slot_bytes
-        is_short = int(room) < total
-        return can and (asked == "together" or (asked == "auto" and is_short))
-
-    def _keep_shared(self) -> dict[int, _Kept]:
-        """Room for units that are moved and that several blocks use, if main memory has it."""
-        users: dict[int, int] = {}
-        for scope in self.layout.scopes:
-            for unit in scope.units:
-                users[unit] = users.get(unit, 0) + 1
-        shared = [unit for unit in self._where if users.get(unit, 0) > 1]
-        nbytes = sum(self.layout.units[unit].nbytes for unit in shared)
-        limit = self.config.host_bytes
-        if limit is not None and limit < int(self.budget["host_bytes_full"]) + nbytes:
-            return {}
-        return {unit: _Kept(self.layout.units[unit].nbytes) for unit in shared}
-
-    def _visits(self, units: list[int], scope: _core.Scope) -> Any:
-        if any(self.layout.units[unit].always for unit in units):
-            return scope  # turns are taken at the blocks inside it
-        return _Visit(self, units, scope)
-
-    def _root_enter(self, module: nn.Module, args: Any) -> None:
-        if not self._is_second():
-            super()._root_enter(module, args)
-
-    def _root_leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._is_second():
-            super()._root_leave(module, args, output)
-
-    def _forward_is_alive(self) -> bool:
-        if self._is_second():  # the call that opened it is on the first run's stack
-            return self._forward_depth > 0
-        return super()._forward_is_alive()
-
-    def _is_second(self) -> bool:
-        return self._lockstep is not None and self._lockstep.is_second()
-
-    def visit_begin(self, units: list[int]) -> None:
-        """A block is about to be visited."""
-        lockstep = self._lockstep
-        if lockstep is None:
-            return
-        lockstep.visit_begin()
-        self._go_back(units)
-
-    def _go_back(self, units: Iterable[int]) -> None:
-        """Of units that the second run has moved on, what no memory keeps for the first."""
-        if self._lockstep is None:
-            return
-        # Nothing leads back but to begin again.
-        ahead = [
-            unit
-            for unit in units
-            if unit in self._where
-            and unit not in self._held
-            and self._where[unit].position > self._wanted
-            and (unit not in self._kept or self._kept[unit].position != self._wanted)
-        ]
-        if ahead:
-            with self.exclusive(ahead):
-                pass
-
-    def make_resident(self, tensors: Sequence[nn.Parameter]) -> bool:
-        """See ForwardRules.make_resident."""
-        if self._lockstep is not None:
-            self._nothing.enter()
-            indices = [self._param_index.get(id(tensor)) for tensor in tensors]
-            self._go_back({self.layout.params[i].unit for i in indices if i is not None})
-        return super().make_resident(tensors)
-
-    def lend(self, index: int) -> torch.Tensor:
-        """See Session.lend."""
-        self._go_back([self.layout.params[index].unit])
-        return super().lend(index)
-
-    @contextlib.contextmanager
-    def resident(self, index: int) -> Iterator[None]:
-        """See Session.resident."""
-        self._go_back([self.layout.params[index].unit])
-        with super().resident(index):
-            yield
-
-    @contextlib.contextmanager
-    def visit_end(self, units: list[int]) -> Iterator[None]:
-        """Inside, the first run leaves a block; it stays in memory until the second was there."""
-        lockstep = self._lockstep
-        if lockstep is None or lockstep.turn != FIRST:
-            yield
-            return
-        held: list[int] = []
-        try:
-            for unit in units:
-                self._engine.acquire(unit)
-                held.append(unit)
-            yield
-            self._held.update(held)
-            lockstep.visit_end()
-        finally:
-            self._held.difference_update(held)
-            for unit in held:
-                self._engine.release(unit)
 
     # --- What first-order sessions do otherwise ----------------------------------------------
 
@@ -530,29 +389,6 @@ class ZerothSession(Session):
         if os.getpid() == self._owner_pid:
             self._pool.shutdown()
             self.journal.close()
-
-
-class _Visit:
-    """A block's hooks: its scope's, and turns."""
-
-    def __init__(self, session: ZerothSession, units: list[int], scope: _core.Scope) -> None:
-        self._session = weakref.ref(session)
-        self._units = units
-        self._scope = scope
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook."""
-        session = self._session()
-        assert session is not None
-        session.visit_begin(self._units)
-        self._scope.enter(module, args)
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook."""
-        session = self._session()
-        assert session is not None
-        with session.visit_end(self._units):
-            self._scope.leave(module, args, output)
 
 
 class _Nothing(SavedTensors):

@@ -1,9 +1,11 @@
-"""Two runs of one function in turns: who visits when, what they see, how they end."""
+"""Runs in turns: who visits when, what they see, how they end."""
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import os
+import random
 import signal
 import threading
 import time
@@ -36,15 +38,52 @@ def walk(pair: Lockstep, log: list[Visit], counts: tuple[int, int]) -> Callable[
 def test_each_visit_is_made_by_the_first_run_and_then_by_the_second(count: int) -> None:
     log: list[Visit] = []
     pair = Lockstep()
-    assert pair.run(walk(pair, log, (count, count))) == (FIRST, SECOND)
+    assert pair.run([walk(pair, log, (count, count))] * 2) == [FIRST, SECOND]
     assert log == [(who, visit) for visit in range(count) for who in (FIRST, SECOND)]
+
+
+@pytest.mark.parametrize("visits", [0, 1, 4])
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_each_visit_is_made_by_any_number_of_runs_in_order(count: int, visits: int) -> None:
+    log: list[Visit] = []
+    group = Lockstep()
+    counts = (visits,) * count
+    assert group.run([walk(group, log, counts)] * count) == [*range(count)]
+    assert log == [(who, visit) for visit in range(visits) for who in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_runs_of_unlike_lengths_end_and_one_that_fails_ends_all(seed: int) -> None:
+    draw = random.Random(seed)
+    counts = tuple(draw.randrange(6) for _ in range(draw.randrange(1, 6)))
+    log: list[Visit] = []
+    group = Lockstep()
+    assert group.run([walk(group, log, counts)] * len(counts)) == [*range(len(counts))]
+    assert [sum(who == run for who, _ in log) for run in range(len(counts))] == [*counts]
+    for run, count in enumerate(counts):  # of one run visits are in order
+        assert [visit for who, visit in log if who == run] == [*range(count)]
+    failing, place = draw.randrange(len(counts)), draw.randrange(8)
+    group = Lockstep()
+
+    def function() -> None:
+        me = group.turn
+        for visit in range(counts[me]):
+            group.visit_begin()
+            if me == failing and visit == place:
+                raise ValueError("here")
+            group.visit_end()
+
+    fails = place < counts[failing]
+    with pytest.raises(ValueError, match="here") if fails else contextlib.nullcontext():
+        group.run([function] * len(counts))
+    assert not any(t.name.startswith("lohan-turn") for t in threading.enumerate())
 
 
 @pytest.mark.parametrize("counts", [(3, 5), (5, 3), (0, 2), (2, 0)])
 def test_runs_that_visit_unlike_numbers_of_blocks_end(counts: tuple[int, int]) -> None:
     log: list[Visit] = []
     pair = Lockstep()
-    assert pair.run(walk(pair, log, counts)) == (FIRST, SECOND)
+    assert pair.run([walk(pair, log, counts)] * 2) == [FIRST, SECOND]
     assert [sum(who == run for who, _ in log) for run in (FIRST, SECOND)] == list(counts)
 
 
@@ -52,7 +91,7 @@ def test_the_change_of_turns_is_told_on_the_thread_that_goes_on() -> None:
     seen: list[tuple[int, bool]] = []
     main = threading.get_ident()
     pair = Lockstep(lambda who: seen.append((who, threading.get_ident() == main)))
-    pair.run(walk(pair, [], (2, 2)))
+    pair.run([walk(pair, [], (2, 2))] * 2)
     assert seen == [(SECOND, False), (FIRST, True), (SECOND, False), (FIRST, True)]
 
 
@@ -74,13 +113,13 @@ def test_an_error_in_either_run_ends_both(who: int, place: int) -> None:
             ends.append(me)
 
     with pytest.raises(ValueError, match="here"):
-        pair.run(function)
+        pair.run([function] * 2)
     assert FIRST in ends and threading.active_count() == _threads()
-    assert not any(t.name == "lohan-second" for t in threading.enumerate())
+    assert not any(t.name.startswith("lohan-turn") for t in threading.enumerate())
 
 
 def _threads() -> int:
-    return sum(t.name != "lohan-second" for t in threading.enumerate())
+    return sum(not t.name.startswith("lohan-turn") for t in threading.enumerate())
 
 
 def test_an_interrupt_in_the_first_run_ends_the_second() -> None:
@@ -102,9 +141,9 @@ def test_an_interrupt_in_the_first_run_ends_the_second() -> None:
             ended.append(True)
 
     with pytest.raises(KeyboardInterrupt):
-        pair.run(function)
+        pair.run([function] * 2)
     assert ended == [True]
-    assert not any(t.name == "lohan-second" for t in threading.enumerate())
+    assert not any(t.name.startswith("lohan-turn") for t in threading.enumerate())
 
 
 def test_the_second_run_has_the_first_one_s_modes_and_context() -> None:
@@ -124,11 +163,11 @@ def test_the_second_run_has_the_first_one_s_modes_and_context() -> None:
         )
 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        first, second = pair.run(function)
+        first, second = pair.run([function] * 2)
     assert first == second
     assert first[:5] == (False, False, True, torch.bfloat16, False)
     with torch.inference_mode():
-        first, second = Lockstep().run(lambda: torch.is_inference_mode_enabled())
+        first, second = Lockstep().run([torch.is_inference_mode_enabled] * 2)
     assert (first, second) == (True, True)
 
 
@@ -146,12 +185,12 @@ def test_a_context_of_the_function_is_each_run_s_own() -> None:
             pair.visit_end()
         seen.append((me, torch.is_autocast_enabled("cpu")))
 
-    pair.run(function)
+    pair.run([function] * 2)
     assert sorted(seen) == [(FIRST, False), (FIRST, True), (SECOND, False), (SECOND, True)]
 
 
 def test_a_pair_runs_once() -> None:
     pair = Lockstep()
-    pair.run(lambda: None)
+    pair.run([lambda: None] * 2)
     with pytest.raises(RuntimeError, match="once"):
-        pair.run(lambda: None)
+        pair.run([lambda: None] * 2)

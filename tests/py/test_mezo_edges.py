@@ -179,7 +179,7 @@ def test_turns_are_taken_at_the_blocks_inside_a_module_with_frozen_parameters(
     visits: list[bool] = []
     for module in model.modules():
         if isinstance(module, Block):
-            module.register_forward_pre_hook(lambda *_: visits.append(model.lohan._is_second()))
+            module.register_forward_pre_hook(lambda *_: visits.append(model.lohan._is_other()))
     model.zo_step(lambda: model(batches(1)[0]))
     assert visits == [False, True] * 4
     model.lohan.close()
