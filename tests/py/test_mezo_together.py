@@ -13,6 +13,7 @@ import torch
 from lohan.errors import StepError
 from torch import nn
 from train_helper import device_bytes_min, host_bytes_min
+from transformers import OPTConfig, OPTForCausalLM
 
 COUNT = 4
 
@@ -87,6 +88,33 @@ def test_generations_of_unlike_lengths_take_turns(store_dir: pathlib.Path) -> No
         expected = [function() for function in functions]
         got = model.lohan.together(functions)
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    model.lohan.close()
+
+
+def blocks_read() -> int:
+    """Bytes that this process had from disks; 0 for ever where the store is in memory."""
+    said = dict(line.split(": ") for line in pathlib.Path("/proc/self/io").read_text().splitlines())
+    return int(said["read_bytes"])
+
+
+def test_a_first_forward_in_an_order_that_nobody_foresaw_reads_no_block_twice(
+    store_dir: pathlib.Path,
+) -> None:
+    def make() -> nn.Module:  # modules of its blocks are defined in another order than used
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 256, "ffn_dim": 1024, "word_embed_proj_dim": 256}
+        return OPTForCausalLM(
+            OPTConfig(vocab_size=2048, num_hidden_layers=8, num_attention_heads=4, **sizes)
+        ).float()
+
+    model = wrapped(make, store_dir, "ssd", runs="apart")
+    model.eval()
+    total = sum(unit.nbytes for unit in model.lohan.layout.units)
+    tied = max(unit.nbytes for unit in model.lohan.layout.units)
+    before = blocks_read()
+    with torch.no_grad():
+        model(input_ids=helper.batches(1)[0])
+    assert blocks_read() - before <= 1.3 * (total + tied)
     model.lohan.close()
 
 
