@@ -29,7 +29,16 @@ import cbuild  # noqa: E402  (its folder has just been named)
 # The stable ABI of 3.11 serves every later CPython; free-threaded builds do not have it.
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
 LIMITED_API_VERSION = "0x030b0000"
-PTX_ARCHITECTURES = "all-major"
+# A kernel has the bits of its CPU reference: nothing is fused, flushed or approximated.
+NVCC_FLAGS = [
+    "-O3",
+    "-std=c++17",
+    "-arch=all-major",
+    "-fmad=false",
+    "-ftz=false",
+    "-prec-sqrt=true",
+    "-prec-div=true",
+]
 
 
 def build_mode():
@@ -49,7 +58,8 @@ def build_fatbin(target):
     kernels = sorted((ROOT / "cuda").glob("*.cu"))
     nvcc = os.environ.get("LOHAN_NVCC", shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
     if not nvcc or not shutil.which(nvcc):
-        return "no (not installed)"
+        target.unlink(missing_ok=True)
+        return "no (not installed)" if nvcc else "no (LOHAN_NVCC is empty)"
     if not kernels:
         target.unlink(missing_ok=True)
         return f"{nvcc} (unused: this version has no CUDA kernels)"
@@ -57,13 +67,16 @@ def build_fatbin(target):
     # One translation unit, because nvcc makes a fatbin of exactly one file.
     text = "".join(f'#include "{kernel}"\n' for kernel in kernels)
     unit = cbuild.BUILD / "cuda" / "lohan.cu"
-    newest_ns = max(path.stat().st_mtime_ns for path in (ROOT / "cuda").iterdir())
-    if target.exists() and target.stat().st_mtime_ns > newest_ns and unit.read_text() == text:
+    # Numbers of the core that a kernel shares are in headers of the core.
+    sources = [*(ROOT / "cuda").iterdir(), *(ROOT / "csrc").glob("*/*.h")]
+    newest_ns = max(path.stat().st_mtime_ns for path in [*sources, pathlib.Path(__file__)])
+    is_same = unit.exists() and unit.read_text() == text
+    if is_same and target.exists() and target.stat().st_mtime_ns > newest_ns:
         return fact
     unit.parent.mkdir(parents=True, exist_ok=True)
     unit.write_text(text)
     target.parent.mkdir(parents=True, exist_ok=True)
-    command = [nvcc, "--fatbin", "-O3", f"-arch={PTX_ARCHITECTURES}", f"-I{ROOT / 'cuda'}"]
+    command = [nvcc, "--fatbin", *NVCC_FLAGS, f"-I{ROOT / 'cuda'}", f"-I{ROOT / 'csrc'}"]
     answer = subprocess.run(
         [*command, str(unit), "-o", str(target)], capture_output=True, text=True, check=False
     )

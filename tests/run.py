@@ -110,14 +110,15 @@ def tool(name: str) -> str:
 
 
 def c_files(*folders: str) -> list[str]:
-    """The C files and headers below folders."""
-    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.[ch]"))]
+    """The C files and headers below folders, and CUDA's."""
+    every = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.*")))
+    files = [path for path in every if path.suffix in (".c", ".h", ".cu")]
     return [str(path.relative_to(ROOT)) for path in files]
 
 
 def run_fmt(options: Options) -> bool:
     """Lay out C and Python in place."""
-    done = run([tool("clang-format"), "-i", *c_files("csrc", "tests", "benchmarks")])
+    done = run([tool("clang-format"), "-i", *c_files("csrc", "cuda", "tests", "benchmarks")])
     return (
         run([tool("ruff"), "format", "."]) and run([tool("ruff"), "check", "--fix", "."]) and done
     )
@@ -176,7 +177,12 @@ def run_lint(options: Options) -> bool:
     python_files = ["python", "tests", "tools", "benchmarks", "examples", "setup.py"]
     checks = [
         run(
-            [tool("clang-format"), "--dry-run", "-Werror", *c_files("csrc", "tests", "benchmarks")]
+            [
+                tool("clang-format"),
+                "--dry-run",
+                "-Werror",
+                *c_files("csrc", "cuda", "tests", "benchmarks"),
+            ]
         ),
         run([tool("ruff"), "check", *python_files]),
         run([tool("ruff"), "format", "--check", *python_files]),

@@ -269,7 +269,8 @@ static void apply(const struct lh_zo_op *op, float *values, const float *source,
                   const struct span *z, uint64_t count)
 {
     const floats zero = {0};
-    floats scale = zero + op->scale, lr = zero + op->lr, decay = zero + op->decay;
+    /* Subtracted, because -0 + 0 is another number. */
+    floats scale = op->scale - zero, lr = op->lr - zero, decay = op->decay - zero;
 #define APPLY(expression)                                                                          \
     _Pragma("GCC unroll 8") for (uint64_t i = 0; i < count; i += LANES)                            \
     {                                                                                              \

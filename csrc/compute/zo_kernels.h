@@ -1,6 +1,6 @@
 /*
  * The kernels behind lh_zo_apply(), one file for each instruction set, and the numbers that they
- * share. Only csrc/compute includes this.
+ * share. Only csrc/compute, cuda/ and tests of these include this; it is C++ as well.
  */
 #ifndef LH_COMPUTE_ZO_KERNELS_H
 #define LH_COMPUTE_ZO_KERNELS_H
@@ -36,6 +36,21 @@
 #define LH_ZO_LN_2 0x1.62e43p-1f
 #define LH_ZO_ROOT_HALF_BITS 0x3F3504F3   /* of sqrt(1/2) */
 #define LH_ZO_ANGLE_SCALE 0x1.921fb6p-32f /* a quarter turn has 32 bits */
+
+/*
+ * What a GPU's kernel takes, by value: lh_zo_apply()'s arguments, in place. 4 KiB hold the
+ * arguments of a kernel, on every GPU.
+ */
+#define LH_ZO_BATCH_OPS 64
+#define LH_ZO_BATCH_BYTES (32 + LH_ZO_BATCH_OPS * 48)
+#define LH_ZO_BATCH_THREADS 256
+struct lh_zo_batch {
+    uint64_t address; /* of element first, on the device */
+    uint64_t first;
+    uint64_t count;
+    uint32_t op_count; /* the first op is not is_same */
+    struct lh_zo_op ops[LH_ZO_BATCH_OPS];
+};
 
 /* The definition; any machine. */
 void lh_zo_ref(float *values, const float *source, uint64_t first, uint64_t count,

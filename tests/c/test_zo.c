@@ -160,6 +160,30 @@ static void test_formulas(void)
     }
 }
 
+static void test_zero_factors(void)
+{
+    static const float factors[] = {0.0f, -0.0f};
+    const struct lh_zo_kernel *kernels;
+    int count = lh_zo_kernels(&kernels);
+    lh_test_name("kernels agree about factors that are zero, of either sign");
+    for (int i = 0; i < 8; i++) {
+        float expected[COUNT], values[COUNT];
+        struct lh_zo_op op = {.kind = i < 4 ? LH_ZO_OP_PERTURB : LH_ZO_OP_UPDATE,
+                              .stream = {5},
+                              .scale = factors[i % 2],
+                              .lr = factors[i / 2 % 2]};
+        for (int j = 0; j < COUNT; j++)
+            expected[j] = -0.0f;
+        lh_zo_apply_by(&kernels[count - 1], expected, expected, 7, COUNT, &op, 1);
+        for (int j = 0; j < count; j++) {
+            for (int k = 0; k < COUNT; k++)
+                values[k] = -0.0f;
+            lh_zo_apply_by(&kernels[j], values, values, 7, COUNT, &op, 1);
+            LH_CHECK(memcmp(values, expected, sizeof(values)) == 0);
+        }
+    }
+}
+
 static void test_environment(void)
 {
     float before[COUNT], after[COUNT];
@@ -215,6 +239,7 @@ int main(void)
     test_kernels();
     test_corners();
     test_formulas();
+    test_zero_factors();
     test_environment();
     test_moments();
     return 0;
