@@ -40,10 +40,16 @@ struct lane {
     uint64_t ended_ns;         /* of the last copy; the callback thread's */
 };
 
+struct lh_dev_kernel {
+    struct CUmod_st *module; /* NULL: unused */
+    struct CUfunc_st *function;
+};
+
 struct cuda {
     struct lh_dev_base base; /* first: the caller's pointer is this one */
     struct lh_cuda_calls calls;
     struct lane lanes[LH_DEV_DIRECTION_COUNT];
+    struct lh_dev_kernel kernels[LH_DEV_KERNEL_COUNT_MAX];
     struct CUctx_st *context; /* NULL: not retained */
     int device;
     unsigned lost_result; /* what the driver said when the context broke; 0: it is well */
@@ -57,6 +63,10 @@ static const char *way_out(unsigned result)
         return "; free memory of the GPU or of the host (nvidia-smi shows who holds it)";
     if (result == LH_CUDA_NO_DEVICE || result == LH_CUDA_INVALID_DEVICE)
         return "; see nvidia-smi and CUDA_VISIBLE_DEVICES, or device='cpu'";
+    if (result == LH_CUDA_INVALID_IMAGE || result == LH_CUDA_NO_BINARY ||
+        result == LH_CUDA_UNSUPPORTED_PTX)
+        return "; the kernels were compiled for other GPUs or newer drivers: build lohan with the "
+               "CUDA toolkit of this driver, or device='cpu'";
     if (result == LH_CUDA_ILLEGAL_ADDRESS ||
         (result >= LH_CUDA_HARDWARE_STACK_ERROR && result <= LH_CUDA_LAUNCH_FAILED))
         return "; an earlier kernel may have caused it: CUDA_LAUNCH_BLOCKING=1 names it";
@@ -309,6 +319,70 @@ static void cuda_memory_unregister(struct lh_dev *dev, void *base)
     leave(cuda);
 }
 
+/* A module that is loaded; its function, or nothing of it. */
+static int kernel_find(const struct cuda *cuda, struct lh_dev_kernel *kernel, const void *image,
+                       const char *name, struct lh_error *err)
+{
+    unsigned result = cuda->calls.module_load(&kernel->module, image);
+    if (result != 0)
+        kernel->module = NULL;
+    LH_TRY(judge(cuda, result, err, "cuModuleLoadData for kernel %s", name));
+    result = cuda->calls.module_function(&kernel->function, kernel->module, name);
+    if (result != 0) {
+        cuda->calls.module_unload(kernel->module);
+        kernel->module = NULL;
+    }
+    return judge(cuda, result, err, "cuModuleGetFunction of %s", name);
+}
+
+static int cuda_kernel_load(struct lh_dev *dev, const void *image, const char *name,
+                            struct lh_dev_kernel **kernel_out, struct lh_error *err)
+{
+    struct cuda *cuda = (struct cuda *)dev;
+    struct lh_dev_kernel *kernel = cuda->kernels;
+    *kernel_out = NULL;
+    while (kernel < cuda->kernels + LH_DEV_KERNEL_COUNT_MAX && kernel->module)
+        kernel++;
+    if (kernel == cuda->kernels + LH_DEV_KERNEL_COUNT_MAX)
+        return lh_error_set(err, -ENOMEM, "kernel %s: %d are loaded, the most there can be", name,
+                            LH_DEV_KERNEL_COUNT_MAX);
+    LH_TRY(enter(cuda, err));
+    int rc = kernel_find(cuda, kernel, image, name, err);
+    leave(cuda);
+    *kernel_out = rc == 0 ? kernel : NULL;
+    return rc;
+}
+
+static void cuda_kernel_unload(struct lh_dev *dev, struct lh_dev_kernel *kernel)
+{
+    struct cuda *cuda = (struct cuda *)dev;
+    if (!kernel)
+        return;
+    LH_ASSERT(kernel->module);
+    if (enter(cuda, NULL) == 0) {
+        cuda->calls.context_synchronize(); /* its code may be executing, on anybody's stream */
+        cuda->calls.module_unload(kernel->module);
+        leave(cuda);
+    }
+    *kernel = (struct lh_dev_kernel){0};
+}
+
+static int cuda_launch(struct lh_dev *dev, struct lh_dev_kernel *kernel, void *stream,
+                       uint32_t group_count, uint32_t thread_count, const void *argument,
+                       struct lh_error *err)
+{
+    struct cuda *cuda = (struct cuda *)dev;
+    void *arguments[] = {(void *)(uintptr_t)argument};
+    LH_ASSERT(kernel->module && group_count > 0 && thread_count > 0);
+    LH_TRY(enter(cuda, err));
+    unsigned result = cuda->calls.launch(kernel->function, group_count, 1, 1, thread_count, 1, 1, 0,
+                                         stream, arguments, NULL);
+    int rc = judge(cuda, result, err, "cuLaunchKernel of %u x %u threads on stream %p",
+                   (unsigned)group_count, (unsigned)thread_count, stream);
+    leave(cuda);
+    return rc;
+}
+
 /* Also of what was half made. What fails here has failed before, or the driver has shut down. */
 static void cuda_free(struct cuda *cuda)
 {
@@ -337,8 +411,11 @@ static void cuda_free(struct cuda *cuda)
 
 static void cuda_destroy(struct lh_dev *dev)
 {
+    struct cuda *cuda = (struct cuda *)dev;
     LH_ASSERT(dev->in_flight_count == 0);
-    cuda_free((struct cuda *)dev);
+    for (int i = 0; i < LH_DEV_KERNEL_COUNT_MAX; i++)
+        LH_ASSERT(!cuda->kernels[i].module);
+    cuda_free(cuda);
 }
 
 static const struct lh_dev_ops cuda_ops = {
@@ -354,6 +431,9 @@ static const struct lh_dev_ops cuda_ops = {
     .poll = cuda_poll,
     .memory_register = cuda_memory_register,
     .memory_unregister = cuda_memory_unregister,
+    .kernel_load = cuda_kernel_load,
+    .kernel_unload = cuda_kernel_unload,
+    .launch = cuda_launch,
     .destroy = cuda_destroy,
 };
 

@@ -18,10 +18,17 @@
 struct CUctx_st;
 struct CUstream_st;
 struct CUevent_st;
+struct CUmod_st;
+struct CUfunc_st;
 
 #define LH_CUDA_OUT_OF_MEMORY 2
 #define LH_CUDA_NO_DEVICE 100
 #define LH_CUDA_INVALID_DEVICE 101
+/* An image of kernels that has nothing for this GPU, or nothing that this driver can compile. */
+#define LH_CUDA_INVALID_IMAGE 200
+#define LH_CUDA_NO_BINARY 209
+#define LH_CUDA_UNSUPPORTED_PTX 222
+#define LH_CUDA_NOT_FOUND 500
 #define LH_CUDA_NOT_READY 600
 /* This one, and all from the second to the third: a kernel's fault, which breaks the context. */
 #define LH_CUDA_ILLEGAL_ADDRESS 700
@@ -63,6 +70,16 @@ struct CUevent_st;
     CALL(host_register, cuMemHostRegister, "cuMemHostRegister_v2",                                 \
          (void *base, size_t bytes, unsigned flags))                                               \
     CALL(host_unregister, cuMemHostUnregister, "cuMemHostUnregister", (void *base))                \
+    CALL(context_synchronize, cuCtxSynchronize, "cuCtxSynchronize", (void))                        \
+    CALL(module_load, cuModuleLoadData, "cuModuleLoadData",                                        \
+         (struct CUmod_st * *module, const void *image))                                           \
+    CALL(module_unload, cuModuleUnload, "cuModuleUnload", (struct CUmod_st * module))              \
+    CALL(module_function, cuModuleGetFunction, "cuModuleGetFunction",                              \
+         (struct CUfunc_st * *function, struct CUmod_st * module, const char *name))               \
+    CALL(launch, cuLaunchKernel, "cuLaunchKernel",                                                 \
+         (struct CUfunc_st * function, unsigned groups_x, unsigned groups_y, unsigned groups_z,    \
+          unsigned threads_x, unsigned threads_y, unsigned threads_z, unsigned shared_bytes,       \
+          struct CUstream_st *stream, void **arguments, void **extra))                             \
     CALL(error_name, cuGetErrorName, "cuGetErrorName", (unsigned result, const char **text))       \
     CALL(error_text, cuGetErrorString, "cuGetErrorString", (unsigned result, const char **text))
 

@@ -28,7 +28,8 @@
  *     time. What waits for it already waits for what it stood for then.
  *
  * Thread: record and wait: any, one at a time for one fence, the submit of a copy that names it
- *         included. Everything else: the owner.
+ *         included. Kernels: any that is not there while one is loaded or unloaded. Everything
+ *         else: the owner.
  */
 #ifndef LH_DEV_DEV_H
 #define LH_DEV_DEV_H
@@ -38,9 +39,10 @@
 #include "base/error.h"
 #include "base/waker.h"
 
-#define LH_DEV_OPS_VERSION 1
+#define LH_DEV_OPS_VERSION 2
 #define LH_DEV_COPY_COUNT_MAX 4096
 #define LH_DEV_SLEEP_MS_MAX 100
+#define LH_DEV_KERNEL_COUNT_MAX 4
 
 enum lh_dev_direction {
     LH_DEV_DIRECTION_IN = 0, /* main memory to device */
@@ -50,6 +52,8 @@ enum lh_dev_direction {
 
 /* The backend's: an event that is recorded again and again. */
 struct lh_dev_fence;
+/* A function that the accelerator executes. */
+struct lh_dev_kernel;
 
 struct lh_dev_copy {
     enum lh_dev_direction direction;
@@ -111,7 +115,23 @@ struct lh_dev_ops {
      */
     int (*memory_register)(struct lh_dev *dev, void *base, uint64_t bytes, struct lh_error *err);
     void (*memory_unregister)(struct lh_dev *dev, void *base);
-    void (*destroy)(struct lh_dev *dev); /* no copy may be in flight: asserted */
+    /*
+     * Kernels, where the CPU does not compute on the device's memory; NULL, all three, where it
+     * does. load finds a function by its name in an image of code (a fatbin), which is borrowed
+     * until unload. unload waits for what was launched; NULL is allowed.
+     */
+    int (*kernel_load)(struct lh_dev *dev, const void *image, const char *name,
+                       struct lh_dev_kernel **kernel_out, struct lh_error *err);
+    void (*kernel_unload)(struct lh_dev *dev, struct lh_dev_kernel *kernel);
+    /*
+     * Enqueue on stream (NULL: the default one) a kernel of one argument, a struct that is read
+     * before this returns: group_count groups of thread_count threads. Does not wait.
+     */
+    int (*launch)(struct lh_dev *dev, struct lh_dev_kernel *kernel, void *stream,
+                  uint32_t group_count, uint32_t thread_count, const void *argument,
+                  struct lh_error *err);
+    void (*destroy)(
+        struct lh_dev *dev); /* no copy may be in flight, no kernel be loaded: asserted */
 };
 
 /* First member of every implementation. */

@@ -9,6 +9,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "../../cuda/zo_counter.h"
+#include "compute/zo_launch.h"
 #include "dev/cuda_abi.h"
 #include "lh_test.h"
 
@@ -23,7 +25,7 @@
 #define NOT_PERMITTED 800
 
 struct op {
-    enum { OP_COPY, OP_WAIT, OP_CALL } kind;
+    enum { OP_COPY, OP_WAIT, OP_CALL, OP_LAUNCH } kind;
     void *to;
     const void *from;
     size_t bytes;
@@ -31,6 +33,8 @@ struct op {
     uint64_t number;
     void (*function)(void *context);
     void *context;
+    struct lh_zo_batch *batch; /* OP_LAUNCH: a copy of the argument, and how many threads */
+    uint64_t thread_count;
 };
 
 struct CUstream_st {
@@ -50,6 +54,14 @@ struct CUevent_st {
     uint64_t number;
 };
 
+struct CUmod_st {
+    int load_count;
+};
+
+struct CUfunc_st {
+    const char *name;
+};
+
 struct CUctx_st {
     int retain_count;
 };
@@ -60,8 +72,12 @@ static struct fake_cuda_opts opts;
 static struct CUctx_st context_only;
 static struct CUstream_st streams[STREAM_COUNT_MAX]; /* the first is the default stream */
 static struct CUevent_st events[EVENT_COUNT_MAX];
+const char fake_cuda_image[] = "kernels of cuda/";
+static struct CUmod_st module_only;
+static struct CUfunc_st zo_batch = {LH_ZO_KERNEL_NAME};
 static void *regions[REGION_COUNT_MAX];
 static int64_t allocation_count;
+static int64_t launch_count; /* under way */
 static int64_t call_count;
 static bool is_broken;
 static bool is_paused;
@@ -125,8 +141,12 @@ static void *stream_main(void *argument)
             memcpy(op.to, op.from, op.bytes);
         if (op.kind == OP_CALL && !is_skipped)
             op.function(op.context);
+        for (uint64_t i = 0; op.kind == OP_LAUNCH && !is_skipped && i < op.thread_count; i++)
+            zo_thread(op.batch, i, op.thread_count);
+        free(op.kind == OP_LAUNCH ? op.batch : NULL);
         is_in_host_call = false;
         lock();
+        launch_count -= op.kind == OP_LAUNCH;
         stream->executed_count++;
         pthread_cond_broadcast(&has_news);
     }
@@ -378,11 +398,74 @@ static unsigned fake_host_unregister(void *base)
     return unlock(0);
 }
 
+static unsigned fake_context_synchronize(void)
+{
+    LH_CHECK(pushed_count > 0 && !is_in_host_call);
+    for (int i = 0; i < STREAM_COUNT_MAX; i++) {
+        if (streams[i].is_used)
+            fake_stream_synchronize(&streams[i]);
+    }
+    return is_broken ? LH_CUDA_ILLEGAL_ADDRESS : 0;
+}
+
+static unsigned fake_module_load(struct CUmod_st **module, const void *image)
+{
+    unsigned result = begin(true);
+    if (result == 0 && image != fake_cuda_image)
+        result = LH_CUDA_INVALID_IMAGE;
+    module_only.load_count += result == 0;
+    *module = result == 0 ? &module_only : (struct CUmod_st *)-1;
+    return unlock(result);
+}
+
+static unsigned fake_module_unload(struct CUmod_st *module)
+{
+    lock();
+    LH_CHECK(pushed_count > 0 && module == &module_only && module->load_count > 0);
+    LH_CHECK(launch_count == 0 || module->load_count > 1); /* nothing of it is under way */
+    module->load_count--;
+    return unlock(0);
+}
+
+static unsigned fake_module_function(struct CUfunc_st **function, struct CUmod_st *module,
+                                     const char *name)
+{
+    unsigned result = begin(true);
+    LH_CHECK(module == &module_only && module->load_count > 0);
+    if (result == 0 && strcmp(name, zo_batch.name) != 0)
+        result = LH_CUDA_NOT_FOUND;
+    *function = result == 0 ? &zo_batch : (struct CUfunc_st *)-1;
+    return unlock(result);
+}
+
+static unsigned fake_launch(struct CUfunc_st *function, unsigned groups_x, unsigned groups_y,
+                            unsigned groups_z, unsigned threads_x, unsigned threads_y,
+                            unsigned threads_z, unsigned shared_bytes, struct CUstream_st *stream,
+                            void **arguments, void **extra)
+{
+    unsigned result = begin(true);
+    LH_CHECK(function == &zo_batch && module_only.load_count > 0 && !extra && shared_bytes == 0);
+    LH_CHECK(groups_y == 1 && groups_z == 1 && threads_y == 1 && threads_z == 1);
+    if (result == 0 && (groups_x == 0 || groups_x > INT32_MAX || threads_x == 0 ||
+                        threads_x > LH_ZO_BATCH_THREADS))
+        result = INVALID_VALUE;
+    struct op op = {.kind = OP_LAUNCH, .thread_count = (uint64_t)groups_x * threads_x};
+    if (result == 0) {
+        op.batch = malloc(sizeof(*op.batch));
+        LH_CHECK(op.batch);
+        memcpy(op.batch, arguments[0], sizeof(*op.batch));
+        launch_count++;
+    }
+    return issue(result, stream, op);
+}
+
 static unsigned fake_error_name(unsigned result, const char **text)
 {
     *text = result == FAKE_CUDA_ERROR           ? "CUDA_ERROR_UNKNOWN"
             : result == LH_CUDA_ILLEGAL_ADDRESS ? "CUDA_ERROR_ILLEGAL_ADDRESS"
             : result == LH_CUDA_NO_DEVICE       ? "CUDA_ERROR_NO_DEVICE"
+            : result == LH_CUDA_INVALID_IMAGE   ? "CUDA_ERROR_INVALID_IMAGE"
+            : result == LH_CUDA_NOT_FOUND       ? "CUDA_ERROR_NOT_FOUND"
                                                 : NULL;
     return *text ? 0 : INVALID_VALUE;
 }
@@ -445,6 +528,7 @@ uint64_t fake_cuda_live_count(void)
 {
     lock();
     int64_t count = context_only.retain_count + allocation_count + pushed_count;
+    count += module_only.load_count;
     for (int i = 0; i < STREAM_COUNT_MAX; i++)
         count += streams[i].is_used;
     for (int i = 0; i < EVENT_COUNT_MAX; i++)

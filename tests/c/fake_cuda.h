@@ -12,6 +12,9 @@
 #include <stdint.h>
 
 #define FAKE_CUDA_DEVICE_COUNT 2
+/* The only image of kernels that it knows: it has those of cuda/, which the CPU executes. */
+extern const char fake_cuda_image[];
+
 #define FAKE_CUDA_ERROR 999 /* what a call that is told to fail answers: CUDA_ERROR_UNKNOWN */
 
 struct fake_cuda_opts {
@@ -25,7 +28,7 @@ struct fake_cuda_opts {
 /* Start anew. Nothing may be alive. */
 void fake_cuda_reset(struct fake_cuda_opts opts);
 
-/* Contexts, streams, events, registered regions and allocations alive, contexts pushed here. */
+/* Contexts, streams, events, registered regions, modules and allocations, contexts pushed here. */
 uint64_t fake_cuda_live_count(void);
 
 /* Fallible calls since reset. */

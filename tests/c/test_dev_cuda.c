@@ -1,4 +1,5 @@
 /* The CUDA backend: its declarations are the driver's, and no error of the driver is lost. */
+#include "compute/zo_launch.h"
 #include "dev_fixture.h"
 
 #include <time.h>
@@ -17,8 +18,8 @@
 #define BYTES 4096
 #define CALL_COUNT_MAX 1000
 
-static uint8_t host[2][BYTES];
-static uint8_t device[BYTES];
+static _Alignas(64) uint8_t host[2][BYTES];
+static _Alignas(64) uint8_t device[BYTES];
 static struct lh_clock real_clock;
 
 #if HAS_CUDA_HEADER
@@ -37,6 +38,10 @@ static void test_header(void)
     LH_CHECK(CUDA_ERROR_OUT_OF_MEMORY == LH_CUDA_OUT_OF_MEMORY);
     LH_CHECK(CUDA_ERROR_NO_DEVICE == LH_CUDA_NO_DEVICE);
     LH_CHECK(CUDA_ERROR_INVALID_DEVICE == LH_CUDA_INVALID_DEVICE);
+    LH_CHECK(CUDA_ERROR_INVALID_IMAGE == LH_CUDA_INVALID_IMAGE);
+    LH_CHECK(CUDA_ERROR_NO_BINARY_FOR_GPU == LH_CUDA_NO_BINARY);
+    LH_CHECK(CUDA_ERROR_UNSUPPORTED_PTX_VERSION == LH_CUDA_UNSUPPORTED_PTX);
+    LH_CHECK(CUDA_ERROR_NOT_FOUND == LH_CUDA_NOT_FOUND);
     LH_CHECK(CUDA_ERROR_NOT_READY == LH_CUDA_NOT_READY);
     LH_CHECK(CUDA_ERROR_ILLEGAL_ADDRESS == LH_CUDA_ILLEGAL_ADDRESS);
     LH_CHECK(CUDA_ERROR_HARDWARE_STACK_ERROR == LH_CUDA_HARDWARE_STACK_ERROR);
@@ -68,11 +73,15 @@ static int use(struct lh_dev *dev, struct lh_waker *waker, struct lh_error *err)
 {
     const struct lh_dev_ops *ops = dev->ops;
     struct lh_dev_fence *fences[2] = {NULL};
+    struct lh_dev_kernel *kernel = NULL;
     struct lh_dev_copy *done[2];
     int results[2] = {0};
     int rc = 0;
     for (int i = 0; i < 2 && rc == 0; i++)
         rc = ops->fence_create(dev, &fences[i], err);
+    if (rc == 0)
+        rc = ops->kernel_load(dev, fake_cuda_image, LH_ZO_KERNEL_NAME, &kernel, err);
+    LH_CHECK((rc == 0) == (kernel != NULL));
     bool is_registered = rc == 0 && (rc = ops->memory_register(dev, host[0], BYTES, err)) == 0;
     struct lh_dev_copy copies[] = {{.direction = LH_DEV_DIRECTION_IN,
                                     .host = host[0],
@@ -94,6 +103,9 @@ static int use(struct lh_dev *dev, struct lh_waker *waker, struct lh_error *err)
         rc = ops->submit(dev, &copies[0], err);
     if (rc == 0)
         rc = ops->wait(dev, fences[1], NULL, err);
+    struct lh_zo_op draw = {.kind = LH_ZO_OP_DRAW};
+    if (rc == 0)
+        rc = lh_zo_launch(dev, kernel, NULL, (float *)(void *)device, 0, BYTES / 4, &draw, 1, err);
     if (rc == 0)
         rc = ops->record(dev, fences[0], NULL, err);
     if (rc == 0)
@@ -108,24 +120,38 @@ static int use(struct lh_dev *dev, struct lh_waker *waker, struct lh_error *err)
     }
     for (int i = 0; i < 2; i++)
         LH_CHECK(results[i] == 0 || results[i] == -EIO);
-    if (rc == 0 && results[0] == 0 && results[1] == 0)
+    if (rc == 0 && results[0] == 0 && results[1] == 0) {
+        lh_zo_apply((float *)(void *)host[0], (float *)(void *)host[0], 0, BYTES / 4, &draw, 1);
         LH_CHECK(memcmp(host[0], host[1], BYTES) == 0);
+    }
     /* Teardown has nobody to tell, and only a driver that has shut down refuses it. */
     fake_cuda_fail_after(-1);
     if (is_registered)
         ops->memory_unregister(dev, host[0]);
     for (int i = 0; i < 2; i++)
         ops->fence_destroy(dev, fences[i]);
+    ops->kernel_unload(dev, kernel);
     return rc;
 }
 
 static void test_every_call_may_fail(void)
 {
-    static const char *const names[] = {
-        "cuInit",           "cuDeviceGetCount",  "cuDeviceGet",       "cuDevicePrimaryCtxRetain",
-        "cuStreamCreate",   "cuCtxPushCurrent",  "cuEventCreate",     "cuEventRecord",
-        "cuLaunchHostFunc", "cuStreamWaitEvent", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync",
-        "cuMemHostRegister"};
+    static const char *const names[] = {"cuInit",
+                                        "cuDeviceGetCount",
+                                        "cuDeviceGet",
+                                        "cuDevicePrimaryCtxRetain",
+                                        "cuStreamCreate",
+                                        "cuCtxPushCurrent",
+                                        "cuEventCreate",
+                                        "cuEventRecord",
+                                        "cuLaunchHostFunc",
+                                        "cuStreamWaitEvent",
+                                        "cuMemcpyHtoDAsync",
+                                        "cuMemcpyDtoHAsync",
+                                        "cuMemHostRegister",
+                                        "cuModuleLoadData",
+                                        "cuModuleGetFunction",
+                                        "cuLaunchKernel"};
     bool was_named[LH_COUNT_OF(names)] = {false};
     struct lh_waker waker;
     LH_CHECK(lh_waker_init(&waker, NULL) == 0);
@@ -231,6 +257,34 @@ static void test_no_driver(void)
     LH_CHECK(strstr(err.message, "device='cpu'") && alloc.live_count == 0);
 }
 
+static void test_kernels(void)
+{
+    struct lh_alloc alloc = LH_ALLOC_INIT;
+    struct lh_dev *dev = NULL;
+    struct lh_error err = {0};
+    struct lh_dev_kernel *kernels[LH_DEV_KERNEL_COUNT_MAX + 1];
+    lh_test_name("a kernel that is not there is refused by what the driver says, and the way out");
+    fake_cuda_reset((struct fake_cuda_opts){.fail_after = -1});
+    LH_CHECK(create(&alloc, NULL, 0, &dev, NULL) == 0);
+    LH_CHECK(dev->ops->kernel_load(dev, "else", LH_ZO_KERNEL_NAME, &kernels[0], &err) == -EIO);
+    LH_CHECK(!kernels[0] && err.native == LH_CUDA_INVALID_IMAGE);
+    LH_CHECK(strstr(err.message, "CUDA_ERROR_INVALID_IMAGE") && strstr(err.message, "toolkit"));
+    LH_CHECK(dev->ops->kernel_load(dev, fake_cuda_image, "other", &kernels[0], &err) == -EIO);
+    LH_CHECK(!kernels[0] && strstr(err.message, "cuModuleGetFunction of other"));
+    LH_CHECK(strstr(err.message, "CUDA_ERROR_NOT_FOUND"));
+    for (int i = 0; i < 2; i++) { /* places are used again */
+        for (int j = 0; j <= LH_DEV_KERNEL_COUNT_MAX; j++) {
+            int rc =
+                dev->ops->kernel_load(dev, fake_cuda_image, LH_ZO_KERNEL_NAME, &kernels[j], &err);
+            LH_CHECK(rc == (j < LH_DEV_KERNEL_COUNT_MAX ? 0 : -ENOMEM));
+        }
+        for (int j = 0; j <= LH_DEV_KERNEL_COUNT_MAX; j++)
+            dev->ops->kernel_unload(dev, kernels[j]);
+    }
+    dev->ops->destroy(dev);
+    LH_CHECK(alloc.live_count == 0 && fake_cuda_live_count() == 0);
+}
+
 static void test_lost(void)
 {
     struct lh_alloc alloc = LH_ALLOC_INIT;
@@ -331,6 +385,7 @@ int main(void)
     test_every_call_may_fail();
     test_failed_submit_is_over();
     test_no_driver();
+    test_kernels();
     test_lost();
     test_refused_once();
     test_allocations();

@@ -2,7 +2,8 @@
  * The engine over an accelerator, emulated and CUDA's on a driver made of threads: computation is
  * enqueued and runs late, slots are few, and every read has to see its own step's bytes.
  */
-#include "lh_test.h"
+#include "compute/zo_launch.h"
+#include "dev_fixture.h"
 #include "rig_device.h"
 
 #define ALWAYS_BYTES UINT64_C(8192)
@@ -116,68 +117,109 @@ static void test_errors(const char *kind)
     }
 }
 
-/* What a test that changes units knows of one: its bytes are the base's, plus position. */
+/* What a test that changes units knows of one: its bytes, as numbers, whatever they are. */
 struct moved {
-    uint8_t *base;
+    float *base;
+    float *now;
+    float *host; /* what was copied back to main memory last */
     struct lh_engine_bytes seen;
-    uint8_t position;
-    uint8_t host;
+    uint32_t position; /* ops that now has; and host */
+    uint32_t host_position;
 };
 
-static void moved_visit(struct rig *rig, struct moved *moved, uint32_t unit, bool is_kept)
+static void moved_begin(struct rig *rig, struct moved *moved, uint32_t unit)
 {
+    uint64_t bytes = rig->units[unit].bytes;
+    float **copies[] = {&moved->base, &moved->now, &moved->host};
+    rig_device_drain(rig);
+    for (size_t i = 0; i < LH_COUNT_OF(copies); i++) {
+        *copies[i] = malloc(bytes);
+        LH_CHECK(*copies[i]);
+        memcpy(*copies[i], lh_engine_address(rig->engine, unit), bytes);
+    }
+    moved->seen = lh_engine_bytes(rig->engine, unit);
+}
+
+/* The next op, on the accelerator and here. Nobody waits. */
+static void moved_lead(struct rig *rig, struct moved *moved, uint32_t unit,
+                       struct lh_dev_kernel *kernel)
+{
+    struct machine *machine = rig_device_machine(rig);
+    uint64_t count = rig->units[unit].bytes / sizeof(float);
+    float *values = (float *)(void *)lh_engine_address(rig->engine, unit);
+    struct lh_zo_op op = {.kind = LH_ZO_OP_PERTURB,
+                          .stream = {.seed = 3, .param = unit, .step = moved->position++},
+                          .scale = 0.25f};
+    lh_zo_apply(moved->now, moved->now, 0, count, &op, 1);
+    if (kernel)
+        LH_CHECK(lh_zo_launch(machine->dev, kernel, machine->stream, values, 0, count, &op, 1,
+                              NULL) == 0);
+    else
+        lh_zo_apply(values, values, 0, count, &op, 1);
+}
+
+static void moved_visit(struct rig *rig, struct moved *moved, uint32_t unit, bool is_kept,
+                        struct lh_dev_kernel *kernel)
+{
+    uint64_t bytes = rig->units[unit].bytes;
     int rc = lh_engine_acquire(rig->engine, unit);
     while (rc == 0)
         rc = lh_engine_acquire_wait(rig->engine, unit, 1000);
     LH_CHECK(rc == 1);
-    rig_device_drain(rig); /* what was enqueued before, the copy's arrival with it */
+    if (!moved->base)
+        moved_begin(rig, moved, unit);
     struct lh_engine_bytes now = lh_engine_bytes(rig->engine, unit);
-    uint64_t bytes = rig->units[unit].bytes;
-    if (!moved->base) {
-        moved->base = malloc(bytes);
-        LH_CHECK(moved->base);
-        memcpy(moved->base, now.address, bytes);
+    if (now.out_count != moved->seen.out_count) {
+        memcpy(moved->host, moved->now, bytes);
+        moved->host_position = moved->position;
     }
-    if (now.out_count != moved->seen.out_count)
-        moved->host = moved->position;
     if (now.make_count != moved->seen.make_count) {
-        uint8_t before = moved->position;
-        moved->position = now.is_of_out ? moved->host : 0;
+        uint32_t before = moved->position;
+        memcpy(moved->now, now.is_of_out ? moved->host : moved->base, bytes);
+        moved->position = now.is_of_out ? moved->host_position : 0;
         LH_CHECK(!is_kept || moved->position == before);
     }
     moved->seen = now;
-    for (uint64_t i = 0; i < bytes; i++) {
-        LH_CHECK(now.address[i] == (uint8_t)(moved->base[i] + moved->position));
-        now.address[i]++;
-    }
-    moved->position++;
+    rig_device_read(rig, unit, moved->now);
+    moved_lead(rig, moved, unit, kernel);
     lh_engine_moved(rig->engine, unit);
     lh_engine_unpin(rig->engine, unit);
 }
 
-static void test_moved(uint32_t policy, bool least)
+static void test_moved(const char *kind, uint32_t policy, bool least)
 {
     struct rig rig;
     struct moved moved[RIG_UNIT_COUNT] = {0};
-    struct rig_opts opts = opts_of("emu", LH_ENGINE_SCHEDULE_OPTIMIZED);
-    lh_test_name("policy %d, %s: a unit that was changed comes back as it was left, or as its base",
-                 (int)policy, least ? "least memory" : "all in memory");
+    struct lh_dev_kernel *kernel = NULL;
+    struct rig_opts opts = opts_of(kind, LH_ENGINE_SCHEDULE_OPTIMIZED);
+    lh_test_name(
+        "%s, policy %d, %s: a unit that was changed comes back as it was left, or its base", kind,
+        (int)policy, least ? "least memory" : "all in memory");
     opts.least_memory = least;
     rig_make(&rig, "device-moved", opts);
+    struct lh_dev *dev = rig_device_machine(&rig)->dev;
+    if (strcmp(kind, "fake") == 0)
+        LH_CHECK(dev->ops->kernel_load(dev, fake_cuda_image, LH_ZO_KERNEL_NAME, &kernel, NULL) ==
+                 0);
     lh_engine_device_policy_set(rig.engine, policy, UINT64_C(1) << 30);
     for (int round = 0; round < 12; round++) {
         LH_CHECK(lh_engine_begin(rig.engine, LH_ENGINE_MODE_EVAL) == 0);
         for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)
-            moved_visit(&rig, &moved[i], i, !least && round > 0);
+            moved_visit(&rig, &moved[i], i, !least && round > 0, kernel);
         if (round % 4 == 3)
             LH_CHECK(rig_flush(&rig, false) == 0);
     }
+    rig_device_check(&rig);
     uint32_t out_count = 0;
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
         out_count += moved[i].seen.out_count;
         free(moved[i].base);
+        free(moved[i].now);
+        free(moved[i].host);
     }
     LH_CHECK(least || out_count > RIG_UNIT_COUNT);
+    if (kernel)
+        dev->ops->kernel_unload(dev, kernel);
     rig_unmake(&rig);
 }
 
@@ -185,8 +227,12 @@ int main(void)
 {
     for (uint32_t policy = 0; policy <= (LH_ENGINE_DEVICE_NO_OVERLAP | LH_ENGINE_DEVICE_NO_REUSE);
          policy++) {
-        test_moved(policy, false);
-        test_moved(policy, true);
+        test_moved("emu", policy, false);
+        test_moved("emu", policy, true);
+        if (policy & LH_ENGINE_DEVICE_NO_REUSE)
+            continue; /* the emulated one's alone */
+        test_moved("fake", policy, false);
+        test_moved("fake", policy, true);
     }
     static const char *const kinds[] = {"emu", "fake"};
     int step_count = getenv("LH_TEST_FAST") ? 7 : 20;

@@ -1,0 +1,26 @@
+/*
+ * lh_zo_apply() where the CPU does not compute on the memory: by the accelerator's own kernel
+ * (cuda/zo.cu), which a stream executes behind what it holds.
+ *
+ * Thread: as the device's kernels (dev.h).
+ */
+#ifndef LH_COMPUTE_ZO_LAUNCH_H
+#define LH_COMPUTE_ZO_LAUNCH_H
+
+#include "compute/zo.h"
+#include "dev/dev.h"
+
+#define LH_ZO_KERNEL_NAME "lh_zo_batch"
+
+/*
+ * Enqueue ops, in order, on elements first to first + count of a parameter, which begin at values,
+ * an address of dev's, in place. Does not wait. The bits are those of lh_zo_apply().
+ *
+ * Errors: the device's. Some of the ops may be enqueued all the same: what values are then is
+ *         unknown.
+ */
+int lh_zo_launch(struct lh_dev *dev, struct lh_dev_kernel *kernel, void *stream, float *values,
+                 uint64_t first, uint64_t count, const struct lh_zo_op *ops, uint32_t op_count,
+                 struct lh_error *err) LH_MUST_CHECK;
+
+#endif
