@@ -106,6 +106,15 @@ elif ! part "$name" env LH_TEST_CUDA=1 LH_TEST_FAST=1 "$sanitizer" --tool memche
 fi
 
 if part "build in place" "$python" setup.py --quiet build_ext --inplace; then
+    fatbin="$PWD/python/lohan/lohan.fatbin"
+    if [ ! -e "$fatbin" ]; then
+        skip "kernels: no nvcc to compile them"
+    elif [ "$has_gpu" = 1 ]; then
+        part "kernels have the bits of the CPU" env LH_TEST_CUDA=1 LH_TEST_FATBIN="$fatbin" \
+            "$python" tests/run.py c --only zo_launch
+    else
+        skip "kernels: no GPU"
+    fi
     if ! "$python" -c 'import pytest' 2>/dev/null; then
         skip "tests/cuda: no pytest"
     elif part "tests/cuda" "$python" -m pytest tests/cuda -q -rs; then

@@ -58,8 +58,7 @@ void lhpy_device_destroy(struct lhpy_core *core, const void *base)
         core->device_memory->deleter(core->device_memory);
 }
 
-/* Returns the stream before. */
-void *lhpy_device_stream_note(struct lhpy_engine *self)
+void *lhpy_device_stream(const struct lhpy_engine *self)
 {
     const struct lhpy_core *core = self->core;
     void *stream = NULL;
@@ -68,5 +67,11 @@ void *lhpy_device_stream_note(struct lhpy_engine *self)
         PyErr_Clear();
         stream = NULL; /* the default one */
     }
-    return lh_engine_stream_set(core->engine, stream);
+    return stream;
+}
+
+/* Returns the stream before. */
+void *lhpy_device_stream_note(struct lhpy_engine *self)
+{
+    return lh_engine_stream_set(self->core->engine, lhpy_device_stream(self));
 }

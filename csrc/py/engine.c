@@ -371,11 +371,13 @@ static void engine_shut(struct lhpy_engine *self)
     lhpy_engine_backward_release(self);
     Py_BEGIN_ALLOW_THREADS
     lh_engine_stop(self->core->engine);
+    lhpy_engine_zo_unload(self);
     self->exec->ops->destroy(self->exec);
     self->io->ops->destroy(self->io);
     Py_END_ALLOW_THREADS
     self->exec = NULL;
     self->io = NULL;
+    Py_CLEAR(self->zo_image);
     lhpy_engine_gradients_drop(self);
 }
 
@@ -422,6 +424,7 @@ static int engine_clear(PyObject *object)
         Py_CLEAR(self->params[i].hollow_class);
         Py_CLEAR(self->params[i].gradient);
     }
+    Py_CLEAR(self->zo_image);
     Py_CLEAR(self->store);
     Py_CLEAR(self->saved.object);
     Py_CLEAR(self->in_place.object);
@@ -473,6 +476,9 @@ static PyMethodDef engine_methods[] = {
      " behind each pin."},
     {"device_policy", engine_device_policy, METH_VARARGS,
      "device_policy(no_overlap, no_reuse, alloc_bytes_per_s)"},
+    {"zo_load", lhpy_engine_zo_load, METH_O, "zo_load(image of the device's kernels)"},
+    {"zo_lead", lhpy_engine_zo_lead, METH_VARARGS,
+     "zo_lead(address, count, ops): zo_apply() on the device, which executes it in order."},
     {"forward", engine_forward, METH_VARARGS, "forward(is_open)"},
     {"changed_take", engine_changed_take, METH_NOARGS,
      "Parameters that forwards changed in place."},

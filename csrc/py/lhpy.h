@@ -136,7 +136,9 @@ struct lhpy_engine {
     PyObject *on_gradient; /* called before the first gradient of a step */
     PyObject *on_forward;  /* called when a scope begins (True) or ends (False) outside a forward */
     PyObject *in_backward; /* true on a thread that runs a backward */
-    PyObject *on_use;      /* called with a unit that was just pinned; NULL: nobody asks */
+    PyObject *zo_image;    /* bytes: what zo_kernel is of; NULL: none is loaded */
+    struct lh_dev_kernel *zo_kernel;
+    PyObject *on_use; /* called with a unit that was just pinned; NULL: nobody asks */
     PyObject *handle_type;
     PyObject *scope_type;
     char io_reason[512];
@@ -161,8 +163,18 @@ void lhpy_core_release(struct lhpy_core *core); /* any thread, without the GIL *
 int lhpy_device_make(struct lhpy_core *core, const struct lhpy_device_opts *opts, const void *base,
                      uint64_t bytes, struct lh_error *err);
 void lhpy_device_destroy(struct lhpy_core *core, const void *base);
+/* torch's current stream on the device; NULL: the default one, or there is no such device. */
+void *lhpy_device_stream(const struct lhpy_engine *self);
 /* What is acquired or handed over from here on is ordered with torch's current stream. */
 void *lhpy_device_stream_note(struct lhpy_engine *self);
+
+/* zo.c */
+/* zo_load(image): the device's kernel for zo_lead(), where it needs one. */
+PyObject *lhpy_engine_zo_load(PyObject *object, PyObject *image);
+/* zo_lead(address, count, ops): as zo_apply(), on torch's current stream. */
+PyObject *lhpy_engine_zo_lead(PyObject *object, PyObject *args);
+/* Behind what was launched. Without the GIL. */
+void lhpy_engine_zo_unload(struct lhpy_engine *self);
 
 /* tensor.c */
 /* torch's exchange table; NULL with an ImportError set. */

@@ -1,7 +1,7 @@
-/* Passes of zeroth-order training over addresses (compute/zo.h), for Python. */
+/* Passes of zeroth-order training over addresses (compute/zo.h), for Python: here, on a device. */
 #include <string.h>
 
-#include "compute/zo.h"
+#include "compute/zo_launch.h"
 #include "py/adam.h"
 
 #define OP_COUNT_MAX 1024
@@ -122,6 +122,70 @@ static PyObject *zo_apply(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_END_ALLOW_THREADS
     PyMem_Free(ops);
     return Py_NewRef(Py_None);
+}
+
+PyObject *lhpy_engine_zo_load(PyObject *object, PyObject *image)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    struct lh_error err = {0};
+    if (lhpy_check_open(self) < 0)
+        return NULL;
+    if (!PyBytes_Check(image) || self->zo_kernel) {
+        PyErr_SetString(PyExc_TypeError, "bytes, once");
+        return NULL;
+    }
+    struct lh_dev *dev = self->core->dev;
+    if (!dev || !dev->ops->kernel_load)
+        return Py_NewRef(Py_None); /* the CPU does it */
+    const void *code = PyBytes_AsString(image);
+    int rc;
+    Py_BEGIN_ALLOW_THREADS
+    rc = dev->ops->kernel_load(dev, code, LH_ZO_KERNEL_NAME, &self->zo_kernel, &err);
+    Py_END_ALLOW_THREADS
+    if (rc < 0)
+        return lhpy_raise_error(self->raiser, &err);
+    lhpy_replace(&self->zo_image, Py_NewRef(image));
+    return Py_NewRef(Py_None);
+}
+
+void lhpy_engine_zo_unload(struct lhpy_engine *self)
+{
+    struct lh_dev *dev = self->core->dev;
+    if (self->zo_kernel)
+        dev->ops->kernel_unload(dev, self->zo_kernel);
+    self->zo_kernel = NULL;
+}
+
+PyObject *lhpy_engine_zo_lead(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    unsigned long long address, count;
+    struct lh_error err = {0};
+    struct lh_zo_op *ops = NULL;
+    uint32_t op_count = 0;
+    PyObject *rows;
+
+    if (lhpy_check_open(self) < 0 || !PyArg_ParseTuple(args, "KKO", &address, &count, &rows))
+        return NULL;
+    struct lh_dev *dev = self->core->dev;
+    bool is_launched = dev && dev->ops->launch;
+    if (count > LH_ZO_ELEMENT_COUNT_MAX || (is_launched && !self->zo_kernel)) {
+        PyErr_SetString(PyExc_ValueError, "2^50 elements at most, behind zo_load()");
+        return NULL;
+    }
+    if (ops_parse(rows, &ops, &op_count) < 0)
+        return NULL;
+    void *stream = lhpy_device_stream(self);
+    float *values = (float *)(uintptr_t)address;
+    int rc = 0;
+    Py_BEGIN_ALLOW_THREADS
+    if (is_launched)
+        rc = lh_zo_launch(dev, self->zo_kernel, stream, values, 0, count, ops, op_count, &err);
+    else
+        lh_zo_apply(values, values, 0, count, ops, op_count);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(ops);
+    return rc < 0 ? lhpy_raise_error(self->raiser, &err) : Py_NewRef(Py_None);
 }
 
 static PyMethodDef methods[] = {

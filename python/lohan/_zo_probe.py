@@ -17,6 +17,10 @@ import torch
 from torch import nn
 
 
+def _gpu_states() -> list[torch.Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
 class Left:
     """What there is between runs, of what a run could leave."""
 
@@ -24,6 +28,7 @@ class Left:
         self._held: list[Any] = []  # so that nothing else gets an id of theirs
         self.generators = (
             torch.get_rng_state().numpy().tobytes(),
+            [state.numpy().tobytes() for state in _gpu_states()],
             random.getstate(),
             str(np.random.get_state()),
         )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan import _core, _zo_run
+from lohan import _core, _zo_device, _zo_run
 from lohan._block import Param
 from lohan._lockstep import FIRST
 from lohan._tensor import SavedTensors, in_backward
@@ -67,6 +67,9 @@ class ZerothSession(TurnSession):
         self._pool = concurrent.futures.ThreadPoolExecutor(
             max(1, self._workers - 1), "lohan-zeroth"
         )
+        self._is_launched = _zo_device.is_launched(self.device)
+        if self._is_launched:
+            self._engine.zo_load(_zo_device.image())
         self._engine.on_use(self._on_use)
         without = self.config.without
         if without:
@@ -134,6 +137,11 @@ class ZerothSession(TurnSession):
         if begin > end:
             raise StepError(f"block {self.layout.units[unit].name!r} cannot go back in a step")
         params = self.layout.units[unit].params
+        if self._is_launched:
+            for param in params:
+                for ops in self.run.passes(param, begin, end):
+                    self._engine.zo_lead(address + param.first, param.count, ops)
+            return
         if self.run.directions is not None or self._workers == 1:
             for param in params:
                 self.run.lead_whole(param, address + param.first, begin, end)
@@ -292,9 +300,11 @@ class ZerothSession(TurnSession):
             nbytes, extent = self.layout.units[unit].nbytes, self.extents.units[unit].param
             self._engine.acquire(unit)
             try:
+                copy = self._copy_back(unit)
                 with self.exclusive([]) as store:
+                    address = where.address if copy is None else copy.data_ptr()
                     # One call: a Ctrl-C comes behind it. No commit names what was written so far.
-                    store.write(extent, 0, where.address, nbytes)
+                    store.write(extent, 0, address, nbytes)
                     where.base = self.step
             finally:
                 self._engine.release(unit)
@@ -303,6 +313,14 @@ class ZerothSession(TurnSession):
             self.holds.wait_none()
             store.commit(self.step, store.describe()["scalars"])
             self.run.base = self.step
+
+    def _copy_back(self, unit: int) -> torch.Tensor | None:
+        """The unit, which is in use, in main memory; None: it is there."""
+        if not self._is_launched:
+            return None
+        here = self.layout.units[unit]
+        views = [(param.first, self._engine.lend(param.index)) for param in here.params]
+        return _zo_device.host_bytes(views, here.nbytes)
 
     def _roll_back(self) -> None:
         """What a step that died moved is undone by reading it again."""

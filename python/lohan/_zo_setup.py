@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan import _core, _journal, _zo_plan
+from lohan import _core, _device, _journal, _zo_device, _zo_plan
 from lohan._block import Layout
 from lohan._in_place import Found
 from lohan._journal import Journal
@@ -38,6 +38,8 @@ class Zeroth:
         streams: the number of each in the model, by its id: what its z is made from.
         rule: as wrap was asked; of a run that goes on, what its journal says.
         asked: what was given by name.
+        device: "cpu", "emu" or "cuda".
+        without: parts of the schedule to leave out.
         write_every: steps between writes of the parameters; None: they are never written.
         journal: once there is one.
     """
@@ -46,6 +48,8 @@ class Zeroth:
     streams: dict[int, int]
     rule: Rule
     asked: dict[str, Any]
+    device: str = "cpu"
+    without: tuple[str, ...] = ()
     write_every: int | None = None
     journal: Journal | None = None
 
@@ -102,6 +106,7 @@ class Zeroth:
                     f"{name}={value!r}, and the run in the store has {name}={was!r}: its steps so"
                     " far are made with that: leave it out, or begin a new store"
                 )
+        _zo_device.check(self.device, then.rng, self.without)
         self.rule = then
         was_every = json.loads(store.describe()["meta"])["method"]["write_every"]
         every = self.asked["write_every"]
@@ -189,12 +194,6 @@ def make(
             raise UnsupportedError(
                 f'{name}= has no meaning with method="mezo", which has no gradients: leave it out'
             )
-    if config.device not in (None, "cpu", "emu") or (
-        config.device is None and torch.cuda.is_available()
-    ):
-        raise UnsupportedError(
-            'method="mezo" computes on the CPU, or on the emulated device: pass device="cpu"'
-        )
     moved, streams = _moved(model)
     eps = EPS if asked["eps"] is None else float(asked["eps"])
     seed = torch.initial_seed() % _SEEDS if asked["seed"] is None else asked["seed"]
@@ -208,8 +207,10 @@ def make(
     rng = asked["rng"] or RNGS[0]
     if rng not in RNGS:
         raise ModelError(f"rng {rng!r}: one of {', '.join(RNGS)}")
+    device = _device.parse(config.device)[0]
+    _zo_device.check(device, rng, config.without)
     asked = {**asked, "write_every": config.write_every}
-    made = Zeroth(moved, streams, Rule(seed, eps, samples, rng), asked)
+    made = Zeroth(moved, streams, Rule(seed, eps, samples, rng), asked, device, config.without)
     made.write_every = _every(made, model, config, store)
     return made
 

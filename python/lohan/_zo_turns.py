@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lohan import _core, _zo_probe
+from lohan import _core, _zo_device, _zo_probe
 from lohan._lockstep import FIRST, Lockstep
 from lohan._session import Session
 from lohan.errors import UnsupportedError
@@ -117,6 +117,8 @@ class TurnSession(Session):
 
     def _keep_shared(self) -> dict[int, Kept]:
         """Room for units that are moved and that several blocks use, if main memory has it."""
+        if _zo_device.is_launched(self.device):
+            return {}  # it would be copied by the CPU: it is read again
         users: dict[int, int] = {}
         for scope in self.layout.scopes:
             for unit in scope.units:

@@ -1,0 +1,73 @@
+"""Zeroth-order training on a GPU: parameters are moved there by a kernel of ours (cuda/zo.cu).
+
+The CPU touches no byte of the GPU's memory. A unit is led by launches on the stream that torch
+computes on, so whatever reads it behind that reads it where it is to be, and nobody waits.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Collection
+
+import torch
+
+from lohan import _core
+from lohan._device import Device
+from lohan.errors import UnsupportedError
+
+# Made by the build where nvcc is.
+FATBIN = pathlib.Path(_core.__file__).with_name("lohan.fatbin")
+
+
+def is_launched(device: Device) -> bool:
+    """Parameters are led by launches, not by the CPU."""
+    return device.name == "cuda"
+
+
+def check(device: str, rng: str, without: Collection[str]) -> None:
+    """Refuse what no GPU does.
+
+    Args:
+        device: "cpu", "emu" or "cuda".
+        rng: of the run.
+        without: parts of the schedule to leave out.
+
+    Raises:
+        UnsupportedError: says what, and the way out.
+    """
+    if device != "cuda":
+        return
+    if not FATBIN.exists():
+        raise UnsupportedError(
+            'method="mezo" on a GPU: this lohan was built without its kernels, because there was no'
+            " nvcc: install the CUDA toolkit (LOHAN_NVCC names its nvcc) and build lohan from"
+            ' source, or pass device="cpu"'
+        )
+    if rng == "torch":
+        raise UnsupportedError(
+            'rng="torch" draws on the CPU, whose generator a GPU does not have: rng="philox" (of a'
+            ' new run), or device="cpu"'
+        )
+    if "reuse" in without:
+        raise UnsupportedError(
+            'without=("reuse",) is of the emulated device: leave it out, or pass device="emu"'
+        )
+
+
+def image() -> bytes:
+    """The kernels."""
+    return FATBIN.read_bytes() if FATBIN.exists() else b""
+
+
+def host_bytes(views: Collection[tuple[int, torch.Tensor]], nbytes: int) -> torch.Tensor:
+    """A copy of a unit in main memory, behind all that its stream holds.
+
+    Args:
+        views: where each parameter begins in the unit, in bytes, and the parameter on the device.
+        nbytes: of the unit; what is between parameters is zeros.
+    """
+    copy = torch.zeros(nbytes, dtype=torch.uint8)
+    for first, view in views:
+        there = copy[first : first + view.nbytes].view(view.dtype)
+        there.copy_(view.detach().reshape(-1))  # waits for the device
+    return copy

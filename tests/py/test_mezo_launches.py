@@ -1,0 +1,187 @@
+"""Zeroth-order training where the CPU does not compute on the device's memory.
+
+No GPU is needed: the emulated device stands for one, whose session leads parameters by the engine's
+calls and copies what it writes, as on a GPU. What is launched there the C tests look at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import lohan
+import mezo_helper as helper
+import pytest
+import torch
+from lohan import _core, _zo_device, _zo_session
+from lohan.errors import ModelError, UnsupportedError
+from mezo_helper import EPS, LR, SEED, Settings, differing, plain_run, steps
+from torch import nn
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulated device is led by launches; whatever the CPU would do to it itself fails."""
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError(f"the CPU touches the device's memory: {args}")
+
+    monkeypatch.setattr(_zo_device, "is_launched", lambda device: device.name == "emu")
+    monkeypatch.setattr(_zo_session, "_apply", refuse)
+    monkeypatch.setattr(ctypes, "memmove", refuse)
+
+
+def wrapped(make: Callable[[], nn.Module], store: pathlib.Path, **settings: Any) -> Any:
+    model = make()
+    total = sum(p.nbytes for p in model.parameters())
+    largest = max(p.nbytes for p in model.parameters())
+    slots = min(total, 4 * largest)
+    return lohan.wrap(
+        model,
+        store=store,
+        method="mezo",
+        lr=LR,
+        eps=EPS,
+        seed=SEED,
+        device="emu",
+        device_param_bytes=slots,
+        **settings,
+    )
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("runs", ["together", "apart"])
+@pytest.mark.parametrize("make", [helper.opt, helper.opt_untied, helper.gpt2])
+def test_what_is_launched_is_mezo_in_memory(
+    make: Callable[[], nn.Module], runs: str, store_dir: pathlib.Path
+) -> None:
+    data = helper.batches(3)
+    losses, values = plain_run(make, 3, Settings())
+    model = wrapped(make, store_dir, runs=runs)
+    assert steps(model, data) == losses
+    assert differing(model, values) == []
+    assert model.lohan._kept == {}
+    model.lohan.close()
+
+
+@pytest.mark.usefixtures("launched")
+def test_what_is_written_comes_from_copies(store_dir: pathlib.Path) -> None:
+    data = helper.batches(4)
+    _, values = plain_run(helper.opt, 4, Settings())
+    model = wrapped(helper.opt, store_dir, write_every=2)
+    session = model.lohan
+    places: list[int] = []
+    write = session._copy_back
+
+    def copied(unit: int) -> torch.Tensor:
+        copy = write(unit)
+        places.append(copy.data_ptr())
+        assert copy.data_ptr() != session._where[unit].address
+        return copy
+
+    session._copy_back = copied
+    steps(model, data)
+    assert len(places) == 2 * len(session._where)
+    session.close()
+    model = wrapped(helper.opt, store_dir, resume=True)
+    assert model.lohan.run.base == 4
+    assert differing(model, values) == []
+    model.lohan.close()
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_launch_that_fails_leaves_the_step_undone(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = helper.batches(3)
+    losses, values = plain_run(helper.opt, 3, Settings())
+    model = wrapped(helper.opt, store_dir)
+    session = model.lohan
+    assert steps(model, data[:1]) == losses[:1]
+    engine, calls = session._engine, []
+
+    class Failing:
+        """The engine, of which the fifth lead fails half way."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+        def zo_lead(self, address: int, count: int, ops: Any) -> None:
+            calls.append(address)
+            if len(calls) == 5:
+                engine.zo_lead(address, count // 2, ops)
+                raise OSError("cuLaunchKernel")
+            engine.zo_lead(address, count, ops)
+
+    session._engine = Failing()
+    with pytest.raises(OSError, match="cuLaunchKernel"):
+        steps(model, data[1:2])
+    session._engine = engine
+    assert steps(model, data[1:]) == losses[1:]
+    assert differing(model, values) == []
+    model.lohan.close()
+
+
+def test_a_lead_is_checked_before_it_is_made(store_dir: pathlib.Path) -> None:
+    model = wrapped(helper.opt, store_dir)
+    engine = model.lohan._engine
+    with pytest.raises(ValueError, match="2\\^50"):
+        engine.zo_lead(0, 2**50 + 1, [])
+    with pytest.raises(ValueError, match="first op"):
+        engine.zo_lead(0, 0, [("draw", True, 0, 0, 0, 0, 0.0, 0.0, 0.0)])
+    with pytest.raises(TypeError, match="bytes"):
+        engine.zo_load("no bytes")
+    model.lohan.close()
+    with pytest.raises(lohan.LohanError, match="closed"):
+        engine.zo_lead(0, 0, [])
+
+
+def test_what_no_gpu_does_is_refused_with_the_way_out(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fatbin = tmp_path / "lohan.fatbin"
+    monkeypatch.setattr(_zo_device, "FATBIN", fatbin)
+    with pytest.raises(UnsupportedError, match=r'nvcc.*device="cpu"'):
+        _zo_device.check("cuda", "philox", ())
+    fatbin.write_bytes(b"kernels")
+    _zo_device.check("cuda", "philox", ("overlap",))
+    assert _zo_device.image() == b"kernels"
+    with pytest.raises(UnsupportedError, match=r'rng="philox"'):
+        _zo_device.check("cuda", "torch", ())
+    with pytest.raises(UnsupportedError, match=r'device="emu"'):
+        _zo_device.check("cuda", "philox", ("reuse",))
+    for device in ("cpu", "emu"):
+        _zo_device.check(device, "torch", ("reuse",))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named(store_dir: pathlib.Path) -> None:
+    with pytest.raises(ModelError, match="finds no GPU"):
+        lohan.wrap(helper.opt(), store=store_dir, method="mezo", device="cuda")
+
+
+def test_the_build_says_whether_there_are_kernels() -> None:
+    said = lohan.build_info()["nvcc"]
+    assert _zo_device.FATBIN.exists() == ("files)" in said)
+    assert bool(_zo_device.image()) == _zo_device.FATBIN.exists()
+
+
+def test_a_copy_in_main_memory_has_the_units_layout() -> None:
+    first = torch.arange(6, dtype=torch.float32).view(2, 3)
+    second = torch.full((5,), 7.0)
+    copy = _zo_device.host_bytes([(0, first), (64, second)], 128)
+    assert copy[:24].view(torch.float32).tolist() == first.flatten().tolist()
+    assert copy[64:84].view(torch.float32).tolist() == second.tolist()
+    assert int(copy[24:64].count_nonzero()) == int(copy[84:].count_nonzero()) == 0
+
+
+def test_leads_on_the_cpu_have_the_bits_of_zo_apply(store_dir: pathlib.Path) -> None:
+    model = wrapped(helper.opt, store_dir)
+    ops: list[Any] = [("perturb", False, 3, 0, 1, 2, 0.5, 0.0, 0.0)]
+    values, expected = torch.ones(1000), torch.ones(1000)
+    model.lohan._engine.zo_lead(values.data_ptr(), 1000, ops)
+    _core.zo_apply(expected.data_ptr(), expected.data_ptr(), 0, 1000, ops)
+    assert torch.equal(values, expected)
+    model.lohan.close()
