@@ -1,8 +1,9 @@
 /*
  * Sums of squares, for the norm of all gradients.
  *
- * A norm that depended on where a tensor was cut would depend on the budget. So sums are taken over
- * blocks of a fixed number of elements, each in one fixed order, and added in the blocks' order.
+ * A norm that depended on where a tensor was cut would depend on the budget. So a sum goes on
+ * behind a cut as if there were none: over blocks of a fixed number of the tensor's own elements,
+ * each in one fixed order, added in the blocks' order.
  *
  * Pure. Source: torch.nn.utils.clip_grad_norm_, in fp64.
  */
@@ -11,8 +12,21 @@
 
 #include "base/dtype.h"
 
-/* Every chunk of every budget is whole blocks, or ends with its unit. */
+/* So many are added up before they are added to the rest. */
 #define LH_NORM_BLOCK_ELEMENTS (UINT64_C(1) << 19)
+#define LH_NORM_LANE_COUNT 8
+
+/* A tensor's, so far; begins as zeros. */
+struct lh_norm_sum {
+    double lanes[LH_NORM_LANE_COUNT]; /* of the block that is not full */
+    double blocks;
+    uint64_t count; /* elements */
+};
+
+/* The next elements (F32, BF16 or F16); any count and alignment. */
+void lh_norm_sum_add(struct lh_norm_sum *sum, const void *elements, enum lh_dtype dtype,
+                     uint64_t count);
+double lh_norm_sum_end(const struct lh_norm_sum *sum);
 
 /* The sum of squares of count elements (F32, BF16 or F16) in fp64; any alignment. */
 double lh_norm_square_sum(const void *elements, enum lh_dtype dtype, uint64_t count);

@@ -59,6 +59,8 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
         lh_alloc_zeroed(alloc, lh_max_u64(opts->param_count, 1), sizeof(uint64_t));
     engine->gradients =
         lh_alloc_zeroed(alloc, lh_max_u64(opts->param_count, 1), sizeof(*engine->gradients));
+    engine->square_sums =
+        lh_alloc_zeroed(alloc, lh_max_u64(opts->param_count, 1), 2 * sizeof(double));
     engine->update_queue = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
     engine->spill_queue = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
     engine->deferred = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
@@ -75,9 +77,9 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
             return lh_error_set(err, -ENOMEM, "no memory for %u trace events", opts->trace_count);
     }
     if (!engine->units || !engine->params || !engine->param_steps || !engine->gradient_steps ||
-        !engine->gradients || !engine->update_queue || !engine->predicted_updates ||
-        !engine->spill_queue || !engine->deferred || !engine->hypers[0] || !engine->hypers[1] ||
-        !engine->requests || !engine->commit_requests)
+        !engine->gradients || !engine->square_sums || !engine->update_queue ||
+        !engine->predicted_updates || !engine->spill_queue || !engine->deferred ||
+        !engine->hypers[0] || !engine->hypers[1] || !engine->requests || !engine->commit_requests)
         return lh_error_set(err, -ENOMEM, "no memory for the tables of %u units", units);
     memcpy(engine->params, opts->params, opts->param_count * sizeof(*engine->params));
     for (uint32_t i = 0; i < units; i++) {
@@ -312,12 +314,16 @@ static void tables_destroy(struct lh_engine *engine)
             lh_free(alloc, engine->slabs[i].expected[j]);
     }
     void *const tables[] = {
-        engine->units,           engine->params,      engine->param_steps,
-        engine->gradient_steps,  engine->gradients,   engine->update_queue,
-        engine->deferred,        engine->spill_queue, engine->predicted_updates,
-        engine->hypers[0],       engine->hypers[1],   engine->requests,
-        engine->commit_requests, engine->trace,       engine->chunks,
-        engine->slabs,           engine->scalars,     engine->seams,
+        engine->units,        engine->params,
+        engine->param_steps,  engine->gradient_steps,
+        engine->gradients,    engine->square_sums,
+        engine->update_queue, engine->deferred,
+        engine->spill_queue,  engine->predicted_updates,
+        engine->hypers[0],    engine->hypers[1],
+        engine->requests,     engine->commit_requests,
+        engine->trace,        engine->chunks,
+        engine->slabs,        engine->scalars,
+        engine->seams,
     };
     for (size_t i = 0; i < LH_COUNT_OF(tables); i++)
         lh_free(alloc, tables[i]);

@@ -149,7 +149,6 @@ struct lh_unit {
     uint32_t spill_written;
     enum lh_norm_state norm_state;
     struct lh_exec_job norm_job;
-    double square_sum; /* of this step's gradients, once DONE */
     struct lh_engine *engine;
     uint64_t planned_step;       /* the last step whose plan counts its update */
     uint64_t spill_planned_step; /* and its gradients' way to SSD and back */
@@ -343,6 +342,7 @@ struct lh_engine {
         hypers[2]; /* by parity of the step: the open one is written while the closed one is used */
     double gradient_scales[2]; /* likewise */
     double square_sum;         /* of the step whose norm was asked last */
+    double *square_sums;       /* of each parameter's gradient, once its unit's are DONE; scratch */
     bool norm_is_asked;
     bool takes_norms; /* of every unit, as its gradients come */
     struct lh_engine_step_stats

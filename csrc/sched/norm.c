@@ -7,32 +7,58 @@
  * Source: torch.nn.utils.clip_grad_norm_ (the rule; none of the papers clips).
  */
 #include "compute/norm.h"
+
+#include <stdlib.h>
+
 #include "sched/engine_private.h"
 
-/* On a worker. */
+/* On a worker: each parameter's, from its own first element on, wherever its unit is cut. */
 void lh_norm_run(struct lh_exec_job *job)
 {
     struct lh_unit *unit = job->context;
     const struct lh_engine *engine = unit->engine;
-    double sum = 0;
+    uint64_t chunk_elements = engine->budget.chunk_elements;
 
-    for (uint64_t at = 0; at < unit->desc.elements; at += LH_NORM_BLOCK_ELEMENTS) {
-        double block = 0;
+    for (uint32_t i = 0; i < unit->desc.param_count; i++) {
+        uint32_t param = unit->desc.param_first + i;
+        const struct lh_engine_param *desc = &engine->params[param];
+        const struct lh_gradient *gradient = &engine->gradients[param];
+        uint64_t end = gradient->pointer ? desc->first + desc->count : desc->first;
+        struct lh_norm_sum sum = {0};
 
-        for (uint32_t i = 0; i < unit->desc.param_count; i++) {
-            const struct lh_engine_param *param = &engine->params[unit->desc.param_first + i];
-            const struct lh_gradient *gradient = &engine->gradients[unit->desc.param_first + i];
-            uint64_t first = lh_max_u64(param->first, at);
-            uint64_t end = lh_min_u64(param->first + param->count, at + LH_NORM_BLOCK_ELEMENTS);
+        for (uint64_t at = desc->first; at < end;) {
+            uint64_t next = lh_min_u64(end, (at / chunk_elements + 1) * chunk_elements);
 
-            if (first < end && gradient->pointer)
-                block +=
-                    lh_norm_square_sum(lh_landing_bytes(engine, unit->desc.param_first + i, first),
-                                       gradient->dtype, end - first);
+            lh_norm_sum_add(&sum, lh_landing_bytes(engine, param, at), gradient->dtype, next - at);
+            at = next;
         }
-        sum += block;
+        engine->square_sums[param] = lh_norm_sum_end(&sum);
     }
-    unit->square_sum = sum;
+}
+
+static int sums_compare(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* Of all parameters in one order that does not know of units: by size, the smallest first. */
+static double sums_add(struct lh_engine *engine)
+{
+    double *sums = engine->square_sums + engine->param_count;
+    double total = 0;
+    uint32_t count = 0;
+
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        const struct lh_unit *unit = &engine->units[i];
+
+        for (uint32_t j = 0; unit->gradient_count > 0 && j < unit->desc.param_count; j++)
+            sums[count++] = engine->square_sums[unit->desc.param_first + j];
+    }
+    qsort(sums, count, sizeof(*sums), sums_compare);
+    for (uint32_t i = 0; i < count; i++)
+        total += sums[i];
+    return total;
 }
 
 static void norm_start(struct lh_engine *engine, struct lh_unit *unit)
@@ -68,7 +94,6 @@ void lh_norm_ask(struct lh_engine *engine)
 /* Once it is asked no gradient is to come: units that have not all of theirs are begun with. */
 bool lh_norm_pump(struct lh_engine *engine)
 {
-    double sum = 0;
     bool moved = false;
     bool is_done = true;
 
@@ -84,12 +109,10 @@ bool lh_norm_pump(struct lh_engine *engine)
             moved = true;
         }
         is_done &= unit->norm_state == LH_NORM_STATE_DONE;
-        if (is_done)
-            sum += unit->square_sum;
     }
     if (!is_done)
         return moved;
-    engine->square_sum = sum;
+    engine->square_sum = sums_add(engine);
     engine->norm_is_asked = false;
     atomic_fetch_add(&engine->norms_done, 1);
     lh_engine_notify(engine);

@@ -319,8 +319,9 @@ def _mark_always(scopes: list[Scope], units: list[Unit]) -> None:
 def finer(layout: Layout, make_layout: Callable[..., Layout], *, is_any: bool) -> Layout | None:
     """The layout with the largest blocks split; is_any: with the largest that can be.
 
-    What is a parameter alone (an embedding) cannot be split. Without is_any it is the end: sums of
-    squares are made unit by unit, and norms keep their bits where blocks stay as they are.
+    What is a parameter alone (an embedding) cannot be split. Without is_any it is the end: backward
+    may hold all parts of a block at once (one that is computed again), which a budget of two parts
+    beside the embedding has no room for.
     """
     if not is_any:
         largest = max(unit.nbytes for unit in layout.units)

@@ -20,6 +20,7 @@ from lohan.errors import (
     UnsupportedError,
 )
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 STEP_COUNT = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,6 +56,30 @@ def test_norm_and_parameters_are_the_same_bits_for_every_budget_and_schedule(
         assert other_norms == norms, setting
         for name, value in state.items():
             assert torch.equal(other[name], value), (setting, name)
+
+
+def test_norm_and_parameters_are_the_same_bits_however_blocks_are_split(
+    store_dir: pathlib.Path,
+) -> None:
+    made = []
+    for name, kinds in (("default", None), ("parts", (nn.LayerNorm, Conv1D, nn.Embedding))):
+        plain = helper.build("gpt2", torch.float32)
+        blocks = None
+        if kinds is not None:
+            blocks = [module for module in plain.modules() if isinstance(module, kinds)]
+        model = lohan.wrap(plain, store=store_dir / name, blocks=blocks, max_grad_norm=0.5, lr=1e-2)
+        count = len(model.lohan.layout.units)
+        norms = []
+        for step in range(STEP_COUNT):
+            helper.language_loss(model, step).backward()
+            model.optimizer.step()
+            norms.append(model.optimizer.grad_norm)
+        made.append((count, norms, dict(model.state_dict())))
+        model.lohan.close()
+    (few, norms, state), (many, others, other) = made
+    assert few < many and norms == others and max(norms) > 0.5
+    for name, value in state.items():
+        assert torch.equal(other[name], value), name
 
 
 def test_clipped_training_is_torchs(store_dir: pathlib.Path) -> None:
