@@ -411,7 +411,7 @@ static unsigned fake_context_synchronize(void)
 static unsigned fake_module_load(struct CUmod_st **module, const void *image)
 {
     unsigned result = begin(true);
-    if (result == 0 && image != fake_cuda_image)
+    if (result == 0 && strcmp(image, fake_cuda_image) != 0)
         result = LH_CUDA_INVALID_IMAGE;
     module_only.load_count += result == 0;
     *module = result == 0 ? &module_only : (struct CUmod_st *)-1;

@@ -1,13 +1,16 @@
 """Zeroth-order training where the CPU does not compute on the device's memory.
 
 No GPU is needed: the emulated device stands for one, whose session leads parameters by the engine's
-calls and copies what it writes, as on a GPU. What is launched there the C tests look at.
+calls and copies what it writes, as on a GPU. And a process with a driver made of threads launches.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import pathlib
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +22,11 @@ from lohan import _core, _zo_device, _zo_session
 from lohan.errors import ModelError, UnsupportedError
 from mezo_helper import EPS, LR, SEED, Settings, differing, plain_run, steps
 from torch import nn
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import cbuild  # noqa: E402  (its folder has just been named)
 
 
 @pytest.fixture
@@ -154,6 +162,33 @@ def test_what_no_gpu_does_is_refused_with_the_way_out(
         _zo_device.check("cuda", "philox", ("reuse",))
     for device in ("cpu", "emu"):
         _zo_device.check(device, "torch", ("reuse",))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+def test_a_session_launches_through_the_driver(
+    tmp_path: pathlib.Path, store_dir: pathlib.Path
+) -> None:
+    flags = [*cbuild.LANGUAGE_FLAGS, *cbuild.NUMERIC_FLAGS, "-O1", "-shared"]
+    source = ROOT / "tests" / "py" / "fake_driver.c"
+    words = [*flags, f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'c'}", str(source)]
+    driver = tmp_path / "libcuda.so.1"
+    subprocess.run([*cbuild.compiler(), *words, "-lm", "-o", str(driver)], check=True)
+    worker = ROOT / "tests" / "py" / "launch_worker.py"
+    folders = [str(tmp_path), os.environ.get("LD_LIBRARY_PATH", "")]
+    answer = subprocess.run(
+        [sys.executable, str(worker), str(store_dir)],
+        env={**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, folders))},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert answer.returncode == 0, answer.stderr
+    lines = answer.stdout.splitlines()
+    assert lines[0] == "refused without kernels"
+    assert "cuModuleLoadData for kernel lh_zo_batch: CUDA_ERROR_INVALID_IMAGE" in lines[1]
+    # The last of so many rounds, over fewer places than units.
+    assert lines[2:-1] == [f"unit {unit} at 12: same" for unit in range(6)]
+    assert lines[-1] == "alive: 0"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,0 +1,112 @@
+"""One process whose driver is tests/py/fake_driver.c: a unit is led by launches, and comes back.
+
+Run as `python launch_worker.py STORE`. torch has no such GPU, so no model runs: units are acquired,
+led and released as a session does, and looked at in the device's memory, which is a tensor of ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import pathlib
+import sys
+from typing import Any
+
+import lohan
+import torch
+from lohan import _core, _device
+from torch import nn
+
+WIDTH = 64
+DEPTH = 6
+ROUNDS = 12
+
+
+class Led:
+    """What a session's on_use does: each unit one position further, each time."""
+
+    def __init__(self, session: Any) -> None:
+        self.engine = session._engine
+        self.units = session.layout.units
+        self.left: dict[int, list[int]] = {}  # makes, outs, position, position in main memory
+        self.seen: list[tuple[int, int, int]] = []
+
+    def ops(self, unit: int, begin: int, end: int) -> list[Any]:
+        stream = (7, 0, unit)
+        return [("perturb", False, *stream, at, 0.5, 0.0, 0.0) for at in range(begin, end)]
+
+    def on_use(
+        self, unit: int, address: int, makes: int, outs: int, is_of_out: bool, pins: int
+    ) -> bool:
+        left = self.left.setdefault(unit, [-1, 0, 0, 0])
+        if left[1] != outs:
+            left[1], left[3] = outs, left[2]
+        if left[0] != makes:
+            left[0], left[2] = makes, left[3] if is_of_out else 0
+        self.seen.append((unit, left[2], address))
+        param = self.units[unit].params[0]
+        self.engine.zo_lead(
+            address + param.first, param.count, self.ops(unit, left[2], left[2] + 1)
+        )
+        left[2] += 1
+        return True
+
+
+def main(store: str) -> None:
+    """See above."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+    before = [p.detach().clone() for p in model.parameters()]
+    memory: list[torch.Tensor] = []
+
+    def options(self: _device.Device) -> tuple[Any, ...]:
+        memory.append(torch.zeros(self.slot_bytes, dtype=torch.uint8))
+        return ("cuda", 0, self.slot_bytes, 0, 0, memory[0])
+
+    _device.Device.options = options  # type: ignore[method-assign]
+    block = WIDTH * WIDTH * 4
+    model = lohan.wrap(
+        model, method="mezo", store=store, device="emu", device_param_bytes=3 * block, seed=7
+    )
+    session: Any = model.lohan
+    engine = session._engine
+    led = Led(session)
+    engine.on_use(led.on_use)
+    try:
+        engine.zo_lead(memory[0].data_ptr(), 1, [])
+    except ValueError:
+        print("refused without kernels")
+    try:
+        engine.zo_load(b"no image")
+    except lohan.LohanError as error:
+        print(f"refused: {error}")
+    engine.zo_load(b"kernels of cuda/")
+    for _ in range(ROUNDS):
+        engine.begin(False)
+        for unit in range(DEPTH):
+            engine.acquire(unit)
+            engine.release(unit)
+    driver = ctypes.CDLL("libcuda.so.1")
+    for unit in range(DEPTH):
+        engine.acquire(unit)
+        driver.driver_drain()
+        _, position, address = led.seen[-1]
+        param = led.units[unit].params[0]
+        raw = (ctypes.c_float * param.count).from_address(address + param.first)
+        expected = before[unit].flatten().clone()
+        at = expected.data_ptr()
+        _core.zo_apply(at, at, 0, param.count, led.ops(unit, 0, position + 1))
+        is_same = torch.equal(torch.frombuffer(raw, dtype=torch.float32), expected)
+        print(f"unit {unit} at {position}: {'same' if is_same else 'other'}")
+        engine.release(unit)
+    engine.acquire(0)  # launched as the session ends
+    engine.release(0)
+    session.close()
+    del engine, led, session, model
+    gc.collect()
+    print(f"alive: {driver.driver_live_count()}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(pathlib.Path(__file__).parent))
+    main(sys.argv[1])
