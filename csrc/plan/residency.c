@@ -6,6 +6,8 @@
 #include "base/assert.h"
 
 #define NEVER UINT64_MAX
+/* Tried before reading ahead: in the later ones shows what the first has driven out. */
+#define TRIAL_CYCLE_COUNT 4
 
 bool lh_residency_has_place(const struct lh_residency *state, uint32_t unit)
 {
@@ -336,6 +338,49 @@ void lh_residency_read_ahead(const struct lh_residency *state, struct lh_residen
         }
         open_bytes -= bytes;
     }
+}
+
+/* What cycles of events load from state on; NEVER: no room in one piece, or none for the ops. */
+static uint64_t cycles_bytes(const struct lh_residency *state,
+                             const struct lh_residency_event *events, uint64_t event_count,
+                             const struct lh_residency_trial *trial)
+{
+    uint64_t sum = 0;
+    lh_residency_copy(trial->state, state);
+    for (int i = 0; i < TRIAL_CYCLE_COUNT; i++) {
+        uint64_t bytes = 0;
+        uint64_t failed_at = 0;
+        if (lh_residency_plan(trial->state, events, event_count, true, trial->ops, trial->op_max,
+                              &bytes, &failed_at, NULL) < 0)
+            return NEVER;
+        sum += bytes;
+    }
+    return sum;
+}
+
+bool lh_residency_read_ahead_where_cheap(const struct lh_residency *state,
+                                         struct lh_residency_event *events, uint64_t event_count,
+                                         const struct lh_residency_trial *trial)
+{
+    uint64_t all_bytes = 0;
+    uint64_t unit_count = 0;
+    for (uint32_t i = 0; i < state->unit_count; i++) {
+        all_bytes += shared_bytes(state, i);
+        unit_count += shared_bytes(state, i) > 0;
+    }
+    if (unit_count == 0)
+        return false; /* nothing has to go for another */
+    memcpy(trial->events, events, event_count * sizeof(*events));
+    lh_residency_read_ahead(state, trial->events, event_count);
+    uint64_t moved_bytes = cycles_bytes(state, trial->events, event_count, trial);
+    if (moved_bytes == NEVER)
+        return false;
+    uint64_t bytes = cycles_bytes(state, events, event_count, trial);
+    uint64_t more_bytes = lh_max_u64(bytes / 4, TRIAL_CYCLE_COUNT * 2 * (all_bytes / unit_count));
+    if (bytes < moved_bytes && moved_bytes - bytes > more_bytes)
+        return false;
+    memcpy(events, trial->events, event_count * sizeof(*events));
+    return true;
 }
 
 /* Room for unit, absent, for event `at`: none where what is needed sooner is in its way. */

@@ -146,6 +146,26 @@ int64_t lh_residency_plan_ahead(struct lh_residency *state, const struct lh_resi
 void lh_residency_read_ahead(const struct lh_residency *state, struct lh_residency_event *events,
                              uint64_t event_count);
 
+/* Scratch of lh_residency_read_ahead_where_cheap(). */
+struct lh_residency_trial {
+    struct lh_residency *state;        /* of the same units */
+    struct lh_residency_event *events; /* room for as many as are asked about */
+    struct lh_residency_op *ops;
+    uint64_t op_max;
+};
+
+/*
+ * lh_residency_read_ahead() if plans of the next cycles, made from state both ways, say that it
+ * costs no more than two units of mean size in each cycle, or a quarter of what is read anyway.
+ * Where sizes differ, what is in use can leave no hole for the largest unit although its bytes are
+ * free, and that one is read again in each cycle; or a plan does not get to its end.
+ *
+ * True: events have been moved.
+ */
+bool lh_residency_read_ahead_where_cheap(const struct lh_residency *state,
+                                         struct lh_residency_event *events, uint64_t event_count,
+                                         const struct lh_residency_trial *trial);
+
 /*
  * True: b may be executed before a, which is in front of it. They are of different units (of which
  * units[] says the bytes) at different places.

@@ -195,6 +195,20 @@ static uint64_t owed_put(const struct lh_engine *engine, struct lh_region *regio
     return count;
 }
 
+/* Forwards alone: what is next is read while what is now computes (plan/residency.h). */
+static void read_ahead(const struct lh_engine *engine, struct lh_region *region)
+{
+    struct lh_residency_trial trial = {
+        .state = &region->before,
+        .events = region->moved,
+        .ops = region->ops + region->op_count,
+        .op_max = region->op_max - region->op_count,
+    };
+    if (engine->mode == LH_ENGINE_MODE_EVAL)
+        lh_residency_read_ahead_where_cheap(&region->plan, region->predicted.events,
+                                            region->predicted.count, &trial);
+}
+
 static void event_put(struct lh_event_list *list, uint32_t unit, enum lh_residency_event_kind kind)
 {
     list->events[list->count++] = (struct lh_residency_event){unit, (uint32_t)kind};
@@ -225,9 +239,10 @@ static void host_derive(struct lh_engine *engine, const struct lh_residency_even
             device->predicted.events[i].kind == LH_RESIDENCY_EVENT_UPDATE)
             event_put(list, device->predicted.events[i].unit, LH_RESIDENCY_EVENT_UPDATE);
     }
-    if (engine->mode == LH_ENGINE_MODE_EVAL)
-        lh_residency_read_ahead(&engine->host.plan, list->events, list->count);
     region_reset(engine, &engine->host);
+    /* A guess that is wrong is planned again at each use: that is no time to try orders. */
+    if (!event || !engine->uses->is_guess)
+        read_ahead(engine, &engine->host);
     region_extend(engine, &engine->host);
 }
 
@@ -407,9 +422,9 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     } else {
         prediction_default(engine, &region->predicted);
     }
-    if (mode == LH_ENGINE_MODE_EVAL)
-        lh_residency_read_ahead(&region->plan, region->predicted.events, region->predicted.count);
     if (!is_whole) {
+        region_reset(engine, region);
+        read_ahead(engine, region);
         plan_again(engine, NULL, 0);
         return;
     }
@@ -424,6 +439,7 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     }
     region->op_first = 0;
     region->op_count = waiting;
+    read_ahead(engine, region);
     uses_extend(engine, NULL);
 }
 
@@ -469,10 +485,12 @@ static int region_create(struct lh_engine *engine, struct lh_region *region, uin
     if (engine->dev && !is_device(engine, region))
         region->op_max = 2 * (2 * event_max + units);
     region->predicted.events = lh_alloc_zeroed(alloc, event_max, sizeof(struct lh_residency_event));
+    region->moved = lh_alloc_zeroed(alloc, event_max, sizeof(struct lh_residency_event));
     region->ops = lh_alloc_zeroed(alloc, region->op_max, sizeof(*region->ops));
     region->op_steps = lh_alloc_zeroed(alloc, region->op_max, sizeof(*region->op_steps));
     region->units = lh_alloc_zeroed(alloc, units, sizeof(*region->units));
-    if (!region->predicted.events || !region->ops || !region->op_steps || !region->units)
+    if (!region->predicted.events || !region->moved || !region->ops || !region->op_steps ||
+        !region->units)
         return lh_error_set(err, -ENOMEM, "no memory for a plan of %" PRIu64 " events", event_max);
     for (uint32_t i = 0; i < units; i++) {
         const struct lh_engine_unit *desc = &engine->units[i].desc;
@@ -510,7 +528,7 @@ int lh_region_create_all(struct lh_engine *engine, struct lh_error *err)
 
 static void region_destroy(struct lh_engine *engine, struct lh_region *region)
 {
-    void *const tables[] = {region->predicted.events, region->ops, region->op_steps};
+    void *const tables[] = {region->predicted.events, region->moved, region->ops, region->op_steps};
     for (size_t i = 0; i < LH_COUNT_OF(tables); i++)
         lh_free(engine->alloc, tables[i]);
     if (region->plan.units)

@@ -25,11 +25,12 @@ struct lh_region {
     uint64_t op_first;
     uint64_t op_count; /* end of the list; ops [op_first, op_count) wait */
     struct lh_event_list predicted;
-    bool is_guess;            /* predicted before anything was recorded */
-    uint64_t position;        /* the next event that is expected */
-    uint64_t planned_until;   /* events before this have their ops in the list */
-    struct lh_error error;    /* why the plan ends there */
-    enum lh_engine_link link; /* what its loads move over */
+    struct lh_residency_event *moved; /* scratch */
+    bool is_guess;                    /* predicted before anything was recorded */
+    uint64_t position;                /* the next event that is expected */
+    uint64_t planned_until;           /* events before this have their ops in the list */
+    struct lh_error error;            /* why the plan ends there */
+    enum lh_engine_link link;         /* what its loads move over */
 };
 
 /* Both plans, empty. -ENOMEM, -EINVAL: a unit that no region holds. */

@@ -118,26 +118,48 @@ static void moved_check(const struct scan *scan)
     }
 }
 
+enum order { AS_THEY_HAPPEN, AHEAD, AHEAD_WHERE_CHEAP };
+
+/* The next cycle's events: in a plan of them there is room wherever there is without moving. */
+static void order_choose(struct scan *scan, const struct lh_residency *state,
+                         struct lh_residency *scratch, enum order order)
+{
+    struct lh_residency_event events[EVENT_COUNT_MAX];
+    struct lh_residency_trial trial = {scratch, events, scan->ops, OP_COUNT_MAX};
+    uint64_t bytes = 0;
+    uint64_t failed_at = 0;
+    memcpy(scan->moved, scan->events, sizeof(scan->events));
+    if (order == AHEAD)
+        lh_residency_read_ahead(state, scan->moved, scan->count);
+    else if (order == AHEAD_WHERE_CHEAP &&
+             lh_residency_read_ahead_where_cheap(state, scan->moved, scan->count, &trial)) {
+        lh_residency_copy(scratch, state);
+        LH_CHECK(lh_residency_plan(scratch, scan->moved, scan->count, true, scan->ops, OP_COUNT_MAX,
+                                   &bytes, &failed_at, NULL) >= 0);
+    }
+    moved_check(scan);
+}
+
 /* Cycles of scan's events; false: a cycle found no room in one piece, and ended there. */
-static bool cycles_run(struct scan *scan, uint64_t region_bytes, bool is_ahead)
+static bool cycles_run(struct scan *scan, uint64_t region_bytes, enum order order)
 {
     struct lh_residency state;
+    struct lh_residency scratch;
     struct lh_error err = {0};
     int64_t added = 0;
     LH_CHECK(lh_residency_init(&state, &alloc, scan->units, scan->unit_count, region_bytes, &err) ==
              0);
+    LH_CHECK(lh_residency_init(&scratch, &alloc, scan->units, scan->unit_count, region_bytes,
+                               &err) == 0);
     scan->late_count = 0;
     scan->loaded_bytes = 0;
     memset(scan->is_here, 0, sizeof(scan->is_here));
     memset(scan->use_counts, 0, sizeof(scan->use_counts));
-    memcpy(scan->moved, scan->events, sizeof(scan->events));
-    if (is_ahead)
-        lh_residency_read_ahead(&state, scan->moved, scan->count);
-    moved_check(scan);
     for (int cycle = 0; cycle < CYCLE_COUNT && added >= 0; cycle++) {
         uint64_t bytes = 0;
         uint64_t before = scan->loaded_bytes;
         uint64_t failed_at = 0;
+        order_choose(scan, &state, &scratch, order);
         added = lh_residency_plan(&state, scan->moved, scan->count, true, scan->ops, OP_COUNT_MAX,
                                   &bytes, &failed_at, &err);
         LH_CHECK(added >= 0 || added == -ENOSPC);
@@ -147,6 +169,7 @@ static bool cycles_run(struct scan *scan, uint64_t region_bytes, bool is_ahead)
             events_execute(scan);
         LH_CHECK(added < 0 || scan->loaded_bytes == before + bytes);
     }
+    lh_residency_deinit(&scratch, &alloc);
     lh_residency_deinit(&state, &alloc);
     return added >= 0;
 }
@@ -170,14 +193,16 @@ static void test_scan(void)
                     put(&scan, 0, LH_RESIDENCY_EVENT_END);
                 }
                 uint64_t region = (2 * places + large) * LH_RESIDENCY_GRANULE;
-                LH_CHECK(cycles_run(&scan, region, false));
+                LH_CHECK(cycles_run(&scan, region, AS_THEY_HAPPEN));
                 uint64_t least = scan.loaded_bytes;
                 LH_CHECK(scan.late_count > 0 || count == places + 1);
-                LH_CHECK(cycles_run(&scan, region, true));
-                /* Room for two blocks and the larger one: that is brought in behind two of them. */
                 bool is_tight = large > 0 && places == 2;
-                LH_CHECK(scan.late_count <= (is_tight ? CYCLE_COUNT : 0));
-                LH_CHECK(scan.loaded_bytes <= least + CYCLE_COUNT * 3 * LH_RESIDENCY_GRANULE);
+                for (enum order order = AHEAD; order <= AHEAD_WHERE_CHEAP; order++) {
+                    LH_CHECK(cycles_run(&scan, region, order));
+                    /* Room for two blocks and the larger one: that comes behind two of them. */
+                    LH_CHECK(scan.late_count <= (is_tight ? CYCLE_COUNT : 0));
+                    LH_CHECK(scan.loaded_bytes <= least + CYCLE_COUNT * 3 * LH_RESIDENCY_GRANULE);
+                }
             }
         }
     }
@@ -191,8 +216,37 @@ static void test_no_room(void)
     for (uint32_t i = 0; i < scan.unit_count; i++)
         scan.units[i].bytes = 2 * LH_RESIDENCY_GRANULE;
     events_in_order(&scan);
-    LH_CHECK(cycles_run(&scan, 3 * LH_RESIDENCY_GRANULE, true));
+    LH_CHECK(cycles_run(&scan, 3 * LH_RESIDENCY_GRANULE, AHEAD));
     LH_CHECK(memcmp(scan.moved, scan.events, scan.count * sizeof(scan.events[0])) == 0);
+}
+
+static void test_large(void)
+{
+    lh_test_name("blocks of many sizes beside one much larger do not drive it out in each cycle");
+    static const uint64_t sizes[] = {300, 4, 13, 5, 17, 17, 13, 5, 17, 17, 1};
+    struct scan scan = {.unit_count = LH_COUNT_OF(sizes)};
+    uint64_t large_bytes = sizes[0] * LH_RESIDENCY_GRANULE;
+    int driven_out = 0;
+    uint64_t least_bytes = 0;
+    uint64_t loaded_bytes = 0;
+    for (uint32_t i = 0; i < scan.unit_count; i++)
+        scan.units[i].bytes = sizes[i] * LH_RESIDENCY_GRANULE;
+    events_in_order(&scan);
+    put(&scan, 0, LH_RESIDENCY_EVENT_BEGIN);
+    put(&scan, 0, LH_RESIDENCY_EVENT_END);
+    for (uint64_t spare = 17; spare <= 60; spare++) {
+        uint64_t region = large_bytes + spare * LH_RESIDENCY_GRANULE;
+        LH_CHECK(cycles_run(&scan, region, AS_THEY_HAPPEN));
+        uint64_t least = scan.loaded_bytes;
+        bool is_planned = cycles_run(&scan, region, AHEAD);
+        driven_out += !is_planned || scan.loaded_bytes > least + CYCLE_COUNT / 2 * large_bytes;
+        LH_CHECK(cycles_run(&scan, region, AHEAD_WHERE_CHEAP));
+        least_bytes += least;
+        loaded_bytes += scan.loaded_bytes;
+    }
+    LH_CHECK(driven_out > 0);
+    LH_CHECK(loaded_bytes <= least_bytes + least_bytes / 20);
+    LH_CHECK(alloc.live_count == 0);
 }
 
 static void test_random(void)
@@ -213,7 +267,10 @@ static void test_random(void)
         }
         uint64_t spare = below(&scan, (all - largest) / LH_RESIDENCY_GRANULE + 1);
         events_random(&scan);
-        planned += cycles_run(&scan, largest + spare * LH_RESIDENCY_GRANULE, true);
+        uint64_t region = largest + spare * LH_RESIDENCY_GRANULE;
+        planned += cycles_run(&scan, region, AHEAD);
+        if (cycles_run(&scan, region, AS_THEY_HAPPEN))
+            LH_CHECK(cycles_run(&scan, region, AHEAD_WHERE_CHEAP));
     }
     LH_CHECK(planned > round_max / 4);
     LH_CHECK(alloc.live_count == 0);
@@ -223,6 +280,7 @@ int main(void)
 {
     test_scan();
     test_no_room();
+    test_large();
     test_random();
     return 0;
 }

@@ -406,6 +406,49 @@ def test_adapters_move_and_are_saved_by_peft(
     model.lohan.close()
 
 
+TUNERS = {
+    "prefix": ("PrefixTuningConfig", {"num_virtual_tokens": 3}),
+    "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 3}),
+    "p-tuning": ("PromptEncoderConfig", {"num_virtual_tokens": 3, "encoder_hidden_size": 16}),
+    "ia3": ("IA3Config", {"target_modules": ["q_proj", "fc2"], "feedforward_modules": ["fc2"]}),
+}
+
+
+@pytest.mark.parametrize("kind", TUNERS)
+@pytest.mark.parametrize("tier", ["memory", "least"])
+def test_other_adapters_of_peft_move_are_resumed_and_load_without_lohan(
+    tier: str, kind: str, store_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    import peft
+
+    name, settings = TUNERS[kind]
+
+    def adapted() -> Any:
+        model = opt()
+        torch.manual_seed(1)
+        made = getattr(peft, name)(task_type="CAUSAL_LM", **settings)
+        return peft.get_peft_model(model, made)
+
+    data = batches(4)
+    losses, values = plain_run(adapted, len(data), Settings())
+    model = wrapped(adapted(), store_dir, tier)
+    first = steps(model, data[:2])
+    host_bytes = model.lohan.config.host_bytes
+    model.lohan.close()
+    model = lohan.wrap(
+        adapted(), store=store_dir, method="mezo", resume=True, host_bytes=host_bytes
+    )
+    assert first + steps(model, data[2:]) == losses
+    assert differing(model, values) == []
+    model.eval()
+    model.save_pretrained(tmp_path / "adapter")
+    plain = peft.PeftModel.from_pretrained(opt(), str(tmp_path / "adapter")).eval()
+    with torch.no_grad():
+        logits = model(input_ids=data[0]).logits
+        assert torch.equal(plain(input_ids=data[0]).logits, logits)
+    model.lohan.close()
+
+
 # --- Resuming -------------------------------------------------------------------------------------
 
 WORKER = """
