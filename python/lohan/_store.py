@@ -353,6 +353,12 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
         )
     theirs = json.loads(store.describe()["meta"])
     ours = describe(layout)
+    check_same_name(theirs.get("method"), layout.method)
+    if theirs["units"] != ours["units"] and sorted(theirs["params"]) == sorted(ours["params"]):
+        raise StoreMismatchError(
+            "the store has the same parameters in other blocks: pass the blocks= it was made with,"
+            " or none and a host_bytes= by which blocks are split as they were then"
+        )
     check_same_method(theirs.get("method"), layout.method)
     if all(theirs.get(key) == ours[key] for key in SAME_KEYS):
         return
@@ -368,13 +374,11 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
         raise StoreMismatchError(
             f"the store is of another model: {count[0]} parameters, this model has {count[1]}"
         )
-    raise StoreMismatchError(
-        "the store has the same parameters in other blocks: pass the blocks= it was made with"
-    )
+    raise StoreMismatchError("the store has the same parameters in another order")
 
 
-def check_same_method(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
-    """Refuse to go on by another method, or with other parameters that it moves.
+def check_same_name(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
+    """Refuse to go on by another method.
 
     Raises:
         StoreMismatchError: which it was made with.
@@ -385,6 +389,15 @@ def check_same_method(theirs: dict[str, Any] | None, ours: dict[str, Any] | None
             f"the store was made with method={was!r}, not {now!r}: pass that, or begin a new store"
             " from lohan.export(STORE, OUT) and weights=OUT"
         )
+
+
+def check_same_method(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
+    """Refuse to go on by another method, or with other parameters that it moves.
+
+    Raises:
+        StoreMismatchError: which it was made with.
+    """
+    check_same_name(theirs, ours)
     for key, what in (("streams", "that require a gradient"), ("decays", "with weight decay")):
         if theirs is not None and ours is not None and theirs[key] != ours[key]:
             raise StoreMismatchError(
