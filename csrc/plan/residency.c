@@ -8,6 +8,8 @@
 #define NEVER UINT64_MAX
 /* Tried before reading ahead: in the later ones shows what the first has driven out. */
 #define TRIAL_CYCLE_COUNT 4
+/* In all trials together: a plan takes time by the square of them, some ms for a thousand. */
+#define TRIAL_EVENT_COUNT_MAX 4096
 
 bool lh_residency_has_place(const struct lh_residency *state, uint32_t unit)
 {
@@ -340,22 +342,53 @@ void lh_residency_read_ahead(const struct lh_residency *state, struct lh_residen
     }
 }
 
-/* What cycles of events load from state on; NEVER: no room in one piece, or none for the ops. */
+/*
+ * What cycles of events load from state on; NEVER: no room in one piece for *failed_at_out, or none
+ * for the ops.
+ */
 static uint64_t cycles_bytes(const struct lh_residency *state,
                              const struct lh_residency_event *events, uint64_t event_count,
-                             const struct lh_residency_trial *trial)
+                             const struct lh_residency_trial *trial, uint64_t *failed_at_out)
 {
     uint64_t sum = 0;
     lh_residency_copy(trial->state, state);
     for (int i = 0; i < TRIAL_CYCLE_COUNT; i++) {
         uint64_t bytes = 0;
-        uint64_t failed_at = 0;
+        *failed_at_out = 0;
         if (lh_residency_plan(trial->state, events, event_count, true, trial->ops, trial->op_max,
-                              &bytes, &failed_at, NULL) < 0)
+                              &bytes, failed_at_out, NULL) < 0)
             return NEVER;
         sum += bytes;
     }
     return sum;
+}
+
+/* Where events[] have the begin that is at `at` in moved[], which has begins in the same order. */
+static uint64_t begin_find(const struct lh_residency_event *events,
+                           const struct lh_residency_event *moved, uint64_t at)
+{
+    uint64_t count = 0;
+    uint64_t found = 0;
+    for (uint64_t i = 0; i <= at; i++)
+        count += moved[i].kind == LH_RESIDENCY_EVENT_BEGIN;
+    while (count > 0)
+        count -= events[found++].kind == LH_RESIDENCY_EVENT_BEGIN;
+    return found - 1;
+}
+
+/* The begin at `at` behind the ends again that it was moved in front of. False: it was not. */
+static bool begin_put_back(const struct lh_residency_event *events,
+                           struct lh_residency_event *moved, uint64_t at)
+{
+    struct lh_residency_event event = moved[at];
+    if (event.kind != LH_RESIDENCY_EVENT_BEGIN)
+        return false;
+    uint64_t from = begin_find(events, moved, at);
+    if (from == at)
+        return false;
+    memmove(moved + at, moved + at + 1, (from - at) * sizeof(*moved));
+    moved[from] = event;
+    return true;
 }
 
 bool lh_residency_read_ahead_where_cheap(const struct lh_residency *state,
@@ -368,14 +401,21 @@ bool lh_residency_read_ahead_where_cheap(const struct lh_residency *state,
         all_bytes += shared_bytes(state, i);
         unit_count += shared_bytes(state, i) > 0;
     }
-    if (unit_count == 0)
-        return false; /* nothing has to go for another */
+    if (unit_count == 0 || 2 * event_count > TRIAL_EVENT_COUNT_MAX)
+        return false; /* nothing has to go for another, or too much could */
     memcpy(trial->events, events, event_count * sizeof(*events));
     lh_residency_read_ahead(state, trial->events, event_count);
-    uint64_t moved_bytes = cycles_bytes(state, trial->events, event_count, trial);
+    uint64_t failed_at = 0;
+    uint64_t moved_bytes = cycles_bytes(state, trial->events, event_count, trial, &failed_at);
+    uint64_t trials = TRIAL_EVENT_COUNT_MAX / lh_max_u64(event_count, 1) - 2;
+    for (; trials > 0 && moved_bytes == NEVER; trials--) {
+        if (!begin_put_back(events, trial->events, failed_at))
+            return false;
+        moved_bytes = cycles_bytes(state, trial->events, event_count, trial, &failed_at);
+    }
     if (moved_bytes == NEVER)
         return false;
-    uint64_t bytes = cycles_bytes(state, events, event_count, trial);
+    uint64_t bytes = cycles_bytes(state, events, event_count, trial, &failed_at);
     uint64_t more_bytes = lh_max_u64(bytes / 4, TRIAL_CYCLE_COUNT * 2 * (all_bytes / unit_count));
     if (bytes < moved_bytes && moved_bytes - bytes > more_bytes)
         return false;

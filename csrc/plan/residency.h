@@ -158,7 +158,8 @@ struct lh_residency_trial {
  * lh_residency_read_ahead() if plans of the next cycles, made from state both ways, say that it
  * costs no more than two units of mean size in each cycle, or a quarter of what is read anyway.
  * Where sizes differ, what is in use can leave no hole for the largest unit although its bytes are
- * free, and that one is read again in each cycle; or a plan does not get to its end.
+ * free, and that one is read again in each cycle; or a plan does not get to its end. Then what had
+ * no room begins where it did, for a few begins, before all do.
  *
  * True: events have been moved.
  */
