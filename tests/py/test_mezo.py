@@ -465,7 +465,9 @@ for batch in batches(1000)[model.lohan.step:]:
 """
 
 
-@pytest.mark.parametrize("moments", [2, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "moments", [2, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
 def test_a_killed_run_resumes_bit_for_bit(moments: int, store_dir: pathlib.Path) -> None:
     here = pathlib.Path(__file__).parent
     env = {**os.environ, "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}
