@@ -130,8 +130,8 @@ struct lh_dev_ops {
     int (*launch)(struct lh_dev *dev, struct lh_dev_kernel *kernel, void *stream,
                   uint32_t group_count, uint32_t thread_count, const void *argument,
                   struct lh_error *err);
-    void (*destroy)(
-        struct lh_dev *dev); /* no copy may be in flight, no kernel be loaded: asserted */
+    /* No copy may be in flight, no kernel be loaded: asserted. */
+    void (*destroy)(struct lh_dev *dev);
 };
 
 /* First member of every implementation. */

@@ -95,8 +95,8 @@ class TurnSession(Session):
         self.is_together = left is None
         if left is not None:
             print(
-                "lohan: both runs of a step come one behind the other, which reads parameters"
-                f" twice: {left} in each forward",
+                "lohan: runs of this model come one behind the other, and each reads the"
+                f" parameters: {left} in each forward",
                 file=sys.stderr,
             )
         return value

@@ -7,6 +7,7 @@
 
 #include "fp_fixture.h"
 #include "lh_test.h"
+#include "zo_fixture.h"
 
 #define COUNT 1000
 #define OP_COUNT 5
@@ -62,20 +63,6 @@ static void test_values(void)
     }
 }
 
-static void ops_make(struct lh_zo_op ops[OP_COUNT], uint64_t *seed)
-{
-    for (int i = 0; i < OP_COUNT; i++)
-        ops[i] = (struct lh_zo_op){
-            .kind = (enum lh_zo_op_kind)(lh_test_random(seed) % LH_ZO_OP_DRAW),
-            .is_same = i > 0 && lh_test_random(seed) % 2,
-            .stream = {lh_test_random(seed), (uint32_t)lh_test_random(seed) % 65536,
-                       (uint32_t)lh_test_random(seed), (uint32_t)lh_test_random(seed)},
-            .scale = (float)(int32_t)lh_test_random(seed) * 0x1p-31f,
-            .lr = 0.1f,
-            .decay = lh_test_random(seed) % 2 ? 0.01f : 0,
-        };
-}
-
 static void test_kernels(void)
 {
     const struct lh_zo_kernel *kernels;
@@ -87,7 +74,7 @@ static void test_kernels(void)
         float before[COUNT], expected[COUNT], values[COUNT];
         uint64_t first = lh_test_random(&seed) % (LH_ZO_ELEMENT_COUNT_MAX - COUNT);
         uint64_t length = lh_test_random(&seed) % COUNT;
-        ops_make(ops, &seed);
+        zo_ops_make(ops, OP_COUNT, LH_ZO_OP_DRAW, &seed);
         for (int i = 0; i < COUNT; i++)
             before[i] = (float)(int32_t)lh_test_random(&seed) * 0x1p-31f;
         memcpy(expected, before, sizeof(before));

@@ -2,6 +2,7 @@
 #include "../../cuda/zo_counter.h"
 
 #include "lh_test.h"
+#include "zo_fixture.h"
 
 #define COUNT 1000
 #define MARGIN 70
@@ -9,20 +10,6 @@
 _Static_assert(sizeof(struct lh_zo_op) == 48 && sizeof(struct lh_zo_batch) == LH_ZO_BATCH_BYTES,
                "as the GPU's compiler lays it out");
 _Static_assert(sizeof(struct lh_zo_batch) <= 4096, "a kernel's arguments");
-
-static void ops_make(struct lh_zo_op *ops, uint32_t op_count, uint64_t *seed)
-{
-    for (uint32_t i = 0; i < op_count; i++)
-        ops[i] = (struct lh_zo_op){
-            .kind = (enum lh_zo_op_kind)(lh_test_random(seed) % (LH_ZO_OP_DRAW + (i == 0))),
-            .is_same = i > 0 && lh_test_random(seed) % 2,
-            .stream = {lh_test_random(seed), (uint32_t)lh_test_random(seed) % 65536,
-                       (uint32_t)lh_test_random(seed), (uint32_t)lh_test_random(seed)},
-            .scale = (float)(int32_t)lh_test_random(seed) * 0x1p-31f,
-            .lr = 0.1f,
-            .decay = lh_test_random(seed) % 2 ? 0.01f : 0,
-        };
-}
 
 /* In any order of the threads, which know nothing of each other. */
 static void threads_run(const struct lh_zo_batch *batch, uint64_t thread_count)
@@ -45,7 +32,7 @@ static void test_batches(void)
             .count = count,
             .op_count = (uint32_t)(lh_test_random(&seed) % (LH_ZO_BATCH_OPS + 1)),
         };
-        ops_make(batch.ops, batch.op_count, &seed);
+        zo_ops_make(batch.ops, batch.op_count, LH_ZO_OP_DRAW + 1, &seed);
         for (size_t i = 0; i < LH_COUNT_OF(values); i++)
             values[i] = expected[i] = (float)(int32_t)lh_test_random(&seed) * 0x1p-31f;
         lh_zo_apply(expected + MARGIN, expected + MARGIN, batch.first, count, batch.ops,

@@ -6,22 +6,14 @@
 
 #include "compute/zo_kernels.h"
 #include "dev_fixture.h"
+#include "zo_fixture.h"
 
 #define COUNT_MAX 40000
 #define OP_COUNT_MAX 300
 
 static void ops_make(struct lh_zo_op *ops, uint32_t op_count, uint64_t *seed)
 {
-    for (uint32_t i = 0; i < op_count; i++)
-        ops[i] = (struct lh_zo_op){
-            .kind = (enum lh_zo_op_kind)(lh_test_random(seed) % LH_ZO_OP_DRAW),
-            .is_same = i > 0 && lh_test_random(seed) % 4,
-            .stream = {lh_test_random(seed), (uint32_t)lh_test_random(seed) % 65536,
-                       (uint32_t)lh_test_random(seed), (uint32_t)lh_test_random(seed)},
-            .scale = (float)(int32_t)lh_test_random(seed) * 0x1p-31f,
-            .lr = 0.1f,
-            .decay = lh_test_random(seed) % 2 ? 0.01f : 0,
-        };
+    zo_ops_make(ops, op_count, LH_ZO_OP_DRAW, seed);
     for (uint32_t i = 0; i < op_count; i++)
         if (ops[i].is_same) /* whose stream is not looked at */
             ops[i].stream = (struct lh_zo_stream){0};

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Iterator
 
 import pytest
 
@@ -25,3 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if why and HERE in item.path.parents:
             item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Sums that torch makes in one order, as bits are compared."""
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+    torch.cuda.synchronize()

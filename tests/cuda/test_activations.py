@@ -11,10 +11,10 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "py"))
-from test_training import assert_same, deterministic, state_of, wrap
+from test_training import assert_same, state_of, wrap
 from tower_helper import Tower, by_softmax
 
-__all__ = ["deterministic"]  # a fixture
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 WIDTH = 256
 DEPTH = 6

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +21,8 @@ BLOCK_BYTES = 4 * 2048 * -(-(WIDTH + 1) * WIDTH // 2048)
 
 Values = dict[str, torch.Tensor]
 
+pytestmark = pytest.mark.usefixtures("deterministic")
+
 
 class Tower(nn.Module):
     """Equal blocks, whose first weight is used twice."""
@@ -36,15 +37,6 @@ class Tower(nn.Module):
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         return x.square().mean()
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
-    torch.cuda.synchronize()
 
 
 def wrapped(store: pathlib.Path, device: str, **settings: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +27,8 @@ STEPS = 4
 BLOCK_BYTES = 4 * 2048 * -(-(WIDTH + 1) * WIDTH // 2048)
 SMALL = 4 * BLOCK_BYTES  # of twelve blocks
 
+pytestmark = pytest.mark.usefixtures("deterministic")
+
 
 class Tower(nn.Module):
     """Equal blocks, and a buffer."""
@@ -44,15 +45,6 @@ class Tower(nn.Module):
             y = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
             x = x + torch.tanh(y) * self.scale
         return x.float().square().mean()
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
-    torch.cuda.synchronize()
 
 
 @pytest.fixture

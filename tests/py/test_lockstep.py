@@ -194,3 +194,19 @@ def test_a_pair_runs_once() -> None:
     pair.run([lambda: None] * 2)
     with pytest.raises(RuntimeError, match="once"):
         pair.run([lambda: None] * 2)
+
+
+def test_a_thread_that_cannot_start_ends_those_that_could(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def fails(self: threading.Thread) -> None:
+        if self.name == "lohan-turn-2":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    called: list[int] = []
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Lockstep().run([lambda: called.append(1)] * 4)
+    assert not called
+    assert not any(t.name.startswith("lohan-turn") for t in threading.enumerate())
