@@ -276,7 +276,8 @@ class ZerothSession(TurnSession):
         is_still = not any(module.training for module in model.modules())
         rest, results = [*functions], []
         with torch.no_grad():
-            if self._is_probing and is_still and rest:
+            if self._is_probing and is_still and len(rest) > 1:
+                results.append(rest.pop(0)())  # a first run may make what all others find
                 results.append(self._probed(rest.pop(0)))
             if self.is_together and is_still and len(rest) > 1:
                 return results + self._in_turns(rest, [self._wanted] * len(rest))

@@ -147,6 +147,25 @@ def test_a_model_that_leaves_something_behind_is_called_one_behind_the_other(
     model.lohan.close()
 
 
+class Lazy(Counting):
+    """Makes something in its first forward, which later ones find."""
+
+    def forward(self, input_ids: torch.Tensor, **words: Any) -> Any:
+        self.calls = 1
+        return self.inner(input_ids=input_ids, **words)
+
+
+def test_what_the_first_forward_makes_is_nothing_left_behind(store_dir: pathlib.Path) -> None:
+    model = wrapped(Lazy, store_dir, "ssd")
+    model.eval()
+    batches = helper.batches(COUNT)
+    got = model.lohan.together(answers(model, batches))
+    assert model.lohan.is_together
+    for each, function in zip(got, answers(model, batches), strict=True):
+        assert torch.equal(each, function())
+    model.lohan.close()
+
+
 def test_in_training_mode_random_numbers_are_those_of_one_behind_the_other(
     store_dir: pathlib.Path,
 ) -> None:
