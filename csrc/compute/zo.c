@@ -91,8 +91,11 @@ void lh_zo_apply_by(const struct lh_zo_kernel *kernel, float *values, const floa
 {
     LH_ASSERT(first <= LH_ZO_ELEMENT_COUNT_MAX && count <= LH_ZO_ELEMENT_COUNT_MAX - first);
     LH_ASSERT(op_count == 0 || !ops[0].is_same);
-    for (uint32_t i = 0; i < op_count; i++)
+    for (uint32_t i = 0; i < op_count; i++) {
         LH_ASSERT(ops[i].stream.sample < LH_ZO_SAMPLE_COUNT_MAX);
+        LH_ASSERT(!ops[i].is_same ||
+                  (ops[i].kind != LH_ZO_OP_ROUND && ops[i - 1].kind != LH_ZO_OP_ROUND));
+    }
     if (count == 0)
         return; /* the pointers may be NULL then, which memcpy() is not to see */
     environment_t environment = environment_enter();

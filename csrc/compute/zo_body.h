@@ -19,6 +19,7 @@
 #include <string.h>
 
 #include "compute/zo_kernels.h"
+#include "compute/zo_round.h"
 #include "compute/zo_vectors.h"
 
 #define LANES (VECTOR_BYTES / 4)
@@ -290,6 +291,49 @@ static void apply(const struct lh_zo_op *op, float *values, const float *source,
 #undef APPLY
 }
 
+/* Of a span, whose words are random. */
+static void span_round(enum lh_zo_format format, float *values, const float *source,
+                       const struct span *random, uint64_t count)
+{
+    static const struct lh_zo_shape bf16 = LH_ZO_SHAPE_BF16, f16 = LH_ZO_SHAPE_F16,
+                                    f8 = LH_ZO_SHAPE_F8;
+#define ROUND(shape)                                                                               \
+    for (uint64_t i = 0; i < count; i += LANES) {                                                  \
+        words bits;                                                                                \
+        memcpy(&bits, source + i, sizeof(bits));                                                   \
+        bits = rounded(bits, random->at[i / LANES], (shape));                                      \
+        memcpy(values + i, &bits, sizeof(bits));                                                   \
+    }
+    if (format == LH_ZO_FORMAT_BF16)
+        ROUND(bf16)
+    else if (format == LH_ZO_FORMAT_F16)
+        ROUND(f16)
+    else
+        ROUND(f8)
+#undef ROUND
+}
+
+/* A ROUND. Its words alone are made. */
+static void round_all(const struct lh_zo_op *op, float *values, const float *source, uint64_t first,
+                      uint64_t count)
+{
+    const uint64_t part_counters = COLUMNS * LANES;
+    struct keys keys;
+    struct span random;
+    uint64_t counter = first / LH_ZO_WORDS;
+    if (op->format == LH_ZO_FORMAT_F32) {
+        if (values != source)
+            memcpy(values, source, count * sizeof(*values));
+        return;
+    }
+    keys_make(&keys, &op->stream, counter);
+    for (uint64_t at = 0; at < count; at += SPAN) {
+        for (int part = 0; part < PARTS; part++, counter += part_counters)
+            words_make(&keys, counter, random.at + part * COLUMNS);
+        span_round(op->format, values + at, source + at, &random, lh_min_u64(SPAN, count - at));
+    }
+}
+
 /* Ops of one z. A span's words are made while those of the span before become numbers. */
 static void draw(float *values, const float *source, uint64_t first, uint64_t count,
                  const struct lh_zo_op *ops, uint32_t op_count)
@@ -297,6 +341,10 @@ static void draw(float *values, const float *source, uint64_t first, uint64_t co
     const uint64_t part_counters = COLUMNS * LANES;
     struct keys keys;
     struct span spans[2];
+    if (ops[0].kind == LH_ZO_OP_ROUND) {
+        round_all(&ops[0], values, source, first, count);
+        return;
+    }
     uint64_t counter = first / LH_ZO_WORDS;
     keys_make(&keys, &ops[0].stream, counter);
     for (int part = 0; part < PARTS; part++, counter += part_counters)

@@ -52,6 +52,27 @@ struct lh_zo_batch {
     struct lh_zo_op ops[LH_ZO_BATCH_OPS];
 };
 
+/* A format's numbers as those of fp32 that they are. */
+struct lh_zo_shape {
+    uint32_t mantissa_bits;
+    uint32_t exponent_min; /* of its least normal number, biased as in fp32 */
+    uint32_t max;          /* bits of its largest finite number */
+};
+#define LH_ZO_SHAPE_BF16 {7, 1, 0x7F7F0000}
+#define LH_ZO_SHAPE_F16 {10, 113, 0x477FE000}
+#define LH_ZO_SHAPE_F8 {3, 121, 0x43E00000}
+#define LH_ZO_NAN 0x7FC00000
+
+/* ROUND's definition: bits of what value becomes, given by its bits, with a random word. */
+uint32_t lh_zo_rounded(uint32_t bits, uint32_t word, enum lh_zo_format format);
+
+/* Elements of format, which is not F32, as numbers of fp32. */
+void lh_zo_widen_ref(float *values, const void *kept, enum lh_zo_format format, uint64_t count);
+/* Numbers that format has, or quiet NaNs. */
+void lh_zo_narrow_ref(void *kept, const float *values, enum lh_zo_format format, uint64_t count);
+/* Any numbers, rounded to BF16 or F16 as lh_cast_is_of() has them (cast.h). */
+void lh_zo_cast_ref(void *cast, const float *values, enum lh_zo_format format, uint64_t count);
+
 /* The definition; any machine. */
 void lh_zo_ref(float *values, const float *source, uint64_t first, uint64_t count,
                const struct lh_zo_op *ops, uint32_t op_count);

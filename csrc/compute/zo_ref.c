@@ -61,15 +61,21 @@ static void turn_of(uint32_t word, float *cosine_out, float *sine_out)
     *sine_out = quarter >= 2 ? -at_sine : at_sine;
 }
 
-/* Of the block's elements that one counter makes. */
-static void draw(const struct lh_zo_stream *stream, uint64_t counter, float z_out[LH_ZO_WORDS])
+static void words_make(const struct lh_zo_stream *stream, uint64_t counter,
+                       uint32_t words_out[LH_ZO_WORDS])
 {
     const uint32_t key[2] = {(uint32_t)stream->seed, (uint32_t)(stream->seed >> 32)};
     const uint32_t counters[4] = {(uint32_t)counter,
                                   (uint32_t)(counter >> 32) | stream->sample << 16, stream->param,
                                   stream->step};
+    lh_zo_philox(counters, key, words_out);
+}
+
+/* Of the block's elements that one counter makes. */
+static void draw(const struct lh_zo_stream *stream, uint64_t counter, float z_out[LH_ZO_WORDS])
+{
     uint32_t words[LH_ZO_WORDS];
-    lh_zo_philox(counters, key, words);
+    words_make(stream, counter, words);
     for (int i = 0; i < LH_ZO_WORDS; i += 2) {
         float cosine, sine;
         float radius = radius_of(words[i]);
@@ -90,9 +96,54 @@ static float applied(const struct lh_zo_op *op, float value, float z)
             z = z + value * op->decay;
         return value - z * op->lr;
     case LH_ZO_OP_DRAW:
+    case LH_ZO_OP_ROUND: /* not here */
         break;
     }
     return z;
+}
+
+/* Magnitudes grow by a random part of the distance to the next number, and lose what is left. */
+uint32_t lh_zo_rounded(uint32_t bits, uint32_t word, enum lh_zo_format format)
+{
+    static const struct lh_zo_shape shapes[] = {[LH_ZO_FORMAT_BF16] = LH_ZO_SHAPE_BF16,
+                                                [LH_ZO_FORMAT_F16] = LH_ZO_SHAPE_F16,
+                                                [LH_ZO_FORMAT_F8] = LH_ZO_SHAPE_F8};
+    const struct lh_zo_shape *shape = &shapes[format];
+    const uint32_t sign = bits & UINT32_C(0x80000000), magnitude = bits - sign;
+    const uint32_t exponent = magnitude >> 23 > 0 ? magnitude >> 23 : 1;
+    uint32_t dropped = 23 - shape->mantissa_bits, out;
+    if (format == LH_ZO_FORMAT_F32)
+        return bits;
+    if (magnitude > UINT32_C(0x7F800000))
+        return sign | LH_ZO_NAN;
+    if (exponent >= shape->exponent_min) {
+        out = (magnitude + (word >> (32 - dropped))) >> dropped << dropped;
+    } else {
+        /* As many units of the least number as whole; so little that more than 31 bits are lost is
+           as good as any that only the largest word makes 1. */
+        uint32_t whole = magnitude & UINT32_C(0x7FFFFF);
+        whole |= (uint32_t)(magnitude >> 23 > 0) << 23;
+        dropped += shape->exponent_min - exponent;
+        if (dropped > 31) {
+            whole >>= dropped - 31 < 31 ? dropped - 31 : 31;
+            dropped = 31;
+        }
+        float number = (float)((whole + (word >> (32 - dropped))) >> dropped);
+        number *= ldexpf(1, (int)(shape->exponent_min - shape->mantissa_bits) - 127);
+        memcpy(&out, &number, sizeof(out));
+    }
+    return sign | (out < shape->max ? out : shape->max);
+}
+
+static void round_all(const struct lh_zo_op *op, uint64_t counter, float *at)
+{
+    uint32_t words[LH_ZO_WORDS], bits;
+    words_make(&op->stream, counter, words);
+    for (int i = 0; i < LH_ZO_WORDS; i++, at += LH_ZO_COUNTERS) {
+        memcpy(&bits, at, sizeof(bits));
+        bits = lh_zo_rounded(bits, words[i], op->format);
+        memcpy(at, &bits, sizeof(bits));
+    }
 }
 
 void lh_zo_ref(float *values, const float *source, uint64_t first, uint64_t count,
@@ -104,8 +155,13 @@ void lh_zo_ref(float *values, const float *source, uint64_t first, uint64_t coun
         float *at = values + i / LH_ZO_COUNTERS * LH_ZO_BLOCK + i % LH_ZO_COUNTERS;
         float z[LH_ZO_WORDS] = {0};
         for (uint32_t j = 0; j < op_count; j++) {
+            uint64_t counter = first / LH_ZO_WORDS + i;
+            if (ops[j].kind == LH_ZO_OP_ROUND) {
+                round_all(&ops[j], counter, at);
+                continue;
+            }
             if (!ops[j].is_same)
-                draw(&ops[j].stream, first / LH_ZO_WORDS + i, z);
+                draw(&ops[j].stream, counter, z);
             for (int k = 0; k < LH_ZO_WORDS; k++)
                 at[k * LH_ZO_COUNTERS] = applied(&ops[j], at[k * LH_ZO_COUNTERS], z[k]);
         }

@@ -14,7 +14,7 @@
  * with a Python error.
  */
 int lhpy_adam_register(PyObject *module);
-/* Add zo_kernels and zo_apply (zo.c). */
+/* Add zo_kernels, zo_apply and zo_lead (zo.c). */
 int lhpy_zo_register(PyObject *module);
 
 #endif

@@ -33,9 +33,23 @@ static const struct lh_zo_kernel *kernel_named(const char *name)
     return NULL;
 }
 
-static int op_parse(PyObject *row, struct lh_zo_op *op)
+static int format_parse(const char *name, enum lh_zo_format *format_out)
 {
-    static const char *const kinds[] = {"perturb", "update", "draw"};
+    static const char *const names[] = {"fp32", "bf16", "fp16", "fp8"};
+    for (size_t i = 0; i < LH_COUNT_OF(names); i++) {
+        if (strcmp(name, names[i]) == 0) {
+            *format_out = (enum lh_zo_format)i;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "no format %s: fp32, bf16, fp16, fp8", name);
+    return -1;
+}
+
+/* format: of ROUND; NULL: there may be none. */
+static int op_parse(PyObject *row, const enum lh_zo_format *format, struct lh_zo_op *op)
+{
+    static const char *const kinds[] = {"perturb", "update", "draw", "round"};
     unsigned long long seed;
     unsigned sample, param, step;
     const char *word;
@@ -53,6 +67,12 @@ static int op_parse(PyObject *row, struct lh_zo_op *op)
         op->kind = (enum lh_zo_op_kind)i;
         op->is_same = is_same != 0;
         op->stream = (struct lh_zo_stream){seed, sample, param, step};
+        if (op->kind == LH_ZO_OP_ROUND && !format) {
+            PyErr_SetString(PyExc_ValueError, "a round needs a format");
+            return -1;
+        }
+        if (op->kind == LH_ZO_OP_ROUND)
+            op->format = *format;
         if (sample < LH_ZO_SAMPLE_COUNT_MAX)
             return 0;
         PyErr_Format(PyExc_ValueError, "sample %u: below %d", sample, LH_ZO_SAMPLE_COUNT_MAX);
@@ -62,7 +82,25 @@ static int op_parse(PyObject *row, struct lh_zo_op *op)
     return -1;
 }
 
-static int ops_parse(PyObject *rows, struct lh_zo_op **ops_out, uint32_t *count_out)
+/* An op that has no z before it, or is no z's, is not of the same z. */
+static int same_check(const struct lh_zo_op *ops, Py_ssize_t i)
+{
+    const char *what = NULL;
+    if (i == 0)
+        what = "the first op has no z before it";
+    else if (ops[i].kind == LH_ZO_OP_ROUND)
+        what = "a round has no z";
+    else if (ops[i - 1].kind == LH_ZO_OP_ROUND)
+        what = "an op behind a round has no z before it";
+    if (!ops[i].is_same || !what)
+        return 0;
+    PyErr_SetString(PyExc_ValueError, what);
+    return -1;
+}
+
+/* format: of ROUND; NULL: there may be none. */
+static int ops_parse(PyObject *rows, const enum lh_zo_format *format, struct lh_zo_op **ops_out,
+                     uint32_t *count_out)
 {
     Py_ssize_t count = PySequence_Size(rows);
     if (count < 0)
@@ -78,13 +116,9 @@ static int ops_parse(PyObject *rows, struct lh_zo_op **ops_out, uint32_t *count_
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *row = PySequence_GetItem(rows, i);
-        int rc = row ? op_parse(row, &ops[i]) : -1;
+        int rc = row ? op_parse(row, format, &ops[i]) : -1;
         Py_XDECREF(row);
-        if (rc == 0 && i == 0 && ops[i].is_same) {
-            PyErr_SetString(PyExc_ValueError, "the first op has no z before it");
-            rc = -1;
-        }
-        if (rc < 0) {
+        if (rc < 0 || same_check(ops, i) < 0) {
             PyMem_Free(ops);
             return -1;
         }
@@ -94,31 +128,79 @@ static int ops_parse(PyObject *rows, struct lh_zo_op **ops_out, uint32_t *count_
     return 0;
 }
 
+static int range_check(unsigned long long first, unsigned long long count)
+{
+    if (first <= LH_ZO_ELEMENT_COUNT_MAX && count <= LH_ZO_ELEMENT_COUNT_MAX - first)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "elements %llu to %llu + %llu: 2^50 at most", first, first,
+                 count);
+    return -1;
+}
+
 static PyObject *zo_apply(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"values_ptr", "source_ptr", "first", "count", "ops", "kernel", NULL};
+    static char *names[] = {"values_ptr", "source_ptr", "first",  "count",
+                            "ops",        "kernel",     "format", NULL};
     unsigned long long values, source, first, count;
     const struct lh_zo_kernel *kernel;
     struct lh_zo_op *ops = NULL;
-    const char *name = NULL;
+    const char *name = NULL, *format_name = NULL;
+    enum lh_zo_format format;
     uint32_t op_count = 0;
     PyObject *rows;
 
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKKKO|z", names, &values, &source, &first,
-                                     &count, &rows, &name))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKKKO|zz", names, &values, &source, &first,
+                                     &count, &rows, &name, &format_name))
         return NULL;
     kernel = kernel_named(name);
-    if (!kernel)
+    if (!kernel || range_check(first, count) < 0)
         return NULL;
-    if (first > LH_ZO_ELEMENT_COUNT_MAX || count > LH_ZO_ELEMENT_COUNT_MAX - first)
-        return PyErr_Format(PyExc_ValueError, "elements %llu to %llu + %llu: 2^50 at most", first,
-                            first, count);
-    if (ops_parse(rows, &ops, &op_count) < 0)
+    if (format_name && format_parse(format_name, &format) < 0)
+        return NULL;
+    if (ops_parse(rows, format_name ? &format : NULL, &ops, &op_count) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     lh_zo_apply_by(kernel, (float *)(uintptr_t)values, (const float *)(uintptr_t)source, first,
                    count, ops, op_count);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(ops);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *zo_lead(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"state_ptr",    "state_format", "values_ptr",
+                            "value_format", "first",        "count",
+                            "ops",          "kernel",       NULL};
+    unsigned long long state, values, first, count;
+    const char *state_format, *value_format, *name = NULL;
+    const struct lh_zo_kernel *kernel;
+    struct lh_zo_kept kept = {0};
+    struct lh_zo_op *ops = NULL;
+    uint32_t op_count = 0;
+    PyObject *rows;
+
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KsKsKKO|z", names, &state, &state_format,
+                                     &values, &value_format, &first, &count, &rows, &name))
+        return NULL;
+    kernel = kernel_named(name);
+    if (!kernel || range_check(first, count) < 0)
+        return NULL;
+    if (format_parse(state_format, &kept.state_format) < 0 ||
+        format_parse(value_format, &kept.value_format) < 0)
+        return NULL;
+    if (kept.value_format == LH_ZO_FORMAT_F8) {
+        PyErr_SetString(PyExc_ValueError, "values of fp8: fp32, bf16 or fp16");
+        return NULL;
+    }
+    if (ops_parse(rows, &kept.state_format, &ops, &op_count) < 0)
+        return NULL;
+    kept.state = (void *)(uintptr_t)state;
+    kept.values = (void *)(uintptr_t)values;
+    Py_BEGIN_ALLOW_THREADS
+    lh_zo_lead_by(kernel, &kept, first, count, ops, op_count);
     Py_END_ALLOW_THREADS
     PyMem_Free(ops);
     return Py_NewRef(Py_None);
@@ -173,7 +255,7 @@ PyObject *lhpy_engine_zo_lead(PyObject *object, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "2^50 elements at most, behind zo_load()");
         return NULL;
     }
-    if (ops_parse(rows, &ops, &op_count) < 0)
+    if (ops_parse(rows, NULL, &ops, &op_count) < 0)
         return NULL;
     void *stream = lhpy_device_stream(self);
     float *values = (float *)(uintptr_t)address;
@@ -192,6 +274,8 @@ static PyMethodDef methods[] = {
     {"zo_kernels", zo_kernels, METH_NOARGS, "Names of the kernels, best first."},
     {"zo_apply", (PyCFunction)(void (*)(void))zo_apply, METH_VARARGS | METH_KEYWORDS,
      "Ops of zeroth-order training, in order, over a range of a parameter."},
+    {"zo_lead", (PyCFunction)(void (*)(void))zo_lead, METH_VARARGS | METH_KEYWORDS,
+     "The same to what is kept in a format, and what computation reads of it."},
     {NULL, NULL, 0, NULL},
 };
 

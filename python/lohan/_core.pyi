@@ -236,6 +236,19 @@ def zo_apply(
     count: int,
     ops: Sequence[tuple[str, bool, int, int, int, int, float, float, float]],
     kernel: str | None = None,
+    format: str | None = None,  # of rounds
+) -> None: ...
+
+# formats: "fp32", "bf16", "fp16", "fp8"; that of rounds is the state's
+def zo_lead(
+    state_ptr: int,
+    state_format: str,
+    values_ptr: int,
+    value_format: str,
+    first: int,
+    count: int,
+    ops: Sequence[tuple[str, bool, int, int, int, int, float, float, float]],
+    kernel: str | None = None,
 ) -> None: ...
 def crc32c(buffer: bytes | bytearray | memoryview, value: int = 0) -> int: ...
 def plan(model: dict[str, Any], machine: dict[str, Any], policy: str, /) -> dict[str, Any]: ...
