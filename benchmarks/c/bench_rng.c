@@ -5,6 +5,10 @@
  *
  *      bench_rng [repetitions = 99]
  *
+ * And what parameters cost that are kept in another format: ROUND alone, and a step's update, ROUND
+ * and perturbation from what is kept to values of bf16, beside update and perturbation of fp32 in
+ * place.
+ *
  * One JSON line a result. value, min, median and max are numbers a second; fraction_of_bound is the
  * median over repetitions of (time of the bound / time of the kernel).
  */
@@ -167,6 +171,63 @@ static int compare(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
+static void fractions_print(const char *what, const char *kernel, const char *format,
+                            const char *peer, double *speeds, double *peer_speeds, int n)
+{
+    double ratios[REPETITION_COUNT_MAX];
+    for (int i = 0; i < n; i++)
+        ratios[i] = speeds[i] / peer_speeds[i];
+    qsort(speeds, (size_t)n, sizeof(*speeds), compare);
+    qsort(peer_speeds, (size_t)n, sizeof(*peer_speeds), compare);
+    qsort(ratios, (size_t)n, sizeof(*ratios), compare);
+    printf("{\"name\": \"%s/%s/%s\", \"value\": %.4g, \"unit\": \"numbers/s\", \"peer\": \"%s\", "
+           "\"peer_value\": %.4g, \"ratio\": %.3f, \"bound\": null, \"fraction_of_bound\": null, "
+           "\"n\": %d, \"min\": %.4g, \"median\": %.4g, \"max\": %.4g}\n",
+           what, kernel, format, speeds[n / 2], peer, peer_speeds[n / 2], ratios[n / 2], n,
+           speeds[0], speeds[n / 2], speeds[n - 1]);
+    fflush(stdout);
+}
+
+static void kept_bench(const struct lh_zo_kernel *kernel, enum lh_zo_format format, int n)
+{
+    static const char *const names[] = {"fp32", "bf16", "fp16", "fp8"};
+    static float values[COUNT] __attribute__((aligned(64)));
+    static float state[COUNT] __attribute__((aligned(64)));
+    static float wide[COUNT] __attribute__((aligned(64)));
+    double speeds[4][REPETITION_COUNT_MAX];
+    const struct lh_zo_op round = {
+        .kind = LH_ZO_OP_ROUND, .stream = {1, LH_ZO_SAMPLE_ROUND, 3, 4}, .format = format};
+    const struct lh_zo_op draw = {.kind = LH_ZO_OP_DRAW, .stream = {1, 2, 3, 4}};
+    const struct lh_zo_op update = {
+        .kind = LH_ZO_OP_UPDATE, .stream = {1, 2, 3, 4}, .scale = 1, .lr = 0x1p-10f};
+    const struct lh_zo_op perturb = {
+        .kind = LH_ZO_OP_PERTURB, .stream = {1, 2, 3, 5}, .scale = 0x1p-10f};
+    const struct lh_zo_op step[] = {update, round, perturb}, plain[] = {update, perturb};
+    const struct lh_zo_kept kept = {state, format, values, LH_ZO_FORMAT_BF16};
+    memset(state, 0, sizeof(state));
+    memset(wide, 0, sizeof(wide));
+    for (int r = -1; r < n; r++) {
+        double begin_s[5];
+        for (int i = 0; i < 5; i++) {
+            begin_s[i] = now_s();
+            for (uint64_t j = 0; i < 4 && j < ROUNDS / 4; j++) {
+                if (i == 0)
+                    lh_zo_apply_by(kernel, wide, wide, j * COUNT, COUNT, &round, 1);
+                else if (i == 1)
+                    lh_zo_apply_by(kernel, values, values, j * COUNT, COUNT, &draw, 1);
+                else if (i == 2)
+                    lh_zo_lead_by(kernel, &kept, j * COUNT, COUNT, step, 3);
+                else
+                    lh_zo_apply_by(kernel, wide, wide, j * COUNT, COUNT, plain, 2);
+            }
+        }
+        for (int i = 0; i < 4 && r >= 0; i++)
+            speeds[i][r] = (double)(ROUNDS / 4 * COUNT) / (begin_s[i + 1] - begin_s[i]);
+    }
+    fractions_print("round", kernel->name, names[format], "z", speeds[0], speeds[1], n);
+    fractions_print("lead", kernel->name, names[format], "in fp32", speeds[2], speeds[3], n);
+}
+
 static void kernel_bench(const struct lh_zo_kernel *kernel, int repetition_count)
 {
     static float values[COUNT] __attribute__((aligned(64)));
@@ -214,7 +275,10 @@ int main(int argc, char **argv)
         return 1;
     }
     /* The definition goes one counter at a time; its speed says nothing. */
-    for (int i = 0; i < kernel_count - 1; i++)
+    for (int i = 0; i < kernel_count - 1; i++) {
         kernel_bench(&kernels[i], repetition_count);
+        for (int format = LH_ZO_FORMAT_BF16; format <= LH_ZO_FORMAT_F8; format++)
+            kept_bench(&kernels[i], (enum lh_zo_format)format, repetition_count);
+    }
     return 0;
 }

@@ -3,23 +3,18 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "compute/zo_environment.h"
 #include "compute/zo_kernels.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#else
-#include <fenv.h>
-#endif
 
 /* Best first. */
 static const struct lh_zo_kernel kernels[] = {
 #if defined(__x86_64__)
-    {"avx512", lh_zo_avx512},
-    {"avx2", lh_zo_avx2},
+    {"avx512", lh_zo_avx512, lh_zo_widen_avx512, lh_zo_narrow_avx512, lh_zo_cast_avx512},
+    {"avx2", lh_zo_avx2, lh_zo_widen_avx2, lh_zo_narrow_avx2, lh_zo_cast_avx2},
 #elif defined(__aarch64__)
-    {"neon", lh_zo_neon},
+    {"neon", lh_zo_neon, lh_zo_widen_neon, lh_zo_narrow_neon, lh_zo_cast_neon},
 #endif
-    {"ref", lh_zo_ref},
+    {"ref", lh_zo_ref, lh_zo_widen_ref, lh_zo_narrow_ref, lh_zo_cast_ref},
 };
 
 int lh_zo_kernels(const struct lh_zo_kernel **kernels_out)
@@ -29,51 +24,11 @@ int lh_zo_kernels(const struct lh_zo_kernel **kernels_out)
     bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (!has_avx512)
-        first = __builtin_cpu_supports("avx2") ? 1 : 2;
+        first = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? 1 : 2;
 #endif
     *kernels_out = kernels + first;
     return (int)LH_COUNT_OF(kernels) - first;
 }
-
-/*
- * The default environment, and the caller's again. Here no number is made outside the vector unit;
- * fesetenv() also sets x87's, which takes as long as some hundreds of z.
- */
-#if defined(__x86_64__)
-
-typedef uint32_t environment_t;
-
-static environment_t environment_enter(void)
-{
-    const uint32_t nearest_and_masked = 0x1F80;
-    environment_t before = _mm_getcsr();
-    _mm_setcsr(nearest_and_masked);
-    return before;
-}
-
-static void environment_leave(environment_t before)
-{
-    _mm_setcsr(before);
-}
-
-#else
-
-typedef fenv_t environment_t;
-
-static environment_t environment_enter(void)
-{
-    environment_t before;
-    fegetenv(&before);
-    fesetenv(FE_DFL_ENV);
-    return before;
-}
-
-static void environment_leave(environment_t before)
-{
-    fesetenv(&before);
-}
-
-#endif
 
 /* Less than a block: elements skip to skip + count of the one that begins at element first. */
 static void apply_part(const struct lh_zo_kernel *kernel, float *values, const float *source,
@@ -98,7 +53,7 @@ void lh_zo_apply_by(const struct lh_zo_kernel *kernel, float *values, const floa
     }
     if (count == 0)
         return; /* the pointers may be NULL then, which memcpy() is not to see */
-    environment_t environment = environment_enter();
+    zo_environment_t environment = zo_environment_enter();
     uint64_t skip = first % LH_ZO_BLOCK;
     if (skip > 0) {
         uint64_t part = lh_min_u64(count, LH_ZO_BLOCK - skip);
@@ -114,7 +69,7 @@ void lh_zo_apply_by(const struct lh_zo_kernel *kernel, float *values, const floa
     if (count > whole)
         apply_part(kernel, values + whole, source + whole, first + whole, 0, count - whole, ops,
                    op_count);
-    environment_leave(environment);
+    zo_environment_leave(environment);
 }
 
 void lh_zo_apply(float *values, const float *source, uint64_t first, uint64_t count,

@@ -111,6 +111,12 @@ struct lh_zo_kernel {
     /* first and count are multiples of 64. */
     void (*run)(float *values, const float *source, uint64_t first, uint64_t count,
                 const struct lh_zo_op *ops, uint32_t op_count);
+    /* Elements of format, which is not F32, as numbers of fp32. */
+    void (*widen)(float *values, const void *kept, enum lh_zo_format format, uint64_t count);
+    /* Numbers that format has, or the NaN of LH_ZO_OP_ROUND. */
+    void (*narrow)(void *kept, const float *values, enum lh_zo_format format, uint64_t count);
+    /* Any numbers, rounded to BF16 or F16 as lh_cast_is_of() has them (cast.h). */
+    void (*cast)(void *cast, const float *values, enum lh_zo_format format, uint64_t count);
 };
 
 /* The kernels this machine can run, best first; the count is returned. */

@@ -301,7 +301,7 @@ static void span_round(enum lh_zo_format format, float *values, const float *sou
     for (uint64_t i = 0; i < count; i += LANES) {                                                  \
         words bits;                                                                                \
         memcpy(&bits, source + i, sizeof(bits));                                                   \
-        bits = rounded(bits, random->at[i / LANES], (shape));                                      \
+        bits = rounded(bits, random->at[i / LANES], format, (shape));                              \
         memcpy(values + i, &bits, sizeof(bits));                                                   \
     }
     if (format == LH_ZO_FORMAT_BF16)

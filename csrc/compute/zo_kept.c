@@ -3,6 +3,7 @@
 
 #include "base/assert.h"
 #include "compute/half.h"
+#include "compute/zo_environment.h"
 #include "compute/zo_kernels.h"
 
 /* Elements that are led at a time: so few that every form of them stays in the first cache. */
@@ -91,20 +92,20 @@ static void chunk_lead(const struct lh_zo_kernel *kernel, const struct lh_zo_kep
     if (kept->state_format == LH_ZO_FORMAT_F32)
         source = kept->state;
     else
-        lh_zo_widen_ref(values, kept->state, kept->state_format, count);
+        kernel->widen(values, kept->state, kept->state_format, count);
     if (round_count > 0) {
         lh_zo_apply_by(kernel, values, source, first, count, ops, round_count);
         source = values;
         if (kept->state_format == LH_ZO_FORMAT_F32)
             memcpy(kept->state, values, count * sizeof(*values));
         else
-            lh_zo_narrow_ref(kept->state, values, kept->state_format, count);
+            kernel->narrow(kept->state, values, kept->state_format, count);
     }
     if (source != values || round_count < op_count)
         lh_zo_apply_by(kernel, values, source, first, count, ops + round_count,
                        op_count - round_count);
     if (!is_wide)
-        lh_zo_cast_ref(kept->values, values, kept->value_format, count);
+        kernel->cast(kept->values, values, kept->value_format, count);
 }
 
 void lh_zo_lead_by(const struct lh_zo_kernel *kernel, const struct lh_zo_kept *kept, uint64_t first,
@@ -120,12 +121,14 @@ void lh_zo_lead_by(const struct lh_zo_kernel *kernel, const struct lh_zo_kept *k
         LH_ASSERT(ops[i].kind != LH_ZO_OP_ROUND || ops[i].format == kept->state_format);
         round_count = ops[i].kind == LH_ZO_OP_ROUND ? i + 1 : round_count;
     }
+    zo_environment_t environment = zo_environment_enter();
     for (uint64_t at = 0, next; at < count; at = next) {
         next = lh_min_u64(count, at + CHUNK - (first + at) % CHUNK);
         chunk.state = (char *)kept->state + at * state_bytes;
         chunk.values = (char *)kept->values + at * value_bytes;
         chunk_lead(kernel, &chunk, first + at, next - at, ops, op_count, round_count);
     }
+    zo_environment_leave(environment);
 }
 
 void lh_zo_lead(const struct lh_zo_kept *kept, uint64_t first, uint64_t count,

@@ -66,26 +66,32 @@ struct lh_zo_shape {
 /* ROUND's definition: bits of what value becomes, given by its bits, with a random word. */
 uint32_t lh_zo_rounded(uint32_t bits, uint32_t word, enum lh_zo_format format);
 
-/* Elements of format, which is not F32, as numbers of fp32. */
-void lh_zo_widen_ref(float *values, const void *kept, enum lh_zo_format format, uint64_t count);
-/* Numbers that format has, or quiet NaNs. */
-void lh_zo_narrow_ref(void *kept, const float *values, enum lh_zo_format format, uint64_t count);
-/* Any numbers, rounded to BF16 or F16 as lh_cast_is_of() has them (cast.h). */
-void lh_zo_cast_ref(void *cast, const float *values, enum lh_zo_format format, uint64_t count);
-
 /* The definition; any machine. */
 void lh_zo_ref(float *values, const float *source, uint64_t first, uint64_t count,
                const struct lh_zo_op *ops, uint32_t op_count);
+void lh_zo_widen_ref(float *values, const void *kept, enum lh_zo_format format, uint64_t count);
+void lh_zo_narrow_ref(void *kept, const float *values, enum lh_zo_format format, uint64_t count);
+void lh_zo_cast_ref(void *cast, const float *values, enum lh_zo_format format, uint64_t count);
 
 #if defined(__x86_64__)
+/* Need AVX2 and F16C. */
 void lh_zo_avx2(float *values, const float *source, uint64_t first, uint64_t count,
                 const struct lh_zo_op *ops, uint32_t op_count);
-/* Needs AVX-512 F, BW, VL and DQ. */
+void lh_zo_widen_avx2(float *values, const void *kept, enum lh_zo_format format, uint64_t count);
+void lh_zo_narrow_avx2(void *kept, const float *values, enum lh_zo_format format, uint64_t count);
+void lh_zo_cast_avx2(void *cast, const float *values, enum lh_zo_format format, uint64_t count);
+/* Need AVX-512 F, BW, VL and DQ. */
 void lh_zo_avx512(float *values, const float *source, uint64_t first, uint64_t count,
                   const struct lh_zo_op *ops, uint32_t op_count);
+void lh_zo_widen_avx512(float *values, const void *kept, enum lh_zo_format format, uint64_t count);
+void lh_zo_narrow_avx512(void *kept, const float *values, enum lh_zo_format format, uint64_t count);
+void lh_zo_cast_avx512(void *cast, const float *values, enum lh_zo_format format, uint64_t count);
 #elif defined(__aarch64__)
 void lh_zo_neon(float *values, const float *source, uint64_t first, uint64_t count,
                 const struct lh_zo_op *ops, uint32_t op_count);
+void lh_zo_widen_neon(float *values, const void *kept, enum lh_zo_format format, uint64_t count);
+void lh_zo_narrow_neon(void *kept, const float *values, enum lh_zo_format format, uint64_t count);
+void lh_zo_cast_neon(void *cast, const float *values, enum lh_zo_format format, uint64_t count);
 #endif
 
 #endif

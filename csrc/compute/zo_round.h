@@ -2,41 +2,127 @@
 #ifndef LH_COMPUTE_ZO_ROUND_H
 #define LH_COMPUTE_ZO_ROUND_H
 
+#include <string.h>
+
 #include "compute/zo_kernels.h"
 #include "compute/zo_vectors.h"
 
-/* where is ~0 or 0 in each lane. */
-static INLINE words chosen(ints where, words yes, words no)
+#if VECTOR_BYTES == 64
+
+/* Counts below 0 give anything, those above 31 give 0. */
+static INLINE words shifted(words bits, words counts)
 {
-    return (yes & (words)where) | (no & ~(words)where);
+    return (words)_mm512_srlv_epi32((__m512i)bits, (__m512i)counts);
 }
 
-/* As lh_zo_rounded(), which says what it is; shape is a constant. */
-static INLINE words rounded(words bits, words random, const struct lh_zo_shape shape)
+/* Of whole numbers with a sign. */
+static INLINE words lesser(words a, words b)
+{
+    return (words)_mm512_min_epi32((__m512i)a, (__m512i)b);
+}
+
+/* In any lane, a above b. */
+static INLINE bool is_any_above(words a, words b)
+{
+    return _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b) != 0;
+}
+
+/* yes where a is below b, else no. */
+static INLINE words below_or(words a, words b, words yes, words no)
+{
+    __mmask16 is_below = _mm512_cmplt_epi32_mask((__m512i)a, (__m512i)b);
+    return (words)_mm512_mask_blend_epi32(is_below, (__m512i)no, (__m512i)yes);
+}
+
+#elif VECTOR_BYTES == 32
+
+/* Counts below 0 give anything, those above 31 give 0. */
+static INLINE words shifted(words bits, words counts)
+{
+    return (words)_mm256_srlv_epi32((__m256i)bits, (__m256i)counts);
+}
+
+/* Of whole numbers with a sign. */
+static INLINE words lesser(words a, words b)
+{
+    return (words)_mm256_min_epi32((__m256i)a, (__m256i)b);
+}
+
+/* In any lane, a above b. */
+static INLINE bool is_any_above(words a, words b)
+{
+    __m256i is_above = _mm256_cmpgt_epi32((__m256i)a, (__m256i)b);
+    return !_mm256_testz_si256(is_above, is_above);
+}
+
+/* yes where a is below b, else no. */
+static INLINE words below_or(words a, words b, words yes, words no)
+{
+    __m256i is_below = _mm256_cmpgt_epi32((__m256i)b, (__m256i)a);
+    return (words)_mm256_blendv_epi8((__m256i)no, (__m256i)yes, is_below);
+}
+
+#else
+
+/* Counts below 0 give anything, those above 31 give 0. */
+static INLINE words shifted(words bits, words counts)
+{
+    return (words)vshlq_u32((uint32x4_t)bits, vnegq_s32((int32x4_t)counts));
+}
+
+/* Of whole numbers with a sign. */
+static INLINE words lesser(words a, words b)
+{
+    return (words)vminq_s32((int32x4_t)a, (int32x4_t)b);
+}
+
+/* In any lane, a above b. */
+static INLINE bool is_any_above(words a, words b)
+{
+    return vmaxvq_u32(vcgtq_s32((int32x4_t)a, (int32x4_t)b)) != 0;
+}
+
+/* yes where a is below b, else no. */
+static INLINE words below_or(words a, words b, words yes, words no)
+{
+    uint32x4_t is_below = vcltq_s32((int32x4_t)a, (int32x4_t)b);
+    return (words)vbslq_u32(is_below, (uint32x4_t)yes, (uint32x4_t)no);
+}
+
+#endif
+
+/* Lane by lane: what may become larger than the format's largest number, or is none. */
+static NOINLINE void rounded_rare(words *bits, const words *random, enum lh_zo_format format)
+{
+    for (size_t i = 0; i < sizeof(*bits) / 4; i++)
+        (*bits)[i] = lh_zo_rounded((*bits)[i], (*random)[i], format);
+}
+
+/* As lh_zo_rounded(), which says what it is. format and its shape are constants. */
+static INLINE words rounded(words bits, words random, enum lh_zo_format format,
+                            const struct lh_zo_shape shape)
 {
     const words none = {0};
-    const uint32_t dropped = 23 - shape.mantissa_bits;
-    words sign = bits & UINT32_C(0x80000000);
-    words magnitude = bits ^ sign;
-    words out = (magnitude + (random >> (32 - dropped))) >> dropped << dropped;
-    if (shape.exponent_min > 1) {
-        ints is_low = (ints)magnitude < (ints)(none + (shape.exponent_min << 23));
-        words exponent = magnitude >> 23;
-        words is_normal = exponent > 0; /* ~0 */
-        words whole = (magnitude & UINT32_C(0x7FFFFF)) | (is_normal & UINT32_C(0x800000));
-        words lost = dropped + shape.exponent_min - exponent - (is_normal + 1);
-        /* What is lost of larger numbers is below 1 bit, and not looked at. */
-        words more = (words)((ints)lost > 31) & (lost - 31);
-        lost = chosen(is_low, lost - more, none + 31);
-        more = chosen((ints)more > 31, none + 31, more);
-        whole = ((whole >> more) + (random >> (32 - lost))) >> lost;
-        uint32_t unit = (shape.exponent_min - shape.mantissa_bits) << 23;
-        floats number = __builtin_convertvector((ints)whole, floats) * (floats)(none + unit);
-        out = chosen(is_low, (words)number, out);
+    const uint32_t lost = 23 - shape.mantissa_bits;
+    words magnitude = bits & UINT32_C(0x7FFFFFFF);
+    /* The binade of the largest number, and beyond. */
+    if (__builtin_expect(is_any_above(magnitude, none + (shape.max & 0x7F800000) - 1), 0)) {
+        rounded_rare(&bits, &random, format);
+        return bits;
     }
-    out = chosen((ints)out < (ints)(none + shape.max), out, none + shape.max);
-    out = chosen((ints)magnitude > 0x7F800000, none + LH_ZO_NAN, out);
-    return sign | out;
+    words out = (bits + (random >> (32 - lost))) & ~((UINT32_C(1) << lost) - 1);
+    if (shape.exponent_min > 1) {
+        /* Numbers so small that fp32 has no leading bit for them become 0 with it, too. */
+        words whole = (magnitude & UINT32_C(0x7FFFFF)) | UINT32_C(0x800000);
+        words count = lost + shape.exponent_min - (magnitude >> 23);
+        words last = lesser(count, none + 31);
+        whole = shifted(whole, count - last) + shifted(random, 32 - last);
+        const words unit = none + ((shape.exponent_min - shape.mantissa_bits) << 23);
+        floats low = __builtin_convertvector((ints)shifted(whole, last), floats) * (floats)unit;
+        out = below_or(magnitude, none + (shape.exponent_min << 23),
+                       (words)low | (bits & UINT32_C(0x80000000)), out);
+    }
+    return out;
 }
 
 #endif
