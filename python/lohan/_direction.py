@@ -69,18 +69,27 @@ def philox(counters: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
     Returns:
         int64, (n, 4): 32 random bits each.
     """
-    words = list(counters.unbind(1))
+    now = list(counters.unbind(1))
     for turn in range(_ROUNDS):
         keys = [(key[i] + turn * _WEYL[i]) & _WORD for i in (0, 1)]
-        low0, high0 = _product(words[0], _MULTIPLIERS[0])
-        low1, high1 = _product(words[2], _MULTIPLIERS[1])
-        words = [high1 ^ words[1] ^ keys[0], low1, high0 ^ words[3] ^ keys[1], low0]
-    return torch.stack(words, 1)
+        low0, high0 = _product(now[0], _MULTIPLIERS[0])
+        low1, high1 = _product(now[2], _MULTIPLIERS[1])
+        now = [high1 ^ now[1] ^ keys[0], low1, high0 ^ now[3] ^ keys[1], low0]
+    return torch.stack(now, 1)
 
 
 def _product(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
     product = word * factor  # modulo 2^64: its bits are those of the unsigned product
     return product & _WORD, (product >> 32) & _WORD
+
+
+def words(stream: Stream, first: int, count: int, device: torch.device | str) -> torch.Tensor:
+    """The random words of elements first to first + count: 32 bits each.
+
+    Returns:
+        int64, (count,).
+    """
+    return _in_order(_words(stream, first, count, device), first, count)
 
 
 def normal(stream: Stream, first: int, count: int, device: torch.device | str) -> torch.Tensor:
@@ -89,6 +98,19 @@ def normal(stream: Stream, first: int, count: int, device: torch.device | str) -
     Returns:
         fp32, (count,).
     """
+    made = _words(stream, first, count, device)
+    z = []
+    for index in (0, 2):
+        radius = _radius(made[index])
+        cosine, sine = _turn(made[index + 1])
+        z += [radius * cosine, radius * sine]
+    return _in_order(z, first, count)
+
+
+def _words(
+    stream: Stream, first: int, count: int, device: torch.device | str
+) -> list[torch.Tensor]:
+    """Words 0 to 3 of the counters of all blocks that elements are in."""
     if not 0 <= first <= first + count <= _ELEMENTS_MAX:
         raise ValueError(f"elements {first} to {first + count}: 2^50 at most")
     begin = first // _BLOCK
@@ -99,14 +121,13 @@ def normal(stream: Stream, first: int, count: int, device: torch.device | str) -
     high = (counter >> 32) | (stream.sample << 16)
     fixed = (torch.full_like(counter, value) for value in (stream.param, stream.step))
     counters = torch.stack([counter & _WORD, high, *fixed], 1)
-    words = philox(counters, (stream.seed & _WORD, stream.seed >> 32)).unbind(1)
-    z = []
-    for index in (0, 2):
-        radius = _radius(words[index])
-        cosine, sine = _turn(words[index + 1])
-        z += [radius * cosine, radius * sine]
-    rows = torch.stack(z, 1).view(blocks, _COUNTERS, 4).transpose(1, 2).reshape(-1)
-    skip = first - begin * _BLOCK
+    return list(philox(counters, (stream.seed & _WORD, stream.seed >> 32)).unbind(1))
+
+
+def _in_order(of_words: list[torch.Tensor], first: int, count: int) -> torch.Tensor:
+    """What words 0 to 3 gave, element by element."""
+    rows = torch.stack(of_words, 1).view(-1, _COUNTERS, 4).transpose(1, 2).reshape(-1)
+    skip = first % _BLOCK
     return rows[skip : skip + count]
 
 
