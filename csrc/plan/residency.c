@@ -16,6 +16,11 @@ bool lh_residency_has_place(const struct lh_residency *state, uint32_t unit)
     return state->holds_all || state->units[unit].always;
 }
 
+static uint64_t load_bytes(const struct lh_residency_unit *unit)
+{
+    return unit->load_bytes > 0 ? unit->load_bytes : unit->bytes;
+}
+
 /* Of the units before `end` that have places of their own, one after the other from 0. */
 static uint64_t places_bytes(const struct lh_residency *state, uint32_t end)
 {
@@ -284,7 +289,7 @@ int64_t lh_residency_plan(struct lh_residency *state, const struct lh_residency_
             *failed_event_out = i;
             list.event = i;
             LH_TRY(load_plan(state, unit, &list, err));
-            loaded_bytes += state->units[unit].bytes;
+            loaded_bytes += load_bytes(&state->units[unit]);
         }
         if (events[i].kind == LH_RESIDENCY_EVENT_NEED)
             continue;
@@ -461,7 +466,7 @@ int64_t lh_residency_plan_ahead(struct lh_residency *state, const struct lh_resi
             break;
         if (is_absent || state->is_old[unit]) {
             LH_TRY(load_plan(state, unit, &list, err));
-            *loaded_bytes_out += state->units[unit].bytes;
+            *loaded_bytes_out += load_bytes(&state->units[unit]);
         }
         state->next_uses[unit] = i;
     }

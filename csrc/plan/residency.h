@@ -72,7 +72,8 @@ struct lh_residency_op {
 
 struct lh_residency_unit {
     uint64_t bytes;
-    bool always; /* its scope encloses other scopes: loaded once, never evicted */
+    uint64_t load_bytes; /* what a load brings of them; 0: all */
+    bool always;         /* its scope encloses other scopes: loaded once, never evicted */
 };
 
 struct lh_residency {

@@ -7,25 +7,27 @@
 #include "store/store.h"
 
 /*
- * (bytes, elements, dtype, always, param_first, param_count, extents P R M V (-1: none), store
- * group)
+ * (bytes, place_bytes, elements, dtype, always, param_first, param_count, extents P R M V (-1:
+ * none), store group)
  */
-#define UNIT_FORMAT "KKiiIIiiiiI"
+#define UNIT_FORMAT "KKKiiIIiiiiI"
 
 static int unit_parse(PyObject *item, struct lh_engine_unit *unit)
 {
-    unsigned long long bytes, elements;
+    unsigned long long bytes, place_bytes, elements;
     int dtype, always, param, residual, moment1, moment2;
     unsigned int param_first, param_count, group;
     if (!PyTuple_Check(item)) {
         PyErr_SetString(PyExc_TypeError, "a unit is a tuple");
         return -1;
     }
-    if (!PyArg_ParseTuple(item, UNIT_FORMAT, &bytes, &elements, &dtype, &always, &param_first,
-                          &param_count, &param, &residual, &moment1, &moment2, &group))
+    if (!PyArg_ParseTuple(item, UNIT_FORMAT, &bytes, &place_bytes, &elements, &dtype, &always,
+                          &param_first, &param_count, &param, &residual, &moment1, &moment2,
+                          &group))
         return -1;
     *unit = (struct lh_engine_unit){
         .bytes = bytes,
+        .place_bytes = place_bytes,
         .elements = elements,
         .dtype = (enum lh_dtype)dtype,
         .always = always != 0,

@@ -84,6 +84,8 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
     memcpy(engine->params, opts->params, opts->param_count * sizeof(*engine->params));
     for (uint32_t i = 0; i < units; i++) {
         engine->units[i].desc = opts->units[i];
+        engine->units[i].desc.place_bytes =
+            lh_max_u64(opts->units[i].place_bytes, opts->units[i].bytes);
         engine->units[i].engine = engine;
         engine->units[i].is_predicted = opts->units[i].elements > 0;
         engine->units[i].is_deferred = engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL ||

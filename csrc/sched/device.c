@@ -94,7 +94,7 @@ static bool is_being_left(const struct lh_engine *engine, uint64_t offset, uint6
     for (uint32_t i = 0; engine->leaving_count > 0 && i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
         if (unit->copy_state == LH_COPY_STATE_LEAVING && unit->copy_offset < offset + bytes &&
-            offset < unit->copy_offset + unit->desc.bytes)
+            offset < unit->copy_offset + unit->desc.place_bytes)
             return true;
     }
     return false;
@@ -103,7 +103,7 @@ static bool is_being_left(const struct lh_engine *engine, uint64_t offset, uint6
 static bool load_is_possible(const struct lh_engine *engine, const struct lh_residency_op *op)
 {
     const struct lh_unit *unit = &engine->units[op->unit];
-    if (is_being_left(engine, op->offset, unit->desc.bytes))
+    if (is_being_left(engine, op->offset, unit->desc.place_bytes))
         return false;
     bool is_here = unit->state == LH_UNIT_STATE_READY && !lh_unit_is_old(engine, unit);
     bool is_coming = unit->state == LH_UNIT_STATE_UPDATING && unit->chunks_computed > 0 &&
@@ -134,7 +134,7 @@ static bool part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t f
         .host = engine->region + unit->offset + first,
         .device = engine->opts.device_memory + unit->copy_offset + first,
         .bytes = end - first,
-        .pause_ns = first == 0 ? alloc_ns(engine, unit->desc.bytes) : 0,
+        .pause_ns = first == 0 ? alloc_ns(engine, unit->desc.place_bytes) : 0,
         .done = is_last ? unit->arrived : NULL,
         .owner = copy,
     };
@@ -221,7 +221,7 @@ static void left(struct lh_engine *engine, struct lh_unit *unit)
     uint8_t *address = engine->opts.device_memory + unit->copy_offset;
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
     uint64_t skipped = lh_align_up((uintptr_t)address, page) - (uintptr_t)address;
-    uint64_t whole = unit->desc.bytes - lh_min_u64(unit->desc.bytes, skipped);
+    uint64_t whole = unit->desc.place_bytes - lh_min_u64(unit->desc.place_bytes, skipped);
     if (madvise(address + skipped, whole - whole % page, MADV_DONTNEED) < 0) {
         struct lh_error err = {0};
         lh_error_set(&err, -errno, "madvise: %s", strerror(errno));

@@ -205,7 +205,7 @@ static void stuck_fail(struct lh_engine *engine)
             wanted = i;
         if (lh_unit_pins(unit) > 0) {
             in_use_count++;
-            in_use_bytes += unit->desc.bytes;
+            in_use_bytes += unit->desc.place_bytes;
         }
     }
     lh_error_set(&err, -ENOSPC,
@@ -213,8 +213,8 @@ static void stuck_fail(struct lh_engine *engine)
                  " of the %" PRIu64 " bytes for parameters: raise host_bytes by %" PRIu64
                  ", or let go of tensors that"
                  " are views of parameters",
-                 wanted, engine->units[wanted].desc.bytes, in_use_count, in_use_bytes,
-                 engine->budget.region_bytes, 2 * engine->units[wanted].desc.bytes);
+                 wanted, engine->units[wanted].desc.place_bytes, in_use_count, in_use_bytes,
+                 engine->budget.region_bytes, 2 * engine->units[wanted].desc.place_bytes);
     lh_engine_fail(engine, &err);
 }
 

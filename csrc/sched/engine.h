@@ -52,13 +52,18 @@
 
 struct lh_engine_param {
     uint32_t unit;
-    uint64_t first; /* trainable: element in the unit; frozen: byte in the unit */
+    uint64_t first; /* trainable: element in the unit; frozen: byte in the unit's place */
     uint64_t count; /* elements */
     uint32_t group; /* of hyper-parameters */
 };
 
 struct lh_engine_unit {
-    uint64_t bytes;       /* of P16, P32 or frozen bytes; multiple of LH_BLOCK_BYTES */
+    uint64_t bytes; /* of P16, P32 or frozen bytes; multiple of LH_BLOCK_BYTES */
+    /*
+     * What it takes where computation is: its bytes and, behind them, room of the caller's, which
+     * is never read, written or copied. 0: its bytes.
+     */
+    uint64_t place_bytes;
     uint64_t elements;    /* trainable, padded to LH_ENGINE_ELEMENT_ALIGN; 0: frozen */
     enum lh_dtype dtype;  /* F32, BF16 or F16 where trainable */
     bool always;          /* its scope encloses others: loaded once, stays */

@@ -495,8 +495,11 @@ static int region_create(struct lh_engine *engine, struct lh_region *region, uin
     for (uint32_t i = 0; i < units; i++) {
         const struct lh_engine_unit *desc = &engine->units[i].desc;
         bool is_served = engine->dev && !is_device(engine, region);
-        region->units[i] =
-            (struct lh_residency_unit){.bytes = desc->bytes, .always = desc->always && !is_served};
+        region->units[i] = (struct lh_residency_unit){
+            .bytes = is_served ? desc->bytes : desc->place_bytes,
+            .load_bytes = desc->bytes,
+            .always = desc->always && !is_served,
+        };
     }
     LH_TRY(lh_residency_init(&region->plan, alloc, region->units, units, bytes, err));
     region->plan.has_copies = is_device(engine, region);

@@ -47,6 +47,12 @@ static uint64_t place_of(const struct lh_unit *unit, bool is_device)
     return unit->state == LH_UNIT_STATE_ABSENT ? NOWHERE : unit->offset;
 }
 
+static uint64_t place_bytes(const struct lh_engine *engine, const struct lh_unit *unit,
+                            bool is_device)
+{
+    return engine->dev && !is_device ? unit->desc.bytes : unit->desc.place_bytes;
+}
+
 /* Invariant 1, for the units that came or went. */
 static void places_check(struct lh_sim_check *check, bool is_device)
 {
@@ -60,11 +66,11 @@ static void places_check(struct lh_sim_check *check, bool is_device)
         uint64_t place = place_of(unit, is_device);
         is_new |= place != places[i] && place != NOWHERE;
         places[i] = place;
-        if (place != NOWHERE && place + unit->desc.bytes > bytes)
+        if (place != NOWHERE && place + place_bytes(engine, unit, is_device) > bytes)
             lh_sim_world_fail(check->world, "unit %" PRIu32 " lies outside of %s region", i, where);
     }
     for (uint32_t i = 0; is_new && i < check->model->unit_count; i++) {
-        uint64_t end = places[i] + engine->units[i].desc.bytes;
+        uint64_t end = places[i] + place_bytes(engine, &engine->units[i], is_device);
         for (uint32_t j = 0; places[i] != NOWHERE && j < check->model->unit_count; j++) {
             if (j != i && places[j] != NOWHERE && places[j] >= places[i] && places[j] < end)
                 lh_sim_world_fail(check->world,

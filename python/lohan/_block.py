@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan import _core, _in_place
+from lohan import _core, _in_place, _kept
 from lohan._buffers import Buffers
 from lohan._files import Entry
 from lohan._in_place import Found, InPlace, Move, Run
@@ -43,11 +43,18 @@ class Param:
     source: Entry | None = None  # in the files of weights=
     stream: int | None = None  # its number, where zeroth-order training moves it
     decays: bool = True  # weight decay, there
+    kept: str | None = None  # in which format it is kept there, if not where it is computed with
+    value_first: int = 0  # where it is computed with then: byte in its unit's place
 
     @property
     def count(self) -> int:
         """Elements."""
         return self.tensor.numel()
+
+    @property
+    def engine_first(self) -> int:
+        """Where the engine finds what is computed with."""
+        return self.first if self.kept is None else self.value_first
 
 
 @dataclasses.dataclass
@@ -55,15 +62,21 @@ class Unit:
     """Parameters of one block that move together."""
 
     name: str
-    dtype: torch.dtype
+    dtype: torch.dtype  # of what is kept
     trainable: bool
     params: list[Param]
     elements: int = 0  # padded; 0: frozen
     nbytes: int = 0  # of parameters in memory and on SSD, padded
+    value_bytes: int = 0  # of values beside them, where they are computed with
     always: bool = False
     # Where its bytes are if they are read in place (_in_place.py); none: in the store.
     runs: list[Run] = dataclasses.field(default_factory=list)
     moves: list[Move] = dataclasses.field(default_factory=list)
+
+    @property
+    def place_bytes(self) -> int:
+        """Bytes where they are computed with."""
+        return self.nbytes + self.value_bytes
 
     @property
     def gradient_bytes(self) -> int:
@@ -235,13 +248,24 @@ def place(unit: Unit) -> None:
     at = 0
     for param in unit.params:
         param.first = at
-        size = param.count if unit.trainable else param.count * param.tensor.element_size()
+        size = param.count if unit.trainable else param.count * unit.dtype.itemsize
         at = _align(at + size, _core.PARAM_ALIGN if unit.trainable else 128)
     if unit.trainable:
         unit.elements = _align(max(at, 1), _core.ELEMENT_ALIGN)
         unit.nbytes = unit.elements * unit.dtype.itemsize
     else:
         unit.nbytes = _align(max(at, 1), _core.BLOCK_BYTES)
+
+
+def place_values(unit: Unit) -> None:
+    """Lay out where the values of kept parameters are computed with: behind what is kept."""
+    if unit.params[0].kept is None:
+        return
+    at = unit.nbytes
+    for param in unit.params:
+        param.value_first = at
+        at = _align(at + param.count * param.tensor.element_size(), 128)
+    unit.value_bytes = _align(at, _core.BLOCK_BYTES) - unit.nbytes
 
 
 def make_layout(
@@ -266,6 +290,7 @@ def make_layout(
     scope_of = _scope_of_modules(model, blocks)
     scopes: dict[int, Scope] = {id(m): Scope(n, m, []) for n, m in blocks}
     units: list[Unit] = []
+    formats: list[str | None] = []  # of each unit
     unit_by_key: dict[tuple[int, torch.dtype, bool, bool, bool], int] = {}
     unit_by_param: dict[int, int] = {}
     for module_name, module in model.named_modules(remove_duplicate=True):
@@ -279,12 +304,16 @@ def make_layout(
                 key = (id(scope_module), tensor.dtype, tensor.requires_grad, is_apart, is_moved)
                 if key not in unit_by_key:
                     unit_by_key[key] = len(units)
-                    units.append(Unit(scope_name or "(root)", tensor.dtype, key[2], []))
+                    kept = _kept.format_of(tensor.dtype, found.storage) if is_moved else None
+                    dtype = tensor.dtype if kept is None else _kept.TYPES[kept]
+                    units.append(Unit(scope_name or "(root)", dtype, key[2], []))
+                    formats.append(kept)
                 index = unit_by_key[key]
                 unit_by_param[id(tensor)] = index
                 full = f"{module_name}.{param_name}" if module_name else param_name
                 source = found.entries.get(id(tensor))
-                units[index].params.append(Param(full, tensor, index, 0, 0, source))
+                param = Param(full, tensor, index, 0, 0, source, kept=formats[index])
+                units[index].params.append(param)
             if unit_by_param[id(tensor)] not in scope.units:
                 scope.units.append(unit_by_param[id(tensor)])
     params: list[Param] = []
@@ -294,6 +323,7 @@ def make_layout(
             unit.nbytes = sum(run.nbytes for run in unit.runs)
         else:
             place(unit)
+        place_values(unit)
         for param in unit.params:
             param.index = len(params)
             params.append(param)

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from lohan import _core, _in_place
-from lohan._block import Layout, Param, Unit, place
+from lohan._block import Layout, Param, Unit, place, place_values
 from lohan._in_place import InPlace
+from lohan._kept import TYPES
 from lohan._store import Extents, UnitExtents, naming, plan_extents, read_checksums
 from lohan._tensor import nbytes_of
 from lohan._zo_run import Run, of_store
@@ -96,21 +97,24 @@ def _parse(meta: dict[str, Any]) -> Contents:
     params: list[Param] = []
     units: list[Unit] = []
     rows = iter(meta["params"])
+    formats = (meta.get("method") or {}).get("kept")
     for unit_name, count, elements, nbytes in meta["units"]:
         unit: Unit | None = None
         for _ in range(count):
             name, shape, dtype_name, trainable = next(rows)
             dtype = getattr(torch, dtype_name.removeprefix("torch."))
+            kept = formats[len(params)] if formats else None
             if unit is None:
-                unit = Unit(unit_name, dtype, trainable, [])
+                unit = Unit(unit_name, TYPES[kept] if kept else dtype, trainable, [])
             empty = torch.empty(shape, dtype=dtype, device="meta")
             tensor = nn.Parameter(empty, requires_grad=False)
-            unit.params.append(Param(name, tensor, len(units), 0, len(params)))
+            unit.params.append(Param(name, tensor, len(units), 0, len(params), kept=kept))
             params.append(unit.params[-1])
         assert unit is not None
         if not _in_place.restore(meta, unit, len(units)):
             place(unit)
         unit.elements, unit.nbytes = elements, nbytes
+        place_values(unit)
         units.append(unit)
     for param, first in zip(params, meta.get("firsts", []), strict=False):
         param.first = first

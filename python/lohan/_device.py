@@ -152,8 +152,8 @@ def plan(layout: Layout, together: Sequence[int], apart: Sequence[int], config: 
     name, index = parse(config.device)
     if name == "cpu":
         return Device()
-    every = sum(u.nbytes for u in layout.units)
-    always = sum(u.nbytes for u in layout.units if u.always)
+    every = sum(u.place_bytes for u in layout.units)
+    always = sum(u.place_bytes for u in layout.units if u.always)
     sets = sorted((b for b, u in zip(together, layout.units, strict=True) if not u.always and b))
     largest, second = (sets[-1] if sets else 0), (sets[-2] if len(sets) > 1 else 0)
     least = min(every, always + max(largest + 2 * second, *apart))

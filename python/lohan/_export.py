@@ -227,7 +227,9 @@ def _of_store(store: _core.Store, contents: Contents, is_master: bool) -> Pieces
             made = (piece.float() for piece in made) if is_wide else made
         else:
             made = _contents.pieces(store, unit, places, param, is_master=is_master)
-        return made if contents.run is None else contents.run.led(param, made)
+        if contents.run is None:
+            return made
+        return contents.run.led(param, made, is_master=is_master)
 
     return pieces
 
@@ -276,7 +278,7 @@ def _from_meta(
             made.append(_of_value(name, values[key]))
             continue
         param = params[key]
-        dtype = contents.layout.units[param.unit].dtype
+        dtype = param.tensor.dtype
         if is_master and dtype.is_floating_point:
             dtype = torch.float32
         source = Origin(param.name, tuple(param.tensor.shape), dtype, key)

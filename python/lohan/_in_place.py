@@ -441,6 +441,7 @@ class Found:
         buffers: persistent ones that the files have, and their entries.
         then: the files, as the store remembers them.
         moved: parameters that zeroth-order training moves.
+        storage: the format that it keeps them in; None: as they are.
     """
 
     files: list[File]
@@ -450,6 +451,7 @@ class Found:
     buffers: Sequence[tuple[torch.Tensor, Entry]] = ()
     then: Sequence[File] = ()
     moved: frozenset[int] = frozenset()
+    storage: str | None = None
 
 
 def of_folder(place: Path, model: nn.Module, config: Config) -> Found:

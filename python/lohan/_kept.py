@@ -1,7 +1,16 @@
 """Formats that parameters are kept in, and rounding into them at random, by torch alone.
 
-csrc/compute/zo.h says what for ([Note: Kept formats]); here are the same bits, on any device. All
-of it goes by the bits of fp32, as whole numbers of 64 bits.
+[Note: Kept parameters] Zeroth-order training may keep a parameter in fewer bits than it is computed
+with: in files, in main memory and on the link to an accelerator. Where it is computed with, it has
+a place for its values beside what is kept, and all arithmetic between the two is fp32. What is kept
+changes once a step, by its update, and is rounded then; a move along z changes values alone. The
+base is rounded to the nearest number of the format, ties to even; what a step makes is rounded at
+random, with odds that keep the mean: a step is smaller than most formats can tell apart, and to
+round to the nearest would undo it each time. What is random is a function of seed, step, parameter
+and element ([Note: Kept formats] in csrc/compute/zo.h), so that whoever makes a step again gets its
+bits. rounded() gives them on any device, by the bits of fp32 as whole numbers of 64 bits.
+
+Source: ZO2 5.5.
 """
 
 from __future__ import annotations
@@ -18,6 +27,7 @@ TYPES = {
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }
+NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
@@ -43,6 +53,27 @@ _SHAPES = {
     "fp16": _Shape(10, 113, 0x477FE000),
     "fp8": _Shape(3, 121, 0x43E00000),
 }
+
+
+def format_of(dtype: torch.dtype, storage: str | None) -> str | None:
+    """The format that a parameter is kept in; None: it is computed with where it is kept.
+
+    Args:
+        dtype: of the parameter.
+        storage: what wrap was asked for; None: as parameters are.
+    """
+    name = storage or NAMES[dtype]
+    return None if name == "fp32" and dtype == torch.float32 else name
+
+
+def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round to nearest even; what is too large becomes the format's largest number."""
+    if values.dtype == dtype or not (dtype.is_floating_point and values.is_floating_point()):
+        return values.to(dtype)
+    most = torch.finfo(dtype).max
+    if most < torch.finfo(values.dtype).max:
+        values = values.clamp(-most, most)
+    return values.to(dtype)
 
 
 def rounded(values: torch.Tensor, words: torch.Tensor, storage: str) -> torch.Tensor:

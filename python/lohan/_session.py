@@ -25,7 +25,7 @@ from lohan._planner import Plan, Planner
 from lohan._scaling import StepScale
 from lohan._snapshot import Snapshot
 from lohan._stats import StepStats
-from lohan._store import Extents, unit_tuples
+from lohan._store import Extents, param_tuples, unit_tuples
 from lohan._tensor import (
     SavedTensors,
     at_backward_end,
@@ -95,7 +95,7 @@ class Session(ForwardRules, Commits):
         self._engine = _core.Engine(
             store=store,
             units=unit_tuples(layout, extents),
-            params=[(p.unit, p.first, p.count, group_of.get(p.index, 0)) for p in layout.params],
+            params=param_tuples(layout, group_of),
             group_count=group_count,
             budget=budget,
             raiser=self._raiser,

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from lohan import _core, _in_place
 from lohan._block import BYTES_CODE, DTYPE_CODES, Layout, Param, Unit
 from lohan._buffers import Buffers
+from lohan._kept import narrowed
 from lohan._tensor import nbytes_of
 from lohan.config import Config
 from lohan.errors import (
@@ -53,6 +54,7 @@ def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
         tuples.append(
             (
                 unit.nbytes,
+                unit.place_bytes,
                 unit.elements,
                 code,
                 int(unit.always),
@@ -66,6 +68,11 @@ def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
             )
         )
     return tuples
+
+
+def param_tuples(layout: Layout, group_of: Mapping[int, int]) -> list[tuple[int, int, int, int]]:
+    """Parameters as _core.Engine takes them."""
+    return [(p.unit, p.engine_first, p.count, group_of.get(p.index, 0)) for p in layout.params]
 
 
 @dataclasses.dataclass
@@ -456,6 +463,6 @@ def write_param(
         if not is_fresh or bool(residual.any()):
             store.write(places.residual, first * 2, residual.data_ptr(), nbytes_of(residual))
         return
-    values = values.to(unit.dtype)
+    values = narrowed(values, unit.dtype)
     offset = first * unit.dtype.itemsize if unit.trainable else first
     store.write(places.param, offset, values.data_ptr(), nbytes_of(values))

@@ -95,7 +95,7 @@ class TrainerCallback(transformers.TrainerCallback):
                 at the end of `train()` where there are none. Updates wait for the norm of all
                 gradients, which a Trainer asks for; with max_grad_norm=0 in its arguments,
                 schedule="optimized" or "auto" does without: grad_norm is not logged then.
-                method="mezo" (eps=, seed=, num_samples=, rng=): docs/zeroth-order.md.
+                method="mezo" (eps=, seed=, num_samples=, rng=, storage=): docs/zeroth-order.md.
 
         Raises:
             ModelError: a setting that is the Trainer's to say, or none.

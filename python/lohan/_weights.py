@@ -17,6 +17,7 @@ from lohan import _core
 from lohan._block import Layout, Param
 from lohan._buffers import remember
 from lohan._files import DTYPES, Entry, File, check_descriptor
+from lohan._kept import narrowed
 from lohan._peft import initialise, is_adapter
 from lohan._store import Extents, read_param, write_checksums, write_param
 from lohan._tensor import nbytes_of
@@ -330,7 +331,7 @@ def _stream(
             if unit.residual_bytes and dtype != unit.dtype:
                 values = values.float()  # the master gets every bit that it can hold
             else:
-                values = values.to(unit.dtype)
+                values = narrowed(values, unit.dtype)
             scale = 1 if unit.trainable else unit.dtype.itemsize
             at = param.first + first * scale
             write_param(store, unit, extents.units[param.unit], at, values)

@@ -8,6 +8,10 @@ z to the other and back by eps z; then an update for each. Every operation acts 
 and is known once its step's record is, so who has a parameter at one position can make it at any
 later one, in one pass or in several, now or when it is needed, and the bits are the same. The base
 at position 0 and the records are all that there is to keep.
+
+A parameter that is kept in a format of its own ([Note: Kept parameters] in _kept.py) is kept as
+it is before a step: its updates alone lead it on, each step's rounded at its end, and where it is
+moved to begins there.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from lohan._direction import Stream
+from lohan._kept import ROUND_SAMPLE
 
 Op = tuple[str, bool, int, int, int, int, float, float, float]
 
@@ -52,6 +57,10 @@ class Rule:
     def minus(self, step: int, sample: int) -> int:
         """Moved by -eps z."""
         return step * self.step_length + 3 * sample + 2
+
+    def step_of(self, position: int) -> int:
+        """The step that a position is in."""
+        return position // self.step_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +119,49 @@ def operations(
             lr = record.lr / rule.samples
             decay = record.decay if decays else 0.0
             yield _op("update", stream, before, record.gradients[sample], lr, decay)
+        before = stream
+
+
+def kept_operations(
+    rule: Rule,
+    records: Sequence[Record],
+    param: int,
+    begin: int,
+    end: int,
+    *,
+    decays: bool = True,
+) -> Iterator[Op]:
+    """What leads a kept parameter on, as _core.zo_lead takes it; see operations().
+
+    Args:
+        rule: of the run.
+        records: of its steps so far.
+        param: the parameter's number.
+        begin: the step before which it is.
+        end: the position that its values are to be at; not in a step's updates.
+        decays: weight decay is for it.
+
+    Raises:
+        ValueError: end is before begin, or behind what is recorded.
+    """
+    last, place = divmod(end, rule.step_length)
+    if last < begin:
+        raise ValueError(f"from step {begin} back to {last}")
+    if last > len(records):
+        raise ValueError(f"step {last} is behind step {len(records)}, which has no record")
+    for step in range(begin, last):
+        record = records[step]
+        decay = record.decay if decays else 0.0
+        for sample in range(rule.samples):
+            stream = Stream(rule.seed, param, step, sample)
+            gradient, lr = record.gradients[sample], record.lr / rule.samples
+            yield _op("update", stream, None, gradient, lr, decay)
+        yield _op("round", Stream(rule.seed, param, step, ROUND_SAMPLE), None, 0.0, 0.0, 0.0)
+    sample, moves = divmod(place, 3)
+    before: Stream | None = None
+    for scale in (1.0, -2.0)[:moves]:
+        stream = Stream(rule.seed, param, last, sample)
+        yield _op("perturb", stream, before, rule.eps * scale, 0.0, 0.0)
         before = stream
 
 

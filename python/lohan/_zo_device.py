@@ -11,7 +11,8 @@ from collections.abc import Collection
 
 import torch
 
-from lohan import _core
+from lohan import _core, _kept
+from lohan._block import Param
 from lohan._device import Device
 from lohan.errors import UnsupportedError
 
@@ -59,15 +60,16 @@ def image() -> bytes:
     return FATBIN.read_bytes() if FATBIN.exists() else b""
 
 
-def host_bytes(views: Collection[tuple[int, torch.Tensor]], nbytes: int) -> torch.Tensor:
-    """A copy of a unit in main memory, behind all that its stream holds.
+def host_bytes(views: Collection[tuple[Param, torch.Tensor]], nbytes: int) -> torch.Tensor:
+    """A copy of what is kept of a unit in main memory, behind all that its stream holds.
 
     Args:
-        views: where each parameter begins in the unit, in bytes, and the parameter on the device.
+        views: each parameter, and its values on the device, which what is kept is as wide as.
         nbytes: of the unit; what is between parameters is zeros.
     """
     copy = torch.zeros(nbytes, dtype=torch.uint8)
-    for first, view in views:
-        there = copy[first : first + view.nbytes].view(view.dtype)
+    for param, view in views:
+        dtype = view.dtype if param.kept is None else _kept.TYPES[param.kept]
+        there = copy[param.first : param.first + dtype.itemsize * param.count].view(dtype)
         there.copy_(view.detach().reshape(-1))  # waits for the device
     return copy

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from lohan import _core, _journal
+from lohan import _core, _journal, _kept
 from lohan._block import Param
-from lohan._zeroth import Op, Record, Rule, operations
+from lohan._zeroth import Op, Record, Rule, kept_operations, operations
 from lohan._zo_torch import TorchDirections
 from lohan.errors import StoreMismatchError
 
@@ -47,8 +47,23 @@ class Run:
                 *operations(self.rule, self.records, param.stream, at, until, decays=param.decays)
             ]
 
+    def kept_passes(self, param: Param, begin: int, end: int) -> Iterator[list[Op]]:
+        """The same of a kept parameter, from before a step; each piece ends behind a step."""
+        assert param.stream is not None
+        last = self.rule.step_of(end)
+        steps = PASS_POSITIONS // (self.rule.samples + 1)
+        for at in range(begin, max(last, begin + 1), steps):
+            until = end if at + steps >= last else self.rule.clean(at + steps)
+            yield [
+                *kept_operations(
+                    self.rule, self.records, param.stream, at, until, decays=param.decays
+                )
+            ]
+
     def lead(self, param: Param, values: torch.Tensor) -> torch.Tensor:
-        """Make a parameter's values of now, in place, of those of the base."""
+        """A parameter's values of now from those of the base, which they may replace."""
+        if param.kept is not None:
+            return self._led_kept(param, values, 0, param.tensor.dtype).view(values.shape)
         if param.stream is not None:
             begin, end = self.rule.clean(self.base), self.rule.clean(len(self.records))
             self.lead_whole(param, values.data_ptr(), begin, end)
@@ -65,10 +80,44 @@ class Run:
         for ops in self.passes(param, begin, end):
             _core.zo_apply(address, address, 0, param.count, ops)
 
-    def led(self, param: Param, pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The values of now of a parameter whose base comes in pieces, flat and in order."""
+    def _led_kept(
+        self, param: Param, base: torch.Tensor, first: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        assert param.kept is not None
+        kept = base.to(_kept.TYPES[param.kept], copy=True).reshape(-1)
+        values = torch.empty(kept.numel(), dtype=dtype)
+        end = self.rule.clean(len(self.records))
+        for ops in self.kept_passes(param, self.base, end):
+            _core.zo_lead(
+                kept.data_ptr(),
+                param.kept,
+                values.data_ptr(),
+                _kept.NAMES[dtype],
+                first,
+                kept.numel(),
+                ops,
+            )
+        return values
+
+    def led(
+        self, param: Param, pieces: Iterable[torch.Tensor], *, is_master: bool = False
+    ) -> Iterator[torch.Tensor]:
+        """The values of now of a parameter whose base comes in pieces, flat and in order.
+
+        Args:
+            param: which.
+            pieces: of the base; floats where is_master.
+            is_master: in fp32, else in the parameter's dtype.
+        """
         if param.stream is None:
             yield from pieces
+            return
+        if param.kept is not None:
+            first = 0
+            for piece in pieces:
+                dtype = torch.float32 if is_master else param.tensor.dtype
+                yield self._led_kept(param, piece, first, dtype)
+                first += piece.numel()
             return
         if self.directions is not None:  # they are drawn for a whole parameter
             yield self.lead(param, torch.cat([piece.clone() for piece in pieces]))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan import _core, _zo_device, _zo_run
+from lohan import _core, _kept, _zo_device, _zo_run
 from lohan._block import Param
 from lohan._lockstep import FIRST
 from lohan._tensor import SavedTensors, in_backward
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 # Fewer elements are not worth another thread's waking up: some 100 us of work.
 SHARE_ELEMENTS = 1 << 18
-_Piece = tuple[int, int, int, list[list[Op]]]  # address, first element, how many, what is done
+# The parameter, where its unit is, first element, how many, what is done.
+_Piece = tuple[Param, int, int, int, list[list[Op]]]
 
 
 class ZerothSession(TurnSession):
@@ -92,12 +93,14 @@ class ZerothSession(TurnSession):
             return False
         where.address = address
         if where.outs != outs:
-            where.outs, where.host = outs, where.position
-        begin = where.position
+            where.outs, where.host = outs, where.left
+        begin = where.left
         if where.makes != makes:
             self.read_bytes += self.layout.units[unit].nbytes
             begin = where.host if is_of_out else self.rule.clean(where.base)
         is_moved = begin != self._wanted
+        if where.is_kept:
+            is_moved = where.makes != makes or where.position != self._wanted
         if is_moved:
             views = pins - 1 - (unit in self._held)
             if views > 0:
@@ -113,6 +116,9 @@ class ZerothSession(TurnSession):
             self._lead(unit, address, begin, self._wanted)
             self._lost.discard(unit)
         where.makes, where.position = makes, self._wanted
+        if where.is_kept:
+            where.kept = self.rule.clean(self.rule.step_of(self._wanted))
+            return where.kept != begin
         return is_moved
 
     def _shared_bytes(self, unit: int, address: int, begin: int) -> int:
@@ -138,11 +144,9 @@ class ZerothSession(TurnSession):
             raise StepError(f"block {self.layout.units[unit].name!r} cannot go back in a step")
         params = self.layout.units[unit].params
         if self._is_launched:
-            for param in params:
-                for ops in self.run.passes(param, begin, end):
-                    self._engine.zo_lead(address + param.first, param.count, ops)
+            self._launch(params, address, begin, end)
             return
-        if self.run.directions is not None or self._workers == 1:
+        if self.run.directions is not None:
             for param in params:
                 self.run.lead_whole(param, address + param.first, begin, end)
             return
@@ -155,6 +159,24 @@ class ZerothSession(TurnSession):
         for future in futures:
             future.result()
 
+    def _launch(self, params: list[Param], address: int, begin: int, end: int) -> None:
+        for param in params:
+            at, kept = address + param.engine_first, {}
+            if param.kept is not None:
+                dtype = _kept.NAMES[param.tensor.dtype]
+                kept = {
+                    "state": address + param.first,
+                    "state_format": param.kept,
+                    "value_format": dtype,
+                }
+            for ops in self._passes(param, begin, end):
+                self._engine.zo_lead(at, param.count, ops, **kept)
+
+    def _passes(self, param: Param, begin: int, end: int) -> Iterator[list[Op]]:
+        if param.kept is None:
+            return self.run.passes(param, begin, end)
+        return self.run.kept_passes(param, self.rule.step_of(begin), end)
+
     def _shares(
         self, params: list[Param], address: int, begin: int, end: int
     ) -> list[list[_Piece]]:
@@ -164,7 +186,7 @@ class ZerothSession(TurnSession):
         shares: list[list[_Piece]] = [[]]
         room = share
         for param in params:
-            passes = [*self.run.passes(param, begin, end)]
+            passes = [*self._passes(param, begin, end)]
             first = 0
             while first < param.count:
                 if room <= 0:
@@ -172,7 +194,7 @@ class ZerothSession(TurnSession):
                     room = share
                 # The generator makes 64 at once.
                 count = min(-(-room // 64) * 64, param.count - first)
-                shares[-1].append((address + param.first + 4 * first, first, count, passes))
+                shares[-1].append((param, address, first, count, passes))
                 first += count
                 room -= count
         return shares
@@ -230,7 +252,7 @@ class ZerothSession(TurnSession):
                 yield
         except BaseException:
             clean = self.rule.clean(self.step)
-            self._lost.update(u for u, where in self._where.items() if where.position > clean)
+            self._lost.update(u for u, where in self._where.items() if where.left > clean)
             raise
         finally:
             for module in training:
@@ -320,7 +342,7 @@ class ZerothSession(TurnSession):
         if not self._is_launched:
             return None
         here = self.layout.units[unit]
-        views = [(param.first, self._engine.lend(param.index)) for param in here.params]
+        views = [(param, self._engine.lend(param.index)) for param in here.params]
         return _zo_device.host_bytes(views, here.nbytes)
 
     def _roll_back(self) -> None:
@@ -427,9 +449,17 @@ _NOTHING = _Nothing()
 
 
 def _apply(pieces: list[_Piece]) -> None:
-    for address, first, count, passes in pieces:
+    for param, address, first, count, passes in pieces:
+        width = param.tensor.element_size()
+        values = address + param.engine_first + width * first
+        if param.kept is None:
+            for ops in passes:
+                _core.zo_apply(values, values, first, count, ops)
+            continue
+        kept = address + param.first + _kept.TYPES[param.kept].itemsize * first
+        dtype = _kept.NAMES[param.tensor.dtype]
         for ops in passes:
-            _core.zo_apply(address, address, first, count, ops)
+            _core.zo_lead(kept, param.kept, values, dtype, first, count, ops)
 
 
 def _number(loss: Any) -> float:

@@ -12,19 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan import _core, _device, _journal, _zo_device, _zo_plan
+from lohan import _core, _device, _journal, _kept, _zo_device, _zo_plan
 from lohan._block import Layout
 from lohan._in_place import Found
 from lohan._journal import Journal
 from lohan._zeroth import Rule
 from lohan._zo_optim import DECAY, LR, ZerothOptimizer
-from lohan._zo_run import check_base, uuid_of
+from lohan._zo_run import PASS_POSITIONS, check_base, uuid_of
 from lohan.config import Config
 from lohan.errors import ModelError, StoreMismatchError, UnsupportedError
 
 METHODS = ("adamw", "mezo")
 RNGS = ("philox", "torch")
 EPS = 1e-3
+# Of wrap's keywords, those of this method alone.
+OF_METHOD = ("num_samples", "rng", "seed", "storage")
 _SEEDS = 1 << 64
 _SAMPLES_MAX = 1 << 16
 
@@ -41,6 +43,7 @@ class Zeroth:
         device: "cpu", "emu" or "cuda".
         without: parts of the schedule to leave out.
         write_every: steps between writes of the parameters; None: they are never written.
+        storage: the format that parameters are kept in; None: as they are.
         journal: once there is one.
     """
 
@@ -51,6 +54,7 @@ class Zeroth:
     device: str = "cpu"
     without: tuple[str, ...] = ()
     write_every: int | None = None
+    storage: str | None = None
     journal: Journal | None = None
 
     def optimizer(self, layout: Layout, params: Iterable[dict[str, Any]] | None) -> ZerothOptimizer:
@@ -77,8 +81,10 @@ class Zeroth:
             "lr": lr,
             "weight_decay": decay,
             "write_every": self.write_every,
+            "storage": self.storage,
             "streams": [param.stream for param in layout.params],
             "decays": [param.decays for param in layout.params],
+            "kept": [param.kept for param in layout.params],
         }
         return made
 
@@ -117,6 +123,33 @@ class Zeroth:
             )
         self.write_every = was_every if every == "auto" else None if every == "never" else every
 
+    def keep_storage(self, meta: dict[str, Any]) -> None:
+        """Go on with the format of a store.
+
+        Raises:
+            StoreMismatchError: wrap was asked for another one.
+        """
+        was = (meta.get("method") or {}).get("storage")
+        if self.storage not in (None, was):
+            raise StoreMismatchError(
+                f"storage={self.storage!r}, and the run in the store has {was!r}: its steps so far"
+                " are rounded as that says: leave it out, or begin a new store"
+            )
+        self.storage = was
+
+    def memory_bytes(self, param: nn.Parameter) -> int:
+        """Of a parameter of the model, in main memory."""
+        kept = _kept.format_of(param.dtype, self.storage) if id(param) in self.streams else None
+        if kept is None:
+            return param.numel() * param.element_size()
+        values = param.element_size() if self.device == "cpu" else 0
+        return param.numel() * (_kept.TYPES[kept].itemsize + values)
+
+    def is_converted(self, dtype: torch.dtype) -> bool:
+        """Parameters of a dtype are kept in another one."""
+        kept = _kept.format_of(dtype, self.storage)
+        return kept is not None and _kept.TYPES[kept] != dtype
+
     def close(self, *, is_lost: bool) -> None:
         """After an error; is_lost: what was begun is removed."""
         journal, self.journal = self.journal, None
@@ -145,12 +178,29 @@ def frozen(zeroth: Zeroth | None) -> Iterator[None]:
         raise
 
 
-def find(zeroth: Zeroth | None, found: Found | None, resume: bool) -> Found | None:
-    """What make_layout has to know: which parameters move, and which of these stay in files."""
+def find(zeroth: Zeroth | None, found: Found | None, then: dict[str, Any] | None) -> Found | None:
+    """What make_layout has to know: which parameters move, and which of these stay in files.
+
+    Args:
+        zeroth: the run.
+        found: in files.
+        then: what the store of a run that goes on says of itself.
+
+    Raises:
+        StoreMismatchError: it keeps parameters in another format than wrap was asked for.
+    """
     if zeroth is None:
         return found
+    resume = then is not None
     made = found if found is not None else Found([], {}, set())
     made.moved = frozenset(zeroth.streams)
+    if then is not None:
+        zeroth.keep_storage(then)
+    made.storage = zeroth.storage
+    if found is not None and not resume:
+        ids = {id(param): param.dtype for param in zeroth.moved}
+        made.in_place -= {key for key, dtype in ids.items() if zeroth.is_converted(dtype)}
+        made.file_count *= bool(made.in_place)
     if zeroth.write_every is not None and not resume:
         made.in_place -= made.moved
         made.file_count *= bool(made.in_place)
@@ -159,7 +209,7 @@ def find(zeroth: Zeroth | None, found: Found | None, resume: bool) -> Found | No
 
 def take(settings: dict[str, Any], max_grad_norm: Any, optimizer: Any) -> dict[str, Any]:
     """Out of wrap's keywords, those that this method is asked about; None where there is none."""
-    taken = {name: settings.pop(name, None) for name in ("seed", "num_samples", "rng")}
+    taken = {name: settings.pop(name, None) for name in OF_METHOD}
     return {**taken, "max_grad_norm": max_grad_norm, "optimizer": optimizer}
 
 
@@ -182,7 +232,7 @@ def make(
     if method not in METHODS:
         raise ModelError(f"method {method!r}: one of {', '.join(METHODS)}")
     if method == "adamw":
-        for name in ("seed", "num_samples", "rng"):
+        for name in OF_METHOD:
             if asked[name] is not None:
                 raise ModelError(f'{name}= is of method="mezo"')
         return None
@@ -211,6 +261,8 @@ def make(
     _zo_device.check(device, rng, config.without)
     asked = {**asked, "write_every": config.write_every}
     made = Zeroth(moved, streams, Rule(seed, eps, samples, rng), asked, device, config.without)
+    made.storage = asked["storage"]
+    _check_storage(made, model)
     made.write_every = _every(made, model, config, store)
     return made
 
@@ -220,12 +272,34 @@ def _every(made: Zeroth, model: nn.Module, config: Config, store: Any) -> int | 
         return None
     if isinstance(config.write_every, int):
         return config.write_every
-    if _zo_plan.fits(config, sum(p.numel() * p.element_size() for p in model.parameters())):
+    if _zo_plan.fits(config, sum(made.memory_bytes(p) for p in model.parameters())):
         return None
     if made.rule.rng == "torch":
         return 1  # to draw again is slower than any SSD
     names = [] if store is None else [store] if isinstance(store, str | os.PathLike) else [*store]
     return _zo_plan.measured_every(config, [os.path.expanduser(os.fspath(n)) for n in names])
+
+
+def _check_storage(made: Zeroth, model: nn.Module) -> None:
+    """Refuse a format that is none, or that this run's parameters cannot be kept in."""
+    if made.storage is not None and made.storage not in _kept.TYPES:
+        raise ModelError(f"storage {made.storage!r}: one of {', '.join(_kept.TYPES)}")
+    names = {id(param): name for name, param in model.named_parameters()}
+    kept = [p for p in made.moved if _kept.format_of(p.dtype, made.storage) is not None]
+    if not kept:
+        return
+    what = f"{names[id(kept[0])]!r} ({kept[0].dtype}"
+    what += f", storage={made.storage!r})" if made.storage else ")"
+    if made.rule.rng == "torch":
+        raise UnsupportedError(
+            f'rng="torch" is MeZO\'s own code in float32, and parameter {what} is kept in another'
+            ' format: rng="philox", or model.float() before lohan.wrap() and no storage='
+        )
+    if made.rule.samples > PASS_POSITIONS - 2:
+        raise UnsupportedError(
+            f"num_samples {made.rule.samples}: where parameters are kept in a format of their own"
+            f" ({what}), {PASS_POSITIONS - 2} at most"
+        )
 
 
 def _moved(model: nn.Module) -> tuple[list[nn.Parameter], dict[int, int]]:
@@ -234,10 +308,10 @@ def _moved(model: nn.Module) -> tuple[list[nn.Parameter], dict[int, int]]:
     for number, (name, param) in enumerate(model.named_parameters()):
         if not param.requires_grad or param.numel() == 0:
             continue
-        if param.dtype != torch.float32:
+        if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ModelError(
-                f'parameter {name!r} is {param.dtype}: method="mezo" moves float32 ones (a step is'
-                " too small for 16 bits): model.float() before lohan.wrap(), or freeze it with"
+                f'parameter {name!r} is {param.dtype}: method="mezo" moves float32, bfloat16 and'
+                " float16 ones: convert it before lohan.wrap(), or freeze it with"
                 " requires_grad_(False)"
             )
         moved.append(param)

@@ -26,13 +26,12 @@ import torch
 
 from lohan import _core, _journal, _store
 from lohan._zo_run import uuid_of
-from lohan._zo_setup import METHODS
+from lohan._zo_setup import METHODS, OF_METHOD
 from lohan.config import Config
 from lohan.errors import ModelError, StepError, UnsupportedError
 
 # What lohan.wrap() takes of method="mezo" alone, and what means something else there.
-_OF_METHOD = ("num_samples", "rng", "seed")
-KEYWORDS = ("method", "eps", *_OF_METHOD)
+KEYWORDS = ("method", "eps", *OF_METHOD)
 
 # TrainingArguments that such a step has no use for.
 _UNUSED = {
@@ -53,7 +52,7 @@ def is_asked(settings: dict[str, Any]) -> bool:
     method = settings.get("method", METHODS[0])
     if method not in METHODS:
         raise ModelError(f"method {method!r}: one of {', '.join(METHODS)}")
-    for name in _OF_METHOD:
+    for name in OF_METHOD:
         if name in settings and method != "mezo":
             raise ModelError(f'{name}= is of method="mezo"')
     return bool(method == "mezo")

@@ -26,15 +26,22 @@ T = TypeVar("T")
 class Where:
     """A unit's bytes where they are computed with, as they were left, and what others have."""
 
-    __slots__ = ("address", "base", "host", "makes", "outs", "position")
+    __slots__ = ("address", "base", "host", "is_kept", "kept", "makes", "outs", "position")
 
-    def __init__(self, base: int) -> None:
+    def __init__(self, base: int, is_kept: bool) -> None:
         self.address = 0
         self.makes = -1
         self.outs = 0
-        self.position = 0
+        self.position = 0  # of what is computed with
         self.host = 0  # the position of what was copied back to main memory last
         self.base = base  # the step that SSD has
+        self.is_kept = is_kept  # beside what is computed with: [Note: Kept parameters]
+        self.kept = 0  # the position of that
+
+    @property
+    def left(self) -> int:
+        """The position of what would be copied back to main memory."""
+        return self.kept if self.is_kept else self.position
 
 
 class Kept:
@@ -56,7 +63,8 @@ class TurnSession(Session):
         super().__init__(*args, **kwargs)
         moved = {p.unit for p in self.layout.params if p.stream is not None}
         base = int(self.store.describe()["step"])
-        self._where = {unit: Where(base) for unit in sorted(moved)}
+        units = self.layout.units
+        self._where = {u: Where(base, units[u].value_bytes > 0) for u in sorted(moved)}
         could = self._choose_runs()
         # [Note: What a run leaves] in _zo_probe.py: the first step shows it.
         self._is_probing = could and self.config.runs == "auto"
@@ -110,7 +118,7 @@ class TurnSession(Session):
                 'runs="together": a module of this model has parameters of its own around other'
                 ' blocks, which would have to be at both sides at once: runs="apart"'
             )
-        total = sum(unit.nbytes for unit in self.layout.units)
+        total = sum(unit.place_bytes for unit in self.layout.units)
         room = self.budget["region_bytes"] if self.device.name == "cpu" else self.device.slot_bytes
         is_short = int(room) < total
         return can and (asked == "together" or (asked == "auto" and is_short))
@@ -123,7 +131,11 @@ class TurnSession(Session):
         for scope in self.layout.scopes:
             for unit in scope.units:
                 users[unit] = users.get(unit, 0) + 1
-        shared = [unit for unit in self._where if users.get(unit, 0) > 1]
+        shared = [
+            unit
+            for unit, where in self._where.items()
+            if users.get(unit, 0) > 1 and not where.is_kept  # these can go back
+        ]
         nbytes = sum(self.layout.units[unit].nbytes for unit in shared)
         limit = self.config.host_bytes
         if limit is not None and limit < int(self.budget["host_bytes_full"]) + nbytes:
@@ -168,6 +180,7 @@ class TurnSession(Session):
             unit
             for unit in units
             if unit in self._where
+            and not self._where[unit].is_kept
             and unit not in self._held
             and self._where[unit].position > self._wanted
             and (unit not in self._kept or self._kept[unit].position != self._wanted)

@@ -128,7 +128,7 @@ def wrap(
     _adopt.check(optimizer, {**hyper, "params": params}, resume=resume)
     made = _checked_config(made, max_grad_norm)
     with _zo_setup.frozen(zeroth):
-        found = _zo_setup.find(zeroth, _find(model, made, store, resume, weights), resume)
+        found = _find(zeroth, model, made, store, resume, weights)
         made, layout, budget = _divide(model, blocks, made, found)
         ours, group_of = _make_optimizer(layout, params, hyper, optimizer, zeroth, max_grad_norm)
         opening = _Opening(model, layout, made, budget, ours, group_of, found, zeroth)
@@ -254,7 +254,7 @@ class _Opening:
             self.group_of,
             len(self.optimizer.param_groups),
             norms=self.optimizer.max_grad_norm is not None or self.config.loss_scaling,
-            device=_device.plan(self.layout, *_together_bytes(self.layout), self.config),
+            device=_plan_device(self.layout, self.config),
             room=self.room,
         )
         return session
@@ -405,8 +405,12 @@ def _checked_config(config: Config, max_grad_norm: float | None) -> Config:
     return dataclasses.replace(config, schedule="deferred")
 
 
-def _together_bytes(layout: Layout) -> tuple[list[int], list[int]]:
+def _together_bytes(layout: Layout, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
     """What is in use at once, in bytes: of each scope's units at its first one, 0 at the others.
+
+    Args:
+        layout: of the model.
+        sizes: of its units.
 
     A unit that several scopes share (tied weights) counts in the largest of them.
 
@@ -415,13 +419,13 @@ def _together_bytes(layout: Layout) -> tuple[list[int], list[int]]:
     """
 
     def nbytes(units: list[int]) -> int:
-        return sum(layout.units[i].nbytes for i in units)
+        return sum(sizes[i] for i in units)
 
     together, apart = [0] * len(layout.units), [0] * len(layout.units)
     left = {i for i, unit in enumerate(layout.units) if not unit.always}
     for units in sorted((scope.units for scope in layout.scopes), key=nbytes, reverse=True):
         mine = [i for i in units if i in left]
-        moving = [layout.units[i].nbytes for i in units if not layout.units[i].always]
+        moving = [sizes[i] for i in units if not layout.units[i].always]
         if moving:
             needed = sum(moving) + (len(moving) - 1) * max(moving)
             apart[units[0]] = max(apart[units[0]], needed)
@@ -429,20 +433,25 @@ def _together_bytes(layout: Layout) -> tuple[list[int], list[int]]:
             together[mine[0]] = nbytes(mine)
             left.difference_update(mine)
     for i in left:
-        together[i] = layout.units[i].nbytes
+        together[i] = sizes[i]
     return together, apart
+
+
+def _plan_device(layout: Layout, config: Config) -> _device.Device:
+    sizes = [unit.place_bytes for unit in layout.units]
+    return _device.plan(layout, *_together_bytes(layout, sizes), config)
 
 
 def _budget(layout: Layout, config: Config) -> dict[str, int]:
     """Divide main memory, or say what would fit."""
     extents = _store.plan_extents(layout, config.commit_every == "never")
     tied = _tied_gradient_bytes(layout)
+    is_served = _device.parse(config.device)[0] != "cpu"
+    sizes = [unit.nbytes if is_served else unit.place_bytes for unit in layout.units]
+    gradients = (u.gradient_bytes + (tied if u.trainable else 0) for u in layout.units)
     described = _store.unit_tuples(layout, extents)
-    together, apart = _together_bytes(layout)
-    units = [
-        (described[i], unit.gradient_bytes + (tied if unit.trainable else 0), together[i], apart[i])
-        for i, unit in enumerate(layout.units)
-    ]
+    held = [(size, *unit[1:]) for size, unit in zip(sizes, described, strict=True)]
+    units = [*zip(held, gradients, *_together_bytes(layout, sizes), strict=True)]
 
     def raiser(code: int, message: str, is_rule: bool) -> Exception:
         return BudgetError(message)
@@ -463,12 +472,13 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
         _device.block_bytes_per_element(layout, config),
         config.schedule == "auto",
     )
-    _device.plan(layout, together, apart, config)
+    _plan_device(layout, config)
     full = _core.budget(units, 1 << 60, bookkeeping, *waiting, raiser)["host_bytes_full"]
     return _core.budget(units, _host_bytes(config, full), bookkeeping, *waiting, raiser)
 
 
 def _find(
+    zeroth: Zeroth | None,
     model: nn.Module,
     config: Config,
     store: PathLike | Sequence[PathLike] | None,
@@ -479,8 +489,9 @@ def _find(
     place = None if weights is None else Path(os.fspath(weights)).expanduser()
     if resume and store is not None:
         meta = _store.read_meta(directories_of(store), config)
-        return _in_place.of_store(meta, model, place)
-    return None if place is None else _in_place.of_folder(place, model, config)
+        return _zo_setup.find(zeroth, _in_place.of_store(meta, model, place), meta)
+    found = None if place is None else _in_place.of_folder(place, model, config)
+    return _zo_setup.find(zeroth, found, None)
 
 
 def _divide(
@@ -507,8 +518,7 @@ def _layout_for_budget(
         return _block.make_layout(model, limit, given, found)
 
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    limit = max(total, 1)
-    layout = make_layout(limit, blocks)
+    layout = make_layout(max(total, 1), blocks)
     limits = (config.host_bytes, config.device_bytes, config.device_param_bytes)
     is_free = all(limit is None for limit in limits)
     if is_free or blocks is not None:

@@ -81,6 +81,7 @@ static void model_init(struct rig *rig)
         unit->elements = is_frozen ? 0 : lh_align_up(at, LH_ENGINE_ELEMENT_ALIGN);
         unit->bytes = is_frozen ? lh_align_up(at, LH_BLOCK_BYTES)
                                 : unit->elements * lh_dtype_bytes(unit->dtype);
+        unit->place_bytes = unit->bytes + rig->opts.beside_bytes;
     }
     rig->hypers[0] = (struct lh_adam_hyper){1e-2, 0.9, 0.999, 1e-8, 0.01};
     rig->hypers[1] = (struct lh_adam_hyper){3e-3, 0.8, 0.99, 1e-6, 0};
@@ -205,7 +206,7 @@ static void budget_make(struct rig *rig)
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
         const struct lh_engine_unit *unit = &rig->units[i];
         units[i] = (struct lh_budget_unit){
-            .bytes = unit->bytes,
+            .bytes = rig->opts.device ? unit->bytes : unit->place_bytes,
             .elements = unit->elements,
             .gradient_bytes = unit->elements * lh_dtype_bytes(unit->dtype),
             .state_bytes_per_element =
@@ -409,8 +410,9 @@ static int unit_acquire(struct rig *rig, uint32_t unit)
         rig_device_read(rig, unit, expected);
         return 0;
     }
-    const uint8_t *found = lh_engine_address(rig->engine, unit);
+    uint8_t *found = lh_engine_address(rig->engine, unit);
     LH_CHECK(memcmp(found, expected, rig->units[unit].bytes) == 0);
+    memset(found + rig->units[unit].bytes, 0x5a, rig->opts.beside_bytes);
     return 0;
 }
 

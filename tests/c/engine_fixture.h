@@ -31,6 +31,7 @@ struct rig_opts {
     const char *device;    /* (optional) a kind of accelerator: see rig_device.h */
     uint64_t device_bytes; /* for parameters */
     uint64_t spare_bytes;  /* with least_memory: besides */
+    uint64_t beside_bytes; /* of the caller's, behind a unit where computation is */
     bool norms;
     uint64_t saved_bytes; /* of main memory for saved tensors (rig_saved.h) */
     uint64_t saved_transit_bytes;

@@ -89,6 +89,8 @@ void rig_device_read(struct rig *rig, uint32_t unit, const void *expected)
     memcpy(read.expected, expected, read.bytes);
     machine_compute(&device->machine, read.found, lh_engine_address(rig->engine, unit), read.bytes);
     device->reads[device->read_count++] = read;
+    machine_compute(&device->machine, lh_engine_address(rig->engine, unit) + read.bytes,
+                    device->garbage, rig->opts.beside_bytes);
 }
 
 void *rig_device_gradient(struct rig *rig, uint32_t param)

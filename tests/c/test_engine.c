@@ -443,6 +443,10 @@ int main(void)
         test_equal("slabs for all chunks before the region has room for all units", opts, 7);
     }
     test_equal("least memory", (struct rig_opts){.least_memory = true, .commit_every = 1}, 10);
+    test_equal("least memory, room beside each unit",
+               (struct rig_opts){
+                   .least_memory = true, .beside_bytes = 3 * LH_BLOCK_BYTES, .commit_every = 1},
+               10);
     test_equal("two directories, a commit in three steps",
                (struct rig_opts){.least_memory = true, .commit_every = 3, .directory_count = 2},
                10);

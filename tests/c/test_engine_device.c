@@ -248,6 +248,10 @@ int main(void)
         large.large = true; /* a gradient goes in two pieces */
         large.device_bytes = UINT64_C(6) << 20;
         test_equal(large, step_count / 2);
+        struct rig_opts beside = opts_of(kinds[i], LH_ENGINE_SCHEDULE_OPTIMIZED);
+        beside.beside_bytes = 2 * LH_BLOCK_BYTES;
+        beside.device_bytes += 4 * beside.beside_bytes;
+        test_equal(beside, step_count / 2);
         test_abort(kinds[i]);
         test_stop(kinds[i]);
         test_errors(kinds[i]);

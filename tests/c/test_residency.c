@@ -151,6 +151,7 @@ static struct trial trial_random(uint64_t *seed)
     for (uint32_t i = 0; i < trial.unit_count; i++) {
         uint64_t bytes = (1 + below(seed, 6)) * LH_RESIDENCY_GRANULE;
         trial.units[i].bytes = bytes;
+        trial.units[i].load_bytes = below(seed, 2) * bytes / 2;
         trial.units[i].always = below(seed, 8) == 0;
         all += bytes;
         always += trial.units[i].always ? bytes : 0;
@@ -161,6 +162,11 @@ static struct trial trial_random(uint64_t *seed)
     trial.region_bytes = least + spare;
     trial.open_bytes_max = below(seed, trial.region_bytes + 1);
     return trial;
+}
+
+static uint64_t brought_bytes(const struct lh_residency_unit *unit)
+{
+    return unit->load_bytes > 0 ? unit->load_bytes : unit->bytes;
 }
 
 /*
@@ -185,7 +191,7 @@ static uint64_t plan_some(struct lh_residency *state, struct lh_residency *befor
             uint64_t bytes = 0;
             for (int64_t i = 0; i < added; i++) {
                 if (machine->ops[i].kind == LH_RESIDENCY_OP_LOAD)
-                    bytes += machine->units[machine->ops[i].unit].bytes;
+                    bytes += brought_bytes(&machine->units[machine->ops[i].unit]);
             }
             LH_CHECK(bytes == loaded_bytes);
             return count;

@@ -568,7 +568,7 @@ def test_what_has_no_meaning_is_refused_by_name(store_dir: pathlib.Path) -> None
             wrapped(model, store_dir, **more)
         assert all(param.requires_grad for param in model.parameters())
     with pytest.raises(ModelError, match="float32"):
-        wrapped(opt().bfloat16(), store_dir)
+        wrapped(opt().double(), store_dir)
     with pytest.raises(ModelError, match="method"):
         lohan.wrap(opt(), store=store_dir, method="sgd")
     with pytest.raises(ModelError, match="mezo"):

@@ -19,6 +19,7 @@ import mezo_helper as helper
 import pytest
 import torch
 from lohan import _core, _zo_device, _zo_session
+from lohan._block import Param
 from lohan.errors import ModelError, UnsupportedError
 from mezo_helper import EPS, LR, SEED, Settings, differing, plain_run, steps
 from torch import nn
@@ -204,12 +205,13 @@ def test_the_build_says_whether_there_are_kernels() -> None:
 
 
 def test_a_copy_in_main_memory_has_the_units_layout() -> None:
-    first = torch.arange(6, dtype=torch.float32).view(2, 3)
-    second = torch.full((5,), 7.0)
-    copy = _zo_device.host_bytes([(0, first), (64, second)], 128)
+    first = nn.Parameter(torch.arange(6, dtype=torch.float32).view(2, 3))
+    second = nn.Parameter(torch.full((5,), 7.0))
+    params = [Param("first", first, 0, 0, 0), Param("second", second, 0, 64, 1, kept="bf16")]
+    copy = _zo_device.host_bytes([(param, param.tensor.data) for param in params], 128)
     assert copy[:24].view(torch.float32).tolist() == first.flatten().tolist()
-    assert copy[64:84].view(torch.float32).tolist() == second.tolist()
-    assert int(copy[24:64].count_nonzero()) == int(copy[84:].count_nonzero()) == 0
+    assert copy[64:74].view(torch.bfloat16).tolist() == second.tolist()
+    assert int(copy[24:64].count_nonzero()) == int(copy[74:].count_nonzero()) == 0
 
 
 def test_leads_on_the_cpu_have_the_bits_of_zo_apply(store_dir: pathlib.Path) -> None:

@@ -1,0 +1,335 @@
+"""Parameters kept in other formats than they are computed with ([Note: Kept parameters])."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import lohan
+import pytest
+import torch
+from lohan import _kept
+from lohan._direction import Stream, normal, words
+from lohan._kept import ROUND_SAMPLE, rounded
+from lohan.errors import ModelError, StoreMismatchError, UnsupportedError
+from mezo_helper import (
+    EPS,
+    LR,
+    SEED,
+    Values,
+    batches,
+    differing,
+    gpt2,
+    loss_of,
+    opt,
+    steps,
+)
+from test_mezo import TIERS, least_of
+from torch import nn
+
+STEPS = 6
+
+
+def bf16() -> nn.Module:
+    return opt().bfloat16()
+
+
+def fp16() -> nn.Module:
+    return gpt2().half()
+
+
+class PlainKept:
+    """MeZO with all in memory, whose parameters are of a format between steps."""
+
+    def __init__(self, model: nn.Module, storage: str, *, decay: float = 0, samples: int = 1):
+        self.model = model.eval()
+        self.storage = storage
+        self.decay, self.samples = decay, samples
+        self.params = [*model.parameters()]
+        dtype = _kept.TYPES[storage]
+        self.kept = [_kept.narrowed(p.data, dtype).float() for p in self.params]
+        self.step_count = 0
+
+    def _z(self, number: int, sample: int) -> torch.Tensor:
+        stream = Stream(SEED, number, self.step_count, sample)
+        param = self.params[number]
+        return normal(stream, 0, param.numel(), "cpu").view(param.shape)
+
+    def _at(self, sample: int | None, moves: int) -> None:
+        for number, param in enumerate(self.params):
+            value = self.kept[number]
+            for scale in (1.0, -2.0)[:moves]:
+                assert sample is not None
+                value = value + self._z(number, sample) * torch.tensor(EPS * scale)
+            param.data = value.to(param.dtype)
+
+    @torch.no_grad()
+    def step(self, batch: torch.Tensor) -> float:
+        gradients, losses = [], []
+        for sample in range(self.samples):
+            sides = []
+            for moves in (1, 2):
+                self._at(sample, moves)
+                sides.append(float(loss_of(self.model, batch)))
+            gradients.append((sides[0] - sides[1]) / (2 * EPS))
+            losses.append(sides[0])
+        for number, value in enumerate(self.kept):
+            for sample, gradient in enumerate(gradients):
+                change = self._z(number, sample) * torch.tensor(gradient)
+                if self.decay:
+                    change = change + value * torch.tensor(self.decay)
+                value = value - change * torch.tensor(LR / self.samples)
+            stream = Stream(SEED, number, self.step_count, ROUND_SAMPLE)
+            chance = words(stream, 0, value.numel(), "cpu").view(value.shape)
+            self.kept[number] = rounded(value, chance, self.storage)
+        self.step_count += 1
+        self._at(None, 0)
+        return float(torch.tensor(sum(losses) / len(losses)))
+
+    def run(self, data: list[torch.Tensor]) -> tuple[list[float], Values]:
+        losses = [self.step(batch) for batch in data]
+        return losses, {name: p.data.clone() for name, p in self.model.named_parameters()}
+
+
+def wrapped(model: nn.Module, store: pathlib.Path, **more: Any) -> Any:
+    return lohan.wrap(
+        model, store=store, method="mezo", **{"lr": LR, "eps": EPS, "seed": SEED, **more}
+    )
+
+
+CASES: list[tuple[Callable[[], nn.Module], str | None, str]] = [
+    (opt, "bf16", "bf16"),
+    (gpt2, "fp16", "fp16"),
+    (opt, "fp8", "fp8"),
+    (bf16, None, "bf16"),
+    (bf16, "fp32", "fp32"),
+    (fp16, None, "fp16"),
+    (fp16, "fp8", "fp8"),
+]
+
+
+@pytest.mark.parametrize("place", ["memory", "least", "emu"])
+@pytest.mark.parametrize(
+    ("make", "asked", "storage"), CASES, ids=lambda x: getattr(x, "__name__", str(x))
+)
+def test_losses_and_parameters_are_those_of_kept_ones_in_memory(
+    make: Callable[[], nn.Module],
+    asked: str | None,
+    storage: str,
+    place: str,
+    store_dir: pathlib.Path,
+) -> None:
+    data = batches(STEPS)
+    losses, values = PlainKept(make(), storage).run(data)
+    more: dict[str, Any] = {"storage": asked} if asked else {}
+    if place == "least":
+        more["host_bytes"] = least_of(make(), **more)
+    if place == "emu":
+        more |= {"device": "emu", "device_param_bytes": 130_000}
+    model = wrapped(make(), store_dir, **more)
+    assert steps(model, data) == losses
+    assert differing(model, values) == []
+    model.lohan.close()
+
+
+@pytest.mark.parametrize("runs", ["together", "apart"])
+@pytest.mark.parametrize("more", [0, 40_000], ids=["least", "some"])
+def test_a_device_over_little_main_memory_has_the_same_bits(
+    runs: str, more: int, store_dir: pathlib.Path
+) -> None:
+    data = batches(10)
+    losses, values = PlainKept(opt(), "bf16", decay=0.1, samples=2).run(data)
+    sizes = [unit.place_bytes for unit in wrapped(opt(), store_dir / "s").lohan.layout.units]
+    slots = 2 * sum(sorted(sizes)[-3:]) + more
+    asked = {
+        "storage": "bf16",
+        "device": "emu",
+        "device_param_bytes": slots,
+        "device_bytes": 2 * slots,
+    }
+    model = wrapped(
+        opt(),
+        store_dir / "run",
+        host_bytes=least_of(opt(), **asked) + more,
+        write_every=3,
+        runs=runs,
+        weight_decay=0.1,
+        num_samples=2,
+        **asked,
+    )
+    assert steps(model, data) == losses
+    assert differing(model, values) == []
+    model.lohan.close()
+
+
+@pytest.mark.parametrize("every", [1, 3, "never"])
+@pytest.mark.parametrize("tier", ["memory", "least"])
+@pytest.mark.parametrize("storage", ["bf16", "fp8"])
+def test_a_run_goes_on_is_copied_and_is_written_with_the_same_bits(
+    storage: str, tier: str, every: int | str, store_dir: pathlib.Path
+) -> None:
+    data = batches(8)
+    losses, values = PlainKept(opt(), storage).run(data)
+    more: dict[str, Any] = {"storage": storage, "write_every": every}
+    if TIERS[tier] is not None:
+        more["host_bytes"] = least_of(opt(), **more)
+    model = wrapped(opt(), store_dir, **more)
+    assert steps(model, data[:5]) == losses[:5]
+    units = model.lohan.layout.units
+    writes = 5 // every if isinstance(every, int) else 0
+    assert model.lohan.written_bytes == writes * sum(unit.nbytes for unit in units)
+    model.lohan.close()
+    assert lohan.verify(store_dir).is_whole
+    lohan.snapshot(store_dir, store_dir / "copy").wait()
+    for place in (store_dir, store_dir / "copy"):
+        again = lohan.wrap(opt(), store=place, method="mezo", resume=True)
+        assert steps(again, data[5:]) == losses[5:]
+        assert differing(again, values) == []
+        again.lohan.close()
+        with pytest.raises(StoreMismatchError, match="storage='fp16'"):
+            lohan.wrap(opt(), store=place, method="mezo", resume=True, storage="fp16")
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["open", "closed"])
+def test_export_and_unwrap_give_what_is_computed_with(
+    is_closed: bool, store_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    from safetensors.torch import load_file
+
+    data = batches(3)
+    for make, storage in ((opt, "bf16"), (bf16, "bf16"), (bf16, "fp32")):
+        _, values = PlainKept(make(), storage).run(data)
+        place, out = (
+            store_dir / f"{make.__name__}-{storage}",
+            tmp_path / f"{make.__name__}{storage}",
+        )
+        model = wrapped(make(), place, storage=storage)
+        steps(model, data)
+        if is_closed:
+            model.lohan.close()
+        lohan.export(place, out)
+        exported = load_file(out / "model.safetensors")
+        assert {key for key in exported} <= set(values)
+        assert all(torch.equal(value, values[key]) for key, value in exported.items())
+        lohan.export(place, out / "wide", dtype="float32")
+        wide = load_file(out / "wide" / "model.safetensors")
+        assert all(
+            torch.equal(value.to(values[key].dtype), values[key]) for key, value in wide.items()
+        )
+        lohan.unwrap(model)
+        assert differing(model, values) == []
+        assert all(param.requires_grad for param in model.parameters())
+
+
+def test_a_16_bit_model_s_own_files_are_read_in_place(
+    store_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    data = batches(4)
+    losses, values = PlainKept(bf16(), "bf16").run(data)
+    bf16().save_pretrained(tmp_path / "base")
+    before = (tmp_path / "base" / "model.safetensors").read_bytes()
+    model = wrapped(bf16(), store_dir, weights=tmp_path / "base", write_every="never")
+    assert all(unit.runs for unit in model.lohan.layout.units)
+    assert steps(model, data) == losses
+    assert differing(model, values) == []
+    model.lohan.close()
+    assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
+    again = lohan.wrap(bf16(), store=store_dir, method="mezo", resume=True)
+    assert differing(again, values) == []
+    again.lohan.close()
+
+
+def test_files_of_another_format_are_copied(
+    store_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    data = batches(3)
+    _, values = PlainKept(opt(), "bf16").run(data)
+    opt().save_pretrained(tmp_path / "base")
+    model = wrapped(
+        opt(), store_dir, weights=tmp_path / "base", storage="bf16", write_every="never"
+    )
+    assert not any(unit.runs for unit in model.lohan.layout.units)
+    steps(model, data)
+    assert differing(model, values) == []
+    model.lohan.close()
+
+
+def test_half_the_bits_are_half_the_bytes_on_the_link_and_on_ssd(store_dir: pathlib.Path) -> None:
+    moved: dict[str, int] = {}
+    for storage in ("fp32", "fp16", "fp8"):
+        units = wrapped(opt(), store_dir / f"{storage}-s", storage=storage).lohan.layout.units
+        slots = sum(sorted(unit.place_bytes for unit in units)[-3:])
+        device = {"device": "emu", "device_param_bytes": slots, "device_bytes": 2 * slots}
+        model = wrapped(opt(), store_dir / storage, storage=storage, **device)
+        steps(model, batches(2))
+        before = model.lohan.read_bytes
+        steps(model, batches(4))
+        moved[storage] = model.lohan.read_bytes - before
+        bits = _kept.TYPES[storage].itemsize
+        layout = model.lohan.layout
+        count = sum(param.count for param in layout.params)
+        assert sum(unit.nbytes for unit in layout.units) < bits * count + 5000 * len(layout.units)
+        model.lohan.close()
+    # Units are padded to 4 KiB, which is much of one here.
+    assert moved["fp16"] < 0.6 * moved["fp32"]
+    assert moved["fp8"] < 0.4 * moved["fp32"]
+
+
+def test_a_step_that_dies_has_not_happened(store_dir: pathlib.Path) -> None:
+    data = batches(4)
+    losses, values = PlainKept(opt(), "bf16").run(data)
+    asked: dict[str, Any] = {"storage": "bf16"}
+    model = wrapped(opt(), store_dir, host_bytes=least_of(opt(), **asked), **asked)
+    assert steps(model, data[:2]) == losses[:2]
+    for calls in (1, 2):
+        left = [calls]
+
+        def dies(left: list[int] = left) -> Any:
+            loss = loss_of(model, data[2])
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyError("dies")
+            return loss
+
+        with pytest.raises(KeyError):
+            model.zo_step(dies)
+    assert steps(model, data[2:]) == losses[2:]
+    assert differing(model, values) == []
+    model.lohan.close()
+
+
+def test_what_a_format_cannot_be_is_refused_by_name(store_dir: pathlib.Path) -> None:
+    for model, more, error in (
+        (opt(), {"storage": "int4"}, ModelError),
+        (opt(), {"storage": "bf16", "rng": "torch"}, UnsupportedError),
+        (bf16(), {"rng": "torch"}, UnsupportedError),
+        (opt(), {"storage": "bf16", "num_samples": 2000}, UnsupportedError),
+        (opt().double(), {}, ModelError),
+    ):
+        with pytest.raises(error, match="|".join([*more, "float64"])):
+            wrapped(model, store_dir, **more)
+    with pytest.raises(ModelError, match="storage"):
+        lohan.wrap(opt(), store=store_dir, storage="bf16")
+    assert list(store_dir.iterdir()) == []
+
+
+def test_what_is_too_large_for_a_format_becomes_its_largest_number() -> None:
+    values = torch.tensor([1e9, -1e9, 500.0, 2**-10 * 1.01, float("nan")])
+    assert _kept.narrowed(values, torch.float16)[:2].tolist() == [65504.0, -65504.0]
+    assert _kept.narrowed(values, torch.float8_e4m3fn).float()[:4].tolist() == [
+        448.0,
+        -448.0,
+        448.0,
+        2**-9,
+    ]
+    assert _kept.narrowed(values, torch.bfloat16)[4].isnan()
+
+
+def test_old_stores_say_nothing_of_formats_and_new_ones_do(store_dir: pathlib.Path) -> None:
+    model = wrapped(opt(), store_dir, storage="fp8")
+    meta = json.loads(model.lohan.store.describe()["meta"])
+    assert meta["method"]["storage"] == "fp8"
+    assert set(meta["method"]["kept"]) == {"fp8"}
+    model.lohan.close()
