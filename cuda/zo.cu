@@ -1,12 +1,14 @@
 /*
- * Zeroth-order training on the GPU: a batch of operations over a range of a parameter, in place.
+ * Zeroth-order training on the GPU: a batch of operations over a range of a parameter, in place, or
+ * from what is kept of it in another format to that and to what computation reads.
  *
  * Formula: for each element in order of the ops, p + s z, or p - lr (s z + d p), or z, each
  * operation rounded to fp32; z is Box and Muller's normal number of the element's own counter
  * ([Note: Counters] in csrc/compute/zo.h).
- * CPU reference: lh_zo_ref() (csrc/compute/zo_ref.c), bit for bit.
- * Bytes moved: 8 an element (read once, written once) however many ops a batch has, which come as
- * the kernel's argument; 16 threads that are neighbours access 64 bytes that are.
+ * CPU reference: lh_zo_ref() (csrc/compute/zo_ref.c) and lh_zo_lead() (zo_kept.c), bit for bit.
+ * Bytes moved: 8 an element (read once, written once; of a parameter that is kept those of its two
+ * formats, and the state's twice where it is rounded) however many ops a batch has, which come as
+ * the kernel's argument; 16 threads that are neighbours access 64 bytes that are, or 32, or 16.
  */
 #include "zo_counter.h"
 

@@ -1,34 +1,12 @@
 /*
  * Passes of zeroth-order training by counters, one thread each: the bits of lh_zo_ref()
- * (csrc/compute/zo_ref.c), for the GPU, and as plain C for the tests.
- *
- * Every operation rounds by itself: the intrinsics are never fused nor flushed to zero, and C is
- * compiled with -ffp-contract=off. What a NaN carries besides being one is the processor's.
+ * and lh_zo_lead() (csrc/compute), for the GPU, and as plain C for the tests.
  */
 #ifndef CUDA_ZO_COUNTER_H
 #define CUDA_ZO_COUNTER_H
 
-#include "compute/zo_kernels.h"
-
-#ifdef __CUDACC__
-#define ZO_FUNCTION static __device__ __forceinline__
-#else
-#include <math.h>
-#include <string.h>
-#define ZO_FUNCTION static inline
-#endif
-
-#ifdef __CUDA_ARCH__
-#define ZO_ADD(a, b) __fadd_rn(a, b)
-#define ZO_SUB(a, b) __fsub_rn(a, b)
-#define ZO_MUL(a, b) __fmul_rn(a, b)
-#define ZO_SQRT(a) __fsqrt_rn(a)
-#else
-#define ZO_ADD(a, b) ((a) + (b))
-#define ZO_SUB(a, b) ((a) - (b))
-#define ZO_MUL(a, b) ((a) * (b))
-#define ZO_SQRT(a) sqrtf(a)
-#endif
+#include "zo_kept.h"
+#include "zo_numbers.h"
 
 /* words: the counter, and the block that Philox 4x32-10 makes of it. */
 ZO_FUNCTION void zo_philox(uint32_t words[LH_ZO_WORDS], uint32_t key0, uint32_t key1)
@@ -92,13 +70,21 @@ ZO_FUNCTION void zo_turn(uint32_t word, float *cosine_out, float *sine_out)
     *sine_out = quarter >= 2 ? -at_sine : at_sine;
 }
 
+ZO_FUNCTION void zo_words(const struct lh_zo_stream *stream, uint64_t counter,
+                          uint32_t words[LH_ZO_WORDS])
+{
+    words[0] = (uint32_t)counter;
+    words[1] = (uint32_t)(counter >> 32) | stream->sample << 16;
+    words[2] = stream->param;
+    words[3] = stream->step;
+    zo_philox(words, (uint32_t)stream->seed, (uint32_t)(stream->seed >> 32));
+}
+
 /* z of the block's elements that one counter makes. */
 ZO_FUNCTION void zo_draw(const struct lh_zo_stream *stream, uint64_t counter, float z[LH_ZO_WORDS])
 {
-    uint32_t words[LH_ZO_WORDS] = {(uint32_t)counter,
-                                   (uint32_t)(counter >> 32) | stream->sample << 16, stream->param,
-                                   stream->step};
-    zo_philox(words, (uint32_t)stream->seed, (uint32_t)(stream->seed >> 32));
+    uint32_t words[LH_ZO_WORDS];
+    zo_words(stream, counter, words);
     for (int i = 0; i < LH_ZO_WORDS; i += 2) {
         float cosine, sine;
         float radius = zo_radius(words[i]);
@@ -128,6 +114,31 @@ ZO_FUNCTION uint64_t zo_counter_count(const struct lh_zo_batch *batch)
     return batch->count > 0 ? (end - begin) * LH_ZO_COUNTERS : 0;
 }
 
+/* Those of four elements, LH_ZO_COUNTERS apart, that are below count; at: of the first of them. */
+ZO_FUNCTION void zo_load(const struct lh_zo_batch *batch, int64_t at, float held[LH_ZO_WORDS])
+{
+    uint64_t source = batch->state ? batch->state : batch->values;
+    for (int i = 0; i < LH_ZO_WORDS; i++) {
+        int64_t place = at + i * LH_ZO_COUNTERS;
+        bool is_there = place >= 0 && place < (int64_t)batch->count;
+        held[i] = is_there ? zo_kept_load(source, place, batch->state_format) : 0;
+    }
+}
+
+ZO_FUNCTION void zo_store(const struct lh_zo_batch *batch, int64_t at,
+                          const float held[LH_ZO_WORDS], bool is_state)
+{
+    for (int i = 0; i < LH_ZO_WORDS; i++) {
+        int64_t place = at + i * LH_ZO_COUNTERS;
+        if (place < 0 || place >= (int64_t)batch->count)
+            continue;
+        if (is_state)
+            zo_kept_store(batch->state, place, held[i], batch->state_format);
+        else
+            zo_value_store(batch->values, place, held[i], batch->value_format);
+    }
+}
+
 /* The batch's ops, in order, on those of its elements that one of its counters makes z of. */
 ZO_FUNCTION void zo_counter(const struct lh_zo_batch *batch, uint64_t index)
 {
@@ -135,24 +146,29 @@ ZO_FUNCTION void zo_counter(const struct lh_zo_batch *batch, uint64_t index)
     /* Of the counter's first element in the batch; below 0 where that is in front of it. */
     int64_t at = (int64_t)(counter / LH_ZO_COUNTERS * LH_ZO_BLOCK + counter % LH_ZO_COUNTERS) -
                  (int64_t)batch->first;
-    float *values = (float *)(uintptr_t)batch->address;
-    float held[LH_ZO_WORDS];
+    float held[LH_ZO_WORDS], kept[LH_ZO_WORDS];
     float z[LH_ZO_WORDS] = {0};
-    for (int i = 0; i < LH_ZO_WORDS; i++) {
-        int64_t place = at + i * LH_ZO_COUNTERS;
-        held[i] = place >= 0 && place < (int64_t)batch->count ? values[place] : 0;
-    }
+    bool is_kept = false; /* the same for every thread */
+    zo_load(batch, at, held);
     for (uint32_t j = 0; j < batch->op_count; j++) {
-        if (!batch->ops[j].is_same)
-            zo_draw(&batch->ops[j].stream, counter, z);
+        const struct lh_zo_op *op = &batch->ops[j];
+        if (op->kind == LH_ZO_OP_ROUND) {
+            uint32_t words[LH_ZO_WORDS];
+            zo_words(&op->stream, counter, words);
+            for (int i = 0; i < LH_ZO_WORDS; i++)
+                kept[i] = held[i] = zo_rounded(held[i], words[i], op->format);
+            is_kept = true;
+            continue;
+        }
+        if (!op->is_same)
+            zo_draw(&op->stream, counter, z);
         for (int i = 0; i < LH_ZO_WORDS; i++)
-            held[i] = zo_applied(&batch->ops[j], held[i], z[i]);
+            held[i] = zo_applied(op, held[i], z[i]);
     }
-    for (int i = 0; i < LH_ZO_WORDS; i++) {
-        int64_t place = at + i * LH_ZO_COUNTERS;
-        if (place >= 0 && place < (int64_t)batch->count)
-            values[place] = held[i];
-    }
+    if (is_kept && batch->state)
+        zo_store(batch, at, kept, true);
+    if (batch->values)
+        zo_store(batch, at, held, false);
 }
 
 /* What one thread of thread_count does. */

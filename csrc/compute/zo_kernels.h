@@ -38,16 +38,20 @@
 #define LH_ZO_ANGLE_SCALE 0x1.921fb6p-32f /* a quarter turn has 32 bits */
 
 /*
- * What a GPU's kernel takes, by value: lh_zo_apply()'s arguments, in place. 4 KiB hold the
- * arguments of a kernel, on every GPU.
+ * What a GPU's kernel takes, by value: lh_zo_lead()'s arguments. What is not there has the address
+ * 0: without a state values are led in place (both formats are F32), without values the state alone
+ * is. 4 KiB hold the arguments of a kernel, on every GPU.
  */
 #define LH_ZO_BATCH_OPS 64
-#define LH_ZO_BATCH_BYTES (32 + LH_ZO_BATCH_OPS * 48)
+#define LH_ZO_BATCH_BYTES (48 + LH_ZO_BATCH_OPS * 48)
 #define LH_ZO_BATCH_THREADS 256
 struct lh_zo_batch {
-    uint64_t address; /* of element first, on the device */
+    uint64_t values; /* where element first is, on the device */
+    uint64_t state;
     uint64_t first;
     uint64_t count;
+    enum lh_zo_format state_format;
+    enum lh_zo_format value_format;
     uint32_t op_count; /* the first op is not is_same */
     struct lh_zo_op ops[LH_ZO_BATCH_OPS];
 };

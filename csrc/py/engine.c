@@ -478,7 +478,8 @@ static PyMethodDef engine_methods[] = {
      "device_policy(no_overlap, no_reuse, alloc_bytes_per_s)"},
     {"zo_load", lhpy_engine_zo_load, METH_O, "zo_load(image of the device's kernels)"},
     {"zo_lead", lhpy_engine_zo_lead, METH_VARARGS,
-     "zo_lead(address, count, ops): zo_apply() on the device, which executes it in order."},
+     "zo_lead(address, count, ops[, state, state_format, value_format]): zo_apply() or zo_lead() "
+     "on the device, which executes it in order."},
     {"forward", engine_forward, METH_VARARGS, "forward(is_open)"},
     {"changed_take", engine_changed_take, METH_NOARGS,
      "Parameters that forwards changed in place."},

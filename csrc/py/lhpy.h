@@ -171,7 +171,10 @@ void *lhpy_device_stream_note(struct lhpy_engine *self);
 /* zo.c */
 /* zo_load(image): the device's kernel for zo_lead(), where it needs one. */
 PyObject *lhpy_engine_zo_load(PyObject *object, PyObject *image);
-/* zo_lead(address, count, ops): as zo_apply(), on torch's current stream. */
+/*
+ * zo_lead(address, count, ops[, state, state_format, value_format]): as zo_apply(), or as the
+ * module's zo_lead() where a state is given, on torch's current stream.
+ */
 PyObject *lhpy_engine_zo_lead(PyObject *object, PyObject *args);
 /* Behind what was launched. Without the GIL. */
 void lhpy_engine_zo_unload(struct lhpy_engine *self);

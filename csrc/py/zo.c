@@ -168,6 +168,17 @@ static PyObject *zo_apply(PyObject *module, PyObject *args, PyObject *kwargs)
     return Py_NewRef(Py_None);
 }
 
+static int kept_parse(const char *state_format, const char *value_format, struct lh_zo_kept *kept)
+{
+    if (format_parse(state_format, &kept->state_format) < 0 ||
+        format_parse(value_format, &kept->value_format) < 0)
+        return -1;
+    if (kept->value_format != LH_ZO_FORMAT_F8)
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "values of fp8: fp32, bf16 or fp16");
+    return -1;
+}
+
 static PyObject *zo_lead(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"state_ptr",    "state_format", "values_ptr",
@@ -186,15 +197,9 @@ static PyObject *zo_lead(PyObject *module, PyObject *args, PyObject *kwargs)
                                      &values, &value_format, &first, &count, &rows, &name))
         return NULL;
     kernel = kernel_named(name);
-    if (!kernel || range_check(first, count) < 0)
+    if (!kernel || range_check(first, count) < 0 ||
+        kept_parse(state_format, value_format, &kept) < 0)
         return NULL;
-    if (format_parse(state_format, &kept.state_format) < 0 ||
-        format_parse(value_format, &kept.value_format) < 0)
-        return NULL;
-    if (kept.value_format == LH_ZO_FORMAT_F8) {
-        PyErr_SetString(PyExc_ValueError, "values of fp8: fp32, bf16 or fp16");
-        return NULL;
-    }
     if (ops_parse(rows, &kept.state_format, &ops, &op_count) < 0)
         return NULL;
     kept.state = (void *)(uintptr_t)state;
@@ -238,33 +243,60 @@ void lhpy_engine_zo_unload(struct lhpy_engine *self)
     self->zo_kernel = NULL;
 }
 
+/* By launches, or by the CPU. kept->state: NULL: values are led in place. */
+static int lead(struct lhpy_engine *self, const struct lh_zo_kept *kept, uint64_t count,
+                const struct lh_zo_op *ops, uint32_t op_count, void *stream, struct lh_error *err)
+{
+    struct lh_dev *dev = self->core->dev;
+    bool is_launched = dev && dev->ops->launch;
+    if (kept->state) /* wherever it is done: what a GPU refuses is not to pass without one */
+        LH_TRY(lh_zo_launch_check(ops, op_count, err));
+    if (is_launched && kept->state)
+        return lh_zo_launch_lead(dev, self->zo_kernel, stream, kept, 0, count, ops, op_count, err);
+    if (is_launched)
+        return lh_zo_launch(dev, self->zo_kernel, stream, kept->values, 0, count, ops, op_count,
+                            err);
+    if (kept->state)
+        lh_zo_lead(kept, 0, count, ops, op_count);
+    else
+        lh_zo_apply(kept->values, kept->values, 0, count, ops, op_count);
+    return 0;
+}
+
 PyObject *lhpy_engine_zo_lead(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
-    unsigned long long address, count;
+    const char *state_format = "fp32", *value_format = "fp32";
+    unsigned long long address, count, state = 0;
+    struct lh_zo_kept kept = {0};
     struct lh_error err = {0};
     struct lh_zo_op *ops = NULL;
     uint32_t op_count = 0;
     PyObject *rows;
 
-    if (lhpy_check_open(self) < 0 || !PyArg_ParseTuple(args, "KKO", &address, &count, &rows))
+    if (lhpy_check_open(self) < 0 || !PyArg_ParseTuple(args, "KKO|Kss", &address, &count, &rows,
+                                                       &state, &state_format, &value_format))
         return NULL;
     struct lh_dev *dev = self->core->dev;
-    bool is_launched = dev && dev->ops->launch;
-    if (count > LH_ZO_ELEMENT_COUNT_MAX || (is_launched && !self->zo_kernel)) {
+    if (count > LH_ZO_ELEMENT_COUNT_MAX || (dev && dev->ops->launch && !self->zo_kernel)) {
         PyErr_SetString(PyExc_ValueError, "2^50 elements at most, behind zo_load()");
         return NULL;
     }
-    if (ops_parse(rows, NULL, &ops, &op_count) < 0)
+    if (kept_parse(state_format, value_format, &kept) < 0 ||
+        ops_parse(rows, state ? &kept.state_format : NULL, &ops, &op_count) < 0)
         return NULL;
+    if (!state &&
+        (kept.state_format != LH_ZO_FORMAT_F32 || kept.value_format != LH_ZO_FORMAT_F32)) {
+        PyErr_SetString(PyExc_ValueError, "values are fp32 where there is no state");
+        PyMem_Free(ops);
+        return NULL;
+    }
+    kept.state = (void *)(uintptr_t)state;
+    kept.values = (void *)(uintptr_t)address;
     void *stream = lhpy_device_stream(self);
-    float *values = (float *)(uintptr_t)address;
-    int rc = 0;
+    int rc;
     Py_BEGIN_ALLOW_THREADS
-    if (is_launched)
-        rc = lh_zo_launch(dev, self->zo_kernel, stream, values, 0, count, ops, op_count, &err);
-    else
-        lh_zo_apply(values, values, 0, count, ops, op_count);
+    rc = lead(self, &kept, count, ops, op_count, stream, &err);
     Py_END_ALLOW_THREADS
     PyMem_Free(ops);
     return rc < 0 ? lhpy_raise_error(self->raiser, &err) : Py_NewRef(Py_None);

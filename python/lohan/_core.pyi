@@ -97,6 +97,10 @@ class Engine:
         address: int,
         count: int,
         ops: Sequence[tuple[str, bool, int, int, int, int, float, float, float]],
+        # 0: values of fp32, in place; else as _core.zo_lead, with at most 64 ops without a round
+        state: int = 0,
+        state_format: str = "fp32",
+        value_format: str = "fp32",
         /,
     ) -> None: ...
     # speed of allocating, bytes/s; 0: at once

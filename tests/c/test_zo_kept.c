@@ -140,22 +140,6 @@ static bool is_same_number(float a, float b)
     return isnan(a) ? isnan(b) : bits_of(a) == bits_of(b);
 }
 
-static void rounds_make(struct lh_zo_op *ops, uint32_t op_count, enum lh_zo_format format,
-                        uint64_t *seed)
-{
-    zo_ops_make(ops, op_count, LH_ZO_OP_DRAW, seed);
-    for (uint32_t i = 0; i < op_count; i++) {
-        if (lh_test_random(seed) % 3 == 0) {
-            ops[i].kind = LH_ZO_OP_ROUND;
-            ops[i].stream.sample = LH_ZO_SAMPLE_ROUND;
-            ops[i].is_same = false;
-            ops[i].format = format;
-        } else if (i > 0 && ops[i - 1].kind == LH_ZO_OP_ROUND) {
-            ops[i].is_same = false;
-        }
-    }
-}
-
 static void test_kernels(void)
 {
     const struct lh_zo_kernel *kernels;
@@ -169,7 +153,7 @@ static void test_kernels(void)
         uint64_t first = lh_test_random(&seed) % (LH_ZO_ELEMENT_COUNT_MAX - COUNT_MAX);
         uint64_t length = lh_test_random(&seed) % (COUNT_MAX + 1);
         uint32_t op_count = turn % 5 ? (uint32_t)lh_test_random(&seed) % OP_COUNT : 1;
-        rounds_make(ops, op_count, format, &seed);
+        zo_rounds_make(ops, op_count, format, &seed);
         if (turn % 5 == 0)
             ops[0].kind = LH_ZO_OP_ROUND, ops[0].format = format;
         for (int i = 0; i < COUNT_MAX; i++)
@@ -262,7 +246,7 @@ static void test_lead(void)
         uint64_t first = turn % 2 ? lh_test_random(&seed) % 4096
                                   : lh_test_random(&seed) % (LH_ZO_ELEMENT_COUNT_MAX - COUNT_MAX);
         uint32_t op_count = (uint32_t)lh_test_random(&seed) % (OP_COUNT + 1), round_count = 0;
-        rounds_make(ops, op_count, kept.state_format, &seed);
+        zo_rounds_make(ops, op_count, kept.state_format, &seed);
         for (uint32_t i = 0; i < op_count; i++)
             round_count = ops[i].kind == LH_ZO_OP_ROUND ? i + 1 : round_count;
         for (size_t i = 0; i < sizeof(before.state); i++)

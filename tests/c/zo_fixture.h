@@ -22,4 +22,21 @@ static void zo_ops_make(struct lh_zo_op *ops, uint32_t op_count, uint32_t first_
         };
 }
 
+/* The same, a third of which are ROUNDs. */
+__attribute__((unused)) static void zo_rounds_make(struct lh_zo_op *ops, uint32_t op_count,
+                                                   enum lh_zo_format format, uint64_t *seed)
+{
+    zo_ops_make(ops, op_count, LH_ZO_OP_DRAW, seed);
+    for (uint32_t i = 0; i < op_count; i++) {
+        if (lh_test_random(seed) % 3 == 0) {
+            ops[i].kind = LH_ZO_OP_ROUND;
+            ops[i].stream.sample = LH_ZO_SAMPLE_ROUND;
+            ops[i].is_same = false;
+            ops[i].format = format;
+        } else if (i > 0 && ops[i - 1].kind == LH_ZO_OP_ROUND) {
+            ops[i].is_same = false;
+        }
+    }
+}
+
 #endif

@@ -52,6 +52,23 @@ class Led:
         return True
 
 
+def kept_lead(engine: Any, driver: Any) -> None:
+    """What is kept in fp8 is led by two launches, as there are more operations than one takes."""
+    state = (torch.randn(1000) * 0.1).to(torch.float8_e4m3fn)
+    values = torch.zeros(1000, dtype=torch.bfloat16)
+    ops: list[Any] = []
+    for step in range(30):
+        ops += [("update", False, 7, 0, 1, step, 3.0, 1e-2, 0.0)] * 2
+        ops += [("round", False, 7, 65535, 1, step, 0.0, 0.0, 0.0)]
+    ops += [("perturb", False, 7, 0, 1, 30, 1e-2, 0.0, 0.0)]
+    led, read = state.clone(), values.clone()
+    engine.zo_lead(read.data_ptr(), 1000, ops, led.data_ptr(), "fp8", "bf16")
+    driver.driver_drain()
+    _core.zo_lead(state.data_ptr(), "fp8", values.data_ptr(), "bf16", 0, 1000, ops)
+    is_same = torch.equal(led.float(), state.float()) and torch.equal(read, values)
+    print(f"kept: {'same' if is_same else 'other'}")
+
+
 def main(store: str) -> None:
     """See above."""
     torch.manual_seed(0)
@@ -99,6 +116,7 @@ def main(store: str) -> None:
         is_same = torch.equal(torch.frombuffer(raw, dtype=torch.float32), expected)
         print(f"unit {unit} at {position}: {'same' if is_same else 'other'}")
         engine.release(unit)
+    kept_lead(engine, driver)
     engine.acquire(0)  # launched as the session ends
     engine.release(0)
     session.close()

@@ -140,6 +140,13 @@ def test_a_lead_is_checked_before_it_is_made(store_dir: pathlib.Path) -> None:
         engine.zo_lead(0, 2**50 + 1, [])
     with pytest.raises(ValueError, match="first op"):
         engine.zo_lead(0, 0, [("draw", True, 0, 0, 0, 0, 0.0, 0.0, 0.0)])
+    with pytest.raises(ValueError, match="no state"):
+        engine.zo_lead(0, 0, [], 0, "fp32", "bf16")
+    with pytest.raises(ValueError, match="values of fp8"):
+        engine.zo_lead(0, 0, [], 4096, "fp8", "fp8")
+    perturb = ("perturb", False, 0, 0, 0, 0, 0.0, 0.0, 0.0)
+    with pytest.raises(OSError, match="more than 64 operations"):
+        engine.zo_lead(0, 0, [perturb] * 65, 4096, "fp8", "bf16")
     with pytest.raises(TypeError, match="bytes"):
         engine.zo_load("no bytes")
     model.lohan.close()
@@ -188,7 +195,8 @@ def test_a_session_launches_through_the_driver(
     assert lines[0] == "refused without kernels"
     assert "cuModuleLoadData for kernel lh_zo_batch: CUDA_ERROR_INVALID_IMAGE" in lines[1]
     # The last of so many rounds, over fewer places than units.
-    assert lines[2:-1] == [f"unit {unit} at 12: same" for unit in range(6)]
+    assert lines[2:-2] == [f"unit {unit} at 12: same" for unit in range(6)]
+    assert lines[-2] == "kept: same"
     assert lines[-1] == "alive: 0"
 
 
@@ -221,4 +229,15 @@ def test_leads_on_the_cpu_have_the_bits_of_zo_apply(store_dir: pathlib.Path) -> 
     model.lohan._engine.zo_lead(values.data_ptr(), 1000, ops)
     _core.zo_apply(expected.data_ptr(), expected.data_ptr(), 0, 1000, ops)
     assert torch.equal(values, expected)
+    update: list[Any] = [("round", False, 3, 65535, 1, 2, 0.0, 0.0, 0.0), *ops]
+    states = [torch.ones(1000, dtype=torch.float16) for _ in range(2)]
+    read = [torch.zeros(1000, dtype=torch.bfloat16) for _ in range(2)]
+    model.lohan._engine.zo_lead(
+        read[0].data_ptr(), 1000, [*ops, *update], states[0].data_ptr(), "fp16", "bf16"
+    )
+    _core.zo_lead(
+        states[1].data_ptr(), "fp16", read[1].data_ptr(), "bf16", 0, 1000, [*ops, *update]
+    )
+    assert torch.equal(*states) and torch.equal(*read)
+    assert float((states[0] - 1).abs().max()) > 0.1
     model.lohan.close()
