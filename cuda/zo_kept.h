@@ -56,7 +56,7 @@ ZO_FUNCTION float zo_kept_load(uint64_t address, int64_t index, enum lh_zo_forma
     if (format == LH_ZO_FORMAT_BF16)
         return zo_float(bits << 16);
     if (is_byte && magnitude == 0x7F)
-        return zo_float(sign | LH_ZO_NAN);
+        return zo_float(sign | LH_ZO_NAN | UINT32_C(7) << 20);
     if (!is_byte && magnitude > 0x7C00)
         return zo_float(sign | LH_ZO_NAN | magnitude << 13);
     if (!is_byte && magnitude == 0x7C00)

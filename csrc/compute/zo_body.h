@@ -10,7 +10,8 @@
  * exclusive or for seven cycles, a logarithm and its root for eighty. A processor fills them with
  * what stands near in the program, at most some two hundred instructions away. So a span's words
  * are made in between the steps that make numbers of the words of the span before: a round of one
- * vector of counters, a step of one vector of numbers, and so on. PIN keeps a compiler from sorting
+ * vector of counters, a step of one vector of numbers, and so on; or, where words round, a vector
+ * that is rounded now and then. PIN keeps a compiler from sorting
  * them apart; HIDE keeps it from holding constants in the registers that the counters need.
  */
 #ifndef LH_COMPUTE_ZO_BODY_H
@@ -31,6 +32,8 @@
 /* Vectors of each word that chains end in, and spans of them that fill blocks. */
 #define COLUMNS (CHAINS / 2)
 #define PARTS (VECTORS > COLUMNS ? VECTORS / COLUMNS : 1)
+#define PART (COLUMNS * LH_ZO_WORDS)        /* vectors of one */
+#define ROUND_STEPS (STEPS * CHAINS / PART) /* from one vector that is rounded to the next */
 #define SPAN (PARTS * COLUMNS * LANES * LH_ZO_WORDS)
 /* Elements whose counters have the same high bits. */
 #define EPOCH (UINT64_C(4) << 32)
@@ -223,8 +226,29 @@ static INLINE words *place_of(words *at, int i)
     return at + (column / VECTORS * LH_ZO_WORDS + i % 2 * 2) * VECTORS + column % VECTORS;
 }
 
-/* made: words of the counters that begin at first; numbers: out of words. Either may be NULL. */
-static INLINE void go_on(const struct keys *keys, uint64_t first, words *made, words *numbers)
+/* A part of a span whose elements are to be rounded, by the words in random. */
+struct rounds {
+    enum lh_zo_format format;
+    float *values;
+    const float *source;
+    const words *random;
+};
+
+/* One of its vectors. */
+static INLINE void rounds_go_on(const struct rounds *rounds, int vector)
+{
+    words bits;
+    memcpy(&bits, rounds->source + vector * LANES, sizeof(bits));
+    bits = rounded(bits, rounds->random[vector], rounds->format);
+    memcpy(rounds->values + vector * LANES, &bits, sizeof(bits));
+}
+
+/*
+ * made: words of the counters that begin at first; numbers: out of words; rounds: by words. Any of
+ * them may be NULL.
+ */
+static INLINE void go_on(const struct keys *keys, uint64_t first, words *made, words *numbers,
+                         const struct rounds *rounds)
 {
     struct chains chains;
     struct normals normals[2]; /* of vectors in turn */
@@ -237,6 +261,8 @@ static INLINE void go_on(const struct keys *keys, uint64_t first, words *made, w
             chain_go_on(chains.word[chain], keys, round);
         if (made && round == 9 && chain % 2 == 1)
             chains_end(chains.word[chain - 1], chains.word[chain], keys, place_of(made, chain - 1));
+        if (rounds && i % ROUND_STEPS == 0)
+            rounds_go_on(rounds, i / ROUND_STEPS);
         if (numbers && step < 9)
             normals_go_on(&normals[vector % 2], step, place_of(numbers, vector));
         if (numbers && step == STEP_END && vector > 0)
@@ -249,20 +275,20 @@ static INLINE void go_on(const struct keys *keys, uint64_t first, words *made, w
 /* A span's first words. Each of these is a function of its own: so its arrays become registers. */
 static NOINLINE void words_make(const struct keys *keys, uint64_t first, words *made)
 {
-    go_on(keys, first, made, NULL);
+    go_on(keys, first, made, NULL, NULL);
 }
 
 /* A span's words, and numbers of the words of the span before. */
 static NOINLINE void both_make(const struct keys *keys, uint64_t first, words *restrict made,
                                words *restrict numbers)
 {
-    go_on(keys, first, made, numbers);
+    go_on(keys, first, made, numbers, NULL);
 }
 
 /* Numbers of the last words. */
 static NOINLINE void numbers_make(words *numbers)
 {
-    go_on(NULL, 0, NULL, numbers);
+    go_on(NULL, 0, NULL, numbers, NULL);
 }
 
 /* One op, as applied() in zo_ref.c, from source to values. */
@@ -291,46 +317,66 @@ static void apply(const struct lh_zo_op *op, float *values, const float *source,
 #undef APPLY
 }
 
-/* Of a span, whose words are random. */
-static void span_round(enum lh_zo_format format, float *values, const float *source,
+/* A part's words, and a part rounded. Each format has code of its own. */
+#define ROUND_INTO(name, constant)                                                                 \
+    static NOINLINE void name(const struct keys *keys, uint64_t first, words *restrict made,       \
+                              float *values, const float *source, const words *restrict random)    \
+    {                                                                                              \
+        const struct rounds rounds = {(constant), values, source, random};                         \
+        go_on(keys, first, made, NULL, &rounds);                                                   \
+    }
+ROUND_INTO(round_into_bf16, LH_ZO_FORMAT_BF16)
+ROUND_INTO(round_into_f16, LH_ZO_FORMAT_F16)
+ROUND_INTO(round_into_f8, LH_ZO_FORMAT_F8)
+#undef ROUND_INTO
+
+/* Elements of a span whose words there are, and none behind it. */
+static void round_last(enum lh_zo_format format, float *values, const float *source,
                        const struct span *random, uint64_t count)
 {
-    static const struct lh_zo_shape bf16 = LH_ZO_SHAPE_BF16, f16 = LH_ZO_SHAPE_F16,
-                                    f8 = LH_ZO_SHAPE_F8;
-#define ROUND(shape)                                                                               \
-    for (uint64_t i = 0; i < count; i += LANES) {                                                  \
-        words bits;                                                                                \
-        memcpy(&bits, source + i, sizeof(bits));                                                   \
-        bits = rounded(bits, random->at[i / LANES], format, (shape));                              \
-        memcpy(values + i, &bits, sizeof(bits));                                                   \
+    for (uint64_t i = 0; i < count; i += LANES) {
+        words bits;
+        memcpy(&bits, source + i, sizeof(bits));
+        bits = format == LH_ZO_FORMAT_BF16 ? rounded(bits, random->at[i / LANES], LH_ZO_FORMAT_BF16)
+               : format == LH_ZO_FORMAT_F16 ? rounded(bits, random->at[i / LANES], LH_ZO_FORMAT_F16)
+                                            : rounded(bits, random->at[i / LANES], LH_ZO_FORMAT_F8);
+        memcpy(values + i, &bits, sizeof(bits));
     }
-    if (format == LH_ZO_FORMAT_BF16)
-        ROUND(bf16)
-    else if (format == LH_ZO_FORMAT_F16)
-        ROUND(f16)
-    else
-        ROUND(f8)
-#undef ROUND
 }
 
-/* A ROUND. Its words alone are made. */
+/* A ROUND. A span's words are made while elements are rounded by those of the span before. */
 static void round_all(const struct lh_zo_op *op, float *values, const float *source, uint64_t first,
                       uint64_t count)
 {
     const uint64_t part_counters = COLUMNS * LANES;
     struct keys keys;
-    struct span random;
+    struct span spans[2];
     uint64_t counter = first / LH_ZO_WORDS;
-    if (op->format == LH_ZO_FORMAT_F32) {
-        if (values != source)
-            memcpy(values, source, count * sizeof(*values));
-        return;
-    }
     keys_make(&keys, &op->stream, counter);
+    for (int part = 0; part < PARTS; part++, counter += part_counters)
+        words_make(&keys, counter, spans[0].at + part * COLUMNS);
     for (uint64_t at = 0; at < count; at += SPAN) {
-        for (int part = 0; part < PARTS; part++, counter += part_counters)
-            words_make(&keys, counter, random.at + part * COLUMNS);
-        span_round(op->format, values + at, source + at, &random, lh_min_u64(SPAN, count - at));
+        struct span *now = &spans[at / SPAN % 2], *next = &spans[1 - at / SPAN % 2];
+        uint64_t end = lh_min_u64(SPAN, count - at);
+        bool is_plain = rounds_are_plain(source + at, end, op->format);
+        bool is_last = at + end == count;
+        for (int part = 0; part < PARTS && !is_last; part++, counter += part_counters) {
+            uint64_t place = at + (uint64_t)part * PART * LANES;
+            words *made = next->at + part * COLUMNS;
+            const words *random = now->at + part * PART;
+            if (!is_plain)
+                words_make(&keys, counter, made);
+            else if (op->format == LH_ZO_FORMAT_BF16)
+                round_into_bf16(&keys, counter, made, values + place, source + place, random);
+            else if (op->format == LH_ZO_FORMAT_F16)
+                round_into_f16(&keys, counter, made, values + place, source + place, random);
+            else
+                round_into_f8(&keys, counter, made, values + place, source + place, random);
+        }
+        if (!is_plain)
+            round_rare(op->format, values + at, source + at, now->at, end);
+        else if (is_last)
+            round_last(op->format, values + at, source + at, now, end);
     }
 }
 
@@ -342,7 +388,10 @@ static void draw(float *values, const float *source, uint64_t first, uint64_t co
     struct keys keys;
     struct span spans[2];
     if (ops[0].kind == LH_ZO_OP_ROUND) {
-        round_all(&ops[0], values, source, first, count);
+        if (ops[0].format != LH_ZO_FORMAT_F32)
+            round_all(&ops[0], values, source, first, count);
+        else if (values != source)
+            memcpy(values, source, count * sizeof(*values));
         return;
     }
     uint64_t counter = first / LH_ZO_WORDS;

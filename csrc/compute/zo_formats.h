@@ -1,8 +1,9 @@
 /*
  * Elements of other formats from fp32 and to it, in vectors: each file that includes this says what
  * its functions are called (WIDEN, NARROW, CAST), how many elements a vector has (LANES), and
- * gives, behind it, the conversions of fp16, which have instructions everywhere. Numbers of fp8 go
- * by way of fp16: 256 times smaller they have the same bits, seven places further up.
+ * gives, behind it, the conversions of fp16, which have instructions everywhere, and of fp8. Those
+ * go by way of fp16: 256 times smaller, numbers of fp8 have the same bits there, seven places
+ * further up. A NaN's lie above all numbers', so that the lesser of it and fp8's NaN is that.
  */
 #ifndef LH_COMPUTE_ZO_FORMATS_H
 #define LH_COMPUTE_ZO_FORMATS_H
@@ -12,9 +13,9 @@
 #include "compute/zo_kernels.h"
 
 #define NAN_F8 0x7F
+#define F8_LANES (2 * LANES)
 #define INLINE inline __attribute__((always_inline))
 
-typedef uint8_t bytes __attribute__((vector_size(LANES)));
 typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
 typedef uint32_t words __attribute__((vector_size(LANES * 4)));
 typedef int32_t ints __attribute__((vector_size(LANES * 4)));
@@ -23,6 +24,9 @@ typedef float floats __attribute__((vector_size(LANES * 4)));
 /* To nearest, ties to even. A NaN stays one, and quiet. */
 static INLINE floats half_widened(halves half);
 static INLINE halves half_cast(floats values);
+/* F8_LANES elements; narrow: of numbers of fp8, or NaNs. */
+static INLINE void f8_widen(float *values, const uint8_t *kept);
+static INLINE void f8_narrow(uint8_t *kept, const float *values);
 
 /* All elements of vectors, and then those that fill none, by the definition. */
 #define EACH(from, to, in, out, expression)                                                        \
@@ -37,27 +41,6 @@ static INLINE halves half_cast(floats values);
 static INLINE floats bf16_widened(halves kept)
 {
     return (floats)(__builtin_convertvector(kept, words) << 16);
-}
-
-/* By way of fp16. */
-static INLINE floats f8_widened(bytes kept)
-{
-    halves all = __builtin_convertvector(kept, halves);
-    halves magnitude = all & NAN_F8;
-    halves is_nan = (halves)(magnitude == NAN_F8);
-    /* NaN becomes fp16's, which stays one 256 times larger. */
-    halves half = (all & 0x80) << 8 | magnitude << 7 | (is_nan & 0x7E00);
-    return half_widened(half) * 256.0f;
-}
-
-/* As lh_zo_narrow_ref() has them. */
-static INLINE bytes f8_narrowed(floats values)
-{
-    halves half = half_cast(values * 0x1p-8f);
-    halves magnitude = (half & 0x7FFF) >> 7;
-    halves is_nan = (halves)(magnitude > NAN_F8);
-    magnitude = (magnitude & ~is_nan) | (is_nan & NAN_F8);
-    return __builtin_convertvector((half >> 8 & 0x80) | magnitude, bytes);
 }
 
 /* Its lower bits are 0. */
@@ -94,7 +77,8 @@ void WIDEN(float *values, const void *kept, enum lh_zo_format format, uint64_t c
     else if (format == LH_ZO_FORMAT_F16)
         EACH(halves_kept, values, halves, floats, half_widened(now))
     else
-        EACH(bytes_kept, values, bytes, floats, f8_widened(now))
+        for (; i + F8_LANES <= count; i += F8_LANES)
+            f8_widen(values + i, bytes_kept + i);
     lh_zo_widen_ref(values + i, bytes_kept + i * size, format, count - i);
 }
 
@@ -109,7 +93,8 @@ void NARROW(void *kept, const float *values, enum lh_zo_format format, uint64_t 
     else if (format == LH_ZO_FORMAT_F16)
         EACH(values, halves_kept, floats, halves, half_cast(now))
     else
-        EACH(values, bytes_kept, floats, bytes, f8_narrowed(now))
+        for (; i + F8_LANES <= count; i += F8_LANES)
+            f8_narrow(bytes_kept + i, values + i);
     lh_zo_narrow_ref(bytes_kept + i * size, values + i, format, count - i);
 }
 

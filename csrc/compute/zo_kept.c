@@ -21,7 +21,7 @@ static uint32_t f8_widen(uint8_t kept)
     memcpy(&bits, &low, sizeof(bits));
     if (magnitude >= 8)
         bits = (magnitude << 20) + (UINT32_C(120) << 23);
-    return sign | (magnitude == 0x7F ? LH_ZO_NAN : bits);
+    return sign | (magnitude == 0x7F ? bits | LH_ZO_NAN : bits);
 }
 
 void lh_zo_widen_ref(float *values, const void *kept, enum lh_zo_format format, uint64_t count)
@@ -85,7 +85,7 @@ static void chunk_lead(const struct lh_zo_kernel *kernel, const struct lh_zo_kep
                        uint64_t first, uint64_t count, const struct lh_zo_op *ops,
                        uint32_t op_count, uint32_t round_count)
 {
-    float buffer[CHUNK];
+    float buffer[CHUNK] __attribute__((aligned(64)));
     bool is_wide = kept->value_format == LH_ZO_FORMAT_F32;
     float *values = is_wide ? kept->values : buffer;
     const float *source = values;

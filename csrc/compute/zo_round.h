@@ -1,4 +1,7 @@
-/* lh_zo_rounded() in the vectors of zo_vectors.h, for zo_body.h. */
+/*
+ * lh_zo_rounded() in the vectors of zo_vectors.h, for zo_body.h: without a branch, of elements that
+ * are plain, and one by one where some are not.
+ */
 #ifndef LH_COMPUTE_ZO_ROUND_H
 #define LH_COMPUTE_ZO_ROUND_H
 
@@ -19,6 +22,12 @@ static INLINE words shifted(words bits, words counts)
 static INLINE words lesser(words a, words b)
 {
     return (words)_mm512_min_epi32((__m512i)a, (__m512i)b);
+}
+
+/* The same. */
+static INLINE words greater(words a, words b)
+{
+    return (words)_mm512_max_epi32((__m512i)a, (__m512i)b);
 }
 
 /* In any lane, a above b. */
@@ -46,6 +55,12 @@ static INLINE words shifted(words bits, words counts)
 static INLINE words lesser(words a, words b)
 {
     return (words)_mm256_min_epi32((__m256i)a, (__m256i)b);
+}
+
+/* The same. */
+static INLINE words greater(words a, words b)
+{
+    return (words)_mm256_max_epi32((__m256i)a, (__m256i)b);
 }
 
 /* In any lane, a above b. */
@@ -76,6 +91,12 @@ static INLINE words lesser(words a, words b)
     return (words)vminq_s32((int32x4_t)a, (int32x4_t)b);
 }
 
+/* The same. */
+static INLINE words greater(words a, words b)
+{
+    return (words)vmaxq_s32((int32x4_t)a, (int32x4_t)b);
+}
+
 /* In any lane, a above b. */
 static INLINE bool is_any_above(words a, words b)
 {
@@ -91,38 +112,58 @@ static INLINE words below_or(words a, words b, words yes, words no)
 
 #endif
 
-/* Lane by lane: what may become larger than the format's largest number, or is none. */
-static NOINLINE void rounded_rare(words *bits, const words *random, enum lh_zo_format format)
+/* Of a narrow one. */
+static INLINE struct lh_zo_shape shape_of(enum lh_zo_format format)
 {
-    for (size_t i = 0; i < sizeof(*bits) / 4; i++)
-        (*bits)[i] = lh_zo_rounded((*bits)[i], (*random)[i], format);
+    const struct lh_zo_shape bf16 = LH_ZO_SHAPE_BF16, f16 = LH_ZO_SHAPE_F16, f8 = LH_ZO_SHAPE_F8;
+    return format == LH_ZO_FORMAT_BF16 ? bf16 : format == LH_ZO_FORMAT_F16 ? f16 : f8;
 }
 
-/* As lh_zo_rounded(), which says what it is. format and its shape are constants. */
-static INLINE words rounded(words bits, words random, enum lh_zo_format format,
-                            const struct lh_zo_shape shape)
+/* No element is in the binade of the format's largest number, or beyond. */
+static bool rounds_are_plain(const float *source, uint64_t count, enum lh_zo_format format)
 {
     const words none = {0};
+    words most = {0};
+    for (uint64_t i = 0; i < count; i += sizeof(words) / 4) {
+        words bits;
+        memcpy(&bits, source + i, sizeof(bits));
+        most = greater(most, bits & UINT32_C(0x7FFFFFFF));
+    }
+    return !is_any_above(most, none + (shape_of(format).max & 0x7F800000) - 1);
+}
+
+/* What may become larger than the largest number, or is none. */
+static void round_rare(enum lh_zo_format format, float *values, const float *source,
+                       const words *random, uint64_t count)
+{
+    const uint32_t *word = (const uint32_t *)random;
+    for (uint64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, source + i, sizeof(bits));
+        bits = lh_zo_rounded(bits, word[i], format);
+        memcpy(values + i, &bits, sizeof(bits));
+    }
+}
+
+/* As lh_zo_rounded(), which says what it is, of plain elements. format is a constant. */
+static INLINE words rounded(words bits, words random, enum lh_zo_format format)
+{
+    const words none = {0};
+    const struct lh_zo_shape shape = shape_of(format);
     const uint32_t lost = 23 - shape.mantissa_bits;
-    words magnitude = bits & UINT32_C(0x7FFFFFFF);
-    /* The binade of the largest number, and beyond. */
-    if (__builtin_expect(is_any_above(magnitude, none + (shape.max & 0x7F800000) - 1), 0)) {
-        rounded_rare(&bits, &random, format);
-        return bits;
-    }
     words out = (bits + (random >> (32 - lost))) & ~((UINT32_C(1) << lost) - 1);
-    if (shape.exponent_min > 1) {
-        /* Numbers so small that fp32 has no leading bit for them become 0 with it, too. */
-        words whole = (magnitude & UINT32_C(0x7FFFFF)) | UINT32_C(0x800000);
-        words count = lost + shape.exponent_min - (magnitude >> 23);
-        words last = lesser(count, none + 31);
-        whole = shifted(whole, count - last) + shifted(random, 32 - last);
-        const words unit = none + ((shape.exponent_min - shape.mantissa_bits) << 23);
-        floats low = __builtin_convertvector((ints)shifted(whole, last), floats) * (floats)unit;
-        out = below_or(magnitude, none + (shape.exponent_min << 23),
-                       (words)low | (bits & UINT32_C(0x80000000)), out);
-    }
-    return out;
+    if (shape.exponent_min == 1)
+        return out;
+    /* Numbers so small that fp32 has no leading bit for them become 0 with it, too. */
+    words magnitude = bits & UINT32_C(0x7FFFFFFF);
+    words whole = (magnitude & UINT32_C(0x7FFFFF)) | UINT32_C(0x800000);
+    words count = lost + shape.exponent_min - (magnitude >> 23);
+    words last = lesser(count, none + 31);
+    whole = shifted(whole, count - last) + shifted(random, 32 - last);
+    const words unit = none + ((shape.exponent_min - shape.mantissa_bits) << 23);
+    floats low = __builtin_convertvector((ints)shifted(whole, last), floats) * (floats)unit;
+    return below_or(magnitude, none + (shape.exponent_min << 23),
+                    (words)low | (bits & UINT32_C(0x80000000)), out);
 }
 
 #endif

@@ -311,6 +311,27 @@ static void test_all_numbers(void)
     }
 }
 
+static void test_widen(void)
+{
+    const struct lh_zo_kernel *kernels;
+    int count = lh_zo_kernels(&kernels);
+    lh_test_name("every kernel widens to the bits of the definition, NaNs too");
+    for (int format = LH_ZO_FORMAT_BF16; format <= LH_ZO_FORMAT_F8; format++) {
+        static uint16_t kept[65536];
+        static float expected[65536], values[65536];
+        uint64_t number_count = format == LH_ZO_FORMAT_F8 ? 256 : 65536;
+        for (uint32_t i = 0; i < number_count; i++)
+            kept[i] = (uint16_t)i;
+        for (uint32_t i = 0; format == LH_ZO_FORMAT_F8 && i < number_count; i++)
+            ((uint8_t *)kept)[i] = (uint8_t)i;
+        lh_zo_widen_ref(expected, kept, (enum lh_zo_format)format, number_count);
+        for (int i = 0; i < count; i++) {
+            kernels[i].widen(values, kept, (enum lh_zo_format)format, number_count);
+            LH_CHECK(memcmp(values, expected, number_count * sizeof(*values)) == 0);
+        }
+    }
+}
+
 static void test_environment(void)
 {
     enum { N = 1000 };
@@ -345,6 +366,7 @@ int main(void)
     test_kernels();
     test_lead();
     test_all_numbers();
+    test_widen();
     test_environment();
     return 0;
 }
