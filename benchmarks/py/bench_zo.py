@@ -7,9 +7,10 @@ on a core of its own, z included, and so does MeZO; lohan's other threads, whose
 accelerator would share a core with, are kept to the rest. Its links are as slow as ZO2's beside the
 computation: there one direction takes 0.40 of MeZO's step (OPT-13B in fp32: 50.3 GB at 16.5 GB/s,
 7.7 s), and it allocates as slowly as that machine, beside its links. Then the same without each
-part of ZO2's schedule. MeZO with torch's generator is for information.
+part of ZO2's schedule. MeZO with torch's generator is for information. At last, over a link whose
+one direction takes 1.5 of MeZO's step, parameters kept in fewer bits beside those in fp32.
 
-Source: ZO2 table 4.
+Source: ZO2 table 4, ZO2 table 5.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ LINK_SHARE = 0.40
 # Of the link's speed is that of allocating and giving back, where device memory is not used again:
 # 3.4 beside 16.5 GB/s, as docs/paper-results.md finds them in ZO2's own steps.
 ALLOC_SHARE = 3.4 / 16.5
+CORES = sorted(os.sched_getaffinity(0))
 WITHOUT = ("deferred", "overlap", "reuse")
+# About what ZO2 has there: OPT-13B under autocast, 50.3 GB at 16.5 GB/s beside 2.0 s.
+SLOW_LINK_SHARE = 1.5
+STORAGES = ("bf16", "fp16", "fp8")
 
 
 def make(args: Any) -> Any:
@@ -115,13 +120,10 @@ def wrapped(args: Any, store: Path, **settings: Any) -> Any:
 
 def divide_cores() -> None:
     """The first for whoever computes, the others for lohan's threads: those that there are now."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) == 1:
-        return
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().startswith("lohan-"):
-            os.sched_setaffinity(int(task.name), cores[1:])
-    os.sched_setaffinity(0, cores[:1])
+            os.sched_setaffinity(int(task.name), CORES[1:] or CORES)
+    os.sched_setaffinity(0, CORES[:1])
 
 
 def main() -> None:
@@ -139,6 +141,20 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=args.directory, prefix="bench-zo-") as name:
         measure(Path(name), args, Report(args.history))
+
+
+def in_rounds(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, with the order turned."""
+    for step in steps.values():
+        step()
+        step()
+    names = [*steps]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for place in range(len(names)):
+            name = names[(turn + place) % len(names)]
+            seconds[name].append(steps[name]())
+    return seconds
 
 
 def measure(folder: Path, args: Any, report: Report) -> None:
@@ -168,17 +184,9 @@ def measure(folder: Path, args: Any, report: Report) -> None:
     for name in WITHOUT:
         model = wrapped(args, folder / name, **device, without=(name,))
         steps[name] = ours(model, tokens)
-    more = {"cores": len(os.sched_getaffinity(0))}
+    more = {"cores": len(CORES)}
     divide_cores()
-    for step in steps.values():
-        step()
-        step()
-    names = [*steps]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(args.rounds):
-        for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
-            seconds[name].append(steps[name]())
+    seconds = in_rounds(steps, args.rounds)
     more |= {
         "parameters": sum(p.numel() for p in mezo.params),
         "tokens": tokens.numel(),
@@ -190,6 +198,32 @@ def measure(folder: Path, args: Any, report: Report) -> None:
         label = f"zo_without_{name}" if name in WITHOUT else f"zo_{name}"
         report.add(
             label, seconds[name], "s", peer="MeZO in memory", peer_values=seconds["mezo"], **more
+        )
+    rate = int(sum(units) / (SLOW_LINK_SHARE * alone))
+    measure_storage(folder, args, report, tokens, {**device, "emu_bytes_per_s": (rate, rate)})
+
+
+def measure_storage(
+    folder: Path, args: Any, report: Report, tokens: torch.Tensor, device: dict[str, Any]
+) -> None:
+    """Over a slow link, what is kept in fewer bits; each has places for as many blocks."""
+    steps = {}
+    for storage in ("fp32", *STORAGES):
+        width = 1 + {"fp32": 0, "fp8": 0.25}.get(storage, 0.5)
+        room = {key: int(device[key] * width) for key in ("device_param_bytes", "device_bytes")}
+        asked = {**device, **room, "storage": storage}
+        steps[storage] = ours(wrapped(args, folder / f"kept-{storage}", **asked), tokens)
+    divide_cores()
+    seconds = in_rounds(steps, args.rounds)
+    for name in STORAGES:
+        report.add(
+            f"zo_storage_{name}",
+            seconds[name],
+            "s",
+            peer="fp32 over the same link",
+            peer_values=seconds["fp32"],
+            link_bytes_per_s=device["emu_bytes_per_s"][0],
+            link_share=SLOW_LINK_SHARE,
         )
 
 

@@ -206,6 +206,19 @@ def compare(
 RNGS = ["philox", "torch"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["bf16", "fp16", "fp8"])
+def test_the_task_is_learnt_by_parameters_that_are_kept_in_fewer_bits(
+    storage: str, store_dir: pathlib.Path
+) -> None:
+    asked = {"lr": 2e-4, "eps": 1e-3, "seed": SEED, "storage": storage}
+    model = lohan.wrap(taught(), store=store_dir, method="mezo", **asked)
+    curve = curve_of(model, model.zo_step, 400, 40)
+    print(storage, [round(value, 3) for value in curve])
+    model.lohan.close()
+    assert curve[-1] >= curve[0] + 0.3 and curve[-1] >= 0.8
+
+
 @pytest.mark.parametrize("rng", RNGS)
 def test_accuracy_is_mezo_s_at_each_point_and_rises(rng: str, store_dir: pathlib.Path) -> None:
     curve, expected = compare(Settings(lr=5e-4, rng=rng), 40, 5, store_dir)

@@ -333,3 +333,31 @@ def test_old_stores_say_nothing_of_formats_and_new_ones_do(store_dir: pathlib.Pa
     assert meta["method"]["storage"] == "fp8"
     assert set(meta["method"]["kept"]) == {"fp8"}
     model.lohan.close()
+
+
+def test_steps_that_a_format_cannot_tell_apart_are_not_lost(store_dir: pathlib.Path) -> None:
+    begin = {name: p.data.bfloat16().float() for name, p in opt().named_parameters()}
+    model = wrapped(opt(), store_dir, storage="bf16", lr=1e-7, runs="apart")
+    records = model.lohan.journal.records
+    steps(model, batches(10))
+    moved = {
+        name: value - begin[name] for name, value in model.state_dict().items() if name in begin
+    }
+    asked = {name: torch.zeros_like(value) for name, value in begin.items()}
+    nearest = {name: value.clone() for name, value in begin.items()}
+    for step, record in enumerate(records):
+        for number, name in enumerate(begin):
+            stream = Stream(SEED, number, step, 0)
+            z = normal(stream, 0, begin[name].numel(), "cpu").view(begin[name].shape)
+            change = -record.lr * record.gradients[0] * z
+            asked[name] += change
+            nearest[name] = (nearest[name] + change).bfloat16().float()
+    model.lohan.close()
+
+    def share(values: Values) -> float:
+        """Of what the steps ask for."""
+        made = sum(float((values[name] * asked[name]).double().sum()) for name in asked)
+        return made / sum(float(asked[name].double().square().sum()) for name in asked)
+
+    assert share({name: nearest[name] - begin[name] for name in begin}) < 0.2
+    assert 0.9 < share(moved) < 1.1
