@@ -16,6 +16,9 @@ from lohan._block import Param
 from lohan._device import Device
 from lohan.errors import UnsupportedError
 
+# Directions of a step, where parameters are kept in a format of their own: a launch takes 64
+# operations, which are one step's updates at least.
+KEPT_SAMPLES_MAX = 60
 # Made by the build where nvcc is.
 FATBIN = pathlib.Path(_core.__file__).with_name("lohan.fatbin")
 
@@ -52,6 +55,29 @@ def check(device: str, rng: str, without: Collection[str]) -> None:
     if "reuse" in without:
         raise UnsupportedError(
             'without=("reuse",) is of the emulated device: leave it out, or pass device="emu"'
+        )
+
+
+def check_kept(
+    device: str, dtypes: Collection[torch.dtype], storage: str | None, what: str
+) -> None:
+    """Refuse a format that a GPU's values are no copy of: what is written comes from them.
+
+    Args:
+        device: "cpu", "emu" or "cuda".
+        dtypes: of the parameters that are kept in a format of their own.
+        storage: the format; None: theirs.
+        what: says which it is of.
+
+    Raises:
+        UnsupportedError: says what, and the way out.
+    """
+    if device != "cuda" or storage in (None, "fp8"):
+        return
+    if any(dtype not in (torch.float32, _kept.TYPES[storage]) for dtype in dtypes):
+        raise UnsupportedError(
+            f"{what} on a GPU: 16-bit parameters are kept in their own format there, or in"
+            ' storage="fp8": leave storage= out, or pass device="cpu"'
         )
 
 

@@ -161,16 +161,13 @@ class ZerothSession(TurnSession):
 
     def _launch(self, params: list[Param], address: int, begin: int, end: int) -> None:
         for param in params:
-            at, kept = address + param.engine_first, {}
+            at = address + param.engine_first
+            formats: tuple[Any, ...] = ()
             if param.kept is not None:
                 dtype = _kept.NAMES[param.tensor.dtype]
-                kept = {
-                    "state": address + param.first,
-                    "state_format": param.kept,
-                    "value_format": dtype,
-                }
+                formats = (address + param.first, param.kept, dtype)
             for ops in self._passes(param, begin, end):
-                self._engine.zo_lead(at, param.count, ops, **kept)
+                self._engine.zo_lead(at, param.count, ops, *formats)
 
     def _passes(self, param: Param, begin: int, end: int) -> Iterator[list[Op]]:
         if param.kept is None:

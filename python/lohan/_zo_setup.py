@@ -295,10 +295,12 @@ def _check_storage(made: Zeroth, model: nn.Module) -> None:
             f'rng="torch" is MeZO\'s own code in float32, and parameter {what} is kept in another'
             ' format: rng="philox", or model.float() before lohan.wrap() and no storage='
         )
-    if made.rule.samples > PASS_POSITIONS - 2:
+    _zo_device.check_kept(made.device, [p.dtype for p in kept], made.storage, what)
+    most = _zo_device.KEPT_SAMPLES_MAX if made.device == "cuda" else PASS_POSITIONS - 2
+    if made.rule.samples > most:
         raise UnsupportedError(
             f"num_samples {made.rule.samples}: where parameters are kept in a format of their own"
-            f" ({what}), {PASS_POSITIONS - 2} at most"
+            f" ({what}), {most} at most"
         )
 
 

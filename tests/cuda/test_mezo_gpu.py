@@ -40,7 +40,8 @@ class Tower(nn.Module):
 
 
 def wrapped(store: pathlib.Path, device: str, **settings: Any) -> Any:
-    if device == "cuda" and settings.pop("is_small", True):
+    is_small = settings.pop("is_small", True)
+    if device == "cuda" and is_small:
         settings["device_param_bytes"] = 4 * BLOCK_BYTES
     asked = {
         "allow_tmpfs": True,
@@ -84,6 +85,23 @@ def test_parameters_have_the_bits_of_the_cpu(
     _, found = trained(model, "cuda", is_real=False)
     model.lohan.close()
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp16", "fp8"])
+def test_parameters_in_fewer_bits_have_the_bits_of_the_cpu(
+    tmp_path: pathlib.Path, storage: str
+) -> None:
+    results = []
+    for device, more in (("cpu", {}), ("cuda", {"write_every": 2}), ("cuda", {"is_small": False})):
+        store = tmp_path / f"{device}{len(results)}"
+        asked: dict[str, Any] = {"storage": storage, **more}
+        if device == "cuda" and asked.setdefault("is_small", True):
+            asked |= {"is_small": False, "device_param_bytes": 6 * BLOCK_BYTES}
+        model = wrapped(store, device, **asked)
+        results.append(trained(model, device, is_real=False)[1])
+        model.lohan.close()
+    for found in results[1:]:
+        assert_same(found, results[0])
 
 
 def test_which_blocks_are_on_the_gpu_changes_no_bit(tmp_path: pathlib.Path) -> None:

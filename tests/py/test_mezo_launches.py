@@ -22,6 +22,7 @@ from lohan import _core, _zo_device, _zo_session
 from lohan._block import Param
 from lohan.errors import ModelError, UnsupportedError
 from mezo_helper import EPS, LR, SEED, Settings, differing, plain_run, steps
+from test_mezo_storage import PlainKept, bf16
 from torch import nn
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -72,6 +73,23 @@ def test_what_is_launched_is_mezo_in_memory(
     assert steps(model, data) == losses
     assert differing(model, values) == []
     assert model.lohan._kept == {}
+    model.lohan.close()
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize(("make", "storage"), [(helper.opt, "bf16"), (bf16, "bf16"), (bf16, "fp8")])
+def test_what_is_launched_is_what_kept_ones_give_in_memory(
+    make: Callable[[], nn.Module], storage: str, store_dir: pathlib.Path
+) -> None:
+    data = helper.batches(5)
+    losses, values = PlainKept(make(), storage, samples=2).run(data)
+    model = wrapped(make, store_dir, storage=storage, write_every=2, num_samples=2)
+    assert steps(model, data) == losses
+    assert differing(model, values) == []
+    model.lohan.close()
+    model = wrapped(make, store_dir, resume=True)
+    assert model.lohan.run.base == 4
+    assert differing(model, values) == []
     model.lohan.close()
 
 
@@ -170,6 +188,11 @@ def test_what_no_gpu_does_is_refused_with_the_way_out(
         _zo_device.check("cuda", "philox", ("reuse",))
     for device in ("cpu", "emu"):
         _zo_device.check(device, "torch", ("reuse",))
+        _zo_device.check_kept(device, [torch.bfloat16], "fp32", "it")
+    for storage in (None, "bf16", "fp8"):
+        _zo_device.check_kept("cuda", [torch.bfloat16, torch.float32], storage, "it")
+    with pytest.raises(UnsupportedError, match=r'storage="fp8".*device="cpu"'):
+        _zo_device.check_kept("cuda", [torch.bfloat16], "fp32", "it")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
