@@ -8,6 +8,16 @@
 #define KERNEL lh_zo_avx2
 #define REGISTER "+x"
 #define LANE_COUNTERS 0, 1, 4, 5
+#define CONSTANT_VECTORS
+#define CHAINS 2
+#define CHAIN_DELAY 3
+#define ROUND_TIME 4
+#define ROUND_9_DELAY 4
+#define PAIR_TIME 26
+#define RADIUS_TIME 2
+#define TURN_DELAY 0
+#define TURN_TIME 5
+#define END_DELAY 2
 
 #include "compute/zo_vectors.h"
 

@@ -1,18 +1,33 @@
 /*
  * A kernel of zo.h in vectors of any width, with the compiler's own vector types: each file that
  * includes this says how wide (VECTOR_BYTES), what its kernel is called (KERNEL), where a vector
- * lies (REGISTER), which counters two of four go to (LANE_COUNTERS), and gives the operations that
- * have an instruction of their own there. Words are kept a counter to 64 bits while Philox goes on,
- * as that is how products come; what their upper halves then hold is of no consequence, because a
- * product reads lower halves alone.
+ * lies (REGISTER), which counters two of four go to (LANE_COUNTERS), when what is done (below), and
+ * gives the operations that have an instruction of their own there. Words are kept a counter to 64
+ * bits while Philox goes on, as that is how products come; what their upper halves then hold is of
+ * no consequence, because a product reads lower halves alone.
  *
  * [Note: Interleaving] Every operation waits for the one before: a product, a shift and an
  * exclusive or for seven cycles, a logarithm and its root for eighty. A processor fills them with
- * what stands near in the program, at most some two hundred instructions away. So a span's words
- * are made in between the steps that make numbers of the words of the span before: a round of one
- * vector of counters, a step of one vector of numbers, and so on; or, where words round, a vector
- * that is rounded now and then. PIN keeps a compiler from sorting
- * them apart; HIDE keeps it from holding constants in the registers that the counters need.
+ * what stands near in the program, but of operations that wait it holds about a hundred only, so
+ * that what waits long keeps out what could go on. So a span's words are made in between the steps
+ * that make numbers of the words of the span before, and everything stands about where what it
+ * waits for is ready: two vectors of numbers go on beside one another, and their turns some time
+ * after their radii where registers allow. Where words round, a vector is rounded now and then. At
+ * which time what is due is the file's to say; the figures are those that measured best of some
+ * hundred tried on Zen 5, where they are worth 5 %:
+ *
+ *      CHAINS          vectors of counters that go on beside one another: what the registers hold
+ *      CHAIN_DELAY     from one of them to the next
+ *      ROUND_TIME      from one round of a chain to the next
+ *      ROUND_9_DELAY   how much later still the last one comes
+ *      PAIR_TIME       from two vectors of numbers to the next two
+ *      RADIUS_TIME     from one step of a radius to the next
+ *      TURN_DELAY      from a radius to its turn
+ *      TURN_TIME       from one step of a turn to the next
+ *      END_DELAY       how much later still radius and turn meet: the root has taken long
+ *
+ * PIN keeps a compiler from sorting the steps apart; HIDE keeps it from holding constants in the
+ * registers that the counters need.
  */
 #ifndef LH_COMPUTE_ZO_BODY_H
 #define LH_COMPUTE_ZO_BODY_H
@@ -25,15 +40,20 @@
 
 #define LANES (VECTOR_BYTES / 4)
 #define VECTORS (LH_ZO_COUNTERS / LANES) /* of a word of a block */
-/* Vectors of counters that go on beside one another: what the registers hold. */
-#define CHAINS 4
-#define STEPS 10   /* as many as rounds: of each vector of numbers */
-#define STEP_END 2 /* of the next vector, at which one ends: its root has taken long */
+#define RADIUS_STEPS 9
+#define TURN_STEPS 6
+#define SECOND_DELAY 2 /* of two vectors of numbers from the first */
+#define TURN_END (TURN_DELAY + TURN_STEPS * TURN_TIME + END_DELAY)
+/* When the last is due. */
+#define WORDS_TIME ((CHAINS - 1) * CHAIN_DELAY + 8 * ROUND_TIME + ROUND_9_DELAY)
+#define NUMBERS_TIME ((CHAINS / 2 - 1) * PAIR_TIME + SECOND_DELAY + TURN_END)
+_Static_assert(TURN_END > (RADIUS_STEPS - 1) * RADIUS_TIME, "a radius is there at the end");
 /* Vectors of each word that chains end in, and spans of them that fill blocks. */
 #define COLUMNS (CHAINS / 2)
 #define PARTS (VECTORS > COLUMNS ? VECTORS / COLUMNS : 1)
-#define PART (COLUMNS * LH_ZO_WORDS)        /* vectors of one */
-#define ROUND_STEPS (STEPS * CHAINS / PART) /* from one vector that is rounded to the next */
+#define PART (COLUMNS * LH_ZO_WORDS)         /* vectors of one */
+#define ROUNDED_TIME (9 * ROUND_TIME / PART) /* from one vector that is rounded to the next */
+_Static_assert((PART - 1) * ROUNDED_TIME <= WORDS_TIME, "all of a part are rounded");
 #define SPAN (PARTS * COLUMNS * LANES * LH_ZO_WORDS)
 /* Elements whose counters have the same high bits. */
 #define EPOCH (UINT64_C(4) << 32)
@@ -45,9 +65,15 @@ struct span {
 
 /* What the rounds add to words 0 and 2, with all that counters of one epoch have in common. */
 struct keys {
-    uint64_t low[LH_ZO_ROUND_COUNT];
-    uint64_t high[LH_ZO_ROUND_COUNT];
+    key low[LH_ZO_ROUND_COUNT];
+    key high[LH_ZO_ROUND_COUNT];
 };
+
+/* Of words a counter to 64 bits or to 32. */
+static INLINE key key_of(uint32_t word)
+{
+    return (key){0} + word * UINT64_C(0x100000001);
+}
 
 /*
  * The seed, and so many of Weyl's numbers. Of a counter's words only the lowest differs, so that
@@ -61,13 +87,13 @@ static void keys_make(struct keys *keys, const struct lh_zo_stream *stream, uint
     uint32_t word0 = (uint32_t)(product1 >> 32) ^ word1 ^ low;
     uint64_t product0 = (uint64_t)word0 * LH_ZO_MULTIPLIER_0;
     for (uint32_t i = 1; i < LH_ZO_ROUND_COUNT; i++) {
-        keys->low[i] = low + i * LH_ZO_WEYL_0;
-        keys->high[i] = high + i * LH_ZO_WEYL_1;
+        keys->low[i] = key_of(low + i * LH_ZO_WEYL_0);
+        keys->high[i] = key_of(high + i * LH_ZO_WEYL_1);
     }
-    keys->high[0] = high ^ stream->step;
-    keys->low[1] = (low + LH_ZO_WEYL_0) ^ (uint32_t)product1;
-    keys->high[1] = (high + LH_ZO_WEYL_1) ^ (uint32_t)(product0 >> 32);
-    keys->high[2] = (high + 2 * LH_ZO_WEYL_1) ^ (uint32_t)product0;
+    keys->high[0] = key_of(high ^ stream->step);
+    keys->low[1] = key_of((low + LH_ZO_WEYL_0) ^ (uint32_t)product1);
+    keys->high[1] = key_of((high + LH_ZO_WEYL_1) ^ (uint32_t)(product0 >> 32));
+    keys->high[2] = key_of((high + 2 * LH_ZO_WEYL_1) ^ (uint32_t)product0);
 }
 
 struct chains {
@@ -114,15 +140,14 @@ static INLINE void chains_end(longs a[LH_ZO_WORDS], longs b[LH_ZO_WORDS], const 
                               words *out)
 {
     const longs zero = {0};
-    const words none = {0};
-    words low = none + (uint32_t)keys->low[9], high = none + (uint32_t)keys->high[9];
+    longs low = zero + keys->low[9], high = zero + keys->high[9];
     longs a1 = multiply32(a[2], zero + LH_ZO_MULTIPLIER_1);
     longs b1 = multiply32(b[2], zero + LH_ZO_MULTIPLIER_1);
-    out[0] = uppers_of(a1, b1) ^ lowers_of(a[1], b[1]) ^ low;
+    out[0] = (words)xor3((longs)uppers_of(a1, b1), (longs)lowers_of(a[1], b[1]), low);
     out[VECTORS] = lowers_of(a1, b1);
     longs a0 = multiply32(a[0], zero + LH_ZO_MULTIPLIER_0);
     longs b0 = multiply32(b[0], zero + LH_ZO_MULTIPLIER_0);
-    out[2 * VECTORS] = uppers_of(a0, b0) ^ lowers_of(a[3], b[3]) ^ high;
+    out[2 * VECTORS] = (words)xor3((longs)uppers_of(a0, b0), (longs)lowers_of(a[3], b[3]), high);
     out[3 * VECTORS] = lowers_of(a0, b0);
 }
 
@@ -131,80 +156,90 @@ static INLINE void chains_end(longs a[LH_ZO_WORDS], longs b[LH_ZO_WORDS], const 
  * power of two more or less changes no rounding, and here they cancel.
  */
 static const struct constants {
-    int32_t one, root_half, mantissa, half_mantissa, rest, eighth;
-    float l[7], ln_2, s[3], c[2], angle, half, minus_16;
+    int_constant one, root_half, mantissa, half_mantissa, rest, eighth;
+    float_constant l[7], ln_2, s[3], c[2], angle, half, minus_16;
 } constants = {
-    .one = 1,
-    .root_half = LH_ZO_ROOT_HALF_BITS + (24 << 23), /* U has 24 bits */
-    .mantissa = (1 << 23) - 1,
-    .half_mantissa = LH_ZO_ROOT_HALF_BITS - (1 << 23),
-    .rest = ~0xFF,
-    .eighth = 1 << 29,
-    .l = {LH_ZO_L0 * 4, LH_ZO_L1 * 8, LH_ZO_L2 * 16, LH_ZO_L3 * 32, LH_ZO_L4 * 64, LH_ZO_L5 * 128,
-          LH_ZO_L6 * 256},
-    .ln_2 = LH_ZO_LN_2 / 0x1p24f, /* half of it, for exponents that are 23 bits up */
-    .s = {LH_ZO_S0 * 4, LH_ZO_S1 * 16, LH_ZO_S2 * 64},
-    .c = {LH_ZO_C0 * 8, LH_ZO_C1 * 32},
-    .angle = LH_ZO_ANGLE_SCALE / 2,
-    .half = 0.5f,
-    .minus_16 = -16.0f,
+    .one = EACH(1),
+    .root_half = EACH(LH_ZO_ROOT_HALF_BITS + (24 << 23)), /* U has 24 bits */
+    .mantissa = EACH((1 << 23) - 1),
+    .half_mantissa = EACH(LH_ZO_ROOT_HALF_BITS - (1 << 23)),
+    .rest = EACH(~0xFF),
+    .eighth = EACH(1 << 29),
+    .l = {EACH(LH_ZO_L0 * 4), EACH(LH_ZO_L1 * 8), EACH(LH_ZO_L2 * 16), EACH(LH_ZO_L3 * 32),
+          EACH(LH_ZO_L4 * 64), EACH(LH_ZO_L5 * 128), EACH(LH_ZO_L6 * 256)},
+    .ln_2 = EACH(LH_ZO_LN_2 / 0x1p24f), /* half of it, for exponents that are 23 bits up */
+    .s = {EACH(LH_ZO_S0 * 4), EACH(LH_ZO_S1 * 16), EACH(LH_ZO_S2 * 64)},
+    .c = {EACH(LH_ZO_C0 * 8), EACH(LH_ZO_C1 * 32)},
+    .angle = EACH(LH_ZO_ANGLE_SCALE / 2),
+    .half = EACH(0.5f),
+    .minus_16 = EACH(-16.0f),
 };
 
 /* On the way from two vectors of words to two of numbers. */
 struct normals {
-    ints bits, rest;
-    floats exponent, f, log, x, square, sine, cosine;
+    ints bits;
+    floats exponent, f, f_square, log, x, square, sine, cosine;
 };
 
-/* Steps 0 to 8, as radius_of() and turn_of() in zo_ref.c, which say what it is. */
-static INLINE void normals_go_on(struct normals *n, int step, const words *at)
+/* A step of radius_of() in zo_ref.c, which says what it is; at: where the words are. */
+static INLINE void radius_go_on(struct normals *n, int step, const words *at)
 {
     const struct constants *k = &constants;
     HIDE(k);
     if (step == 0) {
         n->bits = (ints) __builtin_convertvector((ints)(at[0] >> 8) + k->one, floats);
         n->bits -= k->root_half;
-        n->rest = (ints)(at[VECTORS] << 2) & k->rest;
         PIN(n->bits);
-        PIN(n->rest);
     } else if (step == 1) {
         ints mantissa = n->bits & k->mantissa;
         n->bits -= mantissa;
         n->f = (floats)(mantissa + k->half_mantissa) - k->half;
-        n->x = __builtin_convertvector(n->rest, floats) * k->angle;
         PIN(n->bits);
         PIN(n->f);
-        PIN(n->x);
     } else if (step == 2) {
         n->exponent = __builtin_convertvector(n->bits, floats) * k->ln_2;
         n->log = k->l[6] * n->f + k->l[5];
-        n->square = n->x * n->x;
         PIN(n->exponent);
-        PIN(n->square);
-    } else if (step == 3) {
-        n->sine = k->s[2] * n->square + k->s[1];
-        n->cosine = k->c[1] * n->square + k->c[0];
-        PIN(n->cosine);
-    } else if (step == 4) {
-        n->sine = n->sine * n->square + k->s[0];
-    } else if (step == 5) {
-        n->sine = n->x + (n->x * n->square) * n->sine;
-    } else if (step == 6) {
-        n->cosine = (k->half - n->square) + (n->square * n->square) * n->cosine;
-        PIN(n->cosine);
-    } else if (step == 7) {
-        n->square = n->f * n->f;
-        PIN(n->square);
     } else if (step == 8) {
-        n->log = (n->f - n->square) + (n->square * n->f) * n->log;
+        n->log = (n->f - n->f_square) + (n->f_square * n->f) * n->log;
         n->log = root((n->exponent + n->log) * k->minus_16);
+    }
+    if (step == 6) {
+        n->f_square = n->f * n->f;
+        PIN(n->f_square);
     }
     if (step >= 3 && step <= 7)
         n->log = n->log * n->f + k->l[7 - step];
     if (step >= 2 && step <= 8)
         PIN(n->log);
-    if (step >= 3 && step <= 5)
+}
+
+/* A step of turn_of(). */
+static INLINE void turn_go_on(struct normals *n, int step, const words *at)
+{
+    const struct constants *k = &constants;
+    HIDE(k);
+    if (step == 0) {
+        n->x = __builtin_convertvector((ints)(at[VECTORS] << 2) & k->rest, floats) * k->angle;
+        PIN(n->x);
+    } else if (step == 1) {
+        n->square = n->x * n->x;
+        PIN(n->square);
+    } else if (step == 2) {
+        n->sine = k->s[2] * n->square + k->s[1];
+        n->cosine = k->c[1] * n->square + k->c[0];
         PIN(n->sine);
+        PIN(n->cosine);
+    } else if (step == 3) {
+        n->sine = n->sine * n->square + k->s[0];
+        PIN(n->sine);
+    } else if (step == 4) {
+        n->sine = n->x + (n->x * n->square) * n->sine;
+        PIN(n->sine);
+    } else if (step == 5) {
+        n->cosine = (k->half - n->square) + (n->square * n->square) * n->cosine;
+        PIN(n->cosine);
+    }
 }
 
 /* Which way the quarter turn makes the numbers go, and how far. */
@@ -212,7 +247,8 @@ static INLINE void normals_end(struct normals *n, words *at)
 {
     const struct constants *k = &constants;
     HIDE(k);
-    words quarter = at[VECTORS] + (uint32_t)k->eighth; /* in the two highest bits */
+    words eighth = (words)((ints){0} + k->eighth);
+    words quarter = at[VECTORS] + eighth; /* in the two highest bits */
     floats radius = (floats)((words)n->log ^ (quarter & (UINT32_C(1) << 31)));
     turn_quarter(quarter, &n->cosine, &n->sine);
     at[0] = (words)(radius * n->cosine);
@@ -224,6 +260,41 @@ static INLINE words *place_of(words *at, int i)
 {
     int column = i / 2;
     return at + (column / VECTORS * LH_ZO_WORDS + i % 2 * 2) * VECTORS + column % VECTORS;
+}
+
+/* What is due of words at a time. */
+static INLINE void chains_go_on(struct chains *chains, const struct keys *keys, int time,
+                                words *made)
+{
+#pragma GCC unroll 4
+    for (int i = 0; i < CHAINS; i++) {
+        int since = time - i * CHAIN_DELAY;
+        if (since >= 0 && since % ROUND_TIME == 0 && since < 8 * ROUND_TIME)
+            chain_go_on(chains->word[i], keys, 1 + since / ROUND_TIME);
+        if (i % 2 == 1 && since == 8 * ROUND_TIME + ROUND_9_DELAY)
+            chains_end(chains->word[i - 1], chains->word[i], keys, place_of(made, i - 1));
+    }
+}
+
+/* What is due of numbers. */
+static INLINE void numbers_go_on(struct normals normals[CHAINS], int time, words *numbers)
+{
+#pragma GCC unroll 4
+    for (int i = 0; i < CHAINS; i++) {
+        int since = time - i / 2 * PAIR_TIME - i % 2 * SECOND_DELAY;
+        int since_turn = since - TURN_DELAY;
+        words *at = place_of(numbers, i);
+        if (since_turn >= 0 && since_turn % TURN_TIME == 0 && since_turn < TURN_STEPS * TURN_TIME)
+            turn_go_on(&normals[i], since_turn / TURN_TIME, at);
+        if (since == TURN_END)
+            normals_end(&normals[i], at);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < CHAINS; i++) {
+        int since = time - i / 2 * PAIR_TIME - i % 2 * SECOND_DELAY;
+        if (since >= 0 && since % RADIUS_TIME == 0 && since < RADIUS_STEPS * RADIUS_TIME)
+            radius_go_on(&normals[i], since / RADIUS_TIME, place_of(numbers, i));
+    }
 }
 
 /* A part of a span whose elements are to be rounded, by the words in random. */
@@ -251,25 +322,18 @@ static INLINE void go_on(const struct keys *keys, uint64_t first, words *made, w
                          const struct rounds *rounds)
 {
     struct chains chains;
-    struct normals normals[2]; /* of vectors in turn */
+    struct normals normals[CHAINS];
     if (made)
         chains_begin(&chains, keys, first);
-#pragma GCC unroll 40
-    for (int i = 0; i < STEPS * CHAINS; i++) {
-        int round = i / CHAINS, chain = i % CHAINS, vector = i / STEPS, step = i % STEPS;
-        if (made && round > 0 && round < 9)
-            chain_go_on(chains.word[chain], keys, round);
-        if (made && round == 9 && chain % 2 == 1)
-            chains_end(chains.word[chain - 1], chains.word[chain], keys, place_of(made, chain - 1));
-        if (rounds && i % ROUND_STEPS == 0)
-            rounds_go_on(rounds, i / ROUND_STEPS);
-        if (numbers && step < 9)
-            normals_go_on(&normals[vector % 2], step, place_of(numbers, vector));
-        if (numbers && step == STEP_END && vector > 0)
-            normals_end(&normals[(vector - 1) % 2], place_of(numbers, vector - 1));
+#pragma GCC unroll 100
+    for (int time = 0; time <= WORDS_TIME || time <= NUMBERS_TIME; time++) {
+        if (numbers)
+            numbers_go_on(normals, time, numbers);
+        if (made)
+            chains_go_on(&chains, keys, time, made);
+        if (rounds && time % ROUNDED_TIME == 0 && time < PART * ROUNDED_TIME)
+            rounds_go_on(rounds, time / ROUNDED_TIME);
     }
-    if (numbers)
-        normals_end(&normals[(CHAINS - 1) % 2], place_of(numbers, CHAINS - 1));
 }
 
 /* A span's first words. Each of these is a function of its own: so its arrays become registers. */
@@ -292,8 +356,8 @@ static NOINLINE void numbers_make(words *numbers)
 }
 
 /* One op, as applied() in zo_ref.c, from source to values. */
-static void apply(const struct lh_zo_op *op, float *values, const float *source,
-                  const struct span *z, uint64_t count)
+static INLINE void apply(const struct lh_zo_op *op, float *values, const float *source,
+                         const struct span *z, uint64_t count)
 {
     const floats zero = {0};
     /* Subtracted, because -0 + 0 is another number. */
@@ -407,7 +471,10 @@ static void draw(float *values, const float *source, uint64_t first, uint64_t co
                 numbers_make(now->at + part * COLUMNS);
         }
         uint64_t part = lh_min_u64(SPAN, count - at);
-        apply(&ops[0], values + at, source + at, now, part);
+        if (part == SPAN) /* said to the compiler */
+            apply(&ops[0], values + at, source + at, now, SPAN);
+        else
+            apply(&ops[0], values + at, source + at, now, part);
         for (uint32_t i = 1; i < op_count; i++)
             apply(&ops[i], values + at, values + at, now, part);
     }

@@ -8,6 +8,15 @@
 #define KERNEL lh_zo_neon
 #define REGISTER "+w"
 #define LANE_COUNTERS 0, 1
+#define CHAINS 4
+#define CHAIN_DELAY 2
+#define ROUND_TIME 8
+#define ROUND_9_DELAY 6
+#define PAIR_TIME 26
+#define RADIUS_TIME 3
+#define TURN_DELAY 16
+#define TURN_TIME 5
+#define END_DELAY 1
 
 #include "compute/zo_vectors.h"
 
