@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan import _contents, _exit, _names, _safetensors, _scalars, _store
+from lohan import _contents, _exit, _kept, _names, _safetensors, _scalars, _store
 from lohan._block import Layout
 from lohan._contents import PIECE_ELEMENTS, Contents
 from lohan._names import Origin, Saved
@@ -237,9 +237,10 @@ def _of_store(store: _core.Store, contents: Contents, is_master: bool) -> Pieces
 def _of_session(session: Session, stack: contextlib.ExitStack, is_master: bool) -> Pieces:
     """Values of a session that goes on afterwards: as the next forward would see them."""
     layout = session.layout
-    if is_master and layout.method is None:  # only the store has them
+    is_copied = all(_kept.is_copied(p.tensor.dtype, p.kept) for p in layout.params)
+    if is_master and (layout.method is None or not is_copied):  # only the store has them
         store = stack.enter_context(session.exclusive([]))
-        return _of_store(store, Contents(layout, session.extents, {}), True)
+        return _of_store(store, Contents(layout, session.extents, {}, session.run_now()), True)
 
     def pieces(source: Origin) -> Iterator[torch.Tensor]:
         assert source.index is not None

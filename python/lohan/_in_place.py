@@ -106,7 +106,7 @@ def _order(param: Param) -> tuple[int, int]:
 
 
 def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
-    """Ids of the parameters that can be read from the files: frozen, of the same dtype.
+    """Ids of the parameters that can be read from the files: without gradient, of the same dtype.
 
     One line on stderr says what cannot, and why.
     """
@@ -134,7 +134,7 @@ def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
     for why, params in left.items():
         nbytes = sum(nbytes for _, nbytes in params)
         print(
-            f"lohan: {len(params)} frozen parameters ({nbytes / 1e6:.1f} MB) are copied into the"
+            f"lohan: {len(params)} parameters ({nbytes / 1e6:.1f} MB) are copied into the"
             f" store: {why} ({params[0][0]!r}, ...)",
             file=sys.stderr,
         )

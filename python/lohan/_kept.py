@@ -66,6 +66,16 @@ def format_of(dtype: torch.dtype, storage: str | None) -> str | None:
     return None if name == "fp32" and dtype == torch.float32 else name
 
 
+def is_copied(dtype: torch.dtype, kept: str | None) -> bool:
+    """Every number of what is kept is one of the values', too: these say all that there is.
+
+    Args:
+        dtype: of the parameter.
+        kept: what format_of() says of it.
+    """
+    return kept in (None, "fp8") or dtype in (torch.float32, TYPES[kept])
+
+
 def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round to nearest even; what is too large becomes the format's largest number."""
     if values.dtype == dtype or not (dtype.is_floating_point and values.is_floating_point()):

@@ -330,8 +330,10 @@ def _stream(
             values = torch.frombuffer(raw, dtype=dtype)
             if unit.residual_bytes and dtype != unit.dtype:
                 values = values.float()  # the master gets every bit that it can hold
-            else:
+            elif param.kept is not None:
                 values = narrowed(values, unit.dtype)
+            else:
+                values = values.to(unit.dtype)
             scale = 1 if unit.trainable else unit.dtype.itemsize
             at = param.first + first * scale
             write_param(store, unit, extents.units[param.unit], at, values)

@@ -72,9 +72,9 @@ def check_kept(
     Raises:
         UnsupportedError: says what, and the way out.
     """
-    if device != "cuda" or storage in (None, "fp8"):
+    if device != "cuda":
         return
-    if any(dtype not in (torch.float32, _kept.TYPES[storage]) for dtype in dtypes):
+    if not all(_kept.is_copied(dtype, storage) for dtype in dtypes):
         raise UnsupportedError(
             f"{what} on a GPU: 16-bit parameters are kept in their own format there, or in"
             ' storage="fp8": leave storage= out, or pass device="cpu"'

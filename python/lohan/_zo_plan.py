@@ -4,10 +4,10 @@
 write every K steps the lag is (K - 1) / 2 on average, and a step costs, for each element that does
 not stay in memory,
 
-    (K - 1) / 2 * z  +  (4 / w + 4 / r) / K       seconds
+    (K - 1) / 2 * z  +  (b / w + b / r) / K       seconds
 
-where z is what making it again takes, and w and r are what the SSDs write and read in a second. The
-smallest sum is at K = sqrt(2 (4 / w + 4 / r) / z).
+where z is what making it again takes, b its bytes as it is kept (4 in fp32), and w and r are what
+the SSDs write and read in a second. The smallest sum is at K = sqrt(2 (b / w + b / r) / z).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from collections.abc import Sequence
 import torch
 
 from lohan import _core
-from lohan._zeroth import Record, Rule, operations
+from lohan._kept import TYPES
+from lohan._zeroth import Record, Rule, kept_operations, operations
 from lohan.config import Config
 from lohan.errors import store_error
 
@@ -40,20 +41,29 @@ def fits(config: Config, nbytes: int) -> bool:
     return nbytes * _FIT + (16 << 20) <= limit
 
 
-def best_every(z_seconds: float, write_bytes_per_s: float, read_bytes_per_s: float) -> int:
+def best_every(
+    z_seconds: float, write_bytes_per_s: float, read_bytes_per_s: float, element_bytes: int = 4
+) -> int:
     """K of [Note: Lag].
 
     Args:
         z_seconds: to lead one element over one step.
         write_bytes_per_s: of the SSDs.
         read_bytes_per_s: of the SSDs.
+        element_bytes: as it is kept.
     """
-    moved = 4 / write_bytes_per_s + 4 / read_bytes_per_s
+    moved = element_bytes / write_bytes_per_s + element_bytes / read_bytes_per_s
     return min(max(round(math.sqrt(2 * moved / z_seconds)), 1), EVERY_MAX)
 
 
-def measured_every(config: Config, directories: Sequence[str]) -> int:
-    """K for this machine and these directories; both rates are measured, in half a second."""
+def measured_every(config: Config, directories: Sequence[str], kept: str | None) -> int:
+    """K for this machine and these directories; both rates are measured, in half a second.
+
+    Args:
+        config: of the session.
+        directories: of its store.
+        kept: the format that parameters are kept in, as _kept.format_of() says it.
+    """
     threads = config.threads or len(os.sched_getaffinity(0))
     writes, reads = _ASSUMED
     if directories:
@@ -63,17 +73,23 @@ def measured_every(config: Config, directories: Sequence[str]) -> int:
             pairs.append(_core.store_measure(store_error, directory, _MEASURE_BYTES))
         writes = max(sum(float(write) for write, _ in pairs), 1.0)
         reads = max(sum(float(read) for _, read in pairs), 1.0)
-    return best_every(_z_seconds() / threads, writes, reads)
+    element_bytes = 4 if kept is None else TYPES[kept].itemsize
+    return best_every(_z_seconds(kept) / threads, writes, reads, element_bytes)
 
 
-def _z_seconds() -> float:
+def _z_seconds(kept: str | None) -> float:
     values = torch.zeros(_MEASURE_ELEMENTS)
+    state = values.to(torch.float32 if kept is None else TYPES[kept])
     at, count = values.data_ptr(), values.numel()
-    rule = Rule(0, 1e-3)
-    ops = [*operations(rule, [Record(0.0, 0.0, (0.0,))], 0, 0, rule.step_length)]
+    rule, records = Rule(0, 1e-3), [Record(0.0, 0.0, (0.0,))]
+    make = operations if kept is None else kept_operations
+    ops = [*make(rule, records, 0, 0, rule.step_length)]
     best = math.inf
     for _ in range(3):
         begin = time.perf_counter()
-        _core.zo_apply(at, at, 0, count, ops)
+        if kept is None:
+            _core.zo_apply(at, at, 0, count, ops)
+        else:
+            _core.zo_lead(state.data_ptr(), kept, at, "fp32", 0, count, ops)
         best = min(best, time.perf_counter() - begin)
     return best / count

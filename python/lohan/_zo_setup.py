@@ -130,7 +130,9 @@ class Zeroth:
             StoreMismatchError: wrap was asked for another one.
         """
         was = (meta.get("method") or {}).get("storage")
-        if self.storage not in (None, was):
+        now = [_kept.format_of(param.dtype, self.storage) for param in self.moved]
+        then = [_kept.format_of(param.dtype, was) for param in self.moved]
+        if self.storage is not None and now != then:
             raise StoreMismatchError(
                 f"storage={self.storage!r}, and the run in the store has {was!r}: its steps so far"
                 " are rounded as that says: leave it out, or begin a new store"
@@ -277,7 +279,9 @@ def _every(made: Zeroth, model: nn.Module, config: Config, store: Any) -> int | 
     if made.rule.rng == "torch":
         return 1  # to draw again is slower than any SSD
     names = [] if store is None else [store] if isinstance(store, str | os.PathLike) else [*store]
-    return _zo_plan.measured_every(config, [os.path.expanduser(os.fspath(n)) for n in names])
+    most = max(made.moved, key=torch.Tensor.numel)
+    kept = _kept.format_of(most.dtype, made.storage)
+    return _zo_plan.measured_every(config, [os.path.expanduser(os.fspath(n)) for n in names], kept)
 
 
 def _check_storage(made: Zeroth, model: nn.Module) -> None:

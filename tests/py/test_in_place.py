@@ -165,9 +165,7 @@ def test_what_cannot_be_read_in_place_is_copied_and_told(
     folder = save(tmp_path / "w", **half)
     model = lohan.wrap(tower(), store=store_dir, weights=folder)
     said = capsys.readouterr().err
-    assert (
-        "1 frozen parameters (1.1 MB) are copied into the store: F16 in the files, float32" in said
-    )
+    assert "1 parameters (1.1 MB) are copied into the store: F16 in the files, float32" in said
     assert set(in_place(model)) == {k for k in state if "base" in k} - set(half)
     assert torch.equal(
         model.state_dict()["blocks.1.base.weight"], next(iter(half.values())).float()

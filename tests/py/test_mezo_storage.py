@@ -10,7 +10,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan import _kept
+from lohan import _kept, _zo_plan
 from lohan._direction import Stream, normal, words
 from lohan._kept import ROUND_SAMPLE, rounded
 from lohan.errors import ModelError, StoreMismatchError, UnsupportedError
@@ -199,8 +199,11 @@ def test_export_and_unwrap_give_what_is_computed_with(
     from safetensors.torch import load_file
 
     data = batches(3)
-    for make, storage in ((opt, "bf16"), (bf16, "bf16"), (bf16, "fp32")):
-        _, values = PlainKept(make(), storage).run(data)
+    for make, storage in ((opt, "bf16"), (bf16, "bf16"), (bf16, "fp32"), (fp16, "bf16")):
+        plain = PlainKept(make(), storage)
+        _, values = plain.run(data)
+        names = [name for name, _ in plain.model.named_parameters()]
+        kept = dict(zip(names, plain.kept, strict=True))
         place, out = (
             store_dir / f"{make.__name__}-{storage}",
             tmp_path / f"{make.__name__}{storage}",
@@ -215,12 +218,35 @@ def test_export_and_unwrap_give_what_is_computed_with(
         assert all(torch.equal(value, values[key]) for key, value in exported.items())
         lohan.export(place, out / "wide", dtype="float32")
         wide = load_file(out / "wide" / "model.safetensors")
-        assert all(
-            torch.equal(value.to(values[key].dtype), values[key]) for key, value in wide.items()
-        )
+        assert all(torch.equal(value, kept[key]) for key, value in wide.items())
         lohan.unwrap(model)
         assert differing(model, values) == []
         assert all(param.requires_grad for param in model.parameters())
+
+
+def test_a_run_goes_on_with_its_own_format_by_either_name(store_dir: pathlib.Path) -> None:
+    for make, then, now in ((bf16, None, "bf16"), (opt, None, "fp32"), (opt, "fp32", None)):
+        place = store_dir / f"{make.__name__}-{then}-{now}"
+        wrapped(make(), place, storage=then).lohan.close()
+        wrapped(make(), place, resume=True, lr=None, storage=now).lohan.close()
+        with pytest.raises(StoreMismatchError, match="storage='fp8'"):
+            wrapped(make(), place, resume=True, lr=None, storage="fp8")
+
+
+def test_only_what_is_kept_in_a_format_is_cut_to_its_range(
+    store_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    from safetensors.torch import save_file
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    large = {name: torch.full_like(p, 1e9) for name, p in model.named_parameters()}
+    save_file(large, tmp_path / "model.safetensors")
+    model.half()[0].requires_grad_(False)
+    model = wrapped(model, store_dir, weights=tmp_path)
+    values = {name: float(value.max()) for name, value in model.state_dict().items()}
+    assert values["0.weight"] == float("inf"), "as load_state_dict has it"
+    assert values["1.weight"] == 65504
+    model.lohan.close()
 
 
 def test_a_16_bit_model_s_own_files_are_read_in_place(
@@ -275,6 +301,24 @@ def test_half_the_bits_are_half_the_bytes_on_the_link_and_on_ssd(store_dir: path
     # Units are padded to 4 KiB, which is much of one here.
     assert moved["fp16"] < 0.6 * moved["fp32"]
     assert moved["fp8"] < 0.4 * moved["fp32"]
+
+
+def test_how_often_is_written_goes_by_what_is_kept(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _zo_plan.best_every(0.5e-9, 1e9, 2e9, 1) == 2, "4 bytes: 5"
+    asked = []
+
+    def best(z_seconds: float, writes: float, reads: float, element_bytes: int) -> int:
+        asked.append(element_bytes)
+        return 7
+
+    monkeypatch.setattr(_zo_plan, "best_every", best)
+    for make, storage in ((opt, None), (opt, "bf16"), (bf16, None), (bf16, "fp8"), (bf16, "fp32")):
+        model = wrapped(make(), store_dir / str(len(asked)), storage=storage, host_bytes=9_000_000)
+        assert model.lohan.zeroth.write_every == 7
+        model.lohan.close()
+    assert asked == [4, 2, 2, 1, 4]
 
 
 def test_a_step_that_dies_has_not_happened(store_dir: pathlib.Path) -> None:
