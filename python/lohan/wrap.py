@@ -20,10 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lohan import (
     _activations,
     _adopt,
-    _block,
     _buffers,
     _core,
-    _device,
+    _division,
     _exit,
     _in_place,
     _notes,
@@ -46,21 +45,12 @@ from lohan._zo_session import ZerothSession
 from lohan._zo_setup import Zeroth
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import (
-    BudgetError,
     ModelError,
     OffloadedGradientError,
     StoreError,
 )
 
 PathLike = str | os.PathLike[str]
-
-# Messages, requests, event lists, and what the arena is rounded up by: small against everything
-# else, so a flat reserve. Tables of a long model, and a timeline that is asked for, come on top.
-BOOKKEEPING_BYTES = 7 << 20
-BOOKKEEPING_UNIT_BYTES = 4 << 10
-TRACE_EVENT_BYTES = 40
-# Times that blocks are split at their children for a budget: deeper modules are not made.
-_SPLITS_MAX = 16
 
 
 def wrap(
@@ -129,7 +119,7 @@ def wrap(
     made = _checked_config(made, max_grad_norm)
     with _zo_setup.frozen(zeroth):
         found = _find(zeroth, model, made, store, resume, weights)
-        made, layout, budget = _divide(model, blocks, made, found)
+        made, layout, budget = _division.divide(model, blocks, made, found)
         ours, group_of = _make_optimizer(layout, params, hyper, optimizer, zeroth, max_grad_norm)
         opening = _Opening(model, layout, made, budget, ours, group_of, found, zeroth)
         return _attach(model, opening.open(store, resume, weights, init), ours)
@@ -254,7 +244,7 @@ class _Opening:
             self.group_of,
             len(self.optimizer.param_groups),
             norms=self.optimizer.max_grad_norm is not None or self.config.loss_scaling,
-            device=_plan_device(self.layout, self.config),
+            device=_division.plan_device(self.layout, self.config),
             room=self.room,
         )
         return session
@@ -372,22 +362,6 @@ def directories_of(store: PathLike | Sequence[PathLike] | None) -> list[str]:
     return [str(Path(os.fspath(name)).expanduser().absolute()) for name in names]
 
 
-def _host_bytes(config: Config, full: int) -> int:
-    if config.host_bytes is not None:
-        return config.host_bytes - _swap.host_bytes(config)
-    available = int(_core.build_info()["memory_available_bytes"])
-    return min(full, available // 2 - _swap.host_bytes(config))
-
-
-def _tied_gradient_bytes(layout: Layout) -> int:
-    """Autograd holds the first half of a tied parameter's gradient until the second is there."""
-    tied = 0
-    for index, unit in enumerate(layout.units):
-        users = sum(index in scope.units for scope in layout.scopes)
-        tied += unit.gradient_bytes if users > 1 else 0
-    return tied
-
-
 def _checked_config(config: Config, max_grad_norm: float | None) -> Config:
     """The norm, and a sum of gradients, are known behind backward only: updates wait for them."""
     _settings.check(config)
@@ -405,78 +379,6 @@ def _checked_config(config: Config, max_grad_norm: float | None) -> Config:
     return dataclasses.replace(config, schedule="deferred")
 
 
-def _together_bytes(layout: Layout, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """What is in use at once, in bytes: of each scope's units at its first one, 0 at the others.
-
-    Args:
-        layout: of the model.
-        sizes: of its units.
-
-    A unit that several scopes share (tied weights) counts in the largest of them.
-
-    Returns:
-        Their sums; and with room for the holes between them, as lh_budget_apart_bytes() says.
-    """
-
-    def nbytes(units: list[int]) -> int:
-        return sum(sizes[i] for i in units)
-
-    together, apart = [0] * len(layout.units), [0] * len(layout.units)
-    left = {i for i, unit in enumerate(layout.units) if not unit.always}
-    for units in sorted((scope.units for scope in layout.scopes), key=nbytes, reverse=True):
-        mine = [i for i in units if i in left]
-        moving = [sizes[i] for i in units if not layout.units[i].always]
-        if moving:
-            needed = sum(moving) + (len(moving) - 1) * max(moving)
-            apart[units[0]] = max(apart[units[0]], needed)
-        if mine:
-            together[mine[0]] = nbytes(mine)
-            left.difference_update(mine)
-    for i in left:
-        together[i] = sizes[i]
-    return together, apart
-
-
-def _plan_device(layout: Layout, config: Config) -> _device.Device:
-    sizes = [unit.place_bytes for unit in layout.units]
-    return _device.plan(layout, *_together_bytes(layout, sizes), config)
-
-
-def _budget(layout: Layout, config: Config) -> dict[str, int]:
-    """Divide main memory, or say what would fit."""
-    extents = _store.plan_extents(layout, config.commit_every == "never")
-    tied = _tied_gradient_bytes(layout)
-    is_served = _device.parse(config.device)[0] != "cpu"
-    sizes = [unit.nbytes if is_served else unit.place_bytes for unit in layout.units]
-    gradients = (u.gradient_bytes + (tied if u.trainable else 0) for u in layout.units)
-    described = _store.unit_tuples(layout, extents)
-    held = [(size, *unit[1:]) for size, unit in zip(sizes, described, strict=True)]
-    units = [*zip(held, gradients, *_together_bytes(layout, sizes), strict=True)]
-
-    def raiser(code: int, message: str, is_rule: bool) -> Exception:
-        return BudgetError(message)
-
-    # A checksum of 4 bytes a MiB, in memory for each slot and in each of two manifests.
-    bookkeeping = BOOKKEEPING_BYTES + 4 * 4 * (extents.nbytes >> 20)
-    bookkeeping += 4 * (sum(unit.nbytes for unit in layout.units if unit.runs) >> 20)
-    bookkeeping += BOOKKEEPING_UNIT_BYTES * len(layout.units)
-    # Buffers that a commit carries are in two manifests, in the engine, and where they are packed.
-    bookkeeping += 4 * _store.buffer_room_bytes(layout)
-    bookkeeping += TRACE_EVENT_BYTES * min(config.trace_events, _core.TRACE_COUNT_MAX)
-    # Gradients wait on SSD where the next parameters will go: in a slot that no commit needs.
-    # Sums of them are in memory.
-    waiting = (
-        config.schedule in (*SCHEDULES_AT_STEP, "auto"),
-        config.commit_every not in ("auto", 1),
-        is_accumulating(config.accumulate),
-        _device.block_bytes_per_element(layout, config),
-        config.schedule == "auto",
-    )
-    _plan_device(layout, config)
-    full = _core.budget(units, 1 << 60, bookkeeping, *waiting, raiser)["host_bytes_full"]
-    return _core.budget(units, _host_bytes(config, full), bookkeeping, *waiting, raiser)
-
-
 def _find(
     zeroth: Zeroth | None,
     model: nn.Module,
@@ -492,60 +394,6 @@ def _find(
         return _zo_setup.find(zeroth, _in_place.of_store(meta, model, place), meta)
     found = None if place is None else _in_place.of_folder(place, model, config)
     return _zo_setup.find(zeroth, found, None)
-
-
-def _divide(
-    model: nn.Module, blocks: Sequence[nn.Module] | None, config: Config, found: Found | None
-) -> tuple[Config, Layout, dict[str, int]]:
-    """Main memory, with room for activations that a policy plans where the rest allows it."""
-    roomy = _swap.with_room(config, sum(p.numel() * p.element_size() for p in model.parameters()))
-    try:
-        layout = _layout_for_budget(model, blocks, roomy, found)
-        return roomy, layout, _budget(layout, roomy)
-    except BudgetError:
-        if roomy is config:
-            raise
-    layout = _layout_for_budget(model, blocks, config, found)
-    return config, layout, _budget(layout, config)
-
-
-def _layout_for_budget(
-    model: nn.Module, blocks: Sequence[nn.Module] | None, config: Config, found: Found | None
-) -> Layout:
-    """Blocks by structure; split at their children where the budget asks for it."""
-
-    def make_layout(limit: int, given: Sequence[nn.Module] | None) -> Layout:
-        return _block.make_layout(model, limit, given, found)
-
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    layout = make_layout(max(total, 1), blocks)
-    limits = (config.host_bytes, config.device_bytes, config.device_param_bytes)
-    is_free = all(limit is None for limit in limits)
-    if is_free or blocks is not None:
-        return layout
-    is_any = found is not None and bool(found.moved)
-    tried = []
-    for _ in range(_SPLITS_MAX):
-        try:
-            _budget(layout, config)
-            return layout
-        except BudgetError:
-            tried.append(layout)
-        finer = _block.finer(layout, make_layout, is_any=is_any)
-        if finer is None:
-            break
-        layout = finer
-    if is_any:
-        layout = min(reversed(tried), key=lambda each: _needed(each, config))
-    return layout  # _budget says what would fit
-
-
-def _needed(layout: Layout, config: Config) -> int:
-    """The least main memory for a layout; where the device has no room, more than anything."""
-    try:
-        return _budget(layout, dataclasses.replace(config, host_bytes=1 << 60))["host_bytes_min"]
-    except BudgetError:
-        return 1 << 62
 
 
 def _make_optimizer(
