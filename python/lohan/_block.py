@@ -12,7 +12,7 @@ that are read in place are units of their own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -216,6 +216,13 @@ def find_blocks(
 
     walk("", model)
     return finder.blocks
+
+
+def named(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
+    """The modules that units are named after, without those that others of them lie in."""
+    modules = dict(model.named_modules())
+    around = {name[:at] for name in names for at in range(len(name)) if name[at] == "."}
+    return [modules[name] for name in {*names} - around if name in modules]
 
 
 def _scope_of_modules(

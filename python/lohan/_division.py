@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -112,30 +113,59 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
 
 
 def divide(
-    model: nn.Module, blocks: Sequence[nn.Module] | None, config: Config, found: Found | None
+    model: nn.Module,
+    blocks: Sequence[nn.Module] | None,
+    config: Config,
+    found: Found | None,
+    rows: Sequence[Any],
 ) -> tuple[Config, Layout, dict[str, int]]:
-    """Main memory, with room for activations that a policy plans where the rest allows it."""
+    """Lay the model out, and divide main memory.
+
+    There is room for activations that a policy plans where the rest allows it.
+
+    Args:
+        model: to be wrapped.
+        blocks: that wrap was given.
+        config: of the session.
+        found: in files.
+        rows: units of the store that is gone on with; none: of a new one.
+
+    Returns:
+        The config with that room, the layout, and what main memory is divided into.
+
+    Raises:
+        BudgetError: it is too small.
+    """
     roomy = _swap.with_room(config, sum(p.numel() * p.element_size() for p in model.parameters()))
     try:
-        layout = _layout_for_budget(model, blocks, roomy, found)
+        layout = _layout_for_budget(model, blocks, roomy, found, rows)
         return roomy, layout, _budget(layout, roomy)
     except BudgetError:
         if roomy is config:
             raise
-    layout = _layout_for_budget(model, blocks, config, found)
+    layout = _layout_for_budget(model, blocks, config, found, rows)
     return config, layout, _budget(layout, config)
 
 
 def _layout_for_budget(
-    model: nn.Module, blocks: Sequence[nn.Module] | None, config: Config, found: Found | None
+    model: nn.Module,
+    blocks: Sequence[nn.Module] | None,
+    config: Config,
+    found: Found | None,
+    rows: Sequence[Any],
 ) -> Layout:
-    """Blocks by structure; split at their children where the budget asks for it."""
+    """Blocks as a store has them, or by structure, split at their children for the budget."""
 
     def make_layout(limit: int, given: Sequence[nn.Module] | None) -> Layout:
         return _block.make_layout(model, limit, given, found)
 
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    layout = make_layout(max(total, 1), blocks)
+    limit = max(total, 1)
+    if rows and blocks is None:
+        layout = make_layout(limit, _block.named(model, [row[0] for row in rows]))
+        if _store.unit_rows(layout) == rows:
+            return layout
+    layout = make_layout(limit, blocks)
     limits = (config.host_bytes, config.device_bytes, config.device_param_bytes)
     is_free = all(limit is None for limit in limits)
     if is_free or blocks is not None:

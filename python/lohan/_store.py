@@ -121,6 +121,11 @@ def plan_extents(layout: Layout, single_slot: bool) -> Extents:
     return extents
 
 
+def unit_rows(layout: Layout) -> list[Any]:
+    """Units as a store's meta has them."""
+    return [[u.name, len(u.params), u.elements, u.nbytes] for u in layout.units]
+
+
 def describe(layout: Layout) -> dict[str, Any]:
     """What a store must have been made for to be this model's."""
     return {
@@ -130,7 +135,7 @@ def describe(layout: Layout) -> dict[str, Any]:
             [p.name, list(p.tensor.shape), str(p.tensor.dtype), layout.units[p.unit].trainable]
             for p in layout.params
         ],
-        "units": [[u.name, len(u.params), u.elements, u.nbytes] for u in layout.units],
+        "units": unit_rows(layout),
         **({"method": layout.method} if layout.method is not None else {}),
     }
 
@@ -363,8 +368,8 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
     check_same_name(theirs.get("method"), layout.method)
     if theirs["units"] != ours["units"] and sorted(theirs["params"]) == sorted(ours["params"]):
         raise StoreMismatchError(
-            "the store has the same parameters in other blocks: pass the blocks= it was made with,"
-            " or none and a host_bytes= by which blocks are split as they were then"
+            "the store has the same parameters in other blocks: leave blocks= out, and blocks are"
+            " as they were then"
         )
     check_same_method(theirs.get("method"), layout.method)
     if all(theirs.get(key) == ours[key] for key in SAME_KEYS):

@@ -118,8 +118,8 @@ def wrap(
     _adopt.check(optimizer, {**hyper, "params": params}, resume=resume)
     made = _checked_config(made, max_grad_norm)
     with _zo_setup.frozen(zeroth):
-        found = _find(zeroth, model, made, store, resume, weights)
-        made, layout, budget = _division.divide(model, blocks, made, found)
+        found, rows = _find(zeroth, model, made, store, resume, weights)
+        made, layout, budget = _division.divide(model, blocks, made, found, rows)
         ours, group_of = _make_optimizer(layout, params, hyper, optimizer, zeroth, max_grad_norm)
         opening = _Opening(model, layout, made, budget, ours, group_of, found, zeroth)
         return _attach(model, opening.open(store, resume, weights, init), ours)
@@ -386,14 +386,19 @@ def _find(
     store: PathLike | Sequence[PathLike] | None,
     resume: bool,
     weights: PathLike | None,
-) -> Found | None:
-    """What files have of the model: those of weights=, or those that the store goes on with."""
+) -> tuple[Found | None, list[Any]]:
+    """What files have of the model: those of weights=, or those that the store goes on with.
+
+    Returns:
+        It, and the units of that store.
+    """
     place = None if weights is None else Path(os.fspath(weights)).expanduser()
     if resume and store is not None:
         meta = _store.read_meta(directories_of(store), config)
-        return _zo_setup.find(zeroth, _in_place.of_store(meta, model, place), meta)
+        found = _in_place.of_store(meta, model, place)
+        return _zo_setup.find(zeroth, found, meta), meta.get("units", [])
     found = None if place is None else _in_place.of_folder(place, model, config)
-    return _zo_setup.find(zeroth, found, None)
+    return _zo_setup.find(zeroth, found, None), []
 
 
 def _make_optimizer(

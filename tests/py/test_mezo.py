@@ -513,19 +513,6 @@ def test_a_run_goes_on_by_its_own_rule_only(store_dir: pathlib.Path) -> None:
         lohan.wrap(opt(), store=store_dir, method="mezo", resume=True)
 
 
-@pytest.mark.parametrize("only", ["", "c_attn"])
-def test_a_budget_that_splits_blocks_otherwise_is_said(only: str, store_dir: pathlib.Path) -> None:
-    def made() -> nn.Module:
-        model = gpt2()
-        for name, param in model.named_parameters():
-            param.requires_grad_(only in name)
-        return model
-
-    wrapped(made(), store_dir, "least").lohan.close()
-    with pytest.raises(StoreMismatchError, match=r"in other blocks: .* host_bytes="):
-        lohan.wrap(made(), store=store_dir, method="mezo", resume=True)
-
-
 def test_a_full_disk_and_a_journal_without_its_store_are_said(
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

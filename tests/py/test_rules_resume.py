@@ -9,7 +9,7 @@ import lohan
 import pytest
 import torch
 from lohan import _scalars
-from rules_helper import Workshop, assert_same_state, build, train_step, workshop
+from rules_helper import WIDTH, Workshop, assert_same_state, build, train_step, workshop
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler, OneCycleLR
 
@@ -175,3 +175,44 @@ def test_a_commit_from_before_these_were_kept_is_taken_as_it_is(
     again = open_again(workshop, lr=4e-3)
     assert again.optimizer.param_groups[0]["lr"] == 1e-2
     assert "initial_lr" not in again.optimizer.param_groups[0]
+
+
+class Part(nn.Module):
+    """A block of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 8 * WIDTH, bias=False)
+        self.second = nn.Linear(8 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(self.first(x))
+        return y
+
+
+class Deep(nn.Sequential):
+    """Blocks that a small budget splits."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Part() for _ in range(3)))
+
+
+@pytest.mark.parametrize("how", ["least", "blocks"])
+def test_blocks_are_as_they_were_then(how: str, workshop: Workshop) -> None:
+    plain = workshop.wrap(build(Deep))
+    given = build(Deep)
+    settings: dict[str, Any] = {"blocks": [given[0].second, given[2]]}
+    if how == "least":
+        settings = {"host_bytes": "minimal"}
+    model = workshop.wrap(given, **settings)
+    units = [unit.name for unit in model.lohan.layout.units]
+    assert units != [unit.name for unit in plain.lohan.layout.units]
+    train_step(model, 0)
+    model.lohan.close()
+    again = lohan.wrap(build(Deep), store=workshop.folder / "store1", resume=True)
+    workshop.made.append(again)
+    assert [unit.name for unit in again.lohan.layout.units] == units
+    train_step(again, 1)
+    for step in range(2):
+        train_step(plain, step)
+    assert_same_state(again.state_dict(), plain.state_dict())
