@@ -7,11 +7,7 @@ import errno
 import os
 import pathlib
 import re
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from typing import Any
 
 import lohan
@@ -450,49 +446,6 @@ def test_other_adapters_of_peft_move_are_resumed_and_load_without_lohan(
 
 
 # --- Resuming -------------------------------------------------------------------------------------
-
-WORKER = """
-import sys
-import lohan
-from mezo_helper import batches, loss_of, opt
-resume = sys.argv[2] == "resume"
-more = {} if resume else {"lr": 1e-4, "eps": 1e-3, "seed": 7}
-model = lohan.wrap(opt(), store=sys.argv[1], method="mezo", resume=resume, **more)
-print("ready", flush=True)
-for batch in batches(1000)[model.lohan.step:]:
-    model.zo_step(lambda: loss_of(model, batch))
-    print(model.lohan.step, flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    "moments", [2, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
-)
-def test_a_killed_run_resumes_bit_for_bit(moments: int, store_dir: pathlib.Path) -> None:
-    here = pathlib.Path(__file__).parent
-    env = {**os.environ, "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}
-    for moment in range(moments):
-        kind = "resume" if moment else "new"
-        worker = subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(store_dir), kind],
-            stdout=subprocess.PIPE,
-            env=env,
-            text=True,
-        )
-        assert worker.stdout is not None
-        for _ in range(2 + moment % 3):
-            worker.stdout.readline()
-        time.sleep(0.003 * (moment % 7))
-        worker.send_signal(signal.SIGKILL)
-        worker.wait()
-        worker.stdout.close()
-    model = lohan.wrap(opt(), store=store_dir, method="mezo", resume=True)
-    done = model.lohan.step
-    assert done >= moments
-    _, values = plain_run(opt, done, Settings())
-    assert differing(model, values) == []
-    assert model.optimizer.param_groups[0]["lr"] == LR
-    model.lohan.close()
 
 
 def test_a_run_goes_on_by_its_own_rule_only(store_dir: pathlib.Path) -> None:

@@ -1,16 +1,94 @@
-"""A zeroth-order run goes on with the blocks that it was made with."""
+"""A zeroth-order run goes on, however it ended and whatever main memory is now."""
 
 from __future__ import annotations
 
+import json
+import os
 import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
 
 import lohan
 import pytest
 import torch
 from lohan.errors import StoreMismatchError
-from mezo_helper import Plain, Settings, batches, differing, gpt2, loss_of, steps
-from test_mezo import wrapped
+from mezo_helper import (
+    EPS,
+    LR,
+    SEED,
+    Plain,
+    Settings,
+    batches,
+    differing,
+    gpt2,
+    loss_of,
+    opt,
+    plain_run,
+    steps,
+)
+from test_mezo import least_of, wrapped
+from test_mezo_storage import PlainKept
 from torch import nn
+
+WORKER = """
+import json
+import sys
+import lohan
+from mezo_helper import batches, loss_of, opt
+model = lohan.wrap(opt(), store=sys.argv[1], method="mezo", **json.loads(sys.argv[2]))
+print("ready", flush=True)
+for batch in batches(1000)[model.lohan.step:]:
+    model.zo_step(lambda: loss_of(model, batch))
+    print(model.lohan.step, flush=True)
+"""
+LEAST = -1
+HOW: dict[str, dict[str, Any]] = {
+    "never written": {},
+    "written each step": {"write_every": 1},
+    "in fewer bits": {"write_every": 2, "storage": "bf16", "host_bytes": LEAST},
+}
+
+
+@pytest.mark.parametrize(
+    "moments", [2, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+@pytest.mark.parametrize("how", HOW)
+def test_a_killed_run_resumes_bit_for_bit(how: str, moments: int, store_dir: pathlib.Path) -> None:
+    here = pathlib.Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}
+    asked = dict(HOW[how])
+    if asked.get("host_bytes") == LEAST:
+        asked["host_bytes"] = least_of(opt(), storage=asked["storage"], write_every=2)
+    for moment in range(moments):
+        begun = {"lr": LR, "eps": EPS, "seed": SEED, **asked}
+        went_on = {"resume": True, "host_bytes": asked.get("host_bytes")}
+        settings = went_on if moment else begun
+        worker = subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(store_dir), json.dumps(settings)],
+            stdout=subprocess.PIPE,
+            env=env,
+            text=True,
+        )
+        assert worker.stdout is not None
+        for _ in range(2 + moment % 3):
+            worker.stdout.readline()
+        time.sleep(0.003 * (moment % 7))
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+        worker.stdout.close()
+    model = lohan.wrap(opt(), store=store_dir, method="mezo", resume=True)
+    done = model.lohan.step
+    assert done >= moments
+    if "storage" in asked:
+        _, values = PlainKept(opt(), asked["storage"]).run(batches(done))
+    else:
+        _, values = plain_run(opt, done, Settings())
+    assert differing(model, values) == []
+    assert model.optimizer.param_groups[0]["lr"] == LR
+    model.lohan.close()
 
 
 @pytest.mark.parametrize("only", ["", "c_attn"])
