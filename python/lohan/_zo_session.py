@@ -13,6 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import ctypes
+import json
 import math
 import os
 import weakref
@@ -408,12 +409,15 @@ class ZerothSession(TurnSession):
         self.check_open()
 
     def restore_scalars(self) -> None:
-        """Take learning rate and weight decay of the last step, where wrap was not given them."""
+        """Take learning rate and weight decay of the last step, where wrap was not given them.
+
+        Of a run without a step: those that it was begun with.
+        """
         optimizer: Any = self._optimizer
         made: ZerothOptimizer = optimizer
         asked = self.zeroth.asked
         records = self.journal.records
-        said = self.layout.method or {}
+        said = json.loads(self.store.describe()["meta"])["method"]
         lr = records[-1].lr if records else said["lr"]
         decay = records[-1].decay if records else said["weight_decay"]
         made.go_on(

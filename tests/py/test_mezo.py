@@ -246,6 +246,19 @@ def test_a_snapshot_between_writes_has_the_step_it_says(store_dir: pathlib.Path)
     again.lohan.close()
 
 
+def test_a_run_that_ended_before_its_first_step_goes_on_with_its_own_numbers(
+    store_dir: pathlib.Path,
+) -> None:
+    data = batches(8)
+    losses, _ = plain_run(opt, 8, Settings(decay=0.1))
+    wrapped(opt(), store_dir, weight_decay=0.1).lohan.close()
+    again = lohan.wrap(opt(), store=store_dir, method="mezo", resume=True)
+    groups = again.optimizer.param_groups
+    assert [(group["lr"], group["weight_decay"]) for group in groups] == [(LR, 0.1)]
+    assert steps(again, data) == losses
+    again.lohan.close()
+
+
 def test_k_grows_with_what_writes_cost_and_falls_with_what_z_costs() -> None:
     # sqrt(2 (4 ns + 2 ns) / 0.5 ns) = sqrt(24)
     assert best_every(0.5e-9, 1e9, 2e9) == 5
