@@ -324,16 +324,22 @@ class ZerothSession(TurnSession):
                 copy = self._copy_back(unit)
                 with self.exclusive([]) as store:
                     address = where.address if copy is None else copy.data_ptr()
-                    # One call: a Ctrl-C comes behind it. No commit names what was written so far.
-                    store.write(extent, 0, address, nbytes)
-                    where.base = self.step
+                    try:  # no commit names what was written so far
+                        store.write(extent, 0, address, nbytes)
+                        where.base = self.step
+                    except BaseException:  # a Ctrl-C may have come between the two
+                        store.write(extent, 0, address, nbytes)
+                        where.base = self.step
+                        raise
             finally:
                 self._engine.release(unit)
             self.written_bytes += nbytes
         with self.exclusive([]) as store:
             self.holds.wait_none()
-            store.commit(self.step, store.describe()["scalars"])
-            self.run.base = self.step
+            try:
+                store.commit(self.step, store.describe()["scalars"])
+            finally:  # a Ctrl-C may come behind the commit
+                self.run.base = int(store.describe()["step"])
 
     def _copy_back(self, unit: int) -> torch.Tensor | None:
         """The unit, which is in use, in main memory; None: it is there."""

@@ -18,12 +18,14 @@ from mezo_helper import (
     EPS,
     LR,
     SEED,
+    Settings,
     Values,
     batches,
     differing,
     gpt2,
     loss_of,
     opt,
+    plain_run,
     steps,
 )
 from test_mezo import TIERS, least_of
@@ -340,6 +342,49 @@ def test_a_step_that_dies_has_not_happened(store_dir: pathlib.Path) -> None:
         with pytest.raises(KeyError):
             model.zo_step(dies)
     assert steps(model, data[2:]) == losses[2:]
+    assert differing(model, values) == []
+    model.lohan.close()
+
+
+class Interrupted:
+    """A store; behind one of its calls comes a Ctrl-C."""
+
+    def __init__(self, store: Any, name: str, calls: int) -> None:
+        self._store, self._name, self._left = store, name, calls
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+        if name != self._name:
+            return call
+
+        def made(*args: Any) -> None:
+            call(*args)
+            self._left -= 1
+            if self._left == 0:
+                raise KeyboardInterrupt
+
+        return made
+
+
+@pytest.mark.parametrize(("name", "calls"), [("write", 1), ("write", 4), ("commit", 1)])
+@pytest.mark.parametrize("storage", ["bf16", "fp32"])
+def test_a_ctrl_c_behind_a_write_leaves_the_bits_as_they_are(
+    storage: str, name: str, calls: int, store_dir: pathlib.Path
+) -> None:
+    data = batches(6)
+    plain = plain_run(opt, 6, Settings())
+    losses, values = plain if storage == "fp32" else PlainKept(opt(), storage).run(data)
+    asked: dict[str, Any] = {"storage": storage, "write_every": 4}
+    model = wrapped(opt(), store_dir, host_bytes=least_of(opt(), **asked), **asked)
+    session = model.lohan
+    assert steps(model, data[:3]) == losses[:3]
+    store = session.store
+    session.store = Interrupted(store, name, calls)
+    with pytest.raises(KeyboardInterrupt):
+        session.write_back()
+    session.store = store
+    assert session.run.base == int(store.describe()["step"])
+    assert steps(model, data[3:]) == losses[3:]
     assert differing(model, values) == []
     model.lohan.close()
 
