@@ -98,6 +98,9 @@ class Commits(SessionPart):
             param = self.layout.params[index]
             lend.copy_(_store.read_param(self.layout, self.extents, store, param))
 
+    def finish_writes(self) -> None:
+        """Behind it all that the store is read for is of one step."""
+
     def run_now(self) -> Run | None:
         """Of zeroth-order training, up to now; None: there is none."""
         return None

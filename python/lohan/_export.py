@@ -239,6 +239,7 @@ def _of_session(session: Session, stack: contextlib.ExitStack, is_master: bool) 
     layout = session.layout
     is_copied = all(_kept.is_copied(p.tensor.dtype, p.kept) for p in layout.params)
     if is_master and (layout.method is None or not is_copied):  # only the store has them
+        session.finish_writes()
         store = stack.enter_context(session.exclusive([]))
         return _of_store(store, Contents(layout, session.extents, {}, session.run_now()), True)
 

@@ -386,6 +386,11 @@ class ZerothSession(TurnSession):
         pairs = zip(self.layout.params, values, strict=True)
         return [self.run.lead(param, value) for param, value in pairs]
 
+    def finish_writes(self) -> None:
+        """Make a write_back() whole that was interrupted: reads see what it has written."""
+        if any(where.base != self.run.base for where in self._where.values()):
+            self.write_back()
+
     def run_now(self) -> Run:
         """The run as it is now, which later steps do not change."""
         return Run(self.rule, [*self.journal.records], self.run.base)

@@ -389,6 +389,27 @@ def test_a_ctrl_c_behind_a_write_leaves_the_bits_as_they_are(
     model.lohan.close()
 
 
+def test_an_export_behind_an_interrupted_write_is_of_one_step(
+    store_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    from safetensors.torch import load_file
+
+    plain = PlainKept(bf16(), "fp32")
+    plain.run(batches(3))
+    names = [name for name, _ in plain.model.named_parameters()]
+    model = wrapped(bf16(), store_dir, storage="fp32", write_every=9)
+    steps(model, batches(3))
+    store = model.lohan.store
+    model.lohan.store = Interrupted(store, "write", 2)
+    with pytest.raises(KeyboardInterrupt):
+        model.lohan.write_back()
+    model.lohan.store = store
+    lohan.export(model, tmp_path / "out", dtype="float32")
+    model.lohan.close()
+    wide = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(wide[k], v) for k, v in zip(names, plain.kept, strict=True) if k in wide)
+
+
 def test_what_a_format_cannot_be_is_refused_by_name(store_dir: pathlib.Path) -> None:
     for model, more, error in (
         (opt(), {"storage": "int4"}, ModelError),
