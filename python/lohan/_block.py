@@ -107,6 +107,7 @@ class Layout:
         buffer_bytes: of persistent buffers that every commit carries.
         about: what the store's meta says besides, for who has no model.
         method: of zeroth-order training, as the store's meta says it.
+        cut: of weights that are rounded when the store is filled.
     """
 
     params: list[Param]
@@ -116,6 +117,7 @@ class Layout:
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
     in_place: InPlace = dataclasses.field(default_factory=lambda: InPlace([]))
     method: dict[str, Any] | None = None
+    cut: _kept.Cut = dataclasses.field(default_factory=_kept.Cut)
 
 
 def _own_bytes(module: nn.Module) -> int:

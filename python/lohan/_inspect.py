@@ -31,6 +31,38 @@ def _update_bytes(params: list[dict[str, Any]], units: list[dict[str, Any]]) -> 
     return total
 
 
+def _moved_bytes(units: list[dict[str, Any]], streams: Sequence[int | None]) -> int:
+    """Of the units that zeroth-order training moves."""
+    total, first = 0, 0
+    for unit in units:
+        total += unit["bytes"] if streams[first] is not None else 0
+        first += unit["params"]
+    return total
+
+
+def _params(meta: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of a store's meta; trainable: zeroth-order training moves them, too."""
+    params = [
+        {
+            "name": name,
+            "shape": shape,
+            "dtype": dtype.removeprefix("torch."),
+            "trainable": trainable,
+            "count": math.prod(shape),
+        }
+        for name, shape, dtype, trainable in meta["params"]
+    ]
+    method = meta.get("method")
+    if method is None:
+        return params
+    formats = method.get("kept", [None] * len(params))
+    for param, stream, kept in zip(params, method["streams"], formats, strict=True):
+        param["trainable"] = stream is not None
+        if kept is not None:
+            param["kept"] = kept
+    return params
+
+
 def describe(directories: Sequence[str]) -> dict[str, Any]:
     """Open a store read-only and say what it holds.
 
@@ -51,16 +83,8 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
         store.close()
     try:
         meta = json.loads(raw["meta"])
-        params = [
-            {
-                "name": name,
-                "shape": shape,
-                "dtype": dtype.removeprefix("torch."),
-                "trainable": trainable,
-                "count": math.prod(shape),
-            }
-            for name, shape, dtype, trainable in meta["params"]
-        ]
+        params = _params(meta)
+        method = meta.get("method")
         units = [
             {"name": name, "params": count, "elements": elements, "bytes": nbytes}
             for name, count, elements, nbytes in meta["units"]
@@ -69,6 +93,12 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
         raise StoreMismatchError(
             f"{directories[0]}: a store, but of no model of lohan's ({error!r})"
         ) from error
+    written = raw["commit_bytes"]
+    if method is None:
+        written += _update_bytes(params, units)
+    else:
+        every = method["write_every"]
+        written = 0 if every is None else written + _moved_bytes(units, method["streams"])
     scalars, _ = _scalars.parse(raw["caller_scalars"])
     groups = [
         dict(zip(("lr", "beta1", "beta2", "eps", "weight_decay"), group, strict=True))
@@ -85,7 +115,10 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
         "files": files,
         "file_bytes": sum(file["bytes"] for file in files),
         "commit_bytes": raw["commit_bytes"],
-        "written_bytes_per_step": raw["commit_bytes"] + _update_bytes(params, units),
+        "written_bytes_per_step": written,
+        "method": "adamw" if method is None else method["name"],
+        "write_every": None if method is None else method["write_every"],
+        "storage": None if method is None else method.get("storage"),
         "extents": raw["extent_count"],
         "groups": groups,
         "param_count": sum(param["count"] for param in params),
@@ -93,6 +126,19 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
         "units": units,
         "params": params,
     }
+
+
+def _written(found: dict[str, Any]) -> str:
+    written, steps, what = found["written_bytes_per_step"], 1000.0, "a step that is committed"
+    if found["method"] == "mezo":
+        if found["write_every"] is None:
+            return 'method="mezo": a step writes 64 bytes a direction, parameters are never written'
+        steps /= found["write_every"]
+        what = f'method="mezo": each {found["write_every"]}. step'
+    return (
+        f"{what} writes {written:,} bytes: {steps * written / 1e12:.3g} TB of the SSDs' rated"
+        " endurance (TBW) in 1,000 steps"
+    )
 
 
 def show(found: dict[str, Any], console: Console) -> None:
@@ -105,13 +151,7 @@ def show(found: dict[str, Any], console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    written = found["written_bytes_per_step"]
-    console.print(
-        f"a step that is committed writes {written:,} bytes: {1000 * written / 1e12:.3g} TB of the"
-        " SSDs' rated endurance (TBW) in 1,000 steps",
-        highlight=False,
-        soft_wrap=True,
-    )
+    console.print(_written(found), highlight=False, soft_wrap=True)
     for group in found["groups"]:
         said = ", ".join(f"{name} {value:g}" for name, value in group.items())
         console.print(f"  {said}", highlight=False)
@@ -131,7 +171,11 @@ def show(found: dict[str, Any], console: Console) -> None:
     units = Table("block", box=None)
     for name in ("parameters", "elements", "bytes"):
         units.add_column(name, justify="right")
+    first = 0
     for unit in found["units"]:
-        numbers = (f"{unit[key]:,}" for key in ("params", "elements", "bytes"))
+        inside = found["params"][first : first + unit["params"]]
+        first += unit["params"]
+        count = unit["elements"] or sum(param["count"] for param in inside)
+        numbers = (f"{number:,}" for number in (unit["params"], count, unit["bytes"]))
         units.add_row(unit["name"].replace("[", r"\["), *numbers)
     console.print(units, highlight=False)

@@ -29,6 +29,8 @@ TYPES = {
 }
 NAMES = {dtype: name for name, dtype in TYPES.items()}
 
+_PIECE = 4 << 20  # elements
+_FEW = 1e-3  # a share of weights that is not worth a line
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
 
@@ -84,6 +86,43 @@ def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if most < torch.finfo(values.dtype).max:
         values = values.clamp(-most, most)
     return values.to(dtype)
+
+
+@dataclasses.dataclass
+class Cut:
+    """What a format has no number near, of the weights that a run begins with.
+
+    Attributes:
+        count: of weights that were rounded.
+        small: of these, that are not 0 and become 0.
+        large: that become the largest number.
+    """
+
+    count: int = 0
+    small: int = 0
+    large: int = 0
+
+    def look(self, values: torch.Tensor, dtype: torch.dtype) -> None:
+        """Count values that are about to be rounded."""
+        if values.dtype == dtype:
+            return
+        finfo = torch.finfo(dtype)
+        half = finfo.smallest_normal * finfo.eps / 2  # of the least number; it is even, too
+        for piece in torch.split(values.detach().reshape(-1), _PIECE):
+            sizes = piece.abs()
+            self.count += piece.numel()
+            self.small += int((sizes.gt(0) & sizes.le(half)).sum())
+            self.large += int(sizes.gt(finfo.max).sum())
+
+    def said(self) -> str | None:
+        """A line for who begins the run; None: there is nothing to say."""
+        if self.large == 0 and self.small <= _FEW * self.count:
+            return None
+        return (
+            f"of {self.count:,} weights, which storage= rounds, {self.small:,}"
+            f" ({self.small / self.count:.1%}) are too small for its format and begin as 0,"
+            f" {self.large:,} are too large and begin as its largest number"
+        )
 
 
 def rounded(values: torch.Tensor, words: torch.Tensor, storage: str) -> torch.Tensor:

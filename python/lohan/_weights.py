@@ -132,6 +132,9 @@ def fill(
             for param in layout.params:
                 _write(layout, extents, store, param, param.tensor)
         store.commit(0, scalars)
+        said = layout.cut.said()
+        if said is not None:
+            print(f"lohan: {said}", file=sys.stderr)
     except BaseException:
         _put(model, layout, replaced)  # the next call must not take them for parameters with values
         raise
@@ -174,6 +177,8 @@ def _no_storage(tensor: torch.Tensor) -> torch.Tensor:
 def _write(
     layout: Layout, extents: Extents, store: _core.Store, param: Param, values: torch.Tensor
 ) -> None:
+    if param.kept is not None:
+        layout.cut.look(values, layout.units[param.unit].dtype)
     write_param(store, layout.units[param.unit], extents.units[param.unit], param.first, values)
 
 
@@ -331,6 +336,7 @@ def _stream(
             if unit.residual_bytes and dtype != unit.dtype:
                 values = values.float()  # the master gets every bit that it can hold
             elif param.kept is not None:
+                layout.cut.look(values, unit.dtype)
                 values = narrowed(values, unit.dtype)
             else:
                 values = values.to(unit.dtype)

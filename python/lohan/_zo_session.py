@@ -242,10 +242,10 @@ class ZerothSession(TurnSession):
         model = self._model()
         assert model is not None
         training = [module for module in model.modules() if module.training]
-        model.eval()
-        self._is_in_step = True
-        self.around = _NOTHING
-        try:
+        try:  # a Ctrl-C comes anywhere
+            model.eval()
+            self._is_in_step = True
+            self.around = _NOTHING
             with torch.no_grad():
                 yield
         except BaseException:
@@ -253,11 +253,11 @@ class ZerothSession(TurnSession):
             self._lost.update(u for u, where in self._where.items() if where.left > clean)
             raise
         finally:
-            for module in training:
-                module.training = True
             self._is_in_step = False
             self.around = around
             self._wanted = self.rule.clean(self.step)
+            for module in training:
+                module.training = True
 
     def _both(self, closure: Callable[[], Any], step: int, sample: int) -> tuple[float, float]:
         sides = self.rule.plus(step, sample), self.rule.minus(step, sample)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
+from lohan import _inspect
 from lohan.errors import StoreMismatchError
 from mezo_helper import (
     EPS,
@@ -29,6 +31,7 @@ from mezo_helper import (
     plain_run,
     steps,
 )
+from rich.console import Console
 from test_mezo import least_of, wrapped
 from test_mezo_storage import PlainKept
 from torch import nn
@@ -122,3 +125,22 @@ def test_blocks_are_split_as_they_were_then_whatever_the_budget(
             resume=True,
             blocks=[again.transformer.h[0]],
         )
+
+
+def test_inspect_knows_what_moves_and_what_is_written(store_dir: pathlib.Path) -> None:
+    said = {}
+    for name, more in (("never", {}), ("third", {"write_every": 3, "storage": "bf16"})):
+        model: Any = opt()
+        model.model.decoder.final_layer_norm.requires_grad_(False)
+        wrapped(model, store_dir / name, **more).lohan.close()
+        found = _inspect.describe([str(store_dir / name)])
+        shown = io.StringIO()
+        _inspect.show(found, Console(file=shown, width=200))
+        said[name] = shown.getvalue()
+        assert found["param_count"] - found["trainable_count"] == 64
+        assert "(64 frozen)" in said[name]
+    assert "64 bytes a direction, parameters are never written" in said["never"]
+    assert "each 3. step writes" in said["third"]
+    assert {param.get("kept") for param in found["params"]} == {"bf16", None}
+    moved = sum(param["count"] for param in found["params"] if param["trainable"])
+    assert 2 * moved < found["written_bytes_per_step"] < 4 * moved + 200_000

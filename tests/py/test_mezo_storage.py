@@ -437,6 +437,28 @@ def test_what_is_too_large_for_a_format_becomes_its_largest_number() -> None:
     assert _kept.narrowed(values, torch.bfloat16)[4].isnan()
 
 
+def test_weights_that_a_format_has_no_number_near_are_told(
+    store_dir: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model: Any = opt()
+    count = sum(param.numel() for param in model.parameters())
+    with torch.no_grad():
+        model.lm_head.weight[0, :3] = torch.tensor([1000.0, -449.0, 448.0])
+        model.lm_head.weight[0, 3:6] = torch.tensor([2**-10, 2**-10 * 1.01, 0.0])
+    values = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
+    zeros = int((values.to(torch.float8_e4m3fn).float().eq(0) & values.ne(0)).sum())
+    model.save_pretrained(tmp_path / "base")
+    for name, more in (("a", {}), ("b", {"weights": tmp_path / "base"})):
+        wrapped(model, store_dir / name, storage="fp8", **more).lohan.close()
+        said = capsys.readouterr().err
+        assert f"of {count:,} weights" in said
+        assert f"{zeros:,} ({zeros / count:.1%}) are too small" in said
+        assert "2 are too large" in said
+        model = opt()
+    wrapped(opt(), store_dir / "c", storage="bf16").lohan.close()
+    assert "too small" not in capsys.readouterr().err
+
+
 def test_old_stores_say_nothing_of_formats_and_new_ones_do(store_dir: pathlib.Path) -> None:
     model = wrapped(opt(), store_dir, storage="fp8")
     meta = json.loads(model.lohan.store.describe()["meta"])
