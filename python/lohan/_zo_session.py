@@ -99,10 +99,10 @@ class ZerothSession(TurnSession):
         if where.makes != makes:
             self.read_bytes += self.layout.units[unit].nbytes
             begin = where.host if is_of_out else self.rule.clean(where.base)
-        is_moved = begin != self._wanted
+        is_led = begin != self._wanted
         if where.is_kept:
-            is_moved = where.makes != makes or where.position != self._wanted
-        if is_moved:
+            is_led = where.makes != makes or where.position != self._wanted
+        if is_led:
             views = pins - 1 - (unit in self._held)
             if views > 0:
                 apart = "" if self._lockstep is None else ', or pass runs="apart" to lohan.wrap()'
@@ -115,11 +115,13 @@ class ZerothSession(TurnSession):
             begin = self._shared_bytes(unit, address, begin)
             self.longest_lead = max(self.longest_lead, self._wanted - begin)
             self._lead(unit, address, begin, self._wanted)
-            self._lost.discard(unit)
         where.makes, where.position = makes, self._wanted
+        is_moved = is_led
         if where.is_kept:
             where.kept = self.rule.clean(self.rule.step_of(self._wanted))
-            return where.kept != begin
+            is_moved = where.kept != begin
+        if is_led:
+            self._lost.discard(unit)  # last: a Ctrl-C comes anywhere
         return is_moved
 
     def _shared_bytes(self, unit: int, address: int, begin: int) -> int:

@@ -215,6 +215,41 @@ def test_a_view_that_is_in_the_way_is_refused_with_the_way_out(store_dir: pathli
     model.lohan.close()
 
 
+class Interrupting(set[int]):
+    """A Ctrl-C comes as a unit has just been led, behind so many others."""
+
+    def __init__(self, lost: set[int], left: int) -> None:
+        super().__init__(lost)
+        self.left = left
+
+    def discard(self, unit: int) -> None:
+        super().discard(unit)
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("storage", ["fp32", "bf16"])
+def test_a_ctrl_c_behind_a_lead_is_no_lead_that_is_made_twice(
+    storage: str, store_dir: pathlib.Path
+) -> None:
+    model = wrapped(Tower(), store_dir / "a", storage=storage)
+    losses = steps(model, plain_loss)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    model.lohan.close()
+    model = wrapped(Tower(), store_dir / "b", storage=storage)
+    found = []
+    for step, batch in enumerate(batches(STEPS)):
+        for left in range(1, 4) if step else ():
+            model.lohan._lost = Interrupting(model.lohan._lost, left)
+            with pytest.raises(KeyboardInterrupt):
+                model.zo_step(lambda batch=batch: plain_loss(model, batch))
+        found.append(float(model.zo_step(lambda batch=batch: plain_loss(model, batch))))
+    assert found == losses
+    assert differing(model, values) == []
+    model.lohan.close()
+
+
 def test_a_slope_that_fp32_cannot_hold_is_no_step(store_dir: pathlib.Path) -> None:
     losses, values = run_of(Tower, plain_loss, 1)
     model = wrapped(Tower(), store_dir)
