@@ -73,6 +73,7 @@ def _together_bytes(layout: Layout, sizes: Sequence[int]) -> tuple[list[int], li
 
 
 def plan_device(layout: Layout, config: Config) -> _device.Device:
+    """Divide the device's memory, or say what would fit."""
     sizes = [unit.place_bytes for unit in layout.units]
     return _device.plan(layout, *_together_bytes(layout, sizes), config)
 

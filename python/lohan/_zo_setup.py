@@ -44,6 +44,7 @@ class Zeroth:
         without: parts of the schedule to leave out.
         write_every: steps between writes of the parameters; None: they are never written.
         storage: the format that parameters are kept in; None: as they are.
+        names: of the parameters that it moves, by their ids.
         journal: once there is one.
     """
 
@@ -55,6 +56,7 @@ class Zeroth:
     without: tuple[str, ...] = ()
     write_every: int | None = None
     storage: str | None = None
+    names: dict[int, str] = dataclasses.field(default_factory=dict)
     journal: Journal | None = None
 
     def optimizer(self, layout: Layout, params: Iterable[dict[str, Any]] | None) -> ZerothOptimizer:
@@ -190,6 +192,7 @@ def find(zeroth: Zeroth | None, found: Found | None, then: dict[str, Any] | None
 
     Raises:
         StoreMismatchError: it keeps parameters in another format than wrap was asked for.
+        UnsupportedError: this device does not keep them in the store's.
     """
     if zeroth is None:
         return found
@@ -198,6 +201,7 @@ def find(zeroth: Zeroth | None, found: Found | None, then: dict[str, Any] | None
     made.moved = frozenset(zeroth.streams)
     if then is not None:
         zeroth.keep_storage(then)
+        _check_storage(zeroth)
     made.storage = zeroth.storage
     if found is not None and not resume:
         ids = {id(param): param.dtype for param in zeroth.moved}
@@ -264,7 +268,8 @@ def make(
     asked = {**asked, "write_every": config.write_every}
     made = Zeroth(moved, streams, Rule(seed, eps, samples, rng), asked, device, config.without)
     made.storage = asked["storage"]
-    _check_storage(made, model)
+    made.names = {id(param): name for name, param in model.named_parameters()}
+    _check_storage(made)
     made.write_every = _every(made, model, config, store)
     return made
 
@@ -284,15 +289,14 @@ def _every(made: Zeroth, model: nn.Module, config: Config, store: Any) -> int | 
     return _zo_plan.measured_every(config, [os.path.expanduser(os.fspath(n)) for n in names], kept)
 
 
-def _check_storage(made: Zeroth, model: nn.Module) -> None:
+def _check_storage(made: Zeroth) -> None:
     """Refuse a format that is none, or that this run's parameters cannot be kept in."""
     if made.storage is not None and made.storage not in _kept.TYPES:
         raise ModelError(f"storage {made.storage!r}: one of {', '.join(_kept.TYPES)}")
-    names = {id(param): name for name, param in model.named_parameters()}
     kept = [p for p in made.moved if _kept.format_of(p.dtype, made.storage) is not None]
     if not kept:
         return
-    what = f"{names[id(kept[0])]!r} ({kept[0].dtype}"
+    what = f"{made.names[id(kept[0])]!r} ({kept[0].dtype}"
     what += f", storage={made.storage!r})" if made.storage else ")"
     if made.rule.rng == "torch":
         raise UnsupportedError(

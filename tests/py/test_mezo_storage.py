@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pathlib
 from collections.abc import Callable
@@ -10,10 +11,12 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan import _kept, _zo_plan
+from lohan import _inspect, _kept, _store, _zo_plan, _zo_setup
 from lohan._direction import Stream, normal, words
 from lohan._kept import ROUND_SAMPLE, rounded
-from lohan.errors import ModelError, StoreMismatchError, UnsupportedError
+from lohan._zeroth import Rule
+from lohan.config import Config
+from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
 from mezo_helper import (
     EPS,
     LR,
@@ -389,6 +392,37 @@ def test_a_ctrl_c_behind_a_write_leaves_the_bits_as_they_are(
     model.lohan.close()
 
 
+class Refusing:
+    """A store whose disk takes no write."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def write(self, *args: Any) -> None:
+        raise StoreError(errno.EIO, "no write is taken")
+
+
+def test_a_disk_that_takes_no_write_is_named_and_costs_no_bit(store_dir: pathlib.Path) -> None:
+    data = batches(5)
+    losses, values = PlainKept(opt(), "bf16").run(data)
+    asked: dict[str, Any] = {"storage": "bf16", "write_every": 4}
+    model = wrapped(opt(), store_dir, host_bytes=least_of(opt(), **asked), **asked)
+    session = model.lohan
+    assert steps(model, data[:3]) == losses[:3]
+    store = session.store
+    session.store = Refusing(store)
+    with pytest.raises(StoreError, match="no write is taken"):
+        session.write_back()
+    session.store = store
+    assert steps(model, data[3:]) == losses[3:]
+    assert differing(model, values) == []
+    assert session.run.base == 4
+    model.lohan.close()
+
+
 def test_an_export_behind_an_interrupted_write_is_of_one_step(
     store_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
@@ -459,12 +493,54 @@ def test_weights_that_a_format_has_no_number_near_are_told(
     assert "too small" not in capsys.readouterr().err
 
 
-def test_old_stores_say_nothing_of_formats_and_new_ones_do(store_dir: pathlib.Path) -> None:
-    model = wrapped(opt(), store_dir, storage="fp8")
+def test_a_store_that_says_nothing_of_formats_goes_on_and_new_ones_name_theirs(
+    store_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    data = batches(4)
+    losses, values = plain_run(opt, 4, Settings())
+    describe = _store.describe
+
+    def as_before(layout: Any) -> dict[str, Any]:
+        made = describe(layout)
+        for key in ("storage", "kept"):
+            made["method"].pop(key)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_store, "describe", as_before)
+        model = wrapped(opt(), store_dir / "old")
+    assert "kept" not in json.loads(model.lohan.store.describe()["meta"])["method"]
+    assert steps(model, data[:2]) == losses[:2]
+    model.lohan.close()
+    again = lohan.wrap(opt(), store=store_dir / "old", method="mezo", resume=True)
+    assert steps(again, data[2:]) == losses[2:]
+    assert differing(again, values) == []
+    again.lohan.close()
+    lohan.export(store_dir / "old", tmp_path / "out")
+    assert _inspect.describe([str(store_dir / "old")])["storage"] is None
+    model = wrapped(opt(), store_dir / "new", storage="fp8")
     meta = json.loads(model.lohan.store.describe()["meta"])
     assert meta["method"]["storage"] == "fp8"
     assert set(meta["method"]["kept"]) == {"fp8"}
     model.lohan.close()
+
+
+def test_a_run_that_goes_on_on_a_gpu_is_refused_what_a_new_one_is() -> None:
+    model = bf16()
+    asked: dict[str, Any] = dict.fromkeys(
+        ("lr", "betas", "eps", "weight_decay", "max_grad_norm", "optimizer", *_zo_setup.OF_METHOD)
+    )
+    zeroth = _zo_setup.make("mezo", model, asked, Config(device="cpu"), None)
+    assert zeroth is not None
+    zeroth.device = "cuda"
+    for storage in (None, "bf16", "fp8"):
+        _zo_setup.find(zeroth, None, {"method": {"storage": storage}})
+        zeroth.storage = None
+    with pytest.raises(UnsupportedError, match=r"storage='fp32'\) on a GPU.*device=\"cpu\""):
+        _zo_setup.find(zeroth, None, {"method": {"storage": "fp32"}})
+    zeroth.storage, zeroth.rule = "bf16", Rule(0, EPS, 61)
+    with pytest.raises(UnsupportedError, match=r"num_samples 61.* 60 at most"):
+        _zo_setup.find(zeroth, None, {"method": {"storage": "bf16"}})
 
 
 def test_steps_that_a_format_cannot_tell_apart_are_not_lost(store_dir: pathlib.Path) -> None:
