@@ -123,6 +123,7 @@ class _Shape:
     profile: Profile | None = None
     made: Made | None = None
     flop: list[list[int]] = dataclasses.field(default_factory=list)  # of the first round's visits
+    held_up: Profile | None = None  # the first, if another one is to tell
 
 
 @dataclasses.dataclass
@@ -254,7 +255,12 @@ class Planner:
         if len(shape.flop) == len(visits):
             for visit, flop in zip(visits, shape.flop, strict=True):
                 visit.flop = flop
-        shape.profile = Profile(recorder.storages, visits, recorder.outside_only(), compute_ns)
+        seen = Profile(recorder.storages, visits, recorder.outside_only(), compute_ns)
+        before = shape.held_up
+        if before is None and seen.may_be_held_up():
+            shape.held_up = seen
+            return
+        shape.profile = before if before and before.compute_ns < compute_ns else seen
         self._write()
 
     # --- The plan -----------------------------------------------------------------------------

@@ -34,6 +34,9 @@ FORMAT = 1
 # Who saved: what the block was given; nobody that matters (a parameter, something small).
 GIVEN = -1
 NOBODY = -2
+# Forward and backward of blocks take three of their forwards. A step that took more than so many
+# was held up, or much is computed outside of blocks.
+_HELD_UP = 6
 
 
 @dataclasses.dataclass
@@ -95,6 +98,10 @@ class Profile:
     visits: list[Visit]
     outside: list[tuple[int, int]]
     compute_ns: int
+
+    def may_be_held_up(self) -> bool:
+        """Whether it took so long that another step should tell."""
+        return self.compute_ns > _HELD_UP * sum(ns for visit in self.visits for ns in visit.ns)
 
     def as_json(self) -> str:
         """For a file."""

@@ -381,7 +381,8 @@ static uint32_t least_random(uint64_t *seed, struct lh_residency_unit *units, ui
         bool always = below(seed, 6) == 0;
         bool is_first = below(seed, 2) == 0; /* of one large scope */
         uint64_t blocks = 1 + below(seed, is_first ? large : small);
-        units[i] = (struct lh_residency_unit){blocks * LH_RESIDENCY_GRANULE, always};
+        units[i] =
+            (struct lh_residency_unit){.bytes = blocks * LH_RESIDENCY_GRANULE, .always = always};
         scope_of[i] = always     ? UINT32_MAX
                       : is_first ? 0
                                  : 1 + (uint32_t)below(seed, scope_count - 1);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import time
 from typing import Any
 
 import lohan
@@ -347,6 +348,20 @@ def test_a_shape_that_comes_late_is_timed_without_the_waits_of_before(
     model.lohan.close()
     first, second = (shape.profile.compute_ns for shape in shapes)
     assert 0.3 * first < second < 3 * first
+
+
+def test_a_step_that_something_held_up_is_not_what_plans_go_by(store_dir: pathlib.Path) -> None:
+    held_up_s = 1.0
+    model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations="auto", **TIGHT)
+    train(model, [(8, 128)])
+    batch = tokens(1, 8, 128)
+    model(input_ids=batch, labels=batch).loss.backward()
+    time.sleep(held_up_s)  # someone looks at gradients, or another process has the machine
+    model.optimizer.step()
+    train(model, [(8, 128)] * 2, 2)
+    profile = model.lohan._planner.shape.profile
+    model.lohan.close()
+    assert profile.compute_ns < held_up_s * 1e9
 
 
 def test_a_block_that_is_the_model_itself_is_planned(store_dir: pathlib.Path) -> None:
