@@ -3,9 +3,10 @@
 
 #include "py/lhpy.h"
 
-/* items: a list of tuples. NULL with a Python error. */
+/* items: a list of tuples; release: of a row, what parse allocated, or NULL. NULL with a Python
+ * error. */
 static void *rows_parse(PyObject *items, uint64_t row_bytes, bool (*parse)(PyObject *, void *),
-                        uint32_t *count_out)
+                        void (*release)(const void *row), uint32_t *count_out)
 {
     Py_ssize_t count = PyList_Size(items);
     *count_out = 0;
@@ -16,6 +17,8 @@ static void *rows_parse(PyObject *items, uint64_t row_bytes, bool (*parse)(PyObj
         return PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < count; i++) {
         if (!parse(PyList_GetItem(items, i), rows + (uint64_t)i * row_bytes)) {
+            while (release && i-- > 0)
+                release(rows + (uint64_t)i * row_bytes);
             PyMem_Free(rows);
             return NULL;
         }
@@ -49,6 +52,14 @@ static bool move_parse(PyObject *item, void *row)
     return true;
 }
 
+static void unit_release(const void *row)
+{
+    const struct lh_in_place_unit *unit = row;
+    PyMem_Free((void *)unit->runs);
+    PyMem_Free((void *)unit->moves);
+    PyMem_Free((void *)unit->checksums);
+}
+
 /* (unit, runs, moves, bytes of checksums) */
 static bool unit_parse(PyObject *item, void *row)
 {
@@ -68,13 +79,12 @@ static bool unit_parse(PyObject *item, void *row)
     }
     memcpy(copy, checksums, (size_t)checksum_bytes);
     unit->checksums = copy;
-    unit->runs = rows_parse(runs, sizeof(*unit->runs), run_parse, &unit->run_count);
+    unit->runs = rows_parse(runs, sizeof(*unit->runs), run_parse, NULL, &unit->run_count);
     if (unit->runs)
-        unit->moves = rows_parse(moves, sizeof(*unit->moves), move_parse, &unit->move_count);
+        unit->moves = rows_parse(moves, sizeof(*unit->moves), move_parse, NULL, &unit->move_count);
     if (unit->moves)
         return true;
-    PyMem_Free(copy);
-    PyMem_Free((void *)unit->runs);
+    unit_release(unit);
     return false;
 }
 
@@ -111,7 +121,8 @@ int lhpy_in_place_parse(PyObject *tuple, struct lhpy_in_place *made)
             return -1;
     }
     uint32_t unit_count = 0;
-    struct lh_in_place_unit *rows = rows_parse(units, sizeof(*rows), unit_parse, &unit_count);
+    struct lh_in_place_unit *rows =
+        rows_parse(units, sizeof(*rows), unit_parse, unit_release, &unit_count);
     if (!rows)
         return -1;
     made->opts = (struct lh_in_place_opts){
@@ -125,12 +136,8 @@ int lhpy_in_place_parse(PyObject *tuple, struct lhpy_in_place *made)
 
 void lhpy_in_place_free(struct lhpy_in_place *made)
 {
-    for (uint32_t i = 0; i < made->opts.unit_count; i++) {
-        const struct lh_in_place_unit *unit = &made->opts.units[i];
-        PyMem_Free((void *)unit->runs);
-        PyMem_Free((void *)unit->moves);
-        PyMem_Free((void *)unit->checksums);
-    }
+    for (uint32_t i = 0; i < made->opts.unit_count; i++)
+        unit_release(&made->opts.units[i]);
     PyMem_Free((void *)made->opts.units);
     made->opts = (struct lh_in_place_opts){0};
 }

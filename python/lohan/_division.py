@@ -165,6 +165,13 @@ def _layout_for_budget(
     if rows and blocks is None:
         layout = make_layout(limit, _block.named(model, [row[0] for row in rows]))
         if _store.unit_rows(layout) == rows:
+            try:
+                _budget(layout, config)
+            except BudgetError as error:
+                raise BudgetError(
+                    f"{error}; these are the store's blocks: a new store of its export (weights="
+                    " instead of resume=, new optimizer states) may be split finer and need less"
+                ) from error
             return layout
     layout = make_layout(limit, blocks)
     limits = (config.host_bytes, config.device_bytes, config.device_param_bytes)

@@ -16,7 +16,7 @@ import lohan
 import pytest
 import torch
 from lohan import _inspect
-from lohan.errors import StoreMismatchError
+from lohan.errors import BudgetError, StoreMismatchError
 from mezo_helper import (
     EPS,
     LR,
@@ -111,7 +111,17 @@ def test_blocks_are_split_as_they_were_then_whatever_the_budget(
     assert steps(model, data[:2]) == losses[:2]
     units = len(model.lohan.layout.units)
     model.lohan.close()
-    assert units > len(wrapped(made(), store_dir / "free").lohan.layout.units)
+    free = wrapped(made(), store_dir / "free")
+    assert units > len(free.lohan.layout.units)
+    free.lohan.close()
+    with pytest.raises(BudgetError, match="these are the store's blocks: a new store"):
+        lohan.wrap(
+            made(),
+            store=store_dir / "free",
+            method="mezo",
+            resume=True,
+            host_bytes=least_of(made()),
+        )
     model = lohan.wrap(made(), store=store_dir, method="mezo", resume=True)
     assert len(model.lohan.layout.units) == units
     assert steps(model, data[2:]) == losses[2:]

@@ -115,7 +115,7 @@ CASES: list[tuple[Callable[[], nn.Module], str | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize("place", ["memory", "least", "emu"])
+@pytest.mark.parametrize("place", ["memory", "least", "emu", "blocks"])
 @pytest.mark.parametrize(
     ("make", "asked", "storage"), CASES, ids=lambda x: getattr(x, "__name__", str(x))
 )
@@ -133,7 +133,10 @@ def test_losses_and_parameters_are_those_of_kept_ones_in_memory(
         more["host_bytes"] = least_of(make(), **more)
     if place == "emu":
         more |= {"device": "emu", "device_param_bytes": 130_000}
-    model = wrapped(make(), store_dir, **more)
+    made = make()
+    if place == "blocks":  # by hand
+        more["blocks"] = list(next(m for m in made.modules() if isinstance(m, nn.ModuleList)))
+    model = wrapped(made, store_dir, **more)
     assert steps(model, data) == losses
     assert differing(model, values) == []
     model.lohan.close()

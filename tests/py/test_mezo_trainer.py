@@ -349,9 +349,10 @@ def end() -> None:
     raise EndedError
 
 
-def train_until(folder: pathlib.Path, step: int, where: str) -> None:
+def train_until(folder: pathlib.Path, step: int, where: str, **given: Any) -> None:
     with contextlib.suppress(EndedError):
-        train(folder, model=helper.gpt2(), callbacks=(Dies(step, where, end),), **SAVED)
+        given |= {"model": helper.gpt2(), "callbacks": (Dies(step, where, end),), **SAVED}
+        train(folder, **given)
         pytest.fail("it was to end")
     close_all()
 
@@ -362,8 +363,8 @@ def resumed(folder: pathlib.Path, resume: Any = True, **given: Any) -> Any:
     return train(folder, resume=resume, model=helper.gpt2(), **{**SAVED, **given})
 
 
-def assert_goes_on(trainer: Any, folder: pathlib.Path) -> None:
-    whole = train(folder / "whole", model=helper.gpt2(), **SAVED)
+def assert_goes_on(trainer: Any, folder: pathlib.Path, **given: Any) -> None:
+    whole = train(folder / "whole", model=helper.gpt2(), **SAVED, **given)
     losses = helper.logged(whole, "loss")
     assert helper.logged(trainer, "learning_rate") == helper.logged(whole, "learning_rate")
     assert_is(trainer, (losses, helper.values(whole.model)))
@@ -378,6 +379,18 @@ def test_a_checkpoint_goes_on_with_the_same_bits(where: str, store_dir: pathlib.
     trainer = resumed(store_dir)
     assert len(trainer.batches) == 5, "two, the one that ends an epoch, two"
     assert_goes_on(trainer, store_dir)
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp8"])
+def test_parameters_in_fewer_bits_are_those_of_a_loop_and_go_on(
+    storage: str, store_dir: pathlib.Path
+) -> None:
+    trainer = train(store_dir / "one", takes={"storage": storage})
+    assert_is(trainer, loop(store_dir, trainer, storage=storage))
+    close_all()
+    train_until(store_dir, 4, "done", takes={"storage": storage})
+    trainer = resumed(store_dir, takes={"storage": storage})
+    assert_goes_on(trainer, store_dir, takes={"storage": storage})
 
 
 def test_a_checkpoint_goes_on_with_a_copy_of_its_store(store_dir: pathlib.Path) -> None:
