@@ -335,9 +335,21 @@ static PyObject *engine_callbacks(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *engine_on_use(PyObject *object, PyObject *callback)
+static PyObject *engine_on_use(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
+    PyObject *callback = NULL;
+    PyObject *moved = NULL;
+    if (!PyArg_ParseTuple(args, "OO!", &callback, &PyList_Type, &moved))
+        return NULL;
+    for (Py_ssize_t i = 0; i < PyList_Size(moved); i++) {
+        unsigned long index = PyLong_AsUnsignedLong(PyList_GetItem(moved, i));
+        if (PyErr_Occurred())
+            return NULL;
+        if (index >= self->param_count)
+            return PyErr_Format(PyExc_IndexError, "param %lu of %u", index, self->param_count);
+        self->params[index].is_moved = true;
+    }
     lhpy_replace(&self->on_use, Py_NewRef(callback));
     Py_RETURN_NONE;
 }
@@ -471,9 +483,9 @@ static PyMethodDef engine_methods[] = {
     {"hollow_array", engine_hollow_array, METH_O, "The array that hollow parameters point into."},
     {"callbacks", engine_callbacks, METH_VARARGS,
      "callbacks(on_backward, on_gradient, on_forward, in_backward)"},
-    {"on_use", engine_on_use, METH_O,
-     "on_use(callback): callback(unit, address, make count, out count, is_of_out, pins) -> moved,"
-     " behind each pin."},
+    {"on_use", engine_on_use, METH_VARARGS,
+     "on_use(callback, params): callback(unit, address, make count, out count, is_of_out, pins) ->"
+     " moved, behind each pin; params: those that are."},
     {"device_policy", engine_device_policy, METH_VARARGS,
      "device_policy(no_overlap, no_reuse, alloc_bytes_per_s)"},
     {"zo_load", lhpy_engine_zo_load, METH_O, "zo_load(image of the device's kernels)"},

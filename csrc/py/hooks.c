@@ -45,7 +45,7 @@ static int requires_grad_check(struct lhpy_engine *self, uint32_t unit, uint32_t
     Py_XDECREF(flag);
     if (is_set < 0)
         return -1;
-    if (!is_set || self->units[unit].elements > 0)
+    if (!is_set || self->units[unit].elements > 0 || self->params[param].is_moved)
         return 0;
     char message[256];
     PyOS_snprintf(message, sizeof(message),
@@ -99,6 +99,19 @@ PyObject *lhpy_engine_classes(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* [Note: What a kernel is chosen by] torch computes some products (matmul() with a transposed first
+ * argument) by another kernel, which rounds otherwise, where the weight requires a gradient, even
+ * when none is recorded. Parameters that the engine's optimizer does not train require none outside
+ * of forwards, so that nothing is saved for a backward; in forwards without gradients they are what
+ * they would be without lohan.
+ */
+static int required_set(const struct lhpy_param *param, bool is_required)
+{
+    if (!param->is_moved)
+        return 0;
+    return PyObject_SetAttrString(param->tensor, "requires_grad", is_required ? Py_True : Py_False);
+}
+
 /* unit is pinned: every parameter's data becomes a lend. */
 int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit)
 {
@@ -114,6 +127,8 @@ int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit)
                                    param->dtype);
         int rc = lend ? PyObject_SetAttrString(param->tensor, "data", lend) : -1;
         Py_XDECREF(lend);
+        if (rc == 0)
+            rc = required_set(param, self->forward_is_open && !self->forward_is_train);
         if (rc < 0)
             return -1;
         param->version = self->forward_is_open ? version_of(param->tensor) : -1;
@@ -135,7 +150,8 @@ void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit)
         if (self->forward_is_open && param->version >= 0)
             param->is_changed |= version_of(param->tensor) > param->version;
         param->version = -1;
-        if (PyObject_SetAttrString(param->tensor, "data", param->hollow) < 0 ||
+        if (required_set(param, false) < 0 ||
+            PyObject_SetAttrString(param->tensor, "data", param->hollow) < 0 ||
             (param->hollow_class && class_set(param, param->hollow_class) < 0))
             PyErr_WriteUnraisable(param->tensor);
     }

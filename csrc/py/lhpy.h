@@ -85,6 +85,7 @@ struct lhpy_param {
     struct lhpy_dl_type dtype;
     int64_t version; /* tensor._version when it was bound in a forward; -1: not asked */
     bool is_changed; /* in place, inside a forward */
+    bool is_moved;   /* trained without the engine's optimizer: frozen to it alone */
     float *sum;      /* of its gradients, in the arena; NULL: they are not summed (sums.c) */
     uint8_t sum_state;
 };
@@ -131,6 +132,7 @@ struct lhpy_engine {
     bool has_sums;
     bool is_paused;        /* the store is the caller's until resume() */
     bool forward_is_open;  /* inside a forward whose saved tensors are packed */
+    bool forward_is_train; /* the last one that began had gradients enabled */
     PyObject *raiser;      /* (code, message) -> exception */
     PyObject *on_backward; /* called once a backward */
     PyObject *on_gradient; /* called before the first gradient of a step */

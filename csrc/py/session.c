@@ -17,6 +17,7 @@ PyObject *lhpy_engine_begin(PyObject *object, PyObject *args)
     enum lh_engine_mode mode = train ? LH_ENGINE_MODE_TRAIN : LH_ENGINE_MODE_EVAL;
     if (lh_engine_begin(self->core->engine, mode) < 0)
         return lhpy_raise_engine(self);
+    self->forward_is_train = train != 0;
     Py_RETURN_NONE;
 }
 

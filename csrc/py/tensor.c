@@ -134,6 +134,47 @@ static void lend_delete(struct lhpy_dl_managed *managed)
     free(lend); /* not the engine's memory: a lend's life is torch's business */
 }
 
+/* [Note: Lends are no inference tensors] A tensor that is made under torch.inference_mode gives its
+ * class to the parameter whose data it becomes, and torch chooses some kernels by that: parameters
+ * of a plain model were made before. Returns the context that left the mode; NULL where it is off,
+ * or with a Python error.
+ */
+static PyObject *inference_leave(void)
+{
+    static PyObject *is_enabled, *context_type; /* for ever */
+    if (!is_enabled) {
+        PyObject *torch = PyImport_ImportModule("torch");
+        context_type = torch ? PyObject_GetAttrString(torch, "inference_mode") : NULL;
+        is_enabled =
+            context_type ? PyObject_GetAttrString(torch, "is_inference_mode_enabled") : NULL;
+        Py_XDECREF(torch);
+        if (!is_enabled)
+            return NULL;
+    }
+    PyObject *answer = PyObject_CallNoArgs(is_enabled);
+    int is_on = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    PyObject *context = is_on > 0 ? PyObject_CallFunction(context_type, "O", Py_False) : NULL;
+    PyObject *entered = context ? PyObject_CallMethod(context, "__enter__", NULL) : NULL;
+    if (!entered)
+        Py_CLEAR(context);
+    Py_XDECREF(entered);
+    return context;
+}
+
+/* An error that there is stays; one of the context's own is only told. */
+static void inference_return(PyObject *context)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *left = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
+    if (!left)
+        PyErr_WriteUnraisable(context);
+    Py_XDECREF(left);
+    Py_DECREF(context);
+    PyErr_Restore(type, value, traceback);
+}
+
 PyObject *lhpy_lend(struct lhpy_core *core, uint32_t unit, uint64_t byte_offset, int32_t ndim,
                     const int64_t *shape_strides, struct lhpy_dl_type dtype)
 {
@@ -162,10 +203,18 @@ PyObject *lhpy_lend(struct lhpy_core *core, uint32_t unit, uint64_t byte_offset,
                 .strides = lend->shape_strides + ndim,
             },
     };
+    PyObject *outside = inference_leave();
+    if (!outside && PyErr_Occurred()) {
+        free(lend);
+        return NULL;
+    }
     lh_engine_pin(core->engine, unit);
     lhpy_core_retain(core);
     void *tensor = NULL;
-    if (table->managed_to_object(&lend->managed, &tensor) != 0) {
+    int rc = table->managed_to_object(&lend->managed, &tensor);
+    if (outside)
+        inference_return(outside);
+    if (rc != 0) {
         /* On failure torch has not called the deleter: the blob is still ours. */
         lend_delete(&lend->managed);
         if (!PyErr_Occurred())

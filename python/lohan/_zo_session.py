@@ -72,7 +72,8 @@ class ZerothSession(TurnSession):
         self._is_launched = _zo_device.is_launched(self.device)
         if self._is_launched:
             self._engine.zo_load(_zo_device.image())
-        self._engine.on_use(self._on_use)
+        moved = [param.index for param in self.layout.params if param.stream is not None]
+        self._engine.on_use(self._on_use, moved)
         without = self.config.without
         if without:
             rate = int(self.config.emu_alloc_bytes_per_s or 0)

@@ -88,7 +88,7 @@ def main(store: str) -> None:
     session: Any = model.lohan
     engine = session._engine
     led = Led(session)
-    engine.on_use(led.on_use)
+    engine.on_use(led.on_use, [])
     try:
         engine.zo_lead(memory[0].data_ptr(), 1, [])
     except ValueError:

@@ -77,6 +77,26 @@ class ChosenBlocks(Tower):
         return h
 
 
+class Narrow(nn.Module):
+    """A product that torch computes by another kernel where the weight requires no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(10, WIDTH))
+        self.seen: set[tuple[bool, bool]] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add((torch.is_grad_enabled(), self.weight.requires_grad))
+        across = x.transpose(1, 2).contiguous().transpose(1, 2)
+        return x + F.linear(across, self.weight).sum(-1, keepdim=True)
+
+
+class Transposed(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Narrow() for _ in range(3))
+
+
 class Encoder(nn.Module):
     """A module with a frozen parameter of its own around blocks."""
 
@@ -153,6 +173,7 @@ CASES = [
     (ChosenBlocks, plain_loss),
     (Tower, penalized),
     (Encoded, plain_loss),
+    (Transposed, plain_loss),
 ]
 
 
@@ -167,6 +188,26 @@ def test_parameters_used_outside_their_block_have_the_side_of_the_run_that_reads
         assert steps(model, loss) == losses
         assert differing(model, values) == []
         model.lohan.close()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_has_the_bits_of_the_plain_model_and_nothing_is_saved_for_backward(
+    context: Callable[[], Any], store_dir: pathlib.Path
+) -> None:
+    plain, model = Transposed(), wrapped(Transposed(), store_dir)
+    (batch,) = batches(1)
+    with context():
+        assert torch.equal(model(batch), plain(batch))
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+    assert not model(batch).requires_grad
+    assert not any(param.requires_grad for param in model.parameters())
+    assert model.blocks[0].seen == {(False, True), (True, False)}
+    model.requires_grad_(True)
+    assert not model(batch).requires_grad
+    assert not model.blocks[0].weight.requires_grad
+    lohan.unwrap(model)
+    assert all(param.requires_grad for param in model.parameters())
 
 
 def test_turns_are_taken_at_the_blocks_inside_a_module_with_frozen_parameters(

@@ -146,6 +146,24 @@ def test_an_evaluation_in_between_changes_nothing(
     assert expected.keys() == again.state_dict().keys()
 
 
+class Across(nn.Linear):
+    """torch chooses the kernel by whether the weight requires a gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.transpose(1, 2).contiguous().transpose(1, 2))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_has_the_plain_model_s_kernels(context: Any, workshop: Workshop) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(Across(48, 10, bias=False), nn.Linear(10, 10))
+
+    plain, model = build(make), workshop.wrap(build(make))
+    x = torch.randn(2, 16, 48, generator=torch.Generator().manual_seed(1))
+    with context():
+        assert torch.equal(model(x), plain(x))
+
+
 @pytest.mark.parametrize("host_bytes", ["minimal", None])
 def test_generation_in_between_is_the_plain_models(host_bytes: Any, workshop: Workshop) -> None:
     def make() -> nn.Module:
