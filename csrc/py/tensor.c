@@ -136,15 +136,16 @@ static void lend_delete(struct lhpy_dl_managed *managed)
 
 /* [Note: Lends are no inference tensors] A tensor that is made under torch.inference_mode gives its
  * class to the parameter whose data it becomes, and torch chooses some kernels by that: parameters
- * of a plain model were made before. Returns the context that left the mode; NULL where it is off,
- * or with a Python error.
+ * of a plain model were made before. torch.inference_mode itself is Python, in which a Ctrl-C may be
+ * raised half-way; what is below it is not. Returns the context that left the mode; NULL where it
+ * is off, or with a Python error.
  */
 static PyObject *inference_leave(void)
 {
     static PyObject *is_enabled, *context_type; /* for ever */
     if (!is_enabled) {
-        PyObject *torch = PyImport_ImportModule("torch");
-        context_type = torch ? PyObject_GetAttrString(torch, "inference_mode") : NULL;
+        PyObject *torch = PyImport_ImportModule("torch._C");
+        context_type = torch ? PyObject_GetAttrString(torch, "_InferenceMode") : NULL;
         is_enabled =
             context_type ? PyObject_GetAttrString(torch, "is_inference_mode_enabled") : NULL;
         Py_XDECREF(torch);
