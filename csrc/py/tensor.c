@@ -136,7 +136,7 @@ static void lend_delete(struct lhpy_dl_managed *managed)
 
 /* [Note: Lends are no inference tensors] A tensor that is made under torch.inference_mode gives its
  * class to the parameter whose data it becomes, and torch chooses some kernels by that: parameters
- * of a plain model were made before. torch.inference_mode itself is Python, in which a Ctrl-C may be
+ * of a plain model were made before. torch.inference_mode is Python, in which a Ctrl-C may be
  * raised half-way; what is below it is not. Returns the context that left the mode; NULL where it
  * is off, or with a Python error.
  */
