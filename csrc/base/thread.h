@@ -23,4 +23,11 @@
 int lh_thread_start(pthread_t *thread_out, const pthread_attr_t *attributes, void *(*run)(void *),
                     void *context) LH_MUST_CHECK;
 
+/*
+ * How often the calling process is a child of fork() since the first call, which another process
+ * may have made. What was made under another number has no threads here, and its mutexes may be
+ * locked for ever.
+ */
+uint32_t lh_thread_fork_count(void);
+
 #endif

@@ -6,7 +6,8 @@
  * engine bears that: whatever it would do in the meantime waits for I/O, too.
  *
  *      submit --> todo --[flush: io_submit]--> the kernel --[poll: io_getevents]--> the owner
- *                   \----- refused by io_submit -----> failed ------------------------^
+ *                   |                              | refused for good: io_destroy waits for them
+ *                   \----- refused by io_submit ---+--> failed ------------------------^
  *
  * Kernels before 4.18 do not sync files this way. There a helper, the threads backend with one
  * thread, takes the SYNC requests: submitted and not polled, they count here as in flight as well.
@@ -33,8 +34,9 @@ struct aio {
     io_context_t context;
     struct lh_io_queue todo;
     struct lh_io_queue failed;
-    uint32_t kernel_count; /* requests in the kernel */
-    struct lh_io *helper;  /* syncs files; NULL: the kernel does */
+    struct lh_io_queue inside; /* in the kernel */
+    int refusal;               /* io_getevents() is refused: the context is gone */
+    struct lh_io *helper;      /* syncs files; NULL: the kernel does */
 };
 
 static void control_prepare(const struct aio *aio, struct iocb *control,
@@ -60,16 +62,41 @@ static void control_prepare(const struct aio *aio, struct iocb *control,
 /* The kernel refused the first of todo with rc. */
 static void first_refused(struct aio *aio, int rc)
 {
-    if (!lh_io_request_advance(&aio->base, aio->todo.head, rc))
+    if (!lh_io_request_refuse(&aio->base, aio->todo.head, rc))
         return;
     lh_io_queue_push(&aio->failed, lh_io_queue_pop(&aio->todo));
     if (aio->base.waker)
         lh_waker_wake(aio->base.waker);
 }
 
+static void all_fail(struct aio *aio, struct lh_io_queue *queue)
+{
+    struct lh_io_request *request = NULL;
+    while ((request = lh_io_queue_pop(queue)) != NULL) {
+        lh_io_request_end(&aio->base, request, aio->refusal);
+        lh_io_queue_push(&aio->failed, request);
+    }
+    if (aio->failed.head && aio->base.waker)
+        lh_waker_wake(aio->base.waker);
+}
+
+/*
+ * The kernel refuses io_getevents() itself, as a seccomp filter may at any time. io_destroy() waits
+ * until it no longer touches the buffers of what it has taken, of which no result is known.
+ */
+static void getevents_refused(struct aio *aio, int rc)
+{
+    aio->refusal = rc;
+    io_destroy(aio->context);
+    aio->context = NULL;
+    all_fail(aio, &aio->inside);
+}
+
 static void aio_flush(struct lh_io *io)
 {
     struct aio *aio = (struct aio *)io;
+    if (aio->refusal < 0)
+        all_fail(aio, &aio->todo);
     while (aio->todo.head) {
         struct iocb controls[BATCH_COUNT_MAX];
         struct iocb *batch[BATCH_COUNT_MAX];
@@ -81,16 +108,15 @@ static void aio_flush(struct lh_io *io)
             count++;
         }
         int rc = io_submit(aio->context, count, batch); /* copies the control blocks */
-        for (int i = 0; i < rc; i++) {
-            lh_io_queue_pop(&aio->todo);
-            aio->kernel_count++;
-        }
+        for (int i = 0; i < rc; i++)
+            lh_io_queue_push(&aio->inside, lh_io_queue_pop(&aio->todo));
         /* The kernel has no room now: the poll after the next completion tries again. With nothing
          * in the kernel there is no such completion. */
-        if (rc == -EAGAIN && aio->kernel_count > 0)
+        if (rc == -EAGAIN && aio->inside.head)
             return;
-        if (rc < 0)
-            first_refused(aio, rc);
+        /* 0: a filter that claims success, and nothing was taken. */
+        if (rc <= 0)
+            first_refused(aio, rc == 0 ? -EIO : rc);
     }
 }
 
@@ -112,16 +138,19 @@ static uint32_t events_take(struct aio *aio, struct lh_io_request **done, uint32
 {
     struct io_event events[BATCH_COUNT_MAX];
     uint32_t done_count = 0;
-    while (done_count < done_max && aio->kernel_count > 0) {
+    while (done_count < done_max && aio->inside.head) {
         struct timespec now = {0};
         long event_max = (long)lh_min_u64(done_max - done_count, BATCH_COUNT_MAX);
         int rc = io_getevents(aio->context, 0, event_max, events, &now);
         if (rc == 0 || rc == -EINTR)
             break;
-        LH_ASSERT(rc > 0 && (uint32_t)rc <= aio->kernel_count);
-        aio->kernel_count -= (uint32_t)rc;
+        if (rc < 0) {
+            getevents_refused(aio, rc);
+            break;
+        }
         for (int i = 0; i < rc; i++) {
             struct lh_io_request *request = events[i].data;
+            lh_io_queue_remove(&aio->inside, request);
             if (lh_io_request_advance(&aio->base, request, (long)events[i].res))
                 done[done_count++] = request;
             else
@@ -186,26 +215,33 @@ static int setup_refused(int rc, uint32_t depth, struct lh_error *err)
     return lh_error_set(err, rc, "io_setup for %u events: %s", depth, strerror(-rc));
 }
 
-/* Whether the kernel syncs files through context; asked with a file in memory. */
-static bool kernel_has_sync(io_context_t context)
+/*
+ * Whether the kernel syncs files through context, asked with a file in memory: 0 or 1, or -errno
+ * where it refuses io_getevents().
+ */
+static int kernel_has_sync(io_context_t context)
 {
     int fd = memfd_create("lohan-probe", MFD_CLOEXEC);
     if (fd < 0)
-        return false;
+        return 0;
     struct iocb control;
     struct iocb *batch = &control;
     struct io_event event = {0};
     io_prep_fdsync(&control, fd);
-    bool has_sync = io_submit(context, 1, &batch) == 1;
-    if (has_sync) {
-        int rc = -EINTR;
+    int rc = io_submit(context, 1, &batch);
+    if (rc == 1) {
+        rc = -EINTR;
         while (rc == -EINTR)
             rc = io_getevents(context, 1, 1, &event, NULL);
-        LH_ASSERT(rc == 1);
-        has_sync = event.res == 0;
+        if (rc == 0) /* it does not wait: a filter claims success */
+            rc = -EIO;
+        if (rc > 0)
+            rc = event.res == 0 ? 1 : 0;
+    } else {
+        rc = 0;
     }
     close(fd);
-    return has_sync;
+    return rc;
 }
 
 int lh_io_aio_create_sync(const struct lh_io_opts *opts, bool with_helper, struct lh_alloc *alloc,
@@ -220,7 +256,16 @@ int lh_io_aio_create_sync(const struct lh_io_opts *opts, bool with_helper, struc
     if (rc < 0) {
         aio->context = NULL;
         setup_refused(rc, opts->queue_depth_max, err);
-    } else if (with_helper || !kernel_has_sync(aio->context)) {
+        aio_free(aio);
+        return rc;
+    }
+    int has_sync = with_helper ? 0 : kernel_has_sync(aio->context);
+    if (has_sync < 0) {
+        rc = lh_error_set(err, has_sync,
+                          "io_getevents: %s: a seccomp filter allows io_setup and forbids it "
+                          "(docker: --security-opt seccomp=unconfined)",
+                          strerror(-has_sync));
+    } else if (has_sync == 0) {
         struct lh_io_opts helper_opts = *opts;
         helper_opts.thread_count = 1;
         rc = lh_io_threads_create(&helper_opts, alloc, &aio->helper, err);

@@ -1,5 +1,7 @@
 #include "io/faulty.h"
 
+#include <stdatomic.h>
+
 #include "base/assert.h"
 #include "io/io_private.h"
 
@@ -10,8 +12,10 @@ struct faulty {
     struct lh_waker *waker;
     const struct lh_clock *clock;
     struct lh_io_fault fault;
-    bool has_fired;
+    atomic_bool has_fired;
+    atomic_bool is_released;
     struct lh_io_queue failed;
+    struct lh_io_queue held;
     /* What was cut or will be flipped is in inner until it comes back. */
     struct lh_io_request *victim;
     void *victim_buffer; /* SHORT: as the owner gave them */
@@ -25,7 +29,8 @@ static bool fault_hits(struct faulty *faulty, const struct lh_io_request *reques
 {
     struct lh_io_fault *fault = &faulty->fault;
     bool is_transfer = request->kind != LH_IO_KIND_SYNC;
-    if (fault->kind == LH_IO_FAULT_KIND_NONE || faulty->has_fired || faulty->victim)
+    bool is_over = faulty->has_fired && fault->kind != LH_IO_FAULT_KIND_HOLD;
+    if (fault->kind == LH_IO_FAULT_KIND_NONE || is_over || faulty->victim)
         return false;
     if (fault->request_kinds && !(fault->request_kinds & LH_IO_FAULT_ON(request->kind)))
         return false;
@@ -53,6 +58,27 @@ static int request_fail(struct faulty *faulty, struct lh_io_request *request)
     return 0;
 }
 
+/* Behind what is held already, so that requests reach the inner backend in their order. */
+static int request_hold(struct faulty *faulty, struct lh_io_request *request)
+{
+    lh_io_queue_push(&faulty->held, request);
+    faulty->io.in_flight_count++;
+    faulty->has_fired = true;
+    return 0;
+}
+
+static void requests_pass_on(struct faulty *faulty)
+{
+    if (!faulty->is_released)
+        return;
+    if (faulty->fault.kind == LH_IO_FAULT_KIND_HOLD)
+        faulty->fault.kind = LH_IO_FAULT_KIND_NONE;
+    while (faulty->held.head) {
+        int rc = faulty->inner->ops->submit(faulty->inner, lh_io_queue_pop(&faulty->held));
+        LH_ASSERT(rc == 0); /* each was counted when it was held */
+    }
+}
+
 static void request_restore(struct faulty *faulty, struct lh_io_request *request)
 {
     request->buffer = faulty->victim_buffer;
@@ -67,6 +93,8 @@ static int faulty_submit(struct lh_io *io, struct lh_io_request *request)
     bool hit = fault_hits(faulty, request);
     if (hit && faulty->fault.kind == LH_IO_FAULT_KIND_ERROR)
         return request_fail(faulty, request);
+    if (hit && faulty->fault.kind == LH_IO_FAULT_KIND_HOLD)
+        return request_hold(faulty, request);
     if (hit) {
         faulty->victim = request;
         faulty->victim_buffer = request->buffer;
@@ -142,6 +170,7 @@ static uint32_t faulty_poll(struct lh_io *io, struct lh_io_request **done, uint3
         if (done[i] != faulty->victim || victim_done(faulty, done[i]))
             done[done_count++] = done[i];
     }
+    requests_pass_on(faulty);
     faulty_flush(io);
     LH_ASSERT(io->in_flight_count >= done_count);
     io->in_flight_count -= done_count;
@@ -189,12 +218,23 @@ void lh_io_faulty_arm(struct lh_io *io, struct lh_io_fault fault)
     LH_ASSERT(!faulty->victim);
     LH_ASSERT(fault.kind != LH_IO_FAULT_KIND_ERROR || fault.code < 0);
     LH_ASSERT(fault.kind != LH_IO_FAULT_KIND_SHORT || fault.bytes > 0);
+    LH_ASSERT(!faulty->held.head);
     faulty->fault = fault;
     faulty->has_fired = false;
+    faulty->is_released = false;
 }
 
 bool lh_io_faulty_has_fired(const struct lh_io *io)
 {
     LH_ASSERT(io->ops == &faulty_ops);
     return ((const struct faulty *)io)->has_fired;
+}
+
+void lh_io_faulty_release(struct lh_io *io)
+{
+    struct faulty *faulty = (struct faulty *)io;
+    LH_ASSERT(io->ops == &faulty_ops);
+    faulty->is_released = true;
+    if (faulty->waker)
+        lh_waker_wake(faulty->waker);
 }

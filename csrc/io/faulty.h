@@ -19,6 +19,8 @@ enum lh_io_fault_kind {
     LH_IO_FAULT_KIND_SHORT = 2,
     /* A read that went well has one bit wrong, as from a disk or a cable that lies. */
     LH_IO_FAULT_KIND_FLIP = 3,
+    /* This request, and every later one that counts, reaches the inner backend once released. */
+    LH_IO_FAULT_KIND_HOLD = 4,
 };
 
 /* As bits of lh_io_fault.request_kinds. */
@@ -51,6 +53,15 @@ int lh_io_faulty_create(const struct lh_io_faulty_opts *opts, struct lh_alloc *a
 
 /* io: from lh_io_faulty_create. A fault that has not fired is replaced. */
 void lh_io_faulty_arm(struct lh_io *io, struct lh_io_fault fault);
+/* Thread: any. */
 bool lh_io_faulty_has_fired(const struct lh_io *io);
+
+/*
+ * End a HOLD. The next poll passes on what was held back; no request of it completes before the
+ * poll after that one, so its owner has done whatever it was asked to do before the release.
+ *
+ * Thread: any.
+ */
+void lh_io_faulty_release(struct lh_io *io);
 
 #endif

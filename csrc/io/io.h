@@ -3,7 +3,10 @@
  *
  * A request is a struct in its owner's memory. Submit hands it over; poll gives it back with
  * result = 0 or -errno. The backend continues short transfers and retries EINTR and EAGAIN by
- * itself, so result 0 means every byte. A read that meets the end of the file is -ENODATA, unless
+ * itself, so result 0 means every byte. A SYNC is never retried: a second one may succeed because
+ * the first has dropped what it could not write. Where the kernel refuses the backend's system call
+ * itself (a seccomp filter), every request that it has not taken, and every later one, comes back
+ * with that error. A read that meets the end of the file is -ENODATA, unless
  * the least_bytes of it that were asked for have arrived: the last block of a file that is no whole
  * number of them can then be read with O_DIRECT. Backends never touch the bytes. A request on a
  * file whose fd is -1 gets -EBADF.

@@ -57,6 +57,13 @@ void lh_io_base_finish(struct lh_io_base *base);
 bool lh_io_request_advance(const struct lh_io_base *base, struct lh_io_request *request,
                            int64_t answer) LH_MUST_CHECK;
 
+/*
+ * The kernel did not take the request: -errno. As lh_io_request_advance(), but nothing has begun,
+ * so that EINTR and EAGAIN are tried again for a SYNC as well.
+ */
+bool lh_io_request_refuse(const struct lh_io_base *base, struct lh_io_request *request, int code)
+    LH_MUST_CHECK;
+
 /* End a request with result. Thread: any. */
 void lh_io_request_end(const struct lh_io_base *base, struct lh_io_request *request,
                        int64_t result);
@@ -70,6 +77,8 @@ static inline uint8_t *lh_io_request_rest(const struct lh_io_request *request)
 }
 
 void lh_io_queue_push(struct lh_io_queue *queue, struct lh_io_request *request);
+/* request is in the queue: asserted. */
+void lh_io_queue_remove(struct lh_io_queue *queue, struct lh_io_request *request);
 /* NULL: empty. */
 struct lh_io_request *lh_io_queue_pop(struct lh_io_queue *queue);
 

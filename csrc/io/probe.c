@@ -63,6 +63,15 @@ static int64_t request_await(struct lh_io *io, struct lh_waker *waker,
     return request->result;
 }
 
+/* A backend that could be made and may not be used: who forbids that. */
+static const char *forbidden_hint(int code)
+{
+    bool is_forbidden = code == -EPERM || code == -EACCES || code == -ENOSYS;
+    return is_forbidden ? ", as by a seccomp filter that allows only some of its system calls "
+                          "(docker: --security-opt seccomp=unconfined)"
+                        : "";
+}
+
 /* Write a pattern, sync it, read it back. buffer: 2 * PROBE_BYTES, aligned. */
 static int round_trip(struct lh_io *io, struct lh_waker *waker, uint8_t *buffer,
                       struct lh_error *err)
@@ -79,9 +88,9 @@ static int round_trip(struct lh_io *io, struct lh_waker *waker, uint8_t *buffer,
         };
         int64_t result = request_await(io, waker, &request);
         if (result < 0)
-            return lh_error_set(err, (int)result, "%s of %" PRIu64 " bytes by %s: %s",
+            return lh_error_set(err, (int)result, "%s of %" PRIu64 " bytes by %s: %s%s",
                                 kind_names[kinds[i]], PROBE_BYTES, io->ops->name,
-                                strerror((int)-result));
+                                strerror((int)-result), forbidden_hint((int)result));
     }
     if (memcmp(buffer, buffer + PROBE_BYTES, PROBE_BYTES) != 0)
         return lh_error_set(err, -EIO, "%s read other bytes than it wrote", io->ops->name);

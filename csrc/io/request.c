@@ -79,9 +79,11 @@ static uint64_t enough_bytes(const struct lh_io_request *request)
 bool lh_io_request_advance(const struct lh_io_base *base, struct lh_io_request *request,
                            int64_t answer)
 {
-    if (answer == -EINTR || answer == -EAGAIN)
+    bool is_sync = request->kind == LH_IO_KIND_SYNC;
+    /* A sync that failed may have dropped what it covered: a second one would answer 0 for it. */
+    if (!is_sync && (answer == -EINTR || answer == -EAGAIN))
         return retry(base, request, answer);
-    if (answer < 0 || request->kind == LH_IO_KIND_SYNC) {
+    if (answer < 0 || is_sync) {
         lh_io_request_end(base, request, answer < 0 ? answer : 0);
         return true;
     }
@@ -113,6 +115,14 @@ bool lh_io_request_advance(const struct lh_io_base *base, struct lh_io_request *
     return false;
 }
 
+bool lh_io_request_refuse(const struct lh_io_base *base, struct lh_io_request *request, int code)
+{
+    if (code == -EINTR || code == -EAGAIN)
+        return retry(base, request, code);
+    lh_io_request_end(base, request, code);
+    return true;
+}
+
 uint64_t lh_io_base_rest_bytes(const struct lh_io_base *base, const struct lh_io_request *request)
 {
     LH_ASSERT(request->done_bytes < request->bytes);
@@ -139,6 +149,24 @@ struct lh_io_request *lh_io_queue_pop(struct lh_io_queue *queue)
         queue->tail = NULL;
     request->next = NULL;
     return request;
+}
+
+void lh_io_queue_remove(struct lh_io_queue *queue, struct lh_io_request *request)
+{
+    struct lh_io_request *before = NULL;
+    struct lh_io_request *at = queue->head;
+    while (at && at != request) {
+        before = at;
+        at = at->next;
+    }
+    LH_ASSERT(at);
+    if (before)
+        before->next = request->next;
+    else
+        queue->head = request->next;
+    if (queue->tail == request)
+        queue->tail = before;
+    request->next = NULL;
 }
 
 int64_t lh_io_proc_number(const char *path, int64_t fallback)

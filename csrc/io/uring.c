@@ -50,6 +50,9 @@ struct uring {
     uint32_t region_count; /* registered */
     bool has_files;        /* registered */
     bool has_eventfd;
+    struct lh_io_queue prepared; /* in the ring, and not taken by the kernel yet, in order */
+    struct lh_io_queue failed;   /* ended, to be polled */
+    int refusal;                 /* io_uring_enter() is refused: nothing is submitted any more */
 };
 
 /* The registered piece that holds all of [begin, begin + bytes), or PIECE_NONE. */
@@ -68,9 +71,21 @@ static uint32_t piece_of(const struct uring *uring, const uint8_t *begin, uint64
     return PIECE_NONE;
 }
 
+static void request_fail(struct uring *uring, struct lh_io_request *request)
+{
+    lh_io_request_end(&uring->base, request, uring->refusal);
+    lh_io_queue_push(&uring->failed, request);
+    if (uring->base.waker)
+        lh_waker_wake(uring->base.waker);
+}
+
 /* Queue what is left of request for the kernel. */
 static void request_prepare(struct uring *uring, struct lh_io_request *request)
 {
+    if (uring->refusal < 0) {
+        request_fail(uring, request);
+        return;
+    }
     struct io_uring_sqe *sqe = io_uring_get_sqe(&uring->ring);
     LH_ASSERT(sqe); /* the ring has queue_depth_max entries, a request has one at most */
     int file = (int)request->file_index;
@@ -95,6 +110,7 @@ static void request_prepare(struct uring *uring, struct lh_io_request *request)
     /* A retry goes to a thread of the kernel that may block: the owner does not spin on EAGAIN. */
     unsigned flags = IOSQE_FIXED_FILE | (request->retry_count > 0 ? IOSQE_ASYNC : 0);
     io_uring_sqe_set_flags(sqe, flags);
+    lh_io_queue_push(&uring->prepared, request);
 }
 
 static int uring_submit(struct lh_io *io, struct lh_io_request *request)
@@ -105,17 +121,35 @@ static int uring_submit(struct lh_io *io, struct lh_io_request *request)
     return 0;
 }
 
+/*
+ * The kernel refuses io_uring_enter() itself, as a seccomp filter may at any time. What it has
+ * taken completes all the same; what is prepared stays in the ring, which is never submitted again.
+ */
+static void enter_refused(struct uring *uring, int rc)
+{
+    struct lh_io_request *request = NULL;
+    uring->refusal = rc;
+    while ((request = lh_io_queue_pop(&uring->prepared)) != NULL)
+        request_fail(uring, request);
+}
+
 static void uring_flush(struct lh_io *io)
 {
     struct uring *uring = (struct uring *)io;
     unsigned waiting_count = 0;
-    while ((waiting_count = io_uring_sq_ready(&uring->ring)) > 0) {
+    while (uring->refusal == 0 && (waiting_count = io_uring_sq_ready(&uring->ring)) > 0) {
         int rc = io_uring_submit(&uring->ring);
+        for (int i = 0; i < rc; i++)
+            lh_io_queue_pop(&uring->prepared);
         if (rc > 0 || rc == -EINTR)
             continue;
+        if (rc != -EAGAIN && rc != -EBUSY && rc != -ENOMEM) {
+            /* 0: a filter that claims success. 0 is no error, and nothing was taken. */
+            enter_refused(uring, rc == 0 ? -EIO : rc);
+            return;
+        }
         /* The kernel is short of memory or has completions to deliver: the next poll tries again.
          * Where no completion will wake the owner for it, the owner must not sleep. */
-        LH_ASSERT(rc == -EAGAIN || rc == -EBUSY || rc == -ENOMEM);
         if (waiting_count == io->in_flight_count) {
             struct timespec delay = {.tv_nsec = RETRY_DELAY_NS};
             nanosleep(&delay, NULL);
@@ -143,6 +177,10 @@ static uint32_t uring_poll(struct lh_io *io, struct lh_io_request **done, uint32
         }
     }
     uring_flush(io);
+    while (done_count < done_max && uring->failed.head) {
+        done[done_count++] = lh_io_queue_pop(&uring->failed);
+        lh_io_base_finish(&uring->base);
+    }
     return done_count;
 }
 

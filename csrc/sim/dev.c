@@ -242,9 +242,7 @@ static int sim_order(struct lh_dev *dev, enum lh_dev_direction direction,
 
 static void fault_note(struct sim_dev *sim, const struct lh_dev_copy *copy, enum lh_sim_fault fault)
 {
-    sim->stats.fault_counts[fault]++;
-    lh_sim_world_trace(sim->opts.world, LH_SIM_TRACE_FAULT, (uint64_t)fault << 32 | UINT32_MAX,
-                       copy->direction, copy->bytes);
+    lh_sim_world_fault(sim->opts.world, fault, UINT32_MAX, copy->direction, copy->bytes);
 }
 
 static int sim_submit(struct lh_dev *dev, struct lh_dev_copy *copy, struct lh_error *err)

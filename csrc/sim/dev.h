@@ -45,7 +45,6 @@ struct lh_sim_dev_opts {
 
 struct lh_sim_dev_stats {
     uint64_t bytes[LH_DEV_DIRECTION_COUNT]; /* of copies that ended well */
-    uint64_t fault_counts[LH_SIM_FAULT_COUNT];
 };
 
 /*

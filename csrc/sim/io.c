@@ -24,6 +24,10 @@ struct slot {
     uint64_t offset; /* where it goes: elsewhere for a misdirected write */
     uint64_t flip_bit;
     bool is_flipped;
+    bool is_stale;   /* READ: it gives what is durable */
+    bool is_lost;    /* WRITE: it succeeds and is not there; SYNC: it covers nothing */
+    bool is_dropped; /* SYNC: what it would have covered is in limbo */
+    bool hangs;
 };
 
 struct flip {
@@ -36,6 +40,7 @@ struct sim_io {
     struct lh_alloc *alloc;
     struct lh_sim_io_opts opts;
     struct lh_sim_random random;
+    bool has_faults;
     struct lh_sim_cap cap;
     struct lh_sim_link links[LH_SIM_DISK_FILE_COUNT_MAX];
     struct slot *slots;
@@ -97,9 +102,7 @@ static void flips_check(struct sim_io *sim, const struct lh_io_request *request)
 static void fault_note(struct sim_io *sim, const struct lh_io_request *request,
                        enum lh_sim_fault fault, uint64_t detail)
 {
-    sim->stats.fault_counts[fault]++;
-    lh_sim_world_trace(sim->opts.world, LH_SIM_TRACE_FAULT,
-                       (uint64_t)fault << 32 | request->file_index, request->offset, detail);
+    lh_sim_world_fault(sim->opts.world, fault, request->file_index, request->offset, detail);
 }
 
 static bool is_hit(struct sim_io *sim, enum lh_sim_fault fault)
@@ -107,36 +110,59 @@ static bool is_hit(struct sim_io *sim, enum lh_sim_fault fault)
     return lh_sim_random_chance(&sim->random, sim->opts.faults.ppm[fault]);
 }
 
-/* What kind of bad luck this request has; the order of the draws is part of a seed's meaning. */
-static void fate_draw(struct sim_io *sim, struct slot *slot, const struct lh_io_request *request)
+static void delays_draw(struct sim_io *sim, struct slot *slot, const struct lh_io_request *request)
 {
     const struct lh_sim_faults *faults = &sim->opts.faults;
-    struct lh_sim_random *random = &sim->random;
-    bool is_write = request->kind == LH_IO_KIND_WRITE;
-    uint64_t blocks = request->bytes / LH_BLOCK_BYTES;
     if (is_hit(sim, LH_SIM_FAULT_SPIKE)) {
         slot->transfer.extra_ns += faults->spike_ns;
         fault_note(sim, request, LH_SIM_FAULT_SPIKE, faults->spike_ns);
     }
     if (is_hit(sim, LH_SIM_FAULT_REORDER)) {
-        uint64_t extra_ns = lh_sim_random_below(random, faults->reorder_ns + 1);
+        uint64_t extra_ns = lh_sim_random_below(&sim->random, faults->reorder_ns + 1);
         slot->transfer.extra_ns += extra_ns;
         fault_note(sim, request, LH_SIM_FAULT_REORDER, extra_ns);
     }
-    if (is_hit(sim, LH_SIM_FAULT_ERROR)) {
+}
+
+/* What the request answers if not 0. */
+static void errors_draw(struct sim_io *sim, struct slot *slot, const struct lh_io_request *request)
+{
+    struct lh_sim_disk *disk = sim->opts.disk;
+    if (disk && is_hit(sim, LH_SIM_FAULT_DEAD)) {
+        disk->files[request->file_index].is_dead = true;
+        fault_note(sim, request, LH_SIM_FAULT_DEAD, 0);
+    }
+    if (disk && disk->files[request->file_index].is_dead)
+        slot->result = -EIO;
+    if (is_hit(sim, LH_SIM_FAULT_ERROR) && slot->result == 0) {
         slot->result = -EIO;
         fault_note(sim, request, LH_SIM_FAULT_ERROR, 0);
     }
-    if (is_hit(sim, LH_SIM_FAULT_SPACE) && is_write && slot->result == 0) {
+    if (is_hit(sim, LH_SIM_FAULT_SPACE) && request->kind == LH_IO_KIND_WRITE && slot->result == 0) {
         slot->result = -ENOSPC;
         fault_note(sim, request, LH_SIM_FAULT_SPACE, 0);
     }
-    if (is_hit(sim, LH_SIM_FAULT_SHORT) && request->kind != LH_IO_KIND_SYNC && blocks > 1) {
-        slot->transfer.bytes = LH_BLOCK_BYTES * (1 + lh_sim_random_below(random, blocks - 1));
-        fault_note(sim, request, LH_SIM_FAULT_SHORT, slot->transfer.bytes);
+    if (is_hit(sim, LH_SIM_FAULT_DROP) && disk && request->kind == LH_IO_KIND_SYNC &&
+        slot->result == 0) {
+        slot->result = -EIO;
+        slot->is_dropped = true;
+        fault_note(sim, request, LH_SIM_FAULT_DROP, 0);
     }
-    bool has_data = sim->opts.disk != NULL && slot->result == 0;
-    if (is_hit(sim, LH_SIM_FAULT_FLIP) && has_data && request->kind == LH_IO_KIND_READ) {
+    if (is_hit(sim, LH_SIM_FAULT_HANG)) {
+        slot->hangs = true;
+        sim->stats.hang_count++;
+        fault_note(sim, request, LH_SIM_FAULT_HANG, 0);
+    }
+}
+
+/* What a request that answers 0 did not do. */
+static void lies_draw(struct sim_io *sim, struct slot *slot, const struct lh_io_request *request)
+{
+    struct lh_sim_random *random = &sim->random;
+    bool is_read = request->kind == LH_IO_KIND_READ;
+    bool is_write = request->kind == LH_IO_KIND_WRITE;
+    bool has_data = sim->opts.disk != NULL && slot->result == 0 && !slot->hangs;
+    if (is_hit(sim, LH_SIM_FAULT_FLIP) && has_data && is_read) {
         slot->is_flipped = true;
         slot->flip_bit = lh_sim_random_below(random, request->bytes * 8);
         fault_note(sim, request, LH_SIM_FAULT_FLIP, slot->flip_bit);
@@ -146,6 +172,32 @@ static void fate_draw(struct sim_io *sim, struct slot *slot, const struct lh_io_
         slot->offset = LH_BLOCK_BYTES * lh_sim_random_below(random, room / LH_BLOCK_BYTES + 1);
         fault_note(sim, request, LH_SIM_FAULT_MISDIRECT, slot->offset);
     }
+    if (is_hit(sim, LH_SIM_FAULT_LOST) && has_data && is_write) {
+        slot->is_lost = true;
+        fault_note(sim, request, LH_SIM_FAULT_LOST, 0);
+    }
+    if (is_hit(sim, LH_SIM_FAULT_LIE) && has_data && !is_read && !is_write) {
+        slot->is_lost = true;
+        fault_note(sim, request, LH_SIM_FAULT_LIE, 0);
+    }
+    if (is_hit(sim, LH_SIM_FAULT_STALE) && has_data && is_read)
+        slot->is_stale = true;
+}
+
+/* What kind of bad luck this request has; the order of the draws is part of a seed's meaning. */
+static void fate_draw(struct sim_io *sim, struct slot *slot, const struct lh_io_request *request)
+{
+    uint64_t blocks = request->bytes / LH_BLOCK_BYTES;
+    if (!sim->has_faults &&
+        (!sim->opts.disk || !sim->opts.disk->files[request->file_index].is_dead))
+        return;
+    delays_draw(sim, slot, request);
+    errors_draw(sim, slot, request);
+    if (is_hit(sim, LH_SIM_FAULT_SHORT) && request->kind != LH_IO_KIND_SYNC && blocks > 1) {
+        slot->transfer.bytes = LH_BLOCK_BYTES * (1 + lh_sim_random_below(&sim->random, blocks - 1));
+        fault_note(sim, request, LH_SIM_FAULT_SHORT, slot->transfer.bytes);
+    }
+    lies_draw(sim, slot, request);
 }
 
 static void transfer_done(struct lh_sim_transfer *transfer);
@@ -181,6 +233,7 @@ static int sim_submit(struct lh_io *io, struct lh_io_request *request)
     io->in_flight_count++;
     if (io->in_flight_count > sim->stats.in_flight_max)
         sim->stats.in_flight_max = io->in_flight_count;
+    sim->stats.write_count += request->kind == LH_IO_KIND_WRITE;
     sim->transfer_count += !slot->is_commit;
     if (sim->transfer_count > sim->opts.io_depth)
         lh_sim_world_fail(sim->opts.world,
@@ -198,19 +251,19 @@ static int sim_submit(struct lh_io *io, struct lh_io_request *request)
     if (sim->opts.disk && is_sync)
         slot->mark = lh_sim_disk_mark(sim->opts.disk);
     fate_draw(sim, slot, request);
+    if (slot->hangs)
+        return 0;
     lh_sim_link_submit(&sim->links[request->file_index % sim->opts.link_count], &slot->transfer);
     return 0;
 }
 
-/* Any of the blocks of a write that failed, or that the power cut. */
+/* A write that failed, or whose process ended. */
 static void blocks_write(struct sim_io *sim, const struct slot *slot, struct lh_sim_random *random)
 {
     const struct lh_io_request *request = slot->request;
-    for (uint64_t at = 0; at < request->bytes; at += LH_BLOCK_BYTES) {
-        if (lh_sim_random_below(random, 2) == 0)
-            lh_sim_disk_write(sim->opts.disk, request->file_index, slot->offset + at,
-                              (const uint8_t *)request->buffer + at, LH_BLOCK_BYTES);
-    }
+    if (!sim->opts.disk->files[request->file_index].is_dead)
+        lh_sim_disk_write_some(sim->opts.disk, request->file_index, slot->offset, request->buffer,
+                               request->bytes, random);
 }
 
 static void bytes_read(struct sim_io *sim, const struct slot *slot)
@@ -218,6 +271,9 @@ static void bytes_read(struct sim_io *sim, const struct slot *slot)
     struct lh_io_request *request = slot->request;
     uint8_t *bytes = request->buffer;
     lh_sim_disk_read(sim->opts.disk, request->file_index, slot->offset, bytes, request->bytes);
+    if (slot->is_stale && lh_sim_disk_read_stale(sim->opts.disk, request->file_index, slot->offset,
+                                                 bytes, request->bytes))
+        fault_note(sim, request, LH_SIM_FAULT_STALE, 0);
     if (!slot->is_flipped || sim->flip_count == LH_SIM_FLIP_COUNT_MAX)
         return;
     bytes[slot->flip_bit / 8] ^= (uint8_t)(1U << slot->flip_bit % 8);
@@ -242,14 +298,16 @@ static void bytes_move(struct sim_io *sim, struct slot *slot)
                               "the bytes of a write to file %" PRIu32 " at %" PRIu64
                               " changed while it was in flight",
                               request->file_index, request->offset);
-        if (slot->result == 0)
+        if (slot->result == 0 && !slot->is_lost)
             lh_sim_disk_write(disk, request->file_index, slot->offset, request->buffer,
                               request->bytes);
         else if (slot->result == -EIO)
             blocks_write(sim, slot, &sim->random);
         return;
     case LH_IO_KIND_SYNC:
-        if (slot->result == 0)
+        if (slot->is_dropped)
+            lh_sim_disk_sync_drop(disk, request->file_index, slot->mark, &sim->random);
+        else if (slot->result == 0 && !slot->is_lost)
             lh_sim_disk_sync(disk, request->file_index, slot->mark);
         return;
     }
@@ -336,6 +394,8 @@ int lh_sim_io_create(const struct lh_sim_io_opts *opts, struct lh_alloc *alloc,
                             opts->queue_depth_max);
     }
     lh_sim_random_init(&sim->random, opts->seed, LH_SIM_STREAM_FAULTS);
+    for (uint32_t i = 0; i < LH_SIM_FAULT_REQUEST_COUNT; i++)
+        sim->has_faults |= opts->faults.ppm[i] > 0;
     lh_sim_cap_init(&sim->cap, opts->cap_bytes_per_s);
     for (uint32_t i = 0; i < opts->link_count; i++)
         lh_sim_link_init(&sim->links[i], opts->world, &opts->links[i],
@@ -364,6 +424,7 @@ void lh_sim_io_crash(struct lh_io *io, struct lh_sim_random *random)
     sim->done_count = 0;
     sim->transfer_count = 0;
     sim->flip_count = 0;
+    sim->stats.hang_count = 0;
     io->in_flight_count = 0;
 }
 
@@ -389,4 +450,13 @@ uint32_t lh_sim_io_flip_count(const struct lh_io *io, const uint8_t *base, uint6
     for (uint32_t i = 0; i < sim->flip_count; i++)
         count += overlaps(sim->flips[i].base, sim->flips[i].bytes, base, bytes);
     return count;
+}
+
+void lh_sim_io_flips_forget(struct lh_io *io, const uint8_t *base, uint64_t bytes)
+{
+    struct sim_io *sim = (struct sim_io *)io;
+    for (uint32_t i = sim->flip_count; i-- > 0;) {
+        if (overlaps(sim->flips[i].base, sim->flips[i].bytes, base, bytes))
+            sim->flips[i] = sim->flips[--sim->flip_count];
+    }
 }

@@ -3,18 +3,10 @@
  * time. With a disk it moves bytes; without one (timing only) nothing is kept, read or written, so
  * that models of any size can be timed.
  *
- * Faults come by seed, each request drawing for each kind, with probabilities in parts per million:
- *
- *      SPIKE      one request takes spike_ns longer
- *      REORDER    one request takes up to reorder_ns longer, so that later ones overtake it
- *      ERROR      -EIO of a read, a write or a sync; a write may be there in part
- *      SPACE      -ENOSPC of a write; nothing of it is there
- *      SHORT      a transfer stops inside and is continued
- *      FLIP       a bit of what was read is wrong
- *      MISDIRECT  a write goes to another place of its file
- *
- * SPIKE, REORDER and SHORT change no result. After ERROR and SPACE the engine has to answer their
- * code. After FLIP it may not use what it was given; MISDIRECT shows when somebody reads the place.
+ * Each request draws the faults of a request (sim/fault.h) by seed. SPIKE, REORDER and SHORT change
+ * no result. After ERROR, DROP, DEAD and SPACE the engine has to answer their code. After FLIP and
+ * STALE it may not use what it was given. LIE, LOST and MISDIRECT show when somebody reads the
+ * place. After HANG nothing that waits for the request may be claimed.
  *
  * Checked always:
  *  1. Not more transfers are in flight than io_depth, commit requests not counted.
@@ -35,23 +27,6 @@
 
 #define LH_SIM_FLIP_COUNT_MAX 16
 
-enum lh_sim_fault {
-    LH_SIM_FAULT_SPIKE = 0,
-    LH_SIM_FAULT_REORDER,
-    LH_SIM_FAULT_ERROR,
-    LH_SIM_FAULT_SPACE,
-    LH_SIM_FAULT_SHORT,
-    LH_SIM_FAULT_FLIP,
-    LH_SIM_FAULT_MISDIRECT,
-    LH_SIM_FAULT_COUNT,
-};
-
-struct lh_sim_faults {
-    uint32_t ppm[LH_SIM_FAULT_COUNT];
-    uint64_t spike_ns;
-    uint64_t reorder_ns;
-};
-
 struct lh_sim_io_opts {
     struct lh_sim_world *world;           /* borrowed until destroy */
     struct lh_sim_disk *disk;             /* borrowed until destroy; NULL: timing only */
@@ -69,7 +44,8 @@ struct lh_sim_io_opts {
 struct lh_sim_io_stats {
     uint64_t bytes[LH_SIM_DIRECTION_COUNT]; /* of requests that came back well */
     uint64_t sync_count;
-    uint64_t fault_counts[LH_SIM_FAULT_COUNT];
+    uint64_t write_count; /* submitted */
+    uint32_t hang_count;  /* requests in flight that never come back */
     uint32_t in_flight_max;
 };
 
@@ -82,8 +58,8 @@ int lh_sim_io_create(const struct lh_sim_io_opts *opts, struct lh_alloc *alloc,
 /* The requests whose owner this is are a commit's. */
 void lh_sim_io_commit_owner_set(struct lh_io *io, const void *owner);
 /*
- * The power fails: of writes in flight any blocks may be there; nothing comes back any more. Before
- * the memory of their buffers goes.
+ * The process ends: of writes in flight any blocks may be there; nothing comes back any more. To be
+ * called before the memory of their buffers goes.
  */
 void lh_sim_io_crash(struct lh_io *io, struct lh_sim_random *random);
 /* To be called whenever time is about to go on. */
@@ -91,5 +67,7 @@ void lh_sim_io_check(struct lh_io *io);
 const struct lh_sim_io_stats *lh_sim_io_stats(const struct lh_io *io);
 /* Blocks with a flipped bit that lie in [base, base + bytes) still, written by nobody yet. */
 uint32_t lh_sim_io_flip_count(const struct lh_io *io, const uint8_t *base, uint64_t bytes);
+/* What is in [base, base + bytes) is no longer what was read there. */
+void lh_sim_io_flips_forget(struct lh_io *io, const uint8_t *base, uint64_t bytes);
 
 #endif

@@ -16,8 +16,9 @@
 #define LH_SIM_BLOCK_UNIT_COUNT_MAX 4
 #define LH_SIM_GROUP_COUNT 2
 #define LH_SIM_ARRAY_COUNT 4
-/* What the caller's part of a commit may have. */
+/* What the caller's part of a commit may have, unless the model says more; and the most. */
 #define LH_SIM_SCALAR_BYTES 64
+#define LH_SIM_SCALAR_BYTES_MAX (2 * LH_BLOCK_BYTES + 100)
 
 /* The arrays of a unit; R is there for bf16 units, M and V for trainable ones. */
 enum lh_sim_array {
@@ -80,6 +81,8 @@ struct lh_sim_model {
     uint64_t element_count;             /* trainable, without padding */
     /* Gradients have their parameters' dtype: no wider ones leave an accelerator. */
     bool has_own_gradients;
+    bool has_scales;           /* gradients are clipped: scaled, by another number each step */
+    uint64_t scalar_bytes_max; /* of the caller's part of a commit, up to LH_SIM_SCALAR_BYTES_MAX */
 };
 
 /* A unit to be: parameters of counts[] elements (bytes where dtype is LH_DTYPE_BYTES: frozen). */
@@ -114,9 +117,15 @@ void lh_sim_model_part_add(struct lh_sim_model *model, uint64_t forward_ns, uint
 /* Of the part that was added last. */
 void lh_sim_model_saved_add(struct lh_sim_model *model, uint64_t bytes, enum lh_saved_tier tier);
 
+struct lh_sim_sizes {
+    uint64_t count_max; /* elements of a parameter */
+    uint32_t large_ppm; /* of the models: one unit has two chunks where memory is scarce */
+};
+
 /* A small one by seed. Errors: -ENOMEM. */
-int lh_sim_model_random(struct lh_sim_model *model, struct lh_sim_random *random,
-                        struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
+int lh_sim_model_random(struct lh_sim_model *model, const struct lh_sim_sizes *sizes,
+                        struct lh_sim_random *random, struct lh_alloc *alloc, struct lh_error *err)
+    LH_MUST_CHECK;
 
 /* Bytes of an array of a unit (0: it has none), and its extent. */
 uint64_t lh_sim_model_array_bytes(const struct lh_sim_model *model, uint32_t unit,
@@ -125,6 +134,10 @@ uint32_t lh_sim_model_extent(const struct lh_sim_model *model, uint32_t unit,
                              enum lh_sim_array array);
 /* Hyper-parameters of a group in a step: they change from step to step. */
 struct lh_adam_hyper lh_sim_model_hyper(uint32_t group, uint64_t step);
+/* What the gradients of a step are multiplied with. */
+double lh_sim_model_scale(const struct lh_sim_model *model, uint64_t step);
+/* The caller's part of a step's commit: at most model->scalar_bytes_max. Returns its bytes. */
+uint64_t lh_sim_model_scalars(const struct lh_sim_model *model, uint64_t step, void *scalars_out);
 /* The parameters' own; but for has_own_gradients, fp32 for some of every third unit. */
 enum lh_dtype lh_sim_model_gradient_dtype(const struct lh_sim_model *model, uint32_t param);
 /* The least region, of main memory or of an accelerator, that works for the model's blocks. */

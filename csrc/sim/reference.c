@@ -55,6 +55,13 @@ static void masters_fill(struct lh_sim_reference *reference, uint8_t *state)
     }
 }
 
+static bool state_make(struct lh_sim_reference *reference, struct lh_sim_snapshot *snapshot)
+{
+    if (!snapshot->state)
+        snapshot->state = lh_alloc_zeroed(reference->alloc, 1, reference->state_bytes);
+    return snapshot->state != NULL;
+}
+
 static int tables_create(struct lh_sim_reference *reference)
 {
     const struct lh_sim_model *model = reference->model;
@@ -78,9 +85,8 @@ static int tables_create(struct lh_sim_reference *reference)
     for (uint32_t i = 0; i < LH_SIM_SNAPSHOT_COUNT; i++) {
         struct lh_sim_snapshot *snapshot = &reference->snapshots[i];
         snapshot->step = UINT64_MAX;
-        snapshot->state = lh_alloc_zeroed(alloc, 1, reference->state_bytes);
         snapshot->param_steps = lh_alloc_zeroed(alloc, model->param_count, sizeof(uint64_t));
-        if (!snapshot->state || !snapshot->param_steps)
+        if (!snapshot->param_steps || (i == 0 && !state_make(reference, snapshot)))
             return -ENOMEM;
     }
     return 0;
@@ -106,17 +112,87 @@ void lh_sim_reference_deinit(struct lh_sim_reference *reference)
     lh_free(reference->alloc, reference->gradient);
     for (uint32_t i = 0; i < LH_SIM_SNAPSHOT_COUNT; i++) {
         lh_free(reference->alloc, reference->snapshots[i].state);
+        lh_free(reference->alloc, reference->snapshots[i].before);
         lh_free(reference->alloc, reference->snapshots[i].param_steps);
     }
     *reference = (struct lh_sim_reference){0};
 }
 
-const uint8_t *lh_sim_reference_array(const struct lh_sim_reference *reference, uint64_t step,
-                                      uint32_t unit, enum lh_sim_array array)
+const uint8_t *lh_sim_reference_array_of(const struct lh_sim_reference *reference, uint64_t step,
+                                         bool is_edited, uint32_t unit, enum lh_sim_array array)
 {
     const struct lh_sim_snapshot *snapshot = &reference->snapshots[step % LH_SIM_SNAPSHOT_COUNT];
     LH_ASSERT(snapshot->step == step);
-    return array_at(reference, snapshot->state, unit, array);
+    bool is_before = snapshot->edit != LH_SIM_EDIT_NONE && !is_edited;
+    return array_at(reference, is_before ? snapshot->before : snapshot->state, unit, array);
+}
+
+const uint8_t *lh_sim_reference_array(const struct lh_sim_reference *reference, uint64_t step,
+                                      uint32_t unit, enum lh_sim_array array)
+{
+    return lh_sim_reference_array_of(reference, step, true, unit, array);
+}
+
+bool lh_sim_reference_is_edited(const struct lh_sim_reference *reference, uint64_t step)
+{
+    const struct lh_sim_snapshot *snapshot = &reference->snapshots[step % LH_SIM_SNAPSHOT_COUNT];
+    return snapshot->step == step && snapshot->edit != LH_SIM_EDIT_NONE;
+}
+
+const uint8_t *lh_sim_reference_committed(const struct lh_sim_reference *reference, uint64_t step)
+{
+    const struct lh_sim_snapshot *snapshot = &reference->snapshots[step % LH_SIM_SNAPSHOT_COUNT];
+    LH_ASSERT(snapshot->step == step);
+    return snapshot->edit == LH_SIM_EDIT_STAGED ? snapshot->before : snapshot->state;
+}
+
+void lh_sim_reference_edit_begin(struct lh_sim_reference *reference)
+{
+    struct lh_sim_snapshot *snapshot = snapshot_at(reference, reference->step);
+    LH_ASSERT(snapshot->edit == LH_SIM_EDIT_NONE);
+    if (!snapshot->before)
+        snapshot->before = lh_alloc_zeroed(reference->alloc, 1, reference->state_bytes);
+    LH_ASSERT(snapshot->before);
+    memcpy(snapshot->before, snapshot->state, reference->state_bytes);
+    snapshot->edit = LH_SIM_EDIT_STAGED;
+}
+
+void lh_sim_reference_edit(struct lh_sim_reference *reference, uint32_t unit,
+                           enum lh_sim_array array, uint64_t first, uint64_t count, uint64_t seed)
+{
+    struct lh_sim_snapshot *snapshot = snapshot_at(reference, reference->step);
+    uint64_t bytes = lh_sim_model_array_bytes(reference->model, unit, array) /
+                     reference->model->units[unit].elements;
+    uint8_t *target = array_at(reference, snapshot->state, unit, array);
+    for (uint64_t i = first; i < first + count; i++) {
+        /* Of either width a number above 0 and far from the largest. */
+        float value = 0.25F + 0.5F * (float)(lh_sim_mix(seed, i) % 251) / 256;
+        uint32_t bits = 0;
+        memcpy(&bits, &value, sizeof(bits));
+        uint16_t half = (uint16_t)(bits >> 16);
+        memcpy(target + i * bytes, bytes == sizeof(bits) ? (void *)&bits : (void *)&half, bytes);
+    }
+}
+
+static void edit_undo(struct lh_sim_snapshot *snapshot)
+{
+    if (snapshot->edit == LH_SIM_EDIT_NONE)
+        return;
+    uint8_t *edited = snapshot->state;
+    snapshot->state = snapshot->before;
+    snapshot->before = edited;
+    snapshot->edit = LH_SIM_EDIT_NONE;
+}
+
+void lh_sim_reference_begin_again(struct lh_sim_reference *reference)
+{
+    lh_sim_reference_return(reference, 0);
+    edit_undo(snapshot_at(reference, 0));
+}
+
+void lh_sim_reference_edit_set(struct lh_sim_reference *reference, enum lh_sim_edit edit)
+{
+    snapshot_at(reference, reference->step)->edit = edit;
 }
 
 void lh_sim_reference_gradient(const struct lh_sim_reference *reference, uint64_t step,
@@ -164,8 +240,8 @@ static void param_update(struct lh_sim_reference *reference, struct lh_sim_snaps
         .gradient_dtype = lh_sim_model_gradient_dtype(model, index),
     };
     struct lh_adam_hyper hyper = lh_sim_model_hyper(param->group, snapshot->step);
-    struct lh_adam_scalars scalars =
-        lh_adam_scalars_make(&hyper, ++snapshot->param_steps[index], 1.0);
+    struct lh_adam_scalars scalars = lh_adam_scalars_make(
+        &hyper, ++snapshot->param_steps[index], lh_sim_model_scale(model, snapshot->step));
     kernels[kernel_count - 1].run(&run, &scalars);
 }
 
@@ -174,10 +250,11 @@ void lh_sim_reference_advance(struct lh_sim_reference *reference, const bool *ha
     const struct lh_sim_snapshot *before = snapshot_at(reference, reference->step);
     struct lh_sim_snapshot *after = snapshot_at(reference, reference->step + 1);
     uint32_t param_count = reference->model->param_count;
-    LH_ASSERT(before->step == reference->step);
+    LH_ASSERT(before->step == reference->step && state_make(reference, after));
     memcpy(after->state, before->state, reference->state_bytes);
     memcpy(after->param_steps, before->param_steps, param_count * sizeof(uint64_t));
     after->step = ++reference->step;
+    after->edit = LH_SIM_EDIT_NONE;
     for (uint32_t i = 0; i < param_count; i++) {
         if (has_gradient[i])
             param_update(reference, after, i);
@@ -194,15 +271,15 @@ void lh_sim_reference_return(struct lh_sim_reference *reference, uint64_t step)
     reference->step = step;
 }
 
-int lh_sim_reference_compare(const struct lh_sim_reference *reference, struct lh_store *store,
-                             struct lh_error *err)
+int lh_sim_reference_compare_with(const struct lh_sim_reference *reference, struct lh_store *store,
+                                  const uint8_t *state, struct lh_error *err)
 {
     const struct lh_sim_model *model = reference->model;
-    uint64_t step = lh_store_step(store);
-    uint8_t *found = lh_alloc_zeroed(reference->alloc, 1, reference->state_bytes);
+    uint8_t *found = lh_alloc_zeroed(reference->alloc, 2, reference->state_bytes);
     if (!found)
         return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " bytes",
-                            reference->state_bytes);
+                            2 * reference->state_bytes);
+    const uint8_t *zeros = found + reference->state_bytes;
     int rc = 0;
     for (uint32_t i = 0; rc == 0 && i < model->unit_count; i++) {
         for (uint32_t j = 0; rc == 0 && j < LH_SIM_ARRAY_COUNT; j++) {
@@ -212,14 +289,37 @@ int lh_sim_reference_compare(const struct lh_sim_reference *reference, struct lh
                 continue;
             rc = lh_store_read_sync(store, lh_sim_model_extent(model, i, array), 0, found, bytes,
                                     err);
-            if (rc == 0 &&
-                memcmp(found, lh_sim_reference_array(reference, step, i, array), bytes) != 0)
-                rc = lh_error_set(err, -EPROTO,
-                                  "array %" PRIu32 " of unit %" PRIu32
-                                  " is not that of step %" PRIu64,
-                                  j, i, step);
+            const uint8_t *expected =
+                state ? state + reference->offsets[i * LH_SIM_ARRAY_COUNT + j] : zeros;
+            if (rc == 0 && memcmp(found, expected, bytes) != 0)
+                rc =
+                    lh_error_set(err, -EPROTO,
+                                 "array %" PRIu32 " of unit %" PRIu32 " is not %s of step %" PRIu64,
+                                 j, i, state ? "that" : "the zeros", lh_store_step(store));
         }
     }
     lh_free(reference->alloc, found);
+    return rc;
+}
+
+int lh_sim_reference_compare(struct lh_sim_reference *reference, struct lh_store *store,
+                             bool may_be_older, struct lh_error *err)
+{
+    struct lh_sim_snapshot *snapshot = snapshot_at(reference, lh_store_step(store));
+    enum lh_sim_edit edit = snapshot->edit;
+    int rc = -EPROTO;
+    if (edit != LH_SIM_EDIT_STAGED)
+        rc = lh_sim_reference_compare_with(reference, store, snapshot->state, err);
+    bool may_be_before = edit == LH_SIM_EDIT_STAGED || edit == LH_SIM_EDIT_COMMITTING ||
+                         (edit == LH_SIM_EDIT_COMMITTED && may_be_older);
+    bool is_before = false;
+    if (rc == -EPROTO && may_be_before) {
+        rc = lh_sim_reference_compare_with(reference, store, snapshot->before, err);
+        is_before = rc == 0;
+    }
+    if (is_before)
+        edit_undo(snapshot);
+    else if (rc == 0 && edit == LH_SIM_EDIT_COMMITTING)
+        snapshot->edit = LH_SIM_EDIT_COMMITTED;
     return rc;
 }

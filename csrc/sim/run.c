@@ -7,6 +7,7 @@
 
 #include "base/assert.h"
 #include "sched/engine_private.h"
+#include "store/store_impl.h"
 
 #define EVENT_MAX 8192
 #define GARBAGE 0xa5
@@ -24,8 +25,8 @@ static bool has_landings(const struct lh_sim_run *run)
 }
 
 /* Timing only: addresses that nobody may touch; a byte that is moved after all ends the program. */
-static int memory_map(const struct lh_sim_run *run, uint64_t bytes, uint8_t **memory_out,
-                      struct lh_error *err)
+static int memory_map(const struct lh_sim_run *run, uint64_t bytes, uint64_t used_bytes,
+                      uint8_t **memory_out, struct lh_error *err)
 {
     bool has_bytes = run->opts.reference != NULL;
     void *memory = mmap(NULL, bytes, has_bytes ? PROT_READ | PROT_WRITE : PROT_NONE,
@@ -33,7 +34,7 @@ static int memory_map(const struct lh_sim_run *run, uint64_t bytes, uint8_t **me
     if (memory == MAP_FAILED)
         return lh_error_set(err, -errno, "cannot map %" PRIu64 " bytes", bytes);
     if (has_bytes)
-        memset(memory, GARBAGE, bytes);
+        memset(memory, GARBAGE, used_bytes);
     *memory_out = memory;
     return 0;
 }
@@ -45,12 +46,14 @@ static int memories_map(struct lh_sim_run *run, struct lh_error *err)
     uint64_t needed = budget->region_bytes + budget->slab_count * budget->slab_bytes +
                       (has_landings(run) ? budget->gradient_bytes : 0);
     run->memory_bytes = lh_align_up(needed, LH_HUGE_PAGE_BYTES);
-    LH_TRY(memory_map(run, run->memory_bytes, &run->memory, err));
+    LH_TRY(memory_map(run, run->memory_bytes, needed, &run->memory, err));
     if (run->opts.saved.memory_bytes > 0)
-        LH_TRY(memory_map(run, run->opts.saved.memory_bytes, &run->saved_memory, err));
+        LH_TRY(memory_map(run, run->opts.saved.memory_bytes, run->opts.saved.memory_bytes,
+                          &run->saved_memory, err));
     if (run->opts.machine.accelerator.copy_count == 0)
         return 0;
-    return memory_map(run, run->opts.machine.accelerator.bytes, &run->device_memory, err);
+    uint64_t device_bytes = run->opts.machine.accelerator.bytes;
+    return memory_map(run, device_bytes, device_bytes, &run->device_memory, err);
 }
 
 static int dev_create(struct lh_sim_run *run, bool calm, struct lh_error *err)
@@ -104,7 +107,7 @@ static int backends_create(struct lh_sim_run *run, bool calm, struct lh_error *e
     return lh_sim_exec_create(&exec_opts, run->alloc, &run->exec, err);
 }
 
-static int engine_create(struct lh_sim_run *run, struct lh_error *err)
+static int engine_create(struct lh_sim_run *run, bool calm, struct lh_error *err)
 {
     const struct lh_sim_run_opts *opts = &run->opts;
     const struct lh_sim_model *model = opts->model;
@@ -147,7 +150,7 @@ static int engine_create(struct lh_sim_run *run, struct lh_error *err)
     run->engine_alloc = (struct lh_alloc)LH_ALLOC_INIT;
     LH_TRY(lh_engine_create(&engine_opts, &run->engine_alloc, &run->engine, err));
     lh_alloc_seal(&run->engine_alloc);
-    lh_sim_io_commit_owner_set(run->io, run->engine);
+    lh_sim_io_commit_owner_set(run->io, &run->engine->commit_owner);
     struct lh_sim_train_opts train_opts = {
         .world = &run->world,
         .model = model,
@@ -158,6 +161,11 @@ static int engine_create(struct lh_sim_run *run, struct lh_error *err)
         .saved_out_bytes = opts->saved.out_bytes,
         .saved_ahead_bytes = opts->saved.ahead_bytes,
         .gradient_ahead_bytes = run->budget.gradient_ahead_bytes,
+        .store = run->store,
+        .fs = &run->fs,
+        .target = run->target.world ? &run->target : NULL,
+        .edit_dies_after = opts->crash.where == LH_SIM_CRASH_EDIT ? opts->crash.after : UINT64_MAX,
+        .never_quits = calm,
         .nowhere = run->memory,
         .waits_for_updates = opts->schedule == LH_ENGINE_SCHEDULE_SERIAL,
         .chances = opts->chances,
@@ -167,24 +175,12 @@ static int engine_create(struct lh_sim_run *run, struct lh_error *err)
     return lh_sim_check_init(&run->check, &run->world, model, run->engine, run->io, err);
 }
 
-/* Everything on an open store. */
-static int parts_create(struct lh_sim_run *run, bool calm, struct lh_error *err)
+int lh_sim_run_parts_create(struct lh_sim_run *run, bool calm, struct lh_error *err)
 {
     run->open_count++;
     LH_TRY(memories_map(run, err));
     LH_TRY(backends_create(run, calm, err));
-    return engine_create(run, err);
-}
-
-static int store_create(struct lh_sim_run *run, struct lh_error *err)
-{
-    const struct lh_sim_run_opts *opts = &run->opts;
-    if (!opts->reference)
-        return lh_sim_store_create_unreal(opts->model, opts->machine.ssd_count, run->alloc,
-                                          &run->store, err);
-    LH_TRY(lh_sim_store_create(opts->reference, opts->directories, opts->machine.ssd_count,
-                               run->alloc, &run->store, err));
-    return lh_sim_store_load(run->store, &run->world, &run->disk, err);
+    return engine_create(run, calm, err);
 }
 
 /* One extent, without files. */
@@ -208,15 +204,24 @@ int lh_sim_run_init(struct lh_sim_run *run, const struct lh_sim_run_opts *opts,
     *run = (struct lh_sim_run){.opts = *opts, .alloc = alloc, .waker = {.fd = -1}};
     LH_ASSERT(opts->machine.ssd_count <= LH_SIM_DISK_FILE_COUNT_MAX);
     lh_sim_random_init(&run->crash_random, opts->seed, LH_SIM_STREAM_CRASH);
+    lh_sim_random_init(&run->lives_random, opts->seed, LH_SIM_STREAM_LIVES);
     struct lh_sim_budget_opts budget_opts = {.host_bytes = opts->host_bytes,
                                              .schedule = opts->schedule,
                                              .commit_every = opts->commit_every,
                                              .has_blocks = has_landings(run)};
     LH_TRY(lh_sim_model_budget(opts->model, &budget_opts, &run->budget, err));
     LH_TRY(lh_sim_world_init(&run->world, alloc, EVENT_MAX, opts->trace_bytes_max, err));
-    LH_TRY(store_create(run, err));
+    if (opts->reference) {
+        lh_sim_disk_init(&run->disk, &run->world, opts->machine.ssd_count);
+        lh_sim_fs_init(&run->fs, &run->disk, opts->seed);
+        return opts->has_snapshots ? lh_sim_target_init(&run->target, &run->world, opts->reference,
+                                                        &run->fs, opts->seed, err)
+                                   : 0;
+    }
+    LH_TRY(lh_sim_store_create_unreal(opts->model, opts->machine.ssd_count, run->alloc, &run->store,
+                                      err));
     LH_TRY(saved_store_create(run, err));
-    return parts_create(run, false, err);
+    return lh_sim_run_parts_create(run, false, err);
 }
 
 /* Until nothing moves at this time. */
@@ -252,13 +257,61 @@ static void end_check(struct lh_sim_run *run)
         lh_sim_check_totals(&run->check);
 }
 
+/* Whether the process ends here. Looked at whenever nothing moves. */
+static bool crash_is_due(struct lh_sim_run *run, uint64_t began)
+{
+    /* The first superblock's twice: that sync shows what was not durable before it. */
+    static const enum lh_store_phase syncs[] = {
+        LH_STORE_PHASE_SYNC_DATA, LH_STORE_PHASE_SYNC_MANIFEST, LH_STORE_PHASE_SYNC_SUPERBLOCK,
+        LH_STORE_PHASE_SYNC_SUPERBLOCK, LH_STORE_PHASE_SYNC_SUPERBLOCK_COPY};
+    const struct lh_sim_crash *crash = &run->opts.crash;
+    uint64_t now = run->world.fired_count;
+    bool is_committing = lh_store_is_committing(run->store);
+    bool is_over = run->was_committing && !is_committing;
+    if (is_committing && !run->was_committing) {
+        run->commit_count++;
+        run->commit_from = now;
+    }
+    run->was_committing = is_committing;
+    if (crash->where == LH_SIM_CRASH_OPEN)
+        return true; /* opening made fewer calls */
+    if (crash->where == LH_SIM_CRASH_EDIT)
+        return run->train.edit_count > 0;
+    if (crash->where == LH_SIM_CRASH_EVENTS)
+        return now >= began + crash->after;
+    if (crash->where == LH_SIM_CRASH_COPY)
+        return run->target.is_begun && run->target.is_over;
+    if (crash->where == LH_SIM_CRASH_SYNC)
+        return run->commit_count >= crash->commit &&
+               run->store->phase == syncs[crash->after % LH_COUNT_OF(syncs)];
+    return crash->where == LH_SIM_CRASH_COMMIT && run->commit_count >= crash->commit &&
+           (is_over || (is_committing && now >= run->commit_from + crash->after));
+}
+
+static enum lh_sim_end end_count(struct lh_sim_run *run, enum lh_sim_end end)
+{
+    static const enum lh_sim_outcome outcomes[] = {
+        [LH_SIM_END_DONE] = LH_SIM_OUTCOME_DONE,
+        [LH_SIM_END_FAILED] = LH_SIM_OUTCOME_FAILED,
+        [LH_SIM_END_CRASHED] = LH_SIM_OUTCOME_CRASHED,
+        [LH_SIM_END_STUCK] = LH_SIM_OUTCOME_STUCK,
+    };
+    run->outcomes[outcomes[end]]++;
+    run->is_crashed = end == LH_SIM_END_CRASHED || end == LH_SIM_END_STUCK;
+    run->is_done = end == LH_SIM_END_DONE;
+    run->is_failed = end == LH_SIM_END_FAILED;
+    return end;
+}
+
 enum lh_sim_end lh_sim_run_drive(struct lh_sim_run *run, struct lh_error *err)
 {
     struct lh_sim_world *world = &run->world;
-    uint64_t crash_at = run->opts.crash_after > 0 ? world->fired_count + run->opts.crash_after : 0;
+    uint64_t began = world->fired_count;
     bool is_planned_around = false;
     for (;;) {
         settle(run);
+        if (run->fs.is_dead || run->target.fs.is_dead) /* in an edit or a copy */
+            return end_count(run, LH_SIM_END_CRASHED);
         quiet_check(run);
         bool is_done = run->train.state == LH_SIM_TRAIN_STATE_DONE;
         if (is_done && !lh_sim_world_has_failed(world))
@@ -266,13 +319,20 @@ enum lh_sim_end lh_sim_run_drive(struct lh_sim_run *run, struct lh_error *err)
         if (lh_sim_world_has_failed(world))
             break;
         if (is_done)
-            return LH_SIM_END_DONE;
+            return end_count(run, LH_SIM_END_DONE);
         if (lh_engine_error(run->engine, err) < 0)
-            return LH_SIM_END_FAILED;
-        if (crash_at > 0 && world->fired_count >= crash_at)
-            return LH_SIM_END_CRASHED;
+            return end_count(run, LH_SIM_END_FAILED);
+        if (run->train.state == LH_SIM_TRAIN_STATE_FAILED) {
+            *err = run->train.err;
+            return end_count(run, LH_SIM_END_FAILED);
+        }
+        if (crash_is_due(run, began))
+            return end_count(run, LH_SIM_END_CRASHED);
         if (lh_sim_world_advance(world)) {
             is_planned_around = false;
+        } else if (lh_sim_io_stats(run->io)->hang_count > 0) {
+            /* A request that never completes is in flight, so the engine's thread waits for it. */
+            return end_count(run, LH_SIM_END_STUCK);
         } else if (!is_planned_around) {
             /* What the engine's thread does when nothing has moved for a while. */
             is_planned_around = true;
@@ -306,6 +366,8 @@ static void parts_destroy(struct lh_sim_run *run)
         run->io->ops->destroy(run->io);
     if (run->dev)
         run->dev->ops->destroy(run->dev);
+    if (run->disk.world && run->opts.crash.where == LH_SIM_CRASH_CLOSE)
+        lh_sim_fs_kill_after(&run->fs, run->opts.crash.after);
     lh_store_close(run->store);
     lh_store_close(run->saved_store);
     if (run->saved_memory)
@@ -327,6 +389,13 @@ static void parts_destroy(struct lh_sim_run *run)
 
 void lh_sim_run_stop(struct lh_sim_run *run)
 {
+    const struct lh_sim_crash *crash = &run->opts.crash;
+    bool has_bytes = run->disk.world != NULL;
+    if (has_bytes && run->is_crashed)
+        lh_sim_fs_kill(&run->fs);
+    else
+        lh_sim_target_cancel(&run->target);
+    lh_sim_target_stop(&run->target, !crash->is_kill, crash->tears, &run->crash_random);
     if (run->io)
         lh_sim_io_crash(run->io, &run->crash_random);
     if (run->exec)
@@ -334,55 +403,34 @@ void lh_sim_run_stop(struct lh_sim_run *run)
     if (run->dev)
         lh_sim_dev_crash(run->dev);
     lh_sim_world_forget(&run->world);
-    if (run->disk.file_count > 0)
-        lh_sim_disk_crash(&run->disk, &run->crash_random);
+    bool is_untouched = !run->io || (lh_sim_io_stats(run->io)->write_count == 0 &&
+                                     run->train.edit_count == 0 && !run->is_failed);
+    uint64_t fault_count = lh_sim_world_fault_count(&run->world);
     parts_destroy(run);
+    if (!has_bytes)
+        return;
+    bool is_closed =
+        run->is_done && !run->fs.is_dead && lh_sim_world_fault_count(&run->world) == fault_count;
+    run->is_clean = is_closed || (run->is_clean && is_untouched);
+    run->is_crashed = false;
+    run->is_done = false;
+    run->is_failed = false;
+    lh_sim_fs_kill(&run->fs);
+    lh_sim_world_fault(&run->world, crash->is_kill ? LH_SIM_FAULT_KILL : LH_SIM_FAULT_POWER, 0, 0,
+                       0);
+    if (!crash->is_kill)
+        lh_sim_disk_crash(&run->disk, crash->tears, &run->crash_random);
 }
 
 void lh_sim_run_deinit(struct lh_sim_run *run)
 {
+    run->opts.crash = (struct lh_sim_crash){0};
     lh_sim_run_stop(run);
-    if (run->disk.world)
+    if (run->disk.world) {
+        lh_sim_disk_copy_free(&run->disk, &run->copy);
         lh_sim_disk_deinit(&run->disk);
+        lh_sim_target_deinit(&run->target);
+    }
     if (run->world.alloc)
         lh_sim_world_deinit(&run->world);
-}
-
-static int store_reopen(struct lh_sim_run *run, struct lh_error *err)
-{
-    struct lh_store_open_opts opts = {
-        .directories = run->opts.directories,
-        .directory_count = run->opts.machine.ssd_count,
-        .allow_buffered = true,
-    };
-    for (uint32_t i = 0; i < run->disk.file_count; i++) {
-        char path[LH_STORE_PATH_BYTES_MAX];
-        snprintf(path, sizeof(path), "%s/lohan.data", run->opts.directories[i]);
-        LH_TRY(lh_sim_disk_store(&run->disk, i, path, err));
-    }
-    lh_sim_disk_deinit(&run->disk);
-    LH_TRY(lh_store_open(&opts, run->alloc, &run->store, err));
-    uint64_t step = lh_store_step(run->store);
-    if (step > run->opts.reference->step)
-        return lh_error_set(err, -EPROTO,
-                            "the store opens at step %" PRIu64 ", and only %" PRIu64 " were closed",
-                            step, run->opts.reference->step);
-    LH_TRY(lh_sim_reference_compare(run->opts.reference, run->store, err));
-    if (step < run->committed_step)
-        return lh_error_set(
-            err, -ESTALE, "the store opens at step %" PRIu64 ", and step %" PRIu64 " was committed",
-            step, run->committed_step);
-    lh_sim_reference_return(run->opts.reference, step);
-    return lh_sim_store_load(run->store, &run->world, &run->disk, err);
-}
-
-int lh_sim_run_reopen(struct lh_sim_run *run, bool calm, struct lh_error *err)
-{
-    LH_ASSERT(run->opts.reference && !run->engine);
-    int rc = store_reopen(run, err);
-    if (rc == 0)
-        rc = parts_create(run, calm, err);
-    if (rc < 0)
-        lh_sim_run_stop(run);
-    return rc;
 }

@@ -5,10 +5,17 @@
  *      engine and training thread are polled until neither moves;
  *      the checkers look; then the next event happens.
  *
- * A run ends DONE (training is over and flushed), FAILED (the engine has an error: what a user
- * would see), CRASHED (at the event that was asked for) or BROKEN (a checker found something:
- * world.failure). After any of them lh_sim_run_stop() takes everything down but the disk, and
- * lh_sim_run_reopen() opens the store again as a new process would, from what is durable.
+ * With bytes a run is a sequence of lives:
+ *
+ *      lh_sim_run_open()   a new process: makes the store, or opens it and compares it with the
+ *                          reference; then an engine
+ *      lh_sim_run_drive()  training, until DONE (over and flushed), FAILED (the engine, or an edit,
+ *                          has an error: what a user would see), CRASHED (at the point that was
+ *                          asked for), STUCK (a request hangs, and nothing else is to come) or
+ *                          BROKEN (a checker found something: world.failure)
+ *      lh_sim_run_stop()   the end of the process, and perhaps of the machine's power
+ *
+ * Timing only, there is one life, and lh_sim_run_init() begins it.
  *
  * Thread: one.
  */
@@ -21,13 +28,64 @@
 #include "sim/exec.h"
 #include "sim/io.h"
 #include "sim/store.h"
+#include "sim/target.h"
 #include "sim/train.h"
 
 enum lh_sim_end {
     LH_SIM_END_DONE = 0,
     LH_SIM_END_FAILED,
     LH_SIM_END_CRASHED,
+    LH_SIM_END_STUCK,
     LH_SIM_END_BROKEN,
+};
+
+/* How a life began. */
+enum lh_sim_open {
+    LH_SIM_OPEN_DONE = 0,
+    LH_SIM_OPEN_CRASHED, /* the process ended in the middle of it */
+    LH_SIM_OPEN_REFUSED, /* an error that a fault explains */
+    LH_SIM_OPEN_BROKEN,  /* a promise is broken: err says which */
+};
+
+/* What came of all that was opened and driven: counted. */
+enum lh_sim_outcome {
+    LH_SIM_OUTCOME_CREATED = 0,
+    LH_SIM_OUTCOME_CREATION_FAILED,  /* by a fault; nothing is left behind */
+    LH_SIM_OUTCOME_OPENED,           /* at the last committed step */
+    LH_SIM_OUTCOME_OPENED_NEXT,      /* at the one that was being committed */
+    LH_SIM_OUTCOME_OPENED_OLDER,     /* a committed step is lost, and the note says so */
+    LH_SIM_OUTCOME_OPENED_OLD_STATE, /* a consistent older state: nobody can know */
+    LH_SIM_OUTCOME_OPENED_AT,        /* an older step, after a refusal that names it */
+    LH_SIM_OUTCOME_NOTED,            /* opened with a note that a fault explains */
+    LH_SIM_OUTCOME_REFUSED,          /* with an error that a fault explains */
+    LH_SIM_OUTCOME_UNCLEAN,          /* a store with one slot whose process ended in training */
+    LH_SIM_OUTCOME_OPEN_CRASHED,
+    LH_SIM_OUTCOME_DONE,
+    LH_SIM_OUTCOME_FAILED,
+    LH_SIM_OUTCOME_CRASHED,
+    LH_SIM_OUTCOME_STUCK,
+    LH_SIM_OUTCOME_COUNT,
+};
+
+/* Where the process ends. */
+enum lh_sim_crash_where {
+    LH_SIM_CRASH_NEVER = 0, /* when training is over, and the store is closed */
+    LH_SIM_CRASH_EVENTS,    /* after so many events */
+    LH_SIM_CRASH_COMMIT,    /* so many events after the begin of a commit, or at its end */
+    LH_SIM_CRASH_OPEN,      /* in a file call of create or open */
+    LH_SIM_CRASH_CLOSE,     /* in one of close */
+    LH_SIM_CRASH_EDIT,      /* in one of an edit, or behind it */
+    LH_SIM_CRASH_COPY,      /* in one that makes a snapshot, or behind it */
+    LH_SIM_CRASH_SYNC,      /* in a commit, when one of its syncs has begun: after says which */
+    LH_SIM_CRASH_WHERE_COUNT,
+};
+
+struct lh_sim_crash {
+    enum lh_sim_crash_where where;
+    uint64_t commit; /* COMMIT, SYNC: the how manieth of the life, from 1 */
+    uint64_t after;
+    bool is_kill; /* the machine keeps its power */
+    bool tears;   /* of blocks of 4 KiB some sectors may be there, others not */
 };
 
 /* What computes, where that is not in main memory. */
@@ -66,7 +124,6 @@ struct lh_sim_run_opts {
     struct lh_sim_machine machine;
     const struct lh_sim_model *model;   /* borrowed until stop, as is reference */
     struct lh_sim_reference *reference; /* NULL: timing only */
-    const char *const *directories;     /* machine.ssd_count; NULL: timing only */
     uint64_t host_bytes;
     struct lh_sim_saved_opts saved; /* timing only */
     uint32_t io_depth;
@@ -76,9 +133,17 @@ struct lh_sim_run_opts {
     struct lh_sim_faults faults;
     struct lh_sim_train_chances chances;
     uint64_t step_last;
-    uint64_t crash_after; /* events; 0: never */
+    struct lh_sim_crash crash; /* of the life under way */
     uint64_t trace_bytes_max;
+    bool has_snapshots;   /* the store is copied while commits are held (chances.hold_ppm) */
     uint32_t trace_count; /* of the engine's events; 0: none */
+};
+
+/* How far the store of a run has come. */
+enum lh_sim_made {
+    LH_SIM_MADE_NOTHING = 0, /* whatever is there may be removed */
+    LH_SIM_MADE_EMPTY,       /* it was created: it has to open, at step 0 */
+    LH_SIM_MADE_FILLED,      /* it holds the masters, in two commits */
 };
 
 struct lh_sim_run {
@@ -87,7 +152,24 @@ struct lh_sim_run {
     struct lh_alloc engine_alloc; /* sealed while the engine runs */
     struct lh_sim_world world;
     struct lh_sim_random crash_random;
+    struct lh_sim_random lives_random;
     struct lh_sim_disk disk;
+    struct lh_sim_fs fs;
+    struct lh_sim_target target;  /* of snapshots */
+    struct lh_sim_disk_copy copy; /* of a drive, from an earlier life */
+    enum lh_sim_made made;
+    bool has_masters;      /* an EMPTY store that showed them: their first commit is durable */
+    bool is_clean;         /* nothing was overwritten since the store was last closed well */
+    bool is_done;          /* the life under way trained to its end */
+    bool is_failed;        /* it ended by an error of the engine */
+    bool is_asked_older;   /* it was opened at an older step that was asked for */
+    bool is_forked;        /* a stale read at open may have hidden a step that is there */
+    bool is_first_old;     /* directory 0 was restored: its store may be an older one, whole */
+    bool is_crashed;       /* the process has ended */
+    uint64_t commit_count; /* of the life, begun */
+    uint64_t commit_from;  /* events, when the last of them began */
+    bool was_committing;
+    uint64_t outcomes[LH_SIM_OUTCOME_COUNT];
     struct lh_waker waker; /* nobody sleeps on it */
     struct lh_budget budget;
     uint8_t *memory;
@@ -108,7 +190,7 @@ struct lh_sim_run {
 };
 
 /*
- * A new store at step 0, and all that runs on it.
+ * Everything but the store and what runs on it (timing only: these as well).
  *
  * Owns:   *run owns everything; release with lh_sim_run_deinit(), after an error as well. opts'
  *         pointers and alloc are borrowed until then.
@@ -118,19 +200,36 @@ int lh_sim_run_init(struct lh_sim_run *run, const struct lh_sim_run_opts *opts,
                     struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
 void lh_sim_run_deinit(struct lh_sim_run *run);
 
+/*
+ * A life begins, without faults if calm: make the store if there is none yet, or open it, see that
+ * no committed step is lost but by a fault that explains it (sim/fault.h), compare it with the
+ * reference, which goes back to its step, and make an engine. With bytes only; before the first
+ * drive and after each stop. err: what is broken, or was refused.
+ */
+enum lh_sim_open lh_sim_run_open(struct lh_sim_run *run, bool calm, struct lh_error *err)
+    LH_MUST_CHECK;
 /* Go on until an end. err: what the engine or the checker says, for FAILED and BROKEN. */
 enum lh_sim_end lh_sim_run_drive(struct lh_sim_run *run, struct lh_error *err);
-
-/* The power fails, or the process is killed: everything goes but what is durable. */
+/* Whether a fault that happened explains the engine's error. */
+bool lh_sim_run_explains(const struct lh_sim_run *run, int code);
+/*
+ * The process ends, by itself or not; then power fails, but for opts.crash.is_kill. Everything goes
+ * but the drives.
+ */
 void lh_sim_run_stop(struct lh_sim_run *run);
 /*
- * Open the store from what is durable and compare it with the reference, which goes back to its
- * step; then a new engine, without faults if calm. Only with bytes, after a stop.
- *
- * Errors: those of lh_store_open() and lh_sim_reference_compare() (-EPROTO: wrong bytes that nobody
- *         would notice), -ESTALE: a committed step is lost, and an older one is there, whole. The
- *         run is stopped then.
+ * While no process runs and everything is durable: damage a drive, or keep a copy of one for such
+ * damage later. Both by seed.
  */
-int lh_sim_run_reopen(struct lh_sim_run *run, bool calm, struct lh_error *err) LH_MUST_CHECK;
+void lh_sim_run_damage(struct lh_sim_run *run, enum lh_sim_fault fault);
+void lh_sim_run_copy(struct lh_sim_run *run);
+/* Drives that were dead answer again. */
+void lh_sim_run_revive(struct lh_sim_run *run);
+
+/* Its name in tables. */
+const char *lh_sim_outcome_name(enum lh_sim_outcome outcome);
+
+/* run.c and life.c: everything on an open store. */
+int lh_sim_run_parts_create(struct lh_sim_run *run, bool calm, struct lh_error *err) LH_MUST_CHECK;
 
 #endif

@@ -5,8 +5,8 @@
 #include "base/assert.h"
 #include "store/store_impl.h"
 
-static int masters_write(struct lh_store *store, const struct lh_sim_reference *reference,
-                         struct lh_error *err)
+int lh_sim_store_fill(struct lh_store *store, const struct lh_sim_reference *reference,
+                      struct lh_error *err)
 {
     const struct lh_sim_model *model = reference->model;
     for (uint32_t i = 0; i < model->unit_count; i++) {
@@ -25,14 +25,14 @@ static int masters_write(struct lh_store *store, const struct lh_sim_reference *
     return lh_store_commit_sync(store, 0, "", 0, err);
 }
 
-int lh_sim_store_create(const struct lh_sim_reference *reference, const char *const *directories,
-                        uint32_t directory_count, struct lh_alloc *alloc,
-                        struct lh_store **store_out, struct lh_error *err)
+int lh_sim_store_create(const struct lh_sim_reference *reference, const struct lh_sim_fs *fs,
+                        bool single_slot, struct lh_alloc *alloc, struct lh_store **store_out,
+                        struct lh_error *err)
 {
     const struct lh_sim_model *model = reference->model;
     struct lh_store_opts opts = {
-        .directories = directories,
-        .directory_count = directory_count,
+        .directories = fs->directories,
+        .directory_count = fs->disk->file_count,
         .extents = model->extents,
         .extent_count = model->extent_count,
         .groups = model->groups,
@@ -40,33 +40,11 @@ int lh_sim_store_create(const struct lh_sim_reference *reference, const char *co
         .meta = "{}",
         .meta_bytes = 2,
         .scalar_bytes_max =
-            LH_SIM_SCALAR_BYTES + lh_engine_scalar_overhead_bytes(model->param_count),
-        .allow_buffered = true,
-        .allow_tmpfs = true,
+            model->scalar_bytes_max + lh_engine_scalars_overhead_bytes(model->param_count),
+        .single_slot = single_slot,
+        .fs = &fs->fs,
     };
-    LH_TRY(lh_store_create(&opts, alloc, store_out, err));
-    int rc = masters_write(*store_out, reference, err);
-    if (rc < 0) {
-        lh_store_close(*store_out);
-        *store_out = NULL;
-    }
-    return rc;
-}
-
-int lh_sim_store_load(const struct lh_store *store, struct lh_sim_world *world,
-                      struct lh_sim_disk *disk, struct lh_error *err)
-{
-    uint64_t bytes[LH_SIM_DISK_FILE_COUNT_MAX];
-    uint32_t file_count = lh_store_file_count(store);
-    for (uint32_t i = 0; i < file_count; i++)
-        bytes[i] = lh_store_file_bytes(store, i);
-    LH_TRY(lh_sim_disk_init(disk, world, bytes, file_count, err));
-    int rc = 0;
-    for (uint32_t i = 0; rc == 0 && i < file_count; i++)
-        rc = lh_sim_disk_load(disk, i, lh_store_file_path(store, i), err);
-    if (rc < 0)
-        lh_sim_disk_deinit(disk);
-    return rc;
+    return lh_store_create(&opts, alloc, store_out, err);
 }
 
 /* What lh_store_create() describes before it makes files. */
@@ -79,7 +57,7 @@ static int describe(struct lh_store *store, const struct lh_sim_model *model, st
     header->stripe_bytes = LH_STORE_STRIPE_BYTES;
     header->cycle_stripes = lh_store_cycle_plan(NULL, store->file_count, store->cycle);
     header->scalar_bytes_max =
-        LH_SIM_SCALAR_BYTES + lh_engine_scalar_overhead_bytes(model->param_count);
+        model->scalar_bytes_max + lh_engine_scalars_overhead_bytes(model->param_count);
     for (uint32_t i = 0; i < model->extent_count; i++)
         header->checksum_count += lh_store_checksum_count(model->extents[i].bytes);
     LH_TRY(lh_store_description_init(store, err));

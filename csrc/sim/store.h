@@ -1,8 +1,7 @@
 /*
  * Stores for the simulator.
  *
- * With bytes: a real store in real directories, made and opened by the code that does so in
- * earnest. Between creation and the next opening its files live in a lh_sim_disk.
+ * With bytes: made and opened by the code that does so in earnest, on the drives of a lh_sim_disk.
  *
  * Timing only: a store that has no files at all. It says where bytes would lie, keeps checksums
  * (which nobody looks at) and turns commits into requests, for models of any size.
@@ -12,20 +11,20 @@
 #ifndef LH_SIM_STORE_H
 #define LH_SIM_STORE_H
 
-#include "sim/disk.h"
+#include "sim/fs.h"
 #include "sim/reference.h"
 
 /*
- * A new store with the reference's masters, committed as step 0.
+ * A new store for the reference's model; its extents read as zeros.
  *
  * Owns, Errors: as lh_store_create().
  */
-int lh_sim_store_create(const struct lh_sim_reference *reference, const char *const *directories,
-                        uint32_t directory_count, struct lh_alloc *alloc,
-                        struct lh_store **store_out, struct lh_error *err) LH_MUST_CHECK;
-/* What its files hold, all durable. Errors: as lh_sim_disk_init() and lh_sim_disk_load(). */
-int lh_sim_store_load(const struct lh_store *store, struct lh_sim_world *world,
-                      struct lh_sim_disk *disk, struct lh_error *err) LH_MUST_CHECK;
+int lh_sim_store_create(const struct lh_sim_reference *reference, const struct lh_sim_fs *fs,
+                        bool single_slot, struct lh_alloc *alloc, struct lh_store **store_out,
+                        struct lh_error *err) LH_MUST_CHECK;
+/* The reference's masters, committed as step 0. Errors: as lh_store_commit_sync(). */
+int lh_sim_store_fill(struct lh_store *store, const struct lh_sim_reference *reference,
+                      struct lh_error *err) LH_MUST_CHECK;
 
 /*
  * A store without files.

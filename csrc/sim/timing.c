@@ -24,6 +24,8 @@ struct window {
 static struct window window_of(const struct lh_sim_timing_opts *opts)
 {
     uint64_t settled = opts->schedule == LH_ENGINE_SCHEDULE_AUTO ? STEP_AUTO : STEP;
+    if (opts->commit_every == LH_ENGINE_COMMIT_NEVER)
+        return (struct window){LH_ENGINE_COMMIT_NEVER, settled, settled};
     uint64_t rarely = lh_align_up(settled, WINDOW_MAX);
     struct window window = {.commit_every = lh_min_u64(opts->commit_every, rarely)};
     window.first = lh_div_ceil(settled, window.commit_every) * window.commit_every;
@@ -56,6 +58,7 @@ static int drive(struct lh_sim_run *run, const struct lh_sim_timing_opts *opts,
         case LH_SIM_END_BROKEN:
             (void)lh_error_prefix(err, "a fault of lohan, please report it");
             return -EPROTO;
+        case LH_SIM_END_STUCK:
         case LH_SIM_END_CRASHED: /* a slice is over; the machine goes on */
             if (opts->is_cancelled && opts->is_cancelled(opts->context))
                 return lh_error_set(err, -EINTR, "the simulation was interrupted");
@@ -141,7 +144,7 @@ int lh_sim_timing_run(const struct lh_sim_timing_opts *opts, struct lh_alloc *al
         .commit_every = window.commit_every,
         .schedule = opts->schedule,
         .step_last = window.last + 1,
-        .crash_after = EVENT_COUNT,
+        .crash = {.where = LH_SIM_CRASH_EVENTS, .after = EVENT_COUNT},
         .trace_count = opts->trace_max,
     };
     int rc = lh_sim_run_init(run, &run_opts, alloc, err);

@@ -26,7 +26,7 @@ struct lh_sim_timing_opts {
     const struct lh_sim_model *model; /* borrowed for the call */
     uint64_t host_bytes;
     struct lh_sim_saved_opts saved;
-    uint64_t commit_every; /* steps, at least 1 */
+    uint64_t commit_every; /* steps; LH_ENGINE_COMMIT_NEVER: no step commits */
     enum lh_engine_schedule schedule;
     uint32_t io_depth;
     uint64_t transfer_bytes;

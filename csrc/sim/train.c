@@ -1,4 +1,4 @@
-#include "sim/train.h"
+#include "sim/train_private.h"
 
 #include <inttypes.h>
 #include <string.h>
@@ -6,12 +6,6 @@
 #include "sched/engine_private.h"
 
 #define GARBAGE 0xff /* as a float or bf16: NaN */
-
-/* What one look at a state came to. */
-enum look {
-    LOOK_WAIT,
-    LOOK_MOVED,
-};
 
 /* The thread does not wait for what it gives the accelerator to do. */
 static bool is_ahead(const struct lh_sim_train_opts *opts)
@@ -25,6 +19,8 @@ int lh_sim_train_init(struct lh_sim_train *train, const struct lh_sim_train_opts
     uint32_t param_count = opts->model->param_count;
     *train = (struct lh_sim_train){.opts = *opts, .step = lh_engine_step(opts->engine)};
     lh_sim_random_init(&train->random, lh_sim_mix(opts->seed, train->step), LH_SIM_STREAM_TRAIN);
+    lh_sim_random_init(&train->edit_random, lh_sim_mix(opts->seed, train->step),
+                       LH_SIM_STREAM_EDITS);
     train->has_gradient = lh_alloc_zeroed(alloc, param_count, sizeof(bool));
     train->is_held = lh_alloc_zeroed(alloc, param_count, sizeof(bool));
     train->gradients = lh_alloc_zeroed(alloc, param_count, sizeof(void *));
@@ -68,12 +64,12 @@ static const struct lh_sim_block *block_of(const struct lh_sim_train *train)
     return &train->opts.model->blocks[train->block];
 }
 
-static struct lh_sim_train_times *times_of(struct lh_sim_train *train)
+struct lh_sim_train_times *lh_sim_train_times_of(struct lh_sim_train *train)
 {
     return &train->times[(train->step + 1) % LH_SIM_STEP_COUNT_MAX];
 }
 
-static enum look state_set(struct lh_sim_train *train, enum lh_sim_train_state state)
+enum lh_sim_look lh_sim_train_state_set(struct lh_sim_train *train, enum lh_sim_train_state state)
 {
     train->state = state;
     train->is_asked = false;
@@ -81,16 +77,16 @@ static enum look state_set(struct lh_sim_train *train, enum lh_sim_train_state s
     uint32_t unit = state == LH_SIM_TRAIN_STATE_ACQUIRE ? block_of(train)->units[train->unit] : 0;
     lh_sim_world_trace(train->opts.world, LH_SIM_TRACE_TRAIN, (uint64_t)train->phase << 32 | state,
                        train->step, (uint64_t)train->block << 32 | unit);
-    return LOOK_MOVED;
+    return LH_SIM_LOOK_MOVED;
 }
 
-static enum look engine_failed(struct lh_sim_train *train, int rc)
+enum lh_sim_look lh_sim_train_failed(struct lh_sim_train *train, int rc)
 {
     train->rc = rc;
-    return state_set(train, LH_SIM_TRAIN_STATE_FAILED);
+    return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_FAILED);
 }
 
-static uint64_t waited_ns(const struct lh_sim_train *train)
+uint64_t lh_sim_train_waited_ns(const struct lh_sim_train *train)
 {
     return train->opts.world->now_ns - train->since_ns;
 }
@@ -100,6 +96,8 @@ static struct lh_sim_use *use_make(struct lh_sim_train *train)
     struct lh_sim_use *use = &train->uses[train->use_count++ % train->use_max];
     *use = (struct lh_sim_use){
         .train = train, .step = train->step, .block = train->block, .phase = train->phase};
+    use->is_edited =
+        train->opts.reference && lh_sim_reference_is_edited(train->opts.reference, train->step);
     return use;
 }
 
@@ -110,8 +108,8 @@ static void use_check(const struct lh_sim_use *use, const char *when)
     const struct lh_sim_block *block = &opts->model->blocks[use->block];
     for (uint32_t i = 0; opts->reference && i < block->unit_count; i++) {
         uint32_t unit = block->units[i];
-        const uint8_t *expected =
-            lh_sim_reference_array(opts->reference, use->step, unit, LH_SIM_ARRAY_PARAM);
+        const uint8_t *expected = lh_sim_reference_array_of(
+            opts->reference, use->step, use->is_edited, unit, LH_SIM_ARRAY_PARAM);
         if (memcmp(use->units[i], expected, opts->model->units[unit].bytes) != 0)
             lh_sim_world_fail(opts->world,
                               "unit %" PRIu32 " has not the bytes of step %" PRIu64
@@ -159,44 +157,40 @@ static void gradients_draw(struct lh_sim_train *train)
         train->has_gradient[first] = true;
 }
 
-static enum look block_begin(struct lh_sim_train *train, uint32_t block)
+enum lh_sim_look lh_sim_train_block_begin(struct lh_sim_train *train, uint32_t block)
 {
     train->block = block;
     train->unit = 0;
-    return state_set(train, LH_SIM_TRAIN_STATE_ACQUIRE);
+    return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_ACQUIRE);
 }
 
-static enum look begin(struct lh_sim_train *train)
+enum lh_sim_look lh_sim_train_begin(struct lh_sim_train *train)
 {
     bool is_eval = lh_sim_random_chance(&train->random, train->opts.chances.eval_ppm);
     enum lh_engine_mode mode = is_eval ? LH_ENGINE_MODE_EVAL : LH_ENGINE_MODE_TRAIN;
     int rc = lh_engine_begin(train->opts.engine, mode);
     if (rc < 0)
-        return engine_failed(train, rc);
+        return lh_sim_train_failed(train, rc);
     train->phase = is_eval ? LH_SIM_TRAIN_PHASE_EVAL : LH_SIM_TRAIN_PHASE_FORWARD;
     train->eval_count += is_eval;
     if (!is_eval) {
         lh_sim_train_hold_begin(train);
         gradients_draw(train);
         train->has_hypers = false;
-        *times_of(train) = (struct lh_sim_train_times){.begin_ns = train->opts.world->now_ns};
+        *lh_sim_train_times_of(train) =
+            (struct lh_sim_train_times){.begin_ns = train->opts.world->now_ns};
     }
-    return block_begin(train, 0);
+    return lh_sim_train_block_begin(train, 0);
 }
 
-/*
- * Whether the engine's answer to a wait may have changed since it was asked. A wait goes through
- * the kernel even with a timeout of 0, which a step of many requests would feel; so it is asked
- * once, which tells the engine that somebody waits, and again when there is something to be had.
- */
-static bool is_worth_asking(struct lh_sim_train *train, bool is_there)
+bool lh_sim_train_is_worth_asking(struct lh_sim_train *train, bool is_there)
 {
     bool is_first = !train->is_asked;
     train->is_asked = true;
     return is_first || is_there || lh_engine_error(train->opts.engine, NULL) < 0;
 }
 
-static bool steps_are_over(const struct lh_engine *engine)
+bool lh_sim_train_steps_are_over(const struct lh_engine *engine)
 {
     return atomic_load(&engine->closes_done) == atomic_load(&engine->closes_asked) &&
            atomic_load(&engine->flushes_done) == atomic_load(&engine->flushes_asked);
@@ -208,7 +202,7 @@ static const struct lh_sim_part *part_of(const struct lh_sim_train *train)
 }
 
 /* What the part needs is here: compute. */
-static enum look compute_begin(struct lh_sim_train *train)
+enum lh_sim_look lh_sim_train_compute_begin(struct lh_sim_train *train)
 {
     const struct lh_sim_block *block = block_of(train);
     struct lh_sim_use *use = use_make(train);
@@ -223,69 +217,51 @@ static enum look compute_begin(struct lh_sim_train *train)
         use_began(use);
         lh_sim_world_at(train->opts.world, train->opts.world->now_ns + compute_ns, use_ended, use);
     }
-    return state_set(train, LH_SIM_TRAIN_STATE_COMPUTE);
+    return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_COMPUTE);
 }
 
-static enum look part_begin(struct lh_sim_train *train, uint32_t part)
+static enum lh_sim_look part_begin(struct lh_sim_train *train, uint32_t part)
 {
     train->part = part;
     if (train->phase != LH_SIM_TRAIN_PHASE_BACKWARD || part_of(train)->saved_count == 0)
-        return compute_begin(train);
+        return lh_sim_train_compute_begin(train);
     train->saved_back = part_of(train)->saved_count;
     lh_sim_train_saved_fetch(train);
-    return state_set(train, LH_SIM_TRAIN_STATE_SAVED);
+    return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_SAVED);
 }
 
 /* The block's units are here. */
-static enum look block_compute(struct lh_sim_train *train)
+static enum lh_sim_look block_compute(struct lh_sim_train *train)
 {
     const struct lh_sim_block *block = block_of(train);
     bool is_backward = train->phase == LH_SIM_TRAIN_PHASE_BACKWARD;
     return part_begin(train, block->part_first + (is_backward ? block->part_count - 1 : 0));
 }
 
-static enum look acquire(struct lh_sim_train *train)
+static enum lh_sim_look acquire(struct lh_sim_train *train)
 {
     const struct lh_sim_block *block = block_of(train);
     if (block->unit_count == 0)
         return block_compute(train);
     uint32_t unit = block->units[train->unit];
     bool is_first = !train->is_asked;
-    if (!is_worth_asking(train, atomic_load(&train->opts.engine->units[unit].grants) > 0))
-        return LOOK_WAIT;
+    uint32_t grants = atomic_load(&train->opts.engine->units[unit].shared.grants);
+    if (!lh_sim_train_is_worth_asking(train, grants > 0))
+        return LH_SIM_LOOK_WAIT;
     int rc = is_first ? lh_engine_acquire(train->opts.engine, unit)
                       : lh_engine_acquire_wait(train->opts.engine, unit, 0);
     if (rc < 0)
-        return engine_failed(train, rc);
+        return lh_sim_train_failed(train, rc);
     if (rc == 0)
-        return LOOK_WAIT;
-    struct lh_sim_train_times *times = times_of(train);
+        return LH_SIM_LOOK_WAIT;
+    struct lh_sim_train_times *times = lh_sim_train_times_of(train);
     if (train->phase == LH_SIM_TRAIN_PHASE_FORWARD)
-        times->forward_wait_ns += waited_ns(train);
+        times->forward_wait_ns += lh_sim_train_waited_ns(train);
     else if (train->phase == LH_SIM_TRAIN_PHASE_BACKWARD)
-        times->backward_wait_ns += waited_ns(train);
+        times->backward_wait_ns += lh_sim_train_waited_ns(train);
     if (++train->unit < block->unit_count)
-        return state_set(train, LH_SIM_TRAIN_STATE_ACQUIRE);
+        return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_ACQUIRE);
     return block_compute(train);
-}
-
-/* What the part's forward saved is back, one after the other. */
-static enum look saved_wait(struct lh_sim_train *train)
-{
-    struct lh_engine *engine = train->opts.engine;
-    uint32_t item = train->saved_items[part_of(train)->saved_first + train->saved_back - 1];
-    uint32_t presence = atomic_load(&engine->saved.items[item].presence);
-    if (!is_worth_asking(train, presence != LH_SAVED_PRESENCE_NONE))
-        return LOOK_WAIT;
-    int rc = lh_saved_wait(engine, item, 0);
-    if (rc < 0)
-        return engine_failed(train, rc);
-    if (rc == 0)
-        return LOOK_WAIT;
-    times_of(train)->saved_wait_ns += waited_ns(train);
-    if (--train->saved_back > 0)
-        return state_set(train, LH_SIM_TRAIN_STATE_SAVED);
-    return compute_begin(train);
 }
 
 /* Gradients of the units that no earlier block uses. */
@@ -306,38 +282,40 @@ static void due_fill(struct lh_sim_train *train)
     }
 }
 
-static enum look backward_next(struct lh_sim_train *train)
+static enum lh_sim_look backward_next(struct lh_sim_train *train)
 {
     if (train->block > 0)
-        return block_begin(train, train->block - 1);
-    times_of(train)->close_ns = train->opts.world->now_ns;
-    return state_set(train, LH_SIM_TRAIN_STATE_CLOSE);
+        return lh_sim_train_block_begin(train, train->block - 1);
+    lh_sim_train_times_of(train)->close_ns = train->opts.world->now_ns;
+    return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_CLOSE);
 }
 
 /* An exception in backward: the graph dies, and its handles. */
-static enum look die(struct lh_sim_train *train)
+static enum lh_sim_look die(struct lh_sim_train *train)
 {
     for (uint32_t i = 0; i < train->opts.model->unit_count; i++) {
         for (; train->handles[i] > 0; train->handles[i]--)
             lh_engine_handle_drop(train->opts.engine, i);
     }
     train->abort_count++;
-    return state_set(train, LH_SIM_TRAIN_STATE_ABORT);
+    return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_ABORT);
 }
 
-static enum look forward_next(struct lh_sim_train *train)
+static enum lh_sim_look forward_next(struct lh_sim_train *train)
 {
     if (train->block + 1 < train->opts.model->block_count)
-        return block_begin(train, train->block + 1);
+        return lh_sim_train_block_begin(train, train->block + 1);
     if (train->phase == LH_SIM_TRAIN_PHASE_EVAL)
-        return state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
+        return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
     train->phase = LH_SIM_TRAIN_PHASE_BACKWARD;
-    times_of(train)->backward_ns = train->opts.world->now_ns;
-    return block_begin(train, train->block);
+    lh_sim_train_times_of(train)->backward_ns = train->opts.world->now_ns;
+    if (train->edit_is_due)
+        return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_EDIT);
+    return lh_sim_train_block_begin(train, train->block);
 }
 
 /* All its parts are computed. */
-static enum look block_end(struct lh_sim_train *train)
+static enum lh_sim_look block_end(struct lh_sim_train *train)
 {
     const struct lh_sim_block *block = block_of(train);
     for (uint32_t i = 0; i < block->unit_count; i++) {
@@ -356,10 +334,10 @@ static enum look block_end(struct lh_sim_train *train)
     if (lh_sim_random_chance(&train->random, train->opts.chances.abort_ppm))
         return die(train);
     due_fill(train);
-    return state_set(train, LH_SIM_TRAIN_STATE_GRADIENT);
+    return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_GRADIENT);
 }
 
-static enum look part_next(struct lh_sim_train *train)
+enum lh_sim_look lh_sim_train_part_next(struct lh_sim_train *train)
 {
     const struct lh_sim_block *block = block_of(train);
     if (train->phase == LH_SIM_TRAIN_PHASE_BACKWARD && train->part > block->part_first)
@@ -370,41 +348,26 @@ static enum look part_next(struct lh_sim_train *train)
     return block_end(train);
 }
 
-/* Forward waits for device memory that what it saved still takes. */
-static enum look taken(struct lh_sim_train *train)
-{
-    uint64_t out_bytes = lh_sim_train_saved_out_bytes(train);
-    uint64_t put_bytes = atomic_load(&train->opts.engine->saved.put_bytes);
-    if (!is_worth_asking(train, put_bytes <= out_bytes))
-        return LOOK_WAIT;
-    int rc = lh_saved_room_wait(train->opts.engine, out_bytes, 0);
-    if (rc < 0)
-        return engine_failed(train, rc);
-    if (rc == 0)
-        return LOOK_WAIT;
-    times_of(train)->saved_wait_ns += waited_ns(train);
-    return part_next(train);
-}
-
-static enum look compute(struct lh_sim_train *train)
+static enum lh_sim_look compute(struct lh_sim_train *train)
 {
     if (!train->is_computed)
-        return LOOK_WAIT;
-    lh_engine_trace_add(train->opts.engine, (struct lh_engine_trace_event){
-                                                .kind = LH_ENGINE_TRACE_COMPUTE,
-                                                .unit = LH_CHUNK_NONE,
-                                                .lane = train->phase,
-                                                .start_ns = train->since_ns,
-                                                .end_ns = train->opts.world->now_ns,
-                                            });
+        return LH_SIM_LOOK_WAIT;
+    lh_core_trace_add(train->opts.engine, (struct lh_engine_trace_event){
+                                              .kind = LH_ENGINE_TRACE_COMPUTE,
+                                              .unit = LH_CHUNK_NONE,
+                                              .lane = train->phase,
+                                              .start_ns = train->since_ns,
+                                              .end_ns = train->opts.world->now_ns,
+                                          });
     if (part_of(train)->saved_count == 0 || train->phase == LH_SIM_TRAIN_PHASE_EVAL)
-        return part_next(train);
+        return lh_sim_train_part_next(train);
     if (train->phase == LH_SIM_TRAIN_PHASE_BACKWARD) {
         lh_sim_train_saved_drop(train);
-        return part_next(train);
+        return lh_sim_train_part_next(train);
     }
     int rc = lh_sim_train_saved_put(train);
-    return rc < 0 ? engine_failed(train, rc) : state_set(train, LH_SIM_TRAIN_STATE_TAKEN);
+    return rc < 0 ? lh_sim_train_failed(train, rc)
+                  : lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_TAKEN);
 }
 
 /* The engine measures for some steps before it tries a split; here any comes at any time. */
@@ -418,21 +381,24 @@ static void split_draw(struct lh_sim_train *train)
     }
 }
 
-static enum look gradient(struct lh_sim_train *train)
+static enum lh_sim_look gradient(struct lh_sim_train *train)
 {
     struct lh_engine *engine = train->opts.engine;
     if (train->param == train->due_count)
         return backward_next(train);
-    if (!is_worth_asking(train, steps_are_over(engine)))
-        return LOOK_WAIT;
+    if (!lh_sim_train_is_worth_asking(train, lh_sim_train_steps_are_over(engine)))
+        return LH_SIM_LOOK_WAIT;
     int rc = lh_engine_over_wait(engine, 0);
     if (rc < 0)
-        return engine_failed(train, rc);
+        return lh_sim_train_failed(train, rc);
     if (rc == 0)
-        return LOOK_WAIT;
-    times_of(train)->gradient_wait_ns += waited_ns(train);
+        return LH_SIM_LOOK_WAIT;
+    lh_sim_train_times_of(train)->gradient_wait_ns += lh_sim_train_waited_ns(train);
     if (!train->has_hypers)
         split_draw(train);
+    if (!train->has_hypers)
+        lh_engine_gradient_scale_set(engine,
+                                     lh_sim_model_scale(train->opts.model, train->step + 1));
     for (uint32_t i = 0; !train->has_hypers && i < LH_SIM_GROUP_COUNT; i++) {
         struct lh_adam_hyper hyper = lh_sim_model_hyper(i, train->step + 1);
         lh_engine_hyper_set(engine, i, &hyper);
@@ -453,85 +419,87 @@ static enum look gradient(struct lh_sim_train *train)
     rc = lh_engine_gradient(engine, param, bytes,
                             lh_sim_model_gradient_dtype(train->opts.model, param));
     if (rc < 0)
-        return engine_failed(train, rc);
-    return state_set(train, LH_SIM_TRAIN_STATE_ROOM);
+        return lh_sim_train_failed(train, rc);
+    return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_ROOM);
 }
 
-static enum look room(struct lh_sim_train *train)
+static enum lh_sim_look room(struct lh_sim_train *train)
 {
     uint64_t held = atomic_load(&train->opts.engine->update_gradient_bytes);
-    if (!is_worth_asking(train, held <= train->opts.gradient_ahead_bytes))
-        return LOOK_WAIT;
+    if (!lh_sim_train_is_worth_asking(train, held <= train->opts.gradient_ahead_bytes))
+        return LH_SIM_LOOK_WAIT;
     int rc = lh_engine_gradient_wait(train->opts.engine, train->opts.gradient_ahead_bytes, 0);
     if (rc < 0)
-        return engine_failed(train, rc);
+        return lh_sim_train_failed(train, rc);
     if (rc == 0)
-        return LOOK_WAIT;
-    times_of(train)->gradient_wait_ns += waited_ns(train);
-    return state_set(train, LH_SIM_TRAIN_STATE_GRADIENT);
+        return LH_SIM_LOOK_WAIT;
+    lh_sim_train_times_of(train)->gradient_wait_ns += lh_sim_train_waited_ns(train);
+    return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_GRADIENT);
 }
 
-static enum look close_step(struct lh_sim_train *train)
+static enum lh_sim_look close_step(struct lh_sim_train *train)
 {
-    static const char scalars[] = "of the caller";
+    uint8_t scalars[LH_SIM_SCALAR_BYTES_MAX];
     /* Before the call: the step may be over, and durable, before its caller knows. */
     if (train->opts.reference && !train->is_reference_ahead)
         lh_sim_reference_advance(train->opts.reference, train->has_gradient);
     train->is_reference_ahead = true;
-    if (!is_worth_asking(train, steps_are_over(train->opts.engine)))
-        return LOOK_WAIT;
-    int rc = lh_engine_close(train->opts.engine, scalars, sizeof(scalars), 0);
+    if (!lh_sim_train_is_worth_asking(train, lh_sim_train_steps_are_over(train->opts.engine)))
+        return LH_SIM_LOOK_WAIT;
+    uint64_t bytes = lh_sim_model_scalars(train->opts.model, train->step + 1, scalars);
+    int rc = lh_engine_close(train->opts.engine, scalars, bytes, 0);
     if (rc < 0)
-        return engine_failed(train, rc);
+        return lh_sim_train_failed(train, rc);
     if (rc == 0)
-        return LOOK_WAIT;
-    times_of(train)->closed_ns = train->opts.world->now_ns;
+        return LH_SIM_LOOK_WAIT;
+    lh_sim_train_times_of(train)->closed_ns = train->opts.world->now_ns;
     train->is_reference_ahead = false;
     train->step++;
     bool flushes = lh_sim_random_chance(&train->random, train->opts.chances.flush_ppm);
     if (train->step >= train->opts.step_last || flushes)
-        return state_set(train, LH_SIM_TRAIN_STATE_FLUSH);
-    return state_set(train, train->opts.waits_for_updates ? LH_SIM_TRAIN_STATE_OVER
-                                                          : LH_SIM_TRAIN_STATE_BEGIN);
+        return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_FLUSH);
+    return lh_sim_train_state_set(train, train->opts.waits_for_updates ? LH_SIM_TRAIN_STATE_OVER
+                                                                       : LH_SIM_TRAIN_STATE_BEGIN);
 }
 
-static enum look over(struct lh_sim_train *train)
+static enum lh_sim_look over(struct lh_sim_train *train)
 {
-    if (!is_worth_asking(train, steps_are_over(train->opts.engine)))
-        return LOOK_WAIT;
+    if (!lh_sim_train_is_worth_asking(train, lh_sim_train_steps_are_over(train->opts.engine)))
+        return LH_SIM_LOOK_WAIT;
     int rc = lh_engine_over_wait(train->opts.engine, 0);
     if (rc < 0)
-        return engine_failed(train, rc);
-    return rc == 0 ? LOOK_WAIT : state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
+        return lh_sim_train_failed(train, rc);
+    return rc == 0 ? LH_SIM_LOOK_WAIT : lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
 }
 
 static bool all_is_over(const struct lh_engine *engine)
 {
-    return steps_are_over(engine) &&
+    return lh_sim_train_steps_are_over(engine) &&
            atomic_load(&engine->aborts_done) == atomic_load(&engine->aborts_asked);
 }
 
-static enum look give_up(struct lh_sim_train *train)
+static enum lh_sim_look give_up(struct lh_sim_train *train)
 {
-    if (!is_worth_asking(train, all_is_over(train->opts.engine)))
-        return LOOK_WAIT;
+    if (!lh_sim_train_is_worth_asking(train, all_is_over(train->opts.engine)))
+        return LH_SIM_LOOK_WAIT;
     int rc = lh_engine_abort(train->opts.engine, 0);
     if (rc < 0)
-        return engine_failed(train, rc);
-    return rc == 0 ? LOOK_WAIT : state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
+        return lh_sim_train_failed(train, rc);
+    return rc == 0 ? LH_SIM_LOOK_WAIT : lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
 }
 
-static enum look flush(struct lh_sim_train *train)
+static enum lh_sim_look flush(struct lh_sim_train *train)
 {
-    if (!is_worth_asking(train, steps_are_over(train->opts.engine)))
-        return LOOK_WAIT;
+    if (!lh_sim_train_is_worth_asking(train, lh_sim_train_steps_are_over(train->opts.engine)))
+        return LH_SIM_LOOK_WAIT;
     int rc = lh_engine_flush(train->opts.engine, true, 0);
     if (rc < 0)
-        return engine_failed(train, rc);
+        return lh_sim_train_failed(train, rc);
     if (rc == 0)
-        return LOOK_WAIT;
+        return LH_SIM_LOOK_WAIT;
     bool is_last = train->step >= train->opts.step_last;
-    return state_set(train, is_last ? LH_SIM_TRAIN_STATE_DONE : LH_SIM_TRAIN_STATE_BEGIN);
+    return lh_sim_train_state_set(train,
+                                  is_last ? LH_SIM_TRAIN_STATE_DONE : LH_SIM_TRAIN_STATE_BEGIN);
 }
 
 /* Who reads a gradient after he said that he has it reads garbage. */
@@ -547,19 +515,19 @@ static void gradients_spoil(struct lh_sim_train *train)
     }
 }
 
-static enum look look(struct lh_sim_train *train)
+static enum lh_sim_look look(struct lh_sim_train *train)
 {
     switch (train->state) {
     case LH_SIM_TRAIN_STATE_BEGIN:
-        return begin(train);
+        return lh_sim_train_edit_draw(train) ? LH_SIM_LOOK_MOVED : lh_sim_train_begin(train);
     case LH_SIM_TRAIN_STATE_ACQUIRE:
         return acquire(train);
     case LH_SIM_TRAIN_STATE_SAVED:
-        return saved_wait(train);
+        return lh_sim_train_saved_wait(train);
     case LH_SIM_TRAIN_STATE_COMPUTE:
         return compute(train);
     case LH_SIM_TRAIN_STATE_TAKEN:
-        return taken(train);
+        return lh_sim_train_saved_taken(train);
     case LH_SIM_TRAIN_STATE_GRADIENT:
         return gradient(train);
     case LH_SIM_TRAIN_STATE_ROOM:
@@ -572,8 +540,12 @@ static enum look look(struct lh_sim_train *train)
         return give_up(train);
     case LH_SIM_TRAIN_STATE_FLUSH:
         return flush(train);
+    case LH_SIM_TRAIN_STATE_EDIT:
+        return lh_sim_train_edit(train);
+    case LH_SIM_TRAIN_STATE_PAUSE:
+        return lh_sim_train_pause(train);
     default:
-        return LOOK_WAIT;
+        return LH_SIM_LOOK_WAIT;
     }
 }
 
@@ -581,7 +553,7 @@ bool lh_sim_train_poll(struct lh_sim_train *train)
 {
     bool moved = lh_sim_train_hold_poll(train);
     gradients_spoil(train);
-    while (!lh_sim_world_has_failed(train->opts.world) && look(train) == LOOK_MOVED)
+    while (!lh_sim_world_has_failed(train->opts.world) && look(train) == LH_SIM_LOOK_MOVED)
         moved = true;
     return moved;
 }

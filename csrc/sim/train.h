@@ -12,7 +12,8 @@
  * Where an accelerator is ordered (dev.h) COMPUTE gives the stream what to do and goes on at once,
  * as does GRADIENT: the thread runs ahead until a unit is not to be had yet.
  *
- * By chance (of the seed) an evaluation comes between two steps, a parameter has no gradient, a
+ * By chance (of the seed) the caller changes parameters between two steps (train_edit.c), or an
+ * evaluation comes there, a parameter has no gradient, a
  * step dies in backward and is aborted, or a flush follows a close.
  *
  * With a reference, checked always: the bytes of a unit are the reference's at the begin and at the
@@ -24,7 +25,9 @@
 #define LH_SIM_TRAIN_H
 
 #include "sim/dev.h"
+#include "sim/fs.h"
 #include "sim/reference.h"
+#include "sim/target.h"
 
 #define LH_SIM_STEP_COUNT_MAX 64
 
@@ -40,6 +43,8 @@ enum lh_sim_train_state {
     LH_SIM_TRAIN_STATE_OVER, /* until the updates are */
     LH_SIM_TRAIN_STATE_ABORT,
     LH_SIM_TRAIN_STATE_FLUSH,
+    LH_SIM_TRAIN_STATE_EDIT,  /* until all is written */
+    LH_SIM_TRAIN_STATE_PAUSE, /* until the engine is: then an edit, or the commit of one */
     LH_SIM_TRAIN_STATE_DONE,
     LH_SIM_TRAIN_STATE_FAILED, /* the engine has an error: rc */
 };
@@ -56,6 +61,7 @@ struct lh_sim_train_chances {
     uint32_t skip_ppm;  /* of a parameter */
     uint32_t flush_ppm; /* of a step */
     uint32_t hold_ppm;  /* of a step: commits are held from its begin on; with abort_ppm 0 */
+    uint32_t edit_ppm;  /* between two steps */
     uint32_t split_ppm; /* of a step, by schedule auto: any split instead of the engine's choice */
 };
 
@@ -69,6 +75,13 @@ struct lh_sim_train_opts {
     uint64_t gradient_ahead_bytes;
     uint64_t saved_out_bytes; /* see lh_sim_saved_opts */
     uint64_t saved_ahead_bytes;
+    /* For edits: the engine's, and its file calls; with a reference only. */
+    struct lh_store *store;
+    struct lh_sim_fs *fs;
+    struct lh_sim_target *target; /* of snapshots while commits are held; NULL: none */
+    /* The process ends so many file calls after the begin of an edit; UINT64_MAX: it does not. */
+    uint64_t edit_dies_after;
+    bool never_quits;       /* no program ends after an edit, and drops it */
     const void *nowhere;    /* timing only: an address for gradients nobody reads */
     bool waits_for_updates; /* after each close, as the serial schedule asks of its caller */
     struct lh_sim_train_chances chances;
@@ -94,12 +107,14 @@ struct lh_sim_use {
     uint32_t block;
     enum lh_sim_train_phase phase;
     uint32_t param; /* whose gradient it makes */
+    bool is_edited; /* it was asked for when the step's bytes had been edited */
     const uint8_t *units[LH_SIM_BLOCK_UNIT_COUNT_MAX];
 };
 
 struct lh_sim_train {
     struct lh_sim_train_opts opts;
     struct lh_sim_random random;
+    struct lh_sim_random edit_random;
     enum lh_sim_train_state state;
     enum lh_sim_train_phase phase;
     int rc;
@@ -115,6 +130,7 @@ struct lh_sim_train {
     uint64_t since_ns;       /* of the wait */
     bool *has_gradient;      /* in the open step */
     bool holds_commits;      /* since hold_step was closed */
+    bool is_copying;         /* a snapshot, since they are held */
     uint64_t hold_step;
     uint64_t hold_until_ns;
     bool *is_held;
@@ -131,6 +147,9 @@ struct lh_sim_train {
     uint64_t use_count;
     uint64_t abort_count;
     uint64_t eval_count;
+    uint64_t edit_count; /* begun */
+    bool edit_is_due;    /* the last one is to be committed before the next backward */
+    struct lh_error err; /* of an edit: the engine has none */
     struct lh_sim_train_times times[LH_SIM_STEP_COUNT_MAX]; /* of step s at s % MAX */
 };
 
@@ -144,19 +163,5 @@ void lh_sim_train_deinit(struct lh_sim_train *train, struct lh_alloc *alloc);
 /* Go on as far as one can now; true if anything happened. */
 bool lh_sim_train_poll(struct lh_sim_train *train);
 bool lh_sim_train_is_over(const struct lh_sim_train *train);
-
-/* train_saved.c: of the part that computes */
-/* What may be on its way out when the computation goes on behind it. */
-uint64_t lh_sim_train_saved_out_bytes(const struct lh_sim_train *train);
-/* Its forward is over: 0, or the engine's error. */
-int lh_sim_train_saved_put(struct lh_sim_train *train);
-/* Ask for what it saved, and for what parts before it did as far as there is room. */
-void lh_sim_train_saved_fetch(struct lh_sim_train *train);
-/* Its backward has read them. */
-void lh_sim_train_saved_drop(struct lh_sim_train *train);
-
-/* train_hold.c: a step begins; and at any time: true if anything happened */
-void lh_sim_train_hold_begin(struct lh_sim_train *train);
-bool lh_sim_train_hold_poll(struct lh_sim_train *train);
 
 #endif

@@ -1,6 +1,6 @@
 /* Somebody copies the store: commits are held for a while, and come behind it. */
 #include "sched/engine_private.h"
-#include "sim/train.h"
+#include "sim/train_private.h"
 
 /* As long as some steps, or a small part of one. */
 #define HOLD_NS_MAX 30000000
@@ -21,6 +21,7 @@ void lh_sim_train_hold_begin(struct lh_sim_train *train)
     train->holds_commits = true;
     train->hold_step = train->step;
     train->hold_until_ns = world->now_ns + lh_sim_random_below(&train->random, HOLD_NS_MAX);
+    train->is_copying = false;
     lh_sim_world_at(world, train->hold_until_ns, time_passed, NULL);
     /* Asked for is enough: it is granted behind the commit under way. */
     (void)!lh_engine_commit_hold(train->opts.engine, 0);
@@ -28,11 +29,23 @@ void lh_sim_train_hold_begin(struct lh_sim_train *train)
 
 bool lh_sim_train_hold_poll(struct lh_sim_train *train)
 {
-    bool is_long = train->step >= train->hold_step + HOLD_STEP_COUNT_MAX;
-    bool is_over = is_long || train->opts.world->now_ns >= train->hold_until_ns;
-    if (!train->holds_commits || !is_over)
+    struct lh_engine *engine = train->opts.engine;
+    struct lh_sim_target *target = train->opts.target;
+    if (!train->holds_commits)
         return false;
+    bool is_long = train->step >= train->hold_step + HOLD_STEP_COUNT_MAX;
+    if (target && !train->is_copying && !is_long && atomic_load(&engine->hold) == LH_HOLD_GRANTED) {
+        train->is_copying = true;
+        lh_sim_target_copy(target, engine->committed_step);
+    }
+    bool is_over = train->opts.world->now_ns >= train->hold_until_ns;
+    if (target && train->is_copying)
+        is_over = target->is_over;
+    if (!is_over && !is_long)
+        return false;
+    if (target && train->is_copying)
+        lh_sim_target_cancel(target);
     train->holds_commits = false;
-    lh_engine_commit_release(train->opts.engine);
+    lh_engine_commit_release(engine);
     return true;
 }

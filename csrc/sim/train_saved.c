@@ -1,6 +1,6 @@
 /* What a part of a block saves, on its way out behind forward and back ahead of backward. */
 #include "sched/engine_private.h"
-#include "sim/train.h"
+#include "sim/train_private.h"
 
 static const struct lh_sim_part *part_of(const struct lh_sim_train *train)
 {
@@ -13,7 +13,8 @@ static uint64_t room_bytes(const struct lh_sim_train *train, uint32_t block, uin
     return bytes > 0 ? bytes : otherwise;
 }
 
-uint64_t lh_sim_train_saved_out_bytes(const struct lh_sim_train *train)
+/* What may be on its way out when the computation continues. */
+static uint64_t saved_out_bytes(const struct lh_sim_train *train)
 {
     const struct lh_sim_model *model = train->opts.model;
     const struct lh_sim_block *block = &model->blocks[train->block];
@@ -69,4 +70,37 @@ int lh_sim_train_saved_put(struct lh_sim_train *train)
     }
     train->saved_next += part->saved_count;
     return 0;
+}
+
+enum lh_sim_look lh_sim_train_saved_wait(struct lh_sim_train *train)
+{
+    struct lh_engine *engine = train->opts.engine;
+    uint32_t item = train->saved_items[part_of(train)->saved_first + train->saved_back - 1];
+    uint32_t presence = atomic_load(&engine->saved.items[item].presence);
+    if (!lh_sim_train_is_worth_asking(train, presence != LH_SAVED_PRESENCE_NONE))
+        return LH_SIM_LOOK_WAIT;
+    int rc = lh_saved_wait(engine, item, 0);
+    if (rc < 0)
+        return lh_sim_train_failed(train, rc);
+    if (rc == 0)
+        return LH_SIM_LOOK_WAIT;
+    lh_sim_train_times_of(train)->saved_wait_ns += lh_sim_train_waited_ns(train);
+    if (--train->saved_back > 0)
+        return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_SAVED);
+    return lh_sim_train_compute_begin(train);
+}
+
+enum lh_sim_look lh_sim_train_saved_taken(struct lh_sim_train *train)
+{
+    uint64_t out_bytes = saved_out_bytes(train);
+    uint64_t put_bytes = atomic_load(&train->opts.engine->saved.put_bytes);
+    if (!lh_sim_train_is_worth_asking(train, put_bytes <= out_bytes))
+        return LH_SIM_LOOK_WAIT;
+    int rc = lh_saved_room_wait(train->opts.engine, out_bytes, 0);
+    if (rc < 0)
+        return lh_sim_train_failed(train, rc);
+    if (rc == 0)
+        return LH_SIM_LOOK_WAIT;
+    lh_sim_train_times_of(train)->saved_wait_ns += lh_sim_train_waited_ns(train);
+    return lh_sim_train_part_next(train);
 }

@@ -167,6 +167,30 @@ void lh_sim_world_trace(struct lh_sim_world *world, enum lh_sim_trace_kind kind,
     }
 }
 
+void lh_sim_world_fault(struct lh_sim_world *world, enum lh_sim_fault fault, uint64_t file,
+                        uint64_t offset, uint64_t detail)
+{
+    world->fault_counts[fault]++;
+    lh_sim_world_trace(world, LH_SIM_TRACE_FAULT, (uint64_t)fault << 32 | file, offset, detail);
+}
+
+bool lh_sim_world_had_fault(const struct lh_sim_world *world, uint64_t faults)
+{
+    for (uint32_t i = 0; i < LH_SIM_FAULT_COUNT; i++) {
+        if ((faults & LH_SIM_FAULT_BIT_OF(i)) != 0 && world->fault_counts[i] > 0)
+            return true;
+    }
+    return false;
+}
+
+uint64_t lh_sim_world_fault_count(const struct lh_sim_world *world)
+{
+    uint64_t count = 0;
+    for (uint32_t i = 0; i < LH_SIM_FAULT_COUNT; i++)
+        count += world->fault_counts[i];
+    return count;
+}
+
 void lh_sim_world_fail(struct lh_sim_world *world, const char *format, ...)
 {
     char message[LH_ERROR_MESSAGE_BYTES];

@@ -22,6 +22,7 @@
 #include "base/alloc.h"
 #include "base/clock.h"
 #include "base/error.h"
+#include "sim/fault.h"
 
 #define LH_SIM_NS_PER_S UINT64_C(1000000000)
 #define LH_SIM_PPM_ONE UINT32_C(1000000)
@@ -41,6 +42,11 @@ enum lh_sim_stream {
     LH_SIM_STREAM_OPTIONS,
     LH_SIM_STREAM_COPIES,
     LH_SIM_STREAM_ACCELERATOR,
+    LH_SIM_STREAM_FILES,
+    LH_SIM_STREAM_LIVES,
+    LH_SIM_STREAM_EDITS,
+    LH_SIM_STREAM_WORLDS,
+    LH_SIM_STREAM_TARGET,
 };
 
 /* The same numbers from the same seed and stream. */
@@ -89,6 +95,7 @@ struct lh_sim_world {
     uint64_t trace_bytes;
     uint64_t trace_bytes_max;
     uint64_t trace_hash; /* FNV-1a of all of it */
+    uint64_t fault_counts[LH_SIM_FAULT_COUNT];
     struct lh_error failure;
 };
 
@@ -112,6 +119,12 @@ bool lh_sim_world_advance(struct lh_sim_world *world);
 void lh_sim_world_forget(struct lh_sim_world *world);
 void lh_sim_world_trace(struct lh_sim_world *world, enum lh_sim_trace_kind kind, uint64_t a,
                         uint64_t b, uint64_t c);
+/* A fault happens: it is counted, and traced with what it happened to. */
+void lh_sim_world_fault(struct lh_sim_world *world, enum lh_sim_fault fault, uint64_t file,
+                        uint64_t offset, uint64_t detail);
+/* Whether any fault of a set (LH_SIM_FAULT_BIT_OF) has happened. */
+bool lh_sim_world_had_fault(const struct lh_sim_world *world, uint64_t faults);
+uint64_t lh_sim_world_fault_count(const struct lh_sim_world *world); /* of all kinds */
 /* A promise is broken; the first one is kept. */
 void lh_sim_world_fail(struct lh_sim_world *world, const char *format, ...) LH_PRINTF(2, 3);
 bool lh_sim_world_has_failed(const struct lh_sim_world *world);

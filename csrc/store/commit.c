@@ -3,23 +3,30 @@
  *
  * [Note: Why a crash cannot tear a commit]
  *
- * File 0 has two superblocks and two manifest areas. The newest superblock S names area A and was
- * durable before this commit began. The commit uses the other ones, S' and A', only:
+ * File 0 has two superblocks and two manifest areas, and two copies of each. The newest superblock
+ * S names area A, and both were durable before this commit began. The commit uses the other ones,
+ * S' and A', only:
  *
- *      begin ---> SYNC_DATA ---> MANIFEST ---> SYNC_MANIFEST ---> SUPERBLOCK ---> SYNC_SUPERBLOCK
- *                 all files      A'            file 0             S'              file 0
+ *      begin ---> WITNESS ---> SYNC_DATA ---> MANIFEST ---> SYNC_MANIFEST
+ *                 other files  all files      A', twice     file 0
+ *            ---> SUPERBLOCK ---> SYNC_SUPERBLOCK ---> SUPERBLOCK_COPY ---> SYNC_SUPERBLOCK_COPY
+ *                 S', copy 0      file 0               S', copy 1           file 0
  *
- *      SYNC_DATA        the staged slots' bytes are durable before anything that names them may be.
+ *      SYNC_DATA        the staged slots' bytes, and the witnesses that say so in every other file,
+ *                       are durable before anything that names them may be.
  *      SYNC_MANIFEST    a drive may write in any order: without it S' could be durable and A' not.
- *                       The fallback would still find S, but a manifest that is not whole could
- *                       then be a crash or damage; so it is always damage, and told in the note.
- *      SYNC_SUPERBLOCK  after it the committed step is the new one, whatever happens; only now may
- *                       the slots of the old one be written to, and A and S by the next commit.
+ *                       So a manifest that is not whole is always damage.
+ *      SYNC_SUPERBLOCK  copy 1 of S' still has the superblock before S. Only when copy 0 is durable
+ *                       may it be overwritten: a crash leaves at most one of the two torn, and the
+ *                       other says what happened. See [Note: Crash or damage] in choose.c.
+ *      SYNC_SUPERBLOCK_COPY  after it the committed step is the new one, whatever happens, and one
+ *                       block's damage cannot take it back; only now may the slots of the old one
+ *                       be written to, and A and S by the next commit.
  *
  * Cut before S' reaches the drive: S is the newest valid superblock. A and the slots it names were
  * not touched, since staged bytes go to the other slots and A' is not A. The old step is whole.
- * Cut while S' is written: its block is whole, or fails its checksum and S counts; it is a block
- * of its own, 64 KiB from S, so that S survives. Old step or new step, each whole.
+ * Cut while a copy of S' is written: it is whole, or fails its checksum and the other copy counts.
+ * Each is a block of its own, 64 KiB from the others. Old step or new step, each whole.
  * Cut after: S' has the higher sequence number and all it names was durable before. The new step.
  *
  * What S' was before (the superblock before S) names A', which this commit overwrites. That is the
@@ -28,18 +35,22 @@
  * A store with one slot overwrites what is committed. It carries no such promise: it is unclean on
  * disk from before its first write until it is closed with nothing unfinished.
  *
+ * A store of version 1 has one copy of each and no witnesses; those phases are left out.
+ *
  * [Note: A failed sync is final]
  * After a failed sync the kernel may have dropped the pages and cleared the error: trying again
  * could succeed without the bytes being there. So the first failure of a commit, whatever it is,
- * stays; the drive's last durable step is what a new session opens.
+ * stays. Once a copy of S' was submitted, whether it is durable is unknown: the next open decides,
+ * and until then neither the old step's slots nor the new one's may be written to.
  *
  *      IDLE -> BEGUN              [lh_store_commit_begin]
- *      BEGUN -> SYNC_DATA -> ...  [lh_store_commit_next, when the requests of a phase came back]
- *      SYNC_SUPERBLOCK -> IDLE    [lh_store_commit_next: the commit is durable]
+ *      BEGUN -> WITNESS -> ...    [lh_store_commit_next, when the requests of a phase came back]
+ *      last phase -> IDLE         [lh_store_commit_next: the commit is durable]
  *      any -> IDLE, failed        [lh_store_commit_next: a request failed]
  */
 #include <endian.h>
 #include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "base/assert.h"
@@ -50,7 +61,7 @@
 #define IN_COMMIT LH_STORE_GROUP_STATE_IN_COMMIT
 #define WRITTEN LH_STORE_GROUP_STATE_WRITTEN
 
-static int fail(struct lh_store *store, struct lh_error *err)
+int lh_store_fail(const struct lh_store *store, struct lh_error *err)
 {
     LH_ASSERT(store->failure.code < 0);
     if (err != NULL)
@@ -141,14 +152,25 @@ void lh_store_manifest_prepare(struct lh_store *store, uint64_t step, const void
         .step = step,
         .manifest_area = area,
         .manifest_crc = lh_crc32c(0, manifest, control->manifest_bytes),
+        .witness = control->has_witnesses ? store->superblock.sequence + 1 : 0,
     };
     store->next_scalar_bytes = scalar_bytes;
 }
 
-uint64_t lh_store_superblock_prepare(struct lh_store *store)
+uint64_t lh_store_witness_prepare(struct lh_store *store)
+{
+    struct lh_store_witness witness = {
+        .sequence = store->next.sequence,
+        .step = store->next.step,
+    };
+    lh_store_witness_encode(&witness, &store->header, store->witness_block.base);
+    return LH_STORE_WITNESS_OFFSET(witness.sequence % 2);
+}
+
+uint64_t lh_store_superblock_prepare(struct lh_store *store, uint32_t copy)
 {
     lh_store_superblock_encode(&store->next, &store->header, store->superblock_block.base);
-    return LH_STORE_SUPERBLOCK_OFFSET(store->next.sequence % 2);
+    return LH_STORE_SUPERBLOCK_OFFSET(store->next.sequence % 2, copy);
 }
 
 int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *scalars,
@@ -156,7 +178,7 @@ int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *sca
 {
     LH_ASSERT(store->phase == LH_STORE_PHASE_IDLE);
     if (store->failure.code != 0)
-        return fail(store, err);
+        return lh_store_fail(store, err);
     if (store->is_read_only)
         return lh_error_set(err, -EROFS, "the store was opened for reading only");
     if (scalar_bytes > store->header.scalar_bytes_max)
@@ -203,16 +225,23 @@ static int results_check(struct lh_store *store, struct lh_error *err)
         if (request->result >= 0)
             continue;
         int code = (int)request->result;
+        bool is_unknown = store->phase >= LH_STORE_PHASE_SUPERBLOCK;
+        char range[64] = "";
+        if (request->kind != LH_IO_KIND_SYNC)
+            snprintf(range, sizeof(range), " (offset %" PRIu64 ", %" PRIu64 " bytes)",
+                     request->offset, request->bytes);
         lh_error_set(&store->failure, code,
-                     "commit of step %" PRIu64 ": cannot %s %s (offset %" PRIu64 ", %" PRIu64
-                     " bytes): %s; step %" PRIu64 " is the last one that is safe",
+                     "commit of step %" PRIu64 ": cannot %s %s%s: %s; %s step %" PRIu64,
                      store->next.step, verbs[request->kind], store->files[request->file_index].path,
-                     request->offset, request->bytes, strerror(-code), store->superblock.step);
+                     range, strerror(-code),
+                     is_unknown ? "whether it is durable is unknown until the store is opened "
+                                  "again, which shows it or"
+                                : "the store is still at",
+                     store->superblock.step);
         for (uint32_t group = 0; group < store->header.group_count; group++)
             store->group_states[group] &= (uint8_t)~IN_COMMIT;
         store->phase = LH_STORE_PHASE_IDLE;
-        store->request_count = 0;
-        return fail(store, err);
+        return lh_store_fail(store, err);
     }
     return 0;
 }
@@ -223,50 +252,89 @@ static struct lh_io_request sync_request(uint32_t file_index)
         .kind = LH_IO_KIND_SYNC, .file_index = file_index, .result = -EINPROGRESS};
 }
 
-static struct lh_io_request write_request(void *buffer, uint64_t offset, uint64_t bytes)
+static struct lh_io_request write_request(uint32_t file_index, void *buffer, uint64_t offset,
+                                          uint64_t bytes)
 {
     return (struct lh_io_request){.kind = LH_IO_KIND_WRITE,
-                                  .file_index = 0,
+                                  .file_index = file_index,
                                   .buffer = buffer,
                                   .bytes = bytes,
                                   .offset = offset,
                                   .result = -EINPROGRESS};
 }
 
+static uint32_t witness_count(const struct lh_store *store)
+{
+    return store->control.has_witnesses ? store->file_count - 1 : 0;
+}
+
+static uint32_t manifest_requests(struct lh_store *store, struct lh_io_request *requests)
+{
+    uint32_t area = store->next.manifest_area;
+    for (uint32_t copy = 0; copy < store->control.copy_count; copy++)
+        requests[copy] = write_request(0, store->manifests[area].base,
+                                       store->control.manifest_offset[area][copy],
+                                       store->control.manifest_bytes);
+    return store->control.copy_count;
+}
+
+/* The requests of the present phase; 0: this store has no such phase. */
+static uint32_t phase_requests(struct lh_store *store, struct lh_io_request *requests)
+{
+    uint32_t count = 0;
+    uint64_t offset = 0;
+    switch (store->phase) {
+    case LH_STORE_PHASE_WITNESS:
+        offset = lh_store_witness_prepare(store);
+        for (count = 0; count < witness_count(store); count++)
+            requests[count] =
+                write_request(count + 1, store->witness_block.base, offset, LH_BLOCK_BYTES);
+        return count;
+    case LH_STORE_PHASE_SYNC_DATA:
+        for (count = 0; count < store->file_count; count++)
+            requests[count] = sync_request(count);
+        return count;
+    case LH_STORE_PHASE_MANIFEST:
+        return manifest_requests(store, requests);
+    case LH_STORE_PHASE_SUPERBLOCK:
+        offset = lh_store_superblock_prepare(store, 0);
+        requests[0] = write_request(0, store->superblock_block.base, offset, LH_BLOCK_BYTES);
+        return 1;
+    case LH_STORE_PHASE_SUPERBLOCK_COPY:
+        if (store->control.copy_count == 1)
+            return 0;
+        offset = lh_store_superblock_prepare(store, 1);
+        requests[0] = write_request(0, store->superblock_block.base, offset, LH_BLOCK_BYTES);
+        return 1;
+    case LH_STORE_PHASE_SYNC_SUPERBLOCK_COPY:
+        if (store->control.copy_count == 1)
+            return 0;
+        break;
+    default:
+        LH_ASSERT(store->phase == LH_STORE_PHASE_SYNC_MANIFEST ||
+                  store->phase == LH_STORE_PHASE_SYNC_SUPERBLOCK);
+        break;
+    }
+    requests[0] = sync_request(0);
+    return 1;
+}
+
 int lh_store_commit_next(struct lh_store *store, struct lh_io_request *requests,
                          uint32_t request_max, struct lh_error *err)
 {
     LH_ASSERT(store->phase != LH_STORE_PHASE_IDLE);
-    LH_ASSERT(request_max >= LH_IO_FILE_COUNT_MAX);
+    LH_ASSERT(request_max >= LH_STORE_COMMIT_REQUEST_COUNT_MAX);
     LH_TRY(results_check(store, err));
-    if (store->phase == LH_STORE_PHASE_SYNC_SUPERBLOCK) {
-        commit_finish(store);
-        return 0;
+    uint32_t count = 0;
+    while (count == 0) {
+        if (store->phase == LH_STORE_PHASE_SYNC_SUPERBLOCK_COPY) {
+            commit_finish(store);
+            return 0;
+        }
+        store->phase++;
+        count = phase_requests(store, requests);
     }
-    uint32_t count = 1;
-    uint32_t area = store->next.manifest_area;
-    store->phase++;
-    switch (store->phase) {
-    case LH_STORE_PHASE_SYNC_DATA:
-        for (count = 0; count < store->file_count; count++)
-            requests[count] = sync_request(count);
-        break;
-    case LH_STORE_PHASE_MANIFEST:
-        requests[0] =
-            write_request(store->manifests[area].base, store->control.manifest_offset[area],
-                          store->control.manifest_bytes);
-        break;
-    case LH_STORE_PHASE_SUPERBLOCK: {
-        uint64_t offset = lh_store_superblock_prepare(store);
-        requests[0] = write_request(store->superblock_block.base, offset, LH_BLOCK_BYTES);
-        break;
-    }
-    default:
-        LH_ASSERT(store->phase == LH_STORE_PHASE_SYNC_MANIFEST ||
-                  store->phase == LH_STORE_PHASE_SYNC_SUPERBLOCK);
-        requests[0] = sync_request(0);
-        break;
-    }
+    LH_ASSERT(count <= LH_STORE_COMMIT_REQUEST_COUNT_MAX);
     store->requests = requests;
     store->request_count = count;
     return (int)count;
@@ -279,5 +347,6 @@ bool lh_store_is_committing(const struct lh_store *store)
 
 uint64_t lh_store_commit_bytes(const struct lh_store *store)
 {
-    return store->control.manifest_bytes + LH_BLOCK_BYTES;
+    return store->control.copy_count * (store->control.manifest_bytes + LH_BLOCK_BYTES) +
+           witness_count(store) * LH_BLOCK_BYTES;
 }

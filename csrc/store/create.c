@@ -6,8 +6,6 @@
  */
 #include <inttypes.h>
 #include <string.h>
-#include <sys/random.h>
-#include <sys/stat.h>
 
 #include "base/assert.h"
 #include "base/crc32c.h"
@@ -84,8 +82,10 @@ static int describe(struct lh_store *store, const struct lh_store_opts *opts, st
     header->scalar_bytes_max = opts->scalar_bytes_max;
     for (uint32_t extent = 0; extent < opts->extent_count; extent++)
         header->checksum_count += lh_store_checksum_count(opts->extents[extent].bytes);
-    if (getrandom(header->uuid, sizeof(header->uuid), 0) != (ssize_t)sizeof(header->uuid))
-        return lh_error_set(err, -EIO, "the kernel gave no random bytes for the store's uuid");
+    int rc = store->fs->ops->random(store->fs, header->uuid, sizeof(header->uuid));
+    if (rc < 0)
+        return lh_error_set(err, rc, "the kernel gave no random bytes for the store's uuid: %s",
+                            strerror(-rc));
     LH_TRY(lh_store_description_init(store, err));
 
     memcpy(store->extents, opts->extents, opts->extent_count * sizeof(*opts->extents));
@@ -118,40 +118,59 @@ static int files_make(struct lh_store *store, const struct lh_store_opts *opts,
     return 0;
 }
 
-static int header_write(struct lh_store *store, uint32_t file_index, struct lh_error *err)
+/* One copy after the other, so that a crash leaves at most one of them torn. */
+static int headers_write(struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
-    struct lh_store_header header = store->header;
-    header.file_index = file_index;
-    header.file_bytes = store->layout.file_bytes[file_index];
-    lh_store_header_encode(&header, store->bounce.base);
-    LH_TRY(lh_store_file_write(store, file_index, LH_STORE_HEADER_OFFSET, store->bounce.base,
-                               LH_BLOCK_BYTES, err));
-    return lh_store_file_sync(store, file_index, err);
+    for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
+        LH_TRY(lh_store_header_write(store, file_index, copy, err));
+        LH_TRY(lh_store_file_sync(store, file_index, err));
+    }
+    return 0;
+}
+
+/*
+ * A commit of nothing, without its syncs: nothing counts before the header of file 0 is there.
+ * There are two of them, so that no superblock, manifest or witness is blank in a whole store.
+ */
+static int step_zero_write(struct lh_store *store, struct lh_error *err)
+{
+    lh_store_manifest_prepare(store, 0, NULL, 0);
+    uint32_t area = store->next.manifest_area;
+    for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
+        LH_TRY(lh_store_file_write(store, 0, store->control.manifest_offset[area][copy],
+                                   store->manifests[area].base, store->control.manifest_bytes,
+                                   err));
+        uint64_t offset = lh_store_superblock_prepare(store, copy);
+        LH_TRY(lh_store_file_write(store, 0, offset, store->superblock_block.base, LH_BLOCK_BYTES,
+                                   err));
+    }
+    uint64_t offset = lh_store_witness_prepare(store);
+    for (uint32_t file = 1; file < store->file_count; file++)
+        LH_TRY(lh_store_file_write(store, file, offset, store->witness_block.base, LH_BLOCK_BYTES,
+                                   err));
+    store->superblock = store->next;
+    return 0;
 }
 
 static int control_write(struct lh_store *store, struct lh_error *err)
 {
     const struct lh_store_control *control = &store->control;
-    LH_TRY(lh_store_file_write(store, 0, LH_STORE_TABLE_OFFSET, store->table.base,
-                               lh_align_up(control->table_bytes, LH_BLOCK_BYTES), err));
-    LH_TRY(lh_store_file_write(store, 0, control->meta_offset, store->meta.base,
-                               lh_align_up(store->header.meta_bytes, LH_BLOCK_BYTES), err));
-    /* Sequence 1 and area 0: the superblock that "precedes" it is never written. */
+    for (uint32_t copy = 0; copy < control->copy_count; copy++) {
+        LH_TRY(lh_store_file_write(store, 0, control->table_offset[copy], store->table.base,
+                                   lh_align_up(control->table_bytes, LH_BLOCK_BYTES), err));
+        LH_TRY(lh_store_file_write(store, 0, control->meta_offset[copy], store->meta.base,
+                                   lh_align_up(store->header.meta_bytes, LH_BLOCK_BYTES), err));
+    }
+    /* Sequence 1 is in area 0: the superblock that "precedes" it is never written. */
     store->superblock.manifest_area = 1;
-    lh_store_manifest_prepare(store, 0, NULL, 0);
-    LH_TRY(lh_store_file_write(store, 0, control->manifest_offset[store->next.manifest_area],
-                               store->manifests[store->next.manifest_area].base,
-                               control->manifest_bytes, err));
-    uint64_t offset = lh_store_superblock_prepare(store);
-    LH_TRY(
-        lh_store_file_write(store, 0, offset, store->superblock_block.base, LH_BLOCK_BYTES, err));
-    store->superblock = store->next;
+    while (store->superblock.sequence < LH_STORE_SEQUENCE_CREATED(store->header.version))
+        LH_TRY(step_zero_write(store, err));
     for (uint32_t file = 1; file < store->file_count; file++)
-        LH_TRY(header_write(store, file, err));
+        LH_TRY(headers_write(store, file, err));
     LH_TRY(lh_store_file_sync(store, 0, err));
     for (uint32_t file = 0; file < store->file_count; file++)
         LH_TRY(lh_store_file_sync_directories(store, file, err));
-    return header_write(store, 0, err);
+    return headers_write(store, 0, err);
 }
 
 int lh_store_create(const struct lh_store_opts *opts, struct lh_alloc *alloc,
@@ -161,6 +180,8 @@ int lh_store_create(const struct lh_store_opts *opts, struct lh_alloc *alloc,
     LH_TRY(opts_check(opts, err));
     struct lh_store *store = NULL;
     LH_TRY(lh_store_new(alloc, opts->directory_count, &store, err));
+    if (opts->fs != NULL)
+        store->fs = opts->fs;
     int rc = describe(store, opts, err);
     if (rc == 0)
         rc = files_make(store, opts, err);

@@ -2,23 +2,12 @@
  * Directories and data files: making and unmaking them, their space, and blocking transfers. What
  * locks them is in lock.c.
  */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE 1 /* fallocate */
-#endif
-#include <fcntl.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <sys/statvfs.h>
-#include <sys/vfs.h>
-#include <unistd.h>
 
 #include "base/assert.h"
 #include "store/store_impl.h"
-
-#define TMPFS_TYPE 0x01021994
-#define RAMFS_TYPE 0x858458f6
 
 static int path_set(struct lh_store_file *file, const char *directory, struct lh_error *err)
 {
@@ -73,45 +62,65 @@ static uint32_t parent_chars(const struct lh_store_file *file, uint32_t chars)
     return chars;
 }
 
-static int directory_make(struct lh_store_file *file, struct lh_error *err)
+static int directory_make(struct lh_store *store, struct lh_store_file *file, struct lh_error *err)
 {
+    const struct lh_store_fs *fs = store->fs;
     char path[LH_STORE_PATH_BYTES_MAX];
-    struct stat info;
+    struct lh_store_fs_info info;
     for (uint32_t end = 1; end <= file->directory_chars; end++) {
         if (file->path[end] != '/' || file->path[end - 1] == '/')
             continue;
         path_cut(file, end, path);
-        if (stat(path, &info) == 0) {
-            if (!S_ISDIR(info.st_mode))
-                return lh_error_set(err, -ENOTDIR, "%s is not a directory", path);
-            continue;
-        }
-        int error = errno;
-        if (error == ENOENT && mkdir(path, 0700) == 0) {
-            if (file->made_chars == 0)
+        int rc = fs->ops->path_info(fs, path, &info);
+        if (rc == 0 && !info.is_directory)
+            return lh_error_set(err, -ENOTDIR, "%s is not a directory", path);
+        if (rc == -ENOENT) {
+            rc = fs->ops->make_directory(fs, path);
+            if (rc == 0 && file->made_chars == 0)
                 file->made_chars = end;
-            continue;
         }
-        error = error == ENOENT ? errno : error;
         /* Another process may have made it in between. */
-        if (error != EEXIST)
-            return lh_error_set(err, -error, "cannot make directory %s: %s", path, strerror(error));
+        if (rc != 0 && rc != -EEXIST)
+            return lh_error_set(err, rc, "cannot make directory %s: %s", path, strerror(-rc));
     }
     return 0;
 }
 
-static int medium_check(const char *directory, bool allow_tmpfs, struct lh_error *err)
+/* The same directory, or file, under two names would be written to twice. */
+static int identity_check(struct lh_store *store, uint32_t file_index,
+                          const struct lh_store_fs_info *info, struct lh_error *err)
 {
-    struct statfs info;
-    if (statfs(directory, &info) != 0)
-        return lh_error_set(err, -errno, "cannot examine the file system of %s: %s", directory,
-                            strerror(errno));
-    uint32_t type = (uint32_t)info.f_type;
-    if ((type == TMPFS_TYPE || type == RAMFS_TYPE) && !allow_tmpfs)
+    struct lh_store_file *file = &store->files[file_index];
+    file->device = info->device;
+    file->inode = info->inode;
+    for (uint32_t index = 0; index < file_index; index++) {
+        const struct lh_store_file *other = &store->files[index];
+        if (other->device == file->device && other->inode == file->inode)
+            return lh_error_set(err, -EINVAL,
+                                "%.*s and %.*s are one directory under two names; give each "
+                                "directory once",
+                                (int)other->directory_chars, other->path,
+                                (int)file->directory_chars, file->path);
+    }
+    return 0;
+}
+
+static int medium_check(struct lh_store *store, uint32_t file_index, bool allow_tmpfs,
+                        struct lh_error *err)
+{
+    struct lh_store_fs_info info;
+    char directory[LH_STORE_PATH_BYTES_MAX];
+    path_cut(&store->files[file_index], store->files[file_index].directory_chars, directory);
+    int rc = store->fs->ops->path_info(store->fs, directory, &info);
+    if (rc < 0)
+        return lh_error_set(err, rc, "cannot examine the file system of %s: %s", directory,
+                            strerror(-rc));
+    LH_TRY(identity_check(store, file_index, &info, err));
+    if (info.memory_name != NULL && !allow_tmpfs)
         return lh_error_set(err, -EMEDIUMTYPE,
                             "%s is in main memory (%s): a store there takes the memory that it is "
                             "meant to save; choose a directory on an SSD",
-                            directory, type == TMPFS_TYPE ? "tmpfs" : "ramfs");
+                            directory, info.memory_name);
     return 0;
 }
 
@@ -119,57 +128,69 @@ int lh_store_file_create(struct lh_store *store, uint32_t file_index, bool allow
                          struct lh_error *err)
 {
     struct lh_store_file *file = &store->files[file_index];
-    char directory[LH_STORE_PATH_BYTES_MAX];
-    LH_TRY(directory_make(file, err));
-    path_cut(file, file->directory_chars, directory);
-    LH_TRY(medium_check(directory, allow_tmpfs, err));
-    int fd = open(file->path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
-    if (fd < 0 && errno == EEXIST)
+    LH_TRY(directory_make(store, file, err));
+    LH_TRY(medium_check(store, file_index, allow_tmpfs, err));
+    int rc = store->fs->ops->open(store->fs, file->path, LH_STORE_FS_CREATE,
+                                  &store->io_files[file_index].fd);
+    if (rc == -EEXIST)
         return lh_error_set(err, -EEXIST,
                             "%s exists: a store is there; resume it, or choose another directory",
                             file->path);
-    if (fd < 0)
-        return lh_error_set(err, -errno, "cannot create %s: %s", file->path, strerror(errno));
+    if (rc < 0)
+        return lh_error_set(err, rc, "cannot create %s: %s", file->path, strerror(-rc));
     file->is_made = true;
-    store->io_files[file_index].fd = fd;
     return lh_store_file_lock(store, file_index, err);
+}
+
+int lh_store_file_info(const struct lh_store *store, uint32_t file_index,
+                       struct lh_store_fs_info *info_out, struct lh_error *err)
+{
+    int rc = store->fs->ops->info(store->fs, store->io_files[file_index].fd, info_out);
+    if (rc < 0)
+        return lh_error_set(err, rc, "cannot examine %s: %s", store->files[file_index].path,
+                            strerror(-rc));
+    return 0;
 }
 
 int lh_store_file_open(struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
     const char *path = store->files[file_index].path;
-    int fd = open(path, (store->is_read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC);
-    if (fd < 0 && errno == ENOENT)
+    struct lh_store_fs_info info;
+    int rc = store->fs->ops->open(store->fs, path,
+                                  store->is_read_only ? LH_STORE_FS_READ : LH_STORE_FS_WRITE,
+                                  &store->io_files[file_index].fd);
+    if (rc == -ENOENT)
         return lh_error_set(err, -ENOENT, "there is no store: %s does not exist", path);
-    if (fd < 0)
-        return lh_error_set(err, -errno, "cannot open %s: %s", path, strerror(errno));
-    store->io_files[file_index].fd = fd;
+    if (rc == -ELOOP)
+        return lh_error_set(err, -ELOOP,
+                            "%s is a symbolic link, and a store's file has to be a regular file; "
+                            "give the directory that the link points into",
+                            path);
+    if (rc < 0)
+        return lh_error_set(err, rc, "cannot open %s: %s", path, strerror(-rc));
+    LH_TRY(lh_store_file_info(store, file_index, &info, err));
+    if (!info.is_regular)
+        return lh_error_set(err, -EINVAL,
+                            "%s is not a regular file, so it is not a store's: remove it, or "
+                            "choose another directory",
+                            path);
+    LH_TRY(identity_check(store, file_index, &info, err));
     return store->is_held ? 0 : lh_store_file_lock(store, file_index, err);
 }
 
 /* What the files on one file system need together has to be available there. */
 static int space_check(const struct lh_store *store, struct lh_error *err)
 {
-    struct stat info[LH_STORE_DIRECTORY_COUNT_MAX];
-    for (uint32_t file = 0; file < store->file_count; file++) {
-        if (fstat(store->io_files[file].fd, &info[file]) != 0)
-            return lh_error_set(err, -errno, "cannot examine %s: %s", store->files[file].path,
-                                strerror(errno));
-    }
+    struct lh_store_fs_info info[LH_STORE_DIRECTORY_COUNT_MAX];
+    for (uint32_t file = 0; file < store->file_count; file++)
+        LH_TRY(lh_store_file_info(store, file, &info[file], err));
     for (uint32_t file = 0; file < store->file_count; file++) {
         uint64_t needed_bytes = 0;
         for (uint32_t other = 0; other < store->file_count; other++) {
-            if (info[other].st_dev == info[file].st_dev)
+            if (info[other].device == info[file].device)
                 needed_bytes += store->layout.file_bytes[other];
         }
-        struct statvfs space;
-        if (fstatvfs(store->io_files[file].fd, &space) != 0)
-            return lh_error_set(err, -errno, "cannot examine the file system of %s: %s",
-                                store->files[file].path, strerror(errno));
-        /* A file system that does not count its blocks has no answer; reserving will tell. */
-        if (space.f_blocks == 0)
-            continue;
-        uint64_t available_bytes = (uint64_t)space.f_bavail * space.f_frsize;
+        uint64_t available_bytes = info[file].available_bytes;
         if (needed_bytes > available_bytes)
             return lh_error_set(err, -ENOSPC,
                                 "directory %.*s needs %" PRIu64 " bytes, %" PRIu64
@@ -184,26 +205,22 @@ static int space_check(const struct lh_store *store, struct lh_error *err)
 
 int lh_store_files_reserve(struct lh_store *store, struct lh_error *err)
 {
+    const struct lh_store_fs *fs = store->fs;
     LH_TRY(space_check(store, err));
     for (uint32_t file = 0; file < store->file_count; file++) {
         const char *path = store->files[file].path;
-        int fd = store->io_files[file].fd;
-        off_t bytes = (off_t)store->layout.file_bytes[file];
-        /* Never posix_fallocate(): where a file system cannot, it would write all of it. */
-        int rc = 0;
-        do {
-            rc = fallocate(fd, 0, 0, bytes);
-        } while (rc != 0 && errno == EINTR);
-        if (rc != 0 && errno == EOPNOTSUPP) {
+        uint64_t bytes = store->layout.file_bytes[file];
+        int rc = fs->ops->reserve(fs, store->io_files[file].fd, bytes);
+        if (rc == -EOPNOTSUPP) {
             lh_store_note_add(store,
                               "%s: its file system cannot reserve space (fallocate: %s); a full "
                               "drive will show only when it is written",
-                              path, strerror(errno));
-            rc = ftruncate(fd, bytes);
+                              path, strerror(-rc));
+            rc = fs->ops->truncate(fs, store->io_files[file].fd, bytes);
         }
         if (rc != 0)
-            return lh_error_set(err, -errno, "cannot reserve %" PRIu64 " bytes for %s: %s",
-                                (uint64_t)bytes, path, strerror(errno));
+            return lh_error_set(err, rc, "cannot reserve %" PRIu64 " bytes for %s: %s", bytes, path,
+                                strerror(-rc));
     }
     return 0;
 }
@@ -213,41 +230,44 @@ int lh_store_file_sync_directories(const struct lh_store *store, uint32_t file_i
 {
     const struct lh_store_file *file = &store->files[file_index];
     char path[LH_STORE_PATH_BYTES_MAX];
-    /* The directory holds the file's entry, and each parent of one that was made holds that. */
+    /*
+     * The directory holds the file's entry, and each parent of one that was made holds that. A
+     * directory that was there before may be as young: a creation that was killed made it.
+     */
     uint32_t last =
-        file->made_chars != 0 ? parent_chars(file, file->made_chars) : file->directory_chars;
+        parent_chars(file, file->made_chars != 0 ? file->made_chars : file->directory_chars);
     for (uint32_t end = file->directory_chars;; end = parent_chars(file, end)) {
         path_cut(file, end, path);
         if (end == 0 && file->path[0] != '/')
             memcpy(path, ".", 2);
-        int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        if (fd < 0)
-            return lh_error_set(err, -errno, "cannot open directory %s: %s", path, strerror(errno));
-        int error = fsync(fd) == 0 ? 0 : errno;
-        close(fd);
-        /* Some file systems have nothing to sync here and say so. */
-        if (error != 0 && error != EINVAL)
-            return lh_error_set(err, -error, "cannot sync directory %s: %s", path, strerror(error));
+        int rc = store->fs->ops->sync_directory(store->fs, path);
+        /* The parent of a directory that somebody else made may not be readable. */
+        if (rc == -EACCES && end == last && file->made_chars == 0)
+            return 0;
+        if (rc < 0)
+            return lh_error_set(err, rc, "cannot sync directory %s: %s", path, strerror(-rc));
         if (end <= last)
             return 0;
     }
 }
 
+/* Best effort: what cannot be removed stays, and is empty or without a header. */
 void lh_store_files_unmake(struct lh_store *store)
 {
+    const struct lh_store_fs *fs = store->fs;
     char path[LH_STORE_PATH_BYTES_MAX];
     /* Backwards: a later directory may lie in one that was made for an earlier file. */
     for (uint32_t index = store->file_count; index-- > 0;) {
         struct lh_store_file *file = &store->files[index];
         if (file->is_made)
-            unlink(file->path);
+            (void)!fs->ops->remove(fs, file->path);
         file->is_made = false;
         if (file->made_chars == 0)
             continue;
         for (uint32_t end = file->directory_chars; end >= file->made_chars;
              end = parent_chars(file, end)) {
             path_cut(file, end, path);
-            rmdir(path);
+            (void)!fs->ops->remove(fs, path);
         }
         file->made_chars = 0;
     }
@@ -259,7 +279,7 @@ void lh_store_files_close(struct lh_store *store)
         if (store->io_files[file].fd < 0)
             continue;
         lh_store_file_unlock(store, file);
-        close(store->io_files[file].fd);
+        store->fs->ops->close(store->fs, store->io_files[file].fd);
         store->io_files[file].fd = -1;
     }
 }
@@ -268,14 +288,12 @@ int lh_store_file_read(const struct lh_store *store, uint32_t file_index, uint64
                        void *buffer, uint64_t bytes, struct lh_error *err)
 {
     for (uint64_t done = 0; done < bytes;) {
-        ssize_t rc = pread(store->io_files[file_index].fd, (uint8_t *)buffer + done, bytes - done,
-                           (off_t)(offset + done));
-        if (rc < 0 && errno == EINTR)
-            continue;
+        int64_t rc = store->fs->ops->read(store->fs, store->io_files[file_index].fd,
+                                          (uint8_t *)buffer + done, bytes - done, offset + done);
         if (rc < 0)
             return lh_error_set(
-                err, -errno, "cannot read %" PRIu64 " bytes at offset %" PRIu64 " of %s: %s",
-                bytes - done, offset + done, store->files[file_index].path, strerror(errno));
+                err, (int)rc, "cannot read %" PRIu64 " bytes at offset %" PRIu64 " of %s: %s",
+                bytes - done, offset + done, store->files[file_index].path, strerror((int)-rc));
         if (rc == 0)
             return lh_error_set(err, -ENODATA,
                                 "%s ends at %" PRIu64 ", bytes up to %" PRIu64
@@ -290,15 +308,14 @@ int lh_store_file_write(const struct lh_store *store, uint32_t file_index, uint6
                         const void *buffer, uint64_t bytes, struct lh_error *err)
 {
     for (uint64_t done = 0; done < bytes;) {
-        ssize_t rc = pwrite(store->io_files[file_index].fd, (const uint8_t *)buffer + done,
-                            bytes - done, (off_t)(offset + done));
-        if (rc < 0 && errno == EINTR)
-            continue;
+        int64_t rc =
+            store->fs->ops->write(store->fs, store->io_files[file_index].fd,
+                                  (const uint8_t *)buffer + done, bytes - done, offset + done);
         if (rc <= 0) {
-            int error = rc == 0 ? EIO : errno;
+            int code = rc == 0 ? -EIO : (int)rc;
             return lh_error_set(
-                err, -error, "cannot write %" PRIu64 " bytes at offset %" PRIu64 " of %s: %s",
-                bytes - done, offset + done, store->files[file_index].path, strerror(error));
+                err, code, "cannot write %" PRIu64 " bytes at offset %" PRIu64 " of %s: %s",
+                bytes - done, offset + done, store->files[file_index].path, strerror(-code));
         }
         done += (uint64_t)rc;
     }
@@ -307,9 +324,21 @@ int lh_store_file_write(const struct lh_store *store, uint32_t file_index, uint6
 
 int lh_store_file_sync(const struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
-    /* Not tried again after EINTR or anything else: a failed sync may have dropped the bytes. */
-    if (fdatasync(store->io_files[file_index].fd) != 0)
-        return lh_error_set(err, -errno, "cannot sync %s: %s", store->files[file_index].path,
-                            strerror(errno));
+    /* Tried once: a failed sync may have dropped the bytes. */
+    int rc = store->fs->ops->sync(store->fs, store->io_files[file_index].fd);
+    if (rc < 0)
+        return lh_error_set(err, rc, "cannot sync %s: %s", store->files[file_index].path,
+                            strerror(-rc));
     return 0;
+}
+
+int lh_store_header_write(struct lh_store *store, uint32_t file_index, uint32_t copy,
+                          struct lh_error *err)
+{
+    struct lh_store_header header = store->header;
+    header.file_index = file_index;
+    header.file_bytes = store->layout.file_bytes[file_index];
+    lh_store_header_encode(&header, store->bounce.base);
+    return lh_store_file_write(store, file_index, LH_STORE_HEADER_OFFSET(copy), store->bounce.base,
+                               LH_BLOCK_BYTES, err);
 }

@@ -22,13 +22,12 @@ void lh_store_control_plan(const struct lh_store_header *header,
 {
     struct lh_store_control *control = control_out;
     memset(control, 0, sizeof(*control));
+    control->copy_count = header->version == 1 ? 1 : LH_STORE_COPY_COUNT_MAX;
+    control->has_witnesses = header->version > 1;
     control->group_offset = lh_align_up(header->cycle_stripes, 8);
     control->extent_offset = control->group_offset + lh_align_up(header->group_count, 8);
     control->table_bytes = control->extent_offset +
                            header->extent_count * (uint64_t)sizeof(struct lh_store_extent_disk);
-    control->meta_offset =
-        LH_STORE_TABLE_OFFSET + lh_align_up(control->table_bytes, LH_BLOCK_BYTES);
-
     control->manifest_extent_offset =
         sizeof(struct lh_store_manifest_disk) + lh_align_up(header->group_count, 8);
     control->manifest_sum_offset =
@@ -38,13 +37,19 @@ void lh_store_control_plan(const struct lh_store_header *header,
         lh_align_up(header->checksum_count * (uint64_t)sizeof(uint32_t), 8);
     control->manifest_bytes =
         lh_align_up(control->manifest_scalar_offset + header->scalar_bytes_max, LH_BLOCK_BYTES);
-    control->manifest_offset[0] =
-        lh_align_up(control->meta_offset + header->meta_bytes, 64 * LH_KIB);
-    control->manifest_offset[1] =
-        lh_align_up(control->manifest_offset[0] + control->manifest_bytes, 64 * LH_KIB);
 
-    control->data_offset[0] =
-        lh_align_up(control->manifest_offset[1] + control->manifest_bytes, LH_STORE_DATA_ALIGNMENT);
+    /* All of copy 0 lies before all of copy 1: the copies of a block are never neighbours. */
+    uint64_t end = header->version == 1 ? LH_STORE_TABLE_OFFSET_1 : LH_STORE_TABLE_OFFSET;
+    for (uint32_t copy = 0; copy < control->copy_count; copy++) {
+        control->table_offset[copy] = end;
+        control->meta_offset[copy] = end + lh_align_up(control->table_bytes, LH_BLOCK_BYTES);
+        end = lh_align_up(control->meta_offset[copy] + header->meta_bytes, 64 * LH_KIB);
+        for (uint32_t area = 0; area < LH_COUNT_OF(control->manifest_offset); area++) {
+            control->manifest_offset[area][copy] = end;
+            end = lh_align_up(end + control->manifest_bytes, 64 * LH_KIB);
+        }
+    }
+    control->data_offset[0] = lh_align_up(end, LH_STORE_DATA_ALIGNMENT);
     for (uint32_t file = 1; file < header->file_count; file++)
         control->data_offset[file] = LH_STORE_DATA_ALIGNMENT;
 }
@@ -54,7 +59,7 @@ void lh_store_header_encode(const struct lh_store_header *header, void *block)
     struct lh_store_header_disk *disk = block;
     memset(disk, 0, sizeof(*disk));
     memcpy(disk->magic, "LOHANDAT", sizeof(disk->magic));
-    disk->version = htole32(LH_STORE_FORMAT_VERSION);
+    disk->version = htole32(header->version);
     disk->flags = htole32(header->is_single_slot ? LH_STORE_HEADER_SINGLE_SLOT : 0);
     memcpy(disk->uuid, header->uuid, sizeof(disk->uuid));
     disk->file_index = htole32(header->file_index);
@@ -95,17 +100,14 @@ int lh_store_header_decode(const void *block, struct lh_store_header *header_out
     memcpy(&disk, block, sizeof(disk));
     memset(header_out, 0, sizeof(*header_out));
     if (is_zero_block(block))
-        return lh_error_set(err, -EINPROGRESS,
-                            "the header is all zeros: its creation was interrupted; remove the "
-                            "file and create the store again");
+        return lh_error_set(err, -ENODATA, "the header is all zeros");
     if (memcmp(disk.magic, "LOHANDAT", sizeof(disk.magic)) != 0)
-        return lh_error_set(err, -EILSEQ, "the header at offset 0 does not start with LOHANDAT");
+        return lh_error_set(err, -EILSEQ, "the header does not start with LOHANDAT");
     uint32_t crc = lh_crc32c(0, &disk, BLOCK_CRC_BYTES);
     if (crc != le32toh(disk.crc))
-        return lh_error_set(err, -EILSEQ,
-                            "the header at offset 0 has checksum %08" PRIx32
-                            ", and says it should be %08" PRIx32,
-                            crc, le32toh(disk.crc));
+        return lh_error_set(
+            err, -EILSEQ, "the header has checksum %08" PRIx32 ", and says it should be %08" PRIx32,
+            crc, le32toh(disk.crc));
     uint32_t version = le32toh(disk.version);
     if (version > LH_STORE_FORMAT_VERSION)
         return lh_error_set(err, -EPROTO,
@@ -113,6 +115,7 @@ int lh_store_header_decode(const void *block, struct lh_store_header *header_out
                             "newest that this build of lohan reads; use a newer lohan",
                             version, LH_STORE_FORMAT_VERSION);
     *header_out = (struct lh_store_header){
+        .version = version,
         .is_single_slot = (le32toh(disk.flags) & LH_STORE_HEADER_SINGLE_SLOT) != 0,
         .file_index = le32toh(disk.file_index),
         .file_count = le32toh(disk.file_count),
@@ -131,7 +134,7 @@ int lh_store_header_decode(const void *block, struct lh_store_header *header_out
     if (version == 0 || le32toh(disk.checksum_bytes) != LH_CHECKSUM_BYTES ||
         !is_header_possible(header_out))
         return lh_error_set(err, -EILSEQ,
-                            "the header at offset 0 holds values that no store has (version "
+                            "the header holds values that no store has (version "
                             "%" PRIu32 ", file %" PRIu32 " of %" PRIu32 ", %" PRIu32
                             " extents, %" PRIu32 " groups)",
                             version, header_out->file_index, header_out->file_count,
@@ -147,7 +150,7 @@ void lh_store_superblock_encode(const struct lh_store_superblock *superblock,
     struct lh_store_superblock_disk *disk = block;
     memset(disk, 0, sizeof(*disk));
     memcpy(disk->magic, "LOHANSUP", sizeof(disk->magic));
-    disk->version = htole32(LH_STORE_FORMAT_VERSION);
+    disk->version = htole32(header->version);
     disk->flags = htole32(superblock->is_clean ? LH_STORE_SUPERBLOCK_CLEAN : 0);
     memcpy(disk->uuid, header->uuid, sizeof(disk->uuid));
     disk->sequence = htole64(superblock->sequence);
@@ -155,6 +158,7 @@ void lh_store_superblock_encode(const struct lh_store_superblock *superblock,
     disk->manifest_bytes = htole64(control.manifest_bytes);
     disk->manifest_area = htole32(superblock->manifest_area);
     disk->manifest_crc = htole32(superblock->manifest_crc);
+    disk->witness = htole64(superblock->witness);
     disk->crc = htole32(lh_crc32c(0, disk, BLOCK_CRC_BYTES));
 }
 
@@ -165,7 +169,7 @@ int lh_store_superblock_decode(const void *block, const struct lh_store_header *
     memcpy(&disk, block, sizeof(disk));
     memset(superblock_out, 0, sizeof(*superblock_out));
     if (is_zero_block(block))
-        return lh_error_set(err, -ENODATA, "never written");
+        return lh_error_set(err, -ENODATA, "it is all zeros");
     if (memcmp(disk.magic, "LOHANSUP", sizeof(disk.magic)) != 0)
         return lh_error_set(err, -EILSEQ, "it does not start with LOHANSUP");
     uint32_t crc = lh_crc32c(0, &disk, BLOCK_CRC_BYTES);
@@ -181,12 +185,74 @@ int lh_store_superblock_decode(const void *block, const struct lh_store_header *
         .step = le64toh(disk.step),
         .manifest_area = le32toh(disk.manifest_area),
         .manifest_crc = le32toh(disk.manifest_crc),
+        .witness = le64toh(disk.witness),
     };
     if (memcmp(disk.uuid, header->uuid, sizeof(disk.uuid)) != 0 ||
-        superblock_out->manifest_area > 1 || superblock_out->sequence == UINT64_MAX ||
+        le32toh(disk.version) != header->version || superblock_out->manifest_area > 1 ||
         le64toh(disk.manifest_bytes) != control.manifest_bytes)
         return lh_error_set(err, -EILSEQ, "it does not belong to this store's header");
+    if (superblock_out->sequence < 1 || superblock_out->sequence > LH_STORE_SEQUENCE_MAX ||
+        superblock_out->witness > superblock_out->sequence ||
+        (superblock_out->witness != 0) != control.has_witnesses)
+        return lh_error_set(err, -EILSEQ,
+                            "its sequence number %" PRIu64 " (witness %" PRIu64
+                            ") is one that no store has",
+                            superblock_out->sequence, superblock_out->witness);
     return 0;
+}
+
+void lh_store_witness_encode(const struct lh_store_witness *witness,
+                             const struct lh_store_header *header, void *block)
+{
+    struct lh_store_witness_disk *disk = block;
+    memset(disk, 0, sizeof(*disk));
+    memcpy(disk->magic, "LOHANWIT", sizeof(disk->magic));
+    disk->version = htole32(header->version);
+    memcpy(disk->uuid, header->uuid, sizeof(disk->uuid));
+    disk->sequence = htole64(witness->sequence);
+    disk->step = htole64(witness->step);
+    disk->crc = htole32(lh_crc32c(0, disk, BLOCK_CRC_BYTES));
+}
+
+int lh_store_witness_decode(const void *block, const struct lh_store_header *header,
+                            struct lh_store_witness *witness_out, struct lh_error *err)
+{
+    struct lh_store_witness_disk disk;
+    memcpy(&disk, block, sizeof(disk));
+    memset(witness_out, 0, sizeof(*witness_out));
+    if (memcmp(disk.magic, "LOHANWIT", sizeof(disk.magic)) != 0)
+        return lh_error_set(err, -EILSEQ, "it does not start with LOHANWIT");
+    uint32_t crc = lh_crc32c(0, &disk, BLOCK_CRC_BYTES);
+    if (crc != le32toh(disk.crc))
+        return lh_error_set(err, -EILSEQ,
+                            "it has checksum %08" PRIx32 ", and says it should be %08" PRIx32, crc,
+                            le32toh(disk.crc));
+    uint64_t sequence = le64toh(disk.sequence);
+    if (memcmp(disk.uuid, header->uuid, sizeof(disk.uuid)) != 0 ||
+        le32toh(disk.version) != header->version || sequence < 1 ||
+        sequence > LH_STORE_SEQUENCE_MAX)
+        return lh_error_set(err, -EILSEQ, "it does not belong to this store's header");
+    *witness_out = (struct lh_store_witness){.sequence = sequence, .step = le64toh(disk.step)};
+    return 0;
+}
+
+bool lh_store_is_past_creation(const void *block)
+{
+    struct lh_store_superblock_disk superblock;
+    struct lh_store_witness_disk witness;
+    memcpy(&superblock, block, sizeof(superblock));
+    memcpy(&witness, block, sizeof(witness));
+    /* A block whose first sector creation had not written yet. */
+    bool is_blank = superblock.magic[0] == 0 && memcmp(superblock.magic, superblock.magic + 1,
+                                                       sizeof(superblock.magic) - 1) == 0;
+    if (is_blank)
+        return false;
+    uint64_t sequence = UINT64_MAX;
+    if (memcmp(superblock.magic, "LOHANSUP", sizeof(superblock.magic)) == 0)
+        sequence = le64toh(superblock.sequence);
+    if (memcmp(witness.magic, "LOHANWIT", sizeof(witness.magic)) == 0)
+        sequence = le64toh(witness.sequence);
+    return sequence > LH_STORE_SEQUENCE_CREATED(le32toh(superblock.version));
 }
 
 void lh_store_table_encode(const struct lh_store_shape *shape,
@@ -259,7 +325,7 @@ void lh_store_manifest_encode(const struct lh_store_header *header, uint64_t ste
 {
     LH_ASSERT(scalar_bytes <= header->scalar_bytes_max);
     struct lh_store_manifest_disk disk = {
-        .version = htole32(LH_STORE_FORMAT_VERSION),
+        .version = htole32(header->version),
         .group_count = htole32(header->group_count),
         .extent_count = htole32(header->extent_count),
         .step = htole64(step),
@@ -287,7 +353,7 @@ int lh_store_manifest_decode(const void *manifest, const struct lh_store_header 
     memcpy(&disk, manifest, sizeof(disk));
     uint64_t scalar_bytes = le64toh(disk.scalar_bytes);
     if (memcmp(disk.magic, "LOHANMAN", sizeof(disk.magic)) != 0 ||
-        le32toh(disk.version) != LH_STORE_FORMAT_VERSION ||
+        le32toh(disk.version) != header->version ||
         le32toh(disk.group_count) != header->group_count ||
         le32toh(disk.extent_count) != header->extent_count ||
         memcmp(disk.uuid, header->uuid, sizeof(disk.uuid)) != 0 ||

@@ -17,14 +17,23 @@
 
 /*
  * Fixed places, the same in every file. They are 64 KiB apart so that no drive rewrites two of them
- * in one of its own pages.
+ * in one of its own pages. Version 1 has copy 0 only.
  */
-#define LH_STORE_HEADER_OFFSET UINT64_C(0)
+#define LH_STORE_COPY_COUNT_MAX 2
+#define LH_STORE_HEADER_OFFSET(copy) (320 * (uint64_t)(copy) * LH_KIB)
 #define LH_STORE_OWNER_OFFSET (32 * LH_KIB)
-/* File 0 only: the superblock with sequence number s is at number s % 2. */
-#define LH_STORE_SUPERBLOCK_OFFSET(number) ((64 + 64 * (uint64_t)(number)) * LH_KIB)
-#define LH_STORE_TABLE_OFFSET (192 * LH_KIB)
+/* The superblock with sequence number s is at number s % 2. */
+#define LH_STORE_SUPERBLOCK_OFFSET(number, copy)                                                   \
+    ((64 + 64 * (uint64_t)(number) + 128 * (uint64_t)(copy)) * LH_KIB)
+/* Files other than file 0 have the witness of a commit where file 0 has its superblock's copy 0. */
+#define LH_STORE_WITNESS_OFFSET(number) LH_STORE_SUPERBLOCK_OFFSET(number, 0)
+#define LH_STORE_TABLE_OFFSET_1 (192 * LH_KIB) /* in version 1 */
+#define LH_STORE_TABLE_OFFSET (384 * LH_KIB)   /* copy 0 */
 #define LH_STORE_DATA_ALIGNMENT LH_MIB
+/* Creation's superblocks end with this sequence number: a higher one was a commit or a mark. */
+#define LH_STORE_SEQUENCE_CREATED(version) ((version) == 1 ? UINT64_C(1) : UINT64_C(2))
+/* No store gets there; what is computed from a sequence number cannot overflow. */
+#define LH_STORE_SEQUENCE_MAX (UINT64_C(1) << 62)
 
 #define LH_STORE_EXTENT_COUNT_MAX (UINT32_C(1) << 20)
 #define LH_STORE_GROUP_COUNT_MAX (UINT32_C(1) << 20)
@@ -78,11 +87,25 @@ struct lh_store_superblock_disk {
     uint64_t manifest_bytes;
     uint32_t manifest_area;
     uint32_t manifest_crc;
-    uint8_t zeros[4028];
+    uint64_t witness; /* 0 in version 1 */
+    uint8_t zeros[4020];
     uint32_t crc;
 };
 _Static_assert(sizeof(struct lh_store_superblock_disk) == LH_BLOCK_BYTES, "one block");
-_Static_assert(offsetof(struct lh_store_superblock_disk, zeros) == 64, "no padding");
+_Static_assert(offsetof(struct lh_store_superblock_disk, zeros) == 72, "no padding");
+
+struct lh_store_witness_disk {
+    uint8_t magic[8]; /* "LOHANWIT" */
+    uint32_t version;
+    uint32_t zero;
+    uint8_t uuid[LH_STORE_UUID_BYTES];
+    uint64_t sequence;
+    uint64_t step;
+    uint8_t zeros[4044];
+    uint32_t crc;
+};
+_Static_assert(sizeof(struct lh_store_witness_disk) == LH_BLOCK_BYTES, "one block");
+_Static_assert(offsetof(struct lh_store_witness_disk, zeros) == 48, "no padding");
 
 struct lh_store_extent_disk {
     uint64_t bytes;
@@ -114,6 +137,7 @@ struct lh_store_owner_disk {
 _Static_assert(sizeof(struct lh_store_owner_disk) == LH_BLOCK_BYTES, "one block");
 
 struct lh_store_header {
+    uint32_t version;
     bool is_single_slot;
     uint8_t uuid[LH_STORE_UUID_BYTES];
     uint32_t file_index;
@@ -136,15 +160,30 @@ struct lh_store_superblock {
     uint64_t step;
     uint32_t manifest_area;
     uint32_t manifest_crc;
+    /*
+     * The sequence number that the witnesses of the other files have, or a later one, unless a
+     * directory was restored from an older copy; that of the commit whose manifest this names.
+     * 0 in version 1, which has no witnesses.
+     */
+    uint64_t witness;
+};
+
+/* A commit that the bytes of a file other than file 0 belong to. */
+struct lh_store_witness {
+    uint64_t sequence;
+    uint64_t step;
 };
 
 /* Where the control structures of file 0 lie: follows from the counts in the header. */
 struct lh_store_control {
+    uint32_t copy_count;    /* of everything here: 1 in version 1, else 2 */
+    bool has_witnesses;     /* in the files other than file 0 */
     uint64_t table_bytes;   /* without padding */
     uint64_t group_offset;  /* in the table */
     uint64_t extent_offset; /* in the table */
-    uint64_t meta_offset;   /* in the file; the table is at LH_STORE_TABLE_OFFSET */
-    uint64_t manifest_offset[2];
+    uint64_t table_offset[LH_STORE_COPY_COUNT_MAX];
+    uint64_t meta_offset[LH_STORE_COPY_COUNT_MAX];
+    uint64_t manifest_offset[2][LH_STORE_COPY_COUNT_MAX]; /* of area and copy */
     uint64_t manifest_bytes;         /* of one area; all of it is written and under the CRC */
     uint64_t manifest_extent_offset; /* in the area: the extents' flags; the groups' come first */
     uint64_t manifest_sum_offset;    /* in the area: checksums */
@@ -158,20 +197,31 @@ void lh_store_control_plan(const struct lh_store_header *header,
 
 /* block is LH_BLOCK_BYTES. */
 void lh_store_header_encode(const struct lh_store_header *header, void *block);
-/*
- * Errors: -EPROTO (a newer version; both are named), -EILSEQ, -EINPROGRESS (all zeros: a creation
- * that was interrupted).
- */
+/* Errors: -EPROTO (a newer version; both are named), -EILSEQ, -ENODATA (all zeros). */
 int lh_store_header_decode(const void *block, struct lh_store_header *header_out,
                            struct lh_error *err) LH_MUST_CHECK;
 
 /* block is LH_BLOCK_BYTES; header gives the uuid and the size of a manifest. */
 void lh_store_superblock_encode(const struct lh_store_superblock *superblock,
                                 const struct lh_store_header *header, void *block);
-/* Errors: -ENODATA (all zeros: never written), -EILSEQ. */
+/* Errors: -ENODATA (all zeros), -EILSEQ. */
 int lh_store_superblock_decode(const void *block, const struct lh_store_header *header,
                                struct lh_store_superblock *superblock_out, struct lh_error *err)
     LH_MUST_CHECK;
+
+/* block is LH_BLOCK_BYTES. */
+void lh_store_witness_encode(const struct lh_store_witness *witness,
+                             const struct lh_store_header *header, void *block);
+/* Errors: -EILSEQ. */
+int lh_store_witness_decode(const void *block, const struct lh_store_header *header,
+                            struct lh_store_witness *witness_out, struct lh_error *err)
+    LH_MUST_CHECK;
+
+/*
+ * Whether a superblock's or a witness's place shows that something was committed: it holds more
+ * than a creation may have left there, torn or whole. For a file without a header.
+ */
+bool lh_store_is_past_creation(const void *block);
 
 /* table is control->table_bytes, zeroed. */
 void lh_store_table_encode(const struct lh_store_shape *shape,

@@ -12,15 +12,10 @@
  * an io_uring, which holds the files, after the process is gone. Its last writes may be on their
  * way until then, so the lock of a dead process is waited for.
  */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE 1 /* O_DIRECT */
-#endif
 #include <endian.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <signal.h>
 #include <string.h>
-#include <sys/file.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -47,14 +42,18 @@ static bool is_dead(uint64_t pid)
     return pid > 0 && pid <= INT32_MAX && kill((pid_t)pid, 0) != 0 && errno == ESRCH;
 }
 
+static int file_lock(const struct lh_store *store, uint32_t file_index, enum lh_store_fs_lock lock)
+{
+    return store->fs->ops->lock(store->fs, store->io_files[file_index].fd, lock);
+}
+
 static int busy(struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
     const struct lh_store_file *file = &store->files[file_index];
-    int fd = store->io_files[file_index].fd;
     /* A lock that may be shared is held by readers, and the block names a writer long gone. */
-    bool is_readers = !store->is_read_only && flock(fd, LOCK_SH | LOCK_NB) == 0;
+    bool is_readers = !store->is_read_only && file_lock(store, file_index, LH_STORE_FS_SHARED) == 0;
     if (is_readers) {
-        flock(fd, LOCK_UN);
+        (void)!file_lock(store, file_index, LH_STORE_FS_UNLOCKED);
         return lh_error_set(
             err, -EBUSY, "%s is open for reading in another process; close it there", file->path);
     }
@@ -75,21 +74,19 @@ static int busy(struct lh_store *store, uint32_t file_index, struct lh_error *er
 int lh_store_file_lock(struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
     struct lh_store_file *file = &store->files[file_index];
-    int kind = store->is_read_only ? LOCK_SH : LOCK_EX;
-    int code = EWOULDBLOCK;
-    for (uint32_t i = 0; i < DEAD_RETRY_COUNT && code == EWOULDBLOCK; i++) {
-        do {
-            code = flock(store->io_files[file_index].fd, kind | LOCK_NB) == 0 ? 0 : errno;
-        } while (code == EINTR);
-        if (code == EWOULDBLOCK && !is_dead(owner_read(store, file_index)))
+    enum lh_store_fs_lock lock = store->is_read_only ? LH_STORE_FS_SHARED : LH_STORE_FS_EXCLUSIVE;
+    int rc = -EWOULDBLOCK;
+    for (uint32_t i = 0; i < DEAD_RETRY_COUNT && rc == -EWOULDBLOCK; i++) {
+        rc = file_lock(store, file_index, lock);
+        if (rc == -EWOULDBLOCK && !is_dead(owner_read(store, file_index)))
             break;
-        if (code == EWOULDBLOCK)
+        if (rc == -EWOULDBLOCK)
             nanosleep(&(struct timespec){.tv_nsec = DEAD_RETRY_NS}, NULL);
     }
-    if (code == EWOULDBLOCK)
+    if (rc == -EWOULDBLOCK)
         return busy(store, file_index, err);
-    if (code != 0)
-        return lh_error_set(err, -code, "cannot lock %s: %s", file->path, strerror(code));
+    if (rc < 0)
+        return lh_error_set(err, rc, "cannot lock %s: %s", file->path, strerror(-rc));
     file->is_locked = true;
     return 0;
 }
@@ -113,8 +110,19 @@ void lh_store_file_unlock(struct lh_store *store, uint32_t file_index)
     /* Only courtesy: a stale name does no harm where there is no lock. */
     if (!store->is_read_only && file->is_owned)
         (void)!owner_write(store, file_index, 0, NULL);
-    flock(store->io_files[file_index].fd, LOCK_UN);
+    (void)!file_lock(store, file_index, LH_STORE_FS_UNLOCKED);
     file->is_locked = false;
+}
+
+/* Its only use is a message, so its loss is no reason to refuse the store. */
+static int owner_is_lost(struct lh_store *store, uint32_t file_index, struct lh_error *err)
+{
+    lh_error_clear(err);
+    lh_store_note_add(store,
+                      "%s: the block at offset %" PRIu64
+                      ", which names the process that has it open, cannot be read or written: %s",
+                      store->files[file_index].path, LH_STORE_OWNER_OFFSET, strerror(EIO));
+    return 0;
 }
 
 static int owner_exchange(struct lh_store *store, uint32_t file_index, struct lh_error *err)
@@ -124,12 +132,18 @@ static int owner_exchange(struct lh_store *store, uint32_t file_index, struct lh
     const uint64_t pid = (uint64_t)getpid();
     LH_ASSERT(file->is_locked || store->is_held);
     if (!store->is_read_only) {
-        LH_TRY(owner_write(store, file_index, pid, err));
+        int rc = owner_write(store, file_index, pid, err);
+        if (rc == -EIO)
+            return owner_is_lost(store, file_index, err);
+        LH_TRY(rc);
         file->is_owned = true;
     }
     memset(owner, 0, sizeof(*owner));
-    LH_TRY(
-        lh_store_file_read(store, file_index, LH_STORE_OWNER_OFFSET, owner, sizeof(*owner), err));
+    int rc =
+        lh_store_file_read(store, file_index, LH_STORE_OWNER_OFFSET, owner, sizeof(*owner), err);
+    if (rc == -EIO)
+        return owner_is_lost(store, file_index, err);
+    LH_TRY(rc);
     if (!store->is_read_only && le64toh(owner->pid) != pid)
         return lh_error_set(err, -EIO,
                             "%s does not give back what was written to it (offset %" PRIu64 ")",
@@ -142,10 +156,7 @@ int lh_store_file_probe(struct lh_store *store, uint32_t file_index, bool allow_
 {
     struct lh_io_file *io_file = &store->io_files[file_index];
     const char *path = store->files[file_index].path;
-    int flags = fcntl(io_file->fd, F_GETFL);
-    if (flags < 0)
-        return lh_error_set(err, -errno, "cannot examine %s: %s", path, strerror(errno));
-    int rc = fcntl(io_file->fd, F_SETFL, flags | O_DIRECT) == 0 ? 0 : -errno;
+    int rc = store->fs->ops->set_direct(store->fs, io_file->fd, true);
     if (rc == 0) {
         rc = owner_exchange(store, file_index, err);
         if (rc == 0) {
@@ -161,10 +172,11 @@ int lh_store_file_probe(struct lh_store *store, uint32_t file_index, bool allow_
                             "%s: its file system refuses O_DIRECT (%s); choose another directory, "
                             "or allow buffered I/O",
                             path, strerror(-rc));
-    if (fcntl(io_file->fd, F_SETFL, flags) != 0)
-        return lh_error_set(err, -errno, "cannot reset the flags of %s: %s", path, strerror(errno));
     lh_store_note_add(store, "%s: O_DIRECT is refused (%s); its bytes pass through the page cache",
                       path, strerror(-rc));
+    rc = store->fs->ops->set_direct(store->fs, io_file->fd, false);
+    if (rc < 0)
+        return lh_error_set(err, rc, "cannot reset the flags of %s: %s", path, strerror(-rc));
     io_file->direct = false;
     return owner_exchange(store, file_index, err);
 }

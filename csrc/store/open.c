@@ -1,18 +1,100 @@
 /*
- * Opening a store at its last committed step, and closing it.
- *
- * Which step that is: the valid superblock with the higher sequence number whose manifest is whole.
- * The other one is the fallback; a crash needs it only while the newer one is being written, when
- * everything that it names is still there (see commit.c). What was passed over is told in the note.
+ * Opening a store at its last committed step, and closing it. Which step that is: choose.c.
  */
-#include <endian.h>
 #include <inttypes.h>
 #include <string.h>
-#include <sys/stat.h>
 
 #include "base/assert.h"
 #include "base/crc32c.h"
 #include "store/store_impl.h"
+
+/*
+ * Whether a file without a whole header has held commits: then it is damaged, and not a creation
+ * that was interrupted. Also the places of copy 1 count, if they hold a superblock: in version 1
+ * something else is there.
+ */
+static int is_past_creation(struct lh_store *store, uint32_t file_index, uint64_t file_bytes,
+                            struct lh_error *err)
+{
+    for (uint32_t copy = 0; copy < LH_STORE_COPY_COUNT_MAX; copy++) {
+        for (uint32_t number = 0; number < 2; number++) {
+            uint64_t offset = LH_STORE_SUPERBLOCK_OFFSET(number, copy);
+            if (offset + LH_BLOCK_BYTES > file_bytes)
+                continue;
+            LH_TRY(lh_store_file_read(store, file_index, offset, store->bounce.base, LH_BLOCK_BYTES,
+                                      err));
+            if (copy > 0 && memcmp(store->bounce.base, "LOHANSUP", 8) != 0)
+                continue;
+            if (lh_store_is_past_creation(store->bounce.base))
+                return 1;
+        }
+    }
+    return 0;
+}
+
+/* No copy of the header is whole. errors: of each copy. */
+static int header_missing(struct lh_store *store, uint32_t file_index, uint64_t file_bytes,
+                          const struct lh_error *errors, struct lh_error *err)
+{
+    const char *path = store->files[file_index].path;
+    /* A creation leaves one copy blank while it writes the other. */
+    bool is_begun = errors[0].code == -ENODATA || errors[1].code == -ENODATA;
+    int rc = is_past_creation(store, file_index, file_bytes, err);
+    LH_TRY(rc);
+    if (is_begun && rc == 0)
+        return lh_error_set(err, -EINPROGRESS,
+                            "%s has no header: its creation was interrupted; remove the file and "
+                            "create the store again",
+                            path);
+    return lh_error_set(err, -EILSEQ,
+                        "%s has lost its header%s: %s, and the copy at offset %" PRIu64
+                        ": %s; put back a copy of the file",
+                        path, rc > 0 ? ", and holds commits" : "", errors[0].message,
+                        LH_STORE_HEADER_OFFSET(1), errors[1].message);
+}
+
+static int header_read(struct lh_store *store, uint32_t file_index, uint64_t file_bytes,
+                       struct lh_store_header *header_out, struct lh_error *err)
+{
+    struct lh_store_file *file = &store->files[file_index];
+    struct lh_store_header found[LH_STORE_COPY_COUNT_MAX];
+    struct lh_error errors[LH_STORE_COPY_COUNT_MAX] = {{.code = 0}};
+    uint32_t good = LH_STORE_COPY_COUNT_MAX;
+    for (uint32_t copy = LH_STORE_COPY_COUNT_MAX; copy-- > 0;) {
+        uint64_t offset = LH_STORE_HEADER_OFFSET(copy);
+        if (copy > 0 && offset + LH_BLOCK_BYTES > file_bytes) {
+            lh_error_set(&errors[copy], -ENODATA, "the file ends before it");
+            continue;
+        }
+        int rc = lh_store_file_read(store, file_index, offset, store->bounce.base, LH_BLOCK_BYTES,
+                                    &errors[copy]);
+        /* Whatever the rest of it says: nothing is done to a newer store. */
+        if (rc == -ENODATA)
+            return lh_error_set(err, rc, "%s", errors[copy].message);
+        if (rc == 0)
+            rc = lh_store_header_decode(store->bounce.base, &found[copy], &errors[copy]);
+        if (rc == -EPROTO) {
+            lh_error_set(err, rc, "%s: %s", file->path, errors[copy].message);
+            return rc;
+        }
+        /* Version 1 has something else where copy 1 would be. */
+        if (rc == 0 && copy > 0 && found[copy].version == 1)
+            rc = lh_error_set(&errors[copy], -EILSEQ, "it is of version 1, which has no copy");
+        if (rc == 0)
+            good = copy;
+    }
+    if (good == LH_STORE_COPY_COUNT_MAX) {
+        for (uint32_t copy = 0; copy < LH_STORE_COPY_COUNT_MAX; copy++) {
+            if (errors[copy].code != -EILSEQ && errors[copy].code != -ENODATA)
+                return lh_error_set(err, errors[copy].code, "%s", errors[copy].message);
+        }
+        return header_missing(store, file_index, file_bytes, errors, err);
+    }
+    *header_out = found[good];
+    for (uint32_t copy = 0; copy < LH_STORE_COPY_COUNT_MAX; copy++)
+        file->header_codes[copy] = errors[copy].code;
+    return 0;
+}
 
 /* Lock the file and read its header; nothing is written before its version is known. */
 static int file_begin(struct lh_store *store, uint32_t file_index, struct lh_store_header *header,
@@ -20,25 +102,18 @@ static int file_begin(struct lh_store *store, uint32_t file_index, struct lh_sto
 {
     const char *path = store->files[file_index].path;
     LH_TRY(lh_store_file_open(store, file_index, err));
-    struct stat info;
-    if (fstat(store->io_files[file_index].fd, &info) != 0)
-        return lh_error_set(err, -errno, "cannot examine %s: %s", path, strerror(errno));
-    if (info.st_size == 0)
+    struct lh_store_fs_info info;
+    LH_TRY(lh_store_file_info(store, file_index, &info, err));
+    if (info.bytes == 0)
         return lh_error_set(err, -EINPROGRESS,
                             "%s is empty: its creation was interrupted, or it was truncated; "
                             "remove the file and create the store again",
                             path);
-    LH_TRY(lh_store_file_read(store, file_index, LH_STORE_HEADER_OFFSET, store->bounce.base,
-                              LH_BLOCK_BYTES, err));
-    int rc = lh_store_header_decode(store->bounce.base, header, err);
-    if (rc < 0) {
-        (void)lh_error_prefix(err, "%s", path);
-        return rc;
-    }
-    if ((uint64_t)info.st_size < header->file_bytes)
+    LH_TRY(header_read(store, file_index, info.bytes, header, err));
+    if (info.bytes < header->file_bytes)
         return lh_error_set(err, -ENODATA,
                             "%s was truncated: it has %" PRIu64 " bytes, %" PRIu64 " are expected",
-                            path, (uint64_t)info.st_size, header->file_bytes);
+                            path, info.bytes, header->file_bytes);
     return 0;
 }
 
@@ -65,8 +140,11 @@ static int files_sort(struct lh_store *store, const struct lh_store_header *head
         lh_store_header_encode(header, store->bounce.base);
         lh_store_header_encode(&same, store->superblock_block.base);
         if (memcmp(block, same_block, LH_BLOCK_BYTES) != 0)
-            return lh_error_set(err, -EILSEQ, "the headers of %.256s and %.256s disagree",
-                                store->files[0].path, store->files[file].path);
+            return lh_error_set(
+                err, -EILSEQ,
+                "the headers of %.256s and %.256s disagree: one of them was changed; "
+                "put a copy of the store back",
+                store->files[0].path, store->files[file].path);
         if (is_here[header->file_index])
             return lh_error_set(err, -EXDEV, "%.256s is a copy of file %" PRIu32 " of the store",
                                 store->files[file].path, header->file_index);
@@ -98,21 +176,6 @@ static int files_sort(struct lh_store *store, const struct lh_store_header *head
     return 0;
 }
 
-static int region_read(struct lh_store *store, const char *name, uint64_t offset,
-                       struct lh_store_buffer *buffer, uint64_t bytes, uint32_t expected_crc,
-                       struct lh_error *err)
-{
-    LH_TRY(lh_store_file_read(store, 0, offset, buffer->base, lh_align_up(bytes, LH_BLOCK_BYTES),
-                              err));
-    uint32_t crc = lh_crc32c(0, buffer->base, bytes);
-    if (crc != expected_crc)
-        return lh_error_set(err, -EILSEQ,
-                            "%s of %s (offset %" PRIu64 ", %" PRIu64 " bytes) has checksum "
-                            "%08" PRIx32 ", and the header says %08" PRIx32,
-                            name, store->files[0].path, offset, bytes, crc, expected_crc);
-    return 0;
-}
-
 static int description_read(struct lh_store *store, const uint64_t *file_bytes,
                             struct lh_error *err)
 {
@@ -124,10 +187,10 @@ static int description_read(struct lh_store *store, const uint64_t *file_bytes,
         return lh_error_set(err, -EILSEQ, "the header of %s does not fit its %" PRIu64 " bytes",
                             store->files[0].path, file_bytes[0]);
     LH_TRY(lh_store_description_init(store, err));
-    LH_TRY(region_read(store, "the table", LH_STORE_TABLE_OFFSET, &store->table,
-                       control.table_bytes, header->table_crc, err));
-    LH_TRY(region_read(store, "meta", control.meta_offset, &store->meta, header->meta_bytes,
-                       header->meta_crc, err));
+    LH_TRY(lh_store_copies_read(store, "the table", control.table_offset, &store->table,
+                                control.table_bytes, header->table_crc, err));
+    LH_TRY(lh_store_copies_read(store, "meta", control.meta_offset, &store->meta,
+                                header->meta_bytes, header->meta_crc, err));
     int rc = lh_store_table_decode(store->table.base, header, &store->control, store->cycle,
                                    store->extents, store->slot_counts, store->tail_files, err);
     if (rc < 0) {
@@ -144,83 +207,6 @@ static int description_read(struct lh_store *store, const uint64_t *file_bytes,
     return 0;
 }
 
-/* Read the manifest that superblock names into its area's buffer. */
-static int manifest_read(struct lh_store *store, const struct lh_store_superblock *superblock,
-                         uint64_t *scalar_bytes_out, struct lh_error *err)
-{
-    uint32_t area = superblock->manifest_area;
-    uint64_t offset = store->control.manifest_offset[area];
-    void *manifest = store->manifests[area].base;
-    LH_TRY(lh_store_file_read(store, 0, offset, manifest, store->control.manifest_bytes, err));
-    int rc = lh_store_manifest_decode(manifest, &store->header, &store->control, superblock,
-                                      store->slot_counts, scalar_bytes_out, err);
-    if (rc < 0)
-        (void)lh_error_prefix(err, "the manifest of step %" PRIu64 " at offset %" PRIu64,
-                              superblock->step, offset);
-    return rc;
-}
-
-/* The state as the manifest of the chosen superblock has it. */
-static void state_load(struct lh_store *store)
-{
-    const struct lh_store_control *control = &store->control;
-    const uint8_t *manifest = store->manifests[store->superblock.manifest_area].base;
-    const uint8_t *groups = manifest + sizeof(struct lh_store_manifest_disk);
-    const uint8_t *extents = manifest + control->manifest_extent_offset;
-    const uint8_t *sums = manifest + control->manifest_sum_offset;
-    for (uint32_t group = 0; group < store->header.group_count; group++)
-        store->group_states[group] =
-            groups[group] & (LH_STORE_GROUP_STATE_SLOT | LH_STORE_GROUP_STATE_WRITTEN);
-    for (uint32_t extent = 0; extent < store->header.extent_count; extent++) {
-        uint32_t slot = lh_store_committed_slot(store, store->extents[extent].group);
-        unsigned state = LH_STORE_EXTENT_STATE_DIRTY(0) | LH_STORE_EXTENT_STATE_DIRTY(1);
-        if (extents[extent] & LH_STORE_EXTENT_ZERO)
-            state |= LH_STORE_EXTENT_STATE_ZERO(slot);
-        store->extent_states[extent] = (uint8_t)state;
-        uint32_t count = 0;
-        uint32_t *checksums = lh_store_checksums(store, extent, slot, &count);
-        for (uint32_t index = 0; index < count; index++) {
-            uint32_t value = 0;
-            memcpy(&value, sums + (store->checksum_first[extent] + index) * sizeof(value),
-                   sizeof(value));
-            checksums[index] = le32toh(value);
-        }
-    }
-}
-
-static int superblock_choose(struct lh_store *store, struct lh_error *err)
-{
-    struct lh_store_superblock found[2];
-    bool is_valid[2] = {false, false};
-    struct lh_error reason = {.code = 0};
-    for (uint32_t number = 0; number < 2; number++) {
-        uint64_t offset = LH_STORE_SUPERBLOCK_OFFSET(number);
-        int rc = lh_store_file_read(store, 0, offset, store->bounce.base, LH_BLOCK_BYTES, &reason);
-        if (rc == 0)
-            rc = lh_store_superblock_decode(store->bounce.base, &store->header, &found[number],
-                                            &reason);
-        is_valid[number] = rc == 0;
-        if (rc != 0 && rc != -ENODATA)
-            lh_store_note_add(store,
-                              "%s: superblock %" PRIu32 " at offset %" PRIu64 " is not valid: %s",
-                              store->files[0].path, number, offset, reason.message);
-    }
-    for (uint32_t attempt = 0; attempt < 2; attempt++) {
-        uint32_t number =
-            is_valid[0] && is_valid[1] ? found[1].sequence > found[0].sequence : is_valid[1];
-        if (!is_valid[number])
-            break;
-        is_valid[number] = false;
-        if (manifest_read(store, &found[number], &store->scalar_bytes, &reason) == 0) {
-            store->superblock = found[number];
-            state_load(store);
-            return 0;
-        }
-        lh_store_note_add(store, "%s: %s", store->files[0].path, reason.message);
-    }
-    return lh_error_set(err, -EILSEQ, "no committed step is whole: %s", store->note);
-}
-
 static int open_store(struct lh_store *store, const struct lh_store_open_opts *opts,
                       struct lh_error *err)
 {
@@ -233,17 +219,7 @@ static int open_store(struct lh_store *store, const struct lh_store_open_opts *o
     for (uint32_t file = 0; file < store->file_count; file++)
         LH_TRY(lh_store_file_probe(store, file, opts->allow_buffered, err));
     LH_TRY(description_read(store, file_bytes, err));
-    LH_TRY(superblock_choose(store, err));
-    if (!store->header.is_single_slot)
-        return 0;
-    if (!store->superblock.is_clean)
-        return lh_error_set(err, -EUCLEAN,
-                            "%s keeps one copy of each value and was not closed cleanly after "
-                            "step %" PRIu64 ": what it holds is a mixture of steps; start from a "
-                            "checkpoint",
-                            store->files[0].path, store->superblock.step);
-    /* Before the first write that may come; kept until close finds nothing unfinished. */
-    return store->is_read_only ? 0 : lh_store_mark_sync(store, false, err);
+    return lh_store_choose(store, opts->open_at, err);
 }
 
 int lh_store_open(const struct lh_store_open_opts *opts, struct lh_alloc *alloc,
@@ -255,6 +231,8 @@ int lh_store_open(const struct lh_store_open_opts *opts, struct lh_alloc *alloc,
                             opts->directory_count, LH_STORE_DIRECTORY_COUNT_MAX);
     struct lh_store *store = NULL;
     LH_TRY(lh_store_new(alloc, opts->directory_count, &store, err));
+    if (opts->fs != NULL)
+        store->fs = opts->fs;
     store->is_read_only = opts->read_only;
     store->is_held = opts->is_held;
     LH_ASSERT(opts->read_only || !opts->is_held);
@@ -275,7 +253,7 @@ void lh_store_close(struct lh_store *store)
     bool is_whole = store->phase == LH_STORE_PHASE_IDLE && store->failure.code == 0 &&
                     !store->is_changed && !store->is_read_only;
     /* If this fails the store stays marked unclean, and whoever opens it is told. */
-    if (store->header.is_single_slot && is_whole)
+    if (store->header.is_single_slot && is_whole && !store->superblock.is_clean)
         (void)!lh_store_mark_sync(store, true, NULL);
     lh_store_files_close(store);
     lh_store_delete(store);

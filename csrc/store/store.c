@@ -37,11 +37,14 @@ int lh_store_new(struct lh_alloc *alloc, uint32_t file_count, struct lh_store **
     if (store == NULL)
         return lh_error_set(err, -ENOMEM, "no memory for a store");
     store->alloc = alloc;
+    store->fs = lh_store_fs_real();
     store->file_count = file_count;
+    store->header.version = LH_STORE_FORMAT_VERSION;
     for (uint32_t file = 0; file < LH_STORE_DIRECTORY_COUNT_MAX; file++)
         store->io_files[file].fd = -1;
     if (lh_store_buffer_init(store, &store->bounce, LH_STORE_BOUNCE_BYTES, err) < 0 ||
-        lh_store_buffer_init(store, &store->superblock_block, LH_BLOCK_BYTES, err) < 0) {
+        lh_store_buffer_init(store, &store->superblock_block, LH_BLOCK_BYTES, err) < 0 ||
+        lh_store_buffer_init(store, &store->witness_block, LH_BLOCK_BYTES, err) < 0) {
         lh_store_delete(store);
         return -ENOMEM;
     }
@@ -121,8 +124,8 @@ void lh_store_delete(struct lh_store *store)
 {
     struct lh_alloc *alloc = store->alloc;
     struct lh_store_buffer *const buffers[] = {
-        &store->bounce, &store->superblock_block, &store->table,
-        &store->meta,   &store->manifests[0],     &store->manifests[1],
+        &store->bounce,       &store->superblock_block, &store->table,         &store->meta,
+        &store->manifests[0], &store->manifests[1],     &store->witness_block,
     };
     for (uint32_t index = 0; index < LH_COUNT_OF(buffers); index++)
         lh_free(alloc, buffers[index]->raw);
@@ -230,6 +233,11 @@ const char *lh_store_note(const struct lh_store *store)
     return store->note;
 }
 
+bool lh_store_is_fallback(const struct lh_store *store)
+{
+    return store->is_fallback;
+}
+
 const char *lh_store_uuid(const struct lh_store *store)
 {
     return store->uuid;
@@ -279,6 +287,12 @@ void lh_store_clear_zero(struct lh_store *store, uint32_t extent, uint32_t slot)
     state &= ~LH_STORE_EXTENT_STATE_ZERO(slot);
     state |= LH_STORE_EXTENT_STATE_DIRTY(slot);
     store->extent_states[extent] = (uint8_t)state;
+}
+
+void lh_store_mark_dirty(struct lh_store *store, uint32_t extent, uint32_t slot)
+{
+    check_slot(store, extent, slot);
+    store->extent_states[extent] |= (uint8_t)LH_STORE_EXTENT_STATE_DIRTY(slot);
 }
 
 /* The CRC of zeros, in as many steps as the number of blocks has binary digits. */

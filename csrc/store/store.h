@@ -18,18 +18,22 @@
  * any request.
  *
  * Commit, in phases, each waiting for the one before:
- *      1 sync every data file   2 write the manifest to the area not in use   3 sync file 0
- *      4 write the superblock not in use (sequence + 1, its CRC)              5 sync file 0
+ *      1 write the witness of the commit to every file other than file 0
+ *      2 sync every data file
+ *      3 write the manifest to both copies of the area not in use   4 sync file 0
+ *      5 write copy 0 of the superblock not in use (sequence + 1)   6 sync file 0
+ *      7 write copy 1 of that superblock                            8 sync file 0
  *
  * Invariants:
  *  1. The newest valid superblock names a manifest that is whole, and every byte that manifest
- *     speaks of is durable.
+ *     speaks of is durable. Damage to one block of what describes the store changes nothing.
  *  2. Nothing a committed manifest speaks of is overwritten before a newer superblock is durable
- *     (single_slot excepted: such a store is unclean on disk from the moment it is open for
- *     writing until lh_store_close() finds nothing unfinished, and refused when opened unclean).
+ *     (single_slot excepted: such a store is unclean on disk from before its first write until
+ *     lh_store_close() finds nothing unfinished, and refused when opened unclean).
  *  3. A failed sync is final: the store goes to FAILED and every later commit answers the first
- *     error.
- *  4. After create and open nothing is allocated: all of it works under a sealed allocator.
+ *     error. Whether the step is durable is then known only to the next open.
+ *  4. What opening for writing has read is durable before it returns.
+ *  5. After create and open nothing is allocated: all of it works under a sealed allocator.
  *
  * The bytes on disk are specified in docs/store-format.md.
  *
@@ -41,10 +45,14 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "io/io.h"
+#include "store/fs.h"
 
-#define LH_STORE_FORMAT_VERSION 1
+/* What a new store has; a build also reads and writes stores of every earlier version. */
+#define LH_STORE_FORMAT_VERSION 2
 #define LH_STORE_DIRECTORY_COUNT_MAX 16
 #define LH_STORE_PIECE_COUNT_MAX 64
+/* Of one phase: a sync a file. */
+#define LH_STORE_COMMIT_REQUEST_COUNT_MAX LH_STORE_DIRECTORY_COUNT_MAX
 #define LH_STORE_PATH_BYTES_MAX 4096
 
 struct lh_store_extent_desc {
@@ -72,6 +80,7 @@ struct lh_store_opts {
     bool allow_buffered;       /* fall back to buffered I/O where O_DIRECT is refused (noted) */
     /* a store in main memory defeats its purpose: refused unless asked for */
     bool allow_tmpfs;
+    const struct lh_store_fs *fs; /* its file calls, borrowed until close; NULL: the kernel's */
 };
 
 struct lh_store_piece {
@@ -108,18 +117,32 @@ struct lh_store_open_opts {
      */
     bool is_held;
     bool allow_buffered;
+    /*
+     * A step to open at, borrowed for the call; NULL: the newest. Two steps exist: the newest, and
+     * the one that was committed before it if what it needs was not overwritten. Opening the older
+     * one for writing makes it the newest: the later step is gone.
+     */
+    const uint64_t *open_at;
+    const struct lh_store_fs *fs; /* its file calls, borrowed until close; NULL: the kernel's */
 };
 
 /*
  * Open at the last committed step.
  *
+ * Where damage keeps that step from being read, opening for reading shows the one before it
+ * (lh_store_is_fallback(), and the note says why); opening for writing is refused, because it would
+ * overwrite what may be mended, unless open_at names that step. A crash never leads there.
+ *
  * Errors: -ENOENT (no store there), -EBUSY (locked), -EPROTO (newer format: both versions named),
  *         -EUCLEAN (single slot and not closed cleanly), -EINPROGRESS (a creation that was
  *         interrupted),
- *         -EILSEQ (a header, manifest or meta checksum is wrong: which, where), -ENODATA (truncated
- *         file: expected and actual bytes), -EXDEV (directories of different stores, or one
- *         missing: which), -EOPNOTSUPP as lh_store_create, -EINVAL, -ENOMEM. *store_out is NULL
- *         then.
+ *         -EILSEQ (a header, superblock, manifest or meta is damaged in both copies: which, where),
+ *         -ESTALE (a directory was restored from an older copy: which), -ENODATA (truncated
+ *         file: expected and actual bytes), -ELOOP (a file is a symbolic link), -EINVAL (a file is
+ *         not a regular file), -EXDEV (directories of different stores, or one
+ *         missing: which), -EOPNOTSUPP as lh_store_create, -EINVAL (also: the same directory twice,
+ *         or open_at is a step that is not there), -ENOMEM, -errno of what cannot be read.
+ *         *store_out is NULL then.
  */
 int lh_store_open(const struct lh_store_open_opts *opts, struct lh_alloc *alloc,
                   struct lh_store **store_out, struct lh_error *err) LH_MUST_CHECK;
@@ -129,6 +152,14 @@ int lh_store_open(const struct lh_store_open_opts *opts, struct lh_alloc *alloc,
  * store clean if nothing was staged after the last commit and none failed. store may be NULL.
  */
 void lh_store_close(struct lh_store *store);
+
+/*
+ * To be called before each write to a slot is submitted. A store with one slot is marked unclean
+ * by its first one: blocks then, until that is durable, and returns at once else.
+ *
+ * Errors: -errno of the mark; the store has failed then, and nothing may be written.
+ */
+int lh_store_write_begin(struct lh_store *store, struct lh_error *err) LH_MUST_CHECK;
 
 /* Description. Pointers are borrowed until close. */
 const void *lh_store_meta(const struct lh_store *store, uint64_t *bytes_out);
@@ -146,6 +177,8 @@ uint32_t lh_store_slot_count(const struct lh_store *store, uint32_t group);
 bool lh_store_is_single_slot(const struct lh_store *store);
 uint64_t lh_store_file_bytes(const struct lh_store *store, uint32_t file_index); /* reserved */
 const char *lh_store_note(const struct lh_store *store); /* O_DIRECT refused, ...: and why */
+/* The newest step is damaged, and this is the one before it, for reading. */
+bool lh_store_is_fallback(const struct lh_store *store);
 const char *lh_store_uuid(const struct lh_store *store);
 
 /*
@@ -175,6 +208,13 @@ void lh_store_rollback(struct lh_store *store);
  */
 bool lh_store_is_zero(const struct lh_store *store, uint32_t extent, uint32_t slot);
 void lh_store_clear_zero(struct lh_store *store, uint32_t extent, uint32_t slot);
+/*
+ * The file may hold bytes other than zeros in extent's slot from here on, although the slot still
+ * reads as zeros. To be called before the first write to a slot is submitted, if the zero flag is
+ * cleared only when all writes are complete: should they never complete, whoever writes to a part
+ * of the slot afterwards knows that the rest of it has to be filled with zeros first.
+ */
+void lh_store_mark_dirty(struct lh_store *store, uint32_t extent, uint32_t slot);
 
 /*
  * One CRC-32C per LH_CHECKSUM_BYTES of the extent, in memory; commit writes those of the slots it
@@ -198,16 +238,16 @@ int lh_store_map(const struct lh_store *store, uint32_t extent, uint32_t slot, u
 int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *scalars,
                           uint64_t scalar_bytes, struct lh_error *err) LH_MUST_CHECK;
 /*
- * The requests of the next phase, at most request_max (>= LH_IO_FILE_COUNT_MAX). Call again when
- * all of them came back: the store reads their results where it put the requests, so it is these
- * structs that have to be submitted (asserted), in place, and left alone until then. owner is the
- * caller's to set. Returns their count; 0: the commit is durable and staged groups are clean;
- * -errno: failed, for good. Buffers of the requests belong to the store.
+ * The requests of the next phase; request_max is LH_STORE_COMMIT_REQUEST_COUNT_MAX or more. Call
+ * again when all of them came back: the store reads their results where it put the requests, so it
+ * is these structs that have to be submitted (asserted), in place, and left alone until then. owner
+ * is the caller's to set. Returns their count; 0: the commit is durable and staged groups are
+ * clean; -errno: failed, for good. Buffers of the requests belong to the store.
  */
 int lh_store_commit_next(struct lh_store *store, struct lh_io_request *requests,
                          uint32_t request_max, struct lh_error *err) LH_MUST_CHECK;
 bool lh_store_is_committing(const struct lh_store *store);
-/* Bytes that every commit writes (manifest and superblock): for the byte accounting. */
+/* Bytes that every commit writes (manifest, superblock, witnesses): for the byte accounting. */
 uint64_t lh_store_commit_bytes(const struct lh_store *store);
 
 /*

@@ -164,12 +164,16 @@ static int group_stage(struct lh_store *store, uint32_t group, struct lh_error *
 {
     if (store->is_read_only)
         return lh_error_set(err, -EROFS, "the store was opened for reading only");
+    /* Whose slots are the committed ones may be unknown now. */
+    if (store->failure.code != 0)
+        return lh_store_fail(store, err);
     if (!lh_store_may_stage(store, group))
         return lh_error_set(err, -EPERM,
                             store->phase != LH_STORE_PHASE_IDLE
                                 ? "group %" PRIu32 " is being committed; write to it afterwards"
                                 : "group %" PRIu32 " is frozen: it has one slot, and was committed",
                             group);
+    LH_TRY(lh_store_write_begin(store, err));
     if (lh_store_is_staged(store, group))
         return 0;
     uint32_t source_slot = lh_store_committed_slot(store, group);
@@ -231,7 +235,7 @@ static int request_run(const struct lh_store *store, const struct lh_io_request 
 int lh_store_commit_sync(struct lh_store *store, uint64_t step, const void *scalars,
                          uint64_t scalar_bytes, struct lh_error *err)
 {
-    struct lh_io_request requests[LH_IO_FILE_COUNT_MAX];
+    struct lh_io_request requests[LH_STORE_COMMIT_REQUEST_COUNT_MAX];
     LH_TRY(lh_store_commit_begin(store, step, scalars, scalar_bytes, err));
     for (;;) {
         int count = lh_store_commit_next(store, requests, LH_COUNT_OF(requests), err);
@@ -242,16 +246,39 @@ int lh_store_commit_sync(struct lh_store *store, uint64_t step, const void *scal
     }
 }
 
+int lh_store_superblock_write(struct lh_store *store, uint32_t first_copy, struct lh_error *err)
+{
+    uint32_t copy_count = store->control.copy_count;
+    for (uint32_t index = 0; index < copy_count; index++) {
+        uint64_t offset = lh_store_superblock_prepare(store, (first_copy + index) % copy_count);
+        LH_TRY(lh_store_file_write(store, 0, offset, store->superblock_block.base, LH_BLOCK_BYTES,
+                                   err));
+        LH_TRY(lh_store_file_sync(store, 0, err));
+    }
+    store->superblock = store->next;
+    return 0;
+}
+
 int lh_store_mark_sync(struct lh_store *store, bool is_clean, struct lh_error *err)
 {
     LH_ASSERT(store->phase == LH_STORE_PHASE_IDLE && store->failure.code == 0);
     store->next = store->superblock;
     store->next.sequence++;
     store->next.is_clean = is_clean;
-    uint64_t offset = lh_store_superblock_prepare(store);
-    LH_TRY(
-        lh_store_file_write(store, 0, offset, store->superblock_block.base, LH_BLOCK_BYTES, err));
-    LH_TRY(lh_store_file_sync(store, 0, err));
-    store->superblock = store->next;
-    return 0;
+    return lh_store_superblock_write(store, 0, err);
+}
+
+int lh_store_write_begin(struct lh_store *store, struct lh_error *err)
+{
+    LH_ASSERT(!store->is_read_only);
+    store->is_changed = true;
+    if (!store->header.is_single_slot || !store->superblock.is_clean)
+        return 0;
+    if (store->failure.code != 0)
+        return lh_store_fail(store, err);
+    struct lh_error failure = {.code = 0};
+    if (lh_store_mark_sync(store, false, &failure) == 0)
+        return 0;
+    store->failure = failure;
+    return lh_store_fail(store, err);
 }

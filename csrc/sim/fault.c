@@ -1,0 +1,31 @@
+#include "sim/fault.h"
+
+#include "base/assert.h"
+
+const char *lh_sim_fault_name(enum lh_sim_fault fault)
+{
+    static const char *const names[LH_SIM_FAULT_COUNT] = {
+        [LH_SIM_FAULT_SPIKE] = "spike",
+        [LH_SIM_FAULT_REORDER] = "reorder",
+        [LH_SIM_FAULT_ERROR] = "error",
+        [LH_SIM_FAULT_SPACE] = "space",
+        [LH_SIM_FAULT_SHORT] = "short",
+        [LH_SIM_FAULT_FLIP] = "flip",
+        [LH_SIM_FAULT_MISDIRECT] = "misdirect",
+        [LH_SIM_FAULT_DROP] = "drop",
+        [LH_SIM_FAULT_LIE] = "lie",
+        [LH_SIM_FAULT_LOST] = "lost",
+        [LH_SIM_FAULT_STALE] = "stale",
+        [LH_SIM_FAULT_HANG] = "hang",
+        [LH_SIM_FAULT_DEAD] = "dead",
+        [LH_SIM_FAULT_KILL] = "kill",
+        [LH_SIM_FAULT_POWER] = "power",
+        [LH_SIM_FAULT_TORN] = "torn",
+        [LH_SIM_FAULT_BIT] = "bit",
+        [LH_SIM_FAULT_ZEROS] = "zeros",
+        [LH_SIM_FAULT_TRUNCATE] = "truncate",
+        [LH_SIM_FAULT_OLD] = "old",
+    };
+    LH_ASSERT(fault < LH_SIM_FAULT_COUNT);
+    return names[fault];
+}

@@ -1,0 +1,50 @@
+/*
+ * The file system of the simulator: what the store's file calls (store/fs.h) find on the drives of
+ * a lh_sim_disk. Directory number n is "/sim/n", and the only file in it is that of the store.
+ *
+ * Calls take no virtual time. Each draws the faults of a request (sim/fault.h) but SPIKE, REORDER
+ * and HANG, which are about time. The process can end inside any call: then the call has its effect
+ * in part or not at all, and this one and every later one answers -EIO and does nothing, until
+ * lh_sim_fs_restart(). So the store's code unwinds as it would from an error, and cannot touch the
+ * drives any more.
+ *
+ * Thread: one.
+ */
+#ifndef LH_SIM_FS_H
+#define LH_SIM_FS_H
+
+#include "sim/disk.h"
+#include "store/fs.h"
+
+#define LH_SIM_FS_OPEN_COUNT_MAX 64
+#define LH_SIM_FS_PATH_BYTES 16
+
+struct lh_sim_fs_open {
+    bool is_open;
+    uint32_t file;
+    enum lh_store_fs_lock lock;
+};
+
+struct lh_sim_fs {
+    struct lh_store_fs fs; /* first: the store's pointer is this one */
+    struct lh_sim_disk *disk;
+    struct lh_sim_random random;
+    struct lh_sim_faults faults;
+    bool is_dead;
+    uint64_t call_count;
+    uint64_t dies_after; /* calls; UINT64_MAX: never */
+    struct lh_sim_fs_open opens[LH_SIM_FS_OPEN_COUNT_MAX];
+    char paths[LH_SIM_DISK_FILE_COUNT_MAX][LH_SIM_FS_PATH_BYTES];
+    const char *directories[LH_SIM_DISK_FILE_COUNT_MAX];
+};
+
+/* disk is borrowed for as long as fs is used. No faults yet. */
+void lh_sim_fs_init(struct lh_sim_fs *fs, struct lh_sim_disk *disk, uint64_t seed);
+/* A new process: nothing is open or locked, faults are these (NULL: none). */
+void lh_sim_fs_restart(struct lh_sim_fs *fs, const struct lh_sim_faults *faults);
+/* From here on nothing happens any more. */
+void lh_sim_fs_kill(struct lh_sim_fs *fs);
+/* So many calls from here on the process ends. */
+void lh_sim_fs_kill_after(struct lh_sim_fs *fs, uint64_t call_count);
+
+#endif

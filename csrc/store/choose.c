@@ -1,0 +1,459 @@
+/*
+ * Which step a store opens at.
+ *
+ * [Note: Crash or damage]
+ *
+ * A superblock's place has two copies of it. A commit of sequence number s writes copy 0, syncs,
+ * writes copy 1, syncs (see [Note: Why a crash cannot tear a commit] in commit.c). Before it, both
+ * copies had s - 2 (or lower, after marks and after going back), and both copies of the other place
+ * s - 1. So when power fails,
+ *
+ *      copy 0           copy 1           means
+ *      s - 2            s - 2            nothing of s was written: s - 1 is the newest
+ *      not whole        s - 2            copy 0 was being written: s - 1 is the newest
+ *      s                s - 2            s is durable: it is the newest
+ *      s                not whole        copy 1 was being written: s is the newest
+ *      s                s                s is the newest
+ *
+ * and in none of these is a place without a valid copy. Neither is one if a single block was
+ * damaged, and as s counts as committed only with both copies, that damage cannot make s - 1 look
+ * like the newest. A place without a valid copy is damage of two blocks: the newest step may have
+ * been there. The same goes for a newest superblock whose manifest is whole in no copy, because the
+ * manifest was durable before the superblock was written. Blanks are damage: creation fills both
+ * places.
+ *
+ * Damage of the newest step shows the one before it to readers. Writers are refused unless they
+ * name that step, since what they would write takes the place of what might be mended. What cannot
+ * be read at all is an error: the next attempt may succeed.
+ *
+ * In version 1 there is one copy, which a crash may leave torn: a place whose only copy is not
+ * whole may be a crash or damage, and counts as a crash, with a note. Creation filled one place.
+ *
+ * A witness tells whether a file other than file 0 is as new as file 0 says: each commit writes one
+ * to the place of its sequence number before it writes its superblock. An older one there means
+ * that the directory was restored from an older copy; one that is newer than a commit that was
+ * under way means the same of file 0. Restoring file 0 to exactly the step before looks like a
+ * crash of the last commit, and opens at that step, which is whole. No two commits, interrupted or
+ * not, have one sequence number (lh_store_settle()): a copy from the time of an interrupted commit
+ * would have the witness of the commit that took its place.
+ */
+#include <endian.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/assert.h"
+#include "base/crc32c.h"
+#include "store/store_impl.h"
+
+/* A step that may be opened: the newest one, and the one before it. */
+struct candidate {
+    uint32_t place;
+    bool has_superblock;
+    struct lh_store_superblock superblock;
+    struct lh_error reason; /* why it cannot be used; code 0: it can */
+};
+
+/* A block was read, and its contents are wrong. */
+static bool is_damage(int code)
+{
+    return code == -EILSEQ || code == -ENODATA;
+}
+
+static int copy_read(struct lh_store *store, const char *name, uint64_t offset,
+                     struct lh_store_buffer *buffer, uint64_t bytes, uint32_t expected_crc,
+                     struct lh_error *err)
+{
+    uint64_t padded_bytes = lh_align_up(bytes, LH_BLOCK_BYTES);
+    LH_TRY(lh_store_file_read(store, 0, offset, buffer->base, padded_bytes, err));
+    uint32_t crc = lh_crc32c(0, buffer->base, bytes);
+    if (crc == expected_crc)
+        return 0;
+    return lh_error_set(err, -EILSEQ,
+                        "%s of %s (offset %" PRIu64 ", %" PRIu64 " bytes) has checksum %08" PRIx32
+                        ", and should have %08" PRIx32,
+                        name, store->files[0].path, offset, bytes, crc, expected_crc);
+}
+
+int lh_store_copies_read(struct lh_store *store, const char *name, const uint64_t *offsets,
+                         struct lh_store_buffer *buffer, uint64_t bytes, uint32_t expected_crc,
+                         struct lh_error *err)
+{
+    uint32_t copy_count = store->control.copy_count;
+    struct lh_error errors[LH_STORE_COPY_COUNT_MAX] = {{.code = 0}};
+    uint32_t good = copy_count;
+    /* The last one that is read stays in the buffer if it is good. */
+    for (uint32_t copy = copy_count; copy-- > 0;) {
+        if (copy_read(store, name, offsets[copy], buffer, bytes, expected_crc, &errors[copy]) == 0)
+            good = copy;
+    }
+    if (good == copy_count) {
+        /* One that cannot be read may be good, and readable the next time. */
+        uint32_t told = copy_count > 1 && is_damage(errors[0].code) && !is_damage(errors[1].code);
+        return lh_error_set(err, errors[told].code, "%s", errors[told].message);
+    }
+    for (uint32_t copy = 0; copy < copy_count; copy++) {
+        if (errors[copy].code == 0)
+            continue;
+        lh_store_note_add(store, "%s; its other copy is whole and was used", errors[copy].message);
+        LH_ASSERT(store->mend_count < LH_STORE_MEND_COUNT_MAX);
+        store->mends[store->mend_count++] = (struct lh_store_mend){
+            .offset = offsets[copy], .buffer = buffer, .bytes = lh_align_up(bytes, LH_BLOCK_BYTES)};
+    }
+    /* The damaged copy overwrote it. */
+    if (good > 0)
+        LH_TRY(copy_read(store, name, offsets[good], buffer, bytes, expected_crc, err));
+    return 0;
+}
+
+static void place_read(struct lh_store *store, uint32_t number, struct lh_store_superblocks *place)
+{
+    *place = (struct lh_store_superblocks){.best = -1};
+    for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
+        struct lh_store_superblock *found = &place->found[copy];
+        struct lh_error *error = &place->errors[copy];
+        int rc = lh_store_file_read(store, 0, LH_STORE_SUPERBLOCK_OFFSET(number, copy),
+                                    store->bounce.base, LH_BLOCK_BYTES, error);
+        if (rc == 0)
+            rc = lh_store_superblock_decode(store->bounce.base, &store->header, found, error);
+        if (rc == 0 && found->sequence % 2 != number)
+            rc = lh_error_set(error, -EILSEQ,
+                              "its sequence number %" PRIu64 " belongs to the other one",
+                              found->sequence);
+        if (rc == 0 && (place->best < 0 || found->sequence > place->found[place->best].sequence))
+            place->best = (int)copy;
+    }
+}
+
+/* Whether a place without a valid copy may have had the newest step. */
+static bool place_is_lost(const struct lh_store *store, const struct lh_store_superblocks *place,
+                          const struct lh_store_superblocks *other)
+{
+    if (store->control.copy_count > 1)
+        return true;
+    if (place->errors[0].code == -ENODATA)
+        return other->best >= 0 && other->found[other->best].sequence > 1;
+    return place->errors[0].code != -EILSEQ;
+}
+
+/* What is wrong with a place without a valid copy: what cannot be read before what is damaged. */
+static void place_reason(const struct lh_store *store, uint32_t number,
+                         const struct lh_store_superblocks *place, struct lh_error *reason)
+{
+    const struct lh_error *errors = place->errors;
+    uint32_t told = is_damage(errors[0].code) && errors[1].code != 0 && !is_damage(errors[1].code);
+    int code = place->errors[told].code;
+    lh_error_set(reason, is_damage(code) ? -EILSEQ : code,
+                 "superblock %" PRIu32 " (offset %" PRIu64 "%s) is damaged: %s", number,
+                 LH_STORE_SUPERBLOCK_OFFSET(number, told),
+                 store->control.copy_count > 1 ? ", and its other copy as well" : "",
+                 place->errors[told].message);
+}
+
+/* The places in the order of what they hold, or may have held: the newest first. */
+static uint32_t candidates_find(struct lh_store *store, const struct lh_store_superblocks *places,
+                                struct candidate *candidates)
+{
+    uint32_t count = 0;
+    for (uint32_t number = 0; number < 2; number++) {
+        struct candidate candidate = {.place = number};
+        const struct lh_store_superblocks *place = &places[number];
+        if (place->best >= 0) {
+            candidate.has_superblock = true;
+            candidate.superblock = place->found[place->best];
+        } else if (place_is_lost(store, place, &places[1 - number])) {
+            place_reason(store, number, place, &candidate.reason);
+        } else {
+            if (place->errors[0].code == -EILSEQ)
+                lh_store_note_add(
+                    store, "%s: superblock %" PRIu32 " at offset %" PRIu64 " is not whole: %s",
+                    store->files[0].path, number, LH_STORE_SUPERBLOCK_OFFSET(number, 0),
+                    place->errors[0].message);
+            continue;
+        }
+        bool is_first =
+            count == 1 && (!candidate.has_superblock ||
+                           (candidates[0].has_superblock &&
+                            candidate.superblock.sequence > candidates[0].superblock.sequence));
+        if (is_first)
+            candidates[1] = candidates[0];
+        candidates[is_first ? 0 : count] = candidate;
+        count++;
+    }
+    return count;
+}
+
+/* Read the manifest that superblock names into its area's buffer. */
+static int manifest_read(struct lh_store *store, const struct lh_store_superblock *superblock,
+                         uint64_t *scalar_bytes_out, struct lh_error *err)
+{
+    uint32_t area = superblock->manifest_area;
+    struct lh_store_buffer *manifest = &store->manifests[area];
+    LH_TRY(lh_store_copies_read(store, "the manifest", store->control.manifest_offset[area],
+                                manifest, store->control.manifest_bytes, superblock->manifest_crc,
+                                err));
+    int rc = lh_store_manifest_decode(manifest->base, &store->header, &store->control, superblock,
+                                      store->slot_counts, scalar_bytes_out, err);
+    if (rc < 0)
+        (void)lh_error_prefix(err, "the manifest of step %" PRIu64 " at offset %" PRIu64,
+                              superblock->step, store->control.manifest_offset[area][0]);
+    return rc;
+}
+
+/* The state as the manifest of the chosen superblock has it. */
+static void state_load(struct lh_store *store)
+{
+    const struct lh_store_control *control = &store->control;
+    const uint8_t *manifest = store->manifests[store->superblock.manifest_area].base;
+    const uint8_t *groups = manifest + sizeof(struct lh_store_manifest_disk);
+    const uint8_t *extents = manifest + control->manifest_extent_offset;
+    const uint8_t *sums = manifest + control->manifest_sum_offset;
+    for (uint32_t group = 0; group < store->header.group_count; group++)
+        store->group_states[group] =
+            groups[group] & (LH_STORE_GROUP_STATE_SLOT | LH_STORE_GROUP_STATE_WRITTEN);
+    for (uint32_t extent = 0; extent < store->header.extent_count; extent++) {
+        uint32_t slot = lh_store_committed_slot(store, store->extents[extent].group);
+        unsigned state = LH_STORE_EXTENT_STATE_DIRTY(0) | LH_STORE_EXTENT_STATE_DIRTY(1);
+        if (extents[extent] & LH_STORE_EXTENT_ZERO)
+            state |= LH_STORE_EXTENT_STATE_ZERO(slot);
+        store->extent_states[extent] = (uint8_t)state;
+        uint32_t count = 0;
+        uint32_t *checksums = lh_store_checksums(store, extent, slot, &count);
+        for (uint32_t index = 0; index < count; index++) {
+            uint32_t value = 0;
+            memcpy(&value, sums + (store->checksum_first[extent] + index) * sizeof(value),
+                   sizeof(value));
+            checksums[index] = le32toh(value);
+        }
+    }
+}
+
+/* "step 7", or what can be said of a step whose superblock is gone. */
+static const char *candidate_name(const struct candidate *candidate, char *name, uint64_t bytes)
+{
+    if (candidate->has_superblock)
+        snprintf(name, bytes, "step %" PRIu64, candidate->superblock.step);
+    else
+        snprintf(name, bytes, "the newest step");
+    return name;
+}
+
+/* The step that was asked for, or why there is none. */
+static int asked_find(const struct lh_store *store, const struct candidate *candidates,
+                      uint32_t count, uint64_t step, uint32_t *chosen_out, struct lh_error *err)
+{
+    char steps[128] = "none";
+    uint64_t used = 0;
+    for (uint32_t index = 0; index < count; index++) {
+        const struct candidate *candidate = &candidates[index];
+        if (candidate->reason.code != 0)
+            continue;
+        if (candidate->superblock.step == step) {
+            *chosen_out = index;
+            return 0;
+        }
+        used += (uint64_t)snprintf(steps + used, sizeof(steps) - used, "%s%" PRIu64,
+                                   used > 0 ? " and " : "", candidate->superblock.step);
+    }
+    const struct lh_error *reason =
+        candidates[0].reason.code != 0 ? &candidates[0].reason : &candidates[count - 1].reason;
+    return lh_error_set(err, -EINVAL,
+                        "%s cannot be opened at step %" PRIu64 ": the steps that are whole there "
+                        "are: %s%s%s",
+                        store->files[0].path, step, steps, reason->code != 0 ? "; " : "",
+                        reason->message);
+}
+
+/* What to open where nothing was asked for. */
+static int newest_find(struct lh_store *store, const struct candidate *candidates, uint32_t count,
+                       uint32_t *chosen_out, struct lh_error *err)
+{
+    char name[64];
+    *chosen_out = 0;
+    const struct candidate *newest = &candidates[0];
+    if (newest->reason.code == 0)
+        return 0;
+    const struct candidate *older = &candidates[1];
+    candidate_name(newest, name, sizeof(name));
+    if (count < 2 || older->reason.code != 0)
+        return lh_error_set(err, newest->reason.code,
+                            "%s: no committed step is whole: %s%s%s; put a copy of the store back",
+                            store->files[0].path, newest->reason.message, count < 2 ? "" : "; ",
+                            count < 2 ? "" : older->reason.message);
+    if (store->header.is_single_slot)
+        return lh_error_set(err, newest->reason.code,
+                            "%s of %s cannot be read, and a store that keeps one copy of each "
+                            "value has no other step: %s; start from a checkpoint",
+                            name, store->files[0].path, newest->reason.message);
+    if (!store->is_read_only || !is_damage(newest->reason.code))
+        return lh_error_set(
+            err, newest->reason.code,
+            "%s of %s cannot be read: %s; step %" PRIu64 " before it is whole, and resume=%" PRIu64
+            " goes back to it for good: what was trained since then is lost. A copy of the "
+            "store, put back whole, loses nothing else",
+            name, store->files[0].path, newest->reason.message, older->superblock.step,
+            older->superblock.step);
+    *chosen_out = 1;
+    store->is_fallback = true;
+    lh_store_note_add(store, "%s: %s cannot be read (%s); this is step %" PRIu64 " before it",
+                      store->files[0].path, name, newest->reason.message, older->superblock.step);
+    return 0;
+}
+
+/*
+ * Whether a crash leaves a copy torn beside a whole one: copy 1 of the newest place, and copy 0 of
+ * the other one; also copy 0 of the newest if that replaced a rejected one (see mend.c), which it
+ * does not share its witness with.
+ */
+static bool may_be_torn(const struct lh_store_superblocks *place, uint32_t copy, bool is_newest)
+{
+    const struct lh_store_superblock *best = &place->found[place->best];
+    return is_newest == (copy == 1) || (is_newest && best->witness != best->sequence);
+}
+
+/* Copies that are not whole although another one is. Silent where a crash leaves it so. */
+static void places_note(struct lh_store *store, const struct lh_store_superblocks *places,
+                        uint32_t newest)
+{
+    for (uint32_t number = 0; number < 2; number++) {
+        const struct lh_store_superblocks *place = &places[number];
+        if (place->best < 0)
+            continue;
+        for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
+            int code = place->errors[copy].code;
+            bool is_crash = code == -EILSEQ && may_be_torn(place, copy, number == newest);
+            if (code != 0 && !is_crash)
+                lh_store_note_add(store,
+                                  "%s: copy %" PRIu32 " of superblock %" PRIu32
+                                  " at offset %" PRIu64 " is not whole; the other one was used: %s",
+                                  store->files[0].path, copy, number,
+                                  LH_STORE_SUPERBLOCK_OFFSET(number, copy),
+                                  place->errors[copy].message);
+        }
+    }
+    for (uint32_t file = 0; file < store->file_count; file++) {
+        for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
+            int code = store->files[file].header_codes[copy];
+            /* A creation that was cut short at its very end is whole. */
+            bool is_crash =
+                is_damage(code) && file == 0 && copy == 1 &&
+                store->superblock.sequence <= LH_STORE_SEQUENCE_CREATED(store->header.version);
+            if (code != 0 && !is_crash)
+                lh_store_note_add(store,
+                                  "%s: copy %" PRIu32 " of the header at offset %" PRIu64
+                                  " is not whole (%s); the other one was used",
+                                  store->files[file].path, copy, LH_STORE_HEADER_OFFSET(copy),
+                                  is_damage(code) ? "wrong contents" : strerror(-code));
+        }
+    }
+}
+
+/*
+ * Refuse directories that are not of the chosen step. newest_sequence: the highest one that file 0
+ * has, or may have had.
+ */
+static int witness_check(struct lh_store *store, uint32_t file_index, uint64_t newest_sequence,
+                         struct lh_error *err)
+{
+    const struct lh_store_file *file = &store->files[file_index];
+    const struct lh_store_superblock *chosen = &store->superblock;
+    for (uint32_t number = 0; number < 2; number++) {
+        struct lh_store_witness found = {.sequence = 0};
+        struct lh_error reason = {.code = 0};
+        uint64_t offset = LH_STORE_WITNESS_OFFSET(number);
+        bool is_expected = chosen->witness % 2 == number;
+        int rc = lh_store_file_read(store, file_index, offset, store->bounce.base, LH_BLOCK_BYTES,
+                                    &reason);
+        if (rc == 0)
+            rc = lh_store_witness_decode(store->bounce.base, &store->header, &found, &reason);
+        if (rc < 0) {
+            /* The next commit's may have been under way. */
+            bool is_crash = rc == -EILSEQ && (chosen->sequence + 1) % 2 == number;
+            if (is_expected && !is_crash)
+                lh_store_note_add(store,
+                                  "%s: the witness of the last commit at offset %" PRIu64
+                                  " is not whole, so whether this directory is as new as the "
+                                  "others is unknown: %s",
+                                  file->path, offset, reason.message);
+            continue;
+        }
+        store->witness_sequence = lh_max_u64(store->witness_sequence, found.sequence);
+        if (is_expected && found.sequence < chosen->witness)
+            return lh_error_set(
+                err, -ESTALE,
+                "directory %.*s was restored from an older copy: its newest commit is step "
+                "%" PRIu64 " (sequence number %" PRIu64 "), and the store is at step %" PRIu64
+                " (%" PRIu64 "); put the newest copy of it back, or restore every directory from "
+                "one copy",
+                (int)file->directory_chars, file->path, found.step, found.sequence, chosen->step,
+                chosen->witness);
+        if (found.sequence > newest_sequence + 1)
+            return lh_error_set(
+                err, -ESTALE,
+                "directory %.*s was restored from an older copy: its newest commit is step "
+                "%" PRIu64 " (sequence number %" PRIu64 "), and %s already is at step %" PRIu64
+                " (%" PRIu64 "); put the newest copy of it back, or restore every directory from "
+                "one copy",
+                (int)store->files[0].directory_chars, store->files[0].path, chosen->step,
+                chosen->sequence, file->path, found.step, found.sequence);
+    }
+    return 0;
+}
+
+int lh_store_choose(struct lh_store *store, const uint64_t *open_at, struct lh_error *err)
+{
+    struct lh_store_superblocks places[2];
+    struct candidate candidates[2];
+    uint64_t scalar_bytes[2] = {0, 0};
+    for (uint32_t number = 0; number < 2; number++)
+        place_read(store, number, &places[number]);
+    uint32_t count = candidates_find(store, places, candidates);
+    if (count == 0)
+        return lh_error_set(err, -EILSEQ,
+                            "no committed step is whole: %s; put a copy of the store back",
+                            store->note);
+    bool is_found = false;
+    for (uint32_t index = 0; index < count && !is_found; index++) {
+        struct candidate *candidate = &candidates[index];
+        if (candidate->has_superblock)
+            (void)!manifest_read(store, &candidate->superblock, &scalar_bytes[index],
+                                 &candidate->reason);
+        is_found = candidate->reason.code == 0 &&
+                   (open_at == NULL || *open_at == candidate->superblock.step);
+    }
+    uint32_t chosen = 0;
+    if (open_at != NULL)
+        LH_TRY(asked_find(store, candidates, count, *open_at, &chosen, err));
+    else
+        LH_TRY(newest_find(store, candidates, count, &chosen, err));
+    if (chosen > 0 && store->header.is_single_slot)
+        return lh_error_set(err, -EINVAL,
+                            "%s keeps one copy of each value: it can be opened at its newest step "
+                            "only",
+                            store->files[0].path);
+    store->superblock = candidates[chosen].superblock;
+    store->scalar_bytes = scalar_bytes[chosen];
+    state_load(store);
+    places_note(store, places, candidates[0].place);
+    uint64_t newest_sequence = candidates[0].has_superblock ? candidates[0].superblock.sequence
+                                                            : store->superblock.sequence + 1;
+    for (uint32_t file = 1; file < store->file_count && store->control.has_witnesses; file++)
+        LH_TRY(witness_check(store, file, newest_sequence, err));
+    if (store->header.is_single_slot && !store->superblock.is_clean)
+        return lh_error_set(err, -EUCLEAN,
+                            "%s keeps one copy of each value and was not closed cleanly after "
+                            "step %" PRIu64 ": what it holds is a mixture of steps; start from a "
+                            "checkpoint",
+                            store->files[0].path, store->superblock.step);
+    if (store->is_read_only)
+        return 0;
+    /* No store gets there, and one that did would soon write numbers that cannot be opened. */
+    if (newest_sequence > LH_STORE_SEQUENCE_MAX / 2)
+        return lh_error_set(err, -EILSEQ,
+                            "%s has the sequence number %" PRIu64
+                            ", which no store reaches: it can be opened for reading only; make a "
+                            "new store from a copy of it",
+                            store->files[0].path, newest_sequence);
+    return lh_store_settle(store, places, candidates[chosen].place,
+                           chosen > 0 ? newest_sequence : 0, err);
+}

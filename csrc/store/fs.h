@@ -1,0 +1,82 @@
+/*
+ * Every file call of a store, behind a vtable, so that a simulator can keep stores in memory and
+ * let drives and power fail inside create, open, mark and close as well.
+ *
+ * The real implementation passes each call on to the kernel. What is submitted to csrc/io does not
+ * come through here: it uses the descriptors that open() gave (lh_store_files()).
+ *
+ * Every call answers 0 (or a count) or -errno, and never -EINTR. A short read or write is not an
+ * error; 0 bytes read is the end of the file.
+ *
+ * Thread: that of the store's owner; one file system may serve several stores of several threads.
+ */
+#ifndef LH_STORE_FS_H
+#define LH_STORE_FS_H
+
+#include "base/base.h"
+
+enum lh_store_fs_access {
+    LH_STORE_FS_READ,
+    LH_STORE_FS_WRITE,  /* and read */
+    LH_STORE_FS_CREATE, /* and read and write; -EEXIST if anything has the name. Mode 0600. */
+};
+
+enum lh_store_fs_lock {
+    LH_STORE_FS_UNLOCKED,
+    LH_STORE_FS_SHARED,
+    LH_STORE_FS_EXCLUSIVE,
+};
+
+struct lh_store_fs_info {
+    uint64_t device;
+    uint64_t inode;
+    uint64_t bytes; /* the file's size */
+    bool is_regular;
+    bool is_directory;
+    /* The name of its file system if that keeps its bytes in main memory, else NULL; static. */
+    const char *memory_name;
+    /* What this process may still take of its file system; UINT64_MAX where that is unknown. */
+    uint64_t available_bytes;
+};
+
+struct lh_store_fs;
+
+struct lh_store_fs_ops {
+    /*
+     * Open a file without following a symbolic link at the end of path (-ELOOP), without ever
+     * blocking, and close-on-exec. What opens need not be a regular file: info() tells.
+     */
+    int (*open)(const struct lh_store_fs *fs, const char *path, enum lh_store_fs_access access,
+                int *fd_out);
+    void (*close)(const struct lh_store_fs *fs, int fd); /* drops the lock with the last copy */
+    int64_t (*read)(const struct lh_store_fs *fs, int fd, void *buffer, uint64_t bytes,
+                    uint64_t offset);
+    int64_t (*write)(const struct lh_store_fs *fs, int fd, const void *buffer, uint64_t bytes,
+                     uint64_t offset);
+    int (*sync)(const struct lh_store_fs *fs, int fd); /* fdatasync(); tried once */
+    /* Give the file its size and its space. -EOPNOTSUPP: the file system cannot reserve space. */
+    int (*reserve)(const struct lh_store_fs *fs, int fd, uint64_t bytes);
+    int (*truncate)(const struct lh_store_fs *fs, int fd, uint64_t bytes);
+    int (*info)(const struct lh_store_fs *fs, int fd, struct lh_store_fs_info *info_out);
+    /* Does not wait: -EWOULDBLOCK if another open file holds the lock. */
+    int (*lock)(const struct lh_store_fs *fs, int fd, enum lh_store_fs_lock lock);
+    int (*set_direct)(const struct lh_store_fs *fs, int fd, bool direct); /* O_DIRECT */
+
+    /* Follows symbolic links. */
+    int (*path_info)(const struct lh_store_fs *fs, const char *path,
+                     struct lh_store_fs_info *info_out);
+    int (*make_directory)(const struct lh_store_fs *fs, const char *path); /* mode 0700 */
+    int (*sync_directory)(const struct lh_store_fs *fs, const char *path); /* fsync() */
+    int (*remove)(const struct lh_store_fs *fs, const char *path); /* file or empty directory */
+    int (*random)(const struct lh_store_fs *fs, void *buffer, uint64_t bytes); /* for the uuid */
+};
+
+/* First member of every implementation. */
+struct lh_store_fs {
+    const struct lh_store_fs_ops *ops;
+};
+
+/* The kernel's. Static. */
+const struct lh_store_fs *lh_store_fs_real(void);
+
+#endif

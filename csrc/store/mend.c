@@ -1,0 +1,111 @@
+/*
+ * What opening for writing does to a store before it is handed out.
+ *
+ * What was read need not be durable. A process that is killed, or whose sync failed, between the
+ * write of a superblock and the end of its sync leaves it in the page cache or in the drive's: it
+ * reads well, and power loss takes it back. By then the new session would have overwritten the step
+ * before it. A sync alone is not enough, because one that failed before may have left pages that
+ * are marked clean and are not on the drive. So the superblock is written once more.
+ *
+ * Whatever has a damaged copy beside a whole one gets both back, so that the next damage finds two.
+ */
+#include <inttypes.h>
+#include <string.h>
+
+#include "base/assert.h"
+#include "store/store_impl.h"
+
+/* A copy that cannot be written again leaves the store as usable as it was. */
+static void mend_result(struct lh_store *store, uint32_t file_index, uint64_t offset, int rc)
+{
+    if (rc < 0)
+        lh_store_note_add(store,
+                          "%s: the damaged block at offset %" PRIu64 " cannot be written: %s",
+                          store->files[file_index].path, offset, strerror(-rc));
+}
+
+static int write_and_sync(struct lh_store *store, uint64_t offset, const void *buffer,
+                          uint64_t bytes)
+{
+    LH_TRY(lh_store_file_write(store, 0, offset, buffer, bytes, NULL));
+    return lh_store_file_sync(store, 0, NULL);
+}
+
+static void copies_mend(struct lh_store *store)
+{
+    for (uint32_t file = 0; file < store->file_count; file++) {
+        for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
+            if (store->files[file].header_codes[copy] == 0)
+                continue;
+            int rc = lh_store_header_write(store, file, copy, NULL);
+            if (rc == 0)
+                rc = lh_store_file_sync(store, file, NULL);
+            mend_result(store, file, LH_STORE_HEADER_OFFSET(copy), rc);
+        }
+    }
+    for (uint32_t index = 0; index < store->mend_count; index++) {
+        const struct lh_store_mend *mend = &store->mends[index];
+        mend_result(store, 0, mend->offset,
+                    write_and_sync(store, mend->offset, mend->buffer->base, mend->bytes));
+    }
+}
+
+/* Whether a copy is whole and the newest of its place: it must stay until the other one is. */
+static bool is_current(const struct lh_store_superblocks *place, uint32_t copy)
+{
+    return place->best >= 0 && place->errors[copy].code == 0 &&
+           place->found[copy].sequence == place->found[place->best].sequence;
+}
+
+/* Bring the copies of a superblock that was not chosen, or not written just now, together. */
+static void place_mend(struct lh_store *store, uint32_t number,
+                       const struct lh_store_superblocks *place)
+{
+    if (place->best < 0)
+        return;
+    const struct lh_store_superblock *best = &place->found[place->best];
+    for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
+        if (is_current(place, copy))
+            continue;
+        uint64_t offset = LH_STORE_SUPERBLOCK_OFFSET(number, copy);
+        lh_store_superblock_encode(best, &store->header, store->superblock_block.base);
+        mend_result(store, 0, offset,
+                    write_and_sync(store, offset, store->superblock_block.base, LH_BLOCK_BYTES));
+    }
+}
+
+int lh_store_settle(struct lh_store *store, const struct lh_store_superblocks *places,
+                    uint32_t chosen, uint64_t rejected_sequence, struct lh_error *err)
+{
+    for (uint32_t file = 0; file < store->file_count; file++)
+        LH_TRY(lh_store_file_sync(store, file, err));
+    uint32_t written = chosen;
+    uint32_t first_copy = 0;
+    store->next = store->superblock;
+    if (rejected_sequence != 0) {
+        /*
+         * A superblock that comes after the rejected one, in its place, and names the older step's
+         * manifest and witness. Nothing that the older step needs is touched before it is durable.
+         * While copy 1 is written, copy 0 still has the rejected one if it was whole.
+         */
+        written = 1 - chosen;
+        store->next.sequence = rejected_sequence + 2;
+        LH_ASSERT(store->next.sequence % 2 == written);
+        first_copy = is_current(&places[written], 0) ? 1 : 0;
+    } else if (store->witness_sequence > store->superblock.sequence) {
+        /*
+         * An interrupted commit left its witness. The next commit must not have its sequence
+         * number, because a directory restored from a copy of this moment would pass for one of
+         * that commit. Copy 1 is written first, since a crash may leave it torn without a note.
+         */
+        store->next.sequence += 2;
+        first_copy = is_current(&places[chosen], 0) ? 1 : 0;
+    } else {
+        /* A copy that is not whole first: the other one stays readable meanwhile. */
+        first_copy = places[chosen].errors[1].code != 0 ? 1 : 0;
+    }
+    LH_TRY(lh_store_superblock_write(store, first_copy, err));
+    place_mend(store, 1 - written, &places[1 - written]);
+    copies_mend(store);
+    return 0;
+}
