@@ -6,14 +6,7 @@
 
 int lh_engine_error(struct lh_engine *engine, struct lh_error *err)
 {
-    if (!atomic_load(&engine->failed))
-        return 0;
-    pthread_mutex_lock(&engine->shared.mutex);
-    int code = engine->shared.error.code;
-    if (err)
-        *err = engine->shared.error;
-    pthread_mutex_unlock(&engine->shared.mutex);
-    return code;
+    return lh_core_error(engine, err);
 }
 
 uint32_t lh_engine_trace(struct lh_engine *engine, struct lh_engine_trace_event *events,
@@ -28,16 +21,12 @@ uint32_t lh_engine_trace(struct lh_engine *engine, struct lh_engine_trace_event 
     return count;
 }
 
-int lh_engine_fail_code(struct lh_engine *engine)
-{
-    int code = lh_engine_error(engine, NULL);
-    return code < 0 ? code : -ECANCELED;
-}
-
 void lh_engine_post(struct lh_engine *engine, enum lh_message_kind kind, uint64_t a, uint64_t b,
                     uint64_t c)
 {
     struct lh_ring_message message = {.words = {kind, a, b, c}};
+    if (lh_core_is_forked(engine))
+        return;
     atomic_fetch_add(&engine->asks.post_count, 1);
     while (!lh_ring_push(&engine->inbox, message)) {
         if (atomic_load(&engine->failed) || atomic_load(&engine->stopping))
@@ -52,6 +41,8 @@ void lh_engine_post(struct lh_engine *engine, enum lh_message_kind kind, uint64_
 int lh_engine_wait_until(struct lh_engine *engine, lh_wait_fn is_done, uint64_t argument,
                          int timeout_ms)
 {
+    if (lh_core_is_forked(engine))
+        return -ECANCELED;
     /* The condition waits on CLOCK_MONOTONIC, whatever clock the engine itself was given. */
     struct lh_clock clock = lh_clock_real();
     uint64_t until_ns = lh_clock_now_ns(&clock) + (uint64_t)timeout_ms * UINT64_C(1000000);
@@ -69,13 +60,13 @@ int lh_engine_wait_until(struct lh_engine *engine, lh_wait_fn is_done, uint64_t 
     atomic_fetch_sub(&engine->waiting, 1);
     if (done)
         return 1;
-    return atomic_load(&engine->failed) ? lh_engine_fail_code(engine) : 0;
+    return atomic_load(&engine->failed) ? lh_core_fail_code(engine) : 0;
 }
 
 int lh_engine_begin(struct lh_engine *engine, enum lh_engine_mode mode)
 {
     if (atomic_load(&engine->failed))
-        return lh_engine_fail_code(engine);
+        return lh_core_fail_code(engine);
     lh_engine_post(engine, LH_MESSAGE_BEGIN, mode, 0, 0);
     return 0;
 }
@@ -94,15 +85,16 @@ static int arrival_wait(struct lh_engine *engine, struct lh_unit *unit)
     struct lh_error err = {0};
     if (!engine->dev || !engine->dev->ops->is_ordered)
         return 1;
-    uint64_t start = lh_engine_now(engine);
-    int rc = engine->dev->ops->wait(engine->dev, unit->arrived, atomic_load(&engine->stream), &err);
-    uint64_t end = lh_engine_now(engine);
+    uint64_t start = lh_core_now(engine);
+    int rc =
+        engine->dev->ops->wait(engine->dev, unit->copy.arrived, atomic_load(&engine->stream), &err);
+    uint64_t end = lh_core_now(engine);
     if (end - start > LH_WAIT_NS_MIN)
         lh_engine_post(engine, LH_MESSAGE_WAITED, (uint64_t)(unit - engine->units), start, end);
     if (rc == 0)
         return 1;
-    lh_device_fail(engine, &err, "waiting for a unit's copy");
-    return lh_engine_fail_code(engine);
+    lh_core_device_fail(engine, &err, "waiting for a unit's copy");
+    return lh_core_fail_code(engine);
 }
 
 /* fence passes when all that was computed so far is done. */
@@ -112,20 +104,20 @@ void lh_engine_fence_record(struct lh_engine *engine, struct lh_dev_fence *fence
     if (!engine->dev || !engine->dev->ops->is_ordered)
         return;
     if (engine->dev->ops->record(engine->dev, fence, atomic_load(&engine->stream), &err) < 0)
-        lh_device_fail(engine, &err, "the end of a computation");
+        lh_core_device_fail(engine, &err, "the end of a computation");
 }
 
 int lh_engine_acquire(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     if (atomic_load(&engine->failed))
-        return lh_engine_fail_code(engine);
-    bool may_be_updated = unit->gradient_step != unit->asked_step;
-    if (may_be_updated && unit->gradient_step < engine->open_step)
-        unit->asked_step = unit->gradient_step;
-    uint32_t word = may_be_updated ? 0 : atomic_load(&unit->word);
+        return lh_core_fail_code(engine);
+    bool may_be_updated = unit->caller.gradient_step != unit->caller.asked_step;
+    if (may_be_updated && unit->caller.gradient_step < engine->open_step)
+        unit->caller.asked_step = unit->caller.gradient_step;
+    uint32_t word = may_be_updated ? 0 : atomic_load(&unit->shared.word);
     while (word & LH_UNIT_READY_BIT) {
-        if (!atomic_compare_exchange_weak(&unit->word, &word, word + 1))
+        if (!atomic_compare_exchange_weak(&unit->shared.word, &word, word + 1))
             continue;
         if ((word & ~LH_UNIT_READY_BIT) == 0)
             lh_engine_post(engine, LH_MESSAGE_USE, index, 0, 0);
@@ -135,23 +127,50 @@ int lh_engine_acquire(struct lh_engine *engine, uint32_t index)
     return 0;
 }
 
-static bool grant_take(struct lh_engine *engine, uint64_t index)
+static bool take_one(_Atomic uint32_t *count)
 {
-    struct lh_unit *unit = &engine->units[index];
-    uint32_t grants = atomic_load(&unit->grants);
-    while (grants > 0) {
-        if (atomic_compare_exchange_weak(&unit->grants, &grants, grants - 1))
+    uint32_t left = atomic_load(count);
+    while (left > 0) {
+        if (atomic_compare_exchange_weak(count, &left, left - 1))
             return true;
     }
     return false;
 }
 
+struct answer {
+    uint32_t unit;
+    bool is_refused;
+};
+
+static bool answer_take(struct lh_engine *engine, uint64_t argument)
+{
+    struct answer *answer = (struct answer *)(uintptr_t)argument;
+    struct lh_unit *unit = &engine->units[answer->unit];
+    if (take_one(&unit->shared.grants))
+        return true;
+    answer->is_refused = take_one(&unit->shared.refusals);
+    return answer->is_refused;
+}
+
+void lh_engine_refusal(struct lh_engine *engine, struct lh_error *err)
+{
+    pthread_mutex_lock(&engine->shared.mutex);
+    *err = engine->shared.refusal;
+    pthread_mutex_unlock(&engine->shared.mutex);
+}
+
 int lh_engine_acquire_wait(struct lh_engine *engine, uint32_t index, int timeout_ms)
 {
     LH_ASSERT(index < engine->opts.unit_count);
-    uint64_t start = lh_engine_now(engine);
-    int rc = lh_engine_wait_until(engine, grant_take, index, timeout_ms);
-    lh_engine_post(engine, LH_MESSAGE_WAITED, index, start, lh_engine_now(engine));
+    /* A unit that was granted while the engine failed is not used. */
+    if (atomic_load(&engine->failed))
+        return lh_core_fail_code(engine);
+    struct answer answer = {.unit = index};
+    uint64_t start = lh_core_now(engine);
+    int rc = lh_engine_wait_until(engine, answer_take, (uint64_t)(uintptr_t)&answer, timeout_ms);
+    if (rc == 1 && answer.is_refused)
+        return -ENOSPC;
+    lh_engine_post(engine, LH_MESSAGE_WAITED, index, start, lh_core_now(engine));
     return rc == 1 ? arrival_wait(engine, &engine->units[index]) : rc;
 }
 
@@ -159,14 +178,14 @@ uint8_t *lh_engine_address(const struct lh_engine *engine, uint32_t unit)
 {
     LH_ASSERT(unit < engine->opts.unit_count);
     if (engine->dev)
-        return engine->opts.device_memory + engine->units[unit].copy_offset;
+        return engine->opts.device_memory + engine->units[unit].copy.offset;
     return engine->region + engine->units[unit].offset;
 }
 
 void lh_engine_pin(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
-    uint32_t before = atomic_fetch_add(&unit->word, 1);
+    uint32_t before = atomic_fetch_add(&unit->shared.word, 1);
     LH_ASSERT((before & LH_UNIT_READY_BIT) && (before & ~LH_UNIT_READY_BIT) > 0);
 }
 
@@ -174,8 +193,8 @@ void lh_engine_unpin(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     /* Before the pin goes: at 0 the engine may give the place away. */
-    lh_engine_fence_record(engine, unit->released);
-    uint32_t before = atomic_fetch_sub(&unit->word, 1);
+    lh_engine_fence_record(engine, unit->copy.released);
+    uint32_t before = atomic_fetch_sub(&unit->shared.word, 1);
     LH_ASSERT((before & ~LH_UNIT_READY_BIT) > 0);
     if ((before & ~LH_UNIT_READY_BIT) == 1)
         lh_engine_post(engine, LH_MESSAGE_RELEASE, index, 0, 0);
@@ -193,33 +212,33 @@ struct lh_engine_bytes lh_engine_bytes(const struct lh_engine *engine, uint32_t 
     const struct lh_unit *unit = &engine->units[index];
     return (struct lh_engine_bytes){
         .address = lh_engine_address(engine, index),
-        .make_count = atomic_load(engine->dev ? &unit->copy_count : &unit->load_count),
-        .out_count = atomic_load(&unit->out_count),
-        .is_of_out = atomic_load(&unit->copy_is_of_out),
+        .make_count = atomic_load(engine->dev ? &unit->copy.copy_count : &unit->shared.load_count),
+        .out_count = atomic_load(&unit->copy.out_count),
+        .is_of_out = atomic_load(&unit->copy.is_of_write_back),
     };
 }
 
 void lh_engine_moved(struct lh_engine *engine, uint32_t unit)
 {
     if (engine->dev)
-        atomic_store(&lh_engine_unit_at(engine, unit)->copy_is_moved, true);
+        atomic_store(&lh_engine_unit_at(engine, unit)->copy.is_modified, true);
 }
 
 void lh_engine_device_policy_set(struct lh_engine *engine, uint32_t policy,
                                  uint64_t alloc_bytes_per_s)
 {
-    atomic_store(&engine->device_alloc_bytes_per_s, alloc_bytes_per_s);
-    atomic_store(&engine->device_policy, policy);
+    atomic_store(&engine->device.alloc_bytes_per_s, alloc_bytes_per_s);
+    atomic_store(&engine->device.policy, policy);
 }
 
 void lh_engine_handle_add(struct lh_engine *engine, uint32_t unit)
 {
-    atomic_fetch_add(&lh_engine_unit_at(engine, unit)->handles, 1);
+    atomic_fetch_add(&lh_engine_unit_at(engine, unit)->shared.handles, 1);
 }
 
 void lh_engine_handle_drop(struct lh_engine *engine, uint32_t index)
 {
-    uint32_t before = atomic_fetch_sub(&lh_engine_unit_at(engine, index)->handles, 1);
+    uint32_t before = atomic_fetch_sub(&lh_engine_unit_at(engine, index)->shared.handles, 1);
     LH_ASSERT(before > 0);
     if (before == 1)
         lh_engine_post(engine, LH_MESSAGE_HANDLES, index, 0, 0);
@@ -228,7 +247,7 @@ void lh_engine_handle_drop(struct lh_engine *engine, uint32_t index)
 uint32_t lh_engine_handle_count(const struct lh_engine *engine, uint32_t unit)
 {
     LH_ASSERT(unit < engine->opts.unit_count);
-    return atomic_load(&engine->units[unit].handles);
+    return atomic_load(&engine->units[unit].shared.handles);
 }
 
 void lh_engine_hyper_set(struct lh_engine *engine, uint32_t group,
@@ -271,20 +290,25 @@ int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gra
     LH_ASSERT(param < engine->param_count && steps_are_over(engine, 0));
     LH_ASSERT(dtype <= LH_DTYPE_F16);
     if (atomic_load(&engine->failed))
-        return lh_engine_fail_code(engine);
+        return lh_core_fail_code(engine);
     if (engine->units[engine->params[param].unit].desc.elements == 0)
         return -EINVAL;
     const struct lh_unit *unit = &engine->units[engine->params[param].unit];
-    if (lh_landing_is_used(engine) && dtype != unit->desc.dtype)
+    if (engine->gradients_land && dtype != unit->desc.dtype)
         return -EINVAL;
     if (engine->gradient_steps[param] == engine->open_step)
         return -EALREADY;
     engine->gradient_steps[param] = engine->open_step;
-    engine->units[engine->params[param].unit].gradient_step = engine->open_step;
+    engine->units[engine->params[param].unit].caller.gradient_step = engine->open_step;
     atomic_store(&engine->gradients[param].is_held, true);
     lh_engine_fence_record(engine, engine->gradients[param].is_computed);
     lh_engine_post(engine, LH_MESSAGE_GRADIENT, param, (uint64_t)(uintptr_t)gradient, dtype);
     return 0;
+}
+
+uint64_t lh_engine_gradient_release_count(const struct lh_engine *engine)
+{
+    return atomic_load(&engine->gradients_released);
 }
 
 bool lh_engine_gradient_is_consumed(const struct lh_engine *engine, uint32_t param)
@@ -298,9 +322,9 @@ int lh_engine_room_wait(struct lh_engine *engine, lh_wait_fn is_done, uint64_t a
 {
     if (is_done(engine, argument))
         return 1;
-    uint64_t start = lh_engine_now(engine);
+    uint64_t start = lh_core_now(engine);
     int rc = lh_engine_wait_until(engine, is_done, argument, timeout_ms);
-    lh_engine_post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, lh_engine_now(engine));
+    lh_engine_post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, lh_core_now(engine));
     return rc;
 }
 
@@ -321,8 +345,8 @@ int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scal
     if (rc <= 0)
         return rc;
     if (atomic_load(&engine->failed))
-        return lh_engine_fail_code(engine);
-    uint64_t overhead = lh_engine_scalar_overhead_bytes(engine->param_count);
+        return lh_core_fail_code(engine);
+    uint64_t overhead = lh_engine_scalars_overhead_bytes(engine->param_count);
     if (scalar_bytes > engine->scalar_bytes_max - overhead)
         return -E2BIG;
     /* The step before is over, so no commit reads these. */
@@ -344,14 +368,14 @@ int lh_engine_norm(struct lh_engine *engine, double *square_sum_out, int timeout
               engine->opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED);
     uint64_t asked = atomic_load(&engine->norms_asked);
     if (atomic_load(&engine->failed))
-        return lh_engine_fail_code(engine);
+        return lh_core_fail_code(engine);
     if (atomic_load(&engine->norms_done) == asked) {
         asked = atomic_fetch_add(&engine->norms_asked, 1) + 1;
         lh_engine_post(engine, LH_MESSAGE_NORM, 0, 0, 0);
     }
     int rc = lh_engine_wait_until(engine, norm_is_done, asked, timeout_ms);
     if (rc > 0)
-        *square_sum_out = engine->square_sum;
+        *square_sum_out = engine->norm.square_sum;
     return rc;
 }
 
@@ -400,7 +424,7 @@ static int flush_ask(struct lh_engine *engine, bool commit, int timeout_ms)
     if (rc <= 0)
         return rc;
     if (atomic_load(&engine->failed))
-        return lh_engine_fail_code(engine);
+        return lh_core_fail_code(engine);
     uint64_t asked = atomic_load(&engine->flushes_asked);
     if (commit && !engine->asks.flush_commits) {
         /* One that somebody gave up does not commit: it is not this one. */
@@ -443,7 +467,7 @@ int lh_engine_commit_hold(struct lh_engine *engine, int timeout_ms)
 {
     uint32_t none = LH_HOLD_NONE;
     if (atomic_load(&engine->failed))
-        return lh_engine_fail_code(engine);
+        return lh_core_fail_code(engine);
     if (atomic_compare_exchange_strong(&engine->hold, &none, LH_HOLD_ASKED))
         lh_waker_wake(engine->waker);
     return lh_engine_wait_until(engine, hold_is_granted, 0, timeout_ms);
@@ -474,16 +498,30 @@ void lh_engine_invalidate(struct lh_engine *engine, uint32_t index)
     LH_ASSERT(engine->shared.is_paused);
     if (lh_store_is_staged(engine->store, unit->desc.store_group))
         engine->has_edits = true;
-    lh_update_forget_unit(engine, index);
+    lh_update_end_forget_unit(engine, index);
     if (unit->state == LH_UNIT_STATE_READY)
         lh_unit_forget(engine, index);
-    lh_device_forget(engine, unit);
+    LH_FEATURE_CALL(engine, unit_forgotten, unit);
     lh_region_forget(engine);
+}
+
+static bool is_any_staged(const struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        if (lh_store_is_staged(engine->store, engine->units[i].desc.store_group))
+            return true;
+    }
+    return false;
 }
 
 void lh_engine_resume(struct lh_engine *engine)
 {
+    if (lh_core_is_forked(engine))
+        return;
     pthread_mutex_lock(&engine->shared.mutex);
+    /* The caller may have committed what was staged, and a rollback then loses nothing. */
+    if (engine->has_edits && engine->shared.is_paused)
+        engine->has_edits = is_any_staged(engine);
     atomic_store(&engine->pausing, false);
     pthread_cond_broadcast(&engine->shared.changed);
     pthread_mutex_unlock(&engine->shared.mutex);
@@ -502,6 +540,8 @@ uint64_t lh_engine_param_step(const struct lh_engine *engine, uint32_t param)
 
 bool lh_engine_stats(struct lh_engine *engine, struct lh_engine_step_stats *stats_out)
 {
+    if (lh_core_is_forked(engine))
+        return false;
     pthread_mutex_lock(&engine->shared.mutex);
     bool has = engine->shared.has_finished;
     *stats_out = engine->shared.finished;

@@ -6,9 +6,6 @@
 #include "base/thread.h"
 #include "sched/engine_private.h"
 
-/* Of a model's chunks, what its first units have: an embedding and a block or two. */
-#define FIRST_DIVISOR 16
-
 static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err)
 {
     const struct lh_budget *budget = opts->budget;
@@ -59,27 +56,17 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
         lh_alloc_zeroed(alloc, lh_max_u64(opts->param_count, 1), sizeof(uint64_t));
     engine->gradients =
         lh_alloc_zeroed(alloc, lh_max_u64(opts->param_count, 1), sizeof(*engine->gradients));
-    engine->square_sums =
-        lh_alloc_zeroed(alloc, lh_max_u64(opts->param_count, 1), 2 * sizeof(double));
-    engine->update_queue = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
-    engine->spill_queue = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
-    engine->deferred = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
-    engine->predicted_updates = lh_alloc_zeroed(alloc, units, sizeof(uint32_t));
     engine->hypers[0] = lh_alloc_zeroed(alloc, opts->group_count, sizeof(struct lh_adam_hyper));
     engine->hypers[1] = lh_alloc_zeroed(alloc, opts->group_count, sizeof(struct lh_adam_hyper));
-    engine->requests =
-        lh_alloc_zeroed(alloc, 4 * (uint64_t)opts->io_depth, sizeof(*engine->requests));
     engine->commit_requests =
-        lh_alloc_zeroed(alloc, LH_IO_FILE_COUNT_MAX, sizeof(*engine->commit_requests));
+        lh_alloc_zeroed(alloc, LH_STORE_COMMIT_REQUEST_COUNT_MAX, sizeof(*engine->commit_requests));
     if (opts->trace_count > 0) {
         engine->trace = lh_alloc_zeroed(alloc, opts->trace_count, sizeof(*engine->trace));
         if (!engine->trace)
             return lh_error_set(err, -ENOMEM, "no memory for %u trace events", opts->trace_count);
     }
     if (!engine->units || !engine->params || !engine->param_steps || !engine->gradient_steps ||
-        !engine->gradients || !engine->square_sums || !engine->update_queue ||
-        !engine->predicted_updates || !engine->spill_queue || !engine->deferred ||
-        !engine->hypers[0] || !engine->hypers[1] || !engine->requests || !engine->commit_requests)
+        !engine->gradients || !engine->hypers[0] || !engine->hypers[1] || !engine->commit_requests)
         return lh_error_set(err, -ENOMEM, "no memory for the tables of %u units", units);
     memcpy(engine->params, opts->params, opts->param_count * sizeof(*engine->params));
     for (uint32_t i = 0; i < units; i++) {
@@ -87,95 +74,7 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
         engine->units[i].desc.place_bytes =
             lh_max_u64(opts->units[i].place_bytes, opts->units[i].bytes);
         engine->units[i].engine = engine;
-        engine->units[i].is_predicted = opts->units[i].elements > 0;
-        engine->units[i].is_deferred = engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL ||
-                                       engine->opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED;
-    }
-    for (uint32_t i = 0; i < 4 * opts->io_depth; i++) {
-        engine->requests[i].engine = engine;
-        engine->requests[i].next_free = engine->free_requests;
-        engine->free_requests = &engine->requests[i];
-    }
-    return 0;
-}
-
-/*
- * Of the chunks in front of index, how many keep their slabs: those of the first units, which are
- * updated last while the next forward waits for them, and the others evenly over the model, so that
- * the traffic of those that do not is spread over backward.
- */
-static uint32_t kept_before(const struct lh_engine *engine, uint32_t index)
-{
-    uint64_t count = engine->budget.chunk_count;
-    uint64_t kept_count = engine->budget.kept_chunk_count;
-    uint64_t first_count = lh_min_u64(count / FIRST_DIVISOR, kept_count);
-    if (index <= first_count)
-        return index;
-    return (uint32_t)(first_count +
-                      (index - first_count) * (kept_count - first_count) / (count - first_count));
-}
-
-static int chunks_create(struct lh_engine *engine, struct lh_error *err)
-{
-    uint64_t elements_max = engine->budget.chunk_elements;
-    uint64_t count = 0;
-    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        count += lh_div_ceil(engine->units[i].desc.elements, elements_max);
-    LH_ASSERT(count == engine->budget.chunk_count);
-    engine->chunks = lh_alloc_zeroed(engine->alloc, lh_max_u64(count, 1), sizeof(*engine->chunks));
-    if (!engine->chunks)
-        return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " chunks", count);
-    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        struct lh_unit *unit = &engine->units[i];
-        unit->chunk_first = engine->chunk_count;
-        for (uint64_t first = 0; first < unit->desc.elements; first += elements_max) {
-            uint32_t index = engine->chunk_count++;
-            engine->chunks[index] = (struct lh_chunk){
-                .unit = i,
-                .slab = LH_CHUNK_NONE,
-                .block = LH_BLOCK_NONE,
-                .first = first,
-                .count = lh_min_u64(elements_max, unit->desc.elements - first),
-                .is_kept = kept_before(engine, index + 1) > kept_before(engine, index),
-                .kept_slab = kept_before(engine, index),
-            };
-            unit->chunk_count++;
-        }
-    }
-    return 0;
-}
-
-/* The most parameters that have elements in one chunk. */
-static uint64_t segments_max(const struct lh_engine *engine)
-{
-    uint64_t most = 1;
-    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        most = lh_max_u64(most, engine->units[i].desc.param_count);
-    return lh_min_u64(most, engine->budget.chunk_elements / LH_ENGINE_PARAM_ALIGN + 2);
-}
-
-static int slabs_create(struct lh_engine *engine, struct lh_error *err)
-{
-    struct lh_alloc *alloc = engine->alloc;
-    uint64_t segment_max = segments_max(engine);
-    uint64_t checksum_max = lh_div_ceil(engine->budget.chunk_elements * 4, LH_CHECKSUM_BYTES);
-    uint32_t count = engine->budget.slab_count;
-    engine->slabs = lh_alloc_zeroed(alloc, lh_max_u64(count, 1), sizeof(*engine->slabs));
-    if (!engine->slabs)
-        return lh_error_set(err, -ENOMEM, "no memory for %u slabs", count);
-    for (uint32_t i = 0; i < count; i++) {
-        struct lh_slab *slab = &engine->slabs[i];
-        slab->engine = engine;
-        slab->chunk = LH_CHUNK_NONE;
-        slab->memory = engine->region + engine->budget.region_bytes + i * engine->budget.slab_bytes;
-        slab->segments = lh_alloc_zeroed(alloc, segment_max, sizeof(*slab->segments));
-        bool failed = !slab->segments;
-        for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++) {
-            slab->expected[j] = lh_alloc_zeroed(alloc, checksum_max, sizeof(uint32_t));
-            failed |= !slab->expected[j];
-        }
-        if (failed)
-            return lh_error_set(err, -ENOMEM, "no memory for slab %u of %u", i, count);
+        engine->units[i].source = &engine->transfers.store;
     }
     return 0;
 }
@@ -183,7 +82,7 @@ static int slabs_create(struct lh_engine *engine, struct lh_error *err)
 /* Step and step counts as the last commit left them. */
 static int resume(struct lh_engine *engine, struct lh_error *err)
 {
-    uint64_t overhead = lh_engine_scalar_overhead_bytes(engine->param_count);
+    uint64_t overhead = lh_engine_scalars_overhead_bytes(engine->param_count);
     engine->scalar_bytes_max = lh_store_scalar_bytes_max(engine->store);
     if (engine->scalar_bytes_max < overhead)
         return lh_error_set(err, -EBADMSG,
@@ -237,6 +136,71 @@ static void shared_init(struct lh_engine *engine)
     pthread_condattr_destroy(&attributes);
 }
 
+static void feature_add(struct lh_engine *engine, const struct lh_feature *feature)
+{
+    LH_ASSERT(engine->features.count < LH_FEATURE_COUNT_MAX);
+    engine->features.all[engine->features.count++] = feature;
+}
+
+/* Those that wait for the close, and what only such updates can have. */
+static int deferring_create(struct lh_engine *engine, struct lh_error *err)
+{
+    LH_TRY(lh_defer_create(engine, err));
+    if (engine->opts.schedule == LH_ENGINE_SCHEDULE_AUTO) {
+        lh_split_create(engine);
+        feature_add(engine, &lh_split_feature);
+    }
+    feature_add(engine, &lh_defer_feature);
+    return 0;
+}
+
+/* In the order of feature.h. */
+static int features_create(struct lh_engine *engine, struct lh_error *err)
+{
+    enum lh_engine_schedule schedule = engine->opts.schedule;
+    bool is_all_deferred =
+        schedule == LH_ENGINE_SCHEDULE_SERIAL || schedule == LH_ENGINE_SCHEDULE_DEFERRED;
+    if (engine->dev)
+        LH_TRY(lh_landing_create(engine, err));
+    if (is_all_deferred || schedule == LH_ENGINE_SCHEDULE_AUTO)
+        LH_TRY(deferring_create(engine, err));
+    if (is_all_deferred) {
+        LH_TRY(lh_spill_create(engine, err));
+        LH_TRY(lh_norm_create(engine, err));
+    }
+    if (engine->spill.is_any)
+        feature_add(engine, &lh_spill_feature);
+    if (engine->dev) {
+        LH_TRY(lh_device_create(engine, err));
+        feature_add(engine, &lh_device_feature);
+    }
+    if (engine->gradients_land)
+        feature_add(engine, &lh_landing_feature);
+    if (is_all_deferred)
+        feature_add(engine, &lh_norm_feature);
+    if (engine->opts.saved.memory_bytes > 0) {
+        LH_TRY(lh_saved_create(engine, err));
+        feature_add(engine, &lh_saved_feature);
+    }
+    if (schedule == LH_ENGINE_SCHEDULE_NAIVE) {
+        feature_add(engine, &lh_naive_feature);
+        engine->pump_updates = lh_naive_pump_updates;
+    }
+    return 0;
+}
+
+static void features_destroy(struct lh_engine *engine)
+{
+    lh_saved_destroy(engine);
+    lh_norm_destroy(engine);
+    lh_spill_destroy(engine);
+    lh_defer_destroy(engine);
+    if (!engine->dev)
+        return;
+    lh_device_destroy(engine);
+    lh_landing_destroy(engine);
+}
+
 int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
                      struct lh_engine **engine_out, struct lh_error *err)
 {
@@ -252,6 +216,7 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
     engine->opts.budget = NULL;
     engine->budget = *opts->budget;
     engine->store = opts->store;
+    engine->fork_count = lh_thread_fork_count();
     engine->io = opts->io;
     engine->exec = opts->exec;
     engine->dev = opts->dev;
@@ -259,7 +224,7 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
     engine->clock = opts->clock;
     engine->region = opts->memory;
     engine->param_count = opts->param_count;
-    engine->takes_norms = opts->norms;
+    engine->gradients_land = opts->dev && !opts->gradients_in_memory;
     engine->gradient_scales[0] = 1.0;
     engine->gradient_scales[1] = 1.0;
     shared_init(engine);
@@ -267,23 +232,21 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
     if (rc == 0)
         rc = tables_create(engine, opts, err);
     if (rc == 0)
+        rc = lh_transfer_create(engine, err);
+    if (rc == 0)
         rc = lh_in_place_create(engine, err);
     if (rc == 0)
         rc = lh_region_create_all(engine, err);
     if (rc == 0)
-        rc = chunks_create(engine, err);
+        rc = lh_chunk_create(engine, err);
     if (rc == 0)
-        rc = slabs_create(engine, err);
+        rc = lh_slab_create(engine, err);
     if (rc == 0)
-        rc = lh_device_create(engine, err);
+        rc = lh_update_create(engine, err);
     if (rc == 0)
-        rc = lh_saved_create(engine, err);
+        rc = features_create(engine, err);
     if (rc == 0)
         rc = resume(engine, err);
-    if (rc == 0) {
-        lh_spill_choose(engine);
-        lh_split_begin(engine);
-    }
     if (rc == 0 && !opts->manual)
         rc = thread_start(engine, err);
     if (rc < 0) {
@@ -296,7 +259,7 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
 
 void lh_engine_stop(struct lh_engine *engine)
 {
-    if (!engine->has_thread)
+    if (!engine->has_thread || engine->fork_count != lh_thread_fork_count())
         return;
     pthread_mutex_lock(&engine->shared.mutex);
     atomic_store(&engine->stopping, true);
@@ -310,22 +273,10 @@ void lh_engine_stop(struct lh_engine *engine)
 static void tables_destroy(struct lh_engine *engine)
 {
     struct lh_alloc *alloc = engine->alloc;
-    for (uint32_t i = 0; engine->slabs && i < engine->budget.slab_count; i++) {
-        lh_free(alloc, engine->slabs[i].segments);
-        for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++)
-            lh_free(alloc, engine->slabs[i].expected[j]);
-    }
     void *const tables[] = {
-        engine->units,        engine->params,
-        engine->param_steps,  engine->gradient_steps,
-        engine->gradients,    engine->square_sums,
-        engine->update_queue, engine->deferred,
-        engine->spill_queue,  engine->predicted_updates,
-        engine->hypers[0],    engine->hypers[1],
-        engine->requests,     engine->commit_requests,
-        engine->trace,        engine->chunks,
-        engine->slabs,        engine->scalars,
-        engine->seams,
+        engine->units,     engine->params,    engine->param_steps, engine->gradient_steps,
+        engine->gradients, engine->hypers[0], engine->hypers[1],   engine->commit_requests,
+        engine->trace,     engine->chunks,    engine->scalars,     engine->in_place.seams,
     };
     for (size_t i = 0; i < LH_COUNT_OF(tables); i++)
         lh_free(alloc, tables[i]);
@@ -337,8 +288,10 @@ void lh_engine_destroy(struct lh_engine *engine)
         return;
     lh_engine_stop(engine);
     struct lh_alloc *alloc = engine->alloc;
-    lh_saved_destroy(engine);
-    lh_device_destroy(engine);
+    features_destroy(engine);
+    lh_update_destroy(engine);
+    lh_slab_destroy(engine);
+    lh_transfer_destroy(engine);
     tables_destroy(engine);
     lh_region_destroy_all(engine);
     if (engine->inbox.cells)

@@ -21,7 +21,7 @@
 
 static bool is_awaited(const struct lh_unit *unit)
 {
-    return unit->is_deferred && unit->gradient_count > 0;
+    return unit->defer.is_deferred && unit->update.gradient_count > 0;
 }
 
 /* Units of the closed step in the order of their first use; those never used come last. */
@@ -30,28 +30,28 @@ static void line_up(struct lh_engine *engine)
     const struct lh_event_list *list = &engine->recording;
 
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        engine->units[i].deferred_at = LH_CHUNK_NONE;
-    engine->deferred_count = 0;
-    engine->deferred_first = 0;
+        engine->units[i].defer.position = LH_CHUNK_NONE;
+    engine->defer.count = 0;
+    engine->defer.first = 0;
     for (uint64_t i = 0; i < list->count + engine->opts.unit_count; i++) {
         bool is_listed = i < list->count;
         uint32_t index = is_listed ? list->events[i].unit : (uint32_t)(i - list->count);
         struct lh_unit *unit = &engine->units[index];
 
-        if (!is_awaited(unit) || unit->deferred_at != LH_CHUNK_NONE)
+        if (!is_awaited(unit) || unit->defer.position != LH_CHUNK_NONE)
             continue;
         if (is_listed && list->events[i].kind != LH_RESIDENCY_EVENT_BEGIN)
             continue;
-        unit->deferred_at = engine->deferred_count;
-        engine->deferred[engine->deferred_count++] = index;
+        unit->defer.position = engine->defer.count;
+        engine->defer.order[engine->defer.count++] = index;
     }
 }
 
 static void release_first(struct lh_engine *engine)
 {
-    uint32_t index = engine->deferred[engine->deferred_first++];
+    uint32_t index = engine->defer.order[engine->defer.first++];
 
-    engine->units[index].is_released = true;
+    engine->units[index].defer.is_released = true;
     lh_update_consider(engine, index);
 }
 
@@ -61,48 +61,95 @@ static void release_near(struct lh_engine *engine, uint32_t position)
     const uint64_t near_bytes = engine->budget.region_bytes / 2;
     uint64_t ahead_bytes = 0;
 
-    while (engine->deferred_first < lh_min_u64(position, engine->deferred_count))
+    while (engine->defer.first < lh_min_u64(position, engine->defer.count))
         release_first(engine);
-    for (uint32_t i = position; i < engine->deferred_count; i++) {
-        ahead_bytes += engine->units[engine->deferred[i]].desc.bytes;
+    for (uint32_t i = position; i < engine->defer.count; i++) {
+        ahead_bytes += engine->units[engine->defer.order[i]].desc.bytes;
         if (ahead_bytes > near_bytes && i > position + 1)
             break;
-        if (i == engine->deferred_first)
+        if (i == engine->defer.first)
             release_first(engine);
     }
 }
 
-void lh_defer_close(struct lh_engine *engine)
+static void drain(struct lh_engine *engine)
+{
+    while (engine->defer.first < engine->defer.count)
+        release_first(engine);
+}
+
+static void step_closed(struct lh_engine *engine)
 {
     line_up(engine);
-    lh_step_stats(engine, engine->step)->deferred_units = engine->deferred_count;
+    lh_core_stats(engine, engine->step)->deferred_units = engine->defer.count;
     if (engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL)
-        lh_defer_drain(engine);
+        drain(engine);
     else
         release_near(engine, 0);
 }
 
-void lh_defer_use(struct lh_engine *engine, uint32_t index)
+static void use_begun(struct lh_engine *engine, uint32_t index)
 {
     const struct lh_unit *unit = &engine->units[index];
 
-    if (engine->deferred_first == engine->deferred_count)
+    if (engine->defer.first == engine->defer.count)
         return;
-    if (is_awaited(unit) && unit->deferred_at != LH_CHUNK_NONE)
-        release_near(engine, unit->deferred_at + 1);
+    if (is_awaited(unit) && unit->defer.position != LH_CHUNK_NONE)
+        release_near(engine, unit->defer.position + 1);
 }
 
-void lh_defer_drain(struct lh_engine *engine)
+static void step_over(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
 {
-    while (engine->deferred_first < engine->deferred_count)
-        release_first(engine);
-}
-
-void lh_defer_step_over(struct lh_engine *engine)
-{
-    LH_ASSERT(engine->deferred_first == engine->deferred_count);
-    engine->deferred_first = 0;
-    engine->deferred_count = 0;
+    (void)stats;
+    LH_ASSERT(engine->defer.first == engine->defer.count);
+    engine->defer.first = 0;
+    engine->defer.count = 0;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        engine->units[i].is_released = false;
+        engine->units[i].defer.is_released = false;
 }
+
+void lh_defer_set(struct lh_unit *unit, bool is_deferred)
+{
+    unit->defer.is_deferred = is_deferred;
+}
+
+static bool update_may_queue(struct lh_engine *engine, struct lh_unit *unit)
+{
+    (void)engine;
+    return !unit->defer.is_deferred || unit->defer.is_released;
+}
+
+/* Somebody waits for the end of the closed step. */
+static bool message(struct lh_engine *engine, const struct lh_ring_message *message)
+{
+    if (message->words[0] != LH_MESSAGE_DRAIN)
+        return false;
+    if (engine->step_state == LH_STEP_STATE_CLOSED)
+        drain(engine);
+    return true;
+}
+
+int lh_defer_create(struct lh_engine *engine, struct lh_error *err)
+{
+    uint32_t count = engine->opts.unit_count;
+    engine->defer.order = lh_alloc_zeroed(engine->alloc, count, sizeof(uint32_t));
+    if (!engine->defer.order)
+        return lh_error_set(err, -ENOMEM, "no memory for %u deferred updates", count);
+    for (uint32_t i = 0; i < count; i++)
+        lh_defer_set(&engine->units[i], true);
+    return 0;
+}
+
+void lh_defer_destroy(struct lh_engine *engine)
+{
+    lh_free(engine->alloc, engine->defer.order);
+}
+
+const struct lh_feature lh_defer_feature = {
+    .name = "defer",
+    .message = message,
+    .use_begun = use_begun,
+    .update_may_queue = update_may_queue,
+    .step_closed = step_closed,
+    .step_over = step_over,
+};

@@ -2,13 +2,6 @@
  * Units on an accelerator: copies of main memory's bytes, made in the order of the accelerator's
  * plan (region.c), and gradients on their way back (landing.c).
  *
- *           op LOAD: the unit is READY in main     is_ordered: once it is submitted
- *           memory, or chunks of it are updated    else: the copy came back
- *   ABSENT -----------------------------------> COPYING ---------------> READY
- *      ^                                                                   |
- *      |   op EVICT: pins 0, or the copy is old                            |
- *      +-------------------------------------------------------------------+
- *
  * A unit that was changed on the accelerator ([Note: Moved units] in engine.h) is LEAVING between
  * READY and ABSENT: its place is free for the plan, and a copy into it waits for the one out of it.
  *
@@ -37,64 +30,38 @@
 #define AHEAD_OP_COUNT 64
 #define AHEAD_LOAD_COUNT 2
 
-bool lh_device_has(const struct lh_unit *unit)
+static void state_set(struct lh_unit *unit, enum lh_copy_state state)
 {
-    return unit->copy_state == LH_COPY_STATE_READY && !unit->copy_is_old;
-}
-
-void lh_device_fail(struct lh_engine *engine, const struct lh_error *cause, const char *what)
-{
-    struct lh_error err = {0};
-    lh_error_set(&err, cause->code, "%s: %s: %s", engine->dev->ops->name, what, cause->message);
-    lh_engine_fail(engine, &err);
-}
-
-bool lh_device_is_placed(const struct lh_unit *unit)
-{
-    return unit->copy_state == LH_COPY_STATE_COPYING || unit->copy_state == LH_COPY_STATE_READY;
+    LH_ASSERT(lh_states_copy_may(unit->copy.state, state));
+    unit->copy.state = state;
 }
 
 /* The unit's update is about to be queued: false while somebody has the copy pinned. */
-bool lh_device_make_old(struct lh_engine *engine, struct lh_unit *unit)
+static bool update_may_queue(struct lh_engine *engine, struct lh_unit *unit)
 {
-    if (!engine->dev || unit->copy_state == LH_COPY_STATE_ABSENT || unit->copy_is_old)
+    (void)engine;
+    if (unit->copy.state == LH_COPY_STATE_ABSENT || unit->copy.is_stale)
         return true;
-    if (unit->copy_state == LH_COPY_STATE_READY && !lh_unit_claim(unit))
+    if (unit->copy.state == LH_COPY_STATE_READY && !lh_unit_claim(unit))
         return false;
-    unit->copy_is_old = true;
+    unit->copy.is_stale = true;
     return true;
-}
-
-struct lh_copy *lh_copy_take(struct lh_engine *engine)
-{
-    struct lh_copy *copy = engine->free_copies;
-    if (!copy)
-        return NULL;
-    engine->free_copies = copy->next_free;
-    copy->saved = NULL;
-    return copy;
-}
-
-void lh_copy_give(struct lh_engine *engine, struct lh_copy *copy)
-{
-    copy->next_free = engine->free_copies;
-    engine->free_copies = copy;
 }
 
 static void copy_arrived(struct lh_engine *engine, struct lh_unit *unit)
 {
-    unit->copy_state = LH_COPY_STATE_READY;
-    if (!unit->copy_is_old)
+    state_set(unit, LH_COPY_STATE_READY);
+    if (!unit->copy.is_stale)
         lh_unit_grant(engine, unit);
 }
 
 /* Its place is free for the plan, but somebody's bytes are still on their way out of it. */
 static bool is_being_left(const struct lh_engine *engine, uint64_t offset, uint64_t bytes)
 {
-    for (uint32_t i = 0; engine->leaving_count > 0 && i < engine->opts.unit_count; i++) {
+    for (uint32_t i = 0; engine->device.leaving_count > 0 && i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        if (unit->copy_state == LH_COPY_STATE_LEAVING && unit->copy_offset < offset + bytes &&
-            offset < unit->copy_offset + unit->desc.place_bytes)
+        if (unit->copy.state == LH_COPY_STATE_LEAVING && unit->copy.offset < offset + bytes &&
+            offset < unit->copy.offset + unit->desc.place_bytes)
             return true;
     }
     return false;
@@ -106,45 +73,54 @@ static bool load_is_possible(const struct lh_engine *engine, const struct lh_res
     if (is_being_left(engine, op->offset, unit->desc.place_bytes))
         return false;
     bool is_here = unit->state == LH_UNIT_STATE_READY && !lh_unit_is_old(engine, unit);
-    bool is_coming = unit->state == LH_UNIT_STATE_UPDATING && unit->chunks_computed > 0 &&
-                     engine->copying_unit == LH_UNIT_NONE;
-    return (is_here || is_coming) && unit->copy_use_count >= op->uses_before && !unit->is_copying &&
-           engine->free_copies;
+    bool is_coming = unit->state == LH_UNIT_STATE_UPDATING && unit->update.chunks_computed > 0 &&
+                     engine->device.loading_unit == LH_UNIT_NONE;
+    return (is_here || is_coming) && unit->copy.use_count >= op->uses_before &&
+           !unit->copy.is_copying && lh_copy_is_free(engine);
 }
 
 /* Without reuse: how long the place of a unit that comes takes to allocate. */
 static uint64_t alloc_ns(const struct lh_engine *engine, uint64_t bytes)
 {
-    uint64_t rate = atomic_load(&engine->device_alloc_bytes_per_s);
-    if ((atomic_load(&engine->device_policy) & LH_ENGINE_DEVICE_NO_REUSE) == 0 || rate == 0)
+    uint64_t rate = atomic_load(&engine->device.alloc_bytes_per_s);
+    if ((atomic_load(&engine->device.policy) & LH_ENGINE_DEVICE_NO_REUSE) == 0 || rate == 0)
         return 0;
     return (uint64_t)((unsigned __int128)bytes * UINT64_C(1000000000) / rate);
+}
+
+static void part_copied(struct lh_engine *engine, struct lh_copy *copy)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, copy->unit);
+    LH_ASSERT(unit->copy.part_count > 0 && engine->device.loads_in_flight > 0);
+    engine->device.loads_in_flight--;
+    if (--unit->copy.part_count > 0 || engine->device.loading_unit == copy->unit)
+        return;
+    unit->copy.is_copying = false;
+    if (!engine->dev->ops->is_ordered)
+        copy_arrived(engine, unit);
+    lh_update_consider(engine, copy->unit);
 }
 
 /* Copy a part of the unit's bytes, in order; the last one makes it READY. */
 static bool part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t first, uint64_t end)
 {
     struct lh_copy *copy = lh_copy_take(engine);
-    struct lh_error err = {0};
     bool is_last = end == unit->desc.bytes;
+    copy->done = part_copied;
+    copy->what = "a unit's copy";
     copy->unit = (uint32_t)(unit - engine->units);
-    copy->param = LH_PARAM_NONE;
     copy->dev = (struct lh_dev_copy){
         .direction = LH_DEV_DIRECTION_IN,
         .host = engine->region + unit->offset + first,
-        .device = engine->opts.device_memory + unit->copy_offset + first,
+        .device = engine->opts.device_memory + unit->copy.offset + first,
         .bytes = end - first,
         .pause_ns = first == 0 ? alloc_ns(engine, unit->desc.place_bytes) : 0,
-        .done = is_last ? unit->arrived : NULL,
-        .owner = copy,
+        .done = is_last ? unit->copy.arrived : NULL,
     };
-    if (engine->dev->ops->submit(engine->dev, &copy->dev, &err) < 0) {
-        lh_device_fail(engine, &err, "a unit's copy");
+    if (!lh_copy_submit(engine, copy))
         return false;
-    }
-    engine->copies_in_flight++;
-    engine->loads_in_flight++;
-    unit->copies++;
+    engine->device.loads_in_flight++;
+    unit->copy.part_count++;
     if (is_last && engine->dev->ops->is_ordered)
         copy_arrived(engine, unit);
     return true;
@@ -158,7 +134,7 @@ static uint64_t new_bytes(const struct lh_engine *engine, const struct lh_unit *
         return unit->desc.bytes;
     while (count < unit->chunk_count) {
         const struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + count];
-        if (chunk->computed_step != lh_step_current(engine) ||
+        if (chunk->computed_step != lh_core_step(engine) ||
             chunk->state == LH_CHUNK_STATE_COMPUTING)
             break;
         count++;
@@ -170,16 +146,16 @@ static uint64_t new_bytes(const struct lh_engine *engine, const struct lh_unit *
 /* The unit that is copied as it is updated: what there is more of it. */
 static bool load_go_on(struct lh_engine *engine)
 {
-    if (engine->copying_unit == LH_UNIT_NONE || !engine->free_copies)
+    if (engine->device.loading_unit == LH_UNIT_NONE || !lh_copy_is_free(engine))
         return false;
-    struct lh_unit *unit = lh_engine_unit_at(engine, engine->copying_unit);
-    uint64_t first = engine->copying_bytes;
+    struct lh_unit *unit = lh_engine_unit_at(engine, engine->device.loading_unit);
+    uint64_t first = engine->device.loading_bytes;
     uint64_t end = new_bytes(engine, unit);
     if (end == first)
         return false;
-    engine->copying_bytes = end;
+    engine->device.loading_bytes = end;
     if (end == unit->desc.bytes)
-        engine->copying_unit = LH_UNIT_NONE;
+        engine->device.loading_unit = LH_UNIT_NONE;
     return part_copy(engine, unit, first, end);
 }
 
@@ -187,46 +163,57 @@ static bool load_go_on(struct lh_engine *engine)
 static void load_start(struct lh_engine *engine, const struct lh_residency_op *op, uint64_t step)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
-    LH_ASSERT(unit->copy_state == LH_COPY_STATE_ABSENT);
-    unit->copy_state = LH_COPY_STATE_COPYING;
-    unit->copy_offset = op->offset;
-    unit->copy_is_old = false;
-    unit->is_copying = true;
+    LH_ASSERT(unit->copy.state == LH_COPY_STATE_ABSENT);
+    state_set(unit, LH_COPY_STATE_COPYING);
+    unit->copy.offset = op->offset;
+    unit->copy.is_stale = false;
+    unit->copy.is_copying = true;
     unit->use_count++;
-    atomic_store(&unit->copy_is_moved, false);
-    atomic_store(&unit->copy_is_of_out, unit->is_of_out);
-    atomic_fetch_add(&unit->copy_count, 1);
-    lh_step_stats(engine, step)->bytes[LH_ENGINE_LINK_COPY_IN] += unit->desc.bytes;
+    atomic_store(&unit->copy.is_modified, false);
+    atomic_store(&unit->copy.is_of_write_back, unit->copy.host_is_written_back);
+    atomic_fetch_add(&unit->copy.copy_count, 1);
+    lh_core_stats(engine, step)->bytes[LH_ENGINE_LINK_COPY_IN] += unit->desc.bytes;
     if (unit->state == LH_UNIT_STATE_READY) {
         (void)part_copy(engine, unit, 0, unit->desc.bytes);
         return;
     }
-    engine->copying_unit = op->unit;
-    engine->copying_bytes = 0;
+    engine->device.loading_unit = op->unit;
+    engine->device.loading_bytes = 0;
     (void)load_go_on(engine);
 }
 
 static bool evict_is_possible(const struct lh_engine *engine, const struct lh_residency_op *op)
 {
     const struct lh_unit *unit = &engine->units[op->unit];
-    return unit->copy_state == LH_COPY_STATE_READY && unit->copy_use_count >= op->uses_before;
+    return unit->copy.state == LH_COPY_STATE_READY && unit->copy.use_count >= op->uses_before;
 }
 
 /* Nothing of the unit is on the accelerator any more. */
 static void left(struct lh_engine *engine, struct lh_unit *unit)
 {
-    unit->copy_state = LH_COPY_STATE_ABSENT;
-    if ((atomic_load(&engine->device_policy) & LH_ENGINE_DEVICE_NO_REUSE) == 0)
+    state_set(unit, LH_COPY_STATE_ABSENT);
+    if ((atomic_load(&engine->device.policy) & LH_ENGINE_DEVICE_NO_REUSE) == 0)
         return;
-    uint8_t *address = engine->opts.device_memory + unit->copy_offset;
+    uint8_t *address = engine->opts.device_memory + unit->copy.offset;
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
     uint64_t skipped = lh_align_up((uintptr_t)address, page) - (uintptr_t)address;
     uint64_t whole = unit->desc.place_bytes - lh_min_u64(unit->desc.place_bytes, skipped);
     if (madvise(address + skipped, whole - whole % page, MADV_DONTNEED) < 0) {
         struct lh_error err = {0};
         lh_error_set(&err, -errno, "madvise: %s", strerror(errno));
-        lh_device_fail(engine, &err, "memory that is given back");
+        lh_core_device_fail(engine, &err, "memory that is given back");
     }
+}
+
+static void out_done(struct lh_engine *engine, struct lh_copy *copy)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, copy->unit);
+    LH_ASSERT(unit->copy.state == LH_COPY_STATE_LEAVING && engine->device.leaving_count > 0);
+    engine->device.leaving_count--;
+    unit->copy.is_copying = false;
+    unit->copy.host_is_written_back = true;
+    atomic_fetch_add(&unit->copy.out_count, 1);
+    left(engine, unit);
 }
 
 /* [Note: Moved units] in engine.h: main memory gets the bytes that were changed. */
@@ -234,38 +221,26 @@ static void out_start(struct lh_engine *engine, struct lh_unit *unit)
 {
     struct lh_copy *copy = lh_copy_take(engine);
     struct lh_error err = {0};
+    struct lh_dev *dev = engine->dev;
+    copy->done = out_done;
+    copy->what = "a unit's copy back";
     copy->unit = (uint32_t)(unit - engine->units);
-    copy->param = LH_PARAM_NONE;
     copy->dev = (struct lh_dev_copy){
         .direction = LH_DEV_DIRECTION_OUT,
         .host = engine->region + unit->offset,
-        .device = engine->opts.device_memory + unit->copy_offset,
+        .device = engine->opts.device_memory + unit->copy.offset,
         .bytes = unit->desc.bytes,
-        .owner = copy,
     };
-    struct lh_dev *dev = engine->dev;
-    if (dev->ops->order(dev, LH_DEV_DIRECTION_OUT, unit->released, &err) < 0 ||
-        dev->ops->submit(dev, &copy->dev, &err) < 0) {
-        lh_copy_give(engine, copy);
-        lh_device_fail(engine, &err, "a unit's copy back");
+    if (dev->ops->order(dev, LH_DEV_DIRECTION_OUT, unit->copy.released, &err) < 0) {
+        lh_core_device_fail(engine, &err, copy->what);
         return;
     }
-    lh_step_stats(engine, lh_step_current(engine))->bytes[LH_ENGINE_LINK_COPY_OUT] +=
-        unit->desc.bytes;
-    engine->copies_in_flight++;
-    engine->leaving_count++;
-    unit->copy_state = LH_COPY_STATE_LEAVING;
-    unit->is_copying = true;
-}
-
-static void out_done(struct lh_engine *engine, struct lh_unit *unit)
-{
-    LH_ASSERT(unit->copy_state == LH_COPY_STATE_LEAVING && engine->leaving_count > 0);
-    engine->leaving_count--;
-    unit->is_copying = false;
-    unit->is_of_out = true;
-    atomic_fetch_add(&unit->out_count, 1);
-    left(engine, unit);
+    if (!lh_copy_submit(engine, copy))
+        return;
+    lh_core_stats(engine, lh_core_step(engine))->bytes[LH_ENGINE_LINK_COPY_OUT] += unit->desc.bytes;
+    engine->device.leaving_count++;
+    state_set(unit, LH_COPY_STATE_LEAVING);
+    unit->copy.is_copying = true;
 }
 
 static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
@@ -274,19 +249,20 @@ static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
     struct lh_error err = {0};
     if (!evict_is_possible(engine, op))
         return false;
-    bool is_new = !unit->copy_is_old;
+    bool is_new = !unit->copy.is_stale;
     if (is_new && (unit->waiter_count > 0 || !lh_unit_claim(unit)))
         return false;
     /* Not before it is claimed: until then somebody may change it. */
-    bool leaves = atomic_load(&unit->copy_is_moved) && is_new && unit->state == LH_UNIT_STATE_READY;
+    bool leaves =
+        atomic_load(&unit->copy.is_modified) && is_new && unit->state == LH_UNIT_STATE_READY;
     /* Ordered, it may have been used before its copy in came back here. */
-    if (leaves && (unit->is_copying || !engine->free_copies)) {
-        atomic_store(&unit->word, LH_UNIT_READY_BIT);
+    if (leaves && (unit->copy.is_copying || !lh_copy_is_free(engine))) {
+        atomic_store(&unit->shared.word, LH_UNIT_READY_BIT);
         return false;
     }
-    if (engine->dev->ops->order(engine->dev, LH_DEV_DIRECTION_IN, unit->released, &err) < 0)
-        lh_device_fail(engine, &err, "the order of copies");
-    unit->copy_is_old = false;
+    if (engine->dev->ops->order(engine->dev, LH_DEV_DIRECTION_IN, unit->copy.released, &err) < 0)
+        lh_core_device_fail(engine, &err, "the order of copies");
+    unit->copy.is_stale = false;
     if (leaves)
         out_start(engine, unit);
     else
@@ -300,14 +276,14 @@ static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
  */
 static bool is_its_turn(const struct lh_engine *engine, uint64_t at)
 {
-    const struct lh_region *region = &engine->device;
-    uint32_t policy = atomic_load(&engine->device_policy);
+    const struct lh_region *region = &engine->device_region;
+    uint32_t policy = atomic_load(&engine->device.policy);
     bool is_load = region->ops[at].kind == LH_RESIDENCY_OP_LOAD;
     bool stands =
         (policy & LH_ENGINE_DEVICE_NO_OVERLAP) || (is_load && (policy & LH_ENGINE_DEVICE_NO_REUSE));
     if (!stands)
         return true;
-    if (engine->copies_in_flight > 0)
+    if (engine->copies.in_flight > 0)
         return false;
     while (at < region->op_count && region->ops[at].kind != LH_RESIDENCY_OP_LOAD)
         at++;
@@ -316,7 +292,7 @@ static bool is_its_turn(const struct lh_engine *engine, uint64_t at)
 
 static bool op_execute(struct lh_engine *engine, uint64_t at)
 {
-    const struct lh_residency_op *op = &engine->device.ops[at];
+    const struct lh_residency_op *op = &engine->device_region.ops[at];
     if (op->kind == LH_RESIDENCY_OP_NONE)
         return true;
     if (!is_its_turn(engine, at))
@@ -325,7 +301,7 @@ static bool op_execute(struct lh_engine *engine, uint64_t at)
         return evict(engine, op);
     if (!load_is_possible(engine, op))
         return false;
-    load_start(engine, op, engine->device.op_steps[at]);
+    load_start(engine, op, engine->device_region.op_steps[at]);
     return true;
 }
 
@@ -352,12 +328,12 @@ static bool commutes(const struct lh_region *region, uint64_t at)
  */
 static bool ahead_pump(struct lh_engine *engine)
 {
-    struct lh_region *region = &engine->device;
+    struct lh_region *region = &engine->device_region;
     uint64_t end = lh_min_u64(region->op_count, region->op_first + AHEAD_OP_COUNT);
     bool moved = false;
     for (uint64_t i = region->op_first + 1; i < end; i++) {
         struct lh_residency_op *op = &region->ops[i];
-        if (engine->loads_in_flight >= AHEAD_LOAD_COUNT || atomic_load(&engine->failed))
+        if (engine->device.loads_in_flight >= AHEAD_LOAD_COUNT || atomic_load(&engine->failed))
             break;
         if (!is_possible(engine, op) || !commutes(region, i) || !op_execute(engine, i))
             continue;
@@ -367,9 +343,9 @@ static bool ahead_pump(struct lh_engine *engine)
     return moved;
 }
 
-static bool ops_pump(struct lh_engine *engine)
+static bool pump_before(struct lh_engine *engine)
 {
-    struct lh_region *region = &engine->device;
+    struct lh_region *region = &engine->device_region;
     bool moved = load_go_on(engine);
     while (region->op_first < region->op_count && !atomic_load(&engine->failed)) {
         if (!op_execute(engine, region->op_first))
@@ -381,89 +357,17 @@ static bool ops_pump(struct lh_engine *engine)
     return moved;
 }
 
-static void copy_done(struct lh_engine *engine, struct lh_copy *copy)
-{
-    bool is_in = copy->dev.direction == LH_DEV_DIRECTION_IN;
-    if (copy->dev.result < 0) {
-        struct lh_error err = {0};
-        lh_error_set(&err, copy->dev.result, "a copy of %" PRIu64 " bytes failed: %s",
-                     copy->dev.bytes, strerror(-copy->dev.result));
-        const char *what = is_in                          ? "unit to the device"
-                           : copy->param == LH_PARAM_NONE ? "unit from the device"
-                                                          : "gradient from the device";
-        lh_device_fail(engine, &err, copy->saved ? "saved tensor" : what);
-        return;
-    }
-    lh_engine_trace_add(engine,
-                        (struct lh_engine_trace_event){
-                            .kind = is_in ? LH_ENGINE_TRACE_COPY_IN : LH_ENGINE_TRACE_COPY_OUT,
-                            .unit = copy->unit,
-                            .start_ns = copy->dev.started_ns,
-                            .end_ns = copy->dev.completed_ns,
-                            .bytes = copy->dev.bytes,
-                        });
-    lh_step_stats(engine, lh_step_current(engine))->copy_busy_ns[copy->dev.direction] +=
-        copy->dev.completed_ns - copy->dev.started_ns;
-    if (copy->saved) {
-        lh_saved_copied(engine, copy->saved, is_in);
-        return;
-    }
-    if (!is_in && copy->param != LH_PARAM_NONE) {
-        lh_landing_copied(engine, copy);
-        return;
-    }
-    struct lh_unit *unit = lh_engine_unit_at(engine, copy->unit);
-    if (!is_in) {
-        out_done(engine, unit);
-        return;
-    }
-    LH_ASSERT(unit->copies > 0 && engine->loads_in_flight > 0);
-    engine->loads_in_flight--;
-    if (--unit->copies > 0 || engine->copying_unit == copy->unit)
-        return;
-    unit->is_copying = false;
-    if (!engine->dev->ops->is_ordered)
-        copy_arrived(engine, unit);
-    lh_update_consider(engine, copy->unit);
-}
-
-bool lh_device_poll(struct lh_engine *engine)
-{
-    struct lh_dev_copy *done[32];
-    if (!engine->dev)
-        return false;
-    uint32_t count = engine->dev->ops->poll(engine->dev, done, LH_COUNT_OF(done));
-    LH_ASSERT(engine->copies_in_flight >= count);
-    engine->copies_in_flight -= count;
-    for (uint32_t i = 0; i < count; i++) {
-        struct lh_copy *copy = done[i]->owner;
-        if (!atomic_load(&engine->failed))
-            copy_done(engine, copy);
-        lh_copy_give(engine, copy);
-    }
-    return count > 0;
-}
-
-bool lh_device_pump(struct lh_engine *engine)
-{
-    if (!engine->dev)
-        return false;
-    bool moved = ops_pump(engine);
-    moved |= lh_landing_pump(engine);
-    return moved;
-}
-
 /* The unit's extents were changed by somebody else: what the device has is of no use. */
-void lh_device_forget(struct lh_engine *engine, struct lh_unit *unit)
+static void unit_forgotten(struct lh_engine *engine, struct lh_unit *unit)
 {
-    bool is_mine = lh_device_make_old(engine, unit);
+    bool is_mine = update_may_queue(engine, unit);
     LH_ASSERT(is_mine);
-    if (engine->copying_unit == (uint32_t)(unit - engine->units)) {
+    if (engine->device.loading_unit == (uint32_t)(unit - engine->units)) {
         /* Of a step that died: the rest of its bytes will never be there. */
-        LH_ASSERT(unit->copies == 0);
-        engine->copying_unit = LH_UNIT_NONE;
-        unit->is_copying = false;
-        unit->copy_state = LH_COPY_STATE_READY;
+        LH_ASSERT(unit->copy.part_count == 0);
+        engine->device.loading_unit = LH_UNIT_NONE;
+        unit->copy.is_copying = false;
+        state_set(unit, LH_COPY_STATE_READY);
     }
 }
 
@@ -471,8 +375,8 @@ static int fences_create(struct lh_engine *engine, struct lh_error *err)
 {
     struct lh_dev *dev = engine->dev;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        LH_TRY(dev->ops->fence_create(dev, &engine->units[i].arrived, err));
-        LH_TRY(dev->ops->fence_create(dev, &engine->units[i].released, err));
+        LH_TRY(dev->ops->fence_create(dev, &engine->units[i].copy.arrived, err));
+        LH_TRY(dev->ops->fence_create(dev, &engine->units[i].copy.released, err));
     }
     for (uint32_t i = 0; i < engine->param_count; i++)
         LH_TRY(dev->ops->fence_create(dev, &engine->gradients[i].is_computed, err));
@@ -481,35 +385,31 @@ static int fences_create(struct lh_engine *engine, struct lh_error *err)
 
 int lh_device_create(struct lh_engine *engine, struct lh_error *err)
 {
-    if (!engine->dev)
-        return 0;
-    uint32_t count = engine->opts.copy_count;
-    engine->copying_unit = LH_UNIT_NONE;
-    engine->copies = lh_alloc_zeroed(engine->alloc, count, sizeof(*engine->copies));
-    if (!engine->copies)
-        return lh_error_set(err, -ENOMEM, "no memory for %u copies", count);
-    for (uint32_t i = 0; i < count; i++)
-        lh_copy_give(engine, &engine->copies[i]);
-    LH_TRY(fences_create(engine, err));
-    return lh_landing_create(engine, err);
+    engine->device.loading_unit = LH_UNIT_NONE;
+    LH_TRY(lh_copy_create(engine, err));
+    return fences_create(engine, err);
 }
 
 void lh_device_destroy(struct lh_engine *engine)
 {
     struct lh_dev *dev = engine->dev;
-    if (!dev)
-        return;
     for (uint32_t i = 0; engine->units && i < engine->opts.unit_count; i++) {
         /* Who destroys the device and frees its memory waits for copies, and so for readers: what
          * fails here has failed before. */
-        if (engine->units[i].released)
-            (void)dev->ops->order(dev, LH_DEV_DIRECTION_IN, engine->units[i].released,
+        if (engine->units[i].copy.released)
+            (void)dev->ops->order(dev, LH_DEV_DIRECTION_IN, engine->units[i].copy.released,
                                   &(struct lh_error){0});
-        dev->ops->fence_destroy(dev, engine->units[i].arrived);
-        dev->ops->fence_destroy(dev, engine->units[i].released);
+        dev->ops->fence_destroy(dev, engine->units[i].copy.arrived);
+        dev->ops->fence_destroy(dev, engine->units[i].copy.released);
     }
     for (uint32_t i = 0; engine->gradients && i < engine->param_count; i++)
         dev->ops->fence_destroy(dev, engine->gradients[i].is_computed);
-    lh_landing_destroy(engine);
-    lh_free(engine->alloc, engine->copies);
+    lh_copy_destroy(engine);
 }
+
+const struct lh_feature lh_device_feature = {
+    .name = "device",
+    .update_may_queue = update_may_queue,
+    .unit_forgotten = unit_forgotten,
+    .pump_before = pump_before,
+};

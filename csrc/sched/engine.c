@@ -11,41 +11,9 @@
 #define PLAN_AROUND_AFTER_MS 50 /* a new plan is tried first */
 #define NS_PER_MS UINT64_C(1000000)
 
-uint64_t lh_engine_now(const struct lh_engine *engine)
-{
-    return lh_clock_now_ns(&engine->clock);
-}
-
-void lh_engine_notify(struct lh_engine *engine)
-{
-    if (atomic_load(&engine->waiting) == 0)
-        return;
-    pthread_mutex_lock(&engine->shared.mutex);
-    pthread_cond_broadcast(&engine->shared.changed);
-    pthread_mutex_unlock(&engine->shared.mutex);
-}
-
-void lh_engine_fail(struct lh_engine *engine, const struct lh_error *err)
-{
-    pthread_mutex_lock(&engine->shared.mutex);
-    if (engine->shared.error.code == 0)
-        engine->shared.error = *err;
-    atomic_store(&engine->failed, true);
-    pthread_cond_broadcast(&engine->shared.changed);
-    pthread_mutex_unlock(&engine->shared.mutex);
-}
-
-void lh_engine_trace_add(struct lh_engine *engine, struct lh_engine_trace_event event)
-{
-    if (engine->opts.trace_count == 0)
-        return;
-    event.step = (uint32_t)lh_step_current(engine);
-    engine->trace[engine->trace_written++ % engine->opts.trace_count] = event;
-}
-
 static void waited(struct lh_engine *engine, const struct lh_ring_message *message)
 {
-    struct lh_engine_step_stats *stats = lh_step_stats(engine, lh_step_current(engine));
+    struct lh_engine_step_stats *stats = lh_core_stats(engine, lh_core_step(engine));
     uint64_t start = message->words[2];
     uint64_t end = message->words[3];
     uint32_t unit = (uint32_t)message->words[1];
@@ -53,13 +21,14 @@ static void waited(struct lh_engine *engine, const struct lh_ring_message *messa
         stats->param_wait_ns += end - start;
     else
         stats->gradient_wait_ns += end - start;
-    lh_engine_trace_add(
+    lh_core_trace_add(
         engine, (struct lh_engine_trace_event){
                     .kind = LH_ENGINE_TRACE_WAIT, .unit = unit, .start_ns = start, .end_ns = end});
 }
 
 static void message_handle(struct lh_engine *engine, const struct lh_ring_message *message)
 {
+    bool handled = true;
     uint32_t argument = (uint32_t)message->words[1];
     switch ((enum lh_message_kind)message->words[0]) {
     case LH_MESSAGE_BEGIN:
@@ -78,8 +47,8 @@ static void message_handle(struct lh_engine *engine, const struct lh_ring_messag
         lh_update_consider(engine, argument);
         break;
     case LH_MESSAGE_GRADIENT:
-        lh_update_gradient(engine, argument, (const void *)(uintptr_t)message->words[2],
-                           (enum lh_dtype)message->words[3]);
+        lh_gradient_take(engine, argument, (const void *)(uintptr_t)message->words[2],
+                         (enum lh_dtype)message->words[3]);
         break;
     case LH_MESSAGE_CLOSE:
         engine->scalar_bytes = message->words[2];
@@ -92,24 +61,12 @@ static void message_handle(struct lh_engine *engine, const struct lh_ring_messag
         engine->flush_is_asked = true;
         engine->flush_commits = argument != 0;
         break;
-    case LH_MESSAGE_NORM:
-        lh_norm_ask(engine);
-        break;
-    case LH_MESSAGE_DRAIN:
-        if (engine->step_state == LH_STEP_STATE_CLOSED)
-            lh_defer_drain(engine);
-        break;
-    case LH_MESSAGE_SAVED_PUT:
-        lh_saved_asked(engine, argument);
-        break;
-    case LH_MESSAGE_SAVED_FETCH:
-        lh_saved_wanted(engine, argument, message->words[2] != 0);
-        break;
-    case LH_MESSAGE_SAVED_DROP:
-        lh_saved_dropped(engine, argument);
-        break;
     case LH_MESSAGE_WAITED:
         waited(engine, message);
+        break;
+    default:
+        handled = LH_FEATURE_ANY(engine, message, message);
+        LH_ASSERT(handled || message->words[0] == LH_MESSAGE_DRAIN);
         break;
     }
 }
@@ -130,16 +87,10 @@ static bool inbox_pump(struct lh_engine *engine)
 /* After an error only what is in flight is taken back, so that buffers can be freed. */
 static bool failed_poll(struct lh_engine *engine)
 {
-    struct lh_io_request *requests[32];
-    struct lh_exec_job *jobs[32];
     struct lh_ring_message message;
-    uint32_t io_count = engine->io->ops->poll(engine->io, requests, LH_COUNT_OF(requests));
-    uint32_t job_count = engine->exec->ops->poll(engine->exec, jobs, LH_COUNT_OF(jobs));
-    LH_ASSERT(engine->io_in_flight >= io_count && engine->jobs_in_flight >= job_count);
-    engine->io_in_flight -= io_count;
-    engine->jobs_in_flight -= job_count;
-    bool moved = io_count + job_count > 0;
-    moved |= lh_device_poll(engine);
+    bool moved = lh_transfer_drain(engine);
+    moved |= lh_job_drain(engine);
+    moved |= lh_copy_poll(engine);
     while (lh_ring_pop(&engine->inbox, &message))
         moved = true;
     return moved;
@@ -151,16 +102,15 @@ bool lh_engine_poll(struct lh_engine *engine)
         return failed_poll(engine);
     bool moved = inbox_pump(engine);
     moved |= lh_transfer_poll(engine);
-    moved |= lh_device_poll(engine);
+    moved |= lh_copy_poll(engine);
     if (!atomic_load(&engine->failed))
         moved |= lh_job_poll(engine);
     if (atomic_load(&engine->failed))
         return true;
     moved |= lh_unit_pump(engine);
-    moved |= lh_device_pump(engine);
-    moved |= lh_saved_pump(engine);
+    moved |= LH_FEATURE_PUMP(engine, pump_before);
     moved |= lh_update_pump(engine);
-    moved |= lh_norm_pump(engine);
+    moved |= LH_FEATURE_PUMP(engine, pump_after);
     moved |= lh_transfer_pump(engine);
     moved |= lh_step_pump(engine);
     return moved;
@@ -169,30 +119,56 @@ bool lh_engine_poll(struct lh_engine *engine)
 /* Somebody waits for a unit, and nothing under way can make room for it. */
 static bool is_stuck(const struct lh_engine *engine)
 {
-    if (engine->io_in_flight + engine->jobs_in_flight + engine->commit_in_flight +
-            engine->copies_in_flight >
+    if (engine->transfers.in_flight + engine->jobs_in_flight + engine->commit_in_flight +
+            engine->copies.in_flight >
         0)
         return false;
     if (lh_step_is_held(engine))
         return false;
     bool is_awaited = atomic_load(&engine->waiting) > 0;
-    if (is_awaited && lh_saved_is_stuck(engine))
+    struct lh_error err = {0};
+    bool is_feature_stuck = LH_FEATURE_ANY(engine, is_stuck, &err);
+    if (is_awaited && is_feature_stuck)
         return true;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        bool is_owed_update = unit->update_is_queued && unit->state == LH_UNIT_STATE_ABSENT;
+        bool is_owed_update = unit->update.is_queued && unit->state == LH_UNIT_STATE_ABSENT;
         if (unit->waiter_count > 0 || (is_awaited && is_owed_update))
             return true;
     }
     return false;
 }
 
+/* Whoever waits for a unit gets an error instead, and the plan begins again without that use. */
+static bool waiters_refuse(struct lh_engine *engine, const struct lh_error *err)
+{
+    uint32_t refused_count = 0;
+    pthread_mutex_lock(&engine->shared.mutex);
+    engine->shared.refusal = *err;
+    pthread_mutex_unlock(&engine->shared.mutex);
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        struct lh_unit *unit = lh_engine_unit_at(engine, i);
+        if (unit->waiter_count == 0)
+            continue;
+        refused_count += unit->waiter_count;
+        if (lh_unit_pins(unit) == 0)
+            unit->use_is_open = false;
+        atomic_fetch_add(&unit->shared.refusals, unit->waiter_count);
+        unit->waiter_count = 0;
+    }
+    if (refused_count == 0)
+        return false;
+    lh_region_forget(engine);
+    lh_core_notify(engine);
+    return true;
+}
+
 static void stuck_fail(struct lh_engine *engine)
 {
     struct lh_error err = {0};
-    if (lh_saved_is_stuck(engine)) {
-        lh_saved_stuck_set(engine, &err);
-        lh_engine_fail(engine, &err);
+    bool is_feature_stuck = LH_FEATURE_ANY(engine, is_stuck, &err);
+    if (is_feature_stuck) {
+        lh_core_fail(engine, &err);
         return;
     }
     uint64_t in_use_bytes = 0;
@@ -201,7 +177,7 @@ static void stuck_fail(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
         if (unit->waiter_count > 0 ||
-            (unit->update_is_queued && unit->state == LH_UNIT_STATE_ABSENT))
+            (unit->update.is_queued && unit->state == LH_UNIT_STATE_ABSENT))
             wanted = i;
         if (lh_unit_pins(unit) > 0) {
             in_use_count++;
@@ -215,13 +191,14 @@ static void stuck_fail(struct lh_engine *engine)
                  " are views of parameters",
                  wanted, engine->units[wanted].desc.place_bytes, in_use_count, in_use_bytes,
                  engine->budget.region_bytes, 2 * engine->units[wanted].desc.place_bytes);
-    lh_engine_fail(engine, &err);
+    if (!waiters_refuse(engine, &err))
+        lh_core_fail(engine, &err);
 }
 
 static bool may_pause_now(const struct lh_engine *engine)
 {
     return atomic_load(&engine->pausing) &&
-           (atomic_load(&engine->failed) || lh_engine_is_quiet(engine));
+           (atomic_load(&engine->failed) || lh_step_is_quiet(engine));
 }
 
 static void pause_here(struct lh_engine *engine)
@@ -238,7 +215,7 @@ static void pause_here(struct lh_engine *engine)
 /* A device that died wakes nobody. */
 static int sleep_ms(const struct lh_engine *engine)
 {
-    return engine->copies_in_flight > 0 ? LH_DEV_SLEEP_MS_MAX : -1;
+    return engine->copies.in_flight > 0 ? LH_DEV_SLEEP_MS_MAX : -1;
 }
 
 void *lh_engine_thread_run(void *context)
@@ -260,7 +237,7 @@ void *lh_engine_thread_run(void *context)
             continue;
         }
         bool stuck = !atomic_load(&engine->failed) && is_stuck(engine);
-        uint64_t now = lh_engine_now(engine);
+        uint64_t now = lh_core_now(engine);
         if (stuck && quiet_since_ns == 0)
             quiet_since_ns = now;
         uint64_t quiet_ns = stuck ? now - quiet_since_ns : 0;
@@ -276,7 +253,7 @@ void *lh_engine_thread_run(void *context)
     }
     /* Take back what is in flight: its buffers are about to be freed. */
     atomic_store(&engine->failed, true);
-    while (engine->io_in_flight + engine->jobs_in_flight + engine->copies_in_flight > 0) {
+    while (engine->transfers.in_flight + engine->jobs_in_flight + engine->copies.in_flight > 0) {
         lh_waker_prepare(engine->waker);
         if (failed_poll(engine))
             lh_waker_cancel(engine->waker);

@@ -165,8 +165,13 @@ int lh_engine_begin(struct lh_engine *engine, enum lh_engine_mode mode) LH_MUST_
  * -errno: the engine's error.
  */
 int lh_engine_acquire(struct lh_engine *engine, uint32_t unit) LH_MUST_CHECK;
-/* Waits. 1: resident and pinned; 0: timeout_ms passed, call again; -errno. */
+/*
+ * Waits. 1: resident and pinned; 0: timeout_ms passed, call again; -errno. -ENOSPC of an engine
+ * that has not failed: what is pinned leaves no room for the unit, and the use has not begun;
+ * lh_engine_refusal() says why.
+ */
 int lh_engine_acquire_wait(struct lh_engine *engine, uint32_t unit, int timeout_ms) LH_MUST_CHECK;
+void lh_engine_refusal(struct lh_engine *engine, struct lh_error *err);
 /* Where computation reads the unit. Valid while pinned. Thread: any. */
 uint8_t *lh_engine_address(const struct lh_engine *engine, uint32_t unit);
 /* One more pin on a pinned unit (a lend). Thread: any. */
@@ -232,6 +237,8 @@ int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
  */
 int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gradient,
                        enum lh_dtype dtype) LH_MUST_CHECK;
+/* Changes whenever a gradient's answer to the next one does. */
+uint64_t lh_engine_gradient_release_count(const struct lh_engine *engine);
 bool lh_engine_gradient_is_consumed(const struct lh_engine *engine, uint32_t param);
 /*
  * Waits until updates under way hold at most gradient_bytes_max of gradients. 1: so; 0: timeout_ms
@@ -281,7 +288,9 @@ int lh_engine_commit_hold(struct lh_engine *engine, int timeout_ms) LH_MUST_CHEC
 void lh_engine_commit_release(struct lh_engine *engine);
 
 /*
- * After a flush: hand the store to the caller; the engine sleeps until lh_engine_resume().
+ * After a flush: hand the store to the caller; the engine sleeps until lh_engine_resume(). With
+ * commit_every 1 what the caller writes has to be committed before the next gradient is given:
+ * gradients that wait on SSD lie in the slot that no commit has (spill.c).
  * invalidate: forget the resident bytes of a unit whose extents the caller has changed (it must not
  * be pinned).
  */
@@ -297,7 +306,7 @@ uint64_t lh_engine_param_step(const struct lh_engine *engine, uint32_t param);
 /* The caller's part of the scalars of the store's last commit. Borrowed until the next commit. */
 const void *lh_engine_scalars_find(const void *scalars, uint64_t scalar_bytes, uint64_t *bytes_out);
 /* Scalars need this many bytes more than the caller's part. */
-uint64_t lh_engine_scalar_overhead_bytes(uint32_t param_count);
+uint64_t lh_engine_scalars_overhead_bytes(uint32_t param_count);
 /*
  * Scalars, that many bytes and the caller's part, for a store that is filled from elsewhere: each
  * parameter was updated so often before.

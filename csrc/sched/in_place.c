@@ -86,57 +86,57 @@ static bool unit_moves(const struct lh_in_place_unit *unit)
     return false;
 }
 
-int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
+static const struct lh_in_place_unit *made_of(const struct lh_engine *engine,
+                                              const struct lh_transfer *transfer)
 {
-    uint64_t seam_count = 0;
-    for (uint32_t i = 0; i < engine->opts.in_place.unit_count; i++) {
-        const struct lh_in_place_unit *made = &engine->opts.in_place.units[i];
-        LH_TRY(unit_validate(engine, made, err));
-        struct lh_unit *unit = &engine->units[made->unit];
-        unit->in_place = made;
-        unit->in_place_moves = unit_moves(made);
-        unit->seam_first = seam_count;
-        if (unit->in_place_moves)
-            seam_count += lh_div_ceil(unit->desc.bytes, engine->opts.transfer_bytes);
-    }
-    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        const struct lh_unit *unit = &engine->units[i];
-        if (unit->desc.param_extent == LH_ENGINE_EXTENT_NONE && !unit->in_place)
-            return lh_error_set(err, -EINVAL, "unit %u is nowhere", i);
-    }
-    if (seam_count == 0)
-        return 0;
-    engine->seams = lh_alloc_zeroed(engine->alloc, seam_count, LH_IN_PLACE_ALIGN);
-    if (!engine->seams)
-        return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " seams of %u bytes", seam_count,
-                            LH_IN_PLACE_ALIGN);
-    return 0;
+    const struct lh_in_place_unit *made = engine->units[transfer->unit].in_place.made;
+    LH_ASSERT(made != NULL);
+    return made;
 }
 
-struct lh_store_piece lh_in_place_map(const struct lh_engine *engine,
-                                      const struct lh_in_place_unit *unit, uint64_t offset)
+/* What one request can read from offset in the unit on; its file is one of those in place. */
+static int source_map(struct lh_engine *engine, const struct lh_transfer *transfer, uint64_t offset,
+                      uint64_t bytes, struct lh_store_piece *pieces)
 {
-    const struct lh_in_place_run *run = run_at(unit, offset);
+    const struct lh_in_place_run *run = run_at(made_of(engine, transfer), offset);
     uint64_t at = offset - run->offset;
+    (void)bytes; /* up to a multiple of transfer_bytes in the run, not in the unit */
     /* End on a multiple of transfer_bytes, so that checks always cover whole checksum blocks. */
     uint64_t room = engine->opts.transfer_bytes - at % engine->opts.transfer_bytes;
-    return (struct lh_store_piece){
+    LH_ASSERT(at < run->bytes);
+    pieces[0] = (struct lh_store_piece){
         .file_index = run->file,
         .file_offset = run->file_offset + at,
         .bytes = lh_min_u64(room, run->bytes - at),
     };
+    return 1;
 }
 
-uint64_t lh_in_place_least_bytes(const struct lh_engine *engine, const struct lh_store_piece *piece)
+/* How much of it there is where the file ends in it; else 0. */
+static uint64_t source_least_bytes(const struct lh_engine *engine,
+                                   const struct lh_store_piece *piece)
 {
     uint64_t rest = engine->opts.in_place.files[piece->file_index].bytes - piece->file_offset;
     return rest < piece->bytes ? rest : 0;
 }
 
-const uint32_t *lh_in_place_checksums(const struct lh_in_place_unit *unit, uint64_t offset)
+static const uint32_t *source_checksums(struct lh_engine *engine,
+                                        const struct lh_transfer *transfer, uint64_t offset)
 {
-    const struct lh_in_place_run *run = run_at(unit, offset);
-    return unit->checksums + run->checksum_first + (offset - run->offset) / LH_CHECKSUM_BYTES;
+    const struct lh_in_place_unit *made = made_of(engine, transfer);
+    const struct lh_in_place_run *run = run_at(made, offset);
+    return made->checksums + run->checksum_first + (offset - run->offset) / LH_CHECKSUM_BYTES;
+}
+
+static const char *source_path(const struct lh_engine *engine, uint32_t file)
+{
+    LH_ASSERT(file < engine->opts.in_place.file_count);
+    return engine->opts.in_place.files[file].path;
+}
+
+static bool source_moves(const struct lh_engine *engine, const struct lh_transfer *transfer)
+{
+    return engine->units[transfer->unit].in_place.moves;
 }
 
 /* The first move of a unit that ends behind offset, as read; move_count: none. */
@@ -161,14 +161,20 @@ static uint32_t move_at(const struct lh_in_place_unit *unit, uint64_t offset)
 static uint8_t *seam_of(const struct lh_unit *unit, uint64_t offset)
 {
     const struct lh_engine *engine = unit->engine;
-    uint64_t index = unit->seam_first + offset / engine->opts.transfer_bytes;
-    return engine->seams + index * LH_IN_PLACE_ALIGN;
+    uint64_t index = unit->in_place.seam_first + offset / engine->opts.transfer_bytes;
+    return engine->in_place.seams + index * LH_IN_PLACE_ALIGN;
 }
 
-void lh_in_place_move(const struct lh_unit *unit, uint64_t request, uint64_t first, uint64_t bytes)
+/*
+ * On a worker: move what a range of a request has to where it belongs; the request begins at that
+ * offset in the unit, and its ranges come in order. See [Note: Seams].
+ */
+static void source_move(const struct lh_engine *engine, const struct lh_transfer *transfer,
+                        uint64_t request, uint64_t first, uint64_t bytes)
 {
-    uint8_t *memory = unit->engine->region + unit->offset;
-    const struct lh_in_place_unit *made = unit->in_place;
+    const struct lh_unit *unit = &engine->units[transfer->unit];
+    uint8_t *memory = engine->region + unit->offset;
+    const struct lh_in_place_unit *made = unit->in_place.made;
     for (uint32_t i = move_at(made, first); i < made->move_count; i++) {
         const struct lh_in_place_move *move = &made->moves[i];
         uint64_t begin = lh_max_u64(move->from, first);
@@ -189,7 +195,7 @@ void lh_in_place_move(const struct lh_unit *unit, uint64_t request, uint64_t fir
 /* Put what was put aside of the request that begins at offset before it. */
 static void seam_close(const struct lh_unit *unit, uint64_t offset)
 {
-    const struct lh_in_place_unit *made = unit->in_place;
+    const struct lh_in_place_unit *made = unit->in_place.made;
     uint32_t index = move_at(made, offset);
     if (index == made->move_count)
         return;
@@ -200,13 +206,56 @@ static void seam_close(const struct lh_unit *unit, uint64_t offset)
         memcpy(unit->engine->region + unit->offset + begin, seam_of(unit, offset), end - begin);
 }
 
-void lh_in_place_loaded(struct lh_engine *engine, struct lh_unit *unit)
+/* All requests of the unit are done. */
+static void source_loaded(struct lh_engine *engine, const struct lh_transfer *transfer)
 {
+    const struct lh_unit *unit = &engine->units[transfer->unit];
     uint64_t step = engine->opts.transfer_bytes;
-    for (uint32_t i = 0; unit->in_place_moves && i < unit->in_place->run_count; i++) {
-        const struct lh_in_place_run *run = &unit->in_place->runs[i];
+    for (uint32_t i = 0; unit->in_place.moves && i < unit->in_place.made->run_count; i++) {
+        const struct lh_in_place_run *run = &unit->in_place.made->runs[i];
         for (uint64_t at = step; at < run->bytes; at += step)
             seam_close(unit, run->offset + at);
     }
-    lh_unit_load_done(engine, unit);
+}
+
+static const struct lh_source_ops source_ops = {
+    .map = source_map,
+    .checksums = source_checksums,
+    .path = source_path,
+    .least_bytes = source_least_bytes,
+    .moves = source_moves,
+    .move = source_move,
+    .loaded = source_loaded,
+    .advice = "; the file changed since the store was made, or was read wrong",
+    .is_of_units = true,
+};
+
+int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
+{
+    uint64_t seam_count = 0;
+    engine->in_place.source =
+        (struct lh_source){.ops = &source_ops, .file_first = engine->opts.in_place.file_first};
+    for (uint32_t i = 0; i < engine->opts.in_place.unit_count; i++) {
+        const struct lh_in_place_unit *made = &engine->opts.in_place.units[i];
+        LH_TRY(unit_validate(engine, made, err));
+        struct lh_unit *unit = &engine->units[made->unit];
+        unit->in_place.made = made;
+        unit->source = &engine->in_place.source;
+        unit->in_place.moves = unit_moves(made);
+        unit->in_place.seam_first = seam_count;
+        if (unit->in_place.moves)
+            seam_count += lh_div_ceil(unit->desc.bytes, engine->opts.transfer_bytes);
+    }
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        const struct lh_unit *unit = &engine->units[i];
+        if (unit->desc.param_extent == LH_ENGINE_EXTENT_NONE && !unit->in_place.made)
+            return lh_error_set(err, -EINVAL, "unit %u is nowhere", i);
+    }
+    if (seam_count == 0)
+        return 0;
+    engine->in_place.seams = lh_alloc_zeroed(engine->alloc, seam_count, LH_IN_PLACE_ALIGN);
+    if (!engine->in_place.seams)
+        return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " seams of %u bytes", seam_count,
+                            LH_IN_PLACE_ALIGN);
+    return 0;
 }

@@ -15,7 +15,8 @@
  * the close. So as many blocks as the largest unit has chunks are a reserve for one unit at a time
  * that takes nothing more from the training thread: its update is queued and its parameters are in
  * memory (they stay there), or its way to SSD has begun. It gives its blocks back, and then the
- * next one gets them. Others take what is left.
+ * next one gets them. Others take what is left. A unit whose update has begun has all the blocks
+ * that it needs, and its gradients are copied first: others may wait for its slabs.
  *
  * Source: LoHan IV-C, Fuyou 4.3 (gradients are offloaded as backward makes them).
  */
@@ -23,45 +24,10 @@
 
 #include "sched/engine_private.h"
 
-bool lh_landing_is_used(const struct lh_engine *engine)
-{
-    return engine->dev && !engine->opts.gradients_in_memory;
-}
-
-bool lh_landing_is_over(const struct lh_unit *unit)
-{
-    return unit->landing_count == 0;
-}
-
-bool lh_landing_is_certain(const struct lh_engine *engine, const struct lh_unit *unit)
-{
-    if (lh_landing_is_over(unit))
-        return true;
-    for (uint32_t i = unit->chunk_first; i < unit->chunk_first + unit->chunk_count; i++) {
-        if (engine->chunks[i].landing_count > 0 && engine->chunks[i].block == LH_BLOCK_NONE)
-            return false;
-    }
-    return true;
-}
-
-const uint8_t *lh_landing_bytes(const struct lh_engine *engine, uint32_t param, uint64_t element)
-{
-    const struct lh_engine_param *desc = &engine->params[param];
-    const struct lh_gradient *gradient = &engine->gradients[param];
-    uint64_t element_bytes = lh_dtype_bytes(gradient->dtype);
-    if (!lh_landing_is_used(engine))
-        return (const uint8_t *)gradient->pointer + (element - desc->first) * element_bytes;
-    const struct lh_unit *unit = &engine->units[desc->unit];
-    const struct lh_chunk *chunk =
-        &engine->chunks[unit->chunk_first + (uint32_t)(element / engine->budget.chunk_elements)];
-    LH_ASSERT(chunk->block != LH_BLOCK_NONE);
-    return engine->blocks_memory + (uint64_t)chunk->block * engine->block_bytes +
-           (element - chunk->first) * element_bytes;
-}
-
 uint64_t lh_landing_waiting_bytes(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    return lh_landing_is_used(engine) ? unit->chunk_count * engine->block_bytes : unit->desc.bytes;
+    return engine->gradients_land ? unit->chunk_count * engine->landing.block_bytes
+                                  : unit->desc.bytes;
 }
 
 /*
@@ -70,13 +36,11 @@ uint64_t lh_landing_waiting_bytes(const struct lh_engine *engine, const struct l
  */
 static void waiting_hold(struct lh_engine *engine, struct lh_unit *unit)
 {
-    if (!unit->is_deferred || unit->spills || unit->gradient_count < unit->desc.param_count)
+    if (!unit->defer.is_deferred || unit->spill.is_chosen ||
+        unit->update.gradient_count < unit->desc.param_count)
         return;
-    unit->landing_bytes = unit->gradient_bytes;
-    uint64_t held =
-        atomic_fetch_add(&engine->update_gradient_bytes, unit->landing_bytes) + unit->landing_bytes;
-    struct lh_engine_step_stats *stats = lh_step_stats(engine, lh_step_current(engine));
-    stats->gradient_bytes_max = lh_max_u64(stats->gradient_bytes_max, held);
+    unit->landing.held_bytes = unit->update.gradient_bytes;
+    lh_gradient_hold(engine, unit->landing.held_bytes);
 }
 
 static uint32_t chunk_at(const struct lh_engine *engine, const struct lh_unit *unit,
@@ -85,7 +49,7 @@ static uint32_t chunk_at(const struct lh_engine *engine, const struct lh_unit *u
     return unit->chunk_first + (uint32_t)(element / engine->budget.chunk_elements);
 }
 
-void lh_landing_posted(struct lh_engine *engine, uint32_t param)
+static void gradient_taken(struct lh_engine *engine, uint32_t param)
 {
     const struct lh_engine_param *desc = &engine->params[param];
     struct lh_unit *unit = lh_engine_unit_at(engine, desc->unit);
@@ -93,47 +57,48 @@ void lh_landing_posted(struct lh_engine *engine, uint32_t param)
     uint64_t bytes = desc->count * lh_dtype_bytes(gradient->dtype);
     uint32_t last = chunk_at(engine, unit, desc->first + desc->count - 1);
     for (uint32_t i = chunk_at(engine, unit, desc->first); i <= last; i++)
-        engine->chunks[i].landing_count++;
+        engine->chunks[i].landing.count++;
     gradient->issued = 0;
     gradient->copies = 0;
-    unit->landing_count++;
-    unit->posted_count++;
-    unit->landed_bytes += bytes;
-    engine->landings[engine->landing_end++ % engine->param_count] = param;
+    unit->landing.count++;
+    unit->landing.posted_count++;
+    unit->landing.moved_bytes += bytes;
+    engine->landing.params[engine->landing.end++ % engine->param_count] = param;
     waiting_hold(engine, unit);
 }
 
 static void landed(struct lh_engine *engine, uint32_t param)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, engine->params[param].unit);
-    LH_ASSERT(unit->landing_count > 0);
-    unit->landing_count--;
-    atomic_store(&engine->gradients[param].is_held, false);
-    if (unit->landing_count == 0) {
-        atomic_fetch_sub(&engine->update_gradient_bytes, unit->landing_bytes);
-        unit->landing_bytes = 0;
-        lh_norm_consider(engine, unit);
+    LH_ASSERT(unit->landing.count > 0);
+    unit->landing.count--;
+    lh_gradient_release(engine, param);
+    if (unit->landing.count == 0) {
+        lh_gradient_unhold(engine, unit->landing.held_bytes);
+        unit->landing.held_bytes = 0;
+        if (engine->norm.sums) /* the norm may be asked */
+            lh_norm_consider(engine, unit);
     }
-    lh_engine_notify(engine);
+    lh_core_notify(engine);
 }
 
-void lh_landing_copied(struct lh_engine *engine, struct lh_copy *copy)
+static void copied(struct lh_engine *engine, struct lh_copy *copy)
 {
     struct lh_gradient *gradient = &engine->gradients[copy->param];
-    LH_ASSERT(gradient->copies > 0 && engine->chunks[copy->chunk].landing_count > 0);
-    engine->chunks[copy->chunk].landing_count--;
+    LH_ASSERT(gradient->copies > 0 && engine->chunks[copy->chunk].landing.count > 0);
+    engine->chunks[copy->chunk].landing.count--;
     if (--gradient->copies == 0 && gradient->issued == engine->params[copy->param].count)
         landed(engine, copy->param);
 }
 
 static bool block_take(struct lh_engine *engine, struct lh_chunk *chunk)
 {
-    uint32_t kept = chunk->unit == engine->landing_unit ? 0 : engine->block_reserve;
-    if (chunk->block != LH_BLOCK_NONE)
+    uint32_t kept = chunk->unit == engine->landing.unit ? 0 : engine->landing.reserve;
+    if (chunk->landing.block != LH_BLOCK_NONE)
         return true;
-    if (engine->free_block_count <= kept)
+    if (engine->landing.free_count <= kept)
         return false;
-    chunk->block = engine->free_blocks[--engine->free_block_count];
+    chunk->landing.block = engine->landing.free_blocks[--engine->landing.free_count];
     return true;
 }
 
@@ -147,33 +112,31 @@ static bool piece_copy(struct lh_engine *engine, uint32_t param)
     struct lh_chunk *chunk = &engine->chunks[chunk_at(engine, unit, element)];
     uint64_t count = lh_min_u64(desc->first + desc->count, chunk->first + chunk->count) - element;
     uint64_t element_bytes = lh_dtype_bytes(gradient->dtype);
-    struct lh_error err = {0};
-    if (!engine->free_copies || !block_take(engine, chunk))
+    if (!lh_copy_is_free(engine) || !block_take(engine, chunk))
         return false;
     struct lh_copy *copy = lh_copy_take(engine);
+    copy->done = copied;
+    copy->what = "a gradient's copy";
     copy->unit = desc->unit;
     copy->param = param;
     copy->chunk = (uint32_t)(chunk - engine->chunks);
     copy->dev = (struct lh_dev_copy){
         .direction = LH_DEV_DIRECTION_OUT,
-        .host = engine->blocks_memory + (uint64_t)chunk->block * engine->block_bytes +
+        .host = engine->landing.memory +
+                (uint64_t)chunk->landing.block * engine->landing.block_bytes +
                 (element - chunk->first) * element_bytes,
         .device = (uint8_t *)(uintptr_t)gradient->pointer + gradient->issued * element_bytes,
         .bytes = count * element_bytes,
         .after = gradient->is_computed,
-        .owner = copy,
     };
-    lh_step_stats(engine, lh_step_current(engine))->bytes[LH_ENGINE_LINK_COPY_OUT] +=
+    lh_core_stats(engine, lh_core_step(engine))->bytes[LH_ENGINE_LINK_COPY_OUT] +=
         count * element_bytes;
-    if (engine->dev->ops->submit(engine->dev, &copy->dev, &err) < 0) {
-        lh_device_fail(engine, &err, "a gradient's copy");
+    if (!lh_copy_submit(engine, copy))
         return false;
-    }
-    engine->copies_in_flight++;
     gradient->issued += count;
     gradient->copies++;
     if (gradient->issued == desc->count)
-        unit->posted_count--;
+        unit->landing.posted_count--;
     return true;
 }
 
@@ -186,14 +149,14 @@ static bool is_posted(const struct lh_engine *engine, uint32_t param)
 /* The next unit that may take from the reserve; LH_UNIT_NONE: there is none now. */
 static uint32_t unit_next(const struct lh_engine *engine)
 {
-    for (uint32_t i = engine->spill_first; i < engine->spill_count; i++) {
-        if (engine->units[engine->spill_queue[i]].posted_count > 0)
-            return engine->spill_queue[i];
+    for (uint32_t i = engine->spill.first; i < engine->spill.count; i++) {
+        if (engine->units[engine->spill.queue[i]].landing.posted_count > 0)
+            return engine->spill.queue[i];
     }
-    for (uint32_t i = engine->update_first; i < engine->update_count; i++) {
-        const struct lh_unit *unit = &engine->units[engine->update_queue[i]];
-        if (unit->posted_count > 0 && unit->state != LH_UNIT_STATE_ABSENT)
-            return engine->update_queue[i];
+    for (uint32_t i = engine->updates.first; i < engine->updates.count; i++) {
+        const struct lh_unit *unit = &engine->units[engine->updates.queue[i]];
+        if (unit->landing.posted_count > 0 && unit->state != LH_UNIT_STATE_ABSENT)
+            return engine->updates.queue[i];
     }
     return LH_UNIT_NONE;
 }
@@ -201,47 +164,65 @@ static uint32_t unit_next(const struct lh_engine *engine)
 /* All that the unit whose turn it is needs, or as many as are free. */
 static void blocks_take(struct lh_engine *engine)
 {
-    if (engine->landing_unit == LH_UNIT_NONE)
+    if (engine->landing.unit == LH_UNIT_NONE)
         return;
-    const struct lh_unit *unit = &engine->units[engine->landing_unit];
+    const struct lh_unit *unit = &engine->units[engine->landing.unit];
     for (uint32_t i = 0; i < unit->chunk_count; i++) {
         struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
-        if (chunk->landing_count > 0 && !block_take(engine, chunk))
+        if (chunk->landing.count > 0 && !block_take(engine, chunk))
             break;
     }
+}
+
+/*
+ * A unit whose update has begun: its chunks have their blocks, and it holds slabs that others wait
+ * for, so the rest of its gradients must not wait for anybody's turn. LH_UNIT_NONE without one.
+ */
+static uint32_t unit_begun(const struct lh_engine *engine)
+{
+    for (uint32_t i = engine->updates.first; i < engine->updates.count; i++) {
+        const struct lh_unit *unit = &engine->units[engine->updates.queue[i]];
+        if (unit->landing.posted_count > 0 && unit->state == LH_UNIT_STATE_UPDATING)
+            return engine->updates.queue[i];
+    }
+    return LH_UNIT_NONE;
 }
 
 /* Whose turn it is; LH_PARAM_NONE: nobody's. [Note: Blocks that come back] */
 static uint32_t param_next(struct lh_engine *engine)
 {
-    if (engine->landing_unit == LH_UNIT_NONE ||
-        engine->units[engine->landing_unit].posted_count == 0) {
-        engine->landing_unit = unit_next(engine);
-        blocks_take(engine);
+    uint32_t next = unit_begun(engine);
+    if (next == LH_UNIT_NONE) {
+        if (engine->landing.unit == LH_UNIT_NONE ||
+            engine->units[engine->landing.unit].landing.posted_count == 0) {
+            engine->landing.unit = unit_next(engine);
+            blocks_take(engine);
+        }
+        next = engine->landing.unit;
     }
-    if (engine->landing_unit != LH_UNIT_NONE) {
-        uint32_t param = engine->units[engine->landing_unit].desc.param_first;
+    if (next != LH_UNIT_NONE) {
+        uint32_t param = engine->units[next].desc.param_first;
         while (!is_posted(engine, param))
             param++;
         return param;
     }
-    for (uint64_t i = engine->landing_first; i < engine->landing_end; i++) {
-        uint32_t param = engine->landings[i % engine->param_count];
+    for (uint64_t i = engine->landing.first; i < engine->landing.end; i++) {
+        uint32_t param = engine->landing.params[i % engine->param_count];
         const struct lh_unit *unit = &engine->units[engine->params[param].unit];
         /* Gradients that will wait on SSD have no place in memory before they are on their way. */
-        bool has_place = !unit->is_deferred || !unit->spills;
+        bool has_place = !unit->defer.is_deferred || !unit->spill.is_chosen;
         if (is_posted(engine, param) && has_place)
             return param;
-        if (!is_posted(engine, param) && i == engine->landing_first)
-            engine->landing_first++;
+        if (!is_posted(engine, param) && i == engine->landing.first)
+            engine->landing.first++;
     }
     return LH_PARAM_NONE;
 }
 
-bool lh_landing_pump(struct lh_engine *engine)
+static bool pump_before(struct lh_engine *engine)
 {
     bool moved = false;
-    while (engine->landing_first < engine->landing_end && !atomic_load(&engine->failed)) {
+    while (engine->landing.first < engine->landing.end && !atomic_load(&engine->failed)) {
         uint32_t param = param_next(engine);
         if (param == LH_PARAM_NONE || !piece_copy(engine, param))
             break;
@@ -250,29 +231,88 @@ bool lh_landing_pump(struct lh_engine *engine)
     return moved;
 }
 
-void lh_landing_release(struct lh_engine *engine, struct lh_chunk *chunk)
+static void chunk_consumed(struct lh_engine *engine, struct lh_chunk *chunk)
 {
-    if (chunk->block == LH_BLOCK_NONE)
+    if (chunk->landing.block == LH_BLOCK_NONE)
         return;
-    engine->free_blocks[engine->free_block_count++] = chunk->block;
-    chunk->block = LH_BLOCK_NONE;
+    engine->landing.free_blocks[engine->landing.free_count++] = chunk->landing.block;
+    chunk->landing.block = LH_BLOCK_NONE;
 }
 
-void lh_landing_forget(struct lh_engine *engine)
+static void step_forgotten(struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->chunk_count; i++) {
-        lh_landing_release(engine, &engine->chunks[i]);
-        engine->chunks[i].landing_count = 0;
+        chunk_consumed(engine, &engine->chunks[i]);
+        engine->chunks[i].landing.count = 0;
     }
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        engine->units[i].landing_count = 0;
-        engine->units[i].posted_count = 0;
-        engine->units[i].landing_bytes = 0;
-        engine->units[i].landed_bytes = 0;
+        engine->units[i].landing.count = 0;
+        engine->units[i].landing.posted_count = 0;
+        engine->units[i].landing.held_bytes = 0;
+        engine->units[i].landing.moved_bytes = 0;
     }
-    engine->landing_unit = LH_UNIT_NONE;
-    engine->landing_first = 0;
-    engine->landing_end = 0;
+    engine->landing.unit = LH_UNIT_NONE;
+    engine->landing.first = 0;
+    engine->landing.end = 0;
+}
+
+/* It will be over, whatever else waits: what is posted has its blocks. */
+static bool is_certain(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    if (unit->landing.count == 0)
+        return true;
+    for (uint32_t i = unit->chunk_first; i < unit->chunk_first + unit->chunk_count; i++) {
+        if (engine->chunks[i].landing.count > 0 && engine->chunks[i].landing.block == LH_BLOCK_NONE)
+            return false;
+    }
+    return true;
+}
+
+/*
+ * Where nobody reads the gradients but the update, it may begin with the first chunk that has them:
+ * it is chunk by chunk that the last unit of backward, for which the next forward waits, gets
+ * through.
+ */
+static bool update_may_start(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    bool is_whole =
+        engine->norm.is_taken || unit->spill.is_chosen || unit->spill.state != LH_SPILL_STATE_NONE;
+    return unit->landing.count == 0 || (!is_whole && is_certain(engine, unit));
+}
+
+static bool chunk_may_compute(const struct lh_engine *engine, const struct lh_chunk *chunk)
+{
+    (void)engine;
+    return chunk->landing.count == 0;
+}
+
+/* Of all its gradients, in the parameters' dtype. */
+static void planned(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
+{
+    uint64_t elements = 0;
+    for (uint32_t i = 0; i < unit->desc.param_count; i++)
+        elements += engine->params[unit->desc.param_first + i].count;
+    unit->landing.planned_bytes = elements * lh_dtype_bytes(unit->desc.dtype);
+    lh_core_stats(engine, step)->planned_bytes[LH_ENGINE_LINK_COPY_OUT] +=
+        unit->landing.planned_bytes;
+}
+
+/* Not every parameter had a gradient; or none was expected. */
+static void plan_corrected(struct lh_engine *engine, struct lh_unit *unit)
+{
+    struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
+    uint64_t planned = unit->update.planned_step == engine->step ? unit->landing.planned_bytes : 0;
+    stats->planned_bytes[LH_ENGINE_LINK_COPY_OUT] += unit->landing.moved_bytes - planned;
+}
+
+/* In its chunk's block. */
+static const uint8_t *gradient_at(const struct lh_engine *engine, uint32_t param, uint64_t element)
+{
+    const struct lh_unit *unit = &engine->units[engine->params[param].unit];
+    const struct lh_chunk *chunk = &engine->chunks[chunk_at(engine, unit, element)];
+    LH_ASSERT(chunk->landing.block != LH_BLOCK_NONE);
+    return engine->landing.memory + (uint64_t)chunk->landing.block * engine->landing.block_bytes +
+           (element - chunk->first) * lh_dtype_bytes(engine->gradients[param].dtype);
 }
 
 int lh_landing_create(struct lh_engine *engine, struct lh_error *err)
@@ -281,30 +321,45 @@ int lh_landing_create(struct lh_engine *engine, struct lh_error *err)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         if (engine->units[i].desc.elements > 0)
             element_bytes = lh_max_u64(element_bytes, lh_dtype_bytes(engine->units[i].desc.dtype));
-        if (engine->units[i].chunk_count > engine->block_reserve)
-            engine->block_reserve = engine->units[i].chunk_count;
+        if (engine->units[i].chunk_count > engine->landing.reserve)
+            engine->landing.reserve = engine->units[i].chunk_count;
     }
-    engine->landing_unit = LH_UNIT_NONE;
-    engine->block_bytes = engine->budget.chunk_elements * element_bytes;
-    bool has_blocks = element_bytes > 0 && !engine->opts.gradients_in_memory;
-    uint64_t count = has_blocks ? engine->budget.gradient_bytes / engine->block_bytes : 0;
-    engine->blocks_memory = engine->region + engine->budget.region_bytes +
-                            engine->budget.slab_count * engine->budget.slab_bytes;
-    engine->free_blocks = lh_alloc_zeroed(engine->alloc, lh_max_u64(count, 1), sizeof(uint32_t));
-    engine->landings =
+    if (engine->gradients_land)
+        engine->gradient_at = gradient_at;
+    engine->landing.unit = LH_UNIT_NONE;
+    engine->landing.block_bytes = engine->budget.chunk_elements * element_bytes;
+    bool has_blocks = element_bytes > 0 && engine->gradients_land;
+    uint64_t count = has_blocks ? engine->budget.gradient_bytes / engine->landing.block_bytes : 0;
+    engine->landing.memory = engine->region + engine->budget.region_bytes +
+                             engine->budget.slab_count * engine->budget.slab_bytes;
+    engine->landing.free_blocks =
+        lh_alloc_zeroed(engine->alloc, lh_max_u64(count, 1), sizeof(uint32_t));
+    engine->landing.params =
         lh_alloc_zeroed(engine->alloc, lh_max_u64(engine->param_count, 1), sizeof(uint32_t));
-    if (!engine->free_blocks || !engine->landings)
+    if (!engine->landing.free_blocks || !engine->landing.params)
         return lh_error_set(err, -ENOMEM, "no memory for the gradients' tables");
-    while (engine->free_block_count < count) {
-        engine->free_blocks[engine->free_block_count] =
-            (uint32_t)count - 1 - engine->free_block_count;
-        engine->free_block_count++;
+    while (engine->landing.free_count < count) {
+        engine->landing.free_blocks[engine->landing.free_count] =
+            (uint32_t)count - 1 - engine->landing.free_count;
+        engine->landing.free_count++;
     }
     return 0;
 }
 
 void lh_landing_destroy(struct lh_engine *engine)
 {
-    lh_free(engine->alloc, engine->free_blocks);
-    lh_free(engine->alloc, engine->landings);
+    lh_free(engine->alloc, engine->landing.free_blocks);
+    lh_free(engine->alloc, engine->landing.params);
 }
+
+const struct lh_feature lh_landing_feature = {
+    .name = "landing",
+    .gradient_taken = gradient_taken,
+    .update_may_start = update_may_start,
+    .chunk_may_compute = chunk_may_compute,
+    .chunk_consumed = chunk_consumed,
+    .planned = planned,
+    .plan_corrected = plan_corrected,
+    .step_forgotten = step_forgotten,
+    .pump_before = pump_before,
+};

@@ -12,8 +12,14 @@
 
 #include "sched/engine_private.h"
 
+static void state_set(struct lh_unit *unit, enum lh_norm_state state)
+{
+    LH_ASSERT(lh_states_norm_may(unit->norm.state, state));
+    unit->norm.state = state;
+}
+
 /* On a worker: each parameter's, from its own first element on, wherever its unit is cut. */
-void lh_norm_run(struct lh_exec_job *job)
+static void norm_run(struct lh_exec_job *job)
 {
     struct lh_unit *unit = job->context;
     const struct lh_engine *engine = unit->engine;
@@ -29,10 +35,10 @@ void lh_norm_run(struct lh_exec_job *job)
         for (uint64_t at = desc->first; at < end;) {
             uint64_t next = lh_min_u64(end, (at / chunk_elements + 1) * chunk_elements);
 
-            lh_norm_sum_add(&sum, lh_landing_bytes(engine, param, at), gradient->dtype, next - at);
+            lh_norm_sum_add(&sum, lh_gradient_at(engine, param, at), gradient->dtype, next - at);
             at = next;
         }
-        engine->square_sums[param] = lh_norm_sum_end(&sum);
+        engine->norm.sums[param] = lh_norm_sum_end(&sum);
     }
 }
 
@@ -45,15 +51,15 @@ static int sums_compare(const void *a, const void *b)
 /* Of all parameters in one order that does not know of units: by size, the smallest first. */
 static double sums_add(struct lh_engine *engine)
 {
-    double *sums = engine->square_sums + engine->param_count;
+    double *sums = engine->norm.sums + engine->param_count;
     double total = 0;
     uint32_t count = 0;
 
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
 
-        for (uint32_t j = 0; unit->gradient_count > 0 && j < unit->desc.param_count; j++)
-            sums[count++] = engine->square_sums[unit->desc.param_first + j];
+        for (uint32_t j = 0; unit->update.gradient_count > 0 && j < unit->desc.param_count; j++)
+            sums[count++] = engine->norm.sums[unit->desc.param_first + j];
     }
     qsort(sums, count, sizeof(*sums), sums_compare);
     for (uint32_t i = 0; i < count; i++)
@@ -61,66 +67,114 @@ static double sums_add(struct lh_engine *engine)
     return total;
 }
 
+static void norm_done(struct lh_engine *engine, struct lh_job *job)
+{
+    struct lh_unit *unit = job->exec.context;
+    state_set(unit, LH_NORM_STATE_DONE);
+    if (unit->spill.state == LH_SPILL_STATE_DONE)
+        lh_spill_release(engine, unit);
+}
+
 static void norm_start(struct lh_engine *engine, struct lh_unit *unit)
 {
-    unit->norm_state = LH_NORM_STATE_RUNNING;
-    unit->norm_job = (struct lh_exec_job){
-        .run = lh_norm_run, .context = unit, .work_bytes = unit->gradient_bytes};
-    lh_job_submit(engine, &unit->norm_job);
+    state_set(unit, LH_NORM_STATE_RUNNING);
+    unit->norm.job = (struct lh_job){
+        .exec = {.run = norm_run, .context = unit, .work_bytes = unit->update.gradient_bytes},
+        .done = norm_done,
+    };
+    lh_job_submit(engine, &unit->norm.job);
 }
 
 void lh_norm_consider(struct lh_engine *engine, struct lh_unit *unit)
 {
-    if ((engine->takes_norms || unit->spills) && unit->norm_state == LH_NORM_STATE_NONE &&
-        unit->gradient_count == unit->desc.param_count && lh_landing_is_over(unit))
+    if ((engine->norm.is_taken || unit->spill.is_chosen) &&
+        unit->norm.state == LH_NORM_STATE_NONE &&
+        unit->update.gradient_count == unit->desc.param_count && unit->landing.count == 0)
         norm_start(engine, unit);
 }
 
-void lh_norm_done(struct lh_engine *engine, struct lh_unit *unit)
-{
-    unit->norm_state = LH_NORM_STATE_DONE;
-    if (unit->spill_state == LH_SPILL_STATE_DONE)
-        lh_spill_release(engine, unit);
-}
-
-void lh_norm_ask(struct lh_engine *engine)
-{
-    engine->norm_is_asked = true;
-    engine->takes_norms = true; /* behind backward, from the next step on */
-    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        lh_spill_consider(engine, i);
-}
-
 /* Once it is asked no gradient is to come: units that have not all of theirs are begun with. */
-bool lh_norm_pump(struct lh_engine *engine)
+static bool pump_after(struct lh_engine *engine)
 {
     bool moved = false;
     bool is_done = true;
 
-    if (!engine->norm_is_asked)
+    if (!engine->norm.is_asked)
         return false;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
 
-        if (unit->gradient_count == 0)
+        if (unit->update.gradient_count == 0)
             continue;
-        if (unit->norm_state == LH_NORM_STATE_NONE && lh_landing_is_over(unit)) {
+        if (unit->norm.state == LH_NORM_STATE_NONE && unit->landing.count == 0) {
             norm_start(engine, unit);
             moved = true;
         }
-        is_done &= unit->norm_state == LH_NORM_STATE_DONE;
+        is_done &= unit->norm.state == LH_NORM_STATE_DONE;
     }
     if (!is_done)
         return moved;
-    engine->square_sum = sums_add(engine);
-    engine->norm_is_asked = false;
+    engine->norm.square_sum = sums_add(engine);
+    engine->norm.is_asked = false;
     atomic_fetch_add(&engine->norms_done, 1);
-    lh_engine_notify(engine);
+    lh_core_notify(engine);
     return true;
 }
 
-void lh_norm_forget(struct lh_engine *engine)
+static void forget(struct lh_unit *unit)
+{
+    if (unit->norm.state != LH_NORM_STATE_NONE)
+        state_set(unit, LH_NORM_STATE_NONE);
+}
+
+static void step_forgotten(struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        engine->units[i].norm_state = LH_NORM_STATE_NONE;
+        forget(&engine->units[i]);
 }
+
+static void gradient_taken(struct lh_engine *engine, uint32_t param)
+{
+    lh_norm_consider(engine, lh_engine_unit_at(engine, engine->params[param].unit));
+}
+
+static bool update_may_start(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    (void)engine;
+    return unit->norm.state != LH_NORM_STATE_RUNNING;
+}
+
+static bool message(struct lh_engine *engine, const struct lh_ring_message *message)
+{
+    if (message->words[0] != LH_MESSAGE_NORM)
+        return false;
+    engine->norm.is_asked = true;
+    engine->norm.is_taken = true; /* behind backward, from the next step on */
+    lh_spill_consider_all(engine);
+    return true;
+}
+
+int lh_norm_create(struct lh_engine *engine, struct lh_error *err)
+{
+    uint64_t count = lh_max_u64(engine->param_count, 1);
+    engine->norm.is_taken = engine->opts.norms;
+    engine->norm.sums = lh_alloc_zeroed(engine->alloc, count, 2 * sizeof(double));
+    if (!engine->norm.sums)
+        return lh_error_set(err, -ENOMEM, "no memory for the norms of %u parameters",
+                            engine->param_count);
+    return 0;
+}
+
+void lh_norm_destroy(struct lh_engine *engine)
+{
+    lh_free(engine->alloc, engine->norm.sums);
+}
+
+const struct lh_feature lh_norm_feature = {
+    .name = "norm",
+    .message = message,
+    .gradient_taken = gradient_taken,
+    .update_may_start = update_may_start,
+    .step_forgotten = step_forgotten,
+    .pump_after = pump_after,
+};

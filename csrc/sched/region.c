@@ -29,7 +29,7 @@
 
 static bool is_device(const struct lh_engine *engine, const struct lh_region *region)
 {
-    return region == &engine->device;
+    return region == &engine->device_region;
 }
 
 /* Record what happened in this cycle: it predicts the next one. */
@@ -104,7 +104,7 @@ static void region_extend(struct lh_engine *engine, struct lh_region *region)
         region->op_steps[region->op_count + (uint64_t)i] = engine->plan_step;
     region->op_count += (uint64_t)added;
     region->planned_until = count;
-    lh_step_stats(engine, engine->plan_step)->planned_bytes[region->link] += loaded;
+    lh_core_stats(engine, engine->plan_step)->planned_bytes[region->link] += loaded;
 }
 
 /* What is in the region now, as the plan would have it. */
@@ -117,13 +117,13 @@ static void region_look(struct lh_engine *engine, struct lh_region *region, uint
     plan->use_counts[index] = unit->use_count;
     plan->open_uses[index] = unit->use_is_open ? 1 : 0;
     if (is_device(engine, region)) {
-        is_here = lh_device_is_placed(unit);
-        offset = unit->copy_offset;
-        plan->use_counts[index] = unit->copy_use_count;
+        is_here = lh_device_unit_is_placed(&unit->copy);
+        offset = unit->copy.offset;
+        plan->use_counts[index] = unit->copy.use_count;
     } else if (engine->dev) {
-        plan->open_uses[index] = unit->is_copying ? 1 : 0;
+        plan->open_uses[index] = unit->copy.is_copying ? 1 : 0;
     }
-    plan->is_old[index] = is_device(engine, region) && is_here && unit->copy_is_old;
+    plan->is_old[index] = is_device(engine, region) && is_here && unit->copy.is_stale;
     if (is_here)
         lh_residency_put(plan, index, offset);
 }
@@ -133,7 +133,7 @@ static void region_reset(struct lh_engine *engine, struct lh_region *region)
 {
     for (uint64_t i = region->op_first; i < region->op_count; i++) {
         if (region->ops[i].kind == LH_RESIDENCY_OP_LOAD)
-            lh_step_stats(engine, region->op_steps[i])->planned_bytes[region->link] -=
+            lh_core_stats(engine, region->op_steps[i])->planned_bytes[region->link] -=
                 engine->units[region->ops[i].unit].desc.bytes;
     }
     region->op_first = 0;
@@ -151,8 +151,8 @@ static void region_step_end(struct lh_engine *engine, struct lh_region *region)
             continue;
         if (region->ops[i].kind == LH_RESIDENCY_OP_LOAD) {
             uint64_t bytes = engine->units[region->ops[i].unit].desc.bytes;
-            lh_step_stats(engine, engine->step)->planned_bytes[region->link] -= bytes;
-            lh_step_stats(engine, engine->plan_step)->planned_bytes[region->link] += bytes;
+            lh_core_stats(engine, engine->step)->planned_bytes[region->link] -= bytes;
+            lh_core_stats(engine, engine->plan_step)->planned_bytes[region->link] += bytes;
         }
         region->op_steps[i] = engine->plan_step;
     }
@@ -167,9 +167,9 @@ void lh_region_step_end(struct lh_engine *engine)
 {
     if (engine->plan_step == engine->step)
         engine->plan_step = 0;
-    region_step_end(engine, &engine->host);
+    region_step_end(engine, &engine->host_region);
     if (engine->dev)
-        region_step_end(engine, &engine->device);
+        region_step_end(engine, &engine->device_region);
 }
 
 /* Somebody is owed this unit in the region, for a use that is counted already. */
@@ -178,10 +178,10 @@ static bool is_owed(const struct lh_engine *engine, const struct lh_region *regi
 {
     bool is_awaited = region == engine->uses && unit->waiter_count > 0;
     if (is_device(engine, region))
-        return is_awaited && (!lh_device_is_placed(unit) || unit->copy_is_old);
+        return is_awaited && (!lh_device_unit_is_placed(&unit->copy) || unit->copy.is_stale);
     if (unit->state != LH_UNIT_STATE_ABSENT)
         return false;
-    return is_awaited || (unit->update_is_queued && !unit->update_is_done);
+    return is_awaited || (unit->update.is_queued && !unit->update.is_done);
 }
 
 static uint64_t owed_put(const struct lh_engine *engine, struct lh_region *region)
@@ -220,10 +220,10 @@ static void event_put(struct lh_event_list *list, uint32_t unit, enum lh_residen
  */
 static void host_derive(struct lh_engine *engine, const struct lh_residency_event *event)
 {
-    const struct lh_region *device = &engine->device;
-    struct lh_event_list *list = &engine->host.predicted;
+    const struct lh_region *device = &engine->device_region;
+    struct lh_event_list *list = &engine->host_region.predicted;
     uint64_t op = device->op_first;
-    list->count = owed_put(engine, &engine->host);
+    list->count = owed_put(engine, &engine->host_region);
     if (event && event->kind == LH_RESIDENCY_EVENT_UPDATE)
         event_put(list, event->unit, LH_RESIDENCY_EVENT_UPDATE);
     for (uint64_t i = 0; i <= device->planned_until; i++) {
@@ -239,11 +239,11 @@ static void host_derive(struct lh_engine *engine, const struct lh_residency_even
             device->predicted.events[i].kind == LH_RESIDENCY_EVENT_UPDATE)
             event_put(list, device->predicted.events[i].unit, LH_RESIDENCY_EVENT_UPDATE);
     }
-    region_reset(engine, &engine->host);
+    region_reset(engine, &engine->host_region);
     /* A guess that is wrong is planned again at each use: that is no time to try orders. */
     if (!event || !engine->uses->is_guess)
-        read_ahead(engine, &engine->host);
-    region_extend(engine, &engine->host);
+        read_ahead(engine, &engine->host_region);
+    region_extend(engine, &engine->host_region);
 }
 
 static void uses_extend(struct lh_engine *engine, const struct lh_residency_event *event)
@@ -345,7 +345,7 @@ static void use_count(struct lh_engine *engine, uint32_t index, enum lh_residenc
         unit->use_count++;
         return;
     }
-    unit->copy_use_count++;
+    unit->copy.use_count++;
     if (kind == LH_RESIDENCY_EVENT_UPDATE)
         unit->use_count++; /* of main memory, too; copies count when they begin */
 }
@@ -367,7 +367,7 @@ void lh_region_event(struct lh_engine *engine, uint32_t index, enum lh_residency
         /* The plan ended before this use, or did not foresee it here: plan again from here. */
         uint64_t tail_from = is_expected ? at + 1 : tail_find(region, &event);
         if (!is_expected)
-            lh_step_stats(engine, engine->plan_step)->replans++;
+            lh_core_stats(engine, engine->plan_step)->replans++;
         plan_again(engine, &event, tail_from);
     }
     use_count(engine, index, kind);
@@ -400,9 +400,9 @@ static void region_forget(struct lh_engine *engine, struct lh_region *region)
 void lh_region_forget(struct lh_engine *engine)
 {
     engine->recording.count = 0;
-    region_forget(engine, &engine->host);
+    region_forget(engine, &engine->host_region);
     if (engine->dev)
-        region_forget(engine, &engine->device);
+        region_forget(engine, &engine->device_region);
 }
 
 void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
@@ -449,7 +449,7 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
  */
 void lh_region_plan_around(struct lh_engine *engine)
 {
-    lh_step_stats(engine, engine->plan_step)->replans++;
+    lh_core_stats(engine, engine->plan_step)->replans++;
     plan_again(engine, NULL, engine->uses->position);
 }
 
@@ -461,7 +461,7 @@ bool lh_region_catch_up(struct lh_engine *engine)
         plan_again(engine, NULL, region->position);
         return region->planned_until >= region->position;
     }
-    struct lh_region *host = &engine->host;
+    struct lh_region *host = &engine->host_region;
     if (!engine->dev || host->planned_until == host->predicted.count ||
         host->op_first < host->op_count)
         return false;
@@ -520,13 +520,13 @@ int lh_region_create_all(struct lh_engine *engine, struct lh_error *err)
             return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " events",
                                 engine->event_max);
     }
-    engine->host.link = LH_ENGINE_LINK_PARAM_READ;
-    engine->device.link = LH_ENGINE_LINK_COPY_IN;
-    engine->uses = engine->dev ? &engine->device : &engine->host;
-    LH_TRY(region_create(engine, &engine->host, engine->budget.region_bytes, err));
+    engine->host_region.link = LH_ENGINE_LINK_PARAM_READ;
+    engine->device_region.link = LH_ENGINE_LINK_COPY_IN;
+    engine->uses = engine->dev ? &engine->device_region : &engine->host_region;
+    LH_TRY(region_create(engine, &engine->host_region, engine->budget.region_bytes, err));
     if (!engine->dev)
         return 0;
-    return region_create(engine, &engine->device, engine->opts.device_bytes, err);
+    return region_create(engine, &engine->device_region, engine->opts.device_bytes, err);
 }
 
 static void region_destroy(struct lh_engine *engine, struct lh_region *region)
@@ -546,6 +546,6 @@ void lh_region_destroy_all(struct lh_engine *engine)
     lh_free(engine->alloc, engine->recorded[0].events);
     lh_free(engine->alloc, engine->recorded[1].events);
     lh_free(engine->alloc, engine->recording.events);
-    region_destroy(engine, &engine->host);
-    region_destroy(engine, &engine->device);
+    region_destroy(engine, &engine->host_region);
+    region_destroy(engine, &engine->device_region);
 }

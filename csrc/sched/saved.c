@@ -17,6 +17,12 @@ static struct lh_saved *saved_at(struct lh_engine *engine, uint32_t item)
     return &engine->saved.items[item];
 }
 
+static void state_set(struct lh_saved *saved, enum lh_saved_state state)
+{
+    LH_ASSERT(lh_states_saved_may(saved->state, state));
+    saved->state = state;
+}
+
 static uint32_t index_of(const struct lh_saved *saved)
 {
     return (uint32_t)(saved - saved->engine->saved.items);
@@ -106,7 +112,7 @@ static void memory_give(struct lh_saved *saved)
 
 static void bytes_count(const struct lh_saved *saved, enum lh_engine_link link, uint64_t bytes)
 {
-    struct lh_engine_step_stats *stats = lh_step_stats(saved->engine, saved->step);
+    struct lh_engine_step_stats *stats = lh_core_stats(saved->engine, saved->step);
     stats->bytes[link] += bytes;
     stats->planned_bytes[link] += bytes;
 }
@@ -117,7 +123,7 @@ static void gone(struct lh_saved *saved)
     memory_give(saved);
     if (saved->ssd_offset != LH_RANGE_NONE)
         lh_range_release(&area->ssd, saved->ssd_offset, moved_bytes(saved));
-    saved->state = LH_SAVED_STATE_FREE;
+    state_set(saved, LH_SAVED_STATE_FREE);
     pthread_mutex_lock(&area->mutex);
     lh_saved_push(saved->engine, &area->free, index_of(saved));
     pthread_mutex_unlock(&area->mutex);
@@ -126,14 +132,14 @@ static void gone(struct lh_saved *saved)
 static void here(struct lh_saved *saved)
 {
     atomic_store(&saved->presence, LH_SAVED_PRESENCE_HERE);
-    lh_engine_notify(saved->engine);
+    lh_core_notify(saved->engine);
 }
 
 static void taken(struct lh_saved *saved)
 {
     atomic_store(&saved->is_taken, true);
     atomic_fetch_sub(&saved->engine->saved.put_bytes, saved->bytes);
-    lh_engine_notify(saved->engine);
+    lh_core_notify(saved->engine);
 }
 
 /* Its bytes are in memory, and somebody wants them. */
@@ -148,20 +154,51 @@ static void arrive(struct lh_saved *saved)
         here(saved);
 }
 
+/* Nothing but the way to target moves it any more: give up what it has and does not need. */
+static void settle(struct lh_saved *saved)
+{
+    bool is_moving = saved->engine->dev && saved->is_arriving && !saved->is_returned;
+    if (saved->state != LH_SAVED_STATE_HELD || is_moving)
+        return;
+    if (saved->is_dropped) {
+        gone(saved);
+    } else if (saved->is_returned) {
+        memory_give(saved); /* the next message is its drop */
+    } else if (saved->is_written && !saved->is_wanted) {
+        memory_give(saved);
+        state_set(saved, LH_SAVED_STATE_AWAY);
+    }
+}
+
+static void held(struct lh_saved *saved);
+
+static void transferred(struct lh_engine *engine, struct lh_transfer *transfer)
+{
+    struct lh_saved *saved = saved_at(engine, transfer->unit);
+    if (saved->state == LH_SAVED_STATE_READING) {
+        held(saved);
+        return;
+    }
+    saved->is_written = true;
+    state_set(saved, LH_SAVED_STATE_HELD);
+    settle(saved);
+}
+
 static void transfer_start(struct lh_saved *saved, enum lh_io_kind kind)
 {
     struct lh_engine *engine = saved->engine;
     bool is_read = kind == LH_IO_KIND_READ;
     enum lh_engine_link link = is_read ? LH_ENGINE_LINK_SAVED_READ : LH_ENGINE_LINK_SAVED_WRITE;
-    saved->state = is_read ? LH_SAVED_STATE_READING : LH_SAVED_STATE_WRITING;
+    state_set(saved, is_read ? LH_SAVED_STATE_READING : LH_SAVED_STATE_WRITING);
     bytes_count(saved, link, moved_bytes(saved));
     saved->transfer = (struct lh_transfer){
+        .source = &engine->saved.source,
+        .done = transferred,
         .kind = kind,
         .priority = saved->is_awaited ? LH_PRIORITY_DEMAND : LH_PRIORITY_PREFETCH,
         .link = link,
         .unit = index_of(saved),
         .slab = LH_CHUNK_NONE,
-        .saved = saved,
         .slot = lh_store_write_slot(engine->opts.saved.store, 0),
         .offset = saved->ssd_offset,
         .bytes = moved_bytes(saved),
@@ -173,7 +210,7 @@ static void transfer_start(struct lh_saved *saved, enum lh_io_kind kind)
 /* All its bytes are in memory. */
 static void held(struct lh_saved *saved)
 {
-    saved->state = LH_SAVED_STATE_HELD;
+    state_set(saved, LH_SAVED_STATE_HELD);
     if (saved->is_dropped) {
         gone(saved);
         return;
@@ -206,62 +243,52 @@ static void saved_run(struct lh_exec_job *job)
     }
 }
 
-bool lh_saved_is_job(const struct lh_exec_job *job)
+static void saved_summed(struct lh_engine *engine, struct lh_job *job)
 {
-    return job->run == saved_run;
-}
-
-void lh_saved_summed(struct lh_engine *engine, struct lh_saved *saved)
-{
+    struct lh_saved *saved = job->exec.context;
     engine->saved.job_count--;
-    lh_engine_trace_add(engine, (struct lh_engine_trace_event){
-                                    .kind = LH_ENGINE_TRACE_SAVED_SUM,
-                                    .unit = LH_CHUNK_NONE,
-                                    .lane = saved->job.worker_index,
-                                    .start_ns = saved->job.started_ns,
-                                    .end_ns = saved->job.ended_ns,
-                                    .bytes = saved->bytes,
-                                });
+    lh_core_trace_add(engine, (struct lh_engine_trace_event){
+                                  .kind = LH_ENGINE_TRACE_SAVED_SUM,
+                                  .unit = LH_CHUNK_NONE,
+                                  .lane = job->exec.worker_index,
+                                  .start_ns = job->exec.started_ns,
+                                  .end_ns = job->exec.ended_ns,
+                                  .bytes = saved->bytes,
+                              });
     if (!engine->dev)
         taken(saved);
     held(saved);
 }
 
-/* Nothing but the way to target moves it any more: give up what it has and does not need. */
-static void settle(struct lh_saved *saved)
+static void copied_in(struct lh_engine *engine, struct lh_copy *copy)
 {
-    bool is_moving = saved->engine->dev && saved->is_arriving && !saved->is_returned;
-    if (saved->state != LH_SAVED_STATE_HELD || is_moving)
-        return;
-    if (saved->is_dropped) {
-        gone(saved);
-    } else if (saved->is_returned) {
-        memory_give(saved); /* the next message is its drop */
-    } else if (saved->is_written && !saved->is_wanted) {
-        memory_give(saved);
-        saved->state = LH_SAVED_STATE_AWAY;
-    }
+    struct lh_saved *saved = saved_at(engine, copy->item);
+    if (!engine->dev->ops->is_ordered)
+        here(saved);
+    saved->is_returned = true;
+    settle(saved);
 }
 
-void lh_saved_transferred(struct lh_engine *engine, struct lh_saved *saved)
+static void copied_out(struct lh_engine *engine, struct lh_copy *copy)
 {
-    (void)engine;
-    if (saved->state == LH_SAVED_STATE_READING) {
+    struct lh_saved *saved = saved_at(engine, copy->item);
+    taken(saved);
+    if (saved->stays) {
         held(saved);
         return;
     }
-    saved->is_written = true;
-    saved->state = LH_SAVED_STATE_HELD;
-    settle(saved);
+    state_set(saved, LH_SAVED_STATE_SUMMING);
+    lh_saved_push(engine, &engine->saved.ready, copy->item);
 }
 
 static void copy_start(struct lh_engine *engine, struct lh_saved *saved,
                        enum lh_dev_direction direction)
 {
     struct lh_copy *copy = lh_copy_take(engine);
-    struct lh_error err = {0};
     bool is_in = direction == LH_DEV_DIRECTION_IN;
-    copy->saved = saved;
+    copy->done = is_in ? copied_in : copied_out;
+    copy->what = is_in ? "a saved tensor's copy back" : "a saved tensor's copy";
+    copy->item = index_of(saved);
     copy->unit = LH_UNIT_NONE;
     copy->dev = (struct lh_dev_copy){
         .direction = direction,
@@ -270,41 +297,19 @@ static void copy_start(struct lh_engine *engine, struct lh_saved *saved,
         .bytes = saved->bytes,
         .after = saved->computed,
         .done = is_in ? saved->arrived : NULL,
-        .owner = copy,
     };
     bytes_count(saved, is_in ? LH_ENGINE_LINK_SAVED_IN : LH_ENGINE_LINK_SAVED_OUT, saved->bytes);
-    if (engine->dev->ops->submit(engine->dev, &copy->dev, &err) < 0) {
-        lh_device_fail(engine, &err, "a saved tensor's copy");
+    if (!lh_copy_submit(engine, copy))
         return;
-    }
-    engine->copies_in_flight++;
     if (is_in && engine->dev->ops->is_ordered)
         here(saved);
-}
-
-void lh_saved_copied(struct lh_engine *engine, struct lh_saved *saved, bool is_in)
-{
-    if (is_in) {
-        if (!engine->dev->ops->is_ordered)
-            here(saved);
-        saved->is_returned = true;
-        settle(saved);
-        return;
-    }
-    taken(saved);
-    if (saved->stays) {
-        held(saved);
-        return;
-    }
-    saved->state = LH_SAVED_STATE_SUMMING;
-    lh_saved_push(engine, &engine->saved.ready, index_of(saved));
 }
 
 /* The next one that was put finds room, or waits. */
 static bool put_start(struct lh_engine *engine)
 {
     struct lh_saved_area *area = &engine->saved;
-    if (area->puts.first == LH_SAVED_NONE || (engine->dev && !engine->free_copies))
+    if (area->puts.first == LH_SAVED_NONE || (engine->dev && !lh_copy_is_free(engine)))
         return false;
     struct lh_saved *saved = saved_at(engine, area->puts.first);
     saved->stays = saved->tier == LH_SAVED_TIER_MEMORY || !engine->opts.saved.store;
@@ -317,10 +322,10 @@ static bool put_start(struct lh_engine *engine)
         return false;
     (void)lh_saved_pop(engine, &area->puts);
     if (engine->dev) {
-        saved->state = LH_SAVED_STATE_COPYING;
+        state_set(saved, LH_SAVED_STATE_COPYING);
         copy_start(engine, saved, LH_DEV_DIRECTION_OUT);
     } else {
-        saved->state = LH_SAVED_STATE_SUMMING;
+        state_set(saved, LH_SAVED_STATE_SUMMING);
         lh_saved_push(engine, &area->ready, index_of(saved));
     }
     return true;
@@ -343,7 +348,7 @@ static bool room_take_back(struct lh_engine *engine)
         return false;
     last->is_arriving = false;
     memory_give(last);
-    last->state = LH_SAVED_STATE_AWAY;
+    state_set(last, LH_SAVED_STATE_AWAY);
     lh_saved_push(engine, &engine->saved.wants, index_of(last));
     return true;
 }
@@ -364,13 +369,11 @@ static bool want_start(struct lh_engine *engine)
     return true;
 }
 
-bool lh_saved_pump(struct lh_engine *engine)
+static bool pump_before(struct lh_engine *engine)
 {
     struct lh_saved_area *area = &engine->saved;
     bool moved = false;
-    if (engine->opts.saved.memory_bytes == 0)
-        return false;
-    while (area->arrivals.first != LH_SAVED_NONE && engine->free_copies) {
+    while (area->arrivals.first != LH_SAVED_NONE && lh_copy_is_free(engine)) {
         copy_start(engine, lh_saved_pop(engine, &area->arrivals), LH_DEV_DIRECTION_IN);
         moved = true;
     }
@@ -380,8 +383,10 @@ bool lh_saved_pump(struct lh_engine *engine)
         moved = true;
     while (area->ready.first != LH_SAVED_NONE && area->job_count < LH_SAVED_JOB_COUNT) {
         struct lh_saved *saved = lh_saved_pop(engine, &area->ready);
-        saved->job = (struct lh_exec_job){
-            .run = saved_run, .context = saved, .work_bytes = 2 * saved->bytes};
+        saved->job = (struct lh_job){
+            .exec = {.run = saved_run, .context = saved, .work_bytes = 2 * saved->bytes},
+            .done = saved_summed,
+        };
         area->job_count++;
         lh_job_submit(engine, &saved->job);
         moved = true;
@@ -389,15 +394,15 @@ bool lh_saved_pump(struct lh_engine *engine)
     return moved;
 }
 
-void lh_saved_asked(struct lh_engine *engine, uint32_t item)
+static void asked(struct lh_engine *engine, uint32_t item)
 {
     struct lh_saved *saved = saved_at(engine, item);
     saved->step = engine->plan_step;
-    saved->state = LH_SAVED_STATE_QUEUED;
+    state_set(saved, LH_SAVED_STATE_QUEUED);
     lh_saved_push(engine, &engine->saved.puts, item);
 }
 
-void lh_saved_wanted(struct lh_engine *engine, uint32_t item, bool is_awaited)
+static void wanted(struct lh_engine *engine, uint32_t item, bool is_awaited)
 {
     struct lh_saved_area *area = &engine->saved;
     struct lh_saved *saved = saved_at(engine, item);
@@ -418,7 +423,7 @@ void lh_saved_wanted(struct lh_engine *engine, uint32_t item, bool is_awaited)
         queue_raise(engine, &area->wants, item);
 }
 
-void lh_saved_dropped(struct lh_engine *engine, uint32_t item)
+static void dropped(struct lh_engine *engine, uint32_t item)
 {
     struct lh_saved *saved = saved_at(engine, item);
     saved->is_dropped = true;
@@ -431,18 +436,16 @@ void lh_saved_dropped(struct lh_engine *engine, uint32_t item)
     gone(saved);
 }
 
-bool lh_saved_is_stuck(const struct lh_engine *engine)
+static bool is_anybody_stuck(const struct lh_engine *engine)
 {
     const struct lh_saved_area *area = &engine->saved;
     uint32_t wanted = area->wants.first;
-    if (engine->opts.saved.memory_bytes == 0)
-        return false;
     /* One that is only fetched ahead may wait for as long as its reader does. */
     return area->puts.first != LH_SAVED_NONE ||
            (wanted != LH_SAVED_NONE && area->items[wanted].is_awaited);
 }
 
-void lh_saved_stuck_set(const struct lh_engine *engine, struct lh_error *err)
+static void stuck_set(const struct lh_engine *engine, struct lh_error *err)
 {
     const struct lh_saved_area *area = &engine->saved;
     bool is_put = area->puts.first != LH_SAVED_NONE;
@@ -475,6 +478,41 @@ static int items_create(struct lh_engine *engine, struct lh_error *err)
     return 0;
 }
 
+static int source_map(struct lh_engine *engine, const struct lh_transfer *transfer, uint64_t offset,
+                      uint64_t bytes, struct lh_store_piece *pieces)
+{
+    return lh_store_map(engine->opts.saved.store, transfer->extent, transfer->slot, offset, bytes,
+                        pieces, LH_STORE_PIECE_COUNT_MAX);
+}
+
+static const uint32_t *source_checksums(struct lh_engine *engine,
+                                        const struct lh_transfer *transfer, uint64_t offset)
+{
+    uint32_t count = 0;
+    const uint32_t *checksums =
+        lh_store_checksums(engine->opts.saved.store, transfer->extent, transfer->slot, &count);
+    LH_ASSERT(offset / LH_CHECKSUM_BYTES < count);
+    return checksums + offset / LH_CHECKSUM_BYTES;
+}
+
+static const char *source_path(const struct lh_engine *engine, uint32_t file)
+{
+    return lh_store_file_path(engine->opts.saved.store, file);
+}
+
+static int source_write_begin(struct lh_engine *engine, struct lh_error *err)
+{
+    return lh_store_write_begin(engine->opts.saved.store, err);
+}
+
+static const struct lh_source_ops source_ops = {
+    .map = source_map,
+    .checksums = source_checksums,
+    .path = source_path,
+    .write_begin = source_write_begin,
+    .advice = "",
+};
+
 int lh_saved_create(struct lh_engine *engine, struct lh_error *err)
 {
     const struct lh_saved_opts *opts = &engine->opts.saved;
@@ -483,6 +521,7 @@ int lh_saved_create(struct lh_engine *engine, struct lh_error *err)
     area->puts = area->ready = area->wants = area->arrivals = area->free = empty;
     if (opts->memory_bytes == 0)
         return 0;
+    area->source = (struct lh_source){.ops = &source_ops, .file_first = opts->file_first};
     if (opts->item_max == 0 || opts->transit_bytes > opts->memory_bytes ||
         (opts->store && opts->transit_bytes == 0) ||
         !lh_is_aligned(opts->transit_bytes, LH_BLOCK_BYTES))
@@ -518,3 +557,36 @@ void lh_saved_destroy(struct lh_engine *engine)
     if (area->has_mutex)
         pthread_mutex_destroy(&area->mutex);
 }
+
+static bool message(struct lh_engine *engine, const struct lh_ring_message *message)
+{
+    uint32_t item = (uint32_t)message->words[1];
+    switch ((enum lh_message_kind)message->words[0]) {
+    case LH_MESSAGE_SAVED_PUT:
+        asked(engine, item);
+        return true;
+    case LH_MESSAGE_SAVED_FETCH:
+        wanted(engine, item, message->words[2] != 0);
+        return true;
+    case LH_MESSAGE_SAVED_DROP:
+        dropped(engine, item);
+        return true;
+    default:
+        return false;
+    }
+}
+
+static bool is_stuck(const struct lh_engine *engine, struct lh_error *err)
+{
+    if (!is_anybody_stuck(engine))
+        return false;
+    stuck_set(engine, err);
+    return true;
+}
+
+const struct lh_feature lh_saved_feature = {
+    .name = "saved",
+    .message = message,
+    .pump_before = pump_before,
+    .is_stuck = is_stuck,
+};

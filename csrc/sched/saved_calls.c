@@ -16,7 +16,7 @@ int lh_saved_put(struct lh_engine *engine, const void *pointer, uint64_t bytes,
     *item_out = LH_SAVED_NONE;
     LH_ASSERT(bytes > 0);
     if (atomic_load(&engine->failed))
-        return lh_engine_fail_code(engine);
+        return lh_core_fail_code(engine);
     if (bytes > room)
         return -E2BIG;
     pthread_mutex_lock(&area->mutex);
@@ -85,7 +85,7 @@ int lh_saved_wait(struct lh_engine *engine, uint32_t item, int timeout_ms)
 {
     struct lh_saved *saved = saved_at(engine, item);
     struct lh_error err = {0};
-    uint64_t start = lh_engine_now(engine);
+    uint64_t start = lh_core_now(engine);
     bool is_here = presence_take(engine, item);
     if (!is_here) {
         /* Once: a message is something that moves, and would hide that nothing else does. */
@@ -93,7 +93,7 @@ int lh_saved_wait(struct lh_engine *engine, uint32_t item, int timeout_ms)
             lh_engine_post(engine, LH_MESSAGE_SAVED_FETCH, item, 1, 0);
         saved->has_asked = true;
         int rc = lh_engine_wait_until(engine, presence_take, item, timeout_ms);
-        lh_engine_post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, lh_engine_now(engine));
+        lh_engine_post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, lh_core_now(engine));
         if (rc <= 0)
             return rc;
     }
@@ -101,12 +101,12 @@ int lh_saved_wait(struct lh_engine *engine, uint32_t item, int timeout_ms)
         return 1;
     if (engine->dev->ops->wait(engine->dev, saved->arrived, atomic_load(&engine->stream), &err) <
         0) {
-        lh_device_fail(engine, &err, "waiting for a saved tensor's copy");
-        return lh_engine_fail_code(engine);
+        lh_core_device_fail(engine, &err, "waiting for a saved tensor's copy");
+        return lh_core_fail_code(engine);
     }
     if (!is_here)
         return 1;
-    uint64_t end = lh_engine_now(engine);
+    uint64_t end = lh_core_now(engine);
     if (end - start > LH_WAIT_NS_MIN)
         lh_engine_post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, end);
     return 1;

@@ -6,30 +6,13 @@
 #include <stdatomic.h>
 
 #include "base/range.h"
-#include "exec/exec.h"
+#include "sched/feature.h"
 #include "sched/saved.h"
+#include "sched/states.h"
 #include "sched/transfer.h"
 
 /* Jobs of saved tensors that workers have at once. */
 #define LH_SAVED_JOB_COUNT 8
-
-/*
- *                room                     taken           tier SSD            written
- *      QUEUED ---------> COPYING (a copy) ------> HELD -------------> WRITING --------> AWAY
- *                        or SUMMING (a job)        ^  ^                  | is_wanted     |
- *                                                  |  +------------------+   fetch, room |
- *                                                  +------- READING <--------------------+
- */
-enum lh_saved_state {
-    LH_SAVED_STATE_FREE = 0,
-    LH_SAVED_STATE_QUEUED,
-    LH_SAVED_STATE_COPYING,
-    LH_SAVED_STATE_SUMMING,
-    LH_SAVED_STATE_HELD,
-    LH_SAVED_STATE_WRITING,
-    LH_SAVED_STATE_AWAY,
-    LH_SAVED_STATE_READING,
-};
 
 /* Of the bytes that were fetched. */
 enum lh_saved_presence {
@@ -38,6 +21,22 @@ enum lh_saved_presence {
     LH_SAVED_PRESENCE_TAKEN, /* by who waited for them */
 };
 
+/*
+ *      FREE -> QUEUED          asked             put
+ *      QUEUED -> COPYING       put_start         there is room; from the accelerator
+ *      QUEUED -> SUMMING       put_start         there is room; a worker copies it
+ *      COPYING -> SUMMING      copied_out        it goes to SSD: a worker makes its checksums
+ *      COPYING -> HELD         held              it stays in memory
+ *      SUMMING -> HELD         held
+ *      HELD -> WRITING         transfer_start    nobody wants it yet
+ *      WRITING -> HELD         transferred
+ *      HELD -> AWAY            settle            it is written, and its memory is given back
+ *      HELD -> AWAY            room_take_back    it was fetched ahead, and another one is awaited
+ *      AWAY -> READING         transfer_start    somebody wants it, and there is room
+ *      READING -> HELD         held
+ *      HELD -> FREE            gone              dropped
+ *      AWAY -> FREE            gone              dropped
+ */
 struct lh_saved {
     struct lh_engine *engine;
     enum lh_saved_state state;
@@ -63,7 +62,7 @@ struct lh_saved {
     struct lh_dev_fence *computed;
     struct lh_dev_fence *arrived;
     struct lh_transfer transfer;
-    struct lh_exec_job job;
+    struct lh_job job;
 };
 
 /* A list of items by index, first in, first out. */
@@ -73,6 +72,7 @@ struct lh_saved_queue {
 };
 
 struct lh_saved_area {
+    struct lh_source source;
     struct lh_saved *items;
     struct lh_range transit; /* of memory, in front */
     struct lh_range staying; /* and behind */
@@ -92,18 +92,9 @@ struct lh_saved_area {
 void lh_saved_push(struct lh_engine *engine, struct lh_saved_queue *queue, uint32_t item);
 struct lh_saved *lh_saved_pop(struct lh_engine *engine, struct lh_saved_queue *queue);
 uint8_t *lh_saved_memory(const struct lh_saved *saved);
+extern const struct lh_feature lh_saved_feature;
+
 int lh_saved_create(struct lh_engine *engine, struct lh_error *err);
 void lh_saved_destroy(struct lh_engine *engine);
-void lh_saved_asked(struct lh_engine *engine, uint32_t item);
-void lh_saved_wanted(struct lh_engine *engine, uint32_t item, bool is_awaited);
-void lh_saved_dropped(struct lh_engine *engine, uint32_t item);
-bool lh_saved_pump(struct lh_engine *engine);
-void lh_saved_copied(struct lh_engine *engine, struct lh_saved *saved, bool is_in);
-bool lh_saved_is_job(const struct lh_exec_job *job);
-void lh_saved_summed(struct lh_engine *engine, struct lh_saved *saved);
-void lh_saved_transferred(struct lh_engine *engine, struct lh_saved *saved);
-/* Somebody waits, and nothing under way gives room: true, with an error that says so. */
-bool lh_saved_is_stuck(const struct lh_engine *engine);
-void lh_saved_stuck_set(const struct lh_engine *engine, struct lh_error *err);
 
 #endif

@@ -19,15 +19,10 @@
 #include "base/crc32c.h"
 #include "sched/engine_private.h"
 
-/* Behind R, M and V of a full chunk, for gradients that are read for an update. */
-uint8_t *lh_spill_gradients(const struct lh_slab *slab, const struct lh_unit *unit,
-                            const struct lh_chunk *chunk)
+static void state_set(struct lh_unit *unit, enum lh_spill_state state)
 {
-    uint64_t offset = 0;
-
-    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
-        offset += chunk->count * lh_state_element_bytes(unit, i);
-    return slab->memory + offset;
+    LH_ASSERT(lh_states_spill_may(unit->spill.state, state));
+    unit->spill.state = state;
 }
 
 /* They lie at the parameters' places, so they have the parameters' size. torch's always do. */
@@ -48,26 +43,28 @@ static bool is_like_params(const struct lh_engine *engine, const struct lh_unit 
  */
 static bool is_whole(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    return unit->gradient_count == unit->desc.param_count ||
-           (lh_landing_is_used(engine) && engine->norm_is_asked && unit->gradient_count > 0);
+    return unit->update.gradient_count == unit->desc.param_count ||
+           (engine->gradients_land && engine->norm.is_asked && unit->update.gradient_count > 0);
 }
 
-void lh_spill_consider(struct lh_engine *engine, uint32_t index)
+static void update_considered(struct lh_engine *engine, struct lh_unit *unit)
 {
-    struct lh_unit *unit = lh_engine_unit_at(engine, index);
-
-    if (!unit->spills || unit->spill_state != LH_SPILL_STATE_NONE ||
+    if (!unit->spill.is_chosen || unit->spill.state != LH_SPILL_STATE_NONE ||
         engine->step_state != LH_STEP_STATE_OPEN || !is_whole(engine, unit) ||
         !is_like_params(engine, unit))
         return;
-    unit->spill_state = LH_SPILL_STATE_RUNNING;
-    unit->spill_next = 0;
-    unit->spill_written = 0;
-    engine->spill_queue[engine->spill_count++] = index;
-    uint64_t held = atomic_fetch_add(&engine->update_gradient_bytes, unit->gradient_bytes) +
-                    unit->gradient_bytes;
-    struct lh_engine_step_stats *stats = lh_step_stats(engine, lh_step_current(engine));
-    stats->gradient_bytes_max = lh_max_u64(stats->gradient_bytes_max, held);
+    state_set(unit, LH_SPILL_STATE_RUNNING);
+    unit->spill.next_chunk = 0;
+    unit->spill.written_count = 0;
+    LH_ASSERT(engine->spill.count < engine->opts.unit_count);
+    engine->spill.queue[engine->spill.count++] = (uint32_t)(unit - engine->units);
+    lh_gradient_hold_unit(engine, unit);
+}
+
+void lh_spill_consider_all(struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
+        update_considered(engine, &engine->units[i]);
 }
 
 /* On a worker: the chunk's gradients in their places, zeros between them, and checksums. */
@@ -88,66 +85,55 @@ static void gather_run(struct lh_exec_job *job)
 
         if (first < end && engine->gradients[unit->desc.param_first + i].pointer)
             memcpy(slab->memory + (first - chunk->first) * element_bytes,
-                   lh_landing_bytes(engine, unit->desc.param_first + i, first),
+                   lh_gradient_at(engine, unit->desc.param_first + i, first),
                    (end - first) * element_bytes);
     }
     for (uint64_t at = 0; at < bytes; at += LH_CHECKSUM_BYTES)
-        slab->spill_checksums[at / LH_CHECKSUM_BYTES] =
+        slab->checksums[at / LH_CHECKSUM_BYTES] =
             lh_crc32c(0, slab->memory + at, lh_min_u64(LH_CHECKSUM_BYTES, bytes - at));
 }
 
-static void gather_start(struct lh_engine *engine, struct lh_unit *unit, uint32_t slab_index)
+void lh_spill_release(struct lh_engine *engine, struct lh_unit *unit)
 {
-    struct lh_slab *slab = &engine->slabs[slab_index];
-    struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + unit->spill_next++];
-    uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
-    uint32_t slot = lh_store_write_slot(engine->store, unit->desc.store_group);
-    uint32_t count = 0;
-    uint32_t *checksums = lh_store_checksums(engine->store, unit->desc.param_extent, slot, &count);
-
-    LH_ASSERT(slot != lh_store_read_slot(engine->store, unit->desc.store_group));
-    slab->chunk = (uint32_t)(chunk - engine->chunks);
-    slab->is_spill = true;
-    slab->spill_checksums = checksums + chunk->first * element_bytes / LH_CHECKSUM_BYTES;
-    slab->job = (struct lh_exec_job){
-        .run = gather_run, .context = slab, .work_bytes = 2 * chunk->count * element_bytes};
-    lh_job_submit(engine, &slab->job);
+    lh_gradient_release_unit(engine, unit);
+    for (uint32_t i = 0; i < unit->chunk_count; i++)
+        LH_FEATURE_CALL(engine, chunk_consumed, &engine->chunks[unit->chunk_first + i]);
+    lh_gradient_unhold_unit(engine, unit);
+    lh_core_notify(engine);
 }
 
-bool lh_spill_pump(struct lh_engine *engine)
+/* A chunk's gradients are on SSD; after the last one the tensors are free. */
+static void chunk_written(struct lh_engine *engine, struct lh_transfer *transfer)
 {
-    bool moved = false;
+    struct lh_slab *slab = &engine->slabs[transfer->slab];
+    uint32_t index = engine->chunks[slab->chunk].unit;
+    struct lh_unit *unit = lh_engine_unit_at(engine, index);
 
-    for (uint32_t i = engine->spill_first; i < engine->spill_count; i++) {
-        struct lh_unit *unit = lh_engine_unit_at(engine, engine->spill_queue[i]);
-
-        while (unit->spill_next < unit->chunk_count && lh_landing_is_over(unit)) {
-            uint32_t slab = lh_slab_take(engine);
-
-            if (slab == LH_CHUNK_NONE)
-                return moved;
-            gather_start(engine, unit, slab);
-            moved = true;
-        }
-        if (i == engine->spill_first && unit->spill_next == unit->chunk_count)
-            engine->spill_first++;
-    }
-    return moved;
+    lh_slab_return(engine, slab);
+    if (++unit->spill.written_count < unit->chunk_count)
+        return;
+    state_set(unit, LH_SPILL_STATE_DONE);
+    if (unit->norm.state == LH_NORM_STATE_DONE)
+        lh_spill_release(engine, unit);
 }
 
-void lh_spill_gathered(struct lh_engine *engine, struct lh_slab *slab)
+static void gather_done(struct lh_engine *engine, struct lh_job *job)
 {
+    struct lh_slab *slab = job->exec.context;
     const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
 
+    lh_slab_job_account(engine, job, LH_ENGINE_TRACE_GATHER);
     slab->transfers[0] = (struct lh_transfer){
+        .source = &engine->transfers.store,
+        .done = chunk_written,
         .kind = LH_IO_KIND_WRITE,
         .priority = LH_PRIORITY_WRITE,
         .link = LH_ENGINE_LINK_GRADIENT_WRITE,
         .unit = chunk->unit,
         .slab = (uint32_t)(slab - engine->slabs),
-        .step = lh_step_current(engine),
+        .step = lh_core_step(engine),
         .extent = unit->desc.param_extent,
         .slot = lh_store_write_slot(engine->store, unit->desc.store_group),
         .offset = chunk->first * element_bytes,
@@ -157,79 +143,160 @@ void lh_spill_gathered(struct lh_engine *engine, struct lh_slab *slab)
     lh_transfer_submit(engine, &slab->transfers[0]);
 }
 
-/* A chunk's gradients are on SSD; after the last one the tensors are free. */
-void lh_spill_written(struct lh_engine *engine, struct lh_slab *slab)
+static void gather_start(struct lh_engine *engine, struct lh_unit *unit, uint32_t slab_index)
 {
-    uint32_t index = engine->chunks[slab->chunk].unit;
-    struct lh_unit *unit = lh_engine_unit_at(engine, index);
+    struct lh_slab *slab = &engine->slabs[slab_index];
+    struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + unit->spill.next_chunk++];
+    uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
+    uint32_t slot = lh_store_write_slot(engine->store, unit->desc.store_group);
+    uint32_t count = 0;
+    uint32_t *checksums = lh_store_checksums(engine->store, unit->desc.param_extent, slot, &count);
 
-    slab->chunk = LH_CHUNK_NONE;
-    slab->is_spill = false;
-    if (++unit->spill_written < unit->chunk_count)
-        return;
-    unit->spill_state = LH_SPILL_STATE_DONE;
-    if (unit->norm_state == LH_NORM_STATE_DONE)
-        lh_spill_release(engine, unit);
+    LH_ASSERT(slot != lh_store_read_slot(engine->store, unit->desc.store_group));
+    lh_slab_lend(engine, slab, chunk);
+    slab->checksums = checksums + chunk->first * element_bytes / LH_CHECKSUM_BYTES;
+    slab->job = (struct lh_job){
+        .exec = {.run = gather_run,
+                 .context = slab,
+                 .work_bytes = 2 * chunk->count * element_bytes},
+        .done = gather_done,
+    };
+    lh_job_submit(engine, &slab->job);
 }
 
-void lh_spill_release(struct lh_engine *engine, struct lh_unit *unit)
+static bool pump_gradients(struct lh_engine *engine)
 {
-    for (uint32_t i = 0; i < unit->desc.param_count; i++)
-        atomic_store(&engine->gradients[unit->desc.param_first + i].is_held, false);
-    for (uint32_t i = 0; i < unit->chunk_count; i++)
-        lh_landing_release(engine, &engine->chunks[unit->chunk_first + i]);
-    atomic_fetch_sub(&engine->update_gradient_bytes, unit->gradient_bytes);
-    unit->gradient_bytes = 0;
-    lh_engine_notify(engine);
+    bool moved = false;
+
+    for (uint32_t i = engine->spill.first; i < engine->spill.count; i++) {
+        struct lh_unit *unit = lh_engine_unit_at(engine, engine->spill.queue[i]);
+
+        while (unit->spill.next_chunk < unit->chunk_count && unit->landing.count == 0) {
+            uint32_t slab = lh_slab_find(engine, NULL);
+
+            if (slab == LH_CHUNK_NONE)
+                return moved;
+            gather_start(engine, unit, slab);
+            moved = true;
+        }
+        if (i == engine->spill.first && unit->spill.next_chunk == unit->chunk_count)
+            engine->spill.first++;
+    }
+    return moved;
 }
 
-/* Read a chunk's gradients into its slab, besides what else is read there. */
-void lh_spill_read(struct lh_engine *engine, struct lh_chunk *chunk)
+/* Read a chunk's gradients into its slab, behind R, M and V. */
+static void gradients_read(struct lh_engine *engine, struct lh_chunk *chunk)
 {
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
+    uint8_t *target = lh_slab_array(slab, unit, LH_STATE_ARRAY_COUNT, chunk->count);
 
-    slab->has_gradients = true;
-    if (chunk->gradient_step == lh_step_current(engine)) /* its slab was taken in between */
-        lh_step_stats(engine, chunk->gradient_step)->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] +=
-            chunk->count * element_bytes;
-    chunk->gradient_step = lh_step_current(engine);
-    slab->transfers[LH_STATE_ARRAY_COUNT] = (struct lh_transfer){
+    slab->gradients = target;
+    if (chunk->spill.gradient_step == lh_core_step(engine)) /* its slab was taken in between */
+        lh_core_stats(engine, chunk->spill.gradient_step)
+            ->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] += chunk->count * element_bytes;
+    chunk->spill.gradient_step = lh_core_step(engine);
+    const struct lh_transfer transfer = {
+        .source = &engine->transfers.store,
         .kind = LH_IO_KIND_READ,
         .priority = LH_PRIORITY_STATE,
         .link = LH_ENGINE_LINK_GRADIENT_READ,
-        .unit = chunk->unit,
-        .slab = chunk->slab,
-        .step = lh_step_current(engine),
+        .step = lh_core_step(engine),
         .extent = unit->desc.param_extent,
         .slot = lh_store_write_slot(engine->store, unit->desc.store_group),
         .offset = chunk->first * element_bytes,
         .bytes = chunk->count * element_bytes,
-        .buffer = lh_spill_gradients(slab, unit, chunk),
+        .buffer = target,
     };
-    slab->pending++;
-    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_READING);
-    lh_transfer_submit(engine, &slab->transfers[LH_STATE_ARRAY_COUNT]);
+    lh_chunk_reads_more(engine, chunk, &transfer);
 }
 
-void lh_spill_step_over(struct lh_engine *engine)
+static void chunk_read(struct lh_engine *engine, struct lh_chunk *chunk)
 {
-    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        engine->units[i].spill_state = LH_SPILL_STATE_NONE;
-    for (uint32_t i = 0; i < engine->chunk_count; i++)
-        engine->chunks[i].gradient_step = 0;
-    for (uint32_t i = 0; i < engine->budget.slab_count; i++) {
-        struct lh_slab *slab = &engine->slabs[i];
+    if (engine->units[chunk->unit].spill.state == LH_SPILL_STATE_DONE)
+        gradients_read(engine, chunk);
+}
 
-        slab->has_gradients = false;
-        if (!slab->is_spill)
-            continue;
-        slab->is_spill = false; /* of a step that died */
-        slab->chunk = LH_CHUNK_NONE;
+/* It was read ahead, when its gradients were not on SSD yet. */
+static bool chunk_is_whole(struct lh_engine *engine, struct lh_chunk *chunk)
+{
+    if (engine->units[chunk->unit].spill.state != LH_SPILL_STATE_DONE ||
+        engine->slabs[chunk->slab].gradients)
+        return true;
+    gradients_read(engine, chunk);
+    return false;
+}
+
+static bool gradient_accepts(struct lh_engine *engine, struct lh_unit *unit)
+{
+    struct lh_error err = {0};
+    if (unit->spill.state == LH_SPILL_STATE_NONE)
+        return true;
+    lh_error_set(&err, -EINVAL,
+                 "a gradient of unit %u came after the norm of all gradients was asked",
+                 (unsigned)(unit - engine->units));
+    lh_core_fail(engine, &err);
+    return false;
+}
+
+static bool update_may_start(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    (void)engine;
+    return unit->spill.state != LH_SPILL_STATE_RUNNING;
+}
+
+static void planned(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
+{
+    struct lh_engine_step_stats *stats = lh_core_stats(engine, step);
+    unit->spill.planned_step = unit->spill.is_chosen ? step : 0;
+    if (!unit->spill.is_chosen)
+        return;
+    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] += unit->desc.bytes;
+    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] += unit->desc.bytes;
+}
+
+/* Not all of its gradients came: those that did wait in memory. */
+static void plan_corrected(struct lh_engine *engine, struct lh_unit *unit)
+{
+    struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
+    if (unit->spill.planned_step != engine->step || unit->spill.state != LH_SPILL_STATE_NONE)
+        return;
+    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] -= unit->desc.bytes;
+    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] -= unit->desc.bytes;
+    unit->spill.planned_step = 0;
+}
+
+static void step_forgotten(struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        if (engine->units[i].spill.state != LH_SPILL_STATE_NONE)
+            state_set(&engine->units[i], LH_SPILL_STATE_NONE);
     }
-    engine->spill_first = 0;
-    engine->spill_count = 0;
+    for (uint32_t i = 0; i < engine->chunk_count; i++)
+        engine->chunks[i].spill.gradient_step = 0;
+    for (uint32_t i = 0; i < engine->budget.slab_count; i++) {
+        engine->slabs[i].gradients = NULL;
+        if (engine->slabs[i].is_lent) /* of a step that was aborted */
+            lh_slab_return(engine, &engine->slabs[i]);
+    }
+    engine->spill.first = 0;
+    engine->spill.count = 0;
+}
+
+/* The other slot has gradients, and not the newest parameters. */
+static bool step_may_skip_commit(const struct lh_engine *engine)
+{
+    (void)engine;
+    return false;
+}
+
+/* Slabs are for gradients until the close. */
+static bool ahead_may_read(const struct lh_engine *engine)
+{
+    (void)engine;
+    return false;
 }
 
 /* A slab has room for a chunk's gradients besides: the budget was made for gradients on SSD. */
@@ -238,27 +305,59 @@ static bool may_spill(const struct lh_engine *engine, const struct lh_unit *unit
     uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
 
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
-        element_bytes += lh_state_element_bytes(unit, i);
+        element_bytes += lh_chunk_element_bytes(unit, i);
     return engine->opts.commit_every == 1 &&
            engine->budget.chunk_elements * element_bytes <= engine->budget.slab_bytes;
 }
 
 /* Which units' gradients wait on SSD: those behind the first ones that fit, in order of use. */
-void lh_spill_choose(struct lh_engine *engine)
+static void choose(struct lh_engine *engine)
 {
     uint64_t room = engine->budget.gradient_waiting_bytes;
 
-    if (lh_landing_is_used(engine))
-        room = room / lh_max_u64(engine->block_bytes, 1) * engine->block_bytes;
-    engine->any_spills = false;
+    if (engine->gradients_land)
+        room = room / lh_max_u64(engine->landing.block_bytes, 1) * engine->landing.block_bytes;
+    engine->spill.is_any = false;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
 
-        unit->spills = false;
-        if (!unit->is_deferred || unit->desc.elements == 0 || !may_spill(engine, unit))
+        unit->spill.is_chosen = false;
+        if (!unit->defer.is_deferred || unit->desc.elements == 0 || !may_spill(engine, unit))
             continue;
-        unit->spills = lh_landing_waiting_bytes(engine, unit) > room;
-        engine->any_spills |= unit->spills;
-        room = unit->spills ? 0 : room - lh_landing_waiting_bytes(engine, unit);
+        unit->spill.is_chosen = lh_landing_waiting_bytes(engine, unit) > room;
+        engine->spill.is_any |= unit->spill.is_chosen;
+        room = unit->spill.is_chosen ? 0 : room - lh_landing_waiting_bytes(engine, unit);
     }
 }
+
+int lh_spill_create(struct lh_engine *engine, struct lh_error *err)
+{
+    uint32_t count = engine->opts.unit_count;
+    choose(engine);
+    if (!engine->spill.is_any)
+        return 0;
+    engine->spill.queue = lh_alloc_zeroed(engine->alloc, count, sizeof(uint32_t));
+    if (!engine->spill.queue)
+        return lh_error_set(err, -ENOMEM, "no memory for gradients of %u units on SSD", count);
+    return 0;
+}
+
+void lh_spill_destroy(struct lh_engine *engine)
+{
+    lh_free(engine->alloc, engine->spill.queue);
+}
+
+const struct lh_feature lh_spill_feature = {
+    .name = "spill",
+    .gradient_accepts = gradient_accepts,
+    .update_considered = update_considered,
+    .update_may_start = update_may_start,
+    .chunk_read = chunk_read,
+    .chunk_is_whole = chunk_is_whole,
+    .planned = planned,
+    .plan_corrected = plan_corrected,
+    .step_may_skip_commit = step_may_skip_commit,
+    .step_forgotten = step_forgotten,
+    .ahead_may_read = ahead_may_read,
+    .pump_gradients = pump_gradients,
+};

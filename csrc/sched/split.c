@@ -33,7 +33,7 @@ static uint32_t trainable_count(const struct lh_engine *engine)
 static uint64_t waiting_bytes(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     if (engine->dev)
-        return unit->chunk_count * engine->block_bytes;
+        return unit->chunk_count * engine->landing.block_bytes;
     return unit->desc.elements * lh_dtype_bytes(unit->desc.dtype);
 }
 
@@ -60,7 +60,7 @@ void lh_split_set(struct lh_engine *engine, uint32_t deferred_count)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
         if (unit->desc.elements > 0)
-            unit->is_deferred = is_chosen(at++, count, deferred_count);
+            lh_defer_set(unit, is_chosen(at++, count, deferred_count));
     }
     engine->split.deferred_count = deferred_count;
     engine->split.step_count = 0;
@@ -96,20 +96,18 @@ static uint32_t candidate(const struct lh_engine *engine, const struct lh_engine
     return share < 1 ? (uint32_t)(share * count + 0.5) : count;
 }
 
-void lh_split_gradient(struct lh_engine *engine)
+/* The first one of the step. */
+static void gradient_taken(struct lh_engine *engine, uint32_t param)
 {
-    const struct lh_engine_step_stats *stats = lh_step_stats(engine, lh_step_current(engine));
-    engine->split.gradient_ns = lh_engine_now(engine);
+    const struct lh_engine_step_stats *stats = lh_core_stats(engine, lh_core_step(engine));
+    const struct lh_unit *unit = &engine->units[engine->params[param].unit];
+    if (engine->updates.gradient_unit_count > 1 || unit->update.gradient_count > 1)
+        return;
+    engine->split.gradient_ns = lh_core_now(engine);
     engine->split.forward_bytes = stats->bytes[LH_ENGINE_LINK_PARAM_READ];
 }
 
-void lh_split_begin(struct lh_engine *engine)
-{
-    engine->split.is_settled = engine->opts.schedule != LH_ENGINE_SCHEDULE_AUTO;
-    engine->split.step_ns = UINT64_MAX;
-}
-
-void lh_split_step_over(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
+static void step_over(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
 {
     struct lh_split *split = &engine->split;
     bool is_whole = split->gradient_ns >= stats->begin_ns; /* with a forward of its own */
@@ -129,3 +127,16 @@ void lh_split_step_over(struct lh_engine *engine, const struct lh_engine_step_st
         lh_split_set(engine, is_slower && !is_last ? split->deferred_count / 2 : 0);
     }
 }
+
+void lh_split_create(struct lh_engine *engine)
+{
+    engine->split.step_ns = UINT64_MAX;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
+        lh_defer_set(&engine->units[i], false);
+}
+
+const struct lh_feature lh_split_feature = {
+    .name = "split",
+    .gradient_taken = gradient_taken,
+    .step_over = step_over,
+};

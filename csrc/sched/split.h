@@ -22,7 +22,7 @@
 #ifndef LH_SCHED_SPLIT_H
 #define LH_SCHED_SPLIT_H
 
-#include "sched/engine.h"
+#include "sched/feature.h"
 
 struct lh_split {
     uint32_t deferred_count; /* units */
@@ -36,12 +36,11 @@ struct lh_split {
     uint64_t forward_bytes; /* parameters read so far */
 };
 
+extern const struct lh_feature lh_split_feature;
+
 /* Every unit is eager. */
-void lh_split_begin(struct lh_engine *engine);
-/* Between two steps: defer so many units, or as many as have room. */
+void lh_split_create(struct lh_engine *engine);
+/* Between two steps, with schedule AUTO: defer so many units, or as many as have room. */
 void lh_split_set(struct lh_engine *engine, uint32_t deferred_count);
-/* The first one of a step is here. */
-void lh_split_gradient(struct lh_engine *engine);
-void lh_split_step_over(struct lh_engine *engine, const struct lh_engine_step_stats *stats);
 
 #endif

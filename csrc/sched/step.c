@@ -23,65 +23,10 @@
 
 #include "sched/engine_private.h"
 
-#define SCALARS_MAGIC UINT64_C(0x31534c4143534c48) /* "HLSCALS1" */
-
-/* What a commit carries: this header, a step count a parameter, the caller's bytes. */
-struct scalars_header {
-    uint64_t magic;
-    uint64_t param_count;
-    uint64_t caller_bytes;
-};
-
-uint64_t lh_engine_scalar_overhead_bytes(uint32_t param_count)
+static void state_set(struct lh_engine *engine, enum lh_step_state state)
 {
-    return sizeof(struct scalars_header) + (uint64_t)param_count * sizeof(uint64_t);
-}
-
-const void *lh_engine_scalars_find(const void *scalars, uint64_t scalar_bytes, uint64_t *bytes_out)
-{
-    struct scalars_header header;
-    *bytes_out = 0;
-    if (!scalars || scalar_bytes < sizeof(header))
-        return NULL;
-    memcpy(&header, scalars, sizeof(header));
-    if (header.magic != SCALARS_MAGIC || header.param_count > UINT32_MAX)
-        return NULL;
-    uint64_t overhead = lh_engine_scalar_overhead_bytes((uint32_t)header.param_count);
-    if (header.caller_bytes > scalar_bytes || overhead != scalar_bytes - header.caller_bytes)
-        return NULL;
-    *bytes_out = header.caller_bytes;
-    return (const uint8_t *)scalars + overhead;
-}
-
-static void scalars_write(uint8_t *scalars, const uint64_t *param_steps, uint32_t param_count,
-                          uint64_t caller_bytes)
-{
-    struct scalars_header header = {
-        .magic = SCALARS_MAGIC, .param_count = param_count, .caller_bytes = caller_bytes};
-    memcpy(scalars, &header, sizeof(header));
-    memcpy(scalars + sizeof(header), param_steps, param_count * sizeof(uint64_t));
-}
-
-void lh_engine_scalars_make(const uint64_t *param_steps, uint32_t param_count, const void *caller,
-                            uint64_t caller_bytes, void *scalars_out)
-{
-    scalars_write(scalars_out, param_steps, param_count, caller_bytes);
-    if (caller_bytes > 0)
-        memcpy((uint8_t *)scalars_out + lh_engine_scalar_overhead_bytes(param_count), caller,
-               caller_bytes);
-}
-
-struct lh_engine_step_stats *lh_step_stats(struct lh_engine *engine, uint64_t step)
-{
-    return step == 0 ? &engine->stats_other : &engine->stats[step % 2];
-}
-
-uint64_t lh_step_current(const struct lh_engine *engine)
-{
-    bool is_closed =
-        engine->step_state == LH_STEP_STATE_CLOSED ||
-        (engine->step_state == LH_STEP_STATE_COMMITTING && !engine->commit_is_of_flush);
-    return is_closed ? engine->step : engine->step + 1;
+    LH_ASSERT(lh_states_step_may(engine->step_state, state));
+    engine->step_state = state;
 }
 
 void lh_step_begin(struct lh_engine *engine, enum lh_engine_mode mode)
@@ -89,11 +34,11 @@ void lh_step_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     lh_region_begin(engine, mode);
     if (mode != LH_ENGINE_MODE_TRAIN)
         return;
-    struct lh_engine_step_stats *stats = lh_step_stats(engine, engine->plan_step);
+    struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->plan_step);
     stats->step = engine->plan_step;
     if (stats->begin_ns == 0)
-        stats->begin_ns = lh_engine_now(engine);
-    lh_update_plan(engine);
+        stats->begin_ns = lh_core_now(engine);
+    lh_update_plan_begin(engine);
     uint64_t every = engine->opts.commit_every;
     if (every != LH_ENGINE_COMMIT_NEVER && engine->plan_step % every == 0)
         stats->planned_bytes[LH_ENGINE_LINK_COMMIT_WRITE] = lh_store_commit_bytes(engine->store);
@@ -102,35 +47,27 @@ void lh_step_begin(struct lh_engine *engine, enum lh_engine_mode mode)
 void lh_step_close(struct lh_engine *engine)
 {
     LH_ASSERT(engine->step_state == LH_STEP_STATE_OPEN);
-    engine->step_state = LH_STEP_STATE_CLOSED;
+    state_set(engine, LH_STEP_STATE_CLOSED);
     engine->step++;
-    struct lh_engine_step_stats *stats = lh_step_stats(engine, engine->step);
+    struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
     stats->step = engine->step;
-    stats->close_ns = lh_engine_now(engine);
+    stats->close_ns = lh_core_now(engine);
     if (stats->begin_ns == 0)
         stats->begin_ns = stats->close_ns;
     lh_update_plan_correct(engine);
     lh_update_consider_all(engine);
-    lh_defer_close(engine);
+    LH_FEATURE_CALL(engine, step_closed);
 }
 
 void lh_step_abort(struct lh_engine *engine)
 {
     LH_ASSERT(engine->step_state == LH_STEP_STATE_OPEN);
-    engine->step_state = LH_STEP_STATE_ABORTING;
-}
-
-/* Header and step counts in front of the caller's bytes, which lh_engine_close put in place. */
-static void scalars_compose(struct lh_engine *engine)
-{
-    uint64_t overhead = lh_engine_scalar_overhead_bytes(engine->param_count);
-    scalars_write(engine->scalars, engine->param_steps, engine->param_count,
-                  engine->scalar_bytes - overhead);
+    state_set(engine, LH_STEP_STATE_ABORTING);
 }
 
 static void param_steps_advance(struct lh_engine *engine)
 {
-    struct lh_engine_step_stats *stats = lh_step_stats(engine, engine->step);
+    struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
     stats->updated_params = 0;
     for (uint32_t i = 0; i < engine->param_count; i++) {
         if (!engine->gradients[i].pointer)
@@ -142,23 +79,18 @@ static void param_steps_advance(struct lh_engine *engine)
 
 static void step_over(struct lh_engine *engine)
 {
-    struct lh_engine_step_stats *stats = lh_step_stats(engine, engine->step);
-    uint64_t now = lh_engine_now(engine);
-    if (engine->io_in_flight > 0) {
-        stats->ssd_busy_ns += now - engine->io_busy_since_ns;
-        engine->io_busy_since_ns = now;
-    }
-    stats->end_ns = now;
+    struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
+    lh_transfer_step_over(engine, stats);
+    stats->end_ns = lh_core_now(engine);
     pthread_mutex_lock(&engine->shared.mutex);
     engine->shared.finished = *stats;
     engine->shared.has_finished = true;
     pthread_mutex_unlock(&engine->shared.mutex);
-    lh_update_step_over(engine);
-    lh_split_step_over(engine, stats);
+    lh_update_end_step(engine, stats);
     memset(stats, 0, sizeof(*stats));
-    engine->step_state = LH_STEP_STATE_OPEN;
+    state_set(engine, LH_STEP_STATE_OPEN);
     atomic_fetch_add(&engine->closes_done, 1);
-    lh_engine_notify(engine);
+    lh_core_notify(engine);
 }
 
 static bool commits_are_held(const struct lh_engine *engine)
@@ -173,7 +105,7 @@ static bool hold_pump(struct lh_engine *engine)
     if (engine->step_state == LH_STEP_STATE_COMMITTING ||
         !atomic_compare_exchange_strong(&engine->hold, &asked, LH_HOLD_GRANTED))
         return false;
-    lh_engine_notify(engine);
+    lh_core_notify(engine);
     return true;
 }
 
@@ -185,43 +117,54 @@ static bool is_due(const struct lh_engine *engine)
 
 bool lh_step_is_held(const struct lh_engine *engine)
 {
-    return engine->step_state == LH_STEP_STATE_CLOSED && engine->any_spills && is_due(engine) &&
+    bool may_skip = LH_FEATURE_ALL(engine, step_may_skip_commit);
+    return engine->step_state == LH_STEP_STATE_CLOSED && !may_skip && is_due(engine) &&
            commits_are_held(engine);
+}
+
+static void commit_request_done(struct lh_engine *engine, struct lh_io_request *request)
+{
+    lh_transfer_busy_end(engine);
+    engine->commit_in_flight--;
+    /* What a failure means for the step depends on the phase: lh_store_commit_next() says it. */
+    if (request->kind == LH_IO_KIND_WRITE && !engine->commit_is_of_flush)
+        lh_core_stats(engine, engine->step)->bytes[LH_ENGINE_LINK_COMMIT_WRITE] += request->bytes;
 }
 
 static void commit_begin(struct lh_engine *engine, bool is_of_flush)
 {
     struct lh_error err = {0};
     engine->commit_is_late = false;
-    scalars_compose(engine);
+    lh_scalars_compose(engine);
     if (lh_store_commit_begin(engine->store, engine->step, engine->scalars, engine->scalar_bytes,
                               &err) < 0) {
-        lh_engine_fail(engine, &err);
+        lh_core_fail(engine, &err);
         return;
     }
     engine->commit_is_of_flush = is_of_flush;
-    engine->commit_started_ns = lh_engine_now(engine);
-    engine->step_state = LH_STEP_STATE_COMMITTING;
+    engine->commit_owner.done = commit_request_done;
+    engine->commit_started_ns = lh_core_now(engine);
+    state_set(engine, LH_STEP_STATE_COMMITTING);
 }
 
 static void commit_done(struct lh_engine *engine)
 {
-    uint64_t now = lh_engine_now(engine);
+    uint64_t now = lh_core_now(engine);
     bool is_of_flush = engine->commit_is_of_flush;
-    lh_engine_trace_add(engine, (struct lh_engine_trace_event){
-                                    .kind = LH_ENGINE_TRACE_COMMIT,
-                                    .unit = LH_CHUNK_NONE,
-                                    .start_ns = engine->commit_started_ns,
-                                    .end_ns = now,
-                                });
+    lh_core_trace_add(engine, (struct lh_engine_trace_event){
+                                  .kind = LH_ENGINE_TRACE_COMMIT,
+                                  .unit = LH_CHUNK_NONE,
+                                  .start_ns = engine->commit_started_ns,
+                                  .end_ns = now,
+                              });
     engine->committed_step = engine->step;
     engine->has_edits = false;
     if (is_of_flush) {
-        engine->step_state = LH_STEP_STATE_OPEN;
+        state_set(engine, LH_STEP_STATE_OPEN);
         engine->commit_is_of_flush = false;
         return;
     }
-    lh_step_stats(engine, engine->step)->commit_ns += now - engine->commit_started_ns;
+    lh_core_stats(engine, engine->step)->commit_ns += now - engine->commit_started_ns;
     step_over(engine);
 }
 
@@ -231,10 +174,10 @@ static bool commit_pump(struct lh_engine *engine)
     struct lh_error err = {0};
     if (engine->commit_in_flight > 0)
         return false;
-    int count =
-        lh_store_commit_next(engine->store, engine->commit_requests, LH_IO_FILE_COUNT_MAX, &err);
+    int count = lh_store_commit_next(engine->store, engine->commit_requests,
+                                     LH_STORE_COMMIT_REQUEST_COUNT_MAX, &err);
     if (count < 0) {
-        lh_engine_fail(engine, &err);
+        lh_core_fail(engine, &err);
         return true;
     }
     if (count == 0) {
@@ -242,8 +185,8 @@ static bool commit_pump(struct lh_engine *engine)
         return true;
     }
     for (int i = 0; i < count; i++) {
-        engine->commit_requests[i].owner = engine;
-        lh_io_busy_begin(engine);
+        engine->commit_requests[i].owner = &engine->commit_owner;
+        lh_transfer_busy_begin(engine);
         engine->commit_in_flight++;
         int rc = engine->io->ops->submit(engine->io, &engine->commit_requests[i]);
         LH_ASSERT(rc == 0); /* the I/O queue is deeper than io_depth by a request a file and more */
@@ -253,41 +196,18 @@ static bool commit_pump(struct lh_engine *engine)
     return true;
 }
 
-void lh_step_commit_request_done(struct lh_engine *engine, struct lh_io_request *request)
-{
-    lh_io_busy_end(engine);
-    engine->commit_in_flight--;
-    if (request->result < 0) {
-        struct lh_error err = {0};
-        lh_error_set(&err, (int)request->result,
-                     "commit of step %" PRIu64
-                     ": %s of %s failed: %s; the store stays at step %" PRIu64,
-                     engine->step, request->kind == LH_IO_KIND_SYNC ? "sync" : "write",
-                     lh_store_file_path(engine->store, request->file_index),
-                     strerror((int)-request->result), engine->committed_step);
-        lh_engine_fail(engine, &err);
-        return;
-    }
-    if (request->kind == LH_IO_KIND_WRITE && !engine->commit_is_of_flush)
-        lh_step_stats(engine, engine->step)->bytes[LH_ENGINE_LINK_COMMIT_WRITE] += request->bytes;
-}
-
 static bool transfers_are_idle(const struct lh_engine *engine)
 {
-    for (uint32_t i = 0; i < LH_PRIORITY_COUNT; i++) {
-        if (engine->queue_heads[i])
-            return false;
-    }
-    return engine->io_in_flight == 0 && engine->checks_in_flight == 0 &&
-           engine->jobs_in_flight == 0 && engine->copies_in_flight == 0;
+    return lh_transfer_is_idle(engine) && engine->jobs_in_flight == 0 &&
+           engine->copies.in_flight == 0;
 }
 
 /* A unit that an update has changed and somebody still reads: it cannot be taken back. */
 static const struct lh_unit *lent_update(const struct lh_engine *engine)
 {
-    for (uint32_t i = 0; i < engine->update_count; i++) {
-        const struct lh_unit *unit = &engine->units[engine->update_queue[i]];
-        if (unit->chunks_computed > 0 && lh_unit_pins(unit) > 0)
+    for (uint32_t i = 0; i < engine->updates.count; i++) {
+        const struct lh_unit *unit = &engine->units[engine->updates.queue[i]];
+        if (unit->update.chunks_computed > 0 && lh_unit_pins(unit) > 0)
             return unit;
     }
     return NULL;
@@ -296,8 +216,8 @@ static const struct lh_unit *lent_update(const struct lh_engine *engine)
 /* An update has changed bytes, in memory if not yet in the store. */
 static bool is_changed(const struct lh_engine *engine)
 {
-    for (uint32_t i = 0; i < engine->update_count; i++) {
-        const struct lh_unit *unit = &engine->units[engine->update_queue[i]];
+    for (uint32_t i = 0; i < engine->updates.count; i++) {
+        const struct lh_unit *unit = &engine->units[engine->updates.queue[i]];
         for (uint32_t j = 0; j < unit->chunk_count; j++) {
             if (engine->chunks[unit->chunk_first + j].computed_step == engine->step + 1)
                 return true;
@@ -322,7 +242,7 @@ static void abort_finish(struct lh_engine *engine)
                      "still views of unit %u, which it has updated; open the store again with "
                      "resume=True to go on from step %" PRIu64,
                      engine->step + 1, (unsigned)(lent - engine->units), engine->committed_step);
-        lh_engine_fail(engine, &err);
+        lh_core_fail(engine, &err);
     } else if (has_updates && engine->opts.commit_every == LH_ENGINE_COMMIT_NEVER) {
         struct lh_error err = {0};
         result = -ENOTRECOVERABLE;
@@ -332,7 +252,7 @@ static void abort_finish(struct lh_engine *engine)
                      ", partly of step %" PRIu64 ", and cannot be had back; use commit_every=1 to "
                      "be able to roll back",
                      engine->step + 1, engine->step, engine->step + 1);
-        lh_engine_fail(engine, &err);
+        lh_core_fail(engine, &err);
     } else if (has_updates && !is_recoverable) {
         struct lh_error err = {0};
         result = -ENOTRECOVERABLE;
@@ -347,26 +267,26 @@ static void abort_finish(struct lh_engine *engine)
             engine->opts.commit_every > 1 ? ", and use commit_every=1 to be able to roll back one"
                                             " step"
                                           : "");
-        lh_engine_fail(engine, &err);
+        lh_core_fail(engine, &err);
     } else {
         if (has_updates)
             lh_store_rollback(engine->store);
-        lh_update_rollback(engine);
+        lh_update_end_rollback(engine);
         lh_region_forget(engine);
-        struct lh_engine_step_stats *stats = lh_step_stats(engine, engine->step + 1);
+        struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step + 1);
         memset(stats, 0, sizeof(*stats));
     }
-    engine->step_state = LH_STEP_STATE_OPEN;
+    state_set(engine, LH_STEP_STATE_OPEN);
     atomic_store(&engine->abort_result, result);
     atomic_fetch_add(&engine->aborts_done, 1);
-    lh_engine_notify(engine);
+    lh_core_notify(engine);
 }
 
-bool lh_engine_is_quiet(const struct lh_engine *engine)
+bool lh_step_is_quiet(const struct lh_engine *engine)
 {
     return engine->step_state == LH_STEP_STATE_OPEN && transfers_are_idle(engine) &&
-           engine->commit_in_flight == 0 && engine->chunks_busy == 0 &&
-           engine->updates_done == engine->update_count;
+           engine->commit_in_flight == 0 && engine->updates.chunks_busy == 0 &&
+           engine->updates.done_count == engine->updates.count;
 }
 
 static bool flush_pump(struct lh_engine *engine)
@@ -375,12 +295,12 @@ static bool flush_pump(struct lh_engine *engine)
      * An update of the open step under way is finished first; an update not begun waits for its
      * close.
      */
-    if (!engine->flush_is_asked || !lh_engine_is_quiet(engine))
+    if (!engine->flush_is_asked || !lh_step_is_quiet(engine))
         return false;
-    if (lh_update_write_dirty(engine, 0))
+    if (lh_write_back_dirty(engine, 0))
         return true;
-    bool is_asked =
-        engine->flush_commits && engine->committed_step < engine->step && engine->update_count == 0;
+    bool is_asked = engine->flush_commits && engine->committed_step < engine->step &&
+                    engine->updates.count == 0;
     if (is_asked && commits_are_held(engine))
         return false;
     if (is_asked) {
@@ -389,30 +309,31 @@ static bool flush_pump(struct lh_engine *engine)
     }
     engine->flush_is_asked = false;
     atomic_fetch_add(&engine->flushes_done, 1);
-    lh_engine_notify(engine);
+    lh_core_notify(engine);
     return true;
 }
 
 /* All of the closed step is written: commit it if that is due, or go on without. */
 static bool closed_pump(struct lh_engine *engine)
 {
-    uint64_t *planned_bytes = lh_step_stats(engine, engine->step)->planned_bytes;
+    uint64_t *planned_bytes = lh_core_stats(engine, engine->step)->planned_bytes;
     bool commits = is_due(engine);
-    if (engine->update_count < engine->gradient_unit_count ||
-        engine->updates_done < engine->update_count)
+    if (engine->updates.count < engine->updates.gradient_unit_count ||
+        engine->updates.done_count < engine->updates.count)
         return false;
     /* What was read ahead for a use or an update that never came is this step's, too. */
-    if (engine->step_transfers[engine->step % 2] > 0)
+    if (engine->transfers.step_counts[engine->step % 2] > 0)
         return false;
-    if (engine->chunks_busy > 0)
+    if (engine->updates.chunks_busy > 0)
         return false; /* what was dirty is on its way */
     if (commits && commits_are_held(engine)) {
-        if (engine->any_spills)
+        bool may_skip = LH_FEATURE_ALL(engine, step_may_skip_commit);
+        if (!may_skip)
             return false;
         commits = false;
         engine->commit_is_late = true;
     }
-    if (commits && lh_update_write_dirty(engine, engine->step))
+    if (commits && lh_write_back_dirty(engine, engine->step))
         return true;
     planned_bytes[LH_ENGINE_LINK_COMMIT_WRITE] = commits ? lh_store_commit_bytes(engine->store) : 0;
     lh_region_step_end(engine);

@@ -1,13 +1,20 @@
-/* Units: loads and evictions in main memory, and the pins that training threads hold. */
+#include "sched/unit.h"
+
 #include <string.h>
 
 #include "sched/engine_private.h"
 
-/* Its bytes are about to be replaced by the next step's. */
+void lh_unit_state_set(struct lh_unit *unit, enum lh_unit_state state)
+{
+    LH_ASSERT(lh_states_unit_may(unit->state, state));
+    unit->state = state;
+}
+
 bool lh_unit_is_old(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    bool is_due = unit->update_is_queued || engine->step_state == LH_STEP_STATE_CLOSED;
-    return unit->gradient_count > 0 && is_due && unit->chunks_computed < unit->chunk_count;
+    bool is_due = unit->update.is_queued || engine->step_state == LH_STEP_STATE_CLOSED;
+    return unit->update.gradient_count > 0 && is_due &&
+           unit->update.chunks_computed < unit->chunk_count;
 }
 
 /*
@@ -23,36 +30,37 @@ static void stale_fail(struct lh_engine *engine, uint32_t index)
                  "has begun: a checkpoint reads it without differentiating it; updates that wait "
                  "for step() allow that: schedule=\"deferred\"",
                  index);
-    lh_engine_fail(engine, &err);
+    lh_core_fail(engine, &err);
 }
 
-/* Where computation reads it the unit's bytes are there: who waits gets a pin. */
 void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit)
 {
     /* Who waits for a unit whose update is ahead waits for its new values. */
     uint32_t pins = lh_unit_is_old(engine, unit) ? 0 : unit->waiter_count;
     unit->waiter_count -= pins;
-    atomic_store(&unit->word, LH_UNIT_READY_BIT | pins);
+    atomic_store(&unit->shared.word, LH_UNIT_READY_BIT | pins);
     if (pins > 0) {
-        atomic_fetch_add(&unit->grants, pins);
-        lh_engine_notify(engine);
+        atomic_fetch_add(&unit->shared.grants, pins);
+        lh_core_notify(engine);
     }
 }
 
 void lh_unit_make_ready(struct lh_engine *engine, struct lh_unit *unit)
 {
-    LH_ASSERT(unit->state == LH_UNIT_STATE_LOADING || unit->state == LH_UNIT_STATE_UPDATING);
-    unit->state = LH_UNIT_STATE_READY;
+    lh_unit_state_set(unit, LH_UNIT_STATE_READY);
     if (!engine->dev)
         lh_unit_grant(engine, unit);
 }
 
-void lh_unit_load_done(struct lh_engine *engine, struct lh_unit *unit)
+static void load_done(struct lh_engine *engine, struct lh_transfer *transfer)
 {
-    atomic_fetch_add(&unit->load_count, 1); /* before anybody is let in */
-    unit->is_of_out = false;
+    struct lh_unit *unit = lh_engine_unit_at(engine, transfer->unit);
+    if (unit->source->ops->loaded)
+        unit->source->ops->loaded(engine, transfer);
+    atomic_fetch_add(&unit->shared.load_count, 1); /* before anybody is let in */
+    unit->copy.host_is_written_back = false;
     lh_unit_make_ready(engine, unit);
-    lh_update_consider(engine, (uint32_t)(unit - engine->units));
+    lh_update_consider(engine, transfer->unit);
 }
 
 /* The training thread pinned a READY unit (USE) or waits for a pin (ACQUIRE): a use begins. */
@@ -60,10 +68,10 @@ static void use_begin(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     if (!unit->use_is_open) {
-        lh_defer_use(engine, index);
+        LH_FEATURE_CALL(engine, use_begun, index);
         lh_region_event(engine, index, LH_RESIDENCY_EVENT_BEGIN);
         unit->use_is_open = true;
-        unit->use_started_ns = lh_engine_now(engine);
+        unit->use_started_ns = lh_core_now(engine);
     }
 }
 
@@ -75,16 +83,17 @@ void lh_unit_use(struct lh_engine *engine, uint32_t index)
 void lh_unit_acquire(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
-    if (engine->step_state == LH_STEP_STATE_OPEN && unit->update_is_queued) {
+    if (engine->step_state == LH_STEP_STATE_OPEN && unit->update.is_queued) {
         stale_fail(engine, index);
         return;
     }
     use_begin(engine, index);
-    bool is_here = engine->dev ? lh_device_has(unit) : unit->state == LH_UNIT_STATE_READY;
+    bool is_here =
+        engine->dev ? lh_device_unit_is_here(&unit->copy) : unit->state == LH_UNIT_STATE_READY;
     if (is_here && !lh_unit_is_old(engine, unit)) {
-        atomic_fetch_add(&unit->word, 1);
-        atomic_fetch_add(&unit->grants, 1);
-        lh_engine_notify(engine);
+        atomic_fetch_add(&unit->shared.word, 1);
+        atomic_fetch_add(&unit->shared.grants, 1);
+        lh_core_notify(engine);
         return;
     }
     unit->waiter_count++;
@@ -102,29 +111,27 @@ void lh_unit_release(struct lh_engine *engine, uint32_t index)
     if (unit->use_is_open) {
         lh_region_event(engine, index, LH_RESIDENCY_EVENT_END);
         unit->use_is_open = false;
-        lh_engine_trace_add(engine, (struct lh_engine_trace_event){
-                                        .kind = LH_ENGINE_TRACE_USE,
-                                        .unit = index,
-                                        .start_ns = unit->use_started_ns,
-                                        .end_ns = lh_engine_now(engine),
-                                    });
+        lh_core_trace_add(engine, (struct lh_engine_trace_event){
+                                      .kind = LH_ENGINE_TRACE_USE,
+                                      .unit = index,
+                                      .start_ns = unit->use_started_ns,
+                                      .end_ns = lh_core_now(engine),
+                                  });
         if (lh_unit_pins(unit) > 0 || unit->waiter_count > 0)
             use_begin(engine, index);
     }
     lh_update_consider(engine, index);
 }
 
-/* Take the unit from training threads: true if nobody has it pinned. */
 bool lh_unit_claim(struct lh_unit *unit)
 {
     uint32_t expected = LH_UNIT_READY_BIT;
-    return atomic_compare_exchange_strong(&unit->word, &expected, 0);
+    return atomic_compare_exchange_strong(&unit->shared.word, &expected, 0);
 }
 
-/* Take its bytes in main memory from whoever reads them there. */
 bool lh_unit_claim_host(struct lh_engine *engine, struct lh_unit *unit)
 {
-    return engine->dev ? !unit->is_copying : lh_unit_claim(unit);
+    return engine->dev ? !unit->copy.is_copying : lh_unit_claim(unit);
 }
 
 void lh_unit_forget(struct lh_engine *engine, uint32_t index)
@@ -133,7 +140,7 @@ void lh_unit_forget(struct lh_engine *engine, uint32_t index)
     LH_ASSERT(unit->state == LH_UNIT_STATE_READY);
     bool is_mine = lh_unit_claim_host(engine, unit);
     LH_ASSERT(is_mine);
-    unit->state = LH_UNIT_STATE_ABSENT;
+    lh_unit_state_set(unit, LH_UNIT_STATE_ABSENT);
 }
 
 static bool evict_is_possible(const struct lh_engine *engine, const struct lh_residency_op *op)
@@ -141,17 +148,19 @@ static bool evict_is_possible(const struct lh_engine *engine, const struct lh_re
     const struct lh_unit *unit = &engine->units[op->unit];
     bool is_awaited = !engine->dev && unit->waiter_count > 0;
     return unit->state == LH_UNIT_STATE_READY && unit->use_count >= op->uses_before &&
-           !is_awaited && (!unit->update_is_queued || unit->update_is_done);
+           !is_awaited && (!unit->update.is_queued || unit->update.is_done);
 }
 
 static void load_start(struct lh_engine *engine, const struct lh_residency_op *op, uint64_t step)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
     LH_ASSERT(unit->state == LH_UNIT_STATE_ABSENT);
-    unit->state = LH_UNIT_STATE_LOADING;
+    lh_unit_state_set(unit, LH_UNIT_STATE_LOADING);
     unit->offset = op->offset;
     uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
     unit->load = (struct lh_transfer){
+        .source = unit->source,
+        .done = load_done,
         .kind = LH_IO_KIND_READ,
         .priority = unit->waiter_count > 0 ? LH_PRIORITY_DEMAND : LH_PRIORITY_PREFETCH,
         .link = LH_ENGINE_LINK_PARAM_READ,
@@ -166,10 +175,9 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
     lh_transfer_submit(engine, &unit->load);
 }
 
-/* Execute the plan's ops in order, as far as they can go now. */
 bool lh_unit_pump(struct lh_engine *engine)
 {
-    struct lh_region *region = &engine->host;
+    struct lh_region *region = &engine->host_region;
     bool moved = lh_region_catch_up(engine);
     while (region->op_first < region->op_count) {
         const struct lh_residency_op *op = &region->ops[region->op_first];
@@ -179,8 +187,8 @@ bool lh_unit_pump(struct lh_engine *engine)
             struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
             if (!evict_is_possible(engine, op) || !lh_unit_claim_host(engine, unit))
                 break;
-            LH_ASSERT(!unit->is_param_dirty); /* it has a place of its own */
-            unit->state = LH_UNIT_STATE_ABSENT;
+            LH_ASSERT(!unit->update.is_param_dirty); /* it has a place of its own */
+            lh_unit_state_set(unit, LH_UNIT_STATE_ABSENT);
         }
         region->op_first++;
         moved = true;

@@ -1,0 +1,365 @@
+/* See chunk.h. */
+#include "sched/chunk.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+#include "sched/engine_private.h"
+
+/* Of a model's chunks, the part that its first units have: an embedding and a block or two. */
+#define FIRST_DIVISOR 16
+
+void lh_chunk_state_set(struct lh_engine *engine, struct lh_chunk *chunk, enum lh_chunk_state state)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, chunk->unit);
+    bool is_computed = chunk->computed_step == lh_core_step(engine);
+    LH_ASSERT(lh_states_chunk_may(chunk->state, state));
+    if (chunk->state == LH_CHUNK_STATE_LOADED && !is_computed) {
+        LH_ASSERT(unit->update.chunks_loaded > 0);
+        unit->update.chunks_loaded--;
+        unit->update.chunks_to_pass -= !chunk->is_kept;
+    }
+    chunk->state = state;
+    if (state == LH_CHUNK_STATE_LOADED && !is_computed) {
+        unit->update.chunks_loaded++;
+        unit->update.chunks_to_pass += !chunk->is_kept;
+    }
+}
+
+void lh_chunk_recount(struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        engine->units[i].update.chunks_loaded = 0;
+        engine->units[i].update.chunks_to_pass = 0;
+        engine->units[i].update.chunk_next = 0;
+    }
+    for (uint32_t i = 0; i < engine->budget.slab_count; i++) {
+        if (engine->slabs[i].chunk == LH_CHUNK_NONE || engine->slabs[i].is_lent)
+            continue;
+        const struct lh_chunk *chunk = &engine->chunks[engine->slabs[i].chunk];
+        if (chunk->state != LH_CHUNK_STATE_LOADED || chunk->computed_step > engine->step)
+            continue;
+        engine->units[chunk->unit].update.chunks_loaded++;
+        engine->units[chunk->unit].update.chunks_to_pass += !chunk->is_kept;
+    }
+    engine->updates.ahead_first = 0;
+}
+
+uint32_t lh_chunk_extent(const struct lh_unit *unit, uint32_t array)
+{
+    const uint32_t extents[LH_STATE_ARRAY_COUNT] = {
+        unit->desc.residual_extent, unit->desc.moment1_extent, unit->desc.moment2_extent};
+    LH_ASSERT(array < LH_STATE_ARRAY_COUNT);
+    return extents[array];
+}
+
+uint64_t lh_chunk_element_bytes(const struct lh_unit *unit, uint32_t array)
+{
+    LH_ASSERT(array < LH_STATE_ARRAY_COUNT);
+    if (array > 0)
+        return sizeof(float);
+    return unit->desc.residual_extent == LH_ENGINE_EXTENT_NONE
+               ? 0
+               : lh_adam_residual_bytes(unit->desc.dtype);
+}
+
+uint32_t *lh_chunk_checksums(struct lh_engine *engine, const struct lh_unit *unit, uint32_t extent,
+                             uint64_t offset)
+{
+    uint32_t count = 0;
+    uint32_t slot = lh_store_write_slot(engine->store, unit->desc.store_group);
+    uint32_t *checksums = lh_store_checksums(engine->store, extent, slot, &count);
+    LH_ASSERT(lh_is_aligned(offset, LH_CHECKSUM_BYTES) && offset / LH_CHECKSUM_BYTES < count);
+    return checksums + offset / LH_CHECKSUM_BYTES;
+}
+
+static void loaded(struct lh_engine *engine, struct lh_chunk *chunk)
+{
+    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_LOADED);
+}
+
+static void read_done(struct lh_engine *engine, struct lh_transfer *transfer)
+{
+    struct lh_slab *slab = &engine->slabs[transfer->slab];
+    LH_ASSERT(slab->pending > 0 && !slab->is_lent);
+    if (--slab->pending == 0)
+        loaded(engine, &engine->chunks[slab->chunk]);
+}
+
+/* Read one of R, M and V. */
+static void array_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t array)
+{
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    struct lh_slab *slab = &engine->slabs[chunk->slab];
+    uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
+    uint32_t extent = lh_chunk_extent(unit, array);
+    uint64_t offset = chunk->first * lh_chunk_element_bytes(unit, array);
+    uint64_t bytes = chunk->count * lh_chunk_element_bytes(unit, array);
+    uint32_t count = 0;
+    const uint32_t *checksums = lh_store_checksums(engine->store, extent, slot, &count);
+    LH_ASSERT(lh_div_ceil(offset + bytes, LH_CHECKSUM_BYTES) <= count);
+    memcpy(slab->expected[array], checksums + offset / LH_CHECKSUM_BYTES,
+           lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(*checksums));
+    slab->transfers[array] = (struct lh_transfer){
+        .source = &engine->transfers.store,
+        .done = read_done,
+        .kind = LH_IO_KIND_READ,
+        .priority = LH_PRIORITY_STATE,
+        .link = LH_ENGINE_LINK_STATE_READ,
+        .unit = chunk->unit,
+        .slab = chunk->slab,
+        .step = lh_core_step(engine),
+        .extent = extent,
+        .slot = slot,
+        .offset = offset,
+        .bytes = bytes,
+        .buffer = lh_slab_array(slab, unit, array, chunk->count),
+    };
+    slab->pending++;
+    chunk->read_bytes += bytes;
+    lh_transfer_submit(engine, &slab->transfers[array]);
+}
+
+void lh_chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t slab_index)
+{
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    struct lh_slab *slab = &engine->slabs[slab_index];
+    uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
+    lh_slab_give(engine, slab, chunk);
+    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_READING);
+    if (chunk->read_step != lh_core_step(engine))
+        chunk->read_bytes = 0;
+    chunk->read_step = lh_core_step(engine);
+    slab->pending = 0;
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
+        bool is_there = lh_chunk_element_bytes(unit, i) > 0;
+        slab->is_zero[i] =
+            is_there && lh_store_is_zero(engine->store, lh_chunk_extent(unit, i), slot);
+        if (is_there && !slab->is_zero[i])
+            array_read(engine, chunk, i);
+    }
+    lh_update_plan_reread(engine, chunk);
+    LH_FEATURE_CALL(engine, chunk_read, chunk);
+    if (slab->pending == 0)
+        loaded(engine, chunk);
+}
+
+void lh_chunk_reads_more(struct lh_engine *engine, struct lh_chunk *chunk,
+                         const struct lh_transfer *transfer)
+{
+    struct lh_slab *slab = &engine->slabs[chunk->slab];
+    struct lh_transfer *more = &slab->transfers[LH_STATE_ARRAY_COUNT];
+    LH_ASSERT(transfer->kind == LH_IO_KIND_READ);
+    *more = *transfer;
+    more->done = read_done;
+    more->unit = chunk->unit;
+    more->slab = chunk->slab;
+    slab->pending++;
+    if (chunk->state != LH_CHUNK_STATE_READING)
+        lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_READING);
+    lh_transfer_submit(engine, more);
+}
+
+/* On a worker. */
+static void update_run(struct lh_exec_job *job)
+{
+    struct lh_slab *slab = job->context;
+    const struct lh_chunk *chunk = &slab->engine->chunks[slab->chunk];
+    const struct lh_unit *unit = &slab->engine->units[chunk->unit];
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
+        if (slab->is_zero[i])
+            memset(lh_slab_array(slab, unit, i, chunk->count), 0,
+                   chunk->count * lh_chunk_element_bytes(unit, i));
+    }
+    slab->result = lh_adam_chunk_update(&slab->adam, &slab->mismatch);
+}
+
+/* The parameters of a chunk that have gradients, with their scalars of this step. */
+static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *chunk,
+                              struct lh_adam_segment *segments)
+{
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    const struct lh_adam_hyper *hypers = engine->hypers[lh_core_step(engine) % 2];
+    const uint8_t *read_gradients = engine->slabs[chunk->slab].gradients;
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < unit->desc.param_count; i++) {
+        uint32_t index = unit->desc.param_first + i;
+        const struct lh_engine_param *param = &engine->params[index];
+        const struct lh_gradient *gradient = &engine->gradients[index];
+        uint64_t first = lh_max_u64(param->first, chunk->first);
+        uint64_t end = lh_min_u64(param->first + param->count, chunk->first + chunk->count);
+        if (first >= end || !gradient->pointer)
+            continue;
+        uint64_t read_offset = (first - chunk->first) * lh_dtype_bytes(gradient->dtype);
+        segments[count++] = (struct lh_adam_segment){
+            .first = first - chunk->first,
+            .count = end - first,
+            .gradient = read_gradients ? read_gradients + read_offset
+                                       : lh_gradient_at(engine, index, first),
+            .gradient_dtype = gradient->dtype,
+            .scalars = lh_adam_scalars_make(&hypers[param->group], engine->param_steps[index] + 1,
+                                            engine->gradient_scales[lh_core_step(engine) % 2]),
+        };
+    }
+    return count;
+}
+
+static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
+{
+    const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    const struct lh_adam_mismatch *bad = &slab->mismatch;
+    bool has_master = unit->desc.dtype == LH_DTYPE_F16;
+    const char *const names[] = {"?", has_master ? "fp32 master" : "residual", "first moment",
+                                 "second moment"};
+    uint32_t array = (uint32_t)bad->array - LH_ADAM_ARRAY_RESIDUAL;
+    uint64_t offset =
+        chunk->first * lh_chunk_element_bytes(unit, array) + bad->block * LH_CHECKSUM_BYTES;
+    uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
+    struct lh_store_piece piece = {0};
+    struct lh_error err = {0};
+    int count = lh_store_map(engine->store, lh_chunk_extent(unit, array), slot, offset,
+                             LH_BLOCK_BYTES, &piece, 1);
+    LH_ASSERT(count == 1);
+    lh_error_set(&err, -EILSEQ,
+                 "unit %u: its %s, read from %s, has a wrong checksum at byte %" PRIu64
+                 " (file offset %" PRIu64 "): %08x, expected %08x",
+                 chunk->unit, names[bad->array],
+                 lh_store_file_path(engine->store, piece.file_index), offset, piece.file_offset,
+                 bad->actual, bad->expected);
+    lh_core_fail(engine, &err);
+}
+
+/*
+ * All chunks of a unit are computed: its bytes in memory are the next step's, its gradients are
+ * free.
+ */
+static void unit_computed(struct lh_engine *engine, struct lh_unit *unit)
+{
+    lh_gradient_release_unit(engine, unit);
+    lh_gradient_unhold(engine, unit->update.gradient_bytes);
+    lh_unit_make_ready(engine, unit);
+    lh_core_notify(engine);
+}
+
+static void computed(struct lh_engine *engine, struct lh_job *job)
+{
+    struct lh_slab *slab = job->exec.context;
+    struct lh_chunk *chunk = &engine->chunks[slab->chunk];
+    struct lh_unit *unit = lh_engine_unit_at(engine, chunk->unit);
+    lh_slab_job_account(engine, job, LH_ENGINE_TRACE_UPDATE);
+    if (slab->result < 0) {
+        mismatch_fail(engine, slab);
+        return;
+    }
+    LH_FEATURE_CALL(engine, chunk_consumed, chunk);
+    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_COMPUTED);
+    LH_ASSERT(unit->update.chunks_computed < unit->chunk_count);
+    if (++unit->update.chunks_computed == unit->chunk_count)
+        unit_computed(engine, unit);
+    bool may_write = LH_FEATURE_ALL(engine, chunk_may_write, chunk);
+    if (may_write)
+        lh_write_back_chunk(engine, chunk);
+}
+
+/* The kernel's view of a chunk in its slab. */
+static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, struct lh_slab *slab)
+{
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
+    uint64_t residual_bytes = lh_chunk_element_bytes(unit, 0);
+    bool has_residual = residual_bytes > 0;
+    uint64_t first = chunk->first;
+    uint8_t *arrays[LH_STATE_ARRAY_COUNT];
+    const uint32_t *expected[LH_STATE_ARRAY_COUNT];
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
+        arrays[i] = lh_slab_array(slab, unit, i, chunk->count);
+        expected[i] = engine->opts.verify && !slab->is_zero[i] ? slab->expected[i] : NULL;
+    }
+    slab->adam = (struct lh_adam_chunk){
+        .param = engine->region + unit->offset + first * param_bytes,
+        .residual = has_residual ? arrays[0] : NULL,
+        .moment1 = (float *)arrays[1],
+        .moment2 = (float *)arrays[2],
+        .count = chunk->count,
+        .param_dtype = unit->desc.dtype,
+        .segments = slab->segments,
+        .segment_count = segments_fill(engine, chunk, slab->segments),
+        .residual_expected = has_residual ? expected[0] : NULL,
+        .moment1_expected = expected[1],
+        .moment2_expected = expected[2],
+        .param_checksums =
+            lh_chunk_checksums(engine, unit, unit->desc.param_extent, first * param_bytes),
+        .residual_checksums = has_residual
+                                  ? lh_chunk_checksums(engine, unit, unit->desc.residual_extent,
+                                                       first * residual_bytes)
+                                  : NULL,
+        .moment1_checksums = lh_chunk_checksums(engine, unit, unit->desc.moment1_extent, first * 4),
+        .moment2_checksums = lh_chunk_checksums(engine, unit, unit->desc.moment2_extent, first * 4),
+    };
+}
+
+void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
+{
+    struct lh_slab *slab = &engine->slabs[chunk->slab];
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    uint64_t element_bytes =
+        2 * lh_dtype_bytes(unit->desc.dtype) + 16 + 2 * lh_chunk_element_bytes(unit, 0);
+    LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING);
+    LH_ASSERT(chunk->computed_step < lh_core_step(engine) && slab->pending == 0);
+    adam_fill(engine, chunk, slab);
+    slab->job = (struct lh_job){
+        .exec = {.run = update_run, .context = slab, .work_bytes = chunk->count * element_bytes},
+        .done = computed,
+    };
+    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_COMPUTING);
+    chunk->computed_step = lh_core_step(engine);
+    engine->updates.chunks_busy++;
+    lh_job_submit(engine, &slab->job);
+}
+
+/*
+ * Of the chunks in front of index, how many keep their slabs: those of the first units, which are
+ * updated last while the next forward waits for them, and the others evenly over the model, so that
+ * the traffic of those that do not is spread over backward.
+ */
+static uint32_t kept_before(const struct lh_engine *engine, uint32_t index)
+{
+    uint64_t count = engine->budget.chunk_count;
+    uint64_t kept_count = engine->budget.kept_chunk_count;
+    uint64_t first_count = lh_min_u64(count / FIRST_DIVISOR, kept_count);
+    if (index <= first_count)
+        return index;
+    return (uint32_t)(first_count +
+                      (index - first_count) * (kept_count - first_count) / (count - first_count));
+}
+
+int lh_chunk_create(struct lh_engine *engine, struct lh_error *err)
+{
+    uint64_t elements_max = engine->budget.chunk_elements;
+    uint64_t count = 0;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
+        count += lh_div_ceil(engine->units[i].desc.elements, elements_max);
+    LH_ASSERT(count == engine->budget.chunk_count);
+    engine->chunks = lh_alloc_zeroed(engine->alloc, lh_max_u64(count, 1), sizeof(*engine->chunks));
+    if (!engine->chunks)
+        return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " chunks", count);
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        struct lh_unit *unit = &engine->units[i];
+        unit->chunk_first = engine->chunk_count;
+        for (uint64_t first = 0; first < unit->desc.elements; first += elements_max) {
+            uint32_t index = engine->chunk_count++;
+            engine->chunks[index] = (struct lh_chunk){
+                .unit = i,
+                .slab = LH_CHUNK_NONE,
+                .first = first,
+                .count = lh_min_u64(elements_max, unit->desc.elements - first),
+                .is_kept = kept_before(engine, index + 1) > kept_before(engine, index),
+                .kept_slab = kept_before(engine, index),
+                .landing = {.block = LH_BLOCK_NONE},
+            };
+            unit->chunk_count++;
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,95 @@
+#include "sched/copy.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+#include "sched/engine_private.h"
+
+bool lh_copy_is_free(const struct lh_engine *engine)
+{
+    return engine->copies.free != NULL;
+}
+
+struct lh_copy *lh_copy_take(struct lh_engine *engine)
+{
+    struct lh_copy *copy = engine->copies.free;
+    LH_ASSERT(copy != NULL);
+    engine->copies.free = copy->next_free;
+    return copy;
+}
+
+static void give(struct lh_engine *engine, struct lh_copy *copy)
+{
+    copy->next_free = engine->copies.free;
+    engine->copies.free = copy;
+}
+
+bool lh_copy_submit(struct lh_engine *engine, struct lh_copy *copy)
+{
+    struct lh_error err = {0};
+    LH_ASSERT(copy->done && copy->what && copy->dev.bytes > 0);
+    copy->dev.owner = copy;
+    if (engine->dev->ops->submit(engine->dev, &copy->dev, &err) < 0) {
+        lh_core_device_fail(engine, &err, copy->what);
+        give(engine, copy);
+        return false;
+    }
+    engine->copies.in_flight++;
+    return true;
+}
+
+static void copy_done(struct lh_engine *engine, struct lh_copy *copy)
+{
+    bool is_in = copy->dev.direction == LH_DEV_DIRECTION_IN;
+    if (copy->dev.result < 0) {
+        struct lh_error err = {0};
+        lh_error_set(&err, copy->dev.result, "%" PRIu64 " bytes %s the device: %s", copy->dev.bytes,
+                     is_in ? "to" : "from", strerror(-copy->dev.result));
+        lh_core_device_fail(engine, &err, copy->what);
+        return;
+    }
+    lh_core_trace_add(engine,
+                      (struct lh_engine_trace_event){
+                          .kind = is_in ? LH_ENGINE_TRACE_COPY_IN : LH_ENGINE_TRACE_COPY_OUT,
+                          .unit = copy->unit,
+                          .start_ns = copy->dev.started_ns,
+                          .end_ns = copy->dev.completed_ns,
+                          .bytes = copy->dev.bytes,
+                      });
+    lh_core_stats(engine, lh_core_step(engine))->copy_busy_ns[copy->dev.direction] +=
+        copy->dev.completed_ns - copy->dev.started_ns;
+    copy->done(engine, copy);
+}
+
+bool lh_copy_poll(struct lh_engine *engine)
+{
+    struct lh_dev_copy *done[32];
+    if (!engine->dev)
+        return false;
+    uint32_t count = engine->dev->ops->poll(engine->dev, done, LH_COUNT_OF(done));
+    LH_ASSERT(engine->copies.in_flight >= count);
+    engine->copies.in_flight -= count;
+    for (uint32_t i = 0; i < count; i++) {
+        struct lh_copy *copy = done[i]->owner;
+        if (!atomic_load(&engine->failed))
+            copy_done(engine, copy);
+        give(engine, copy);
+    }
+    return count > 0;
+}
+
+int lh_copy_create(struct lh_engine *engine, struct lh_error *err)
+{
+    uint32_t count = engine->opts.copy_count;
+    engine->copies.all = lh_alloc_zeroed(engine->alloc, count, sizeof(*engine->copies.all));
+    if (!engine->copies.all)
+        return lh_error_set(err, -ENOMEM, "no memory for %u copies", count);
+    for (uint32_t i = 0; i < count; i++)
+        give(engine, &engine->copies.all[i]);
+    return 0;
+}
+
+void lh_copy_destroy(struct lh_engine *engine)
+{
+    lh_free(engine->alloc, engine->copies.all);
+}

@@ -1,0 +1,35 @@
+/*
+ * Deferred updates: which units wait for the close of their step (defer.c). Private to csrc/sched.
+ */
+#ifndef LH_SCHED_DEFER_H
+#define LH_SCHED_DEFER_H
+
+#include "base/base.h"
+#include "sched/feature.h"
+
+struct lh_engine;
+struct lh_unit;
+struct lh_chunk;
+struct lh_slab;
+
+struct lh_defer_unit {
+    bool is_deferred; /* its update waits for the close */
+    bool is_released; /* and for this */
+    uint32_t position;
+};
+
+struct lh_defer {
+    uint32_t *order; /* units whose updates wait, in the order in which they are due */
+    uint32_t first;  /* before it all are queued */
+    uint32_t count;
+};
+
+extern const struct lh_feature lh_defer_feature;
+
+/* Every unit is deferred. */
+int lh_defer_create(struct lh_engine *engine, struct lh_error *err);
+void lh_defer_destroy(struct lh_engine *engine);
+/* Between two steps: whether the unit's update waits for the close of its step. */
+void lh_defer_set(struct lh_unit *unit, bool is_deferred);
+
+#endif

@@ -1,0 +1,41 @@
+/*
+ * The norm of all gradients of a step, known before its first update (norm.c). Private to
+ * csrc/sched.
+ *
+ *      NONE -> RUNNING      norm_start      a worker sums the squares of the unit's gradients
+ *      RUNNING -> DONE      norm_done
+ *      DONE -> NONE         forget          the step is over
+ */
+#ifndef LH_SCHED_NORM_H
+#define LH_SCHED_NORM_H
+
+#include "sched/feature.h"
+#include "sched/job.h"
+#include "sched/states.h"
+
+struct lh_engine;
+struct lh_unit;
+struct lh_chunk;
+struct lh_slab;
+
+struct lh_norm_unit {
+    enum lh_norm_state state;
+    struct lh_job job;
+};
+
+struct lh_norm {
+    double square_sum; /* of the step whose norm was asked last */
+    double *sums;      /* of each parameter's gradient, once its unit's are DONE; scratch */
+    bool is_asked;
+    bool is_taken; /* of every unit, as its gradients come */
+};
+
+extern const struct lh_feature lh_norm_feature;
+
+/* The sums of each parameter's gradient. */
+int lh_norm_create(struct lh_engine *engine, struct lh_error *err);
+void lh_norm_destroy(struct lh_engine *engine);
+/* Take the unit's sums if its gradients are all here, and somebody wants them. */
+void lh_norm_consider(struct lh_engine *engine, struct lh_unit *unit);
+
+#endif

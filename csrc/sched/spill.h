@@ -1,0 +1,49 @@
+/*
+ * Gradients that wait on SSD for the close of their step (spill.c). Private to csrc/sched.
+ *
+ *      NONE -> RUNNING      update_considered   all gradients of the unit are here
+ *      RUNNING -> DONE      chunk_written       all its chunks are written
+ *      DONE -> NONE         step_forgotten      the step is over
+ *      RUNNING -> NONE      step_forgotten      or was rolled back
+ */
+#ifndef LH_SCHED_SPILL_H
+#define LH_SCHED_SPILL_H
+
+#include "sched/feature.h"
+#include "sched/states.h"
+
+struct lh_engine;
+struct lh_unit;
+struct lh_chunk;
+struct lh_slab;
+
+struct lh_spill_unit {
+    bool is_chosen; /* where its update is deferred, its gradients wait on SSD */
+    enum lh_spill_state state;
+    uint32_t next_chunk; /* to be gathered */
+    uint32_t written_count;
+    uint64_t planned_step; /* the last step whose plan counts its gradients' way to SSD and back */
+};
+
+struct lh_spill {
+    uint32_t *queue; /* units whose gradients go to SSD in this step */
+    uint32_t first;
+    uint32_t count;
+    bool is_any; /* of the units is chosen */
+};
+
+struct lh_spill_chunk {
+    uint64_t gradient_step; /* the step whose gradients were read back for it */
+};
+
+extern const struct lh_feature lh_spill_feature;
+
+/* Choose the units whose gradients wait on SSD: all after the first ones that fit in memory. */
+int lh_spill_create(struct lh_engine *engine, struct lh_error *err);
+void lh_spill_destroy(struct lh_engine *engine);
+/* The norm is asked, so no gradient is to come: units that have some of theirs begin. */
+void lh_spill_consider_all(struct lh_engine *engine);
+/* All of a unit's gradients are on SSD, and nobody else reads them: they are free. */
+void lh_spill_release(struct lh_engine *engine, struct lh_unit *unit);
+
+#endif

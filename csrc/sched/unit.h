@@ -1,0 +1,102 @@
+/*
+ * Units: parameters that are loaded, lent and updated together. Private to csrc/sched.
+ *
+ * A unit's place in main memory; READY is mirrored in `shared.word`, which training threads read:
+ *
+ *      ABSENT -> LOADING     load_start            op LOAD of the plan
+ *      LOADING -> READY      lh_unit_make_ready    all bytes are here and checked
+ *      READY -> UPDATING     lh_update_pump_take   nobody has it pinned, and its update is queued
+ *      UPDATING -> READY     lh_unit_make_ready    all chunks are computed, or none was
+ *      READY -> ABSENT       lh_unit_pump          op EVICT: no pins, uses of the plan over
+ *      READY -> ABSENT       lh_unit_forget        its extents changed, or it was rolled back
+ *      UPDATING -> ABSENT    lh_update_end_rollback  some chunks were computed
+ */
+#ifndef LH_SCHED_UNIT_H
+#define LH_SCHED_UNIT_H
+
+#include <stdatomic.h>
+
+#include "sched/defer.h"
+#include "sched/device.h"
+#include "sched/engine.h"
+#include "sched/in_place_private.h"
+#include "sched/landing.h"
+#include "sched/norm.h"
+#include "sched/spill.h"
+#include "sched/states.h"
+#include "sched/transfer.h"
+#include "sched/update.h"
+
+#define LH_UNIT_NONE UINT32_MAX
+#define LH_UNIT_READY_BIT UINT32_C(0x80000000)
+
+/* Words that training threads and the engine's thread share. */
+struct lh_unit_shared {
+    _Atomic uint32_t word; /* LH_UNIT_READY_BIT | pins */
+    _Atomic uint32_t handles;
+    _Atomic uint32_t grants;     /* pins given to waiters that have not noticed yet */
+    _Atomic uint32_t refusals;   /* the same, of waiters that were refused */
+    _Atomic uint32_t load_count; /* reads into main memory, modulo 2^32 */
+};
+
+/*
+ * The training thread's: the last step in which it gave a gradient, and the last such step after
+ * whose close it asked the engine for the unit. While they differ an update may be ahead, and READY
+ * is not enough.
+ */
+struct lh_unit_caller {
+    uint64_t gradient_step;
+    uint64_t asked_step;
+};
+
+/* The engine's thread's, but for `shared` and `caller`. */
+struct lh_unit {
+    struct lh_engine_unit desc;
+    struct lh_engine *engine;
+    struct lh_unit_shared shared;
+    struct lh_unit_caller caller;
+    enum lh_unit_state state;
+    uint64_t offset;    /* in the region, while not ABSENT */
+    uint64_t use_count; /* of main memory's bytes: begins, absolute */
+    bool use_is_open;
+    uint64_t use_started_ns;
+    uint32_t waiter_count;
+    const struct lh_source *source; /* of its parameters */
+    struct lh_transfer load;        /* or, while its dirty parameters are flushed, a write */
+    uint32_t chunk_first;
+    uint32_t chunk_count;
+    struct lh_update_unit update;
+    /* Of features: each is written in the feature's own file alone. */
+    struct lh_in_place_part in_place;
+    struct lh_device_unit copy;
+    struct lh_landing_unit landing;
+    struct lh_defer_unit defer;
+    struct lh_spill_unit spill;
+    struct lh_norm_unit norm;
+};
+
+/* Every change of a unit's state goes through it. */
+void lh_unit_state_set(struct lh_unit *unit, enum lh_unit_state state);
+/* Its bytes are about to be replaced by the next step's. */
+bool lh_unit_is_old(const struct lh_engine *engine, const struct lh_unit *unit);
+/* Messages of the training thread: it pinned a READY unit, waits for one, let the last pin go. */
+void lh_unit_use(struct lh_engine *engine, uint32_t unit);
+void lh_unit_acquire(struct lh_engine *engine, uint32_t unit);
+void lh_unit_release(struct lh_engine *engine, uint32_t unit);
+/* Where computation reads it the unit's bytes are there: who waits gets a pin. */
+void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit);
+/* Take the unit from training threads: true if nobody has it pinned. */
+bool lh_unit_claim(struct lh_unit *unit);
+/* Take its bytes in main memory from whoever reads them there. */
+bool lh_unit_claim_host(struct lh_engine *engine, struct lh_unit *unit);
+void lh_unit_make_ready(struct lh_engine *engine, struct lh_unit *unit);
+void lh_unit_forget(struct lh_engine *engine, uint32_t unit);
+/* Execute the plan's ops in order, as far as they can go now. True: something moved. */
+bool lh_unit_pump(struct lh_engine *engine);
+
+static inline uint32_t lh_unit_pins(const struct lh_unit *unit)
+{
+    return atomic_load(&unit->shared.word) & ~LH_UNIT_READY_BIT;
+}
+
+#endif
