@@ -1,5 +1,6 @@
 /* The part of a session that lends keep alive: see [Note: What outlives what]. */
 #include "base/assert.h"
+#include "base/thread.h"
 #include "py/lhpy.h"
 
 #include <stdlib.h>
@@ -12,8 +13,13 @@ struct lhpy_core *lhpy_core_create(void)
         return NULL;
     core->alloc = (struct lh_alloc)LH_ALLOC_INIT;
     atomic_store(&core->references, 1);
-    core->owner_pid = getpid();
+    core->fork_count = lh_thread_fork_count();
     return core;
+}
+
+bool lhpy_core_is_forked(const struct lhpy_core *core)
+{
+    return core->fork_count != lh_thread_fork_count();
 }
 
 void lhpy_core_retain(struct lhpy_core *core)

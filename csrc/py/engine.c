@@ -50,6 +50,18 @@ static int use_tell(struct lhpy_engine *self, uint32_t unit)
     return 0;
 }
 
+/* A use has not begun: there is no room for it now, or the engine has failed. */
+static void use_raise(struct lhpy_engine *self, int rc)
+{
+    struct lh_error err = {0};
+    if (rc != -ENOSPC || lh_engine_error(self->core->engine, NULL) < 0) {
+        lhpy_raise_engine(self);
+        return;
+    }
+    lh_engine_refusal(self->core->engine, &err);
+    lhpy_raise_error(self->raiser, &err);
+}
+
 int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit)
 {
     lhpy_device_stream_note(self);
@@ -71,7 +83,7 @@ int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit)
     }
     if (rc < 0) {
         if (!is_interrupted)
-            lhpy_raise_engine(self);
+            use_raise(self, rc);
         return -1;
     }
     if (is_interrupted) {
@@ -95,6 +107,10 @@ int lhpy_engine_use_backward(struct lhpy_engine *self, uint32_t unit)
         return 0;
     if (lhpy_engine_use(self, unit) < 0)
         return -1;
+    if (state->is_used_backward) { /* by another thread, while this one waited without the GIL */
+        lhpy_engine_unuse(self, unit);
+        return 0;
+    }
     state->is_used_backward = true;
     self->backward_units[self->backward_unit_count++] = unit;
     return 0;
@@ -129,29 +145,6 @@ int lhpy_engine_backward_begin(struct lhpy_engine *self)
     self->backward_is_open = true;
     self->backward_has_gradients = false;
     return 0;
-}
-
-void lhpy_engine_sweep(struct lhpy_engine *self)
-{
-    uint32_t kept = 0;
-    for (uint32_t i = 0; i < self->held_count; i++) {
-        uint32_t param = self->held_params[i];
-        if (lh_engine_gradient_is_consumed(self->core->engine, param)) {
-            Py_CLEAR(self->params[param].gradient);
-            self->held_bytes -= self->params[param].gradient_bytes;
-        } else {
-            self->held_params[kept++] = param;
-        }
-    }
-    self->held_count = kept;
-}
-
-void lhpy_engine_gradients_drop(struct lhpy_engine *self)
-{
-    for (uint32_t i = 0; i < self->held_count; i++)
-        Py_CLEAR(self->params[self->held_params[i]].gradient);
-    self->held_count = 0;
-    self->held_bytes = 0;
 }
 
 /* --- Methods ------------------------------------------------------------------------------ */
@@ -190,7 +183,8 @@ static PyObject *engine_release(PyObject *object, PyObject *args)
     uint32_t unit = 0;
     if (!self->core || unit_parse(self, args, &unit) < 0)
         return NULL;
-    lhpy_engine_unuse(self, unit);
+    if (!lhpy_core_is_forked(self->core))
+        lhpy_engine_unuse(self, unit);
     Py_RETURN_NONE;
 }
 
@@ -199,7 +193,7 @@ static PyObject *engine_held_bytes(PyObject *object, PyObject *args)
 {
     (void)args;
     struct lhpy_engine *self = (struct lhpy_engine *)object;
-    if (self->io)
+    if (lhpy_is_open(self))
         lhpy_engine_sweep(self);
     return PyLong_FromUnsignedLongLong(self->held_bytes);
 }
@@ -223,14 +217,31 @@ static PyObject *engine_lend(PyObject *object, PyObject *args)
     return lend;
 }
 
+/* strides: a tuple of as many numbers as the parameter has dimensions. */
+static int strides_parse(PyObject *strides, int64_t *numbers, size_t count)
+{
+    if (!PyTuple_Check(strides) || (size_t)PyTuple_Size(strides) != count) {
+        PyErr_SetString(PyExc_TypeError, "strides and sizes differ in number");
+        return -1;
+    }
+    for (size_t i = 0; i < count; i++) {
+        numbers[i] = PyLong_AsLongLong(PyTuple_GetItem(strides, (Py_ssize_t)i));
+        if (PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
 static PyObject *engine_bind(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = engine_open(object);
     unsigned int index = 0;
     PyObject *tensor = NULL;
     PyObject *hollow = NULL;
+    PyObject *strides = NULL;
+    PyObject *order = NULL;
     struct lhpy_dl_tensor view;
-    if (!self || !PyArg_ParseTuple(args, "IOO", &index, &tensor, &hollow))
+    if (!self || !PyArg_ParseTuple(args, "IOO|OO", &index, &tensor, &hollow, &strides, &order))
         return NULL;
     if (index >= self->param_count)
         return PyErr_Format(PyExc_IndexError, "param %u of %u", index, self->param_count);
@@ -247,10 +258,15 @@ static PyObject *engine_bind(PyObject *object, PyObject *args)
         shape[ndim + i] = stride;
         stride *= view.shape[i];
     }
+    if (strides && strides_parse(strides, shape + ndim, ndim) < 0) {
+        PyMem_Free(shape);
+        return NULL;
+    }
     PyMem_Free(param->shape);
     param->shape = shape;
     param->ndim = view.ndim;
     param->dtype = view.dtype;
+    lhpy_replace(&param->order, Py_XNewRef(order));
     lhpy_replace(&param->tensor, Py_NewRef(tensor));
     lhpy_replace(&param->hollow, Py_NewRef(hollow));
     Py_RETURN_NONE;
@@ -295,7 +311,8 @@ static PyObject *engine_forward(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "p", &is_open))
         return NULL;
     self->forward_is_open = is_open != 0;
-    if (self->io && !is_open)
+    self->forward_thread = PyThread_get_thread_ident();
+    if (lhpy_is_open(self) && !is_open)
         lhpy_engine_again_release(self);
     Py_RETURN_NONE;
 }
@@ -374,7 +391,7 @@ static void engine_shut(struct lhpy_engine *self)
 {
     if (!self->io)
         return;
-    if (self->owner_pid != getpid()) {
+    if (lhpy_core_is_forked(self->core)) {
         self->exec = NULL; /* left as they are: they are the parent's, and so is the ring */
         self->io = NULL;
         return;
@@ -417,6 +434,7 @@ static int engine_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->scope_type);
     for (uint32_t i = 0; self->params && i < self->param_count; i++) {
         Py_VISIT(self->params[i].tensor);
+        Py_VISIT(self->params[i].order);
         Py_VISIT(self->params[i].hollow);
         Py_VISIT(self->params[i].bound_class);
         Py_VISIT(self->params[i].hollow_class);
@@ -431,6 +449,7 @@ static int engine_clear(PyObject *object)
     engine_shut(self);
     for (uint32_t i = 0; self->params && i < self->param_count; i++) {
         Py_CLEAR(self->params[i].tensor);
+        Py_CLEAR(self->params[i].order);
         Py_CLEAR(self->params[i].hollow);
         Py_CLEAR(self->params[i].bound_class);
         Py_CLEAR(self->params[i].hollow_class);
@@ -468,7 +487,7 @@ static void engine_dealloc(PyObject *object)
     PyMem_Free(self->backward_units);
     PyMem_Free(self->again_units);
     PyMem_Free(self->held_params);
-    if (self->core && self->owner_pid == getpid()) {
+    if (self->core && !lhpy_core_is_forked(self->core)) {
         Py_BEGIN_ALLOW_THREADS
         lhpy_core_release(self->core);
         Py_END_ALLOW_THREADS

@@ -427,7 +427,6 @@ PyObject *lhpy_engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     struct lhpy_engine *self = (struct lhpy_engine *)allocate(type, 0);
     if (!self)
         return NULL;
-    self->owner_pid = getpid();
     struct make_opts opts = {0};
     struct lh_store *store = NULL;
     bool is_ready = opts_parse(self, args, kwargs, &opts) == 0 && lhpy_exchange();

@@ -47,10 +47,17 @@ PyObject *lhpy_raise_engine(struct lhpy_engine *self)
     return lhpy_raise_error(self->raiser, &err);
 }
 
+bool lhpy_is_open(const struct lhpy_engine *self)
+{
+    return self->io && !lhpy_core_is_forked(self->core);
+}
+
 int lhpy_check_open(struct lhpy_engine *self)
 {
-    if (self->io)
+    if (lhpy_is_open(self))
         return 0;
-    lhpy_raise(self->raiser, -ECANCELED, "the session is closed");
+    lhpy_raise(self->raiser, -ECANCELED,
+               self->io ? "the model was wrapped in another process: wrap it after the fork"
+                        : "the session is closed");
     return -1;
 }

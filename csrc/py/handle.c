@@ -35,7 +35,7 @@ static void handle_dealloc(PyObject *object)
     struct handle *handle = (struct handle *)object;
     PyTypeObject *type = Py_TYPE(object);
     struct lhpy_engine *self = (struct lhpy_engine *)handle->engine;
-    if (handle->core) {
+    if (handle->core && !lhpy_core_is_forked(handle->core)) {
         lh_engine_handle_drop(handle->core->engine, handle->unit);
         bool is_last = lh_engine_handle_count(handle->core->engine, handle->unit) == 0;
         if (is_last && self->unit_states && self->unit_states[handle->unit].is_used_backward)
@@ -225,7 +225,7 @@ PyObject *lhpy_engine_pack(PyObject *object, PyObject *tensor)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     struct lhpy_dl_tensor view;
-    if (!self->io || lhpy_tensor_read(tensor, &view) < 0) {
+    if (!lhpy_is_open(self) || lhpy_tensor_read(tensor, &view) < 0) {
         /* Something that DLPack cannot describe is none of ours. */
         PyErr_Clear();
         return activation_keep(tensor);
@@ -285,7 +285,7 @@ static PyObject *cast_unpack(struct lhpy_engine *self, const struct handle *hand
 PyObject *lhpy_engine_unpack(PyObject *object, PyObject *packed)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
-    if (self->again_unit_count > 0)
+    if (self->again_unit_count > 0 && lhpy_is_open(self))
         lhpy_engine_again_release(self);
     if ((PyObject *)Py_TYPE(packed) != self->handle_type)
         return activation_unpack(packed);

@@ -173,6 +173,11 @@ static int unit_enter(struct lhpy_engine *self, uint32_t unit)
     }
     if (lhpy_engine_use(self, unit) < 0)
         return -1;
+    if (state->scope_depth > 0) { /* by another thread, while this one waited without the GIL */
+        lhpy_engine_unuse(self, unit);
+        state->scope_depth++;
+        return 0;
+    }
     state->scope_depth = 1;
     if (lhpy_unit_bind(self, unit) == 0)
         return 0;
@@ -207,13 +212,27 @@ static int backward_ask(struct lhpy_engine *self)
 }
 
 /*
+ * The scope whose forward was refused on this thread before any unit was entered. torch calls its
+ * forward hook all the same, which must not leave what another thread has entered.
+ */
+static _Thread_local const struct scope *refused;
+/* The scope whose units could not be entered on this thread: leaving it closes its forward only. */
+static _Thread_local const struct scope *without_units;
+
+static bool forward_is_mine(const struct lhpy_engine *self)
+{
+    return self->forward_is_open && self->forward_thread == PyThread_get_thread_ident();
+}
+
+/*
  * A scope outside any forward (a submodule called on its own) is a forward of its own: Python opens
- * and closes it. In a backward it is a forward computed again, which saves nothing with us.
+ * and closes it. In a backward it is a recomputed forward, which saves nothing with us. Where
+ * another thread has a forward open, Python says whether this one shares it, or refuses.
  */
 static int forward_ask(struct scope *scope, bool begins)
 {
     if (begins) {
-        int backward = scope->engine->forward_is_open ? 1 : backward_ask(scope->engine);
+        int backward = forward_is_mine(scope->engine) ? 1 : backward_ask(scope->engine);
         if (backward != 0)
             return backward < 0 ? -1 : 0;
     }
@@ -221,7 +240,8 @@ static int forward_ask(struct scope *scope, bool begins)
         PyObject_CallFunction(scope->engine->on_forward, "O", begins ? Py_True : Py_False);
     int rc = answer ? PyObject_IsTrue(answer) : -1;
     Py_XDECREF(answer);
-    scope->opened_forward = rc > 0 && begins;
+    if (rc >= 0 || !begins) /* a refused begin leaves another thread's forward as it is */
+        scope->opened_forward = rc > 0 && begins;
     return rc < 0 ? -1 : 0;
 }
 
@@ -229,16 +249,21 @@ static PyObject *scope_enter(PyObject *object, PyObject *const *args, Py_ssize_t
 {
     (void)args;
     struct scope *scope = (struct scope *)object;
-    if (scope->engine->io && scope->engine->forward_is_open)
-        lhpy_engine_again_release(scope->engine);
+    refused = NULL;
+    without_units = NULL;
     /* Without arguments it is no hook: somebody wants to look at the parameters. */
-    if (lhpy_check_open(scope->engine) < 0 || (count > 0 && forward_ask(scope, true) < 0))
+    if (lhpy_check_open(scope->engine) < 0 || (count > 0 && forward_ask(scope, true) < 0)) {
+        refused = scope;
         return NULL;
+    }
+    if (scope->engine->forward_is_open)
+        lhpy_engine_again_release(scope->engine);
     for (uint32_t i = 0; i < scope->unit_count; i++) {
         if (unit_enter(scope->engine, scope->units[i]) == 0)
             continue;
         while (i-- > 0)
             unit_leave(scope->engine, scope->units[i]);
+        without_units = scope;
         return NULL; /* torch calls the forward hook, which closes what was opened */
     }
     Py_RETURN_NONE;
@@ -249,9 +274,17 @@ static PyObject *scope_leave(PyObject *object, PyObject *const *args, Py_ssize_t
     (void)args;
     (void)count;
     struct scope *scope = (struct scope *)object;
-    if (scope->engine->io && scope->engine->forward_is_open)
+    if (refused == scope) {
+        refused = NULL;
+        Py_RETURN_NONE;
+    }
+    bool has_units = without_units != scope;
+    without_units = NULL;
+    bool is_forked = scope->engine->core && lhpy_core_is_forked(scope->engine->core);
+    if (scope->engine->io && scope->engine->forward_is_open && !is_forked)
         lhpy_engine_again_release(scope->engine);
-    for (uint32_t i = scope->unit_count; scope->engine->core && i-- > 0;)
+    bool leaves = has_units && scope->engine->core && !is_forked;
+    for (uint32_t i = scope->unit_count; leaves && i-- > 0;)
         unit_leave(scope->engine, scope->units[i]);
     if (scope->opened_forward && forward_ask(scope, false) < 0)
         return NULL;
@@ -285,7 +318,7 @@ static PyObject *scope_read(PyObject *object, PyObject *const *args, Py_ssize_t 
     (void)count;
     struct scope *scope = (struct scope *)object;
     struct lhpy_engine *self = scope->engine;
-    if (!self->io || self->forward_is_open)
+    if (!lhpy_is_open(self) || self->forward_is_open)
         Py_RETURN_FALSE;
     int backward = backward_ask(self);
     if (backward <= 0)
@@ -317,7 +350,14 @@ PyObject *lhpy_engine_scopes_drop(PyObject *object, PyObject *args)
     (void)args;
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     self->again_unit_count = 0;
-    while (self->io && self->bound_unit_count > 0) {
+    /* In a forked child the pins are the parent's; the memory that parameters point to is not here.
+     */
+    while (self->io && !lhpy_is_open(self) && self->bound_unit_count > 0) {
+        uint32_t unit = self->bound_units[0];
+        self->unit_states[unit].scope_depth = 0;
+        lhpy_unit_unbind(self, unit);
+    }
+    while (lhpy_is_open(self) && self->bound_unit_count > 0) {
         uint32_t unit = self->bound_units[0];
         self->unit_states[unit].scope_depth = 1;
         unit_leave(self, unit);
@@ -391,132 +431,6 @@ PyObject *lhpy_scope_new(struct lhpy_engine *self, PyObject *scope_type, PyObjec
     return (PyObject *)scope;
 }
 
-/*
- * A gradient as the engine can read it: contiguous, in a dtype it knows. New reference, or NULL
- * with an error.
- */
-static PyObject *gradient_prepare(struct lhpy_engine *self, uint32_t index, PyObject *gradient,
-                                  struct lhpy_dl_tensor *view)
-{
-    char message[256];
-    PyObject *owned = Py_NewRef(gradient);
-    if (lhpy_tensor_read(owned, view) < 0) {
-        PyErr_Clear();
-        PyOS_snprintf(message, sizeof(message),
-                      "param %u has a gradient that is not a dense tensor (a sparse embedding?):"
-                      " use sparse=False",
-                      (unsigned)index);
-        Py_DECREF(owned);
-        return lhpy_raise(self->raiser, -EOPNOTSUPP, message);
-    }
-    if (!lhpy_tensor_is_contiguous(view)) {
-        PyObject *contiguous = PyObject_CallMethod(owned, "contiguous", NULL);
-        Py_DECREF(owned);
-        if (!contiguous || lhpy_tensor_read(contiguous, view) < 0) {
-            Py_XDECREF(contiguous);
-            return NULL;
-        }
-        owned = contiguous;
-    }
-    enum lh_dtype dtype = lhpy_dtype(view->dtype);
-    bool is_known = dtype != LH_DTYPE_BYTES && view->device_type == self->core->device_type;
-    if (is_known && (uint64_t)lhpy_tensor_count(view) == self->engine_params[index].count)
-        return owned;
-    PyOS_snprintf(message, sizeof(message),
-                  "param %u has a gradient of %lld elements of %d bits; expected %llu of float32,"
-                  " bfloat16 or float16",
-                  (unsigned)index, (long long)lhpy_tensor_count(view), (int)view->dtype.bits,
-                  (unsigned long long)self->engine_params[index].count);
-    Py_DECREF(owned);
-    return lhpy_raise(self->raiser, -EOPNOTSUPP, message);
-}
-
-static int over_wait(struct lh_engine *engine, uint64_t argument, int timeout_ms)
-{
-    (void)argument;
-    return lh_engine_over_wait(engine, timeout_ms);
-}
-
-static int step_gradients_begin(struct lhpy_engine *self)
-{
-    if (lhpy_engine_wait(self, over_wait, 0) < 0)
-        return -1;
-    PyObject *answer = PyObject_CallNoArgs(self->on_gradient);
-    if (!answer)
-        return -1;
-    Py_DECREF(answer);
-    self->step_has_gradients = true;
-    return 0;
-}
-
-/* The engine does not take a gradient: what it says, in the terms of whoever runs a backward. */
-static PyObject *gradient_refuse(struct lhpy_engine *self, uint32_t index,
-                                 const struct lhpy_dl_tensor *view, int rc)
-{
-    static const char *const names[] = {"float32", "bfloat16", "float16", "bytes"};
-    char message[256];
-    if (rc == -EALREADY)
-        PyOS_snprintf(message, sizeof(message),
-                      "param %u already has a gradient in this step: a second backward before"
-                      " optimizer.step()",
-                      (unsigned)index);
-    else if (rc == -EINVAL)
-        PyOS_snprintf(message, sizeof(message),
-                      "param %u has a gradient of %s and is %s: on an accelerator they are the"
-                      " same (leave grad_dtype as it is)",
-                      (unsigned)index, names[lhpy_dtype(view->dtype)],
-                      names[lhpy_dtype(self->params[index].dtype)]);
-    else
-        return lhpy_raise_engine(self);
-    return lhpy_raise(self->raiser, rc == -EALREADY ? rc : -EOPNOTSUPP, message);
-}
-
-PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
-{
-    struct lhpy_param *param = &self->params[index];
-    struct lhpy_dl_tensor view;
-    if (lhpy_check_open(self) < 0 || lhpy_engine_backward_begin(self) < 0)
-        return NULL;
-    lhpy_engine_again_release(self);
-    if (param->gradient && lh_engine_gradient_is_consumed(self->core->engine, index))
-        lhpy_engine_sweep(self);
-    PyObject *owned = gradient_prepare(self, index, gradient, &view);
-    if (!owned)
-        return NULL;
-    if (!self->step_has_gradients && step_gradients_begin(self) < 0) {
-        Py_DECREF(owned);
-        return NULL;
-    }
-    self->backward_has_gradients = true;
-    if (self->has_sums) {
-        int rc = lhpy_sums_add(self, index, owned);
-        Py_DECREF(owned);
-        return rc < 0 ? NULL : Py_NewRef(Py_None);
-    }
-    /* Before this gradient is taken, not after: nobody has to wait behind the last one. */
-    if (lhpy_engine_wait(self, lh_engine_gradient_wait, self->budget.gradient_ahead_bytes) < 0) {
-        Py_DECREF(owned);
-        return NULL;
-    }
-    /* autograd adds gradients up on a stream of the leaf's, not always on that of the operations,
-     * which the units in use are read on. */
-    void *stream = lhpy_device_stream_note(self);
-    int rc = lh_engine_gradient(self->core->engine, index, view.data, lhpy_dtype(view.dtype));
-    lh_engine_stream_set(self->core->engine, stream);
-    if (rc < 0) {
-        Py_DECREF(owned);
-        return gradient_refuse(self, index, &view, rc);
-    }
-    LH_ASSERT(!param->gradient);
-    param->gradient = owned;
-    param->gradient_bytes = (uint64_t)lhpy_tensor_count(&view) * (view.dtype.bits / 8);
-    self->held_bytes += param->gradient_bytes;
-    self->held_params[self->held_count++] = index;
-    self->unit_states[self->engine_params[index].unit].has_gradients = true;
-    lhpy_engine_sweep(self);
-    Py_RETURN_NONE;
-}
-
 /* Take p.grad away from the parameter: None if there is none. */
 static PyObject *gradient_detach(const struct lhpy_engine *self, unsigned long index,
                                  PyObject *parameter)
@@ -541,6 +455,8 @@ static PyObject *gradient_hook(PyObject *self_tuple, PyObject *parameter)
 {
     PyObject *engine = PyTuple_GetItem(self_tuple, 0);
     unsigned long index = PyLong_AsUnsignedLong(PyTuple_GetItem(self_tuple, 1));
+    if (lhpy_check_open((struct lhpy_engine *)engine) < 0)
+        return NULL;
     PyObject *gradient = gradient_detach((struct lhpy_engine *)engine, index, parameter);
     PyObject *answer = NULL;
     if (gradient == Py_None)

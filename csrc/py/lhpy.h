@@ -42,8 +42,8 @@ struct lhpy_core {
     uint8_t *device_base;
     int32_t device_type; /* of lends and gradients, as DLPack says it */
     int32_t device_id;
-    bool is_registered; /* main memory, with the device */
-    pid_t owner_pid;
+    bool is_registered;  /* main memory, with the device */
+    uint32_t fork_count; /* of the process that made it: see lhpy_core_is_forked() */
     struct lh_waker waker;
     bool has_waker;
 };
@@ -81,7 +81,8 @@ struct lhpy_param {
     uint64_t gradient_bytes;
     uint64_t byte_offset; /* in the unit */
     int32_t ndim;
-    int64_t *shape; /* ndim sizes, then ndim contiguous strides */
+    int64_t *shape;  /* ndim sizes, then ndim strides */
+    PyObject *order; /* owned: dimensions from the outermost in memory on; NULL: contiguous */
     struct lhpy_dl_type dtype;
     int64_t version; /* tensor._version when it was bound in a forward; -1: not asked */
     bool is_changed; /* in place, inside a forward */
@@ -130,12 +131,13 @@ struct lhpy_engine {
     bool step_has_gradients;
     bool backward_has_gradients; /* the last one that began */
     bool has_sums;
-    bool is_paused;        /* the store is the caller's until resume() */
-    bool forward_is_open;  /* inside a forward whose saved tensors are packed */
-    bool forward_is_train; /* the last one that began had gradients enabled */
-    PyObject *raiser;      /* (code, message) -> exception */
-    PyObject *on_backward; /* called once a backward */
-    PyObject *on_gradient; /* called before the first gradient of a step */
+    bool is_paused;               /* the store is the caller's until resume() */
+    bool forward_is_open;         /* inside a forward whose saved tensors are packed */
+    unsigned long forward_thread; /* that opened it */
+    bool forward_is_train;        /* the last one that began had gradients enabled */
+    PyObject *raiser;             /* (code, message) -> exception */
+    PyObject *on_backward;        /* called once a backward */
+    PyObject *on_gradient;        /* called before the first gradient of a step */
     PyObject *on_forward;  /* called when a scope begins (True) or ends (False) outside a forward */
     PyObject *in_backward; /* true on a thread that runs a backward */
     PyObject *zo_image;    /* bytes: what zo_kernel is of; NULL: none is loaded */
@@ -144,7 +146,7 @@ struct lhpy_engine {
     PyObject *handle_type;
     PyObject *scope_type;
     char io_reason[512];
-    pid_t owner_pid; /* a forked child has neither its threads nor a right to its files */
+    uint64_t release_count; /* of gradients, when they were last looked at */
 };
 
 /* Put value (stolen) into an owned reference. */
@@ -159,6 +161,11 @@ static inline void lhpy_replace(PyObject **slot, PyObject *value)
 struct lhpy_core *lhpy_core_create(void);
 void lhpy_core_retain(struct lhpy_core *core);
 void lhpy_core_release(struct lhpy_core *core); /* any thread, without the GIL */
+/*
+ * The calling process is a child of the one that made it: it has neither the engine's threads nor
+ * its memory, and no right to its files. Whatever would touch them does nothing, or is refused.
+ */
+bool lhpy_core_is_forked(const struct lhpy_core *core);
 
 /* device.c */
 /* Make the accelerator that opts name; nothing for "cpu". Without the GIL. */
@@ -215,6 +222,8 @@ PyObject *lhpy_text(const char *message);
 PyObject *lhpy_raise_error(PyObject *raiser, const struct lh_error *err);
 /* The engine's own error. */
 PyObject *lhpy_raise_engine(struct lhpy_engine *self);
+/* It is neither closed nor another process's. */
+bool lhpy_is_open(const struct lhpy_engine *self);
 int lhpy_check_open(struct lhpy_engine *self);
 
 /* engine.c */
@@ -228,8 +237,6 @@ void lhpy_engine_unuse(struct lhpy_engine *self, uint32_t unit);
 typedef int (*lhpy_wait_fn)(struct lh_engine *engine, uint64_t argument, int timeout_ms);
 /* Wait in slices without the GIL, looking for signals: 1, or -1 with a Python error. */
 int lhpy_engine_wait(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argument);
-/* Let go of gradients that the engine has read. */
-void lhpy_engine_sweep(struct lhpy_engine *self);
 /*
  * Pin unit until its handles are gone, or until lhpy_engine_backward_end(). -1 with a Python error.
  */
@@ -239,8 +246,6 @@ void lhpy_engine_unuse_backward(struct lhpy_engine *self, uint32_t unit);
 int lhpy_engine_backward_begin(struct lhpy_engine *self);
 /* Let go of every pin that waits for handles. */
 void lhpy_engine_backward_release(struct lhpy_engine *self);
-/* Forget the gradients that are held; the engine reads none of them. */
-void lhpy_engine_gradients_drop(struct lhpy_engine *self);
 
 /* session.c: the Engine's methods around a step */
 extern const char *const lhpy_link_names[]; /* by enum lh_engine_link */
@@ -268,12 +273,18 @@ PyObject *lhpy_engine_classes(PyObject *object, PyObject *args);
 /* Leave every scope: those of a forward that died. */
 PyObject *lhpy_engine_scopes_drop(PyObject *object, PyObject *args);
 PyObject *lhpy_scope_new(struct lhpy_engine *self, PyObject *scope_type, PyObject *units);
-PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
 /* Make the parameters' data lends, or hollow. -1 with a Python error. */
 int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit);
 /* Make hollow what Scope.read() and Scope.hold() bound. */
 void lhpy_engine_again_release(struct lhpy_engine *self);
 void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit);
+
+/* gradient.c */
+/* Let go of gradients that the engine has read. */
+void lhpy_engine_sweep(struct lhpy_engine *self);
+/* Forget the gradients that are held; the engine reads none of them. */
+void lhpy_engine_gradients_drop(struct lhpy_engine *self);
+PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
 
 /* saved.c */
 /* make->object is owned. -1 with a Python error. */

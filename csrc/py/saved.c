@@ -121,7 +121,7 @@ PyObject *lhpy_engine_saved_drop(PyObject *object, PyObject *number)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     uint32_t item = 0;
-    if (!self->io)
+    if (!lhpy_is_open(self))
         Py_RETURN_NONE;
     if (item_parse(self, number, &item) < 0)
         return NULL;

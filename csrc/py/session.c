@@ -38,7 +38,7 @@ PyObject *lhpy_engine_backward_end(PyObject *object, PyObject *args)
     (void)args;
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     self->backward_is_open = false;
-    if (self->io) {
+    if (lhpy_is_open(self)) {
         lhpy_engine_again_release(self);
         lhpy_engine_backward_release(self);
         lhpy_engine_sweep(self);
@@ -192,7 +192,7 @@ PyObject *lhpy_engine_commit_release(PyObject *object, PyObject *args)
 {
     (void)args;
     struct lhpy_engine *self = (struct lhpy_engine *)object;
-    if (self->io && self->owner_pid == getpid())
+    if (lhpy_is_open(self))
         lh_engine_commit_release(self->core->engine);
     Py_RETURN_NONE;
 }
@@ -317,6 +317,8 @@ PyObject *lhpy_engine_stats(PyObject *object, PyObject *args)
     (void)args;
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     struct lh_engine_step_stats stats;
+    if (self->core && lhpy_core_is_forked(self->core) && lhpy_check_open(self) < 0)
+        return NULL;
     if (!self->core || !lh_engine_stats(self->core->engine, &stats))
         Py_RETURN_NONE;
     struct {

@@ -201,11 +201,15 @@ PyObject *lhpy_store_open(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     (void)module;
     static char *keys[] = {"type",           "raiser",  "directories", "read_only",
-                           "allow_buffered", "is_held", NULL};
+                           "allow_buffered", "is_held", "open_at",     NULL};
     PyObject *type, *raiser, *directories;
+    PyObject *open_at = Py_None;
     int read_only = 0, allow_buffered = 0, is_held = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOpp|p", keys, &type, &raiser, &directories,
-                                     &read_only, &allow_buffered, &is_held))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOpp|pO", keys, &type, &raiser, &directories,
+                                     &read_only, &allow_buffered, &is_held, &open_at))
+        return NULL;
+    uint64_t step = open_at == Py_None ? 0 : PyLong_AsUnsignedLongLong(open_at);
+    if (PyErr_Occurred())
         return NULL;
     struct names names = {0};
     struct lh_error err = {0};
@@ -217,6 +221,7 @@ PyObject *lhpy_store_open(PyObject *module, PyObject *args, PyObject *kwargs)
                                           .directory_count = names.count,
                                           .read_only = read_only != 0 || is_held != 0,
                                           .is_held = is_held != 0,
+                                          .open_at = open_at == Py_None ? NULL : &step,
                                           .allow_buffered = allow_buffered != 0};
         int rc;
         Py_BEGIN_ALLOW_THREADS
@@ -342,7 +347,7 @@ static PyObject *store_describe(PyObject *object, PyObject *args)
     if (!paths)
         return NULL;
     return Py_BuildValue(
-        "{s:y#,s:y#,s:y#,s:K,s:N,s:s,s:N,s:I,s:I,s:K,s:O,s:K,s:O}", "meta", meta ? meta : "",
+        "{s:y#,s:y#,s:y#,s:K,s:N,s:s,s:N,s:I,s:I,s:K,s:O,s:K,s:O,s:O}", "meta", meta ? meta : "",
         (Py_ssize_t)meta_bytes, "scalars", scalars ? scalars : "", (Py_ssize_t)scalar_bytes,
         "caller_scalars", caller ? caller : "", (Py_ssize_t)caller_bytes, "step",
         lh_store_step(self->store), "note", lhpy_text(lh_store_note(self->store)), "uuid",
@@ -351,7 +356,8 @@ static PyObject *store_describe(PyObject *object, PyObject *args)
         "commit_bytes", lh_store_commit_bytes(self->store), "is_empty",
         is_empty(self->store) ? Py_True : Py_False, "scalar_bytes_max",
         lh_store_scalar_bytes_max(self->store), "is_single_slot",
-        lh_store_is_single_slot(self->store) ? Py_True : Py_False);
+        lh_store_is_single_slot(self->store) ? Py_True : Py_False, "is_fallback",
+        lh_store_is_fallback(self->store) ? Py_True : Py_False);
 }
 
 /* Each extent: (bytes, group, slots of the group, whether it reads as zeros). */

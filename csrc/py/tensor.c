@@ -74,15 +74,7 @@ bool lhpy_tensor_is_contiguous(const struct lhpy_dl_tensor *tensor)
 /* Its elements fill one stretch of memory, in some order of dimensions. */
 bool lhpy_tensor_is_dense(const struct lhpy_dl_tensor *tensor)
 {
-    int64_t reach = 1;
     int64_t count = lhpy_tensor_count(tensor);
-    for (int32_t i = 0; i < tensor->ndim; i++) {
-        if (tensor->shape[i] > 1 && tensor->strides[i] <= 0)
-            return false;
-        reach += (tensor->shape[i] - 1) * tensor->strides[i];
-    }
-    if (reach != count)
-        return false;
     /*
      * Distinct strides that each are the product of the smaller dimensions: sort by selection, ndim
      * is small.
@@ -126,8 +118,7 @@ struct lend {
 static void lend_delete(struct lhpy_dl_managed *managed)
 {
     struct lend *lend = managed->manager_ctx;
-    /* A forked child has neither the device nor its threads, one of which may hold a mutex. */
-    if (lend->core->dev && lend->core->owner_pid != getpid())
+    if (lhpy_core_is_forked(lend->core))
         return;
     lh_engine_unpin(lend->core->engine, lend->unit);
     lhpy_core_release(lend->core);
@@ -237,6 +228,8 @@ struct saved_lend {
 static void saved_lend_delete(struct lhpy_dl_managed *managed)
 {
     struct saved_lend *lend = managed->manager_ctx;
+    if (lhpy_core_is_forked(lend->core))
+        return;
     lh_saved_drop(lend->core->engine, lend->item);
     lhpy_core_release(lend->core);
     free(lend);

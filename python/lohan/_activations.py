@@ -19,7 +19,7 @@ from torch import nn
 
 from lohan import _core
 from lohan._frame import Dropped, Frame
-from lohan._tensor import SavedTensors
+from lohan._tensor import SavedTensors, in_transform
 from lohan.config import ACTIVATIONS, POLICIES
 from lohan.errors import ModelError
 
@@ -39,6 +39,7 @@ class Owner(Protocol):
     stay: SavedTensors
     to_ssd: SavedTensors
     _engine: _core.Engine
+    _param_index: dict[int, int]
 
 
 class Modes(Protocol):
@@ -234,6 +235,7 @@ class Tools:
         saved: the session's own, by which they leave where it swaps.
         to_ssd: those by which they leave for SSD even if main memory had room.
         device: where computation happens.
+        known: the session's parameters, by their ids.
     """
 
     pack: Callable[[Any], Any]
@@ -241,6 +243,7 @@ class Tools:
     saved: SavedTensors
     to_ssd: SavedTensors
     device: torch.device
+    known: Mapping[int, int]
 
 
 class Block:
@@ -255,6 +258,7 @@ class Block:
         stay: the same for those that stay.
         packers: of them, by the mode.
         device: where it computes.
+        known: the session's parameters, by their ids.
         frame: of the forward that runs, for the first or the second time.
         make_frame: what makes one.
         anchor: what outputs that are given again hang on.
@@ -285,6 +289,7 @@ class Block:
             "ssd": tools.to_ssd.pack,
         }
         self.device = tools.device
+        self.known = tools.known
         self.frame: Frame | None = None
         self.make_frame = make_frame
         self.drop_end = 1 << 62
@@ -328,7 +333,7 @@ class Block:
     def forward(self, args: Any, kwargs: Any) -> Any:
         """What the module's call runs."""
         module = self.shadow.module()
-        if module is None or not torch.is_grad_enabled():
+        if module is None or not torch.is_grad_enabled() or in_transform():
             return self.shadow.plain(args, kwargs)
         if not self.is_on:
             # The module is the model, whose call had this forward when another one was put.
@@ -383,6 +388,7 @@ class Activations:
             owner.saved,
             owner.to_ssd,
             owner.device.torch_device,
+            owner._param_index,
         )
 
     def add(self, owner: Owner, scope: Scope, made: _core.Scope) -> None:

@@ -106,7 +106,7 @@ def write_state(
             continue
         places = extents.units[param.unit]
         for key, extent in zip(MOMENTS, (places.moment1, places.moment2), strict=True):
-            values = _moment(param.name, key, param.tensor, state.get(key))
+            values = param.flat(_moment(param.name, key, param.tensor, state.get(key)))
             store.write(extent, param.first * 4, values.data_ptr(), nbytes_of(values))
         steps[param.index] = int(state["step"])
     return _core.scalars_make(steps, b"")
@@ -153,7 +153,7 @@ def read_state(layout: Layout, extents: Extents, store: _core.Store) -> dict[int
         state: dict[str, Any] = {"step": torch.tensor(float(steps[param.index]))}
         places = extents.units[param.unit]
         for key, extent in zip(MOMENTS, (places.moment1, places.moment2), strict=True):
-            values = torch.empty(param.tensor.shape)
+            values = param.shaped(torch.empty(param.count))
             store.read(extent, param.first * 4, values.data_ptr(), nbytes_of(values))
             state[key] = values.to(param.tensor.dtype)
         found[param.index] = state

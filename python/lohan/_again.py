@@ -3,30 +3,70 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from lohan._tensor import nbytes_of
+from lohan._tensor import nbytes_of, version_of
 from lohan.errors import RecomputeError
 
 # Tensors up to a page are kept: naming one costs about as much, and there are few of them.
 SMALL_BYTES = 4096
 
 
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def items_of(value: Any) -> list[Any] | None:
+    """The items of a container that map_values() can make again; None: it is none."""
+    if type(value) in (tuple, list) or _is_named_tuple(value):
+        return list(value)
+    if type(value) in (dict, OrderedDict):
+        return list(value.values())
+    return None
+
+
 def map_values(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Value with what is of a kind changed, through tuples, lists and dicts; the rest stays."""
+    """Value with what is of a kind changed, through tuples, lists and dicts; the rest stays.
+
+    Containers of other classes stay as they are, with all that is in them: only their class knows
+    how one is made.
+    """
     if isinstance(value, kind):
         return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_values(item, kind, change) for item in value))
-    if type(value) in (tuple, list):
-        return type(value)(map_values(item, kind, change) for item in value)
-    if type(value) is dict:
-        return {key: map_values(item, kind, change) for key, item in value.items()}
-    return value
+    items = items_of(value)
+    if items is None:
+        return value
+    items = [map_values(item, kind, change) for item in items]
+    if _is_named_tuple(value):
+        # Not by its constructor: that of PackedSequence expects tensors, which these may not be.
+        made = tuple.__new__(type(value), items)
+        vars(made).update(vars(value)) if hasattr(value, "__dict__") else None
+        return made
+    if isinstance(value, dict):
+        return type(value)(zip(value, items, strict=True))
+    return type(value)(items)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in value but parameters, through containers of any class and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, nn.Parameter):
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -54,14 +94,17 @@ def set_random_states(states: list[torch.Tensor], device: torch.device) -> None:
 
 
 class Surroundings:
-    """Generators, autocast, train or eval, and buffers as they are when a block's forward begins.
+    """What a block's forward sees besides its arguments, as it is when that begins.
+
+    Generators, autocast, train or eval, buffers, and parameters that are not the session's.
 
     Args:
         module: the block.
         device: where it computes.
+        known: ids of the session's parameters.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, known: Container[int]) -> None:
         self.device = device
         self.random = random_states(device)
         self.autocast = [
@@ -77,7 +120,16 @@ class Surroundings:
             for name, buffer in child._buffers.items()
             if buffer is not None
         ]
-        self.versions: list[tuple[torch.Tensor, int]] = []
+        # What torch.func.functional_call has put in the place of the session's parameters.
+        self.others = [
+            (child, name, param)
+            for child, _ in self.training
+            for name, param in child._parameters.items()
+            if param is not None and id(param) not in known
+        ]
+        self.versions: list[tuple[torch.Tensor, int]] = [
+            (param, version_of(param)) for *_, param in self.others
+        ]
 
     def settle(self) -> None:
         """The forward is over: of large buffers that it did not change no copy is needed."""
@@ -88,7 +140,7 @@ class Surroundings:
             if is_small or after is None or not torch.equal(before, after):
                 kept.append((child, name, before))
             else:
-                self.versions.append((after, after._version))
+                self.versions.append((after, version_of(after)))
         self.buffers = kept
 
     @contextlib.contextmanager
@@ -102,22 +154,27 @@ class Surroundings:
         Raises:
             RecomputeError: a large buffer was changed in place since the forward.
         """
-        for buffer, version in self.versions:
-            if buffer._version != version:
+        for tensor, version in self.versions:
+            if version_of(tensor) != version:
+                is_other = any(tensor is param for *_, param in self.others)
                 raise RecomputeError(
-                    f"a buffer of {tuple(buffer.shape)} was changed in place behind the forward of"
-                    f" block {name!r}, which is computed again in backward: change it behind the"
-                    f" backward, or keep the block's activations ({way_out})"
+                    f"a {'parameter' if is_other else 'buffer'} of {tuple(tensor.shape)} was"
+                    f" changed in place after the forward of block {name!r}, which is computed"
+                    " again in backward: change it after the backward, or keep the block's"
+                    f" activations ({way_out})"
                 )
         random_now = random_states(self.device)
         training_now = [(child, child.training) for child, _ in self.training]
         buffers_now = [(child, key, child._buffers.get(key)) for child, key, _ in self.buffers]
+        params_now = [(child, key, child._parameters.get(key)) for child, key, _ in self.others]
         try:
             set_random_states(self.random, self.device)
             for child, is_training in self.training:
                 child.training = is_training
             for child, key, before in self.buffers:
                 child._buffers[key] = before
+            for child, key, param in self.others:
+                child._parameters[key] = param
             with contextlib.ExitStack() as stack:
                 for kind, is_enabled, dtype in self.autocast:
                     made = torch.autocast(kind, dtype, is_enabled, self.has_cache)
@@ -130,3 +187,5 @@ class Surroundings:
                 child.training = is_training
             for child, key, now in buffers_now:
                 child._buffers[key] = now
+            for child, key, param_now in params_now:
+                child._parameters[key] = param_now

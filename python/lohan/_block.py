@@ -7,6 +7,14 @@ that owns parameters directly and has blocks below it is a scope, too; its units
 long as its forward runs, that is, while its blocks come and go. A unit holds the parameters of
 one block with one dtype and one requires_grad, one after the other, so that it is one array; those
 that are read in place are units of their own.
+
+[Note: Strides] Torch chooses some kernels by a parameter's strides (channels_last convolutions),
+and different kernels round differently. A unit therefore stores the elements of a dense parameter
+in the order in which they were in memory at wrap, and lends them with the same strides; gradients
+and moments are put into that order. Files, and readers that go by shape, have them in the usual
+order. A store records the strides of its parameters, and a resumed run computes with those.
+Parameters with gaps, parameters that are read in place and those that zeroth-order training moves
+are made contiguous, which is said once.
 """
 
 from __future__ import annotations
@@ -45,11 +53,27 @@ class Param:
     decays: bool = True  # weight decay, there
     kept: str | None = None  # in which format it is kept there, if not where it is computed with
     value_first: int = 0  # where it is computed with then: byte in its unit's place
+    strides: tuple[int, ...] | None = None  # None: contiguous; see [Note: Strides]
 
     @property
     def count(self) -> int:
         """Elements."""
         return self.tensor.numel()
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Its dimensions, from the one with the largest steps in memory on."""
+        strides = self.strides or contiguous_strides(self.tensor.shape)
+        return tuple(sorted(range(len(strides)), key=lambda i: -strides[i]))
+
+    def flat(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the parameter's shape, in the order in which the unit has them."""
+        return values if self.strides is None else values.permute(self.order).reshape(-1)
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """Values in the unit's order, seen with the parameter's shape and strides."""
+        strides = self.strides or contiguous_strides(self.tensor.shape)
+        return flat.as_strided(self.tensor.shape, strides)
 
     @property
     def engine_first(self) -> int:
@@ -108,6 +132,8 @@ class Layout:
         about: what the store's meta says besides, for who has no model.
         method: of zeroth-order training, as the store's meta says it.
         cut: of weights that are rounded when the store is filled.
+        made_contiguous: names of parameters whose strides are not kept.
+        other_strides: names of those that the store has with other strides than the model.
     """
 
     params: list[Param]
@@ -118,10 +144,13 @@ class Layout:
     in_place: InPlace = dataclasses.field(default_factory=lambda: InPlace([]))
     method: dict[str, Any] | None = None
     cut: _kept.Cut = dataclasses.field(default_factory=_kept.Cut)
+    made_contiguous: list[str] = dataclasses.field(default_factory=list)
+    other_strides: list[str] = dataclasses.field(default_factory=list)
 
 
 def _own_bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    owned = (part._parameters.values() for part in module.modules())
+    return sum({id(p): p.nbytes for each in owned for p in each if p is not None}.values())
 
 
 def _lists_below(module: nn.Module) -> Iterator[nn.Module]:
@@ -248,6 +277,43 @@ def _scope_of_modules(
     return found
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The steps between elements of a tensor in the usual order."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))[-len(shape) :] if len(shape) > 0 else ()
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """The elements fill one stretch of memory, each place once, in some order of dimensions."""
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, strides, strict=True)):
+        if size > 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _keep_strides(params: Sequence[Param], found: Found) -> list[str]:
+    """Note the strides of parameters that are not contiguous; see [Note: Strides].
+
+    Returns:
+        The names of those that become contiguous.
+    """
+    left = []
+    for param in params:
+        shape, strides = param.tensor.shape, param.tensor.stride()
+        if strides == contiguous_strides(shape):
+            continue
+        is_kept = id(param.tensor) not in found.in_place and id(param.tensor) not in found.moved
+        if is_kept and is_dense(shape, strides):
+            param.strides = strides
+        else:
+            left.append(param.name)
+    return left
+
+
 def _align(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 
@@ -340,6 +406,7 @@ def make_layout(
     _mark_always(scope_list, units)
     layout = Layout(params, units, scope_list, Buffers(model).kept_bytes)
     layout.in_place = InPlace(found.files[: found.file_count])
+    layout.made_contiguous = _keep_strides(params, found)
     return layout
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan._tensor import nbytes_of
+from lohan._tensor import bytes_of, nbytes_of
 from lohan.errors import StoreMismatchError
 
 # More than that is not kept: every commit would write it, and main memory hold it four times.
@@ -121,8 +121,7 @@ class Buffers:
 
 
 def _raw(tensor: torch.Tensor) -> bytes:
-    flat = tensor.cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return bytes_of(tensor).tobytes()
 
 
 def unpack(said: list[Any], raw: bytes) -> dict[str, torch.Tensor]:

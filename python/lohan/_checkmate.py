@@ -24,8 +24,6 @@ import collections
 import math
 from typing import Any
 
-import numpy as np
-
 from lohan import _core
 from lohan._plan import Layer, Machine, Model
 from lohan.errors import BudgetError, UnsupportedError
@@ -132,6 +130,8 @@ class _Program:
     """
 
     def __init__(self, kinds: list[tuple[Layer, int]], model: Model, machine: Machine) -> None:
+        import numpy as np
+
         n = len(kinds)
         forward_flop = max(model.forward_flop, 1)
         per_byte = machine.gpu_flop_per_s / forward_flop
@@ -158,8 +158,8 @@ class _Program:
         moved: Any,
         *,
         times: tuple[float, float] = (0, 0),
-        least: float = -np.inf,
-        most: float = np.inf,
+        least: float = -math.inf,
+        most: float = math.inf,
     ) -> None:
         self.rows.append([*kept, *moved, *times])
         self.low.append(least)
@@ -175,6 +175,7 @@ class _Program:
     def solve(self) -> tuple[float, list[tuple[int, int]]] | None:
         """What it costs, and how many of each kind are kept and moved; None: it cannot be."""
         try:
+            import numpy as np
             from scipy import optimize
         except ImportError as error:
             raise UnsupportedError(

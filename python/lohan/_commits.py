@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import sys
 from collections.abc import Sequence
 
 import torch
 
-from lohan import _core, _scalars, _snapshot, _store, _weights
+from lohan import _core, _exit, _scalars, _snapshot, _store, _weights
 from lohan._block import Layout
 from lohan._buffers import Buffers
 from lohan._part import SessionPart
@@ -17,11 +20,32 @@ from lohan._zo_run import Run
 from lohan.errors import StepError
 
 
+@dataclasses.dataclass
+class Edit:
+    """A change of parameters, or of buffers, that is staged and in no commit.
+
+    [Note: Edits] An edit is committed when the program goes on with it: at the first backward after
+    it, by commit(), and when the session is closed by a program that has not failed since
+    ([Note: Failing programs] in _exit.py). One that failed drops it: the store then has what it
+    had before. With one slot an edit replaces the only copy and cannot be dropped.
+
+    Attributes:
+        step: of the session when it was made. A later step carries it.
+        moment: when it was made.
+        is_refused: lohan has refused something since that belongs to the same edit.
+    """
+
+    step: int
+    moment: _exit.Moment
+    is_refused: bool = False
+
+
 class Commits(SessionPart):
     """The part of a session that decides what a store is opened with later, as its base class.
 
     Attributes:
         has_edits: parameters were changed by other means than steps, and no commit has that yet.
+        resumed_step: the step that the session was resumed at; None for a new store.
     """
 
     layout: Layout
@@ -29,7 +53,12 @@ class Commits(SessionPart):
     store: _core.Store
     directories: list[str]
     buffers: Buffers | None
+    is_ending: bool
+    _backward: str
+    _last_step: int
     has_edits: bool = False
+    resumed_step: int | None = None
+    _edit: Edit | None = None  # None, too, where commits are by hand
 
     def lend(self, index: int) -> torch.Tensor:
         """One parameter's bytes in memory."""
@@ -39,6 +68,24 @@ class Commits(SessionPart):
     def commits_by_hand(self) -> bool:
         """Only commit() commits: neither steps, nor edits of parameters, nor close()."""
         return self.config.commit_every == "manual"
+
+    def _finish(self) -> None:
+        """Commit what is closed; drop a step that is not."""
+        with contextlib.suppress(Exception):
+            if self._engine.status()["has_gradients"]:
+                self._engine.abort()
+                self._say_unfinished()
+        if not self.commits_by_hand:
+            self._engine.flush(True)
+            self._end_edits()
+
+    def _say_unfinished(self) -> None:
+        if self._backward == "done" and not self.is_ending and sys.exception() is None:
+            print(
+                "lohan: the session was closed after a backward and before model.optimizer.step():"
+                f" that step is forgotten, and the store is at step {self._last_step}",
+                file=sys.stderr,
+            )
 
     def commit(self) -> None:
         """Wait until every closed step, and every edit of parameters, is written and committed."""
@@ -54,20 +101,60 @@ class Commits(SessionPart):
         if self.has_edits and after == before:  # else that commit has them
             with self.exclusive([]) as store:
                 self._commit_buffers(store)
-        self.has_edits = False
+        self._edit, self.has_edits = None, False
 
     def edited(self, store: _core.Store) -> None:
-        """Parameters were written to the store, inside exclusive(): commit them, or note it."""
+        """Parameters were written to the store, inside exclusive(). See [Note: Edits]."""
+        self.has_edits = True
         if self.commits_by_hand:
-            self.has_edits = True
-        else:
+            return
+        if store.describe()["is_single_slot"]:
             self._commit_buffers(store)
+        if self._edit is None or self._edit.step != self.step:
+            self._edit = Edit(self.step, _exit.moment())
 
     def edited_buffers(self) -> None:
-        """Buffers alone were changed: commit them, or note it."""
+        """Buffers alone were changed."""
         self._engine.flush(not self.commits_by_hand)
         with self.exclusive([]) as store:
             self.edited(store)
+
+    def refuse_edit(self) -> None:
+        """Lohan refuses something that belongs to an edit: a commit of it has to be asked for."""
+        if self._edit is not None:
+            self._edit.is_refused = True
+
+    def commit_edits(self) -> None:
+        """Commit an edit, with which the program goes on."""
+        edit = self._edit
+        if edit is None:
+            return
+        if edit.step == self.step:  # else a step carries it
+            with self.exclusive([]) as store:
+                self._commit_buffers(store)
+        self._edit, self.has_edits = None, False
+
+    def _end_edits(self) -> None:
+        """Commit an edit, or drop it where the program has failed since: the session is closed."""
+        edit = self._edit
+        if edit is None or edit.step != self.step:
+            return
+        if not edit.is_refused and not _exit.has_failed_since(edit.moment):
+            self.commit_edits()
+            return
+        is_kept = self.store.describe()["is_single_slot"]
+        what = (
+            'is in the store all the same: commit_every="never" keeps one copy of each value. Start'
+            " again from the weights if the change was not meant to stay"
+            if is_kept
+            else f"is not in the store, which stays as it was at step {edit.step}."
+            " model.lohan.commit() directly after such a change keeps it"
+        )
+        print(
+            "lohan: the program failed after parameters were changed (by load_state_dict(), or in"
+            " a loop over them) and before a backward used them: the change " + what,
+            file=sys.stderr,
+        )
 
     def settle(self) -> None:
         """Have closed steps in the last commit. Edits by hand, made since, stay without one."""

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from lohan import _core, _in_place
+from lohan import _core, _in_place, _meta
 from lohan._block import Layout, Param, Unit, place, place_values
 from lohan._in_place import InPlace
 from lohan._kept import TYPES
-from lohan._store import Extents, UnitExtents, naming, plan_extents, read_checksums
+from lohan._store import (
+    Extents,
+    UnitExtents,
+    naming,
+    plan_extents,
+    read_checksums,
+    strides_of,
+)
 from lohan._tensor import nbytes_of
 from lohan._zo_run import Run, of_store
 from lohan.errors import StoreMismatchError, StoreUncleanError
@@ -81,16 +87,26 @@ def read(store: _core.Store, where: str) -> Contents:
             f"{where}: a store that was made, but whose contents were never written (its creation,"
             " or the copy that was to be there, was interrupted): delete it, and begin again"
         )
-    try:
-        contents = _parse(json.loads(described["meta"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreMismatchError(
-            f"{where}: a store, but of no model of lohan's ({error!r})"
-        ) from error
+    contents = _parse(_meta.of(store))
+    _check_table(contents, store, where)
     read_checksums(contents.layout, contents.extents, store)
-    if "method" in contents.meta:
+    if contents.meta.get("method") is not None:
         contents.run = of_store(store, contents.layout.params)
     return contents
+
+
+def _check_table(contents: Contents, store: _core.Store, where: str) -> None:
+    """Refuse a description that is not of what the store has room for."""
+    if "extents" in contents.meta:
+        return
+    has = [nbytes for nbytes, *_ in store.extents()]
+    said = [nbytes for nbytes, _ in contents.extents.table]
+    if said != has:
+        raise StoreMismatchError(
+            f"{where}: the store's description (meta) is damaged, or of another version of lohan:"
+            f" it says {len(said)} extents of {sum(said):,} bytes, and the store has {len(has)} of"
+            f" {sum(has):,}: go back to a snapshot, or use the version that made it"
+        )
 
 
 def _parse(meta: dict[str, Any]) -> Contents:
@@ -108,7 +124,10 @@ def _parse(meta: dict[str, Any]) -> Contents:
                 unit = Unit(unit_name, TYPES[kept] if kept else dtype, trainable, [])
             empty = torch.empty(shape, dtype=dtype, device="meta")
             tensor = nn.Parameter(empty, requires_grad=False)
-            unit.params.append(Param(name, tensor, len(units), 0, len(params), kept=kept))
+            strides = strides_of(meta, len(params))
+            unit.params.append(
+                Param(name, tensor, len(units), 0, len(params), kept=kept, strides=strides)
+            )
             params.append(unit.params[-1])
         assert unit is not None
         if not _in_place.restore(meta, unit, len(units)):
@@ -142,8 +161,25 @@ def pieces(
         param: which.
         is_master: in fp32, with all bits that the optimizer keeps; else as it computes.
     """
-    for begin in range(0, param.count, PIECE_ELEMENTS):
-        count = min(PIECE_ELEMENTS, param.count - begin)
+    if param.strides is not None:
+        flat = _pieces(store, unit, places, param, param.count, is_master=is_master)
+        yield from (param.shaped(values).reshape(-1) for values in flat)
+    else:
+        yield from _pieces(store, unit, places, param, PIECE_ELEMENTS, is_master=is_master)
+
+
+def _pieces(
+    store: _core.Store,
+    unit: Unit,
+    places: UnitExtents,
+    param: Param,
+    elements: int,
+    *,
+    is_master: bool,
+) -> Iterator[torch.Tensor]:
+    """The same in the unit's order, so many elements at a time."""
+    for begin in range(0, param.count, elements):
+        count = min(elements, param.count - begin)
         first = param.first + begin * (1 if unit.trainable else unit.dtype.itemsize)
         if is_master and unit.residual_bytes and unit.dtype == torch.float16:
             with naming(param.name, "residual"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,6 +37,7 @@ WARMUP_STEPS = 2
 OTHERS_SHARE_MAX = 0.1
 # A terminal of this width has room for everything that a step says.
 WIDE_COLUMNS = 132
+_PR_SET_PDEATHSIG = 1
 # What a training is called where people read it, by its worker's kind.
 NAMES = {"lohan": "lohan", "reference": "plain torch"}
 
@@ -98,6 +100,18 @@ def _watch_others(result: Result) -> Iterator[None]:
     result.others_share = min(max(others / seconds, 0.0), 1.0)
 
 
+def _ends_with(parent: int) -> Callable[[], None]:
+    """What a child calls before anything else, so that it is killed when its parent ends."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def set_signal() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)  # it has ended in between
+
+    return set_signal
+
+
 @contextlib.contextmanager
 def _worker(kind: str, options: Options, folder: str) -> Iterator[Iterator[dict[str, Any]]]:
     """Events of a worker process, which is dead when the with is left, however it is left."""
@@ -115,6 +129,7 @@ def _worker(kind: str, options: Options, folder: str) -> Iterator[Iterator[dict[
             env=environment,
             start_new_session=True,
             text=True,
+            preexec_fn=_ends_with(os.getpid()),
         )
 
         def events() -> Iterator[dict[str, Any]]:
@@ -209,7 +224,7 @@ def _places(store: str | None) -> Iterator[tuple[str, str | None]]:
                 target.mkdir(mode=0o700)
         raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _store.remove_temporary(folder)
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:

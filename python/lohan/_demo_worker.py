@@ -194,7 +194,7 @@ def run_lohan(options: Options, report: Report) -> None:
 def _collect(session: Any, seen: list[dict[str, Any]]) -> None:
     """Add the last finished step, if it is a new one."""
     stats = session.stats()
-    if stats is None or (seen and seen[-1]["step"] == stats.step):
+    if stats.step == 0 or (seen and seen[-1]["step"] == stats.step):
         return
     seen.append(
         {

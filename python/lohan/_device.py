@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from lohan import _core
 from lohan._accumulate import is_accumulating
 from lohan._block import Layout
+from lohan._tensor import has_storage
 from lohan.config import Config
 from lohan.errors import BudgetError, DeviceMemoryError, ModelError
 
@@ -87,8 +89,12 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def parse(name: str | None) -> tuple[str, int]:
+def parse(name: str | torch.device | None) -> tuple[str, int]:
     """The backend and the index that a user means.
+
+    [Note: The default device] None is the CPU, also where torch sees a GPU: no GPU has run lohan
+    yet, and a script that was written for the CPU has its batches there. `say_gpu()` tells who has
+    one how to ask for it.
 
     Args:
         name: as of Config.device.
@@ -97,8 +103,9 @@ def parse(name: str | None) -> tuple[str, int]:
         ModelError: it names none.
     """
     if name is None:
-        return ("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else ("cpu", 0)
-    kind, _, index = name.partition(":")
+        return "cpu", 0
+    name = str(name) if isinstance(name, torch.device) else name
+    kind, _, index = name.partition(":") if isinstance(name, str) else ("", "", "")
     if kind not in NAMES or (index and not (kind == "cuda" and index.isdecimal())):
         raise ModelError(f"device {name!r}: 'cpu', 'cuda', 'cuda:INDEX' or 'emu'")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -109,6 +116,50 @@ def parse(name: str | None) -> tuple[str, int]:
     if number >= torch.cuda.device_count():
         raise ModelError(f"device {name!r}: torch finds {torch.cuda.device_count()} GPUs")
     return kind, number
+
+
+_said_gpu = False
+
+
+def say_gpu(config: Config) -> None:
+    """Say once a process that there is a GPU, where nobody has said what to compute on."""
+    global _said_gpu
+    if _said_gpu or config.device is not None or not torch.cuda.is_available():
+        return
+    _said_gpu = True
+    print(
+        f"lohan: computing on the CPU; torch sees {torch.cuda.device_count()} GPU(s) here:"
+        ' lohan.wrap(..., device="cuda") computes there (no GPU has run lohan yet), device="cpu"'
+        " leaves this line out",
+        file=sys.stderr,
+    )
+
+
+def of_trainer(name: str | torch.device | None, trainers: torch.device) -> str:
+    """Where a Trainer's model computes: on the Trainer's device, where it puts the batches.
+
+    Args:
+        name: as of Config.device.
+        trainers: TrainingArguments' device.
+
+    Raises:
+        ModelError: name is another one.
+    """
+    if name is None:
+        return str(trainers)
+    kind, index = parse(name)
+    is_same = trainers.type == ("cuda" if kind == "cuda" else "cpu")
+    if not is_same or (kind == "cuda" and trainers.index not in (None, index)):
+        way_out = (
+            "use_cpu=True in TrainingArguments keeps them in main memory"
+            if trainers.type != "cpu"
+            else "leave use_cpu=True out of TrainingArguments"
+        )
+        raise ModelError(
+            f"device={str(name)!r} of lohan.TrainerCallback, but the Trainer puts batches on"
+            f" {trainers}: leave device= out, which computes there, or {way_out}"
+        )
+    return str(name)
 
 
 def check(config: Config) -> None:
@@ -212,7 +263,8 @@ class Meter:
 
         def counted(tensor: torch.Tensor) -> Any:
             packed = pack(tensor)
-            return packed if isinstance(packed, _core.Handle) else self.take(packed)
+            is_counted = not isinstance(packed, _core.Handle) and has_storage(tensor)
+            return self.take(packed) if is_counted else packed
 
         return counted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -33,11 +34,8 @@ def _host_bytes(config: Config, full: int) -> int:
 
 def _tied_gradient_bytes(layout: Layout) -> int:
     """Autograd holds the first half of a tied parameter's gradient until the second is there."""
-    tied = 0
-    for index, unit in enumerate(layout.units):
-        users = sum(index in scope.units for scope in layout.scopes)
-        tied += unit.gradient_bytes if users > 1 else 0
-    return tied
+    users = collections.Counter(i for scope in layout.scopes for i in {*scope.units})
+    return sum(unit.gradient_bytes for i, unit in enumerate(layout.units) if users[i] > 1)
 
 
 def _together_bytes(layout: Layout, sizes: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -59,7 +59,7 @@ def diagnose(
 
 def _usual_directory() -> str:
     made = _store.temporary_directory()
-    os.rmdir(made)
+    _store.remove_temporary(made)
     return os.path.dirname(made)
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan import _contents, _exit, _kept, _names, _safetensors, _scalars, _store
+from lohan import _arguments, _contents, _exit, _kept, _names, _safetensors, _scalars, _store
 from lohan._block import Layout
 from lohan._contents import PIECE_ELEMENTS, Contents
 from lohan._names import Origin, Saved
@@ -84,8 +84,7 @@ def find_session(directories: Sequence[str]) -> Session | None:
 
 def directories_of(store: PathLike | Sequence[PathLike]) -> list[str]:
     """A store's directories, absolute, from what a caller named."""
-    names = [store] if isinstance(store, str | os.PathLike) else list(store)
-    return [str(Path(os.fspath(name)).expanduser().absolute()) for name in names]
+    return _arguments.directories_of(store)
 
 
 def open_to_read(
@@ -97,7 +96,7 @@ def open_to_read(
         StoreLockedError: another process trains; what to do instead.
     """
     try:
-        return _store.open_existing(
+        store = _store.open_existing(
             directories, config, read_only=True, is_held=is_held, raiser=reader_error
         )
     except StoreLockedError as error:
@@ -106,6 +105,8 @@ def open_to_read(
             f"{error.strerror}. While a process trains, lohan snapshot STORE OUT makes a copy to be"
             " read",
         ) from error
+    _store.say_fallback(store)
+    return store
 
 
 def export(
@@ -196,6 +197,10 @@ def _opened(source: Any) -> Iterator[Opened]:
         session = find_session(directories_of(session)) or session
     if isinstance(session, str | os.PathLike | list | tuple):
         directories, config = directories_of(session), Config(allow_buffered=True)
+    elif not isinstance(getattr(session, "closed", None), bool):
+        raise ModelError(
+            f"{repr(source)[:80]}: a store's directories, a wrapped model, or its session"
+        )
     elif session.closed:
         directories, config = session.directories, session.config
     else:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import stat
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,12 +41,17 @@ _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """A safetensors file: what tells it from another one without reading all of it."""
+    """A safetensors file: what tells it from another one without reading all of it.
+
+    Attributes:
+        inode: device and number of the file that was read; None: it was not looked at yet.
+    """
 
     path: Path
     nbytes: int
     mtime_ns: int
     header_crc32c: int
+    inode: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +90,8 @@ def read_folder(place: Path) -> Folder:
     folder = Folder([], {})
     paths, file_of = _paths(place)
     for path in paths:
-        header, begin = read_header(path)
-        folder.files.append(describe_file(path, begin))
+        header, begin, file = read_header(path)
+        folder.files.append(file)
         for name, entry in header.items():
             made = _entry(folder, begin, name, entry)
             first = folder.entries.setdefault(name, made)
@@ -118,37 +124,35 @@ def _entry(folder: Folder, begin: int, name: str, entry: dict[str, Any]) -> Entr
     return Entry(len(folder.files) - 1, begin + first, end - first, entry["dtype"], shape)
 
 
-def describe_file(path: Path, header_bytes: int) -> File:
-    """What tells the file from another one."""
-    found = path.stat()
-    with path.open("rb") as file:
-        crc = _core.crc32c(file.read(header_bytes))
-    return File(path.absolute(), found.st_size, found.st_mtime_ns, crc)
-
-
 def check_descriptor(descriptor: int, file: File) -> None:
-    """What was opened is what was looked at.
+    """What was opened is what was looked at: call it before and after the file is read.
 
     Raises:
         StoreError: it was replaced or written to since.
     """
     found = os.fstat(descriptor)
-    if (found.st_size, found.st_mtime_ns) != (file.nbytes, file.mtime_ns):
+    is_same = (found.st_size, found.st_mtime_ns) == (file.nbytes, file.mtime_ns)
+    if not is_same or file.inode not in (None, (found.st_dev, found.st_ino)):
         raise StoreError(
             f"{file.path} was changed while it was being read: wait until it is whole, then try"
             " again"
         )
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file: its tensors, and where their bytes begin.
+def read_header(path: Path) -> tuple[dict[str, Any], int, File]:
+    """The header of a safetensors file: its tensors, where their bytes begin, and the file.
+
+    All of it is of one open file, whatever happens to its name meanwhile.
 
     Raises:
         StoreError: the file is not there or not safetensors, or is cut.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise StoreError(f"{path} is not a safetensors file: it is no regular file")
+            size = found.st_size
             head = file.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
             if 8 + length > size:
@@ -156,6 +160,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
             if length > _HEADER_BYTES_MAX:
                 raise StoreError(f"{path} is not a safetensors file: a header of {length} bytes")
             text = file.read(length)
+            if len(text) != length:
+                raise StoreError(f"{path} was cut while it was being read: try again")
     except FileNotFoundError as error:
         raise StoreError(error.errno, _missing(path)) from error
     except OSError as error:
@@ -171,7 +177,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
             _check_entry(name, entry)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{path} is not a safetensors file: {error}") from error
-    return header, 8 + length
+    inode = found.st_dev, found.st_ino
+    crc = _core.crc32c(head + text)
+    return header, 8 + length, File(path.absolute(), size, found.st_mtime_ns, crc, inode)
 
 
 def _missing(path: Path) -> str:
@@ -236,14 +244,36 @@ def _paths(place: Path) -> tuple[list[Path], dict[str, Path]]:
 def _of_index(path: Path) -> tuple[list[Path], dict[str, Path]]:
     try:
         said = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        file_of = {name: path.parent / file for name, file in said.items()}
+        file_of = {name: _beside(path, name, file) for name, file in said.items()}
     except FileNotFoundError as error:
         raise StoreError(error.errno, _missing(path)) from error
+    except OSError as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(error.errno, f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(
             f"{path} is no index of safetensors ({error!r}): download it again"
         ) from error
     return sorted(set(file_of.values())), file_of
+
+
+def _beside(index: Path, name: str, file: Any) -> Path:
+    """The file of a tensor, which lies where its index lies or below.
+
+    Raises:
+        StoreError: it does not, or is no name of a file.
+    """
+    if not isinstance(file, str):
+        raise TypeError(f"{name!r} is in {file!r}")
+    if file and "\0" not in file and file.isprintable():
+        inner = Path(file)
+        if not inner.is_absolute() and ".." not in inner.parts and inner.parts:
+            return index.parent / inner
+    raise StoreError(
+        f"{index} says that {name!r} is in {file!r}: files of an index lie in its own folder: check"
+        " where the folder comes from, and download it again"
+    )
 
 
 def _pickle_message(place: Path, name: str) -> str:

@@ -20,6 +20,8 @@ _DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
 _UPDATE_BYTES = {"float32": 24, "bfloat16": 24, "float16": 28}
 _SSD_LATENCY_NS = 80_000
 _SSD_SYNC_NS = 200_000
+# Steps between commits of a session that commits none.
+_NEVER = 1 << 20
 _LINK_LATENCY_NS = 10_000
 
 
@@ -72,7 +74,7 @@ def step_s(
     memory, transit, store, _ = session._swap_options
     dtype = _DTYPES[model.residual_bytes]
     workers = config.threads or len(os.sched_getaffinity(0))
-    every = config.commit_steps
+    every = config.commit_steps or _NEVER
     raw = _core.simulate(
         units=[(dtype, False, n) for n in map(block_params, model.blocks) if n],
         blocks=_blocks(model, machine, fates, again_ns),

@@ -14,10 +14,18 @@ from torch import nn
 
 from lohan import _core
 from lohan._accumulate import Accumulation
+from lohan._batch import BatchCheck
 from lohan._block import DTYPE_CODES, Layout
 from lohan._device import Device
 from lohan._part import SessionPart
-from lohan._tensor import SavedTensors, has_saved_tensor_hooks, in_backward
+from lohan._tensor import (
+    SavedTensors,
+    has_saved_tensor_hooks,
+    hooks_are_refused,
+    in_backward,
+    is_reading_wrapped,
+)
+from lohan._thread import ForwardThread
 from lohan._trace import Phases
 from lohan.errors import HollowParameterError, SecondBackwardError, UnsupportedError
 
@@ -37,18 +45,21 @@ class ForwardRules(SessionPart):
 
     def _forward_init(self) -> None:
         self.phases = Phases(self.config.trace_events)
+        self._batch = BatchCheck(self.device.torch_device)
         self._forward_depth = 0
         self._begun: tuple[int, bool] | None = None
         self._root_scopes: list[_core.Scope] = []
-        self._forward_frame: FrameType | None = None
+        self._thread = ForwardThread()
         self._autocast_cache = False
         self._autocast_is_seen = False
         self._entered = self.around  # of the forward that runs
         self._changed: set[int] = set()  # parameters, in place, inside a forward
 
-    def _root_enter(self, module: nn.Module, args: Any) -> None:
+    def _root_enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if in_backward():
             return
+        if self._batch.is_due:
+            self._batch.check(module, args, kwargs)
         if self._forward_is_alive():
             self._forward_depth += 1
             return
@@ -64,9 +75,11 @@ class ForwardRules(SessionPart):
             self._forward_end()
             raise
 
-    def _root_leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._forward_depth == 0 or in_backward():
-            return
+    def _root_leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._forward_depth == 0 or in_backward() or self._is_of_other_thread():
+            return  # torch calls this for a forward that was refused, too
+        if output is None:  # the forward raised, or has nothing to return
+            self._batch.explain(sys.exc_info()[1], module, args, kwargs)
         if self._forward_depth > 1:
             self._forward_depth -= 1
             return
@@ -82,6 +95,8 @@ class ForwardRules(SessionPart):
             self._forward_end()
             self._refuse_changed()
             return False
+        if self._forward_is_alive():
+            return False  # runs that take turns share it
         self._forward_begin(is_root=False)
         return True
 
@@ -99,15 +114,28 @@ class ForwardRules(SessionPart):
 
     def _forward_begin(self, *, is_root: bool) -> None:
         self.check_open()
+        refuse_transform()
+        frame = _frame_outside()
+        self._thread.claim(frame)
+        try:
+            self._forward_open(frame, is_root=is_root)
+        except BaseException:
+            if self._forward_depth == 0:
+                self._thread.release()
+            raise
+
+    def _forward_open(self, frame: FrameType | None, *, is_root: bool) -> None:
         if self._forward_depth > 0:
             self._forward_drop()
+            self._thread.claim(frame)
         if self._backward == "running":
             self._abort()  # the last backward died: its step is forgotten
         elif self._engine.status()["has_gradients"] and not self._accumulation.is_open:
             raise SecondBackwardError(
                 "a forward after backward and before optimizer.step(): parameters are on their way"
                 " to the next step. Call model.optimizer.step() first; lohan.wrap(...,"
-                " accumulate=k) sums the gradients of k backwards"
+                " accumulate=k) sums the gradients of k backwards. Where no step is to use them (a"
+                ' GAN\'s), wrap with schedule="deferred", and call zero_grad() before the forward'
             )
         self._check_hollow()
         self._changed_drop()
@@ -121,7 +149,6 @@ class ForwardRules(SessionPart):
         self._entered = self.around
         self._entered.enter()
         self._forward_depth = 1
-        self._forward_frame = _frame_outside()
         self._engine.forward(True)
         self.phases.begin("forward", self)
 
@@ -137,7 +164,9 @@ class ForwardRules(SessionPart):
 
     def _part_enter(self, module: nn.Module, args: Any) -> None:
         """A part of the model is called: accelerate's autocast is inside the model's call."""
-        if self._forward_depth > 0 and not self._autocast_is_seen and not in_backward():
+        if self._autocast_is_seen or self._forward_depth == 0:
+            return
+        if not in_backward() and not self._is_of_other_thread():
             self._autocast_see()
 
     def _check_hollow(self) -> None:
@@ -157,7 +186,7 @@ class ForwardRules(SessionPart):
 
     def _forward_end(self) -> None:
         self._forward_depth = 0
-        self._forward_frame = None
+        self._thread.release()
         self.phases.end()
         self._engine.forward(False)
         self._changed.update(self._engine.changed_take())
@@ -189,12 +218,24 @@ class ForwardRules(SessionPart):
 
     def _forward_is_alive(self) -> bool:
         """A forward is open, and its call is on the stack. torch skips hooks after a Ctrl-C."""
-        if self._forward_depth == 0:
+        if self._forward_depth == 0 or not self._thread.is_mine():
             return False
         frame: FrameType | None = sys._getframe()
-        while frame is not None and frame is not self._forward_frame:
+        while frame is not None and frame is not self._thread.frame:
             frame = frame.f_back
         return frame is not None
+
+    def _is_of_other_thread(self) -> bool:
+        """The open forward is another thread's, which the calling one has no part in."""
+        return not self._thread.is_mine()
+
+    def refuse_other_thread(self, what: str) -> None:
+        """Refuse to do something while another thread is inside a forward.
+
+        Raises:
+            ThreadError: names both threads.
+        """
+        self._thread.refuse_others(what)
 
     def _forward_drop(self) -> None:
         """Undo a forward that died without its hooks."""
@@ -218,6 +259,36 @@ class ForwardRules(SessionPart):
             return bool(scope.read())
         scope.hold()
         return True
+
+
+def refuse_transform() -> None:
+    """Refuse the transforms of torch.func in which saved tensors cannot be packed.
+
+    Raises:
+        UnsupportedError: names what can be used instead.
+    """
+    if hooks_are_refused():
+        raise UnsupportedError(
+            "a wrapped model cannot be called inside torch.func.grad, vjp, jacrev or hessian (or"
+            " where torch.autograd.graph.disable_saved_tensors_hooks() is in effect): torch"
+            " disables the saved-tensor hooks that bring parameters back in backward. Use"
+            " torch.autograd.grad or torch.autograd.functional (jacobian, hessian, vjp), which"
+            " work, as do torch.func.vmap, jvp and jacfwd; or lohan.unwrap(model) first"
+        )
+
+
+def refuse_read() -> None:
+    """Refuse loops over parameters where torch gives their values no storage.
+
+    Raises:
+        UnsupportedError: names what can be used instead.
+    """
+    if is_reading_wrapped():
+        raise UnsupportedError(
+            "parameters of a wrapped model cannot be read inside torch.func.grad or jvp (by"
+            " named_parameters() or torch.func.functional_call): use functional_call with a model"
+            " that is not wrapped (lohan.unwrap(model), or model.state_dict() loaded into another)"
+        )
 
 
 def _frame_outside() -> FrameType | None:

@@ -30,12 +30,14 @@ from lohan import _core
 from lohan._again import (
     SMALL_BYTES,
     Surroundings,
+    items_of,
     map_tensors,
     map_values,
     random_states,
     set_random_states,
+    tensors_in,
 )
-from lohan._tensor import is_top_hook, storage_reference, version_of
+from lohan._tensor import has_storage, is_top_hook, storage_reference, version_of
 from lohan.errors import LohanError, RecomputeError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -131,12 +133,15 @@ def _form_of(tensor: torch.Tensor) -> _Form:
     return tensor.shape, tensor.dtype
 
 
+def _versions(args: Any, kwargs: Any) -> list[int]:
+    return [version_of(tensor) for tensor in tensors_in((args, kwargs))]
+
+
 def is_plain(value: Any) -> bool:
     """Made of tensors and constants alone: an object may hold what changes."""
-    if isinstance(value, tuple | list):
-        return all(map(is_plain, value))
-    if type(value) is dict:
-        return all(map(is_plain, value.values()))
+    items = items_of(value)
+    if items is not None:
+        return all(map(is_plain, items))
     return value is None or isinstance(value, torch.Tensor | bool | int | float | str)
 
 
@@ -145,7 +150,7 @@ class Frame:
 
     def __init__(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.block = block
-        self.surroundings: Surroundings | None = Surroundings(module, block.device)
+        self.surroundings: Surroundings | None = Surroundings(module, block.device, block.known)
         self.forms: list[_Form] = []  # of every saved tensor, in order
         self.tickets: dict[int, weakref.ref[Dropped]] = {}  # those that were dropped
         self.wanted: dict[int, Dropped] = {}
@@ -156,16 +161,15 @@ class Frame:
         self.owned: dict[int, _Owned] = {}
         self.layer: Owner = block  # that runs
         self.is_inside = False  # a layer whose output is kept
-        self.versions: list[int] = []  # of inputs
+        self.versions = _versions(args, kwargs)
         self.inputs = map_tensors((args, kwargs), lambda tensor: self._take(tensor, block.given))
-        map_tensors((args, kwargs), lambda tensor: self.versions.append(version_of(tensor)))
         self.handles = [block.pack(param) for param in block.params]
 
     # --- The first forward ------------------------------------------------------------------
 
     def _own(self, tensor: torch.Tensor, owner: Owner) -> Owner:
         """Who computed tensor: known from before, or owner."""
-        if tensor.layout != torch.strided:
+        if not has_storage(tensor):
             return owner
         storage = tensor.untyped_storage()
         owned = self.owned.get(storage._cdata)
@@ -183,7 +187,7 @@ class Frame:
         self.forms.append(_form_of(tensor))
         if isinstance(packed, _core.Handle):
             return packed
-        if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() <= SMALL_BYTES:
+        if not has_storage(tensor) or tensor.untyped_storage().nbytes() <= SMALL_BYTES:
             return self.block.stay.pack(tensor)
         mode = self._own(tensor, self.layer).mode
         if mode != "recompute":
@@ -245,9 +249,7 @@ class Frame:
         if all(ticket() is None for ticket in self.tickets.values()):
             self._release()
             return
-        versions: list[int] = []
-        map_tensors((args, kwargs), lambda tensor: versions.append(version_of(tensor)))
-        if versions != self.versions:
+        if _versions(args, kwargs) != self.versions:
             raise self._changed()
 
     # --- The second forward -----------------------------------------------------------------

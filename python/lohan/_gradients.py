@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -22,21 +23,23 @@ def refuse_late_hooks(name: str, tensor: torch.Tensor) -> None:
     The refusal is in the parameter's `__dict__`, which is saved and copied with it: it has to stay
     with this one.
     """
-    reference = weakref.ref(tensor)
-
-    def state() -> dict[str, Any]:
-        this = reference()
-        assert this is not None
-        return {k: v for k, v in this.__dict__.items() if k not in _REFUSAL}
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(
-            f"{LATE_HOOK} of the wrapped parameter {name!r}: its gradient has left for the"
-            " optimizer when such a hook runs. register_hook() sees it before, and what it returns"
-            " takes its place; a hook from before lohan.wrap() works, too"
-        )
-
+    refuse = functools.partial(_refuse, name)
+    state = functools.partial(_state, weakref.ref(tensor))
     tensor.__dict__.update(zip(_REFUSAL, (refuse, state), strict=True))
+
+
+def _state(reference: weakref.ref[torch.Tensor]) -> dict[str, Any]:
+    this = reference()
+    assert this is not None
+    return {k: v for k, v in this.__dict__.items() if k not in _REFUSAL}
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedError(
+        f"{LATE_HOOK} of the wrapped parameter {name!r}: its gradient has left for the"
+        " optimizer when such a hook runs. register_hook() sees it before, and what it returns"
+        " takes its place; a hook from before lohan.wrap() works, too"
+    )
 
 
 def allow_late_hooks(tensor: torch.Tensor) -> None:

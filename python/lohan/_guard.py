@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan import _export, _names, _peft, _store
+from lohan import _export, _names, _peft, _stale, _store
+from lohan._block_writer import BlockWriter
 from lohan._compile import Traced, Uncompiled
 from lohan._hollow import HollowClasses, show
 from lohan._session import Session
 from lohan._tensor import ReadParameters, bits_checksum, is_same, without_classes
-from lohan.errors import FrozenParameterError, LentError, UnsupportedError
+from lohan.errors import FrozenParameterError, LentError, StaleStateError, UnsupportedError
 
 
 def _refuse(what: str, way_out: str) -> Callable[..., Any]:
@@ -27,6 +28,41 @@ def _refuse(what: str, way_out: str) -> Callable[..., Any]:
         raise UnsupportedError(f"{what} of a wrapped model is not possible: {way_out}")
 
     return refuse
+
+
+_REFUSED = {
+    "to_empty": _refuse(
+        "to_empty()",
+        "it would forget its values: build the model in lohan.empty() and wrap it with"
+        " init='model', or change values in a loop over model.named_parameters()",
+    ),
+    "__deepcopy__": _refuse("deepcopy", "copy model.state_dict(), or wrap a second model"),
+    "__reduce_ex__": _refuse(
+        "pickle (torch.save, copy.copy)",
+        "save model.state_dict(), or use the store, which is a checkpoint",
+    ),
+}
+
+
+def _bound(method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """A method of a module's own. A module that holds itself would outlive `del model`."""
+    return functools.partial(method, weakref.ref(module))
+
+
+def _owner(reference: weakref.ref[nn.Module]) -> nn.Module:
+    owner = reference()
+    assert owner is not None
+    return owner
+
+
+def _is_functional_call() -> bool:
+    """Whether torch.func.functional_call() has put other parameters there, for one call."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_functional_call":
+            return True
+    return False
 
 
 class Guard:
@@ -37,17 +73,20 @@ class Guard:
         self.model = weakref.ref(model)
         self.index = {id(p.tensor): p.index for p in session.layout.params}
         self.handles: list[Any] = []
-        self.shadowed: list[tuple[weakref.ref[nn.Module], str]] = []
+        self.shadowed: list[tuple[weakref.ref[nn.Module], list[str]]] = []
         self.watched: list[weakref.ref[nn.Module]] = []
+        self.readers: dict[int, Callable[[], bool]] = {}  # by unit
         self.filled: tuple[int, dict[int, str]] = (0, {})  # id of a state dict, names in it
-        self.has_said_added = False
         self.leaves_out: frozenset[int] = frozenset()  # parameters that a state dict leaves hollow
         self.only_names = False  # loops over parameters are for names and shapes, till zero_grad()
 
     def shadow(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
         """Put an instance attribute over a method."""
         object.__setattr__(module, name, function)
-        self.shadowed.append((weakref.ref(module), name))
+        reference = weakref.ref(module)
+        if not self.shadowed or self.shadowed[-1][0] is not reference:
+            self.shadowed.append((reference, []))
+        self.shadowed[-1][1].append(name)
 
     def install(self) -> None:
         """Shadow what cannot work as it is, and hook what can."""
@@ -57,53 +96,54 @@ class Guard:
         uncompiled = Uncompiled(model, self.shadow)
         if _peft.is_peft(model):
             self.shadow(model, "save_pretrained", self._save_adapters(model))
+        # torch marks the hook with an attribute, which a bound method cannot carry.
+        fill: Any = functools.partial(self._fill_state_dict)
+        named_parameters, on_trace = self._named_parameters, uncompiled.on_trace
+        save = self._save_to_state_dict
+        same: dict[str, Callable[..., Any]] = {"compile": uncompiled.compile, **_REFUSED}
+        methods: dict[str, Callable[..., Any]] = {
+            "zero_grad": self._zero_grad,
+            "load_state_dict": self._load_state_dict,
+            "_apply": self._apply,
+        }
         for module in model.modules():
-            self.shadow(module, "zero_grad", self._zero_grad(module))
-            named_parameters = Traced(self._named_parameters(module), uncompiled.on_trace)
-            self.shadow(module, "named_parameters", named_parameters)
-            self.shadow(module, "compile", uncompiled.compile)
-            self.shadow(module, "load_state_dict", self._load_state_dict(module))
-            self.shadow(module, "_apply", self._apply(module))
-            self.shadow(
-                module,
-                "__deepcopy__",
-                _refuse("deepcopy", "copy model.state_dict(), or wrap a second model"),
-            )
-            self.shadow(
-                module,
-                "__reduce_ex__",
-                _refuse(
-                    "pickle", "save model.state_dict(), or use the store, which is a checkpoint"
-                ),
-            )
+            for name, function in same.items():
+                self.shadow(module, name, function)
+            for name, method in methods.items():
+                self.shadow(module, name, _bound(method, module))
+            traced = Traced(_bound(named_parameters, module), on_trace)
+            self.shadow(module, "named_parameters", traced)
             if _names.is_hugging_face(module):
                 self.shadow(module, "save_pretrained", self._save_pretrained(module))
             if any(p is not None for p in module._parameters.values()):
-                # torch marks the hook with an attribute, which a bound method cannot carry.
-                hook = functools.partial(self._fill_state_dict)
                 register: Any = module.register_state_dict_post_hook
-                self.handles.append(register(hook))
-                self.shadow(module, "_save_to_state_dict", self._save_to_state_dict(module))
+                self.handles.append(register(fill))
+                self.shadow(module, "_save_to_state_dict", _bound(save, module))
                 self.watch(module)
 
         self.handles.append(model.register_forward_pre_hook(self._look_for_added))
 
     def _look_for_added(self, module: nn.Module, args: Any) -> None:
-        """Say once that a parameter came after wrap: its gradient has nowhere to go."""
-        if self.has_said_added or not torch.is_grad_enabled():
+        """Refuse a trainable parameter that was added after wrap: nothing would train it.
+
+        Raises:
+            UnsupportedError: names it.
+        """
+        if not torch.is_grad_enabled():
             return
         for name, part in module.named_modules():
             for own, param in part._parameters.items():
-                is_new = param is not None and id(param) not in self.index
+                is_new = isinstance(param, nn.Parameter) and id(param) not in self.index
                 if is_new and param.requires_grad and param.numel() > 0:
-                    self.has_said_added = True
-                    print(
-                        f"lohan: parameter {f'{name}.{own}' if name else own!r} came after"
-                        " lohan.wrap(), and model.optimizer does not train it: lohan.unwrap(model),"
-                        " then wrap it as it is to be",
-                        file=sys.stderr,
+                    if _is_functional_call():
+                        return
+                    raise UnsupportedError(
+                        f"parameter {f'{name}.{own}' if name else own!r} was added after"
+                        " lohan.wrap(), and model.optimizer does not train it: call"
+                        " lohan.unwrap(model), then wrap the model as it is now (adapters of peft"
+                        " are added before lohan.wrap()). A parameter that another optimizer trains"
+                        " belongs outside the wrapped module"
                     )
-                    return
 
     def hide(self) -> None:
         """Give every parameter the class that refuses to be read while it is hollow."""
@@ -116,21 +156,29 @@ class Guard:
     def watch(self, module: nn.Module) -> None:
         """Have the engine told when a parameter of the module is read."""
         reads = {
-            name: self.session.reader(self.index[id(tensor)])
+            name: self.reader(self.index[id(tensor)])
             for name, tensor in module._parameters.items()
             if id(tensor) in self.index
         }
         object.__setattr__(module, "_parameters", ReadParameters(module._parameters, reads))
         self.watched.append(weakref.ref(module))
 
+    def reader(self, index: int) -> Callable[[], bool]:
+        """What must be called when the parameter is read as an attribute of its module."""
+        unit = self.session.layout.params[index].unit
+        if unit not in self.readers:
+            self.readers[unit] = self.session.reader(unit)
+        return self.readers[unit]
+
     def remove(self) -> None:
         """Take everything off again."""
         for handle in self.handles:
             handle.remove()
-        for reference, name in self.shadowed:
+        for reference, names in self.shadowed:
             module = reference()
-            if module is not None and name in module.__dict__:
-                object.__delattr__(module, name)
+            for name in names:
+                if module is not None and name in module.__dict__:
+                    object.__delattr__(module, name)
         for watched in self.watched:
             module = watched()
             if module is not None:
@@ -141,37 +189,28 @@ class Guard:
         self.shadowed.clear()
         self.watched.clear()
 
-    def _named_parameters(self, module: nn.Module) -> Callable[..., Iterator[tuple[str, Any]]]:
+    def _named_parameters(
+        self,
+        reference: weakref.ref[nn.Module],
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters have their real data while the loop is at them, unless a step is under way."""
-        plain = type(module).named_parameters
-        reference = weakref.ref(module)
+        owner = _owner(reference)
+        plain = type(owner).named_parameters
+        for name, tensor in plain(owner, prefix, recurse, remove_duplicate):
+            is_other = id(tensor) not in self.index or self.session.closed
+            if is_other or self.only_names or self.session.is_underway:
+                yield name, tensor
+                continue
+            yield from self._show(name, tensor)
 
-        def named_parameters(
-            prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-        ) -> Iterator[tuple[str, nn.Parameter]]:
-            owner = reference()
-            assert owner is not None
-            for name, tensor in plain(owner, prefix, recurse, remove_duplicate):
-                is_other = id(tensor) not in self.index or self.session.closed
-                if is_other or self.only_names or self.session.is_underway:
-                    yield name, tensor
-                    continue
-                yield from self._show(name, tensor)
-
-        return named_parameters
-
-    def _zero_grad(self, module: nn.Module) -> Callable[..., None]:
+    def _zero_grad(self, reference: weakref.ref[nn.Module], set_to_none: bool = True) -> None:
         """Without values: nothing needs to be in memory for it."""
-        plain = type(module).named_parameters
-        reference = weakref.ref(module)
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            owner = reference()
-            assert owner is not None
-            self.only_names = False
-            self.session.zero_grad(tensor for _, tensor in plain(owner))
-
-        return zero_grad
+        owner = _owner(reference)
+        self.only_names = False
+        self.session.zero_grad(tensor for _, tensor in type(owner).named_parameters(owner))
 
     def _show(self, name: str, tensor: nn.Parameter) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameter with its real data; what is changed meanwhile goes to the store."""
@@ -203,23 +242,19 @@ class Guard:
                     self.session.undo_edit(index)
                     raise
 
-    def _save_to_state_dict(self, module: nn.Module) -> Callable[..., None]:
+    def _save_to_state_dict(
+        self, reference: weakref.ref[nn.Module], *args: Any, **kwargs: Any
+    ) -> None:
         """Let torch put hollow parameters into a state dict, where _fill_state_dict finds them."""
-        plain = type(module)._save_to_state_dict
-        reference = weakref.ref(module)
-
-        def save(*args: Any, **kwargs: Any) -> None:
-            owner = reference()
-            assert owner is not None
-            with without_classes():
-                plain(owner, *args, **kwargs)
-
-        return save
+        owner = _owner(reference)
+        with without_classes():
+            type(owner)._save_to_state_dict(owner, *args, **kwargs)
 
     def _fill_state_dict(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
         """Put real values where a module's hollow parameters are: tied names share a tensor."""
+        metadata[_stale.KEY] = _stale.stamp(self.session)
         if self.filled[0] != id(state):
             self.filled = (id(state), {})
         first_names = self.filled[1]
@@ -285,20 +320,15 @@ class Guard:
         finally:
             self.leaves_out = frozenset()
 
-    def _load_state_dict(self, module: nn.Module) -> Callable[..., Any]:
-        reference = weakref.ref(module)
-
-        def load_state_dict(
-            state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-        ) -> Any:
-            owner = reference()
-            assert owner is not None
-            return self._load(owner, state_dict, strict)
-
-        return load_state_dict
-
-    def _load(self, model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
+    def _load_state_dict(
+        self,
+        reference: weakref.ref[nn.Module],
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
+    ) -> Any:
         """Put values into the store (moments stay as they are), buffers into the module."""
+        model = _owner(reference)
         names: dict[str, int] = {}
         for module_name, module in model.named_modules(remove_duplicate=False):
             for name, tensor in module._parameters.items():
@@ -308,6 +338,11 @@ class Guard:
         rest = {k: v for k, v in state_dict.items() if k not in names}
         given = {k: v for k, v in state_dict.items() if k in names}
         missing = [k for k in names if k not in given]
+        if _stale.is_fresh(self.session):
+            different = self._first_difference(model, state_dict, names)
+            if different is not None:
+                self._check_stale(state_dict, different)
+        before = [(b, b.clone()) for n, b in model.named_buffers() if n in rest]
         result = _load_buffers(model, rest, set(names))
         missing += result.missing_keys
         params = self.session.layout.params
@@ -322,9 +357,36 @@ class Guard:
             raise RuntimeError("load_state_dict: " + "; ".join(problems))
         news = self._news(self._without_in_place(given, names), names)
         self._write(news, names)
-        if rest and not news:
+        if not news and any(not is_same(old, new) for new, old in before):
             self.session.edited_buffers()
         return type(result)(missing, result.unexpected_keys)
+
+    def _first_difference(
+        self, model: nn.Module, state_dict: Mapping[str, Any], names: Mapping[str, int]
+    ) -> str | None:
+        """The name of a parameter or buffer that the state dict would change."""
+        buffers = dict(model.named_buffers())
+        for key, value in state_dict.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if key in names:
+                mine = self.session.lend(names[key]).cpu()
+            elif key in buffers:
+                mine = buffers[key].detach().cpu()
+            else:
+                continue
+            if value.shape != mine.shape:
+                continue  # another error's business
+            if not is_same(value.detach().to(mine).contiguous(), mine.contiguous()):
+                return key
+        return None
+
+    def _check_stale(self, state_dict: Mapping[str, Any], name: str) -> None:
+        try:
+            _stale.check_weights(self.session, state_dict, name)
+        except StaleStateError:
+            self.session.refuse_edit()
+            raise
 
     def _news(self, given: Mapping[str, Any], names: Mapping[str, int]) -> dict[str, Any]:
         """Leave out what is there already: an fp32 master below a 16-bit value stays as it is.
@@ -337,7 +399,7 @@ class Guard:
         for key, value in given.items():
             param = layout.params[names[key]]
             is_trainable = layout.units[param.unit].trainable
-            mine = self.session.lend(param.index).cpu()
+            mine = self.session.lend(param.index).cpu().contiguous()
             theirs = value.detach().cpu() if is_trainable else value.detach().to(mine)
             if is_same(theirs.contiguous(), mine):
                 continue
@@ -361,11 +423,14 @@ class Guard:
         session.check_edit()
         changed = sorted({layout.params[names[key]].unit for key in given})
         with session.exclusive(changed) as store:
+            writer = BlockWriter(store)
             for key, value in given.items():
                 param = layout.params[names[key]]
                 unit = layout.units[param.unit]
                 places = session.extents.units[param.unit]
-                _store.write_param(store, unit, places, param.first, value.cpu(), is_fresh=False)
+                flat = param.flat(value.cpu())
+                _store.write_param(writer, unit, places, param.first, flat, is_fresh=False)
+            writer.flush()
             session.edited(store)
 
     def _without_in_place(
@@ -389,26 +454,58 @@ class Guard:
                 )
         return left
 
-    def _apply(self, module: nn.Module) -> Callable[..., nn.Module]:
-        """`.to()`, `.half()`, `.cuda()`: places are lohan's business, dtypes cannot change."""
-        reference = weakref.ref(module)  # a module that holds itself would outlive `del model`
-        # Some forwards convert a module of theirs each time, which does nothing from then on.
-        owned = (each._parameters.values() for each in module.modules())
-        dtypes = {param.dtype for params in owned for param in params if param is not None}
+    def _apply(
+        self,
+        reference: weakref.ref[nn.Module],
+        fn: Callable[[torch.Tensor], torch.Tensor],
+        recurse: bool = True,
+    ) -> nn.Module:
+        """`.to()`, `.half()`, `.cuda()`: places are lohan's business, dtypes cannot change.
 
-        def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-            for dtype in dtypes:
-                probe = fn(torch.zeros(1, dtype=dtype))
-                if probe.dtype != dtype:
-                    raise UnsupportedError(
-                        f"changing the dtype of a wrapped model ({dtype} to {probe.dtype}) is not"
-                        " possible: convert before lohan.wrap()"
-                    )
-            owner = reference()
-            assert owner is not None
-            return owner
+        Some forwards convert a module of theirs each time, which does nothing from wrap on.
+        """
+        owner = _owner(reference)
+        owned = (each._parameters.values() for each in owner.modules())
+        for dtype in {param.dtype for params in owned for param in params if param is not None}:
+            given = torch.ones(1).to(dtype)
+            probe = fn(given)
+            _check_moved(given, probe)
+            if probe.dtype != dtype:
+                raise UnsupportedError(
+                    f"changing the dtype of a wrapped model ({dtype} to {probe.dtype}) is not"
+                    " possible: convert before lohan.wrap()"
+                )
+        return owner
 
-        return apply
+
+def _check_moved(given: torch.Tensor, made: torch.Tensor) -> None:
+    """Refuse what parameters that lie in a store cannot become.
+
+    Args:
+        given: a one.
+        made: what a function that is applied to all parameters makes of it.
+
+    Raises:
+        UnsupportedError: it has no values, other ones, or is shared between processes.
+    """
+    if made.is_meta:
+        raise UnsupportedError(
+            'moving a wrapped model to "meta" is not possible: its values are in the store, and not'
+            " in memory while it does not compute: model.lohan.close() ends the session, and"
+            " lohan.unwrap(model) gives it its values back"
+        )
+    # Memory of an accelerator always counts as shared.
+    if made.device.type == "cpu" and made.is_shared():  # type: ignore[no-untyped-call]
+        raise UnsupportedError(
+            "share_memory() of a wrapped model is not possible: its parameters come and go, and one"
+            " process alone trains it: give other processes model.state_dict(), or a copy of the"
+            " store by lohan.snapshot()"
+        )
+    if made.shape != given.shape or not torch.equal(made.detach().cpu().float(), given.float()):
+        raise UnsupportedError(
+            "a function that changes values cannot be applied to all parameters of a wrapped model:"
+            " change them in a loop over model.named_parameters(), or with model.load_state_dict()"
+        )
 
 
 def _load_buffers(model: nn.Module, state: dict[str, Any], params: set[str]) -> Any:

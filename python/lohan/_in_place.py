@@ -6,6 +6,7 @@ and whether the files are still those that the store was made with.
 
 from __future__ import annotations
 
+import array
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -18,12 +19,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from lohan import _core, _files
 from lohan._files import DTYPES, Entry, File
+from lohan._tensor import bytes_of
 from lohan.errors import ChecksumError, StoreError, StoreMismatchError
 
 if TYPE_CHECKING:
@@ -204,6 +205,11 @@ class InPlace:
             units.append((index, runs, moves, self.checksums[index]))
         return files, units
 
+    def check_unchanged(self) -> None:
+        """Raise StoreError where a file was written to since it was looked at."""
+        for (fd, _), file in zip(self._fds, self.files, strict=True):
+            _files.check_descriptor(fd, file)
+
     # --- Checksums ----------------------------------------------------------------------------
 
     def scan(
@@ -217,7 +223,7 @@ class InPlace:
         """
         local = threading.local()
         units = _units(layout)
-        made = {index: np.zeros(checksum_count(unit), dtype="<u4") for index, unit in units}
+        made = {index: array.array("I", bytes(4 * checksum_count(unit))) for index, unit in units}
 
         def scan_piece(task: tuple[int, Run, int, int]) -> int:
             index, run, at, first = task
@@ -235,7 +241,7 @@ class InPlace:
             for nbytes in pool.map(scan_piece, _pieces(units)):
                 if progress is not None:
                     progress(nbytes)
-        return {index: array.tobytes() for index, array in made.items()}
+        return {index: sums.tobytes() for index, sums in made.items()}
 
     def differences(
         self, layout: Layout, progress: Callable[[int], None]
@@ -246,12 +252,13 @@ class InPlace:
         found = self.scan(layout, progress)
         bad = []
         for index, unit in _units(layout):
-            now, then = (np.frombuffer(sums[index], "<u4") for sums in (found, self.checksums))
-            is_bad = now != then
+            now, then = (memoryview(sums[index]).cast("I") for sums in (found, self.checksums))
             first = 0
             for run in unit.runs:
-                for number in np.flatnonzero(is_bad[first : first + run.checksum_count]):
-                    at = int(number) * _core.CHECKSUM_BYTES
+                for number in range(run.checksum_count):
+                    if now[first + number] == then[first + number]:
+                        continue
+                    at = number * _core.CHECKSUM_BYTES
                     before = [p for p in unit.params if p.first <= run.offset + at]
                     param = max(before, key=lambda p: p.first, default=unit.params[0])
                     bad.append((param.name, self.files[run.file].path, run.file_offset + at))
@@ -300,7 +307,7 @@ class InPlace:
     def _read_range(self, layout: Layout, param: Param, skip: int, values: torch.Tensor) -> None:
         """Fill values from so many bytes into the parameter on."""
         unit = layout.units[param.unit]
-        target = values.view(torch.uint8).numpy()
+        target = bytes_of(values)
         begin = param.first + source_of(param).offset % _core.IN_PLACE_ALIGN
         first = 0
         run = unit.runs[0]
@@ -310,7 +317,7 @@ class InPlace:
             first += run.checksum_count
         begin += skip - run.offset
         end = begin + len(target)
-        expected = np.frombuffer(self.checksums[param.unit], dtype="<u4")[first:]
+        expected = memoryview(self.checksums[param.unit]).cast("I")[first:]
         step = _core.CHECKSUM_BYTES
         with contextlib.closing(mmap.mmap(-1, step)) as buffer:
             for block in range(begin // step, -(-end // step)):
@@ -324,9 +331,7 @@ class InPlace:
                             f" of {param.name!r} are others than when the store was made",
                         )
                     low, high = max(at, begin), min(at + len(view), end)
-                    found = np.frombuffer(view, dtype=np.uint8)[low - at : high - at]
-                    target[low - begin : high - begin] = found
-                    del found
+                    target[low - begin : high - begin] = view[low - at : high - at]
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -548,17 +553,15 @@ def of_store(meta: dict[str, Any], model: nn.Module, weights: Path | None) -> Fo
 
 
 def _look(file: File, weights: Path | None) -> File:
-    path = file.path
-    if weights is not None:
-        path = weights if weights.is_file() else weights / file.path.name
+    given = weights if weights is None or weights.is_file() else weights / file.path.name
+    path = given or file.path
     if not path.is_file():
         raise StoreError(
             f"{path} is not there: the store reads frozen parameters in it, and has no copy: put"
             " it, or a link to it, back; lohan.wrap(..., resume=True) also takes weights=FOLDER,"
             " the folder where it is now"
         )
-    header_bytes = _files.read_header(path)[1]
-    now = _files.describe_file(path, header_bytes)
+    now = _files.read_header(path)[2]
     for what, is_now, was in (
         ("bytes", now.nbytes, file.nbytes),
         ("header_crc32c", now.header_crc32c, file.header_crc32c),

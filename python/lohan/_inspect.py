@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lohan import _core, _scalars
+from lohan import _core, _meta, _scalars
 from lohan._export import open_to_read
 from lohan.config import Config
-from lohan.errors import StoreMismatchError
 
 # Bytes of each state, besides the parameter: [Note: 12P] and [Note: 14P] in csrc/compute/adam.h.
 _STATES = {"float32": (4, 4), "bfloat16": (2, 4, 4), "float16": (4, 4, 4)}
@@ -55,7 +53,7 @@ def _params(meta: dict[str, Any]) -> list[dict[str, Any]]:
     method = meta.get("method")
     if method is None:
         return params
-    formats = method.get("kept", [None] * len(params))
+    formats = method.get("kept") or [None] * len(params)
     for param, stream, kept in zip(params, method["streams"], formats, strict=True):
         param["trainable"] = stream is not None
         if kept is not None:
@@ -79,20 +77,15 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
     store = open_to_read(list(directories), Config(allow_buffered=True))
     try:
         raw = store.describe()
+        meta = _meta.of(store)
     finally:
         store.close()
-    try:
-        meta = json.loads(raw["meta"])
-        params = _params(meta)
-        method = meta.get("method")
-        units = [
-            {"name": name, "params": count, "elements": elements, "bytes": nbytes}
-            for name, count, elements, nbytes in meta["units"]
-        ]
-    except (ValueError, KeyError, TypeError) as error:
-        raise StoreMismatchError(
-            f"{directories[0]}: a store, but of no model of lohan's ({error!r})"
-        ) from error
+    params = _params(meta)
+    method = meta.get("method")
+    units = [
+        {"name": name, "params": count, "elements": elements, "bytes": nbytes}
+        for name, count, elements, nbytes in meta["units"]
+    ]
     written = raw["commit_bytes"]
     if method is None:
         written += _update_bytes(params, units)

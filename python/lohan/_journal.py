@@ -1,15 +1,27 @@
 """The journal of zeroth-order training: 64 bytes for each direction of each step, on SSD.
 
 With the base weights it is the whole checkpoint ([Note: Positions] in _zeroth.py). Records are only
-ever added. A crash can leave the last ones incomplete, whose steps then have not happened; a wrong
-byte before a good record is damage, and is refused.
+ever added, a step at a time, and each is durable before the next begins.
+
+[Note: What a crash leaves] A step of several directions can lie in several sectors, which a drive
+writes in any order: after power loss any of the last step's lines may be missing, although later
+ones are there. That step was not acknowledged, and is cut off whole. A bad line with a good line of
+a later step after it is damage, and is refused, because the step was durable before that one began.
+
+What a process reads after a crash may be in the page cache alone. So whoever opens a journal for
+writing first makes it durable: the last step is written again, because a sync that failed may have
+dropped its pages and a later sync would not see them, and file and directory are synced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import os
+import stat
 import struct
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -96,26 +108,54 @@ class Journal:
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], uuid: bytes) -> Self:
-        """Go on with one. What a crash left unfinished at its end is cut off.
+        """Go on with one, durably. What a crash left unfinished at its end is cut off.
 
         Raises:
-            StoreError: there is none.
+            StoreError: there is none, or it cannot be made durable.
             StoreMismatchError: it is of another store, or of a format that is not known.
             ChecksumError: a byte of it is wrong.
         """
         path = Path(directory) / NAME
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = _open(path, os.O_RDWR)
         except OSError as error:
             raise StoreError(error.errno, f"cannot open {path}: {error.strerror}") from error
         try:
             rule, records = _read(path, fd, uuid)
             made = cls(path, fd, rule, records)
-            os.ftruncate(fd, made._end)
+            made._cut()
+            made._make_durable()
         except BaseException:
             os.close(fd)
             raise
         return made
+
+    def _cut(self) -> None:
+        """Cut off what is behind the last whole step, and say so."""
+        left = os.fstat(self._fd).st_size - self._end
+        if left <= 0:
+            return
+        os.ftruncate(self._fd, self._end)
+        lines = -(-left // BYTES)
+        print(
+            f"lohan: {self.path}: cut off {lines} lines behind step {len(self.records)}, of"
+            f" {self.rule.samples} a step: the step that was being written when the run ended. If"
+            " that run had finished it, the file is damaged: restore it from a copy",
+            file=sys.stderr,
+        )
+
+    def _make_durable(self) -> None:
+        """See [Note: What a crash leaves]."""
+        first = max(0, len(self.records) - 1)
+        start = BYTES * (1 + first * self.rule.samples) if self.records else 0
+        self._write(os.pread(self._fd, self._end - start, start), start, cuts=False)
+        try:
+            os.fsync(self._fd)
+            _sync_directory(self.path.parent)
+        except OSError as error:
+            raise StoreError(
+                error.errno, f"cannot make {self.path} durable: {error.strerror}"
+            ) from error
 
     def extend(self, records: Sequence[Record]) -> None:
         """Add steps, in one write."""
@@ -148,7 +188,7 @@ class Journal:
         )
         return [*map(_sealed, lines)]
 
-    def _write(self, data: bytes, offset: int) -> None:
+    def _write(self, data: bytes, offset: int, *, cuts: bool = True) -> None:
         done = 0
         try:
             while done < len(data):
@@ -156,7 +196,8 @@ class Journal:
             os.fdatasync(self._fd)
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, offset)
+                if cuts:
+                    os.ftruncate(self._fd, offset)
             raise StoreError(
                 error.errno, f"cannot write {self.path}, offset {offset}: {error.strerror}"
             ) from error
@@ -186,7 +227,7 @@ def read(directories: Sequence[str], uuid: bytes) -> tuple[Rule, list[Record]]:
     """
     path = Path(place(directories)) / NAME
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = _open(path, os.O_RDONLY)
     except OSError as error:
         raise StoreError(
             error.errno,
@@ -208,20 +249,42 @@ def cut(directories: Sequence[str], uuid: bytes, step: int) -> tuple[int, Path]:
         step: how many steps stay.
 
     Returns:
-        How many there were; and a copy of the journal as it was.
+        How many there were; and a copy of the journal as it was. Copies of earlier cuts stay.
     """
     rule, records = read(directories, uuid)
     path = Path(place(directories)) / NAME
-    kept = path.with_suffix(".before")
-    with kept.open("wb") as file:
-        file.write(path.read_bytes())
-        file.flush()
-        os.fsync(file.fileno())
-    with path.open("r+b") as file:
+    kept = _copy(path)
+    with os.fdopen(_open(path, os.O_RDWR), "r+b") as file:
         file.truncate(BYTES * (1 + step * rule.samples))
         os.fsync(file.fileno())
     _sync_directory(path.parent)
     return len(records), kept
+
+
+def _copy(path: Path) -> Path:
+    """Copy a journal, durably, to a name that is free: journal.before, journal.before.2, ..."""
+    for number in itertools.count(1):
+        kept = path.with_suffix(".before" if number == 1 else f".before.{number}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(kept, flags, 0o600)
+        except FileExistsError:
+            continue
+        with os.fdopen(fd, "wb") as file:
+            file.write(path.read_bytes())
+            file.flush()
+            os.fsync(fd)
+        break
+    return kept
+
+
+def _open(path: Path, access: int) -> int:
+    """A regular file, which is no link: opening a FIFO would wait."""
+    fd = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return fd
 
 
 def _sealed(data: bytes) -> bytes:
@@ -242,13 +305,15 @@ def _read(path: Path, fd: int, uuid: bytes) -> tuple[Rule, list[Record]]:
         raise StoreMismatchError(f"{path}: format {magic!r} {form}, this lohan knows {_FORMAT}")
     if of_store != uuid:
         raise StoreMismatchError(f"{path} is the journal of another store ({of_store.hex()})")
+    if samples == 0:
+        raise StoreMismatchError(f"{path}: its header says that a step has no direction")
     lines = [data[at : at + BYTES] for at in range(BYTES, len(data), BYTES)]
     good = [_is_good(line) for line in lines]
     whole = good.index(False) if False in good else len(good)
-    if any(good[whole:]):
+    if any(good[(whole // samples + 1) * samples :]):
         raise ChecksumError(
             f"{path}: the record at offset {BYTES * (1 + whole)} has a wrong checksum, and there"
-            " are good ones behind it: restore the file from a copy"
+            " are good ones of later steps behind it: restore the file from a copy"
         )
     records = []
     for step in range(whole // samples):

@@ -166,7 +166,9 @@ class _ThreadState:
     """What torch keeps for each thread and a forward depends on, taken from this one."""
 
     def __init__(self) -> None:
-        kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+        # Asking a GPU that nobody uses for its stream would make a context on it.
+        is_on_gpu = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        kinds = ["cpu", *(["cuda"] if is_on_gpu else [])]
         self.autocasts = [
             (kind, torch.get_autocast_dtype(kind))
             for kind in kinds
@@ -178,7 +180,7 @@ class _ThreadState:
         modes: Any = overrides._get_current_function_mode_stack
         self.modes: list[Any] = modes()
         self.streams: list[Any] = []
-        if torch.cuda.is_available():
+        if is_on_gpu:
             self.streams = [torch.cuda.current_stream()]
 
     @contextlib.contextmanager

@@ -142,7 +142,7 @@ def _ssd_rates(directory: str) -> tuple[int, int] | None:
     return int(write), int(read)
 
 
-def ssd_rates(directories: Sequence[str], stats: StepStats | None) -> tuple[int, int]:
+def ssd_rates(directories: Sequence[str], stats: StepStats) -> tuple[int, int]:
     """Bytes a second that the slowest of directories writes and reads, measured once a process.
 
     Args:
@@ -150,7 +150,7 @@ def ssd_rates(directories: Sequence[str], stats: StepStats | None) -> tuple[int,
         stats: of a step, which tells where a directory cannot be measured.
     """
     rates = [_ssd_rates(directory) for directory in directories]
-    if stats is not None and None in rates:
+    if stats.step > 0 and None in rates:
         moved = stats.read_bytes + stats.written_bytes
         seen = max(int(moved * 1e9 / max(stats.ssd_busy_ns, 1)) // len(directories), 1)
         return seen, seen

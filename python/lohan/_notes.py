@@ -23,7 +23,26 @@ def lines(session: Session) -> list[str]:
     return told
 
 
+def _of_strides(session: Session) -> list[str]:
+    """Which parameters have other strides than in the model; [Note: Strides] in _block.py."""
+    made, others = session.layout.made_contiguous, session.layout.other_strides
+    told = []
+    if made:
+        told.append(
+            f"{len(made)} parameters ({made[0]!r}, ...) are not contiguous, and become so: torch"
+            " may choose other kernels for them than in the plain model, which round differently"
+        )
+    if others:
+        told.append(
+            f"{len(others)} parameters ({others[0]!r}, ...) had other strides when the store was"
+            " made (channels_last, for example), and have those again, so that torch uses the same"
+            " kernels. For the strides of this model begin a new store: lohan.export(STORE, OUT),"
+            " weights=OUT"
+        )
+    return told
+
+
 def say(session: Session) -> None:
     """Print them."""
-    for line in lines(session):
+    for line in lines(session) + _of_strides(session):
         print(f"lohan: {line}", file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan.errors import HyperParameterError, StepError, StoreMismatchError, UnsupportedError
+from lohan.errors import HyperParameterError, StepError, UnsupportedError
 
 if TYPE_CHECKING:
     from lohan._session import Session
@@ -142,28 +142,20 @@ class StoreOptimizer(torch.optim.Optimizer):
         state["lohan"] = {"store": self.session.uuid, "step": self.session.step}
         return state
 
-    def _is_copied_at(self, owner: Any) -> bool:
-        """The state is of the step, of another store, that this one was copied at."""
-        from lohan._snapshot import copied_from
-
-        if not isinstance(owner, dict) or owner.get("step") != self.session.step:
-            return False
-        return [owner.get("store"), owner["step"]] in copied_from(self.session.store)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the groups' hyper-parameters; the moments are the store's.
 
         Raises:
-            StoreMismatchError: the state belongs to another store, or another step of this one.
+            StaleStateError: the state belongs to another step than the store was resumed at.
+            StoreMismatchError: the state belongs to another store, or to none.
         """
+        from lohan import _stale
+
         state = dict(state_dict)
-        owner = state.pop("lohan", None)
-        mine = {"store": self.session.uuid, "step": self.session.step}
-        if owner != mine and not self._is_copied_at(owner):
-            raise StoreMismatchError(
-                f"the optimizer state is of {owner}, the session is at {mine}: open that store"
-                " with lohan.wrap(..., store=..., resume=True)",
-            )
+        owner = state.pop(_stale.KEY, None)
+        if not _stale.is_current(self.session, owner):
+            self.session.refuse_edit()
+            raise _stale.optimizer_mismatch(self.session, owner)
         groups = self.param_groups
         super().load_state_dict(state)
         for group, loaded in zip(groups, self.param_groups, strict=True):

@@ -13,16 +13,14 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import weakref
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from lohan import _core, _policies, _swap
+from lohan import _core, _policies, _profile_file, _swap
 from lohan._foresee import step_s as foreseen_s
 from lohan._measure import link_rates, ssd_rates, update_rate
 from lohan._placement import block_params, buffer_bytes
@@ -30,7 +28,7 @@ from lohan._plan import Machine, Model
 from lohan._plan_model import Item, describe
 from lohan._profile import Profile, Recorder
 from lohan._replay import Assigned, Outcome, replay
-from lohan._tensor import SavedTensors, in_backward
+from lohan._tensor import SavedTensors, in_backward, in_transform
 from lohan.config import SCHEDULES_AT_STEP
 from lohan.errors import BudgetError, MachineError
 
@@ -124,6 +122,7 @@ class _Shape:
     made: Made | None = None
     flop: list[list[int]] = dataclasses.field(default_factory=list)  # of the first round's visits
     held_up: Profile | None = None  # the first, if another one is to tell
+    is_read: bool = False  # from the file: a cache, which may be wrong
 
 
 @dataclasses.dataclass
@@ -169,6 +168,11 @@ class Planner:
             return
         if session._forward_is_alive():
             return
+        session.refuse_other_thread("the model")
+        if in_transform():  # what it saves cannot leave, nor be computed again
+            session.around = session.stay
+            self.step.shapes.add(0)  # nor be told apart from the rest of the step
+            return
         shape = self._shape_of(module, args, kwargs)
         self.shape = shape
         self.step.shapes.add(id(shape))
@@ -179,14 +183,14 @@ class Planner:
                 for other in self.shapes.values():
                     other.made = None
         if shape.profile is not None and shape.made is None:
-            shape.made = self.choose(session, shape.profile, self.policy)
+            shape.made = self._choose(session, shape, shape.profile)
         if shape.made is not None:
             self._use(session, shape.made)
         else:
             self._record(session)
 
     def _shape_of(self, module: nn.Module, args: Any, kwargs: Any) -> _Shape:
-        key = _key_of(module, args, kwargs)
+        key = _profile_file.key_of(module, args, kwargs)
         shape = self.shapes.pop(key, None)
         if shape is None:
             shape = _Shape(1 if self.has_profile else _ROUNDS_FIRST)
@@ -194,6 +198,16 @@ class Planner:
         if len(self.shapes) > _SHAPE_COUNT_MAX:
             del self.shapes[next(iter(self.shapes))]
         return shape
+
+    def _choose(self, session: Session, shape: _Shape, profile: Profile) -> Made | None:
+        """What the policy does; None: the profile is a file's that does not fit, look again."""
+        try:
+            return self.choose(session, profile, self.policy)
+        except Exception:
+            if not shape.is_read:
+                raise
+            shape.profile, shape.is_read, shape.rounds = None, False, 1
+            return None
 
     def _use(self, session: Session, made: Made) -> None:
         session.around = session.stay
@@ -239,7 +253,7 @@ class Planner:
         session.flush()
         stats = session.stats()
         visits = recorder.finish()
-        if stats is None or not visits:
+        if stats.step == 0 or not visits:
             return
         waits = session.swap_wait_ns() + stats.param_wait_ns + stats.gradient_wait_ns
         compute_ns = (stats.wall_ns - waits - recorder.again_ns) // step.forwards
@@ -261,6 +275,7 @@ class Planner:
             shape.held_up = seen
             return
         shape.profile = before if before and before.compute_ns < compute_ns else seen
+        shape.is_read = False
         self._write()
 
     # --- The plan -----------------------------------------------------------------------------
@@ -333,55 +348,27 @@ class Planner:
     # --- Beside the store ---------------------------------------------------------------------
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            with open(self.path, encoding="utf-8") as file:
-                read = json.load(file)
-            for key, text in read[self.key].items():
-                profile = Profile.from_json(text)
-                if profile is not None:
-                    self.shapes[key] = _Shape(0, profile)
-                    self.has_profile = True
+        profiles = _profile_file.load(self.path).get(self.key)
+        names = {
+            place.name: [name for name, _ in module.named_modules(prefix=place.name)]
+            for place in self.activations.places
+            if (module := place.module()) is not None
+        }
+        for key, text in profiles.items() if isinstance(profiles, dict) else ():
+            profile = Profile.from_json(text)
+            if profile is None or len(self.shapes) >= _SHAPE_COUNT_MAX:
+                continue
+            if all(names.get(visit.block) == visit.names for visit in profile.visits):
+                self.shapes[key] = _Shape(0, profile, is_read=True)
+                self.has_profile = True
 
     def _write(self) -> None:
         if not os.path.isdir(os.path.dirname(self.path)):
             return  # a temporary store
-        read: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError), open(self.path, encoding="utf-8") as file:
-            found = json.load(file)
-            read = found if isinstance(found, dict) else {}  # of other machines, too
+        read = _profile_file.load(self.path)  # of other machines, too
         profiles = {k: s.profile.as_json() for k, s in self.shapes.items() if s.profile is not None}
         read[self.key] = profiles
-        with contextlib.suppress(OSError):  # the next run looks again
-            with open(f"{self.path}.new", "w", encoding="utf-8") as file:
-                json.dump(read, file)
-            os.replace(f"{self.path}.new", self.path)
-
-
-def _key_of(module: nn.Module, args: Any, kwargs: Any) -> str:
-    """What a plan depends on: shapes, dtypes and who requires a gradient."""
-    found = ["train" if module.training else "eval"]
-
-    def look(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            sizes = "x".join(map(str, value.shape))
-            found.append(f"{value.dtype}[{sizes}]{'g' if value.requires_grad else ''}")
-        elif isinstance(value, Mapping):
-            for name, item in value.items():
-                found.append(f"{name}=")
-                look(item)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                look(item)
-        elif dataclasses.is_dataclass(value):
-            look(vars(value))
-        elif value is None or isinstance(value, bool | int | str):
-            found.append(str(value))
-
-    look((args, kwargs))
-    for kind in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(kind):
-            found.append(f"{kind} autocast {torch.get_autocast_dtype(kind)}")
-    return " ".join(found)
+        _profile_file.save(self.path, read)
 
 
 def _fingerprint(session: Session, activations: Activations) -> str:

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from lohan import _core
 from lohan._again import SMALL_BYTES, map_tensors
 from lohan._frame import Frame, is_plain
-from lohan._tensor import storage_reference
+from lohan._tensor import has_storage, storage_reference
 
 if TYPE_CHECKING:
     from lohan._activations import Block, Layer
@@ -37,6 +37,15 @@ NOBODY = -2
 # Forward and backward of blocks take three of their forwards. A step that took more than so many
 # was held up, or much is computed outside of blocks.
 _HELD_UP = 6
+# No profile that is read from a file has more.
+_BYTES_MAX = 1 << 44
+_NS_MAX = 1 << 50
+_FLOP_MAX = 1 << 60
+
+
+def _are_counts(values: Any, least: int, end: int) -> bool:
+    """Whether values is a list of whole numbers from least to below end."""
+    return isinstance(values, list) and all(type(v) is int and least <= v < end for v in values)
 
 
 @dataclasses.dataclass
@@ -58,6 +67,17 @@ class Call:
     following: int
     outputs: list[int]
     is_plain: bool
+
+    def is_valid(self, index: int, visit: Visit, storage_count: int) -> bool:
+        """Whether this may be the visit's call of that index."""
+        return (
+            _are_counts([self.layer], 0, len(visit.names))
+            and _are_counts([self.first, self.end], 0, len(visit.saves) + 1)
+            and self.first <= self.end
+            and _are_counts([self.following], index + 1, len(visit.calls) + 1)
+            and _are_counts(self.outputs, 0, storage_count)
+            and isinstance(self.is_plain, bool)
+        )
 
 
 @dataclasses.dataclass
@@ -81,6 +101,23 @@ class Visit:
     calls: list[Call] = dataclasses.field(default_factory=list)
     ns: list[int] = dataclasses.field(default_factory=list)
     flop: list[int] = dataclasses.field(default_factory=list)
+
+    def is_valid(self, storage_count: int) -> bool:
+        """Whether this may be a block's forward, which has so many storages to refer to."""
+        names, saves, calls = self.names, self.saves, self.calls
+        return (
+            isinstance(names, list)
+            and all(isinstance(name, str) for name in [self.block, *names])
+            and names[:1] == [self.block]
+            and _are_counts(self.inputs, 0, storage_count)
+            and _are_counts([storage for storage, _ in saves], NOBODY, storage_count)
+            and _are_counts([layer for _, layer in saves], NOBODY, len(names))
+            and all(storage >= 0 or layer == NOBODY for storage, layer in saves)
+            and all(call.is_valid(i, self, storage_count) for i, call in enumerate(calls))
+            and _are_counts(self.ns, -_NS_MAX, _NS_MAX)  # children may have run on after it
+            and _are_counts(self.flop, 0, _FLOP_MAX)
+            and len(self.ns) == len(self.flop) == len(names)
+        )
 
 
 @dataclasses.dataclass
@@ -109,17 +146,33 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile | None:
-        """The other end; None: it is of another version."""
-        read = json.loads(text)
-        if read.pop("format", None) != FORMAT:
+        """The other end; None: it is of another version, or nothing that as_json() makes."""
+        try:
+            read = json.loads(text)
+            if read.pop("format", None) != FORMAT:
+                return None
+            made = cls(**read)
+            if not isinstance(made.storages, list):
+                return None
+            made.outside = [(storage, before) for storage, before in made.outside]
+            made.visits = [Visit(**visit) for visit in read["visits"]]
+            for visit in made.visits:
+                visit.calls = [Call(**call) for call in visit.calls]  # type: ignore[arg-type]
+                visit.saves = [(storage, layer) for storage, layer in visit.saves]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
-        made = cls(**read)
-        made.outside = [(storage, before) for storage, before in made.outside]
-        made.visits = [Visit(**visit) for visit in read["visits"]]
-        for visit in made.visits:
-            visit.calls = [Call(**call) for call in visit.calls]  # type: ignore[arg-type]
-            visit.saves = [(storage, layer) for storage, layer in visit.saves]
-        return made
+        return made if made.is_valid() else None
+
+    def is_valid(self) -> bool:
+        """Whether all numbers are in range, and those that refer to something do."""
+        return (
+            _are_counts(self.storages, 1, _BYTES_MAX)
+            and _are_counts([self.compute_ns], 1, _NS_MAX)
+            and len(self.visits) > 0
+            and all(visit.is_valid(len(self.storages)) for visit in self.visits)
+            and _are_counts([storage for storage, _ in self.outside], 0, len(self.storages))
+            and _are_counts([before for _, before in self.outside], 0, len(self.visits) + 1)
+        )
 
 
 class _HostClock:
@@ -236,7 +289,7 @@ class Recorder:
 
     def has(self, tensor: torch.Tensor) -> bool:
         """It is worth a number."""
-        return tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > SMALL_BYTES
+        return has_storage(tensor) and tensor.untyped_storage().nbytes() > SMALL_BYTES
 
     def save_outside(self, tensor: torch.Tensor) -> None:
         """An operation outside of all blocks saves tensor."""

@@ -12,6 +12,9 @@ import errno
 import json
 import os
 import re
+import secrets
+import stat
+import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -28,35 +31,74 @@ if TYPE_CHECKING:
 REQUEST = "lohan.request"
 ANSWER = "lohan.answer-"
 _LOOK_S = 0.1
+# Sixteen paths of 4 KiB take 400 KiB where JSON escapes every character.
+_BYTES_MAX = 1 << 20
 
 
 def _put(path: str, value: dict[str, Any]) -> None:
-    temporary = f"{path}.{os.getpid()}.new"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    temporary = f"{path}.{secrets.token_hex(16)}.new"  # nobody can have put a link there
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o600)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(value, file)
         os.replace(temporary, path)
     except OSError:
-        os.unlink(temporary)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
         raise
+
+
+class _BadFileError(Exception):
+    """A file is neither a request nor an answer, and says nothing; the text says why."""
+
+
+def _read(path: str) -> dict[str, Any]:
+    """What a file says that anybody may have put there.
+
+    Opening it neither waits (a FIFO would) nor follows a link, and only a regular file of this user
+    or of root, of a size that a request can have, is read.
+
+    Raises:
+        _BadFileError: it is something else.
+        OSError: it cannot be opened or read.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
+            raise _BadFileError("it is not a regular file") from error
+        raise
+    with os.fdopen(descriptor, "rb") as file:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise _BadFileError("it is not a regular file")
+        if about.st_uid not in (os.getuid(), 0):
+            raise _BadFileError(f"it belongs to user {about.st_uid}")
+        data = file.read(_BYTES_MAX + 1)
+    if len(data) > _BYTES_MAX:
+        raise _BadFileError(f"it has more than {_BYTES_MAX} bytes")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _BadFileError("it is not JSON") from error
+    if not isinstance(value, dict):
+        raise _BadFileError("it is not a JSON object")
+    return value
 
 
 def _get(path: str) -> dict[str, Any] | None:
     try:
-        with open(path, encoding="utf-8") as file:
-            if os.fstat(file.fileno()).st_uid != os.getuid():
-                return None  # somebody else's wish is none
-            value = json.load(file)
-    except (OSError, ValueError, RecursionError):
+        return _read(path)
+    except (OSError, _BadFileError):
         return None
-    return value if isinstance(value, dict) else None
 
 
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # no process has so large a number
         return False
     except PermissionError:
         return True
@@ -93,7 +135,7 @@ def ask(
     request = os.path.join(directories[0], REQUEST)
     number = uuid.uuid4().hex
     answer = os.path.join(directories[0], ANSWER + number)
-    if os.path.exists(request):
+    if os.path.lexists(request):
         raise StoreLockedError(
             errno.EBUSY, f"{request} is there: another copy was asked for; wait, or delete the file"
         )
@@ -122,6 +164,8 @@ def _await(
     until = time.monotonic() + wait_s
     while True:
         said = _get(answer)
+        if said is not None:
+            _check_answer(said, answer)
         if said is not None and said["state"] != "copying":
             return _result(said, out)
         if said is not None and progress is not None:
@@ -141,15 +185,36 @@ def _await(
         time.sleep(_LOOK_S)
 
 
+def _check_answer(said: dict[str, Any], path: str) -> None:
+    """Refuse what no process of lohan answers.
+
+    Raises:
+        StoreError: a value is missing, or of another kind.
+    """
+    numbers = [said.get(key) for key in ("step", "done_bytes", "total_bytes", "pid")]
+    is_whole = said.get("state") in ("copying", "done", "failed")
+    is_whole &= all(type(number) is int and number >= 0 for number in numbers)
+    is_whole &= isinstance(said.get("error"), str) and isinstance(said.get("message"), str)
+    code = said.get("errno")
+    if not is_whole or not (code is None or type(code) is int):
+        raise StoreError(
+            errno.EBADMSG,
+            f"{path} is no answer to a request for a copy: something else than lohan wrote it;"
+            " delete it, and ask again",
+        )
+
+
 def _result(said: dict[str, Any], out: Sequence[str]) -> Snapshot:
     if said["state"] == "done":
         handle = Snapshot(out, said["step"])
         handle.done_bytes = handle.total_bytes = said["total_bytes"]
         return handle
-    kind = getattr(errors, str(said["error"]), LohanError)
+    kind = getattr(errors, said["error"], LohanError)
+    if not isinstance(kind, type) or not issubclass(kind, LohanError):
+        kind = LohanError
     text = f"process {said['pid']}: {said['message']}"
     if issubclass(kind, OSError):
-        raise kind(said["errno"] or errno.EIO, text)
+        raise kind(said.get("errno") or errno.EIO, text)
     raise kind(text)
 
 
@@ -160,17 +225,62 @@ def answer_requests(session: Session) -> None:
     """Begin what another process has asked for; it never harms the session."""
     for directory in session.directories:
         path = os.path.join(directory, REQUEST)
-        if os.path.exists(path):
+        if os.path.lexists(path):
             _take(session, directory, path)
 
 
-def _take(session: Session, directory: str, path: str) -> None:
-    wish = _get(path)
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-    number = str(wish.get("id", "")) if wish is not None else ""
-    if wish is None or not re.fullmatch(r"[0-9a-f]{32}", number):
+_told: set[tuple[str, int, int]] = set()  # of what cannot be removed, and is met at every step
+
+
+def _refuse(path: str, why: object) -> None:
+    """Say that a request is ignored, once, and remove it where that harms nothing of others."""
+    try:
+        about = os.lstat(path)
+    except OSError:
+        return  # it is gone
+    is_removed = not stat.S_ISDIR(about.st_mode) and about.st_uid in (os.getuid(), 0)
+    if is_removed:
+        try:
+            os.unlink(path)  # of a link, the link
+        except OSError:
+            is_removed = False
+    key = path, about.st_dev, about.st_ino
+    if not is_removed and key in _told:
         return
+    _told.add(key)
+    print(
+        f"lohan: {path} is no request for a copy, and is {'removed' if is_removed else 'ignored'}:"
+        f" {why}",
+        file=sys.stderr,
+    )
+
+
+def _taken(path: str) -> dict[str, Any] | None:
+    """The request, which is taken away; None: what is there is none."""
+    try:
+        wish = _read(path)
+    except FileNotFoundError:
+        return None  # whoever asked gave up
+    except (OSError, _BadFileError) as error:
+        _refuse(path, error)
+        return None
+    number = wish.get("id")
+    if not isinstance(number, str) or not re.fullmatch(r"[0-9a-f]{32}", number):
+        _refuse(path, "it has no id")
+        return None
+    try:
+        os.unlink(path)
+    except OSError as error:
+        _refuse(path, f"it cannot be removed ({error.strerror}), and would be met again")
+        return None
+    return wish
+
+
+def _take(session: Session, directory: str, path: str) -> None:
+    wish = _taken(path)
+    if wish is None:
+        return
+    number = wish["id"]
     asker = wish.get("pid")
     answer = os.path.join(directory, ANSWER + number)
 

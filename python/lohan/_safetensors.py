@@ -22,11 +22,11 @@ import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lohan._tensor import nbytes_of
+from lohan import _durable
+from lohan._tensor import bytes_of, nbytes_of
 from lohan.errors import ModelError, StoreError
 
 # In the order in which the safetensors library lays tensors out.
@@ -127,11 +127,6 @@ def _header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _bytes_of(values: torch.Tensor) -> memoryview:
-    array: Any = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
-
-
 class _Writer:
     """Writes shards and counts what is done."""
 
@@ -156,7 +151,7 @@ class _Writer:
                 for piece in tensor.pieces():
                     if piece.dtype != tensor.dtype or nbytes_of(piece) > left:
                         raise ModelError(f"{tensor.name}: {piece.dtype}, not {tensor.dtype}")
-                    self._write(descriptor, _bytes_of(piece))
+                    self._write(descriptor, bytes_of(piece))
                     left -= nbytes_of(piece)
                     self.done_bytes += nbytes_of(piece)
                     if self.progress is not None:
@@ -185,7 +180,7 @@ def working_folder(out: Path) -> Iterator[Path]:
     Raises:
         StoreError: the folder cannot be made or written, with the system's reason.
     """
-    made = [path for path in (out, *out.parents) if not path.exists()]
+    made = _durable.missing(out)
     working = out / f"{_WORKING}{os.getpid()}"
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -194,6 +189,7 @@ def working_folder(out: Path) -> Iterator[Path]:
                 shutil.rmtree(left, ignore_errors=True)
         working.mkdir()
         yield working
+        _durable.sync_parents(made)
     except OSError as error:
         _remove(working, made)
         if isinstance(error, StoreError):
@@ -285,7 +281,7 @@ def write(
             (working / index).write_text(text, encoding="utf-8")
         for path in (*working.iterdir(), working):
             if path.name not in names:  # a shard was synced as it was written
-                _sync(path)
+                _durable.sync(path)
         return _move(working, out, stem, index)
 
 
@@ -325,13 +321,5 @@ def _move(working: Path, out: Path, stem: str, index: str) -> list[Path]:
     for path in old:
         if path.name not in made:
             path.unlink(missing_ok=True)
-    _sync(out)
+    _durable.sync(out)
     return [out / name for name in order]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

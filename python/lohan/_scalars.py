@@ -16,6 +16,7 @@ import torch
 from lohan import _buffers, _core
 from lohan._buffers import Buffers
 from lohan._optim import Optimizer, hyper_of, numbers
+from lohan._tensor import bytes_of
 from lohan.errors import StoreMismatchError
 
 
@@ -27,12 +28,21 @@ def _join(state: dict[str, Any], buffers: Buffers | None) -> bytes:
 
 
 def parse(blob: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a commit kept: the state, and the buffers by name."""
+    """What a commit kept: the state, and the buffers by name.
+
+    Raises:
+        StoreMismatchError: it is not what a commit of lohan keeps.
+    """
     if not blob:
         return {}, {}
     text, _, raw = blob.partition(b"\n")
-    state: dict[str, Any] = json.loads(text)
-    return state, _buffers.unpack(state.pop("buffers", []), raw)
+    try:
+        state: dict[str, Any] = json.loads(text)
+        return state, _buffers.unpack(state.pop("buffers", []), raw)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise StoreMismatchError(
+            f"what the store's last commit carries besides tensors is not lohan's ({error!r})"
+        ) from error
 
 
 def with_buffers(scalars: bytes, blob: bytes, param_count: int, buffers: Buffers | None) -> bytes:
@@ -66,7 +76,7 @@ def pack(optimizer: Optimizer, buffers: Buffers | None = None) -> bytes:
             {name: value for name, value in then.items() if value != numbers(group)[name]}
             for group, then in zip(groups, optimizer.wrapped, strict=True)
         ],
-        "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+        "rng": base64.b64encode(bytes_of(torch.get_rng_state())).decode(),
     }
     if any("initial_lr" in group for group in groups):
         initial = [group.get("initial_lr") for group in groups]

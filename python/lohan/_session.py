@@ -19,7 +19,7 @@ from lohan._block import DTYPE_CODES, Layout
 from lohan._buffers import Buffers
 from lohan._commits import Commits
 from lohan._device import Device, Meter
-from lohan._forward import ForwardRules, parts_of
+from lohan._forward import ForwardRules, parts_of, refuse_read
 from lohan._optim import Hyper, check_hyper
 from lohan._planner import Plan, Planner
 from lohan._scaling import StepScale
@@ -61,6 +61,7 @@ class Session(ForwardRules, Commits):
     _planner: Planner | None = None
     buffers: Buffers | None = None
     snapshot_now: Snapshot | None = None
+    is_ending = False  # the process ends, or the model is gone: nobody calls close() on purpose
 
     def __init__(
         self,
@@ -132,6 +133,16 @@ class Session(ForwardRules, Commits):
         self._scale = self._scale_make()
         self._gradients = _gradients.HollowGradients(layout, self._scale)
 
+    def __repr__(self) -> str:
+        """What it is, for people."""
+        layout = self.layout
+        state = "closed" if self.closed else "open"
+        return (
+            f"<lohan session, {state}: step {self.step}, {len(layout.params)} parameters in"
+            f" {len(layout.units)} units on {self.device.name!r}, store"
+            f" {', '.join(self.directories)}, host memory {self.budget['host_bytes'] / 1e9:.3g} GB>"
+        )
+
     # --- Making -----------------------------------------------------------------------------
 
     def _scale_make(self) -> StepScale:
@@ -199,13 +210,14 @@ class Session(ForwardRules, Commits):
                     self._engine.hollow_array(self._arrays[dtype])
             empty = hollow(self._arrays[dtype], param.index, param.tensor.shape)
             param.tensor.data = empty
-            self._engine.bind(param.index, param.tensor, empty)
+            kept = () if param.strides is None else (param.strides, param.order)
+            self._engine.bind(param.index, param.tensor, empty, *kept)
 
     def hook(self, model: nn.Module) -> None:
         """Put the hooks on the model."""
         add = self._hooks.append
         add_enter = self._enter_hooks.append
-        add_enter(model.register_forward_pre_hook(self._root_enter, prepend=True))
+        add_enter(model.register_forward_pre_hook(self._root_enter, prepend=True, with_kwargs=True))
         for part in parts_of(model):
             add(part.register_forward_pre_hook(self._part_enter, prepend=True))
         activations = Activations(self)
@@ -229,7 +241,7 @@ class Session(ForwardRules, Commits):
             add(model.register_forward_pre_hook(planner.enter, prepend=True, with_kwargs=True))
         for scope in self.layout.scopes:
             scope.module = None  # whoever holds the session must not hold the model
-        add(model.register_forward_hook(self._root_leave, always_call=True))
+        add(model.register_forward_hook(self._root_leave, always_call=True, with_kwargs=True))
         for param in self.layout.params:
             if self.layout.units[param.unit].trainable:
                 hook = self._engine.gradient_hook(param.index)
@@ -271,7 +283,9 @@ class Session(ForwardRules, Commits):
 
     def _on_backward(self) -> None:
         """The first saved parameter, or the first gradient, of a backward."""
+        self._thread.backward_begin()
         self._changed_drop()
+        self.commit_edits()
         self._backward = "running"
         self.phases.begin("backward", self)
         if in_backward():
@@ -317,6 +331,7 @@ class Session(ForwardRules, Commits):
             unscale: what gradients are multiplied with before they are clipped.
         """
         self.check_open()
+        self.refuse_other_thread("step()")
         self.phases.begin("step", self)
         if self._backward == "running" and not in_backward():
             raise StepError(
@@ -401,12 +416,16 @@ class Session(ForwardRules, Commits):
             raise ZeroGradError(
                 "zero_grad() between backward and step(): updates of this step have begun and"
                 " cannot be taken back. Call zero_grad() after step(), or skip the step before"
-                " backward"
+                " backward. Where a backward leaves gradients that no step is to use (a GAN's"
+                ' generator, through the discriminator), wrap with schedule="deferred": no update'
+                " begins before step(), and zero_grad() forgets them"
             )
         for tensor in tensors:
             tensor.grad = None
 
     def _abort(self) -> None:
+        if self._backward == "running" and not in_backward():
+            self._thread.refuse_backward("the model, step() or zero_grad()")
         if self._planner is not None:
             self._planner.forget()
         self._gradients.hide()
@@ -446,15 +465,16 @@ class Session(ForwardRules, Commits):
             return True
         return self._backward == "done" and bool(self._engine.status()["has_gradients"])
 
-    def reader(self, index: int) -> Callable[[], bool]:
-        """What must be called when the parameter is read as an attribute of its module."""
-        read: Callable[[], bool] = self._engine.scope([self.layout.params[index].unit]).read
+    def reader(self, unit: int) -> Callable[[], bool]:
+        """What must be called when a parameter of the unit is read as an attribute."""
+        read: Callable[[], bool] = self._engine.scope([unit]).read
         return read
 
     @contextlib.contextmanager
     def resident(self, index: int) -> Iterator[None]:
         """The parameter has its real data inside the with."""
         self._check_whole()
+        refuse_read()
         self._engine.flush(False)  # who writes here must not reach an update that is being written
         scope = self._engine.scope([self.layout.params[index].unit])
         scope.enter()
@@ -482,10 +502,14 @@ class Session(ForwardRules, Commits):
         self.check_open()
         self._engine.flush(False)
 
-    def stats(self) -> StepStats | None:
-        """Times and bytes of the last step that is over; None before the first."""
+    def stats(self) -> StepStats:
+        """Times and bytes of the last step that is over; of step 0, all zeros, before the first.
+
+        Steps from before a resume are not counted: they were another session's.
+        """
         raw = self._engine.stats()
-        return None if raw is None else StepStats.make(raw, self._engine_threads())
+        threads = self._engine_threads()
+        return StepStats.none(threads) if raw is None else StepStats.make(raw, threads)
 
     def _engine_threads(self) -> int:
         return self.config.threads or len(os.sched_getaffinity(0))
@@ -517,8 +541,6 @@ class Session(ForwardRules, Commits):
         self.flush()
         _trace.save(path, self)
 
-    # --- End --------------------------------------------------------------------------------
-
     def check_open(self) -> None:
         """Refuse to work for a closed session, in a forked child, or after an error.
 
@@ -529,11 +551,16 @@ class Session(ForwardRules, Commits):
         if self.closed:
             raise SessionError(
                 "the session is closed: lohan.unwrap(model) reads the last commit into memory, and"
-                " lohan.wrap(..., resume=True) goes on with it"
+                " lohan.wrap(..., resume=True) resumes it"
             )
         if os.getpid() != self._owner_pid:
             raise SessionError("the model was wrapped in another process: wrap it after the fork")
         self._engine.check()
+
+    def forked(self) -> None:
+        """This process is a forked child: make what it sees of the parent's memory hollow."""
+        if not self.closed:
+            self._engine.scopes_drop()
 
     def close(self) -> None:
         """Finish and commit what is closed, stop the engine, release the store. Idempotent.
@@ -543,32 +570,31 @@ class Session(ForwardRules, Commits):
         if os.getpid() != self._owner_pid:
             return  # not even the lock: a thread that is not here may hold it
         with self._lock:
-            if self.closed:
-                return
-            self._last_step = self.step
-            _snapshot.end(self)
+            if is_open := not self.closed:
+                self._last_step = self.step
+                _snapshot.end(self)
             try:
-                with contextlib.suppress(Exception):
-                    if self._engine.status()["has_gradients"]:
-                        self._engine.abort()
-                if not self.commits_by_hand:
-                    self._engine.flush(True)
-            finally:
+                if is_open:
+                    self._finish()
+            finally:  # in a second call, too: a Ctrl-C may have ended the first one in here
                 self.closed = True
-                if self._forward_depth > 0 and not self._forward_is_alive():
-                    self._forward_drop()
-                for handle in self._hooks:
-                    handle.remove()
-                self._hooks.clear()
-                self._engine.close()
-                self.layout.in_place.close()
-                self.store.close()
-                if self._swap_options[2] is not None:
-                    self._swap_options[2].close()
+                self._release()
+
+    def _release(self) -> None:
+        """Give up everything that the session has. What is given up already stays so."""
+        if self._forward_depth > 0 and not self._forward_is_alive():
+            self._forward_drop()
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        self._engine.close()
+        self.layout.in_place.close()
+        self.store.close()
+        if self._swap_options[2] is not None:
+            self._swap_options[2].close()
 
 
 def _alive(reference: weakref.ref[Session]) -> Session:
-    session = reference()
-    if session is None:
+    if (session := reference()) is None:
         raise SessionError("the session is gone")
     return session

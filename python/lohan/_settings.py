@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from lohan import _activations, _device, _swap
 from lohan.config import SCHEDULES, Config
@@ -67,6 +67,10 @@ def make(config: Config | None, settings: dict[str, Any], call: Callable[..., An
     return dataclasses.replace(config or Config(), **settings)
 
 
+def _is_whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check(config: Config) -> None:
     """Refuse values that cannot be.
 
@@ -75,7 +79,7 @@ def check(config: Config) -> None:
     """
     commits = config.commit_every
     is_named = commits in ("auto", "never", "manual")
-    if not is_named and not (isinstance(commits, int) and 0 < commits < 1 << 63):
+    if not is_named and not (_is_whole(commits) and 0 < commits < 1 << 63):
         raise ModelError(
             f"commit_every {commits!r}: 'auto', 'never', 'manual' or a number of steps from 1"
         )
@@ -88,13 +92,21 @@ def check(config: Config) -> None:
     if config.heap not in ("keep", "system"):
         raise ModelError(f"heap {config.heap!r}: 'keep' or 'system'")
     every = config.write_every
-    if every not in ("auto", "never") and not (isinstance(every, int) and 0 < every < 1 << 31):
+    if every not in ("auto", "never") and not (_is_whole(every) and 0 < every < 1 << 31):
         raise ModelError(f"write_every {every!r}: 'auto', 'never' or a number of steps from 1")
     if config.runs not in ("auto", "together", "apart"):
         raise ModelError(f"runs {config.runs!r}: 'auto', 'together' or 'apart'")
-    left = set(config.without) - {"overlap", "reuse", "deferred"}
-    if left:
-        raise ModelError(f"without {sorted(left)[0]!r}: 'overlap', 'reuse' or 'deferred'")
+    parts = config.without if isinstance(config.without, tuple | list) else (config.without,)
+    for part in parts:
+        if part not in ("overlap", "reuse", "deferred") or parts is not config.without:
+            raise ModelError(f"without {part!r}: a tuple of 'overlap', 'reuse' and 'deferred'")
+    for name in ("loss_scaling", "verify", "allow_buffered", "allow_tmpfs"):
+        if not isinstance(getattr(config, name), bool):
+            raise ModelError(f"{name} {getattr(config, name)!r}: True or False")
+    if not isinstance(config.device, str | None):
+        raise ModelError(
+            f"device {config.device!r}: None, 'cpu', 'cuda', 'cuda:INDEX', 'emu', or a torch.device"
+        )
     if config.schedule not in SCHEDULES:
         raise ModelError(f"schedule {config.schedule!r}: one of {', '.join(SCHEDULES)}")
     _activations.check(config.activations)
@@ -102,7 +114,7 @@ def check(config: Config) -> None:
     _swap.check(config)
     for name, (least, most) in _RANGES.items():
         value = getattr(config, name)
-        if value is not None and not (isinstance(value, int) and least <= value <= most):
+        if value is not None and not (_is_whole(value) and least <= value <= most):
             also = ', or a size as "16GB"' if name.endswith("_bytes") else ""
             raise ModelError(f"{name} {value!r}: a whole number from {least} to {most}{also}")
     if config.transfer_bytes % (1 << 20):

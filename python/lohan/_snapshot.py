@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import queue
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan import _core, _exit, _store
+from lohan import _core, _exit, _meta, _store
 from lohan._export import directories_of, find_session
 from lohan._journal import Journal
 from lohan._safetensors import Progress
@@ -60,41 +61,41 @@ class Cancelled(SessionError):
 
 
 class Holds:
-    """Who holds the commits of a session, counted; one that nobody holds has its commits."""
+    """Who holds the commits of a session; one that nobody holds has its commits.
+
+    A holder is an object of the caller's. So a Ctrl-C at any point of take() or give() is made up
+    for by give(), which may be called more often than take().
+    """
 
     def __init__(self, engine: _core.Engine) -> None:
         self._engine = engine
         self._lock = threading.Condition()
-        self._count = 0
+        self._holders: set[object] = set()
 
-    def take(self) -> None:
+    def take(self, holder: object) -> None:
         """Wait for a commit under way, and let none begin until all holders have given up."""
         with self._lock:
-            self._count += 1
-        try:
-            self._engine.commit_hold()
-        except BaseException:
-            self.give()
-            raise
+            self._holders.add(holder)
+        self._engine.commit_hold()
 
-    def give(self) -> None:
+    def give(self, holder: object) -> None:
         """Let commits begin again, if nobody else holds them. Any thread."""
         with self._lock:
-            self._count -= 1
-            if self._count == 0:
+            if self._holders == {holder}:
                 self._engine.commit_release()
-                self._lock.notify_all()
+            self._holders.discard(holder)
+            self._lock.notify_all()
 
     def wait_none(self) -> None:
         """Wait until nobody holds them, for a commit that is not the engine's."""
         with self._lock:
-            while self._count > 0:
+            while self._holders:
                 self._lock.wait(_SLICE_S)
 
 
 def copied_from(store: _core.Store) -> list[list[Any]]:
     """The stores, and the steps of theirs, that a store was copied from: [uuid, step] each."""
-    found: list[list[Any]] = json.loads(store.describe()["meta"]).get("copied_from", [])
+    found: list[list[Any]] = _meta.of(store).get("copied_from", [])
     return found
 
 
@@ -126,6 +127,7 @@ class Snapshot:
         self._over = threading.Event()
         self._over.set()
         self._is_cancelled = False
+        self._claim = threading.Lock()  # taken by whoever does the work, and never given back
 
     @property
     def is_done(self) -> bool:
@@ -174,21 +176,29 @@ class Snapshot:
 
     def run(self, work: Callable[[], None], end: Callable[[], None]) -> None:
         """Do work in a thread, then end(), whatever came of it."""
-
-        def thread() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self._error = error
-            finally:
-                end()
-                self._tell()
-                self._over.set()
-
         self._tell()
         self._over.clear()
-        self._thread = threading.Thread(target=thread, name="lohan-snapshot", daemon=True)
+        self._thread = threading.Thread(
+            target=self._body, args=(work, end), name="lohan-snapshot", daemon=True
+        )
         self._thread.start()
+
+    def give_up(self, work: Callable[[], None], end: Callable[[], None]) -> None:
+        """After run() was interrupted: if its thread did not start, clean up in its place."""
+        self.cancel()
+        self._body(work, end)
+
+    def _body(self, work: Callable[[], None], end: Callable[[], None]) -> None:
+        if not self._claim.acquire(blocking=False):
+            return  # somebody else does it
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            end()
+            self._tell()
+            self._over.set()
 
 
 class _Copy:
@@ -213,7 +223,7 @@ class _Copy:
         self.said = said
         self.out = list(out)
         self.extents = source.extents()
-        if run is None and "method" in json.loads(said["meta"]):
+        if run is None and _meta.of(source).get("method") is not None:
             self.run_copied = of_store(source, ())
         step = said["step"] if self.run_copied is None else len(self.run_copied.records)
         self.handle = Snapshot(out, int(step), on_change)
@@ -232,7 +242,7 @@ class _Copy:
             raise
 
     def _create(self, config: Config) -> _core.Store:
-        meta = json.loads(self.said["meta"])
+        meta = _meta.of(self.source)
         before = meta.get("copied_from", [])
         meta["copied_from"] = [*before, [self.said["uuid"], self.handle.step]]
         slots = {group: count for _, group, count, _ in self.extents}
@@ -368,9 +378,10 @@ def _is_unfinished(directories: Sequence[str]) -> bool:
         store = _store.open_existing(directories, Config(allow_buffered=True), read_only=True)
     except StoreError:
         return False
-    is_empty = bool(store.describe()["is_empty"])
+    said = store.describe()
     store.close()
-    return is_empty
+    # The newest step of a damaged store may have been more than what is left of it.
+    return bool(said["is_empty"]) and not said["is_fallback"]
 
 
 def _begun(directory: str) -> bool | None:
@@ -410,19 +421,25 @@ def begin(
     is_between = not is_behind_step and not session.is_underway and not in_backward()
     if is_between and not session.commits_by_hand:
         session.commit()
-    session.holds.take()
+    copy: _Copy | None = None
+    holder = object()
+    give = functools.partial(session.holds.give, holder)
     try:
+        session.holds.take(holder)
         source = _store.open_existing(session.directories, session.config, is_held=True)
         try:
             copy = _Copy(source, directories_of(out), session.config, on_change, session.run_now())
         except BaseException:
             source.close()
             raise
-    except BaseException:
-        session.holds.give()
+        session.snapshot_now = copy.handle
+        copy.handle.run(copy.run, give)
+    except BaseException:  # a Ctrl-C comes anywhere
+        if copy is None:
+            give()
+        else:
+            copy.handle.give_up(copy.run, give)
         raise
-    session.snapshot_now = copy.handle
-    copy.handle.run(copy.run, session.holds.give)
     return copy.handle
 
 
@@ -506,6 +523,7 @@ def snapshot(
     config = Config(allow_buffered=True)
     try:
         source = _store.open_existing(directories, config, read_only=True, raiser=reader_error)
+        _store.say_fallback(source)
     except StoreLockedError as error:
         from lohan import _requests
 

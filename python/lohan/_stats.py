@@ -72,6 +72,13 @@ class StepStats:
             threads=threads,
         )
 
+    @classmethod
+    def none(cls, threads: int) -> StepStats:
+        """Before the first step is over: zeros."""
+        numbers = {f.name: 0 for f in dataclasses.fields(cls) if f.type == "int"}
+        links = dict.fromkeys(LINKS, 0)
+        return cls(**{**numbers, "threads": threads}, bytes=links, planned_bytes=dict(links))
+
     @property
     def read_bytes(self) -> int:
         """Bytes read from SSD."""
@@ -118,6 +125,8 @@ class StepStats:
 
     def __str__(self) -> str:
         """One line for people; repr() has every number."""
+        if self.step == 0:
+            return "no step of this session is over yet: stats() counts from the first one on"
         waits = {"parameters": self.param_wait_ns, "gradients": self.gradient_wait_ns}
         waited = [f"{ns / 1e6:.0f} ms for {name}" for name, ns in waits.items() if ns >= 500_000]
         busy = ", ".join(f"{name} {share:.0%}" for name, share in self.busy.items())

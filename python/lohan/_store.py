@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
+import re
+import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from lohan import _core, _in_place
+from lohan import _core, _durable, _in_place, _meta
 from lohan._block import BYTES_CODE, DTYPE_CODES, Layout, Param, Unit
+from lohan._block_writer import BlockWriter
 from lohan._buffers import Buffers
 from lohan._kept import narrowed
-from lohan._tensor import nbytes_of
+from lohan._tensor import bytes_of, nbytes_of
 from lohan.config import Config
 from lohan.errors import (
     ChecksumError,
@@ -32,6 +38,12 @@ Raiser = Callable[[int, str, bool], LohanError]
 
 SAME_KEYS = ("lohan", "params", "units")  # of meta: what makes it the same model
 SCALAR_BYTES_MAX = 64 << 10  # of ours: groups and RNG state take 8 KiB
+_TEMPORARY = "lohan-temporary-"
+_TEMPORARY_NAME = re.compile(re.escape(_TEMPORARY) + r"[a-z0-9_]{8}")
+# One that is younger may be about to be locked.
+_STALE_S = 60.0
+# Of this process, by path: each holds the lock of its directory.
+_locked: dict[str, int] = {}
 BUFFER_SAID_BYTES = 1 << 20  # names and shapes of persistent buffers, where there are any
 
 
@@ -128,8 +140,10 @@ def unit_rows(layout: Layout) -> list[Any]:
 
 def describe(layout: Layout) -> dict[str, Any]:
     """What a store must have been made for to be this model's."""
+    strides = {str(p.index): list(p.strides) for p in layout.params if p.strides is not None}
     return {
-        "lohan": 1,
+        "lohan": 2 if strides else 1,  # a reader that does not know of strides must not go on
+        **({"strides": strides} if strides else {}),
         **layout.about,
         "params": [
             [p.name, list(p.tensor.shape), str(p.tensor.dtype), layout.units[p.unit].trainable]
@@ -140,7 +154,7 @@ def describe(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _meta(layout: Layout, extents: Extents) -> dict[str, Any]:
+def _description(layout: Layout, extents: Extents) -> dict[str, Any]:
     """What a store says of itself: docs/store-format.md, Meta."""
     made = describe(layout)
     if extents.checksums >= 0:
@@ -148,18 +162,24 @@ def _meta(layout: Layout, extents: Extents) -> dict[str, Any]:
     return made
 
 
-def read_meta(directories: Sequence[str], config: Config) -> dict[str, Any]:
+def read_meta(
+    directories: Sequence[str], config: Config, open_at: int | None = None
+) -> dict[str, Any]:
     """What the store of these directories says of itself.
+
+    Args:
+        directories: of the store.
+        config: of the session.
+        open_at: the step that will be opened; None: the newest.
 
     Raises:
         StoreError: it cannot be opened.
     """
-    store = open_existing(directories, config, read_only=True)
+    store = open_existing(directories, config, read_only=True, open_at=open_at)
     try:
-        meta: dict[str, Any] = json.loads(store.describe()["meta"])
+        return _meta.of(store)
     finally:
         store.close()
-    return meta
 
 
 def write_checksums(layout: Layout, extents: Extents, store: _core.Store) -> None:
@@ -167,6 +187,7 @@ def write_checksums(layout: Layout, extents: Extents, store: _core.Store) -> Non
     if extents.checksums < 0:
         return
     layout.in_place.checksums = made = layout.in_place.scan(layout)
+    layout.in_place.check_unchanged()
     values = torch.frombuffer(bytearray(b"".join(made.values())), dtype=torch.uint8)
     store.write(extents.checksums, 0, values.data_ptr(), values.numel())
 
@@ -177,7 +198,7 @@ def read_checksums(layout: Layout, extents: Extents, store: _core.Store) -> None
         return
     values = torch.empty(extents.table[extents.checksums][0], dtype=torch.uint8)
     store.read(extents.checksums, 0, values.data_ptr(), values.numel())
-    raw = values.numpy().tobytes()
+    raw = bytes_of(values).tobytes()
     at = 0
     for index, unit in enumerate(layout.units):
         if unit.runs:
@@ -191,7 +212,7 @@ def read_param(layout: Layout, extents: Extents, store: _core.Store, param: Para
     unit = layout.units[param.unit]
     if unit.runs:
         return layout.in_place.read(layout, param)
-    values = torch.empty(param.tensor.shape, dtype=unit.dtype)
+    values = param.shaped(torch.empty(param.count, dtype=unit.dtype))
     offset = param.first * unit.dtype.itemsize if unit.trainable else param.first
     with naming(param.name, "param"):
         store.read(extents.units[param.unit].param, offset, values.data_ptr(), nbytes_of(values))
@@ -220,11 +241,48 @@ def naming(param: str, array: str) -> Iterator[None]:
 
 
 def temporary_directory() -> str:
-    """A directory for a store that nobody named: on disk, not in main memory."""
+    """A directory for a store that nobody named: on disk, not in main memory.
+
+    It is locked until remove_temporary(); those that a killed process has left are removed.
+    """
     for base in (tempfile.gettempdir(), "/var/tmp", os.getcwd()):
         if os.path.isdir(base) and os.access(base, os.W_OK) and not _is_memory(base):
-            return tempfile.mkdtemp(prefix="lohan-", dir=base)
+            _remove_stale(base)
+            path = tempfile.mkdtemp(prefix=_TEMPORARY, dir=base)
+            _locked[path] = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(_locked[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return path
     raise StoreError("no directory on a disk for a temporary store: pass store=")
+
+
+def remove_temporary(path: str) -> None:
+    """Remove a directory that temporary_directory() made, and what is in it."""
+    shutil.rmtree(path, ignore_errors=True)
+    descriptor = _locked.pop(path, -1)
+    if descriptor >= 0:
+        os.close(descriptor)
+
+
+def _remove_stale(base: str) -> None:
+    """Remove temporary directories of this user that no process has locked."""
+    with contextlib.suppress(OSError), os.scandir(base) as entries:
+        for entry in entries:
+            if _TEMPORARY_NAME.fullmatch(entry.name):
+                with contextlib.suppress(OSError):
+                    _remove_if_stale(entry.path)
+
+
+def _remove_if_stale(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        is_ours = found.st_uid == os.getuid()
+        if is_ours and time.time() - found.st_mtime > _STALE_S:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)
+    finally:
+        os.close(descriptor)
 
 
 def _is_memory(path: str) -> bool:
@@ -247,7 +305,7 @@ def measure_weights(directories: Sequence[str]) -> list[int]:
     weights = []
     for directory in directories:
         try:
-            os.makedirs(directory, mode=0o700, exist_ok=True)
+            _durable.make_directory(directory, mode=0o700)
             write, read = _core.store_measure(store_error, directory, 64 << 20)
         except (StoreError, OSError):
             return []
@@ -284,7 +342,7 @@ def create(
         weights=measure_weights(directories),
         extents=extents.table,
         groups=extents.groups,
-        meta=json.dumps(_meta(layout, extents)).encode(),
+        meta=json.dumps(_description(layout, extents)).encode(),
         scalar_bytes_max=SCALAR_BYTES_MAX
         + _core.scalar_overhead_bytes(len(layout.params))
         + buffer_room_bytes(layout),
@@ -301,15 +359,20 @@ def open_existing(
     *,
     read_only: bool = False,
     is_held: bool = False,
+    open_at: int | None = None,
     raiser: Raiser = store_error,
 ) -> _core.Store:
     """Open a store at its last committed step.
+
+    Where that step is damaged, a reader gets the one before it, and `describe()["is_fallback"]` is
+    true; a writer is refused unless open_at names it.
 
     Args:
         directories: of the store.
         config: of the session.
         read_only: nothing is written, and other readers may have it open.
         is_held: this process has it open, and holds its commits until this one is closed.
+        open_at: the newest step, or the one before it; for a writer, the later one is gone then.
         raiser: makes its errors exceptions.
     """
     return _core.store_open(
@@ -319,7 +382,22 @@ def open_existing(
         read_only=read_only,
         allow_buffered=config.allow_buffered,
         is_held=is_held,
+        open_at=open_at,
     )
+
+
+def resume_asked(resume: bool | int | None) -> tuple[bool, int | None]:
+    """What wrap's resume= says: whether to resume, and at which step (None: at the newest)."""
+    if resume is None or isinstance(resume, bool):
+        return bool(resume), None
+    return True, resume
+
+
+def say_fallback(store: _core.Store) -> None:
+    """Tell who reads a store on stderr that its newest step is damaged, and what it has instead."""
+    said = store.describe()
+    if said["is_fallback"]:
+        print(f"lohan: {said['note']}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -363,7 +441,8 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
         raise StoreUncleanError(
             f"{path} was made, but its weights were never written: delete it, and start again"
         )
-    theirs = json.loads(store.describe()["meta"])
+    theirs = _meta.of(store)
+    _take_strides(layout, theirs)
     ours = describe(layout)
     check_same_name(theirs.get("method"), layout.method)
     if theirs["units"] != ours["units"] and sorted(theirs["params"]) == sorted(ours["params"]):
@@ -387,6 +466,23 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
             f"the store is of another model: {count[0]} parameters, this model has {count[1]}"
         )
     raise StoreMismatchError("the store has the same parameters in another order")
+
+
+def strides_of(meta: dict[str, Any], index: int) -> tuple[int, ...] | None:
+    """The strides of a parameter as a store's meta has them; None: contiguous."""
+    strides = meta.get("strides", {}).get(str(index))
+    return None if strides is None else tuple(strides)
+
+
+def _take_strides(layout: Layout, meta: dict[str, Any]) -> None:
+    """Parameters have the strides that the store was made with: its bytes are in that order."""
+    if len(meta["params"]) != len(layout.params):
+        return  # of another model
+    for param in layout.params:
+        strides = strides_of(meta, param.index)
+        if strides != param.strides:
+            layout.other_strides.append(param.name)
+            param.strides = strides
 
 
 def check_same_name(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
@@ -434,8 +530,28 @@ def check_slots(store: _core.Store, config: Config) -> None:
         )
 
 
+def check_table(store: _core.Store, extents: Extents) -> None:
+    """Refuse a store whose extents are not those of the layout: its description is wrong.
+
+    Raises:
+        StoreMismatchError: says what it has.
+    """
+    is_single = store.describe()["is_single_slot"]
+    has = [(nbytes, group) for nbytes, group, _, _ in store.extents()]
+    is_other = has != extents.table
+    if not is_other and not is_single:
+        is_other = any(slots < extents.groups[group] for _, group, slots, _ in store.extents())
+    if is_other:
+        raise StoreMismatchError(
+            f"{store.describe()['files'][0][0]}: the store's description (meta) is damaged, or of"
+            f" another version of lohan: it says {len(extents.table)} extents of"
+            f" {sum(n for n, _ in extents.table):,} bytes, and the store has {len(has)} of"
+            f" {sum(n for n, _ in has):,}, or fewer slots: go back to a snapshot"
+        )
+
+
 def write_param(
-    store: _core.Store,
+    store: BlockWriter,
     unit: Unit,
     places: UnitExtents,
     first: int,
@@ -446,12 +562,12 @@ def write_param(
     """Write one parameter, or a run of its elements, as the store keeps it.
 
     Args:
-        store: open for writing.
+        store: open for writing; flush() makes what was written part of it.
         unit: the parameter's unit.
         places: its extents.
         first: element (trainable) or byte (frozen) in the unit.
-        values: contiguous CPU tensor; fp32 for a bf16 or fp16 unit keeps every bit, in the residual
-            or master.
+        values: CPU tensor, in the unit's order (Param.flat()); fp32 for a bf16 or fp16 unit keeps
+            every bit, in the residual or master.
         is_fresh: nothing was written there before, so that a residual of zeros need not be.
     """
     values = values.detach().contiguous()

@@ -22,6 +22,7 @@ from torch.multiprocessing import reductions
 
 from lohan import _core
 from lohan._device import Device, Kept, Meter, parse
+from lohan._tensor import has_storage
 from lohan.config import POLICIES, Config
 from lohan.errors import ModelError, StoreError, store_error
 
@@ -371,7 +372,7 @@ class Swap:
         return empty.set_(source, packed.offset, packed.shape, packed.stride)
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
-        is_plain = tensor.layout == torch.strided and not tensor.is_quantized
+        is_plain = has_storage(tensor) and not tensor.is_quantized
         is_ours = is_plain and tensor.device == self.device and not tensor.is_neg()
         return is_ours and not tensor.is_conj() and tensor.untyped_storage().nbytes() >= LEAST_BYTES
 

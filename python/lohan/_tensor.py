@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.multiprocessing import reductions
 
 from lohan import _core
@@ -34,6 +36,35 @@ def is_top_hook(pack: Callable[[Any], Any]) -> bool:
     """True where pack, and nothing inside it, packs what operations save."""
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return top is not None and bool(top[0] == pack)
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes have an address.
+
+    Those of a sparse tensor, of a tensor inside a transform of torch.func, and of a tangent that is
+    known to be zero have none.
+    """
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.layout == torch.strided and not is_wrapped and not tensor._is_zerotensor()
+
+
+def in_transform() -> bool:
+    """True inside a transform of torch.func (vmap, jvp, ...) and inside forward-mode AD."""
+    is_transform = torch._C._functorch.peek_interpreter_stack() is not None
+    return is_transform or forward_ad._current_level >= 0
+
+
+def is_reading_wrapped() -> bool:
+    """True inside torch.func.grad, jvp and what is made of them: detach() has no storage there."""
+    top = torch._C._functorch.peek_interpreter_stack()
+    kinds = torch._C._functorch.TransformType
+    return top is not None and top.key() in (kinds.Grad, kinds.Jvp)
+
+
+def hooks_are_refused() -> bool:
+    """True where torch refuses hooks for saved tensors: inside torch.func.grad, for example."""
+    autograd: Any = torch._C._autograd
+    return not autograd._saved_tensors_hooks_is_enabled()
 
 
 def storage_reference(storage: torch.UntypedStorage) -> object:
@@ -114,10 +145,23 @@ class SavedTensors:
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes in main memory, without numpy.
+
+    They are the tensor's own, writable, where it is contiguous and in main memory, and a copy
+    otherwise. The view keeps them alive.
+    """
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return memoryview(b"")
+    array: Any = (ctypes.c_ubyte * nbytes_of(flat)).from_address(flat.data_ptr())
+    array.tensor = flat  # the view holds the array, and the array the tensor
+    return memoryview(array).cast("B")
+
+
 def bits_checksum(tensor: torch.Tensor) -> int:
     """CRC-32C of the tensor's bytes: tells whether it was changed without keeping a copy of it."""
-    flat = tensor.detach().cpu().reshape(-1)
-    return _core.crc32c(flat.view(torch.uint8).numpy().data)
+    return _core.crc32c(bytes_of(tensor))
 
 
 def is_same(other: object, tensor: torch.Tensor) -> bool:

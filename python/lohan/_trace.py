@@ -10,14 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rich.console import Console
-from rich.table import Table
-
 from lohan import _timeline
 from lohan._timeline import LANE_OF_KIND, TRAINING, WAITS, Span
 from lohan.errors import SessionError, TraceError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from lohan._session import Session
 
 IN_USE = LANE_OF_KIND[6]
@@ -30,6 +29,9 @@ _OF_STEPS = (TRAINING, IN_USE, WAITS)
 PHASES = ("forward", "backward", "step")
 _PHASE_COUNT_MAX = 4096
 _SHOWN = ("compute", "ssd", "optimizer", "copies")
+
+# Infinite times, and lists in lists without end.
+_OF_JSON = (OverflowError, RecursionError)
 
 Interval = tuple[int, int]
 
@@ -88,6 +90,28 @@ def save(path: str | os.PathLike[str], session: Session) -> None:
     _timeline.write_perfetto(path, spans, {"lohan": 1, "threads": threads})
 
 
+def _span(event: Mapping[str, Any]) -> Span:
+    """An event of a file.
+
+    Raises:
+        ValueError: a value is of the wrong kind. Also KeyError, TypeError, OverflowError.
+    """
+    span = Span(
+        event["cat"],
+        0,
+        event["name"],
+        -1,
+        event["args"]["step"],
+        round(event["ts"] * 1e3),
+        round((event["ts"] + event["dur"]) * 1e3),
+        event["args"].get("bytes", 0),
+    )
+    are_names = isinstance(span.lane, str) and isinstance(span.name, str)
+    if not are_names or type(span.step) is not int or type(span.nbytes) is not int:
+        raise ValueError(f"{str(event)[:200]} is no event of a step")
+    return span
+
+
 def load(path: Path) -> tuple[list[Span], int]:
     """The spans of a file that save() wrote, and how many workers there were (0: not told).
 
@@ -96,24 +120,11 @@ def load(path: Path) -> tuple[list[Span], int]:
     """
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
-        spans = [
-            Span(
-                event["cat"],
-                0,
-                event["name"],
-                -1,
-                event["args"]["step"],
-                round(event["ts"] * 1e3),
-                round((event["ts"] + event["dur"]) * 1e3),
-                event["args"].get("bytes", 0),
-            )
-            for event in told["traceEvents"]
-            if event["ph"] == "X"
-        ]
+        spans = [_span(event) for event in told["traceEvents"] if event["ph"] == "X"]
         threads = int(told.get("otherData", {}).get("threads", 0))
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, *_OF_JSON) as error:
         raise TraceError(
             f"{path} is no timeline of lohan's ({error!r}): model.lohan.save_trace(FILE) writes one"
         ) from error
@@ -217,6 +228,8 @@ def summarise(spans: Sequence[Span], threads: int = 0) -> list[dict[str, Any]]:
 
 def _show_phases(steps: Sequence[dict[str, Any]], names: Sequence[str], console: Console) -> None:
     """Means over all steps."""
+    from rich.table import Table
+
     table = Table("phase", "ms", *names, "bound by", box=None)
     for column in table.columns[1:-1]:
         column.justify = "right"
@@ -236,6 +249,8 @@ def _show_phases(steps: Sequence[dict[str, Any]], names: Sequence[str], console:
 
 def show(steps: Sequence[dict[str, Any]], console: Console) -> None:
     """A line a step, and what bounded most of them."""
+    from rich.table import Table
+
     names = [name for name in _SHOWN if any(name in step["busy"] for step in steps)]
     table = Table("step", "ms", *names, "read", "written", "bound by", box=None)
     for column in table.columns[:-1]:

@@ -33,7 +33,7 @@ from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.training_args import ParallelMode
 
-from lohan import _settings, _store, _zo_trainer
+from lohan import _device, _settings, _store, _zo_trainer
 from lohan._optim import DEFAULTS, RULE, check_rule
 from lohan._session import Session
 from lohan._snapshot import copied_from
@@ -374,7 +374,7 @@ class TrainerCallback(transformers.TrainerCallback):
         else:
             config, asked = self._asked(made, resumes)
         settings = {**asked, **self._settings}
-        settings["device"] = self._config.device or str(trainer.args.device)
+        settings["device"] = _device.of_trainer(self._config.device, trainer.args.device)
         with _same_generator(), _hint_of_trainer():
             wrap(model, store=self._directories(), resume=resumes, config=config, **settings)
         ours: Any = model.optimizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from lohan import _durable
 
 _STEP = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-\d+$")
 
@@ -23,10 +25,10 @@ def reference_of(folder: Path) -> Reference | None:
         return None
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, OSError, ValueError):
-        return None  # cut off: its process died while it wrote
+    except Exception:  # torch raises whatever its readers of zip files and pickles do
+        return None  # cut off, because its process died while it wrote, or damaged
     reference = state.get("lohan") if isinstance(state, dict) else None
-    return dict(reference) if reference else None
+    return dict(reference) if reference and isinstance(reference, dict) else None
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -44,8 +46,8 @@ def sync(folder: Path) -> None:
     """Have a folder's files on the disk before the store says that they count."""
     for path in [*folder.rglob("*"), folder, folder.parent]:
         if path.is_file() or path.is_dir():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            _durable.sync(path)
+    # Whoever made the Trainer's output folder has not synced its name, nor its parents' names.
+    for path in folder.absolute().parents[1:]:
+        with contextlib.suppress(OSError):  # it need not be ours
+            _durable.sync(path)

@@ -171,11 +171,12 @@ def verify(store: PathLike | Sequence[PathLike], *, progress: Progress | None = 
     session = find_session(directories)
     if session is None:
         return _verify(directories, Config(allow_buffered=True), False, progress)
-    session.holds.take()
+    holder = object()
     try:
+        session.holds.take(holder)
         return _verify(session.directories, session.config, True, progress)
     finally:
-        session.holds.give()
+        session.holds.give(holder)
 
 
 def _verify(

@@ -15,6 +15,7 @@ from torch import nn
 
 from lohan import _core
 from lohan._block import Layout, Param
+from lohan._block_writer import BlockWriter
 from lohan._buffers import remember
 from lohan._files import DTYPES, Entry, File, check_descriptor
 from lohan._kept import narrowed
@@ -121,16 +122,19 @@ def fill(
         raise ModelError(f"init {init!r}: 'model' or a function of a module")
     is_empty = any(p.tensor.is_meta for p in layout.params)
     replaced = _replace(model, layout)
+    writer = BlockWriter(store)
     try:
         if weights is not None:
             place = Path(os.fspath(weights))
-            _fill_from_files(model, layout, extents, store, place, files, replaced)
+            _fill_from_files(model, layout, extents, writer, place, files, replaced)
+            writer.flush()
             write_checksums(layout, extents, store)
         elif is_empty or init is not None:
-            _fill_by_init(model, layout, extents, store, init if callable(init) else None)
+            _fill_by_init(model, layout, extents, writer, init if callable(init) else None)
         else:
             for param in layout.params:
-                _write(layout, extents, store, param, param.tensor)
+                _write(layout, extents, writer, param, param.tensor)
+        writer.flush()
         store.commit(0, scalars)
         said = layout.cut.said()
         if said is not None:
@@ -175,18 +179,19 @@ def _no_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _write(
-    layout: Layout, extents: Extents, store: _core.Store, param: Param, values: torch.Tensor
+    layout: Layout, extents: Extents, store: BlockWriter, param: Param, values: torch.Tensor
 ) -> None:
     if param.kept is not None:
         layout.cut.look(values, layout.units[param.unit].dtype)
-    write_param(store, layout.units[param.unit], extents.units[param.unit], param.first, values)
+    unit, places = layout.units[param.unit], extents.units[param.unit]
+    write_param(store, unit, places, param.first, param.flat(values))
 
 
 def _fill_by_init(
     model: nn.Module,
     layout: Layout,
     extents: Extents,
-    store: _core.Store,
+    store: BlockWriter,
     init: Callable[[nn.Module], None] | None,
 ) -> None:
     """Run initialisation module by module; only one module's parameters are in memory."""
@@ -256,7 +261,7 @@ def _fill_from_files(
     model: nn.Module,
     layout: Layout,
     extents: Extents,
-    store: _core.Store,
+    store: BlockWriter,
     weights: Path,
     files: Sequence[File],
     made: Container[int],
@@ -306,6 +311,7 @@ def fill_buffers(buffers: Sequence[tuple[torch.Tensor, Entry]], files: Sequence[
             check_descriptor(file.fileno(), files[entry.file])
             file.seek(entry.offset)
             raw = bytearray(file.read(entry.nbytes))
+            check_descriptor(file.fileno(), files[entry.file])
         if len(raw) != entry.nbytes:
             raise StoreError(f"{path} was cut: it ends inside a buffer of {entry.nbytes} bytes")
         values = torch.frombuffer(raw, dtype=DTYPES[entry.dtype]).reshape(entry.shape)
@@ -316,7 +322,7 @@ def fill_buffers(buffers: Sequence[tuple[torch.Tensor, Entry]], files: Sequence[
 def _stream(
     layout: Layout,
     extents: Extents,
-    store: _core.Store,
+    store: BlockWriter,
     param: Param,
     files: Sequence[File],
 ) -> None:
@@ -327,12 +333,16 @@ def _stream(
     with path.open("rb") as file:
         check_descriptor(file.fileno(), files[param.source.file])
         file.seek(param.source.offset)
-        for first in range(0, param.count, PIECE_ELEMENTS):
-            count = min(PIECE_ELEMENTS, param.count - first)
+        # One in another order is put into that as a whole.
+        piece = PIECE_ELEMENTS if param.strides is None else param.count
+        for first in range(0, param.count, piece):
+            count = min(piece, param.count - first)
             raw = bytearray(file.read(count * dtype.itemsize))
             if len(raw) != count * dtype.itemsize:
                 raise StoreError(f"{path} was cut: it ends inside {param.name}")
             values = torch.frombuffer(raw, dtype=dtype)
+            if param.strides is not None:
+                values = param.flat(values.view(param.tensor.shape))
             if unit.residual_bytes and dtype != unit.dtype:
                 values = values.float()  # the master gets every bit that it can hold
             elif param.kept is not None:
@@ -343,3 +353,4 @@ def _stream(
             scale = 1 if unit.trainable else unit.dtype.itemsize
             at = param.first + first * scale
             write_param(store, unit, extents.units[param.unit], at, values)
+        check_descriptor(file.fileno(), files[param.source.file])

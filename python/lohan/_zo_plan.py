@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lohan import _core
+from lohan import _core, _durable
 from lohan._kept import TYPES
 from lohan._zeroth import Record, Rule, kept_operations, operations
 from lohan.config import Config
@@ -69,7 +69,7 @@ def measured_every(config: Config, directories: Sequence[str], kept: str | None)
     if directories:
         pairs = []
         for directory in directories:
-            os.makedirs(directory, mode=0o700, exist_ok=True)
+            _durable.make_directory(directory, mode=0o700)
             pairs.append(_core.store_measure(store_error, directory, _MEASURE_BYTES))
         writes = max(sum(float(write) for write, _ in pairs), 1.0)
         reads = max(sum(float(read) for _, read in pairs), 1.0)

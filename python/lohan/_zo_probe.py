@@ -9,16 +9,20 @@ whose runs could take turns makes its first step without, and looks what its sec
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sized
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from lohan._tensor import bytes_of
+
 
 def _gpu_states() -> list[torch.Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    """None where nobody has used a GPU: asking would make a context on each."""
+    is_used = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return torch.cuda.get_rng_state_all() if is_used else []
 
 
 class Left:
@@ -27,10 +31,10 @@ class Left:
     def __init__(self, model: nn.Module) -> None:
         self._held: list[Any] = []  # so that nothing else gets an id of theirs
         self.generators = (
-            torch.get_rng_state().numpy().tobytes(),
-            [state.numpy().tobytes() for state in _gpu_states()],
+            bytes_of(torch.get_rng_state()).tobytes(),
+            [bytes_of(state).tobytes() for state in _gpu_states()],
             random.getstate(),
-            str(np.random.get_state()),
+            str(sys.modules["numpy"].random.get_state()) if "numpy" in sys.modules else "",
         )
         self.modules = {
             name or "the model": {

@@ -13,9 +13,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import ctypes
-import json
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan import _core, _kept, _zo_device, _zo_run
+from lohan import _core, _kept, _meta, _zo_device, _zo_run
 from lohan._block import Param
 from lohan._lockstep import FIRST
 from lohan._tensor import SavedTensors, in_backward
+from lohan._thread import thread_error
 from lohan._zeroth import Op, Record
 from lohan._zo_run import Run
 from lohan._zo_turns import T, TurnSession
@@ -63,6 +64,7 @@ class ZerothSession(TurnSession):
         self.run = _zo_run.make(self.rule, self.journal.records, base, self.layout.params)
         self._wanted = self.rule.clean(self.step)
         self._is_in_step = False
+        self._step_thread = 0
         self._lost: set[int] = set()  # units whose bytes in memory have to be read again
         self._rolls_back = False
         self._workers = max(1, self._engine_threads())  # one of them is whoever asks
@@ -247,7 +249,7 @@ class ZerothSession(TurnSession):
         training = [module for module in model.modules() if module.training]
         try:  # a Ctrl-C comes anywhere
             model.eval()
-            self._is_in_step = True
+            self._is_in_step, self._step_thread = True, threading.get_ident()
             self.around = _NOTHING
             with torch.no_grad():
                 yield
@@ -372,7 +374,15 @@ class ZerothSession(TurnSession):
         super()._check_whole()
         self._roll_back()
 
+    def refuse_other_thread(self, what: str) -> None:
+        """See ForwardRules.refuse_other_thread; between the forwards of a step, too."""
+        super().refuse_other_thread(what)
+        is_mine = self._is_other() or self._step_thread == threading.get_ident()
+        if self._is_in_step and not is_mine:
+            raise thread_error(self._step_thread, "is inside a step", what)
+
     def _forward_begin(self, *, is_root: bool) -> None:
+        self.refuse_other_thread("the model")
         self._roll_back()
         super()._forward_begin(is_root=is_root)
 
@@ -409,6 +419,10 @@ class ZerothSession(TurnSession):
             " wrap it with a new store"
         )
 
+    def edited(self, store: _core.Store) -> None:
+        """Commit buffers at once: no backward comes that would."""
+        self._commit_buffers(store)
+
     def undo_edit(self, index: int) -> None:
         """Undo in memory what was written there."""
         self._lost.add(self.layout.params[index].unit)
@@ -431,7 +445,7 @@ class ZerothSession(TurnSession):
         made: ZerothOptimizer = optimizer
         asked = self.zeroth.asked
         records = self.journal.records
-        said = json.loads(self.store.describe()["meta"])["method"]
+        said = _meta.of(self.store)["method"]
         lr = records[-1].lr if records else said["lr"]
         decay = records[-1].decay if records else said["weight_decay"]
         made.go_on(

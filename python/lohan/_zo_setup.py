@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan import _core, _device, _journal, _kept, _zo_device, _zo_plan
+from lohan import _core, _device, _journal, _kept, _meta, _zo_device, _zo_plan
 from lohan._block import Layout
 from lohan._in_place import Found
 from lohan._journal import Journal
@@ -116,7 +115,7 @@ class Zeroth:
                 )
         _zo_device.check(self.device, then.rng, self.without)
         self.rule = then
-        was_every = json.loads(store.describe()["meta"])["method"]["write_every"]
+        was_every = _meta.of(store)["method"]["write_every"]
         every = self.asked["write_every"]
         if was_every is None and isinstance(every, int):
             raise StoreMismatchError(

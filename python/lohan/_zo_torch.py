@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from lohan._zeroth import Record, Rule
@@ -32,6 +31,8 @@ class TorchDirections:
         self._rule = rule
         self._shapes = shapes
         self._seeds: list[int] = []
+        import numpy as np  # only rng="torch" needs it
+
         self._draw = np.random.RandomState(rule.seed % (1 << 32))
         self._tables: dict[int, dict[int, torch.Tensor]] = {}
 

@@ -15,7 +15,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from lohan import _core, _journal, _store
+from lohan import _core, _journal, _meta, _store
 from lohan._zo_run import uuid_of
 from lohan._zo_setup import METHODS, OF_METHOD
 from lohan.config import Config
@@ -111,7 +110,7 @@ def asked(args: Any, made: torch.optim.Optimizer, *, resumes: bool) -> dict[str,
 def step_of(store: _core.Store) -> int:
     """The last step of a store: that of its commit, or, by a journal, the one that it leads to."""
     said = store.describe()
-    if json.loads(said["meta"]).get("method") is None:
+    if _meta.of(store).get("method") is None:
         return int(said["step"])
     directories = [os.path.dirname(path) for path, _, _ in said["files"]]
     return len(_journal.read(directories, uuid_of(store))[1])

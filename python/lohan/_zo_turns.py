@@ -147,18 +147,21 @@ class TurnSession(Session):
             return scope  # turns are taken at the blocks inside it
         return _Visit(self, units, scope)
 
-    def _root_enter(self, module: nn.Module, args: Any) -> None:
+    def _root_enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._lockstep is None or not self._lockstep.is_led():
-            super()._root_enter(module, args)
+            super()._root_enter(module, args, kwargs)
 
-    def _root_leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _root_leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._lockstep is None or not self._lockstep.is_led():
-            super()._root_leave(module, args, output)
+            super()._root_leave(module, args, kwargs, output)
 
     def _forward_is_alive(self) -> bool:
         if self._is_other():  # the call that opened it is on the first run's stack
             return self._forward_depth > 0
         return super()._forward_is_alive()
+
+    def _is_of_other_thread(self) -> bool:
+        return not self._is_other() and super()._is_of_other_thread()
 
     def _is_other(self) -> bool:
         return self._lockstep is not None and self._lockstep.is_other()

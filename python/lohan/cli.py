@@ -181,7 +181,7 @@ def demo(
 def _step_options(command: Callable[..., None]) -> Callable[..., None]:
     """What `simulate` and `plan` both take."""
     for option in (
-        click.option("--seq", default=1024, show_default=True, help="Tokens of each."),
+        click.option("--seq", default=1024, show_default=True, type=POSITIVE, help=SEQ_HELP),
         click.option(
             "--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Of the machine."
         ),
@@ -210,6 +210,8 @@ def _step_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 MODEL_HELP = "As gpt-13b, or of transformers: a config.json, or a class."
+POSITIVE = click.IntRange(1)
+SEQ_HELP = "Tokens of each."
 BATCH_HELP = "Sequences, or images, of a step."
 MACHINE_HELP = "A preset, a TOML file, or here: this one, measured."
 
@@ -217,8 +219,8 @@ MACHINE_HELP = "A preset, a TOML file, or here: this one, measured."
 @main.command()
 @click.argument("directories", metavar="[DIR]...", nargs=-1)
 @click.option("--model", default="opt-1.3b", show_default=True, help=f"Of the step. {MODEL_HELP}")
-@click.option("--batch", default=8, show_default=True, help=BATCH_HELP)
-@click.option("--seq", default=1024, show_default=True, help="Tokens of each.")
+@click.option("--batch", default=8, show_default=True, type=POSITIVE, help=BATCH_HELP)
+@click.option("--seq", default=1024, show_default=True, type=POSITIVE, help=SEQ_HELP)
 @click.option("--save", type=click.Path(path_type=Path), help="Write the machine as a TOML file.")
 @click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
 def bench(directories: tuple[str, ...], save: Path | None, json_wanted: bool, **load: Any) -> None:
@@ -238,7 +240,7 @@ def bench(directories: tuple[str, ...], save: Path | None, json_wanted: bool, **
 @main.command()
 @click.option("--model", required=True, help=MODEL_HELP)
 @click.option("--machine", default="gaming-pc", show_default=True, help=MACHINE_HELP)
-@click.option("--batch", default=8, show_default=True, help=BATCH_HELP)
+@click.option("--batch", default=8, show_default=True, type=POSITIVE, help=BATCH_HELP)
 @click.option(
     "--zeroth",
     metavar="POLICY",
@@ -286,7 +288,7 @@ def simulate(
 @click.option("--machine", help=f"{MACHINE_HELP} [default: here; with --largest: gaming-pc]")
 @click.option("--store", multiple=True, metavar="DIR", help="On each SSD that is measured.")
 @click.option("--save", type=click.Path(path_type=Path), help="Write the machine as a TOML file.")
-@click.option("--batch", type=int, help=f"{BATCH_HELP} [default: 8; with --largest: 1]")
+@click.option("--batch", type=POSITIVE, help=f"{BATCH_HELP} [default: 8; with --largest: 1]")
 @click.option("--gpu", metavar="SIZE", help="Of its memory, as 24GiB.")
 @click.option("--ram", metavar="SIZE", help="That lohan may use.")
 @click.option("--ssd", metavar="SIZE", help="Of all SSDs together.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from lohan import _policies, _units
 
@@ -84,8 +84,9 @@ class Config:
         swap_ssd_bytes: room on SSD for it, taken at once. None: half of what is free, for a policy
             at most sixteen times swap_bytes; 0: none.
         device: where computation happens: "cpu" (main memory), "cuda", "cuda:1", or "emu", an
-            emulated accelerator in main memory (to try what a GPU would do). None: the GPU that
-            torch uses, if there is one.
+            emulated accelerator in main memory (to try what a GPU would do); a torch.device is
+            taken, too. None: the CPU, also where torch sees a GPU (a Trainer's callback: the
+            Trainer's device).
         device_bytes: device memory for parameters, kept saved tensors and gradients on their way
             out. None: what the device has. Where computation is in main memory: what a policy
             may leave there of saved tensors (None: most of what is available).
@@ -154,6 +155,11 @@ class Config:
             value = getattr(self, field.name)
             if field.name.endswith("_bytes") and isinstance(value, str):
                 object.__setattr__(self, field.name, _units.size(field.name, value))
+        device: Any = self.device
+        if type(device).__module__ == "torch" and type(device).__name__ == "device":
+            object.__setattr__(self, "device", str(device))
+        if str(device) == "cpu:0":  # as torch has it
+            object.__setattr__(self, "device", "cpu")
         rate: object = self.emu_alloc_bytes_per_s
         if isinstance(rate, str):
             made = _units.size("emu_alloc_bytes_per_s", rate, _units.RATES)

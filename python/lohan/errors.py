@@ -7,6 +7,18 @@ import os
 import re
 from collections.abc import Callable, Sequence
 
+# A whole number of a million or more in a message: neither the value of a keyword nor one that has
+# its unit already. It may be grouped by commas.
+_SIZE = re.compile(
+    r"(?<![\w=.,/-])(\d{7,}+|\d{1,3}(?:,\d{3}){2,}+)( bytes)?+(?![\w/]|[.,]\d| \([\d.]+ [MGT]B\))"
+)
+
+
+def _with_unit(match: re.Match[str]) -> str:
+    value = int(match[1].replace(",", ""))
+    unit, name = next((u, n) for u, n in ((10**12, "T"), (10**9, "G"), (10**6, "M")) if value >= u)
+    return f"{match[1]}{match[2] or ''} ({value / unit:.3g} {name}B)"
+
 
 class LohanError(Exception):
     """Base of all errors that lohan raises."""
@@ -19,9 +31,17 @@ class ModelError(LohanError, TypeError):
 class BudgetError(LohanError, MemoryError):
     """A budget of memory or disk is too small; the message says what would fit."""
 
+    def __str__(self) -> str:
+        """The message, with large numbers of bytes as people say them, too: "... (16.1 GB)"."""
+        return _SIZE.sub(_with_unit, super().__str__())
+
 
 class DeviceMemoryError(LohanError, MemoryError):
     """What an accelerator would have to hold is more than it has, or may have."""
+
+
+class DeviceMismatchError(LohanError, RuntimeError):
+    """A batch is on another device than the one that the model computes on."""
 
 
 class MachineError(LohanError, ValueError):
@@ -35,6 +55,10 @@ class TraceError(LohanError, ValueError):
 class StoreError(LohanError, OSError):
     """A store cannot be made, opened, read or written."""
 
+    def __str__(self) -> str:
+        """The message; `errno` has the number, which OSError would put before it."""
+        return self.strerror if self.strerror is not None else super().__str__()
+
 
 class StoreExistsError(StoreError):
     """There is a store already, and `resume=True` was not given."""
@@ -46,6 +70,10 @@ class StoreLockedError(StoreError):
 
 class StoreMismatchError(StoreError):
     """The store is of another model."""
+
+
+class StaleStateError(StoreMismatchError):
+    """A state dict is of another step than the one that the store was resumed at."""
 
 
 class StoreVersionError(StoreError):
@@ -104,6 +132,10 @@ class LentError(StepError):
     """Parameters are still referenced by tensors that were kept from a forward or backward."""
 
 
+class ThreadError(StepError):
+    """Two threads use one wrapped model at the same time."""
+
+
 class UnsupportedError(LohanError, NotImplementedError):
     """A feature that lohan refuses by name instead of doing it wrong."""
 
@@ -123,7 +155,7 @@ _BY_CODE: dict[int, type[LohanError]] = {
     errno.ECANCELED: SessionError,
 }
 
-# What the engine, disks and memory say.
+# What the engine, disks and memory say. ENOSPC here is a budget's: see _is_disk_full.
 _ENGINE_BY_CODE: dict[int, type[LohanError]] = {
     errno.ENOSPC: BudgetError,
     errno.ENOMEM: BudgetError,
@@ -148,10 +180,11 @@ _RULE_BY_CODE: dict[int, type[LohanError]] = {
 
 _RULE_HINTS: dict[int, str] = {
     errno.ENXIO: "call the module that owns it, or pass blocks= so that it is resident there",
+    errno.ESTALE: "run the forward again after step() (in a GAN's loop the discriminator's)",
 }
 
 _HINTS: dict[int, str] = {
-    errno.EEXIST: "resume=True goes on with it",
+    errno.EEXIST: "pass resume=True to resume it",
     errno.ENOENT: "name the directories that store= had, or leave out resume=True to make a store",
     errno.EMEDIUMTYPE: "or pass allow_tmpfs=True, for tests",
     errno.EUCLEAN: 'start again from the weights; commit_every="never" keeps no committed step',
@@ -163,6 +196,10 @@ def _make(
 ) -> LohanError:
     cls = table.get(-code, StoreError)
     hint = hints.get(-code)
+    # The core knows of no keywords: where it names the way out, that is said once.
+    message = message.replace(
+        "; resume it, or choose", "; pass resume=True to resume it, or choose"
+    )
     text = f"{message}: {hint}" if hint and hint not in message else message
     if issubclass(cls, OSError):
         return cls(-code, text)
@@ -203,6 +240,11 @@ def reader_error(code: int, message: str, is_rule: bool = False) -> LohanError:
     return store_error(code, message, is_rule)
 
 
+def _is_disk_full(code: int, message: str) -> bool:
+    """A file system refused a write or a sync, and the message quotes it; no budget's does."""
+    return code == -errno.ENOSPC and os.strerror(errno.ENOSPC) in message
+
+
 def engine_raiser(
     unit_names: Sequence[str], param_names: Sequence[str]
 ) -> Callable[[int, str, bool], LohanError]:
@@ -227,6 +269,9 @@ def engine_raiser(
         text = re.sub(r"\b(unit|param) (\d+)\b", named, message)
         if is_rule:
             return _make(_RULE_BY_CODE, _RULE_HINTS, code, text)
-        return _make(_ENGINE_BY_CODE, {}, code, text)
+        if _is_disk_full(code, text):
+            return _make({}, {errno.ENOSPC: "free space there, then resume the store"}, code, text)
+        stale = {errno.ESTALE: _RULE_HINTS[errno.ESTALE]}
+        return _make(_ENGINE_BY_CODE, stale, code, text)
 
     return raiser

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import functools
 import itertools
 import os
-import shutil
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,8 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lohan import (
     _activations,
     _adopt,
+    _arguments,
     _buffers,
     _core,
+    _device,
     _division,
     _exit,
     _in_place,
@@ -53,11 +56,12 @@ from lohan.errors import (
 PathLike = str | os.PathLike[str]
 
 
+@_arguments.keywords_only
 def wrap(
     model: nn.Module,
     *,
     store: PathLike | Sequence[PathLike] | None = None,
-    resume: bool = False,
+    resume: bool | int = False,
     lr: float | None = None,
     betas: tuple[float, float] | None = None,
     eps: float | None = None,
@@ -80,8 +84,7 @@ def wrap(
         model: any module with floating-point parameters on the CPU, fp32, bf16 or fp16 where they
             require a gradient; or one made in `lohan.empty()`, with weights=, init= or resume=.
         store: a directory, or one a disk. None: a temporary store, gone at exit.
-        resume: go on with the store's last committed step and its hyper-parameters. One that is
-            given here and is not what the run was wrapped with rules, and stderr says so.
+        resume: True resumes the last committed step, a number that step (docs/checkpoints.md).
         lr: learning rate of groups that do not say otherwise. None: 1e-3.
         betas: decay of the moments. None: (0.9, 0.999).
         eps: added to the root of the second moment. None: 1e-8.
@@ -89,9 +92,8 @@ def wrap(
         max_grad_norm: of all gradients (in fp64), as torch.nn.utils.clip_grad_norm_ has it, and
             `model.optimizer.grad_norm` is what it was. Schedule "deferred" (or "auto"), "serial".
         params: parameter groups as for torch.optim.AdamW; None: all parameters in one group.
-        optimizer: a torch.optim.AdamW to go on from (Adam without weight decay, too) instead of lr
-            to params: its groups, moments and step counts. It is emptied, `model.optimizer` stands
-            for it, and its scheduler works on. With resume it gives the groups, the store the rest.
+        optimizer: a torch.optim.AdamW, or Adam, to go on from instead of lr to params. It is
+            emptied; its scheduler works on. With resume it gives groups, the store the rest.
         blocks: modules to be blocks; None: found by structure.
         weights: a folder or file of safetensors to fill it from; frozen parameters are read there.
         init: "model" for the model's own initialisation, or a function of a module with parameters.
@@ -110,19 +112,21 @@ def wrap(
     Reference:
         LoHan IV-E (interface), IV-C (active gradient offloading); ZO2 alg. 1 ("mezo").
     """
+    hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    _arguments.check(model, hyper, store, resume, max_grad_norm, blocks, weights, config)
     of_method = _zo_setup.take(settings, max_grad_norm, optimizer)
     made = _settings.make(config, settings, wrap)
+    resume, open_at = _store.resume_asked(resume)
     check_model(model, resume or weights is not None or init is not None)
-    hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     zeroth = _zo_setup.make(method, model, {**hyper, **of_method}, made, store)
     _adopt.check(optimizer, {**hyper, "params": params}, resume=resume)
     made = _checked_config(made, max_grad_norm)
     with _zo_setup.frozen(zeroth):
-        found, rows = _find(zeroth, model, made, store, resume, weights)
+        found, rows = _find(zeroth, model, made, store, resume, weights, open_at)
         made, layout, budget = _division.divide(model, blocks, made, found, rows)
         ours, group_of = _make_optimizer(layout, params, hyper, optimizer, zeroth, max_grad_norm)
-        opening = _Opening(model, layout, made, budget, ours, group_of, found, zeroth)
-        return _attach(model, opening.open(store, resume, weights, init), ours)
+        opening = _Opening(model, layout, made, budget, ours, group_of, found, zeroth, open_at)
+        return opening.attach(store, resume, weights, init)
 
 
 @dataclasses.dataclass
@@ -137,7 +141,22 @@ class _Opening:
     group_of: dict[int, int]
     found: Found | None = None  # in the files of weights=
     zeroth: Zeroth | None = None
+    open_at: int | None = None  # the step to resume; None: the last
     room: _core.Store | None = None  # of SSD, for activations; the session's once there is one
+    was_in_memory: bool = False  # what is given back where wrapping fails
+    session: Session | None = None
+
+    def attach(
+        self, where: PathLike | Sequence[PathLike] | None, resume: bool, weights: Any, init: Any
+    ) -> nn.Module:
+        """Open, and put the session on the model; a Ctrl-C on the way leaves no session open."""
+        try:
+            session = self.open(where, resume, weights, init)
+            return _attach(self.model, session, self.optimizer, self)
+        except BaseException:
+            if self.session is not None:  # nobody else could close it
+                _exit.close_quietly(self.session)
+            raise
 
     def open(
         self, where: PathLike | Sequence[PathLike] | None, resume: bool, weights: Any, init: Any
@@ -153,9 +172,10 @@ class _Opening:
             store_bytes = 0 if resume else extents.nbytes
             self.room = _swap.make_room(self.config, directories, store_bytes)
             if resume:
-                store = _store.open_existing(directories, self.config)
+                store = _store.open_existing(directories, self.config, open_at=self.open_at)
             else:
                 self.layout.about = about(self.model, self.layout)
+                _say_parents(directories)
                 store = _store.create(
                     self.layout, extents, directories, self.config, temporary=where is None
                 )
@@ -167,7 +187,7 @@ class _Opening:
         finally:
             if where is None:
                 for directory in directories:
-                    shutil.rmtree(directory, ignore_errors=True)
+                    _store.remove_temporary(directory)
 
     def _begin(
         self,
@@ -181,7 +201,7 @@ class _Opening:
     ) -> Session:
         """Fill a new store, or compare an old one, and start the engine."""
         is_filled = resume
-        was_in_memory = not any(p.tensor.is_meta for p in self.layout.params)
+        self.was_in_memory = not any(p.tensor.is_meta for p in self.layout.params)
         session: Session | None = None
         tensors = [param.tensor for param in self.layout.params]
         try:
@@ -198,10 +218,11 @@ class _Opening:
                 _weights.drop(self.layout)  # not before: a failure must not cost the only copy
             params = zip(tensors, self.layout.params, strict=True)
             self.optimizer.rebind({id(old): param.tensor for old, param in params})
-            session = self._session(extents, store, directories)
+            self.session = session = self._session(extents, store, directories)
             session.adopt(self.optimizer)
             session.buffers = _store.buffers(self.model, self.layout, store)
             if resume:
+                session.resumed_step = session.step
                 session.restore_scalars()
         except BaseException as error:
             if is_filled and not resume and not temporary:
@@ -209,7 +230,7 @@ class _Opening:
             if session is not None:
                 _exit.close_quietly(session)
             else:
-                if is_filled and not resume and was_in_memory:
+                if is_filled and not resume and self.was_in_memory:
                     _weights.recover(self.layout, extents, store)
                 store.close()
                 self.layout.in_place.close()
@@ -225,6 +246,7 @@ class _Opening:
                 file=sys.stderr,
             )
         _notes.say(session)
+        _device.say_gpu(self.config)
         _buffers.say_rounded(self.model)
         return session
 
@@ -253,6 +275,7 @@ class _Opening:
         """The store is this model's, and the files that it reads in place are still the same."""
         _store.check_same_model(store, self.layout)
         _store.check_slots(store, self.config)
+        _store.check_table(store, extents)
         _store.read_checksums(self.layout, extents, store)
         if self.found is not None:
             _in_place.check_content(self.layout, self.found.then)
@@ -311,18 +334,41 @@ def unwrap(model: nn.Module) -> nn.Module:
         if param.stream is not None:
             param.tensor.requires_grad_(True)
     session.device.give_buffers(model)
-    for name in ("lohan", "optimizer", "no_sync", "zo_step", "_lohan_guard"):
-        if name in model.__dict__:
-            object.__delattr__(model, name)
+    _remove_attributes(model)
     return model
 
 
-def _attach(model: nn.Module, session: Session, optimizer: Any) -> nn.Module:
+def _remove_attributes(model: nn.Module) -> None:
+    for name in ("lohan", "optimizer", "no_sync", "zo_step", "_lohan_guard"):
+        if name in model.__dict__:
+            object.__delattr__(model, name)
+
+
+def _attach(model: nn.Module, session: Session, optimizer: Any, opening: _Opening) -> nn.Module:
+    """Put a session that is open on the model, or close it: its store is free again at once."""
+    guard = Guard(model, session)
+    try:
+        _put_on(model, session, optimizer, guard)
+    except BaseException:
+        values: list[torch.Tensor] = []
+        if opening.was_in_memory:
+            with contextlib.suppress(Exception):
+                values = session.values()
+        _exit.close_quietly(session)
+        session.unhook()
+        guard.remove()
+        _remove_attributes(model)
+        for param, value in zip(session.layout.params, values, strict=False):
+            param.tensor.data = value
+        raise
+    return model
+
+
+def _put_on(model: nn.Module, session: Session, optimizer: Any, guard: Guard) -> None:
     if session.config.heap == "keep" and session.device.torch_device.type == "cpu":
         _core.heap_keep()
     session.hook(model)
     session.device.take_buffers(model)
-    guard = Guard(model, session)
     guard.install()
     object.__setattr__(model, "lohan", session)
     object.__setattr__(model, "optimizer", optimizer)
@@ -336,7 +382,6 @@ def _attach(model: nn.Module, session: Session, optimizer: Any) -> nn.Module:
         register_optimizer_step_pre_hook(_refuse_other_optimizer)
     if optimizer.origin is not None:
         _adopt.retire(optimizer.origin, session.layout)
-    return model
 
 
 def _refuse_other_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -354,19 +399,48 @@ def _refuse_other_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs:
 
 def directories_of(store: PathLike | Sequence[PathLike] | None) -> list[str]:
     """The directories of a store as wrap() takes them; a temporary one for None."""
-    if store is None:
-        return [_store.temporary_directory()]
-    names = [store] if isinstance(store, str | os.PathLike) else list(store)
-    if not names:
-        raise StoreError("store=[] names no directory")
-    return [str(Path(os.fspath(name)).expanduser().absolute()) for name in names]
+    return [_store.temporary_directory()] if store is None else _arguments.directories_of(store)
+
+
+def _check_directories(directories: Sequence[str]) -> None:
+    """Refuse a resume that names directories besides those that the store has."""
+    found = [name for name in directories if (Path(name) / "lohan.data").exists()]
+    others = [name for name in directories if name not in found]
+    if found and others:
+        raise StoreError(
+            errno.ENOENT,
+            f"{', '.join(found)} has a store or a part of one, and {', '.join(others)} has none:"
+            " store= names exactly the directories that the store was made with. Mount a drive"
+            " that is missing; lohan.snapshot() copies a store to another number of directories",
+        )
+
+
+def _say_parents(directories: Sequence[str]) -> None:
+    """Say which file system a store is on where its parents are made on that of /.
+
+    The drive that was to have it may not be mounted.
+    """
+    for name in directories:
+        parent = Path(name).parent
+        if parent.exists():
+            continue
+        while not parent.exists():
+            parent = parent.parent
+        if parent.stat().st_dev != os.stat("/").st_dev:
+            continue
+        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+        device = next((fields[0] for fields in reversed(mounts) if fields[1] == "/"), "?")
+        print(
+            f"lohan: {Path(name).parent} did not exist and is made: the store in {name} is on the"
+            f" root file system ({device}, mounted at /). If it was to be on another drive, that"
+            " one is not mounted",
+            file=sys.stderr,
+        )
 
 
 def _checked_config(config: Config, max_grad_norm: float | None) -> Config:
     """The norm, and a sum of gradients, are known behind backward only: updates wait for them."""
     _settings.check(config)
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ModelError(f"max_grad_norm {max_grad_norm}: a number above 0")
     is_summed = is_accumulating(config.accumulate)
     is_waiting = is_summed or config.loss_scaling or max_grad_norm is not None
     if config.schedule in SCHEDULES_AT_STEP or not is_waiting:
@@ -386,6 +460,7 @@ def _find(
     store: PathLike | Sequence[PathLike] | None,
     resume: bool,
     weights: PathLike | None,
+    open_at: int | None,
 ) -> tuple[Found | None, list[Any]]:
     """What files have of the model: those of weights=, or those that the store goes on with.
 
@@ -394,7 +469,8 @@ def _find(
     """
     place = None if weights is None else Path(os.fspath(weights)).expanduser()
     if resume and store is not None:
-        meta = _store.read_meta(directories_of(store), config)
+        _check_directories(directories_of(store))
+        meta = _store.read_meta(directories_of(store), config, open_at)
         found = _in_place.of_store(meta, model, place)
         return _zo_setup.find(zeroth, found, meta), meta.get("units", [])
     found = None if place is None else _in_place.of_folder(place, model, config)
@@ -420,12 +496,11 @@ def _make_optimizer(
     elif params is None:
         groups = [{"params": [p.tensor for p in trainable]}]
     else:
-        groups = [dict(g) if isinstance(g, dict) else {"params": [g]} for g in params]
-        for group in groups:
-            group["params"] = list(group["params"])
+        groups = _arguments.groups_of(params)
     if not trainable and origin is None:
         groups = [{"params": []}]
     index = {id(p.tensor): p.index for p in layout.params}
+    seen: set[int] = set()
     for group in groups:
         for tensor in group["params"]:
             if id(tensor) not in index:
@@ -433,6 +508,12 @@ def _make_optimizer(
                     f"{name} has a tensor of shape {tuple(tensor.shape)} that is not a parameter of"
                     " the model: what is trained together is wrapped together, in one module"
                 )
+            if id(tensor) in seen:
+                raise ModelError(
+                    f"{name} has {layout.params[index[id(tensor)]].name!r} twice: name each"
+                    " parameter once, in one group"
+                )
+            seen.add(id(tensor))
     given = {name: value for name, value in defaults.items() if value is not None}
     optimizer = Optimizer(groups or [{"params": []}], given)
     optimizer.max_grad_norm = max_grad_norm

@@ -1,0 +1,172 @@
+/* Gradients on their way from autograd to the engine. */
+#include "base/assert.h"
+#include "py/lhpy.h"
+
+/* The end of a gradient may run Python, which may come back here: the list is whole before. */
+static void gradient_let_go(struct lhpy_engine *self, uint32_t i)
+{
+    struct lhpy_param *param = &self->params[self->held_params[i]];
+    PyObject *gradient = param->gradient;
+    param->gradient = NULL;
+    self->held_bytes -= param->gradient_bytes;
+    self->held_params[i] = self->held_params[--self->held_count];
+    Py_DECREF(gradient);
+}
+
+void lhpy_engine_sweep(struct lhpy_engine *self)
+{
+    /* Thousands of parameters of one unit come one by one, and go together. */
+    uint64_t release_count = lh_engine_gradient_release_count(self->core->engine);
+    if (release_count == self->release_count)
+        return;
+    self->release_count = release_count;
+    for (uint32_t i = 0; i < self->held_count;) {
+        if (lh_engine_gradient_is_consumed(self->core->engine, self->held_params[i]))
+            gradient_let_go(self, i);
+        else
+            i++;
+    }
+}
+
+void lhpy_engine_gradients_drop(struct lhpy_engine *self)
+{
+    while (self->held_count > 0)
+        gradient_let_go(self, self->held_count - 1);
+}
+
+/*
+ * A gradient as the engine can read it: in the order of the unit's elements, in a dtype it knows.
+ * New reference, or NULL with an error.
+ */
+static PyObject *gradient_prepare(struct lhpy_engine *self, uint32_t index, PyObject *gradient,
+                                  struct lhpy_dl_tensor *view)
+{
+    char message[256];
+    PyObject *owned = Py_NewRef(gradient);
+    if (lhpy_tensor_read(owned, view) < 0) {
+        PyErr_Clear();
+        PyOS_snprintf(message, sizeof(message),
+                      "param %u has a gradient that is not a dense tensor (a sparse embedding?):"
+                      " use sparse=False",
+                      (unsigned)index);
+        Py_DECREF(owned);
+        return lhpy_raise(self->raiser, -EOPNOTSUPP, message);
+    }
+    PyObject *order = self->params[index].order;
+    if (order) {
+        PyObject *permuted = PyObject_CallMethod(owned, "permute", "O", order);
+        Py_DECREF(owned);
+        if (!permuted || lhpy_tensor_read(permuted, view) < 0) {
+            Py_XDECREF(permuted);
+            return NULL;
+        }
+        owned = permuted;
+    }
+    if (!lhpy_tensor_is_contiguous(view)) {
+        PyObject *contiguous = PyObject_CallMethod(owned, "contiguous", NULL);
+        Py_DECREF(owned);
+        if (!contiguous || lhpy_tensor_read(contiguous, view) < 0) {
+            Py_XDECREF(contiguous);
+            return NULL;
+        }
+        owned = contiguous;
+    }
+    enum lh_dtype dtype = lhpy_dtype(view->dtype);
+    bool is_known = dtype != LH_DTYPE_BYTES && view->device_type == self->core->device_type;
+    if (is_known && (uint64_t)lhpy_tensor_count(view) == self->engine_params[index].count)
+        return owned;
+    PyOS_snprintf(message, sizeof(message),
+                  "param %u has a gradient of %lld elements of %d bits; expected %llu of float32,"
+                  " bfloat16 or float16",
+                  (unsigned)index, (long long)lhpy_tensor_count(view), (int)view->dtype.bits,
+                  (unsigned long long)self->engine_params[index].count);
+    Py_DECREF(owned);
+    return lhpy_raise(self->raiser, -EOPNOTSUPP, message);
+}
+
+static int over_wait(struct lh_engine *engine, uint64_t argument, int timeout_ms)
+{
+    (void)argument;
+    return lh_engine_over_wait(engine, timeout_ms);
+}
+
+static int step_gradients_begin(struct lhpy_engine *self)
+{
+    if (lhpy_engine_wait(self, over_wait, 0) < 0)
+        return -1;
+    /* The step before is over, so its gradients are consumed: a graph that saved no parameter may
+     * bring the next one of a parameter before any forward has waited for the update. */
+    lhpy_engine_sweep(self);
+    PyObject *answer = PyObject_CallNoArgs(self->on_gradient);
+    if (!answer)
+        return -1;
+    Py_DECREF(answer);
+    self->step_has_gradients = true;
+    return 0;
+}
+
+/* The engine does not take a gradient: what it says, in the terms of whoever runs a backward. */
+static PyObject *gradient_refuse(struct lhpy_engine *self, uint32_t index,
+                                 const struct lhpy_dl_tensor *view, int rc)
+{
+    static const char *const names[] = {"float32", "bfloat16", "float16", "bytes"};
+    char message[256];
+    if (rc == -EALREADY)
+        PyOS_snprintf(message, sizeof(message),
+                      "param %u already has a gradient in this step: a second backward before"
+                      " optimizer.step()",
+                      (unsigned)index);
+    else if (rc == -EINVAL)
+        PyOS_snprintf(message, sizeof(message),
+                      "param %u has a gradient of %s and is %s: on an accelerator they are the"
+                      " same (leave grad_dtype as it is)",
+                      (unsigned)index, names[lhpy_dtype(view->dtype)],
+                      names[lhpy_dtype(self->params[index].dtype)]);
+    else
+        return lhpy_raise_engine(self);
+    return lhpy_raise(self->raiser, rc == -EALREADY ? rc : -EOPNOTSUPP, message);
+}
+
+PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
+{
+    struct lhpy_param *param = &self->params[index];
+    struct lhpy_dl_tensor view;
+    if (lhpy_check_open(self) < 0 || lhpy_engine_backward_begin(self) < 0)
+        return NULL;
+    lhpy_engine_again_release(self);
+    PyObject *owned = gradient_prepare(self, index, gradient, &view);
+    if (!owned)
+        return NULL;
+    if (!self->step_has_gradients && step_gradients_begin(self) < 0) {
+        Py_DECREF(owned);
+        return NULL;
+    }
+    self->backward_has_gradients = true;
+    if (self->has_sums) {
+        int rc = lhpy_sums_add(self, index, owned);
+        Py_DECREF(owned);
+        return rc < 0 ? NULL : Py_NewRef(Py_None);
+    }
+    /* Before this gradient is taken, not after, so that nobody waits once the last one is taken. */
+    if (lhpy_engine_wait(self, lh_engine_gradient_wait, self->budget.gradient_ahead_bytes) < 0) {
+        Py_DECREF(owned);
+        return NULL;
+    }
+    /* autograd adds gradients up on a stream of the leaf's, not always on that of the operations,
+     * which the units in use are read on. */
+    void *stream = lhpy_device_stream_note(self);
+    int rc = lh_engine_gradient(self->core->engine, index, view.data, lhpy_dtype(view.dtype));
+    lh_engine_stream_set(self->core->engine, stream);
+    if (rc < 0) {
+        Py_DECREF(owned);
+        return gradient_refuse(self, index, &view, rc);
+    }
+    LH_ASSERT(!param->gradient);
+    param->gradient = owned;
+    param->gradient_bytes = (uint64_t)lhpy_tensor_count(&view) * (view.dtype.bits / 8);
+    self->held_bytes += param->gradient_bytes;
+    self->held_params[self->held_count++] = index;
+    self->unit_states[self->engine_params[index].unit].has_gradients = true;
+    lhpy_engine_sweep(self);
+    Py_RETURN_NONE;
+}

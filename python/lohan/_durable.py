@@ -1,0 +1,46 @@
+"""Names that survive a power cut: a new file or directory counts once its parent is synced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Put a file's bytes, or a directory's names, on the disk.
+
+    Raises:
+        OSError: the disk says that it cannot.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_parents(made: list[Path]) -> None:
+    """Sync the parents of directories that were just made.
+
+    Args:
+        made: as missing() says, before they were made.
+    """
+    for path in made:
+        sync(path.parent)
+
+
+def missing(path: Path) -> list[Path]:
+    """A directory and those of its parents that are not there, innermost first."""
+    whole = path.absolute()
+    return [each for each in (whole, *whole.parents) if not each.exists()]
+
+
+def make_directory(path: str | os.PathLike[str], mode: int = 0o777) -> None:
+    """Make a directory and its parents where they are missing, durably.
+
+    Raises:
+        OSError: it cannot be made or synced.
+    """
+    made = missing(Path(path))
+    os.makedirs(path, mode=mode, exist_ok=True)
+    sync_parents(made)
