@@ -10,10 +10,13 @@
     sim      tests/sim/sim_*.c, random runs in virtual time, one seed each
     py       tests/py with pytest
     asan-py  tests/py with the extension built under the sanitizers, beside the normal one
+    mutants  tests/mutants: changes of one line, each of which a test must notice
+    fuzz     tests/fuzz: every parser on its corpus, and on changes of it for ten seconds
     bench    benchmarks/*/bench_NAME.{c,py}: those that --only names, or all
     all      tidy c asan tsan sim py
 
-Several words run in the order given; what follows -- goes to pytest or to the benchmarks' scripts.
+Several words run in the order given; what follows -- goes to pytest, or to the scripts of mutants,
+fuzz and the benchmarks.
 The exit status is 1 if any of them failed. A C test answers 0 (passed), 77 (skipped: its last line
 says why) or anything else (failed: its output is shown).
 """
@@ -59,6 +62,27 @@ SIM_SEED_COUNT = 20
 PYTEST_PROCESS_COUNT_MAX = 8
 # Of so many seeds one is run by two builds, whose traces must be the same.
 SIM_TRACE_STRIDE = 10
+# Seeds of sim_power that once failed, with the ends of their lives as they were then.
+SIM_POWER_SEEDS = (
+    "--without edits --without snapshots --crash 0:2:2:6:0 --crash 1:1:2:5:0 --crash 2:2:2:8:0"
+    " --crash 3:3:2:20:0 --crash 4:1:2:27:1 8240",
+    "--without edits --without snapshots --crash 0:2:1:7:1 --crash 1:1:2:16:1 --crash 2:1:2:8:0"
+    " --crash 3:1:1:180:1 --crash 4:2:1:6:1 12611",
+    "--without edits --without snapshots --crash 0:3:3:22:0 15524",
+    "--without edits --without snapshots --crash 0:1:2:722:0 --crash 1:2:1:5:0 --crash 2:1:2:234:0"
+    " --crash 3:1:2:750:1 21419",
+    "--without edits --without snapshots --crash 0:3:1:94:1 --crash 1:0:1:0:1 --crash 2:1:3:39:0"
+    " --crash 3:1:1:5:0 35272",
+    "--without edits --without snapshots --crash 0:3:3:1:0 --crash 1:2:3:3:1 --crash 2:3:1:18:0"
+    " 50771",
+    "--without edits --without snapshots --crash 0:1:2:270:1 --crash 1:1:3:11:1 --crash 2:4:2:4:1"
+    " --crash 3:3:2:101:1 --crash 4:1:3:314:1 54718",
+    "--without edits --without snapshots --crash 0:2:1:0:0 --crash 1:1:3:784:1 --crash 2:1:2:731:1"
+    " --crash 3:4:2:7:1 81776",
+    "--without edits --without snapshots --crash 0:0:1:0:0 --crash 1:0:3:0:0 --crash 2:2:1:7:1"
+    " --crash 3:2:2:5:1 --crash 4:3:3:75:0 95915",
+    "--without edits --without snapshots --crash 0:3:2:3:0 --crash 1:1:2:307:0 153668",
+)
 
 # Leaks are checked in the C tests: an interpreter leaves too much behind at exit to tell.
 ASAN_OPTIONS = "abort_on_error=0:detect_stack_use_after_return=0:strict_string_checks=1"
@@ -74,7 +98,7 @@ class Options:
     fast: bool
     seeds: int
     rest: list[str]
-    # Names of tests that failed, said again at the very end.
+    # Tests that failed, and why, printed again at the very end.
     failures: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -209,6 +233,8 @@ def run_program(command: Sequence[str], name: str, mode: str, options: Options) 
     if mode == "tsan" and shutil.which("setarch"):
         # Where the kernel randomises addresses further than ThreadSanitizer's shadow can map.
         command = ["setarch", platform.machine(), "-R", *command]
+    if shutil.which("setpriv"):  # killed together with this driver, also by SIGKILL
+        command = ["setpriv", "--pdeathsig", "KILL", *command]
     started = time.monotonic()
     try:
         answer = subprocess.run(
@@ -234,7 +260,11 @@ def run_program(command: Sequence[str], name: str, mode: str, options: Options) 
 
 def report(outcomes: Sequence[Outcome], what: str, options: Options) -> bool:
     """The counts, in the one form that every reader of test output knows."""
-    options.failures += [f"{what}: {o.name}" for o in outcomes if o.status == "failed"]
+    for outcome in outcomes:
+        if outcome.status == "failed":
+            # Its end again: of a long log often only the last lines are kept.
+            last_lines = outcome.output.splitlines()[-6:]
+            options.failures.append("\n      ".join([f"{what}: {outcome.name}", *last_lines]))
     count = {status: 0 for status in ("passed", "failed", "skipped")}
     for outcome in outcomes:
         count[outcome.status] += 1
@@ -358,11 +388,13 @@ def run_sim(options: Options) -> bool:
         options.failures.append("sim: the simulator's programs cannot be built")
         return False
     outcomes = []
-    cases = [(n, program, seed) for n, program in programs for seed in range(options.seeds)]
+    cases = [(n, program, str(seed)) for n, program in programs for seed in range(options.seeds)]
+    cases += [(n, p, seed) for n, p in programs if n == "sim_power" for seed in SIM_POWER_SEEDS]
 
-    def run_case(case: tuple[str, pathlib.Path, int]) -> Outcome:
-        name, program, seed = case
-        return run_program([str(program), str(seed)], f"{name}-{seed}", "asan", options)
+    def run_case(case: tuple[str, pathlib.Path, str]) -> Outcome:
+        name, program, words = case
+        arguments = words.split()
+        return run_program([str(program), *arguments], f"{name}-{arguments[-1]}", "asan", options)
 
     with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
         compared = pool.map(
@@ -460,6 +492,22 @@ def run_asan_py(options: Options) -> bool:
     )
 
 
+def run_mutants(options: Options) -> bool:
+    """Mutation testing (tests/mutants/main.py --help); --only: mutants whose name begins so."""
+    chosen = [f"--only={name}" for name in options.only]
+    is_well = run([sys.executable, "tests/mutants/main.py", *chosen, *options.rest])
+    options.failures += [] if is_well else ["mutants: see above"]
+    return is_well
+
+
+def run_fuzz(options: Options) -> bool:
+    """Fuzzing (tests/fuzz/run_fuzz.py --help); --only: these targets."""
+    chosen = [f"--only={name}" for name in options.only]
+    is_well = run([sys.executable, "tests/fuzz/run_fuzz.py", *chosen, *options.rest])
+    options.failures += [] if is_well else ["fuzz: see above"]
+    return is_well
+
+
 def run_bench(options: Options) -> bool:
     """The benchmarks named by --only, or all of them; in C first, as they take less time.
 
@@ -494,6 +542,8 @@ WORDS: dict[str, Callable[[Options], bool]] = {
     "sim": run_sim,
     "py": run_py,
     "asan-py": run_asan_py,
+    "mutants": run_mutants,
+    "fuzz": run_fuzz,
     "bench": run_bench,
 }
 ALL = ["tidy", "c", "asan", "tsan", "sim", "py"]

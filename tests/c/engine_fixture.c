@@ -142,8 +142,7 @@ static uint32_t directories_name(const struct rig *rig, char (*paths)[8192], con
     bool in_memory = rig->opts.in_memory && access("/dev/shm", W_OK) == 0;
     for (uint32_t i = 0; i < count; i++) {
         if (in_memory)
-            snprintf(paths[i], sizeof(paths[i]), "/dev/shm/lohan-test-%d-%s-%u", (int)getpid(),
-                     rig->name, i);
+            snprintf(paths[i], sizeof(paths[i]), "%s/%s-%u", fixture_memory_root(), rig->name, i);
         else
             snprintf(paths[i], sizeof(paths[i]), "%s/%s-%u", fixture_root(), rig->name, i);
         names[i] = paths[i];
@@ -177,7 +176,7 @@ static void store_make(struct rig *rig)
         .group_count = RIG_UNIT_COUNT,
         .meta = "{}",
         .meta_bytes = 2,
-        .scalar_bytes_max = 64 + lh_engine_scalar_overhead_bytes(RIG_PARAM_COUNT),
+        .scalar_bytes_max = 64 + lh_engine_scalars_overhead_bytes(RIG_PARAM_COUNT),
         .allow_buffered = true,
         .allow_tmpfs = rig->opts.in_memory,
     };

@@ -3,6 +3,7 @@
 #endif
 #include "store_fixture.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <ftw.h>
 #include <sys/stat.h>
@@ -25,6 +26,7 @@ static const struct lh_store_extent_desc small_extents[FIXTURE_EXTENT_COUNT] = {
 static const struct lh_store_group_desc groups[FIXTURE_GROUP_COUNT] = {{2}, {2}, {1}};
 
 struct lh_alloc fixture_alloc = LH_ALLOC_INIT;
+const struct lh_store_fs *fixture_fs;
 
 static char root[4096];
 
@@ -39,6 +41,43 @@ static int remove_entry(const char *path, const struct stat *info, int kind, str
 void fixture_remove(const char *path)
 {
     nftw(path, remove_entry, 8, FTW_DEPTH | FTW_PHYS);
+}
+
+/*
+ * A process of its own removes a folder once this one has ended, however it ended. It waits for the
+ * end of a pipe that only this process, and whom it forks, has open.
+ */
+void fixture_guard(const char *path)
+{
+    int ends[2];
+    LH_CHECK(pipe2(ends, O_CLOEXEC) == 0);
+    pid_t child = fork();
+    LH_CHECK(child >= 0);
+    if (child > 0) {
+        close(ends[0]); /* the other end stays open to the end of the process */
+        return;
+    }
+    char byte;
+    setsid(); /* a Ctrl-C is not for it */
+    int nothing = open("/dev/null", O_RDWR);
+    for (int fd = 0; fd < 3; fd++)
+        dup2(nothing, fd); /* who reads the test's output does not wait for this process */
+    close(ends[1]);
+    while (read(ends[0], &byte, 1) < 0 && errno == EINTR) {
+    }
+    fixture_remove(path);
+    _exit(0);
+}
+
+const char *fixture_memory_root(void)
+{
+    static char memory_root[64];
+    if (memory_root[0] == '\0') {
+        snprintf(memory_root, sizeof(memory_root), "/dev/shm/lohan-test-XXXXXX");
+        LH_CHECK(mkdtemp(memory_root) != NULL);
+        fixture_guard(memory_root);
+    }
+    return memory_root;
 }
 
 static pid_t root_owner;
@@ -57,6 +96,7 @@ const char *fixture_root(void)
     snprintf(root, sizeof(root), "%s/lohan-test-XXXXXX", parent != NULL ? parent : "/tmp");
     LH_CHECK(mkdtemp(root) != NULL);
     root_owner = getpid();
+    fixture_guard(root);
     atexit(root_remove);
     return root;
 }
@@ -96,12 +136,14 @@ int fixture_create(const char *name, const struct fixture_opts *opts, struct lh_
         .temporary = opts->temporary,
         .allow_buffered = !opts->refuse_buffered,
         .allow_tmpfs = opts->allow_tmpfs,
+        .fs = fixture_fs,
     };
     return lh_store_create(&store_opts, &fixture_alloc, store_out, err);
 }
 
-int fixture_open(const char *name, uint32_t directory_count, bool reversed, bool read_only,
-                 struct lh_store **store_out, struct lh_error *err)
+static int open_at(const char *name, uint32_t directory_count, bool reversed,
+                   struct lh_store_open_opts *opts, struct lh_store **store_out,
+                   struct lh_error *err)
 {
     static char paths[LH_STORE_DIRECTORY_COUNT_MAX][8192];
     const char *directories[LH_STORE_DIRECTORY_COUNT_MAX];
@@ -110,13 +152,25 @@ int fixture_open(const char *name, uint32_t directory_count, bool reversed, bool
         snprintf(paths[index], sizeof(paths[0]), "%s/%s%u", fixture_root(), name, number);
         directories[index] = paths[index];
     }
-    struct lh_store_open_opts opts = {
-        .directories = directories,
-        .directory_count = directory_count,
-        .read_only = read_only,
-        .allow_buffered = true,
-    };
-    return lh_store_open(&opts, &fixture_alloc, store_out, err);
+    opts->directories = directories;
+    opts->directory_count = directory_count;
+    opts->allow_buffered = true;
+    opts->fs = fixture_fs;
+    return lh_store_open(opts, &fixture_alloc, store_out, err);
+}
+
+int fixture_open(const char *name, uint32_t directory_count, bool reversed, bool read_only,
+                 struct lh_store **store_out, struct lh_error *err)
+{
+    struct lh_store_open_opts opts = {.read_only = read_only};
+    return open_at(name, directory_count, reversed, &opts, store_out, err);
+}
+
+int fixture_open_at(const char *name, uint32_t directory_count, bool read_only,
+                    const uint64_t *step, struct lh_store **store_out, struct lh_error *err)
+{
+    struct lh_store_open_opts opts = {.read_only = read_only, .open_at = step};
+    return open_at(name, directory_count, false, &opts, store_out, err);
 }
 
 void fixture_fill(uint8_t *buffer, uint32_t extent, uint64_t step, uint64_t offset, uint64_t bytes)

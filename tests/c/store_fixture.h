@@ -16,6 +16,8 @@
 
 extern const struct lh_store_extent_desc fixture_extents[FIXTURE_EXTENT_COUNT];
 extern struct lh_alloc fixture_alloc;
+/* The file calls of the stores; NULL: the kernel's. */
+extern const struct lh_store_fs *fixture_fs;
 
 /* The folder of this program; made at the first call, removed at exit. */
 const char *fixture_root(void);
@@ -23,6 +25,11 @@ const char *fixture_root(void);
 const char *fixture_path(const char *name);
 /* Remove a folder and what it holds, if it is there. */
 void fixture_remove(const char *path);
+
+/* Have a folder removed when this process has ended, also by SIGKILL. */
+void fixture_guard(const char *path);
+/* A folder in /dev/shm, gone when this process is. */
+const char *fixture_memory_root(void);
 
 struct fixture_opts {
     uint32_t directory_count; /* 0: 1; named "<name>0", "<name>1", ... */
@@ -40,6 +47,9 @@ int fixture_create(const char *name, const struct fixture_opts *opts, struct lh_
 /* reversed: the directories in the opposite order. */
 int fixture_open(const char *name, uint32_t directory_count, bool reversed, bool read_only,
                  struct lh_store **store_out, struct lh_error *err);
+/* step: NULL for the newest. */
+int fixture_open_at(const char *name, uint32_t directory_count, bool read_only,
+                    const uint64_t *step, struct lh_store **store_out, struct lh_error *err);
 
 void fixture_fill(uint8_t *buffer, uint32_t extent, uint64_t step, uint64_t offset, uint64_t bytes);
 /* Write every extent but the zero one, and frozen ones only in step 1. */

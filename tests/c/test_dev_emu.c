@@ -9,7 +9,7 @@
 #define SLOW_BYTES_PER_S (UINT64_C(256) << 20)
 #define RUN_NS (COPY_COUNT * COPY_BYTES * UINT64_C(1000000000) / SLOW_BYTES_PER_S)
 /* A busy machine may be late, never early: it is asked again. */
-#define ATTEMPT_COUNT 5
+#define ATTEMPT_COUNT 40
 
 #if defined(__SANITIZE_THREAD__)
 #define IS_THREAD_SANITIZED 1

@@ -9,6 +9,7 @@
 #include "lh_test.h"
 
 #define FAULT_STEP_COUNT 3
+#define SYNC_COUNT 4 /* of a commit in one directory */
 
 static bool is_fast(void)
 {
@@ -268,15 +269,17 @@ static void check_recovered(struct rig *rig)
     rig_unmake(rig);
 }
 
-static void test_io_errors(bool least_memory)
+static void test_io_errors(bool least_memory, int code)
 {
     uint64_t stride = is_fast() ? 7 : 1;
     uint64_t round_count = 0;
-    lh_test_name("the N-th request fails, for every N: all waits end with its error and names, %s",
-                 least_memory ? "least memory" : "all memory");
+    lh_test_name(
+        "the N-th request fails (%s), for every N: all waits end with its error and names, "
+        "%s",
+        strerror(-code), least_memory ? "least memory" : "all memory");
     for (uint64_t after = 0;; after += stride) {
         struct rig rig;
-        struct lh_io_fault fault = {.kind = LH_IO_FAULT_KIND_ERROR, .after = after, .code = -EIO};
+        struct lh_io_fault fault = {.kind = LH_IO_FAULT_KIND_ERROR, .after = after, .code = code};
         rig_make(
             &rig, "errors",
             (struct rig_opts){.least_memory = least_memory, .commit_every = 1, .in_memory = true});
@@ -290,12 +293,76 @@ static void test_io_errors(bool least_memory)
             rig_unmake(&rig);
             break;
         }
-        LH_CHECK(rc == -EIO);
-        check_failed(&rig, -EIO, strerror(EIO));
+        LH_CHECK(rc == code);
+        check_failed(&rig, code, strerror(-code));
         check_recovered(&rig);
     }
     LH_CHECK(round_count > 60 / stride);
     printf("  %" PRIu64 " requests\n", round_count * stride);
+}
+
+/* Whether a unit was asked for and granted, and the engine failed before the caller waited. */
+static bool grant_then_fail(struct rig *rig)
+{
+    struct lh_io_fault fault = {.kind = LH_IO_FAULT_KIND_ERROR,
+                                .request_kinds = LH_IO_FAULT_ON(LH_IO_KIND_SYNC),
+                                .code = -EIO};
+    LH_CHECK(rig_step(rig, RIG_GRADIENTS_ALL) == 0);
+    LH_CHECK(lh_engine_begin(rig->engine, LH_ENGINE_MODE_EVAL) == 0);
+    if (lh_engine_acquire(rig->engine, 1) == 1) {
+        lh_engine_unpin(rig->engine, 1);
+        return false;
+    }
+    while (lh_engine_pin_count(rig->engine, 1) == 0) {
+    }
+    lh_io_faulty_arm(rig->io, fault);
+    LH_CHECK(rig_flush(rig, true) == -EIO);
+    return true;
+}
+
+static void test_granted_and_failed(void)
+{
+    lh_test_name("a unit that was granted before the engine failed is not handed out after it");
+    bool has_failed = false;
+    for (int i = 0; i < 100 && !has_failed; i++) {
+        struct rig rig;
+        rig_make(&rig, "granted",
+                 (struct rig_opts){.least_memory = true, .commit_every = 100, .in_memory = true});
+        has_failed = grant_then_fail(&rig);
+        if (has_failed)
+            LH_CHECK(lh_engine_acquire_wait(rig.engine, 1, 1000) == -EIO);
+        rig_shut(&rig);
+        rig_reopen(&rig);
+        rig_unmake(&rig);
+    }
+    LH_CHECK(has_failed);
+}
+
+static void test_commit_errors(void)
+{
+    lh_test_name(
+        "each failed sync of a commit fails the engine, and says what is known of the step");
+    for (uint64_t i = 0; i < SYNC_COUNT; i++) {
+        struct rig rig;
+        struct lh_error err = {0};
+        rig_make(&rig, "commit", (struct rig_opts){.commit_every = 1, .in_memory = true});
+        lh_io_faulty_arm(rig.io,
+                         (struct lh_io_fault){.kind = LH_IO_FAULT_KIND_ERROR,
+                                              .request_kinds = LH_IO_FAULT_ON(LH_IO_KIND_SYNC),
+                                              .after = i,
+                                              .code = -EIO});
+        LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+        LH_CHECK(rig_flush(&rig, true) == -EIO);
+        LH_CHECK(lh_engine_error(rig.engine, &err) == -EIO);
+        LH_CHECK(strstr(err.message, "commit of step 1: cannot sync ") != NULL);
+        /* The last two are those of the superblock's copies. */
+        const char *known = i < SYNC_COUNT - 2 ? "the store is still at step 0" : "is unknown";
+        LH_CHECK(strstr(err.message, known) != NULL);
+        LH_CHECK(lh_io_faulty_has_fired(rig.io));
+        rig_shut(&rig);
+        rig_reopen(&rig);
+        rig_unmake(&rig);
+    }
 }
 
 static void test_short(void)
@@ -313,21 +380,29 @@ static void test_short(void)
     }
 }
 
-static void test_flip(void)
+/* Deferred updates with the least memory: gradients wait on SSD and are read back. */
+static void test_flip(enum lh_engine_schedule schedule, uint64_t stride)
 {
     uint64_t found_count = 0;
+    uint64_t found_gradient_count = 0;
     uint64_t unused_count = 0;
-    lh_test_name("one wrong bit in the N-th read is found, for every N, unless nobody uses it");
-    for (uint64_t after = 0;; after += is_fast() ? 5 : 1) {
+    bool is_deferred = schedule == LH_ENGINE_SCHEDULE_DEFERRED;
+    lh_test_name("one wrong bit in the N-th read is found, for every N, unless nobody uses it%s",
+                 is_deferred ? ", in gradients that wait on SSD, too" : "");
+    for (uint64_t after = 0;; after += stride) {
         struct rig rig;
         struct lh_io_fault fault = {
             .kind = LH_IO_FAULT_KIND_FLIP, .after = after, .bit = 4099 * after};
-        rig_make(&rig, "flip",
-                 (struct rig_opts){.least_memory = true, .commit_every = 1, .in_memory = true});
+        rig_make(
+            &rig, "flip",
+            (struct rig_opts){
+                .least_memory = true, .schedule = schedule, .commit_every = 1, .in_memory = true});
         lh_io_faulty_arm(rig.io, fault);
         int rc = train(&rig);
         if (rc < 0) {
-            LH_CHECK(rc == -EILSEQ);
+            struct lh_error err = {0};
+            LH_CHECK(rc == -EILSEQ && lh_engine_error(rig.engine, &err) == rc);
+            found_gradient_count += strstr(err.message, "gradients read") != NULL;
             check_failed(&rig, -EILSEQ, "checksum");
             check_recovered(&rig);
             found_count++;
@@ -344,8 +419,10 @@ static void test_flip(void)
         if (!has_fired)
             break;
     }
-    printf("  %" PRIu64 " found, %" PRIu64 " not used\n", found_count, unused_count);
+    printf("  %" PRIu64 " found, %" PRIu64 " of gradients, %" PRIu64 " not used\n", found_count,
+           found_gradient_count, unused_count);
     LH_CHECK(found_count > (is_fast() ? 2 : 15) && unused_count < 10);
+    LH_CHECK(!is_deferred || found_gradient_count > 2);
 }
 
 static void test_allocations(void)
@@ -465,10 +542,14 @@ int main(void)
     test_norms(false);
     test_refusals();
     test_pause();
-    test_io_errors(true);
-    test_io_errors(false);
+    test_io_errors(true, -EIO);
+    test_io_errors(true, -ENOSPC);
+    test_granted_and_failed();
+    test_commit_errors();
+    test_io_errors(false, -EIO);
     test_short();
-    test_flip();
+    test_flip(LH_ENGINE_SCHEDULE_OPTIMIZED, is_fast() ? 5 : 1);
+    test_flip(LH_ENGINE_SCHEDULE_DEFERRED, is_fast() ? 2 : 1);
     test_allocations();
     return 0;
 }

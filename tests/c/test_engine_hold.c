@@ -84,6 +84,29 @@ static void test_stays(uint64_t commit_every, bool least_memory, uint32_t direct
     rig_unmake(&rig);
 }
 
+static void test_waits_for_commit(void)
+{
+    struct rig rig;
+    lh_test_name("a hold that is asked for during a commit is granted after it");
+    rig_make(&rig, "hold-commit", (struct rig_opts){.commit_every = 1});
+    lh_io_faulty_arm(rig.io,
+                     (struct lh_io_fault){.kind = LH_IO_FAULT_KIND_HOLD,
+                                          .request_kinds = LH_IO_FAULT_ON(LH_IO_KIND_SYNC)});
+    LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    for (int i = 0; !lh_io_faulty_has_fired(rig.io) && i < 1000 * RIG_WAIT_S; i++)
+        usleep(1000);
+    LH_CHECK(lh_io_faulty_has_fired(rig.io));
+    LH_CHECK(lh_engine_commit_hold(rig.engine, 100) == 0);
+    lh_io_faulty_release(rig.io);
+    hold(&rig);
+    check_view(&rig, 1);
+    LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    over(&rig);
+    check_view(&rig, 1);
+    lh_engine_commit_release(rig.engine);
+    rig_unmake(&rig);
+}
+
 static void test_flush_waits(void)
 {
     struct rig rig;
@@ -169,6 +192,7 @@ int main(void)
     test_stays(1, true, 2);
     test_stays(3, false, 2);
     test_stays(3, true, 1);
+    test_waits_for_commit();
     test_flush_waits();
     test_spilled_gradients_wait();
     test_abort();

@@ -382,6 +382,41 @@ static void test_large_buffers(const char *name)
     fixture_deinit(&fixture);
 }
 
+static void test_no_space(const char *name)
+{
+    struct fixture fixture;
+    lh_test_name("%s: a write that finds no space says so", name);
+    fixture_init(&fixture, false, LH_MIB, 4);
+    LH_CHECK(close(fixture.file.fd) == 0);
+    fixture.file.fd = open("/dev/full", O_RDWR | O_CLOEXEC);
+    LH_CHECK(fixture.file.fd >= 0 && fixture_create(&fixture, name, NULL) == 0);
+    LH_CHECK(fixture_run(&fixture, (struct lh_io_request){.kind = LH_IO_KIND_WRITE,
+                                                          .buffer = fixture.buffer.base,
+                                                          .bytes = 65536}) == -ENOSPC);
+    fixture_deinit(&fixture);
+}
+
+static void test_sync_is_final(void)
+{
+    static const int codes[] = {-EINTR, -EAGAIN, -EIO, -ENOSPC};
+    struct fixture fixture;
+    lh_test_name("a sync that was interrupted is not tried again; one that never began is");
+    fixture_init(&fixture, false, LH_MIB, 4);
+    LH_CHECK(fixture_create(&fixture, "threads", NULL) == 0);
+    const struct lh_io_base *base = (const struct lh_io_base *)fixture.io;
+    for (size_t i = 0; i < LH_COUNT_OF(codes); i++) {
+        struct lh_io_request sync = {.kind = LH_IO_KIND_SYNC};
+        LH_CHECK(lh_io_request_advance(base, &sync, codes[i]) && sync.result == codes[i]);
+        struct lh_io_request write = {.kind = LH_IO_KIND_WRITE, .bytes = 1};
+        bool is_final = codes[i] == -EIO || codes[i] == -ENOSPC;
+        LH_CHECK(lh_io_request_advance(base, &write, codes[i]) == is_final);
+        LH_CHECK(!is_final || write.result == codes[i]);
+        sync = (struct lh_io_request){.kind = LH_IO_KIND_SYNC};
+        LH_CHECK(lh_io_request_refuse(base, &sync, codes[i]) == is_final);
+    }
+    fixture_deinit(&fixture);
+}
+
 int main(void)
 {
     const char *names[8] = {NULL};
@@ -400,6 +435,7 @@ int main(void)
         if (rc == 0 && strcmp(*name, "libaio") == 0)
             names[name_count++] = "libaio+helper";
     }
+    test_sync_is_final();
     for (uint32_t i = 0; i < name_count; i++) {
         test_read_after_write(names[i]);
         test_end_of_file(names[i]);
@@ -410,6 +446,8 @@ int main(void)
         test_without_waker(names[i]);
         test_short_write(names[i]);
         test_assertions(names[i]);
+        if (strncmp(names[i], "libaio", 6) != 0) /* which takes no device of characters */
+            test_no_space(names[i]);
         if (strcmp(names[i], "io_uring") == 0 && !is_fast())
             test_large_buffers(names[i]);
     }

@@ -149,6 +149,51 @@ static void test_flip(const char *name)
     fixture_deinit(&fixture);
 }
 
+static void test_hold(const char *name)
+{
+    struct fixture fixture;
+    struct lh_io_request requests[REQUEST_COUNT];
+    struct lh_io_request *done[REQUEST_COUNT];
+    lh_test_name("%s: writes from the N-th on wait for their release, and reads pass", name);
+    wrap(&fixture, name);
+    uint8_t *written = fixture.buffer.base;
+    uint8_t *got = written + fixture.buffer.bytes / 2;
+    uint64_t seed = 13;
+    fixture_fill(written, REQUEST_COUNT * PART_BYTES, &seed);
+    lh_io_faulty_arm(fixture.io,
+                     (struct lh_io_fault){.kind = LH_IO_FAULT_KIND_HOLD,
+                                          .request_kinds = LH_IO_FAULT_ON(LH_IO_KIND_WRITE),
+                                          .after = 1});
+    for (uint64_t i = 0; i < REQUEST_COUNT - 1; i++) {
+        LH_CHECK(!lh_io_faulty_has_fired(fixture.io) == (i < 2));
+        requests[i] = (struct lh_io_request){.kind = LH_IO_KIND_WRITE,
+                                             .buffer = written + i * PART_BYTES,
+                                             .bytes = PART_BYTES,
+                                             .offset = i * PART_BYTES};
+        LH_CHECK(fixture.io->ops->submit(fixture.io, &requests[i]) == 0);
+    }
+    fixture.io->ops->flush(fixture.io);
+    LH_CHECK(fixture_wait(&fixture, done, 1) == 1 && done[0] == &requests[0]);
+    struct lh_io_request read = {.buffer = got, .bytes = PART_BYTES};
+    LH_CHECK(fixture_run(&fixture, read) == 0);
+    LH_CHECK(memcmp(written, got, PART_BYTES) == 0);
+    LH_CHECK(fixture.io->in_flight_count == REQUEST_COUNT - 2);
+
+    lh_io_faulty_release(fixture.io);
+    LH_CHECK(fixture.io->ops->poll(fixture.io, done, REQUEST_COUNT) == 0);
+    for (uint32_t count = 0; count < REQUEST_COUNT - 2;)
+        count += fixture_wait(&fixture, done, REQUEST_COUNT);
+    LH_CHECK(fixture.io->in_flight_count == 0);
+    for (uint64_t i = 1; i < REQUEST_COUNT - 1; i++) {
+        read.offset = i * PART_BYTES;
+        LH_CHECK(requests[i].result == 0 && fixture_run(&fixture, read) == 0);
+        LH_CHECK(memcmp(written + i * PART_BYTES, got, PART_BYTES) == 0);
+    }
+    struct lh_io_request write = {.kind = LH_IO_KIND_WRITE, .buffer = got, .bytes = PART_BYTES};
+    LH_CHECK(fixture_run(&fixture, write) == 0); /* the fault is over */
+    fixture_deinit(&fixture);
+}
+
 static void test_no_memory(void)
 {
     struct fixture fixture;
@@ -173,6 +218,7 @@ int main(void)
         test_short(*name);
         test_short_at_the_end(*name);
         test_flip(*name);
+        test_hold(*name);
     }
     test_no_memory();
     return 0;

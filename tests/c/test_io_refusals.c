@@ -106,6 +106,119 @@ static bool uring_enter_forbidden(void)
     return best_is(works("libaio") ? "libaio" : "threads", works("libaio") ? 1 : 2, "io_uring: ");
 }
 
+/* What a backend is used by; the calls that make one are allowed. */
+static bool use_forbidden(const uint32_t *numbers, uint32_t count, uint32_t code, const char *name)
+{
+    struct lh_alloc alloc = LH_ALLOC_INIT;
+    struct lh_error err = {0};
+    for (uint32_t i = 0; i < count; i++)
+        forbid(numbers[i], code);
+    LH_CHECK(lh_io_probe(name, fixture_directory(), true, &alloc, &err) == -(int)code);
+    LH_CHECK(strstr(err.message, "seccomp") && alloc.live_count == 0);
+    return true;
+}
+
+static const uint32_t uring_calls[] = {SYS_io_uring_enter};
+static const uint32_t aio_wait_calls[] = {
+    SYS_io_getevents,
+#if defined(SYS_io_pgetevents)
+    SYS_io_pgetevents,
+#endif
+};
+static const uint32_t aio_submit_calls[] = {SYS_io_submit};
+
+static bool uring_use_forbidden(void)
+{
+    bool aio_works = works("libaio");
+    return use_forbidden(uring_calls, 1, EPERM, "io_uring") &&
+           best_is(aio_works ? "libaio" : "threads", aio_works ? 1 : 2, "seccomp");
+}
+
+static bool uring_use_hidden(void)
+{
+    return use_forbidden(uring_calls, 1, ENOSYS, "io_uring");
+}
+
+static bool both_uses_forbidden(void)
+{
+    return use_forbidden(uring_calls, 1, EPERM, "io_uring") &&
+           use_forbidden(aio_wait_calls, LH_COUNT_OF(aio_wait_calls), ENOSYS, "libaio") &&
+           best_is("threads", 2, "\nlibaio: ");
+}
+
+#define LATER_COUNT 16
+
+/*
+ * With half of the requests in the kernel, forbid the calls. Every request comes back, with its own
+ * result or with the refusal, and so do those submitted afterwards. code 0: the calls claim to have
+ * succeeded and do nothing.
+ */
+static bool use_forbidden_later(const char *name, const uint32_t *numbers, uint32_t count,
+                                uint32_t code)
+{
+    const int64_t refusal = code == 0 ? -EIO : -(int64_t)code;
+    alarm(20); /* of this child */
+    struct fixture fixture;
+    struct lh_io_request requests[LATER_COUNT];
+    struct lh_io_request *done[LATER_COUNT];
+    uint32_t refused_count = 0;
+    fixture_init(&fixture, true, LATER_COUNT * LH_MIB, LATER_COUNT);
+    LH_CHECK(fixture_create(&fixture, name, NULL) == 0);
+    for (uint32_t i = 0; i < LATER_COUNT; i++) {
+        requests[i] = (struct lh_io_request){
+            .kind = i % 4 == 3 ? LH_IO_KIND_SYNC : LH_IO_KIND_WRITE,
+            .buffer = (uint8_t *)fixture.buffer.base + i * LH_MIB,
+            .bytes = LH_MIB,
+            .offset = i * LH_MIB,
+        };
+        if (i == LATER_COUNT / 2) {
+            for (uint32_t j = 0; j < count; j++)
+                forbid(numbers[j], code);
+        }
+        LH_CHECK(fixture_submit(&fixture, &requests[i]) == 0);
+    }
+    for (uint32_t back = 0; back < LATER_COUNT;) {
+        uint32_t got = fixture_wait(&fixture, done, LATER_COUNT);
+        for (uint32_t i = 0; i < got; i++) {
+            LH_CHECK(done[i]->result == 0 || done[i]->result == refusal);
+            refused_count += done[i]->result == refusal;
+        }
+        back += got;
+    }
+    LH_CHECK(refused_count >= LATER_COUNT / 2 && fixture.io->in_flight_count == 0);
+    for (uint32_t i = 0; i < 3; i++)
+        LH_CHECK(fixture_run(&fixture, (struct lh_io_request){.kind = LH_IO_KIND_WRITE,
+                                                              .buffer = fixture.buffer.base,
+                                                              .bytes = LH_MIB}) == refusal);
+    fixture_deinit(&fixture);
+    return true;
+}
+
+static bool uring_forbidden_later(void)
+{
+    return use_forbidden_later("io_uring", uring_calls, 1, EPERM);
+}
+
+static bool uring_ignored_later(void)
+{
+    return use_forbidden_later("io_uring", uring_calls, 1, 0);
+}
+
+static bool aio_wait_forbidden_later(void)
+{
+    return use_forbidden_later("libaio", aio_wait_calls, LH_COUNT_OF(aio_wait_calls), EPERM);
+}
+
+static bool aio_submit_forbidden_later(void)
+{
+    return use_forbidden_later("libaio", aio_submit_calls, 1, EPERM);
+}
+
+static bool aio_submit_ignored_later(void)
+{
+    return use_forbidden_later("libaio", aio_submit_calls, 1, 0);
+}
+
 static bool both_forbidden(void)
 {
     forbid(SYS_io_uring_setup, EPERM);
@@ -281,8 +394,23 @@ int main(void)
         lh_test_name("a kernel without io_uring, and half a filter, are told as well");
         LH_CHECK(fixture_in_child(uring_hidden));
         LH_CHECK(fixture_in_child(uring_enter_forbidden));
+        lh_test_name("a filter that allows io_uring to be made and not to be used is passed over");
+        LH_CHECK(fixture_in_child(uring_use_forbidden));
+        LH_CHECK(fixture_in_child(uring_use_hidden));
+        LH_CHECK(!works("libaio") || fixture_in_child(both_uses_forbidden));
+        lh_test_name("io_uring: forbidden while it is used, every request comes back with that");
+        LH_CHECK(fixture_in_child(uring_forbidden_later));
+        lh_test_name("io_uring: a call that claims to succeed and takes nothing is an error");
+        LH_CHECK(fixture_in_child(uring_ignored_later));
         lh_test_name("buffers above RLIMIT_MEMLOCK are used unregistered, and noted");
         LH_CHECK(fixture_in_child(memlock_low));
+    }
+    if (works("libaio") && !LH_TEST_IS_EMULATED) {
+        lh_test_name("libaio: forbidden while it is used, every request comes back with that");
+        LH_CHECK(fixture_in_child(aio_wait_forbidden_later));
+        LH_CHECK(fixture_in_child(aio_submit_forbidden_later));
+        lh_test_name("libaio: a call that claims to succeed and takes nothing is an error");
+        LH_CHECK(fixture_in_child(aio_submit_ignored_later));
     }
     for (const char *const *name = lh_io_names(); *name; name++) {
         if (!works(*name))

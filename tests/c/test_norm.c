@@ -46,6 +46,29 @@ static void test_sums(void)
     }
 }
 
+static void test_blocks(void)
+{
+    const uint64_t count = 2 * LH_NORM_BLOCK_ELEMENTS + 5;
+    struct lh_norm_sum sum = {0};
+    float *ones = calloc(count, sizeof(*ones));
+
+    lh_test_name("elements are counted once each where a sum has several blocks");
+    LH_CHECK(ones != NULL);
+    for (uint64_t i = 0; i < count; i++)
+        ones[i] = 1;
+    LH_CHECK(lh_norm_square_sum(ones, LH_DTYPE_F32, count) == (double)count);
+
+    lh_test_name("a sum that comes in parts has the bits of one that comes at once");
+    for (uint64_t i = 0; i < count; i++)
+        ones[i] = (float)(i % 1009) / 7;
+    for (uint64_t done = 0, part = 1; done < count; done += part, part = part * 3 + 1) {
+        part = lh_min_u64(part, count - done);
+        lh_norm_sum_add(&sum, ones + done, LH_DTYPE_F32, part);
+    }
+    LH_CHECK(lh_norm_sum_end(&sum) == lh_norm_square_sum(ones, LH_DTYPE_F32, count));
+    free(ones);
+}
+
 static void test_specials(void)
 {
     float values[9] = {1.0f};
@@ -62,6 +85,7 @@ static void test_specials(void)
 int main(void)
 {
     test_sums();
+    test_blocks();
     test_specials();
     return 0;
 }

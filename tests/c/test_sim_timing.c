@@ -88,6 +88,23 @@ static void test_refusals(void)
     rig_deinit(&rig);
 }
 
+static void test_never(void)
+{
+    static struct rig rig;
+    rig_init(&rig, LH_SIM_PRESET_BALANCED);
+    lh_test_name("a run that never commits has the time of a step and none of a commit");
+    LH_CHECK(rig_run(&rig) == 0);
+    const struct lh_sim_timing committed = rig.timing;
+    LH_CHECK(committed.stats.bytes[LH_ENGINE_LINK_COMMIT_WRITE] > 0);
+    rig.opts.commit_every = LH_ENGINE_COMMIT_NEVER;
+    LH_CHECK(rig_run(&rig) == 0);
+    LH_CHECK(rig.timing.stats.bytes[LH_ENGINE_LINK_COMMIT_WRITE] == 0);
+    LH_CHECK(rig.timing.commit_ns == 0 && rig.timing.commit_write_bytes == 0);
+    LH_CHECK(rig.timing.compute_ns == committed.compute_ns);
+    LH_CHECK(rig.timing.step_ns >= rig.timing.compute_ns);
+    rig_deinit(&rig);
+}
+
 static void test_memory_runs_out(void)
 {
     static struct rig rig;
@@ -112,6 +129,7 @@ int main(void)
 {
     test_cancel();
     test_refusals();
+    test_never();
     test_memory_runs_out();
     return 0;
 }

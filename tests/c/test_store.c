@@ -49,6 +49,9 @@ static void test_round_trip(uint32_t count, const uint64_t *weights)
     LH_CHECK(fixture_holds_step(store, 1));
     fixture_commit(store, 1);
     LH_CHECK(lh_store_step(store) == 1 && fixture_holds_step(store, 1));
+    uint64_t scalar_bytes = 0;
+    LH_CHECK(strcmp(lh_store_scalars(store, &scalar_bytes), "scalars of step 1") == 0);
+    LH_CHECK(scalar_bytes == sizeof("scalars of step 1"));
     lh_alloc_unseal(&fixture_alloc);
     LH_CHECK(fixture_alloc.refused_count == 0);
     closed(store);
@@ -166,6 +169,64 @@ static void test_rollback(void)
     closed(store);
 }
 
+/* Back: the requests of the commit's next phase, run. */
+static int commit_phase(struct lh_store *store)
+{
+    static struct lh_io_request requests[LH_STORE_COMMIT_REQUEST_COUNT_MAX];
+    int count = lh_store_commit_next(store, requests, LH_COUNT_OF(requests), &err);
+    for (int index = 0; index < count; index++) {
+        const struct lh_io_request *request = &requests[index];
+        int fd = lh_store_files(store)[request->file_index].fd;
+        bool is_done = request->kind == LH_IO_KIND_SYNC
+                           ? fdatasync(fd) == 0
+                           : pwrite(fd, request->buffer, request->bytes, (off_t)request->offset) ==
+                                 (ssize_t)request->bytes;
+        requests[index].result = is_done ? 0 : -EIO;
+    }
+    return count;
+}
+
+static void test_rollback_in_commit(void)
+{
+    for (int single_slot = 0; single_slot < 2; single_slot++) {
+        lh_test_name("a rollback during a commit, with %d slots, leaves what is being committed",
+                     2 - single_slot);
+        const char *name = single_slot ? "during-one" : "during";
+        struct fixture_opts opts = {.small = true, .single_slot = single_slot};
+        struct lh_store *store = made(name, &opts);
+        for (uint64_t step = 1; step < 3; step++) {
+            fixture_write_step(store, step);
+            LH_CHECK(lh_store_commit_begin(store, step, NULL, 0, &err) == 0);
+            int count = commit_phase(store);
+            LH_CHECK(count > 0);
+            lh_store_rollback(store);
+            LH_CHECK(fixture_holds_step(store, step));
+            while (count > 0)
+                count = commit_phase(store);
+            LH_CHECK(count == 0 && lh_store_step(store) == step && fixture_holds_step(store, step));
+        }
+        closed(store);
+        store = opened(name, 1, false);
+        LH_CHECK(fixture_holds_step(store, 2));
+        closed(store);
+    }
+
+    lh_test_name("a rollback after a failed commit does not hide its error");
+    struct lh_store *store = made("hidden", &(struct fixture_opts){.single_slot = true});
+    struct lh_io_request requests[LH_STORE_COMMIT_REQUEST_COUNT_MAX];
+    fixture_write_step(store, 1);
+    fixture_commit(store, 1);
+    fixture_write_step(store, 2);
+    LH_CHECK(lh_store_commit_begin(store, 2, NULL, 0, &err) == 0);
+    int count = lh_store_commit_next(store, requests, LH_COUNT_OF(requests), &err);
+    for (int index = 0; index < count; index++)
+        requests[index].result = -ENOSPC;
+    LH_CHECK(lh_store_commit_next(store, requests, LH_COUNT_OF(requests), &err) == -ENOSPC);
+    lh_store_rollback(store);
+    LH_CHECK(lh_store_commit_sync(store, 3, NULL, 0, &err) == -ENOSPC);
+    closed(store);
+}
+
 static void test_partial_commit(void)
 {
     lh_test_name("groups that were not staged keep their step, and slots, through a commit");
@@ -261,6 +322,50 @@ static void test_zeros(void)
     closed(store);
 }
 
+static void test_dirty(void)
+{
+    lh_test_name("after a write that was never finished, the rest of its slot reads as zeros");
+    struct lh_store *store = made("dirty", &(struct fixture_opts){.small = true});
+    struct lh_store_piece piece;
+    uint8_t buffer[12 * LH_KIB];
+    uint32_t slot = lh_store_write_slot(store, 1);
+    LH_CHECK(lh_store_map(store, 2, slot, 0, sizeof(buffer), &piece, 1) == 1);
+    lh_store_mark_dirty(store, 2, slot);
+    LH_CHECK(lh_store_is_zero(store, 2, slot));
+    for (uint64_t offset = 0; offset < sizeof(buffer); offset += 1000)
+        fixture_flip(lh_store_file_path(store, 0), piece.file_offset + offset, 3);
+    LH_CHECK(lh_store_write_sync(store, 2, 5000, "x", 1, &err) == 0);
+    LH_CHECK(lh_store_read_sync(store, 2, 0, buffer, sizeof(buffer), &err) == 0);
+    for (uint64_t offset = 0; offset < sizeof(buffer); offset++)
+        LH_CHECK(buffer[offset] == (offset == 5000 ? 'x' : 0));
+    closed(store);
+}
+
+static void test_zeros_over_garbage(void)
+{
+    lh_test_name("an extent of zeros in either slot is zeros after reopening, whatever lies there");
+    struct lh_store *store = made("garbage", &(struct fixture_opts){.small = true});
+    uint8_t bytes[4096];
+    for (uint64_t step = 1; step < 4; step++) {
+        memset(bytes, 0xa5, sizeof(bytes));
+        LH_CHECK(lh_store_write_sync(store, FIXTURE_ZERO_EXTENT, 0, bytes, 4096, &err) == 0);
+        lh_store_rollback(store);
+        LH_CHECK(lh_store_write_sync(store, FIXTURE_ZERO_EXTENT, 100, bytes, 0, &err) == 0);
+        LH_CHECK(fixture_holds_step(store, step - 1));
+        fixture_write_step(store, step);
+        fixture_commit(store, step);
+        LH_CHECK(lh_store_write_sync(store, 0, 0, bytes, 8, &err) == 0);
+        fixture_fill(bytes, 1, step, 0, sizeof(bytes));
+        uint8_t found[4096];
+        LH_CHECK(lh_store_read_sync(store, 1, 0, found, sizeof(found), &err) == 0);
+        LH_CHECK(memcmp(found, bytes, sizeof(found)) == 0);
+        closed(store);
+        store = opened("garbage", 1, false);
+        LH_CHECK(fixture_holds_step(store, step));
+    }
+    closed(store);
+}
+
 static void test_single_slot(void)
 {
     lh_test_name("a store with one slot opens after a clean close, and only then");
@@ -282,20 +387,29 @@ static void test_single_slot(void)
     LH_CHECK(strstr(err.message, "step 3") != NULL);
     LH_CHECK(fixture_open("single", 2, false, true, &store, &err) == -EUCLEAN);
 
-    lh_test_name("a store with one slot is unclean from when it is open, without a commit");
     opts.directory_count = 1;
-    store = made("killed", &opts);
-    fixture_write_step(store, 1);
-    fixture_commit(store, 1);
-    closed(store);
-    pid_t child = fork();
-    if (child == 0) {
-        store = opened("killed", 1, false);
-        _exit(0);
+    for (int writes = 0; writes < 2; writes++) {
+        lh_test_name("a process with a store of one slot is killed %s its first write: it is %s",
+                     writes ? "after" : "before", writes ? "refused" : "whole");
+        const char *name = writes ? "killed" : "idle";
+        store = made(name, &opts);
+        fixture_write_step(store, 1);
+        fixture_commit(store, 1);
+        closed(store);
+        pid_t child = fork();
+        if (child == 0) {
+            store = opened(name, 1, false);
+            _exit(writes && lh_store_write_begin(store, &err) != 0 ? 1 : 0);
+        }
+        int status = 0;
+        LH_CHECK(waitpid(child, &status, 0) == child && status == 0);
+        int rc = fixture_open(name, 1, false, false, &store, &err);
+        LH_CHECK(rc == (writes ? -EUCLEAN : 0));
+        if (!writes) {
+            LH_CHECK(lh_store_step(store) == 1 && fixture_holds_step(store, 1));
+            closed(store);
+        }
     }
-    int status = 0;
-    LH_CHECK(waitpid(child, &status, 0) == child && status == 0);
-    LH_CHECK(fixture_open("killed", 1, false, false, &store, &err) == -EUCLEAN);
 
     lh_test_name("a rollback of what one slot overwrote is final");
     store = made("spoiled", &opts);
@@ -354,8 +468,12 @@ static void test_refused_writes(void)
     char scalars[101] = {0};
     fixture_write_step(store, 1);
     fixture_commit(store, 1);
-    LH_CHECK(lh_store_write_sync(store, 4, 0, "x", 1, &err) == -EPERM);
-    LH_CHECK(strstr(err.message, "frozen") != NULL);
+    for (int reopened = 0; reopened < 2; reopened++) {
+        LH_CHECK(lh_store_write_sync(store, 4, 0, "x", 1, &err) == -EPERM);
+        LH_CHECK(strstr(err.message, "frozen") != NULL);
+        closed(store);
+        store = opened("refused", 1, false);
+    }
     LH_CHECK(lh_store_write_sync(store, 6, 0, "x", 1, &err) == -EINVAL);
     LH_CHECK(lh_store_read_sync(store, 0, fixture_extents[0].bytes, scalars, 1, &err) == -EINVAL);
     LH_CHECK(lh_store_read_sync(store, 0, UINT64_MAX, scalars, 2, &err) == -EINVAL);
@@ -381,10 +499,10 @@ static void stage_committing(void *context)
 static void lose_request(void *context)
 {
     struct lh_store *store = context;
-    struct lh_io_request requests[LH_IO_FILE_COUNT_MAX];
+    struct lh_io_request requests[LH_STORE_COMMIT_REQUEST_COUNT_MAX];
     (void)!lh_store_commit_begin(store, 2, NULL, 0, NULL);
-    (void)!lh_store_commit_next(store, requests, LH_IO_FILE_COUNT_MAX, NULL);
-    (void)!lh_store_commit_next(store, requests, LH_IO_FILE_COUNT_MAX, NULL);
+    (void)!lh_store_commit_next(store, requests, LH_COUNT_OF(requests), NULL);
+    (void)!lh_store_commit_next(store, requests, LH_COUNT_OF(requests), NULL);
 }
 
 static void test_asserts(void)
@@ -429,10 +547,13 @@ int main(void)
     test_relative();
     test_staged_is_lost();
     test_rollback();
+    test_rollback_in_commit();
     test_partial_commit();
     test_odd_ranges(false);
     test_odd_ranges(true);
     test_zeros();
+    test_dirty();
+    test_zeros_over_garbage();
     test_single_slot();
     test_temporary();
     test_read_only();

@@ -6,6 +6,7 @@
 #define GROUP_COUNT 2
 
 static struct lh_store_header header = {
+    .version = LH_STORE_FORMAT_VERSION,
     .uuid = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16},
     .file_count = 3,
     .extent_count = EXTENT_COUNT,
@@ -48,7 +49,8 @@ static uint8_t *seed_make(size_t *size_out)
     lh_store_header_encode(&header, seed);
     lh_store_table_encode(&shape, &control, table);
     lh_store_manifest_encode(&header, 5, 299, superblock + LH_BLOCK_BYTES);
-    struct lh_store_superblock values = {.sequence = 9, .step = 5, .manifest_area = 1};
+    struct lh_store_superblock values = {
+        .sequence = 9, .step = 5, .manifest_area = 1, .witness = 8};
     values.manifest_crc = lh_crc32c(0, superblock + LH_BLOCK_BYTES, control.manifest_bytes);
     lh_store_superblock_encode(&values, &header, superblock);
     return seed;
@@ -66,12 +68,12 @@ static void test_round_trip(const uint8_t *seed)
     uint8_t found_slots[GROUP_COUNT];
     uint8_t found_tails[sizeof(tail_files)];
     uint64_t scalar_bytes = 0;
-    LH_CHECK(memcmp(seed, "LOHANDAT\1\0\0\0\0\0\0\0\1\2\3\4", 20) == 0);
+    LH_CHECK(memcmp(seed, "LOHANDAT\2\0\0\0\0\0\0\0\1\2\3\4", 20) == 0);
     LH_CHECK(lh_store_header_decode(seed, &decoded, NULL) == 0);
     LH_CHECK(memcmp(decoded.uuid, header.uuid, sizeof(header.uuid)) == 0);
     LH_CHECK(decoded.file_bytes == header.file_bytes && decoded.meta_crc == header.meta_crc);
     lh_store_control_plan(&decoded, &control);
-    LH_CHECK(control.data_offset[0] == LH_MIB && control.meta_offset == 196 * LH_KIB);
+    LH_CHECK(control.data_offset[0] == LH_MIB && control.meta_offset[0] == 388 * LH_KIB);
     const uint8_t *table = seed + LH_BLOCK_BYTES;
     LH_CHECK(lh_store_table_decode(table, &decoded, &control, cycle, found, found_slots,
                                    found_tails, NULL) == 0);
@@ -86,6 +88,70 @@ static void test_round_trip(const uint8_t *seed)
     LH_CHECK(lh_store_manifest_decode(block + LH_BLOCK_BYTES, &decoded, &control, &superblock,
                                       slot_counts, &scalar_bytes, NULL) == 0);
     LH_CHECK(scalar_bytes == 299);
+}
+
+static void test_manifest_checksum(const uint8_t *seed, size_t size)
+{
+    lh_test_name("a manifest in which any single byte was changed is refused");
+    struct lh_store_control control;
+    struct lh_store_superblock superblock;
+    uint64_t scalar_bytes = 0;
+    lh_store_control_plan(&header, &control);
+    uint8_t *copy = malloc(size);
+    LH_CHECK(copy != NULL);
+    memcpy(copy, seed, size);
+    uint8_t *block = copy + LH_BLOCK_BYTES + control.table_bytes;
+    uint8_t *manifest = block + LH_BLOCK_BYTES;
+    LH_CHECK(lh_store_superblock_decode(block, &header, &superblock, NULL) == 0);
+    for (uint64_t at = 0; at < control.manifest_bytes; at++) {
+        manifest[at] ^= 1;
+        LH_CHECK(lh_store_manifest_decode(manifest, &header, &control, &superblock, slot_counts,
+                                          &scalar_bytes, NULL) == -EILSEQ);
+        manifest[at] ^= 1;
+    }
+    LH_CHECK(lh_store_manifest_decode(manifest, &header, &control, &superblock, slot_counts,
+                                      &scalar_bytes, NULL) == 0);
+    free(copy);
+}
+
+static void test_sequences(void)
+{
+    lh_test_name(
+        "sequence numbers that no store gets to are refused, and those below them are not");
+    static const struct {
+        uint64_t sequence;
+        uint64_t witness;
+        bool is_possible;
+    } cases[] = {
+        {1, 1, true},
+        {LH_STORE_SEQUENCE_MAX, 7, true},
+        {0, 0, false},
+        {5, 0, false},
+        {5, 6, false},
+        {LH_STORE_SEQUENCE_MAX + 1, 7, false},
+        {UINT64_MAX - 1, 7, false},
+        {UINT64_MAX, 7, false},
+    };
+    uint8_t block[LH_BLOCK_BYTES];
+    struct lh_store_superblock superblock;
+    struct lh_store_witness witness;
+    for (uint32_t index = 0; index < LH_COUNT_OF(cases); index++) {
+        struct lh_store_superblock values = {.sequence = cases[index].sequence,
+                                             .witness = cases[index].witness};
+        lh_store_superblock_encode(&values, &header, block);
+        int rc = lh_store_superblock_decode(block, &header, &superblock, NULL);
+        LH_CHECK(rc == (cases[index].is_possible ? 0 : -EILSEQ));
+    }
+
+    lh_test_name("a witness decodes to what it was, and not as another store's");
+    struct lh_store_header other = header;
+    other.uuid[3] ^= 1;
+    lh_store_witness_encode(&(struct lh_store_witness){.sequence = 9, .step = 4}, &header, block);
+    LH_CHECK(lh_store_witness_decode(block, &header, &witness, NULL) == 0);
+    LH_CHECK(witness.sequence == 9 && witness.step == 4);
+    LH_CHECK(lh_store_witness_decode(block, &other, &witness, NULL) == -EILSEQ);
+    block[50] ^= 1;
+    LH_CHECK(lh_store_witness_decode(block, &header, &witness, NULL) == -EILSEQ);
 }
 
 static void test_mutations(const uint8_t *seed, size_t size)
@@ -121,7 +187,9 @@ int main(void)
     size_t size = 0;
     uint8_t *seed = seed_make(&size);
     test_round_trip(seed);
+    test_manifest_checksum(seed, size);
     LH_CHECK(LLVMFuzzerTestOneInput(seed, size) == 0);
+    test_sequences();
     test_mutations(seed, size);
     free(seed);
     return 0;

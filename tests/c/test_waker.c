@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 
 #include "base/clock.h"
@@ -51,6 +52,80 @@ static void *answer(void *context)
     return NULL;
 }
 
+/* --- Litmus ----------------------------------------------------------------------------------- */
+
+/*
+ * Owner: announce, look. Other: publish, wake. Whatever the order, the owner sees the news or is
+ * woken: a processor that let the look overtake the announcement would lose both. The two meet at
+ * the start of each round without the kernel, so that they run at the same time.
+ */
+#define LITMUS_COUNT (LH_TEST_IS_SLOW ? 20000 : 150000)
+#define LITMUS_S 10 /* where the machine has one processor for both */
+
+struct litmus {
+    struct lh_waker waker;
+    _Alignas(128) _Atomic uint32_t news;
+    _Alignas(128) _Atomic uint32_t owner_round;
+    _Alignas(128) _Atomic uint32_t other_round;
+    _Alignas(128) _Atomic uint32_t round_count; /* the last one; 0: not known yet */
+};
+
+static void meet(_Atomic uint32_t *mine, _Atomic uint32_t *theirs, uint32_t round)
+{
+    uint32_t spins = 0;
+    atomic_store(mine, round);
+    while (atomic_load(theirs) < round) {
+        if (++spins % 4096 == 0)
+            sched_yield();
+    }
+}
+
+static void *litmus_other(void *context)
+{
+    struct litmus *litmus = context;
+    for (uint32_t round = 1;; round++) {
+        meet(&litmus->other_round, &litmus->owner_round, 2 * round - 1);
+        for (volatile uint32_t i = 0; i < round % 32; i++) {
+        }
+        atomic_store_explicit(&litmus->news, round, memory_order_release);
+        lh_waker_wake(&litmus->waker);
+        meet(&litmus->other_round, &litmus->owner_round, 2 * round);
+        if (atomic_load(&litmus->round_count) == round)
+            return NULL;
+    }
+}
+
+static void test_litmus(void)
+{
+    static struct litmus litmus;
+    struct lh_clock clock = lh_clock_real();
+    uint64_t end_ns = lh_clock_now_ns(&clock) + LITMUS_S * UINT64_C(1000000000);
+    uint32_t seen_count = 0;
+    pthread_t thread;
+    lh_test_name("an owner that announces its sleep while news are published sees them or wakes");
+    LH_CHECK(lh_waker_init(&litmus.waker, NULL) == 0);
+    LH_CHECK(pthread_create(&thread, NULL, litmus_other, &litmus) == 0);
+    for (uint32_t round = 1;; round++) {
+        meet(&litmus.owner_round, &litmus.other_round, 2 * round - 1);
+        for (volatile uint32_t i = 0; i < round / 32 % 32; i++) {
+        }
+        lh_waker_prepare(&litmus.waker);
+        bool is_seen = atomic_load_explicit(&litmus.news, memory_order_acquire) == round;
+        bool is_last = round >= LITMUS_COUNT || lh_clock_now_ns(&clock) > end_ns;
+        if (is_last)
+            atomic_store(&litmus.round_count, round);
+        meet(&litmus.owner_round, &litmus.other_round, 2 * round);
+        seen_count += is_seen;
+        LH_CHECK(is_seen || is_readable(litmus.waker.fd));
+        lh_waker_wait(&litmus.waker, 0);
+        if (is_last)
+            break;
+    }
+    LH_CHECK(pthread_join(thread, NULL) == 0);
+    lh_waker_deinit(&litmus.waker);
+    printf("  seen in %u rounds, woken in the others\n", (unsigned)seen_count);
+}
+
 int main(void)
 {
     struct lh_clock clock = lh_clock_real();
@@ -82,6 +157,10 @@ int main(void)
     lh_waker_wait(&waker, 20);
     LH_CHECK(lh_clock_now_ns(&clock) - begin_ns >= UINT64_C(19000000));
 
+    lh_test_name("an owner that woke by itself is awake: waking it costs no system call");
+    lh_waker_wake(&waker);
+    LH_CHECK(!is_readable(waker.fd));
+
     lh_test_name("the kernel's own writes to fd wake too, and are drained");
     uint64_t one = 1;
     LH_CHECK(write(waker.fd, &one, sizeof(one)) == sizeof(one));
@@ -105,5 +184,6 @@ int main(void)
     LH_CHECK(pthread_join(thread, NULL) == 0);
     lh_waker_deinit(&exchange.here);
     lh_waker_deinit(&exchange.there);
+    test_litmus();
     return 0;
 }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Iterator
 
 import pytest
 
+# Before the first use of cuBLAS: its sums are made in one order then, from workspaces of 8 times
+# 4 MiB for each thread that computes.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 HERE = pathlib.Path(__file__).resolve().parent
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -10,58 +9,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+from shim_helper import Shim, build
 
-import cbuild  # noqa: E402  (its folder has just been named)
-
-MESSAGE_BYTES = 768
 ELEMENT_COUNT = 4 << 20
-
-
-class Shim:
-    """tests/cuda/shim.c; a refusal is a RuntimeError."""
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self.library = ctypes.CDLL(str(path))
-
-    def call(self, name: str, *arguments: object) -> None:
-        message = ctypes.create_string_buffer(MESSAGE_BYTES)
-        code = getattr(self.library, f"shim_{name}")(*arguments, message)
-        if code != 0:
-            raise RuntimeError(f"{name}: {message.value.decode()} ({code})")
-
-    def register(self, tensor: torch.Tensor) -> None:
-        self.call("register", ctypes.c_void_p(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes))
-
-    def unregister(self, tensor: torch.Tensor) -> None:
-        self.library.shim_unregister(ctypes.c_void_p(tensor.data_ptr()))
-
-    def copy(
-        self, name: str, host: torch.Tensor, device: torch.Tensor, stream: torch.cuda.Stream
-    ) -> None:
-        addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (host, device)]
-        handle = ctypes.c_void_p(stream.cuda_stream)
-        self.call(name, *addresses, ctypes.c_uint64(host.nbytes), handle)
-
-
-def build(folder: pathlib.Path) -> pathlib.Path:
-    """The shim with the core, as a shared object."""
-    builder = cbuild.Builder("release")
-    core = builder.archive(builder.compile(cbuild.core_sources(with_binding=False)), "core")
-    objects = builder.compile([ROOT / "tests" / "cuda" / "shim.c"])
-    builder.link([*objects, core], folder / "shim.so", ["-shared"])
-    return folder / "shim.so"
 
 
 @pytest.fixture
 def shim(tmp_path: pathlib.Path) -> Iterator[Shim]:
     library = Shim(build(tmp_path))
     try:
-        library.call("open", 0)
+        library.open("cuda", 0)
         yield library
     finally:
-        library.library.shim_close()
+        library.close()
 
 
 def test_torch_sees_registered_memory_as_pinned(shim: Shim) -> None:
@@ -95,7 +56,7 @@ def test_copies_are_ordered_with_what_torch_computes(shim: Shim, is_default: boo
                     busy = (busy @ busy).clamp_(max=1)
                 torch.mul(slot, 2 + round_index, out=computed)
                 shim.copy("out", result, computed, stream)
-                assert shim.library.shim_drain() == 0
+                assert shim.drain() == 0
                 assert torch.equal(result, source * (2 + round_index))
     finally:
         torch.cuda.synchronize()

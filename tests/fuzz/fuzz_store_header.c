@@ -102,8 +102,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (lh_store_header_decode(block, &header, NULL) < 0)
         return 0;
     lh_store_control_plan(&header, &control);
-    LH_ASSERT(control.meta_offset + header.meta_bytes <= control.manifest_offset[0]);
-    LH_ASSERT(control.manifest_offset[1] + control.manifest_bytes <= control.data_offset[0]);
+    uint32_t last = control.copy_count - 1;
+    LH_ASSERT(control.meta_offset[last] + header.meta_bytes <= control.manifest_offset[0][last]);
+    LH_ASSERT(control.manifest_offset[1][last] + control.manifest_bytes <= control.data_offset[0]);
     if (control.table_bytes > FUZZ_BYTES_MAX || control.manifest_bytes > FUZZ_BYTES_MAX)
         return 0;
 

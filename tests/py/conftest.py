@@ -18,6 +18,9 @@ TORCH_THREAD_COUNT = 2
 # Read when torch is first imported. Threads that wait for each other by spinning make a step of a
 # small model take a second instead of ten milliseconds where cores are few and busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# These tests are about the CPU and give the same bits everywhere: on a machine with a GPU neither
+# they nor the processes that they start see it. tests/cuda is what runs there.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import lohan
 import torch
 from lohan._device import Meter
-from lohan.errors import SessionError, StoreLockedError
+from lohan.errors import HollowParameterError, SessionError, StoreLockedError
 from rules_helper import Stack, build, train_step, vectors
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -112,6 +112,7 @@ def fork(store: str, **settings: Any) -> None:
     child = os.fork()
     if child == 0:
         model.lohan.close()
+        model.lohan.store.close()
         try:
             model(vectors(0))
         except SessionError:
@@ -147,6 +148,104 @@ def fork_one_slot(store: str) -> None:
     fork(store, commit_every="never")
 
 
+def refused_calls(model: nn.Module, loss: torch.Tensor, store: str) -> list[Any]:
+    """What a forked child may call and does not get."""
+    session = model.lohan
+    engine = session._engine
+    return [
+        loss.backward,
+        lambda: model(vectors(1)),
+        lambda: model.blocks[1](vectors(1)),
+        model.state_dict,
+        lambda: model.load_state_dict({"head.bias": torch.zeros(10)}, strict=False),
+        model.optimizer.step,
+        model.optimizer.zero_grad,
+        session.flush,
+        session.stats,
+        session.status,
+        session.trace,
+        session.commit,
+        lambda: session.value(0),
+        lambda: session.snapshot(store + "-copy"),
+        lambda: engine.acquire(0),
+        lambda: engine.lend(0),
+        lambda: engine.begin(True),
+        lambda: engine.hyper(0, 0.1, 0.9, 0.99, 1e-8, 0.0),
+        engine.abort,
+        engine.gradient_square_sum,
+        engine.check,
+        engine.sums_give,
+        lambda: engine.close_step(b""),
+        lambda: engine.pause([0], False),
+        lambda: engine.resume([0]),
+        engine.commit_hold,
+        lambda: engine.saved_room(0),
+        lambda: engine.scope([0]),
+        session.store.describe,
+        session.store.extents,
+        lambda: session.store.read(0, 0, 0, 0),
+    ]
+
+
+def quiet_calls(model: nn.Module) -> list[Any]:
+    """What a forked child lets go of things by: nothing happens."""
+    session = model.lohan
+    engine = session._engine
+    return [
+        lambda: engine.release(0),
+        engine.scopes_drop,
+        engine.backward_end,
+        engine.commit_release,
+        engine.held_bytes,
+        engine.changed_take,
+        lambda: engine.forward(False),
+        lambda: engine.pack(torch.ones(3)),
+        session.close,
+        session.store.close,
+    ]
+
+
+def is_refused(call: Any, error: type[Exception]) -> bool:
+    """A call raises that error; says what it does else."""
+    try:
+        call()
+    except error:
+        return True
+    except BaseException as other:
+        print("not refused:", type(other).__name__, other, flush=True)
+        return False
+    print("not refused", flush=True)
+    return False
+
+
+def fork_calls(store: str) -> None:
+    """Whatever a forked child calls, in the middle of the parent's step, is refused by name."""
+    model = wrap(store, activations="recompute")
+    train_step(model, 0)
+    loss = model(vectors(1)).square().mean()
+    lend = model.lohan.lend(0)
+    params = list(model.parameters())
+    loop = iter(model.parameters())
+    lent = next(loop)
+    assert lent.sum().isfinite()  # in memory, as long as the loop is there
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        refused = [is_refused(call, SessionError) for call in refused_calls(model, loss, store)]
+        for call in quiet_calls(model):
+            call()
+        refused += [is_refused(param.sum, HollowParameterError) for param in (params[0], lent)]
+        del lend, loss, model, params
+        gc.collect()
+        os._exit(0 if all(refused) else 1)
+    print("child", os.waitpid(child, 0)[1], flush=True)
+    del lend, lent, loop
+    loss.backward()
+    model.optimizer.step()
+    train_step(model, 2)
+    report(model, model.lohan.step)
+
+
 MODES = {
     f.__name__: f
     for f in (
@@ -159,6 +258,7 @@ MODES = {
         fork,
         fork_frozen,
         fork_one_slot,
+        fork_calls,
     )
 }
 

@@ -69,5 +69,5 @@ def test_the_claims_in_c_that_are_named_are_made() -> None:
     for text in asks().values():
         for file, claim in C_TEST.findall(text):
             source = (ROOT / file).read_text(encoding="utf-8")
-            joined = re.sub(r'"\s*\n\s*"', "", source)
+            joined = re.sub(r'"\s*\n\s*"|(?<=lh_test_name\()\s+', "", source)
             assert f'lh_test_name("{claim}' in joined, f"{file}: {claim}"

@@ -250,19 +250,9 @@ def test_a_store_of_a_newer_version_is_refused_by_both_numbers(store_dir: pathli
     header = path.read_bytes()[:HEADER_BYTES]
     newer = header[:8] + struct.pack("<I", 99) + header[12:-4]
     patch(path, 0, newer + struct.pack("<I", crc32c(newer)))
-    with pytest.raises(errors.StoreVersionError, match=r"99.*\b1\b|\b1\b.*99"):
+    with pytest.raises(errors.StoreVersionError, match=r"99.*\b2\b|\b2\b.*99"):
         wrap(store_dir, resume=True)
     patch(path, 0, header)
-    check_whole(store_dir, digests[-1])
-
-
-def test_a_damaged_header_is_refused_by_its_checksum(store_dir: pathlib.Path) -> None:
-    digests = trained(store_dir, 1)
-    path = store_dir / FILE_NAME
-    flip(path, 60)
-    with pytest.raises(errors.ChecksumError, match=FILE_NAME):
-        wrap(store_dir, resume=True)
-    flip(path, 60)
     check_whole(store_dir, digests[-1])
 
 
@@ -293,43 +283,6 @@ def places(session: Any, path: pathlib.Path) -> dict[tuple[int, int], tuple[int,
         found[key] = (at, nbytes)
         at += nbytes
     return found
-
-
-def manifests(path: pathlib.Path) -> dict[int, int]:
-    """Step to offset of the manifests in a store's first file."""
-    data = path.read_bytes()[: 4 << 20]
-    offsets = [at for at in range(0, len(data), 64 << 10) if data[at : at + 8] == b"LOHANMAN"]
-    return {struct.unpack_from("<Q", data, at + 40)[0]: at for at in offsets}
-
-
-def test_a_wrong_bit_in_the_newest_manifest_shows_the_step_before(
-    store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    digests = trained(store_dir, 4)
-    path = store_dir / FILE_NAME
-    found = manifests(path)
-    assert sorted(found) == [3, 4]
-    flip(path, found[4] + 90)
-    model = wrap(store_dir, resume=True)
-    assert model.lohan.step == 3
-    assert "manifest" in model.lohan.store.describe()["note"]
-    assert re.search(r"^lohan: .*manifest", capfd.readouterr().err, re.M)
-    assert crash_worker.digest(model) == digests[3]
-    crash_worker.train_step(model, 3)
-    assert crash_worker.digest(model) == digests[4]
-    model.lohan.close()
-
-
-def test_wrong_bits_in_both_manifests_are_refused(store_dir: pathlib.Path) -> None:
-    digests = trained(store_dir, 4)
-    path = store_dir / FILE_NAME
-    for offset in manifests(path).values():
-        flip(path, offset + 90)
-    with pytest.raises(errors.ChecksumError, match=f"manifest.*{FILE_NAME}|{FILE_NAME}.*manifest"):
-        wrap(store_dir, resume=True)
-    for offset in manifests(path).values():
-        flip(path, offset + 90)
-    check_whole(store_dir, digests[-1])
 
 
 class Damage:

@@ -87,7 +87,7 @@ def test_it_is_the_best_of_all_choices_and_refused_where_there_is_none() -> None
         every = itertools.product(("keep", "host", "recompute"), repeat=len(model.layers))
         costs = [cost for fates in every if (cost := cost_s(model, machine, fates)) is not None]
         if not costs:
-            with pytest.raises(BudgetError, match=rf"take {model.inter_block_bytes} bytes: the"):
+            with pytest.raises(BudgetError, match=rf"take {model.inter_block_bytes} bytes.*: the"):
                 _checkmate.fates(model, machine)
             seen["refused"] += 1
             continue
@@ -167,7 +167,7 @@ def test_its_plan_is_what_the_timeline_says_of_its_choice() -> None:
 def test_memory_that_a_steps_buffers_do_not_fit_is_refused_with_numbers() -> None:
     model = _plan.named_model("gpt-13b", batch=32)
     machine = dataclasses.replace(_machines.load("paper-4090"), gpu_bytes=GB)
-    with pytest.raises(BudgetError, match=r"gpu_bytes 1000000000 is too small.* need \d{10}"):
+    with pytest.raises(BudgetError, match=r"gpu_bytes 1000000000 .*is too small.* need \d{10}"):
         _policies.make(model, machine, "checkmate")
 
 

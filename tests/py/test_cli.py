@@ -22,7 +22,7 @@ from lohan import _timeline
 from lohan._stats import LINKS
 from lohan.cli import main
 
-PACKAGE_PARENT = str(pathlib.Path(lohan.__file__).resolve().parent.parent)
+PACKAGE_PARENT = str(pathlib.Path(lohan.__file__).parent.parent)
 
 
 def run(*words: str) -> Result:

@@ -21,7 +21,7 @@ from lohan.cli import main
 from lohan.errors import SessionError, StoreError, TraceError
 from rich.console import Console
 
-PACKAGE_PARENT = str(pathlib.Path(lohan.__file__).resolve().parent.parent)
+PACKAGE_PARENT = str(pathlib.Path(lohan.__file__).parent.parent)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": PACKAGE_PARENT}
 STEPS = 4
 

@@ -48,7 +48,7 @@ def test_each_kind_of_memory_stops_a_model_and_is_named() -> None:
     for change, said in (
         ("gpu_bytes=24 GiB", "gpu_bytes"),
         ("host_bytes=32 GB", "host_bytes"),
-        ("ssd_bytes=200 GB", "bytes of SSD"),
+        ("ssd_bytes=200 GB", "TB) of SSD"),
     ):
         found = _largest.find("gpt", machine(*plenty, change), 1, 1024)
         assert found["largest"] != "gpt-805b" and said in found["why_not"], change

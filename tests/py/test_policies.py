@@ -145,6 +145,21 @@ def test_auto_where_computation_is_in_main_memory(
     assert plan.recompute_s > 0 or settings is not NO_SWAP
 
 
+@pytest.mark.parametrize("commit_every", ["never", "manual"])
+def test_auto_plans_for_an_accelerator_where_steps_are_not_committed(
+    store_dir: pathlib.Path, kept: Any, commit_every: str
+) -> None:
+    """The step that the engine foresees once divided by the steps between commits."""
+    made = {**TIGHT, "commit_every": commit_every}
+    model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations="auto", **made)
+    losses, _ = train(model)
+    plan = model.lohan.plan()
+    model.lohan.close()
+    assert plan.step_s > 0
+    expected = kept(torch.float32, 0.1)
+    assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=False))
+
+
 BUFFER = 2 * MIB  # the largest that is saved: a dropout's product of 8 x 4 x 128 x 128
 
 

@@ -9,6 +9,7 @@ import lohan
 import pytest
 import torch
 from lohan.errors import (
+    BudgetError,
     FrozenParameterError,
     GradientError,
     HyperParameterError,
@@ -301,3 +302,68 @@ def test_every_refusal_names_a_way_out() -> None:
     assert all(issubclass(kind, StepError) for kind in kinds)
     assert issubclass(StepError, RuntimeError)
     assert not any(issubclass(a, b) for a, b in itertools.permutations(kinds, 2))
+
+
+def test_a_read_that_the_budget_refuses_leaves_the_session_as_it_was(workshop: Workshop) -> None:
+    model = workshop.wrap(build(Stack), host_bytes="minimal")
+    train_step(model, 0)
+    for _ in range(3):
+        with pytest.raises(BudgetError, match=r"needs \d+ bytes, and \d+ units in use hold"):
+            nn.utils.parameters_to_vector(model.parameters())
+    train_step(model, 1)
+    lends: list[torch.Tensor] = []
+    with pytest.raises(BudgetError):  # as many as there is room for, wherever they come to lie
+        lends.extend(model.lohan.lend(i) for i in range(len(model.lohan.layout.params)))
+    with pytest.raises(BudgetError, match="let go of tensors"):
+        model(vectors(2))
+    del lends
+    model.optimizer.zero_grad()
+    train_step(model, 2)
+    assert_same_state(dict(model.state_dict()), workshop.train(range(3)))
+    assert model.lohan.step == 3
+
+
+class Shared(nn.Module):
+    """A block that reads a parameter of the model around it, and has a large one of its own."""
+
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__()
+        self.scale = scale
+        self.own = nn.Parameter(torch.full(scale.shape, 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale * self.own
+
+
+class Forgiving(nn.Module):
+    """Goes on without the blocks for which there is no room."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1 << 16,), 3.0))
+        self.blocks = nn.ModuleList(Shared(self.scale) for _ in range(8))
+        self.refused_count = 0
+        self.kinds: set[type] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except BudgetError:
+                self.refused_count += 1
+                self.kinds.add(type(self.scale))
+        return x
+
+
+def test_a_block_that_is_refused_leaves_the_units_of_the_scope_around_it(
+    workshop: Workshop,
+) -> None:
+    model = workshop.wrap(Forgiving(), host_bytes="minimal")
+    lends = [model.lohan.lend(i) for i in (3, 4, 5)]
+    with torch.no_grad():
+        y = model(torch.ones(1 << 16))
+    del lends
+    assert model.refused_count == 5
+    assert model.kinds == {nn.Parameter}
+    assert torch.equal(y, torch.full((1 << 16,), 3.0 * 6.0**3))

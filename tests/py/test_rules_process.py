@@ -21,7 +21,7 @@ TIMEOUT_S = 60
 
 
 def start(mode: str, store: str, temporary: pathlib.Path) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(HERE), str(HERE.parent.parent / "python")])
+    path = os.pathsep.join([str(HERE), str(pathlib.Path(lohan.__file__).parent.parent)])
     return subprocess.Popen(
         [sys.executable, str(HERE / "rules_worker.py"), mode, store],
         stdout=subprocess.PIPE,
@@ -128,6 +128,13 @@ def test_a_data_loader_may_have_workers(workshop: Workshop) -> None:
     with tempfile.TemporaryDirectory(prefix="lohan-") as short:
         status, out, err = finish(start("load_data", str(store), pathlib.Path(short)))
     assert (status, out, err) == (0, "step 20\n", "")
+
+
+def test_every_call_in_a_forked_child_is_refused_by_name(workshop: Workshop) -> None:
+    store = workshop.folder / "run"
+    status, out, err = finish(start("fork_calls", str(store), workshop.folder))
+    assert (status, out, err) == (0, "child 0\nstep 3\n", "")
+    assert steps_of(store, workshop) == 3
 
 
 @pytest.mark.parametrize("mode", ["fork", "fork_frozen", "fork_one_slot"])

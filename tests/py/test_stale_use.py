@@ -59,6 +59,40 @@ def test_a_unit_that_a_checkpoint_reads_again_after_its_update_began_is_refused(
         train(model, model.optimizer)
 
 
+class Shift(nn.Module):
+    """Autograd saves no parameter of it, so a graph stays good after a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shift = nn.Parameter(torch.randn(4096))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.shift).square().mean()
+
+
+def train_late(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(3):
+        losses = [model(torch.full((4096,), float(i))) for i in range(3)]
+        for loss in losses:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("schedule", ["optimized", "deferred", "serial"])
+def test_a_graph_that_saved_no_parameter_may_run_after_a_step(
+    schedule: str, store_dir: pathlib.Path
+) -> None:
+    reference = Shift()
+    model = lohan.wrap(Shift(), store=store_dir / "s", lr=0.1, schedule=schedule)
+    train_late(model, model.optimizer)
+    train_late(reference, torch.optim.AdamW(reference.parameters(), lr=0.1))
+    state = dict(model.state_dict())
+    model.lohan.close()
+    torch.testing.assert_close(state["shift"], reference.shift.data, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("schedule", ["deferred", "serial"])
 def test_where_updates_wait_for_step_it_may(schedule: str, store_dir: pathlib.Path) -> None:
     plain, reference = build(), build()

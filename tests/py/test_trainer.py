@@ -14,6 +14,7 @@ import pytest
 import torch
 import trainer_helper as helper
 import transformers
+from lohan import _exit
 from lohan.errors import BudgetError, ModelError, StoreError, UnsupportedError
 from transformers import LlamaForCausalLM
 
@@ -25,7 +26,7 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 def quiet(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
     """Nothing is left open for the next test."""
     yield
-    for session in list(lohan.wrap.__globals__["_exit"].sessions):
+    for session in list(_exit.sessions):
         session.close()
 
 
@@ -478,7 +479,7 @@ def test_a_trainer_of_lohan_s_without_the_callback_is_refused(store_dir: pathlib
 
 def test_a_store_that_is_there_is_not_overwritten(store_dir: pathlib.Path) -> None:
     helper.make(store_dir, {}, max_steps=1).train()
-    lohan.wrap.__globals__["_exit"]._close_all()
+    _exit._close_all()
     with pytest.raises(StoreError) as refused:
         helper.make(store_dir, {}, max_steps=1).train()
     assert "train(resume_from_checkpoint=True)" in "".join(refused.value.__notes__)

@@ -14,6 +14,7 @@ import lohan
 import pytest
 import torch
 import trainer_helper as helper
+from lohan import _exit
 from lohan.errors import StoreError, StoreMismatchError
 from trainer_resume_helper import ARGUMENTS, Dies, checkpoints
 
@@ -30,7 +31,7 @@ def end() -> None:
 
 def close_all() -> None:
     """What a process does at its end."""
-    for session in list(lohan.wrap.__globals__["_exit"].sessions):
+    for session in list(_exit.sessions):
         session.close()
 
 

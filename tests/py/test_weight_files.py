@@ -12,7 +12,8 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan import _core, _store
+from lohan import _core, _store, _weights
+from lohan._in_place import InPlace
 from lohan.errors import LohanError, ModelError, StoreError
 from safetensors.torch import save_file
 from torch import nn
@@ -312,3 +313,94 @@ def test_what_a_constructor_shares_between_modules_stays_shared_in_an_empty_mode
     assert model.one.bias is not model.two.bias
     with pytest.raises(LohanError, match="is lazy"):
         lohan.wrap(lazy, init="model")
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["a\0b", "\ud800", "/etc/passwd", "../other.safetensors", "x/../../y", "", ".", 3, None, ["a"]],
+    ids=repr,
+)
+def test_an_index_that_names_no_file_of_its_folder_is_refused(
+    file: Any, tmp_path: Path, store_dir: Path
+) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    save_file(frozen().state_dict(), folder / "a.safetensors")
+    save_file(frozen().state_dict(), tmp_path / "other.safetensors")
+    names = dict.fromkeys(frozen().state_dict(), "a.safetensors")
+    names[next(iter(names))] = file
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(StoreError, match=r"index\.json (says that .*its own folder|is no)"):
+        lohan.wrap(frozen(), store=store_dir / "a", weights=folder)
+    assert not (store_dir / "a" / "lohan.data").exists()
+
+
+def test_a_file_in_a_folder_below_the_index_is_read(tmp_path: Path, store_dir: Path) -> None:
+    (tmp_path / "below").mkdir()
+    save_file(frozen().state_dict(), tmp_path / "below" / "a.safetensors")
+    names = dict.fromkeys(frozen().state_dict(), "below/a.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    lohan.wrap(frozen(), store=store_dir, weights=tmp_path).lohan.close()
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_file_that_changes_while_it_is_copied_or_scanned_is_seen(
+    is_frozen: bool, tmp_path: Path, store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first bytes are read, and then the file is written to in place, with its old size."""
+    path = tmp_path / "model.safetensors"
+    save_file(frozen().state_dict(), path)
+    plain = {"write": _weights.write_param, "read": InPlace._read_blocks}
+
+    def touch() -> None:
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+
+    def write_param(*arguments: Any, **settings: Any) -> None:
+        plain["write"](*arguments, **settings)
+        touch()
+
+    def read_blocks(*arguments: Any) -> None:
+        plain["read"](*arguments)
+        touch()
+
+    monkeypatch.setattr(_weights, "write_param", write_param)
+    monkeypatch.setattr(InPlace, "_read_blocks", read_blocks)
+    model = frozen().requires_grad_(not is_frozen)
+    os.utime(path, (1, 1))
+    with pytest.raises(StoreError, match="was changed while it was being read"):
+        lohan.wrap(model, store=store_dir / "a", weights=tmp_path)
+    assert not (store_dir / "a" / "lohan.data").exists()
+
+
+def test_another_file_of_the_same_size_and_time_in_its_place_is_seen(
+    tmp_path: Path, store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    plain = _store.create
+
+    def create(*arguments: Any, **settings: Any) -> Any:
+        other = {name: value + 1 for name, value in frozen().state_dict().items()}
+        save_file(other, tmp_path / "new")
+        os.utime(tmp_path / "new", (1, 1))
+        os.replace(tmp_path / "new", path)
+        return plain(*arguments, **settings)
+
+    monkeypatch.setattr(_store, "create", create)
+    for number, model in enumerate((frozen(), frozen().requires_grad_(True))):
+        save_file(frozen().state_dict(), path)
+        os.utime(path, (1, 1))
+        with pytest.raises(StoreError, match="was changed while"):
+            lohan.wrap(model, store=store_dir / str(number), weights=tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory"])
+def test_weights_that_are_no_file_are_refused_and_not_waited_for(
+    kind: str, tmp_path: Path, store_dir: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    os.mkfifo(path) if kind == "fifo" else path.mkdir()
+    with pytest.raises(StoreError, match=r"no regular file|directory"):
+        lohan.wrap(frozen(), store=store_dir, weights=tmp_path)

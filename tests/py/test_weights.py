@@ -191,7 +191,6 @@ def test_an_error_without_an_errno_is_its_message_alone(tmp_path: Path) -> None:
         empty = nn.Linear(4, 4)
     calls = {
         "resume=True needs": lambda: lohan.wrap(nn.Linear(4, 4), resume=True),
-        "store=[] names": lambda: lohan.wrap(nn.Linear(4, 4), store=[]),
         "weights=": lambda: lohan.wrap(empty, store=tmp_path / "a", weights=tmp_path / "none"),
         f"{tmp_path}": lambda: lohan.wrap(empty, store=tmp_path / "a", weights=tmp_path / "other"),
         "the store is of": lambda: lohan.wrap(

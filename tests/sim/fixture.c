@@ -104,25 +104,14 @@ static uint64_t host_bytes_random(const struct sim_case *sim, struct lh_sim_rand
     return budget.host_bytes_min + (is_least ? 0 : lh_sim_random_below(random, spare + 1));
 }
 
-/* Below a folder of their own: process numbers are not, where containers share /dev/shm. */
-static void directories_name(struct sim_case *sim, uint32_t count)
-{
-    const char *base = access("/dev/shm", W_OK) == 0 ? "/dev/shm" : getenv("TMPDIR");
-    snprintf(sim->folder, sizeof(sim->folder), "%s/lohan-sim-XXXXXX", base ? base : "/tmp");
-    LH_CHECK(mkdtemp(sim->folder) != NULL);
-    for (uint32_t i = 0; i < count; i++) {
-        snprintf(sim->paths[i], sizeof(sim->paths[i]), "%s/%u", sim->folder, i);
-        sim->directories[i] = sim->paths[i];
-    }
-}
-
-void sim_case_make(struct sim_case *sim, uint64_t seed)
+void sim_case_make(struct sim_case *sim, uint64_t seed, const struct lh_sim_sizes *sizes)
 {
     struct lh_sim_random random;
+    struct lh_sim_random options;
     struct lh_error err = {0};
     *sim = (struct sim_case){.alloc = LH_ALLOC_INIT};
     lh_sim_random_init(&random, seed, LH_SIM_STREAM_MODEL);
-    sim_require(lh_sim_model_random(&sim->model, &random, &sim->alloc, &err), &err, "model");
+    sim_require(lh_sim_model_random(&sim->model, sizes, &random, &sim->alloc, &err), &err, "model");
     struct lh_sim_accelerator accelerator = accelerator_random(&sim->model, seed);
     sim->model.has_own_gradients = accelerator.copy_count > 0;
     sim_require(lh_sim_reference_init(&sim->reference, &sim->model, seed, &sim->alloc, &err), &err,
@@ -140,26 +129,18 @@ void sim_case_make(struct sim_case *sim, uint64_t seed)
         .step_last = between(&random, 2, 5),
     };
     sim->opts.machine.accelerator = accelerator;
+    lh_sim_random_init(&options, seed, LH_SIM_STREAM_EDITS);
+    if (lh_sim_random_below(&options, 8) == 0)
+        sim->opts.commit_every = LH_ENGINE_COMMIT_NEVER;
+    sim->model.has_scales = lh_sim_random_below(&options, 3) == 0;
+    if (lh_sim_random_below(&options, 3) == 0)
+        sim->model.scalar_bytes_max = lh_sim_random_below(&options, LH_SIM_SCALAR_BYTES_MAX + 1);
     sim->opts.host_bytes = host_bytes_random(sim, &random);
-    directories_name(sim, sim->opts.machine.ssd_count);
-    sim->opts.directories = sim->directories;
     sim->random = random;
-}
-
-void sim_stores_remove(const struct sim_case *sim)
-{
-    for (uint32_t i = 0; i < sim->opts.machine.ssd_count; i++) {
-        char path[300];
-        snprintf(path, sizeof(path), "%s/lohan.data", sim->paths[i]);
-        unlink(path);
-        rmdir(sim->paths[i]);
-    }
 }
 
 void sim_case_unmake(struct sim_case *sim)
 {
-    sim_stores_remove(sim);
-    LH_CHECK(rmdir(sim->folder) == 0);
     lh_sim_reference_deinit(&sim->reference);
     lh_sim_model_deinit(&sim->model);
     LH_CHECK(sim->alloc.live_count == 0);

@@ -1,0 +1,370 @@
+"""Ctrl-C at every point of a training run in Python.
+
+`make interrupts ARGS="--count 1000"`: a run makes a store, trains, edits a parameter, commits,
+copies its store, closes, resumes and trains to its end. KeyboardInterrupt is raised at the N-th
+line of lohan's own code, at the N-th file call of any of its threads, or after some time. Whoever
+interrupted goes on as a user in a notebook does: with the same session, or, if that is refused by
+an error that has a name, with another one that resumes. Either way the run has to end at the bits
+of one that nobody interrupted. Prints one JSON line; the exit status is 1 if a run did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gc
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+import campaign_build
+import lives
+from lives import Adam, Board, Mezo, World, crash_worker, lohan, torch
+from lohan.errors import LohanError, StoreError
+
+STEPS = 5  # of a run; it closes and resumes after the third
+CLOSED_AT = 3
+RUN_S_MAX = 60
+FAILURES_MAX = 10
+ERRORS_MAX = 3  # that a user meets after one Ctrl-C
+PHASES = ("wrap", "step", "edit", "commit", "snapshot", "close")
+PACKAGE = str(pathlib.Path(lohan.__file__).parent)
+# What went on in a run that was interrupted: numbers of its board.
+NOT_SEEN, WENT_ON, RESUMED = range(3)
+
+
+class Lines:
+    """Counts the lines of lohan that are run in each phase, and interrupts at one of them."""
+
+    def __init__(self, phase: str, at: int) -> None:
+        self.phase = phase
+        self.at = at
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.now = ""
+
+    def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """For sys.settrace: follow lohan's own frames alone."""
+        return self.line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """One line."""
+        self.counts[self.now] += 1
+        if self.now == self.phase and self.counts[self.now] == self.at:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return self.line
+
+
+class Seeded(Adam):
+    """A step that is run again draws the same numbers: its user says the seed."""
+
+    def train(self, model: Any) -> None:
+        """One step."""
+        torch.manual_seed(model.lohan.step)
+        super().train(model)
+
+    def has_edit(self, step: int) -> bool:
+        """Once."""
+        return step == 1
+
+
+class Run:
+    """A run that goes on whatever happens to it."""
+
+    def __init__(self, world: World, folder: pathlib.Path, board: Board, lines: Lines) -> None:
+        self.world = world
+        self.folder = folder
+        self.board = board
+        self.lines = lines
+        self.model: Any = None
+        self.errors = 0
+        self.closed = self.snapped = self.committed = False
+
+    def attempt(self, phase: str, work: Callable[[], None]) -> bool:
+        """Do something; whether it was done."""
+        self.lines.now = phase
+        try:
+            work()
+        except KeyboardInterrupt:
+            self.board.found = max(self.board.found, WENT_ON)
+            if os.environ.get("LOHAN_CAMPAIGN_TRACES"):
+                traceback.print_exc()
+            return False
+        except LohanError as error:
+            self.errors += 1
+            if self.board.found == NOT_SEEN or self.errors > ERRORS_MAX:
+                raise
+            self.board.found = RESUMED
+            print(f"{phase}: {type(error).__name__}: {error}", file=sys.stderr)
+            self.end_session()
+            return False
+        finally:
+            self.lines.now = ""
+        return True
+
+    def end_session(self) -> None:
+        """The session is not to be used any more."""
+        model, self.model = self.model, None
+        if model is not None:
+            try:
+                model.lohan.close()
+            except LohanError as error:
+                print(f"close: {error}", file=sys.stderr)
+        del model
+        gc.collect()  # of an error's frames
+
+    def wrap(self) -> None:
+        """A new session, on what is there."""
+        directories = self.world.directories(self.folder)
+        if not any(each.exists() for each in directories):
+            self.model = self.world.wrap(directories, False)
+            return
+        try:
+            self.model = self.world.wrap(directories, True)
+        except StoreError:
+            if self.board.made:
+                raise
+            shutil.rmtree(self.folder)  # as the message of an interrupted creation says
+            self.folder.mkdir()
+            self.model = self.world.wrap(directories, False)
+
+    def open(self) -> None:
+        """Until there is a session."""
+        while self.model is None:
+            if not self.attempt("wrap", self.wrap):
+                gc.collect()
+        self.board.made = 1
+
+    def go(self) -> None:
+        """All of it."""
+        while True:
+            self.open()
+            step = self.model.lohan.step
+            if step >= STEPS and self.is_checked():
+                break
+            if self.model is None or step >= STEPS:
+                continue  # it could not be read
+            if not self.committed and step == 2:
+                self.committed = self.attempt("commit", lambda: self.model.lohan.commit())
+            elif not self.snapped and step == 2:
+                self.snapped = self.attempt("snapshot", self.snapshot)
+            elif not self.closed and step >= CLOSED_AT:
+                self.closed = self.attempt("close", lambda: self.model.lohan.close())
+                if self.closed:
+                    self.model = None
+            elif self.needs_edit(step):
+                self.attempt("edit", lambda: self.world.edit(self.model))
+            elif self.model is None:
+                continue
+            elif not self.attempt("step", lambda: self.world.train(self.model)):
+                self.after_step()
+        while self.model is not None:
+            if self.attempt("close", lambda: self.model.lohan.close()):
+                self.model = None
+
+    def is_checked(self) -> bool:
+        """The bits of the last step are right, unless the look at them was interrupted."""
+        return self.attempt("read", lambda: self.world.check_digest(self.model) and None)
+
+    def after_step(self) -> None:
+        """What a step that was interrupted has left: its user drops it, or just runs it again."""
+        if self.model is not None and self.board.calls % 2 == 0:
+            self.attempt("step", lambda: self.model.optimizer.zero_grad())
+
+    def snapshot(self) -> None:
+        """Into a folder of its own each time."""
+        out = self.folder / f"copy{len(list(self.folder.glob('copy*')))}"
+        self.model.lohan.snapshot(out).wait()
+
+    def needs_edit(self, step: int) -> bool:
+        """Whether the parameters are as they were before the edit."""
+        if not self.world.has_edit(step):
+            return False
+        found: list[str] = []
+        while self.model is not None and not found:
+            self.attempt("read", lambda: found.append(crash_worker.digest(self.model)))
+        return found == self.world.digests[step][:1]
+
+
+def run_once(
+    world: World,
+    folder: pathlib.Path,
+    board: Board,
+    lines: Lines,
+    calls: lives.Calls,
+    arm: Callable[[], None],
+) -> int:
+    """A run in this process, and a look at what is on disk at its end."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    folder.mkdir()
+    run = Run(world, folder, board, lines)
+    arm()
+    if lines.phase:
+        sys.settrace(lines.trace)
+    while True:
+        try:
+            run.go()
+            break
+        except KeyboardInterrupt:  # between two attempts
+            board.found = max(board.found, WENT_ON)
+    sys.settrace(None)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    if lines.phase != "none":  # else its calls are still to be counted
+        calls.arm(0, 0, 0, kinds=0)
+    model = world.wrap(world.directories(folder), True)
+    if model.lohan.step != STEPS or crash_worker.digest(model) not in world.digests[STEPS]:
+        raise AssertionError(f"the store is at step {model.lohan.step}, with other bits")
+    model.lohan.close()
+    return 0
+
+
+class Interrupter:
+    """Interrupts of one world."""
+
+    def __init__(self, world: World, calls: Any, folder: pathlib.Path, seed: int) -> None:
+        self.world = world
+        self.calls = calls
+        self.folder = folder
+        self.seed = seed
+        self.result: collections.Counter[str] = collections.Counter()
+        self.failed: list[str] = []
+        self.seconds = 1.0
+        self.lines: dict[str, int] = {}
+        self.call_count = 0
+
+    def measure(self) -> None:
+        """How many lines and calls a run has that nobody interrupts."""
+        read, write = os.pipe()
+
+        def work() -> int:
+            lines = Lines("none", 0)
+            folder = self.folder / "measured"
+            self.calls.set(folder.resolve())
+            status = run_once(
+                self.world, folder, Board(), lines, self.calls, lambda: self.calls.arm(0, 0, 0)
+            )
+            with os.fdopen(write, "w") as out:
+                json.dump([lines.counts, self.calls.count()], out)
+            return status
+
+        begun = time.monotonic()
+        pid = lives.fork(work)
+        os.close(write)
+        with os.fdopen(read) as said:
+            answer = said.read()
+        if lives.join(pid) != 0:
+            raise RuntimeError(f"{self.world.name}: a run that nobody interrupted failed")
+        self.lines, self.call_count = json.loads(answer)
+        self.seconds = time.monotonic() - begun
+        shutil.rmtree(self.folder / "measured")
+
+    def interrupt(self, number: int, count: int) -> None:
+        """One run: at a line (6 of 10), at a call (2 of 10), after some time (2 of 10)."""
+        rng = random.Random(f"{self.world.name} {self.seed} {number}")
+        kind = ("line", "line", "line", "call", "time")[number % 5]
+        phases = [each for each in PHASES if self.lines.get(each)]
+        phase = phases[number // 5 % len(phases)] if kind == "line" else ""
+        at = 0
+        if kind == "line":
+            at = 1 + rng.randrange(self.lines[phase])
+        elif kind == "call":
+            at = 1 + number * self.call_count // count % self.call_count
+        board = Board()
+        board.calls = number  # parity: what the user does after an interrupted step
+        folder = self.folder / f"{self.world.name}-{number}"
+        delay = rng.uniform(0, self.seconds)
+
+        def work() -> int:
+            def arm() -> None:
+                if kind == "call":
+                    self.calls.set(folder.resolve())
+                    self.calls.arm(at, lives.BEFORE, signal.SIGINT)
+                elif kind == "time":
+                    signal.signal(signal.SIGALRM, signal.default_int_handler)
+                    signal.setitimer(signal.ITIMER_REAL, delay)
+
+            return run_once(self.world, folder, board, Lines(phase, at), self.calls, arm)
+
+        status = self._wait(lives.fork(work))
+        what = f"{kind} {phase} {at}".replace("  ", " ")
+        self.result["tried"] += 1
+        self.result[kind] += 1
+        if status != 0:
+            self.result["failed"] += 1
+            self.failed.append(f"{self.world.name} {number}: {what}: status {status}")
+            print(f"FAILED {self.failed[-1]}: {folder}", file=sys.stderr)
+            return
+        seen = ("not seen", "went on", "resumed")[board.found]
+        self.result[seen] += 1
+        shutil.rmtree(folder)
+
+    @staticmethod
+    def _wait(pid: int) -> int:
+        until = time.monotonic() + RUN_S_MAX
+        while True:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > until:
+                print(f"still running after {RUN_S_MAX} s: killed", file=sys.stderr)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return -signal.SIGKILL
+            time.sleep(0.002)
+
+
+def main() -> int:
+    """Run; 1 if a run did not end at its bits."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=1000, help="interrupts")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--dir", type=pathlib.Path, help="an existing folder on a disk")
+    parser.add_argument("--one", help="WORLD:NUMBER of COUNT, with its traceback")
+    args = parser.parse_args()
+    calls = lives.preloaded(campaign_build.recorder())
+    torch.set_num_threads(1)
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="interrupts-", dir=args.dir or None))
+    worlds = [
+        Seeded("seeded", 1, 2),
+        Mezo("mezo", 1, 2),
+        Seeded("seeded-deferred", 2, 1, schedule="deferred"),
+    ]
+    total: collections.Counter[str] = collections.Counter()
+    for index, world in enumerate(worlds):
+        share = args.count // len(worlds) + (index < args.count % len(worlds))
+        world.prepare(folder)
+        interrupter = Interrupter(world, calls, folder, args.seed)
+        if share:
+            interrupter.measure()
+        wanted, _, only = (args.one or f"{world.name}:").partition(":")
+        for number in range(share):
+            if wanted != world.name or (only and int(only) != number):
+                continue
+            interrupter.interrupt(number, share)
+            if len(interrupter.failed) >= FAILURES_MAX:
+                break
+        print(json.dumps({"world": world.name, **interrupter.result}), flush=True)
+        total += interrupter.result
+    counts = {"tried": 0, "failed": 0, **total}
+    counts["held"] = counts["tried"] - counts["failed"]
+    print(json.dumps({"campaign": "interrupts", "seed": args.seed, **counts}), flush=True)
+    if not counts["failed"]:
+        shutil.rmtree(folder)
+    return 1 if counts["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

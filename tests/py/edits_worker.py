@@ -1,0 +1,226 @@
+"""Programs that change parameters and then end, for test_rules_ends.py: EDIT END STORE [STEP]."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import lohan
+import torch
+from lohan.errors import StoreMismatchError
+from rules_helper import Stack, build, train_step
+from torch import nn
+
+
+def load(model: nn.Module) -> None:
+    """Other weights, deliberately: a plain dict says nothing of where it is from."""
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+def loop(model: nn.Module) -> None:
+    """The same in a loop over parameters."""
+    for param in model.parameters():
+        param.data.mul_(2)
+
+
+def half(model: nn.Module) -> None:
+    """A loop that dies half-way leaves what it has changed by then."""
+    for number, param in enumerate(model.parameters()):
+        if number == 3:
+            raise ValueError("planned, in the loop")
+        param.data.mul_(2)
+
+
+EDITS = {"load": load, "loop": loop, "half": half}
+
+
+def uncaught(model: nn.Module, edit: Any) -> None:
+    """An exception that nobody catches."""
+    edit(model)
+    raise ValueError("planned")
+
+
+def evaluated(model: nn.Module, edit: Any) -> None:
+    """An evaluation is not yet training."""
+    edit(model)
+    with torch.no_grad():
+        model(torch.ones(1, 32))
+    raise ValueError("planned")
+
+
+def interrupted(model: nn.Module, edit: Any) -> None:
+    """Ctrl-C."""
+    edit(model)
+    signal.raise_signal(signal.SIGINT)
+
+
+def terminated(model: nn.Module, edit: Any) -> None:
+    """SIGTERM."""
+    edit(model)
+    signal.raise_signal(signal.SIGTERM)
+
+
+def exit_status(model: nn.Module, edit: Any) -> None:
+    """An error is handled by an exit with a status."""
+    edit(model)
+    try:
+        raise ValueError("planned")
+    except ValueError as error:
+        sys.exit(f"failed: {error}")
+
+
+def exit_zero(model: nn.Module, edit: Any) -> None:
+    """An exit that is meant."""
+    edit(model)
+    sys.exit(0)
+
+
+def end(model: nn.Module, edit: Any) -> None:
+    """The end of the script."""
+    edit(model)
+
+
+def collected(model: nn.Module, edit: Any) -> None:
+    """The model is dropped, and the program goes on."""
+    edit(model)
+
+
+def closed(model: nn.Module, edit: Any) -> None:
+    """An explicit close."""
+    edit(model)
+    model.lohan.close()
+
+
+def closed_finally(model: nn.Module, edit: Any) -> None:
+    """A close on the way out of an exception."""
+    try:
+        edit(model)
+        raise ValueError("planned")
+    finally:
+        model.lohan.close()
+
+
+def closed_by_with(model: nn.Module, edit: Any) -> None:
+    """The same by contextlib.closing."""
+    with contextlib.closing(model.lohan):
+        edit(model)
+        raise ValueError("planned")
+
+
+def closed_by_atexit(model: nn.Module, edit: Any) -> None:
+    """A close that the script has registered itself, which runs before lohan's."""
+    atexit.register(model.lohan.close)
+    edit(model)
+    raise ValueError("planned")
+
+
+def edited_in_handler(model: nn.Module, edit: Any) -> None:
+    """Some scripts end with an exception on purpose, and edit and close where they handle it."""
+    try:
+        next(iter(()))
+    except StopIteration:
+        edit(model)
+        model.lohan.close()
+
+
+def caught(model: nn.Module, edit: Any) -> None:
+    """An exception that was handled is none at the end."""
+    edit(model)
+    try:
+        raise ValueError("planned")
+    except ValueError:
+        pass
+
+
+def committed(model: nn.Module, edit: Any) -> None:
+    """commit() is the explicit word."""
+    edit(model)
+    model.lohan.commit()
+    raise ValueError("planned")
+
+
+def trained(model: nn.Module, edit: Any) -> None:
+    """A backward has begun: the program has gone on with the edit."""
+    edit(model)
+    (model(torch.ones(1, 32)).sum()).backward()
+    raise ValueError("planned")
+
+
+def at_prompt(model: nn.Module, edit: Any) -> None:
+    """In a notebook an exception ends a cell."""
+    sys.ps1 = "In : "
+    edit(model)
+    sys.last_value = ValueError("planned, in a cell")
+
+
+def in_thread(model: nn.Module, edit: Any) -> None:
+    """The thread that edits dies of an exception; the main thread ends as usual."""
+    thread = threading.Thread(target=uncaught, args=(model, edit))
+    thread.start()
+    thread.join()
+
+
+def other_thread(model: nn.Module, edit: Any) -> None:
+    """Another thread dies."""
+    edit(model)
+    thread = threading.Thread(target=lambda: [].pop())
+    thread.start()
+    thread.join()
+
+
+def killed(model: nn.Module, edit: Any) -> None:
+    """Nothing runs at the end of the process."""
+    edit(model)
+    os._exit(3)
+
+
+def refused_and_dropped(model: nn.Module, edit: Any) -> None:
+    """The optimizer's state is refused; the script says so, and ends without an error."""
+    edit(model)
+    try:
+        model.optimizer.load_state_dict(
+            torch.optim.AdamW([nn.Parameter(torch.ones(1))]).state_dict()
+        )
+    except StoreMismatchError as error:
+        print("told", error)
+
+
+def refused_and_trained(model: nn.Module, edit: Any) -> None:
+    """The same, and the script trains on."""
+    refused_and_dropped(model, edit)
+    train_step(model, 3)
+
+
+ENDS = {
+    f.__name__: f
+    for f in (
+        uncaught, evaluated, interrupted, terminated, exit_status, exit_zero, end, collected,
+        closed, closed_finally, closed_by_with, closed_by_atexit, edited_in_handler, caught,
+        committed, trained, at_prompt, in_thread, other_thread, killed, refused_and_dropped,
+        refused_and_trained,
+    )
+}  # fmt: skip
+
+
+def main() -> None:
+    """Go on with a store and change its parameters."""
+    torch.set_num_threads(2)
+    edit, how, store, *settings = sys.argv[1:]
+    model = lohan.wrap(
+        build(Stack), store=store, resume=True, **dict(pair.split("=") for pair in settings)
+    )
+    ENDS[how](model, EDITS[edit])
+    if how == "collected":
+        del model
+        gc.collect()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""A file system that runs out of space is a StoreError; a budget that is too small is not."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+from lohan.errors import BudgetError, StoreError, engine_raiser
+
+WORKER = pathlib.Path(__file__).resolve().parent / "full_disk_worker.py"
+RAISER = engine_raiser(["embed"], [])
+
+
+@pytest.mark.timeout(300)
+def test_enospc_at_any_write_or_sync_of_a_step_and_its_commit_is_a_store_error(
+    store_dir: pathlib.Path,
+) -> None:
+    if shutil.which("cc") is None and shutil.which("gcc") is None:
+        pytest.skip("no C compiler")
+    command = [sys.executable, str(WORKER), str(store_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert {(name, code) for name, code, _ in found} == {("StoreError", errno.ENOSPC)}
+    for what in ("states written", "parameters written", "cannot write", "cannot sync"):
+        assert any(what in message for _, _, message in found)
+    assert all("free space there, then resume the store" in message for *_, message in found)
+
+
+def test_only_a_budget_that_is_too_small_is_a_budget_error() -> None:
+    full = f"commit of step 1: cannot sync /x: {os.strerror(errno.ENOSPC)}"
+    error = RAISER(-errno.ENOSPC, full, False)
+    assert type(error) is StoreError and error.errno == errno.ENOSPC
+    error = RAISER(-errno.ENOSPC, "unit 0 needs 4096 bytes: raise host_bytes by 8192", False)
+    assert type(error) is BudgetError and "block 'embed' needs 4096 bytes" in str(error)
+    assert type(RAISER(-errno.EDQUOT, "unit 0: disk quota exceeded", False)) is StoreError

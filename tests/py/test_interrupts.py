@@ -1,0 +1,151 @@
+"""A Ctrl-C at places where lohan once kept a store, or its commits, for the process's life."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import crash_worker
+import lohan
+import pytest
+import torch
+from lohan import _in_place, _session
+from lohan._guard import Guard
+from lohan.errors import StoreLockedError
+
+BATCH = 2
+WRAP = sys.modules["lohan.wrap"]  # lohan.wrap is the function
+
+
+def wrapped(directory: pathlib.Path, **settings: Any) -> Any:
+    return lohan.wrap(crash_worker.build(torch.float32), store=directory, lr=1e-2, **settings)
+
+
+def train(model: Any) -> None:
+    tokens = torch.arange(BATCH * 9).reshape(BATCH, 9) % crash_worker.VOCABULARY
+    model(tokens).backward()
+    model.optimizer.step()
+
+
+def interrupt_once(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when: Callable[[Any], bool]
+) -> None:
+    """Raise KeyboardInterrupt in place of the first call of owner.name that `when` agrees to."""
+    plain = getattr(owner, name)
+    is_over = False
+
+    def interrupted(*args: Any, **keywords: Any) -> Any:
+        nonlocal is_over
+        if not is_over and when(args[0]):
+            is_over = True
+            raise KeyboardInterrupt
+        return plain(*args, **keywords)
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+CLOSE_PLACES = [
+    pytest.param(_session.Session, "_release", id="before-anything-is-released"),
+    pytest.param(_in_place.InPlace, "close", id="between-engine-and-store"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), CLOSE_PLACES)
+def test_a_second_close_releases_the_store_after_an_interrupted_one(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    model = wrapped(store_dir / "s")
+    train(model)
+    interrupt_once(monkeypatch, owner, name, lambda _: True)
+    with pytest.raises(KeyboardInterrupt):
+        model.lohan.close()
+    with pytest.raises(StoreLockedError):
+        wrapped(store_dir / "s", resume=True)
+    model.lohan.close()
+    again = wrapped(store_dir / "s", resume=True)
+    assert again.lohan.step == 1
+    again.lohan.close()
+
+
+WRAP_PLACES = [
+    pytest.param(_session.Session, "restore_scalars", id="session-is-made"),
+    pytest.param(WRAP, "_attach", id="between-session-and-model"),
+    pytest.param(Guard, "install", id="half-on-the-model"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), WRAP_PLACES)
+def test_an_interrupted_wrap_leaves_the_store_free_at_once(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    wrapped(store_dir / "s").lohan.close()
+    interrupt_once(monkeypatch, owner, name, lambda _: True)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        wrapped(store_dir / "s", resume=True)
+    again = wrapped(store_dir / "s", resume=True)
+    assert caught.value.__traceback__ is not None  # its frames still have the session
+    train(again)
+    again.lohan.close()
+
+
+def test_close_of_a_copy_that_has_no_thread_does_not_wait(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrapped(store_dir / "s")
+    train(model)
+    interrupt_once(
+        monkeypatch, threading.Thread, "start", lambda thread: thread.name == "lohan-snapshot"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        model.lohan.snapshot(store_dir / "copy")
+    copy = model.lohan.snapshot_now
+    is_done = copy.is_done
+    copy._over.set()  # else the process would wait for ever at its end
+    assert is_done and not copy.is_whole
+    assert not (store_dir / "copy").exists()
+    train(model)
+    model.lohan.close()
+    assert lohan.verify(store_dir / "s").step == 2
+
+
+class Interrupted:
+    """An engine of which one hold of commits is interrupted, before it or behind it."""
+
+    def __init__(self, engine: Any, is_held: bool) -> None:
+        self._engine = engine
+        self._is_held = is_held
+        self._is_over = False
+
+    def commit_hold(self) -> None:
+        if self._is_held or self._is_over:
+            self._engine.commit_hold()
+        if not self._is_over:
+            self._is_over = True
+            raise KeyboardInterrupt
+
+    def commit_release(self) -> None:
+        self._engine.commit_release()
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_commits_go_on_after_an_interrupt_in_taking_a_hold(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch, is_held: bool
+) -> None:
+    model = wrapped(store_dir / "s")
+    holds = model.lohan.holds
+    engine = holds._engine
+    monkeypatch.setattr(holds, "_engine", Interrupted(engine, is_held))
+    with pytest.raises(KeyboardInterrupt):
+        model.lohan.snapshot(store_dir / "copy")
+    train(model)
+    model.lohan.flush()
+    step = model.lohan.store.describe()["step"]
+    holders = len(holds._holders)
+    holds._holders.clear()  # else a commit below would wait for ever
+    engine.commit_release()
+    assert (step, holders) == (1, 0)
+    assert model.lohan.snapshot(store_dir / "copy").wait().step == 1
+    model.lohan.close()

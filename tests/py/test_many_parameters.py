@@ -1,0 +1,142 @@
+"""Ten thousand small parameters: seconds of wrap, and steps whose time grows as the model does."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+import time
+from ctypes import c_uint8
+
+import lohan
+import pytest
+import torch
+from lohan._block_writer import BLOCK_BYTES, BlockWriter
+from torch import nn
+
+WRAP_S = 2.0
+# Of 5000 modules, each a block with hooks and a file request of its own.
+LAYERS_WRAP_S = 3.0
+
+
+class Many(nn.Module):
+    """Small parameters in one list."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.values = nn.ParameterList(nn.Parameter(torch.randn(3)) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(list(self.values)).mul(x).sum(0)
+
+
+def layers(count: int) -> nn.Module:
+    """Small parameters in many modules."""
+    return nn.Sequential(*[nn.Linear(3, 3) for _ in range(count // 2)])
+
+
+def step_s(model: nn.Module) -> float:
+    """Processor time of a step of training."""
+    begin = time.process_time()
+    model(torch.ones(3)).pow(2).mean().backward()
+    model.optimizer.step()
+    model.lohan.flush()
+    return time.process_time() - begin
+
+
+@pytest.mark.parametrize("make", [Many, layers])
+def test_wrap_of_10000_small_parameters_takes_seconds_at_most(
+    make: type[Many], store_dir: pathlib.Path
+) -> None:
+    torch.optim.AdamW([torch.zeros(1)])  # torch imports its compiler for the first optimizer
+    plain = make(10_000)
+    want = {name: value.clone() for name, value in plain.state_dict().items()}
+    begin = time.process_time()
+    model = lohan.wrap(plain, store=store_dir / "run", lr=1e-3)
+    took = time.process_time() - begin
+    state = dict(model.state_dict())
+    assert state.keys() == want.keys()
+    assert all(torch.equal(state[name], value) for name, value in want.items())
+    model.lohan.close()
+    assert took < (WRAP_S if make is Many else LAYERS_WRAP_S)
+
+
+@pytest.mark.parametrize("make", [Many, layers])
+def test_the_time_of_a_step_grows_as_the_number_of_parameters_does(
+    make: type[Many], store_dir: pathlib.Path
+) -> None:
+    times = []
+    for count in (2_000, 8_000):
+        model = lohan.wrap(make(count), store=store_dir / str(count), lr=1e-3)
+        times.append(min(step_s(model) for _ in range(4)))
+        model.lohan.close()
+    assert times[1] < 8 * times[0] + 0.05
+
+
+def test_load_state_dict_of_10000_parameters_takes_under_two_seconds(
+    store_dir: pathlib.Path,
+) -> None:
+    model = lohan.wrap(Many(10_000).bfloat16(), store=store_dir / "run", lr=1e-3)
+    news = {name: torch.randn(3) for name in model.state_dict()}
+    begin = time.process_time()
+    model.load_state_dict(news)
+    took = time.process_time() - begin
+    state = dict(model.state_dict())
+    assert all(torch.equal(state[name], value.bfloat16()) for name, value in news.items())
+    model.lohan.close()
+    assert took < WRAP_S
+
+
+class Memory:
+    """Extents in memory that count the writes."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.bytes = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+        self.writes = 0
+
+    def extents(self) -> list[tuple[int, int, int, bool]]:
+        return [(data.numel(), 0, 1, False) for data in self.bytes]
+
+    def _at(self, extent: int, offset: int, address: int, nbytes: int) -> tuple[torch.Tensor, ...]:
+        there = torch.frombuffer((c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+        return self.bytes[extent][offset : offset + nbytes], there
+
+    def read(self, extent: int, offset: int, address: int, nbytes: int) -> None:
+        here, there = self._at(extent, offset, address, nbytes)
+        there.copy_(here)
+
+    def write(self, extent: int, offset: int, address: int, nbytes: int) -> None:
+        here, there = self._at(extent, offset, address, nbytes)
+        assert here.numel() == nbytes
+        here.copy_(there)
+        self.writes += 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gathered_writes_in_any_order_leave_what_single_ones_do(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [3 * BLOCK_BYTES + 4096, BLOCK_BYTES, 8192]
+    gathered, single = Memory(sizes), Memory(sizes)
+    writer = BlockWriter(gathered)  # type: ignore[arg-type]
+    for _ in range(300):
+        extent = draw.randrange(3)
+        length = draw.choice((1, 100, 4096, BLOCK_BYTES // 2, BLOCK_BYTES + 12))
+        nbytes = min(length, sizes[extent])
+        offset = draw.randrange(sizes[extent] - nbytes + 1)
+        values = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+        for target in (writer, single):
+            target.write(extent, offset, values.data_ptr(), nbytes)
+        if draw.random() < 0.02:
+            writer.flush()
+    writer.flush()
+    for a, b in zip(gathered.bytes, single.bytes, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_neighbours_are_written_by_the_mebibyte() -> None:
+    memory = Memory([4 * BLOCK_BYTES])
+    writer = BlockWriter(memory)  # type: ignore[arg-type]
+    values = torch.ones(64, dtype=torch.uint8)
+    for offset in range(0, 4 * BLOCK_BYTES, 256):
+        writer.write(0, offset, values.data_ptr(), 64)
+    writer.flush()
+    assert memory.writes == 4

@@ -1,0 +1,71 @@
+"""The table of mutants (tests/mutants) and the tree belong together."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import types
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+ROW = """
+[[mutant]]
+name = "{name}"
+what = "it breaks"
+file = "csrc/store/fs.c"
+old = '''
+{old}
+'''
+new = '''
+;
+'''
+tests = ["{test}"]
+"""
+
+
+@pytest.fixture(name="sources")
+def _sources() -> types.ModuleType:
+    sys.path.insert(0, str(ROOT / "tests" / "mutants"))
+    import sources
+
+    return sources
+
+
+def test_every_mutant_applies_and_its_tests_exist(sources: types.ModuleType) -> None:
+    assert len(sources.table()) >= 118
+    assert not sources.stale_equivalents()
+
+
+@pytest.mark.parametrize(
+    ("old", "test", "said"),
+    [
+        ("no such text", "test_store", "its old text occurs 0 times in csrc/store/fs.c"),
+        ("return", "test_store", "times in csrc/store/fs.c"),
+        ("{once}", "test_no_such", "there is no tests/c/test_no_such.c"),
+        ("{once}", "tsan:test_no_such", "there is no tests/c/test_no_such.c"),
+        ("{once}", "sim_no_such:0-3", "there is no tests/sim/sim_no_such.c"),
+        ("{once}", "py:test_tidy.py test_no_such.py", "there is no tests/py/test_no_such.py"),
+        ("{once}", "py:test_tidy.py::test_no", "there is no tests/py/test_tidy.py::test_no"),
+    ],
+)
+def test_a_row_that_does_not_apply_or_names_no_test_is_an_error(
+    sources: types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    old: str,
+    test: str,
+    said: str,
+) -> None:
+    once = next(
+        line
+        for line in (ROOT / "csrc/store/fs.c").read_text().split("\n")
+        if line.startswith("static int ")
+    )
+    path = tmp_path / "table.toml"
+    monkeypatch.setattr(sources, "TABLE", path)
+    path.write_text(ROW.format(name="A", old=once, test="test_store"))
+    assert [mutant.name for mutant in sources.table()] == ["A"]
+    path.write_text(ROW.format(name="B", old=old.format(once=once), test=test))
+    with pytest.raises(sources.TableError, match=f"^B: .*{said}$"):
+        sources.table()

@@ -1,0 +1,395 @@
+"""An edit of parameters stays if the program goes on with it, and goes if the program fails."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lohan
+import pytest
+import torch
+from lohan.errors import StaleGraphError, StaleStateError, StoreError, StoreMismatchError
+from rules_helper import (
+    Stack,
+    Workshop,
+    assert_same_state,
+    build,
+    square_loss,
+    train_step,
+    workshop,
+)
+from torch import nn
+
+__all__ = ["workshop"]
+
+wrap_module = importlib.import_module("lohan.wrap")  # lohan.wrap is the function
+HERE = pathlib.Path(__file__).resolve().parent
+TIMEOUT_S = 120
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def prepared() -> Iterator[tuple[pathlib.Path, State]]:
+    """A store after three steps, made once: each test works on a copy."""
+    parent = HERE.parent.parent / "build" / "tmp"
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = parent / f"edits-{os.getpid()}"
+    model = lohan.wrap(build(Stack), store=folder, lr=1e-2)
+    for step in range(3):
+        train_step(model, step)
+    state = dict(model.state_dict())
+    model.lohan.close()
+    yield folder, state
+    shutil.rmtree(folder)
+
+
+def end(edit: str, how: str, store: pathlib.Path, *settings: str) -> tuple[int, str]:
+    """Run a program that edits and ends; its status and what it wrote to stderr."""
+    path = os.pathsep.join([str(HERE), str(pathlib.Path(lohan.__file__).parent.parent)])
+    done = subprocess.run(
+        [sys.executable, str(HERE / "edits_worker.py"), edit, how, str(store), *settings],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    return done.returncode, done.stderr
+
+
+def state_of(store: pathlib.Path, **settings: Any) -> tuple[int, State]:
+    model = lohan.wrap(build(Stack), store=store, resume=True, **settings)
+    found = model.lohan.step, dict(model.state_dict())
+    model.lohan.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("edit", "how", "status"),
+    [
+        ("load", "uncaught", 1),
+        ("loop", "uncaught", 1),
+        ("half", "end", 1),
+        ("load", "evaluated", 1),
+        ("load", "interrupted", -2),
+        ("load", "terminated", 143),
+        ("load", "exit_status", 1),
+        ("load", "closed_finally", 1),
+        ("load", "closed_by_with", 1),
+        ("load", "closed_by_atexit", 1),
+        ("load", "in_thread", 0),
+        ("load", "killed", 3),
+        ("load", "refused_and_dropped", 0),
+    ],
+)
+def test_a_program_that_fails_drops_its_edits_and_says_so(
+    edit: str, how: str, status: int, prepared: Any, store_dir: pathlib.Path
+) -> None:
+    folder, state = prepared
+    store = store_dir / "run"
+    shutil.copytree(folder, store)
+    was, said = end(edit, how, store)
+    assert was == status, said
+    lines = [line for line in said.splitlines() if "the program failed after" in line]
+    assert len(lines) == (how != "killed"), said
+    assert all("stays as it was at step 3" in line for line in lines)
+    step, found = state_of(store)
+    assert step == 3
+    assert_same_state(found, state)
+
+
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        ("end", 0),
+        ("exit_zero", 0),
+        ("collected", 0),
+        ("closed", 0),
+        ("edited_in_handler", 0),
+        ("caught", 0),
+        ("committed", 1),
+        ("trained", 1),
+        ("at_prompt", 0),
+        ("other_thread", 0),
+    ],
+)
+def test_a_program_that_means_its_edits_keeps_them(
+    how: str, status: int, prepared: Any, store_dir: pathlib.Path
+) -> None:
+    folder, state = prepared
+    store = store_dir / "run"
+    shutil.copytree(folder, store)
+    was, said = end("load", how, store)
+    assert was == status and "the program failed" not in said, said
+    step, found = state_of(store)
+    assert step == 3
+    assert_same_state(found, {name: value * 2 for name, value in state.items()})
+
+
+def test_a_program_that_trains_on_after_a_refusal_keeps_its_edits(
+    prepared: Any, store_dir: pathlib.Path
+) -> None:
+    folder, state = prepared
+    shutil.copytree(folder, store_dir / "run")
+    shutil.copytree(folder, store_dir / "expected")
+    status, said = end("load", "refused_and_trained", store_dir / "run")
+    assert status == 0 and "the program failed" not in said, said
+    model = lohan.wrap(build(Stack), store=store_dir / "expected", resume=True)
+    model.load_state_dict({name: value * 2 for name, value in state.items()})
+    train_step(model, 3)
+    model.lohan.close()
+    step, expected = state_of(store_dir / "expected")
+    assert step == 4
+    step, found = state_of(store_dir / "run")
+    assert step == 4
+    assert_same_state(found, expected)
+
+
+def test_one_slot_cannot_drop_an_edit_and_says_so(store_dir: pathlib.Path) -> None:
+    store = store_dir / "run"
+    model = lohan.wrap(build(Stack), store=store, lr=1e-2, commit_every="never")
+    train_step(model, 0)
+    state = dict(model.state_dict())
+    model.lohan.close()
+    status, said = end("load", "uncaught", store, "commit_every=never")
+    assert status == 1 and "is in the store all the same" in said
+    _, found = state_of(store, commit_every="never")
+    assert_same_state(found, {name: value * 2 for name, value in state.items()})
+
+
+def test_an_edit_is_undone_with_nothing_where_a_step_after_it_dies(workshop: Workshop) -> None:
+    """The first backward commits the edit, so that a step that dies is rolled back to it."""
+
+    def die(gradient: torch.Tensor) -> None:
+        raise ValueError("planned")
+
+    model = workshop.wrap(build())
+    for step in range(2):
+        train_step(model, step)
+    doubled = {name: value * 2 for name, value in model.state_dict().items()}
+    model.load_state_dict(doubled)
+    hook = model.blocks[0].up._parameters["weight"].register_hook(die)
+    for step in (2, 2):
+        with pytest.raises(ValueError, match="planned"):
+            square_loss(model, step).backward()
+        assert_same_state(model.state_dict(), doubled)
+    hook.remove()
+    train_step(model, 2)
+    assert model.lohan.step == 3 and not model.lohan.has_edits
+
+
+def test_a_graph_from_before_an_edit_stays_stale(workshop: Workshop) -> None:
+    model = workshop.wrap(build())
+    train_step(model, 0)
+    loss = square_loss(model, 1)
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+    with pytest.raises(StaleGraphError):
+        loss.backward()
+
+
+# --- The checkpoint of a plain script ------------------------------------------------------------
+
+
+def trained_with_checkpoint(workshop: Workshop, steps: int = 3) -> tuple[Any, Any, State]:
+    """A closed store, what the script saved two steps before its end, and its last state."""
+    model = workshop.wrap(build())
+    for step in range(steps - 1):
+        train_step(model, step)
+    file = workshop.folder / "state.pt"
+    torch.save({"model": model.state_dict(), "optimizer": model.optimizer.state_dict()}, file)
+    train_step(model, steps - 1)
+    state = dict(model.state_dict())
+    model.lohan.close()
+    return file, workshop.folder / "store0", state
+
+
+def resumed(workshop: Workshop, store: pathlib.Path) -> nn.Module:
+    workshop.made.append(lohan.wrap(build(), store=store, resume=True))
+    return workshop.made[-1]
+
+
+def whole(model: nn.Module, saved: State, assign: bool) -> Any:
+    return model.load_state_dict(saved, assign=assign)
+
+
+def partial(model: nn.Module, saved: State, assign: bool) -> Any:
+    for key in [*saved][2:]:
+        del saved[key]
+    return model.load_state_dict(saved, strict=False, assign=assign)
+
+
+def of_module(model: nn.Module, saved: State, assign: bool) -> Any:
+    """A module's own state dict, out of that of the model."""
+    prefix = "blocks.1."
+    state = type(saved)((k[len(prefix) :], v) for k, v in saved.items() if k.startswith(prefix))
+    state._metadata = {"": saved._metadata["blocks.1"]}  # type: ignore[attr-defined]
+    return model.blocks[1].load_state_dict(state, assign=assign)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("way", [whole, partial, of_module])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_the_older_checkpoint_of_a_resumed_run_is_refused_before_anything_changes(
+    weights_only: bool, way: Callable[..., Any], assign: bool, workshop: Workshop
+) -> None:
+    file, store, state = trained_with_checkpoint(workshop)
+    model = resumed(workshop, store)
+    saved = torch.load(file, weights_only=weights_only)
+    with pytest.raises(StaleStateError, match=r"of step 3 by those of step 2.*delete") as told:
+        way(model, saved["model"], assign)
+    for line in ("torch.load()", "model.load_state_dict()", "optimizer.load_state_dict()"):
+        assert line in str(told.value)
+    with pytest.raises(StaleStateError, match=r"of step 2, and the session is at step 3.*delete"):
+        model.optimizer.load_state_dict(saved["optimizer"])
+    assert not model.lohan.has_edits
+    assert_same_state(model.state_dict(), state)
+    train_step(model, 3)
+    assert_same_state(model.state_dict(), workshop.train(range(4)))
+
+
+def test_the_checkpoint_of_the_very_step_is_loaded_without_a_word(
+    workshop: Workshop, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = workshop.wrap(build())
+    for step in range(3):
+        train_step(model, step)
+    saved = {"model": model.state_dict(), "optimizer": model.optimizer.state_dict()}
+    model.lohan.close()
+    for order in (["model", "optimizer"], ["optimizer", "model"]):
+        again = resumed(workshop, workshop.folder / "store0")
+        for name in order:
+            (again if name == "model" else again.optimizer).load_state_dict(saved[name])
+        assert not again.lohan.has_edits
+        again.lohan.close()
+    assert "lohan:" not in capfd.readouterr().err
+
+
+def test_weights_that_do_not_say_their_step_are_warned_of_once_resumed(
+    workshop: Workshop, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file, store, state = trained_with_checkpoint(workshop)
+    saved = dict(torch.load(file)["model"])
+    model = resumed(workshop, store)
+    model.load_state_dict(dict(state))
+    assert "right after the resume" not in capfd.readouterr().err, "they are the same"
+    model.load_state_dict(saved)
+    said = capfd.readouterr().err
+    assert "of step 3 of the store, right after the resume" in said and "delete what" in said
+    assert_same_state(model.state_dict(), saved)
+    plain = build()
+    other = torch.optim.AdamW(plain.parameters())
+    with pytest.raises(StoreMismatchError, match=r"not of a wrapped model.*delete"):
+        model.optimizer.load_state_dict(other.state_dict())
+    train_step(model, 3)
+    model.load_state_dict(saved)
+    assert "right after the resume" not in capfd.readouterr().err
+
+
+def test_best_weights_are_loaded_back_in_the_run_that_had_them(
+    workshop: Workshop, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Early stopping: an older state of the same session, on purpose."""
+    model = workshop.wrap(build())
+    train_step(model, 0)
+    best = model.state_dict()
+    train_step(model, 1)
+    model.load_state_dict(best)
+    model.lohan.close()
+    assert "lohan:" not in capfd.readouterr().err
+    step, found = state_of(workshop.folder / "store0")
+    assert step == 2
+    assert_same_state(found, best)
+
+
+def test_a_checkpoint_of_a_newer_step_than_the_store_is_refused(
+    workshop: Workshop,
+) -> None:
+    model = workshop.wrap(build(), commit_every="manual")
+    train_step(model, 0)
+    model.lohan.commit()
+    train_step(model, 1)
+    saved = model.state_dict()
+    model.lohan.close()
+    again = resumed(workshop, workshop.folder / "store0")
+    with pytest.raises(StaleStateError, match=r"of step 1 by those of step 2"):
+        again.load_state_dict(saved)
+
+
+def test_buffers_of_an_older_step_are_stale_too(workshop: Workshop) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32, affine=False))
+
+    model = workshop.wrap(build(make))
+    train_step(model, 0)
+    saved = model.state_dict()
+    saved["1.running_mean"] = saved["1.running_mean"].clone()  # torch hands out the buffer itself
+    train_step(model, 1)
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    model.lohan.close()
+    again = lohan.wrap(build(make), store=workshop.folder / "store0", resume=True)
+    workshop.made.append(again)
+    for name in ("0.weight", "0.bias"):
+        saved.pop(name)
+    with pytest.raises(StaleStateError, match=r"1\.running_mean"):
+        again.load_state_dict(saved, strict=False)
+    assert_same_state(dict(again.named_buffers()), buffers)
+
+
+# --- What is said --------------------------------------------------------------------------------
+
+
+def test_a_close_after_a_backward_says_that_the_step_is_forgotten(
+    workshop: Workshop, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = workshop.wrap(build())
+    train_step(model, 0)
+    square_loss(model, 1).backward()
+    model.lohan.close()
+    assert "that step is forgotten, and the store is at step 1" in capfd.readouterr().err
+    model = workshop.wrap(build())
+    train_step(model, 0)
+    square_loss(model, 1)
+    model.lohan.close()
+    assert "lohan:" not in capfd.readouterr().err
+
+
+def test_directories_that_the_store_does_not_have_are_named(workshop: Workshop) -> None:
+    model = workshop.wrap(build())
+    model.lohan.close()
+    (workshop.folder / "other").mkdir()
+    with pytest.raises(StoreError, match=r"store0 has a store.*other has none") as told:
+        lohan.wrap(
+            build(), store=[workshop.folder / "store0", workshop.folder / "other"], resume=True
+        )
+    assert "leave out resume=True" not in str(told.value)
+    with pytest.raises(StoreError, match="leave out resume=True"):
+        lohan.wrap(build(), store=workshop.folder / "other", resume=True)
+
+
+@pytest.mark.parametrize("is_root", [True, False])
+def test_parents_that_are_made_on_the_root_file_system_are_said(
+    is_root: bool,
+    workshop: Workshop,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = os.stat
+    here = plain(workshop.folder)
+    other = os.stat_result((*here[:2], here.st_dev + (not is_root), *here[3:]))
+
+    def stat(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        return other if path == "/" else plain(path, *args, **kwargs)
+
+    monkeypatch.setattr(wrap_module.os, "stat", stat)
+    store = workshop.folder / "nvme0" / "run"
+    workshop.made.append(lohan.wrap(build(), store=store))
+    said = capfd.readouterr().err
+    assert (f"{store.parent} did not exist and is made" in said) == is_root
+    assert ("mounted at /)" in said) == is_root
+    workshop.made.append(lohan.wrap(build(), store=store.parent / "second"))
+    assert "did not exist" not in capfd.readouterr().err

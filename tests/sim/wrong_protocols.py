@@ -1,0 +1,302 @@
+"""Whether the simulator notices a store that keeps its promises only most of the time.
+
+Each protocol of the table below differs from the store's own in one place: a sync that is left out,
+an order that is reversed, an error that is passed over. It is applied to a copy of the sources in
+build/wrong, and sim_power has to fail for one of the first 200 seeds. The sources as they are have
+to pass all of them.
+
+    wrong_protocols.py [NAME ...]    all of them, or these
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+TREE = ROOT / "build" / "wrong"
+COPIED = (
+    "csrc",
+    "tests/sim",
+    "tests/c/lh_test.h",
+    "tests/run.py",
+    "tools/cbuild.py",
+    "tools/core.map",
+)
+SEED_COUNT = 200
+BUILD = """
+import sys
+sys.path.insert(0, "tests")
+import run
+print(run.build_programs("release", "tests/sim", "sim_*.c", "sim_power".__eq__)[0][1])
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    """A protocol: in each file, what is replaced (it must be there exactly once) by what."""
+
+    name: str
+    edits: tuple[tuple[str, str, str], ...]
+    seed_count: int = SEED_COUNT
+
+
+COMMIT = "csrc/store/commit.c"
+SYNC_ALL = """        for (count = 0; count < store->file_count; count++)
+            requests[count] = sync_request(count);
+"""
+SYNC_FILE_0 = "    requests[0] = sync_request(0);\n    return 1;\n"
+
+PROTOCOLS = (
+    Wrong("no sync of data", ((COMMIT, SYNC_ALL, ""),)),
+    Wrong(
+        "sync of one file's data only",
+        ((COMMIT, SYNC_ALL, SYNC_ALL.replace("store->file_count", "1")),),
+    ),
+    Wrong(
+        "no sync of the manifest",
+        (
+            (
+                COMMIT,
+                SYNC_FILE_0,
+                "    if (store->phase == LH_STORE_PHASE_SYNC_MANIFEST)\n        return 0;\n"
+                + SYNC_FILE_0,
+            ),
+        ),
+    ),
+    Wrong(
+        "no sync of the superblock",
+        (
+            (
+                COMMIT,
+                SYNC_FILE_0,
+                "    if (store->phase != LH_STORE_PHASE_SYNC_MANIFEST)\n        return 0;\n"
+                + SYNC_FILE_0,
+            ),
+        ),
+    ),
+    Wrong(
+        "superblock before manifest",
+        (
+            (COMMIT, "    case LH_STORE_PHASE_MANIFEST:\n", "    case 99:\n"),
+            (
+                COMMIT,
+                "    case LH_STORE_PHASE_SUPERBLOCK:\n",
+                "    case LH_STORE_PHASE_MANIFEST:\n",
+            ),
+            (COMMIT, "    case 99:\n", "    case LH_STORE_PHASE_SUPERBLOCK:\n"),
+        ),
+    ),
+    Wrong(
+        "the manifest's area in use",
+        (
+            (
+                COMMIT,
+                "uint32_t area = 1 - store->superblock.manifest_area;",
+                "uint32_t area = store->superblock.manifest_area;",
+            ),
+        ),
+    ),
+    Wrong(
+        "always superblock 0",
+        (
+            (
+                COMMIT,
+                "return LH_STORE_SUPERBLOCK_OFFSET(store->next.sequence % 2, copy);",
+                "return LH_STORE_SUPERBLOCK_OFFSET(0, copy);",
+            ),
+        ),
+    ),
+    Wrong(
+        "failed syncs ignored",
+        (
+            (
+                COMMIT,
+                "        if (request->result >= 0)\n            continue;\n",
+                "        if (request->result >= 0 || request->kind == LH_IO_KIND_SYNC)\n"
+                "            continue;\n",
+            ),
+        ),
+    ),
+    Wrong(
+        "open for writing without a sync",
+        (
+            (
+                "csrc/store/mend.c",
+                "    for (uint32_t file = 0; file < store->file_count; file++)\n"
+                "        LH_TRY(lh_store_file_sync(store, file, err));\n",
+                "    if (rejected_sequence == 0)\n        return 0;\n",
+            ),
+        ),
+        # The power has to fail between the end of a process and the next one's first sync.
+        2000,
+    ),
+    Wrong(
+        "creation without syncs",
+        (
+            (
+                "csrc/store/file.c",
+                "    int rc = store->fs->ops->sync(store->fs, store->io_files[file_index].fd);\n",
+                "    int rc = store->superblock.sequence > 2 ? store->fs->ops->sync(store->fs,"
+                " store->io_files[file_index].fd) : 0;\n",
+            ),
+        ),
+    ),
+    Wrong(
+        "directories not synced",
+        (
+            (
+                "csrc/store/file.c",
+                "        int rc = store->fs->ops->sync_directory(store->fs, path);\n",
+                "        int rc = 0;\n",
+            ),
+        ),
+    ),
+    Wrong(
+        "edits without the rest of their group",
+        (
+            (
+                "csrc/store/sync.c",
+                "source_slot != target_slot)\n            LH_TRY(extent_copy(",
+                "source_slot > target_slot + 1)\n            LH_TRY(extent_copy(",
+            ),
+        ),
+    ),
+    Wrong(
+        "edits not forgotten in memory",
+        (
+            (
+                "csrc/sched/calls.c",
+                "    if (unit->state == LH_UNIT_STATE_READY)\n"
+                "        lh_unit_forget(engine, index);\n",
+                "",
+            ),
+        ),
+    ),
+    Wrong(
+        "edits in the committed slot",
+        (
+            (
+                "csrc/store/sync.c",
+                "    LH_TRY(group_stage(store, group, err));\n"
+                "    uint32_t slot = lh_store_write_slot(store, group);\n",
+                "    LH_TRY(group_stage(store, group, err));\n"
+                "    uint32_t slot = store->superblock.sequence > 4\n"
+                "                        ? lh_store_committed_slot(store, group)\n"
+                "                        : lh_store_write_slot(store, group);\n",
+            ),
+        ),
+    ),
+    Wrong(
+        "commits while a snapshot holds them",
+        (
+            (
+                "csrc/sched/step.c",
+                "    return atomic_load(&engine->hold) == LH_HOLD_GRANTED;\n",
+                "    return engine->step == 0 && atomic_load(&engine->hold) == LH_HOLD_GRANTED;\n",
+            ),
+        ),
+    ),
+    Wrong(
+        "header before the rest of a new store",
+        (
+            (
+                "csrc/store/create.c",
+                "    /* Sequence 1 is in area 0",
+                "    LH_TRY(headers_write(store, 0, err));\n    /* Sequence 1 is in area 0",
+            ),
+        ),
+    ),
+)
+
+
+def copy_tree() -> None:
+    """Copy the sources that the program is made from.
+
+    Only what differs is written: what was built from the rest stays, and a file that the last run
+    had changed becomes newer than what was built from it.
+    """
+    wanted = set()
+    for name in COPIED:
+        top = ROOT / name
+        for source in [top] if top.is_file() else sorted(top.rglob("*.*")):
+            target = TREE / source.relative_to(ROOT)
+            if not source.is_file() or "__pycache__" in source.parts:
+                continue
+            wanted.add(target)
+            if not target.exists() or target.read_bytes() != source.read_bytes():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(source.read_bytes())
+    for left in [path for path in TREE.rglob("*.[ch]") if path not in wanted]:
+        left.unlink()
+
+
+def build() -> pathlib.Path:
+    """The program of the copy."""
+    environment = {**os.environ, "LOHAN_BUILD": str(TREE / "build")}
+    answer = subprocess.run(
+        [sys.executable, "-c", BUILD], cwd=TREE, capture_output=True, text=True, env=environment
+    )
+    if answer.returncode != 0:
+        raise SystemExit(answer.stdout + answer.stderr)
+    return pathlib.Path(answer.stdout.strip().splitlines()[-1])
+
+
+def first_failure(program: pathlib.Path, seed_count: int = SEED_COUNT) -> tuple[int | None, str]:
+    """The first of the seeds that fails, and what it says."""
+    answer = subprocess.run(
+        [program, f"0:{seed_count}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if answer.returncode == 0:
+        return None, ""
+    seed = int(re.findall(r"^at (\d+)$", answer.stdout, re.MULTILINE)[-1])
+    said = [x for x in answer.stdout.splitlines() if x and not re.match(r"at \d+$|count ", x)]
+    return seed, said[-1] if said else f"exit status {answer.returncode}"
+
+
+def apply(wrong: Wrong) -> dict[pathlib.Path, str]:
+    """Change the copy; what its files were before."""
+    before: dict[pathlib.Path, str] = {}
+    for name, old, new in wrong.edits:
+        path = TREE / name
+        text = path.read_text()
+        if text.count(old) != 1:
+            raise SystemExit(f"{wrong.name}: {name} has not exactly once: {old}")
+        before.setdefault(path, text)
+        path.write_text(text.replace(old, new))
+    return before
+
+
+def main(names: list[str]) -> int:
+    """Try them; 1 if one was not noticed, or the sources as they are fail."""
+    missed = []
+    copy_tree()
+    seed, said = first_failure(build())
+    print(f"{'as it is':34} {'passes' if seed is None else f'FAILS at seed {seed}: {said}'}")
+    if seed is not None:
+        missed.append("as it is")
+    for wrong in PROTOCOLS:
+        if names and wrong.name not in names:
+            continue
+        started = time.monotonic()
+        before = apply(wrong)
+        try:
+            seed, said = first_failure(build(), wrong.seed_count)
+        finally:
+            for path, text in before.items():
+                path.write_text(text)
+        if seed is None:
+            missed.append(wrong.name)
+        found = f"seed {seed}: {said[:150]}" if seed is not None else "NOT NOTICED"
+        print(f"{wrong.name:34} {found} ({time.monotonic() - started:.0f} s)", flush=True)
+    print(f"{len(missed)} of {len(PROTOCOLS) + 1} not as they should be: {', '.join(missed)}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
