@@ -12,7 +12,8 @@ DEVICE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
-	bench-policies bench-lora sanitize neon neon-fast sim-long paper parity docs wheel build clean
+	bench-policies bench-lora sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts \
+	interrupts troubles paper parity docs wheel build clean
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
@@ -23,7 +24,15 @@ help:
 	@echo 'make sanitize  everything under the sanitizers'
 	@echo 'make neon      the C tests compiled for aarch64, under qemu-user: some minutes;'
 	@echo '               neon-fast: those of the arithmetic and the checksums, seconds'
+	@echo 'make mutants   changes of one line that a test must notice: half an hour;'
+	@echo '               ARGS="--seed 1 --random 50" tries random ones as well'
+	@echo 'make fuzz      every parser on its corpus and ten seconds of changes; ARGS="--minutes 10"'
 	@echo 'make sim-long  the simulator with 1,000 seeds, faults and power loss: some minutes'
+	@echo 'make sim-wrong the simulator against stores whose protocol is wrong: it must notice each'
+	@echo 'make campaign  many seeds of the simulator, with what was found as a table; goes on where'
+	@echo '               it was ended: ARGS="--seeds 0:200000 --jobs 2"'
+	@echo 'make kills     10,000 kills of engine, store and sessions; also powercuts (500 cuts), interrupts'
+	@echo '               (1,000 times Ctrl-C) and troubles (full disk, EIO, SIGSTOP, out of memory)'
 	@echo 'make bench     all benchmarks; also bench-adam, -rng, -io, -step, -hooks, -peers, -policies, -lora'
 	@echo 'make paper     docs/paper-results.md: the papers beside the simulator, some minutes'
 	@echo 'make parity    docs/parity.md: lohan beside torch in all its settings, some minutes'
@@ -71,8 +80,24 @@ neon neon-fast: $(VENV)/.ready
 	tools/setup_cross.sh
 	$(RUN) neon $(if $(findstring fast,$@),--fast)
 
+mutants: build
+	$(RUN) mutants -- $(ARGS)
+
+fuzz: build
+	-tools/setup_fuzz.sh
+	$(RUN) fuzz -- $(ARGS)
+
 sim-long: $(VENV)/.ready
 	$(RUN) sim --seeds 1000
+
+sim-wrong: $(VENV)/.ready
+	$(PY) tests/sim/wrong_protocols.py $(ARGS)
+
+campaign: $(VENV)/.ready
+	$(PY) tests/sim/campaign.py $(ARGS)
+
+kills powercuts interrupts troubles: build
+	$(PY) tests/campaign/$@.py $(ARGS)
 
 paper: build
 	$(PY) benchmarks/paper_results.py $(ARGS)

@@ -46,6 +46,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             folder,
+            use_cpu=True,
             max_steps=40,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,

@@ -1,0 +1,190 @@
+"""gpu.sh overlap: when the host is free and when the device is done; steps beside plain torch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import gpu_llama
+from gpu_llama import MIDDLE, TINY, Filler, batches, build, empty, flop, stats_of
+from gpu_part import Part, Place, spread, store_folder
+
+WARMUP = 2
+STEPS = 6
+# Of the blocks' bytes, on the device: all, or a quarter.
+SHARES = {"all": 1.0, "quarter": 0.25}
+SCHEDULES = ("optimized", "deferred", "auto")
+HYPER = {"lr": 1e-4, "weight_decay": 0.01}
+
+
+class Clock:
+    """When the calls of a step return, and when the device has done what they enqueued."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.rows: list[dict[str, float]] = []
+
+    def step(self, model: Any, optimizer: Any, tokens: Any) -> Any:
+        """One; its loss, not read."""
+        place = self.place
+        place.synchronize()
+        begin, first = time.perf_counter(), place.mark()
+        loss = model(tokens)
+        forward, forward_done = time.perf_counter(), place.mark()
+        loss.backward()
+        backward, backward_done = time.perf_counter(), place.mark()
+        optimizer.step()
+        optimizer.zero_grad()
+        end = time.perf_counter()
+        place.synchronize()
+        done = time.perf_counter()
+        self.rows.append(
+            {
+                "forward_returned_ms": 1e3 * (forward - begin),
+                "backward_returned_ms": 1e3 * (backward - begin),
+                "step_returned_ms": 1e3 * (end - begin),
+                "forward_done_ms": 1e3 * place.seconds_between(first, forward_done),
+                "backward_done_ms": 1e3 * place.seconds_between(first, backward_done),
+                "device_done_ms": 1e3 * (done - begin),
+            }
+        )
+        return loss
+
+    def medians(self) -> dict[str, float]:
+        """Of the steps that are typical."""
+        rows = self.rows[WARMUP:] or self.rows
+        return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def pipelined(place: Place, model: Any, optimizer: Any, every: list[Any]) -> dict[str, float]:
+    """Seconds a step where nothing waits but what must: no loss is read, the device not asked."""
+    place.synchronize()
+    begin = time.perf_counter()
+    for tokens in every:
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if hasattr(model, "lohan"):
+        model.lohan.flush()
+    place.synchronize()
+    return {"step_ms": 1e3 * (time.perf_counter() - begin) / len(every)}
+
+
+class Overlap:
+    """The cases."""
+
+    def __init__(self, part: Part) -> None:
+        import torch
+
+        self.part, self.place = part, part.place
+        self.shape = self.place.pick(MIDDLE, TINY)
+        self.dtype = torch.bfloat16
+        self.steps = self.place.pick(STEPS, 3)
+        self.batches = batches(self.shape, self.place, self.steps)
+
+    def wrapped(self, folder: Any, share: float, **settings: Any) -> Any:
+        """The model with so much of its blocks on the device."""
+        import lohan
+
+        model = empty(self.shape, self.dtype)
+        if share < 1:
+            nbytes = 2 * self.shape.param_count
+            fixed = 4 * self.shape.vocab * self.shape.width
+            settings["device_param_bytes"] = int(max(share * nbytes, fixed + nbytes // 8))
+        return lohan.wrap(
+            model,
+            store=folder / "store",
+            init=Filler(),
+            device=self.place.lohan,
+            commit_every="never",
+            allow_tmpfs=True,
+            **HYPER,
+            **settings,
+        )
+
+    def plain(self) -> Mapping[str, Any]:
+        """Everything on the device, torch's fused AdamW on bf16 parameters."""
+        import torch
+
+        model = build(self.shape, self.dtype).to(self.place.device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
+        clock = Clock(self.place)
+        self.place.reset_peak()
+        losses = [clock.step(model, optimizer, tokens).item() for tokens in self.batches]
+        steady = pipelined(self.place, model, optimizer, self.batches)
+        rate = 3 * flop(self.shape) / (steady["step_ms"] / 1e3) / 1e12
+        return {
+            "losses": losses,
+            **clock.medians(),
+            **steady,
+            "tflop_per_s": rate,
+            **self.place.peak_bytes(),
+        }
+
+    def forwards(self, share: float) -> Mapping[str, Any]:
+        """Evaluation: each forward needs every block."""
+        import torch
+
+        with store_folder() as folder:
+            model = self.wrapped(folder, share)
+            try:
+                returned, seconds = [], []
+                with torch.no_grad():
+                    model(self.batches[0])
+                    for tokens in self.batches:
+                        self.place.synchronize()
+                        begin = time.perf_counter()
+                        model(tokens)
+                        returned.append(time.perf_counter() - begin)
+                        self.place.synchronize()
+                        seconds.append(time.perf_counter() - begin)
+                nbytes = 2 * self.shape.param_count
+                return {
+                    **spread("forward_returned", returned),
+                    **spread("forward", seconds),
+                    "parameter_bytes": nbytes,
+                    # Where all blocks stay on the device nothing has to be copied.
+                    "gb_per_s_if_all_are_copied": nbytes / statistics.median(seconds) / 1e9,
+                }
+            finally:
+                model.lohan.close()
+
+    def steps_of(self, schedule: str, share: float) -> Mapping[str, Any]:
+        """Training."""
+        with store_folder() as folder:
+            model = self.wrapped(folder, share, schedule=schedule)
+            try:
+                clock = Clock(self.place)
+                self.place.reset_peak()
+                losses = []
+                for tokens in self.batches:
+                    losses.append(clock.step(model, model.optimizer, tokens).item())
+                steady = pipelined(self.place, model, model.optimizer, self.batches)
+                return {
+                    "losses": losses,
+                    **clock.medians(),
+                    **steady,
+                    **stats_of(model),
+                    **self.place.peak_bytes(),
+                }
+            finally:
+                model.lohan.close()
+
+
+def run(part: Part) -> None:
+    """All cases; a case's name is the schedule and what is on the device."""
+    overlap = Overlap(part)
+    cases: dict[str, Any] = {"plain": overlap.plain}
+    for name, share in SHARES.items():
+        cases[f"forward_{name}"] = lambda share=share: overlap.forwards(share)
+    for schedule in SCHEDULES:
+        for name, share in SHARES.items():
+            cases[f"{schedule}_{name}"] = lambda schedule=schedule, share=share: overlap.steps_of(
+                schedule, share
+            )
+    part.out.write(
+        case="shape", params=overlap.shape.param_count, flop=gpu_llama.flop(overlap.shape)
+    )
+    part.run(cases)

@@ -1,0 +1,95 @@
+"""gpu.sh tests: the C tests on the real driver, the kernels' bits, and tests/cuda file by file."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from gpu_part import ROOT, Part, Skip
+
+# Of a file of tests/cuda; each is made to take less on a slow disk, too.
+FILE_SECONDS = 235
+FATBIN = ROOT / "python" / "lohan" / "lohan.fatbin"
+
+
+def ran(command: list[str], seconds: float, **environment: str) -> tuple[int, str]:
+    """Exit status (124: it took too long) and what was printed."""
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        said = (error.stdout or b"") + (error.stderr or b"")
+        return 124, said.decode(errors="replace") if isinstance(said, bytes) else said
+    return done.returncode, done.stdout + done.stderr
+
+
+class Failed(Exception):
+    """A program said that something is wrong."""
+
+
+def answer(code: int, said: str) -> Mapping[str, Any]:
+    """What a program that passed printed last."""
+    if code:
+        raise Failed(f"exit status {code}: {said[-1500:]}")
+    return {"said": said.strip().splitlines()[-1:] or ""}
+
+
+def pytest(part: Part, name: str) -> Mapping[str, Any]:
+    """One file; its failures by name."""
+    try:
+        import pytest as found
+    except ImportError as error:
+        raise Skip(f"{name}: {error}") from error
+    command = [sys.executable, "-m", found.__name__, "-q", "-rs", "--durations=5", "--tb=short"]
+    if part.place.is_dry:
+        command.append("--collect-only")
+    # -p no:...: plugins that pyproject.toml does not need here may be missing, or be in the way.
+    options = ["-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
+    left = min(FILE_SECONDS, max(part.left_s(), 1.0))
+    code, said = ran([*command, *options, f"tests/cuda/{name}"], left)
+    failures = re.findall(r"^(?:FAILED|ERROR) .*$", said, re.MULTILINE)
+    if code:
+        part.say(exit_status=code, failures=failures, said=said[-4000:])
+        raise Failed(f"{len(failures)} tests failed (exit status {code})")
+    lines = said.strip().splitlines()
+    return {"summary": lines[-1] if lines else "", "durations": slowest(lines)}
+
+
+def slowest(lines: list[str]) -> list[str]:
+    """Of pytest's --durations."""
+    return [line.strip() for line in lines if re.match(r"^\d+\.\d+s (call|setup)", line.strip())]
+
+
+def run(part: Part) -> None:
+    """C tests first: what they need is the least."""
+    is_dry = part.place.is_dry
+    runner = [sys.executable, "tests/run.py", "c", "--only"]
+
+    def c_tests() -> Mapping[str, Any]:
+        if is_dry:
+            return answer(*ran([sys.executable, "tests/run.py", "--help"], 60))
+        return answer(*ran([*runner, "test_dev"], part.left_s(), LH_TEST_CUDA="1"))
+
+    def kernels() -> Mapping[str, Any]:
+        if is_dry:
+            raise Skip("the kernels need a GPU")
+        if not FATBIN.exists():
+            raise Skip("there was no nvcc to compile the kernels with")
+        fatbin = {"LH_TEST_CUDA": "1", "LH_TEST_FATBIN": str(FATBIN)}
+        return answer(*ran([*runner, "zo_launch"], part.left_s(), **fatbin))
+
+    cases: dict[str, Any] = {"test_dev_c": c_tests, "zo_launch": kernels}
+    for path in sorted((ROOT / "tests" / "cuda").glob("test_*.py")):
+        cases[path.stem] = lambda name=path.name: pytest(part, name)
+    part.run(cases)
