@@ -443,6 +443,11 @@ const struct lh_sim_io_stats *lh_sim_io_stats(const struct lh_io *io)
     return &((const struct sim_io *)io)->stats;
 }
 
+bool lh_sim_io_has_flips(const struct lh_io *io)
+{
+    return ((const struct sim_io *)io)->flip_count > 0;
+}
+
 uint32_t lh_sim_io_flip_count(const struct lh_io *io, const uint8_t *base, uint64_t bytes)
 {
     const struct sim_io *sim = (const struct sim_io *)io;

@@ -65,6 +65,8 @@ void lh_sim_io_crash(struct lh_io *io, struct lh_sim_random *random);
 /* To be called whenever time is about to go on. */
 void lh_sim_io_check(struct lh_io *io);
 const struct lh_sim_io_stats *lh_sim_io_stats(const struct lh_io *io);
+/* Whether any block holds a flipped bit that nobody has written yet. */
+bool lh_sim_io_has_flips(const struct lh_io *io);
 /* Blocks with a flipped bit that lie in [base, base + bytes) still, written by nobody yet. */
 uint32_t lh_sim_io_flip_count(const struct lh_io *io, const uint8_t *base, uint64_t bytes);
 /* What is in [base, base + bytes) is no longer what was read there. */
