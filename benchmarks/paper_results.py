@@ -21,8 +21,9 @@ from typing import Any
 
 import paper_tables
 import zo2_tables
-from lohan import _largest, _machines, _plan
+from lohan.commands import _largest
 from lohan.errors import LohanError
+from lohan.planning import _machines, _plan
 from lohan.simulate import Options, Step, simulate
 from paper_tables import table
 

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 
-from lohan import _machines, _plan
+from lohan.planning import _machines, _plan
 from lohan.simulate import Options, simulate
 
 ROWS = pathlib.Path(__file__).resolve().parent / "paper" / "lohan_13b.csv"

@@ -24,8 +24,8 @@ import lohan
 import parity_cells
 import parity_train
 import torch
-from lohan import _store
 from lohan.errors import ModelError
+from lohan.store import _store
 from parity_cells import TIERS, Cell
 from parity_train import RATIO_MAX, Outcome
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import lohan
 import torch
-from lohan import _core, _store
+from lohan import _core
 from lohan.errors import BudgetError
+from lohan.store import _store
 from parity_cells import Cell
 from torch import nn
 

@@ -23,8 +23,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import paper_tables
-from lohan import _machines, _simulate_zeroth
-from lohan._machines import Machine
+from lohan.planning import _machines, _simulate_zeroth
+from lohan.planning._machines import Machine
 
 ROWS = pathlib.Path(__file__).resolve().parent / "paper" / "zo2.csv"
 MACHINE = "paper-zo2"
@@ -37,9 +37,9 @@ FORMATS = ("fp32", "fp16", "fp8")
 TEXT = """\
 Steps of OPT on an A100 of 80 GB, batch 1, sequence 2048, as `lohan simulate --machine paper-zo2
 --model opt-13b --batch 1 --seq 2048 --zeroth zo2` gives them. csrc/plan/zeroth.h says what waits
-for what, python/lohan/_simulate_zeroth.py what is counted. Products run at the datasheet's 312
-TFLOP/s in 16 bits and 19.5 in fp32. Four constants are fitted, each once for all rows and on one
-thing alone. What is counted was settled with the paper's tables in sight, since it does not say
+for what, python/lohan/planning/_simulate_zeroth.py what is counted. Products run at the datasheet's
+312 TFLOP/s in 16 bits and 19.5 in fp32. Four constants are fitted, each once for all rows and on
+one thing alone. What is counted was settled with the paper's tables in sight, since it does not say
 which operations it runs; which matrices are in memory at once, with tables 6 and 7, too.
 
 | constant | fitted | datasheet | on |

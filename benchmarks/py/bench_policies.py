@@ -28,9 +28,9 @@ from typing import Any
 
 import lohan
 import torch
-from lohan._plan_model import describe
-from lohan._planner import Made
-from lohan._replay import Assigned
+from lohan.activations._plan_model import describe
+from lohan.activations._planner import Made
+from lohan.activations._replay import Assigned
 from lohan.config import POLICIES
 from lohan.errors import LohanError
 from report import Report
@@ -108,7 +108,7 @@ class Trial:
         self.step()
         while self.model.lohan.plan() is None:
             self.step()
-        self.planner = self.model.lohan._planner
+        self.planner = self.model.lohan.activations._planner
         self.shape = self.planner.shape
 
     def step(self) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import lohan
 import torch
 from lohan import _core
-from lohan._zeroth import Record, Rule, operations
+from lohan.journal._zeroth import Record, Rule, operations
 from report import Report
 from transformers import OPTConfig, OPTForCausalLM
 

@@ -11,7 +11,7 @@
  *      lohan      Algorithm 1: to main memory what fits there, to SSD the rest
  *      auto       lohan's own: what the timeline says is fastest (csrc/plan/auto.c)
  *
- * Checkmate's integer program is python/lohan/_checkmate.py.
+ * Checkmate's integer program is python/lohan/planning/_checkmate.py.
  *
  * "auto/eager/ssd/moved", or any of the three behind auto, shows what each is worth: no update is
  * deferred, no states stay in main memory, no activations on the GPU.

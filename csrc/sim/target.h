@@ -1,6 +1,6 @@
 /*
  * Where a store is copied to while it is trained: drives of their own, and the copy, as
- * python/lohan/_snapshot.py makes it with the calls of csrc/store.
+ * python/lohan/store/_snapshot.py makes it with the calls of csrc/store.
  *
  *      commits are held -> open the source for reading, beside the one that trains
  *      -> create the target -> a piece now and then: read, write -> commit -> close: it is whole

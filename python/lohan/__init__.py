@@ -7,24 +7,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lohan import errors
-from lohan._build import build_info
-from lohan._export import export
-from lohan._optim import Optimizer
-from lohan._session import Session
-from lohan._snapshot import Snapshot, snapshot
-from lohan._stats import StepStats
-from lohan._verify import Verified, verify
-from lohan._weights import empty
+from lohan.common._build import build_info
+from lohan.common._stats import StepStats
+from lohan.common._version import __version__
 from lohan.config import Config
 from lohan.errors import LohanError
+from lohan.session._optim import Optimizer
+from lohan.session._session import Session
+from lohan.store._export import export
+from lohan.store._snapshot import Snapshot, snapshot
+from lohan.store._verify import Verified, verify
+from lohan.store._weights import empty
 from lohan.wrap import unwrap, wrap
 
 if TYPE_CHECKING:
-    from lohan._trainer import Trainer as Trainer
-    from lohan._trainer import TrainerCallback as TrainerCallback
-    from lohan._trainer import TrainerMixin as TrainerMixin
-
-__version__ = "0.1.0"
+    from lohan.hf._trainer import Trainer as Trainer
+    from lohan.hf._trainer import TrainerCallback as TrainerCallback
+    from lohan.hf._trainer import TrainerMixin as TrainerMixin
 
 # Public as well, and not in __all__: a star import must not need transformers.
 _OF_TRAINER = ("Trainer", "TrainerCallback", "TrainerMixin")
@@ -54,7 +53,7 @@ def __getattr__(name: str) -> Any:
     if name not in _OF_TRAINER:
         raise AttributeError(f"module 'lohan' has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module("lohan._trainer"), name)
+        return getattr(importlib.import_module("lohan.hf._trainer"), name)
     except ImportError as error:
         error.add_note(f"lohan.{name} needs transformers and accelerate: pip install 'lohan[hf]'")
         raise

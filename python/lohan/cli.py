@@ -14,7 +14,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from lohan import _cli_stores, _units
+from lohan.commands import _cli_stores
+from lohan.common import _units
 from lohan.errors import LohanError
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -82,7 +83,7 @@ def doctor(directories: tuple[str, ...], json_wanted: bool) -> None:
 
     DIR: where stores are to be. The exit status is 0 where everything that is needed works.
     """
-    from lohan import _doctor
+    from lohan.commands import _doctor
 
     sys.exit(_doctor.run(directories, json_wanted, Console()))
 
@@ -95,7 +96,7 @@ def inspect(store: tuple[str, ...], json_wanted: bool) -> None:
 
     STORE: the directories it was made with.
     """
-    from lohan import _inspect
+    from lohan.commands import _inspect
 
     found = _inspect.describe(store)
     if json_wanted:
@@ -113,7 +114,7 @@ def trace(file: Path, json_wanted: bool) -> None:
     FILE: of model.lohan.save_trace(FILE), where lohan.wrap had trace_events=;
     https://ui.perfetto.dev draws it.
     """
-    from lohan import _trace
+    from lohan.session import _trace
 
     steps = _trace.summarise(*_trace.load(file))
     if json_wanted:
@@ -153,8 +154,8 @@ def demo(
     tiny: bool,
 ) -> None:
     """Train GPT-2 small with its states on SSD, and again without: losses, memory, bytes."""
-    from lohan import _demo
-    from lohan._demo_worker import Options
+    from lohan.commands import _demo
+    from lohan.commands._demo_worker import Options
 
     console = Console()
     if json_path is not None and not json_path.absolute().parent.is_dir():
@@ -228,7 +229,7 @@ def bench(directories: tuple[str, ...], save: Path | None, json_wanted: bool, **
 
     DIR: one on each SSD, each of them measured alone and all together [default: .].
     """
-    from lohan import _bench
+    from lohan.commands import _bench
 
     words = {"policy": "auto", "schedule": None, "commit_every": None, "sweep": None, "plot": None}
     console = None if json_wanted else Console()
@@ -262,7 +263,8 @@ def simulate(
 
     The engine that trains runs in virtual time. docs/machines.md says what a machine is.
     """
-    from lohan import _machines, _simulate_show
+    from lohan.commands import _simulate_show
+    from lohan.planning import _machines
 
     here = _machines.change(_machines.load(machine), changes)
     console = None if json_wanted else Console()
@@ -312,7 +314,8 @@ def plan(
 
     The report is that of `lohan simulate`.
     """
-    from lohan import _largest, _machines, _simulate_show
+    from lohan.commands import _largest, _simulate_show
+    from lohan.planning import _machines
 
     if (model is None) != largest:
         raise click.UsageError("--model NAME for its step, or --largest for what fits: one of both")

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from lohan import _policies, _units
+from lohan.common import _units
 
 # In the order of the core's enum lh_engine_schedule.
 SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
@@ -14,7 +14,17 @@ SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
 SCHEDULES_AT_STEP = ("serial", "deferred")
 ACTIVATIONS = ("keep", "recompute")
 # What is planned once a first step was looked at.
-POLICIES = tuple(_policies.names())
+POLICIES = (
+    "zero",
+    "capuchin",
+    "g10",
+    "cpu_act",
+    "naive",
+    "fuyou",
+    "lohan",
+    "checkmate",
+    "auto",
+)
 
 
 # Steps from one commit to the next where nobody ever gets there.

@@ -11,15 +11,20 @@ import dataclasses
 import errno
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from lohan import _core, _machines, _models, _simulate_timeline
-from lohan._machines import Machine
-from lohan._placement import NS_PER_S, SWITCHES, Placement, block_params, place
-from lohan._plan import Model
-from lohan._simulate_timeline import Timeline
-from lohan._stats import READS, WRITES
+from lohan import _core
+from lohan.common._stats import READS, WRITES
 from lohan.errors import BudgetError, LohanError, MachineError
+from lohan.planning import _machines, _models, _simulate_timeline
+from lohan.planning._pieces import NS_PER_S, block_params
+from lohan.planning._placement import SWITCHES, place
+
+if TYPE_CHECKING:
+    from lohan.planning._machines import Machine
+    from lohan.planning._placement import Placement
+    from lohan.planning._plan import Model
+    from lohan.planning._simulate_timeline import Timeline
 
 SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
 _SECONDS_PER_DAY = 86400

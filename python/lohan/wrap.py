@@ -12,46 +12,39 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lohan import (
-    _activations,
-    _adopt,
-    _arguments,
-    _buffers,
-    _core,
-    _device,
-    _division,
-    _exit,
-    _in_place,
-    _notes,
-    _settings,
-    _store,
-    _swap,
-    _weights,
-    _zo_setup,
-)
-from lohan._accumulate import is_accumulating
-from lohan._block import Layout
-from lohan._export import about
-from lohan._guard import Guard
-from lohan._in_place import Found
-from lohan._model_checks import check_model
-from lohan._optim import DEFAULTS, Optimizer, StoreOptimizer
-from lohan._scalars import with_buffers
-from lohan._session import Session
-from lohan._zo_session import ZerothSession
-from lohan._zo_setup import Zeroth
+from lohan import _core
+from lohan.activations import _activations, _swap
+from lohan.activations._planner import Planner
+from lohan.common import _arguments, _exit
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import (
     ModelError,
     OffloadedGradientError,
     StoreError,
 )
+from lohan.layout import _in_place
+from lohan.mezo import _zo_setup
+from lohan.mezo._zo_session import ZerothSession
+from lohan.session import _adopt, _division, _notes, _settings
+from lohan.session._guard import Guard
+from lohan.session._model_checks import check_model
+from lohan.session._optim import DEFAULTS, Optimizer, StoreOptimizer
+from lohan.session._session import Session
+from lohan.store import _export, _store, _weights
+from lohan.store._scalars import with_buffers
+from lohan.torch_glue import _buffers, _device
+from lohan.torch_glue._accumulate import is_accumulating
+
+if TYPE_CHECKING:
+    from lohan.layout._block import Layout
+    from lohan.layout._in_place import Found
+    from lohan.mezo._zo_setup import Zeroth
 
 PathLike = str | os.PathLike[str]
 
@@ -174,7 +167,7 @@ class _Opening:
             if resume:
                 store = _store.open_existing(directories, self.config, open_at=self.open_at)
             else:
-                self.layout.about = about(self.model, self.layout)
+                self.layout.about = _export.about(self.model, self.layout)
                 _say_parents(directories)
                 store = _store.create(
                     self.layout, extents, directories, self.config, temporary=where is None
@@ -346,7 +339,7 @@ def _remove_attributes(model: nn.Module) -> None:
 
 def _attach(model: nn.Module, session: Session, optimizer: Any, opening: _Opening) -> nn.Module:
     """Put a session that is open on the model, or close it: its store is free again at once."""
-    guard = Guard(model, session)
+    guard = Guard(model, session, _export.save_pretrained)
     try:
         _put_on(model, session, optimizer, guard)
     except BaseException:
@@ -367,7 +360,7 @@ def _attach(model: nn.Module, session: Session, optimizer: Any, opening: _Openin
 def _put_on(model: nn.Module, session: Session, optimizer: Any, guard: Guard) -> None:
     if session.config.heap == "keep" and session.device.torch_device.type == "cpu":
         _core.heap_keep()
-    session.hook(model)
+    session.hook(model, Planner)
     session.device.take_buffers(model)
     guard.install()
     object.__setattr__(model, "lohan", session)

@@ -17,30 +17,21 @@ from unittest import mock
 import mutate
 import torch
 from hypothesis import strategies as st
-from lohan import (
-    _block,
-    _buffers,
-    _contents,
-    _core,
-    _files,
-    _inspect,
-    _journal,
-    _machines,
-    _meta,
-    _planner,
-    _profile,
-    _requests,
-    _safetensors,
-    _scalars,
-    _store,
-    _trace,
-    _trainer_folders,
-    _units,
-)
-from lohan._snapshot import Snapshot
-from lohan._timeline import Span, write_perfetto
-from lohan._zeroth import Record, Rule
+from lohan import _core
+from lohan.activations import _planner, _profile
+from lohan.commands import _inspect
+from lohan.common import _meta, _units
+from lohan.common._timeline import Span, write_perfetto
 from lohan.errors import LohanError
+from lohan.hf import _trainer_folders
+from lohan.journal import _journal
+from lohan.journal._zeroth import Record, Rule
+from lohan.layout import _block, _files, _safetensors
+from lohan.planning import _machines
+from lohan.session import _trace
+from lohan.store import _contents, _requests, _scalars, _store
+from lohan.store._snapshot import Snapshot
+from lohan.torch_glue import _buffers
 from torch import nn
 
 CORPUS = pathlib.Path(__file__).resolve().parent / "corpus"

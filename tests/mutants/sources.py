@@ -28,7 +28,8 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
     "binding": ("csrc/py/*.c",),
     "python": tuple(
-        f"python/lohan/{name}.py" for name in ("_journal", "_commits", "_store", "_snapshot")
+        f"python/lohan/{name}.py"
+        for name in ("journal/_journal", "session/_commits", "store/_store", "store/_snapshot")
     ),
 }
 # What runs first against a random mutant of an area. The C tests that have its code follow.

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import train_helper as helper
 from click.testing import CliRunner
-from lohan import _exit
 from lohan.cli import main
+from lohan.common import _exit
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

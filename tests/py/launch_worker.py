@@ -14,7 +14,8 @@ from typing import Any
 
 import lohan
 import torch
-from lohan import _core, _device
+from lohan import _core
+from lohan.torch_glue import _device
 from torch import nn
 
 WIDTH = 64

@@ -30,7 +30,7 @@ def baseline() -> None:
 def make(folder: str) -> None:
     """A Hugging Face folder with random weights in bf16, as save_pretrained would write it."""
     import lohan
-    from lohan import _names, _safetensors
+    from lohan.layout import _names, _safetensors
 
     with lohan.empty():
         model = OPTForCausalLM(config()).to(torch.bfloat16)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lohan._direction import Stream, normal
+from lohan.journal._direction import Stream, normal
 from torch import nn
 
 SEED = 7

@@ -11,7 +11,7 @@ import lohan
 import pytest
 import torch
 import train_helper as helper
-from lohan._device import Meter
+from lohan.torch_glue._device import Meter
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

@@ -11,8 +11,8 @@ from typing import Any
 
 import lohan
 import torch
-from lohan._device import Meter
 from lohan.errors import HollowParameterError, SessionError, StoreLockedError
+from lohan.torch_glue._device import Meter
 from rules_helper import Stack, build, train_step, vectors
 from torch import nn
 from torch.utils.data import DataLoader, Dataset

@@ -11,7 +11,8 @@ import os
 import pathlib
 
 import pytest
-from lohan import _largest, _machines, _plan
+from lohan.commands import _largest
+from lohan.planning import _machines, _plan
 from lohan.simulate import Options, simulate
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "ablations.csv"

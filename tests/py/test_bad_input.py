@@ -20,7 +20,8 @@ import crash_worker
 import lohan
 import pytest
 import torch
-from lohan import _notes, errors
+from lohan import errors
+from lohan.session import _notes
 from torch import nn
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,9 +15,10 @@ pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
 from click.testing import CliRunner
-from lohan import _checkmate, _core, _machines, _plan, _policies
+from lohan import _core
 from lohan.cli import main
 from lohan.errors import BudgetError, UnsupportedError
+from lohan.planning import _checkmate, _machines, _plan, _policies
 
 GB = 10**9
 MIB = 1 << 20

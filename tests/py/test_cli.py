@@ -18,9 +18,9 @@ import lohan
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from lohan import _timeline
-from lohan._stats import LINKS
 from lohan.cli import main
+from lohan.common import _timeline
+from lohan.common._stats import LINKS
 
 PACKAGE_PARENT = str(pathlib.Path(lohan.__file__).parent.parent)
 

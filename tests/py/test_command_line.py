@@ -16,9 +16,11 @@ import crash_worker
 import lohan
 import pytest
 from click.testing import CliRunner, Result
-from lohan import _progress, _timeline, _trace, cli
+from lohan import cli
 from lohan.cli import main
+from lohan.common import _progress, _timeline
 from lohan.errors import SessionError, StoreError, TraceError
+from lohan.session import _trace
 from rich.console import Console
 
 PACKAGE_PARENT = str(pathlib.Path(lohan.__file__).parent.parent)
@@ -94,7 +96,7 @@ def test_exit_statuses_are_those_that_help_says(
 def test_a_demo_whose_numbers_have_no_place_does_not_begin(
     name: str, status: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lohan._demo.run", lambda *args: pytest.fail("it began"))
+    monkeypatch.setattr("lohan.commands._demo.run", lambda *args: pytest.fail("it began"))
     done = run("demo", "--json", str(tmp_path / name), "--out", str(tmp_path / "out"))
     assert done.exit_code == status and "--json" in done.output
     (tmp_path / "file").touch()
@@ -107,7 +109,7 @@ def test_an_answer_that_cannot_be_written_is_an_error_in_a_sentence(
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/dev/full")
 
-    monkeypatch.setattr("lohan._inspect.describe", full)
+    monkeypatch.setattr("lohan.commands._inspect.describe", full)
     done = run("inspect", str(tmp_path))
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
     assert "No space left on device: '/dev/full'" in done.output

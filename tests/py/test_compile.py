@@ -9,7 +9,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan import _frame, _swap
+from lohan.activations import _frame, _swap
 from lohan.errors import UnsupportedError
 from rules_helper import (
     Workshop,

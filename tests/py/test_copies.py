@@ -14,7 +14,7 @@ import lohan
 import pytest
 import torch
 from click.testing import CliRunner
-from lohan import _requests, _safetensors, _snapshot, _store, errors
+from lohan import errors
 from lohan.cli import main
 from lohan.errors import (
     ChecksumError,
@@ -24,6 +24,8 @@ from lohan.errors import (
     StoreLockedError,
     StoreUncleanError,
 )
+from lohan.layout import _safetensors
+from lohan.store import _requests, _snapshot, _store
 from safetensors.torch import load_file, save_file
 from torch import nn
 

@@ -11,7 +11,7 @@ import time
 import lohan
 import torch
 import train_helper as helper
-from lohan._optim import DEFAULTS
+from lohan.session._optim import DEFAULTS
 from torch import nn
 
 STEPS = 4

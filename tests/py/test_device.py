@@ -10,9 +10,9 @@ import lohan
 import pytest
 import torch
 import train_helper as helper
-from lohan import _device
 from lohan.config import SCHEDULES
 from lohan.errors import BudgetError, DeviceMemoryError, ModelError, StepError
+from lohan.torch_glue import _device
 from torch import nn
 
 WIDTH = 256

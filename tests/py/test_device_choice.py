@@ -11,9 +11,9 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan import _device
-from lohan._batch import BatchCheck
 from lohan.errors import DeviceMismatchError, ModelError
+from lohan.torch_glue import _device
+from lohan.torch_glue._batch import BatchCheck
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from transformers import BatchEncoding, Trainer, TrainingArguments

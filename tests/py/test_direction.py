@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lohan import _core
-from lohan._direction import Stream, normal, philox
+from lohan.journal._direction import Stream, normal, philox
 
 Op = tuple[str, bool, int, int, int, int, float, float, float]
 

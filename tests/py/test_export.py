@@ -14,7 +14,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan import _safetensors
+from lohan.layout import _safetensors
 from safetensors.torch import load_file, load_model
 from torch import nn
 

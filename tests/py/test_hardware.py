@@ -8,8 +8,10 @@ import pathlib
 import subprocess
 
 import pytest
-from lohan import _core, _doctor, _doctor_disks, _hardware
-from lohan._diagnosis import Diagnosis
+from lohan import _core
+from lohan.commands import _doctor, _doctor_disks
+from lohan.commands._diagnosis import Diagnosis
+from lohan.planning import _hardware
 
 GPU = {"class": "0x030000", "vendor": "0x10de"}
 SSD = {"class": "0x010802", "vendor": "0x144d"}

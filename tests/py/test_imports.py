@@ -126,7 +126,10 @@ def test_a_package_of_pip_brings_what_the_command_line_needs() -> None:
 
 
 def test_a_module_that_is_missing_for_another_reason_is_shown_whole() -> None:
-    code = "import sys; sys.modules['lohan._units'] = None; from lohan.__main__ import main; main()"
+    code = (
+        "import sys; sys.modules['lohan.common._units'] = None;"
+        " from lohan.__main__ import main; main()"
+    )
     done = run(code, "--help")
     assert done.returncode == 1
     assert "Traceback" in done.stderr

@@ -15,9 +15,6 @@ import numpy as np
 import pytest
 import torch
 from lohan import _core
-from lohan._block import Param
-from lohan._files import Entry, read_folder
-from lohan._in_place import BLOCK, place
 from lohan.errors import (
     ChecksumError,
     ModelError,
@@ -25,6 +22,9 @@ from lohan.errors import (
     StoreMismatchError,
     UnsupportedError,
 )
+from lohan.layout._block import Param
+from lohan.layout._files import Entry, read_folder
+from lohan.layout._in_place import BLOCK, place
 from safetensors.torch import load_file, save_file
 from torch import nn
 

@@ -12,9 +12,10 @@ import crash_worker
 import lohan
 import pytest
 import torch
-from lohan import _in_place, _session
-from lohan._guard import Guard
 from lohan.errors import StoreLockedError
+from lohan.layout import _in_place
+from lohan.session import _session
+from lohan.session._guard import Guard
 
 BATCH = 2
 WRAP = sys.modules["lohan.wrap"]  # lohan.wrap is the function

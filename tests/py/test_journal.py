@@ -8,10 +8,10 @@ import random
 from typing import Any
 
 import pytest
-from lohan import _journal
-from lohan._journal import BYTES, NAME, Journal
-from lohan._zeroth import Record, Rule
 from lohan.errors import ChecksumError, StoreError, StoreMismatchError
+from lohan.journal import _journal
+from lohan.journal._journal import BYTES, NAME, Journal
+from lohan.journal._zeroth import Record, Rule
 
 UUID = b"u" * 16
 SECTOR = 512

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lohan import _core
-from lohan._direction import Stream, normal, words
-from lohan._kept import ROUND_SAMPLE, TYPES, rounded
+from lohan.common._storage_formats import ROUND_SAMPLE, TYPES, rounded
+from lohan.journal._direction import Stream, normal, words
 
 Op = tuple[str, bool, int, int, int, int, float, float, float]
 

@@ -6,9 +6,10 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from lohan import _largest, _machines, _plan
 from lohan.cli import main
+from lohan.commands import _largest
 from lohan.errors import BudgetError, MachineError
+from lohan.planning import _machines, _plan
 from lohan.simulate import Options, check
 
 

@@ -14,7 +14,7 @@ import time
 
 import lohan
 import pytest
-from lohan import _store
+from lohan.store import _store
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from lohan._lockstep import FIRST, SECOND, Lockstep
+from lohan.mezo._lockstep import FIRST, SECOND, Lockstep
 
 Visit = tuple[int, int]
 

@@ -10,7 +10,7 @@ from ctypes import c_uint8
 import lohan
 import pytest
 import torch
-from lohan._block_writer import BLOCK_BYTES, BlockWriter
+from lohan.store._block_writer import BLOCK_BYTES, BlockWriter
 from torch import nn
 
 WRAP_S = 2.0

@@ -7,9 +7,9 @@ import pathlib
 
 import pytest
 from click.testing import CliRunner, Result
-from lohan import _machines
 from lohan.cli import main
 from lohan.errors import StoreError
+from lohan.planning import _machines
 
 
 def test_this_machine_is_measured_and_simulated(store_dir: pathlib.Path) -> None:

@@ -15,8 +15,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lohan import _core, _inspect, _store
+from lohan import _core
+from lohan.commands import _inspect
 from lohan.errors import LohanError, StoreMismatchError
+from lohan.store import _store
 from safetensors.torch import save_file
 from torch import nn
 

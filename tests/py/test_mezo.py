@@ -13,8 +13,6 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan._journal import BYTES, NAME
-from lohan._zo_plan import best_every
 from lohan.errors import (
     BudgetError,
     HyperParameterError,
@@ -25,6 +23,8 @@ from lohan.errors import (
     StoreMismatchError,
     UnsupportedError,
 )
+from lohan.journal._journal import BYTES, NAME
+from lohan.mezo._zo_plan import best_every
 from mezo_helper import (
     EPS,
     LR,

@@ -10,9 +10,9 @@ import lohan
 import pytest
 import torch
 import torch.nn.functional as F
-from lohan._journal import BYTES, NAME
-from lohan._zo_session import ZerothSession
 from lohan.errors import HyperParameterError, LentError, StepError, StoreMismatchError
+from lohan.journal._journal import BYTES, NAME
+from lohan.mezo._zo_session import ZerothSession
 from mezo_helper import EPS, LR, SEED, VOCAB, Plain, Settings, batches, differing
 from torch import nn
 from torch.overrides import TorchFunctionMode

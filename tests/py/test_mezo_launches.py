@@ -18,9 +18,10 @@ import lohan
 import mezo_helper as helper
 import pytest
 import torch
-from lohan import _core, _zo_device, _zo_session
-from lohan._block import Param
+from lohan import _core
 from lohan.errors import ModelError, UnsupportedError
+from lohan.layout._block import Param
+from lohan.mezo import _zo_device, _zo_session
 from mezo_helper import EPS, LR, SEED, Settings, differing, plain_run, steps
 from test_mezo_storage import PlainKept, bf16
 from torch import nn
@@ -72,7 +73,7 @@ def test_what_is_launched_is_mezo_in_memory(
     model = wrapped(make, store_dir, runs=runs)
     assert steps(model, data) == losses
     assert differing(model, values) == []
-    assert model.lohan._kept == {}
+    assert model.lohan.common._storage_formats == {}
     model.lohan.close()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan import _inspect
+from lohan.commands import _inspect
 from lohan.errors import BudgetError, StoreMismatchError
 from mezo_helper import (
     EPS,

@@ -11,12 +11,15 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan import _inspect, _kept, _store, _zo_plan, _zo_setup
-from lohan._direction import Stream, normal, words
-from lohan._kept import ROUND_SAMPLE, rounded
-from lohan._zeroth import Rule
+from lohan.commands import _inspect
+from lohan.common import _storage_formats
+from lohan.common._storage_formats import ROUND_SAMPLE, rounded
 from lohan.config import Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
+from lohan.journal._direction import Stream, normal, words
+from lohan.journal._zeroth import Rule
+from lohan.mezo import _zo_plan, _zo_setup
+from lohan.store import _store
 from mezo_helper import (
     EPS,
     LR,
@@ -53,8 +56,8 @@ class PlainKept:
         self.storage = storage
         self.decay, self.samples = decay, samples
         self.params = [*model.parameters()]
-        dtype = _kept.TYPES[storage]
-        self.kept = [_kept.narrowed(p.data, dtype).float() for p in self.params]
+        dtype = _storage_formats.TYPES[storage]
+        self.kept = [_storage_formats.narrowed(p.data, dtype).float() for p in self.params]
         self.step_count = 0
 
     def _z(self, number: int, sample: int) -> torch.Tensor:
@@ -301,7 +304,7 @@ def test_half_the_bits_are_half_the_bytes_on_the_link_and_on_ssd(store_dir: path
         before = model.lohan.read_bytes
         steps(model, batches(4))
         moved[storage] = model.lohan.read_bytes - before
-        bits = _kept.TYPES[storage].itemsize
+        bits = _storage_formats.TYPES[storage].itemsize
         layout = model.lohan.layout
         count = sum(param.count for param in layout.params)
         assert sum(unit.nbytes for unit in layout.units) < bits * count + 5000 * len(layout.units)
@@ -464,14 +467,14 @@ def test_what_a_format_cannot_be_is_refused_by_name(store_dir: pathlib.Path) -> 
 
 def test_what_is_too_large_for_a_format_becomes_its_largest_number() -> None:
     values = torch.tensor([1e9, -1e9, 500.0, 2**-10 * 1.01, float("nan")])
-    assert _kept.narrowed(values, torch.float16)[:2].tolist() == [65504.0, -65504.0]
-    assert _kept.narrowed(values, torch.float8_e4m3fn).float()[:4].tolist() == [
+    assert _storage_formats.narrowed(values, torch.float16)[:2].tolist() == [65504.0, -65504.0]
+    assert _storage_formats.narrowed(values, torch.float8_e4m3fn).float()[:4].tolist() == [
         448.0,
         -448.0,
         448.0,
         2**-9,
     ]
-    assert _kept.narrowed(values, torch.bfloat16)[4].isnan()
+    assert _storage_formats.narrowed(values, torch.bfloat16)[4].isnan()
 
 
 def test_weights_that_a_format_has_no_number_near_are_told(

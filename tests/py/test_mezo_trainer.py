@@ -13,7 +13,7 @@ import pytest
 import torch
 import trainer_helper as helper
 import transformers
-from lohan import _exit
+from lohan.common import _exit
 from lohan.errors import ModelError, StepError, StoreMismatchError, UnsupportedError
 from trainer_resume_helper import Dies, checkpoints
 

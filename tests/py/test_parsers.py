@@ -8,10 +8,14 @@ import struct
 from pathlib import Path
 
 import pytest
-from lohan import _core, _journal, _requests, _scalars, _trace, _trainer_folders
-from lohan._journal import Journal
-from lohan._zeroth import Record, Rule
+from lohan import _core
 from lohan.errors import ChecksumError, StoreError, StoreMismatchError, TraceError
+from lohan.hf import _trainer_folders
+from lohan.journal import _journal
+from lohan.journal._journal import Journal
+from lohan.journal._zeroth import Record, Rule
+from lohan.session import _trace
+from lohan.store import _requests, _scalars
 
 UUID = bytes(range(16))
 STEP = Record(0.1, 0.0, (0.5,), (1.0,))

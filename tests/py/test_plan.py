@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from lohan import _core, _plan
+from lohan import _core
 from lohan.errors import ModelError
+from lohan.planning import _plan
 
 GB = 10**9
 TFLOP = 10**12

@@ -12,9 +12,9 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan._guard import Guard
-from lohan._profile import Profile
+from lohan.activations._profile import Profile
 from lohan.errors import LohanError
+from lohan.session._guard import Guard
 from torch import nn
 
 WIDTH = 64

@@ -12,8 +12,8 @@ import lohan
 import pytest
 import torch
 import train_helper as helper
-from lohan import _activations
-from lohan._frame import Frame
+from lohan.activations import _activations
+from lohan.activations._frame import Frame
 from lohan.errors import ModelError, RecomputeError, StaleGraphError, UnsupportedError
 from recompute_helper import (
     KINDS,

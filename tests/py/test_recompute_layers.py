@@ -10,8 +10,8 @@ import lohan
 import pytest
 import torch
 import train_helper as helper
-from lohan import _swap
-from lohan._frame import Frame
+from lohan.activations import _swap
+from lohan.activations._frame import Frame
 from lohan.errors import ModelError
 from recompute_helper import (
     KINDS,

@@ -13,7 +13,7 @@ import pytest
 import torch
 import train_helper as helper
 from diffusers import DiTTransformer2DModel
-from lohan import _frame, _swap
+from lohan.activations import _frame, _swap
 from torch import nn
 from transformers import (
     BertConfig,

@@ -13,7 +13,7 @@ from typing import Any
 
 import lohan
 import pytest
-from lohan import _requests
+from lohan.store import _requests
 from rules_helper import Stack, build, train_step
 from torch import nn
 

@@ -8,7 +8,6 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan import _session
 from lohan.errors import (
     HyperParameterError,
     OffloadedGradientError,
@@ -16,6 +15,7 @@ from lohan.errors import (
     UnsupportedError,
     ZeroGradError,
 )
+from lohan.session import _session
 from rules_helper import (
     WIDTH,
     Stack,

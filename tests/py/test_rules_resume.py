@@ -8,7 +8,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan import _scalars
+from lohan.store import _scalars
 from rules_helper import WIDTH, Workshop, assert_same_state, build, train_step, workshop
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler, OneCycleLR

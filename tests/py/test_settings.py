@@ -8,7 +8,7 @@ from typing import Any
 import crash_worker
 import lohan
 import pytest
-from lohan import _units
+from lohan.common import _units
 from lohan.errors import BudgetError, DeviceMemoryError, ModelError
 
 

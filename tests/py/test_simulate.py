@@ -13,9 +13,10 @@ import time
 
 import pytest
 from click.testing import CliRunner, Result
-from lohan import _core, _machines, _placement, _plan, _policies
+from lohan import _core
 from lohan.cli import main
 from lohan.errors import BudgetError, LohanError, MachineError
+from lohan.planning import _machines, _placement, _plan, _policies
 from lohan.simulate import Options, simulate
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "sim_steps.csv"

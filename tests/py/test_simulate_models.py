@@ -12,9 +12,9 @@ transformers = pytest.importorskip("transformers")
 
 import torch  # noqa: E402
 from click.testing import CliRunner  # noqa: E402
-from lohan import _models, _plan  # noqa: E402
 from lohan.cli import main  # noqa: E402
 from lohan.errors import MachineError, ModelError  # noqa: E402
+from lohan.planning import _models, _plan  # noqa: E402
 
 BATCH, SEQ = 2, 64
 SMALL: dict[str, Any] = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}

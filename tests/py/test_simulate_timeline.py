@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from lohan import _machines, _plan, _simulate_timeline
+from lohan.planning import _machines, _plan, _simulate_timeline
 from lohan.simulate import Options, simulate, simulate_traced
 
 MACHINE = _machines.change(_machines.load("gaming-pc"), ["ssd_count=2", "host_bytes=24 GB"])

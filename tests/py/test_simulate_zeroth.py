@@ -15,10 +15,19 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from lohan import _core, _machines, _plan
-from lohan._simulate_zeroth import LINKS, POLICIES, Decoder, Options, Step, decoder, simulate
+from lohan import _core
 from lohan.cli import main
 from lohan.errors import MachineError, ModelError
+from lohan.planning import _machines, _plan
+from lohan.planning._simulate_zeroth import (
+    LINKS,
+    POLICIES,
+    Decoder,
+    Options,
+    Step,
+    decoder,
+    simulate,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "zo2_tables.py"

@@ -21,7 +21,6 @@ import crash_worker
 import lohan
 import pytest
 import torch
-from lohan import _requests, _snapshot
 from lohan.errors import (
     ChecksumError,
     SessionError,
@@ -32,6 +31,7 @@ from lohan.errors import (
     StoreUncleanError,
     UnsupportedError,
 )
+from lohan.store import _requests, _snapshot
 
 WAIT_S = 60
 
@@ -81,7 +81,7 @@ def committed_step(directory: pathlib.Path) -> int:
     """What a copy of the files, as they are now, would be opened at."""
     copy = directory.parent / f"{directory.name}-as-it-is"
     shutil.copytree(directory, copy)
-    store = lohan._store.open_existing([str(copy)], lohan.Config(), read_only=True)
+    store = lohan.store._store.open_existing([str(copy)], lohan.Config(), read_only=True)
     step = int(store.describe()["step"])
     store.close()
     shutil.rmtree(copy)

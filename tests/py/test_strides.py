@@ -313,7 +313,7 @@ def test_a_store_without_strides_goes_on_contiguous(
 def test_an_older_lohan_does_not_take_a_store_with_strides_for_one_without(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lohan import _store
+    from lohan.store import _store
 
     model = workshop.wrap(build(channels_last))
     assert json.loads(model.lohan.store.describe()["meta"])["lohan"] == 2

@@ -10,7 +10,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan import _timeline
+from lohan.common import _timeline
 from lohan.errors import BudgetError, DeviceMemoryError, ModelError, StoreError, StoreExistsError
 from torch import nn
 from torch.nn import functional

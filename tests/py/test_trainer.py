@@ -14,7 +14,7 @@ import pytest
 import torch
 import trainer_helper as helper
 import transformers
-from lohan import _exit
+from lohan.common import _exit
 from lohan.errors import BudgetError, ModelError, StoreError, UnsupportedError
 from transformers import LlamaForCausalLM
 

@@ -14,7 +14,7 @@ import lohan
 import pytest
 import torch
 import trainer_helper as helper
-from lohan import _exit
+from lohan.common import _exit
 from lohan.errors import StoreError, StoreMismatchError
 from trainer_resume_helper import ARGUMENTS, Dies, checkpoints
 

@@ -11,7 +11,7 @@ import lohan
 import numpy as np
 import pytest
 import torch
-from lohan import _exit
+from lohan.common import _exit
 from peft import LoraConfig, PeftModel
 from trl import SFTConfig, SFTTrainer
 

@@ -12,9 +12,10 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan import _core, _store, _weights
-from lohan._in_place import InPlace
+from lohan import _core
 from lohan.errors import LohanError, ModelError, StoreError
+from lohan.layout._in_place import InPlace
+from lohan.store import _store, _weights
 from safetensors.torch import save_file
 from torch import nn
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from lohan import _core
-from lohan._direction import Stream, normal
-from lohan._journal import BYTES, NAME, Journal
-from lohan._zeroth import Record, Rule, operations
 from lohan.errors import ChecksumError, StoreError, StoreExistsError, StoreMismatchError
+from lohan.journal._direction import Stream, normal
+from lohan.journal._journal import BYTES, NAME, Journal
+from lohan.journal._zeroth import Record, Rule, operations
 
 UUID = bytes(range(16))
 SIZES = (70, 1, 333)
@@ -184,8 +184,8 @@ def test_a_journal_that_cannot_grow_keeps_its_steps(tmp_path: Path) -> None:
     """In a process of its own, whose files may be so large and no larger."""
     program = """
 import resource, signal, sys
-from lohan._journal import Journal
-from lohan._zeroth import Record, Rule
+from lohan.journal._journal import Journal
+from lohan.journal._zeroth import Record, Rule
 from lohan.errors import StoreError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 journal = Journal.create(sys.argv[1], bytes(range(16)), Rule(1, 1e-3))
@@ -208,8 +208,8 @@ assert len(journal.records) == 2
 def test_a_killed_writer_loses_no_step_that_it_reported(tmp_path: Path) -> None:
     program = """
 import sys
-from lohan._journal import Journal
-from lohan._zeroth import Record, Rule
+from lohan.journal._journal import Journal
+from lohan.journal._zeroth import Record, Rule
 journal = Journal.create(sys.argv[1], bytes(range(16)), Rule(1, 1e-3))
 for step in range(100000):
     journal.append(Record(1e-3, 0.0, (float(step),)))

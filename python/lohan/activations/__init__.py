@@ -1,0 +1,1 @@
+"""Activations of a wrapped model: keeping, offloading and recomputing them, and profiling."""

@@ -1,0 +1,437 @@
+"""Which activations are kept, which are computed again: the layers of each block, and their hooks.
+
+A layer is a module inside a block, the block itself included. A block in which everything is done
+as the session does it anyway has no hook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from lohan.activations._frame import Dropped, Frame
+from lohan.config import ACTIVATIONS, POLICIES
+from lohan.errors import ModelError
+from lohan.torch_glue._tensor import in_transform
+
+if TYPE_CHECKING:
+    from lohan import _core
+    from lohan.config import Config
+    from lohan.layout._block import Layout, Scope
+    from lohan.torch_glue._device import Device
+    from lohan.torch_glue._tensor import SavedTensors
+
+
+class Owner(Protocol):
+    """What a session has for its activations."""
+
+    layout: Layout
+    device: Device
+    config: Config
+    saved: SavedTensors
+    stay: SavedTensors
+    to_ssd: SavedTensors
+    _engine: _core.Engine
+    _param_index: dict[int, int]
+
+
+class Modes(Protocol):
+    """What is done with the activations of each layer."""
+
+    def within(self, name: str, module: nn.Module) -> dict[int, tuple[str, str]]:
+        """Name and mode of each module of a block, by its id."""
+
+    def given(self, name: str, mode: str) -> str:
+        """The mode of what a block is given; that of the block itself is mode."""
+
+
+class _Modes:
+    """What a user has said of layers: the first pattern rules that fits one, or what it is in."""
+
+    def __init__(self, activations: str | Mapping[str, str]) -> None:
+        said = {"*": activations} if isinstance(activations, str) else activations
+        self.said = list(said.items())
+        self.unused = set(said)
+
+    def of(self, name: str) -> str:
+        """The mode of a layer."""
+        parts = name.split(".")
+        around = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        for pattern, mode in self.said:
+            if any(fnmatch.fnmatchcase(one, pattern) for one in around):
+                self.unused.discard(pattern)
+                return mode
+        return "keep"
+
+    def within(self, name: str, module: nn.Module) -> dict[int, tuple[str, str]]:
+        """See Modes."""
+        named = module.named_modules(prefix=name)
+        return {id(layer): (path, self.of(path)) for path, layer in named}
+
+    def given(self, name: str, mode: str) -> str:
+        """See Modes: what a block is computed again from leaves, where the session swaps."""
+        return "keep" if mode == "keep" else "swap"
+
+
+def check(activations: Any) -> None:
+    """Refuse what is no choice.
+
+    Raises:
+        ModelError: says what could be.
+    """
+    if isinstance(activations, Mapping):
+        for pattern, mode in activations.items():
+            if not isinstance(pattern, str) or mode not in (*ACTIVATIONS, "swap"):
+                raise ModelError(
+                    f"activations {{{pattern!r}: {mode!r}}}: the pattern of a layer's name, and"
+                    " 'keep', 'recompute' or 'swap'"
+                )
+    elif activations not in (*ACTIVATIONS, *POLICIES):
+        raise ModelError(
+            f"activations {activations!r}: 'keep', 'recompute', a policy"
+            f" ({', '.join(map(repr, POLICIES))}), or a dict of patterns of layers' names"
+        )
+
+
+def check_layers(config: Config, layout: Layout) -> None:
+    """Refuse what the model's blocks cannot do.
+
+    Raises:
+        ModelError: a pattern fits no layer of a block.
+            Or a layer is to be swapped, and there is no place for it.
+    """
+    if config.activations in POLICIES:
+        return
+    modes = _Modes(config.activations)
+    for scope in layout.scopes:
+        if not scope.is_innermost:
+            continue
+        assert scope.module is not None  # the hooks are not on yet
+        named = modes.within(scope.name, scope.module).values()
+        swapped = next((name for name, mode in named if mode == "swap"), None)
+        if swapped is not None and not config.swap_bytes:
+            raise ModelError(
+                f"activations of {swapped!r} cannot be swapped: set swap_bytes, or 'recompute'"
+            )
+    if modes.unused:
+        raise ModelError(
+            f"activations {min(modes.unused)!r} is for no layer of a block (those that it fits, an"
+            " earlier pattern fits, too): names are those of model.named_modules()"
+        )
+
+
+# Every one that there is: whoever wraps one has another function.
+_shadows: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class Shadow:
+    """A module whose `forward` is another one from put() to remove()."""
+
+    def __init__(self, module: nn.Module, forward: Callable[[Any, Any], Any]) -> None:
+        self.module = weakref.ref(module)
+        self.own: Any = None
+
+        def shadow(*args: Any, **kwargs: Any) -> Any:
+            return forward(args, kwargs)
+
+        with contextlib.suppress(ValueError, TypeError):
+            shadow.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
+        self.shadow = shadow
+        _shadows.add(shadow)
+
+    def put(self) -> None:
+        """The module's `forward` is this one."""
+        module = self.module()
+        if module is not None:
+            self.own = module.__dict__.get("forward")
+            object.__setattr__(module, "forward", self.shadow)
+
+    def remove(self) -> None:
+        """Give the module its `forward` back, unless somebody has put another over this one."""
+        module = self.module()
+        if module is None or module.__dict__.get("forward") is not self.shadow:
+            return
+        object.__delattr__(module, "forward")
+        if self.own is not None:
+            object.__setattr__(module, "forward", self.own)
+
+    def plain(self, args: Any, kwargs: Any) -> Any:
+        """The module's own forward."""
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        module: Any = self.module()
+        return type(module).forward(module, *args, **kwargs)
+
+
+class Given:
+    """Who computed what a block is given.
+
+    Attributes:
+        mode: what is done with it.
+    """
+
+    name = "what it is given"
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+
+
+class Layer:
+    """A module inside a block of several modes.
+
+    Attributes:
+        name: of the module.
+        mode: of what it computes.
+        is_whole: nothing inside it is computed again for being dropped.
+    """
+
+    def __init__(self, block: Block, name: str, module: nn.Module, mode: str, is_whole: bool):
+        self.block = block
+        self.name = name
+        self.mode = mode
+        self.is_whole = is_whole
+        self.shadow = Shadow(module, self.forward)
+        self.plain = self.shadow.plain
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        """What the module's call runs."""
+        frame = self.block.frame
+        return self.plain(args, kwargs) if frame is None else frame.call(self, args, kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A scope that has no other inside, for as long as the hooks are on.
+
+    Attributes:
+        name: of its module.
+        module: weakly, since whoever holds the session must not hold the model.
+        scope: its units.
+        params: one of each unit.
+        units: their indices.
+    """
+
+    name: str
+    module: weakref.ref[nn.Module]
+    scope: _core.Scope
+    params: list[nn.Parameter]
+    units: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """What a session has for its activations, without the session.
+
+    Attributes:
+        pack: of the engine: a handle, or the tensor.
+        stay: hooks for saved tensors that stay.
+        saved: the session's own, by which they leave where it swaps.
+        to_ssd: those by which they leave for SSD even if main memory had room.
+        device: where computation happens.
+        known: the session's parameters, by their ids.
+    """
+
+    pack: Callable[[Any], Any]
+    stay: SavedTensors
+    saved: SavedTensors
+    to_ssd: SavedTensors
+    device: torch.device
+    known: Mapping[int, int]
+
+
+class Block:
+    """A block whose activations are not all kept, from put() to remove().
+
+    Attributes:
+        name: of the module.
+        mode: of what it computes outside of its layers.
+        given: what it is given.
+        pack: of the engine: a handle, or the tensor.
+        saved: the session's hooks for saved tensors.
+        stay: the same for those that stay.
+        packers: of them, by the mode.
+        device: where it computes.
+        known: the session's parameters, by their ids.
+        frame: of the forward that runs, for the first or the second time.
+        make_frame: what makes one.
+        anchor: what outputs that are given again hang on.
+        drop_end: saved tensors of the last forward up to the last one that was dropped.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        tools: Tools,
+        modes: dict[int, tuple[str, str]],
+        given: str,
+        make_frame: Callable[..., Frame] | None = None,
+    ) -> None:
+        module = place.module()
+        assert module is not None  # its forward is about to run, or it is being wrapped
+        self.name = place.name
+        self.mode = modes[id(module)][1]
+        self.given = Given(given)
+        self.scope = place.scope
+        self.params = place.params
+        self.pack = tools.pack
+        self.saved = tools.saved
+        self.stay = tools.stay
+        self.packers = {
+            "keep": tools.stay.pack,
+            "swap": tools.saved.pack,
+            "ssd": tools.to_ssd.pack,
+        }
+        self.device = tools.device
+        self.known = tools.known
+        self.frame: Frame | None = None
+        self.make_frame = make_frame
+        self.drop_end = 1 << 62
+        self.anchor = torch.empty(0, requires_grad=True)
+        self.is_on = False
+        self.layers: list[Layer] = []
+        if make_frame is not None or len({mode for _, mode in modes.values()}) > 1:
+            for layer in list(module.modules())[1:]:
+                inside = (modes[id(m)][1] for m in layer.modules())
+                name, mode = modes[id(layer)]
+                self.layers.append(Layer(self, name, layer, mode, "recompute" not in inside))
+        self.shadow = Shadow(module, self.forward)
+
+    def put(self) -> None:
+        """From here on the modules' `forward` is ours."""
+        self.is_on = True
+        for layer in self.layers:
+            layer.shadow.put()
+        self.shadow.put()
+
+    def remove(self) -> None:
+        """Give the modules their `forward` back."""
+        self.is_on = False
+        self.shadow.remove()
+        for layer in reversed(self.layers):
+            layer.shadow.remove()
+
+    @property
+    def way_out(self) -> str:
+        """The setting that keeps the block's activations."""
+        return f"activations={{{self.name!r}: 'keep', '*': 'recompute'}}"
+
+    @contextlib.contextmanager
+    def _running(self, frame: Frame) -> Iterator[None]:
+        outer, self.frame = self.frame, frame
+        try:
+            yield
+        finally:
+            self.frame = outer
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        """What the module's call runs."""
+        module = self.shadow.module()
+        if module is None or not torch.is_grad_enabled() or in_transform():
+            return self.shadow.plain(args, kwargs)
+        if not self.is_on:
+            # The module is the model, whose call had this forward when another one was put.
+            now: Any = module.__dict__.get("forward")
+            is_other = now in _shadows and now is not self.shadow.shadow
+            return now(*args, **kwargs) if is_other else self.shadow.plain(args, kwargs)
+        frame = (self.make_frame or Frame)(self, module, args, kwargs)
+        hooks = torch.autograd.graph.saved_tensors_hooks(frame.pack, self.unpack)
+        with hooks, self._running(frame):
+            output = frame.run(args, kwargs)
+        frame.end(args, kwargs)
+        return output
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """An operation of backward needs what it saved."""
+        if isinstance(packed, Dropped):
+            return packed.unpack(self)
+        tensor: torch.Tensor = self.saved.unpack(packed)
+        return tensor
+
+    def compute(self, frame: Frame, args: Any, kwargs: Any) -> None:
+        """The forward of then, with the block's parameters, in backward."""
+        module = self.shadow.module()
+        try:
+            self.scope.enter(module, args)
+            with self._running(frame):
+                frame.run(args, kwargs)
+        finally:
+            self.scope.leave(module, args, None)
+
+
+class Activations:
+    """The blocks of a session, while its hooks are on.
+
+    Args:
+        owner: the session.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        config = owner.config
+        # What the session's own hooks do, for which no block needs any.
+        is_planned = config.activations in POLICIES
+        self.usual = "keep" if not config.swap_bytes or is_planned else "swap"
+        self.modes: Modes | None = None
+        if not is_planned:
+            self.modes = _Modes(self.usual if config.activations == "keep" else config.activations)
+        self.places: list[Place] = []
+        self.blocks: list[Block] = []
+        self.tools = Tools(
+            owner._engine.pack,
+            owner.stay,
+            owner.saved,
+            owner.to_ssd,
+            owner.device.torch_device,
+            owner._param_index,
+        )
+
+    def add(self, owner: Owner, scope: Scope, made: _core.Scope) -> None:
+        """A scope that has no other inside."""
+        assert scope.module is not None  # the hooks are not on yet
+        params = [owner.layout.units[i].params[0].tensor for i in scope.units]
+        place = Place(scope.name, weakref.ref(scope.module), made, params, scope.units)
+        self.places.append(place)
+
+    def start(self) -> None:
+        """All are there: do what the settings say, unless that is planned later."""
+        if self.modes is not None:
+            self.put(self.make(self.modes))
+
+    def make(self, modes: Modes, make_frame: Callable[..., Frame] | None = None) -> list[Block]:
+        """Blocks of these modes, to be put.
+
+        Args:
+            modes: of all layers.
+            make_frame: what looks at each forward; every layer of every block calls it.
+        """
+        blocks = []
+        for place in self.places:
+            module = place.module()
+            if module is None:
+                continue
+            within = modes.within(place.name, module)
+            given = modes.given(place.name, within[id(module)][1])
+            is_usual = {given, *(mode for _, mode in within.values())} == {self.usual}
+            if make_frame is not None or not is_usual:
+                blocks.append(Block(place, self.tools, within, given, make_frame))
+        return blocks
+
+    def put(self, blocks: list[Block]) -> None:
+        """Have these and no others; a module may be in two."""
+        self.remove()
+        self.blocks = blocks
+        for block in blocks:
+            block.put()
+
+    def remove(self) -> None:
+        """Take everything off."""
+        for block in reversed(self.blocks):
+            block.remove()
+        self.blocks = []

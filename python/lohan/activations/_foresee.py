@@ -1,0 +1,117 @@
+"""How long a step by a plan will take: the engine, with this session's sizes, in virtual time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lohan import _core
+from lohan.activations import _swap
+from lohan.config import SCHEDULES
+from lohan.errors import BudgetError
+from lohan.planning._pieces import NS_PER_S, block_params, saved_pieces
+
+if TYPE_CHECKING:
+    from lohan.errors import LohanError
+    from lohan.planning._placement import Part
+    from lohan.planning._plan import Machine, Model
+    from lohan.session._session import Session
+
+_DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
+# Of an update, a parameter: what workers' speed is stated in, as in lohan.simulate.
+_UPDATE_BYTES = {"float32": 24, "bfloat16": 24, "float16": 28}
+_SSD_LATENCY_NS = 80_000
+_SSD_SYNC_NS = 200_000
+# Steps between commits of a session that commits none.
+_NEVER = 1 << 20
+_LINK_LATENCY_NS = 10_000
+
+
+def _raiser(code: int, message: str, is_rule: bool) -> LohanError:
+    return BudgetError(message)
+
+
+def _blocks(
+    model: Model, machine: Machine, fates: Sequence[str], again_ns: Sequence[int]
+) -> list[tuple[tuple[int, ...], tuple[Part, ...]]]:
+    own = [block_params(block) > 0 for block in model.blocks]
+    made = []
+    first = 0
+    for index, block in enumerate(model.blocks):
+        used = sorted({i for i in (block.shared_block, index) if i is not None and own[i]})
+        parts: list[Part] = []
+        for layer, fate in zip(block.layers, fates[first:], strict=False):
+            took = layer.forward_flop * NS_PER_S // machine.gpu_flop_per_s
+            parts.append((took, 2 * took, saved_pieces(layer, fate, 1)))
+        first += len(block.layers)
+        # Backward begins with what the block computes again.
+        forward_ns, backward_ns, saved = parts[-1]
+        parts[-1] = forward_ns, backward_ns + again_ns[index], saved
+        made.append((tuple(sum(own[:i]) for i in used), tuple(parts)))
+    return made
+
+
+def step_s(
+    session: Session,
+    model: Model,
+    machine: Machine,
+    fates: Sequence[str],
+    again_ns: Sequence[int],
+    window_bytes: int,
+) -> float:
+    """Seconds of a step, its share of a commit included.
+
+    Args:
+        session: an accelerator's.
+        model: profiled.
+        machine: measured.
+        fates: of each layer of model: "keep", "host", "ssd" or "recompute".
+        again_ns: what each block computes again, in the time of the profile.
+        window_bytes: of activations on their way.
+
+    Raises:
+        BudgetError: virtual time has no room for it; the message has the numbers.
+    """
+    config, device = session.config, session.device
+    memory, transit, store, _ = session._swap_options
+    dtype = _DTYPES[model.residual_bytes]
+    workers = config.threads or len(os.sched_getaffinity(0))
+    every = config.commit_steps or _NEVER
+    raw = _core.simulate(
+        units=[(dtype, False, n) for n in map(block_params, model.blocks) if n],
+        blocks=_blocks(model, machine, fates, again_ns),
+        machine={
+            "ssd_count": machine.ssd_count,
+            "ssd_read_bytes_per_s": machine.ssd_read_bytes_per_s,
+            "ssd_write_bytes_per_s": machine.ssd_write_bytes_per_s,
+            "ssd_total_bytes_per_s": machine.ssd_total_bytes_per_s,
+            "ssd_latency_ns": _SSD_LATENCY_NS,
+            "ssd_queue_depth": 64,
+            "ssd_sync_ns": _SSD_SYNC_NS,
+            "worker_count": workers,
+            "worker_bytes_per_s": max(
+                machine.adam_params_per_s * _UPDATE_BYTES[dtype] // workers, 1
+            ),
+            "device_bytes": device.slot_bytes,
+            "copy_in_bytes_per_s": machine.link_in_bytes_per_s,
+            "copy_out_bytes_per_s": machine.link_out_bytes_per_s,
+            "copy_latency_ns": _LINK_LATENCY_NS,
+        },
+        saved={
+            "memory_bytes": memory,
+            "transit_bytes": transit,
+            "ssd_bytes": _swap.room_bytes(store),
+            "out_bytes": window_bytes,
+            "ahead_bytes": window_bytes,
+        },
+        host_bytes=session.budget["host_bytes"],
+        schedule=SCHEDULES.index(config.schedule),
+        commit_every=every,
+        io_depth=config.io_depth,
+        transfer_bytes=config.transfer_bytes,
+        only_checks=False,
+        raiser=_raiser,
+    )
+    step_ns = raw["step_ns"] + raw["commit_ns"] / max(every, 1)
+    return float(step_ns) / NS_PER_S

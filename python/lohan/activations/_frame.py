@@ -1,0 +1,358 @@
+"""One forward of one block whose activations are not all kept, until its backward.
+
+[Note: Computed again] The forward of such a block runs under hooks for saved tensors of its own.
+Each tensor that an operation saves belongs to the layer that computed it, and what was said of that
+layer is done with it: it stays as it is, leaves (_swap.py), or is dropped. Parameters
+are handles as ever; the block's inputs stay or leave, what is small stays. When backward unpacks
+the first dropped tensor, the block's forward is computed again from its inputs, under hooks that
+only collect, in the order of then, what the live tickets miss; it stops with the last of them. The
+graph of the first forward is the one that is differentiated, the second one is thrown away. A frame
+is held by its tickets, so it goes with the graph, and what it keeps goes as soon as everything is
+there. It holds a handle of each of the block's units, so that no update begins while the values of
+then may be needed.
+
+[Note: Skipped layers] A layer that is kept or leaves with all inside keeps its output, too, where
+something behind it was dropped. Computed again, its call answers with that output instead, unless
+it saved what others computed and dropped. The generators go on as they did behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from lohan import _core
+from lohan.errors import LohanError, RecomputeError, UnsupportedError
+from lohan.torch_glue._recompute_state import (
+    SMALL_BYTES,
+    Surroundings,
+    items_of,
+    map_tensors,
+    map_values,
+    random_states,
+    set_random_states,
+    tensors_in,
+)
+from lohan.torch_glue._tensor import has_storage, is_top_hook, storage_reference, version_of
+
+if TYPE_CHECKING:
+    from lohan.activations._activations import Block, Layer
+
+_Form = tuple[torch.Size, torch.dtype]
+
+
+class Owner(Protocol):
+    """Who computed a tensor: a layer, the block itself, or whoever calls the block."""
+
+    name: str
+    mode: str
+
+
+class _AllThereError(Exception):
+    """Everything that was dropped is there again: the rest need not be computed."""
+
+
+class Dropped:
+    """What autograd has instead of a tensor that is computed again."""
+
+    __slots__ = ("__weakref__", "frame", "packed")
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame: Frame | None = frame
+        self.packed: Any = None
+
+    def unpack(self, block: Block) -> torch.Tensor:
+        """The tensor, which the block's forward is run for, once."""
+        if self.frame is not None:
+            self.frame.compute_again()
+        tensor: torch.Tensor = block.stay.unpack(self.packed)
+        return tensor
+
+
+class _Owned:
+    """A storage that was seen in a forward, and who computed it.
+
+    The weak reference makes its address mean this storage as long as the frame looks.
+    """
+
+    __slots__ = ("owner", "reference")
+
+    def __init__(self, storage: torch.UntypedStorage, owner: Owner) -> None:
+        self.reference = storage_reference(storage)
+        self.owner = owner
+
+
+class _Input:
+    """A tensor that a block was given or a layer returned, packed like what operations save."""
+
+    __slots__ = ("needs_grad", "packed")
+
+    def __init__(self, tensor: torch.Tensor, packed: Any) -> None:
+        self.needs_grad = tensor.requires_grad
+        self.packed = packed
+
+
+class _Given(torch.autograd.Function):
+    """Makes an output that is there one that was computed: no leaf, so it may change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
+        return given[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _refuse(gradients)
+
+
+class _Call:
+    """One call of a layer inside the block.
+
+    Attributes:
+        first: saved tensors of the block before it.
+        end: the same, behind it.
+        following: calls of the block before the one behind it: those inside are passed over.
+        output: packed, where the layer need not be computed again.
+        random: the generators' states behind it, where it drew.
+    """
+
+    __slots__ = ("end", "first", "following", "output", "random")
+
+    def __init__(self, first: int) -> None:
+        self.first = self.end = first
+        self.following = 0
+        self.output: Any = None
+        self.random: list[torch.Tensor] | None = None
+
+
+def _form_of(tensor: torch.Tensor) -> _Form:
+    return tensor.shape, tensor.dtype
+
+
+def _versions(args: Any, kwargs: Any) -> list[int]:
+    return [version_of(tensor) for tensor in tensors_in((args, kwargs))]
+
+
+def is_plain(value: Any) -> bool:
+    """Made of tensors and constants alone: an object may hold what changes."""
+    items = items_of(value)
+    if items is not None:
+        return all(map(is_plain, items))
+    return value is None or isinstance(value, torch.Tensor | bool | int | float | str)
+
+
+class Frame:
+    """One forward of one block, until its backward has what it needs."""
+
+    def __init__(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.block = block
+        self.surroundings: Surroundings | None = Surroundings(module, block.device, block.known)
+        self.forms: list[_Form] = []  # of every saved tensor, in order
+        self.tickets: dict[int, weakref.ref[Dropped]] = {}  # those that were dropped
+        self.wanted: dict[int, Dropped] = {}
+        self.count = 0  # of saved tensors, when computed again
+        self.calls: list[_Call] = []
+        self.call_count = 0  # when computed again
+        self.is_over = False
+        self.owned: dict[int, _Owned] = {}
+        self.layer: Owner = block  # that runs
+        self.is_inside = False  # a layer whose output is kept
+        self.versions = _versions(args, kwargs)
+        self.inputs = map_tensors((args, kwargs), lambda tensor: self._take(tensor, block.given))
+        self.handles = [block.pack(param) for param in block.params]
+
+    # --- The first forward ------------------------------------------------------------------
+
+    def _own(self, tensor: torch.Tensor, owner: Owner) -> Owner:
+        """Who computed tensor: known from before, or owner."""
+        if not has_storage(tensor):
+            return owner
+        storage = tensor.untyped_storage()
+        owned = self.owned.get(storage._cdata)
+        if owned is None:
+            owned = self.owned[storage._cdata] = _Owned(storage, owner)
+        return owned.owner
+
+    def _take(self, tensor: torch.Tensor, owner: Owner) -> _Input:
+        self._own(tensor, owner)
+        return _Input(tensor, self.block.packers[owner.mode](tensor))
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """An operation of the first forward saves tensor."""
+        packed = self.block.pack(tensor)
+        self.forms.append(_form_of(tensor))
+        if isinstance(packed, _core.Handle):
+            return packed
+        if not has_storage(tensor) or tensor.untyped_storage().nbytes() <= SMALL_BYTES:
+            return self.block.stay.pack(tensor)
+        mode = self._own(tensor, self.layer).mode
+        if mode != "recompute":
+            return self.block.packers[mode](tensor)
+        ticket = Dropped(self)
+        self.tickets[len(self.forms) - 1] = weakref.ref(ticket)
+        return ticket
+
+    def call(self, layer: Layer, args: Any, kwargs: Any) -> Any:
+        """A layer of the block is called, in its first forward or in its second one."""
+        hook = self._collect if self.is_over else self.pack
+        if not torch.is_grad_enabled() or not is_top_hook(hook):
+            return layer.plain(args, kwargs)  # a checkpoint inside: what it saves is not seen
+        if self.is_over:
+            return self._call_again(layer, args, kwargs)
+        map_tensors((args, kwargs), lambda tensor: self._own(tensor, self.layer))
+        call = _Call(len(self.forms))
+        self.calls.append(call)
+        is_kept = layer.is_whole and not self.is_inside and call.first < self.block.drop_end
+        random = random_states(self.block.device) if is_kept else []
+        outer = self.layer, self.is_inside
+        self.layer, self.is_inside = layer, self.is_inside or is_kept
+        try:
+            output = layer.plain(args, kwargs)
+        finally:
+            self.layer, self.is_inside = outer
+        call.end, call.following = len(self.forms), len(self.calls)
+        map_tensors(output, lambda tensor: self._own(tensor, layer))
+        has_all = not any(index in self.tickets for index in range(call.first, call.end))
+        if is_kept and has_all and is_plain(output):
+            call.output = (map_tensors(output, lambda tensor: self._take(tensor, layer)),)
+            behind = random_states(self.block.device)
+            if not all(map(torch.equal, random, behind)):
+                call.random = behind
+        return output
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """The block's own forward, for the first or the second time."""
+        return self.block.shadow.plain(args, kwargs)
+
+    def end(self, args: Any, kwargs: Any) -> None:
+        """The first forward is over.
+
+        Args:
+            args: what the block was given.
+            kwargs: by name.
+
+        Raises:
+            RecomputeError: it changed one of its inputs in place.
+        """
+        self.is_over = True
+        self.owned.clear()
+        if self.surroundings is not None:
+            self.surroundings.settle()
+        self.block.drop_end = drop_end = max(self.tickets, default=-1) + 1
+        for call in self.calls:
+            if call.first >= drop_end:  # nothing is computed again behind it
+                call.output = None
+        if all(ticket() is None for ticket in self.tickets.values()):
+            self._release()
+            return
+        if _versions(args, kwargs) != self.versions:
+            raise self._changed()
+
+    # --- The second forward -----------------------------------------------------------------
+
+    def _release(self) -> None:
+        """Nothing will be computed again."""
+        self.surroundings = None
+        self.inputs = None
+        self.handles.clear()
+        self.tickets.clear()
+        self.forms.clear()
+        self.calls.clear()
+
+    def _changed(self) -> RecomputeError:
+        return RecomputeError(
+            f"an input of block {self.block.name!r}, which is computed again in backward, was"
+            " changed in place: change a clone() of it, or keep the block's activations"
+            f" ({self.block.way_out})"
+        )
+
+    def _give(self, item: _Input) -> torch.Tensor:
+        try:
+            tensor = self.block.unpack(item.packed)
+        except LohanError:
+            raise
+        except RuntimeError as error:
+            raise self._changed() from error
+        return tensor.detach().requires_grad_(item.needs_grad)
+
+    def compute_again(self) -> None:
+        """Give every ticket that is alive its tensor."""
+        block, surroundings = self.block, self.surroundings
+        if not self.is_over or surroundings is None:
+            raise UnsupportedError(
+                f"a backward inside the forward of block {block.name!r}, whose activations are"
+                f" computed again: keep them ({block.way_out})"
+            )
+        for handle in self.handles:
+            block.stay.unpack(handle)  # refuses values of a later step
+        alive = {i: ticket() for i, ticket in self.tickets.items()}
+        self.wanted = {i: ticket for i, ticket in alive.items() if ticket is not None}
+        self.count = self.call_count = 0
+        args, kwargs = map_values(self.inputs, _Input, self._give)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._collect, _refuse)
+        with (
+            surroundings.again(block.name, block.way_out),
+            hooks,
+            contextlib.suppress(_AllThereError),
+        ):
+            block.compute(self, args, kwargs)
+        if self.wanted:
+            raise self._differs(f"its operations saved {self.count} tensors")
+        self._release()
+
+    def _collect(self, tensor: torch.Tensor) -> None:
+        """An operation of the second forward saves tensor."""
+        index = self.count
+        self.count += 1
+        form = _form_of(tensor)
+        if index < len(self.forms) and form != self.forms[index]:
+            raise self._differs(f"tensor {index} was {self.forms[index]} and is {form}")
+        ticket = self.wanted.pop(index, None)
+        if ticket is not None:
+            ticket.packed = self.block.stay.pack(tensor)
+            ticket.frame = None
+        if not self.wanted:
+            raise _AllThereError
+
+    def _call_again(self, layer: Layer, args: Any, kwargs: Any) -> Any:
+        if self.call_count >= len(self.calls):
+            raise self._differs(f"layer {layer.name!r} was not called {self.call_count + 1} times")
+        call = self.calls[self.call_count]
+        self.call_count += 1
+        if call.first != self.count:
+            raise self._differs(f"layer {layer.name!r} came behind {self.count} tensors")
+        if call.output is None:
+            return layer.plain(args, kwargs)
+        try:
+            (output,) = map_values(call.output, _Input, self._give_output)
+        except LohanError:
+            raise
+        except RuntimeError:  # it was changed in place since: compute it
+            return layer.plain(args, kwargs)
+        self.count, self.call_count = call.end, call.following
+        if call.random is not None:
+            set_random_states(call.random, self.block.device)
+        return output
+
+    def _give_output(self, item: _Input) -> torch.Tensor:
+        tensor = self.block.unpack(item.packed).detach()
+        if not item.needs_grad:
+            return tensor
+        give: Callable[..., torch.Tensor] = _Given.apply
+        return give(self.block.anchor, [tensor])
+
+    def _differs(self, how: str) -> RecomputeError:
+        return RecomputeError(
+            f"block {self.block.name!r}, computed again in backward, was not the same: {how}, of"
+            f" {len(self.forms)} in the forward. Does it draw from other generators than torch's,"
+            " or change an object that it is given (a cache of keys and values: use_cache=False)?"
+            f" Keep its activations ({self.block.way_out})"
+        )
+
+
+def _refuse(packed: Any) -> Any:
+    raise RecomputeError("a graph that is made in backward to be thrown away was run")

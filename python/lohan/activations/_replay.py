@@ -1,0 +1,193 @@
+"""What a choice for every layer would have done in a forward that was profiled, to the byte.
+
+It goes by _frame.py: what is dropped, what stays, what leaves, which layers are
+skipped when a block is computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lohan.activations._profile import GIVEN, NOBODY
+
+if TYPE_CHECKING:
+    from lohan.activations._profile import Call, Profile, Visit
+
+_LEAVES = ("swap", "ssd")
+
+
+@dataclasses.dataclass(frozen=True)
+class Assigned:
+    """A mode for every layer by its name, and for what each block is given."""
+
+    layers: Mapping[str, str]
+    inputs: Mapping[str, str]
+    usual: str = "keep"
+    usual_input: str = "keep"
+
+    def within(self, name: str, module: nn.Module) -> dict[int, tuple[str, str]]:
+        """See lohan.activations._activations.Modes."""
+        named = module.named_modules(prefix=name)
+        return {id(layer): (path, self.layers.get(path, self.usual)) for path, layer in named}
+
+    def given(self, name: str, mode: str) -> str:
+        """See lohan.activations._activations.Modes."""
+        return self.inputs.get(name, self.usual_input)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """Of one forward and its backward.
+
+    Attributes:
+        kept_bytes: that stay where computation happens.
+        left: (bytes, straight to SSD) of each storage that leaves, in order.
+        again_ns: of computing again, by blocks' names.
+        peak_bytes: what stays, what is computed again and what it is computed from, where most of
+            it is there at once; what is on its way comes on top.
+    """
+
+    kept_bytes: int
+    left: list[tuple[int, bool]]
+    again_ns: dict[str, int]
+    peak_bytes: int = 0
+
+    @property
+    def left_bytes(self) -> int:
+        """Of all that leave."""
+        return sum(nbytes for nbytes, _ in self.left)
+
+    @property
+    def item_bytes(self) -> int:
+        """Of the largest one that leaves."""
+        return max((nbytes for nbytes, _ in self.left), default=0)
+
+
+@dataclasses.dataclass
+class _Fates:
+    """Storages of one visit."""
+
+    kept: set[int]
+    left: set[int]
+    on_ssd: set[int]
+    dropped: set[int]
+    given: set[int]  # that left, and that computing again begins with or does not make again
+    again_ns: int
+
+
+class _Visiting:
+    """One visit by one choice."""
+
+    def __init__(self, visit: Visit, modes: Assigned) -> None:
+        self.visit = visit
+        self.modes = [modes.layers.get(name, modes.usual) for name in visit.names]
+        self.given = modes.given(visit.block, self.modes[0])
+        self.is_whole = [
+            all(
+                mode != "recompute"
+                for inner, mode in zip(visit.names, self.modes, strict=True)
+                if inner == name or inner.startswith(f"{name}.")
+            )
+            for name in visit.names
+        ]
+        dropped = [i for i, (_, by) in enumerate(visit.saves) if self.mode_of(by) == "recompute"]
+        self.dropped = set(dropped)
+        self.drop_end = max(dropped, default=-1) + 1
+
+    def mode_of(self, layer: int) -> str:
+        """What is done with what a layer computes."""
+        if layer == NOBODY:
+            return "keep"
+        return self.given if layer == GIVEN else self.modes[layer]
+
+    def skipped(self) -> Iterator[Call]:
+        """Calls whose outputs are kept, so that they are not made again."""
+        behind = 0
+        for index, call in enumerate(self.visit.calls):
+            if index < behind or not self.is_whole[call.layer] or call.first >= self.drop_end:
+                continue
+            behind = call.following
+            if call.is_plain and not self.dropped.intersection(range(call.first, call.end)):
+                yield call
+
+    def again_ns(self) -> int:
+        """Of computing again: all that is called before the last one that was dropped."""
+        if not self.dropped:
+            return 0
+        left = list(self.visit.ns)
+        ends = {id(call): call.following for call in self.skipped()}
+        behind = 0
+        for index, call in enumerate(self.visit.calls):
+            behind = max(behind, ends.get(id(call), 0))
+            # Operations save what they are given before they run: the last one does not any more.
+            is_last = call.first == self.drop_end - 1 and call.following == index + 1
+            if index < behind or call.first >= self.drop_end or is_last:
+                left[call.layer] = 0
+        return sum(left)
+
+    def fates(self, may_leave: Callable[[int], bool]) -> _Fates:
+        """Where each storage is."""
+        made = _Fates(set(), set(), set(), set(), set(), self.again_ns())
+
+        def put(storage: int, mode: str) -> None:
+            if mode in _LEAVES and may_leave(storage):
+                made.left.add(storage)
+                if mode == "ssd":
+                    made.on_ssd.add(storage)
+            elif mode == "recompute":
+                made.dropped.add(storage)
+            elif storage >= 0:
+                made.kept.add(storage)
+
+        for storage, layer in self.visit.saves:
+            put(storage, self.mode_of(layer))
+        if self.dropped:
+            outputs = [(s, call.layer) for call in self.skipped() for s in call.outputs]
+            begun = [(storage, GIVEN) for storage in self.visit.inputs] + outputs
+            for storage, layer in begun:
+                put(storage, self.mode_of(layer))
+            made.given = {storage for storage, _ in begun} & made.left
+        return made
+
+
+def replay(
+    profile: Profile, modes: Assigned, may_leave: Callable[[int], bool] = lambda nbytes: True
+) -> Outcome:
+    """What would have come of a choice.
+
+    Args:
+        profile: of a forward.
+        modes: the choice.
+        may_leave: whether a storage of so many bytes can.
+    """
+    sizes = profile.storages
+
+    def total(storages: set[int]) -> int:
+        return sum(sizes[i] for i in storages)
+
+    visits = [
+        _Visiting(visit, modes).fates(lambda i: may_leave(sizes[i])) for visit in profile.visits
+    ]
+    kept: set[int] = set()
+    peak = 0
+    for index, fates in enumerate(visits):
+        kept |= {storage for storage, before in profile.outside if before == index}
+        kept |= fates.kept
+        # Backward has the visits up to this one, and what this one drops, again.
+        peak = max(peak, total(kept | fates.dropped | fates.given))
+    kept |= {storage for storage, _ in profile.outside}
+    on_ssd = set().union(*(fates.on_ssd for fates in visits))
+    again_ns: dict[str, int] = {}
+    for visit, fates in zip(profile.visits, visits, strict=True):
+        again_ns[visit.block] = again_ns.get(visit.block, 0) + fates.again_ns
+    order = dict.fromkeys(i for fates in visits for i in sorted(fates.left))
+    return Outcome(
+        kept_bytes=total(kept),
+        left=[(sizes[i], i in on_ssd) for i in order],
+        again_ns=again_ns,
+        peak_bytes=max(peak, total(kept)),
+    )

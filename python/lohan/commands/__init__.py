@@ -1,0 +1,1 @@
+"""What the subcommands of `lohan` do; cli.py declares them."""

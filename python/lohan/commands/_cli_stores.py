@@ -1,0 +1,142 @@
+"""Commands of `lohan` over stores: export, snapshot, verify. cli.py adds them to its group."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+SHOW_AFTER_S = 2.0
+
+JSON = click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, once it takes more than two seconds."""
+    begin = time.monotonic()
+    console = Console(stderr=True)
+    with contextlib.ExitStack() as stack:
+        bar: Progress | None = None
+        task: Any = None
+
+        def advance(done: int, total: int) -> None:
+            nonlocal bar, task
+            if bar is None and (time.monotonic() - begin < SHOW_AFTER_S or not console.is_terminal):
+                return
+            if bar is None:
+                columns = (
+                    TextColumn(what),
+                    BarColumn(),
+                    DownloadColumn(),
+                    TransferSpeedColumn(),
+                )
+                bar = stack.enter_context(Progress(*columns, console=console, transient=True))
+                task = bar.add_task(what, total=total)
+            bar.update(task, completed=done, total=total)
+
+        yield advance
+
+
+def _say(value: dict[str, Any], json_wanted: bool, text: str) -> None:
+    if json_wanted:
+        sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    else:
+        Console(soft_wrap=True).print(text, highlight=False, markup=False)
+
+
+@click.command()
+@click.argument("store", metavar="STORE...", nargs=-1, required=True)
+@click.argument("out", metavar="OUT")
+@click.option("--dtype", type=click.Choice(["float32"]), help="The fp32 masters; else as trained.")
+@click.option("--max-shard-size", default="50GB", show_default=True, help="Of one file.")
+@click.option("--overwrite", is_flag=True, help="A model in OUT may be replaced.")
+@JSON
+def export(
+    store: tuple[str, ...],
+    out: str,
+    dtype: str | None,
+    max_shard_size: str,
+    overwrite: bool,
+    json_wanted: bool,
+) -> None:
+    """Write a store's parameters as safetensors, for from_pretrained, without the model's code.
+
+    STORE: the directories it was made with. OUT: a folder.
+    """
+    from lohan.store import _export
+
+    with _progress("export") as progress:
+        files = _export.export(
+            list(store),
+            out,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    nbytes = sum(file.stat().st_size for file in files)
+    said = {"files": [str(file) for file in files], "bytes": nbytes}
+    _say(said, json_wanted, f"{out}: {len(files)} files, {nbytes:,} bytes")
+
+
+@click.command()
+@click.argument("store", metavar="STORE...", nargs=-1, required=True)
+@click.argument("out", metavar="OUT")
+@click.option("--and", "others", multiple=True, metavar="OUT", help="One more: striped over all.")
+@click.option(
+    "--wait",
+    "wait_s",
+    default=600.0,
+    show_default=True,
+    help="Seconds for the end of a step, where a process trains.",
+)
+@JSON
+def snapshot(
+    store: tuple[str, ...], out: str, others: tuple[str, ...], wait_s: float, json_wanted: bool
+) -> None:
+    """Copy a store's last committed step to other directories, also while a process trains.
+
+    STORE: the directories it was made with. OUT: one of the copy, which need not have as many.
+    """
+    from lohan.store import _snapshot
+
+    with _progress("snapshot") as progress:
+        made = _snapshot.snapshot(list(store), [out, *others], wait_s=wait_s, progress=progress)
+    said = {"step": made.step, "directories": made.directories, "bytes": made.total_bytes}
+    where = ", ".join(made.directories)
+    _say(said, json_wanted, f"step {made.step}: {made.total_bytes:,} bytes in {where}")
+
+
+@click.command()
+@click.argument("store", metavar="STORE...", nargs=-1, required=True)
+@JSON
+def verify(store: tuple[str, ...], json_wanted: bool) -> None:
+    """Read every byte of a store's committed step, and compare it with its checksum.
+
+    STORE: the directories it was made with. The exit status is 0 if all is as written, else 1.
+    """
+    from lohan.store import _verify
+
+    with _progress("verify") as progress:
+        found = _verify.verify(list(store), progress=progress)
+    lines = [
+        f"step {found.step}: {found.read_bytes:,} bytes in {found.seconds:.1f} s,"
+        f" {'as written' if found.is_whole else f'{len(found.bad)} places are not as written'}"
+    ]
+    lines += [note for note in [found.note] if note]
+    lines += [
+        f"{one.param} ({one.array}): {one.path} at offset {one.offset}: {one.message}"
+        for one in found.bad[:10]
+    ]
+    if found.bad:
+        lines.append("The drive returned other bytes than it was given: go back to a snapshot")
+    _say(found.as_dict(), json_wanted, "\n".join(lines))
+    sys.exit(0 if found.is_whole else 1)

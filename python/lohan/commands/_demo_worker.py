@@ -1,0 +1,296 @@
+"""What `lohan demo` runs, each in a process of its own so that its peak memory is its own.
+
+`python -m lohan.commands._demo_worker KIND OPTIONS` with OPTIONS as JSON; events come back as lines
+of JSON on stdout. KIND: "lohan" trains with states on SSD, "reference" with everything in memory by
+the same rule, "baseline" imports the same modules and runs one block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import sysconfig
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+
+SEED = 1
+TEXT_BYTES_MAX = 4 << 20
+# Newest events that are kept: about seven steps of the demo's model.
+TRACE_EVENTS = 16_384
+TRACED_STEPS = 4
+STEPS_MIN = 4
+
+Report = Callable[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What both trainings share.
+
+    Attributes:
+        steps: of this worker, at most.
+        seconds: after these no step begins; at least STEPS_MIN there are all the same.
+        batch: sequences a step.
+        sequence: tokens a sequence.
+        lr: learning rate.
+        host_bytes: lohan's budget.
+        tiny: a model of two small layers, for tests.
+        store: directory; None: a temporary one.
+    """
+
+    steps: int = 40
+    seconds: float = 120.0
+    batch: int = 4
+    sequence: int = 128
+    lr: float = 3e-4
+    host_bytes: int = 300_000_000
+    tiny: bool = False
+    store: str | None = None
+
+
+def model_config(options: Options) -> Any:
+    """GPT-2 small, or one a thousand times smaller; no dropout, so that runs can be compared."""
+    import transformers
+
+    sizes: dict[str, Any] = {}
+    if options.tiny:
+        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128}
+    return transformers.GPT2Config(
+        **sizes,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def initialise(names: dict[int, str], layer_count: int, module: nn.Module) -> None:
+    """GPT-2's initialisation of one module; its name is the seed, so the order is of no matter."""
+    generator = torch.Generator().manual_seed(SEED + zlib.crc32(names[id(module)].encode()))
+    deviation = 0.02 / (2 * layer_count) ** 0.5 if "c_proj" in names[id(module)] else 0.02
+    with torch.no_grad():
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            if name == "bias":
+                param.data.zero_()
+            elif param.ndim == 1:
+                param.data.fill_(1.0)
+            else:
+                param.data.normal_(0.0, deviation, generator=generator)
+
+
+def text() -> torch.Tensor:
+    """Text that every machine has: the sources of Python's standard library, as bytes."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    found = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        found += path.read_bytes()
+        if len(found) >= TEXT_BYTES_MAX:
+            break
+    return torch.frombuffer(found, dtype=torch.uint8)[:TEXT_BYTES_MAX].clone()
+
+
+def batches(options: Options) -> Iterator[torch.Tensor]:
+    """Token ids (batch, sequence), the same in every process, until steps or seconds are over."""
+    tokens = text()
+    generator = torch.Generator().manual_seed(SEED)
+    deadline = time.monotonic() + options.seconds
+    for step in range(options.steps):
+        if step >= STEPS_MIN and time.monotonic() > deadline:
+            return
+        high = len(tokens) - options.sequence
+        starts = torch.randint(0, high, (options.batch,), generator=generator).tolist()
+        yield torch.stack([tokens[i : i + options.sequence] for i in starts]).long()
+
+
+def peak_bytes() -> int:
+    """The most main memory that this process had, pages of its own on hugetlbfs included."""
+    fields = {}
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if value.endswith(" kB"):
+            fields[name] = int(value.split()[0]) * 1024
+    return fields["VmHWM"] + fields.get("HugetlbPages", 0)
+
+
+# --- With lohan ---------------------------------------------------------------------------------
+
+
+def run_lohan(options: Options, report: Report) -> None:
+    """Train with every state on SSD."""
+    import functools
+
+    from transformers import GPT2LMHeadModel
+
+    import lohan
+
+    config = model_config(options)
+    with lohan.empty():
+        model: Any = GPT2LMHeadModel(config)
+    model = model.to(torch.bfloat16).train()
+    names = {id(module): name for name, module in model.named_modules()}
+    count = sum(p.numel() for p in model.parameters())
+    model = lohan.wrap(
+        model,
+        store=options.store,
+        init=functools.partial(initialise, names, config.n_layer),
+        lr=options.lr,
+        host_bytes=options.host_bytes,
+        trace_events=TRACE_EVENTS,
+    )
+    session: lohan.Session = model.lohan
+    status = session.status()
+    report("ready", params=count, io=status["io"], pages=status["pages"], budget=session.budget)
+    marks: list[tuple[str, int, int, int]] = []
+    seen: list[dict[str, Any]] = []
+    begun = time.monotonic_ns()
+    for step, tokens in enumerate(batches(options), 1):
+        times = [time.monotonic_ns()]
+        loss = model(input_ids=tokens, labels=tokens).loss
+        times.append(time.monotonic_ns())
+        loss.backward()
+        times.append(time.monotonic_ns())
+        model.optimizer.step()
+        times.append(time.monotonic_ns())
+        for i, name in enumerate(("forward", "backward", "step")):
+            marks.append((name, step, times[i], times[i + 1]))
+        _collect(session, seen)
+        report(
+            "step",
+            step=step,
+            loss=loss.item(),
+            step_ns=time.monotonic_ns() - begun,
+            stats=seen[-1] if seen else None,
+        )
+        begun = time.monotonic_ns()
+    session.flush()
+    _collect(session, seen)
+    status = session.status()
+    first = session.step - TRACED_STEPS
+    report(
+        "done",
+        peak_bytes=peak_bytes(),
+        arena_bytes=status["arena_bytes"],
+        bookkeeping_bytes=status["bookkeeping_bytes"],
+        stats=seen,
+        units=[unit.name for unit in session.layout.units],
+        events=[event for event in session.trace() if event[3] > first],
+        marks=[mark for mark in marks if mark[1] > first],
+    )
+    session.close()
+
+
+def _collect(session: Any, seen: list[dict[str, Any]]) -> None:
+    """Add the last finished step, if it is a new one."""
+    stats = session.stats()
+    if stats.step == 0 or (seen and seen[-1]["step"] == stats.step):
+        return
+    seen.append(
+        {
+            "step": stats.step,
+            "read": stats.read_bytes,
+            "written": stats.written_bytes,
+            "planned_read": stats.planned_read_bytes,
+            "planned_written": stats.planned_written_bytes,
+            "bytes": stats.bytes,
+            "gradient_bytes_max": stats.gradient_bytes_max,
+            "bound_by": stats.bound_by,
+        }
+    )
+
+
+# --- Without ------------------------------------------------------------------------------------
+
+
+def run_reference(options: Options, report: Report) -> None:
+    """Train in plain torch, all in memory: bf16 parameters and compute, fp32 masters and moments.
+
+    The fastest way that torch has on a CPU: its fused AdamW, and no memory allocated in a step.
+    """
+    from transformers import GPT2LMHeadModel
+
+    config = model_config(options)
+    model: Any = GPT2LMHeadModel(config)
+    model = model.to(torch.bfloat16).train()
+    names = {id(module): name for name, module in model.named_modules()}
+    done: set[int] = set()
+    for module in model.modules():
+        own = {id(p) for p in module._parameters.values() if p is not None}
+        if own - done:  # a tied parameter is its first owner's
+            initialise(names, config.n_layer, module)
+            done |= own
+    params = list(model.parameters())
+    masters = [p.detach().float().requires_grad_() for p in params]
+    grads = [torch.empty_like(master) for master in masters]
+    optimizer = torch.optim.AdamW(masters, lr=options.lr, weight_decay=1e-2, fused=True)
+    begun = time.monotonic_ns()
+    for step, tokens in enumerate(batches(options), 1):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        with torch.no_grad():
+            for param, master, grad in zip(params, masters, grads, strict=True):
+                assert param.grad is not None
+                grad.copy_(param.grad)
+                master.grad, param.grad = grad, None
+            optimizer.step()
+            for param, master in zip(params, masters, strict=True):
+                param.copy_(master)
+        report("step", step=step, loss=loss.item(), step_ns=time.monotonic_ns() - begun)
+        begun = time.monotonic_ns()
+    report("done", peak_bytes=peak_bytes())
+
+
+def run_baseline(options: Options, report: Report) -> None:
+    """What no way of training can do without: the imports, and one block's forward and backward."""
+    from transformers import GPT2LMHeadModel  # noqa: F401  (as the others)
+    from transformers.models.gpt2 import modeling_gpt2
+
+    import lohan  # noqa: F401
+
+    config = model_config(options)
+    config._attn_implementation = "sdpa"
+    text()
+    make_block: Any = modeling_gpt2.GPT2Block
+    block = make_block(config, layer_idx=0).to(torch.bfloat16)
+    shape = (options.batch, options.sequence, config.n_embd)
+    hidden_BTD = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+    output = block(hidden_BTD)
+    (output[0] if isinstance(output, tuple) else output).sum().backward()
+    report("done", peak_bytes=peak_bytes())
+
+
+KINDS = {"lohan": run_lohan, "reference": run_reference, "baseline": run_baseline}
+
+
+def _channel() -> IO[str]:
+    """Stdout, for events alone: what libraries print goes to stderr."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return channel
+
+
+def main(argv: list[str]) -> int:
+    """Run one worker."""
+    channel = _channel()
+
+    def report(event: str, **fields: Any) -> None:
+        channel.write(json.dumps({"event": event, **fields}) + "\n")
+        channel.flush()
+
+    KINDS[argv[1]](Options(**json.loads(argv[2])), report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,211 @@
+"""`lohan doctor`: what was built, what works here, and the command that mends the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from lohan import _core
+from lohan.commands import _doctor_disks, _doctor_show
+from lohan.commands._diagnosis import Diagnosis
+from lohan.common import _progress
+from lohan.common._build import build_info
+from lohan.errors import StoreError
+from lohan.planning import _hardware
+from lohan.store import _store
+
+MEMORY_PROBE_BYTES = 64 << 20
+TRANSPARENT = "/sys/kernel/mm/transparent_hugepage/enabled"
+LIMITS = "/etc/security/limits.conf"
+
+
+def diagnose(
+    directories: Sequence[str],
+    measure: bool = True,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Diagnosis:
+    """Try everything that a training would use.
+
+    Args:
+        directories: where stores are to be; empty: where a temporary one would be.
+        measure: write and read some in each directory, alone and all together.
+        tell: is told what is being done.
+
+    Returns:
+        Facts as JSON would have them, and problems with what mends them.
+    """
+    found = Diagnosis({}, [])
+    tell("looking at this machine")
+    _look_at_build(found)
+    _look_at_container(found)
+    _look_at_torch(found)
+    _look_at_memory(found)
+    _look_at_gpu(found)
+    found.facts["directories_given"] = bool(directories)
+    try:
+        places = list(directories) or [_usual_directory()]
+    except StoreError as error:
+        places = []
+        found.complain(error.strerror or "", "lohan doctor DIRECTORY_ON_A_DISK", needed=True)
+    paths = dict.fromkeys(os.path.abspath(os.path.expanduser(place)) for place in places)
+    _doctor_disks.look(found, list(paths), measure, tell)
+    return found
+
+
+def _usual_directory() -> str:
+    made = _store.temporary_directory()
+    _store.remove_temporary(made)
+    return os.path.dirname(made)
+
+
+# --- What there is --------------------------------------------------------------------------------
+
+
+def _look_at_build(found: Diagnosis) -> None:
+    info = _core.build_info()
+    built = build_info()
+    found.facts["build"] = {
+        **built,
+        "built_in": built["backends"],
+        "backends": list(info["backends"]),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
+    found.facts["processor"] = {
+        "cores_here": len(os.sched_getaffinity(0)),
+        "cores": os.cpu_count(),
+        "numa_nodes": info["numa_nodes"],
+        "optimizer_kernel": info["adam"],
+        "checksum_kernel": info["crc32c"],
+    }
+    nodes = _hardware.numa_nodes()
+    if nodes > info["numa_nodes"]:
+        found.complain(
+            f"the kernel has {nodes} NUMA nodes, and libnuma, which says where memory is near, is"
+            " not installed",
+            "apt-get install libnuma1",
+        )
+    if info["adam"] == "ref":
+        found.complain(
+            "this processor has none of the instructions that the optimizer is written for:"
+            " updates will be slow",
+            "use a machine with AVX2, AVX-512 or NEON",
+        )
+    for library, package in (("liburing", "liburing-dev"), ("libaio", "libaio-dev")):
+        if built.get(library, "yes") != "yes":
+            found.complain(
+                f"built without {library}: {built[library]}",
+                f"apt-get install {package}, then pip install --force-reinstall lohan",
+            )
+
+
+def _look_at_container(found: Diagnosis) -> None:
+    kind = _hardware.container()
+    found.facts["container"] = kind or None
+    if kind == "wsl2":
+        found.complain(
+            "this is WSL2: a store on a Windows drive (/mnt/c) goes through a network file system",
+            "keep stores on WSL2's own disk, or: wsl --mount",
+        )
+
+
+def _look_at_torch(found: Diagnosis) -> None:
+    has_table = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    found.facts["torch"] = {
+        "version": str(torch.__version__),
+        "dlpack_exchange_table": has_table,
+        "threads": torch.get_num_threads(),
+    }
+    if not has_table:
+        found.complain(
+            f"torch {torch.__version__} has no DLPack C exchange table",
+            "pip install 'torch>=2.11'",
+            needed=True,
+        )
+
+
+def _look_at_memory(found: Diagnosis) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    available = int(_core.build_info()["memory_available_bytes"])
+    facts: dict[str, Any] = {
+        "available_bytes": available,
+        "memlock_soft_bytes": None if soft == resource.RLIM_INFINITY else soft,
+        "memlock_hard_bytes": None if hard == resource.RLIM_INFINITY else hard,
+        "transparent_huge_pages": _hardware.read(Path(TRANSPARENT)) or "not in this kernel",
+        "reserved_huge_pages": int(_hardware.read(Path("/proc/sys/vm/nr_hugepages")) or 0),
+    }
+    found.facts["memory"] = facts
+    try:
+        facts["pages"], facts["locked"], facts["note"] = _core.probe_memory(
+            MEMORY_PROBE_BYTES, True
+        )
+    except OSError as error:
+        found.complain(
+            f"{MEMORY_PROBE_BYTES >> 20} MiB of memory cannot be had: {error}",
+            "free memory, or raise the container's limit (docker run --memory)",
+            needed=True,
+        )
+        return
+    if facts["pages"] == "4 KiB":
+        found.complain(
+            f"no huge pages: {facts['note'] or 'memory is fragmented'}; direct I/O is slower from"
+            " small pages",
+            f"echo madvise > {TRANSPARENT}, or reserve some: sysctl -w vm.nr_hugepages=512",
+        )
+    if not facts["locked"]:
+        limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
+        found.complain(
+            f"memory cannot be locked (RLIMIT_MEMLOCK is {limit}), so io_uring may not register"
+            " its buffers",
+            f"ulimit -l unlimited (needs '* - memlock unlimited' in {LIMITS}; docker run --ulimit"
+            " memlock=-1; systemd: LimitMEMLOCK=infinity)",
+        )
+
+
+def _look_at_gpu(found: Diagnosis) -> None:
+    links = _hardware.pci()["gpu"]
+    driver = _hardware.driver()
+    found.facts["gpu"] = {"links": links, "driver": driver, "torch": torch.cuda.is_available()}
+    for link in links:
+        # Of a GPU that sleeps the lanes are slow, but all there.
+        if link["width_now"] and link["width_max"] and link["width_now"] < link["width_max"]:
+            found.complain(
+                f"the GPU at {_hardware.link_words(link)} has fewer lanes than it can",
+                "move it to a slot with all lanes, or move what shares them (lspci -vv: LnkSta)",
+            )
+    if links and driver["cuda"] is None:
+        found.complain(
+            f"there is an NVIDIA GPU, and its driver cannot be used: {driver['error']}",
+            "apt-get install nvidia-driver, then reboot; docker run --gpus all",
+        )
+    elif driver["devices"] and not torch.cuda.is_available():
+        found.complain(
+            f"the driver has {driver['devices'][0]['name']}, and this torch"
+            f" ({torch.__version__}) does not use it",
+            "pip install a CUDA build of torch, for CUDA no newer than the driver's"
+            f" {driver['cuda']}",
+        )
+
+
+def run(directories: Sequence[str], json_wanted: bool, console: Console) -> int:
+    """Diagnose and show.
+
+    Returns:
+        0 where everything that is needed works, else 1.
+    """
+    with _progress.spinner() as tell:
+        found = diagnose(directories, tell=tell)
+    if json_wanted:
+        sys.stdout.write(json.dumps(found.as_json(), indent=2) + "\n")
+    else:
+        _doctor_show.show(found, console)
+    return 0 if found.is_well else 1

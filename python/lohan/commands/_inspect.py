@@ -1,0 +1,176 @@
+"""`lohan inspect`: what a store is, read without changing it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lohan import _core
+from lohan.common import _meta
+from lohan.config import Config
+from lohan.store import _scalars
+from lohan.store._export import open_to_read
+
+# Bytes of each state, besides the parameter: [Note: 12P] and [Note: 14P] in csrc/compute/adam.h.
+_STATES = {"float32": (4, 4), "bfloat16": (2, 4, 4), "float16": (4, 4, 4)}
+
+
+def _update_bytes(params: list[dict[str, Any]], units: list[dict[str, Any]]) -> int:
+    """What an update of all parameters writes: themselves, what makes them fp32, two moments."""
+    total, first = 0, 0
+    for unit in units:
+        head = params[first]
+        first += unit["params"]
+        if head["trainable"]:
+            arrays = [unit["bytes"], *(unit["elements"] * n for n in _STATES[head["dtype"]])]
+            total += sum(-(-nbytes // _core.BLOCK_BYTES) * _core.BLOCK_BYTES for nbytes in arrays)
+    return total
+
+
+def _moved_bytes(units: list[dict[str, Any]], streams: Sequence[int | None]) -> int:
+    """Of the units that zeroth-order training moves."""
+    total, first = 0, 0
+    for unit in units:
+        total += unit["bytes"] if streams[first] is not None else 0
+        first += unit["params"]
+    return total
+
+
+def _params(meta: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of a store's meta; trainable: zeroth-order training moves them, too."""
+    params = [
+        {
+            "name": name,
+            "shape": shape,
+            "dtype": dtype.removeprefix("torch."),
+            "trainable": trainable,
+            "count": math.prod(shape),
+        }
+        for name, shape, dtype, trainable in meta["params"]
+    ]
+    method = meta.get("method")
+    if method is None:
+        return params
+    formats = method.get("kept") or [None] * len(params)
+    for param, stream, kept in zip(params, method["streams"], formats, strict=True):
+        param["trainable"] = stream is not None
+        if kept is not None:
+            param["kept"] = kept
+    return params
+
+
+def describe(directories: Sequence[str]) -> dict[str, Any]:
+    """Open a store read-only and say what it holds.
+
+    Args:
+        directories: of the store, as they were given to wrap.
+
+    Returns:
+        What `--json` writes: step, files, parameters, blocks.
+
+    Raises:
+        StoreError: there is no store, or it cannot be read.
+        StoreLockedError: a process trains; what to do instead.
+    """
+    store = open_to_read(list(directories), Config(allow_buffered=True))
+    try:
+        raw = store.describe()
+        meta = _meta.of(store)
+    finally:
+        store.close()
+    params = _params(meta)
+    method = meta.get("method")
+    units = [
+        {"name": name, "params": count, "elements": elements, "bytes": nbytes}
+        for name, count, elements, nbytes in meta["units"]
+    ]
+    written = raw["commit_bytes"]
+    if method is None:
+        written += _update_bytes(params, units)
+    else:
+        every = method["write_every"]
+        written = 0 if every is None else written + _moved_bytes(units, method["streams"])
+    scalars, _ = _scalars.parse(raw["caller_scalars"])
+    groups = [
+        dict(zip(("lr", "beta1", "beta2", "eps", "weight_decay"), group, strict=True))
+        for group in scalars.get("groups", [])
+    ]
+    files = [
+        {"path": path, "bytes": nbytes, "direct": bool(direct)}
+        for path, nbytes, direct in raw["files"]
+    ]
+    return {
+        "step": raw["step"],
+        "uuid": raw["uuid"],
+        "note": raw["note"],
+        "files": files,
+        "file_bytes": sum(file["bytes"] for file in files),
+        "commit_bytes": raw["commit_bytes"],
+        "written_bytes_per_step": written,
+        "method": "adamw" if method is None else method["name"],
+        "write_every": None if method is None else method["write_every"],
+        "storage": None if method is None else method.get("storage"),
+        "extents": raw["extent_count"],
+        "groups": groups,
+        "param_count": sum(param["count"] for param in params),
+        "trainable_count": sum(param["count"] for param in params if param["trainable"]),
+        "units": units,
+        "params": params,
+    }
+
+
+def _written(found: dict[str, Any]) -> str:
+    written, steps, what = found["written_bytes_per_step"], 1000.0, "a step that is committed"
+    if found["method"] == "mezo":
+        if found["write_every"] is None:
+            return 'method="mezo": a step writes 64 bytes a direction, parameters are never written'
+        steps /= found["write_every"]
+        what = f'method="mezo": each {found["write_every"]}. step'
+    return (
+        f"{what} writes {written:,} bytes: {steps * written / 1e12:.3g} TB of the SSDs' rated"
+        " endurance (TBW) in 1,000 steps"
+    )
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """A summary, files, and one line a block."""
+    frozen = found["param_count"] - found["trainable_count"]
+    console.print(
+        f"step {found['step']}: {len(found['params'])} parameters of {found['param_count']:,}"
+        f" elements ({frozen:,} frozen) in {len(found['units'])} blocks; store {found['uuid']},"
+        f" {found['commit_bytes']:,} bytes a commit",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(_written(found), highlight=False, soft_wrap=True)
+    for group in found["groups"]:
+        said = ", ".join(f"{name} {value:g}" for name, value in group.items())
+        console.print(f"  {said}", highlight=False)
+    if found["note"]:
+        console.print(found["note"], highlight=False, markup=False)
+    files = Table("file", box=None)
+    files.columns[0].overflow = "fold"
+    for name in ("bytes", "I/O"):
+        files.add_column(name, justify="right")
+    for file in found["files"]:
+        files.add_row(
+            file["path"].replace("[", r"\["),
+            f"{file['bytes']:,}",
+            "direct" if file["direct"] else "buffered",
+        )
+    console.print(files, highlight=False)
+    units = Table("block", box=None)
+    for name in ("parameters", "elements", "bytes"):
+        units.add_column(name, justify="right")
+    first = 0
+    for unit in found["units"]:
+        inside = found["params"][first : first + unit["params"]]
+        first += unit["params"]
+        count = unit["elements"] or sum(param["count"] for param in inside)
+        numbers = (f"{number:,}" for number in (unit["params"], count, unit["bytes"]))
+        units.add_row(unit["name"].replace("[", r"\["), *numbers)
+    console.print(units, highlight=False)

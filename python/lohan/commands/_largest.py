@@ -1,0 +1,79 @@
+"""`lohan plan --largest`: which model of a family still fits a machine, and what stops the next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from lohan.errors import BudgetError, MachineError
+from lohan.planning import _plan
+from lohan.simulate import Options, check
+
+if TYPE_CHECKING:
+    from lohan.planning._machines import Machine
+
+
+def _why_not(name: str, machine: Machine, batch: int, seq: int, policy: str) -> str:
+    """Empty: it fits."""
+    model = _plan.named_model(name, batch=batch, seq=seq)
+    try:
+        check(model, machine, Options(policy))
+    except BudgetError as error:
+        return str(error)
+    return ""
+
+
+def find(
+    family: str, machine: Machine, batch: int, seq: int, policy: str = "auto"
+) -> dict[str, Any]:
+    """By bisection over the family's sizes: what fits a size fits every smaller one.
+
+    Args:
+        family: "gpt", "opt" or "dit".
+        machine: its rates do not matter.
+        batch: sequences, or images.
+        seq: tokens of each.
+        policy: that has to have room (docs/planning.md).
+
+    Returns:
+        largest, the next one (None behind the last) and what stops it.
+
+    Raises:
+        MachineError: no family has that name.
+        BudgetError: not even the smallest one fits; the message has the numbers.
+    """
+    families = sorted({name.partition("-")[0] for name in _plan.model_names()})
+    if family not in families:
+        raise MachineError(f"family {family!r}: one of {', '.join(families)}")
+    names = [name for name in _plan.model_names() if name.startswith(f"{family}-")]
+    sizes = {name: _plan.named_model(name, batch=1).param_count for name in names}
+    names.sort(key=lambda name: sizes[name])
+    why_not = {names[0]: _why_not(names[0], machine, batch, seq, policy)}
+    if why_not[names[0]]:
+        raise BudgetError(f"{names[0]} does not fit: {why_not[names[0]]}")
+    fits, refused = 0, len(names)
+    while refused - fits > 1:
+        middle = (fits + refused) // 2
+        why_not[names[middle]] = _why_not(names[middle], machine, batch, seq, policy)
+        if why_not[names[middle]]:
+            refused = middle
+        else:
+            fits = middle
+    following = names[refused] if refused < len(names) else None
+    return {
+        "largest": names[fits],
+        "param_count": sizes[names[fits]],
+        "next": following,
+        "why_not": why_not[following] if following else None,
+    }
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """One line for what fits, one for what does not."""
+    console.print(
+        f"{found['largest']} fits: {found['param_count'] / 1e9:.4g} billion parameters",
+        highlight=False,
+    )
+    if found["next"]:
+        console.print(f"{found['next']} does not: {found['why_not']}", soft_wrap=True)

@@ -1,0 +1,349 @@
+"""`lohan simulate`: what was asked, and its answer for people, for programs and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lohan.common import _progress
+from lohan.errors import MachineError, UnsupportedError
+from lohan.planning import _machines, _models, _simulate_zeroth
+from lohan.planning._machines import Machine
+from lohan.simulate import Options, simulate, simulate_traced, swap_curve, sweep
+
+if TYPE_CHECKING:
+    from lohan.planning import _plan
+    from lohan.planning._simulate_timeline import Timeline
+    from lohan.simulate import Step
+
+_VALUE_COUNT_MAX = 64
+_CURVE_COUNT = 9
+_RESOURCES = {
+    "gpu": "GPU",
+    "ssd": "SSDs",
+    "ssd_bus": "SSDs' bus",
+    "link_in": "to the GPU",
+    "link_out": "from the GPU",
+    "cpu": "CPU's AdamW",
+}
+# Of what keeps them busy.
+_COLOURS = {
+    "forward": "#4c78a8",
+    "backward": "#f58518",
+    "parameters": "#72b7b2",
+    "activations": "#b279a2",
+    "gradients": "#e45756",
+    "updates": "#54a24b",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The words of the command line."""
+
+    model: str
+    batch: int
+    seq: int
+    machine: Machine
+    options: Options
+    sweep: str | None
+    plot: Path | None
+
+
+def request(
+    machine: Machine,
+    *,
+    policy: str,
+    schedule: str | None,
+    commit_every: int | None,
+    **words: Any,
+) -> Request:
+    """From the words of the command line."""
+    options = Options(policy, schedule, commit_every)
+    return Request(machine=machine, options=options, **words)
+
+
+def values_of(text: str) -> tuple[str, list[int]]:
+    """The name and the values of a sweep: "ssd_count=1..12", "batch=8,16", "host_bytes=32GB,1TB".
+
+    Raises:
+        MachineError: it is none; the message shows one.
+    """
+    name, separator, said = text.partition("=")
+    values: list[int] = []
+    unit = name if name not in ("batch", "seq") else f"{name}_count"
+    if separator and unit not in {"batch_count", "seq_count"}:
+        known = [field.name for field in dataclasses.fields(Machine) if field.name != "name"]
+        if name not in known:
+            raise MachineError(f"--sweep {name}: one of batch, seq, {', '.join(known)}")
+    for part in said.split(",") if separator else []:
+        ends = re.fullmatch(r"(\d+)\.\.(\d+)", part.strip())
+        if ends:
+            values += range(int(ends[1]), int(ends[2]) + 1)
+        else:
+            values.append(_machines.quantity(unit, part))
+    if not 1 <= len(values) <= _VALUE_COUNT_MAX:
+        raise MachineError(
+            f"--sweep {text}: 1 to {_VALUE_COUNT_MAX} values are wanted, as ssd_count=1..12 or"
+            " batch=8,16"
+        )
+    return name, values
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:,.3g} PB"
+
+
+def show_machine(machine: Machine, console: Console) -> None:
+    """What was measured, or is assumed."""
+    console.print(
+        f"{machine.name}: {machine.gpu_flop_per_s / 1e12:.3g} TFLOP/s, {_size(machine.gpu_bytes)};"
+        f" link {_size(machine.link_in_bytes_per_s)}/s in, {_size(machine.link_out_bytes_per_s)}/s"
+        f" out; main memory {_size(machine.host_bytes)}; {machine.ssd_count} x SSD"
+        f" {_size(machine.ssd_read_bytes_per_s)}/s read, {_size(machine.ssd_write_bytes_per_s)}/s"
+        f" written; AdamW {machine.adam_params_per_s / 1e6:,.0f} million parameters/s",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _show_step(step: Step, model: _plan.Model, machine: Machine, console: Console) -> None:
+    console.print(
+        f"{model.name}, {model.param_count / 1e9:.3g} billion parameters, {model.tokens:,} tokens"
+        f" a step, on {machine.name} with {machine.ssd_count} SSD{'s'[: machine.ssd_count > 1]}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(
+        f"a step takes {step.step_ns / 1e9:.3f} s (forward {step.forward_ns / 1e9:.3f}, backward"
+        f" {step.backward_ns / 1e9:.3f}): {step.tokens_per_s:,.0f} tokens/s,"
+        f" {step.tflops:.1f} TFLOP/s; bound by: {_RESOURCES[step.bound_by]}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table("resource", box=None)
+    for column in ("bytes a step", "busy"):
+        table.add_column(column, justify="right")
+    for name, resource in step.resources.items():
+        moved = "" if resource.nbytes is None else _size(resource.nbytes)
+        table.add_row(_RESOURCES[name], moved, f"{resource.busy_share:.0%}")
+    console.print(table, highlight=False)
+    again = step.recompute_flop / step.forward_flop
+    console.print(
+        f"activations: {_size(step.swapped_bytes)} leave the GPU, {again:.0%} of forward is"
+        " computed again",
+        highlight=False,
+        soft_wrap=True,
+    )
+    peak = step.peak_bytes
+    console.print(
+        f"memory: {_size(peak['gpu'])} of the GPU, {_size(peak['host'])} of main memory,"
+        f" {_size(peak['ssd'])} of SSD",
+        highlight=False,
+        soft_wrap=True,
+    )
+    life = (
+        "" if step.ssd_life_days is None else f"; at that they last {step.ssd_life_days:,.0f} days"
+    )
+    if step.commit_every > 1:
+        console.print(
+            f"every {step.commit_every:,} steps a commit adds {step.commit_ns / 1e9:.3f} s: its"
+            " share is in the step",
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print(
+        f"SSDs: {_size(step.written_bytes_per_day)} written a day{life}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _show_sweep(name: str, answers: list[tuple[int, Step]], console: Console) -> None:
+    table = Table(name, box=None)
+    for column in ("step s", "tokens/s", "TFLOP/s", "bound by", "SSDs last days"):
+        table.add_column(column, justify="right")
+    for value, step in answers:
+        life = "" if step.ssd_life_days is None else f"{step.ssd_life_days:,.0f}"
+        table.add_row(
+            f"{value:,}",
+            f"{step.step_ns / 1e9:.3f}",
+            f"{step.tokens_per_s:,.0f}",
+            f"{step.tflops:.1f}",
+            _RESOURCES[step.bound_by],
+            life,
+        )
+    console.print(table, highlight=False)
+
+
+def _draw(draw: Callable[[Any], None], size: tuple[float, float], path: Path) -> None:
+    """A picture, which draw() fills."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UnsupportedError("--plot needs matplotlib: pip install lohan[plot]") from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure = pyplot.figure(figsize=size, layout="constrained")
+    draw(figure)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise MachineError(f"{path} cannot be written: {error}") from error
+    finally:
+        pyplot.close(figure)
+
+
+def _draw_sweep(name: str, answers: list[tuple[int, Step]], title: str, path: Path) -> None:
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.plot([value for value, _ in answers], [step.tflops for _, step in answers], marker="o")
+        axes.set(xlabel=name, ylabel="TFLOP/s", title=title, ylim=(0, None))
+        axes.grid(visible=True)
+
+    _draw(draw, (6, 4), path)
+
+
+def _draw_swaps(
+    chosen: Step, timeline: Timeline, curve: list[tuple[float, Step]], title: str, path: Path
+) -> None:
+    """Step time against what is swapped, with the policy's own step as a star; its timeline."""
+
+    def points(steps: list[Step]) -> tuple[list[float], list[float]]:
+        return [step.swapped_bytes / 1e9 for step in steps], [step.step_ns / 1e9 for step in steps]
+
+    def draw(figure: Any) -> None:
+        above, below = figure.subfigures(2, 1, height_ratios=(4, 5))
+        axes = above.subplots()
+        axes.plot(*points([step for _, step in curve]), marker="o", label="more and more swapped")
+        axes.plot(*points([chosen]), marker="*", markersize=16, linestyle="none", label="chosen")
+        axes.set(xlabel="swapped, GB", ylabel="step, s", title=title)
+        axes.set_ylim(0, 1.1 * axes.dataLim.y1)
+        axes.grid(visible=True)
+        axes.legend(loc="lower right")
+        _draw_timeline(timeline, below)
+
+    _draw(draw, (8, 9), path)
+
+
+def _draw_timeline(timeline: Timeline, figure: Any) -> None:
+    """A row a resource: how much of its rate it gives to what, one above the other."""
+    from matplotlib.patches import Patch
+
+    rows = figure.subplots(len(timeline.busy), 1, sharex=True)
+    for axes, (name, parts) in zip(rows, timeline.busy.items(), strict=True):
+        below = 0 * timeline.edges_s[1:]
+        for what, colour in _COLOURS.items():
+            if what in parts:
+                above = below + parts[what]
+                axes.stairs(above, timeline.edges_s, baseline=below, fill=True, color=colour)
+                below = above
+        axes.axvline(timeline.forward_s, color="black", linewidth=0.8, linestyle=":")
+        axes.set(ylim=(0, 1), xlim=(0, timeline.edges_s[-1]), yticks=[])
+        label = f"{_RESOURCES[name]}\n{below.mean():.0%} busy"
+        axes.set_ylabel(label, rotation=0, ha="right", va="center")
+    rows[0].set_title("one step: forward, backward, and what each resource is busy with")
+    rows[-1].set_xlabel("seconds")
+    used = [what for what in _COLOURS if any(what in parts for parts in timeline.busy.values())]
+    figure.legend(
+        handles=[Patch(facecolor=_COLOURS[what], label=what) for what in used],
+        loc="outside lower center",
+        ncol=len(used),
+        frameon=False,
+    )
+
+
+def run(request: Request, console: Console | None) -> dict[str, Any]:
+    """Simulate what was asked, show it, and give what `--json` writes.
+
+    Args:
+        request: the command line's.
+        console: for people; None: nothing is shown.
+
+    Raises:
+        MachineError: a word of the request is wrong; the message has the right ones.
+        BudgetError: the model does not fit the machine.
+        UnsupportedError: --plot without matplotlib.
+    """
+    machine = request.machine
+    asked = {
+        "machine": dataclasses.asdict(machine),
+        "batch": request.batch,
+        "seq": request.seq,
+        **dataclasses.asdict(request.options),
+    }
+    load: dict[str, Any] = {"name": request.model, "batch": request.batch, "seq": request.seq}
+    title = f"{request.model} on {machine.name}"
+    if request.sweep is None:
+        with _progress.spinner() as tell:
+            tell(f"a step of {title}")
+            model = _models.load(**load)
+            if request.plot is None:
+                step = simulate(model, machine, request.options)
+            else:
+                step, timeline = simulate_traced(model, machine, request.options)
+        answer = {"model": model.name, **asked, **step.as_dict()}
+        if console is not None:
+            _show_step(step, model, machine, console)
+        if request.plot is not None:
+            with _progress.spinner() as tell:
+                tell(f"{_CURVE_COUNT} steps with more and more swapped")
+                curve = swap_curve(model, machine, request.options, _CURVE_COUNT)
+            answer["swap_curve"] = [{"swap_share": share, **at.as_dict()} for share, at in curve]
+            _draw_swaps(step, timeline, curve, title, request.plot)
+    else:
+        name, values = values_of(request.sweep)
+        with _progress.spinner() as tell:
+            tell(f"{len(values)} steps of {title}")
+            answers = sweep(name, values, load, machine, request.options)
+        rows = [{name: value, **step.as_dict()} for value, step in answers]
+        answer = {"model": request.model, **asked, "sweep": rows}
+        if console is not None:
+            _show_sweep(name, answers, console)
+        if request.plot is not None:
+            _draw_sweep(name, answers, title, request.plot)
+    return answer
+
+
+def run_zeroth(
+    machine: Machine,
+    shape: dict[str, Any],
+    words: tuple[str, str, str | None],
+    console: Console | None,
+) -> dict[str, Any]:
+    """A zeroth-order step, shown if there is a console.
+
+    Args:
+        machine: to run on.
+        shape: model (a decoder's name), batch, seq.
+        words: policy, dtype, and format of the link.
+        console: or None.
+
+    Raises:
+        MachineError, ModelError: as `_simulate_zeroth` has them.
+    """
+    model = _simulate_zeroth.decoder(shape["model"], batch=shape["batch"], seq=shape["seq"])
+    options = _simulate_zeroth.Options(*words)
+    step = _simulate_zeroth.simulate(model, machine, options)
+    if console is not None:
+        console.print(
+            f"{model.name}, {model.tokens:,} tokens a step, {options.dtype} by {options.policy} on"
+            f" {machine.name}\na step takes {step.step_ns / 1e9:.3f} s: {step.tokens_per_s:,.0f}"
+            f" tokens/s; bound by: {step.bound_by}; {_size(step.link_bytes)} cross the link each"
+            f" way\nthe GPU has to have {_size(step.gpu_bytes)}, and has"
+            f" {_size(machine.gpu_bytes)}{'' if step.fits else ': it does not fit'}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return step.as_dict()

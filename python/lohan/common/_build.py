@@ -1,0 +1,35 @@
+"""What this copy of lohan was built with."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+from lohan import _core
+from lohan.common._version import __version__
+
+
+def build_info() -> dict[str, Any]:
+    """Say what this copy of lohan was built with, and what of it this processor runs.
+
+    Returns:
+        version; machine (as "x86_64"); backends (those for I/O that were built in, best first:
+        whether each works here, `lohan doctor` says); liburing and libaio ("yes", or why not);
+        compiler; mode; optimizer_kernel and checksum_kernel (the instructions that are used here);
+        store_format.
+    """
+    core = _core.build_info()
+    lines = (line.partition(": ") for line in str(core["build"]).splitlines())
+    built = {name: value for name, _, value in lines}
+    libraries = {"io_uring": "liburing", "libaio": "libaio"}
+    return {
+        "version": __version__,
+        "machine": platform.machine(),
+        "backends": [
+            name for name in core["backends"] if built.get(libraries.get(name, ""), "yes") == "yes"
+        ],
+        **built,
+        "optimizer_kernel": core["adam"],
+        "checksum_kernel": core["crc32c"],
+        "store_format": core["store_format"],
+    }

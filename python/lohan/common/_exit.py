@@ -1,0 +1,183 @@
+"""However a process ends, its sessions are closed: at exit, and at SIGTERM, which leads there.
+
+[Note: SIGTERM in a finalizer]
+Python prints what a `__del__`, or a weak reference's callback, raises, and goes on. SIGTERM that
+arrives there would be lost so: sys.unraisablehook tells of it, and the handler is run again soon
+after. Within the hook it cannot raise either, and waits once more.
+
+[Note: Failing programs]
+A program that ends as intended keeps edits of parameters that nothing was trained with yet; one
+that fails drops them. It fails if, since the edit, an exception reached the top of the program or
+of the thread that made the edit, or is being handled while the session is closed, or sys.exit() was
+given a status other than 0, or SIGTERM arrived. A GeneratorExit is not a failure. In a notebook or
+at a prompt an exception ends a cell, not the program, and does not count; a refusal by lohan itself
+counts everywhere, because the session remembers it.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+    from lohan.session._session import Session
+
+# Between SIGTERM in a place that swallows exceptions and the next try.
+_AGAIN_S = 0.001
+
+sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_is_set = False
+_end: SystemExit | None = None  # what SIGTERM raises
+_unraisable_before = sys.unraisablehook
+_sys_exit = sys.exit
+_thread_hook_before = threading.excepthook
+_failed_exits = 0  # calls of sys.exit() with a status other than 0
+_failed_threads: dict[int, int] = {}  # how many threads of an identifier ended with an exception
+
+
+def find_session(directories: Sequence[str]) -> Session | None:
+    """The open session of this process that has the store, if there is one."""
+    wanted = {os.path.realpath(directory) for directory in directories}
+    for session in sessions:
+        if not session.closed and wanted == {os.path.realpath(d) for d in session.directories}:
+            return session
+    return None
+
+
+class Moment(NamedTuple):
+    """Which exceptions there were when it was made; for has_failed_since()."""
+
+    handled: int
+    uncaught: int
+    exits: int
+    thread: int
+    thread_failures: int
+
+
+def _handled() -> int:
+    """The identity of the exception that is being handled; 0 if there is none that is a failure."""
+    error = sys.exception()
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return 0
+    return 0 if error is None or isinstance(error, GeneratorExit) else id(error)
+
+
+def moment() -> Moment:
+    """Which exceptions there are now."""
+    is_prompt = hasattr(sys, "ps1")  # also in a notebook
+    thread = threading.get_ident()
+    return Moment(
+        _handled(),
+        0 if is_prompt else id(getattr(sys, "last_value", None)),
+        _failed_exits,
+        thread,
+        _failed_threads.get(thread, 0),
+    )
+
+
+def has_failed_since(then: Moment) -> bool:
+    """The program has failed since `then`. See [Note: Failing programs]."""
+    now = moment()
+    return (
+        _end is not None
+        or now.handled not in (0, then.handled)
+        or now.uncaught != then.uncaught
+        or now.exits != then.exits
+        or _failed_threads.get(then.thread, 0) != then.thread_failures
+    )
+
+
+def _note_exit(status: Any = None, /) -> NoReturn:
+    global _failed_exits
+    _failed_exits += status not in (None, 0)
+    _sys_exit(status)
+
+
+def _note_thread(failure: threading.ExceptHookArgs, /) -> None:
+    if failure.exc_type is not SystemExit and failure.thread is not None:
+        thread = failure.thread.ident or 0
+        _failed_threads[thread] = _failed_threads.get(thread, 0) + 1
+    _thread_hook_before(failure)
+
+
+def close_quietly(session: Session) -> None:
+    """Close a session where nobody is left to take an exception: it is printed."""
+    session.is_ending = True
+    try:
+        session.close()
+    except Exception as error:
+        print(f"lohan: {error}", file=sys.stderr)
+
+
+def _close_all() -> None:
+    for session in list(sessions):
+        close_quietly(session)
+
+
+def is_terminated() -> bool:
+    """SIGTERM came: whoever sent it does not wait for long."""
+    return _end is not None
+
+
+def set_handlers() -> bool:
+    """Commit at normal exit and at SIGTERM; Ctrl-C is an exception and reaches the exit.
+
+    Returns:
+        Whether this was the first call; the others do nothing.
+    """
+    global _is_set, _sys_exit, _thread_hook_before
+    if _is_set:
+        return False
+    _is_set = True
+    _sys_exit, sys.exit = sys.exit, _note_exit
+    _thread_hook_before, threading.excepthook = threading.excepthook, _note_thread
+    atexit.register(_close_all)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+    return True
+
+
+def _forked() -> None:
+    """In a forked child no parameter is in memory, not even those that were when it was forked."""
+    for session in list(sessions):
+        session.forked()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    """Unwind to atexit, which commits what is closed. See [Note: SIGTERM in a finalizer]."""
+    global _end, _unraisable_before
+    if _end is None:
+        _end = SystemExit(128 + number)
+        _unraisable_before, sys.unraisablehook = sys.unraisablehook, _on_unraisable
+    while frame is not None:
+        if frame.f_code is _on_unraisable.__code__:
+            _thread.start_new_thread(_again, ())
+            return
+        frame = frame.f_back
+    raise _end
+
+
+def _on_unraisable(unraisable: Any) -> None:
+    if unraisable.exc_value is _end and _end is not None:
+        _thread.start_new_thread(_again, ())
+    else:
+        _unraisable_before(unraisable)
+
+
+def _again() -> None:
+    time.sleep(_AGAIN_S)
+    _thread.interrupt_main(signal.SIGTERM)

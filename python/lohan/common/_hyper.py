@@ -1,0 +1,54 @@
+"""The hyper-parameters of AdamW that a parameter group gives, as the engine takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lohan.errors import HyperParameterError
+
+Hyper = tuple[float, float, float, float, float]
+
+
+def hyper_of(group: dict[str, Any]) -> Hyper:
+    """The numbers of one parameter group: (lr, beta1, beta2, eps, weight_decay).
+
+    Raises:
+        HyperParameterError: one is text.
+    """
+    for name in ("lr", "eps", "weight_decay"):
+        if isinstance(group[name], str):  # schedulers would multiply it
+            raise HyperParameterError(
+                f"{name} {group[name]!r} is text, not a number (YAML reads 2e-5 as text, and 2.0e-5"
+                " as a number)"
+            )
+    beta1, beta2 = group["betas"]
+    return (
+        float(group["lr"]),
+        float(beta1),
+        float(beta2),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+    )
+
+
+def numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a group, by name."""
+    lr, beta1, beta2, eps, weight_decay = hyper_of(group)
+    return {"lr": lr, "betas": [beta1, beta2], "eps": eps, "weight_decay": weight_decay}
+
+
+def check_hyper(hyper: Hyper) -> None:
+    """Refuse what AdamW is not defined for, as torch.optim.AdamW does.
+
+    Raises:
+        HyperParameterError: with the value and its range.
+    """
+    lr, beta1, beta2, eps, weight_decay = hyper
+    if not lr >= 0.0:
+        raise HyperParameterError(f"lr {lr} is below 0")
+    if not eps >= 0.0:
+        raise HyperParameterError(f"eps {eps} is below 0")
+    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+        raise HyperParameterError(f"betas ({beta1}, {beta2}) are not in [0, 1)")
+    if not weight_decay >= 0.0:
+        raise HyperParameterError(f"weight_decay {weight_decay} is below 0")

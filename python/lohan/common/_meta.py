@@ -1,0 +1,294 @@
+"""What a store says of itself, read and checked in one place: docs/store-format.md, Meta.
+
+The bytes have a checksum, so contents that make no sense are those of another program, of another
+version, or of somebody who wrote the checksum, too. Whoever reads a meta by of() may rely on every
+key that is named here: it is there, of its type, and every number in it refers to something.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lohan.common._storage_formats import TYPES
+from lohan.errors import StoreMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lohan import _core
+
+_FORMATS = (1, 2)  # 2: some parameters have strides of their own
+_END = 1 << 60
+# Those whose fp32 masters are kept: of _block.RESIDUAL_BYTES, which is above this module.
+_TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _WrongError(ValueError):
+    """A key is not what it must be."""
+
+
+def of(store: _core.Store) -> dict[str, Any]:
+    """The description of an open store.
+
+    Raises:
+        StoreMismatchError: it is of no model, damaged, or of another version; names the key.
+    """
+    said = store.describe()
+    return parse(said["meta"], said["files"][0][0])
+
+
+def parse(text: bytes | str, where: str) -> dict[str, Any]:
+    """Read a description.
+
+    Args:
+        text: of the store.
+        where: its first file, for the message.
+
+    Raises:
+        StoreMismatchError: it is of no model, damaged, or of another version; names the key.
+    """
+    try:
+        meta = json.loads(text, parse_constant=_refuse_constant)
+        _check(meta)
+    except (ValueError, RecursionError) as error:
+        raise StoreMismatchError(
+            f"{where}: a store, but of no model of lohan's: its description (meta) is damaged, or"
+            f" of another version of lohan ({error}): go back to a snapshot, or use the version"
+            " that made it"
+        ) from error
+    made: dict[str, Any] = meta
+    return made
+
+
+def _refuse_constant(name: str) -> Any:
+    raise _WrongError(f"it has {name}")
+
+
+def _need(is_right: bool, key: str, value: Any) -> None:
+    if not is_right:
+        raise _WrongError(f"{key} is {repr(value)[:80]}")
+
+
+def _is_count(value: Any, least: int = 0, end: int = _END) -> bool:
+    return type(value) is int and least <= value < end
+
+
+def _is_text(value: Any) -> bool:
+    """A string that can be written to a file."""
+    if not isinstance(value, str) or "\0" in value:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def _is_list(value: Any, is_item: Callable[[Any], bool], count: int | None = None) -> bool:
+    is_long = isinstance(value, list) and (count is None or len(value) == count)
+    return is_long and all(map(is_item, value))
+
+
+def _is_shape(value: Any) -> bool:
+    return _is_list(value, _is_count) and math.prod(value) < _END
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """The dtype that str() makes this name of; None: there is none."""
+    prefix, _, rest = name.rpartition("torch.")
+    found = getattr(torch, rest, None) if prefix == "" else None
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _check(meta: Any) -> None:
+    """Refuse what is no description.
+
+    Raises:
+        _WrongError: which key, and what it is.
+    """
+    _need(isinstance(meta, dict), "all of it", meta)
+    version = meta.get("lohan")
+    _need(type(version) is int and version in _FORMATS, "lohan", version)
+    _check_params(meta)
+    _check_strides(meta.get("strides", {}), meta["params"])
+    _check_method(meta)
+    _check_units(meta)
+    if "export" in meta:
+        _check_export(meta["export"], len(meta["params"]))
+    if "in_place" in meta:
+        _check_in_place(meta)
+    rows = meta.get("copied_from", [])
+    is_pair = _is_list(rows, lambda r: _is_list(r, lambda _: True, 2) and _is_count(r[1]))
+    _need(is_pair and all(_is_text(row[0]) for row in rows), "copied_from", rows)
+
+
+def _check_params(meta: dict[str, Any]) -> None:
+    params = meta.get("params")
+    _need(isinstance(params, list), "params", params)
+    names = set()
+    for index, row in enumerate(params or []):
+        key = f"params[{index}]"
+        _need(_is_list(row, lambda _: True, 4), key, row)
+        name, shape, dtype, trainable = row
+        _need(_is_text(name) and name not in names, f"{key}, a name", name)
+        names.add(name)
+        _need(_is_shape(shape), f"{key}, a shape", shape)
+        _need(_is_text(dtype) and dtype_of(dtype) is not None, f"{key}, a dtype", dtype)
+        is_flag = isinstance(trainable, bool) and (not trainable or dtype_of(dtype) in _TRAINED)
+        _need(is_flag, f"{key}, trainable", trainable)
+
+
+def _check_strides(strides: Any, params: list[Any]) -> None:
+    """Elements have to fill a parameter's place in some order of its dimensions, without gaps."""
+    _need(isinstance(strides, dict), "strides", strides)
+    indices = {str(index): index for index in range(len(params))}
+    for key, steps in strides.items():
+        _need(key in indices, "strides, a parameter", key)
+        shape = params[indices[key]][1]
+        _need(_is_list(steps, _is_count, len(shape)), f"strides.{key}", steps)
+        filled = 1
+        for step, count in sorted(zip(steps, shape, strict=True)):
+            _need(count == 1 or step == filled, f"strides.{key}", steps)
+            filled *= count
+
+
+def _check_method(meta: dict[str, Any]) -> None:
+    method, count = meta.get("method"), len(meta["params"])
+    if method is None:
+        return
+    _need(isinstance(method, dict), "method", method)
+    _need(method.get("name") == "mezo", "method.name", method.get("name"))
+    for name in ("lr", "weight_decay"):
+        _need(_is_number(method.get(name)), f"method.{name}", method.get(name))
+    every, storage = method.get("write_every", 0), method.get("storage")
+    _need(every is None or _is_count(every, 1), "method.write_every", every)
+    _need(storage is None or storage in list(TYPES), "method.storage", storage)
+    streams, decays = method.get("streams"), method.get("decays")
+    are_streams = _is_list(streams, lambda s: s is None or _is_count(s, 0, 1 << 32), count)
+    _need(are_streams, "method.streams", streams)
+    _need(_is_list(decays, lambda d: isinstance(d, bool), count), "method.decays", decays)
+    kept = method.get("kept")
+    is_kept = kept is None or _is_list(kept, lambda k: k is None or k in list(TYPES), count)
+    _need(is_kept, "method.kept", kept)
+
+
+def _check_units(meta: dict[str, Any]) -> None:
+    units, params = meta.get("units"), meta["params"]
+    _need(isinstance(units, list), "units", units)
+    kept = (meta.get("method") or {}).get("kept") or [None] * len(params)
+    firsts = meta.get("firsts", [0] * len(params))
+    _need(_is_list(firsts, _is_count, len(params)), "firsts", firsts)
+    at = 0
+    for index, row in enumerate(units or []):
+        key = f"units[{index}]"
+        _need(_is_list(row, lambda _: True, 4), key, row)
+        name, count, elements, nbytes = row
+        _need(_is_text(name), f"{key}, a name", name)
+        _need(_is_count(count, 1, len(params) - at + 1), f"{key}, a number of parameters", count)
+        _need(_is_count(elements) and _is_count(nbytes), key, row)
+        inside = params[at : at + count]
+        is_one = all(
+            row[2:] == inside[0][2:] and kept[at + i] == kept[at] for i, row in enumerate(inside)
+        )
+        _need(is_one, f"{key}, the dtypes of its parameters", [row[2:] for row in inside])
+        dtype = TYPES[kept[at]] if kept[at] else dtype_of(inside[0][2])
+        _need(dtype is not None, f"{key}, a dtype", inside[0][2])
+        item = 1 if inside[0][3] or dtype is None else dtype.itemsize
+        room = elements if inside[0][3] else nbytes
+        for param, first in zip(inside, firsts[at : at + count], strict=True):
+            is_inside = first + math.prod(param[1]) * item <= room
+            _need(is_inside, f"{key}, a place of {param[0]!r}", [first, room])
+        at += count
+    _need(at == len(params), "units, their parameters", at)
+    rows = meta.get("extents", [[-1]] * len(units or []))
+    is_row = _is_list(
+        rows,
+        lambda r: _is_list(r, lambda e: _is_count(e, -1)) and 1 <= len(r) <= 4,
+        len(units or []),
+    )
+    _need(is_row, "extents", rows)
+
+
+def _check_export(said: Any, count: int) -> None:
+    _need(isinstance(said, dict), "export", said)
+    if "refused" in said:
+        _need(_is_text(said["refused"]), "export.refused", said["refused"])
+        return
+    tensors = said.get("tensors")
+    _need(isinstance(tensors, list), "export.tensors", tensors)
+    names = set()
+    for row in tensors:
+        is_row = _is_list(row, lambda _: True, 2) and _is_text(row[0]) and row[0] not in names
+        _need(is_row and (_is_text(row[1]) or _is_count(row[1], 0, count)), "export.tensors", row)
+        names.add(row[0])
+    empty = said.get("empty", [])
+    for row in empty if isinstance(empty, list) else [empty]:
+        is_row = _is_list(row, lambda _: True, 3) and _is_text(row[0]) and _is_text(row[1])
+        is_row = is_row and dtype_of(f"torch.{row[1]}") is not None and _is_shape(row[2])
+        _need(is_row and math.prod(row[2]) == 0, "export.empty", row)
+    for key in ("files", "others"):
+        texts = said.get(key, {})
+        is_map = isinstance(texts, dict) and all(map(_is_text, [*texts, *texts.values()]))
+        _need(is_map, f"export.{key}", texts)
+    for name, text in said.get("files", {}).items():
+        is_name = name not in ("", ".", "..") and "/" not in name
+        _need(is_name, "export.files, a name", name)
+        if name == "config.json":
+            _need(isinstance(json.loads(text), dict), "export.files, config.json", text)
+
+
+def _check_in_place(meta: dict[str, Any]) -> None:
+    said, params = meta["in_place"], meta["params"]
+    _need(isinstance(said, dict), "in_place", said)
+    files, places, runs = (said.get(key) for key in ("files", "params", "units"))
+    _need(isinstance(files, list), "in_place.files", files)
+    for file in files or []:
+        is_file = isinstance(file, dict) and _is_text(file.get("path"))
+        is_file = (
+            is_file
+            and _is_count(file.get("bytes"))
+            and _is_count(file.get("mtime_ns"), -_END, 1 << 63)
+        )
+        is_file = is_file and _is_count(file.get("header_crc32c"), 0, 1 << 32)
+        _need(is_file and file["path"].startswith("/"), "in_place.files", file)
+    _need(_is_list(places, lambda _: True, len(params)), "in_place.params", places)
+    for index, place in enumerate(places or []):
+        if place is None:
+            continue
+        is_place = _is_list(place, _is_count, 3) and place[0] < len(files or [])
+        is_place = is_place and place[1] + place[2] <= files[place[0]]["bytes"]
+        dtype = dtype_of(params[index][2])
+        size = math.prod(params[index][1]) * (dtype.itemsize if dtype is not None else 0)
+        is_place = is_place and place[2] == size > 0 and not params[index][3]
+        _need(is_place, f"in_place.params[{index}]", place)
+    _need(
+        _is_count(said.get("checksum_extent")),
+        "in_place.checksum_extent",
+        said.get("checksum_extent"),
+    )
+    _need(isinstance(runs, dict), "in_place.units", runs)
+    at = 0
+    for index, row in enumerate(meta["units"]):
+        inside = (places or [])[at : at + row[1]]
+        is_read = str(index) in (runs or {})
+        is_same = all((place is not None) == is_read for place in inside)
+        _need(is_same, f"in_place.units, {index}", inside)
+        at += row[1]
+    known = {str(index) for index in range(len(meta["units"]))}
+    for index, rows in (runs or {}).items():
+        is_run = _is_list(rows, lambda r: _is_list(r, _is_count, 4) and r[0] < len(files or []))
+        _need(index in known and is_run, f"in_place.units, {index}", rows)
+
+
+def copied_from(store: _core.Store) -> list[list[Any]]:
+    """The stores, and the steps of theirs, that a store was copied from: [uuid, step] each."""
+    found: list[list[Any]] = of(store).get("copied_from", [])
+    return found

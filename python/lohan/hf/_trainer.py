@@ -1,0 +1,587 @@
+"""Hugging Face's Trainer: `Trainer(..., callbacks=[lohan.TrainerCallback(store=...)])`.
+
+[Note: What a Trainer calls]
+A callback is told when things have happened; lohan has to be there before. So when a Trainer's
+constructor is done, the callback shadows three methods of that one Trainer: `create_optimizer`,
+whose AdamW says how the parameters are grouped, and behind which the model is wrapped;
+`_load_from_checkpoint`, in whose place the store is compared with the checkpoint; and `train`,
+whose resume_from_checkpoint=True is the last folder, finished or not. Clipping, scaling and
+schedulers are the Trainer's own: updates wait for `step()` (docs/architecture.md, Clipping).
+
+[Note: A checkpoint and its store]
+A checkpoint folder has the scalars (scheduler, generators, position in the data, scaler), weights
+for everybody, and in optimizer.pt which step of which store has the rest. The store commits when
+the last file of the folder is written, and not otherwise; the Trainer deletes older folders behind
+that. Wherever the process dies, one whole folder and the store's last commit are of the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.training_args import ParallelMode
+
+from lohan.common._meta import copied_from
+from lohan.config import SCHEDULES_AT_STEP, Config
+from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
+from lohan.hf import _zo_trainer
+from lohan.hf._trainer_folders import checkpoints, is_finished, reference_of, sync
+from lohan.session import _settings
+from lohan.session._optim import DEFAULTS, RULE, check_rule
+from lohan.store import _store
+from lohan.torch_glue import _device
+from lohan.wrap import directories_of, wrap
+
+if TYPE_CHECKING:
+    from lohan.hf._trainer_folders import Reference
+    from lohan.session._session import Session
+    from lohan.wrap import PathLike
+
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+
+# What lohan.wrap() takes, and the TrainingArguments that say it here.
+_SAID_BY_ARGS = {
+    "lr": "learning_rate",
+    "betas": "adam_beta1 and adam_beta2",
+    "eps": "adam_epsilon",
+    "weight_decay": "weight_decay",
+    "max_grad_norm": "max_grad_norm",
+    "accumulate": "gradient_accumulation_steps",
+    "loss_scaling": "fp16",
+    "params": "weight_decay, or Trainer(optimizers=...)",
+    "optimizer": "optim, or Trainer(optimizers=...)",
+    "resume": "train(resume_from_checkpoint=...)",
+}
+
+# Methods of one Trainer in whose place the callback's are.
+_SHADOWED = ("create_optimizer", "_load_from_checkpoint", "train")
+
+
+class TrainerCallback(transformers.TrainerCallback):
+    """Train a Trainer's model with its parameters, master copies and Adam moments on SSD.
+
+    `Trainer(model, args, callbacks=[lohan.TrainerCallback(store="/nvme0/run")])` is all. It goes
+    into the constructor, and works with any class made from transformers.Trainer. The model is
+    wrapped when `train()` begins and stays so: `evaluate`, `predict` and `save_model` work on.
+
+    A model without storage (`lohan.empty()`), or larger than the GPU, needs `lohan.Trainer`, or
+    `class T(lohan.TrainerMixin, SFTTrainer)`: other Trainers move it to the device first. One that
+    was wrapped before goes into any of them, as `Trainer(model, optimizers=(model.optimizer,
+    None))`, with no callback: `lohan.wrap(accumulate=..., schedule="deferred")` fit it then.
+
+    Attributes:
+        session: of the wrapped model; None before `train()`.
+    """
+
+    def __init__(
+        self,
+        store: PathLike | list[PathLike] | tuple[PathLike, ...] | None = None,
+        *,
+        config: Config | None = None,
+        **settings: Any,
+    ) -> None:
+        """Say where the store is, and what else lohan.wrap() takes.
+
+        Args:
+            store: a directory, or one a disk. None: "lohan" in the Trainer's output_dir.
+            config: settings that do not change the numbers.
+            **settings: fields of Config by name (host_bytes=, activations=, ...), weights=, init=,
+                blocks=. Without commit_every= the store commits with the Trainer's checkpoints, or
+                at the end of `train()` where there are none. Updates wait for the norm of all
+                gradients, which a Trainer asks for; with max_grad_norm=0 in its arguments,
+                schedule="optimized" or "auto" does without: grad_norm is not logged then.
+                method="mezo" (eps=, seed=, num_samples=, rng=, storage=): docs/zeroth-order.md.
+
+        Raises:
+            ModelError: a setting that is the Trainer's to say, or none.
+        """
+        self._is_zeroth = _zo_trainer.is_asked(settings)
+        own = {"eps"} if self._is_zeroth else set()
+        for name in sorted(set(settings) & set(_SAID_BY_ARGS) - own):
+            raise ModelError(
+                f"{name}= of lohan.TrainerCallback: TrainingArguments say that"
+                f" ({_SAID_BY_ARGS[name]})"
+            )
+        self.session: Session | None = None
+        self._store = store
+        self._settings = settings
+        others = ("weights", "init", "blocks", *_zo_trainer.KEYWORDS)
+        fields = {k: v for k, v in settings.items() if k not in others}
+        self._config = _settings.make(config, fields, wrap)
+        self._trainer: Any = None
+        self._model: nn.Module | None = None
+        self._steps: _zo_trainer.Steps | None = None  # of zeroth-order training
+        self._has_optimizer = False
+        self._is_fused = False
+        self._resumes = False
+
+    # --- What the Trainer tells ---------------------------------------------------------------
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse what cannot be, and be there when the optimizer is made.
+
+        Raises:
+            UnsupportedError: names the argument of the Trainer that lohan has no way for.
+        """
+        trainer = _calling_trainer()
+        if self._is_zeroth:
+            _zo_trainer.check(args, trainer, OPTIMIZERS)
+        _check_args(args, trainer)
+        if self.session is not None:
+            raise UnsupportedError(
+                "this lohan.TrainerCallback is another Trainer's, which has trained with it: each"
+                " takes one of its own, with a store of its own"
+            )
+        if self._trainer is not None:  # that one cannot train any more: on_train_begin()
+            for name in _SHADOWED:
+                self._trainer.__dict__.pop(name, None)
+        self._trainer = trainer
+        self._check_place(args)
+        self._has_optimizer = trainer.optimizer is not None
+        plain = trainer.create_optimizer
+        trainer.create_optimizer = functools.partial(self._create_optimizer, plain)
+        trainer._load_from_checkpoint = self._load_from_checkpoint
+        trainer.train = functools.partial(self._train, trainer.train)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Commit with what the Trainer saves.
+
+        Raises:
+            UnsupportedError: the callback is not of the Trainer's constructor.
+        """
+        is_mine = self._trainer is not None and args is self._trainer.args
+        if not is_mine or self.session is None:
+            raise UnsupportedError(
+                "lohan.TrainerCallback was added to a Trainer that was made without it, which has"
+                " its optimizer by now: Trainer(..., callbacks=[lohan.TrainerCallback(...)])"
+            )
+        if self._steps is not None:
+            self._steps.begin()
+
+        def save_to_json(state: Any, json_path: str) -> None:
+            type(state).save_to_json(state, json_path)
+            self._saved(Path(json_path), only_model=args.save_only_model)
+
+        state.save_to_json = types.MethodType(save_to_json, state)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Have the schedule wait for a step that overflowed, as it does for an AdamW like this.
+
+        A fused one is called in any case, as lohan's is, and then Accelerate counts it as a step.
+        """
+        if not (self._is_fused or self._is_zeroth) and self._model is not None:
+            skipped = self._model.optimizer.was_skipped  # type: ignore[union-attr]
+            self._trainer.optimizer._is_overflow |= skipped
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Commit where the Trainer has no checkpoints that a commit would have to fit."""
+        assert self.session is not None
+        if not _has_checkpoints(args) and self.session.commits_by_hand:
+            self.session.commit()
+
+    # --- In place of the Trainer's own ----------------------------------------------------------
+
+    def _train(
+        self, plain: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kw: Any
+    ) -> Any:
+        """True is the last checkpoint; the one before where a process died while it wrote that."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._last_whole() or True
+        try:
+            return plain(resume_from_checkpoint, *args, **kw)
+        finally:
+            if self._model is not None and "lohan" in self._model.__dict__:
+                self._model._lohan_guard.only_names = False  # type: ignore[union-attr]
+
+    def _last_whole(self) -> str | None:
+        """The folder that the store's commit belongs to, if those behind it were never finished."""
+        found = checkpoints(Path(self._trainer.args.output_dir))
+        if not found or (is_finished(found[-1]) and reference_of(found[-1]) is None):
+            return None  # the Trainer, or _load_from_checkpoint, says what is wrong with it
+        committed = self._committed()
+        for index, folder in reversed(list(enumerate(found))):
+            reference = reference_of(folder)
+            if reference in committed and is_finished(folder):
+                return None if folder == found[-1] else _passed_over(found[index + 1 :], folder)
+            # Whole files, and a store that had no time to commit, are no checkpoint either.
+            is_newer = reference is not None and any(
+                reference["store"] == each["store"] and reference["step"] > each["step"]
+                for each in committed
+            )
+            if is_finished(folder) and not is_newer:
+                is_last = folder == found[-1] or not self._is_zeroth
+                return None if is_last else _passed_over(found[index + 1 :], folder)
+        return None
+
+    def _create_optimizer(self, plain: Callable[..., Any], model: Any = None) -> Any:
+        trainer = self._trainer
+        module = trainer.model
+        is_mine = self._model is module and self.session is not None and not self.session.closed
+        if "lohan" in module.__dict__ and not is_mine:
+            raise UnsupportedError(
+                "the model is wrapped already: leave lohan.wrap() to the callback; or leave"
+                " lohan.TrainerCallback out, wrap with schedule='deferred' (a Trainer asks for the"
+                " norm of all gradients), and pass optimizers=(model.optimizer, None)"
+            )
+        if self.session is not None and not is_mine:
+            raise UnsupportedError(
+                f"train() again, with another model (model_init=, or a closed session): the store"
+                f" in {self._directories()[0]} has the first one's states. Make a new Trainer with"
+                " a lohan.TrainerCallback of its own"
+            )
+        made = plain() if model is None else plain(model)
+        if not is_mine:
+            made = trainer.optimizer = self._wrap(module, made)
+        # Accelerate and the Trainer look at all parameters before they begin: not at their values.
+        module._lohan_guard.only_names = trainer.is_in_train
+        return made
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
+        """Nothing is loaded: the store has it. Refuse a checkpoint that is not the store's."""
+        folder = Path(resume_from_checkpoint)
+        asked = reference_of(folder)
+        if asked is None and not is_finished(folder):
+            raise StoreMismatchError(self._unfinished(folder))
+        if asked is None:
+            raise StoreMismatchError(
+                f"{folder} does not say which step of which store has its tensors: it was saved"
+                " without lohan, or with save_only_model=True. Build the model with"
+                f" from_pretrained({str(folder)!r}), and train() with a new store"
+            )
+        found, *copied = self._committed()
+        is_found = asked == found or asked in copied
+        if not (is_found or self._can_take_back(asked, found)):
+            raise StoreMismatchError(self._mismatch(folder, asked, found))
+        if not is_finished(folder):  # steps of zeroth-order training do not wait for its last file
+            raise StoreMismatchError(self._unfinished(folder))
+        if not is_found:
+            _zo_trainer.take_back(self._directories(), self._config, folder, asked["step"])
+        self._resumes = True
+
+    # --- Ours -----------------------------------------------------------------------------------
+
+    def _check_place(self, args: Any) -> None:
+        """A Trainer uploads what is in its output_dir, but for "_..." and checkpoints.
+
+        Raises:
+            UnsupportedError: a directory of the store is in it.
+        """
+        root = Path(args.output_dir).absolute()
+        for directory in map(Path, self._directories() if args.push_to_hub else ()):
+            inside = directory.is_relative_to(root) and directory.relative_to(root).parts
+            if inside == () or (inside and not inside[0].startswith(("_", "checkpoint-"))):
+                raise UnsupportedError(
+                    f"push_to_hub=True uploads all of output_dir, and the store in {directory} with"
+                    " it: lohan.TrainerCallback(store=...) says where else it is to be"
+                )
+
+    def _directories(self) -> list[str]:
+        default = Path(self._trainer.args.output_dir) / "lohan"
+        return directories_of(default if self._store is None else self._store)
+
+    def _committed(self) -> list[Reference]:
+        """Which step of which store there is to go on with, and what that is a copy of."""
+        if self.session is not None and not self.session.closed:
+            if self.session.has_edits:
+                raise StoreMismatchError(
+                    "train(resume_from_checkpoint=...) in a process that has changed the model's"
+                    " parameters since (load_best_model_at_end does): start a new process"
+                )
+            return [{"store": self.session.uuid, "step": self.session.step}]
+        directories = self._directories()
+        try:
+            store = _store.open_existing(directories, self._config, read_only=True)
+        except StoreError as error:
+            error.add_note(
+                "the checkpoint's tensors are in the store that lohan.TrainerCallback was given"
+                f" when it was saved; store= is {directories} now"
+            )
+            raise
+        try:
+            described = store.describe()
+            step = _zo_trainer.step_of(store)
+            found: Reference = {"store": str(described["uuid"]), "step": step}
+            copies = [{"store": uuid, "step": step} for uuid, step in copied_from(store)]
+            return [found, *(copy for copy in copies if copy["step"] == found["step"])]
+        finally:
+            store.close()
+
+    def _can_take_back(self, asked: Reference, found: Reference) -> bool:
+        if not self._is_zeroth or asked["store"] != found["store"]:
+            return False
+        if self.session is not None and not self.session.closed:
+            return False
+        base = _zo_trainer.base_of(self._directories(), self._config)
+        return bool(base <= asked["step"] < found["step"])
+
+    def _mismatch(self, folder: Path, asked: Reference, found: Reference) -> str:
+        place = self._directories()[0]
+        text = (
+            f"{folder} belongs to step {asked['step']} of store {asked['store']}, the store in"
+            f" {place} is at step {found['step']}"
+        )
+        if asked["store"] != found["store"]:
+            text += f" and is another, {found['store']}: pass the store= that the run had"
+            return text
+        fitting = self._fitting(folder, found)
+        if fitting:
+            return f"{text}: so is {fitting}, train(resume_from_checkpoint={fitting!r})"
+        if self._is_zeroth:
+            return text + _zo_trainer.way_out(place, found["step"])
+        return (
+            f"{text}, and no checkpoint beside it is of that step: a store has only its last"
+            f" commit. lohan.wrap(model, store={place!r}, resume=True) goes on with it, without a"
+            f" Trainer's state; from_pretrained({str(folder)!r}) with a new store begins with the"
+            " checkpoint's weights, and moments of zero"
+        )
+
+    def _fitting(self, folder: Path, found: Reference) -> str | None:
+        """Of the checkpoints beside one, that which is of the store's step."""
+        finished = filter(is_finished, checkpoints(folder.parent))
+        matching = [each for each in finished if reference_of(each) == found]
+        return str(matching[-1]) if matching else None
+
+    def _unfinished(self, folder: Path) -> str:
+        committed = self._committed()[0]
+        fitting = self._fitting(folder, committed)
+        text = f"{folder} is no whole checkpoint: its process ended while it was written"
+        if fitting:
+            return f"{text}. {fitting} is: train(resume_from_checkpoint={fitting!r})"
+        if self._is_zeroth:
+            place = self._directories()[0]
+            text += f"; the store in {place} is at step {committed['step']}"
+            return text + _zo_trainer.way_out(place, committed["step"])
+        return (
+            f"{text}, and none beside it is of the step that the store in"
+            f" {self._directories()[0]} is at: pass the store= that the run had, or begin anew"
+        )
+
+    def _wrap(self, model: nn.Module, made: Any) -> Any:
+        """Wrap the model with the Trainer's groups; its optimizer from here on."""
+        trainer = self._trainer
+        on_device = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
+        if on_device:
+            model.to("cpu")
+        resumes, self._resumes = self._resumes and trainer.state.global_step > 0, False
+        config = self._config
+        if self._is_zeroth:
+            asked = _zo_trainer.asked(trainer.args, made, resumes=resumes)
+        else:
+            config, asked = self._asked(made, resumes)
+        settings = {**asked, **self._settings}
+        settings["device"] = _device.of_trainer(self._config.device, trainer.args.device)
+        with _same_generator(), _hint_of_trainer():
+            wrap(model, store=self._directories(), resume=resumes, config=config, **settings)
+        ours: Any = model.optimizer
+        if self._is_zeroth:
+            self._steps = _zo_trainer.Steps(trainer, model)
+        else:
+            ours.defaults.update({name: made.defaults[name] for name in DEFAULTS})
+        self._model = model
+        self.session = model.lohan  # type: ignore[assignment]
+        return ours
+
+    def _asked(self, made: Any, resumes: bool) -> tuple[Config, dict[str, Any]]:
+        """What the arguments, and the AdamW that the Trainer has made, say to lohan.wrap()."""
+        args = self._trainer.args
+        asked: dict[str, Any] = {}
+        if self._config.commit_every == Config().commit_every:
+            asked["commit_every"] = "manual"
+        config = dataclasses.replace(
+            self._config, accumulate=_most_backwards(args), loss_scaling=args.fp16
+        )
+        if self._is_without_norm(args):
+            # It would ask for the norm to log it, even where nothing is clipped.
+            self._trainer._get_grad_norm = lambda model, grad_norm=None: grad_norm
+        else:
+            asked["schedule"] = _schedule_at_step(config.schedule)
+        self._is_fused = bool(made.defaults.get("fused"))
+        is_ours = type(made) is torch.optim.AdamW and not self._has_optimizer and not made.state
+        if resumes and is_ours:
+            # A checkpoint has the hyper-parameters of its run, and those rule, as without lohan.
+            asked["params"] = [_without_numbers(group) for group in made.param_groups]
+        else:
+            asked["optimizer"] = made  # a scheduler of the user's may hang on it
+        return config, asked
+
+    def _is_without_norm(self, args: Any) -> bool:
+        """The user has asked for updates that do not wait for `step()`, and may have them."""
+        asked = self._settings.get("schedule")
+        if asked is None or asked in SCHEDULES_AT_STEP:
+            return False
+        if args.max_grad_norm:
+            raise UnsupportedError(
+                f"schedule={asked!r} updates before the norm of all gradients is known, and"
+                f" max_grad_norm={args.max_grad_norm} clips by it: leave schedule= out, or say"
+                " max_grad_norm=0.0 in TrainingArguments"
+            )
+        return args.gradient_accumulation_steps == 1 and not args.fp16
+
+    def _saved(self, path: Path, *, only_model: bool) -> None:
+        """The last file of a checkpoint is written: [Note: A checkpoint and its store]."""
+        assert self.session is not None
+        folder = path.parent
+        if only_model or path.name != TRAINER_STATE_NAME or self.session.closed:
+            return
+        if reference_of(folder) != {"store": self.session.uuid, "step": self.session.step}:
+            return  # a trainer_state.json somewhere else
+        sync(folder)
+        self.session.commit()
+
+
+class TrainerMixin:
+    """Over a class made from transformers.Trainer: `class T(lohan.TrainerMixin, SFTTrainer)`.
+
+    Its constructor leaves the model where it is, so that one without storage, or larger than the
+    GPU, gets as far as `train()`, where lohan.TrainerCallback takes it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        callbacks = self.callback_handler.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, TrainerCallback) for callback in callbacks):
+            raise ModelError(
+                f"{type(self).__name__} leaves the model to lohan, and was given no"
+                " callbacks=[lohan.TrainerCallback(store=...)]"
+            )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: lohan has parameters where they are needed."""
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """transformers.Trainer, whose constructor leaves the model where it is."""
+
+
+def _passed_over(unfinished: list[Path], folder: Path) -> str:
+    print(
+        f"lohan: {', '.join(str(path) for path in unfinished)} was being written when its process"
+        f" ended, and the store is not of that step: going on from {folder}",
+        file=sys.stderr,
+    )
+    return str(folder)
+
+
+def _calling_trainer() -> Any:
+    """The Trainer that calls the callback: Trainers do not tell callbacks who they are.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, transformers.Trainer):
+            return found
+        frame = frame.f_back
+    raise UnsupportedError(
+        "lohan.TrainerCallback is for transformers.Trainer and classes made from it; a loop of your"
+        " own takes lohan.wrap(model, ...)"
+    )
+
+
+def _check_args(args: Any, trainer: Any) -> None:
+    """Refuse arguments that cannot be had.
+
+    Raises:
+        UnsupportedError: says which, why, and what to do.
+    """
+    if args.torch_compile:
+        raise UnsupportedError(
+            "torch_compile=True: a model wrapped by lohan runs uncompiled, its parameters come and"
+            " go, which torch.compile cannot trace. Leave torch_compile out"
+        )
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise UnsupportedError(
+                f"{name}= places parameters and states itself, and so does lohan: leave it out, or"
+                " the callback"
+            )
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name, False):
+            raise UnsupportedError(
+                f"{name}=True changes the dtype of the parameters, which are in the store: leave it"
+                " out; evaluation runs under the autocast of bf16= or fp16= in any case"
+            )
+    if args.parallel_mode == ParallelMode.DISTRIBUTED:
+        raise UnsupportedError(
+            "the script was started by torchrun or alike (LOCAL_RANK is set), and a Trainer then"
+            " wraps the model in DistributedDataParallel, on one process too: start it with"
+            " `python SCRIPT`, lohan trains on one process"
+        )
+    if args.n_gpu > 1:
+        raise UnsupportedError(
+            f"the Trainer would run on {args.n_gpu} GPUs (DataParallel), lohan trains on one: set"
+            " CUDA_VISIBLE_DEVICES=0"
+        )
+    is_given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+    optim = getattr(args.optim, "value", args.optim)
+    if not is_given and optim not in OPTIMIZERS:
+        raise UnsupportedError(
+            f"optim={str(optim)!r}: lohan's rule is AdamW's, in fp32, with its states on SSD. Use"
+            f" optim={OPTIMIZERS[0]!r} or {OPTIMIZERS[1]!r}, the default"
+        )
+
+
+def _most_backwards(args: Any) -> int:
+    """Of one step: a Trainer does them by the number, but for data that do not tell their length.
+
+    What these leave of a step when they end, which is fewer, goes on in the next epoch's first one.
+    """
+    return 2 * int(args.gradient_accumulation_steps) - 1
+
+
+def _without_numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group of AdamW without its hyper-parameters.
+
+    Raises:
+        UnsupportedError: it asks for another rule.
+    """
+    check_rule(group)
+    return {key: value for key, value in group.items() if key not in (*DEFAULTS, *RULE)}
+
+
+def _has_checkpoints(args: Any) -> bool:
+    """The Trainer saves what it could go on with."""
+    strategy = getattr(args.save_strategy, "value", args.save_strategy)
+    return (strategy != "no" or bool(args.enable_jit_checkpoint)) and not args.save_only_model
+
+
+def _schedule_at_step(schedule: str) -> str:
+    return schedule if schedule in SCHEDULES_AT_STEP else "deferred"
+
+
+@contextlib.contextmanager
+def _same_generator() -> Iterator[None]:
+    """A Trainer keeps its random numbers itself, and restores them once its data are in place."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def _hint_of_trainer() -> Iterator[None]:
+    """Say in a Trainer's words what wrap() says in its own."""
+    try:
+        yield
+    except StoreError as error:
+        if re.search(r"resume=True", str(error)):
+            error.add_note(
+                "with a Trainer resume=True is train(resume_from_checkpoint=True), where a"
+                " checkpoint was saved; else delete the store's directory, or name another"
+            )
+        raise

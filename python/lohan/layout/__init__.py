@@ -1,0 +1,1 @@
+"""How a model's parameters lie in blocks and units, and in the files of other programs."""

@@ -1,0 +1,147 @@
+"""Lays a model out in scopes, units and parameters: see [Note: Blocks and units] in _block.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from lohan.common import _storage_formats
+from lohan.layout import _in_place
+from lohan.layout._block import (
+    Layout,
+    Param,
+    Scope,
+    Unit,
+    contiguous_strides,
+    find_blocks,
+    is_dense,
+    place,
+    place_values,
+    scope_of_modules,
+)
+from lohan.layout._in_place import Found, InPlace
+from lohan.torch_glue._buffers import Buffers
+
+
+def make_layout(
+    model: nn.Module,
+    block_bytes_max: int,
+    given: Sequence[nn.Module] | None = None,
+    found: Found | None = None,
+) -> Layout:
+    """Lay a model out in scopes, units and parameters.
+
+    Args:
+        model: the module to be wrapped.
+        block_bytes_max: a block with more bytes of parameters is split at its children.
+        given: modules that are blocks whatever their structure.
+        found: which parameters are in files, and which of these are to be read there.
+
+    Returns:
+        The layout; parameters are sorted by unit.
+    """
+    found = found or Found([], {}, set())
+    blocks = find_blocks(model, block_bytes_max, given)
+    scope_of = scope_of_modules(model, blocks)
+    scopes: dict[int, Scope] = {id(m): Scope(n, m, []) for n, m in blocks}
+    units: list[Unit] = []
+    formats: list[str | None] = []  # of each unit
+    unit_by_key: dict[tuple[int, torch.dtype, bool, bool, bool], int] = {}
+    unit_by_param: dict[int, int] = {}
+    for module_name, module in model.named_modules(remove_duplicate=True):
+        for param_name, tensor in module._parameters.items():
+            if tensor is None or tensor.numel() == 0:
+                continue
+            scope_name, scope_module = scope_of[id(module)]
+            scope = scopes[id(scope_module)]
+            if id(tensor) not in unit_by_param:
+                is_apart, is_moved = id(tensor) in found.in_place, id(tensor) in found.moved
+                key = (id(scope_module), tensor.dtype, tensor.requires_grad, is_apart, is_moved)
+                if key not in unit_by_key:
+                    unit_by_key[key] = len(units)
+                    kept = (
+                        _storage_formats.format_of(tensor.dtype, found.storage)
+                        if is_moved
+                        else None
+                    )
+                    dtype = tensor.dtype if kept is None else _storage_formats.TYPES[kept]
+                    units.append(Unit(scope_name or "(root)", dtype, key[2], []))
+                    formats.append(kept)
+                index = unit_by_key[key]
+                unit_by_param[id(tensor)] = index
+                full = f"{module_name}.{param_name}" if module_name else param_name
+                source = found.entries.get(id(tensor))
+                param = Param(full, tensor, index, 0, 0, source, kept=formats[index])
+                units[index].params.append(param)
+            if unit_by_param[id(tensor)] not in scope.units:
+                scope.units.append(unit_by_param[id(tensor)])
+    params: list[Param] = []
+    for unit in units:
+        if id(unit.params[0].tensor) in found.in_place:
+            unit.runs, unit.moves = _in_place.place(unit.params)
+            unit.nbytes = sum(run.nbytes for run in unit.runs)
+        else:
+            place(unit)
+        place_values(unit)
+        for param in unit.params:
+            param.index = len(params)
+            params.append(param)
+    scope_list = [s for s in scopes.values() if s.units]
+    _mark_always(scope_list, units)
+    layout = Layout(params, units, scope_list, Buffers(model).kept_bytes)
+    layout.in_place = InPlace(found.files[: found.file_count])
+    layout.made_contiguous = _keep_strides(params, found)
+    return layout
+
+
+def _keep_strides(params: Sequence[Param], found: Found) -> list[str]:
+    """Note the strides of parameters that are not contiguous; see [Note: Strides].
+
+    Returns:
+        The names of those that become contiguous.
+    """
+    left = []
+    for param in params:
+        shape, strides = param.tensor.shape, param.tensor.stride()
+        if strides == contiguous_strides(shape):
+            continue
+        is_kept = id(param.tensor) not in found.in_place and id(param.tensor) not in found.moved
+        if is_kept and is_dense(shape, strides):
+            param.strides = strides
+        else:
+            left.append(param.name)
+    return left
+
+
+def _mark_always(scopes: list[Scope], units: list[Unit]) -> None:
+    """A unit whose scope encloses other scopes stays: it is in use while they come and go."""
+    scope_ids = {id(s.module) for s in scopes}
+    for scope in scopes:
+        module = scope.module
+        assert module is not None  # the hooks are not on yet
+        if any(id(m) in scope_ids for m in module.modules() if m is not module):
+            scope.is_innermost = False
+            for index in scope.units:
+                units[index].always = True
+
+
+def finer(layout: Layout, make_layout: Callable[..., Layout], *, is_any: bool) -> Layout | None:
+    """The layout with the largest blocks split; is_any: with the largest that can be.
+
+    What is a parameter alone (an embedding) cannot be split. Without is_any it is the end: backward
+    may hold all parts of a block at once (one that is computed again), which a budget of two parts
+    beside the embedding has no room for.
+    """
+    if not is_any:
+        largest = max(unit.nbytes for unit in layout.units)
+        finer = make_layout(largest - 1, None)
+        return finer if max(unit.nbytes for unit in finer.units) < largest else None
+    sizes = sorted({_plain_bytes(unit.params) for unit in layout.units}, reverse=True)
+    made = (make_layout(size - 1, None) for size in sizes)
+    return next((each for each in made if len(each.units) > len(layout.units)), None)
+
+
+def _plain_bytes(params: Sequence[Param]) -> int:
+    return sum(param.count * param.tensor.element_size() for param in params)

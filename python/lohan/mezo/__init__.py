@@ -1,0 +1,1 @@
+"""Zeroth-order training (method="mezo"): sessions, turns of several forwards, devices."""

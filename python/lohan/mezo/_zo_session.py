@@ -1,0 +1,517 @@
+"""The session of zeroth-order training: two forwards a step, and no backward.
+
+[Note: Base and position] To the engine every parameter is frozen: it reads a unit's base, the
+weights that training began with, from the store or from the user's files, and drops it again. Each
+time a unit is pinned the session is asked ([Note: Positions] in journal/_zeroth.py): it leads the
+bytes in memory from where they are, or from the base where they were read anew, to where they are
+to be. What a step did is in the journal; nothing else has to be written, and a parameter is right
+whatever order, placement or loss of memory there was.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import ctypes
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lohan import _core
+from lohan.common import _meta, _storage_formats
+from lohan.errors import LentError, StepError, UnsupportedError
+from lohan.journal import _zo_run
+from lohan.journal._zeroth import Op, Record
+from lohan.journal._zo_run import Run
+from lohan.layout._block import Param
+from lohan.mezo import _zo_device
+from lohan.mezo._lockstep import FIRST
+from lohan.mezo._zo_turns import TurnRules
+from lohan.session._session import Session
+from lohan.torch_glue._tensor import SavedTensors, in_backward
+from lohan.torch_glue._thread import thread_error
+
+if TYPE_CHECKING:
+    from lohan.mezo._zo_optim import ZerothOptimizer
+    from lohan.mezo._zo_setup import Zeroth
+    from lohan.mezo._zo_turns import T
+
+# Fewer elements are not worth another thread's waking up: some 100 us of work.
+SHARE_ELEMENTS = 1 << 18
+# The parameter, where its unit is, first element, how many, what is done.
+_Piece = tuple[Param, int, int, int, list[list[Op]]]
+
+
+class ZerothSession(TurnRules, Session):
+    """A wrapped model's connection to its engine, with method="mezo".
+
+    Attributes:
+        zeroth: the run.
+        written_bytes: of parameters, by this session.
+        read_bytes: of parameters, that were brought to where they are computed with.
+        longest_lead: positions that a unit was led over at once, at most.
+    """
+
+    def __init__(self, *args: Any, zeroth: Zeroth, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert zeroth.journal is not None
+        self.zeroth = zeroth
+        self.rule = zeroth.rule
+        self.journal = zeroth.journal
+        self.written_bytes = self.read_bytes = self.longest_lead = 0
+        base = int(self.store.describe()["step"])
+        self.run = _zo_run.make(self.rule, self.journal.records, base, self.layout.params)
+        self._wanted = self.rule.clean(self.step)
+        self._is_in_step = False
+        self._step_thread = 0
+        self._lost: set[int] = set()  # units whose bytes in memory have to be read again
+        self._rolls_back = False
+        self._workers = max(1, self._engine_threads())  # one of them is whoever asks
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            max(1, self._workers - 1), "lohan-zeroth"
+        )
+        self._is_launched = _zo_device.is_launched(self.device)
+        if self._is_launched:
+            self._engine.zo_load(_zo_device.image())
+        moved = [param.index for param in self.layout.params if param.stream is not None]
+        self._engine.on_use(self._on_use, moved)
+        without = self.config.without
+        if without:
+            rate = int(self.config.emu_alloc_bytes_per_s or 0)
+            self._engine.device_policy("overlap" in without, "reuse" in without, rate)
+
+    @property
+    def step(self) -> int:
+        """Steps in the journal."""
+        return len(self.journal.records) if not self.closed else self._last_step
+
+    # --- Positions --------------------------------------------------------------------------
+
+    def _on_use(
+        self, unit: int, address: int, makes: int, outs: int, is_of_out: bool, pins: int
+    ) -> bool:
+        """A unit is pinned: lead it to where it is wanted. True: it was moved."""
+        where = self._where.get(unit)
+        if where is None:
+            return False
+        where.address = address
+        if where.outs != outs:
+            where.outs, where.host = outs, where.left
+        begin = where.left
+        if where.makes != makes:
+            self.read_bytes += self.layout.units[unit].nbytes
+            begin = where.host if is_of_out else self.rule.clean(where.base)
+        is_led = begin != self._wanted
+        if where.is_kept:
+            is_led = where.makes != makes or where.position != self._wanted
+        if is_led:
+            views = pins - 1 - (unit in self._held)
+            if views > 0:
+                apart = "" if self._lockstep is None else ', or pass runs="apart" to lohan.wrap()'
+                raise LentError(
+                    f"block {self.layout.units[unit].name!r} cannot be moved: {views} tensors are"
+                    " still views of its parameters (kept from a loop over them or from a"
+                    f" forward); delete them first{apart}"
+                )
+            self._lost.add(unit)  # whoever interrupts this leaves bytes that are at no position
+            begin = self._shared_bytes(unit, address, begin)
+            self.longest_lead = max(self.longest_lead, self._wanted - begin)
+            self._lead(unit, address, begin, self._wanted)
+        where.makes, where.position = makes, self._wanted
+        is_moved = is_led
+        if where.is_kept:
+            where.kept = self.rule.clean(self.rule.step_of(self._wanted))
+            is_moved = where.kept != begin
+        if is_led:
+            self._lost.discard(unit)  # last: a Ctrl-C comes anywhere
+        return is_moved
+
+    def _shared_bytes(self, unit: int, address: int, begin: int) -> int:
+        """Of a unit of several blocks, keep what the first run needs again, or give it back.
+
+        Returns:
+            The position of the unit's bytes now.
+        """
+        kept = self._kept.get(unit)
+        if kept is None or self._lockstep is None:
+            return begin
+        nbytes, there = self.layout.units[unit].nbytes, kept.bytes.data_ptr()
+        if begin > self._wanted and kept.position == self._wanted:
+            ctypes.memmove(address, there, nbytes)
+            return self._wanted
+        if self._lockstep.turn != FIRST and kept.position != begin:
+            ctypes.memmove(there, address, nbytes)
+            kept.position = begin
+        return begin
+
+    def _lead(self, unit: int, address: int, begin: int, end: int) -> None:
+        if begin > end:
+            raise StepError(f"block {self.layout.units[unit].name!r} cannot go back in a step")
+        params = self.layout.units[unit].params
+        if self._is_launched:
+            self._launch(params, address, begin, end)
+            return
+        if self.run.directions is not None:
+            for param in params:
+                self.run.lead_whole(param, address + param.first, begin, end)
+            return
+        mine, *others = self._shares(params, address, begin, end)
+        futures = [self._pool.submit(_apply, share) for share in others]
+        try:
+            _apply(mine)
+        finally:
+            concurrent.futures.wait(futures)
+        for future in futures:
+            future.result()
+
+    def _launch(self, params: list[Param], address: int, begin: int, end: int) -> None:
+        for param in params:
+            at = address + param.engine_first
+            formats: tuple[Any, ...] = ()
+            if param.kept is not None:
+                dtype = _storage_formats.NAMES[param.tensor.dtype]
+                formats = (address + param.first, param.kept, dtype)
+            for ops in self._passes(param, begin, end):
+                self._engine.zo_lead(at, param.count, ops, *formats)
+
+    def _passes(self, param: Param, begin: int, end: int) -> Iterator[list[Op]]:
+        if param.kept is None:
+            return self.run.passes(param, begin, end)
+        return self.run.kept_passes(param, self.rule.step_of(begin), end)
+
+    def _shares(
+        self, params: list[Param], address: int, begin: int, end: int
+    ) -> list[list[_Piece]]:
+        """What each thread does of a unit: as much as the others, or all of a small one."""
+        total = sum(param.count for param in params)
+        share = max(SHARE_ELEMENTS, -(-total // self._workers))
+        shares: list[list[_Piece]] = [[]]
+        room = share
+        for param in params:
+            passes = [*self._passes(param, begin, end)]
+            first = 0
+            while first < param.count:
+                if room <= 0:
+                    shares.append([])
+                    room = share
+                # The generator makes 64 at once.
+                count = min(-(-room // 64) * 64, param.count - first)
+                shares[-1].append((param, address, first, count, passes))
+                first += count
+                room -= count
+        return shares
+
+    # --- A step -----------------------------------------------------------------------------
+
+    def zo_step(self, closure: Callable[[], Any]) -> torch.Tensor:
+        """One step: both losses of each direction, and what they say into the journal.
+
+        Args:
+            closure: runs the model and returns the loss, a number or a tensor of one. It is called
+                twice for each direction, and has to see the same batch each time.
+
+        Returns:
+            The loss on the one side, the mean over the directions.
+
+        Raises:
+            StepError: the loss, or the slope, is no finite number; the step has not happened.
+            HyperParameterError: groups cannot be used as they are.
+        """
+        self.check_open()
+        if self._is_in_step or in_backward() or self._forward_is_alive():
+            raise StepError("zo_step() inside a forward, a backward or another zo_step()")
+        optimizer: Any = self._optimizer
+        made: ZerothOptimizer = optimizer
+        lr, decay = made.rate()
+        self._roll_back()
+        step = self.step
+        gradients, losses = [], []
+        with self._step_opened():
+            for sample in range(self.rule.samples):
+                plus, minus = self._both(closure, step, sample)
+                gradients.append(_slope(plus, minus, self.rule.eps))
+                losses.append(plus)
+            self.journal.append(Record(lr, decay, tuple(gradients), tuple(losses)))
+        if "deferred" in self.config.without:
+            self._update_all()
+        every = self.zeroth.write_every
+        if every is not None and self.step % every == 0:
+            self.write_back()
+        return torch.tensor(sum(losses) / len(losses))
+
+    @contextlib.contextmanager
+    def _step_opened(self) -> Iterator[None]:
+        """In evaluation mode: both runs are to differ by the parameters alone (as MeZO has it)."""
+        around = self.around
+        model = self._model()
+        assert model is not None
+        training = [module for module in model.modules() if module.training]
+        try:  # a Ctrl-C comes anywhere
+            model.eval()
+            self._is_in_step, self._step_thread = True, threading.get_ident()
+            self.around = _NOTHING
+            with torch.no_grad():
+                yield
+        except BaseException:
+            clean = self.rule.clean(self.step)
+            self._lost.update(u for u, where in self._where.items() if where.left > clean)
+            raise
+        finally:
+            self._is_in_step = False
+            self.around = around
+            self._wanted = self.rule.clean(self.step)
+            for module in training:
+                module.training = True
+
+    def _both(self, closure: Callable[[], Any], step: int, sample: int) -> tuple[float, float]:
+        sides = self.rule.plus(step, sample), self.rule.minus(step, sample)
+        if self.is_together:
+            plus, minus = self._in_turns([lambda: _number(closure())] * 2, sides)
+            return plus, minus
+        self._wanted = sides[0]
+        plus = _number(closure())
+        self._wanted = sides[1]
+        if not self._is_probing:
+            return plus, _number(closure())
+        return plus, self._probed(lambda: _number(closure()))
+
+    def together(self, functions: Sequence[Callable[[], T]]) -> list[T]:
+        """Run the model several times, without gradients; a block is read once for all of them.
+
+        They take turns at each block, each on a thread, so that activations of all are in memory at
+        once. That is so in evaluation mode, for models that leave nothing behind in a forward and
+        do not fit in memory; else they are called one behind the other.
+
+        Args:
+            functions: each calls the model, on a micro-batch of its own, say.
+
+        Returns:
+            What each gave.
+
+        Raises:
+            StepError: inside a forward or a step.
+        """
+        self.check_open()
+        if self._is_in_step or in_backward() or self._forward_is_alive():
+            raise StepError("together() inside a forward, a backward or a step")
+        self._roll_back()
+        model = self._model()
+        assert model is not None
+        is_still = not any(module.training for module in model.modules())
+        rest, results = [*functions], []
+        with torch.no_grad():
+            if self._is_probing and is_still and len(rest) > 1:
+                results.append(rest.pop(0)())  # a first run may make what all others find
+                results.append(self._probed(rest.pop(0)))
+            if self.is_together and is_still and len(rest) > 1:
+                return results + self._in_turns(rest, [self._wanted] * len(rest))
+            return results + [function() for function in rest]
+
+    def _update_all(self) -> None:
+        """Bring every block in once more, for its update alone."""
+        for unit in self._where:
+            self._engine.acquire(unit)
+            self._engine.release(unit)
+
+    def write_back(self) -> None:
+        """Write every parameter as it is now, and commit: the next session begins there.
+
+        Where the store has no room for that (write_every="never"), nothing happens.
+        """
+        self._check_whole()
+        if self.zeroth.write_every is None:
+            return
+        for unit, where in self._where.items():
+            nbytes, extent = self.layout.units[unit].nbytes, self.extents.units[unit].param
+            self._engine.acquire(unit)
+            try:
+                copy = self._copy_back(unit)
+                with self.exclusive([]) as store:
+                    address = where.address if copy is None else copy.data_ptr()
+                    try:  # no commit names what was written so far
+                        store.write(extent, 0, address, nbytes)
+                        where.base = self.step
+                    except BaseException:  # a Ctrl-C may have come between the two
+                        store.write(extent, 0, address, nbytes)
+                        where.base = self.step
+                        raise
+            finally:
+                self._engine.release(unit)
+            self.written_bytes += nbytes
+        with self.exclusive([]) as store:
+            self.holds.wait_none()
+            try:
+                store.commit(self.step, store.describe()["scalars"])
+            finally:  # a Ctrl-C may come behind the commit
+                self.run.base = int(store.describe()["step"])
+
+    def _copy_back(self, unit: int) -> torch.Tensor | None:
+        """The unit, which is in use, in main memory; None: it is there."""
+        if not self._is_launched:
+            return None
+        here = self.layout.units[unit]
+        views = [(param, self._engine.lend(param.index)) for param in here.params]
+        return _zo_device.host_bytes(views, here.nbytes)
+
+    def _roll_back(self) -> None:
+        """What a step that died moved is undone by reading it again."""
+        if not self._lost or self._rolls_back:
+            return
+        if self._forward_depth > 0:
+            self._forward_drop()
+        self._rolls_back = True
+        try:
+            with self.exclusive(sorted(self._lost)):
+                pass
+            self._lost.clear()
+        finally:
+            self._rolls_back = False
+
+    # --- What first-order sessions do otherwise ----------------------------------------------
+
+    def _check_whole(self) -> None:
+        super()._check_whole()
+        self._roll_back()
+
+    def refuse_other_thread(self, what: str) -> None:
+        """See ForwardRules.refuse_other_thread; between the forwards of a step, too."""
+        super().refuse_other_thread(what)
+        is_mine = self._is_other() or self._step_thread == threading.get_ident()
+        if self._is_in_step and not is_mine:
+            raise thread_error(self._step_thread, "is inside a step", what)
+
+    def _forward_begin(self, *, is_root: bool) -> None:
+        self.refuse_other_thread("the model")
+        self._roll_back()
+        super()._forward_begin(is_root=is_root)
+
+    @property
+    def is_underway(self) -> bool:
+        """Inside a forward."""
+        return self._forward_is_alive()
+
+    def values(self) -> list[torch.Tensor]:
+        """Every parameter's, of now."""
+        if not self.closed:
+            return [self.value(param.index) for param in self.layout.params]
+        values = super().values()
+        pairs = zip(self.layout.params, values, strict=True)
+        return [self.run.lead(param, value) for param, value in pairs]
+
+    def finish_writes(self) -> None:
+        """Make a write_back() whole that was interrupted: reads see what it has written."""
+        if any(where.base != self.run.base for where in self._where.values()):
+            self.write_back()
+
+    def run_now(self) -> Run:
+        """The run as it is now, which later steps do not change."""
+        return Run(self.rule, [*self.journal.records], self.run.base)
+
+    def check_edit(self) -> None:
+        """Refuse it.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            'with method="mezo" only steps change parameters: lohan.unwrap(model), change them, and'
+            " wrap it with a new store"
+        )
+
+    def edited(self, store: _core.Store) -> None:
+        """Commit buffers at once: no backward comes that would."""
+        self._commit_buffers(store)
+
+    def undo_edit(self, index: int) -> None:
+        """Undo in memory what was written there."""
+        self._lost.add(self.layout.params[index].unit)
+
+    def step_of(self, model: nn.Module) -> Callable[[Callable[[], Any]], torch.Tensor]:
+        """`model.zo_step`."""
+        self._model = weakref.ref(model)
+        return self.zo_step
+
+    def commit(self) -> None:
+        """Nothing to wait for: a step is over when its record is on SSD. See write_back()."""
+        self.check_open()
+
+    def restore_scalars(self) -> None:
+        """Take learning rate and weight decay of the last step, where wrap was not given them.
+
+        Of a run without a step: those that it was begun with.
+        """
+        optimizer: Any = self._optimizer
+        made: ZerothOptimizer = optimizer
+        asked = self.zeroth.asked
+        records = self.journal.records
+        said = _meta.of(self.store)["method"]
+        lr = records[-1].lr if records else said["lr"]
+        decay = records[-1].decay if records else said["weight_decay"]
+        made.go_on(
+            lr if asked["lr"] is None else None,
+            decay if asked["weight_decay"] is None else None,
+        )
+
+    def close(self) -> None:
+        """Stop the engine, release store and journal. Idempotent."""
+        super().close()
+        if os.getpid() == self._owner_pid:
+            self._pool.shutdown()
+            self.journal.close()
+
+
+class _Nothing(SavedTensors):
+    """Nothing is saved in a step."""
+
+    def __init__(self) -> None:
+        pass
+
+    def enter(self) -> None:
+        """Nothing to do."""
+
+    def leave(self) -> None:
+        """Nothing to do."""
+
+
+_NOTHING = _Nothing()
+
+
+def _apply(pieces: list[_Piece]) -> None:
+    for param, address, first, count, passes in pieces:
+        width = param.tensor.element_size()
+        values = address + param.engine_first + width * first
+        if param.kept is None:
+            for ops in passes:
+                _core.zo_apply(values, values, first, count, ops)
+            continue
+        kept = address + param.first + _storage_formats.TYPES[param.kept].itemsize * first
+        dtype = _storage_formats.NAMES[param.tensor.dtype]
+        for ops in passes:
+            _core.zo_lead(kept, param.kept, values, dtype, first, count, ops)
+
+
+def _number(loss: Any) -> float:
+    value = float(loss)
+    if not math.isfinite(value):
+        raise StepError(
+            f"the loss of a step is {value}: the step has not happened, and parameters are as they"
+            " were before it"
+        )
+    return value
+
+
+def _slope(plus: float, minus: float, eps: float) -> float:
+    """What the step goes by: once recorded, no later step undoes what infinity did."""
+    value = (plus - minus) / (2 * eps)
+    if not abs(value) <= torch.finfo(torch.float32).max:
+        raise StepError(
+            f"the losses of a step are {plus} and {minus}, whose slope by eps={eps} is more than"
+            " fp32 can hold: the step has not happened, and parameters are as they were before it"
+        )
+    return value

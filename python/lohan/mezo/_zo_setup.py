@@ -1,0 +1,340 @@
+"""What `lohan.wrap(method="mezo")` is asked for, and the run that a store and a journal hold."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lohan.common import _meta, _storage_formats
+from lohan.config import Config
+from lohan.errors import ModelError, StoreMismatchError, UnsupportedError
+from lohan.journal import _journal
+from lohan.journal._journal import Journal
+from lohan.journal._zeroth import Rule
+from lohan.journal._zo_run import PASS_POSITIONS, check_base, uuid_of
+from lohan.layout._in_place import Found
+from lohan.mezo import _zo_device, _zo_plan
+from lohan.mezo._zo_optim import DECAY, LR, ZerothOptimizer
+from lohan.torch_glue import _device
+
+if TYPE_CHECKING:
+    from lohan import _core
+    from lohan.layout._block import Layout
+
+METHODS = ("adamw", "mezo")
+RNGS = ("philox", "torch")
+EPS = 1e-3
+# Of wrap's keywords, those of this method alone.
+OF_METHOD = ("num_samples", "rng", "seed", "storage")
+_SEEDS = 1 << 64
+_SAMPLES_MAX = 1 << 16
+
+
+@dataclasses.dataclass
+class Zeroth:
+    """A zeroth-order run, from wrap to its session.
+
+    Attributes:
+        moved: the parameters that it moves, which need no gradient from now on.
+        streams: the number of each in the model, by its id: what its z is made from.
+        rule: as wrap was asked; of a run that goes on, what its journal says.
+        asked: what was given by name.
+        device: "cpu", "emu" or "cuda".
+        without: parts of the schedule to leave out.
+        write_every: steps between writes of the parameters; None: they are never written.
+        storage: the format that parameters are kept in; None: as they are.
+        names: of the parameters that it moves, by their ids.
+        journal: once there is one.
+    """
+
+    moved: list[nn.Parameter]
+    streams: dict[int, int]
+    rule: Rule
+    asked: dict[str, Any]
+    device: str = "cpu"
+    without: tuple[str, ...] = ()
+    write_every: int | None = None
+    storage: str | None = None
+    names: dict[int, str] = dataclasses.field(default_factory=dict)
+    journal: Journal | None = None
+
+    def optimizer(self, layout: Layout, params: Iterable[dict[str, Any]] | None) -> ZerothOptimizer:
+        """Make the optimizer, and say of each parameter of the layout what is done to it."""
+        lr, decay = (
+            float(start if self.asked[name] is None else self.asked[name])
+            for name, start in (("lr", LR), ("weight_decay", DECAY))
+        )
+        groups: list[Any] = [{"params": self.moved}]
+        if params is not None:
+            groups = [dict(g) if isinstance(g, dict) else {"params": [g]} for g in params]
+        made = ZerothOptimizer(groups, lr, decay)
+        decays = made.decays()
+        if set(decays) != set(self.streams):
+            raise ModelError(
+                f"params= has {len(decays)} parameters, and {len(self.streams)} of the model"
+                " require a gradient: these are what zeroth-order training moves, all of them"
+            )
+        for param in layout.params:
+            param.stream = self.streams.get(id(param.tensor))
+            param.decays = decays.get(id(param.tensor), True)
+        layout.method = {
+            "name": "mezo",
+            "lr": lr,
+            "weight_decay": decay,
+            "write_every": self.write_every,
+            "storage": self.storage,
+            "streams": [param.stream for param in layout.params],
+            "decays": [param.decays for param in layout.params],
+            "kept": [param.kept for param in layout.params],
+        }
+        return made
+
+    def begin(self, directories: Sequence[str], store: _core.Store) -> None:
+        """A new run: its journal is there before any weight is."""
+        self.journal = Journal.create(directories[0], uuid_of(store), self.rule)
+
+    def go_on(self, directories: Sequence[str], store: _core.Store) -> None:
+        """Take the journal of a run, and its rule.
+
+        Raises:
+            StoreMismatchError: wrap was asked for another rule, or the journal is an old copy.
+        """
+        self.journal = Journal.open(_journal.place(directories), uuid_of(store))
+        check_base(directories, len(self.journal.records), store)
+        then = self.journal.rule
+        for name, value, was in (
+            ("eps", self.asked["eps"], then.eps),
+            ("seed", self.asked["seed"], then.seed),
+            ("num_samples", self.asked["num_samples"], then.samples),
+            ("rng", self.asked["rng"], then.rng),
+        ):
+            if value is not None and value != was:
+                raise StoreMismatchError(
+                    f"{name}={value!r}, and the run in the store has {name}={was!r}: its steps so"
+                    " far are made with that: leave it out, or begin a new store"
+                )
+        _zo_device.check(self.device, then.rng, self.without)
+        self.rule = then
+        was_every = _meta.of(store)["method"]["write_every"]
+        every = self.asked["write_every"]
+        if was_every is None and isinstance(every, int):
+            raise StoreMismatchError(
+                f'write_every={every}, and the store was made with "never": it has no room for'
+                " parameters that are written: leave it out, or begin a new store"
+            )
+        self.write_every = was_every if every == "auto" else None if every == "never" else every
+
+    def keep_storage(self, meta: dict[str, Any]) -> None:
+        """Go on with the format of a store.
+
+        Raises:
+            StoreMismatchError: wrap was asked for another one.
+        """
+        was = (meta.get("method") or {}).get("storage")
+        now = [_storage_formats.format_of(param.dtype, self.storage) for param in self.moved]
+        then = [_storage_formats.format_of(param.dtype, was) for param in self.moved]
+        if self.storage is not None and now != then:
+            raise StoreMismatchError(
+                f"storage={self.storage!r}, and the run in the store has {was!r}: its steps so far"
+                " are rounded as that says: leave it out, or begin a new store"
+            )
+        self.storage = was
+
+    def memory_bytes(self, param: nn.Parameter) -> int:
+        """Of a parameter of the model, in main memory."""
+        kept = (
+            _storage_formats.format_of(param.dtype, self.storage)
+            if id(param) in self.streams
+            else None
+        )
+        if kept is None:
+            return param.numel() * param.element_size()
+        values = param.element_size() if self.device == "cpu" else 0
+        return param.numel() * (_storage_formats.TYPES[kept].itemsize + values)
+
+    def is_converted(self, dtype: torch.dtype) -> bool:
+        """Parameters of a dtype are kept in another one."""
+        kept = _storage_formats.format_of(dtype, self.storage)
+        return kept is not None and _storage_formats.TYPES[kept] != dtype
+
+    def close(self, *, is_lost: bool) -> None:
+        """After an error; is_lost: what was begun is removed."""
+        journal, self.journal = self.journal, None
+        if journal is None:
+            return
+        journal.close()
+        if is_lost:
+            with contextlib.suppress(OSError):
+                os.unlink(journal.path)
+
+
+@contextlib.contextmanager
+def frozen(zeroth: Zeroth | None) -> Iterator[None]:
+    """Nobody is to keep activations for a backward that never comes.
+
+    Parameters that are moved stay so behind the with, unless it ends by an error.
+    """
+    moved = zeroth.moved if zeroth is not None else []
+    for param in moved:
+        param.requires_grad_(False)
+    try:
+        yield
+    except BaseException:
+        for param in moved:
+            param.requires_grad_(True)
+        raise
+
+
+def find(zeroth: Zeroth | None, found: Found | None, then: dict[str, Any] | None) -> Found | None:
+    """What make_layout has to know: which parameters move, and which of these stay in files.
+
+    Args:
+        zeroth: the run.
+        found: in files.
+        then: what the store of a run that goes on says of itself.
+
+    Raises:
+        StoreMismatchError: it keeps parameters in another format than wrap was asked for.
+        UnsupportedError: this device does not keep them in the store's.
+    """
+    if zeroth is None:
+        return found
+    resume = then is not None
+    made = found if found is not None else Found([], {}, set())
+    made.moved = frozenset(zeroth.streams)
+    if then is not None:
+        zeroth.keep_storage(then)
+        _check_storage(zeroth)
+    made.storage = zeroth.storage
+    if found is not None and not resume:
+        ids = {id(param): param.dtype for param in zeroth.moved}
+        made.in_place -= {key for key, dtype in ids.items() if zeroth.is_converted(dtype)}
+        made.file_count *= bool(made.in_place)
+    if zeroth.write_every is not None and not resume:
+        made.in_place -= made.moved
+        made.file_count *= bool(made.in_place)
+    return made
+
+
+def take(settings: dict[str, Any], max_grad_norm: Any, optimizer: Any) -> dict[str, Any]:
+    """Out of wrap's keywords, those that this method is asked about; None where there is none."""
+    taken = {name: settings.pop(name, None) for name in OF_METHOD}
+    return {**taken, "max_grad_norm": max_grad_norm, "optimizer": optimizer}
+
+
+def make(
+    method: str, model: nn.Module, asked: dict[str, Any], config: Config, store: Any
+) -> Zeroth | None:
+    """What wrap was asked for; None: first-order training.
+
+    Args:
+        method: "adamw" or "mezo".
+        model: to be wrapped.
+        asked: lr, eps, weight_decay, and what take() gave.
+        config: of the session.
+        store: its directories, as wrap was given them; None: a temporary one.
+
+    Raises:
+        ModelError: a value that cannot be, or a parameter that cannot be moved.
+        UnsupportedError: something that zeroth-order training has no use for.
+    """
+    if method not in METHODS:
+        raise ModelError(f"method {method!r}: one of {', '.join(METHODS)}")
+    if method == "adamw":
+        for name in OF_METHOD:
+            if asked[name] is not None:
+                raise ModelError(f'{name}= is of method="mezo"')
+        return None
+    for name in ("betas", "max_grad_norm", "optimizer"):
+        if asked[name] is not None:
+            raise UnsupportedError(f'{name}= has no meaning with method="mezo": leave it out')
+    for name in ("accumulate", "loss_scaling", "commit_every"):
+        if getattr(config, name) != getattr(Config(), name):
+            raise UnsupportedError(
+                f'{name}= has no meaning with method="mezo", which has no gradients: leave it out'
+            )
+    moved, streams = _moved(model)
+    eps = EPS if asked["eps"] is None else float(asked["eps"])
+    seed = torch.initial_seed() % _SEEDS if asked["seed"] is None else asked["seed"]
+    samples = 1 if asked["num_samples"] is None else asked["num_samples"]
+    if not 0 < eps < float("inf"):
+        raise ModelError(f"eps {eps}: a number above 0")
+    if not (isinstance(seed, int) and 0 <= seed < _SEEDS):
+        raise ModelError(f"seed {seed!r}: a whole number from 0 to 2^64 - 1")
+    if not (isinstance(samples, int) and 0 < samples < _SAMPLES_MAX):
+        raise ModelError(f"num_samples {samples!r}: a whole number from 1 to {_SAMPLES_MAX - 1}")
+    rng = asked["rng"] or RNGS[0]
+    if rng not in RNGS:
+        raise ModelError(f"rng {rng!r}: one of {', '.join(RNGS)}")
+    device = _device.parse(config.device)[0]
+    _zo_device.check(device, rng, config.without)
+    asked = {**asked, "write_every": config.write_every}
+    made = Zeroth(moved, streams, Rule(seed, eps, samples, rng), asked, device, config.without)
+    made.storage = asked["storage"]
+    made.names = {id(param): name for name, param in model.named_parameters()}
+    _check_storage(made)
+    made.write_every = _every(made, model, config, store)
+    return made
+
+
+def _every(made: Zeroth, model: nn.Module, config: Config, store: Any) -> int | None:
+    if config.write_every == "never":
+        return None
+    if isinstance(config.write_every, int):
+        return config.write_every
+    if _zo_plan.fits(config, sum(made.memory_bytes(p) for p in model.parameters())):
+        return None
+    if made.rule.rng == "torch":
+        return 1  # to draw again is slower than any SSD
+    names = [] if store is None else [store] if isinstance(store, str | os.PathLike) else [*store]
+    most = max(made.moved, key=torch.Tensor.numel)
+    kept = _storage_formats.format_of(most.dtype, made.storage)
+    return _zo_plan.measured_every(config, [os.path.expanduser(os.fspath(n)) for n in names], kept)
+
+
+def _check_storage(made: Zeroth) -> None:
+    """Refuse a format that is none, or that this run's parameters cannot be kept in."""
+    if made.storage is not None and made.storage not in _storage_formats.TYPES:
+        raise ModelError(f"storage {made.storage!r}: one of {', '.join(_storage_formats.TYPES)}")
+    kept = [p for p in made.moved if _storage_formats.format_of(p.dtype, made.storage) is not None]
+    if not kept:
+        return
+    what = f"{made.names[id(kept[0])]!r} ({kept[0].dtype}"
+    what += f", storage={made.storage!r})" if made.storage else ")"
+    if made.rule.rng == "torch":
+        raise UnsupportedError(
+            f'rng="torch" is MeZO\'s own code in float32, and parameter {what} is kept in another'
+            ' format: rng="philox", or model.float() before lohan.wrap() and no storage='
+        )
+    _zo_device.check_kept(made.device, [p.dtype for p in kept], made.storage, what)
+    most = _zo_device.KEPT_SAMPLES_MAX if made.device == "cuda" else PASS_POSITIONS - 2
+    if made.rule.samples > most:
+        raise UnsupportedError(
+            f"num_samples {made.rule.samples}: where parameters are kept in a format of their own"
+            f" ({what}), {most} at most"
+        )
+
+
+def _moved(model: nn.Module) -> tuple[list[nn.Parameter], dict[int, int]]:
+    moved: list[nn.Parameter] = []
+    streams: dict[int, int] = {}
+    for number, (name, param) in enumerate(model.named_parameters()):
+        if not param.requires_grad or param.numel() == 0:
+            continue
+        if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(
+                f'parameter {name!r} is {param.dtype}: method="mezo" moves float32, bfloat16 and'
+                " float16 ones: convert it before lohan.wrap(), or freeze it with"
+                " requires_grad_(False)"
+            )
+        moved.append(param)
+        streams[id(param)] = number
+    if not moved:
+        raise ModelError("no parameter requires a gradient: these are what is moved")
+    return moved, streams

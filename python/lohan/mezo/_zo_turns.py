@@ -1,0 +1,261 @@
+"""A session of which several runs of the model may take turns, block by block.
+
+Between turns lies the other runs' work: whatever a run has bound or moved may have been moved on by
+then. So a block's hooks give turns, and what is used outside of blocks is looked at anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from lohan.errors import UnsupportedError
+from lohan.mezo import _zo_device, _zo_probe
+from lohan.mezo._lockstep import FIRST, Lockstep
+
+if TYPE_CHECKING:
+    from lohan import _core
+    from lohan.session._session import Session
+
+T = TypeVar("T")
+# A session's rules, for which it needs no session: ZerothSession has both.
+_Base = Session if TYPE_CHECKING else object
+
+
+class Where:
+    """A unit's bytes where they are computed with, as they were left, and what others have."""
+
+    __slots__ = ("address", "base", "host", "is_kept", "kept", "makes", "outs", "position")
+
+    def __init__(self, base: int, is_kept: bool) -> None:
+        self.address = 0
+        self.makes = -1
+        self.outs = 0
+        self.position = 0  # of what is computed with
+        self.host = 0  # the position of what was copied back to main memory last
+        self.base = base  # the step that SSD has
+        self.is_kept = is_kept  # beside what is computed with: [Note: Kept parameters]
+        self.kept = 0  # the position of that
+
+    @property
+    def left(self) -> int:
+        """The position of what would be copied back to main memory."""
+        return self.kept if self.is_kept else self.position
+
+
+class Kept:
+    """A unit's bytes at one position."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8)
+        self.position = -1
+
+
+class TurnRules(_Base):
+    """The part of a session whose blocks' hooks give turns.
+
+    Attributes:
+        is_together: both runs of a step take turns at each block.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        moved = {p.unit for p in self.layout.params if p.stream is not None}
+        base = int(self.store.describe()["step"])
+        units = self.layout.units
+        self._where = {u: Where(base, units[u].value_bytes > 0) for u in sorted(moved)}
+        could = self._choose_runs()
+        # [Note: What a run leaves] in _zo_probe.py: the first step shows it.
+        self._is_probing = could and self.config.runs == "auto"
+        self.is_together = could and not self._is_probing
+        self._kept = self._keep_shared() if could else {}
+        self._lockstep: Lockstep | None = None
+        self._held: set[int] = set()  # units that the first run keeps for the others
+        self._nothing = self._engine.scope([])
+        self._wanted = 0  # the position that parameters are to be at
+        self._model: Callable[[], nn.Module | None] = lambda: None
+
+    def _in_turns(self, functions: Sequence[Callable[[], T]], sides: Sequence[int]) -> list[T]:
+        """Call functions in turns, each with the parameters at a position of its own."""
+        self._wanted = sides[FIRST]
+
+        def changed(who: int) -> None:
+            self._wanted = sides[who]
+            # What another run reads between blocks is bound to its side until the next one.
+            self._nothing.enter()
+
+        self._lockstep = Lockstep(changed)
+        try:
+            return self._lockstep.run(functions)
+        finally:
+            self._lockstep = None
+            self._held.clear()
+
+    def _probed(self, function: Callable[[], T]) -> T:
+        """Call it, and look whether runs of the model may take turns."""
+        model = self._model()
+        assert model is not None
+        before = _zo_probe.Left(model)
+        value = function()
+        self._is_probing = False
+        left = _zo_probe.Left(model).difference(before)
+        self.is_together = left is None
+        if left is not None:
+            print(
+                "lohan: runs of this model come one behind the other, and each reads the"
+                f" parameters: {left} in each forward",
+                file=sys.stderr,
+            )
+        return value
+
+    def _choose_runs(self) -> bool:
+        """Both at each block, where that saves reads and no unit is in use around others."""
+        asked = self.config.runs
+        can = not any(self.layout.units[unit].always for unit in self._where)
+        if asked == "together" and not can:
+            raise UnsupportedError(
+                'runs="together": a module of this model has parameters of its own around other'
+                ' blocks, which would have to be at both sides at once: runs="apart"'
+            )
+        total = sum(unit.place_bytes for unit in self.layout.units)
+        room = self.budget["region_bytes"] if self.device.name == "cpu" else self.device.slot_bytes
+        is_short = int(room) < total
+        return can and (asked == "together" or (asked == "auto" and is_short))
+
+    def _keep_shared(self) -> dict[int, Kept]:
+        """Room for units that are moved and that several blocks use, if main memory has it."""
+        if _zo_device.is_launched(self.device):
+            return {}  # it would be copied by the CPU: it is read again
+        users: dict[int, int] = {}
+        for scope in self.layout.scopes:
+            for unit in scope.units:
+                users[unit] = users.get(unit, 0) + 1
+        shared = [
+            unit
+            for unit, where in self._where.items()
+            if users.get(unit, 0) > 1 and not where.is_kept  # these can go back
+        ]
+        nbytes = sum(self.layout.units[unit].nbytes for unit in shared)
+        limit = self.config.host_bytes
+        if limit is not None and limit < int(self.budget["host_bytes_full"]) + nbytes:
+            return {}
+        return {unit: Kept(self.layout.units[unit].nbytes) for unit in shared}
+
+    def _visits(self, units: list[int], scope: _core.Scope) -> Any:
+        if any(self.layout.units[unit].always for unit in units):
+            return scope  # turns are taken at the blocks inside it
+        return _Visit(self, units, scope)
+
+    def _root_enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._lockstep is None or not self._lockstep.is_led():
+            super()._root_enter(module, args, kwargs)
+
+    def _root_leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._lockstep is None or not self._lockstep.is_led():
+            super()._root_leave(module, args, kwargs, output)
+
+    def _forward_is_alive(self) -> bool:
+        if self._is_other():  # the call that opened it is on the first run's stack
+            return self._forward_depth > 0
+        return super()._forward_is_alive()
+
+    def _is_of_other_thread(self) -> bool:
+        return not self._is_other() and super()._is_of_other_thread()
+
+    def _is_other(self) -> bool:
+        return self._lockstep is not None and self._lockstep.is_other()
+
+    def visit_begin(self, units: list[int]) -> None:
+        """A block is about to be visited."""
+        lockstep = self._lockstep
+        if lockstep is None:
+            return
+        lockstep.visit_begin()
+        self._go_back(units)
+
+    def _go_back(self, units: Iterable[int]) -> None:
+        """Of units that the second run has moved on, what no memory keeps for the first."""
+        if self._lockstep is None:
+            return
+        # Nothing leads back but to begin again.
+        ahead = [
+            unit
+            for unit in units
+            if unit in self._where
+            and not self._where[unit].is_kept
+            and unit not in self._held
+            and self._where[unit].position > self._wanted
+            and (unit not in self._kept or self._kept[unit].position != self._wanted)
+        ]
+        if ahead:
+            with self.exclusive(ahead):
+                pass
+
+    def make_resident(self, tensors: Sequence[nn.Parameter]) -> bool:
+        """See ForwardRules.make_resident."""
+        if self._lockstep is not None:
+            self._nothing.enter()
+            indices = [self._param_index.get(id(tensor)) for tensor in tensors]
+            self._go_back({self.layout.params[i].unit for i in indices if i is not None})
+        return super().make_resident(tensors)
+
+    def lend(self, index: int) -> torch.Tensor:
+        """See Session.lend."""
+        self._go_back([self.layout.params[index].unit])
+        return super().lend(index)
+
+    @contextlib.contextmanager
+    def resident(self, index: int) -> Iterator[None]:
+        """See Session.resident."""
+        self._go_back([self.layout.params[index].unit])
+        with super().resident(index):
+            yield
+
+    @contextlib.contextmanager
+    def visit_end(self, units: list[int]) -> Iterator[None]:
+        """Inside, the first run leaves a block; it stays in memory until the second was there."""
+        lockstep = self._lockstep
+        if lockstep is None or lockstep.turn != FIRST:
+            yield
+            return
+        held: list[int] = []
+        try:
+            for unit in units:
+                self._engine.acquire(unit)
+                held.append(unit)
+            yield
+            self._held.update(held)
+            lockstep.visit_end()
+        finally:
+            self._held.difference_update(held)
+            for unit in held:
+                self._engine.release(unit)
+
+
+class _Visit:
+    """A block's hooks: its scope's, and turns."""
+
+    def __init__(self, session: TurnRules, units: list[int], scope: _core.Scope) -> None:
+        self._session = weakref.ref(session)
+        self._units = units
+        self._scope = scope
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook."""
+        session = self._session()
+        assert session is not None
+        session.visit_begin(self._units)
+        self._scope.enter(module, args)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook."""
+        session = self._session()
+        assert session is not None
+        with session.visit_end(self._units):
+            self._scope.leave(module, args, output)

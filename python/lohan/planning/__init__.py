@@ -1,0 +1,1 @@
+"""Machines, models and policies: which activations are kept, offloaded or recomputed."""

@@ -1,0 +1,173 @@
+"""Machines that are simulated: TOML files of rates and sizes, and the presets of the package."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lohan.common._units import quantity as quantity
+from lohan.errors import MachineError
+from lohan.planning import _plan
+
+SSD_COUNT_MAX = 16
+_WORKER_COUNT_MAX = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine(_plan.Machine):
+    """What plans know of a machine, and what else a simulation needs.
+
+    Attributes:
+        name: for people.
+        ssd_endurance_bytes: that may be written to one in its life (TBW); 0: not known.
+        ssd_latency_ns: of a request.
+        ssd_sync_ns: of a flush.
+        link_latency_ns: of a copy to or from the GPU.
+        worker_count: threads of the CPU that update.
+        gpu_fp32_flop_per_s: what the GPU sustains in fp32; 0: not known. This and the next three
+            are looked at by zeroth-order steps only.
+        gpu_memory_bytes_per_s: that its memory moves in operations that are no products.
+        gpu_alloc_bytes_per_s: that it allocates and gives back.
+        gpu_reserved_bytes: of its memory, what its driver, libraries and allocator hold.
+    """
+
+    name: str
+    ssd_endurance_bytes: int = 0
+    ssd_latency_ns: int = 80_000
+    ssd_sync_ns: int = 200_000
+    link_latency_ns: int = 10_000
+    worker_count: int = 4
+    gpu_fp32_flop_per_s: int = 0
+    gpu_memory_bytes_per_s: int = 0
+    gpu_alloc_bytes_per_s: int = 0
+    gpu_reserved_bytes: int = 0
+
+
+_FIELDS = {field.name: field for field in dataclasses.fields(Machine)}
+_MAY_BE_ZERO = {
+    "ssd_total_bytes_per_s",
+    "ssd_bytes",
+    "ssd_endurance_bytes",
+    "ssd_latency_ns",
+    "ssd_sync_ns",
+    "link_latency_ns",
+    "gpu_fp32_flop_per_s",
+    "gpu_memory_bytes_per_s",
+    "gpu_alloc_bytes_per_s",
+    "gpu_reserved_bytes",
+}
+_MOST = {"ssd_count": SSD_COUNT_MAX, "worker_count": _WORKER_COUNT_MAX}
+
+
+def _field(name: str, value: Any) -> Any:
+    if name not in _FIELDS:
+        raise MachineError(f"{name!r} is no field of a machine: they are {', '.join(_FIELDS)}")
+    if name == "name":
+        return str(value)
+    number = quantity(name, value)
+    if number == 0 and name not in _MAY_BE_ZERO:
+        raise MachineError(f"{name} must be above 0")
+    if number > _MOST.get(name, number):
+        raise MachineError(f"{name} = {number}: at most {_MOST[name]} can be simulated")
+    return number
+
+
+def change(machine: Machine, changes: Iterable[str]) -> Machine:
+    """The machine with some fields replaced.
+
+    Args:
+        machine: to begin with; it stays as it is.
+        changes: "FIELD=VALUE", as "ssd_count=6" or "host_bytes=128 GB".
+
+    Raises:
+        MachineError: no such field, or no such value.
+    """
+    values = {}
+    for text in changes:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise MachineError(f"{text!r}: FIELD=VALUE is wanted, as ssd_count=6")
+        values[name.strip()] = _field(name.strip(), value)
+    return dataclasses.replace(machine, **values)
+
+
+def names() -> list[str]:
+    """The presets of the package."""
+    folder = resources.files("lohan") / "machines"
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name[-5:] == ".toml")
+
+
+def _parse(text: str, where: str) -> Machine:
+    try:
+        table = tomllib.loads(text)
+        missing = [
+            field.name
+            for field in _FIELDS.values()
+            if field.default is dataclasses.MISSING and field.name not in table
+        ]
+        if missing:
+            raise MachineError(f"{', '.join(missing)} missing")
+        return Machine(**{name: _field(name, value) for name, value in table.items()})
+    except (tomllib.TOMLDecodeError, MachineError) as error:
+        raise MachineError(f"{where}: {error}") from error
+
+
+def here(directories: Sequence[str]) -> Machine:
+    """This machine, measured in some seconds.
+
+    Args:
+        directories: one on each SSD.
+
+    Raises:
+        StoreError: a directory is not there, refuses O_DIRECT, or has no room for the probe.
+    """
+    from lohan.common import _progress
+    from lohan.planning import _measure  # torch is not needed for other machines
+
+    with _progress.spinner() as tell:
+        return Machine(**_measure.measure(directories, tell))
+
+
+def save(machine: Machine, path: Path) -> None:
+    """Write a machine as a file that `load` takes.
+
+    Raises:
+        MachineError: the file cannot be written.
+    """
+    values = {"name": machine.name, **machine.as_core()}
+    lines = [f"{k} = {v!r}" if k != "name" else f'name = "{v}"' for k, v in values.items()]
+    try:
+        path.write_text("# Measured by lohan.\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise MachineError(f"{path} cannot be written: {error}") from error
+
+
+def load(name: str) -> Machine:
+    """A preset by its name, a machine from a TOML file, or this one, measured.
+
+    Args:
+        name: a preset's, a file's, "here" (its SSD is the current directory's), or
+            "here:DIR,DIR,..." for others.
+
+    Raises:
+        MachineError: there is none, or the file says what no machine can be; the message names the
+            file and the field.
+    """
+    if name in names():
+        preset = resources.files("lohan") / "machines" / f"{name}.toml"
+        return _parse(preset.read_text(encoding="utf-8"), name)
+    word, _, directories = name.partition(":")
+    if word == "here":
+        return here(directories.split(",") if directories else ["."])
+    path = Path(name)
+    try:
+        return _parse(path.read_text(encoding="utf-8"), name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise MachineError(
+            f"{name}: no preset and no file that can be read ({error}); presets are"
+            f" {', '.join(names())}; this machine, measured: here"
+        ) from error

@@ -1,0 +1,249 @@
+"""The machine that this runs on, as plans and simulations take one: measured in some seconds.
+
+SSDs by sequential O_DIRECT transfers, the GPU by a product of large matrices in bf16 and by copies
+of pinned memory, AdamW by lohan's own kernel. Without a GPU the CPU computes: its matrix products,
+and a copy in main memory for the link.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import os
+import shlex
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lohan import _core
+from lohan.errors import StoreError, store_error
+
+if TYPE_CHECKING:
+    from lohan.common._stats import StepStats
+    from lohan.torch_glue._device import Device
+
+_PROBE_BYTES = 512 << 20
+_PROBE_SMALL_BYTES = 128 << 20
+_COPY_BYTES = 256 << 20
+# Of an SSD that nothing is known of.
+_UNKNOWN_RATE = 1 << 30
+_ROUND_COUNT = 5
+_ADAM_COUNT = 1 << 22
+_MATRIX_GPU = 8192
+_MATRIX_CPU = 2048
+# Of main memory that is free: the rest is the system's and torch's own.
+_HOST_SHARE = 0.9
+# Less than this of what directories move alone, and they share something.
+_TOGETHER_SHARE = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Ssds:
+    """What directories write and read, in bytes a second: each alone, and each among all."""
+
+    directories: list[str]
+    alone: list[tuple[int, int]]
+    among_all: list[tuple[int, int]]
+
+    @property
+    def total_bytes_per_s(self) -> int:
+        """What reads of all together cannot pass; 0: their sum, they share nothing."""
+        alone, all_at_once = (sum(read for _, read in r) for r in (self.alone, self.among_all))
+        return all_at_once if all_at_once < _TOGETHER_SHARE * alone else 0
+
+
+def together(directories: Sequence[str], probe_bytes: int) -> list[tuple[int, int]]:
+    """Bytes a second that each directory writes and reads while the others do the same.
+
+    Raises:
+        StoreError: one refuses O_DIRECT, or has no room for the probe.
+    """
+
+    def rates(directory: str) -> tuple[int, int]:
+        write, read = _core.store_measure(store_error, directory, probe_bytes)
+        return int(write), int(read)
+
+    with ThreadPoolExecutor(len(directories)) as pool:
+        return list(pool.map(rates, directories))
+
+
+def ssds(directories: Sequence[str], tell: Callable[[str], None]) -> Ssds:
+    """Measure directories, one after the other and all at once.
+
+    Raises:
+        StoreError: one is not there, refuses O_DIRECT, or has no room for the probe.
+    """
+    for directory in directories:
+        if not os.path.isdir(directory):
+            raise StoreError(
+                errno.ENOENT,
+                f"{directory} is no directory, so nothing can be measured there:"
+                f" mkdir -p {shlex.quote(directory)}",
+            )
+    alone = []
+    for directory in directories:
+        tell(f"writing and reading {_PROBE_BYTES >> 20} MiB in {directory}")
+        alone += together([directory], _PROBE_BYTES)
+    if len(directories) < 2:
+        return Ssds(list(directories), alone, alone)
+    tell(f"the same in all {len(directories)} at once")
+    return Ssds(list(directories), alone, together(directories, _PROBE_BYTES))
+
+
+def measure(
+    directories: Sequence[str] = (".",),
+    tell: Callable[[str], None] = lambda text: None,
+    measured: Ssds | None = None,
+) -> dict[str, Any]:
+    """Measure this machine, and the SSDs of directories, which are taken to be one each.
+
+    Args:
+        directories: one on each SSD.
+        tell: is told what is being done.
+        measured: of ssds(), where that is done already.
+
+    Returns:
+        The fields of a Machine by name, in their units.
+
+    Raises:
+        StoreError: a directory is not there, refuses O_DIRECT, or has no room for the probe.
+    """
+    measured = measured or ssds(directories, tell)
+    tell("computing: products of matrices, copies, AdamW")
+    workers = len(os.sched_getaffinity(0))
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if has_gpu else "cpu")
+    available = int(_core.build_info()["memory_available_bytes"])
+    copies = _gpu_links(device) if has_gpu else (memory_rate(),) * 2
+    return dict(
+        name="this machine" if has_gpu else "this machine, computing on its CPU",
+        gpu_flop_per_s=_flop_rate(device),
+        gpu_bytes=torch.cuda.mem_get_info(device)[0] if has_gpu else available // 2,
+        link_in_bytes_per_s=copies[0],
+        link_out_bytes_per_s=copies[1],
+        host_bytes=int(_HOST_SHARE * (available if has_gpu else available // 2)),
+        adam_params_per_s=_adam_rate(workers),
+        ssd_count=len(directories),
+        ssd_write_bytes_per_s=min(write for write, _ in measured.alone),
+        ssd_read_bytes_per_s=min(read for _, read in measured.alone),
+        ssd_total_bytes_per_s=measured.total_bytes_per_s,
+        ssd_bytes=min(shutil.disk_usage(d).free for d in directories),
+        worker_count=min(workers, 64),
+    )
+
+
+@functools.cache
+def _ssd_rates(directory: str) -> tuple[int, int] | None:
+    try:
+        write, read = _core.store_measure(store_error, directory, _PROBE_SMALL_BYTES)
+    except (StoreError, OSError):
+        return None
+    return int(write), int(read)
+
+
+def ssd_rates(directories: Sequence[str], stats: StepStats) -> tuple[int, int]:
+    """Bytes a second that the slowest of directories writes and reads, measured once a process.
+
+    Args:
+        directories: of a store.
+        stats: of a step, which tells where a directory cannot be measured.
+    """
+    rates = [_ssd_rates(directory) for directory in directories]
+    if stats.step > 0 and None in rates:
+        moved = stats.read_bytes + stats.written_bytes
+        seen = max(int(moved * 1e9 / max(stats.ssd_busy_ns, 1)) // len(directories), 1)
+        return seen, seen
+    known = [rate for rate in rates if rate is not None] or [(_UNKNOWN_RATE, _UNKNOWN_RATE)]
+    return min(write for write, _ in known), min(read for _, read in known)
+
+
+@functools.cache
+def _link_rates(name: str, index: int) -> tuple[int, int]:
+    if name == "cuda":
+        return _gpu_links(torch.device("cuda", index))
+    return (memory_rate(),) * 2
+
+
+def link_rates(device: Device) -> tuple[int, int]:
+    """Bytes a second to a device and back; an emulated one's are what was asked for."""
+    asked = device.link_bytes_per_s
+    measured = (0, 0) if all(asked) else _link_rates(device.name, device.index)
+    return asked[0] or measured[0], asked[1] or measured[1]
+
+
+@functools.cache
+def update_rate(workers: int) -> int:
+    """Parameters a second that so many workers update, measured once a process."""
+    return _adam_rate(workers)
+
+
+def _seconds(run: Callable[[], object], finish: Callable[[], object] = lambda: None) -> float:
+    """Of one run: the median of some, behind one that is not counted."""
+    times = []
+    for _ in range(_ROUND_COUNT + 1):
+        finish()
+        begin = time.perf_counter()
+        run()
+        finish()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def _flop_rate(device: torch.device) -> int:
+    size = _MATRIX_GPU if device.type == "cuda" else _MATRIX_CPU
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    return int(2 * size**3 / _seconds(lambda: a @ b, finish))
+
+
+def _gpu_links(device: torch.device) -> tuple[int, int]:
+    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    finish = torch.cuda.synchronize
+    return (
+        int(_COPY_BYTES / _seconds(lambda: there.copy_(host, non_blocking=True), finish)),
+        int(_COPY_BYTES / _seconds(lambda: host.copy_(there, non_blocking=True), finish)),
+    )
+
+
+def memory_rate() -> int:
+    """Bytes a second that a copy in main memory moves."""
+    a, b = (torch.zeros(_COPY_BYTES, dtype=torch.uint8) for _ in range(2))
+    return int(_COPY_BYTES / _seconds(lambda: b.copy_(a)))
+
+
+def _adam_rate(workers: int) -> int:
+    """Parameters a second of a bf16 update with its checksums, by all workers at once."""
+    param, gradient = (torch.zeros(_ADAM_COUNT, dtype=torch.bfloat16) for _ in range(2))
+    residual = torch.zeros(_ADAM_COUNT, dtype=torch.int16)
+    moments = [torch.zeros(_ADAM_COUNT) for _ in range(2)]
+
+    def update() -> None:
+        _core.adam_update(
+            None,
+            param.data_ptr(),
+            residual.data_ptr(),
+            moments[0].data_ptr(),
+            moments[1].data_ptr(),
+            gradient.data_ptr(),
+            _ADAM_COUNT,
+            "bfloat16",
+            "bfloat16",
+            1e-3,
+            0.9,
+            0.999,
+            1e-8,
+            0.0,
+            1,
+            1.0,
+            threads=workers,
+            checksums=True,
+        )
+
+    return int(_ADAM_COUNT / _seconds(update))

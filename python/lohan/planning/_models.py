@@ -1,0 +1,272 @@
+"""Models as plans see them: the papers' by name, any of transformers by its configuration.
+
+The latter are built and run once without storage (torch's fake tensors): what each module computes
+is counted by torch's FLOP counter, what it saves for backward by saved-tensor hooks. Dropout is
+off: with it, attention on the CPU would save its matrix, which a GPU's does not. A mask, and
+key-value heads that are repeated, are counted where a GPU's attention may need neither: some
+percent too much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lohan.errors import MachineError, UnsupportedError
+from lohan.layout._block import find_blocks
+from lohan.planning import _plan
+
+_DTYPE = torch.bfloat16
+_DTYPE_BYTES = 2
+_BLOCK_BYTES_MAX = 1 << 40
+# Model classes whose loss takes the input's tokens as labels.
+_LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+
+
+def _attention_flop(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Of the CPU's flash attention, which torch's counter does not know: both products in full."""
+    *batch, length, width = query
+    heads = 1
+    for size in batch:
+        heads *= size
+    return int(2 * heads * length * key[-2] * (width + value[-1]))
+
+
+def _experts_flop(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
+    """Of one product for each group of rows."""
+    return int(2 * rows[0] * rows[1] * weights[-1])
+
+
+class _Counter:
+    """Saved bytes of each module, by the innermost one whose forward runs; storages once."""
+
+    def __init__(self, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
+        self.saved: dict[str, int] = {}
+        self.outputs: dict[str, int] = {}
+        self.order: list[str] = []
+        self.left: dict[str, int] = {}  # when the forward of each module was first over
+        self._inside: list[str] = [""]
+        self._seen = {p.untyped_storage()._cdata for p in model.parameters()}
+        self._held: list[torch.Tensor] = []  # so that no storage's name is used again
+        self._blocks = {name for name, _ in blocks}
+        self._whole = {name for name, module in blocks if next(module.children(), None)}
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(self._enter(name), with_kwargs=True)
+            module.register_forward_hook(self._leave(name))
+
+    def _enter(self, name: str) -> Any:
+        def hook(*_: Any) -> None:
+            self._inside.append(name)
+            if name in self._blocks and name not in self.order:
+                self.order.append(name)
+
+        return hook
+
+    def _leave(self, name: str) -> Any:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            self._inside.pop()
+            self.left.setdefault(name, len(self.left))
+            first = output[0] if isinstance(output, tuple) else output
+            if name in self._whole and isinstance(first, torch.Tensor):
+                self.outputs[name] = self.outputs.get(name, 0) + self._new_bytes(first)
+
+        return hook
+
+    def _new_bytes(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._seen:
+            return 0
+        self._seen.add(storage._cdata)
+        self._held.append(tensor)
+        return storage.nbytes()
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        name = self._inside[-1]
+        self.saved[name] = self.saved.get(name, 0) + self._new_bytes(tensor)
+        return tensor
+
+
+@contextlib.contextmanager
+def _default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(_DTYPE)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _inputs(model: nn.Module, batch: int, seq: int) -> tuple[dict[str, torch.Tensor], int]:
+    """What forward takes, and how many tokens a step has."""
+    config: Any = model.config
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        size, patch = config.image_size, getattr(config, "patch_size", config.image_size)
+        pixels = torch.zeros(batch, config.num_channels, size, size, dtype=_DTYPE)
+        return {"pixel_values": pixels}, batch * (size // patch) ** 2
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    given = {"input_ids": tokens}
+    if type(model).__name__.endswith(_LANGUAGE):
+        given["labels"] = tokens
+    if getattr(config, "is_encoder_decoder", False):
+        given["decoder_input_ids"] = tokens
+    return given, batch * seq
+
+
+def _own_flops(module: nn.Module, path: str, flops: dict[str, int]) -> dict[str, int]:
+    """Of each module below, by its path, what none of its children computes.
+
+    A container is not called itself: its children's are all that it has.
+    """
+    own: dict[str, int] = {}
+    whole: dict[str, int] = {}
+    for below, child in reversed([*module.named_modules()]):
+        here = _joined(path, below)
+        of_children = sum(whole.get(_joined(here, name), 0) for name, _ in child.named_children())
+        whole[here] = flops.get(here, of_children)
+        own[here] = max(whole[here] - of_children, 0)
+    return own
+
+
+def _joined(path: str, below: str) -> str:
+    return ".".join(part for part in (path, below) if part)
+
+
+def _layers(
+    name: str, module: nn.Module, counter: _Counter, flops: dict[str, int], owned: dict[str, int]
+) -> list[_plan.Layer]:
+    """A layer for each module that owns, computes or saves something by itself, then the output.
+
+    In the order in which their forwards are over.
+    """
+    made = []
+    own_flops = _own_flops(module, name, flops)
+    paths = {_joined(name, below): below for below, _ in module.named_modules()}
+    for path in sorted(paths, key=lambda path: counter.left.get(path, len(counter.left))):
+        figures = owned.get(path, 0), own_flops[path], counter.saved.get(path, 0)
+        if any(figures):
+            made.append(_plan.Layer(paths[path] or "itself", *figures))
+    if counter.outputs.get(name):
+        output = counter.outputs[name]
+        made.append(_plan.Layer("output", 0, 0, output, is_inter_block=True))
+    return made
+
+
+def count(model: nn.Module, name: str, batch: int, seq: int) -> _plan.Model:
+    """Run a model of fake tensors once, and give its blocks in the order of its forward.
+
+    Args:
+        model: a transformers model, made of fake tensors of bf16.
+        name: for people.
+        batch: sequences or images.
+        seq: tokens of a sequence.
+    """
+    blocks = dict(find_blocks(model, _BLOCK_BYTES_MAX))
+    counter = _Counter(model, list(blocks.items()))
+    mapping: Any = {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
+        torch.ops.aten._grouped_mm: _experts_flop,
+    }
+    given, tokens = _inputs(model, batch, seq)
+    hooks = torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda tensor: tensor)
+    with FlopCounterMode(display=False, custom_mapping=mapping) as flop_counter, hooks:
+        model(**given)
+    prefix = f"{type(model).__name__}."
+    flops = {
+        path.removeprefix(prefix): sum(by_op.values())
+        for path, by_op in flop_counter.get_flop_counts().items()
+    }
+    owners: dict[int, int] = {}
+    made: list[_plan.Block] = []
+    for path in counter.order:
+        module = blocks[path]
+        owned: dict[str, int] = {}
+        shared = None
+        for below, parameter in module.named_parameters():
+            inside = f"{path}.{below}".rpartition(".")[0]
+            if id(parameter) in owners and owners[id(parameter)] != len(made):
+                shared = owners[id(parameter)]
+            elif id(parameter) not in owners:
+                owners[id(parameter)] = len(made)
+                owned[inside] = owned.get(inside, 0) + parameter.numel()
+        layers = _layers(path, module, counter, flops, owned)
+        if not counter.outputs.get(path):  # nobody recomputes an embedding, a norm or a head
+            layers = [dataclasses.replace(layer, activation_bytes=0) for layer in layers]
+        if layers:
+            made.append(_plan.Block(tuple(layers), shared))
+    return _plan.Model(name, _with_loss(made, counter, blocks), tokens, _DTYPE_BYTES)
+
+
+def _with_loss(
+    made: list[_plan.Block], counter: _Counter, blocks: dict[str, nn.Module]
+) -> tuple[_plan.Block, ...]:
+    """What the head and the loss save is of the last block, while it computes."""
+    *others, head = made
+    inside = tuple(f"{path}." for path in blocks if counter.outputs.get(path))
+    outside = sum(
+        nbytes
+        for path, nbytes in counter.saved.items()
+        if path + "." not in inside and not path.startswith(inside)
+    )
+    working = outside + sum(layer.activation_bytes for layer in head.layers)
+    layers = [dataclasses.replace(x, activation_bytes=0, is_inter_block=False) for x in head.layers]
+    layers[-1] = dataclasses.replace(layers[-1], working_bytes=working)
+    return (*others, _plan.Block(tuple(layers), head.shared_block))
+
+
+def _from_transformers(name: str, config_path: Path | None, batch: int, seq: int) -> _plan.Model:
+    try:
+        import transformers
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from transformers.initialization import no_init_weights
+    except ImportError as error:
+        raise UnsupportedError(f"{name} needs transformers: pip install lohan[hf]") from error
+    try:
+        if config_path is None:
+            model_class = getattr(transformers, name)
+            config = model_class.config_class()
+        else:
+            config = transformers.AutoConfig.from_pretrained(config_path)
+            architecture = (config.architectures or [""])[0]
+            model_class = getattr(transformers, architecture, None)
+        config.use_cache = False
+        if model_class is None:
+            model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        with FakeTensorMode(), _default_dtype(), no_init_weights():
+            model = model_class(config)
+            model.tie_weights()
+            return count(model.eval(), name, batch, seq)
+    except Exception as error:
+        raise MachineError(
+            f"{name} cannot be run without storage ({type(error).__name__}: {error}): is it a model"
+            " of transformers, and seq no longer than it takes?"
+        ) from error
+
+
+def load(name: str, batch: int, seq: int) -> _plan.Model:
+    """A model by name, or one of transformers.
+
+    Args:
+        name: as "gpt-13b"; or a config.json, or the folder that has one; or a model class of
+            transformers, as "LlamaForCausalLM", with its default configuration.
+        batch: sequences, or images, of a step.
+        seq: tokens of a sequence.
+
+    Raises:
+        ModelError: there is no model of that name.
+        MachineError: transformers cannot make it, or run it.
+        UnsupportedError: transformers is not installed.
+    """
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if path.suffix == ".json" and path.is_file() and min(batch, seq) >= 1:
+        return _from_transformers(name, path, batch, seq)
+    if name.isidentifier() and name[0].isupper() and min(batch, seq) >= 1:
+        return _from_transformers(name, None, batch, seq)
+    return _plan.named_model(name, batch=batch, seq=seq)

@@ -1,0 +1,267 @@
+"""What a plan's decisions come to on a machine: times of blocks, pieces that move, memory of each.
+
+A plan says what happens to each layer's activations. The simulator wants to know how long blocks
+compute, which bytes leave behind a block and in which tier they lie, and how memory is divided.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lohan.errors import BudgetError
+from lohan.planning import _policies
+from lohan.planning._pieces import (
+    GRANULE,
+    LEAVES,
+    NS_PER_S,
+    PIECE_BYTES,
+    Saved,
+    block_params,
+    buffer_bytes,
+    padded,
+    saved_pieces,
+)
+
+if TYPE_CHECKING:
+    from lohan.planning._machines import Machine
+    from lohan.planning._plan import Layer, Model
+
+# Pieces on their way through main memory at once.
+_TRANSIT_COUNT = 8
+# A parameter of a unit: csrc/sched/engine.h.
+_ELEMENT_ALIGN = 2048
+_MOMENTS_BYTES = 8
+_DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
+
+# What `auto` may do without: masters of 2 bytes instead of 4, updates ahead of the next forward,
+# states in main memory, activations that stay on the GPU; and the plan's word for it.
+SWITCHES = {"residuals": "", "deferred": "/eager", "host_states": "/ssd", "kept": "/moved"}
+_PAPER_MASTER_BYTES = 4
+
+Part = tuple[int, int, Saved]
+Parted = tuple[tuple[int, ...], tuple[Part, ...], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """What is where, and for how long each block computes. All sizes in bytes.
+
+    Attributes:
+        dtype: of parameters, by what their masters take: "bfloat16" (12 bytes a parameter of
+            states with P16), "float16" (14, as the papers have it) or "float32".
+        schedule: of updates, as lohan.wrap names it.
+        blocks: (units, parts, room_bytes) of each; a part, a layer: (forward_ns, backward_ns,
+            saved); saved: (bytes, is_on_ssd) of each piece; room_bytes: of the GPU, while the block
+            computes, for what is on its way out in forward and back in backward.
+        fates: of each layer: "keep", "host", "ssd" or "recompute".
+        recompute_flop: that backward computes besides its own.
+        slot_bytes: of the GPU, for parameters.
+        room_bytes: of the GPU, for what is on its way, at least.
+        computing_bytes: of the GPU, for the block that computes and for what is kept, at most.
+        engine_bytes: of main memory, for states and gradients.
+        saved_bytes: of main memory, for activations, transit included.
+        transit_bytes: of these, for what goes to SSD and comes back.
+        ssd_bytes: for activations.
+    """
+
+    dtype: str
+    schedule: str
+    blocks: list[Parted]
+    fates: tuple[str, ...]
+    recompute_flop: int
+    slot_bytes: int
+    room_bytes: int
+    computing_bytes: int
+    engine_bytes: int
+    saved_bytes: int
+    transit_bytes: int
+    ssd_bytes: int
+
+
+def _transit_bytes(model: Model) -> int:
+    largest = max(layer.activation_bytes for layer in model.layers)
+    return _TRANSIT_COUNT * padded(min(largest, PIECE_BYTES))
+
+
+def _blocks(
+    model: Model, machine: Machine, fates: tuple[str, ...], rooms: Sequence[int]
+) -> list[Parted]:
+    own = [block_params(block) > 0 for block in model.blocks]
+    made = []
+    first = 0
+    for index, block in enumerate(model.blocks):
+        layers = list(zip(block.layers, fates[first : first + len(block.layers)], strict=True))
+        first += len(block.layers)
+        again = sum(layer.forward_flop for layer, fate in layers if _is_again(layer, fate))
+        used = sorted({i for i in (block.shared_block, index) if i is not None and own[i]})
+        parts = [
+            (
+                layer.forward_flop * NS_PER_S // machine.gpu_flop_per_s,
+                2 * layer.forward_flop * NS_PER_S // machine.gpu_flop_per_s,
+                saved_pieces(layer, fate),
+            )
+            for layer, fate in layers
+        ]
+        # Backward begins with what the block computes again, all of it.
+        forward_ns, backward_ns, pieces = parts[-1]
+        parts[-1] = forward_ns, backward_ns + again * NS_PER_S // machine.gpu_flop_per_s, pieces
+        made.append((tuple(sum(own[:i]) for i in used), tuple(parts), rooms[index]))
+    return made
+
+
+def _is_again(layer: Layer, fate: str) -> bool:
+    return fate == "recompute" and layer.activation_bytes > 0
+
+
+def _gpu_split(
+    model: Model, machine: Machine, fates: tuple[str, ...]
+) -> tuple[int, list[int], int]:
+    """(slot_bytes, room_bytes of each block, computing_bytes)."""
+    kept, first = 0, 0
+    needs: list[int] = []
+    for block in model.blocks:
+        layers = list(zip(block.layers, fates[first : first + len(block.layers)], strict=True))
+        first += len(block.layers)
+        kept += sum(layer.activation_bytes for layer, fate in layers if fate == "keep")
+        # What leaves does so layer by layer: behind the one that computes it is in `room`.
+        again = sum(layer.activation_bytes for layer, fate in layers if fate == "recompute")
+        moving = max((m.activation_bytes for m, fate in layers if fate in LEAVES), default=0)
+        working = max(layer.working_bytes for layer in block.layers)
+        needs.append(again + moving + working)
+    computing = max(needs)
+    sizes = sorted(
+        -(-block_params(block) // _ELEMENT_ALIGN) * _ELEMENT_ALIGN * model.param_bytes
+        for block in model.blocks
+    )
+    least = padded(sizes[-1] + 2 * (sizes[-2] if len(sizes) > 1 else 0))
+    free = machine.gpu_bytes - kept - computing
+    if free < least:
+        raise BudgetError(
+            f"the GPU's {machine.gpu_bytes:,} bytes are too few: {computing:,} for the block that"
+            f" computes, {kept:,} for activations that stay and at least {least:,} for parameters:"
+            " take a smaller batch, or set gpu_bytes"
+        )
+    slots = min(max(free // 2, least), padded(sum(sizes)) + GRANULE)
+    rooms = [machine.gpu_bytes - kept - need - slots for need in needs]
+    return slots // GRANULE * GRANULE, rooms, kept + computing
+
+
+def _plan(model: Model, machine: Machine, policy: str) -> dict[str, Any]:
+    room = machine.host_bytes - _transit_bytes(model)
+    if room <= 0:
+        raise BudgetError(
+            f"host_bytes {machine.host_bytes:,} is too small: activations on their way to SSD take"
+            f" {_transit_bytes(model):,}: set host_bytes"
+        )
+    room -= min(buffer_bytes(model), max(room - buffer_bytes(model), 0))
+    return _policies.make(model, dataclasses.replace(machine, host_bytes=room), policy)
+
+
+def _states_bytes(model: Model, plan: dict[str, Any]) -> int:
+    """Of those that the plan keeps in main memory."""
+    kinds = {
+        "has_host_p16": model.param_bytes,
+        "has_host_master": plan["master_bytes"],
+        "has_host_moments": _MOMENTS_BYTES,
+    }
+    return sum(
+        block_params(block) * sum(nbytes for kind, nbytes in kinds.items() if choice[kind])
+        for block, choice in zip(model.blocks, plan["blocks"], strict=True)
+    )
+
+
+def _brought_in(model: Model, fates: Sequence[str], room: int) -> tuple[str, ...]:
+    """The first ones that were to go to SSD stay in main memory instead, while it has room."""
+    made = []
+    for layer, fate in zip(model.layers, fates, strict=True):
+        nbytes = sum(size for size, _ in saved_pieces(layer, fate))
+        stays = fate == "ssd" and nbytes <= room
+        made.append("host" if stays else fate)
+        room -= nbytes if stays else 0
+    return tuple(made)
+
+
+def _swapped(model: Model, share: float) -> tuple[str, ...]:
+    """Inter-block activations leave, and a share of the others in falling benefit, spread evenly.
+
+    Source: LoHan eq. 6
+    """
+
+    def rank(index: int) -> tuple[bool, float, str]:
+        layer = model.layers[index]
+        benefit = layer.forward_flop / max(layer.activation_bytes, 1)
+        return not layer.is_inter_block, -benefit, f"{index:032b}"[::-1]
+
+    left = model.inter_block_bytes + share * (model.activation_bytes - model.inter_block_bytes)
+    made = ["recompute"] * len(model.layers)
+    for index in sorted(range(len(model.layers)), key=rank):
+        left -= model.layers[index].activation_bytes
+        if left < 0:
+            break
+        made[index] = "ssd"
+    return tuple(made)
+
+
+def place(
+    model: Model,
+    machine: Machine,
+    policy: str,
+    share: float | None = None,
+    without: Sequence[str] = (),
+) -> Placement:
+    """Plan by a policy, and divide the machine's memory accordingly.
+
+    Args:
+        model: with its batch.
+        machine: of integers.
+        policy: by name.
+        share: of the activations inside blocks, that leave the GPU; None: as the policy says.
+        without: of SWITCHES, for `auto`.
+
+    Raises:
+        BudgetError: the model does not fit; the message has the numbers.
+        MachineError: no policy has that name.
+    """
+    if "residuals" in without:
+        model = dataclasses.replace(model, residual_bytes=_PAPER_MASTER_BYTES)
+    plan = _plan(model, machine, policy + "".join(SWITCHES[name] for name in without))
+    fates = tuple(plan["layers"])
+    transit = _transit_bytes(model)
+    if share is not None:
+        room = machine.host_bytes - transit - 2 * buffer_bytes(model)
+        fates = _brought_in(model, _swapped(model, share), room)
+    elif policy == "auto":  # it sends to SSD what hides there, whether main memory is idle or not
+        taken = sum(
+            size
+            for layer, fate in zip(model.layers, fates, strict=True)
+            if fate == "host"
+            for size, _ in saved_pieces(layer, fate)
+        )
+        taken += transit + _states_bytes(model, plan) + 2 * buffer_bytes(model)
+        fates = _brought_in(model, fates, machine.host_bytes - taken)
+    slots, rooms, computing = _gpu_split(model, machine, fates)
+    blocks = _blocks(model, machine, fates, rooms)
+    pieces = [piece for _, parts, _ in blocks for *_, saved in parts for piece in saved]
+    on_ssd = sum(nbytes for nbytes, is_on_ssd in pieces if is_on_ssd)
+    transit = transit if on_ssd else 0
+    saved = sum(nbytes for nbytes, is_on_ssd in pieces if not is_on_ssd) + transit
+    rest = machine.host_bytes - saved
+    defers = any(block["is_deferred"] for block in plan["blocks"])
+    has_all = policy == "auto" and "host_states" not in without
+    again = [m for m, fate in zip(model.layers, fates, strict=True) if _is_again(m, fate)]
+    return Placement(
+        dtype="float32" if model.param_bytes == 4 else _DTYPES[plan["master_bytes"]],
+        schedule="auto" if defers else plan["schedule"],
+        blocks=blocks,
+        fates=fates,
+        recompute_flop=sum(layer.forward_flop for layer in again),
+        slot_bytes=slots,
+        room_bytes=min(rooms),
+        computing_bytes=computing,
+        engine_bytes=rest if has_all else min(rest, 2 * buffer_bytes(model)),
+        saved_bytes=saved,
+        transit_bytes=transit,
+        ssd_bytes=on_ssd,
+    )

@@ -1,0 +1,45 @@
+"""Policies by name: those of csrc/plan, and checkmate, whose solver is Python's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lohan import _core
+from lohan.errors import BudgetError, MachineError
+from lohan.planning import _checkmate
+
+if TYPE_CHECKING:
+    from lohan.planning._plan import Machine, Model
+
+
+def names() -> list[str]:
+    """What `make` takes; docs/planning.md has what each does."""
+    *others, auto = _core.plan_policies()
+    return [*others, "checkmate", auto]
+
+
+def make(model: Model, machine: Machine, policy: str) -> dict[str, Any]:
+    """A plan, as `lohan._core.plan` gives it.
+
+    Args:
+        model: with its batch.
+        machine: what a plan may use of it.
+        policy: by name.
+
+    Raises:
+        BudgetError: the policy cannot run the model on the machine; the message has the numbers.
+        MachineError: no policy has that name; or what is planned for is none.
+        UnsupportedError: the policy needs a package that is not installed.
+    """
+    if policy.partition("/")[0] not in names():
+        raise MachineError(f"policy {policy!r}: one of {', '.join(names())}")
+    try:
+        if policy == "checkmate":
+            return _checkmate.plan(model, machine)
+        return _core.plan(model.as_core(), machine.as_core(), policy)
+    except BudgetError:
+        raise
+    except MemoryError as error:
+        raise BudgetError(str(error)) from error
+    except (ValueError, OSError) as error:
+        raise MachineError(str(error)) from error

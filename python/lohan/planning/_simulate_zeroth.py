@@ -1,0 +1,349 @@
+"""A zeroth-order step on a machine that need not be here: blocks that pass through the GPU.
+
+What each stream has to do is counted from the model's shape, and csrc/plan/zeroth.c says how long
+that takes together. A GPU is four numbers here: how fast it multiplies in fp32 and in 16 bits, how
+fast its memory moves what is not a product, and how fast it allocates; so every time is work by a
+rate, and nothing else.
+
+[Note: What is counted] Of torch's eager operations, as MeZO and ZO2 run them (no fused kernels):
+
+    z           drawn (written), scaled twice (read, written), added (both read, written): 8 times
+                a parameter's bytes, for each of three moves and one update
+    attention   scores written; mask added, clamped, softmax, each read and written; read by the
+                product with values. In 16 bits softmax answers in fp32, which is cast back
+    the others  norms, biases, residuals, the activation function, heads put side by side: 28
+                tensors of tokens * hidden read or written in a block's forward
+    loss        logits written, copied without the last position, log-softmax
+
+Under autocast (`amp`) a forward reads each weight in fp32 and writes its 16 bits; a link format
+that is not the stored one is written and read on either side.
+
+Source: ZO2 alg. 1, ZO2 alg. 2, ZO2 5.2-5.5
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from lohan import _core
+from lohan.errors import MachineError, ModelError
+from lohan.planning import _plan
+from lohan.planning._pieces import NS_PER_S
+
+if TYPE_CHECKING:
+    from lohan.planning._machines import Machine
+
+# What a policy does without: keywords of _core.zeroth_step. MeZO: all stays on the GPU.
+POLICIES: dict[str, dict[str, bool]] = {
+    "mezo": {},
+    "zo2": {},
+    "no_overlap": {"has_overlap": False},
+    "no_reuse": {"has_reuse": False},
+    "no_deferred": {"has_deferral": False},
+}
+# Bytes of a parameter where it is kept; `amp` computes in 16 bits.
+DTYPES = {"fp32": 4, "fp16": 2, "amp": 4}
+LINKS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+# See [Note: What is counted].
+_Z_ACCESSES = 8
+_MOVES = 3
+_ATTENTION_BYTES = {"fp32": 32, "fp16": 24, "amp": 24}
+_BLOCK_ACCESSES = 28
+_LOGITS_ACCESSES = 5
+_CAST_BYTES = 6
+_FORWARDS = 2
+# Of attention's matrix that are there at once: what softmax read, and what it answers in fp32.
+_ATTENTION_HELD_BYTES = {"fp32": 8, "fp16": 6, "amp": 6}
+# Logits, their copy, their log-softmax; ZO2's head has both forwards' beside one another.
+_LOGITS_HELD = {"mezo": 3, "zo2": 4}
+# z of the largest parameter, and what it is scaled to.
+_Z_HELD = 2
+_NEEDED = ("gpu_fp32_flop_per_s", "gpu_memory_bytes_per_s", "gpu_alloc_bytes_per_s")
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A decoder-only transformer with a tied head, and what a step trains it on.
+
+    Attributes:
+        name: for people.
+        layers: blocks.
+        heads: of attention, whose matrices are in memory here.
+        hidden: width.
+        vocab: entries of the embedding.
+        batch: sequences.
+        seq: tokens of each.
+    """
+
+    name: str
+    layers: int
+    heads: int
+    hidden: int
+    vocab: int
+    batch: int
+    seq: int
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.batch * self.seq
+
+    @property
+    def block_params(self) -> int:
+        """Of one block."""
+        return 12 * self.hidden**2 + 13 * self.hidden
+
+    @property
+    def end_params(self) -> int:
+        """Of the embedding, tied to the head, and of the last norm: what stays on the GPU."""
+        return (self.vocab + self.seq + 2) * self.hidden
+
+    @property
+    def block_flop(self) -> int:
+        """Of one forward of a block; attention in full."""
+        return 2 * self.tokens * (12 * self.hidden**2 + 2 * self.seq * self.hidden)
+
+    @property
+    def head_flop(self) -> int:
+        """Of one forward of the head."""
+        return 2 * self.tokens * self.vocab * self.hidden
+
+
+def decoder(name: str, *, batch: int = 1, seq: int = 2048) -> Decoder:
+    """One of the papers' models by its name, as `_plan.named_model` has them.
+
+    Args:
+        name: `opt-13b`, `gpt-70b`, ...
+        batch: sequences.
+        seq: tokens of each.
+
+    Raises:
+        ModelError: no decoder has that name, or batch or seq is below 1.
+    """
+    if batch < 1 or seq < 1:
+        raise ModelError(f"batch {batch} and seq {seq} must be at least 1")
+    for shapes, vocab in (
+        (_plan.OPT_SHAPES, _plan.OPT_VOCAB),
+        (_plan.GPT_SHAPES, _plan.GPT_VOCAB),
+    ):
+        if name in shapes:
+            return Decoder(name, *shapes[name], vocab, batch, seq)
+    raise ModelError(
+        f"there is no decoder {name!r}: the names are"
+        f" {', '.join((*_plan.OPT_SHAPES, *_plan.GPT_SHAPES))}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a zeroth-order run is told.
+
+    Attributes:
+        policy: a key of POLICIES: all on the GPU, ZO2's schedule, or that without one part.
+        dtype: a key of DTYPES.
+        link: format in which blocks cross the link, a key of LINKS. None: as they are kept.
+        slot_count: blocks that the GPU has room for.
+        looks_ahead: a step's first upload does not wait for the losses of the step before.
+    """
+
+    policy: str = "zo2"
+    dtype: str = "fp32"
+    link: str | None = None
+    slot_count: int = 3
+    looks_ahead: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A settled step.
+
+    Attributes:
+        step_ns: from its begin to the begin of the next one.
+        tokens: of the batch.
+        busy_ns: by stream ("upload", "compute", "offload").
+        bound_by: the busiest stream.
+        link_bytes: that cross the link, each way.
+        gpu_bytes: what the GPU has to have room for.
+        fits: whether it has.
+    """
+
+    step_ns: int
+    tokens: int
+    busy_ns: dict[str, int]
+    bound_by: str
+    link_bytes: int
+    gpu_bytes: int
+    fits: bool
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the batch once, as the paper counts them: not of both forwards."""
+        return self.tokens * NS_PER_S / self.step_ns
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `--json` writes."""
+        return {
+            "step_ms": self.step_ns / 1e6,
+            "tokens_per_s": self.tokens_per_s,
+            "busy_ms": {name: ns / 1e6 for name, ns in self.busy_ns.items()},
+            "bound_by": self.bound_by,
+            "link_bytes": self.link_bytes,
+            "gpu_bytes": self.gpu_bytes,
+            "fits": self.fits,
+        }
+
+
+def _ns(work: int, per_s: int) -> int:
+    """Rounded up."""
+    return -(-work * NS_PER_S // per_s)
+
+
+class _Costs:
+    """What a model's parts take on a machine."""
+
+    def __init__(self, model: Decoder, machine: Machine, options: Options) -> None:
+        self.model, self.machine, self.options = model, machine, options
+        self.stored = DTYPES[options.dtype]
+        self.crossing = LINKS[options.link] if options.link else self.stored
+        self.computed = 2 if options.dtype == "amp" else self.stored
+        is_wide = options.dtype == "fp32"
+        self.flop_per_s = machine.gpu_fp32_flop_per_s if is_wide else machine.gpu_flop_per_s
+
+    def moved_ns(self, nbytes: int) -> int:
+        """Of the GPU's memory."""
+        return _ns(nbytes, self.machine.gpu_memory_bytes_per_s)
+
+    def z_ns(self, params: int, times: int) -> int:
+        return self.moved_ns(times * _Z_ACCESSES * self.stored * params)
+
+    def cast_bytes(self, params: int) -> int:
+        return _CAST_BYTES * params if self.options.dtype == "amp" else 0
+
+    def block_ns(self) -> int:
+        """Both forwards of a block and its moves, without its update."""
+        model = self.model
+        matrix = model.batch * model.heads * model.seq**2
+        nbytes = (
+            matrix * _ATTENTION_BYTES[self.options.dtype]
+            + _BLOCK_ACCESSES * self.computed * model.tokens * model.hidden
+            + self.cast_bytes(model.block_params)
+        )
+        return (
+            _ns(_FORWARDS * model.block_flop, self.flop_per_s)
+            + self.moved_ns(_FORWARDS * nbytes)
+            + self.z_ns(model.block_params, _MOVES)
+        )
+
+    def update_ns(self) -> int:
+        return self.z_ns(self.model.block_params, 1)
+
+    def crossed_ns(self) -> int:
+        """A block into the link's format and back, where that is not the stored one."""
+        if self.crossing == self.stored:
+            return 0
+        return self.moved_ns(2 * (self.stored + self.crossing) * self.model.block_params)
+
+    def embedding_ns(self) -> int:
+        """Its moves and its update: what it looks up is next to nothing."""
+        return self.z_ns(self.model.end_params, _MOVES + 1)
+
+    def head_ns(self) -> int:
+        model = self.model
+        logits = model.tokens * model.vocab * self.computed
+        nbytes = _LOGITS_ACCESSES * logits + self.cast_bytes(model.vocab * model.hidden)
+        return _ns(_FORWARDS * model.head_flop, self.flop_per_s) + self.moved_ns(_FORWARDS * nbytes)
+
+    def tied_ns(self) -> int:
+        """What is tied was put back behind the embedding, and is moved again for the head."""
+        return self.z_ns(self.model.vocab * self.model.hidden, _MOVES)
+
+    def gpu_bytes(self) -> int:
+        model, options = self.model, self.options
+        is_mezo = options.policy == "mezo"
+        params = model.block_params * (model.layers if is_mezo else options.slot_count)
+        params += model.end_params
+        largest = max(model.vocab * model.hidden, 4 * model.hidden**2)
+        matrix = model.batch * model.heads * model.seq**2
+        logits = model.tokens * model.vocab * self.computed
+        return (
+            self.machine.gpu_reserved_bytes
+            + (params + _Z_HELD * largest) * self.stored
+            + matrix * _ATTENTION_HELD_BYTES[options.dtype]
+            + logits * _LOGITS_HELD["mezo" if is_mezo else "zo2"]
+        )
+
+
+def _check(machine: Machine, options: Options) -> None:
+    for what, value, known in (
+        ("policy", options.policy, POLICIES),
+        ("dtype", options.dtype, DTYPES),
+        ("link", options.link or "fp32", LINKS),
+    ):
+        if value not in known:
+            raise MachineError(f"{what} {value!r}: one of {', '.join(known)}")
+    if LINKS.get(options.link or "", 0) > DTYPES[options.dtype]:
+        raise MachineError(f"link {options.link!r} is wider than {options.dtype} parameters are")
+    unknown = [name for name in _NEEDED if getattr(machine, name) == 0]
+    if unknown:
+        raise MachineError(
+            f"{machine.name} does not say {', '.join(unknown)}, which a zeroth-order step asks"
+            " for: set them, or take the machine paper-zo2"
+        )
+
+
+def _run(costs: _Costs) -> dict[str, Any]:
+    model, machine, options = costs.model, costs.machine, costs.options
+    embedding_ns, head_ns = costs.embedding_ns(), costs.head_ns()
+    blocks: list[tuple[int, int, int, int, int]] = []
+    if options.policy == "mezo":
+        embedding_ns += model.layers * (costs.block_ns() + costs.update_ns())
+    else:
+        head_ns += costs.tied_ns()
+        crossing = model.block_params * costs.crossing
+        block = (
+            _ns(crossing, machine.link_in_bytes_per_s),
+            costs.block_ns() + costs.crossed_ns(),
+            costs.update_ns(),
+            _ns(crossing, machine.link_out_bytes_per_s),
+            _ns(model.block_params * costs.stored, machine.gpu_alloc_bytes_per_s),
+        )
+        blocks = [block] * model.layers
+    return _core.zeroth_step(
+        blocks,
+        options.slot_count,
+        embedding_ns,
+        head_ns,
+        looks_ahead=options.looks_ahead,
+        **POLICIES[options.policy],
+    )
+
+
+def simulate(model: Decoder, machine: Machine, options: Options | None = None) -> Step:
+    """A step's figures, whether or not the GPU has room for it.
+
+    Args:
+        model: with its batch.
+        machine: of integers, with the four fields that only zeroth-order steps ask for.
+        options: of the run.
+
+    Raises:
+        MachineError: an option that is none, or a machine that does not say what is needed.
+    """
+    options = options or Options()
+    _check(machine, options)
+    costs = _Costs(model, machine, options)
+    try:
+        raw = _run(costs)
+    except ValueError as error:
+        raise MachineError(str(error)) from error
+    passes = {"mezo": 0, "no_deferred": 2}.get(options.policy, 1)
+    return Step(
+        step_ns=raw["step_ns"],
+        tokens=model.tokens,
+        busy_ns=raw["busy_ns"],
+        bound_by=raw["bound_by"],
+        link_bytes=passes * model.layers * model.block_params * costs.crossing,
+        gpu_bytes=costs.gpu_bytes(),
+        fits=costs.gpu_bytes() <= machine.gpu_bytes,
+    )

@@ -1,0 +1,1 @@
+"""A wrapped model's connection to its engine: hooks, rules of a step, commits, optimizer."""

@@ -1,0 +1,208 @@
+"""Main memory and a device's, divided; blocks are split where they have to be."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lohan import _core
+from lohan.activations import _swap
+from lohan.config import SCHEDULES_AT_STEP
+from lohan.errors import BudgetError
+from lohan.layout import _block, _layout
+from lohan.store import _store
+from lohan.torch_glue import _device
+from lohan.torch_glue._accumulate import is_accumulating
+
+if TYPE_CHECKING:
+    from lohan.config import Config
+    from lohan.layout._block import Layout
+    from lohan.layout._in_place import Found
+
+# Messages, requests, event lists, and what the arena is rounded up by: small against everything
+# else, so a flat reserve. Tables of a long model, and a timeline that is asked for, come on top.
+BOOKKEEPING_BYTES = 7 << 20
+BOOKKEEPING_UNIT_BYTES = 4 << 10
+TRACE_EVENT_BYTES = 40
+# Times that blocks are split at their children for a budget: deeper modules are not made.
+_SPLITS_MAX = 16
+
+
+def _host_bytes(config: Config, full: int) -> int:
+    if config.host_bytes is not None:
+        return config.host_bytes - _swap.host_bytes(config)
+    available = int(_core.build_info()["memory_available_bytes"])
+    return min(full, available // 2 - _swap.host_bytes(config))
+
+
+def _tied_gradient_bytes(layout: Layout) -> int:
+    """Autograd holds the first half of a tied parameter's gradient until the second is there."""
+    users = collections.Counter(i for scope in layout.scopes for i in {*scope.units})
+    return sum(unit.gradient_bytes for i, unit in enumerate(layout.units) if users[i] > 1)
+
+
+def _together_bytes(layout: Layout, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """What is in use at once, in bytes: of each scope's units at its first one, 0 at the others.
+
+    A unit that several scopes share (tied weights) counts in the largest of them.
+
+    Args:
+        layout: of the model.
+        sizes: of its units.
+
+    Returns:
+        Their sums; and with room for the holes between them, as lh_budget_apart_bytes() says.
+    """
+
+    def nbytes(units: list[int]) -> int:
+        return sum(sizes[i] for i in units)
+
+    together, apart = [0] * len(layout.units), [0] * len(layout.units)
+    left = {i for i, unit in enumerate(layout.units) if not unit.always}
+    for units in sorted((scope.units for scope in layout.scopes), key=nbytes, reverse=True):
+        mine = [i for i in units if i in left]
+        moving = [sizes[i] for i in units if not layout.units[i].always]
+        if moving:
+            needed = sum(moving) + (len(moving) - 1) * max(moving)
+            apart[units[0]] = max(apart[units[0]], needed)
+        if mine:
+            together[mine[0]] = nbytes(mine)
+            left.difference_update(mine)
+    for i in left:
+        together[i] = sizes[i]
+    return together, apart
+
+
+def plan_device(layout: Layout, config: Config) -> _device.Device:
+    """Divide the device's memory, or say what would fit."""
+    sizes = [unit.place_bytes for unit in layout.units]
+    return _device.plan(layout, *_together_bytes(layout, sizes), config)
+
+
+def _budget(layout: Layout, config: Config) -> dict[str, int]:
+    """Divide main memory, or say what would fit."""
+    extents = _store.plan_extents(layout, config.commit_every == "never")
+    tied = _tied_gradient_bytes(layout)
+    is_served = _device.parse(config.device)[0] != "cpu"
+    sizes = [unit.nbytes if is_served else unit.place_bytes for unit in layout.units]
+    gradients = (u.gradient_bytes + (tied if u.trainable else 0) for u in layout.units)
+    described = _store.unit_tuples(layout, extents)
+    held = [(size, *unit[1:]) for size, unit in zip(sizes, described, strict=True)]
+    units = [*zip(held, gradients, *_together_bytes(layout, sizes), strict=True)]
+
+    def raiser(code: int, message: str, is_rule: bool) -> Exception:
+        return BudgetError(message)
+
+    # A checksum of 4 bytes a MiB, in memory for each slot and in each of two manifests.
+    bookkeeping = BOOKKEEPING_BYTES + 4 * 4 * (extents.nbytes >> 20)
+    bookkeeping += 4 * (sum(unit.nbytes for unit in layout.units if unit.runs) >> 20)
+    bookkeeping += BOOKKEEPING_UNIT_BYTES * len(layout.units)
+    # Buffers that a commit carries are in two manifests, in the engine, and where they are packed.
+    bookkeeping += 4 * _store.buffer_room_bytes(layout)
+    bookkeeping += TRACE_EVENT_BYTES * min(config.trace_events, _core.TRACE_COUNT_MAX)
+    # Gradients wait on SSD where the next parameters will go: in a slot that no commit needs.
+    # Sums of them are in memory.
+    waiting = (
+        config.schedule in (*SCHEDULES_AT_STEP, "auto"),
+        config.commit_every not in ("auto", 1),
+        is_accumulating(config.accumulate),
+        _device.block_bytes_per_element(layout, config),
+        config.schedule == "auto",
+    )
+    plan_device(layout, config)
+    full = _core.budget(units, 1 << 60, bookkeeping, *waiting, raiser)["host_bytes_full"]
+    return _core.budget(units, _host_bytes(config, full), bookkeeping, *waiting, raiser)
+
+
+def divide(
+    model: nn.Module,
+    blocks: Sequence[nn.Module] | None,
+    config: Config,
+    found: Found | None,
+    rows: Sequence[Any],
+) -> tuple[Config, Layout, dict[str, int]]:
+    """Lay the model out, and divide main memory.
+
+    There is room for activations that a policy plans where the rest allows it.
+
+    Args:
+        model: to be wrapped.
+        blocks: that wrap was given.
+        config: of the session.
+        found: in files.
+        rows: units of the store that is gone on with; none: of a new one.
+
+    Returns:
+        The config with that room, the layout, and what main memory is divided into.
+
+    Raises:
+        BudgetError: it is too small.
+    """
+    roomy = _swap.with_room(config, sum(p.numel() * p.element_size() for p in model.parameters()))
+    try:
+        layout = _layout_for_budget(model, blocks, roomy, found, rows)
+        return roomy, layout, _budget(layout, roomy)
+    except BudgetError:
+        if roomy is config:
+            raise
+    layout = _layout_for_budget(model, blocks, config, found, rows)
+    return config, layout, _budget(layout, config)
+
+
+def _layout_for_budget(
+    model: nn.Module,
+    blocks: Sequence[nn.Module] | None,
+    config: Config,
+    found: Found | None,
+    rows: Sequence[Any],
+) -> Layout:
+    """Blocks as a store has them, or by structure, split at their children for the budget."""
+
+    def make_layout(limit: int, given: Sequence[nn.Module] | None) -> Layout:
+        return _layout.make_layout(model, limit, given, found)
+
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    limit = max(total, 1)
+    if rows and blocks is None:
+        layout = make_layout(limit, _block.named(model, [row[0] for row in rows]))
+        if _store.unit_rows(layout) == rows:
+            try:
+                _budget(layout, config)
+            except BudgetError as error:
+                raise BudgetError(
+                    f"{error}; these are the store's blocks: a new store of its export (weights="
+                    " instead of resume=, new optimizer states) may be split finer and need less"
+                ) from error
+            return layout
+    layout = make_layout(limit, blocks)
+    limits = (config.host_bytes, config.device_bytes, config.device_param_bytes)
+    is_free = all(limit is None for limit in limits)
+    if is_free or blocks is not None:
+        return layout
+    is_any = found is not None and bool(found.moved)
+    tried = []
+    for _ in range(_SPLITS_MAX):
+        try:
+            _budget(layout, config)
+            return layout
+        except BudgetError:
+            tried.append(layout)
+        finer = _layout.finer(layout, make_layout, is_any=is_any)
+        if finer is None:
+            break
+        layout = finer
+    if is_any:
+        layout = min(reversed(tried), key=lambda each: _needed(each, config))
+    return layout  # _budget says what would fit
+
+
+def _needed(layout: Layout, config: Config) -> int:
+    """The least main memory for a layout; where the device has no room, more than anything."""
+    try:
+        return _budget(layout, dataclasses.replace(config, host_bytes=1 << 60))["host_bytes_min"]
+    except BudgetError:
+        return 1 << 62

@@ -1,0 +1,313 @@
+"""What a session does around a forward: when one may begin, what it sees, how it ends."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lohan.errors import HollowParameterError, SecondBackwardError, UnsupportedError
+from lohan.layout._block import DTYPE_CODES
+from lohan.session._session_base import SessionPart
+from lohan.session._trace import Phases
+from lohan.torch_glue._batch import BatchCheck
+from lohan.torch_glue._tensor import (
+    has_saved_tensor_hooks,
+    hooks_are_refused,
+    in_backward,
+    is_reading_wrapped,
+)
+from lohan.torch_glue._thread import ForwardThread
+
+if TYPE_CHECKING:
+    from lohan import _core
+    from lohan.layout._block import Layout
+    from lohan.torch_glue._accumulate import Accumulation
+    from lohan.torch_glue._device import Device
+    from lohan.torch_glue._tensor import (
+        SavedTensors,
+    )
+
+_FOLDER = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
+
+
+class ForwardRules(SessionPart):
+    """The part of a session that torch calls around every forward, as its base class."""
+
+    layout: Layout
+    device: Device
+    around: SavedTensors  # a forward
+    _arrays: dict[torch.dtype, torch.Tensor]
+    _param_index: dict[int, int]
+    _backward: str
+    _accumulation: Accumulation
+
+    def _forward_init(self) -> None:
+        self.phases = Phases(self.config.trace_events)
+        self._batch = BatchCheck(self.device.torch_device)
+        self._forward_depth = 0
+        self._begun: tuple[int, bool] | None = None
+        self._root_scopes: list[_core.Scope] = []
+        self._thread = ForwardThread()
+        self._autocast_cache = False
+        self._autocast_is_seen = False
+        self._entered = self.around  # of the forward that runs
+        self._changed: set[int] = set()  # parameters, in place, inside a forward
+
+    def _root_enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if in_backward():
+            return
+        if self._batch.is_due:
+            self._batch.check(module, args, kwargs)
+        if self._forward_is_alive():
+            self._forward_depth += 1
+            return
+        self._forward_begin(is_root=True)
+        entered = 0
+        try:
+            for scope in list(self._root_scopes):
+                scope.enter()
+                entered += 1
+        except BaseException:
+            for scope in reversed(self._root_scopes[:entered]):
+                scope.leave()
+            self._forward_end()
+            raise
+
+    def _root_leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._forward_depth == 0 or in_backward() or self._is_of_other_thread():
+            return  # torch calls this for a forward that was refused, too
+        if output is None:  # the forward raised, or has nothing to return
+            self._batch.explain(sys.exc_info()[1], module, args, kwargs)
+        if self._forward_depth > 1:
+            self._forward_depth -= 1
+            return
+        for scope in reversed(self._root_scopes):
+            scope.leave()
+        self._forward_end()
+        if output is not None or sys.exc_info()[0] is None:
+            self._refuse_changed()
+
+    def _on_forward(self, begins: bool) -> bool:
+        """A block is called (or ends) outside the model's own forward: that is a forward, too."""
+        if not begins:
+            self._forward_end()
+            self._refuse_changed()
+            return False
+        if self._forward_is_alive():
+            return False  # runs that take turns share it
+        self._forward_begin(is_root=False)
+        return True
+
+    def _on_again(self) -> bool:
+        """A parameter is needed: True in a backward, where a forward is computed again.
+
+        A reentrant checkpoint does that without hooks for saved tensors: ours make handles there,
+        too. autograd takes them off when the node that computes again is done.
+        """
+        if not in_backward():
+            return False
+        if not has_saved_tensor_hooks():
+            self.around.enter()
+        return True
+
+    def _forward_begin(self, *, is_root: bool) -> None:
+        self.check_open()
+        refuse_transform()
+        frame = _frame_outside()
+        self._thread.claim(frame)
+        try:
+            self._forward_open(frame, is_root=is_root)
+        except BaseException:
+            if self._forward_depth == 0:
+                self._thread.release()
+            raise
+
+    def _forward_open(self, frame: FrameType | None, *, is_root: bool) -> None:
+        if self._forward_depth > 0:
+            self._forward_drop()
+            self._thread.claim(frame)
+        if self._backward == "running":
+            self._abort()  # the last backward died: its step is forgotten
+        elif self._engine.status()["has_gradients"] and not self._accumulation.is_open:
+            raise SecondBackwardError(
+                "a forward after backward and before optimizer.step(): parameters are on their way"
+                " to the next step. Call model.optimizer.step() first; lohan.wrap(...,"
+                " accumulate=k) sums the gradients of k backwards. Where no step is to use them (a"
+                ' GAN\'s), wrap with schedule="deferred", and call zero_grad() before the forward'
+            )
+        self._check_hollow()
+        self._changed_drop()
+        grad = torch.is_grad_enabled()
+        if is_root or self._begun != (self.step, grad):
+            self._engine.begin(grad)
+            self._begun = (self.step, grad)
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+        self._autocast_is_seen = False
+        self._autocast_see()
+        self._entered = self.around
+        self._entered.enter()
+        self._forward_depth = 1
+        self._engine.forward(True)
+        self.phases.begin("forward", self)
+
+    def _autocast_see(self) -> None:
+        kind = self.device.torch_device.type
+        if self._autocast_is_seen or not torch.is_autocast_enabled(kind):
+            return
+        # The cache would keep every weight's cast: the whole model, as activations.
+        torch.set_autocast_cache_enabled(False)
+        dtype = torch.get_autocast_dtype(kind)
+        self._engine.autocast(DTYPE_CODES.get(dtype, -1) if kind == "cpu" else -1)
+        self._autocast_is_seen = True
+
+    def _part_enter(self, module: nn.Module, args: Any) -> None:
+        """A part of the model is called: accelerate's autocast is inside the model's call."""
+        if self._autocast_is_seen or self._forward_depth == 0:
+            return
+        if not in_backward() and not self._is_of_other_thread():
+            self._autocast_see()
+
+    def _check_hollow(self) -> None:
+        """Refuse to go on where a hollow parameter was written: torch lets fill_() do that."""
+        if self.device.torch_device.type != "cpu":
+            return  # looking would wait for the device, in every step
+        for dtype, array in self._arrays.items():
+            if dtype not in DTYPE_CODES or bool(array.isnan().all()):
+                continue
+            index = int(array.isnan().logical_not().nonzero()[0])
+            array.fill_(float("nan"))
+            raise HollowParameterError(
+                f"parameter {self.layout.params[index].name!r} was written while it was not in"
+                " memory, which has no effect: write in a loop over model.named_parameters(), or"
+                " with model.load_state_dict()"
+            )
+
+    def _forward_end(self) -> None:
+        self._forward_depth = 0
+        self._thread.release()
+        self.phases.end()
+        self._engine.forward(False)
+        self._changed.update(self._engine.changed_take())
+        self._entered.leave()
+        self._engine.autocast(-1)
+        torch.set_autocast_cache_enabled(self._autocast_cache)
+
+    def _refuse_changed(self) -> None:
+        if self._changed:
+            raise UnsupportedError(
+                f"parameter {self.layout.params[min(self._changed)].name!r} was changed in place"
+                " inside a forward, and such a change is lost when its block leaves memory (where"
+                " its last update was still being written, it is a ChecksumError of the block):"
+                " change parameters between steps, in a loop over model.named_parameters() or with"
+                " model.load_state_dict()"
+            )
+
+    def _changed_drop(self) -> None:
+        """Forget what a forward changed in place: the store has the values."""
+        if not self._changed:
+            return
+        changed, self._changed = self._changed, set()
+        try:
+            with self.exclusive(sorted({self.layout.params[i].unit for i in changed})):
+                pass
+        except BaseException:
+            self._changed = changed
+            raise
+
+    def _forward_is_alive(self) -> bool:
+        """A forward is open, and its call is on the stack. torch skips hooks after a Ctrl-C."""
+        if self._forward_depth == 0 or not self._thread.is_mine():
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self._thread.frame:
+            frame = frame.f_back
+        return frame is not None
+
+    def _is_of_other_thread(self) -> bool:
+        """The open forward is another thread's, which the calling one has no part in."""
+        return not self._thread.is_mine()
+
+    def refuse_other_thread(self, what: str) -> None:
+        """Refuse to do something while another thread is inside a forward.
+
+        Raises:
+            ThreadError: names both threads.
+        """
+        self._thread.refuse_others(what)
+
+    def _forward_drop(self) -> None:
+        """Undo a forward that died without its hooks."""
+        self._engine.scopes_drop()
+        self._forward_end()
+
+    def make_resident(self, tensors: Sequence[nn.Parameter]) -> bool:
+        """Hollow parameters are arguments of an operation: bring them in if a forward runs.
+
+        Others than this session's are passed over. They stay to the next operation of the kind, or
+        to where a scope begins or ends. False: there is no forward, nor one that is computed again
+        in backward.
+        """
+        is_alive = self._forward_is_alive()
+        if self.closed or (not is_alive and not in_backward()):
+            return False
+        indices = [self._param_index[id(t)] for t in tensors if id(t) in self._param_index]
+        params = [self.layout.params[index] for index in indices]
+        scope = self._engine.scope(sorted({param.unit for param in params}))
+        if not is_alive:
+            return bool(scope.read())
+        scope.hold()
+        return True
+
+
+def refuse_transform() -> None:
+    """Refuse the transforms of torch.func in which saved tensors cannot be packed.
+
+    Raises:
+        UnsupportedError: names what can be used instead.
+    """
+    if hooks_are_refused():
+        raise UnsupportedError(
+            "a wrapped model cannot be called inside torch.func.grad, vjp, jacrev or hessian (or"
+            " where torch.autograd.graph.disable_saved_tensors_hooks() is in effect): torch"
+            " disables the saved-tensor hooks that bring parameters back in backward. Use"
+            " torch.autograd.grad or torch.autograd.functional (jacobian, hessian, vjp), which"
+            " work, as do torch.func.vmap, jvp and jacfwd; or lohan.unwrap(model) first"
+        )
+
+
+def refuse_read() -> None:
+    """Refuse loops over parameters where torch gives their values no storage.
+
+    Raises:
+        UnsupportedError: names what can be used instead.
+    """
+    if is_reading_wrapped():
+        raise UnsupportedError(
+            "parameters of a wrapped model cannot be read inside torch.func.grad or jvp (by"
+            " named_parameters() or torch.func.functional_call): use functional_call with a model"
+            " that is not wrapped (lohan.unwrap(model), or model.state_dict() loaded into another)"
+        )
+
+
+def _frame_outside() -> FrameType | None:
+    """The frame that called into lohan: on the stack as long as the module's call runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_FOLDER):
+        frame = frame.f_back
+    return frame
+
+
+def parts_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that the model's own forward calls: children, those of a bare list for it."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from parts_of(child)
+        else:
+            yield child

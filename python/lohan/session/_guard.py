@@ -1,0 +1,522 @@
+"""What a wrapped model's own methods do: real values out and in, and named errors.
+
+Instance attributes shadow methods of the class: `wrap` returns the same module, of the same class.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lohan.errors import FrozenParameterError, LentError, StaleStateError, UnsupportedError
+from lohan.layout import _names
+from lohan.store import _stale, _store
+from lohan.store._block_writer import BlockWriter
+from lohan.torch_glue import _peft
+from lohan.torch_glue._compile import Traced, Uncompiled
+from lohan.torch_glue._hollow import HollowClasses, show
+from lohan.torch_glue._tensor import ReadParameters, bits_checksum, is_same, without_classes
+
+if TYPE_CHECKING:
+    from lohan.session._session import Session
+
+
+def _refuse(what: str, way_out: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(f"{what} of a wrapped model is not possible: {way_out}")
+
+    return refuse
+
+
+_REFUSED = {
+    "to_empty": _refuse(
+        "to_empty()",
+        "it would forget its values: build the model in lohan.empty() and wrap it with"
+        " init='model', or change values in a loop over model.named_parameters()",
+    ),
+    "__deepcopy__": _refuse("deepcopy", "copy model.state_dict(), or wrap a second model"),
+    "__reduce_ex__": _refuse(
+        "pickle (torch.save, copy.copy)",
+        "save model.state_dict(), or use the store, which is a checkpoint",
+    ),
+}
+
+
+def _bound(method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """A method of a module's own. A module that holds itself would outlive `del model`."""
+    return functools.partial(method, weakref.ref(module))
+
+
+def _owner(reference: weakref.ref[nn.Module]) -> nn.Module:
+    owner = reference()
+    assert owner is not None
+    return owner
+
+
+def _is_functional_call() -> bool:
+    """Whether torch.func.functional_call() has put other parameters there, for one call."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_functional_call":
+            return True
+    return False
+
+
+class Guard:
+    """Installs and removes the shadows on one model."""
+
+    def __init__(
+        self, model: nn.Module, session: Session, save_pretrained: Callable[..., None]
+    ) -> None:
+        self.save = save_pretrained
+        self.session = session
+        self.model = weakref.ref(model)
+        self.index = {id(p.tensor): p.index for p in session.layout.params}
+        self.handles: list[Any] = []
+        self.shadowed: list[tuple[weakref.ref[nn.Module], list[str]]] = []
+        self.watched: list[weakref.ref[nn.Module]] = []
+        self.readers: dict[int, Callable[[], bool]] = {}  # by unit
+        self.filled: tuple[int, dict[int, str]] = (0, {})  # id of a state dict, names in it
+        self.leaves_out: frozenset[int] = frozenset()  # parameters that a state dict leaves hollow
+        self.only_names = False  # loops over parameters are for names and shapes, till zero_grad()
+
+    def shadow(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        """Put an instance attribute over a method."""
+        object.__setattr__(module, name, function)
+        reference = weakref.ref(module)
+        if not self.shadowed or self.shadowed[-1][0] is not reference:
+            self.shadowed.append((reference, []))
+        self.shadowed[-1][1].append(name)
+
+    def install(self) -> None:
+        """Shadow what cannot work as it is, and hook what can."""
+        model = self.model()
+        assert model is not None
+        self.hide()
+        uncompiled = Uncompiled(model, self.shadow)
+        if _peft.is_peft(model):
+            self.shadow(model, "save_pretrained", self._save_adapters(model))
+        # torch marks the hook with an attribute, which a bound method cannot carry.
+        fill: Any = functools.partial(self._fill_state_dict)
+        named_parameters, on_trace = self._named_parameters, uncompiled.on_trace
+        save = self._save_to_state_dict
+        same: dict[str, Callable[..., Any]] = {"compile": uncompiled.compile, **_REFUSED}
+        methods: dict[str, Callable[..., Any]] = {
+            "zero_grad": self._zero_grad,
+            "load_state_dict": self._load_state_dict,
+            "_apply": self._apply,
+        }
+        for module in model.modules():
+            for name, function in same.items():
+                self.shadow(module, name, function)
+            for name, method in methods.items():
+                self.shadow(module, name, _bound(method, module))
+            traced = Traced(_bound(named_parameters, module), on_trace)
+            self.shadow(module, "named_parameters", traced)
+            if _names.is_hugging_face(module):
+                self.shadow(module, "save_pretrained", self._save_pretrained(module))
+            if any(p is not None for p in module._parameters.values()):
+                register: Any = module.register_state_dict_post_hook
+                self.handles.append(register(fill))
+                self.shadow(module, "_save_to_state_dict", _bound(save, module))
+                self.watch(module)
+
+        self.handles.append(model.register_forward_pre_hook(self._look_for_added))
+
+    def _look_for_added(self, module: nn.Module, args: Any) -> None:
+        """Refuse a trainable parameter that was added after wrap: nothing would train it.
+
+        Raises:
+            UnsupportedError: names it.
+        """
+        if not torch.is_grad_enabled():
+            return
+        for name, part in module.named_modules():
+            for own, param in part._parameters.items():
+                is_new = isinstance(param, nn.Parameter) and id(param) not in self.index
+                if is_new and param.requires_grad and param.numel() > 0:
+                    if _is_functional_call():
+                        return
+                    raise UnsupportedError(
+                        f"parameter {f'{name}.{own}' if name else own!r} was added after"
+                        " lohan.wrap(), and model.optimizer does not train it: call"
+                        " lohan.unwrap(model), then wrap the model as it is now (adapters of peft"
+                        " are added before lohan.wrap()). A parameter that another optimizer trains"
+                        " belongs outside the wrapped module"
+                    )
+
+    def hide(self) -> None:
+        """Give every parameter the class that refuses to be read while it is hollow."""
+        classes = HollowClasses(self.session)
+        for param in self.session.layout.params:
+            pair = classes.hide(param.tensor)
+            if pair is not None:
+                self.session.classes(param.index, *pair)
+
+    def watch(self, module: nn.Module) -> None:
+        """Have the engine told when a parameter of the module is read."""
+        reads = {
+            name: self.reader(self.index[id(tensor)])
+            for name, tensor in module._parameters.items()
+            if id(tensor) in self.index
+        }
+        object.__setattr__(module, "_parameters", ReadParameters(module._parameters, reads))
+        self.watched.append(weakref.ref(module))
+
+    def reader(self, index: int) -> Callable[[], bool]:
+        """What must be called when the parameter is read as an attribute of its module."""
+        unit = self.session.layout.params[index].unit
+        if unit not in self.readers:
+            self.readers[unit] = self.session.reader(unit)
+        return self.readers[unit]
+
+    def remove(self) -> None:
+        """Take everything off again."""
+        for handle in self.handles:
+            handle.remove()
+        for reference, names in self.shadowed:
+            module = reference()
+            for name in names:
+                if module is not None and name in module.__dict__:
+                    object.__delattr__(module, name)
+        for watched in self.watched:
+            module = watched()
+            if module is not None:
+                object.__setattr__(module, "_parameters", dict(module._parameters))
+        for param in self.session.layout.params:
+            show(param.tensor)
+        self.handles.clear()
+        self.shadowed.clear()
+        self.watched.clear()
+
+    def _named_parameters(
+        self,
+        reference: weakref.ref[nn.Module],
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters have their real data while the loop is at them, unless a step is under way."""
+        owner = _owner(reference)
+        plain = type(owner).named_parameters
+        for name, tensor in plain(owner, prefix, recurse, remove_duplicate):
+            is_other = id(tensor) not in self.index or self.session.closed
+            if is_other or self.only_names or self.session.is_underway:
+                yield name, tensor
+                continue
+            yield from self._show(name, tensor)
+
+    def _zero_grad(self, reference: weakref.ref[nn.Module], set_to_none: bool = True) -> None:
+        """Without values: nothing needs to be in memory for it."""
+        owner = _owner(reference)
+        self.only_names = False
+        self.session.zero_grad(tensor for _, tensor in type(owner).named_parameters(owner))
+
+    def _show(self, name: str, tensor: nn.Parameter) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameter with its real data; what is changed meanwhile goes to the store."""
+        index = self.index[id(tensor)]
+        after: torch.Tensor | None = None
+        try:
+            with self.session.resident(index):
+                before = bits_checksum(tensor)
+                shape, dtype = tensor.shape, tensor.dtype
+                # What the loop computes is saved as handles: the parameter itself turns hollow.
+                self.session.saved.enter()
+                try:
+                    yield name, tensor
+                finally:
+                    self.session.saved.leave()
+                    if bits_checksum(tensor) != before or tensor.shape != shape:
+                        after = tensor.detach().clone()
+        finally:
+            if after is not None:
+                if after.shape != shape or after.dtype != dtype:
+                    raise UnsupportedError(
+                        f"parameter {name!r} of a wrapped model cannot become"
+                        f" {tuple(after.shape)} {after.dtype}: its place is for"
+                        f" {tuple(shape)} {dtype}"
+                    )
+                try:
+                    self._write({name: after}, {name: index})
+                except (LentError, UnsupportedError):
+                    self.session.undo_edit(index)
+                    raise
+
+    def _save_to_state_dict(
+        self, reference: weakref.ref[nn.Module], *args: Any, **kwargs: Any
+    ) -> None:
+        """Let torch put hollow parameters into a state dict, where _fill_state_dict finds them."""
+        owner = _owner(reference)
+        with without_classes():
+            type(owner)._save_to_state_dict(owner, *args, **kwargs)
+
+    def _fill_state_dict(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        """Put real values where a module's hollow parameters are: tied names share a tensor."""
+        metadata[_stale.KEY] = _stale.stamp(self.session)
+        if self.filled[0] != id(state):
+            self.filled = (id(state), {})
+        first_names = self.filled[1]
+        for name, tensor in module._parameters.items():
+            key = prefix + name
+            if tensor is None or key not in state or id(tensor) not in self.index:
+                continue
+            index = self.index[id(tensor)]
+            if index in self.leaves_out:
+                state[key] = tensor  # hollow: whoever reads it is told its name
+                continue
+            value = self.session.lend(index).cpu()
+            # The dict may be another one by now, or from before a step: the bits tell.
+            if first_names.get(index) not in state:
+                first_names[index] = key  # of another dict, which had this one's place
+            first = first_names[index]
+            is_shared = first != key and is_same(state.get(first), value)
+            state[key] = state[first] if is_shared else value.clone()
+
+    def _save_pretrained(self, module: nn.Module) -> Callable[..., None]:
+        reference = weakref.ref(module)
+
+        def save_pretrained(
+            save_directory: str,
+            is_main_process: bool = True,
+            state_dict: Any = None,
+            **options: Any,
+        ) -> None:
+            owner = reference()
+            assert owner is not None
+            options = {**options, "is_main_process": is_main_process, "state_dict": state_dict}
+            self.save(owner, self.session, self.index, save_directory, **options)
+
+        return save_pretrained
+
+    def _save_adapters(self, model: nn.Module) -> Callable[..., Any]:
+        """Peft's own, of a state dict without the base weights: they are as large as the model."""
+        plain: Any = type(model).save_pretrained  # type: ignore[attr-defined]
+        reference = weakref.ref(model)
+
+        def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+            owner = reference()
+            assert owner is not None
+            if kwargs.get("state_dict") is None:
+                asked = kwargs.get("save_embedding_layers", "auto")
+                kwargs["state_dict"] = self._state_without_base(owner, asked)
+            return plain(owner, *args, **kwargs)
+
+        return save_pretrained
+
+    def _state_without_base(self, model: nn.Module, asked: Any) -> dict[str, Any]:
+        layout = self.session.layout
+        kept = _peft.embeddings(model) if _peft.needs_embeddings(model, asked) else set()
+        self.leaves_out = frozenset(
+            param.index
+            for param in layout.params
+            if not layout.units[param.unit].trainable
+            and param.stream is None
+            and id(param.tensor) not in kept
+        )
+        try:
+            return model.state_dict()
+        finally:
+            self.leaves_out = frozenset()
+
+    def _load_state_dict(
+        self,
+        reference: weakref.ref[nn.Module],
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
+    ) -> Any:
+        """Put values into the store (moments stay as they are), buffers into the module."""
+        model = _owner(reference)
+        names: dict[str, int] = {}
+        for module_name, module in model.named_modules(remove_duplicate=False):
+            for name, tensor in module._parameters.items():
+                if tensor is not None and id(tensor) in self.index:
+                    full = f"{module_name}.{name}" if module_name else name
+                    names[full] = self.index[id(tensor)]
+        rest = {k: v for k, v in state_dict.items() if k not in names}
+        given = {k: v for k, v in state_dict.items() if k in names}
+        missing = [k for k in names if k not in given]
+        if _stale.is_fresh(self.session):
+            different = self._first_difference(model, state_dict, names)
+            if different is not None:
+                self._check_stale(state_dict, different)
+        before = [(b, b.clone()) for n, b in model.named_buffers() if n in rest]
+        result = _load_buffers(model, rest, set(names))
+        missing += result.missing_keys
+        params = self.session.layout.params
+        problems = [
+            f"{key}: {tuple(value.shape)} for {tuple(params[names[key]].tensor.shape)}"
+            for key, value in given.items()
+            if value.shape != params[names[key]].tensor.shape
+        ]
+        if strict and (missing or result.unexpected_keys):
+            problems += [f"missing {missing}", f"unexpected {result.unexpected_keys}"]
+        if problems:
+            raise RuntimeError("load_state_dict: " + "; ".join(problems))
+        news = self._news(self._without_in_place(given, names), names)
+        self._write(news, names)
+        if not news and any(not is_same(old, new) for new, old in before):
+            self.session.edited_buffers()
+        return type(result)(missing, result.unexpected_keys)
+
+    def _first_difference(
+        self, model: nn.Module, state_dict: Mapping[str, Any], names: Mapping[str, int]
+    ) -> str | None:
+        """The name of a parameter or buffer that the state dict would change."""
+        buffers = dict(model.named_buffers())
+        for key, value in state_dict.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if key in names:
+                mine = self.session.lend(names[key]).cpu()
+            elif key in buffers:
+                mine = buffers[key].detach().cpu()
+            else:
+                continue
+            if value.shape != mine.shape:
+                continue  # another error's business
+            if not is_same(value.detach().to(mine).contiguous(), mine.contiguous()):
+                return key
+        return None
+
+    def _check_stale(self, state_dict: Mapping[str, Any], name: str) -> None:
+        try:
+            _stale.check_weights(self.session, state_dict, name)
+        except StaleStateError:
+            self.session.refuse_edit()
+            raise
+
+    def _news(self, given: Mapping[str, Any], names: Mapping[str, int]) -> dict[str, Any]:
+        """Leave out what is there already: an fp32 master below a 16-bit value stays as it is.
+
+        Raises:
+            FrozenParameterError: a frozen parameter would get another value.
+        """
+        layout = self.session.layout
+        news = {}
+        for key, value in given.items():
+            param = layout.params[names[key]]
+            is_trainable = layout.units[param.unit].trainable
+            mine = self.session.lend(param.index).cpu().contiguous()
+            theirs = value.detach().cpu() if is_trainable else value.detach().to(mine)
+            if is_same(theirs.contiguous(), mine):
+                continue
+            if param.stream is not None:
+                self.session.check_edit()
+            if not is_trainable:
+                raise FrozenParameterError(
+                    f"load_state_dict() has other values for {key!r}, which was frozen at"
+                    " lohan.wrap() and lies where nothing is written again: lohan.unwrap() the"
+                    " model, load them, and wrap it with a new store"
+                )
+            news[key] = value
+        return news
+
+    def _write(self, given: Mapping[str, Any], names: Mapping[str, int]) -> None:
+        session = self.session
+        layout = session.layout
+        given = self._without_in_place(given, names)
+        if not given:
+            return
+        session.check_edit()
+        changed = sorted({layout.params[names[key]].unit for key in given})
+        with session.exclusive(changed) as store:
+            writer = BlockWriter(store)
+            for key, value in given.items():
+                param = layout.params[names[key]]
+                unit = layout.units[param.unit]
+                places = session.extents.units[param.unit]
+                flat = param.flat(value.cpu())
+                _store.write_param(writer, unit, places, param.first, flat, is_fresh=False)
+            writer.flush()
+            session.edited(store)
+
+    def _without_in_place(
+        self, given: Mapping[str, Any], names: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """What has to be written: files that are read in place have their values already."""
+        session = self.session
+        left = {}
+        for key, value in given.items():
+            param = session.layout.params[names[key]]
+            is_moved = param.stream is not None  # files have what it was
+            if is_moved or not session.layout.units[param.unit].runs:
+                left[key] = value
+                continue
+            values = session.layout.in_place.read(session.layout, param)
+            if not is_same(value.detach().to("cpu", values.dtype).contiguous(), values):
+                raise UnsupportedError(
+                    f"parameter {param.name!r} is frozen and read in place: it cannot become"
+                    f" another, as lohan never writes to {session.layout.in_place.path(param)}:"
+                    ' wrap with frozen="copy" to change it'
+                )
+        return left
+
+    def _apply(
+        self,
+        reference: weakref.ref[nn.Module],
+        fn: Callable[[torch.Tensor], torch.Tensor],
+        recurse: bool = True,
+    ) -> nn.Module:
+        """`.to()`, `.half()`, `.cuda()`: places are lohan's business, dtypes cannot change.
+
+        Some forwards convert a module of theirs each time, which does nothing from wrap on.
+        """
+        owner = _owner(reference)
+        owned = (each._parameters.values() for each in owner.modules())
+        for dtype in {param.dtype for params in owned for param in params if param is not None}:
+            given = torch.ones(1).to(dtype)
+            probe = fn(given)
+            _check_moved(given, probe)
+            if probe.dtype != dtype:
+                raise UnsupportedError(
+                    f"changing the dtype of a wrapped model ({dtype} to {probe.dtype}) is not"
+                    " possible: convert before lohan.wrap()"
+                )
+        return owner
+
+
+def _check_moved(given: torch.Tensor, made: torch.Tensor) -> None:
+    """Refuse what parameters that lie in a store cannot become.
+
+    Args:
+        given: a one.
+        made: what a function that is applied to all parameters makes of it.
+
+    Raises:
+        UnsupportedError: it has no values, other ones, or is shared between processes.
+    """
+    if made.is_meta:
+        raise UnsupportedError(
+            'moving a wrapped model to "meta" is not possible: its values are in the store, and not'
+            " in memory while it does not compute: model.lohan.close() ends the session, and"
+            " lohan.unwrap(model) gives it its values back"
+        )
+    # Memory of an accelerator always counts as shared.
+    if made.device.type == "cpu" and made.is_shared():  # type: ignore[no-untyped-call]
+        raise UnsupportedError(
+            "share_memory() of a wrapped model is not possible: its parameters come and go, and one"
+            " process alone trains it: give other processes model.state_dict(), or a copy of the"
+            " store by lohan.snapshot()"
+        )
+    if made.shape != given.shape or not torch.equal(made.detach().cpu().float(), given.float()):
+        raise UnsupportedError(
+            "a function that changes values cannot be applied to all parameters of a wrapped model:"
+            " change them in a loop over model.named_parameters(), or with model.load_state_dict()"
+        )
+
+
+def _load_buffers(model: nn.Module, state: dict[str, Any], params: set[str]) -> Any:
+    """Load buffers with torch's own method; parameters are not its business here."""
+    plain = nn.Module.load_state_dict(model, state, strict=False)
+    missing = [key for key in plain.missing_keys if key not in params]
+    return type(plain)(missing, plain.unexpected_keys)

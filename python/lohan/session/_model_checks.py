@@ -1,0 +1,207 @@
+"""What lohan.wrap refuses of a model, before anything is made."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan.common import _exit
+from lohan.errors import ModelError, UnsupportedError
+from lohan.layout._block import RESIDUAL_BYTES, is_dense
+from lohan.torch_glue._peft import check_quantised
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    is_compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    return is_compiled or isinstance(module, torch.jit.ScriptModule)
+
+
+def check_model(model: Any, is_filled: bool) -> None:
+    """Refuse what cannot be wrapped, by name.
+
+    Args:
+        model: as it was given to wrap.
+        is_filled: parameters without storage get their values from elsewhere.
+
+    Raises:
+        ModelError: no module, or a parameter of a kind that lohan does not train.
+        UnsupportedError: compiled, wrapped already, quantised, or distributed.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"lohan.wrap takes a torch.nn.Module, not {type(model).__name__}")
+    if "lohan" in model.__dict__:
+        raise UnsupportedError("the model is wrapped already: lohan.unwrap() it first")
+    if any(_is_compiled(module) for module in model.modules()):
+        raise UnsupportedError("a compiled or scripted model: wrap it before torch.compile is used")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise UnsupportedError(
+                f"{name or 'the model'} is an {type(module).__name__} with"
+                f" max_norm={module.max_norm}, which changes its rows in place inside the forward:"
+                " set max_norm=None, and limit rows between steps, in a loop over"
+                " model.named_parameters()"
+            )
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        processes = max(processes, torch.distributed.get_world_size())
+    if processes > 1:
+        raise UnsupportedError(f"WORLD_SIZE is {processes}: lohan trains on one process")
+    _check_not_held(model)
+    count = 0
+    for name, param in model.named_parameters():
+        _check_param(name, param, is_filled)
+        count += param.numel() > 0
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ModelError(
+                f"buffer {name!r} has no storage: build the model in lohan.empty(), which makes"
+                ' buffers as usual; torch.device("meta") does not'
+            )
+    if count == 0:
+        raise ModelError(f"{type(model).__name__} has no parameters")
+    _check_memory(model)
+
+
+def _check_not_held(model: nn.Module) -> None:
+    """Refuse what another session has, a closed one too: its parameters are hollow."""
+    for session in _exit.sessions:
+        names = session.param_names()
+        for name, param in nn.Module.named_parameters(model):
+            if id(param) in names:
+                raise UnsupportedError(
+                    f"parameter {name!r} is {names[id(param)]!r} of a model that is wrapped"
+                    " already: lohan.unwrap() that one first, or wrap the model that has them all"
+                )
+
+
+def _check_param(name: str, param: nn.Parameter, is_filled: bool) -> None:
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ModelError(f"parameter {name!r} is lazy: run one forward before lohan.wrap()")
+    if param.layout != torch.strided:
+        raise ModelError(
+            f"parameter {name!r} is {param.layout}: only dense parameters are supported"
+        )
+    if param.dtype.is_complex:
+        raise ModelError(
+            f"parameter {name!r} is {param.dtype}: complex parameters are not supported"
+        )
+    check_quantised(name, param)
+    if param.is_quantized:
+        raise ModelError(f"parameter {name!r} is quantised: dequantise it before lohan.wrap()")
+    if param.requires_grad and param.dtype not in RESIDUAL_BYTES:
+        raise ModelError(
+            f"parameter {name!r} is {param.dtype} and requires a gradient: trainable parameters are"
+            " float32, bfloat16 or float16 (freeze it, or convert the model)"
+        )
+    if param.is_meta and not is_filled:
+        raise ModelError(
+            f"parameter {name!r} has no storage: pass weights=FOLDER, init='model' or a function,"
+            " or resume=True with the store that has its values"
+        )
+    if not param.is_meta and param.device.type != "cpu":
+        raise ModelError(f"parameter {name!r} is on {param.device}: wrap the model on the CPU")
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _mark(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
+    """Which of the bytes from start on the tensor's elements occupy."""
+    used = torch.zeros(nbytes, dtype=torch.bool)
+    width = tensor.element_size()
+    sizes = [1 if step == 0 else n for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    steps = [step * width for step in tensor.stride()]
+    used.as_strided([*sizes, width], [*steps, 1], tensor.data_ptr() - start).fill_(True)
+    return used
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Two tensors whose stretches of memory overlap have a byte in common."""
+    both_dense = all(is_dense(tensor.shape, tensor.stride()) for tensor in (a, b))
+    if both_dense or a.data_ptr() == b.data_ptr():
+        return True
+    start = min(a.data_ptr(), b.data_ptr())
+    end = max(a.data_ptr() + _reach(a), b.data_ptr() + _reach(b))
+    used = (_mark(tensor, start, end - start) for tensor in (a, b))
+    return bool(torch.logical_and(*used).any())
+
+
+def _in_memory(model: nn.Module) -> list[tuple[int, int, str, torch.Tensor]]:
+    """Where each parameter and buffer lies, from low addresses to high: first byte, end."""
+    found = []
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        start = tensor.data_ptr() if is_plain and tensor.numel() > 0 else 0
+        if start != 0:
+            found.append((start, start + _reach(tensor), name, tensor))
+    return sorted(found, key=lambda item: item[:2])
+
+
+def _expression(name: str) -> str:
+    """A parameter's name as Python has it: model.blocks[0].weight."""
+    return "model" + re.sub(r"\.(\d+)(?=\.)", r"[\1]", f".{name}")
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Refuse parameters that share memory with others, or with a buffer: lohan copies them apart.
+
+    Views of one buffer that do not overlap are fine, and so is sharing among what never changes.
+    """
+    alive: list[tuple[int, int, str, torch.Tensor]] = []
+    for item in _in_memory(model):
+        start, _, name, tensor = item
+        alive = [other for other in alive if other[1] > start]
+        for *_, other_name, other in alive:
+            is_trained = any(
+                isinstance(each, nn.Parameter) and each.requires_grad for each in (tensor, other)
+            )
+            if is_trained and _overlap(tensor, other):
+                _refuse_shared((other_name, other), (name, tensor))
+        alive.append(item)
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad and _is_folded(tensor):
+            raise ModelError(
+                f"parameter {name!r} has elements that share memory (shape {tuple(tensor.shape)},"
+                f" strides {tensor.stride()}; expand() makes such tensors), which no optimizer can"
+                " update: give each its own, by clone()"
+            )
+
+
+def _is_folded(tensor: torch.Tensor) -> bool:
+    """Several elements of the tensor are at one address."""
+    if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
+        return False
+    nbytes, reach = tensor.numel() * tensor.element_size(), _reach(tensor)
+    return reach < nbytes or int(_mark(tensor, tensor.data_ptr(), reach).sum()) < nbytes
+
+
+def _refuse_shared(a: tuple[str, torch.Tensor], b: tuple[str, torch.Tensor]) -> None:
+    if not isinstance(b[1], nn.Parameter):
+        a, b = b, a
+    (name, tensor), (other_name, other) = a, b
+    if not isinstance(tensor, nn.Parameter):
+        raise ModelError(
+            f"buffer {name!r} shares memory with parameter {other_name!r}, which is trained: it"
+            " would not see the updates, as lohan moves the parameter to the store. Register a"
+            f" clone() of it, or use {_expression(other_name)} in the forward"
+        )
+    is_same = tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape
+    is_same = is_same and tensor.stride() == other.stride() and tensor.dtype == other.dtype
+    is_tied = is_same and tensor.requires_grad == other.requires_grad
+    way_out = (
+        f"tie them as one Parameter: {_expression(other_name)} = {_expression(name)}"
+        if is_tied
+        else "make one Parameter of that memory, and take the parts from it in the forward"
+    )
+    raise ModelError(
+        f"parameters {name!r} and {other_name!r} are two Parameters over the same memory, which"
+        f" torch trains through both of them, and lohan would train two copies: {way_out}; or give"
+        " one of them its own memory, by clone()"
+    )

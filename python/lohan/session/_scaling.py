@@ -1,0 +1,329 @@
+"""Stand-ins for gradients in p.grad, and what torch's clipping and loss scaling do through them.
+
+A gradient that has left for the optimizer cannot be read or changed. But where updates wait for
+`step()`, the norm of all gradients is known exactly, and one factor for all of them is what AdamW
+multiplies with in any case. That is all that torch.nn.utils.clip_grad_norm_ and
+torch.amp.GradScaler need: the stand-ins answer the functions which those call, and refuse others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from lohan.errors import OffloadedGradientError, StepError, UnsupportedError
+from lohan.torch_glue._tensor import in_backward
+
+if TYPE_CHECKING:
+    from lohan.torch_glue._accumulate import Accumulation
+
+
+class StepScale:
+    """What the open step's gradients are multiplied with, and their norm.
+
+    Attributes:
+        accumulation: of the session.
+    """
+
+    def __init__(
+        self,
+        names: dict[int, str],
+        accumulation: Accumulation,
+        square_sum: Callable[[], float] | None,
+    ) -> None:
+        """Begin with a factor of 1.
+
+        Args:
+            names: of the trainable parameters, by index.
+            accumulation: of the session.
+            square_sum: of all gradients of the open step; None: updates do not wait for `step()`.
+        """
+        self.accumulation = accumulation
+        self._names = names
+        self._square_sum = square_sum
+        self.reset()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Updates wait for `step()`: gradients can be measured and scaled before."""
+        return self._square_sum is not None
+
+    def reset(self) -> None:
+        """The next step begins."""
+        self._factors: dict[int, float] = {}
+        self._norm = 0.0
+
+    def multiply(self, indices: Iterable[int], factor: float) -> None:
+        """Multiply the gradients of some parameters."""
+        for index in indices:
+            self._factors[index] = self._factors.get(index, 1.0) * factor
+
+    def factor(self) -> float:
+        """The one that all gradients have.
+
+        Raises:
+            UnsupportedError: there are several.
+            StepError: a norm that was asked for is not finite.
+        """
+        if not math.isfinite(self._norm):
+            raise StepError(
+                f"the norm of all gradients is {self._norm}: no update has begun. Call"
+                " model.optimizer.zero_grad() to forget this step"
+            )
+        if not self._factors:
+            return 1.0
+        factors = {index: self._factors.get(index, 1.0) for index in self._names}
+        least = min(factors, key=lambda index: factors[index])
+        most = max(factors, key=lambda index: factors[index])
+        if factors[least] != factors[most]:
+            raise UnsupportedError(
+                f"the gradient of {self._names[least]!r} was multiplied by {factors[least]}, that"
+                f" of {self._names[most]!r} by {factors[most]}: all of them have one factor. Clip"
+                " and scale model.parameters(), not a part of them"
+            )
+        return factors[least]
+
+    def measure(self) -> float:
+        """The norm of all gradients as they came, in fp64; not finite: one of them is not."""
+        assert self._square_sum is not None
+        self._norm = math.sqrt(self._square_sum())
+        return self._norm
+
+    def norm_of(self, indices: Sequence[int], order: float) -> float:
+        """The norm of the gradients of some parameters, as `step()` would use them now.
+
+        Raises:
+            UnsupportedError: it is not the Euclidean norm of all of them.
+        """
+        if order != 2:
+            raise UnsupportedError(
+                f"norm_type={order}: the norm of lohan's gradients is the Euclidean one, 2.0"
+            )
+        left = set(self._names).difference(indices)
+        if left:
+            raise UnsupportedError(
+                f"the norm of {len(set(indices))} of {len(self._names)} gradients (without that of"
+                f" {self._names[min(left)]!r}): lohan knows the norm of all, of model.parameters()"
+            )
+        norm = self.measure()
+        return norm * self.factor() if math.isfinite(norm) else norm
+
+
+class GradientNorm:
+    """Norms of stand-ins on their way through torch's clipping to the norm of all."""
+
+    def __init__(self, scale: StepScale, indices: Sequence[int]) -> None:
+        self.scale = scale
+        self.indices = indices
+
+    def to(self, *args: Any, **kwargs: Any) -> GradientNorm:
+        """Itself: it is on no device."""
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Gather them, and answer the norm of them together.
+
+        Raises:
+            OffloadedGradientError: it is another function, or there are other tensors among them.
+        """
+        if func is torch.stack and all(isinstance(norm, cls) for norm in args[0]):
+            norms: list[GradientNorm] = args[0]
+            if all(norm.scale is norms[0].scale for norm in norms):
+                return cls(norms[0].scale, [index for norm in norms for index in norm.indices])
+        if func is torch.linalg.vector_norm and isinstance(args[0], cls):
+            norm = args[0].scale.norm_of(args[0].indices, _order(args, kwargs))
+            return torch.tensor(norm, dtype=torch.float64)
+        raise OffloadedGradientError(
+            f"{getattr(func, '__name__', func)} of norms of lohan's gradients: clip the parameters"
+            " of a wrapped model, all of them and no others"
+        )
+
+
+_METADATA = {
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "requires_grad",
+    "is_sparse",
+    "ndim",
+    "is_leaf",
+    "grad_fn",
+    "names",
+    "is_cuda",
+    "is_meta",
+    "is_cpu",
+}
+_METADATA_METHODS = {
+    "size",
+    "dim",
+    "numel",
+    "stride",
+    "element_size",
+    "is_floating_point",
+    "__hash__",
+}
+
+
+class HollowGradient(torch.Tensor):
+    """Stands for a gradient that has left for the optimizer: who computes with it is told so.
+
+    Attributes:
+        param: its index.
+        scale: of the session.
+        added: a gradient that autograd has added to it; the binding takes it.
+    """
+
+    param: int
+    scale: StepScale
+    added: torch.Tensor | None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Keep what autograd adds to it where gradients are summed; refuse everything else.
+
+        Raises:
+            SecondBackwardError: in a backward that the step has no place for.
+            OffloadedGradientError: elsewhere.
+        """
+        if in_backward():
+            mine = next(value for value in args if isinstance(value, HollowGradient))
+            mine.scale.accumulation.check_may_add()
+            if func is torch.ops.aten.add_.Tensor and args[0] is mine:
+                mine.added = args[1]
+                return mine
+        _refuse(str(func), is_waiting=False)
+
+    def take_added(self) -> torch.Tensor | None:
+        """What autograd has added; the stand-in lets go of it."""
+        added, self.added = self.added, None
+        return added
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer metadata, and what clips and scales all gradients; refuse the rest by name.
+
+        Raises:
+            OffloadedGradientError: func would read or change the gradient.
+        """
+        name = getattr(func, "__name__", str(func))
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        if (name == "__get__" and owner in _METADATA) or name in _METADATA_METHODS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        mine = args[0] if args and isinstance(args[0], list | tuple) else list(args[:1])
+        is_ours = bool(mine) and all(isinstance(each, HollowGradient) for each in mine)
+        scale = mine[0].scale if is_ours else None
+        answer = _ANSWERS.get(func)
+        if answer is not None and scale is not None and scale.is_waiting and not in_backward():
+            if all(each.scale is scale for each in mine):
+                return answer(scale, mine, args, kwargs)
+        is_property = name in {"__get__", "__set__"}
+        _refuse(owner if is_property else name, is_waiting=scale is not None and scale.is_waiting)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Say what this is."""
+        return f"HollowGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def hollow_gradient(data: torch.Tensor, index: int, scale: StepScale) -> HollowGradient:
+    """A HollowGradient with data's shape and dtype, without memory of its own."""
+    made: HollowGradient = torch.Tensor._make_wrapper_subclass(
+        HollowGradient, data.shape, dtype=data.dtype, device=data.device
+    )
+    made.param = index
+    made.scale = scale
+    made.added = None
+    return made
+
+
+def _refuse(reader: str, *, is_waiting: bool) -> NoReturn:
+    text = f"{reader} reads or changes a gradient that has left for the optimizer"
+    if "clamp" in reader:
+        text += (
+            ". For clip_grad_value_, param.register_hook(lambda gradient: gradient.clamp(-c, c))"
+            " before lohan.wrap() or after it does the same"
+        )
+    elif is_waiting:
+        text += (
+            ": torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler can scale all of them, and"
+            " param.register_hook() changes one before it leaves"
+        )
+    else:
+        text += (
+            ", and other optimizers than model.optimizer do not see it. clip_grad_norm_ and"
+            ' GradScaler need updates that wait for step(): lohan.wrap(..., schedule="deferred"),'
+            " or max_grad_norm=..., which clips by itself, or loss_scaling=True"
+        )
+    raise OffloadedGradientError(text)
+
+
+def _order(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> float:
+    return float(args[1] if len(args) > 1 else (kwargs or {}).get("ord", 2))
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, list | tuple) or (
+        isinstance(value, torch.Tensor) and (value.numel() != 1 or type(value) is HollowGradient)
+    ):
+        _refuse(name, is_waiting=True)
+    return float(value)
+
+
+def _indices(mine: Sequence[HollowGradient]) -> list[int]:
+    return [each.param for each in mine]
+
+
+def _vector_norm(scale: StepScale, mine: Any, args: Any, kwargs: Any) -> GradientNorm:
+    order = _order(args, kwargs)
+    if order != 2 or len(args) > 2 or kwargs:
+        scale.norm_of(_indices(mine), order)
+        _refuse("vector_norm", is_waiting=True)
+    return GradientNorm(scale, _indices(mine))
+
+
+def _foreach_norm(scale: StepScale, mine: Any, args: Any, kwargs: Any) -> list[GradientNorm]:
+    return [_vector_norm(scale, [each], (each, *args[1:]), kwargs) for each in mine]
+
+
+def _multiply(scale: StepScale, mine: Any, args: Any, kwargs: Any) -> Any:
+    scale.multiply(_indices(mine), _number("mul_", args[1]))
+    return args[0]
+
+
+def _unscale(scale: StepScale, mine: Any, args: Any, kwargs: Any) -> None:
+    found_inf, inverse = args[1:]
+    if not math.isfinite(scale.measure()):
+        found_inf.fill_(1.0)
+    scale.multiply(_indices(mine), float(inverse))
+
+
+_ANSWERS: dict[Callable[..., Any], Callable[[StepScale, Any, Any, Any], Any]] = {
+    torch.linalg.vector_norm: _vector_norm,
+    torch._foreach_norm: _foreach_norm,
+    torch.Tensor.mul_: _multiply,
+    torch._foreach_mul_: _multiply,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+}

@@ -1,0 +1,641 @@
+"""The session: what holds an engine, its hooks on a module, and the rules of a training step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lohan import _core
+from lohan.activations import _swap
+from lohan.activations._activations import Activations
+from lohan.common._hyper import check_hyper
+from lohan.common._stats import StepStats
+from lohan.config import POLICIES, SCHEDULES, SCHEDULES_AT_STEP
+from lohan.errors import (
+    HyperParameterError,
+    SessionError,
+    StepError,
+    ZeroGradError,
+    engine_raiser,
+)
+from lohan.layout._block import DTYPE_CODES
+from lohan.session import _gradients, _trace
+from lohan.session._commits import Commits
+from lohan.session._forward import ForwardRules, parts_of, refuse_read
+from lohan.session._scaling import StepScale
+from lohan.store import _requests, _scalars
+from lohan.store._store import param_tuples, unit_tuples
+from lohan.torch_glue import _cache
+from lohan.torch_glue._accumulate import Accumulation
+from lohan.torch_glue._device import Device, Meter
+from lohan.torch_glue._tensor import (
+    SavedTensors,
+    at_backward_end,
+    hollow,
+    in_backward,
+    nan_array,
+)
+
+if TYPE_CHECKING:
+    from lohan.activations._planner import Plan, Planner
+    from lohan.config import Config
+    from lohan.layout._block import Layout
+    from lohan.session._optim import Hyper, Optimizer
+    from lohan.store._snapshot import OnChange, PathLike, Snapshot
+    from lohan.store._store import Extents
+    from lohan.torch_glue._buffers import Buffers
+
+
+class Session(ForwardRules, Commits):
+    """A wrapped model's connection to its engine. `model.lohan` is one.
+
+    Attributes:
+        layout: blocks, units and parameters.
+        budget: how main memory is divided, in bytes.
+        uuid: of the store.
+        directories: of the store.
+        device: where computation happens.
+        meter: counts an emulated device's memory; None for others.
+    """
+
+    _planner: Planner | None = None
+    buffers: Buffers | None = None
+    snapshot_now: Snapshot | None = None
+    is_ending = False  # the process ends, or the model is gone: nobody calls close() on purpose
+
+    def __init__(
+        self,
+        layout: Layout,
+        extents: Extents,
+        store: _core.Store,
+        config: Config,
+        budget: dict[str, int],
+        directories: Sequence[str],
+        group_of: dict[int, int],
+        group_count: int,
+        norms: bool = False,
+        device: Device | None = None,
+        room: _core.Store | None = None,
+    ) -> None:
+        self.layout = layout
+        self.extents = extents
+        self.config = config
+        self.budget = budget
+        self.directories = list(directories)
+        self.store = store
+        self.device = device or Device()
+        self.uuid = str(store.describe()["uuid"])
+        self.closed = False
+        self._owner_pid = os.getpid()
+        self._lock = threading.RLock()
+        self._raiser = engine_raiser(
+            [u.name for u in layout.units], [p.name for p in layout.params]
+        )
+        self._accumulation = Accumulation(config.accumulate)
+        self._swap_options = _swap.options(config, self.device, room)
+        self._engine = _core.Engine(
+            store=store,
+            units=unit_tuples(layout, extents),
+            params=param_tuples(layout, group_of),
+            group_count=group_count,
+            budget=budget,
+            raiser=self._raiser,
+            types=(_core.Handle, _core.Scope),
+            io=config.io,
+            directory=os.fsencode(self.directories[0]),
+            threads=config.threads or len(os.sched_getaffinity(0)),
+            nice=config.nice,
+            io_depth=config.io_depth,
+            transfer_bytes=config.transfer_bytes,
+            commit_every=config.commit_steps,
+            schedule=SCHEDULES.index(config.schedule),
+            verify=config.verify,
+            trace_count=min(config.trace_events, _core.TRACE_COUNT_MAX),
+            norms=norms,
+            sums=self._accumulation.is_on,
+            device=self.device.options(),
+            saved=self._swap_options,
+            in_place=layout.in_place.engine_options(layout),
+        )
+        try:
+            self._bind()
+        except BaseException:
+            self._engine.close()
+            raise
+        self._make_saved()
+        self._forward_init()
+        self._set_callbacks()
+        self._backward = "none"  # none, running, done
+        self._hyper: list[Hyper] | None = None
+        self._optimizer: Optimizer | None = None
+        self._hooks: list[Any] = []
+        self._enter_hooks: list[Any] = []
+        self._scale = self._scale_make()
+        self._gradients = _gradients.HollowGradients(layout, self._scale)
+
+    def __repr__(self) -> str:
+        """What it is, for people."""
+        layout = self.layout
+        state = "closed" if self.closed else "open"
+        return (
+            f"<lohan session, {state}: step {self.step}, {len(layout.params)} parameters in"
+            f" {len(layout.units)} units on {self.device.name!r}, store"
+            f" {', '.join(self.directories)}, host memory {self.budget['host_bytes'] / 1e9:.3g} GB>"
+        )
+
+    # --- Making -----------------------------------------------------------------------------
+
+    def _scale_make(self) -> StepScale:
+        layout = self.layout
+        this = weakref.ref(self)
+        return StepScale(
+            {p.index: p.name for p in layout.params if layout.units[p.unit].trainable},
+            self._accumulation,
+            (lambda: _alive(this)._square_sum()) if self.is_waiting else None,
+        )
+
+    def _set_callbacks(self) -> None:
+        # The engine calls back into the session; a strong reference would be a cycle through C.
+        this = weakref.ref(self)
+        self._engine.callbacks(
+            lambda: _alive(this)._on_backward(),
+            lambda: _alive(this)._on_gradient(),
+            lambda begins: _alive(this)._on_forward(begins),
+            lambda: _alive(this)._on_again(),
+        )
+
+    def _make_saved(self) -> None:
+        pack, unpack = self._engine.pack, self._engine.unpack
+        self.meter: Meter | None = None
+        if self.device.name == "emu":
+            self.meter = Meter(self.device, self._engine.held_bytes)
+            pack, unpack = self.meter.wrap(pack), self.meter.unwrap(unpack)
+        self.stay = SavedTensors(pack, unpack)
+        self.to_ssd = self.stay
+        self._swap: _swap.Swap | None = None
+        memory, transit, *_ = self._swap_options
+        if memory:
+            window = transit or memory // 4
+            swap = _swap.Swap(self._engine, self.device, window, pack, unpack, self.meter)
+            self._swap = swap
+            pack, unpack = swap.pack, swap.unpack
+            self.to_ssd = SavedTensors(swap.pack_to_ssd, unpack)
+        self.saved = SavedTensors(pack, unpack)
+        self.around = self.stay if self.config.activations in POLICIES else self.saved
+
+    @property
+    def window_bytes(self) -> int:
+        """Activations that may be on their way at once."""
+        return 0 if self._swap is None else self._swap.window_bytes
+
+    def window_set(self, nbytes: int | None) -> None:
+        """Let fewer be; None: as many as before the first time."""
+        if self._swap is not None:
+            self._swap.window_set(self._swap.window_first if nbytes is None else nbytes)
+
+    def swap_wait_ns(self) -> int:
+        """What the training thread waited for activations since it was last asked."""
+        return 0 if self._swap is None else self._swap.wait_take_ns()
+
+    def _bind(self) -> None:
+        """Make every parameter hollow and known to the engine."""
+        self._param_index = {id(p.tensor): p.index for p in self.layout.params}
+        count = len(self.layout.params)
+        self._arrays: dict[torch.dtype, torch.Tensor] = {}
+        for param in self.layout.params:
+            dtype = param.tensor.dtype
+            if dtype not in self._arrays:
+                self._arrays[dtype] = nan_array(dtype, count).to(self.device.torch_device)
+                if dtype in DTYPE_CODES:
+                    self._engine.hollow_array(self._arrays[dtype])
+            empty = hollow(self._arrays[dtype], param.index, param.tensor.shape)
+            param.tensor.data = empty
+            kept = () if param.strides is None else (param.strides, param.order)
+            self._engine.bind(param.index, param.tensor, empty, *kept)
+
+    def hook(self, model: nn.Module, planner: Callable[[Session, Activations], Planner]) -> None:
+        """Put the hooks on the model.
+
+        Args:
+            model: the wrapped module.
+            planner: makes what plans the activations, where `activations` is a policy.
+        """
+        add = self._hooks.append
+        add_enter = self._enter_hooks.append
+        add_enter(model.register_forward_pre_hook(self._root_enter, prepend=True, with_kwargs=True))
+        for part in parts_of(model):
+            add(part.register_forward_pre_hook(self._part_enter, prepend=True))
+        activations = Activations(self)
+        for scope in self.layout.scopes:
+            plain = self._engine.scope(scope.units)
+            made = self._visits(scope.units, plain)
+            if scope.is_innermost:
+                activations.add(self, scope, plain)
+            if scope.module is model:
+                self._root_scopes.append(plain)
+                continue
+            assert scope.module is not None
+            add_enter(scope.module.register_forward_pre_hook(made.enter, prepend=True))
+            add(scope.module.register_forward_hook(made.leave, always_call=True))
+        add(activations)
+        activations.start()
+        if self.config.activations != "keep" or self.config.swap_bytes:
+            self._hooks += _cache.leave_out(model)
+        if self.config.activations in POLICIES and any(u.trainable for u in self.layout.units):
+            self._planner = planner(self, activations)
+            add(
+                model.register_forward_pre_hook(self._planner.enter, prepend=True, with_kwargs=True)
+            )
+        for scope in self.layout.scopes:
+            scope.module = None  # whoever holds the session must not hold the model
+        add(model.register_forward_hook(self._root_leave, always_call=True, with_kwargs=True))
+        for param in self.layout.params:
+            if self.layout.units[param.unit].trainable:
+                hook = self._engine.gradient_hook(param.index)
+                register = param.tensor.register_post_accumulate_grad_hook
+                add(register(hook))  # type: ignore[no-untyped-call]
+                _gradients.refuse_late_hooks(param.name, param.tensor)
+
+    def _visits(self, units: list[int], scope: _core.Scope) -> Any:
+        """What is called before and behind each forward of a scope's module."""
+        return scope
+
+    def unhook(self) -> None:
+        """Take every hook off, those too that refuse a forward once the session is closed."""
+        for handle in [*self._hooks, *self._enter_hooks]:
+            handle.remove()
+        self._hooks.clear()
+        self._enter_hooks.clear()
+        for param in self.layout.params:
+            _gradients.allow_late_hooks(param.tensor)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Take the optimizer whose groups' hyper-parameters rule."""
+        self._optimizer = optimizer
+        optimizer.attach(self)
+
+    def param_names(self) -> dict[int, str]:
+        """The name of each parameter, by the id of its tensor."""
+        return {id(p.tensor): p.name for p in self.layout.params}
+
+    def _hypers(self) -> list[Hyper]:
+        """What the groups say now; refuses groups with other parameters than at wrap."""
+        return self._optimizer.hypers() if self._optimizer is not None else []
+
+    def classes(self, index: int, bound: type, hollow: type) -> None:
+        """What the parameter's class is while it is in memory, and while it is not."""
+        self._engine.classes(index, bound, hollow)
+
+    # --- Backward ---------------------------------------------------------------------------
+
+    def _on_backward(self) -> None:
+        """The first saved parameter, or the first gradient, of a backward."""
+        self._thread.backward_begin()
+        self._changed_drop()
+        self.commit_edits()
+        self._backward = "running"
+        self.phases.begin("backward", self)
+        if in_backward():
+            at_backward_end(self._on_backward_end)
+
+    def _on_backward_end(self) -> None:
+        self._backward = "done"
+        self.phases.end()
+        if self._planner is not None:
+            self._planner.backward_end()
+        if self._engine.backward_end():
+            self._accumulation.backward_end()
+        if self._engine.status()["has_gradients"]:
+            self._gradients.show()
+
+    def _on_gradient(self) -> None:
+        """The first gradient of a step: what the groups say now is what the updates use."""
+        _gradients.refuse_graphs()
+        self._hyper_set(self._hypers())
+
+    def _hyper_set(self, hypers: list[Hyper]) -> None:
+        for index, hyper in enumerate(hypers):
+            check_hyper(hyper)
+            self._engine.hyper(index, *hyper)
+        self._hyper = hypers
+
+    # --- Step -------------------------------------------------------------------------------
+
+    @property
+    def is_waiting(self) -> bool:
+        """No update begins before `step()`."""
+        return self.config.schedule in SCHEDULES_AT_STEP
+
+    @property
+    def step(self) -> int:
+        """Closed steps, those before a resume included."""
+        return int(self._engine.status()["step"]) if not self.closed else self._last_step
+
+    def close_step(self, unscale: float = 1.0) -> None:
+        """Close the open step. `model.optimizer.step()` calls it.
+
+        Args:
+            unscale: what gradients are multiplied with before they are clipped.
+        """
+        self.check_open()
+        self.refuse_other_thread("step()")
+        self.phases.begin("step", self)
+        if self._backward == "running" and not in_backward():
+            raise StepError(
+                "the backward of this step died with an exception: call"
+                " model.optimizer.zero_grad() to forget the step, or begin the next forward"
+            )
+        has_gradients = bool(self._engine.status()["has_gradients"])
+        self._gradients.check(has_gradients)
+        if not has_gradients:
+            self._backward = "none"
+            return
+        now = self._hypers()
+        if self.is_waiting:
+            self._hyper_set(now)
+        elif now != self._hyper:
+            raise HyperParameterError(
+                f"hyper-parameters changed between backward and step(), from {self._hyper} to"
+                f" {now}: updates ran with the first. Change them after step() or before backward"
+                " (learning-rate schedulers: after step())"
+            )
+        if self.is_waiting:
+            self._give()
+            scale = self._scale.factor() * unscale
+            if self._optimizer is not None and self._optimizer.max_grad_norm is not None:
+                scale = self._optimizer.clip_scale(self._engine.gradient_square_sum(), scale)
+            self._engine.gradient_scale(scale)
+        self._gradients.hide()
+        self._engine.close_step(
+            _scalars.pack(self._optimizer, self.buffers) if self._optimizer is not None else b""
+        )
+        self._backward = "none"
+        self._accumulation.reset()
+        self._scale.reset()
+        if self.config.schedule == "serial":
+            self._engine.flush(False)
+        if self._planner is not None:
+            self._planner.step_end(self)
+        self.phases.end()
+        _requests.answer_requests(self)
+
+    def _give(self) -> None:
+        """Hand sums of gradients to the engine: the open step takes no more of them."""
+        if self._accumulation.is_open:
+            self._engine.sums_give()
+            self._accumulation.is_given = True
+
+    def _square_sum(self) -> float:
+        """Of all gradients of the open step, which takes no more of them."""
+        self.check_open()
+        if self._backward != "done" or not self._engine.status()["has_gradients"]:
+            raise StepError(
+                "no backward has left gradients to clip or to scale: do that behind"
+                " the backward and before model.optimizer.step()"
+            )
+        self._give()
+        return self._engine.gradient_square_sum()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards in this context do not complete the step: their gradients are summed.
+
+        `wrap` puts it on the model, where torch's DistributedDataParallel has it.
+
+        Raises:
+            UnsupportedError: on entering it, where lohan.wrap() was not given accumulate=.
+        """
+        return self._accumulation.no_sync()
+
+    def restore_scalars(self) -> None:
+        """Take hyper-parameters, torch's CPU generator and buffers from the last commit."""
+        assert self._optimizer is not None
+        _scalars.restore(self.store.describe()["caller_scalars"], self._optimizer, self.buffers)
+
+    def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
+        """See Optimizer.zero_grad; tensors are those whose p.grad is asked to go."""
+        self.check_open()
+        has_gradients = self._engine.status()["has_gradients"]
+        if not in_backward() and (
+            self._backward == "running" or (has_gradients and self.is_waiting)
+        ):
+            self._abort()
+        elif has_gradients:
+            raise ZeroGradError(
+                "zero_grad() between backward and step(): updates of this step have begun and"
+                " cannot be taken back. Call zero_grad() after step(), or skip the step before"
+                " backward. Where a backward leaves gradients that no step is to use (a GAN's"
+                ' generator, through the discriminator), wrap with schedule="deferred": no update'
+                " begins before step(), and zero_grad() forgets them"
+            )
+        for tensor in tensors:
+            tensor.grad = None
+
+    def _abort(self) -> None:
+        if self._backward == "running" and not in_backward():
+            self._thread.refuse_backward("the model, step() or zero_grad()")
+        if self._planner is not None:
+            self._planner.forget()
+        self._gradients.hide()
+        self._engine.abort()
+        self._accumulation.reset()
+        self._scale.reset()
+        self._backward = "none"
+        self._hyper = None
+
+    # --- Values -----------------------------------------------------------------------------
+
+    def _check_whole(self) -> None:
+        self.check_open()
+        if self._backward == "running" and not in_backward():
+            self._abort()
+        if self._engine.status()["has_gradients"]:
+            raise StepError(
+                "parameters cannot be read between backward and step(): some are already those of"
+                " the next step. Call model.optimizer.step() first"
+            )
+        self._changed_drop()
+
+    def value(self, index: int) -> torch.Tensor:
+        """A copy of one parameter's value in main memory, in its dtype and shape."""
+        return self.lend(index).to("cpu", copy=True)
+
+    def lend(self, index: int) -> torch.Tensor:
+        """One parameter's bytes in memory, which stay there as long as the tensor lives."""
+        self._check_whole()
+        lend: torch.Tensor = self._engine.lend(index)
+        return lend
+
+    @property
+    def is_underway(self) -> bool:
+        """Inside a forward or backward, or between backward and step()."""
+        if self._forward_is_alive() or in_backward():
+            return True
+        return self._backward == "done" and bool(self._engine.status()["has_gradients"])
+
+    def reader(self, unit: int) -> Callable[[], bool]:
+        """What must be called when a parameter of the unit is read as an attribute."""
+        read: Callable[[], bool] = self._engine.scope([unit]).read
+        return read
+
+    @contextlib.contextmanager
+    def resident(self, index: int) -> Iterator[None]:
+        """The parameter has its real data inside the with."""
+        self._check_whole()
+        refuse_read()
+        self._engine.flush(False)  # who writes here must not reach an update that is being written
+        scope = self._engine.scope([self.layout.params[index].unit])
+        scope.enter()
+        try:
+            yield
+        finally:
+            scope.leave()
+
+    @contextlib.contextmanager
+    def exclusive(self, changed: list[int]) -> Iterator[_core.Store]:
+        """The store, with the engine asleep; units in `changed` are forgotten in memory after.
+
+        Closed steps are written by then, and committed where something is changed behind them,
+        unless commits are by hand.
+        """
+        self._check_whole()
+        try:  # a Ctrl-C comes between any two lines: the engine must not sleep for ever
+            self._engine.pause(changed, bool(changed) and not self.commits_by_hand)
+            yield self.store
+        finally:
+            self._engine.resume(changed)
+
+    def flush(self) -> None:
+        """Wait until every closed step is written."""
+        self.check_open()
+        self._engine.flush(False)
+
+    def stats(self) -> StepStats:
+        """Times and bytes of the last step that is over; of step 0, all zeros, before the first.
+
+        Steps from before a resume are not counted: they were another session's.
+        """
+        raw = self._engine.stats()
+        threads = self._engine_threads()
+        return StepStats.none(threads) if raw is None else StepStats.make(raw, threads)
+
+    def _engine_threads(self) -> int:
+        return self.config.threads or len(os.sched_getaffinity(0))
+
+    def plan(self) -> Plan | None:
+        """What is done with activations of forwards like the last one.
+
+        None: `activations` is no policy, or forwards of this shape are still looked at.
+        """
+        shape = self._planner.shape if self._planner is not None else None
+        return None if shape is None or shape.made is None else shape.made.plan
+
+    def status(self) -> dict[str, Any]:
+        """What is open, pinned and held; which backend and pages are in use."""
+        self.check_open()
+        return dict(self._engine.status())
+
+    def trace(self) -> list[tuple[int, ...]]:
+        """Events of the timeline: (kind, unit, lane, step, start_ns, end_ns, bytes)."""
+        self.check_open()
+        return list(self._engine.trace())
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the last steps as Chrome's trace events, for `lohan trace` and ui.perfetto.dev.
+
+        Raises:
+            SessionError: wrap() was not given trace_events=; or the session is closed.
+        """
+        self.flush()
+        _trace.save(path, self)
+
+    def check_open(self) -> None:
+        """Refuse to work for a closed session, in a forked child, or after an error.
+
+        Raises:
+            SessionError: says which.
+            LohanError: the first one that the engine met.
+        """
+        if self.closed:
+            raise SessionError(
+                "the session is closed: lohan.unwrap(model) reads the last commit into memory, and"
+                " lohan.wrap(..., resume=True) resumes it"
+            )
+        if os.getpid() != self._owner_pid:
+            raise SessionError("the model was wrapped in another process: wrap it after the fork")
+        self._engine.check()
+
+    def snapshot(self, out: PathLike | Sequence[PathLike]) -> Snapshot:
+        """Begin to copy the store, as of the last step, to other directories; training goes on.
+
+        Commits that are due meanwhile come behind the copy. See `lohan.snapshot`.
+
+        Args:
+            out: a directory, or several; the copy is striped over them.
+
+        Returns:
+            The copy under way: `wait()` waits for it, and so does close().
+        """
+        return self.copy_begin(out)
+
+    def copy_begin(
+        self,
+        out: PathLike | Sequence[PathLike],
+        on_change: OnChange | None = None,
+        *,
+        is_behind_step: bool = False,
+    ) -> Snapshot:
+        """See `begin` in store/_snapshot.py, which few runs need and so is imported here."""
+        from lohan.store import _snapshot
+
+        return _snapshot.begin(self, out, on_change, is_behind_step=is_behind_step)
+
+    def forked(self) -> None:
+        """This process is a forked child: make what it sees of the parent's memory hollow."""
+        if not self.closed:
+            self._engine.scopes_drop()
+
+    def close(self) -> None:
+        """Finish and commit what is closed, stop the engine, release the store. Idempotent.
+
+        With commit_every="manual" what is not committed is dropped, as a crash would.
+        """
+        if os.getpid() != self._owner_pid:
+            return  # not even the lock: a thread that is not here may hold it
+        with self._lock:
+            if is_open := not self.closed:
+                self._last_step = self.step
+                if self.snapshot_now is not None:
+                    self.snapshot_now.end()
+                self.snapshot_now = None
+            try:
+                if is_open:
+                    self._finish()
+            finally:  # in a second call, too: a Ctrl-C may have ended the first one in here
+                self.closed = True
+                self._release()
+
+    def _release(self) -> None:
+        """Give up everything that the session has. What is given up already stays so."""
+        if self._forward_depth > 0 and not self._forward_is_alive():
+            self._forward_drop()
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        self._engine.close()
+        self.layout.in_place.close()
+        self.store.close()
+        if self._swap_options[2] is not None:
+            self._swap_options[2].close()
+
+
+def _alive(reference: weakref.ref[Session]) -> Session:
+    if (session := reference()) is None:
+        raise SessionError("the session is gone")
+    return session

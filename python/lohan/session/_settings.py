@@ -1,0 +1,122 @@
+"""What `lohan.wrap` was asked for: keywords by their names, values in their ranges."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+from lohan.activations import _activations, _swap
+from lohan.config import SCHEDULES, Config
+from lohan.errors import ModelError
+from lohan.torch_glue import _device
+
+_RANGES = {
+    "host_bytes": (1, 1 << 60),
+    "swap_bytes": (0, 1 << 60),
+    "swap_ssd_bytes": (0, 1 << 60),
+    "threads": (1, 256),
+    "nice": (0, 19),
+    "io_depth": (1, 512),  # a queue of the backends holds 1024, and the commit's requests besides
+    "transfer_bytes": (1 << 20, 64 << 20),
+    "trace_events": (0, 1 << 62),
+    "device_bytes": (1, 1 << 60),
+    "device_param_bytes": (1, 1 << 60),
+}
+# What other libraries call the same.
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "gradient_accumulation_steps": "accumulate",
+    "gradient_clipping": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "max_norm": "max_grad_norm",
+    "nvme_path": "store",
+    "offload_folder": "store",
+    "gradient_checkpointing": "activations",
+}
+_NEAR = 0.6
+
+
+def make(config: Config | None, settings: dict[str, Any], call: Callable[..., Any]) -> Config:
+    """The config that a call gave, with the settings that it named beside it.
+
+    Args:
+        config: as it was given; None: the defaults.
+        settings: keywords that are no parameters of call.
+        call: `lohan.wrap`, whose parameters a mistyped keyword may have meant.
+
+    Raises:
+        ModelError: a keyword is neither; the message names the nearest one.
+    """
+    fields = [field.name for field in dataclasses.fields(Config)]
+    own = [
+        name
+        for name, parameter in inspect.signature(call).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    for name in settings:
+        if name in fields:
+            continue
+        near = difflib.get_close_matches(name, [*own, *fields], n=1, cutoff=_NEAR)
+        meant = _ELSEWHERE.get(name, near[0] if near else None)
+        way_out = f"did you mean {meant}=?" if meant else "help(lohan.Config) lists the settings"
+        raise ModelError(
+            f"{name}= is no keyword of lohan.wrap and no field of lohan.Config: {way_out}"
+        )
+    return dataclasses.replace(config or Config(), **settings)
+
+
+def _is_whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check(config: Config) -> None:
+    """Refuse values that cannot be.
+
+    Raises:
+        ModelError: says which, and what could be.
+    """
+    commits = config.commit_every
+    is_named = commits in ("auto", "never", "manual")
+    if not is_named and not (_is_whole(commits) and 0 < commits < 1 << 63):
+        raise ModelError(
+            f"commit_every {commits!r}: 'auto', 'never', 'manual' or a number of steps from 1"
+        )
+    if config.io not in ("auto", "io_uring", "libaio", "threads"):
+        raise ModelError(f"io {config.io!r}: 'auto', 'io_uring', 'libaio' or 'threads'")
+    if config.profile not in ("reuse", "again"):
+        raise ModelError(f"profile {config.profile!r}: 'reuse' or 'again'")
+    if config.frozen not in ("in_place", "copy"):
+        raise ModelError(f"frozen {config.frozen!r}: 'in_place' or 'copy'")
+    if config.heap not in ("keep", "system"):
+        raise ModelError(f"heap {config.heap!r}: 'keep' or 'system'")
+    every = config.write_every
+    if every not in ("auto", "never") and not (_is_whole(every) and 0 < every < 1 << 31):
+        raise ModelError(f"write_every {every!r}: 'auto', 'never' or a number of steps from 1")
+    if config.runs not in ("auto", "together", "apart"):
+        raise ModelError(f"runs {config.runs!r}: 'auto', 'together' or 'apart'")
+    parts = config.without if isinstance(config.without, tuple | list) else (config.without,)
+    for part in parts:
+        if part not in ("overlap", "reuse", "deferred") or parts is not config.without:
+            raise ModelError(f"without {part!r}: a tuple of 'overlap', 'reuse' and 'deferred'")
+    for name in ("loss_scaling", "verify", "allow_buffered", "allow_tmpfs"):
+        if not isinstance(getattr(config, name), bool):
+            raise ModelError(f"{name} {getattr(config, name)!r}: True or False")
+    if not isinstance(config.device, str | None):
+        raise ModelError(
+            f"device {config.device!r}: None, 'cpu', 'cuda', 'cuda:INDEX', 'emu', or a torch.device"
+        )
+    if config.schedule not in SCHEDULES:
+        raise ModelError(f"schedule {config.schedule!r}: one of {', '.join(SCHEDULES)}")
+    _activations.check(config.activations)
+    _device.check(config)
+    _swap.check(config)
+    for name, (least, most) in _RANGES.items():
+        value = getattr(config, name)
+        if value is not None and not (_is_whole(value) and least <= value <= most):
+            also = ', or a size as "16GB"' if name.endswith("_bytes") else ""
+            raise ModelError(f"{name} {value!r}: a whole number from {least} to {most}{also}")
+    if config.transfer_bytes % (1 << 20):
+        raise ModelError(f"transfer_bytes {config.transfer_bytes}: a multiple of {1 << 20}")

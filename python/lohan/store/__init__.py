@@ -1,0 +1,1 @@
+"""The store on SSD: creating, filling, reading, exporting, copying and verifying it."""

@@ -1,0 +1,72 @@
+"""Writes to a store, of which small ones are gathered.
+
+A store keeps one checksum for each MiB of an extent, so a write to a part of a MiB reads it,
+changes it and writes it again. Thousands of small parameters that lie next to each other would do
+that thousands of times; here a MiB is read once, changed in memory, and written once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lohan import _core
+
+BLOCK_BYTES = 1 << 20
+# A unit's parameters go to two extents in turn: parameters and residuals.
+_BLOCK_COUNT_MAX = 2
+
+
+class _Block:
+    def __init__(self, first: int, nbytes: int) -> None:
+        self.first = first
+        self.bytes = ctypes.create_string_buffer(nbytes)
+        self.view = memoryview(self.bytes).cast("B")
+        self.address = ctypes.addressof(self.bytes)
+
+
+class BlockWriter:
+    """Has the store's `write()`. Nothing is sure to be in the store before `flush()`."""
+
+    def __init__(self, store: _core.Store) -> None:
+        self._store = store
+        self._sizes: list[int] = [extent[0] for extent in store.extents()]
+        self._blocks: dict[int, _Block] = {}  # by extent, the one in use longest ago first
+
+    def write(self, extent: int, offset: int, address: int, nbytes: int) -> None:
+        """As the store's."""
+        if nbytes >= BLOCK_BYTES:
+            self._flush(extent)
+            self._store.write(extent, offset, address, nbytes)
+            return
+        done = 0
+        while done < nbytes:
+            block = self._block(extent, (offset + done) // BLOCK_BYTES * BLOCK_BYTES)
+            inside = offset + done - block.first
+            count = min(nbytes - done, len(block.bytes) - inside)
+            source = (ctypes.c_ubyte * count).from_address(address + done)
+            block.view[inside : inside + count] = memoryview(source).cast("B")
+            done += count
+
+    def flush(self) -> None:
+        """Write what was gathered."""
+        for extent in [*self._blocks]:
+            self._flush(extent)
+
+    def _flush(self, extent: int) -> None:
+        block = self._blocks.pop(extent, None)
+        if block is not None:
+            self._store.write(extent, block.first, block.address, len(block.bytes))
+
+    def _block(self, extent: int, first: int) -> _Block:
+        block = self._blocks.get(extent)
+        if block is not None and block.first == first:
+            return block
+        self._flush(extent)
+        if len(self._blocks) == _BLOCK_COUNT_MAX:
+            self._flush(next(iter(self._blocks)))
+        block = _Block(first, min(BLOCK_BYTES, self._sizes[extent] - first))
+        self._store.read(extent, first, block.address, len(block.bytes))
+        self._blocks[extent] = block
+        return block

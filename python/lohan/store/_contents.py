@@ -1,0 +1,218 @@
+"""What lies where in a store, from its own description: for who has no model at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lohan.common import _meta
+from lohan.common._storage_formats import TYPES
+from lohan.errors import StoreMismatchError, StoreUncleanError
+from lohan.journal._zo_run import of_store
+from lohan.layout import _in_place
+from lohan.layout._block import Layout, Param, Unit, place, place_values
+from lohan.layout._in_place import InPlace
+from lohan.store._store import (
+    UnitExtents,
+    naming,
+    plan_extents,
+    read_checksums,
+    strides_of,
+)
+from lohan.torch_glue._tensor import nbytes_of
+
+if TYPE_CHECKING:
+    from lohan import _core
+    from lohan.journal._zo_run import Run
+    from lohan.store._store import (
+        Extents,
+    )
+
+# Elements that are in memory at once.
+PIECE_ELEMENTS = 4 << 20
+ARRAYS = ("param", "residual", "moment1", "moment2")
+
+
+@dataclasses.dataclass
+class Contents:
+    """A store's layout, without a model; parameters are on the meta device.
+
+    Attributes:
+        layout: its units and parameters; no scopes.
+        extents: where their arrays are.
+        meta: all that the store was made with.
+        run: of zeroth-order training, whose steps lead on from what the store has.
+    """
+
+    layout: Layout
+    extents: Extents
+    meta: dict[str, Any]
+    run: Run | None = None
+
+    def name_at(self, extent: int, offset: int) -> tuple[str, str]:
+        """The parameter and the array ("param", "residual", "moment1", "moment2") of a byte.
+
+        Args:
+            extent: of the store.
+            offset: in it, in bytes.
+        """
+        for unit, places in zip(self.layout.units, self.extents.units, strict=True):
+            for array in ARRAYS:
+                if getattr(places, array) == extent:
+                    return _param_at(unit, array, offset), array
+        if extent == self.extents.checksums:
+            return "(all)", "checksums of what is read in place"
+        return "(none)", "unused"
+
+
+def _param_at(unit: Unit, array: str, offset: int) -> str:
+    if unit.trainable:
+        element = {"param": unit.dtype.itemsize, "residual": unit.residual_bytes}.get(array, 4)
+        offset //= element
+    before = [param.name for param in unit.params if param.first <= offset]
+    return before[-1] if before else unit.name
+
+
+def read(store: _core.Store, where: str) -> Contents:
+    """Read a store's description.
+
+    Args:
+        store: open.
+        where: its directory, for the message.
+
+    Raises:
+        StoreMismatchError: it is no store of lohan's.
+        StoreUncleanError: its weights were never written.
+    """
+    described = store.describe()
+    if described["is_empty"]:
+        raise StoreUncleanError(
+            f"{where}: a store that was made, but whose contents were never written (its creation,"
+            " or the copy that was to be there, was interrupted): delete it, and begin again"
+        )
+    contents = _parse(_meta.of(store))
+    _check_table(contents, store, where)
+    read_checksums(contents.layout, contents.extents, store)
+    if contents.meta.get("method") is not None:
+        contents.run = of_store(store, contents.layout.params)
+    return contents
+
+
+def _check_table(contents: Contents, store: _core.Store, where: str) -> None:
+    """Refuse a description that is not of what the store has room for."""
+    if "extents" in contents.meta:
+        return
+    has = [nbytes for nbytes, *_ in store.extents()]
+    said = [nbytes for nbytes, _ in contents.extents.table]
+    if said != has:
+        raise StoreMismatchError(
+            f"{where}: the store's description (meta) is damaged, or of another version of lohan:"
+            f" it says {len(said)} extents of {sum(said):,} bytes, and the store has {len(has)} of"
+            f" {sum(has):,}: go back to a snapshot, or use the version that made it"
+        )
+
+
+def _parse(meta: dict[str, Any]) -> Contents:
+    params: list[Param] = []
+    units: list[Unit] = []
+    rows = iter(meta["params"])
+    formats = (meta.get("method") or {}).get("kept")
+    for unit_name, count, elements, nbytes in meta["units"]:
+        unit: Unit | None = None
+        for _ in range(count):
+            name, shape, dtype_name, trainable = next(rows)
+            dtype = getattr(torch, dtype_name.removeprefix("torch."))
+            kept = formats[len(params)] if formats else None
+            if unit is None:
+                unit = Unit(unit_name, TYPES[kept] if kept else dtype, trainable, [])
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            tensor = nn.Parameter(empty, requires_grad=False)
+            strides = strides_of(meta, len(params))
+            unit.params.append(
+                Param(name, tensor, len(units), 0, len(params), kept=kept, strides=strides)
+            )
+            params.append(unit.params[-1])
+        assert unit is not None
+        if not _in_place.restore(meta, unit, len(units)):
+            place(unit)
+        unit.elements, unit.nbytes = elements, nbytes
+        place_values(unit)
+        units.append(unit)
+    for param, first in zip(params, meta.get("firsts", []), strict=False):
+        param.first = first
+    method = meta.get("method")
+    if method is not None:
+        for param, stream, decays in zip(params, method["streams"], method["decays"], strict=True):
+            param.stream, param.decays = stream, decays
+    layout = Layout(params, units, [])
+    layout.in_place = InPlace(_in_place.files_of(meta))
+    extents = plan_extents(layout, False)
+    if "extents" in meta:
+        extents.units = [UnitExtents(*row) for row in meta["extents"]]
+    return Contents(layout, extents, meta)
+
+
+def pieces(
+    store: _core.Store, unit: Unit, places: UnitExtents, param: Param, *, is_master: bool = False
+) -> Iterator[torch.Tensor]:
+    """A parameter's values, flat, a piece at a time.
+
+    Args:
+        store: open.
+        unit: of the parameter.
+        places: its extents.
+        param: which.
+        is_master: in fp32, with all bits that the optimizer keeps; else as it computes.
+    """
+    if param.strides is not None:
+        flat = _pieces(store, unit, places, param, param.count, is_master=is_master)
+        yield from (param.shaped(values).reshape(-1) for values in flat)
+    else:
+        yield from _pieces(store, unit, places, param, PIECE_ELEMENTS, is_master=is_master)
+
+
+def _pieces(
+    store: _core.Store,
+    unit: Unit,
+    places: UnitExtents,
+    param: Param,
+    elements: int,
+    *,
+    is_master: bool,
+) -> Iterator[torch.Tensor]:
+    """The same in the unit's order, so many elements at a time."""
+    for begin in range(0, param.count, elements):
+        count = min(elements, param.count - begin)
+        first = param.first + begin * (1 if unit.trainable else unit.dtype.itemsize)
+        if is_master and unit.residual_bytes and unit.dtype == torch.float16:
+            with naming(param.name, "residual"):
+                master = _read(store, places.residual, first * 4, torch.float32, count)
+            yield master
+            continue
+        offset = first * unit.dtype.itemsize if unit.trainable else first
+        with naming(param.name, "param"):
+            values = _read(store, places.param, offset, unit.dtype, count)
+        if is_master and unit.residual_bytes:
+            with naming(param.name, "residual"):
+                residual = _read(store, places.residual, first * 2, torch.int16, count)
+            values = _join(values, residual)
+        yield values.float() if is_master and values.is_floating_point() else values
+
+
+def _read(
+    store: _core.Store, extent: int, offset: int, dtype: torch.dtype, count: int
+) -> torch.Tensor:
+    values = torch.empty(count, dtype=dtype)
+    store.read(extent, offset, values.data_ptr(), nbytes_of(values))
+    return values
+
+
+def _join(param: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of a bf16 parameter: [Note: 12P] in csrc/compute/adam.h."""
+    bits = param.view(torch.int16).to(torch.int32) << 16
+    bits += residual
+    return bits.view(torch.float32)

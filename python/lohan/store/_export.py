@@ -1,0 +1,406 @@
+"""Weights out: `lohan.export`, and a wrapped model's `save_pretrained`, a piece at a time.
+
+Nothing but the piece that is written is in memory: parameters come from the store, or of a session
+that goes on from wherever they are. What the files hold is decided by layout/_names.py; a store's
+meta has that, too, so that `export` needs no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lohan.common import _storage_formats
+from lohan.common._arguments import directories_of
+from lohan.common._exit import find_session
+from lohan.common._exit import sessions as open_sessions
+from lohan.config import Config
+from lohan.errors import (
+    ModelError,
+    StoreExistsError,
+    StoreLockedError,
+    UnsupportedError,
+    reader_error,
+)
+from lohan.layout import _names, _safetensors
+from lohan.layout._names import Origin
+from lohan.layout._safetensors import Tensor
+from lohan.store import _contents, _scalars, _store
+from lohan.store._contents import PIECE_ELEMENTS, Contents
+
+if TYPE_CHECKING:
+    from lohan import _core
+    from lohan.layout._block import Layout
+    from lohan.layout._names import Saved
+    from lohan.layout._safetensors import Progress
+    from lohan.session._session import Session
+
+PathLike = str | os.PathLike[str]
+Pieces = Callable[[Origin], Iterable[torch.Tensor]]
+
+_DTYPES = {None: False, "float32": True, torch.float32: True}
+
+
+def about(model: nn.Module, layout: Layout) -> dict[str, Any]:
+    """What a store's meta says of the files that its model is saved as.
+
+    Args:
+        model: about to be wrapped.
+        layout: of its parameters.
+    """
+    index_of = {id(p.tensor): p.index for p in layout.params}
+    found = _names.sources(model, index_of)
+    said: dict[str, Any] = {"others": _names.other_names(found)}
+    try:
+        made = _names.saved(model, found)
+        if any(saved.make is not None for saved in made):
+            raise UnsupportedError("its files are made of its tensors by conversions")
+        said["tensors"] = [
+            [saved.name, source.index if source.index is not None else source.name]
+            for saved in made
+            for source in saved.sources
+        ]
+        said["empty"] = [
+            [s.name, str(s.dtype).removeprefix("torch."), list(s.shape)]
+            for s in found.values()
+            if s.index is None and s.value is not None and s.value.numel() == 0
+        ]
+        said["files"] = _names.texts(model)
+    except (UnsupportedError, TypeError, ValueError, RuntimeError) as error:
+        said["refused"] = f"{type(model).__name__}: {error}"
+    return {"firsts": [param.first for param in layout.params], "export": said}
+
+
+def open_to_read(
+    directories: Sequence[str], config: Config, *, is_held: bool = False
+) -> _core.Store:
+    """A store, for who only reads it.
+
+    Raises:
+        StoreLockedError: another process trains; what to do instead.
+    """
+    try:
+        store = _store.open_existing(
+            directories, config, read_only=True, is_held=is_held, raiser=reader_error
+        )
+    except StoreLockedError as error:
+        raise StoreLockedError(
+            errno.EBUSY,
+            f"{error.strerror}. While a process trains, lohan snapshot STORE OUT makes a copy to be"
+            " read",
+        ) from error
+    _store.say_fallback(store)
+    return store
+
+
+def export(
+    source: Any,
+    out: PathLike,
+    *,
+    dtype: str | torch.dtype | None = None,
+    max_shard_size: int | str = _safetensors.SHARD_BYTES,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Write a store's parameters as safetensors, in one file or several and their index.
+
+    A Hugging Face model's folder is one for `from_pretrained`: its config.json is in the store.
+    Main memory holds a few pieces of 8 to 16 MB, whatever the model's size.
+
+    Args:
+        source: a store's directories, or one; or a wrapped model, or its session.
+        out: the folder; made where it is not there.
+        dtype: "float32" for the fp32 master copies of trained parameters (and all others as fp32).
+            None: as they are trained.
+        max_shard_size: of one file: bytes, or as "5GB".
+        overwrite: a model that is in the folder may be replaced.
+        progress: called with bytes written, and of all.
+
+    Returns:
+        The files.
+
+    Raises:
+        StoreError: the store cannot be read, or the folder not written; its subclasses say more.
+        UnsupportedError: the model's files are no plain copies of its tensors: save_pretrained.
+    """
+    if dtype not in _DTYPES:
+        raise ModelError(f"dtype {dtype!r}: None, for as it is trained, or 'float32'")
+    folder = Path(os.fspath(out)).expanduser()
+    if not overwrite and folder.is_dir():
+        for name in ("model.safetensors", "model.safetensors.index.json"):
+            if (folder / name).exists():
+                raise StoreExistsError(
+                    f"{folder / name} is there: name another folder, or pass overwrite=True"
+                    " (--overwrite) to replace that model"
+                )
+    with _opened(source) as (contents, buffers, pieces_of):
+        _check_not_read(folder, contents.layout)
+        pieces = pieces_of(_DTYPES[dtype])
+        tensors = _from_meta(contents, buffers, pieces, is_master=_DTYPES[dtype])
+        files = _texts(contents.meta, is_master=_DTYPES[dtype])
+        return _safetensors.write(
+            folder,
+            tensors,
+            max_shard_size=max_shard_size,
+            metadata={} if files else contents.meta.get("export", {}).get("others", {}),
+            count=sum(param.count for param in contents.layout.params),
+            beside=functools.partial(_write_texts, files),
+            progress=progress,
+        )
+
+
+def _check_not_read(folder: Path, layout: Layout, variant: str | None = None) -> None:
+    """Refuse to replace what a store reads in place: it has no copy, and could not go on.
+
+    Raises:
+        StoreExistsError: names the files.
+    """
+    sessions = [session.layout for session in open_sessions if not session.closed]
+    paths = {file.path for one in (layout, *sessions) for file in one.in_place.files}
+    here = os.path.realpath(folder)
+    names = {path.name for path in paths if os.path.realpath(path.parent) == here}
+    taken = sorted(name for name in names if _safetensors.is_replaced(name, variant))
+    if taken:
+        raise StoreExistsError(
+            f"{folder} has {taken[0]}, from which frozen parameters of a store are read in place:"
+            " to replace it would be the end of that store. Name another folder"
+        )
+
+
+PiecesOf = Callable[[bool], Pieces]
+Opened = tuple[Contents, Mapping[str, torch.Tensor], PiecesOf]
+
+
+@contextlib.contextmanager
+def _opened(source: Any) -> Iterator[Opened]:
+    """A source's contents, its buffers, and what gives its values (as masters or not)."""
+    session: Any = source.__dict__.get("lohan") if isinstance(source, nn.Module) else source
+    if isinstance(source, nn.Module) and session is None:
+        raise ModelError("the model is not wrapped: save it as any other, or export its store")
+    if isinstance(session, str | os.PathLike | list | tuple):
+        session = find_session(directories_of(session)) or session
+    if isinstance(session, str | os.PathLike | list | tuple):
+        directories, config = directories_of(session), Config(allow_buffered=True)
+    elif not isinstance(getattr(session, "closed", None), bool):
+        raise ModelError(
+            f"{repr(source)[:80]}: a store's directories, a wrapped model, or its session"
+        )
+    elif session.closed:
+        directories, config = session.directories, session.config
+    else:
+        contents = _contents.read(session.store, session.directories[0])
+        buffers = dict(session.buffers.items()) if session.buffers is not None else {}
+        with contextlib.ExitStack() as stack:
+            yield contents, buffers, lambda is_master: _of_session(session, stack, is_master)
+        return
+    store = open_to_read(directories, config)
+    try:
+        contents = _contents.read(store, directories[0])
+        _, buffers = _scalars.parse(store.describe()["caller_scalars"])
+        yield contents, buffers, lambda is_master: _of_store(store, contents, is_master)
+    finally:
+        store.close()
+
+
+def _of_store(store: _core.Store, contents: Contents, is_master: bool) -> Pieces:
+    layout, extents = contents.layout, contents.extents
+
+    def pieces(source: Origin) -> Iterable[torch.Tensor]:
+        assert source.index is not None
+        param = layout.params[source.index]
+        unit, places = layout.units[param.unit], extents.units[param.unit]
+        made: Iterable[torch.Tensor]
+        if unit.runs:
+            made = layout.in_place.pieces(layout, param, PIECE_ELEMENTS)
+            is_wide = is_master and unit.dtype.is_floating_point
+            made = (piece.float() for piece in made) if is_wide else made
+        else:
+            made = _contents.pieces(store, unit, places, param, is_master=is_master)
+        if contents.run is None:
+            return made
+        return contents.run.led(param, made, is_master=is_master)
+
+    return pieces
+
+
+def _of_session(session: Session, stack: contextlib.ExitStack, is_master: bool) -> Pieces:
+    """Values of a session that goes on afterwards: as the next forward would see them."""
+    layout = session.layout
+    is_copied = all(_storage_formats.is_copied(p.tensor.dtype, p.kept) for p in layout.params)
+    if is_master and (layout.method is None or not is_copied):  # only the store has them
+        session.finish_writes()
+        store = stack.enter_context(session.exclusive([]))
+        return _of_store(store, Contents(layout, session.extents, {}, session.run_now()), True)
+
+    def pieces(source: Origin) -> Iterator[torch.Tensor]:
+        assert source.index is not None
+        flat = session.lend(source.index).reshape(-1)
+        for first in range(0, flat.numel(), PIECE_ELEMENTS):
+            piece = flat[first : first + PIECE_ELEMENTS].cpu()
+            yield piece.float() if is_master and piece.is_floating_point() else piece
+
+    return pieces
+
+
+def _from_meta(
+    contents: Contents, buffers: Mapping[str, torch.Tensor], pieces: Pieces, *, is_master: bool
+) -> list[Tensor]:
+    """The tensors of the files, as the store's meta lists them."""
+    said = contents.meta.get("export")
+    params = contents.layout.params
+    if said is None:  # made before stores said so
+        said = {"tensors": [[param.name, param.index] for param in params]}
+    if "refused" in said:
+        raise UnsupportedError(
+            f"{said['refused']}: this store cannot be exported without the model; wrap it with"
+            " resume=True and call model.save_pretrained(OUT)"
+        )
+    values = {**_empty(said.get("empty", [])), **buffers}
+    left = [key for _, key in said["tensors"] if isinstance(key, str) and key not in values]
+    if left:
+        raise UnsupportedError(
+            f"the store has no values of {len(left)} buffers ({left[0]!r}, ...), as they have too"
+            " many bytes for every commit: wrap the model with resume=True and call"
+            " lohan.export(model, OUT) or model.save_pretrained(OUT)"
+        )
+    made = []
+    for name, key in said["tensors"]:
+        if isinstance(key, str):
+            made.append(_of_value(name, values[key]))
+            continue
+        param = params[key]
+        dtype = param.tensor.dtype
+        if is_master and dtype.is_floating_point:
+            dtype = torch.float32
+        source = Origin(param.name, tuple(param.tensor.shape), dtype, key)
+        made.append(Tensor(name, source.shape, dtype, functools.partial(pieces, source)))
+    return made
+
+
+def _empty(said: list[Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in said}
+
+
+def _of_value(name: str, value: torch.Tensor) -> Tensor:
+    return Tensor(name, tuple(value.shape), value.dtype, lambda: [value.detach().cpu()])
+
+
+def _texts(meta: Mapping[str, Any], *, is_master: bool) -> dict[str, str]:
+    files: dict[str, str] = dict(meta.get("export", {}).get("files", {}))
+    if is_master and "config.json" in files:
+        config = json.loads(files["config.json"])
+        config["dtype"] = "float32"
+        files["config.json"] = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    return files
+
+
+def _write_texts(files: Mapping[str, str], folder: Path) -> None:
+    for name, text in files.items():
+        (folder / Path(name).name).write_text(text, encoding="utf-8")
+
+
+# --- save_pretrained --------------------------------------------------------------------------
+
+
+class _Layers:
+    """Values that conversions make of a layer's tensors: of the layer that was asked for last."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._of: list[Origin] | None = None
+        self._made: Mapping[str, torch.Tensor] = {}
+
+    def get(self, saved: Saved) -> list[torch.Tensor]:
+        assert saved.make is not None
+        if self._of is not saved.sources:
+            self._made = {}
+            values = {source.name: self._whole(source) for source in saved.sources}
+            self._made, self._of = saved.make(values), saved.sources
+        return [self._made[saved.name]]
+
+    def _whole(self, source: Origin) -> torch.Tensor:
+        if source.value is not None:
+            return source.value.detach().cpu()
+        return torch.cat([piece.clone() for piece in self._pieces(source)]).reshape(source.shape)
+
+
+def _live_tensors(made: Sequence[Saved], pieces: Pieces) -> list[Tensor]:
+    layers = _Layers(pieces)
+    tensors = []
+    for saved in made:
+        source = saved.sources[0]
+        if saved.make is not None:
+            get = functools.partial(layers.get, saved)
+            tensors.append(Tensor(saved.name, saved.shape, saved.dtype, get))
+        elif source.value is not None:
+            tensors.append(_of_value(saved.name, source.value))
+        else:
+            get_pieces = functools.partial(pieces, source)
+            tensors.append(Tensor(saved.name, saved.shape, saved.dtype, get_pieces))
+    return tensors
+
+
+def _is_hollow(state_dict: Mapping[str, Any] | None, index: Mapping[int, int]) -> bool:
+    """Nothing but the model's own parameters, without values."""
+    return state_dict is None or any(id(value) in index for value in state_dict.values())
+
+
+def save_pretrained(
+    model: Any, session: Session, index: Mapping[int, int], out: PathLike, **options: Any
+) -> None:
+    """Write a wrapped Hugging Face model as its own save_pretrained does, a piece at a time.
+
+    Args:
+        model: wrapped.
+        session: its.
+        index: the number of each parameter, by the id of its tensor.
+        out: the folder.
+        **options: of transformers' save_pretrained.
+    """
+    plain = type(model).save_pretrained
+    session.check_open()
+    _check_not_read(Path(os.fspath(out)), session.layout, options.get("variant"))
+    needs_all = any(options.get(name) for name in ("push_to_hub", "distributed_checkpoint"))
+    needs_all |= getattr(model, "hf_quantizer", None) is not None
+    needs_all |= bool(getattr(model, "_hf_peft_config_loaded", False))
+    if needs_all or not _is_hollow(options.get("state_dict"), index):
+        plain(model, out, **options)
+        return
+    if not options.get("is_main_process", True):
+        return
+    as_original = options.get("save_original_format", True)
+    found = _names.sources(model, index)
+    made = _names.saved(model, found, as_original=as_original)
+    with contextlib.ExitStack() as stack:
+        pieces = _of_session(session, stack, False)
+        _safetensors.write(
+            Path(os.fspath(out)),
+            _live_tensors(made, pieces),
+            max_shard_size=options.get("max_shard_size", _safetensors.SHARD_BYTES),
+            variant=options.get("variant"),
+            count=sum(param.count for param in session.layout.params),
+            beside=functools.partial(_beside, plain, model),
+        )
+
+
+def _beside(plain: Callable[..., None], model: Any, folder: Path) -> None:
+    """Everything but the weights, by transformers' own method."""
+    from transformers.utils import logging as said
+
+    logging: Any = said
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        plain(model, folder, state_dict={})
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()

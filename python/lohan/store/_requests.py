@@ -1,0 +1,326 @@
+"""Asking the process that trains for a copy of its store: two small files in its directory.
+
+`lohan.request` says what is wanted; who has the store looks for it at each step's close (one look
+at a file that is mostly not there), takes it away, and answers in `lohan.answer-ID`, again and
+again until the copy is done. Both are renamed into place, so that nobody reads a half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import stat
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lohan import errors
+from lohan.errors import LohanError, StoreError, StoreLockedError
+
+if TYPE_CHECKING:
+    from lohan.layout._safetensors import Progress
+    from lohan.session._session import Session
+    from lohan.store._snapshot import Snapshot
+
+REQUEST = "lohan.request"
+ANSWER = "lohan.answer-"
+_LOOK_S = 0.1
+# Sixteen paths of 4 KiB take 400 KiB where JSON escapes every character.
+_BYTES_MAX = 1 << 20
+
+
+def _put(path: str, value: dict[str, Any]) -> None:
+    temporary = f"{path}.{secrets.token_hex(16)}.new"  # nobody can have put a link there
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(value, file)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+class _BadFileError(Exception):
+    """A file is neither a request nor an answer, and says nothing; the text says why."""
+
+
+def _read(path: str) -> dict[str, Any]:
+    """What a file says that anybody may have put there.
+
+    Opening it neither waits (a FIFO would) nor follows a link, and only a regular file of this user
+    or of root, of a size that a request can have, is read.
+
+    Raises:
+        _BadFileError: it is something else.
+        OSError: it cannot be opened or read.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
+            raise _BadFileError("it is not a regular file") from error
+        raise
+    with os.fdopen(descriptor, "rb") as file:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise _BadFileError("it is not a regular file")
+        if about.st_uid not in (os.getuid(), 0):
+            raise _BadFileError(f"it belongs to user {about.st_uid}")
+        data = file.read(_BYTES_MAX + 1)
+    if len(data) > _BYTES_MAX:
+        raise _BadFileError(f"it has more than {_BYTES_MAX} bytes")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _BadFileError("it is not JSON") from error
+    if not isinstance(value, dict):
+        raise _BadFileError("it is not a JSON object")
+    return value
+
+
+def _get(path: str) -> dict[str, Any] | None:
+    try:
+        return _read(path)
+    except (OSError, _BadFileError):
+        return None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):  # no process has so large a number
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+# --- Who asks ---------------------------------------------------------------------------------
+
+
+def ask(
+    directories: Sequence[str],
+    out: Sequence[str],
+    locked: StoreLockedError,
+    wait_s: float,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """Have the process that has a store open copy it, and wait for that.
+
+    Args:
+        directories: of the store.
+        out: of the copy, absolute.
+        locked: why it cannot be read here; names the process.
+        wait_s: for the end of its step.
+        progress: called with bytes copied, and of all.
+
+    Returns:
+        What the other process said at the end: "step" and "total_bytes" among it.
+
+    Raises:
+        StoreLockedError: no step ends in time.
+        StoreError: the copy failed, as the other process says.
+    """
+    found = re.findall(r"in use by process (\d+)", str(locked))
+    if not found:
+        raise locked
+    pid = int(found[-1])  # a directory may be called so, too
+    request = os.path.join(directories[0], REQUEST)
+    number = uuid.uuid4().hex
+    answer = os.path.join(directories[0], ANSWER + number)
+    if os.path.lexists(request):
+        raise StoreLockedError(
+            errno.EBUSY, f"{request} is there: another copy was asked for; wait, or delete the file"
+        )
+    try:
+        _put(request, {"id": number, "pid": os.getpid(), "out": list(out)})
+    except OSError as error:
+        raise StoreError(
+            error.errno,
+            f"process {pid} has the store open, and cannot be asked for a copy: cannot write"
+            f" {request}: {error.strerror}: model.lohan.snapshot(OUT) in its script needs no file"
+            " there",
+        ) from error
+    try:
+        return _await(answer, pid, wait_s, progress)
+    finally:
+        asked = _get(request)
+        for path in (request if asked and asked.get("id") == number else None, answer):
+            if path is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+
+
+def _await(answer: str, pid: int, wait_s: float, progress: Progress | None) -> dict[str, Any]:
+    until = time.monotonic() + wait_s
+    while True:
+        said = _get(answer)
+        if said is not None:
+            _check_answer(said, answer)
+        if said is not None and said["state"] != "copying":
+            return _result(said)
+        if said is not None and progress is not None:
+            progress(said["done_bytes"], said["total_bytes"])
+        if not _is_alive(pid):
+            if _get(answer) == said:
+                raise StoreError(
+                    errno.ESRCH,
+                    f"process {pid}, which was to copy its store, has ended: ask again, without it",
+                )
+        elif said is None and time.monotonic() > until:
+            raise StoreLockedError(
+                errno.EBUSY,
+                f"process {pid} has the store open and has ended no step in {wait_s:g} seconds:"
+                " wait longer (--wait), or call model.lohan.snapshot(OUT) in its script",
+            )
+        time.sleep(_LOOK_S)
+
+
+def _check_answer(said: dict[str, Any], path: str) -> None:
+    """Refuse what no process of lohan answers.
+
+    Raises:
+        StoreError: a value is missing, or of another kind.
+    """
+    numbers = [said.get(key) for key in ("step", "done_bytes", "total_bytes", "pid")]
+    is_whole = said.get("state") in ("copying", "done", "failed")
+    is_whole &= all(type(number) is int and number >= 0 for number in numbers)
+    is_whole &= isinstance(said.get("error"), str) and isinstance(said.get("message"), str)
+    code = said.get("errno")
+    if not is_whole or not (code is None or type(code) is int):
+        raise StoreError(
+            errno.EBADMSG,
+            f"{path} is no answer to a request for a copy: something else than lohan wrote it;"
+            " delete it, and ask again",
+        )
+
+
+def _result(said: dict[str, Any]) -> dict[str, Any]:
+    if said["state"] == "done":
+        return said
+    kind = getattr(errors, said["error"], LohanError)
+    if not isinstance(kind, type) or not issubclass(kind, LohanError):
+        kind = LohanError
+    text = f"process {said['pid']}: {said['message']}"
+    if issubclass(kind, OSError):
+        raise kind(said.get("errno") or errno.EIO, text)
+    raise kind(text)
+
+
+# --- Who trains -------------------------------------------------------------------------------
+
+
+def answer_requests(session: Session) -> None:
+    """Begin what another process has asked for; it never harms the session."""
+    for directory in session.directories:
+        path = os.path.join(directory, REQUEST)
+        if os.path.lexists(path):
+            _take(session, directory, path)
+
+
+_told: set[tuple[str, int, int]] = set()  # of what cannot be removed, and is met at every step
+
+
+def _refuse(path: str, why: object) -> None:
+    """Say that a request is ignored, once, and remove it where that harms nothing of others."""
+    try:
+        about = os.lstat(path)
+    except OSError:
+        return  # it is gone
+    is_removed = not stat.S_ISDIR(about.st_mode) and about.st_uid in (os.getuid(), 0)
+    if is_removed:
+        try:
+            os.unlink(path)  # of a link, the link
+        except OSError:
+            is_removed = False
+    key = path, about.st_dev, about.st_ino
+    if not is_removed and key in _told:
+        return
+    _told.add(key)
+    print(
+        f"lohan: {path} is no request for a copy, and is {'removed' if is_removed else 'ignored'}:"
+        f" {why}",
+        file=sys.stderr,
+    )
+
+
+def _taken(path: str) -> dict[str, Any] | None:
+    """The request, which is taken away; None: what is there is none."""
+    try:
+        wish = _read(path)
+    except FileNotFoundError:
+        return None  # whoever asked gave up
+    except (OSError, _BadFileError) as error:
+        _refuse(path, error)
+        return None
+    number = wish.get("id")
+    if not isinstance(number, str) or not re.fullmatch(r"[0-9a-f]{32}", number):
+        _refuse(path, "it has no id")
+        return None
+    try:
+        os.unlink(path)
+    except OSError as error:
+        _refuse(path, f"it cannot be removed ({error.strerror}), and would be met again")
+        return None
+    return wish
+
+
+def _take(session: Session, directory: str, path: str) -> None:
+    wish = _taken(path)
+    if wish is None:
+        return
+    number = wish["id"]
+    asker = wish.get("pid")
+    answer = os.path.join(directory, ANSWER + number)
+
+    def say(state: str, handle: Snapshot | None, error: BaseException | None = None) -> None:
+        said = {
+            "state": state,
+            "pid": os.getpid(),
+            "step": handle.step if handle is not None else 0,
+            "done_bytes": handle.done_bytes if handle is not None else 0,
+            "total_bytes": handle.total_bytes if handle is not None else 0,
+            "error": type(error).__name__ if error is not None else "",
+            "message": getattr(error, "strerror", None) or str(error or ""),
+            "errno": getattr(error, "errno", None),
+        }
+        if isinstance(asker, int) and not _is_alive(asker):
+            return  # nobody would take it away
+        with contextlib.suppress(OSError):  # a disk that is full must not end the run
+            _put(answer, said)
+
+    try:
+        out = [os.fspath(directory) for directory in wish["out"]]
+        if not all(os.path.isabs(directory) for directory in out):
+            raise StoreError(errno.EINVAL, f"{out}: directories of a copy, from the root on")
+        session.copy_begin(out, _teller(say), is_behind_step=True)
+    except Exception as error:  # whatever was asked for: the step is over, and training goes on
+        say("failed", None, error)
+
+
+def _teller(
+    say: Callable[[str, Snapshot | None, BaseException | None], None],
+) -> Callable[[Snapshot, BaseException | None], None]:
+    """Say how far the copy is: often enough for who watches, and at its end."""
+    last = [0.0]
+
+    def tell(handle: Snapshot, error: BaseException | None) -> None:
+        if error is not None:
+            say("failed", handle, error)
+        elif handle.is_whole:
+            say("done", handle, None)
+        elif time.monotonic() - last[0] > 0.5:
+            last[0] = time.monotonic()
+            say("copying", handle, None)
+
+    return tell

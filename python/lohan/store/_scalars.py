@@ -1,0 +1,140 @@
+"""What a commit carries besides tensors: hyper-parameters, torch's CPU generator, buffers.
+
+It is one line of JSON; behind it, where the model has persistent buffers, their bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lohan import _core
+from lohan.common._hyper import hyper_of, numbers
+from lohan.errors import StoreMismatchError
+from lohan.torch_glue import _buffers
+from lohan.torch_glue._tensor import bytes_of
+
+if TYPE_CHECKING:
+    from lohan.session._optim import Optimizer
+    from lohan.torch_glue._buffers import Buffers
+
+
+def _join(state: dict[str, Any], buffers: Buffers | None) -> bytes:
+    said, raw = buffers.pack() if buffers is not None else ([], b"")
+    if said:
+        state["buffers"] = said
+    return json.dumps(state).encode() + (b"\n" + raw if said else b"")
+
+
+def parse(blob: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a commit kept: the state, and the buffers by name.
+
+    Raises:
+        StoreMismatchError: it is not what a commit of lohan keeps.
+    """
+    if not blob:
+        return {}, {}
+    text, _, raw = blob.partition(b"\n")
+    try:
+        state: dict[str, Any] = json.loads(text)
+        return state, _buffers.unpack(state.pop("buffers", []), raw)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise StoreMismatchError(
+            f"what the store's last commit carries besides tensors is not lohan's ({error!r})"
+        ) from error
+
+
+def with_buffers(scalars: bytes, blob: bytes, param_count: int, buffers: Buffers | None) -> bytes:
+    """What a commit carries that no step makes: as before, with the buffers of now.
+
+    Args:
+        scalars: of the last commit, the engine's part and the rest.
+        blob: the rest.
+        param_count: of the layout.
+        buffers: of the model.
+    """
+    if buffers is None or buffers.kept_bytes == 0:
+        return scalars
+    return _core.scalars_make(steps(scalars, param_count), _join(parse(blob)[0], buffers))
+
+
+def steps(scalars: bytes, param_count: int) -> list[int]:
+    """How often each parameter was updated."""
+    if not scalars:
+        return [0] * param_count
+    at = _core.scalar_overhead_bytes(param_count) - 8 * param_count
+    return list(struct.unpack_from(f"<{param_count}Q", scalars, at))
+
+
+def pack(optimizer: Optimizer, buffers: Buffers | None = None) -> bytes:
+    """The state of now, as a commit keeps it; of what wrap was asked for, what differs now."""
+    groups = optimizer.param_groups
+    state: dict[str, Any] = {
+        "groups": [list(hyper_of(group)) for group in groups],
+        "wrapped": [
+            {name: value for name, value in then.items() if value != numbers(group)[name]}
+            for group, then in zip(groups, optimizer.wrapped, strict=True)
+        ],
+        "rng": base64.b64encode(bytes_of(torch.get_rng_state())).decode(),
+    }
+    if any("initial_lr" in group for group in groups):
+        initial = [group.get("initial_lr") for group in groups]
+        state["initial_lr"] = [None if rate is None else float(rate) for rate in initial]
+    return _join(state, buffers)
+
+
+def _overrule(group: dict[str, Any], index: int, name: str, value: Any, then: Any) -> None:
+    group[name] = tuple(value) if name == "betas" else value
+    if name == "lr" and "initial_lr" in group:
+        group["initial_lr"] = value
+    print(
+        f"lohan: {name} of parameter group {index} is {value} from now on, as lohan.wrap() says;"
+        f" the run in the store was wrapped with {then}",
+        file=sys.stderr,
+    )
+
+
+def restore(blob: bytes, optimizer: Optimizer, buffers: Buffers | None = None) -> None:
+    """Put what a commit kept into the groups, buffers and torch's CPU generator.
+
+    What this call of wrap was given by name, and is not what the run was wrapped with, rules; and
+    stderr says so.
+
+    Raises:
+        StoreMismatchError: the commit was of another number of groups.
+    """
+    state, kept = parse(blob)
+    if buffers is not None:
+        buffers.restore(kept)
+    if "groups" not in state:  # no step was made
+        return
+    groups = optimizer.param_groups
+    if len(state["groups"]) != len(groups):
+        raise StoreMismatchError(
+            f"the store was trained with {len(state['groups'])} parameter groups, params= has"
+            f" {len(groups)}: pass as many, in the same order",
+        )
+    for index, (group, hyper) in enumerate(zip(groups, state["groups"], strict=True)):
+        asked = numbers(group)
+        group["lr"], beta1, beta2, group["eps"], group["weight_decay"] = hyper
+        group["betas"] = (beta1, beta2)
+        initial_lr = state.get("initial_lr", [None] * len(groups))[index]
+        if initial_lr is not None:
+            group["initial_lr"] = initial_lr
+        if "wrapped" not in state:  # written before lohan kept it
+            continue
+        then = {**numbers(group), **state["wrapped"][index]}
+        for name in sorted(optimizer.given[index]):
+            if asked[name] != then[name]:
+                _overrule(group, index, name, asked[name], then[name])
+                then[name] = asked[name]
+        optimizer.wrapped[index] = then
+        for name in set(then) - optimizer.given[index]:  # schedulers, too, look there
+            optimizer.defaults[name] = tuple(then[name]) if name == "betas" else then[name]
+    rng = bytearray(base64.b64decode(state["rng"]))
+    torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))

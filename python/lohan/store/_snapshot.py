@@ -1,0 +1,515 @@
+"""`lohan.snapshot`: a copy of a store's last committed step, striped anew, while training goes on.
+
+The copy is a store of its own, over as many directories as are named. It becomes one with the
+commit at its end: what an interrupted copy leaves is refused by name when it is opened, and
+replaced by the next copy to the same place. Every byte is read through its checksum.
+
+Of a session of this process, commits are held while bytes are copied ([Note: Held commits] in
+csrc/sched/step.c); of another process's, _requests.py asks that process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from lohan import _core
+from lohan.common import _exit, _meta
+from lohan.common._arguments import directories_of
+from lohan.common._exit import find_session
+from lohan.config import Config
+from lohan.errors import (
+    SessionError,
+    StoreError,
+    StoreExistsError,
+    StoreLockedError,
+    StoreUncleanError,
+    UnsupportedError,
+    reader_error,
+    store_error,
+)
+from lohan.journal._journal import Journal
+from lohan.journal._zo_run import of_store, uuid_of
+from lohan.store import _requests, _store
+from lohan.torch_glue._tensor import in_backward
+
+if TYPE_CHECKING:
+    from lohan.journal._zo_run import Run
+    from lohan.layout._safetensors import Progress
+    from lohan.session._session import Session
+
+PathLike = str | os.PathLike[str]
+
+PIECE_BYTES = 8 << 20
+BUFFER_COUNT = 3  # one is read, one is written, one is between them
+_SLICE_S = 0.2
+
+
+OnChange = Callable[["Snapshot", BaseException | None], None]
+
+
+class Cancelled(SessionError):
+    """A copy was given up before its end; nothing of it is left."""
+
+
+class Snapshot:
+    """A copy under way, or done.
+
+    Attributes:
+        directories: of the copy.
+        step: that it holds.
+        total_bytes: to be copied.
+        done_bytes: of these, so far.
+        is_whole: it is a store.
+        is_told: somebody was told that it failed.
+    """
+
+    def __init__(
+        self, directories: Sequence[str], step: int, on_change: OnChange | None = None
+    ) -> None:
+        self.directories = list(directories)
+        self.step = step
+        self.total_bytes = 0
+        self.done_bytes = 0
+        self.is_whole = False
+        self.is_told = False
+        self._on_change = on_change
+        self._error: BaseException | None = None
+        self._thread = threading.Thread()
+        # Waited for before the thread's join(): a Ctrl-C in that makes one that runs look ended.
+        self._over = threading.Event()
+        self._over.set()
+        self._is_cancelled = False
+        self._claim = threading.Lock()  # taken by whoever does the work, and never given back
+
+    @property
+    def is_done(self) -> bool:
+        """It is whole, or has failed, which wait() tells."""
+        return self._over.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> Snapshot:
+        """Wait for its end, with signals handled meanwhile.
+
+        Args:
+            timeout_s: at most so long; `is_done` tells.
+
+        Raises:
+            StoreError: a disk failed or is full; nothing of the copy is left.
+            SessionError: it was cancelled.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._over.wait(_SLICE_S):
+            if until is not None and time.monotonic() > until:
+                break
+        if self.is_done and self._thread.ident is not None:
+            self._thread.join()
+        if self.is_done and self._error is not None:
+            self.is_told = True
+            raise self._error
+        return self
+
+    def cancel(self) -> None:
+        """Give the copy up; wait() says when it is gone."""
+        self._is_cancelled = True
+
+    def end(self) -> None:
+        """Wait for the copy that is under way, before its session is closed.
+
+        Ctrl-C gives it up, and SIGTERM has.
+        """
+        if self.is_told:
+            return
+        if _exit.is_terminated():
+            self.cancel()
+        if not self.is_done:
+            print(
+                f"lohan: waiting for the snapshot to {self.directories[0]}"
+                f" ({self.done_bytes:,} of {self.total_bytes:,} bytes)",
+                file=sys.stderr,
+            )
+        try:
+            self.wait()
+        except (KeyboardInterrupt, SystemExit):
+            self.cancel()
+            with contextlib.suppress(Exception):
+                self.wait()
+            raise
+        except Exception as error:
+            print(f"lohan: the snapshot to {self.directories[0]}: {error}", file=sys.stderr)
+
+    def advance(self, nbytes: int) -> None:
+        """Count what was copied.
+
+        Raises:
+            Cancelled: somebody gave it up.
+        """
+        if self._is_cancelled:
+            raise Cancelled(f"the snapshot to {self.directories[0]} was cancelled")
+        self.done_bytes += nbytes
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._on_change is not None:
+            self._on_change(self, self._error)
+
+    def run(self, work: Callable[[], None], end: Callable[[], None]) -> None:
+        """Do work in a thread, then end(), whatever came of it."""
+        self._tell()
+        self._over.clear()
+        self._thread = threading.Thread(
+            target=self._body, args=(work, end), name="lohan-snapshot", daemon=True
+        )
+        self._thread.start()
+
+    def give_up(self, work: Callable[[], None], end: Callable[[], None]) -> None:
+        """After run() was interrupted: if its thread did not start, clean up in its place."""
+        self.cancel()
+        self._body(work, end)
+
+    def _body(self, work: Callable[[], None], end: Callable[[], None]) -> None:
+        if not self._claim.acquire(blocking=False):
+            return  # somebody else does it
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            end()
+            self._tell()
+            self._over.set()
+
+
+class _Copy:
+    """A source, a target that is made, and the way between them."""
+
+    def __init__(
+        self,
+        source: _core.Store,
+        out: Sequence[str],
+        config: Config,
+        on_change: OnChange | None = None,
+        run: Run | None = None,
+    ) -> None:
+        self.source = source
+        self.run_copied = run
+        self.journal: Journal | None = None
+        said = source.describe()
+        if said["is_empty"]:
+            raise StoreUncleanError(
+                f"{said['files'][0][0]} was made, but its weights were never written"
+            )
+        self.said = said
+        self.out = list(out)
+        self.extents = source.extents()
+        if run is None and _meta.of(source).get("method") is not None:
+            self.run_copied = of_store(source, ())
+        step = said["step"] if self.run_copied is None else len(self.run_copied.records)
+        self.handle = Snapshot(out, int(step), on_change)
+        self.handle.total_bytes = sum(
+            nbytes for nbytes, _, _, is_zero in self.extents if not is_zero
+        )
+        theirs = {os.path.realpath(os.path.dirname(path)) for path, _, _ in said["files"]}
+        same = [directory for directory in out if os.path.realpath(directory) in theirs]
+        if same:
+            raise StoreExistsError(f"{same[0]} is a directory of the store itself: name others")
+        self.made = _missing(out)
+        try:
+            self.target = self._create(config)
+        except BaseException:
+            self._remove_made()
+            raise
+
+    def _create(self, config: Config) -> _core.Store:
+        meta = _meta.of(self.source)
+        before = meta.get("copied_from", [])
+        meta["copied_from"] = [*before, [self.said["uuid"], self.handle.step]]
+        slots = {group: count for _, group, count, _ in self.extents}
+        # A unit that is read in place has a group, and nothing in it.
+        groups = [slots.get(group, 1) for group in range(max(slots) + 1)]
+
+        def create() -> _core.Store:
+            return _core.store_create(
+                type=_core.Store,
+                raiser=store_error,
+                directories=self.out,
+                weights=_store.measure_weights(self.out),
+                extents=[(nbytes, group) for nbytes, group, _, _ in self.extents],
+                groups=groups,
+                meta=json.dumps(meta).encode(),
+                scalar_bytes_max=self.said["scalar_bytes_max"],
+                single_slot=self.said["is_single_slot"],
+                temporary=False,
+                allow_buffered=config.allow_buffered,
+                allow_tmpfs=config.allow_tmpfs,
+            )
+
+        try:
+            return create()
+        except StoreExistsError:
+            if not remove_unfinished(self.out):
+                raise
+            return create()
+
+    def run(self) -> None:
+        """Copy everything and commit it; remove the copy if that fails."""
+        try:
+            self._move()
+            if self.run_copied is not None:
+                rule = self.run_copied.rule
+                self.journal = Journal.create(self.out[0], uuid_of(self.target), rule)
+                self.journal.extend(self.run_copied.records)
+                self.journal.close()
+            self.target.commit(int(self.said["step"]), self.said["scalars"])
+            self.handle.is_whole = True
+        finally:
+            self.target.close()
+            self.source.close()
+            if not self.handle.is_whole:
+                self.drop()
+
+    def drop(self) -> None:
+        """Remove the copy's files, and the directories that were made for it."""
+        if self.journal is not None:
+            self.journal.path.unlink(missing_ok=True)
+        _store.remove(self.out)
+        self._remove_made()
+
+    def _remove_made(self) -> None:
+        for directory in self.made:
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
+
+    def _pieces(self) -> list[tuple[int, int, int]]:
+        return [
+            (extent, offset, min(PIECE_BYTES, nbytes - offset))
+            for extent, (nbytes, _, _, is_zero) in enumerate(self.extents)
+            for offset in range(0, 0 if is_zero else nbytes, PIECE_BYTES)
+        ]
+
+    def _move(self) -> None:
+        """Read in one thread, write in this one."""
+        buffers = [aligned(PIECE_BYTES) for _ in range(BUFFER_COUNT)]
+        free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        full: queue.SimpleQueue[tuple[int, int, int, int] | BaseException] = queue.SimpleQueue()
+        for index in range(BUFFER_COUNT):
+            free.put(index)
+        pieces = self._pieces()
+
+        def read() -> None:
+            try:
+                for extent, offset, nbytes in pieces:
+                    index = free.get()
+                    if index is None:
+                        return
+                    self.source.read(extent, offset, buffers[index].data_ptr(), nbytes)
+                    full.put((index, extent, offset, nbytes))
+            except BaseException as error:
+                full.put(error)
+
+        reader = threading.Thread(target=read, name="lohan-snapshot-read", daemon=True)
+        reader.start()
+        try:
+            for _ in pieces:
+                item = full.get()
+                if isinstance(item, BaseException):
+                    raise item
+                index, extent, offset, nbytes = item
+                self.target.write(extent, offset, buffers[index].data_ptr(), nbytes)
+                free.put(index)
+                self.handle.advance(nbytes)
+        finally:
+            free.put(None)
+            reader.join()
+
+
+def aligned(nbytes: int) -> torch.Tensor:
+    """Memory that direct I/O can take as it is."""
+    whole = torch.empty(nbytes + _core.BLOCK_BYTES, dtype=torch.uint8)
+    first = -whole.data_ptr() % _core.BLOCK_BYTES
+    return whole[first : first + nbytes]
+
+
+def _missing(directories: Sequence[str]) -> list[str]:
+    """What has to be made for them to be there, innermost first."""
+    paths = [Path(directory) for directory in directories]
+    whole = {path for directory in paths for path in (directory, *directory.parents)}
+    return sorted((str(path) for path in whole if not os.path.lexists(path)), key=len, reverse=True)
+
+
+def remove_unfinished(directories: Sequence[str]) -> bool:
+    """Remove what an interrupted creation or copy has left there; False: there is more than that.
+
+    Nothing is removed unless every file there is known to be without contents: one of them may be
+    of a store that has nothing to do with the others.
+    """
+    if not _is_unfinished(directories):
+        return False
+    _store.remove(directories)
+    return True
+
+
+def _is_unfinished(directories: Sequence[str]) -> bool:
+    found = {_begun(directory) for directory in directories}
+    if False not in found:
+        return True in found
+    try:
+        store = _store.open_existing(directories, Config(allow_buffered=True), read_only=True)
+    except StoreError:
+        return False
+    said = store.describe()
+    store.close()
+    # The newest step of a damaged store may have been more than what is left of it.
+    return bool(said["is_empty"]) and not said["is_fallback"]
+
+
+def _begun(directory: str) -> bool | None:
+    """A store's file is there, and has no header yet; None: there is no file."""
+    try:
+        _store.open_existing([directory], Config(allow_buffered=True), read_only=True).close()
+    except StoreError as error:
+        return {errno.ENOENT: None, errno.EINPROGRESS: True}.get(error.errno or 0, False)
+    return False
+
+
+def begin(
+    session: Session,
+    out: PathLike | Sequence[PathLike],
+    on_change: OnChange | None = None,
+    *,
+    is_behind_step: bool = False,
+) -> Snapshot:
+    """Begin to copy a session's store; training goes on.
+
+    Between step() and the next backward the copy is of that step, which is committed first unless
+    commits are by hand; else, and inside a step, it is of the last one that is committed.
+
+    Args:
+        session: open.
+        out: directories of the copy.
+        on_change: called with the copy, and its error once there is one, whenever it got on.
+        is_behind_step: do not wait for the step that was just closed.
+
+    Raises:
+        SessionError: another copy of it is under way.
+        UnsupportedError: the store keeps one copy of each value, or has no name.
+        StoreError: the copy cannot be made there.
+    """
+    session.check_open()
+    _refuse(session)
+    is_between = not is_behind_step and not session.is_underway and not in_backward()
+    if is_between and not session.commits_by_hand:
+        session.commit()
+    copy: _Copy | None = None
+    holder = object()
+    give = functools.partial(session.holds.give, holder)
+    try:
+        session.holds.take(holder)
+        source = _store.open_existing(session.directories, session.config, is_held=True)
+        try:
+            copy = _Copy(source, directories_of(out), session.config, on_change, session.run_now())
+        except BaseException:
+            source.close()
+            raise
+        session.snapshot_now = copy.handle
+        copy.handle.run(copy.run, give)
+    except BaseException:  # a Ctrl-C comes anywhere
+        if copy is None:
+            give()
+        else:
+            copy.handle.give_up(copy.run, give)
+        raise
+    return copy.handle
+
+
+def _refuse(session: Session) -> None:
+    running = session.snapshot_now
+    if running is not None and not running.is_done:
+        raise SessionError(
+            f"a snapshot to {running.directories[0]} is under way ({running.done_bytes:,} of"
+            f" {running.total_bytes:,} bytes): wait() for it"
+        )
+    if session.store.describe()["is_single_slot"]:
+        raise UnsupportedError(
+            'the store keeps one copy of each value (commit_every="never"), which training'
+            " overwrites: close the session, then lohan.snapshot(STORE, OUT)"
+        )
+    if not os.path.exists(os.path.join(session.directories[0], "lohan.data")):
+        raise UnsupportedError(
+            "a temporary store has no name, and goes with its session: pass store= to lohan.wrap(),"
+            " or save the weights with model.save_pretrained() or lohan.export()"
+        )
+
+
+def snapshot(
+    store: PathLike | Sequence[PathLike],
+    out: PathLike | Sequence[PathLike],
+    *,
+    wait_s: float = 600.0,
+    progress: Progress | None = None,
+) -> Snapshot:
+    """Copy a store's last committed step to other directories; training may go on meanwhile.
+
+    The copy is striped over as many directories as are named, and opened with resume=True.
+
+    Args:
+        store: its directories, or one.
+        out: those of the copy; there must be no store in them.
+        wait_s: where another process trains, for the end of its step.
+        progress: called with bytes copied, and of all, where this call waits for the end.
+
+    Returns:
+        The copy: under way where a session of this process has the store, and wait() waits for it;
+        else done.
+
+    Raises:
+        StoreLockedError: another process has the store, and ends no step in time.
+        StoreError: the store cannot be read, or the copy not made; its subclasses say more.
+        UnsupportedError: the store keeps one copy of each value, and is in use.
+    """
+    directories = directories_of(store)
+    session = find_session(directories)
+    if session is not None:
+        return begin(session, out)
+    config = Config(allow_buffered=True)
+    try:
+        source = _store.open_existing(directories, config, read_only=True, raiser=reader_error)
+        _store.say_fallback(source)
+    except StoreLockedError as error:
+        places = directories_of(out)
+        said = _requests.ask(directories, places, error, wait_s, progress)
+        handle = Snapshot(places, said["step"])
+        handle.done_bytes = handle.total_bytes = said["total_bytes"]
+        return handle
+    try:
+        copy = _Copy(source, directories_of(out), config)
+    except BaseException:
+        source.close()
+        raise
+    copy.handle.run(copy.run, lambda: None)
+    return _watch(copy.handle, progress)
+
+
+def _watch(handle: Snapshot, progress: Progress | None) -> Snapshot:
+    try:
+        while not handle.is_done:
+            handle.wait(_SLICE_S)
+            if progress is not None:
+                progress(handle.done_bytes, handle.total_bytes)
+        return handle.wait()
+    except BaseException:
+        handle.cancel()
+        with contextlib.suppress(BaseException):
+            handle.wait()
+        raise

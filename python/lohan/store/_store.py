@@ -1,0 +1,598 @@
+"""A model's store: which extents it has, how it is made, filled, opened and compared."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lohan import _core
+from lohan.common import _durable, _meta
+from lohan.common._storage_formats import narrowed
+from lohan.errors import (
+    ChecksumError,
+    LohanError,
+    StoreError,
+    StoreMismatchError,
+    StoreUncleanError,
+    store_error,
+)
+from lohan.layout._block import BYTES_CODE, DTYPE_CODES, checksum_bytes, checksum_count
+from lohan.torch_glue._buffers import Buffers
+from lohan.torch_glue._tensor import bytes_of, nbytes_of
+
+if TYPE_CHECKING:
+    from lohan.config import Config
+    from lohan.layout._block import Layout, Param, Unit
+    from lohan.store._block_writer import BlockWriter
+
+Raiser = Callable[[int, str, bool], LohanError]
+
+SAME_KEYS = ("lohan", "params", "units")  # of meta: what makes it the same model
+SCALAR_BYTES_MAX = 64 << 10  # of ours: groups and RNG state take 8 KiB
+_TEMPORARY = "lohan-temporary-"
+_TEMPORARY_NAME = re.compile(re.escape(_TEMPORARY) + r"[a-z0-9_]{8}")
+# One that is younger may be about to be locked.
+_STALE_S = 60.0
+# Of this process, by path: each holds the lock of its directory.
+_locked: dict[str, int] = {}
+BUFFER_SAID_BYTES = 1 << 20  # names and shapes of persistent buffers, where there are any
+
+
+@dataclasses.dataclass
+class UnitExtents:
+    """Extent numbers of a unit's arrays; -1: none (param: it is read in place)."""
+
+    param: int
+    residual: int = -1
+    moment1: int = -1
+    moment2: int = -1
+
+
+def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
+    """Units as _core.Engine takes them."""
+    tuples = []
+    for index, (unit, places) in enumerate(zip(layout.units, extents.units, strict=True)):
+        first = unit.params[0].index
+        code = DTYPE_CODES.get(unit.dtype, BYTES_CODE) if unit.trainable else BYTES_CODE
+        tuples.append(
+            (
+                unit.nbytes,
+                unit.place_bytes,
+                unit.elements,
+                code,
+                int(unit.always),
+                first,
+                len(unit.params),
+                places.param,
+                places.residual,
+                places.moment1,
+                places.moment2,
+                index,
+            )
+        )
+    return tuples
+
+
+def param_tuples(layout: Layout, group_of: Mapping[int, int]) -> list[tuple[int, int, int, int]]:
+    """Parameters as _core.Engine takes them."""
+    return [(p.unit, p.engine_first, p.count, group_of.get(p.index, 0)) for p in layout.params]
+
+
+@dataclasses.dataclass
+class Extents:
+    """All extents of a layout: (bytes, group) each, and slots of each group."""
+
+    units: list[UnitExtents]
+    table: list[tuple[int, int]]
+    groups: list[int]
+    checksums: int = -1  # of the units that are read in place
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on SSD, slots counted."""
+        return sum(nbytes * self.groups[group] for nbytes, group in self.table)
+
+
+def plan_extents(layout: Layout, single_slot: bool) -> Extents:
+    """Give every array of every unit its extent.
+
+    Args:
+        layout: the model.
+        single_slot: one slot for everything (commit_every="never").
+    """
+    extents = Extents([], [], [])
+    is_written = (layout.method or {}).get("write_every") is not None
+    for group, unit in enumerate(layout.units):
+        is_kept = not unit.trainable and not (is_written and unit.params[0].stream is not None)
+        extents.groups.append(1 if single_slot or is_kept else 2)
+
+        def add(nbytes: int, group: int = group) -> int:
+            extents.table.append((nbytes, group))
+            return len(extents.table) - 1
+
+        places = UnitExtents(-1 if unit.runs else add(unit.nbytes))
+        if unit.residual_bytes:
+            places.residual = add(unit.elements * unit.residual_bytes)
+        if unit.trainable:
+            places.moment1 = add(unit.elements * 4)
+            places.moment2 = add(unit.elements * 4)
+        extents.units.append(places)
+    if any(unit.runs for unit in layout.units):
+        extents.groups.append(1)
+        extents.checksums = len(extents.table)
+        extents.table.append((checksum_bytes(layout.units), len(extents.groups) - 1))
+    return extents
+
+
+def unit_rows(layout: Layout) -> list[Any]:
+    """Units as a store's meta has them."""
+    return [[u.name, len(u.params), u.elements, u.nbytes] for u in layout.units]
+
+
+def describe(layout: Layout) -> dict[str, Any]:
+    """What a store must have been made for to be this model's."""
+    strides = {str(p.index): list(p.strides) for p in layout.params if p.strides is not None}
+    return {
+        "lohan": 2 if strides else 1,  # a reader that does not know of strides must not go on
+        **({"strides": strides} if strides else {}),
+        **layout.about,
+        "params": [
+            [p.name, list(p.tensor.shape), str(p.tensor.dtype), layout.units[p.unit].trainable]
+            for p in layout.params
+        ],
+        "units": unit_rows(layout),
+        **({"method": layout.method} if layout.method is not None else {}),
+    }
+
+
+def _description(layout: Layout, extents: Extents) -> dict[str, Any]:
+    """What a store says of itself: docs/store-format.md, Meta."""
+    made = describe(layout)
+    if extents.checksums >= 0:
+        made["in_place"] = layout.in_place.describe(layout, extents.checksums)
+    return made
+
+
+def read_meta(
+    directories: Sequence[str], config: Config, open_at: int | None = None
+) -> dict[str, Any]:
+    """What the store of these directories says of itself.
+
+    Args:
+        directories: of the store.
+        config: of the session.
+        open_at: the step that will be opened; None: the newest.
+
+    Raises:
+        StoreError: it cannot be opened.
+    """
+    store = open_existing(directories, config, read_only=True, open_at=open_at)
+    try:
+        return _meta.of(store)
+    finally:
+        store.close()
+
+
+def write_checksums(layout: Layout, extents: Extents, store: _core.Store) -> None:
+    """Read every unit that is read in place once, and keep its checksums."""
+    if extents.checksums < 0:
+        return
+    layout.in_place.checksums = made = layout.in_place.scan(layout)
+    layout.in_place.check_unchanged()
+    values = torch.frombuffer(bytearray(b"".join(made.values())), dtype=torch.uint8)
+    store.write(extents.checksums, 0, values.data_ptr(), values.numel())
+
+
+def read_checksums(layout: Layout, extents: Extents, store: _core.Store) -> None:
+    """Take those that the store has."""
+    if extents.checksums < 0:
+        return
+    values = torch.empty(extents.table[extents.checksums][0], dtype=torch.uint8)
+    store.read(extents.checksums, 0, values.data_ptr(), values.numel())
+    raw = bytes_of(values).tobytes()
+    at = 0
+    for index, unit in enumerate(layout.units):
+        if unit.runs:
+            nbytes = 4 * checksum_count(unit)
+            layout.in_place.checksums[index] = raw[at : at + nbytes]
+            at += nbytes
+
+
+def read_param(layout: Layout, extents: Extents, store: _core.Store, param: Param) -> torch.Tensor:
+    """A parameter's values of the store's last commit, in its dtype and shape."""
+    unit = layout.units[param.unit]
+    if unit.runs:
+        return layout.in_place.read(layout, param)
+    values = param.shaped(torch.empty(param.count, dtype=unit.dtype))
+    offset = param.first * unit.dtype.itemsize if unit.trainable else param.first
+    with naming(param.name, "param"):
+        store.read(extents.units[param.unit].param, offset, values.data_ptr(), nbytes_of(values))
+    return values
+
+
+def read_params(layout: Layout, extents: Extents, store: _core.Store) -> list[torch.Tensor]:
+    """Every parameter's values of the store's last commit, in its dtype and shape."""
+    return [read_param(layout, extents, store, param) for param in layout.params]
+
+
+@contextlib.contextmanager
+def naming(param: str, array: str) -> Iterator[None]:
+    """A wrong byte that is found in the with keeps this parameter from being read.
+
+    It may be a neighbour's: a checksum covers 1 MiB.
+
+    Args:
+        param: its name.
+        array: "param", or which of its states.
+    """
+    try:
+        yield
+    except ChecksumError as error:
+        said = error.strerror or str(error)
+        raise ChecksumError(
+            error.errno,
+            f"{param!r} ({array}) cannot be read: {said}: go back to a snapshot; `lohan verify`"
+            " names all that is wrong",
+        ) from error
+
+
+def temporary_directory() -> str:
+    """A directory for a store that nobody named: on disk, not in main memory.
+
+    It is locked until remove_temporary(); those that a killed process has left are removed.
+    """
+    for base in (tempfile.gettempdir(), "/var/tmp", os.getcwd()):
+        if os.path.isdir(base) and os.access(base, os.W_OK) and not _is_memory(base):
+            _remove_stale(base)
+            path = tempfile.mkdtemp(prefix=_TEMPORARY, dir=base)
+            _locked[path] = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(_locked[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return path
+    raise StoreError("no directory on a disk for a temporary store: pass store=")
+
+
+def remove_temporary(path: str) -> None:
+    """Remove a directory that temporary_directory() made, and what is in it."""
+    shutil.rmtree(path, ignore_errors=True)
+    descriptor = _locked.pop(path, -1)
+    if descriptor >= 0:
+        os.close(descriptor)
+
+
+def _remove_stale(base: str) -> None:
+    """Remove temporary directories of this user that no process has locked."""
+    with contextlib.suppress(OSError), os.scandir(base) as entries:
+        for entry in entries:
+            if _TEMPORARY_NAME.fullmatch(entry.name):
+                with contextlib.suppress(OSError):
+                    _remove_if_stale(entry.path)
+
+
+def _remove_if_stale(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        is_ours = found.st_uid == os.getuid()
+        if is_ours and time.time() - found.st_mtime > _STALE_S:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)
+    finally:
+        os.close(descriptor)
+
+
+def _is_memory(path: str) -> bool:
+    best, kind = "", ""
+    real = os.path.realpath(path)
+    with open("/proc/mounts", encoding="utf-8") as mounts:
+        for line in mounts:
+            fields = line.split()
+            point = fields[1]
+            inside = real == point or real.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(best):
+                best, kind = point, fields[2]
+    return kind in {"tmpfs", "ramfs"}
+
+
+def measure_weights(directories: Sequence[str]) -> list[int]:
+    """Stripe weights from measured bandwidth; equal where it cannot be measured."""
+    if len(directories) < 2:
+        return []
+    weights = []
+    for directory in directories:
+        try:
+            _durable.make_directory(directory, mode=0o700)
+            write, read = _core.store_measure(store_error, directory, 64 << 20)
+        except (StoreError, OSError):
+            return []
+        weights.append(max(min(write, read) >> 20, 1))
+    # Near equal is equal: a stripe layout should not follow the noise of one measurement.
+    return [] if max(weights) < 1.25 * min(weights) else weights
+
+
+def buffer_room_bytes(layout: Layout) -> int:
+    """What a commit carries at most of persistent buffers."""
+    return layout.buffer_bytes + BUFFER_SAID_BYTES if layout.buffer_bytes else 0
+
+
+def buffers(model: nn.Module, layout: Layout, store: _core.Store) -> Buffers | None:
+    """The buffers that commits carry: none in a store that was made without room for them."""
+    needed = _core.scalar_overhead_bytes(len(layout.params)) + SCALAR_BYTES_MAX
+    needed += buffer_room_bytes(layout)
+    return Buffers(model) if store.describe()["scalar_bytes_max"] >= needed else None
+
+
+def create(
+    layout: Layout, extents: Extents, directories: Sequence[str], config: Config, temporary: bool
+) -> _core.Store:
+    """Make a store for a layout; nothing is in it yet.
+
+    Raises:
+        StoreExistsError, StoreLockedError, StoreError: with the directory and the numbers.
+        BudgetError: no: a full disk is a StoreError with how much is missing.
+    """
+    return _core.store_create(
+        type=_core.Store,
+        raiser=store_error,
+        directories=list(directories),
+        weights=measure_weights(directories),
+        extents=extents.table,
+        groups=extents.groups,
+        meta=json.dumps(_description(layout, extents)).encode(),
+        scalar_bytes_max=SCALAR_BYTES_MAX
+        + _core.scalar_overhead_bytes(len(layout.params))
+        + buffer_room_bytes(layout),
+        single_slot=config.commit_every == "never",
+        temporary=temporary,
+        allow_buffered=config.allow_buffered,
+        allow_tmpfs=config.allow_tmpfs,
+    )
+
+
+def open_existing(
+    directories: Sequence[str],
+    config: Config,
+    *,
+    read_only: bool = False,
+    is_held: bool = False,
+    open_at: int | None = None,
+    raiser: Raiser = store_error,
+) -> _core.Store:
+    """Open a store at its last committed step.
+
+    Where that step is damaged, a reader gets the one before it, and `describe()["is_fallback"]` is
+    true; a writer is refused unless open_at names it.
+
+    Args:
+        directories: of the store.
+        config: of the session.
+        read_only: nothing is written, and other readers may have it open.
+        is_held: this process has it open, and holds its commits until this one is closed.
+        open_at: the newest step, or the one before it; for a writer, the later one is gone then.
+        raiser: makes its errors exceptions.
+    """
+    return _core.store_open(
+        type=_core.Store,
+        raiser=raiser,
+        directories=list(directories),
+        read_only=read_only,
+        allow_buffered=config.allow_buffered,
+        is_held=is_held,
+        open_at=open_at,
+    )
+
+
+def resume_asked(resume: bool | int | None) -> tuple[bool, int | None]:
+    """What wrap's resume= says: whether to resume, and at which step (None: at the newest)."""
+    if resume is None or isinstance(resume, bool):
+        return bool(resume), None
+    return True, resume
+
+
+def say_fallback(store: _core.Store) -> None:
+    """Tell who reads a store on stderr that its newest step is damaged, and what it has instead."""
+    said = store.describe()
+    if said["is_fallback"]:
+        print(f"lohan: {said['note']}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def reopened(directories: Sequence[str], config: Config, layout: Layout) -> Iterator[_core.Store]:
+    """The store of a closed session, to be read.
+
+    Raises:
+        StoreError: it is gone, or cannot be opened, or is another model's.
+    """
+    for directory in directories:
+        path = os.path.join(directory, "lohan.data")
+        if not os.path.exists(path):
+            raise StoreError(
+                f"the session is closed, and {path}, which has the parameters, is not there (a"
+                " temporary store goes with its session): put it back, or make the model again"
+            )
+    store = open_existing(directories, config, read_only=True)
+    try:
+        check_same_model(store, layout)
+        yield store
+    finally:
+        store.close()
+
+
+def remove(directories: Sequence[str]) -> None:
+    """Remove the files of a store that nothing was ever in."""
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(directory, "lohan.data"))
+
+
+def check_same_model(store: _core.Store, layout: Layout) -> None:
+    """Refuse a store that was never filled, and one of another model, by its first difference.
+
+    Raises:
+        StoreUncleanError: whoever made the store died before the weights were in it.
+        StoreMismatchError: names what differs.
+    """
+    if store.describe()["is_empty"]:
+        path = store.describe()["files"][0][0]
+        raise StoreUncleanError(
+            f"{path} was made, but its weights were never written: delete it, and start again"
+        )
+    theirs = _meta.of(store)
+    _take_strides(layout, theirs)
+    ours = describe(layout)
+    check_same_name(theirs.get("method"), layout.method)
+    if theirs["units"] != ours["units"] and sorted(theirs["params"]) == sorted(ours["params"]):
+        raise StoreMismatchError(
+            "the store has the same parameters in other blocks: leave blocks= out, and blocks are"
+            " as they were then"
+        )
+    check_same_method(theirs.get("method"), layout.method)
+    if all(theirs.get(key) == ours[key] for key in SAME_KEYS):
+        return
+    for a, b in zip(theirs["params"], ours["params"], strict=False):
+        if a != b:
+            raise StoreMismatchError(
+                "the store is of another model: it has parameter"
+                f" {a[0]!r} {a[1]} {a[2]} trainable={a[3]}, this model"
+                f" {b[0]!r} {b[1]} {b[2]} trainable={b[3]}",
+            )
+    count = len(theirs["params"]), len(ours["params"])
+    if count[0] != count[1]:
+        raise StoreMismatchError(
+            f"the store is of another model: {count[0]} parameters, this model has {count[1]}"
+        )
+    raise StoreMismatchError("the store has the same parameters in another order")
+
+
+def strides_of(meta: dict[str, Any], index: int) -> tuple[int, ...] | None:
+    """The strides of a parameter as a store's meta has them; None: contiguous."""
+    strides = meta.get("strides", {}).get(str(index))
+    return None if strides is None else tuple(strides)
+
+
+def _take_strides(layout: Layout, meta: dict[str, Any]) -> None:
+    """Parameters have the strides that the store was made with: its bytes are in that order."""
+    if len(meta["params"]) != len(layout.params):
+        return  # of another model
+    for param in layout.params:
+        strides = strides_of(meta, param.index)
+        if strides != param.strides:
+            layout.other_strides.append(param.name)
+            param.strides = strides
+
+
+def check_same_name(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
+    """Refuse to go on by another method.
+
+    Raises:
+        StoreMismatchError: which it was made with.
+    """
+    was, now = ((m or {}).get("name", "adamw") for m in (theirs, ours))
+    if was != now:
+        raise StoreMismatchError(
+            f"the store was made with method={was!r}, not {now!r}: pass that, or begin a new store"
+            " from lohan.export(STORE, OUT) and weights=OUT"
+        )
+
+
+def check_same_method(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
+    """Refuse to go on by another method, or with other parameters that it moves.
+
+    Raises:
+        StoreMismatchError: which it was made with.
+    """
+    check_same_name(theirs, ours)
+    for key, what in (("streams", "that require a gradient"), ("decays", "with weight decay")):
+        if theirs is not None and ours is not None and theirs[key] != ours[key]:
+            raise StoreMismatchError(
+                f"the store was made with other parameters {what}: the journal's steps were made"
+                " with those"
+            )
+
+
+def check_slots(store: _core.Store, config: Config) -> None:
+    """Refuse to make promises for a store with one slot that only one with two can keep.
+
+    Raises:
+        StoreMismatchError: commit_every says that there are commits.
+    """
+    if store.describe()["is_single_slot"] and config.commit_every != "never":
+        raise StoreMismatchError(
+            'the store was made with commit_every="never" and keeps one copy of each value, which'
+            f" commit_every={config.commit_every!r} would overwrite: pass"
+            ' commit_every="never" here, too. A copy by lohan.snapshot() is as it; one that keeps'
+            " two begins with lohan.export(STORE, OUT, dtype='float32') and weights=OUT, without"
+            " the moments"
+        )
+
+
+def check_table(store: _core.Store, extents: Extents) -> None:
+    """Refuse a store whose extents are not those of the layout: its description is wrong.
+
+    Raises:
+        StoreMismatchError: says what it has.
+    """
+    is_single = store.describe()["is_single_slot"]
+    has = [(nbytes, group) for nbytes, group, _, _ in store.extents()]
+    is_other = has != extents.table
+    if not is_other and not is_single:
+        is_other = any(slots < extents.groups[group] for _, group, slots, _ in store.extents())
+    if is_other:
+        raise StoreMismatchError(
+            f"{store.describe()['files'][0][0]}: the store's description (meta) is damaged, or of"
+            f" another version of lohan: it says {len(extents.table)} extents of"
+            f" {sum(n for n, _ in extents.table):,} bytes, and the store has {len(has)} of"
+            f" {sum(n for n, _ in has):,}, or fewer slots: go back to a snapshot"
+        )
+
+
+def write_param(
+    store: BlockWriter,
+    unit: Unit,
+    places: UnitExtents,
+    first: int,
+    values: torch.Tensor,
+    *,
+    is_fresh: bool = True,
+) -> None:
+    """Write one parameter, or a run of its elements, as the store keeps it.
+
+    Args:
+        store: open for writing; flush() makes what was written part of it.
+        unit: the parameter's unit.
+        places: its extents.
+        first: element (trainable) or byte (frozen) in the unit.
+        values: CPU tensor, in the unit's order (Param.flat()); fp32 for a bf16 or fp16 unit keeps
+            every bit, in the residual or master.
+        is_fresh: nothing was written there before, so that a residual of zeros need not be.
+    """
+    values = values.detach().contiguous()
+    if unit.residual_bytes and not is_fresh:
+        values = values.float()  # exact, and its residual of zeros is written
+    if unit.residual_bytes and unit.dtype == torch.float16:
+        values = values.float()
+        store.write(places.residual, first * 4, values.data_ptr(), nbytes_of(values))
+    elif unit.residual_bytes and values.dtype == torch.float32:
+        param = torch.empty(values.shape, dtype=torch.bfloat16)
+        residual = torch.empty(values.shape, dtype=torch.int16)
+        _core.adam_split(values.data_ptr(), param.data_ptr(), residual.data_ptr(), values.numel())
+        store.write(places.param, first * 2, param.data_ptr(), nbytes_of(param))
+        if not is_fresh or bool(residual.any()):
+            store.write(places.residual, first * 2, residual.data_ptr(), nbytes_of(residual))
+        return
+    values = narrowed(values, unit.dtype)
+    offset = first * unit.dtype.itemsize if unit.trainable else first
+    store.write(places.param, offset, values.data_ptr(), nbytes_of(values))

@@ -1,0 +1,1 @@
+"""What lohan knows about torch: tensors, parameters, buffers, devices, compilation, threads."""

@@ -1,0 +1,221 @@
+"""A parameter that is not in memory: its shape can be asked for, its values cannot.
+
+While a unit is away, its parameters have a class that answers what does not depend on values and
+refuses the rest by the parameter's name. The binding switches `__class__` when it binds a unit
+(0.1 us a parameter): a parameter that is in memory is as plain as it was before `lohan.wrap`.
+
+What reads memory below Python (C++ that was handed the tensor) does not come here; it sees NaN.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from lohan.errors import HollowParameterError
+from lohan.torch_glue._tensor import without_classes
+
+
+class Owner(Protocol):
+    """The session whose parameters are hollow."""
+
+    closed: bool
+
+    @property
+    def is_underway(self) -> bool:
+        """Inside a forward or backward, or between backward and step()."""
+
+    def param_names(self) -> dict[int, str]:
+        """The name of each parameter, by the id of its tensor."""
+
+    def make_resident(self, tensors: Sequence[nn.Parameter]) -> bool:
+        """Bring the parameters in where a forward is under way; False elsewhere."""
+
+
+_PROPERTIES = """
+    shape dtype device layout requires_grad is_leaf ndim grad grad_fn names itemsize nbytes name
+    output_nr retains_grad grad_dtype volatile is_cpu is_cuda is_meta is_sparse is_sparse_csr
+    is_quantized is_nested is_mkldnn is_mps is_mtia is_xla is_xpu is_ipu is_vulkan is_maia
+    _version _base _grad _backward_hooks _post_accumulate_grad_hooks
+""".split()
+_SET_PROPERTIES = """
+    grad requires_grad grad_dtype _grad _backward_hooks _post_accumulate_grad_hooks
+""".split()
+_METHODS = """
+    size dim ndimension numel nelement stride storage_offset element_size data_ptr get_device
+    is_floating_point is_complex is_signed is_contiguous is_inference is_conj is_neg is_pinned
+    is_shared is_same_size has_names requires_grad_ retain_grad register_hook _is_view
+    register_post_accumulate_grad_hook new_empty new_empty_strided new_full new_ones new_tensor
+    new_zeros __len__ __dlpack_device__
+""".split()
+_FUNCTIONS = """
+    numel is_floating_point is_complex is_signed is_same_size is_conj is_neg is_inference
+    result_type get_device empty_like full_like ones_like rand_like randint_like randn_like
+    zeros_like
+""".split()
+
+
+def _answered() -> set[Any]:
+    """The functions that need no values, as torch hands them to `__torch_function__`."""
+    found: set[Any] = {torch.autograd.grad, torch.autograd.backward}
+    found |= {getattr(torch.Tensor, n).__get__ for n in _PROPERTIES if hasattr(torch.Tensor, n)}
+    found |= {getattr(torch.Tensor, n).__set__ for n in _SET_PROPERTIES if hasattr(torch.Tensor, n)}
+    found |= {getattr(torch.Tensor, n) for n in _METHODS if hasattr(torch.Tensor, n)}
+    return found | {getattr(torch, n) for n in _FUNCTIONS if hasattr(torch, n)}
+
+
+_ANSWERED = _answered()
+# Another tensor takes the form of the parameter.
+_FORM_OF = {getattr(torch.Tensor, n) for n in ("to", "type_as", "expand_as", "view_as")}
+_FORM_OF.add(torch.Tensor.reshape_as)
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _parameters_in(values: Iterable[Any]) -> Iterator[nn.Parameter]:
+    for value in values:
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _parameters_in(value)
+        elif isinstance(value, dict):
+            yield from _parameters_in(value.values())
+
+
+def _what(func: Callable[..., Any]) -> tuple[str, bool]:
+    """What func is called, and whether it writes its first argument."""
+    name = str(getattr(func, "__name__", func))
+    if name in {"__get__", "__set__"}:
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        return f".{owner}", name == "__set__"
+    is_dunder = name.startswith("__") and name.endswith("__")
+    writes = name.startswith("__i") if is_dunder else name.endswith("_")
+    return f"{name}()", writes or name == "__setitem__"
+
+
+class HollowParameter(nn.Parameter):
+    """What the class of a parameter is while it is not in memory."""
+
+    owner: ClassVar[weakref.ref[Any]]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        classes: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer what needs no values; bring the parameter in inside a forward; else refuse.
+
+        Raises:
+            HollowParameterError: func would read or write values that are not there.
+        """
+        kwargs = kwargs or {}
+        is_form = func in _FORM_OF and not isinstance(args[0], HollowParameter)
+        if is_form or func in _ANSWERED:
+            with without_classes():
+                return func(*args, **kwargs)
+        # A parameter that is brought in is a plain one from here on.
+        given = list(_parameters_in([*args, *kwargs.values()]))
+        found = [tensor for tensor in given if isinstance(tensor, HollowParameter)]
+        if not found:
+            raise HollowParameterError(f"{_what(func)[0]} was given a parameter not in memory")
+        session: Owner | None = type(found[0]).owner()
+        # Those of its arguments, too, that the operation before has brought in: else they leave.
+        if session is None or func == _SET_DATA or not session.make_resident(given):
+            found[0].refuse(*_what(func))
+        return func(*args, **kwargs)
+
+    def refuse(self, what: str, writes: bool = False) -> NoReturn:
+        """Refuse an operation by the parameter's name.
+
+        Args:
+            what: the operation.
+            writes: it would change values.
+
+        Raises:
+            HollowParameterError: always; says what to do instead.
+        """
+        session: Owner | None = type(self).owner()
+        names = session.param_names() if session is not None else {}
+        name = f"parameter {names.get(id(self), '')!r}"
+        if session is None or session.closed:
+            text = f"{name} has no values any more: its session is closed, and the store has them"
+        elif writes:
+            text = (
+                f"{what} would write {name} while it is not in memory, which has no effect: write"
+                " in a loop over model.named_parameters() before the forward or after step(), or"
+                " with model.load_state_dict()"
+            )
+        elif session.is_underway:
+            text = (
+                f"{what} reads {name} between its forward and step(), when it is not in memory:"
+                " read it in the forward of the module that owns it, or after"
+                " model.optimizer.step() in a loop over model.named_parameters()"
+            )
+        else:
+            text = (
+                f"{what} reads {name} while it is not in memory: call the module that owns it (the"
+                " module, not its forward()), compute in a loop over model.named_parameters(), or"
+                " take a copy from model.state_dict()"
+            )
+        raise HollowParameterError(text)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refuse: there is nothing to copy."""
+        self.refuse("deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled, saved or copied: there is nothing to write."""
+        self.refuse("pickle")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Say what this is."""
+        session = type(self).owner()
+        name = session.param_names().get(id(self), "") if session is not None else ""
+        return f"HollowParameter({name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __format__(self, form: str) -> str:
+        """The same as repr()."""
+        return format(repr(self), form)
+
+
+class HollowClasses:
+    """The classes of one session's parameters while they are hollow."""
+
+    def __init__(self, session: Owner) -> None:
+        self._owner = weakref.ref(session)
+        self._made: dict[type, type] = {}
+
+    def hide(self, tensor: nn.Parameter) -> tuple[type, type] | None:
+        """Give a parameter its hollow class.
+
+        Returns:
+            Its class when it is in memory, and that when it is not; None: a class of the user's
+            that cannot be changed, which stays.
+        """
+        plain = type(tensor)
+        if plain not in self._made:
+            bases = (HollowParameter,) if plain is nn.Parameter else (HollowParameter, plain)
+            try:
+                made = types.new_class("HollowParameter", bases)
+            except TypeError:
+                return None
+            made.owner = self._owner  # type: ignore[attr-defined]
+            self._made[plain] = made
+        try:
+            tensor.__class__ = self._made[plain]
+        except TypeError:
+            return None
+        return plain, self._made[plain]
+
+
+def show(tensor: nn.Parameter) -> None:
+    """Give a parameter the class back that it had before it was hollow."""
+    if isinstance(tensor, HollowParameter):
+        tensor.__class__ = type(tensor).__mro__[2]

@@ -1,0 +1,191 @@
+"""What a forward sees besides its arguments, so that it can be computed again in backward."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan.errors import RecomputeError
+from lohan.torch_glue._tensor import nbytes_of, version_of
+
+# Tensors up to a page are kept: naming one costs about as much, and there are few of them.
+SMALL_BYTES = 4096
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def items_of(value: Any) -> list[Any] | None:
+    """The items of a container that map_values() can make again; None: it is none."""
+    if type(value) in (tuple, list) or _is_named_tuple(value):
+        return list(value)
+    if type(value) in (dict, OrderedDict):
+        return list(value.values())
+    return None
+
+
+def map_values(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Value with what is of a kind changed, through tuples, lists and dicts; the rest stays.
+
+    Containers of other classes stay as they are, with all that is in them: only their class knows
+    how one is made.
+    """
+    if isinstance(value, kind):
+        return change(value)
+    items = items_of(value)
+    if items is None:
+        return value
+    items = [map_values(item, kind, change) for item in items]
+    if _is_named_tuple(value):
+        # Not by its constructor: that of PackedSequence expects tensors, which these may not be.
+        made = tuple.__new__(type(value), items)
+        vars(made).update(vars(value)) if hasattr(value, "__dict__") else None
+        return made
+    if isinstance(value, dict):
+        return type(value)(zip(value, items, strict=True))
+    return type(value)(items)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in value but parameters, through containers of any class and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, nn.Parameter):
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The same for tensors; parameters stay, too: they are where lohan keeps them."""
+    return map_values(
+        value,
+        torch.Tensor,
+        lambda tensor: tensor if isinstance(tensor, nn.Parameter) else change(tensor),
+    )
+
+
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """Of torch's generators: the CPU's, and the GPU's where computation is there."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def set_random_states(states: list[torch.Tensor], device: torch.device) -> None:
+    """Put them back."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+class Surroundings:
+    """What a block's forward sees besides its arguments, as it is when that begins.
+
+    Generators, autocast, train or eval, buffers, and parameters that are not the session's.
+
+    Args:
+        module: the block.
+        device: where it computes.
+        known: ids of the session's parameters.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, known: Container[int]) -> None:
+        self.device = device
+        self.random = random_states(device)
+        self.autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in {"cpu", device.type}
+        ]
+        self.has_cache = torch.is_autocast_cache_enabled()
+        self.training = [(child, child.training) for child in module.modules()]
+        # A batch norm's kernel counts no version when it changes its statistics: copies tell.
+        self.buffers = [
+            (child, name, buffer.detach().clone())
+            for child, _ in self.training
+            for name, buffer in child._buffers.items()
+            if buffer is not None
+        ]
+        # What torch.func.functional_call has put in the place of the session's parameters.
+        self.others = [
+            (child, name, param)
+            for child, _ in self.training
+            for name, param in child._parameters.items()
+            if param is not None and id(param) not in known
+        ]
+        self.versions: list[tuple[torch.Tensor, int]] = [
+            (param, version_of(param)) for *_, param in self.others
+        ]
+
+    def settle(self) -> None:
+        """The forward is over: of large buffers that it did not change no copy is needed."""
+        kept = []
+        for child, name, before in self.buffers:
+            after = child._buffers.get(name)
+            is_small = nbytes_of(before) <= SMALL_BYTES
+            if is_small or after is None or not torch.equal(before, after):
+                kept.append((child, name, before))
+            else:
+                self.versions.append((after, version_of(after)))
+        self.buffers = kept
+
+    @contextlib.contextmanager
+    def again(self, name: str, way_out: str) -> Iterator[None]:
+        """Everything is as it was then inside the with, and as it is now behind it.
+
+        Args:
+            name: of the block, for the error.
+            way_out: the setting that keeps its activations.
+
+        Raises:
+            RecomputeError: a large buffer was changed in place since the forward.
+        """
+        for tensor, version in self.versions:
+            if version_of(tensor) != version:
+                is_other = any(tensor is param for *_, param in self.others)
+                raise RecomputeError(
+                    f"a {'parameter' if is_other else 'buffer'} of {tuple(tensor.shape)} was"
+                    f" changed in place after the forward of block {name!r}, which is computed"
+                    " again in backward: change it after the backward, or keep the block's"
+                    f" activations ({way_out})"
+                )
+        random_now = random_states(self.device)
+        training_now = [(child, child.training) for child, _ in self.training]
+        buffers_now = [(child, key, child._buffers.get(key)) for child, key, _ in self.buffers]
+        params_now = [(child, key, child._parameters.get(key)) for child, key, _ in self.others]
+        try:
+            set_random_states(self.random, self.device)
+            for child, is_training in self.training:
+                child.training = is_training
+            for child, key, before in self.buffers:
+                child._buffers[key] = before
+            for child, key, param in self.others:
+                child._parameters[key] = param
+            with contextlib.ExitStack() as stack:
+                for kind, is_enabled, dtype in self.autocast:
+                    made = torch.autocast(kind, dtype, is_enabled, self.has_cache)
+                    stack.enter_context(made)
+                stack.enter_context(torch.enable_grad())
+                yield
+        finally:
+            set_random_states(random_now, self.device)
+            for child, is_training in training_now:
+                child.training = is_training
+            for child, key, now in buffers_now:
+                child._buffers[key] = now
+            for child, key, param_now in params_now:
+                child._parameters[key] = param_now

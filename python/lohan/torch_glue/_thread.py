@@ -1,0 +1,135 @@
+"""Which thread uses a wrapped model.
+
+[Note: One thread at a time] A forward binds the parameters of the blocks that it is in, and they
+are the same tensors for every thread. A second thread that calls the model meanwhile would find
+parameters appear and disappear under its operations, and a backward on another thread would let
+updates change what the forward has not read yet. Both are refused; the forward that is open is not
+disturbed. A forward whose call is no longer on its thread's stack has died and holds nothing.
+
+Runs that take turns (mezo/_lockstep.py) share one forward, and autograd's own threads work for the
+thread that called backward: its stack has autograd's call.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+
+from lohan.errors import ThreadError
+
+_REMEDY = (
+    "call a wrapped model from one thread at a time (a threading.Lock around forward, backward and"
+    " step), or wrap one model for each thread"
+)
+
+
+def _has_frame(ident: int, wanted: FrameType | None) -> bool:
+    frame = sys._current_frames().get(ident)
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return wanted is not None and frame is not None
+
+
+def _runs_backward(ident: int) -> bool:
+    """Autograd has been called on that thread, and has not returned."""
+    frame = sys._current_frames().get(ident)
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        frame = frame.f_back
+    return frame is not None
+
+
+def _name_of(ident: int) -> str:
+    for thread in threading.enumerate():
+        if thread.ident == ident:
+            return repr(thread.name)
+    return str(ident)
+
+
+def thread_error(ident: int, does: str, what: str) -> ThreadError:
+    """The error of a call while another thread uses the model.
+
+    Args:
+        ident: of that thread.
+        does: what it is doing, as a verb; "of this model" follows.
+        what: was called.
+    """
+    me = threading.current_thread().name
+    return ThreadError(
+        f"thread {_name_of(ident)} {does} of this model, and thread {me!r} called {what}: {_REMEDY}"
+    )
+
+
+class ForwardThread:
+    """Who has a model's forward open, and who runs its backward.
+
+    Attributes:
+        ident: of the thread that has a forward open; 0: none.
+        frame: the frame that called the model.
+        backward: the thread that began a backward; 0: none, or one of autograd's own threads.
+    """
+
+    def __init__(self) -> None:
+        self.ident = 0
+        self.frame: FrameType | None = None
+        self.backward = 0
+        self._lock = threading.Lock()
+
+    def is_mine(self) -> bool:
+        """The open forward, if there is one, is of the calling thread."""
+        return self.ident in (0, threading.get_ident())
+
+    def refuse_others(self, what: str) -> None:
+        """Refuse to do something while another thread is inside a forward.
+
+        Args:
+            what: was called, for the message.
+
+        Raises:
+            ThreadError: names both threads.
+        """
+        if not self.is_mine() and _has_frame(self.ident, self.frame):
+            raise thread_error(self.ident, "is inside a forward", what)
+
+    def claim(self, frame: FrameType | None) -> None:
+        """Open a forward on the calling thread.
+
+        Args:
+            frame: that called the model.
+
+        Raises:
+            ThreadError: another thread has one open.
+        """
+        with self._lock:
+            self.refuse_others("the model")
+            self.ident, self.frame = threading.get_ident(), frame
+
+    def release(self) -> None:
+        """The forward is over."""
+        self.ident, self.frame = 0, None
+
+    def backward_begin(self) -> None:
+        """A backward begins on the calling thread, or on a thread that autograd has for it.
+
+        Raises:
+            ThreadError: another thread is inside a forward.
+        """
+        if not self.is_mine() and not _runs_backward(self.ident):
+            self.refuse_others("backward()")
+        me = threading.get_ident()
+        self.backward = me if _runs_backward(me) else 0
+
+    def refuse_backward(self, what: str) -> None:
+        """Refuse to do something while another thread runs the backward that began last.
+
+        Args:
+            what: was called, for the message.
+
+        Raises:
+            ThreadError: names both threads.
+        """
+        me = threading.get_ident()
+        candidates = [self.backward] if self.backward else [*sys._current_frames()]
+        for ident in candidates:
+            if ident != me and _runs_backward(ident):
+                raise thread_error(ident, "runs a backward", what)
