@@ -21,11 +21,11 @@ from lohan.mezo._lockstep import FIRST, Lockstep
 
 if TYPE_CHECKING:
     from lohan import _core
-    from lohan.session._session import Session
+    from lohan.session._session import Session as _Base
+else:  # ZerothSession derives from both, so that this module needs no session
+    _Base = object
 
 T = TypeVar("T")
-# A session's rules, for which it needs no session: ZerothSession has both.
-_Base = Session if TYPE_CHECKING else object
 
 
 class Where:

@@ -45,9 +45,10 @@ from lohan.torch_glue._tensor import (
 
 if TYPE_CHECKING:
     from lohan.activations._planner import Plan, Planner
+    from lohan.common._hyper import Hyper
     from lohan.config import Config
     from lohan.layout._block import Layout
-    from lohan.session._optim import Hyper, Optimizer
+    from lohan.session._optim import Optimizer
     from lohan.store._snapshot import OnChange, PathLike, Snapshot
     from lohan.store._store import Extents
     from lohan.torch_glue._buffers import Buffers
