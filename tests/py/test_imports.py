@@ -133,3 +133,10 @@ def test_a_module_that_is_missing_for_another_reason_is_shown_whole() -> None:
     done = run(code, "--help")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
+
+
+def test_the_settings_list_the_policies_that_there_are() -> None:
+    from lohan.config import POLICIES
+    from lohan.planning import _policies
+
+    assert list(POLICIES) == _policies.names()

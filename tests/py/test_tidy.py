@@ -203,23 +203,86 @@ def test_no_backend_is_named_below_the_binding() -> None:
     )
 
 
-def module_imports(path: str) -> set[str]:
-    """The modules of lohan that a module imports when it is itself imported."""
-    found: set[str] = set()
-    for node in ast.parse(text_of(path)).body:
-        if isinstance(node, ast.ImportFrom) and (node.level == 1 or node.module == "lohan"):
-            whole = node.module if node.level == 1 else None
-            found |= {whole} if whole else {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lohan."):
-            found.add((node.module or "").split(".")[1])
-        elif isinstance(node, ast.Import):
-            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("lohan.")}
+# From the bottom to the top: a package imports those before it and never those after it, also where
+# the import is inside a function. What stands under TYPE_CHECKING is not run, and may name any.
+PACKAGE_ORDER = (
+    ("errors", "config", "common"),
+    ("torch_glue",),
+    ("layout",),
+    ("journal",),
+    ("store",),
+    ("planning",),
+    ("activations",),
+    ("session",),
+    ("mezo",),
+    ("simulate", "wrap"),
+    ("lohan", "hf", "commands"),
+    ("cli", "__main__"),
+)
+IMPORT_CHAIN_MAX = 8
+TOP_MODULE_COUNT_MAX = 8
+
+
+@functools.cache
+def python_modules() -> dict[str, str]:
+    """The path of each module of lohan by its name without the leading "lohan."."""
+    found = {}
+    for path in files(".py", under="python/lohan/"):
+        parts = pathlib.Path(path).with_suffix("").parts[2:]
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name or "lohan"] = path
     return found
 
 
-def test_python_modules_import_without_a_cycle() -> None:
-    modules = {pathlib.Path(p).stem: p for p in files(".py", under="python/lohan/")}
-    graph = {name: module_imports(path) & modules.keys() for name, path in modules.items()}
+def _imported(node: ast.AST) -> set[str]:
+    """The modules of lohan that an import statement names."""
+    modules = python_modules()
+    if isinstance(node, ast.Import):
+        names = [a.name.removeprefix("lohan.") for a in node.names if a.name.startswith("lohan")]
+        return set(names) & modules.keys()
+    if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "lohan":
+        return set()
+    prefix = (node.module or "").removeprefix("lohan").removeprefix(".")
+    full = {f"{prefix}.{alias.name}".removeprefix(".") for alias in node.names}
+    if full <= modules.keys():
+        return full
+    return (full | {prefix}) & modules.keys()
+
+
+def module_imports(path: str, *, is_lazy: bool = False) -> set[str]:
+    """What a module imports when it is imported itself, or with is_lazy ever, types left out."""
+
+    def visit(node: ast.AST) -> set[str]:
+        found = _imported(node)
+        for child in ast.iter_child_nodes(node):
+            is_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            is_inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            if (is_types and child in node.body) or (is_inside and not is_lazy):
+                continue
+            found |= visit(child)
+        return found
+
+    return visit(ast.parse(text_of(path)))
+
+
+def rank_of_package(name: str) -> int:
+    """The place of a module's package, or of a module of the top folder, in PACKAGE_ORDER."""
+    return next(i for i, row in enumerate(PACKAGE_ORDER) if name.split(".")[0] in row)
+
+
+def test_python_packages_import_only_what_is_below_them() -> None:
+    problems = [
+        f"{path}: imports lohan.{other}"
+        for name, path in python_modules().items()
+        for other in sorted(module_imports(path, is_lazy=True))
+        if rank_of_package(other) > rank_of_package(name)
+    ]
+    complain(problems, "A package imports only those above it in PACKAGE_ORDER of this test:")
+
+
+def test_python_modules_import_without_a_cycle_in_short_chains() -> None:
+    modules = python_modules()
+    graph = {name: module_imports(path, is_lazy=True) - {name} for name, path in modules.items()}
     problems = []
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
@@ -233,6 +296,22 @@ def test_python_modules_import_without_a_cycle() -> None:
     for name in sorted(graph):
         visit(name, ())
     complain(problems[:5], "Modules of python/lohan import each other in a circle:")
+
+    @functools.cache
+    def chain(name: str) -> tuple[str, ...]:
+        below = module_imports(modules[name]) - {name}
+        return (name, *max((chain(other) for other in below), key=len, default=()))
+
+    long = sorted({" -> ".join(chain(n)) for n in modules if len(chain(n)) > IMPORT_CHAIN_MAX})
+    complain(long, f"A chain of imports has at most {IMPORT_CHAIN_MAX} modules:")
+
+
+def test_the_top_folder_of_the_package_has_few_modules() -> None:
+    top = [path for path in python_modules().values() if path.count("/") == 2]
+    complain(
+        sorted(top) if len(top) > TOP_MODULE_COUNT_MAX else [],
+        f"python/lohan has at most {TOP_MODULE_COUNT_MAX} modules; the others are in packages:",
+    )
 
 
 def test_files_are_short() -> None:
