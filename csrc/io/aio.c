@@ -72,6 +72,7 @@ static void first_refused(struct aio *aio, int rc)
 static void all_fail(struct aio *aio, struct lh_io_queue *queue)
 {
     struct lh_io_request *request = NULL;
+    LH_ASSERT(aio->refusal < 0);
     while ((request = lh_io_queue_pop(queue)) != NULL) {
         lh_io_request_end(&aio->base, request, aio->refusal);
         lh_io_queue_push(&aio->failed, request);

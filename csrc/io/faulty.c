@@ -96,6 +96,7 @@ static int faulty_submit(struct lh_io *io, struct lh_io_request *request)
     if (hit && faulty->fault.kind == LH_IO_FAULT_KIND_HOLD)
         return request_hold(faulty, request);
     if (hit) {
+        LH_ASSERT(!faulty->victim);
         faulty->victim = request;
         faulty->victim_buffer = request->buffer;
         faulty->victim_bytes = request->bytes;
@@ -126,6 +127,7 @@ static void faulty_flush(struct lh_io *io)
 /* The victim came back from inner. false: it went in again for its rest. */
 static bool victim_done(struct faulty *faulty, struct lh_io_request *request)
 {
+    LH_ASSERT(request == faulty->victim);
     if (faulty->fault.kind == LH_IO_FAULT_KIND_FLIP) {
         faulty->victim = NULL;
         if (request->result == 0) {
@@ -141,6 +143,7 @@ static bool victim_done(struct faulty *faulty, struct lh_io_request *request)
     if (is_first_part && request->result == 0 && is_enough)
         faulty->has_fired = true;
     if (is_first_part && request->result == 0 && !is_enough) {
+        LH_ASSERT(first_bytes < faulty->victim_bytes);
         request->buffer = (uint8_t *)faulty->victim_buffer + first_bytes;
         request->bytes = faulty->victim_bytes - first_bytes;
         request->offset = faulty->victim_offset + first_bytes;

@@ -78,6 +78,7 @@ static int round_trip(struct lh_io *io, struct lh_waker *waker, uint8_t *buffer,
 {
     static const enum lh_io_kind kinds[] = {LH_IO_KIND_WRITE, LH_IO_KIND_SYNC, LH_IO_KIND_READ};
     static const char *const kind_names[] = {"read", "write", "fdatasync"};
+    LH_ASSERT(lh_is_aligned((uintptr_t)buffer, LH_BLOCK_BYTES));
     for (uint64_t i = 0; i < PROBE_BYTES; i++)
         buffer[i] = (uint8_t)(i * 131 + i / 256);
     for (size_t i = 0; i < LH_COUNT_OF(kinds); i++) {

@@ -128,6 +128,7 @@ static uint32_t threads_poll(struct lh_io *io, struct lh_io_request **done, uint
     uint32_t done_count = 0;
     while (done_count < done_max && lh_ring_pop(&team->done, &message)) {
         done[done_count++] = (struct lh_io_request *)(uintptr_t)message.words[0];
+        LH_ASSERT(done[done_count - 1]->result != -EINPROGRESS);
         lh_io_base_finish(&team->base);
     }
     return done_count;
@@ -183,6 +184,7 @@ int lh_io_threads_create(const struct lh_io_opts *opts, struct lh_alloc *alloc,
                          struct lh_io **io_out, struct lh_error *err)
 {
     uint32_t count = opts->thread_count > 0 ? opts->thread_count : LH_IO_THREAD_COUNT_DEFAULT;
+    LH_ASSERT(count <= LH_IO_THREAD_COUNT_MAX);
     *io_out = NULL;
     struct threads *team = lh_alloc_zeroed(alloc, 1, sizeof(*team));
     if (!team)

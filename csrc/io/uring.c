@@ -58,6 +58,7 @@ struct uring {
 /* The registered piece that holds all of [begin, begin + bytes), or PIECE_NONE. */
 static uint32_t piece_of(const struct uring *uring, const uint8_t *begin, uint64_t bytes)
 {
+    LH_ASSERT(bytes > 0);
     for (uint32_t i = 0; i < uring->region_count; i++) {
         const struct region *region = &uring->regions[i];
         if (begin < region->base || begin >= region->base + region->bytes)
@@ -73,6 +74,7 @@ static uint32_t piece_of(const struct uring *uring, const uint8_t *begin, uint64
 
 static void request_fail(struct uring *uring, struct lh_io_request *request)
 {
+    LH_ASSERT(uring->refusal < 0);
     lh_io_request_end(&uring->base, request, uring->refusal);
     lh_io_queue_push(&uring->failed, request);
     if (uring->base.waker)

@@ -28,6 +28,7 @@ _Static_assert(LH_HUGE_PAGE_BYTES == UINT64_C(1) << 21, "MAP_RESERVED names this
 LH_PRINTF(2, 3) static void note(struct lh_arena *arena, const char *format, ...)
 {
     size_t used = strlen(arena->note);
+    LH_ASSERT(used < sizeof(arena->note));
     if (used > 0 && used + 2 < sizeof(arena->note)) {
         memcpy(arena->note + used, "; ", 3);
         used += 2;
@@ -71,6 +72,7 @@ static bool map_reserved(struct lh_arena *arena)
 {
     uint64_t wanted = arena->bytes / LH_HUGE_PAGE_BYTES;
     LH_ASSERT(wanted > 0);
+    LH_ASSERT(lh_is_aligned(arena->bytes, LH_HUGE_PAGE_BYTES));
     uint64_t promised = number_read(RESERVED_PROMISED);
     uint64_t unused = number_read(RESERVED_FREE);
     unused -= lh_min_u64(unused, promised);
@@ -104,6 +106,7 @@ static int map_aligned(struct lh_arena *arena, struct lh_error *err)
     }
     uint64_t before_bytes =
         lh_align_up((uintptr_t)mapped, LH_HUGE_PAGE_BYTES) - (uint64_t)(uintptr_t)mapped;
+    LH_ASSERT(before_bytes < LH_HUGE_PAGE_BYTES);
     uint64_t behind_bytes = LH_HUGE_PAGE_BYTES - before_bytes;
     arena->base = mapped + before_bytes;
     /* Shrinking a mapping at its ends cannot fail: it splits nothing. */
@@ -237,6 +240,7 @@ void lh_arena_destroy(struct lh_arena *arena, struct lh_alloc *alloc)
 {
     if (!arena)
         return;
+    LH_ASSERT(arena->base && arena->bytes > 0);
     int rc = munmap(arena->base, arena->bytes);
     LH_ASSERT(rc == 0);
     lh_free(alloc, arena);

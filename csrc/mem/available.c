@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/assert.h"
 #include "mem/arena.h"
 
 #define PATH_BYTES 4096
@@ -43,6 +44,7 @@ int lh_mem_field_read(const char *path, const char *name, uint64_t *value_out)
     char line[256];
     size_t name_length = strlen(name);
     int rc = -ENOENT;
+    LH_ASSERT(name_length > 0 && name_length < sizeof(line));
     while (rc != 0 && fgets(line, sizeof(line), file)) {
         /* "MemAvailable:   123 kB" in /proc, "inactive_file 123" in a control group. */
         const char *rest = line + name_length;
@@ -108,7 +110,9 @@ static uint64_t cgroups_available_bytes(const struct cgroup_names *names)
     uint64_t available_bytes = UINT64_MAX;
     while (strlen(directory) >= strlen(names->root)) {
         available_bytes = lh_min_u64(available_bytes, cgroup_available_bytes(names, directory));
-        *strrchr(directory, '/') = '\0';
+        char *end = strrchr(directory, '/');
+        LH_ASSERT(end); /* root begins with one */
+        *end = '\0';
     }
     return available_bytes;
 }

@@ -71,6 +71,7 @@ int lh_numa_node_here(void)
 int lh_numa_prefer(void *base, uint64_t bytes, int node)
 {
     LH_ASSERT(node >= 0 && node < lh_numa_node_count());
+    LH_ASSERT(node < NUMA_NODE_COUNT_MAX);
     if (!numa_is_here())
         return -ENOSYS;
     unsigned long nodes[NUMA_NODE_COUNT_MAX / NODE_MASK_BITS + 1] = {0};

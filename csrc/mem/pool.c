@@ -62,6 +62,7 @@ void lh_pool_deinit(struct lh_pool *pool, struct lh_alloc *alloc)
 
 void *lh_pool_acquire(struct lh_pool *pool)
 {
+    LH_ASSERT(pool->free_count <= pool->slab_count);
     if (pool->free_count == 0)
         return NULL;
     uint32_t index = pool->free_indices[--pool->free_count];

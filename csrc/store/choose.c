@@ -80,6 +80,8 @@ int lh_store_copies_read(struct lh_store *store, const char *name, const uint64_
                          struct lh_error *err)
 {
     uint32_t copy_count = store->control.copy_count;
+    LH_ASSERT(copy_count >= 1 && copy_count <= LH_STORE_COPY_COUNT_MAX);
+    LH_ASSERT(buffer->base != NULL);
     struct lh_error errors[LH_STORE_COPY_COUNT_MAX] = {{.code = 0}};
     uint32_t good = copy_count;
     /* The last one that is read stays in the buffer if it is good. */
@@ -108,6 +110,7 @@ int lh_store_copies_read(struct lh_store *store, const char *name, const uint64_
 
 static void place_read(struct lh_store *store, uint32_t number, struct lh_store_superblocks *place)
 {
+    LH_ASSERT(number < 2);
     *place = (struct lh_store_superblocks){.best = -1};
     for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
         struct lh_store_superblock *found = &place->found[copy];
@@ -129,6 +132,7 @@ static void place_read(struct lh_store *store, uint32_t number, struct lh_store_
 static bool place_is_lost(const struct lh_store *store, const struct lh_store_superblocks *place,
                           const struct lh_store_superblocks *other)
 {
+    LH_ASSERT(place->best < 0);
     if (store->control.copy_count > 1)
         return true;
     if (place->errors[0].code == -ENODATA)
@@ -141,6 +145,7 @@ static void place_reason(const struct lh_store *store, uint32_t number,
                          const struct lh_store_superblocks *place, struct lh_error *reason)
 {
     const struct lh_error *errors = place->errors;
+    LH_ASSERT(place->best < 0 && errors[0].code < 0);
     uint32_t told = is_damage(errors[0].code) && errors[1].code != 0 && !is_damage(errors[1].code);
     int code = place->errors[told].code;
     lh_error_set(reason, is_damage(code) ? -EILSEQ : code,
@@ -171,6 +176,7 @@ static uint32_t candidates_find(struct lh_store *store, const struct lh_store_su
                     place->errors[0].message);
             continue;
         }
+        LH_ASSERT(candidate.has_superblock == (candidate.reason.code == 0));
         bool is_first =
             count == 1 && (!candidate.has_superblock ||
                            (candidates[0].has_superblock &&
@@ -180,6 +186,9 @@ static uint32_t candidates_find(struct lh_store *store, const struct lh_store_su
         candidates[is_first ? 0 : count] = candidate;
         count++;
     }
+    /* Different places have sequence numbers of different parity. */
+    LH_ASSERT(count < 2 || !candidates[0].has_superblock || !candidates[1].has_superblock ||
+              candidates[0].superblock.sequence > candidates[1].superblock.sequence);
     return count;
 }
 
@@ -188,6 +197,7 @@ static int manifest_read(struct lh_store *store, const struct lh_store_superbloc
                          uint64_t *scalar_bytes_out, struct lh_error *err)
 {
     uint32_t area = superblock->manifest_area;
+    LH_ASSERT(area < LH_COUNT_OF(store->manifests));
     struct lh_store_buffer *manifest = &store->manifests[area];
     LH_TRY(lh_store_copies_read(store, "the manifest", store->control.manifest_offset[area],
                                 manifest, store->control.manifest_bytes, superblock->manifest_crc,
@@ -204,6 +214,7 @@ static int manifest_read(struct lh_store *store, const struct lh_store_superbloc
 static void state_load(struct lh_store *store)
 {
     const struct lh_store_control *control = &store->control;
+    LH_ASSERT(store->superblock.manifest_area < LH_COUNT_OF(store->manifests));
     const uint8_t *manifest = store->manifests[store->superblock.manifest_area].base;
     const uint8_t *groups = manifest + sizeof(struct lh_store_manifest_disk);
     const uint8_t *extents = manifest + control->manifest_extent_offset;
@@ -248,13 +259,16 @@ static int asked_find(const struct lh_store *store, const struct candidate *cand
         const struct candidate *candidate = &candidates[index];
         if (candidate->reason.code != 0)
             continue;
+        LH_ASSERT(candidate->has_superblock);
         if (candidate->superblock.step == step) {
             *chosen_out = index;
             return 0;
         }
         used += (uint64_t)snprintf(steps + used, sizeof(steps) - used, "%s%" PRIu64,
                                    used > 0 ? " and " : "", candidate->superblock.step);
+        LH_ASSERT(used < sizeof(steps));
     }
+    LH_ASSERT(count >= 1);
     const struct lh_error *reason =
         candidates[0].reason.code != 0 ? &candidates[0].reason : &candidates[count - 1].reason;
     return lh_error_set(err, -EINVAL,
@@ -293,6 +307,7 @@ static int newest_find(struct lh_store *store, const struct candidate *candidate
             "store, put back whole, loses nothing else",
             name, store->files[0].path, newest->reason.message, older->superblock.step,
             older->superblock.step);
+    LH_ASSERT(older->has_superblock);
     *chosen_out = 1;
     store->is_fallback = true;
     lh_store_note_add(store, "%s: %s cannot be read (%s); this is step %" PRIu64 " before it",
@@ -307,6 +322,7 @@ static int newest_find(struct lh_store *store, const struct candidate *candidate
  */
 static bool may_be_torn(const struct lh_store_superblocks *place, uint32_t copy, bool is_newest)
 {
+    LH_ASSERT(place->best >= 0);
     const struct lh_store_superblock *best = &place->found[place->best];
     return is_newest == (copy == 1) || (is_newest && best->witness != best->sequence);
 }
@@ -357,6 +373,8 @@ static int witness_check(struct lh_store *store, uint32_t file_index, uint64_t n
 {
     const struct lh_store_file *file = &store->files[file_index];
     const struct lh_store_superblock *chosen = &store->superblock;
+    LH_ASSERT(file_index >= 1 && file_index < store->file_count);
+    LH_ASSERT(chosen->sequence <= newest_sequence);
     for (uint32_t number = 0; number < 2; number++) {
         struct lh_store_witness found = {.sequence = 0};
         struct lh_error reason = {.code = 0};
@@ -431,6 +449,8 @@ int lh_store_choose(struct lh_store *store, const uint64_t *open_at, struct lh_e
                             "%s keeps one copy of each value: it can be opened at its newest step "
                             "only",
                             store->files[0].path);
+    LH_ASSERT(chosen < count && candidates[chosen].has_superblock);
+    LH_ASSERT(candidates[chosen].reason.code == 0);
     store->superblock = candidates[chosen].superblock;
     store->scalar_bytes = scalar_bytes[chosen];
     state_load(store);

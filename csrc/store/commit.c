@@ -91,6 +91,8 @@ void lh_store_rollback(struct lh_store *store)
     for (uint32_t extent = 0; extent < store->header.extent_count; extent++) {
         uint32_t group = store->extents[extent].group;
         unsigned state = store->group_states[group];
+        LH_ASSERT((state & IN_COMMIT) == 0 || (state & STAGED) != 0);
+        LH_ASSERT((state & IN_COMMIT) == 0 || store->phase != LH_STORE_PHASE_IDLE);
         if ((state & STAGED) == 0 || (state & IN_COMMIT) != 0 || store->slot_counts[group] != 1)
             continue;
         /* Overwritten in place. What was never committed is zeros again; the rest is lost. */
@@ -128,6 +130,7 @@ static void manifest_fill(const struct lh_store *store, uint8_t *manifest)
         extents[extent] = lh_store_is_zero(store, extent, slot) ? LH_STORE_EXTENT_ZERO : 0;
         uint64_t first = store->checksum_first[extent];
         uint64_t count = lh_store_checksum_count(store->extents[extent].bytes);
+        LH_ASSERT(first + count <= store->header.checksum_count);
         for (uint64_t index = first; index < first + count; index++) {
             uint32_t value = htole32(store->checksums[slot][index]);
             memcpy(sums + index * sizeof(value), &value, sizeof(value));
@@ -139,6 +142,10 @@ void lh_store_manifest_prepare(struct lh_store *store, uint64_t step, const void
                                uint64_t scalar_bytes)
 {
     const struct lh_store_control *control = &store->control;
+    LH_ASSERT(store->superblock.manifest_area < LH_COUNT_OF(store->manifests));
+    LH_ASSERT(store->superblock.sequence < LH_STORE_SEQUENCE_MAX);
+    LH_ASSERT(scalars != NULL || scalar_bytes == 0);
+    LH_ASSERT(control->manifest_scalar_offset + scalar_bytes <= control->manifest_bytes);
     uint32_t area = 1 - store->superblock.manifest_area;
     uint8_t *manifest = store->manifests[area].base;
     memset(manifest, 0, control->manifest_bytes);
@@ -169,6 +176,8 @@ uint64_t lh_store_witness_prepare(struct lh_store *store)
 
 uint64_t lh_store_superblock_prepare(struct lh_store *store, uint32_t copy)
 {
+    LH_ASSERT(copy < store->control.copy_count);
+    LH_ASSERT(store->next.sequence >= store->superblock.sequence);
     lh_store_superblock_encode(&store->next, &store->header, store->superblock_block.base);
     return LH_STORE_SUPERBLOCK_OFFSET(store->next.sequence % 2, copy);
 }
@@ -201,10 +210,13 @@ int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *sca
 /* The commit is durable: its slots are the committed ones. */
 static void commit_finish(struct lh_store *store)
 {
+    LH_ASSERT(store->phase == LH_STORE_PHASE_SYNC_SUPERBLOCK_COPY);
+    LH_ASSERT(store->next.sequence == store->superblock.sequence + 1);
     for (uint32_t group = 0; group < store->header.group_count; group++) {
         unsigned state = store->group_states[group];
         if ((state & IN_COMMIT) == 0)
             continue;
+        LH_ASSERT((state & STAGED) != 0);
         uint32_t slot = lh_store_write_slot(store, group);
         store->group_states[group] = (uint8_t)(slot | WRITTEN);
     }
@@ -222,6 +234,8 @@ static int results_check(struct lh_store *store, struct lh_error *err)
         const struct lh_io_request *request = &store->requests[index];
         /* The requests themselves have to come back, not copies: their results are read here. */
         LH_ASSERT(request->result != -EINPROGRESS);
+        LH_ASSERT(request->file_index < store->file_count);
+        LH_ASSERT(request->kind == LH_IO_KIND_WRITE || request->kind == LH_IO_KIND_SYNC);
         if (request->result >= 0)
             continue;
         int code = (int)request->result;
@@ -271,6 +285,7 @@ static uint32_t witness_count(const struct lh_store *store)
 static uint32_t manifest_requests(struct lh_store *store, struct lh_io_request *requests)
 {
     uint32_t area = store->next.manifest_area;
+    LH_ASSERT(area == 1 - store->superblock.manifest_area);
     for (uint32_t copy = 0; copy < store->control.copy_count; copy++)
         requests[copy] = write_request(0, store->manifests[area].base,
                                        store->control.manifest_offset[area][copy],

@@ -14,6 +14,7 @@
 static int opts_check_extents(const struct lh_store_opts *opts, struct lh_error *err)
 {
     uint64_t total_bytes = 0;
+    LH_ASSERT(opts->extents != NULL && opts->groups != NULL);
     for (uint32_t group = 0; group < opts->group_count; group++) {
         uint32_t slot_count = opts->groups[group].slot_count;
         if (slot_count < 1 || slot_count > LH_STORE_SLOT_COUNT_MAX)
@@ -72,6 +73,8 @@ static int opts_check(const struct lh_store_opts *opts, struct lh_error *err)
 static int describe(struct lh_store *store, const struct lh_store_opts *opts, struct lh_error *err)
 {
     struct lh_store_header *header = &store->header;
+    LH_ASSERT(opts->directory_count == store->file_count);
+    LH_ASSERT(opts->meta != NULL || opts->meta_bytes == 0);
     header->is_single_slot = opts->single_slot;
     header->file_count = opts->directory_count;
     header->extent_count = opts->extent_count;
@@ -134,7 +137,9 @@ static int headers_write(struct lh_store *store, uint32_t file_index, struct lh_
  */
 static int step_zero_write(struct lh_store *store, struct lh_error *err)
 {
+    LH_ASSERT(store->phase == LH_STORE_PHASE_IDLE);
     lh_store_manifest_prepare(store, 0, NULL, 0);
+    LH_ASSERT(store->next.sequence == store->superblock.sequence + 1);
     uint32_t area = store->next.manifest_area;
     for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
         LH_TRY(lh_store_file_write(store, 0, store->control.manifest_offset[area][copy],
@@ -165,6 +170,7 @@ static int control_write(struct lh_store *store, struct lh_error *err)
     store->superblock.manifest_area = 1;
     while (store->superblock.sequence < LH_STORE_SEQUENCE_CREATED(store->header.version))
         LH_TRY(step_zero_write(store, err));
+    LH_ASSERT(store->superblock.manifest_area == 1 - store->superblock.sequence % 2);
     for (uint32_t file = 1; file < store->file_count; file++)
         LH_TRY(headers_write(store, file, err));
     LH_TRY(lh_store_file_sync(store, 0, err));

@@ -44,6 +44,7 @@ int lh_store_file_paths_set(struct lh_store *store, const char *const *directori
 /* The first chars of the file's path; "/" where that is nothing. */
 static void path_cut(const struct lh_store_file *file, uint32_t chars, char *path_out)
 {
+    LH_ASSERT(chars < LH_STORE_PATH_BYTES_MAX);
     if (chars == 0)
         memcpy(path_out, "/", 2);
     else
@@ -55,6 +56,7 @@ static void path_cut(const struct lh_store_file *file, uint32_t chars, char *pat
  */
 static uint32_t parent_chars(const struct lh_store_file *file, uint32_t chars)
 {
+    LH_ASSERT(chars <= file->directory_chars);
     while (chars > 0 && file->path[chars - 1] != '/')
         chars--;
     while (chars > 0 && file->path[chars - 1] == '/')
@@ -67,6 +69,7 @@ static int directory_make(struct lh_store *store, struct lh_store_file *file, st
     const struct lh_store_fs *fs = store->fs;
     char path[LH_STORE_PATH_BYTES_MAX];
     struct lh_store_fs_info info;
+    LH_ASSERT(file->made_chars == 0 && !file->is_made);
     for (uint32_t end = 1; end <= file->directory_chars; end++) {
         if (file->path[end] != '/' || file->path[end - 1] == '/')
             continue;
@@ -91,6 +94,7 @@ static int identity_check(struct lh_store *store, uint32_t file_index,
                           const struct lh_store_fs_info *info, struct lh_error *err)
 {
     struct lh_store_file *file = &store->files[file_index];
+    LH_ASSERT(file_index < store->file_count);
     file->device = info->device;
     file->inode = info->inode;
     for (uint32_t index = 0; index < file_index; index++) {
@@ -128,6 +132,8 @@ int lh_store_file_create(struct lh_store *store, uint32_t file_index, bool allow
                          struct lh_error *err)
 {
     struct lh_store_file *file = &store->files[file_index];
+    LH_ASSERT(file_index < store->file_count && store->io_files[file_index].fd < 0);
+    LH_ASSERT(!store->is_read_only && !store->is_held);
     LH_TRY(directory_make(store, file, err));
     LH_TRY(medium_check(store, file_index, allow_tmpfs, err));
     int rc = store->fs->ops->open(store->fs, file->path, LH_STORE_FS_CREATE,
@@ -145,6 +151,7 @@ int lh_store_file_create(struct lh_store *store, uint32_t file_index, bool allow
 int lh_store_file_info(const struct lh_store *store, uint32_t file_index,
                        struct lh_store_fs_info *info_out, struct lh_error *err)
 {
+    LH_ASSERT(file_index < store->file_count);
     int rc = store->fs->ops->info(store->fs, store->io_files[file_index].fd, info_out);
     if (rc < 0)
         return lh_error_set(err, rc, "cannot examine %s: %s", store->files[file_index].path,
@@ -156,6 +163,7 @@ int lh_store_file_open(struct lh_store *store, uint32_t file_index, struct lh_er
 {
     const char *path = store->files[file_index].path;
     struct lh_store_fs_info info;
+    LH_ASSERT(file_index < store->file_count && store->io_files[file_index].fd < 0);
     int rc = store->fs->ops->open(store->fs, path,
                                   store->is_read_only ? LH_STORE_FS_READ : LH_STORE_FS_WRITE,
                                   &store->io_files[file_index].fd);
@@ -206,6 +214,7 @@ static int space_check(const struct lh_store *store, struct lh_error *err)
 int lh_store_files_reserve(struct lh_store *store, struct lh_error *err)
 {
     const struct lh_store_fs *fs = store->fs;
+    LH_ASSERT(store->layout.file_count == store->file_count);
     LH_TRY(space_check(store, err));
     for (uint32_t file = 0; file < store->file_count; file++) {
         const char *path = store->files[file].path;
@@ -230,6 +239,7 @@ int lh_store_file_sync_directories(const struct lh_store *store, uint32_t file_i
 {
     const struct lh_store_file *file = &store->files[file_index];
     char path[LH_STORE_PATH_BYTES_MAX];
+    LH_ASSERT(file_index < store->file_count && file->made_chars <= file->directory_chars);
     /*
      * The directory holds the file's entry, and each parent of one that was made holds that. A
      * directory that was there before may be as young: a creation that was killed made it.
@@ -276,6 +286,7 @@ void lh_store_files_unmake(struct lh_store *store)
 void lh_store_files_close(struct lh_store *store)
 {
     for (uint32_t file = 0; file < store->file_count; file++) {
+        LH_ASSERT(store->io_files[file].fd >= 0 || !store->files[file].is_locked);
         if (store->io_files[file].fd < 0)
             continue;
         lh_store_file_unlock(store, file);
@@ -287,6 +298,8 @@ void lh_store_files_close(struct lh_store *store)
 int lh_store_file_read(const struct lh_store *store, uint32_t file_index, uint64_t offset,
                        void *buffer, uint64_t bytes, struct lh_error *err)
 {
+    LH_ASSERT(file_index < store->file_count);
+    LH_ASSERT(lh_is_aligned(offset, LH_BLOCK_BYTES) && lh_is_aligned(bytes, LH_BLOCK_BYTES));
     for (uint64_t done = 0; done < bytes;) {
         int64_t rc = store->fs->ops->read(store->fs, store->io_files[file_index].fd,
                                           (uint8_t *)buffer + done, bytes - done, offset + done);
@@ -307,6 +320,8 @@ int lh_store_file_read(const struct lh_store *store, uint32_t file_index, uint64
 int lh_store_file_write(const struct lh_store *store, uint32_t file_index, uint64_t offset,
                         const void *buffer, uint64_t bytes, struct lh_error *err)
 {
+    LH_ASSERT(file_index < store->file_count && !store->is_read_only);
+    LH_ASSERT(lh_is_aligned(offset, LH_BLOCK_BYTES) && lh_is_aligned(bytes, LH_BLOCK_BYTES));
     for (uint64_t done = 0; done < bytes;) {
         int64_t rc =
             store->fs->ops->write(store->fs, store->io_files[file_index].fd,
@@ -324,6 +339,7 @@ int lh_store_file_write(const struct lh_store *store, uint32_t file_index, uint6
 
 int lh_store_file_sync(const struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
+    LH_ASSERT(file_index < store->file_count && !store->is_read_only);
     /* Tried once: a failed sync may have dropped the bytes. */
     int rc = store->fs->ops->sync(store->fs, store->io_files[file_index].fd);
     if (rc < 0)
@@ -336,6 +352,8 @@ int lh_store_header_write(struct lh_store *store, uint32_t file_index, uint32_t 
                           struct lh_error *err)
 {
     struct lh_store_header header = store->header;
+    LH_ASSERT(file_index < store->file_count);
+    LH_ASSERT(copy < store->control.copy_count);
     header.file_index = file_index;
     header.file_bytes = store->layout.file_bytes[file_index];
     lh_store_header_encode(&header, store->bounce.base);

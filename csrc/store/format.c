@@ -21,6 +21,8 @@ void lh_store_control_plan(const struct lh_store_header *header,
                            struct lh_store_control *control_out)
 {
     struct lh_store_control *control = control_out;
+    LH_ASSERT(header->version >= 1 && header->version <= LH_STORE_FORMAT_VERSION);
+    LH_ASSERT(header->file_count >= 1 && header->file_count <= LH_STORE_DIRECTORY_COUNT_MAX);
     memset(control, 0, sizeof(*control));
     control->copy_count = header->version == 1 ? 1 : LH_STORE_COPY_COUNT_MAX;
     control->has_witnesses = header->version > 1;
@@ -44,6 +46,8 @@ void lh_store_control_plan(const struct lh_store_header *header,
         control->table_offset[copy] = end;
         control->meta_offset[copy] = end + lh_align_up(control->table_bytes, LH_BLOCK_BYTES);
         end = lh_align_up(control->meta_offset[copy] + header->meta_bytes, 64 * LH_KIB);
+        LH_ASSERT(control->table_offset[copy] + control->table_bytes <= control->meta_offset[copy]);
+        LH_ASSERT(control->meta_offset[copy] + header->meta_bytes <= end);
         for (uint32_t area = 0; area < LH_COUNT_OF(control->manifest_offset); area++) {
             control->manifest_offset[area][copy] = end;
             end = lh_align_up(end + control->manifest_bytes, 64 * LH_KIB);
@@ -148,6 +152,7 @@ void lh_store_superblock_encode(const struct lh_store_superblock *superblock,
     struct lh_store_control control;
     lh_store_control_plan(header, &control);
     struct lh_store_superblock_disk *disk = block;
+    LH_ASSERT(superblock->manifest_area < LH_COUNT_OF(control.manifest_offset));
     memset(disk, 0, sizeof(*disk));
     memcpy(disk->magic, "LOHANSUP", sizeof(disk->magic));
     disk->version = htole32(header->version);
@@ -205,6 +210,7 @@ void lh_store_witness_encode(const struct lh_store_witness *witness,
                              const struct lh_store_header *header, void *block)
 {
     struct lh_store_witness_disk *disk = block;
+    LH_ASSERT(witness->sequence >= 1 && witness->sequence <= LH_STORE_SEQUENCE_MAX);
     memset(disk, 0, sizeof(*disk));
     memcpy(disk->magic, "LOHANWIT", sizeof(disk->magic));
     disk->version = htole32(header->version);
@@ -259,6 +265,8 @@ void lh_store_table_encode(const struct lh_store_shape *shape,
                            const struct lh_store_control *control, void *table)
 {
     uint8_t *bytes = table;
+    LH_ASSERT(shape->cycle_stripes <= control->group_offset);
+    LH_ASSERT(control->group_offset + shape->group_count <= control->extent_offset);
     memcpy(bytes, shape->cycle, shape->cycle_stripes);
     memcpy(bytes + control->group_offset, shape->slot_counts, shape->group_count);
     for (uint32_t extent = 0; extent < shape->extent_count; extent++) {
@@ -268,6 +276,7 @@ void lh_store_table_encode(const struct lh_store_shape *shape,
             .group = htole32(shape->extents[extent].group),
             .tail_files = {tail_files[0], tail_files[1]},
         };
+        LH_ASSERT(control->extent_offset + (extent + 1) * sizeof(disk) <= control->table_bytes);
         memcpy(bytes + control->extent_offset + extent * sizeof(disk), &disk, sizeof(disk));
     }
 }
@@ -278,6 +287,8 @@ int lh_store_table_decode(const void *table, const struct lh_store_header *heade
                           uint8_t *tail_files, struct lh_error *err)
 {
     const uint8_t *bytes = table;
+    LH_ASSERT(header->cycle_stripes <= LH_STORE_CYCLE_STRIPES_MAX);
+    LH_ASSERT(control->group_offset + header->group_count <= control->extent_offset);
     memset(cycle, 0, LH_STORE_CYCLE_STRIPES_MAX);
     memcpy(cycle, bytes, header->cycle_stripes);
     for (uint32_t stripe = 0; stripe < header->cycle_stripes; stripe++) {
@@ -344,6 +355,8 @@ int lh_store_manifest_decode(const void *manifest, const struct lh_store_header 
                              struct lh_error *err)
 {
     *scalar_bytes_out = 0;
+    LH_ASSERT(control->manifest_scalar_offset + header->scalar_bytes_max <=
+              control->manifest_bytes);
     uint32_t crc = lh_crc32c(0, manifest, control->manifest_bytes);
     if (crc != superblock->manifest_crc)
         return lh_error_set(err, -EILSEQ,
@@ -363,6 +376,7 @@ int lh_store_manifest_decode(const void *manifest, const struct lh_store_header 
         return lh_error_set(err, -EILSEQ, "it does not belong to this store's header");
     const uint8_t *flags = (const uint8_t *)manifest + sizeof(disk);
     for (uint32_t group = 0; group < header->group_count; group++) {
+        LH_ASSERT(slot_counts[group] >= 1 && slot_counts[group] <= LH_STORE_SLOT_COUNT_MAX);
         if ((flags[group] & LH_STORE_GROUP_SLOT) >= slot_counts[group])
             return lh_error_set(err, -EILSEQ, "it names slot %u of group %" PRIu32 ", which has %u",
                                 flags[group] & LH_STORE_GROUP_SLOT, group, slot_counts[group]);

@@ -13,6 +13,8 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
+#include "base/assert.h"
+
 #define TMPFS_TYPE 0x01021994
 #define RAMFS_TYPE 0x858458f6
 
@@ -140,6 +142,7 @@ static int fs_lock(const struct lh_store_fs *fs, int fd, enum lh_store_fs_lock l
         [LH_STORE_FS_EXCLUSIVE] = LOCK_EX | LOCK_NB,
     };
     (void)fs;
+    LH_ASSERT((uint64_t)lock < LH_COUNT_OF(operations));
     int rc = 0;
     do {
         rc = flock(fd, operations[lock]);
@@ -196,6 +199,7 @@ static int fs_remove(const struct lh_store_fs *fs, const char *path)
 static int fs_random(const struct lh_store_fs *fs, void *buffer, uint64_t bytes)
 {
     (void)fs;
+    LH_ASSERT(bytes <= 256); /* what getrandom() gives whole: see getrandom(2) */
     ssize_t rc = getrandom(buffer, bytes, 0);
     if (rc < 0)
         return -errno;

@@ -44,6 +44,7 @@ static bool is_dead(uint64_t pid)
 
 static int file_lock(const struct lh_store *store, uint32_t file_index, enum lh_store_fs_lock lock)
 {
+    LH_ASSERT(file_index < store->file_count && store->io_files[file_index].fd >= 0);
     return store->fs->ops->lock(store->fs, store->io_files[file_index].fd, lock);
 }
 
@@ -76,6 +77,7 @@ int lh_store_file_lock(struct lh_store *store, uint32_t file_index, struct lh_er
     struct lh_store_file *file = &store->files[file_index];
     enum lh_store_fs_lock lock = store->is_read_only ? LH_STORE_FS_SHARED : LH_STORE_FS_EXCLUSIVE;
     int rc = -EWOULDBLOCK;
+    LH_ASSERT(!file->is_locked && !store->is_held);
     for (uint32_t i = 0; i < DEAD_RETRY_COUNT && rc == -EWOULDBLOCK; i++) {
         rc = file_lock(store, file_index, lock);
         if (rc == -EWOULDBLOCK && !is_dead(owner_read(store, file_index)))
@@ -95,6 +97,7 @@ static int owner_write(struct lh_store *store, uint32_t file_index, uint64_t pid
                        struct lh_error *err)
 {
     struct lh_store_owner_disk *owner = (void *)store->bounce.base;
+    LH_ASSERT(!store->is_read_only);
     memset(owner, 0, sizeof(*owner));
     memcpy(owner->magic, "LOHANPID", sizeof(owner->magic));
     owner->pid = htole64(pid);
@@ -107,6 +110,7 @@ void lh_store_file_unlock(struct lh_store *store, uint32_t file_index)
     struct lh_store_file *file = &store->files[file_index];
     if (!file->is_locked)
         return;
+    LH_ASSERT(!store->is_held);
     /* Only courtesy: a stale name does no harm where there is no lock. */
     if (!store->is_read_only && file->is_owned)
         (void)!owner_write(store, file_index, 0, NULL);
@@ -156,6 +160,8 @@ int lh_store_file_probe(struct lh_store *store, uint32_t file_index, bool allow_
 {
     struct lh_io_file *io_file = &store->io_files[file_index];
     const char *path = store->files[file_index].path;
+    LH_ASSERT(file_index < store->file_count);
+    LH_ASSERT(io_file->fd >= 0 && !io_file->direct);
     int rc = store->fs->ops->set_direct(store->fs, io_file->fd, true);
     if (rc == 0) {
         rc = owner_exchange(store, file_index, err);

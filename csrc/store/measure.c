@@ -10,6 +10,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "base/assert.h"
 #include "base/clock.h"
 #include "store/store.h"
 
@@ -49,6 +50,7 @@ static uint64_t bytes_per_s(uint64_t bytes, uint64_t begin_ns, uint64_t end_ns)
 static int transfer_all(int fd, bool is_write, uint8_t *buffer, uint64_t bytes,
                         const struct lh_clock *clock, uint64_t *bytes_per_s_out)
 {
+    LH_ASSERT(bytes > 0 && lh_is_aligned(bytes, LH_BLOCK_BYTES));
     uint64_t begin_ns = lh_clock_now_ns(clock);
     for (uint64_t done = 0; done < bytes;) {
         uint64_t length = lh_min_u64(TRANSFER_BYTES, bytes - done);

@@ -18,6 +18,7 @@
 /* A copy that cannot be written again leaves the store as usable as it was. */
 static void mend_result(struct lh_store *store, uint32_t file_index, uint64_t offset, int rc)
 {
+    LH_ASSERT(file_index < store->file_count);
     if (rc < 0)
         lh_store_note_add(store,
                           "%s: the damaged block at offset %" PRIu64 " cannot be written: %s",
@@ -43,8 +44,10 @@ static void copies_mend(struct lh_store *store)
             mend_result(store, file, LH_STORE_HEADER_OFFSET(copy), rc);
         }
     }
+    LH_ASSERT(store->mend_count <= LH_STORE_MEND_COUNT_MAX);
     for (uint32_t index = 0; index < store->mend_count; index++) {
         const struct lh_store_mend *mend = &store->mends[index];
+        LH_ASSERT(mend->buffer->base != NULL);
         mend_result(store, 0, mend->offset,
                     write_and_sync(store, mend->offset, mend->buffer->base, mend->bytes));
     }
@@ -53,6 +56,7 @@ static void copies_mend(struct lh_store *store)
 /* Whether a copy is whole and the newest of its place: it must stay until the other one is. */
 static bool is_current(const struct lh_store_superblocks *place, uint32_t copy)
 {
+    LH_ASSERT(copy < LH_STORE_COPY_COUNT_MAX && place->best < LH_STORE_COPY_COUNT_MAX);
     return place->best >= 0 && place->errors[copy].code == 0 &&
            place->found[copy].sequence == place->found[place->best].sequence;
 }
@@ -64,6 +68,7 @@ static void place_mend(struct lh_store *store, uint32_t number,
     if (place->best < 0)
         return;
     const struct lh_store_superblock *best = &place->found[place->best];
+    LH_ASSERT(best->sequence % 2 == number);
     for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
         if (is_current(place, copy))
             continue;
@@ -77,6 +82,9 @@ static void place_mend(struct lh_store *store, uint32_t number,
 int lh_store_settle(struct lh_store *store, const struct lh_store_superblocks *places,
                     uint32_t chosen, uint64_t rejected_sequence, struct lh_error *err)
 {
+    LH_ASSERT(!store->is_read_only && store->phase == LH_STORE_PHASE_IDLE);
+    LH_ASSERT(chosen < 2 && places[chosen].best >= 0);
+    LH_ASSERT(rejected_sequence == 0 || rejected_sequence > store->superblock.sequence);
     for (uint32_t file = 0; file < store->file_count; file++)
         LH_TRY(lh_store_file_sync(store, file, err));
     uint32_t written = chosen;

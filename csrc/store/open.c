@@ -37,6 +37,7 @@ static int header_missing(struct lh_store *store, uint32_t file_index, uint64_t 
                           const struct lh_error *errors, struct lh_error *err)
 {
     const char *path = store->files[file_index].path;
+    LH_ASSERT(errors[0].code < 0 && errors[1].code < 0);
     /* A creation leaves one copy blank while it writes the other. */
     bool is_begun = errors[0].code == -ENODATA || errors[1].code == -ENODATA;
     int rc = is_past_creation(store, file_index, file_bytes, err);
@@ -90,6 +91,7 @@ static int header_read(struct lh_store *store, uint32_t file_index, uint64_t fil
         }
         return header_missing(store, file_index, file_bytes, errors, err);
     }
+    LH_ASSERT(errors[good].code == 0);
     *header_out = found[good];
     for (uint32_t copy = 0; copy < LH_STORE_COPY_COUNT_MAX; copy++)
         file->header_codes[copy] = errors[copy].code;
@@ -145,6 +147,7 @@ static int files_sort(struct lh_store *store, const struct lh_store_header *head
                 "the headers of %.256s and %.256s disagree: one of them was changed; "
                 "put a copy of the store back",
                 store->files[0].path, store->files[file].path);
+        LH_ASSERT(header->file_index < LH_STORE_DIRECTORY_COUNT_MAX);
         if (is_here[header->file_index])
             return lh_error_set(err, -EXDEV, "%.256s is a copy of file %" PRIu32 " of the store",
                                 store->files[file].path, header->file_index);
@@ -164,6 +167,7 @@ static int files_sort(struct lh_store *store, const struct lh_store_header *head
         uint32_t other = from[index];
         while (other < index)
             other = from[other];
+        LH_ASSERT(other < store->file_count);
         struct lh_store_file file = store->files[index];
         struct lh_io_file io_file = store->io_files[index];
         store->files[index] = store->files[other];
@@ -181,6 +185,7 @@ static int description_read(struct lh_store *store, const uint64_t *file_bytes,
 {
     const struct lh_store_header *header = &store->header;
     struct lh_store_control control;
+    LH_ASSERT(header->file_count == store->file_count);
     lh_store_control_plan(header, &control);
     /* Nothing is believed, or allocated, that the file has no room for. */
     if (control.data_offset[0] > file_bytes[0])
