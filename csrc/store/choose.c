@@ -71,7 +71,7 @@ static int copy_read(struct lh_store *store, const char *name, uint64_t offset,
         return 0;
     return lh_error_set(err, -EILSEQ,
                         "%s of %s (offset %" PRIu64 ", %" PRIu64 " bytes) has checksum %08" PRIx32
-                        ", and should have %08" PRIx32,
+                        ", expected %08" PRIx32,
                         name, store->files[0].path, offset, bytes, crc, expected_crc);
 }
 
@@ -97,7 +97,7 @@ int lh_store_copies_read(struct lh_store *store, const char *name, const uint64_
     for (uint32_t copy = 0; copy < copy_count; copy++) {
         if (errors[copy].code == 0)
             continue;
-        lh_store_note_add(store, "%s; its other copy is whole and was used", errors[copy].message);
+        lh_store_note_add(store, "%s; the other copy is intact and was used", errors[copy].message);
         LH_ASSERT(store->mend_count < LH_STORE_MEND_COUNT_MAX);
         store->mends[store->mend_count++] = (struct lh_store_mend){
             .offset = offsets[copy], .buffer = buffer, .bytes = lh_align_up(bytes, LH_BLOCK_BYTES)};
@@ -121,7 +121,7 @@ static void place_read(struct lh_store *store, uint32_t number, struct lh_store_
             rc = lh_store_superblock_decode(store->bounce.base, &store->header, found, error);
         if (rc == 0 && found->sequence % 2 != number)
             rc = lh_error_set(error, -EILSEQ,
-                              "its sequence number %" PRIu64 " belongs to the other one",
+                              "its sequence number %" PRIu64 " belongs to the other superblock",
                               found->sequence);
         if (rc == 0 && (place->best < 0 || found->sequence > place->found[place->best].sequence))
             place->best = (int)copy;
@@ -170,10 +170,10 @@ static uint32_t candidates_find(struct lh_store *store, const struct lh_store_su
             place_reason(store, number, place, &candidate.reason);
         } else {
             if (place->errors[0].code == -EILSEQ)
-                lh_store_note_add(
-                    store, "%s: superblock %" PRIu32 " at offset %" PRIu64 " is not whole: %s",
-                    store->files[0].path, number, LH_STORE_SUPERBLOCK_OFFSET(number, 0),
-                    place->errors[0].message);
+                lh_store_note_add(store,
+                                  "%s: superblock %" PRIu32 " at offset %" PRIu64 " is invalid: %s",
+                                  store->files[0].path, number,
+                                  LH_STORE_SUPERBLOCK_OFFSET(number, 0), place->errors[0].message);
             continue;
         }
         LH_ASSERT(candidate.has_superblock == (candidate.reason.code == 0));
@@ -271,11 +271,9 @@ static int asked_find(const struct lh_store *store, const struct candidate *cand
     LH_ASSERT(count >= 1);
     const struct lh_error *reason =
         candidates[0].reason.code != 0 ? &candidates[0].reason : &candidates[count - 1].reason;
-    return lh_error_set(err, -EINVAL,
-                        "%s cannot be opened at step %" PRIu64 ": the steps that are whole there "
-                        "are: %s%s%s",
-                        store->files[0].path, step, steps, reason->code != 0 ? "; " : "",
-                        reason->message);
+    return lh_error_set(
+        err, -EINVAL, "%s cannot be opened at step %" PRIu64 "; its intact steps are: %s%s%s",
+        store->files[0].path, step, steps, reason->code != 0 ? "; " : "", reason->message);
 }
 
 /* What to open where nothing was asked for. */
@@ -291,26 +289,28 @@ static int newest_find(struct lh_store *store, const struct candidate *candidate
     candidate_name(newest, name, sizeof(name));
     if (count < 2 || older->reason.code != 0)
         return lh_error_set(err, newest->reason.code,
-                            "%s: no committed step is whole: %s%s%s; put a copy of the store back",
+                            "%s: no committed step is intact: %s%s%s; restore the store from a "
+                            "backup",
                             store->files[0].path, newest->reason.message, count < 2 ? "" : "; ",
                             count < 2 ? "" : older->reason.message);
     if (store->header.is_single_slot)
         return lh_error_set(err, newest->reason.code,
                             "%s of %s cannot be read, and a store that keeps one copy of each "
-                            "value has no other step: %s; start from a checkpoint",
+                            "value has no earlier step: %s; start from a checkpoint",
                             name, store->files[0].path, newest->reason.message);
     if (!store->is_read_only || !is_damage(newest->reason.code))
         return lh_error_set(
             err, newest->reason.code,
-            "%s of %s cannot be read: %s; step %" PRIu64 " before it is whole, and resume=%" PRIu64
-            " goes back to it for good: what was trained since then is lost. A copy of the "
-            "store, put back whole, loses nothing else",
+            "%s of %s cannot be read: %s; the step before it, %" PRIu64
+            ", is intact: resume=%" PRIu64 " goes back to it permanently, and the training since "
+            "then is lost. To lose no more than a backup of the store lacks, restore all of it "
+            "from one",
             name, store->files[0].path, newest->reason.message, older->superblock.step,
             older->superblock.step);
     LH_ASSERT(older->has_superblock);
     *chosen_out = 1;
     store->is_fallback = true;
-    lh_store_note_add(store, "%s: %s cannot be read (%s); this is step %" PRIu64 " before it",
+    lh_store_note_add(store, "%s: %s cannot be read (%s); using the step before it, %" PRIu64,
                       store->files[0].path, name, newest->reason.message, older->superblock.step);
     return 0;
 }
@@ -341,7 +341,7 @@ static void places_note(struct lh_store *store, const struct lh_store_superblock
             if (code != 0 && !is_crash)
                 lh_store_note_add(store,
                                   "%s: copy %" PRIu32 " of superblock %" PRIu32
-                                  " at offset %" PRIu64 " is not whole; the other one was used: %s",
+                                  " at offset %" PRIu64 " is invalid; the other one was used: %s",
                                   store->files[0].path, copy, number,
                                   LH_STORE_SUPERBLOCK_OFFSET(number, copy),
                                   place->errors[copy].message);
@@ -357,7 +357,7 @@ static void places_note(struct lh_store *store, const struct lh_store_superblock
             if (code != 0 && !is_crash)
                 lh_store_note_add(store,
                                   "%s: copy %" PRIu32 " of the header at offset %" PRIu64
-                                  " is not whole (%s); the other one was used",
+                                  " is invalid (%s); the other one was used",
                                   store->files[file].path, copy, LH_STORE_HEADER_OFFSET(copy),
                                   is_damage(code) ? "wrong contents" : strerror(-code));
         }
@@ -390,8 +390,8 @@ static int witness_check(struct lh_store *store, uint32_t file_index, uint64_t n
             if (is_expected && !is_crash)
                 lh_store_note_add(store,
                                   "%s: the witness of the last commit at offset %" PRIu64
-                                  " is not whole, so whether this directory is as new as the "
-                                  "others is unknown: %s",
+                                  " is invalid, so it is unknown whether this directory is as "
+                                  "recent as the others: %s",
                                   file->path, offset, reason.message);
             continue;
         }
@@ -400,18 +400,18 @@ static int witness_check(struct lh_store *store, uint32_t file_index, uint64_t n
             return lh_error_set(
                 err, -ESTALE,
                 "directory %.*s was restored from an older copy: its newest commit is step "
-                "%" PRIu64 " (sequence number %" PRIu64 "), and the store is at step %" PRIu64
-                " (%" PRIu64 "); put the newest copy of it back, or restore every directory from "
-                "one copy",
+                "%" PRIu64 " (sequence number %" PRIu64 "), but the store is at step %" PRIu64
+                " (%" PRIu64 "); restore its newest copy, or restore every directory from the "
+                "same backup",
                 (int)file->directory_chars, file->path, found.step, found.sequence, chosen->step,
                 chosen->witness);
         if (found.sequence > newest_sequence + 1)
             return lh_error_set(
                 err, -ESTALE,
                 "directory %.*s was restored from an older copy: its newest commit is step "
-                "%" PRIu64 " (sequence number %" PRIu64 "), and %s already is at step %" PRIu64
-                " (%" PRIu64 "); put the newest copy of it back, or restore every directory from "
-                "one copy",
+                "%" PRIu64 " (sequence number %" PRIu64 "), but %s is already at step %" PRIu64
+                " (%" PRIu64 "); restore its newest copy, or restore every directory from the "
+                "same backup",
                 (int)store->files[0].directory_chars, store->files[0].path, chosen->step,
                 chosen->sequence, file->path, found.step, found.sequence);
     }
@@ -428,7 +428,7 @@ int lh_store_choose(struct lh_store *store, const uint64_t *open_at, struct lh_e
     uint32_t count = candidates_find(store, places, candidates);
     if (count == 0)
         return lh_error_set(err, -EILSEQ,
-                            "no committed step is whole: %s; put a copy of the store back",
+                            "no committed step is intact: %s; restore the store from a backup",
                             store->note);
     bool is_found = false;
     for (uint32_t index = 0; index < count && !is_found; index++) {
@@ -446,8 +446,8 @@ int lh_store_choose(struct lh_store *store, const uint64_t *open_at, struct lh_e
         LH_TRY(newest_find(store, candidates, count, &chosen, err));
     if (chosen > 0 && store->header.is_single_slot)
         return lh_error_set(err, -EINVAL,
-                            "%s keeps one copy of each value: it can be opened at its newest step "
-                            "only",
+                            "%s keeps one copy of each value, so it can be opened only at its "
+                            "newest step",
                             store->files[0].path);
     LH_ASSERT(chosen < count && candidates[chosen].has_superblock);
     LH_ASSERT(candidates[chosen].reason.code == 0);
@@ -462,7 +462,7 @@ int lh_store_choose(struct lh_store *store, const uint64_t *open_at, struct lh_e
     if (store->header.is_single_slot && !store->superblock.is_clean)
         return lh_error_set(err, -EUCLEAN,
                             "%s keeps one copy of each value and was not closed cleanly after "
-                            "step %" PRIu64 ": what it holds is a mixture of steps; start from a "
+                            "step %" PRIu64 ": its contents are a mixture of steps; start from a "
                             "checkpoint",
                             store->files[0].path, store->superblock.step);
     if (store->is_read_only)
@@ -471,8 +471,8 @@ int lh_store_choose(struct lh_store *store, const uint64_t *open_at, struct lh_e
     if (newest_sequence > LH_STORE_SEQUENCE_MAX / 2)
         return lh_error_set(err, -EILSEQ,
                             "%s has the sequence number %" PRIu64
-                            ", which no store reaches: it can be opened for reading only; make a "
-                            "new store from a copy of it",
+                            ", which is too high to continue from: it can be opened for reading "
+                            "only; export it and create a new store",
                             store->files[0].path, newest_sequence);
     return lh_store_settle(store, places, candidates[chosen].place,
                            chosen > 0 ? newest_sequence : 0, err);

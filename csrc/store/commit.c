@@ -109,7 +109,7 @@ void lh_store_rollback(struct lh_store *store)
         lh_error_set(&store->failure, -EUCLEAN,
                      "a step was rolled back after it began to overwrite the store, which keeps "
                      "one copy of each value: step %" PRIu64
-                     " cannot be had back; start from a checkpoint",
+                     " cannot be recovered; start from a checkpoint",
                      store->superblock.step);
 }
 
@@ -192,7 +192,7 @@ int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *sca
         return lh_error_set(err, -EROFS, "the store was opened for reading only");
     if (scalar_bytes > store->header.scalar_bytes_max)
         return lh_error_set(err, -EINVAL,
-                            "a commit carries %" PRIu64 " bytes of scalars, and the store was made "
+                            "a commit has %" PRIu64 " bytes of scalars, but the store was created "
                             "for at most %" PRIu64,
                             scalar_bytes, store->header.scalar_bytes_max);
     lh_store_manifest_prepare(store, step, scalars, scalar_bytes);
@@ -249,7 +249,7 @@ static int results_check(struct lh_store *store, struct lh_error *err)
                      store->next.step, verbs[request->kind], store->files[request->file_index].path,
                      range, strerror(-code),
                      is_unknown ? "whether it is durable is unknown until the store is opened "
-                                  "again, which shows it or"
+                                  "again, which shows either it or"
                                 : "the store is still at",
                      store->superblock.step);
         for (uint32_t group = 0; group < store->header.group_count; group++)

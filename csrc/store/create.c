@@ -19,7 +19,7 @@ static int opts_check_extents(const struct lh_store_opts *opts, struct lh_error 
         uint32_t slot_count = opts->groups[group].slot_count;
         if (slot_count < 1 || slot_count > LH_STORE_SLOT_COUNT_MAX)
             return lh_error_set(err, -EINVAL,
-                                "group %" PRIu32 " has %" PRIu32 " slots, 1 or 2 are possible",
+                                "group %" PRIu32 " has %" PRIu32 " slots; it must have 1 or 2",
                                 group, slot_count);
     }
     for (uint32_t extent = 0; extent < opts->extent_count; extent++) {
@@ -28,15 +28,17 @@ static int opts_check_extents(const struct lh_store_opts *opts, struct lh_error 
             desc->bytes > LH_STORE_TOTAL_BYTES_MAX)
             return lh_error_set(err, -EINVAL,
                                 "extent %" PRIu32 " has %" PRIu64
-                                " bytes, which is not a multiple of %" PRIu64 " up to 2^60",
+                                " bytes; its size must be a positive multiple of %" PRIu64
+                                " of at most 2^60 bytes",
                                 extent, desc->bytes, LH_BLOCK_BYTES);
         if (desc->group >= opts->group_count)
             return lh_error_set(err, -EINVAL,
-                                "extent %" PRIu32 " is in group %" PRIu32 " of %" PRIu32, extent,
-                                desc->group, opts->group_count);
+                                "extent %" PRIu32 " is in group %" PRIu32 ", but only %" PRIu32
+                                " groups exist",
+                                extent, desc->group, opts->group_count);
         total_bytes += desc->bytes * (opts->single_slot ? 1 : opts->groups[desc->group].slot_count);
         if (total_bytes > LH_STORE_TOTAL_BYTES_MAX)
-            return lh_error_set(err, -EINVAL, "the extents have more than 2^60 bytes together");
+            return lh_error_set(err, -EINVAL, "the extents have more than 2^60 bytes in total");
     }
     return 0;
 }
@@ -44,26 +46,26 @@ static int opts_check_extents(const struct lh_store_opts *opts, struct lh_error 
 static int opts_check(const struct lh_store_opts *opts, struct lh_error *err)
 {
     if (opts->directory_count < 1 || opts->directory_count > LH_STORE_DIRECTORY_COUNT_MAX)
-        return lh_error_set(err, -EINVAL, "%" PRIu32 " directories: 1 to %d are possible",
+        return lh_error_set(err, -EINVAL, "%" PRIu32 " directories: a store has 1 to %d",
                             opts->directory_count, LH_STORE_DIRECTORY_COUNT_MAX);
     for (uint32_t file = 0; opts->weights != NULL && file < opts->directory_count; file++) {
         if (opts->weights[file] == 0 || opts->weights[file] > LH_STORE_WEIGHT_MAX)
             return lh_error_set(err, -EINVAL,
                                 "the weight of directory %" PRIu32 " is %" PRIu64
-                                ", 1 to 2^56 are possible",
+                                "; it must be between 1 and 2^56",
                                 file, opts->weights[file]);
     }
     if (opts->extent_count < 1 || opts->extent_count > LH_STORE_EXTENT_COUNT_MAX ||
         opts->group_count < 1 || opts->group_count > LH_STORE_GROUP_COUNT_MAX)
         return lh_error_set(err, -EINVAL,
-                            "%" PRIu32 " extents in %" PRIu32 " groups: 1 to %" PRIu32
-                            " are possible of each",
+                            "%" PRIu32 " extents in %" PRIu32
+                            " groups: each count must be between 1 and %" PRIu32,
                             opts->extent_count, opts->group_count, LH_STORE_EXTENT_COUNT_MAX);
     if (opts->meta_bytes > LH_STORE_META_BYTES_MAX ||
         opts->scalar_bytes_max > LH_STORE_SCALAR_BYTES_MAX)
         return lh_error_set(err, -EINVAL,
-                            "meta has %" PRIu64 " bytes and scalars up to %" PRIu64 ": at most "
-                            "%" PRIu64 " and %" PRIu64 " are possible",
+                            "meta has %" PRIu64 " bytes and scalars up to %" PRIu64
+                            ": the maxima are %" PRIu64 " and %" PRIu64,
                             opts->meta_bytes, opts->scalar_bytes_max, LH_STORE_META_BYTES_MAX,
                             LH_STORE_SCALAR_BYTES_MAX);
     return opts_check_extents(opts, err);
@@ -87,7 +89,7 @@ static int describe(struct lh_store *store, const struct lh_store_opts *opts, st
         header->checksum_count += lh_store_checksum_count(opts->extents[extent].bytes);
     int rc = store->fs->ops->random(store->fs, header->uuid, sizeof(header->uuid));
     if (rc < 0)
-        return lh_error_set(err, rc, "the kernel gave no random bytes for the store's uuid: %s",
+        return lh_error_set(err, rc, "the kernel returned no random bytes for the store's UUID: %s",
                             strerror(-rc));
     LH_TRY(lh_store_description_init(store, err));
 

@@ -14,13 +14,13 @@ static int path_set(struct lh_store_file *file, const char *directory, struct lh
     const uint64_t name_bytes = sizeof("/" LH_STORE_FILE_NAME);
     uint64_t chars = directory != NULL ? strlen(directory) : 0;
     if (chars == 0)
-        return lh_error_set(err, -EINVAL, "a directory's name is empty");
+        return lh_error_set(err, -EINVAL, "the name of a directory is empty");
     while (chars > 0 && directory[chars - 1] == '/')
         chars--;
     if (chars + name_bytes > sizeof(file->path))
         return lh_error_set(err, -ENAMETOOLONG,
-                            "a directory's name has %" PRIu64 " characters, at most %" PRIu64
-                            " are possible",
+                            "the name of a directory has %" PRIu64
+                            " characters; the maximum is %" PRIu64,
                             chars, (uint64_t)sizeof(file->path) - name_bytes);
     memcpy(file->path, directory, chars);
     memcpy(file->path + chars, "/" LH_STORE_FILE_NAME, name_bytes);
@@ -101,7 +101,7 @@ static int identity_check(struct lh_store *store, uint32_t file_index,
         const struct lh_store_file *other = &store->files[index];
         if (other->device == file->device && other->inode == file->inode)
             return lh_error_set(err, -EINVAL,
-                                "%.*s and %.*s are one directory under two names; give each "
+                                "%.*s and %.*s are the same directory under two names; list each "
                                 "directory once",
                                 (int)other->directory_chars, other->path,
                                 (int)file->directory_chars, file->path);
@@ -122,8 +122,8 @@ static int medium_check(struct lh_store *store, uint32_t file_index, bool allow_
     LH_TRY(identity_check(store, file_index, &info, err));
     if (info.memory_name != NULL && !allow_tmpfs)
         return lh_error_set(err, -EMEDIUMTYPE,
-                            "%s is in main memory (%s): a store there takes the memory that it is "
-                            "meant to save; choose a directory on an SSD",
+                            "%s is in main memory (%s): a store there would use the memory that it "
+                            "is meant to save; choose a directory on an SSD",
                             directory, info.memory_name);
     return 0;
 }
@@ -140,7 +140,8 @@ int lh_store_file_create(struct lh_store *store, uint32_t file_index, bool allow
                                   &store->io_files[file_index].fd);
     if (rc == -EEXIST)
         return lh_error_set(err, -EEXIST,
-                            "%s exists: a store is there; resume it, or choose another directory",
+                            "%s exists: the directory holds a store; resume it, or choose another "
+                            "directory",
                             file->path);
     if (rc < 0)
         return lh_error_set(err, rc, "cannot create %s: %s", file->path, strerror(-rc));
@@ -171,16 +172,16 @@ int lh_store_file_open(struct lh_store *store, uint32_t file_index, struct lh_er
         return lh_error_set(err, -ENOENT, "there is no store: %s does not exist", path);
     if (rc == -ELOOP)
         return lh_error_set(err, -ELOOP,
-                            "%s is a symbolic link, and a store's file has to be a regular file; "
-                            "give the directory that the link points into",
+                            "%s is a symbolic link, but a store's file must be a regular file; "
+                            "pass the directory that the link points into",
                             path);
     if (rc < 0)
         return lh_error_set(err, rc, "cannot open %s: %s", path, strerror(-rc));
     LH_TRY(lh_store_file_info(store, file_index, &info, err));
     if (!info.is_regular)
         return lh_error_set(err, -EINVAL,
-                            "%s is not a regular file, so it is not a store's: remove it, or "
-                            "choose another directory",
+                            "%s is not a regular file, so it does not belong to a store: remove "
+                            "it, or choose another directory",
                             path);
     LH_TRY(identity_check(store, file_index, &info, err));
     return store->is_held ? 0 : lh_store_file_lock(store, file_index, err);
@@ -201,8 +202,8 @@ static int space_check(const struct lh_store *store, struct lh_error *err)
         uint64_t available_bytes = info[file].available_bytes;
         if (needed_bytes > available_bytes)
             return lh_error_set(err, -ENOSPC,
-                                "directory %.*s needs %" PRIu64 " bytes, %" PRIu64
-                                " are available, %" PRIu64
+                                "directory %.*s needs %" PRIu64 " bytes, but only %" PRIu64
+                                " are available: %" PRIu64
                                 " are missing; free space there, or add a directory on another "
                                 "drive",
                                 (int)store->files[file].directory_chars, store->files[file].path,
@@ -223,7 +224,7 @@ int lh_store_files_reserve(struct lh_store *store, struct lh_error *err)
         if (rc == -EOPNOTSUPP) {
             lh_store_note_add(store,
                               "%s: its file system cannot reserve space (fallocate: %s); a full "
-                              "drive will show only when it is written",
+                              "drive will be noticed only when a write fails",
                               path, strerror(-rc));
             rc = fs->ops->truncate(fs, store->io_files[file].fd, bytes);
         }
@@ -309,8 +310,8 @@ int lh_store_file_read(const struct lh_store *store, uint32_t file_index, uint64
                 bytes - done, offset + done, store->files[file_index].path, strerror((int)-rc));
         if (rc == 0)
             return lh_error_set(err, -ENODATA,
-                                "%s ends at %" PRIu64 ", bytes up to %" PRIu64
-                                " were to be read: it was truncated",
+                                "%s was truncated: it ends at offset %" PRIu64
+                                ", and bytes up to %" PRIu64 " are needed",
                                 store->files[file_index].path, offset + done, offset + bytes);
         done += (uint64_t)rc;
     }

@@ -109,9 +109,9 @@ int lh_store_header_decode(const void *block, struct lh_store_header *header_out
         return lh_error_set(err, -EILSEQ, "the header does not start with LOHANDAT");
     uint32_t crc = lh_crc32c(0, &disk, BLOCK_CRC_BYTES);
     if (crc != le32toh(disk.crc))
-        return lh_error_set(
-            err, -EILSEQ, "the header has checksum %08" PRIx32 ", and says it should be %08" PRIx32,
-            crc, le32toh(disk.crc));
+        return lh_error_set(err, -EILSEQ,
+                            "the header has checksum %08" PRIx32 ", but records %08" PRIx32, crc,
+                            le32toh(disk.crc));
     uint32_t version = le32toh(disk.version);
     if (version > LH_STORE_FORMAT_VERSION)
         return lh_error_set(err, -EPROTO,
@@ -138,7 +138,7 @@ int lh_store_header_decode(const void *block, struct lh_store_header *header_out
     if (version == 0 || le32toh(disk.checksum_bytes) != LH_CHECKSUM_BYTES ||
         !is_header_possible(header_out))
         return lh_error_set(err, -EILSEQ,
-                            "the header holds values that no store has (version "
+                            "the header holds values that no store can have (version "
                             "%" PRIu32 ", file %" PRIu32 " of %" PRIu32 ", %" PRIu32
                             " extents, %" PRIu32 " groups)",
                             version, header_out->file_index, header_out->file_count,
@@ -179,9 +179,8 @@ int lh_store_superblock_decode(const void *block, const struct lh_store_header *
         return lh_error_set(err, -EILSEQ, "it does not start with LOHANSUP");
     uint32_t crc = lh_crc32c(0, &disk, BLOCK_CRC_BYTES);
     if (crc != le32toh(disk.crc))
-        return lh_error_set(err, -EILSEQ,
-                            "it has checksum %08" PRIx32 ", and says it should be %08" PRIx32, crc,
-                            le32toh(disk.crc));
+        return lh_error_set(err, -EILSEQ, "it has checksum %08" PRIx32 ", but records %08" PRIx32,
+                            crc, le32toh(disk.crc));
     struct lh_store_control control;
     lh_store_control_plan(header, &control);
     *superblock_out = (struct lh_store_superblock){
@@ -195,13 +194,13 @@ int lh_store_superblock_decode(const void *block, const struct lh_store_header *
     if (memcmp(disk.uuid, header->uuid, sizeof(disk.uuid)) != 0 ||
         le32toh(disk.version) != header->version || superblock_out->manifest_area > 1 ||
         le64toh(disk.manifest_bytes) != control.manifest_bytes)
-        return lh_error_set(err, -EILSEQ, "it does not belong to this store's header");
+        return lh_error_set(err, -EILSEQ, "it does not match this store's header");
     if (superblock_out->sequence < 1 || superblock_out->sequence > LH_STORE_SEQUENCE_MAX ||
         superblock_out->witness > superblock_out->sequence ||
         (superblock_out->witness != 0) != control.has_witnesses)
         return lh_error_set(err, -EILSEQ,
                             "its sequence number %" PRIu64 " (witness %" PRIu64
-                            ") is one that no store has",
+                            ") is one that no store can have",
                             superblock_out->sequence, superblock_out->witness);
     return 0;
 }
@@ -230,14 +229,13 @@ int lh_store_witness_decode(const void *block, const struct lh_store_header *hea
         return lh_error_set(err, -EILSEQ, "it does not start with LOHANWIT");
     uint32_t crc = lh_crc32c(0, &disk, BLOCK_CRC_BYTES);
     if (crc != le32toh(disk.crc))
-        return lh_error_set(err, -EILSEQ,
-                            "it has checksum %08" PRIx32 ", and says it should be %08" PRIx32, crc,
-                            le32toh(disk.crc));
+        return lh_error_set(err, -EILSEQ, "it has checksum %08" PRIx32 ", but records %08" PRIx32,
+                            crc, le32toh(disk.crc));
     uint64_t sequence = le64toh(disk.sequence);
     if (memcmp(disk.uuid, header->uuid, sizeof(disk.uuid)) != 0 ||
         le32toh(disk.version) != header->version || sequence < 1 ||
         sequence > LH_STORE_SEQUENCE_MAX)
-        return lh_error_set(err, -EILSEQ, "it does not belong to this store's header");
+        return lh_error_set(err, -EILSEQ, "it does not match this store's header");
     *witness_out = (struct lh_store_witness){.sequence = sequence, .step = le64toh(disk.step)};
     return 0;
 }
@@ -293,15 +291,18 @@ int lh_store_table_decode(const void *table, const struct lh_store_header *heade
     memcpy(cycle, bytes, header->cycle_stripes);
     for (uint32_t stripe = 0; stripe < header->cycle_stripes; stripe++) {
         if (cycle[stripe] >= header->file_count)
-            return lh_error_set(err, -EILSEQ, "the table puts stripe %" PRIu32 " on file %u of %u",
+            return lh_error_set(err, -EILSEQ,
+                                "the table puts stripe %" PRIu32
+                                " on file %u, but there are only %u files",
                                 stripe, cycle[stripe], header->file_count);
     }
     memcpy(slot_counts, bytes + control->group_offset, header->group_count);
     for (uint32_t group = 0; group < header->group_count; group++) {
         uint32_t slot_max = header->is_single_slot ? 1 : LH_STORE_SLOT_COUNT_MAX;
         if (slot_counts[group] < 1 || slot_counts[group] > slot_max)
-            return lh_error_set(err, -EILSEQ, "the table gives group %" PRIu32 " %u slots", group,
-                                slot_counts[group]);
+            return lh_error_set(err, -EILSEQ,
+                                "the table gives group %" PRIu32 " an invalid number of slots: %u",
+                                group, slot_counts[group]);
     }
     uint64_t total_bytes = 0;
     uint64_t checksum_count = 0;
@@ -317,16 +318,15 @@ int lh_store_table_decode(const void *table, const struct lh_store_header *heade
             extent_bytes > LH_STORE_TOTAL_BYTES_MAX ||
             extents[extent].group >= header->group_count ||
             disk.tail_files[0] >= header->file_count || disk.tail_files[1] >= header->file_count)
-            return lh_error_set(err, -EILSEQ, "the table's extent %" PRIu32 " is impossible",
-                                extent);
+            return lh_error_set(err, -EILSEQ, "extent %" PRIu32 " in the table is invalid", extent);
         checksum_count += lh_store_checksum_count(extent_bytes);
         total_bytes += extent_bytes * slot_counts[extents[extent].group];
         if (total_bytes > LH_STORE_TOTAL_BYTES_MAX)
-            return lh_error_set(err, -EILSEQ, "the table's extents are above 2^60 bytes");
+            return lh_error_set(err, -EILSEQ, "the table's extents exceed 2^60 bytes");
     }
     if (checksum_count != header->checksum_count)
         return lh_error_set(err, -EILSEQ,
-                            "the table needs %" PRIu64 " checksums, the header counts %" PRIu64,
+                            "the table needs %" PRIu64 " checksums, but the header counts %" PRIu64,
                             checksum_count, header->checksum_count);
     return 0;
 }
@@ -360,7 +360,7 @@ int lh_store_manifest_decode(const void *manifest, const struct lh_store_header 
     uint32_t crc = lh_crc32c(0, manifest, control->manifest_bytes);
     if (crc != superblock->manifest_crc)
         return lh_error_set(err, -EILSEQ,
-                            "it has checksum %08" PRIx32 ", and its superblock says %08" PRIx32,
+                            "it has checksum %08" PRIx32 ", but its superblock says %08" PRIx32,
                             crc, superblock->manifest_crc);
     struct lh_store_manifest_disk disk;
     memcpy(&disk, manifest, sizeof(disk));
@@ -373,12 +373,13 @@ int lh_store_manifest_decode(const void *manifest, const struct lh_store_header 
         le64toh(disk.step) != superblock->step ||
         le64toh(disk.checksum_count) != header->checksum_count ||
         scalar_bytes > header->scalar_bytes_max)
-        return lh_error_set(err, -EILSEQ, "it does not belong to this store's header");
+        return lh_error_set(err, -EILSEQ, "it does not match this store's header");
     const uint8_t *flags = (const uint8_t *)manifest + sizeof(disk);
     for (uint32_t group = 0; group < header->group_count; group++) {
         LH_ASSERT(slot_counts[group] >= 1 && slot_counts[group] <= LH_STORE_SLOT_COUNT_MAX);
         if ((flags[group] & LH_STORE_GROUP_SLOT) >= slot_counts[group])
-            return lh_error_set(err, -EILSEQ, "it names slot %u of group %" PRIu32 ", which has %u",
+            return lh_error_set(err, -EILSEQ,
+                                "it names slot %u of group %" PRIu32 ", which has only %u",
                                 flags[group] & LH_STORE_GROUP_SLOT, group, slot_counts[group]);
     }
     *scalar_bytes_out = scalar_bytes;

@@ -61,8 +61,9 @@ static int busy(struct lh_store *store, uint32_t file_index, struct lh_error *er
     uint64_t pid = owner_read(store, file_index);
     if (is_dead(pid))
         return lh_error_set(err, -EBUSY,
-                            "%s was in use by process %" PRIu64 ", which has ended, and a child of "
-                            "it still has it open; end that, or choose another directory",
+                            "%s was in use by process %" PRIu64 ", which has ended, but a child of "
+                            "that process still has the file open; end the child, or choose "
+                            "another directory",
                             file->path, pid);
     if (pid != 0)
         return lh_error_set(err, -EBUSY,
@@ -124,7 +125,8 @@ static int owner_is_lost(struct lh_store *store, uint32_t file_index, struct lh_
     lh_error_clear(err);
     lh_store_note_add(store,
                       "%s: the block at offset %" PRIu64
-                      ", which names the process that has it open, cannot be read or written: %s",
+                      ", which records the process that uses the file, cannot be read or written: "
+                      "%s",
                       store->files[file_index].path, LH_STORE_OWNER_OFFSET, strerror(EIO));
     return 0;
 }
@@ -150,7 +152,7 @@ static int owner_exchange(struct lh_store *store, uint32_t file_index, struct lh
     LH_TRY(rc);
     if (!store->is_read_only && le64toh(owner->pid) != pid)
         return lh_error_set(err, -EIO,
-                            "%s does not give back what was written to it (offset %" PRIu64 ")",
+                            "%s returned other bytes than were written to it (offset %" PRIu64 ")",
                             file->path, LH_STORE_OWNER_OFFSET);
     return 0;
 }
@@ -178,7 +180,7 @@ int lh_store_file_probe(struct lh_store *store, uint32_t file_index, bool allow_
                             "%s: its file system refuses O_DIRECT (%s); choose another directory, "
                             "or allow buffered I/O",
                             path, strerror(-rc));
-    lh_store_note_add(store, "%s: O_DIRECT is refused (%s); its bytes pass through the page cache",
+    lh_store_note_add(store, "%s: O_DIRECT is refused (%s); its I/O goes through the page cache",
                       path, strerror(-rc));
     rc = store->fs->ops->set_direct(store->fs, io_file->fd, false);
     if (rc < 0)

@@ -21,7 +21,7 @@ static void mend_result(struct lh_store *store, uint32_t file_index, uint64_t of
     LH_ASSERT(file_index < store->file_count);
     if (rc < 0)
         lh_store_note_add(store,
-                          "%s: the damaged block at offset %" PRIu64 " cannot be written: %s",
+                          "%s: the damaged block at offset %" PRIu64 " cannot be repaired: %s",
                           store->files[file_index].path, offset, strerror(-rc));
 }
 

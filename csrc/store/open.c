@@ -48,9 +48,9 @@ static int header_missing(struct lh_store *store, uint32_t file_index, uint64_t 
                             "create the store again",
                             path);
     return lh_error_set(err, -EILSEQ,
-                        "%s has lost its header%s: %s, and the copy at offset %" PRIu64
-                        ": %s; put back a copy of the file",
-                        path, rc > 0 ? ", and holds commits" : "", errors[0].message,
+                        "%s has no valid header%s: %s, and the copy at offset %" PRIu64
+                        ": %s; restore the file from a backup",
+                        path, rc > 0 ? ", but holds commits" : "", errors[0].message,
                         LH_STORE_HEADER_OFFSET(1), errors[1].message);
 }
 
@@ -80,7 +80,7 @@ static int header_read(struct lh_store *store, uint32_t file_index, uint64_t fil
         }
         /* Version 1 has something else where copy 1 would be. */
         if (rc == 0 && copy > 0 && found[copy].version == 1)
-            rc = lh_error_set(&errors[copy], -EILSEQ, "it is of version 1, which has no copy");
+            rc = lh_error_set(&errors[copy], -EILSEQ, "it has version 1, which has no second copy");
         if (rc == 0)
             good = copy;
     }
@@ -114,8 +114,8 @@ static int file_begin(struct lh_store *store, uint32_t file_index, struct lh_sto
     LH_TRY(header_read(store, file_index, info.bytes, header, err));
     if (info.bytes < header->file_bytes)
         return lh_error_set(err, -ENODATA,
-                            "%s was truncated: it has %" PRIu64 " bytes, %" PRIu64 " are expected",
-                            path, info.bytes, header->file_bytes);
+                            "%s was truncated: it has %" PRIu64 " bytes, expected %" PRIu64, path,
+                            info.bytes, header->file_bytes);
     return 0;
 }
 
@@ -145,7 +145,7 @@ static int files_sort(struct lh_store *store, const struct lh_store_header *head
             return lh_error_set(
                 err, -EILSEQ,
                 "the headers of %.256s and %.256s disagree: one of them was changed; "
-                "put a copy of the store back",
+                "restore the store from a backup",
                 store->files[0].path, store->files[file].path);
         LH_ASSERT(header->file_index < LH_STORE_DIRECTORY_COUNT_MAX);
         if (is_here[header->file_index])
@@ -157,7 +157,7 @@ static int files_sort(struct lh_store *store, const struct lh_store_header *head
     for (uint32_t index = 0; index < first->file_count; index++) {
         if (!is_here[index])
             return lh_error_set(err, -EXDEV,
-                                "the store of %.256s has %" PRIu32 " directories, and the one with "
+                                "the store of %.256s has %" PRIu32 " directories, but the one with "
                                 "file %" PRIu32 " is not among the %" PRIu32 " that were given",
                                 store->files[0].path, first->file_count, index, store->file_count);
     }
@@ -189,7 +189,8 @@ static int description_read(struct lh_store *store, const uint64_t *file_bytes,
     lh_store_control_plan(header, &control);
     /* Nothing is believed, or allocated, that the file has no room for. */
     if (control.data_offset[0] > file_bytes[0])
-        return lh_error_set(err, -EILSEQ, "the header of %s does not fit its %" PRIu64 " bytes",
+        return lh_error_set(err, -EILSEQ,
+                            "what the header of %s describes does not fit its %" PRIu64 " bytes",
                             store->files[0].path, file_bytes[0]);
     LH_TRY(lh_store_description_init(store, err));
     LH_TRY(lh_store_copies_read(store, "the table", control.table_offset, &store->table,
@@ -206,7 +207,8 @@ static int description_read(struct lh_store *store, const uint64_t *file_bytes,
     for (uint32_t file = 0; file < store->file_count; file++) {
         if (store->layout.file_bytes[file] != file_bytes[file])
             return lh_error_set(
-                err, -EILSEQ, "the table puts %" PRIu64 " bytes in %s, its header says %" PRIu64,
+                err, -EILSEQ,
+                "the table puts %" PRIu64 " bytes in %s, but its header says %" PRIu64,
                 store->layout.file_bytes[file], store->files[file].path, file_bytes[file]);
     }
     return 0;
@@ -232,7 +234,7 @@ int lh_store_open(const struct lh_store_open_opts *opts, struct lh_alloc *alloc,
 {
     *store_out = NULL;
     if (opts->directory_count < 1 || opts->directory_count > LH_STORE_DIRECTORY_COUNT_MAX)
-        return lh_error_set(err, -EINVAL, "%" PRIu32 " directories: 1 to %d are possible",
+        return lh_error_set(err, -EINVAL, "%" PRIu32 " directories: a store has 1 to %d",
                             opts->directory_count, LH_STORE_DIRECTORY_COUNT_MAX);
     struct lh_store *store = NULL;
     LH_TRY(lh_store_new(alloc, opts->directory_count, &store, err));

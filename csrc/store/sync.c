@@ -76,7 +76,7 @@ static int sum_block_read(struct lh_store *store, const struct sum_block *block,
         return lh_error_set(err, -EILSEQ,
                             "extent %" PRIu32 " slot %" PRIu32 ": the %" PRIu64
                             " bytes at offset %" PRIu64 " of %s have checksum %08" PRIx32
-                            ", %08" PRIx32 " is recorded: the drive returned wrong bytes",
+                            ", but %08" PRIx32 " is recorded: the drive returned wrong bytes",
                             block->extent, block->slot, block->bytes, piece.file_offset,
                             store->files[piece.file_index].path, crc, expected_crc);
     return 0;
@@ -101,13 +101,14 @@ static int range_check(const struct lh_store *store, uint32_t extent, uint64_t o
                        uint64_t bytes, struct lh_error *err)
 {
     if (extent >= store->header.extent_count)
-        return lh_error_set(err, -EINVAL, "extent %" PRIu32 " does not exist: there are %" PRIu32,
-                            extent, store->header.extent_count);
+        return lh_error_set(err, -EINVAL,
+                            "extent %" PRIu32 " does not exist: the store has %" PRIu32, extent,
+                            store->header.extent_count);
     uint64_t extent_bytes = store->extents[extent].bytes;
     if (offset > extent_bytes || bytes > extent_bytes - offset)
         return lh_error_set(err, -EINVAL,
-                            "%" PRIu64 " bytes at offset %" PRIu64 " are outside of extent "
-                            "%" PRIu32 ", which has %" PRIu64,
+                            "%" PRIu64 " bytes at offset %" PRIu64 " are outside extent "
+                            "%" PRIu32 ", which has %" PRIu64 " bytes",
                             bytes, offset, extent, extent_bytes);
     return 0;
 }
@@ -178,7 +179,8 @@ static int group_stage(struct lh_store *store, uint32_t group, struct lh_error *
         return lh_error_set(err, -EPERM,
                             store->phase != LH_STORE_PHASE_IDLE
                                 ? "group %" PRIu32 " is being committed; write to it afterwards"
-                                : "group %" PRIu32 " is frozen: it has one slot, and was committed",
+                                : "group %" PRIu32
+                                  " is frozen: it has one slot, which is already committed",
                             group);
     LH_TRY(lh_store_write_begin(store, err));
     if (lh_store_is_staged(store, group))
