@@ -22,7 +22,7 @@ int lh_waker_init(struct lh_waker *waker, struct lh_error *err)
     if (waker->fd < 0) {
         int code = -errno;
         waker->fd = -1;
-        return lh_error_set(err, code, "no eventfd for a waker: %s (see ulimit -n)",
+        return lh_error_set(err, code, "cannot create an eventfd: %s (see ulimit -n)",
                             strerror(-code));
     }
     return 0;

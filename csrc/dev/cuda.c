@@ -69,7 +69,7 @@ static const char *way_out(unsigned result)
                "CUDA toolkit of this driver, or device='cpu'";
     if (result == LH_CUDA_ILLEGAL_ADDRESS ||
         (result >= LH_CUDA_HARDWARE_STACK_ERROR && result <= LH_CUDA_LAUNCH_FAILED))
-        return "; an earlier kernel may have caused it: CUDA_LAUNCH_BLOCKING=1 names it";
+        return "; an earlier kernel may have caused it: CUDA_LAUNCH_BLOCKING=1 shows which one";
     return "";
 }
 
@@ -99,7 +99,7 @@ static int judge(const struct cuda *cuda, unsigned result, struct lh_error *err,
     if (cuda->calls.error_name(result, &name) != 0 || !name)
         name = "an error without a name";
     if (cuda->calls.error_text(result, &text) != 0 || !text)
-        text = "the driver does not say more";
+        text = "the driver gives no description";
     int code = lh_error_set(err, code_of(result), "%s: %s (%u: %s)%s", call, name, result, text,
                             way_out(result));
     if (err)
@@ -237,7 +237,7 @@ static int cuda_submit(struct lh_dev *dev, struct lh_dev_copy *copy, struct lh_e
     struct lane *lane = &cuda->lanes[copy->direction];
     struct lh_dev_slot *slot = NULL;
     LH_TRY(lh_dev_base_take(&cuda->base, copy, &slot));
-    int rc = judge(cuda, cuda->lost_result, err, "the GPU executes nothing more");
+    int rc = judge(cuda, cuda->lost_result, err, "the GPU has stopped executing work");
     if (rc == 0)
         rc = enter(cuda, err);
     if (rc == 0) {
@@ -344,7 +344,8 @@ static int cuda_kernel_load(struct lh_dev *dev, const void *image, const char *n
     while (kernel < cuda->kernels + LH_DEV_KERNEL_COUNT_MAX && kernel->module)
         kernel++;
     if (kernel == cuda->kernels + LH_DEV_KERNEL_COUNT_MAX)
-        return lh_error_set(err, -ENOMEM, "kernel %s: %d are loaded, the most there can be", name,
+        return lh_error_set(err, -ENOMEM,
+                            "kernel %s: %d kernels are loaded already, which is the maximum", name,
                             LH_DEV_KERNEL_COUNT_MAX);
     LH_TRY(enter(cuda, err));
     int rc = kernel_find(cuda, kernel, image, name, err);
@@ -463,7 +464,7 @@ static int context_open(struct cuda *cuda, int32_t index, struct lh_error *err)
     LH_TRY(judge(cuda, calls->device_count(&count), err, "cuDeviceGetCount"));
     if (index < 0 || index >= count)
         return lh_error_set(err, -ENODEV,
-                            "device_index %" PRId32 ": the driver has %d (see nvidia-smi and "
+                            "device_index %" PRId32 ": the driver has %d GPUs (see nvidia-smi and "
                             "CUDA_VISIBLE_DEVICES), or device='cpu'",
                             index, count);
     LH_TRY(judge(cuda, calls->device_get(&cuda->device, index), err, "cuDeviceGet of %" PRId32,

@@ -25,8 +25,7 @@ int lh_dev_create(const char *name, const struct lh_dev_opts *opts, struct lh_al
         return lh_dev_emu_create(opts, alloc, dev_out, err);
     if (strcmp(name, "cuda") == 0)
         return lh_dev_cuda_create(opts, alloc, dev_out, err);
-    return lh_error_set(err, -EINVAL, "no accelerator backend is named %s; there are emu, cuda",
-                        name);
+    return lh_error_set(err, -EINVAL, "unknown accelerator backend %s (valid: emu, cuda)", name);
 }
 
 int lh_dev_base_init(struct lh_dev_base *base, const struct lh_dev_ops *ops,

@@ -330,7 +330,8 @@ int lh_dev_emu_create(const struct lh_dev_opts *opts, struct lh_alloc *alloc,
     if (rc == 0) {
         rc = copiers_start(emu);
         if (rc < 0)
-            lh_error_set(err, rc, "the system gave %u of %d copy threads: %s (see ulimit -u, -v)",
+            lh_error_set(err, rc,
+                         "only %u of %d copy threads could be started: %s (see ulimit -u, -v)",
                          emu->thread_count, LH_DEV_DIRECTION_COUNT, strerror(-rc));
     }
     if (rc < 0) {

@@ -255,13 +255,13 @@ static int workers_create(struct threads *team, const struct lh_exec_threads_opt
         unlock(team);
         if (rc == 0)
             return 0;
-        lh_error_set(err, rc, "the system refuses nice +%d: %s", opts->nice, strerror(-rc));
+        lh_error_set(err, rc, "cannot set nice +%d: %s", opts->nice, strerror(-rc));
     } else if (opts->cpus && rc == -EINVAL) {
-        lh_error_set(err, rc, "cpu %d for worker %u is not one this process may use",
+        lh_error_set(err, rc, "cpu %d for worker %u is not available to this process",
                      opts->cpus[count], count);
     } else {
-        lh_error_set(err, rc, "the system gave %u of %u threads: %s (see ulimit -u, -v)", count,
-                     opts->thread_count, strerror(-rc));
+        lh_error_set(err, rc, "only %u of %u threads could be started: %s (see ulimit -u, -v)",
+                     count, opts->thread_count, strerror(-rc));
     }
     workers_stop(team, count);
     return rc;

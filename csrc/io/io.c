@@ -91,9 +91,7 @@ int lh_io_create(const char *name, const struct lh_io_opts *opts, struct lh_allo
                                 name, backends[i].package, backends[i].package);
         return backends[i].create(opts, alloc, io_out, err);
     }
-    return lh_error_set(err, -EINVAL,
-                        "no I/O backend is named %s; there are io_uring, libaio, "
-                        "threads",
+    return lh_error_set(err, -EINVAL, "unknown I/O backend %s (valid: io_uring, libaio, threads)",
                         name);
 }
 

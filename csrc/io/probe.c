@@ -67,7 +67,7 @@ static int64_t request_await(struct lh_io *io, struct lh_waker *waker,
 static const char *forbidden_hint(int code)
 {
     bool is_forbidden = code == -EPERM || code == -EACCES || code == -ENOSYS;
-    return is_forbidden ? ", as by a seccomp filter that allows only some of its system calls "
+    return is_forbidden ? ", perhaps by a seccomp filter that allows only some of its system calls "
                           "(docker: --security-opt seccomp=unconfined)"
                         : "";
 }
@@ -94,7 +94,7 @@ static int round_trip(struct lh_io *io, struct lh_waker *waker, uint8_t *buffer,
                                 strerror((int)-result), forbidden_hint((int)result));
     }
     if (memcmp(buffer, buffer + PROBE_BYTES, PROBE_BYTES) != 0)
-        return lh_error_set(err, -EIO, "%s read other bytes than it wrote", io->ops->name);
+        return lh_error_set(err, -EIO, "%s read back other bytes than it wrote", io->ops->name);
     return 0;
 }
 

@@ -202,7 +202,8 @@ int lh_io_threads_create(const struct lh_io_opts *opts, struct lh_alloc *alloc,
     if (rc == 0) {
         rc = threads_start(team, count);
         if (rc < 0)
-            lh_error_set(err, rc, "the system gave %u of %u I/O threads: %s (see ulimit -u, -v)",
+            lh_error_set(err, rc,
+                         "only %u of %u I/O threads could be started: %s (see ulimit -u, -v)",
                          team->thread_count, count, strerror(-rc));
     }
     if (rc < 0) {

@@ -224,8 +224,8 @@ static int setup_refused(int rc, struct lh_error *err)
     bool is_forbidden = rc == -EPERM || rc == -EACCES;
     if (is_forbidden && disabled == 1)
         return lh_error_set(err, rc,
-                            "sysctl kernel.io_uring_disabled=1 allows io_uring to the group of "
-                            "kernel.io_uring_group alone; join it, or: "
+                            "sysctl kernel.io_uring_disabled=1 restricts io_uring to the group of "
+                            "kernel.io_uring_group; join that group, or run: "
                             "sysctl -w kernel.io_uring_disabled=0");
     if (is_forbidden && disabled > 1)
         return lh_error_set(err, rc,

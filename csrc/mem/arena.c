@@ -79,13 +79,14 @@ static bool map_reserved(struct lh_arena *arena)
     if (unused == 0)
         return false;
     if (unused < wanted) {
-        note(arena, "%" PRIu64 " of %" PRIu64 " reserved huge pages are free", unused, wanted);
+        note(arena, "only %" PRIu64 " of the %" PRIu64 " reserved huge pages needed are free",
+             unused, wanted);
         return false;
     }
     void *base = mmap(NULL, arena->bytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_RESERVED, -1, 0);
     if (base == MAP_FAILED) {
-        note(arena, "reserved huge pages are refused: %s", strerror(errno));
+        note(arena, "reserved huge pages could not be mapped: %s", strerror(errno));
         return false;
     }
     arena->base = base;
@@ -101,7 +102,7 @@ static int map_aligned(struct lh_arena *arena, struct lh_error *err)
         mmap(NULL, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) {
         int code = -errno;
-        return lh_error_set(err, code, "the system maps no %" PRIu64 " bytes: %s (see ulimit -v)",
+        return lh_error_set(err, code, "cannot map %" PRIu64 " bytes: %s (see ulimit -v)",
                             mapped_bytes, strerror(-code));
     }
     uint64_t before_bytes =
@@ -126,7 +127,7 @@ static int map_aligned(struct lh_arena *arena, struct lh_error *err)
         note(arena, "small pages: transparent huge pages are off (write madvise to %s)",
              TRANSPARENT_MODE);
     else if (madvise(arena->base, arena->bytes, MADV_HUGEPAGE) != 0)
-        note(arena, "small pages: MADV_HUGEPAGE is refused: %s", strerror(errno));
+        note(arena, "small pages: MADV_HUGEPAGE failed: %s", strerror(errno));
     else
         arena->pages = LH_ARENA_PAGES_TRANSPARENT;
     return 0;
@@ -138,7 +139,7 @@ static int populate(struct lh_arena *arena, struct lh_error *err)
     if (madvise(arena->base, arena->bytes, MADV_POPULATE_WRITE) != 0) {
         int code = -errno;
         if (code != -EINVAL)
-            return lh_error_set(err, code, "the system gave no memory for %" PRIu64 " bytes: %s",
+            return lh_error_set(err, code, "cannot allocate %" PRIu64 " bytes of memory: %s",
                                 arena->bytes, strerror(-code));
         /* A kernel before 5.14 does not know the advice. Each small page is touched, since nothing
          * says that any one of them is part of a huge page. */
@@ -150,7 +151,7 @@ static int populate(struct lh_arena *arena, struct lh_error *err)
     uint64_t huge_bytes = transparent_bytes();
     huge_bytes -= lh_min_u64(huge_bytes, huge_before_bytes);
     if (huge_bytes < arena->bytes)
-        note(arena, "%" PRIu64 " of %" PRIu64 " bytes are on huge pages (fragmented memory?)",
+        note(arena, "only %" PRIu64 " of %" PRIu64 " bytes are on huge pages (fragmented memory?)",
              huge_bytes, arena->bytes);
     if (huge_bytes == 0)
         arena->pages = LH_ARENA_PAGES_SMALL;
@@ -167,20 +168,21 @@ static void lock_pages(struct lh_arena *arena)
     struct rlimit limit = {0};
     if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0)
         limit.rlim_cur = 0;
-    note(arena, "not locked: %s; RLIMIT_MEMLOCK is %" PRIu64 " bytes, %" PRIu64 " are asked for",
+    note(arena, "not locked: %s; RLIMIT_MEMLOCK is %" PRIu64 " bytes, %" PRIu64 " are needed",
          strerror(code), (uint64_t)limit.rlim_cur, arena->bytes);
 }
 
 static int opts_check(const struct lh_arena_opts *opts, struct lh_error *err)
 {
     if (opts->bytes == 0)
-        return lh_error_set(err, -EINVAL, "an arena of 0 bytes holds nothing");
+        return lh_error_set(err, -EINVAL, "an arena cannot have 0 bytes");
     if (opts->numa_node >= lh_numa_node_count())
-        return lh_error_set(err, -EINVAL, "numa_node %d: this machine has %d", opts->numa_node,
-                            lh_numa_node_count());
+        return lh_error_set(err, -EINVAL, "numa_node %d does not exist: this machine has %d nodes",
+                            opts->numa_node, lh_numa_node_count());
     /* Above it the rounding to pages could overflow; no machine has it. */
     if (opts->bytes > UINT64_C(1) << 60)
-        return lh_error_set(err, -ENOMEM, "%" PRIu64 " bytes are asked for, no machine has them",
+        return lh_error_set(err, -ENOMEM,
+                            "%" PRIu64 " bytes are requested, more than any machine has",
                             opts->bytes);
     return 0;
 }
@@ -194,7 +196,7 @@ static int arena_map(struct lh_arena *arena, const struct lh_arena_opts *opts, s
         uint64_t available_bytes = lh_mem_available_bytes();
         if (arena->bytes > available_bytes)
             return lh_error_set(err, -ENOMEM,
-                                "%" PRIu64 " bytes of main memory are asked for, %" PRIu64
+                                "%" PRIu64 " bytes of main memory are requested, but only %" PRIu64
                                 " are available (MemAvailable, control group limits): lower "
                                 "host_bytes",
                                 arena->bytes, available_bytes);

@@ -26,8 +26,9 @@ int lh_pool_init(struct lh_pool *pool, struct lh_alloc *alloc, void *base, uint6
                             LH_BLOCK_BYTES);
     uint64_t total_bytes = 0;
     if (slab_count == 0 || __builtin_mul_overflow(slab_bytes, slab_count, &total_bytes))
-        return lh_error_set(err, -EINVAL, "%" PRIu32 " slabs of %" PRIu64 " bytes make no pool",
-                            slab_count, slab_bytes);
+        return lh_error_set(err, -EINVAL,
+                            "a pool cannot have %" PRIu32 " slabs of %" PRIu64 " bytes", slab_count,
+                            slab_bytes);
     pool->free_indices = lh_alloc_zeroed(alloc, slab_count, sizeof(*pool->free_indices));
     pool->held = lh_alloc_zeroed(alloc, slab_count, sizeof(*pool->held));
     if (!pool->free_indices || !pool->held) {

@@ -299,14 +299,14 @@ static int newest_find(struct lh_store *store, const struct candidate *candidate
                             "value has no earlier step: %s; start from a checkpoint",
                             name, store->files[0].path, newest->reason.message);
     if (!store->is_read_only || !is_damage(newest->reason.code))
-        return lh_error_set(
-            err, newest->reason.code,
-            "%s of %s cannot be read: %s; the step before it, %" PRIu64
-            ", is intact: resume=%" PRIu64 " goes back to it permanently, and the training since "
-            "then is lost. To lose no more than a backup of the store lacks, restore all of it "
-            "from one",
-            name, store->files[0].path, newest->reason.message, older->superblock.step,
-            older->superblock.step);
+        return lh_error_set(err, newest->reason.code,
+                            "%s of %s cannot be read: %s; the step before it, %" PRIu64
+                            ", is intact: resume=%" PRIu64
+                            " goes back to it permanently, and the training since "
+                            "then is lost. Restoring the whole store from a backup loses only what "
+                            "the backup lacks",
+                            name, store->files[0].path, newest->reason.message,
+                            older->superblock.step, older->superblock.step);
     LH_ASSERT(older->has_superblock);
     *chosen_out = 1;
     store->is_fallback = true;
