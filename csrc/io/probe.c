@@ -67,7 +67,7 @@ static int64_t request_await(struct lh_io *io, struct lh_waker *waker,
 static const char *forbidden_hint(int code)
 {
     bool is_forbidden = code == -EPERM || code == -EACCES || code == -ENOSYS;
-    return is_forbidden ? ", perhaps by a seccomp filter that allows only some of its system calls "
+    return is_forbidden ? ", perhaps because a seccomp filter allows only some of its system calls "
                           "(docker: --security-opt seccomp=unconfined)"
                         : "";
 }

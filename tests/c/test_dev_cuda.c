@@ -320,7 +320,8 @@ static void test_lost(void)
     }
     LH_CHECK(back_count == 4 && dev->ops->poll(dev, done, 2) == 0);
     LH_CHECK(dev->ops->submit(dev, &copies[0], &err) == -EIO && dev->in_flight_count == 0);
-    LH_CHECK(err.native == LH_CUDA_ILLEGAL_ADDRESS && strstr(err.message, "has stopped executing work"));
+    LH_CHECK(err.native == LH_CUDA_ILLEGAL_ADDRESS &&
+             strstr(err.message, "has stopped executing work"));
     LH_CHECK(strstr(err.message, "CUDA_LAUNCH_BLOCKING"));
     dev->ops->destroy(dev);
     LH_CHECK(alloc.live_count == 0 && fake_cuda_live_count() == 0);
