@@ -1,41 +1,42 @@
 /*
- * Which step a store opens at.
+ * Chooses the step that a store opens at.
  *
  * [Note: Crash or damage]
  *
- * A superblock's place has two copies of it. A commit of sequence number s writes copy 0, syncs,
- * writes copy 1, syncs (see [Note: Why a crash cannot tear a commit] in commit.c). Before it, both
- * copies had s - 2 (or lower, after marks and after going back), and both copies of the other place
- * s - 1. So when power fails,
+ * Each of the two superblock places holds two copies. A commit with sequence number s writes copy
+ * 0, syncs, writes copy 1, and syncs (see [Note: Why a crash cannot tear a commit] in commit.c).
+ * Before that, both copies had s - 2 (or lower, after marks and after returning to an older step),
+ * and both copies of the other place had s - 1. So when power fails,
  *
  *      copy 0           copy 1           means
  *      s - 2            s - 2            nothing of s was written: s - 1 is the newest
- *      not whole        s - 2            copy 0 was being written: s - 1 is the newest
+ *      invalid          s - 2            copy 0 was being written: s - 1 is the newest
  *      s                s - 2            s is durable: it is the newest
- *      s                not whole        copy 1 was being written: s is the newest
+ *      s                invalid          copy 1 was being written: s is the newest
  *      s                s                s is the newest
  *
- * and in none of these is a place without a valid copy. Neither is one if a single block was
- * damaged, and as s counts as committed only with both copies, that damage cannot make s - 1 look
- * like the newest. A place without a valid copy is damage of two blocks: the newest step may have
- * been there. The same goes for a newest superblock whose manifest is whole in no copy, because the
- * manifest was durable before the superblock was written. Blanks are damage: creation fills both
- * places.
+ * and each place has a valid copy in all of these cases. This also holds after damage to a single
+ * block, and because s counts as committed only with both copies, such damage cannot make s - 1
+ * look like the newest. If a place has no valid copy, two blocks are damaged and the newest step
+ * may have been there. The same is true if both copies of the newest superblock's manifest are
+ * invalid, because the manifest was durable before the superblock was written. Blank blocks count
+ * as damage, since creation fills both places.
  *
- * Damage of the newest step shows the one before it to readers. Writers are refused unless they
- * name that step, since what they would write takes the place of what might be mended. What cannot
- * be read at all is an error: the next attempt may succeed.
+ * If the newest step is damaged, readers get the step before it. Writers are rejected unless they
+ * name that step, because they would overwrite data that might still be repaired. A block that
+ * cannot be read at all is an error: the next attempt may succeed.
  *
- * In version 1 there is one copy, which a crash may leave torn: a place whose only copy is not
- * whole may be a crash or damage, and counts as a crash, with a note. Creation filled one place.
+ * In version 1 there is one copy, which a crash may tear. A place whose only copy is invalid may be
+ * the result of a crash or of damage; it is treated as a crash, with a note. Creation filled one
+ * place.
  *
- * A witness tells whether a file other than file 0 is as new as file 0 says: each commit writes one
- * to the place of its sequence number before it writes its superblock. An older one there means
- * that the directory was restored from an older copy; one that is newer than a commit that was
- * under way means the same of file 0. Restoring file 0 to exactly the step before looks like a
- * crash of the last commit, and opens at that step, which is whole. No two commits, interrupted or
- * not, have one sequence number (lh_store_settle()): a copy from the time of an interrupted commit
- * would have the witness of the commit that took its place.
+ * A witness shows whether a file other than file 0 is as recent as file 0 says: each commit writes
+ * one to the place of its sequence number before it writes its superblock. An older witness there
+ * means that the directory was restored from an older copy. A witness newer than any commit that
+ * can have been under way means that file 0 was. Restoring file 0 to exactly the previous step
+ * looks like a crash during the last commit, and the store opens at that step, which is intact. No
+ * two commits, interrupted or not, share a sequence number (lh_store_settle()); otherwise a copy
+ * made during an interrupted commit would have the witness of the commit that replaced it.
  */
 #include <endian.h>
 #include <inttypes.h>
@@ -46,7 +47,7 @@
 #include "base/crc32c.h"
 #include "store/store_impl.h"
 
-/* A step that may be opened: the newest one, and the one before it. */
+/* A step that might be opened: the newest one, or the one before it. */
 struct candidate {
     uint32_t place;
     bool has_superblock;
@@ -54,7 +55,7 @@ struct candidate {
     struct lh_error reason; /* why it cannot be used; code 0: it can */
 };
 
-/* A block was read, and its contents are wrong. */
+/* Whether code means that a block was read and its contents are wrong. */
 static bool is_damage(int code)
 {
     return code == -EILSEQ || code == -ENODATA;
@@ -84,13 +85,13 @@ int lh_store_copies_read(struct lh_store *store, const char *name, const uint64_
     LH_ASSERT(buffer->base != NULL);
     struct lh_error errors[LH_STORE_COPY_COUNT_MAX] = {{.code = 0}};
     uint32_t good = copy_count;
-    /* The last one that is read stays in the buffer if it is good. */
+    /* Copy 0 is read last, and stays in the buffer if it is good. */
     for (uint32_t copy = copy_count; copy-- > 0;) {
         if (copy_read(store, name, offsets[copy], buffer, bytes, expected_crc, &errors[copy]) == 0)
             good = copy;
     }
     if (good == copy_count) {
-        /* One that cannot be read may be good, and readable the next time. */
+        /* Prefer a read error: that copy may be good, and readable the next time. */
         uint32_t told = copy_count > 1 && is_damage(errors[0].code) && !is_damage(errors[1].code);
         return lh_error_set(err, errors[told].code, "%s", errors[told].message);
     }
@@ -102,7 +103,7 @@ int lh_store_copies_read(struct lh_store *store, const char *name, const uint64_
         store->mends[store->mend_count++] = (struct lh_store_mend){
             .offset = offsets[copy], .buffer = buffer, .bytes = lh_align_up(bytes, LH_BLOCK_BYTES)};
     }
-    /* The damaged copy overwrote it. */
+    /* The damaged copy 0 was read into the buffer after the good one. */
     if (good > 0)
         LH_TRY(copy_read(store, name, offsets[good], buffer, bytes, expected_crc, err));
     return 0;
@@ -128,7 +129,7 @@ static void place_read(struct lh_store *store, uint32_t number, struct lh_store_
     }
 }
 
-/* Whether a place without a valid copy may have had the newest step. */
+/* Whether a place without a valid copy may have held the newest step. */
 static bool place_is_lost(const struct lh_store *store, const struct lh_store_superblocks *place,
                           const struct lh_store_superblocks *other)
 {
@@ -140,7 +141,7 @@ static bool place_is_lost(const struct lh_store *store, const struct lh_store_su
     return place->errors[0].code != -EILSEQ;
 }
 
-/* What is wrong with a place without a valid copy: what cannot be read before what is damaged. */
+/* Describe why a place has no valid copy. A read error takes precedence over damage. */
 static void place_reason(const struct lh_store *store, uint32_t number,
                          const struct lh_store_superblocks *place, struct lh_error *reason)
 {
@@ -155,7 +156,7 @@ static void place_reason(const struct lh_store *store, uint32_t number,
                  place->errors[told].message);
 }
 
-/* The places in the order of what they hold, or may have held: the newest first. */
+/* Order the places by the steps that they hold, or may have held, newest first. */
 static uint32_t candidates_find(struct lh_store *store, const struct lh_store_superblocks *places,
                                 struct candidate *candidates)
 {
@@ -192,7 +193,7 @@ static uint32_t candidates_find(struct lh_store *store, const struct lh_store_su
     return count;
 }
 
-/* Read the manifest that superblock names into its area's buffer. */
+/* Read the manifest that superblock names into the buffer of its area. */
 static int manifest_read(struct lh_store *store, const struct lh_store_superblock *superblock,
                          uint64_t *scalar_bytes_out, struct lh_error *err)
 {
@@ -210,7 +211,7 @@ static int manifest_read(struct lh_store *store, const struct lh_store_superbloc
     return rc;
 }
 
-/* The state as the manifest of the chosen superblock has it. */
+/* Load the state from the manifest of the chosen superblock. */
 static void state_load(struct lh_store *store)
 {
     const struct lh_store_control *control = &store->control;
@@ -239,7 +240,7 @@ static void state_load(struct lh_store *store)
     }
 }
 
-/* "step 7", or what can be said of a step whose superblock is gone. */
+/* "step 7", or a general name for a step whose superblock is lost. */
 static const char *candidate_name(const struct candidate *candidate, char *name, uint64_t bytes)
 {
     if (candidate->has_superblock)
@@ -249,7 +250,7 @@ static const char *candidate_name(const struct candidate *candidate, char *name,
     return name;
 }
 
-/* The step that was asked for, or why there is none. */
+/* Find the requested step, or explain why it cannot be opened. */
 static int asked_find(const struct lh_store *store, const struct candidate *candidates,
                       uint32_t count, uint64_t step, uint32_t *chosen_out, struct lh_error *err)
 {
@@ -276,7 +277,7 @@ static int asked_find(const struct lh_store *store, const struct candidate *cand
         store->files[0].path, step, steps, reason->code != 0 ? "; " : "", reason->message);
 }
 
-/* What to open where nothing was asked for. */
+/* Choose the step to open if none was requested. */
 static int newest_find(struct lh_store *store, const struct candidate *candidates, uint32_t count,
                        uint32_t *chosen_out, struct lh_error *err)
 {
@@ -316,9 +317,9 @@ static int newest_find(struct lh_store *store, const struct candidate *candidate
 }
 
 /*
- * Whether a crash leaves a copy torn beside a whole one: copy 1 of the newest place, and copy 0 of
- * the other one; also copy 0 of the newest if that replaced a rejected one (see mend.c), which it
- * does not share its witness with.
+ * Whether a crash can have torn this copy while the other one is intact. It can tear copy 1 of the
+ * newest place and copy 0 of the other place. It can also tear copy 0 of the newest place if that
+ * superblock replaced a rejected one (see mend.c): its witness is then not its own sequence number.
  */
 static bool may_be_torn(const struct lh_store_superblocks *place, uint32_t copy, bool is_newest)
 {
@@ -327,7 +328,7 @@ static bool may_be_torn(const struct lh_store_superblocks *place, uint32_t copy,
     return is_newest == (copy == 1) || (is_newest && best->witness != best->sequence);
 }
 
-/* Copies that are not whole although another one is. Silent where a crash leaves it so. */
+/* Note invalid copies beside an intact one, except where a crash can have caused them. */
 static void places_note(struct lh_store *store, const struct lh_store_superblocks *places,
                         uint32_t newest)
 {
@@ -350,7 +351,7 @@ static void places_note(struct lh_store *store, const struct lh_store_superblock
     for (uint32_t file = 0; file < store->file_count; file++) {
         for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
             int code = store->files[file].header_codes[copy];
-            /* A creation that was cut short at its very end is whole. */
+            /* A crash at the very end of creation leaves an intact store with this copy torn. */
             bool is_crash =
                 is_damage(code) && file == 0 && copy == 1 &&
                 store->superblock.sequence <= LH_STORE_SEQUENCE_CREATED(store->header.version);
@@ -365,8 +366,8 @@ static void places_note(struct lh_store *store, const struct lh_store_superblock
 }
 
 /*
- * Refuse directories that are not of the chosen step. newest_sequence: the highest one that file 0
- * has, or may have had.
+ * Reject a directory that does not match the chosen step. newest_sequence: the highest sequence
+ * number that file 0 has, or may have had.
  */
 static int witness_check(struct lh_store *store, uint32_t file_index, uint64_t newest_sequence,
                          struct lh_error *err)
@@ -385,7 +386,7 @@ static int witness_check(struct lh_store *store, uint32_t file_index, uint64_t n
         if (rc == 0)
             rc = lh_store_witness_decode(store->bounce.base, &store->header, &found, &reason);
         if (rc < 0) {
-            /* The next commit's may have been under way. */
+            /* The next commit may have been writing its witness here. */
             bool is_crash = rc == -EILSEQ && (chosen->sequence + 1) % 2 == number;
             if (is_expected && !is_crash)
                 lh_store_note_add(store,
@@ -467,7 +468,7 @@ int lh_store_choose(struct lh_store *store, const uint64_t *open_at, struct lh_e
                             store->files[0].path, store->superblock.step);
     if (store->is_read_only)
         return 0;
-    /* No store gets there, and one that did would soon write numbers that cannot be opened. */
+    /* Unreachable by commits; numbers written from here on might soon be rejected by open. */
     if (newest_sequence > LH_STORE_SEQUENCE_MAX / 2)
         return lh_error_set(err, -EILSEQ,
                             "%s has the sequence number %" PRIu64

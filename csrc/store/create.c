@@ -1,8 +1,8 @@
 /*
- * Making a store.
+ * Creates a store.
  *
- * The header of file 0 is written last, when everything else is durable: a store whose creation
- * was cut short has none, and cannot be mistaken for a whole one.
+ * The header of file 0 is written last, when everything else is durable: a store whose creation was
+ * interrupted has no header, and cannot be mistaken for a complete one.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -71,7 +71,7 @@ static int opts_check(const struct lh_store_opts *opts, struct lh_error *err)
     return opts_check_extents(opts, err);
 }
 
-/* Everything in memory, as it will be on disk. */
+/* Build the whole description in memory, as it will be on disk. */
 static int describe(struct lh_store *store, const struct lh_store_opts *opts, struct lh_error *err)
 {
     struct lh_store_header *header = &store->header;
@@ -123,7 +123,7 @@ static int files_make(struct lh_store *store, const struct lh_store_opts *opts,
     return 0;
 }
 
-/* One copy after the other, so that a crash leaves at most one of them torn. */
+/* Write one copy after the other, so that a crash tears at most one of them. */
 static int headers_write(struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
     for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
@@ -134,8 +134,9 @@ static int headers_write(struct lh_store *store, uint32_t file_index, struct lh_
 }
 
 /*
- * A commit of nothing, without its syncs: nothing counts before the header of file 0 is there.
- * There are two of them, so that no superblock, manifest or witness is blank in a whole store.
+ * Write an empty commit, without its syncs: nothing counts until the header of file 0 exists.
+ * Creation does this twice, so that no superblock, manifest or witness is blank in a complete
+ * store.
  */
 static int step_zero_write(struct lh_store *store, struct lh_error *err)
 {
@@ -168,7 +169,7 @@ static int control_write(struct lh_store *store, struct lh_error *err)
         LH_TRY(lh_store_file_write(store, 0, control->meta_offset[copy], store->meta.base,
                                    lh_align_up(store->header.meta_bytes, LH_BLOCK_BYTES), err));
     }
-    /* Sequence 1 is in area 0: the superblock that "precedes" it is never written. */
+    /* So that sequence 1 uses area 0. The superblock that "precedes" it is never written. */
     store->superblock.manifest_area = 1;
     while (store->superblock.sequence < LH_STORE_SEQUENCE_CREATED(store->header.version))
         LH_TRY(step_zero_write(store, err));

@@ -132,9 +132,9 @@ struct lh_store_open_opts {
  * Open a store at its last committed step.
  *
  * If damage makes that step unreadable, opening for reading falls back to the step before it
- * (lh_store_is_fallback(); the note says why). Opening for writing fails, because it would overwrite
- * data that might still be repaired, unless open_at names the older step. A crash alone never causes
- * this.
+ * (lh_store_is_fallback(); the note says why). Opening for writing fails, because it would
+ * overwrite data that might still be repaired, unless open_at names the older step. A crash alone
+ * never causes this.
  *
  * Errors: -ENOENT (no store), -EBUSY (locked), -EPROTO (newer format; names both versions),
  *         -EUCLEAN (single slot and not closed cleanly), -EINPROGRESS (its creation was
@@ -214,9 +214,9 @@ bool lh_store_is_zero(const struct lh_store *store, uint32_t extent, uint32_t sl
 void lh_store_clear_zero(struct lh_store *store, uint32_t extent, uint32_t slot);
 /*
  * Record that the file may hold nonzero bytes in extent's slot although the slot still reads as
- * zeros. Call this before submitting the first write to a slot if the zero flag is cleared only when
- * all writes are complete. If they never complete, a later writer of a part of the slot then knows
- * that it must first fill the rest with zeros.
+ * zeros. Call this before submitting the first write to a slot if the zero flag is cleared only
+ * when all writes are complete. If they never complete, a later writer of a part of the slot then
+ * knows that it must first fill the rest with zeros.
  */
 void lh_store_mark_dirty(struct lh_store *store, uint32_t extent, uint32_t slot);
 
@@ -242,12 +242,12 @@ int lh_store_map(const struct lh_store *store, uint32_t extent, uint32_t slot, u
 int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *scalars,
                           uint64_t scalar_bytes, struct lh_error *err) LH_MUST_CHECK;
 /*
- * Fill in the requests of the next phase; request_max is at least LH_STORE_COMMIT_REQUEST_COUNT_MAX.
- * Call this again when all of them have completed. The store reads the results from these very
- * structs, so submit them in place (asserted) and leave them unchanged until then, except for owner,
- * which the caller may set. The requests' buffers belong to the store. Returns the number of
- * requests; 0: the commit is durable and staged groups are clean; -errno: the commit has failed
- * permanently.
+ * Fill in the requests of the next phase; request_max is at least
+ * LH_STORE_COMMIT_REQUEST_COUNT_MAX. Call this again when all of them have completed. The store
+ * reads the results from these very structs, so submit them in place (asserted) and leave them
+ * unchanged until then, except for owner, which the caller may set. The requests' buffers belong to
+ * the store. Returns the number of requests; 0: the commit is durable and staged groups are clean;
+ * -errno: the commit has failed permanently.
  */
 int lh_store_commit_next(struct lh_store *store, struct lh_io_request *requests,
                          uint32_t request_max, struct lh_error *err) LH_MUST_CHECK;
@@ -256,10 +256,10 @@ bool lh_store_is_committing(const struct lh_store *store);
 uint64_t lh_store_commit_bytes(const struct lh_store *store);
 
 /*
- * Blocking helpers for create, load, inspect and verify; not for the engine. They verify and compute
- * checksums, honor the zero flag, and name extent, file and offset in errors (-EILSEQ: also both
- * checksums). Offset, length and address are arbitrary; 1 MiB at multiples of 1 MiB from aligned
- * memory is fastest.
+ * Blocking helpers for create, load, inspect and verify; not for the engine. They verify and
+ * compute checksums, honor the zero flag, and name extent, file and offset in errors (-EILSEQ: also
+ * both checksums). Offset, length and address are arbitrary; 1 MiB at multiples of 1 MiB from
+ * aligned memory is fastest.
  *
  * A write stages its group. The rest of the group keeps its committed bytes: if the group has two
  * slots they are first copied to the write slot.
@@ -276,7 +276,8 @@ int lh_store_commit_sync(struct lh_store *store, uint64_t step, const void *scal
 
 /*
  * Measure the sequential bandwidth of directory in bytes per second, with O_DIRECT and 8 MiB
- * transfers over probe_bytes, to choose stripe weights. The probe file is unlinked when it is opened.
+ * transfers over probe_bytes, to choose stripe weights. The probe file is unlinked when it is
+ * opened.
  *
  * Errors: -EINVAL, -ENOSPC, -EOPNOTSUPP (O_DIRECT is refused: use equal weights), -errno of the
  *         directory or of a transfer. Both results are 0 then.
