@@ -17,7 +17,7 @@ static uint64_t greatest_divisor(uint64_t a, uint64_t b)
     return a;
 }
 
-/* Weights too fine for a cycle: the nearest shares that fill the longest one. */
+/* For weights too fine for a cycle: find the nearest shares that fill the longest cycle. */
 static void shares_round(const uint64_t *weights, uint32_t file_count, uint64_t sum,
                          uint32_t *shares)
 {
@@ -31,7 +31,7 @@ static void shares_round(const uint64_t *weights, uint32_t file_count, uint64_t 
         total += shares[file];
     }
     while (total != length) {
-        /* The file that is farthest below its due gets one more, or farthest above one less. */
+        /* The file furthest below its due gets one more, or the one furthest above one less. */
         uint32_t best = 0;
         __int128 best_gap = 0;
         for (uint32_t file = 0; file < file_count; file++) {
@@ -150,7 +150,7 @@ void lh_store_tails_plan(const struct lh_store_shape *shape, uint8_t *tail_files
     }
 }
 
-/* How many of the stripes before this one are on file. */
+/* The number of stripes before this one that are on file. */
 static uint64_t stripes_before(const struct lh_store_layout *layout, uint64_t stripe, uint32_t file)
 {
     LH_ASSERT(file < layout->file_count);

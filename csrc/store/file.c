@@ -1,6 +1,6 @@
 /*
- * Directories and data files: making and unmaking them, their space, and blocking transfers. What
- * locks them is in lock.c.
+ * Directories and data files: creation and removal, their space, and blocking transfers. Locks are
+ * in lock.c.
  */
 #include <inttypes.h>
 #include <stdio.h>
@@ -41,7 +41,7 @@ int lh_store_file_paths_set(struct lh_store *store, const char *const *directori
     return 0;
 }
 
-/* The first chars of the file's path; "/" where that is nothing. */
+/* Copy the first chars characters of the file's path; "/" if chars is 0. */
 static void path_cut(const struct lh_store_file *file, uint32_t chars, char *path_out)
 {
     LH_ASSERT(chars < LH_STORE_PATH_BYTES_MAX);
@@ -52,8 +52,7 @@ static void path_cut(const struct lh_store_file *file, uint32_t chars, char *pat
     path_out[lh_max_u64(chars, 1)] = '\0';
 }
 
-/* Where the parent of the first chars of the path ends; a relative name's outermost parent is at 0.
- */
+/* The length of the parent of the path's first chars characters; 0 for a name without a parent. */
 static uint32_t parent_chars(const struct lh_store_file *file, uint32_t chars)
 {
     LH_ASSERT(chars <= file->directory_chars);
@@ -82,14 +81,14 @@ static int directory_make(struct lh_store *store, struct lh_store_file *file, st
             if (rc == 0 && file->made_chars == 0)
                 file->made_chars = end;
         }
-        /* Another process may have made it in between. */
+        /* Another process may have made it in the meantime. */
         if (rc != 0 && rc != -EEXIST)
             return lh_error_set(err, rc, "cannot make directory %s: %s", path, strerror(-rc));
     }
     return 0;
 }
 
-/* The same directory, or file, under two names would be written to twice. */
+/* Reject a directory or file that is given under two names: it would be written to twice. */
 static int identity_check(struct lh_store *store, uint32_t file_index,
                           const struct lh_store_fs_info *info, struct lh_error *err)
 {
@@ -187,7 +186,7 @@ int lh_store_file_open(struct lh_store *store, uint32_t file_index, struct lh_er
     return store->is_held ? 0 : lh_store_file_lock(store, file_index, err);
 }
 
-/* What the files on one file system need together has to be available there. */
+/* Check that each file system has enough space for all of its files together. */
 static int space_check(const struct lh_store *store, struct lh_error *err)
 {
     struct lh_store_fs_info info[LH_STORE_DIRECTORY_COUNT_MAX];
@@ -242,8 +241,9 @@ int lh_store_file_sync_directories(const struct lh_store *store, uint32_t file_i
     char path[LH_STORE_PATH_BYTES_MAX];
     LH_ASSERT(file_index < store->file_count && file->made_chars <= file->directory_chars);
     /*
-     * The directory holds the file's entry, and each parent of one that was made holds that. A
-     * directory that was there before may be as young: a creation that was killed made it.
+     * The directory holds the entry of the file, and the parents hold the entries of directories
+     * that were made. Sync the parent of the directory even if it existed before: a creation that
+     * was killed may have made it just now.
      */
     uint32_t last =
         parent_chars(file, file->made_chars != 0 ? file->made_chars : file->directory_chars);
@@ -252,7 +252,7 @@ int lh_store_file_sync_directories(const struct lh_store *store, uint32_t file_i
         if (end == 0 && file->path[0] != '/')
             memcpy(path, ".", 2);
         int rc = store->fs->ops->sync_directory(store->fs, path);
-        /* The parent of a directory that somebody else made may not be readable. */
+        /* The parent of a directory that existed before may not be readable. */
         if (rc == -EACCES && end == last && file->made_chars == 0)
             return 0;
         if (rc < 0)
@@ -262,12 +262,12 @@ int lh_store_file_sync_directories(const struct lh_store *store, uint32_t file_i
     }
 }
 
-/* Best effort: what cannot be removed stays, and is empty or without a header. */
+/* Best effort: whatever cannot be removed remains; it is empty or has no header. */
 void lh_store_files_unmake(struct lh_store *store)
 {
     const struct lh_store_fs *fs = store->fs;
     char path[LH_STORE_PATH_BYTES_MAX];
-    /* Backwards: a later directory may lie in one that was made for an earlier file. */
+    /* Backwards: a later directory may be inside one that was made for an earlier file. */
     for (uint32_t index = store->file_count; index-- > 0;) {
         struct lh_store_file *file = &store->files[index];
         if (file->is_made)
@@ -341,7 +341,7 @@ int lh_store_file_write(const struct lh_store *store, uint32_t file_index, uint6
 int lh_store_file_sync(const struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
     LH_ASSERT(file_index < store->file_count && !store->is_read_only);
-    /* Tried once: a failed sync may have dropped the bytes. */
+    /* Never retried: a failed sync may have dropped the bytes. */
     int rc = store->fs->ops->sync(store->fs, store->io_files[file_index].fd);
     if (rc < 0)
         return lh_error_set(err, rc, "cannot sync %s: %s", store->files[file_index].path,

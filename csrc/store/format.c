@@ -40,7 +40,7 @@ void lh_store_control_plan(const struct lh_store_header *header,
     control->manifest_bytes =
         lh_align_up(control->manifest_scalar_offset + header->scalar_bytes_max, LH_BLOCK_BYTES);
 
-    /* All of copy 0 lies before all of copy 1: the copies of a block are never neighbours. */
+    /* All of copy 0 lies before all of copy 1, so the two copies of a block are never adjacent. */
     uint64_t end = header->version == 1 ? LH_STORE_TABLE_OFFSET_1 : LH_STORE_TABLE_OFFSET;
     for (uint32_t copy = 0; copy < control->copy_count; copy++) {
         control->table_offset[copy] = end;
@@ -246,7 +246,7 @@ bool lh_store_is_past_creation(const void *block)
     struct lh_store_witness_disk witness;
     memcpy(&superblock, block, sizeof(superblock));
     memcpy(&witness, block, sizeof(witness));
-    /* A block whose first sector creation had not written yet. */
+    /* Creation was interrupted before it wrote the first sector of this block. */
     bool is_blank = superblock.magic[0] == 0 && memcmp(superblock.magic, superblock.magic + 1,
                                                        sizeof(superblock.magic) - 1) == 0;
     if (is_blank)

@@ -1,16 +1,16 @@
 /*
- * Who may use a data file, and how its bytes are reached.
+ * Locks on data files, and whether they are accessed with O_DIRECT.
  *
- * The lock is flock() on the data file itself: it belongs to the open file, so the kernel drops it
- * with the process, however that ends. A writer leaves its process id in the owner's block, for the
- * message of whoever comes second. Readers share the lock and leave nothing.
+ * The lock is flock() on the data file itself. It belongs to the open file, so the kernel releases
+ * it with the process, however that ends. A writer stores its process id in the owner's block, for
+ * the error message that a second process gets. Readers share the lock and store nothing.
  *
- * A child that was forked shares the open file and with it the lock; it is therefore released by
- * name at close, and does not wait for the child's end.
+ * A forked child shares the open file and with it the lock. Close therefore unlocks explicitly
+ * instead of relying on the child to exit.
  *
- * A process that was killed can keep its lock a little longer than its life: the kernel takes apart
- * an io_uring, which holds the files, after the process is gone. Its last writes may be on their
- * way until then, so the lock of a dead process is waited for.
+ * The lock of a killed process can outlive it briefly: the kernel frees an io_uring, which holds
+ * the files, after the process has gone. The last writes of the process may be in flight until
+ * then, so the lock of a dead process is waited for.
  */
 #include <endian.h>
 #include <inttypes.h>
@@ -22,11 +22,11 @@
 #include "base/assert.h"
 #include "store/store_impl.h"
 
-/* How often, and how far apart, the lock of a dead process is tried again: ten seconds. */
+/* The lock of a dead process is retried for ten seconds. */
 #define DEAD_RETRY_COUNT 1000
 #define DEAD_RETRY_NS 10000000
 
-/* The process that the owner's block names; 0: none. */
+/* The process id in the owner's block; 0: none. */
 static uint64_t owner_read(struct lh_store *store, uint32_t file_index)
 {
     const struct lh_store_owner_disk *owner = (const void *)store->bounce.base;
@@ -51,7 +51,7 @@ static int file_lock(const struct lh_store *store, uint32_t file_index, enum lh_
 static int busy(struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
     const struct lh_store_file *file = &store->files[file_index];
-    /* A lock that may be shared is held by readers, and the block names a writer long gone. */
+    /* If the lock can be shared, readers hold it, and the block names an earlier writer. */
     bool is_readers = !store->is_read_only && file_lock(store, file_index, LH_STORE_FS_SHARED) == 0;
     if (is_readers) {
         (void)!file_lock(store, file_index, LH_STORE_FS_UNLOCKED);
@@ -112,14 +112,14 @@ void lh_store_file_unlock(struct lh_store *store, uint32_t file_index)
     if (!file->is_locked)
         return;
     LH_ASSERT(!store->is_held);
-    /* Only courtesy: a stale name does no harm where there is no lock. */
+    /* Only a courtesy: a stale process id is harmless without a lock. */
     if (!store->is_read_only && file->is_owned)
         (void)!owner_write(store, file_index, 0, NULL);
     (void)!file_lock(store, file_index, LH_STORE_FS_UNLOCKED);
     file->is_locked = false;
 }
 
-/* Its only use is a message, so its loss is no reason to refuse the store. */
+/* Note an unusable owner's block. It only serves an error message, so opening continues. */
 static int owner_is_lost(struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
     lh_error_clear(err);
@@ -172,7 +172,7 @@ int lh_store_file_probe(struct lh_store *store, uint32_t file_index, bool allow_
             return 0;
         }
     }
-    /* EINVAL is how file systems and drives say that they cannot; all else is a real failure. */
+    /* EINVAL and EOPNOTSUPP mean that O_DIRECT is unsupported; all else is a real failure. */
     if (rc != -EINVAL && rc != -EOPNOTSUPP)
         return lh_error_set(err, rc, "%s failed with O_DIRECT: %s", path, strerror(-rc));
     if (!allow_buffered)

@@ -1,5 +1,5 @@
 /*
- * Opening a store at its last committed step, and closing it. Which step that is: choose.c.
+ * Opens a store at its last committed step, and closes it. choose.c determines the step.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -9,9 +9,9 @@
 #include "store/store_impl.h"
 
 /*
- * Whether a file without a whole header has held commits: then it is damaged, and not a creation
- * that was interrupted. Also the places of copy 1 count, if they hold a superblock: in version 1
- * something else is there.
+ * Whether a file without a valid header has held commits: it is then damaged, rather than the
+ * result of an interrupted creation. The places of copy 1 also count if they hold a superblock; in
+ * version 1 other data is there.
  */
 static int is_past_creation(struct lh_store *store, uint32_t file_index, uint64_t file_bytes,
                             struct lh_error *err)
@@ -32,7 +32,7 @@ static int is_past_creation(struct lh_store *store, uint32_t file_index, uint64_
     return 0;
 }
 
-/* No copy of the header is whole. errors: of each copy. */
+/* Report that no copy of the header is valid. errors: of each copy. */
 static int header_missing(struct lh_store *store, uint32_t file_index, uint64_t file_bytes,
                           const struct lh_error *errors, struct lh_error *err)
 {
@@ -78,7 +78,7 @@ static int header_read(struct lh_store *store, uint32_t file_index, uint64_t fil
             lh_error_set(err, rc, "%s: %s", file->path, errors[copy].message);
             return rc;
         }
-        /* Version 1 has something else where copy 1 would be. */
+        /* Version 1 has other data where copy 1 would be. */
         if (rc == 0 && copy > 0 && found[copy].version == 1)
             rc = lh_error_set(&errors[copy], -EILSEQ, "it has version 1, which has no second copy");
         if (rc == 0)
@@ -98,7 +98,7 @@ static int header_read(struct lh_store *store, uint32_t file_index, uint64_t fil
     return 0;
 }
 
-/* Lock the file and read its header; nothing is written before its version is known. */
+/* Open and lock the file and read its header. Nothing is written before its version is known. */
 static int file_begin(struct lh_store *store, uint32_t file_index, struct lh_store_header *header,
                       struct lh_error *err)
 {
@@ -120,8 +120,8 @@ static int file_begin(struct lh_store *store, uint32_t file_index, struct lh_sto
 }
 
 /*
- * The files may come in any order: their headers say which is which. Sorted here, so that
- * file_index means the same in every session.
+ * Sort the files by the indices in their headers, because directories may be given in any order.
+ * file_index then means the same in every session.
  */
 static int files_sort(struct lh_store *store, const struct lh_store_header *headers,
                       uint64_t *file_bytes_out, struct lh_error *err)
@@ -163,7 +163,7 @@ static int files_sort(struct lh_store *store, const struct lh_store_header *head
     }
     LH_ASSERT(store->file_count == first->file_count);
     for (uint32_t index = 0; index < store->file_count; index++) {
-        /* What was exchanged before this may have moved the file that belongs here. */
+        /* An earlier exchange may have moved the file that belongs here. */
         uint32_t other = from[index];
         while (other < index)
             other = from[other];
@@ -187,7 +187,7 @@ static int description_read(struct lh_store *store, const uint64_t *file_bytes,
     struct lh_store_control control;
     LH_ASSERT(header->file_count == store->file_count);
     lh_store_control_plan(header, &control);
-    /* Nothing is believed, or allocated, that the file has no room for. */
+    /* Check this before allocating anything by the header's counts. */
     if (control.data_offset[0] > file_bytes[0])
         return lh_error_set(err, -EILSEQ,
                             "what the header of %s describes does not fit its %" PRIu64 " bytes",
@@ -259,7 +259,7 @@ void lh_store_close(struct lh_store *store)
         return;
     bool is_whole = store->phase == LH_STORE_PHASE_IDLE && store->failure.code == 0 &&
                     !store->is_changed && !store->is_read_only;
-    /* If this fails the store stays marked unclean, and whoever opens it is told. */
+    /* If this fails the store stays marked unclean, and the next open reports that. */
     if (store->header.is_single_slot && is_whole && !store->superblock.is_clean)
         (void)!lh_store_mark_sync(store, true, NULL);
     lh_store_files_close(store);

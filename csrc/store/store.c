@@ -1,4 +1,4 @@
-/* The memory of a store: its description, and the state of its slots. See store.h. */
+/* A store in memory: its description, and the state of its slots. See store.h. */
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -162,7 +162,7 @@ void lh_store_note_add(struct lh_store *store, const char *format, ...)
     }
     va_list arguments;
     va_start(arguments, format);
-    /* A note that does not fit is cut. */
+    /* A note that does not fit is truncated. */
     vsnprintf(store->note + used, space, format, arguments);
     va_end(arguments);
 }
@@ -281,7 +281,7 @@ uint32_t lh_store_read_slot(const struct lh_store *store, uint32_t group)
                                             : lh_store_committed_slot(store, group);
 }
 
-/* Asserts that extent has this slot. */
+/* Assert that extent has this slot. */
 static void check_slot(const struct lh_store *store, uint32_t extent, uint32_t slot)
 {
     LH_ASSERT(extent < store->header.extent_count);
@@ -312,7 +312,7 @@ void lh_store_mark_dirty(struct lh_store *store, uint32_t extent, uint32_t slot)
     store->extent_states[extent] |= (uint8_t)LH_STORE_EXTENT_STATE_DIRTY(slot);
 }
 
-/* The CRC of zeros, in as many steps as the number of blocks has binary digits. */
+/* The CRC of zeros, in a number of steps logarithmic in the number of blocks. */
 static uint32_t zeros_crc(uint64_t bytes)
 {
     static const uint8_t block[LH_BLOCK_BYTES];

@@ -1,9 +1,9 @@
 /*
  * Blocking reads, writes and commits, for create, load, inspect and verify.
  *
- * Bytes move one checksum's worth ("sum block") at a time, through the bounce buffer where the
- * caller's is not aligned or the range covers a sum block only in part. A partial write reads the
- * rest of its sum block first, so offsets and lengths are free.
+ * Bytes are transferred in units of one checksum ("sum blocks"), through the bounce buffer if the
+ * caller's buffer is not aligned or the range covers only a part of the sum block. A partial write
+ * first reads the rest of its sum block, so offsets and lengths are arbitrary.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -12,13 +12,13 @@
 #include "base/crc32c.h"
 #include "store/store_impl.h"
 
-/* One sum block of one slot, and the part of it that a caller wants. */
+/* One sum block of one slot, and the part of it that the caller requested. */
 struct sum_block {
     uint32_t extent;
     uint32_t slot;
     uint64_t index;
     uint64_t bytes;  /* of the whole block */
-    uint64_t inside; /* where the wanted part begins in it */
+    uint64_t inside; /* the offset of the requested part in it */
     uint64_t wanted_bytes;
 };
 
@@ -131,8 +131,7 @@ int lh_store_read_sync(struct lh_store *store, uint32_t extent, uint64_t offset,
     return 0;
 }
 
-/* Put the zeros that an extent reads as where they belong, because a part of it is about to change.
- */
+/* Write the zeros that an extent reads as to its slot, because a part of it is about to change. */
 static int zeros_write(struct lh_store *store, uint32_t extent, uint32_t slot, struct lh_error *err)
 {
     uint64_t bytes = store->extents[extent].bytes;
@@ -165,14 +164,14 @@ static int extent_copy(struct lh_store *store, uint32_t extent, uint32_t source_
 }
 
 /*
- * Stage a group, and give its write slot what the committed one has: a write through here may be
- * to a part of the group only.
+ * Stage a group, and copy its committed slot to its write slot, because the write that follows may
+ * cover only a part of the group.
  */
 static int group_stage(struct lh_store *store, uint32_t group, struct lh_error *err)
 {
     if (store->is_read_only)
         return lh_error_set(err, -EROFS, "the store was opened for reading only");
-    /* Whose slots are the committed ones may be unknown now. */
+    /* After a failure it may be unknown which slots are the committed ones. */
     if (store->failure.code != 0)
         return lh_store_fail(store, err);
     if (!lh_store_may_stage(store, group))
