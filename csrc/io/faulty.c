@@ -16,15 +16,15 @@ struct faulty {
     atomic_bool is_released;
     struct lh_io_queue failed;
     struct lh_io_queue held;
-    /* What was cut or will be flipped is in inner until it comes back. */
+    /* The request that was shortened or whose bytes will be flipped, while it is in inner. */
     struct lh_io_request *victim;
-    void *victim_buffer; /* SHORT: as the owner gave them */
+    void *victim_buffer; /* SHORT: the original values of the request */
     uint64_t victim_bytes;
     uint64_t victim_offset;
     uint64_t victim_least_bytes;
 };
 
-/* Whether the armed fault hits request now; counts down where it passes one. */
+/* Whether the armed fault hits this request; counts down if a matching request passes. */
 static bool fault_hits(struct faulty *faulty, const struct lh_io_request *request)
 {
     struct lh_io_fault *fault = &faulty->fault;
@@ -58,7 +58,7 @@ static int request_fail(struct faulty *faulty, struct lh_io_request *request)
     return 0;
 }
 
-/* Behind what is held already, so that requests reach the inner backend in their order. */
+/* Queue the request after those already held, so that they reach the inner backend in order. */
 static int request_hold(struct faulty *faulty, struct lh_io_request *request)
 {
     lh_io_queue_push(&faulty->held, request);
@@ -124,7 +124,7 @@ static void faulty_flush(struct lh_io *io)
         faulty->inner->ops->flush(faulty->inner);
 }
 
-/* The victim came back from inner. false: it went in again for its rest. */
+/* The inner backend returned the victim. false: it was submitted again for its rest. */
 static bool victim_done(struct faulty *faulty, struct lh_io_request *request)
 {
     LH_ASSERT(request == faulty->victim);

@@ -95,7 +95,7 @@ int lh_io_create(const char *name, const struct lh_io_opts *opts, struct lh_allo
                         name);
 }
 
-/* Append "name: message" to text, one line each; cut where it does not fit. */
+/* Append "name: message" to text as a line; truncated if it does not fit. */
 static void reason_add(char *text, uint64_t text_bytes, const char *name, const char *message)
 {
     uint64_t used = strlen(text);

@@ -62,7 +62,7 @@ void lh_io_request_end(const struct lh_io_base *base, struct lh_io_request *requ
     request->completed_ns = lh_clock_now_ns(base->clock);
 }
 
-/* Nothing moved: once more, or the end with result. */
+/* No byte was transferred: retry (false), or end the request with result (true). */
 static bool retry(const struct lh_io_base *base, struct lh_io_request *request, int64_t result)
 {
     LH_ASSERT(request->retry_count <= LH_IO_RETRY_COUNT_MAX);
@@ -85,7 +85,7 @@ bool lh_io_request_advance(const struct lh_io_base *base, struct lh_io_request *
 {
     bool is_sync = request->kind == LH_IO_KIND_SYNC;
     LH_ASSERT(request->file_index < base->file_count);
-    /* A sync that failed may have dropped what it covered: a second one would answer 0 for it. */
+    /* A failed sync may have dropped the data it covered, so that a retry would return 0. */
     if (!is_sync && (answer == -EINTR || answer == -EAGAIN))
         return retry(base, request, answer);
     if (answer < 0 || is_sync) {
@@ -107,11 +107,11 @@ bool lh_io_request_advance(const struct lh_io_base *base, struct lh_io_request *
     if (base->files[request->file_index].direct) {
         uint64_t torn_bytes = request->done_bytes % LH_BLOCK_BYTES;
         if (torn_bytes > 0 && is_read) {
-            /* Only the end of the file cuts a direct read inside a block. */
+            /* Only the end of the file ends a direct read inside a block. */
             lh_io_request_end(base, request, -ENODATA);
             return true;
         }
-        /* A torn block is written again whole: direct transfers begin on blocks. */
+        /* Write the partial block again: direct transfers begin at block boundaries. */
         request->done_bytes -= torn_bytes;
         LH_ASSERT(request->done_bytes >= before_bytes);
         if (request->done_bytes == before_bytes)

@@ -69,11 +69,11 @@ static int header_read(struct lh_store *store, uint32_t file_index, uint64_t fil
         }
         int rc = lh_store_file_read(store, file_index, offset, store->bounce.base, LH_BLOCK_BYTES,
                                     &errors[copy]);
-        /* Whatever the rest of it says: nothing is done to a newer store. */
         if (rc == -ENODATA)
             return lh_error_set(err, rc, "%s", errors[copy].message);
         if (rc == 0)
             rc = lh_store_header_decode(store->bounce.base, &found[copy], &errors[copy]);
+        /* A store of a newer version is rejected even if the other copy could be read. */
         if (rc == -EPROTO) {
             lh_error_set(err, rc, "%s: %s", file->path, errors[copy].message);
             return rc;
