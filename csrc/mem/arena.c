@@ -16,7 +16,7 @@
 #ifndef MAP_HUGE_SHIFT
 #define MAP_HUGE_SHIFT 26
 #endif
-/* 21 is log2 of LH_HUGE_PAGE_BYTES: a machine may have reserved pages of several sizes. */
+/* 21 is log2 of LH_HUGE_PAGE_BYTES; a machine may have reserved pages of several sizes. */
 #define MAP_RESERVED (MAP_HUGETLB | (21 << MAP_HUGE_SHIFT))
 #define SMALL_PAGE_BYTES 4096
 #define RESERVED_FREE "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages"
@@ -39,7 +39,7 @@ LH_PRINTF(2, 3) static void note(struct lh_arena *arena, const char *format, ...
     va_end(arguments);
 }
 
-/* Up to size - 1 characters of a small file; an empty text where it cannot be read. */
+/* Read up to size - 1 characters of a small file; an empty text if it cannot be read. */
 static void text_read(const char *path, char *text, int size)
 {
     text[0] = '\0';
@@ -59,7 +59,7 @@ static uint64_t number_read(const char *path)
     return lh_mem_number_parse(text, &value) ? value : 0;
 }
 
-/* Bytes of this process that lie on transparent huge pages. */
+/* The bytes of this process that are on transparent huge pages. */
 static uint64_t transparent_bytes(void)
 {
     uint64_t kib = 0;
@@ -94,7 +94,7 @@ static bool map_reserved(struct lh_arena *arena)
     return true;
 }
 
-/* Address space on a huge page's boundary, with huge pages asked for where the system has them. */
+/* Map memory aligned to huge pages, and request transparent ones if the system has them. */
 static int map_aligned(struct lh_arena *arena, struct lh_error *err)
 {
     uint64_t mapped_bytes = arena->bytes + LH_HUGE_PAGE_BYTES;
@@ -110,7 +110,7 @@ static int map_aligned(struct lh_arena *arena, struct lh_error *err)
     LH_ASSERT(before_bytes < LH_HUGE_PAGE_BYTES);
     uint64_t behind_bytes = LH_HUGE_PAGE_BYTES - before_bytes;
     arena->base = mapped + before_bytes;
-    /* Shrinking a mapping at its ends cannot fail: it splits nothing. */
+    /* Shrinking a mapping at its ends cannot fail, because it does not split the mapping. */
     if (before_bytes > 0) {
         int rc = munmap(mapped, before_bytes);
         LH_ASSERT(rc == 0);
@@ -141,8 +141,8 @@ static int populate(struct lh_arena *arena, struct lh_error *err)
         if (code != -EINVAL)
             return lh_error_set(err, code, "cannot allocate %" PRIu64 " bytes of memory: %s",
                                 arena->bytes, strerror(-code));
-        /* A kernel before 5.14 does not know the advice. Each small page is touched, since nothing
-         * says that any one of them is part of a huge page. */
+        /* Kernels before 5.14 lack this advice. Touch each small page, since any of them may not be
+         * part of a huge page. */
         for (uint64_t offset = 0; offset < arena->bytes; offset += SMALL_PAGE_BYTES)
             ((volatile uint8_t *)arena->base)[offset] = 0;
     }
@@ -179,7 +179,7 @@ static int opts_check(const struct lh_arena_opts *opts, struct lh_error *err)
     if (opts->numa_node >= lh_numa_node_count())
         return lh_error_set(err, -EINVAL, "numa_node %d does not exist: this machine has %d nodes",
                             opts->numa_node, lh_numa_node_count());
-    /* Above it the rounding to pages could overflow; no machine has it. */
+    /* More could overflow when rounded up to pages, and no machine has it. */
     if (opts->bytes > UINT64_C(1) << 60)
         return lh_error_set(err, -ENOMEM,
                             "%" PRIu64 " bytes are requested, more than any machine has",
@@ -187,12 +187,12 @@ static int opts_check(const struct lh_arena_opts *opts, struct lh_error *err)
     return 0;
 }
 
-/* Everything after the struct is there: on failure nothing stays mapped. */
+/* Map, bind, populate and lock the memory. On failure nothing remains mapped. */
 static int arena_map(struct lh_arena *arena, const struct lh_arena_opts *opts, struct lh_error *err)
 {
     int rc = 0;
     if (!map_reserved(arena)) {
-        /* Linux promises memory that it does not have, and kills for it later; so it is asked. */
+        /* Linux overcommits memory and kills processes later, so check first. */
         uint64_t available_bytes = lh_mem_available_bytes();
         if (arena->bytes > available_bytes)
             return lh_error_set(err, -ENOMEM,

@@ -8,9 +8,9 @@
 
 #define PATH_BYTES 4096
 
-/* The two versions of control groups tell the same under different names. */
+/* The two versions of control groups have the same values under different names. */
 struct cgroup_names {
-    const char *line; /* how its line in /proc/self/cgroup goes on behind the first colon */
+    const char *line; /* the beginning of its line in /proc/self/cgroup after the first colon */
     const char *root;
     const char *limit;
     const char *used;
@@ -56,7 +56,7 @@ int lh_mem_field_read(const char *path, const char *name, uint64_t *value_out)
     return rc;
 }
 
-/* The single number in directory/name; false where there is none ("max", or no such file). */
+/* Read the number in directory/name; false if there is none ("max", or no such file). */
 static bool cgroup_number(const char *directory, const char *name, uint64_t *value_out)
 {
     char path[PATH_BYTES];
@@ -71,7 +71,7 @@ static bool cgroup_number(const char *directory, const char *name, uint64_t *val
     return found;
 }
 
-/* What one control group still admits: its limit less its use; its page cache would make way. */
+/* The memory that a control group still allows: limit - used, where page cache is not used. */
 static uint64_t cgroup_available_bytes(const struct cgroup_names *names, const char *directory)
 {
     uint64_t limit_bytes = 0;
@@ -89,7 +89,7 @@ static uint64_t cgroup_available_bytes(const struct cgroup_names *names, const c
     return limit_bytes - lh_min_u64(limit_bytes, used_bytes);
 }
 
-/* The least that the group of this process and the groups around it admit. */
+/* The minimum over the control group of this process and the groups that contain it. */
 static uint64_t cgroups_available_bytes(const struct cgroup_names *names)
 {
     FILE *file = fopen("/proc/self/cgroup", "re");
