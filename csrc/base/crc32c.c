@@ -29,7 +29,7 @@ static uint32_t times_x(uint32_t value)
 uint32_t lh_crc32c_multiply(uint32_t left, uint32_t right)
 {
     uint32_t product = 0;
-    /* Go through left's coefficients from x^0 (the top bit) up; right is multiplied by x each time. */
+    /* For left's coefficients from x^0 (the top bit) up, multiplying right by x each time. */
     for (; left != 0; left <<= 1) {
         if (left & X_TO_0)
             product ^= right;

@@ -30,7 +30,7 @@ void lh_waker_deinit(struct lh_waker *waker);
 
 /* Announce the intention to sleep; the owner must then check all its sources again. */
 void lh_waker_prepare(struct lh_waker *waker);
-/* Sleep until woken or until timeout_ms have passed (-1: no timeout); resets sleeping, drains fd. */
+/* Sleep until woken or timeout_ms have passed (-1: no timeout); reset sleeping and drain fd. */
 void lh_waker_wait(struct lh_waker *waker, int timeout_ms);
 /* Undo lh_waker_prepare() because a source had news after all. */
 void lh_waker_cancel(struct lh_waker *waker);
