@@ -14,7 +14,7 @@ struct backend {
     const char *package;    /* what the build looked for */
 };
 
-/* Best first. */
+/* In order of preference. */
 static const struct backend backends[] = {
 #if defined(LH_HAVE_LIBURING)
     {"io_uring", lh_io_uring_create, "liburing"},

@@ -199,7 +199,7 @@ static int fs_remove(const struct lh_store_fs *fs, const char *path)
 static int fs_random(const struct lh_store_fs *fs, void *buffer, uint64_t bytes)
 {
     (void)fs;
-    LH_ASSERT(bytes <= 256); /* what getrandom() gives whole: see getrandom(2) */
+    LH_ASSERT(bytes <= 256); /* getrandom(2) never returns fewer then */
     ssize_t rc = getrandom(buffer, bytes, 0);
     if (rc < 0)
         return -errno;
