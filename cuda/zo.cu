@@ -1,14 +1,14 @@
 /*
  * Zeroth-order training on the GPU: a batch of operations over a range of a parameter, in place, or
- * from what is kept of it in another format to that and to what computation reads.
+ * from a stored state in another format to that state and to the values that computation reads.
  *
- * Formula: for each element in order of the ops, p + s z, or p - lr (s z + d p), or z, each
- * operation rounded to fp32; z is Box and Muller's normal number of the element's own counter
+ * Formula: for each element, in the order of the ops: p + s z, or p - lr (s z + d p), or z, with
+ * each operation rounded to fp32. z is the Box-Muller normal number of the element's own counter
  * ([Note: Counters] in csrc/compute/zo.h).
  * CPU reference: lh_zo_ref() (csrc/compute/zo_ref.c) and lh_zo_lead() (zo_kept.c), bit for bit.
- * Bytes moved: 8 an element (read once, written once; of a parameter that is kept those of its two
- * formats, and the state's twice where it is rounded) however many ops a batch has, which come as
- * the kernel's argument; 16 threads that are neighbours access 64 bytes that are, or 32, or 16.
+ * Bytes moved: 8 per element (read once, written once), independent of the number of ops, which are
+ * the kernel's argument. For a parameter with a state: the bytes of its two formats, and the
+ * state's twice if it is rounded. 16 adjacent threads access 64, 32 or 16 adjacent bytes.
  */
 #include "zo_counter.h"
 

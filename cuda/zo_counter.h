@@ -1,6 +1,6 @@
 /*
- * Passes of zeroth-order training by counters, one thread each: the bits of lh_zo_ref()
- * and lh_zo_lead() (csrc/compute), for the GPU, and as plain C for the tests.
+ * Passes of zeroth-order training, one thread per counter, with the same bits as lh_zo_ref() and
+ * lh_zo_lead() (csrc/compute): for the GPU, and as plain C for the tests.
  */
 #ifndef CUDA_ZO_COUNTER_H
 #define CUDA_ZO_COUNTER_H
@@ -8,7 +8,7 @@
 #include "zo_kept.h"
 #include "zo_numbers.h"
 
-/* words: the counter, and the block that Philox 4x32-10 makes of it. */
+/* Replace the counter in words by its block of Philox 4x32-10. */
 ZO_FUNCTION void zo_philox(uint32_t words[LH_ZO_WORDS], uint32_t key0, uint32_t key1)
 {
     for (int i = 0; i < LH_ZO_ROUND_COUNT; i++) {
@@ -34,7 +34,7 @@ ZO_FUNCTION float zo_log_series(float f)
     return ZO_ADD(ZO_MUL(series, f), LH_ZO_L0);
 }
 
-/* sqrt(-2 ln U), where U is a multiple of 2^-24 in (0, 1]. */
+/* sqrt(-2 ln U), where U is a multiple of 2^-24 in (0, 1] made from word. */
 ZO_FUNCTION float zo_radius(uint32_t word)
 {
     float whole = (float)((word >> 8) + 1); /* exact */
@@ -52,7 +52,7 @@ ZO_FUNCTION float zo_radius(uint32_t word)
     return ZO_SQRT(ZO_MUL(log, -2.0f));
 }
 
-/* The two highest bits are a quarter turn's number. */
+/* The cosine and sine of an angle. The two highest bits of word count its quarter turns. */
 ZO_FUNCTION void zo_turn(uint32_t word, float *cosine_out, float *sine_out)
 {
     int32_t rest = (int32_t)((word << 2) & ~UINT32_C(0xFF));
@@ -80,7 +80,7 @@ ZO_FUNCTION void zo_words(const struct lh_zo_stream *stream, uint64_t counter,
     zo_philox(words, (uint32_t)stream->seed, (uint32_t)(stream->seed >> 32));
 }
 
-/* z of the block's elements that one counter makes. */
+/* Draw z of the elements that belong to one counter. */
 ZO_FUNCTION void zo_draw(const struct lh_zo_stream *stream, uint64_t counter, float z[LH_ZO_WORDS])
 {
     uint32_t words[LH_ZO_WORDS];
@@ -106,7 +106,7 @@ ZO_FUNCTION float zo_applied(const struct lh_zo_op *op, float value, float z)
     return ZO_SUB(value, ZO_MUL(z, op->lr));
 }
 
-/* Counters of the blocks that a batch is of: its threads. */
+/* The number of counters of the blocks that a batch covers, and thus of its threads. */
 ZO_FUNCTION uint64_t zo_counter_count(const struct lh_zo_batch *batch)
 {
     uint64_t begin = batch->first / LH_ZO_BLOCK;
@@ -114,7 +114,7 @@ ZO_FUNCTION uint64_t zo_counter_count(const struct lh_zo_batch *batch)
     return batch->count > 0 ? (end - begin) * LH_ZO_COUNTERS : 0;
 }
 
-/* Those of four elements, LH_ZO_COUNTERS apart, that are below count; at: of the first of them. */
+/* Load four elements from at on, LH_ZO_COUNTERS apart, as far as they are in the batch. */
 ZO_FUNCTION void zo_load(const struct lh_zo_batch *batch, int64_t at, float held[LH_ZO_WORDS])
 {
     uint64_t source = batch->state ? batch->state : batch->values;
@@ -139,11 +139,11 @@ ZO_FUNCTION void zo_store(const struct lh_zo_batch *batch, int64_t at,
     }
 }
 
-/* The batch's ops, in order, on those of its elements that one of its counters makes z of. */
+/* Apply the batch's ops, in order, to the elements that belong to one of its counters. */
 ZO_FUNCTION void zo_counter(const struct lh_zo_batch *batch, uint64_t index)
 {
     uint64_t counter = batch->first / LH_ZO_BLOCK * LH_ZO_COUNTERS + index;
-    /* Of the counter's first element in the batch; below 0 where that is in front of it. */
+    /* The index of the counter's first element in the batch; negative if it precedes the batch. */
     int64_t at = (int64_t)(counter / LH_ZO_COUNTERS * LH_ZO_BLOCK + counter % LH_ZO_COUNTERS) -
                  (int64_t)batch->first;
     float held[LH_ZO_WORDS], kept[LH_ZO_WORDS];
@@ -171,7 +171,7 @@ ZO_FUNCTION void zo_counter(const struct lh_zo_batch *batch, uint64_t index)
         zo_store(batch, at, held, false);
 }
 
-/* What one thread of thread_count does. */
+/* The work of one thread of thread_count. */
 ZO_FUNCTION void zo_thread(const struct lh_zo_batch *batch, uint64_t thread, uint64_t thread_count)
 {
     uint64_t counter_count = zo_counter_count(batch);

@@ -1,6 +1,7 @@
 /*
- * Formats of parameters between steps and of what computation reads: the bits of lh_zo_rounded(),
- * lh_zo_widen_ref(), lh_zo_narrow_ref() and lh_zo_cast_ref() (csrc/compute).
+ * Conversions between the formats of parameters between steps and of the values that computation
+ * reads, with the same bits as lh_zo_rounded(), lh_zo_widen_ref(), lh_zo_narrow_ref() and
+ * lh_zo_cast_ref() (csrc/compute).
  */
 #ifndef CUDA_ZO_KEPT_H
 #define CUDA_ZO_KEPT_H
@@ -13,7 +14,7 @@ ZO_FUNCTION struct lh_zo_shape zo_shape_of(enum lh_zo_format format)
     return format == LH_ZO_FORMAT_BF16 ? bf16 : format == LH_ZO_FORMAT_F16 ? f16 : f8;
 }
 
-/* What a number becomes by a random word. */
+/* Round a number stochastically to format, by a random word. */
 ZO_FUNCTION float zo_rounded(float value, uint32_t word, enum lh_zo_format format)
 {
     const struct lh_zo_shape shape = zo_shape_of(format);
@@ -35,14 +36,14 @@ ZO_FUNCTION float zo_rounded(float value, uint32_t word, enum lh_zo_format forma
             lost = 31;
         }
         whole = (whole + (word >> (32 - lost))) >> lost;
-        /* Exact, as every number of so few bits. */
+        /* Exact, because the number has so few bits. */
         float unit = zo_float((shape.exponent_min - shape.mantissa_bits) << 23);
         out = zo_bits(ZO_MUL((float)whole, unit));
     }
     return zo_float(sign | (out < shape.max ? out : shape.max));
 }
 
-/* Element index of what is kept at address. */
+/* Load element index of the state at address. */
 ZO_FUNCTION float zo_kept_load(uint64_t address, int64_t index, enum lh_zo_format format)
 {
     const uintptr_t at = (uintptr_t)address;
@@ -61,13 +62,13 @@ ZO_FUNCTION float zo_kept_load(uint64_t address, int64_t index, enum lh_zo_forma
         return zo_float(sign | LH_ZO_NAN | magnitude << 13);
     if (!is_byte && magnitude == 0x7C00)
         return zo_float(sign | UINT32_C(0x7F800000));
-    /* The same exponent says more in fp32, and numbers without a leading bit are no exception. */
+    /* Correct the exponent's bias by a multiplication, which handles subnormal numbers, too. */
     float larger = zo_float((shape.exponent_min - 1 + 127) << 23);
     float wide = ZO_MUL(zo_float(magnitude << (23 - shape.mantissa_bits)), larger);
     return zo_float(sign | zo_bits(wide));
 }
 
-/* value is a number of the format, or the NaN of zo_rounded(). */
+/* Store a value that is representable in the format, or the NaN of zo_rounded(). */
 ZO_FUNCTION void zo_kept_store(uint64_t address, int64_t index, float value,
                                enum lh_zo_format format)
 {
@@ -93,7 +94,7 @@ ZO_FUNCTION void zo_kept_store(uint64_t address, int64_t index, float value,
     }
 }
 
-/* Any value, rounded to nearest, ties to even. format: not F8. */
+/* Store any value, rounded to nearest, ties to even. format: not F8. */
 ZO_FUNCTION void zo_value_store(uint64_t address, int64_t index, float value,
                                 enum lh_zo_format format)
 {

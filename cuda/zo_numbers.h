@@ -1,8 +1,8 @@
 /*
- * What the threads of zeroth-order training compute with, on the GPU and as plain C.
+ * Arithmetic of the threads of zeroth-order training, on the GPU and as plain C.
  *
- * Every operation rounds by itself: the intrinsics are never fused nor flushed to zero, and C is
- * compiled with -ffp-contract=off. What a NaN carries besides being one is the processor's.
+ * Every operation is rounded separately: the intrinsics are neither fused nor flushed to zero, and
+ * C is compiled with -ffp-contract=off. The payload of a NaN depends on the processor.
  */
 #ifndef CUDA_ZO_NUMBERS_H
 #define CUDA_ZO_NUMBERS_H

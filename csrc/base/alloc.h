@@ -1,14 +1,14 @@
 /*
- * The only way lohan's core gets memory from the heap.
+ * The only way in which lohan's core allocates heap memory.
  *
  * An engine allocates everything while it is created and then seals its allocator: memory budgets
- * are ceilings, and a training run must not fail for memory at step 10,000. A sealed allocator
- * refuses (NULL) and counts the attempt.
+ * are upper limits, and a training run must not run out of memory at step 10,000. A sealed
+ * allocator returns NULL and counts the attempt.
  *
  *      INIT --[lh_alloc_seal]--> SEALED --[lh_alloc_unseal, at teardown]--> INIT
  *
- * Fault injection: fail_after counts down on each allocation; the one that finds it at 0 fails (-1:
- * never). A test loops fail_after = 0, 1, 2, ... until the operation passes untouched.
+ * Fault injection: each allocation decrements fail_after; allocations fail once it is 0 (-1:
+ * never). A test repeats an operation with fail_after = 0, 1, 2, ... until it succeeds.
  *
  * Thread: an allocator belongs to the thread that creates the engine; lh_free may run on any
  *         thread.
@@ -20,17 +20,17 @@
 
 struct lh_alloc {
     bool sealed;
-    int64_t fail_after;     /* -1: never; else allocations that still succeed */
-    uint64_t live_count;    /* allocations not yet freed */
-    uint64_t live_bytes;    /* of them, as the heap rounds them */
-    uint64_t refused_count; /* allocations refused because sealed */
+    int64_t fail_after;     /* the number of allocations that still succeed; -1: all */
+    uint64_t live_count;    /* allocations that are not freed yet */
+    uint64_t live_bytes;    /* their size, as rounded by the heap */
+    uint64_t refused_count; /* allocations attempted while sealed */
 };
 
 #define LH_ALLOC_INIT {.sealed = false, .fail_after = -1}
 
 /*
- * count * bytes of zeroed memory, aligned to 64 bytes; NULL on overflow, when sealed, on injected
- * or real exhaustion.
+ * Allocate count * bytes of zeroed memory, aligned to 64 bytes. Returns NULL on overflow, when
+ * sealed, and on injected or real exhaustion.
  *
  * Owns:   the caller owns the memory; release with lh_free(alloc, pointer).
  */

@@ -1,18 +1,19 @@
 /*
- * LH_ASSERT is always on: continuing after a broken invariant could write wrong optimizer state to
- * disk. LH_DCHECK is for checks too dear for release builds. Neither is for user errors: those get
- * a named error from the binding.
+ * LH_ASSERT is always enabled: continuing after a broken invariant could write wrong optimizer
+ * state to disk. LH_DCHECK is for checks too expensive for release builds. Neither is for user
+ * errors: the binding raises exceptions for those.
  */
 #ifndef LH_BASE_ASSERT_H
 #define LH_BASE_ASSERT_H
 
 #include "base/base.h"
 
-/* Print the expression and its place to stderr, call the hook if one is set, abort. */
+/* Print the expression and its location to stderr, call the hook if one is set, and abort. */
 _Noreturn void lh_assert_fail(const char *expression, const char *file, int line);
 
 /*
- * A simulator sets a hook that prints its seed; NULL removes it. Thread: set before threads start.
+ * Set the hook: a simulator prints its seed there. NULL removes it. Thread: set it before threads
+ * start.
  */
 void lh_assert_hook_set(void (*hook)(void *context), void *context);
 

@@ -1,9 +1,9 @@
 /*
- * Words that every module uses: fixed-width integers, attributes, and sizes computed with overflow
- * checks.
+ * Definitions that every module uses: fixed-width integers, attributes, constants, and arithmetic
+ * on sizes.
  *
- * Includes nothing of lohan's. Sizes are uint64_t bytes throughout: a store outgrows size_t on a
- * 32-bit machine, and one type for every size leaves no conversions to get wrong.
+ * This file includes no other file of lohan. Sizes are uint64_t bytes throughout: a store can
+ * exceed size_t on a 32-bit machine, and a single type avoids conversion errors.
  */
 #ifndef LH_BASE_BASE_H
 #define LH_BASE_BASE_H
@@ -21,8 +21,8 @@
 #define LH_GIB (UINT64_C(1) << 30)
 
 /*
- * The unit of O_DIRECT transfers: offsets, lengths and addresses are multiples of it on every
- * device we know.
+ * The unit of O_DIRECT transfers. Offsets, lengths and addresses that are multiples of it work on
+ * every device we know.
  */
 #define LH_BLOCK_BYTES UINT64_C(4096)
 /* One checksum covers this many bytes of an extent (the last one of an extent may cover fewer). */
@@ -48,8 +48,8 @@ static inline uint64_t lh_div_ceil(uint64_t value, uint64_t divisor)
 }
 
 /*
- * value must be at most UINT64_MAX - alignment; every size in lohan is below 2^60 (checked where
- * sizes enter).
+ * value must be at most UINT64_MAX - alignment. Every size in lohan is below 2^60, which is checked
+ * where sizes are received.
  */
 static inline uint64_t lh_align_up(uint64_t value, uint64_t alignment)
 {

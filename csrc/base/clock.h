@@ -1,6 +1,6 @@
 /*
- * Time, injected so that a simulator can supply its own: the core never asks the operating system
- * for it directly.
+ * A clock that is passed in, so that a simulator can supply virtual time: the core never reads the
+ * time from the operating system directly.
  */
 #ifndef LH_BASE_CLOCK_H
 #define LH_BASE_CLOCK_H

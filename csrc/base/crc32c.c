@@ -20,7 +20,7 @@ static struct lh_crc32c_kernel kernels[KERNEL_COUNT_MAX];
 static int kernel_count;
 static pthread_once_t kernels_once = PTHREAD_ONCE_INIT;
 
-/* value * x modulo P: what falls out at x^32 comes back as P. */
+/* value * x modulo P: a carry into x^32 is reduced by P. */
 static uint32_t times_x(uint32_t value)
 {
     return (value >> 1) ^ ((value & 1) ? LH_CRC32C_POLYNOMIAL : 0);
@@ -29,7 +29,7 @@ static uint32_t times_x(uint32_t value)
 uint32_t lh_crc32c_multiply(uint32_t left, uint32_t right)
 {
     uint32_t product = 0;
-    /* left's coefficients from x^0 (the top bit) up, right multiplied by x along with them. */
+    /* For left's coefficients from x^0 (the top bit) up, multiplying right by x each time. */
     for (; left != 0; left <<= 1) {
         if (left & X_TO_0)
             product ^= right;
@@ -129,7 +129,7 @@ uint32_t lh_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t b_bytes)
 {
     /*
      * With R(m) a message's remainder, i and f the inversions before and after: crc(m) is
-     * R(m) ^ i * x^len(m) ^ f. In crc(A) * x^len(B) ^ crc(B) the inversion behind A cancels against
+     * R(m) ^ i * x^len(m) ^ f. In crc(A) * x^len(B) ^ crc(B) the inversion after A cancels against
      * the one before B, because i and f are the same word; what is left is crc(A|B).
      *
      * x has the order 2^31 - 1 modulo P, so 8 * b_bytes may be taken modulo it and cannot overflow.

@@ -1,13 +1,13 @@
 /*
  * CRC-32C (Castagnoli), the checksum of everything in a store.
  *
- * Three implementations give the same value: a table (any machine), the SSE4.2 / ARMv8 instruction,
- * and AVX-512 VPCLMULQDQ folding, which runs at cache speed: the optimizer checks and makes
- * checksums for 24 bytes a parameter in the pass that has them in cache, so anything slower would
- * bound it.
+ * All implementations return the same value: a table (any machine), the SSE4.2 or ARMv8
+ * instruction, and AVX-512 VPCLMULQDQ folding, which runs at cache speed. The optimizer verifies
+ * and computes checksums of 24 bytes per parameter while they are in cache, so a slower
+ * implementation would limit it.
  *
- * Chaining: crc = lh_crc32c(crc, next, bytes) over consecutive pieces equals one call over the
- * whole; start with 0.
+ * Chaining: start with crc = 0; crc = lh_crc32c(crc, next, bytes) over consecutive pieces equals
+ * one call over all of them.
  * Thread: any.
  */
 #ifndef LH_BASE_CRC32C_H
@@ -25,12 +25,12 @@ struct lh_crc32c_kernel {
 };
 
 /*
- * The kernels this machine can run, best first; the count is returned. For tests, benchmarks and
- * doctor.
+ * Get the kernels that this machine can run, best first; returns their number. For tests,
+ * benchmarks and doctor.
  */
 int lh_crc32c_kernels(const struct lh_crc32c_kernel **kernels_out);
 
-/* crc of the concatenation A|B from crc(A), crc(B) and B's length. */
+/* The CRC of the concatenation A|B, from crc(A), crc(B) and the length of B. */
 uint32_t lh_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t b_bytes);
 
 #endif

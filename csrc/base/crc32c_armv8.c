@@ -1,6 +1,6 @@
 /*
- * The ARMv8 instruction, 8 bytes at a time. Written as assembly because the intrinsics need the
- * whole file compiled for a machine that has it.
+ * The ARMv8 CRC instruction, 8 bytes at a time. It is inline assembly because the intrinsics would
+ * require compiling the whole file for machines that have the instruction.
  */
 #if defined(__aarch64__)
 

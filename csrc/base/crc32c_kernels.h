@@ -1,6 +1,6 @@
 /*
- * What crc32c.c and its kernels share: arithmetic on polynomials over GF(2) modulo the Castagnoli
- * polynomial P, and the kernels' names. Nobody else includes this.
+ * Declarations shared by crc32c.c and its kernels: arithmetic on polynomials over GF(2) modulo the
+ * Castagnoli polynomial P, and the kernels. No other file includes this.
  *
  * [Note: Reflected polynomials]
  * CRC-32C sends the lowest bit of each byte first. So bit n of a 32-bit remainder is the
@@ -11,8 +11,8 @@
  * x^(63-i) * x^(63-j) = x^(126-i-j), but read as a 128-bit lane it says x^(127-i-j): the product
  * comes out times x. Constants below are one power short to make up for it.
  *
- * Appending n zero bits to a message multiplies its remainder by x^n modulo P. That is all there is
- * to joining pieces, lanes and accumulators.
+ * Appending n zero bits to a message multiplies its remainder by x^n modulo P. Pieces, lanes and
+ * accumulators are joined by this rule alone.
  */
 #ifndef LH_BASE_CRC32C_KERNELS_H
 #define LH_BASE_CRC32C_KERNELS_H
@@ -29,16 +29,16 @@ uint32_t lh_crc32c_multiply(uint32_t left, uint32_t right);
 /* x^exponent modulo P. */
 uint32_t lh_crc32c_power(uint64_t exponent);
 
-/* Each kernel is lh_crc32c() by its own means. */
+/* Each kernel implements lh_crc32c(). */
 uint32_t lh_crc32c_portable(uint32_t crc, const void *data, uint64_t bytes);
 
 #if defined(__x86_64__)
-/* Each init makes its kernel's constants, and runs once before the kernel does. */
+/* Each init computes its kernel's constants, and must be called once before the kernel. */
 void lh_crc32c_sse42_init(void);
 void lh_crc32c_avx512_init(void);
 /* Needs SSE4.2 and PCLMUL. */
 uint32_t lh_crc32c_sse42(uint32_t crc, const void *data, uint64_t bytes);
-/* Needs AVX-512 F, BW, VL, DQ and VPCLMULQDQ; lh_crc32c_sse42_init() has run, it takes the tail. */
+/* Needs AVX-512 F, BW, VL, DQ and VPCLMULQDQ, and lh_crc32c_sse42_init(): SSE4.2 does the tail. */
 uint32_t lh_crc32c_avx512(uint32_t crc, const void *data, uint64_t bytes);
 #elif defined(__aarch64__)
 /* Needs the CRC32 extension. */

@@ -15,7 +15,7 @@
 
 #include "base/crc32c_kernels.h"
 
-/* Large enough that joining costs nothing; the small one serves what is left. */
+/* Large enough that joining costs nothing; the small lanes process the remainder. */
 #define LARGE_LANE_BYTES 1024
 #define SMALL_LANE_BYTES 128
 

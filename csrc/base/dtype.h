@@ -1,5 +1,5 @@
 /*
- * Element types that the core knows by name; every other type is bytes to it (frozen parameters).
+ * Element types that the core distinguishes. All other types are BYTES (frozen parameters).
  */
 #ifndef LH_BASE_DTYPE_H
 #define LH_BASE_DTYPE_H

@@ -130,7 +130,7 @@ void lh_range_release(struct lh_range *range, uint64_t offset, uint64_t bytes)
     LH_ASSERT(lh_is_aligned(offset, range->granule));
     LH_ASSERT(offset <= range->total_bytes - bytes);
 
-    /* The first hole behind the range, by bisection: [low, high) holds the answer. */
+    /* Find the first hole after the range by bisection: [low, high) contains the answer. */
     uint32_t low = 0;
     uint32_t high = range->hole_count;
     while (low < high) {

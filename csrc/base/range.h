@@ -1,7 +1,7 @@
 /*
- * Offsets in one region handed out and taken back: first fit, neighbours merged. Pure bookkeeping,
- * no memory behind it: the residency plan runs the same code ahead of time that the engine runs in
- * the step, so both reach the same addresses.
+ * An allocator of offsets in one region: first fit, with adjacent holes merged. It is pure
+ * bookkeeping without memory: the residency plan runs the same code ahead of time that the engine
+ * runs during the step, so both get the same addresses.
  *
  * Invariants: 1. holes are sorted by offset, none empty, no two adjacent.  2. offsets and sizes are
  * multiples of granule.
@@ -39,9 +39,9 @@ void lh_range_copy(struct lh_range *target, const struct lh_range *source);
 
 /* The lowest offset of a hole of at least bytes (rounded up to the granule), or LH_RANGE_NONE. */
 uint64_t lh_range_acquire(struct lh_range *range, uint64_t bytes);
-/* Take [offset, offset + bytes), which must be free: rebuilds a region from what is in it. */
+/* Acquire [offset, offset + bytes), which must be free, to rebuild a region from its contents. */
 void lh_range_take(struct lh_range *range, uint64_t offset, uint64_t bytes);
-/* True when lh_range_acquire would succeed. */
+/* Whether lh_range_acquire would succeed. */
 bool lh_range_has(const struct lh_range *range, uint64_t bytes);
 void lh_range_release(struct lh_range *range, uint64_t offset, uint64_t bytes);
 

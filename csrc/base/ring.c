@@ -1,11 +1,13 @@
 /*
- * Whose turn a cell is, by its sequence, for the ticket t that maps to it (t & mask is its index):
+ * The sequence of a cell says who may use it, for the ticket t that maps to it (t & mask is its
+ * index):
  *
  *      sequence == t               empty: the writer that draws ticket t may fill it
  *      sequence == t + 1           full: the reader at ticket t may take it
  *      sequence == t + mask + 1    taken: empty again, for the writer one lap later
  *
- * With one cell "full for t" and "empty for t + 1" would be the same number: a ring has at least 2.
+ * With one cell, "full for t" and "empty for t + 1" would be the same number, so a ring has at
+ * least two cells.
  */
 #include "base/ring.h"
 

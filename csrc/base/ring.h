@@ -1,7 +1,7 @@
 /*
- * A bounded queue of fixed-size messages, many writers and one reader, without locks (a ticket a
- * cell, after D. Vyukov's bounded MPMC queue). The only lock-free code in lohan: messages from
- * training threads to the engine, completions from workers to the engine.
+ * A bounded lock-free queue of fixed-size messages with many writers and one reader (one ticket per
+ * cell, after D. Vyukov's bounded MPMC queue). It carries messages from training threads to the
+ * engine and completions from workers to the engine. It is the only lock-free code in lohan.
  *
  * Invariants:
  *  1. cells is a power of two; cell i's sequence tells whose turn it is (see ring.c).
@@ -41,9 +41,9 @@ int lh_ring_init(struct lh_ring *ring, struct lh_alloc *alloc, uint64_t cell_cou
                  struct lh_error *err) LH_MUST_CHECK;
 void lh_ring_deinit(struct lh_ring *ring, struct lh_alloc *alloc);
 
-/* false: full. */
+/* Returns false if the ring is full. */
 bool lh_ring_push(struct lh_ring *ring, struct lh_ring_message message) LH_MUST_CHECK;
-/* false: empty. */
+/* Returns false if the ring is empty. */
 bool lh_ring_pop(struct lh_ring *ring, struct lh_ring_message *message_out) LH_MUST_CHECK;
 
 #endif

@@ -36,7 +36,7 @@ int lh_thread_start(pthread_t *thread_out, const pthread_attr_t *attributes, voi
     sigdelset(&blocked, SIGBUS);
     sigdelset(&blocked, SIGFPE);
     sigdelset(&blocked, SIGILL);
-    /* A thread begins with its maker's mask. */
+    /* A thread inherits the signal mask of its creator. */
     int mask_rc = pthread_sigmask(SIG_SETMASK, &blocked, &before);
     LH_ASSERT(mask_rc == 0);
     int rc = pthread_create(thread_out, attributes, run, context);

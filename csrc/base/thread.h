@@ -1,8 +1,8 @@
 /*
- * The start of a thread of lohan's own.
+ * Starts lohan's threads.
  *
- * A signal's handler belongs on the program's own threads, so all signals are blocked in ours.
- * Faults stay deliverable: they go to the thread that made them, and a crash reporter wants its
+ * Signal handlers should run on the program's own threads, so all signals are blocked in ours,
+ * except those of faults: they are delivered to the faulting thread, and a crash reporter needs its
  * stack.
  *
  * Thread: any.
@@ -24,9 +24,9 @@ int lh_thread_start(pthread_t *thread_out, const pthread_attr_t *attributes, voi
                     void *context) LH_MUST_CHECK;
 
 /*
- * How often the calling process is a child of fork() since the first call, which another process
- * may have made. What was made under another number has no threads here, and its mutexes may be
- * locked for ever.
+ * The number of forks between the first call of this function, possibly in an ancestor process, and
+ * the calling process. An object created at another count has no threads in this process, and its
+ * mutexes may be locked forever.
  */
 uint32_t lh_thread_fork_count(void);
 

@@ -1,10 +1,10 @@
 /*
  * [Note: No wake-up is lost]
- * prepare and wake both exchange `sleeping`, so the two are ordered by that one word. Where wake
- * comes second it reads 1 and writes the eventfd. Where prepare comes second it reads what wake
- * wrote (acquire of a release), so the news published before wake is visible to the owner's second
- * look. Plain stores and loads would need a full fence on both sides, which ThreadSanitizer cannot
- * follow.
+ * prepare and wake both exchange `sleeping`, so the two are ordered by that one word. If wake comes
+ * second, it reads 1 and writes the eventfd. If prepare comes second, it reads the value that wake
+ * wrote (acquire of a release), so the news published before wake is visible when the owner checks
+ * again. Plain stores and loads would need a full fence on both sides, which ThreadSanitizer does
+ * not support.
  */
 #include "base/waker.h"
 
@@ -22,7 +22,7 @@ int lh_waker_init(struct lh_waker *waker, struct lh_error *err)
     if (waker->fd < 0) {
         int code = -errno;
         waker->fd = -1;
-        return lh_error_set(err, code, "no eventfd for a waker: %s (see ulimit -n)",
+        return lh_error_set(err, code, "cannot create an eventfd: %s (see ulimit -n)",
                             strerror(-code));
     }
     return 0;
@@ -49,7 +49,7 @@ void lh_waker_wait(struct lh_waker *waker, int timeout_ms)
 {
     struct pollfd news = {.fd = waker->fd, .events = POLLIN};
     int rc = poll(&news, 1, timeout_ms);
-    /* A signal ends the sleep like any news: the owner looks at its sources and sleeps again. */
+    /* A signal ends the sleep as news does: the owner checks its sources and sleeps again. */
     LH_ASSERT(rc >= 0 || errno == EINTR || errno == ENOMEM);
     lh_waker_cancel(waker);
     uint64_t count = 0;

@@ -1,11 +1,11 @@
 /*
- * One place where a thread sleeps until any of its sources has news: an eventfd that I/O backends,
- * workers and other threads write to.
+ * Lets a thread sleep until any of its sources has news: an eventfd that I/O backends, workers and
+ * other threads write to.
  *
- * A writer pays for the system call only when the owner sleeps: the owner sets `sleeping`, looks at
- * its sources once more, and only then blocks; a writer publishes its news first and looks at
- * `sleeping` after (both sequentially consistent), so no news is slept through. The kernel's
- * io_uring notification writes to fd always.
+ * A writer makes the system call only if the owner sleeps: the owner sets `sleeping`, checks its
+ * sources once more, and only then blocks; a writer publishes its news first and then checks
+ * `sleeping` (both sequentially consistent), so no wake-up is lost. io_uring's notification always
+ * writes to fd.
  *
  * Thread: prepare/wait/cancel belong to the owner; lh_waker_wake() is for any thread.
  */
@@ -28,11 +28,11 @@ struct lh_waker {
 int lh_waker_init(struct lh_waker *waker, struct lh_error *err) LH_MUST_CHECK;
 void lh_waker_deinit(struct lh_waker *waker);
 
-/* Announce the intention to sleep; the owner must look at all its sources again after this. */
+/* Announce the intention to sleep; the owner must then check all its sources again. */
 void lh_waker_prepare(struct lh_waker *waker);
-/* Sleep until woken or timeout_ms passed (-1: for ever); resets sleeping and drains fd. */
+/* Sleep until woken or timeout_ms have passed (-1: no timeout); reset sleeping and drain fd. */
 void lh_waker_wait(struct lh_waker *waker, int timeout_ms);
-/* Sources had news after all. */
+/* Undo lh_waker_prepare() because a source had news after all. */
 void lh_waker_cancel(struct lh_waker *waker);
 
 void lh_waker_wake(struct lh_waker *waker);

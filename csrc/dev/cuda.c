@@ -1,18 +1,18 @@
 /*
- * NVIDIA's GPUs, through the driver, which is looked up at run time; on the primary context, which
- * is also the one that torch's CUDA runtime works in.
+ * NVIDIA GPUs, through the driver, which is loaded at run time. The backend uses the primary
+ * context, as torch's CUDA runtime does.
  *
  *      submit:  copy stream    wait(after)  copy  record(done) ---+
  *               notify stream                                     wait  host call: lane.ended + 1
  *
- * A host call in the copy stream would hold the next copy back until it has run on the CPU. So each
- * direction has a second stream that only waits for copies and makes these calls.
+ * A host call in the copy stream would delay the next copy until it has run on the CPU. Each
+ * direction therefore has a second stream, which only waits for copies and makes these calls.
  *
  * [Note: A device that fails]
- * Behind an error of a kernel the context is broken: the driver executes nothing more, host calls
- * included. poll, where it has nothing, asks the notify streams, and gives everything in flight
- * back once the driver says that it is lost. A host call that was on its way by then finds only the
- * lane's counter and a slot, which live until destroy.
+ * After an error of a kernel the context is broken: the driver executes nothing more, including
+ * host calls. If poll has nothing to return it queries the notify streams, and once the driver
+ * reports that the context is lost it returns everything in flight. A host call that is still
+ * running then accesses only the lane's counter and a slot, which exist until destroy.
  *
  * Thread: the driver's callback thread runs host_call_run(), which calls nothing of CUDA.
  */
@@ -36,8 +36,8 @@ struct lane {
     enum lh_dev_direction direction;
     struct CUstream_st *copy_stream;
     struct CUstream_st *notify_stream;
-    struct CUevent_st *copied; /* recorded behind each copy that has no fence of its own */
-    uint64_t ended_ns;         /* of the last copy; the callback thread's */
+    struct CUevent_st *copied; /* recorded after each copy that has no fence of its own */
+    uint64_t ended_ns;         /* of the last copy; used only by the callback thread */
 };
 
 struct lh_dev_kernel {
@@ -52,11 +52,11 @@ struct cuda {
     struct lh_dev_kernel kernels[LH_DEV_KERNEL_COUNT_MAX];
     struct CUctx_st *context; /* NULL: not retained */
     int device;
-    unsigned lost_result; /* what the driver said when the context broke; 0: it is well */
-    bool was_refused;     /* the context, at the last poll that asked for it */
+    unsigned lost_result; /* the driver's error when the context broke; 0: it works */
+    bool was_refused;     /* entering the context failed at the last poll that tried it */
 };
 
-/* What to do about a driver's answer, or "". */
+/* Advice about an error of the driver, or "". */
 static const char *way_out(unsigned result)
 {
     if (result == LH_CUDA_OUT_OF_MEMORY)
@@ -69,7 +69,7 @@ static const char *way_out(unsigned result)
                "CUDA toolkit of this driver, or device='cpu'";
     if (result == LH_CUDA_ILLEGAL_ADDRESS ||
         (result >= LH_CUDA_HARDWARE_STACK_ERROR && result <= LH_CUDA_LAUNCH_FAILED))
-        return "; an earlier kernel may have caused it: CUDA_LAUNCH_BLOCKING=1 names it";
+        return "; an earlier kernel may have caused it: CUDA_LAUNCH_BLOCKING=1 shows which one";
     return "";
 }
 
@@ -82,7 +82,7 @@ static int code_of(unsigned result)
     return -EIO;
 }
 
-/* 0, or the driver's refusal of the call that format describes. */
+/* Return 0, or record the driver's error for the call that format describes. */
 LH_PRINTF(4, 5)
 static int judge(const struct cuda *cuda, unsigned result, struct lh_error *err, const char *format,
                  ...)
@@ -99,7 +99,7 @@ static int judge(const struct cuda *cuda, unsigned result, struct lh_error *err,
     if (cuda->calls.error_name(result, &name) != 0 || !name)
         name = "an error without a name";
     if (cuda->calls.error_text(result, &text) != 0 || !text)
-        text = "the driver does not say more";
+        text = "the driver gives no description";
     int code = lh_error_set(err, code_of(result), "%s: %s (%u: %s)%s", call, name, result, text,
                             way_out(result));
     if (err)
@@ -107,7 +107,7 @@ static int judge(const struct cuda *cuda, unsigned result, struct lh_error *err,
     return code;
 }
 
-/* Make the context current on this thread, which may be anybody's and have none or another. */
+/* Make the context current on this thread, which may have none or another one. */
 static int enter(const struct cuda *cuda, struct lh_error *err)
 {
     return judge(cuda, cuda->calls.context_push(cuda->context), err, "cuCtxPushCurrent");
@@ -116,11 +116,11 @@ static int enter(const struct cuda *cuda, struct lh_error *err)
 static void leave(const struct cuda *cuda)
 {
     struct CUctx_st *context = NULL;
-    /* What could be wrong here (the process is ending) is so for the next call, which says it. */
+    /* An error here (the process is exiting) will also be reported by the next call. */
     cuda->calls.context_pop(&context);
 }
 
-/* A fence is the driver's event itself: nothing of ours has to be allocated for it. */
+/* A fence is the driver's event itself, so nothing else has to be allocated. */
 static struct CUevent_st *event_of(struct lh_dev_fence *fence)
 {
     return (struct CUevent_st *)(void *)fence;
@@ -191,7 +191,7 @@ static int cuda_order(struct lh_dev *dev, enum lh_dev_direction direction,
     return cuda_wait(dev, fence, ((struct cuda *)dev)->lanes[direction].copy_stream, err);
 }
 
-/* On a thread of the driver's: the lane's oldest copy is over. */
+/* Runs on a thread of the driver: the lane's oldest copy has finished. */
 static void host_call_run(void *context)
 {
     struct lane *lane = context;
@@ -219,13 +219,13 @@ static int copy_begin(const struct lane *lane, const struct lh_dev_copy *copy, s
                  is_in ? copy->host : copy->device, is_in ? copy->device : copy->host);
 }
 
-/* Enqueue what tells that the copy is over. */
+/* Enqueue the notification that the copy has finished. */
 static int copy_follow(struct lane *lane, const struct lh_dev_copy *copy, struct lh_error *err)
 {
     const struct cuda *cuda = lane->cuda;
     struct CUevent_st *copied = copy->done ? event_of(copy->done) : lane->copied;
     LH_TRY(judge(cuda, cuda->calls.event_record(copied, lane->copy_stream), err,
-                 "cuEventRecord behind a copy"));
+                 "cuEventRecord after a copy"));
     LH_TRY(stream_wait(cuda, lane->notify_stream, copied, err));
     return judge(cuda, cuda->calls.host_call(lane->notify_stream, host_call_run, lane), err,
                  "cuLaunchHostFunc");
@@ -237,15 +237,15 @@ static int cuda_submit(struct lh_dev *dev, struct lh_dev_copy *copy, struct lh_e
     struct lane *lane = &cuda->lanes[copy->direction];
     struct lh_dev_slot *slot = NULL;
     LH_TRY(lh_dev_base_take(&cuda->base, copy, &slot));
-    int rc = judge(cuda, cuda->lost_result, err, "the GPU executes nothing more");
+    int rc = judge(cuda, cuda->lost_result, err, "the GPU has stopped executing work");
     if (rc == 0)
         rc = enter(cuda, err);
     if (rc == 0) {
         rc = copy_begin(lane, copy, err);
         if (rc == 0) {
             rc = copy_follow(lane, copy, err);
-            /* The copy is under way and nobody would tell of its end, so it ends here. What else
-             * could be said of it is said of the next one. */
+            /* The copy is in flight and its end would not be reported, so wait for it here. An
+             * error of this call will also be reported for the next copy. */
             if (rc < 0)
                 cuda->calls.stream_synchronize(lane->copy_stream);
         }
@@ -256,7 +256,7 @@ static int cuda_submit(struct lh_dev *dev, struct lh_dev_copy *copy, struct lh_e
     return rc;
 }
 
-/* Whether the driver has given up executing. [Note: A device that fails] */
+/* Whether the driver has stopped executing work. [Note: A device that fails] */
 static bool is_lost(struct cuda *cuda)
 {
     unsigned result = 0;
@@ -265,8 +265,9 @@ static bool is_lost(struct cuda *cuda)
         unsigned answer = cuda->calls.stream_query(cuda->lanes[i].notify_stream);
         is_refused |= answer != 0 && answer != LH_CUDA_NOT_READY;
     }
-    /* Only an error that this repeats is the streams' own, with nothing executed any more. All of
-     * them: a host call of one may be on its way when another tells. */
+    /* Only if synchronizing repeats the error, it is the streams' own and nothing is executed any
+     * more. Synchronize all streams: a host call of one may still be running when another one
+     * reports the error. */
     for (int i = 0; i < LH_DEV_DIRECTION_COUNT && is_refused; i++) {
         unsigned answer = cuda->calls.stream_synchronize(cuda->lanes[i].notify_stream);
         result = result ? result : answer;
@@ -282,8 +283,8 @@ static uint32_t cuda_poll(struct lh_dev *dev, struct lh_dev_copy **done, uint32_
     uint32_t done_count = lh_dev_base_poll(dev, done, done_max);
     if (done_count > 0 || dev->in_flight_count == 0 || done_max == 0)
         return done_count;
-    /* Without a context nothing is executed either: the driver has shut down, and says so at the
-     * next poll as well. */
+    /* If the context cannot be entered the driver has shut down and executes nothing; the next poll
+     * then fails in the same way, which confirms it. */
     struct lh_error err = {0};
     bool lost = cuda->was_refused;
     cuda->was_refused = enter(cuda, &err) < 0;
@@ -319,7 +320,7 @@ static void cuda_memory_unregister(struct lh_dev *dev, void *base)
     leave(cuda);
 }
 
-/* A module that is loaded; its function, or nothing of it. */
+/* Load a module and find its function; on failure unload it. */
 static int kernel_find(const struct cuda *cuda, struct lh_dev_kernel *kernel, const void *image,
                        const char *name, struct lh_error *err)
 {
@@ -344,7 +345,8 @@ static int cuda_kernel_load(struct lh_dev *dev, const void *image, const char *n
     while (kernel < cuda->kernels + LH_DEV_KERNEL_COUNT_MAX && kernel->module)
         kernel++;
     if (kernel == cuda->kernels + LH_DEV_KERNEL_COUNT_MAX)
-        return lh_error_set(err, -ENOMEM, "kernel %s: %d are loaded, the most there can be", name,
+        return lh_error_set(err, -ENOMEM,
+                            "kernel %s: %d kernels are loaded already, which is the maximum", name,
                             LH_DEV_KERNEL_COUNT_MAX);
     LH_TRY(enter(cuda, err));
     int rc = kernel_find(cuda, kernel, image, name, err);
@@ -360,7 +362,7 @@ static void cuda_kernel_unload(struct lh_dev *dev, struct lh_dev_kernel *kernel)
         return;
     LH_ASSERT(kernel->module);
     if (enter(cuda, NULL) == 0) {
-        cuda->calls.context_synchronize(); /* its code may be executing, on anybody's stream */
+        cuda->calls.context_synchronize(); /* its code may still be executing, on any stream */
         cuda->calls.module_unload(kernel->module);
         leave(cuda);
     }
@@ -383,7 +385,7 @@ static int cuda_launch(struct lh_dev *dev, struct lh_dev_kernel *kernel, void *s
     return rc;
 }
 
-/* Also of what was half made. What fails here has failed before, or the driver has shut down. */
+/* Also frees a partly created backend. Errors here were reported before, or the driver exits. */
 static void cuda_free(struct cuda *cuda)
 {
     struct lh_alloc *alloc = cuda->base.alloc;
@@ -463,7 +465,7 @@ static int context_open(struct cuda *cuda, int32_t index, struct lh_error *err)
     LH_TRY(judge(cuda, calls->device_count(&count), err, "cuDeviceGetCount"));
     if (index < 0 || index >= count)
         return lh_error_set(err, -ENODEV,
-                            "device_index %" PRId32 ": the driver has %d (see nvidia-smi and "
+                            "device_index %" PRId32 ": the driver has %d GPUs (see nvidia-smi and "
                             "CUDA_VISIBLE_DEVICES), or device='cpu'",
                             index, count);
     LH_TRY(judge(cuda, calls->device_get(&cuda->device, index), err, "cuDeviceGet of %" PRId32,
@@ -477,7 +479,7 @@ static int context_open(struct cuda *cuda, int32_t index, struct lh_error *err)
 static int stream_create(const struct cuda *cuda, struct CUstream_st **stream_out,
                          struct lh_error *err)
 {
-    /* Torch computes on the default stream: a blocking stream would wait for it, and it for us. */
+    /* A blocking stream and the default stream, which torch uses, would wait for each other. */
     unsigned result = cuda->calls.stream_create(stream_out, LH_CUDA_STREAM_NON_BLOCKING);
     if (result != 0)
         *stream_out = NULL;
@@ -529,7 +531,7 @@ int lh_dev_cuda_create(const struct lh_dev_opts *opts, struct lh_alloc *alloc,
                        struct lh_dev **dev_out, struct lh_error *err)
 {
     *dev_out = NULL;
-    /* It stays loaded: the driver has threads of its own, and torch may use it. */
+    /* It stays loaded: the driver has its own threads, and torch may use it. */
     void *library = dlopen(DRIVER, RTLD_NOW | RTLD_LOCAL);
     if (!library)
         return lh_error_set(err, -ENODEV,

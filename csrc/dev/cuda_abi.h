@@ -1,11 +1,12 @@
 /*
- * The part of the CUDA driver's binary interface that lohan uses, declared by us: no toolkit is
- * needed to build, and a machine without the driver runs everything but this backend.
+ * The part of the CUDA driver's binary interface that lohan uses. It is declared here so that the
+ * build does not need the toolkit, and a machine without the driver can run everything except this
+ * backend.
  *
- * LH_CUDA_CALLS lists each function as CALL(member, name, symbol, parameters): what we call it,
- * what the driver's manual calls it, and what libcuda.so.1 exports. Where these two differ the
- * header of CUDA maps one to the other; tests/c/test_dev_cuda.c compares symbols, parameters and
- * constants with that header where it is installed.
+ * LH_CUDA_CALLS lists each function as CALL(member, name, symbol, parameters): our name, the name
+ * in the driver's manual, and the symbol that libcuda.so.1 exports. If the last two differ, CUDA's
+ * header maps one to the other; tests/c/test_dev_cuda.c compares symbols, parameters and constants
+ * with that header if it is installed.
  *
  * A CUresult is an unsigned here, a CUdevice an int, a CUdeviceptr an unsigned long long.
  */
@@ -14,7 +15,7 @@
 
 #include <stddef.h>
 
-/* The driver's own tags, so that our types are its types. */
+/* The driver's struct tags, so that our types are compatible with its types. */
 struct CUctx_st;
 struct CUstream_st;
 struct CUevent_st;
@@ -24,13 +25,13 @@ struct CUfunc_st;
 #define LH_CUDA_OUT_OF_MEMORY 2
 #define LH_CUDA_NO_DEVICE 100
 #define LH_CUDA_INVALID_DEVICE 101
-/* An image of kernels that has nothing for this GPU, or nothing that this driver can compile. */
+/* The image of kernels has no code for this GPU, or none that this driver can compile. */
 #define LH_CUDA_INVALID_IMAGE 200
 #define LH_CUDA_NO_BINARY 209
 #define LH_CUDA_UNSUPPORTED_PTX 222
 #define LH_CUDA_NOT_FOUND 500
 #define LH_CUDA_NOT_READY 600
-/* This one, and all from the second to the third: a kernel's fault, which breaks the context. */
+/* The first, and all from the second to the third: faults of a kernel, which break the context. */
 #define LH_CUDA_ILLEGAL_ADDRESS 700
 #define LH_CUDA_HARDWARE_STACK_ERROR 714
 #define LH_CUDA_LAUNCH_FAILED 719
@@ -83,7 +84,7 @@ struct CUfunc_st;
     CALL(error_name, cuGetErrorName, "cuGetErrorName", (unsigned result, const char **text))       \
     CALL(error_text, cuGetErrorString, "cuGetErrorString", (unsigned result, const char **text))
 
-/* A name and a list of parameters stand in no parentheses of their own. */
+/* A member name and a parameter list cannot be put in parentheses. */
 /* NOLINTNEXTLINE(bugprone-macro-parentheses) */
 #define LH_CUDA_MEMBER(member, name, symbol, parameters) unsigned(*member) parameters;
 

@@ -25,8 +25,7 @@ int lh_dev_create(const char *name, const struct lh_dev_opts *opts, struct lh_al
         return lh_dev_emu_create(opts, alloc, dev_out, err);
     if (strcmp(name, "cuda") == 0)
         return lh_dev_cuda_create(opts, alloc, dev_out, err);
-    return lh_error_set(err, -EINVAL, "no accelerator backend is named %s; there are emu, cuda",
-                        name);
+    return lh_error_set(err, -EINVAL, "unknown accelerator backend %s (valid: emu, cuda)", name);
 }
 
 int lh_dev_base_init(struct lh_dev_base *base, const struct lh_dev_ops *ops,
@@ -95,7 +94,7 @@ void lh_dev_base_wake(struct lh_dev_base *base)
         lh_waker_wake(base->waker);
 }
 
-/* Hand the oldest copy of a lane back. */
+/* Remove the oldest copy of a lane, to return it. */
 static struct lh_dev_copy *lane_pop(struct lh_dev_base *base, enum lh_dev_direction direction,
                                     int result)
 {

@@ -1,9 +1,9 @@
 /*
- * What the backends of csrc/dev share: the bookkeeping of copies in flight. Nobody else includes
- * this, but for tests.
+ * Bookkeeping of copies in flight, shared by the backends of csrc/dev. Only they and tests include
+ * this file.
  *
- * A lane is a direction. Its copies end in the order of their submits, so that a copy is its number
- * in its lane, and "this copy is over" is "the lane has ended at least so many":
+ * A lane is a direction. Its copies finish in the order of submission, so a copy is identified by
+ * its number in its lane, and it has finished once the lane's ended_count has reached that number:
  *
  *      owner: take --> slots --> whoever copies: end --> owner: poll
  *             taken_count        ended_count             polled_count
@@ -22,7 +22,7 @@ struct lh_dev_slot {
     uint64_t submitted_ns;
     uint64_t started_ns;
     uint64_t completed_ns;
-    uint64_t behind_count; /* emu: what the other lane must have ended before this copy starts */
+    uint64_t behind_count; /* emu: the other lane's ended_count that this copy waits for */
 };
 
 struct lh_dev_lane {
@@ -32,7 +32,7 @@ struct lh_dev_lane {
     _Atomic uint64_t ended_count;
 };
 
-/* First member of every backend. */
+/* The first member of every backend. */
 struct lh_dev_base {
     struct lh_dev dev;
     struct lh_alloc *alloc;
@@ -42,46 +42,46 @@ struct lh_dev_base {
     struct lh_dev_lane lanes[LH_DEV_DIRECTION_COUNT];
 };
 
-/* opts were checked. Errors: -ENOMEM; deinit is due all the same. */
+/* opts were checked. Errors: -ENOMEM; the caller must call deinit even then. */
 int lh_dev_base_init(struct lh_dev_base *base, const struct lh_dev_ops *ops,
                      const struct lh_dev_opts *opts, struct lh_alloc *alloc, struct lh_error *err)
     LH_MUST_CHECK;
 void lh_dev_base_deinit(struct lh_dev_base *base);
 
-/* Begin a copy: 0, or -EAGAIN where copy_count are in flight. Asserts what dev.h demands. */
+/* Begin a copy: 0, or -EAGAIN if copy_count are in flight. Asserts dev.h's preconditions. */
 int lh_dev_base_take(struct lh_dev_base *base, struct lh_dev_copy *copy,
                      struct lh_dev_slot **slot_out) LH_MUST_CHECK;
 
-/* Undo the last take of this direction: it could not be begun after all. */
+/* Undo the last take of this direction, because the copy could not be started. */
 void lh_dev_base_untake(struct lh_dev_base *base, enum lh_dev_direction direction);
 
-/* The oldest copy of a lane that has not ended: what end() is about. */
+/* The oldest unfinished copy of a lane, which the next end() finishes. */
 struct lh_dev_slot *lh_dev_base_oldest(struct lh_dev_base *base, enum lh_dev_direction direction);
 
 /*
- * That copy is over: its slot's started_ns and completed_ns are set. From here on it may be polled,
- * and its memory be gone; the caller wakes the owner with lh_dev_base_wake().
+ * Mark that copy as finished. Its slot's started_ns and completed_ns must be set. From here on the
+ * copy may be polled and its memory freed. The caller wakes the owner with lh_dev_base_wake().
  */
 void lh_dev_base_end(struct lh_dev_base *base, enum lh_dev_direction direction);
 void lh_dev_base_wake(struct lh_dev_base *base);
 
-/* The vtable's poll: copies that have ended. */
+/* The vtable's poll: return copies that have finished. */
 uint32_t lh_dev_base_poll(struct lh_dev *dev, struct lh_dev_copy **done, uint32_t done_max);
 
-/* Give back copies that nobody will end, with result. */
+/* Return, with result, copies that will never finish. */
 uint32_t lh_dev_base_drop(struct lh_dev_base *base, int result, struct lh_dev_copy **done,
                           uint32_t done_max);
 
-/* opts were checked; otherwise as lh_dev_create. */
+/* As lh_dev_create(), with checked opts. */
 int lh_dev_emu_create(const struct lh_dev_opts *opts, struct lh_alloc *alloc,
                       struct lh_dev **dev_out, struct lh_error *err) LH_MUST_CHECK;
 int lh_dev_cuda_create(const struct lh_dev_opts *opts, struct lh_alloc *alloc,
                        struct lh_dev **dev_out, struct lh_error *err) LH_MUST_CHECK;
 
-/* The address of a driver's function by its exported name, or NULL: dlsym. */
+/* Look up a function of the driver by its exported name, or return NULL: dlsym or a fake of it. */
 typedef void *(*lh_dev_cuda_lookup_fn)(void *library, const char *symbol);
 
-/* With a driver that is loaded already; library is borrowed until destroy. */
+/* Create the backend with an already loaded driver; library is borrowed until destroy. */
 int lh_dev_cuda_create_from(lh_dev_cuda_lookup_fn lookup, void *library,
                             const struct lh_dev_opts *opts, struct lh_alloc *alloc,
                             struct lh_dev **dev_out, struct lh_error *err) LH_MUST_CHECK;

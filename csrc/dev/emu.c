@@ -1,16 +1,16 @@
 /*
- * An accelerator that is none: its memory is main memory, its computation the caller's thread.
+ * An emulated accelerator: its memory is main memory, and the caller's thread computes.
  *
  *      owner: submit --> slots --> the direction's thread: behind its fences? memcpy --> poll
  *
- * A fence stands for a copy, which is its number in its lane, and what waits for the fence takes
- * the number along. Computation's work is over when it records a fence, so such a fence stands for
- * nothing. Within a lane order is given; so all that a copy waits for is a number of the other
- * lane, and a lane's copies inherit it from each other.
+ * A fence stands for a copy, identified by its number in its lane, and whatever waits for the fence
+ * stores that number. Computation has finished when it records a fence, so such a fence stands for
+ * no copy. The copies of a lane are ordered anyway, so a copy waits only for a number of the other
+ * lane, and later copies of the lane inherit that number.
  *
  * mutex M (struct emu.mutex) protects the lanes' taken_count and slots not yet begun, behind_count,
- * fences and stopping. It is held for a few instructions, never while bytes are copied. No waiting
- * in a circle: a number taken along belongs to a copy that was submitted before.
+ * fences and stopping. It is held for a few instructions, never while bytes are copied. There is no
+ * deadlock, because a stored number belongs to a copy that was submitted earlier.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1 /* pthread_setname_np */
@@ -25,16 +25,16 @@
 #include "base/thread.h"
 
 #define NS_PER_S UINT64_C(1000000000)
-/* What is copied at once before the link's time is looked at: short beside any chunk. */
+/* The bytes copied between two checks of the link's time; small compared with any chunk. */
 #define PIECE_BYTES LH_MIB
 /*
- * A thread that the system left waiting catches up at the speed of memcpy, so that the link keeps
- * its speed on a busy machine; what it is late by beyond this is lost.
+ * A thread that was not scheduled in time catches up at the speed of memcpy, so that the link keeps
+ * its speed on a busy machine. A delay beyond this limit is not made up.
  */
 #define LATE_NS_MAX UINT64_C(10000000)
 
 struct lh_dev_fence {
-    uint64_t ended_count[LH_DEV_DIRECTION_COUNT]; /* passed when each lane has ended so many */
+    uint64_t ended_count[LH_DEV_DIRECTION_COUNT]; /* passes when each lane has reached these */
 };
 
 struct emu;
@@ -44,17 +44,17 @@ struct copier {
     enum lh_dev_direction direction;
     pthread_t id;
     uint64_t bytes_per_s;
-    uint64_t behind_count; /* M; of the other lane, for what is submitted from here on */
-    uint64_t free_ns;      /* when the link has moved all that it was given; the thread's own */
+    uint64_t behind_count; /* M; of the other lane, for copies submitted from here on */
+    uint64_t free_ns;      /* when the link has finished all its work; used only by the thread */
 };
 
 struct emu {
     struct lh_dev_base base; /* first: the caller's pointer is this one */
-    struct lh_clock real;    /* what the kernel's timers go by */
+    struct lh_clock real;    /* the clock of the kernel's timers */
     struct copier copiers[LH_DEV_DIRECTION_COUNT];
     uint32_t thread_count; /* running */
     pthread_mutex_t mutex;
-    pthread_cond_t has_news; /* a copy was submitted or has ended, or the end has come */
+    pthread_cond_t has_news; /* a copy was submitted or has finished, or stopping is set */
     bool stopping;
 };
 
@@ -95,7 +95,7 @@ static uint64_t transfer_ns(uint64_t bytes, uint64_t bytes_per_s)
     return (uint64_t)(((unsigned __int128)bytes * NS_PER_S + bytes_per_s - 1) / bytes_per_s);
 }
 
-/* A copy that was ready at ready_ns, at the speed of the link. */
+/* Execute a copy that was ready at ready_ns, at the speed of the link. */
 static void copy_run(struct copier *copier, const struct lh_dev_copy *copy, uint64_t ready_ns)
 {
     bool is_in = copier->direction == LH_DEV_DIRECTION_IN;
@@ -117,7 +117,7 @@ static void copy_run(struct copier *copier, const struct lh_dev_copy *copy, uint
     }
 }
 
-/* The next copy of the lane, behind what it waits for, and since when; NULL: stopping. */
+/* Wait for the next copy of the lane to be ready; since when it is. Returns NULL when stopping. */
 static struct lh_dev_slot *slot_next(struct copier *copier, uint64_t *ready_ns_out)
 {
     struct emu *emu = copier->emu;
@@ -134,7 +134,7 @@ static struct lh_dev_slot *slot_next(struct copier *copier, uint64_t *ready_ns_o
     unlock(emu);
     if (stopping)
         return NULL;
-    /* A link that had nothing to do saves nothing up. */
+    /* An idle link does not accumulate transfer time. */
     *ready_ns_out = has_waited ? lh_clock_now_ns(&emu->real) : slot->submitted_ns;
     return slot;
 }
@@ -145,7 +145,7 @@ static void *copier_main(void *context)
     struct emu *emu = copier->emu;
     struct lh_dev_slot *slot = NULL;
     uint64_t ready_ns = 0;
-    /* Only a debugger's help: its failure is nobody's. */
+    /* Cosmetic; ignore errors. */
     pthread_setname_np(pthread_self(),
                        copier->direction == LH_DEV_DIRECTION_IN ? "lohan-in" : "lohan-out");
     while ((slot = slot_next(copier, &ready_ns)) != NULL) {
@@ -330,7 +330,8 @@ int lh_dev_emu_create(const struct lh_dev_opts *opts, struct lh_alloc *alloc,
     if (rc == 0) {
         rc = copiers_start(emu);
         if (rc < 0)
-            lh_error_set(err, rc, "the system gave %u of %d copy threads: %s (see ulimit -u, -v)",
+            lh_error_set(err, rc,
+                         "only %u of %d copy threads could be started: %s (see ulimit -u, -v)",
                          emu->thread_count, LH_DEV_DIRECTION_COUNT, strerror(-rc));
     }
     if (rc < 0) {

@@ -1,12 +1,12 @@
 /*
- * A team of workers for what would block the engine or keep it from its completions: optimizer
+ * A team of workers for work that would keep the engine from processing completions: optimizer
  * arithmetic, checksums.
  *
- * A job is a struct in its owner's memory. Submit never blocks; a finished job comes back through
- * poll, in the order in which jobs finish. The vtable lets a simulator run jobs in virtual time.
+ * A job is a struct in its owner's memory. Submit never blocks; poll returns finished jobs, in the
+ * order in which they finish. The vtable lets a simulator run jobs in virtual time.
  *
  * Thread: submit and poll belong to one owner thread; job->run() is called on a worker. destroy
- *         waits for running jobs; jobs not yet started are dropped, so the owner drains first.
+ *         waits for running jobs and discards jobs not yet started, so the owner drains first.
  */
 #ifndef LH_EXEC_EXEC_H
 #define LH_EXEC_EXEC_H
@@ -20,9 +20,9 @@
 #define LH_EXEC_THREAD_COUNT_MAX 256
 
 struct lh_exec_job {
-    void (*run)(struct lh_exec_job *job); /* on a worker; must not block on anything but memory */
+    void (*run)(struct lh_exec_job *job); /* on a worker; must not block, except on memory */
     void *context;
-    /* memory traffic of the job, for a simulator's service time; 0 where nobody knows */
+    /* memory traffic of the job, for a simulator's service time; 0 if unknown */
     uint64_t work_bytes;
     uint64_t started_ns; /* filled by the team */
     uint64_t ended_ns;
@@ -34,13 +34,13 @@ struct lh_exec;
 struct lh_exec_ops {
     uint32_t version; /* LH_EXEC_OPS_VERSION */
     const char *name;
-    /* 0, or -EAGAIN when the queue is full */
+    /* 0, or -EAGAIN if the queue is full */
     int (*submit)(struct lh_exec *exec, struct lh_exec_job *job);
     uint32_t (*poll)(struct lh_exec *exec, struct lh_exec_job **done, uint32_t done_max);
     void (*destroy)(struct lh_exec *exec);
 };
 
-/* First member of every implementation. */
+/* The first member of every implementation. */
 struct lh_exec {
     const struct lh_exec_ops *ops;
     uint32_t thread_count;
@@ -48,7 +48,7 @@ struct lh_exec {
 
 struct lh_exec_threads_opts {
     uint32_t thread_count;    /* 1 .. LH_EXEC_THREAD_COUNT_MAX */
-    uint32_t queue_depth_max; /* jobs submitted and not yet polled */
+    uint32_t queue_depth_max; /* the most jobs that are submitted and not yet polled */
     int nice;                 /* 0 .. 19, added to the nice value of the worker threads */
     /* thread i is pinned to cpus[i]; NULL: not pinned. Borrowed for the call. */
     const int *cpus;
@@ -61,8 +61,8 @@ struct lh_exec_threads_opts {
  * Start a team of real threads.
  *
  * Owns:   *exec_out owns its threads; release with (*exec_out)->ops->destroy().
- * Errors: -EINVAL, -ENOMEM, -EAGAIN (the system refuses a thread: says how many it gave). *exec_out
- *         is NULL then.
+ * Errors: -EINVAL, -ENOMEM, -EAGAIN (not all threads could be started; names their number).
+ *         *exec_out is NULL then.
  * Thread: the calling thread becomes the owner.
  */
 int lh_exec_threads_create(const struct lh_exec_threads_opts *opts, struct lh_alloc *alloc,

@@ -7,8 +7,8 @@
  * stopping. It is held for a few instructions, never while a job runs. A job takes milliseconds, so
  * a lock-free queue would save nothing here.
  *
- * outstanding (the owner's alone) is at most queue_depth_max, which is what queue and done hold:
- * neither can overflow.
+ * outstanding (used only by the owner) is at most queue_depth_max, which is the capacity of queue
+ * and done, so neither can overflow.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1 /* CPU_SET, pthread_setname_np */
@@ -43,7 +43,7 @@ struct threads {
     const struct lh_clock *clock;
     int nice;
     uint32_t queue_depth_max;
-    uint32_t outstanding; /* submitted and not yet polled; the owner's */
+    uint32_t outstanding; /* submitted and not yet polled; used only by the owner */
     struct worker *workers;
     struct lh_ring done;
 
@@ -54,7 +54,7 @@ struct threads {
     uint32_t queue_head;
     uint32_t queue_count;
     uint32_t started_count;
-    int start_rc; /* the first worker's failure to become what opts asked for */
+    int start_rc; /* the first failure of a worker to apply opts; 0: none */
     bool stopping;
 };
 
@@ -70,16 +70,16 @@ static void unlock(struct threads *team)
     LH_ASSERT(rc == 0);
 }
 
-/* Name and niceness can only be given from within the thread. */
+/* Set the name and niceness, which is only possible from within the thread. */
 static void worker_start(struct worker *worker)
 {
     struct threads *team = worker->team;
     char name[16];
     int rc = 0;
     snprintf(name, sizeof(name), "lohan-w%u", (unsigned)(worker->index & 0xffff));
-    pthread_setname_np(pthread_self(), name); /* only a debugger's help: its failure is nobody's */
+    pthread_setname_np(pthread_self(), name); /* cosmetic; ignore errors */
     if (team->nice > 0) {
-        /* On Linux niceness belongs to a thread, and 0 names the calling one. */
+        /* On Linux niceness belongs to a thread, and 0 means the calling one. */
         int nice_now = getpriority(PRIO_PROCESS, 0);
         if (setpriority(PRIO_PROCESS, 0, nice_now + team->nice) != 0)
             rc = -errno;
@@ -122,7 +122,7 @@ static void *worker_main(void *context)
         bool published =
             lh_ring_push(&team->done, (struct lh_ring_message){.words = {(uintptr_t)job}});
         LH_ASSERT(published);
-        /* The job may be gone from here on: its owner can have polled it already. */
+        /* The owner may have polled and freed the job by now. */
         if (team->waker)
             lh_waker_wake(team->waker);
     }
@@ -235,7 +235,7 @@ static int worker_create(struct worker *worker, const int *cpu)
     return rc;
 }
 
-/* Start all workers and wait until each stands; on failure none is left. */
+/* Start all workers and wait until each one is ready. On failure none is left. */
 static int workers_create(struct threads *team, const struct lh_exec_threads_opts *opts,
                           struct lh_error *err)
 {
@@ -255,13 +255,13 @@ static int workers_create(struct threads *team, const struct lh_exec_threads_opt
         unlock(team);
         if (rc == 0)
             return 0;
-        lh_error_set(err, rc, "the system refuses nice +%d: %s", opts->nice, strerror(-rc));
+        lh_error_set(err, rc, "cannot set nice +%d: %s", opts->nice, strerror(-rc));
     } else if (opts->cpus && rc == -EINVAL) {
-        lh_error_set(err, rc, "cpu %d for worker %u is not one this process may use",
+        lh_error_set(err, rc, "cpu %d for worker %u is not available to this process",
                      opts->cpus[count], count);
     } else {
-        lh_error_set(err, rc, "the system gave %u of %u threads: %s (see ulimit -u, -v)", count,
-                     opts->thread_count, strerror(-rc));
+        lh_error_set(err, rc, "only %u of %u threads could be started: %s (see ulimit -u, -v)",
+                     count, opts->thread_count, strerror(-rc));
     }
     workers_stop(team, count);
     return rc;

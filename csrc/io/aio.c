@@ -1,16 +1,16 @@
 /*
  * libaio: the older asynchronous interface, for machines that forbid io_uring.
  *
- * Asynchronous only with O_DIRECT: a buffered transfer completes inside io_submit(). Even a direct
- * one may block there, when the device's queue is full or the file system reads metadata first. The
- * engine bears that: whatever it would do in the meantime waits for I/O, too.
+ * It is asynchronous only with O_DIRECT: a buffered transfer completes inside io_submit(). Even a
+ * direct one may block there if the device's queue is full or the file system has to read metadata.
+ * This is acceptable for the engine: its other work would be waiting for I/O, too.
  *
  *      submit --> todo --[flush: io_submit]--> the kernel --[poll: io_getevents]--> the owner
  *                   |                              | refused for good: io_destroy waits for them
  *                   \----- refused by io_submit ---+--> failed ------------------------^
  *
- * Kernels before 4.18 do not sync files this way. There a helper, the threads backend with one
- * thread, takes the SYNC requests: submitted and not polled, they count here as in flight as well.
+ * Kernels before 4.18 cannot sync files this way. A helper, the threads backend with one thread,
+ * then executes the SYNC requests; until they are polled they count as in flight here, too.
  */
 #if defined(LH_HAVE_LIBAIO)
 #ifndef _GNU_SOURCE
@@ -35,7 +35,7 @@ struct aio {
     struct lh_io_queue todo;
     struct lh_io_queue failed;
     struct lh_io_queue inside; /* in the kernel */
-    int refusal;               /* io_getevents() is refused: the context is gone */
+    int refusal;               /* the error of io_getevents(), which has ended the context; or 0 */
     struct lh_io *helper;      /* syncs files; NULL: the kernel does */
 };
 
@@ -59,7 +59,7 @@ static void control_prepare(const struct aio *aio, struct iocb *control,
         io_set_eventfd(control, aio->base.waker->fd);
 }
 
-/* The kernel refused the first of todo with rc. */
+/* The kernel rejected the first request of todo with rc. */
 static void first_refused(struct aio *aio, int rc)
 {
     if (!lh_io_request_refuse(&aio->base, aio->todo.head, rc))
@@ -72,6 +72,7 @@ static void first_refused(struct aio *aio, int rc)
 static void all_fail(struct aio *aio, struct lh_io_queue *queue)
 {
     struct lh_io_request *request = NULL;
+    LH_ASSERT(aio->refusal < 0);
     while ((request = lh_io_queue_pop(queue)) != NULL) {
         lh_io_request_end(&aio->base, request, aio->refusal);
         lh_io_queue_push(&aio->failed, request);
@@ -81,8 +82,9 @@ static void all_fail(struct aio *aio, struct lh_io_queue *queue)
 }
 
 /*
- * The kernel refuses io_getevents() itself, as a seccomp filter may at any time. io_destroy() waits
- * until it no longer touches the buffers of what it has taken, of which no result is known.
+ * The kernel refuses io_getevents() itself, as a seccomp filter may do at any time. io_destroy()
+ * waits until the kernel no longer accesses the buffers of the requests that it has accepted; their
+ * results are unknown.
  */
 static void getevents_refused(struct aio *aio, int rc)
 {
@@ -110,11 +112,11 @@ static void aio_flush(struct lh_io *io)
         int rc = io_submit(aio->context, count, batch); /* copies the control blocks */
         for (int i = 0; i < rc; i++)
             lh_io_queue_push(&aio->inside, lh_io_queue_pop(&aio->todo));
-        /* The kernel has no room now: the poll after the next completion tries again. With nothing
-         * in the kernel there is no such completion. */
+        /* The kernel has no room now: the poll after the next completion retries. If nothing is in
+         * the kernel, there will be no such completion. */
         if (rc == -EAGAIN && aio->inside.head)
             return;
-        /* 0: a filter that claims success, and nothing was taken. */
+        /* 0: a seccomp filter fakes success, and nothing was accepted. */
         if (rc <= 0)
             first_refused(aio, rc == 0 ? -EIO : rc);
     }
@@ -126,14 +128,14 @@ static int aio_submit(struct lh_io *io, struct lh_io_request *request)
     LH_TRY(lh_io_base_take(&aio->base, request));
     if (aio->helper && request->kind == LH_IO_KIND_SYNC) {
         int rc = aio->helper->ops->submit(aio->helper, request);
-        LH_ASSERT(rc == 0); /* as deep as this queue */
+        LH_ASSERT(rc == 0); /* the helper's queue is as deep as this one */
         return 0;
     }
     lh_io_queue_push(&aio->todo, request);
     return 0;
 }
 
-/* Completions of the kernel: what is done goes to done, what is short to todo. */
+/* Collect completions of the kernel: finished requests into done, short transfers into todo. */
 static uint32_t events_take(struct aio *aio, struct lh_io_request **done, uint32_t done_max)
 {
     struct io_event events[BATCH_COUNT_MAX];
@@ -216,8 +218,8 @@ static int setup_refused(int rc, uint32_t depth, struct lh_error *err)
 }
 
 /*
- * Whether the kernel syncs files through context, asked with a file in memory: 0 or 1, or -errno
- * where it refuses io_getevents().
+ * Whether the kernel can sync files through context, tested on a file in memory: 0 or 1, or -errno
+ * if it refuses io_getevents().
  */
 static int kernel_has_sync(io_context_t context)
 {
@@ -233,7 +235,7 @@ static int kernel_has_sync(io_context_t context)
         rc = -EINTR;
         while (rc == -EINTR)
             rc = io_getevents(context, 1, 1, &event, NULL);
-        if (rc == 0) /* it does not wait: a filter claims success */
+        if (rc == 0) /* it did not wait: a seccomp filter fakes success */
             rc = -EIO;
         if (rc > 0)
             rc = event.res == 0 ? 1 : 0;

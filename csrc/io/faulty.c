@@ -16,15 +16,15 @@ struct faulty {
     atomic_bool is_released;
     struct lh_io_queue failed;
     struct lh_io_queue held;
-    /* What was cut or will be flipped is in inner until it comes back. */
+    /* The request that was shortened or whose bytes will be flipped, while it is in inner. */
     struct lh_io_request *victim;
-    void *victim_buffer; /* SHORT: as the owner gave them */
+    void *victim_buffer; /* SHORT: the original values of the request */
     uint64_t victim_bytes;
     uint64_t victim_offset;
     uint64_t victim_least_bytes;
 };
 
-/* Whether the armed fault hits request now; counts down where it passes one. */
+/* Whether the armed fault hits this request; counts down if a matching request passes. */
 static bool fault_hits(struct faulty *faulty, const struct lh_io_request *request)
 {
     struct lh_io_fault *fault = &faulty->fault;
@@ -58,7 +58,7 @@ static int request_fail(struct faulty *faulty, struct lh_io_request *request)
     return 0;
 }
 
-/* Behind what is held already, so that requests reach the inner backend in their order. */
+/* Queue the request after those already held, so that they reach the inner backend in order. */
 static int request_hold(struct faulty *faulty, struct lh_io_request *request)
 {
     lh_io_queue_push(&faulty->held, request);
@@ -96,6 +96,7 @@ static int faulty_submit(struct lh_io *io, struct lh_io_request *request)
     if (hit && faulty->fault.kind == LH_IO_FAULT_KIND_HOLD)
         return request_hold(faulty, request);
     if (hit) {
+        LH_ASSERT(!faulty->victim);
         faulty->victim = request;
         faulty->victim_buffer = request->buffer;
         faulty->victim_bytes = request->bytes;
@@ -123,9 +124,10 @@ static void faulty_flush(struct lh_io *io)
         faulty->inner->ops->flush(faulty->inner);
 }
 
-/* The victim came back from inner. false: it went in again for its rest. */
+/* The inner backend returned the victim. false: it was submitted again for its rest. */
 static bool victim_done(struct faulty *faulty, struct lh_io_request *request)
 {
+    LH_ASSERT(request == faulty->victim);
     if (faulty->fault.kind == LH_IO_FAULT_KIND_FLIP) {
         faulty->victim = NULL;
         if (request->result == 0) {
@@ -141,6 +143,7 @@ static bool victim_done(struct faulty *faulty, struct lh_io_request *request)
     if (is_first_part && request->result == 0 && is_enough)
         faulty->has_fired = true;
     if (is_first_part && request->result == 0 && !is_enough) {
+        LH_ASSERT(first_bytes < faulty->victim_bytes);
         request->buffer = (uint8_t *)faulty->victim_buffer + first_bytes;
         request->bytes = faulty->victim_bytes - first_bytes;
         request->offset = faulty->victim_offset + first_bytes;

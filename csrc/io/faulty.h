@@ -1,8 +1,8 @@
 /*
- * A backend that fails on demand, around another one: for tests and simulators.
+ * A backend for tests and simulators that wraps another one and fails on demand.
  *
- * One fault is armed at a time and fires once. A test counts down: after = 0, 1, 2, ... until the
- * operation passes and the fault has not fired.
+ * One fault is armed at a time and fires once. A test repeats an operation with after = 0, 1, 2,
+ * ... until it succeeds without the fault having fired.
  *
  * Thread: as csrc/io/io.h.
  */
@@ -13,27 +13,27 @@
 
 enum lh_io_fault_kind {
     LH_IO_FAULT_KIND_NONE = 0,
-    /* The request comes back with code; the inner backend never sees it. */
+    /* The request fails with code; the inner backend never sees it. */
     LH_IO_FAULT_KIND_ERROR = 1,
-    /* A read or write moves only its first bytes, and is continued once those are through. */
+    /* A read or write transfers only its first bytes, and is then continued. */
     LH_IO_FAULT_KIND_SHORT = 2,
-    /* A read that went well has one bit wrong, as from a disk or a cable that lies. */
+    /* A successful read has one wrong bit, as from a faulty disk or cable. */
     LH_IO_FAULT_KIND_FLIP = 3,
-    /* This request, and every later one that counts, reaches the inner backend once released. */
+    /* This and every later matching request is held back until lh_io_faulty_release(). */
     LH_IO_FAULT_KIND_HOLD = 4,
 };
 
-/* As bits of lh_io_fault.request_kinds. */
+/* The bits of lh_io_fault.request_kinds. */
 #define LH_IO_FAULT_ON(request_kind) (1U << (request_kind))
 #define LH_IO_FAULT_ON_ANY 0U
 
 struct lh_io_fault {
     enum lh_io_fault_kind kind;
-    uint32_t request_kinds; /* those that count; ON_ANY: all that kind can hit */
-    uint64_t after;         /* requests that still pass */
+    uint32_t request_kinds; /* the matching requests; ON_ANY: all that kind can hit */
+    uint64_t after;         /* the number of matching requests that still pass */
     int code;               /* ERROR: -errno */
-    uint64_t bytes;         /* SHORT: of the first part; a request of at most that many passes */
-    uint64_t bit;           /* FLIP: counted from the buffer's start, modulo its bits */
+    uint64_t bytes;         /* SHORT: of the first part; a request that is not longer passes */
+    uint64_t bit;           /* FLIP: counted from the start of the buffer, modulo its size */
 };
 
 struct lh_io_faulty_opts {
@@ -46,19 +46,19 @@ struct lh_io_faulty_opts {
  * Wrap opts->inner. Nothing is armed.
  *
  * Owns:   *io_out owns inner; release with (*io_out)->ops->destroy().
- * Errors: -ENOMEM; *io_out is NULL then, and inner still the caller's.
+ * Errors: -ENOMEM; *io_out is NULL then, and the caller still owns inner.
  */
 int lh_io_faulty_create(const struct lh_io_faulty_opts *opts, struct lh_alloc *alloc,
                         struct lh_io **io_out, struct lh_error *err) LH_MUST_CHECK;
 
-/* io: from lh_io_faulty_create. A fault that has not fired is replaced. */
+/* Arm a fault; replaces one that has not fired. io: from lh_io_faulty_create. */
 void lh_io_faulty_arm(struct lh_io *io, struct lh_io_fault fault);
 /* Thread: any. */
 bool lh_io_faulty_has_fired(const struct lh_io *io);
 
 /*
- * End a HOLD. The next poll passes on what was held back; no request of it completes before the
- * poll after that one, so its owner has done whatever it was asked to do before the release.
+ * End a HOLD. The next poll passes on the held requests; none of them completes before the poll
+ * after that one, so the owner has first processed everything that preceded the release.
  *
  * Thread: any.
  */

@@ -14,7 +14,7 @@ struct backend {
     const char *package;    /* what the build looked for */
 };
 
-/* Best first. */
+/* In order of preference. */
 static const struct backend backends[] = {
 #if defined(LH_HAVE_LIBURING)
     {"io_uring", lh_io_uring_create, "liburing"},
@@ -91,13 +91,11 @@ int lh_io_create(const char *name, const struct lh_io_opts *opts, struct lh_allo
                                 name, backends[i].package, backends[i].package);
         return backends[i].create(opts, alloc, io_out, err);
     }
-    return lh_error_set(err, -EINVAL,
-                        "no I/O backend is named %s; there are io_uring, libaio, "
-                        "threads",
+    return lh_error_set(err, -EINVAL, "unknown I/O backend %s (valid: io_uring, libaio, threads)",
                         name);
 }
 
-/* Append "name: message" to text, one line each; cut where it does not fit. */
+/* Append "name: message" to text as a line; truncated if it does not fit. */
 static void reason_add(char *text, uint64_t text_bytes, const char *name, const char *message)
 {
     uint64_t used = strlen(text);

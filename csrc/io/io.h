@@ -1,30 +1,30 @@
 /*
  * Asynchronous file I/O for one owner thread: io_uring, libaio or threads behind one vtable.
  *
- * A request is a struct in its owner's memory. Submit hands it over; poll gives it back with
- * result = 0 or -errno. The backend continues short transfers and retries EINTR and EAGAIN by
- * itself, so result 0 means every byte. A SYNC is never retried: a second one may succeed because
- * the first has dropped what it could not write. Where the kernel refuses the backend's system call
- * itself (a seccomp filter), every request that it has not taken, and every later one, comes back
- * with that error. A read that meets the end of the file is -ENODATA, unless
- * the least_bytes of it that were asked for have arrived: the last block of a file that is no whole
- * number of them can then be read with O_DIRECT. Backends never touch the bytes. A request on a
- * file whose fd is -1 gets -EBADF.
+ * A request is a struct in its owner's memory. Submit hands it over; poll returns it with
+ * result = 0 or -errno. The backend automatically continues short transfers and retries EINTR and
+ * EAGAIN, so result 0 means that all bytes were transferred. A SYNC is never retried: a second one
+ * may succeed because the first one has dropped what it could not write. If the kernel refuses the
+ * backend's system call itself (a seccomp filter), every request that the kernel has not accepted,
+ * and every later one, fails with that error. A read that reaches the end of the file fails with
+ * -ENODATA unless at least least_bytes of it have arrived; this allows reading the last, partial
+ * block of a file with O_DIRECT. Backends never access the bytes themselves. A request on a file
+ * whose fd is -1 fails with -EBADF.
  *
- * The owner's loop, which sleeps through no completion:
+ * The owner's loop, which misses no completion while it sleeps:
  *
  *      submit ... submit, flush
  *      lh_waker_prepare; poll until it returns 0; nothing came? lh_waker_wait : lh_waker_cancel
  *
  * Invariants:
- *  1. A request submitted comes back exactly once, through poll, on the owner thread.
- *  2. At most queue_depth_max requests are in flight; one more submit answers -EAGAIN and takes
- *     nothing.
+ *  1. Every submitted request is returned exactly once, through poll, on the owner thread.
+ *  2. At most queue_depth_max requests are in flight; another submit returns -EAGAIN and leaves the
+ *     request with its owner.
  *  3. With O_DIRECT (file.direct) offset, bytes and buffer are multiples of LH_BLOCK_BYTES:
  *     asserted at submit.
  *
- * Thread: create, submit, flush, poll, destroy on one owner thread; another thread may become the
- *         owner while nothing is in flight.
+ * Thread: create, submit, flush, poll and destroy on one owner thread. Another thread may become
+ *         the owner while nothing is in flight.
  */
 #ifndef LH_IO_IO_H
 #define LH_IO_IO_H
@@ -50,11 +50,11 @@ enum lh_io_kind {
 struct lh_io_request {
     enum lh_io_kind kind;
     uint32_t file_index;  /* into the files given at create */
-    void *buffer;         /* borrowed until the request comes back; ignored by SYNC */
+    void *buffer;         /* borrowed until the request is returned; ignored by SYNC */
     uint64_t bytes;       /* above 0; ignored by SYNC */
     uint64_t offset;      /* in the file; ignored by SYNC */
-    uint64_t least_bytes; /* READ: it is whole once these are here; 0: all */
-    void *owner;          /* the submitter's; never read here */
+    uint64_t least_bytes; /* READ: succeed once this many bytes have arrived; 0: all */
+    void *owner;          /* for the submitter; never read here */
     int64_t result;       /* 0 or -errno, valid once polled */
     uint64_t submitted_ns;
     uint64_t completed_ns;
@@ -70,8 +70,7 @@ struct lh_io_file {
 };
 
 /*
- * A region that requests' buffers lie in, announced so that a backend may register it with the
- * kernel.
+ * A region that contains buffers of requests. A backend may register it with the kernel.
  */
 struct lh_io_buffer {
     void *base;
@@ -94,52 +93,53 @@ struct lh_io;
 struct lh_io_ops {
     uint32_t version; /* LH_IO_OPS_VERSION */
     const char *name; /* "io_uring", "libaio", "threads" */
-    int (*submit)(struct lh_io *io, struct lh_io_request *request); /* 0 or -EAGAIN: full */
-    /* (optional) Push what submit queued to the kernel; called once after a batch of submits. */
+    int (*submit)(struct lh_io *io, struct lh_io_request *request); /* 0; -EAGAIN: full */
+    /* (optional) Pass queued requests to the kernel; called once after a batch of submits. */
     void (*flush)(struct lh_io *io);
     uint32_t (*poll)(struct lh_io *io, struct lh_io_request **done, uint32_t done_max);
     void (*destroy)(struct lh_io *io); /* no request may be in flight: asserted */
 };
 
-/* First member of every implementation. */
+/* The first member of every implementation. */
 struct lh_io {
     const struct lh_io_ops *ops;
     uint32_t in_flight_count;
-    /* what this backend could not have and why ("buffers not registered: RLIMIT_MEMLOCK is ...") */
+    /* what is unavailable to this backend, and why ("buffers not registered: ...") */
     char note[256];
 };
 
 /*
- * Make one named backend. name: "io_uring", "libaio", "threads".
+ * Create a backend by name: "io_uring", "libaio" or "threads".
  *
  * Owns:   *io_out owns the ring and its threads; release with (*io_out)->ops->destroy().
  * Errors: -EINVAL (opts, unknown name), -EBADF (a file that is not open), -ENOTSUP (not built in),
- *         -ENOMEM, what the kernel said (-EPERM: forbidden by seccomp or sysctl; the message names
- *         the blocker and the way out). *io_out is NULL then.
+ *         -ENOMEM, the kernel's error (-EPERM: forbidden by seccomp or sysctl; the message names
+ *         what forbids it and how to allow it). *io_out is NULL then.
  */
 int lh_io_create(const char *name, const struct lh_io_opts *opts, struct lh_alloc *alloc,
                  struct lh_io **io_out, struct lh_error *err) LH_MUST_CHECK;
 
 /*
- * Try the backends best first (io_uring, libaio, threads), each with one aligned write and read on
- * a probe file in directory (with O_DIRECT where a file of opts is direct), and make the first that
- * works. reason_out gets one line a backend that was passed over, and why; "" for none.
+ * Create the first backend that works, in the order io_uring, libaio, threads. Each is tried with
+ * one aligned write and read on a probe file in directory (with O_DIRECT if a file of opts is
+ * direct). reason_out gets one line per skipped backend, with the reason; "" if none was skipped.
  *
- * Owns, Errors: as lh_io_create; where none works, the last one's code and a message with all.
+ * Owns, Errors: as lh_io_create. If none works: the code of the last one, and a message with the
+ *         reasons of all.
  */
 int lh_io_create_best(const char *directory, const struct lh_io_opts *opts, struct lh_alloc *alloc,
                       struct lh_io **io_out, char *reason_out, uint64_t reason_bytes,
                       struct lh_error *err) LH_MUST_CHECK;
 
 /*
- * Whether one backend works on directory: writes and reads back 4 KiB in an unlinked file. For
- * doctor and create_best. direct: with O_DIRECT. Errors: as lh_io_create, or what the write or read
- * said, or -EIO (wrong bytes came back).
+ * Check whether a backend works on directory: write 4 KiB to an unlinked file and read them back.
+ * Used by doctor and create_best. direct: with O_DIRECT. Errors: as lh_io_create, or the error of
+ * the write or read, or -EIO (wrong bytes were read).
  */
 int lh_io_probe(const char *name, const char *directory, bool direct, struct lh_alloc *alloc,
                 struct lh_error *err) LH_MUST_CHECK;
 
-/* Names of the backends that this build contains, best first, NULL-terminated. */
+/* The names of the backends in this build, best first, NULL-terminated. */
 const char *const *lh_io_names(void);
 
 #endif

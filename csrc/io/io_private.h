@@ -1,5 +1,5 @@
 /*
- * What the backends of csrc/io share. Nobody else includes this, but for tests.
+ * Code shared by the backends of csrc/io. Only they and tests include this file.
  *
  * A request's life is the same in each backend:
  *
@@ -13,15 +13,15 @@
 #include "io/io.h"
 
 /*
- * The most that one system call is asked for: a count of io_uring is 32 bits wide, and no call
- * moves more than 2 GiB minus a page.
+ * The largest transfer of one system call: io_uring's count has 32 bits, and no call transfers more
+ * than 2 GiB minus a page.
  */
 #define LH_IO_PIECE_BYTES_MAX LH_GIB
-/* EINTR or EAGAIN in a row, without one byte moved, before it is the request's result. */
+/* The number of consecutive retries without progress before the error becomes the result. */
 #define LH_IO_RETRY_COUNT_MAX 32
 #define LH_IO_THREAD_COUNT_DEFAULT 4
 
-/* First member of every backend. */
+/* The first member of every backend. */
 struct lh_io_base {
     struct lh_io io;
     struct lh_alloc *alloc;
@@ -30,7 +30,7 @@ struct lh_io_base {
     uint32_t queue_depth_max;
     uint32_t file_count;
     struct lh_io_file files[LH_IO_FILE_COUNT_MAX];
-    uint64_t piece_bytes_max; /* LH_IO_PIECE_BYTES_MAX; a test makes it small */
+    uint64_t piece_bytes_max; /* LH_IO_PIECE_BYTES_MAX; smaller in a test */
 };
 
 /* Requests in the order of arrival, linked by their next. */
@@ -42,24 +42,24 @@ struct lh_io_queue {
 void lh_io_base_init(struct lh_io_base *base, const struct lh_io_ops *ops,
                      const struct lh_io_opts *opts, struct lh_alloc *alloc);
 
-/* Begin a request: 0, or -EAGAIN where queue_depth_max are in flight. Asserts what io.h demands. */
+/* Begin a request: 0, or -EAGAIN if queue_depth_max are in flight. Asserts io.h's preconditions. */
 int lh_io_base_take(struct lh_io_base *base, struct lh_io_request *request) LH_MUST_CHECK;
 
-/* Hand a request back: it leaves poll now. */
+/* Count a request that poll is about to return as no longer in flight. */
 void lh_io_base_finish(struct lh_io_base *base);
 
 /*
- * Digest what the kernel answered: bytes moved, or -errno. true: result and completed_ns are set.
- * false: transfer what is left, as lh_io_base_rest() tells.
+ * Process the kernel's answer: the bytes transferred, or -errno. true: the request has ended;
+ * result and completed_ns are set. false: transfer the rest, lh_io_base_rest_bytes().
  *
- * Thread: any; touches nothing but the request.
+ * Thread: any; accesses only the request.
  */
 bool lh_io_request_advance(const struct lh_io_base *base, struct lh_io_request *request,
                            int64_t answer) LH_MUST_CHECK;
 
 /*
- * The kernel did not take the request: -errno. As lh_io_request_advance(), but nothing has begun,
- * so that EINTR and EAGAIN are tried again for a SYNC as well.
+ * As lh_io_request_advance(), for a request that the kernel did not accept (code: -errno). Because
+ * nothing has begun, EINTR and EAGAIN are retried for a SYNC, too.
  */
 bool lh_io_request_refuse(const struct lh_io_base *base, struct lh_io_request *request, int code)
     LH_MUST_CHECK;
@@ -68,7 +68,7 @@ bool lh_io_request_refuse(const struct lh_io_base *base, struct lh_io_request *r
 void lh_io_request_end(const struct lh_io_base *base, struct lh_io_request *request,
                        int64_t result);
 
-/* How much the next call transfers, from request->done_bytes on. */
+/* The number of bytes of the next system call, which starts at request->done_bytes. */
 uint64_t lh_io_base_rest_bytes(const struct lh_io_base *base, const struct lh_io_request *request);
 
 static inline uint8_t *lh_io_request_rest(const struct lh_io_request *request)
@@ -77,15 +77,15 @@ static inline uint8_t *lh_io_request_rest(const struct lh_io_request *request)
 }
 
 void lh_io_queue_push(struct lh_io_queue *queue, struct lh_io_request *request);
-/* request is in the queue: asserted. */
+/* request must be in the queue (asserted). */
 void lh_io_queue_remove(struct lh_io_queue *queue, struct lh_io_request *request);
-/* NULL: empty. */
+/* Returns NULL if the queue is empty. */
 struct lh_io_request *lh_io_queue_pop(struct lh_io_queue *queue);
 
-/* The number in a file of /proc; fallback where it cannot be read. */
+/* Read the number in a file of /proc; fallback if it cannot be read. */
 int64_t lh_io_proc_number(const char *path, int64_t fallback);
 
-/* opts were checked; otherwise as lh_io_create. */
+/* As lh_io_create(), with checked opts. */
 typedef int (*lh_io_create_fn)(const struct lh_io_opts *opts, struct lh_alloc *alloc,
                                struct lh_io **io_out, struct lh_error *err);
 
@@ -93,7 +93,7 @@ int lh_io_uring_create(const struct lh_io_opts *opts, struct lh_alloc *alloc, st
                        struct lh_error *err) LH_MUST_CHECK;
 int lh_io_aio_create(const struct lh_io_opts *opts, struct lh_alloc *alloc, struct lh_io **io_out,
                      struct lh_error *err) LH_MUST_CHECK;
-/* with_helper: files are synced by a helper thread, as on kernels that have no IOCB_CMD_FDSYNC. */
+/* with_helper: sync files on a helper thread, as on kernels without IOCB_CMD_FDSYNC. */
 int lh_io_aio_create_sync(const struct lh_io_opts *opts, bool with_helper, struct lh_alloc *alloc,
                           struct lh_io **io_out, struct lh_error *err) LH_MUST_CHECK;
 int lh_io_threads_create(const struct lh_io_opts *opts, struct lh_alloc *alloc,

@@ -12,24 +12,24 @@
 #include "base/assert.h"
 
 #define PROBE_BYTES LH_BLOCK_BYTES
-/* Only how often a wait looks again: a device may be as slow as it likes. */
+/* How often a wait checks again; there is no timeout, because a device may be slow. */
 #define PROBE_WAIT_MS 100
 
-/* A file in directory that has no name. Returns its descriptor or -errno. */
+/* Create a file without a name in directory. Returns its descriptor or -errno. */
 static int probe_open(const char *directory, bool direct, struct lh_error *err)
 {
     int flags = O_RDWR | O_CLOEXEC | (direct ? O_DIRECT : 0);
     int fd = open(directory, flags | O_TMPFILE, 0600);
     int code = fd < 0 ? -errno : 0;
     if (code == -EOPNOTSUPP || code == -EISDIR) {
-        /* The file system knows no files without a name (O_TMPFILE). */
+        /* The file system does not support files without a name (O_TMPFILE). */
         char path[4096];
         int length = snprintf(path, sizeof(path), "%s/.lohan-probe-%ld", directory, (long)getpid());
         if (length < 0 || (size_t)length >= sizeof(path))
             return lh_error_set(err, -ENAMETOOLONG, "the path %.64s... is too long", directory);
         fd = open(path, flags | O_CREAT | O_EXCL, 0600);
         code = fd < 0 ? -errno : 0;
-        /* Some file systems make the file first and refuse O_DIRECT then. */
+        /* Some file systems create the file before they refuse O_DIRECT. */
         if (fd >= 0 || code == -EINVAL)
             unlink(path);
     }
@@ -43,7 +43,7 @@ static int probe_open(const char *directory, bool direct, struct lh_error *err)
     return lh_error_set(err, code, "cannot make a file in %s: %s", directory, strerror(-code));
 }
 
-/* Run one request to its end: its result. */
+/* Run one request and return its result. */
 static int64_t request_await(struct lh_io *io, struct lh_waker *waker,
                              struct lh_io_request *request)
 {
@@ -63,11 +63,11 @@ static int64_t request_await(struct lh_io *io, struct lh_waker *waker,
     return request->result;
 }
 
-/* A backend that could be made and may not be used: who forbids that. */
+/* What may forbid the use of a backend that could be created. */
 static const char *forbidden_hint(int code)
 {
     bool is_forbidden = code == -EPERM || code == -EACCES || code == -ENOSYS;
-    return is_forbidden ? ", as by a seccomp filter that allows only some of its system calls "
+    return is_forbidden ? ", perhaps because a seccomp filter allows only some of its system calls "
                           "(docker: --security-opt seccomp=unconfined)"
                         : "";
 }
@@ -78,6 +78,7 @@ static int round_trip(struct lh_io *io, struct lh_waker *waker, uint8_t *buffer,
 {
     static const enum lh_io_kind kinds[] = {LH_IO_KIND_WRITE, LH_IO_KIND_SYNC, LH_IO_KIND_READ};
     static const char *const kind_names[] = {"read", "write", "fdatasync"};
+    LH_ASSERT(lh_is_aligned((uintptr_t)buffer, LH_BLOCK_BYTES));
     for (uint64_t i = 0; i < PROBE_BYTES; i++)
         buffer[i] = (uint8_t)(i * 131 + i / 256);
     for (size_t i = 0; i < LH_COUNT_OF(kinds); i++) {
@@ -93,7 +94,7 @@ static int round_trip(struct lh_io *io, struct lh_waker *waker, uint8_t *buffer,
                                 strerror((int)-result), forbidden_hint((int)result));
     }
     if (memcmp(buffer, buffer + PROBE_BYTES, PROBE_BYTES) != 0)
-        return lh_error_set(err, -EIO, "%s read other bytes than it wrote", io->ops->name);
+        return lh_error_set(err, -EIO, "%s read back other bytes than it wrote", io->ops->name);
     return 0;
 }
 
@@ -103,7 +104,7 @@ int lh_io_probe(const char *name, const char *directory, bool direct, struct lh_
     struct lh_clock clock = lh_clock_real();
     struct lh_waker waker;
     struct lh_io *io = NULL;
-    /* lh_alloc aligns to a cache line only. */
+    /* The allocator aligns only to a cache line. */
     uint8_t *memory = lh_alloc_zeroed(alloc, 2 * PROBE_BYTES + LH_BLOCK_BYTES, 1);
     if (!memory)
         return lh_error_set(err, -ENOMEM, "no memory for a probe of %s", name);

@@ -10,7 +10,9 @@
 void lh_io_base_init(struct lh_io_base *base, const struct lh_io_ops *ops,
                      const struct lh_io_opts *opts, struct lh_alloc *alloc)
 {
-    LH_ASSERT(opts->file_count <= LH_IO_FILE_COUNT_MAX);
+    LH_ASSERT(opts->file_count >= 1 && opts->file_count <= LH_IO_FILE_COUNT_MAX);
+    LH_ASSERT(opts->queue_depth_max >= 1 && opts->queue_depth_max <= LH_IO_QUEUE_DEPTH_MAX);
+    LH_ASSERT(opts->clock);
     base->io = (struct lh_io){.ops = ops};
     base->alloc = alloc;
     base->waker = opts->waker;
@@ -60,9 +62,10 @@ void lh_io_request_end(const struct lh_io_base *base, struct lh_io_request *requ
     request->completed_ns = lh_clock_now_ns(base->clock);
 }
 
-/* Nothing moved: once more, or the end with result. */
+/* No byte was transferred: retry (false), or end the request with result (true). */
 static bool retry(const struct lh_io_base *base, struct lh_io_request *request, int64_t result)
 {
+    LH_ASSERT(request->retry_count <= LH_IO_RETRY_COUNT_MAX);
     if (request->retry_count == LH_IO_RETRY_COUNT_MAX) {
         lh_io_request_end(base, request, result);
         return true;
@@ -73,6 +76,7 @@ static bool retry(const struct lh_io_base *base, struct lh_io_request *request, 
 
 static uint64_t enough_bytes(const struct lh_io_request *request)
 {
+    LH_ASSERT(request->least_bytes <= request->bytes);
     return request->least_bytes > 0 ? request->least_bytes : request->bytes;
 }
 
@@ -80,7 +84,8 @@ bool lh_io_request_advance(const struct lh_io_base *base, struct lh_io_request *
                            int64_t answer)
 {
     bool is_sync = request->kind == LH_IO_KIND_SYNC;
-    /* A sync that failed may have dropped what it covered: a second one would answer 0 for it. */
+    LH_ASSERT(request->file_index < base->file_count);
+    /* A failed sync may have dropped the data it covered, so that a retry would return 0. */
     if (!is_sync && (answer == -EINTR || answer == -EAGAIN))
         return retry(base, request, answer);
     if (answer < 0 || is_sync) {
@@ -102,12 +107,13 @@ bool lh_io_request_advance(const struct lh_io_base *base, struct lh_io_request *
     if (base->files[request->file_index].direct) {
         uint64_t torn_bytes = request->done_bytes % LH_BLOCK_BYTES;
         if (torn_bytes > 0 && is_read) {
-            /* Only the end of the file cuts a direct read inside a block. */
+            /* Only the end of the file ends a direct read inside a block. */
             lh_io_request_end(base, request, -ENODATA);
             return true;
         }
-        /* A torn block is written again whole: direct transfers begin on blocks. */
+        /* Write the partial block again: direct transfers begin at block boundaries. */
         request->done_bytes -= torn_bytes;
+        LH_ASSERT(request->done_bytes >= before_bytes);
         if (request->done_bytes == before_bytes)
             return retry(base, request, -EIO);
     }
@@ -117,6 +123,7 @@ bool lh_io_request_advance(const struct lh_io_base *base, struct lh_io_request *
 
 bool lh_io_request_refuse(const struct lh_io_base *base, struct lh_io_request *request, int code)
 {
+    LH_ASSERT(code < 0);
     if (code == -EINTR || code == -EAGAIN)
         return retry(base, request, code);
     lh_io_request_end(base, request, code);
@@ -126,11 +133,13 @@ bool lh_io_request_refuse(const struct lh_io_base *base, struct lh_io_request *r
 uint64_t lh_io_base_rest_bytes(const struct lh_io_base *base, const struct lh_io_request *request)
 {
     LH_ASSERT(request->done_bytes < request->bytes);
+    LH_ASSERT(base->piece_bytes_max > 0);
     return lh_min_u64(request->bytes - request->done_bytes, base->piece_bytes_max);
 }
 
 void lh_io_queue_push(struct lh_io_queue *queue, struct lh_io_request *request)
 {
+    LH_ASSERT((queue->head == NULL) == (queue->tail == NULL));
     request->next = NULL;
     if (queue->tail)
         queue->tail->next = request;
@@ -145,6 +154,7 @@ struct lh_io_request *lh_io_queue_pop(struct lh_io_queue *queue)
     if (!request)
         return NULL;
     queue->head = request->next;
+    LH_ASSERT(queue->head || queue->tail == request);
     if (!queue->head)
         queue->tail = NULL;
     request->next = NULL;

@@ -4,8 +4,8 @@
  *      owner: submit --> todo (mutex) --> a thread: transfer --> done (lock-free ring) --> poll
  *
  * mutex M (struct threads.mutex) protects todo and stopping. It is held for a few instructions,
- * never while a transfer runs. At most queue_depth_max requests are in flight, which is what done
- * holds: it cannot overflow.
+ * never during a transfer. At most queue_depth_max requests are in flight, which is the capacity of
+ * done, so done cannot overflow.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1 /* pthread_setname_np */
@@ -72,7 +72,7 @@ static int64_t transfer(const struct lh_io_base *base, const struct lh_io_reques
 static void request_run(const struct lh_io_base *base, struct lh_io_request *request)
 {
     while (!lh_io_request_advance(base, request, transfer(base, request))) {
-        /* Longer each time: what the kernel lacks now, others must have time to give back. */
+        /* Wait longer each time, so that others can release the resource that is exhausted. */
         struct timespec delay = {.tv_nsec = (long)request->retry_count * RETRY_DELAY_NS};
         if (request->retry_count > 0)
             nanosleep(&delay, NULL);
@@ -97,13 +97,13 @@ static void *thread_main(void *context)
     struct lh_io_request *request = NULL;
     char name[16];
     snprintf(name, sizeof(name), "lohan-io%u", (unsigned)(thread->index & 0xff));
-    pthread_setname_np(pthread_self(), name); /* only a debugger's help: its failure is nobody's */
+    pthread_setname_np(pthread_self(), name); /* cosmetic; ignore errors */
     while ((request = request_next(team)) != NULL) {
         request_run(&team->base, request);
         bool published =
             lh_ring_push(&team->done, (struct lh_ring_message){.words = {(uintptr_t)request}});
         LH_ASSERT(published);
-        /* The request may be gone from here on: its owner can have polled it already. */
+        /* The owner may have polled and freed the request by now. */
         if (team->base.waker)
             lh_waker_wake(team->base.waker);
     }
@@ -128,6 +128,7 @@ static uint32_t threads_poll(struct lh_io *io, struct lh_io_request **done, uint
     uint32_t done_count = 0;
     while (done_count < done_max && lh_ring_pop(&team->done, &message)) {
         done[done_count++] = (struct lh_io_request *)(uintptr_t)message.words[0];
+        LH_ASSERT(done[done_count - 1]->result != -EINPROGRESS);
         lh_io_base_finish(&team->base);
     }
     return done_count;
@@ -183,6 +184,7 @@ int lh_io_threads_create(const struct lh_io_opts *opts, struct lh_alloc *alloc,
                          struct lh_io **io_out, struct lh_error *err)
 {
     uint32_t count = opts->thread_count > 0 ? opts->thread_count : LH_IO_THREAD_COUNT_DEFAULT;
+    LH_ASSERT(count <= LH_IO_THREAD_COUNT_MAX);
     *io_out = NULL;
     struct threads *team = lh_alloc_zeroed(alloc, 1, sizeof(*team));
     if (!team)
@@ -200,7 +202,8 @@ int lh_io_threads_create(const struct lh_io_opts *opts, struct lh_alloc *alloc,
     if (rc == 0) {
         rc = threads_start(team, count);
         if (rc < 0)
-            lh_error_set(err, rc, "the system gave %u of %u I/O threads: %s (see ulimit -u, -v)",
+            lh_error_set(err, rc,
+                         "only %u of %u I/O threads could be started: %s (see ulimit -u, -v)",
                          team->thread_count, count, strerror(-rc));
     }
     if (rc < 0) {

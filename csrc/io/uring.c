@@ -2,20 +2,22 @@
  * io_uring: the kernel and the owner share two rings; one system call submits a whole batch.
  *
  * [Note: How a sleeping owner learns of completions]
- * The ring's eventfd is the waker's. A direct transfer ends in an interrupt, whose completion is
- * posted by task work of the thread that submitted: it runs when that thread enters the kernel, or
- * is inside it. An owner that sleeps in poll() is woken to run it, which writes the eventfd, and
- * poll() begins again and finds it readable. So COOP_TASKRUN delays no sleeper; what it saves is
- * the interrupt to an owner that computes. TASKRUN_FLAG tells io_uring_peek_cqe() to enter the
- * kernel when work waits, so an owner that never sleeps sees it too.
+ * The ring's eventfd is the waker's. A direct transfer ends in an interrupt, and its completion is
+ * posted by task work of the submitting thread, which runs when that thread is in the kernel. An
+ * owner that sleeps in poll() is woken to run the task work, which writes the eventfd; poll() then
+ * restarts and finds it readable. So COOP_TASKRUN does not delay a sleeping owner; it saves the
+ * interrupt of a computing one. TASKRUN_FLAG makes io_uring_peek_cqe() enter the kernel when task
+ * work is pending, so an owner that never sleeps sees completions, too.
  *
- * DEFER_TASKRUN and SINGLE_ISSUER bind the ring to the thread that made it: the program makes the
- * ring and the engine's thread uses it. What they save is nothing beside transfers of megabytes.
+ * DEFER_TASKRUN and SINGLE_ISSUER are not used: they bind the ring to the thread that created it,
+ * but the program creates the ring and the engine's thread uses it. Their savings are negligible
+ * compared with transfers of megabytes.
  *
  * [Note: Registered buffers]
- * The kernel pins and maps a registered buffer once, instead of for each transfer. It takes at most
- * 1 GiB in one piece, so a region is registered as consecutive pieces; a transfer that crosses from
- * one piece to the next is an ordinary one. A refusal costs speed, not function: it goes to note.
+ * The kernel pins and maps a registered buffer once, instead of for each transfer. It accepts at
+ * most 1 GiB in one piece, so a region is registered as consecutive pieces; a transfer that crosses
+ * from one piece to the next is an ordinary one. If registration fails, transfers are only slower,
+ * so the failure is recorded in note.
  */
 #if defined(LH_HAVE_LIBURING)
 #ifndef _GNU_SOURCE
@@ -50,14 +52,15 @@ struct uring {
     uint32_t region_count; /* registered */
     bool has_files;        /* registered */
     bool has_eventfd;
-    struct lh_io_queue prepared; /* in the ring, and not taken by the kernel yet, in order */
+    struct lh_io_queue prepared; /* in the ring, not yet accepted by the kernel; in order */
     struct lh_io_queue failed;   /* ended, to be polled */
-    int refusal;                 /* io_uring_enter() is refused: nothing is submitted any more */
+    int refusal;                 /* the error of io_uring_enter(), which ended submission; or 0 */
 };
 
 /* The registered piece that holds all of [begin, begin + bytes), or PIECE_NONE. */
 static uint32_t piece_of(const struct uring *uring, const uint8_t *begin, uint64_t bytes)
 {
+    LH_ASSERT(bytes > 0);
     for (uint32_t i = 0; i < uring->region_count; i++) {
         const struct region *region = &uring->regions[i];
         if (begin < region->base || begin >= region->base + region->bytes)
@@ -73,13 +76,14 @@ static uint32_t piece_of(const struct uring *uring, const uint8_t *begin, uint64
 
 static void request_fail(struct uring *uring, struct lh_io_request *request)
 {
+    LH_ASSERT(uring->refusal < 0);
     lh_io_request_end(&uring->base, request, uring->refusal);
     lh_io_queue_push(&uring->failed, request);
     if (uring->base.waker)
         lh_waker_wake(uring->base.waker);
 }
 
-/* Queue what is left of request for the kernel. */
+/* Queue the rest of request for the kernel. */
 static void request_prepare(struct uring *uring, struct lh_io_request *request)
 {
     if (uring->refusal < 0) {
@@ -87,7 +91,7 @@ static void request_prepare(struct uring *uring, struct lh_io_request *request)
         return;
     }
     struct io_uring_sqe *sqe = io_uring_get_sqe(&uring->ring);
-    LH_ASSERT(sqe); /* the ring has queue_depth_max entries, a request has one at most */
+    LH_ASSERT(sqe); /* the ring has queue_depth_max entries; a request uses at most one */
     int file = (int)request->file_index;
     if (request->kind == LH_IO_KIND_SYNC) {
         io_uring_prep_fsync(sqe, file, IORING_FSYNC_DATASYNC);
@@ -107,7 +111,7 @@ static void request_prepare(struct uring *uring, struct lh_io_request *request)
             io_uring_prep_write(sqe, file, buffer, bytes, offset);
     }
     io_uring_sqe_set_data(sqe, request);
-    /* A retry goes to a thread of the kernel that may block: the owner does not spin on EAGAIN. */
+    /* A retry runs on a kernel thread that may block, so that the owner does not spin on EAGAIN. */
     unsigned flags = IOSQE_FIXED_FILE | (request->retry_count > 0 ? IOSQE_ASYNC : 0);
     io_uring_sqe_set_flags(sqe, flags);
     lh_io_queue_push(&uring->prepared, request);
@@ -122,8 +126,8 @@ static int uring_submit(struct lh_io *io, struct lh_io_request *request)
 }
 
 /*
- * The kernel refuses io_uring_enter() itself, as a seccomp filter may at any time. What it has
- * taken completes all the same; what is prepared stays in the ring, which is never submitted again.
+ * The kernel refuses io_uring_enter() itself, as a seccomp filter may do at any time. Requests that
+ * it has accepted still complete; prepared ones stay in the ring, which is never submitted again.
  */
 static void enter_refused(struct uring *uring, int rc)
 {
@@ -144,12 +148,12 @@ static void uring_flush(struct lh_io *io)
         if (rc > 0 || rc == -EINTR)
             continue;
         if (rc != -EAGAIN && rc != -EBUSY && rc != -ENOMEM) {
-            /* 0: a filter that claims success. 0 is no error, and nothing was taken. */
+            /* 0: a seccomp filter fakes success, and nothing was accepted. */
             enter_refused(uring, rc == 0 ? -EIO : rc);
             return;
         }
-        /* The kernel is short of memory or has completions to deliver: the next poll tries again.
-         * Where no completion will wake the owner for it, the owner must not sleep. */
+        /* The kernel is short of memory or has completions to deliver: the next poll retries. If
+         * no completion will wake the owner to do so, the owner must not sleep. */
         if (waiting_count == io->in_flight_count) {
             struct timespec delay = {.tv_nsec = RETRY_DELAY_NS};
             nanosleep(&delay, NULL);
@@ -185,8 +189,8 @@ static uint32_t uring_poll(struct lh_io *io, struct lh_io_request **done, uint32
 }
 
 /*
- * Registrations are undone one by one: the end of a ring is left to a thread of the kernel, and
- * files (with their locks) or locked memory would be given back at some time after destroy.
+ * Registrations are undone one by one: a kernel thread frees the ring asynchronously, so files
+ * (with their locks) and locked memory would be released at some time after destroy.
  */
 static void uring_free(struct uring *uring)
 {
@@ -215,15 +219,15 @@ static const struct lh_io_ops uring_ops = {
     .destroy = uring_destroy,
 };
 
-/* Who forbids io_uring, and the way out. */
+/* Report what forbids io_uring, and how to allow it. */
 static int setup_refused(int rc, struct lh_error *err)
 {
     int64_t disabled = lh_io_proc_number("/proc/sys/kernel/io_uring_disabled", 0);
     bool is_forbidden = rc == -EPERM || rc == -EACCES;
     if (is_forbidden && disabled == 1)
         return lh_error_set(err, rc,
-                            "sysctl kernel.io_uring_disabled=1 allows io_uring to the group of "
-                            "kernel.io_uring_group alone; join it, or: "
+                            "sysctl kernel.io_uring_disabled=1 restricts io_uring to the group of "
+                            "kernel.io_uring_group; join that group, or run: "
                             "sysctl -w kernel.io_uring_disabled=0");
     if (is_forbidden && disabled > 1)
         return lh_error_set(err, rc,
@@ -253,7 +257,7 @@ static int ring_setup(struct uring *uring, uint32_t depth, struct lh_error *err)
 {
     int rc = -EINVAL;
 #if defined(IORING_SETUP_COOP_TASKRUN) && defined(IORING_SETUP_TASKRUN_FLAG)
-    /* See [Note: How a sleeping owner learns of completions]. Kernels before 5.19 say EINVAL. */
+    /* See [Note: How a sleeping owner learns of completions]. Kernels before 5.19 return EINVAL. */
     unsigned flags = IORING_SETUP_COOP_TASKRUN | IORING_SETUP_TASKRUN_FLAG;
     rc = io_uring_queue_init(depth, &uring->ring, flags);
 #endif
@@ -278,7 +282,7 @@ static void buffers_refused(struct uring *uring, int rc, uint64_t total_bytes)
                  strerror(-rc));
 }
 
-/* All regions, or none and a note that says why. Returns -ENOMEM only for lohan's own memory. */
+/* Register all regions, or none with a note. Returns -ENOMEM only for lohan's own memory. */
 static int buffers_register(struct uring *uring, const struct lh_io_opts *opts,
                             struct lh_error *err)
 {

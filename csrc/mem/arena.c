@@ -16,7 +16,7 @@
 #ifndef MAP_HUGE_SHIFT
 #define MAP_HUGE_SHIFT 26
 #endif
-/* 21 is log2 of LH_HUGE_PAGE_BYTES: a machine may have reserved pages of several sizes. */
+/* 21 is log2 of LH_HUGE_PAGE_BYTES; a machine may have reserved pages of several sizes. */
 #define MAP_RESERVED (MAP_HUGETLB | (21 << MAP_HUGE_SHIFT))
 #define SMALL_PAGE_BYTES 4096
 #define RESERVED_FREE "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages"
@@ -28,6 +28,7 @@ _Static_assert(LH_HUGE_PAGE_BYTES == UINT64_C(1) << 21, "MAP_RESERVED names this
 LH_PRINTF(2, 3) static void note(struct lh_arena *arena, const char *format, ...)
 {
     size_t used = strlen(arena->note);
+    LH_ASSERT(used < sizeof(arena->note));
     if (used > 0 && used + 2 < sizeof(arena->note)) {
         memcpy(arena->note + used, "; ", 3);
         used += 2;
@@ -38,7 +39,7 @@ LH_PRINTF(2, 3) static void note(struct lh_arena *arena, const char *format, ...
     va_end(arguments);
 }
 
-/* Up to size - 1 characters of a small file; an empty text where it cannot be read. */
+/* Read up to size - 1 characters of a small file; an empty text if it cannot be read. */
 static void text_read(const char *path, char *text, int size)
 {
     text[0] = '\0';
@@ -58,7 +59,7 @@ static uint64_t number_read(const char *path)
     return lh_mem_number_parse(text, &value) ? value : 0;
 }
 
-/* Bytes of this process that lie on transparent huge pages. */
+/* The bytes of this process that are on transparent huge pages. */
 static uint64_t transparent_bytes(void)
 {
     uint64_t kib = 0;
@@ -71,19 +72,21 @@ static bool map_reserved(struct lh_arena *arena)
 {
     uint64_t wanted = arena->bytes / LH_HUGE_PAGE_BYTES;
     LH_ASSERT(wanted > 0);
+    LH_ASSERT(lh_is_aligned(arena->bytes, LH_HUGE_PAGE_BYTES));
     uint64_t promised = number_read(RESERVED_PROMISED);
     uint64_t unused = number_read(RESERVED_FREE);
     unused -= lh_min_u64(unused, promised);
     if (unused == 0)
         return false;
     if (unused < wanted) {
-        note(arena, "%" PRIu64 " of %" PRIu64 " reserved huge pages are free", unused, wanted);
+        note(arena, "only %" PRIu64 " of the %" PRIu64 " reserved huge pages needed are free",
+             unused, wanted);
         return false;
     }
     void *base = mmap(NULL, arena->bytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_RESERVED, -1, 0);
     if (base == MAP_FAILED) {
-        note(arena, "reserved huge pages are refused: %s", strerror(errno));
+        note(arena, "reserved huge pages could not be mapped: %s", strerror(errno));
         return false;
     }
     arena->base = base;
@@ -91,7 +94,7 @@ static bool map_reserved(struct lh_arena *arena)
     return true;
 }
 
-/* Address space on a huge page's boundary, with huge pages asked for where the system has them. */
+/* Map memory aligned to huge pages, and request transparent ones if the system has them. */
 static int map_aligned(struct lh_arena *arena, struct lh_error *err)
 {
     uint64_t mapped_bytes = arena->bytes + LH_HUGE_PAGE_BYTES;
@@ -99,14 +102,15 @@ static int map_aligned(struct lh_arena *arena, struct lh_error *err)
         mmap(NULL, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) {
         int code = -errno;
-        return lh_error_set(err, code, "the system maps no %" PRIu64 " bytes: %s (see ulimit -v)",
+        return lh_error_set(err, code, "cannot map %" PRIu64 " bytes: %s (see ulimit -v)",
                             mapped_bytes, strerror(-code));
     }
     uint64_t before_bytes =
         lh_align_up((uintptr_t)mapped, LH_HUGE_PAGE_BYTES) - (uint64_t)(uintptr_t)mapped;
+    LH_ASSERT(before_bytes < LH_HUGE_PAGE_BYTES);
     uint64_t behind_bytes = LH_HUGE_PAGE_BYTES - before_bytes;
     arena->base = mapped + before_bytes;
-    /* Shrinking a mapping at its ends cannot fail: it splits nothing. */
+    /* Shrinking a mapping at its ends cannot fail, because it does not split the mapping. */
     if (before_bytes > 0) {
         int rc = munmap(mapped, before_bytes);
         LH_ASSERT(rc == 0);
@@ -123,7 +127,7 @@ static int map_aligned(struct lh_arena *arena, struct lh_error *err)
         note(arena, "small pages: transparent huge pages are off (write madvise to %s)",
              TRANSPARENT_MODE);
     else if (madvise(arena->base, arena->bytes, MADV_HUGEPAGE) != 0)
-        note(arena, "small pages: MADV_HUGEPAGE is refused: %s", strerror(errno));
+        note(arena, "small pages: MADV_HUGEPAGE failed: %s", strerror(errno));
     else
         arena->pages = LH_ARENA_PAGES_TRANSPARENT;
     return 0;
@@ -135,10 +139,10 @@ static int populate(struct lh_arena *arena, struct lh_error *err)
     if (madvise(arena->base, arena->bytes, MADV_POPULATE_WRITE) != 0) {
         int code = -errno;
         if (code != -EINVAL)
-            return lh_error_set(err, code, "the system gave no memory for %" PRIu64 " bytes: %s",
+            return lh_error_set(err, code, "cannot allocate %" PRIu64 " bytes of memory: %s",
                                 arena->bytes, strerror(-code));
-        /* A kernel before 5.14 does not know the advice. Each small page is touched, since nothing
-         * says that any one of them is part of a huge page. */
+        /* Kernels before 5.14 lack this advice. Touch each small page, since any of them may not be
+         * part of a huge page. */
         for (uint64_t offset = 0; offset < arena->bytes; offset += SMALL_PAGE_BYTES)
             ((volatile uint8_t *)arena->base)[offset] = 0;
     }
@@ -147,7 +151,7 @@ static int populate(struct lh_arena *arena, struct lh_error *err)
     uint64_t huge_bytes = transparent_bytes();
     huge_bytes -= lh_min_u64(huge_bytes, huge_before_bytes);
     if (huge_bytes < arena->bytes)
-        note(arena, "%" PRIu64 " of %" PRIu64 " bytes are on huge pages (fragmented memory?)",
+        note(arena, "only %" PRIu64 " of %" PRIu64 " bytes are on huge pages (fragmented memory?)",
              huge_bytes, arena->bytes);
     if (huge_bytes == 0)
         arena->pages = LH_ARENA_PAGES_SMALL;
@@ -164,34 +168,35 @@ static void lock_pages(struct lh_arena *arena)
     struct rlimit limit = {0};
     if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0)
         limit.rlim_cur = 0;
-    note(arena, "not locked: %s; RLIMIT_MEMLOCK is %" PRIu64 " bytes, %" PRIu64 " are asked for",
+    note(arena, "not locked: %s; RLIMIT_MEMLOCK is %" PRIu64 " bytes, %" PRIu64 " are needed",
          strerror(code), (uint64_t)limit.rlim_cur, arena->bytes);
 }
 
 static int opts_check(const struct lh_arena_opts *opts, struct lh_error *err)
 {
     if (opts->bytes == 0)
-        return lh_error_set(err, -EINVAL, "an arena of 0 bytes holds nothing");
+        return lh_error_set(err, -EINVAL, "an arena cannot have 0 bytes");
     if (opts->numa_node >= lh_numa_node_count())
-        return lh_error_set(err, -EINVAL, "numa_node %d: this machine has %d", opts->numa_node,
-                            lh_numa_node_count());
-    /* Above it the rounding to pages could overflow; no machine has it. */
+        return lh_error_set(err, -EINVAL, "numa_node %d does not exist: this machine has %d nodes",
+                            opts->numa_node, lh_numa_node_count());
+    /* More could overflow when rounded up to pages, and no machine has it. */
     if (opts->bytes > UINT64_C(1) << 60)
-        return lh_error_set(err, -ENOMEM, "%" PRIu64 " bytes are asked for, no machine has them",
+        return lh_error_set(err, -ENOMEM,
+                            "%" PRIu64 " bytes are requested, more than any machine has",
                             opts->bytes);
     return 0;
 }
 
-/* Everything after the struct is there: on failure nothing stays mapped. */
+/* Map, bind, populate and lock the memory. On failure nothing remains mapped. */
 static int arena_map(struct lh_arena *arena, const struct lh_arena_opts *opts, struct lh_error *err)
 {
     int rc = 0;
     if (!map_reserved(arena)) {
-        /* Linux promises memory that it does not have, and kills for it later; so it is asked. */
+        /* Linux overcommits memory and kills processes later, so check first. */
         uint64_t available_bytes = lh_mem_available_bytes();
         if (arena->bytes > available_bytes)
             return lh_error_set(err, -ENOMEM,
-                                "%" PRIu64 " bytes of main memory are asked for, %" PRIu64
+                                "%" PRIu64 " bytes of main memory are requested, but only %" PRIu64
                                 " are available (MemAvailable, control group limits): lower "
                                 "host_bytes",
                                 arena->bytes, available_bytes);
@@ -237,6 +242,7 @@ void lh_arena_destroy(struct lh_arena *arena, struct lh_alloc *alloc)
 {
     if (!arena)
         return;
+    LH_ASSERT(arena->base && arena->bytes > 0);
     int rc = munmap(arena->base, arena->bytes);
     LH_ASSERT(rc == 0);
     lh_free(alloc, arena);

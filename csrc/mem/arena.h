@@ -1,19 +1,20 @@
 /*
- * One mapping of main memory from which every buffer of an engine is cut: fixed at the start, on
- * huge pages, on one NUMA node, touched before use so that the budget is real from the first
- * moment.
+ * One mapping of main memory that holds every buffer of an engine. It has a fixed size, lies on
+ * huge pages and on one NUMA node, and is touched before use, so that the whole budget is really
+ * allocated from the start.
  *
  * Why huge pages: an O_DIRECT transfer from scattered 4 KiB pages is split at the disk queue's
- * segment limit; the same disk moved 2.3 to 3.5 times the bytes a second from 2 MiB pages (fio and
- * lohan's own reads, 2026-11).
+ * segment limit; the same disk moved 2.3 to 3.5 times the bytes per second from 2 MiB pages (fio
+ * and lohan's own reads, 2026-11).
  *
- * Reserved huge pages (MAP_HUGETLB) when enough are free, else transparent ones (madvise, aligned),
- * else plain pages with a said reason in note.
+ * The arena uses reserved huge pages (MAP_HUGETLB) if enough are free, else transparent ones
+ * (madvise, aligned), else small pages, with the reason in note.
  *
- * A forked child (a data loader's worker) does not inherit the mapping: it would otherwise share it
- * copy-on-write, and each page that the parent writes next would be held twice, beyond the budget.
+ * A forked child (such as a data loader's worker) does not inherit the mapping. It would otherwise
+ * share it copy-on-write, and each page that the parent writes afterwards would exist twice, beyond
+ * the budget.
  *
- * Thread: any one at a time.
+ * Thread: any, one at a time.
  */
 #ifndef LH_MEM_ARENA_H
 #define LH_MEM_ARENA_H
@@ -29,7 +30,7 @@ enum lh_arena_pages {
 
 struct lh_arena_opts {
     uint64_t bytes; /* rounded up to LH_HUGE_PAGE_BYTES */
-    bool lock;      /* mlock: a refusal is noted, not an error (RLIMIT_MEMLOCK is named in note) */
+    bool lock;      /* mlock; failure is no error, but recorded in note, with RLIMIT_MEMLOCK */
     int numa_node;  /* -1: wherever the caller runs */
 };
 
@@ -38,35 +39,35 @@ struct lh_arena {
     uint64_t bytes;
     enum lh_arena_pages pages;
     bool locked;
-    char note[256]; /* what could not be had, and why; empty when nothing */
+    char note[256]; /* what is unavailable, and why; empty if nothing */
 };
 
 /*
- * Map and touch opts->bytes.
+ * Map opts->bytes and touch every page.
  *
  * Owns:   *arena_out owns the mapping; release with lh_arena_destroy().
- * Errors: -EINVAL (0 bytes, no such NUMA node), -ENOMEM (names what is available and what was
- *         asked). *arena_out is NULL then.
+ * Errors: -EINVAL (0 bytes, no such NUMA node), -ENOMEM (names the requested and the available
+ *         bytes). *arena_out is NULL then.
  */
 int lh_arena_create(const struct lh_arena_opts *opts, struct lh_alloc *alloc,
                     struct lh_arena **arena_out, struct lh_error *err) LH_MUST_CHECK;
 void lh_arena_destroy(struct lh_arena *arena, struct lh_alloc *alloc);
 
 /*
- * What can be touched without anybody being killed for it: MemAvailable, or less where a control
- * group of this process has a limit. UINT64_MAX where the system does not say.
+ * The memory that can be used without triggering the OOM killer: MemAvailable, or less if a control
+ * group of this process has a limit. UINT64_MAX if unknown.
  */
 uint64_t lh_mem_available_bytes(void);
-/* The decimal number that text begins with, spaces before it allowed; false if there is none. */
+/* Parse the decimal number at the start of text, after optional spaces; false if there is none. */
 bool lh_mem_number_parse(const char *text, uint64_t *value_out);
-/* The number in `name: number` lines of a /proc or cgroup file, in its own unit; -ENOENT. */
+/* Read the number of the line `name: number` of a /proc or cgroup file, in its unit; or -ENOENT. */
 int lh_mem_field_read(const char *path, const char *name, uint64_t *value_out) LH_MUST_CHECK;
 
-/* NUMA through libnuma by dlopen; without it there is one node, 0. */
+/* The number of NUMA nodes, from libnuma (loaded by dlopen); 1 without it. */
 int lh_numa_node_count(void);
 /* The node of the calling thread's CPU. */
 int lh_numa_node_here(void);
-/* Prefer node for the pages not yet touched. -ENOSYS without libnuma, else -errno. */
+/* Prefer node for the pages that are not touched yet. -ENOSYS without libnuma, else -errno. */
 int lh_numa_prefer(void *base, uint64_t bytes, int node) LH_MUST_CHECK;
 
 #endif

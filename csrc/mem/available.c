@@ -3,13 +3,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/assert.h"
 #include "mem/arena.h"
 
 #define PATH_BYTES 4096
 
-/* The two versions of control groups tell the same under different names. */
+/* The two versions of control groups have the same values under different names. */
 struct cgroup_names {
-    const char *line; /* how its line in /proc/self/cgroup goes on behind the first colon */
+    const char *line; /* the beginning of its line in /proc/self/cgroup after the first colon */
     const char *root;
     const char *limit;
     const char *used;
@@ -43,6 +44,7 @@ int lh_mem_field_read(const char *path, const char *name, uint64_t *value_out)
     char line[256];
     size_t name_length = strlen(name);
     int rc = -ENOENT;
+    LH_ASSERT(name_length > 0 && name_length < sizeof(line));
     while (rc != 0 && fgets(line, sizeof(line), file)) {
         /* "MemAvailable:   123 kB" in /proc, "inactive_file 123" in a control group. */
         const char *rest = line + name_length;
@@ -54,7 +56,7 @@ int lh_mem_field_read(const char *path, const char *name, uint64_t *value_out)
     return rc;
 }
 
-/* The single number in directory/name; false where there is none ("max", or no such file). */
+/* Read the number in directory/name; false if there is none ("max", or no such file). */
 static bool cgroup_number(const char *directory, const char *name, uint64_t *value_out)
 {
     char path[PATH_BYTES];
@@ -69,7 +71,7 @@ static bool cgroup_number(const char *directory, const char *name, uint64_t *val
     return found;
 }
 
-/* What one control group still admits: its limit less its use; its page cache would make way. */
+/* The memory that a control group still allows: limit - used, where page cache is not used. */
 static uint64_t cgroup_available_bytes(const struct cgroup_names *names, const char *directory)
 {
     uint64_t limit_bytes = 0;
@@ -87,7 +89,7 @@ static uint64_t cgroup_available_bytes(const struct cgroup_names *names, const c
     return limit_bytes - lh_min_u64(limit_bytes, used_bytes);
 }
 
-/* The least that the group of this process and the groups around it admit. */
+/* The minimum over the control group of this process and the groups that contain it. */
 static uint64_t cgroups_available_bytes(const struct cgroup_names *names)
 {
     FILE *file = fopen("/proc/self/cgroup", "re");
@@ -108,7 +110,9 @@ static uint64_t cgroups_available_bytes(const struct cgroup_names *names)
     uint64_t available_bytes = UINT64_MAX;
     while (strlen(directory) >= strlen(names->root)) {
         available_bytes = lh_min_u64(available_bytes, cgroup_available_bytes(names, directory));
-        *strrchr(directory, '/') = '\0';
+        char *end = strrchr(directory, '/');
+        LH_ASSERT(end); /* root begins with one */
+        *end = '\0';
     }
     return available_bytes;
 }

@@ -8,7 +8,7 @@
 bool lh_heap_keep(void)
 {
 #if defined(__GLIBC__)
-    /* Above both limits glibc maps an allocation of its own, and trims the heap's end. */
+    /* Above these thresholds glibc gives an allocation its own mapping, and trims the heap. */
     return mallopt(M_MMAP_THRESHOLD, 1 << 30) == 1 && mallopt(M_TRIM_THRESHOLD, INT_MAX) == 1;
 #else
     return false;

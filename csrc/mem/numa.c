@@ -1,8 +1,8 @@
 /*
- * libnuma is looked up at run time: a machine without it still trains, with one node.
+ * libnuma is loaded at run time: a machine without it is treated as having one node.
  *
- * mbind() is libnuma's own entry to the system call: its errors come back as values, where
- * numa_tonode_memory() would print them.
+ * mbind() is libnuma's wrapper of the system call. It returns errors, whereas numa_tonode_memory()
+ * would print them.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1 /* sched_getcpu */
@@ -71,6 +71,7 @@ int lh_numa_node_here(void)
 int lh_numa_prefer(void *base, uint64_t bytes, int node)
 {
     LH_ASSERT(node >= 0 && node < lh_numa_node_count());
+    LH_ASSERT(node < NUMA_NODE_COUNT_MAX);
     if (!numa_is_here())
         return -ENOSYS;
     unsigned long nodes[NUMA_NODE_COUNT_MAX / NODE_MASK_BITS + 1] = {0};

@@ -26,8 +26,9 @@ int lh_pool_init(struct lh_pool *pool, struct lh_alloc *alloc, void *base, uint6
                             LH_BLOCK_BYTES);
     uint64_t total_bytes = 0;
     if (slab_count == 0 || __builtin_mul_overflow(slab_bytes, slab_count, &total_bytes))
-        return lh_error_set(err, -EINVAL, "%" PRIu32 " slabs of %" PRIu64 " bytes make no pool",
-                            slab_count, slab_bytes);
+        return lh_error_set(err, -EINVAL,
+                            "a pool cannot have %" PRIu32 " slabs of %" PRIu64 " bytes", slab_count,
+                            slab_bytes);
     pool->free_indices = lh_alloc_zeroed(alloc, slab_count, sizeof(*pool->free_indices));
     pool->held = lh_alloc_zeroed(alloc, slab_count, sizeof(*pool->held));
     if (!pool->free_indices || !pool->held) {
@@ -41,7 +42,7 @@ int lh_pool_init(struct lh_pool *pool, struct lh_alloc *alloc, void *base, uint6
     pool->slab_bytes = slab_bytes;
     pool->slab_count = slab_count;
     pool->free_count = slab_count;
-    /* The top of the stack is the lowest slab: a pool that is never full stays compact. */
+    /* The top of the stack is the lowest slab, so that a pool that is never full stays compact. */
     for (uint32_t i = 0; i < slab_count; i++)
         pool->free_indices[i] = slab_count - 1 - i;
     POISON(base, total_bytes);
@@ -52,7 +53,7 @@ void lh_pool_deinit(struct lh_pool *pool, struct lh_alloc *alloc)
 {
     if (!pool->base)
         return;
-    /* A slab still held has a user who would read what the arena holds next. */
+    /* The user of a slab that is still held would access memory that the arena reuses. */
     LH_ASSERT(pool->free_count == pool->slab_count);
     UNPOISON(pool->base, pool->slab_bytes * pool->slab_count);
     lh_free(alloc, pool->held);
@@ -62,6 +63,7 @@ void lh_pool_deinit(struct lh_pool *pool, struct lh_alloc *alloc)
 
 void *lh_pool_acquire(struct lh_pool *pool)
 {
+    LH_ASSERT(pool->free_count <= pool->slab_count);
     if (pool->free_count == 0)
         return NULL;
     uint32_t index = pool->free_indices[--pool->free_count];
@@ -79,7 +81,7 @@ void lh_pool_release(struct lh_pool *pool, void *slab)
     uint64_t index = offset / pool->slab_bytes;
     LH_ASSERT(lh_is_aligned(offset, pool->slab_bytes));
     LH_ASSERT(index < pool->slab_count);
-    LH_ASSERT(pool->held[index]); /* else released twice */
+    LH_ASSERT(pool->held[index]); /* not released twice */
     LH_ASSERT(pool->free_count < pool->slab_count);
     pool->held[index] = 0;
     pool->free_indices[pool->free_count++] = (uint32_t)index;

@@ -1,5 +1,5 @@
 /*
- * Fixed slabs cut from an arena, for buffers of one size.
+ * Slabs of an arena, for buffers of one size.
  *
  *      FREE --[lh_pool_acquire]--> HELD --[lh_pool_release]--> FREE
  *
@@ -18,7 +18,7 @@ struct lh_pool {
     uint32_t slab_count;
     uint32_t free_count;
     uint32_t *free_indices; /* a stack */
-    uint8_t *held;          /* one flag a slab */
+    uint8_t *held;          /* one flag per slab */
 };
 
 /*
@@ -28,7 +28,7 @@ int lh_pool_init(struct lh_pool *pool, struct lh_alloc *alloc, void *base, uint6
                  uint32_t slab_count, struct lh_error *err) LH_MUST_CHECK;
 void lh_pool_deinit(struct lh_pool *pool, struct lh_alloc *alloc);
 
-/* NULL when none is free. */
+/* Returns NULL if no slab is free. */
 void *lh_pool_acquire(struct lh_pool *pool);
 void lh_pool_release(struct lh_pool *pool, void *slab);
 

@@ -1,41 +1,42 @@
 /*
- * Which step a store opens at.
+ * Chooses the step that a store opens at.
  *
  * [Note: Crash or damage]
  *
- * A superblock's place has two copies of it. A commit of sequence number s writes copy 0, syncs,
- * writes copy 1, syncs (see [Note: Why a crash cannot tear a commit] in commit.c). Before it, both
- * copies had s - 2 (or lower, after marks and after going back), and both copies of the other place
- * s - 1. So when power fails,
+ * Each of the two superblock places holds two copies. A commit with sequence number s writes copy
+ * 0, syncs, writes copy 1, and syncs (see [Note: Why a crash cannot tear a commit] in commit.c).
+ * Before that, both copies had s - 2 (or lower, after marks and after returning to an older step),
+ * and both copies of the other place had s - 1. So when power fails,
  *
  *      copy 0           copy 1           means
  *      s - 2            s - 2            nothing of s was written: s - 1 is the newest
- *      not whole        s - 2            copy 0 was being written: s - 1 is the newest
+ *      invalid          s - 2            copy 0 was being written: s - 1 is the newest
  *      s                s - 2            s is durable: it is the newest
- *      s                not whole        copy 1 was being written: s is the newest
+ *      s                invalid          copy 1 was being written: s is the newest
  *      s                s                s is the newest
  *
- * and in none of these is a place without a valid copy. Neither is one if a single block was
- * damaged, and as s counts as committed only with both copies, that damage cannot make s - 1 look
- * like the newest. A place without a valid copy is damage of two blocks: the newest step may have
- * been there. The same goes for a newest superblock whose manifest is whole in no copy, because the
- * manifest was durable before the superblock was written. Blanks are damage: creation fills both
- * places.
+ * and each place has a valid copy in all of these cases. This also holds after damage to a single
+ * block, and because s counts as committed only with both copies, such damage cannot make s - 1
+ * look like the newest. If a place has no valid copy, two blocks are damaged and the newest step
+ * may have been there. The same is true if both copies of the newest superblock's manifest are
+ * invalid, because the manifest was durable before the superblock was written. Blank blocks count
+ * as damage, since creation fills both places.
  *
- * Damage of the newest step shows the one before it to readers. Writers are refused unless they
- * name that step, since what they would write takes the place of what might be mended. What cannot
- * be read at all is an error: the next attempt may succeed.
+ * If the newest step is damaged, readers get the step before it. Writers are rejected unless they
+ * name that step, because they would overwrite data that might still be repaired. A block that
+ * cannot be read at all is an error: the next attempt may succeed.
  *
- * In version 1 there is one copy, which a crash may leave torn: a place whose only copy is not
- * whole may be a crash or damage, and counts as a crash, with a note. Creation filled one place.
+ * In version 1 there is one copy, which a crash may tear. A place whose only copy is invalid may be
+ * the result of a crash or of damage; it is treated as a crash, with a note. Creation filled one
+ * place.
  *
- * A witness tells whether a file other than file 0 is as new as file 0 says: each commit writes one
- * to the place of its sequence number before it writes its superblock. An older one there means
- * that the directory was restored from an older copy; one that is newer than a commit that was
- * under way means the same of file 0. Restoring file 0 to exactly the step before looks like a
- * crash of the last commit, and opens at that step, which is whole. No two commits, interrupted or
- * not, have one sequence number (lh_store_settle()): a copy from the time of an interrupted commit
- * would have the witness of the commit that took its place.
+ * A witness shows whether a file other than file 0 is as recent as file 0 says: each commit writes
+ * one to the place of its sequence number before it writes its superblock. An older witness there
+ * means that the directory was restored from an older copy. A witness newer than any commit that
+ * can have been under way means that file 0 was. Restoring file 0 to exactly the previous step
+ * looks like a crash during the last commit, and the store opens at that step, which is intact. No
+ * two commits, interrupted or not, share a sequence number (lh_store_settle()); otherwise a copy
+ * made during an interrupted commit would have the witness of the commit that replaced it.
  */
 #include <endian.h>
 #include <inttypes.h>
@@ -46,7 +47,7 @@
 #include "base/crc32c.h"
 #include "store/store_impl.h"
 
-/* A step that may be opened: the newest one, and the one before it. */
+/* A step that might be opened: the newest one, or the one before it. */
 struct candidate {
     uint32_t place;
     bool has_superblock;
@@ -54,7 +55,7 @@ struct candidate {
     struct lh_error reason; /* why it cannot be used; code 0: it can */
 };
 
-/* A block was read, and its contents are wrong. */
+/* Whether code means that a block was read and its contents are wrong. */
 static bool is_damage(int code)
 {
     return code == -EILSEQ || code == -ENODATA;
@@ -71,7 +72,7 @@ static int copy_read(struct lh_store *store, const char *name, uint64_t offset,
         return 0;
     return lh_error_set(err, -EILSEQ,
                         "%s of %s (offset %" PRIu64 ", %" PRIu64 " bytes) has checksum %08" PRIx32
-                        ", and should have %08" PRIx32,
+                        ", expected %08" PRIx32,
                         name, store->files[0].path, offset, bytes, crc, expected_crc);
 }
 
@@ -80,27 +81,29 @@ int lh_store_copies_read(struct lh_store *store, const char *name, const uint64_
                          struct lh_error *err)
 {
     uint32_t copy_count = store->control.copy_count;
+    LH_ASSERT(copy_count >= 1 && copy_count <= LH_STORE_COPY_COUNT_MAX);
+    LH_ASSERT(buffer->base != NULL);
     struct lh_error errors[LH_STORE_COPY_COUNT_MAX] = {{.code = 0}};
     uint32_t good = copy_count;
-    /* The last one that is read stays in the buffer if it is good. */
+    /* Copy 0 is read last, and stays in the buffer if it is good. */
     for (uint32_t copy = copy_count; copy-- > 0;) {
         if (copy_read(store, name, offsets[copy], buffer, bytes, expected_crc, &errors[copy]) == 0)
             good = copy;
     }
     if (good == copy_count) {
-        /* One that cannot be read may be good, and readable the next time. */
+        /* Prefer a read error: that copy may be good, and readable the next time. */
         uint32_t told = copy_count > 1 && is_damage(errors[0].code) && !is_damage(errors[1].code);
         return lh_error_set(err, errors[told].code, "%s", errors[told].message);
     }
     for (uint32_t copy = 0; copy < copy_count; copy++) {
         if (errors[copy].code == 0)
             continue;
-        lh_store_note_add(store, "%s; its other copy is whole and was used", errors[copy].message);
+        lh_store_note_add(store, "%s; the other copy is intact and was used", errors[copy].message);
         LH_ASSERT(store->mend_count < LH_STORE_MEND_COUNT_MAX);
         store->mends[store->mend_count++] = (struct lh_store_mend){
             .offset = offsets[copy], .buffer = buffer, .bytes = lh_align_up(bytes, LH_BLOCK_BYTES)};
     }
-    /* The damaged copy overwrote it. */
+    /* The damaged copy 0 was read into the buffer after the good one. */
     if (good > 0)
         LH_TRY(copy_read(store, name, offsets[good], buffer, bytes, expected_crc, err));
     return 0;
@@ -108,6 +111,7 @@ int lh_store_copies_read(struct lh_store *store, const char *name, const uint64_
 
 static void place_read(struct lh_store *store, uint32_t number, struct lh_store_superblocks *place)
 {
+    LH_ASSERT(number < 2);
     *place = (struct lh_store_superblocks){.best = -1};
     for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
         struct lh_store_superblock *found = &place->found[copy];
@@ -118,17 +122,18 @@ static void place_read(struct lh_store *store, uint32_t number, struct lh_store_
             rc = lh_store_superblock_decode(store->bounce.base, &store->header, found, error);
         if (rc == 0 && found->sequence % 2 != number)
             rc = lh_error_set(error, -EILSEQ,
-                              "its sequence number %" PRIu64 " belongs to the other one",
+                              "its sequence number %" PRIu64 " belongs to the other superblock",
                               found->sequence);
         if (rc == 0 && (place->best < 0 || found->sequence > place->found[place->best].sequence))
             place->best = (int)copy;
     }
 }
 
-/* Whether a place without a valid copy may have had the newest step. */
+/* Whether a place without a valid copy may have held the newest step. */
 static bool place_is_lost(const struct lh_store *store, const struct lh_store_superblocks *place,
                           const struct lh_store_superblocks *other)
 {
+    LH_ASSERT(place->best < 0);
     if (store->control.copy_count > 1)
         return true;
     if (place->errors[0].code == -ENODATA)
@@ -136,11 +141,12 @@ static bool place_is_lost(const struct lh_store *store, const struct lh_store_su
     return place->errors[0].code != -EILSEQ;
 }
 
-/* What is wrong with a place without a valid copy: what cannot be read before what is damaged. */
+/* Describe why a place has no valid copy. A read error takes precedence over damage. */
 static void place_reason(const struct lh_store *store, uint32_t number,
                          const struct lh_store_superblocks *place, struct lh_error *reason)
 {
     const struct lh_error *errors = place->errors;
+    LH_ASSERT(place->best < 0 && errors[0].code < 0);
     uint32_t told = is_damage(errors[0].code) && errors[1].code != 0 && !is_damage(errors[1].code);
     int code = place->errors[told].code;
     lh_error_set(reason, is_damage(code) ? -EILSEQ : code,
@@ -150,7 +156,7 @@ static void place_reason(const struct lh_store *store, uint32_t number,
                  place->errors[told].message);
 }
 
-/* The places in the order of what they hold, or may have held: the newest first. */
+/* Order the places by the steps that they hold, or may have held, newest first. */
 static uint32_t candidates_find(struct lh_store *store, const struct lh_store_superblocks *places,
                                 struct candidate *candidates)
 {
@@ -165,12 +171,13 @@ static uint32_t candidates_find(struct lh_store *store, const struct lh_store_su
             place_reason(store, number, place, &candidate.reason);
         } else {
             if (place->errors[0].code == -EILSEQ)
-                lh_store_note_add(
-                    store, "%s: superblock %" PRIu32 " at offset %" PRIu64 " is not whole: %s",
-                    store->files[0].path, number, LH_STORE_SUPERBLOCK_OFFSET(number, 0),
-                    place->errors[0].message);
+                lh_store_note_add(store,
+                                  "%s: superblock %" PRIu32 " at offset %" PRIu64 " is invalid: %s",
+                                  store->files[0].path, number,
+                                  LH_STORE_SUPERBLOCK_OFFSET(number, 0), place->errors[0].message);
             continue;
         }
+        LH_ASSERT(candidate.has_superblock == (candidate.reason.code == 0));
         bool is_first =
             count == 1 && (!candidate.has_superblock ||
                            (candidates[0].has_superblock &&
@@ -180,14 +187,18 @@ static uint32_t candidates_find(struct lh_store *store, const struct lh_store_su
         candidates[is_first ? 0 : count] = candidate;
         count++;
     }
+    /* Different places have sequence numbers of different parity. */
+    LH_ASSERT(count < 2 || !candidates[0].has_superblock || !candidates[1].has_superblock ||
+              candidates[0].superblock.sequence > candidates[1].superblock.sequence);
     return count;
 }
 
-/* Read the manifest that superblock names into its area's buffer. */
+/* Read the manifest that superblock names into the buffer of its area. */
 static int manifest_read(struct lh_store *store, const struct lh_store_superblock *superblock,
                          uint64_t *scalar_bytes_out, struct lh_error *err)
 {
     uint32_t area = superblock->manifest_area;
+    LH_ASSERT(area < LH_COUNT_OF(store->manifests));
     struct lh_store_buffer *manifest = &store->manifests[area];
     LH_TRY(lh_store_copies_read(store, "the manifest", store->control.manifest_offset[area],
                                 manifest, store->control.manifest_bytes, superblock->manifest_crc,
@@ -200,10 +211,11 @@ static int manifest_read(struct lh_store *store, const struct lh_store_superbloc
     return rc;
 }
 
-/* The state as the manifest of the chosen superblock has it. */
+/* Load the state from the manifest of the chosen superblock. */
 static void state_load(struct lh_store *store)
 {
     const struct lh_store_control *control = &store->control;
+    LH_ASSERT(store->superblock.manifest_area < LH_COUNT_OF(store->manifests));
     const uint8_t *manifest = store->manifests[store->superblock.manifest_area].base;
     const uint8_t *groups = manifest + sizeof(struct lh_store_manifest_disk);
     const uint8_t *extents = manifest + control->manifest_extent_offset;
@@ -228,7 +240,7 @@ static void state_load(struct lh_store *store)
     }
 }
 
-/* "step 7", or what can be said of a step whose superblock is gone. */
+/* "step 7", or a general name for a step whose superblock is lost. */
 static const char *candidate_name(const struct candidate *candidate, char *name, uint64_t bytes)
 {
     if (candidate->has_superblock)
@@ -238,7 +250,7 @@ static const char *candidate_name(const struct candidate *candidate, char *name,
     return name;
 }
 
-/* The step that was asked for, or why there is none. */
+/* Find the requested step, or explain why it cannot be opened. */
 static int asked_find(const struct lh_store *store, const struct candidate *candidates,
                       uint32_t count, uint64_t step, uint32_t *chosen_out, struct lh_error *err)
 {
@@ -248,23 +260,24 @@ static int asked_find(const struct lh_store *store, const struct candidate *cand
         const struct candidate *candidate = &candidates[index];
         if (candidate->reason.code != 0)
             continue;
+        LH_ASSERT(candidate->has_superblock);
         if (candidate->superblock.step == step) {
             *chosen_out = index;
             return 0;
         }
         used += (uint64_t)snprintf(steps + used, sizeof(steps) - used, "%s%" PRIu64,
                                    used > 0 ? " and " : "", candidate->superblock.step);
+        LH_ASSERT(used < sizeof(steps));
     }
+    LH_ASSERT(count >= 1);
     const struct lh_error *reason =
         candidates[0].reason.code != 0 ? &candidates[0].reason : &candidates[count - 1].reason;
-    return lh_error_set(err, -EINVAL,
-                        "%s cannot be opened at step %" PRIu64 ": the steps that are whole there "
-                        "are: %s%s%s",
-                        store->files[0].path, step, steps, reason->code != 0 ? "; " : "",
-                        reason->message);
+    return lh_error_set(
+        err, -EINVAL, "%s cannot be opened at step %" PRIu64 "; its intact steps are: %s%s%s",
+        store->files[0].path, step, steps, reason->code != 0 ? "; " : "", reason->message);
 }
 
-/* What to open where nothing was asked for. */
+/* Choose the step to open if none was requested. */
 static int newest_find(struct lh_store *store, const struct candidate *candidates, uint32_t count,
                        uint32_t *chosen_out, struct lh_error *err)
 {
@@ -277,41 +290,45 @@ static int newest_find(struct lh_store *store, const struct candidate *candidate
     candidate_name(newest, name, sizeof(name));
     if (count < 2 || older->reason.code != 0)
         return lh_error_set(err, newest->reason.code,
-                            "%s: no committed step is whole: %s%s%s; put a copy of the store back",
+                            "%s: no committed step is intact: %s%s%s; restore the store from a "
+                            "backup",
                             store->files[0].path, newest->reason.message, count < 2 ? "" : "; ",
                             count < 2 ? "" : older->reason.message);
     if (store->header.is_single_slot)
         return lh_error_set(err, newest->reason.code,
                             "%s of %s cannot be read, and a store that keeps one copy of each "
-                            "value has no other step: %s; start from a checkpoint",
+                            "value has no earlier step: %s; start from a checkpoint",
                             name, store->files[0].path, newest->reason.message);
     if (!store->is_read_only || !is_damage(newest->reason.code))
-        return lh_error_set(
-            err, newest->reason.code,
-            "%s of %s cannot be read: %s; step %" PRIu64 " before it is whole, and resume=%" PRIu64
-            " goes back to it for good: what was trained since then is lost. A copy of the "
-            "store, put back whole, loses nothing else",
-            name, store->files[0].path, newest->reason.message, older->superblock.step,
-            older->superblock.step);
+        return lh_error_set(err, newest->reason.code,
+                            "%s of %s cannot be read: %s; the step before it, %" PRIu64
+                            ", is intact: resume=%" PRIu64
+                            " goes back to it permanently, and the training since "
+                            "then is lost. Restoring the whole store from a backup loses only what "
+                            "the backup lacks",
+                            name, store->files[0].path, newest->reason.message,
+                            older->superblock.step, older->superblock.step);
+    LH_ASSERT(older->has_superblock);
     *chosen_out = 1;
     store->is_fallback = true;
-    lh_store_note_add(store, "%s: %s cannot be read (%s); this is step %" PRIu64 " before it",
+    lh_store_note_add(store, "%s: %s cannot be read (%s); using the step before it, %" PRIu64,
                       store->files[0].path, name, newest->reason.message, older->superblock.step);
     return 0;
 }
 
 /*
- * Whether a crash leaves a copy torn beside a whole one: copy 1 of the newest place, and copy 0 of
- * the other one; also copy 0 of the newest if that replaced a rejected one (see mend.c), which it
- * does not share its witness with.
+ * Whether a crash can have torn this copy while the other one is intact. It can tear copy 1 of the
+ * newest place and copy 0 of the other place. It can also tear copy 0 of the newest place if that
+ * superblock replaced a rejected one (see mend.c): its witness is then not its own sequence number.
  */
 static bool may_be_torn(const struct lh_store_superblocks *place, uint32_t copy, bool is_newest)
 {
+    LH_ASSERT(place->best >= 0);
     const struct lh_store_superblock *best = &place->found[place->best];
     return is_newest == (copy == 1) || (is_newest && best->witness != best->sequence);
 }
 
-/* Copies that are not whole although another one is. Silent where a crash leaves it so. */
+/* Note invalid copies beside an intact one, except where a crash can have caused them. */
 static void places_note(struct lh_store *store, const struct lh_store_superblocks *places,
                         uint32_t newest)
 {
@@ -325,7 +342,7 @@ static void places_note(struct lh_store *store, const struct lh_store_superblock
             if (code != 0 && !is_crash)
                 lh_store_note_add(store,
                                   "%s: copy %" PRIu32 " of superblock %" PRIu32
-                                  " at offset %" PRIu64 " is not whole; the other one was used: %s",
+                                  " at offset %" PRIu64 " is invalid; the other one was used: %s",
                                   store->files[0].path, copy, number,
                                   LH_STORE_SUPERBLOCK_OFFSET(number, copy),
                                   place->errors[copy].message);
@@ -334,14 +351,14 @@ static void places_note(struct lh_store *store, const struct lh_store_superblock
     for (uint32_t file = 0; file < store->file_count; file++) {
         for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
             int code = store->files[file].header_codes[copy];
-            /* A creation that was cut short at its very end is whole. */
+            /* A crash at the very end of creation leaves an intact store with this copy torn. */
             bool is_crash =
                 is_damage(code) && file == 0 && copy == 1 &&
                 store->superblock.sequence <= LH_STORE_SEQUENCE_CREATED(store->header.version);
             if (code != 0 && !is_crash)
                 lh_store_note_add(store,
                                   "%s: copy %" PRIu32 " of the header at offset %" PRIu64
-                                  " is not whole (%s); the other one was used",
+                                  " is invalid (%s); the other one was used",
                                   store->files[file].path, copy, LH_STORE_HEADER_OFFSET(copy),
                                   is_damage(code) ? "wrong contents" : strerror(-code));
         }
@@ -349,14 +366,16 @@ static void places_note(struct lh_store *store, const struct lh_store_superblock
 }
 
 /*
- * Refuse directories that are not of the chosen step. newest_sequence: the highest one that file 0
- * has, or may have had.
+ * Reject a directory that does not match the chosen step. newest_sequence: the highest sequence
+ * number that file 0 has, or may have had.
  */
 static int witness_check(struct lh_store *store, uint32_t file_index, uint64_t newest_sequence,
                          struct lh_error *err)
 {
     const struct lh_store_file *file = &store->files[file_index];
     const struct lh_store_superblock *chosen = &store->superblock;
+    LH_ASSERT(file_index >= 1 && file_index < store->file_count);
+    LH_ASSERT(chosen->sequence <= newest_sequence);
     for (uint32_t number = 0; number < 2; number++) {
         struct lh_store_witness found = {.sequence = 0};
         struct lh_error reason = {.code = 0};
@@ -367,13 +386,13 @@ static int witness_check(struct lh_store *store, uint32_t file_index, uint64_t n
         if (rc == 0)
             rc = lh_store_witness_decode(store->bounce.base, &store->header, &found, &reason);
         if (rc < 0) {
-            /* The next commit's may have been under way. */
+            /* The next commit may have been writing its witness here. */
             bool is_crash = rc == -EILSEQ && (chosen->sequence + 1) % 2 == number;
             if (is_expected && !is_crash)
                 lh_store_note_add(store,
                                   "%s: the witness of the last commit at offset %" PRIu64
-                                  " is not whole, so whether this directory is as new as the "
-                                  "others is unknown: %s",
+                                  " is invalid, so it is unknown whether this directory is as "
+                                  "recent as the others: %s",
                                   file->path, offset, reason.message);
             continue;
         }
@@ -382,18 +401,18 @@ static int witness_check(struct lh_store *store, uint32_t file_index, uint64_t n
             return lh_error_set(
                 err, -ESTALE,
                 "directory %.*s was restored from an older copy: its newest commit is step "
-                "%" PRIu64 " (sequence number %" PRIu64 "), and the store is at step %" PRIu64
-                " (%" PRIu64 "); put the newest copy of it back, or restore every directory from "
-                "one copy",
+                "%" PRIu64 " (sequence number %" PRIu64 "), but the store is at step %" PRIu64
+                " (%" PRIu64 "); restore its newest copy, or restore every directory from the "
+                "same backup",
                 (int)file->directory_chars, file->path, found.step, found.sequence, chosen->step,
                 chosen->witness);
         if (found.sequence > newest_sequence + 1)
             return lh_error_set(
                 err, -ESTALE,
                 "directory %.*s was restored from an older copy: its newest commit is step "
-                "%" PRIu64 " (sequence number %" PRIu64 "), and %s already is at step %" PRIu64
-                " (%" PRIu64 "); put the newest copy of it back, or restore every directory from "
-                "one copy",
+                "%" PRIu64 " (sequence number %" PRIu64 "), but %s is already at step %" PRIu64
+                " (%" PRIu64 "); restore its newest copy, or restore every directory from the "
+                "same backup",
                 (int)store->files[0].directory_chars, store->files[0].path, chosen->step,
                 chosen->sequence, file->path, found.step, found.sequence);
     }
@@ -410,7 +429,7 @@ int lh_store_choose(struct lh_store *store, const uint64_t *open_at, struct lh_e
     uint32_t count = candidates_find(store, places, candidates);
     if (count == 0)
         return lh_error_set(err, -EILSEQ,
-                            "no committed step is whole: %s; put a copy of the store back",
+                            "no committed step is intact: %s; restore the store from a backup",
                             store->note);
     bool is_found = false;
     for (uint32_t index = 0; index < count && !is_found; index++) {
@@ -428,9 +447,11 @@ int lh_store_choose(struct lh_store *store, const uint64_t *open_at, struct lh_e
         LH_TRY(newest_find(store, candidates, count, &chosen, err));
     if (chosen > 0 && store->header.is_single_slot)
         return lh_error_set(err, -EINVAL,
-                            "%s keeps one copy of each value: it can be opened at its newest step "
-                            "only",
+                            "%s keeps one copy of each value, so it can be opened only at its "
+                            "newest step",
                             store->files[0].path);
+    LH_ASSERT(chosen < count && candidates[chosen].has_superblock);
+    LH_ASSERT(candidates[chosen].reason.code == 0);
     store->superblock = candidates[chosen].superblock;
     store->scalar_bytes = scalar_bytes[chosen];
     state_load(store);
@@ -442,17 +463,17 @@ int lh_store_choose(struct lh_store *store, const uint64_t *open_at, struct lh_e
     if (store->header.is_single_slot && !store->superblock.is_clean)
         return lh_error_set(err, -EUCLEAN,
                             "%s keeps one copy of each value and was not closed cleanly after "
-                            "step %" PRIu64 ": what it holds is a mixture of steps; start from a "
+                            "step %" PRIu64 ": its contents are a mixture of steps; start from a "
                             "checkpoint",
                             store->files[0].path, store->superblock.step);
     if (store->is_read_only)
         return 0;
-    /* No store gets there, and one that did would soon write numbers that cannot be opened. */
+    /* Unreachable by commits; numbers written from here on might soon be rejected by open. */
     if (newest_sequence > LH_STORE_SEQUENCE_MAX / 2)
         return lh_error_set(err, -EILSEQ,
                             "%s has the sequence number %" PRIu64
-                            ", which no store reaches: it can be opened for reading only; make a "
-                            "new store from a copy of it",
+                            ", which is too high to continue from: it can be opened for reading "
+                            "only; export it and create a new store",
                             store->files[0].path, newest_sequence);
     return lh_store_settle(store, places, candidates[chosen].place,
                            chosen > 0 ? newest_sequence : 0, err);

@@ -3,45 +3,49 @@
  *
  * [Note: Why a crash cannot tear a commit]
  *
- * File 0 has two superblocks and two manifest areas, and two copies of each. The newest superblock
- * S names area A, and both were durable before this commit began. The commit uses the other ones,
- * S' and A', only:
+ * File 0 has two superblocks and two manifest areas, with two copies of each. The newest superblock
+ * S names area A, and both were durable before this commit began. The commit writes only to the
+ * other ones, S' and A':
  *
  *      begin ---> WITNESS ---> SYNC_DATA ---> MANIFEST ---> SYNC_MANIFEST
  *                 other files  all files      A', twice     file 0
  *            ---> SUPERBLOCK ---> SYNC_SUPERBLOCK ---> SUPERBLOCK_COPY ---> SYNC_SUPERBLOCK_COPY
  *                 S', copy 0      file 0               S', copy 1           file 0
  *
- *      SYNC_DATA        the staged slots' bytes, and the witnesses that say so in every other file,
- *                       are durable before anything that names them may be.
- *      SYNC_MANIFEST    a drive may write in any order: without it S' could be durable and A' not.
- *                       So a manifest that is not whole is always damage.
- *      SYNC_SUPERBLOCK  copy 1 of S' still has the superblock before S. Only when copy 0 is durable
- *                       may it be overwritten: a crash leaves at most one of the two torn, and the
- *                       other says what happened. See [Note: Crash or damage] in choose.c.
- *      SYNC_SUPERBLOCK_COPY  after it the committed step is the new one, whatever happens, and one
- *                       block's damage cannot take it back; only now may the slots of the old one
- *                       be written to, and A and S by the next commit.
+ *      SYNC_DATA        The bytes of the staged slots, and the witnesses in every other file, are
+ *                       durable before anything that names them can be.
+ *      SYNC_MANIFEST    A drive may write in any order: without this sync S' could become durable
+ *                       before A'. With it, an invalid manifest is always damage.
+ *      SYNC_SUPERBLOCK  Copy 1 of S' still has the superblock before S. It may be overwritten only
+ *                       when copy 0 is durable: a crash then tears at most one of the two, and the
+ *                       other shows what happened. See [Note: Crash or damage] in choose.c.
+ *      SYNC_SUPERBLOCK_COPY  After this sync the new step is committed whatever happens, and damage
+ *                       to one block cannot undo that. Only now may the slots of the old step be
+ *                       overwritten, and A and S by the next commit.
  *
- * Cut before S' reaches the drive: S is the newest valid superblock. A and the slots it names were
- * not touched, since staged bytes go to the other slots and A' is not A. The old step is whole.
- * Cut while a copy of S' is written: it is whole, or fails its checksum and the other copy counts.
- * Each is a block of its own, 64 KiB from the others. Old step or new step, each whole.
- * Cut after: S' has the higher sequence number and all it names was durable before. The new step.
+ * A crash before S' reaches the drive: S is the newest valid superblock. A and the slots it names
+ * were not touched, since staged bytes go to the other slots and A' is not A. The old step is
+ * intact.
+ * A crash while a copy of S' is written: the copy is valid, or it fails its checksum and the other
+ * copy is used. Each is a block of its own, 64 KiB from the others. The result is the old or the
+ * new step, and both are intact.
+ * A crash after that: S' has the higher sequence number, and all it names was durable before. The
+ * result is the new step.
  *
- * What S' was before (the superblock before S) names A', which this commit overwrites. That is the
- * one time when a superblock is left without its manifest, and S is durable throughout it.
+ * The previous content of S' (the superblock before S) names A', which this commit overwrites. This
+ * is the only time when a superblock lacks its manifest, and S is durable throughout.
  *
- * A store with one slot overwrites what is committed. It carries no such promise: it is unclean on
- * disk from before its first write until it is closed with nothing unfinished.
+ * A store with one slot overwrites committed data and gives no such guarantee: it is marked unclean
+ * on disk before its first write and until it is closed with nothing unfinished.
  *
- * A store of version 1 has one copy of each and no witnesses; those phases are left out.
+ * A store of version 1 has one copy of each and no witnesses; those phases are skipped.
  *
  * [Note: A failed sync is final]
- * After a failed sync the kernel may have dropped the pages and cleared the error: trying again
- * could succeed without the bytes being there. So the first failure of a commit, whatever it is,
- * stays. Once a copy of S' was submitted, whether it is durable is unknown: the next open decides,
- * and until then neither the old step's slots nor the new one's may be written to.
+ * After a failed sync the kernel may have dropped the pages and cleared the error, so a retry could
+ * succeed although the bytes are not durable. Therefore the first failure of a commit, whatever it
+ * is, is permanent. Once a copy of S' was submitted it is unknown whether it is durable: the next
+ * open decides, and until then neither the slots of the old step nor those of the new one may be
+ * written to.
  *
  *      IDLE -> BEGUN              [lh_store_commit_begin]
  *      BEGUN -> WITNESS -> ...    [lh_store_commit_next, when the requests of a phase came back]
@@ -72,7 +76,7 @@ int lh_store_fail(const struct lh_store *store, struct lh_error *err)
 bool lh_store_may_stage(const struct lh_store *store, uint32_t group)
 {
     LH_ASSERT(group < store->header.group_count);
-    /* The only slot of a group in a store with two: what a reopened store shows. */
+    /* A reopened two-slot store reads this group from its only slot. */
     bool is_fixed = store->slot_counts[group] == 1 && !store->header.is_single_slot &&
                     (store->group_states[group] & WRITTEN) != 0;
     return !store->is_read_only && !is_fixed && (store->group_states[group] & IN_COMMIT) == 0;
@@ -91,9 +95,11 @@ void lh_store_rollback(struct lh_store *store)
     for (uint32_t extent = 0; extent < store->header.extent_count; extent++) {
         uint32_t group = store->extents[extent].group;
         unsigned state = store->group_states[group];
+        LH_ASSERT((state & IN_COMMIT) == 0 || (state & STAGED) != 0);
+        LH_ASSERT((state & IN_COMMIT) == 0 || store->phase != LH_STORE_PHASE_IDLE);
         if ((state & STAGED) == 0 || (state & IN_COMMIT) != 0 || store->slot_counts[group] != 1)
             continue;
-        /* Overwritten in place. What was never committed is zeros again; the rest is lost. */
+        /* Overwritten in place: zeros again if it was never committed, otherwise lost. */
         if ((state & WRITTEN) == 0)
             lh_store_set_zero(store, extent, 0);
         else
@@ -107,11 +113,11 @@ void lh_store_rollback(struct lh_store *store)
         lh_error_set(&store->failure, -EUCLEAN,
                      "a step was rolled back after it began to overwrite the store, which keeps "
                      "one copy of each value: step %" PRIu64
-                     " cannot be had back; start from a checkpoint",
+                     " cannot be recovered; start from a checkpoint",
                      store->superblock.step);
 }
 
-/* Groups, extents and checksums of the slots that the commit will make the committed ones. */
+/* Fill in the groups, extents and checksums of the slots that the commit makes current. */
 static void manifest_fill(const struct lh_store *store, uint8_t *manifest)
 {
     const struct lh_store_control *control = &store->control;
@@ -128,6 +134,7 @@ static void manifest_fill(const struct lh_store *store, uint8_t *manifest)
         extents[extent] = lh_store_is_zero(store, extent, slot) ? LH_STORE_EXTENT_ZERO : 0;
         uint64_t first = store->checksum_first[extent];
         uint64_t count = lh_store_checksum_count(store->extents[extent].bytes);
+        LH_ASSERT(first + count <= store->header.checksum_count);
         for (uint64_t index = first; index < first + count; index++) {
             uint32_t value = htole32(store->checksums[slot][index]);
             memcpy(sums + index * sizeof(value), &value, sizeof(value));
@@ -139,6 +146,10 @@ void lh_store_manifest_prepare(struct lh_store *store, uint64_t step, const void
                                uint64_t scalar_bytes)
 {
     const struct lh_store_control *control = &store->control;
+    LH_ASSERT(store->superblock.manifest_area < LH_COUNT_OF(store->manifests));
+    LH_ASSERT(store->superblock.sequence < LH_STORE_SEQUENCE_MAX);
+    LH_ASSERT(scalars != NULL || scalar_bytes == 0);
+    LH_ASSERT(control->manifest_scalar_offset + scalar_bytes <= control->manifest_bytes);
     uint32_t area = 1 - store->superblock.manifest_area;
     uint8_t *manifest = store->manifests[area].base;
     memset(manifest, 0, control->manifest_bytes);
@@ -169,6 +180,8 @@ uint64_t lh_store_witness_prepare(struct lh_store *store)
 
 uint64_t lh_store_superblock_prepare(struct lh_store *store, uint32_t copy)
 {
+    LH_ASSERT(copy < store->control.copy_count);
+    LH_ASSERT(store->next.sequence >= store->superblock.sequence);
     lh_store_superblock_encode(&store->next, &store->header, store->superblock_block.base);
     return LH_STORE_SUPERBLOCK_OFFSET(store->next.sequence % 2, copy);
 }
@@ -183,7 +196,7 @@ int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *sca
         return lh_error_set(err, -EROFS, "the store was opened for reading only");
     if (scalar_bytes > store->header.scalar_bytes_max)
         return lh_error_set(err, -EINVAL,
-                            "a commit carries %" PRIu64 " bytes of scalars, and the store was made "
+                            "a commit has %" PRIu64 " bytes of scalars, but the store was created "
                             "for at most %" PRIu64,
                             scalar_bytes, store->header.scalar_bytes_max);
     lh_store_manifest_prepare(store, step, scalars, scalar_bytes);
@@ -198,13 +211,16 @@ int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *sca
     return 0;
 }
 
-/* The commit is durable: its slots are the committed ones. */
+/* The commit is durable: switch to its slots. */
 static void commit_finish(struct lh_store *store)
 {
+    LH_ASSERT(store->phase == LH_STORE_PHASE_SYNC_SUPERBLOCK_COPY);
+    LH_ASSERT(store->next.sequence == store->superblock.sequence + 1);
     for (uint32_t group = 0; group < store->header.group_count; group++) {
         unsigned state = store->group_states[group];
         if ((state & IN_COMMIT) == 0)
             continue;
+        LH_ASSERT((state & STAGED) != 0);
         uint32_t slot = lh_store_write_slot(store, group);
         store->group_states[group] = (uint8_t)(slot | WRITTEN);
     }
@@ -213,15 +229,17 @@ static void commit_finish(struct lh_store *store)
     store->phase = LH_STORE_PHASE_IDLE;
 }
 
-/* The first request of the phase in flight that failed makes the store FAILED. */
+/* Make the store FAILED if a request of the current phase failed. */
 static int results_check(struct lh_store *store, struct lh_error *err)
 {
     static const char *const verbs[] = {
         [LH_IO_KIND_READ] = "read", [LH_IO_KIND_WRITE] = "write", [LH_IO_KIND_SYNC] = "sync"};
     for (uint32_t index = 0; index < store->request_count; index++) {
         const struct lh_io_request *request = &store->requests[index];
-        /* The requests themselves have to come back, not copies: their results are read here. */
+        /* Results are read from the requests themselves: the caller must not submit copies. */
         LH_ASSERT(request->result != -EINPROGRESS);
+        LH_ASSERT(request->file_index < store->file_count);
+        LH_ASSERT(request->kind == LH_IO_KIND_WRITE || request->kind == LH_IO_KIND_SYNC);
         if (request->result >= 0)
             continue;
         int code = (int)request->result;
@@ -235,7 +253,7 @@ static int results_check(struct lh_store *store, struct lh_error *err)
                      store->next.step, verbs[request->kind], store->files[request->file_index].path,
                      range, strerror(-code),
                      is_unknown ? "whether it is durable is unknown until the store is opened "
-                                  "again, which shows it or"
+                                  "again, which shows either it or"
                                 : "the store is still at",
                      store->superblock.step);
         for (uint32_t group = 0; group < store->header.group_count; group++)
@@ -271,6 +289,7 @@ static uint32_t witness_count(const struct lh_store *store)
 static uint32_t manifest_requests(struct lh_store *store, struct lh_io_request *requests)
 {
     uint32_t area = store->next.manifest_area;
+    LH_ASSERT(area == 1 - store->superblock.manifest_area);
     for (uint32_t copy = 0; copy < store->control.copy_count; copy++)
         requests[copy] = write_request(0, store->manifests[area].base,
                                        store->control.manifest_offset[area][copy],
@@ -278,7 +297,7 @@ static uint32_t manifest_requests(struct lh_store *store, struct lh_io_request *
     return store->control.copy_count;
 }
 
-/* The requests of the present phase; 0: this store has no such phase. */
+/* Fill in the requests of the current phase; returns 0 if this store has no such phase. */
 static uint32_t phase_requests(struct lh_store *store, struct lh_io_request *requests)
 {
     uint32_t count = 0;

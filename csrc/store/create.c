@@ -1,8 +1,8 @@
 /*
- * Making a store.
+ * Creates a store.
  *
- * The header of file 0 is written last, when everything else is durable: a store whose creation
- * was cut short has none, and cannot be mistaken for a whole one.
+ * The header of file 0 is written last, when everything else is durable: a store whose creation was
+ * interrupted has no header, and cannot be mistaken for a complete one.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -14,11 +14,12 @@
 static int opts_check_extents(const struct lh_store_opts *opts, struct lh_error *err)
 {
     uint64_t total_bytes = 0;
+    LH_ASSERT(opts->extents != NULL && opts->groups != NULL);
     for (uint32_t group = 0; group < opts->group_count; group++) {
         uint32_t slot_count = opts->groups[group].slot_count;
         if (slot_count < 1 || slot_count > LH_STORE_SLOT_COUNT_MAX)
             return lh_error_set(err, -EINVAL,
-                                "group %" PRIu32 " has %" PRIu32 " slots, 1 or 2 are possible",
+                                "group %" PRIu32 " has %" PRIu32 " slots; it must have 1 or 2",
                                 group, slot_count);
     }
     for (uint32_t extent = 0; extent < opts->extent_count; extent++) {
@@ -27,15 +28,17 @@ static int opts_check_extents(const struct lh_store_opts *opts, struct lh_error 
             desc->bytes > LH_STORE_TOTAL_BYTES_MAX)
             return lh_error_set(err, -EINVAL,
                                 "extent %" PRIu32 " has %" PRIu64
-                                " bytes, which is not a multiple of %" PRIu64 " up to 2^60",
+                                " bytes; its size must be a positive multiple of %" PRIu64
+                                " of at most 2^60 bytes",
                                 extent, desc->bytes, LH_BLOCK_BYTES);
         if (desc->group >= opts->group_count)
             return lh_error_set(err, -EINVAL,
-                                "extent %" PRIu32 " is in group %" PRIu32 " of %" PRIu32, extent,
-                                desc->group, opts->group_count);
+                                "extent %" PRIu32 " is in group %" PRIu32 ", but only %" PRIu32
+                                " groups exist",
+                                extent, desc->group, opts->group_count);
         total_bytes += desc->bytes * (opts->single_slot ? 1 : opts->groups[desc->group].slot_count);
         if (total_bytes > LH_STORE_TOTAL_BYTES_MAX)
-            return lh_error_set(err, -EINVAL, "the extents have more than 2^60 bytes together");
+            return lh_error_set(err, -EINVAL, "the extents have more than 2^60 bytes in total");
     }
     return 0;
 }
@@ -43,35 +46,37 @@ static int opts_check_extents(const struct lh_store_opts *opts, struct lh_error 
 static int opts_check(const struct lh_store_opts *opts, struct lh_error *err)
 {
     if (opts->directory_count < 1 || opts->directory_count > LH_STORE_DIRECTORY_COUNT_MAX)
-        return lh_error_set(err, -EINVAL, "%" PRIu32 " directories: 1 to %d are possible",
+        return lh_error_set(err, -EINVAL, "%" PRIu32 " directories: a store has 1 to %d",
                             opts->directory_count, LH_STORE_DIRECTORY_COUNT_MAX);
     for (uint32_t file = 0; opts->weights != NULL && file < opts->directory_count; file++) {
         if (opts->weights[file] == 0 || opts->weights[file] > LH_STORE_WEIGHT_MAX)
             return lh_error_set(err, -EINVAL,
                                 "the weight of directory %" PRIu32 " is %" PRIu64
-                                ", 1 to 2^56 are possible",
+                                "; it must be between 1 and 2^56",
                                 file, opts->weights[file]);
     }
     if (opts->extent_count < 1 || opts->extent_count > LH_STORE_EXTENT_COUNT_MAX ||
         opts->group_count < 1 || opts->group_count > LH_STORE_GROUP_COUNT_MAX)
         return lh_error_set(err, -EINVAL,
-                            "%" PRIu32 " extents in %" PRIu32 " groups: 1 to %" PRIu32
-                            " are possible of each",
+                            "%" PRIu32 " extents in %" PRIu32
+                            " groups: each count must be between 1 and %" PRIu32,
                             opts->extent_count, opts->group_count, LH_STORE_EXTENT_COUNT_MAX);
     if (opts->meta_bytes > LH_STORE_META_BYTES_MAX ||
         opts->scalar_bytes_max > LH_STORE_SCALAR_BYTES_MAX)
         return lh_error_set(err, -EINVAL,
-                            "meta has %" PRIu64 " bytes and scalars up to %" PRIu64 ": at most "
-                            "%" PRIu64 " and %" PRIu64 " are possible",
+                            "meta has %" PRIu64 " bytes and scalars up to %" PRIu64
+                            ": the maxima are %" PRIu64 " and %" PRIu64,
                             opts->meta_bytes, opts->scalar_bytes_max, LH_STORE_META_BYTES_MAX,
                             LH_STORE_SCALAR_BYTES_MAX);
     return opts_check_extents(opts, err);
 }
 
-/* Everything in memory, as it will be on disk. */
+/* Build the whole description in memory, as it will be on disk. */
 static int describe(struct lh_store *store, const struct lh_store_opts *opts, struct lh_error *err)
 {
     struct lh_store_header *header = &store->header;
+    LH_ASSERT(opts->directory_count == store->file_count);
+    LH_ASSERT(opts->meta != NULL || opts->meta_bytes == 0);
     header->is_single_slot = opts->single_slot;
     header->file_count = opts->directory_count;
     header->extent_count = opts->extent_count;
@@ -84,7 +89,7 @@ static int describe(struct lh_store *store, const struct lh_store_opts *opts, st
         header->checksum_count += lh_store_checksum_count(opts->extents[extent].bytes);
     int rc = store->fs->ops->random(store->fs, header->uuid, sizeof(header->uuid));
     if (rc < 0)
-        return lh_error_set(err, rc, "the kernel gave no random bytes for the store's uuid: %s",
+        return lh_error_set(err, rc, "the kernel returned no random bytes for the store's UUID: %s",
                             strerror(-rc));
     LH_TRY(lh_store_description_init(store, err));
 
@@ -118,7 +123,7 @@ static int files_make(struct lh_store *store, const struct lh_store_opts *opts,
     return 0;
 }
 
-/* One copy after the other, so that a crash leaves at most one of them torn. */
+/* Write one copy after the other, so that a crash tears at most one of them. */
 static int headers_write(struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
     for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
@@ -129,12 +134,15 @@ static int headers_write(struct lh_store *store, uint32_t file_index, struct lh_
 }
 
 /*
- * A commit of nothing, without its syncs: nothing counts before the header of file 0 is there.
- * There are two of them, so that no superblock, manifest or witness is blank in a whole store.
+ * Write an empty commit, without its syncs: nothing counts until the header of file 0 exists.
+ * Creation does this twice, so that no superblock, manifest or witness is blank in a complete
+ * store.
  */
 static int step_zero_write(struct lh_store *store, struct lh_error *err)
 {
+    LH_ASSERT(store->phase == LH_STORE_PHASE_IDLE);
     lh_store_manifest_prepare(store, 0, NULL, 0);
+    LH_ASSERT(store->next.sequence == store->superblock.sequence + 1);
     uint32_t area = store->next.manifest_area;
     for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
         LH_TRY(lh_store_file_write(store, 0, store->control.manifest_offset[area][copy],
@@ -161,10 +169,11 @@ static int control_write(struct lh_store *store, struct lh_error *err)
         LH_TRY(lh_store_file_write(store, 0, control->meta_offset[copy], store->meta.base,
                                    lh_align_up(store->header.meta_bytes, LH_BLOCK_BYTES), err));
     }
-    /* Sequence 1 is in area 0: the superblock that "precedes" it is never written. */
+    /* So that sequence 1 uses area 0. The superblock that "precedes" it is never written. */
     store->superblock.manifest_area = 1;
     while (store->superblock.sequence < LH_STORE_SEQUENCE_CREATED(store->header.version))
         LH_TRY(step_zero_write(store, err));
+    LH_ASSERT(store->superblock.manifest_area == 1 - store->superblock.sequence % 2);
     for (uint32_t file = 1; file < store->file_count; file++)
         LH_TRY(headers_write(store, file, err));
     LH_TRY(lh_store_file_sync(store, 0, err));

@@ -8,6 +8,7 @@
 
 static uint64_t greatest_divisor(uint64_t a, uint64_t b)
 {
+    LH_ASSERT(a > 0);
     while (b != 0) {
         uint64_t rest = a % b;
         a = b;
@@ -16,12 +17,13 @@ static uint64_t greatest_divisor(uint64_t a, uint64_t b)
     return a;
 }
 
-/* Weights too fine for a cycle: the nearest shares that fill the longest one. */
+/* For weights too fine for a cycle: find the nearest shares that fill the longest cycle. */
 static void shares_round(const uint64_t *weights, uint32_t file_count, uint64_t sum,
                          uint32_t *shares)
 {
     const uint32_t length = LH_STORE_CYCLE_STRIPES_MAX;
     uint32_t total = 0;
+    LH_ASSERT(sum > 0 && file_count <= length);
     for (uint32_t file = 0; file < file_count; file++) {
         shares[file] = (uint32_t)((unsigned __int128)weights[file] * length / sum);
         if (shares[file] == 0)
@@ -29,7 +31,7 @@ static void shares_round(const uint64_t *weights, uint32_t file_count, uint64_t 
         total += shares[file];
     }
     while (total != length) {
-        /* The file that is farthest below its due gets one more, or farthest above one less. */
+        /* The file furthest below its due gets one more, or the one furthest above one less. */
         uint32_t best = 0;
         __int128 best_gap = 0;
         for (uint32_t file = 0; file < file_count; file++) {
@@ -41,6 +43,7 @@ static void shares_round(const uint64_t *weights, uint32_t file_count, uint64_t 
                 best_gap = gap;
             }
         }
+        LH_ASSERT(total < length || shares[best] > 1);
         shares[best] = total < length ? shares[best] + 1 : shares[best] - 1;
         total = total < length ? total + 1 : total - 1;
     }
@@ -55,6 +58,7 @@ static void cycle_order(const uint32_t *shares, uint32_t file_count, uint32_t le
                         uint8_t *cycle)
 {
     uint32_t held[LH_STORE_DIRECTORY_COUNT_MAX] = {0};
+    LH_ASSERT(length <= LH_STORE_CYCLE_STRIPES_MAX);
     for (uint32_t stripe = 0; stripe < length; stripe++) {
         uint32_t best = file_count;
         for (uint32_t file = 0; file < file_count; file++) {
@@ -69,6 +73,8 @@ static void cycle_order(const uint32_t *shares, uint32_t file_count, uint32_t le
         cycle[stripe] = (uint8_t)best;
         held[best]++;
     }
+    for (uint32_t file = 0; file < file_count; file++)
+        LH_ASSERT(held[file] == shares[file]);
 }
 
 uint32_t lh_store_cycle_plan(const uint64_t *weights, uint32_t file_count,
@@ -86,6 +92,7 @@ uint32_t lh_store_cycle_plan(const uint64_t *weights, uint32_t file_count,
         divisor = greatest_divisor(weights[file], divisor);
         sum += weights[file];
     }
+    LH_ASSERT(divisor > 0 && sum % divisor == 0);
     uint32_t shares[LH_STORE_DIRECTORY_COUNT_MAX] = {0};
     uint32_t length = LH_STORE_CYCLE_STRIPES_MAX;
     if (sum / divisor <= length) {
@@ -95,6 +102,7 @@ uint32_t lh_store_cycle_plan(const uint64_t *weights, uint32_t file_count,
     } else {
         shares_round(weights, file_count, sum, shares);
     }
+    LH_ASSERT(length >= file_count);
     memset(cycle_out, 0, LH_STORE_CYCLE_STRIPES_MAX);
     cycle_order(shares, file_count, length, cycle_out);
     return length;
@@ -102,6 +110,7 @@ uint32_t lh_store_cycle_plan(const uint64_t *weights, uint32_t file_count,
 
 static void shares_count(const struct lh_store_shape *shape, uint32_t *shares)
 {
+    LH_ASSERT(shape->file_count >= 1 && shape->file_count <= LH_STORE_DIRECTORY_COUNT_MAX);
     memset(shares, 0, sizeof(uint32_t) * LH_STORE_DIRECTORY_COUNT_MAX);
     for (uint32_t stripe = 0; stripe < shape->cycle_stripes; stripe++) {
         LH_ASSERT(shape->cycle[stripe] < shape->file_count);
@@ -117,6 +126,7 @@ void lh_store_tails_plan(const struct lh_store_shape *shape, uint8_t *tail_files
     shares_count(shape, shares);
     for (uint32_t extent = 0; extent < shape->extent_count; extent++) {
         const struct lh_store_extent_desc *desc = &shape->extents[extent];
+        LH_ASSERT(desc->group < shape->group_count);
         uint64_t tail_bytes = desc->bytes % shape->stripe_bytes;
         for (uint32_t slot = 0; slot < LH_STORE_SLOT_COUNT_MAX; slot++) {
             uint8_t *tail_file = &tail_files_out[lh_store_place_index(extent, slot)];
@@ -134,14 +144,16 @@ void lh_store_tails_plan(const struct lh_store_shape *shape, uint8_t *tail_files
                     *tail_file = (uint8_t)file;
                 }
             }
+            LH_ASSERT(best_due > INT64_MIN && *tail_file < shape->file_count);
             held[*tail_file] += tail_bytes;
         }
     }
 }
 
-/* How many of the stripes before this one are on file. */
+/* The number of stripes before this one that are on file. */
 static uint64_t stripes_before(const struct lh_store_layout *layout, uint64_t stripe, uint32_t file)
 {
+    LH_ASSERT(file < layout->file_count);
     return stripe / layout->cycle_stripes * layout->shares[file] +
            layout->before[stripe % layout->cycle_stripes][file];
 }
@@ -163,6 +175,7 @@ static void places_fill(struct lh_store_layout *layout, const struct lh_store_sh
         uint32_t extent = index / LH_STORE_SLOT_COUNT_MAX;
         uint32_t slot = index % LH_STORE_SLOT_COUNT_MAX;
         const struct lh_store_extent_desc *desc = &shape->extents[extent];
+        LH_ASSERT(desc->group < shape->group_count);
         if (slot >= shape->slot_counts[desc->group])
             continue;
         struct lh_store_place *place = &layout->places[index];
@@ -186,6 +199,7 @@ int lh_store_layout_init(struct lh_store_layout *layout, const struct lh_store_s
 {
     LH_ASSERT(shape->cycle_stripes >= 1 && shape->cycle_stripes <= LH_STORE_CYCLE_STRIPES_MAX);
     LH_ASSERT(shape->stripe_bytes > 0 && lh_is_aligned(shape->stripe_bytes, LH_CHECKSUM_BYTES));
+    LH_ASSERT(shape->extent_count <= UINT32_MAX / LH_STORE_SLOT_COUNT_MAX);
     memset(layout, 0, sizeof(*layout));
     layout->file_count = shape->file_count;
     layout->place_count = shape->extent_count * LH_STORE_SLOT_COUNT_MAX;
@@ -234,6 +248,7 @@ int lh_store_layout_map(const struct lh_store_layout *layout, uint32_t place_ind
         bool is_tail = index == place->stripe_count;
         uint32_t file = is_tail ? place->tail_file : layout->cycle[stripe % layout->cycle_stripes];
         uint64_t end = is_tail ? place->tail_bytes : stripe_bytes;
+        LH_ASSERT(index <= place->stripe_count && inside < end);
         uint64_t length = lh_min_u64(end - inside, bytes - done);
         uint64_t file_offset = layout->data_offset[file] + tails[file] + inside +
                                stripes_before(layout, stripe, file) * stripe_bytes;

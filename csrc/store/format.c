@@ -21,6 +21,8 @@ void lh_store_control_plan(const struct lh_store_header *header,
                            struct lh_store_control *control_out)
 {
     struct lh_store_control *control = control_out;
+    LH_ASSERT(header->version >= 1 && header->version <= LH_STORE_FORMAT_VERSION);
+    LH_ASSERT(header->file_count >= 1 && header->file_count <= LH_STORE_DIRECTORY_COUNT_MAX);
     memset(control, 0, sizeof(*control));
     control->copy_count = header->version == 1 ? 1 : LH_STORE_COPY_COUNT_MAX;
     control->has_witnesses = header->version > 1;
@@ -38,12 +40,14 @@ void lh_store_control_plan(const struct lh_store_header *header,
     control->manifest_bytes =
         lh_align_up(control->manifest_scalar_offset + header->scalar_bytes_max, LH_BLOCK_BYTES);
 
-    /* All of copy 0 lies before all of copy 1: the copies of a block are never neighbours. */
+    /* All of copy 0 lies before all of copy 1, so the two copies of a block are never adjacent. */
     uint64_t end = header->version == 1 ? LH_STORE_TABLE_OFFSET_1 : LH_STORE_TABLE_OFFSET;
     for (uint32_t copy = 0; copy < control->copy_count; copy++) {
         control->table_offset[copy] = end;
         control->meta_offset[copy] = end + lh_align_up(control->table_bytes, LH_BLOCK_BYTES);
         end = lh_align_up(control->meta_offset[copy] + header->meta_bytes, 64 * LH_KIB);
+        LH_ASSERT(control->table_offset[copy] + control->table_bytes <= control->meta_offset[copy]);
+        LH_ASSERT(control->meta_offset[copy] + header->meta_bytes <= end);
         for (uint32_t area = 0; area < LH_COUNT_OF(control->manifest_offset); area++) {
             control->manifest_offset[area][copy] = end;
             end = lh_align_up(end + control->manifest_bytes, 64 * LH_KIB);
@@ -105,9 +109,9 @@ int lh_store_header_decode(const void *block, struct lh_store_header *header_out
         return lh_error_set(err, -EILSEQ, "the header does not start with LOHANDAT");
     uint32_t crc = lh_crc32c(0, &disk, BLOCK_CRC_BYTES);
     if (crc != le32toh(disk.crc))
-        return lh_error_set(
-            err, -EILSEQ, "the header has checksum %08" PRIx32 ", and says it should be %08" PRIx32,
-            crc, le32toh(disk.crc));
+        return lh_error_set(err, -EILSEQ,
+                            "the header has checksum %08" PRIx32 ", but records %08" PRIx32, crc,
+                            le32toh(disk.crc));
     uint32_t version = le32toh(disk.version);
     if (version > LH_STORE_FORMAT_VERSION)
         return lh_error_set(err, -EPROTO,
@@ -134,7 +138,7 @@ int lh_store_header_decode(const void *block, struct lh_store_header *header_out
     if (version == 0 || le32toh(disk.checksum_bytes) != LH_CHECKSUM_BYTES ||
         !is_header_possible(header_out))
         return lh_error_set(err, -EILSEQ,
-                            "the header holds values that no store has (version "
+                            "the header holds values that no store can have (version "
                             "%" PRIu32 ", file %" PRIu32 " of %" PRIu32 ", %" PRIu32
                             " extents, %" PRIu32 " groups)",
                             version, header_out->file_index, header_out->file_count,
@@ -148,6 +152,7 @@ void lh_store_superblock_encode(const struct lh_store_superblock *superblock,
     struct lh_store_control control;
     lh_store_control_plan(header, &control);
     struct lh_store_superblock_disk *disk = block;
+    LH_ASSERT(superblock->manifest_area < LH_COUNT_OF(control.manifest_offset));
     memset(disk, 0, sizeof(*disk));
     memcpy(disk->magic, "LOHANSUP", sizeof(disk->magic));
     disk->version = htole32(header->version);
@@ -174,9 +179,8 @@ int lh_store_superblock_decode(const void *block, const struct lh_store_header *
         return lh_error_set(err, -EILSEQ, "it does not start with LOHANSUP");
     uint32_t crc = lh_crc32c(0, &disk, BLOCK_CRC_BYTES);
     if (crc != le32toh(disk.crc))
-        return lh_error_set(err, -EILSEQ,
-                            "it has checksum %08" PRIx32 ", and says it should be %08" PRIx32, crc,
-                            le32toh(disk.crc));
+        return lh_error_set(err, -EILSEQ, "it has checksum %08" PRIx32 ", but records %08" PRIx32,
+                            crc, le32toh(disk.crc));
     struct lh_store_control control;
     lh_store_control_plan(header, &control);
     *superblock_out = (struct lh_store_superblock){
@@ -190,13 +194,13 @@ int lh_store_superblock_decode(const void *block, const struct lh_store_header *
     if (memcmp(disk.uuid, header->uuid, sizeof(disk.uuid)) != 0 ||
         le32toh(disk.version) != header->version || superblock_out->manifest_area > 1 ||
         le64toh(disk.manifest_bytes) != control.manifest_bytes)
-        return lh_error_set(err, -EILSEQ, "it does not belong to this store's header");
+        return lh_error_set(err, -EILSEQ, "it does not match this store's header");
     if (superblock_out->sequence < 1 || superblock_out->sequence > LH_STORE_SEQUENCE_MAX ||
         superblock_out->witness > superblock_out->sequence ||
         (superblock_out->witness != 0) != control.has_witnesses)
         return lh_error_set(err, -EILSEQ,
                             "its sequence number %" PRIu64 " (witness %" PRIu64
-                            ") is one that no store has",
+                            ") is one that no store can have",
                             superblock_out->sequence, superblock_out->witness);
     return 0;
 }
@@ -205,6 +209,7 @@ void lh_store_witness_encode(const struct lh_store_witness *witness,
                              const struct lh_store_header *header, void *block)
 {
     struct lh_store_witness_disk *disk = block;
+    LH_ASSERT(witness->sequence >= 1 && witness->sequence <= LH_STORE_SEQUENCE_MAX);
     memset(disk, 0, sizeof(*disk));
     memcpy(disk->magic, "LOHANWIT", sizeof(disk->magic));
     disk->version = htole32(header->version);
@@ -224,14 +229,13 @@ int lh_store_witness_decode(const void *block, const struct lh_store_header *hea
         return lh_error_set(err, -EILSEQ, "it does not start with LOHANWIT");
     uint32_t crc = lh_crc32c(0, &disk, BLOCK_CRC_BYTES);
     if (crc != le32toh(disk.crc))
-        return lh_error_set(err, -EILSEQ,
-                            "it has checksum %08" PRIx32 ", and says it should be %08" PRIx32, crc,
-                            le32toh(disk.crc));
+        return lh_error_set(err, -EILSEQ, "it has checksum %08" PRIx32 ", but records %08" PRIx32,
+                            crc, le32toh(disk.crc));
     uint64_t sequence = le64toh(disk.sequence);
     if (memcmp(disk.uuid, header->uuid, sizeof(disk.uuid)) != 0 ||
         le32toh(disk.version) != header->version || sequence < 1 ||
         sequence > LH_STORE_SEQUENCE_MAX)
-        return lh_error_set(err, -EILSEQ, "it does not belong to this store's header");
+        return lh_error_set(err, -EILSEQ, "it does not match this store's header");
     *witness_out = (struct lh_store_witness){.sequence = sequence, .step = le64toh(disk.step)};
     return 0;
 }
@@ -242,7 +246,7 @@ bool lh_store_is_past_creation(const void *block)
     struct lh_store_witness_disk witness;
     memcpy(&superblock, block, sizeof(superblock));
     memcpy(&witness, block, sizeof(witness));
-    /* A block whose first sector creation had not written yet. */
+    /* Creation was interrupted before it wrote the first sector of this block. */
     bool is_blank = superblock.magic[0] == 0 && memcmp(superblock.magic, superblock.magic + 1,
                                                        sizeof(superblock.magic) - 1) == 0;
     if (is_blank)
@@ -259,6 +263,8 @@ void lh_store_table_encode(const struct lh_store_shape *shape,
                            const struct lh_store_control *control, void *table)
 {
     uint8_t *bytes = table;
+    LH_ASSERT(shape->cycle_stripes <= control->group_offset);
+    LH_ASSERT(control->group_offset + shape->group_count <= control->extent_offset);
     memcpy(bytes, shape->cycle, shape->cycle_stripes);
     memcpy(bytes + control->group_offset, shape->slot_counts, shape->group_count);
     for (uint32_t extent = 0; extent < shape->extent_count; extent++) {
@@ -268,6 +274,7 @@ void lh_store_table_encode(const struct lh_store_shape *shape,
             .group = htole32(shape->extents[extent].group),
             .tail_files = {tail_files[0], tail_files[1]},
         };
+        LH_ASSERT(control->extent_offset + (extent + 1) * sizeof(disk) <= control->table_bytes);
         memcpy(bytes + control->extent_offset + extent * sizeof(disk), &disk, sizeof(disk));
     }
 }
@@ -278,19 +285,24 @@ int lh_store_table_decode(const void *table, const struct lh_store_header *heade
                           uint8_t *tail_files, struct lh_error *err)
 {
     const uint8_t *bytes = table;
+    LH_ASSERT(header->cycle_stripes <= LH_STORE_CYCLE_STRIPES_MAX);
+    LH_ASSERT(control->group_offset + header->group_count <= control->extent_offset);
     memset(cycle, 0, LH_STORE_CYCLE_STRIPES_MAX);
     memcpy(cycle, bytes, header->cycle_stripes);
     for (uint32_t stripe = 0; stripe < header->cycle_stripes; stripe++) {
         if (cycle[stripe] >= header->file_count)
-            return lh_error_set(err, -EILSEQ, "the table puts stripe %" PRIu32 " on file %u of %u",
+            return lh_error_set(err, -EILSEQ,
+                                "the table puts stripe %" PRIu32
+                                " on file %u, but there are only %u files",
                                 stripe, cycle[stripe], header->file_count);
     }
     memcpy(slot_counts, bytes + control->group_offset, header->group_count);
     for (uint32_t group = 0; group < header->group_count; group++) {
         uint32_t slot_max = header->is_single_slot ? 1 : LH_STORE_SLOT_COUNT_MAX;
         if (slot_counts[group] < 1 || slot_counts[group] > slot_max)
-            return lh_error_set(err, -EILSEQ, "the table gives group %" PRIu32 " %u slots", group,
-                                slot_counts[group]);
+            return lh_error_set(err, -EILSEQ,
+                                "the table gives group %" PRIu32 " an invalid number of slots: %u",
+                                group, slot_counts[group]);
     }
     uint64_t total_bytes = 0;
     uint64_t checksum_count = 0;
@@ -306,16 +318,15 @@ int lh_store_table_decode(const void *table, const struct lh_store_header *heade
             extent_bytes > LH_STORE_TOTAL_BYTES_MAX ||
             extents[extent].group >= header->group_count ||
             disk.tail_files[0] >= header->file_count || disk.tail_files[1] >= header->file_count)
-            return lh_error_set(err, -EILSEQ, "the table's extent %" PRIu32 " is impossible",
-                                extent);
+            return lh_error_set(err, -EILSEQ, "extent %" PRIu32 " in the table is invalid", extent);
         checksum_count += lh_store_checksum_count(extent_bytes);
         total_bytes += extent_bytes * slot_counts[extents[extent].group];
         if (total_bytes > LH_STORE_TOTAL_BYTES_MAX)
-            return lh_error_set(err, -EILSEQ, "the table's extents are above 2^60 bytes");
+            return lh_error_set(err, -EILSEQ, "the table's extents exceed 2^60 bytes");
     }
     if (checksum_count != header->checksum_count)
         return lh_error_set(err, -EILSEQ,
-                            "the table needs %" PRIu64 " checksums, the header counts %" PRIu64,
+                            "the table needs %" PRIu64 " checksums, but the header counts %" PRIu64,
                             checksum_count, header->checksum_count);
     return 0;
 }
@@ -344,10 +355,12 @@ int lh_store_manifest_decode(const void *manifest, const struct lh_store_header 
                              struct lh_error *err)
 {
     *scalar_bytes_out = 0;
+    LH_ASSERT(control->manifest_scalar_offset + header->scalar_bytes_max <=
+              control->manifest_bytes);
     uint32_t crc = lh_crc32c(0, manifest, control->manifest_bytes);
     if (crc != superblock->manifest_crc)
         return lh_error_set(err, -EILSEQ,
-                            "it has checksum %08" PRIx32 ", and its superblock says %08" PRIx32,
+                            "it has checksum %08" PRIx32 ", but its superblock says %08" PRIx32,
                             crc, superblock->manifest_crc);
     struct lh_store_manifest_disk disk;
     memcpy(&disk, manifest, sizeof(disk));
@@ -360,11 +373,13 @@ int lh_store_manifest_decode(const void *manifest, const struct lh_store_header 
         le64toh(disk.step) != superblock->step ||
         le64toh(disk.checksum_count) != header->checksum_count ||
         scalar_bytes > header->scalar_bytes_max)
-        return lh_error_set(err, -EILSEQ, "it does not belong to this store's header");
+        return lh_error_set(err, -EILSEQ, "it does not match this store's header");
     const uint8_t *flags = (const uint8_t *)manifest + sizeof(disk);
     for (uint32_t group = 0; group < header->group_count; group++) {
+        LH_ASSERT(slot_counts[group] >= 1 && slot_counts[group] <= LH_STORE_SLOT_COUNT_MAX);
         if ((flags[group] & LH_STORE_GROUP_SLOT) >= slot_counts[group])
-            return lh_error_set(err, -EILSEQ, "it names slot %u of group %" PRIu32 ", which has %u",
+            return lh_error_set(err, -EILSEQ,
+                                "it names slot %u of group %" PRIu32 ", which has only %u",
                                 flags[group] & LH_STORE_GROUP_SLOT, group, slot_counts[group]);
     }
     *scalar_bytes_out = scalar_bytes;

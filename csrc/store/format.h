@@ -1,9 +1,10 @@
 /*
- * The bytes of a store on disk, as docs/store-format.md specifies them: structs in little endian
- * with their sizes asserted, and what turns them into values and back. Pure functions over buffers.
+ * The on-disk format of a store, as specified in docs/store-format.md: little-endian structs with
+ * asserted sizes, and the functions that encode and decode them. All functions are pure functions
+ * over buffers.
  *
- * Everything that decodes treats its input as hostile: a CRC finds accidents, the checks behind it
- * find the rest, and nothing that decoded well can make a later step overflow or assert.
+ * All decoders treat their input as hostile: a CRC finds accidents, and the checks after it find
+ * the rest. No successfully decoded value can make a later operation overflow or fail an assertion.
  *
  * Thread: any.
  */
@@ -16,23 +17,23 @@
 #define LH_STORE_UUID_BYTES 16
 
 /*
- * Fixed places, the same in every file. They are 64 KiB apart so that no drive rewrites two of them
- * in one of its own pages. Version 1 has copy 0 only.
+ * Fixed offsets, the same in every file. They are 64 KiB apart so that no drive has two of them in
+ * one of its internal pages. Version 1 has only copy 0.
  */
 #define LH_STORE_COPY_COUNT_MAX 2
 #define LH_STORE_HEADER_OFFSET(copy) (320 * (uint64_t)(copy) * LH_KIB)
 #define LH_STORE_OWNER_OFFSET (32 * LH_KIB)
-/* The superblock with sequence number s is at number s % 2. */
+/* The superblock with sequence number s is in place s % 2. */
 #define LH_STORE_SUPERBLOCK_OFFSET(number, copy)                                                   \
     ((64 + 64 * (uint64_t)(number) + 128 * (uint64_t)(copy)) * LH_KIB)
-/* Files other than file 0 have the witness of a commit where file 0 has its superblock's copy 0. */
+/* Other files have the witness of a commit where file 0 has copy 0 of its superblock. */
 #define LH_STORE_WITNESS_OFFSET(number) LH_STORE_SUPERBLOCK_OFFSET(number, 0)
 #define LH_STORE_TABLE_OFFSET_1 (192 * LH_KIB) /* in version 1 */
 #define LH_STORE_TABLE_OFFSET (384 * LH_KIB)   /* copy 0 */
 #define LH_STORE_DATA_ALIGNMENT LH_MIB
-/* Creation's superblocks end with this sequence number: a higher one was a commit or a mark. */
+/* The last sequence number that creation writes. A higher one belongs to a commit or a mark. */
 #define LH_STORE_SEQUENCE_CREATED(version) ((version) == 1 ? UINT64_C(1) : UINT64_C(2))
-/* No store gets there; what is computed from a sequence number cannot overflow. */
+/* No store reaches this number, so arithmetic on sequence numbers cannot overflow. */
 #define LH_STORE_SEQUENCE_MAX (UINT64_C(1) << 62)
 
 #define LH_STORE_EXTENT_COUNT_MAX (UINT32_C(1) << 20)
@@ -40,7 +41,7 @@
 #define LH_STORE_META_BYTES_MAX (256 * LH_MIB)
 #define LH_STORE_SCALAR_BYTES_MAX (64 * LH_MIB)
 #define LH_STORE_STRIPE_BYTES_MAX LH_GIB
-/* All places together; what is computed from it stays far below 2^64. */
+/* The limit of all places together, so that sizes computed from it stay far below 2^64. */
 #define LH_STORE_TOTAL_BYTES_MAX (UINT64_C(1) << 60)
 
 #define LH_STORE_HEADER_SINGLE_SLOT 1u
@@ -128,7 +129,7 @@ struct lh_store_manifest_disk {
 };
 _Static_assert(sizeof(struct lh_store_manifest_disk) == 64, "no padding");
 
-/* Who has the file locked: read only to name the holder, so it has no CRC. */
+/* The process that has the file locked. It is read only for error messages and has no CRC. */
 struct lh_store_owner_disk {
     uint8_t magic[8]; /* "LOHANPID" */
     uint64_t pid;     /* 0: nobody */
@@ -161,37 +162,37 @@ struct lh_store_superblock {
     uint32_t manifest_area;
     uint32_t manifest_crc;
     /*
-     * The sequence number that the witnesses of the other files have, or a later one, unless a
-     * directory was restored from an older copy; that of the commit whose manifest this names.
+     * The sequence number of the commit whose manifest this names. The witnesses of the other
+     * files have this number or a higher one, unless a directory was restored from an older copy.
      * 0 in version 1, which has no witnesses.
      */
     uint64_t witness;
 };
 
-/* A commit that the bytes of a file other than file 0 belong to. */
+/* The commit that the bytes of a file other than file 0 belong to. */
 struct lh_store_witness {
     uint64_t sequence;
     uint64_t step;
 };
 
-/* Where the control structures of file 0 lie: follows from the counts in the header. */
+/* The offsets of the control structures, which follow from the counts in the header. */
 struct lh_store_control {
-    uint32_t copy_count;    /* of everything here: 1 in version 1, else 2 */
+    uint32_t copy_count;    /* of each structure: 1 in version 1, else 2 */
     bool has_witnesses;     /* in the files other than file 0 */
     uint64_t table_bytes;   /* without padding */
     uint64_t group_offset;  /* in the table */
     uint64_t extent_offset; /* in the table */
     uint64_t table_offset[LH_STORE_COPY_COUNT_MAX];
     uint64_t meta_offset[LH_STORE_COPY_COUNT_MAX];
-    uint64_t manifest_offset[2][LH_STORE_COPY_COUNT_MAX]; /* of area and copy */
-    uint64_t manifest_bytes;         /* of one area; all of it is written and under the CRC */
-    uint64_t manifest_extent_offset; /* in the area: the extents' flags; the groups' come first */
+    uint64_t manifest_offset[2][LH_STORE_COPY_COUNT_MAX]; /* by area and copy */
+    uint64_t manifest_bytes;         /* of one area; all of it is written and covered by the CRC */
+    uint64_t manifest_extent_offset; /* in the area: extent flags, which follow the group flags */
     uint64_t manifest_sum_offset;    /* in the area: checksums */
     uint64_t manifest_scalar_offset; /* in the area */
     uint64_t data_offset[LH_STORE_DIRECTORY_COUNT_MAX];
 };
 
-/* Where everything in file 0 goes. */
+/* Compute the offsets of all control structures and of the data. */
 void lh_store_control_plan(const struct lh_store_header *header,
                            struct lh_store_control *control_out);
 
@@ -218,8 +219,8 @@ int lh_store_witness_decode(const void *block, const struct lh_store_header *hea
     LH_MUST_CHECK;
 
 /*
- * Whether a superblock's or a witness's place shows that something was committed: it holds more
- * than a creation may have left there, torn or whole. For a file without a header.
+ * Whether a block in the place of a superblock or witness shows that something was committed: it
+ * holds more than creation can have left there, torn or complete. Used for a file without a header.
  */
 bool lh_store_is_past_creation(const void *block);
 
@@ -241,11 +242,11 @@ static inline uint64_t lh_store_checksum_count(uint64_t bytes)
     return lh_div_ceil(bytes, LH_CHECKSUM_BYTES);
 }
 
-/* The head of a manifest; flags, checksums and scalars are put at control's offsets. */
+/* Encode the head of a manifest. Flags, checksums and scalars follow at control's offsets. */
 void lh_store_manifest_encode(const struct lh_store_header *header, uint64_t step,
                               uint64_t scalar_bytes, void *manifest);
 /*
- * Check a whole manifest against its superblock and the groups' slots.
+ * Check a complete manifest against its superblock and the slot counts of the groups.
  *
  * Errors: -EILSEQ.
  */

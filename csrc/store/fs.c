@@ -1,4 +1,4 @@
-/* The file calls of a store as the kernel has them: see fs.h. */
+/* The store's file calls, implemented by the kernel: see fs.h. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1 /* fallocate, O_DIRECT */
 #endif
@@ -12,6 +12,8 @@
 #include <sys/stat.h>
 #include <sys/vfs.h>
 #include <unistd.h>
+
+#include "base/assert.h"
 
 #define TMPFS_TYPE 0x01021994
 #define RAMFS_TYPE 0x858458f6
@@ -32,7 +34,7 @@ static int fs_open(const struct lh_store_fs *fs, const char *path, enum lh_store
     } while (fd < 0 && errno == EINTR);
     if (fd < 0)
         return -errno;
-    /* Only opening must not block; asynchronous I/O on a non-blocking file may answer -EAGAIN. */
+    /* O_NONBLOCK is only for open(): asynchronous I/O on such a file might return -EAGAIN. */
     int status = fcntl(fd, F_GETFL);
     if (status < 0 || fcntl(fd, F_SETFL, status & ~O_NONBLOCK) != 0) {
         int code = -errno;
@@ -74,7 +76,7 @@ static int64_t fs_write(const struct lh_store_fs *fs, int fd, const void *buffer
 static int fs_sync(const struct lh_store_fs *fs, int fd)
 {
     (void)fs;
-    /* Not tried again after EINTR or anything else: a failed sync may have dropped the bytes. */
+    /* Never retried, even after EINTR: a failed sync may have dropped the bytes. */
     if (fdatasync(fd) == 0)
         return 0;
     return errno == EINTR ? -EIO : -errno;
@@ -84,7 +86,7 @@ static int fs_reserve(const struct lh_store_fs *fs, int fd, uint64_t bytes)
 {
     (void)fs;
     int rc = 0;
-    /* Never posix_fallocate(): where a file system cannot, it would write all of it. */
+    /* Not posix_fallocate(): if the file system cannot reserve space it would write every block. */
     do {
         rc = fallocate(fd, 0, 0, (off_t)bytes);
     } while (rc != 0 && errno == EINTR);
@@ -115,7 +117,7 @@ static void info_fill(const struct stat *file, const struct statfs *system,
         .memory_name = type == TMPFS_TYPE   ? "tmpfs"
                        : type == RAMFS_TYPE ? "ramfs"
                                             : NULL,
-        /* A file system that does not count its blocks has no answer; reserving will tell. */
+        /* A file system that does not count its blocks: reserving space will show. */
         .available_bytes =
             system->f_blocks == 0 ? UINT64_MAX : (uint64_t)system->f_bavail * unit_bytes,
     };
@@ -140,6 +142,7 @@ static int fs_lock(const struct lh_store_fs *fs, int fd, enum lh_store_fs_lock l
         [LH_STORE_FS_EXCLUSIVE] = LOCK_EX | LOCK_NB,
     };
     (void)fs;
+    LH_ASSERT((uint64_t)lock < LH_COUNT_OF(operations));
     int rc = 0;
     do {
         rc = flock(fd, operations[lock]);
@@ -183,7 +186,7 @@ static int fs_sync_directory(const struct lh_store_fs *fs, const char *path)
         return -errno;
     int rc = fsync(fd) == 0 ? 0 : -errno;
     close(fd);
-    /* Some file systems have nothing to sync here and say so. */
+    /* Some file systems have nothing to sync for a directory and return EINVAL. */
     return rc == -EINVAL ? 0 : rc;
 }
 
@@ -196,6 +199,7 @@ static int fs_remove(const struct lh_store_fs *fs, const char *path)
 static int fs_random(const struct lh_store_fs *fs, void *buffer, uint64_t bytes)
 {
     (void)fs;
+    LH_ASSERT(bytes <= 256); /* getrandom(2) never returns fewer then */
     ssize_t rc = getrandom(buffer, bytes, 0);
     if (rc < 0)
         return -errno;

@@ -1,14 +1,14 @@
 /*
- * Every file call of a store, behind a vtable, so that a simulator can keep stores in memory and
- * let drives and power fail inside create, open, mark and close as well.
+ * The file calls of a store behind a vtable, so that a simulator can keep stores in memory and let
+ * drives and power fail inside create, open, mark and close, too.
  *
- * The real implementation passes each call on to the kernel. What is submitted to csrc/io does not
- * come through here: it uses the descriptors that open() gave (lh_store_files()).
+ * The real implementation passes each call on to the kernel. Requests submitted to csrc/io bypass
+ * this interface: they use the descriptors that open() returned (lh_store_files()).
  *
- * Every call answers 0 (or a count) or -errno, and never -EINTR. A short read or write is not an
- * error; 0 bytes read is the end of the file.
+ * Every call returns 0 (or a count) or -errno, and never -EINTR. A short read or write is not an
+ * error; a read of 0 bytes means the end of the file.
  *
- * Thread: that of the store's owner; one file system may serve several stores of several threads.
+ * Thread: the store's owner. One file system may serve several stores on several threads.
  */
 #ifndef LH_STORE_FS_H
 #define LH_STORE_FS_H
@@ -33,9 +33,9 @@ struct lh_store_fs_info {
     uint64_t bytes; /* the file's size */
     bool is_regular;
     bool is_directory;
-    /* The name of its file system if that keeps its bytes in main memory, else NULL; static. */
+    /* The name of the file system if it keeps its data in main memory, else NULL; static. */
     const char *memory_name;
-    /* What this process may still take of its file system; UINT64_MAX where that is unknown. */
+    /* The space of the file system available to this process; UINT64_MAX: unknown. */
     uint64_t available_bytes;
 };
 
@@ -43,8 +43,8 @@ struct lh_store_fs;
 
 struct lh_store_fs_ops {
     /*
-     * Open a file without following a symbolic link at the end of path (-ELOOP), without ever
-     * blocking, and close-on-exec. What opens need not be a regular file: info() tells.
+     * Open a file without blocking, without following a symbolic link at the end of path (-ELOOP),
+     * and close-on-exec. It need not be a regular file: see info().
      */
     int (*open)(const struct lh_store_fs *fs, const char *path, enum lh_store_fs_access access,
                 int *fd_out);
@@ -54,7 +54,7 @@ struct lh_store_fs_ops {
     int64_t (*write)(const struct lh_store_fs *fs, int fd, const void *buffer, uint64_t bytes,
                      uint64_t offset);
     int (*sync)(const struct lh_store_fs *fs, int fd); /* fdatasync(); tried once */
-    /* Give the file its size and its space. -EOPNOTSUPP: the file system cannot reserve space. */
+    /* Reserve space and set the size. -EOPNOTSUPP: the file system cannot reserve space. */
     int (*reserve)(const struct lh_store_fs *fs, int fd, uint64_t bytes);
     int (*truncate)(const struct lh_store_fs *fs, int fd, uint64_t bytes);
     int (*info)(const struct lh_store_fs *fs, int fd, struct lh_store_fs_info *info_out);
@@ -71,12 +71,12 @@ struct lh_store_fs_ops {
     int (*random)(const struct lh_store_fs *fs, void *buffer, uint64_t bytes); /* for the uuid */
 };
 
-/* First member of every implementation. */
+/* The first member of every implementation. */
 struct lh_store_fs {
     const struct lh_store_fs_ops *ops;
 };
 
-/* The kernel's. Static. */
+/* The kernel's file calls. Static. */
 const struct lh_store_fs *lh_store_fs_real(void);
 
 #endif

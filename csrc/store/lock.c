@@ -1,16 +1,16 @@
 /*
- * Who may use a data file, and how its bytes are reached.
+ * Locks on data files, and whether they are accessed with O_DIRECT.
  *
- * The lock is flock() on the data file itself: it belongs to the open file, so the kernel drops it
- * with the process, however that ends. A writer leaves its process id in the owner's block, for the
- * message of whoever comes second. Readers share the lock and leave nothing.
+ * The lock is flock() on the data file itself. It belongs to the open file, so the kernel releases
+ * it with the process, however that ends. A writer stores its process id in the owner's block, for
+ * the error message that a second process gets. Readers share the lock and store nothing.
  *
- * A child that was forked shares the open file and with it the lock; it is therefore released by
- * name at close, and does not wait for the child's end.
+ * A forked child shares the open file and with it the lock. Close therefore unlocks explicitly
+ * instead of relying on the child to exit.
  *
- * A process that was killed can keep its lock a little longer than its life: the kernel takes apart
- * an io_uring, which holds the files, after the process is gone. Its last writes may be on their
- * way until then, so the lock of a dead process is waited for.
+ * The lock of a killed process can outlive it briefly: the kernel frees an io_uring, which holds
+ * the files, after the process has gone. The last writes of the process may be in flight until
+ * then, so the lock of a dead process is waited for.
  */
 #include <endian.h>
 #include <inttypes.h>
@@ -22,11 +22,11 @@
 #include "base/assert.h"
 #include "store/store_impl.h"
 
-/* How often, and how far apart, the lock of a dead process is tried again: ten seconds. */
+/* The lock of a dead process is retried for ten seconds. */
 #define DEAD_RETRY_COUNT 1000
 #define DEAD_RETRY_NS 10000000
 
-/* The process that the owner's block names; 0: none. */
+/* The process id in the owner's block; 0: none. */
 static uint64_t owner_read(struct lh_store *store, uint32_t file_index)
 {
     const struct lh_store_owner_disk *owner = (const void *)store->bounce.base;
@@ -44,13 +44,14 @@ static bool is_dead(uint64_t pid)
 
 static int file_lock(const struct lh_store *store, uint32_t file_index, enum lh_store_fs_lock lock)
 {
+    LH_ASSERT(file_index < store->file_count && store->io_files[file_index].fd >= 0);
     return store->fs->ops->lock(store->fs, store->io_files[file_index].fd, lock);
 }
 
 static int busy(struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
     const struct lh_store_file *file = &store->files[file_index];
-    /* A lock that may be shared is held by readers, and the block names a writer long gone. */
+    /* If the lock can be shared, readers hold it, and the block names an earlier writer. */
     bool is_readers = !store->is_read_only && file_lock(store, file_index, LH_STORE_FS_SHARED) == 0;
     if (is_readers) {
         (void)!file_lock(store, file_index, LH_STORE_FS_UNLOCKED);
@@ -60,8 +61,9 @@ static int busy(struct lh_store *store, uint32_t file_index, struct lh_error *er
     uint64_t pid = owner_read(store, file_index);
     if (is_dead(pid))
         return lh_error_set(err, -EBUSY,
-                            "%s was in use by process %" PRIu64 ", which has ended, and a child of "
-                            "it still has it open; end that, or choose another directory",
+                            "%s was in use by process %" PRIu64 ", which has ended, but a child of "
+                            "that process still has the file open; end the child, or choose "
+                            "another directory",
                             file->path, pid);
     if (pid != 0)
         return lh_error_set(err, -EBUSY,
@@ -76,6 +78,7 @@ int lh_store_file_lock(struct lh_store *store, uint32_t file_index, struct lh_er
     struct lh_store_file *file = &store->files[file_index];
     enum lh_store_fs_lock lock = store->is_read_only ? LH_STORE_FS_SHARED : LH_STORE_FS_EXCLUSIVE;
     int rc = -EWOULDBLOCK;
+    LH_ASSERT(!file->is_locked && !store->is_held);
     for (uint32_t i = 0; i < DEAD_RETRY_COUNT && rc == -EWOULDBLOCK; i++) {
         rc = file_lock(store, file_index, lock);
         if (rc == -EWOULDBLOCK && !is_dead(owner_read(store, file_index)))
@@ -95,6 +98,7 @@ static int owner_write(struct lh_store *store, uint32_t file_index, uint64_t pid
                        struct lh_error *err)
 {
     struct lh_store_owner_disk *owner = (void *)store->bounce.base;
+    LH_ASSERT(!store->is_read_only);
     memset(owner, 0, sizeof(*owner));
     memcpy(owner->magic, "LOHANPID", sizeof(owner->magic));
     owner->pid = htole64(pid);
@@ -107,20 +111,22 @@ void lh_store_file_unlock(struct lh_store *store, uint32_t file_index)
     struct lh_store_file *file = &store->files[file_index];
     if (!file->is_locked)
         return;
-    /* Only courtesy: a stale name does no harm where there is no lock. */
+    LH_ASSERT(!store->is_held);
+    /* Only a courtesy: a stale process id is harmless without a lock. */
     if (!store->is_read_only && file->is_owned)
         (void)!owner_write(store, file_index, 0, NULL);
     (void)!file_lock(store, file_index, LH_STORE_FS_UNLOCKED);
     file->is_locked = false;
 }
 
-/* Its only use is a message, so its loss is no reason to refuse the store. */
+/* Note an unusable owner's block. It only serves an error message, so opening continues. */
 static int owner_is_lost(struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
     lh_error_clear(err);
     lh_store_note_add(store,
                       "%s: the block at offset %" PRIu64
-                      ", which names the process that has it open, cannot be read or written: %s",
+                      ", which records the process that uses the file, cannot be read or written: "
+                      "%s",
                       store->files[file_index].path, LH_STORE_OWNER_OFFSET, strerror(EIO));
     return 0;
 }
@@ -146,7 +152,7 @@ static int owner_exchange(struct lh_store *store, uint32_t file_index, struct lh
     LH_TRY(rc);
     if (!store->is_read_only && le64toh(owner->pid) != pid)
         return lh_error_set(err, -EIO,
-                            "%s does not give back what was written to it (offset %" PRIu64 ")",
+                            "%s returned other bytes than were written to it (offset %" PRIu64 ")",
                             file->path, LH_STORE_OWNER_OFFSET);
     return 0;
 }
@@ -156,6 +162,8 @@ int lh_store_file_probe(struct lh_store *store, uint32_t file_index, bool allow_
 {
     struct lh_io_file *io_file = &store->io_files[file_index];
     const char *path = store->files[file_index].path;
+    LH_ASSERT(file_index < store->file_count);
+    LH_ASSERT(io_file->fd >= 0 && !io_file->direct);
     int rc = store->fs->ops->set_direct(store->fs, io_file->fd, true);
     if (rc == 0) {
         rc = owner_exchange(store, file_index, err);
@@ -164,7 +172,7 @@ int lh_store_file_probe(struct lh_store *store, uint32_t file_index, bool allow_
             return 0;
         }
     }
-    /* EINVAL is how file systems and drives say that they cannot; all else is a real failure. */
+    /* EINVAL and EOPNOTSUPP mean that O_DIRECT is unsupported; all else is a real failure. */
     if (rc != -EINVAL && rc != -EOPNOTSUPP)
         return lh_error_set(err, rc, "%s failed with O_DIRECT: %s", path, strerror(-rc));
     if (!allow_buffered)
@@ -172,7 +180,7 @@ int lh_store_file_probe(struct lh_store *store, uint32_t file_index, bool allow_
                             "%s: its file system refuses O_DIRECT (%s); choose another directory, "
                             "or allow buffered I/O",
                             path, strerror(-rc));
-    lh_store_note_add(store, "%s: O_DIRECT is refused (%s); its bytes pass through the page cache",
+    lh_store_note_add(store, "%s: O_DIRECT is refused (%s); its I/O goes through the page cache",
                       path, strerror(-rc));
     rc = store->fs->ops->set_direct(store->fs, io_file->fd, false);
     if (rc < 0)

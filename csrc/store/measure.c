@@ -1,4 +1,4 @@
-/* The sequential bandwidth of a directory, for the weights of a new store. */
+/* Measures the sequential bandwidth of a directory, for the weights of a new store. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1 /* O_DIRECT */
 #endif
@@ -10,12 +10,13 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "base/assert.h"
 #include "base/clock.h"
 #include "store/store.h"
 
 #define TRANSFER_BYTES (8 * LH_MIB)
 
-/* A file that is gone with its descriptor, opened for O_DIRECT. */
+/* Open an unlinked file with O_DIRECT. */
 static int probe_open(const char *directory, int *fd_out, struct lh_error *err)
 {
     char path[LH_STORE_PATH_BYTES_MAX];
@@ -45,10 +46,11 @@ static uint64_t bytes_per_s(uint64_t bytes, uint64_t begin_ns, uint64_t end_ns)
     return lh_max_u64((uint64_t)((double)bytes / seconds), 1);
 }
 
-/* Move bytes in whole transfers; writes end with a sync, because a drive's cache is no drive. */
+/* Transfer bytes. Writes end with a sync, so that the drive's cache does not count as the drive. */
 static int transfer_all(int fd, bool is_write, uint8_t *buffer, uint64_t bytes,
                         const struct lh_clock *clock, uint64_t *bytes_per_s_out)
 {
+    LH_ASSERT(bytes > 0 && lh_is_aligned(bytes, LH_BLOCK_BYTES));
     uint64_t begin_ns = lh_clock_now_ns(clock);
     for (uint64_t done = 0; done < bytes;) {
         uint64_t length = lh_min_u64(TRANSFER_BYTES, bytes - done);
@@ -66,7 +68,7 @@ static int transfer_all(int fd, bool is_write, uint8_t *buffer, uint64_t bytes,
     return 0;
 }
 
-/* Drives that compress or skip zeros must not look fast for it. */
+/* Fill with random words, so that drives that compress or skip zeros do not look faster. */
 static void fill(uint8_t *buffer)
 {
     uint64_t state = UINT64_C(0x9E3779B97F4A7C15);
@@ -89,7 +91,7 @@ int lh_store_measure(const char *directory, uint64_t probe_bytes, uint64_t *writ
     int fd = -1;
     LH_TRY(probe_open(directory, &fd, err));
     struct lh_clock clock = lh_clock_real();
-    /* Not from the heap: pages come aligned, and no allocator is at hand. */
+    /* Not from the heap: pages are aligned, and there is no allocator here. */
     uint8_t *buffer =
         mmap(NULL, TRANSFER_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     int rc = 0;
@@ -99,8 +101,8 @@ int lh_store_measure(const char *directory, uint64_t probe_bytes, uint64_t *writ
         goto out_close;
     }
     fill(buffer);
-    /* Space first, so that the write measures the drive; a file system that cannot is measured
-     * as it is. */
+    /* Reserve space first, so that the write measures the drive. A file system that cannot
+     * reserve space is measured without. */
     if (fallocate(fd, 0, 0, (off_t)probe_bytes) != 0 && errno != EOPNOTSUPP) {
         rc = lh_error_set(err, -errno, "no space for %" PRIu64 " bytes in %s: %s", probe_bytes,
                           directory, strerror(errno));

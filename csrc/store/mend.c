@@ -1,13 +1,15 @@
 /*
- * What opening for writing does to a store before it is handed out.
+ * Repairs a store when it is opened for writing, before it is returned.
  *
- * What was read need not be durable. A process that is killed, or whose sync failed, between the
- * write of a superblock and the end of its sync leaves it in the page cache or in the drive's: it
- * reads well, and power loss takes it back. By then the new session would have overwritten the step
- * before it. A sync alone is not enough, because one that failed before may have left pages that
- * are marked clean and are not on the drive. So the superblock is written once more.
+ * What was read need not be durable. If a process was killed, or its sync failed, between the write
+ * of a superblock and the end of its sync, that superblock may be only in the page cache or in the
+ * drive's cache: it can be read, and power loss discards it. By then the new session would have
+ * overwritten the step before it. A sync alone is not enough, because an earlier failed sync may
+ * have left pages that are marked clean but are not on the drive. So the superblock is written once
+ * more.
  *
- * Whatever has a damaged copy beside a whole one gets both back, so that the next damage finds two.
+ * Every damaged copy is rewritten from its intact one, so that the next damage also finds two
+ * copies.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -15,12 +17,13 @@
 #include "base/assert.h"
 #include "store/store_impl.h"
 
-/* A copy that cannot be written again leaves the store as usable as it was. */
+/* Note a failed repair. The store remains as usable as before. */
 static void mend_result(struct lh_store *store, uint32_t file_index, uint64_t offset, int rc)
 {
+    LH_ASSERT(file_index < store->file_count);
     if (rc < 0)
         lh_store_note_add(store,
-                          "%s: the damaged block at offset %" PRIu64 " cannot be written: %s",
+                          "%s: the damaged block at offset %" PRIu64 " cannot be repaired: %s",
                           store->files[file_index].path, offset, strerror(-rc));
 }
 
@@ -43,27 +46,31 @@ static void copies_mend(struct lh_store *store)
             mend_result(store, file, LH_STORE_HEADER_OFFSET(copy), rc);
         }
     }
+    LH_ASSERT(store->mend_count <= LH_STORE_MEND_COUNT_MAX);
     for (uint32_t index = 0; index < store->mend_count; index++) {
         const struct lh_store_mend *mend = &store->mends[index];
+        LH_ASSERT(mend->buffer->base != NULL);
         mend_result(store, 0, mend->offset,
                     write_and_sync(store, mend->offset, mend->buffer->base, mend->bytes));
     }
 }
 
-/* Whether a copy is whole and the newest of its place: it must stay until the other one is. */
+/* Whether a copy is valid and the newest of its place: it must stay until the other one is, too. */
 static bool is_current(const struct lh_store_superblocks *place, uint32_t copy)
 {
+    LH_ASSERT(copy < LH_STORE_COPY_COUNT_MAX && place->best < LH_STORE_COPY_COUNT_MAX);
     return place->best >= 0 && place->errors[copy].code == 0 &&
            place->found[copy].sequence == place->found[place->best].sequence;
 }
 
-/* Bring the copies of a superblock that was not chosen, or not written just now, together. */
+/* Rewrite outdated or damaged copies of the superblock place that was not just written. */
 static void place_mend(struct lh_store *store, uint32_t number,
                        const struct lh_store_superblocks *place)
 {
     if (place->best < 0)
         return;
     const struct lh_store_superblock *best = &place->found[place->best];
+    LH_ASSERT(best->sequence % 2 == number);
     for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
         if (is_current(place, copy))
             continue;
@@ -77,6 +84,9 @@ static void place_mend(struct lh_store *store, uint32_t number,
 int lh_store_settle(struct lh_store *store, const struct lh_store_superblocks *places,
                     uint32_t chosen, uint64_t rejected_sequence, struct lh_error *err)
 {
+    LH_ASSERT(!store->is_read_only && store->phase == LH_STORE_PHASE_IDLE);
+    LH_ASSERT(chosen < 2 && places[chosen].best >= 0);
+    LH_ASSERT(rejected_sequence == 0 || rejected_sequence > store->superblock.sequence);
     for (uint32_t file = 0; file < store->file_count; file++)
         LH_TRY(lh_store_file_sync(store, file, err));
     uint32_t written = chosen;
@@ -84,9 +94,9 @@ int lh_store_settle(struct lh_store *store, const struct lh_store_superblocks *p
     store->next = store->superblock;
     if (rejected_sequence != 0) {
         /*
-         * A superblock that comes after the rejected one, in its place, and names the older step's
-         * manifest and witness. Nothing that the older step needs is touched before it is durable.
-         * While copy 1 is written, copy 0 still has the rejected one if it was whole.
+         * Write a superblock that follows the rejected one, in its place, and names the older
+         * step's manifest and witness. Nothing that the older step needs is changed before it is
+         * durable. While copy 1 is written, copy 0 still has the rejected one if it was valid.
          */
         written = 1 - chosen;
         store->next.sequence = rejected_sequence + 2;
@@ -94,14 +104,14 @@ int lh_store_settle(struct lh_store *store, const struct lh_store_superblocks *p
         first_copy = is_current(&places[written], 0) ? 1 : 0;
     } else if (store->witness_sequence > store->superblock.sequence) {
         /*
-         * An interrupted commit left its witness. The next commit must not have its sequence
-         * number, because a directory restored from a copy of this moment would pass for one of
-         * that commit. Copy 1 is written first, since a crash may leave it torn without a note.
+         * An interrupted commit left its witness. The next commit must not reuse its sequence
+         * number, because a directory restored from a copy of this moment would look like one of
+         * that commit. Copy 1 is written first, because a crash may tear it without a note.
          */
         store->next.sequence += 2;
         first_copy = is_current(&places[chosen], 0) ? 1 : 0;
     } else {
-        /* A copy that is not whole first: the other one stays readable meanwhile. */
+        /* Write an invalid copy first: the other one stays readable in the meantime. */
         first_copy = places[chosen].errors[1].code != 0 ? 1 : 0;
     }
     LH_TRY(lh_store_superblock_write(store, first_copy, err));

@@ -1,5 +1,5 @@
 /*
- * Opening a store at its last committed step, and closing it. Which step that is: choose.c.
+ * Opens a store at its last committed step, and closes it. choose.c determines the step.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -9,9 +9,9 @@
 #include "store/store_impl.h"
 
 /*
- * Whether a file without a whole header has held commits: then it is damaged, and not a creation
- * that was interrupted. Also the places of copy 1 count, if they hold a superblock: in version 1
- * something else is there.
+ * Whether a file without a valid header has held commits: it is then damaged, rather than the
+ * result of an interrupted creation. The places of copy 1 also count if they hold a superblock; in
+ * version 1 other data is there.
  */
 static int is_past_creation(struct lh_store *store, uint32_t file_index, uint64_t file_bytes,
                             struct lh_error *err)
@@ -32,11 +32,12 @@ static int is_past_creation(struct lh_store *store, uint32_t file_index, uint64_
     return 0;
 }
 
-/* No copy of the header is whole. errors: of each copy. */
+/* Report that no copy of the header is valid. errors: of each copy. */
 static int header_missing(struct lh_store *store, uint32_t file_index, uint64_t file_bytes,
                           const struct lh_error *errors, struct lh_error *err)
 {
     const char *path = store->files[file_index].path;
+    LH_ASSERT(errors[0].code < 0 && errors[1].code < 0);
     /* A creation leaves one copy blank while it writes the other. */
     bool is_begun = errors[0].code == -ENODATA || errors[1].code == -ENODATA;
     int rc = is_past_creation(store, file_index, file_bytes, err);
@@ -47,9 +48,9 @@ static int header_missing(struct lh_store *store, uint32_t file_index, uint64_t 
                             "create the store again",
                             path);
     return lh_error_set(err, -EILSEQ,
-                        "%s has lost its header%s: %s, and the copy at offset %" PRIu64
-                        ": %s; put back a copy of the file",
-                        path, rc > 0 ? ", and holds commits" : "", errors[0].message,
+                        "%s has no valid header%s: %s, and the copy at offset %" PRIu64
+                        ": %s; restore the file from a backup",
+                        path, rc > 0 ? ", but holds commits" : "", errors[0].message,
                         LH_STORE_HEADER_OFFSET(1), errors[1].message);
 }
 
@@ -68,18 +69,18 @@ static int header_read(struct lh_store *store, uint32_t file_index, uint64_t fil
         }
         int rc = lh_store_file_read(store, file_index, offset, store->bounce.base, LH_BLOCK_BYTES,
                                     &errors[copy]);
-        /* Whatever the rest of it says: nothing is done to a newer store. */
         if (rc == -ENODATA)
             return lh_error_set(err, rc, "%s", errors[copy].message);
         if (rc == 0)
             rc = lh_store_header_decode(store->bounce.base, &found[copy], &errors[copy]);
+        /* A store of a newer version is rejected even if the other copy could be read. */
         if (rc == -EPROTO) {
             lh_error_set(err, rc, "%s: %s", file->path, errors[copy].message);
             return rc;
         }
-        /* Version 1 has something else where copy 1 would be. */
+        /* Version 1 has other data where copy 1 would be. */
         if (rc == 0 && copy > 0 && found[copy].version == 1)
-            rc = lh_error_set(&errors[copy], -EILSEQ, "it is of version 1, which has no copy");
+            rc = lh_error_set(&errors[copy], -EILSEQ, "it has version 1, which has no second copy");
         if (rc == 0)
             good = copy;
     }
@@ -90,13 +91,14 @@ static int header_read(struct lh_store *store, uint32_t file_index, uint64_t fil
         }
         return header_missing(store, file_index, file_bytes, errors, err);
     }
+    LH_ASSERT(errors[good].code == 0);
     *header_out = found[good];
     for (uint32_t copy = 0; copy < LH_STORE_COPY_COUNT_MAX; copy++)
         file->header_codes[copy] = errors[copy].code;
     return 0;
 }
 
-/* Lock the file and read its header; nothing is written before its version is known. */
+/* Open and lock the file and read its header. Nothing is written before its version is known. */
 static int file_begin(struct lh_store *store, uint32_t file_index, struct lh_store_header *header,
                       struct lh_error *err)
 {
@@ -112,14 +114,14 @@ static int file_begin(struct lh_store *store, uint32_t file_index, struct lh_sto
     LH_TRY(header_read(store, file_index, info.bytes, header, err));
     if (info.bytes < header->file_bytes)
         return lh_error_set(err, -ENODATA,
-                            "%s was truncated: it has %" PRIu64 " bytes, %" PRIu64 " are expected",
-                            path, info.bytes, header->file_bytes);
+                            "%s was truncated: it has %" PRIu64 " bytes, expected %" PRIu64, path,
+                            info.bytes, header->file_bytes);
     return 0;
 }
 
 /*
- * The files may come in any order: their headers say which is which. Sorted here, so that
- * file_index means the same in every session.
+ * Sort the files by the indices in their headers, because directories may be given in any order.
+ * file_index then means the same in every session.
  */
 static int files_sort(struct lh_store *store, const struct lh_store_header *headers,
                       uint64_t *file_bytes_out, struct lh_error *err)
@@ -143,8 +145,9 @@ static int files_sort(struct lh_store *store, const struct lh_store_header *head
             return lh_error_set(
                 err, -EILSEQ,
                 "the headers of %.256s and %.256s disagree: one of them was changed; "
-                "put a copy of the store back",
+                "restore the store from a backup",
                 store->files[0].path, store->files[file].path);
+        LH_ASSERT(header->file_index < LH_STORE_DIRECTORY_COUNT_MAX);
         if (is_here[header->file_index])
             return lh_error_set(err, -EXDEV, "%.256s is a copy of file %" PRIu32 " of the store",
                                 store->files[file].path, header->file_index);
@@ -154,16 +157,17 @@ static int files_sort(struct lh_store *store, const struct lh_store_header *head
     for (uint32_t index = 0; index < first->file_count; index++) {
         if (!is_here[index])
             return lh_error_set(err, -EXDEV,
-                                "the store of %.256s has %" PRIu32 " directories, and the one with "
+                                "the store of %.256s has %" PRIu32 " directories, but the one with "
                                 "file %" PRIu32 " is not among the %" PRIu32 " that were given",
                                 store->files[0].path, first->file_count, index, store->file_count);
     }
     LH_ASSERT(store->file_count == first->file_count);
     for (uint32_t index = 0; index < store->file_count; index++) {
-        /* What was exchanged before this may have moved the file that belongs here. */
+        /* An earlier exchange may have moved the file that belongs here. */
         uint32_t other = from[index];
         while (other < index)
             other = from[other];
+        LH_ASSERT(other < store->file_count);
         struct lh_store_file file = store->files[index];
         struct lh_io_file io_file = store->io_files[index];
         store->files[index] = store->files[other];
@@ -181,10 +185,12 @@ static int description_read(struct lh_store *store, const uint64_t *file_bytes,
 {
     const struct lh_store_header *header = &store->header;
     struct lh_store_control control;
+    LH_ASSERT(header->file_count == store->file_count);
     lh_store_control_plan(header, &control);
-    /* Nothing is believed, or allocated, that the file has no room for. */
+    /* Check this before allocating anything by the header's counts. */
     if (control.data_offset[0] > file_bytes[0])
-        return lh_error_set(err, -EILSEQ, "the header of %s does not fit its %" PRIu64 " bytes",
+        return lh_error_set(err, -EILSEQ,
+                            "what the header of %s describes does not fit its %" PRIu64 " bytes",
                             store->files[0].path, file_bytes[0]);
     LH_TRY(lh_store_description_init(store, err));
     LH_TRY(lh_store_copies_read(store, "the table", control.table_offset, &store->table,
@@ -201,7 +207,8 @@ static int description_read(struct lh_store *store, const uint64_t *file_bytes,
     for (uint32_t file = 0; file < store->file_count; file++) {
         if (store->layout.file_bytes[file] != file_bytes[file])
             return lh_error_set(
-                err, -EILSEQ, "the table puts %" PRIu64 " bytes in %s, its header says %" PRIu64,
+                err, -EILSEQ,
+                "the table puts %" PRIu64 " bytes in %s, but its header says %" PRIu64,
                 store->layout.file_bytes[file], store->files[file].path, file_bytes[file]);
     }
     return 0;
@@ -227,7 +234,7 @@ int lh_store_open(const struct lh_store_open_opts *opts, struct lh_alloc *alloc,
 {
     *store_out = NULL;
     if (opts->directory_count < 1 || opts->directory_count > LH_STORE_DIRECTORY_COUNT_MAX)
-        return lh_error_set(err, -EINVAL, "%" PRIu32 " directories: 1 to %d are possible",
+        return lh_error_set(err, -EINVAL, "%" PRIu32 " directories: a store has 1 to %d",
                             opts->directory_count, LH_STORE_DIRECTORY_COUNT_MAX);
     struct lh_store *store = NULL;
     LH_TRY(lh_store_new(alloc, opts->directory_count, &store, err));
@@ -252,7 +259,7 @@ void lh_store_close(struct lh_store *store)
         return;
     bool is_whole = store->phase == LH_STORE_PHASE_IDLE && store->failure.code == 0 &&
                     !store->is_changed && !store->is_read_only;
-    /* If this fails the store stays marked unclean, and whoever opens it is told. */
+    /* If this fails the store stays marked unclean, and the next open reports that. */
     if (store->header.is_single_slot && is_whole && !store->superblock.is_clean)
         (void)!lh_store_mark_sync(store, true, NULL);
     lh_store_files_close(store);

@@ -1,4 +1,4 @@
-/* The memory of a store: its description, and the state of its slots. See store.h. */
+/* A store in memory: its description, and the state of its slots. See store.h. */
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -11,6 +11,7 @@
 void *lh_store_allocate(struct lh_store *store, uint64_t count, uint64_t bytes,
                         struct lh_error *err)
 {
+    LH_ASSERT(bytes > 0);
     void *memory = lh_alloc_zeroed(store->alloc, count, bytes);
     if (memory == NULL)
         lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " bytes of the store's tables",
@@ -21,6 +22,8 @@ void *lh_store_allocate(struct lh_store *store, uint64_t count, uint64_t bytes,
 int lh_store_buffer_init(struct lh_store *store, struct lh_store_buffer *buffer, uint64_t bytes,
                          struct lh_error *err)
 {
+    LH_ASSERT(buffer->raw == NULL);
+    LH_ASSERT(lh_is_aligned(bytes, LH_BLOCK_BYTES));
     buffer->raw = lh_store_allocate(store, 1, bytes + LH_BLOCK_BYTES, err);
     if (buffer->raw == NULL)
         return -ENOMEM;
@@ -55,6 +58,8 @@ int lh_store_new(struct lh_alloc *alloc, uint32_t file_count, struct lh_store **
 int lh_store_description_init(struct lh_store *store, struct lh_error *err)
 {
     const struct lh_store_header *header = &store->header;
+    LH_ASSERT(header->file_count == store->file_count);
+    LH_ASSERT(store->extents == NULL && store->slot_counts == NULL);
     lh_store_control_plan(header, &store->control);
     store->extents = lh_store_allocate(store, header->extent_count, sizeof(*store->extents), err);
     store->slot_counts = lh_store_allocate(store, header->group_count, 1, err);
@@ -90,10 +95,12 @@ int lh_store_state_init(struct lh_store *store, struct lh_error *err)
 {
     const struct lh_store_header *header = &store->header;
     struct lh_store_shape shape = lh_store_shape(store);
+    LH_ASSERT(store->group_states == NULL && store->extent_states == NULL);
     LH_TRY(lh_store_layout_init(&store->layout, &shape, store->control.data_offset, store->alloc,
                                 err));
     uint64_t next = 0;
     for (uint32_t extent = 0; extent < header->extent_count; extent++) {
+        LH_ASSERT(store->extents[extent].group < header->group_count);
         store->checksum_first[extent] = next;
         next += lh_store_checksum_count(store->extents[extent].bytes);
     }
@@ -117,12 +124,15 @@ int lh_store_state_init(struct lh_store *store, struct lh_error *err)
         bool is_dash = byte == 4 || byte == 6 || byte == 8 || byte == 10;
         text += snprintf(text, 4, "%s%02x", is_dash ? "-" : "", uuid[byte]);
     }
+    LH_ASSERT(text + 1 == store->uuid + sizeof(store->uuid));
     return 0;
 }
 
 void lh_store_delete(struct lh_store *store)
 {
     struct lh_alloc *alloc = store->alloc;
+    for (uint32_t file = 0; file < store->file_count; file++)
+        LH_ASSERT(store->io_files[file].fd < 0 && !store->files[file].is_locked);
     struct lh_store_buffer *const buffers[] = {
         &store->bounce,       &store->superblock_block, &store->table,         &store->meta,
         &store->manifests[0], &store->manifests[1],     &store->witness_block,
@@ -144,6 +154,7 @@ void lh_store_delete(struct lh_store *store)
 void lh_store_note_add(struct lh_store *store, const char *format, ...)
 {
     uint64_t used = strlen(store->note);
+    LH_ASSERT(used < sizeof(store->note));
     uint64_t space = sizeof(store->note) - used;
     if (used > 0 && space > 1) {
         store->note[used++] = '\n';
@@ -151,7 +162,7 @@ void lh_store_note_add(struct lh_store *store, const char *format, ...)
     }
     va_list arguments;
     va_start(arguments, format);
-    /* A note that does not fit is cut. */
+    /* A note that does not fit is truncated. */
     vsnprintf(store->note + used, space, format, arguments);
     va_end(arguments);
 }
@@ -164,6 +175,8 @@ const void *lh_store_meta(const struct lh_store *store, uint64_t *bytes_out)
 
 const void *lh_store_scalars(const struct lh_store *store, uint64_t *bytes_out)
 {
+    LH_ASSERT(store->superblock.manifest_area < LH_COUNT_OF(store->manifests));
+    LH_ASSERT(store->scalar_bytes <= store->header.scalar_bytes_max);
     *bytes_out = store->scalar_bytes;
     return store->manifests[store->superblock.manifest_area].base +
            store->control.manifest_scalar_offset;
@@ -252,6 +265,7 @@ uint32_t lh_store_committed_slot(const struct lh_store *store, uint32_t group)
 uint32_t lh_store_write_slot(const struct lh_store *store, uint32_t group)
 {
     uint32_t committed = lh_store_committed_slot(store, group);
+    LH_ASSERT(committed < store->slot_counts[group]);
     return store->slot_counts[group] == 1 ? committed : 1 - committed;
 }
 
@@ -267,10 +281,11 @@ uint32_t lh_store_read_slot(const struct lh_store *store, uint32_t group)
                                             : lh_store_committed_slot(store, group);
 }
 
-/* Asserts that extent has this slot. */
+/* Assert that extent has this slot. */
 static void check_slot(const struct lh_store *store, uint32_t extent, uint32_t slot)
 {
     LH_ASSERT(extent < store->header.extent_count);
+    LH_ASSERT(store->extents[extent].group < store->header.group_count);
     LH_ASSERT(slot < store->slot_counts[store->extents[extent].group]);
 }
 
@@ -283,6 +298,7 @@ bool lh_store_is_zero(const struct lh_store *store, uint32_t extent, uint32_t sl
 void lh_store_clear_zero(struct lh_store *store, uint32_t extent, uint32_t slot)
 {
     check_slot(store, extent, slot);
+    LH_ASSERT(!store->is_read_only);
     unsigned state = store->extent_states[extent];
     state &= ~LH_STORE_EXTENT_STATE_ZERO(slot);
     state |= LH_STORE_EXTENT_STATE_DIRTY(slot);
@@ -292,16 +308,18 @@ void lh_store_clear_zero(struct lh_store *store, uint32_t extent, uint32_t slot)
 void lh_store_mark_dirty(struct lh_store *store, uint32_t extent, uint32_t slot)
 {
     check_slot(store, extent, slot);
+    LH_ASSERT(!store->is_read_only);
     store->extent_states[extent] |= (uint8_t)LH_STORE_EXTENT_STATE_DIRTY(slot);
 }
 
-/* The CRC of zeros, in as many steps as the number of blocks has binary digits. */
+/* The CRC of zeros, in a number of steps logarithmic in the number of blocks. */
 static uint32_t zeros_crc(uint64_t bytes)
 {
     static const uint8_t block[LH_BLOCK_BYTES];
     uint32_t crc = 0;
     uint32_t power_crc = lh_crc32c(0, block, sizeof(block));
     LH_ASSERT(lh_is_aligned(bytes, LH_BLOCK_BYTES));
+    LH_ASSERT(bytes <= LH_CHECKSUM_BYTES);
     for (uint64_t power_bytes = LH_BLOCK_BYTES; power_bytes <= bytes; power_bytes *= 2) {
         if (bytes & power_bytes)
             crc = lh_crc32c_combine(crc, power_crc, power_bytes);
@@ -328,6 +346,7 @@ uint32_t *lh_store_checksums(struct lh_store *store, uint32_t extent, uint32_t s
 {
     check_slot(store, extent, slot);
     *count_out = (uint32_t)lh_store_checksum_count(store->extents[extent].bytes);
+    LH_ASSERT(store->checksum_first[extent] + *count_out <= store->header.checksum_count);
     return store->checksums[slot] + store->checksum_first[extent];
 }
 
@@ -335,6 +354,7 @@ int lh_store_map(const struct lh_store *store, uint32_t extent, uint32_t slot, u
                  uint64_t bytes, struct lh_store_piece *pieces, uint32_t piece_max)
 {
     check_slot(store, extent, slot);
+    LH_ASSERT(piece_max > 0);
     return lh_store_layout_map(&store->layout, lh_store_place_index(extent, slot), offset, bytes,
                                pieces, piece_max);
 }

@@ -1,9 +1,9 @@
 /*
  * Blocking reads, writes and commits, for create, load, inspect and verify.
  *
- * Bytes move one checksum's worth ("sum block") at a time, through the bounce buffer where the
- * caller's is not aligned or the range covers a sum block only in part. A partial write reads the
- * rest of its sum block first, so offsets and lengths are free.
+ * Bytes are transferred in units of one checksum ("sum blocks"), through the bounce buffer if the
+ * caller's buffer is not aligned or the range covers only a part of the sum block. A partial write
+ * first reads the rest of its sum block, so offsets and lengths are arbitrary.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -12,13 +12,13 @@
 #include "base/crc32c.h"
 #include "store/store_impl.h"
 
-/* One sum block of one slot, and the part of it that a caller wants. */
+/* One sum block of one slot, and the part of it that the caller requested. */
 struct sum_block {
     uint32_t extent;
     uint32_t slot;
     uint64_t index;
     uint64_t bytes;  /* of the whole block */
-    uint64_t inside; /* where the wanted part begins in it */
+    uint64_t inside; /* the offset of the requested part in it */
     uint64_t wanted_bytes;
 };
 
@@ -27,6 +27,8 @@ static struct sum_block sum_block_at(const struct lh_store *store, uint32_t exte
 {
     uint64_t index = offset / LH_CHECKSUM_BYTES;
     uint64_t start = index * LH_CHECKSUM_BYTES;
+    LH_ASSERT(extent < store->header.extent_count);
+    LH_ASSERT(bytes > 0 && offset < store->extents[extent].bytes);
     uint64_t block_bytes = lh_min_u64(LH_CHECKSUM_BYTES, store->extents[extent].bytes - start);
     return (struct sum_block){
         .extent = extent,
@@ -45,6 +47,7 @@ static struct lh_store_piece sum_block_place(const struct lh_store *store,
     int count = lh_store_map(store, block->extent, block->slot, block->index * LH_CHECKSUM_BYTES,
                              block->bytes, &piece, 1);
     LH_ASSERT(count == 1);
+    LH_ASSERT(piece.bytes == block->bytes);
     return piece;
 }
 
@@ -59,6 +62,7 @@ static uint32_t *sum_block_crc(struct lh_store *store, const struct sum_block *b
 static int sum_block_read(struct lh_store *store, const struct sum_block *block, void *buffer,
                           struct lh_error *err)
 {
+    LH_ASSERT(block->bytes <= LH_STORE_BOUNCE_BYTES);
     if (lh_store_is_zero(store, block->extent, block->slot)) {
         memset(buffer, 0, block->bytes);
         return 0;
@@ -72,7 +76,7 @@ static int sum_block_read(struct lh_store *store, const struct sum_block *block,
         return lh_error_set(err, -EILSEQ,
                             "extent %" PRIu32 " slot %" PRIu32 ": the %" PRIu64
                             " bytes at offset %" PRIu64 " of %s have checksum %08" PRIx32
-                            ", %08" PRIx32 " is recorded: the drive returned wrong bytes",
+                            ", but %08" PRIx32 " is recorded: the drive returned wrong bytes",
                             block->extent, block->slot, block->bytes, piece.file_offset,
                             store->files[piece.file_index].path, crc, expected_crc);
     return 0;
@@ -97,13 +101,14 @@ static int range_check(const struct lh_store *store, uint32_t extent, uint64_t o
                        uint64_t bytes, struct lh_error *err)
 {
     if (extent >= store->header.extent_count)
-        return lh_error_set(err, -EINVAL, "extent %" PRIu32 " does not exist: there are %" PRIu32,
-                            extent, store->header.extent_count);
+        return lh_error_set(err, -EINVAL,
+                            "extent %" PRIu32 " does not exist: the store has %" PRIu32, extent,
+                            store->header.extent_count);
     uint64_t extent_bytes = store->extents[extent].bytes;
     if (offset > extent_bytes || bytes > extent_bytes - offset)
         return lh_error_set(err, -EINVAL,
-                            "%" PRIu64 " bytes at offset %" PRIu64 " are outside of extent "
-                            "%" PRIu32 ", which has %" PRIu64,
+                            "%" PRIu64 " bytes at offset %" PRIu64 " are outside extent "
+                            "%" PRIu32 ", which has %" PRIu64 " bytes",
                             bytes, offset, extent, extent_bytes);
     return 0;
 }
@@ -117,6 +122,7 @@ int lh_store_read_sync(struct lh_store *store, uint32_t extent, uint64_t offset,
     for (uint64_t done = 0; done < bytes;) {
         struct sum_block block = sum_block_at(store, extent, slot, offset + done, bytes - done);
         bool is_direct = is_direct_possible(&block, target + done);
+        LH_ASSERT(block.wanted_bytes > 0 && block.inside + block.wanted_bytes <= block.bytes);
         LH_TRY(sum_block_read(store, &block, is_direct ? target + done : store->bounce.base, err));
         if (!is_direct)
             memcpy(target + done, store->bounce.base + block.inside, block.wanted_bytes);
@@ -125,11 +131,11 @@ int lh_store_read_sync(struct lh_store *store, uint32_t extent, uint64_t offset,
     return 0;
 }
 
-/* Put the zeros that an extent reads as where they belong, because a part of it is about to change.
- */
+/* Write the zeros that an extent reads as to its slot, because a part of it is about to change. */
 static int zeros_write(struct lh_store *store, uint32_t extent, uint32_t slot, struct lh_error *err)
 {
     uint64_t bytes = store->extents[extent].bytes;
+    LH_ASSERT(lh_store_is_zero(store, extent, slot));
     memset(store->bounce.base, 0, LH_STORE_BOUNCE_BYTES);
     for (uint64_t done = 0; done < bytes; done += LH_CHECKSUM_BYTES) {
         struct sum_block block = sum_block_at(store, extent, slot, done, bytes - done);
@@ -141,6 +147,7 @@ static int zeros_write(struct lh_store *store, uint32_t extent, uint32_t slot, s
 static int extent_copy(struct lh_store *store, uint32_t extent, uint32_t source_slot,
                        uint32_t target_slot, struct lh_error *err)
 {
+    LH_ASSERT(source_slot != target_slot);
     if (lh_store_is_zero(store, extent, source_slot)) {
         lh_store_set_zero(store, extent, target_slot);
         return 0;
@@ -157,27 +164,29 @@ static int extent_copy(struct lh_store *store, uint32_t extent, uint32_t source_
 }
 
 /*
- * Stage a group, and give its write slot what the committed one has: a write through here may be
- * to a part of the group only.
+ * Stage a group, and copy its committed slot to its write slot, because the write that follows may
+ * cover only a part of the group.
  */
 static int group_stage(struct lh_store *store, uint32_t group, struct lh_error *err)
 {
     if (store->is_read_only)
         return lh_error_set(err, -EROFS, "the store was opened for reading only");
-    /* Whose slots are the committed ones may be unknown now. */
+    /* After a failure it may be unknown which slots are the committed ones. */
     if (store->failure.code != 0)
         return lh_store_fail(store, err);
     if (!lh_store_may_stage(store, group))
         return lh_error_set(err, -EPERM,
                             store->phase != LH_STORE_PHASE_IDLE
                                 ? "group %" PRIu32 " is being committed; write to it afterwards"
-                                : "group %" PRIu32 " is frozen: it has one slot, and was committed",
+                                : "group %" PRIu32
+                                  " is frozen: it has one slot, which is already committed",
                             group);
     LH_TRY(lh_store_write_begin(store, err));
     if (lh_store_is_staged(store, group))
         return 0;
     uint32_t source_slot = lh_store_committed_slot(store, group);
     uint32_t target_slot = lh_store_write_slot(store, group);
+    LH_ASSERT(target_slot < store->slot_counts[group]);
     for (uint32_t extent = 0; extent < store->header.extent_count; extent++) {
         if (store->extents[extent].group == group && source_slot != target_slot)
             LH_TRY(extent_copy(store, extent, source_slot, target_slot, err));
@@ -205,6 +214,7 @@ int lh_store_write_sync(struct lh_store *store, uint32_t extent, uint64_t offset
     for (uint64_t done = 0; done < bytes;) {
         struct sum_block block = sum_block_at(store, extent, slot, offset + done, bytes - done);
         const uint8_t *whole = source + done;
+        LH_ASSERT(block.wanted_bytes > 0 && block.inside + block.wanted_bytes <= block.bytes);
         if (!is_direct_possible(&block, whole)) {
             if (block.wanted_bytes != block.bytes)
                 LH_TRY(sum_block_read(store, &block, store->bounce.base, err));
@@ -219,6 +229,8 @@ int lh_store_write_sync(struct lh_store *store, uint32_t extent, uint64_t offset
 
 static int request_run(const struct lh_store *store, const struct lh_io_request *request)
 {
+    LH_ASSERT(request->file_index < store->file_count);
+    LH_ASSERT(request->result == -EINPROGRESS);
     switch (request->kind) {
     case LH_IO_KIND_WRITE:
         return lh_store_file_write(store, request->file_index, request->offset, request->buffer,
@@ -249,6 +261,7 @@ int lh_store_commit_sync(struct lh_store *store, uint64_t step, const void *scal
 int lh_store_superblock_write(struct lh_store *store, uint32_t first_copy, struct lh_error *err)
 {
     uint32_t copy_count = store->control.copy_count;
+    LH_ASSERT(!store->is_read_only && first_copy < LH_STORE_COPY_COUNT_MAX);
     for (uint32_t index = 0; index < copy_count; index++) {
         uint64_t offset = lh_store_superblock_prepare(store, (first_copy + index) % copy_count);
         LH_TRY(lh_store_file_write(store, 0, offset, store->superblock_block.base, LH_BLOCK_BYTES,

@@ -239,7 +239,7 @@ static void test_no_driver(void)
     fake_cuda_reset((struct fake_cuda_opts){.fail_after = -1, .init_result = LH_CUDA_NO_DEVICE});
     LH_CHECK(create(&alloc, NULL, 0, &dev, &err) == -ENODEV && err.native == LH_CUDA_NO_DEVICE);
     LH_CHECK(strstr(err.message, "CUDA_ERROR_NO_DEVICE") && strstr(err.message, "device='cpu'"));
-    LH_CHECK(strstr(err.message, "the driver does not say more"));
+    LH_CHECK(strstr(err.message, "the driver gives no description"));
     fake_cuda_reset((struct fake_cuda_opts){.fail_after = -1});
     for (int32_t index = -1; index <= FAKE_CUDA_DEVICE_COUNT; index += FAKE_CUDA_DEVICE_COUNT + 1) {
         LH_CHECK(create(&alloc, NULL, index, &dev, &err) == -ENODEV);
@@ -320,7 +320,8 @@ static void test_lost(void)
     }
     LH_CHECK(back_count == 4 && dev->ops->poll(dev, done, 2) == 0);
     LH_CHECK(dev->ops->submit(dev, &copies[0], &err) == -EIO && dev->in_flight_count == 0);
-    LH_CHECK(err.native == LH_CUDA_ILLEGAL_ADDRESS && strstr(err.message, "executes nothing more"));
+    LH_CHECK(err.native == LH_CUDA_ILLEGAL_ADDRESS &&
+             strstr(err.message, "has stopped executing work"));
     LH_CHECK(strstr(err.message, "CUDA_LAUNCH_BLOCKING"));
     dev->ops->destroy(dev);
     LH_CHECK(alloc.live_count == 0 && fake_cuda_live_count() == 0);

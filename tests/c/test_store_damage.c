@@ -178,7 +178,7 @@ static void test_notes(void)
         {0, LH_STORE_TABLE_OFFSET, DAMAGE_BIT, "the table"},
         {1, LH_STORE_WITNESS_OFFSET(NEWEST_NUMBER), DAMAGE_BIT, "the witness"},
         {1, LH_STORE_WITNESS_OFFSET(NEWEST_NUMBER), DAMAGE_UNREADABLE, "the witness"},
-        {0, LH_STORE_OWNER_OFFSET, DAMAGE_UNREADABLE, "names the process"},
+        {0, LH_STORE_OWNER_OFFSET, DAMAGE_UNREADABLE, "records the process"},
         {0, 0, DAMAGE_COUNT, ""},
     };
     for (uint32_t index = 0; index < LH_COUNT_OF(cases); index++) {
@@ -251,7 +251,7 @@ static void test_both_copies(void)
         memcpy(disk_bytes(damaged, 0, LH_STORE_SUPERBLOCK_OFFSET(0, copy)),
                disk_bytes(damaged, 0, LH_STORE_SUPERBLOCK_OFFSET(1, copy)), LH_BLOCK_BYTES);
     LH_CHECK(open_at(false, NULL, &store) == -EILSEQ);
-    LH_CHECK(strstr(err.message, "belongs to the other one") != NULL);
+    LH_CHECK(strstr(err.message, "belongs to the other superblock") != NULL);
     damage_undo();
 
     lh_test_name("no whole step is left: refused, with both reasons");

@@ -226,7 +226,7 @@ static void test_truncated(void)
     struct stat info;
     char expected[64];
     LH_CHECK(stat(path, &info) == 0);
-    snprintf(expected, sizeof(expected), "%" PRIu64 " bytes, %" PRIu64 " are expected",
+    snprintf(expected, sizeof(expected), "%" PRIu64 " bytes, expected %" PRIu64,
              (uint64_t)info.st_size - 1, (uint64_t)info.st_size);
     LH_CHECK(truncate(path, info.st_size - 1) == 0);
     LH_CHECK(reopen("short", 2) == -ENODATA && strstr(err.message, expected) != NULL);

@@ -266,7 +266,7 @@ static void expect_no_older(void)
             disk_bytes(disk, 0, LH_STORE_SUPERBLOCK_OFFSET(newest, copy))[8] ^= 1;
         memset(&err, 0, sizeof(err));
         LH_CHECK(fixture_open("headers", FILE_COUNT, false, read_only, &store, &err) == -EILSEQ);
-        LH_CHECK(strstr(err.message, "has no other") != NULL);
+        LH_CHECK(strstr(err.message, "has no earlier step") != NULL);
     }
 }
 
