@@ -38,7 +38,7 @@ static int use_tell(struct lhpy_engine *self, uint32_t unit)
     struct lh_engine_bytes bytes = lh_engine_bytes(engine, unit);
     PyObject *answer = PyObject_CallFunction(
         self->on_use, "IKIIOI", unit, (unsigned long long)(uintptr_t)bytes.address,
-        bytes.make_count, bytes.out_count, bytes.is_of_out ? Py_True : Py_False,
+        bytes.make_count, bytes.out_count, bytes.is_from_write_back ? Py_True : Py_False,
         lh_engine_pin_count(engine, unit));
     if (!answer) {
         lh_engine_unpin(self->core->engine, unit);
@@ -313,7 +313,7 @@ static PyObject *engine_forward(PyObject *object, PyObject *args)
     self->forward_is_open = is_open != 0;
     self->forward_thread = PyThread_get_thread_ident();
     if (lhpy_is_open(self) && !is_open)
-        lhpy_engine_again_release(self);
+        lhpy_engine_unscoped_release(self);
     Py_RETURN_NONE;
 }
 
@@ -396,7 +396,7 @@ static void engine_shut(struct lhpy_engine *self)
         self->io = NULL;
         return;
     }
-    lhpy_engine_again_release(self);
+    lhpy_engine_unscoped_release(self);
     lhpy_engine_backward_release(self);
     Py_BEGIN_ALLOW_THREADS
     lh_engine_stop(self->core->engine);
@@ -485,7 +485,7 @@ static void engine_dealloc(PyObject *object)
     PyMem_Free(self->unit_states);
     PyMem_Free(self->bound_units);
     PyMem_Free(self->backward_units);
-    PyMem_Free(self->again_units);
+    PyMem_Free(self->unscoped_units);
     PyMem_Free(self->held_params);
     if (self->core && !lhpy_core_is_forked(self->core)) {
         Py_BEGIN_ALLOW_THREADS
@@ -503,7 +503,8 @@ static PyMethodDef engine_methods[] = {
     {"callbacks", engine_callbacks, METH_VARARGS,
      "callbacks(on_backward, on_gradient, on_forward, in_backward)"},
     {"on_use", engine_on_use, METH_VARARGS,
-     "on_use(callback, params): callback(unit, address, make count, out count, is_of_out, pins) ->"
+     "on_use(callback, params): callback(unit, address, make count, out count, is_from_write_back, "
+     "pins) ->"
      " moved, behind each pin; params: those that are."},
     {"device_policy", engine_device_policy, METH_VARARGS,
      "device_policy(no_overlap, no_reuse, alloc_bytes_per_s)"},

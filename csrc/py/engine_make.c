@@ -64,9 +64,9 @@ static int units_parse(struct lhpy_engine *self, PyObject *list)
     self->unit_states = PyMem_Calloc((size_t)count + 1, sizeof(*self->unit_states));
     self->bound_units = PyMem_Calloc((size_t)count + 1, sizeof(uint32_t));
     self->backward_units = PyMem_Calloc((size_t)count + 1, sizeof(uint32_t));
-    self->again_units = PyMem_Calloc((size_t)count + 1, sizeof(uint32_t));
+    self->unscoped_units = PyMem_Calloc((size_t)count + 1, sizeof(uint32_t));
     if (!self->units || !self->unit_states || !self->bound_units || !self->backward_units ||
-        !self->again_units) {
+        !self->unscoped_units) {
         PyErr_NoMemory();
         return -1;
     }

@@ -133,7 +133,7 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
     struct lhpy_dl_tensor view;
     if (lhpy_check_open(self) < 0 || lhpy_engine_backward_begin(self) < 0)
         return NULL;
-    lhpy_engine_again_release(self);
+    lhpy_engine_unscoped_release(self);
     PyObject *owned = gradient_prepare(self, index, gradient, &view);
     if (!owned)
         return NULL;

@@ -285,8 +285,8 @@ static PyObject *cast_unpack(struct lhpy_engine *self, const struct handle *hand
 PyObject *lhpy_engine_unpack(PyObject *object, PyObject *packed)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
-    if (self->again_unit_count > 0 && lhpy_is_open(self))
-        lhpy_engine_again_release(self);
+    if (self->unscoped_unit_count > 0 && lhpy_is_open(self))
+        lhpy_engine_unscoped_release(self);
     if ((PyObject *)Py_TYPE(packed) != self->handle_type)
         return activation_unpack(packed);
     const struct handle *handle = (const struct handle *)packed;

@@ -257,7 +257,7 @@ static PyObject *scope_enter(PyObject *object, PyObject *const *args, Py_ssize_t
         return NULL;
     }
     if (scope->engine->forward_is_open)
-        lhpy_engine_again_release(scope->engine);
+        lhpy_engine_unscoped_release(scope->engine);
     for (uint32_t i = 0; i < scope->unit_count; i++) {
         if (unit_enter(scope->engine, scope->units[i]) == 0)
             continue;
@@ -282,7 +282,7 @@ static PyObject *scope_leave(PyObject *object, PyObject *const *args, Py_ssize_t
     without_units = NULL;
     bool is_forked = scope->engine->core && lhpy_core_is_forked(scope->engine->core);
     if (scope->engine->io && scope->engine->forward_is_open && !is_forked)
-        lhpy_engine_again_release(scope->engine);
+        lhpy_engine_unscoped_release(scope->engine);
     bool leaves = has_units && scope->engine->core && !is_forked;
     for (uint32_t i = scope->unit_count; leaves && i-- > 0;)
         unit_leave(scope->engine, scope->units[i]);
@@ -291,8 +291,8 @@ static PyObject *scope_leave(PyObject *object, PyObject *const *args, Py_ssize_t
     Py_RETURN_NONE;
 }
 
-/* Bind what is not bound yet, until lhpy_engine_again_release(). */
-static int again_enter(struct scope *scope)
+/* Bind what is not bound yet, until lhpy_engine_unscoped_release(). */
+static int unscoped_enter(struct scope *scope)
 {
     struct lhpy_engine *self = scope->engine;
     for (uint32_t i = 0; i < scope->unit_count; i++) {
@@ -301,7 +301,7 @@ static int again_enter(struct scope *scope)
             continue;
         if (unit_enter(self, unit) < 0)
             return -1;
-        self->again_units[self->again_unit_count++] = unit;
+        self->unscoped_units[self->unscoped_unit_count++] = unit;
     }
     return 0;
 }
@@ -323,7 +323,7 @@ static PyObject *scope_read(PyObject *object, PyObject *const *args, Py_ssize_t 
     int backward = backward_ask(self);
     if (backward <= 0)
         return backward < 0 ? NULL : Py_NewRef(Py_False);
-    if (again_enter(scope) < 0)
+    if (unscoped_enter(scope) < 0)
         return NULL;
     Py_RETURN_TRUE;
 }
@@ -339,8 +339,8 @@ static PyObject *scope_hold(PyObject *object, PyObject *const *args, Py_ssize_t 
     struct scope *scope = (struct scope *)object;
     if (lhpy_check_open(scope->engine) < 0)
         return NULL;
-    lhpy_engine_again_release(scope->engine);
-    if (again_enter(scope) < 0)
+    lhpy_engine_unscoped_release(scope->engine);
+    if (unscoped_enter(scope) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -349,7 +349,7 @@ PyObject *lhpy_engine_scopes_drop(PyObject *object, PyObject *args)
 {
     (void)args;
     struct lhpy_engine *self = (struct lhpy_engine *)object;
-    self->again_unit_count = 0;
+    self->unscoped_unit_count = 0;
     /* In a forked child the pins are the parent's; the memory that parameters point to is not here.
      */
     while (self->io && !lhpy_is_open(self) && self->bound_unit_count > 0) {
@@ -365,10 +365,10 @@ PyObject *lhpy_engine_scopes_drop(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-void lhpy_engine_again_release(struct lhpy_engine *self)
+void lhpy_engine_unscoped_release(struct lhpy_engine *self)
 {
-    while (self->again_unit_count > 0)
-        unit_leave(self, self->again_units[--self->again_unit_count]);
+    while (self->unscoped_unit_count > 0)
+        unit_leave(self, self->unscoped_units[--self->unscoped_unit_count]);
 }
 
 static PyMethodDef scope_methods[] = {

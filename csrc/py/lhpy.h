@@ -116,8 +116,8 @@ struct lhpy_engine {
     uint32_t *bound_units;
     uint32_t backward_unit_count;
     uint32_t *backward_units;
-    uint32_t again_unit_count; /* bound by Scope.read() or Scope.hold(): see hooks.c */
-    uint32_t *again_units;
+    uint32_t unscoped_unit_count; /* bound by Scope.read() or Scope.hold(): see hooks.c */
+    uint32_t *unscoped_units;
     uint32_t held_count; /* gradients held, in held_params */
     uint32_t *held_params;
     uint64_t held_bytes;
@@ -276,7 +276,7 @@ PyObject *lhpy_scope_new(struct lhpy_engine *self, PyObject *scope_type, PyObjec
 /* Make the parameters' data lends, or hollow. -1 with a Python error. */
 int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit);
 /* Make hollow what Scope.read() and Scope.hold() bound. */
-void lhpy_engine_again_release(struct lhpy_engine *self);
+void lhpy_engine_unscoped_release(struct lhpy_engine *self);
 void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit);
 
 /* gradient.c */

@@ -39,7 +39,7 @@ PyObject *lhpy_engine_backward_end(PyObject *object, PyObject *args)
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     self->backward_is_open = false;
     if (lhpy_is_open(self)) {
-        lhpy_engine_again_release(self);
+        lhpy_engine_unscoped_release(self);
         lhpy_engine_backward_release(self);
         lhpy_engine_sweep(self);
     }
@@ -82,7 +82,7 @@ PyObject *lhpy_engine_close_step(PyObject *object, PyObject *args)
     Py_ssize_t bytes = 0;
     if (!self || !PyArg_ParseTuple(args, "y#", &scalars, &bytes))
         return NULL;
-    lhpy_engine_again_release(self);
+    lhpy_engine_unscoped_release(self);
     lhpy_engine_backward_release(self);
     if (lent_refuse(self) < 0)
         return NULL;
@@ -138,7 +138,7 @@ PyObject *lhpy_engine_abort(PyObject *object, PyObject *args)
     struct lhpy_engine *self = engine_open(object);
     if (!self)
         return NULL;
-    lhpy_engine_again_release(self);
+    lhpy_engine_unscoped_release(self);
     lhpy_engine_backward_release(self);
     if (lhpy_engine_wait(self, abort_wait, 0) < 0)
         return NULL;

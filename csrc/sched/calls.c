@@ -214,7 +214,7 @@ struct lh_engine_bytes lh_engine_bytes(const struct lh_engine *engine, uint32_t 
         .address = lh_engine_address(engine, index),
         .make_count = atomic_load(engine->dev ? &unit->copy.copy_count : &unit->shared.load_count),
         .out_count = atomic_load(&unit->copy.out_count),
-        .is_of_out = atomic_load(&unit->copy.is_of_write_back),
+        .is_from_write_back = atomic_load(&unit->copy.is_from_write_back),
     };
 }
 

@@ -72,7 +72,7 @@ static bool load_is_possible(const struct lh_engine *engine, const struct lh_res
     const struct lh_unit *unit = &engine->units[op->unit];
     if (is_being_left(engine, op->offset, unit->desc.place_bytes))
         return false;
-    bool is_here = unit->state == LH_UNIT_STATE_READY && !lh_unit_is_old(engine, unit);
+    bool is_here = unit->state == LH_UNIT_STATE_READY && !lh_unit_is_stale(engine, unit);
     bool is_coming = unit->state == LH_UNIT_STATE_UPDATING && unit->update.chunks_computed > 0 &&
                      engine->device.loading_unit == LH_UNIT_NONE;
     return (is_here || is_coming) && unit->copy.use_count >= op->uses_before &&
@@ -170,7 +170,7 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
     unit->copy.is_copying = true;
     unit->use_count++;
     atomic_store(&unit->copy.is_modified, false);
-    atomic_store(&unit->copy.is_of_write_back, unit->copy.host_is_written_back);
+    atomic_store(&unit->copy.is_from_write_back, unit->copy.host_matches_write_back);
     atomic_fetch_add(&unit->copy.copy_count, 1);
     lh_core_stats(engine, step)->bytes[LH_ENGINE_LINK_COPY_IN] += unit->desc.bytes;
     if (unit->state == LH_UNIT_STATE_READY) {
@@ -211,7 +211,7 @@ static void out_done(struct lh_engine *engine, struct lh_copy *copy)
     LH_ASSERT(unit->copy.state == LH_COPY_STATE_LEAVING && engine->device.leaving_count > 0);
     engine->device.leaving_count--;
     unit->copy.is_copying = false;
-    unit->copy.host_is_written_back = true;
+    unit->copy.host_matches_write_back = true;
     atomic_fetch_add(&unit->copy.out_count, 1);
     left(engine, unit);
 }

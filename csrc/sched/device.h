@@ -26,12 +26,12 @@ struct lh_dev_fence;
 /* A unit's copy on the accelerator, and what [Note: Moved units] in engine.h counts. */
 struct lh_device_unit {
     enum lh_copy_state state;
-    bool is_stale;                 /* its update is queued, or over */
-    bool is_copying;               /* main memory's bytes are being read */
-    uint32_t part_count;           /* copies of parts of it in flight */
-    _Atomic bool is_modified;      /* it was changed there: main memory's bytes are older */
-    bool host_is_written_back;     /* main memory's bytes are those of the last copy back */
-    _Atomic bool is_of_write_back; /* and were when the copy was made */
+    bool is_stale;                   /* its update is queued, or over */
+    bool is_copying;                 /* main memory's bytes are being read */
+    uint32_t part_count;             /* copies of parts of it in flight */
+    _Atomic bool is_modified;        /* it was changed there: main memory's bytes are older */
+    bool host_matches_write_back;    /* main memory's bytes are those of the last copy back */
+    _Atomic bool is_from_write_back; /* and were when the copy was made */
     _Atomic uint32_t copy_count;
     _Atomic uint32_t out_count;
     uint64_t offset;

@@ -187,7 +187,8 @@ struct lh_engine_bytes {
     uint8_t *address;
     uint32_t make_count; /* copies to the accelerator; without one: reads into main memory */
     uint32_t out_count;  /* copies back to main memory */
-    bool is_of_out; /* the last copy to the accelerator was of what came by the last one back */
+    /* The last copy to the accelerator was made of the bytes of the last copy back. */
+    bool is_from_write_back;
 };
 /* Of a pinned unit. Thread: any. */
 struct lh_engine_bytes lh_engine_bytes(const struct lh_engine *engine, uint32_t unit);

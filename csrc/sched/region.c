@@ -123,7 +123,7 @@ static void region_look(struct lh_engine *engine, struct lh_region *region, uint
     } else if (engine->dev) {
         plan->open_uses[index] = unit->copy.is_copying ? 1 : 0;
     }
-    plan->is_old[index] = is_device(engine, region) && is_here && unit->copy.is_stale;
+    plan->is_stale[index] = is_device(engine, region) && is_here && unit->copy.is_stale;
     if (is_here)
         lh_residency_put(plan, index, offset);
 }
@@ -257,8 +257,8 @@ static void uses_extend(struct lh_engine *engine, const struct lh_residency_even
  * Plan again from what is in memory: first what is owed, then event (may be NULL), then the
  * prediction from tail_from on.
  */
-static void plan_again(struct lh_engine *engine, const struct lh_residency_event *event,
-                       uint64_t tail_from)
+static void replan(struct lh_engine *engine, const struct lh_residency_event *event,
+                   uint64_t tail_from)
 {
     struct lh_region *region = engine->uses;
     struct lh_event_list *predicted = &region->predicted;
@@ -368,7 +368,7 @@ void lh_region_event(struct lh_engine *engine, uint32_t index, enum lh_residency
         uint64_t tail_from = is_expected ? at + 1 : tail_find(region, &event);
         if (!is_expected)
             lh_core_stats(engine, engine->plan_step)->replans++;
-        plan_again(engine, &event, tail_from);
+        replan(engine, &event, tail_from);
     }
     use_count(engine, index, kind);
 }
@@ -425,7 +425,7 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     if (!is_whole) {
         region_reset(engine, region);
         read_ahead(engine, region);
-        plan_again(engine, NULL, 0);
+        replan(engine, NULL, 0);
         return;
     }
     /* The cycle before went as planned: this plan follows it, behind the ops that still wait. */
@@ -450,7 +450,7 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
 void lh_region_plan_around(struct lh_engine *engine)
 {
     lh_core_stats(engine, engine->plan_step)->replans++;
-    plan_again(engine, NULL, engine->uses->position);
+    replan(engine, NULL, engine->uses->position);
 }
 
 /* A use has begun, or a copy, that no plan could serve yet: true if one can now. */
@@ -458,7 +458,7 @@ bool lh_region_catch_up(struct lh_engine *engine)
 {
     struct lh_region *region = engine->uses;
     if (region->planned_until < region->position) {
-        plan_again(engine, NULL, region->position);
+        replan(engine, NULL, region->position);
         return region->planned_until >= region->position;
     }
     struct lh_region *host = &engine->host_region;

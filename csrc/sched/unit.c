@@ -10,7 +10,7 @@ void lh_unit_state_set(struct lh_unit *unit, enum lh_unit_state state)
     unit->state = state;
 }
 
-bool lh_unit_is_old(const struct lh_engine *engine, const struct lh_unit *unit)
+bool lh_unit_is_stale(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     bool is_due = unit->update.is_queued || engine->step_state == LH_STEP_STATE_CLOSED;
     return unit->update.gradient_count > 0 && is_due &&
@@ -36,7 +36,7 @@ static void stale_fail(struct lh_engine *engine, uint32_t index)
 void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit)
 {
     /* Who waits for a unit whose update is ahead waits for its new values. */
-    uint32_t pins = lh_unit_is_old(engine, unit) ? 0 : unit->waiter_count;
+    uint32_t pins = lh_unit_is_stale(engine, unit) ? 0 : unit->waiter_count;
     unit->waiter_count -= pins;
     atomic_store(&unit->shared.word, LH_UNIT_READY_BIT | pins);
     if (pins > 0) {
@@ -58,7 +58,7 @@ static void load_done(struct lh_engine *engine, struct lh_transfer *transfer)
     if (unit->source->ops->loaded)
         unit->source->ops->loaded(engine, transfer);
     atomic_fetch_add(&unit->shared.load_count, 1); /* before anybody is let in */
-    unit->copy.host_is_written_back = false;
+    unit->copy.host_matches_write_back = false;
     lh_unit_make_ready(engine, unit);
     lh_update_consider(engine, transfer->unit);
 }
@@ -90,7 +90,7 @@ void lh_unit_acquire(struct lh_engine *engine, uint32_t index)
     use_begin(engine, index);
     bool is_here =
         engine->dev ? lh_device_unit_is_here(&unit->copy) : unit->state == LH_UNIT_STATE_READY;
-    if (is_here && !lh_unit_is_old(engine, unit)) {
+    if (is_here && !lh_unit_is_stale(engine, unit)) {
         atomic_fetch_add(&unit->shared.word, 1);
         atomic_fetch_add(&unit->shared.grants, 1);
         lh_core_notify(engine);

@@ -78,7 +78,7 @@ struct lh_unit {
 /* Every change of a unit's state goes through it. */
 void lh_unit_state_set(struct lh_unit *unit, enum lh_unit_state state);
 /* Its bytes are about to be replaced by the next step's. */
-bool lh_unit_is_old(const struct lh_engine *engine, const struct lh_unit *unit);
+bool lh_unit_is_stale(const struct lh_engine *engine, const struct lh_unit *unit);
 /* Messages of the training thread: it pinned a READY unit, waits for one, let the last pin go. */
 void lh_unit_use(struct lh_engine *engine, uint32_t unit);
 void lh_unit_acquire(struct lh_engine *engine, uint32_t unit);
