@@ -118,6 +118,7 @@ static int resume(struct lh_engine *engine, struct lh_error *err)
 
 static int thread_start(struct lh_engine *engine, struct lh_error *err)
 {
+    LH_ASSERT(!engine->has_thread && !engine->opts.manual);
     int rc = lh_thread_start(&engine->thread, NULL, lh_engine_thread_run, engine);
     if (rc < 0)
         return lh_error_set(err, rc, "the system refuses the engine's thread");
@@ -206,6 +207,7 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
 {
     *engine_out = NULL;
     LH_TRY(opts_validate(opts, err));
+    LH_ASSERT(opts->store && opts->io && opts->exec && opts->memory);
     struct lh_engine *engine = lh_alloc_zeroed(alloc, 1, sizeof(*engine));
     if (!engine)
         return lh_error_set(err, -ENOMEM, "no memory for the engine");

@@ -36,12 +36,13 @@ static void line_up(struct lh_engine *engine)
     for (uint64_t i = 0; i < list->count + engine->opts.unit_count; i++) {
         bool is_listed = i < list->count;
         uint32_t index = is_listed ? list->events[i].unit : (uint32_t)(i - list->count);
-        struct lh_unit *unit = &engine->units[index];
+        struct lh_unit *unit = lh_engine_unit_at(engine, index);
 
         if (!is_awaited(unit) || unit->defer.position != LH_CHUNK_NONE)
             continue;
         if (is_listed && list->events[i].kind != LH_RESIDENCY_EVENT_BEGIN)
             continue;
+        LH_ASSERT(engine->defer.count < engine->opts.unit_count);
         unit->defer.position = engine->defer.count;
         engine->defer.order[engine->defer.count++] = index;
     }
@@ -49,8 +50,10 @@ static void line_up(struct lh_engine *engine)
 
 static void release_first(struct lh_engine *engine)
 {
+    LH_ASSERT(engine->defer.first < engine->defer.count);
     uint32_t index = engine->defer.order[engine->defer.first++];
 
+    LH_ASSERT(!engine->units[index].defer.is_released);
     engine->units[index].defer.is_released = true;
     lh_update_consider(engine, index);
 }
@@ -61,6 +64,7 @@ static void release_near(struct lh_engine *engine, uint32_t position)
     const uint64_t near_bytes = engine->budget.region_bytes / 2;
     uint64_t ahead_bytes = 0;
 
+    LH_ASSERT(engine->defer.first <= engine->defer.count);
     while (engine->defer.first < lh_min_u64(position, engine->defer.count))
         release_first(engine);
     for (uint32_t i = position; i < engine->defer.count; i++) {
@@ -80,6 +84,7 @@ static void drain(struct lh_engine *engine)
 
 static void step_closed(struct lh_engine *engine)
 {
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_CLOSED);
     line_up(engine);
     lh_core_stats(engine, engine->step)->deferred_units = engine->defer.count;
     if (engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL)

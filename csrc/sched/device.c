@@ -70,6 +70,7 @@ static bool is_being_left(const struct lh_engine *engine, uint64_t offset, uint6
 static bool load_is_possible(const struct lh_engine *engine, const struct lh_residency_op *op)
 {
     const struct lh_unit *unit = &engine->units[op->unit];
+    LH_ASSERT(op->kind == LH_RESIDENCY_OP_LOAD);
     if (is_being_left(engine, op->offset, unit->desc.place_bytes))
         return false;
     bool is_here = unit->state == LH_UNIT_STATE_READY && !lh_unit_is_stale(engine, unit);
@@ -104,6 +105,8 @@ static void part_copied(struct lh_engine *engine, struct lh_copy *copy)
 /* Copy a part of the unit's bytes, in order; the last one makes it READY. */
 static bool part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t first, uint64_t end)
 {
+    LH_ASSERT(first < end && end <= unit->desc.bytes);
+    LH_ASSERT(unit->copy.state == LH_COPY_STATE_COPYING && unit->copy.is_copying);
     struct lh_copy *copy = lh_copy_take(engine);
     bool is_last = end == unit->desc.bytes;
     copy->done = part_copied;
@@ -164,6 +167,8 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
     LH_ASSERT(unit->copy.state == LH_COPY_STATE_ABSENT);
+    LH_ASSERT(!unit->copy.is_copying && unit->copy.part_count == 0);
+    LH_ASSERT(op->offset + unit->desc.place_bytes <= engine->opts.device_bytes);
     state_set(unit, LH_COPY_STATE_COPYING);
     unit->copy.offset = op->offset;
     unit->copy.is_stale = false;
@@ -177,6 +182,7 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
         (void)part_copy(engine, unit, 0, unit->desc.bytes);
         return;
     }
+    LH_ASSERT(engine->device.loading_unit == LH_UNIT_NONE);
     engine->device.loading_unit = op->unit;
     engine->device.loading_bytes = 0;
     (void)load_go_on(engine);
@@ -185,6 +191,7 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
 static bool evict_is_possible(const struct lh_engine *engine, const struct lh_residency_op *op)
 {
     const struct lh_unit *unit = &engine->units[op->unit];
+    LH_ASSERT(op->kind == LH_RESIDENCY_OP_EVICT);
     return unit->copy.state == LH_COPY_STATE_READY && unit->copy.use_count >= op->uses_before;
 }
 
@@ -219,6 +226,7 @@ static void out_done(struct lh_engine *engine, struct lh_copy *copy)
 /* [Note: Moved units] in engine.h: main memory gets the bytes that were changed. */
 static void out_start(struct lh_engine *engine, struct lh_unit *unit)
 {
+    LH_ASSERT(unit->state == LH_UNIT_STATE_READY && !unit->copy.is_copying);
     struct lh_copy *copy = lh_copy_take(engine);
     struct lh_error err = {0};
     struct lh_dev *dev = engine->dev;
@@ -252,6 +260,7 @@ static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
     bool is_new = !unit->copy.is_stale;
     if (is_new && (unit->waiter_count > 0 || !lh_unit_claim(unit)))
         return false;
+    LH_ASSERT(lh_unit_pins(unit) == 0);
     /* Not before it is claimed: until then somebody may change it. */
     bool leaves =
         atomic_load(&unit->copy.is_modified) && is_new && unit->state == LH_UNIT_STATE_READY;
@@ -277,6 +286,7 @@ static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
 static bool is_its_turn(const struct lh_engine *engine, uint64_t at)
 {
     const struct lh_region *region = &engine->device_region;
+    LH_ASSERT(at >= region->op_first && at < region->op_count);
     uint32_t policy = atomic_load(&engine->device.policy);
     bool is_load = region->ops[at].kind == LH_RESIDENCY_OP_LOAD;
     bool stands =

@@ -17,6 +17,7 @@ static void waited(struct lh_engine *engine, const struct lh_ring_message *messa
     uint64_t start = message->words[2];
     uint64_t end = message->words[3];
     uint32_t unit = (uint32_t)message->words[1];
+    LH_ASSERT(end >= start && (unit == LH_CHUNK_NONE || unit < engine->opts.unit_count));
     if (unit != LH_CHUNK_NONE)
         stats->param_wait_ns += end - start;
     else
@@ -51,6 +52,7 @@ static void message_handle(struct lh_engine *engine, const struct lh_ring_messag
                          (enum lh_dtype)message->words[3]);
         break;
     case LH_MESSAGE_CLOSE:
+        LH_ASSERT(message->words[2] <= engine->scalar_bytes_max);
         engine->scalar_bytes = message->words[2];
         lh_step_close(engine);
         break;
@@ -88,6 +90,7 @@ static bool inbox_pump(struct lh_engine *engine)
 static bool failed_poll(struct lh_engine *engine)
 {
     struct lh_ring_message message;
+    LH_ASSERT(atomic_load(&engine->failed));
     bool moved = lh_transfer_drain(engine);
     moved |= lh_job_drain(engine);
     moved |= lh_copy_poll(engine);
@@ -143,6 +146,7 @@ static bool is_stuck(const struct lh_engine *engine)
 static bool waiters_refuse(struct lh_engine *engine, const struct lh_error *err)
 {
     uint32_t refused_count = 0;
+    LH_ASSERT(err->code < 0);
     pthread_mutex_lock(&engine->shared.mutex);
     engine->shared.refusal = *err;
     pthread_mutex_unlock(&engine->shared.mutex);
@@ -204,6 +208,7 @@ static bool may_pause_now(const struct lh_engine *engine)
 static void pause_here(struct lh_engine *engine)
 {
     pthread_mutex_lock(&engine->shared.mutex);
+    LH_ASSERT(!engine->shared.is_paused);
     engine->shared.is_paused = true;
     pthread_cond_broadcast(&engine->shared.changed);
     while (atomic_load(&engine->pausing) && !atomic_load(&engine->stopping))

@@ -13,6 +13,7 @@
 
 static const struct lh_in_place_run *run_at(const struct lh_in_place_unit *unit, uint64_t offset)
 {
+    LH_ASSERT(unit->run_count > 0);
     uint32_t low = 0;
     uint32_t high = unit->run_count;
     while (high - low > 1) {
@@ -22,6 +23,7 @@ static const struct lh_in_place_run *run_at(const struct lh_in_place_unit *unit,
         else
             high = middle;
     }
+    LH_ASSERT(unit->runs[low].offset <= offset);
     return &unit->runs[low];
 }
 
@@ -89,6 +91,7 @@ static bool unit_moves(const struct lh_in_place_unit *unit)
 static const struct lh_in_place_unit *made_of(const struct lh_engine *engine,
                                               const struct lh_transfer *transfer)
 {
+    LH_ASSERT(transfer->unit < engine->opts.unit_count);
     const struct lh_in_place_unit *made = engine->units[transfer->unit].in_place.made;
     LH_ASSERT(made != NULL);
     return made;
@@ -116,6 +119,8 @@ static int source_map(struct lh_engine *engine, const struct lh_transfer *transf
 static uint64_t source_least_bytes(const struct lh_engine *engine,
                                    const struct lh_store_piece *piece)
 {
+    LH_ASSERT(piece->file_index < engine->opts.in_place.file_count);
+    LH_ASSERT(piece->file_offset < engine->opts.in_place.files[piece->file_index].bytes);
     uint64_t rest = engine->opts.in_place.files[piece->file_index].bytes - piece->file_offset;
     return rest < piece->bytes ? rest : 0;
 }
@@ -125,7 +130,10 @@ static const uint32_t *source_checksums(struct lh_engine *engine,
 {
     const struct lh_in_place_unit *made = made_of(engine, transfer);
     const struct lh_in_place_run *run = run_at(made, offset);
-    return made->checksums + run->checksum_first + (offset - run->offset) / LH_CHECKSUM_BYTES;
+    uint64_t index = run->checksum_first + (offset - run->offset) / LH_CHECKSUM_BYTES;
+    LH_ASSERT(lh_is_aligned(offset - run->offset, LH_CHECKSUM_BYTES));
+    LH_ASSERT(index < made->checksum_count);
+    return made->checksums + index;
 }
 
 static const char *source_path(const struct lh_engine *engine, uint32_t file)
@@ -161,6 +169,7 @@ static uint32_t move_at(const struct lh_in_place_unit *unit, uint64_t offset)
 static uint8_t *seam_of(const struct lh_unit *unit, uint64_t offset)
 {
     const struct lh_engine *engine = unit->engine;
+    LH_ASSERT(unit->in_place.moves && engine->in_place.seams);
     uint64_t index = unit->in_place.seam_first + offset / engine->opts.transfer_bytes;
     return engine->in_place.seams + index * LH_IN_PLACE_ALIGN;
 }
@@ -174,6 +183,7 @@ static void source_move(const struct lh_engine *engine, const struct lh_transfer
 {
     const struct lh_unit *unit = &engine->units[transfer->unit];
     uint8_t *memory = engine->region + unit->offset;
+    LH_ASSERT(request <= first && first + bytes <= unit->desc.bytes);
     const struct lh_in_place_unit *made = unit->in_place.made;
     for (uint32_t i = move_at(made, first); i < made->move_count; i++) {
         const struct lh_in_place_move *move = &made->moves[i];

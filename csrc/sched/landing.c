@@ -46,6 +46,7 @@ static void waiting_hold(struct lh_engine *engine, struct lh_unit *unit)
 static uint32_t chunk_at(const struct lh_engine *engine, const struct lh_unit *unit,
                          uint64_t element)
 {
+    LH_ASSERT(element < unit->desc.elements);
     return unit->chunk_first + (uint32_t)(element / engine->budget.chunk_elements);
 }
 
@@ -63,6 +64,7 @@ static void gradient_taken(struct lh_engine *engine, uint32_t param)
     unit->landing.count++;
     unit->landing.posted_count++;
     unit->landing.moved_bytes += bytes;
+    LH_ASSERT(engine->landing.end - engine->landing.first < engine->param_count);
     engine->landing.params[engine->landing.end++ % engine->param_count] = param;
     waiting_hold(engine, unit);
 }
@@ -70,7 +72,7 @@ static void gradient_taken(struct lh_engine *engine, uint32_t param)
 static void landed(struct lh_engine *engine, uint32_t param)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, engine->params[param].unit);
-    LH_ASSERT(unit->landing.count > 0);
+    LH_ASSERT(unit->landing.count > 0 && unit->landing.posted_count < unit->landing.count);
     unit->landing.count--;
     lh_gradient_release(engine, param);
     if (unit->landing.count == 0) {
@@ -108,6 +110,7 @@ static bool piece_copy(struct lh_engine *engine, uint32_t param)
     const struct lh_engine_param *desc = &engine->params[param];
     struct lh_gradient *gradient = &engine->gradients[param];
     struct lh_unit *unit = lh_engine_unit_at(engine, desc->unit);
+    LH_ASSERT(gradient->pointer && gradient->issued < desc->count);
     uint64_t element = desc->first + gradient->issued;
     struct lh_chunk *chunk = &engine->chunks[chunk_at(engine, unit, element)];
     uint64_t count = lh_min_u64(desc->first + desc->count, chunk->first + chunk->count) - element;
@@ -135,8 +138,10 @@ static bool piece_copy(struct lh_engine *engine, uint32_t param)
         return false;
     gradient->issued += count;
     gradient->copies++;
-    if (gradient->issued == desc->count)
-        unit->landing.posted_count--;
+    if (gradient->issued < desc->count)
+        return true;
+    LH_ASSERT(unit->landing.posted_count > 0);
+    unit->landing.posted_count--;
     return true;
 }
 
@@ -204,6 +209,7 @@ static uint32_t param_next(struct lh_engine *engine)
         uint32_t param = engine->units[next].desc.param_first;
         while (!is_posted(engine, param))
             param++;
+        LH_ASSERT(param < engine->param_count && engine->params[param].unit == next);
         return param;
     }
     for (uint64_t i = engine->landing.first; i < engine->landing.end; i++) {

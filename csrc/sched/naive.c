@@ -41,6 +41,7 @@ static bool update_may_start(const struct lh_engine *engine, const struct lh_uni
 static void unit_pump(struct lh_engine *engine, struct lh_unit *unit, struct lh_update_pump *pump)
 {
     bool is_reading = false;
+    LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING);
     for (uint32_t i = lh_update_pump_next(engine, unit); i < unit->chunk_count; i++) {
         struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
         if (chunk->state == LH_CHUNK_STATE_IDLE && !lh_update_pump_fetch(engine, chunk, pump))

@@ -58,8 +58,10 @@ static double sums_add(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
 
-        for (uint32_t j = 0; unit->update.gradient_count > 0 && j < unit->desc.param_count; j++)
+        for (uint32_t j = 0; unit->update.gradient_count > 0 && j < unit->desc.param_count; j++) {
+            LH_ASSERT(count < engine->param_count);
             sums[count++] = engine->norm.sums[unit->desc.param_first + j];
+        }
     }
     qsort(sums, count, sizeof(*sums), sums_compare);
     for (uint32_t i = 0; i < count; i++)
@@ -77,6 +79,7 @@ static void norm_done(struct lh_engine *engine, struct lh_job *job)
 
 static void norm_start(struct lh_engine *engine, struct lh_unit *unit)
 {
+    LH_ASSERT(unit->update.gradient_count > 0 && unit->landing.count == 0);
     state_set(unit, LH_NORM_STATE_RUNNING);
     unit->norm.job = (struct lh_job){
         .exec = {.run = norm_run, .context = unit, .work_bytes = unit->update.gradient_bytes},
@@ -116,6 +119,7 @@ static bool pump_after(struct lh_engine *engine)
         return moved;
     engine->norm.square_sum = sums_add(engine);
     engine->norm.is_asked = false;
+    LH_ASSERT(atomic_load(&engine->norms_done) < atomic_load(&engine->norms_asked));
     atomic_fetch_add(&engine->norms_done, 1);
     lh_core_notify(engine);
     return true;
@@ -148,6 +152,7 @@ static bool message(struct lh_engine *engine, const struct lh_ring_message *mess
 {
     if (message->words[0] != LH_MESSAGE_NORM)
         return false;
+    LH_ASSERT(!engine->norm.is_asked); /* one at a time: lh_engine_norm() */
     engine->norm.is_asked = true;
     engine->norm.is_taken = true; /* behind backward, from the next step on */
     lh_spill_consider_all(engine);

@@ -79,6 +79,7 @@ static int64_t ahead_plan(struct lh_engine *engine, struct lh_region *region,
 static void region_extend(struct lh_engine *engine, struct lh_region *region)
 {
     uint64_t count = region->predicted.count;
+    LH_ASSERT(region->op_first <= region->op_count && region->op_count <= region->op_max);
     struct lh_residency_op *ops = region->ops + region->op_count;
     uint64_t op_max = region->op_max - region->op_count;
     uint64_t loaded = 0;
@@ -165,6 +166,7 @@ static void region_step_end(struct lh_engine *engine, struct lh_region *region)
  */
 void lh_region_step_end(struct lh_engine *engine)
 {
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_CLOSED);
     if (engine->plan_step == engine->step)
         engine->plan_step = 0;
     region_step_end(engine, &engine->host_region);
@@ -266,10 +268,12 @@ static void replan(struct lh_engine *engine, const struct lh_residency_event *ev
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
         owed_count += is_owed(engine, region, &engine->units[i]);
     uint64_t head = owed_count + (event ? 1 : 0);
+    LH_ASSERT(tail_from <= predicted->count && head <= engine->event_max);
     uint64_t tail = lh_min_u64(predicted->count - tail_from, engine->event_max - head);
     memmove(predicted->events + head, predicted->events + tail_from,
             tail * sizeof(*predicted->events));
     predicted->count = owed_put(engine, region);
+    LH_ASSERT(predicted->count == owed_count);
     if (event)
         predicted->events[predicted->count++] = *event;
     predicted->count += tail;
@@ -282,6 +286,7 @@ static void replan(struct lh_engine *engine, const struct lh_residency_event *ev
 static uint64_t next_predicted(const struct lh_region *region)
 {
     uint64_t at = region->position;
+    LH_ASSERT(at <= region->predicted.count);
     while (at < region->predicted.count &&
            region->predicted.events[at].kind == LH_RESIDENCY_EVENT_END)
         at++;
@@ -299,6 +304,7 @@ static uint64_t foreseen(const struct lh_event_list *list, uint64_t from, uint32
 
 static void event_move(struct lh_event_list *list, uint64_t from, uint64_t to)
 {
+    LH_ASSERT(to <= from && from < list->count);
     struct lh_residency_event event = list->events[from];
     memmove(list->events + to + 1, list->events + to, (from - to) * sizeof(event));
     list->events[to] = event;
@@ -354,6 +360,7 @@ void lh_region_event(struct lh_engine *engine, uint32_t index, enum lh_residency
 {
     struct lh_residency_event event = {index, (uint32_t)kind};
     struct lh_region *region = engine->uses;
+    LH_ASSERT(index < engine->opts.unit_count);
     event_record(engine, event);
     if (kind == LH_RESIDENCY_EVENT_END)
         return;
@@ -414,6 +421,7 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     engine->mode = mode;
     engine->plan_step = mode == LH_ENGINE_MODE_TRAIN ? engine->step + 1 : 0;
     const struct lh_event_list *known = &engine->recorded[mode];
+    LH_ASSERT(known->count <= engine->event_max);
     region->position = 0;
     region->is_guess = known->count == 0;
     if (known->count > 0) {

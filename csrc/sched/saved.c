@@ -98,6 +98,7 @@ static struct lh_range *range_of(struct lh_saved *saved)
 
 static bool memory_take(struct lh_saved *saved)
 {
+    LH_ASSERT(saved->offset == LH_RANGE_NONE);
     saved->offset = lh_range_acquire(range_of(saved), moved_bytes(saved));
     return saved->offset != LH_RANGE_NONE;
 }
@@ -120,6 +121,7 @@ static void bytes_count(const struct lh_saved *saved, enum lh_engine_link link, 
 static void gone(struct lh_saved *saved)
 {
     struct lh_saved_area *area = &saved->engine->saved;
+    LH_ASSERT(saved->is_dropped);
     memory_give(saved);
     if (saved->ssd_offset != LH_RANGE_NONE)
         lh_range_release(&area->ssd, saved->ssd_offset, moved_bytes(saved));
@@ -137,8 +139,10 @@ static void here(struct lh_saved *saved)
 
 static void taken(struct lh_saved *saved)
 {
+    LH_ASSERT(!atomic_load(&saved->is_taken));
     atomic_store(&saved->is_taken, true);
-    atomic_fetch_sub(&saved->engine->saved.put_bytes, saved->bytes);
+    uint64_t before = atomic_fetch_sub(&saved->engine->saved.put_bytes, saved->bytes);
+    LH_ASSERT(before >= saved->bytes);
     lh_core_notify(saved->engine);
 }
 
@@ -188,6 +192,8 @@ static void transfer_start(struct lh_saved *saved, enum lh_io_kind kind)
 {
     struct lh_engine *engine = saved->engine;
     bool is_read = kind == LH_IO_KIND_READ;
+    LH_ASSERT(saved->offset != LH_RANGE_NONE && saved->ssd_offset != LH_RANGE_NONE);
+    LH_ASSERT(engine->opts.saved.store != NULL);
     enum lh_engine_link link = is_read ? LH_ENGINE_LINK_SAVED_READ : LH_ENGINE_LINK_SAVED_WRITE;
     state_set(saved, is_read ? LH_SAVED_STATE_READING : LH_SAVED_STATE_WRITING);
     bytes_count(saved, link, moved_bytes(saved));
@@ -246,6 +252,7 @@ static void saved_run(struct lh_exec_job *job)
 static void saved_summed(struct lh_engine *engine, struct lh_job *job)
 {
     struct lh_saved *saved = job->exec.context;
+    LH_ASSERT(engine->saved.job_count > 0 && saved->state == LH_SAVED_STATE_SUMMING);
     engine->saved.job_count--;
     lh_core_trace_add(engine, (struct lh_engine_trace_event){
                                   .kind = LH_ENGINE_TRACE_SAVED_SUM,
@@ -263,6 +270,7 @@ static void saved_summed(struct lh_engine *engine, struct lh_job *job)
 static void copied_in(struct lh_engine *engine, struct lh_copy *copy)
 {
     struct lh_saved *saved = saved_at(engine, copy->item);
+    LH_ASSERT(saved->is_arriving && !saved->is_returned);
     if (!engine->dev->ops->is_ordered)
         here(saved);
     saved->is_returned = true;
@@ -272,6 +280,7 @@ static void copied_in(struct lh_engine *engine, struct lh_copy *copy)
 static void copied_out(struct lh_engine *engine, struct lh_copy *copy)
 {
     struct lh_saved *saved = saved_at(engine, copy->item);
+    LH_ASSERT(saved->state == LH_SAVED_STATE_COPYING);
     taken(saved);
     if (saved->stays) {
         held(saved);
@@ -284,6 +293,7 @@ static void copied_out(struct lh_engine *engine, struct lh_copy *copy)
 static void copy_start(struct lh_engine *engine, struct lh_saved *saved,
                        enum lh_dev_direction direction)
 {
+    LH_ASSERT(saved->offset != LH_RANGE_NONE);
     struct lh_copy *copy = lh_copy_take(engine);
     bool is_in = direction == LH_DEV_DIRECTION_IN;
     copy->done = is_in ? copied_in : copied_out;
@@ -383,6 +393,7 @@ static bool pump_before(struct lh_engine *engine)
         moved = true;
     while (area->ready.first != LH_SAVED_NONE && area->job_count < LH_SAVED_JOB_COUNT) {
         struct lh_saved *saved = lh_saved_pop(engine, &area->ready);
+        LH_ASSERT(saved->state == LH_SAVED_STATE_SUMMING && saved->offset != LH_RANGE_NONE);
         saved->job = (struct lh_job){
             .exec = {.run = saved_run, .context = saved, .work_bytes = 2 * saved->bytes},
             .done = saved_summed,

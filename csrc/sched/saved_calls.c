@@ -14,7 +14,7 @@ int lh_saved_put(struct lh_engine *engine, const void *pointer, uint64_t bytes,
     const struct lh_saved_opts *opts = &engine->opts.saved;
     uint64_t room = opts->store ? opts->transit_bytes : opts->memory_bytes;
     *item_out = LH_SAVED_NONE;
-    LH_ASSERT(bytes > 0);
+    LH_ASSERT(bytes > 0 && (tier == LH_SAVED_TIER_MEMORY || tier == LH_SAVED_TIER_SSD));
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
     if (bytes > room)
@@ -24,6 +24,7 @@ int lh_saved_put(struct lh_engine *engine, const void *pointer, uint64_t bytes,
     pthread_mutex_unlock(&area->mutex);
     if (!saved)
         return -EAGAIN;
+    LH_ASSERT(saved->state == LH_SAVED_STATE_FREE);
     saved->tier = tier;
     saved->bytes = bytes;
     saved->pointer = pointer;

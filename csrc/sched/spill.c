@@ -56,7 +56,7 @@ static void update_considered(struct lh_engine *engine, struct lh_unit *unit)
     state_set(unit, LH_SPILL_STATE_RUNNING);
     unit->spill.next_chunk = 0;
     unit->spill.written_count = 0;
-    LH_ASSERT(engine->spill.count < engine->opts.unit_count);
+    LH_ASSERT(engine->spill.queue && engine->spill.count < engine->opts.unit_count);
     engine->spill.queue[engine->spill.count++] = (uint32_t)(unit - engine->units);
     lh_gradient_hold_unit(engine, unit);
 }
@@ -95,6 +95,8 @@ static void gather_run(struct lh_exec_job *job)
 
 void lh_spill_release(struct lh_engine *engine, struct lh_unit *unit)
 {
+    LH_ASSERT(unit->spill.state == LH_SPILL_STATE_DONE);
+    LH_ASSERT(unit->norm.state == LH_NORM_STATE_DONE);
     lh_gradient_release_unit(engine, unit);
     for (uint32_t i = 0; i < unit->chunk_count; i++)
         LH_FEATURE_CALL(engine, chunk_consumed, &engine->chunks[unit->chunk_first + i]);
@@ -109,6 +111,7 @@ static void chunk_written(struct lh_engine *engine, struct lh_transfer *transfer
     uint32_t index = engine->chunks[slab->chunk].unit;
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
 
+    LH_ASSERT(unit->spill.written_count < unit->spill.next_chunk);
     lh_slab_return(engine, slab);
     if (++unit->spill.written_count < unit->chunk_count)
         return;
@@ -124,6 +127,7 @@ static void gather_done(struct lh_engine *engine, struct lh_job *job)
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
 
+    LH_ASSERT(slab->is_lent && unit->spill.state == LH_SPILL_STATE_RUNNING);
     lh_slab_job_account(engine, job, LH_ENGINE_TRACE_GATHER);
     slab->transfers[0] = (struct lh_transfer){
         .source = &engine->transfers.store,
@@ -145,6 +149,9 @@ static void gather_done(struct lh_engine *engine, struct lh_job *job)
 
 static void gather_start(struct lh_engine *engine, struct lh_unit *unit, uint32_t slab_index)
 {
+    LH_ASSERT(slab_index < engine->budget.slab_count);
+    LH_ASSERT(unit->spill.next_chunk < unit->chunk_count);
+    LH_ASSERT(unit->spill.state == LH_SPILL_STATE_RUNNING);
     struct lh_slab *slab = &engine->slabs[slab_index];
     struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + unit->spill.next_chunk++];
     uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
@@ -193,6 +200,7 @@ static void gradients_read(struct lh_engine *engine, struct lh_chunk *chunk)
     uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
     uint8_t *target = lh_slab_array(slab, unit, LH_STATE_ARRAY_COUNT, chunk->count);
 
+    LH_ASSERT(!slab->is_lent && !slab->gradients);
     slab->gradients = target;
     if (chunk->spill.gradient_step == lh_core_step(engine)) /* its slab was taken in between */
         lh_core_stats(engine, chunk->spill.gradient_step)

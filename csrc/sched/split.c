@@ -72,6 +72,8 @@ void lh_split_set(struct lh_engine *engine, uint32_t deferred_count)
 static uint32_t candidate(const struct lh_engine *engine, const struct lh_engine_step_stats *stats)
 {
     const struct lh_split *split = &engine->split;
+    LH_ASSERT(engine->exec->thread_count > 0);
+    LH_ASSERT(split->gradient_ns >= stats->begin_ns && split->gradient_ns <= stats->close_ns);
     uint32_t count = trainable_count(engine);
     double forward_ns = (double)(split->gradient_ns - stats->begin_ns);
     double backward_ns = (double)(stats->close_ns - split->gradient_ns);

@@ -34,6 +34,7 @@ void lh_step_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     lh_region_begin(engine, mode);
     if (mode != LH_ENGINE_MODE_TRAIN)
         return;
+    LH_ASSERT(engine->plan_step == engine->step + 1);
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->plan_step);
     stats->step = engine->plan_step;
     if (stats->begin_ns == 0)
@@ -80,6 +81,8 @@ static void param_steps_advance(struct lh_engine *engine)
 static void step_over(struct lh_engine *engine)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
+    LH_ASSERT(engine->commit_in_flight == 0);
+    LH_ASSERT(atomic_load(&engine->closes_done) < atomic_load(&engine->closes_asked));
     lh_transfer_step_over(engine, stats);
     stats->end_ns = lh_core_now(engine);
     pthread_mutex_lock(&engine->shared.mutex);
@@ -124,6 +127,8 @@ bool lh_step_is_held(const struct lh_engine *engine)
 
 static void commit_request_done(struct lh_engine *engine, struct lh_io_request *request)
 {
+    LH_ASSERT(engine->commit_in_flight > 0);
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_COMMITTING);
     lh_transfer_busy_end(engine);
     engine->commit_in_flight--;
     /* What a failure means for the step depends on the phase: lh_store_commit_next() says it. */
@@ -134,6 +139,7 @@ static void commit_request_done(struct lh_engine *engine, struct lh_io_request *
 static void commit_begin(struct lh_engine *engine, bool is_of_flush)
 {
     struct lh_error err = {0};
+    LH_ASSERT(engine->commit_in_flight == 0 && engine->updates.chunks_busy == 0);
     engine->commit_is_late = false;
     lh_scalars_compose(engine);
     if (lh_store_commit_begin(engine->store, engine->step, engine->scalars, engine->scalar_bytes,
@@ -184,6 +190,7 @@ static bool commit_pump(struct lh_engine *engine)
         commit_done(engine);
         return true;
     }
+    LH_ASSERT(count <= LH_STORE_COMMIT_REQUEST_COUNT_MAX);
     for (int i = 0; i < count; i++) {
         engine->commit_requests[i].owner = &engine->commit_owner;
         lh_transfer_busy_begin(engine);
@@ -228,6 +235,8 @@ static bool is_changed(const struct lh_engine *engine)
 
 static void abort_finish(struct lh_engine *engine)
 {
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_ABORTING && transfers_are_idle(engine));
+    LH_ASSERT(atomic_load(&engine->aborts_done) < atomic_load(&engine->aborts_asked));
     bool has_updates = is_changed(engine);
     /* With one slot, what an update writes takes the place of the committed bytes. */
     bool is_recoverable = engine->committed_step == engine->step && !engine->has_edits &&
@@ -307,6 +316,7 @@ static bool flush_pump(struct lh_engine *engine)
         commit_begin(engine, true);
         return true;
     }
+    LH_ASSERT(atomic_load(&engine->flushes_done) < atomic_load(&engine->flushes_asked));
     engine->flush_is_asked = false;
     atomic_fetch_add(&engine->flushes_done, 1);
     lh_core_notify(engine);

@@ -25,6 +25,7 @@ void lh_transfer_step_over(struct lh_engine *engine, struct lh_engine_step_stats
     uint64_t now = lh_core_now(engine);
     if (engine->transfers.in_flight == 0)
         return;
+    LH_ASSERT(now >= engine->transfers.busy_since_ns);
     stats->ssd_busy_ns += now - engine->transfers.busy_since_ns;
     engine->transfers.busy_since_ns = now;
 }
@@ -67,6 +68,7 @@ void lh_transfer_raise(struct lh_engine *engine, struct lh_transfer *transfer)
 {
     struct lh_transfer_queue *queue = &engine->transfers;
     enum lh_priority priority = transfer->priority;
+    LH_ASSERT(priority < LH_PRIORITY_COUNT);
     if (priority == LH_PRIORITY_DEMAND)
         return;
     struct lh_transfer *before = NULL;
@@ -132,7 +134,7 @@ static void request_finish(struct lh_engine *engine, struct lh_transfer_request 
 {
     struct lh_transfer_queue *queue = &engine->transfers;
     struct lh_transfer *transfer = request->transfer;
-    LH_ASSERT(transfer->outstanding > 0);
+    LH_ASSERT(transfer->outstanding > 0 && transfer->issued_bytes <= transfer->bytes);
     request->next_free = queue->free_requests;
     queue->free_requests = request;
     if (--transfer->outstanding > 0 || transfer->issued_bytes < transfer->bytes)
@@ -243,6 +245,7 @@ static void request_done(struct lh_engine *engine, struct lh_io_request *io)
 {
     struct lh_transfer_request *request = io->owner;
     const struct lh_transfer *transfer = request->transfer;
+    LH_ASSERT(request->engine == engine && transfer->outstanding > 0);
     lh_transfer_busy_end(engine);
     if (io->result < 0) {
         request_fail(engine, request);
@@ -302,6 +305,7 @@ static void request_start(struct lh_engine *engine, struct lh_transfer *transfer
 static void transfer_issue(struct lh_engine *engine, struct lh_transfer *transfer)
 {
     struct lh_store_piece pieces[LH_STORE_PIECE_COUNT_MAX];
+    LH_ASSERT(transfer->issued_bytes < transfer->bytes);
     uint64_t at = transfer->offset + transfer->issued_bytes;
     /* End on a multiple of transfer_bytes, so that checks always cover whole checksum blocks. */
     uint64_t room = engine->opts.transfer_bytes - at % engine->opts.transfer_bytes;
@@ -357,6 +361,7 @@ bool lh_transfer_poll(struct lh_engine *engine)
     uint32_t count = engine->io->ops->poll(engine->io, done, LH_COUNT_OF(done));
     for (uint32_t i = 0; i < count; i++) {
         const struct lh_io_owner *owner = done[i]->owner;
+        LH_ASSERT(owner->done != NULL);
         owner->done(engine, done[i]);
     }
     return count > 0;

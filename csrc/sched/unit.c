@@ -38,6 +38,7 @@ void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit)
     /* Who waits for a unit whose update is ahead waits for its new values. */
     uint32_t pins = lh_unit_is_stale(engine, unit) ? 0 : unit->waiter_count;
     unit->waiter_count -= pins;
+    LH_ASSERT(atomic_load(&unit->shared.word) == 0); /* not READY, so nobody has it pinned */
     atomic_store(&unit->shared.word, LH_UNIT_READY_BIT | pins);
     if (pins > 0) {
         atomic_fetch_add(&unit->shared.grants, pins);
@@ -55,6 +56,7 @@ void lh_unit_make_ready(struct lh_engine *engine, struct lh_unit *unit)
 static void load_done(struct lh_engine *engine, struct lh_transfer *transfer)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, transfer->unit);
+    LH_ASSERT(transfer == &unit->load && unit->state == LH_UNIT_STATE_LOADING);
     if (unit->source->ops->loaded)
         unit->source->ops->loaded(engine, transfer);
     atomic_fetch_add(&unit->shared.load_count, 1); /* before anybody is let in */
@@ -91,6 +93,7 @@ void lh_unit_acquire(struct lh_engine *engine, uint32_t index)
     bool is_here =
         engine->dev ? lh_device_unit_is_here(&unit->copy) : unit->state == LH_UNIT_STATE_READY;
     if (is_here && !lh_unit_is_stale(engine, unit)) {
+        LH_ASSERT(atomic_load(&unit->shared.word) & LH_UNIT_READY_BIT);
         atomic_fetch_add(&unit->shared.word, 1);
         atomic_fetch_add(&unit->shared.grants, 1);
         lh_core_notify(engine);
@@ -155,6 +158,7 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
     LH_ASSERT(unit->state == LH_UNIT_STATE_ABSENT);
+    LH_ASSERT(op->offset + unit->desc.bytes <= engine->budget.region_bytes);
     lh_unit_state_set(unit, LH_UNIT_STATE_LOADING);
     unit->offset = op->offset;
     uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
@@ -185,6 +189,7 @@ bool lh_unit_pump(struct lh_engine *engine)
             load_start(engine, op, region->op_steps[region->op_first]);
         } else {
             struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
+            LH_ASSERT(op->kind == LH_RESIDENCY_OP_EVICT);
             if (!evict_is_possible(engine, op) || !lh_unit_claim_host(engine, unit))
                 break;
             LH_ASSERT(!unit->update.is_param_dirty); /* it has a place of its own */

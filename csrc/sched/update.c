@@ -7,6 +7,8 @@ void lh_update_consider(struct lh_engine *engine, uint32_t index)
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     if (unit->update.gradient_count == 0 || unit->update.is_queued)
         return;
+    LH_ASSERT(unit->desc.elements > 0);
+    LH_ASSERT(unit->update.gradient_count <= unit->desc.param_count);
     bool is_closed = engine->step_state == LH_STEP_STATE_CLOSED;
     if (!is_closed && engine->step_state != LH_STEP_STATE_OPEN)
         return;

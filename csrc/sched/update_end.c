@@ -6,6 +6,7 @@
 
 static void step_forget(struct lh_engine *engine)
 {
+    LH_ASSERT(engine->updates.chunks_busy == 0);
     LH_FEATURE_CALL(engine, step_forgotten);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
@@ -28,6 +29,7 @@ static void step_forget(struct lh_engine *engine)
 
 void lh_update_end_step(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
 {
+    LH_ASSERT(engine->updates.done_count == engine->updates.count);
     engine->updates.predicted_count = engine->updates.count;
     memcpy(engine->updates.predicted, engine->updates.queue,
            engine->updates.count * sizeof(*engine->updates.queue));
@@ -62,6 +64,7 @@ void lh_update_end_forget_unit(struct lh_engine *engine, uint32_t index)
 
 void lh_update_end_rollback(struct lh_engine *engine)
 {
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_ABORTING);
     for (uint32_t i = 0; i < engine->updates.count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, engine->updates.queue[i]);
         if (unit->update.chunks_computed == 0) { /* it may be dirty: nothing of it is lost */

@@ -77,6 +77,7 @@ static void unit_unplan(struct lh_engine *engine, struct lh_unit *unit, uint64_t
 void lh_update_plan_begin(struct lh_engine *engine)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->plan_step);
+    LH_ASSERT(engine->mode == LH_ENGINE_MODE_TRAIN && engine->plan_step > 0);
     bool is_closing = engine->plan_step > lh_core_step(engine);
     stats->planned_bytes[LH_ENGINE_LINK_STATE_READ] = 0;
     stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] = 0;

@@ -10,6 +10,7 @@ bool lh_update_pump_fetch(struct lh_engine *engine, struct lh_chunk *chunk,
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint32_t slab = LH_CHUNK_NONE;
     LH_ASSERT(chunk->state == LH_CHUNK_STATE_IDLE);
+    LH_ASSERT(!chunk->is_kept || chunk->kept_slab < engine->budget.kept_chunk_count);
     if (chunk->is_kept)
         slab = chunk->kept_slab;
     else if (!pump->is_full || unit->state == LH_UNIT_STATE_UPDATING)
@@ -69,6 +70,7 @@ static void unit_pump(struct lh_engine *engine, struct lh_unit *unit, struct lh_
     const bool is_late = pump->is_urgent;
     bool may_fetch = pump->may_fetch;
     uint32_t pass_count = unit->update.chunks_to_pass;
+    LH_ASSERT(pass_count <= unit->update.chunks_loaded);
     uint32_t keep_count = unit->update.chunks_loaded - pass_count;
 
     for (uint32_t i = lh_update_pump_next(engine, unit); i < unit->chunk_count; i++) {
@@ -139,6 +141,7 @@ static void updates_pump(struct lh_engine *engine, struct lh_update_pump *pump)
 /* Units at the front of the queue that are computed are passed. */
 static void queue_advance(struct lh_engine *engine)
 {
+    LH_ASSERT(engine->updates.first <= engine->updates.count);
     while (engine->updates.first < engine->updates.count) {
         uint32_t first = engine->updates.queue[engine->updates.first];
         if (engine->units[first].update.chunks_computed < engine->units[first].chunk_count)

@@ -65,6 +65,7 @@ static void slab_keep(struct lh_engine *engine, struct lh_chunk *chunk)
 {
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
+    LH_ASSERT(chunk->is_kept && chunk->slab == chunk->kept_slab);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_LOADED);
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
         uint64_t bytes = chunk->count * lh_chunk_element_bytes(unit, i);
@@ -106,7 +107,8 @@ static void write_submit(struct lh_engine *engine, struct lh_slab *slab, uint32_
                          struct lh_transfer transfer)
 {
     const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
-    LH_ASSERT(index < LH_SLAB_TRANSFER_COUNT);
+    LH_ASSERT(index < LH_SLAB_TRANSFER_COUNT && !slab->is_lent);
+    LH_ASSERT(chunk->state == LH_CHUNK_STATE_WRITING);
     transfer.source = &engine->transfers.store;
     transfer.done = write_done;
     transfer.kind = LH_IO_KIND_WRITE;
@@ -161,6 +163,7 @@ void lh_write_back_chunk(struct lh_engine *engine, struct lh_chunk *chunk)
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     uint64_t step = lh_core_step(engine);
     LH_ASSERT(chunk->computed_step == step && slab->pending == 0);
+    LH_ASSERT(!chunk->is_flushing && engine->updates.chunks_busy > 0);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
         slab->is_zero[i] = false;
