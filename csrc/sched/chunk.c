@@ -199,6 +199,7 @@ static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *c
         if (first >= end || !gradient->pointer)
             continue;
         uint64_t read_offset = (first - chunk->first) * lh_dtype_bytes(gradient->dtype);
+        LH_ASSERT(count < unit->desc.param_count);
         segments[count++] = (struct lh_adam_segment){
             .first = first - chunk->first,
             .count = end - first,

@@ -93,6 +93,7 @@ static void part_copied(struct lh_engine *engine, struct lh_copy *copy)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, copy->unit);
     LH_ASSERT(unit->copy.part_count > 0 && engine->device.loads_in_flight > 0);
+    LH_ASSERT(unit->copy.is_copying);
     engine->device.loads_in_flight--;
     if (--unit->copy.part_count > 0 || engine->device.loading_unit == copy->unit)
         return;
@@ -216,6 +217,7 @@ static void out_done(struct lh_engine *engine, struct lh_copy *copy)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, copy->unit);
     LH_ASSERT(unit->copy.state == LH_COPY_STATE_LEAVING && engine->device.leaving_count > 0);
+    LH_ASSERT(unit->copy.is_copying);
     engine->device.leaving_count--;
     unit->copy.is_copying = false;
     unit->copy.host_matches_write_back = true;

@@ -39,6 +39,7 @@ static void waiting_hold(struct lh_engine *engine, struct lh_unit *unit)
     if (!unit->defer.is_deferred || unit->spill.is_chosen ||
         unit->update.gradient_count < unit->desc.param_count)
         return;
+    LH_ASSERT(unit->landing.held_bytes == 0);
     unit->landing.held_bytes = unit->update.gradient_bytes;
     lh_gradient_hold(engine, unit->landing.held_bytes);
 }
@@ -86,6 +87,7 @@ static void landed(struct lh_engine *engine, uint32_t param)
 
 static void copied(struct lh_engine *engine, struct lh_copy *copy)
 {
+    LH_ASSERT(copy->param < engine->param_count && copy->chunk < engine->chunk_count);
     struct lh_gradient *gradient = &engine->gradients[copy->param];
     LH_ASSERT(gradient->copies > 0 && engine->chunks[copy->chunk].landing.count > 0);
     engine->chunks[copy->chunk].landing.count--;

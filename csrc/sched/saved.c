@@ -193,7 +193,6 @@ static void transfer_start(struct lh_saved *saved, enum lh_io_kind kind)
     struct lh_engine *engine = saved->engine;
     bool is_read = kind == LH_IO_KIND_READ;
     LH_ASSERT(saved->offset != LH_RANGE_NONE && saved->ssd_offset != LH_RANGE_NONE);
-    LH_ASSERT(engine->opts.saved.store != NULL);
     enum lh_engine_link link = is_read ? LH_ENGINE_LINK_SAVED_READ : LH_ENGINE_LINK_SAVED_WRITE;
     state_set(saved, is_read ? LH_SAVED_STATE_READING : LH_SAVED_STATE_WRITING);
     bytes_count(saved, link, moved_bytes(saved));
@@ -280,7 +279,6 @@ static void copied_in(struct lh_engine *engine, struct lh_copy *copy)
 static void copied_out(struct lh_engine *engine, struct lh_copy *copy)
 {
     struct lh_saved *saved = saved_at(engine, copy->item);
-    LH_ASSERT(saved->state == LH_SAVED_STATE_COPYING);
     taken(saved);
     if (saved->stays) {
         held(saved);
@@ -293,7 +291,6 @@ static void copied_out(struct lh_engine *engine, struct lh_copy *copy)
 static void copy_start(struct lh_engine *engine, struct lh_saved *saved,
                        enum lh_dev_direction direction)
 {
-    LH_ASSERT(saved->offset != LH_RANGE_NONE);
     struct lh_copy *copy = lh_copy_take(engine);
     bool is_in = direction == LH_DEV_DIRECTION_IN;
     copy->done = is_in ? copied_in : copied_out;

@@ -175,6 +175,7 @@ static bool pump_gradients(struct lh_engine *engine)
 {
     bool moved = false;
 
+    LH_ASSERT(engine->spill.first <= engine->spill.count);
     for (uint32_t i = engine->spill.first; i < engine->spill.count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, engine->spill.queue[i]);
 

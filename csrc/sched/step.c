@@ -157,6 +157,7 @@ static void commit_done(struct lh_engine *engine)
 {
     uint64_t now = lh_core_now(engine);
     bool is_of_flush = engine->commit_is_of_flush;
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_COMMITTING && engine->commit_in_flight == 0);
     lh_core_trace_add(engine, (struct lh_engine_trace_event){
                                   .kind = LH_ENGINE_TRACE_COMMIT,
                                   .unit = LH_CHUNK_NONE,

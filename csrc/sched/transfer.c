@@ -47,6 +47,7 @@ void lh_transfer_submit(struct lh_engine *engine, struct lh_transfer *transfer)
     LH_ASSERT(lh_is_aligned(transfer->offset, LH_BLOCK_BYTES));
     LH_ASSERT(priority < LH_PRIORITY_COUNT && transfer->done && transfer->source);
     LH_ASSERT(transfer->buffer && transfer->link < LH_ENGINE_LINK_COUNT);
+    LH_ASSERT(transfer->step <= engine->step + 1);
     const struct lh_source_ops *ops = transfer->source->ops;
     LH_ASSERT(transfer->kind == LH_IO_KIND_READ || ops->write_begin);
     if (transfer->kind == LH_IO_KIND_WRITE && ops->write_queued)

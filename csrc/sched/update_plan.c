@@ -129,6 +129,7 @@ void lh_update_plan_correct(struct lh_engine *engine)
 void lh_update_plan_reread(struct lh_engine *engine, struct lh_chunk *chunk)
 {
     uint64_t step = chunk->read_step;
+    LH_ASSERT(step == lh_core_step(engine));
     uint64_t *planned = &chunk->planned_bytes[step % 2];
     if (chunk->planned_steps[step % 2] != step || chunk->read_bytes <= *planned)
         return;

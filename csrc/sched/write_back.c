@@ -147,6 +147,7 @@ static void param_write(struct lh_engine *engine, struct lh_chunk *chunk, uint64
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
     uint64_t offset = chunk->first * param_bytes;
+    LH_ASSERT(chunk->first + chunk->count <= unit->desc.elements);
     write_submit(engine, &engine->slabs[chunk->slab], LH_STATE_ARRAY_COUNT,
                  (struct lh_transfer){
                      .link = LH_ENGINE_LINK_PARAM_WRITE,
@@ -188,6 +189,7 @@ static bool states_write_dirty(struct lh_engine *engine, uint64_t step)
             continue;
         const struct lh_unit *unit = &engine->units[chunk->unit];
         LH_ASSERT(chunk->is_kept && !chunk->is_flushing);
+        LH_ASSERT(chunk->state == LH_CHUNK_STATE_LOADED && engine->slabs[i].pending == 0);
         lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
         chunk->is_flushing = true;
         engine->updates.chunks_busy++;
