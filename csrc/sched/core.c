@@ -44,7 +44,8 @@ void lh_core_trace_add(struct lh_engine *engine, struct lh_engine_trace_event ev
 int lh_core_error(struct lh_engine *engine, struct lh_error *err)
 {
     if (lh_core_is_forked(engine))
-        return lh_error_set(err, -ECANCELED, "the engine runs in the process that made it");
+        return lh_error_set(err, -ECANCELED,
+                            "the engine works only in the process that created it");
     if (!atomic_load(&engine->failed))
         return 0;
     pthread_mutex_lock(&engine->shared.mutex);

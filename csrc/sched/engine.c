@@ -191,8 +191,7 @@ static void stuck_fail(struct lh_engine *engine)
     lh_error_set(&err, -ENOSPC,
                  "unit %u needs %" PRIu64 " bytes, and %u units in use hold %" PRIu64
                  " of the %" PRIu64 " bytes for parameters: raise host_bytes by %" PRIu64
-                 ", or let go of tensors that"
-                 " are views of parameters",
+                 ", or delete tensors that are views of parameters",
                  wanted, engine->units[wanted].desc.place_bytes, in_use_count, in_use_bytes,
                  engine->budget.region_bytes, 2 * engine->units[wanted].desc.place_bytes);
     if (!waiters_refuse(engine, &err))

@@ -53,8 +53,8 @@ static int unit_validate(const struct lh_engine *engine, const struct lh_in_plac
 {
     const struct lh_in_place_opts *opts = &engine->opts.in_place;
     if (made->unit >= engine->opts.unit_count)
-        return lh_error_set(err, -EINVAL, "unit %u of %u is read in place", made->unit,
-                            engine->opts.unit_count);
+        return lh_error_set(err, -EINVAL, "in-place unit %u is out of range: there are %u units",
+                            made->unit, engine->opts.unit_count);
     const struct lh_engine_unit *desc = &engine->units[made->unit].desc;
     uint64_t at = 0;
     uint64_t checksum_count = 0;
@@ -236,7 +236,8 @@ static const struct lh_source_ops source_ops = {
     .moves = source_moves,
     .move = source_move,
     .loaded = source_loaded,
-    .advice = "; the file changed since the store was made, or was read wrong",
+    .advice =
+        "; the file has changed since the store was created, or the drive returned wrong bytes",
     .is_of_units = true,
 };
 
@@ -259,7 +260,8 @@ int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
         if (unit->desc.param_extent == LH_ENGINE_EXTENT_NONE && !unit->in_place.made)
-            return lh_error_set(err, -EINVAL, "unit %u is nowhere", i);
+            return lh_error_set(err, -EINVAL,
+                                "unit %u has no parameter extent and is not read in place", i);
     }
     if (seam_count == 0)
         return 0;

@@ -459,10 +459,11 @@ static void stuck_set(const struct lh_engine *engine, struct lh_error *err)
     bool is_put = area->puts.first != LH_SAVED_NONE;
     const struct lh_saved *saved = &area->items[is_put ? area->puts.first : area->wants.first];
     lh_error_set(err, -ENOSPC,
-                 "a saved tensor of %" PRIu64 " bytes finds no room to go %s: of %" PRIu64
-                 " bytes of main memory for those that pass %" PRIu64 " are free, of %" PRIu64
-                 " for those that stay %" PRIu64 ", of %" PRIu64 " on SSD %" PRIu64
-                 ": give saved tensors more of one of them, or recompute more of them",
+                 "no room to move a saved tensor of %" PRIu64
+                 " bytes %s: main memory for tensors in"
+                 " transit has %" PRIu64 " bytes, %" PRIu64 " free; for tensors that stay %" PRIu64
+                 " bytes, %" PRIu64 " free; SSD %" PRIu64 " bytes, %" PRIu64
+                 " free: raise swap_bytes or swap_ssd_bytes, or recompute more layers",
                  saved->bytes, is_put ? "out" : "back", area->transit.total_bytes,
                  area->transit.free_bytes, area->staying.total_bytes, area->staying.free_bytes,
                  area->ssd.total_bytes, area->ssd.free_bytes);

@@ -244,7 +244,7 @@ static bool gradient_accepts(struct lh_engine *engine, struct lh_unit *unit)
     if (unit->spill.state == LH_SPILL_STATE_NONE)
         return true;
     lh_error_set(&err, -EINVAL,
-                 "a gradient of unit %u came after the norm of all gradients was asked",
+                 "a gradient of unit %u arrived after the norm of all gradients was requested",
                  (unsigned)(unit - engine->units));
     lh_core_fail(engine, &err);
     return false;

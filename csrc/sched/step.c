@@ -248,18 +248,18 @@ static void abort_finish(struct lh_engine *engine)
         struct lh_error err = {0};
         result = -ENOTRECOVERABLE;
         lh_error_set(&err, result,
-                     "step %" PRIu64 " died half-way and cannot be rolled back here: tensors are "
-                     "still views of unit %u, which it has updated; open the store again with "
-                     "resume=True to go on from step %" PRIu64,
+                     "step %" PRIu64 " failed partway and cannot be rolled back here: tensors are "
+                     "still views of unit %u, which it has updated; reopen the store with "
+                     "resume=True to continue from step %" PRIu64,
                      engine->step + 1, (unsigned)(lent - engine->units), engine->committed_step);
         lh_core_fail(engine, &err);
     } else if (has_updates && engine->opts.commit_every == LH_ENGINE_COMMIT_NEVER) {
         struct lh_error err = {0};
         result = -ENOTRECOVERABLE;
         lh_error_set(&err, result,
-                     "step %" PRIu64 " died half-way, and the store keeps one slot "
-                     "(commit_every=\"never\"): parameters and states are partly of step %" PRIu64
-                     ", partly of step %" PRIu64 ", and cannot be had back; use commit_every=1 to "
+                     "step %" PRIu64 " failed partway, and the store keeps one slot "
+                     "(commit_every=\"never\"): parameters and states are a mix of step %" PRIu64
+                     " and step %" PRIu64 " and cannot be recovered; use commit_every=1 to "
                      "be able to roll back",
                      engine->step + 1, engine->step, engine->step + 1);
         lh_core_fail(engine, &err);
@@ -268,11 +268,11 @@ static void abort_finish(struct lh_engine *engine)
         result = -ENOTRECOVERABLE;
         lh_error_set(
             &err, result,
-            "step %" PRIu64 " died half-way, and what changed since the last commit (step %" PRIu64
-            ") is in the same slot%s: open the store again with resume=True to go on from step"
+            "step %" PRIu64 " failed partway, and all changes since the last commit (step %" PRIu64
+            ") are in the same slot%s: reopen the store with resume=True to continue from step"
             " %" PRIu64 "%s",
             engine->step + 1, engine->committed_step,
-            engine->commit_is_late ? ", as a snapshot under way held the commits back" : "",
+            engine->commit_is_late ? ", because a snapshot in progress held back the commits" : "",
             engine->committed_step,
             engine->opts.commit_every > 1 ? ", and use commit_every=1 to be able to roll back one"
                                             " step"

@@ -26,9 +26,9 @@ static void stale_fail(struct lh_engine *engine, uint32_t index)
 {
     struct lh_error err = {0};
     lh_error_set(&err, -ESTALE,
-                 "unit %u is read again in backward after all its gradients came, and its update "
-                 "has begun: a checkpoint reads it without differentiating it; updates that wait "
-                 "for step() allow that: schedule=\"deferred\"",
+                 "unit %u is read in backward after all its gradients arrived and its update "
+                 "began: a checkpoint reads it without differentiating it. Use "
+                 "schedule=\"deferred\", whose updates wait for step()",
                  index);
     lh_core_fail(engine, &err);
 }
