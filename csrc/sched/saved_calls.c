@@ -1,4 +1,4 @@
-/* Saved tensors: what threads that compute call (saved.h). */
+/* Saved tensors: the functions that computing threads call (saved.h). */
 #include "sched/engine_private.h"
 
 static struct lh_saved *saved_at(const struct lh_engine *engine, uint32_t item)
@@ -68,12 +68,12 @@ void lh_saved_fetch(struct lh_engine *engine, uint32_t item, void *target)
     struct lh_saved *saved = saved_at(engine, item);
     LH_ASSERT((target != NULL) == (engine->dev != NULL));
     saved->target = target;
-    /* The copy out that waited for it is over or will be before the copy back begins. */
+    /* The fence can be reused: the copy out that waited for it ends before the copy back begins. */
     lh_engine_fence_record(engine, saved->computed);
     lh_engine_post(engine, LH_MESSAGE_SAVED_FETCH, item, 0, 0);
 }
 
-/* Its place cannot be taken back from here on. */
+/* Claim the bytes for the waiting thread: from now on they cannot be evicted. */
 static bool presence_take(struct lh_engine *engine, uint64_t item)
 {
     uint32_t here = LH_SAVED_PRESENCE_HERE;
@@ -89,7 +89,7 @@ int lh_saved_wait(struct lh_engine *engine, uint32_t item, int timeout_ms)
     uint64_t start = lh_core_now(engine);
     bool is_here = presence_take(engine, item);
     if (!is_here) {
-        /* Once: a message is something that moves, and would hide that nothing else does. */
+        /* Ask once: each message counts as progress and would hide a stuck engine. */
         if (!saved->has_asked)
             lh_engine_post(engine, LH_MESSAGE_SAVED_FETCH, item, 1, 0);
         saved->has_asked = true;
