@@ -1,6 +1,6 @@
 /*
- * Which chunk moves next: assign slabs, fetch and compute chunks, in the order of the queue. Private
- * to csrc/sched.
+ * Which chunk moves next: assign slabs, fetch and compute chunks, in the order of the queue.
+ * Private to csrc/sched.
  *
  * Reads go ahead of gradients, in the order in which the last step updated its units; a slab that
  * holds a chunk read ahead is taken back when a unit that has its gradients needs one. Writes have
@@ -27,8 +27,7 @@ struct lh_update_pump {
     bool moved;
     bool may_fetch; /* no unit with precedence waits for a slab */
     bool is_full;   /* no slab is free, and none holds what was only read ahead */
-    bool
-        is_urgent; /* a thread waits for a unit that waits for workers: later ones must not compute */
+    bool is_urgent; /* a thread waits for a unit that waits for workers: no later one computes */
 };
 
 /* Move what can move. True: something did. */
