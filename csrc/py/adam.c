@@ -121,11 +121,12 @@ static int work_on_threads(struct work *work, unsigned thread_count)
         pthread_join(threads[t], NULL);
     Py_END_ALLOW_THREADS
     if (rc != 0) {
-        PyErr_Format(PyExc_OSError, "the system gave %u threads of %u", started + 1, thread_count);
+        PyErr_Format(PyExc_OSError, "only %u of %u threads could be started", started + 1,
+                     thread_count);
         return -1;
     }
     if (atomic_load(&work->wrong_chunk) != UINT64_MAX) {
-        PyErr_Format(PyExc_ValueError, "elements from %llu do not have the checksums expected",
+        PyErr_Format(PyExc_ValueError, "elements from %llu on do not match the expected checksums",
                      (unsigned long long)(atomic_load(&work->wrong_chunk) * CHUNK_ELEMENTS));
         return -1;
     }
@@ -141,7 +142,7 @@ static int dtype_from_name(const char *name, enum lh_dtype *dtype_out)
     } else if (strcmp(name, "float16") == 0) {
         *dtype_out = LH_DTYPE_F16;
     } else {
-        PyErr_Format(PyExc_ValueError, "dtype is float32, bfloat16 or float16, not %s", name);
+        PyErr_Format(PyExc_ValueError, "dtype must be float32, bfloat16 or float16, not %s", name);
         return -1;
     }
     return 0;
@@ -160,12 +161,13 @@ static int run_make(const struct run_arguments *arguments, struct lh_adam_run *r
         dtype_from_name(arguments->gradient_dtype, &run->gradient_dtype) < 0)
         return -1;
     if ((arguments->residual != 0) != (lh_adam_residual_bytes(run->param_dtype) > 0)) {
-        PyErr_SetString(PyExc_ValueError, "a bfloat16 param has a residual, a float16 one its fp32"
-                                          " master there, a float32 one has 0");
+        PyErr_SetString(PyExc_ValueError,
+                        "residual must be the residual of a bfloat16 param, the fp32"
+                        " master of a float16 one, and 0 for a float32 one");
         return -1;
     }
     if (arguments->thread_count < 1 || arguments->thread_count > THREAD_COUNT_MAX) {
-        PyErr_Format(PyExc_ValueError, "threads is %u, not 1 to %d", arguments->thread_count,
+        PyErr_Format(PyExc_ValueError, "threads is %u: must be 1 to %d", arguments->thread_count,
                      THREAD_COUNT_MAX);
         return -1;
     }
@@ -187,7 +189,8 @@ static const struct lh_adam_kernel *kernel_by_name(const char *name)
     for (int k = 0; k < count; k++)
         if (!name || strcmp(kernels[k].name, name) == 0)
             return kernels + k;
-    PyErr_Format(PyExc_ValueError, "no kernel %s on this machine, see adam_kernels()", name);
+    PyErr_Format(PyExc_ValueError, "kernel %s is not available on this machine: see adam_kernels()",
+                 name);
     return NULL;
 }
 
@@ -219,7 +222,8 @@ static PyObject *seals_make(struct work *work, PyObject *expected)
 
     if (expected != Py_None) {
         if (!PyBytes_Check(expected) || PyBytes_Size(expected) != bytes) {
-            PyErr_Format(PyExc_ValueError, "expected is not what a call over %llu elements returns",
+            PyErr_Format(PyExc_ValueError,
+                         "expected has the wrong size for a call over %llu elements",
                          (unsigned long long)work->run.count);
             return NULL;
         }
@@ -258,7 +262,7 @@ static PyObject *adam_update(PyObject *module, PyObject *args, PyObject *kwargs)
         run_make(&a, &work.run) < 0)
         return NULL;
     if (step == 0) {
-        PyErr_SetString(PyExc_ValueError, "step is 0; the first is 1");
+        PyErr_SetString(PyExc_ValueError, "step is 0: the first step is 1");
         return NULL;
     }
     work.kernel = kernel_by_name(kernel_name);

@@ -18,7 +18,7 @@ static int unit_parse(PyObject *item, struct lh_engine_unit *unit)
     int dtype, always, param, residual, moment1, moment2;
     unsigned int param_first, param_count, group;
     if (!PyTuple_Check(item)) {
-        PyErr_SetString(PyExc_TypeError, "a unit is a tuple");
+        PyErr_SetString(PyExc_TypeError, "a unit must be a tuple");
         return -1;
     }
     if (!PyArg_ParseTuple(item, UNIT_FORMAT, &bytes, &place_bytes, &elements, &dtype, &always,
@@ -48,7 +48,7 @@ static int param_parse(PyObject *item, struct lh_engine_param *param)
     unsigned int unit, group;
     if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "IKKI", &unit, &first, &count, &group)) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "a param is a tuple");
+            PyErr_SetString(PyExc_TypeError, "a param must be a tuple");
         return -1;
     }
     *param = (struct lh_engine_param){.unit = unit, .first = first, .count = count, .group = group};
@@ -96,7 +96,8 @@ static int params_parse(struct lhpy_engine *self, PyObject *list)
         if (param_parse(PyList_GetItem(list, i), param) < 0)
             return -1;
         if (param->unit >= self->unit_count) {
-            PyErr_Format(PyExc_IndexError, "unit %u of %u", param->unit, self->unit_count);
+            PyErr_Format(PyExc_IndexError, "unit %u is out of range: there are %u units",
+                         param->unit, self->unit_count);
             return -1;
         }
         const struct lh_engine_unit *unit = &self->units[param->unit];

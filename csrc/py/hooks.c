@@ -93,7 +93,8 @@ PyObject *lhpy_engine_classes(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "IO!O!", &index, &PyType_Type, &bound, &PyType_Type, &hollow))
         return NULL;
     if (index >= self->param_count)
-        return PyErr_Format(PyExc_IndexError, "param %u of %u", index, self->param_count);
+        return PyErr_Format(PyExc_IndexError, "param %u is out of range: there are %u params",
+                            index, self->param_count);
     lhpy_replace(&self->params[index].bound_class, Py_NewRef(bound));
     lhpy_replace(&self->params[index].hollow_class, Py_NewRef(hollow));
     Py_RETURN_NONE;
@@ -417,7 +418,8 @@ PyObject *lhpy_scope_new(struct lhpy_engine *self, PyObject *scope_type, PyObjec
         unsigned long unit = item ? PyLong_AsUnsignedLong(item) : 0;
         Py_XDECREF(item);
         if (!PyErr_Occurred() && unit >= self->unit_count)
-            PyErr_Format(PyExc_IndexError, "unit %lu of %u", unit, self->unit_count);
+            PyErr_Format(PyExc_IndexError, "unit %lu is out of range: there are %u units", unit,
+                         self->unit_count);
         ok = !PyErr_Occurred();
         if (ok)
             scope->units[scope->unit_count++] = (uint32_t)unit;
@@ -482,7 +484,8 @@ PyObject *lhpy_engine_gradient_hook(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "I", &index))
         return NULL;
     if (index >= self->param_count)
-        return PyErr_Format(PyExc_IndexError, "param %u of %u", index, self->param_count);
+        return PyErr_Format(PyExc_IndexError, "param %u is out of range: there are %u params",
+                            index, self->param_count);
     PyObject *pair = Py_BuildValue("(OI)", object, index);
     PyObject *hook = pair ? PyCFunction_New(&gradient_hook_def, pair) : NULL;
     Py_XDECREF(pair);

@@ -111,7 +111,7 @@ int lhpy_in_place_parse(PyObject *tuple, struct lhpy_in_place *made)
         return -1;
     Py_ssize_t file_count = PyList_Size(files);
     if (file_count > LHPY_IN_PLACE_FILE_COUNT_MAX) {
-        PyErr_Format(PyExc_ValueError, "%zd files are read in place: at most %d", file_count,
+        PyErr_Format(PyExc_ValueError, "%zd files are read in place: the maximum is %d", file_count,
                      LHPY_IN_PLACE_FILE_COUNT_MAX);
         return -1;
     }

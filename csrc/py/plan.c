@@ -20,7 +20,7 @@ static PyObject *item_get(PyObject *dict, const char *key, const char *owner)
 {
     if (!dict || !PyDict_Check(dict)) {
         PyErr_Clear();
-        PyErr_Format(PyExc_TypeError, "a %s is a dict", owner);
+        PyErr_Format(PyExc_TypeError, "a %s must be a dict", owner);
         return NULL;
     }
     PyObject *item = PyDict_GetItemString(dict, key);
@@ -115,7 +115,7 @@ static PyObject *list_get(PyObject *dict, const char *key, const char *owner)
 {
     PyObject *list = item_get(dict, key, owner);
     if (list && !PyList_Check(list)) {
-        PyErr_Format(PyExc_TypeError, "a %s's '%s' is a list", owner, key);
+        PyErr_Format(PyExc_TypeError, "a %s's '%s' must be a list", owner, key);
         Py_CLEAR(list);
     }
     return list;
@@ -135,7 +135,7 @@ static int block_parse(PyObject *dict, struct lh_plan_model *model, uint32_t ind
     Py_ssize_t count = layers ? PyList_Size(layers) : 0;
     /* A list that grew since its layers were counted. */
     if (rc == 0 && count > (Py_ssize_t)(model->layer_count - *layer_next)) {
-        PyErr_SetString(PyExc_RuntimeError, "a model changed while it was read");
+        PyErr_SetString(PyExc_RuntimeError, "the model was modified while it was being read");
         rc = -1;
     }
     for (Py_ssize_t i = 0; rc == 0 && i < count; i++)
@@ -228,7 +228,7 @@ static int name_find(PyObject *name, const char *const *names, int name_count, c
 static int list_check(PyObject *list, uint32_t count, const char *what)
 {
     if (!PyList_Check(list)) {
-        PyErr_Format(PyExc_TypeError, "what is chosen for %ss is a list", what);
+        PyErr_Format(PyExc_TypeError, "the choices for %ss must be a list", what);
         return -1;
     }
     if (PyList_Size(list) == (Py_ssize_t)count)

@@ -46,7 +46,7 @@ static int item_parse(struct lhpy_engine *self, PyObject *number, uint32_t *item
     if (PyErr_Occurred() || lhpy_check_open(self) < 0)
         return -1;
     if (value >= self->saved.opts.item_max) {
-        PyErr_Format(PyExc_IndexError, "saved tensor %lu of %u", value,
+        PyErr_Format(PyExc_IndexError, "saved tensor %lu is out of range: there are %u", value,
                      (unsigned)self->saved.opts.item_max);
         return -1;
     }
@@ -90,7 +90,7 @@ PyObject *lhpy_engine_saved_fetch(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "OK", &number, &target) || item_parse(self, number, &item) < 0)
         return NULL;
     if ((target != 0) != (self->core->dev != NULL)) {
-        PyErr_SetString(PyExc_ValueError, "a target is memory of the device, where there is one");
+        PyErr_SetString(PyExc_ValueError, "target must be device memory, and 0 without a device");
         return NULL;
     }
     lhpy_device_stream_note(self);

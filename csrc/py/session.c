@@ -211,7 +211,8 @@ static int64_t unit_at(const struct lhpy_engine *self, PyObject *units, Py_ssize
         return -1;
     if (unit < self->unit_count)
         return (int64_t)unit;
-    PyErr_Format(PyExc_IndexError, "unit %lu of %u", unit, self->unit_count);
+    PyErr_Format(PyExc_IndexError, "unit %lu is out of range: there are %u units", unit,
+                 self->unit_count);
     return -1;
 }
 

@@ -65,7 +65,7 @@ static int names_parse(PyObject *sequence, PyObject *raiser, struct names *names
         return -1;
     if (count == 0 || count > LH_STORE_DIRECTORY_COUNT_MAX) {
         struct lh_error err = {0};
-        lh_error_set(&err, -EINVAL, "%zd directories: 1 to %d are possible", count,
+        lh_error_set(&err, -EINVAL, "%zd directories: must be 1 to %d", count,
                      LH_STORE_DIRECTORY_COUNT_MAX);
         lhpy_raise_error(raiser, &err);
         return -1;
@@ -270,8 +270,8 @@ static PyObject *store_transfer(PyObject *object, PyObject *args, bool is_write)
         !lhpy_store_get(object))
         return NULL;
     if (extent >= lh_store_extent_count(self->store))
-        return PyErr_Format(PyExc_IndexError, "extent %u of %u", extent,
-                            lh_store_extent_count(self->store));
+        return PyErr_Format(PyExc_IndexError, "extent %u is out of range: there are %u extents",
+                            extent, lh_store_extent_count(self->store));
     void *memory = (void *)(uintptr_t)address;
     int rc;
     Py_BEGIN_ALLOW_THREADS

@@ -28,7 +28,7 @@ const struct lhpy_dl_exchange *lhpy_exchange(void)
     }
     if (table && table->version.major != LHPY_DL_VERSION_MAJOR) {
         PyErr_Format(PyExc_ImportError,
-                     "torch speaks DLPack %u.%u, lohan %u.%u: install a newer lohan",
+                     "torch uses DLPack %u.%u, lohan %u.%u: install a newer lohan",
                      table->version.major, table->version.minor, LHPY_DL_VERSION_MAJOR,
                      LHPY_DL_VERSION_MINOR);
         return NULL;
@@ -44,7 +44,7 @@ int lhpy_tensor_read(PyObject *tensor, struct lhpy_dl_tensor *out)
         return -1;
     if (table->tensor_from_object(tensor, out) != 0) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "not a tensor that DLPack can describe");
+            PyErr_SetString(PyExc_TypeError, "DLPack cannot describe this tensor");
         return -1;
     }
     out->data = (uint8_t *)out->data + out->byte_offset;
@@ -210,7 +210,7 @@ PyObject *lhpy_lend(struct lhpy_core *core, uint32_t unit, uint64_t byte_offset,
         /* On failure torch has not called the deleter: the blob is still ours. */
         lend_delete(&lend->managed);
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_RuntimeError, "torch refuses a tensor over lohan's memory");
+            PyErr_SetString(PyExc_RuntimeError, "torch rejected a tensor over lohan's memory");
         return NULL;
     }
     return tensor;
@@ -265,6 +265,6 @@ PyObject *lhpy_saved_lend(struct lhpy_core *core, uint32_t item, int64_t bytes)
     lhpy_core_release(core); /* the item stays the caller's */
     free(lend);
     if (!PyErr_Occurred())
-        PyErr_SetString(PyExc_RuntimeError, "torch refuses a tensor over lohan's memory");
+        PyErr_SetString(PyExc_RuntimeError, "torch rejected a tensor over lohan's memory");
     return NULL;
 }

@@ -104,8 +104,8 @@ struct lh_engine_opts {
     uint32_t param_count;
     uint32_t group_count;
     const struct lh_budget *budget; /* borrowed for the call */
-    uint8_t
-        *memory; /* budget's region and slabs, LH_HUGE_PAGE_BYTES-aligned; borrowed until destroy */
+    /* The budget's region and slabs, LH_HUGE_PAGE_BYTES-aligned; borrowed until destroy. */
+    uint8_t *memory;
     uint64_t memory_bytes;  /* at least region_bytes + slab_count * slab_bytes */
     struct lh_store *store; /* this and the next three are borrowed until destroy */
     struct lh_io *io;

@@ -170,11 +170,10 @@ struct lh_engine {
     uint8_t *scalars; /* header, per-parameter steps, the caller's bytes */
     uint64_t scalar_bytes;
     uint64_t scalar_bytes_max;
-    struct lh_adam_hyper *
-        hypers[2]; /* by parity of the step: the open one is written while the closed one is used */
-    double gradient_scales[2]; /* likewise */
-    struct lh_engine_step_stats
-        stats[2]; /* of step n at n % 2: at most one closed step is not over */
+    /* Indexed by step % 2, as at most one closed step is not over while the next one is open. */
+    struct lh_adam_hyper *hypers[2];
+    double gradient_scales[2];
+    struct lh_engine_step_stats stats[2];
     struct lh_engine_step_stats stats_other; /* evaluations */
 
     struct lh_engine_trace_event *trace;

@@ -3,10 +3,10 @@
  *
  * [Note: Between commits] If commits happen only every few steps, data that stays in memory need
  * not be written in the steps between: R, M and V of a chunk that keeps its slab, and P of a unit
- * that has a place of its own in the region. Its slot on SSD then belongs to an older step and is not
- * read: the chunk, or the unit's P, is dirty. A step that commits writes all that it updates and,
- * before the commit, whatever is still dirty from earlier steps. A flush writes it, too, because
- * its caller may read the store.
+ * that has a place of its own in the region. Its slot on SSD then belongs to an older step and is
+ * not read: the chunk, or the unit's P, is dirty. A step that commits writes all that it updates
+ * and, before the commit, whatever is still dirty from earlier steps. A flush writes it, too,
+ * because its caller may read the store.
  *
  * Source: LoHan IV-C (delayed write-back); that memory is a tier for states is ours.
  */
