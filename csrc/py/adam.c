@@ -1,4 +1,4 @@
-/* See adam.h. Addresses and counts are trusted: whoever calls owns the arrays. */
+/* See adam.h. Addresses and counts are trusted: the caller owns the arrays. */
 #include "py/adam.h"
 
 #include <pthread.h>
@@ -14,7 +14,7 @@
 #define CHUNK_CHECKSUMS (CHUNK_ELEMENTS * 4 / LH_CHECKSUM_BYTES)
 #define THREAD_COUNT_MAX 256
 
-/* The checksums of a chunk as adam_update() returns them, bytes that only it reads. */
+/* The checksums of a chunk as adam_update() returns them: opaque bytes that only it reads. */
 struct seal {
     uint32_t param[CHUNK_CHECKSUMS];
     uint32_t residual[CHUNK_CHECKSUMS];
@@ -27,8 +27,8 @@ struct work {
     struct lh_adam_run run;
     struct lh_adam_scalars scalars;
     const struct lh_adam_kernel *kernel; /* NULL: only move the bytes */
-    const struct seal *expected;         /* a chunk each; NULL: nothing is checked */
-    struct seal *made;                   /* a chunk each; NULL: no checksums */
+    const struct seal *expected;         /* one per chunk; NULL: nothing is checked */
+    struct seal *made;                   /* one per chunk; NULL: no checksums */
     _Atomic uint64_t chunk_next;
     _Atomic uint64_t wrong_chunk; /* UINT64_MAX: none */
 };
@@ -98,9 +98,9 @@ static void *work_run(void *context)
 }
 
 /*
- * Run work on thread_count threads, the caller's among them, without the GIL. Where the system
- * refuses a thread the others do its share, and the call fails all the same: whoever asked for
- * threads measures them. 0, or -1 with a Python error.
+ * Run work on thread_count threads, including the caller's, without the GIL. If a thread cannot be
+ * started, the others do its share and the call fails anyway, because the caller measures the
+ * threads. 0, or -1 with a Python error.
  */
 static int work_on_threads(struct work *work, unsigned thread_count)
 {
@@ -148,7 +148,7 @@ static int dtype_from_name(const char *name, enum lh_dtype *dtype_out)
     return 0;
 }
 
-/* What both functions over a whole run take. */
+/* The arguments common to both functions over a whole run. */
 struct run_arguments {
     unsigned long long param, residual, moment1, moment2, gradient, count;
     const char *param_dtype, *gradient_dtype;
@@ -180,7 +180,7 @@ static int run_make(const struct run_arguments *arguments, struct lh_adam_run *r
     return 0;
 }
 
-/* name NULL: the best. */
+/* Find a kernel by name. NULL: the best one. */
 static const struct lh_adam_kernel *kernel_by_name(const char *name)
 {
     const struct lh_adam_kernel *kernels;
@@ -213,7 +213,7 @@ static PyObject *adam_kernels(PyObject *module, PyObject *unused)
     return names;
 }
 
-/* The bytes object that a call with checksums returns, and what it is to be checked against. */
+/* Make the bytes object that a call with checksums returns, and read the expected checksums. */
 static PyObject *seals_make(struct work *work, PyObject *expected)
 {
     Py_ssize_t bytes =

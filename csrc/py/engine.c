@@ -79,7 +79,7 @@ int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit)
          */
         lhpy_engine_backward_release(self);
         if (!is_interrupted && PyErr_CheckSignals() < 0)
-            is_interrupted = true; /* the pin comes all the same: take it, then raise */
+            is_interrupted = true; /* the pin will be granted anyway: take it, then raise */
     }
     if (rc < 0) {
         if (!is_interrupted)
@@ -189,7 +189,7 @@ static PyObject *engine_release(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Of gradients that the engine has not read yet. */
+/* held_bytes(): bytes of gradients that the engine has not read yet. */
 static PyObject *engine_held_bytes(PyObject *object, PyObject *args)
 {
     (void)args;
@@ -320,7 +320,7 @@ static PyObject *engine_forward(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* The parameters that forwards changed in place since this was last asked. */
+/* The parameters that forwards changed in place since the last call. */
 static PyObject *engine_changed_take(PyObject *object, PyObject *args)
 {
     (void)args;
@@ -390,13 +390,13 @@ static PyObject *engine_device_policy(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* End the engine's thread and give everything back but what lends need. Idempotent. */
+/* End the engine's thread and free everything except what lends need. Idempotent. */
 static void engine_shut(struct lhpy_engine *self)
 {
     if (!self->io)
         return;
     if (lhpy_core_is_forked(self->core)) {
-        self->exec = NULL; /* left as they are: they are the parent's, and so is the ring */
+        self->exec = NULL; /* not destroyed: they belong to the parent, as does the ring */
         self->io = NULL;
         return;
     }

@@ -1,4 +1,4 @@
-/* Making an Engine: descriptions parsed, memory divided, backends chosen. */
+/* Create an Engine: parse descriptions, divide memory, choose backends. */
 #include <string.h>
 
 #include "base/assert.h"
@@ -107,13 +107,13 @@ static int params_parse(struct lhpy_engine *self, PyObject *list)
     return 0;
 }
 
-/* How gradients wait for the close. */
+/* How gradients wait for the step's close. */
 struct waiting {
     int is_any;
     int is_in_memory;
     int is_summed;
     int is_at_will;
-    unsigned int block_bytes; /* an element, in blocks of main memory; 0: in torch's tensors */
+    unsigned int block_bytes; /* per element, in blocks of main memory; 0: in torch's tensors */
 };
 
 static struct lh_budget_unit budget_unit(const struct lh_engine_unit *unit, uint64_t gradient_bytes,
@@ -244,8 +244,8 @@ static int budget_read(PyObject *dict, struct lh_budget *budget)
 }
 
 /*
- * The arena: what the disks read into and write from; sums of gradients, or what they land in from
- * an accelerator; saved tensors.
+ * Make the arena: memory for disk I/O; for sums of gradients, or for gradients that come from an
+ * accelerator; and for saved tensors.
  */
 static uint64_t moved_bytes(const struct lhpy_engine *self)
 {
@@ -350,7 +350,7 @@ static int engine_make(struct lhpy_engine *self, const struct make_opts *opts,
     return lh_engine_create(&engine_opts, &core->alloc, &core->engine, err);
 }
 
-/* Everything that can block or fail below Python. */
+/* Create everything below Python that can block or fail. */
 static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
                       struct lh_store *store, struct lh_error *err)
 {

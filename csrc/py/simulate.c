@@ -4,7 +4,7 @@
 #include "py/lhpy.h"
 #include "sim/timing.h"
 
-/* A rate, a time or a count of bytes above this would overflow sums; it is none of this world. */
+/* The largest rate, time or count of bytes; larger ones are unrealistic and overflow sums. */
 #define NUMBER_MAX (UINT64_C(1) << 60)
 #define LATENCY_NS_MAX (10 * LH_SIM_NS_PER_S)
 #define WORKER_COUNT_MAX 64
@@ -89,7 +89,7 @@ static int machine_parse(PyObject *dict, struct lh_sim_machine *machine)
     return 0;
 }
 
-/* (dtype, always, elements): one parameter a unit. */
+/* Parse (dtype, always, elements): one parameter per unit. */
 static int unit_parse(PyObject *item, struct lh_sim_model *model)
 {
     static const enum lh_dtype dtypes[] = {LH_DTYPE_F32, LH_DTYPE_BF16, LH_DTYPE_F16,
@@ -114,7 +114,7 @@ static int unit_parse(PyObject *item, struct lh_sim_model *model)
     return 0;
 }
 
-/* What the part saves: (bytes, is_on_ssd) each. */
+/* Parse the tensors that a part saves: (bytes, is_on_ssd) each. */
 static int saved_parse(PyObject *saved, struct lh_sim_model *model)
 {
     Py_ssize_t count = PyTuple_Size(saved);
@@ -132,7 +132,7 @@ static int saved_parse(PyObject *saved, struct lh_sim_model *model)
     return 0;
 }
 
-/* (forward_ns, backward_ns, saved); first: the block is added with it. */
+/* Parse (forward_ns, backward_ns, saved). The first part also adds the block. */
 static int part_parse(PyObject *item, struct lh_sim_block *first, struct lh_sim_model *model)
 {
     unsigned long long forward_ns = 0;
@@ -156,7 +156,7 @@ static int part_parse(PyObject *item, struct lh_sim_block *first, struct lh_sim_
     return saved_parse(saved, model);
 }
 
-/* (units, parts, room for saved tensors) */
+/* Parse (units, parts, room for saved tensors). */
 static int block_parse(PyObject *item, struct lh_sim_model *model)
 {
     PyObject *units = NULL;
@@ -191,7 +191,7 @@ static int block_parse(PyObject *item, struct lh_sim_model *model)
     return 0;
 }
 
-/* *model is owned by the caller, after an error as well. */
+/* The caller owns *model, also after an error. */
 static int model_parse(PyObject *units, PyObject *blocks, struct lh_alloc *alloc,
                        struct lh_sim_model *model)
 {
@@ -284,7 +284,7 @@ static PyObject *trace_put(PyObject *dict, const struct lh_sim_timing *timing,
     return dict;
 }
 
-/* A signal that came meanwhile: its Python error stays set. */
+/* Whether a signal arrived meanwhile; its Python error stays set. */
 static bool is_interrupted(void *context)
 {
     (void)context;

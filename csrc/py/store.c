@@ -8,7 +8,7 @@ struct store {
     PyObject_HEAD struct lh_store *store;
     struct lh_alloc alloc;
     PyObject *raiser; /* owned */
-    pid_t owner_pid;  /* a forked child shares the files and their lock: it closes nothing */
+    pid_t owner_pid;  /* a forked child shares the files and their lock, and must not close them */
 };
 
 struct lh_store *lhpy_store_get(PyObject *object)
@@ -259,7 +259,7 @@ PyObject *lhpy_store_measure(PyObject *module, PyObject *args)
     return Py_BuildValue("(KK)", write_bytes_per_s, read_bytes_per_s);
 }
 
-/* read(extent, offset, address, bytes) and write(...): the caller vouches for the address. */
+/* read(extent, offset, address, bytes) and write(...): the address is trusted. */
 static PyObject *store_transfer(PyObject *object, PyObject *args, bool is_write)
 {
     struct store *self = (struct store *)object;
@@ -313,7 +313,7 @@ static PyObject *store_commit(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Nothing was ever committed but the creation itself: every byte reads as zero. */
+/* Whether only the creation itself was ever committed: every byte reads as zero. */
 static bool is_empty(const struct lh_store *store)
 {
     for (uint32_t i = 0; i < lh_store_extent_count(store); i++) {

@@ -1,4 +1,4 @@
-/* Passes of zeroth-order training over addresses (compute/zo.h), for Python: here, on a device. */
+/* Passes of zeroth-order training over addresses (compute/zo.h), on the CPU or on a device. */
 #include <string.h>
 
 #include "compute/zo_launch.h"
@@ -245,7 +245,7 @@ void lhpy_engine_zo_unload(struct lhpy_engine *self)
     self->zo_kernel = NULL;
 }
 
-/* By launches, or by the CPU. kept->state: NULL: values are led in place. */
+/* Run by launches, or on the CPU. kept->state NULL: values are updated in place. */
 static int lead(struct lhpy_engine *self, const struct lh_zo_kept *kept, uint64_t count,
                 const struct lh_zo_op *ops, uint32_t op_count, void *stream, struct lh_error *err)
 {
