@@ -2,10 +2,10 @@
  * What the binding's files share. Python.h is included only in csrc/py, always through this
  * header.
  *
- * [Note: What outlives what] A lend (a torch tensor over a unit's bytes) may outlive everything: the
- * user keeps a view, closes the session, exits. struct lhpy_core therefore holds what a lend needs
- * (the engine's counters, the memory). The Engine object and each lend hold a reference; the last
- * one frees it, on any thread, without the GIL.
+ * [Note: What outlives what] A lend (a torch tensor over a unit's bytes) may outlive everything:
+ * the user keeps a view, closes the session, exits. struct lhpy_core therefore holds what a lend
+ * needs (the engine's counters, the memory). The Engine object and each lend hold a reference; the
+ * last one frees it, on any thread, without the GIL.
  *
  * Thread: everything here runs with the GIL, except a lend's deleter.
  */

@@ -1,4 +1,4 @@
-/* What other threads call: they post messages to the engine's thread, and wait as engine.h says. */
+/* The calls of other threads: they post messages to the engine's thread, and wait (engine.h). */
 #include <string.h>
 #include <time.h>
 
@@ -80,8 +80,8 @@ void *lh_engine_stream_set(struct lh_engine *engine, void *stream)
 }
 
 /*
- * What the stream is given from here on comes behind the unit's copy. 1, or -errno. Only a stream
- * that is the calling thread itself (an emulated one) makes it wait.
+ * Order what the stream is given from now on after the unit's copy. 1, or -errno. The thread waits
+ * only if the stream is the calling thread itself (an emulated one).
  */
 static int arrival_wait(struct lh_engine *engine, struct lh_unit *unit)
 {
@@ -101,7 +101,7 @@ static int arrival_wait(struct lh_engine *engine, struct lh_unit *unit)
     return lh_core_fail_code(engine);
 }
 
-/* fence passes when all that was computed so far is done. */
+/* Record fence on the stream: it passes when everything submitted so far is done. */
 void lh_engine_fence_record(struct lh_engine *engine, struct lh_dev_fence *fence)
 {
     struct lh_error err = {0};
@@ -168,7 +168,7 @@ void lh_engine_refusal(struct lh_engine *engine, struct lh_error *err)
 int lh_engine_acquire_wait(struct lh_engine *engine, uint32_t index, int timeout_ms)
 {
     LH_ASSERT(index < engine->opts.unit_count);
-    /* A unit that was granted while the engine failed is not used. */
+    /* A unit that was granted while the engine failed must not be used. */
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
     struct answer answer = {.unit = index};
@@ -276,8 +276,8 @@ static bool steps_are_over(struct lh_engine *engine, uint64_t argument)
 }
 
 /*
- * And so is a flush whose caller gave up: it may be committing, with the scalars of a close; and an
- * abort that was interrupted.
+ * Whether all steps are over, and so are a flush whose caller gave up (it may be committing, with
+ * the scalars of a close) and an abort that was interrupted.
  */
 static bool all_is_over(struct lh_engine *engine, uint64_t argument)
 {
@@ -444,7 +444,7 @@ static int flush_ask(struct lh_engine *engine, bool commit, int timeout_ms)
         return lh_core_fail_code(engine);
     uint64_t asked = atomic_load(&engine->flushes_asked);
     if (commit && !engine->asks.flush_commits) {
-        /* One that somebody gave up does not commit: it is not this one. */
+        /* An abandoned flush that does not commit cannot serve as this one. */
         rc = lh_engine_wait_until(engine, flush_is_done, asked, timeout_ms);
         if (rc <= 0)
             return rc;

@@ -6,7 +6,7 @@
 
 #include "sched/engine_private.h"
 
-/* Of a model's chunks, the part that its first units have: an embedding and a block or two. */
+/* The fraction of a model's chunks in its first units: an embedding and a block or two. */
 #define FIRST_DIVISOR 16
 
 void lh_chunk_state_set(struct lh_engine *engine, struct lh_chunk *chunk, enum lh_chunk_state state)
@@ -240,8 +240,8 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
 }
 
 /*
- * All chunks of a unit are computed: its bytes in memory are the next step's, its gradients are
- * free.
+ * All chunks of a unit are computed: its bytes in memory are the next step's, and its gradients are
+ * released.
  */
 static void unit_computed(struct lh_engine *engine, struct lh_unit *unit)
 {
@@ -333,9 +333,9 @@ void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
 }
 
 /*
- * Of the chunks in front of index, how many keep their slabs: those of the first units, which are
- * updated last while the next forward waits for them, and the others evenly over the model, so that
- * the traffic of those that do not is spread over backward.
+ * The number of chunks before index that keep their slabs: those of the first units, which are
+ * updated last while the next forward waits for them, and others spread evenly over the model, so
+ * that the traffic of chunks without slabs of their own is spread over backward.
  */
 static uint32_t kept_before(const struct lh_engine *engine, uint32_t index)
 {

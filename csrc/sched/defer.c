@@ -1,18 +1,18 @@
 /*
- * Deferred updates: which units wait for the step's close, and how they follow one another then.
+ * Deferred updates: which units wait for the step's close, and their order after it.
  *
- * A deferred update is due when the next forward reads its unit. At close the units are lined up in
- * the order in which this step's forward began with them, and each joins the queue of updates when
- * forward comes near:
+ * A deferred update is due when the next forward reads its unit. At the close the units are sorted
+ * in the order in which this step's forward first used them, and each joins the queue of updates
+ * when the next forward approaches it:
  *
  *      forward begins unit       0     1     2     3
  *      updates that were queued  0 1 2 | 3   | 4   | 5 ...
  *                                at close
  *
- * The distance is a number of bytes of parameters, so that what an update has brought into the
- * region is still there when forward reads it; and it depends on the order of uses alone, never on
- * time, so that the residency plan knows it. Whoever waits for the step's end (the next gradient, a
- * flush, a commit) queues what is left.
+ * The distance is a number of bytes of parameters, so that what an update has loaded into the
+ * region is still there when forward reads it. It depends only on the order of uses, never on time,
+ * so the residency plan can account for it. A wait for the step's end (the next gradient, a flush,
+ * a commit) queues all that are left.
  *
  * Source: LoHan IV-C gives the eager half (active gradient offloading); the other half is that an
  * update need only be over before the next forward.
@@ -58,7 +58,7 @@ static void release_first(struct lh_engine *engine)
     lh_update_consider(engine, index);
 }
 
-/* Queue the units before position, and those behind it that are near. */
+/* Queue the units before position, and those after it that are near. */
 static void release_near(struct lh_engine *engine, uint32_t position)
 {
     const uint64_t near_bytes = engine->budget.region_bytes / 2;
@@ -124,7 +124,7 @@ static bool update_may_queue(struct lh_engine *engine, struct lh_unit *unit)
     return !unit->defer.is_deferred || unit->defer.is_released;
 }
 
-/* Somebody waits for the end of the closed step. */
+/* A thread waits for the end of the closed step. */
 static bool message(struct lh_engine *engine, const struct lh_ring_message *message)
 {
     if (message->words[0] != LH_MESSAGE_DRAIN)

@@ -1,19 +1,20 @@
 /*
  * Units on an accelerator: copies of main memory's bytes, made in the order of the accelerator's
- * plan (region.c), and gradients on their way back (landing.c).
+ * plan (region.c). Gradients go the other way (landing.c).
  *
  * A unit that was changed on the accelerator ([Note: Moved units] in engine.h) is LEAVING between
  * READY and ABSENT: its place is free for the plan, and a copy into it waits for the one out of it.
  *
- * A copy is old when its unit's update is queued: nobody reads it any more, and its place is the
- * first to be taken. The update itself happens in main memory, and needs the accelerator no more.
+ * A copy is stale once its unit's update is queued: it is no longer read, and it is the first to be
+ * evicted. The update itself happens in main memory and no longer needs the accelerator.
  *
  * The unit that the next forward waits for is the last one that backward updates: its copy begins
- * with the first chunk that is updated, and the next unit's when its last one has begun.
+ * as soon as its first chunk is updated, and the next unit's copy when this unit's last part has
+ * begun.
  *
- * Where the device keeps the order (is_ordered) nobody waits for a copy: a slot's last reader
- * records `released`, copies into the slot come behind it, the unit is READY as soon as its copy is
- * submitted, and who is given a pin puts a wait for `arrived` on the stream that will read.
+ * If the device keeps operations in order (is_ordered), no thread waits for a copy: a slot's last
+ * reader records `released`, copies into the slot wait for that fence, the unit is READY as soon as
+ * its copy is submitted, and a thread that gets a pin makes its stream wait for `arrived`.
  *
  * Source: LoHan IV-C and Fuyou 4.4 (FIFO of parameters on the GPU, prefetched as far as there is
  * room); that the last blocks of a forward stay for backward follows from Belady's rule.
@@ -26,7 +27,7 @@
 
 #include "sched/engine_private.h"
 
-/* How far to look for an op that can go ahead, and how many loads of such may wait for the link. */
+/* How far to search for ops that can overtake others, and how many loads may then be in flight. */
 #define AHEAD_OP_COUNT 64
 #define AHEAD_LOAD_COUNT 2
 
@@ -36,7 +37,7 @@ static void state_set(struct lh_unit *unit, enum lh_copy_state state)
     unit->copy.state = state;
 }
 
-/* The unit's update is about to be queued: false while somebody has the copy pinned. */
+/* The unit's update is about to be queued: invalidate the copy. False: the copy is pinned. */
 static bool update_may_queue(struct lh_engine *engine, struct lh_unit *unit)
 {
     (void)engine;
@@ -55,7 +56,7 @@ static void copy_arrived(struct lh_engine *engine, struct lh_unit *unit)
         lh_unit_grant(engine, unit);
 }
 
-/* Its place is free for the plan, but somebody's bytes are still on their way out of it. */
+/* The plan counts the place as free, but a unit's bytes are still being copied out of it. */
 static bool is_being_left(const struct lh_engine *engine, uint64_t offset, uint64_t bytes)
 {
     for (uint32_t i = 0; engine->device.leaving_count > 0 && i < engine->opts.unit_count; i++) {
@@ -80,7 +81,7 @@ static bool load_is_possible(const struct lh_engine *engine, const struct lh_res
            !unit->copy.is_copying && lh_copy_is_free(engine);
 }
 
-/* Without reuse: how long the place of a unit that comes takes to allocate. */
+/* Without reuse: the time that allocating the place of a unit takes. */
 static uint64_t alloc_ns(const struct lh_engine *engine, uint64_t bytes)
 {
     uint64_t rate = atomic_load(&engine->device.alloc_bytes_per_s);
@@ -130,7 +131,7 @@ static bool part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t f
     return true;
 }
 
-/* Up to where the unit's bytes are new: all of them, or the chunks in front that are updated. */
+/* The end of the unit's new bytes: all of them, or the chunks at its front that are updated. */
 static uint64_t new_bytes(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     uint32_t count = 0;
@@ -147,7 +148,7 @@ static uint64_t new_bytes(const struct lh_engine *engine, const struct lh_unit *
                       unit->desc.bytes);
 }
 
-/* The unit that is copied as it is updated: what there is more of it. */
+/* Copy more of the unit that is copied while it is updated. */
 static bool load_go_on(struct lh_engine *engine)
 {
     if (engine->device.loading_unit == LH_UNIT_NONE || !lh_copy_is_free(engine))
@@ -163,7 +164,7 @@ static bool load_go_on(struct lh_engine *engine)
     return part_copy(engine, unit, first, end);
 }
 
-/* Bytes that the plan of step counts; a copy is counted when it begins. */
+/* Start a unit's copy, and count its bytes for step. */
 static void load_start(struct lh_engine *engine, const struct lh_residency_op *op, uint64_t step)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
@@ -196,7 +197,7 @@ static bool evict_is_possible(const struct lh_engine *engine, const struct lh_re
     return unit->copy.state == LH_COPY_STATE_READY && unit->copy.use_count >= op->uses_before;
 }
 
-/* Nothing of the unit is on the accelerator any more. */
+/* The unit has left the accelerator. */
 static void left(struct lh_engine *engine, struct lh_unit *unit)
 {
     state_set(unit, LH_COPY_STATE_ABSENT);
@@ -263,10 +264,10 @@ static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
     if (is_new && (unit->waiter_count > 0 || !lh_unit_claim(unit)))
         return false;
     LH_ASSERT(lh_unit_pins(unit) == 0);
-    /* Not before it is claimed: until then somebody may change it. */
+    /* Read this only once the unit is claimed: until then a reader may change it. */
     bool leaves =
         atomic_load(&unit->copy.is_modified) && is_new && unit->state == LH_UNIT_STATE_READY;
-    /* Ordered, it may have been used before its copy in came back here. */
+    /* On an ordered device it may have been used before its copy in was reported as done. */
     if (leaves && (unit->copy.is_copying || !lh_copy_is_free(engine))) {
         atomic_store(&unit->shared.word, LH_UNIT_READY_BIT);
         return false;
@@ -282,8 +283,8 @@ static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
 }
 
 /*
- * Without overlap only while somebody waits for a load, and one copy after the other; without reuse
- * that is so for loads.
+ * Whether an op may start under the policy. Without overlap: only while a thread waits for a load,
+ * one copy at a time. Without reuse: the same, for loads only.
  */
 static bool is_its_turn(const struct lh_engine *engine, uint64_t at)
 {
@@ -335,8 +336,8 @@ static bool commutes(const struct lh_region *region, uint64_t at)
 }
 
 /*
- * The next op waits, and so does the link: what has nothing to do with the ops before it may go
- * first. Backward updates the units last that forward needs first.
+ * The next op has to wait, and the link is idle: start later ops that commute with all ops before
+ * them. Backward updates last the units that forward needs first.
  */
 static bool ahead_pump(struct lh_engine *engine)
 {
@@ -369,13 +370,13 @@ static bool pump_before(struct lh_engine *engine)
     return moved;
 }
 
-/* The unit's extents were changed by somebody else: what the device has is of no use. */
+/* The unit's bytes changed without an update, or were rolled back: the device's copy is invalid. */
 static void unit_forgotten(struct lh_engine *engine, struct lh_unit *unit)
 {
     bool is_mine = update_may_queue(engine, unit);
     LH_ASSERT(is_mine);
     if (engine->device.loading_unit == (uint32_t)(unit - engine->units)) {
-        /* Of a step that died: the rest of its bytes will never be there. */
+        /* The step was aborted: the rest of its bytes will never be computed. */
         LH_ASSERT(unit->copy.part_count == 0);
         engine->device.loading_unit = LH_UNIT_NONE;
         unit->copy.is_copying = false;
@@ -406,8 +407,8 @@ void lh_device_destroy(struct lh_engine *engine)
 {
     struct lh_dev *dev = engine->dev;
     for (uint32_t i = 0; engine->units && i < engine->opts.unit_count; i++) {
-        /* Who destroys the device and frees its memory waits for copies, and so for readers: what
-         * fails here has failed before. */
+        /* Destroying the device waits for its copies, and so for the readers that they follow. An
+         * error here has been reported before. */
         if (engine->units[i].copy.released)
             (void)dev->ops->order(dev, LH_DEV_DIRECTION_IN, engine->units[i].copy.released,
                                   &(struct lh_error){0});

@@ -4,11 +4,11 @@
 #include "sched/engine_private.h"
 
 /*
- * A waiter for whom nothing moves this long is stuck for good: what it needs cannot be made room
- * for.
+ * A waiter for which nothing has moved for this long is stuck for good: no room can be made for
+ * what it needs.
  */
 #define STUCK_AFTER_MS 300
-#define PLAN_AROUND_AFTER_MS 50 /* a new plan is tried first */
+#define PLAN_AROUND_AFTER_MS 50 /* replanning is tried first */
 #define NS_PER_MS UINT64_C(1000000)
 
 static void waited(struct lh_engine *engine, const struct lh_ring_message *message)
@@ -77,16 +77,16 @@ static bool inbox_pump(struct lh_engine *engine)
 {
     struct lh_ring_message message;
     bool moved = false;
-    /* A flush whose caller gave up may be committing still: what comes after it waits here. */
+    /* An abandoned flush may still be committing: later messages wait for it. */
     while (!engine->commit_is_of_flush && lh_ring_pop(&engine->inbox, &message)) {
         message_handle(engine, &message);
-        /* Somebody who waits says so again and again; that moves nothing. */
+        /* Waiting threads repeat these messages; they are not progress. */
         moved |= message.words[0] != LH_MESSAGE_WAITED && message.words[0] != LH_MESSAGE_DRAIN;
     }
     return moved;
 }
 
-/* After an error only what is in flight is taken back, so that buffers can be freed. */
+/* After an error only take back what is in flight, so that buffers can be freed. */
 static bool failed_poll(struct lh_engine *engine)
 {
     struct lh_ring_message message;
@@ -119,7 +119,7 @@ bool lh_engine_poll(struct lh_engine *engine)
     return moved;
 }
 
-/* Somebody waits for a unit, and nothing under way can make room for it. */
+/* Whether a thread waits for a unit, and nothing in flight can make room for it. */
 static bool is_stuck(const struct lh_engine *engine)
 {
     if (engine->transfers.in_flight + engine->jobs_in_flight + engine->commit_in_flight +
@@ -142,7 +142,7 @@ static bool is_stuck(const struct lh_engine *engine)
     return false;
 }
 
-/* Whoever waits for a unit gets an error instead, and the plan begins again without that use. */
+/* Refuse the units that threads wait for, and discard the plan. False: no thread waits. */
 static bool waiters_refuse(struct lh_engine *engine, const struct lh_error *err)
 {
     uint32_t refused_count = 0;
@@ -216,7 +216,7 @@ static void pause_here(struct lh_engine *engine)
     pthread_mutex_unlock(&engine->shared.mutex);
 }
 
-/* A device that died wakes nobody. */
+/* A dead device does not wake the engine, so do not sleep forever while copies are in flight. */
 static int sleep_ms(const struct lh_engine *engine)
 {
     return engine->copies.in_flight > 0 ? LH_DEV_SLEEP_MS_MAX : -1;

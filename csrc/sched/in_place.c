@@ -1,10 +1,10 @@
 /*
- * See in_place.h. A load goes through transfer.c; here is where from, and how its bytes then lie.
+ * See in_place.h. Loads go through transfer.c; this file provides their source and moves the bytes.
  *
  * [Note: Seams] The worker that checks a request moves its bytes back while they are in its cache.
- * It writes inside of the request's own range alone, as others check the ranges before and behind
- * it at the same time: bytes that belong before the range (of one parameter, less than
- * LH_IN_PLACE_ALIGN) are put aside, and are put in their places once all requests are done.
+ * It writes only inside the request's own range, because other workers check the ranges before and
+ * after it at the same time: bytes that belong before the range (of one parameter, less than
+ * LH_IN_PLACE_ALIGN) are set aside, and are put in their places once all requests are done.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -27,7 +27,7 @@ static const struct lh_in_place_run *run_at(const struct lh_in_place_unit *unit,
     return &unit->runs[low];
 }
 
-/* Of a unit whose runs are good. */
+/* Whether a unit's moves are valid. Its runs must be. */
 static bool moves_are_good(const struct lh_in_place_unit *unit)
 {
     uint64_t read = 0;
@@ -97,7 +97,7 @@ static const struct lh_in_place_unit *made_of(const struct lh_engine *engine,
     return made;
 }
 
-/* What one request can read from offset in the unit on; its file is one of those in place. */
+/* Map what one request can read from offset in the unit on. */
 static int source_map(struct lh_engine *engine, const struct lh_transfer *transfer, uint64_t offset,
                       uint64_t bytes, struct lh_store_piece *pieces)
 {
@@ -115,7 +115,7 @@ static int source_map(struct lh_engine *engine, const struct lh_transfer *transf
     return 1;
 }
 
-/* How much of it there is where the file ends in it; else 0. */
+/* The bytes of a piece that exist, if the file ends inside it; 0: all. */
 static uint64_t source_least_bytes(const struct lh_engine *engine,
                                    const struct lh_store_piece *piece)
 {
@@ -147,7 +147,7 @@ static bool source_moves(const struct lh_engine *engine, const struct lh_transfe
     return engine->units[transfer->unit].in_place.moves;
 }
 
-/* The first move of a unit that ends behind offset, as read; move_count: none. */
+/* The first move of a unit that ends after offset, as read; move_count: there is none. */
 static uint32_t move_at(const struct lh_in_place_unit *unit, uint64_t offset)
 {
     uint32_t low = 0;
@@ -163,8 +163,8 @@ static uint32_t move_at(const struct lh_in_place_unit *unit, uint64_t offset)
 }
 
 /*
- * What was put aside of the request that begins at offset. Requests begin transfer_bytes apart in a
- * run and farther from run to run, so no two have the same one.
+ * The bytes that were set aside by the request that begins at offset. Requests begin transfer_bytes
+ * apart within a run and farther apart between runs, so each has its own.
  */
 static uint8_t *seam_of(const struct lh_unit *unit, uint64_t offset)
 {
@@ -175,8 +175,8 @@ static uint8_t *seam_of(const struct lh_unit *unit, uint64_t offset)
 }
 
 /*
- * On a worker: move what a range of a request has to where it belongs; the request begins at that
- * offset in the unit, and its ranges come in order. See [Note: Seams].
+ * On a worker: move the bytes of a range of a request to where they belong. `request` is the offset
+ * in the unit at which the request begins; its ranges come in order. See [Note: Seams].
  */
 static void source_move(const struct lh_engine *engine, const struct lh_transfer *transfer,
                         uint64_t request, uint64_t first, uint64_t bytes)
@@ -202,7 +202,7 @@ static void source_move(const struct lh_engine *engine, const struct lh_transfer
     }
 }
 
-/* Put what was put aside of the request that begins at offset before it. */
+/* Put the bytes that the request at offset set aside in their places, before it. */
 static void seam_close(const struct lh_unit *unit, uint64_t offset)
 {
     const struct lh_in_place_unit *made = unit->in_place.made;

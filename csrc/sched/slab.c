@@ -15,10 +15,10 @@ uint8_t *lh_slab_array(const struct lh_slab *slab, const struct lh_unit *unit, u
 }
 
 /*
- * A slab for a chunk of unit: a free one, else, where unit's update is queued, one whose chunk was
- * read ahead of its gradients. Where unit is UPDATING and every slab holds a chunk of a unit that
- * is not (its parameters may have to wait for room that unit takes), one of those, as none would
- * ever become free.
+ * Find a slab for a chunk of unit: a free one, or, if unit's update is queued, one whose chunk was
+ * read ahead of its gradients. If unit is UPDATING and every slab holds a chunk of a unit that is
+ * not (its parameters may be waiting for room that unit takes), take one of those, because none
+ * would ever become free.
  */
 uint32_t lh_slab_find(struct lh_engine *engine, const struct lh_unit *unit)
 {

@@ -1,12 +1,12 @@
 /*
- * Steps: begin, close, commit, abort, and who may go on when.
+ * Steps: begin, close, commit, abort, and what has to wait for what.
  *
- * [Note: Held commits] Who copies a store while it is trained needs its committed slots to stay as
- * they are. They do until the next commit is durable, as every write goes to the other ones; so it
- * is enough that no commit begins. What needs no commit goes on: the steps that follow write the
- * other slots again, as between two commits of commit_every=N. That costs the copy neither space
- * nor a second write. A commit that was due is late: it comes with the first step that ends after
- * the release.
+ * [Note: Held commits] Copying a store during training requires that its committed slots do not
+ * change. They do not until the next commit is durable, as every write goes to the other slots; so
+ * it is enough that no commit begins. Everything that needs no commit continues: the following
+ * steps overwrite the other slots, as between two commits with commit_every=N. So a copy costs
+ * neither space nor extra writes. A commit that was due is late: it happens with the first step
+ * that ends after the release.
  *
  *      NONE --[lh_engine_commit_hold]--> ASKED --[no commit is under way]--> GRANTED
  *        ^                                                                      |
@@ -14,9 +14,9 @@
  *
  * Gradients that wait on SSD (spill.c) lie in the other slot, which therefore must not hold the
  * newest parameters: with them a step that is due to commit waits for the release, and the training
- * thread with it, at the next gradient. A step that dies cannot be rolled back while a commit is
- * late, as always between commits. One slot (commit_every="never") is overwritten in place: nothing
- * of it stays as it is, and a hold promises nothing.
+ * thread waits for it at the next gradient. A failed step cannot be rolled back while a commit is
+ * late, as is always so between commits. With one slot (commit_every="never") data is overwritten
+ * in place, and a hold guarantees nothing.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -101,7 +101,7 @@ static bool commits_are_held(const struct lh_engine *engine)
     return atomic_load(&engine->hold) == LH_HOLD_GRANTED;
 }
 
-/* Between two looks at it in one round, so that no commit begins behind a grant. */
+/* Grant a requested hold between two checks of it, so that no commit begins after the grant. */
 static bool hold_pump(struct lh_engine *engine)
 {
     uint32_t asked = LH_HOLD_ASKED;
@@ -131,7 +131,7 @@ static void commit_request_done(struct lh_engine *engine, struct lh_io_request *
     LH_ASSERT(engine->step_state == LH_STEP_STATE_COMMITTING);
     lh_transfer_busy_end(engine);
     engine->commit_in_flight--;
-    /* What a failure means for the step depends on the phase: lh_store_commit_next() says it. */
+    /* Failures are reported by lh_store_commit_next(), as their meaning depends on the phase. */
     if (request->kind == LH_IO_KIND_WRITE && !engine->commit_is_of_flush)
         lh_core_stats(engine, engine->step)->bytes[LH_ENGINE_LINK_COMMIT_WRITE] += request->bytes;
 }
@@ -175,7 +175,7 @@ static void commit_done(struct lh_engine *engine)
     step_over(engine);
 }
 
-/* The next phase of a commit, once the one before is through. */
+/* Start the next phase of a commit once the previous one has ended. */
 static bool commit_pump(struct lh_engine *engine)
 {
     struct lh_error err = {0};
@@ -210,7 +210,7 @@ static bool transfers_are_idle(const struct lh_engine *engine)
            engine->copies.in_flight == 0;
 }
 
-/* A unit that an update has changed and somebody still reads: it cannot be taken back. */
+/* A unit that an update has changed and that is still pinned: it cannot be rolled back. */
 static const struct lh_unit *lent_update(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->updates.count; i++) {
@@ -221,7 +221,7 @@ static const struct lh_unit *lent_update(const struct lh_engine *engine)
     return NULL;
 }
 
-/* An update has changed bytes, in memory if not yet in the store. */
+/* Whether an update has changed bytes, at least in memory. */
 static bool is_changed(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->updates.count; i++) {
@@ -239,7 +239,7 @@ static void abort_finish(struct lh_engine *engine)
     LH_ASSERT(engine->step_state == LH_STEP_STATE_ABORTING && transfers_are_idle(engine));
     LH_ASSERT(atomic_load(&engine->aborts_done) < atomic_load(&engine->aborts_asked));
     bool has_updates = is_changed(engine);
-    /* With one slot, what an update writes takes the place of the committed bytes. */
+    /* With one slot an update overwrites the committed bytes. */
     bool is_recoverable = engine->committed_step == engine->step && !engine->has_edits &&
                           engine->opts.commit_every != LH_ENGINE_COMMIT_NEVER;
     const struct lh_unit *lent = lent_update(engine);
@@ -302,8 +302,8 @@ bool lh_step_is_quiet(const struct lh_engine *engine)
 static bool flush_pump(struct lh_engine *engine)
 {
     /*
-     * An update of the open step under way is finished first; an update not begun waits for its
-     * close.
+     * An update of the open step that is in progress is finished first; one that has not begun
+     * waits for the step's close.
      */
     if (!engine->flush_is_asked || !lh_step_is_quiet(engine))
         return false;
@@ -324,7 +324,7 @@ static bool flush_pump(struct lh_engine *engine)
     return true;
 }
 
-/* All of the closed step is written: commit it if that is due, or go on without. */
+/* Once all of the closed step is written, commit it if that is due, or end it without. */
 static bool closed_pump(struct lh_engine *engine)
 {
     uint64_t *planned_bytes = lh_core_stats(engine, engine->step)->planned_bytes;
@@ -332,11 +332,11 @@ static bool closed_pump(struct lh_engine *engine)
     if (engine->updates.count < engine->updates.gradient_unit_count ||
         engine->updates.done_count < engine->updates.count)
         return false;
-    /* What was read ahead for a use or an update that never came is this step's, too. */
+    /* Reads ahead for a use or an update that never happened count for this step, too. */
     if (engine->transfers.step_counts[engine->step % 2] > 0)
         return false;
     if (engine->updates.chunks_busy > 0)
-        return false; /* what was dirty is on its way */
+        return false; /* dirty data is being written */
     if (commits && commits_are_held(engine)) {
         bool may_skip = LH_FEATURE_ALL(engine, step_may_skip_commit);
         if (!may_skip)

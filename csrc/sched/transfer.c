@@ -64,7 +64,7 @@ void lh_transfer_submit(struct lh_engine *engine, struct lh_transfer *transfer)
     queue->tails[priority] = transfer;
 }
 
-/* Somebody now waits for a transfer that was queued as a prefetch: move it to the demand queue. */
+/* A thread now waits for a transfer that was queued as a prefetch: move it to the demand queue. */
 void lh_transfer_raise(struct lh_engine *engine, struct lh_transfer *transfer)
 {
     struct lh_transfer_queue *queue = &engine->transfers;
@@ -300,7 +300,7 @@ static void request_start(struct lh_engine *engine, struct lh_transfer *transfer
 }
 
 /*
- * Issue the next requests of a transfer: at most one mapped range, as many pieces as there are
+ * Issue the next requests of a transfer: at most one mapped range, as far as there are free
  * requests.
  */
 static void transfer_issue(struct lh_engine *engine, struct lh_transfer *transfer)
@@ -322,7 +322,7 @@ static void transfer_issue(struct lh_engine *engine, struct lh_transfer *transfe
     }
 }
 
-/* A store with one slot says on disk that it is being overwritten, before it is. */
+/* Let a store with one slot record on disk that it is being overwritten, before it is. */
 static bool may_issue(struct lh_engine *engine, const struct lh_transfer *transfer)
 {
     struct lh_error err = {0};
@@ -399,7 +399,7 @@ static const char *store_path(const struct lh_engine *engine, uint32_t file)
     return lh_store_file_path(engine->store, file);
 }
 
-/* A step that is aborted half-way leaves what it wrote in the slot. */
+/* Mark the slot dirty: a step that is aborted partway leaves what it wrote there. */
 static void store_write_queued(struct lh_engine *engine, const struct lh_transfer *transfer)
 {
     lh_store_mark_dirty(engine->store, transfer->extent, transfer->slot);

@@ -18,9 +18,9 @@ bool lh_unit_is_stale(const struct lh_engine *engine, const struct lh_unit *unit
 }
 
 /*
- * A checkpoint computes a block again and reads a unit that it does not differentiate (no_grad,
- * detach), which keeps no handle; its gradients came from elsewhere, and its update has begun: the
- * values of this step are gone.
+ * A checkpoint recomputes a block and reads a unit that it does not differentiate (no_grad,
+ * detach), which keeps no handle; the unit's gradients came from elsewhere and its update has
+ * begun, so the values of this step are gone.
  */
 static void stale_fail(struct lh_engine *engine, uint32_t index)
 {
@@ -35,7 +35,7 @@ static void stale_fail(struct lh_engine *engine, uint32_t index)
 
 void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit)
 {
-    /* Who waits for a unit whose update is ahead waits for its new values. */
+    /* A thread that waits for a unit with a pending update waits for its new values. */
     uint32_t pins = lh_unit_is_stale(engine, unit) ? 0 : unit->waiter_count;
     unit->waiter_count -= pins;
     LH_ASSERT(atomic_load(&unit->shared.word) == 0); /* not READY, so nobody has it pinned */
@@ -59,7 +59,7 @@ static void load_done(struct lh_engine *engine, struct lh_transfer *transfer)
     LH_ASSERT(transfer == &unit->load && unit->state == LH_UNIT_STATE_LOADING);
     if (unit->source->ops->loaded)
         unit->source->ops->loaded(engine, transfer);
-    atomic_fetch_add(&unit->shared.load_count, 1); /* before anybody is let in */
+    atomic_fetch_add(&unit->shared.load_count, 1); /* before the unit is granted */
     unit->copy.host_matches_write_back = false;
     lh_unit_make_ready(engine, unit);
     lh_update_consider(engine, transfer->unit);
@@ -105,8 +105,8 @@ void lh_unit_acquire(struct lh_engine *engine, uint32_t index)
 }
 
 /*
- * The last pin went. Whether it was taken again meanwhile is a matter of time, and must not decide
- * what is recorded: it is the end of a use, and the begin of another one if it was.
+ * The last pin was dropped. Whether the unit was pinned again meanwhile depends on timing, which
+ * must not affect what is recorded: a use ends, and if the unit is pinned again another one begins.
  */
 void lh_unit_release(struct lh_engine *engine, uint32_t index)
 {

@@ -15,7 +15,7 @@ void lh_update_consider(struct lh_engine *engine, uint32_t index)
     LH_FEATURE_CALL(engine, update_considered, unit);
     bool is_complete = unit->update.gradient_count == unit->desc.param_count &&
                        atomic_load(&unit->shared.handles) == 0;
-    /* Behind the close pins decide: whoever freed the last lend may not have said so yet. */
+    /* After the close only pins count: the message that the last lend was freed may be pending. */
     bool is_used = lh_unit_pins(unit) > 0 || (!is_closed && unit->use_is_open);
     if ((!is_closed && !is_complete) || is_used)
         return;

@@ -41,15 +41,15 @@ uint32_t lh_update_pump_next(struct lh_engine *engine, struct lh_unit *unit)
 }
 
 /*
- * Every worker has a job and the next one: chunks that keep their slabs wait, so that those that
- * pass through never wait behind all of them, with the SSDs idle meanwhile.
+ * Whether every worker has a job and the next one. Then chunks that keep their slabs wait, so that
+ * the others never queue up after all of them while the SSDs are idle.
  */
 static bool workers_are_full(const struct lh_engine *engine)
 {
     return engine->jobs_in_flight >= JOBS_PER_WORKER * engine->exec->thread_count;
 }
 
-/* The chunk is LOADED, with all that its update needs, and its unit's parameters are free. */
+/* Whether the chunk is LOADED with all that its update needs, and its unit is UPDATING. */
 static bool may_compute(struct lh_engine *engine, const struct lh_unit *unit,
                         struct lh_chunk *chunk, struct lh_update_pump *pump)
 {
@@ -93,7 +93,7 @@ static void unit_pump(struct lh_engine *engine, struct lh_unit *unit, struct lh_
     }
     pump->is_urgent |= unit->waiter_count > 0 && workers_are_full(engine) &&
                        unit->update.chunks_loaded > unit->update.chunks_to_pass;
-    /* Who waits for a slab has the first right to one; later units compute and free theirs. */
+    /* A unit that waits for a slab takes precedence; later units compute and free theirs. */
     if (!may_fetch && unit->state == LH_UNIT_STATE_UPDATING)
         pump->may_fetch = false;
 }
@@ -138,7 +138,7 @@ static void updates_pump(struct lh_engine *engine, struct lh_update_pump *pump)
         ahead_pump(engine, pump);
 }
 
-/* Units at the front of the queue that are computed are passed. */
+/* Skip units at the front of the queue that are computed. */
 static void queue_advance(struct lh_engine *engine)
 {
     LH_ASSERT(engine->updates.first <= engine->updates.count);
