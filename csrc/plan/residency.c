@@ -60,13 +60,13 @@ int lh_residency_init(struct lh_residency *state, struct lh_alloc *alloc,
     LH_TRY(units_check(state, region_bytes, err));
     LH_TRY(lh_range_init(&state->range, alloc, region_bytes, LH_RESIDENCY_GRANULE, unit_count + 2,
                          err));
-    state->is_old = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->is_old));
+    state->is_stale = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->is_stale));
     state->offsets = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->offsets));
     state->use_counts = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->use_counts));
     state->open_uses = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->open_uses));
     state->next_uses = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->next_uses));
     state->first_uses = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->first_uses));
-    if (!state->is_old || !state->offsets || !state->use_counts || !state->open_uses ||
+    if (!state->is_stale || !state->offsets || !state->use_counts || !state->open_uses ||
         !state->next_uses || !state->first_uses) {
         lh_residency_deinit(state, alloc);
         return lh_error_set(err, -ENOMEM, "no memory for the residency plan of %u units",
@@ -103,7 +103,7 @@ void lh_residency_deinit(struct lh_residency *state, struct lh_alloc *alloc)
     lh_free(alloc, state->open_uses);
     lh_free(alloc, state->use_counts);
     lh_free(alloc, state->offsets);
-    lh_free(alloc, state->is_old);
+    lh_free(alloc, state->is_stale);
     if (state->range.holes)
         lh_range_deinit(&state->range, alloc);
     memset(state, 0, sizeof(*state));
@@ -114,7 +114,7 @@ void lh_residency_copy(struct lh_residency *target, const struct lh_residency *s
     LH_ASSERT(target->units == source->units && target->unit_count == source->unit_count);
     uint64_t count = source->unit_count;
     lh_range_copy(&target->range, &source->range);
-    memcpy(target->is_old, source->is_old, count * sizeof(*source->is_old));
+    memcpy(target->is_stale, source->is_stale, count * sizeof(*source->is_stale));
     memcpy(target->offsets, source->offsets, count * sizeof(*source->offsets));
     memcpy(target->use_counts, source->use_counts, count * sizeof(*source->use_counts));
     memcpy(target->open_uses, source->open_uses, count * sizeof(*source->open_uses));
@@ -158,7 +158,7 @@ static void next_uses_start(struct lh_residency *state, const struct lh_residenc
     }
     memcpy(state->next_uses, state->first_uses, state->unit_count * sizeof(*state->next_uses));
     for (uint32_t i = 0; i < state->unit_count; i++) {
-        if (state->is_old[i])
+        if (state->is_stale[i])
             state->next_uses[i] = NEVER;
     }
 }
@@ -208,7 +208,7 @@ static int evict_plan(struct lh_residency *state, uint32_t victim, struct op_lis
     if (!lh_residency_has_place(state, victim))
         lh_range_release(&state->range, state->offsets[victim], state->units[victim].bytes);
     state->offsets[victim] = LH_RESIDENCY_ABSENT;
-    state->is_old[victim] = false;
+    state->is_stale[victim] = false;
     return 0;
 }
 
@@ -238,7 +238,7 @@ static int load_plan(struct lh_residency *state, uint32_t unit, struct op_list *
 {
     uint64_t bytes = state->units[unit].bytes;
     bool is_placed = lh_residency_has_place(state, unit);
-    if (state->is_old[unit])
+    if (state->is_stale[unit])
         return renew_plan(state, unit, list, err);
     while (!is_placed && !lh_range_has(&state->range, bytes)) {
         uint32_t victim = victim_find(state);
@@ -257,12 +257,12 @@ static int load_plan(struct lh_residency *state, uint32_t unit, struct op_list *
 }
 
 /* It counts, so that an eviction can wait for it. Of old copies the one that is so longest goes. */
-static void copy_make_old(struct lh_residency *state, uint32_t unit, uint64_t event)
+static void copy_invalidate(struct lh_residency *state, uint32_t unit, uint64_t event)
 {
     state->use_counts[unit]++;
     if (state->offsets[unit] == LH_RESIDENCY_ABSENT)
         return;
-    state->is_old[unit] = true;
+    state->is_stale[unit] = true;
     state->next_uses[unit] = NEVER - 1 - event;
 }
 
@@ -282,10 +282,10 @@ int64_t lh_residency_plan(struct lh_residency *state, const struct lh_residency_
             continue;
         }
         if (events[i].kind == LH_RESIDENCY_EVENT_UPDATE && state->has_copies) {
-            copy_make_old(state, unit, i);
+            copy_invalidate(state, unit, i);
             continue;
         }
-        if (state->offsets[unit] == LH_RESIDENCY_ABSENT || state->is_old[unit]) {
+        if (state->offsets[unit] == LH_RESIDENCY_ABSENT || state->is_stale[unit]) {
             *failed_event_out = i;
             list.event = i;
             LH_TRY(load_plan(state, unit, &list, err));
@@ -464,7 +464,7 @@ int64_t lh_residency_plan_ahead(struct lh_residency *state, const struct lh_resi
             LH_TRY(room_plan(state, unit, i, &has_room, &list, err));
         if (!has_room)
             break;
-        if (is_absent || state->is_old[unit]) {
+        if (is_absent || state->is_stale[unit]) {
             LH_TRY(load_plan(state, unit, &list, err));
             *loaded_bytes_out += load_bytes(&state->units[unit]);
         }

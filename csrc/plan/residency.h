@@ -82,7 +82,7 @@ struct lh_residency {
     uint32_t unit_count;
     bool has_copies;      /* see above */
     bool holds_all;       /* every unit has a place of its own */
-    bool *is_old;         /* of copies: resident, and updated since */
+    bool *is_stale;       /* of copies: resident, and updated since */
     uint64_t *offsets;    /* LH_RESIDENCY_ABSENT: not resident */
     uint64_t *use_counts; /* begins so far */
     uint32_t *open_uses;  /* begun and not ended */

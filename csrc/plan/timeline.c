@@ -146,7 +146,7 @@ static void layers_add(const struct lh_plan_timeline *timeline, const struct lh_
     const struct lh_plan_machine *machine = timeline->machine;
     struct lh_plan_timeline_block *block = &timeline->blocks[index];
     uint64_t forward_flop = 0;
-    uint64_t again_flop = 0;
+    uint64_t recompute_flop = 0;
     uint64_t host_bytes = 0;
     uint64_t ssd_bytes = 0;
     for (uint32_t i = layers->layer_first; i < layers->layer_first + layers->layer_count; i++) {
@@ -159,15 +159,15 @@ static void layers_add(const struct lh_plan_timeline *timeline, const struct lh_
         else if (choice->fates[i] == LH_PLAN_FATE_SWAP_SSD)
             ssd_bytes += layer->activation_bytes;
         else
-            again_flop += layer->forward_flop;
+            recompute_flop += layer->forward_flop;
     }
     block->forward_s = seconds(forward_flop, machine->gpu_flop_per_s);
-    block->backward_s = seconds(2 * forward_flop + again_flop, machine->gpu_flop_per_s);
+    block->backward_s = seconds(2 * forward_flop + recompute_flop, machine->gpu_flop_per_s);
     block->saved_out_s = seconds(host_bytes + ssd_bytes, machine->link_out_bytes_per_s);
     block->saved_in_s = seconds(host_bytes + ssd_bytes, machine->link_in_bytes_per_s);
     block->saved_write_s = seconds(ssd_bytes, lh_plan_machine_write_bytes_per_s(machine));
     block->saved_read_s = seconds(ssd_bytes, lh_plan_machine_read_bytes_per_s(machine));
-    step->recompute_flop += again_flop;
+    step->recompute_flop += recompute_flop;
     step->swapped_bytes += host_bytes + ssd_bytes;
     step->swapped_ssd_bytes += ssd_bytes;
     step->host_bytes += host_bytes;

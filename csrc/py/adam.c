@@ -1,4 +1,4 @@
-/* See adam.h. Addresses and counts are trusted: whoever calls owns the arrays. */
+/* See adam.h. Addresses and counts are trusted: the caller owns the arrays. */
 #include "py/adam.h"
 
 #include <pthread.h>
@@ -14,7 +14,7 @@
 #define CHUNK_CHECKSUMS (CHUNK_ELEMENTS * 4 / LH_CHECKSUM_BYTES)
 #define THREAD_COUNT_MAX 256
 
-/* The checksums of a chunk as adam_update() returns them, bytes that only it reads. */
+/* The checksums of a chunk as adam_update() returns them: opaque bytes that only it reads. */
 struct seal {
     uint32_t param[CHUNK_CHECKSUMS];
     uint32_t residual[CHUNK_CHECKSUMS];
@@ -27,8 +27,8 @@ struct work {
     struct lh_adam_run run;
     struct lh_adam_scalars scalars;
     const struct lh_adam_kernel *kernel; /* NULL: only move the bytes */
-    const struct seal *expected;         /* a chunk each; NULL: nothing is checked */
-    struct seal *made;                   /* a chunk each; NULL: no checksums */
+    const struct seal *expected;         /* one per chunk; NULL: nothing is checked */
+    struct seal *made;                   /* one per chunk; NULL: no checksums */
     _Atomic uint64_t chunk_next;
     _Atomic uint64_t wrong_chunk; /* UINT64_MAX: none */
 };
@@ -98,9 +98,9 @@ static void *work_run(void *context)
 }
 
 /*
- * Run work on thread_count threads, the caller's among them, without the GIL. Where the system
- * refuses a thread the others do its share, and the call fails all the same: whoever asked for
- * threads measures them. 0, or -1 with a Python error.
+ * Run work on thread_count threads, including the caller's, without the GIL. If a thread cannot be
+ * started, the others do its share and the call fails anyway, because the caller measures the
+ * threads. 0, or -1 with a Python error.
  */
 static int work_on_threads(struct work *work, unsigned thread_count)
 {
@@ -121,11 +121,12 @@ static int work_on_threads(struct work *work, unsigned thread_count)
         pthread_join(threads[t], NULL);
     Py_END_ALLOW_THREADS
     if (rc != 0) {
-        PyErr_Format(PyExc_OSError, "the system gave %u threads of %u", started + 1, thread_count);
+        PyErr_Format(PyExc_OSError, "only %u of %u threads could be started", started + 1,
+                     thread_count);
         return -1;
     }
     if (atomic_load(&work->wrong_chunk) != UINT64_MAX) {
-        PyErr_Format(PyExc_ValueError, "elements from %llu do not have the checksums expected",
+        PyErr_Format(PyExc_ValueError, "elements from %llu on do not match the expected checksums",
                      (unsigned long long)(atomic_load(&work->wrong_chunk) * CHUNK_ELEMENTS));
         return -1;
     }
@@ -141,13 +142,13 @@ static int dtype_from_name(const char *name, enum lh_dtype *dtype_out)
     } else if (strcmp(name, "float16") == 0) {
         *dtype_out = LH_DTYPE_F16;
     } else {
-        PyErr_Format(PyExc_ValueError, "dtype is float32, bfloat16 or float16, not %s", name);
+        PyErr_Format(PyExc_ValueError, "dtype must be float32, bfloat16 or float16, not %s", name);
         return -1;
     }
     return 0;
 }
 
-/* What both functions over a whole run take. */
+/* The arguments common to both functions over a whole run. */
 struct run_arguments {
     unsigned long long param, residual, moment1, moment2, gradient, count;
     const char *param_dtype, *gradient_dtype;
@@ -160,12 +161,13 @@ static int run_make(const struct run_arguments *arguments, struct lh_adam_run *r
         dtype_from_name(arguments->gradient_dtype, &run->gradient_dtype) < 0)
         return -1;
     if ((arguments->residual != 0) != (lh_adam_residual_bytes(run->param_dtype) > 0)) {
-        PyErr_SetString(PyExc_ValueError, "a bfloat16 param has a residual, a float16 one its fp32"
-                                          " master there, a float32 one has 0");
+        PyErr_SetString(PyExc_ValueError,
+                        "residual must be the residual of a bfloat16 param, the fp32"
+                        " master of a float16 one, and 0 for a float32 one");
         return -1;
     }
     if (arguments->thread_count < 1 || arguments->thread_count > THREAD_COUNT_MAX) {
-        PyErr_Format(PyExc_ValueError, "threads is %u, not 1 to %d", arguments->thread_count,
+        PyErr_Format(PyExc_ValueError, "threads is %u: must be 1 to %d", arguments->thread_count,
                      THREAD_COUNT_MAX);
         return -1;
     }
@@ -178,7 +180,7 @@ static int run_make(const struct run_arguments *arguments, struct lh_adam_run *r
     return 0;
 }
 
-/* name NULL: the best. */
+/* Find a kernel by name. NULL: the best one. */
 static const struct lh_adam_kernel *kernel_by_name(const char *name)
 {
     const struct lh_adam_kernel *kernels;
@@ -187,7 +189,8 @@ static const struct lh_adam_kernel *kernel_by_name(const char *name)
     for (int k = 0; k < count; k++)
         if (!name || strcmp(kernels[k].name, name) == 0)
             return kernels + k;
-    PyErr_Format(PyExc_ValueError, "no kernel %s on this machine, see adam_kernels()", name);
+    PyErr_Format(PyExc_ValueError, "kernel %s is not available on this machine: see adam_kernels()",
+                 name);
     return NULL;
 }
 
@@ -210,7 +213,7 @@ static PyObject *adam_kernels(PyObject *module, PyObject *unused)
     return names;
 }
 
-/* The bytes object that a call with checksums returns, and what it is to be checked against. */
+/* Make the bytes object that a call with checksums returns, and read the expected checksums. */
 static PyObject *seals_make(struct work *work, PyObject *expected)
 {
     Py_ssize_t bytes =
@@ -219,7 +222,8 @@ static PyObject *seals_make(struct work *work, PyObject *expected)
 
     if (expected != Py_None) {
         if (!PyBytes_Check(expected) || PyBytes_Size(expected) != bytes) {
-            PyErr_Format(PyExc_ValueError, "expected is not what a call over %llu elements returns",
+            PyErr_Format(PyExc_ValueError,
+                         "expected has the wrong size for a call over %llu elements",
                          (unsigned long long)work->run.count);
             return NULL;
         }
@@ -258,7 +262,7 @@ static PyObject *adam_update(PyObject *module, PyObject *args, PyObject *kwargs)
         run_make(&a, &work.run) < 0)
         return NULL;
     if (step == 0) {
-        PyErr_SetString(PyExc_ValueError, "step is 0; the first is 1");
+        PyErr_SetString(PyExc_ValueError, "step is 0: the first step is 1");
         return NULL;
     }
     work.kernel = kernel_by_name(kernel_name);

@@ -1,4 +1,4 @@
-/* The accelerator that a session computes on: made, told of torch's streams, taken down. */
+/* The accelerator that a session computes on: creation, torch's streams, destruction. */
 #include <string.h>
 
 #include "base/assert.h"
@@ -39,7 +39,7 @@ int lhpy_device_make(struct lhpy_core *core, const struct lhpy_device_opts *opts
         core->device_type = LHPY_DL_DEVICE_CUDA;
         core->device_id = opts->index;
     }
-    struct lh_error slow = {0}; /* copies are slower then, not wrong */
+    struct lh_error slow = {0}; /* on failure copies are slower, not wrong: ignored */
     if (core->dev->ops->memory_register(core->dev, (void *)(uintptr_t)base, bytes, &slow) == 0)
         core->is_registered = true;
     return 0;
@@ -65,12 +65,12 @@ void *lhpy_device_stream(const struct lhpy_engine *self)
     if (core->device_type == LHPY_DL_DEVICE_CUDA &&
         lhpy_exchange()->current_work_stream(core->device_type, core->device_id, &stream) < 0) {
         PyErr_Clear();
-        stream = NULL; /* the default one */
+        stream = NULL; /* the default stream */
     }
     return stream;
 }
 
-/* Returns the stream before. */
+/* Return the previous stream. */
 void *lhpy_device_stream_note(struct lhpy_engine *self)
 {
     return lh_engine_stream_set(self->core->engine, lhpy_device_stream(self));

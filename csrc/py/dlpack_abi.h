@@ -1,9 +1,9 @@
 /*
- * The part of DLPack 1.3's binary interface that lohan uses, declared by us: the C exchange table
- * that torch 2.11 and later hang on torch.Tensor as the capsule "dlpack_exchange_api". Plain data;
- * nothing here is compiled against torch.
+ * The part of DLPack 1.3's binary interface that lohan uses, declared here: the C exchange table
+ * that torch 2.11 and later attach to torch.Tensor as the capsule "dlpack_exchange_api". Plain
+ * data; nothing here is compiled against torch.
  *
- * The asserts pin sizes and offsets; tests/py/test_dlpack_abi.py holds them against the header that
+ * The asserts pin sizes and offsets; tests/py/test_dlpack_abi.py compares them with the header that
  * torch ships.
  */
 #ifndef LH_PY_DLPACK_ABI_H

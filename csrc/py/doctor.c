@@ -49,7 +49,7 @@ static PyObject *doctor_probe(PyObject *module, PyObject *args)
     return Py_BuildValue("(is)", rc, err.message);
 }
 
-/* memory(bytes, lock) -> (pages, locked, note): what an arena of that size gets. */
+/* memory(bytes, lock) -> (pages, locked, note): the kind of memory an arena of that size gets. */
 static PyObject *doctor_memory(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -71,7 +71,7 @@ static PyObject *doctor_memory(PyObject *module, PyObject *args)
     return answer;
 }
 
-/* From now on the C library's heap keeps what is freed; False where it cannot. */
+/* Make the C library's heap keep freed memory from now on. False: it does not support that. */
 static PyObject *doctor_heap_keep(PyObject *module, PyObject *args)
 {
     (void)module;

@@ -1,11 +1,11 @@
-/* The Engine type: making, closing, pins, waits. */
+/* The Engine type: creation, closing, pins, waits. */
 #include <string.h>
 
 #include "base/assert.h"
 #include "py/engine_make.h"
 #include "py/lhpy.h"
 
-/* How long a wait lasts before it looks for signals (Ctrl-C). */
+/* How long a wait lasts before it checks for signals (Ctrl-C). */
 #define WAIT_SLICE_MS 100
 
 int lhpy_engine_wait(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argument)
@@ -23,13 +23,13 @@ int lhpy_engine_wait(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argum
         }
         if (PyErr_CheckSignals() < 0)
             return -1;
-        /* An update may wait for room that is held only as a convenience. */
+        /* An update may be waiting for room that is held only to save time. */
         lhpy_engine_backward_release(self);
         lhpy_engine_sweep(self);
     }
 }
 
-/* unit is pinned: whoever changes its bytes in memory does so now, before they are read. */
+/* Let the on_use callback change the bytes of a unit that was just pinned, before they are read. */
 static int use_tell(struct lhpy_engine *self, uint32_t unit)
 {
     const struct lh_engine *engine = self->core->engine;
@@ -38,7 +38,7 @@ static int use_tell(struct lhpy_engine *self, uint32_t unit)
     struct lh_engine_bytes bytes = lh_engine_bytes(engine, unit);
     PyObject *answer = PyObject_CallFunction(
         self->on_use, "IKIIOI", unit, (unsigned long long)(uintptr_t)bytes.address,
-        bytes.make_count, bytes.out_count, bytes.is_of_out ? Py_True : Py_False,
+        bytes.make_count, bytes.out_count, bytes.is_from_write_back ? Py_True : Py_False,
         lh_engine_pin_count(engine, unit));
     if (!answer) {
         lh_engine_unpin(self->core->engine, unit);
@@ -50,7 +50,7 @@ static int use_tell(struct lhpy_engine *self, uint32_t unit)
     return 0;
 }
 
-/* A use has not begun: there is no room for it now, or the engine has failed. */
+/* Raise why a use could not begin: there is no room for it now, or the engine has failed. */
 static void use_raise(struct lhpy_engine *self, int rc)
 {
     struct lh_error err = {0};
@@ -79,7 +79,7 @@ int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit)
          */
         lhpy_engine_backward_release(self);
         if (!is_interrupted && PyErr_CheckSignals() < 0)
-            is_interrupted = true; /* the pin comes all the same: take it, then raise */
+            is_interrupted = true; /* the pin will be granted anyway: take it, then raise */
     }
     if (rc < 0) {
         if (!is_interrupted)
@@ -161,7 +161,8 @@ static int unit_parse(struct lhpy_engine *self, PyObject *args, uint32_t *unit_o
     if (!PyArg_ParseTuple(args, "I", &unit))
         return -1;
     if (unit >= self->unit_count) {
-        PyErr_Format(PyExc_IndexError, "unit %u of %u", unit, self->unit_count);
+        PyErr_Format(PyExc_IndexError, "unit %u is out of range: there are %u units", unit,
+                     self->unit_count);
         return -1;
     }
     *unit_out = unit;
@@ -188,7 +189,7 @@ static PyObject *engine_release(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Of gradients that the engine has not read yet. */
+/* held_bytes(): bytes of gradients that the engine has not read yet. */
 static PyObject *engine_held_bytes(PyObject *object, PyObject *args)
 {
     (void)args;
@@ -206,7 +207,8 @@ static PyObject *engine_lend(PyObject *object, PyObject *args)
     if (!self || !PyArg_ParseTuple(args, "I", &index))
         return NULL;
     if (index >= self->param_count)
-        return PyErr_Format(PyExc_IndexError, "param %u of %u", index, self->param_count);
+        return PyErr_Format(PyExc_IndexError, "param %u is out of range: there are %u params",
+                            index, self->param_count);
     const struct lhpy_param *param = &self->params[index];
     uint32_t unit = self->engine_params[index].unit;
     if (lhpy_engine_use(self, unit) < 0)
@@ -221,7 +223,7 @@ static PyObject *engine_lend(PyObject *object, PyObject *args)
 static int strides_parse(PyObject *strides, int64_t *numbers, size_t count)
 {
     if (!PyTuple_Check(strides) || (size_t)PyTuple_Size(strides) != count) {
-        PyErr_SetString(PyExc_TypeError, "strides and sizes differ in number");
+        PyErr_SetString(PyExc_TypeError, "strides and sizes must have the same length");
         return -1;
     }
     for (size_t i = 0; i < count; i++) {
@@ -244,7 +246,8 @@ static PyObject *engine_bind(PyObject *object, PyObject *args)
     if (!self || !PyArg_ParseTuple(args, "IOO|OO", &index, &tensor, &hollow, &strides, &order))
         return NULL;
     if (index >= self->param_count)
-        return PyErr_Format(PyExc_IndexError, "param %u of %u", index, self->param_count);
+        return PyErr_Format(PyExc_IndexError, "param %u is out of range: there are %u params",
+                            index, self->param_count);
     if (lhpy_tensor_read(hollow, &view) < 0)
         return NULL;
     struct lhpy_param *param = &self->params[index];
@@ -313,11 +316,11 @@ static PyObject *engine_forward(PyObject *object, PyObject *args)
     self->forward_is_open = is_open != 0;
     self->forward_thread = PyThread_get_thread_ident();
     if (lhpy_is_open(self) && !is_open)
-        lhpy_engine_again_release(self);
+        lhpy_engine_unscoped_release(self);
     Py_RETURN_NONE;
 }
 
-/* The parameters that forwards changed in place since this was last asked. */
+/* The parameters that forwards changed in place since the last call. */
 static PyObject *engine_changed_take(PyObject *object, PyObject *args)
 {
     (void)args;
@@ -364,7 +367,8 @@ static PyObject *engine_on_use(PyObject *object, PyObject *args)
         if (PyErr_Occurred())
             return NULL;
         if (index >= self->param_count)
-            return PyErr_Format(PyExc_IndexError, "param %lu of %u", index, self->param_count);
+            return PyErr_Format(PyExc_IndexError, "param %lu is out of range: there are %u params",
+                                index, self->param_count);
         self->params[index].is_moved = true;
     }
     lhpy_replace(&self->on_use, Py_NewRef(callback));
@@ -386,17 +390,17 @@ static PyObject *engine_device_policy(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* End the engine's thread and give everything back but what lends need. Idempotent. */
+/* End the engine's thread and free everything except what lends need. Idempotent. */
 static void engine_shut(struct lhpy_engine *self)
 {
     if (!self->io)
         return;
     if (lhpy_core_is_forked(self->core)) {
-        self->exec = NULL; /* left as they are: they are the parent's, and so is the ring */
+        self->exec = NULL; /* not destroyed: they belong to the parent, as does the ring */
         self->io = NULL;
         return;
     }
-    lhpy_engine_again_release(self);
+    lhpy_engine_unscoped_release(self);
     lhpy_engine_backward_release(self);
     Py_BEGIN_ALLOW_THREADS
     lh_engine_stop(self->core->engine);
@@ -485,7 +489,7 @@ static void engine_dealloc(PyObject *object)
     PyMem_Free(self->unit_states);
     PyMem_Free(self->bound_units);
     PyMem_Free(self->backward_units);
-    PyMem_Free(self->again_units);
+    PyMem_Free(self->unscoped_units);
     PyMem_Free(self->held_params);
     if (self->core && !lhpy_core_is_forked(self->core)) {
         Py_BEGIN_ALLOW_THREADS
@@ -503,8 +507,9 @@ static PyMethodDef engine_methods[] = {
     {"callbacks", engine_callbacks, METH_VARARGS,
      "callbacks(on_backward, on_gradient, on_forward, in_backward)"},
     {"on_use", engine_on_use, METH_VARARGS,
-     "on_use(callback, params): callback(unit, address, make count, out count, is_of_out, pins) ->"
-     " moved, behind each pin; params: those that are."},
+     "on_use(callback, params): callback(unit, address, make count, out count, is_from_write_back, "
+     "pins) ->"
+     " moved, called after each pin; params: the parameters it applies to."},
     {"device_policy", engine_device_policy, METH_VARARGS,
      "device_policy(no_overlap, no_reuse, alloc_bytes_per_s)"},
     {"zo_load", lhpy_engine_zo_load, METH_O, "zo_load(image of the device's kernels)"},
@@ -516,7 +521,7 @@ static PyMethodDef engine_methods[] = {
      "Parameters that forwards changed in place."},
     {"scope", engine_scope, METH_O, "scope(units) -> Scope"},
     {"scopes_drop", lhpy_engine_scopes_drop, METH_NOARGS, "Leave every scope."},
-    {"autocast", engine_autocast, METH_VARARGS, "autocast(dtype code; -1: none)"},
+    {"autocast", engine_autocast, METH_VARARGS, "autocast(dtype code; -1: no autocast)"},
     {"pack", lhpy_engine_pack, METH_O, "Saved-tensor hook."},
     {"unpack", lhpy_engine_unpack, METH_O, "Saved-tensor hook."},
     {"gradient_hook", lhpy_engine_gradient_hook, METH_VARARGS, "gradient_hook(param) -> hook"},
@@ -530,28 +535,32 @@ static PyMethodDef engine_methods[] = {
     {"gradient_square_sum", lhpy_engine_gradient_square_sum, METH_NOARGS,
      "The sum of squares of the open step's gradients."},
     {"gradient_scale", lhpy_engine_gradient_scale, METH_VARARGS, "gradient_scale(scale)"},
-    {"sums_give", lhpy_engine_sums_give, METH_NOARGS, "Hand over what was summed."},
+    {"sums_give", lhpy_engine_sums_give, METH_NOARGS, "Hand the summed gradients to the engine."},
     {"backward_end", lhpy_engine_backward_end, METH_NOARGS,
-     "A backward ended or died: whether it gave gradients."},
+     "Report that a backward ended or failed; returns whether it gave gradients."},
     {"close_step", lhpy_engine_close_step, METH_VARARGS, "close_step(scalars)"},
-    {"abort", lhpy_engine_abort, METH_NOARGS, "Forget the open step."},
+    {"abort", lhpy_engine_abort, METH_NOARGS, "Discard the open step."},
     {"commit_hold", lhpy_engine_commit_hold, METH_NOARGS,
-     "Wait until no commit is under way, and let none begin."},
-    {"commit_release", lhpy_engine_commit_release, METH_NOARGS, "Any thread: commits go on."},
+     "Wait until no commit is in progress, and prevent new ones."},
+    {"commit_release", lhpy_engine_commit_release, METH_NOARGS, "Allow commits again. Any thread."},
     {"flush", lhpy_engine_flush, METH_VARARGS, "flush(commit)"},
     {"pause", lhpy_engine_pause, METH_VARARGS,
      "pause(units, commit): hand the store to the caller."},
     {"resume", lhpy_engine_resume, METH_VARARGS, "resume(changed_units)"},
     {"stats", lhpy_engine_stats, METH_NOARGS, "The last finished step, or None."},
     {"trace", lhpy_engine_trace, METH_NOARGS,
-     "Events: (kind, unit, lane, step, start, end, bytes)"},
-    {"status", lhpy_engine_status, METH_NOARGS, "What is open, pinned and held."},
+     "The events: (kind, unit, lane, step, start, end, bytes)."},
+    {"status", lhpy_engine_status, METH_NOARGS,
+     "The engine's state: what is open, pinned and held."},
     {"check", lhpy_engine_check, METH_NOARGS, "Raise the first error, if there is one."},
-    {"saved_put", lhpy_engine_saved_put, METH_VARARGS, "saved_put(pointer, bytes, on SSD) -> item"},
-    {"saved_is_taken", lhpy_engine_saved_is_taken, METH_O, "What was put may change."},
-    {"saved_room", lhpy_engine_saved_room, METH_O, "saved_room(bytes): wait for the way out."},
+    {"saved_put", lhpy_engine_saved_put, METH_VARARGS,
+     "saved_put(pointer, bytes, on SSD) -> item, or None"},
+    {"saved_is_taken", lhpy_engine_saved_is_taken, METH_O,
+     "Whether the memory that was put may be changed again."},
+    {"saved_room", lhpy_engine_saved_room, METH_O,
+     "saved_room(bytes): wait until at most bytes are put and not taken."},
     {"saved_fetch", lhpy_engine_saved_fetch, METH_VARARGS, "saved_fetch(item, target)"},
-    {"saved_wait", lhpy_engine_saved_wait, METH_O, "saved_wait(item): it is back."},
+    {"saved_wait", lhpy_engine_saved_wait, METH_O, "saved_wait(item): wait until it is back."},
     {"saved_lend", lhpy_engine_saved_lend, METH_VARARGS, "saved_lend(item, bytes) -> tensor"},
     {"saved_drop", lhpy_engine_saved_drop, METH_O, "saved_drop(item)"},
     {"close", engine_close, METH_NOARGS, "Stop the engine."},

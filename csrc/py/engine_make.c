@@ -1,4 +1,4 @@
-/* Making an Engine: descriptions parsed, memory divided, backends chosen. */
+/* Create an Engine: parse descriptions, divide memory, choose backends. */
 #include <string.h>
 
 #include "base/assert.h"
@@ -18,7 +18,7 @@ static int unit_parse(PyObject *item, struct lh_engine_unit *unit)
     int dtype, always, param, residual, moment1, moment2;
     unsigned int param_first, param_count, group;
     if (!PyTuple_Check(item)) {
-        PyErr_SetString(PyExc_TypeError, "a unit is a tuple");
+        PyErr_SetString(PyExc_TypeError, "a unit must be a tuple");
         return -1;
     }
     if (!PyArg_ParseTuple(item, UNIT_FORMAT, &bytes, &place_bytes, &elements, &dtype, &always,
@@ -48,7 +48,7 @@ static int param_parse(PyObject *item, struct lh_engine_param *param)
     unsigned int unit, group;
     if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "IKKI", &unit, &first, &count, &group)) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "a param is a tuple");
+            PyErr_SetString(PyExc_TypeError, "a param must be a tuple");
         return -1;
     }
     *param = (struct lh_engine_param){.unit = unit, .first = first, .count = count, .group = group};
@@ -64,9 +64,9 @@ static int units_parse(struct lhpy_engine *self, PyObject *list)
     self->unit_states = PyMem_Calloc((size_t)count + 1, sizeof(*self->unit_states));
     self->bound_units = PyMem_Calloc((size_t)count + 1, sizeof(uint32_t));
     self->backward_units = PyMem_Calloc((size_t)count + 1, sizeof(uint32_t));
-    self->again_units = PyMem_Calloc((size_t)count + 1, sizeof(uint32_t));
+    self->unscoped_units = PyMem_Calloc((size_t)count + 1, sizeof(uint32_t));
     if (!self->units || !self->unit_states || !self->bound_units || !self->backward_units ||
-        !self->again_units) {
+        !self->unscoped_units) {
         PyErr_NoMemory();
         return -1;
     }
@@ -96,7 +96,8 @@ static int params_parse(struct lhpy_engine *self, PyObject *list)
         if (param_parse(PyList_GetItem(list, i), param) < 0)
             return -1;
         if (param->unit >= self->unit_count) {
-            PyErr_Format(PyExc_IndexError, "unit %u of %u", param->unit, self->unit_count);
+            PyErr_Format(PyExc_IndexError, "unit %u is out of range: there are %u units",
+                         param->unit, self->unit_count);
             return -1;
         }
         const struct lh_engine_unit *unit = &self->units[param->unit];
@@ -106,13 +107,13 @@ static int params_parse(struct lhpy_engine *self, PyObject *list)
     return 0;
 }
 
-/* How gradients wait for the close. */
+/* How gradients wait for the step's close. */
 struct waiting {
     int is_any;
     int is_in_memory;
     int is_summed;
     int is_at_will;
-    unsigned int block_bytes; /* an element, in blocks of main memory; 0: in torch's tensors */
+    unsigned int block_bytes; /* per element, in blocks of main memory; 0: in torch's tensors */
 };
 
 static struct lh_budget_unit budget_unit(const struct lh_engine_unit *unit, uint64_t gradient_bytes,
@@ -243,8 +244,8 @@ static int budget_read(PyObject *dict, struct lh_budget *budget)
 }
 
 /*
- * The arena: what the disks read into and write from; sums of gradients, or what they land in from
- * an accelerator; saved tensors.
+ * Make the arena: memory for disk I/O; for sums of gradients, or for gradients that come from an
+ * accelerator; and for saved tensors.
  */
 static uint64_t moved_bytes(const struct lhpy_engine *self)
 {
@@ -349,7 +350,7 @@ static int engine_make(struct lhpy_engine *self, const struct make_opts *opts,
     return lh_engine_create(&engine_opts, &core->alloc, &core->engine, err);
 }
 
-/* Everything that can block or fail below Python. */
+/* Create everything below Python that can block or fail. */
 static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
                       struct lh_store *store, struct lh_error *err)
 {

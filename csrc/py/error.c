@@ -9,8 +9,8 @@ PyObject *lhpy_text(const char *message)
 }
 
 /*
- * is_rule: a rule of the binding is broken, and the code is its name. Else it is errno, and the
- * same number means what the system means by it.
+ * is_rule: a rule of the binding was broken, and code names the rule. Otherwise code is an errno,
+ * with the system's meaning of that number.
  */
 static PyObject *exception_raise(PyObject *raiser, int code, const char *message, bool is_rule)
 {

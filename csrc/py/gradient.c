@@ -1,8 +1,8 @@
-/* Gradients on their way from autograd to the engine. */
+/* Hand gradients from autograd to the engine. */
 #include "base/assert.h"
 #include "py/lhpy.h"
 
-/* The end of a gradient may run Python, which may come back here: the list is whole before. */
+/* Dropping a gradient may run Python code that reenters: update the list before. */
 static void gradient_let_go(struct lhpy_engine *self, uint32_t i)
 {
     struct lhpy_param *param = &self->params[self->held_params[i]];
@@ -15,7 +15,7 @@ static void gradient_let_go(struct lhpy_engine *self, uint32_t i)
 
 void lhpy_engine_sweep(struct lhpy_engine *self)
 {
-    /* Thousands of parameters of one unit come one by one, and go together. */
+    /* Thousands of parameters of one unit arrive one by one and are released together. */
     uint64_t release_count = lh_engine_gradient_release_count(self->core->engine);
     if (release_count == self->release_count)
         return;
@@ -35,7 +35,7 @@ void lhpy_engine_gradients_drop(struct lhpy_engine *self)
 }
 
 /*
- * A gradient as the engine can read it: in the order of the unit's elements, in a dtype it knows.
+ * Make a gradient readable for the engine: in the order of the unit's elements, in a known dtype.
  * New reference, or NULL with an error.
  */
 static PyObject *gradient_prepare(struct lhpy_engine *self, uint32_t index, PyObject *gradient,
@@ -105,7 +105,7 @@ static int step_gradients_begin(struct lhpy_engine *self)
     return 0;
 }
 
-/* The engine does not take a gradient: what it says, in the terms of whoever runs a backward. */
+/* Raise why the engine rejected a gradient, in the terms of the code that runs the backward. */
 static PyObject *gradient_refuse(struct lhpy_engine *self, uint32_t index,
                                  const struct lhpy_dl_tensor *view, int rc)
 {
@@ -133,7 +133,7 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
     struct lhpy_dl_tensor view;
     if (lhpy_check_open(self) < 0 || lhpy_engine_backward_begin(self) < 0)
         return NULL;
-    lhpy_engine_again_release(self);
+    lhpy_engine_unscoped_release(self);
     PyObject *owned = gradient_prepare(self, index, gradient, &view);
     if (!owned)
         return NULL;
@@ -147,7 +147,7 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
         Py_DECREF(owned);
         return rc < 0 ? NULL : Py_NewRef(Py_None);
     }
-    /* Before this gradient is taken, not after, so that nobody waits once the last one is taken. */
+    /* Wait before this gradient is taken, not after, so that the last one is not waited for. */
     if (lhpy_engine_wait(self, lh_engine_gradient_wait, self->budget.gradient_ahead_bytes) < 0) {
         Py_DECREF(owned);
         return NULL;

@@ -1,5 +1,5 @@
 /*
- * What autograd keeps instead of a saved parameter: a handle, or the tensor itself.
+ * What autograd keeps in place of a saved tensor: a handle, or the tensor itself.
  *
  * pack is called for every tensor that an operation saves. One that lies in a bound unit becomes a
  * handle (parameter, sizes, strides, offset): autograd then holds no lend, and the unit may leave
@@ -7,9 +7,9 @@
  * again. Anything else is an activation and stays, without its history. unpack makes the unit
  * resident and lends that view of it.
  *
- * Behind hooks torch does not look whether an activation was changed in place since it was saved:
- * its version then is kept with it, and compared. Of version 0, which most have, the tensor alone
- * says so; of others a tuple (tensor, version).
+ * With hooks torch does not check whether an activation was changed in place since it was saved, so
+ * its version is saved with it and compared. For version 0, which most have, the tensor alone is
+ * kept; for other versions a tuple (tensor, version).
  */
 #include <string.h>
 
@@ -26,7 +26,7 @@ struct handle {
     int32_t ndim;
     uint64_t byte_offset;           /* of the view, in the parameter */
     struct lhpy_dl_type cast_dtype; /* bits 0: no cast */
-    int64_t *shape_strides;         /* in numbers where they fit, else allocated */
+    int64_t *shape_strides;         /* points to `numbers` if they fit, else allocated */
     int64_t numbers[8];
 };
 
@@ -127,9 +127,9 @@ static int hollow_refuse(struct lhpy_engine *self, const struct lhpy_dl_tensor *
 }
 
 /*
- * The parameter of a bound unit of which tensor is autocast's cast, bit for bit; param_count if
- * there is none. Found by comparing: pack is given the cast without its history, and a wrong guess
- * would be a wrong gradient.
+ * Find the parameter of a bound unit whose autocast cast equals tensor bit for bit; param_count if
+ * there is none. The values are compared because pack receives the cast without its history, and a
+ * wrong guess would make a wrong gradient.
  */
 static uint32_t cast_find(const struct lhpy_engine *self, const struct lhpy_dl_tensor *tensor)
 {
@@ -155,13 +155,13 @@ static uint32_t cast_find(const struct lhpy_engine *self, const struct lhpy_dl_t
 }
 
 /*
- * An activation stays as it is, without its history: an operation that saves its own output would
- * own it through what pack returns, and the output owns the operation. Nothing frees such a graph
- * that is never run backward. autograd puts the history back when it unpacks.
+ * Keep an activation as it is, without its history: an operation that saves its own output would
+ * own it through what pack returns, and the output owns the operation. If such a graph is never run
+ * backward nothing would free it. autograd restores the history when it unpacks.
  */
 static PyObject *activation_detach(PyObject *tensor)
 {
-    static PyObject *is_leaf, *detach; /* for ever */
+    static PyObject *is_leaf, *detach; /* never freed */
     if (!is_leaf)
         is_leaf = PyUnicode_InternFromString("is_leaf");
     if (!detach)
@@ -175,10 +175,10 @@ static PyObject *activation_detach(PyObject *tensor)
     return PyObject_CallMethodObjArgs(tensor, detach, NULL);
 }
 
-/* How often tensor was changed in place, which what is detached from it knows, too; -1: error. */
+/* How often tensor was changed in place; tensors detached from it share the count. -1: error. */
 static long version_of(PyObject *tensor)
 {
-    static PyObject *name; /* for ever */
+    static PyObject *name; /* never freed */
     if (!name)
         name = PyUnicode_InternFromString("_version");
     PyObject *version = name ? PyObject_GetAttr(tensor, name) : NULL;
@@ -196,7 +196,7 @@ static PyObject *activation_keep(PyObject *tensor)
     if (version == 0 || !kept)
         return kept;
     if (version < 0)
-        PyErr_Clear(); /* made under inference_mode: it counts nothing */
+        PyErr_Clear(); /* created under inference_mode: it has no version */
     PyObject *pair = Py_BuildValue("(Nl)", kept, version);
     return pair;
 }
@@ -226,7 +226,7 @@ PyObject *lhpy_engine_pack(PyObject *object, PyObject *tensor)
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     struct lhpy_dl_tensor view;
     if (!lhpy_is_open(self) || lhpy_tensor_read(tensor, &view) < 0) {
-        /* Something that DLPack cannot describe is none of ours. */
+        /* A tensor that DLPack cannot describe is not one of lohan's. */
         PyErr_Clear();
         return activation_keep(tensor);
     }
@@ -256,7 +256,7 @@ PyObject *lhpy_engine_pack(PyObject *object, PyObject *tensor)
     return activation_keep(tensor);
 }
 
-/* The whole parameter, lent, cast and seen with the handle's sizes and strides. */
+/* Lend the whole parameter, cast it, and view it with the handle's sizes and strides. */
 static PyObject *cast_unpack(struct lhpy_engine *self, const struct handle *handle)
 {
     const struct lhpy_param *param = &self->params[handle->param];
@@ -285,8 +285,8 @@ static PyObject *cast_unpack(struct lhpy_engine *self, const struct handle *hand
 PyObject *lhpy_engine_unpack(PyObject *object, PyObject *packed)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
-    if (self->again_unit_count > 0 && lhpy_is_open(self))
-        lhpy_engine_again_release(self);
+    if (self->unscoped_unit_count > 0 && lhpy_is_open(self))
+        lhpy_engine_unscoped_release(self);
     if ((PyObject *)Py_TYPE(packed) != self->handle_type)
         return activation_unpack(packed);
     const struct handle *handle = (const struct handle *)packed;

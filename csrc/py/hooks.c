@@ -7,7 +7,7 @@
 /* A scope: the units that a module needs in its forward. */
 struct scope {
     PyObject_HEAD struct lhpy_engine *engine; /* owned */
-    bool opened_forward; /* it was called outside any forward, and opened one */
+    bool opened_forward; /* it was entered outside any forward, and opened one */
     uint32_t unit_count;
     uint32_t *units;
 };
@@ -56,7 +56,7 @@ static int requires_grad_check(struct lhpy_engine *self, uint32_t unit, uint32_t
     return -1;
 }
 
-/* tensor._version, which every operation in place counts up; -1 where torch counts none. */
+/* tensor._version, which every in-place operation increments; -1 if torch keeps no version. */
 static int64_t version_of(PyObject *tensor)
 {
     PyObject *number = PyObject_GetAttrString(tensor, "_version");
@@ -67,13 +67,13 @@ static int64_t version_of(PyObject *tensor)
     return version;
 }
 
-/* [Note: Two classes] A parameter that is not resident has a class that refuses to be read; the
- * values that the parameter has while it is resident belong to a plain one. Setting data is a
- * write, which only the plain class takes.
+/* [Note: Two classes] A parameter that is not resident has a class that refuses to be read; while
+ * it is resident its values belong to a plain one. Setting data is a write, which only the plain
+ * class allows.
  */
 static int class_set(const struct lhpy_param *param, PyObject *type)
 {
-    static PyObject *name; /* for ever */
+    static PyObject *name; /* never freed */
     if (!name)
         name = PyUnicode_InternFromString("__class__");
     return name ? PyObject_SetAttr(param->tensor, name, type) : -1;
@@ -93,17 +93,18 @@ PyObject *lhpy_engine_classes(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "IO!O!", &index, &PyType_Type, &bound, &PyType_Type, &hollow))
         return NULL;
     if (index >= self->param_count)
-        return PyErr_Format(PyExc_IndexError, "param %u of %u", index, self->param_count);
+        return PyErr_Format(PyExc_IndexError, "param %u is out of range: there are %u params",
+                            index, self->param_count);
     lhpy_replace(&self->params[index].bound_class, Py_NewRef(bound));
     lhpy_replace(&self->params[index].hollow_class, Py_NewRef(hollow));
     Py_RETURN_NONE;
 }
 
 /* [Note: What a kernel is chosen by] torch computes some products (matmul() with a transposed first
- * argument) by another kernel, which rounds otherwise, where the weight requires a gradient, even
- * when none is recorded. Parameters that the engine's optimizer does not train require none outside
- * of forwards, so that nothing is saved for a backward; in forwards without gradients they are what
- * they would be without lohan.
+ * argument) with another kernel, which rounds differently, if the weight requires a gradient, even
+ * when none is recorded. Parameters that the engine's optimizer does not train require no gradient
+ * outside forwards, so that nothing is saved for a backward; in forwards without gradients they
+ * have the setting that they would have without lohan.
  */
 static int required_set(const struct lhpy_param *param, bool is_required)
 {
@@ -112,7 +113,7 @@ static int required_set(const struct lhpy_param *param, bool is_required)
     return PyObject_SetAttrString(param->tensor, "requires_grad", is_required ? Py_True : Py_False);
 }
 
-/* unit is pinned: every parameter's data becomes a lend. */
+/* Make every parameter's data of a pinned unit a lend. */
 int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit)
 {
     const struct lh_engine_unit *desc = &self->units[unit];
@@ -146,7 +147,7 @@ void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit)
     for (uint32_t i = 0; i < desc->param_count; i++) {
         struct lhpy_param *param = &self->params[desc->param_first + i];
         if (class_is_hollow(param))
-            continue; /* it was not bound: a bind that failed half-way */
+            continue; /* it was not bound, because a bind failed partway */
         if (self->forward_is_open && param->version >= 0)
             param->is_changed |= version_of(param->tensor) > param->version;
         param->version = -1;
@@ -199,13 +200,13 @@ static void unit_leave(struct lhpy_engine *self, uint32_t unit)
     lhpy_engine_unuse(self, unit);
 }
 
-/* 1 on a thread that runs a backward, whose end the engine then hears of; 0; -1 with an error. */
+/* 1 on a thread that runs a backward, whose end is then reported to the engine; 0; -1: error. */
 static int backward_ask(struct lhpy_engine *self)
 {
     PyObject *answer = PyObject_CallNoArgs(self->in_backward);
     int rc = answer ? PyObject_IsTrue(answer) : -1;
     Py_XDECREF(answer);
-    /* Here and not in the nested backward that may follow: that one ends before this one does. */
+    /* Register here and not in a nested backward that may follow, which ends before this one. */
     if (rc > 0 && lhpy_engine_backward_begin(self) < 0)
         return -1;
     return rc;
@@ -213,7 +214,7 @@ static int backward_ask(struct lhpy_engine *self)
 
 /*
  * The scope whose forward was refused on this thread before any unit was entered. torch calls its
- * forward hook all the same, which must not leave what another thread has entered.
+ * forward hook anyway, which must not leave what another thread has entered.
  */
 static _Thread_local const struct scope *refused;
 /* The scope whose units could not be entered on this thread: leaving it closes its forward only. */
@@ -226,8 +227,8 @@ static bool forward_is_mine(const struct lhpy_engine *self)
 
 /*
  * A scope outside any forward (a submodule called on its own) is a forward of its own: Python opens
- * and closes it. In a backward it is a recomputed forward, which saves nothing with us. Where
- * another thread has a forward open, Python says whether this one shares it, or refuses.
+ * and closes it. In a backward it is a recomputed forward, which saves nothing with lohan. If
+ * another thread has a forward open, Python decides whether this one shares it or is refused.
  */
 static int forward_ask(struct scope *scope, bool begins)
 {
@@ -251,13 +252,13 @@ static PyObject *scope_enter(PyObject *object, PyObject *const *args, Py_ssize_t
     struct scope *scope = (struct scope *)object;
     refused = NULL;
     without_units = NULL;
-    /* Without arguments it is no hook: somebody wants to look at the parameters. */
+    /* A call without arguments is not torch's: the caller wants to read the parameters. */
     if (lhpy_check_open(scope->engine) < 0 || (count > 0 && forward_ask(scope, true) < 0)) {
         refused = scope;
         return NULL;
     }
     if (scope->engine->forward_is_open)
-        lhpy_engine_again_release(scope->engine);
+        lhpy_engine_unscoped_release(scope->engine);
     for (uint32_t i = 0; i < scope->unit_count; i++) {
         if (unit_enter(scope->engine, scope->units[i]) == 0)
             continue;
@@ -282,7 +283,7 @@ static PyObject *scope_leave(PyObject *object, PyObject *const *args, Py_ssize_t
     without_units = NULL;
     bool is_forked = scope->engine->core && lhpy_core_is_forked(scope->engine->core);
     if (scope->engine->io && scope->engine->forward_is_open && !is_forked)
-        lhpy_engine_again_release(scope->engine);
+        lhpy_engine_unscoped_release(scope->engine);
     bool leaves = has_units && scope->engine->core && !is_forked;
     for (uint32_t i = scope->unit_count; leaves && i-- > 0;)
         unit_leave(scope->engine, scope->units[i]);
@@ -291,8 +292,8 @@ static PyObject *scope_leave(PyObject *object, PyObject *const *args, Py_ssize_t
     Py_RETURN_NONE;
 }
 
-/* Bind what is not bound yet, until lhpy_engine_again_release(). */
-static int again_enter(struct scope *scope)
+/* Bind the units that are not bound yet, until lhpy_engine_unscoped_release(). */
+static int unscoped_enter(struct scope *scope)
 {
     struct lhpy_engine *self = scope->engine;
     for (uint32_t i = 0; i < scope->unit_count; i++) {
@@ -301,16 +302,16 @@ static int again_enter(struct scope *scope)
             continue;
         if (unit_enter(self, unit) < 0)
             return -1;
-        self->again_units[self->again_unit_count++] = unit;
+        self->unscoped_units[self->unscoped_unit_count++] = unit;
     }
     return 0;
 }
 
 /*
  * A parameter is read as an attribute of its module. [Note: Forwards without hooks] A checkpoint
- * around `forward` instead of around the module computes it again in backward without the module's
- * hooks, so that no scope is entered. There, and only there, a read makes the unit resident; it
- * stays bound until the backward of what was computed again begins. True there.
+ * around `forward` instead of around the module recomputes it in backward without the module's
+ * hooks, so no scope is entered. In that case, and only then, a read makes the unit resident and
+ * returns True; the unit stays bound until the backward of what was recomputed begins.
  */
 static PyObject *scope_read(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
@@ -323,14 +324,14 @@ static PyObject *scope_read(PyObject *object, PyObject *const *args, Py_ssize_t 
     int backward = backward_ask(self);
     if (backward <= 0)
         return backward < 0 ? NULL : Py_NewRef(Py_False);
-    if (again_enter(scope) < 0)
+    if (unscoped_enter(scope) < 0)
         return NULL;
     Py_RETURN_TRUE;
 }
 
 /*
- * Parameters are arguments of an operation in a forward, outside the scope that has them. They are
- * there until the next such operation or the next scope: few of them at a time, so that they fit.
+ * Make parameters resident that are arguments of an operation in a forward, outside their scope.
+ * They stay until the next such operation or the next scope: few at a time, so that they fit.
  */
 static PyObject *scope_hold(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
@@ -339,8 +340,8 @@ static PyObject *scope_hold(PyObject *object, PyObject *const *args, Py_ssize_t 
     struct scope *scope = (struct scope *)object;
     if (lhpy_check_open(scope->engine) < 0)
         return NULL;
-    lhpy_engine_again_release(scope->engine);
-    if (again_enter(scope) < 0)
+    lhpy_engine_unscoped_release(scope->engine);
+    if (unscoped_enter(scope) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -349,9 +350,8 @@ PyObject *lhpy_engine_scopes_drop(PyObject *object, PyObject *args)
 {
     (void)args;
     struct lhpy_engine *self = (struct lhpy_engine *)object;
-    self->again_unit_count = 0;
-    /* In a forked child the pins are the parent's; the memory that parameters point to is not here.
-     */
+    self->unscoped_unit_count = 0;
+    /* In a forked child the pins belong to the parent, and the parameters' memory is not mapped. */
     while (self->io && !lhpy_is_open(self) && self->bound_unit_count > 0) {
         uint32_t unit = self->bound_units[0];
         self->unit_states[unit].scope_depth = 0;
@@ -365,10 +365,10 @@ PyObject *lhpy_engine_scopes_drop(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-void lhpy_engine_again_release(struct lhpy_engine *self)
+void lhpy_engine_unscoped_release(struct lhpy_engine *self)
 {
-    while (self->again_unit_count > 0)
-        unit_leave(self, self->again_units[--self->again_unit_count]);
+    while (self->unscoped_unit_count > 0)
+        unit_leave(self, self->unscoped_units[--self->unscoped_unit_count]);
 }
 
 static PyMethodDef scope_methods[] = {
@@ -417,7 +417,8 @@ PyObject *lhpy_scope_new(struct lhpy_engine *self, PyObject *scope_type, PyObjec
         unsigned long unit = item ? PyLong_AsUnsignedLong(item) : 0;
         Py_XDECREF(item);
         if (!PyErr_Occurred() && unit >= self->unit_count)
-            PyErr_Format(PyExc_IndexError, "unit %lu of %u", unit, self->unit_count);
+            PyErr_Format(PyExc_IndexError, "unit %lu is out of range: there are %u units", unit,
+                         self->unit_count);
         ok = !PyErr_Occurred();
         if (ok)
             scope->units[scope->unit_count++] = (uint32_t)unit;
@@ -431,13 +432,13 @@ PyObject *lhpy_scope_new(struct lhpy_engine *self, PyObject *scope_type, PyObjec
     return (PyObject *)scope;
 }
 
-/* Take p.grad away from the parameter: None if there is none. */
+/* Take p.grad away from the parameter. None: it has no gradient. */
 static PyObject *gradient_detach(const struct lhpy_engine *self, unsigned long index,
                                  PyObject *parameter)
 {
     const struct lhpy_param *param = &self->params[index];
     bool is_hollow = class_is_hollow(param) && param->tensor == parameter;
-    /* The hollow class would answer, in Python: ten times as long. */
+    /* The hollow class would answer in Python, which takes ten times as long. */
     if (is_hollow && class_set(param, param->bound_class) < 0)
         return NULL;
     PyObject *gradient = PyObject_GetAttrString(parameter, "grad");
@@ -482,7 +483,8 @@ PyObject *lhpy_engine_gradient_hook(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "I", &index))
         return NULL;
     if (index >= self->param_count)
-        return PyErr_Format(PyExc_IndexError, "param %u of %u", index, self->param_count);
+        return PyErr_Format(PyExc_IndexError, "param %u is out of range: there are %u params",
+                            index, self->param_count);
     PyObject *pair = Py_BuildValue("(OI)", object, index);
     PyObject *hook = pair ? PyCFunction_New(&gradient_hook_def, pair) : NULL;
     Py_XDECREF(pair);

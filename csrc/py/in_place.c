@@ -3,8 +3,8 @@
 
 #include "py/lhpy.h"
 
-/* items: a list of tuples; release: of a row, what parse allocated, or NULL. NULL with a Python
- * error. */
+/* Parse a list of tuples into rows. release frees what parse allocated for a row; may be NULL.
+ * NULL with a Python error. */
 static void *rows_parse(PyObject *items, uint64_t row_bytes, bool (*parse)(PyObject *, void *),
                         void (*release)(const void *row), uint32_t *count_out)
 {
@@ -60,7 +60,7 @@ static void unit_release(const void *row)
     PyMem_Free((void *)unit->checksums);
 }
 
-/* (unit, runs, moves, bytes of checksums) */
+/* Parse (unit, runs, moves, bytes of checksums). */
 static bool unit_parse(PyObject *item, void *row)
 {
     struct lh_in_place_unit *unit = row;
@@ -88,7 +88,7 @@ static bool unit_parse(PyObject *item, void *row)
     return false;
 }
 
-/* (fd, path, bytes, is direct); path is borrowed from item. */
+/* Parse (fd, path, bytes, is direct); path is borrowed from item. */
 static bool file_parse(PyObject *item, struct lh_in_place_file *file, struct lh_io_file *io_file)
 {
     unsigned long long bytes = 0;
@@ -102,7 +102,7 @@ static bool file_parse(PyObject *item, struct lh_in_place_file *file, struct lh_
     return true;
 }
 
-/* (files, units); both lists. */
+/* Parse (files, units), both lists. */
 int lhpy_in_place_parse(PyObject *tuple, struct lhpy_in_place *made)
 {
     PyObject *files = NULL;
@@ -111,7 +111,7 @@ int lhpy_in_place_parse(PyObject *tuple, struct lhpy_in_place *made)
         return -1;
     Py_ssize_t file_count = PyList_Size(files);
     if (file_count > LHPY_IN_PLACE_FILE_COUNT_MAX) {
-        PyErr_Format(PyExc_ValueError, "%zd files are read in place: at most %d", file_count,
+        PyErr_Format(PyExc_ValueError, "%zd files are read in place: the maximum is %d", file_count,
                      LHPY_IN_PLACE_FILE_COUNT_MAX);
         return -1;
     }

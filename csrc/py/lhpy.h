@@ -1,13 +1,13 @@
 /*
- * What the files of the binding share. Python.h is included only in csrc/py, always through this
+ * What the binding's files share. Python.h is included only in csrc/py, always through this
  * header.
  *
  * [Note: What outlives what] A lend (a torch tensor over a unit's bytes) may outlive everything:
  * the user keeps a view, closes the session, exits. struct lhpy_core therefore holds what a lend
- * needs (the engine's counters, the memory), counted by the Engine object and by each lend; the
+ * needs (the engine's counters, the memory). The Engine object and each lend hold a reference; the
  * last one frees it, on any thread, without the GIL.
  *
- * Thread: everything here runs with the GIL but the lend's deleter.
+ * Thread: everything here runs with the GIL, except a lend's deleter.
  */
 #ifndef LH_PY_LHPY_H
 #define LH_PY_LHPY_H
@@ -28,7 +28,7 @@
 #include "py/dlpack_abi.h"
 #include "sched/engine.h"
 
-/* Copies to and from an accelerator that are on their way at once. */
+/* The most copies to and from an accelerator in flight. */
 #define LHPY_COPY_COUNT 64
 
 struct lhpy_core {
@@ -40,10 +40,10 @@ struct lhpy_core {
     struct lh_arena *device_arena;         /* emulated device memory, or NULL */
     struct lhpy_dl_managed *device_memory; /* torch's, or NULL */
     uint8_t *device_base;
-    int32_t device_type; /* of lends and gradients, as DLPack says it */
+    int32_t device_type; /* of lends and gradients, DLPack's number */
     int32_t device_id;
-    bool is_registered;  /* main memory, with the device */
-    uint32_t fork_count; /* of the process that made it: see lhpy_core_is_forked() */
+    bool is_registered;  /* main memory is registered with the device */
+    uint32_t fork_count; /* of the process that created it: see lhpy_core_is_forked() */
     struct lh_waker waker;
     bool has_waker;
 };
@@ -56,13 +56,13 @@ struct lhpy_device_opts {
     PyObject *memory; /* borrowed: a tensor of bytes on the device, or None */
 };
 
-/* What an Engine is told of saved tensors (saved.c). */
+/* An Engine's options for saved tensors (saved.c). */
 struct lhpy_saved_make {
     struct lh_saved_opts opts;
-    PyObject *object; /* the Store; owned by the Engine, NULL where there is none */
+    PyObject *object; /* the Store, owned by the Engine; may be NULL */
 };
 
-/* What an Engine is told of units that are read in place (in_place.c). */
+/* An Engine's options for units that are read in place (in_place.c). */
 #define LHPY_IN_PLACE_FILE_COUNT_MAX 192
 struct lhpy_in_place {
     PyObject *object; /* owned: what it was parsed from, which owns the paths */
@@ -71,29 +71,29 @@ struct lhpy_in_place {
     struct lh_io_file io_files[LHPY_IN_PLACE_FILE_COUNT_MAX];
 };
 
-/* What Python knows of a parameter. */
+/* The binding's state of a parameter. */
 struct lhpy_param {
     PyObject *tensor;       /* owned: the Parameter */
     PyObject *hollow;       /* owned: its data while not resident */
     PyObject *bound_class;  /* owned, or NULL: its type while resident */
-    PyObject *hollow_class; /* owned, or NULL: its type while not: it refuses to be read */
+    PyObject *hollow_class; /* owned, or NULL: its type while not resident; reading it raises */
     PyObject *gradient;     /* owned while the engine reads it, else NULL */
     uint64_t gradient_bytes;
     uint64_t byte_offset; /* in the unit */
     int32_t ndim;
     int64_t *shape;  /* ndim sizes, then ndim strides */
-    PyObject *order; /* owned: dimensions from the outermost in memory on; NULL: contiguous */
+    PyObject *order; /* owned: dimensions, the outermost in memory first; NULL: contiguous */
     struct lhpy_dl_type dtype;
-    int64_t version; /* tensor._version when it was bound in a forward; -1: not asked */
-    bool is_changed; /* in place, inside a forward */
-    bool is_moved;   /* trained without the engine's optimizer: frozen to it alone */
+    int64_t version; /* tensor._version when it was bound in a forward; -1: not read */
+    bool is_changed; /* changed in place inside a forward */
+    bool is_moved;   /* trained, but not by the engine's optimizer: frozen for the engine */
     float *sum;      /* of its gradients, in the arena; NULL: they are not summed (sums.c) */
     uint8_t sum_state;
 };
 
 struct lhpy_unit {
     uint32_t scope_depth;  /* scopes inside which it is resident and its parameters are bound */
-    bool is_used_backward; /* pinned for handles that come back */
+    bool is_used_backward; /* pinned for handles that are still to be unpacked */
     bool has_gradients;    /* in the open step */
     uint32_t epoch;        /* steps and writes that changed it; a handle of an older one is stale */
 };
@@ -101,7 +101,7 @@ struct lhpy_unit {
 /* The Engine type's instance (engine.c). */
 struct lhpy_engine {
     PyObject_HEAD struct lhpy_core *core;
-    PyObject *store; /* owned: the Store it runs on */
+    PyObject *store; /* owned: the Store that it uses */
     struct lhpy_saved_make saved;
     struct lhpy_in_place in_place;
     struct lh_io *io;
@@ -116,8 +116,8 @@ struct lhpy_engine {
     uint32_t *bound_units;
     uint32_t backward_unit_count;
     uint32_t *backward_units;
-    uint32_t again_unit_count; /* bound by Scope.read() or Scope.hold(): see hooks.c */
-    uint32_t *again_units;
+    uint32_t unscoped_unit_count; /* bound by Scope.read() or Scope.hold(): see hooks.c */
+    uint32_t *unscoped_units;
     uint32_t held_count; /* gradients held, in held_params */
     uint32_t *held_params;
     uint64_t held_bytes;
@@ -125,31 +125,30 @@ struct lhpy_engine {
     uint64_t hollow_base[4]; /* by enum lh_dtype: the array that hollow parameters point into */
     uint64_t hollow_bytes[4];
     struct lhpy_dl_type autocast_dtype; /* bits 0: no autocast */
-    bool
-        /* between the first unpack or gradient and the end-of-backward callback */
-        backward_is_open;
+    /* Between the first unpack or gradient and the end-of-backward callback. */
+    bool backward_is_open;
     bool step_has_gradients;
-    bool backward_has_gradients; /* the last one that began */
+    bool backward_has_gradients; /* the last backward that began */
     bool has_sums;
-    bool is_paused;               /* the store is the caller's until resume() */
+    bool is_paused;               /* the caller has the store until resume() */
     bool forward_is_open;         /* inside a forward whose saved tensors are packed */
-    unsigned long forward_thread; /* that opened it */
-    bool forward_is_train;        /* the last one that began had gradients enabled */
+    unsigned long forward_thread; /* the thread that opened it */
+    bool forward_is_train;        /* the last forward that began had gradients enabled */
     PyObject *raiser;             /* (code, message) -> exception */
-    PyObject *on_backward;        /* called once a backward */
+    PyObject *on_backward;        /* called once per backward */
     PyObject *on_gradient;        /* called before the first gradient of a step */
     PyObject *on_forward;  /* called when a scope begins (True) or ends (False) outside a forward */
     PyObject *in_backward; /* true on a thread that runs a backward */
-    PyObject *zo_image;    /* bytes: what zo_kernel is of; NULL: none is loaded */
+    PyObject *zo_image;    /* bytes: the image of zo_kernel; NULL: none is loaded */
     struct lh_dev_kernel *zo_kernel;
-    PyObject *on_use; /* called with a unit that was just pinned; NULL: nobody asks */
+    PyObject *on_use; /* called with a unit that was just pinned; may be NULL */
     PyObject *handle_type;
     PyObject *scope_type;
     char io_reason[512];
-    uint64_t release_count; /* of gradients, when they were last looked at */
+    uint64_t release_count; /* the engine's count of released gradients at the last sweep */
 };
 
-/* Put value (stolen) into an owned reference. */
+/* Replace an owned reference by value, which is stolen. */
 static inline void lhpy_replace(PyObject **slot, PyObject *value)
 {
     PyObject *old = *slot;
@@ -162,89 +161,90 @@ struct lhpy_core *lhpy_core_create(void);
 void lhpy_core_retain(struct lhpy_core *core);
 void lhpy_core_release(struct lhpy_core *core); /* any thread, without the GIL */
 /*
- * The calling process is a child of the one that made it: it has neither the engine's threads nor
- * its memory, and no right to its files. Whatever would touch them does nothing, or is refused.
+ * Whether the calling process is a forked child of the one that created core: it has neither the
+ * engine's threads nor its memory, and must not touch its files. Functions that would touch them do
+ * nothing or raise an error.
  */
 bool lhpy_core_is_forked(const struct lhpy_core *core);
 
 /* device.c */
-/* Make the accelerator that opts name; nothing for "cpu". Without the GIL. */
+/* Create the accelerator that opts name; "cpu" creates nothing. Without the GIL. */
 int lhpy_device_make(struct lhpy_core *core, const struct lhpy_device_opts *opts, const void *base,
                      uint64_t bytes, struct lh_error *err);
 void lhpy_device_destroy(struct lhpy_core *core, const void *base);
-/* torch's current stream on the device; NULL: the default one, or there is no such device. */
+/* torch's current stream on the device. NULL: the default stream, or no device. */
 void *lhpy_device_stream(const struct lhpy_engine *self);
-/* What is acquired or handed over from here on is ordered with torch's current stream. */
+/* Order what is acquired or handed over from now on with torch's current stream. */
 void *lhpy_device_stream_note(struct lhpy_engine *self);
 
 /* zo.c */
-/* zo_load(image): the device's kernel for zo_lead(), where it needs one. */
+/* zo_load(image): load the device's kernel for zo_lead(), if the device needs one. */
 PyObject *lhpy_engine_zo_load(PyObject *object, PyObject *image);
 /*
- * zo_lead(address, count, ops[, state, state_format, value_format]): as zo_apply(), or as the
- * module's zo_lead() where a state is given, on torch's current stream.
+ * zo_lead(address, count, ops[, state, state_format, value_format]): like zo_apply(), or with a
+ * state like the module's zo_lead(), on torch's current stream.
  */
 PyObject *lhpy_engine_zo_lead(PyObject *object, PyObject *args);
-/* Behind what was launched. Without the GIL. */
+/* Unload the kernel, after everything that was launched. Without the GIL. */
 void lhpy_engine_zo_unload(struct lhpy_engine *self);
 
 /* tensor.c */
 /* torch's exchange table; NULL with an ImportError set. */
 const struct lhpy_dl_exchange *lhpy_exchange(void);
-/* A tensor's pointer, shape, dtype: borrowed from the tensor. -1 with a Python error. */
+/* Read a tensor's pointer, shape, dtype: borrowed from the tensor. -1 with a Python error. */
 int lhpy_tensor_read(PyObject *tensor, struct lhpy_dl_tensor *out);
 bool lhpy_tensor_is_contiguous(const struct lhpy_dl_tensor *tensor);
 bool lhpy_tensor_is_dense(const struct lhpy_dl_tensor *tensor);
 int64_t lhpy_tensor_count(const struct lhpy_dl_tensor *tensor);
-/* LH_DTYPE_BYTES for what has no name in the core. */
+/* The core's dtype; LH_DTYPE_BYTES for types that the core does not have. */
 enum lh_dtype lhpy_dtype(struct lhpy_dl_type type);
 /*
- * A new torch tensor over bytes of a pinned unit: takes one more pin, which the tensor's storage
- * gives back when it dies. shape_strides: ndim sizes, then ndim strides. NULL with a Python error.
+ * Create a torch tensor over bytes of a pinned unit: takes another pin, which the tensor's storage
+ * drops when it dies. shape_strides: ndim sizes, then ndim strides. NULL with a Python error.
  */
 PyObject *lhpy_lend(struct lhpy_core *core, uint32_t unit, uint64_t byte_offset, int32_t ndim,
                     const int64_t *shape_strides, struct lhpy_dl_type dtype);
 
 /*
- * A tensor of bytes over a saved tensor that is back in main memory; when its storage dies the item
- * is dropped. NULL with a Python error: it stays the caller's.
+ * Create a tensor of bytes over a saved tensor that is back in main memory; when its storage dies
+ * the item is dropped. NULL with a Python error: the item still belongs to the caller.
  */
 PyObject *lhpy_saved_lend(struct lhpy_core *core, uint32_t item, int64_t bytes);
 
 /* error.c */
 /*
- * Raise what the raiser makes of it; return NULL. lhpy_raise: a rule of the binding, whose name is
- * code; the others: errno of what is below.
+ * Raise the exception that the raiser makes; return NULL. lhpy_raise: a rule of the binding was
+ * broken, and code names it; the others: code is an errno of the core.
  */
 PyObject *lhpy_raise(PyObject *raiser, int code, const char *message);
-/* A str of a message; names of files in it may be any bytes, and cut anywhere. */
+/* A str of a message; file names in it may be arbitrary bytes, truncated anywhere. */
 PyObject *lhpy_text(const char *message);
 PyObject *lhpy_raise_error(PyObject *raiser, const struct lh_error *err);
 /* The engine's own error. */
 PyObject *lhpy_raise_engine(struct lhpy_engine *self);
-/* It is neither closed nor another process's. */
+/* Whether the session is neither closed nor another process's. */
 bool lhpy_is_open(const struct lhpy_engine *self);
 int lhpy_check_open(struct lhpy_engine *self);
 
 /* engine.c */
 extern PyType_Spec lhpy_engine_spec;
 /*
- * Pin unit, waiting without the GIL; a signal that arrives meanwhile is raised when the unit is
- * there. -1 with a Python error.
+ * Pin unit, waiting without the GIL; a signal that arrives meanwhile is raised once the unit is
+ * resident. -1 with a Python error.
  */
 int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit);
 void lhpy_engine_unuse(struct lhpy_engine *self, uint32_t unit);
 typedef int (*lhpy_wait_fn)(struct lh_engine *engine, uint64_t argument, int timeout_ms);
-/* Wait in slices without the GIL, looking for signals: 1, or -1 with a Python error. */
+/* Wait in slices without the GIL, checking for signals. 1, or -1 with a Python error. */
 int lhpy_engine_wait(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argument);
 /*
  * Pin unit until its handles are gone, or until lhpy_engine_backward_end(). -1 with a Python error.
  */
 int lhpy_engine_use_backward(struct lhpy_engine *self, uint32_t unit);
 void lhpy_engine_unuse_backward(struct lhpy_engine *self, uint32_t unit);
-/* A backward has begun: ask for the callback at its end, once. -1 with a Python error. */
+/* A backward has begun: register the callback at its end, once. -1 with a Python error. */
 int lhpy_engine_backward_begin(struct lhpy_engine *self);
-/* Let go of every pin that waits for handles. */
+/* Drop every pin that waits for handles. */
 void lhpy_engine_backward_release(struct lhpy_engine *self);
 
 /* session.c: the Engine's methods around a step */
@@ -270,24 +270,24 @@ PyObject *lhpy_engine_check(PyObject *object, PyObject *args);
 extern PyType_Spec lhpy_scope_spec;
 PyObject *lhpy_engine_gradient_hook(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_classes(PyObject *object, PyObject *args);
-/* Leave every scope: those of a forward that died. */
+/* Leave every scope, after a forward failed. */
 PyObject *lhpy_engine_scopes_drop(PyObject *object, PyObject *args);
 PyObject *lhpy_scope_new(struct lhpy_engine *self, PyObject *scope_type, PyObject *units);
-/* Make the parameters' data lends, or hollow. -1 with a Python error. */
+/* Make the parameters' data lends; unbind: make it hollow. -1 with a Python error. */
 int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit);
-/* Make hollow what Scope.read() and Scope.hold() bound. */
-void lhpy_engine_again_release(struct lhpy_engine *self);
+/* Unbind what Scope.read() and Scope.hold() bound. */
+void lhpy_engine_unscoped_release(struct lhpy_engine *self);
 void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit);
 
 /* gradient.c */
-/* Let go of gradients that the engine has read. */
+/* Release gradients that the engine has read. */
 void lhpy_engine_sweep(struct lhpy_engine *self);
-/* Forget the gradients that are held; the engine reads none of them. */
+/* Release all held gradients; the engine must not be reading any of them. */
 void lhpy_engine_gradients_drop(struct lhpy_engine *self);
 PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
 
 /* saved.c */
-/* make->object is owned. -1 with a Python error. */
+/* The caller owns make->object. -1 with a Python error. */
 int lhpy_saved_parse(PyObject *tuple, struct lhpy_saved_make *make);
 PyObject *lhpy_engine_saved_put(PyObject *object, PyObject *args);
 PyObject *lhpy_engine_saved_is_taken(PyObject *object, PyObject *number);
@@ -298,19 +298,19 @@ PyObject *lhpy_engine_saved_drop(PyObject *object, PyObject *number);
 PyObject *lhpy_engine_saved_lend(PyObject *object, PyObject *args);
 
 /* in_place.c */
-/* made->object and made->opts' tables are owned. -1 with a Python error. */
+/* The caller owns made->object and made->opts' tables. -1 with a Python error. */
 int lhpy_in_place_parse(PyObject *tuple, struct lhpy_in_place *made);
 void lhpy_in_place_free(struct lhpy_in_place *made);
 
 /* sums.c */
-/* Of memory for the sums of all gradients, and where it is: aligned to 4 KiB. */
+/* The memory for the sums of all gradients: its size, and its place, aligned to 4 KiB. */
 uint64_t lhpy_sums_bytes(const struct lhpy_engine *self);
 void lhpy_sums_place(struct lhpy_engine *self, uint8_t *memory);
-/* What a backward gave: gradient, or what it added to the stand-in that gradient is. */
+/* The gradient that a backward gave: gradient itself, or what was added if it is a stand-in. */
 PyObject *lhpy_sums_unwrap(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
-/* gradient: contiguous. -1 with a Python error. */
+/* Add a contiguous gradient to param's sum. -1 with a Python error. */
 int lhpy_sums_add(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
-/* Hand every sum of the open step to the engine; once given it is not given again. */
+/* Hand every sum of the open step that was not handed over yet to the engine. */
 PyObject *lhpy_engine_sums_give(PyObject *object, PyObject *args);
 void lhpy_sums_forget(struct lhpy_engine *self);
 
@@ -324,9 +324,9 @@ extern PyType_Spec lhpy_store_spec;
 PyObject *lhpy_store_create(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *lhpy_store_open(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *lhpy_store_measure(PyObject *module, PyObject *args);
-/* The store inside, or NULL with an error when it is closed. */
+/* The core's store; NULL with a Python error if it is closed. */
 struct lh_store *lhpy_store_get(PyObject *object);
-/* Bytes of the heap that the store holds. */
+/* The heap bytes that the store holds. */
 uint64_t lhpy_store_live_bytes(PyObject *object);
 
 /* simulate.c */

@@ -15,12 +15,12 @@ PyObject *lhpy_plan_raise(const struct lh_error *err)
     return NULL;
 }
 
-/* A new reference, or NULL with an error that says whose key is missing. */
+/* A new reference, or NULL with an error that names the owner of the missing key. */
 static PyObject *item_get(PyObject *dict, const char *key, const char *owner)
 {
     if (!dict || !PyDict_Check(dict)) {
         PyErr_Clear();
-        PyErr_Format(PyExc_TypeError, "a %s is a dict", owner);
+        PyErr_Format(PyExc_TypeError, "a %s must be a dict", owner);
         return NULL;
     }
     PyObject *item = PyDict_GetItemString(dict, key);
@@ -115,7 +115,7 @@ static PyObject *list_get(PyObject *dict, const char *key, const char *owner)
 {
     PyObject *list = item_get(dict, key, owner);
     if (list && !PyList_Check(list)) {
-        PyErr_Format(PyExc_TypeError, "a %s's '%s' is a list", owner, key);
+        PyErr_Format(PyExc_TypeError, "a %s's '%s' must be a list", owner, key);
         Py_CLEAR(list);
     }
     return list;
@@ -133,9 +133,9 @@ static int block_parse(PyObject *dict, struct lh_plan_model *model, uint32_t ind
         rc = u32_get(dict, "shared_block", "block", &block->shared_block);
     block->layer_first = *layer_next;
     Py_ssize_t count = layers ? PyList_Size(layers) : 0;
-    /* A list that grew since its layers were counted. */
+    /* The list grew after its layers were counted. */
     if (rc == 0 && count > (Py_ssize_t)(model->layer_count - *layer_next)) {
-        PyErr_SetString(PyExc_RuntimeError, "a model changed while it was read");
+        PyErr_SetString(PyExc_RuntimeError, "the model was modified while it was being read");
         rc = -1;
     }
     for (Py_ssize_t i = 0; rc == 0 && i < count; i++)
@@ -208,7 +208,7 @@ int lhpy_plan_model_parse(PyObject *dict, struct lh_plan_model *model, struct lh
 static const char *const fate_names[LH_PLAN_FATE_COUNT] = {"keep", "host", "ssd", "recompute"};
 static const char *const schedule_names[] = {"optimized", "naive", "serial"};
 
-/* Its index, or -1 with an error. */
+/* The index of a name, or -1 with an error. */
 static int name_find(PyObject *name, const char *const *names, int name_count, const char *what)
 {
     PyObject *bytes = PyUnicode_Check(name) ? PyUnicode_AsUTF8String(name) : NULL;
@@ -224,11 +224,11 @@ static int name_find(PyObject *name, const char *const *names, int name_count, c
     return -1;
 }
 
-/* 0, or -1 with an error: the list has one item for each of count things. */
+/* Check that a list has one item for each of count things. 0, or -1 with an error. */
 static int list_check(PyObject *list, uint32_t count, const char *what)
 {
     if (!PyList_Check(list)) {
-        PyErr_Format(PyExc_TypeError, "what is chosen for %ss is a list", what);
+        PyErr_Format(PyExc_TypeError, "the choices for %ss must be a list", what);
         return -1;
     }
     if (PyList_Size(list) == (Py_ssize_t)count)
@@ -366,7 +366,7 @@ static PyObject *plan_call(PyObject *module, PyObject *args)
     return made;
 }
 
-/* What plan_step() was asked: what it chooses. */
+/* The choices that plan_step() was called with. */
 struct step_ask {
     PyObject *fates;
     PyObject *blocks;   /* or NULL, None */

@@ -11,10 +11,11 @@
 #include "plan/model.h"
 #include "py/lhpy.h"
 
-/* 0, or -1 with a Python error: a key that is missing, or a value out of range, is named. */
+/* 0, or -1 with a Python error that names the missing key or the value out of range. */
 int lhpy_plan_machine_parse(PyObject *dict, struct lh_plan_machine *machine);
 /*
- * The same of a model, which is owned then: release with lh_plan_model_deinit() and alloc.
+ * The same for a model, which the caller then owns: release it with lh_plan_model_deinit() and
+ * alloc.
  */
 int lhpy_plan_model_parse(PyObject *dict, struct lh_plan_model *model, struct lh_alloc *alloc);
 /* Raise ValueError (-EINVAL), MemoryError (-ENOMEM, -ENOSPC) or OSError; returns NULL. */
@@ -22,7 +23,7 @@ PyObject *lhpy_plan_raise(const struct lh_error *err);
 
 /* Add plan, plan_step and plan_policies to module. 0, or -1 with a Python error. */
 int lhpy_plan_register(PyObject *module);
-/* The same of zeroth_step (zeroth.c). */
+/* The same for zeroth_step (zeroth.c). */
 int lhpy_zeroth_register(PyObject *module);
 
 #endif

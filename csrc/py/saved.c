@@ -1,8 +1,8 @@
-/* Saved tensors that leave (sched/saved.h), for Python: the Engine's methods saved_*(). */
+/* Offloaded saved tensors (sched/saved.h), for Python: the Engine's methods saved_*(). */
 #include "base/assert.h"
 #include "py/lhpy.h"
 
-/* (memory bytes, transit bytes, Store or None, most at once) */
+/* Parse (memory bytes, transit bytes, Store or None, most at a time). */
 int lhpy_saved_parse(PyObject *tuple, struct lhpy_saved_make *make)
 {
     unsigned long long bytes = 0;
@@ -22,7 +22,7 @@ int lhpy_saved_parse(PyObject *tuple, struct lhpy_saved_make *make)
     return 0;
 }
 
-/* saved_put(pointer, bytes, on SSD) -> item; None: it does not fit, and stays where it is */
+/* saved_put(pointer, bytes, on SSD) -> item; None: it does not fit and stays where it is. */
 PyObject *lhpy_engine_saved_put(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
@@ -46,7 +46,7 @@ static int item_parse(struct lhpy_engine *self, PyObject *number, uint32_t *item
     if (PyErr_Occurred() || lhpy_check_open(self) < 0)
         return -1;
     if (value >= self->saved.opts.item_max) {
-        PyErr_Format(PyExc_IndexError, "saved tensor %lu of %u", value,
+        PyErr_Format(PyExc_IndexError, "saved tensor %lu is out of range: there are %u", value,
                      (unsigned)self->saved.opts.item_max);
         return -1;
     }
@@ -54,7 +54,7 @@ static int item_parse(struct lhpy_engine *self, PyObject *number, uint32_t *item
     return 0;
 }
 
-/* saved_is_taken(item): the memory that was put is the caller's again. */
+/* saved_is_taken(item): whether the memory that was put belongs to the caller again. */
 PyObject *lhpy_engine_saved_is_taken(PyObject *object, PyObject *number)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
@@ -69,7 +69,7 @@ static int room_wait(struct lh_engine *engine, uint64_t bytes_max, int timeout_m
     return lh_saved_room_wait(engine, bytes_max, timeout_ms);
 }
 
-/* saved_room(bytes): wait until what was put and not taken is at most that. */
+/* saved_room(bytes): wait until at most `bytes` are put and not taken. */
 PyObject *lhpy_engine_saved_room(PyObject *object, PyObject *number)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
@@ -90,7 +90,7 @@ PyObject *lhpy_engine_saved_fetch(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "OK", &number, &target) || item_parse(self, number, &item) < 0)
         return NULL;
     if ((target != 0) != (self->core->dev != NULL)) {
-        PyErr_SetString(PyExc_ValueError, "a target is memory of the device, where there is one");
+        PyErr_SetString(PyExc_ValueError, "target must be device memory, and 0 without a device");
         return NULL;
     }
     lhpy_device_stream_note(self);
@@ -103,7 +103,7 @@ static int back_wait(struct lh_engine *engine, uint64_t item, int timeout_ms)
     return lh_saved_wait(engine, (uint32_t)item, timeout_ms);
 }
 
-/* saved_wait(item): its bytes are back. */
+/* saved_wait(item): wait until its bytes are back. */
 PyObject *lhpy_engine_saved_wait(PyObject *object, PyObject *number)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
@@ -116,7 +116,7 @@ PyObject *lhpy_engine_saved_wait(PyObject *object, PyObject *number)
     Py_RETURN_NONE;
 }
 
-/* saved_drop(item), once, when it is taken. A closed session has none any more. */
+/* saved_drop(item), once, when it is taken. After the session was closed it does nothing. */
 PyObject *lhpy_engine_saved_drop(PyObject *object, PyObject *number)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
@@ -129,7 +129,7 @@ PyObject *lhpy_engine_saved_drop(PyObject *object, PyObject *number)
     Py_RETURN_NONE;
 }
 
-/* saved_lend(item, bytes) -> tensor of bytes; behind saved_wait(), instead of saved_drop() */
+/* saved_lend(item, bytes) -> tensor of bytes; after saved_wait(), instead of saved_drop(). */
 PyObject *lhpy_engine_saved_lend(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;

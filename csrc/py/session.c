@@ -39,7 +39,7 @@ PyObject *lhpy_engine_backward_end(PyObject *object, PyObject *args)
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     self->backward_is_open = false;
     if (lhpy_is_open(self)) {
-        lhpy_engine_again_release(self);
+        lhpy_engine_unscoped_release(self);
         lhpy_engine_backward_release(self);
         lhpy_engine_sweep(self);
     }
@@ -57,7 +57,7 @@ static int close_wait(struct lh_engine *engine, uint64_t argument, int timeout_m
     return lh_engine_close(engine, close->scalars, close->scalar_bytes, timeout_ms);
 }
 
-/* What a gradient-bearing unit that is still lent would wait for, for ever: named here instead. */
+/* Raise an error for a unit with gradients that is still lent: its update would wait forever. */
 static int lent_refuse(struct lhpy_engine *self)
 {
     for (uint32_t i = 0; i < self->unit_count; i++) {
@@ -82,7 +82,7 @@ PyObject *lhpy_engine_close_step(PyObject *object, PyObject *args)
     Py_ssize_t bytes = 0;
     if (!self || !PyArg_ParseTuple(args, "y#", &scalars, &bytes))
         return NULL;
-    lhpy_engine_again_release(self);
+    lhpy_engine_unscoped_release(self);
     lhpy_engine_backward_release(self);
     if (lent_refuse(self) < 0)
         return NULL;
@@ -138,7 +138,7 @@ PyObject *lhpy_engine_abort(PyObject *object, PyObject *args)
     struct lhpy_engine *self = engine_open(object);
     if (!self)
         return NULL;
-    lhpy_engine_again_release(self);
+    lhpy_engine_unscoped_release(self);
     lhpy_engine_backward_release(self);
     if (lhpy_engine_wait(self, abort_wait, 0) < 0)
         return NULL;
@@ -181,13 +181,13 @@ PyObject *lhpy_engine_commit_hold(PyObject *object, PyObject *args)
     struct lhpy_engine *self = engine_open(object);
     if (!self)
         return NULL;
-    /* On a signal, too, whoever asked releases what may be granted yet. */
+    /* After a signal, too: the caller releases a hold that may still be granted. */
     if (lhpy_engine_wait(self, hold_wait, 0) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
 
-/* Any thread; also of an engine that has failed or was closed. */
+/* Any thread; also if the engine has failed or was closed. */
 PyObject *lhpy_engine_commit_release(PyObject *object, PyObject *args)
 {
     (void)args;
@@ -211,11 +211,12 @@ static int64_t unit_at(const struct lhpy_engine *self, PyObject *units, Py_ssize
         return -1;
     if (unit < self->unit_count)
         return (int64_t)unit;
-    PyErr_Format(PyExc_IndexError, "unit %lu of %u", unit, self->unit_count);
+    PyErr_Format(PyExc_IndexError, "unit %lu is out of range: there are %u units", unit,
+                 self->unit_count);
     return -1;
 }
 
-/* A unit whose bytes in memory somebody can see cannot be forgotten there. */
+/* A unit whose bytes in memory are lent cannot be discarded there. */
 static int changed_refuse(struct lhpy_engine *self, uint32_t unit)
 {
     uint32_t pins = lh_engine_pin_count(self->core->engine, unit);
@@ -245,7 +246,7 @@ PyObject *lhpy_engine_pause(PyObject *object, PyObject *args)
             return NULL;
     }
     if (lhpy_engine_wait(self, pause_wait, 0) < 0) {
-        lh_engine_resume(self->core->engine); /* a signal: it would sleep for ever */
+        lh_engine_resume(self->core->engine); /* after a signal: it would sleep forever */
         return NULL;
     }
     self->is_paused = true;
@@ -258,7 +259,7 @@ PyObject *lhpy_engine_resume(PyObject *object, PyObject *args)
     PyObject *units = NULL;
     if (!self || !PyArg_ParseTuple(args, "O!", &PyList_Type, &units))
         return NULL;
-    if (!self->is_paused) /* the pause was given up, or never began */
+    if (!self->is_paused) /* the pause was abandoned, or never began */
         Py_RETURN_NONE;
     self->is_paused = false;
     int rc = 0;
@@ -268,7 +269,7 @@ PyObject *lhpy_engine_resume(PyObject *object, PyObject *args)
         if (rc < 0)
             break;
         lh_engine_invalidate(self->core->engine, (uint32_t)unit);
-        self->unit_states[unit].epoch++; /* a graph from before would use the new values */
+        self->unit_states[unit].epoch++; /* older graphs would use the new values */
     }
     lh_engine_resume(self->core->engine);
     if (rc < 0)

@@ -4,7 +4,7 @@
 #include "py/lhpy.h"
 #include "sim/timing.h"
 
-/* A rate, a time or a count of bytes above this would overflow sums; it is none of this world. */
+/* The largest rate, time or count of bytes; larger ones are unrealistic and overflow sums. */
 #define NUMBER_MAX (UINT64_C(1) << 60)
 #define LATENCY_NS_MAX (10 * LH_SIM_NS_PER_S)
 #define WORKER_COUNT_MAX 64
@@ -89,7 +89,7 @@ static int machine_parse(PyObject *dict, struct lh_sim_machine *machine)
     return 0;
 }
 
-/* (dtype, always, elements): one parameter a unit. */
+/* Parse (dtype, always, elements): one parameter per unit. */
 static int unit_parse(PyObject *item, struct lh_sim_model *model)
 {
     static const enum lh_dtype dtypes[] = {LH_DTYPE_F32, LH_DTYPE_BF16, LH_DTYPE_F16,
@@ -104,7 +104,7 @@ static int unit_parse(PyObject *item, struct lh_sim_model *model)
     while (index < LH_COUNT_OF(names) && strcmp(names[index], name) != 0)
         index++;
     if (index == LH_COUNT_OF(names) || count < 1 || count > NUMBER_MAX / 64) {
-        PyErr_Format(PyExc_ValueError, "a unit of %llu elements of %s", count, name);
+        PyErr_Format(PyExc_ValueError, "invalid unit: %llu elements of %s", count, name);
         return -1;
     }
     uint64_t elements = count;
@@ -114,7 +114,7 @@ static int unit_parse(PyObject *item, struct lh_sim_model *model)
     return 0;
 }
 
-/* What the part saves: (bytes, is_on_ssd) each. */
+/* Parse the tensors that a part saves: (bytes, is_on_ssd) each. */
 static int saved_parse(PyObject *saved, struct lh_sim_model *model)
 {
     Py_ssize_t count = PyTuple_Size(saved);
@@ -124,7 +124,7 @@ static int saved_parse(PyObject *saved, struct lh_sim_model *model)
         if (!PyArg_ParseTuple(PyTuple_GetItem(saved, i), "Kp", &bytes, &is_on_ssd))
             return -1;
         if (bytes < 1 || bytes > NUMBER_MAX / 1024 || model->saved_count == model->opts.saved_max) {
-            PyErr_Format(PyExc_ValueError, "saved tensor %zd of %llu bytes", i, bytes);
+            PyErr_Format(PyExc_ValueError, "invalid saved tensor %zd: %llu bytes", i, bytes);
             return -1;
         }
         lh_sim_model_saved_add(model, bytes, is_on_ssd ? LH_SAVED_TIER_SSD : LH_SAVED_TIER_MEMORY);
@@ -132,7 +132,7 @@ static int saved_parse(PyObject *saved, struct lh_sim_model *model)
     return 0;
 }
 
-/* (forward_ns, backward_ns, saved); first: the block is added with it. */
+/* Parse (forward_ns, backward_ns, saved). The first part also adds the block. */
 static int part_parse(PyObject *item, struct lh_sim_block *first, struct lh_sim_model *model)
 {
     unsigned long long forward_ns = 0;
@@ -142,7 +142,7 @@ static int part_parse(PyObject *item, struct lh_sim_block *first, struct lh_sim_
         return -1;
     if (forward_ns > NUMBER_MAX / 1024 || backward_ns > NUMBER_MAX / 1024 ||
         model->part_count == model->opts.part_max) {
-        PyErr_Format(PyExc_ValueError, "part %u of %llu ns forward, %llu ns backward",
+        PyErr_Format(PyExc_ValueError, "invalid part %u: %llu ns forward, %llu ns backward",
                      (unsigned)model->part_count, forward_ns, backward_ns);
         return -1;
     }
@@ -156,7 +156,7 @@ static int part_parse(PyObject *item, struct lh_sim_block *first, struct lh_sim_
     return saved_parse(saved, model);
 }
 
-/* (units, parts, room for saved tensors) */
+/* Parse (units, parts, room for saved tensors). */
 static int block_parse(PyObject *item, struct lh_sim_model *model)
 {
     PyObject *units = NULL;
@@ -168,7 +168,7 @@ static int block_parse(PyObject *item, struct lh_sim_model *model)
     Py_ssize_t count = PyTuple_Size(units);
     Py_ssize_t part_count = PyTuple_Size(parts);
     if (count < 0 || count > LH_SIM_BLOCK_UNIT_COUNT_MAX || part_count < 1) {
-        PyErr_Format(PyExc_ValueError, "a block of %zd units and %zd parts", count, part_count);
+        PyErr_Format(PyExc_ValueError, "invalid block: %zd units and %zd parts", count, part_count);
         return -1;
     }
     struct lh_sim_block block = {.unit_count = (uint32_t)count,
@@ -178,7 +178,8 @@ static int block_parse(PyObject *item, struct lh_sim_model *model)
         if (PyErr_Occurred())
             return -1;
         if (unit >= model->unit_count) {
-            PyErr_Format(PyExc_ValueError, "unit %lu of %u", unit, model->unit_count);
+            PyErr_Format(PyExc_ValueError, "unit %lu is out of range: there are %u units", unit,
+                         model->unit_count);
             return -1;
         }
         block.units[i] = (uint32_t)unit;
@@ -190,7 +191,7 @@ static int block_parse(PyObject *item, struct lh_sim_model *model)
     return 0;
 }
 
-/* *model is owned by the caller, after an error as well. */
+/* The caller owns *model, also after an error. */
 static int model_parse(PyObject *units, PyObject *blocks, struct lh_alloc *alloc,
                        struct lh_sim_model *model)
 {
@@ -198,7 +199,7 @@ static int model_parse(PyObject *units, PyObject *blocks, struct lh_alloc *alloc
     Py_ssize_t block_count = PyList_Size(blocks);
     if (unit_count < 1 || block_count < 1 || unit_count > BLOCK_COUNT_MAX ||
         block_count > BLOCK_COUNT_MAX) {
-        PyErr_Format(PyExc_ValueError, "a model of %zd units and %zd blocks", unit_count,
+        PyErr_Format(PyExc_ValueError, "invalid model: %zd units and %zd blocks", unit_count,
                      block_count);
         return -1;
     }
@@ -283,7 +284,7 @@ static PyObject *trace_put(PyObject *dict, const struct lh_sim_timing *timing,
     return dict;
 }
 
-/* A signal that came meanwhile: its Python error stays set. */
+/* Whether a signal arrived meanwhile; its Python error stays set. */
 static bool is_interrupted(void *context)
 {
     (void)context;

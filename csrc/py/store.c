@@ -8,7 +8,7 @@ struct store {
     PyObject_HEAD struct lh_store *store;
     struct lh_alloc alloc;
     PyObject *raiser; /* owned */
-    pid_t owner_pid;  /* a forked child shares the files and their lock: it closes nothing */
+    pid_t owner_pid;  /* a forked child shares the files and their lock, and must not close them */
 };
 
 struct lh_store *lhpy_store_get(PyObject *object)
@@ -65,7 +65,7 @@ static int names_parse(PyObject *sequence, PyObject *raiser, struct names *names
         return -1;
     if (count == 0 || count > LH_STORE_DIRECTORY_COUNT_MAX) {
         struct lh_error err = {0};
-        lh_error_set(&err, -EINVAL, "%zd directories: 1 to %d are possible", count,
+        lh_error_set(&err, -EINVAL, "%zd directories: must be 1 to %d", count,
                      LH_STORE_DIRECTORY_COUNT_MAX);
         lhpy_raise_error(raiser, &err);
         return -1;
@@ -259,7 +259,7 @@ PyObject *lhpy_store_measure(PyObject *module, PyObject *args)
     return Py_BuildValue("(KK)", write_bytes_per_s, read_bytes_per_s);
 }
 
-/* read(extent, offset, address, bytes) and write(...): the caller vouches for the address. */
+/* read(extent, offset, address, bytes) and write(...): the address is trusted. */
 static PyObject *store_transfer(PyObject *object, PyObject *args, bool is_write)
 {
     struct store *self = (struct store *)object;
@@ -270,8 +270,8 @@ static PyObject *store_transfer(PyObject *object, PyObject *args, bool is_write)
         !lhpy_store_get(object))
         return NULL;
     if (extent >= lh_store_extent_count(self->store))
-        return PyErr_Format(PyExc_IndexError, "extent %u of %u", extent,
-                            lh_store_extent_count(self->store));
+        return PyErr_Format(PyExc_IndexError, "extent %u is out of range: there are %u extents",
+                            extent, lh_store_extent_count(self->store));
     void *memory = (void *)(uintptr_t)address;
     int rc;
     Py_BEGIN_ALLOW_THREADS
@@ -313,7 +313,7 @@ static PyObject *store_commit(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Nothing was ever committed but the creation itself: every byte reads as zero. */
+/* Whether only the creation itself was ever committed: every byte reads as zero. */
 static bool is_empty(const struct lh_store *store)
 {
     for (uint32_t i = 0; i < lh_store_extent_count(store); i++) {

@@ -1,10 +1,10 @@
 /*
  * Gradients that are summed over several backwards, and reach the engine as one.
  *
- * A parameter has a place of its own in one piece of memory, fp32 whatever the gradients are. Its
- * first gradient of a step is copied there, later ones are added in the hook that brings them, so
- * that autograd's tensors are free at once. The engine knows nothing of it until the step is closed
- * (or its norm is asked for): forwards and backwards in between are uses like any other.
+ * Each parameter has a place in one block of memory, in fp32 whatever the gradients' dtype is. Its
+ * first gradient of a step is copied there, later ones are added in their hooks, so autograd's
+ * tensors are freed at once. The engine does not see the gradients until the step is closed (or its
+ * norm is requested): forwards and backwards in between are ordinary uses.
  */
 #include "compute/sum.h"
 #include "py/lhpy.h"
@@ -38,8 +38,8 @@ void lhpy_sums_place(struct lhpy_engine *self, uint8_t *memory)
 }
 
 /*
- * [Note: Second gradients] Behind a backward p.grad is a stand-in (python/lohan/session/_gradients.py), to
- * which autograd adds the next gradient; the stand-in keeps that one for us.
+ * [Note: Second gradients] After a backward p.grad is a stand-in (python/lohan/_gradients.py), to
+ * which autograd adds the next gradient; the stand-in keeps that gradient for lohan.
  */
 PyObject *lhpy_sums_unwrap(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
 {
@@ -65,7 +65,7 @@ int lhpy_sums_add(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
 {
     struct lhpy_param *param = &self->params[index];
     struct lhpy_dl_tensor view;
-    /* Itself where it is in main memory; else a copy, which waits for the gradient. */
+    /* The gradient itself if it is in main memory; otherwise a copy, which waits for it. */
     PyObject *host = PyObject_CallMethod(gradient, "cpu", NULL);
     if (!host || lhpy_tensor_read(host, &view) < 0) {
         Py_XDECREF(host);

@@ -1,4 +1,4 @@
-/* Torch tensors through DLPack's C exchange table: read what they are, lend ours. */
+/* Torch tensors through DLPack's C exchange table: inspect them, and lend lohan's memory. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -28,7 +28,7 @@ const struct lhpy_dl_exchange *lhpy_exchange(void)
     }
     if (table && table->version.major != LHPY_DL_VERSION_MAJOR) {
         PyErr_Format(PyExc_ImportError,
-                     "torch speaks DLPack %u.%u, lohan %u.%u: install a newer lohan",
+                     "torch uses DLPack %u.%u, lohan %u.%u: install a newer lohan",
                      table->version.major, table->version.minor, LHPY_DL_VERSION_MAJOR,
                      LHPY_DL_VERSION_MINOR);
         return NULL;
@@ -44,7 +44,7 @@ int lhpy_tensor_read(PyObject *tensor, struct lhpy_dl_tensor *out)
         return -1;
     if (table->tensor_from_object(tensor, out) != 0) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "not a tensor that DLPack can describe");
+            PyErr_SetString(PyExc_TypeError, "DLPack cannot describe this tensor");
         return -1;
     }
     out->data = (uint8_t *)out->data + out->byte_offset;
@@ -71,7 +71,7 @@ bool lhpy_tensor_is_contiguous(const struct lhpy_dl_tensor *tensor)
     return true;
 }
 
-/* Its elements fill one stretch of memory, in some order of dimensions. */
+/* Whether the elements fill contiguous memory, in some order of dimensions. */
 bool lhpy_tensor_is_dense(const struct lhpy_dl_tensor *tensor)
 {
     int64_t count = lhpy_tensor_count(tensor);
@@ -106,7 +106,7 @@ enum lh_dtype lhpy_dtype(struct lhpy_dl_type type)
     return LH_DTYPE_BYTES;
 }
 
-/* A lend: the DLPack blob, with what its deleter needs behind it. */
+/* A lend: the DLPack blob, followed by what its deleter needs. */
 struct lend {
     struct lhpy_dl_managed managed;
     struct lhpy_core *core;
@@ -122,7 +122,7 @@ static void lend_delete(struct lhpy_dl_managed *managed)
         return;
     lh_engine_unpin(lend->core->engine, lend->unit);
     lhpy_core_release(lend->core);
-    free(lend); /* not the engine's memory: a lend's life is torch's business */
+    free(lend); /* not from the engine's allocator: torch decides how long a lend lives */
 }
 
 /* [Note: Lends are no inference tensors] A tensor that is made under torch.inference_mode gives its
@@ -133,7 +133,7 @@ static void lend_delete(struct lhpy_dl_managed *managed)
  */
 static PyObject *inference_leave(void)
 {
-    static PyObject *is_enabled, *context_type; /* for ever */
+    static PyObject *is_enabled, *context_type; /* never freed */
     if (!is_enabled) {
         PyObject *torch = PyImport_ImportModule("torch._C");
         context_type = torch ? PyObject_GetAttrString(torch, "_InferenceMode") : NULL;
@@ -154,7 +154,7 @@ static PyObject *inference_leave(void)
     return context;
 }
 
-/* An error that there is stays; one of the context's own is only told. */
+/* A pending error stays set; an error of the context itself is only printed. */
 static void inference_return(PyObject *context)
 {
     PyObject *type, *value, *traceback;
@@ -210,13 +210,13 @@ PyObject *lhpy_lend(struct lhpy_core *core, uint32_t unit, uint64_t byte_offset,
         /* On failure torch has not called the deleter: the blob is still ours. */
         lend_delete(&lend->managed);
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_RuntimeError, "torch refuses a tensor over lohan's memory");
+            PyErr_SetString(PyExc_RuntimeError, "torch rejected a tensor over lohan's memory");
         return NULL;
     }
     return tensor;
 }
 
-/* A tensor of bytes over an item in main memory; the last of its views drops the item. */
+/* Make a tensor of bytes over an item in main memory; its last view drops the item. */
 struct saved_lend {
     struct lhpy_dl_managed managed;
     struct lhpy_core *core;
@@ -262,9 +262,9 @@ PyObject *lhpy_saved_lend(struct lhpy_core *core, uint32_t item, int64_t bytes)
     void *tensor = NULL;
     if (table->managed_to_object(&lend->managed, &tensor) == 0)
         return tensor;
-    lhpy_core_release(core); /* the item stays the caller's */
+    lhpy_core_release(core); /* the item still belongs to the caller */
     free(lend);
     if (!PyErr_Occurred())
-        PyErr_SetString(PyExc_RuntimeError, "torch refuses a tensor over lohan's memory");
+        PyErr_SetString(PyExc_RuntimeError, "torch rejected a tensor over lohan's memory");
     return NULL;
 }

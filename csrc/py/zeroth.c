@@ -10,7 +10,7 @@ static int block_parse(PyObject *item, struct lh_plan_zeroth_block *block)
 {
     unsigned long long upload_ns, compute_ns, update_ns, offload_ns, alloc_ns;
     if (!PyTuple_Check(item)) {
-        PyErr_SetString(PyExc_TypeError, "a block is a tuple of five times");
+        PyErr_SetString(PyExc_TypeError, "a block must be a tuple of five times");
         return -1;
     }
     if (!PyArg_ParseTuple(item, "KKKKK", &upload_ns, &compute_ns, &update_ns, &offload_ns,

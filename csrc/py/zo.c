@@ -1,4 +1,4 @@
-/* Passes of zeroth-order training over addresses (compute/zo.h), for Python: here, on a device. */
+/* Passes of zeroth-order training over addresses (compute/zo.h), on the CPU or on a device. */
 #include <string.h>
 
 #include "compute/zo_launch.h"
@@ -29,7 +29,8 @@ static const struct lh_zo_kernel *kernel_named(const char *name)
         if (!name || strcmp(kernels[i].name, name) == 0)
             return &kernels[i];
     }
-    PyErr_Format(PyExc_ValueError, "no kernel %s on this machine, see zo_kernels()", name);
+    PyErr_Format(PyExc_ValueError, "kernel %s is not available on this machine: see zo_kernels()",
+                 name);
     return NULL;
 }
 
@@ -42,7 +43,7 @@ static int format_parse(const char *name, enum lh_zo_format *format_out)
             return 0;
         }
     }
-    PyErr_Format(PyExc_ValueError, "no format %s: fp32, bf16, fp16, fp8", name);
+    PyErr_Format(PyExc_ValueError, "unknown format %s: must be fp32, bf16, fp16 or fp8", name);
     return -1;
 }
 
@@ -55,7 +56,7 @@ static int op_parse(PyObject *row, const enum lh_zo_format *format, struct lh_zo
     const char *word;
     int is_same;
     if (!PyTuple_Check(row)) {
-        PyErr_SetString(PyExc_TypeError, "an op is a tuple");
+        PyErr_SetString(PyExc_TypeError, "an op must be a tuple");
         return -1;
     }
     if (!PyArg_ParseTuple(row, "spKIIIfff", &word, &is_same, &seed, &sample, &param, &step,
@@ -75,10 +76,11 @@ static int op_parse(PyObject *row, const enum lh_zo_format *format, struct lh_zo
             op->format = *format;
         if (sample < LH_ZO_SAMPLE_COUNT_MAX)
             return 0;
-        PyErr_Format(PyExc_ValueError, "sample %u: below %d", sample, LH_ZO_SAMPLE_COUNT_MAX);
+        PyErr_Format(PyExc_ValueError, "sample %u: must be less than %d", sample,
+                     LH_ZO_SAMPLE_COUNT_MAX);
         return -1;
     }
-    PyErr_Format(PyExc_ValueError, "no op %s", word);
+    PyErr_Format(PyExc_ValueError, "unknown op %s", word);
     return -1;
 }
 
@@ -106,7 +108,7 @@ static int ops_parse(PyObject *rows, const enum lh_zo_format *format, struct lh_
     if (count < 0)
         return -1;
     if (count > OP_COUNT_MAX) {
-        PyErr_Format(PyExc_ValueError, "%zd ops: %d at most", count, OP_COUNT_MAX);
+        PyErr_Format(PyExc_ValueError, "%zd ops: at most %d", count, OP_COUNT_MAX);
         return -1;
     }
     struct lh_zo_op *ops = PyMem_Calloc((size_t)count + 1, sizeof(*ops));
@@ -132,7 +134,7 @@ static int range_check(unsigned long long first, unsigned long long count)
 {
     if (first <= LH_ZO_ELEMENT_COUNT_MAX && count <= LH_ZO_ELEMENT_COUNT_MAX - first)
         return 0;
-    PyErr_Format(PyExc_ValueError, "elements %llu to %llu + %llu: 2^50 at most", first, first,
+    PyErr_Format(PyExc_ValueError, "elements %llu to %llu + %llu: at most 2^50", first, first,
                  count);
     return -1;
 }
@@ -175,7 +177,7 @@ static int kept_parse(const char *state_format, const char *value_format, struct
         return -1;
     if (kept->value_format != LH_ZO_FORMAT_F8)
         return 0;
-    PyErr_SetString(PyExc_ValueError, "values of fp8: fp32, bf16 or fp16");
+    PyErr_SetString(PyExc_ValueError, "values must be fp32, bf16 or fp16, not fp8");
     return -1;
 }
 
@@ -218,7 +220,7 @@ PyObject *lhpy_engine_zo_load(PyObject *object, PyObject *image)
     if (lhpy_check_open(self) < 0)
         return NULL;
     if (!PyBytes_Check(image) || self->zo_kernel) {
-        PyErr_SetString(PyExc_TypeError, "bytes, once");
+        PyErr_SetString(PyExc_TypeError, "zo_load() takes bytes, and can be called only once");
         return NULL;
     }
     struct lh_dev *dev = self->core->dev;
@@ -243,7 +245,7 @@ void lhpy_engine_zo_unload(struct lhpy_engine *self)
     self->zo_kernel = NULL;
 }
 
-/* By launches, or by the CPU. kept->state: NULL: values are led in place. */
+/* Run by launches, or on the CPU. kept->state NULL: values are updated in place. */
 static int lead(struct lhpy_engine *self, const struct lh_zo_kept *kept, uint64_t count,
                 const struct lh_zo_op *ops, uint32_t op_count, void *stream, struct lh_error *err)
 {
@@ -279,7 +281,7 @@ PyObject *lhpy_engine_zo_lead(PyObject *object, PyObject *args)
         return NULL;
     struct lh_dev *dev = self->core->dev;
     if (count > LH_ZO_ELEMENT_COUNT_MAX || (dev && dev->ops->launch && !self->zo_kernel)) {
-        PyErr_SetString(PyExc_ValueError, "2^50 elements at most, behind zo_load()");
+        PyErr_SetString(PyExc_ValueError, "zo_lead() takes at most 2^50 elements, after zo_load()");
         return NULL;
     }
     if (kept_parse(state_format, value_format, &kept) < 0 ||
@@ -287,7 +289,7 @@ PyObject *lhpy_engine_zo_lead(PyObject *object, PyObject *args)
         return NULL;
     if (!state &&
         (kept.state_format != LH_ZO_FORMAT_F32 || kept.value_format != LH_ZO_FORMAT_F32)) {
-        PyErr_SetString(PyExc_ValueError, "values are fp32 where there is no state");
+        PyErr_SetString(PyExc_ValueError, "values must be fp32 if there is no state");
         PyMem_Free(ops);
         return NULL;
     }

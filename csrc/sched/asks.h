@@ -1,10 +1,10 @@
 /*
- * [Note: Calls that ask] A flush or an abort asks the engine, and may time out before the answer.
- * The next call of its kind waits on for that one, so that both can be polled. It asks anew once
- * its caller was told, and when anything was posted since: an answer from before is none to what
- * came after it.
+ * [Note: Calls that ask] A flush or an abort sends the engine a request, and may time out before
+ * the reply. The next call of the same kind then waits for that request, so that both calls can be
+ * polled. A new request is sent once the caller has received the reply, and whenever another
+ * message was posted since: a reply counts only for what was posted before its request.
  *
- * Thread: the training thread's, but for post_count.
+ * Thread: the training thread's, except post_count.
  */
 #ifndef LH_SCHED_ASKS_H
 #define LH_SCHED_ASKS_H
@@ -14,15 +14,15 @@
 #include "base/base.h"
 
 struct lh_asked {
-    uint64_t number;     /* which one its caller waits for; 0: he was told */
-    uint64_t post_count; /* its own message included */
+    uint64_t number;     /* the request that the caller waits for; 0: it has the reply */
+    uint64_t post_count; /* at the request, its own message included */
 };
 
 struct lh_asks {
-    _Atomic uint64_t post_count; /* of all messages, by any thread */
+    _Atomic uint64_t post_count; /* messages posted by any thread */
     struct lh_asked abort;
     struct lh_asked flush;
-    bool flush_commits; /* the last one */
+    bool flush_commits; /* whether the last flush requested commits */
 };
 
 static inline bool lh_asked_is_open(const struct lh_asks *asks, const struct lh_asked *asked)

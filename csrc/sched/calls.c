@@ -1,4 +1,4 @@
-/* What other threads call: they post messages to the engine's thread, and wait as engine.h says. */
+/* The calls of other threads: they post messages to the engine's thread, and wait (engine.h). */
 #include <string.h>
 #include <time.h>
 
@@ -25,6 +25,7 @@ void lh_engine_post(struct lh_engine *engine, enum lh_message_kind kind, uint64_
                     uint64_t c)
 {
     struct lh_ring_message message = {.words = {kind, a, b, c}};
+    LH_ASSERT(kind >= LH_MESSAGE_BEGIN && kind <= LH_MESSAGE_SAVED_DROP);
     if (lh_core_is_forked(engine))
         return;
     atomic_fetch_add(&engine->asks.post_count, 1);
@@ -57,7 +58,8 @@ int lh_engine_wait_until(struct lh_engine *engine, lh_wait_fn is_done, uint64_t 
         done = is_done(engine, argument);
     }
     pthread_mutex_unlock(&engine->shared.mutex);
-    atomic_fetch_sub(&engine->waiting, 1);
+    uint32_t waiting = atomic_fetch_sub(&engine->waiting, 1);
+    LH_ASSERT(waiting > 0);
     if (done)
         return 1;
     return atomic_load(&engine->failed) ? lh_core_fail_code(engine) : 0;
@@ -65,6 +67,7 @@ int lh_engine_wait_until(struct lh_engine *engine, lh_wait_fn is_done, uint64_t 
 
 int lh_engine_begin(struct lh_engine *engine, enum lh_engine_mode mode)
 {
+    LH_ASSERT((uint32_t)mode < LH_ENGINE_MODE_COUNT);
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
     lh_engine_post(engine, LH_MESSAGE_BEGIN, mode, 0, 0);
@@ -77,12 +80,13 @@ void *lh_engine_stream_set(struct lh_engine *engine, void *stream)
 }
 
 /*
- * What the stream is given from here on comes behind the unit's copy. 1, or -errno. Only a stream
- * that is the calling thread itself (an emulated one) makes it wait.
+ * Order what the stream is given from now on after the unit's copy. 1, or -errno. The thread waits
+ * only if the stream is the calling thread itself (an emulated one).
  */
 static int arrival_wait(struct lh_engine *engine, struct lh_unit *unit)
 {
     struct lh_error err = {0};
+    LH_ASSERT(lh_unit_pins(unit) > 0); /* the caller's own */
     if (!engine->dev || !engine->dev->ops->is_ordered)
         return 1;
     uint64_t start = lh_core_now(engine);
@@ -97,7 +101,7 @@ static int arrival_wait(struct lh_engine *engine, struct lh_unit *unit)
     return lh_core_fail_code(engine);
 }
 
-/* fence passes when all that was computed so far is done. */
+/* Record fence on the stream: it passes when everything submitted so far is done. */
 void lh_engine_fence_record(struct lh_engine *engine, struct lh_dev_fence *fence)
 {
     struct lh_error err = {0};
@@ -112,6 +116,8 @@ int lh_engine_acquire(struct lh_engine *engine, uint32_t index)
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
+    LH_ASSERT(unit->caller.asked_step <= unit->caller.gradient_step);
+    LH_ASSERT(unit->caller.gradient_step <= engine->open_step);
     bool may_be_updated = unit->caller.gradient_step != unit->caller.asked_step;
     if (may_be_updated && unit->caller.gradient_step < engine->open_step)
         unit->caller.asked_step = unit->caller.gradient_step;
@@ -162,7 +168,7 @@ void lh_engine_refusal(struct lh_engine *engine, struct lh_error *err)
 int lh_engine_acquire_wait(struct lh_engine *engine, uint32_t index, int timeout_ms)
 {
     LH_ASSERT(index < engine->opts.unit_count);
-    /* A unit that was granted while the engine failed is not used. */
+    /* A unit that was granted while the engine failed must not be used. */
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
     struct answer answer = {.unit = index};
@@ -214,12 +220,13 @@ struct lh_engine_bytes lh_engine_bytes(const struct lh_engine *engine, uint32_t 
         .address = lh_engine_address(engine, index),
         .make_count = atomic_load(engine->dev ? &unit->copy.copy_count : &unit->shared.load_count),
         .out_count = atomic_load(&unit->copy.out_count),
-        .is_of_out = atomic_load(&unit->copy.is_of_write_back),
+        .is_from_write_back = atomic_load(&unit->copy.is_from_write_back),
     };
 }
 
 void lh_engine_moved(struct lh_engine *engine, uint32_t unit)
 {
+    LH_ASSERT(unit < engine->opts.unit_count);
     if (engine->dev)
         atomic_store(&lh_engine_unit_at(engine, unit)->copy.is_modified, true);
 }
@@ -233,7 +240,8 @@ void lh_engine_device_policy_set(struct lh_engine *engine, uint32_t policy,
 
 void lh_engine_handle_add(struct lh_engine *engine, uint32_t unit)
 {
-    atomic_fetch_add(&lh_engine_unit_at(engine, unit)->shared.handles, 1);
+    uint32_t before = atomic_fetch_add(&lh_engine_unit_at(engine, unit)->shared.handles, 1);
+    LH_ASSERT(before < UINT32_MAX);
 }
 
 void lh_engine_handle_drop(struct lh_engine *engine, uint32_t index)
@@ -261,12 +269,15 @@ void lh_engine_hyper_set(struct lh_engine *engine, uint32_t group,
 static bool steps_are_over(struct lh_engine *engine, uint64_t argument)
 {
     (void)argument;
-    return atomic_load(&engine->closes_done) == atomic_load(&engine->closes_asked);
+    uint64_t done = atomic_load(&engine->closes_done);
+    uint64_t asked = atomic_load(&engine->closes_asked);
+    LH_ASSERT(done <= asked);
+    return done == asked;
 }
 
 /*
- * And so is a flush whose caller gave up: it may be committing, with the scalars of a close; and an
- * abort that was interrupted.
+ * Whether all steps are over, and so are a flush whose caller gave up (it may be committing, with
+ * the scalars of a close) and an abort that was interrupted.
  */
 static bool all_is_over(struct lh_engine *engine, uint64_t argument)
 {
@@ -289,6 +300,8 @@ int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gra
 {
     LH_ASSERT(param < engine->param_count && steps_are_over(engine, 0));
     LH_ASSERT(dtype <= LH_DTYPE_F16);
+    LH_ASSERT(engine->params[param].unit < engine->opts.unit_count);
+    LH_ASSERT(engine->gradient_steps[param] <= engine->open_step);
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
     if (engine->units[engine->params[param].unit].desc.elements == 0)
@@ -347,6 +360,7 @@ int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scal
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
     uint64_t overhead = lh_engine_scalars_overhead_bytes(engine->param_count);
+    LH_ASSERT(engine->scalar_bytes_max >= overhead); /* lh_engine_create() checked it */
     if (scalar_bytes > engine->scalar_bytes_max - overhead)
         return -E2BIG;
     /* The step before is over, so no commit reads these. */
@@ -401,6 +415,7 @@ int lh_engine_abort(struct lh_engine *engine, int timeout_ms)
             .number = atomic_fetch_add(&engine->aborts_asked, 1) + 1, .post_count = post_count};
         lh_engine_post(engine, LH_MESSAGE_ABORT, 0, 0, 0);
     }
+    LH_ASSERT(engine->asks.abort.number > 0);
     int rc = lh_engine_wait_until(engine, abort_is_done, engine->asks.abort.number, timeout_ms);
     if (rc == 0)
         return 0;
@@ -408,7 +423,9 @@ int lh_engine_abort(struct lh_engine *engine, int timeout_ms)
     if (rc < 0)
         return rc;
     engine->open_step++;
-    return atomic_load(&engine->abort_result) < 0 ? atomic_load(&engine->abort_result) : 1;
+    int result = atomic_load(&engine->abort_result);
+    LH_ASSERT(result <= 0);
+    return result < 0 ? result : 1;
 }
 
 static bool flush_is_done(struct lh_engine *engine, uint64_t argument)
@@ -427,7 +444,7 @@ static int flush_ask(struct lh_engine *engine, bool commit, int timeout_ms)
         return lh_core_fail_code(engine);
     uint64_t asked = atomic_load(&engine->flushes_asked);
     if (commit && !engine->asks.flush_commits) {
-        /* One that somebody gave up does not commit: it is not this one. */
+        /* An abandoned flush that does not commit cannot serve as this one. */
         rc = lh_engine_wait_until(engine, flush_is_done, asked, timeout_ms);
         if (rc <= 0)
             return rc;
@@ -451,6 +468,7 @@ int lh_engine_flush(struct lh_engine *engine, bool commit, int timeout_ms)
         if (rc <= 0)
             return rc;
     }
+    LH_ASSERT(engine->asks.flush.number > 0);
     int rc = lh_engine_wait_until(engine, flush_is_done, engine->asks.flush.number, timeout_ms);
     if (rc != 0)
         engine->asks.flush.number = 0;

@@ -6,7 +6,7 @@
 
 #include "sched/engine_private.h"
 
-/* Of a model's chunks, the part that its first units have: an embedding and a block or two. */
+/* The fraction of a model's chunks in its first units: an embedding and a block or two. */
 #define FIRST_DIVISOR 16
 
 void lh_chunk_state_set(struct lh_engine *engine, struct lh_chunk *chunk, enum lh_chunk_state state)
@@ -16,6 +16,7 @@ void lh_chunk_state_set(struct lh_engine *engine, struct lh_chunk *chunk, enum l
     LH_ASSERT(lh_states_chunk_may(chunk->state, state));
     if (chunk->state == LH_CHUNK_STATE_LOADED && !is_computed) {
         LH_ASSERT(unit->update.chunks_loaded > 0);
+        LH_ASSERT(chunk->is_kept || unit->update.chunks_to_pass > 0);
         unit->update.chunks_loaded--;
         unit->update.chunks_to_pass -= !chunk->is_kept;
     }
@@ -23,6 +24,8 @@ void lh_chunk_state_set(struct lh_engine *engine, struct lh_chunk *chunk, enum l
     if (state == LH_CHUNK_STATE_LOADED && !is_computed) {
         unit->update.chunks_loaded++;
         unit->update.chunks_to_pass += !chunk->is_kept;
+        LH_ASSERT(unit->update.chunks_loaded <= unit->chunk_count);
+        LH_ASSERT(unit->update.chunks_to_pass <= unit->update.chunks_loaded);
     }
 }
 
@@ -36,6 +39,7 @@ void lh_chunk_recount(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->budget.slab_count; i++) {
         if (engine->slabs[i].chunk == LH_CHUNK_NONE || engine->slabs[i].is_lent)
             continue;
+        LH_ASSERT(engine->slabs[i].chunk < engine->chunk_count);
         const struct lh_chunk *chunk = &engine->chunks[engine->slabs[i].chunk];
         if (chunk->state != LH_CHUNK_STATE_LOADED || chunk->computed_step > engine->step)
             continue;
@@ -75,6 +79,7 @@ uint32_t *lh_chunk_checksums(struct lh_engine *engine, const struct lh_unit *uni
 
 static void loaded(struct lh_engine *engine, struct lh_chunk *chunk)
 {
+    LH_ASSERT(engine->slabs[chunk->slab].pending == 0);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_LOADED);
 }
 
@@ -123,6 +128,8 @@ static void array_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_
 void lh_chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t slab_index)
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
+    LH_ASSERT(slab_index < engine->budget.slab_count);
+    LH_ASSERT(chunk->state == LH_CHUNK_STATE_IDLE);
     struct lh_slab *slab = &engine->slabs[slab_index];
     uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
     lh_slab_give(engine, slab, chunk);
@@ -150,6 +157,7 @@ void lh_chunk_reads_more(struct lh_engine *engine, struct lh_chunk *chunk,
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     struct lh_transfer *more = &slab->transfers[LH_STATE_ARRAY_COUNT];
     LH_ASSERT(transfer->kind == LH_IO_KIND_READ);
+    LH_ASSERT(chunk->state == LH_CHUNK_STATE_READING || chunk->state == LH_CHUNK_STATE_LOADED);
     *more = *transfer;
     more->done = read_done;
     more->unit = chunk->unit;
@@ -191,6 +199,7 @@ static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *c
         if (first >= end || !gradient->pointer)
             continue;
         uint64_t read_offset = (first - chunk->first) * lh_dtype_bytes(gradient->dtype);
+        LH_ASSERT(count < unit->desc.param_count);
         segments[count++] = (struct lh_adam_segment){
             .first = first - chunk->first,
             .count = end - first,
@@ -231,11 +240,13 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
 }
 
 /*
- * All chunks of a unit are computed: its bytes in memory are the next step's, its gradients are
- * free.
+ * All chunks of a unit are computed: its bytes in memory are the next step's, and its gradients are
+ * released.
  */
 static void unit_computed(struct lh_engine *engine, struct lh_unit *unit)
 {
+    LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING);
+    LH_ASSERT(unit->update.is_queued && unit->update.is_counted);
     lh_gradient_release_unit(engine, unit);
     lh_gradient_unhold(engine, unit->update.gradient_bytes);
     lh_unit_make_ready(engine, unit);
@@ -247,6 +258,7 @@ static void computed(struct lh_engine *engine, struct lh_job *job)
     struct lh_slab *slab = job->exec.context;
     struct lh_chunk *chunk = &engine->chunks[slab->chunk];
     struct lh_unit *unit = lh_engine_unit_at(engine, chunk->unit);
+    LH_ASSERT(!slab->is_lent && chunk->slab == (uint32_t)(slab - engine->slabs));
     lh_slab_job_account(engine, job, LH_ENGINE_TRACE_UPDATE);
     if (slab->result < 0) {
         mismatch_fail(engine, slab);
@@ -270,6 +282,7 @@ static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, st
     uint64_t residual_bytes = lh_chunk_element_bytes(unit, 0);
     bool has_residual = residual_bytes > 0;
     uint64_t first = chunk->first;
+    LH_ASSERT(first + chunk->count <= unit->desc.elements);
     uint8_t *arrays[LH_STATE_ARRAY_COUNT];
     const uint32_t *expected[LH_STATE_ARRAY_COUNT];
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
@@ -301,6 +314,7 @@ static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, st
 
 void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
 {
+    LH_ASSERT(chunk->state == LH_CHUNK_STATE_LOADED && chunk->slab < engine->budget.slab_count);
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint64_t element_bytes =
@@ -319,15 +333,16 @@ void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
 }
 
 /*
- * Of the chunks in front of index, how many keep their slabs: those of the first units, which are
- * updated last while the next forward waits for them, and the others evenly over the model, so that
- * the traffic of those that do not is spread over backward.
+ * The number of chunks before index that keep their slabs: those of the first units, which are
+ * updated last while the next forward waits for them, and others spread evenly over the model, so
+ * that the traffic of chunks without slabs of their own is spread over backward.
  */
 static uint32_t kept_before(const struct lh_engine *engine, uint32_t index)
 {
     uint64_t count = engine->budget.chunk_count;
     uint64_t kept_count = engine->budget.kept_chunk_count;
     uint64_t first_count = lh_min_u64(count / FIRST_DIVISOR, kept_count);
+    LH_ASSERT(index <= count && kept_count <= count);
     if (index <= first_count)
         return index;
     return (uint32_t)(first_count +
@@ -361,5 +376,6 @@ int lh_chunk_create(struct lh_engine *engine, struct lh_error *err)
             unit->chunk_count++;
         }
     }
+    LH_ASSERT(engine->chunk_count == engine->budget.chunk_count);
     return 0;
 }

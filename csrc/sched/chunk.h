@@ -35,15 +35,15 @@ struct lh_chunk {
     uint64_t first; /* element in the unit */
     uint64_t count;
     enum lh_chunk_state state;
-    bool is_kept; /* its slab stays its own: */
+    bool is_kept; /* it has a slab of its own, kept_slab */
     uint32_t kept_slab;
-    bool is_dirty;       /* and has newer R, M, V than any slot: a commit writes them */
-    bool is_flushing;    /* they are being written, and nothing else is */
+    bool is_dirty;       /* its slab has newer R, M, V than any slot: a commit writes them */
+    bool is_flushing;    /* only these are being written */
     uint64_t read_step;  /* the step that read it last; 0: never */
-    uint64_t read_bytes; /* in that step */
+    uint64_t read_bytes; /* read in that step */
     /*
-     * The steps whose plans count it, and the bytes they read for it; by parity, as a step is
-     * planned while the one before is not over.
+     * The steps whose plans count it, and the bytes that they read for it. Indexed by the step's
+     * parity, because a step is planned while the previous one is not over.
      */
     uint64_t planned_steps[2];
     uint64_t planned_bytes[2];
@@ -54,20 +54,20 @@ struct lh_chunk {
 
 /* Cut the trainable units into the budget's chunks, and choose those that keep a slab. */
 int lh_chunk_create(struct lh_engine *engine, struct lh_error *err);
-/* Every change of a chunk's state goes through it. */
+/* Change a chunk's state; every change goes through this. */
 void lh_chunk_state_set(struct lh_engine *engine, struct lh_chunk *chunk,
                         enum lh_chunk_state state);
-/* The next step begins, or the open one's chunks are no longer computed. */
+/* Recount LOADED chunks: the next step begins, or the open step's chunks are recomputed. */
 void lh_chunk_recount(struct lh_engine *engine);
-/* The extents of R, M and V, in a slab's order, and the bytes of one element (0: no such array). */
+/* The extent of R, M or V, in a slab's order, and the bytes per element (0: no such array). */
 uint32_t lh_chunk_extent(const struct lh_unit *unit, uint32_t array);
 uint64_t lh_chunk_element_bytes(const struct lh_unit *unit, uint32_t array);
-/* Checksums of a unit's extent from offset on, in the slot that the step writes. */
+/* The checksums of a unit's extent, starting at offset, in the slot that the step writes. */
 uint32_t *lh_chunk_checksums(struct lh_engine *engine, const struct lh_unit *unit, uint32_t extent,
                              uint64_t offset);
-/* Read R, M and V of a chunk into a free slab; what was never written is zeros and is not read. */
+/* Read R, M and V of a chunk into a free slab; arrays never written are zeros and are not read. */
 void lh_chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t slab);
-/* One more transfer into the slab of a chunk that is LOADED or READING, at the given place. */
+/* Start another read into the slab of a chunk that is LOADED or READING. */
 void lh_chunk_reads_more(struct lh_engine *engine, struct lh_chunk *chunk,
                          const struct lh_transfer *transfer);
 void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk);

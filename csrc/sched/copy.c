@@ -28,6 +28,7 @@ bool lh_copy_submit(struct lh_engine *engine, struct lh_copy *copy)
 {
     struct lh_error err = {0};
     LH_ASSERT(copy->done && copy->what && copy->dev.bytes > 0);
+    LH_ASSERT(engine->copies.in_flight < engine->opts.copy_count);
     copy->dev.owner = copy;
     if (engine->dev->ops->submit(engine->dev, &copy->dev, &err) < 0) {
         lh_core_device_fail(engine, &err, copy->what);
@@ -71,6 +72,7 @@ bool lh_copy_poll(struct lh_engine *engine)
     engine->copies.in_flight -= count;
     for (uint32_t i = 0; i < count; i++) {
         struct lh_copy *copy = done[i]->owner;
+        LH_ASSERT(done[i] == &copy->dev);
         if (!atomic_load(&engine->failed))
             copy_done(engine, copy);
         give(engine, copy);

@@ -1,8 +1,8 @@
 /*
  * Copies between main memory and the accelerator. Private to csrc/sched.
  *
- * A copy is taken from a fixed table, filled by whoever needs it, and given back when it is over.
- * It says itself who is told of its end.
+ * A copy is taken from a fixed table, filled in by its user, and given back when it is over. It
+ * carries the function to call at its end.
  */
 #ifndef LH_SCHED_COPY_H
 #define LH_SCHED_COPY_H
@@ -17,8 +17,8 @@ struct lh_copy {
     /* Called by the engine's thread when the bytes have moved. */
     void (*done)(struct lh_engine *engine, struct lh_copy *copy);
     const char *what; /* for messages: "a gradient's copy" */
-    uint32_t unit;    /* whose bytes these are; LH_UNIT_NONE: no unit's */
-    uint32_t param;   /* of a gradient: whose, and in which chunk its bytes lie */
+    uint32_t unit;    /* the unit that is copied; LH_UNIT_NONE: it is no unit's copy */
+    uint32_t param;   /* of a gradient: its parameter, and the chunk in which its bytes lie */
     uint32_t chunk;
     uint32_t item; /* of a saved tensor */
     struct lh_copy *next_free;
@@ -30,16 +30,16 @@ struct lh_copies {
     uint32_t in_flight;
 };
 
-/* The table has opts.copy_count copies. */
+/* Create the table of opts.copy_count copies. */
 int lh_copy_create(struct lh_engine *engine, struct lh_error *err);
 void lh_copy_destroy(struct lh_engine *engine);
-/* Whether one of the table is not under way. */
+/* Whether the table has a free copy. */
 bool lh_copy_is_free(const struct lh_engine *engine);
-/* Asserted: one is free. */
+/* Take a free copy. Asserted: there is one. */
 struct lh_copy *lh_copy_take(struct lh_engine *engine);
-/* Begin it. False: the accelerator refused it, and the engine has failed. */
+/* Start a copy. False: the accelerator rejected it, and the engine has failed. */
 bool lh_copy_submit(struct lh_engine *engine, struct lh_copy *copy);
-/* Take back what is done. True: something was. After an error of the engine nobody is told. */
+/* Take back finished copies. True: there were some. If the engine failed, done() is not called. */
 bool lh_copy_poll(struct lh_engine *engine);
 
 #endif

@@ -36,6 +36,7 @@ void lh_core_trace_add(struct lh_engine *engine, struct lh_engine_trace_event ev
 {
     if (engine->opts.trace_count == 0)
         return;
+    LH_ASSERT(engine->trace != NULL);
     event.step = (uint32_t)lh_core_step(engine);
     engine->trace[engine->trace_written++ % engine->opts.trace_count] = event;
 }
@@ -43,7 +44,8 @@ void lh_core_trace_add(struct lh_engine *engine, struct lh_engine_trace_event ev
 int lh_core_error(struct lh_engine *engine, struct lh_error *err)
 {
     if (lh_core_is_forked(engine))
-        return lh_error_set(err, -ECANCELED, "the engine runs in the process that made it");
+        return lh_error_set(err, -ECANCELED,
+                            "the engine works only in the process that created it");
     if (!atomic_load(&engine->failed))
         return 0;
     pthread_mutex_lock(&engine->shared.mutex);
@@ -62,6 +64,7 @@ int lh_core_fail_code(struct lh_engine *engine)
 
 struct lh_engine_step_stats *lh_core_stats(struct lh_engine *engine, uint64_t step)
 {
+    LH_ASSERT(step <= engine->step + 1); /* at most one step is open after the closed ones */
     return step == 0 ? &engine->stats_other : &engine->stats[step % 2];
 }
 
@@ -76,6 +79,7 @@ uint64_t lh_core_step(const struct lh_engine *engine)
 void lh_core_device_fail(struct lh_engine *engine, const struct lh_error *cause, const char *what)
 {
     struct lh_error err = {0};
+    LH_ASSERT(engine->dev != NULL);
     lh_error_set(&err, cause->code, "%s: %s: %s", engine->dev->ops->name, what, cause->message);
     lh_core_fail(engine, &err);
 }

@@ -1,6 +1,6 @@
 /*
- * What every part of the engine uses: the clock, the first error, waking those who wait, the
- * counters of a step and the trace. Private to csrc/sched; calls nothing else of it.
+ * What every part of the engine uses: the clock, the first error, waking of waiting threads, the
+ * counters of a step and the trace. Private to csrc/sched; depends on no other part of it.
  */
 #ifndef LH_SCHED_CORE_H
 #define LH_SCHED_CORE_H
@@ -9,22 +9,22 @@
 
 struct lh_engine;
 
-/* The process was forked, and this is the child: nobody takes messages or answers. Thread: any. */
+/* Whether this is a forked child, where no engine thread handles messages. Thread: any. */
 bool lh_core_is_forked(const struct lh_engine *engine);
-/* Thread: any, as the next four. */
+/* Thread: any, as for the next four. */
 uint64_t lh_core_now(const struct lh_engine *engine);
 /* Wake all threads that wait for the engine. */
 void lh_core_notify(struct lh_engine *engine);
-/* The first error is kept, and every wait ends. */
+/* Fail the engine: keep the first error, and end every wait. */
 void lh_core_fail(struct lh_engine *engine, const struct lh_error *err);
-/* The same for an error of the accelerator; what: what was being done. */
+/* The same for an error of the accelerator. what: the operation, for the message. */
 void lh_core_device_fail(struct lh_engine *engine, const struct lh_error *cause, const char *what);
-/* The code of the first error, which *err gets; 0 without an error. */
+/* Return the code of the first error, and copy it to *err (may be NULL). 0: no error. */
 int lh_core_error(struct lh_engine *engine, struct lh_error *err);
-/* The first error's code; -ECANCELED without an error. */
+/* Return the first error's code; -ECANCELED without an error. */
 int lh_core_fail_code(struct lh_engine *engine);
 
-/* The counters of a step that is not over; step 0: of what belongs to no step. */
+/* The counters of a step that is not over. Step 0: counters of work that belongs to no step. */
 struct lh_engine_step_stats *lh_core_stats(struct lh_engine *engine, uint64_t step);
 /* The oldest step that is not over. */
 uint64_t lh_core_step(const struct lh_engine *engine);

@@ -1,4 +1,4 @@
-/* Making and unmaking an engine: every byte that it will ever need is allocated here. */
+/* Create and destroy an engine. All memory that it will ever need is allocated here. */
 #define _GNU_SOURCE /* pthread_setname_np */
 #include <inttypes.h>
 #include <string.h>
@@ -12,19 +12,19 @@ static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err
     uint64_t needed = budget->region_bytes + budget->slab_count * budget->slab_bytes +
                       (opts->dev && !opts->gradients_in_memory ? budget->gradient_bytes : 0);
     if (opts->unit_count == 0 || opts->group_count == 0)
-        return lh_error_set(err, -EINVAL, "an engine needs units and a group");
+        return lh_error_set(err, -EINVAL, "an engine needs at least one unit and one group");
     if ((uint32_t)opts->schedule >= LH_ENGINE_SCHEDULE_COUNT)
-        return lh_error_set(err, -EINVAL, "schedule %d is none", (int)opts->schedule);
+        return lh_error_set(err, -EINVAL, "unknown schedule %d", (int)opts->schedule);
     bool is_all_deferred = opts->schedule == LH_ENGINE_SCHEDULE_SERIAL ||
                            opts->schedule == LH_ENGINE_SCHEDULE_DEFERRED;
     if (opts->norms && !is_all_deferred)
-        return lh_error_set(err, -EINVAL, "norms need every update to be deferred");
+        return lh_error_set(err, -EINVAL, "gradient norms require every update to be deferred");
     if (opts->memory_bytes < needed)
         return lh_error_set(err, -EINVAL,
-                            "memory_bytes %" PRIu64 " is below the %" PRIu64 " of the budget",
+                            "memory_bytes %" PRIu64 " is less than the budget's %" PRIu64,
                             opts->memory_bytes, needed);
     if (opts->dev && (!opts->device_memory || opts->copy_count == 0))
-        return lh_error_set(err, -EINVAL, "a device needs memory and copies");
+        return lh_error_set(err, -EINVAL, "a device needs memory and a copy_count above 0");
     if (opts->io_depth == 0 || opts->transfer_bytes == 0 ||
         !lh_is_aligned(opts->transfer_bytes, LH_CHECKSUM_BYTES))
         return lh_error_set(err, -EINVAL,
@@ -36,7 +36,8 @@ static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err
             unit->elements == 0 || (lh_is_aligned(unit->elements, LH_ENGINE_ELEMENT_ALIGN) &&
                                     unit->bytes == unit->elements * lh_dtype_bytes(unit->dtype));
         if (unit->bytes == 0 || !lh_is_aligned(unit->bytes, LH_BLOCK_BYTES) || !is_whole)
-            return lh_error_set(err, -EINVAL, "unit %u: %" PRIu64 " bytes, %" PRIu64 " elements", i,
+            return lh_error_set(err, -EINVAL,
+                                "unit %u: invalid size: %" PRIu64 " bytes, %" PRIu64 " elements", i,
                                 unit->bytes, unit->elements);
     }
     return 0;
@@ -79,14 +80,14 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
     return 0;
 }
 
-/* Step and step counts as the last commit left them. */
+/* Restore the step and the parameters' step counts from the last commit. */
 static int resume(struct lh_engine *engine, struct lh_error *err)
 {
     uint64_t overhead = lh_engine_scalars_overhead_bytes(engine->param_count);
     engine->scalar_bytes_max = lh_store_scalar_bytes_max(engine->store);
     if (engine->scalar_bytes_max < overhead)
         return lh_error_set(err, -EBADMSG,
-                            "the store keeps %" PRIu64
+                            "the store has room for %" PRIu64
                             " bytes of scalars; %u parameters need %" PRIu64,
                             engine->scalar_bytes_max, engine->param_count, overhead);
     engine->scalars = lh_alloc_zeroed(engine->alloc, 1, engine->scalar_bytes_max);
@@ -106,7 +107,7 @@ static int resume(struct lh_engine *engine, struct lh_error *err)
     const void *caller = lh_engine_scalars_find(scalars, bytes, &caller_bytes);
     if (!caller || bytes - caller_bytes != overhead)
         return lh_error_set(err, -EBADMSG,
-                            "the store's last commit is not of a model with %u parameters",
+                            "the store's last commit does not belong to a model with %u parameters",
                             engine->param_count);
     memcpy(engine->scalars, scalars, bytes);
     engine->scalar_bytes = bytes;
@@ -118,9 +119,10 @@ static int resume(struct lh_engine *engine, struct lh_error *err)
 
 static int thread_start(struct lh_engine *engine, struct lh_error *err)
 {
+    LH_ASSERT(!engine->has_thread && !engine->opts.manual);
     int rc = lh_thread_start(&engine->thread, NULL, lh_engine_thread_run, engine);
     if (rc < 0)
-        return lh_error_set(err, rc, "the system refuses the engine's thread");
+        return lh_error_set(err, rc, "cannot start the engine's thread");
     pthread_setname_np(engine->thread, "lohan-engine");
     engine->has_thread = true;
     return 0;
@@ -142,7 +144,7 @@ static void feature_add(struct lh_engine *engine, const struct lh_feature *featu
     engine->features.all[engine->features.count++] = feature;
 }
 
-/* Those that wait for the close, and what only such updates can have. */
+/* Deferred updates, and with schedule AUTO the split between them and eager ones. */
 static int deferring_create(struct lh_engine *engine, struct lh_error *err)
 {
     LH_TRY(lh_defer_create(engine, err));
@@ -154,7 +156,7 @@ static int deferring_create(struct lh_engine *engine, struct lh_error *err)
     return 0;
 }
 
-/* In the order of feature.h. */
+/* Features are added in the order that feature.h documents. */
 static int features_create(struct lh_engine *engine, struct lh_error *err)
 {
     enum lh_engine_schedule schedule = engine->opts.schedule;
@@ -206,6 +208,7 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
 {
     *engine_out = NULL;
     LH_TRY(opts_validate(opts, err));
+    LH_ASSERT(opts->store && opts->io && opts->exec && opts->memory);
     struct lh_engine *engine = lh_alloc_zeroed(alloc, 1, sizeof(*engine));
     if (!engine)
         return lh_error_set(err, -ENOMEM, "no memory for the engine");

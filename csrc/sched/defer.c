@@ -1,18 +1,18 @@
 /*
- * Deferred updates: which units wait for the step's close, and how they follow one another then.
+ * Deferred updates: which units wait for the step's close, and their order after it.
  *
- * A deferred update is due when the next forward reads its unit. At close the units are lined up in
- * the order in which this step's forward began with them, and each joins the queue of updates when
- * forward comes near:
+ * A deferred update is due when the next forward reads its unit. At the close the units are sorted
+ * in the order in which this step's forward first used them, and each joins the queue of updates
+ * when the next forward approaches it:
  *
  *      forward begins unit       0     1     2     3
  *      updates that were queued  0 1 2 | 3   | 4   | 5 ...
  *                                at close
  *
- * The distance is a number of bytes of parameters, so that what an update has brought into the
- * region is still there when forward reads it; and it depends on the order of uses alone, never on
- * time, so that the residency plan knows it. Whoever waits for the step's end (the next gradient, a
- * flush, a commit) queues what is left.
+ * The distance is a number of bytes of parameters, so that what an update has loaded into the
+ * region is still there when forward reads it. It depends only on the order of uses, never on time,
+ * so the residency plan can account for it. A wait for the step's end (the next gradient, a flush,
+ * a commit) queues all that are left.
  *
  * Source: LoHan IV-C gives the eager half (active gradient offloading); the other half is that an
  * update need only be over before the next forward.
@@ -36,12 +36,13 @@ static void line_up(struct lh_engine *engine)
     for (uint64_t i = 0; i < list->count + engine->opts.unit_count; i++) {
         bool is_listed = i < list->count;
         uint32_t index = is_listed ? list->events[i].unit : (uint32_t)(i - list->count);
-        struct lh_unit *unit = &engine->units[index];
+        struct lh_unit *unit = lh_engine_unit_at(engine, index);
 
         if (!is_awaited(unit) || unit->defer.position != LH_CHUNK_NONE)
             continue;
         if (is_listed && list->events[i].kind != LH_RESIDENCY_EVENT_BEGIN)
             continue;
+        LH_ASSERT(engine->defer.count < engine->opts.unit_count);
         unit->defer.position = engine->defer.count;
         engine->defer.order[engine->defer.count++] = index;
     }
@@ -49,18 +50,21 @@ static void line_up(struct lh_engine *engine)
 
 static void release_first(struct lh_engine *engine)
 {
+    LH_ASSERT(engine->defer.first < engine->defer.count);
     uint32_t index = engine->defer.order[engine->defer.first++];
 
+    LH_ASSERT(!engine->units[index].defer.is_released);
     engine->units[index].defer.is_released = true;
     lh_update_consider(engine, index);
 }
 
-/* Queue the units before position, and those behind it that are near. */
+/* Queue the units before position, and those after it that are near. */
 static void release_near(struct lh_engine *engine, uint32_t position)
 {
     const uint64_t near_bytes = engine->budget.region_bytes / 2;
     uint64_t ahead_bytes = 0;
 
+    LH_ASSERT(engine->defer.first <= engine->defer.count);
     while (engine->defer.first < lh_min_u64(position, engine->defer.count))
         release_first(engine);
     for (uint32_t i = position; i < engine->defer.count; i++) {
@@ -80,6 +84,7 @@ static void drain(struct lh_engine *engine)
 
 static void step_closed(struct lh_engine *engine)
 {
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_CLOSED);
     line_up(engine);
     lh_core_stats(engine, engine->step)->deferred_units = engine->defer.count;
     if (engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL)
@@ -119,7 +124,7 @@ static bool update_may_queue(struct lh_engine *engine, struct lh_unit *unit)
     return !unit->defer.is_deferred || unit->defer.is_released;
 }
 
-/* Somebody waits for the end of the closed step. */
+/* A thread waits for the end of the closed step. */
 static bool message(struct lh_engine *engine, const struct lh_ring_message *message)
 {
     if (message->words[0] != LH_MESSAGE_DRAIN)

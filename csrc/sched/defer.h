@@ -14,22 +14,22 @@ struct lh_slab;
 
 struct lh_defer_unit {
     bool is_deferred; /* its update waits for the close */
-    bool is_released; /* and for this */
+    bool is_released; /* after the close: it may be queued now */
     uint32_t position;
 };
 
 struct lh_defer {
     uint32_t *order; /* units whose updates wait, in the order in which they are due */
-    uint32_t first;  /* before it all are queued */
+    uint32_t first;  /* all before this index are released */
     uint32_t count;
 };
 
 extern const struct lh_feature lh_defer_feature;
 
-/* Every unit is deferred. */
+/* Defer every unit. */
 int lh_defer_create(struct lh_engine *engine, struct lh_error *err);
 void lh_defer_destroy(struct lh_engine *engine);
-/* Between two steps: whether the unit's update waits for the close of its step. */
+/* Set, between two steps, whether the unit's update waits for the close of its step. */
 void lh_defer_set(struct lh_unit *unit, bool is_deferred);
 
 #endif

@@ -1,19 +1,20 @@
 /*
  * Units on an accelerator: copies of main memory's bytes, made in the order of the accelerator's
- * plan (region.c), and gradients on their way back (landing.c).
+ * plan (region.c). Gradients go the other way (landing.c).
  *
  * A unit that was changed on the accelerator ([Note: Moved units] in engine.h) is LEAVING between
  * READY and ABSENT: its place is free for the plan, and a copy into it waits for the one out of it.
  *
- * A copy is old when its unit's update is queued: nobody reads it any more, and its place is the
- * first to be taken. The update itself happens in main memory, and needs the accelerator no more.
+ * A copy is stale once its unit's update is queued: it is no longer read, and it is the first to be
+ * evicted. The update itself happens in main memory and no longer needs the accelerator.
  *
  * The unit that the next forward waits for is the last one that backward updates: its copy begins
- * with the first chunk that is updated, and the next unit's when its last one has begun.
+ * as soon as its first chunk is updated, and the next unit's copy when this unit's last part has
+ * begun.
  *
- * Where the device keeps the order (is_ordered) nobody waits for a copy: a slot's last reader
- * records `released`, copies into the slot come behind it, the unit is READY as soon as its copy is
- * submitted, and who is given a pin puts a wait for `arrived` on the stream that will read.
+ * If the device keeps operations in order (is_ordered), no thread waits for a copy: a slot's last
+ * reader records `released`, copies into the slot wait for that fence, the unit is READY as soon as
+ * its copy is submitted, and a thread that gets a pin makes its stream wait for `arrived`.
  *
  * Source: LoHan IV-C and Fuyou 4.4 (FIFO of parameters on the GPU, prefetched as far as there is
  * room); that the last blocks of a forward stay for backward follows from Belady's rule.
@@ -26,7 +27,7 @@
 
 #include "sched/engine_private.h"
 
-/* How far to look for an op that can go ahead, and how many loads of such may wait for the link. */
+/* How far to search for ops that can overtake others, and how many loads may then be in flight. */
 #define AHEAD_OP_COUNT 64
 #define AHEAD_LOAD_COUNT 2
 
@@ -36,7 +37,7 @@ static void state_set(struct lh_unit *unit, enum lh_copy_state state)
     unit->copy.state = state;
 }
 
-/* The unit's update is about to be queued: false while somebody has the copy pinned. */
+/* The unit's update is about to be queued: invalidate the copy. False: the copy is pinned. */
 static bool update_may_queue(struct lh_engine *engine, struct lh_unit *unit)
 {
     (void)engine;
@@ -55,7 +56,7 @@ static void copy_arrived(struct lh_engine *engine, struct lh_unit *unit)
         lh_unit_grant(engine, unit);
 }
 
-/* Its place is free for the plan, but somebody's bytes are still on their way out of it. */
+/* The plan counts the place as free, but a unit's bytes are still being copied out of it. */
 static bool is_being_left(const struct lh_engine *engine, uint64_t offset, uint64_t bytes)
 {
     for (uint32_t i = 0; engine->device.leaving_count > 0 && i < engine->opts.unit_count; i++) {
@@ -70,16 +71,17 @@ static bool is_being_left(const struct lh_engine *engine, uint64_t offset, uint6
 static bool load_is_possible(const struct lh_engine *engine, const struct lh_residency_op *op)
 {
     const struct lh_unit *unit = &engine->units[op->unit];
+    LH_ASSERT(op->kind == LH_RESIDENCY_OP_LOAD);
     if (is_being_left(engine, op->offset, unit->desc.place_bytes))
         return false;
-    bool is_here = unit->state == LH_UNIT_STATE_READY && !lh_unit_is_old(engine, unit);
+    bool is_here = unit->state == LH_UNIT_STATE_READY && !lh_unit_is_stale(engine, unit);
     bool is_coming = unit->state == LH_UNIT_STATE_UPDATING && unit->update.chunks_computed > 0 &&
                      engine->device.loading_unit == LH_UNIT_NONE;
     return (is_here || is_coming) && unit->copy.use_count >= op->uses_before &&
            !unit->copy.is_copying && lh_copy_is_free(engine);
 }
 
-/* Without reuse: how long the place of a unit that comes takes to allocate. */
+/* Without reuse: the time that allocating the place of a unit takes. */
 static uint64_t alloc_ns(const struct lh_engine *engine, uint64_t bytes)
 {
     uint64_t rate = atomic_load(&engine->device.alloc_bytes_per_s);
@@ -92,6 +94,7 @@ static void part_copied(struct lh_engine *engine, struct lh_copy *copy)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, copy->unit);
     LH_ASSERT(unit->copy.part_count > 0 && engine->device.loads_in_flight > 0);
+    LH_ASSERT(unit->copy.is_copying);
     engine->device.loads_in_flight--;
     if (--unit->copy.part_count > 0 || engine->device.loading_unit == copy->unit)
         return;
@@ -104,6 +107,8 @@ static void part_copied(struct lh_engine *engine, struct lh_copy *copy)
 /* Copy a part of the unit's bytes, in order; the last one makes it READY. */
 static bool part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t first, uint64_t end)
 {
+    LH_ASSERT(first < end && end <= unit->desc.bytes);
+    LH_ASSERT(unit->copy.state == LH_COPY_STATE_COPYING && unit->copy.is_copying);
     struct lh_copy *copy = lh_copy_take(engine);
     bool is_last = end == unit->desc.bytes;
     copy->done = part_copied;
@@ -126,7 +131,7 @@ static bool part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t f
     return true;
 }
 
-/* Up to where the unit's bytes are new: all of them, or the chunks in front that are updated. */
+/* The end of the unit's new bytes: all of them, or the chunks at its front that are updated. */
 static uint64_t new_bytes(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     uint32_t count = 0;
@@ -143,7 +148,7 @@ static uint64_t new_bytes(const struct lh_engine *engine, const struct lh_unit *
                       unit->desc.bytes);
 }
 
-/* The unit that is copied as it is updated: what there is more of it. */
+/* Copy more of the unit that is copied while it is updated. */
 static bool load_go_on(struct lh_engine *engine)
 {
     if (engine->device.loading_unit == LH_UNIT_NONE || !lh_copy_is_free(engine))
@@ -159,24 +164,27 @@ static bool load_go_on(struct lh_engine *engine)
     return part_copy(engine, unit, first, end);
 }
 
-/* Bytes that the plan of step counts; a copy is counted when it begins. */
+/* Start a unit's copy, and count its bytes for step. */
 static void load_start(struct lh_engine *engine, const struct lh_residency_op *op, uint64_t step)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
     LH_ASSERT(unit->copy.state == LH_COPY_STATE_ABSENT);
+    LH_ASSERT(!unit->copy.is_copying && unit->copy.part_count == 0);
+    LH_ASSERT(op->offset + unit->desc.place_bytes <= engine->opts.device_bytes);
     state_set(unit, LH_COPY_STATE_COPYING);
     unit->copy.offset = op->offset;
     unit->copy.is_stale = false;
     unit->copy.is_copying = true;
     unit->use_count++;
     atomic_store(&unit->copy.is_modified, false);
-    atomic_store(&unit->copy.is_of_write_back, unit->copy.host_is_written_back);
+    atomic_store(&unit->copy.is_from_write_back, unit->copy.host_matches_write_back);
     atomic_fetch_add(&unit->copy.copy_count, 1);
     lh_core_stats(engine, step)->bytes[LH_ENGINE_LINK_COPY_IN] += unit->desc.bytes;
     if (unit->state == LH_UNIT_STATE_READY) {
         (void)part_copy(engine, unit, 0, unit->desc.bytes);
         return;
     }
+    LH_ASSERT(engine->device.loading_unit == LH_UNIT_NONE);
     engine->device.loading_unit = op->unit;
     engine->device.loading_bytes = 0;
     (void)load_go_on(engine);
@@ -185,10 +193,11 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
 static bool evict_is_possible(const struct lh_engine *engine, const struct lh_residency_op *op)
 {
     const struct lh_unit *unit = &engine->units[op->unit];
+    LH_ASSERT(op->kind == LH_RESIDENCY_OP_EVICT);
     return unit->copy.state == LH_COPY_STATE_READY && unit->copy.use_count >= op->uses_before;
 }
 
-/* Nothing of the unit is on the accelerator any more. */
+/* The unit has left the accelerator. */
 static void left(struct lh_engine *engine, struct lh_unit *unit)
 {
     state_set(unit, LH_COPY_STATE_ABSENT);
@@ -209,9 +218,10 @@ static void out_done(struct lh_engine *engine, struct lh_copy *copy)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, copy->unit);
     LH_ASSERT(unit->copy.state == LH_COPY_STATE_LEAVING && engine->device.leaving_count > 0);
+    LH_ASSERT(unit->copy.is_copying);
     engine->device.leaving_count--;
     unit->copy.is_copying = false;
-    unit->copy.host_is_written_back = true;
+    unit->copy.host_matches_write_back = true;
     atomic_fetch_add(&unit->copy.out_count, 1);
     left(engine, unit);
 }
@@ -219,6 +229,7 @@ static void out_done(struct lh_engine *engine, struct lh_copy *copy)
 /* [Note: Moved units] in engine.h: main memory gets the bytes that were changed. */
 static void out_start(struct lh_engine *engine, struct lh_unit *unit)
 {
+    LH_ASSERT(unit->state == LH_UNIT_STATE_READY && !unit->copy.is_copying);
     struct lh_copy *copy = lh_copy_take(engine);
     struct lh_error err = {0};
     struct lh_dev *dev = engine->dev;
@@ -252,10 +263,11 @@ static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
     bool is_new = !unit->copy.is_stale;
     if (is_new && (unit->waiter_count > 0 || !lh_unit_claim(unit)))
         return false;
-    /* Not before it is claimed: until then somebody may change it. */
+    LH_ASSERT(lh_unit_pins(unit) == 0);
+    /* Read this only once the unit is claimed: until then a reader may change it. */
     bool leaves =
         atomic_load(&unit->copy.is_modified) && is_new && unit->state == LH_UNIT_STATE_READY;
-    /* Ordered, it may have been used before its copy in came back here. */
+    /* On an ordered device it may have been used before its copy in was reported as done. */
     if (leaves && (unit->copy.is_copying || !lh_copy_is_free(engine))) {
         atomic_store(&unit->shared.word, LH_UNIT_READY_BIT);
         return false;
@@ -271,12 +283,13 @@ static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
 }
 
 /*
- * Without overlap only while somebody waits for a load, and one copy after the other; without reuse
- * that is so for loads.
+ * Whether an op may start under the policy. Without overlap: only while a thread waits for a load,
+ * one copy at a time. Without reuse: the same, for loads only.
  */
 static bool is_its_turn(const struct lh_engine *engine, uint64_t at)
 {
     const struct lh_region *region = &engine->device_region;
+    LH_ASSERT(at >= region->op_first && at < region->op_count);
     uint32_t policy = atomic_load(&engine->device.policy);
     bool is_load = region->ops[at].kind == LH_RESIDENCY_OP_LOAD;
     bool stands =
@@ -323,8 +336,8 @@ static bool commutes(const struct lh_region *region, uint64_t at)
 }
 
 /*
- * The next op waits, and so does the link: what has nothing to do with the ops before it may go
- * first. Backward updates the units last that forward needs first.
+ * The next op has to wait, and the link is idle: start later ops that commute with all ops before
+ * them. Backward updates last the units that forward needs first.
  */
 static bool ahead_pump(struct lh_engine *engine)
 {
@@ -357,13 +370,13 @@ static bool pump_before(struct lh_engine *engine)
     return moved;
 }
 
-/* The unit's extents were changed by somebody else: what the device has is of no use. */
+/* The unit's bytes changed without an update, or were rolled back: the device's copy is invalid. */
 static void unit_forgotten(struct lh_engine *engine, struct lh_unit *unit)
 {
     bool is_mine = update_may_queue(engine, unit);
     LH_ASSERT(is_mine);
     if (engine->device.loading_unit == (uint32_t)(unit - engine->units)) {
-        /* Of a step that died: the rest of its bytes will never be there. */
+        /* The step was aborted: the rest of its bytes will never be computed. */
         LH_ASSERT(unit->copy.part_count == 0);
         engine->device.loading_unit = LH_UNIT_NONE;
         unit->copy.is_copying = false;
@@ -394,8 +407,8 @@ void lh_device_destroy(struct lh_engine *engine)
 {
     struct lh_dev *dev = engine->dev;
     for (uint32_t i = 0; engine->units && i < engine->opts.unit_count; i++) {
-        /* Who destroys the device and frees its memory waits for copies, and so for readers: what
-         * fails here has failed before. */
+        /* Destroying the device waits for its copies, and so for the readers that they follow. An
+         * error here has been reported before. */
         if (engine->units[i].copy.released)
             (void)dev->ops->order(dev, LH_DEV_DIRECTION_IN, engine->units[i].copy.released,
                                   &(struct lh_error){0});

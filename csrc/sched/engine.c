@@ -4,11 +4,11 @@
 #include "sched/engine_private.h"
 
 /*
- * A waiter for whom nothing moves this long is stuck for good: what it needs cannot be made room
- * for.
+ * A waiter for which nothing has moved for this long is stuck for good: no room can be made for
+ * what it needs.
  */
 #define STUCK_AFTER_MS 300
-#define PLAN_AROUND_AFTER_MS 50 /* a new plan is tried first */
+#define PLAN_AROUND_AFTER_MS 50 /* replanning is tried first */
 #define NS_PER_MS UINT64_C(1000000)
 
 static void waited(struct lh_engine *engine, const struct lh_ring_message *message)
@@ -17,6 +17,7 @@ static void waited(struct lh_engine *engine, const struct lh_ring_message *messa
     uint64_t start = message->words[2];
     uint64_t end = message->words[3];
     uint32_t unit = (uint32_t)message->words[1];
+    LH_ASSERT(end >= start && (unit == LH_CHUNK_NONE || unit < engine->opts.unit_count));
     if (unit != LH_CHUNK_NONE)
         stats->param_wait_ns += end - start;
     else
@@ -51,6 +52,7 @@ static void message_handle(struct lh_engine *engine, const struct lh_ring_messag
                          (enum lh_dtype)message->words[3]);
         break;
     case LH_MESSAGE_CLOSE:
+        LH_ASSERT(message->words[2] <= engine->scalar_bytes_max);
         engine->scalar_bytes = message->words[2];
         lh_step_close(engine);
         break;
@@ -75,19 +77,20 @@ static bool inbox_pump(struct lh_engine *engine)
 {
     struct lh_ring_message message;
     bool moved = false;
-    /* A flush whose caller gave up may be committing still: what comes after it waits here. */
+    /* An abandoned flush may still be committing: later messages wait for it. */
     while (!engine->commit_is_of_flush && lh_ring_pop(&engine->inbox, &message)) {
         message_handle(engine, &message);
-        /* Somebody who waits says so again and again; that moves nothing. */
+        /* Waiting threads repeat these messages; they are not progress. */
         moved |= message.words[0] != LH_MESSAGE_WAITED && message.words[0] != LH_MESSAGE_DRAIN;
     }
     return moved;
 }
 
-/* After an error only what is in flight is taken back, so that buffers can be freed. */
+/* After an error only take back what is in flight, so that buffers can be freed. */
 static bool failed_poll(struct lh_engine *engine)
 {
     struct lh_ring_message message;
+    LH_ASSERT(atomic_load(&engine->failed));
     bool moved = lh_transfer_drain(engine);
     moved |= lh_job_drain(engine);
     moved |= lh_copy_poll(engine);
@@ -116,7 +119,7 @@ bool lh_engine_poll(struct lh_engine *engine)
     return moved;
 }
 
-/* Somebody waits for a unit, and nothing under way can make room for it. */
+/* Whether a thread waits for a unit, and nothing in flight can make room for it. */
 static bool is_stuck(const struct lh_engine *engine)
 {
     if (engine->transfers.in_flight + engine->jobs_in_flight + engine->commit_in_flight +
@@ -139,10 +142,11 @@ static bool is_stuck(const struct lh_engine *engine)
     return false;
 }
 
-/* Whoever waits for a unit gets an error instead, and the plan begins again without that use. */
+/* Refuse the units that threads wait for, and discard the plan. False: no thread waits. */
 static bool waiters_refuse(struct lh_engine *engine, const struct lh_error *err)
 {
     uint32_t refused_count = 0;
+    LH_ASSERT(err->code < 0);
     pthread_mutex_lock(&engine->shared.mutex);
     engine->shared.refusal = *err;
     pthread_mutex_unlock(&engine->shared.mutex);
@@ -187,8 +191,7 @@ static void stuck_fail(struct lh_engine *engine)
     lh_error_set(&err, -ENOSPC,
                  "unit %u needs %" PRIu64 " bytes, and %u units in use hold %" PRIu64
                  " of the %" PRIu64 " bytes for parameters: raise host_bytes by %" PRIu64
-                 ", or let go of tensors that"
-                 " are views of parameters",
+                 ", or delete tensors that are views of parameters",
                  wanted, engine->units[wanted].desc.place_bytes, in_use_count, in_use_bytes,
                  engine->budget.region_bytes, 2 * engine->units[wanted].desc.place_bytes);
     if (!waiters_refuse(engine, &err))
@@ -204,6 +207,7 @@ static bool may_pause_now(const struct lh_engine *engine)
 static void pause_here(struct lh_engine *engine)
 {
     pthread_mutex_lock(&engine->shared.mutex);
+    LH_ASSERT(!engine->shared.is_paused);
     engine->shared.is_paused = true;
     pthread_cond_broadcast(&engine->shared.changed);
     while (atomic_load(&engine->pausing) && !atomic_load(&engine->stopping))
@@ -212,7 +216,7 @@ static void pause_here(struct lh_engine *engine)
     pthread_mutex_unlock(&engine->shared.mutex);
 }
 
-/* A device that died wakes nobody. */
+/* A dead device does not wake the engine, so do not sleep forever while copies are in flight. */
 static int sleep_ms(const struct lh_engine *engine)
 {
     return engine->copies.in_flight > 0 ? LH_DEV_SLEEP_MS_MAX : -1;

@@ -2,21 +2,21 @@
  * The engine: the one thread that moves a model's states between SSD and main memory and runs its
  * optimizer.
  *
- * The training thread (the user's, or autograd's) tells it what happens: a step begins, a unit is
- * needed, nobody reads a unit any more, a gradient is there, the step is closed. It waits only in
- * the calls that say so. What the engine does about it is in engine_private.h (the state machines)
- * and docs/architecture.md (A step).
+ * The training thread (the user's, or autograd's) reports what happens: a step begins, a unit is
+ * needed, a unit is no longer read, a gradient is ready, the step is closed. It waits only in the
+ * calls that are documented to wait. How the engine reacts is described in engine_private.h (the
+ * state machines) and docs/architecture.md (A step).
  *
- * [Note: pins and handles] Two counters of each unit are shared. `pins`: uses and lends, that is,
- * readers of the unit's bytes in memory. `handles`: saved-for-backward references that will come
- * back for them. The engine evicts a unit only at pins 0, and updates it only at pins 0 and handles
- * 0. Both go up on a training thread and down on any.
+ * [Note: pins and handles] Each unit has two shared counters. `pins` counts uses and lends, that
+ * is, readers of the unit's bytes in memory. `handles` counts saved-for-backward references, whose
+ * backward will read the bytes again. The engine evicts a unit only at pins 0, and updates it only
+ * at pins 0 and handles 0. Both are incremented on a training thread and decremented on any.
  *
- * Errors are final: the first one is kept, every wait ends, and every later call answers it.
+ * Errors are final: the first one is kept, every wait ends, and every later call returns it.
  *
  * Thread: functions are for one training thread at a time (autograd's device thread counts as it
- *         while the other waits), unless the line says any. The store, io, exec and waker belong to
- *         the engine between create and destroy, but for lh_engine_pause.
+ *         while the other waits), unless a comment says "any". The store, io, exec and waker belong
+ *         to the engine from create to destroy, except during lh_engine_pause.
  * Source: LoHan IV-C (active gradient offloading), Fuyou 4.3 and 4.4.
  */
 #ifndef LH_SCHED_ENGINE_H
@@ -43,8 +43,8 @@
  */
 #define LH_ENGINE_ELEMENT_ALIGN 2048
 /*
- * A parameter starts on such an element of its unit: 128 bytes or more, as torch's allocator aligns
- * (64).
+ * A parameter starts at a multiple of this many elements in its unit: 128 bytes or more, enough for
+ * the alignment of torch's allocator (64).
  */
 #define LH_ENGINE_PARAM_ALIGN 64
 #define LH_ENGINE_COMMIT_NEVER 0
@@ -54,23 +54,23 @@ struct lh_engine_param {
     uint32_t unit;
     uint64_t first; /* trainable: element in the unit; frozen: byte in the unit's place */
     uint64_t count; /* elements */
-    uint32_t group; /* of hyper-parameters */
+    uint32_t group; /* its group of hyper-parameters */
 };
 
 struct lh_engine_unit {
-    uint64_t bytes; /* of P16, P32 or frozen bytes; multiple of LH_BLOCK_BYTES */
+    uint64_t bytes; /* size of its P16, P32 or frozen bytes; multiple of LH_BLOCK_BYTES */
     /*
-     * What it takes where computation is: its bytes and, behind them, room of the caller's, which
-     * is never read, written or copied. 0: its bytes.
+     * The room that it takes where computation is: its bytes, followed by room for the caller that
+     * the engine never reads, writes or copies. 0: no more than its bytes.
      */
     uint64_t place_bytes;
     uint64_t elements;    /* trainable, padded to LH_ENGINE_ELEMENT_ALIGN; 0: frozen */
     enum lh_dtype dtype;  /* F32, BF16 or F16 where trainable */
-    bool always;          /* its scope encloses others: loaded once, stays */
+    bool always;          /* its scope encloses others: it is loaded once and stays */
     uint32_t param_first; /* its parameters are [param_first, param_first + param_count) */
     uint32_t param_count;
     uint32_t param_extent;    /* LH_ENGINE_EXTENT_NONE: it is read in place */
-    uint32_t residual_extent; /* LH_ENGINE_EXTENT_NONE where there is none */
+    uint32_t residual_extent; /* LH_ENGINE_EXTENT_NONE: it has no residual */
     uint32_t moment1_extent;
     uint32_t moment2_extent;
     uint32_t store_group;
@@ -82,17 +82,17 @@ enum lh_engine_mode {
 };
 #define LH_ENGINE_MODE_COUNT 2
 
-/* When updates run. The numbers are the same in all of them. */
+/* When updates run. All schedules produce the same numbers. */
 enum lh_engine_schedule {
     /* As gradients arrive; reads, arithmetic and writes of successive chunks overlap. */
     LH_ENGINE_SCHEDULE_OPTIMIZED = 0,
-    /* After backward, and before the next forward (which its caller has to wait with). */
+    /* After backward and before the next forward, which the caller must delay. */
     LH_ENGINE_SCHEDULE_SERIAL,
     /* As gradients arrive; a unit is read, then computed, then written, before the next is read. */
     LH_ENGINE_SCHEDULE_NAIVE,
-    /* Each just ahead of its unit's next forward. */
+    /* Each one shortly before the next forward reads its unit. */
     LH_ENGINE_SCHEDULE_DEFERRED,
-    /* Some as gradients arrive and the others deferred, split by what the steps before measured. */
+    /* Some as gradients arrive and the others deferred; the split is measured in earlier steps. */
     LH_ENGINE_SCHEDULE_AUTO,
 };
 #define LH_ENGINE_SCHEDULE_COUNT 5
@@ -104,31 +104,32 @@ struct lh_engine_opts {
     uint32_t param_count;
     uint32_t group_count;
     const struct lh_budget *budget; /* borrowed for the call */
-    uint8_t
-        *memory; /* budget's region and slabs, LH_HUGE_PAGE_BYTES-aligned; borrowed until destroy */
+    /* The budget's region and slabs, LH_HUGE_PAGE_BYTES-aligned; borrowed until destroy. */
+    uint8_t *memory;
     uint64_t memory_bytes;  /* at least region_bytes + slab_count * slab_bytes */
-    struct lh_store *store; /* the four are borrowed until destroy */
+    struct lh_store *store; /* this and the next three are borrowed until destroy */
     struct lh_io *io;
-    struct lh_exec *exec; /* its queue holds 4 * io_depth jobs, and one a slab and a unit */
+    struct lh_exec *exec; /* its queue holds 4 * io_depth jobs, and one per slab and per unit */
     struct lh_waker *waker;
     struct lh_clock clock;
     /*
      * The accelerator that computes (borrowed until destroy), and its memory for parameters. NULL:
-     * computation is in main memory. With one, memory has budget's gradient bytes behind the slabs.
+     * computation is in main memory. With one, `memory` has the budget's gradient bytes after the
+     * slabs.
      */
     struct lh_dev *dev;
     uint8_t *device_memory;
     uint64_t device_bytes;
-    uint32_t copy_count; /* that dev takes at once */
+    uint32_t copy_count; /* the most copies in flight on dev */
     struct lh_saved_opts saved;
     struct lh_in_place_opts in_place;
-    bool gradients_in_memory; /* with dev: they are given in main memory all the same */
-    uint32_t io_depth;        /* requests in flight */
-    uint64_t transfer_bytes;  /* of one request at most; multiple of LH_CHECKSUM_BYTES */
+    bool gradients_in_memory; /* with dev: gradients are given in main memory anyway */
+    uint32_t io_depth;        /* the most requests in flight */
+    uint64_t transfer_bytes;  /* the most bytes per request; multiple of LH_CHECKSUM_BYTES */
     uint64_t commit_every;    /* steps; LH_ENGINE_COMMIT_NEVER: only when asked to */
     enum lh_engine_schedule schedule;
-    bool norms;           /* lh_engine_norm() will be asked each step; every update is deferred */
-    bool verify;          /* check checksums of what is read */
+    bool norms;           /* lh_engine_norm() is called each step; every update is deferred */
+    bool verify;          /* verify the checksums of what is read */
     uint32_t trace_count; /* events kept; 0: no trace */
     bool manual;          /* no thread: the caller drives lh_engine_poll() (simulators, tests) */
 };
@@ -146,142 +147,146 @@ struct lh_engine;
 int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
                      struct lh_engine **engine_out, struct lh_error *err) LH_MUST_CHECK;
 /*
- * End the thread, without finishing what is open (lh_engine_flush does that); waits for what is in
- * flight. Lends stay valid until destroy; unpin is still allowed, everything else answers
+ * End the thread without finishing what is open (lh_engine_flush does that); wait for what is in
+ * flight. Lends stay valid until destroy; unpin is still allowed, everything else returns
  * -ECANCELED.
  */
 void lh_engine_stop(struct lh_engine *engine);
-/* Stop, and free. NULL is allowed. */
+/* Stop the engine and free it. NULL is allowed. */
 void lh_engine_destroy(struct lh_engine *engine);
 
-/* One round of the state machine; true if anything happened. manual engines only. */
+/* Run one round of the state machines. True: something happened. Manual engines only. */
 bool lh_engine_poll(struct lh_engine *engine);
 
 /* A forward of the whole model begins: plan the step (train) or the evaluation. Does not wait. */
 int lh_engine_begin(struct lh_engine *engine, enum lh_engine_mode mode) LH_MUST_CHECK;
 
 /*
- * Begin a use of unit: 1: it is resident and pinned; 0: asked for, call lh_engine_acquire_wait().
- * -errno: the engine's error.
+ * Begin a use of unit. 1: it is resident and pinned; 0: it was requested, call
+ * lh_engine_acquire_wait(); -errno: the engine's error.
  */
 int lh_engine_acquire(struct lh_engine *engine, uint32_t unit) LH_MUST_CHECK;
 /*
- * Waits. 1: resident and pinned; 0: timeout_ms passed, call again; -errno. -ENOSPC of an engine
- * that has not failed: what is pinned leaves no room for the unit, and the use has not begun;
- * lh_engine_refusal() says why.
+ * Wait for a requested unit. 1: it is resident and pinned; 0: timeout_ms passed, call again;
+ * -errno. -ENOSPC although the engine has not failed: pinned units leave no room for this one, and
+ * the use has not begun; lh_engine_refusal() returns the reason.
  */
 int lh_engine_acquire_wait(struct lh_engine *engine, uint32_t unit, int timeout_ms) LH_MUST_CHECK;
 void lh_engine_refusal(struct lh_engine *engine, struct lh_error *err);
-/* Where computation reads the unit. Valid while pinned. Thread: any. */
+/* The address at which computation reads the unit. Valid while it is pinned. Thread: any. */
 uint8_t *lh_engine_address(const struct lh_engine *engine, uint32_t unit);
-/* One more pin on a pinned unit (a lend). Thread: any. */
+/* Add a pin to a pinned unit (a lend). Thread: any. */
 void lh_engine_pin(struct lh_engine *engine, uint32_t unit);
-/* The last one ends the use. Thread: any, without the GIL. */
+/* Drop a pin; the last one ends the use. Thread: any, without the GIL. */
 void lh_engine_unpin(struct lh_engine *engine, uint32_t unit);
 uint32_t lh_engine_pin_count(const struct lh_engine *engine, uint32_t unit);
 /*
- * [Note: Moved units] Who changes a frozen unit's bytes where computation reads them, while pinned,
- * knows by these whether they are still as they were left. Counts are modulo 2^32.
+ * [Note: Moved units] A caller that changes a frozen unit's bytes in place while it is pinned uses
+ * these to tell whether the bytes are still as it left them. Counts are modulo 2^32.
  */
 struct lh_engine_bytes {
     uint8_t *address;
-    uint32_t make_count; /* copies to the accelerator; without one: reads into main memory */
+    uint32_t make_count; /* copies to the accelerator; without one, reads into main memory */
     uint32_t out_count;  /* copies back to main memory */
-    bool is_of_out; /* the last copy to the accelerator was of what came by the last one back */
+    /* The last copy to the accelerator was made of the bytes of the last copy back. */
+    bool is_from_write_back;
 };
-/* Of a pinned unit. Thread: any. */
+/* The state of a pinned unit's bytes. Thread: any. */
 struct lh_engine_bytes lh_engine_bytes(const struct lh_engine *engine, uint32_t unit);
 /*
- * A pinned unit was changed on the accelerator: when its place there is taken, it is copied back to
- * main memory, if it has one there. Without an accelerator nothing.
+ * Report that a pinned unit was changed on the accelerator: when it is evicted there, it is copied
+ * back to main memory if it has a place there. Without an accelerator this does nothing.
  */
 void lh_engine_moved(struct lh_engine *engine, uint32_t unit);
 
-/* What the accelerator's units do without, to see what it brings. Bits; 0: nothing. */
-#define LH_ENGINE_DEVICE_NO_OVERLAP 1U /* copies begin when somebody waits, one at a time */
+/* Optimizations to disable, to measure what they gain. Bits; 0: disable nothing. */
+#define LH_ENGINE_DEVICE_NO_OVERLAP 1U /* copies begin when a thread waits, one at a time */
 /*
- * emu: memory that a unit leaves is given back to the system. The next one's is allocated, at
- * alloc_bytes_per_s (0: at once), for which an accelerator comes to a standstill: when somebody
- * waits and no copy is in flight.
+ * For the emulated device: memory that a unit leaves is returned to the system, and the next unit's
+ * is allocated at alloc_bytes_per_s (0: instantly). Allocating stalls an accelerator, so a load
+ * begins only when a thread waits for it and no copy is in flight.
  */
 #define LH_ENGINE_DEVICE_NO_REUSE 2U
-/* Before anything is acquired. */
+/* Set the policy, before anything is acquired. */
 void lh_engine_device_policy_set(struct lh_engine *engine, uint32_t policy,
                                  uint64_t alloc_bytes_per_s);
 
 /*
- * The accelerator's stream that computation is given to from here on: what is acquired, unpinned
- * and handed over is ordered with it. Returns the one before. Thread: any.
+ * Set the accelerator's stream that receives computation from now on: acquires, unpins and
+ * gradients are ordered with it. Returns the previous stream. Thread: any.
  */
 void *lh_engine_stream_set(struct lh_engine *engine, void *stream);
 
-/* See [Note: pins and handles]. drop: any thread. */
+/* See [Note: pins and handles]. Thread: any for lh_engine_handle_drop(). */
 void lh_engine_handle_add(struct lh_engine *engine, uint32_t unit);
 void lh_engine_handle_drop(struct lh_engine *engine, uint32_t unit);
 uint32_t lh_engine_handle_count(const struct lh_engine *engine, uint32_t unit);
 
-/* Hyper-parameters of the open step; before its first gradient. */
+/* Set the hyper-parameters of the open step, before its first gradient. */
 void lh_engine_hyper_set(struct lh_engine *engine, uint32_t group,
                          const struct lh_adam_hyper *hyper);
 
-/* Waits until every closed step is over (written, committed if due). 1, 0 (timeout), -errno. */
+/* Wait until every closed step is over (written, committed if due). 1, 0 (timeout), -errno. */
 int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
 
 /*
- * param's gradient, after lh_engine_over_wait() said 1 in this step: contiguous, in param's order,
- * borrowed until lh_engine_gradient_is_consumed(). dtype F32, BF16 or F16; with an accelerator in
- * its memory and of the parameter's dtype (but for opts.gradients_in_memory).
+ * Hand over param's gradient, after lh_engine_over_wait() returned 1 in this step: contiguous, in
+ * param's order, borrowed until lh_engine_gradient_is_consumed(). Its dtype is F32, BF16 or F16.
+ * With an accelerator it is in the accelerator's memory and has the parameter's dtype (unless
+ * opts.gradients_in_memory).
  *
- * Errors: -EALREADY (the open step has one already), -EINVAL (frozen, or that dtype), the engine's
- *         error. Does not wait.
+ * Errors: -EALREADY (param has a gradient in the open step), -EINVAL (frozen, or wrong dtype), the
+ *         engine's error. Does not wait.
  */
 int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gradient,
                        enum lh_dtype dtype) LH_MUST_CHECK;
-/* Changes whenever a gradient's answer to the next one does. */
+/* A counter that changes whenever lh_engine_gradient_is_consumed() changes for any gradient. */
 uint64_t lh_engine_gradient_release_count(const struct lh_engine *engine);
 bool lh_engine_gradient_is_consumed(const struct lh_engine *engine, uint32_t param);
 /*
- * Waits until updates under way hold at most gradient_bytes_max of gradients. 1: so; 0: timeout_ms
- * passed; -errno. Updates under way need nothing from the caller, so this ends.
+ * Wait until updates in progress hold at most gradient_bytes_max bytes of gradients. 1: they do; 0:
+ * timeout_ms passed; -errno. Updates in progress need nothing from the caller, so this ends.
  */
 int lh_engine_gradient_wait(struct lh_engine *engine, uint64_t gradient_bytes_max, int timeout_ms)
     LH_MUST_CHECK;
 
 /*
- * The sum of squares of all gradients of the open step, in fp64, the same for every budget; after
- * its backward. Where every update is deferred; overlaps backward with opts.norms, and once it was
- * asked. Waits. 1: *square_sum_out is set; 0: timeout_ms passed; -errno.
+ * Compute the sum of squares of all gradients of the open step, after its backward: in fp64, and
+ * the same for every budget. Only with a schedule that defers every update. With opts.norms, and
+ * after the first call, it overlaps backward. Waits. 1: *square_sum_out is set; 0: timeout_ms
+ * passed; -errno.
  */
 int lh_engine_norm(struct lh_engine *engine, double *square_sum_out, int timeout_ms) LH_MUST_CHECK;
-/* What the open step's gradients are multiplied with, in fp32; 1 unless set, before its close. */
+/* Set the factor of the open step's gradients, in fp32, before its close. The default is 1. */
 void lh_engine_gradient_scale_set(struct lh_engine *engine, double scale);
 
 /*
- * Close the open step: what has gradients is updated, what has none stays. scalars (copied) go into
- * the commit. Waits for the end of the step before (its writes and its commit). 1: closed; 0:
- * timeout_ms passed, call again; -errno.
+ * Close the open step: parameters with gradients are updated, the others stay. scalars (copied) go
+ * into the commit. Waits for the end of the previous step (its writes and its commit). 1: closed;
+ * 0: timeout_ms passed, call again; -errno.
  */
 int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scalar_bytes,
                     int timeout_ms) LH_MUST_CHECK;
 
 /*
- * Forget the open step: updates that began are rolled back to the last committed step. Waits. 1:
- * done; 0: timeout_ms passed, call again; -ENOTRECOVERABLE: steps since the last commit would be
- * lost, too (commit_every above 1 or never, or commits were held, and an update began).
+ * Discard the open step: updates that began are rolled back to the last committed step. Waits. 1:
+ * done; 0: timeout_ms passed, call again; -ENOTRECOVERABLE: steps since the last commit would also
+ * be lost (commit_every above 1 or never, or commits were held, and an update began).
  */
 int lh_engine_abort(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
 
 /*
- * Waits until nothing is under way, with a commit of closed steps if commit. 1, 0 (timeout),
+ * Wait until nothing is in progress, after a commit of closed steps if commit. 1, 0 (timeout),
  * -errno.
  */
 int lh_engine_flush(struct lh_engine *engine, bool commit, int timeout_ms) LH_MUST_CHECK;
 
 /*
- * Let no commit begin until lh_engine_commit_release(): what the store has committed stays as it
- * is, and somebody else may read it from the files. Training goes on; a commit that is due comes
- * with the first step that ends after the release, a flush that commits waits for it. Waits for a
- * commit under way. 1: so; 0: timeout_ms passed, call again; -errno.
+ * Prevent commits from beginning until lh_engine_commit_release(): what the store has committed
+ * stays unchanged, and another reader may copy it from the files. Training continues; a commit that
+ * is due happens with the first step that ends after the release, and a flush that commits waits
+ * for the release. Waits for a commit in progress. 1: held; 0: timeout_ms passed, call again;
+ * -errno.
  */
 int lh_engine_commit_hold(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
 /* Thread: any. */
@@ -289,27 +294,27 @@ void lh_engine_commit_release(struct lh_engine *engine);
 
 /*
  * After a flush: hand the store to the caller; the engine sleeps until lh_engine_resume(). With
- * commit_every 1 what the caller writes has to be committed before the next gradient is given:
- * gradients that wait on SSD lie in the slot that no commit has (spill.c).
- * invalidate: forget the resident bytes of a unit whose extents the caller has changed (it must not
- * be pinned).
+ * commit_every 1 the caller must commit what it writes before it gives the next gradient, because
+ * gradients that wait on SSD lie in the uncommitted slot (spill.c).
+ * invalidate: discard the resident bytes of a unit whose extents the caller has changed (it must
+ * not be pinned).
  */
 int lh_engine_pause(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
 void lh_engine_invalidate(struct lh_engine *engine, uint32_t unit);
 void lh_engine_resume(struct lh_engine *engine);
 
-/* The first error; 0 if there is none. Thread: any. */
+/* Return the code of the first error, and copy it to *err; 0: no error. Thread: any. */
 int lh_engine_error(struct lh_engine *engine, struct lh_error *err);
 
 uint64_t lh_engine_step(const struct lh_engine *engine); /* closed steps, resumed ones included */
 uint64_t lh_engine_param_step(const struct lh_engine *engine, uint32_t param);
-/* The caller's part of the scalars of the store's last commit. Borrowed until the next commit. */
+/* Find the caller's part in the scalars of the store's last commit; it points into scalars. */
 const void *lh_engine_scalars_find(const void *scalars, uint64_t scalar_bytes, uint64_t *bytes_out);
-/* Scalars need this many bytes more than the caller's part. */
+/* The bytes that scalars take in addition to the caller's part. */
 uint64_t lh_engine_scalars_overhead_bytes(uint32_t param_count);
 /*
- * Scalars, that many bytes and the caller's part, for a store that is filled from elsewhere: each
- * parameter was updated so often before.
+ * Build scalars (the overhead bytes followed by the caller's part) for a store that is filled from
+ * elsewhere, whose parameters have been updated param_steps times.
  */
 void lh_engine_scalars_make(const uint64_t *param_steps, uint32_t param_count, const void *caller,
                             uint64_t caller_bytes, void *scalars_out);
@@ -320,18 +325,18 @@ enum lh_engine_link {
     LH_ENGINE_LINK_PARAM_WRITE,
     LH_ENGINE_LINK_STATE_WRITE,
     LH_ENGINE_LINK_COMMIT_WRITE,
-    LH_ENGINE_LINK_GRADIENT_WRITE, /* that wait for the close (spill.c), and come back */
-    LH_ENGINE_LINK_GRADIENT_READ,
-    LH_ENGINE_LINK_COPY_IN,     /* to the accelerator: parameters */
-    LH_ENGINE_LINK_COPY_OUT,    /* from it: gradients */
-    LH_ENGINE_LINK_SAVED_WRITE, /* saved tensors (saved.h) */
+    LH_ENGINE_LINK_GRADIENT_WRITE, /* gradients that wait for the close (spill.c) */
+    LH_ENGINE_LINK_GRADIENT_READ,  /* the same, read back */
+    LH_ENGINE_LINK_COPY_IN,        /* to the accelerator: parameters */
+    LH_ENGINE_LINK_COPY_OUT,       /* from it: gradients */
+    LH_ENGINE_LINK_SAVED_WRITE,    /* saved tensors (saved.h) */
     LH_ENGINE_LINK_SAVED_READ,
-    LH_ENGINE_LINK_SAVED_IN, /* to the accelerator and from it */
-    LH_ENGINE_LINK_SAVED_OUT,
+    LH_ENGINE_LINK_SAVED_IN,  /* saved tensors, to the accelerator */
+    LH_ENGINE_LINK_SAVED_OUT, /* saved tensors, from it */
     LH_ENGINE_LINK_COUNT,
 };
 
-/* The others are the accelerator's. */
+/* Whether a link goes to the SSDs; the others go to or from the accelerator. */
 static inline bool lh_engine_link_is_ssd(enum lh_engine_link link)
 {
     return link < LH_ENGINE_LINK_COPY_IN || link == LH_ENGINE_LINK_SAVED_WRITE ||
@@ -339,8 +344,8 @@ static inline bool lh_engine_link_is_ssd(enum lh_engine_link link)
 }
 
 /*
- * One step, from its begin (the first forward after the step before) to the end of its writes and
- * commit.
+ * The statistics of one step, from its begin (the first forward after the previous step) to the end
+ * of its writes and commit.
  */
 struct lh_engine_step_stats {
     uint64_t step; /* 1, 2, ... */
@@ -357,12 +362,12 @@ struct lh_engine_step_stats {
     uint64_t update_busy_ns;   /* sum over workers */
     uint64_t copy_busy_ns[LH_DEV_DIRECTION_COUNT];
     uint64_t commit_ns;
-    uint64_t gradient_bytes_max; /* held at once by updates under way and by complete units */
+    uint64_t gradient_bytes_max; /* held at a time by updates in progress and by complete units */
     uint64_t updated_params;
-    uint64_t deferred_units; /* updated behind the close by their schedule */
+    uint64_t deferred_units; /* updated after the close, as scheduled */
 };
 
-/* The last finished step; false if there is none yet. Thread: any. */
+/* Return the last finished step's statistics. False: no step has finished yet. Thread: any. */
 bool lh_engine_stats(struct lh_engine *engine, struct lh_engine_step_stats *stats_out);
 
 enum lh_engine_trace_kind {
@@ -386,14 +391,14 @@ enum lh_engine_trace_kind {
 struct lh_engine_trace_event {
     uint32_t kind; /* enum lh_engine_trace_kind */
     uint32_t unit;
-    uint32_t lane; /* worker, or request slot */
+    uint32_t lane; /* index of the worker or of the request */
     uint32_t step;
     uint64_t start_ns;
     uint64_t end_ns;
     uint64_t bytes;
 };
 
-/* Copies the newest events, oldest first; returns the count. After lh_engine_flush only. */
+/* Copy the newest events, oldest first, and return their count. After lh_engine_flush only. */
 uint32_t lh_engine_trace(struct lh_engine *engine, struct lh_engine_trace_event *events,
                          uint32_t event_max);
 

@@ -1,15 +1,15 @@
 /*
- * The engine itself: what its parts are, and who may touch them. Private to csrc/sched; the public
+ * The engine itself: its parts, and which thread may touch them. Private to csrc/sched; the public
  * contract is engine.h.
  *
  * Parts, from the bottom: core.h (clock, first error, counters), job.h, transfer.h and copy.h
- * (what is under way), region.h (plans), unit.h, chunk.h and slab.h (what is in memory),
+ * (work in flight), region.h (plans), unit.h, chunk.h and slab.h (the contents of memory),
  * gradient.h, update.h, update_pump.h and write_back.h (the pipeline of a gradient), step.h
- * (close, commit, abort). What not every session needs is a feature (feature.h), which the parts
- * call through a table alone. The state machines are drawn in unit.h, chunk.h, step.h, device.h,
- * spill.h, norm.h and saved_private.h.
+ * (close, commit, abort). Optional parts are features (feature.h), which the others call only
+ * through a table. The state machines are drawn in unit.h, chunk.h, step.h, device.h, spill.h,
+ * norm.h and saved_private.h.
  *
- * What holds:
+ * Invariants:
  *  1. A unit's shared.word has LH_UNIT_READY_BIT exactly while the bytes that computation reads
  *     are there: while the unit is READY; with an accelerator while its copy is READY and not
  *     stale. Pins are 0 otherwise.
@@ -17,12 +17,12 @@
  *     (chunks in WRITING), or newer and dirty ([Note: Between commits] in write_back.h).
  *  3. No chunk computes for step t+1 before step t is over (written, and committed if that is
  *     due): the first gradient of a step waits for that in lh_engine_over_wait().
- *  4. The ops of a plan are executed in order, an accelerator's after those that they do not
- *     commute with; a region never holds two units at one address.
+ *  4. The ops of a plan are executed in order, except that an accelerator's op may overtake ops
+ *     that it commutes with; a region never holds two units at one address.
  *  5. Transfers in flight never exceed io_depth; requests are a fixed array.
  *
- * Thread: everything is the engine thread's but what is atomic, `shared`, which its mutex protects,
- *         and what a comment gives to the training thread.
+ * Thread: everything belongs to the engine's thread, except atomics, `shared`, which its mutex
+ *         protects, and what a comment assigns to the training thread.
  */
 #ifndef LH_SCHED_ENGINE_PRIVATE_H
 #define LH_SCHED_ENGINE_PRIVATE_H
@@ -64,7 +64,7 @@
 
 #define LH_PARAM_NONE UINT32_MAX
 #define LH_INBOX_CELL_COUNT 65536
-#define LH_WAIT_NS_MIN 20000 /* less is what a call takes */
+#define LH_WAIT_NS_MIN 20000 /* shorter waits are the cost of the call itself */
 
 enum lh_message_kind {
     LH_MESSAGE_BEGIN = 1, /* mode */
@@ -77,19 +77,19 @@ enum lh_message_kind {
     LH_MESSAGE_ABORT,
     LH_MESSAGE_FLUSH, /* commit */
     LH_MESSAGE_NORM,
-    LH_MESSAGE_DRAIN,       /* somebody waits for the end of the closed step */
-    LH_MESSAGE_WAITED,      /* unit, start, end, what for: for the trace and the statistics */
+    LH_MESSAGE_DRAIN,       /* a thread waits for the end of the closed step */
+    LH_MESSAGE_WAITED,      /* unit, start, end: for the trace and the statistics */
     LH_MESSAGE_SAVED_PUT,   /* item, as the next two */
-    LH_MESSAGE_SAVED_FETCH, /* and whether somebody waits */
+    LH_MESSAGE_SAVED_FETCH, /* and whether a thread waits */
     LH_MESSAGE_SAVED_DROP,
 };
 
-/* What other threads wait for or read; protected by mutex. */
+/* What other threads wait for or read. Protected by mutex. */
 struct lh_engine_shared {
     pthread_mutex_t mutex;
     pthread_cond_t changed;
     struct lh_error error;
-    struct lh_error refusal; /* the last one's */
+    struct lh_error refusal; /* the last refusal */
     struct lh_engine_step_stats finished;
     bool has_finished;
     bool is_paused;
@@ -111,11 +111,11 @@ struct lh_engine {
     struct lh_engine_param *params;
     uint32_t param_count;
     uint64_t *param_steps; /* updates of each parameter so far */
-    /* The training thread's; where a parameter had a gradient last, too. */
-    uint64_t first_step; /* where the store stood at creation */
-    uint64_t open_step;  /* as it counts */
+    /* Owned by the training thread, as is gradient_steps. */
+    uint64_t first_step; /* the store's step at creation */
+    uint64_t open_step;  /* the training thread's own count */
     struct lh_asks asks;
-    uint64_t *gradient_steps;
+    uint64_t *gradient_steps; /* the open_step in which each parameter last had a gradient */
     struct lh_gradient *gradients;
     struct lh_chunk *chunks;
     uint32_t chunk_count;
@@ -128,25 +128,25 @@ struct lh_engine {
     /* Plans (region.c). */
     struct lh_region host_region;
     struct lh_region device_region;
-    struct lh_region *uses;                              /* the one where computation is */
+    struct lh_region *uses;                              /* the region in which computation reads */
     struct lh_event_list recorded[LH_ENGINE_MODE_COUNT]; /* of the last whole cycle */
     struct lh_event_list recording;
     uint64_t event_max;
     enum lh_engine_mode mode;
-    uint64_t plan_step; /* whose bytes the ops are; 0: an evaluation's */
+    uint64_t plan_step; /* the step that the ops' bytes count for; 0: an evaluation's */
 
     struct lh_in_place in_place;
     struct lh_copies copies;
     struct lh_device device;
     struct lh_landing landing;
-    _Atomic(void *) stream; /* of the last hook */
+    _Atomic(void *) stream; /* that the last hook set */
 
     struct lh_features features;
-    /* In place of the pipeline's own loop over queued updates; NULL: that one. */
+    /* Replaces the pipeline's own loop over queued updates. NULL: not replaced. */
     void (*pump_updates)(struct lh_engine *engine, struct lh_update_pump *pump);
-    /* Where gradients are, if not where the caller has them; NULL: there. */
+    /* Finds gradients that a feature has moved. NULL: they are where the caller has them. */
     const uint8_t *(*gradient_at)(const struct lh_engine *engine, uint32_t param, uint64_t element);
-    bool gradients_land; /* they are in the accelerator's memory */
+    bool gradients_land; /* they arrive in the accelerator's memory */
     struct lh_updates updates;
     struct lh_defer defer;
     struct lh_spill spill;
@@ -158,8 +158,8 @@ struct lh_engine {
     enum lh_step_state step_state;
     uint64_t step; /* closed steps */
     uint64_t committed_step;
-    bool commit_is_late; /* one was due while commits were held */
-    bool has_edits; /* bytes written while paused are in no commit: rolling back would lose them */
+    bool commit_is_late; /* a commit was due while commits were held */
+    bool has_edits; /* bytes written while paused are uncommitted: a rollback would lose them */
     bool flush_is_asked;
     bool flush_commits;
     bool commit_is_of_flush;
@@ -170,21 +170,20 @@ struct lh_engine {
     uint8_t *scalars; /* header, per-parameter steps, the caller's bytes */
     uint64_t scalar_bytes;
     uint64_t scalar_bytes_max;
-    struct lh_adam_hyper *
-        hypers[2]; /* by parity of the step: the open one is written while the closed one is used */
-    double gradient_scales[2]; /* likewise */
-    struct lh_engine_step_stats
-        stats[2]; /* of step n at n % 2: at most one closed step is not over */
+    /* Indexed by step % 2, as at most one closed step is not over while the next one is open. */
+    struct lh_adam_hyper *hypers[2];
+    double gradient_scales[2];
+    struct lh_engine_step_stats stats[2];
     struct lh_engine_step_stats stats_other; /* evaluations */
 
     struct lh_engine_trace_event *trace;
     uint64_t trace_written;
 
     struct lh_ring inbox;
-    _Atomic uint32_t waiting;               /* threads in a wait: somebody to wake */
-    _Atomic uint64_t update_gradient_bytes; /* of updates under way */
-    _Atomic uint64_t gradients_released;    /* how often a gradient's is_held went to false */
-    uint32_t fork_count;                    /* of the process that made it */
+    _Atomic uint32_t waiting;               /* threads in a wait, which need waking */
+    _Atomic uint64_t update_gradient_bytes; /* held by updates in progress */
+    _Atomic uint64_t gradients_released;    /* how often a gradient's is_held became false */
+    uint32_t fork_count;                    /* of the process that created the engine */
     _Atomic uint64_t closes_done;           /* steps over */
     _Atomic uint64_t closes_asked;
     _Atomic uint64_t aborts_done;
@@ -203,13 +202,13 @@ struct lh_engine {
     struct lh_engine_shared shared;
 };
 
-/* calls.c: of threads that are not the engine's */
+/* calls.c: called by threads other than the engine's */
 typedef bool (*lh_wait_fn)(struct lh_engine *engine, uint64_t argument);
 void lh_engine_post(struct lh_engine *engine, enum lh_message_kind kind, uint64_t a, uint64_t b,
                     uint64_t c);
 int lh_engine_wait_until(struct lh_engine *engine, lh_wait_fn is_done, uint64_t argument,
                          int timeout_ms);
-/* The same for room that something under way gives back; the wait is counted. */
+/* The same for room that work in flight will give back; the wait is counted. */
 int lh_engine_room_wait(struct lh_engine *engine, lh_wait_fn is_done, uint64_t argument,
                         int timeout_ms);
 void lh_engine_fence_record(struct lh_engine *engine, struct lh_dev_fence *fence);

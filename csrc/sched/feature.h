@@ -1,10 +1,10 @@
 /*
  * Features: optional parts of the engine. Private to csrc/sched.
  *
- * A session has the features that its options ask for, in one table made when the engine is
- * created. The update pipeline calls the table's functions at the points below and knows no feature
- * by name. With computation in main memory, schedule OPTIMIZED, no norms and no saved tensors the
- * table is empty.
+ * A session has the features that its options require, in one table made when the engine is
+ * created. The update pipeline calls the table's functions at the points below and refers to no
+ * feature by name. With computation in main memory, schedule OPTIMIZED, no norms and no saved
+ * tensors the table is empty.
  *
  *      feature   present when                                       file
  *      split     schedule AUTO                                      split.c
@@ -16,8 +16,8 @@
  *      saved     memory for saved tensors                           saved.c
  *      naive     schedule NAIVE                                     naive.c
  *
- * Features are called in this order. Those that are conditions are asked until one answers false;
- * pumps answer whether something moved.
+ * Features are called in this order. Conditions are evaluated until one answers false; pumps return
+ * whether something moved.
  *
  * Thread: the engine's.
  */
@@ -39,12 +39,12 @@ struct lh_update_pump;
 struct lh_feature {
     const char *name;
 
-    /* A message that the engine itself does not know; true: it was this feature's. */
+    /* Handle a message that the engine itself does not know. True: it was for this feature. */
     bool (*message)(struct lh_engine *engine, const struct lh_ring_message *message);
     /* A use of a unit is about to begin. */
     void (*use_begun)(struct lh_engine *engine, uint32_t unit);
 
-    /* False: the gradient must not come now, and the engine has failed. */
+    /* False: the gradient must not arrive now, and the engine has failed. */
     bool (*gradient_accepts)(struct lh_engine *engine, struct lh_unit *unit);
     void (*gradient_taken)(struct lh_engine *engine, uint32_t param);
     /* A unit has gradients, and its update is not queued. */
@@ -54,15 +54,15 @@ struct lh_feature {
 
     /* A chunk's states are being read into its slab. */
     void (*chunk_read)(struct lh_engine *engine, struct lh_chunk *chunk);
-    /* False: the chunk needs more than is in its slab, and that is now being read. */
+    /* False: the chunk needs more than its slab holds, and the rest is now being read. */
     bool (*chunk_is_whole)(struct lh_engine *engine, struct lh_chunk *chunk);
     bool (*chunk_may_compute)(const struct lh_engine *engine, const struct lh_chunk *chunk);
-    /* Nobody reads the chunk's gradients any more. */
+    /* The chunk's gradients are no longer needed. */
     void (*chunk_consumed)(struct lh_engine *engine, struct lh_chunk *chunk);
-    /* False: the feature writes what was computed. */
+    /* False: the feature itself writes what was computed. */
     bool (*chunk_may_write)(struct lh_engine *engine, struct lh_chunk *chunk);
 
-    /* Bytes of a unit's update in the plan of a step; and at its close, when they are known. */
+    /* Count the bytes of a unit's update in a step's plan; correct them at the step's close. */
     void (*planned)(struct lh_engine *engine, struct lh_unit *unit, uint64_t step);
     void (*plan_corrected)(struct lh_engine *engine, struct lh_unit *unit);
 
@@ -71,7 +71,7 @@ struct lh_feature {
     /* Whether the closed step can end without a commit. */
     bool (*step_may_skip_commit)(const struct lh_engine *engine);
     void (*step_over)(struct lh_engine *engine, const struct lh_engine_step_stats *stats);
-    /* Nothing is left of the step: it is over, or was rolled back. */
+    /* The step is over or was rolled back: forget everything about it. */
     void (*step_forgotten)(struct lh_engine *engine);
     /* The unit's bytes in main memory are no longer those of its extents. */
     void (*unit_forgotten)(struct lh_engine *engine, struct lh_unit *unit);
@@ -81,7 +81,7 @@ struct lh_feature {
     bool (*pump_before)(struct lh_engine *engine);
     bool (*pump_gradients)(struct lh_engine *engine);
     bool (*pump_after)(struct lh_engine *engine);
-    /* Somebody waits for it, and nothing under way can end that: true, with an error. */
+    /* True, with an error: a thread waits for the feature, and nothing in flight can end that. */
     bool (*is_stuck)(const struct lh_engine *engine, struct lh_error *err);
 };
 
@@ -90,7 +90,7 @@ struct lh_features {
     uint32_t count;
 };
 
-/* Call a function of all features that have it. */
+/* Call a function of every feature that has it. */
 #define LH_FEATURE_CALL(engine, function, ...)                                                     \
     do {                                                                                           \
         for (uint32_t at_ = 0; at_ < (engine)->features.count; at_++) {                            \
@@ -99,7 +99,7 @@ struct lh_features {
         }                                                                                          \
     } while (0)
 
-/* Whether all features answer true; the first one that does not is the last one asked. */
+/* Whether all features answer true. Stops at the first one that does not. */
 #define LH_FEATURE_ALL(engine, function, ...)                                                      \
     ({                                                                                             \
         bool all_ = true;                                                                          \
@@ -110,7 +110,7 @@ struct lh_features {
         all_;                                                                                      \
     })
 
-/* Whether one of the features answers true; it is the last one asked. */
+/* Whether any feature answers true. Stops at the first one that does. */
 #define LH_FEATURE_ANY(engine, function, ...)                                                      \
     ({                                                                                             \
         bool any_ = false;                                                                         \
@@ -121,7 +121,7 @@ struct lh_features {
         any_;                                                                                      \
     })
 
-/* Call a pump of all features that have it; whether one of them moved something. */
+/* Call a pump of every feature that has it. Whether one of them moved something. */
 #define LH_FEATURE_PUMP(engine, function)                                                          \
     ({                                                                                             \
         bool moved_ = false;                                                                       \

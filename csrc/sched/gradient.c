@@ -5,10 +5,12 @@
 void lh_gradient_take(struct lh_engine *engine, uint32_t param, const void *pointer,
                       enum lh_dtype dtype)
 {
+    LH_ASSERT(param < engine->param_count);
     struct lh_gradient *gradient = &engine->gradients[param];
     uint32_t index = engine->params[param].unit;
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     LH_ASSERT(engine->step_state == LH_STEP_STATE_OPEN); /* lh_engine_gradient waits for that */
+    LH_ASSERT(unit->desc.elements > 0);
     LH_ASSERT(gradient->pointer == NULL && !unit->update.is_queued);
     LH_ASSERT(atomic_load(&gradient->is_held));
     bool is_accepted = LH_FEATURE_ALL(engine, gradient_accepts, unit);
@@ -67,8 +69,10 @@ void lh_gradient_unhold(struct lh_engine *engine, uint64_t bytes)
 
 const uint8_t *lh_gradient_at(const struct lh_engine *engine, uint32_t param, uint64_t element)
 {
+    LH_ASSERT(param < engine->param_count);
     const struct lh_gradient *gradient = &engine->gradients[param];
     LH_ASSERT(gradient->pointer && element >= engine->params[param].first);
+    LH_ASSERT(element < engine->params[param].first + engine->params[param].count);
     if (engine->gradient_at)
         return engine->gradient_at(engine, param, element);
     return (const uint8_t *)gradient->pointer +

@@ -15,30 +15,30 @@ struct lh_engine;
 struct lh_unit;
 
 struct lh_gradient {
-    const void *pointer; /* NULL: none in this step */
+    const void *pointer; /* NULL: the parameter has no gradient in this step */
     enum lh_dtype dtype;
-    struct lh_dev_fence *is_computed; /* with an accelerator, as what follows */
+    struct lh_dev_fence *is_computed; /* with an accelerator, like the next two */
     uint64_t issued;                  /* elements whose copies began */
-    uint32_t copies;                  /* not back yet */
+    uint32_t copies;                  /* in flight */
     _Atomic bool is_held; /* posted and not consumed: the caller keeps the tensor alive */
 };
 
-/* The message of the training thread that a parameter has its gradient. */
+/* Handle the training thread's message that a parameter has its gradient. */
 void lh_gradient_take(struct lh_engine *engine, uint32_t param, const void *pointer,
                       enum lh_dtype dtype);
-/* The gradient is the caller's again. Those who wait are to be notified. */
+/* Give the gradient back to the caller. The caller of this must notify waiting threads. */
 void lh_gradient_release(struct lh_engine *engine, uint32_t param);
 void lh_gradient_release_unit(struct lh_engine *engine, const struct lh_unit *unit);
-/* Count a unit's gradients as held by an update under way, once a step. */
+/* Count a unit's gradients as held by an update in progress, once per step. */
 void lh_gradient_hold_unit(struct lh_engine *engine, struct lh_unit *unit);
-/* Count bytes of gradients as held by updates under way, or no longer. */
+/* Count bytes of gradients as held by updates in progress; lh_gradient_unhold() undoes it. */
 void lh_gradient_hold(struct lh_engine *engine, uint64_t bytes);
-/* A unit's gradients are no longer read in main memory. */
+/* Stop counting a unit's gradients: they are no longer read in main memory. */
 void lh_gradient_unhold_unit(struct lh_engine *engine, struct lh_unit *unit);
 void lh_gradient_unhold(struct lh_engine *engine, uint64_t bytes);
 /*
- * The gradient of one element of param's unit, and of those that follow it in param and in its
- * chunk: where the caller has it, or where a feature has put it. Thread: any.
+ * The address of the gradient of one element of param's unit, valid for the elements that follow it
+ * in both param and chunk: where the caller has it, or where a feature has put it. Thread: any.
  */
 const uint8_t *lh_gradient_at(const struct lh_engine *engine, uint32_t param, uint64_t element);
 

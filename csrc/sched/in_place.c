@@ -1,10 +1,10 @@
 /*
- * See in_place.h. A load goes through transfer.c; here is where from, and how its bytes then lie.
+ * See in_place.h. Loads go through transfer.c; this file provides their source and moves the bytes.
  *
  * [Note: Seams] The worker that checks a request moves its bytes back while they are in its cache.
- * It writes inside of the request's own range alone, as others check the ranges before and behind
- * it at the same time: bytes that belong before the range (of one parameter, less than
- * LH_IN_PLACE_ALIGN) are put aside, and are put in their places once all requests are done.
+ * It writes only inside the request's own range, because other workers check the ranges before and
+ * after it at the same time: bytes that belong before the range (of one parameter, less than
+ * LH_IN_PLACE_ALIGN) are set aside, and are put in their places once all requests are done.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -13,6 +13,7 @@
 
 static const struct lh_in_place_run *run_at(const struct lh_in_place_unit *unit, uint64_t offset)
 {
+    LH_ASSERT(unit->run_count > 0);
     uint32_t low = 0;
     uint32_t high = unit->run_count;
     while (high - low > 1) {
@@ -22,10 +23,11 @@ static const struct lh_in_place_run *run_at(const struct lh_in_place_unit *unit,
         else
             high = middle;
     }
+    LH_ASSERT(unit->runs[low].offset <= offset);
     return &unit->runs[low];
 }
 
-/* Of a unit whose runs are good. */
+/* Whether a unit's moves are valid. Its runs must be. */
 static bool moves_are_good(const struct lh_in_place_unit *unit)
 {
     uint64_t read = 0;
@@ -51,8 +53,8 @@ static int unit_validate(const struct lh_engine *engine, const struct lh_in_plac
 {
     const struct lh_in_place_opts *opts = &engine->opts.in_place;
     if (made->unit >= engine->opts.unit_count)
-        return lh_error_set(err, -EINVAL, "unit %u of %u is read in place", made->unit,
-                            engine->opts.unit_count);
+        return lh_error_set(err, -EINVAL, "in-place unit %u is out of range: there are %u units",
+                            made->unit, engine->opts.unit_count);
     const struct lh_engine_unit *desc = &engine->units[made->unit].desc;
     uint64_t at = 0;
     uint64_t checksum_count = 0;
@@ -89,12 +91,13 @@ static bool unit_moves(const struct lh_in_place_unit *unit)
 static const struct lh_in_place_unit *made_of(const struct lh_engine *engine,
                                               const struct lh_transfer *transfer)
 {
+    LH_ASSERT(transfer->unit < engine->opts.unit_count);
     const struct lh_in_place_unit *made = engine->units[transfer->unit].in_place.made;
     LH_ASSERT(made != NULL);
     return made;
 }
 
-/* What one request can read from offset in the unit on; its file is one of those in place. */
+/* Map what one request can read from offset in the unit on. */
 static int source_map(struct lh_engine *engine, const struct lh_transfer *transfer, uint64_t offset,
                       uint64_t bytes, struct lh_store_piece *pieces)
 {
@@ -112,10 +115,12 @@ static int source_map(struct lh_engine *engine, const struct lh_transfer *transf
     return 1;
 }
 
-/* How much of it there is where the file ends in it; else 0. */
+/* The bytes of a piece that exist, if the file ends inside it; 0: all. */
 static uint64_t source_least_bytes(const struct lh_engine *engine,
                                    const struct lh_store_piece *piece)
 {
+    LH_ASSERT(piece->file_index < engine->opts.in_place.file_count);
+    LH_ASSERT(piece->file_offset < engine->opts.in_place.files[piece->file_index].bytes);
     uint64_t rest = engine->opts.in_place.files[piece->file_index].bytes - piece->file_offset;
     return rest < piece->bytes ? rest : 0;
 }
@@ -125,7 +130,10 @@ static const uint32_t *source_checksums(struct lh_engine *engine,
 {
     const struct lh_in_place_unit *made = made_of(engine, transfer);
     const struct lh_in_place_run *run = run_at(made, offset);
-    return made->checksums + run->checksum_first + (offset - run->offset) / LH_CHECKSUM_BYTES;
+    uint64_t index = run->checksum_first + (offset - run->offset) / LH_CHECKSUM_BYTES;
+    LH_ASSERT(lh_is_aligned(offset - run->offset, LH_CHECKSUM_BYTES));
+    LH_ASSERT(index < made->checksum_count);
+    return made->checksums + index;
 }
 
 static const char *source_path(const struct lh_engine *engine, uint32_t file)
@@ -139,7 +147,7 @@ static bool source_moves(const struct lh_engine *engine, const struct lh_transfe
     return engine->units[transfer->unit].in_place.moves;
 }
 
-/* The first move of a unit that ends behind offset, as read; move_count: none. */
+/* The first move of a unit that ends after offset, as read; move_count: there is none. */
 static uint32_t move_at(const struct lh_in_place_unit *unit, uint64_t offset)
 {
     uint32_t low = 0;
@@ -155,25 +163,27 @@ static uint32_t move_at(const struct lh_in_place_unit *unit, uint64_t offset)
 }
 
 /*
- * What was put aside of the request that begins at offset. Requests begin transfer_bytes apart in a
- * run and farther from run to run, so no two have the same one.
+ * The bytes that were set aside by the request that begins at offset. Requests begin transfer_bytes
+ * apart within a run and farther apart between runs, so each has its own.
  */
 static uint8_t *seam_of(const struct lh_unit *unit, uint64_t offset)
 {
     const struct lh_engine *engine = unit->engine;
+    LH_ASSERT(unit->in_place.moves && engine->in_place.seams);
     uint64_t index = unit->in_place.seam_first + offset / engine->opts.transfer_bytes;
     return engine->in_place.seams + index * LH_IN_PLACE_ALIGN;
 }
 
 /*
- * On a worker: move what a range of a request has to where it belongs; the request begins at that
- * offset in the unit, and its ranges come in order. See [Note: Seams].
+ * On a worker: move the bytes of a range of a request to where they belong. `request` is the offset
+ * in the unit at which the request begins; its ranges come in order. See [Note: Seams].
  */
 static void source_move(const struct lh_engine *engine, const struct lh_transfer *transfer,
                         uint64_t request, uint64_t first, uint64_t bytes)
 {
     const struct lh_unit *unit = &engine->units[transfer->unit];
     uint8_t *memory = engine->region + unit->offset;
+    LH_ASSERT(request <= first && first + bytes <= unit->desc.bytes);
     const struct lh_in_place_unit *made = unit->in_place.made;
     for (uint32_t i = move_at(made, first); i < made->move_count; i++) {
         const struct lh_in_place_move *move = &made->moves[i];
@@ -192,7 +202,7 @@ static void source_move(const struct lh_engine *engine, const struct lh_transfer
     }
 }
 
-/* Put what was put aside of the request that begins at offset before it. */
+/* Put the bytes that the request at offset set aside in their places, before it. */
 static void seam_close(const struct lh_unit *unit, uint64_t offset)
 {
     const struct lh_in_place_unit *made = unit->in_place.made;
@@ -226,7 +236,8 @@ static const struct lh_source_ops source_ops = {
     .moves = source_moves,
     .move = source_move,
     .loaded = source_loaded,
-    .advice = "; the file changed since the store was made, or was read wrong",
+    .advice =
+        "; the file has changed since the store was created, or the drive returned wrong bytes",
     .is_of_units = true,
 };
 
@@ -249,7 +260,8 @@ int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
         if (unit->desc.param_extent == LH_ENGINE_EXTENT_NONE && !unit->in_place.made)
-            return lh_error_set(err, -EINVAL, "unit %u is nowhere", i);
+            return lh_error_set(err, -EINVAL,
+                                "unit %u has no parameter extent and is not read in place", i);
     }
     if (seam_count == 0)
         return 0;

@@ -1,20 +1,20 @@
 /*
- * Units that are read where somebody else keeps them: frozen parameters in files that are not the
- * store's (safetensors of a folder of Hugging Face's). They are never copied, and never written.
+ * Units that are read in place: frozen parameters in files that are not the store's (the
+ * safetensors of a Hugging Face folder). They are never copied into the store, and never written.
  *
- * [Note: Read in place] Tensors begin anywhere in such a file, direct reads at whole blocks. So a
- * unit is laid out as runs of whole blocks, each read straight to where its parameters will lie;
- * what else is in its first and last block fills the padding. Then each parameter moves back to
+ * [Note: Read in place] Tensors begin anywhere in such a file, but direct reads cover whole blocks.
+ * So a unit is laid out as runs of whole blocks, each read straight to where its parameters will
+ * lie; other bytes of its first and last block fill the padding. Then each parameter moves back to
  * where torch's allocator would have aligned it, by less than LH_IN_PLACE_ALIGN bytes: kernels may
- * sum in another order where memory begins elsewhere, and placement must not change the numbers.
+ * sum in a different order if the alignment differs, and placement must not change the numbers.
  *
  *      file    ....|..wwwww|wwbbbbb|....      w, b: tensors; |: blocks
  *      read        |..wwwww|wwbbbbb|          one run
  *      moved       |.wwwww.w|wbbbbb.|         both by the same distance: their order stays
  *
- * The last block of a file comes short; what is missing is zeros. Each LH_CHECKSUM_BYTES of a run,
- * as read, has a CRC-32C, made when the store was: a file that changed since is found as a disk
- * that reads wrong is.
+ * The last block of a file may be short; the missing bytes are zeros. Each LH_CHECKSUM_BYTES of a
+ * run, as read, has a CRC-32C that was made when the store was created: a file that has changed
+ * since is detected in the same way as a disk that returns wrong bytes.
  *
  * Everything here is borrowed until the engine is stopped.
  */
@@ -30,18 +30,18 @@ struct lh_in_place_file {
     uint64_t bytes;
 };
 
-/* Whole blocks of a file; the runs of a unit are its bytes, in order and without a gap. */
+/* Whole blocks of a file; a unit's runs are its bytes, in order and without gaps. */
 struct lh_in_place_run {
     uint32_t file;
     uint64_t file_offset;
     uint64_t offset; /* in the unit */
     uint64_t bytes;
-    uint32_t checksum_first; /* of the unit's */
+    uint32_t checksum_first; /* index of its first checksum among the unit's */
 };
 
-/* Inside of one run. */
+/* A parameter's move to its aligned place. It lies inside one run. */
 struct lh_in_place_move {
-    uint64_t from; /* in the unit, as read; behind the move before, as `to` */
+    uint64_t from; /* offset in the unit, as read; after the previous move, as is `to` */
     uint64_t to;   /* aligned; at or below `from`, by less than LH_IN_PLACE_ALIGN */
     uint64_t bytes;
 };
@@ -59,7 +59,7 @@ struct lh_in_place_unit {
 struct lh_in_place_opts {
     const struct lh_in_place_file *files;
     uint32_t file_count;
-    uint32_t file_first; /* where they begin among io's */
+    uint32_t file_first; /* the index of the first one among io's files */
     const struct lh_in_place_unit *units;
     uint32_t unit_count;
 };

@@ -1,4 +1,4 @@
-/* Private to csrc/sched. */
+/* Units that are read in place: the engine's side (in_place.c). Private to csrc/sched. */
 #ifndef LH_SCHED_IN_PLACE_PRIVATE_H
 #define LH_SCHED_IN_PLACE_PRIVATE_H
 
@@ -7,9 +7,9 @@
 
 struct lh_engine;
 
-/* A unit's. */
+/* A unit's part. */
 struct lh_in_place_part {
-    const struct lh_in_place_unit *made; /* NULL: it is in the store */
+    const struct lh_in_place_unit *made; /* its description; NULL: the unit is in the store */
     bool moves;
     uint64_t seam_first;
 };
@@ -19,7 +19,7 @@ struct lh_in_place {
     uint8_t *seams; /* [Note: Seams] in in_place.c */
 };
 
-/* Check opts.in_place, and let its units' loads come from there. */
+/* Validate opts.in_place, and redirect the loads of its units. */
 int lh_in_place_create(struct lh_engine *engine, struct lh_error *err);
 
 #endif

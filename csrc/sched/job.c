@@ -17,6 +17,7 @@ bool lh_job_poll(struct lh_engine *engine)
     LH_ASSERT(count <= engine->jobs_in_flight);
     for (uint32_t i = 0; i < count; i++) {
         struct lh_job *job = (struct lh_job *)(void *)done[i];
+        LH_ASSERT(engine->jobs_in_flight > 0 && job->done);
         engine->jobs_in_flight--;
         job->done(engine, job);
     }

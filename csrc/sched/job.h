@@ -1,7 +1,7 @@
 /*
  * Jobs of the engine on its team of workers. Private to csrc/sched.
  *
- * A job is a member of what it works for, and says itself who is told of its end.
+ * A job is embedded in the object that it works for, and carries the function to call at its end.
  */
 #ifndef LH_SCHED_JOB_H
 #define LH_SCHED_JOB_H
@@ -11,16 +11,16 @@
 struct lh_engine;
 
 struct lh_job {
-    struct lh_exec_job exec; /* first: the team knows the job by it */
+    struct lh_exec_job exec; /* must be first: the team returns a pointer to it */
     /* Called by the engine's thread when the job has run. */
     void (*done)(struct lh_engine *engine, struct lh_job *job);
 };
 
-/* Give a job to the team; its `run` and `done` are set. */
+/* Give a job, whose `run` and `done` are set, to the team. */
 void lh_job_submit(struct lh_engine *engine, struct lh_job *job);
-/* Take back what has run. True: something had. */
+/* Take back finished jobs. True: there were some. */
 bool lh_job_poll(struct lh_engine *engine);
-/* The same for an engine that has failed: nobody is told. */
+/* The same for an engine that has failed: done() is not called. */
 bool lh_job_drain(struct lh_engine *engine);
 
 #endif

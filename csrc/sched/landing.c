@@ -1,22 +1,23 @@
 /*
- * Gradients on their way from an accelerator to main memory, where they wait for their update.
+ * Gradients in transit from an accelerator to main memory, where they wait for their update.
  *
- * There they lie in blocks, one a chunk of the unit, element by element at the chunk's places. All
- * blocks have one size, so a free one fits any chunk:
+ * There they lie in blocks, one per chunk of the unit, with each element at its place in the chunk.
+ * All blocks have the same size, so a free one fits any chunk:
  *
  *      posted (device tensor) -> copies, one a chunk that it touches -> landed: the tensor is free
  *
- * Nobody waits for the copies but the unit's own norm, way to SSD, or update, and that begins with
- * the chunks that are here once all others are sure to come. Without a free block a gradient waits
- * where it is.
+ * Only the unit's own norm, spill to SSD or update waits for the copies; the update starts with the
+ * chunks that have landed once all others are sure to land. Without a free block a gradient waits
+ * on the device.
  *
- * [Note: Blocks that come back] A unit that has only some of its gradients keeps its blocks until
- * the others come, one whose handles are alive until they are gone, one that waits in memory until
- * the close. So as many blocks as the largest unit has chunks are a reserve for one unit at a time
- * that takes nothing more from the training thread: its update is queued and its parameters are in
- * memory (they stay there), or its way to SSD has begun. It gives its blocks back, and then the
- * next one gets them. Others take what is left. A unit whose update has begun has all the blocks
- * that it needs, and its gradients are copied first: others may wait for its slabs.
+ * [Note: Blocks that come back] A unit with only some of its gradients keeps its blocks until the
+ * others arrive; a unit with live handles keeps them until the handles are dropped; a unit that
+ * waits in memory keeps them until the close. So as many blocks as the largest unit has chunks are
+ * reserved for one unit at a time that needs nothing more from the training thread: its update is
+ * queued and its parameters are in memory (they stay there), or its spill to SSD has begun. Such a
+ * unit will return its blocks, and the next one gets them. Other units use the remaining blocks. A
+ * unit whose update has begun has all the blocks that it needs, and its gradients are copied first,
+ * because other units may wait for its slabs.
  *
  * Source: LoHan IV-C, Fuyou 4.3 (gradients are offloaded as backward makes them).
  */
@@ -31,14 +32,15 @@ uint64_t lh_landing_waiting_bytes(const struct lh_engine *engine, const struct l
 }
 
 /*
- * A unit that waits in memory for the close is on its way until it is there: counted, so that
- * backward does not run ahead of the link.
+ * Count the gradients of a unit that will wait in memory for the close as held until they have
+ * landed, so that backward does not run ahead of the link.
  */
 static void waiting_hold(struct lh_engine *engine, struct lh_unit *unit)
 {
     if (!unit->defer.is_deferred || unit->spill.is_chosen ||
         unit->update.gradient_count < unit->desc.param_count)
         return;
+    LH_ASSERT(unit->landing.held_bytes == 0);
     unit->landing.held_bytes = unit->update.gradient_bytes;
     lh_gradient_hold(engine, unit->landing.held_bytes);
 }
@@ -46,6 +48,7 @@ static void waiting_hold(struct lh_engine *engine, struct lh_unit *unit)
 static uint32_t chunk_at(const struct lh_engine *engine, const struct lh_unit *unit,
                          uint64_t element)
 {
+    LH_ASSERT(element < unit->desc.elements);
     return unit->chunk_first + (uint32_t)(element / engine->budget.chunk_elements);
 }
 
@@ -63,6 +66,7 @@ static void gradient_taken(struct lh_engine *engine, uint32_t param)
     unit->landing.count++;
     unit->landing.posted_count++;
     unit->landing.moved_bytes += bytes;
+    LH_ASSERT(engine->landing.end - engine->landing.first < engine->param_count);
     engine->landing.params[engine->landing.end++ % engine->param_count] = param;
     waiting_hold(engine, unit);
 }
@@ -70,13 +74,13 @@ static void gradient_taken(struct lh_engine *engine, uint32_t param)
 static void landed(struct lh_engine *engine, uint32_t param)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, engine->params[param].unit);
-    LH_ASSERT(unit->landing.count > 0);
+    LH_ASSERT(unit->landing.count > 0 && unit->landing.posted_count < unit->landing.count);
     unit->landing.count--;
     lh_gradient_release(engine, param);
     if (unit->landing.count == 0) {
         lh_gradient_unhold(engine, unit->landing.held_bytes);
         unit->landing.held_bytes = 0;
-        if (engine->norm.sums) /* the norm may be asked */
+        if (engine->norm.sums) /* the norm may be requested */
             lh_norm_consider(engine, unit);
     }
     lh_core_notify(engine);
@@ -84,6 +88,7 @@ static void landed(struct lh_engine *engine, uint32_t param)
 
 static void copied(struct lh_engine *engine, struct lh_copy *copy)
 {
+    LH_ASSERT(copy->param < engine->param_count && copy->chunk < engine->chunk_count);
     struct lh_gradient *gradient = &engine->gradients[copy->param];
     LH_ASSERT(gradient->copies > 0 && engine->chunks[copy->chunk].landing.count > 0);
     engine->chunks[copy->chunk].landing.count--;
@@ -102,12 +107,13 @@ static bool block_take(struct lh_engine *engine, struct lh_chunk *chunk)
     return true;
 }
 
-/* The next piece of param's gradient: up to the end of a chunk. False: not now. */
+/* Copy the next piece of param's gradient, up to the end of a chunk. False: not now. */
 static bool piece_copy(struct lh_engine *engine, uint32_t param)
 {
     const struct lh_engine_param *desc = &engine->params[param];
     struct lh_gradient *gradient = &engine->gradients[param];
     struct lh_unit *unit = lh_engine_unit_at(engine, desc->unit);
+    LH_ASSERT(gradient->pointer && gradient->issued < desc->count);
     uint64_t element = desc->first + gradient->issued;
     struct lh_chunk *chunk = &engine->chunks[chunk_at(engine, unit, element)];
     uint64_t count = lh_min_u64(desc->first + desc->count, chunk->first + chunk->count) - element;
@@ -135,8 +141,10 @@ static bool piece_copy(struct lh_engine *engine, uint32_t param)
         return false;
     gradient->issued += count;
     gradient->copies++;
-    if (gradient->issued == desc->count)
-        unit->landing.posted_count--;
+    if (gradient->issued < desc->count)
+        return true;
+    LH_ASSERT(unit->landing.posted_count > 0);
+    unit->landing.posted_count--;
     return true;
 }
 
@@ -146,7 +154,7 @@ static bool is_posted(const struct lh_engine *engine, uint32_t param)
            engine->gradients[param].issued < engine->params[param].count;
 }
 
-/* The next unit that may take from the reserve; LH_UNIT_NONE: there is none now. */
+/* The next unit that may take blocks from the reserve; LH_UNIT_NONE: there is none now. */
 static uint32_t unit_next(const struct lh_engine *engine)
 {
     for (uint32_t i = engine->spill.first; i < engine->spill.count; i++) {
@@ -161,7 +169,7 @@ static uint32_t unit_next(const struct lh_engine *engine)
     return LH_UNIT_NONE;
 }
 
-/* All that the unit whose turn it is needs, or as many as are free. */
+/* Take all blocks that the unit with the reserve needs, or as many as are free. */
 static void blocks_take(struct lh_engine *engine)
 {
     if (engine->landing.unit == LH_UNIT_NONE)
@@ -176,7 +184,7 @@ static void blocks_take(struct lh_engine *engine)
 
 /*
  * A unit whose update has begun: its chunks have their blocks, and it holds slabs that others wait
- * for, so the rest of its gradients must not wait for anybody's turn. LH_UNIT_NONE without one.
+ * for, so the rest of its gradients must not wait for another unit. LH_UNIT_NONE: there is none.
  */
 static uint32_t unit_begun(const struct lh_engine *engine)
 {
@@ -188,7 +196,7 @@ static uint32_t unit_begun(const struct lh_engine *engine)
     return LH_UNIT_NONE;
 }
 
-/* Whose turn it is; LH_PARAM_NONE: nobody's. [Note: Blocks that come back] */
+/* The parameter to copy next; LH_PARAM_NONE: none. See [Note: Blocks that come back]. */
 static uint32_t param_next(struct lh_engine *engine)
 {
     uint32_t next = unit_begun(engine);
@@ -204,12 +212,13 @@ static uint32_t param_next(struct lh_engine *engine)
         uint32_t param = engine->units[next].desc.param_first;
         while (!is_posted(engine, param))
             param++;
+        LH_ASSERT(param < engine->param_count && engine->params[param].unit == next);
         return param;
     }
     for (uint64_t i = engine->landing.first; i < engine->landing.end; i++) {
         uint32_t param = engine->landing.params[i % engine->param_count];
         const struct lh_unit *unit = &engine->units[engine->params[param].unit];
-        /* Gradients that will wait on SSD have no place in memory before they are on their way. */
+        /* Gradients that will wait on SSD get no place in memory before their spill begins. */
         bool has_place = !unit->defer.is_deferred || !unit->spill.is_chosen;
         if (is_posted(engine, param) && has_place)
             return param;
@@ -256,7 +265,7 @@ static void step_forgotten(struct lh_engine *engine)
     engine->landing.end = 0;
 }
 
-/* It will be over, whatever else waits: what is posted has its blocks. */
+/* Whether all of the unit's gradients are sure to land: the posted ones have their blocks. */
 static bool is_certain(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     if (unit->landing.count == 0)
@@ -269,9 +278,8 @@ static bool is_certain(const struct lh_engine *engine, const struct lh_unit *uni
 }
 
 /*
- * Where nobody reads the gradients but the update, it may begin with the first chunk that has them:
- * it is chunk by chunk that the last unit of backward, for which the next forward waits, gets
- * through.
+ * If only the update reads the gradients, it may begin with the first chunk that has them: the last
+ * unit of backward, for which the next forward waits, is then processed chunk by chunk.
  */
 static bool update_may_start(const struct lh_engine *engine, const struct lh_unit *unit)
 {
@@ -286,7 +294,7 @@ static bool chunk_may_compute(const struct lh_engine *engine, const struct lh_ch
     return chunk->landing.count == 0;
 }
 
-/* Of all its gradients, in the parameters' dtype. */
+/* Plan the copies of all gradients of a unit, in the parameters' dtype. */
 static void planned(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
     uint64_t elements = 0;
@@ -297,7 +305,7 @@ static void planned(struct lh_engine *engine, struct lh_unit *unit, uint64_t ste
         unit->landing.planned_bytes;
 }
 
-/* Not every parameter had a gradient; or none was expected. */
+/* Correct the plan if some parameters had no gradient, or if none was expected. */
 static void plan_corrected(struct lh_engine *engine, struct lh_unit *unit)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
@@ -305,7 +313,7 @@ static void plan_corrected(struct lh_engine *engine, struct lh_unit *unit)
     stats->planned_bytes[LH_ENGINE_LINK_COPY_OUT] += unit->landing.moved_bytes - planned;
 }
 
-/* In its chunk's block. */
+/* The address of a gradient's element in its chunk's block. */
 static const uint8_t *gradient_at(const struct lh_engine *engine, uint32_t param, uint64_t element)
 {
     const struct lh_unit *unit = &engine->units[engine->params[param].unit];

@@ -15,26 +15,26 @@ struct lh_slab;
 #define LH_BLOCK_NONE UINT32_MAX
 
 struct lh_landing_unit {
-    uint32_t count;        /* gradients of this step on their way */
-    uint32_t posted_count; /* of these, not all of whose copies began */
+    uint32_t count;        /* gradients of this step that have not landed */
+    uint32_t posted_count; /* of these, those with copies that have not begun */
     uint64_t held_bytes;   /* counted as held until they are all here */
-    uint64_t moved_bytes;  /* of this step: landed, or on their way */
+    uint64_t moved_bytes;  /* gradients of this step, landed or not */
     uint64_t planned_bytes;
 };
 
 struct lh_landing_chunk {
-    uint32_t block; /* where its gradients are; LH_BLOCK_NONE */
-    uint32_t count; /* gradients posted that are not all in it */
+    uint32_t block; /* the block with its gradients; LH_BLOCK_NONE */
+    uint32_t count; /* posted gradients of which parts are not in the block yet */
 };
 
 struct lh_landing {
-    uint8_t *memory; /* of the blocks */
+    uint8_t *memory; /* the blocks */
     uint64_t block_bytes;
     uint32_t *free_blocks;
     uint32_t free_count;
     uint32_t reserve; /* [Note: Blocks that come back] in landing.c */
-    uint32_t unit;    /* whose turn it is to take from the reserve */
-    uint32_t *params; /* as they were posted; a ring of param_count */
+    uint32_t unit;    /* the unit that may take from the reserve */
+    uint32_t *params; /* in the order in which they were posted; a ring of param_count */
     uint64_t first;
     uint64_t end;
 };
@@ -44,7 +44,7 @@ extern const struct lh_feature lh_landing_feature;
 /* Cut the budget's memory for gradients into blocks. */
 int lh_landing_create(struct lh_engine *engine, struct lh_error *err);
 void lh_landing_destroy(struct lh_engine *engine);
-/* Of a unit whose gradients wait: in whole blocks where they lie in such. */
+/* The bytes that a unit's waiting gradients take: whole blocks where they lie in blocks. */
 uint64_t lh_landing_waiting_bytes(const struct lh_engine *engine, const struct lh_unit *unit);
 
 #endif

@@ -1,7 +1,6 @@
 /*
- * Schedule NAIVE, to compare with: all of a unit is read, then all computed, then all written, and
- * nothing of the next unit before. A unit that has more chunks than there are slabs goes by groups
- * of those.
+ * Schedule NAIVE, a baseline: all of a unit is read, then all computed, then all written, before
+ * the next unit begins. A unit with more chunks than there are slabs is processed in groups.
  *
  * Source: LoHan IV-C fig. 3a.
  */
@@ -10,8 +9,8 @@
 #include "sched/engine_private.h"
 
 /*
- * The unit whose update is on its way, else the first one that can begin; never one that waits for
- * another's room, as nothing else moves meanwhile. NULL: none can.
+ * The unit whose update is in progress, else the first one that can begin; never one that waits for
+ * another unit's room, as nothing else moves meanwhile. NULL: none can begin.
  */
 static struct lh_unit *unit_next(struct lh_engine *engine, struct lh_update_pump *pump)
 {
@@ -31,7 +30,7 @@ static struct lh_unit *unit_next(struct lh_engine *engine, struct lh_update_pump
     return NULL;
 }
 
-/* All gradients are here, wherever they come from. */
+/* Whether all gradients have landed. */
 static bool update_may_start(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     (void)engine;
@@ -41,6 +40,7 @@ static bool update_may_start(const struct lh_engine *engine, const struct lh_uni
 static void unit_pump(struct lh_engine *engine, struct lh_unit *unit, struct lh_update_pump *pump)
 {
     bool is_reading = false;
+    LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING);
     for (uint32_t i = lh_update_pump_next(engine, unit); i < unit->chunk_count; i++) {
         struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
         if (chunk->state == LH_CHUNK_STATE_IDLE && !lh_update_pump_fetch(engine, chunk, pump))
@@ -64,7 +64,7 @@ void lh_naive_pump_updates(struct lh_engine *engine, struct lh_update_pump *pump
         unit_pump(engine, unit, pump);
 }
 
-/* Writes begin when nothing is computed any more. */
+/* Start the writes once no chunk is computing any more. */
 static bool chunk_may_write(struct lh_engine *engine, struct lh_chunk *computed)
 {
     const struct lh_slab *slabs = engine->slabs;

@@ -6,7 +6,7 @@
 
 extern const struct lh_feature lh_naive_feature;
 
-/* In place of the pipeline's own loop over queued updates. */
+/* Replaces the pipeline's own loop over queued updates. */
 void lh_naive_pump_updates(struct lh_engine *engine, struct lh_update_pump *pump);
 
 #endif

@@ -1,8 +1,8 @@
 /*
- * The norm of all gradients of a step, known before the first update: where every update is
- * deferred, each unit's sums of squares are taken by a worker when its gradients are there, behind
- * backward. Nobody may ask for them: until somebody has, only gradients that leave for SSD are
- * summed, which stay in memory until their sum is known; and an update waits for its unit's sum.
+ * The norm of all gradients of a step, known before the first update: if every update is deferred,
+ * a worker sums the squares of each unit as soon as its gradients have arrived, during backward.
+ * The norm may never be requested. Until it is, only gradients that are spilled to SSD are summed;
+ * they stay in memory until their sum is known. An update waits for its unit's sum.
  *
  * Source: torch.nn.utils.clip_grad_norm_ (the rule; none of the papers clips).
  */
@@ -18,7 +18,7 @@ static void state_set(struct lh_unit *unit, enum lh_norm_state state)
     unit->norm.state = state;
 }
 
-/* On a worker: each parameter's, from its own first element on, wherever its unit is cut. */
+/* On a worker: sum each parameter from its first element on, however its unit is cut. */
 static void norm_run(struct lh_exec_job *job)
 {
     struct lh_unit *unit = job->context;
@@ -48,7 +48,7 @@ static int sums_compare(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Of all parameters in one order that does not know of units: by size, the smallest first. */
+/* Add all parameters' sums in an order independent of units: by size, the smallest first. */
 static double sums_add(struct lh_engine *engine)
 {
     double *sums = engine->norm.sums + engine->param_count;
@@ -58,8 +58,10 @@ static double sums_add(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
 
-        for (uint32_t j = 0; unit->update.gradient_count > 0 && j < unit->desc.param_count; j++)
+        for (uint32_t j = 0; unit->update.gradient_count > 0 && j < unit->desc.param_count; j++) {
+            LH_ASSERT(count < engine->param_count);
             sums[count++] = engine->norm.sums[unit->desc.param_first + j];
+        }
     }
     qsort(sums, count, sizeof(*sums), sums_compare);
     for (uint32_t i = 0; i < count; i++)
@@ -77,6 +79,7 @@ static void norm_done(struct lh_engine *engine, struct lh_job *job)
 
 static void norm_start(struct lh_engine *engine, struct lh_unit *unit)
 {
+    LH_ASSERT(unit->update.gradient_count > 0 && unit->landing.count == 0);
     state_set(unit, LH_NORM_STATE_RUNNING);
     unit->norm.job = (struct lh_job){
         .exec = {.run = norm_run, .context = unit, .work_bytes = unit->update.gradient_bytes},
@@ -93,7 +96,7 @@ void lh_norm_consider(struct lh_engine *engine, struct lh_unit *unit)
         norm_start(engine, unit);
 }
 
-/* Once it is asked no gradient is to come: units that have not all of theirs are begun with. */
+/* Once the norm is requested no gradient will follow: start units that have only some, too. */
 static bool pump_after(struct lh_engine *engine)
 {
     bool moved = false;
@@ -116,6 +119,7 @@ static bool pump_after(struct lh_engine *engine)
         return moved;
     engine->norm.square_sum = sums_add(engine);
     engine->norm.is_asked = false;
+    LH_ASSERT(atomic_load(&engine->norms_done) < atomic_load(&engine->norms_asked));
     atomic_fetch_add(&engine->norms_done, 1);
     lh_core_notify(engine);
     return true;
@@ -148,8 +152,9 @@ static bool message(struct lh_engine *engine, const struct lh_ring_message *mess
 {
     if (message->words[0] != LH_MESSAGE_NORM)
         return false;
+    LH_ASSERT(!engine->norm.is_asked); /* one at a time: lh_engine_norm() */
     engine->norm.is_asked = true;
-    engine->norm.is_taken = true; /* behind backward, from the next step on */
+    engine->norm.is_taken = true; /* from now on units are summed during backward */
     lh_spill_consider_all(engine);
     return true;
 }

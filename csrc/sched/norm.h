@@ -24,18 +24,18 @@ struct lh_norm_unit {
 };
 
 struct lh_norm {
-    double square_sum; /* of the step whose norm was asked last */
-    double *sums;      /* of each parameter's gradient, once its unit's are DONE; scratch */
+    double square_sum; /* of the step whose norm was requested last */
+    double *sums;      /* each parameter's sum, once its unit is DONE; then as many for scratch */
     bool is_asked;
-    bool is_taken; /* of every unit, as its gradients come */
+    bool is_taken; /* every unit is summed as soon as its gradients arrive */
 };
 
 extern const struct lh_feature lh_norm_feature;
 
-/* The sums of each parameter's gradient. */
+/* Allocate the sums. */
 int lh_norm_create(struct lh_engine *engine, struct lh_error *err);
 void lh_norm_destroy(struct lh_engine *engine);
-/* Take the unit's sums if its gradients are all here, and somebody wants them. */
+/* Start summing the unit's gradients if all have arrived and their sums are needed. */
 void lh_norm_consider(struct lh_engine *engine, struct lh_unit *unit);
 
 #endif

@@ -1,19 +1,20 @@
 /*
- * What is in which region when: main memory's, and the accelerator's where there is one.
+ * Which units are in which region at which time: main memory's, and the accelerator's if there is
+ * one.
  *
  * The order of uses is recorded in each cycle (a training step's forward and backward, or an
- * evaluation) and is what the next one is planned with (plan/residency.h). Uses happen where
- * computation is. With an accelerator that is its region, and main memory serves it: what is read
- * there are the copies that the accelerator's plan begins, and the updates, in the order in which
- * uses will need them, whenever they are really made. So main memory's plan follows from the
- * accelerator's and is made anew with it:
+ * evaluation), and the next cycle is planned with it (plan/residency.h). Uses happen where
+ * computation is. With an accelerator that is its region, and main memory serves it: its readers
+ * are the copies that the accelerator's plan starts, and the updates, in the order in which uses
+ * will need them, whenever they are actually made. So main memory's plan is derived from the
+ * accelerator's, and replanned with it:
  *
  *      uses      begin a   begin b   end b   update b   begin a ...
  *      device    load a    load b                           load b (again)
  *      host      a: begin, end   b: begin, end   b: update  b: begin, end
  *
- * An update leaves the accelerator's copy old. What the next forward reads first is copied again as
- * soon as it is updated, behind backward and not when somebody waits for it.
+ * An update makes the accelerator's copy stale. The units that the next forward reads first are
+ * copied again as soon as they are updated, during backward and not when a thread waits for them.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -21,8 +22,8 @@
 #include "sched/engine_private.h"
 
 /*
- * Uses of a cycle that are remembered, a unit: forward, backward and update take five; the rest is
- * for shared modules.
+ * The events of a cycle that are remembered, per unit: forward, backward and update take five; the
+ * rest is for shared modules.
  */
 #define EVENTS_PER_UNIT 16
 #define EVENTS_MIN 4096
@@ -32,7 +33,7 @@ static bool is_device(const struct lh_engine *engine, const struct lh_region *re
     return region == &engine->device_region;
 }
 
-/* Record what happened in this cycle: it predicts the next one. */
+/* Record an event of this cycle; the recording predicts the next cycle. */
 static void event_record(struct lh_engine *engine, struct lh_residency_event event)
 {
     struct lh_event_list *list = &engine->recording;
@@ -43,7 +44,7 @@ static void event_record(struct lh_engine *engine, struct lh_residency_event eve
     list->events[list->count++] = event;
 }
 
-/* Before anything is recorded: forward in the order of units, backward in the opposite one. */
+/* Predict a first cycle: forward in the order of units, backward in the reverse order. */
 static void prediction_default(struct lh_engine *engine, struct lh_event_list *list)
 {
     list->count = 0;
@@ -60,7 +61,7 @@ static void prediction_default(struct lh_engine *engine, struct lh_event_list *l
     }
 }
 
-/* Behind the last event of this cycle: what the next one reads first. */
+/* Plan, after the last event of this cycle, what the next one reads first. */
 static int64_t ahead_plan(struct lh_engine *engine, struct lh_region *region,
                           struct lh_residency_op *ops, uint64_t op_max, uint64_t *loaded)
 {
@@ -75,10 +76,11 @@ static int64_t ahead_plan(struct lh_engine *engine, struct lh_region *region,
     return added;
 }
 
-/* Append ops for all of the prediction, or as far as one can plan now. */
+/* Append ops for all of the prediction, or for as much of it as can be planned now. */
 static void region_extend(struct lh_engine *engine, struct lh_region *region)
 {
     uint64_t count = region->predicted.count;
+    LH_ASSERT(region->op_first <= region->op_count && region->op_count <= region->op_max);
     struct lh_residency_op *ops = region->ops + region->op_count;
     uint64_t op_max = region->op_max - region->op_count;
     uint64_t loaded = 0;
@@ -88,8 +90,8 @@ static void region_extend(struct lh_engine *engine, struct lh_region *region)
                                       op_max, &loaded, &failed_at, &region->error);
     while (added == -ENOSPC) {
         /*
-         * Units in use are in the way of event failed_at: plan up to it, the rest when it comes.
-         * With less future before it the plan may choose otherwise, and fail earlier.
+         * Units in use block event failed_at: plan up to it, and the rest when it happens. Planning
+         * fewer events may lead to other choices, and to an earlier failure.
          */
         LH_ASSERT(failed_at < count);
         count = failed_at;
@@ -107,7 +109,7 @@ static void region_extend(struct lh_engine *engine, struct lh_region *region)
     lh_core_stats(engine, engine->plan_step)->planned_bytes[region->link] += loaded;
 }
 
-/* What is in the region now, as the plan would have it. */
+/* Copy a unit's actual state in the region into the plan. */
 static void region_look(struct lh_engine *engine, struct lh_region *region, uint32_t index)
 {
     const struct lh_unit *unit = &engine->units[index];
@@ -123,12 +125,12 @@ static void region_look(struct lh_engine *engine, struct lh_region *region, uint
     } else if (engine->dev) {
         plan->open_uses[index] = unit->copy.is_copying ? 1 : 0;
     }
-    plan->is_old[index] = is_device(engine, region) && is_here && unit->copy.is_stale;
+    plan->is_stale[index] = is_device(engine, region) && is_here && unit->copy.is_stale;
     if (is_here)
         lh_residency_put(plan, index, offset);
 }
 
-/* Forget the ops that wait; the plan's state is again what is in the region now. */
+/* Discard the ops that wait, and reset the plan's state to what is in the region now. */
 static void region_reset(struct lh_engine *engine, struct lh_region *region)
 {
     for (uint64_t i = region->op_first; i < region->op_count; i++) {
@@ -143,7 +145,7 @@ static void region_reset(struct lh_engine *engine, struct lh_region *region)
         region_look(engine, region, i);
 }
 
-/* Ops of the step that closed last and still wait are of the next one if that has begun. */
+/* Ops of the step that closed last and still wait count for the next one if that has begun. */
 static void region_step_end(struct lh_engine *engine, struct lh_region *region)
 {
     for (uint64_t i = region->op_first; i < region->op_count; i++) {
@@ -159,12 +161,13 @@ static void region_step_end(struct lh_engine *engine, struct lh_region *region)
 }
 
 /*
- * The step that closed last has moved all its bytes but its commit's: loads of its plan that still
- * wait, and uses that follow before the next begin, are of the next step if that has begun, else of
- * none.
+ * The step that closed last has moved all its bytes except its commit's: loads of its plan that
+ * still wait, and uses before the next begin, count for the next step if that has begun, otherwise
+ * for none.
  */
 void lh_region_step_end(struct lh_engine *engine)
 {
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_CLOSED);
     if (engine->plan_step == engine->step)
         engine->plan_step = 0;
     region_step_end(engine, &engine->host_region);
@@ -172,7 +175,7 @@ void lh_region_step_end(struct lh_engine *engine)
         region_step_end(engine, &engine->device_region);
 }
 
-/* Somebody is owed this unit in the region, for a use that is counted already. */
+/* Whether the unit must still be brought into the region for a use that is already counted. */
 static bool is_owed(const struct lh_engine *engine, const struct lh_region *region,
                     const struct lh_unit *unit)
 {
@@ -195,7 +198,7 @@ static uint64_t owed_put(const struct lh_engine *engine, struct lh_region *regio
     return count;
 }
 
-/* Forwards alone: what is next is read while what is now computes (plan/residency.h). */
+/* In evaluations: read the next units while the current one computes (plan/residency.h). */
 static void read_ahead(const struct lh_engine *engine, struct lh_region *region)
 {
     struct lh_residency_trial trial = {
@@ -215,8 +218,8 @@ static void event_put(struct lh_event_list *list, uint32_t unit, enum lh_residen
 }
 
 /*
- * What the accelerator's ops and the updates to come read in main memory, in order; before them all
- * the event that is happening (NULL: none), if it is an update.
+ * Derive main memory's events, in order: what the accelerator's ops and future updates read there,
+ * preceded by the current event (may be NULL) if it is an update.
  */
 static void host_derive(struct lh_engine *engine, const struct lh_residency_event *event)
 {
@@ -227,7 +230,7 @@ static void host_derive(struct lh_engine *engine, const struct lh_residency_even
     if (event && event->kind == LH_RESIDENCY_EVENT_UPDATE)
         event_put(list, event->unit, LH_RESIDENCY_EVENT_UPDATE);
     for (uint64_t i = 0; i <= device->planned_until; i++) {
-        /* Behind the last event: all that is left. */
+        /* After the last event: all ops that are left. */
         bool is_end = i == device->planned_until;
         for (; op < device->op_count && (is_end || device->ops[op].event <= i); op++) {
             if (device->ops[op].kind != LH_RESIDENCY_OP_LOAD)
@@ -240,7 +243,7 @@ static void host_derive(struct lh_engine *engine, const struct lh_residency_even
             event_put(list, device->predicted.events[i].unit, LH_RESIDENCY_EVENT_UPDATE);
     }
     region_reset(engine, &engine->host_region);
-    /* A guess that is wrong is planned again at each use: that is no time to try orders. */
+    /* A wrong guess is replanned at each use: then do not spend time on trying other orders. */
     if (!event || !engine->uses->is_guess)
         read_ahead(engine, &engine->host_region);
     region_extend(engine, &engine->host_region);
@@ -254,11 +257,11 @@ static void uses_extend(struct lh_engine *engine, const struct lh_residency_even
 }
 
 /*
- * Plan again from what is in memory: first what is owed, then event (may be NULL), then the
- * prediction from tail_from on.
+ * Replan from what is in memory: first the owed uses, then event (may be NULL), then the prediction
+ * from tail_from on.
  */
-static void plan_again(struct lh_engine *engine, const struct lh_residency_event *event,
-                       uint64_t tail_from)
+static void replan(struct lh_engine *engine, const struct lh_residency_event *event,
+                   uint64_t tail_from)
 {
     struct lh_region *region = engine->uses;
     struct lh_event_list *predicted = &region->predicted;
@@ -266,10 +269,12 @@ static void plan_again(struct lh_engine *engine, const struct lh_residency_event
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
         owed_count += is_owed(engine, region, &engine->units[i]);
     uint64_t head = owed_count + (event ? 1 : 0);
+    LH_ASSERT(tail_from <= predicted->count && head <= engine->event_max);
     uint64_t tail = lh_min_u64(predicted->count - tail_from, engine->event_max - head);
     memmove(predicted->events + head, predicted->events + tail_from,
             tail * sizeof(*predicted->events));
     predicted->count = owed_put(engine, region);
+    LH_ASSERT(predicted->count == owed_count);
     if (event)
         predicted->events[predicted->count++] = *event;
     predicted->count += tail;
@@ -282,6 +287,7 @@ static void plan_again(struct lh_engine *engine, const struct lh_residency_event
 static uint64_t next_predicted(const struct lh_region *region)
 {
     uint64_t at = region->position;
+    LH_ASSERT(at <= region->predicted.count);
     while (at < region->predicted.count &&
            region->predicted.events[at].kind == LH_RESIDENCY_EVENT_END)
         at++;
@@ -299,12 +305,13 @@ static uint64_t foreseen(const struct lh_event_list *list, uint64_t from, uint32
 
 static void event_move(struct lh_event_list *list, uint64_t from, uint64_t to)
 {
+    LH_ASSERT(to <= from && from < list->count);
     struct lh_residency_event event = list->events[from];
     memmove(list->events + to + 1, list->events + to, (from - to) * sizeof(event));
     list->events[to] = event;
 }
 
-/* Takes the unit's events out of [from, *end), which then ends earlier. */
+/* Remove the unit's events from [from, *end), and reduce *end accordingly. */
 static void events_drop(struct lh_event_list *list, uint64_t from, uint64_t *end, uint32_t unit)
 {
     for (uint64_t i = *end; i-- > from;) {
@@ -317,9 +324,9 @@ static void events_drop(struct lh_event_list *list, uint64_t from, uint64_t *end
 }
 
 /*
- * Something else happened than was predicted: from where on what was predicted may still come. What
- * was recorded and is skipped will not come in this cycle. Of a guess it will: only the order was
- * another one. But what is updated is not used any more before that.
+ * An event was not predicted: find the index from which the prediction may still come true. Events
+ * of a recorded cycle that are skipped will not happen in this one. Skipped events of a guess will:
+ * only the order was wrong. But a unit that is updated has no more uses before its update.
  */
 static uint64_t tail_find(struct lh_region *region, const struct lh_residency_event *event)
 {
@@ -354,6 +361,7 @@ void lh_region_event(struct lh_engine *engine, uint32_t index, enum lh_residency
 {
     struct lh_residency_event event = {index, (uint32_t)kind};
     struct lh_region *region = engine->uses;
+    LH_ASSERT(index < engine->opts.unit_count);
     event_record(engine, event);
     if (kind == LH_RESIDENCY_EVENT_END)
         return;
@@ -364,11 +372,11 @@ void lh_region_event(struct lh_engine *engine, uint32_t index, enum lh_residency
     if (is_expected && at < region->planned_until) {
         region->position = at + 1;
     } else {
-        /* The plan ended before this use, or did not foresee it here: plan again from here. */
+        /* The plan ended before this use, or did not predict it here: replan from here. */
         uint64_t tail_from = is_expected ? at + 1 : tail_find(region, &event);
         if (!is_expected)
             lh_core_stats(engine, engine->plan_step)->replans++;
-        plan_again(engine, &event, tail_from);
+        replan(engine, &event, tail_from);
     }
     use_count(engine, index, kind);
 }
@@ -414,6 +422,7 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     engine->mode = mode;
     engine->plan_step = mode == LH_ENGINE_MODE_TRAIN ? engine->step + 1 : 0;
     const struct lh_event_list *known = &engine->recorded[mode];
+    LH_ASSERT(known->count <= engine->event_max);
     region->position = 0;
     region->is_guess = known->count == 0;
     if (known->count > 0) {
@@ -425,10 +434,10 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     if (!is_whole) {
         region_reset(engine, region);
         read_ahead(engine, region);
-        plan_again(engine, NULL, 0);
+        replan(engine, NULL, 0);
         return;
     }
-    /* The cycle before went as planned: this plan follows it, behind the ops that still wait. */
+    /* The previous cycle went as planned: append this plan to the ops that still wait. */
     uint64_t waiting = 0;
     for (uint64_t i = region->op_first; i < region->op_count; i++) {
         if (region->ops[i].kind == LH_RESIDENCY_OP_NONE)
@@ -444,21 +453,21 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
 }
 
 /*
- * Nothing moves and somebody waits: an eviction of the plan waits for a use that has not ended
- * where it did in the step before (a view that lives longer). Plan again around what is in use.
+ * Nothing moves and a thread waits: an eviction of the plan waits for a use that did not end where
+ * it did in the previous step (a view that lives longer). Replan around the units in use.
  */
 void lh_region_plan_around(struct lh_engine *engine)
 {
     lh_core_stats(engine, engine->plan_step)->replans++;
-    plan_again(engine, NULL, engine->uses->position);
+    replan(engine, NULL, engine->uses->position);
 }
 
-/* A use has begun, or a copy, that no plan could serve yet: true if one can now. */
+/* Plan a use or copy that has begun and could not be planned before. True: it can be served now. */
 bool lh_region_catch_up(struct lh_engine *engine)
 {
     struct lh_region *region = engine->uses;
     if (region->planned_until < region->position) {
-        plan_again(engine, NULL, region->position);
+        replan(engine, NULL, region->position);
         return region->planned_until >= region->position;
     }
     struct lh_region *host = &engine->host_region;
@@ -476,8 +485,8 @@ static int region_create(struct lh_engine *engine, struct lh_region *region, uin
     struct lh_alloc *alloc = engine->alloc;
     uint32_t units = engine->opts.unit_count;
     /*
-     * A load an event and one a unit behind them, each with the evictions of what an earlier load
-     * put there; and what waits of the plan before.
+     * One load per event and one per unit after them, each with the evictions of what an earlier
+     * load put there; and the ops of the previous plan that still wait.
      */
     region->op_max = 2 * (2 * (engine->event_max + units) + units);
     /* Main memory's events are at most two of each of the accelerator's ops, and the updates. */

@@ -1,9 +1,9 @@
 /*
  * Saved tensors on the engine's side: see saved.h for the contract, saved_private.h for the states.
  *
- * Memory has two parts. What stays has one, and nobody else gets into it; the other is for what
- * passes through, on its way out or back. All that passes goes on by itself, so the second part
- * gets empty again whatever its holes look like: only what backward has in its hands stays.
+ * Memory has two parts: one for tensors that stay and one for tensors in transit, on their way out
+ * or back. Everything in transit moves on without help from the caller, so the second part always
+ * empties again, however fragmented it is; only what backward is using stays.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -47,7 +47,7 @@ struct lh_saved *lh_saved_pop(struct lh_engine *engine, struct lh_saved_queue *q
     return saved;
 }
 
-/* Out of the queue, if it is in it. */
+/* Remove item from the queue. False: it is not in it. */
 static bool queue_remove(struct lh_engine *engine, struct lh_saved_queue *queue, uint32_t item)
 {
     uint32_t before = LH_SAVED_NONE;
@@ -67,7 +67,7 @@ static bool queue_remove(struct lh_engine *engine, struct lh_saved_queue *queue,
     return true;
 }
 
-/* To the front, if it is in the queue. */
+/* Move item to the front of the queue, if it is in it. */
 static void queue_raise(struct lh_engine *engine, struct lh_saved_queue *queue, uint32_t item)
 {
     if (!queue_remove(engine, queue, item))
@@ -98,6 +98,7 @@ static struct lh_range *range_of(struct lh_saved *saved)
 
 static bool memory_take(struct lh_saved *saved)
 {
+    LH_ASSERT(saved->offset == LH_RANGE_NONE);
     saved->offset = lh_range_acquire(range_of(saved), moved_bytes(saved));
     return saved->offset != LH_RANGE_NONE;
 }
@@ -120,6 +121,7 @@ static void bytes_count(const struct lh_saved *saved, enum lh_engine_link link, 
 static void gone(struct lh_saved *saved)
 {
     struct lh_saved_area *area = &saved->engine->saved;
+    LH_ASSERT(saved->is_dropped);
     memory_give(saved);
     if (saved->ssd_offset != LH_RANGE_NONE)
         lh_range_release(&area->ssd, saved->ssd_offset, moved_bytes(saved));
@@ -138,11 +140,12 @@ static void here(struct lh_saved *saved)
 static void taken(struct lh_saved *saved)
 {
     atomic_store(&saved->is_taken, true);
-    atomic_fetch_sub(&saved->engine->saved.put_bytes, saved->bytes);
+    uint64_t before = atomic_fetch_sub(&saved->engine->saved.put_bytes, saved->bytes);
+    LH_ASSERT(before >= saved->bytes);
     lh_core_notify(saved->engine);
 }
 
-/* Its bytes are in memory, and somebody wants them. */
+/* The bytes are in memory and wanted: send them to the target, or let the reader have them. */
 static void arrive(struct lh_saved *saved)
 {
     struct lh_engine *engine = saved->engine;
@@ -154,7 +157,7 @@ static void arrive(struct lh_saved *saved)
         here(saved);
 }
 
-/* Nothing but the way to target moves it any more: give up what it has and does not need. */
+/* Unless a copy to the target is in flight, release the resources that it no longer needs. */
 static void settle(struct lh_saved *saved)
 {
     bool is_moving = saved->engine->dev && saved->is_arriving && !saved->is_returned;
@@ -188,6 +191,7 @@ static void transfer_start(struct lh_saved *saved, enum lh_io_kind kind)
 {
     struct lh_engine *engine = saved->engine;
     bool is_read = kind == LH_IO_KIND_READ;
+    LH_ASSERT(saved->offset != LH_RANGE_NONE && saved->ssd_offset != LH_RANGE_NONE);
     enum lh_engine_link link = is_read ? LH_ENGINE_LINK_SAVED_READ : LH_ENGINE_LINK_SAVED_WRITE;
     state_set(saved, is_read ? LH_SAVED_STATE_READING : LH_SAVED_STATE_WRITING);
     bytes_count(saved, link, moved_bytes(saved));
@@ -207,7 +211,7 @@ static void transfer_start(struct lh_saved *saved, enum lh_io_kind kind)
     lh_transfer_submit(engine, &saved->transfer);
 }
 
-/* All its bytes are in memory. */
+/* All bytes of the tensor are in memory. */
 static void held(struct lh_saved *saved)
 {
     state_set(saved, LH_SAVED_STATE_HELD);
@@ -221,7 +225,7 @@ static void held(struct lh_saved *saved)
         transfer_start(saved, LH_IO_KIND_WRITE);
 }
 
-/* On a worker: what comes from main memory is copied, what goes to SSD gets its checksums. */
+/* On a worker: copy a tensor of main memory; make checksums of one that goes to SSD. */
 static void saved_run(struct lh_exec_job *job)
 {
     struct lh_saved *saved = job->context;
@@ -246,6 +250,7 @@ static void saved_run(struct lh_exec_job *job)
 static void saved_summed(struct lh_engine *engine, struct lh_job *job)
 {
     struct lh_saved *saved = job->exec.context;
+    LH_ASSERT(engine->saved.job_count > 0 && saved->state == LH_SAVED_STATE_SUMMING);
     engine->saved.job_count--;
     lh_core_trace_add(engine, (struct lh_engine_trace_event){
                                   .kind = LH_ENGINE_TRACE_SAVED_SUM,
@@ -263,6 +268,7 @@ static void saved_summed(struct lh_engine *engine, struct lh_job *job)
 static void copied_in(struct lh_engine *engine, struct lh_copy *copy)
 {
     struct lh_saved *saved = saved_at(engine, copy->item);
+    LH_ASSERT(saved->is_arriving && !saved->is_returned);
     if (!engine->dev->ops->is_ordered)
         here(saved);
     saved->is_returned = true;
@@ -305,7 +311,7 @@ static void copy_start(struct lh_engine *engine, struct lh_saved *saved,
         here(saved);
 }
 
-/* The next one that was put finds room, or waits. */
+/* Start the oldest put if there is room. False: it has to wait, or there is none. */
 static bool put_start(struct lh_engine *engine)
 {
     struct lh_saved_area *area = &engine->saved;
@@ -331,7 +337,7 @@ static bool put_start(struct lh_engine *engine)
     return true;
 }
 
-/* Take back the room of one that was fetched ahead and that nobody has yet: the last one. */
+/* Evict the tensor that was fetched last, of those that were prefetched and not yet waited for. */
 static bool room_take_back(struct lh_engine *engine)
 {
     struct lh_saved *last = NULL;
@@ -353,7 +359,7 @@ static bool room_take_back(struct lh_engine *engine)
     return true;
 }
 
-/* The next one that is wanted back finds room, or waits. */
+/* Start the oldest fetch if there is room. False: it has to wait, or there is none. */
 static bool want_start(struct lh_engine *engine)
 {
     struct lh_saved_area *area = &engine->saved;
@@ -383,6 +389,7 @@ static bool pump_before(struct lh_engine *engine)
         moved = true;
     while (area->ready.first != LH_SAVED_NONE && area->job_count < LH_SAVED_JOB_COUNT) {
         struct lh_saved *saved = lh_saved_pop(engine, &area->ready);
+        LH_ASSERT(saved->state == LH_SAVED_STATE_SUMMING && saved->offset != LH_RANGE_NONE);
         saved->job = (struct lh_job){
             .exec = {.run = saved_run, .context = saved, .work_bytes = 2 * saved->bytes},
             .done = saved_summed,
@@ -431,7 +438,7 @@ static void dropped(struct lh_engine *engine, uint32_t item)
         settle(saved);
         return;
     }
-    /* One that was fetched ahead may wait there for room, or for its message's own round. */
+    /* A prefetched tensor may still be queued there, waiting for room. */
     (void)queue_remove(engine, &engine->saved.wants, item);
     gone(saved);
 }
@@ -440,7 +447,7 @@ static bool is_anybody_stuck(const struct lh_engine *engine)
 {
     const struct lh_saved_area *area = &engine->saved;
     uint32_t wanted = area->wants.first;
-    /* One that is only fetched ahead may wait for as long as its reader does. */
+    /* A tensor that is only prefetched may wait for as long as nobody waits for it. */
     return area->puts.first != LH_SAVED_NONE ||
            (wanted != LH_SAVED_NONE && area->items[wanted].is_awaited);
 }
@@ -451,10 +458,11 @@ static void stuck_set(const struct lh_engine *engine, struct lh_error *err)
     bool is_put = area->puts.first != LH_SAVED_NONE;
     const struct lh_saved *saved = &area->items[is_put ? area->puts.first : area->wants.first];
     lh_error_set(err, -ENOSPC,
-                 "a saved tensor of %" PRIu64 " bytes finds no room to go %s: of %" PRIu64
-                 " bytes of main memory for those that pass %" PRIu64 " are free, of %" PRIu64
-                 " for those that stay %" PRIu64 ", of %" PRIu64 " on SSD %" PRIu64
-                 ": give saved tensors more of one of them, or recompute more of them",
+                 "no room to move a saved tensor of %" PRIu64 " bytes %s: main memory for tensors "
+                 "in transit has %" PRIu64 " bytes, %" PRIu64
+                 " free; for tensors that stay %" PRIu64 " bytes, %" PRIu64 " free; SSD %" PRIu64
+                 " bytes, %" PRIu64
+                 " free: raise swap_bytes or swap_ssd_bytes, or recompute more layers",
                  saved->bytes, is_put ? "out" : "back", area->transit.total_bytes,
                  area->transit.free_bytes, area->staying.total_bytes, area->staying.free_bytes,
                  area->ssd.total_bytes, area->ssd.free_bytes);

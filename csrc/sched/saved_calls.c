@@ -1,4 +1,4 @@
-/* Saved tensors: what threads that compute call (saved.h). */
+/* Saved tensors: the functions that computing threads call (saved.h). */
 #include "sched/engine_private.h"
 
 static struct lh_saved *saved_at(const struct lh_engine *engine, uint32_t item)
@@ -14,7 +14,7 @@ int lh_saved_put(struct lh_engine *engine, const void *pointer, uint64_t bytes,
     const struct lh_saved_opts *opts = &engine->opts.saved;
     uint64_t room = opts->store ? opts->transit_bytes : opts->memory_bytes;
     *item_out = LH_SAVED_NONE;
-    LH_ASSERT(bytes > 0);
+    LH_ASSERT(bytes > 0 && (tier == LH_SAVED_TIER_MEMORY || tier == LH_SAVED_TIER_SSD));
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
     if (bytes > room)
@@ -24,6 +24,7 @@ int lh_saved_put(struct lh_engine *engine, const void *pointer, uint64_t bytes,
     pthread_mutex_unlock(&area->mutex);
     if (!saved)
         return -EAGAIN;
+    LH_ASSERT(saved->state == LH_SAVED_STATE_FREE);
     saved->tier = tier;
     saved->bytes = bytes;
     saved->pointer = pointer;
@@ -67,12 +68,12 @@ void lh_saved_fetch(struct lh_engine *engine, uint32_t item, void *target)
     struct lh_saved *saved = saved_at(engine, item);
     LH_ASSERT((target != NULL) == (engine->dev != NULL));
     saved->target = target;
-    /* The copy out that waited for it is over or will be before the copy back begins. */
+    /* The fence can be reused: the copy out that waited for it ends before the copy back begins. */
     lh_engine_fence_record(engine, saved->computed);
     lh_engine_post(engine, LH_MESSAGE_SAVED_FETCH, item, 0, 0);
 }
 
-/* Its place cannot be taken back from here on. */
+/* Claim the bytes for the waiting thread: from now on they cannot be evicted. */
 static bool presence_take(struct lh_engine *engine, uint64_t item)
 {
     uint32_t here = LH_SAVED_PRESENCE_HERE;
@@ -88,7 +89,7 @@ int lh_saved_wait(struct lh_engine *engine, uint32_t item, int timeout_ms)
     uint64_t start = lh_core_now(engine);
     bool is_here = presence_take(engine, item);
     if (!is_here) {
-        /* Once: a message is something that moves, and would hide that nothing else does. */
+        /* Ask once: each message counts as progress and would hide a stuck engine. */
         if (!saved->has_asked)
             lh_engine_post(engine, LH_MESSAGE_SAVED_FETCH, item, 1, 0);
         saved->has_asked = true;

@@ -1,4 +1,4 @@
-/* Saved tensors on the engine's side (saved.c). Private to csrc/sched. */
+/* Saved tensors, the engine's side (saved.c). Private to csrc/sched. */
 #ifndef LH_SCHED_SAVED_PRIVATE_H
 #define LH_SCHED_SAVED_PRIVATE_H
 
@@ -11,14 +11,14 @@
 #include "sched/states.h"
 #include "sched/transfer.h"
 
-/* Jobs of saved tensors that workers have at once. */
+/* The most jobs for saved tensors that the workers have at a time. */
 #define LH_SAVED_JOB_COUNT 8
 
-/* Of the bytes that were fetched. */
+/* Where the bytes of a fetched tensor are, as its reader sees it. */
 enum lh_saved_presence {
     LH_SAVED_PRESENCE_NONE = 0,
-    LH_SAVED_PRESENCE_HERE,  /* but they may be sent away again */
-    LH_SAVED_PRESENCE_TAKEN, /* by who waited for them */
+    LH_SAVED_PRESENCE_HERE,  /* they are here, but may be evicted again */
+    LH_SAVED_PRESENCE_TAKEN, /* the thread that waited for them has them */
 };
 
 /*
@@ -42,21 +42,21 @@ struct lh_saved {
     enum lh_saved_state state;
     enum lh_saved_tier tier;
     uint64_t bytes;
-    uint64_t step;       /* whose forward put it */
+    uint64_t step;       /* the step whose forward put it */
     uint64_t offset;     /* in memory; LH_RANGE_NONE */
     uint64_t ssd_offset; /* LH_RANGE_NONE */
     const void *pointer;
     void *target;
-    bool stays; /* its memory is of the part that nothing passes through */
+    bool stays; /* its memory is in the part for tensors that stay */
     bool is_written;
     bool is_wanted;
-    bool is_awaited;  /* somebody waits */
-    bool is_arriving; /* its way to target has begun */
-    bool is_returned; /* and is over */
+    bool is_awaited;  /* a thread waits for it */
+    bool is_arriving; /* its transfer to the target has begun */
+    bool is_returned; /* and has ended */
     bool is_dropped;
     uint64_t want_order;
-    uint32_t next;  /* of the queue that it is in */
-    bool has_asked; /* who waits has said so: the waiting thread's */
+    uint32_t next;  /* the next item of the queue that it is in */
+    bool has_asked; /* the waiting thread has posted its request; owned by that thread */
     _Atomic bool is_taken;
     _Atomic uint32_t presence; /* enum lh_saved_presence */
     struct lh_dev_fence *computed;
@@ -65,7 +65,7 @@ struct lh_saved {
     struct lh_job job;
 };
 
-/* A list of items by index, first in, first out. */
+/* A FIFO of items, linked by index. */
 struct lh_saved_queue {
     uint32_t first;
     uint32_t last;
@@ -74,17 +74,17 @@ struct lh_saved_queue {
 struct lh_saved_area {
     struct lh_source source;
     struct lh_saved *items;
-    struct lh_range transit; /* of memory, in front */
-    struct lh_range staying; /* and behind */
+    struct lh_range transit; /* memory for tensors in transit, in front */
+    struct lh_range staying; /* memory for tensors that stay, after it */
     struct lh_range ssd;
     struct lh_saved_queue puts;     /* QUEUED */
-    struct lh_saved_queue ready;    /* with room in memory, for a job */
-    struct lh_saved_queue wants;    /* AWAY, for room in memory */
-    struct lh_saved_queue arrivals; /* in memory, for a copy to target */
+    struct lh_saved_queue ready;    /* have room in memory, wait for a job */
+    struct lh_saved_queue wants;    /* AWAY, wait for room in memory */
+    struct lh_saved_queue arrivals; /* in memory, wait for a copy to the target */
     uint32_t job_count;
     uint64_t want_count;
-    _Atomic uint64_t put_bytes; /* put and not taken */
-    pthread_mutex_t mutex;      /* free items: any thread takes, the engine gives */
+    _Atomic uint64_t put_bytes; /* put and not taken yet */
+    pthread_mutex_t mutex;      /* protects `free`: any thread takes, the engine gives back */
     struct lh_saved_queue free;
     bool has_mutex;
 };

@@ -56,6 +56,7 @@ void lh_engine_scalars_make(const uint64_t *param_steps, uint32_t param_count, c
 void lh_scalars_compose(struct lh_engine *engine)
 {
     uint64_t overhead = lh_engine_scalars_overhead_bytes(engine->param_count);
+    LH_ASSERT(engine->scalar_bytes >= overhead);
     scalars_write(engine->scalars, engine->param_steps, engine->param_count,
                   engine->scalar_bytes - overhead);
 }

@@ -15,10 +15,10 @@ uint8_t *lh_slab_array(const struct lh_slab *slab, const struct lh_unit *unit, u
 }
 
 /*
- * A slab for a chunk of unit: a free one, else, where unit's update is queued, one whose chunk was
- * read ahead of its gradients. Where unit is UPDATING and every slab holds a chunk of a unit that
- * is not (its parameters may have to wait for room that unit takes), one of those, as none would
- * ever become free.
+ * Find a slab for a chunk of unit: a free one, or, if unit's update is queued, one whose chunk was
+ * read ahead of its gradients. If unit is UPDATING and every slab holds a chunk of a unit that is
+ * not (its parameters may be waiting for room that unit takes), take one of those, because none
+ * would ever become free.
  */
 uint32_t lh_slab_find(struct lh_engine *engine, const struct lh_unit *unit)
 {
@@ -58,7 +58,7 @@ uint32_t lh_slab_find(struct lh_engine *engine, const struct lh_unit *unit)
 void lh_slab_give(struct lh_engine *engine, struct lh_slab *slab, struct lh_chunk *chunk)
 {
     LH_ASSERT(slab->chunk == LH_CHUNK_NONE && !slab->is_lent && !slab->gradients);
-    LH_ASSERT(chunk->slab == LH_CHUNK_NONE);
+    LH_ASSERT(chunk->slab == LH_CHUNK_NONE && chunk->state == LH_CHUNK_STATE_IDLE);
     slab->chunk = (uint32_t)(chunk - engine->chunks);
     chunk->slab = (uint32_t)(slab - engine->slabs);
 }
@@ -66,6 +66,7 @@ void lh_slab_give(struct lh_engine *engine, struct lh_slab *slab, struct lh_chun
 void lh_slab_lend(struct lh_engine *engine, struct lh_slab *slab, const struct lh_chunk *chunk)
 {
     LH_ASSERT(slab->chunk == LH_CHUNK_NONE && !slab->is_lent);
+    LH_ASSERT(!slab->gradients);
     slab->chunk = (uint32_t)(chunk - engine->chunks);
     slab->is_lent = true;
 }
@@ -80,8 +81,9 @@ void lh_slab_return(struct lh_engine *engine, struct lh_slab *slab)
 
 void lh_slab_clear(struct lh_engine *engine, struct lh_slab *slab)
 {
-    struct lh_chunk *chunk = &engine->chunks[slab->chunk];
     LH_ASSERT(slab->chunk != LH_CHUNK_NONE && !slab->is_lent);
+    struct lh_chunk *chunk = &engine->chunks[slab->chunk];
+    LH_ASSERT(chunk->slab == (uint32_t)(slab - engine->slabs));
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_IDLE);
     chunk->slab = LH_CHUNK_NONE;
     slab->chunk = LH_CHUNK_NONE;
@@ -120,6 +122,7 @@ int lh_slab_create(struct lh_engine *engine, struct lh_error *err)
     uint64_t segment_max = segments_max(engine);
     uint64_t checksum_max = lh_div_ceil(engine->budget.chunk_elements * 4, LH_CHECKSUM_BYTES);
     uint32_t count = engine->budget.slab_count;
+    LH_ASSERT(engine->budget.kept_chunk_count <= count);
     engine->slabs = lh_alloc_zeroed(alloc, lh_max_u64(count, 1), sizeof(*engine->slabs));
     if (!engine->slabs)
         return lh_error_set(err, -ENOMEM, "no memory for %u slabs", count);

@@ -1,16 +1,16 @@
 /*
  * Gradients that wait for the step's close on SSD, where main memory has no room for them.
  *
- * They lie where the unit's next parameters will: in the slot of P that no commit needs until the
- * update has written it, element by element at the same places. So they take no space of their own,
- * and chunk i of P may be written as soon as chunk i of the gradients was read.
+ * They lie where the unit's next parameters will be: in the slot of P that no commit needs until
+ * the update has written it, each element at the same place. So they need no extra space, and chunk
+ * i of P may be written as soon as chunk i of the gradients has been read.
  *
  *      NONE --[all gradients are here]--> RUNNING --[all chunks written]--> DONE
  *                                          per chunk: gather into a slab (a worker) -> write
  *      update: per chunk: read R, M, V and the gradients into a slab -> AdamW -> write P, R, M, V
  *
- * Nothing is rounded: gradients have the parameters' dtype. Their checksums stand for those of P's
- * write slot until the update makes these.
+ * Nothing is rounded: gradients have the parameters' dtype. Their checksums are stored as those of
+ * P's write slot until the update replaces them.
  *
  * Source: Fuyou 4.3 (gradients leave the device as they appear); that they need no space is ours.
  */
@@ -25,7 +25,7 @@ static void state_set(struct lh_unit *unit, enum lh_spill_state state)
     unit->spill.state = state;
 }
 
-/* They lie at the parameters' places, so they have the parameters' size. torch's always do. */
+/* Whether the gradients have the parameters' dtype, as torch's always do: they share places. */
 static bool is_like_params(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     for (uint32_t i = 0; i < unit->desc.param_count; i++) {
@@ -38,8 +38,8 @@ static bool is_like_params(const struct lh_engine *engine, const struct lh_unit 
 }
 
 /*
- * All gradients that will come are here. Once the norm is asked no more come; those from an
- * accelerator must have a place then.
+ * Whether all gradients that will arrive have arrived. Once the norm is requested no more arrive;
+ * gradients from an accelerator need a place then, so incomplete units are spilled, too.
  */
 static bool is_whole(const struct lh_engine *engine, const struct lh_unit *unit)
 {
@@ -56,7 +56,7 @@ static void update_considered(struct lh_engine *engine, struct lh_unit *unit)
     state_set(unit, LH_SPILL_STATE_RUNNING);
     unit->spill.next_chunk = 0;
     unit->spill.written_count = 0;
-    LH_ASSERT(engine->spill.count < engine->opts.unit_count);
+    LH_ASSERT(engine->spill.queue && engine->spill.count < engine->opts.unit_count);
     engine->spill.queue[engine->spill.count++] = (uint32_t)(unit - engine->units);
     lh_gradient_hold_unit(engine, unit);
 }
@@ -67,7 +67,7 @@ void lh_spill_consider_all(struct lh_engine *engine)
         update_considered(engine, &engine->units[i]);
 }
 
-/* On a worker: the chunk's gradients in their places, zeros between them, and checksums. */
+/* On a worker: put the chunk's gradients in their places, zeros between them, and checksum. */
 static void gather_run(struct lh_exec_job *job)
 {
     struct lh_slab *slab = job->context;
@@ -95,6 +95,8 @@ static void gather_run(struct lh_exec_job *job)
 
 void lh_spill_release(struct lh_engine *engine, struct lh_unit *unit)
 {
+    LH_ASSERT(unit->spill.state == LH_SPILL_STATE_DONE);
+    LH_ASSERT(unit->norm.state == LH_NORM_STATE_DONE);
     lh_gradient_release_unit(engine, unit);
     for (uint32_t i = 0; i < unit->chunk_count; i++)
         LH_FEATURE_CALL(engine, chunk_consumed, &engine->chunks[unit->chunk_first + i]);
@@ -109,6 +111,7 @@ static void chunk_written(struct lh_engine *engine, struct lh_transfer *transfer
     uint32_t index = engine->chunks[slab->chunk].unit;
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
 
+    LH_ASSERT(unit->spill.written_count < unit->spill.next_chunk);
     lh_slab_return(engine, slab);
     if (++unit->spill.written_count < unit->chunk_count)
         return;
@@ -124,6 +127,7 @@ static void gather_done(struct lh_engine *engine, struct lh_job *job)
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
 
+    LH_ASSERT(slab->is_lent && unit->spill.state == LH_SPILL_STATE_RUNNING);
     lh_slab_job_account(engine, job, LH_ENGINE_TRACE_GATHER);
     slab->transfers[0] = (struct lh_transfer){
         .source = &engine->transfers.store,
@@ -145,6 +149,9 @@ static void gather_done(struct lh_engine *engine, struct lh_job *job)
 
 static void gather_start(struct lh_engine *engine, struct lh_unit *unit, uint32_t slab_index)
 {
+    LH_ASSERT(slab_index < engine->budget.slab_count);
+    LH_ASSERT(unit->spill.next_chunk < unit->chunk_count);
+    LH_ASSERT(unit->spill.state == LH_SPILL_STATE_RUNNING);
     struct lh_slab *slab = &engine->slabs[slab_index];
     struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + unit->spill.next_chunk++];
     uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
@@ -168,6 +175,7 @@ static bool pump_gradients(struct lh_engine *engine)
 {
     bool moved = false;
 
+    LH_ASSERT(engine->spill.first <= engine->spill.count);
     for (uint32_t i = engine->spill.first; i < engine->spill.count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, engine->spill.queue[i]);
 
@@ -185,7 +193,7 @@ static bool pump_gradients(struct lh_engine *engine)
     return moved;
 }
 
-/* Read a chunk's gradients into its slab, behind R, M and V. */
+/* Read a chunk's gradients into its slab, after R, M and V. */
 static void gradients_read(struct lh_engine *engine, struct lh_chunk *chunk)
 {
     struct lh_slab *slab = &engine->slabs[chunk->slab];
@@ -193,6 +201,7 @@ static void gradients_read(struct lh_engine *engine, struct lh_chunk *chunk)
     uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
     uint8_t *target = lh_slab_array(slab, unit, LH_STATE_ARRAY_COUNT, chunk->count);
 
+    LH_ASSERT(!slab->is_lent && !slab->gradients);
     slab->gradients = target;
     if (chunk->spill.gradient_step == lh_core_step(engine)) /* its slab was taken in between */
         lh_core_stats(engine, chunk->spill.gradient_step)
@@ -219,7 +228,7 @@ static void chunk_read(struct lh_engine *engine, struct lh_chunk *chunk)
         gradients_read(engine, chunk);
 }
 
-/* It was read ahead, when its gradients were not on SSD yet. */
+/* A chunk that was read ahead lacks its gradients, which were not on SSD yet: read them. */
 static bool chunk_is_whole(struct lh_engine *engine, struct lh_chunk *chunk)
 {
     if (engine->units[chunk->unit].spill.state != LH_SPILL_STATE_DONE ||
@@ -235,7 +244,7 @@ static bool gradient_accepts(struct lh_engine *engine, struct lh_unit *unit)
     if (unit->spill.state == LH_SPILL_STATE_NONE)
         return true;
     lh_error_set(&err, -EINVAL,
-                 "a gradient of unit %u came after the norm of all gradients was asked",
+                 "a gradient of unit %u arrived after the norm of all gradients was requested",
                  (unsigned)(unit - engine->units));
     lh_core_fail(engine, &err);
     return false;
@@ -257,7 +266,7 @@ static void planned(struct lh_engine *engine, struct lh_unit *unit, uint64_t ste
     stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] += unit->desc.bytes;
 }
 
-/* Not all of its gradients came: those that did wait in memory. */
+/* Correct the plan for a unit of which only some gradients arrived: they wait in memory. */
 static void plan_corrected(struct lh_engine *engine, struct lh_unit *unit)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
@@ -285,7 +294,7 @@ static void step_forgotten(struct lh_engine *engine)
     engine->spill.count = 0;
 }
 
-/* The other slot has gradients, and not the newest parameters. */
+/* The other slot holds gradients, not the newest parameters: every step has to commit. */
 static bool step_may_skip_commit(const struct lh_engine *engine)
 {
     (void)engine;
@@ -299,7 +308,7 @@ static bool ahead_may_read(const struct lh_engine *engine)
     return false;
 }
 
-/* A slab has room for a chunk's gradients besides: the budget was made for gradients on SSD. */
+/* Whether a slab has room for a chunk's gradients, too: the budget was made for spilling. */
 static bool may_spill(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
@@ -310,7 +319,7 @@ static bool may_spill(const struct lh_engine *engine, const struct lh_unit *unit
            engine->budget.chunk_elements * element_bytes <= engine->budget.slab_bytes;
 }
 
-/* Which units' gradients wait on SSD: those behind the first ones that fit, in order of use. */
+/* Choose the units whose gradients wait on SSD: all after the first ones that fit in memory. */
 static void choose(struct lh_engine *engine)
 {
     uint64_t room = engine->budget.gradient_waiting_bytes;

@@ -22,14 +22,14 @@ struct lh_spill_unit {
     enum lh_spill_state state;
     uint32_t next_chunk; /* to be gathered */
     uint32_t written_count;
-    uint64_t planned_step; /* the last step whose plan counts its gradients' way to SSD and back */
+    uint64_t planned_step; /* the last step whose plan counts its gradients' write and read */
 };
 
 struct lh_spill {
     uint32_t *queue; /* units whose gradients go to SSD in this step */
     uint32_t first;
     uint32_t count;
-    bool is_any; /* of the units is chosen */
+    bool is_any; /* at least one unit is chosen */
 };
 
 struct lh_spill_chunk {
@@ -41,9 +41,9 @@ extern const struct lh_feature lh_spill_feature;
 /* Choose the units whose gradients wait on SSD: all after the first ones that fit in memory. */
 int lh_spill_create(struct lh_engine *engine, struct lh_error *err);
 void lh_spill_destroy(struct lh_engine *engine);
-/* The norm is asked, so no gradient is to come: units that have some of theirs begin. */
+/* The norm was requested, so no gradient will follow: units that have only some begin, too. */
 void lh_spill_consider_all(struct lh_engine *engine);
-/* All of a unit's gradients are on SSD, and nobody else reads them: they are free. */
+/* Free a unit's gradients, which are all on SSD and summed. */
 void lh_spill_release(struct lh_engine *engine, struct lh_unit *unit);
 
 #endif

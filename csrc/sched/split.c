@@ -2,17 +2,17 @@
 
 #include "sched/engine_private.h"
 
-/* Steps after a change that are of no use: the order of uses is another one, and is learnt. */
+/* Warm-up steps to ignore after a split changes, while the new order of uses is recorded. */
 #define UNSETTLED_STEP_COUNT 2
-/* A step is as fast as the faster one of so many. */
+/* The time of a step is the minimum of this many samples. */
 #define SAMPLE_COUNT 2
-/* Less than one part in so many is no gain. */
+/* An improvement of less than 1 / GAIN_DIVISOR is no gain. */
 #define GAIN_DIVISOR 200
 #define TRIAL_COUNT_MAX 2
-/* Backward that has less to hide than this part of its length hides it. */
+/* Backward hides a load that takes less than this fraction of its length. */
 #define FULL_LOAD 0.9
 
-/* Trainable unit number at, of count; the middle ones first, as an end may be an embedding. */
+/* Whether trainable unit `at` of count is deferred; ends come last, as one may be an embedding. */
 static bool is_chosen(uint32_t at, uint32_t count, uint32_t deferred_count)
 {
     LH_ASSERT(at < count);
@@ -29,7 +29,7 @@ static uint32_t trainable_count(const struct lh_engine *engine)
     return count;
 }
 
-/* What its gradients take while they wait; those from an accelerator lie in blocks. */
+/* The room for a unit's waiting gradients; those from an accelerator lie in blocks. */
 static uint64_t waiting_bytes(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     if (engine->dev)
@@ -68,10 +68,12 @@ void lh_split_set(struct lh_engine *engine, uint32_t deferred_count)
     engine->split.is_settled = deferred_count == 0;
 }
 
-/* How many units are best deferred, by an all-eager step. */
+/* Compute from an all-eager step how many units to defer. */
 static uint32_t candidate(const struct lh_engine *engine, const struct lh_engine_step_stats *stats)
 {
     const struct lh_split *split = &engine->split;
+    LH_ASSERT(engine->exec->thread_count > 0);
+    LH_ASSERT(split->gradient_ns >= stats->begin_ns && split->gradient_ns <= stats->close_ns);
     uint32_t count = trainable_count(engine);
     double forward_ns = (double)(split->gradient_ns - stats->begin_ns);
     double backward_ns = (double)(stats->close_ns - split->gradient_ns);
@@ -96,7 +98,7 @@ static uint32_t candidate(const struct lh_engine *engine, const struct lh_engine
     return share < 1 ? (uint32_t)(share * count + 0.5) : count;
 }
 
-/* The first one of the step. */
+/* Note the time and the bytes read at the step's first gradient. */
 static void gradient_taken(struct lh_engine *engine, uint32_t param)
 {
     const struct lh_engine_step_stats *stats = lh_core_stats(engine, lh_core_step(engine));

@@ -1,5 +1,5 @@
 /*
- * What the engine's objects can be in, and how they get from one state into another.
+ * The states of the engine's objects, and the transitions between them.
  *
  * Each machine has a table of its transitions. The one function that changes a state asserts that
  * the transition is in the table, and tests/py/test_tidy.py that the table and the diagram in the
@@ -41,7 +41,7 @@ enum lh_copy_state {
     LH_COPY_STATE_ABSENT = 0,
     LH_COPY_STATE_COPYING,
     LH_COPY_STATE_READY,
-    LH_COPY_STATE_LEAVING, /* evicted; its bytes are on their way to main memory */
+    LH_COPY_STATE_LEAVING, /* evicted; its bytes are being copied to main memory */
 };
 
 /* Gradients that wait on SSD (spill.h). */
@@ -77,7 +77,7 @@ enum lh_hold {
     LH_HOLD_GRANTED,
 };
 
-/* Whether a machine may go from one state to the other. */
+/* Whether a machine has a transition between the two states. */
 bool lh_states_unit_may(enum lh_unit_state from, enum lh_unit_state to);
 bool lh_states_chunk_may(enum lh_chunk_state from, enum lh_chunk_state to);
 bool lh_states_step_may(enum lh_step_state from, enum lh_step_state to);

@@ -1,12 +1,12 @@
 /*
- * Steps: begin, close, commit, abort, and who may go on when.
+ * Steps: begin, close, commit, abort, and what has to wait for what.
  *
- * [Note: Held commits] Who copies a store while it is trained needs its committed slots to stay as
- * they are. They do until the next commit is durable, as every write goes to the other ones; so it
- * is enough that no commit begins. What needs no commit goes on: the steps that follow write the
- * other slots again, as between two commits of commit_every=N. That costs the copy neither space
- * nor a second write. A commit that was due is late: it comes with the first step that ends after
- * the release.
+ * [Note: Held commits] Copying a store during training requires that its committed slots do not
+ * change. They do not until the next commit is durable, as every write goes to the other slots; so
+ * it is enough that no commit begins. Everything that needs no commit continues: the following
+ * steps overwrite the other slots, as between two commits with commit_every=N. So a copy costs
+ * neither space nor extra writes. A commit that was due is late: it happens with the first step
+ * that ends after the release.
  *
  *      NONE --[lh_engine_commit_hold]--> ASKED --[no commit is under way]--> GRANTED
  *        ^                                                                      |
@@ -14,9 +14,9 @@
  *
  * Gradients that wait on SSD (spill.c) lie in the other slot, which therefore must not hold the
  * newest parameters: with them a step that is due to commit waits for the release, and the training
- * thread with it, at the next gradient. A step that dies cannot be rolled back while a commit is
- * late, as always between commits. One slot (commit_every="never") is overwritten in place: nothing
- * of it stays as it is, and a hold promises nothing.
+ * thread waits for it at the next gradient. A failed step cannot be rolled back while a commit is
+ * late, as is always so between commits. With one slot (commit_every="never") data is overwritten
+ * in place, and a hold guarantees nothing.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -34,6 +34,7 @@ void lh_step_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     lh_region_begin(engine, mode);
     if (mode != LH_ENGINE_MODE_TRAIN)
         return;
+    LH_ASSERT(engine->plan_step == engine->step + 1);
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->plan_step);
     stats->step = engine->plan_step;
     if (stats->begin_ns == 0)
@@ -80,6 +81,8 @@ static void param_steps_advance(struct lh_engine *engine)
 static void step_over(struct lh_engine *engine)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
+    LH_ASSERT(engine->commit_in_flight == 0);
+    LH_ASSERT(atomic_load(&engine->closes_done) < atomic_load(&engine->closes_asked));
     lh_transfer_step_over(engine, stats);
     stats->end_ns = lh_core_now(engine);
     pthread_mutex_lock(&engine->shared.mutex);
@@ -98,7 +101,7 @@ static bool commits_are_held(const struct lh_engine *engine)
     return atomic_load(&engine->hold) == LH_HOLD_GRANTED;
 }
 
-/* Between two looks at it in one round, so that no commit begins behind a grant. */
+/* Grant a requested hold between two checks of it, so that no commit begins after the grant. */
 static bool hold_pump(struct lh_engine *engine)
 {
     uint32_t asked = LH_HOLD_ASKED;
@@ -124,9 +127,11 @@ bool lh_step_is_held(const struct lh_engine *engine)
 
 static void commit_request_done(struct lh_engine *engine, struct lh_io_request *request)
 {
+    LH_ASSERT(engine->commit_in_flight > 0);
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_COMMITTING);
     lh_transfer_busy_end(engine);
     engine->commit_in_flight--;
-    /* What a failure means for the step depends on the phase: lh_store_commit_next() says it. */
+    /* Failures are reported by lh_store_commit_next(), as their meaning depends on the phase. */
     if (request->kind == LH_IO_KIND_WRITE && !engine->commit_is_of_flush)
         lh_core_stats(engine, engine->step)->bytes[LH_ENGINE_LINK_COMMIT_WRITE] += request->bytes;
 }
@@ -134,6 +139,7 @@ static void commit_request_done(struct lh_engine *engine, struct lh_io_request *
 static void commit_begin(struct lh_engine *engine, bool is_of_flush)
 {
     struct lh_error err = {0};
+    LH_ASSERT(engine->commit_in_flight == 0 && engine->updates.chunks_busy == 0);
     engine->commit_is_late = false;
     lh_scalars_compose(engine);
     if (lh_store_commit_begin(engine->store, engine->step, engine->scalars, engine->scalar_bytes,
@@ -151,6 +157,7 @@ static void commit_done(struct lh_engine *engine)
 {
     uint64_t now = lh_core_now(engine);
     bool is_of_flush = engine->commit_is_of_flush;
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_COMMITTING && engine->commit_in_flight == 0);
     lh_core_trace_add(engine, (struct lh_engine_trace_event){
                                   .kind = LH_ENGINE_TRACE_COMMIT,
                                   .unit = LH_CHUNK_NONE,
@@ -168,7 +175,7 @@ static void commit_done(struct lh_engine *engine)
     step_over(engine);
 }
 
-/* The next phase of a commit, once the one before is through. */
+/* Start the next phase of a commit once the previous one has ended. */
 static bool commit_pump(struct lh_engine *engine)
 {
     struct lh_error err = {0};
@@ -184,6 +191,7 @@ static bool commit_pump(struct lh_engine *engine)
         commit_done(engine);
         return true;
     }
+    LH_ASSERT(count <= LH_STORE_COMMIT_REQUEST_COUNT_MAX);
     for (int i = 0; i < count; i++) {
         engine->commit_requests[i].owner = &engine->commit_owner;
         lh_transfer_busy_begin(engine);
@@ -202,7 +210,7 @@ static bool transfers_are_idle(const struct lh_engine *engine)
            engine->copies.in_flight == 0;
 }
 
-/* A unit that an update has changed and somebody still reads: it cannot be taken back. */
+/* A unit that an update has changed and that is still pinned: it cannot be rolled back. */
 static const struct lh_unit *lent_update(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->updates.count; i++) {
@@ -213,7 +221,7 @@ static const struct lh_unit *lent_update(const struct lh_engine *engine)
     return NULL;
 }
 
-/* An update has changed bytes, in memory if not yet in the store. */
+/* Whether an update has changed bytes, at least in memory. */
 static bool is_changed(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->updates.count; i++) {
@@ -228,8 +236,10 @@ static bool is_changed(const struct lh_engine *engine)
 
 static void abort_finish(struct lh_engine *engine)
 {
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_ABORTING && transfers_are_idle(engine));
+    LH_ASSERT(atomic_load(&engine->aborts_done) < atomic_load(&engine->aborts_asked));
     bool has_updates = is_changed(engine);
-    /* With one slot, what an update writes takes the place of the committed bytes. */
+    /* With one slot an update overwrites the committed bytes. */
     bool is_recoverable = engine->committed_step == engine->step && !engine->has_edits &&
                           engine->opts.commit_every != LH_ENGINE_COMMIT_NEVER;
     const struct lh_unit *lent = lent_update(engine);
@@ -238,18 +248,18 @@ static void abort_finish(struct lh_engine *engine)
         struct lh_error err = {0};
         result = -ENOTRECOVERABLE;
         lh_error_set(&err, result,
-                     "step %" PRIu64 " died half-way and cannot be rolled back here: tensors are "
-                     "still views of unit %u, which it has updated; open the store again with "
-                     "resume=True to go on from step %" PRIu64,
+                     "step %" PRIu64 " failed partway and cannot be rolled back here: tensors are "
+                     "still views of unit %u, which it has updated; reopen the store with "
+                     "resume=True to continue from step %" PRIu64,
                      engine->step + 1, (unsigned)(lent - engine->units), engine->committed_step);
         lh_core_fail(engine, &err);
     } else if (has_updates && engine->opts.commit_every == LH_ENGINE_COMMIT_NEVER) {
         struct lh_error err = {0};
         result = -ENOTRECOVERABLE;
         lh_error_set(&err, result,
-                     "step %" PRIu64 " died half-way, and the store keeps one slot "
-                     "(commit_every=\"never\"): parameters and states are partly of step %" PRIu64
-                     ", partly of step %" PRIu64 ", and cannot be had back; use commit_every=1 to "
+                     "step %" PRIu64 " failed partway, and the store keeps one slot "
+                     "(commit_every=\"never\"): parameters and states are a mix of step %" PRIu64
+                     " and step %" PRIu64 " and cannot be recovered; use commit_every=1 to "
                      "be able to roll back",
                      engine->step + 1, engine->step, engine->step + 1);
         lh_core_fail(engine, &err);
@@ -258,11 +268,11 @@ static void abort_finish(struct lh_engine *engine)
         result = -ENOTRECOVERABLE;
         lh_error_set(
             &err, result,
-            "step %" PRIu64 " died half-way, and what changed since the last commit (step %" PRIu64
-            ") is in the same slot%s: open the store again with resume=True to go on from step"
+            "step %" PRIu64 " failed partway, and all changes since the last commit (step %" PRIu64
+            ") are in the same slot%s: reopen the store with resume=True to continue from step"
             " %" PRIu64 "%s",
             engine->step + 1, engine->committed_step,
-            engine->commit_is_late ? ", as a snapshot under way held the commits back" : "",
+            engine->commit_is_late ? ", because a snapshot in progress held back the commits" : "",
             engine->committed_step,
             engine->opts.commit_every > 1 ? ", and use commit_every=1 to be able to roll back one"
                                             " step"
@@ -292,8 +302,8 @@ bool lh_step_is_quiet(const struct lh_engine *engine)
 static bool flush_pump(struct lh_engine *engine)
 {
     /*
-     * An update of the open step under way is finished first; an update not begun waits for its
-     * close.
+     * An update of the open step that is in progress is finished first; one that has not begun
+     * waits for the step's close.
      */
     if (!engine->flush_is_asked || !lh_step_is_quiet(engine))
         return false;
@@ -307,13 +317,14 @@ static bool flush_pump(struct lh_engine *engine)
         commit_begin(engine, true);
         return true;
     }
+    LH_ASSERT(atomic_load(&engine->flushes_done) < atomic_load(&engine->flushes_asked));
     engine->flush_is_asked = false;
     atomic_fetch_add(&engine->flushes_done, 1);
     lh_core_notify(engine);
     return true;
 }
 
-/* All of the closed step is written: commit it if that is due, or go on without. */
+/* Once all of the closed step is written, commit it if that is due, or end it without. */
 static bool closed_pump(struct lh_engine *engine)
 {
     uint64_t *planned_bytes = lh_core_stats(engine, engine->step)->planned_bytes;
@@ -321,11 +332,11 @@ static bool closed_pump(struct lh_engine *engine)
     if (engine->updates.count < engine->updates.gradient_unit_count ||
         engine->updates.done_count < engine->updates.count)
         return false;
-    /* What was read ahead for a use or an update that never came is this step's, too. */
+    /* Reads ahead for a use or an update that never happened count for this step, too. */
     if (engine->transfers.step_counts[engine->step % 2] > 0)
         return false;
     if (engine->updates.chunks_busy > 0)
-        return false; /* what was dirty is on its way */
+        return false; /* dirty data is being written */
     if (commits && commits_are_held(engine)) {
         bool may_skip = LH_FEATURE_ALL(engine, step_may_skip_commit);
         if (!may_skip)

@@ -23,11 +23,11 @@ struct lh_engine;
 void lh_step_begin(struct lh_engine *engine, enum lh_engine_mode mode);
 void lh_step_close(struct lh_engine *engine);
 void lh_step_abort(struct lh_engine *engine);
-/* Commit, end or abort the step, or flush, as far as that can go now. True: something moved. */
+/* Commit, end or abort the step, or flush, as far as possible now. True: something moved. */
 bool lh_step_pump(struct lh_engine *engine);
-/* A closed step waits with its commit for the end of a hold, and all else with it. */
+/* Whether a closed step waits with its commit for the end of a hold, and all else with it. */
 bool lh_step_is_held(const struct lh_engine *engine);
-/* Nothing is under way, and nothing queued is left. */
+/* Whether nothing is in flight and nothing is queued. */
 bool lh_step_is_quiet(const struct lh_engine *engine);
 
 #endif

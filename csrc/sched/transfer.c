@@ -25,6 +25,7 @@ void lh_transfer_step_over(struct lh_engine *engine, struct lh_engine_step_stats
     uint64_t now = lh_core_now(engine);
     if (engine->transfers.in_flight == 0)
         return;
+    LH_ASSERT(now >= engine->transfers.busy_since_ns);
     stats->ssd_busy_ns += now - engine->transfers.busy_since_ns;
     engine->transfers.busy_since_ns = now;
 }
@@ -46,6 +47,7 @@ void lh_transfer_submit(struct lh_engine *engine, struct lh_transfer *transfer)
     LH_ASSERT(lh_is_aligned(transfer->offset, LH_BLOCK_BYTES));
     LH_ASSERT(priority < LH_PRIORITY_COUNT && transfer->done && transfer->source);
     LH_ASSERT(transfer->buffer && transfer->link < LH_ENGINE_LINK_COUNT);
+    LH_ASSERT(transfer->step <= engine->step + 1);
     const struct lh_source_ops *ops = transfer->source->ops;
     LH_ASSERT(transfer->kind == LH_IO_KIND_READ || ops->write_begin);
     if (transfer->kind == LH_IO_KIND_WRITE && ops->write_queued)
@@ -62,11 +64,12 @@ void lh_transfer_submit(struct lh_engine *engine, struct lh_transfer *transfer)
     queue->tails[priority] = transfer;
 }
 
-/* Somebody now waits for a transfer that was queued as a prefetch: move it to the demand queue. */
+/* A thread now waits for a transfer that was queued as a prefetch: move it to the demand queue. */
 void lh_transfer_raise(struct lh_engine *engine, struct lh_transfer *transfer)
 {
     struct lh_transfer_queue *queue = &engine->transfers;
     enum lh_priority priority = transfer->priority;
+    LH_ASSERT(priority < LH_PRIORITY_COUNT);
     if (priority == LH_PRIORITY_DEMAND)
         return;
     struct lh_transfer *before = NULL;
@@ -132,7 +135,7 @@ static void request_finish(struct lh_engine *engine, struct lh_transfer_request 
 {
     struct lh_transfer_queue *queue = &engine->transfers;
     struct lh_transfer *transfer = request->transfer;
-    LH_ASSERT(transfer->outstanding > 0);
+    LH_ASSERT(transfer->outstanding > 0 && transfer->issued_bytes <= transfer->bytes);
     request->next_free = queue->free_requests;
     queue->free_requests = request;
     if (--transfer->outstanding > 0 || transfer->issued_bytes < transfer->bytes)
@@ -243,6 +246,7 @@ static void request_done(struct lh_engine *engine, struct lh_io_request *io)
 {
     struct lh_transfer_request *request = io->owner;
     const struct lh_transfer *transfer = request->transfer;
+    LH_ASSERT(request->engine == engine && transfer->outstanding > 0);
     lh_transfer_busy_end(engine);
     if (io->result < 0) {
         request_fail(engine, request);
@@ -296,12 +300,13 @@ static void request_start(struct lh_engine *engine, struct lh_transfer *transfer
 }
 
 /*
- * Issue the next requests of a transfer: at most one mapped range, as many pieces as there are
+ * Issue the next requests of a transfer: at most one mapped range, as far as there are free
  * requests.
  */
 static void transfer_issue(struct lh_engine *engine, struct lh_transfer *transfer)
 {
     struct lh_store_piece pieces[LH_STORE_PIECE_COUNT_MAX];
+    LH_ASSERT(transfer->issued_bytes < transfer->bytes);
     uint64_t at = transfer->offset + transfer->issued_bytes;
     /* End on a multiple of transfer_bytes, so that checks always cover whole checksum blocks. */
     uint64_t room = engine->opts.transfer_bytes - at % engine->opts.transfer_bytes;
@@ -317,7 +322,7 @@ static void transfer_issue(struct lh_engine *engine, struct lh_transfer *transfe
     }
 }
 
-/* A store with one slot says on disk that it is being overwritten, before it is. */
+/* Let a store with one slot record on disk that it is being overwritten, before it is. */
 static bool may_issue(struct lh_engine *engine, const struct lh_transfer *transfer)
 {
     struct lh_error err = {0};
@@ -357,6 +362,7 @@ bool lh_transfer_poll(struct lh_engine *engine)
     uint32_t count = engine->io->ops->poll(engine->io, done, LH_COUNT_OF(done));
     for (uint32_t i = 0; i < count; i++) {
         const struct lh_io_owner *owner = done[i]->owner;
+        LH_ASSERT(owner->done != NULL);
         owner->done(engine, done[i]);
     }
     return count > 0;
@@ -393,7 +399,7 @@ static const char *store_path(const struct lh_engine *engine, uint32_t file)
     return lh_store_file_path(engine->store, file);
 }
 
-/* A step that is aborted half-way leaves what it wrote in the slot. */
+/* Mark the slot dirty: a step that is aborted partway leaves what it wrote there. */
 static void store_write_queued(struct lh_engine *engine, const struct lh_transfer *transfer)
 {
     lh_store_mark_dirty(engine->store, transfer->extent, transfer->slot);

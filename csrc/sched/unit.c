@@ -10,7 +10,7 @@ void lh_unit_state_set(struct lh_unit *unit, enum lh_unit_state state)
     unit->state = state;
 }
 
-bool lh_unit_is_old(const struct lh_engine *engine, const struct lh_unit *unit)
+bool lh_unit_is_stale(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     bool is_due = unit->update.is_queued || engine->step_state == LH_STEP_STATE_CLOSED;
     return unit->update.gradient_count > 0 && is_due &&
@@ -18,26 +18,27 @@ bool lh_unit_is_old(const struct lh_engine *engine, const struct lh_unit *unit)
 }
 
 /*
- * A checkpoint computes a block again and reads a unit that it does not differentiate (no_grad,
- * detach), which keeps no handle; its gradients came from elsewhere, and its update has begun: the
- * values of this step are gone.
+ * A checkpoint recomputes a block and reads a unit that it does not differentiate (no_grad,
+ * detach), which keeps no handle; the unit's gradients came from elsewhere and its update has
+ * begun, so the values of this step are gone.
  */
 static void stale_fail(struct lh_engine *engine, uint32_t index)
 {
     struct lh_error err = {0};
     lh_error_set(&err, -ESTALE,
-                 "unit %u is read again in backward after all its gradients came, and its update "
-                 "has begun: a checkpoint reads it without differentiating it; updates that wait "
-                 "for step() allow that: schedule=\"deferred\"",
+                 "unit %u is read in backward after all its gradients arrived and its update "
+                 "began: a checkpoint reads it without differentiating it. Use "
+                 "schedule=\"deferred\", whose updates wait for step()",
                  index);
     lh_core_fail(engine, &err);
 }
 
 void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit)
 {
-    /* Who waits for a unit whose update is ahead waits for its new values. */
-    uint32_t pins = lh_unit_is_old(engine, unit) ? 0 : unit->waiter_count;
+    /* A thread that waits for a unit with a pending update waits for its new values. */
+    uint32_t pins = lh_unit_is_stale(engine, unit) ? 0 : unit->waiter_count;
     unit->waiter_count -= pins;
+    LH_ASSERT(atomic_load(&unit->shared.word) == 0); /* not READY, so nobody has it pinned */
     atomic_store(&unit->shared.word, LH_UNIT_READY_BIT | pins);
     if (pins > 0) {
         atomic_fetch_add(&unit->shared.grants, pins);
@@ -55,10 +56,11 @@ void lh_unit_make_ready(struct lh_engine *engine, struct lh_unit *unit)
 static void load_done(struct lh_engine *engine, struct lh_transfer *transfer)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, transfer->unit);
+    LH_ASSERT(transfer == &unit->load && unit->state == LH_UNIT_STATE_LOADING);
     if (unit->source->ops->loaded)
         unit->source->ops->loaded(engine, transfer);
-    atomic_fetch_add(&unit->shared.load_count, 1); /* before anybody is let in */
-    unit->copy.host_is_written_back = false;
+    atomic_fetch_add(&unit->shared.load_count, 1); /* before the unit is granted */
+    unit->copy.host_matches_write_back = false;
     lh_unit_make_ready(engine, unit);
     lh_update_consider(engine, transfer->unit);
 }
@@ -90,7 +92,8 @@ void lh_unit_acquire(struct lh_engine *engine, uint32_t index)
     use_begin(engine, index);
     bool is_here =
         engine->dev ? lh_device_unit_is_here(&unit->copy) : unit->state == LH_UNIT_STATE_READY;
-    if (is_here && !lh_unit_is_old(engine, unit)) {
+    if (is_here && !lh_unit_is_stale(engine, unit)) {
+        LH_ASSERT(atomic_load(&unit->shared.word) & LH_UNIT_READY_BIT);
         atomic_fetch_add(&unit->shared.word, 1);
         atomic_fetch_add(&unit->shared.grants, 1);
         lh_core_notify(engine);
@@ -102,8 +105,8 @@ void lh_unit_acquire(struct lh_engine *engine, uint32_t index)
 }
 
 /*
- * The last pin went. Whether it was taken again meanwhile is a matter of time, and must not decide
- * what is recorded: it is the end of a use, and the begin of another one if it was.
+ * The last pin was dropped. Whether the unit was pinned again meanwhile depends on timing, which
+ * must not affect what is recorded: a use ends, and if the unit is pinned again another one begins.
  */
 void lh_unit_release(struct lh_engine *engine, uint32_t index)
 {
@@ -155,6 +158,7 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
     LH_ASSERT(unit->state == LH_UNIT_STATE_ABSENT);
+    LH_ASSERT(op->offset + unit->desc.bytes <= engine->budget.region_bytes);
     lh_unit_state_set(unit, LH_UNIT_STATE_LOADING);
     unit->offset = op->offset;
     uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
@@ -185,6 +189,7 @@ bool lh_unit_pump(struct lh_engine *engine)
             load_start(engine, op, region->op_steps[region->op_first]);
         } else {
             struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
+            LH_ASSERT(op->kind == LH_RESIDENCY_OP_EVICT);
             if (!evict_is_possible(engine, op) || !lh_unit_claim_host(engine, unit))
                 break;
             LH_ASSERT(!unit->update.is_param_dirty); /* it has a place of its own */

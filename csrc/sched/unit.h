@@ -34,22 +34,22 @@
 struct lh_unit_shared {
     _Atomic uint32_t word; /* LH_UNIT_READY_BIT | pins */
     _Atomic uint32_t handles;
-    _Atomic uint32_t grants;     /* pins given to waiters that have not noticed yet */
-    _Atomic uint32_t refusals;   /* the same, of waiters that were refused */
+    _Atomic uint32_t grants;     /* pins given to waiters that have not taken them yet */
+    _Atomic uint32_t refusals;   /* refusals that waiters have not taken yet */
     _Atomic uint32_t load_count; /* reads into main memory, modulo 2^32 */
 };
 
 /*
- * The training thread's: the last step in which it gave a gradient, and the last such step after
- * whose close it asked the engine for the unit. While they differ an update may be ahead, and READY
- * is not enough.
+ * Owned by the training thread: the last step in which it gave a gradient of the unit, and the last
+ * such step after whose close it requested the unit from the engine. While they differ an update
+ * may be pending, and READY is not enough.
  */
 struct lh_unit_caller {
     uint64_t gradient_step;
     uint64_t asked_step;
 };
 
-/* The engine's thread's, but for `shared` and `caller`. */
+/* Owned by the engine's thread, except `shared` and `caller`. */
 struct lh_unit {
     struct lh_engine_unit desc;
     struct lh_engine *engine;
@@ -57,16 +57,16 @@ struct lh_unit {
     struct lh_unit_caller caller;
     enum lh_unit_state state;
     uint64_t offset;    /* in the region, while not ABSENT */
-    uint64_t use_count; /* of main memory's bytes: begins, absolute */
+    uint64_t use_count; /* uses of main memory's bytes that began, since creation */
     bool use_is_open;
     uint64_t use_started_ns;
     uint32_t waiter_count;
-    const struct lh_source *source; /* of its parameters */
+    const struct lh_source *source; /* where its parameters are read from */
     struct lh_transfer load;        /* or, while its dirty parameters are flushed, a write */
     uint32_t chunk_first;
     uint32_t chunk_count;
     struct lh_update_unit update;
-    /* Of features: each is written in the feature's own file alone. */
+    /* The features' parts: each is written only in the feature's own file. */
     struct lh_in_place_part in_place;
     struct lh_device_unit copy;
     struct lh_landing_unit landing;
@@ -75,19 +75,19 @@ struct lh_unit {
     struct lh_norm_unit norm;
 };
 
-/* Every change of a unit's state goes through it. */
+/* Change a unit's state; every change goes through this. */
 void lh_unit_state_set(struct lh_unit *unit, enum lh_unit_state state);
-/* Its bytes are about to be replaced by the next step's. */
-bool lh_unit_is_old(const struct lh_engine *engine, const struct lh_unit *unit);
-/* Messages of the training thread: it pinned a READY unit, waits for one, let the last pin go. */
+/* Whether the next step's bytes are about to replace the unit's. */
+bool lh_unit_is_stale(const struct lh_engine *engine, const struct lh_unit *unit);
+/* Messages of the training thread: it pinned a READY unit, waits for one, dropped the last pin. */
 void lh_unit_use(struct lh_engine *engine, uint32_t unit);
 void lh_unit_acquire(struct lh_engine *engine, uint32_t unit);
 void lh_unit_release(struct lh_engine *engine, uint32_t unit);
-/* Where computation reads it the unit's bytes are there: who waits gets a pin. */
+/* The unit's bytes are where computation reads them: give each waiter a pin. */
 void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit);
-/* Take the unit from training threads: true if nobody has it pinned. */
+/* Take the unit away from training threads. False: it is pinned. */
 bool lh_unit_claim(struct lh_unit *unit);
-/* Take its bytes in main memory from whoever reads them there. */
+/* Take the unit's bytes in main memory away from their readers. False: they are being read. */
 bool lh_unit_claim_host(struct lh_engine *engine, struct lh_unit *unit);
 void lh_unit_make_ready(struct lh_engine *engine, struct lh_unit *unit);
 void lh_unit_forget(struct lh_engine *engine, uint32_t unit);

@@ -7,13 +7,15 @@ void lh_update_consider(struct lh_engine *engine, uint32_t index)
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     if (unit->update.gradient_count == 0 || unit->update.is_queued)
         return;
+    LH_ASSERT(unit->desc.elements > 0);
+    LH_ASSERT(unit->update.gradient_count <= unit->desc.param_count);
     bool is_closed = engine->step_state == LH_STEP_STATE_CLOSED;
     if (!is_closed && engine->step_state != LH_STEP_STATE_OPEN)
         return;
     LH_FEATURE_CALL(engine, update_considered, unit);
     bool is_complete = unit->update.gradient_count == unit->desc.param_count &&
                        atomic_load(&unit->shared.handles) == 0;
-    /* Behind the close pins decide: whoever freed the last lend may not have said so yet. */
+    /* After the close only pins count: the message that the last lend was freed may be pending. */
     bool is_used = lh_unit_pins(unit) > 0 || (!is_closed && unit->use_is_open);
     if ((!is_closed && !is_complete) || is_used)
         return;

@@ -1,9 +1,9 @@
 /*
- * Updates: which units of the open or closed step are updated, in which order (update.c), and what
- * they leave behind when the step ends (update_end.c). Private to csrc/sched.
+ * Updates: which units of the open or closed step are updated, in which order (update.c), and the
+ * cleanup when the step ends (update_end.c). Private to csrc/sched.
  *
- * A unit's update is queued when all its gradients are here and nobody reads its parameters, or at
- * the close of the step; a feature may hold it back. update_pump.c works the queue off.
+ * A unit's update is queued when all its gradients have arrived and its parameters are not in use,
+ * or at the close of the step; a feature may hold it back. update_pump.c processes the queue.
  */
 #ifndef LH_SCHED_UPDATE_H
 #define LH_SCHED_UPDATE_H
@@ -13,37 +13,37 @@
 
 struct lh_engine;
 
-/* What a unit's update is at, in the open or closed step. */
+/* The progress of a unit's update in the open or closed step. */
 struct lh_update_unit {
     uint32_t gradient_count;
     uint64_t gradient_bytes;
     bool is_queued;
     bool is_counted;       /* its gradients are counted as held by an update */
     bool is_done;          /* all chunks written */
-    bool is_predicted;     /* the step before updated it */
+    bool is_predicted;     /* the previous step updated it */
     bool is_param_dirty;   /* P in the region is newer than in any slot: a commit writes it */
-    bool is_flushing;      /* that is under way: no update begins */
+    bool is_flushing;      /* that write is in progress: no update begins */
     uint64_t planned_step; /* the last step whose plan counts its update */
     uint32_t chunks_computed;
     uint32_t chunks_written;
     uint32_t chunks_loaded;  /* LOADED, and not computed in this step */
     uint32_t chunks_to_pass; /* of these, those that do not keep their slab */
-    uint32_t chunk_next;     /* before it all are computed */
+    uint32_t chunk_next;     /* all chunks before this one are computed */
 };
 
 struct lh_updates {
     uint32_t *queue; /* units of this step, in the order in which they became updatable */
-    uint32_t first;  /* before it all are computed */
+    uint32_t first;  /* all units before this index are computed */
     uint32_t count;
     uint32_t done_count;          /* written */
     uint32_t gradient_unit_count; /* units that have a gradient in this step */
-    uint32_t *predicted;          /* units, of the step before */
+    uint32_t *predicted;          /* the units that the previous step updated, in order */
     uint32_t predicted_count;
-    uint32_t ahead_first; /* of predicted: before it nothing is to be read ahead */
+    uint32_t ahead_first; /* index in predicted: units before it need no reading ahead */
     uint32_t chunks_busy; /* COMPUTING, COMPUTED or WRITING, and units whose P is flushing */
 };
 
-/* The queue, and the prediction that every trainable unit is updated. */
+/* Create the queue; predict that every trainable unit is updated. */
 int lh_update_create(struct lh_engine *engine, struct lh_error *err);
 void lh_update_destroy(struct lh_engine *engine);
 /* Queue a unit's update if it may begin now. */

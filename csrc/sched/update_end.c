@@ -6,6 +6,7 @@
 
 static void step_forget(struct lh_engine *engine)
 {
+    LH_ASSERT(engine->updates.chunks_busy == 0);
     LH_FEATURE_CALL(engine, step_forgotten);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
@@ -28,12 +29,13 @@ static void step_forget(struct lh_engine *engine)
 
 void lh_update_end_step(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
 {
+    LH_ASSERT(engine->updates.done_count == engine->updates.count);
     engine->updates.predicted_count = engine->updates.count;
     memcpy(engine->updates.predicted, engine->updates.queue,
            engine->updates.count * sizeof(*engine->updates.queue));
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
         engine->units[i].update.is_predicted = engine->units[i].update.is_queued;
-    /* What was read ahead for units that got no gradient would keep slabs from the next step. */
+    /* Chunks read ahead for units without gradients would keep their slabs from the next step. */
     for (uint32_t i = engine->budget.kept_chunk_count; i < engine->budget.slab_count; i++) {
         if (engine->slabs[i].chunk != LH_CHUNK_NONE)
             lh_slab_clear(engine, &engine->slabs[i]);
@@ -62,15 +64,16 @@ void lh_update_end_forget_unit(struct lh_engine *engine, uint32_t index)
 
 void lh_update_end_rollback(struct lh_engine *engine)
 {
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_ABORTING);
     for (uint32_t i = 0; i < engine->updates.count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, engine->updates.queue[i]);
-        if (unit->update.chunks_computed == 0) { /* it may be dirty: nothing of it is lost */
+        if (unit->update.chunks_computed == 0) { /* unchanged: keep it, as it may be dirty */
             if (unit->state == LH_UNIT_STATE_UPDATING)
                 lh_unit_make_ready(engine, unit);
             continue;
         }
         lh_update_end_forget_unit(engine, engine->updates.queue[i]);
-        /* Where uses follow the update in the prediction, its new bytes were copied already. */
+        /* If uses were predicted after the update, its new bytes may have been copied already. */
         LH_FEATURE_CALL(engine, unit_forgotten, unit);
         if (unit->state == LH_UNIT_STATE_READY)
             lh_unit_forget(engine, engine->updates.queue[i]);
@@ -81,7 +84,7 @@ void lh_update_end_rollback(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
         engine->units[i].update.planned_step = 0;
     for (uint32_t i = 0; i < engine->chunk_count; i++) {
-        /* The step begins again, and its counters with it. */
+        /* The step starts over, and so do its counters. */
         engine->chunks[i].read_step = 0;
         engine->chunks[i].planned_steps[(engine->step + 1) % 2] = 0;
     }

@@ -1,20 +1,20 @@
 /*
- * What a step's updates leave behind: at its end, when it is aborted, and when a unit's extents
- * change. Private to csrc/sched.
+ * Cleanup after a step's updates: at its end, when it is aborted, and when a unit's extents change.
+ * Private to csrc/sched.
  */
 #ifndef LH_SCHED_UPDATE_END_H
 #define LH_SCHED_UPDATE_END_H
 
 #include "sched/engine.h"
 
-/* All of the closed step is written and committed if that was due. */
+/* End the closed step, which is fully written, and committed if that was due. */
 void lh_update_end_step(struct lh_engine *engine, const struct lh_engine_step_stats *stats);
 /*
- * Nothing is in flight: forget every gradient, and the bytes of every unit that an update has
- * touched.
+ * Discard every gradient, and the bytes of every unit that an update has touched. Nothing may be in
+ * flight.
  */
 void lh_update_end_rollback(struct lh_engine *engine);
-/* Forget what slabs hold of a unit, and that any of it is dirty. */
+/* Discard what slabs hold of a unit, dirty or not. */
 void lh_update_end_forget_unit(struct lh_engine *engine, uint32_t unit);
 
 #endif

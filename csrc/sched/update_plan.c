@@ -2,7 +2,7 @@
 
 #include "sched/engine_private.h"
 
-/* Bytes that reading a chunk moves; what was never written is not read. */
+/* The bytes that reading a chunk moves; arrays that were never written are not read. */
 static uint64_t chunk_bytes(const struct lh_engine *engine, const struct lh_chunk *chunk,
                             bool is_written)
 {
@@ -19,8 +19,8 @@ static uint64_t chunk_bytes(const struct lh_engine *engine, const struct lh_chun
 }
 
 /*
- * Bytes that step, which updates the chunk, has still to read for it. Behind a step that is not
- * over one knows how that leaves the chunk: in its slab if it is kept, else on SSD only.
+ * The bytes that step, which updates the chunk, still has to read for it. If the previous step is
+ * not over, it is known how it will leave the chunk: in its slab if it is kept, else on SSD only.
  */
 static uint64_t chunk_left_bytes(const struct lh_engine *engine, const struct lh_chunk *chunk,
                                  uint64_t step)
@@ -57,7 +57,7 @@ static void unit_plan(struct lh_engine *engine, struct lh_unit *unit, uint64_t s
     }
 }
 
-/* Take a unit that is not updated after all out of step's plan, but for what was read already. */
+/* Remove a unit that is not updated after all from step's plan, except what was already read. */
 static void unit_unplan(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, step);
@@ -77,6 +77,7 @@ static void unit_unplan(struct lh_engine *engine, struct lh_unit *unit, uint64_t
 void lh_update_plan_begin(struct lh_engine *engine)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->plan_step);
+    LH_ASSERT(engine->mode == LH_ENGINE_MODE_TRAIN && engine->plan_step > 0);
     bool is_closing = engine->plan_step > lh_core_step(engine);
     stats->planned_bytes[LH_ENGINE_LINK_STATE_READ] = 0;
     stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] = 0;
@@ -93,7 +94,7 @@ void lh_update_plan_begin(struct lh_engine *engine)
     }
 }
 
-/* Chunks that were read ahead of an update that no plan of this step knows. */
+/* Count chunks that were read ahead for an update that is not in this step's plan. */
 static void unit_plan_reads(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
     for (uint32_t i = 0; i < unit->chunk_count; i++) {
@@ -128,6 +129,7 @@ void lh_update_plan_correct(struct lh_engine *engine)
 void lh_update_plan_reread(struct lh_engine *engine, struct lh_chunk *chunk)
 {
     uint64_t step = chunk->read_step;
+    LH_ASSERT(step == lh_core_step(engine));
     uint64_t *planned = &chunk->planned_bytes[step % 2];
     if (chunk->planned_steps[step % 2] != step || chunk->read_bytes <= *planned)
         return;

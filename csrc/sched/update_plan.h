@@ -7,16 +7,16 @@
 struct lh_chunk;
 struct lh_engine;
 
-/* What the step will move for its updates, as far as it is known when the step begins. */
+/* Plan what the step will move for its updates, as far as it is known when the step begins. */
 void lh_update_plan_begin(struct lh_engine *engine);
 /*
- * At the close it is known which units have gradients: the plan is corrected where the step before
- * misled it, or where the step has gradients of a graph from before and no forward of its own.
+ * Correct the plan at the close, when it is known which units have gradients: the previous step may
+ * have predicted others, or the gradients come from an older graph and the step had no forward.
  */
 void lh_update_plan_correct(struct lh_engine *engine);
 /*
- * A chunk is being read: where that is more than planned, its slab was taken for a unit that came
- * before the one predicted, and it is read again.
+ * A chunk is being read. If that exceeds the plan (a unit that came earlier than predicted took the
+ * chunk's slab, and it is reread), extend the plan.
  */
 void lh_update_plan_reread(struct lh_engine *engine, struct lh_chunk *chunk);
 

@@ -10,6 +10,7 @@ bool lh_update_pump_fetch(struct lh_engine *engine, struct lh_chunk *chunk,
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint32_t slab = LH_CHUNK_NONE;
     LH_ASSERT(chunk->state == LH_CHUNK_STATE_IDLE);
+    LH_ASSERT(!chunk->is_kept || chunk->kept_slab < engine->budget.kept_chunk_count);
     if (chunk->is_kept)
         slab = chunk->kept_slab;
     else if (!pump->is_full || unit->state == LH_UNIT_STATE_UPDATING)
@@ -40,15 +41,15 @@ uint32_t lh_update_pump_next(struct lh_engine *engine, struct lh_unit *unit)
 }
 
 /*
- * Every worker has a job and the next one: chunks that keep their slabs wait, so that those that
- * pass through never wait behind all of them, with the SSDs idle meanwhile.
+ * Whether every worker has a job and the next one. Then chunks that keep their slabs wait, so that
+ * the others never queue up after all of them while the SSDs are idle.
  */
 static bool workers_are_full(const struct lh_engine *engine)
 {
     return engine->jobs_in_flight >= JOBS_PER_WORKER * engine->exec->thread_count;
 }
 
-/* The chunk is LOADED, with all that its update needs, and its unit's parameters are free. */
+/* Whether the chunk is LOADED with all that its update needs, and its unit is UPDATING. */
 static bool may_compute(struct lh_engine *engine, const struct lh_unit *unit,
                         struct lh_chunk *chunk, struct lh_update_pump *pump)
 {
@@ -69,6 +70,7 @@ static void unit_pump(struct lh_engine *engine, struct lh_unit *unit, struct lh_
     const bool is_late = pump->is_urgent;
     bool may_fetch = pump->may_fetch;
     uint32_t pass_count = unit->update.chunks_to_pass;
+    LH_ASSERT(pass_count <= unit->update.chunks_loaded);
     uint32_t keep_count = unit->update.chunks_loaded - pass_count;
 
     for (uint32_t i = lh_update_pump_next(engine, unit); i < unit->chunk_count; i++) {
@@ -91,7 +93,7 @@ static void unit_pump(struct lh_engine *engine, struct lh_unit *unit, struct lh_
     }
     pump->is_urgent |= unit->waiter_count > 0 && workers_are_full(engine) &&
                        unit->update.chunks_loaded > unit->update.chunks_to_pass;
-    /* Who waits for a slab has the first right to one; later units compute and free theirs. */
+    /* A unit that waits for a slab takes precedence; later units compute and free theirs. */
     if (!may_fetch && unit->state == LH_UNIT_STATE_UPDATING)
         pump->may_fetch = false;
 }
@@ -136,9 +138,10 @@ static void updates_pump(struct lh_engine *engine, struct lh_update_pump *pump)
         ahead_pump(engine, pump);
 }
 
-/* Units at the front of the queue that are computed are passed. */
+/* Skip units at the front of the queue that are computed. */
 static void queue_advance(struct lh_engine *engine)
 {
+    LH_ASSERT(engine->updates.first <= engine->updates.count);
     while (engine->updates.first < engine->updates.count) {
         uint32_t first = engine->updates.queue[engine->updates.first];
         if (engine->units[first].update.chunks_computed < engine->units[first].chunk_count)

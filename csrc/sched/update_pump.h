@@ -1,5 +1,5 @@
 /*
- * Which chunk moves next: slabs given out, chunks fetched and computed, in the order of the queue.
+ * Which chunk moves next: assign slabs, fetch and compute chunks, in the order of the queue.
  * Private to csrc/sched.
  *
  * Reads go ahead of gradients, in the order in which the last step updated its units; a slab that
@@ -7,9 +7,9 @@
  * the lowest priority and the slabs are few, so reads, arithmetic and writes of successive chunks
  * overlap, and a write is issued after the next chunk's read.
  *
- * A poll looks at what can move. A unit's cursor passes what is computed; after it, chunks that
- * are LOADED are counted, and once no slab is to be had nothing else is looked at. So a poll costs
- * what is in slabs, not what the model has.
+ * A poll visits only what can move. A unit's cursor skips computed chunks; after it, LOADED chunks
+ * are counted, and once no slab is available nothing else is visited. So the cost of a poll depends
+ * on the number of slabs, not on the size of the model.
  *
  * Source: LoHan IV-C fig. 3b, Fuyou 4.3.
  */
@@ -22,19 +22,19 @@ struct lh_chunk;
 struct lh_engine;
 struct lh_unit;
 
-/* What one poll has found out so far. */
+/* The state of one poll. */
 struct lh_update_pump {
     bool moved;
-    bool may_fetch; /* nobody with a better right waits for a slab */
+    bool may_fetch; /* no unit with precedence waits for a slab */
     bool is_full;   /* no slab is free, and none holds what was only read ahead */
-    bool is_urgent; /* somebody waits for a unit that waits for workers: no later one computes */
+    bool is_urgent; /* a thread waits for a unit that waits for workers: no later one computes */
 };
 
 /* Move what can move. True: something did. */
 bool lh_update_pump(struct lh_engine *engine);
-/* Take a unit whose update is queued from its readers: its update begins. False: not now. */
+/* Begin the update of a queued unit, taking it away from its readers. False: not now. */
 bool lh_update_pump_take(struct lh_engine *engine, struct lh_unit *unit);
-/* The first chunk of the unit that this step has not computed: it and those after it are left. */
+/* The index of the unit's first chunk that this step has not computed. */
 uint32_t lh_update_pump_next(struct lh_engine *engine, struct lh_unit *unit);
 /* Read a chunk that is IDLE, if it gets a slab. */
 bool lh_update_pump_fetch(struct lh_engine *engine, struct lh_chunk *chunk,

@@ -38,7 +38,7 @@ uint64_t lh_write_back_param_bytes(const struct lh_engine *engine, const struct 
     return param_is_due(engine, chunk->unit, step) ? bytes : 0;
 }
 
-/* All of a unit is on SSD, but what is dirty: its newest bytes are in the other slot now. */
+/* All of a unit except what is dirty is on SSD: its newest bytes are in the other slot now. */
 static void unit_written(struct lh_engine *engine, struct lh_unit *unit)
 {
     uint32_t slot = lh_store_write_slot(engine->store, unit->desc.store_group);
@@ -58,13 +58,14 @@ static void unit_written(struct lh_engine *engine, struct lh_unit *unit)
 }
 
 /*
- * The bytes in a slab that is kept have the checksums that were made with them; they are not
- * checked again against old ones.
+ * A kept slab's bytes get the checksums that were made with them as their expected ones; they must
+ * not be compared with older ones.
  */
 static void slab_keep(struct lh_engine *engine, struct lh_chunk *chunk)
 {
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
+    LH_ASSERT(chunk->is_kept && chunk->slab == chunk->kept_slab);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_LOADED);
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
         uint64_t bytes = chunk->count * lh_chunk_element_bytes(unit, i);
@@ -106,7 +107,8 @@ static void write_submit(struct lh_engine *engine, struct lh_slab *slab, uint32_
                          struct lh_transfer transfer)
 {
     const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
-    LH_ASSERT(index < LH_SLAB_TRANSFER_COUNT);
+    LH_ASSERT(index < LH_SLAB_TRANSFER_COUNT && !slab->is_lent);
+    LH_ASSERT(chunk->state == LH_CHUNK_STATE_WRITING);
     transfer.source = &engine->transfers.store;
     transfer.done = write_done;
     transfer.kind = LH_IO_KIND_WRITE;
@@ -145,6 +147,7 @@ static void param_write(struct lh_engine *engine, struct lh_chunk *chunk, uint64
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
     uint64_t offset = chunk->first * param_bytes;
+    LH_ASSERT(chunk->first + chunk->count <= unit->desc.elements);
     write_submit(engine, &engine->slabs[chunk->slab], LH_STATE_ARRAY_COUNT,
                  (struct lh_transfer){
                      .link = LH_ENGINE_LINK_PARAM_WRITE,
@@ -161,6 +164,7 @@ void lh_write_back_chunk(struct lh_engine *engine, struct lh_chunk *chunk)
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     uint64_t step = lh_core_step(engine);
     LH_ASSERT(chunk->computed_step == step && slab->pending == 0);
+    LH_ASSERT(!chunk->is_flushing && engine->updates.chunks_busy > 0);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
         slab->is_zero[i] = false;
@@ -185,6 +189,7 @@ static bool states_write_dirty(struct lh_engine *engine, uint64_t step)
             continue;
         const struct lh_unit *unit = &engine->units[chunk->unit];
         LH_ASSERT(chunk->is_kept && !chunk->is_flushing);
+        LH_ASSERT(chunk->state == LH_CHUNK_STATE_LOADED && engine->slabs[i].pending == 0);
         lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
         chunk->is_flushing = true;
         engine->updates.chunks_busy++;
@@ -206,7 +211,7 @@ static void param_written(struct lh_engine *engine, struct lh_transfer *transfer
     engine->updates.chunks_busy--;
 }
 
-/* All of a unit's P. */
+/* Write all of a unit's dirty P. */
 static void param_write_dirty(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
     LH_ASSERT(unit->state == LH_UNIT_STATE_READY && !unit->update.is_flushing);

@@ -135,7 +135,7 @@ static void test_abort_unrecoverable(void)
     LH_CHECK(rig_flush(&rig, false) == 0); /* updates have begun */
     LH_CHECK(rig_abort(&rig) == -ENOTRECOVERABLE);
     LH_CHECK(lh_engine_error(rig.engine, &err) == -ENOTRECOVERABLE);
-    LH_CHECK(strstr(err.message, "step 5 died") && strstr(err.message, "from step 3"));
+    LH_CHECK(strstr(err.message, "step 5 failed") && strstr(err.message, "from step 3"));
     rig_shut(&rig);
     rig_reopen(&rig);
     LH_CHECK(rig.step == 3 && rig_step(&rig, RIG_GRADIENTS_ALL) == 0);

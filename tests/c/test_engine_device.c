@@ -175,8 +175,8 @@ static void moved_visit(struct rig *rig, struct moved *moved, uint32_t unit, boo
     }
     if (now.make_count != moved->seen.make_count) {
         uint32_t before = moved->position;
-        memcpy(moved->now, now.is_of_out ? moved->host : moved->base, bytes);
-        moved->position = now.is_of_out ? moved->host_position : 0;
+        memcpy(moved->now, now.is_from_write_back ? moved->host : moved->base, bytes);
+        moved->position = now.is_from_write_back ? moved->host_position : 0;
         LH_CHECK(!is_kept || moved->position == before);
     }
     moved->seen = now;

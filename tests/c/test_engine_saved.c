@@ -245,7 +245,7 @@ static void test_refusals(void)
              -EAGAIN);
     LH_CHECK(taken_wait(&test) == -ENOSPC); /* SSD has room for one of them */
     LH_CHECK(lh_engine_error(test.rig.engine, &err) == -ENOSPC);
-    LH_CHECK(strstr(err.message, "finds no room to go out") && strstr(err.message, "on SSD 0"));
+    LH_CHECK(strstr(err.message, "bytes out: ") && strstr(err.message, " bytes, 0 free: raise"));
     test_shut(&test);
 }
 

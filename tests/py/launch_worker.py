@@ -37,13 +37,13 @@ class Led:
         return [("perturb", False, *stream, at, 0.5, 0.0, 0.0) for at in range(begin, end)]
 
     def on_use(
-        self, unit: int, address: int, makes: int, outs: int, is_of_out: bool, pins: int
+        self, unit: int, address: int, makes: int, outs: int, is_from_write_back: bool, pins: int
     ) -> bool:
         left = self.left.setdefault(unit, [-1, 0, 0, 0])
         if left[1] != outs:
             left[1], left[3] = outs, left[2]
         if left[0] != makes:
-            left[0], left[2] = makes, left[3] if is_of_out else 0
+            left[0], left[2] = makes, left[3] if is_from_write_back else 0
         self.seen.append((unit, left[2], address))
         param = self.units[unit].params[0]
         self.engine.zo_lead(

@@ -123,7 +123,7 @@ def test_no_request_ends_the_run_that_it_is_put_to(
     dead = {"pid": process.pid, "out": [str(store_dir / "copy")]}
     assert answered(model, store_dir / "s", dead) is None, "nobody takes the answer away"
     model.lohan.close()
-    with pytest.raises(StoreError, match="17 directories: 1 to 16 are possible"):
+    with pytest.raises(StoreError, match="17 directories: must be 1 to 16"):
         lohan.snapshot(store_dir / "s", many)
 
 

@@ -119,7 +119,7 @@ def test_ops_round_as_torch_does() -> None:
     ("ops", "words"),
     [
         ([op("perturb", Stream(0, 0, 0), is_same=True)], "no z before"),
-        ([("walk", False, 0, 0, 0, 0, 0.0, 0.0, 0.0)], "no op walk"),
+        ([("walk", False, 0, 0, 0, 0, 0.0, 0.0, 0.0)], "unknown op walk"),
         ([("draw", False, 0, 65536, 0, 0, 0.0, 0.0, 0.0)], "sample 65536"),
     ],
 )

@@ -314,7 +314,7 @@ def test_a_read_that_the_budget_refuses_leaves_the_session_as_it_was(workshop: W
     lends: list[torch.Tensor] = []
     with pytest.raises(BudgetError):  # as many as there is room for, wherever they come to lie
         lends.extend(model.lohan.lend(i) for i in range(len(model.lohan.layout.params)))
-    with pytest.raises(BudgetError, match="let go of tensors"):
+    with pytest.raises(BudgetError, match="delete tensors"):
         model(vectors(2))
     del lends
     model.optimizer.zero_grad()

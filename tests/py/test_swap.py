@@ -191,12 +191,12 @@ def test_memory_that_is_full_ends_the_step_at_once(store_dir: pathlib.Path) -> N
         Tower(), store=store_dir / "a", lr=1e-3, device="emu", swap_bytes=1, swap_ssd_bytes=0
     )
     begin = time.monotonic()
-    with pytest.raises(BudgetError, match="finds no room to go out"):
+    with pytest.raises(BudgetError, match="no room to move a saved tensor"):
         for step in range(4):
             model(batch(step, torch.float32)).backward()
             model.optimizer.step()
     assert time.monotonic() - begin < 5
-    with pytest.raises(BudgetError, match="finds no room to go out"):
+    with pytest.raises(BudgetError, match="no room to move a saved tensor"):
         model.lohan.close()
 
 
@@ -228,9 +228,9 @@ def test_a_disk_that_is_full_ends_the_step_with_the_numbers(store_dir: pathlib.P
     model = lohan.wrap(
         Tower(), store=store_dir / "a", lr=1e-3, swap_bytes=8 << 20, swap_ssd_bytes=1 << 20
     )
-    with pytest.raises(BudgetError, match="finds no room to go out"):
+    with pytest.raises(BudgetError, match="no room to move a saved tensor"):
         model(batch(0, torch.float32)).backward()
-    with pytest.raises(BudgetError, match="finds no room to go out"):
+    with pytest.raises(BudgetError, match="no room to move a saved tensor"):
         model.lohan.close()
 
 

@@ -94,7 +94,7 @@ class ZerothSession(TurnRules, Session):
     # --- Positions --------------------------------------------------------------------------
 
     def _on_use(
-        self, unit: int, address: int, makes: int, outs: int, is_of_out: bool, pins: int
+        self, unit: int, address: int, makes: int, outs: int, is_from_write_back: bool, pins: int
     ) -> bool:
         """A unit is pinned: lead it to where it is wanted. True: it was moved."""
         where = self._where.get(unit)
@@ -106,7 +106,7 @@ class ZerothSession(TurnRules, Session):
         begin = where.left
         if where.makes != makes:
             self.read_bytes += self.layout.units[unit].nbytes
-            begin = where.host if is_of_out else self.rule.clean(where.base)
+            begin = where.host if is_from_write_back else self.rule.clean(where.base)
         is_led = begin != self._wanted
         if where.is_kept:
             is_led = where.makes != makes or where.position != self._wanted
