@@ -1,6 +1,6 @@
 /*
- * lh_zo_rounded() in the vectors of zo_vectors.h, for zo_body.h: without a branch, of elements that
- * are plain, and one by one where some are not.
+ * lh_zo_rounded() with the vectors of zo_vectors.h, for zo_body.h: without branches if all elements
+ * are plain (see rounds_are_plain()), otherwise one element at a time.
  */
 #ifndef LH_COMPUTE_ZO_ROUND_H
 #define LH_COMPUTE_ZO_ROUND_H
@@ -112,14 +112,14 @@ static INLINE words below_or(words a, words b, words yes, words no)
 
 #endif
 
-/* Of a narrow one. */
+/* The shape of a format other than F32. */
 static INLINE struct lh_zo_shape shape_of(enum lh_zo_format format)
 {
     const struct lh_zo_shape bf16 = LH_ZO_SHAPE_BF16, f16 = LH_ZO_SHAPE_F16, f8 = LH_ZO_SHAPE_F8;
     return format == LH_ZO_FORMAT_BF16 ? bf16 : format == LH_ZO_FORMAT_F16 ? f16 : f8;
 }
 
-/* No element is in the binade of the format's largest number, or beyond. */
+/* Whether no element is in the binade of the format's largest number, or beyond. */
 static bool rounds_are_plain(const float *source, uint64_t count, enum lh_zo_format format)
 {
     const words none = {0};
@@ -132,7 +132,7 @@ static bool rounds_are_plain(const float *source, uint64_t count, enum lh_zo_for
     return !is_any_above(most, none + (shape_of(format).max & 0x7F800000) - 1);
 }
 
-/* What may become larger than the largest number, or is none. */
+/* Round elements some of which are NaN or may exceed the format's largest number. */
 static void round_rare(enum lh_zo_format format, float *values, const float *source,
                        const words *random, uint64_t count)
 {
@@ -145,7 +145,7 @@ static void round_rare(enum lh_zo_format format, float *values, const float *sou
     }
 }
 
-/* As lh_zo_rounded(), which says what it is, of plain elements. format is a constant. */
+/* Same result as lh_zo_rounded(), which explains it, for plain elements. format is a constant. */
 static INLINE words rounded(words bits, words random, enum lh_zo_format format)
 {
     const words none = {0};
@@ -154,7 +154,7 @@ static INLINE words rounded(words bits, words random, enum lh_zo_format format)
     words out = (bits + (random >> (32 - lost))) & ~((UINT32_C(1) << lost) - 1);
     if (shape.exponent_min == 1)
         return out;
-    /* Numbers so small that fp32 has no leading bit for them become 0 with it, too. */
+    /* fp32's denormals have no leading bit; setting it is harmless, as they become 0 anyway. */
     words magnitude = bits & UINT32_C(0x7FFFFFFF);
     words whole = (magnitude & UINT32_C(0x7FFFFF)) | UINT32_C(0x800000);
     words count = lost + shape.exponent_min - (magnitude >> 23);
