@@ -1,9 +1,9 @@
 /*
- * What the tests of csrc/dev share: a machine with an accelerator, a stream that computes on it,
- * and the owner's loop.
+ * Shared by the tests of csrc/dev: a machine with an accelerator, a stream that computes on it, and
+ * the owner's loop.
  *
- * Kinds: "emu"; "fake", which is the CUDA backend on the driver of fake_cuda.c; "cuda", which is
- * the same on the driver of this machine, where LH_TEST_CUDA asks for it.
+ * Kinds: "emu"; "fake", the CUDA backend on the driver of fake_cuda.c; "cuda", the CUDA backend on
+ * this machine's driver, if LH_TEST_CUDA is set.
  */
 #ifndef DEV_FIXTURE_H
 #define DEV_FIXTURE_H

@@ -1,9 +1,9 @@
 /*
- * A small model on a real store, trained by a loop that plays the training thread, beside the same
- * training in memory by the definition of the rule: what the engine's tests share.
+ * Shared by the engine's tests: a small model on a real store, trained by a loop that plays the
+ * training thread, and the same training in memory by the definition of the rule.
  *
- * Units: bf16 of two parameters (always there), fp32 of two, frozen bytes, fp16, fp32, bf16 (large:
- * of several chunks).
+ * Units: bf16 with two parameters (always resident), fp32 with two, frozen bytes, fp16, fp32, bf16
+ * (large: several chunks).
  */
 #ifndef LH_TEST_ENGINE_FIXTURE_H
 #define LH_TEST_ENGINE_FIXTURE_H

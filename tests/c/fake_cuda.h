@@ -1,9 +1,10 @@
 /*
- * A CUDA driver without a GPU: each stream is a thread that executes what it was given in order,
- * after random delays, on main memory. So what lacks a fence comes too early sooner or later.
+ * A CUDA driver without a GPU: each stream is a thread that executes its work in order, after
+ * random delays, on main memory. So work that lacks a fence will sooner or later run too early.
  *
- * It is as strict as the driver: a call without a current context, or from a host call, is refused;
- * and it counts what is alive. Behind fake_cuda_break() it is a GPU whose context is broken.
+ * It is as strict as the real driver: a call without a current context, or from a host function, is
+ * refused; and it counts live objects. After fake_cuda_break() it behaves like a GPU whose context
+ * is broken.
  */
 #ifndef FAKE_CUDA_H
 #define FAKE_CUDA_H

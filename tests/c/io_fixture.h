@@ -1,5 +1,5 @@
 /*
- * What the tests of csrc/io share: a file on a real disk, a buffer, a waker, and the owner's loop.
+ * Shared by the tests of csrc/io: a file on a real disk, a buffer, a waker, and the owner's loop.
  */
 #ifndef IO_FIXTURE_H
 #define IO_FIXTURE_H

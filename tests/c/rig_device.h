@@ -1,8 +1,8 @@
 /*
  * An accelerator for the engine's tests: computation that the training thread only enqueues. Units
- * are read, and gradients written, when the stream comes to it; in between, and as soon as the
- * engine has let go of a gradient, its memory holds something else. So what lacks a fence, or a
- * wait, is a wrong byte.
+ * are read, and gradients written, when the stream reaches them; before that, and as soon as the
+ * engine has released a gradient, its memory holds garbage. So a missing fence or wait shows as a
+ * wrong byte.
  */
 #ifndef LH_TEST_RIG_DEVICE_H
 #define LH_TEST_RIG_DEVICE_H

@@ -1,4 +1,4 @@
-/* Files that the rig's frozen unit is read from, in place (sched/in_place.h). */
+/* Files from which the rig's frozen unit is read in place (sched/in_place.h). */
 #ifndef LH_TEST_RIG_IN_PLACE_H
 #define LH_TEST_RIG_IN_PLACE_H
 

@@ -1,4 +1,4 @@
-/* Memory and a store for saved tensors, beside the rig's. */
+/* Memory and a store for saved tensors, in addition to the rig's own. */
 #ifndef LH_TEST_RIG_SAVED_H
 #define LH_TEST_RIG_SAVED_H
 

@@ -1,10 +1,10 @@
 /*
- * A disk in memory for the store's tests, behind the store's file calls, that power can leave in
- * every state it may leave a real one in.
+ * A disk in memory for the store's tests, which implements the store's file calls. A power failure
+ * can leave it in every state in which it may leave a real disk.
  *
- * Every write, sync and change of a directory is an event. disk_cut() makes the disk that is there
- * when power fails before an event: what a sync has covered, and any part of the rest, in sectors
- * of 512 bytes. A sync can be made to fail, which drops the pages: they still read well, and no
+ * Every write, sync and change of a directory is an event. disk_cut() makes the disk that remains
+ * if power fails before an event: what a sync has covered, and any part of the rest, in sectors of
+ * 512 bytes. A sync can be made to fail, which drops the pages: they can still be read, but no
  * later sync makes them durable.
  */
 #ifndef LH_TEST_STORE_DISK_H

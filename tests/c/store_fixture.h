@@ -1,6 +1,6 @@
 /*
- * What the store's tests share: a folder that is removed at the end, a small store with two-slot
- * and frozen groups, and bytes that say which extent, step and offset they are of.
+ * Shared by the store's tests: a folder that is removed at the end, a small store with two-slot and
+ * frozen groups, and bytes that encode their extent, step and offset.
  */
 #ifndef LH_TEST_STORE_FIXTURE_H
 #define LH_TEST_STORE_FIXTURE_H
