@@ -240,10 +240,10 @@ class Builder:
         """Find the compiler and the libraries; compile nothing yet.
 
         Args:
-            mode: A key of MODE_FLAGS.
-            jobs: The number of parallel compilers; 0: as many as this process may use, at least 2.
-            werror: Whether a warning fails the build.
-            command: The compiler's command; empty: that of compiler(). Its target machine decides
+            mode: a key of MODE_FLAGS.
+            jobs: the number of parallel compilers; 0: as many as this process may use, at least 2.
+            werror: whether a warning fails the build.
+            command: the compiler's command; empty: that of compiler(). Its target machine decides
                 which kernels are built.
         """
         self.mode = mode

@@ -69,7 +69,7 @@ def run(command: Sequence[str | pathlib.Path], **environment: str) -> str:
     """Run a command in the repository's root, without PYTHON* variables; return its output.
 
     Raises:
-        WheelError: It did not exit with 0.
+        WheelError: it did not exit with 0.
     """
     words = [str(word) for word in command]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
@@ -120,7 +120,7 @@ def check(wheel: pathlib.Path) -> None:
     """Check the contents of the wheel.
 
     Raises:
-        WheelError: A check failed.
+        WheelError: a check failed.
     """
     if not re.search(rf"-cp311-abi3-manylinux_\d+_\d+_{platform.machine()}\.whl$", wheel.name):
         raise WheelError(
@@ -176,8 +176,8 @@ class Shelf:
         """Remember the settings; install nothing yet.
 
         Args:
-            may_download: Whether downloads of gigabytes are allowed.
-            find_links: Folders with wheels of CUDA's libraries; []: use the registry.
+            may_download: whether downloads of gigabytes are allowed.
+            find_links: folders with wheels of CUDA's libraries; []: use the registry.
         """
         self.may_download = may_download
         self.find_links = find_links
