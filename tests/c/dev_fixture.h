@@ -80,8 +80,8 @@ __attribute__((unused)) static void machine_free(struct machine *machine, void *
     machine_leave(machine);
 }
 
-/* Zeroed, page-locked main memory: the driver may copy pageable memory synchronously in submit,
- * which would hide a missing fence. */
+/* Zeroed main memory, registered with the device: the driver may copy pageable memory synchronously
+ * in submit, which would hide a missing fence. */
 __attribute__((unused)) static void *machine_host_allocate(struct machine *machine, uint64_t bytes)
 {
     void *memory = lh_alloc_zeroed(&machine->alloc, 1, bytes);
