@@ -12,31 +12,31 @@
 
 #if VECTOR_BYTES == 64
 
-/* Counts below 0 give anything, those above 31 give 0. */
+/* Shift right. Counts below 0 give unspecified results, those above 31 give 0. */
 static INLINE words shifted(words bits, words counts)
 {
     return (words)_mm512_srlv_epi32((__m512i)bits, (__m512i)counts);
 }
 
-/* Of whole numbers with a sign. */
+/* The minimum of signed integers. */
 static INLINE words lesser(words a, words b)
 {
     return (words)_mm512_min_epi32((__m512i)a, (__m512i)b);
 }
 
-/* The same. */
+/* The maximum of signed integers. */
 static INLINE words greater(words a, words b)
 {
     return (words)_mm512_max_epi32((__m512i)a, (__m512i)b);
 }
 
-/* In any lane, a above b. */
+/* Whether a is above b in any lane. */
 static INLINE bool is_any_above(words a, words b)
 {
     return _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b) != 0;
 }
 
-/* yes where a is below b, else no. */
+/* Select yes where a is below b, no elsewhere. */
 static INLINE words below_or(words a, words b, words yes, words no)
 {
     __mmask16 is_below = _mm512_cmplt_epi32_mask((__m512i)a, (__m512i)b);
@@ -45,32 +45,32 @@ static INLINE words below_or(words a, words b, words yes, words no)
 
 #elif VECTOR_BYTES == 32
 
-/* Counts below 0 give anything, those above 31 give 0. */
+/* Shift right. Counts below 0 give unspecified results, those above 31 give 0. */
 static INLINE words shifted(words bits, words counts)
 {
     return (words)_mm256_srlv_epi32((__m256i)bits, (__m256i)counts);
 }
 
-/* Of whole numbers with a sign. */
+/* The minimum of signed integers. */
 static INLINE words lesser(words a, words b)
 {
     return (words)_mm256_min_epi32((__m256i)a, (__m256i)b);
 }
 
-/* The same. */
+/* The maximum of signed integers. */
 static INLINE words greater(words a, words b)
 {
     return (words)_mm256_max_epi32((__m256i)a, (__m256i)b);
 }
 
-/* In any lane, a above b. */
+/* Whether a is above b in any lane. */
 static INLINE bool is_any_above(words a, words b)
 {
     __m256i is_above = _mm256_cmpgt_epi32((__m256i)a, (__m256i)b);
     return !_mm256_testz_si256(is_above, is_above);
 }
 
-/* yes where a is below b, else no. */
+/* Select yes where a is below b, no elsewhere. */
 static INLINE words below_or(words a, words b, words yes, words no)
 {
     __m256i is_below = _mm256_cmpgt_epi32((__m256i)b, (__m256i)a);
@@ -79,31 +79,31 @@ static INLINE words below_or(words a, words b, words yes, words no)
 
 #else
 
-/* Counts below 0 give anything, those above 31 give 0. */
+/* Shift right. Counts below 0 give unspecified results, those above 31 give 0. */
 static INLINE words shifted(words bits, words counts)
 {
     return (words)vshlq_u32((uint32x4_t)bits, vnegq_s32((int32x4_t)counts));
 }
 
-/* Of whole numbers with a sign. */
+/* The minimum of signed integers. */
 static INLINE words lesser(words a, words b)
 {
     return (words)vminq_s32((int32x4_t)a, (int32x4_t)b);
 }
 
-/* The same. */
+/* The maximum of signed integers. */
 static INLINE words greater(words a, words b)
 {
     return (words)vmaxq_s32((int32x4_t)a, (int32x4_t)b);
 }
 
-/* In any lane, a above b. */
+/* Whether a is above b in any lane. */
 static INLINE bool is_any_above(words a, words b)
 {
     return vmaxvq_u32(vcgtq_s32((int32x4_t)a, (int32x4_t)b)) != 0;
 }
 
-/* yes where a is below b, else no. */
+/* Select yes where a is below b, no elsewhere. */
 static INLINE words below_or(words a, words b, words yes, words no)
 {
     uint32x4_t is_below = vcltq_s32((int32x4_t)a, (int32x4_t)b);

@@ -49,7 +49,7 @@ struct lh_budget_unit {
     /* Gradients in memory while backward is in this unit, including autograd's. 0: frozen. */
     uint64_t gradient_bytes;
     uint32_t state_bytes_per_element; /* R + M + V: 10 (bf16), 12 (fp16), 8 (fp32), 0 (frozen) */
-    /* Of gradients that wait for the end of the step; 0: none wait. */
+    /* The size of gradients that wait for the end of the step; 0: none wait. */
     uint32_t waiting_bytes_per_element;
     bool waits_in_memory; /* gradients cannot wait on SSD */
     bool waits_at_will;   /* they need not wait, either: up to a third does if there is room */

@@ -13,7 +13,7 @@
 #define PAPERS_TFLOP_PER_S 155
 #define PAPERS_ADAM_PER_S UINT64_C(1100000000)
 #define PAPERS_GPU_BYTES (4 * GB / LH_BLOCK_BYTES * LH_BLOCK_BYTES)
-/* Of the papers' 52 cores; the engine's slabs cannot keep more busy. */
+/* The papers' machine has 52 cores, but the engine's slabs cannot keep more than these busy. */
 #define PAPERS_WORKER_COUNT 4
 
 #define BALANCED_BLOCK_COUNT 40

@@ -43,7 +43,7 @@ struct lh_sim_timing {
     uint64_t begin_ns; /* of the step, in virtual time */
     uint32_t trace_count;
     uint64_t step_ns; /* from begin to begin; between two commits if commit_every is above 1 */
-    /* What a commit adds to that, once in commit_every steps. */
+    /* The additional time of a commit, once in commit_every steps. */
     uint64_t commit_ns;
     uint64_t commit_write_bytes; /* to all SSDs */
     uint64_t forward_ns;
