@@ -1,8 +1,8 @@
-# The front door. Each target works as the first command on a machine that has only Python: what is
-# missing is set up first. There is no logic here: see tools/setup_dev.sh and tests/run.py.
+# The entry point. Each target works as the first command on a machine that has only Python: it sets
+# up what is missing. The logic is in tools/setup_dev.sh and tests/run.py.
 #
-# ARGS reaches the program behind a target: make demo ARGS="--json demo.json"
-# DEVICE=emu has bench-step measure the step behind an emulated accelerator.
+# ARGS is passed to the program of a target: make demo ARGS="--json demo.json"
+# With DEVICE=emu, bench-step measures the step on an emulated accelerator.
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -19,27 +19,27 @@ help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
 	@echo 'make test      all tests, the sanitizers on the quick part of them'
 	@echo 'make test-slow the Python tests that take minutes'
-	@echo 'make lint      layout, linters, types, spelling'
-	@echo 'make fmt       lay out C and Python'
-	@echo 'make sanitize  everything under the sanitizers'
+	@echo 'make lint      formatting, linters, types, spelling'
+	@echo 'make fmt       format C and Python'
+	@echo 'make sanitize  all C and Python tests under the sanitizers'
 	@echo 'make neon      the C tests compiled for aarch64, under qemu-user: some minutes;'
-	@echo '               neon-fast: those of the arithmetic and the checksums, seconds'
-	@echo 'make mutants   changes of one line that a test must notice: half an hour;'
-	@echo '               ARGS="--seed 1 --random 50" tries random ones as well'
-	@echo 'make fuzz      every parser on its corpus and ten seconds of changes; ARGS="--minutes 10"'
+	@echo '               neon-fast: only arithmetic and checksums, seconds'
+	@echo 'make mutants   one-line changes that a test must detect: half an hour;'
+	@echo '               ARGS="--seed 1 --random 50" also tries random ones'
+	@echo 'make fuzz      every parser on its corpus and ten seconds of mutations; ARGS="--minutes 10"'
 	@echo 'make sim-long  the simulator with 1,000 seeds, faults and power loss: some minutes'
-	@echo 'make sim-wrong the simulator against stores whose protocol is wrong: it must notice each'
-	@echo 'make campaign  many seeds of the simulator, with what was found as a table; goes on where'
-	@echo '               it was ended: ARGS="--seeds 0:200000 --jobs 2"'
+	@echo 'make sim-wrong the simulator against stores with a wrong protocol: it must detect each'
+	@echo 'make campaign  many seeds of the simulator, with a table of results; resumes where it was'
+	@echo '               stopped: ARGS="--seeds 0:200000 --jobs 2"'
 	@echo 'make kills     10,000 kills of engine, store and sessions; also powercuts (500 cuts), interrupts'
 	@echo '               (1,000 times Ctrl-C) and troubles (full disk, EIO, SIGSTOP, out of memory)'
 	@echo 'make bench     all benchmarks; also bench-adam, -rng, -io, -step, -hooks, -peers, -policies, -lora'
-	@echo 'make paper     docs/paper-results.md: the papers beside the simulator, some minutes'
-	@echo 'make parity    docs/parity.md: lohan beside torch in all its settings, some minutes'
+	@echo 'make paper     docs/paper-results.md: the papers compared with the simulator, some minutes'
+	@echo 'make parity    docs/parity.md: lohan compared with torch in all settings, some minutes'
 	@echo 'make docs      the pages of docs/ as a site, in build/site'
-	@echo 'make wheel     one wheel for every Python, in dist/, and tried where no compiler is'
+	@echo 'make wheel     one wheel for every Python, in dist/, tested without a compiler'
 	@echo 'make build     the extension, in place'
-	@echo 'make clean     remove what was built (.venv stays)'
+	@echo 'make clean     remove what was built (keeps .venv)'
 
 $(VENV)/.ready: requirements-dev.txt tools/setup_dev.sh
 	tools/setup_dev.sh $(VENV)

@@ -1,24 +1,24 @@
-"""The driver behind the Makefile: checks and tests of lohan, one word each.
+"""The driver behind the Makefile: run lohan's checks and tests, each selected by one word.
 
-    fmt      lay out C and Python
+    fmt      format C and Python
     lint     clang-format, ruff, mypy, codespell, clang-tidy
-    tidy     the rules that no linter knows (tests/py/test_tidy.py)
-    c        tests/c/test_*.c, one program a module
+    tidy     the rules that no linter checks (tests/py/test_tidy.py)
+    c        tests/c/test_*.c, one program per module
     asan     the same under AddressSanitizer and UndefinedBehaviorSanitizer
-    tsan     those of them that have threads, under ThreadSanitizer
-    neon     all of them, or with --fast some, compiled for aarch64 and run by qemu-user
+    tsan     those of them that use threads, under ThreadSanitizer
+    neon     all of them, or some with --fast, compiled for aarch64 and run by qemu-user
     sim      tests/sim/sim_*.c, random runs in virtual time, one seed each
     py       tests/py with pytest
-    asan-py  tests/py with the extension built under the sanitizers, beside the normal one
-    mutants  tests/mutants: changes of one line, each of which a test must notice
-    fuzz     tests/fuzz: every parser on its corpus, and on changes of it for ten seconds
+    asan-py  tests/py with an extension built under the sanitizers, separate from the normal one
+    mutants  tests/mutants: one-line changes, each of which a test must detect
+    fuzz     tests/fuzz: every parser on its corpus, and on mutations of it for ten seconds
     bench    benchmarks/*/bench_NAME.{c,py}: those that --only names, or all
     all      tidy c asan tsan sim py
 
-Several words run in the order given; what follows -- goes to pytest, or to the scripts of mutants,
-fuzz and the benchmarks.
-The exit status is 1 if any of them failed. A C test answers 0 (passed), 77 (skipped: its last line
-says why) or anything else (failed: its output is shown).
+Several words run in the given order. Arguments after -- are passed to pytest, or to the scripts of
+mutants, fuzz and the benchmarks.
+The exit status is 1 if any of them failed. The exit status of a C test is 0 (passed), 77 (skipped:
+its last line says why) or anything else (failed: its output is shown).
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ import cbuild  # noqa: E402  (its folder has just been named)
 EXIT_SKIPPED = 77
 # Sanitized programs run several times slower; a hang must still end well before CI's own limit.
 TIMEOUT_S = {"release": 120, "debug": 120, "asan": 300, "tsan": 300, "neon": 900}
-# ThreadSanitizer says something only about programs that have threads.
+# ThreadSanitizer is only useful for programs that use threads.
 TSAN_WORDS = ("ring", "waker", "exec", "io", "dev", "engine", "sched", "base")
-# What another machine computes by instructions of its own, and an emulator in a few seconds.
+# Tests of code with machine-specific instructions that take an emulator only a few seconds.
 NEON_WORDS_FAST = ("bits", "cast", "crc32c", "norm", "sum", "format")
-# Of Debian's gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user-static.
+# From Debian's gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user-static.
 CROSS_COMPILER = ["aarch64-linux-gnu-gcc"]
 EMULATOR = ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu"]
 SIM_SEED_COUNT = 20
-# Of pytest's processes each loads torch and transformers: a gigabyte.
+# Each of pytest's processes loads torch and transformers, which takes a gigabyte.
 PYTEST_PROCESS_COUNT_MAX = 8
-# Of so many seeds one is run by two builds, whose traces must be the same.
+# One in this many seeds is run by two builds, whose traces must be identical.
 SIM_TRACE_STRIDE = 10
-# Seeds of sim_power that once failed, with the ends of their lives as they were then.
+# Seeds of sim_power that once failed, with the ends of their lives at that time.
 SIM_POWER_SEEDS = (
     "--without edits --without snapshots --crash 0:2:2:6:0 --crash 1:1:2:5:0 --crash 2:2:2:8:0"
     " --crash 3:3:2:20:0 --crash 4:1:2:27:1 8240",
@@ -84,7 +84,7 @@ SIM_POWER_SEEDS = (
     "--without edits --without snapshots --crash 0:3:2:3:0 --crash 1:1:2:307:0 153668",
 )
 
-# Leaks are checked in the C tests: an interpreter leaves too much behind at exit to tell.
+# Leaks are checked only in the C tests: an interpreter leaves too much allocated at exit.
 ASAN_OPTIONS = "abort_on_error=0:detect_stack_use_after_return=0:strict_string_checks=1"
 UBSAN_OPTIONS = "print_stacktrace=1"
 TSAN_OPTIONS = "halt_on_error=1:second_deadlock_stack=1"
@@ -92,13 +92,13 @@ TSAN_OPTIONS = "halt_on_error=1:second_deadlock_stack=1"
 
 @dataclasses.dataclass
 class Options:
-    """What the command line said."""
+    """The options of the command line."""
 
     only: list[str]
     fast: bool
     seeds: int
     rest: list[str]
-    # Tests that failed, and why, printed again at the very end.
+    # Failed tests and their messages, printed again at the very end.
     failures: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -113,19 +113,19 @@ class Outcome:
 
 
 def say(text: str) -> None:
-    """Print at once, so that lines of ours and of the tools stay in order."""
+    """Print and flush, so that our lines and those of the tools stay in order."""
     print(text, flush=True)
 
 
 def run(command: Sequence[str | pathlib.Path], **environment: str) -> bool:
-    """Run a command in the repository's root; whether it exited 0."""
+    """Run a command in the repository's root; return whether it exited with 0."""
     words = [str(word) for word in command]
     say("$ " + " ".join(words[:8]) + (" ..." if len(words) > 8 else ""))
     return subprocess.run(words, cwd=ROOT, env={**os.environ, **environment}).returncode == 0
 
 
 def tool(name: str) -> str:
-    """A development tool: of this Python's environment first, then of PATH."""
+    """Find a development tool in this Python's environment, or else in PATH."""
     beside = pathlib.Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
@@ -134,14 +134,14 @@ def tool(name: str) -> str:
 
 
 def c_files(*folders: str) -> list[str]:
-    """The C files and headers below folders, and CUDA's."""
+    """List the C files, headers and CUDA files below folders."""
     every = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.*")))
     files = [path for path in every if path.suffix in (".c", ".h", ".cu")]
     return [str(path.relative_to(ROOT)) for path in files]
 
 
 def run_fmt(options: Options) -> bool:
-    """Lay out C and Python in place."""
+    """Format C and Python in place."""
     done = run([tool("clang-format"), "-i", *c_files("csrc", "cuda", "tests", "benchmarks")])
     return (
         run([tool("ruff"), "format", "."]) and run([tool("ruff"), "check", "--fix", "."]) and done
@@ -149,7 +149,7 @@ def run_fmt(options: Options) -> bool:
 
 
 def tidy_key(path: str, command: Sequence[str]) -> str:
-    """A hash of all that clang-tidy's answer for a file depends on."""
+    """Hash everything that clang-tidy's result for a file depends on."""
     left, texts = [ROOT / path], {}
     while left:
         at = left.pop()
@@ -165,7 +165,7 @@ def tidy_key(path: str, command: Sequence[str]) -> str:
 
 
 def tidy_one(path: str) -> tuple[str, int, str]:
-    """clang-tidy on one file with the flags it is compiled with."""
+    """Run clang-tidy on one file with the flags it is compiled with."""
     isa = cbuild.isa_flags(ROOT / path, platform.machine())
     if isa is None:
         return path, 0, ""
@@ -174,7 +174,7 @@ def tidy_one(path: str) -> tuple[str, int, str]:
     includes = ["-Icsrc", "-Itests/c", "-isystem", sysconfig.get_path("include")]
     command = [tool("clang-tidy"), "--quiet", "--warnings-as-errors=*", path, "--"]
     command += [*flags, *isa, *defines, '-DLH_BUILD_INFO="lint"', *includes]
-    # Beside the tool, whose version is its environment's: what was well and is the same is well.
+    # Results are cached in the tool's environment, which has its version: skip unchanged files.
     seen = pathlib.Path(sys.prefix) / "lint" / tidy_key(path, command[1:])
     if seen.exists():
         return path, 0, ""
@@ -186,7 +186,7 @@ def tidy_one(path: str) -> tuple[str, int, str]:
 
 
 def run_clang_tidy() -> bool:
-    """clang-tidy on every C file of the core, as many at once as there are processors."""
+    """Run clang-tidy on every C file of the core, one process per processor."""
     say("$ clang-tidy csrc/**/*.c")
     paths = [path for path in c_files("csrc") if path.endswith(".c")]
     with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
@@ -197,7 +197,7 @@ def run_clang_tidy() -> bool:
 
 
 def run_lint(options: Options) -> bool:
-    """All linters; every one runs, so that one look shows everything."""
+    """Run all linters, even after one has failed, so that everything is shown at once."""
     python_files = ["python", "tests", "tools", "benchmarks", "examples", "setup.py"]
     checks = [
         run(
@@ -218,7 +218,7 @@ def run_lint(options: Options) -> bool:
 
 
 def run_program(command: Sequence[str], name: str, mode: str, options: Options) -> Outcome:
-    """Run one test program in a folder of its own and judge its exit status."""
+    """Run one test program in its own folder, and evaluate its exit status."""
     folder = cbuild.BUILD / "run" / mode / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -231,9 +231,9 @@ def run_program(command: Sequence[str], name: str, mode: str, options: Options) 
         **({"LH_TEST_FAST": "1"} if options.fast else {}),
     }
     if mode == "tsan" and shutil.which("setarch"):
-        # Where the kernel randomises addresses further than ThreadSanitizer's shadow can map.
+        # The kernel may randomize addresses beyond what ThreadSanitizer's shadow memory can map.
         command = ["setarch", platform.machine(), "-R", *command]
-    if shutil.which("setpriv"):  # killed together with this driver, also by SIGKILL
+    if shutil.which("setpriv"):  # kill it together with this driver, even by SIGKILL
         command = ["setpriv", "--pdeathsig", "KILL", *command]
     started = time.monotonic()
     try:
@@ -259,10 +259,10 @@ def run_program(command: Sequence[str], name: str, mode: str, options: Options) 
 
 
 def report(outcomes: Sequence[Outcome], what: str, options: Options) -> bool:
-    """The counts, in the one form that every reader of test output knows."""
+    """Print the counts in the usual form; return whether no test failed."""
     for outcome in outcomes:
         if outcome.status == "failed":
-            # Its end again: of a long log often only the last lines are kept.
+            # Repeat the end of its output: often only the last lines of a long log are kept.
             last_lines = outcome.output.splitlines()[-6:]
             options.failures.append("\n      ".join([f"{what}: {outcome.name}", *last_lines]))
     count = {status: 0 for status in ("passed", "failed", "skipped")}
@@ -277,7 +277,7 @@ def report(outcomes: Sequence[Outcome], what: str, options: Options) -> bool:
 def build_programs(
     mode: str, folder: str, pattern: str, chosen: Callable[[str], bool]
 ) -> list[tuple[str, pathlib.Path]]:
-    """Compile and link each program of a folder; its files that match no program serve them all."""
+    """Compile and link each program of a folder, together with its files that are no programs."""
     directory = ROOT / folder
     programs = [path for path in sorted(directory.glob(pattern)) if chosen(path.stem)]
     helpers = [path for path in sorted(directory.glob("*.c")) if not path.match(pattern)]
@@ -302,7 +302,7 @@ def build_programs(
 
 
 def run_c_mode(mode: str, options: Options, words: Sequence[str] | None = None) -> bool:
-    """Build and run the C tests in one mode; words: only tests whose name has one of them."""
+    """Build and run the C tests in one mode; words selects tests by parts of their name."""
 
     def chosen(name: str) -> bool:
         parts = name.split("_")
@@ -334,22 +334,22 @@ def run_c_mode(mode: str, options: Options, words: Sequence[str] | None = None) 
 
 
 def run_c(options: Options) -> bool:
-    """The C tests as users' builds are compiled."""
+    """Run the C tests, compiled like users' builds."""
     return run_c_mode("release", options)
 
 
 def run_asan(options: Options) -> bool:
-    """The C tests under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    """Run the C tests under AddressSanitizer and UndefinedBehaviorSanitizer."""
     return run_c_mode("asan", options)
 
 
 def run_tsan(options: Options) -> bool:
-    """The C tests that have threads, under ThreadSanitizer."""
+    """Run the C tests that use threads, under ThreadSanitizer."""
     return run_c_mode("tsan", options, TSAN_WORDS)
 
 
 def run_neon(options: Options) -> bool:
-    """The C tests as an aarch64 machine runs them, emulated."""
+    """Run the C tests on an emulated aarch64 machine."""
     missing = [words[0] for words in (CROSS_COMPILER, EMULATOR) if not shutil.which(words[0])]
     if missing:
         say(f"{' and '.join(missing)} not found: run tools/setup_cross.sh")
@@ -359,7 +359,7 @@ def run_neon(options: Options) -> bool:
 
 
 def compare_traces(programs: Sequence[pathlib.Path], seed: int, options: Options) -> Outcome:
-    """Whether two builds of sim_step write the same trace, byte for byte."""
+    """Check that two builds of sim_step write the same trace, byte for byte."""
     with tempfile.TemporaryDirectory(dir=cbuild.BUILD) as folder:
         traces = []
         for index, program in enumerate(programs):
@@ -375,7 +375,7 @@ def compare_traces(programs: Sequence[pathlib.Path], seed: int, options: Options
 
 
 def run_sim(options: Options) -> bool:
-    """Random whole-system runs in virtual time; a failure prints the seed that repeats it."""
+    """Run random whole-system simulations; a failure prints the seed that repeats it."""
     say(f"== simulator, {options.seeds} seeds")
     try:
         programs = build_programs("asan", "tests/sim", "sim_*.c", lambda name: True)
@@ -412,8 +412,8 @@ def run_sim(options: Options) -> bool:
 
 
 def run_pytest(paths: Sequence[str], options: Options, **environment: str) -> bool:
-    """Pytest on paths; a run that finds no test at all is no failure of a test."""
-    # pytest alone leaves the slow ones out (pyproject.toml); of several -m the last one counts.
+    """Run pytest on paths; a run that finds no tests does not count as a failure."""
+    # By default pytest skips slow tests (pyproject.toml); the last of several -m options counts.
     marks = "not slow" if options.fast else "slow or not slow"
     words = [sys.executable, "-m", "pytest", "-q", "-m", marks, *paths, *options.rest]
     say("$ " + " ".join(words[1:]))
@@ -428,7 +428,7 @@ def run_pytest(paths: Sequence[str], options: Options, **environment: str) -> bo
 
 
 def failed_in(log: pathlib.Path) -> list[str]:
-    """The names of the tests that failed, from pytest's XML; none if it died before it wrote it."""
+    """Read the names of failed tests from pytest's XML; [] if it died before writing it."""
     if not log.exists():
         return []
     cases = xml.etree.ElementTree.parse(log).iter("testcase")
@@ -437,15 +437,15 @@ def failed_in(log: pathlib.Path) -> list[str]:
 
 
 def run_tidy(options: Options) -> bool:
-    """The rules of docs/style.md that no linter knows."""
+    """Check the rules of docs/style.md that no linter checks."""
     return run_pytest(["tests/py/test_tidy.py"], options)
 
 
 def processes(options: Options) -> list[str]:
-    """The words that have pytest run the quick tests in a process for each processor, if it can.
+    """Return pytest's options for running quick tests in one process per processor, if possible.
 
     Most of them wait for disks and children, or compute with one thread. A file's tests stay in one
-    process, so that what they share is made once. A slow one wants memory and disks for itself.
+    process, so that shared fixtures are created once. Slow tests need memory and disks exclusively.
     """
     count = min(os.cpu_count() or 1, PYTEST_PROCESS_COUNT_MAX)
     if not options.fast or count == 1 or importlib.util.find_spec("xdist") is None:
@@ -454,12 +454,12 @@ def processes(options: Options) -> list[str]:
 
 
 def run_py(options: Options) -> bool:
-    """The Python tests (tidy has its own word)."""
+    """Run the Python tests, except tidy's."""
     return run_pytest(["tests/py", "--ignore=tests/py/test_tidy.py", *processes(options)], options)
 
 
 def run_asan_py(options: Options) -> bool:
-    """The Python tests on an extension built under the sanitizers, in a folder of its own."""
+    """Run the Python tests with an extension built under the sanitizers, in a separate folder."""
     base, library = cbuild.BUILD / "asan", cbuild.BUILD / "asan" / "lib"
     shutil.rmtree(library, ignore_errors=True)
     build = [
@@ -493,7 +493,7 @@ def run_asan_py(options: Options) -> bool:
 
 
 def run_mutants(options: Options) -> bool:
-    """Mutation testing (tests/mutants/main.py --help); --only: mutants whose name begins so."""
+    """Run mutation tests (tests/mutants/main.py --help); --only selects mutants by name prefix."""
     chosen = [f"--only={name}" for name in options.only]
     is_well = run([sys.executable, "tests/mutants/main.py", *chosen, *options.rest])
     options.failures += [] if is_well else ["mutants: see above"]
@@ -501,7 +501,7 @@ def run_mutants(options: Options) -> bool:
 
 
 def run_fuzz(options: Options) -> bool:
-    """Fuzzing (tests/fuzz/run_fuzz.py --help); --only: these targets."""
+    """Run the fuzzers (tests/fuzz/run_fuzz.py --help); --only selects targets."""
     chosen = [f"--only={name}" for name in options.only]
     is_well = run([sys.executable, "tests/fuzz/run_fuzz.py", *chosen, *options.rest])
     options.failures += [] if is_well else ["fuzz: see above"]
@@ -509,15 +509,15 @@ def run_fuzz(options: Options) -> bool:
 
 
 def run_bench(options: Options) -> bool:
-    """The benchmarks named by --only, or all of them; in C first, as they take less time.
+    """Run the benchmarks named by --only, or all; those in C first, because they take less time.
 
-    What follows -- reaches the scripts; the programs in C run with their defaults.
+    Arguments after -- are passed to the scripts; the programs in C run with their defaults.
     """
 
     def chosen(name: str) -> bool:
         return not options.only or any(name == f"bench_{word}" for word in options.only)
 
-    # All of them: a script may run one that was not chosen itself.
+    # Build all of them: a script may run a program that was not selected.
     programs = build_programs("release", "benchmarks/c", "bench_*.c", lambda name: True)
     binaries = str(cbuild.BUILD / "bin" / "release")
     chosen_programs = [program for name, program in programs if chosen(name)]
@@ -550,19 +550,23 @@ ALL = ["tidy", "c", "asan", "tsan", "sim", "py"]
 
 
 def main() -> int:
-    """Run the words in order; 1 if any failed."""
+    """Run the words in order; return 1 if any failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("words", nargs="+", choices=[*WORDS, "all"], metavar="WORD")
     parser.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help="C tests with NAME in the name"
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="run only C tests with NAME in their name (mutants, fuzz, bench: only NAME)",
     )
     parser.add_argument(
-        "--fast", action="store_true", help="sets LH_TEST_FAST=1; pytest -m 'not slow'"
+        "--fast", action="store_true", help="set LH_TEST_FAST=1; run pytest -m 'not slow'"
     )
     parser.add_argument(
-        "--seeds", type=int, default=SIM_SEED_COUNT, help="seeds for each simulator"
+        "--seeds", type=int, default=SIM_SEED_COUNT, help="number of seeds for each simulator"
     )
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments = parser.parse_args(sys.argv[1:cut])
@@ -571,7 +575,7 @@ def main() -> int:
     words = [part for word in arguments.words for part in (ALL if word == "all" else [word])]
     started = time.monotonic()
     failed = [word for word in words if not WORDS[word](options)]
-    say(f"{' '.join(words)}: {time.monotonic() - started:.0f} s" + (", all well" * (not failed)))
+    say(f"{' '.join(words)}: {time.monotonic() - started:.0f} s" + (", all passed" * (not failed)))
     if failed:
         say("\n".join(["failed: " + " ".join(failed), *(f"  {x}" for x in options.failures)]))
     return 1 if failed else 0

@@ -1,13 +1,12 @@
-"""Compiles lohan's C core: shared by setup.py (the extension) and tests/run.py (the C tests).
+"""Compile lohan's C core, for setup.py (the extension) and tests/run.py (the C tests).
 
-One cache of objects per mode lies in build/obj/MODE (build/obj/MODE-MACHINE where the compiler is
-another machine's; LOHAN_BUILD names another folder than build):
-an object is made again when its command line changed or a file that it was made from did (the
-compiler's own dependency files say which). All objects are position-independent, so the extension
-and the test programs link the same ones.
+Each mode has an object cache in build/obj/MODE (build/obj/MODE-MACHINE when cross-compiling;
+LOHAN_BUILD names a folder other than build). An object is rebuilt when its command line or one of
+its source files has changed (according to the compiler's dependency files). All objects are
+position-independent, so the extension and the test programs link the same ones.
 
-Needs a C compiler and nothing but the standard library, because it runs before anything of lohan's
-is installed.
+This module needs a C compiler and only the standard library, because it runs before anything is
+installed.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ WARNING_FLAGS = [
     "-Wstrict-prototypes",
     "-Wmissing-prototypes",
     "-Wvla",
-    # A call of what no header declares is a bug whatever the linker finds.
+    # Calling an undeclared function is a bug, whatever the linker finds.
     "-Werror=implicit-function-declaration",
 ]
 
-# A kernel's file name ends in the instruction set that it needs; nothing else gets these flags, so
-# that no other file can use an instruction the machine may not have.
+# A kernel's file name ends in the instruction set that it needs. No other file gets these flags, so
+# that no other file can use an instruction that the machine may lack.
 ISA_FLAGS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "_sse42": ["-msse4.2", "-mpclmul"],
@@ -63,7 +62,7 @@ ISA_FLAGS: dict[str, dict[str, list[str]]] = {
             "-mfma",
         ],
     },
-    # NEON itself every aarch64 has; the folding kernels' CRC32 and PMULL not.
+    # Every aarch64 has NEON itself, but not the CRC32 and PMULL of the folding kernels.
     "aarch64": {"_neon": ["-march=armv8-a+crc+crypto"], "_armv8": []},
 }
 
@@ -84,12 +83,12 @@ SANITIZE_MODES = {"address,undefined": "asan", "undefined,address": "asan", "thr
 
 
 class BuildError(Exception):
-    """A compiler or linker refused; the message is its own output."""
+    """A compiler or linker failed; the message is its output."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """A static archive to link, or the reason there is none."""
+    """A static archive to link, or the reason why it was not found."""
 
     name: str
     define: str
@@ -136,14 +135,14 @@ int lh_probe(struct iocb *one, struct io_event *event)
 
 
 def compiler() -> list[str]:
-    """The C compiler's command: $CC, else cc, gcc, clang, else the one that Python is of.
+    """Find the C compiler's command: $CC, else cc, gcc, clang, or the one that built Python.
 
     Raises:
-        BuildError: CC names what is not there, or there is none at all.
+        BuildError: CC names a compiler that does not exist, or no compiler was found.
     """
     asked = shlex.split(os.environ.get("CC", ""))
     if asked and not shutil.which(asked[0]):
-        raise BuildError(f"CC={os.environ['CC']}: there is no {asked[0]} here")
+        raise BuildError(f"CC={os.environ['CC']}: {asked[0]} was not found")
     if asked:
         return asked
     for candidate in ("cc", "gcc", "clang", sysconfig.get_config_var("CC")):
@@ -157,13 +156,13 @@ def compiler() -> list[str]:
 
 
 def compiler_version(command: Sequence[str]) -> str:
-    """The first line of `cc --version`."""
+    """Return the first line of `cc --version`."""
     answer = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
     return (answer.stdout.splitlines() or ["unknown"])[0]
 
 
 def target_machine(command: Sequence[str]) -> str:
-    """The machine that a compiler's command compiles for: a key of ISA_FLAGS, or another name."""
+    """Return the machine that a compiler targets: a key of ISA_FLAGS, or another name."""
     answer = subprocess.run([*command, "-dumpmachine"], capture_output=True, text=True, check=False)
     return answer.stdout.partition("-")[0].strip() or platform.machine()
 
@@ -192,7 +191,7 @@ def _probe(command: Sequence[str], name: str, source: str, define: str) -> Libra
 
 
 def probe_libraries(command: Sequence[str]) -> list[Library]:
-    """Liburing and libaio, each found or with the reason why not."""
+    """Probe liburing and libaio: each is found, or has the reason why not."""
     return [
         _probe(command, "uring", LIBURING_PROBE, "LH_HAVE_LIBURING"),
         _probe(command, "aio", LIBAIO_PROBE, "LH_HAVE_LIBAIO"),
@@ -200,7 +199,7 @@ def probe_libraries(command: Sequence[str]) -> list[Library]:
 
 
 def isa_flags(source: pathlib.Path, machine: str) -> list[str] | None:
-    """The instruction-set flags of a file by its suffix; None where the file is not for machine."""
+    """Return a file's instruction-set flags by its suffix; None if it is for another machine."""
     for owner, table in ISA_FLAGS.items():
         for suffix, flags in table.items():
             if source.stem.endswith(suffix):
@@ -209,14 +208,14 @@ def isa_flags(source: pathlib.Path, machine: str) -> list[str] | None:
 
 
 def core_sources(with_binding: bool) -> list[pathlib.Path]:
-    """Every C file of the core in a fixed order; csrc/py only with_binding."""
+    """List every C file of the core in a fixed order; csrc/py only if with_binding."""
     sources = sorted((ROOT / "csrc").rglob("*.c"))
     binding = ROOT / "csrc" / "py"
     return [source for source in sources if with_binding or binding not in source.parents]
 
 
 def project_files() -> list[str]:
-    """Every file of the project: what git has or would have; without git, what is not built."""
+    """List the project's files: tracked or untracked by git; without git, all that is not built."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -233,7 +232,7 @@ def project_files() -> list[str]:
 
 
 class Builder:
-    """Compiles files of one mode into its object cache and links them."""
+    """Compile files of one mode into its object cache, and link them."""
 
     def __init__(
         self, mode: str, jobs: int = 0, werror: bool = False, command: Sequence[str] = ()
@@ -242,16 +241,16 @@ class Builder:
 
         Args:
             mode: a key of MODE_FLAGS.
-            jobs: compilers at once; 0: as many as this process may use, at least 2.
+            jobs: the number of parallel compilers; 0: as many as this process may use, at least 2.
             werror: whether a warning fails the build.
-            command: the compiler's; none: compiler()'s. What it compiles for decides which kernels
-                are built.
+            command: the compiler's command; empty: that of compiler(). Its target machine decides
+                which kernels are built.
         """
         self.mode = mode
         self.jobs = jobs or max(2, len(os.sched_getaffinity(0)))
         self.command = list(command) or compiler()
         self.machine = target_machine(self.command)
-        # Another machine's objects lie beside this one's.
+        # Objects for another machine are in a separate folder.
         self.variant = mode if self.machine == platform.machine() else f"{mode}-{self.machine}"
         self.objects = BUILD / "obj" / self.variant
         self.libraries = probe_libraries(self.command)
@@ -267,7 +266,7 @@ class Builder:
         ]
 
     def link_flags(self) -> list[str]:
-        """What every program or shared object of this mode is linked with."""
+        """Return the flags with which programs and shared objects of this mode are linked."""
         sanitizers = [flag for flag in MODE_FLAGS[self.mode] if flag.startswith("-fsanitize")]
         archives = [flag for library in self.libraries for flag in library.link_flags]
         return [*sanitizers, *archives, "-pthread", "-lm", "-ldl"]
@@ -275,7 +274,7 @@ class Builder:
     def compile(
         self, sources: Iterable[pathlib.Path], extra: Sequence[str] = ()
     ) -> list[pathlib.Path]:
-        """Compile what is out of date, in parallel; return every object in the order of sources."""
+        """Compile what is stale, in parallel; return all objects in the order of sources."""
         wanted = []
         for source in sources:
             isa = isa_flags(source, self.machine)
@@ -293,7 +292,7 @@ class Builder:
         return [target for target, _ in wanted]
 
     def archive(self, objects: Sequence[pathlib.Path], name: str) -> pathlib.Path:
-        """Put objects into a static library, of which a program takes only what it uses."""
+        """Put objects into a static library, from which a program links only what it uses."""
         target = self.objects / f"lib{name}.a"
         command = [self._archiver(), "rcs", str(target), *(str(item) for item in objects)]
         with _build_lock():
@@ -305,7 +304,7 @@ class Builder:
         return target
 
     def _archiver(self) -> str:
-        """The compiler's own ar: another machine's may not know these objects' symbols."""
+        """Return the compiler's own ar: the host's may not support these objects' symbols."""
         if self.machine == platform.machine():
             return "ar"
         ask = [*self.command, "-print-prog-name=ar"]
@@ -325,7 +324,7 @@ class Builder:
 
 @contextlib.contextmanager
 def _build_lock() -> Iterator[None]:
-    """Two builds at once in one tree take turns."""
+    """Serialize concurrent builds in one tree."""
     BUILD.mkdir(parents=True, exist_ok=True)
     with open(BUILD / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -339,7 +338,7 @@ def _stamp(target: pathlib.Path) -> pathlib.Path:
 def _is_stale(
     target: pathlib.Path, command: Sequence[str], inputs: Sequence[pathlib.Path] | None = None
 ) -> bool:
-    """Whether target is missing, was made by another command, or is older than an input."""
+    """Return whether target is missing, older than an input, or built by another command."""
     stamp = _stamp(target)
     if not target.exists() or not stamp.exists() or stamp.read_text() != shlex.join(command):
         return True
@@ -354,7 +353,7 @@ def _is_stale(
 
 
 def _make(target: pathlib.Path, command: Sequence[str]) -> str:
-    """Run one compiler; return its complaint, or "" (its warnings are printed)."""
+    """Run one compiler; return its error output, or "" (warnings are printed)."""
     target.parent.mkdir(parents=True, exist_ok=True)
     stamp = _stamp(target)
     stamp.parent.mkdir(parents=True, exist_ok=True)
@@ -366,7 +365,7 @@ def _make(target: pathlib.Path, command: Sequence[str]) -> str:
         return f"{shlex.join(command)[:500]} ...\n{answer.stderr}"
     if answer.stderr:
         print(answer.stderr, end="", flush=True)
-    # As old as the start of the compiler: what was edited while it ran is newer.
+    # Use the compiler's start time, so that files edited while it ran are newer.
     os.utime(target, ns=(started_ns, started_ns))
     stamp.write_text(shlex.join(command))
     return ""

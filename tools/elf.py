@@ -1,4 +1,4 @@
-"""What a shared object asks of the machine that loads it: libraries, symbols and their versions."""
+"""The requirements of a shared object: libraries, symbols and their versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIMITED_MINOR = 11
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Of one shared object."""
+    """The requirements of one shared object."""
 
     needed: list[str]
     undefined: list[str]
@@ -20,7 +20,7 @@ class Needs:
 
 
 def read(path: pathlib.Path) -> Needs:
-    """Libraries that it is linked with, symbols that it leaves to others, versions of these."""
+    """Read the libraries that it is linked with, its undefined symbols, and their versions."""
     from elftools.elf.elffile import ELFFile
 
     with path.open("rb") as file:
@@ -38,17 +38,17 @@ def read(path: pathlib.Path) -> Needs:
 
 
 def is_of_the_c_library(name: str) -> bool:
-    """Whether a library is a part of glibc, which is on every machine."""
+    """Return whether a library is part of glibc, which every machine has."""
     return C_LIBRARY.fullmatch(name) is not None
 
 
 def version_key(name: str) -> tuple[int, ...]:
-    """GLIBC_2.34 as (2, 34), to be compared."""
+    """Convert a version such as GLIBC_2.34 to (2, 34), for comparisons."""
     return tuple(int(part) for part in re.findall(r"\d+", name))
 
 
 def outside_limited_api(symbols: list[str]) -> list[str]:
-    """Of Python's symbols those that are not in the stable ABI of 3.11."""
+    """List the Python symbols that are not in the stable ABI of 3.11."""
     import abi3info
     from abi3info.models import PyVersion, Symbol
 

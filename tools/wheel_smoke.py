@@ -1,6 +1,7 @@
-"""Smoke tests of an installed lohan: what a user does first, with no compiler in reach.
+"""Smoke tests of an installed lohan: a user's first steps, without a compiler.
 
-tools/make_wheel.py runs it with the Python of a fresh environment; the last line is what was tried.
+tools/make_wheel.py runs it with the Python of a fresh environment; the last line of the output says
+what was tested.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ started: list[str] = []
 
 
 def watch(event: str, args: tuple[object, ...]) -> None:
-    """Remember every program that is started."""
+    """Record every program that is started."""
     if event in ("subprocess.Popen", "os.exec", "os.posix_spawn"):
         started.append(str(args[0]))
 
 
 def check_wheel() -> str:
-    """The installed package is the wheel's, with all backends in it."""
+    """Check that the installed package is the wheel's, with all backends."""
     import lohan
 
     installed = pathlib.Path(lohan.__file__).resolve()
@@ -33,7 +34,7 @@ def check_wheel() -> str:
 
 
 def train(folder: pathlib.Path) -> None:
-    """Train, close, resume in the same process; losses fall, and the step goes on."""
+    """Train, close, and resume in the same process; check that losses fall and steps continue."""
     import lohan
     import torch
 
@@ -60,7 +61,7 @@ def train(folder: pathlib.Path) -> None:
 
 
 def command(*words: str) -> str:
-    """`lohan WORDS`, by its script and its exit status."""
+    """Run `lohan WORDS` by its script; check its exit status, and return its output."""
     script = pathlib.Path(sys.executable).parent / "lohan"
     answer = subprocess.run([str(script), *words], capture_output=True, text=True)
     assert answer.returncode == 0, f"lohan {words}: {answer.stdout}{answer.stderr}"
@@ -68,9 +69,9 @@ def command(*words: str) -> str:
 
 
 def main() -> None:
-    """Everything, in the order in which a user meets it."""
+    """Run all tests, in the order of a user's first steps."""
     found = [name for name in COMPILERS if shutil.which(name)]
-    assert not found, f"a compiler can be reached: {found}"
+    assert not found, f"a compiler is in PATH: {found}"
     sys.addaudithook(watch)
     folder = pathlib.Path.cwd()
     backends = check_wheel()

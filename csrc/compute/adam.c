@@ -1,4 +1,4 @@
-/* Scalars of a step, the choice of a kernel, and masters split into P16 and residual and back. */
+/* The scalars of a step, kernel selection, and conversion between masters and P16 + residual. */
 #include <fenv.h>
 #include <math.h>
 #include <string.h>
@@ -7,7 +7,7 @@
 #include "compute/adam_kernels.h"
 
 #if defined(__aarch64__)
-#include <sys/auxv.h> /* and HWCAP_* of that machine */
+#include <sys/auxv.h> /* also defines HWCAP_* */
 #endif
 
 struct lh_adam_scalars lh_adam_scalars_make(const struct lh_adam_hyper *hyper, uint64_t step,
@@ -44,7 +44,7 @@ static const struct lh_adam_kernel kernels[] = {
     {"ref", lh_adam_ref, NULL},
 };
 
-/* Those of them that this machine runs. */
+/* The kernels that this machine can run. */
 static struct lh_adam_kernel kernels_here[LH_COUNT_OF(kernels)];
 static int kernels_here_count;
 

@@ -1,8 +1,8 @@
 /*
  * AdamW on the CPU, in one pass over memory.
  *
- * The rule is torch.optim.AdamW's, in fp32, written with explicit fused multiply-adds (all scalars
- * made in double on the host, once per step and parameter; then rounded to float):
+ * The update rule is that of torch.optim.AdamW, in fp32, with explicit fused multiply-adds. All
+ * scalars are computed in double on the host, once per step and parameter, then rounded to float:
  *
  *      g  = gradient * gradient_scale         (unscale and clip, one multiplication; exact when 1)
  *      m  = fma(g - m, 1 - beta1, m)
@@ -11,30 +11,32 @@
  *      p  = fma(-step_size, m / d, p * decay)
  *
  * with decay = 1 - lr * weight_decay and step_size = lr / bias1. Square root and division are
- * IEEE's, never approximations. sqrt(v) is multiplied with a reciprocal made in double instead of
- * divided by bias2_sqrt: as exact, while a second division took an element in cache from 0.32 to
- * 0.51 ns (one Zen 4 core, AVX-512), near what fast memory leaves.
+ * IEEE's, never approximations. sqrt(v) is multiplied by a reciprocal computed in double instead of
+ * being divided by bias2_sqrt: this is as exact, whereas a second division raised the time per
+ * element in cache from 0.32 to 0.51 ns (one Zen 4 core, AVX-512), close to the limit set by fast
+ * memory.
  *
- * adam_ref.c is the definition; every SIMD kernel gives its bits exactly, on any input including
+ * adam_ref.c is the definition; every SIMD kernel matches it bit for bit, on any input including
  * NaN, infinity and denormals (no flush to zero). A NaN that an update writes to p, m or v is
- * 0x7FC00000, whatever NaN or operation it came from: which operand's payload survives is the one
- * thing in which IEEE arithmetic differs between instruction sets.
+ * 0x7FC00000, whatever NaN or operation it came from: which operand's payload survives is the only
+ * respect in which IEEE arithmetic differs between instruction sets.
  *
  * [Note: 12P] A bf16 parameter is stored as P16, its fp32 master P32 rounded to nearest with ties
  * away from zero, and the difference of their bit patterns:
  *
  *      residual = bits(P32) - (bits(P16) << 16)
  *
- * Ties away keep that in [-32768, 32767], so 16 bits hold it (with ties to even a difference of
- * +32768 would occur) and the pair is as good as P32: 4 bytes instead of 6. NaN: rounding could
- * carry a NaN's bit pattern into infinity or past it, so a NaN master becomes the quiet NaN
- * 0x7FC00000 (with its sign) and residual 0. Infinity is exact. A finite master at or above
- * 0x7F7F8000 rounds to infinity in P16, as bf16 rounding does; the residual still restores it.
+ * Ties away from zero keep the residual in [-32768, 32767], so 16 bits hold it (with ties to even,
+ * a difference of +32768 would occur) and the pair restores P32 exactly: 4 bytes instead of 6.
+ * Rounding could carry a NaN's bit pattern into infinity or past it, so a NaN master becomes the
+ * quiet NaN 0x7FC00000 (with its sign) and residual 0. Infinity is exact. A finite master at or
+ * above 0x7F7F8000 rounds to infinity in P16, as bf16 rounding does; the residual still restores
+ * it.
  *
- * [Note: 14P] fp16 has three bits of exponent fewer than fp32, so no 16 bits make its P16 exact. An
- * fp16 parameter has its fp32 master in the residual's place (6 bytes where bf16 has 4), and P16 is
- * the master rounded to nearest with ties to even: infinity from 65520 on, 0x7E00 for the one NaN.
- * An update reads the master and no P16.
+ * [Note: 14P] fp16 has three exponent bits fewer than fp32, so no 16-bit residual completes its P16
+ * to the exact master. An fp16 parameter has its fp32 master in place of the residual (6 bytes,
+ * where bf16 has 4), and P16 is the master rounded to nearest with ties to even: infinity from
+ * 65520 on, 0x7E00 for NaN. An update reads the master, but not P16.
  *
  * Thread: pure functions over the caller's memory.
  * Source: LoHan IV-C (the optimizer as the gradient's handler); the rule: Loshchilov and Hutter,
@@ -46,8 +48,8 @@
 #include "base/dtype.h"
 
 /*
- * Elements a tile where checksums are taken apart from the update: all arrays of a tile, at most 64
- * KiB, stay in a second-level cache until they are checksummed again.
+ * Elements per tile where checksums are computed separately from the update: all arrays of a tile,
+ * at most 64 KiB, stay in the second-level cache until they are checksummed again.
  */
 #define LH_ADAM_TILE_ELEMENTS 4096
 
@@ -66,7 +68,7 @@ struct lh_adam_hyper {
     double lr, beta1, beta2, eps, weight_decay;
 };
 
-/* Bytes an element of what is kept besides a parameter: [Note: 12P], [Note: 14P], or nothing. */
+/* Bytes per element stored in addition to P16: [Note: 12P], [Note: 14P], or 0. */
 static inline uint64_t lh_adam_residual_bytes(enum lh_dtype param_dtype)
 {
     switch (param_dtype) {
@@ -79,25 +81,25 @@ static inline uint64_t lh_adam_residual_bytes(enum lh_dtype param_dtype)
     }
 }
 
-/* Scalars of one step (1, 2, ...). Source: torch.optim.AdamW, single-tensor form. */
+/* Compute the scalars of a step (1, 2, ...). Source: torch.optim.AdamW, single-tensor form. */
 struct lh_adam_scalars lh_adam_scalars_make(const struct lh_adam_hyper *hyper, uint64_t step,
                                             double gradient_scale);
 
-/* One run of elements with one set of scalars. Arrays do not overlap; any alignment, any count. */
+/* A run of elements with one set of scalars. Arrays do not overlap; any alignment and count. */
 struct lh_adam_run {
     void *param;    /* float, or bits of bf16 or fp16 */
     void *residual; /* bf16: int16_t; fp16: the master, float; fp32: NULL */
     float *moment1;
     float *moment2;
-    const void *gradient; /* as param, by gradient_dtype */
+    const void *gradient; /* like param, with gradient_dtype */
     uint64_t count;
     enum lh_dtype param_dtype;    /* LH_DTYPE_F32, _BF16 or _F16 */
-    enum lh_dtype gradient_dtype; /* one of the same, whichever */
+    enum lh_dtype gradient_dtype; /* any of the same three */
 };
 
 typedef void (*lh_adam_fn)(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
 
-/* The byte streams of an update that have checksums: what was read, then what is written. */
+/* The byte streams of an update that have checksums: those read, then those written. */
 enum lh_adam_stream {
     LH_ADAM_STREAM_RESIDUAL_READ,
     LH_ADAM_STREAM_MOMENT1_READ,
@@ -113,8 +115,8 @@ enum lh_adam_stream {
 #define LH_ADAM_FOLD_ELEMENTS 32
 
 /*
- * As lh_adam_fn, and each stream's lh_crc32c() continued from UINT32_MAX. count is a multiple of
- * LH_ADAM_FOLD_ELEMENTS. See [Note: folds] in adam_kernels.h.
+ * Like lh_adam_fn; also returns each stream's lh_crc32c(), continued from UINT32_MAX. count is a
+ * multiple of LH_ADAM_FOLD_ELEMENTS. See [Note: folds] in adam_kernels.h.
  */
 typedef void (*lh_adam_checking_fn)(const struct lh_adam_run *run,
                                     const struct lh_adam_scalars *scalars,
@@ -123,54 +125,54 @@ typedef void (*lh_adam_checking_fn)(const struct lh_adam_run *run,
 struct lh_adam_kernel {
     const char *name; /* "avx512", "avx2", "neon", each also with "_tiles"; "ref" */
     lh_adam_fn run;
-    lh_adam_checking_fn run_checking; /* NULL: checksums are taken tile by tile */
+    lh_adam_checking_fn run_checking; /* NULL: checksums are computed tile by tile */
 };
 
 /* The kernels this machine can run, best first ("ref" last). For tests, benchmarks and doctor. */
 int lh_adam_kernels(const struct lh_adam_kernel **kernels_out);
 
-/* The best kernel, in the default floating-point environment whatever the thread's is. */
+/* Update with the best kernel, in the default floating-point environment, whatever is set. */
 void lh_adam_update(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
 
 /*
- * Read and write the bytes that an update would, with next to no arithmetic: the bound of an
- * update's speed, for benchmarks and doctor. The arrays are garbage after. Returns a sum over the
- * gradient, so that reading it is not for nothing.
+ * Read and write the bytes that an update would, with almost no arithmetic: the upper bound of an
+ * update's speed, for benchmarks and doctor. The arrays are garbage afterwards. Returns a sum over
+ * the gradient, so that the compiler cannot remove reading it.
  */
 uint64_t lh_adam_stream(const struct lh_adam_run *run);
 
-/* fp32 masters to P16 + residual and back, by the rule above. */
+/* Convert fp32 masters to P16 + residual, and back, as in [Note: 12P]. */
 void lh_adam_split(const float *master, uint16_t *param, int16_t *residual, uint64_t count);
 void lh_adam_join(const uint16_t *param, const int16_t *residual, float *master, uint64_t count);
 
-/* One gradient tensor's part in a chunk; elements outside every segment stay as they are. */
+/* One gradient tensor's part of a chunk. Elements outside all segments are left unchanged. */
 struct lh_adam_segment {
-    uint64_t first; /* element in the chunk */
+    uint64_t first; /* an element of the chunk */
     uint64_t count;
-    const void *gradient; /* of element `first` */
+    const void *gradient; /* starts at element `first` */
     enum lh_dtype gradient_dtype;
     struct lh_adam_scalars scalars;
 };
 
 /*
- * A chunk: consecutive elements of one bucket, with its checksums. One checksum covers
- * LH_CHECKSUM_BYTES of one array, counted from the array's start (a chunk starts on such a boundary
- * in every array); the last may cover fewer.
+ * A chunk: consecutive elements of one bucket, and their checksums. One checksum covers
+ * LH_CHECKSUM_BYTES of one array, counted from the start of the array (a chunk starts on such a
+ * boundary in every array); the last may cover fewer.
  */
 struct lh_adam_chunk {
     void *param;
-    void *residual; /* as in a run */
+    void *residual; /* as in struct lh_adam_run */
     float *moment1;
     float *moment2;
     uint64_t count; /* elements */
     enum lh_dtype param_dtype;
     const struct lh_adam_segment *segments; /* sorted by first, disjoint */
     uint32_t segment_count;
-    /* What residual, moment1, moment2 were read with; NULL: not checked. */
+    /* The expected checksums of residual, moment1 and moment2 as read; NULL: not checked. */
     const uint32_t *residual_expected;
     const uint32_t *moment1_expected;
     const uint32_t *moment2_expected;
-    /* Filled for what was written; NULL: not made. */
+    /* Receive the checksums of what was written; NULL: not computed. */
     uint32_t *param_checksums;
     uint32_t *residual_checksums;
     uint32_t *moment1_checksums;
@@ -192,14 +194,14 @@ struct lh_adam_mismatch {
 };
 
 /*
- * Update a chunk in one pass: check what was read, update, make checksums of what is to be written.
- * Returns 0, or -EILSEQ with the first mismatch described (the block that ends first; of those that
- * end together residual's, moment1's, moment2's): the chunk's bytes are then garbage and must not
- * be written.
+ * Update a chunk in one pass: check what was read, update, and compute checksums of what is to be
+ * written. Returns 0, or -EILSEQ and the first mismatch (in the block that ends first; among blocks
+ * that end together the order is residual, moment1, moment2). The chunk's bytes are then garbage
+ * and must not be written.
  */
 int lh_adam_chunk_update(const struct lh_adam_chunk *chunk, struct lh_adam_mismatch *mismatch_out);
 
-/* The same by a kernel of lh_adam_kernels(), for tests and benchmarks. */
+/* The same with a given kernel of lh_adam_kernels(), for tests and benchmarks. */
 int lh_adam_chunk_update_by(const struct lh_adam_kernel *kernel, const struct lh_adam_chunk *chunk,
                             struct lh_adam_mismatch *mismatch_out);
 

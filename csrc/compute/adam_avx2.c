@@ -1,12 +1,13 @@
 /*
- * The update with AVX2 and FMA, and the one that takes checksums on the way. Built as adam_avx512.c
- * is, which says more. An iteration takes 16 elements, a whole register of each 2-byte array.
+ * The update with AVX2 and FMA, and its variant that computes checksums. The structure is that of
+ * adam_avx512.c, which explains more. An iteration takes 16 elements, a whole register of each
+ * 2-byte array.
  *
  * What is written is folded in registers ([Note: folds] in adam_kernels.h); what is read goes
- * through the crc32 instruction. Of seven carry-less chains the products alone took a Zen 4 core
- * longer than memory (0.76 of its bandwidth for bf16); so they have four, and integer units that
- * idled the rest (0.88). What is written cannot go the same way: its 8-byte loads wait for 32-byte
- * stores (0.50).
+ * through the crc32 instruction. With seven carry-less chains, the products alone took a Zen 4 core
+ * longer than memory (0.76 of its bandwidth for bf16), so only four streams are folded, and integer
+ * units that were idle handle the rest (0.88). The crc32 instruction is no option for what is
+ * written: its 8-byte loads would wait for 32-byte stores (0.50).
  */
 #if defined(__x86_64__)
 
@@ -19,10 +20,10 @@
 
 #define STEP_ELEMENTS 16
 #define HALF_ELEMENTS 8
-/* Bytes of a 4-byte array that are asked for ahead of the loop, see adam_avx512.c. */
+/* The prefetch distance, in bytes of a 4-byte array; see adam_avx512.c. */
 #define PREFETCH_BYTES 2048
 
-/* x^288 and x^224 modulo the CRC-32C polynomial, as in adam_avx512.c: 256 bits on. */
+/* x^288 and x^224 modulo the CRC-32C polynomial: as in adam_avx512.c, but advancing 256 bits. */
 #define FOLD_LOW UINT64_C(0x1384AA63A)
 #define FOLD_HIGH UINT64_C(0xBA4FC28E)
 
@@ -52,7 +53,7 @@ static inline struct lanes lanes_make(const struct lh_adam_scalars *scalars)
     };
 }
 
-/* The one NaN where value is NaN. */
+/* Replace every NaN by LH_ADAM_NAN_BITS. */
 static inline __m256 nan_settled(__m256 value)
 {
     const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32(LH_ADAM_NAN_BITS));
@@ -113,7 +114,7 @@ static inline __attribute__((always_inline)) __m256i half_update(const struct lh
     return _mm256_castps_si256(nan_settled(p));
 }
 
-/* The low words of 2 x 8 dwords whose high words are 0, in order. */
+/* Pack the low words of 2 x 8 dwords, whose high words are 0, in order. */
 static inline __m256i words_packed(__m256i first, __m256i second)
 {
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xD8);
@@ -155,7 +156,7 @@ static inline __m256i fold(__m256i state, __m256i word, __m256i constants)
     return _mm256_xor_si256(_mm256_xor_si256(low, high), word);
 }
 
-/* The crc of bytes (a multiple of 8, inlined) more, without inversions. */
+/* Extend a crc by bytes (a multiple of 8; inlined), without inversions. */
 static inline __attribute__((always_inline)) uint64_t words_chain(uint64_t crc, const void *source,
                                                                   const int bytes)
 {
@@ -169,7 +170,7 @@ static inline __attribute__((always_inline)) uint64_t words_chain(uint64_t crc, 
     return crc;
 }
 
-/* Returns the elements done: a multiple of 16. */
+/* Returns the number of elements updated: a multiple of 16. */
 static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_run *run,
                                                            const struct lh_adam_scalars *scalars,
                                                            const struct mode mode,
@@ -180,7 +181,7 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
     const uint64_t count = run->count / STEP_ELEMENTS * STEP_ELEMENTS;
     const uint64_t residual_bytes = lh_adam_residual_bytes(mode.param);
     __m256i states[LH_ADAM_STREAM_COUNT] = {0};
-    uint64_t moment1_crc = 0, moment2_crc = 0, residual_crc = 0; /* of what is read */
+    uint64_t moment1_crc = 0, moment2_crc = 0, residual_crc = 0; /* of the bytes read */
 
 #define FOLD(stream, word)                                                                         \
     (states[LH_ADAM_STREAM_##stream] =                                                             \

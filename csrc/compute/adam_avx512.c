@@ -1,10 +1,10 @@
 /*
- * The update with AVX-512, and the one that folds checksums in the same registers ([Note: folds] in
- * adam_kernels.h).
+ * The update with AVX-512, and its variant that folds checksums in the same registers ([Note:
+ * folds] in adam_kernels.h).
  *
  * One body serves all nine pairs of dtypes, with and without folding: it is inlined into callers
  * that pass constants. An iteration takes 32 elements, a whole 64-byte word of each 2-byte array.
- * What is left over goes through adam_ref.c, which has the same bits.
+ * The remaining elements are updated by adam_ref.c, with the same bits.
  */
 #if defined(__x86_64__)
 
@@ -16,14 +16,14 @@
 
 #define HALF_ELEMENTS 16
 /*
- * Bytes of a 4-byte array that are asked for ahead of the loop. The hardware's own streams restart
- * at each 4 KiB page.
+ * The prefetch distance, in bytes of a 4-byte array. The hardware's own prefetch streams restart at
+ * each 4 KiB page.
  */
 #define PREFETCH_BYTES 2048
 
 /*
  * x^544 and x^480 modulo the CRC-32C polynomial, reflected and shifted by one: multiplying the low
- * and the high half of a 16-byte lane by them moves the lane 512 bits on.
+ * and the high half of a 16-byte lane by them advances the lane by 512 bits.
  */
 #define FOLD_LOW UINT64_C(0x740EEF02)
 #define FOLD_HIGH UINT64_C(0x9E4ADDF8)
@@ -54,7 +54,7 @@ static inline struct lanes lanes_make(const struct lh_adam_scalars *scalars)
     };
 }
 
-/* The one NaN where value is NaN. */
+/* Replace every NaN by LH_ADAM_NAN_BITS. */
 static inline __m512 nan_settled(__m512 value)
 {
     const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(LH_ADAM_NAN_BITS));
@@ -79,7 +79,7 @@ static inline __attribute__((always_inline)) __m512 floats_load(const void *arra
     return _mm512_loadu_ps((const float *)array + i);
 }
 
-/* read_out: what was read of m, v and, where there is one, an fp32 master. */
+/* read_out: the values read of m, v and the fp32 master, if any. */
 static inline __attribute__((always_inline)) __m512i
 half_update(const struct lh_adam_run *run, uint64_t i, const struct lanes *lanes,
             const struct mode mode, __m512i *read_out, __m512i *moments_written)
@@ -146,7 +146,7 @@ static inline __attribute__((always_inline)) void prefetch(const struct lh_adam_
     }
 }
 
-/* The words that pick the high and the low halves of 2 x 16 dwords. */
+/* Index vectors that select the high and the low halves of 2 x 16 dwords. */
 static inline __m512i word_indices(short first)
 {
     const __m512i ramp =
@@ -172,7 +172,7 @@ static inline __attribute__((always_inline)) __m512i params_rounded(const __m512
                                      _mm512_add_epi32(bits[1], half_place));
 }
 
-/* Returns the elements done: a multiple of 32. */
+/* Returns the number of elements updated: a multiple of 32. */
 static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_run *run,
                                                            const struct lh_adam_scalars *scalars,
                                                            const struct mode mode,

@@ -1,16 +1,16 @@
 /*
- * A chunk's update with its checksums.
+ * The update of a chunk with its checksums.
  *
  * The chunk is walked in windows of LH_CHECKSUM_BYTES of an fp32 array. Every checksum block of
- * every array ends at the end of a window: an fp32 array's at each, a 2-byte array's at each second
- * one. A window is cut into pieces, each wholly inside one segment or outside all of them:
+ * every array ends at the end of a window: those of an fp32 array at each one, those of a 2-byte
+ * array at every second one. A window is cut into pieces, each inside one segment or outside all:
  *
  *      window  |----------------------------------------------------------------|
  *      pieces  |  gap  |ragged|    whole words, checked by the kernel    |ragged|
  *
- * Checksums of the pieces of a block are joined: short ones by chaining, the kernel's by
- * lh_crc32c_combine(). Without such a kernel everything goes the way of the ragged pieces: tile
- * by tile, checksum, update, checksum, while the tile is in cache.
+ * The checksums of a block's pieces are joined: those of short pieces by chaining, the kernel's by
+ * lh_crc32c_combine(). If no kernel computes checksums, all elements are handled like the ragged
+ * pieces: tile by tile, checksum, update, checksum, while the tile is in cache.
  */
 #include <fenv.h>
 
@@ -21,13 +21,13 @@
 
 #define WINDOW_ELEMENTS (LH_CHECKSUM_BYTES / 4)
 
-_Static_assert(WINDOW_ELEMENTS % LH_ADAM_TILE_ELEMENTS == 0, "tiles cut no window");
-_Static_assert(LH_ADAM_TILE_ELEMENTS % LH_ADAM_FOLD_ELEMENTS == 0, "nor does a word cut a tile");
+_Static_assert(WINDOW_ELEMENTS % LH_ADAM_TILE_ELEMENTS == 0, "windows are whole tiles");
+_Static_assert(LH_ADAM_TILE_ELEMENTS % LH_ADAM_FOLD_ELEMENTS == 0, "tiles are whole words");
 
 struct walk {
     const struct lh_adam_kernel *kernel;
     const struct lh_adam_chunk *chunk;
-    bool checksums; /* any are checked or made; else nothing is computed for them */
+    bool checksums; /* whether any are checked or stored; if not, none are computed */
     uint32_t crcs[LH_ADAM_STREAM_COUNT];
 };
 
@@ -60,7 +60,7 @@ static const void *stream_array(const struct lh_adam_chunk *chunk, int stream)
     }
 }
 
-/* What a stream's checksums are compared with or written to; NULL: neither. */
+/* The expected checksums of a stream that is read; NULL: not checked. */
 static const uint32_t *stream_expected(const struct lh_adam_chunk *chunk, int stream)
 {
     switch ((enum lh_adam_stream)stream) {
@@ -96,7 +96,7 @@ static bool stream_is_wanted(const struct lh_adam_chunk *chunk, int stream)
     return stream_expected(chunk, stream) || stream_checksums(chunk, stream);
 }
 
-/* Chain the streams [begin, end) over elements [first, first + count). */
+/* Extend the checksums of streams [begin, end) by elements [first, first + count). */
 static void streams_chain(struct walk *walk, int begin, int end, uint64_t first, uint64_t count)
 {
     for (int stream = begin; stream < end; stream++) {
@@ -130,7 +130,7 @@ static struct lh_adam_run run_make(const struct walk *walk, const struct lh_adam
     };
 }
 
-/* Checksum, update, checksum, a tile at a time. segment NULL: a gap, whose bytes stay. */
+/* Checksum, update, checksum, one tile at a time. segment NULL: a gap, which is left unchanged. */
 static void piece_by_tiles(struct walk *walk, const struct lh_adam_segment *segment, uint64_t first,
                            uint64_t count)
 {
@@ -150,9 +150,9 @@ static void piece_by_tiles(struct walk *walk, const struct lh_adam_segment *segm
 }
 
 /*
- * lh_crc32c() starts and ends with an inversion: continued from UINT32_MAX it divides the bare
- * bytes. What is missing, the inversion at the start, is the crc of what came before, moved on by
- * the stream's length, which is what combining does.
+ * lh_crc32c() starts and ends with an inversion; continued from UINT32_MAX, it divides the bare
+ * bytes. Combining supplies the missing start value: the crc of the preceding bytes, advanced by
+ * the stream's length.
  */
 static void piece_by_checking(struct walk *walk, const struct lh_adam_segment *segment,
                               uint64_t first, uint64_t count)
@@ -167,11 +167,11 @@ static void piece_by_checking(struct walk *walk, const struct lh_adam_segment *s
                                                    count * stream_element_bytes(walk, stream));
 }
 
-/* Elements [first, end), inside segment and one window. */
+/* Update elements [first, end), which are inside segment and one window. */
 static void segment_piece(struct walk *walk, const struct lh_adam_segment *segment, uint64_t first,
                           uint64_t end)
 {
-    /* Words begin where the arrays' cache lines do, if the chunk itself is aligned. */
+    /* Words are aligned to the arrays' cache lines if the chunk itself is. */
     uint64_t words_first = lh_min_u64(lh_align_up(first, LH_ADAM_FOLD_ELEMENTS), end);
     uint64_t words_end = end / LH_ADAM_FOLD_ELEMENTS * LH_ADAM_FOLD_ELEMENTS;
 

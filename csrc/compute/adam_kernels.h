@@ -8,14 +8,14 @@
 #include "compute/adam.h"
 
 /*
- * [Note: folds] A checksum is taken while the bytes are in registers: each register w of a stream
- * is folded into a state of its n bits, state = state * x^n + w (modulo the CRC's polynomial),
- * which from state 0 leaves n bits with the remainder of the whole stream. Seven carry-less chains
- * cost an iteration less than its square root and division, where a second pass over a tile in
+ * [Note: folds] A checksum is computed while the bytes are in registers: each n-bit register w of a
+ * stream is folded into an n-bit state, state = state * x^n + w (modulo the CRC's polynomial).
+ * Starting from 0, the final state has the remainder of the whole stream. Seven carry-less chains
+ * cost an iteration less than its square root and division, whereas a second pass over a tile in
  * cache would add all of its time.
  */
 
-/* What every kernel writes for a NaN: quiet, positive, no payload. */
+/* The NaN that every kernel writes: quiet, positive, no payload. */
 #define LH_ADAM_NAN_BITS UINT32_C(0x7FC00000)
 
 /* The definition; any machine. */
@@ -33,7 +33,7 @@ void lh_adam_avx512(const struct lh_adam_run *run, const struct lh_adam_scalars 
 void lh_adam_avx512_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
                             uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
 #elif defined(__aarch64__)
-/* Needs what every ARMv8-A has. */
+/* Runs on every ARMv8-A. */
 void lh_adam_neon(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
 /* Needs CRC32 and PMULL as well. */
 void lh_adam_neon_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,

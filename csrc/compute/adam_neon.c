@@ -1,10 +1,10 @@
 /*
- * The update with NEON, and the one that takes checksums on the way, divided as in adam_avx2.c:
- * what is read goes through the crc32 instruction, what is written is folded in registers
- * ([Note: folds] in adam_kernels.h). An iteration takes 16 elements, a cache line of each 4-byte
- * array.
+ * The update with NEON, and its variant that computes checksums, with the same division of work as
+ * in adam_avx2.c: what is read goes through the crc32 instruction, what is written is folded in
+ * registers ([Note: folds] in adam_kernels.h). An iteration takes 16 elements, a cache line of each
+ * 4-byte array.
  *
- * Every load and store is one of bytes, which promises no alignment to the compiler.
+ * Every load and store is of bytes, so that the compiler assumes no alignment.
  */
 #if defined(__aarch64__)
 
@@ -19,10 +19,10 @@
 #define STEP_ELEMENTS 16
 #define PAIR_ELEMENTS 8 /* two registers of floats, one of a 2-byte array */
 #define QUAD_ELEMENTS 4
-/* Bytes of a 4-byte array that are asked for ahead of the loop, as in adam_avx512.c. */
+/* The prefetch distance, in bytes of a 4-byte array, as in adam_avx512.c. */
 #define PREFETCH_BYTES 2048
 
-/* x^160 and x^96 modulo the CRC-32C polynomial, as in adam_avx512.c: 128 bits on. */
+/* x^160 and x^96 modulo the CRC-32C polynomial: as in adam_avx512.c, but advancing 128 bits. */
 #define FOLD_LOW UINT64_C(0xF20C0DFE)
 #define FOLD_HIGH UINT64_C(0x493C7D27)
 
@@ -37,7 +37,7 @@ struct mode {
     bool folding;
 };
 
-/* The crcs of what is read, without inversions. */
+/* The crcs of the bytes read, without inversions. */
 struct read_crcs {
     uint32_t residual, moment1, moment2;
 };
@@ -57,14 +57,14 @@ static inline struct lanes lanes_make(const struct lh_adam_scalars *scalars)
     };
 }
 
-/* The one NaN where value is NaN. */
+/* Replace every NaN by LH_ADAM_NAN_BITS. */
 static inline uint32x4_t nan_settled(float32x4_t value)
 {
     return vbslq_u32(vceqq_f32(value, value), vreinterpretq_u32_f32(value),
                      vdupq_n_u32(LH_ADAM_NAN_BITS));
 }
 
-/* Four floats of element i on. */
+/* Load four floats, starting at element i. */
 static inline __attribute__((always_inline)) float32x4_t floats_load(const void *array, uint64_t i,
                                                                      const enum lh_dtype dtype)
 {
@@ -116,7 +116,7 @@ static inline __attribute__((always_inline)) uint32x4_t quad_update(const struct
     return nan_settled(p);
 }
 
-/* P16 of eight masters. The NaN that there is rounds to the NaN of both formats. */
+/* P16 of eight masters. The only NaN that can occur rounds to the right NaN of both formats. */
 static inline __attribute__((always_inline)) uint8x16_t params_rounded(const uint32x4_t bits[2],
                                                                        const enum lh_dtype dtype)
 {
@@ -135,7 +135,7 @@ static inline uint8x16_t fold(uint8x16_t state, uint8x16_t word, poly64x2_t cons
     return veorq_u8(veorq_u8(vreinterpretq_u8_p128(low), vreinterpretq_u8_p128(high)), word);
 }
 
-/* The crc of bytes (a multiple of 8, inlined) more, without inversions. */
+/* Extend a crc by bytes (a multiple of 8; inlined), without inversions. */
 static inline __attribute__((always_inline)) uint32_t words_chain(uint32_t crc, const void *source,
                                                                   const int bytes)
 {
@@ -163,7 +163,7 @@ static inline __attribute__((always_inline)) void prefetch(const struct lh_adam_
         __builtin_prefetch((const char *)run->residual + ahead * residual_bytes);
 }
 
-/* What an iteration reads, before it is overwritten. */
+/* Extend the crcs by what an iteration reads, before it is overwritten. */
 static inline __attribute__((always_inline)) void reads_chain(struct read_crcs *crcs,
                                                               const struct lh_adam_run *run,
                                                               uint64_t i, const struct mode mode)
@@ -178,7 +178,7 @@ static inline __attribute__((always_inline)) void reads_chain(struct read_crcs *
     crcs->residual = words_chain(crcs->residual, residual, STEP_ELEMENTS * residual_bytes);
 }
 
-/* Returns the elements done: a multiple of 16. */
+/* Returns the number of elements updated: a multiple of 16. */
 static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_run *run,
                                                            const struct lh_adam_scalars *scalars,
                                                            const struct mode mode,

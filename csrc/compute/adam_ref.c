@@ -1,7 +1,7 @@
 /*
- * The definition of an update: one element at a time, every rounding in the open (adam.h has the
+ * The definition of an update: one element at a time, with every rounding explicit (adam.h has the
  * formulas). Compiled with -ffp-contract=off; fmaf() rounds once on every machine, in software
- * where there is no instruction for it.
+ * where no instruction exists.
  */
 #include <math.h>
 #include <string.h>
@@ -45,7 +45,7 @@ static float float_from_bits(uint32_t bits)
     return value;
 }
 
-/* Bits to be written for value: the one NaN, or value's own. */
+/* The bits to write for value: LH_ADAM_NAN_BITS for any NaN, otherwise its own. */
 static uint32_t bits_to_write(float value)
 {
     uint32_t bits;
@@ -64,8 +64,8 @@ static float gradient_load(const struct lh_adam_run *run, uint64_t index)
 }
 
 /*
- * [Note: 12P] backwards, or [Note: 14P]. Unsigned: what damaged bytes may overflow to is then
- * defined as well.
+ * The inverse of [Note: 12P] or [Note: 14P]. Unsigned arithmetic keeps the overflow that damaged
+ * bytes may cause defined.
  */
 static float param_load(const struct lh_adam_run *run, uint64_t index)
 {
@@ -78,8 +78,8 @@ static float param_load(const struct lh_adam_run *run, uint64_t index)
 }
 
 /*
- * bf16: adding half of P16's last place to the bit pattern rounds the magnitude to nearest, ties
- * away; the residual is what is left, whose low 16 bits are those of the master.
+ * bf16: adding half a unit in P16's last place to the bit pattern rounds the magnitude to nearest,
+ * ties away from zero; the low 16 bits of the difference are those of the master.
  */
 static void param_store(const struct lh_adam_run *run, uint64_t index, uint32_t bits)
 {

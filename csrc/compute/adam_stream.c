@@ -1,17 +1,17 @@
 /*
- * The memory traffic of an update without its arithmetic: every byte that an update reads is read,
- * every byte that it writes is written, in the same order and in place.
+ * The memory traffic of an update without its arithmetic: the same bytes are read and written, in
+ * the same order and in place.
  */
 #include <string.h>
 
 #include "base/assert.h"
 #include "compute/adam.h"
 
-/* A word of 64 bytes; the compiler cuts it to the registers that the target has. */
+/* A word of 64 bytes; the compiler splits it into the target's registers. */
 typedef uint64_t word __attribute__((vector_size(64)));
 
 #define WORD_BYTES sizeof(word)
-/* As far ahead as the kernels ask. */
+/* The prefetch distance of the kernels. */
 #define PREFETCH_BYTES 2048
 
 static inline __attribute__((always_inline)) void word_read(const char *address, word *sum)

@@ -27,7 +27,7 @@ static bool differs(const uint16_t *cast, enum lh_dtype dtype, const float *valu
     return difference != 0;
 }
 
-/* NULL: this machine has none. */
+/* The SIMD kernel for dtype; NULL if this machine has none. */
 static lh_cast_differs_fn kernel_of(enum lh_dtype dtype)
 {
 #if defined(__x86_64__)

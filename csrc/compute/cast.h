@@ -1,4 +1,4 @@
-/* Conversions between element types, as torch makes them. Thread: any. */
+/* Conversions between element types, with torch's rounding. Thread: any. */
 #ifndef LH_COMPUTE_CAST_H
 #define LH_COMPUTE_CAST_H
 

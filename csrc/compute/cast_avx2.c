@@ -1,4 +1,4 @@
-/* Casts recognised with AVX2 and F16C, eight at a time, each as a lane of 32 bits. */
+/* Recognize casts with AVX2 and F16C, eight elements at a time, one per 32-bit lane. */
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -15,7 +15,7 @@ static inline __m256i bf16_rounded(__m256 value)
     return _mm256_blendv_epi8(_mm256_srli_epi32(nearest, 16), _mm256_set1_epi32(0x7FC0), is_nan);
 }
 
-/* The instruction keeps a NaN's payload, of which only the sign is to stay. */
+/* The instruction preserves a NaN's payload, but only its sign may be kept. */
 static inline __m256i half_rounded(__m256 value)
 {
     const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000));

@@ -7,13 +7,13 @@
 
 #include "base/base.h"
 
-/* Elements of one call: long enough to pay for it, short enough to stop soon after a difference. */
+/* Elements per call: enough to amortize it, few enough to stop soon after a difference. */
 #define LH_CAST_BATCH 256
 
 /*
- * Whether any of LH_CAST_BATCH elements of cast is not values' one rounded to nearest, ties to even
- * (NaN: 0x7FC0 of bf16, 0x7E00 with its sign of fp16). The floating-point environment is the
- * default one.
+ * Whether any of LH_CAST_BATCH elements of cast differs from the value rounded to nearest, ties to
+ * even (NaN: 0x7FC0 for bf16, 0x7E00 with its sign for fp16). Called in the default floating-point
+ * environment.
  */
 typedef bool (*lh_cast_differs_fn)(const uint16_t *cast, const float *values);
 

@@ -1,4 +1,4 @@
-/* Casts recognised with NEON, as in cast_avx2.c. */
+/* Recognize casts with NEON, as in cast_avx2.c. */
 #if defined(__aarch64__)
 
 #include <arm_neon.h>

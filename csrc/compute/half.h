@@ -1,6 +1,6 @@
 /*
- * IEEE half precision (binary16) in integers: the definition that SIMD instructions are compared
- * with. Neither rounding mode nor flushed denormals change a bit.
+ * IEEE half precision (binary16) in integer arithmetic: the definition that SIMD instructions are
+ * compared with. Neither the rounding mode nor flushed denormals change a bit.
  *
  * Pure; any thread.
  */
@@ -11,7 +11,7 @@
 
 #include "base/base.h"
 
-/* The bits of the float that half is, exactly; a NaN becomes quiet. */
+/* Convert half to the bits of a float, exactly; a NaN becomes quiet. */
 static inline uint32_t lh_half_widen(uint16_t half)
 {
     uint32_t magnitude = half & UINT32_C(0x7FFF);
@@ -30,15 +30,15 @@ static inline uint32_t lh_half_widen(uint16_t half)
 }
 
 /*
- * A float, given by its bits, rounded to nearest, ties to even (torch's .half()): infinity from
- * 65520 on, 0x7E00 with its sign for every NaN.
+ * Round a float, given by its bits, to nearest, ties to even (torch's .half()): infinity from 65520
+ * on, 0x7E00 with its sign for every NaN.
  */
 static inline uint16_t lh_half_round(uint32_t bits)
 {
     uint32_t magnitude = bits & UINT32_C(0x7FFFFFFF);
     uint32_t sign = (bits >> 16) & UINT32_C(0x8000);
     uint32_t mantissa = (magnitude & UINT32_C(0x7FFFFF)) | UINT32_C(0x800000);
-    uint32_t shift = 126 - (magnitude >> 23); /* of a denormal, in units of 2^-24 */
+    uint32_t shift = 126 - (magnitude >> 23); /* for a denormal, in units of 2^-24 */
     uint32_t half;
 
     if (magnitude > UINT32_C(0x7F800000))

@@ -33,7 +33,7 @@ static double lanes_sum(const struct lh_norm_sum *sum)
     return total;
 }
 
-/* Elements of one block. Lanes hide the latency of the addition; they are added in order. */
+/* Add elements of one block. Lanes hide the latency of additions; they are summed in order. */
 static inline __attribute__((always_inline)) void add(struct lh_norm_sum *sum, const uint8_t *bytes,
                                                       enum lh_dtype dtype, uint64_t count)
 {

@@ -1,9 +1,9 @@
 /*
  * Sums of squares, for the norm of all gradients.
  *
- * A norm that depended on where a tensor was cut would depend on the budget. So a sum goes on
- * behind a cut as if there were none: over blocks of a fixed number of the tensor's own elements,
- * each in one fixed order, added in the blocks' order.
+ * A norm that depended on where a tensor was cut would depend on the budget. So a sum continues
+ * across cuts as if there were none: it adds blocks of a fixed number of the tensor's own elements,
+ * each summed in a fixed order, in the order of the blocks.
  *
  * Pure. Source: torch.nn.utils.clip_grad_norm_, in fp64.
  */
@@ -12,18 +12,18 @@
 
 #include "base/dtype.h"
 
-/* So many are added up before they are added to the rest. */
+/* Elements per block. */
 #define LH_NORM_BLOCK_ELEMENTS (UINT64_C(1) << 19)
 #define LH_NORM_LANE_COUNT 8
 
-/* A tensor's, so far; begins as zeros. */
+/* The sum over a tensor so far; initialize it with zeros. */
 struct lh_norm_sum {
-    double lanes[LH_NORM_LANE_COUNT]; /* of the block that is not full */
-    double blocks;
-    uint64_t count; /* elements */
+    double lanes[LH_NORM_LANE_COUNT]; /* of the current, incomplete block */
+    double blocks;                    /* the sum over complete blocks */
+    uint64_t count;                   /* elements */
 };
 
-/* The next elements (F32, BF16 or F16); any count and alignment. */
+/* Add the next elements (F32, BF16 or F16); any count and alignment. */
 void lh_norm_sum_add(struct lh_norm_sum *sum, const void *elements, enum lh_dtype dtype,
                      uint64_t count);
 double lh_norm_sum_end(const struct lh_norm_sum *sum);

@@ -5,7 +5,7 @@
 #include "base/assert.h"
 #include "compute/half.h"
 
-/* A fixed number of rounds is what the compiler vectorises without asking. */
+/* The compiler vectorizes a loop with a fixed number of iterations without further hints. */
 #define BATCH 64
 
 static inline __attribute__((always_inline)) float element_at(const uint8_t *bytes,

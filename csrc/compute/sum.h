@@ -1,6 +1,6 @@
 /*
  * Sums of gradients over several backwards, in fp32: element by element, in the order in which the
- * gradients come, so that fp32 sums have the bits of torch's own p.grad.
+ * gradients arrive, so that fp32 sums match torch's own p.grad bit for bit.
  *
  * Pure. Thread: any.
  */
@@ -9,7 +9,7 @@
 
 #include "base/dtype.h"
 
-/* sum = gradient (count elements, F32, BF16 or F16): the first of them; signs of zeros stay. */
+/* sum = gradient, for the first one (count elements, F32, BF16 or F16). Keeps signs of zeros. */
 void lh_sum_start(float *sum, const void *gradient, enum lh_dtype dtype, uint64_t count);
 /* sum += gradient */
 void lh_sum_add(float *sum, const void *gradient, enum lh_dtype dtype, uint64_t count);

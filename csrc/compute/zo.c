@@ -30,7 +30,7 @@ int lh_zo_kernels(const struct lh_zo_kernel **kernels_out)
     return (int)LH_COUNT_OF(kernels) - first;
 }
 
-/* Less than a block: elements skip to skip + count of the one that begins at element first. */
+/* Apply ops to a part of a block: elements skip to skip + count of the one that begins at first. */
 static void apply_part(const struct lh_zo_kernel *kernel, float *values, const float *source,
                        uint64_t first, uint64_t skip, uint64_t count, const struct lh_zo_op *ops,
                        uint32_t op_count)
@@ -52,7 +52,7 @@ void lh_zo_apply_by(const struct lh_zo_kernel *kernel, float *values, const floa
                   (ops[i].kind != LH_ZO_OP_ROUND && ops[i - 1].kind != LH_ZO_OP_ROUND));
     }
     if (count == 0)
-        return; /* the pointers may be NULL then, which memcpy() is not to see */
+        return; /* the pointers may be NULL, which memcpy() does not allow */
     zo_environment_t environment = zo_environment_enter();
     uint64_t skip = first % LH_ZO_BLOCK;
     if (skip > 0) {

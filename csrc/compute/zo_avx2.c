@@ -1,4 +1,4 @@
-/* z with AVX2, eight at a time. */
+/* Generate z with AVX2, eight elements at a time. */
 #if defined(__x86_64__)
 
 #include <immintrin.h>

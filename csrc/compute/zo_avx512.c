@@ -1,4 +1,4 @@
-/* z with AVX-512, sixteen at a time. */
+/* Generate z with AVX-512, sixteen elements at a time. */
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -25,7 +25,7 @@ static INLINE longs multiply32(longs left, longs right)
     return (longs)_mm512_mul_epu32((__m512i)left, (__m512i)right);
 }
 
-/* One instruction. */
+/* A single instruction. */
 static INLINE longs xor3(longs late, longs early, longs constant)
 {
     return (longs)_mm512_ternarylogic_epi64((__m512i)late, (__m512i)early, (__m512i)constant, 0x96);

@@ -1,32 +1,32 @@
 /*
- * A kernel of zo.h in vectors of any width, with the compiler's own vector types: each file that
- * includes this says how wide (VECTOR_BYTES), what its kernel is called (KERNEL), where a vector
- * lies (REGISTER), which counters two of four go to (LANE_COUNTERS), when what is done (below), and
- * gives the operations that have an instruction of their own there. Words are kept a counter to 64
- * bits while Philox goes on, as that is how products come; what their upper halves then hold is of
- * no consequence, because a product reads lower halves alone.
+ * A kernel of zo.h for vectors of any width, with the compiler's own vector types. Each file that
+ * includes this defines the width (VECTOR_BYTES), the name of its kernel (KERNEL), the asm
+ * constraint of a vector (REGISTER), the counters of the lanes of the first of two vectors
+ * (LANE_COUNTERS), the schedule (below), and the operations that have an instruction of their own
+ * on its machine. During Philox, a word takes 64 bits per counter, because products have 64 bits;
+ * the upper halves do not matter, because a product reads only lower halves.
  *
- * [Note: Interleaving] Every operation waits for the one before: a product, a shift and an
- * exclusive or for seven cycles, a logarithm and its root for eighty. A processor fills them with
- * what stands near in the program, but of operations that wait it holds about a hundred only, so
- * that what waits long keeps out what could go on. So a span's words are made in between the steps
- * that make numbers of the words of the span before, and everything stands about where what it
- * waits for is ready: two vectors of numbers go on beside one another, and their turns some time
- * after their radii where registers allow. Where words round, a vector is rounded now and then. At
- * which time what is due is the file's to say; the figures are those that measured best of some
+ * [Note: Interleaving] Every operation waits for the previous one: seven cycles for a product, a
+ * shift and an exclusive or, eighty for a logarithm and its root. A processor fills the gaps with
+ * nearby instructions, but it holds only about a hundred waiting operations, so that long waits
+ * block instructions that could run. Therefore a span's words are generated in between the steps
+ * that turn the words of the previous span into numbers, and every step is placed about where its
+ * operands are ready: two vectors of numbers advance side by side, and their turns follow their
+ * radii with a delay, if registers allow. If the words are for rounding, a vector is rounded at
+ * regular intervals. Each file defines its own schedule; the values are the best measured of some
  * hundred tried on Zen 5, where they are worth 5 %:
  *
- *      CHAINS          vectors of counters that go on beside one another: what the registers hold
+ *      CHAINS          vectors of counters processed side by side: as many as the registers hold
  *      CHAIN_DELAY     from one of them to the next
  *      ROUND_TIME      from one round of a chain to the next
- *      ROUND_9_DELAY   how much later still the last one comes
+ *      ROUND_9_DELAY   additional delay of the last round
  *      PAIR_TIME       from two vectors of numbers to the next two
  *      RADIUS_TIME     from one step of a radius to the next
  *      TURN_DELAY      from a radius to its turn
  *      TURN_TIME       from one step of a turn to the next
- *      END_DELAY       how much later still radius and turn meet: the root has taken long
+ *      END_DELAY       additional delay until radius and turn are combined: the root takes long
  *
- * PIN keeps a compiler from sorting the steps apart; HIDE keeps it from holding constants in the
+ * PIN keeps the compiler from regrouping the steps; HIDE keeps it from holding constants in the
  * registers that the counters need.
  */
 #ifndef LH_COMPUTE_ZO_BODY_H
@@ -39,21 +39,21 @@
 #include "compute/zo_vectors.h"
 
 #define LANES (VECTOR_BYTES / 4)
-#define VECTORS (LH_ZO_COUNTERS / LANES) /* of a word of a block */
+#define VECTORS (LH_ZO_COUNTERS / LANES) /* per word of a block */
 #define RADIUS_STEPS 9
 #define TURN_STEPS 6
-#define SECOND_DELAY 2 /* of two vectors of numbers from the first */
+#define SECOND_DELAY 2 /* of the second of two vectors of numbers */
 #define TURN_END (TURN_DELAY + TURN_STEPS * TURN_TIME + END_DELAY)
-/* When the last is due. */
+/* When the last steps are due. */
 #define WORDS_TIME ((CHAINS - 1) * CHAIN_DELAY + 8 * ROUND_TIME + ROUND_9_DELAY)
 #define NUMBERS_TIME ((CHAINS / 2 - 1) * PAIR_TIME + SECOND_DELAY + TURN_END)
-_Static_assert(TURN_END > (RADIUS_STEPS - 1) * RADIUS_TIME, "a radius is there at the end");
-/* Vectors of each word that chains end in, and spans of them that fill blocks. */
+_Static_assert(TURN_END > (RADIUS_STEPS - 1) * RADIUS_TIME, "a radius is ready at the end");
+/* Vectors of each word that the chains produce, and how many such parts fill whole blocks. */
 #define COLUMNS (CHAINS / 2)
 #define PARTS (VECTORS > COLUMNS ? VECTORS / COLUMNS : 1)
-#define PART (COLUMNS * LH_ZO_WORDS)         /* vectors of one */
-#define ROUNDED_TIME (9 * ROUND_TIME / PART) /* from one vector that is rounded to the next */
-_Static_assert((PART - 1) * ROUNDED_TIME <= WORDS_TIME, "all of a part are rounded");
+#define PART (COLUMNS * LH_ZO_WORDS)         /* vectors per part */
+#define ROUNDED_TIME (9 * ROUND_TIME / PART) /* from one rounded vector to the next */
+_Static_assert((PART - 1) * ROUNDED_TIME <= WORDS_TIME, "all vectors of a part are rounded");
 #define SPAN (PARTS * COLUMNS * LANES * LH_ZO_WORDS)
 /* Elements whose counters have the same high bits. */
 #define EPOCH (UINT64_C(4) << 32)
@@ -63,21 +63,21 @@ struct span {
     words at[SPAN / LANES];
 };
 
-/* What the rounds add to words 0 and 2, with all that counters of one epoch have in common. */
+/* The keys of the rounds for words 0 and 2, including all that an epoch's counters share. */
 struct keys {
     key low[LH_ZO_ROUND_COUNT];
     key high[LH_ZO_ROUND_COUNT];
 };
 
-/* Of words a counter to 64 bits or to 32. */
+/* A key for vectors with 64 or 32 bits per counter. */
 static INLINE key key_of(uint32_t word)
 {
     return (key){0} + word * UINT64_C(0x100000001);
 }
 
 /*
- * The seed, and so many of Weyl's numbers. Of a counter's words only the lowest differs, so that
- * half of the first two rounds is done here, once: what it gives is added with the keys.
+ * Compute the keys from the seed and Weyl's sequence. Within an epoch only the lowest word of a
+ * counter varies, so half of the first two rounds is computed here, once, and merged into the keys.
  */
 static void keys_make(struct keys *keys, const struct lh_zo_stream *stream, uint64_t counter)
 {
@@ -100,7 +100,7 @@ struct chains {
     longs word[CHAINS][LH_ZO_WORDS];
 };
 
-/* Round 0 of all chains, whose counters begin at first: a product of counters in a row is a sum. */
+/* Round 0 of all chains, with counters from first on: products of consecutive counters are sums. */
 static INLINE void chains_begin(struct chains *chains, const struct keys *keys, uint64_t first)
 {
     const longs zero = {0};
@@ -115,7 +115,7 @@ static INLINE void chains_begin(struct chains *chains, const struct keys *keys, 
     }
 }
 
-/* One of rounds 1 to 8 of a chain. */
+/* Run one of the rounds 1 to 8 of a chain. */
 static INLINE void chain_go_on(longs word[LH_ZO_WORDS], const struct keys *keys, int round)
 {
     const longs zero = {0};
@@ -135,7 +135,7 @@ static INLINE void chain_go_on(longs word[LH_ZO_WORDS], const struct keys *keys,
     PIN(word[2]);
 }
 
-/* Round 9 of two chains, and their words a counter to 32 bits. */
+/* Run round 9 of two chains, and pack their words to 32 bits per counter. */
 static INLINE void chains_end(longs a[LH_ZO_WORDS], longs b[LH_ZO_WORDS], const struct keys *keys,
                               words *out)
 {
@@ -152,8 +152,8 @@ static INLINE void chains_end(longs a[LH_ZO_WORDS], longs b[LH_ZO_WORDS], const 
 }
 
 /*
- * The numbers of zo_kernels.h, for f / 2 and x / 2: then what squares are multiplied by is 1. A
- * power of two more or less changes no rounding, and here they cancel.
+ * The constants of zo_kernels.h, scaled for f / 2 and x / 2, so that the factor of the squares is
+ * 1. Powers of two do not affect rounding, and they cancel here.
  */
 static const struct constants {
     int_constant one, root_half, mantissa, half_mantissa, rest, eighth;
@@ -167,7 +167,7 @@ static const struct constants {
     .eighth = EACH(1 << 29),
     .l = {EACH(LH_ZO_L0 * 4), EACH(LH_ZO_L1 * 8), EACH(LH_ZO_L2 * 16), EACH(LH_ZO_L3 * 32),
           EACH(LH_ZO_L4 * 64), EACH(LH_ZO_L5 * 128), EACH(LH_ZO_L6 * 256)},
-    .ln_2 = EACH(LH_ZO_LN_2 / 0x1p24f), /* half of it, for exponents that are 23 bits up */
+    .ln_2 = EACH(LH_ZO_LN_2 / 0x1p24f), /* half of it, for exponents shifted left by 23 bits */
     .s = {EACH(LH_ZO_S0 * 4), EACH(LH_ZO_S1 * 16), EACH(LH_ZO_S2 * 64)},
     .c = {EACH(LH_ZO_C0 * 8), EACH(LH_ZO_C1 * 32)},
     .angle = EACH(LH_ZO_ANGLE_SCALE / 2),
@@ -175,13 +175,13 @@ static const struct constants {
     .minus_16 = EACH(-16.0f),
 };
 
-/* On the way from two vectors of words to two of numbers. */
+/* Intermediate results between two vectors of words and two vectors of numbers. */
 struct normals {
     ints bits;
     floats exponent, f, f_square, log, x, square, sine, cosine;
 };
 
-/* A step of radius_of() in zo_ref.c, which says what it is; at: where the words are. */
+/* Run a step of radius_of() in zo_ref.c, which explains it. at: the words. */
 static INLINE void radius_go_on(struct normals *n, int step, const words *at)
 {
     const struct constants *k = &constants;
@@ -214,7 +214,7 @@ static INLINE void radius_go_on(struct normals *n, int step, const words *at)
         PIN(n->log);
 }
 
-/* A step of turn_of(). */
+/* Run a step of turn_of(). */
 static INLINE void turn_go_on(struct normals *n, int step, const words *at)
 {
     const struct constants *k = &constants;
@@ -242,7 +242,7 @@ static INLINE void turn_go_on(struct normals *n, int step, const words *at)
     }
 }
 
-/* Which way the quarter turn makes the numbers go, and how far. */
+/* Apply the quarter turn and the radius, and store the numbers. */
 static INLINE void normals_end(struct normals *n, words *at)
 {
     const struct constants *k = &constants;
@@ -255,14 +255,14 @@ static INLINE void normals_end(struct normals *n, words *at)
     at[VECTORS] = (words)(radius * n->sine);
 }
 
-/* Where the vector of words 0 or 2 is; that of words 1 or 3 is VECTORS further. */
+/* The place of the i-th vector of words 0 or 2; that of words 1 or 3 is VECTORS further on. */
 static INLINE words *place_of(words *at, int i)
 {
     int column = i / 2;
     return at + (column / VECTORS * LH_ZO_WORDS + i % 2 * 2) * VECTORS + column % VECTORS;
 }
 
-/* What is due of words at a time. */
+/* Run the steps of words that are due at a time. */
 static INLINE void chains_go_on(struct chains *chains, const struct keys *keys, int time,
                                 words *made)
 {
@@ -276,7 +276,7 @@ static INLINE void chains_go_on(struct chains *chains, const struct keys *keys, 
     }
 }
 
-/* What is due of numbers. */
+/* Run the steps of numbers that are due at a time. */
 static INLINE void numbers_go_on(struct normals normals[CHAINS], int time, words *numbers)
 {
 #pragma GCC unroll 4
@@ -297,7 +297,7 @@ static INLINE void numbers_go_on(struct normals normals[CHAINS], int time, words
     }
 }
 
-/* A part of a span whose elements are to be rounded, by the words in random. */
+/* A part of a span whose elements are to be rounded with the words in random. */
 struct rounds {
     enum lh_zo_format format;
     float *values;
@@ -305,7 +305,7 @@ struct rounds {
     const words *random;
 };
 
-/* One of its vectors. */
+/* Round one vector of the part. */
 static INLINE void rounds_go_on(const struct rounds *rounds, int vector)
 {
     words bits;
@@ -315,8 +315,8 @@ static INLINE void rounds_go_on(const struct rounds *rounds, int vector)
 }
 
 /*
- * made: words of the counters that begin at first; numbers: out of words; rounds: by words. Any of
- * them may be NULL.
+ * Run a whole schedule. It stores the words of the counters from first on in made, converts the
+ * words in numbers to numbers in place, and rounds the elements of rounds. Each may be NULL.
  */
 static INLINE void go_on(const struct keys *keys, uint64_t first, words *made, words *numbers,
                          const struct rounds *rounds)
@@ -336,31 +336,34 @@ static INLINE void go_on(const struct keys *keys, uint64_t first, words *made, w
     }
 }
 
-/* A span's first words. Each of these is a function of its own: so its arrays become registers. */
+/*
+ * Make only words, for the first span. This and the next two are separate functions so that their
+ * arrays become registers.
+ */
 static NOINLINE void words_make(const struct keys *keys, uint64_t first, words *made)
 {
     go_on(keys, first, made, NULL, NULL);
 }
 
-/* A span's words, and numbers of the words of the span before. */
+/* Make a span's words, and numbers from the words of the previous span. */
 static NOINLINE void both_make(const struct keys *keys, uint64_t first, words *restrict made,
                                words *restrict numbers)
 {
     go_on(keys, first, made, numbers, NULL);
 }
 
-/* Numbers of the last words. */
+/* Make numbers from the last words. */
 static NOINLINE void numbers_make(words *numbers)
 {
     go_on(NULL, 0, NULL, numbers, NULL);
 }
 
-/* One op, as applied() in zo_ref.c, from source to values. */
+/* Apply one op, like applied() in zo_ref.c, from source to values. */
 static INLINE void apply(const struct lh_zo_op *op, float *values, const float *source,
                          const struct span *z, uint64_t count)
 {
     const floats zero = {0};
-    /* Subtracted, because -0 + 0 is another number. */
+    /* Subtract zero to broadcast: adding it would turn -0 into +0. */
     floats scale = op->scale - zero, lr = op->lr - zero, decay = op->decay - zero;
 #define APPLY(expression)                                                                          \
     _Pragma("GCC unroll 8") for (uint64_t i = 0; i < count; i += LANES)                            \
@@ -381,7 +384,7 @@ static INLINE void apply(const struct lh_zo_op *op, float *values, const float *
 #undef APPLY
 }
 
-/* A part's words, and a part rounded. Each format has code of its own. */
+/* Make a part's words while another part is rounded. Each format has separate code. */
 #define ROUND_INTO(name, constant)                                                                 \
     static NOINLINE void name(const struct keys *keys, uint64_t first, words *restrict made,       \
                               float *values, const float *source, const words *restrict random)    \
@@ -394,7 +397,7 @@ ROUND_INTO(round_into_f16, LH_ZO_FORMAT_F16)
 ROUND_INTO(round_into_f8, LH_ZO_FORMAT_F8)
 #undef ROUND_INTO
 
-/* Elements of a span whose words there are, and none behind it. */
+/* Round the elements of the last span, whose words exist already. */
 static void round_last(enum lh_zo_format format, float *values, const float *source,
                        const struct span *random, uint64_t count)
 {
@@ -408,7 +411,7 @@ static void round_last(enum lh_zo_format format, float *values, const float *sou
     }
 }
 
-/* A ROUND. A span's words are made while elements are rounded by those of the span before. */
+/* Apply a ROUND. A span's words are made while the elements of the previous span are rounded. */
 static void round_all(const struct lh_zo_op *op, float *values, const float *source, uint64_t first,
                       uint64_t count)
 {
@@ -444,7 +447,7 @@ static void round_all(const struct lh_zo_op *op, float *values, const float *sou
     }
 }
 
-/* Ops of one z. A span's words are made while those of the span before become numbers. */
+/* Apply the ops of one z. A span's words are made while the previous span's become numbers. */
 static void draw(float *values, const float *source, uint64_t first, uint64_t count,
                  const struct lh_zo_op *ops, uint32_t op_count)
 {
@@ -471,7 +474,7 @@ static void draw(float *values, const float *source, uint64_t first, uint64_t co
                 numbers_make(now->at + part * COLUMNS);
         }
         uint64_t part = lh_min_u64(SPAN, count - at);
-        if (part == SPAN) /* said to the compiler */
+        if (part == SPAN) /* a constant for the compiler */
             apply(&ops[0], values + at, source + at, now, SPAN);
         else
             apply(&ops[0], values + at, source + at, now, part);
@@ -483,7 +486,7 @@ static void draw(float *values, const float *source, uint64_t first, uint64_t co
 void KERNEL(float *values, const float *source, uint64_t first, uint64_t count,
             const struct lh_zo_op *ops, uint32_t op_count)
 {
-    const uint64_t batch = 32 * LH_ZO_BLOCK; /* it stays in the first cache over all ops */
+    const uint64_t batch = 32 * LH_ZO_BLOCK; /* stays in the L1 cache over all ops */
     if (op_count == 0 && source != values)
         memcpy(values, source, count * sizeof(*values));
     for (uint64_t begin = 0, end; op_count > 0 && begin < count; begin = end) {

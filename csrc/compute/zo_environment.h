@@ -1,7 +1,7 @@
 /*
- * The default floating-point environment, and the caller's again. Where this is included no number
- * is made outside the vector unit; fesetenv() also sets x87's, which takes as long as some hundreds
- * of z.
+ * Enter the default floating-point environment, and restore the caller's. Code that includes this
+ * computes only in the vector unit. So on x86-64 it avoids fesetenv(), which also sets the x87
+ * environment and takes as long as generating some hundreds of z.
  */
 #ifndef LH_COMPUTE_ZO_ENVIRONMENT_H
 #define LH_COMPUTE_ZO_ENVIRONMENT_H

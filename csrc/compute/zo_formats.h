@@ -1,9 +1,9 @@
 /*
- * Elements of other formats from fp32 and to it, in vectors: each file that includes this says what
- * its functions are called (WIDEN, NARROW, CAST), how many elements a vector has (LANES), and
- * gives, behind it, the conversions of fp16, which have instructions everywhere, and of fp8. Those
- * go by way of fp16: 256 times smaller, numbers of fp8 have the same bits there, seven places
- * further up. A NaN's lie above all numbers', so that the lesser of it and fp8's NaN is that.
+ * Vectorized conversions between fp32 and other formats. Each file that includes this defines the
+ * names of its functions (WIDEN, NARROW, CAST) and the elements per vector (LANES), and then, after
+ * the include, the conversions of fp16, which have instructions everywhere, and of fp8. Those use
+ * fp16: scaled by 1/256, a number of fp8 has the same bits in fp16, shifted left by seven. A NaN's
+ * bits are above those of all numbers, so that the minimum of them and fp8's NaN is the latter.
  */
 #ifndef LH_COMPUTE_ZO_FORMATS_H
 #define LH_COMPUTE_ZO_FORMATS_H
@@ -21,14 +21,14 @@ typedef uint32_t words __attribute__((vector_size(LANES * 4)));
 typedef int32_t ints __attribute__((vector_size(LANES * 4)));
 typedef float floats __attribute__((vector_size(LANES * 4)));
 
-/* To nearest, ties to even. A NaN stays one, and quiet. */
+/* Rounds to nearest, ties to even. A NaN becomes a quiet NaN. */
 static INLINE floats half_widened(halves half);
 static INLINE halves half_cast(floats values);
-/* F8_LANES elements; narrow: of numbers of fp8, or NaNs. */
+/* Convert F8_LANES elements; f8_narrow takes only numbers of fp8, or NaNs. */
 static INLINE void f8_widen(float *values, const uint8_t *kept);
 static INLINE void f8_narrow(uint8_t *kept, const float *values);
 
-/* All elements of vectors, and then those that fill none, by the definition. */
+/* Convert all whole vectors; the caller passes the rest to the definition. */
 #define EACH(from, to, in, out, expression)                                                        \
     for (; i + LANES <= count; i += LANES) {                                                       \
         in now;                                                                                    \
@@ -37,19 +37,19 @@ static INLINE void f8_narrow(uint8_t *kept, const float *values);
         memcpy((to) + i, &made, sizeof(made));                                                     \
     }
 
-/* Elements as lh_zo_widen_ref() has them. */
+/* Same results as lh_zo_widen_ref(). */
 static INLINE floats bf16_widened(halves kept)
 {
     return (floats)(__builtin_convertvector(kept, words) << 16);
 }
 
-/* Its lower bits are 0. */
+/* The lower bits are 0. */
 static INLINE halves bf16_narrowed(words bits)
 {
     return __builtin_convertvector(bits >> 16, halves);
 }
 
-/* As lh_zo_cast_ref() has them. */
+/* Same results as lh_zo_cast_ref(). */
 static INLINE halves bf16_cast(words bits)
 {
     ints is_nan = (ints)(bits & UINT32_C(0x7FFFFFFF)) > 0x7F800000;
@@ -58,7 +58,7 @@ static INLINE halves bf16_cast(words bits)
     return bf16_narrowed(nearest);
 }
 
-/* The instruction keeps a NaN's payload, of which only the sign is to stay. */
+/* The instruction preserves a NaN's payload, but only its sign may be kept. */
 static INLINE halves f16_cast(words bits)
 {
     ints is_nan = (ints)(bits & UINT32_C(0x7FFFFFFF)) > 0x7F800000;

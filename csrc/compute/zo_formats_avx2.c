@@ -1,4 +1,4 @@
-/* Formats with AVX2 and F16C, eight at a time. */
+/* Format conversions with AVX2 and F16C, eight elements at a time. */
 #if defined(__x86_64__)
 
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-/* Formats with AVX-512, sixteen at a time. */
+/* Format conversions with AVX-512, sixteen elements at a time. */
 #if defined(__x86_64__)
 
 #include <immintrin.h>

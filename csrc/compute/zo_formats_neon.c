@@ -1,4 +1,4 @@
-/* Formats with NEON, eight at a time. */
+/* Format conversions with NEON, eight elements at a time. */
 #if defined(__aarch64__)
 
 #include <arm_neon.h>
@@ -11,7 +11,7 @@
 
 #include "compute/zo_formats.h"
 
-/* In two registers. */
+/* LANES floats take two registers. */
 union two {
     floats all;
     float32x4_t each[2];

@@ -1,4 +1,4 @@
-/* Parameters kept in another format than computation reads (zo.h, [Note: Kept formats]). */
+/* Parameters stored in a different format than computation reads (zo.h, [Note: Kept formats]). */
 #include <string.h>
 
 #include "base/assert.h"
@@ -6,7 +6,7 @@
 #include "compute/zo_environment.h"
 #include "compute/zo_kernels.h"
 
-/* Elements that are led at a time: so few that every form of them stays in the first cache. */
+/* Elements processed at a time: few enough for all their formats to stay in the L1 cache. */
 #define CHUNK 2048
 
 uint64_t lh_zo_format_bytes(enum lh_zo_format format)
@@ -80,7 +80,7 @@ void lh_zo_narrow_ref(void *kept, const float *values, enum lh_zo_format format,
     }
 }
 
-/* A chunk. round_count: ops up to the last ROUND. */
+/* Process a chunk. round_count: the number of ops up to and including the last ROUND. */
 static void chunk_lead(const struct lh_zo_kernel *kernel, const struct lh_zo_kept *kept,
                        uint64_t first, uint64_t count, const struct lh_zo_op *ops,
                        uint32_t op_count, uint32_t round_count)

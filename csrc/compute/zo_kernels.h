@@ -1,6 +1,6 @@
 /*
- * The kernels behind lh_zo_apply(), one file for each instruction set, and the numbers that they
- * share. Only csrc/compute, cuda/ and tests of these include this; it is C++ as well.
+ * The kernels behind lh_zo_apply(), one file for each instruction set, and the constants that they
+ * share. Only csrc/compute, cuda/ and their tests include this; it is valid C++, too.
  */
 #ifndef LH_COMPUTE_ZO_KERNELS_H
 #define LH_COMPUTE_ZO_KERNELS_H
@@ -18,8 +18,8 @@
 
 /*
  * ln(1 + f) = f - f^2 / 2 + f^3 L(f) for 1 + f in [sqrt(1/2), sqrt(2)); sin x = x + x^3 S(x^2) and
- * cos x = 1 - x^2 / 2 + x^4 C(x^2) for |x| <= pi / 4: least squares with weights that level the
- * error.
+ * cos x = 1 - x^2 / 2 + x^4 C(x^2) for |x| <= pi / 4: least-squares fits, with weights that
+ * equalize the error.
  */
 #define LH_ZO_L0 0x1.5556d6p-2f
 #define LH_ZO_L1 (-0x1.ffff0ep-3f)
@@ -38,15 +38,15 @@
 #define LH_ZO_ANGLE_SCALE 0x1.921fb6p-32f /* a quarter turn has 32 bits */
 
 /*
- * What a GPU's kernel takes, by value: lh_zo_lead()'s arguments. What is not there has the address
- * 0: without a state values are led in place (both formats are F32), without values the state alone
- * is. 4 KiB hold the arguments of a kernel, on every GPU.
+ * The argument of a GPU's kernel, by value: the arguments of lh_zo_lead(). An absent array has the
+ * address 0: without a state, values are updated in place (both formats are F32); without values,
+ * only the state is updated. The arguments of a kernel may have 4 KiB on every GPU.
  */
 #define LH_ZO_BATCH_OPS 64
 #define LH_ZO_BATCH_BYTES (48 + LH_ZO_BATCH_OPS * 48)
 #define LH_ZO_BATCH_THREADS 256
 struct lh_zo_batch {
-    uint64_t values; /* where element first is, on the device */
+    uint64_t values; /* the address of element first on the device */
     uint64_t state;
     uint64_t first;
     uint64_t count;
@@ -56,10 +56,10 @@ struct lh_zo_batch {
     struct lh_zo_op ops[LH_ZO_BATCH_OPS];
 };
 
-/* A format's numbers as those of fp32 that they are. */
+/* Properties of a format, as its numbers appear in fp32. */
 struct lh_zo_shape {
     uint32_t mantissa_bits;
-    uint32_t exponent_min; /* of its least normal number, biased as in fp32 */
+    uint32_t exponent_min; /* of its smallest normal number, biased as in fp32 */
     uint32_t max;          /* bits of its largest finite number */
 };
 #define LH_ZO_SHAPE_BF16 {7, 1, 0x7F7F0000}
@@ -67,7 +67,7 @@ struct lh_zo_shape {
 #define LH_ZO_SHAPE_F8 {3, 121, 0x43E00000}
 #define LH_ZO_NAN 0x7FC00000
 
-/* ROUND's definition: bits of what value becomes, given by its bits, with a random word. */
+/* The definition of ROUND: round a value, given by its bits, with a random word. */
 uint32_t lh_zo_rounded(uint32_t bits, uint32_t word, enum lh_zo_format format);
 
 /* The definition; any machine. */

@@ -3,24 +3,24 @@
 #include "base/assert.h"
 #include "compute/zo_kernels.h"
 
-/* Enough threads for any GPU; each goes on with what is left. */
+/* Enough threads for any GPU; each of them processes further elements in a loop. */
 #define GROUP_COUNT_MAX (UINT64_C(1) << 16)
 
-/* Where batches go. */
+/* The target of batches. */
 struct launch {
     struct lh_dev *dev;
     struct lh_dev_kernel *kernel;
     void *stream;
     struct lh_error *err;
-    struct lh_zo_stream stream_of_z; /* in the op before */
+    struct lh_zo_stream stream_of_z; /* of the previous op */
 };
 
-/* One launch. No z is there from the one before: its first op makes it again. */
+/* Launch a batch. It has no z from the previous launch, so its first op regenerates it. */
 static int batch_launch(struct launch *launch, struct lh_zo_batch *batch,
                         const struct lh_zo_op *ops, uint32_t op_count)
 {
     uint64_t block_count = lh_div_ceil(batch->first + batch->count, LH_ZO_BLOCK) -
-                           batch->first / LH_ZO_BLOCK; /* that it touches */
+                           batch->first / LH_ZO_BLOCK; /* the blocks that it touches */
     uint64_t group_count = lh_div_ceil(block_count * LH_ZO_COUNTERS, LH_ZO_BATCH_THREADS);
     group_count = lh_min_u64(group_count, GROUP_COUNT_MAX);
     for (uint32_t i = 0; i < op_count; i++) {
@@ -57,7 +57,7 @@ int lh_zo_launch(struct lh_dev *dev, struct lh_dev_kernel *kernel, void *stream,
     return 0;
 }
 
-/* The end of the longest batch that begins at op begin and ends behind a ROUND, or at the end. */
+/* The end of the longest batch from op begin on that ends after a ROUND or at the last op. */
 static uint32_t batch_end(const struct lh_zo_op *ops, uint32_t begin, uint32_t op_count)
 {
     if (op_count - begin <= LH_ZO_BATCH_OPS)
@@ -74,15 +74,17 @@ int lh_zo_launch_check(const struct lh_zo_op *ops, uint32_t op_count, struct lh_
         end = batch_end(ops, i, op_count);
         if (end == i)
             return lh_error_set(err, -EINVAL,
-                                "more than %d operations of %u follow one another without a round",
+                                "a launch takes at most %d operations and can be split only after a"
+                                " round, but more than that of the %u operations follow one another"
+                                " without a round",
                                 LH_ZO_BATCH_OPS, op_count);
     }
     return 0;
 }
 
 /*
- * Between two batches nothing is left but the state, which is what the numbers were only behind a
- * ROUND: there they are cut. Values are what the last batch makes.
+ * Only the state survives between two batches, and it is exact only after a ROUND, so batches are
+ * split there. The last batch stores the values.
  */
 int lh_zo_launch_lead(struct lh_dev *dev, struct lh_dev_kernel *kernel, void *stream,
                       const struct lh_zo_kept *kept, uint64_t first, uint64_t count,

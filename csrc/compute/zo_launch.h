@@ -1,8 +1,8 @@
 /*
- * lh_zo_apply() and lh_zo_lead() where the CPU does not compute on the memory: by the accelerator's
- * own kernel (cuda/zo.cu), which a stream executes behind what it holds.
+ * lh_zo_apply() and lh_zo_lead() on memory of an accelerator: by the accelerator's own kernel
+ * (cuda/zo.cu), enqueued on a stream.
  *
- * Thread: as the device's kernels (dev.h).
+ * Thread: like the device's kernels (dev.h).
  */
 #ifndef LH_COMPUTE_ZO_LAUNCH_H
 #define LH_COMPUTE_ZO_LAUNCH_H
@@ -13,21 +13,20 @@
 #define LH_ZO_KERNEL_NAME "lh_zo_batch"
 
 /*
- * Enqueue ops, in order, on elements first to first + count of a parameter, which begin at values,
- * an address of dev's, in place. Does not wait. The bits are those of lh_zo_apply().
+ * Enqueue ops, in order and in place, on elements first to first + count of a parameter, which
+ * begin at values, an address on dev. Does not wait. The bits are those of lh_zo_apply().
  *
- * Errors: the device's. Some of the ops may be enqueued all the same: what values are then is
- *         unknown.
+ * Errors: the device's. Some of the ops may have been enqueued; the values are unspecified then.
  */
 int lh_zo_launch(struct lh_dev *dev, struct lh_dev_kernel *kernel, void *stream, float *values,
                  uint64_t first, uint64_t count, const struct lh_zo_op *ops, uint32_t op_count,
                  struct lh_error *err) LH_MUST_CHECK;
 
 /*
- * The same for a parameter that is kept, both of whose addresses are dev's: lh_zo_lead().
+ * Enqueue lh_zo_lead() for a parameter with a stored state; both addresses are on dev.
  *
- * Errors: -EINVAL as lh_zo_launch_check(), before anything is enqueued; the device's as above: what
- *         is kept is unknown then, too.
+ * Errors: -EINVAL as lh_zo_launch_check(), before anything is enqueued; the device's, as above: the
+ *         state is unspecified then, too.
  */
 int lh_zo_launch_lead(struct lh_dev *dev, struct lh_dev_kernel *kernel, void *stream,
                       const struct lh_zo_kept *kept, uint64_t first, uint64_t count,
@@ -35,10 +34,10 @@ int lh_zo_launch_lead(struct lh_dev *dev, struct lh_dev_kernel *kernel, void *st
     LH_MUST_CHECK;
 
 /*
- * Whether lh_zo_launch_lead() takes so many ops: 64 fit a launch, and launches may only be cut
- * behind a ROUND.
+ * Check whether lh_zo_launch_lead() can run these ops: a launch takes at most 64, and ops may be
+ * split into launches only after a ROUND.
  *
- * Errors: -EINVAL: more of them follow one another.
+ * Errors: -EINVAL (more than 64 ops follow one another without a ROUND).
  */
 int lh_zo_launch_check(const struct lh_zo_op *ops, uint32_t op_count, struct lh_error *err)
     LH_MUST_CHECK;

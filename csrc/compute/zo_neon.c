@@ -1,4 +1,4 @@
-/* z with NEON, four at a time. */
+/* Generate z with NEON, four elements at a time. */
 #if defined(__aarch64__)
 
 #include <arm_neon.h>

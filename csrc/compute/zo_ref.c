@@ -44,7 +44,7 @@ static float radius_of(uint32_t word)
     return sqrtf(log * -2.0f);
 }
 
-/* The two highest bits are a quarter turn's number. */
+/* cos(2 pi V) and sin(2 pi V). The two highest bits of word count quarter turns. */
 static void turn_of(uint32_t word, float *cosine_out, float *sine_out)
 {
     int32_t rest = (int32_t)((word << 2) & ~UINT32_C(0xFF));
@@ -71,7 +71,7 @@ static void words_make(const struct lh_zo_stream *stream, uint64_t counter,
     lh_zo_philox(counters, key, words_out);
 }
 
-/* Of the block's elements that one counter makes. */
+/* Generate z for the elements of a block that one counter covers. */
 static void draw(const struct lh_zo_stream *stream, uint64_t counter, float z_out[LH_ZO_WORDS])
 {
     uint32_t words[LH_ZO_WORDS];
@@ -96,13 +96,13 @@ static float applied(const struct lh_zo_op *op, float value, float z)
             z = z + value * op->decay;
         return value - z * op->lr;
     case LH_ZO_OP_DRAW:
-    case LH_ZO_OP_ROUND: /* not here */
+    case LH_ZO_OP_ROUND: /* handled by round_all() */
         break;
     }
     return z;
 }
 
-/* Magnitudes grow by a random part of the distance to the next number, and lose what is left. */
+/* Add a random part of the distance to the next number to the magnitude, then truncate it. */
 uint32_t lh_zo_rounded(uint32_t bits, uint32_t word, enum lh_zo_format format)
 {
     static const struct lh_zo_shape shapes[] = {[LH_ZO_FORMAT_BF16] = LH_ZO_SHAPE_BF16,
@@ -119,8 +119,8 @@ uint32_t lh_zo_rounded(uint32_t bits, uint32_t word, enum lh_zo_format format)
     if (exponent >= shape->exponent_min) {
         out = (magnitude + (word >> (32 - dropped))) >> dropped << dropped;
     } else {
-        /* As many units of the least number as whole; so little that more than 31 bits are lost is
-           as good as any that only the largest word makes 1. */
+        /* Count in units of the smallest number. If more than 31 bits would be dropped, 31 suffice:
+           the value is so small that only the largest random words round it up to 1. */
         uint32_t whole = magnitude & UINT32_C(0x7FFFFF);
         whole |= (uint32_t)(magnitude >> 23 > 0) << 23;
         dropped += shape->exponent_min - exponent;

@@ -1,6 +1,6 @@
 /*
- * lh_zo_rounded() in the vectors of zo_vectors.h, for zo_body.h: without a branch, of elements that
- * are plain, and one by one where some are not.
+ * lh_zo_rounded() with the vectors of zo_vectors.h, for zo_body.h: without branches if all elements
+ * are plain (see rounds_are_plain()), otherwise one element at a time.
  */
 #ifndef LH_COMPUTE_ZO_ROUND_H
 #define LH_COMPUTE_ZO_ROUND_H
@@ -12,31 +12,31 @@
 
 #if VECTOR_BYTES == 64
 
-/* Counts below 0 give anything, those above 31 give 0. */
+/* Shift right. Counts below 0 give unspecified results, those above 31 give 0. */
 static INLINE words shifted(words bits, words counts)
 {
     return (words)_mm512_srlv_epi32((__m512i)bits, (__m512i)counts);
 }
 
-/* Of whole numbers with a sign. */
+/* The minimum of signed integers. */
 static INLINE words lesser(words a, words b)
 {
     return (words)_mm512_min_epi32((__m512i)a, (__m512i)b);
 }
 
-/* The same. */
+/* The maximum of signed integers. */
 static INLINE words greater(words a, words b)
 {
     return (words)_mm512_max_epi32((__m512i)a, (__m512i)b);
 }
 
-/* In any lane, a above b. */
+/* Whether a is above b in any lane. */
 static INLINE bool is_any_above(words a, words b)
 {
     return _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b) != 0;
 }
 
-/* yes where a is below b, else no. */
+/* Select yes where a is below b, no elsewhere. */
 static INLINE words below_or(words a, words b, words yes, words no)
 {
     __mmask16 is_below = _mm512_cmplt_epi32_mask((__m512i)a, (__m512i)b);
@@ -45,32 +45,32 @@ static INLINE words below_or(words a, words b, words yes, words no)
 
 #elif VECTOR_BYTES == 32
 
-/* Counts below 0 give anything, those above 31 give 0. */
+/* Shift right. Counts below 0 give unspecified results, those above 31 give 0. */
 static INLINE words shifted(words bits, words counts)
 {
     return (words)_mm256_srlv_epi32((__m256i)bits, (__m256i)counts);
 }
 
-/* Of whole numbers with a sign. */
+/* The minimum of signed integers. */
 static INLINE words lesser(words a, words b)
 {
     return (words)_mm256_min_epi32((__m256i)a, (__m256i)b);
 }
 
-/* The same. */
+/* The maximum of signed integers. */
 static INLINE words greater(words a, words b)
 {
     return (words)_mm256_max_epi32((__m256i)a, (__m256i)b);
 }
 
-/* In any lane, a above b. */
+/* Whether a is above b in any lane. */
 static INLINE bool is_any_above(words a, words b)
 {
     __m256i is_above = _mm256_cmpgt_epi32((__m256i)a, (__m256i)b);
     return !_mm256_testz_si256(is_above, is_above);
 }
 
-/* yes where a is below b, else no. */
+/* Select yes where a is below b, no elsewhere. */
 static INLINE words below_or(words a, words b, words yes, words no)
 {
     __m256i is_below = _mm256_cmpgt_epi32((__m256i)b, (__m256i)a);
@@ -79,31 +79,31 @@ static INLINE words below_or(words a, words b, words yes, words no)
 
 #else
 
-/* Counts below 0 give anything, those above 31 give 0. */
+/* Shift right. Counts below 0 give unspecified results, those above 31 give 0. */
 static INLINE words shifted(words bits, words counts)
 {
     return (words)vshlq_u32((uint32x4_t)bits, vnegq_s32((int32x4_t)counts));
 }
 
-/* Of whole numbers with a sign. */
+/* The minimum of signed integers. */
 static INLINE words lesser(words a, words b)
 {
     return (words)vminq_s32((int32x4_t)a, (int32x4_t)b);
 }
 
-/* The same. */
+/* The maximum of signed integers. */
 static INLINE words greater(words a, words b)
 {
     return (words)vmaxq_s32((int32x4_t)a, (int32x4_t)b);
 }
 
-/* In any lane, a above b. */
+/* Whether a is above b in any lane. */
 static INLINE bool is_any_above(words a, words b)
 {
     return vmaxvq_u32(vcgtq_s32((int32x4_t)a, (int32x4_t)b)) != 0;
 }
 
-/* yes where a is below b, else no. */
+/* Select yes where a is below b, no elsewhere. */
 static INLINE words below_or(words a, words b, words yes, words no)
 {
     uint32x4_t is_below = vcltq_s32((int32x4_t)a, (int32x4_t)b);
@@ -112,14 +112,14 @@ static INLINE words below_or(words a, words b, words yes, words no)
 
 #endif
 
-/* Of a narrow one. */
+/* The shape of a format other than F32. */
 static INLINE struct lh_zo_shape shape_of(enum lh_zo_format format)
 {
     const struct lh_zo_shape bf16 = LH_ZO_SHAPE_BF16, f16 = LH_ZO_SHAPE_F16, f8 = LH_ZO_SHAPE_F8;
     return format == LH_ZO_FORMAT_BF16 ? bf16 : format == LH_ZO_FORMAT_F16 ? f16 : f8;
 }
 
-/* No element is in the binade of the format's largest number, or beyond. */
+/* Whether no element is in the binade of the format's largest number, or beyond. */
 static bool rounds_are_plain(const float *source, uint64_t count, enum lh_zo_format format)
 {
     const words none = {0};
@@ -132,7 +132,7 @@ static bool rounds_are_plain(const float *source, uint64_t count, enum lh_zo_for
     return !is_any_above(most, none + (shape_of(format).max & 0x7F800000) - 1);
 }
 
-/* What may become larger than the largest number, or is none. */
+/* Round elements some of which are NaN or may exceed the format's largest number. */
 static void round_rare(enum lh_zo_format format, float *values, const float *source,
                        const words *random, uint64_t count)
 {
@@ -145,7 +145,7 @@ static void round_rare(enum lh_zo_format format, float *values, const float *sou
     }
 }
 
-/* As lh_zo_rounded(), which says what it is, of plain elements. format is a constant. */
+/* Same result as lh_zo_rounded(), which explains it, for plain elements. format is a constant. */
 static INLINE words rounded(words bits, words random, enum lh_zo_format format)
 {
     const words none = {0};
@@ -154,7 +154,7 @@ static INLINE words rounded(words bits, words random, enum lh_zo_format format)
     words out = (bits + (random >> (32 - lost))) & ~((UINT32_C(1) << lost) - 1);
     if (shape.exponent_min == 1)
         return out;
-    /* Numbers so small that fp32 has no leading bit for them become 0 with it, too. */
+    /* fp32's denormals have no leading bit; setting it is harmless, as they become 0 anyway. */
     words magnitude = bits & UINT32_C(0x7FFFFFFF);
     words whole = (magnitude & UINT32_C(0x7FFFFF)) | UINT32_C(0x800000);
     words count = lost + shape.exponent_min - (magnitude >> 23);

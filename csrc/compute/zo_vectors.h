@@ -1,5 +1,6 @@
 /*
- * The vectors of zo_body.h: VECTOR_BYTES, REGISTER and CONSTANT_VECTORS are the file's own.
+ * The vector types of zo_body.h. The including file defines VECTOR_BYTES, REGISTER and, where
+ * needed, CONSTANT_VECTORS.
  */
 #ifndef LH_COMPUTE_ZO_VECTORS_H
 #define LH_COMPUTE_ZO_VECTORS_H
@@ -9,9 +10,9 @@
 #define INLINE inline __attribute__((always_inline))
 #define NOINLINE __attribute__((noinline))
 
-/* The compiler neither moves what makes a vector behind this nor what uses it before. */
+/* The compiler moves no computation of the vector after this, and no use of it before. */
 #define PIN(vector) __asm__("" : REGISTER(vector))
-/* The compiler forgets where a pointer points, and so what it has read there. */
+/* The compiler forgets where the pointer points, and thus what it has read from there. */
 #define HIDE(pointer) __asm__ volatile("" : "+r"(pointer))
 
 typedef uint32_t words __attribute__((vector_size(VECTOR_BYTES)));
@@ -20,8 +21,8 @@ typedef int32_t ints __attribute__((vector_size(VECTOR_BYTES)));
 typedef float floats __attribute__((vector_size(VECTOR_BYTES)));
 
 /*
- * What operations read from memory beside a vector: a number for all lanes, where they can; else a
- * vector, or each would take an instruction more (CONSTANT_VECTORS).
+ * Constant operands in memory: one number for all lanes where instructions can broadcast it.
+ * Otherwise (CONSTANT_VECTORS) a whole vector, because each use would take one more instruction.
  */
 #ifdef CONSTANT_VECTORS
 typedef longs key;

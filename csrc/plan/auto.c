@@ -1,43 +1,44 @@
 /*
- * The policy auto: a search for the choice of least cost, which is above all a step's length.
+ * The policy auto: a search for the choice with the least cost, which is mainly the step's length.
  *
- * A choice is made of a few numbers, which say how much of each kind there is:
+ * A choice is generated from a few numbers:
  *
- *      saved      layers that are not recomputed: the first of LoHan's order of benefit
- *      deferred   updates ahead of forward instead of in backward, spread evenly over the blocks
- *      share      of main memory, what swapped activations may take
- *      held       of what is left of it, what states may take: a commit has to write them
- *      kept       of the GPU's memory, what activations may take that stay there
+ *      saved      how many layers are not recomputed: the first in LoHan's order of benefit
+ *      deferred   how many updates run ahead of forward, not in backward, spread over the blocks
+ *      share      the share of main memory that swapped activations may take
+ *      held       the share of the remaining memory that states may take: a commit writes them
+ *      kept       the share of GPU memory that activations may take that stay there
  *
- * and the rest follows. Of the saved layers the last ones stay on the GPU, which needs them
- * soonest; but what moves needs room there too. States that stay in main memory are those of the
- * first blocks, which are updated last and needed first; P16 before the others, for a byte of it
- * saves three of traffic, where a byte of those saves two. Masters are the model's residuals (12P).
+ * The rest follows from these. The last of the saved layers stay on the GPU, which needs them
+ * soonest; but what moves needs room there, too. The states of the first blocks, which are updated
+ * last and needed first, stay in main memory. P16 comes before the other states, because a byte of
+ * it saves three bytes of traffic, where a byte of the others saves two. Masters are the model's
+ * residuals (12P).
  *
- * Each number is moved up and down by steps that are halved when none helps, from several starts.
- * Where a model is small, layers and blocks are then changed one by one, and two or three at a
- * time: there rounding to whole layers weighs most.
+ * From several starts, each number is moved up and down by a step that is halved when no move
+ * helps. For small models, where rounding to whole layers matters most, layers and blocks are then
+ * changed one by one, and two or three at a time.
  *
- * Source: LoHan IV-D (the order, and what it starts from).
+ * Source: LoHan IV-D (the order, and the starting point).
  */
 #include <math.h>
 
 #include "plan/policy.h"
 
 #define SHARE_MAX 32
-/* Layers and blocks up to which single ones are changed. */
+/* Layers and blocks are changed one by one if there are no more than this many in all. */
 #define SINGLE_COUNT_MAX 16
 
-/* Starts of the search: so many values of each number. */
+/* The starts of the search are all combinations of this many values of each number. */
 static const uint32_t start_counts[] = {3, 3, 2, 2, 2};
 static const uint32_t start_counts_small[] = {2, 2, 2, 2, 1};
-/* By what the engine gains and loses in the simulator: 13B, batch 32, 1 to 12 SSDs. */
+/* Fitted to the engine's gains and losses in the simulator: 13B, batch 32, 1 to 12 SSDs. */
 #define SSD_WEIGHT 0.005
 #define SWAPPED_SSD_WEIGHT 0.1
 #define SWAPPED_LINK_WEIGHT 0.11
 #define KEPT_WEIGHT 0.8
 #define LATE_WEIGHT 100.0
-/* The same sums in another order are no slower. */
+/* Tolerates the rounding of the same sums in another order. */
 #define ROUNDED (1 + 1e-9)
 
 enum number {
@@ -53,7 +54,7 @@ struct search {
     struct lh_plan_ask *ask;
     struct lh_plan_choice *best;
     double best_s;
-    double limit_s;             /* of what the search began with: never slower */
+    double limit_s;             /* no result may be slower than what the search began with */
     struct lh_plan_choice here; /* the best of one start */
     double here_s;
     struct lh_plan_choice work;
@@ -66,7 +67,7 @@ static bool is_spread(uint32_t index, uint32_t part, uint32_t whole)
     return (uint64_t)(index + 1) * part / whole > (uint64_t)index * part / whole;
 }
 
-/* As many states of the first blocks as host_bytes take. */
+/* Keep as many states of the first blocks in main memory as fit into host_bytes. */
 static void states_hold(struct lh_plan_choice *choice, const struct lh_plan_model *model,
                         uint64_t host_bytes)
 {
@@ -85,7 +86,7 @@ static void states_hold(struct lh_plan_choice *choice, const struct lh_plan_mode
     }
 }
 
-/* Make work of numbers; false: gradients that wait have no room. */
+/* Generate work from numbers. Returns false if gradients of deferred updates do not fit. */
 static bool choice_make(struct search *search, const uint32_t *numbers)
 {
     const struct lh_plan_ask *ask = search->ask;
@@ -129,13 +130,13 @@ double lh_plan_auto_cost_s(const struct lh_plan_step *step, const struct lh_plan
            KEPT_WEIGHT * (double)step->kept_bytes / out;
 }
 
-/* The cost of work; infinite where it does not fit. */
+/* The cost of work; infinite if it does not fit. */
 static double work_s(struct search *search)
 {
     struct lh_plan_step step = lh_plan_timeline_step(&search->ask->timeline, &search->work);
     if (lh_plan_step_check(&step, search->ask->machine, NULL) < 0)
         return INFINITY;
-    /* Slower than what the search began with is a way at most, no end. */
+    /* The search may pass through choices slower than limit_s, but must not end there. */
     double late_s = isinf(search->limit_s) ? 0 : fmax(step.iteration_s - search->limit_s, 0);
     return lh_plan_auto_cost_s(&step, search->ask->machine) + LATE_WEIGHT * late_s;
 }
@@ -155,7 +156,7 @@ static uint32_t kept_max(const struct lh_plan_ask *ask)
     return ask->is_moved ? 0 : SHARE_MAX;
 }
 
-/* Move one number by step, up or down; true: that was shorter. */
+/* Move one number up or down by step. Returns true if that lowered the cost. */
 static bool number_move(struct search *search, uint32_t *numbers, int which, uint32_t step,
                         double *here_s)
 {
@@ -180,7 +181,7 @@ static bool number_move(struct search *search, uint32_t *numbers, int which, uin
 
 static void numbers_search(struct search *search, uint32_t *numbers)
 {
-    /* The first commit costs as much as all: none is a choice of its own. */
+    /* The first held state incurs the cost of commits: holding none is a separate case. */
     search->held_max = numbers[NUMBER_HELD] > 0 ? SHARE_MAX : 0;
     double here_s = numbers_s(search, numbers);
     uint32_t step = search->ask->model->layer_count;
@@ -195,7 +196,7 @@ static void numbers_search(struct search *search, uint32_t *numbers)
     lh_plan_choice_copy(&search->here, &search->work);
 }
 
-/* Ways to change one layer (its fate), then one block (its update, and which states stay). */
+/* Single moves: first changes of one layer (its fate), then of one block (update, held states). */
 #define BLOCK_MOVE_COUNT 10
 #define MOVE_COUNT_MAX 3
 
@@ -204,7 +205,7 @@ static uint32_t moves_count(const struct lh_plan_model *model)
     return model->layer_count * LH_PLAN_FATE_COUNT + model->block_count * BLOCK_MOVE_COUNT;
 }
 
-/* What a layer may become; false: it cannot be recomputed. */
+/* Set a layer's new fate. Returns false for a layer that cannot be recomputed. */
 static bool layer_move(const struct lh_plan_layer *layer, uint32_t way, uint8_t *fate)
 {
     *fate = (uint8_t)way;
@@ -224,7 +225,7 @@ static struct lh_plan_block_choice block_move(uint32_t way)
 
 static bool moves_try(struct search *search, uint32_t move, int count);
 
-/* work is changed by a move: look at it, and at what up to count more make of it. */
+/* Evaluate work after a move, and after up to count further moves. */
 static bool moved_try(struct search *search, uint32_t move, int count)
 {
     bool is_shorter = false;
@@ -237,7 +238,10 @@ static bool moved_try(struct search *search, uint32_t move, int count)
     return (count > 0 && moves_try(search, move + 1, count)) || is_shorter;
 }
 
-/* Change work by up to count moves, from move on; true: here is shorter. work is as it was. */
+/*
+ * Change work by up to count moves, starting with move. Returns true if here was improved; work is
+ * restored.
+ */
 static bool moves_try(struct search *search, uint32_t move, int count)
 {
     const struct lh_plan_model *model = search->ask->model;
@@ -263,7 +267,7 @@ static bool moves_try(struct search *search, uint32_t move, int count)
     return is_shorter;
 }
 
-/* Until no so many moves make here shorter. */
+/* Improve here until no combination of up to count moves helps. */
 static void moves_search(struct search *search, int count)
 {
     do
@@ -282,7 +286,7 @@ static void here_take(struct search *search)
     lh_plan_choice_copy(search->best, &search->here);
 }
 
-/* From the best, by up to count moves at a time. */
+/* Improve the best choice by up to count moves at a time. */
 static void best_move(struct search *search, int count)
 {
     search->here_s = search->best_s;

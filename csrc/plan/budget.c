@@ -5,7 +5,7 @@
 
 #include "base/assert.h"
 
-/* Forward is a third of a step, and less where backward computes it again. */
+/* Forward is a third of a step, or less if backward recomputes it. */
 #define FREE_DIVISOR 3
 
 struct needs {
@@ -16,13 +16,13 @@ struct needs {
     uint64_t all_bytes;
     uint64_t gradient_bytes_max;
     uint64_t trainable_bytes_max;
-    uint64_t waiting_bytes;        /* all gradients that wait for the close */
-    uint64_t waiting_memory_bytes; /* of these, what cannot wait on SSD */
-    uint64_t waiting_free_bytes;   /* gradients that may wait or not */
+    uint64_t waiting_bytes;        /* all gradients that wait for the end of the step */
+    uint64_t waiting_memory_bytes; /* those of them that cannot wait on SSD */
+    uint64_t waiting_free_bytes;   /* gradients that may wait, but need not */
     uint32_t slab_bytes_per_element;
 };
 
-/* Bytes of gradients, where they lie in blocks rounded up to whole ones. */
+/* Bytes of gradients; if they are stored in blocks, rounded up to whole blocks. */
 static uint64_t gradients_round(const struct lh_budget_unit *unit, uint64_t bytes,
                                 uint64_t chunk_elements)
 {
@@ -95,7 +95,7 @@ static uint32_t chunk_count_sum(const struct lh_budget_unit *units, uint32_t uni
     return (uint32_t)count;
 }
 
-/* Give slabs as many as fit in spare, at most until count reaches count_max. */
+/* Add as many slabs as fit into spare, up to count_max in all. Returns what is left of spare. */
 static uint64_t slabs_grow(struct lh_budget *budget, uint64_t spare, uint32_t count_max)
 {
     if (budget->slab_bytes == 0 || budget->slab_count >= count_max)
@@ -166,7 +166,7 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
     budget->gradient_waiting_bytes += waiting_more;
     budget->gradient_bytes += waiting_more;
     spare -= waiting_more;
-    /* Where an update may wait or not, parameters of two units come first. */
+    /* Gradients that need not wait come after the parameters of two units. */
     uint64_t reserved = lh_min_u64(2 * needs.second_bytes, needs.all_bytes - budget->region_bytes);
     uint64_t free_more = spare - lh_min_u64(spare, reserved);
     free_more = lh_min_u64(free_more, needs.waiting_free_bytes / FREE_DIVISOR);
@@ -179,7 +179,7 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
     spare -= region_more;
     (void)slabs_grow(budget, spare, budget->chunk_count);
 
-    /* Gradients on their way to SSD and back pass through slabs that keep no chunk. */
+    /* Gradients that are spilled to SSD and read back pass through slabs that keep no chunk. */
     bool has_spills = budget->gradient_waiting_bytes < needs.waiting_bytes;
     if (budget->slab_count == budget->chunk_count && !has_spills)
         budget->kept_chunk_count = budget->chunk_count;
@@ -200,14 +200,14 @@ int lh_budget_make(const struct lh_budget_unit *units, uint32_t unit_count, uint
     struct lh_error small_err = {0};
     memset(budget, 0, sizeof(*budget));
     if (unit_count == 0)
-        return lh_error_set(err, -EINVAL, "there are no units to plan for");
+        return lh_error_set(err, -EINVAL, "no units to plan for");
     int large_rc = budget_try(units, unit_count, host_bytes, bookkeeping_bytes,
                               LH_BUDGET_CHUNK_ELEMENTS_MAX, &large, &large_err);
     int small_rc = budget_try(units, unit_count, host_bytes, bookkeeping_bytes,
                               LH_BUDGET_CHUNK_ELEMENTS_MIN, &small, &small_err);
     bool is_full = large_rc == 0 && (large.slab_count >= LH_BUDGET_SLAB_COUNT_PIPELINE ||
                                      large.slab_count == large.chunk_count);
-    /* Of few chunks fewer slabs are needed: neither size has always the smaller minimum. */
+    /* Few chunks need fewer slabs, so neither chunk size always has the smaller minimum. */
     bool is_large_least = large.host_bytes_min <= small.host_bytes_min;
     uint64_t least = is_large_least ? large.host_bytes_min : small.host_bytes_min;
     *budget = is_full || small_rc < 0 ? large : small;

@@ -38,12 +38,13 @@ int lh_plan_choice_check(const struct lh_plan_choice *choice, const struct lh_pl
     for (uint32_t i = 0; i < model->layer_count; i++)
         if (choice->fates[i] == LH_PLAN_FATE_RECOMPUTE && model->layers[i].is_inter_block)
             return lh_error_set(err, -EINVAL,
-                                "layer %u is between blocks, where recomputation begins: it is kept"
-                                " or swapped, not recomputed",
+                                "layer %u is between blocks, where recomputation starts: it can be"
+                                " kept or swapped, but not recomputed",
                                 i);
     if (choice->master_bytes != P32_BYTES && choice->master_bytes != model->residual_bytes)
         return lh_error_set(err, -EINVAL,
-                            "master_bytes %u: %d (an fp32 master) or %u (the model's residual)",
+                            "master_bytes is %u, but must be %d (an fp32 master) or %u (the model's"
+                            " residual)",
                             choice->master_bytes, P32_BYTES, model->residual_bytes);
     return 0;
 }

@@ -1,5 +1,5 @@
 /*
- * What a plan decides: of each layer's activations, of each block's states and update.
+ * The decisions of a plan: for each layer its activations, for each block its states and update.
  *
  * Pure; includes base only. Thread: a choice belongs to its caller.
  */
@@ -8,7 +8,7 @@
 
 #include "plan/model.h"
 
-/* Of a layer's activations, from its forward to its backward. */
+/* What happens to a layer's activations between its forward and its backward. */
 enum lh_plan_fate {
     LH_PLAN_FATE_KEEP = 0,  /* they stay on the GPU */
     LH_PLAN_FATE_SWAP_HOST, /* in main memory */
@@ -17,32 +17,33 @@ enum lh_plan_fate {
 };
 #define LH_PLAN_FATE_COUNT 4
 
-/* When updates run, and how. */
+/* When and how updates run. */
 enum lh_plan_schedule {
     LH_PLAN_SCHEDULE_OPTIMIZED = 0, /* in backward; reads, AdamW and writes overlap */
-    LH_PLAN_SCHEDULE_NAIVE,         /* in backward; a block's are one after the other */
-    LH_PLAN_SCHEDULE_SERIAL,        /* behind backward, which waits */
+    LH_PLAN_SCHEDULE_NAIVE,         /* in backward; a block's steps run one after the other */
+    LH_PLAN_SCHEDULE_SERIAL,        /* after backward; nothing overlaps them */
 };
 
 struct lh_plan_block_choice {
     bool is_deferred; /* its update runs just ahead of its next forward, not in backward */
-    /* What stays in main memory from step to step; the others are on SSD. */
+    /* Which states stay in main memory between steps; the others are on SSD. */
     bool has_host_p16;
-    bool has_host_master; /* the master, or the residual that makes P16 one */
+    bool has_host_master; /* the master, or the residual that completes P16 to one */
     bool has_host_moments;
 };
 
 struct lh_plan_choice {
-    uint8_t *fates; /* enum lh_plan_fate, one a layer */
+    uint8_t *fates; /* enum lh_plan_fate, one per layer */
     struct lh_plan_block_choice *blocks;
     uint32_t layer_count;
     uint32_t block_count;
     enum lh_plan_schedule schedule;
-    uint32_t master_bytes; /* a parameter: 4 (the papers' P32), or the model's residual_bytes */
+    uint32_t master_bytes; /* per parameter: 4 (the papers' P32), or the model's residual_bytes */
 };
 
 /*
- * All kept, all eager, all states on SSD, with the papers' master.
+ * Initialize a choice: all activations kept, all updates eager, all states on SSD, with the papers'
+ * master (P32).
  *
  * Owns:   *choice owns its tables; release with lh_plan_choice_deinit() and the same alloc.
  * Errors: -ENOMEM; nothing is owned then.
@@ -51,12 +52,14 @@ int lh_plan_choice_init(struct lh_plan_choice *choice, const struct lh_plan_mode
                         struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
 void lh_plan_choice_deinit(struct lh_plan_choice *choice, struct lh_alloc *alloc);
 /*
- * Errors: -EINVAL (an inter-block layer that is recomputed, a master of another size than 4 bytes
- *         and the model's residual: named with the numbers).
+ * Check a choice.
+ *
+ * Errors: -EINVAL (an inter-block layer is recomputed, or the master's size is neither 4 bytes nor
+ *         the model's residual; the message has the numbers).
  */
 int lh_plan_choice_check(const struct lh_plan_choice *choice, const struct lh_plan_model *model,
                          struct lh_error *err) LH_MUST_CHECK;
-/* Both of one model. */
+/* Copy a choice; both belong to the same model. */
 void lh_plan_choice_copy(struct lh_plan_choice *target, const struct lh_plan_choice *source);
 
 #endif

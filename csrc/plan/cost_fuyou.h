@@ -1,10 +1,10 @@
 /*
- * Fuyou's model of an iteration, one function a numbered equation, and how it picks what to swap.
+ * Fuyou's model of an iteration, one function per numbered equation, and its choice of swaps.
  *
- * T_iter = T_f + T_b+o: forward, and backward with the optimizer behind it, each as long as its
- * busiest part. All activations that are swapped (D_f) pass through the SSDs. Layers wait in two
- * queues, each in forward order: in the first those with a high benefit, in the second the others;
- * of all numbers of layers taken from the queues' front the one with the least T_iter is taken.
+ * T_iter = T_f + T_b+o: forward, and backward combined with the optimizer, each as long as its
+ * busiest part. All swapped activations (D_f) pass through the SSDs. Layers are in two queues, each
+ * in forward order: the first has the layers with a high benefit, the second the others. Layers are
+ * taken from the front of the queues, as many as give the least T_iter.
  *
  * Pure; includes base only.
  * Source: Fuyou 4.5.
@@ -33,7 +33,7 @@ struct lh_cost_fuyou_swap {
     double iteration_s;
 };
 
-/* Both passed their checks. */
+/* The inputs of the equations, from a machine and a model's totals that passed their checks. */
 struct lh_cost_fuyou lh_cost_fuyou_make(const struct lh_plan_machine *machine,
                                         const struct lh_plan_totals *totals);
 
@@ -55,24 +55,24 @@ double lh_cost_fuyou_backward_ssd_s(const struct lh_cost_fuyou *cost, uint64_t s
 /* T_b^comp. Source: Fuyou eq. 8 */
 double lh_cost_fuyou_backward_gpu_s(const struct lh_cost_fuyou *cost, uint64_t recompute_flop);
 /*
- * T_max, what swapping may cost in backward before it is no gain; negative where transfers are the
- * bottleneck already. Source: Fuyou eq. 9
+ * T_max, the time that swapping may cost in backward before it stops being a gain; negative if
+ * transfers are already the bottleneck. Source: Fuyou eq. 9
  */
 double lh_cost_fuyou_gain_s(const struct lh_cost_fuyou *cost, uint64_t swapped_bytes,
                             uint64_t recompute_flop);
-/* D_max; 0 where T_max is negative. Source: Fuyou eq. 10 */
+/* D_max; 0 if T_max is negative. Source: Fuyou eq. 10 */
 uint64_t lh_cost_fuyou_swapped_bytes_max(const struct lh_cost_fuyou *cost, double gain_s);
-/* D_start <= D_f <= D_max; D_start itself always. Source: Fuyou eq. 11 */
+/* D_start <= D_f <= D_max; D_start itself is always allowed. Source: Fuyou eq. 11 */
 bool lh_cost_fuyou_is_swappable(uint64_t start_bytes, uint64_t swapped_bytes,
                                 uint64_t swapped_bytes_max);
 /*
- * SBF: FLOP saved a second of swapping; infinite where nothing is saved. Source: Fuyou eq. 12
+ * SBF: FLOP saved per second of swapping; infinite if the layer saves nothing. Source: Fuyou eq. 12
  */
 double lh_cost_fuyou_benefit(const struct lh_cost_fuyou *cost, const struct lh_plan_layer *layer);
 
 /*
- * What to swap: is_swapped has layer_count places. Inter-block activations are D_start. A benefit
- * is high where it is at least half of the highest. Source: Fuyou 4.5
+ * Decide which layers to swap; is_swapped has layer_count places. D_start is the inter-block
+ * activations. A benefit is high if it is at least half of the highest one. Source: Fuyou 4.5
  */
 struct lh_cost_fuyou_swap lh_cost_fuyou_swap(const struct lh_cost_fuyou *cost,
                                              const struct lh_plan_model *model, bool *is_swapped);

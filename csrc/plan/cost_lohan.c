@@ -107,7 +107,7 @@ double lh_cost_lohan_recompute_slope(const struct lh_plan_layer *layers, const u
     return 0.0;
 }
 
-/* Its bits the other way round: the first so many in this order are spread evenly. */
+/* Reverse the bits of index: any number of first elements in this order is spread evenly. */
 static uint32_t spread(uint32_t index)
 {
     uint32_t reversed = 0;
@@ -122,7 +122,7 @@ static bool is_before(const struct lh_plan_model *model, uint32_t a, uint32_t b)
     const struct lh_plan_layer *y = &model->layers[b];
     if (x->is_inter_block != y->is_inter_block)
         return x->is_inter_block;
-    /* x's FLOP over x's bytes > y's FLOP over y's bytes, exactly; of 0 bytes it is infinite. */
+    /* Compare FLOP / bytes of x and y exactly; with 0 bytes the quotient is infinite. */
     unsigned __int128 left = (unsigned __int128)x->forward_flop * y->activation_bytes;
     unsigned __int128 right = (unsigned __int128)y->forward_flop * x->activation_bytes;
     if ((x->activation_bytes == 0) != (y->activation_bytes == 0))
@@ -130,7 +130,7 @@ static bool is_before(const struct lh_plan_model *model, uint32_t a, uint32_t b)
     return left != right ? left > right : spread(a) < spread(b);
 }
 
-/* Sift down: a heap whose root comes last. */
+/* Sift down in a heap whose root is the element that comes last in the order. */
 static void sift(const struct lh_plan_model *model, uint32_t *order, uint32_t root, uint32_t count)
 {
     for (;;) {
@@ -184,7 +184,7 @@ struct lh_cost_swap lh_cost_lohan_swap(const struct lh_cost_lohan *cost,
         uint64_t swapped_bytes = swap.swapped_bytes + layer->activation_bytes;
         uint64_t recompute_flop = swap.recompute_flop - layer->forward_flop;
         double iteration_s = lh_cost_lohan_swap_s(cost, swapped_bytes, recompute_flop);
-        /* What costs no bytes is no choice. */
+        /* A layer that costs no bytes is always swapped. */
         bool may_stop = swap.swapped_bytes >= inter_bytes && layer->activation_bytes > 0;
         is_stopped = may_stop && (iteration_s >= least_s || swapped_bytes > swapped_bytes_max);
         if (is_stopped)

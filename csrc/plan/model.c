@@ -39,19 +39,20 @@ static int blocks_check(const struct lh_plan_model *model, struct lh_error *err)
             return lh_error_set(err, -EINVAL, "block %u of a model has no layers", i);
         if (block->layer_first != next || block->layer_count > model->layer_count - next)
             return lh_error_set(err, -EINVAL,
-                                "block %u of a model has layers %u to %u: the next one is %u of %u",
+                                "block %u of a model has layers %u to %u, but must start at layer"
+                                " %u and end within the model's %u layers",
                                 i, block->layer_first, block->layer_first + block->layer_count - 1,
                                 next, model->layer_count);
         if (block->shared_block != LH_PLAN_BLOCK_NONE && block->shared_block >= i)
             return lh_error_set(err, -EINVAL,
-                                "block %u of a model shares parameters with block %u, which is"
-                                " not in front of it",
+                                "block %u of a model shares parameters with block %u, which does"
+                                " not come before it",
                                 i, block->shared_block);
         next += block->layer_count;
     }
     if (next != model->layer_count)
-        return lh_error_set(err, -EINVAL, "blocks of a model have %u of its %u layers", next,
-                            model->layer_count);
+        return lh_error_set(err, -EINVAL, "the blocks of a model contain only %u of its %u layers",
+                            next, model->layer_count);
     return 0;
 }
 
@@ -63,13 +64,14 @@ int lh_plan_model_check(const struct lh_plan_model *model, struct lh_error *err)
     if (model->param_bytes == 0 || model->param_bytes > ELEMENT_BYTES_MAX ||
         model->residual_bytes > ELEMENT_BYTES_MAX)
         return lh_error_set(err, -EINVAL,
-                            "param_bytes %u must be from 1 to %d, residual_bytes %u at most that",
+                            "param_bytes %u must be from 1 to %d, and residual_bytes %u no larger"
+                            " than that limit",
                             model->param_bytes, ELEMENT_BYTES_MAX, model->residual_bytes);
     LH_TRY(blocks_check(model, err));
     unsigned __int128 sums[4] = {0};
     for (uint32_t i = 0; i < model->layer_count; i++) {
         const struct lh_plan_layer *layer = &model->layers[i];
-        /* A parameter takes part in sums with all its bytes, at most 32 of them. */
+        /* Later sums count every byte of a parameter and its states: at most 32 of them. */
         sums[0] += (unsigned __int128)layer->param_count * 32;
         sums[1] += layer->forward_flop;
         sums[2] += layer->activation_bytes;
@@ -79,7 +81,7 @@ int lh_plan_model_check(const struct lh_plan_model *model, struct lh_error *err)
                                         "working_bytes"};
     for (size_t i = 0; i < LH_COUNT_OF(sums); i++)
         if (sums[i] > SUM_MAX)
-            return lh_error_set(err, -EINVAL, "the sum of a model's %s is above %" PRIu64, names[i],
+            return lh_error_set(err, -EINVAL, "the sum of a model's %s exceeds %" PRIu64, names[i],
                                 SUM_MAX);
     return 0;
 }

@@ -1,18 +1,18 @@
 /*
- * A model and a batch as plans see them: layers in forward order, grouped into blocks.
+ * The planner's description of a model and a batch: layers in forward order, grouped into blocks.
  *
  *      block 0            block 1                           block n - 1
  *      embedding          qkv attention h->h h->4h 4h->h    head
  *
- * A layer is what is recomputed or not as a whole. Its activations are everything that backward
- * wants of it: what its operations saved, its output among that, counted once. Those of an
- * inter-block layer are the next block's input: recomputation begins with them, so they are kept or
+ * A layer is recomputed as a whole or not at all. Its activations are everything that its
+ * operations saved for backward, including its output, each counted once. The activations of an
+ * inter-block layer are the next block's input: recomputation starts from them, so they are kept or
  * swapped, never recomputed. A layer that saves nothing has nothing to recompute.
  *
- * Parameters belong to the layer that uses them first; a tied one is counted there.
+ * A parameter belongs to the layer that uses it first; a tied parameter is counted only there.
  *
  * Pure; includes base only. Thread: a model belongs to its caller.
- * Source: LoHan IV-B (what a profile yields of a layer), LoHan IV-D (layers as what is swapped).
+ * Source: LoHan IV-B (what a profile yields per layer), LoHan IV-D (layers as units of swapping).
  */
 #ifndef LH_PLAN_MODEL_H
 #define LH_PLAN_MODEL_H
@@ -24,16 +24,16 @@
 
 struct lh_plan_layer {
     uint64_t param_count;
-    uint64_t forward_flop;     /* of the whole batch; recomputing it costs as much */
-    uint64_t activation_bytes; /* of the whole batch */
-    uint64_t working_bytes;    /* of the GPU while it computes, beyond its activations */
+    uint64_t forward_flop;     /* for the whole batch; recomputation costs the same */
+    uint64_t activation_bytes; /* for the whole batch */
+    uint64_t working_bytes;    /* GPU memory used while computing, beyond its activations */
     bool is_inter_block;
 };
 
 struct lh_plan_block {
     uint32_t layer_first;
     uint32_t layer_count;
-    uint32_t shared_block; /* uses this one's parameters too (a tied head), or LH_PLAN_BLOCK_NONE */
+    uint32_t shared_block; /* its parameters are used here, too (tied); or LH_PLAN_BLOCK_NONE */
 };
 
 struct lh_plan_model {
@@ -41,8 +41,8 @@ struct lh_plan_model {
     struct lh_plan_block *blocks;
     uint32_t layer_count;
     uint32_t block_count;
-    uint32_t param_bytes;    /* of a parameter as computed with: 2, or 4 (fp32) */
-    uint32_t residual_bytes; /* of what makes it the fp32 master: 2 (bf16), 4 (fp16), 0 (fp32) */
+    uint32_t param_bytes;    /* per parameter, in the compute dtype: 2, or 4 (fp32) */
+    uint32_t residual_bytes; /* that complete it to an fp32 master: 2 (bf16), 4 (fp16), 0 (fp32) */
 };
 
 /* Sums over a model. */
@@ -53,11 +53,11 @@ struct lh_plan_totals {
     uint64_t inter_block_activation_bytes; /* A_interBlock */
     uint64_t block_param_count_max;
     uint64_t block_activation_bytes_max;
-    uint64_t block_gpu_bytes_max; /* its activations, and what its layers work with */
+    uint64_t block_gpu_bytes_max; /* a block's activations, and its largest working_bytes */
 };
 
 /*
- * A model of zeroed layers and blocks, for the caller to fill in.
+ * Make a model of zeroed layers and blocks, for the caller to fill in.
  *
  * Owns:   *model owns its tables; release with lh_plan_model_deinit() and the same alloc.
  * Errors: -ENOMEM; nothing is owned then.
@@ -67,14 +67,16 @@ int lh_plan_model_init(struct lh_plan_model *model, uint32_t block_count, uint32
 void lh_plan_model_deinit(struct lh_plan_model *model, struct lh_alloc *alloc);
 
 /*
- * Errors: -EINVAL (no layers, a block that is not the next layers, a shared block that is not in
- *         front of it, sums above 2^60: named with the numbers).
+ * Check a model.
+ *
+ * Errors: -EINVAL (no layers, a block that does not continue where the previous one ends, a shared
+ *         block that does not come earlier, sums above 2^60; the message has the numbers).
  */
 int lh_plan_model_check(const struct lh_plan_model *model, struct lh_error *err) LH_MUST_CHECK;
 
-/* The sums of a model that passed the check. */
+/* The sums over a model that passed the check. */
 struct lh_plan_totals lh_plan_model_totals(const struct lh_plan_model *model);
-/* Parameters of one block. */
+/* The number of parameters of one block. */
 uint64_t lh_plan_block_param_count(const struct lh_plan_model *model, uint32_t block);
 
 #endif

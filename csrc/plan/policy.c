@@ -36,7 +36,7 @@ void lh_plan_last_keep(struct lh_plan_choice *choice, const struct lh_plan_model
     }
 }
 
-/* Layers that save nothing are kept; fate is the others'. */
+/* Set the fate of all inter-block and all other layers; layers that save nothing are kept. */
 static void fates_set(struct lh_plan *plan, const struct lh_plan_ask *ask, enum lh_plan_fate inter,
                       enum lh_plan_fate intra)
 {
@@ -51,9 +51,10 @@ static int host_refuse(const struct lh_plan_ask *ask, const char *policy, uint64
                        struct lh_error *err)
 {
     return lh_error_set(err, -ENOSPC,
-                        "policy %s swaps to main memory alone: %" PRIu64
-                        " bytes of inter-block activations, and %" PRIu64 " of host_bytes %" PRIu64
-                        " are left for them; 'lohan' and 'auto' use SSDs as well",
+                        "policy %s swaps only to main memory, which is too small for the"
+                        " inter-block activations: they have %" PRIu64 " bytes, and %" PRIu64
+                        " of host_bytes %" PRIu64 " are available for activations; use 'lohan' or"
+                        " 'auto', which swap to SSDs as well",
                         policy, bytes, ask->host_bytes, ask->machine->host_bytes);
 }
 
@@ -65,7 +66,7 @@ static int zero_plan(struct lh_plan *plan, struct lh_plan_ask *ask, struct lh_er
     return 0;
 }
 
-/* Does swapping so much hide behind computation, with no other traffic on the link? */
+/* Does computation hide swapping of this many bytes, with no other traffic on the link? */
 static bool is_hidden(const struct lh_plan_ask *ask, uint64_t bytes, uint64_t recompute_flop)
 {
     const struct lh_plan_machine *machine = ask->machine;
@@ -76,7 +77,7 @@ static bool is_hidden(const struct lh_plan_ask *ask, uint64_t bytes, uint64_t re
            (double)bytes / (double)machine->link_in_bytes_per_s <= backward_s;
 }
 
-/* Source: LoHan V-E (what Capuchin looks at), LoHan IV-D (what it does not) */
+/* Source: LoHan V-E (what Capuchin considers), LoHan IV-D (what it ignores) */
 static int capuchin_plan(struct lh_plan *plan, struct lh_plan_ask *ask, struct lh_error *err)
 {
     uint64_t gpu_bytes = ask->gpu_bytes;
@@ -111,7 +112,7 @@ static int g10_plan(struct lh_plan *plan, struct lh_plan_ask *ask, struct lh_err
 {
     (void)err;
     fates_set(plan, ask, LH_PLAN_FATE_SWAP_SSD, LH_PLAN_FATE_SWAP_SSD);
-    /* Those needed soonest are inactive for the shortest time. */
+    /* The activations that are needed soonest are inactive for the shortest time. */
     lh_plan_last_keep(&plan->choice, ask->model, ask->gpu_bytes);
     return 0;
 }
@@ -169,7 +170,7 @@ static int fuyou_plan(struct lh_plan *plan, struct lh_plan_ask *ask, struct lh_e
     return 0;
 }
 
-/* Begins with the best of all others, so that none is faster. */
+/* Start from the best result of the other policies, so that none of them is faster. */
 static int auto_plan(struct lh_plan *plan, struct lh_plan_ask *ask, struct lh_error *err)
 {
     static const policy_fn others[] = {zero_plan,    capuchin_plan, g10_plan,
@@ -214,10 +215,10 @@ static int name_refuse(const char *name, struct lh_error *err)
         size_t used = strlen(all);
         snprintf(all + used, sizeof(all) - used, "%s%s", i ? ", " : "", policy_names[i]);
     }
-    return lh_error_set(err, -EINVAL, "there is no policy '%.64s': the names are %s", name, all);
+    return lh_error_set(err, -EINVAL, "unknown policy '%.64s'; valid names: %s", name, all);
 }
 
-/* The words behind "auto"; false: one is none. */
+/* Parse the suffixes after "auto". Returns false if one is unknown. */
 static bool words_parse(struct lh_plan_ask *ask, const char *words)
 {
     const struct {
@@ -238,7 +239,7 @@ static bool words_parse(struct lh_plan_ask *ask, const char *words)
     return *words == '\0';
 }
 
-/* The policy's index, and its words; -1: there is none of that name. */
+/* The index of the policy, whose suffixes are set in ask; -1: unknown name. */
 static int name_parse(struct lh_plan_ask *ask, const char *name)
 {
     size_t length = strcspn(name, "/");
@@ -268,12 +269,12 @@ static int ask_init(struct lh_plan_ask *ask, struct lh_error *err)
         return lh_error_set(
             err, -ENOSPC,
             "gpu_bytes %" PRIu64 " is too small: the buffers of a step need %" PRIu64
-            " (the largest block has %" PRIu64 " parameters, and works with %" PRIu64
+            " (the largest block has %" PRIu64 " parameters, and computing it takes %" PRIu64
             " bytes): take a smaller batch, or set gpu_bytes",
             ask->machine->gpu_bytes, gpu_bytes, ask->totals.block_param_count_max,
             ask->totals.block_gpu_bytes_max);
     ask->host_bytes = ask->machine->host_bytes - host_bytes;
-    /* Activations stay where a block's on their way out or in have room beside them. */
+    /* Activations may stay only where those of one block in transit still have room. */
     uint64_t transit_bytes = ask->totals.block_activation_bytes_max;
     ask->gpu_bytes = ask->machine->gpu_bytes - gpu_bytes;
     ask->gpu_bytes -= lh_min_u64(ask->gpu_bytes, transit_bytes);

@@ -1,23 +1,24 @@
 /*
- * Policies: how a plan is chosen, by name.
+ * Planning policies, selected by name.
  *
- *      zero       inter-block activations to main memory, the others recomputed
- *      capuchin   layers kept while the GPU has room, then swapped to main memory while that hides
- *                 behind computation, the others recomputed: sees GPU and link alone
- *      g10        the last layers kept while the GPU has room, all others swapped to SSD
- *      cpu_act    as lohan, with main memory alone for what is swapped
- *      naive      as lohan; updates read, compute and write one after the other
+ *      zero       inter-block activations go to main memory; the others are recomputed
+ *      capuchin   layers are kept while the GPU has room, then swapped to main memory while that is
+ *                 hidden by computation; the others are recomputed: considers GPU and link only
+ *      g10        the last layers are kept while the GPU has room; all others are swapped to SSD
+ *      cpu_act    like lohan, but swaps to main memory only
+ *      naive      like lohan; an update reads, computes and writes one after the other
  *      fuyou      Fuyou's cost model and its two queues
- *      lohan      Algorithm 1: to main memory what fits there, to SSD the rest
- *      auto       lohan's own: what the timeline says is fastest (csrc/plan/auto.c)
+ *      lohan      Algorithm 1: swaps to main memory what fits there, the rest to SSD
+ *      auto       lohan's own: the fastest choice by the timeline (csrc/plan/auto.c)
  *
- * Checkmate's integer program is python/lohan/planning/_checkmate.py.
+ * Checkmate's integer program is in python/lohan/_checkmate.py.
  *
- * "auto/eager/ssd/moved", or any of the three behind auto, shows what each is worth: no update is
- * deferred, no states stay in main memory, no activations on the GPU.
+ * "auto" takes up to three suffixes, each of which disables one of its means to show what it is
+ * worth ("auto/eager/ssd/moved" disables all three): "eager" defers no updates, "ssd" keeps no
+ * states in main memory, "moved" keeps no activations on the GPU.
  *
- * All have the states on SSD and update in backward, but auto. Main memory and GPU memory that the
- * buffers of a step need are not there for activations.
+ * All policies except auto keep the states on SSD and update in backward. Activations cannot use
+ * the main memory and GPU memory that the buffers of a step need.
  *
  * Pure; includes base only.
  * Source: LoHan V-D, V-E (the policies), Fuyou 4.5.
@@ -31,35 +32,35 @@
 
 struct lh_plan {
     struct lh_plan_choice choice;
-    struct lh_plan_step step; /* what the timeline says of it */
-    enum lh_cost_case kind;   /* of Algorithm 1; NONE: the policy does not use it */
+    struct lh_plan_step step; /* the timeline's estimate */
+    enum lh_cost_case kind;   /* the case of Algorithm 1; NONE: the policy does not use it */
     double policy_s;          /* a step by the policy's own cost model; 0: it has none */
 };
 
-/* What a policy plans with, and for. */
+/* The input of a policy. */
 struct lh_plan_ask {
-    bool is_eager; /* auto does without what the three words say */
+    bool is_eager; /* the suffixes of auto: each disables one of its means */
     bool is_ssd;
     bool is_moved;
     const struct lh_plan_model *model;
     const struct lh_plan_machine *machine;
     struct lh_plan_totals totals;
-    uint64_t host_bytes; /* behind the buffers of a step */
-    uint64_t gpu_bytes;  /* behind those, and what is on its way */
+    uint64_t host_bytes; /* what the buffers of a step leave */
+    uint64_t gpu_bytes;  /* what those, and activations in transit, leave */
     uint32_t *order;     /* lh_cost_lohan_order() of the model */
     struct lh_plan_timeline timeline;
     struct lh_alloc *alloc;
 };
 
-/* The names, in the order of the table above; NULL ends them. */
+/* The names, in the order of the table above, terminated by NULL. */
 const char *const *lh_plan_policy_names(void);
 
 /*
- * Plan for a model and a machine that passed their checks.
+ * Make a plan for a model and a machine that passed their checks.
  *
  * Owns:   *plan owns its choice; release with lh_plan_deinit() and the same alloc.
- * Errors: -EINVAL (no policy has that name: the message has all), -ENOMEM, -ENOSPC (the policy
- *         cannot run the model on the machine: what is missing, with the numbers).
+ * Errors: -EINVAL (unknown policy: the message lists all names), -ENOMEM, -ENOSPC (the policy
+ *         cannot run the model on the machine: the message says what is missing, with numbers).
  */
 int lh_plan_make(struct lh_plan *plan, const struct lh_plan_model *model,
                  const struct lh_plan_machine *machine, const char *policy, struct lh_alloc *alloc,
@@ -67,7 +68,7 @@ int lh_plan_make(struct lh_plan *plan, const struct lh_plan_model *model,
 void lh_plan_deinit(struct lh_plan *plan, struct lh_alloc *alloc);
 
 /*
- * What the timeline says of a choice that passed its check, whether it fits or not.
+ * Estimate a step of a choice that passed its check, whether it fits or not.
  *
  * Errors: -ENOMEM; *step_out is zeroed then.
  */
@@ -76,26 +77,30 @@ int lh_plan_step_make(struct lh_plan_step *step_out, const struct lh_plan_choice
                       struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
 
 /*
- * Layers to be swapped (LH_PLAN_FATE_SWAP_SSD) to main memory instead, in forward order while
- * host_bytes last; returns what is left of these.
+ * Move layers that would be swapped to SSD (LH_PLAN_FATE_SWAP_SSD) to main memory instead, in
+ * forward order: each layer that fits into what is left of host_bytes. Returns what remains.
  */
 uint64_t lh_plan_places_fill(struct lh_plan_choice *choice, const struct lh_plan_model *model,
                              uint64_t host_bytes);
-/* Layers to be swapped stay on the GPU, from the last one on while gpu_bytes last. */
+/*
+ * Keep layers that would be swapped on the GPU, from the last one backwards, until one does not fit
+ * into what is left of gpu_bytes.
+ */
 void lh_plan_last_keep(struct lh_plan_choice *choice, const struct lh_plan_model *model,
                        uint64_t gpu_bytes);
 /*
- * What `auto` makes least, in seconds: a step's length, and for what the timeline does not see
- * (latencies, requests in each other's way, buffers) parts of the time that SSDs are busy, more of
- * that with activations, of the time that the link moves these, and of the time in which it would
- * move what stays on the GPU instead, where it takes the room of parameters.
+ * The cost in seconds that `auto` minimizes: the length of a step, plus weighted terms for what the
+ * timeline does not model (latencies, requests that delay each other, buffers). The terms are: the
+ * time that SSDs are busy; again, with a larger weight, the part of it that moves activations; the
+ * time that the link moves activations; and the time it would take to move out the activations
+ * that stay on the GPU, because they take room from parameters.
  */
 double lh_plan_auto_cost_s(const struct lh_plan_step *step, const struct lh_plan_machine *machine);
 /*
- * The policy `auto`: a better choice than the one given, if the search finds one whose step takes
+ * The policy `auto`: replace the choice by a better one, if the search finds one whose step takes
  * no longer than limit_s.
  *
- * Errors: -ENOMEM; the choice is as it was.
+ * Errors: -ENOMEM; the choice is unchanged then.
  */
 int lh_plan_auto(struct lh_plan_choice *choice, double limit_s, struct lh_plan_ask *ask,
                  struct lh_error *err) LH_MUST_CHECK;

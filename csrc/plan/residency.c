@@ -6,9 +6,9 @@
 #include "base/assert.h"
 
 #define NEVER UINT64_MAX
-/* Tried before reading ahead: in the later ones shows what the first has driven out. */
+/* Cycles per trial of reading ahead: the later ones show what the first one has evicted. */
 #define TRIAL_CYCLE_COUNT 4
-/* In all trials together: a plan takes time by the square of them, some ms for a thousand. */
+/* For all trials together: planning time is quadratic in events, some ms for a thousand. */
 #define TRIAL_EVENT_COUNT_MAX 4096
 
 bool lh_residency_has_place(const struct lh_residency *state, uint32_t unit)
@@ -21,7 +21,7 @@ static uint64_t load_bytes(const struct lh_residency_unit *unit)
     return unit->load_bytes > 0 ? unit->load_bytes : unit->bytes;
 }
 
-/* Of the units before `end` that have places of their own, one after the other from 0. */
+/* The total size of the fixed places of units before `end`, which are laid out from 0. */
 static uint64_t places_bytes(const struct lh_residency *state, uint32_t end)
 {
     uint64_t bytes = 0;
@@ -43,8 +43,9 @@ static int units_check(struct lh_residency *state, uint64_t region_bytes, struct
             lh_residency_has_place(state, i) ? places - lh_min_u64(places, bytes) : places;
         if (bytes == 0 || taken + bytes > region_bytes)
             return lh_error_set(err, -EINVAL,
-                                "unit %u has %" PRIu64 " bytes; the region has %" PRIu64
-                                ", of which other units have %" PRIu64 " for ever",
+                                "unit %u has %" PRIu64 " bytes, which must be more than 0 and fit"
+                                " into the region: it has %" PRIu64 " bytes, of which %" PRIu64
+                                " always belong to other units",
                                 i, bytes, region_bytes, taken);
     }
     return 0;
@@ -127,8 +128,8 @@ static bool is_use_begin(const struct lh_residency *state, const struct lh_resid
 }
 
 /*
- * The index of unit's first use after event `after`, NEVER if there is none; cyclic uses count from
- * event_count on.
+ * The index of unit's first use after event `after`, or NEVER; uses in the next cycle count from
+ * event_count.
  */
 static uint64_t next_use_find(const struct lh_residency *state,
                               const struct lh_residency_event *events, uint64_t event_count,
@@ -144,7 +145,8 @@ static uint64_t next_use_find(const struct lh_residency *state,
 }
 
 /*
- * Before the first event a unit's next use is its first one, whether the events come again or not.
+ * Set every unit's next use to its first one: this holds before the first event, whether the events
+ * repeat or not.
  */
 static void next_uses_start(struct lh_residency *state, const struct lh_residency_event *events,
                             uint64_t event_count)
@@ -164,8 +166,8 @@ static void next_uses_start(struct lh_residency *state, const struct lh_residenc
 }
 
 /*
- * The resident unit, not in use and not kept for ever, whose next use is farthest; unit_count if
- * there is none.
+ * The unit to evict: the one with the farthest next use of the resident units that are neither in
+ * use nor always resident; unit_count if no unit qualifies.
  */
 static uint32_t victim_find(const struct lh_residency *state)
 {
@@ -184,7 +186,7 @@ struct op_list {
     struct lh_residency_op *ops;
     uint64_t count;
     uint64_t max;
-    uint64_t event; /* what the ops that are added are for */
+    uint64_t event; /* the event that needs the ops being added */
 };
 
 static int op_add(struct op_list *list, struct lh_residency_op op, struct lh_error *err)
@@ -223,7 +225,7 @@ static int load_add(struct lh_residency *state, uint32_t unit, struct op_list *l
                   err);
 }
 
-/* An old copy again, where it is. */
+/* Reload a stale copy in place. */
 static int renew_plan(struct lh_residency *state, uint32_t unit, struct op_list *list,
                       struct lh_error *err)
 {
@@ -245,8 +247,8 @@ static int load_plan(struct lh_residency *state, uint32_t unit, struct op_list *
         if (victim == state->unit_count)
             return lh_error_set(
                 err, -ENOSPC,
-                "use %" PRIu64 " needs %" PRIu64 " bytes in one piece for unit %u; %" PRIu64
-                " of %" PRIu64 " are free and everything else is in use",
+                "use %" PRIu64 " needs %" PRIu64 " bytes of contiguous space for unit %u; %" PRIu64
+                " of %" PRIu64 " bytes are free, and everything else is in use",
                 list->event, bytes, unit, state->range.free_bytes, state->range.total_bytes);
         LH_TRY(evict_plan(state, victim, list, err));
     }
@@ -256,7 +258,10 @@ static int load_plan(struct lh_residency *state, uint32_t unit, struct op_list *
     return load_add(state, unit, list, err);
 }
 
-/* It counts, so that an eviction can wait for it. Of old copies the one that is so longest goes. */
+/*
+ * Mark the copy as stale. The update counts as a use, so that an eviction can wait for it. Among
+ * stale copies, the one that has been stale the longest is evicted first.
+ */
 static void copy_invalidate(struct lh_residency *state, uint32_t unit, uint64_t event)
 {
     state->use_counts[unit]++;
@@ -302,7 +307,7 @@ int64_t lh_residency_plan(struct lh_residency *state, const struct lh_residency_
     return (int64_t)list.count;
 }
 
-/* What unit takes of what units without places of their own share. */
+/* The bytes that unit takes from the space that units without fixed places share. */
 static uint64_t shared_bytes(const struct lh_residency *state, uint32_t unit)
 {
     uint64_t bytes = lh_align_up(state->units[unit].bytes, LH_RESIDENCY_GRANULE);
@@ -322,7 +327,7 @@ void lh_residency_read_ahead(const struct lh_residency *state, struct lh_residen
 {
     uint64_t total = state->range.total_bytes - places_bytes(state, state->unit_count);
     uint64_t largest = shared_bytes_max(state);
-    uint64_t open_bytes = 0; /* of the uses that surround events[i] */
+    uint64_t open_bytes = 0; /* of uses that are open at events[i] */
     for (uint64_t i = event_count; i-- > 0;) {
         struct lh_residency_event event = events[i];
         uint64_t bytes = shared_bytes(state, event.unit);
@@ -348,8 +353,8 @@ void lh_residency_read_ahead(const struct lh_residency *state, struct lh_residen
 }
 
 /*
- * What cycles of events load from state on; NEVER: no room in one piece for *failed_at_out, or none
- * for the ops.
+ * The bytes that cycles of events load, starting from state; NEVER if there was no contiguous room
+ * for event *failed_at_out, or no room for the ops.
  */
 static uint64_t cycles_bytes(const struct lh_residency *state,
                              const struct lh_residency_event *events, uint64_t event_count,
@@ -368,7 +373,7 @@ static uint64_t cycles_bytes(const struct lh_residency *state,
     return sum;
 }
 
-/* Where events[] have the begin that is at `at` in moved[], which has begins in the same order. */
+/* The index in events[] of the begin at `at` in moved[], which has the begins in the same order. */
 static uint64_t begin_find(const struct lh_residency_event *events,
                            const struct lh_residency_event *moved, uint64_t at)
 {
@@ -381,7 +386,7 @@ static uint64_t begin_find(const struct lh_residency_event *events,
     return found - 1;
 }
 
-/* The begin at `at` behind the ends again that it was moved in front of. False: it was not. */
+/* Undo the move of the begin at `at`. Returns false if it is no begin, or was not moved. */
 static bool begin_put_back(const struct lh_residency_event *events,
                            struct lh_residency_event *moved, uint64_t at)
 {
@@ -407,7 +412,7 @@ bool lh_residency_read_ahead_where_cheap(const struct lh_residency *state,
         unit_count += shared_bytes(state, i) > 0;
     }
     if (unit_count == 0 || 2 * event_count > TRIAL_EVENT_COUNT_MAX)
-        return false; /* nothing has to go for another, or too much could */
+        return false; /* nothing is ever evicted, or trials would take too long */
     memcpy(trial->events, events, event_count * sizeof(*events));
     lh_residency_read_ahead(state, trial->events, event_count);
     uint64_t failed_at = 0;
@@ -428,7 +433,7 @@ bool lh_residency_read_ahead_where_cheap(const struct lh_residency *state,
     return true;
 }
 
-/* Room for unit, absent, for event `at`: none where what is needed sooner is in its way. */
+/* Make room for an absent unit for event `at`, without evicting what is needed sooner. */
 static int room_plan(struct lh_residency *state, uint32_t unit, uint64_t at, bool *has_room,
                      struct op_list *list, struct lh_error *err)
 {

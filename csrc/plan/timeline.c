@@ -5,29 +5,29 @@
 #include <string.h>
 
 /*
- * As csrc/plan/budget.h divides main memory: parameters of three blocks, gradients of two, and a
- * full pipeline of slabs.
+ * The division of main memory by csrc/plan/budget.h: parameters of three blocks, gradients of two,
+ * and a full pipeline of slabs.
  */
 #define HOST_BLOCK_COUNT_P16 3
 #define HOST_BLOCK_COUNT_GRADIENTS 2
 #define SLAB_BYTES (UINT64_C(8) * 12 * LH_MIB)
-/* Of the GPU: what is computed with, what comes next; and the gradients of the first. */
+/* GPU memory: parameters of the current and the next block, and gradients of the current one. */
 #define GPU_BLOCK_COUNT_P16 2
 #define GPU_BLOCK_COUNT_GRADIENTS 1
 #define GPU_ROUNDING_BYTES (UINT64_C(2) << 20)
 
-/* A master of so many bytes is a whole one: with it an update reads no P16. */
+/* A master of at least this many bytes is complete: with it, an update reads no P16. */
 #define MASTER_BYTES_WHOLE 4
 #define SLOT_COUNT 2
 #define COMMIT_SHARE 0.01
-/* Steps from a standstill, and how many of the last ones are measured. */
+/* Steps run from a standstill, and how many of the last ones are measured. */
 #define STEP_COUNT 5
 #define STEP_COUNT_MEASURED 2
 #define AHEAD_COUNT 2
-/* Of what the GPU has left the one half is parameters' slots. */
+/* Half of the free GPU memory is used for slots of parameters. */
 #define ROOM_DIVISOR 2
 
-/* What a block asks of each resource, in seconds. */
+/* The work of a block on each resource, in seconds. */
 struct lh_plan_timeline_block {
     double forward_s;
     double backward_s;
@@ -35,17 +35,17 @@ struct lh_plan_timeline_block {
     double saved_out_s;
     double saved_in_s;
     double gradient_out_s;
-    double p16_read_s; /* 0: in main memory */
+    double p16_read_s; /* 0: P16 is in main memory */
     double saved_write_s;
     double saved_read_s;
     double update_read_s;
     double update_write_s;
     double update_s;
-    double updated_s; /* when its parameters are those of the step */
+    double updated_s; /* when its parameters are up to date */
     bool is_deferred;
 };
 
-/* How long the link moves what the GPU has room for, beyond what it computes with and keeps. */
+/* The free room on the GPU, beyond what it computes with and keeps, in seconds of link time. */
 struct room {
     double in_s;
     double out_s;
@@ -104,7 +104,7 @@ static double seconds(uint64_t amount, uint64_t per_s)
     return (double)amount / (double)per_s;
 }
 
-/* What a block's states move and hold: into step, and into the block's seconds. */
+/* Add the traffic and memory of a block's states to step, and to the block's times. */
 static void states_add(const struct lh_plan_timeline *timeline, const struct lh_plan_choice *choice,
                        uint32_t index, struct lh_plan_step *step)
 {
@@ -121,7 +121,7 @@ static void states_add(const struct lh_plan_timeline *timeline, const struct lh_
     uint64_t held_bytes = p16_bytes + master_bytes + moment_bytes - p16_ssd_bytes - state_ssd_bytes;
     uint64_t read = lh_plan_machine_read_bytes_per_s(timeline->machine);
     uint64_t write = lh_plan_machine_write_bytes_per_s(timeline->machine);
-    /* A deferred update with a whole master makes the P16 that forward then finds in memory. */
+    /* A deferred update with a complete master produces the P16, which forward finds in memory. */
     bool reads_p16 = !states->is_deferred || choice->master_bytes < MASTER_BYTES_WHOLE;
     block->is_deferred = states->is_deferred;
     block->p16_in_s = seconds(p16_bytes, timeline->machine->link_in_bytes_per_s);
@@ -182,8 +182,8 @@ static void forward_run(const struct lh_plan_timeline *timeline, struct clocks *
                         const struct room *room, bool has_whole_master, bool is_first)
 {
     uint32_t count = timeline->model->block_count;
-    double close_s = clocks->out_s;    /* all gradients are there */
-    double ahead_s[AHEAD_COUNT] = {0}; /* when the GPU was done with the last ones */
+    double close_s = clocks->out_s;    /* when all gradients have arrived */
+    double ahead_s[AHEAD_COUNT] = {0}; /* when the GPU began each of the last blocks */
     for (uint32_t i = 0; i < count; i++) {
         struct lh_plan_timeline_block *block = &timeline->blocks[i];
         double ready_s = block->updated_s;

@@ -1,31 +1,32 @@
 /*
- * How long a step takes by a choice, on one timeline: lohan's own schedule, block by block.
+ * The length of a step for a given choice, simulated on one timeline: lohan's own schedule, block
+ * by block.
  *
  *      GPU    |f0|f1|f2|...|b2|b1|b0|f0|
- *      in     P16 ahead of f and b, and activations that come back
- *      out    activations behind f, gradients behind b
- *      SSD    all of both directions, in the order in which the blocks want it
- *      CPU    AdamW, behind the gradient and the states it reads
+ *      in     P16 before f and b, and activations that come back
+ *      out    activations after f, gradients after b
+ *      SSD    traffic of both directions, in the order in which the blocks need it
+ *      CPU    AdamW, after the gradient and the states it reads
  *
- * Every resource serves its blocks in order and one after the other; what precedes what:
+ * Every resource serves its blocks in order, one after the other. The dependencies are:
  *
- *      a forward, or a backward, comes behind its block's P16 and its fetched activations;
- *      an eager update comes behind its block's gradient, and is SSD traffic of backward;
- *      a deferred one comes behind the last gradient, is SSD traffic of the next forward, and just
- *      ahead of its block's;
+ *      a forward or a backward follows its block's P16 and its fetched activations;
+ *      an eager update follows its block's gradient, and its SSD traffic is part of backward;
+ *      a deferred update follows the last gradient, and its SSD traffic is part of the next
+ *      forward, just before its block's;
  *      no forward begins before its block's update is computed (no staleness);
  *      what leaves or is fetched ahead has room on the GPU: half of what is not kept there;
- *      nothing of backward is fetched before forward is two blocks from its end.
+ *      nothing is fetched for backward before forward is two blocks from its end.
  *
- * Several steps are run from a standstill, and the length of the last ones is the answer: at least
- * the total work of the busiest resource, which names what bounds the step, and at most the sum of
- * all. Two stages that hide nothing of each other give LoHan eq. 1.
+ * Several steps are run from a standstill, and the length of the last ones is the result: at least
+ * the total work of the busiest resource, which is what bounds the step, and at most the sum of all
+ * resources. Two stages that do not overlap at all give LoHan eq. 1.
  *
- * States in main memory move no bytes; a commit writes them every so many steps, as many as make
- * that at most one percent of the time.
+ * States in main memory move no bytes. A commit writes them once in a number of steps, chosen so
+ * that commits take at most one percent of the time.
  *
  * Pure; includes base only. Thread: a timeline belongs to its caller.
- * Source: LoHan IV-C, IV-D (what is busy with what), Fuyou 4.3.
+ * Source: LoHan IV-C, IV-D (the work of each resource), Fuyou 4.3.
  */
 #ifndef LH_PLAN_TIMELINE_H
 #define LH_PLAN_TIMELINE_H
@@ -33,7 +34,7 @@
 #include "plan/choice.h"
 #include "plan/machine.h"
 
-/* M and V, of a parameter. */
+/* M and V, per parameter. */
 #define LH_PLAN_MOMENT_BYTES 8
 
 enum lh_plan_resource {
@@ -45,7 +46,7 @@ enum lh_plan_resource {
 };
 #define LH_PLAN_RESOURCE_COUNT 5
 
-/* Of a settled step: bytes and FLOP exact. */
+/* A step in the steady state. Bytes and FLOP are exact. */
 struct lh_plan_step {
     double iteration_s;
     double busy_s[LH_PLAN_RESOURCE_COUNT];
@@ -53,15 +54,15 @@ struct lh_plan_step {
     uint64_t recompute_flop;
     uint64_t kept_bytes;        /* of activations that stay on the GPU */
     uint64_t swapped_bytes;     /* of activations that leave it */
-    uint64_t swapped_ssd_bytes; /* of these, to SSD */
+    uint64_t swapped_ssd_bytes; /* of those that go to SSD */
     uint64_t link_in_bytes;
     uint64_t link_out_bytes;
     uint64_t ssd_read_bytes;
-    uint64_t ssd_write_bytes; /* without a commit's */
+    uint64_t ssd_write_bytes; /* without those of a commit */
     uint64_t commit_bytes;    /* states in main memory, written by each commit */
-    uint64_t commit_every;    /* steps; 1: every step is one, as nothing waits for it */
+    uint64_t commit_every;    /* steps; 1: every step commits, as a commit has nothing to write */
     uint64_t transit_bytes;   /* of the GPU: activations of one block that leave or come back */
-    /* What each tier holds at least: buffers, and what stays. */
+    /* The minimum capacity of each tier: buffers, and what stays there. */
     uint64_t gpu_bytes;
     uint64_t host_bytes;
     uint64_t ssd_bytes; /* two slots of each state, and activations */
@@ -70,11 +71,11 @@ struct lh_plan_step {
 struct lh_plan_timeline {
     const struct lh_plan_model *model;     /* borrowed until deinit */
     const struct lh_plan_machine *machine; /* borrowed until deinit */
-    struct lh_plan_timeline_block *blocks; /* owned: scratch */
+    struct lh_plan_timeline_block *blocks; /* owned: scratch space */
     struct lh_plan_totals totals;
 };
 
-/* Main memory that the buffers of a step need, before any activation or state stays there. */
+/* Main memory that the buffers of a step need, in addition to activations and states held there. */
 uint64_t lh_plan_host_working_bytes(const struct lh_plan_model *model);
 /*
  * The same of the GPU: P16 of two blocks and gradients of one, and what computing the largest block

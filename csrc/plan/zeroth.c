@@ -3,17 +3,17 @@
 #include <inttypes.h>
 #include <string.h>
 
-/* From a standstill, rounds of as many steps as there are slots; few models take more than two. */
+/* Rounds of as many steps as there are slots, until these repeat; few models take more than two. */
 #define ROUND_COUNT_MAX 1000
 
-/* When each stream is done with what it was given, and each slot with its last block. */
+/* When each stream finishes what was launched on it, and each slot its last block. */
 struct clocks {
     uint64_t stream_ns[LH_PLAN_ZEROTH_STREAM_COUNT];
     uint64_t slot_ns[LH_PLAN_ZEROTH_SLOT_COUNT_MAX];
-    uint32_t slot; /* whose turn is next */
+    uint32_t slot; /* the next one to use */
 };
 
-/* A block that is computed, and not yet on its way out: the next upload is launched before. */
+/* A block that is computed but not yet offloaded: the next upload is launched first. */
 struct leaving {
     uint64_t ready_ns;
     uint64_t offload_ns;
@@ -35,7 +35,7 @@ static void stand(struct clocks *clocks, uint64_t at_ns)
         clocks->stream_ns[i] = at_ns;
 }
 
-/* On a stream, behind what it has to do and not before ready_ns; returns when it is over. */
+/* Launch work on a stream, after its earlier work and not before ready_ns; returns its end. */
 static uint64_t launch(struct clocks *clocks, enum lh_plan_zeroth_stream stream, uint64_t ready_ns,
                        uint64_t ns)
 {
@@ -52,7 +52,7 @@ static void leave(struct clocks *clocks, struct leaving *leaving)
         launch(clocks, LH_PLAN_ZEROTH_OFFLOAD, leaving->ready_ns, leaving->offload_ns);
 }
 
-/* A block comes again when it has gone: more slots than blocks change nothing. At least 1. */
+/* The slots in use, at least 1. More slots than blocks have no effect: every block is offloaded. */
 static uint32_t slots_used(const struct lh_plan_zeroth *zeroth)
 {
     uint32_t count = zeroth->slot_count;
@@ -69,7 +69,7 @@ static uint64_t compute_ns(const struct lh_plan_zeroth *zeroth, uint32_t index, 
     return block->compute_ns + (zeroth->has_deferral ? block->update_ns : 0);
 }
 
-/* All blocks once: to be computed, or to be updated. Source: ZO2 alg. 3 */
+/* Pass all blocks through the device once, to compute or to update them. Source: ZO2 alg. 3 */
 static void pass_run(const struct lh_plan_zeroth *zeroth, struct clocks *clocks, bool is_update)
 {
     uint32_t slot_count = slots_used(zeroth);
@@ -118,8 +118,8 @@ int lh_plan_zeroth_check(const struct lh_plan_zeroth *zeroth, struct lh_error *e
         return lh_error_set(err, -EINVAL, "%" PRIu32 " blocks: at most %d", zeroth->block_count,
                             LH_PLAN_ZEROTH_BLOCK_COUNT_MAX);
     if (zeroth->slot_count < 1 || zeroth->slot_count > LH_PLAN_ZEROTH_SLOT_COUNT_MAX)
-        return lh_error_set(err, -EINVAL, "%" PRIu32 " slots: from 1 to %d", zeroth->slot_count,
-                            LH_PLAN_ZEROTH_SLOT_COUNT_MAX);
+        return lh_error_set(err, -EINVAL, "%" PRIu32 " slots: the number must be from 1 to %d",
+                            zeroth->slot_count, LH_PLAN_ZEROTH_SLOT_COUNT_MAX);
     uint64_t longest_ns = lh_max_u64(zeroth->embedding_ns, zeroth->head_ns);
     for (uint32_t i = 0; i < zeroth->block_count; i++) {
         const struct lh_plan_zeroth_block *block = &zeroth->blocks[i];
@@ -128,12 +128,13 @@ int lh_plan_zeroth_check(const struct lh_plan_zeroth *zeroth, struct lh_error *e
         longest_ns = lh_max_u64(longest_ns, block->alloc_ns);
     }
     if (longest_ns > LH_PLAN_ZEROTH_NS_MAX)
-        return lh_error_set(err, -EINVAL, "a time of %" PRIu64 " ns: at most %" PRIu64, longest_ns,
-                            LH_PLAN_ZEROTH_NS_MAX);
+        return lh_error_set(err, -EINVAL,
+                            "a time of %" PRIu64 " ns exceeds the maximum of %" PRIu64 " ns",
+                            longest_ns, LH_PLAN_ZEROTH_NS_MAX);
     return 0;
 }
 
-/* Times are counted from the earliest clock, so that two states that repeat are the same. */
+/* Count times from the earliest clock, so that repeating states compare equal. */
 static void rebase(struct clocks *clocks, uint32_t slot_count)
 {
     uint64_t least_ns = clocks->slot_ns[0];
@@ -147,7 +148,10 @@ static void rebase(struct clocks *clocks, uint32_t slot_count)
         clocks->slot_ns[i] -= least_ns;
 }
 
-/* The mean of as many steps as there are slots, rounded up: a slot's turn is the same again. */
+/*
+ * The mean of as many steps as there are slots, rounded up: after these, the same slot is next
+ * again.
+ */
 static uint64_t settled_ns(const struct lh_plan_zeroth *zeroth)
 {
     uint32_t slot_count = slots_used(zeroth);

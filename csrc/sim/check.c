@@ -53,7 +53,7 @@ static uint64_t place_bytes(const struct lh_engine *engine, const struct lh_unit
     return engine->dev && !is_device ? unit->desc.bytes : unit->desc.place_bytes;
 }
 
-/* Invariant 1, for the units that came or went. */
+/* Check invariant 1 for the units that were loaded or evicted. */
 static void places_check(struct lh_sim_check *check, bool is_device)
 {
     const struct lh_engine *engine = check->engine;
@@ -67,27 +67,27 @@ static void places_check(struct lh_sim_check *check, bool is_device)
         is_new |= place != places[i] && place != NOWHERE;
         places[i] = place;
         if (place != NOWHERE && place + place_bytes(engine, unit, is_device) > bytes)
-            lh_sim_world_fail(check->world, "unit %" PRIu32 " lies outside of %s region", i, where);
+            lh_sim_world_fail(check->world, "unit %" PRIu32 " is outside of %s region", i, where);
     }
     for (uint32_t i = 0; is_new && i < check->model->unit_count; i++) {
         uint64_t end = places[i] + place_bytes(engine, &engine->units[i], is_device);
         for (uint32_t j = 0; places[i] != NOWHERE && j < check->model->unit_count; j++) {
             if (j != i && places[j] != NOWHERE && places[j] >= places[i] && places[j] < end)
                 lh_sim_world_fail(check->world,
-                                  "units %" PRIu32 " and %" PRIu32 " both lie at offset %" PRIu64
+                                  "units %" PRIu32 " and %" PRIu32 " overlap at offset %" PRIu64
                                   " of %s region",
                                   i, j, places[j], where);
         }
     }
 }
 
-/* A chunk waits for the others of its unit as if it were computed as long as they are. */
+/* A chunk that waits for the others of its unit counts as being computed as long as they are. */
 static enum lh_chunk_state what_moves(const struct lh_chunk *chunk)
 {
     return chunk->state == LH_CHUNK_STATE_COMPUTED ? LH_CHUNK_STATE_COMPUTING : chunk->state;
 }
 
-/* Invariant 6. */
+/* Check invariant 6. */
 static void naive_check(struct lh_sim_check *check)
 {
     const struct lh_engine *engine = check->engine;
@@ -102,12 +102,12 @@ static void naive_check(struct lh_sim_check *check)
         if (chunk->unit != first->unit || what_moves(chunk) != what_moves(first))
             lh_sim_world_fail(check->world,
                               "chunks of units %" PRIu32 " and %" PRIu32
-                              " move at once, in states %d and %d",
+                              " move at the same time, in states %d and %d",
                               first->unit, chunk->unit, (int)first->state, (int)chunk->state);
     }
 }
 
-/* Invariant 7. */
+/* Check invariant 7. */
 static void split_check(struct lh_sim_check *check)
 {
     const struct lh_engine *engine = check->engine;
@@ -119,8 +119,8 @@ static void split_check(struct lh_sim_check *check)
     }
     if (bytes > engine->budget.gradient_waiting_bytes)
         lh_sim_world_fail(check->world,
-                          "%" PRIu64 " bytes of gradients wait, and %" PRIu64 " have room", bytes,
-                          engine->budget.gradient_waiting_bytes);
+                          "%" PRIu64 " bytes of gradients wait, but only %" PRIu64 " have room",
+                          bytes, engine->budget.gradient_waiting_bytes);
 }
 
 static void step_over_check(struct lh_sim_check *check)
@@ -130,13 +130,13 @@ static void step_over_check(struct lh_sim_check *check)
     if (!lh_engine_stats(check->engine, &stats) || stats.step == check->step)
         return;
     if (stats.step != check->step + 1)
-        lh_sim_world_fail(check->world, "step %" PRIu64 " is over after step %" PRIu64, stats.step,
-                          check->step);
+        lh_sim_world_fail(check->world, "step %" PRIu64 " ended directly after step %" PRIu64,
+                          stats.step, check->step);
     for (uint32_t i = 0; i < LH_ENGINE_LINK_COUNT; i++) {
         if (stats.bytes[i] != stats.planned_bytes[i])
             lh_sim_world_fail(check->world,
                               "step %" PRIu64 ", link %" PRIu32 ": %" PRIu64
-                              " bytes moved, %" PRIu64 " were planned",
+                              " bytes were moved, but %" PRIu64 " were planned",
                               stats.step, i, stats.bytes[i], stats.planned_bytes[i]);
         check->bytes[i] += stats.bytes[i];
         bytes += stats.bytes[i];
@@ -156,7 +156,7 @@ static void hold_check(struct lh_sim_check *check)
     if (!check->is_held)
         return;
     if (engine->step_state == LH_STEP_STATE_COMMITTING || lh_store_is_committing(engine->store))
-        lh_sim_world_fail(check->world, "a commit is under way while commits are held");
+        lh_sim_world_fail(check->world, "a commit is in progress while commits are held");
     if (was_held && engine->committed_step != check->held_step)
         lh_sim_world_fail(check->world,
                           "step %" PRIu64 " was committed while commits were held at step"
@@ -166,9 +166,9 @@ static void hold_check(struct lh_sim_check *check)
 }
 
 /*
- * A slab that gradients are gathered into held a chunk that was read ahead: what was read is gone,
- * and with it a bit that a fault has flipped and nobody has looked at. So it is where a chunk has
- * states that were never written: the job that updates it makes them zeros.
+ * Forget flipped bits that were overwritten before anything used them. A slab into which gradients
+ * are gathered may have held a chunk that was read ahead. Also, states that were never written are
+ * set to zero by the job that updates their chunk.
  */
 static void overwritten_forget(struct lh_sim_check *check)
 {
@@ -208,19 +208,22 @@ void lh_sim_check_quiet(struct lh_sim_check *check)
     hold_check(check);
     if (engine->transfers.in_flight != check->io->in_flight_count)
         lh_sim_world_fail(check->world,
-                          "the engine counts %" PRIu32 " requests in flight, the backend %" PRIu32,
+                          "the engine counts %" PRIu32
+                          " requests in flight, but the backend counts %" PRIu32,
                           engine->transfers.in_flight, check->io->in_flight_count);
     if (engine->dev && engine->copies.in_flight != engine->dev->in_flight_count)
         lh_sim_world_fail(check->world,
-                          "the engine counts %" PRIu32 " copies in flight, the backend %" PRIu32,
+                          "the engine counts %" PRIu32
+                          " copies in flight, but the backend counts %" PRIu32,
                           engine->copies.in_flight, engine->dev->in_flight_count);
     if (engine->committed_step > engine->step)
-        lh_sim_world_fail(check->world, "step %" PRIu64 " is committed, %" PRIu64 " is closed",
+        lh_sim_world_fail(check->world,
+                          "step %" PRIu64 " is committed, but only step %" PRIu64 " is closed",
                           engine->committed_step, engine->step);
     check->has_flush_commits |= engine->commit_is_of_flush;
 }
 
-/* What belongs to steps that are over, to those that are open, and to none. */
+/* The bytes over a link that belong to ended steps, to open steps, and to no step. */
 static uint64_t link_bytes(const struct lh_sim_check *check, uint32_t link)
 {
     const struct lh_engine *engine = check->engine;
@@ -233,8 +236,8 @@ static void total_check(struct lh_sim_check *check, const char *what, uint64_t m
 {
     if (counted != moved)
         lh_sim_world_fail(check->world,
-                          "the %s moved %" PRIu64 " bytes, the engine counts %" PRIu64, what, moved,
-                          counted);
+                          "the %s moved %" PRIu64 " bytes, but the engine counted %" PRIu64, what,
+                          moved, counted);
 }
 
 void lh_sim_check_totals(struct lh_sim_check *check)
@@ -250,7 +253,7 @@ void lh_sim_check_totals(struct lh_sim_check *check)
     if (!dev)
         return;
     if (dev->in_flight_count > 0)
-        lh_sim_world_fail(check->world, "%" PRIu32 " copies have not come back",
+        lh_sim_world_fail(check->world, "%" PRIu32 " copies have not completed",
                           dev->in_flight_count);
     const uint64_t *copied = lh_sim_dev_stats(dev)->bytes;
     total_check(check, "copies in", copied[LH_DEV_DIRECTION_IN],
@@ -275,9 +278,9 @@ void lh_sim_check_hangs(struct lh_sim_check *check, const struct lh_sim_train *t
         used += (uint64_t)count;
     }
     lh_sim_world_fail(check->world,
-                      "nothing moves and nothing is to come: training is in state %d of block "
-                      "%" PRIu32 ", phase %d, step %" PRIu64 "; the engine is in state %d, units "
-                      "(index:state+copy/pins, w waited for, u to be updated):%s",
+                      "hang: nothing moves and no event is pending: training is in state %d of "
+                      "block %" PRIu32 ", phase %d, step %" PRIu64 "; the engine is in state %d, "
+                      "units (index:state+copy/pins, w waited for, u to be updated):%s",
                       (int)train->state, train->block, (int)train->phase, train->step,
                       (int)engine->step_state, units);
 }

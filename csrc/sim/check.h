@@ -1,15 +1,16 @@
 /*
- * What must hold of the engine at every moment, looked at from outside of it whenever nothing moves
- * and time is about to go on. It reads the engine's state (engine_private.h) and changes nothing.
+ * The invariants of the engine, checked from outside whenever nothing moves and time is about to
+ * advance. The checks read the engine's state (engine_private.h) and change nothing.
  *
- *  1. No region, main memory's or the accelerator's, holds two units at one address.
- *  2. Steps are over in order, one by one, and the bytes of each over every link are those planned.
- *  3. What the engine counted is what the links moved.
+ *  1. No region, in main memory or on the accelerator, holds two units at one address.
+ *  2. Steps end in order, one by one, and each moves the planned bytes over every link.
+ *  3. The bytes that the engine counted are those that the links moved.
  *  4. The engine's and the backends' counts of requests and copies in flight agree.
- *  5. Nothing hangs: where no event is to come and training is not over, somebody waits for ever.
- *  6. By schedule naive, all chunks that move are of one unit, and read, computed or written alike.
- *  7. By schedule auto, gradients that wait for the close have their room in memory.
- *  8. While commits are held none is under way, and the committed step stays.
+ *  5. Nothing hangs: if no event is pending and training is not over, something waits forever.
+ *  6. With schedule naive, all chunks that move belong to one unit, and are all read, all computed,
+ *     or all written.
+ *  7. With schedule auto, gradients that wait for the end of the step have room in memory.
+ *  8. While commits are held, no commit is in progress, and the committed step does not change.
  *
  * Thread: one.
  */
@@ -24,18 +25,20 @@ struct lh_sim_check {
     const struct lh_sim_model *model;
     struct lh_engine *engine;
     struct lh_io *io;
-    /* Where each unit was in main memory, and its copy, when last looked at; UINT64_MAX: nowhere */
+    /* Offsets of units in main memory, and of their copies, at the last check; UINT64_MAX: none */
     uint64_t *places[2];
-    uint64_t step;                                           /* the last one that was over */
-    uint64_t end_ns;                                         /* of it */
-    uint64_t bytes[LH_ENGINE_LINK_COUNT];                    /* of all steps that are over */
-    bool is_held;                                            /* when last looked at */
-    uint64_t held_step;                                      /* committed then */
+    uint64_t step;                                           /* the last one that ended */
+    uint64_t end_ns;                                         /* when it ended */
+    uint64_t bytes[LH_ENGINE_LINK_COUNT];                    /* of all steps that have ended */
+    bool is_held;                                            /* at the last check */
+    uint64_t held_step;                                      /* the committed step then */
     bool has_flush_commits;                                  /* commits that belong to no step */
-    struct lh_engine_step_stats last[LH_SIM_STEP_COUNT_MAX]; /* of step s at s % MAX */
+    struct lh_engine_step_stats last[LH_SIM_STEP_COUNT_MAX]; /* step s is at s % MAX */
 };
 
 /*
+ * Initialize the checks.
+ *
  * Owns:   *check owns a table; release with lh_sim_check_deinit().
  * Errors: -ENOMEM; nothing is owned then.
  */
@@ -43,11 +46,11 @@ int lh_sim_check_init(struct lh_sim_check *check, struct lh_sim_world *world,
                       const struct lh_sim_model *model, struct lh_engine *engine, struct lh_io *io,
                       struct lh_error *err) LH_MUST_CHECK;
 void lh_sim_check_deinit(struct lh_sim_check *check);
-/* Nothing moves. */
+/* Check the invariants. Call it when nothing moves. */
 void lh_sim_check_quiet(struct lh_sim_check *check);
-/* Training is over without an error, flushed, and no step was aborted: invariant 3. */
+/* Check invariant 3. Call it after training has flushed, without errors or aborted steps. */
 void lh_sim_check_totals(struct lh_sim_check *check);
-/* No event is left, and train is not over. */
+/* Report a hang. Call it when no event is left although train is not over. */
 void lh_sim_check_hangs(struct lh_sim_check *check, const struct lh_sim_train *train);
 
 #endif

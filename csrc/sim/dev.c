@@ -12,7 +12,7 @@
 
 struct lh_dev_fence {
     uint32_t lane;
-    uint64_t ended_count; /* passed when the lane has ended so many */
+    uint64_t ended_count; /* passed once the lane has ended this many items */
 };
 
 struct sim_dev;
@@ -23,8 +23,8 @@ struct item {
     uint32_t lane;
     struct lh_sim_transfer transfer;
     struct lh_dev_copy *copy;
-    uint64_t behind[LANE_COUNT]; /* what each lane must have ended before this begins */
-    bool is_done;                /* its time is over; it ends behind those before it */
+    uint64_t behind[LANE_COUNT]; /* how many items each lane must have ended before this begins */
+    bool is_done;                /* its time is over; it ends after earlier items */
     bool is_failed;
     uint64_t began_ns;
     uint32_t crc;
@@ -42,8 +42,8 @@ struct lane {
     uint64_t begun_count;
     uint64_t ended_count;
     uint64_t polled_count;
-    uint64_t ended_ns;           /* of the last one */
-    uint64_t behind[LANE_COUNT]; /* for what is taken from here on */
+    uint64_t ended_ns;           /* when the last one ended */
+    uint64_t behind[LANE_COUNT]; /* for items taken from now on */
 };
 
 struct sim_dev {
@@ -53,7 +53,7 @@ struct sim_dev {
     struct lh_sim_random random;
     struct lh_sim_link links[LH_DEV_DIRECTION_COUNT];
     struct lane lanes[LANE_COUNT];
-    bool is_failed; /* a copy did: nothing is executed any more */
+    bool is_failed; /* a copy failed: nothing more is executed */
     struct lh_sim_dev_stats stats;
 };
 
@@ -89,7 +89,7 @@ static bool may_begin(const struct sim_dev *sim, const struct item *item)
         if (i != item->lane && sim->lanes[i].ended_count < item->behind[i])
             return false;
     }
-    /* A stream does one thing at a time; a link has a queue. */
+    /* A stream executes one item at a time; a link has a queue. */
     const struct lane *lane = &sim->lanes[item->lane];
     return item->copy || lane->begun_count == lane->ended_count;
 }
@@ -157,7 +157,7 @@ static bool lane_pump(struct sim_dev *sim, struct lane *lane)
     return moved;
 }
 
-/* Begin and end what can: one lane's end may be another's begin. */
+/* Begin and end whatever can; the end of an item may allow another lane to begin one. */
 static void lanes_pump(struct sim_dev *sim)
 {
     bool moved = true;
@@ -257,7 +257,7 @@ static int sim_submit(struct lh_dev *dev, struct lh_dev_copy *copy, struct lh_er
     if (is_failed)
         fault_note(sim, copy, LH_SIM_FAULT_ERROR);
     if (sim->is_failed || (is_failed && lh_sim_random_below(&sim->random, 2) == 0))
-        return lh_error_set(err, -EIO, "the simulated accelerator takes no copies any more");
+        return lh_error_set(err, -EIO, "the simulated accelerator has failed: it takes no copies");
     if (copy->after)
         lane_order(&sim->lanes[copy->direction], copy->after);
     struct item *item = lane_take(sim, copy->direction);
@@ -408,7 +408,7 @@ void lh_sim_dev_check(struct lh_dev *dev)
     for (uint32_t i = 0; i < LH_DEV_DIRECTION_COUNT; i++) {
         lh_sim_link_check(&sim->links[i]);
         if (sim->lanes[i].polled_count < sim->lanes[i].ended_count)
-            lh_sim_world_fail(sim->opts.world, "finished copies were not taken");
+            lh_sim_world_fail(sim->opts.world, "finished copies were not polled");
     }
 }
 

@@ -6,10 +6,10 @@
 
 enum image { IMAGE_WRITTEN, IMAGE_DURABLE };
 
-/* What a crash keeps of the writes that no sync covers. */
+/* Which of the writes that no sync covers survive a crash. */
 enum keep {
-    KEEP_BLOCKS, /* each block by itself */
-    KEEP_WRITES, /* each write by itself, whole */
+    KEEP_BLOCKS, /* drawn for each block */
+    KEEP_WRITES, /* drawn for each write as a whole */
     KEEP_NONE,
     KEEP_NEWEST, /* the newest writes only: a drive may write in any order */
     KEEP_COUNT,
@@ -27,7 +27,7 @@ static void write_free(struct lh_sim_disk *disk, struct lh_sim_disk_write *write
     lh_free(disk->world->alloc, write);
 }
 
-/* Of one file, or of all of them (UINT32_MAX). */
+/* Discard the writes of one file, or of all files (UINT32_MAX). */
 static void writes_forget(struct lh_sim_disk *disk, struct lh_sim_disk_write **list, uint32_t file)
 {
     while (*list) {
@@ -85,7 +85,7 @@ void lh_sim_disk_name_set(struct lh_sim_disk *disk, struct lh_sim_disk_name *nam
         if (name == &disk->files[i].name)
             contents_forget(disk, i);
     }
-    /* To come back to what is durable is durable. */
+    /* Conservative: a change that returns to the durable state is not treated as durable. */
     *name = (struct lh_sim_disk_name){.is_there = is_there, .is_durable = false};
 }
 
@@ -114,7 +114,7 @@ void lh_sim_disk_resize(struct lh_sim_disk *disk, uint32_t index, uint64_t bytes
     file->durable_bytes = lh_min_u64(file->durable_bytes, bytes);
 }
 
-/* The page for writing to one image only. */
+/* Return the page of one image for writing, separate from the other image's. */
 static uint8_t *page_own(struct lh_sim_disk *disk, struct lh_sim_disk_page *page, enum image image)
 {
     uint8_t **bytes = image == IMAGE_WRITTEN ? &page->written : &page->durable;
@@ -227,7 +227,7 @@ static bool meets(const struct lh_sim_disk_write *a, const struct lh_sim_disk_wr
            b->offset < a->offset + a->bytes;
 }
 
-/* Newer bytes are durable there: what was in limbo is gone for good. */
+/* Newer bytes became durable there: discard what was in limbo. */
 static void limbo_cut(struct lh_sim_disk *disk, const struct lh_sim_disk_write *newer)
 {
     struct lh_sim_disk_write **at = &disk->limbo;
@@ -242,7 +242,7 @@ static void limbo_cut(struct lh_sim_disk *disk, const struct lh_sim_disk_write *
     }
 }
 
-/* Take the writes of file before mark off the list, in their order. */
+/* Remove the writes of file before mark from the list and return them, in order. */
 static struct lh_sim_disk_write *covered_take(struct lh_sim_disk *disk, uint32_t file,
                                               uint64_t mark)
 {
@@ -278,7 +278,7 @@ void lh_sim_disk_sync(struct lh_sim_disk *disk, uint32_t file, uint64_t mark)
     disk->files[file].durable_bytes = disk->files[file].bytes;
 }
 
-/* Reads give what is durable there again, but for what was written since. */
+/* Make reads return the durable bytes again, unless the place was written since. */
 static void block_evict(struct lh_sim_disk *disk, const struct lh_sim_disk_write *block)
 {
     uint8_t bytes[LH_BLOCK_BYTES];
@@ -315,7 +315,7 @@ void lh_sim_disk_sync_drop(struct lh_sim_disk *disk, uint32_t file, uint64_t mar
     }
 }
 
-/* Some sectors of a block: those up to a point, those behind one, or any. */
+/* Keep some sectors of a block: those up to a point, those from a point on, or a random choice. */
 static void block_tear(struct lh_sim_disk *disk, const struct lh_sim_disk_write *write, uint64_t at,
                        uint64_t bytes, struct lh_sim_random *random)
 {
@@ -335,7 +335,7 @@ static void block_tear(struct lh_sim_disk *disk, const struct lh_sim_disk_write 
     }
 }
 
-/* The blocks of a write that the drive has written by now. Returns their count. */
+/* Make the blocks of a write durable that the drive had already written. Returns their number. */
 static uint64_t write_settle(struct lh_sim_disk *disk, const struct lh_sim_disk_write *write,
                              bool keeps_all, bool tears, struct lh_sim_random *random)
 {
@@ -362,7 +362,7 @@ static uint64_t list_settle(struct lh_sim_disk *disk, const struct lh_sim_disk_w
     uint64_t kept_count = 0;
     for (const struct lh_sim_disk_write *write = head; write; write = write->next)
         count++;
-    /* The very last one alone as often as any number of them. */
+    /* Keep only the very last write as often as any number of the last ones. */
     uint64_t most = lh_min_u64(count, 4);
     uint64_t drawn = count == 0 ? 0 : lh_sim_random_below(random, 2 * most);
     uint64_t first = drawn < most ? drawn + 1 : 1;
@@ -384,7 +384,7 @@ static void name_settle(struct lh_sim_disk_name *name, struct lh_sim_random *ran
     name->is_durable = true;
 }
 
-/* Names and sizes first: what they do not reach is gone. */
+/* Settle names and sizes first; contents that they do not reach are lost. */
 static void file_settle(struct lh_sim_disk *disk, uint32_t index, struct lh_sim_random *random)
 {
     struct lh_sim_disk_file *file = &disk->files[index];

@@ -1,18 +1,18 @@
-/* What happens to a drive while no process uses it: both images change alike. */
+/* Damage to a drive while no process uses it: both images change alike. */
 #include <string.h>
 
 #include "base/assert.h"
 #include "sim/disk.h"
 
 #define CONTROL_BYTES LH_MIB
-/* A few blocks, or as many as reach from one copy of a superblock to the next. */
+/* A few blocks, or enough to reach from one copy of a superblock to the next. */
 #define ZERO_BLOCK_COUNT_MAX 8
 #define ZERO_BLOCK_COUNT_MANY 64
 #define PLACE_TRY_COUNT 32
 
 /*
- * A block of the file, of those that are not zeros if some are found: what was never written is not
- * worth damaging. Half of them are among its first, where everything is described.
+ * Draw a block of the file, if possible one that is not all zeros: what was never written is not
+ * worth damaging. Half of the draws are among the first blocks, which have the metadata.
  */
 static uint64_t place_draw(const struct lh_sim_disk *disk, uint32_t index,
                            struct lh_sim_random *random)
@@ -32,7 +32,7 @@ static uint64_t place_draw(const struct lh_sim_disk *disk, uint32_t index,
     return offset;
 }
 
-/* Written and durable at once; whether anything changed. */
+/* Set a block in both images. Returns whether anything changed. */
 static bool block_set(struct lh_sim_disk *disk, uint32_t file, uint64_t offset,
                       const uint8_t *bytes)
 {
@@ -97,7 +97,7 @@ static bool copy_restore(struct lh_sim_disk *disk, const struct lh_sim_disk_copy
 bool lh_sim_disk_damage(struct lh_sim_disk *disk, enum lh_sim_fault fault, uint32_t file,
                         const struct lh_sim_disk_copy *copy, struct lh_sim_random *random)
 {
-    LH_ASSERT(disk->head == NULL); /* after a crash everything is durable or gone */
+    LH_ASSERT(disk->head == NULL); /* after a crash, everything is durable or lost */
     bool is_changed = false;
     if (disk->files[file].bytes < LH_BLOCK_BYTES)
         return false;

@@ -109,7 +109,8 @@ int lh_sim_exec_create(const struct lh_sim_exec_opts *opts, struct lh_alloc *all
 {
     *exec_out = NULL;
     if (opts->worker_count == 0 || opts->bytes_per_s == 0)
-        return lh_error_set(err, -EINVAL, "%" PRIu32 " workers of %" PRIu64 " bytes/s",
+        return lh_error_set(err, -EINVAL,
+                            "%" PRIu32 " workers of %" PRIu64 " bytes/s: both must be above 0",
                             opts->worker_count, opts->bytes_per_s);
     struct sim_exec *sim = lh_alloc_zeroed(alloc, 1, sizeof(*sim));
     if (!sim)
@@ -146,10 +147,10 @@ void lh_sim_exec_check(struct lh_exec *exec)
     struct sim_exec *sim = (struct sim_exec *)exec;
     if (sim->waiting_count > 0 && sim->running_count < sim->opts.worker_count)
         lh_sim_world_fail(sim->opts.world,
-                          "%" PRIu32 " jobs wait while %" PRIu32 " of %" PRIu32 " workers run",
+                          "%" PRIu32 " jobs wait while only %" PRIu32 " of %" PRIu32 " workers run",
                           sim->waiting_count, sim->running_count, sim->opts.worker_count);
     if (sim->done_count > 0)
-        lh_sim_world_fail(sim->opts.world, "%" PRIu32 " finished jobs were not taken",
+        lh_sim_world_fail(sim->opts.world, "%" PRIu32 " finished jobs were not polled",
                           sim->done_count);
 }
 

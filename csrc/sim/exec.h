@@ -1,11 +1,11 @@
 /*
- * The workers of the simulator: struct lh_exec in virtual time.
+ * The simulator's workers: struct lh_exec in virtual time.
  *
- * A job takes its work_bytes at the rate of one worker, rounded up. With run_jobs its function is
- * called when its time is over, so that what it makes is there no earlier, and what it needs has to
- * be there that long; without, it is only timed.
+ * A job takes the time of its work_bytes at the rate of one worker, rounded up. With run_jobs, its
+ * function is called at the end of this time, so that its results are not available earlier, and
+ * its inputs have to stay valid that long; without, it is only timed.
  *
- * Checked always: no worker is idle while a job waits.
+ * Always checked: no worker is idle while a job waits.
  *
  * Thread: one.
  */
@@ -15,7 +15,7 @@
 #include "exec/exec.h"
 #include "sim/world.h"
 
-/* Bytes of memory that one element of an update moves, P to V; what the engine counts a job as. */
+/* Memory traffic of one element of an update, P to V; the unit of the engine's work_bytes. */
 #define LH_SIM_ADAM_BYTES_PER_ELEMENT 24
 
 struct lh_sim_exec_opts {
@@ -27,14 +27,16 @@ struct lh_sim_exec_opts {
 };
 
 /*
+ * Create simulated workers.
+ *
  * Owns:   *exec_out owns its tables; release with (*exec_out)->ops->destroy().
  * Errors: -EINVAL (no workers), -ENOMEM; *exec_out is NULL then.
  */
 int lh_sim_exec_create(const struct lh_sim_exec_opts *opts, struct lh_alloc *alloc,
                        struct lh_exec **exec_out, struct lh_error *err) LH_MUST_CHECK;
-/* The power fails: no job comes back. */
+/* Simulate a power failure: no job completes. */
 void lh_sim_exec_crash(struct lh_exec *exec);
-/* To be called whenever time is about to go on. */
+/* Call this whenever time is about to advance. */
 void lh_sim_exec_check(struct lh_exec *exec);
 uint64_t lh_sim_exec_busy_ns(const struct lh_exec *exec); /* of all workers */
 

@@ -1,22 +1,22 @@
 /*
- * The faults that a simulated machine can have, and how often each has happened.
+ * The faults that a simulated machine can have.
  *
  * Faults of a request are drawn by seed for every request of the engine (sim/io.h) and for every
  * file call of the store (sim/fs.h), with probabilities in parts per million. The others happen to
  * the machine or to a drive between two lives.
  *
- * Three classes, by what a store can promise:
+ * They have three classes, by what a store can guarantee:
  *
- *      survived    no committed step may be lost, and nothing needs to be said: delays, errors,
- *                  short transfers, a full drive, failed syncs, the end of the process, power loss,
- *                  torn sectors
- *      detected    a committed step may be lost, and the store has to say so: damage at rest, a
- *                  flipped bit, a drive that is dead
- *      undetected  a committed step may be lost without a word, because the drive gave its word and
- *                  keeps a consistent older state: a sync that lies, a write that never arrives
- *                  (also one that arrives elsewhere), a stale read
+ *      survived    no committed step may be lost, and no report is needed: delays, errors, short
+ *                  transfers, a full drive, failed syncs, the end of the process, power loss, torn
+ *                  sectors
+ *      detected    a committed step may be lost, and the store has to report it: damage at rest, a
+ *                  flipped bit, a dead drive
+ *      undetected  a committed step may be lost silently, because the drive reported success and
+ *                  has a consistent older state: a sync that lies, a write that never arrives (or
+ *                  arrives elsewhere), a stale read
  *
- * Wrong bytes are never excused.
+ * Wrong bytes are never accepted.
  */
 #ifndef LH_SIM_FAULT_H
 #define LH_SIM_FAULT_H
@@ -24,24 +24,24 @@
 #include "base/base.h"
 
 enum lh_sim_fault {
-    /* Of a request. */
+    /* Faults of a request. */
     LH_SIM_FAULT_SPIKE = 0, /* one request takes spike_ns longer */
     LH_SIM_FAULT_REORDER,   /* one request takes up to reorder_ns longer: later ones overtake it */
-    LH_SIM_FAULT_ERROR,     /* -EIO; a write may be there in part, a sync covers nothing */
-    LH_SIM_FAULT_SPACE,     /* -ENOSPC of a write, or of reserving space; nothing of it is there */
-    LH_SIM_FAULT_SHORT,     /* a transfer stops inside and is continued */
-    LH_SIM_FAULT_FLIP,      /* a bit of what was read is wrong */
+    LH_SIM_FAULT_ERROR,     /* -EIO; a write may have happened in part, a sync covers nothing */
+    LH_SIM_FAULT_SPACE,     /* -ENOSPC for a write or reserving space; it has no effect */
+    LH_SIM_FAULT_SHORT,     /* a transfer stops in the middle and is continued */
+    LH_SIM_FAULT_FLIP,      /* a read returns a wrong bit */
     LH_SIM_FAULT_MISDIRECT, /* a write goes to another place of its file */
-    LH_SIM_FAULT_DROP,      /* -EIO of a sync, and no later sync covers what was pending */
-    LH_SIM_FAULT_LIE,       /* a sync succeeds and covers nothing */
-    LH_SIM_FAULT_LOST,      /* a write succeeds and is not there */
-    LH_SIM_FAULT_STALE,     /* a read gives what is durable instead of what was written last */
-    LH_SIM_FAULT_HANG,      /* a request never comes back */
-    LH_SIM_FAULT_DEAD,      /* the drive answers -EIO from here on, until it is revived */
+    LH_SIM_FAULT_DROP,      /* -EIO for a sync, and no later sync covers what was pending */
+    LH_SIM_FAULT_LIE,       /* a sync succeeds, but covers nothing */
+    LH_SIM_FAULT_LOST,      /* a write succeeds, but has no effect */
+    LH_SIM_FAULT_STALE,     /* a read returns the durable bytes instead of those written last */
+    LH_SIM_FAULT_HANG,      /* a request never completes */
+    LH_SIM_FAULT_DEAD,      /* the drive fails every request with -EIO until it is revived */
     LH_SIM_FAULT_REQUEST_COUNT,
-    /* Of the machine, and of drives while nobody uses them. */
+    /* Faults of the machine, and of drives while no process uses them. */
     LH_SIM_FAULT_KILL = LH_SIM_FAULT_REQUEST_COUNT, /* the process ends, the machine does not */
-    LH_SIM_FAULT_POWER,                             /* the machine loses its power */
+    LH_SIM_FAULT_POWER,                             /* the machine loses power */
     LH_SIM_FAULT_TORN,     /* power loss leaves some sectors of a block new, the others old */
     LH_SIM_FAULT_BIT,      /* a bit on the drive changes */
     LH_SIM_FAULT_ZEROS,    /* some blocks on the drive become zeros */
@@ -52,7 +52,7 @@ enum lh_sim_fault {
 
 #define LH_SIM_FAULT_BIT_OF(fault) (UINT64_C(1) << (fault))
 
-/* See above; the rest is survived. */
+/* See the classes above; most of the other faults are survived. */
 #define LH_SIM_FAULTS_UNDETECTED                                                                   \
     (LH_SIM_FAULT_BIT_OF(LH_SIM_FAULT_LIE) | LH_SIM_FAULT_BIT_OF(LH_SIM_FAULT_LOST) |              \
      LH_SIM_FAULT_BIT_OF(LH_SIM_FAULT_STALE) | LH_SIM_FAULT_BIT_OF(LH_SIM_FAULT_MISDIRECT))
@@ -66,7 +66,7 @@ struct lh_sim_faults {
     uint64_t reorder_ns;
 };
 
-/* Its name in tables and on command lines. */
+/* The name of a fault in tables and on command lines. */
 const char *lh_sim_fault_name(enum lh_sim_fault fault);
 
 #endif

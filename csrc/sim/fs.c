@@ -10,7 +10,7 @@
 
 #define ROOT "/sim"
 #define FD_FIRST 1000
-/* More than any store takes, so that only a fault makes a drive full. */
+/* More than any store needs, so that only a fault makes a drive full. */
 #define AVAILABLE_BYTES (UINT64_C(1) << 40)
 
 enum place {
@@ -22,7 +22,7 @@ enum place {
 
 static struct lh_sim_fs *of(const struct lh_store_fs *fs)
 {
-    return (struct lh_sim_fs *)(uintptr_t)fs; /* the vtable's callers change nothing; this does */
+    return (struct lh_sim_fs *)(uintptr_t)fs; /* const for callers, but its state changes here */
 }
 
 static enum place place_find(const struct lh_sim_fs *sim, const char *path, uint32_t *file_out)
@@ -56,8 +56,8 @@ static struct lh_sim_disk_file *file_at(struct lh_sim_fs *sim, uint32_t file)
 }
 
 /*
- * One more call. 0: it happens. -EIO: nobody is there to make it, or its drive is dead; where the
- * process ends inside of this very call *is_last_out says so.
+ * Count a call. Returns 0 if it happens, -EIO if the process has ended or the drive is dead.
+ * *is_last_out: the process ends inside this very call.
  */
 static int call_begin(struct lh_sim_fs *sim, uint32_t file, bool *is_last_out)
 {
@@ -80,7 +80,7 @@ static bool is_hit(struct lh_sim_fs *sim, enum lh_sim_fault fault, uint32_t file
     return true;
 }
 
-/* What any call to a drive can meet. */
+/* Draw the errors that any call to a drive can have. */
 static int error_draw(struct lh_sim_fs *sim, uint32_t file, uint64_t offset)
 {
     if (is_hit(sim, LH_SIM_FAULT_DEAD, file, offset)) {
@@ -130,7 +130,7 @@ static void fs_close(const struct lh_store_fs *fs, int fd)
     *open_of(sim, fd) = (struct lh_sim_fs_open){0};
 }
 
-/* Whole blocks, at least one: what O_DIRECT can come back with. */
+/* Shorten a transfer to whole blocks, at least one, as O_DIRECT may. */
 static uint64_t shorten(struct lh_sim_fs *sim, uint32_t file, uint64_t offset, uint64_t bytes)
 {
     uint64_t blocks = bytes / LH_BLOCK_BYTES;
@@ -168,7 +168,7 @@ static int64_t fs_write(const struct lh_store_fs *fs, int fd, const void *buffer
     struct lh_sim_fs *sim = of(fs);
     uint32_t file = open_of(sim, fd)->file;
     bool is_last = false;
-    LH_ASSERT(offset + bytes <= file_at(sim, file)->bytes); /* a store writes what it reserved */
+    LH_ASSERT(offset + bytes <= file_at(sim, file)->bytes); /* a store writes only reserved space */
     int rc = call_begin(sim, file, &is_last);
     if (rc == 0)
         rc = error_draw(sim, file, offset);

@@ -1,12 +1,12 @@
 /*
- * The file system of the simulator: what the store's file calls (store/fs.h) find on the drives of
- * a lh_sim_disk. Directory number n is "/sim/n", and the only file in it is that of the store.
+ * The simulator's file system: the store's file calls (store/fs.h), on the drives of a lh_sim_disk.
+ * Directory number n is "/sim/n"; the only file in it is the store's.
  *
- * Calls take no virtual time. Each draws the faults of a request (sim/fault.h) but SPIKE, REORDER
- * and HANG, which are about time. The process can end inside any call: then the call has its effect
- * in part or not at all, and this one and every later one answers -EIO and does nothing, until
- * lh_sim_fs_restart(). So the store's code unwinds as it would from an error, and cannot touch the
- * drives any more.
+ * Calls take no virtual time. Each draws the faults of a request (sim/fault.h) except SPIKE,
+ * REORDER and HANG, which concern time. The process can end inside any call: then the call has a
+ * partial effect or none. This call and all later ones fail with -EIO, and the later ones do
+ * nothing, until lh_sim_fs_restart(). So the store's code unwinds as it would from an error, and
+ * can no longer access the drives.
  *
  * Thread: one.
  */
@@ -38,13 +38,13 @@ struct lh_sim_fs {
     const char *directories[LH_SIM_DISK_FILE_COUNT_MAX];
 };
 
-/* disk is borrowed for as long as fs is used. No faults yet. */
+/* disk is borrowed for as long as fs is used. There are no faults until lh_sim_fs_restart(). */
 void lh_sim_fs_init(struct lh_sim_fs *fs, struct lh_sim_disk *disk, uint64_t seed);
-/* A new process: nothing is open or locked, faults are these (NULL: none). */
+/* Start a new process: nothing is open or locked. It has these faults (NULL: none). */
 void lh_sim_fs_restart(struct lh_sim_fs *fs, const struct lh_sim_faults *faults);
-/* From here on nothing happens any more. */
+/* End the process: no call has an effect from now on. */
 void lh_sim_fs_kill(struct lh_sim_fs *fs);
-/* So many calls from here on the process ends. */
+/* End the process after this many further calls. */
 void lh_sim_fs_kill_after(struct lh_sim_fs *fs, uint64_t call_count);
 
 #endif

@@ -10,7 +10,7 @@
 
 struct sim_io;
 
-/* A request in flight, and what fate has for it. */
+/* A request in flight, and the faults drawn for it. */
 struct slot {
     struct lh_sim_transfer transfer;
     struct sim_io *io;
@@ -21,12 +21,12 @@ struct slot {
     int64_t result;
     uint64_t mark;   /* SYNC: what it covers */
     uint32_t crc;    /* WRITE: of the buffer at submit */
-    uint64_t offset; /* where it goes: elsewhere for a misdirected write */
+    uint64_t offset; /* the actual target, if a write is misdirected */
     uint64_t flip_bit;
     bool is_flipped;
-    bool is_stale;   /* READ: it gives what is durable */
-    bool is_lost;    /* WRITE: it succeeds and is not there; SYNC: it covers nothing */
-    bool is_dropped; /* SYNC: what it would have covered is in limbo */
+    bool is_stale;   /* READ: returns the durable bytes */
+    bool is_lost;    /* WRITE: succeeds without effect; SYNC: covers nothing */
+    bool is_dropped; /* SYNC: what it would have covered goes to limbo */
     bool hangs;
 };
 
@@ -44,9 +44,9 @@ struct sim_io {
     struct lh_sim_cap cap;
     struct lh_sim_link links[LH_SIM_DISK_FILE_COUNT_MAX];
     struct slot *slots;
-    uint32_t *done; /* slots that wait for poll, in order */
+    uint32_t *done; /* slots to be polled, in order */
     uint32_t done_count;
-    uint32_t transfer_count; /* in flight, without commits */
+    uint32_t transfer_count; /* in flight, without commit requests */
     const void *commit_owner;
     struct flip flips[LH_SIM_FLIP_COUNT_MAX];
     uint32_t flip_count;
@@ -58,7 +58,7 @@ static bool overlaps(const uint8_t *a, uint64_t a_bytes, const uint8_t *b, uint6
     return (uintptr_t)a < (uintptr_t)b + b_bytes && (uintptr_t)b < (uintptr_t)a + a_bytes;
 }
 
-/* Invariant 2, of a request that is about to be taken. */
+/* Check invariant 2 for a request that is being submitted. */
 static void races_check(struct sim_io *sim, const struct lh_io_request *request)
 {
     for (uint32_t i = 0; i < sim->opts.queue_depth_max; i++) {
@@ -72,18 +72,19 @@ static void races_check(struct sim_io *sim, const struct lh_io_request *request)
                             other->offset < request->offset + request->bytes;
         if (meet_in_file && !both_read)
             lh_sim_world_fail(sim->opts.world,
-                              "two requests in flight meet at offset %" PRIu64 " of file %" PRIu32,
+                              "two requests in flight overlap at offset %" PRIu64
+                              " of file %" PRIu32,
                               request->offset, request->file_index);
         if (!both_write && overlaps(request->buffer, request->bytes, other->buffer, other->bytes))
             lh_sim_world_fail(sim->opts.world,
                               "two requests in flight, of file %" PRIu32 " at %" PRIu64
-                              " and file %" PRIu32 " at %" PRIu64 ", meet in memory",
+                              " and file %" PRIu32 " at %" PRIu64 ", overlap in memory",
                               request->file_index, request->offset, other->file_index,
                               other->offset);
     }
 }
 
-/* Invariant 4. A read into the place forgets what was wrong there. */
+/* Check invariant 4. A new read into the same place removes the flipped bit. */
 static void flips_check(struct sim_io *sim, const struct lh_io_request *request)
 {
     for (uint32_t i = sim->flip_count; i-- > 0;) {
@@ -93,7 +94,7 @@ static void flips_check(struct sim_io *sim, const struct lh_io_request *request)
         if (request->kind == LH_IO_KIND_WRITE)
             lh_sim_world_fail(sim->opts.world,
                               "bytes with a flipped bit were used: file %" PRIu32 " at %" PRIu64
-                              " is written with what became of them",
+                              " is written from their memory",
                               request->file_index, request->offset);
         sim->flips[i] = sim->flips[--sim->flip_count];
     }
@@ -124,7 +125,7 @@ static void delays_draw(struct sim_io *sim, struct slot *slot, const struct lh_i
     }
 }
 
-/* What the request answers if not 0. */
+/* Draw the errors of a request: its result, if not 0. */
 static void errors_draw(struct sim_io *sim, struct slot *slot, const struct lh_io_request *request)
 {
     struct lh_sim_disk *disk = sim->opts.disk;
@@ -155,7 +156,7 @@ static void errors_draw(struct sim_io *sim, struct slot *slot, const struct lh_i
     }
 }
 
-/* What a request that answers 0 did not do. */
+/* Draw the faults of a request that reports success. */
 static void lies_draw(struct sim_io *sim, struct slot *slot, const struct lh_io_request *request)
 {
     struct lh_sim_random *random = &sim->random;
@@ -184,7 +185,7 @@ static void lies_draw(struct sim_io *sim, struct slot *slot, const struct lh_io_
         slot->is_stale = true;
 }
 
-/* What kind of bad luck this request has; the order of the draws is part of a seed's meaning. */
+/* Draw the faults of a request; the order of the draws is part of the meaning of a seed. */
 static void fate_draw(struct sim_io *sim, struct slot *slot, const struct lh_io_request *request)
 {
     uint64_t blocks = request->bytes / LH_BLOCK_BYTES;
@@ -237,7 +238,7 @@ static int sim_submit(struct lh_io *io, struct lh_io_request *request)
     sim->transfer_count += !slot->is_commit;
     if (sim->transfer_count > sim->opts.io_depth)
         lh_sim_world_fail(sim->opts.world,
-                          "%" PRIu32 " transfers are in flight, io_depth is %" PRIu32,
+                          "%" PRIu32 " transfers are in flight, but io_depth is %" PRIu32,
                           sim->transfer_count, sim->opts.io_depth);
     request->result = -EINPROGRESS;
     request->submitted_ns = sim->opts.world->now_ns;
@@ -257,7 +258,7 @@ static int sim_submit(struct lh_io *io, struct lh_io_request *request)
     return 0;
 }
 
-/* A write that failed, or whose process ended. */
+/* Write some blocks of a write that failed, or whose process ended. */
 static void blocks_write(struct sim_io *sim, const struct slot *slot, struct lh_sim_random *random)
 {
     const struct lh_io_request *request = slot->request;
@@ -434,7 +435,7 @@ void lh_sim_io_check(struct lh_io *io)
     for (uint32_t i = 0; i < sim->opts.link_count; i++)
         lh_sim_link_check(&sim->links[i]);
     if (sim->done_count > 0)
-        lh_sim_world_fail(sim->opts.world, "%" PRIu32 " finished requests were not taken",
+        lh_sim_world_fail(sim->opts.world, "%" PRIu32 " finished requests were not polled",
                           sim->done_count);
 }
 

@@ -1,20 +1,20 @@
 /*
- * The I/O backend of the simulator: struct lh_io over a disk in memory, one link a file, in virtual
- * time. With a disk it moves bytes; without one (timing only) nothing is kept, read or written, so
- * that models of any size can be timed.
+ * The simulator's I/O backend: struct lh_io over a disk in memory, one link per file, in virtual
+ * time. With a disk it moves bytes; without one (timing only), nothing is stored, read or written,
+ * so that models of any size can be timed.
  *
- * Each request draws the faults of a request (sim/fault.h) by seed. SPIKE, REORDER and SHORT change
- * no result. After ERROR, DROP, DEAD and SPACE the engine has to answer their code. After FLIP and
- * STALE it may not use what it was given. LIE, LOST and MISDIRECT show when somebody reads the
- * place. After HANG nothing that waits for the request may be claimed.
+ * Each request draws the faults of a request (sim/fault.h) by seed. SPIKE, REORDER and SHORT do not
+ * change results. After ERROR, DROP, DEAD and SPACE, the engine has to return their code. After
+ * FLIP and STALE, it must not use the bytes. LIE, LOST and MISDIRECT show when the place is read.
+ * After HANG, the engine must not report anything that depends on the request as done.
  *
- * Checked always:
- *  1. Not more transfers are in flight than io_depth, commit requests not counted.
- *  2. No two requests in flight overlap in a file, or in memory, but for two reads or two writes
- *     respectively that only look.
+ * Always checked:
+ *  1. At most io_depth transfers are in flight, not counting commit requests.
+ *  2. No two requests in flight overlap, except that two reads may overlap in a file, and two
+ *     writes in memory.
  *  3. The bytes of a write in flight do not change; memory that is being read into holds garbage
- *     until the read comes back.
- *  4. Bytes of a read that a fault has flipped are never part of a write.
+ *     until the read completes.
+ *  4. Bytes that a fault has flipped in a read are never part of a write.
  *
  * Thread: one.
  */
@@ -32,44 +32,46 @@ struct lh_sim_io_opts {
     struct lh_sim_disk *disk;             /* borrowed until destroy; NULL: timing only */
     const struct lh_sim_link_opts *links; /* borrowed for the call */
     uint32_t link_count;
-    uint32_t file_count;      /* file n is on link n % link_count; with a disk as many as links */
-    uint64_t cap_bytes_per_s; /* of all links together; 0: none */
-    uint64_t sync_ns;         /* on top of a link's latency */
+    uint32_t file_count;      /* file n is on link n % link_count; with a disk: link_count */
+    uint64_t cap_bytes_per_s; /* for all links together; 0: none */
+    uint64_t sync_ns;         /* in addition to a link's latency */
     uint32_t queue_depth_max;
-    uint32_t io_depth; /* of the engine: what it promises not to exceed */
+    uint32_t io_depth; /* the limit that the engine must not exceed */
     struct lh_sim_faults faults;
     uint64_t seed; /* of the faults */
 };
 
 struct lh_sim_io_stats {
-    uint64_t bytes[LH_SIM_DIRECTION_COUNT]; /* of requests that came back well */
+    uint64_t bytes[LH_SIM_DIRECTION_COUNT]; /* of requests that succeeded */
     uint64_t sync_count;
     uint64_t write_count; /* submitted */
-    uint32_t hang_count;  /* requests in flight that never come back */
+    uint32_t hang_count;  /* requests in flight that never complete */
     uint32_t in_flight_max;
 };
 
 /*
+ * Create a simulated backend.
+ *
  * Owns:   *io_out owns its tables; release with (*io_out)->ops->destroy().
  * Errors: -ENOMEM; *io_out is NULL then.
  */
 int lh_sim_io_create(const struct lh_sim_io_opts *opts, struct lh_alloc *alloc,
                      struct lh_io **io_out, struct lh_error *err) LH_MUST_CHECK;
-/* The requests whose owner this is are a commit's. */
+/* Set the owner of commit requests, by which they are recognized. */
 void lh_sim_io_commit_owner_set(struct lh_io *io, const void *owner);
 /*
- * The process ends: of writes in flight any blocks may be there; nothing comes back any more. To be
- * called before the memory of their buffers goes.
+ * End the process: any blocks of writes in flight may have been written; nothing completes. Call
+ * this before the memory of their buffers is unmapped.
  */
 void lh_sim_io_crash(struct lh_io *io, struct lh_sim_random *random);
-/* To be called whenever time is about to go on. */
+/* Call this whenever time is about to advance. */
 void lh_sim_io_check(struct lh_io *io);
 const struct lh_sim_io_stats *lh_sim_io_stats(const struct lh_io *io);
-/* Whether any block holds a flipped bit that nobody has written yet. */
+/* Whether any block in memory has a flipped bit that has not been overwritten. */
 bool lh_sim_io_has_flips(const struct lh_io *io);
-/* Blocks with a flipped bit that lie in [base, base + bytes) still, written by nobody yet. */
+/* The number of blocks in [base, base + bytes) that still have a flipped bit. */
 uint32_t lh_sim_io_flip_count(const struct lh_io *io, const uint8_t *base, uint64_t bytes);
-/* What is in [base, base + bytes) is no longer what was read there. */
+/* Forget flipped bits in [base, base + bytes), which has been overwritten. */
 void lh_sim_io_flips_forget(struct lh_io *io, const uint8_t *base, uint64_t bytes);
 
 #endif

@@ -1,10 +1,11 @@
 /*
- * The begin of a life: a process makes a store or opens it, and is told what is true.
+ * The start of a life: a process creates a store or opens it, and the store's guarantees are
+ * compared with what happened to it.
  *
- * What a store promises is compared with what happened to it. run->committed_step is what the last
- * process was told: no life may begin before it, unless a fault has happened that no protocol
- * survives (sim/fault.h), and then the store has to say so if it can. A note without such a fault
- * is a broken promise as well: somebody would look for damage that is not there.
+ * run->committed_step is the last step that was reported as committed to an earlier process. No
+ * life may begin before it, unless a fault has happened that no protocol survives (sim/fault.h);
+ * then the store has to report the loss if it can. A note without such a fault also breaks a
+ * guarantee: a user would look for damage that does not exist.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -16,7 +17,7 @@
 
 #define BIT LH_SIM_FAULT_BIT_OF
 
-/* What makes one call fail, and no longer, or a drive silent until it comes back. */
+/* Faults that make a single call fail, or a drive until it is revived. */
 #define TRANSIENT                                                                                  \
     (BIT(LH_SIM_FAULT_ERROR) | BIT(LH_SIM_FAULT_SPACE) | BIT(LH_SIM_FAULT_FLIP) |                  \
      BIT(LH_SIM_FAULT_DROP) | BIT(LH_SIM_FAULT_DEAD))
@@ -45,8 +46,8 @@ const char *lh_sim_outcome_name(enum lh_sim_outcome outcome)
 }
 
 /*
- * A sync of a commit failed and dropped pages, and the commit's other syncs are still under way: a
- * read may meet what was dropped before the engine hears of the sync.
+ * Whether a sync of a commit failed and dropped pages while the commit's other syncs are still in
+ * flight: a read may return what was dropped before the engine learns of the failure.
  */
 static bool is_dropped_in_commit(const struct lh_sim_run *run)
 {
@@ -63,7 +64,7 @@ bool lh_sim_run_explains(const struct lh_sim_run *run, int code)
         faults = BIT(LH_SIM_FAULT_SPACE);
     else if (code == -EILSEQ)
         faults = BIT(LH_SIM_FAULT_FLIP) | LH_SIM_FAULTS_UNDETECTED | LH_SIM_FAULTS_DAMAGE;
-    else if (code == -ECANCELED) /* the program's own */
+    else if (code == -ECANCELED) /* caused by the program itself */
         return true;
     if (code == -EILSEQ && is_dropped_in_commit(run))
         return true;
@@ -106,7 +107,7 @@ static bool is_single(const struct lh_sim_run *run)
     return run->opts.commit_every == LH_ENGINE_COMMIT_NEVER;
 }
 
-/* Nothing of a creation that failed is there, unless its drive is dead. */
+/* Whether a failed creation left nothing behind, except on a dead drive. */
 static bool is_clean(const struct lh_sim_run *run)
 {
     for (uint32_t i = 0; i < run->disk.file_count; i++) {
@@ -116,7 +117,7 @@ static bool is_clean(const struct lh_sim_run *run)
     return true;
 }
 
-/* What the user is told to do after a creation that was interrupted: remove what is there. */
+/* Remove the remains of an interrupted creation, as the user is told to do. */
 static void remains_remove(struct lh_sim_run *run)
 {
     for (uint32_t i = 0; i < run->disk.file_count; i++) {
@@ -137,9 +138,9 @@ static enum lh_sim_open create(struct lh_sim_run *run, struct lh_error *err)
         return count(run, LH_SIM_OUTCOME_OPEN_CRASHED, LH_SIM_OPEN_CRASHED);
     if (rc < 0) {
         if (lh_sim_world_fault_count(&run->world) == faults && !is_dead(run))
-            return broken(err, "a store cannot be made, and no fault explains it");
+            return broken(err, "a store cannot be created, and no fault explains it");
         if (!is_clean(run))
-            return broken(err, "a creation that failed left something behind");
+            return broken(err, "a failed creation left something behind");
         return count(run, LH_SIM_OUTCOME_CREATION_FAILED, LH_SIM_OPEN_REFUSED);
     }
     run->made = LH_SIM_MADE_EMPTY;
@@ -148,14 +149,14 @@ static enum lh_sim_open create(struct lh_sim_run *run, struct lh_error *err)
     return count(run, LH_SIM_OUTCOME_CREATED, LH_SIM_OPEN_DONE);
 }
 
-/* An error of open. Is there a fault to explain it? */
+/* Judge an error of open: it needs a fault that explains it. */
 static enum lh_sim_open refused(struct lh_sim_run *run, uint64_t transient, struct lh_error *err)
 {
-    /* One slot, overwritten in place: its owner starts again from a checkpoint. */
+    /* A store with one slot, overwritten in place: its owner restarts from a checkpoint. */
     if (err->code == -EUCLEAN && is_single(run) && !run->is_clean) {
         run->made = LH_SIM_MADE_NOTHING;
         lh_sim_reference_begin_again(run->opts.reference);
-        lh_sim_disk_copy_free(&run->disk, &run->copy); /* of another store than the next one */
+        lh_sim_disk_copy_free(&run->disk, &run->copy); /* it belongs to the discarded store */
         return count(run, LH_SIM_OUTCOME_UNCLEAN, LH_SIM_OPEN_REFUSED);
     }
     bool is_explained =
@@ -167,8 +168,8 @@ static enum lh_sim_open refused(struct lh_sim_run *run, uint64_t transient, stru
 }
 
 /*
- * The note has to name a witness of the last commit that is damaged, as nobody knows then whether
- * its directory is as new as the others. One that the next commit was writing may be torn.
+ * The note has to mention a damaged witness of the last commit, because it is then unknown whether
+ * that directory is as new as the others. A witness that the next commit was writing may be torn.
  */
 static bool is_witness_noted(struct lh_sim_run *run)
 {
@@ -194,7 +195,7 @@ static enum lh_sim_open note_judge(struct lh_sim_run *run, uint64_t transient, s
     const char *note = lh_store_note(run->store);
     if (!is_witness_noted(run)) {
         lh_error_set(err, -EPROTO, "note: %s", note);
-        return broken(err, "a witness is damaged, and the note does not say so");
+        return broken(err, "a witness is damaged, but the note does not say so");
     }
     if (note[0] == '\0')
         return LH_SIM_OPEN_DONE;
@@ -206,7 +207,7 @@ static enum lh_sim_open note_judge(struct lh_sim_run *run, uint64_t transient, s
     return count(run, LH_SIM_OUTCOME_NOTED, LH_SIM_OPEN_DONE);
 }
 
-/* Whether a fault explains that the store opened at an older state than one that was shown. */
+/* Whether a fault explains that the store opened at an older state than one it had shown. */
 static bool may_be_older(const struct lh_sim_run *run)
 {
     bool is_named = lh_store_note(run->store)[0] != '\0';
@@ -216,20 +217,20 @@ static bool may_be_older(const struct lh_sim_run *run)
             lh_sim_world_had_fault(&run->world, LH_SIM_FAULTS_DAMAGE | BIT(LH_SIM_FAULT_FLIP)));
 }
 
-/* The step that it opened at. */
+/* Judge the step that the store opened at. */
 static enum lh_sim_open step_judge(struct lh_sim_run *run, struct lh_error *err)
 {
     uint64_t step = lh_store_step(run->store);
     bool is_named = lh_store_note(run->store)[0] != '\0';
     lh_error_set(err, -EPROTO,
-                 "step %" PRIu64 ", where %" PRIu64 " was committed and %" PRIu64
-                 " were closed; note: %s",
+                 "step %" PRIu64 ", but step %" PRIu64 " was committed and step %" PRIu64
+                 " was the last one closed; note: %s",
                  step, run->committed_step, run->opts.reference->step, lh_store_note(run->store));
-    /* A stale read hid this step from an earlier life, which trained on from the one before it. */
+    /* A stale read hid this step from an earlier life, which continued from the step before it. */
     if (step > run->opts.reference->step && run->is_forked)
         return count(run, LH_SIM_OUTCOME_OPENED_OLD_STATE, LH_SIM_OPEN_REFUSED);
     if (step > run->opts.reference->step)
-        return broken(err, "the store opens at a step that was never closed");
+        return broken(err, "the store opened at a step that was never closed");
     if (step == run->committed_step)
         return count(run, LH_SIM_OUTCOME_OPENED, LH_SIM_OPEN_DONE);
     if (step > run->committed_step)
@@ -242,14 +243,14 @@ static enum lh_sim_open step_judge(struct lh_sim_run *run, struct lh_error *err)
                  LH_SIM_OPEN_DONE);
 }
 
-/* Of what the store holds, if it can be read. */
+/* Judge the result of comparing the store's contents. */
 static enum lh_sim_open bytes_judge(struct lh_sim_run *run, int rc, struct lh_error *err)
 {
     if (rc == -EPROTO && run->is_forked)
         return count(run, LH_SIM_OUTCOME_OPENED_OLD_STATE, LH_SIM_OPEN_REFUSED);
     if (rc == -EPROTO)
-        return broken(err, "wrong bytes that nobody notices");
-    /* A directory that was restored is named before anything of it is read. */
+        return broken(err, "wrong bytes were not detected");
+    /* A restored directory is reported before anything is read from it. */
     uint64_t faults = (LH_SIM_FAULTS_UNDETECTED | LH_SIM_FAULTS_DAMAGE) & ~BIT(LH_SIM_FAULT_OLD);
     bool is_explained = lh_sim_world_had_fault(&run->world, faults) || is_dead(run);
     if (rc < 0 && !run->is_first_old && !is_explained)
@@ -258,15 +259,16 @@ static enum lh_sim_open bytes_judge(struct lh_sim_run *run, int rc, struct lh_er
 }
 
 /*
- * A store that was created: it has zeros, or the masters if their first commit was under way. They
- * are committed twice (lh_sim_store_fill()), and only then is the store filled: until the second
- * commit, losing the newest superblock leads back to the zeros, which are of step 0 as well.
+ * Judge a store that was created, but not filled: it has zeros, or the masters if their first
+ * commit was in progress. The masters are committed twice (lh_sim_store_fill()), and only then is
+ * the store filled: until the second commit, losing the newest superblock leads back to the zeros,
+ * which also belong to step 0.
  */
 static enum lh_sim_open empty_judge(struct lh_sim_run *run, struct lh_error *err)
 {
     if (lh_store_step(run->store) != 0) {
         lh_error_set(err, -EPROTO, "step %" PRIu64, lh_store_step(run->store));
-        return broken(err, "a store that was never trained opens at another step than 0");
+        return broken(err, "a store that was never trained opened at a step other than 0");
     }
     int rc = lh_sim_reference_compare(run->opts.reference, run->store, false, err);
     bool has_masters = rc == 0;
@@ -276,7 +278,7 @@ static enum lh_sim_open empty_judge(struct lh_sim_run *run, struct lh_error *err
     return bytes_judge(run, rc, err);
 }
 
-/* What the caller committed with the step. */
+/* Whether the store has the scalars that the caller committed with the step. */
 static bool has_scalars(const struct lh_sim_run *run)
 {
     uint8_t expected[LH_SIM_SCALAR_BYTES_MAX];
@@ -303,15 +305,15 @@ static enum lh_sim_open state_judge(struct lh_sim_run *run, struct lh_error *err
         return broken(err, "the scalars are not those of the step");
     }
     if (lh_store_step(run->store) != run->opts.reference->step)
-        lh_sim_disk_copy_free(&run->disk, &run->copy); /* of what is no longer the past */
+        lh_sim_disk_copy_free(&run->disk, &run->copy); /* from a history that was discarded */
     lh_sim_reference_return(run->opts.reference, lh_store_step(run->store));
     run->committed_step = lh_store_step(run->store);
     return LH_SIM_OPEN_DONE;
 }
 
 /*
- * The newest step is damaged. Where the store shows the one before it to readers, it opens there
- * for whoever asks for that step.
+ * The newest step is damaged. If the store can show the previous one to readers, open it at that
+ * step explicitly.
  */
 static int older_open(struct lh_sim_run *run, const struct lh_store_open_opts *opts,
                       struct lh_error *err)
@@ -330,7 +332,7 @@ static int older_open(struct lh_sim_run *run, const struct lh_store_open_opts *o
     }
     older.read_only = false;
     older.open_at = &step;
-    /* From here on the later step may be gone, also where this open does not come to its end. */
+    /* From now on the later step may be lost, even if this open does not complete. */
     run->committed_step = lh_min_u64(run->committed_step, step);
     rc = lh_store_open(&older, run->alloc, &run->store, err);
     run->is_asked_older = rc == 0;
@@ -358,7 +360,7 @@ static enum lh_sim_open open_store(struct lh_sim_run *run, struct lh_error *err)
     enum lh_sim_open open = note_judge(run, transient, err);
     if (open != LH_SIM_OPEN_DONE)
         return open;
-    /* What the judge reads is no call of the process. */
+    /* Reads by the judge do not count as calls of the process. */
     struct lh_sim_faults faults = run->fs.faults;
     uint64_t dies_after = run->fs.dies_after;
     run->fs.faults = (struct lh_sim_faults){0};
@@ -401,7 +403,7 @@ enum lh_sim_open lh_sim_run_open(struct lh_sim_run *run, bool calm, struct lh_er
     if (open == LH_SIM_OPEN_DONE && run->made != LH_SIM_MADE_FILLED)
         open = fill(run, err);
     if (open == LH_SIM_OPEN_DONE && lh_sim_run_parts_create(run, calm, err) < 0)
-        open = broken(err, "no engine can be made on the store");
+        open = broken(err, "no engine can be created on the store");
     run->is_crashed = open == LH_SIM_OPEN_CRASHED;
     return open;
 }

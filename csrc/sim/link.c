@@ -71,7 +71,7 @@ static void service_begin(struct lh_sim_link *link, struct lh_sim_server *server
     lh_sim_world_at(world, end_ns, service_done, transfer);
 }
 
-/* What was moved since the server (the cap) was idle would take this long at full rate. */
+/* Check that the bytes moved since the server (the cap) was idle do not exceed its rate. */
 static void rate_check(struct lh_sim_link *link, const struct lh_sim_server *server,
                        const struct lh_sim_transfer *transfer)
 {
@@ -170,6 +170,7 @@ void lh_sim_link_check(struct lh_sim_link *link)
     }
     if (link->waiting.head && link->admitted_count < link->opts.queue_depth)
         lh_sim_world_fail(link->world,
-                          "a transfer waits for a queue that holds %" PRIu32 " of %" PRIu32,
+                          "a transfer waits for a queue that has only %" PRIu32 " of %" PRIu32
+                          " requests",
                           link->admitted_count, link->opts.queue_depth);
 }

@@ -1,22 +1,21 @@
 /*
- * Links: what bytes move over, and how long that takes.
+ * Links, over which bytes move, and the time that takes.
  *
- * A link is a queue of its depth in front of one server (simplex) or two (duplex: one a direction),
- * with a latency that requests in the queue spend side by side:
+ * A link is a queue of a given depth in front of one server (simplex) or two (duplex: one per
+ * direction), with a latency that requests in the queue spend concurrently:
  *
  *      submit -> waiting -> [at most queue_depth: latency -> ready -> server: bytes / rate] -> done
  *
- * Links may share a cap (twelve SSDs behind one switch): a transfer in service takes its bytes'
- * time of the cap as well, in the order in which services begin, and its server is held until both
- * are through. A transfer of 0 bytes takes the latency only.
+ * Links may share a cap (twelve SSDs behind one switch): a transfer in service also takes its
+ * bytes' time of the cap, in the order in which services begin, and occupies its server until both
+ * are done. A transfer of 0 bytes takes only the latency.
  *
- * An SSD is a simplex link, Source: LoHan IV-D (an SSD is simplex, PCIe is duplex). Copies to and
- * from a device are transfers on duplex links of their own: whoever simulates an accelerator makes
- * one beside those of io.h and needs nothing new here.
+ * An SSD is a simplex link. Source: LoHan IV-D (an SSD is simplex, PCIe is duplex). Copies to and
+ * from a device are transfers on separate links, which may be duplex (sim/dev.h).
  *
- * Checked always, apart from what computes the times:
- *  1. No server, and no cap, moves more in a busy stretch than its rate allows.
- *  2. No server is idle while a transfer is ready, and none waits while the queue has room.
+ * Always checked, independently of the code that computes the times:
+ *  1. No server, and no cap, moves more in a busy period than its rate allows.
+ *  2. No server is idle while a transfer is ready, and no transfer waits while the queue has room.
  *
  * Thread: one.
  */
@@ -33,8 +32,8 @@ enum lh_sim_direction {
 
 struct lh_sim_cap {
     uint64_t bytes_per_s;
-    uint64_t free_ns; /* what is in service is through the cap then */
-    /* Of the stretch in which something is in service, for the check: */
+    uint64_t free_ns; /* when everything in service has passed the cap */
+    /* The current busy period, for the check: */
     uint32_t active_count;
     uint64_t since_ns;
     uint64_t bytes;
@@ -52,7 +51,7 @@ struct lh_sim_link;
 struct lh_sim_transfer {
     enum lh_sim_direction direction;
     uint64_t bytes;
-    uint64_t extra_ns; /* of latency */
+    uint64_t extra_ns; /* additional latency */
     void (*done)(struct lh_sim_transfer *transfer);
     void *owner;
     /* Private to the link. */
@@ -65,7 +64,7 @@ struct lh_sim_transfer_queue {
     struct lh_sim_transfer *tail;
 };
 
-/* A server, and what it moved since it was last idle. */
+/* A server, and the bytes it moved since it was last idle. */
 struct lh_sim_server {
     struct lh_sim_transfer_queue ready;
     struct lh_sim_transfer *active;
@@ -85,16 +84,16 @@ struct lh_sim_link {
     uint64_t busy_ns[LH_SIM_DIRECTION_COUNT];
 };
 
-/* Nothing is in service. */
+/* Initialize a cap with nothing in service. */
 void lh_sim_cap_init(struct lh_sim_cap *cap, uint64_t bytes_per_s);
 /* world and cap are borrowed for as long as the link is used. */
 void lh_sim_link_init(struct lh_sim_link *link, struct lh_sim_world *world,
                       const struct lh_sim_link_opts *opts, struct lh_sim_cap *cap);
 /* transfer is borrowed until transfer->done(). */
 void lh_sim_link_submit(struct lh_sim_link *link, struct lh_sim_transfer *transfer);
-/* Forget everything in flight; the world's events are forgotten, too. */
+/* Discard everything in flight; the caller discards the world's events, too. */
 void lh_sim_link_drop(struct lh_sim_link *link);
-/* Invariant 2: to be called whenever time is about to go on. */
+/* Check invariant 2. Call it whenever time is about to advance. */
 void lh_sim_link_check(struct lh_sim_link *link);
 
 #endif

@@ -5,7 +5,7 @@
 #include "base/assert.h"
 #include "compute/adam.h"
 
-/* Two chunks where memory is scarce: only such a unit shows how chunks follow each other. */
+/* Two chunks where memory is scarce: only such a unit tests the order of chunks. */
 #define LARGE_COUNT_MIN (LH_BUDGET_CHUNK_ELEMENTS_MIN + 1)
 #define BLOCK_NS_MAX 2000000
 
@@ -168,7 +168,7 @@ int lh_sim_model_random(struct lh_sim_model *model, const struct lh_sim_sizes *s
     LH_TRY(lh_sim_model_init(model, &opts, alloc, err));
     bool has_large = lh_sim_random_chance(random, sizes->large_ppm);
     uint32_t large_block = (uint32_t)lh_sim_random_below(random, block_count);
-    /* The first unit is that of a scope around all others, or tied, or neither. */
+    /* The first unit belongs to a scope around all others, or is tied, or neither. */
     uint64_t kind = lh_sim_random_below(random, 3);
     const uint64_t first_counts[] = {1 + lh_sim_random_below(random, sizes->count_max)};
     struct lh_sim_unit_desc first = {
@@ -218,7 +218,7 @@ enum lh_dtype lh_sim_model_gradient_dtype(const struct lh_sim_model *model, uint
     return is_mixed ? LH_DTYPE_F32 : model->units[unit].dtype;
 }
 
-/* Of a block's units, wherever those of them that are in use already lie. */
+/* The bytes that a block's units need, wherever those already in use are placed. */
 static uint64_t block_bytes_min(const struct lh_sim_model *model, const struct lh_sim_block *block)
 {
     uint64_t largest_bytes = 0;

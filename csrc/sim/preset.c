@@ -13,7 +13,7 @@
 #define PAPERS_TFLOP_PER_S 155
 #define PAPERS_ADAM_PER_S UINT64_C(1100000000)
 #define PAPERS_GPU_BYTES (4 * GB / LH_BLOCK_BYTES * LH_BLOCK_BYTES)
-/* Of the papers' 52 cores; the engine's slabs feed no more. */
+/* The papers' machine has 52 cores, but the engine's slabs cannot keep more than these busy. */
 #define PAPERS_WORKER_COUNT 4
 
 #define BALANCED_BLOCK_COUNT 40
@@ -37,7 +37,7 @@ static uint32_t unit_add(struct lh_sim_model *model, uint64_t count)
     return lh_sim_model_unit_add(model, &desc);
 }
 
-/* Blocks between an embedding and a head, which are one tied parameter. */
+/* Blocks between an embedding and a head that share one parameter. */
 static void papers_model(struct lh_sim_model *model)
 {
     model->has_own_gradients = true;
@@ -85,8 +85,8 @@ static struct lh_sim_machine papers_machine(void)
 }
 
 /*
- * 24 bytes an element move in backward (P, R, M, V read, and written), at 24 GB/s: 1 ns. Compute is
- * that, AdamW 0.5 ns, forward 0.5 ns.
+ * Backward moves 24 bytes per element (P, R, M, V read and written), which takes 1 ns at 24 GB/s.
+ * Its computation takes as long, AdamW 0.5 ns, forward 0.5 ns.
  */
 static void balanced_model(struct lh_sim_model *model)
 {

@@ -1,22 +1,21 @@
 /*
- * Machines and models whose steps are timed.
+ * Machines and models for timing steps.
  *
  *      papers     the machine of LoHan's evaluation: 12 SSDs of 6.5 GB/s read and 3.4 GB/s write,
  *                 28 GB/s together, AdamW at 1.1e9 parameters/s, a GPU that sustains 155 TFLOP/s.
  *                 Latencies are those of a data-centre NVMe drive: 80 us, a flush 200 us. The GPU
  *                 has PCIe of 21 GB/s each way, 10 us a copy, and 4 GB of its 24 for parameters;
- *                 the others are activations' and the computation's.
- *      balanced   one SSD and 40 equal blocks for which everything fits together: backward computes
- *                 as long as its traffic takes, twice as long as AdamW, and twice as long as
- *                 forward.
+ *                 the rest is for activations and computation.
+ *      balanced   one SSD and 40 equal blocks, with balanced times: backward computes as long as
+ *                 its traffic takes, twice as long as AdamW, and twice as long as forward.
  *
- *      ssd-bound  the same blocks with an SSD that moves all bytes of a step in less time than it
- *                 computes, but those of backward in more than backward does.
+ *      ssd-bound  the same blocks with an SSD that moves all bytes of a step in less time than the
+ *                 step computes, but those of backward in more time than backward computes.
  *
- * Compute of a transformer's block: 2 FLOP a parameter and token, and attention's 4 * sequence *
- * hidden a token, in forward; three times that in backward, which computes forward once more.
+ * The work of a transformer block in forward is 2 FLOP per parameter and token, plus 4 * sequence *
+ * hidden per token for attention. Backward is three times that, because it recomputes forward.
  *
- * The training thread sees a copy come back and computes then (dev.h, not ordered).
+ * The training thread waits for a copy to complete and then computes (dev.h, not ordered).
  *
  * Thread: one.
  * Source: LoHan V-A (the machine), LoHan eq. 5 (backward's FLOP).
@@ -38,7 +37,7 @@ enum lh_sim_preset {
 /* "papers-13b", "balanced", "ssd-bound" */
 const char *lh_sim_preset_name(enum lh_sim_preset preset);
 /*
- * The preset's machine, model and options, timing only; schedule and commit are the caller's.
+ * Make the preset's machine, model and options, timing only. The caller sets schedule and commits.
  *
  * Owns:   *model owns its tables; release with lh_sim_model_deinit(), after the run.
  * Errors: -ENOMEM.

@@ -17,7 +17,7 @@ static uint8_t *array_at(const struct lh_sim_reference *reference, uint8_t *stat
     return state + reference->offsets[unit * LH_SIM_ARRAY_COUNT + array];
 }
 
-/* A value in [-0.5, 0.5): exact in a double, rounded once to a float. */
+/* A value in [-0.5, 0.5), exact in a double, and rounded once to a float. */
 static float value_of(uint64_t hash)
 {
     return (float)((double)(int32_t)(uint32_t)hash / 4294967296.0);
@@ -165,7 +165,7 @@ void lh_sim_reference_edit(struct lh_sim_reference *reference, uint32_t unit,
                      reference->model->units[unit].elements;
     uint8_t *target = array_at(reference, snapshot->state, unit, array);
     for (uint64_t i = first; i < first + count; i++) {
-        /* Of either width a number above 0 and far from the largest. */
+        /* In either width this is a number above 0 and far from the largest. */
         float value = 0.25F + 0.5F * (float)(lh_sim_mix(seed, i) % 251) / 256;
         uint32_t bits = 0;
         memcpy(&bits, &value, sizeof(bits));

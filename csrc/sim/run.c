@@ -24,7 +24,7 @@ static bool has_landings(const struct lh_sim_run *run)
     return accelerator->copy_count > 0 && !accelerator->gradients_in_memory;
 }
 
-/* Timing only: addresses that nobody may touch; a byte that is moved after all ends the program. */
+/* Timing only: the memory is inaccessible, so that moving a byte by mistake ends the program. */
 static int memory_map(const struct lh_sim_run *run, uint64_t bytes, uint64_t used_bytes,
                       uint8_t **memory_out, struct lh_error *err)
 {
@@ -39,7 +39,7 @@ static int memory_map(const struct lh_sim_run *run, uint64_t bytes, uint64_t use
     return 0;
 }
 
-/* Region, slabs and what gradients land in; the accelerator's. */
+/* Map main memory (region, slabs, gradients, saved tensors), and the accelerator's memory. */
 static int memories_map(struct lh_sim_run *run, struct lh_error *err)
 {
     const struct lh_budget *budget = &run->budget;
@@ -183,7 +183,7 @@ int lh_sim_run_parts_create(struct lh_sim_run *run, bool calm, struct lh_error *
     return engine_create(run, calm, err);
 }
 
-/* One extent, without files. */
+/* Create the store of saved tensors: one extent, without files. */
 static int saved_store_create(struct lh_sim_run *run, struct lh_error *err)
 {
     struct lh_store_extent_desc extent = {
@@ -224,7 +224,7 @@ int lh_sim_run_init(struct lh_sim_run *run, const struct lh_sim_run_opts *opts,
     return lh_sim_run_parts_create(run, false, err);
 }
 
-/* Until nothing moves at this time. */
+/* Poll until nothing moves at the current time. */
 static void settle(struct lh_sim_run *run)
 {
     bool moved = true;
@@ -237,7 +237,7 @@ static void settle(struct lh_sim_run *run)
 static void quiet_check(struct lh_sim_run *run)
 {
     if (lh_engine_error(run->engine, NULL) < 0)
-        return; /* it only takes back what is in flight */
+        return; /* it only waits for what is in flight */
     lh_sim_check_quiet(&run->check);
     lh_sim_io_check(run->io);
     lh_sim_exec_check(run->exec);
@@ -245,7 +245,7 @@ static void quiet_check(struct lh_sim_run *run)
         lh_sim_dev_check(run->dev);
 }
 
-/* Training is over: nothing wrong was read and kept for parameters. */
+/* Check at the end of training that no undetected wrong bytes are in the parameters. */
 static void end_check(struct lh_sim_run *run)
 {
     uint32_t flips = lh_sim_io_flip_count(run->io, run->memory, run->budget.region_bytes);
@@ -257,10 +257,10 @@ static void end_check(struct lh_sim_run *run)
         lh_sim_check_totals(&run->check);
 }
 
-/* Whether the process ends here. Looked at whenever nothing moves. */
+/* Whether the process ends here. Called whenever nothing moves. */
 static bool crash_is_due(struct lh_sim_run *run, uint64_t began)
 {
-    /* The first superblock's twice: that sync shows what was not durable before it. */
+    /* The sync of the first superblock is listed twice: it reveals what was not durable earlier. */
     static const enum lh_store_phase syncs[] = {
         LH_STORE_PHASE_SYNC_DATA, LH_STORE_PHASE_SYNC_MANIFEST, LH_STORE_PHASE_SYNC_SUPERBLOCK,
         LH_STORE_PHASE_SYNC_SUPERBLOCK, LH_STORE_PHASE_SYNC_SUPERBLOCK_COPY};
@@ -274,7 +274,7 @@ static bool crash_is_due(struct lh_sim_run *run, uint64_t began)
     }
     run->was_committing = is_committing;
     if (crash->where == LH_SIM_CRASH_OPEN)
-        return true; /* opening made fewer calls */
+        return true; /* opening made fewer calls than `after` */
     if (crash->where == LH_SIM_CRASH_EDIT)
         return run->train.edit_count > 0;
     if (crash->where == LH_SIM_CRASH_EVENTS)
@@ -334,7 +334,7 @@ enum lh_sim_end lh_sim_run_drive(struct lh_sim_run *run, struct lh_error *err)
             /* A request that never completes is in flight, so the engine's thread waits for it. */
             return end_count(run, LH_SIM_END_STUCK);
         } else if (!is_planned_around) {
-            /* What the engine's thread does when nothing has moved for a while. */
+            /* The engine's thread does this when nothing has moved for a while. */
             is_planned_around = true;
             run->plan_around_count++;
             world->now_ns += PLAN_AROUND_AFTER_NS;

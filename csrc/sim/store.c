@@ -19,8 +19,8 @@ int lh_sim_store_fill(struct lh_store *store, const struct lh_sim_reference *ref
                                            err));
         }
     }
-    /* Twice, so that no superblock is left of the creation, when everything was zeros: a store that
-     * loses its newest superblock to a misdirected write falls back to the other one. */
+    /* Commit twice, so that no superblock remains from the creation, when everything was zeros: a
+     * store that loses its newest superblock to a misdirected write falls back to the other one. */
     LH_TRY(lh_store_commit_sync(store, 0, "", 0, err));
     return lh_store_commit_sync(store, 0, "", 0, err);
 }
@@ -47,7 +47,7 @@ int lh_sim_store_create(const struct lh_sim_reference *reference, const struct l
     return lh_store_create(&opts, alloc, store_out, err);
 }
 
-/* What lh_store_create() describes before it makes files. */
+/* Fill in the description as lh_store_create() does before it creates files. */
 static int describe(struct lh_store *store, const struct lh_sim_model *model, struct lh_error *err)
 {
     struct lh_store_header *header = &store->header;

@@ -9,7 +9,7 @@
 #define DRIVE_COUNT_MAX 2
 #define PAUSE_NS_MAX 300000
 
-/* What makes a call fail, or a drive give or keep other bytes. */
+/* Whether a fault happened that makes a call fail, or a drive return or store wrong bytes. */
 static bool had_fault(const struct lh_sim_target *target)
 {
     uint64_t faults = LH_SIM_FAULTS_UNDETECTED | LH_SIM_FAULTS_DAMAGE;
@@ -53,7 +53,7 @@ void lh_sim_target_deinit(struct lh_sim_target *target)
     target->world = NULL;
 }
 
-/* As the caller's process removes what it made, or what it knows to be no store. */
+/* Remove the files, as the caller's process does with its own, or with what is not a store. */
 static void files_remove(struct lh_sim_target *target)
 {
     char path[LH_SIM_FS_PATH_BYTES + 16];
@@ -84,7 +84,7 @@ static void copy_fail(struct lh_sim_target *target, const struct lh_error *err)
 {
     bool is_dead = target->fs.is_dead || target->source_fs->is_dead;
     if (!is_dead && !had_fault(target))
-        lh_sim_world_fail(target->world, "a copy fails, and no fault explains it: %s",
+        lh_sim_world_fail(target->world, "a copy failed, and no fault explains it: %s",
                           err->message);
     lh_sim_target_cancel(target);
 }
@@ -99,7 +99,7 @@ static int target_create(struct lh_sim_target *target, struct lh_error *err)
     return lh_sim_store_create(target->reference, &target->fs, false, alloc, &target->store, err);
 }
 
-/* 1: a piece was copied; 0: there is none left. */
+/* Returns 1 if a piece was copied, 0 if none is left. */
 static int piece_copy(struct lh_sim_target *target, struct lh_error *err)
 {
     const struct lh_sim_model *model = target->reference->model;
@@ -156,13 +156,14 @@ void lh_sim_target_copy(struct lh_sim_target *target, uint64_t step)
     };
     target->is_begun = true;
     if (target->is_whole)
-        return; /* a user names another place; here one is enough */
+        return; /* a user would choose another directory; here one copy is enough */
     target->is_over = false;
     target->extent = 0;
     target->offset = 0;
     int rc = lh_store_open(&opts, target->world->alloc, &target->source, &err);
     if (rc == 0 && lh_store_step(target->source) != step)
-        rc = lh_error_set(&err, -EPROTO, "step %" PRIu64 " is copied, where %" PRIu64 " is held",
+        rc = lh_error_set(&err, -EPROTO,
+                          "step %" PRIu64 " is copied, but commits are held at step %" PRIu64,
                           lh_store_step(target->source), step);
     if (rc == 0)
         rc = target_create(target, &err);
@@ -177,7 +178,7 @@ void lh_sim_target_copy(struct lh_sim_target *target, uint64_t step)
     lh_sim_world_at(target->world, target->world->now_ns, piece_next, target);
 }
 
-/* Nothing was ever committed to it but its creation. */
+/* Whether nothing was committed to the store after its creation. */
 static bool is_empty(const struct lh_store *store)
 {
     for (uint32_t i = 0; i < lh_store_extent_count(store); i++) {
@@ -194,7 +195,7 @@ static int contents_judge(struct lh_sim_target *target, struct lh_store *store,
     bool is_lossy = lh_sim_world_had_fault(target->world, LH_SIM_FAULTS_UNDETECTED);
     if (is_empty(store)) {
         if (target->is_whole && !is_lossy)
-            return lh_error_set(err, -EPROTO, "a whole copy is empty after all");
+            return lh_error_set(err, -EPROTO, "a copy reported as complete is empty");
         target->is_whole = false;
         target->left_count++;
         return 0;
@@ -207,12 +208,12 @@ static int contents_judge(struct lh_sim_target *target, struct lh_store *store,
     if (rc < 0)
         return lh_error_prefix(err, "a copy that was committed");
     if (bytes != target->scalar_bytes || memcmp(scalars, target->scalars, bytes) != 0)
-        return lh_error_set(err, -EPROTO, "a copy has not the scalars of its step");
+        return lh_error_set(err, -EPROTO, "a copy does not have the scalars of its step");
     target->is_whole = true;
     return 0;
 }
 
-/* A store that cannot be opened: the next copy has to be able to take its place. */
+/* Judge a store that cannot be opened: the next copy has to be able to replace it. */
 static int remains_judge(struct lh_sim_target *target, struct lh_error *err)
 {
     if (lh_sim_world_had_fault(target->world, LH_SIM_FAULTS_UNDETECTED)) {
@@ -220,7 +221,7 @@ static int remains_judge(struct lh_sim_target *target, struct lh_error *err)
         return 0;
     }
     if (target->is_whole || (err->code != -ENOENT && err->code != -EINPROGRESS)) {
-        const char *what = target->is_whole ? "a whole copy" : "what is left of a copy";
+        const char *what = target->is_whole ? "a complete copy" : "the rest of a copy";
         (void)lh_error_prefix(err, "%s cannot be opened", what);
         return -EPROTO;
     }
@@ -228,7 +229,7 @@ static int remains_judge(struct lh_sim_target *target, struct lh_error *err)
     return 0;
 }
 
-/* It is judged, and what is whole was used: the next copy goes to empty drives. */
+/* Remove a complete copy after it was judged: the next copy goes to empty drives. */
 static void whole_remove(struct lh_sim_target *target)
 {
     for (uint32_t i = 0; i < target->disk.file_count && target->is_whole; i++) {

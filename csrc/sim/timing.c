@@ -5,20 +5,20 @@
 
 #include "base/assert.h"
 
-/* By then what was never written is written, and the order of uses is known and the same twice. */
+/* By this step everything has been written once, and the order of uses has repeated. */
 #define STEP 4
-/* Schedule auto tries a split or two first. */
+/* Schedule auto first tries one or two splits. */
 #define STEP_AUTO 14
-/* Behind a commit: by then a step is as before it. */
+/* So many steps after a commit, a step is as before it. */
 #define WINDOW_MAX 4
-/* Events between two looks at is_cancelled: some milliseconds. */
+/* Events between two calls of is_cancelled: some milliseconds. */
 #define EVENT_COUNT 20000
 
-/* Which steps are looked at, and how often the engine commits while they run. */
+/* The steps that are measured, and how often the engine commits while they run. */
 struct window {
     uint64_t commit_every;
     uint64_t first; /* commits */
-    uint64_t last;  /* lies between two commits, if there is such a step */
+    uint64_t last;  /* is between two commits, if there is such a step */
 };
 
 static struct window window_of(const struct lh_sim_timing_opts *opts)
@@ -40,12 +40,12 @@ static int device_check(const struct lh_sim_timing_opts *opts, struct lh_error *
     if (accelerator->copy_count == 0 || accelerator->bytes >= least)
         return 0;
     return lh_error_set(err, -ENOSPC,
-                        "%" PRIu64 " bytes of device memory for parameters are too few: this model "
-                        "needs at least %" PRIu64,
+                        "device memory for parameters is too small: %" PRIu64
+                        " bytes, but this model needs at least %" PRIu64,
                         accelerator->bytes, least);
 }
 
-/* In slices, so that somebody may end it. */
+/* Drive the run in slices, so that it can be cancelled. */
 static int drive(struct lh_sim_run *run, const struct lh_sim_timing_opts *opts,
                  struct lh_error *err)
 {
@@ -56,10 +56,10 @@ static int drive(struct lh_sim_run *run, const struct lh_sim_timing_opts *opts,
         case LH_SIM_END_FAILED:
             return lh_engine_error(run->engine, err);
         case LH_SIM_END_BROKEN:
-            (void)lh_error_prefix(err, "a fault of lohan, please report it");
+            (void)lh_error_prefix(err, "a bug in lohan, please report it");
             return -EPROTO;
         case LH_SIM_END_STUCK:
-        case LH_SIM_END_CRASHED: /* a slice is over; the machine goes on */
+        case LH_SIM_END_CRASHED: /* the end of a slice; the run continues */
             if (opts->is_cancelled && opts->is_cancelled(opts->context))
                 return lh_error_set(err, -EINTR, "the simulation was interrupted");
         }
@@ -80,7 +80,7 @@ static uint64_t written_bytes(const struct lh_engine_step_stats *stats)
            stats->bytes[LH_ENGINE_LINK_COMMIT_WRITE];
 }
 
-/* What the window has more than as many steps as its last one. */
+/* The cost of a commit: the excess of the window over as many steps like its last one. */
 static void commit_read(const struct lh_sim_run *run, const struct window *window,
                         struct lh_sim_timing *timing)
 {

@@ -1,18 +1,18 @@
 /*
- * How long a step takes: a training run in virtual time until its steps repeat, and the figures of
- * one of them.
+ * The time of a step: a training run in virtual time until its steps repeat, and the figures of one
+ * of them.
  *
- *      steps 1 .. N - 1   what was never written is written, the order of uses is learnt
- *      step N             measured, from its begin to the begin of the step behind it
- *      step N + 1         so that what step N leaves to the next forward is paid for
+ *      steps 1 .. N - 1   everything is written for the first time; the order of uses is recorded
+ *      step N             measured, from its begin to the begin of the next step
+ *      step N + 1         so that the work that step N leaves to the next forward is included
  *
- * Where not each step commits, step N - 3 does, or an earlier one where every second or third does,
- * and step N is as steps between commits are: what those from the commit to N take more than as
- * many of N is what one commit costs, whenever it is paid. Commits that are rarer are simulated as
- * often as that needs; the caller spreads the cost over the steps there are.
+ * If not every step commits, step N - 3 does (a later one if every second or third step commits),
+ * and step N is a step between commits. The time of the steps from the commit to N, less as many
+ * times that of N, is the cost of one commit, whenever it is paid. Rarer commits are simulated as
+ * often as this requires; the caller spreads the cost over the actual number of steps.
  *
- * Timing only: there are no bytes, so a model may be of any size. The engine and every checker run
- * as in the tests; a checker that finds something ends the run with an error.
+ * Timing only: there are no bytes, so a model may have any size. The engine and all checkers run as
+ * in the tests; a checker that finds a failure ends the run with an error.
  *
  * Thread: one.
  */
@@ -30,11 +30,11 @@ struct lh_sim_timing_opts {
     enum lh_engine_schedule schedule;
     uint32_t io_depth;
     uint64_t transfer_bytes;
-    /* Owned by the caller: the newest events of the run, for a picture of its last steps. */
+    /* Owned by the caller: receives the newest events of the run, to plot its last steps. */
     struct lh_engine_trace_event *trace;
     uint32_t trace_max; /* 0: none */
-    bool only_checks;   /* whether it fits: no step is run, and all times are 0 */
-    /* Asked now and then; true ends the run with -EINTR. NULL: nobody is asked. */
+    bool only_checks;   /* only check whether it fits: no step is run, and all times are 0 */
+    /* Called at intervals; returning true ends the run with -EINTR. May be NULL. */
     bool (*is_cancelled)(void *context);
     void *context;
 };
@@ -43,13 +43,13 @@ struct lh_sim_timing {
     uint64_t begin_ns; /* of the step, in virtual time */
     uint32_t trace_count;
     uint64_t step_ns; /* from begin to begin; between two commits if commit_every is above 1 */
-    /* What a commit adds to that, once in commit_every steps. */
+    /* The additional time of a commit, once in commit_every steps. */
     uint64_t commit_ns;
-    uint64_t commit_write_bytes; /* of all SSDs */
+    uint64_t commit_write_bytes; /* to all SSDs */
     uint64_t forward_ns;
     uint64_t backward_ns;
     uint64_t close_wait_ns; /* from the last gradient to the end of the close */
-    uint64_t compute_ns;    /* of the blocks, waits left out */
+    uint64_t compute_ns;    /* of the blocks, without waits */
     uint64_t forward_wait_ns;
     uint64_t backward_wait_ns;
     uint64_t gradient_wait_ns;
@@ -57,13 +57,15 @@ struct lh_sim_timing {
     struct lh_engine_step_stats stats;
     struct lh_budget budget;
     uint64_t ssd_bytes;         /* that a store of the model takes, both slots */
-    uint64_t plan_around_count; /* how often the engine was stuck until it planned again */
-    uint64_t step;              /* the one that was measured */
+    uint64_t plan_around_count; /* how often the engine was stuck until it replanned */
+    uint64_t step;              /* the measured one */
 };
 
 /*
+ * Measure a step.
+ *
  * Errors: -ENOMEM; -ENOSPC: host_bytes, or the accelerator's memory, is below what the model needs
- *         (the message has both); -EINTR; -EPROTO: a checker found something, which is a fault of
+ *         (the message has both); -EINTR; -EPROTO: a checker found a failure, which is a bug in
  *         lohan. *timing_out is all 0 then.
  */
 int lh_sim_timing_run(const struct lh_sim_timing_opts *opts, struct lh_alloc *alloc,

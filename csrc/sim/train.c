@@ -7,7 +7,7 @@
 
 #define GARBAGE 0xff /* as a float or bf16: NaN */
 
-/* The thread does not wait for what it gives the accelerator to do. */
+/* Whether the thread runs ahead of the work that it enqueues on the accelerator. */
 static bool is_ahead(const struct lh_sim_train_opts *opts)
 {
     return opts->dev && opts->dev->ops->is_ordered;
@@ -101,7 +101,7 @@ static struct lh_sim_use *use_make(struct lh_sim_train *train)
     return use;
 }
 
-/* A use sees the bytes of the last step that was closed when it was asked for. */
+/* Check a use: it sees the bytes of the last step that was closed when it was requested. */
 static void use_check(const struct lh_sim_use *use, const char *when)
 {
     const struct lh_sim_train_opts *opts = &use->train->opts;
@@ -112,7 +112,7 @@ static void use_check(const struct lh_sim_use *use, const char *when)
             opts->reference, use->step, use->is_edited, unit, LH_SIM_ARRAY_PARAM);
         if (memcmp(use->units[i], expected, opts->model->units[unit].bytes) != 0)
             lh_sim_world_fail(opts->world,
-                              "unit %" PRIu32 " has not the bytes of step %" PRIu64
+                              "unit %" PRIu32 " does not have the bytes of step %" PRIu64
                               " at the %s of a use (block %" PRIu32 ", phase %d)",
                               unit, use->step, when, use->block, (int)use->phase);
     }
@@ -139,7 +139,7 @@ static void gradient_computed(void *context)
                                   train->gradients[use->param]);
 }
 
-/* Which parameters have a gradient in the step that begins: at least one. */
+/* Draw which parameters have a gradient in the step that begins: at least one. */
 static void gradients_draw(struct lh_sim_train *train)
 {
     const struct lh_sim_model *model = train->opts.model;
@@ -201,7 +201,7 @@ static const struct lh_sim_part *part_of(const struct lh_sim_train *train)
     return &train->opts.model->parts[train->part];
 }
 
-/* What the part needs is here: compute. */
+/* Compute a part, whose units and saved tensors are available. */
 enum lh_sim_look lh_sim_train_compute_begin(struct lh_sim_train *train)
 {
     const struct lh_sim_block *block = block_of(train);
@@ -230,7 +230,7 @@ static enum lh_sim_look part_begin(struct lh_sim_train *train, uint32_t part)
     return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_SAVED);
 }
 
-/* The block's units are here. */
+/* Compute a block, whose units are available. */
 static enum lh_sim_look block_compute(struct lh_sim_train *train)
 {
     const struct lh_sim_block *block = block_of(train);
@@ -264,7 +264,7 @@ static enum lh_sim_look acquire(struct lh_sim_train *train)
     return block_compute(train);
 }
 
-/* Gradients of the units that no earlier block uses. */
+/* List the gradients of the block: those of units that no earlier block uses. */
 static void due_fill(struct lh_sim_train *train)
 {
     const struct lh_sim_model *model = train->opts.model;
@@ -290,7 +290,7 @@ static enum lh_sim_look backward_next(struct lh_sim_train *train)
     return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_CLOSE);
 }
 
-/* An exception in backward: the graph dies, and its handles. */
+/* Simulate an exception in backward: the graph is destroyed, and its handles are dropped. */
 static enum lh_sim_look die(struct lh_sim_train *train)
 {
     for (uint32_t i = 0; i < train->opts.model->unit_count; i++) {
@@ -314,7 +314,7 @@ static enum lh_sim_look forward_next(struct lh_sim_train *train)
     return lh_sim_train_block_begin(train, train->block);
 }
 
-/* All its parts are computed. */
+/* End a block after all its parts were computed. */
 static enum lh_sim_look block_end(struct lh_sim_train *train)
 {
     const struct lh_sim_block *block = block_of(train);
@@ -370,7 +370,7 @@ static enum lh_sim_look compute(struct lh_sim_train *train)
                   : lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_TAKEN);
 }
 
-/* The engine measures for some steps before it tries a split; here any comes at any time. */
+/* The engine measures some steps before it tries a split; here any split may come at any time. */
 static void split_draw(struct lh_sim_train *train)
 {
     struct lh_engine *engine = train->opts.engine;
@@ -440,7 +440,7 @@ static enum lh_sim_look room(struct lh_sim_train *train)
 static enum lh_sim_look close_step(struct lh_sim_train *train)
 {
     uint8_t scalars[LH_SIM_SCALAR_BYTES_MAX];
-    /* Before the call: the step may be over, and durable, before its caller knows. */
+    /* Before the call, because the step may be durable before its caller is notified. */
     if (train->opts.reference && !train->is_reference_ahead)
         lh_sim_reference_advance(train->opts.reference, train->has_gradient);
     train->is_reference_ahead = true;
@@ -502,7 +502,7 @@ static enum lh_sim_look flush(struct lh_sim_train *train)
                                   is_last ? LH_SIM_TRAIN_STATE_DONE : LH_SIM_TRAIN_STATE_BEGIN);
 }
 
-/* Who reads a gradient after he said that he has it reads garbage. */
+/* Overwrite consumed gradients with garbage, so that a later read by the engine is detected. */
 static void gradients_spoil(struct lh_sim_train *train)
 {
     const struct lh_sim_model *model = train->opts.model;

@@ -1,23 +1,23 @@
 /*
- * The training thread as a script in virtual time: what csrc/py's hooks do for a list of blocks,
- * one call after the other, and never blocking: every call of the engine that waits is asked with a
- * timeout of 0, and again when the engine has moved.
+ * The training thread as a script in virtual time: it makes the calls that csrc/py's hooks make for
+ * a list of blocks, in order, without blocking. Every engine call that waits is made with a timeout
+ * of 0, and repeated when the engine has moved.
  *
  *      BEGIN -> ACQUIRE the block's units -> COMPUTE -> (backward) GRADIENTs -> next block
- *      forward: handles are added, the units released; backward: the other way round
- *      saved tensors: forward puts them behind COMPUTE, and waits (TAKEN) while too many are on
+ *      forward: handles are added, the units released; backward: handles are dropped, too
+ *      saved tensors: forward offloads them after COMPUTE, and waits (TAKEN) while too many are on
  *      their way; backward fetches as many ahead as there is room for, and waits (SAVED)
  *      CLOSE -> BEGIN of the next step, or FLUSH -> DONE
  *
- * Where an accelerator is ordered (dev.h) COMPUTE gives the stream what to do and goes on at once,
- * as does GRADIENT: the thread runs ahead until a unit is not to be had yet.
+ * If an accelerator is ordered (dev.h), COMPUTE and GRADIENT only enqueue work on the stream and
+ * continue at once: the thread runs ahead until a unit is not available yet.
  *
- * By chance (of the seed) the caller changes parameters between two steps (train_edit.c), or an
- * evaluation comes there, a parameter has no gradient, a
- * step dies in backward and is aborted, or a flush follows a close.
+ * At random (by the seed), between two steps the caller changes parameters (train_edit.c) or runs
+ * an evaluation, a parameter has no gradient, a step fails in backward and is aborted, or a flush
+ * follows a close.
  *
- * With a reference, checked always: the bytes of a unit are the reference's at the begin and at the
- * end of every use, and gradients are garbage as soon as the engine says that it has consumed them.
+ * With a reference, always checked: the bytes of a unit are the reference's at the begin and the
+ * end of every use. Gradients become garbage as soon as the engine reports them as consumed.
  *
  * Thread: one.
  */
@@ -34,17 +34,17 @@
 enum lh_sim_train_state {
     LH_SIM_TRAIN_STATE_BEGIN = 0,
     LH_SIM_TRAIN_STATE_ACQUIRE,
-    LH_SIM_TRAIN_STATE_SAVED, /* until what its forward saved is back */
+    LH_SIM_TRAIN_STATE_SAVED, /* until the tensors that its forward saved are back */
     LH_SIM_TRAIN_STATE_COMPUTE,
-    LH_SIM_TRAIN_STATE_TAKEN, /* until little enough that it saved is on its way out */
+    LH_SIM_TRAIN_STATE_TAKEN, /* until few enough of the tensors it saved are on their way out */
     LH_SIM_TRAIN_STATE_GRADIENT,
-    LH_SIM_TRAIN_STATE_ROOM, /* until updates under way hold few enough gradients */
+    LH_SIM_TRAIN_STATE_ROOM, /* until running updates hold few enough gradients */
     LH_SIM_TRAIN_STATE_CLOSE,
-    LH_SIM_TRAIN_STATE_OVER, /* until the updates are */
+    LH_SIM_TRAIN_STATE_OVER, /* until the updates have finished */
     LH_SIM_TRAIN_STATE_ABORT,
     LH_SIM_TRAIN_STATE_FLUSH,
-    LH_SIM_TRAIN_STATE_EDIT,  /* until all is written */
-    LH_SIM_TRAIN_STATE_PAUSE, /* until the engine is: then an edit, or the commit of one */
+    LH_SIM_TRAIN_STATE_EDIT,  /* until everything is written */
+    LH_SIM_TRAIN_STATE_PAUSE, /* until the engine is paused; then an edit, or the commit of one */
     LH_SIM_TRAIN_STATE_DONE,
     LH_SIM_TRAIN_STATE_FAILED, /* the engine has an error: rc */
 };
@@ -56,58 +56,58 @@ enum lh_sim_train_phase {
 };
 
 struct lh_sim_train_chances {
-    uint32_t eval_ppm;  /* of a step */
-    uint32_t abort_ppm; /* of a block in backward; only where every step is committed */
-    uint32_t skip_ppm;  /* of a parameter */
-    uint32_t flush_ppm; /* of a step */
-    uint32_t hold_ppm;  /* of a step: commits are held from its begin on; with abort_ppm 0 */
-    uint32_t edit_ppm;  /* between two steps */
-    uint32_t split_ppm; /* of a step, by schedule auto: any split instead of the engine's choice */
+    uint32_t eval_ppm;  /* per step */
+    uint32_t abort_ppm; /* per block in backward; only if every step is committed */
+    uint32_t skip_ppm;  /* per parameter */
+    uint32_t flush_ppm; /* per step */
+    uint32_t hold_ppm;  /* per step: commits are held from its begin on; requires abort_ppm 0 */
+    uint32_t edit_ppm;  /* per step, between two steps */
+    uint32_t split_ppm; /* per step, schedule auto: a random split instead of the engine's choice */
 };
 
 struct lh_sim_train_opts {
     struct lh_sim_world *world; /* this and the next two: borrowed until deinit */
     const struct lh_sim_model *model;
     struct lh_sim_reference *reference; /* NULL: timing only */
-    struct lh_engine *engine;           /* borrowed until deinit, as is dev */
+    struct lh_engine *engine;           /* borrowed until deinit, like dev */
     struct lh_dev *dev;                 /* NULL: none */
-    uint64_t step_last;                 /* flush and end when this step is closed */
+    uint64_t step_last;                 /* flush and end after this step is closed */
     uint64_t gradient_ahead_bytes;
     uint64_t saved_out_bytes; /* see lh_sim_saved_opts */
     uint64_t saved_ahead_bytes;
-    /* For edits: the engine's, and its file calls; with a reference only. */
+    /* For edits, only with a reference: the engine's store, and its file calls. */
     struct lh_store *store;
     struct lh_sim_fs *fs;
     struct lh_sim_target *target; /* of snapshots while commits are held; NULL: none */
-    /* The process ends so many file calls after the begin of an edit; UINT64_MAX: it does not. */
+    /* The process ends this many file calls after the begin of an edit; UINT64_MAX: never. */
     uint64_t edit_dies_after;
-    bool never_quits;       /* no program ends after an edit, and drops it */
-    const void *nowhere;    /* timing only: an address for gradients nobody reads */
-    bool waits_for_updates; /* after each close, as the serial schedule asks of its caller */
+    bool never_quits;       /* the program never ends directly after an edit, dropping it */
+    const void *nowhere;    /* timing only: an address for gradients, which is never read */
+    bool waits_for_updates; /* after each close, as the serial schedule requires of its caller */
     struct lh_sim_train_chances chances;
     uint64_t seed;
 };
 
-/* When a step began, and how long it waited for what. */
+/* The times of a step, and of its waits. */
 struct lh_sim_train_times {
     uint64_t begin_ns;
-    uint64_t backward_ns; /* the last forward is over */
-    uint64_t close_ns;    /* the last gradient is given */
+    uint64_t backward_ns; /* when the last forward ended */
+    uint64_t close_ns;    /* when the last gradient was passed */
     uint64_t closed_ns;
     uint64_t forward_wait_ns; /* for units */
     uint64_t backward_wait_ns;
-    uint64_t gradient_wait_ns; /* for the step before, and for room */
-    uint64_t saved_wait_ns;    /* in forward for their way out, in backward for their way back */
+    uint64_t gradient_wait_ns; /* for the previous step, and for room */
+    uint64_t saved_wait_ns;    /* for offloads in forward, and for fetches in backward */
 };
 
 /* A computation that reads a block's units, or makes a gradient. */
 struct lh_sim_use {
     struct lh_sim_train *train;
-    uint64_t step; /* closed, when it was asked for */
+    uint64_t step; /* the last closed one when the use was requested */
     uint32_t block;
     enum lh_sim_train_phase phase;
     uint32_t param; /* whose gradient it makes */
-    bool is_edited; /* it was asked for when the step's bytes had been edited */
+    bool is_edited; /* the step's bytes had been edited when the use was requested */
     const uint8_t *units[LH_SIM_BLOCK_UNIT_COUNT_MAX];
 };
 
@@ -122,45 +122,47 @@ struct lh_sim_train {
     uint32_t block;
     uint32_t unit;  /* of the block, to be acquired */
     uint32_t part;  /* of the model */
-    uint32_t param; /* of the block, to be given: index into due */
+    uint32_t param; /* the next one of the block to get a gradient: an index into due */
     bool is_asked;
     bool is_computed;
     bool has_hypers;
-    bool is_reference_ahead; /* it has the step that is being closed */
+    bool is_reference_ahead; /* the reference already has the step that is being closed */
     uint64_t since_ns;       /* of the wait */
     bool *has_gradient;      /* in the open step */
     bool holds_commits;      /* since hold_step was closed */
-    bool is_copying;         /* a snapshot, since they are held */
+    bool is_copying;         /* a snapshot has begun since commits are held */
     uint64_t hold_step;
     uint64_t hold_until_ns;
     bool *is_held;
     void **gradients;
-    uint32_t *due; /* parameters whose gradients the block gives */
+    uint32_t *due; /* the parameters whose gradients the block passes */
     uint32_t due_count;
-    uint32_t *saved_items;   /* of the engine, by the model's saved tensors */
-    uint32_t saved_next;     /* those before it are not fetched yet */
-    uint32_t saved_back;     /* of the part in backward: those before it are waited for */
+    uint32_t *saved_items;   /* the engine's items, by the model's saved tensors */
+    uint32_t saved_next;     /* tensors before it have not been fetched yet */
+    uint32_t saved_back;     /* of the part in backward: tensors before it are still awaited */
     uint64_t fetched_bytes;  /* and not dropped */
-    uint32_t *handles;       /* that this thread holds, by unit */
-    struct lh_sim_use *uses; /* a ring: of as many as may be under way */
+    uint32_t *handles;       /* held by this thread, by unit */
+    struct lh_sim_use *uses; /* a ring of all that may be in progress */
     uint32_t use_max;
     uint64_t use_count;
     uint64_t abort_count;
     uint64_t eval_count;
     uint64_t edit_count; /* begun */
-    bool edit_is_due;    /* the last one is to be committed before the next backward */
-    struct lh_error err; /* of an edit: the engine has none */
-    struct lh_sim_train_times times[LH_SIM_STEP_COUNT_MAX]; /* of step s at s % MAX */
+    bool edit_is_due;    /* the last edit is to be committed before the next backward */
+    struct lh_error err; /* of an edit, which is not an error of the engine */
+    struct lh_sim_train_times times[LH_SIM_STEP_COUNT_MAX]; /* step s is at s % MAX */
 };
 
 /*
+ * Initialize a training thread.
+ *
  * Owns:   *train owns its tables; release with lh_sim_train_deinit().
  * Errors: -ENOMEM; nothing is owned then.
  */
 int lh_sim_train_init(struct lh_sim_train *train, const struct lh_sim_train_opts *opts,
                       struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
 void lh_sim_train_deinit(struct lh_sim_train *train, struct lh_alloc *alloc);
-/* Go on as far as one can now; true if anything happened. */
+/* Advance as far as possible at the current time. Returns true if anything happened. */
 bool lh_sim_train_poll(struct lh_sim_train *train);
 bool lh_sim_train_is_over(const struct lh_sim_train *train);
 

@@ -1,11 +1,12 @@
 /*
- * The caller changes parameters, and their states, between two steps:
+ * Edits: the caller changes parameters, and their states, between two steps:
  *
  *      flush, with a commit -> pause -> writes to the store -> resume
  *      flush -> pause -> commit of what was written -> resume
  *
- * The second line comes at once, or before the next backward, as csrc/py's session has it, or not
- * at all where a later step carries what was written. A program that ends before it drops the edit.
+ * The second line happens at once, or before the next backward, as in csrc/py's session, or not at
+ * all if a later step's commit includes what was written. A program that ends before that drops the
+ * edit.
  */
 #include "sched/engine_private.h"
 #include "sim/train_private.h"
@@ -32,14 +33,14 @@ bool lh_sim_train_edit_draw(struct lh_sim_train *train)
     return true;
 }
 
-/* What the engine's own thread does where it is asked to pause. */
+/* Grant a pause, as the engine's own thread does when it is requested. */
 static bool pause_is_granted(struct lh_engine *engine)
 {
     engine->shared.is_paused = lh_step_is_quiet(engine);
     return engine->shared.is_paused;
 }
 
-/* New values for some of a parameter's elements, or of its states'. */
+/* Write new values for some elements of a parameter, or of its states. */
 static int write_some(struct lh_sim_train *train)
 {
     struct lh_sim_train_opts *opts = &train->opts;
@@ -78,7 +79,7 @@ static int commit(struct lh_sim_train *train)
     return rc;
 }
 
-/* With the engine paused. */
+/* Make an edit, with the engine paused. */
 static int edit(struct lh_sim_train *train)
 {
     const struct lh_sim_train_opts *opts = &train->opts;
@@ -86,7 +87,7 @@ static int edit(struct lh_sim_train *train)
     uint64_t write_count = 1 + lh_sim_random_below(random, WRITE_COUNT_MAX);
     bool is_single = lh_store_is_single_slot(opts->store);
     bool commits_now = is_single || lh_sim_random_below(random, 2) == 0;
-    /* Gradients may lie in the slot of what no commit has (sched/spill.c). */
+    /* The slot of uncommitted data may also hold spilled gradients (sched/spill.c). */
     bool may_carry = opts->engine->opts.commit_every > 1 && !is_single;
     bool carries = lh_sim_random_below(random, 2) == 0 && may_carry;
     bool quits = lh_sim_random_below(random, 8) == 0 && !opts->never_quits;

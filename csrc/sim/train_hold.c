@@ -1,15 +1,15 @@
-/* Somebody copies the store: commits are held for a while, and come behind it. */
+/* Simulate a process that copies the store: commits are held for a while, and happen afterwards. */
 #include "sched/engine_private.h"
 #include "sim/train_private.h"
 
-/* As long as some steps, or a small part of one. */
+/* From a small part of a step to several steps. */
 #define HOLD_NS_MAX 30000000
-/* Then no more, as the reference keeps so many steps only. */
+/* A limit, because the reference keeps only a few steps. */
 #define HOLD_STEP_COUNT_MAX 3
 
 static void time_passed(void *context)
 {
-    (void)context; /* the training thread is looked at, whatever it was */
+    (void)context; /* the training thread is polled after every event */
 }
 
 void lh_sim_train_hold_begin(struct lh_sim_train *train)
@@ -23,7 +23,7 @@ void lh_sim_train_hold_begin(struct lh_sim_train *train)
     train->hold_until_ns = world->now_ns + lh_sim_random_below(&train->random, HOLD_NS_MAX);
     train->is_copying = false;
     lh_sim_world_at(world, train->hold_until_ns, time_passed, NULL);
-    /* Asked for is enough: it is granted behind the commit under way. */
+    /* The request is enough: it is granted after the commit in progress. */
     (void)!lh_engine_commit_hold(train->opts.engine, 0);
 }
 

@@ -1,4 +1,4 @@
-/* What a part of a block saves, on its way out behind forward and back ahead of backward. */
+/* Saved tensors of a part of a block: offloaded after forward, fetched before backward. */
 #include "sched/engine_private.h"
 #include "sim/train_private.h"
 
@@ -13,7 +13,7 @@ static uint64_t room_bytes(const struct lh_sim_train *train, uint32_t block, uin
     return bytes > 0 ? bytes : otherwise;
 }
 
-/* What may be on its way out when the computation continues. */
+/* The bytes that may be on their way out when the computation continues. */
 static uint64_t saved_out_bytes(const struct lh_sim_train *train)
 {
     const struct lh_sim_model *model = train->opts.model;
@@ -23,7 +23,7 @@ static uint64_t saved_out_bytes(const struct lh_sim_train *train)
     return room_bytes(train, train->block + has_next, train->opts.saved_out_bytes);
 }
 
-/* What is fetched ahead is there when the block before computes, too. */
+/* The limit for fetching ahead: fetched tensors take room while the next block computes, too. */
 static uint64_t ahead_bytes(const struct lh_sim_train *train)
 {
     uint64_t otherwise = train->opts.saved_ahead_bytes;

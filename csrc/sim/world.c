@@ -9,7 +9,7 @@
 #define FNV_OFFSET UINT64_C(0xCBF29CE484222325)
 #define FNV_PRIME UINT64_C(0x100000001B3)
 
-/* Beyond it bytes times a billion would not fit 64 bits; no request comes near. */
+/* Beyond this, bytes times a billion would overflow 64 bits; no request is nearly as large. */
 #define TRANSFER_BYTES_MAX (UINT64_C(1) << 34)
 
 static uint64_t scramble(uint64_t z)
@@ -159,7 +159,7 @@ void lh_sim_world_trace(struct lh_sim_world *world, enum lh_sim_trace_kind kind,
     _Static_assert(sizeof(words) == LH_SIM_TRACE_RECORD_BYTES, "no padding");
     bool is_kept = world->trace_bytes + sizeof(words) <= world->trace_bytes_max;
     for (uint32_t i = 0; i < LH_SIM_TRACE_RECORD_BYTES; i++) {
-        /* Little endian, whatever the machine is. */
+        /* Little endian, on every machine. */
         uint8_t byte = (uint8_t)(words[i / 8] >> (i % 8 * 8));
         world->trace_hash = (world->trace_hash ^ byte) * FNV_PRIME;
         if (is_kept)

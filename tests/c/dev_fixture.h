@@ -1,9 +1,9 @@
 /*
- * What the tests of csrc/dev share: a machine with an accelerator, a stream that computes on it,
- * and the owner's loop.
+ * Shared by the tests of csrc/dev: a machine with an accelerator, a stream that computes on it, and
+ * the owner's loop.
  *
- * Kinds: "emu"; "fake", which is the CUDA backend on the driver of fake_cuda.c; "cuda", which is
- * the same on the driver of this machine, where LH_TEST_CUDA asks for it.
+ * Kinds: "emu"; "fake", the CUDA backend on the driver of fake_cuda.c; "cuda", the CUDA backend on
+ * this machine's driver, if LH_TEST_CUDA is set.
  */
 #ifndef DEV_FIXTURE_H
 #define DEV_FIXTURE_H
@@ -21,7 +21,7 @@
 
 #define MACHINE_TIMEOUT_NS UINT64_C(20000000000)
 #define MACHINE_DELAY_NS_MAX 200000
-/* Copied before each computation of a real GPU, so that what does not wait for it is early. */
+/* Copied before each computation on a real GPU, so that work that does not wait runs too early. */
 #define MACHINE_SCRATCH_BYTES (UINT64_C(128) << 20)
 #define MACHINE_SCRATCH_ROUNDS 8
 
@@ -31,7 +31,7 @@ struct machine {
     struct lh_clock clock;
     struct lh_waker waker;
     struct lh_dev *dev;
-    struct CUstream_st *stream; /* computes; NULL: emu, where the caller's thread does */
+    struct CUstream_st *stream; /* computes; NULL: emu, where the caller's thread computes */
     struct CUctx_st *context;
     struct lh_cuda_calls calls;
     unsigned (*memory_allocate)(unsigned long long *address, size_t bytes);
@@ -80,8 +80,8 @@ __attribute__((unused)) static void machine_free(struct machine *machine, void *
     machine_leave(machine);
 }
 
-/* Zeroed main memory that copies run at full speed from: what is pageable the driver may copy while
- * submit waits, and hide a missing fence. */
+/* Zeroed main memory, registered with the device: the driver may copy pageable memory synchronously
+ * in submit, which would hide a missing fence. */
 __attribute__((unused)) static void *machine_host_allocate(struct machine *machine, uint64_t bytes)
 {
     void *memory = lh_alloc_zeroed(&machine->alloc, 1, bytes);
@@ -114,7 +114,7 @@ __attribute__((unused)) static void machine_compute(struct machine *machine, voi
     machine_leave(machine);
 }
 
-/* The test's own hold on a driver. */
+/* Open the driver for the test itself. */
 __attribute__((unused)) static void machine_driver_open(struct machine *machine,
                                                         lh_dev_cuda_lookup_fn lookup, void *library)
 {

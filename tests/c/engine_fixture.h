@@ -1,9 +1,9 @@
 /*
- * A small model on a real store, trained by a loop that plays the training thread, beside the same
- * training in memory by the definition of the rule: what the engine's tests share.
+ * Shared by the engine's tests: a small model on a real store, trained by a loop that plays the
+ * training thread, and the same training in memory by the definition of the rule.
  *
- * Units: bf16 of two parameters (always there), fp32 of two, frozen bytes, fp16, fp32, bf16 (large:
- * of several chunks).
+ * Units: bf16 with two parameters (always resident), fp32 with two, frozen bytes, fp16, fp32, bf16
+ * (large: several chunks).
  */
 #ifndef LH_TEST_ENGINE_FIXTURE_H
 #define LH_TEST_ENGINE_FIXTURE_H
@@ -22,23 +22,23 @@
 
 struct rig_opts {
     bool large;        /* the last unit has more than one chunk */
-    bool least_memory; /* the minimum; else all that is of use */
+    bool least_memory; /* the minimum; otherwise as much as is useful */
     enum lh_engine_schedule schedule;
     bool skip_verify; /* checksums are not checked */
     uint64_t commit_every;
     uint32_t directory_count;
-    bool in_memory;        /* on tmpfs, where a sync is free: for many rounds */
+    bool in_memory;        /* on tmpfs, where syncs are free: for many rounds */
     const char *device;    /* (optional) a kind of accelerator: see rig_device.h */
     uint64_t device_bytes; /* for parameters */
-    uint64_t spare_bytes;  /* with least_memory: besides */
-    uint64_t beside_bytes; /* of the caller's, behind a unit where computation is */
+    uint64_t spare_bytes;  /* with least_memory: memory beyond the minimum */
+    uint64_t beside_bytes; /* of the caller's, after a unit in the memory that computes */
     bool norms;
     uint64_t saved_bytes; /* of main memory for saved tensors (rig_saved.h) */
     uint64_t saved_transit_bytes;
     uint64_t saved_ssd_bytes;
     uint32_t saved_item_max;
-    bool in_place;       /* the frozen unit is in files of its own (rig_in_place.h) */
-    bool in_place_large; /* and of several requests */
+    bool in_place;       /* the frozen unit is in separate files (rig_in_place.h) */
+    bool in_place_large; /* and takes several requests */
 };
 
 struct rig_device;
@@ -48,7 +48,7 @@ struct rig_in_place;
 struct rig {
     struct rig_opts opts;
     const char *name;
-    struct lh_alloc alloc; /* everything's but the engine's */
+    struct lh_alloc alloc; /* for everything except the engine */
     struct lh_alloc engine_alloc;
     struct lh_engine_unit units[RIG_UNIT_COUNT];
     struct lh_engine_param params[RIG_PARAM_COUNT];
@@ -66,7 +66,7 @@ struct rig {
     uint8_t *memory;
     uint64_t memory_bytes;
     void *gradients[RIG_PARAM_COUNT];
-    /* What training in memory gives: all arrays of all units, and how they were after each step. */
+    /* The result of training in memory: all arrays of all units, and copies after each step. */
     uint8_t *state;
     uint64_t state_bytes;
     uint64_t param_steps[RIG_PARAM_COUNT];
@@ -74,13 +74,13 @@ struct rig {
     uint8_t *snapshots[RIG_STEP_COUNT_MAX];
 };
 
-/* A new store with random values, committed as step 0, and an engine on it. */
+/* Make a store with random values, committed as step 0, and an engine on it. */
 void rig_make(struct rig *rig, const char *name, struct rig_opts opts);
 /* End the engine without a flush, and close the store. */
 void rig_shut(struct rig *rig);
-/* Shut, and free everything. Nothing is live after. */
+/* Shut down and free everything; checks for leaks. */
 void rig_unmake(struct rig *rig);
-/* After rig_shut: open the store and check that it holds its step; training goes on from there. */
+/* After rig_shut: open the store, and check that it holds its step; training continues there. */
 void rig_reopen(struct rig *rig);
 /* Only the engine's options, for tests that create it themselves. */
 struct lh_engine_opts rig_engine_opts(struct rig *rig);
@@ -89,18 +89,18 @@ struct lh_engine_opts rig_engine_opts(struct rig *rig);
 enum lh_dtype rig_gradient_dtype(const struct rig *rig, uint32_t param);
 
 /*
- * One training step; gradients: a bit a parameter. Every unit's bytes are checked in forward and in
- * backward. -errno: the engine's error.
+ * Run one training step; gradients has one bit per parameter. Every unit's bytes are checked in
+ * forward and in backward. Returns 0, or the engine's error (-errno).
  */
 int rig_step(struct rig *rig, unsigned gradients);
-/* Its parts: until all gradients are handed over; close. */
+/* The parts of a step: until all gradients are passed; close. */
 int rig_forward_backward(struct rig *rig, unsigned gradients);
 int rig_close(struct rig *rig, unsigned gradients);
 int rig_forward(struct rig *rig, enum lh_engine_mode mode);
 int rig_flush(struct rig *rig, bool commit);
 int rig_abort(struct rig *rig);
 
-/* Every array on disk is that of step: the engine was flushed, or is not there. */
+/* Check that every array on disk is that of step; the engine was flushed, or does not exist. */
 void rig_check_store(struct rig *rig, uint64_t step);
 
 #endif

@@ -1,6 +1,6 @@
 /*
- * A thread whose floating-point environment is not the default one: it rounds upwards and flushes
- * denormals, as torch.set_flush_denormal(True) makes a thread and its children do.
+ * A thread with a non-default floating-point environment: it rounds upwards and flushes denormals,
+ * as a thread and its children do after torch.set_flush_denormal(True).
  */
 #ifndef FP_FIXTURE_H
 #define FP_FIXTURE_H

@@ -1,5 +1,5 @@
 /*
- * What the tests of csrc/io share: a file on a real disk, a buffer, a waker, and the owner's loop.
+ * Shared by the tests of csrc/io: a file on a real disk, a buffer, a waker, and the owner's loop.
  */
 #ifndef IO_FIXTURE_H
 #define IO_FIXTURE_H
@@ -23,7 +23,7 @@ struct fixture {
     struct lh_waker waker;
     struct lh_io_file file;
     struct lh_io_buffer buffer;
-    struct lh_io_opts opts; /* of the above; a test changes it before it creates a backend */
+    struct lh_io_opts opts; /* of the above; a test may change it before it creates a backend */
     struct lh_io *io;
 };
 
@@ -33,7 +33,7 @@ __attribute__((unused)) static const char *fixture_directory(void)
     return directory ? directory : ".";
 }
 
-/* A new file without a name. Ends the program as skipped where there is no O_DIRECT. */
+/* Create an unnamed file. Ends the program as skipped if O_DIRECT is not supported. */
 __attribute__((unused)) static int fixture_file(bool direct)
 {
     char path[4096];
@@ -87,7 +87,7 @@ __attribute__((unused)) static void fixture_deinit(struct fixture *fixture)
     LH_CHECK(munmap(fixture->buffer.base, fixture->buffer.bytes) == 0);
 }
 
-/* "libaio+helper" is libaio as on kernels that do not sync files that way. */
+/* "libaio+helper" is libaio as on kernels on which it does not support syncs. */
 __attribute__((unused)) static int fixture_create(struct fixture *fixture, const char *name,
                                                   struct lh_error *err)
 {
@@ -99,8 +99,8 @@ __attribute__((unused)) static int fixture_create(struct fixture *fixture, const
 }
 
 /*
- * Poll, sleeping on the waker, until at least one request is back; the count. Nobody else wakes
- * the owner, so a wake-up that is lost ends the test.
+ * Poll, sleeping on the waker, until at least one request has completed; return the count. Nothing
+ * else wakes the owner, so a lost wake-up ends the test.
  */
 __attribute__((unused)) static uint32_t fixture_wait(struct fixture *fixture,
                                                      struct lh_io_request **done, uint32_t done_max)
@@ -127,7 +127,7 @@ __attribute__((unused)) static int fixture_submit(struct fixture *fixture,
     return rc;
 }
 
-/* One request from submit to its result. */
+/* Run one request, and return its result. */
 __attribute__((unused)) static int64_t fixture_run(struct fixture *fixture,
                                                    struct lh_io_request request)
 {

@@ -1,10 +1,11 @@
 /*
- * The harness of the C tests: a program a module, exit code 0 pass, 1 fail, 77 skip (automake's).
+ * The harness of the C tests: one program per module; exit code 0 pass, 1 fail, 77 skip (as in
+ * automake).
  *
  *      lh_test_name("a full ring refuses, and loses nothing");
  *      LH_CHECK(!lh_ring_push(&ring, message));
  *
- * The first check that fails ends the program with its file, line and claim.
+ * The first check that fails ends the program and prints its file, line and test name.
  */
 #ifndef LH_TEST_H
 #define LH_TEST_H
@@ -21,9 +22,9 @@
 #define LH_TEST_SKIP_CODE 77
 
 /*
- * Where a program runs: as it is, watched by a sanitizer, or on an emulated processor (tests/run.py
- * neon), whose system takes no advice on memory, keeps no limits and knows no filters. The latter
- * two need many times the time, and address space of their own.
+ * How a program runs: directly, under a sanitizer, or on an emulated processor (tests/run.py neon),
+ * which ignores memory advice and limits, and does not support seccomp filters. The latter two need
+ * many times the time, and additional address space.
  */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define LH_TEST_IS_SANITIZED 1

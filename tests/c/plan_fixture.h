@@ -1,4 +1,4 @@
-/* Machines and models that the tests of csrc/plan share. */
+/* Shared by the tests of csrc/plan: machines and models. */
 #ifndef LH_TESTS_PLAN_FIXTURE_H
 #define LH_TESTS_PLAN_FIXTURE_H
 

@@ -1,4 +1,4 @@
-/* Files that the rig's frozen unit is read from, in place (sched/in_place.h). */
+/* Files from which the rig's frozen unit is read in place (sched/in_place.h). */
 #ifndef LH_TEST_RIG_IN_PLACE_H
 #define LH_TEST_RIG_IN_PLACE_H
 
@@ -6,18 +6,21 @@
 
 struct rig_in_place;
 
-/* None where rig->opts.in_place is not set: NULL. Before the store is made: it sets the state. */
+/*
+ * Open the files; returns NULL unless rig->opts.in_place. Call it before the store is created,
+ * because it sets the state.
+ */
 struct rig_in_place *rig_in_place_open(struct rig *rig, uint8_t *state);
-/* The files of the store and these, for the rig's I/O. */
+/* Pass the store's files and these to the rig's I/O. */
 void rig_in_place_files(struct rig *rig, struct lh_io_opts *opts);
 void rig_in_place_opts(struct rig *rig, struct lh_engine_opts *opts);
 /* NULL is allowed. */
 void rig_in_place_close(struct rig *rig);
-/* Change one bit of what the unit has in the second file. */
+/* Change one bit of the unit's bytes in the second file. */
 void rig_in_place_spoil(struct rig *rig);
-/* Let the second file end before the unit does. */
+/* Truncate the second file to before the unit's end. */
 void rig_in_place_cut(struct rig *rig);
-/* The options are good but for one thing, in turn; false: there is no such turn. */
+/* Make options with one error, a different one for each turn; returns false after the last. */
 bool rig_in_place_bad(struct rig *rig, uint32_t turn, struct lh_engine_opts *opts);
 
 #endif

@@ -1,10 +1,10 @@
 /*
- * A disk in memory for the store's tests, behind the store's file calls, that power can leave in
- * every state it may leave a real one in.
+ * A disk in memory for the store's tests, which implements the store's file calls. A power failure
+ * can leave it in every state in which it may leave a real disk.
  *
- * Every write, sync and change of a directory is an event. disk_cut() makes the disk that is there
- * when power fails before an event: what a sync has covered, and any part of the rest, in sectors
- * of 512 bytes. A sync can be made to fail, which drops the pages: they still read well, and no
+ * Every write, sync and change of a directory is an event. disk_cut() makes the disk that remains
+ * if power fails before an event: what a sync has covered, and any part of the rest, in sectors of
+ * 512 bytes. A sync can be made to fail, which drops the pages: they can still be read, but no
  * later sync makes them durable.
  */
 #ifndef LH_TEST_STORE_DISK_H
@@ -41,20 +41,20 @@ struct disk {
     struct disk_event events[DISK_EVENT_COUNT_MAX];
     uint32_t event_count;
     uint32_t sync_count;
-    int fail_sync; /* so many syncs from now fails; below 0: none */
-    /* Reading this block of this file is -EIO; bad_file below 0: none. */
+    int fail_sync; /* this many syncs from now, one fails; below 0: none */
+    /* Reading this block of this file fails with -EIO; bad_file below 0: none. */
     int bad_file;
     uint64_t bad_offset;
 };
 
 struct disk *disk_new(void);
 void disk_delete(struct disk *disk);
-/* All that is there is durable, and there are no events. */
+/* Make everything durable, and forget all events. */
 void disk_settle(struct disk *disk);
-/* Make target's files those of disk when power fails before event number cut. */
+/* Set target's files to those of disk after a power failure before event number cut. */
 void disk_cut(const struct disk *disk, uint32_t cut, int variant, uint64_t *seed,
               struct disk *target);
-/* Forget the events from number cut on: the process dies there, and power does not fail. */
+/* Forget the events from number cut on: the process dies there, without a power failure. */
 void disk_kill(struct disk *disk, uint32_t cut);
 void disk_copy(const struct disk *source, struct disk *target);
 uint8_t *disk_bytes(struct disk *disk, uint32_t file, uint64_t offset);

@@ -1,6 +1,6 @@
 /*
- * What the store's tests share: a folder that is removed at the end, a small store with two-slot
- * and frozen groups, and bytes that say which extent, step and offset they are of.
+ * Shared by the store's tests: a folder that is removed at the end, a small store with two-slot and
+ * frozen groups, and bytes that encode their extent, step and offset.
  */
 #ifndef LH_TEST_STORE_FIXTURE_H
 #define LH_TEST_STORE_FIXTURE_H
@@ -10,7 +10,7 @@
 #define FIXTURE_EXTENT_COUNT 6
 #define FIXTURE_GROUP_COUNT 3
 #define FIXTURE_FROZEN_GROUP 2
-/* Never written in any test: reads as zeros for ever. */
+/* Never written in any test, so it always reads as zeros. */
 #define FIXTURE_ZERO_EXTENT 3
 #define FIXTURE_META "{\"model\": \"of the tests\"}"
 
@@ -19,16 +19,16 @@ extern struct lh_alloc fixture_alloc;
 /* The file calls of the stores; NULL: the kernel's. */
 extern const struct lh_store_fs *fixture_fs;
 
-/* The folder of this program; made at the first call, removed at exit. */
+/* The folder of this program; created by the first call, removed at exit. */
 const char *fixture_root(void);
-/* "<root>/<name>", valid until the sixteenth call after. */
+/* "<root>/<name>", valid for the next fifteen calls. */
 const char *fixture_path(const char *name);
-/* Remove a folder and what it holds, if it is there. */
+/* Remove a folder and its contents, if it exists. */
 void fixture_remove(const char *path);
 
-/* Have a folder removed when this process has ended, also by SIGKILL. */
+/* Have a folder removed when this process ends, even by SIGKILL. */
 void fixture_guard(const char *path);
-/* A folder in /dev/shm, gone when this process is. */
+/* A folder in /dev/shm, removed when this process ends. */
 const char *fixture_memory_root(void);
 
 struct fixture_opts {
@@ -55,7 +55,7 @@ void fixture_fill(uint8_t *buffer, uint32_t extent, uint64_t step, uint64_t offs
 /* Write every extent but the zero one, and frozen ones only in step 1. */
 void fixture_write_step(struct lh_store *store, uint64_t step);
 void fixture_commit(struct lh_store *store, uint64_t step);
-/* Every byte of every extent is step's; frozen ones are step 1's, everything is zeros in step 0. */
+/* Whether every extent has the bytes of step; frozen ones those of step 1; in step 0 all zeros. */
 bool fixture_holds_step(struct lh_store *store, uint64_t step);
 
 /* Change one bit of a file. */

@@ -1,4 +1,4 @@
-/* AdamW kernels against their definition, and chunks with checksums. */
+/* Test AdamW kernels against their definition, and chunks with checksums. */
 #include <math.h>
 
 #include "base/crc32c.h"

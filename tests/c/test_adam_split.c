@@ -1,4 +1,4 @@
-/* bf16 masters in two halves. */
+/* Test the split of bf16 masters into P16 and residual. */
 #include <math.h>
 
 #include "compute/adam.h"

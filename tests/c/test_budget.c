@@ -1,4 +1,4 @@
-/* How main memory is divided: sums, the minimum, and that more is never divided worse. */
+/* Test the division of main memory: sums, the minimum, and that more memory is never worse. */
 #include "lh_test.h"
 #include "plan/budget.h"
 

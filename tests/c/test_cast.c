@@ -1,4 +1,4 @@
-/* Half precision against plain arithmetic, and casts that are recognised. */
+/* Test half precision against plain arithmetic, and the recognition of casts. */
 #include "compute/cast.h"
 
 #include <math.h>

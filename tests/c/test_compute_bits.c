@@ -1,7 +1,7 @@
 /*
- * csrc/compute gives the same bits on every machine: checksums of what it makes of fixed input,
- * against those that an x86-64 machine wrote. Scalars are literals, because pow() is the C
- * library's.
+ * Test that csrc/compute gives the same bits on every machine: the checksums of its results for
+ * fixed input are compared with those from an x86-64 machine. Scalars are literals, because pow()
+ * depends on the C library.
  */
 #include "base/crc32c.h"
 #include "compute/adam.h"

@@ -1,4 +1,4 @@
-/* Every backend keeps the contract of csrc/dev/dev.h. */
+/* Test that every backend fulfills the contract of csrc/dev/dev.h. */
 #include "dev_fixture.h"
 
 #include <pthread.h>

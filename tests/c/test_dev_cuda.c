@@ -1,4 +1,4 @@
-/* The CUDA backend: its declarations are the driver's, and no error of the driver is lost. */
+/* Test the CUDA backend: its declarations match the driver's, and no driver error is lost. */
 #include "compute/zo_launch.h"
 #include "dev_fixture.h"
 

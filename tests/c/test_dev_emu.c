@@ -1,4 +1,4 @@
-/* The emulated accelerator's links have the speed they were given. */
+/* Test that the emulated accelerator's links have the configured speed. */
 #include "dev_fixture.h"
 
 #include <time.h>

@@ -1,6 +1,6 @@
 /*
- * The engine on real threads and a real store, driven from C as the training thread drives it: the
- * same bits as in memory, and what it does when disks, memory or the training thread fail.
+ * Test the engine on real threads and a real store, driven from C as the training thread drives it:
+ * the same bits as in memory, and its behavior when disks, memory or the training thread fail.
  */
 #include <math.h>
 

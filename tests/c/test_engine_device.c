@@ -1,6 +1,6 @@
 /*
- * The engine over an accelerator, emulated and CUDA's on a driver made of threads: computation is
- * enqueued and runs late, slots are few, and every read has to see its own step's bytes.
+ * Test the engine with an accelerator, emulated and CUDA's on a driver made of threads: computation
+ * is enqueued and runs late, slots are few, and every read has to see the bytes of its own step.
  */
 #include "compute/zo_launch.h"
 #include "dev_fixture.h"

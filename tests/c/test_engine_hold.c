@@ -1,4 +1,4 @@
-/* Commits that are held while somebody reads the committed step: what stays, waits and goes on. */
+/* Test commits that are held while another process reads the committed step. */
 #include <string.h>
 
 #include "engine_fixture.h"

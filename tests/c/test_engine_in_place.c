@@ -1,4 +1,4 @@
-/* A frozen unit that is read where its files are: what arrives, what is checked and refused. */
+/* Test a frozen unit that is read in place from its files: what is read, checked and refused. */
 #include "engine_fixture.h"
 #include "lh_test.h"
 #include "rig_in_place.h"

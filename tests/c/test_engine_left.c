@@ -1,4 +1,4 @@
-/* What a step that is left half-way leaves behind: in the store, and in a forked child. */
+/* Test what an unfinished step leaves behind: in the store, and in a forked child. */
 #include "engine_fixture.h"
 #include "lh_test.h"
 

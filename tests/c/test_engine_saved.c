@@ -1,4 +1,4 @@
-/* Saved tensors that leave and come back, while the engine trains. */
+/* Test saved tensors that are offloaded and fetched while the engine trains. */
 #include "dev_fixture.h"
 #include "rig_device.h"
 #include "rig_saved.h"

@@ -1,4 +1,4 @@
-/* Striping: every byte in one place, files balanced, few pieces. */
+/* Test striping: every byte has one place, files are balanced, pieces are few. */
 #include "lh_test.h"
 #include "store/extent.h"
 

@@ -1,4 +1,4 @@
-/* Every backend keeps the contract of csrc/io/io.h. */
+/* Test that every backend fulfills the contract of csrc/io/io.h. */
 #include "io_fixture.h"
 
 #include <pthread.h>

@@ -1,4 +1,4 @@
-/* The faulty backend fails what it is told to fail, once, and nothing else. */
+/* Test that the faulty backend fails the requests it is told to fail, once, and no others. */
 #include "io_fixture.h"
 
 #include "io/faulty.h"

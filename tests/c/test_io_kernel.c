@@ -1,9 +1,9 @@
 /*
- * What the kernel may answer to io_uring and libaio, and seldom does: each request comes back,
+ * Test rare results of the kernel for io_uring and libaio: each request still completes exactly
  * once.
  *
  * A filter passes the system calls of a backend to a signal handler, which makes the call itself
- * and changes what goes in or comes out. Everything else is the real kernel's.
+ * and changes its arguments or results. Everything else is done by the real kernel.
  */
 #include "io_fixture.h"
 

@@ -1,4 +1,4 @@
-/* What a machine refuses is said, with the way out, and got around where there is a way around. */
+/* Test what a machine refuses: a fallback is used if one exists, and errors name a solution. */
 #include "io_fixture.h"
 
 #include <grp.h>

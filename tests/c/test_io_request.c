@@ -1,4 +1,4 @@
-/* What a backend makes of the kernel's answers, one at a time. */
+/* Test how a backend handles results of the kernel, one at a time. */
 #include "io/io_private.h"
 #include "lh_test.h"
 

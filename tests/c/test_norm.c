@@ -1,4 +1,4 @@
-/* Sums of squares against plain fp64 arithmetic. */
+/* Test sums of squares against plain fp64 arithmetic. */
 #include "compute/norm.h"
 
 #include <math.h>

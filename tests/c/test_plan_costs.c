@@ -1,6 +1,6 @@
 /*
- * Every equation of the papers against tests/golden/plan_costs.csv, whose rows
- * tests/py/test_plan_costs.py computes in fractions: bytes and FLOP to the integer, times to 1e-12.
+ * Test every equation of the papers against tests/golden/plan_costs.csv, whose rows
+ * tests/py/test_plan_costs.py computes with fractions: bytes and FLOP exactly, times to 1e-12.
  */
 #include <math.h>
 

@@ -1,4 +1,4 @@
-/* Machines and models of plans: what is refused, what is summed, and that nothing leaks. */
+/* Test machines and models of plans: what is refused, the sums, and that nothing leaks. */
 #include "lh_test.h"
 #include "plan/machine.h"
 #include "plan/policy.h"

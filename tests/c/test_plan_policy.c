@@ -1,4 +1,4 @@
-/* What each policy chooses, and that auto's choice is the best there is on small models. */
+/* Test the choices of each policy, and that auto's choice is optimal on small models. */
 #include <math.h>
 
 #include "lh_test.h"

@@ -1,4 +1,4 @@
-/* How long a step takes by a choice: bounds, what precedes what, and bytes. */
+/* Test the length of a step for a choice: bounds, dependencies, and bytes. */
 #include <math.h>
 
 #include "lh_test.h"

@@ -1,4 +1,4 @@
-/* How long a zeroth-order step takes: what can be reckoned by hand, and bounds of what cannot. */
+/* Test the length of a zeroth-order step: exactly where it can be derived by hand, else bounds. */
 #include "lh_test.h"
 #include "plan/zeroth.h"
 

@@ -1,4 +1,4 @@
-/* The residency plan: invariants on random event lists, and that it loads as little as one can. */
+/* Test the residency plan: invariants on random event lists, and that its loads are minimal. */
 #include "lh_test.h"
 #include "plan/budget.h"
 #include "plan/residency.h"

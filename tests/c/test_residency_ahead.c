@@ -1,5 +1,7 @@
-/* Plans of a region of copies that go on into the next cycle, their ops in any order that they
- * allow. */
+/*
+ * Test plans of a region of copies that continue into the next cycle, with ops executed in any
+ * order that they allow.
+ */
 #include "lh_test.h"
 #include "plan/residency.h"
 

@@ -1,4 +1,4 @@
-/* Uses that come round in one direction: what is next is read while what is now computes. */
+/* Test uses that cycle in one direction: the next unit is read while the current one computes. */
 #include "lh_test.h"
 #include "plan/residency.h"
 

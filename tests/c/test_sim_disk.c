@@ -1,4 +1,4 @@
-/* The simulator's drives: what each kind of fault leaves behind, by many seeds. */
+/* Test the simulator's drives: what each kind of fault leaves behind, with many seeds. */
 #include <errno.h>
 
 #include "lh_test.h"

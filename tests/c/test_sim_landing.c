@@ -1,7 +1,7 @@
 /*
- * Gradients that land in little memory, in virtual time. Half of the parameters have no gradient in
- * a step, so most updates become due at the close, while some of their units' gradients are still
- * on the accelerator, which copies one thing at a time.
+ * Test gradients that arrive in scarce memory, in virtual time. Half of the parameters have no
+ * gradient in a step, so most updates become due at the close, while some of their units' gradients
+ * are still on the accelerator, which makes one copy at a time.
  */
 #include "lh_test.h"
 #include "sim/run.h"

@@ -1,6 +1,6 @@
 /*
- * Steps of the papers' 13B whose activations leave the accelerator, in virtual time: that they are
- * hidden as far as links allow, and that every byte is counted.
+ * Test steps of the papers' 13B model with offloaded activations, in virtual time: their transfers
+ * are hidden as far as links allow, and every byte is counted.
  */
 #include "lh_test.h"
 #include "sched/engine_private.h"

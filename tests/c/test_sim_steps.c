@@ -1,7 +1,8 @@
 /*
- * The time of a step on the machines of csrc/sim/preset.h, by each schedule: exact nanoseconds and
- * bytes, compared with tests/golden/sim_steps.csv. A change of the engine that changes them is
- * explained where it is made, with the new file: LH_GOLDEN_WRITE=1 in the environment writes it.
+ * Test the time of a step on the machines of csrc/sim/preset.h, with each schedule: exact
+ * nanoseconds and bytes, compared with tests/golden/sim_steps.csv. A change of the engine that
+ * alters them has to be explained in its commit, together with the new file, which
+ * LH_GOLDEN_WRITE=1 in the environment writes.
  */
 #include <time.h>
 

@@ -1,4 +1,4 @@
-/* lh_sim_timing_run(): what ends a simulation before its time, and that nothing is left then. */
+/* Test lh_sim_timing_run(): what ends a simulation early, and that nothing leaks then. */
 #include "lh_test.h"
 #include "sim/preset.h"
 #include "sim/timing.h"

@@ -1,4 +1,4 @@
-/* A store from create to close: steps, slots, rollback, zeros, blocking transfers. */
+/* Test a store from create to close: steps, slots, rollback, zeros, blocking transfers. */
 #include <fcntl.h>
 #include <sys/stat.h>
 

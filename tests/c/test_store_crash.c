@@ -1,9 +1,9 @@
 /*
- * Power loss and process death between any two file calls of a creation, a commit, a mark, an
+ * Test power loss and process death between any two file calls of a creation, a commit, a mark, an
  * opening for writing and a return to an older step.
  *
- * What a sync of its file has covered survives, and of the rest any part, in sectors of 512 bytes.
- * Each such disk has to open at a legal step, with every byte of it and without a note.
+ * What a sync of its file has covered survives, and any part of the rest, in sectors of 512 bytes.
+ * Each such disk has to open at a legal step, with all of its bytes and without a note.
  */
 #include "lh_test.h"
 #include "store/format.h"

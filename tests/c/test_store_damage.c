@@ -1,6 +1,6 @@
 /*
- * Damage at rest to what describes a store: one bad block costs nothing, two are named, and nothing
- * that was committed is given up without being asked for.
+ * Test damage at rest to a store's metadata: one bad block loses nothing, two are reported, and
+ * nothing committed is given up unless the user asks for it.
  */
 #include "base/crc32c.h"
 #include "lh_test.h"

@@ -1,4 +1,4 @@
-/* What can be wrong with files, directories, drives and memory, and what the store says of it. */
+/* Test what can be wrong with files, directories, drives and memory, and the store's errors. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1 /* pipe2, unshare */
 #endif

@@ -1,4 +1,4 @@
-/* The control structures on disk: known bytes, and mutations of them that must not be believed. */
+/* Test the control structures on disk: known bytes, and mutations that must be rejected. */
 #include "../fuzz/fuzz_store_header.c"
 #include "lh_test.h"
 

@@ -1,4 +1,4 @@
-/* Opening and closing: what the headers of several files must agree on, and what is written. */
+/* Test opening and closing: how the headers of several files must agree, and what is written. */
 #include "lh_test.h"
 #include "store/format.h"
 #include "store_disk.h"

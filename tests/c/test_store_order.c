@@ -1,10 +1,10 @@
 /*
- * What has to be durable before what: the file calls of a creation, of marks and of blocking
- * commits, recorded on their way to the kernel.
+ * Test the order in which bytes become durable: the file calls of a creation, of marks and of
+ * blocking commits, recorded on their way to the kernel.
  *
- * A write is pending until its file is synced. When a header, a manifest or a superblock is written
- * nothing that it speaks of may be pending, and when a call returns nothing may be pending at all.
- * The owner's block speaks of no other bytes and is never waited for.
+ * A write is pending until its file is synced. When a header, a manifest or a superblock is
+ * written, nothing that it refers to may be pending; when a call returns, nothing at all may be
+ * pending. The owner's block refers to no other bytes and is never waited for.
  */
 #include "lh_test.h"
 #include "store/format.h"

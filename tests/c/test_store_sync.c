@@ -1,4 +1,4 @@
-/* The kernel's file calls sync once, what they are asked to, and pass every failure on. */
+/* Test that the kernel's file calls sync the requested file once, and report every failure. */
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/stat.h>

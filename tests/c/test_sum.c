@@ -1,4 +1,4 @@
-/* Sums of gradients against one addition at a time. */
+/* Test sums of gradients against one addition at a time. */
 #include "compute/sum.h"
 
 #include "compute/half.h"

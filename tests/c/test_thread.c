@@ -1,4 +1,4 @@
-/* csrc/base/thread.h: what a thread of lohan's own begins with. */
+/* Test csrc/base/thread.h: the initial state of lohan's own threads. */
 #include "base/thread.h"
 
 #include <errno.h>

@@ -1,4 +1,4 @@
-/* The direction z of zeroth-order training: what it is, and that every kernel makes the same. */
+/* Test the direction z of zeroth-order training: its values, and that all kernels agree. */
 #include "compute/zo.h"
 
 #include <fenv.h>

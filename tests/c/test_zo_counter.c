@@ -1,4 +1,4 @@
-/* What a GPU's threads do in zeroth-order training, done by the CPU: the bits of lh_zo_apply(). */
+/* Run the GPU's zeroth-order kernel on the CPU: it has to give the bits of lh_zo_apply(). */
 #include "../../cuda/zo_counter.h"
 
 #include "lh_test.h"

@@ -1,4 +1,4 @@
-/* Parameters that zeroth-order training keeps in narrow formats: rounding, and what is led. */
+/* Test parameters that zeroth-order training stores in narrow formats: rounding, and updates. */
 #include <fenv.h>
 #include <math.h>
 

@@ -1,6 +1,6 @@
 /*
- * Zeroth-order training on an accelerator: what a stream executes has the bits of lh_zo_apply().
- * On a GPU where LH_TEST_CUDA asks for it, and LH_TEST_FATBIN names its kernels.
+ * Test zeroth-order training on an accelerator: the stream's results have the bits of
+ * lh_zo_apply(). Runs on a GPU if LH_TEST_CUDA is set and LH_TEST_FATBIN names its kernels.
  */
 #include "compute/zo_launch.h"
 

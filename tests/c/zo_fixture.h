@@ -1,4 +1,4 @@
-/* Random operations of zeroth-order training, for the tests of whatever applies them. */
+/* Shared by the tests of zeroth-order training: random operations. */
 #ifndef ZO_FIXTURE_H
 #define ZO_FIXTURE_H
 

@@ -64,7 +64,7 @@ def test_a_compiler_that_is_asked_for_is_taken_or_refused(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", "no-such-cc -m64")
-    with pytest.raises(cbuild.BuildError, match="there is no no-such-cc here"):
+    with pytest.raises(cbuild.BuildError, match="no-such-cc was not found"):
         cbuild.compiler()
     other = tmp_path / "other-cc"
     other.write_text("#!/bin/sh\necho riscv64-linux-gnu\n")

@@ -1,14 +1,14 @@
-"""Many seeds of the simulator: what they found, how often each fault happened, what failed.
+"""Run many seeds of the simulator, and report outcomes, faults and failures.
 
-    campaign.py --seeds 0:200000         run them, or those that are left; ctrl-C at any time
-    campaign.py --table                  what build/campaign.json has, as a table
-    campaign.py --shrink 417             look for the shortest script that still fails
+    campaign.py --seeds 0:200000         run them, or those that are left; stop with ctrl-C
+    campaign.py --table                  print build/campaign.json as a table
+    campaign.py --shrink 417             find the shortest script that still fails
 
 A process runs a batch of seeds (tests/sim/sim_power.c and sim_step.c). A seed that fails is run
-again, shrunk, and kept in the state with its message and the command that repeats it; the batch
-goes on with the next one. State is written after every batch, so that a campaign that was ended
-continues where it was. It counts for one version of the sources: another one begins anew, and keeps
-of those before it how many seeds were run and which of them failed.
+again, shrunk, and recorded in the state with its message and the command that repeats it; then the
+batch continues with the next seed. The state is written after every batch, so that a campaign
+resumes where it was stopped. It is valid for one version of the sources: a new version starts over,
+and keeps only the number of seeds and the failed seeds of earlier versions.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ FAULTS = (
     "spike reorder error space short flip misdirect drop lie lost stale hang dead kill power torn"
     " bit zeros truncate old"
 ).split()
-WORLDS = ("edits", "snapshots")  # what a seed's world has, and --without leaves out as well
+WORLDS = ("edits", "snapshots")  # parts of a seed's world that --without can disable, too
 LIFE = re.compile(r"^life (\d+) \(crash (\d+):(\d+):(\d+):(\d+)\)", re.MULTILINE)
 CRASH_NEVER = 0
 
 
 @dataclasses.dataclass
 class Batch:
-    """What one process had to say."""
+    """The result of one process."""
 
-    done: int  # seeds that ended well
+    done: int  # seeds that passed
     counts: dict[str, int]
     failed: int | None  # the seed
     message: str
 
 
 def run_batch(program: pathlib.Path, first: int, end: int) -> Batch:
-    """Seeds first to end - 1, up to the first one that fails."""
+    """Run seeds first to end - 1, up to the first one that fails."""
     try:
         answer = subprocess.run(
             [program, f"{first}:{end}"],
@@ -66,7 +66,7 @@ def run_batch(program: pathlib.Path, first: int, end: int) -> Batch:
         )
         code, output = answer.returncode, answer.stdout.decode(errors="replace")
     except subprocess.TimeoutExpired as late:
-        code, output = -1, (late.stdout or b"").decode(errors="replace") + "\nit does not end"
+        code, output = -1, (late.stdout or b"").decode(errors="replace") + "\ntimeout: killed"
     counts = {
         name: int(count) for name, count in re.findall(r"^count (.*) (\d+)$", output, re.MULTILINE)
     }
@@ -79,7 +79,7 @@ def run_batch(program: pathlib.Path, first: int, end: int) -> Batch:
 
 
 class Shrinker:
-    """Looks for less that still fails: fewer lives, fewer kinds of fault, earlier crashes."""
+    """Shrink a failing seed: fewer lives, fewer kinds of fault, earlier crashes."""
 
     def __init__(self, program: pathlib.Path, seed: int) -> None:
         self.program, self.seed = program, seed
@@ -87,7 +87,7 @@ class Shrinker:
         self.output = ""
 
     def fails(self, options: list[str]) -> bool:
-        """Whether the seed fails with these options; keeps them and what was said if so."""
+        """Return whether the seed fails with these options; if so, keep them and the output."""
         try:
             answer = subprocess.run(
                 [self.program, *options, str(self.seed)],
@@ -104,7 +104,7 @@ class Shrinker:
         return True
 
     def crash_shrink(self, life: str, where: str, commit: str, after: int, kill: str) -> None:
-        """The earliest end of a life, by bisection, with which the seed still fails."""
+        """Find by bisection the earliest end of a life with which the seed still fails."""
         low, high = 0, after
         while low < high:
             middle = (low + high) // 2
@@ -118,9 +118,9 @@ class Shrinker:
             self.fails([*self.options, "--crash", f"{life}:{where}:{commit}:{high}:{kill}"])
 
     def shrink(self) -> str:
-        """The command that repeats the failure."""
+        """Return the shortest command found that repeats the failure."""
         if not self.fails([]):
-            return f"{self.program.relative_to(ROOT)} {self.seed}  # it does not fail alone"
+            return f"{self.program.relative_to(ROOT)} {self.seed}  # does not fail on its own"
         for lives in range(5):
             if self.fails(["--lives", str(lives)]):
                 break
@@ -133,7 +133,7 @@ class Shrinker:
 
 
 def version() -> str:
-    """A hash of everything that the programs are made from."""
+    """Hash everything from which the programs are built."""
     digest = hashlib.sha256()
     for folder in ("csrc", "tests/sim"):
         for path in sorted((ROOT / folder).rglob("*.[ch]")):
@@ -160,7 +160,7 @@ class Campaign:
 
     @staticmethod
     def summaries(state: dict) -> list[dict]:
-        """What is kept of another version's campaign."""
+        """Summarize the campaign of another version."""
         return [
             {
                 "version": state["version"],
@@ -172,11 +172,11 @@ class Campaign:
         ]
 
     def is_done(self, first: int, end: int) -> bool:
-        """Whether the batch was run before."""
+        """Return whether the batch has already been run."""
         return [first, end] in self.mine["batches"]
 
     def add(self, first: int, end: int, batches: list[Batch], failures: dict, s: float) -> None:
-        """A batch is over."""
+        """Record a finished batch."""
         with self.lock:
             counts = collections.Counter(self.mine["counts"])
             for batch in batches:
@@ -190,17 +190,15 @@ class Campaign:
             part.replace(STATE)
 
     def table(self) -> str:
-        """What was counted."""
+        """Format the counts as a table."""
         seeds = sum(end - first for first, end in self.mine["batches"])
         rate = seeds / max(self.mine["seconds"], 1e-9)
         failures = self.mine["failures"]
         before = [e for e in self.state["earlier"] if e["program"] == self.name]
-        lines = [
-            f"{self.name}: {seeds} seeds, {len(failures)} failed, {rate:.0f} a second and process"
-        ]
+        lines = [f"{self.name}: {seeds} seeds, {len(failures)} failed, {rate:.0f}/s per process"]
         if before:
             lines.append(
-                f"  and {sum(e['seeds'] for e in before)} of {len(before)} versions before"
+                f"  and {sum(e['seeds'] for e in before)} seeds of {len(before)} earlier versions"
             )
         counts = self.mine["counts"]
         for fault in FAULTS:
@@ -218,14 +216,14 @@ class Campaign:
 
 
 def run_range(campaign: Campaign, program: pathlib.Path, first: int, end: int, most: int) -> None:
-    """One batch, going on behind each seed that fails."""
+    """Run one batch, continuing after each seed that fails."""
     started, at, batches, failures = time.monotonic(), first, [], {}
     while at < end:
         batch = run_batch(program, at, end)
         batches.append(batch)
         if batch.failed is None:
             break
-        script = "not shrunk: enough failed before"
+        script = "not shrunk: --shrink-most was reached"
         if len(campaign.mine["failures"]) + len(failures) < most:
             script = Shrinker(program, batch.failed).shrink()
         failures[str(batch.failed)] = {"message": batch.message, "script": script}
@@ -235,15 +233,19 @@ def run_range(campaign: Campaign, program: pathlib.Path, first: int, end: int, m
 
 
 def main() -> int:
-    """Run what is left of the seeds; 1 if any failed."""
+    """Run the remaining seeds; return 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--program", default="sim_power", choices=["sim_power", "sim_step"])
     parser.add_argument("--seeds", default="0:200000", help="FROM:TO")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at once")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no batch later")
-    parser.add_argument("--shrink-most", type=int, default=20, help="failures that are shrunk")
-    parser.add_argument("--table", action="store_true", help="only say what was counted")
-    parser.add_argument("--shrink", type=int, metavar="SEED", help="only this one")
+    parser.add_argument("--jobs", type=int, default=2, help="number of parallel processes")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no batch after this time"
+    )
+    parser.add_argument(
+        "--shrink-most", type=int, default=20, help="maximum number of failures to shrink"
+    )
+    parser.add_argument("--table", action="store_true", help="only print the counts")
+    parser.add_argument("--shrink", type=int, metavar="SEED", help="only shrink this seed")
     arguments = parser.parse_args()
     first, end = (int(x) for x in arguments.seeds.split(":"))
     campaign = Campaign(arguments.program)
@@ -251,7 +253,7 @@ def main() -> int:
         print(campaign.table())
         return 0
     built = run.build_programs("release", "tests/sim", "sim_*.c", arguments.program.__eq__)
-    # A copy, so that the sources can be worked on meanwhile.
+    # Run a copy, so that the sources can be edited meanwhile.
     program = ROOT / "build" / "campaign" / campaign.state["version"] / arguments.program
     program.parent.mkdir(parents=True, exist_ok=True)
     if not program.exists():

@@ -1,5 +1,5 @@
 /*
- * What the simulator's programs share: a seed from the command line, random options.
+ * Shared by the simulator's programs: a seed from the command line, and random options.
  */
 #ifndef LH_TEST_SIM_FIXTURE_H
 #define LH_TEST_SIM_FIXTURE_H

@@ -1,16 +1,15 @@
 /*
- * A seed: processes end and power fails at random moments, and the drives have faults of the kinds
- * and with the probabilities that the seed chose. Each life opens the store as a new process would,
- * and csrc/sim/life.c judges what it finds: the last committed step or the one whose commit was
- * under way, bit for bit, or a loss that a fault explains. In the last life faults cease, and
- * training has to come to its end.
+ * Simulate lives by seed: processes end and power fails at random moments, and the drives have
+ * faults whose kinds and probabilities the seed chooses. Each life opens the store as a new process
+ * would, and csrc/sim/life.c judges what it finds: the last committed step or the one whose commit
+ * was in progress, bit for bit, or a loss that a fault explains. The last life has no faults, and
+ * training has to reach its end.
  *
  *      sim_power SEED              one seed, with a line for each life
- *      sim_power FROM:TO           seeds FROM to TO - 1, and at the end what was counted
- *      --without FAULT             that fault does not happen, or "edits", "snapshots" (again for
- *                                  more of them)
- *      --lives N                   after N lives comes the last one
- *      --crash LIFE:WHERE:COMMIT:AFTER:KILL   where this life ends, in place of what the seed says
+ *      sim_power FROM:TO           seeds FROM to TO - 1, and the counts at the end
+ *      --without FAULT             disable a fault, or "edits" or "snapshots" (may be repeated)
+ *      --lives N                   the last life follows after N lives
+ *      --crash LIFE:WHERE:COMMIT:AFTER:KILL   where this life ends, instead of what the seed says
  */
 #include <malloc.h>
 

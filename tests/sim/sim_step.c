@@ -1,9 +1,9 @@
 /*
- * A seed: a small model on a small machine, trained for some steps by any schedule and with any
- * memory that works. What the store holds at the end is, bit for bit, what plain training in order
- * gives; every use saw the right bytes; every checker of csrc/sim kept quiet; and the same seed
- * gives the same trace again. A second argument names a file for the trace, so that two builds can
- * be compared.
+ * Train a small model on a small machine by seed, for some steps, with a random schedule and any
+ * amount of memory that works. At the end the store holds, bit for bit, the result of plain
+ * training in order; every use saw the right bytes; no checker of csrc/sim reported a failure; and
+ * running the seed again gives the same trace. A second argument names a file for the trace, so
+ * that two builds can be compared.
  */
 #include "../c/lh_test.h"
 #include "fixture.h"

@@ -1,11 +1,11 @@
-"""Whether the simulator notices a store that keeps its promises only most of the time.
+"""Check that the simulator detects a store whose protocol is wrong.
 
-Each protocol of the table below differs from the store's own in one place: a sync that is left out,
-an order that is reversed, an error that is passed over. It is applied to a copy of the sources in
-build/wrong, and sim_power has to fail for one of the first 200 seeds. The sources as they are have
-to pass all of them.
+Each protocol of the table below differs from the store's own in one place: a missing sync, a
+reversed order, an ignored error. It is applied to a copy of the sources in build/wrong, and
+sim_power has to fail for one of the first 200 seeds. The unchanged sources have to pass all of
+them.
 
-    wrong_protocols.py [NAME ...]    all of them, or these
+    wrong_protocols.py [NAME ...]    try all protocols, or these
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def copy_tree() -> None:
 
 
 def build() -> pathlib.Path:
-    """The program of the copy."""
+    """Build sim_power from the copy; return its path."""
     environment = {**os.environ, "LOHAN_BUILD": str(TREE / "build")}
     answer = subprocess.run(
         [sys.executable, "-c", BUILD], cwd=TREE, capture_output=True, text=True, env=environment
@@ -248,7 +248,7 @@ def build() -> pathlib.Path:
 
 
 def first_failure(program: pathlib.Path, seed_count: int = SEED_COUNT) -> tuple[int | None, str]:
-    """The first of the seeds that fails, and what it says."""
+    """Return the first seed that fails, and its message."""
     answer = subprocess.run(
         [program, f"0:{seed_count}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -260,20 +260,20 @@ def first_failure(program: pathlib.Path, seed_count: int = SEED_COUNT) -> tuple[
 
 
 def apply(wrong: Wrong) -> dict[pathlib.Path, str]:
-    """Change the copy; what its files were before."""
+    """Change the copy; return the previous contents of its files."""
     before: dict[pathlib.Path, str] = {}
     for name, old, new in wrong.edits:
         path = TREE / name
         text = path.read_text()
         if text.count(old) != 1:
-            raise SystemExit(f"{wrong.name}: {name} has not exactly once: {old}")
+            raise SystemExit(f"{wrong.name}: {name} must contain this exactly once: {old}")
         before.setdefault(path, text)
         path.write_text(text.replace(old, new))
     return before
 
 
 def main(names: list[str]) -> int:
-    """Try them; 1 if one was not noticed, or the sources as they are fail."""
+    """Try them; return 1 if one was not detected, or if the unchanged sources fail."""
     missed = []
     copy_tree()
     seed, said = first_failure(build())
@@ -292,9 +292,9 @@ def main(names: list[str]) -> int:
                 path.write_text(text)
         if seed is None:
             missed.append(wrong.name)
-        found = f"seed {seed}: {said[:150]}" if seed is not None else "NOT NOTICED"
+        found = f"seed {seed}: {said[:150]}" if seed is not None else "NOT DETECTED"
         print(f"{wrong.name:34} {found} ({time.monotonic() - started:.0f} s)", flush=True)
-    print(f"{len(missed)} of {len(PROTOCOLS) + 1} not as they should be: {', '.join(missed)}")
+    print(f"{len(missed)} of {len(PROTOCOLS) + 1} are wrong: {', '.join(missed) or 'none'}")
     return 1 if missed else 0
 
 
