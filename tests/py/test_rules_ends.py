@@ -366,8 +366,8 @@ def test_directories_that_the_store_does_not_have_are_named(workshop: Workshop) 
         lohan.wrap(
             build(), store=[workshop.folder / "store0", workshop.folder / "other"], resume=True
         )
-    assert "leave out resume=True" not in str(told.value)
-    with pytest.raises(StoreError, match="leave out resume=True"):
+    assert "omit resume=True" not in str(told.value)
+    with pytest.raises(StoreError, match="omit resume=True"):
         lohan.wrap(build(), store=workshop.folder / "other", resume=True)
 
 
