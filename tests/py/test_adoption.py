@@ -369,7 +369,7 @@ def with_shape(model: nn.Module, key: str, value: Any) -> AdamW:
         (
             lambda m: AdamW(m.head.parameters()),
             errors.ModelError,
-            r"optimizer= leaves out 6 parameters.*'first\.weight'.*freeze them",
+            r"optimizer= omits 6 parameters.*'first\.weight'.*freeze them",
         ),
         (
             lambda m: AdamW([*m.parameters(), nn.Parameter(torch.zeros(7, 3))]),

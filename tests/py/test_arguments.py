@@ -225,7 +225,7 @@ def test_a_second_positional_argument_says_which_keyword_it_is(
         (lambda m: [{"params": m.parameters(), "betas": 0.9}], "betas 0.9: two numbers"),
         (lambda m: [{"params": m.parameters(), "lr": [1]}], r"lr \[1\]"),
         (lambda m: [{"params": m.parameters(), "lr": "x"}], "lr 'x' is text"),
-        (lambda m: [m[0].weight], "leaves out 3"),
+        (lambda m: [m[0].weight], "omits 3"),
     ],
 )
 def test_wrong_groups_are_refused_by_the_parameter_s_name(

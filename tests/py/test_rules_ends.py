@@ -389,7 +389,7 @@ def test_parents_that_are_made_on_the_root_file_system_are_said(
     store = workshop.folder / "nvme0" / "run"
     workshop.made.append(lohan.wrap(build(), store=store))
     said = capfd.readouterr().err
-    assert (f"{store.parent} did not exist and is made" in said) == is_root
+    assert (f"{store.parent} did not exist and will be created" in said) == is_root
     assert ("mounted at /)" in said) == is_root
     workshop.made.append(lohan.wrap(build(), store=store.parent / "second"))
     assert "did not exist" not in capfd.readouterr().err
