@@ -384,7 +384,7 @@ def with_shape(model: nn.Module, key: str, value: Any) -> AdamW:
         (
             lambda m: with_shape(m, "exp_avg", torch.zeros(WIDTH, WIDTH, device="meta")),
             errors.ModelError,
-            "exp_avg of.*on meta.*once the model has its values",
+            "exp_avg of.*on meta.*after the model has its values",
         ),
     ],
 )
@@ -405,7 +405,7 @@ def test_what_the_optimizer_says_is_not_said_twice(
     given: dict[str, Any], workshop: Workshop
 ) -> None:
     model = build()
-    with pytest.raises(errors.ModelError, match=f"{'=, '.join(given)}= besides optimizer="):
+    with pytest.raises(errors.ModelError, match=f"{'=, '.join(given)}= cannot be combined with optimizer="):
         lohan.wrap(model, optimizer=AdamW(model.parameters()), store=workshop.folder / "s", **given)
 
 

@@ -36,7 +36,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("weights", b"/tmp", "a path"),
     ("weights", ["a"], "a path"),
     ("weights", "", "not a valid file name"),
-    ("weights", "a\0b", "no file"),
+    ("weights", "a\0b", "not a valid file name"),
     ("resume", "yes", "store= names the store to resume"),
     ("resume", -1, "the number of the step"),
     ("resume", 1.0, "the number of the step"),
