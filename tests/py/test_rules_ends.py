@@ -157,7 +157,7 @@ def test_one_slot_cannot_drop_an_edit_and_says_so(store_dir: pathlib.Path) -> No
     state = dict(model.state_dict())
     model.lohan.close()
     status, said = end("load", "uncaught", store, "commit_every=never")
-    assert status == 1 and "is in the store all the same" in said
+    assert status == 1 and "is in the store anyway" in said
     _, found = state_of(store, commit_every="never")
     assert_same_state(found, {name: value * 2 for name, value in state.items()})
 
@@ -350,7 +350,7 @@ def test_a_close_after_a_backward_says_that_the_step_is_forgotten(
     train_step(model, 0)
     square_loss(model, 1).backward()
     model.lohan.close()
-    assert "that step is forgotten, and the store is at step 1" in capfd.readouterr().err
+    assert "that step is discarded, and the store is at step 1" in capfd.readouterr().err
     model = workshop.wrap(build())
     train_step(model, 0)
     square_loss(model, 1)
