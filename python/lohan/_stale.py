@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 KEY = "lohan"  # in a state dict's metadata, and in an optimizer's state
 
 _DELETE = (
-    "lohan.wrap(resume=True) has restored everything at step {step}, so remove what the script"
+    "lohan.wrap(resume=True) has restored everything at step {step}, so delete what the script"
     " loads after it: torch.load(), model.load_state_dict() and optimizer.load_state_dict()"
 )
 

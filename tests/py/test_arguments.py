@@ -190,7 +190,7 @@ def test_a_store_is_named_by_any_path(store_dir: pathlib.Path) -> None:
 
     with pytest.raises(LohanError, match="a path"):
         lohan.wrap(_build(), store=Bytes())
-    with pytest.raises(LohanError, match="3: a store's directories, a wrapped model"):
+    with pytest.raises(LohanError, match="3 must be a store's directories, a wrapped model"):
         lohan.export(3, store_dir / "out")
     with pytest.raises(LohanError, match="not a valid file name"):
         lohan.verify("a\0b")

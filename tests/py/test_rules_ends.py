@@ -283,7 +283,7 @@ def test_weights_that_do_not_say_their_step_are_warned_of_once_resumed(
     assert_same_state(model.state_dict(), saved)
     plain = build()
     other = torch.optim.AdamW(plain.parameters())
-    with pytest.raises(StoreMismatchError, match=r"not of a wrapped model.*delete"):
+    with pytest.raises(StoreMismatchError, match=r"not that of a wrapped model.*delete"):
         model.optimizer.load_state_dict(other.state_dict())
     train_step(model, 3)
     model.load_state_dict(saved)
