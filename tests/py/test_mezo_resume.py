@@ -114,7 +114,7 @@ def test_blocks_are_split_as_they_were_then_whatever_the_budget(
     free = wrapped(made(), store_dir / "free")
     assert units > len(free.lohan.layout.units)
     free.lohan.close()
-    with pytest.raises(BudgetError, match="these are the store's blocks. A new store"):
+    with pytest.raises(BudgetError, match=r"these are the store's blocks\. A new store"):
         lohan.wrap(
             made(),
             store=store_dir / "free",

@@ -290,7 +290,8 @@ def test_a_resumed_run_computes_with_the_strides_of_its_store(
     plain = build(ConvNet)
     again = lohan.wrap(plain, store=workshop.folder / "store1", resume=True)
     workshop.made.append(again)
-    assert "'stem.weight', ...) had other strides when the store was created" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "'stem.weight', ...) had other strides when the store was created" in said
     assert [train_step(again, step, images) for step in (1, 2)] == losses[1:]
     assert_same_state(again.state_dict(), whole.state_dict())
 
