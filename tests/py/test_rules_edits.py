@@ -200,7 +200,7 @@ def test_the_parts_of_a_wrapped_model_go_with_it(workshop: Workshop) -> None:
     block = model.blocks[0]
     workshop.made.clear()
     del model
-    with pytest.raises(UnsupportedError, match="wrapped already"):
+    with pytest.raises(UnsupportedError, match="already wrapped"):
         lohan.wrap(block, store=workshop.folder / "again")
 
 
