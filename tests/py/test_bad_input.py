@@ -107,7 +107,7 @@ def test_a_parameter_that_cannot_be_trained_is_named(
     ("settings", "message"),
     [
         ({"io": "carrier-pigeon"}, "'carrier-pigeon'.*'io_uring'"),
-        ({"commit_every": 0}, "commit_every 0.*from 1"),
+        ({"commit_every": 0}, "commit_every 0.*at least 1"),
         ({"threads": 0}, "threads 0"),
         ({"io_depth": 0}, "io_depth 0"),
         ({"io_depth": 5000}, "io_depth 5000"),

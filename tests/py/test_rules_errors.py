@@ -86,7 +86,7 @@ def test_reading_a_gradient_says_where_it_went(trained: nn.Module) -> None:
         lambda: gradient.numpy(),
     ]
     for read in reads:
-        with pytest.raises(OffloadedGradientError, match="left for the optimizer"):
+        with pytest.raises(OffloadedGradientError, match="sent to the optimizer"):
             read()
     trained.optimizer.step()
 
