@@ -65,11 +65,7 @@ class Move:
 
 
 def place(params: Sequence[Param]) -> tuple[list[Run], list[Move]]:
-    """Lay out a unit that is read in place, and set each parameter's `first`, in bytes.
-
-    Returns:
-        The unit's runs, and its moves in the same order.
-    """
+    """Lay out an in-place unit: set each `first`, in bytes; return runs and moves in order."""
     runs: list[Run] = []
     moves: list[Move] = []
     for param in sorted(params, key=_order):
