@@ -38,7 +38,7 @@ void lhpy_sums_place(struct lhpy_engine *self, uint8_t *memory)
 }
 
 /*
- * [Note: Second gradients] After a backward p.grad is a stand-in (python/lohan/_gradients.py), to
+ * [Note: Second gradients] After a backward p.grad is a stand-in (python/lohan/session/_gradients.py), to
  * which autograd adds the next gradient; the stand-in keeps that gradient for lohan.
  */
 PyObject *lhpy_sums_unwrap(struct lhpy_engine *self, uint32_t index, PyObject *gradient)

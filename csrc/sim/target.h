@@ -1,6 +1,6 @@
 /*
  * The target to which a store is copied while it is trained: separate drives, and the copy, made as
- * python/lohan/_snapshot.py does, with the calls of csrc/store.
+ * python/lohan/store/_snapshot.py does, with the calls of csrc/store.
  *
  *      commits are held -> open the source for reading, beside the one that trains
  *      -> create the target -> a piece now and then: read, write -> commit -> close: complete

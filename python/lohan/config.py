@@ -1,4 +1,4 @@
-"""What a user can set, with units and the reason for each default."""
+"""The user's settings, with their units and the reason for each default."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lohan.common import _units
 
 # In the order of the core's enum lh_engine_schedule.
 SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
-# Of these, no update runs before step().
+# With these schedules, no update runs before step().
 SCHEDULES_AT_STEP = ("serial", "deferred")
 ACTIVATIONS = ("keep", "recompute")
-# What is planned once a first step was looked at.
+# Values of `activations` that plan after profiling the first step.
 POLICIES = (
     "zero",
     "capuchin",
@@ -27,106 +27,112 @@ POLICIES = (
 )
 
 
-# Steps from one commit to the next where nobody ever gets there.
+# More steps between two commits than any run makes: commits never happen automatically.
 _RARELY = 1 << 62
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Settings of a session that have nothing to do with the optimizer's rule.
+    """Settings of a session that are independent of the optimizer's algorithm.
 
-    None of them changes the numbers that training computes. Sizes in bytes may be strings, too:
-    "16GB" (1000^3 bytes each), "16GiB" (1024^3), "500MB".
+    None of them changes the numbers that training computes. Sizes in bytes may also be strings:
+    "16GB" (units of 1000^3 bytes), "16GiB" (1024^3), "500MB".
 
     Attributes:
-        host_bytes: main memory for parameters, optimizer states and gradients on their way, in
-            bytes. None: half of what is available, at most what the model can use.
-        threads: workers of the CPU optimizer. None: one a core that this process may run on.
-        nice: added to the workers' nice value, so that the training thread goes first where both
-            want the same core.
-        io: I/O backend: "auto" (the best that works here), "io_uring", "libaio" or "threads".
-        io_depth: I/O requests in flight. 16 of 4 MiB moved 2 to 4 % (reads) and 4 to 7 % (writes)
-            more than 8 on the virtual disk that was measured, 32 little more than 16; each doubling
-            doubles what a demand read waits behind.
-        transfer_bytes: largest I/O request, in bytes, a multiple of 1 MiB.
-        commit_every: steps between commits; "auto" (each step), "never" (one slot: half the
-            space, no crash safety) or "manual" (only `model.lohan.commit()` commits, not even the
-            end: a store is then what the checkpoint that was saved with it refers to). Between
-            commits what main memory keeps is not written: states of chunks that stay there,
-            parameters where all of them do. A flush writes them.
-        schedule: when updates run, with the same numbers: "optimized": as gradients arrive, reads,
-            arithmetic and writes overlapped (LoHan IV-C); "naive": as they arrive, but each block
-            is read, then computed, then written; "deferred": each just ahead of its block's next
-            forward; "serial": in `step()`, which waits for them; "auto": as "optimized", and after
-            the first steps a part of the blocks as "deferred" where that is found to be faster (it
-            is where backward alone does not hide the updates, and memory has room for gradients
-            that wait).
-        accumulate: backwards a step: their gradients are summed in fp32, as p.grad would be (divide
-            the loss by it for their mean), in 4 bytes of main memory a trainable parameter.
-            `step()` may come earlier and takes what is there. "manual": those in
-            `with model.no_sync():` and the one behind them. Updates wait for `step()`: schedule
-            "serial" stays, the others become "deferred".
-        loss_scaling: torch.amp.GradScaler scales the loss: updates wait for `step()`, as with
-            accumulate, and for the norm that says whether a gradient overflowed.
-        activations: what autograd keeps of a block's forward: "keep": all that operations save;
-            "recompute": the block's inputs, from which the rest is computed again in backward (one
-            more forward a step; the generators of torch, autocast and buffers as they were then).
-            A dict has patterns (as of fnmatch) of layers' names, each with "keep" (it stays where
-            it was computed), "recompute" or "swap" (it leaves, see swap_bytes). A layer is a module
-            inside a block, or the block; the first pattern rules that fits its name or that of a
-            module around it, and others stay. That is done with what the layer computes, its output
-            included. Layers that stay or leave with all inside are skipped when their block is
-            computed again. {"*.attn": "keep", "*": "recompute"}: all but attention.
-            The name of a policy ("auto", or one of the papers', docs/planning.md): the first two
-            steps are looked at with everything computed again, then it is decided what stays,
-            leaves or is computed again (`model.lohan.plan()`); so is the first step of each further
-            shape of batches. Without swap_bytes it may use a quarter of host_bytes, at most eight
-            times the parameters' bytes.
-            With anything but "keep", a model of transformers that is trained makes no cache of keys
-            and values unless its caller says use_cache=True.
-        profile: what those first steps showed lies beside the store. "reuse": the next run with the
-            same model, shape and machine begins with it; "again": it looks anew.
-        swap_bytes: main memory (of host_bytes) for activations that leave: what autograd keeps of
-            64 KiB and more goes there while forward runs on, and is back when backward needs it.
-            From an accelerator it stays there while there is room and else goes on to SSD; where
-            computation is in main memory all of it goes to SSD. None: it stays where it is, but
-            where a policy plans; 0: it stays.
-        swap_ssd_bytes: room on SSD for it, taken at once. None: half of what is free, for a policy
-            at most sixteen times swap_bytes; 0: none.
+        host_bytes: main memory for parameters, optimizer states and gradients in transit, in
+            bytes. None: half of the available memory, at most what the model can use.
+        threads: worker threads of the CPU optimizer. None: one per core that this process may use.
+        nice: increment of the workers' nice value, so that the training thread has priority when
+            both compete for a core.
+        io: the I/O backend: "auto" (the best one that works here), "io_uring", "libaio" or
+            "threads".
+        io_depth: I/O requests in flight. On the virtual disk that was measured, 16 requests of
+            4 MiB moved 2 to 4 % (reads) and 4 to 7 % (writes) more than 8, and 32 little more than
+            16; each doubling doubles the queue that a demand read waits for.
+        transfer_bytes: the largest I/O request, in bytes; a multiple of 1 MiB.
+        commit_every: steps between commits, or "auto" (every step), "never" (a single slot: half
+            the space, no crash safety) or "manual" (only `model.lohan.commit()` commits, closing
+            does not: the store then always matches the checkpoint that was saved with it). State
+            that stays in main memory is not written between commits: optimizer states of chunks
+            that stay there, and the parameters if all of them do. A flush writes it.
+        schedule: when updates run; the numbers are the same. "optimized": as gradients arrive, with
+            reads, arithmetic and writes overlapped (LoHan IV-C). "naive": as gradients arrive, but
+            each block is read, then computed, then written. "deferred": each just before its
+            block's next forward. "serial": in `step()`, which waits for them. "auto": like
+            "optimized", but after the first steps some blocks are "deferred" if that is found to
+            be faster (it is when backward alone does not hide the updates and memory has room for
+            the waiting gradients).
+        accumulate: the number of backwards per step. Their gradients are summed in fp32, as in
+            p.grad (divide the loss by this number to get the mean), using 4 bytes of main memory
+            per trainable parameter. `step()` may come earlier and uses the gradients up to then.
+            "manual": a step sums the backwards in `with model.no_sync():` and the one after them.
+            Updates wait for `step()`: schedule "serial" is kept, any other becomes "deferred".
+        loss_scaling: True if torch.amp.GradScaler scales the loss. Updates then wait for `step()`,
+            as with accumulate, and for the norm that shows whether a gradient overflowed.
+        activations: what autograd keeps of a block's forward. "keep": everything that operations
+            save. "recompute": only the block's inputs; the rest is recomputed in backward (one more
+            forward per step, with torch's generators, autocast and buffers restored to their state
+            in the first forward).
+            A dict maps patterns (as in fnmatch) of layer names to "keep" (activations stay where
+            they were computed), "recompute" or "swap" (they are offloaded, see swap_bytes). A layer
+            is a module inside a block, or the block itself. The first pattern that matches the name
+            of the layer or of an enclosing module applies; without a match, activations are kept.
+            It applies to everything the layer computes, including its output. Layers that are kept
+            or swapped with everything inside them are skipped when their block is recomputed.
+            {"*.attn": "keep", "*": "recompute"} recomputes everything except attention.
+            The name of a policy ("auto", or one from the papers, see docs/planning.md): two steps
+            are profiled with everything recomputed, then the policy decides what is kept, offloaded
+            or recomputed (`model.lohan.plan()`). The first step of each further batch shape is
+            profiled as well. Without swap_bytes, a policy may use a quarter of host_bytes, at most
+            eight times the size of the parameters.
+            With any value but "keep", a transformers model in training mode does not build a cache
+            of keys and values unless the caller passes use_cache=True.
+        profile: the measurements of those first steps are stored beside the store. "reuse": the
+            next run with the same model, shape and machine starts from them. "again": it measures
+            again.
+        swap_bytes: main memory (part of host_bytes) for offloaded activations: saved tensors of
+            64 KiB and more are copied there while forward continues, and are back when backward
+            needs them. Activations of an accelerator stay in main memory while there is room, and
+            go to SSD otherwise; if the model computes in main memory, all of them go to SSD. None:
+            nothing is offloaded, except by a policy. 0: nothing is offloaded.
+        swap_ssd_bytes: space on SSD for offloaded activations, allocated at the start. None: half
+            of the free space, for a policy at most sixteen times swap_bytes. 0: none.
         device: where computation happens: "cpu" (main memory), "cuda", "cuda:1", or "emu", an
-            emulated accelerator in main memory (to try what a GPU would do); a torch.device is
-            taken, too. None: the CPU, also where torch sees a GPU (a Trainer's callback: the
-            Trainer's device).
-        device_bytes: device memory for parameters, kept saved tensors and gradients on their way
-            out. None: what the device has. Where computation is in main memory: what a policy
-            may leave there of saved tensors (None: most of what is available).
-        device_param_bytes: of these, for parameters. None: half of device_bytes (of a GPU's free
-            memory a quarter), at least what is in use at once.
-        emu_bytes_per_s: speed of the emulated device's two links, in and out. None: as fast as
-            memory is copied.
-        emu_alloc_bytes_per_s: speed at which the emulated device allocates memory, standing still;
-            looked at with without=("reuse",). None: at once.
-        heap: "keep": where torch computes on the CPU, the C library's heap keeps what torch frees,
-            for the whole process and to its end, so that a step finds its tensors' pages in place
-            (15 % faster where that was measured, and a quarter more memory at the peak); "system":
-            it is left as it is.
-        frozen: parameters that require no gradient, of a model with weights=: "in_place": they are
-            read from those files whenever they are needed, and are not in the store; "copy": they
-            are copied into it (where the files are on a slower disk, or will go away).
-        write_every: with method="mezo", steps between writes of the parameters to the store; in
-            between the journal has what is new. "never": they stay where they are, and the journal
-            alone grows. "auto": never where all of them fit in memory, else what the measured rates
-            of the SSDs and of the generator ask for.
-        runs: with method="mezo", the two runs of the model in a step: "together": in turns, block
-            by block, each on a thread, so that a block is read once for both; "apart": one behind
-            the other. "auto": together where not all parameters fit in memory.
-        without: with method="mezo", parts of ZO2's schedule to leave out, to see what they bring:
-            "overlap" (copies to the device begin when they are waited for), "reuse" (memory that a
-            block leaves on the device is given back, and the next one's allocated; emu), "deferred"
-            (each block is brought in once more for its update).
-        verify: check the checksums of everything that is read.
-        trace_events: events of the timeline that are kept; 0: none.
-        allow_buffered: go on without O_DIRECT where the file system refuses it.
+            accelerator emulated in main memory (to test without a GPU). A torch.device is accepted,
+            too. None: the CPU, even if torch sees a GPU (for a Trainer's callback: the Trainer's
+            device).
+        device_bytes: device memory for parameters, kept saved tensors and outgoing gradients.
+            None: the device's memory. If the model computes in main memory: the saved tensors that
+            a policy may keep there (None: most of the available memory).
+        device_param_bytes: the part of device_bytes for parameters. None: half of it (a quarter of
+            a GPU's free memory), at least what is in use at the same time.
+        emu_bytes_per_s: the speed of the emulated device's two links, in and out. None: the speed
+            of a memory copy.
+        emu_alloc_bytes_per_s: the speed at which the emulated device allocates memory, while it
+            stands still; used only with without=("reuse",). None: allocation takes no time.
+        heap: "keep": if torch computes on the CPU, the C library's heap keeps the memory that torch
+            frees, for the whole process and until its end, so that each step reuses pages that are
+            already mapped (15 % faster where measured, with a 25 % higher memory peak). "system":
+            the heap is left unchanged.
+        frozen: how to store parameters that require no gradient, for a model with weights=.
+            "in_place": they are read from those files whenever they are needed, and are not in the
+            store. "copy": they are copied into the store (if the files are on a slower disk or will
+            be removed).
+        write_every: with method="mezo", steps between writes of the parameters to the store; the
+            journal holds the steps in between. "never": parameters are not written, only the
+            journal grows. "auto": never if all parameters fit in memory, otherwise an interval
+            chosen from the measured rates of the SSDs and of the generator.
+        runs: with method="mezo", how the two runs of the model in a step are executed. "together":
+            they alternate block by block, each on its own thread, so that a block is read once for
+            both. "apart": one after the other. "auto": together unless all parameters fit in
+            memory.
+        without: with method="mezo", parts of ZO2's schedule to disable, to measure their effect:
+            "overlap" (copies to the device begin only when they are waited for), "reuse" (device
+            memory is freed after each block and allocated for the next; emu only), "deferred" (each
+            block is loaded once more for its update).
+        verify: verify the checksums of everything that is read.
+        trace_events: the number of timeline events to keep; 0: none.
+        allow_buffered: continue without O_DIRECT if the file system does not support it.
         allow_tmpfs: allow a store in main memory (for tests).
     """
 
@@ -160,7 +166,7 @@ class Config:
     allow_tmpfs: bool = False
 
     def __post_init__(self) -> None:
-        """Sizes that are strings become numbers; what is no size is refused by name."""
+        """Convert sizes given as strings to numbers; an invalid size is an error that names it."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name.endswith("_bytes") and isinstance(value, str):
@@ -168,7 +174,7 @@ class Config:
         device: Any = self.device
         if type(device).__module__ == "torch" and type(device).__name__ == "device":
             object.__setattr__(self, "device", str(device))
-        if str(device) == "cpu:0":  # as torch has it
+        if str(device) == "cpu:0":  # as torch may spell it
             object.__setattr__(self, "device", "cpu")
         rate: object = self.emu_alloc_bytes_per_s
         if isinstance(rate, str):
@@ -186,7 +192,7 @@ class Config:
 
     @property
     def commit_steps(self) -> int:
-        """Steps between the engine's commits; 0: none, with one slot."""
+        """Steps between the engine's commits; 0: no commits, a single slot."""
         named = {"auto": 1, "never": 0, "manual": _RARELY}
         if isinstance(self.commit_every, str):
             return named[self.commit_every]

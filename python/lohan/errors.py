@@ -1,4 +1,4 @@
-"""The errors of lohan: each says what is wrong, with the numbers, and the way out."""
+"""The errors of lohan. Each message says what is wrong, with the numbers, and what to do."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import re
 from collections.abc import Callable, Sequence
 
-# A whole number of a million or more in a message: neither the value of a keyword nor one that has
-# its unit already. It may be grouped by commas.
+# A whole number of a million or more in a message, possibly grouped by commas. Values of keywords
+# and numbers that already have a unit do not match.
 _SIZE = re.compile(
     r"(?<![\w=.,/-])(\d{7,}+|\d{1,3}(?:,\d{3}){2,}+)( bytes)?+(?![\w/]|[.,]\d| \([\d.]+ [MGT]B\))"
 )
@@ -21,7 +21,7 @@ def _with_unit(match: re.Match[str]) -> str:
 
 
 class LohanError(Exception):
-    """Base of all errors that lohan raises."""
+    """Base class of all errors that lohan raises."""
 
 
 class ModelError(LohanError, TypeError):
@@ -29,39 +29,39 @@ class ModelError(LohanError, TypeError):
 
 
 class BudgetError(LohanError, MemoryError):
-    """A budget of memory or disk is too small; the message says what would fit."""
+    """A memory or disk budget is too small; the message says what would be enough."""
 
     def __str__(self) -> str:
-        """The message, with large numbers of bytes as people say them, too: "... (16.1 GB)"."""
+        """Return the message, with a readable size after large numbers: "... (16.1 GB)"."""
         return _SIZE.sub(_with_unit, super().__str__())
 
 
 class DeviceMemoryError(LohanError, MemoryError):
-    """What an accelerator would have to hold is more than it has, or may have."""
+    """An accelerator would need more memory than it has, or than it may use."""
 
 
 class DeviceMismatchError(LohanError, RuntimeError):
-    """A batch is on another device than the one that the model computes on."""
+    """A batch is on a different device than the model's computation."""
 
 
 class MachineError(LohanError, ValueError):
-    """A machine, a model or a batch to be simulated is not one; the message names what is wrong."""
+    """A machine, model or batch to simulate is invalid; the message names what is wrong."""
 
 
 class TraceError(LohanError, ValueError):
-    """A file is no timeline of lohan's."""
+    """A file is not a timeline written by lohan."""
 
 
 class StoreError(LohanError, OSError):
-    """A store cannot be made, opened, read or written."""
+    """A store cannot be created, opened, read or written."""
 
     def __str__(self) -> str:
-        """The message; `errno` has the number, which OSError would put before it."""
+        """Return the message without the error number, which is in `errno`."""
         return self.strerror if self.strerror is not None else super().__str__()
 
 
 class StoreExistsError(StoreError):
-    """There is a store already, and `resume=True` was not given."""
+    """A store already exists, and `resume=True` was not given."""
 
 
 class StoreLockedError(StoreError):
@@ -69,35 +69,35 @@ class StoreLockedError(StoreError):
 
 
 class StoreMismatchError(StoreError):
-    """The store is of another model."""
+    """The store belongs to a different model."""
 
 
 class StaleStateError(StoreMismatchError):
-    """A state dict is of another step than the one that the store was resumed at."""
+    """A state dict was saved at a different step than the one the store was resumed at."""
 
 
 class StoreVersionError(StoreError):
-    """The store was written by a newer lohan."""
+    """The store was written by a newer version of lohan."""
 
 
 class StoreUncleanError(StoreError):
-    """A store with one slot was not closed, so its bytes are of no known step."""
+    """A store with a single slot was not closed, so its contents match no known step."""
 
 
 class ChecksumError(StoreError):
-    """Bytes read from a store are not those that were written."""
+    """Bytes read from a store differ from those that were written."""
 
 
 class StepError(LohanError, RuntimeError):
-    """A training step was used in an order that lohan cannot make exact."""
+    """The calls of a training step came in an order for which lohan cannot compute exactly."""
 
 
 class SecondBackwardError(StepError):
-    """A backward that the open step has no place for, or a forward before `optimizer.step()`."""
+    """The open step allows no further backward, or a forward ran before `optimizer.step()`."""
 
 
 class ZeroGradError(StepError):
-    """`zero_grad()` after updates of this step have begun."""
+    """`zero_grad()` was called after updates of this step had begun."""
 
 
 class HyperParameterError(StepError):
@@ -105,11 +105,11 @@ class HyperParameterError(StepError):
 
 
 class OffloadedGradientError(StepError):
-    """Something (clipping, a scaler) reads a gradient that has left for the optimizer."""
+    """Something (clipping, a scaler) used a gradient that was already sent to the optimizer."""
 
 
 class StaleGraphError(StepError):
-    """A backward through a graph from before `optimizer.step()`."""
+    """A backward went through a graph that was built before `optimizer.step()`."""
 
 
 class HollowParameterError(StepError):
@@ -117,27 +117,27 @@ class HollowParameterError(StepError):
 
 
 class FrozenParameterError(StepError):
-    """A parameter that was frozen at wrap requires a gradient now."""
+    """A parameter that was frozen when the model was wrapped now requires a gradient."""
 
 
 class GradientError(StepError):
-    """A gradient of a kind that the optimizer does not take (sparse, float64, ...)."""
+    """A gradient is of a kind that the optimizer does not support (sparse, float64, ...)."""
 
 
 class RecomputeError(StepError):
-    """A block that is computed again in backward is not what it was in its forward."""
+    """A block that was recomputed in backward does not match its forward."""
 
 
 class LentError(StepError):
-    """Parameters are still referenced by tensors that were kept from a forward or backward."""
+    """Tensors kept from a forward or backward still reference parameters."""
 
 
 class ThreadError(StepError):
-    """Two threads use one wrapped model at the same time."""
+    """Two threads used one wrapped model at the same time."""
 
 
 class UnsupportedError(LohanError, NotImplementedError):
-    """A feature that lohan refuses by name instead of doing it wrong."""
+    """A feature is not supported; lohan rejects it by name rather than compute wrong results."""
 
 
 class SessionError(LohanError, RuntimeError):
@@ -155,7 +155,7 @@ _BY_CODE: dict[int, type[LohanError]] = {
     errno.ECANCELED: SessionError,
 }
 
-# What the engine, disks and memory say. ENOSPC here is a budget's: see _is_disk_full.
+# Errors of the engine, disks and memory. ENOSPC means a budget here; see _is_disk_full.
 _ENGINE_BY_CODE: dict[int, type[LohanError]] = {
     errno.ENOSPC: BudgetError,
     errno.ENOMEM: BudgetError,
@@ -166,7 +166,7 @@ _ENGINE_BY_CODE: dict[int, type[LohanError]] = {
     errno.ESTALE: StaleGraphError,
 }
 
-# The rules of a training step that the binding watches: a code is the name of one.
+# The rules of a training step that the binding checks: each code identifies one rule.
 _RULE_BY_CODE: dict[int, type[LohanError]] = {
     errno.EALREADY: SecondBackwardError,
     errno.EINVAL: OffloadedGradientError,
@@ -185,7 +185,7 @@ _RULE_HINTS: dict[int, str] = {
 
 _HINTS: dict[int, str] = {
     errno.EEXIST: "pass resume=True to resume it",
-    errno.ENOENT: "name the directories that store= had, or leave out resume=True to make a store",
+    errno.ENOENT: "pass the directories that store= had, or omit resume=True to create a store",
     errno.EMEDIUMTYPE: "or pass allow_tmpfs=True, for tests",
     errno.EUCLEAN: 'start again from the weights; commit_every="never" keeps no committed step',
 }
@@ -196,7 +196,8 @@ def _make(
 ) -> LohanError:
     cls = table.get(-code, StoreError)
     hint = hints.get(-code)
-    # The core knows of no keywords: where it names the way out, that is said once.
+    # The core does not know Python's keywords: where it already suggests resuming, name the
+    # keyword there instead of repeating it as a hint.
     message = message.replace(
         "; resume it, or choose", "; pass resume=True to resume it, or choose"
     )
@@ -207,12 +208,12 @@ def _make(
 
 
 def store_error(code: int, message: str, is_rule: bool = False) -> LohanError:
-    """The exception for -errno and a message of the store.
+    """Make the exception for -errno and a message of the store.
 
     Args:
         code: -errno.
-        message: what the core says, with the numbers.
-        is_rule: it is the binding that says so.
+        message: the core's message, with the numbers.
+        is_rule: the error comes from the binding.
 
     Returns:
         The exception, not raised.
@@ -222,41 +223,44 @@ def store_error(code: int, message: str, is_rule: bool = False) -> LohanError:
             f"is in use by process {os.getpid()}; end it",
             "is in use by this process: model.lohan.close() of the model that has it",
         )
-    # A directory that cannot be made is no question of what is in it.
+    # The hints concern a store's contents; they do not apply if its directory cannot be created.
     is_made = "cannot make directory" in message
     return _make(_BY_CODE, {} if is_made else _HINTS, code, message)
 
 
 def reader_error(code: int, message: str, is_rule: bool = False) -> LohanError:
-    """As store_error, for who only reads a store: there is no resume=True to be left out.
+    """Make the same exception as store_error(), without hints that only apply to wrap().
 
     Args:
         code: -errno.
-        message: what the core says, with the numbers.
-        is_rule: it is the binding that says so.
+        message: the core's message, with the numbers.
+        is_rule: the error comes from the binding.
     """
     if code == -errno.ENOENT:
-        return StoreError(errno.ENOENT, f"{message}: name the directories that store= had")
+        return StoreError(errno.ENOENT, f"{message}: pass the directories that store= had")
     return store_error(code, message, is_rule)
 
 
 def _is_disk_full(code: int, message: str) -> bool:
-    """A file system refused a write or a sync, and the message quotes it; no budget's does."""
+    """Return whether a file system refused a write or sync, not a budget.
+
+    Only then does the message contain the system's text for ENOSPC.
+    """
     return code == -errno.ENOSPC and os.strerror(errno.ENOSPC) in message
 
 
 def engine_raiser(
     unit_names: Sequence[str], param_names: Sequence[str]
 ) -> Callable[[int, str, bool], LohanError]:
-    """Make the function that turns the engine's errors into exceptions, numbers into names.
+    """Make the function that turns the engine's errors into exceptions, and numbers into names.
 
     Args:
         unit_names: the name of each unit.
         param_names: the name of each parameter.
 
     Returns:
-        A function of (-errno, message, is_rule) that returns the exception; is_rule: a rule of the
-        training step is broken, and errno is its name.
+        A function of (-errno, message, is_rule) that returns the exception. With is_rule, a rule of
+        the training step was broken, and errno identifies it.
     """
 
     def named(match: re.Match[str]) -> str:

@@ -69,38 +69,38 @@ def wrap(
     config: Config | None = None,
     **settings: Any,
 ) -> nn.Module:
-    """Train model with its parameters, master copies and Adam moments on SSD.
+    """Train a model whose parameters, master copies and Adam moments are on SSD.
 
-    They are in memory only while a block that needs them runs. The numbers are those of fp32 AdamW.
+    They are in memory only while a block that needs them runs. Results equal those of fp32 AdamW.
 
     Args:
-        model: any module with floating-point parameters on the CPU, fp32, bf16 or fp16 where they
-            require a gradient; or one made in `lohan.empty()`, with weights=, init= or resume=.
-        store: a directory, or one a disk. None: a temporary store, gone at exit.
-        resume: True resumes the last committed step, a number that step (docs/checkpoints.md).
-        lr: learning rate of groups that do not say otherwise. None: 1e-3.
-        betas: decay of the moments. None: (0.9, 0.999).
+        model: any module with floating-point parameters on the CPU (trainable ones in fp32, bf16 or
+            fp16); or one built in `lohan.empty()`, together with weights=, init= or resume=.
+        store: a directory, or a list with one per disk. None: a temporary store, removed at exit.
+        resume: True to resume the last committed step, or a step's number (docs/checkpoints.md).
+        lr: learning rate of groups that do not set their own. None: 1e-3.
+        betas: decay rates of the moments. None: (0.9, 0.999).
         eps: added to the root of the second moment. None: 1e-8.
         weight_decay: decoupled weight decay. None: 1e-2.
-        max_grad_norm: of all gradients (in fp64), as torch.nn.utils.clip_grad_norm_ has it, and
-            `model.optimizer.grad_norm` is what it was. Schedule "deferred" (or "auto"), "serial".
+        max_grad_norm: clip the norm of all gradients (in fp64) as torch.nn.utils.clip_grad_norm_
+            does; `model.optimizer.grad_norm` is the norm before. Updates then wait for `step()`.
         params: parameter groups as for torch.optim.AdamW; None: all parameters in one group.
-        optimizer: a torch.optim.AdamW, or Adam, to go on from instead of lr to params. It is
-            emptied; its scheduler works on. With resume it gives groups, the store the rest.
-        blocks: modules to be blocks; None: found by structure.
-        weights: a folder or file of safetensors to fill it from; frozen parameters are read there.
-        init: "model" for the model's own initialisation, or a function of a module with parameters.
-        method: "mezo": zeroth-order, by `model.zo_step(closure)`: docs/zeroth-order.md.
+        optimizer: a torch.optim.AdamW or Adam to continue from, instead of lr to params. It is
+            emptied; its scheduler keeps working. With resume=, only its groups are used.
+        blocks: modules to use as blocks. None: blocks are found by the model's structure.
+        weights: safetensors file or folder with the values; frozen parameters are read from there.
+        init: "model" (the model's own initialisation), or a function of a module with parameters.
+        method: "adamw", or "mezo" (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md).
         config: settings that do not change the numbers.
         **settings: fields of Config by name (host_bytes=, io=, commit_every=, ...).
 
     Returns:
-        The same module, with `model.optimizer` (a torch.optim one) and `model.lohan`, its session.
+        The same module, with `model.optimizer` (a torch optimizer) and `model.lohan` (the session).
 
     Raises:
-        ModelError: not a module, no parameters, unsupported dtype or layout: which, and why.
-        BudgetError, StoreError: host_bytes is too small; the store cannot be made or opened.
-        UnsupportedError: distributed training, a model that is compiled or wrapped already.
+        ModelError: not a module, no parameters, or an unsupported dtype or layout.
+        BudgetError, StoreError: host_bytes is too small; the store cannot be created or opened.
+        UnsupportedError: distributed training, or a model that is already compiled or wrapped.
 
     Reference:
         LoHan IV-E (interface), IV-C (active gradient offloading); ZO2 alg. 1 ("mezo").
@@ -124,7 +124,7 @@ def wrap(
 
 @dataclasses.dataclass
 class _Opening:
-    """What a session is made from, on its way."""
+    """What a session is made from, while wrap() is at work."""
 
     model: nn.Module
     layout: Layout
@@ -132,36 +132,36 @@ class _Opening:
     budget: dict[str, int]
     optimizer: Any  # Optimizer, or ZerothOptimizer
     group_of: dict[int, int]
-    found: Found | None = None  # in the files of weights=
+    found: Found | None = None  # what the files of weights= contain
     zeroth: Zeroth | None = None
     open_at: int | None = None  # the step to resume; None: the last
-    room: _core.Store | None = None  # of SSD, for activations; the session's once there is one
-    was_in_memory: bool = False  # what is given back where wrapping fails
+    room: _core.Store | None = None  # SSD space for activations; later owned by the session
+    was_in_memory: bool = False  # whether the model gets its values back if wrapping fails
     session: Session | None = None
 
     def attach(
         self, where: PathLike | Sequence[PathLike] | None, resume: bool, weights: Any, init: Any
     ) -> nn.Module:
-        """Open, and put the session on the model; a Ctrl-C on the way leaves no session open."""
+        """Open the session and attach it to the model; on an error or Ctrl-C, close it again."""
         try:
             session = self.open(where, resume, weights, init)
             return _attach(self.model, session, self.optimizer, self)
         except BaseException:
-            if self.session is not None:  # nobody else could close it
+            if self.session is not None:  # nothing else holds it that could close it
                 _exit.close_quietly(self.session)
             raise
 
     def open(
         self, where: PathLike | Sequence[PathLike] | None, resume: bool, weights: Any, init: Any
     ) -> Session:
-        """Make or open the store and begin a session on it; leave nothing behind on an error."""
+        """Create or open the store and start a session on it; on an error, undo everything."""
         _activations.check_layers(self.config, self.layout)
         if resume and where is None:
-            raise StoreError("resume=True needs store=: there is nothing to go on with")
+            raise StoreError("resume=True needs store=: pass the directories of that store")
         directories = directories_of(where)
         extents = _store.plan_extents(self.layout, self.config.commit_every == "never")
         try:
-            # First: a disk that is full must not cost a store that is filled already.
+            # Done first: a full disk should be noticed before a store has been filled.
             store_bytes = 0 if resume else extents.nbytes
             self.room = _swap.make_room(self.config, directories, store_bytes)
             if resume:
@@ -192,7 +192,7 @@ class _Opening:
         init: Any,
         temporary: bool,
     ) -> Session:
-        """Fill a new store, or compare an old one, and start the engine."""
+        """Fill a new store, or check that an existing one matches, and start the engine."""
         is_filled = resume
         self.was_in_memory = not any(p.tensor.is_meta for p in self.layout.params)
         session: Session | None = None
@@ -208,7 +208,7 @@ class _Opening:
                     self.zeroth.begin(directories, store)
                 self._fill(extents, store, weights, init)
                 is_filled = True
-                _weights.drop(self.layout)  # not before: a failure must not cost the only copy
+                _weights.drop(self.layout)  # only now: until here, memory has the only copy
             params = zip(tensors, self.layout.params, strict=True)
             self.optimizer.rebind({id(old): param.tensor for old, param in params})
             self.session = session = self._session(extents, store, directories)
@@ -235,7 +235,7 @@ class _Opening:
         if temporary:
             print(
                 f"lohan: temporary store of {extents.nbytes / 1e9:.2f} GB in {directories[0]}"
-                " (gone at exit; pass store= to keep it)",
+                " (removed at exit; pass store= to keep it)",
                 file=sys.stderr,
             )
         _notes.say(session)
@@ -265,7 +265,7 @@ class _Opening:
         return session
 
     def _compare(self, extents: _store.Extents, store: _core.Store) -> None:
-        """The store is this model's, and the files that it reads in place are still the same."""
+        """Check that the store is this model's and that files read in place are unchanged."""
         _store.check_same_model(store, self.layout)
         _store.check_slots(store, self.config)
         _store.check_table(store, extents)
@@ -288,19 +288,19 @@ class _Opening:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Give a wrapped model its parameters back, in memory, and close its session.
+    """Load a wrapped model's parameters back into memory and close its session.
 
     Args:
-        model: a wrapped model whose parameters fit in memory. Where its session is closed, they
-            are those of the store's last commit.
+        model: a wrapped model whose parameters fit in memory. If its session is already closed,
+            the parameters are those of the store's last commit.
 
     Returns:
-        The same module on the CPU, trainable by any optimizer again. Moments are left in the
-        store; the optimizer that wrap(optimizer=) was given has its own back, as they are now.
+        The same module on the CPU, which any optimizer can train again. The moments stay in the
+        store; an optimizer that was passed to wrap(optimizer=) also gets their current values back.
 
     Raises:
         ModelError: the model is not wrapped.
-        StoreError: its session is closed, and the store cannot be read.
+        StoreError: the session is closed and the store cannot be read.
     """
     session: Session | None = model.__dict__.get("lohan")
     guard: Guard | None = model.__dict__.get("_lohan_guard")
@@ -338,7 +338,7 @@ def _remove_attributes(model: nn.Module) -> None:
 
 
 def _attach(model: nn.Module, session: Session, optimizer: Any, opening: _Opening) -> nn.Module:
-    """Put a session that is open on the model, or close it: its store is free again at once."""
+    """Attach an open session to the model; on an error, close it, which unlocks its store."""
     guard = Guard(model, session, _export.save_pretrained)
     try:
         _put_on(model, session, optimizer, guard)
@@ -386,32 +386,33 @@ def _refuse_other_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs:
             if id(param) in names:
                 raise OffloadedGradientError(
                     f"{type(optimizer).__name__} cannot step parameter {names[id(param)]!r}, whose"
-                    " values and gradient are lohan's: use model.optimizer"
+                    " values and gradient are managed by lohan: use model.optimizer"
                 )
 
 
 def directories_of(store: PathLike | Sequence[PathLike] | None) -> list[str]:
-    """The directories of a store as wrap() takes them; a temporary one for None."""
+    """Return the directories of wrap()'s store= argument; for None, a new temporary one."""
     return [_store.temporary_directory()] if store is None else _arguments.directories_of(store)
 
 
 def _check_directories(directories: Sequence[str]) -> None:
-    """Refuse a resume that names directories besides those that the store has."""
+    """Reject a resume that names more directories than the store has."""
     found = [name for name in directories if (Path(name) / "lohan.data").exists()]
     others = [name for name in directories if name not in found]
     if found and others:
         raise StoreError(
             errno.ENOENT,
-            f"{', '.join(found)} has a store or a part of one, and {', '.join(others)} has none:"
-            " store= names exactly the directories that the store was made with. Mount a drive"
-            " that is missing; lohan.snapshot() copies a store to another number of directories",
+            f"{', '.join(found)} has a store or a part of one, but {', '.join(others)} has none:"
+            " store= must name exactly the directories that the store was created with. If a drive"
+            " is missing, mount it. lohan.snapshot() copies a store to another number of"
+            " directories",
         )
 
 
 def _say_parents(directories: Sequence[str]) -> None:
-    """Say which file system a store is on where its parents are made on that of /.
+    """Print a note if a store's parent directories will be created on the root file system.
 
-    The drive that was to have it may not be mounted.
+    The drive that was meant to hold the store may not be mounted.
     """
     for name in directories:
         parent = Path(name).parent
@@ -424,15 +425,18 @@ def _say_parents(directories: Sequence[str]) -> None:
         mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
         device = next((fields[0] for fields in reversed(mounts) if fields[1] == "/"), "?")
         print(
-            f"lohan: {Path(name).parent} did not exist and is made: the store in {name} is on the"
-            f" root file system ({device}, mounted at /). If it was to be on another drive, that"
-            " one is not mounted",
+            f"lohan: {Path(name).parent} did not exist and will be created: the store in {name} is"
+            f" on the root file system ({device}, mounted at /). If it was meant to be on another"
+            " drive, that drive is not mounted",
             file=sys.stderr,
         )
 
 
 def _checked_config(config: Config, max_grad_norm: float | None) -> Config:
-    """The norm, and a sum of gradients, are known behind backward only: updates wait for them."""
+    """Check the config, and make updates wait for step() if they need the norm or sums.
+
+    Both are known only after backward.
+    """
     _settings.check(config)
     is_summed = is_accumulating(config.accumulate)
     is_waiting = is_summed or config.loss_scaling or max_grad_norm is not None
@@ -441,7 +445,7 @@ def _checked_config(config: Config, max_grad_norm: float | None) -> Config:
     if max_grad_norm is not None and config.schedule not in (Config().schedule, "auto"):
         raise ModelError(
             f"schedule {config.schedule!r} updates before the norm of all gradients is known:"
-            f" with max_grad_norm use {' or '.join(map(repr, SCHEDULES_AT_STEP))}"
+            f" with max_grad_norm, use {' or '.join(map(repr, SCHEDULES_AT_STEP))}"
         )
     return dataclasses.replace(config, schedule="deferred")
 
@@ -455,10 +459,10 @@ def _find(
     weights: PathLike | None,
     open_at: int | None,
 ) -> tuple[Found | None, list[Any]]:
-    """What files have of the model: those of weights=, or those that the store goes on with.
+    """Find the parameters that files provide: those of weights=, or those the store refers to.
 
     Returns:
-        It, and the units of that store.
+        What was found, and the units of that store.
     """
     place = None if weights is None else Path(os.fspath(weights)).expanduser()
     if resume and store is not None:
@@ -478,7 +482,7 @@ def _make_optimizer(
     zeroth: Zeroth | None,
     max_grad_norm: float | None,
 ) -> tuple[Any, dict[int, int]]:
-    """The optimizer, and the group of each parameter."""
+    """Make the optimizer, and find the group of each parameter."""
     if zeroth is not None:
         return zeroth.optimizer(layout, params), {}
     trainable = [p for p in layout.params if layout.units[p.unit].trainable]
@@ -499,11 +503,11 @@ def _make_optimizer(
             if id(tensor) not in index:
                 raise ModelError(
                     f"{name} has a tensor of shape {tuple(tensor.shape)} that is not a parameter of"
-                    " the model: what is trained together is wrapped together, in one module"
+                    " the model: to train several modules together, wrap them as one module"
                 )
             if id(tensor) in seen:
                 raise ModelError(
-                    f"{name} has {layout.params[index[id(tensor)]].name!r} twice: name each"
+                    f"{name} has {layout.params[index[id(tensor)]].name!r} twice: list each"
                     " parameter once, in one group"
                 )
             seen.add(id(tensor))
@@ -521,7 +525,7 @@ def _make_optimizer(
     left = [p.name for p in trainable if p.index not in group_of]
     if left:
         raise ModelError(
-            f"{name} leaves out {len(left)} parameters that require a gradient ({left[0]!r}, ...):"
+            f"{name} omits {len(left)} parameters that require a gradient ({left[0]!r}, ...):"
             " add them to a group, or freeze them"
         )
     return optimizer, group_of

@@ -22,24 +22,24 @@ NAN, INF = float("nan"), float("inf")
 # Keyword, value, and what the message says besides the value.
 WRONG: list[tuple[str, Any, str]] = [
     ("store", b"/tmp/store", "a path, or a list of paths"),
-    ("store", "", "no file can have this name"),
-    ("store", "a\0b", "no file can have this name"),
-    ("store", "a\ud800", "no file can have this name"),
+    ("store", "", "is not a valid file name"),
+    ("store", "a\0b", "is not a valid file name"),
+    ("store", "a\ud800", "is not a valid file name"),
     ("store", 3, "a path, or a list of paths"),
     ("store", {"/tmp/a"}, "a path, or a list of paths"),
     ("store", {"/tmp/a": 1}, "a path, or a list of paths"),
     ("store", [], "names no directory"),
-    ("store", ["/tmp/a", 3], "an item of store= 3: a path"),
-    ("store", ["/tmp/a", None], "an item of store= None: a path"),
-    ("store", ["/tmp/a", b"/tmp/b"], "an item of store= b'/tmp/b': a path"),
+    ("store", ["/tmp/a", 3], "an item of store= 3 must be a path"),
+    ("store", ["/tmp/a", None], "an item of store= None must be a path"),
+    ("store", ["/tmp/a", b"/tmp/b"], "an item of store= b'/tmp/b' must be a path"),
     ("weights", 3, "a path"),
     ("weights", b"/tmp", "a path"),
     ("weights", ["a"], "a path"),
-    ("weights", "", "no file"),
-    ("weights", "a\0b", "no file"),
-    ("resume", "yes", "the store that is resumed is named by store="),
-    ("resume", -1, "the number of a step"),
-    ("resume", 1.0, "the number of a step"),
+    ("weights", "", "not a valid file name"),
+    ("weights", "a\0b", "not a valid file name"),
+    ("resume", "yes", "store= names the store to resume"),
+    ("resume", -1, "the number of the step"),
+    ("resume", 1.0, "the number of the step"),
     ("betas", 0.9, r"two numbers.*betas=\(0.9, 0.999\)"),
     ("betas", (0.9, 0.9, 0.9), "two numbers"),
     ("betas", "ab", "two numbers"),
@@ -190,9 +190,9 @@ def test_a_store_is_named_by_any_path(store_dir: pathlib.Path) -> None:
 
     with pytest.raises(LohanError, match="a path"):
         lohan.wrap(_build(), store=Bytes())
-    with pytest.raises(LohanError, match="3: a store's directories, a wrapped model"):
+    with pytest.raises(LohanError, match="3 must be a store's directories, a wrapped model"):
         lohan.export(3, store_dir / "out")
-    with pytest.raises(LohanError, match="no file"):
+    with pytest.raises(LohanError, match="not a valid file name"):
         lohan.verify("a\0b")
 
 
@@ -222,10 +222,10 @@ def test_a_second_positional_argument_says_which_keyword_it_is(
     [
         (lambda m: [*m.parameters(), m[0].weight], "'0.weight' twice"),
         (lambda m: [{"params": m.parameters()}, {"params": [m[0].bias]}], "'0.bias' twice"),
-        (lambda m: [{"params": m.parameters(), "betas": 0.9}], "betas 0.9: two numbers"),
+        (lambda m: [{"params": m.parameters(), "betas": 0.9}], "betas 0.9 must be two numbers"),
         (lambda m: [{"params": m.parameters(), "lr": [1]}], r"lr \[1\]"),
         (lambda m: [{"params": m.parameters(), "lr": "x"}], "lr 'x' is text"),
-        (lambda m: [m[0].weight], "leaves out 3"),
+        (lambda m: [m[0].weight], "omits 3"),
     ],
 )
 def test_wrong_groups_are_refused_by_the_parameter_s_name(
@@ -278,6 +278,6 @@ def test_a_model_that_is_divided_or_replicated_already_is_refused_by_the_wrapper
     kind: str, store_dir: pathlib.Path
 ) -> None:
     for outer in (lambda m: m, lambda m: nn.Sequential(m)):
-        with pytest.raises(UnsupportedError, match=f"{kind}.*lohan.wrap\\(\\) the model before"):
+        with pytest.raises(UnsupportedError, match=f"{kind}.*the model from before"):
             lohan.wrap(outer(DIVIDED[kind](_build())), store=store_dir / "a")
     assert not os.listdir(store_dir)

@@ -181,7 +181,7 @@ def test_who_reads_a_store_that_is_not_there_or_in_use_is_told_what_to_do(store_
     words = [["export", none, out], ["snapshot", none, out], ["verify", none], ["inspect", none]]
     for command in words:
         answer = CliRunner().invoke(main, [str(word) for word in command])
-        assert answer.exit_code == 1 and "name the directories that store= had" in answer.output
+        assert answer.exit_code == 1 and "pass the directories that store= had" in answer.output
         assert "resume" not in answer.output and not out.exists()
     model = lohan.wrap(nn.Linear(4, 4), store=store_dir / "s")
     answer = CliRunner().invoke(main, ["inspect", str(store_dir / "s")])

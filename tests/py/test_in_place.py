@@ -224,11 +224,11 @@ def test_a_file_that_is_another_one_is_refused_when_the_run_goes_on(
         return lohan.wrap(tower(), store=store_dir, resume=True, lr=1e-2, **settings)
 
     path.unlink()
-    with pytest.raises(StoreError, match=r"a\.safetensors is not there.*weights=FOLDER"):
+    with pytest.raises(StoreError, match=r"a\.safetensors does not exist.*weights=FOLDER"):
         resume()
     path.write_bytes(good + b"0")
     with pytest.raises(
-        StoreMismatchError, match=rf"bytes is {len(good) + 1:,}, it was {len(good):,}"
+        StoreMismatchError, match=rf"bytes is {len(good) + 1:,}, but was {len(good):,}"
     ):
         resume()
     spoilt = bytearray(good)

@@ -147,7 +147,7 @@ def test_an_answer_with_a_wrong_value_is_named(tmp_path: Path, change: dict[str,
     said |= {"error": "", "message": "", "errno": None, **change}
     answer = tmp_path / (_requests.ANSWER + "0" * 32)
     answer.write_text(json.dumps(said))
-    with pytest.raises(StoreError, match="no answer"):
+    with pytest.raises(StoreError, match="not a valid reply"):
         _requests._await(str(answer), os.getpid(), [str(tmp_path)], 0.0, None)
 
 

@@ -121,7 +121,7 @@ def test_what_is_no_request_is_ignored_with_one_line(
     for step in range(1, 4):
         train_step(model, step)
     said = [line for line in capfd.readouterr().err.splitlines() if "lohan.request" in line]
-    assert len(said) == 1 and said[0].startswith(f"lohan: {path} is no request for a copy")
+    assert len(said) == 1 and said[0].startswith(f"lohan: {path} is not a valid request for a copy")
     assert os.path.lexists(path) == (make in STAYS)
     assert ("removed" in said[0]) == (make not in STAYS)
     assert model.lohan.step == 4

@@ -143,7 +143,7 @@ def test_what_is_partly_wrapped_is_not_wrapped_again(is_closed: bool, workshop: 
     tied = build()
     tied.blocks[1].up.weight = model.blocks[2].up.weight
     for again in (model.blocks[0], parent, other, tied):
-        with pytest.raises(UnsupportedError, match=r"wrapped already: lohan\.unwrap"):
+        with pytest.raises(UnsupportedError, match=r"already wrapped: call lohan\.unwrap"):
             lohan.wrap(again, store=workshop.folder / "again")
     assert not (workshop.folder / "again").exists()
     if not is_closed:
@@ -200,7 +200,7 @@ def test_the_parts_of_a_wrapped_model_go_with_it(workshop: Workshop) -> None:
     block = model.blocks[0]
     workshop.made.clear()
     del model
-    with pytest.raises(UnsupportedError, match="wrapped already"):
+    with pytest.raises(UnsupportedError, match="already wrapped"):
         lohan.wrap(block, store=workshop.folder / "again")
 
 

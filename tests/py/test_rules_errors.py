@@ -86,7 +86,7 @@ def test_reading_a_gradient_says_where_it_went(trained: nn.Module) -> None:
         lambda: gradient.numpy(),
     ]
     for read in reads:
-        with pytest.raises(OffloadedGradientError, match="left for the optimizer"):
+        with pytest.raises(OffloadedGradientError, match="sent to the optimizer"):
             read()
     trained.optimizer.step()
 
@@ -215,7 +215,7 @@ def test_a_compiled_model_is_refused(workshop: Workshop) -> None:
 
 def test_a_model_is_wrapped_once(workshop: Workshop) -> None:
     model = workshop.wrap(build())
-    with pytest.raises(UnsupportedError, match="wrapped already"):
+    with pytest.raises(UnsupportedError, match="already wrapped"):
         lohan.wrap(model, store=workshop.folder / "again")
 
 

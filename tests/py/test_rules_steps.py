@@ -291,7 +291,7 @@ def test_the_optimizers_state_dict_carries_groups_and_its_place(workshop: Worksh
     assert_same_state(model.state_dict(), before)
     with pytest.raises(StoreMismatchError, match="step"):
         model.optimizer.load_state_dict(state)
-    with pytest.raises(StoreMismatchError, match="not of a wrapped model"):
+    with pytest.raises(StoreMismatchError, match="not that of a wrapped model"):
         model.optimizer.load_state_dict(torch.optim.AdamW(build().parameters()).state_dict())
     with pytest.raises(UnsupportedError, match="params="):
         model.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})

@@ -66,7 +66,7 @@ def test_wrap_takes_a_string_and_holds_it(store_dir: pathlib.Path) -> None:
 )
 def test_a_keyword_that_is_nearly_right_is_named_with_the_right_one(typo: str, meant: str) -> None:
     given: dict[str, Any] = {typo: 1}
-    with pytest.raises(TypeError, match=rf"^{typo}= is no keyword.*did you mean {meant}=\?$"):
+    with pytest.raises(TypeError, match=rf"^{typo}= is not a keyword.*did you mean {meant}=\?$"):
         lohan.wrap(crash_worker.build(), **given)
 
 

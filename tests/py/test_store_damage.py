@@ -98,7 +98,7 @@ def test_a_whole_newest_step_may_be_named_or_gone_back_from(store_dir: pathlib.P
     model.lohan.close()
     check_whole(store_dir, digests[3])
     for wrong in (-1, 2.0, "3", object()):
-        with pytest.raises(errors.ModelError, match="number of a step"):
+        with pytest.raises(errors.ModelError, match="number of the step"):
             wrap(store_dir, resume=wrong)
 
 

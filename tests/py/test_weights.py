@@ -171,7 +171,7 @@ def test_what_has_no_value_is_named(tmp_path: Path) -> None:
         lohan.wrap(model, store=tmp_path / "b", weights=tmp_path)
     with lohan.empty():
         model = nn.Linear(4, 5)
-    with pytest.raises(ModelError, match=r"\[4, 4\], the model has"):
+    with pytest.raises(ModelError, match=r"\[4, 4\], but the model has"):
         lohan.wrap(model, store=tmp_path / "c", weights=tmp_path)
     with pytest.raises(StoreError, match=r"no such folder"):
         lohan.wrap(model, store=tmp_path / "d", weights=tmp_path / "nothing")

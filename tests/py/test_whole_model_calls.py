@@ -54,7 +54,7 @@ CALLS: dict[str, tuple[Callable[[nn.Module], Any], type[LohanError], str]] = {
     "deepcopy": (copy.deepcopy, UnsupportedError, "deepcopy"),
     "save": (lambda m: torch.save(m, io.BytesIO()), UnsupportedError, "state_dict"),
     "pickle": (pickle.dumps, UnsupportedError, "state_dict"),
-    "half": (lambda m: m.half(), UnsupportedError, "convert before"),
+    "half": (lambda m: m.half(), UnsupportedError, "convert the model before"),
 }
 
 

@@ -1,7 +1,7 @@
-"""The types of what `lohan.wrap` is given, before anything else looks at it.
+"""Type checks of the arguments of `lohan.wrap`, before anything else uses them.
 
-Ranges of settings are checked in session/_settings.py; what is here would otherwise be a TypeError
-or an AttributeError of a line that the caller does not know.
+Ranges of settings are checked in session/_settings.py. Without the checks here, a wrong type would be a
+TypeError or AttributeError in a line of code that the caller does not know.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _FP32_MAX = 3.4028234663852886e38
-# Modules that keep parameters in another form, or expect to be called by several processes.
+# Modules that keep parameters in a different form or expect several processes to call them.
 _WRAPPERS = (
     "DataParallel",
     "DistributedDataParallel",
@@ -33,7 +33,7 @@ _WRAPPERS = (
 
 
 def keywords_only(call: Callable[P, R]) -> Callable[P, R]:
-    """Have call(model, optimizer), the habit of other libraries, say what to write instead."""
+    """Make call(model, optimizer), as in other libraries, fail with what to write instead."""
 
     @functools.wraps(call)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -46,8 +46,8 @@ def keywords_only(call: Callable[P, R]) -> Callable[P, R]:
             else:
                 meant = "lohan.wrap(model, NAME=VALUE)"
             raise ModelError(
-                f"lohan.wrap takes the model alone by position, and was given"
-                f" {type(given).__name__} besides: write {meant}"
+                f"lohan.wrap takes only the model as a positional argument, but also got"
+                f" {type(given).__name__}: write {meant}"
             )
         return call(*args, **kwargs)
 
@@ -55,40 +55,40 @@ def keywords_only(call: Callable[P, R]) -> Callable[P, R]:
 
 
 def path_of(name: str, value: Any) -> str:
-    """A path that was given, as a string.
+    """Return a path argument as a string.
 
     Args:
-        name: of the argument, for the message.
-        value: what was given.
+        name: the argument's name, for the message.
+        value: the argument.
 
     Raises:
-        ModelError: it is none, or cannot be the name of a file.
+        ModelError: it is not a path, or cannot be the name of a file.
     """
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str):
-        raise ModelError(f"{name} {value!r}: a path, as a str or a pathlib.Path")
+        raise ModelError(f"{name} {value!r} must be a path: a str or a pathlib.Path")
     try:
         is_name = bool(path) and "\0" not in path and bool(os.fsencode(path))
     except UnicodeEncodeError:
         is_name = False
     if not is_name:
-        raise ModelError(f"{name} {value!r}: no file can have this name: pass the path of a folder")
+        raise ModelError(f"{name} {value!r} is not a valid file name: pass the path of a folder")
     return path
 
 
 def directories_of(store: Any) -> list[str]:
-    """The absolute paths of a store's directories.
+    """Return the absolute paths of a store's directories.
 
     Args:
-        store: a path, or a list or tuple of them, one a disk.
+        store: a path, or a list or tuple of paths, one per disk.
 
     Raises:
-        ModelError: it is something else, or a name that no directory can have.
+        ModelError: it is something else, or a name that a directory cannot have.
     """
     if isinstance(store, str | os.PathLike):
         return [str(Path(path_of("store=", store)).expanduser().absolute())]
     if not isinstance(store, Sequence) or isinstance(store, bytes | bytearray):
-        raise ModelError(f"store= {store!r}: a path, or a list of paths, one a disk")
+        raise ModelError(f"store= {store!r} must be a path, or a list of paths, one per disk")
     if not store:
         raise ModelError("store=[] names no directory: pass a path, or a list of paths")
     return [str(Path(path_of("an item of store=", one)).expanduser().absolute()) for one in store]
@@ -104,12 +104,12 @@ def check(
     weights: Any,
     config: Any,
 ) -> None:
-    """Refuse arguments of `lohan.wrap` of a wrong type.
+    """Reject arguments of `lohan.wrap` that have a wrong type.
 
     Args:
-        model: to be wrapped.
+        model: the model to be wrapped.
         hyper: lr, betas, eps and weight_decay, by name.
-        store: a path or several, or None.
+        store: one or several paths, or None.
         resume: a bool, or the number of a step.
         max_grad_norm: a number, or None.
         blocks: modules, or None.
@@ -118,8 +118,8 @@ def check(
 
     Raises:
         UnsupportedError: another library has divided or replicated the model.
-        ModelError: names the argument, its value, and what it can be.
-        HyperParameterError: the same of lr, betas, eps and weight_decay.
+        ModelError: names the argument, its value, and what is valid.
+        HyperParameterError: the same for lr, betas, eps and weight_decay.
     """
     _check_model(model)
     if store is not None:
@@ -128,35 +128,35 @@ def check(
         path_of("weights=", weights)
     if resume is not None and not (isinstance(resume, int) and 0 <= resume < 1 << 63):
         raise ModelError(
-            f"resume= {resume!r}: True or False, or the number of a step to resume with;"
-            " the store that is resumed is named by store="
+            f"resume= {resume!r} must be True, False, or the number of the step to resume at;"
+            " store= names the store to resume"
         )
     check_hyper(hyper)
     if max_grad_norm is not None:
         is_norm = _is_number(max_grad_norm) and max_grad_norm > 0
         if not is_norm:
-            raise ModelError(f"max_grad_norm {max_grad_norm!r}: a number above 0, or None")
+            raise ModelError(f"max_grad_norm {max_grad_norm!r} must be a number above 0, or None")
     if blocks is not None and not isinstance(blocks, Iterable):
         raise ModelError(
-            f"blocks= is one {type(blocks).__name__}: a list of modules of the model, as"
-            " blocks=list(model.layers)"
+            f"blocks= is one {type(blocks).__name__}, but must be a list of modules of the model,"
+            " such as blocks=list(model.layers)"
         )
     if isinstance(blocks, str):
         raise ModelError(
-            f"blocks= {blocks!r}: modules of the model, not their names:"
+            f"blocks= {blocks!r} must be modules of the model, not their names:"
             f" blocks=list(model.get_submodule({blocks!r}))"
         )
     if not (config is None or isinstance(config, Config)):
         is_dict = isinstance(config, dict)
         way_out = "pass config=lohan.Config(**that)" if is_dict else "pass config=lohan.Config(...)"
         raise ModelError(
-            f"config= is {repr(config)[:80]}, no lohan.Config: {way_out}, or the settings"
+            f"config= is {repr(config)[:80]}, not a lohan.Config: {way_out}, or the settings"
             " themselves as keywords (host_bytes=..., commit_every=...)"
         )
 
 
 def _is_number(value: Any) -> bool:
-    """A real number, or a tensor or array with one element; no bool."""
+    """Return whether value is a real number, or a tensor or array with one element; not a bool."""
     if isinstance(value, bool | str | bytes | complex):
         return False
     try:
@@ -167,19 +167,19 @@ def _is_number(value: Any) -> bool:
 
 
 def check_hyper(group: dict[str, Any]) -> None:
-    """Refuse what is no number in lr, betas, eps and weight_decay, as far as they are given.
+    """Reject lr, betas, eps and weight_decay that are not numbers; they may be missing.
 
     Raises:
         HyperParameterError: names it.
     """
     for name in ("lr", "eps", "weight_decay"):
         value = group.get(name)
-        if value is None or isinstance(value, str):  # text has a message of its own
+        if value is None or isinstance(value, str):  # hyper_of() has a message for text
             continue
         if not _is_number(value):
-            raise HyperParameterError(f"{name} {value!r}: a number from 0")
+            raise HyperParameterError(f"{name} {value!r} must be a number of at least 0")
         if math.isinf(float(value)) or float(value) > _FP32_MAX:
-            raise HyperParameterError(f"{name} {value!r}: a finite number from 0, as fp32 has it")
+            raise HyperParameterError(f"{name} {value!r} must be finite in fp32, and at least 0")
     betas = group.get("betas")
     if betas is None:
         return
@@ -189,24 +189,25 @@ def check_hyper(group: dict[str, Any]) -> None:
         pair = []
     if len(pair) != 2 or not all(map(_is_number, pair)):
         raise HyperParameterError(
-            f"betas {betas!r}: two numbers from 0 to below 1, as betas=(0.9, 0.999)"
+            f"betas {betas!r} must be two numbers in [0, 1), such as betas=(0.9, 0.999)"
         )
 
 
 def groups_of(params: Any) -> list[dict[str, Any]]:
-    """Parameter groups, as torch.optim.AdamW takes them, from params= of `lohan.wrap`.
+    """Convert params= of `lohan.wrap` to parameter groups as torch.optim.AdamW takes them.
 
     Args:
         params: parameters, (name, parameter) pairs, or dicts with "params".
 
     Raises:
-        ModelError: says what is none of them.
-        HyperParameterError: a group has a hyper-parameter that is no number.
+        ModelError: names an item that is none of these.
+        HyperParameterError: a hyper-parameter of a group is not a number.
     """
-    form = "parameters (model.parameters()), or groups as [{'params': [...], 'lr': 1e-4}, ...]"
+    form = "parameters (model.parameters()), or groups like [{'params': [...], 'lr': 1e-4}, ...]"
     if isinstance(params, str | bytes | dict | torch.Tensor) or not isinstance(params, Iterable):
         raise ModelError(
-            f"params= {_said(params)}: {form}; leave it out to train all that require a gradient"
+            f"params= {_said(params)} must be {form}; omit it to train all parameters that require"
+            " a gradient"
         )
     items = list(params)
     if not items or not all(isinstance(item, dict) for item in items):
@@ -217,7 +218,9 @@ def groups_of(params: Any) -> list[dict[str, Any]]:
         if isinstance(inside, torch.Tensor):
             inside = [inside]
         if isinstance(inside, str | bytes | dict) or not isinstance(inside, Iterable):
-            raise ModelError(f"params= has a group whose 'params' is {_said(inside)}: {form}")
+            raise ModelError(
+                f"params= has a group whose 'params' is {_said(inside)}; params= must be {form}"
+            )
         check_hyper(group)
         groups.append({**group, "params": [_param_of(item, form) for item in inside]})
     return groups
@@ -225,9 +228,9 @@ def groups_of(params: Any) -> list[dict[str, Any]]:
 
 def _param_of(item: Any, form: str) -> torch.Tensor:
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
-        item = item[1]  # of model.named_parameters()
+        item = item[1]  # an item of model.named_parameters()
     if not isinstance(item, torch.Tensor):
-        raise ModelError(f"params= has {_said(item)} in it: {form}")
+        raise ModelError(f"params= contains {_said(item)}; it must be {form}")
     return item
 
 
@@ -236,7 +239,7 @@ def _said(value: Any) -> str:
 
 
 def _check_model(model: Any) -> None:
-    """Refuse models that other libraries have divided or replicated.
+    """Reject models that other libraries have divided or replicated.
 
     Raises:
         UnsupportedError: names the wrapper, and what to wrap instead.
@@ -249,14 +252,14 @@ def _check_model(model: Any) -> None:
         if found:
             kind = "fully_shard()" if found[0] == "FSDPModule" else found[0]
             raise UnsupportedError(
-                f"{repr(name) if name else 'the model'} is a {kind} module: lohan trains in one"
-                " process and divides the model itself: pass lohan.wrap() the model before that"
-                " (model.module of DataParallel and DistributedDataParallel)"
+                f"{repr(name) if name else 'the model'} is a {kind} module, but lohan trains in one"
+                " process and divides the model itself: pass lohan.wrap() the model from before"
+                " that (model.module of DataParallel and DistributedDataParallel)"
             )
-    for name, param in nn.Module.named_parameters(model):  # of a wrapped model: not its values
+    for name, param in nn.Module.named_parameters(model):  # does not load a wrapped model's values
         if type(param).__name__ == "DTensor":
             raise UnsupportedError(
-                f"parameter {name!r} is a DTensor (fully_shard(), tensor parallelism): lohan trains"
-                " in one process and divides the model itself: pass lohan.wrap() the model before"
-                " that"
+                f"parameter {name!r} is a DTensor (fully_shard(), tensor parallelism), but lohan"
+                " trains in one process and divides the model itself: pass lohan.wrap() the model"
+                " from before that"
             )

@@ -1,17 +1,17 @@
-"""However a process ends, its sessions are closed: at exit, and at SIGTERM, which leads there.
+"""Closes all sessions when the process ends: at exit, and at SIGTERM, which is turned into an exit.
 
 [Note: SIGTERM in a finalizer]
-Python prints what a `__del__`, or a weak reference's callback, raises, and goes on. SIGTERM that
-arrives there would be lost so: sys.unraisablehook tells of it, and the handler is run again soon
-after. Within the hook it cannot raise either, and waits once more.
+Python prints an exception from a `__del__` method or a weak reference's callback, and continues. A
+SIGTERM that arrives there would thus be lost. sys.unraisablehook detects this case, and the handler
+runs again soon after. It cannot raise inside that hook either, and is then delayed once more.
 
 [Note: Failing programs]
-A program that ends as intended keeps edits of parameters that nothing was trained with yet; one
-that fails drops them. It fails if, since the edit, an exception reached the top of the program or
-of the thread that made the edit, or is being handled while the session is closed, or sys.exit() was
-given a status other than 0, or SIGTERM arrived. A GeneratorExit is not a failure. In a notebook or
-at a prompt an exception ends a cell, not the program, and does not count; a refusal by lohan itself
-counts everywhere, because the session remembers it.
+A program that ends as intended keeps edits of parameters that no step has used yet; one that fails
+discards them. It counts as failed if, since the edit, an exception reached the top of the program
+or of the thread that made the edit, or is being handled while the session is closed, or sys.exit()
+was called with a status other than 0, or SIGTERM arrived. A GeneratorExit is not a failure. In a
+notebook or at a prompt, an exception ends a cell, not the program, and does not count. An error
+raised by lohan itself always counts, because the session records it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 
     from lohan.session._session import Session
 
-# Between SIGTERM in a place that swallows exceptions and the next try.
+# The delay before the handler runs again after SIGTERM in a place that swallows exceptions.
 _AGAIN_S = 0.001
 
 sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _is_set = False
-_end: SystemExit | None = None  # what SIGTERM raises
+_end: SystemExit | None = None  # the exception that SIGTERM raises
 _unraisable_before = sys.unraisablehook
 _sys_exit = sys.exit
 _thread_hook_before = threading.excepthook
 _failed_exits = 0  # calls of sys.exit() with a status other than 0
-_failed_threads: dict[int, int] = {}  # how many threads of an identifier ended with an exception
+_failed_threads: dict[int, int] = {}  # threads that ended with an exception, by identifier
 
 
 def find_session(directories: Sequence[str]) -> Session | None:
-    """The open session of this process that has the store, if there is one."""
+    """Return the open session of this process that uses the store, or None."""
     wanted = {os.path.realpath(directory) for directory in directories}
     for session in sessions:
         if not session.closed and wanted == {os.path.realpath(d) for d in session.directories}:
@@ -55,7 +55,7 @@ def find_session(directories: Sequence[str]) -> Session | None:
 
 
 class Moment(NamedTuple):
-    """Which exceptions there were when it was made; for has_failed_since()."""
+    """A record of the exceptions at one moment, for has_failed_since()."""
 
     handled: int
     uncaught: int
@@ -65,7 +65,7 @@ class Moment(NamedTuple):
 
 
 def _handled() -> int:
-    """The identity of the exception that is being handled; 0 if there is none that is a failure."""
+    """Return the id of the exception being handled; 0 if there is none, or it is no failure."""
     error = sys.exception()
     if isinstance(error, SystemExit) and error.code in (None, 0):
         return 0
@@ -73,7 +73,7 @@ def _handled() -> int:
 
 
 def moment() -> Moment:
-    """Which exceptions there are now."""
+    """Return a record of the current exceptions."""
     is_prompt = hasattr(sys, "ps1")  # also in a notebook
     thread = threading.get_ident()
     return Moment(
@@ -86,7 +86,7 @@ def moment() -> Moment:
 
 
 def has_failed_since(then: Moment) -> bool:
-    """The program has failed since `then`. See [Note: Failing programs]."""
+    """Return whether the program has failed since `then`. See [Note: Failing programs]."""
     now = moment()
     return (
         _end is not None
@@ -111,7 +111,7 @@ def _note_thread(failure: threading.ExceptHookArgs, /) -> None:
 
 
 def close_quietly(session: Session) -> None:
-    """Close a session where nobody is left to take an exception: it is printed."""
+    """Close a session, and print an exception instead of raising it."""
     session.is_ending = True
     try:
         session.close()
@@ -125,7 +125,7 @@ def _close_all() -> None:
 
 
 def is_terminated() -> bool:
-    """SIGTERM came: whoever sent it does not wait for long."""
+    """Return whether SIGTERM has arrived; its sender will not wait long."""
     return _end is not None
 
 
@@ -133,7 +133,7 @@ def set_handlers() -> bool:
     """Commit at normal exit and at SIGTERM; Ctrl-C is an exception and reaches the exit.
 
     Returns:
-        Whether this was the first call; the others do nothing.
+        Whether this was the first call; later calls do nothing.
     """
     global _is_set, _sys_exit, _thread_hook_before
     if _is_set:
@@ -149,7 +149,7 @@ def set_handlers() -> bool:
 
 
 def _forked() -> None:
-    """In a forked child no parameter is in memory, not even those that were when it was forked."""
+    """Make all parameters hollow in a forked child, even those that were in memory."""
     for session in list(sessions):
         session.forked()
 
@@ -158,7 +158,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    """Unwind to atexit, which commits what is closed. See [Note: SIGTERM in a finalizer]."""
+    """Unwind to atexit, which commits closed steps. See [Note: SIGTERM in a finalizer]."""
     global _end, _unraisable_before
     if _end is None:
         _end = SystemExit(128 + number)

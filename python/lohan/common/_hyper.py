@@ -10,15 +10,15 @@ Hyper = tuple[float, float, float, float, float]
 
 
 def hyper_of(group: dict[str, Any]) -> Hyper:
-    """The numbers of one parameter group: (lr, beta1, beta2, eps, weight_decay).
+    """Return the numbers of one parameter group: (lr, beta1, beta2, eps, weight_decay).
 
     Raises:
         HyperParameterError: one is text.
     """
     for name in ("lr", "eps", "weight_decay"):
-        if isinstance(group[name], str):  # schedulers would multiply it
+        if isinstance(group[name], str):  # multiplying it, as schedulers do, would fail
             raise HyperParameterError(
-                f"{name} {group[name]!r} is text, not a number (YAML reads 2e-5 as text, and 2.0e-5"
+                f"{name} {group[name]!r} is text, not a number (YAML reads 2e-5 as text, but 2.0e-5"
                 " as a number)"
             )
     beta1, beta2 = group["betas"]
@@ -32,7 +32,7 @@ def hyper_of(group: dict[str, Any]) -> Hyper:
 
 
 def numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a group, by name."""
+    """Return the hyper-parameters of a group, by name."""
     lr, beta1, beta2, eps, weight_decay = hyper_of(group)
     return {"lr": lr, "betas": [beta1, beta2], "eps": eps, "weight_decay": weight_decay}
 

@@ -1,8 +1,8 @@
-"""What a store says of itself, read and checked in one place: docs/store-format.md, Meta.
+"""A store's description (its meta), read and checked in one place: docs/store-format.md, Meta.
 
-The bytes have a checksum, so contents that make no sense are those of another program, of another
-version, or of somebody who wrote the checksum, too. Whoever reads a meta by of() may rely on every
-key that is named here: it is there, of its type, and every number in it refers to something.
+The bytes have a checksum, so invalid contents come from another program, another version, or an
+attacker who also wrote the checksum. Callers of of() may rely on every key that is named here: it
+exists, has the right type, and every index in it is valid.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ if TYPE_CHECKING:
 
     from lohan import _core
 
-_FORMATS = (1, 2)  # 2: some parameters have strides of their own
+_FORMATS = (1, 2)  # 2: some parameters are not contiguous
 _END = 1 << 60
-# Those whose fp32 masters are kept: of _block.RESIDUAL_BYTES, which is above this module.
+# Trainable dtypes: the keys of _block.RESIDUAL_BYTES, which this module must not import.
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _WrongError(ValueError):
-    """A key is not what it must be."""
+    """A key has an invalid value."""
 
 
 def of(store: _core.Store) -> dict[str, Any]:
-    """The description of an open store.
+    """Return the description of an open store.
 
     Raises:
-        StoreMismatchError: it is of no model, damaged, or of another version; names the key.
+        StoreMismatchError: it is damaged, or from another program or version; names the key.
     """
     said = store.describe()
     return parse(said["meta"], said["files"][0][0])
 
 
 def parse(text: bytes | str, where: str) -> dict[str, Any]:
-    """Read a description.
+    """Parse and check a description.
 
     Args:
-        text: of the store.
-        where: its first file, for the message.
+        text: the description.
+        where: the store's first file, for the message.
 
     Raises:
-        StoreMismatchError: it is of no model, damaged, or of another version; names the key.
+        StoreMismatchError: it is damaged, or from another program or version; names the key.
     """
     try:
         meta = json.loads(text, parse_constant=_refuse_constant)
         _check(meta)
     except (ValueError, RecursionError) as error:
         raise StoreMismatchError(
-            f"{where}: a store, but of no model of lohan's: its description (meta) is damaged, or"
-            f" of another version of lohan ({error}): go back to a snapshot, or use the version"
-            " that made it"
+            f"{where}: this store has no valid model: its description (meta) is damaged, or from"
+            f" another version of lohan ({error}): go back to a snapshot, or use the version that"
+            " created it"
         ) from error
     made: dict[str, Any] = meta
     return made
@@ -78,7 +78,7 @@ def _is_count(value: Any, least: int = 0, end: int = _END) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """A string that can be written to a file."""
+    """Return whether value is a string that can be written to a file."""
     if not isinstance(value, str) or "\0" in value:
         return False
     try:
@@ -102,17 +102,17 @@ def _is_shape(value: Any) -> bool:
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """The dtype that str() makes this name of; None: there is none."""
+    """Return the dtype whose str() is this name, or None."""
     prefix, _, rest = name.rpartition("torch.")
     found = getattr(torch, rest, None) if prefix == "" else None
     return found if isinstance(found, torch.dtype) else None
 
 
 def _check(meta: Any) -> None:
-    """Refuse what is no description.
+    """Reject an invalid description.
 
     Raises:
-        _WrongError: which key, and what it is.
+        _WrongError: names the key and its value.
     """
     _need(isinstance(meta, dict), "all of it", meta)
     version = meta.get("lohan")
@@ -147,7 +147,7 @@ def _check_params(meta: dict[str, Any]) -> None:
 
 
 def _check_strides(strides: Any, params: list[Any]) -> None:
-    """Elements have to fill a parameter's place in some order of its dimensions, without gaps."""
+    """Check that a parameter's elements are dense, in some order of its dimensions."""
     _need(isinstance(strides, dict), "strides", strides)
     indices = {str(index): index for index in range(len(params))}
     for key, steps in strides.items():
@@ -289,6 +289,6 @@ def _check_in_place(meta: dict[str, Any]) -> None:
 
 
 def copied_from(store: _core.Store) -> list[list[Any]]:
-    """The stores, and the steps of theirs, that a store was copied from: [uuid, step] each."""
+    """Return the stores that a store was copied from, with their steps: [uuid, step] each."""
     found: list[list[Any]] = of(store).get("copied_from", [])
     return found

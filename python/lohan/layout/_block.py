@@ -1,20 +1,20 @@
 """Finds the blocks of a module and lays their parameters out in units.
 
 [Note: Blocks and units] A block is a module whose parameters move together: a child of a
-ModuleList or Sequential, or a part of what is left over (embeddings, final norm, head). Every
+ModuleList or Sequential, or one of the remaining parts (embeddings, final norm, head). Every
 block is a scope: its units are resident from its forward pre-hook to its forward hook. A module
-that owns parameters directly and has blocks below it is a scope, too; its units are resident as
-long as its forward runs, that is, while its blocks come and go. A unit holds the parameters of
-one block with one dtype and one requires_grad, one after the other, so that it is one array; those
-that are read in place are units of their own.
+that owns parameters directly and has blocks below it is also a scope; its units are resident while
+its forward runs, during which its blocks are loaded and evicted. A unit holds the parameters of
+one block with one dtype and one requires_grad, one after the other, so that it is one array.
+Parameters that are read in place are in separate units.
 
 [Note: Strides] Torch chooses some kernels by a parameter's strides (channels_last convolutions),
 and different kernels round differently. A unit therefore stores the elements of a dense parameter
 in the order in which they were in memory at wrap, and lends them with the same strides; gradients
 and moments are put into that order. Files, and readers that go by shape, have them in the usual
 order. A store records the strides of its parameters, and a resumed run computes with those.
-Parameters with gaps, parameters that are read in place and those that zeroth-order training moves
-are made contiguous, which is said once.
+Parameters with gaps, parameters that are read in place and those that zeroth-order training updates
+are made contiguous, and a note is printed once.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 BYTES_CODE = 3
-# Bytes an element of what makes a trainable parameter an fp32 master: nothing, the 16-bit residual
-# of a bf16 one, the master itself of an fp16 one.
+# Bytes per element that a trainable parameter needs in addition for an fp32 master: none for fp32,
+# a 16-bit residual for bf16, the master itself for fp16.
 RESIDUAL_BYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Whole blocks of a file; a unit's runs are its bytes, one behind the other."""
+    """Whole blocks of a file; a unit's bytes are its runs, one after the other."""
 
     file: int
     file_offset: int
@@ -52,13 +52,13 @@ class Run:
 
     @property
     def checksum_count(self) -> int:
-        """One for each of so many bytes, the last one for what is left."""
+        """The number of checksums, of which the last may cover fewer bytes."""
         return -(-self.nbytes // _core.CHECKSUM_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """A parameter, from where it is read to where torch would have aligned it."""
+    """A move of a parameter from where it was read to torch's alignment."""
 
     begin: int
     to: int
@@ -67,43 +67,43 @@ class Move:
 
 @dataclasses.dataclass
 class Param:
-    """One parameter, tied ones once."""
+    """One parameter; tied parameters are one."""
 
     name: str
     tensor: nn.Parameter
     unit: int
-    first: int  # element in its unit where trainable, else byte
+    first: int  # its offset in its unit: elements if trainable, otherwise bytes
     index: int
-    source: Entry | None = None  # in the files of weights=
-    stream: int | None = None  # its number, where zeroth-order training moves it
-    decays: bool = True  # weight decay, there
-    kept: str | None = None  # in which format it is kept there, if not where it is computed with
-    value_first: int = 0  # where it is computed with then: byte in its unit's place
+    source: Entry | None = None  # its entry in the files of weights=
+    stream: int | None = None  # its stream's number, if zeroth-order training updates it
+    decays: bool = True  # whether zeroth-order training applies weight decay to it
+    kept: str | None = None  # the storage format of zeroth-order training, if it differs
+    value_first: int = 0  # with `kept`: offset in bytes of the values for computation
     strides: tuple[int, ...] | None = None  # None: contiguous; see [Note: Strides]
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return self.tensor.numel()
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Its dimensions, from the one with the largest steps in memory on."""
+        """The dimensions, sorted by decreasing stride."""
         strides = self.strides or contiguous_strides(self.tensor.shape)
         return tuple(sorted(range(len(strides)), key=lambda i: -strides[i]))
 
     def flat(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of the parameter's shape, in the order in which the unit has them."""
+        """Return values of the parameter's shape in the unit's order."""
         return values if self.strides is None else values.permute(self.order).reshape(-1)
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """Values in the unit's order, seen with the parameter's shape and strides."""
+        """Return a view of values in the unit's order with the parameter's shape and strides."""
         strides = self.strides or contiguous_strides(self.tensor.shape)
         return flat.as_strided(self.tensor.shape, strides)
 
     @property
     def engine_first(self) -> int:
-        """Where the engine finds what is computed with."""
+        """The offset of the values for computation, as the engine takes it."""
         return self.first if self.kept is None else self.value_first
 
 
@@ -112,30 +112,30 @@ class Unit:
     """Parameters of one block that move together."""
 
     name: str
-    dtype: torch.dtype  # of what is kept
+    dtype: torch.dtype  # the storage dtype
     trainable: bool
     params: list[Param]
     elements: int = 0  # padded; 0: frozen
-    nbytes: int = 0  # of parameters in memory and on SSD, padded
-    value_bytes: int = 0  # of values beside them, where they are computed with
+    nbytes: int = 0  # size of the parameters in memory and on SSD, padded
+    value_bytes: int = 0  # size of separate values for computation, if Param.kept is set
     always: bool = False
-    # Where its bytes are if they are read in place (_in_place.py); none: in the store.
+    # Where its bytes are if they are read in place (_in_place.py); empty: in the store.
     runs: list[Run] = dataclasses.field(default_factory=list)
     moves: list[Move] = dataclasses.field(default_factory=list)
 
     @property
     def place_bytes(self) -> int:
-        """Bytes where they are computed with."""
+        """The size of the unit's place in the memory of the computing device."""
         return self.nbytes + self.value_bytes
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of all gradients in the parameters' dtype."""
+        """The size of all gradients in the parameters' dtype."""
         return sum(p.count for p in self.params) * self.dtype.itemsize if self.trainable else 0
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes an element of what is kept besides the parameter for an exact master."""
+        """Bytes per element that are stored besides the parameter for an exact master."""
         return RESIDUAL_BYTES[self.dtype] if self.trainable else 0
 
 
@@ -144,22 +144,22 @@ class Scope:
     """A module and the units that its forward needs."""
 
     name: str
-    module: nn.Module | None  # None once the hooks are on
+    module: nn.Module | None  # None after the hooks are registered
     units: list[int]
-    is_innermost: bool = True  # no other scope is inside
+    is_innermost: bool = True  # it contains no other scope
 
 
 @dataclasses.dataclass
 class Layout:
-    """Everything that moves, and when it must be there.
+    """All parameters and units, and the scopes that need them.
 
     Attributes:
-        buffer_bytes: of persistent buffers that every commit carries.
-        about: what the store's meta says besides, for who has no model.
-        method: of zeroth-order training, as the store's meta says it.
-        cut: of weights that are rounded when the store is filled.
-        made_contiguous: names of parameters whose strides are not kept.
-        other_strides: names of those that the store has with other strides than the model.
+        buffer_bytes: the size of persistent buffers that every commit includes.
+        about: further entries of the store's meta, for readers without the model.
+        method: the method entry of the store's meta, for zeroth-order training.
+        cut: statistics of weights that are rounded when the store is filled.
+        made_contiguous: names of parameters whose strides are not preserved.
+        other_strides: names of parameters whose strides in the store differ from the model's.
         in_place: the files that frozen parameters are read from; make_layout() sets it.
     """
 
@@ -189,7 +189,7 @@ def _lists_below(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Finder:
-    """Walks the tree once; `blocks` gets (name, module) in order of definition."""
+    """Walks the module tree once; collects (name, module) in `blocks`, in order of definition."""
 
     def __init__(self, model: nn.Module, block_bytes_max: int) -> None:
         self.model = model
@@ -204,7 +204,7 @@ class _Finder:
             self.blocks.append((name, module))
 
     def visit(self, name: str, module: nn.Module) -> None:
-        """Descend into a module that is not a block itself."""
+        """Descend into a module that is not a block."""
         if id(module) in self.seen:
             return
         if module._parameters and any(p is not None for p in module._parameters.values()):
@@ -220,7 +220,7 @@ class _Finder:
                 self.element(full, child)
 
     def element(self, name: str, module: nn.Module) -> None:
-        """Decide whether module is a block or is looked into."""
+        """Add a module as a block, or descend into it."""
         nbytes = _own_bytes(module)
         if nbytes == 0:
             return
@@ -244,7 +244,7 @@ def find_blocks(
         given: modules that are blocks whatever their structure.
 
     Returns:
-        (name, module) of each block and of each module that owns parameters above them.
+        (name, module) of each block, and of each module above blocks that owns parameters.
 
     Raises:
         ModelError: a given block is not a submodule of the model.
@@ -277,7 +277,7 @@ def find_blocks(
 
 
 def named(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
-    """The modules that units are named after, without those that others of them lie in."""
+    """Return the modules with these unit names, except those that contain another one."""
     modules = dict(model.named_modules())
     around = {name[:at] for name in names for at in range(len(name)) if name[at] == "."}
     return [modules[name] for name in {*names} - around if name in modules]
@@ -286,12 +286,12 @@ def named(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
 def scope_of_modules(
     model: nn.Module, blocks: list[tuple[str, nn.Module]]
 ) -> dict[int, tuple[str, nn.Module]]:
-    """The scope that each module's own parameters belong to: the innermost block around it."""
+    """Return the scope of each module's own parameters: the innermost block around it."""
     by_id = {id(m): (n, m) for n, m in blocks}
     found: dict[int, tuple[str, nn.Module]] = {}
 
-    # A stack instead of a nested function: one that calls itself is a cycle, which would hold the
-    # model until the collector comes by.
+    # A stack instead of a recursive nested function, whose reference cycle would keep the model
+    # alive until the garbage collector runs.
     left: list[tuple[nn.Module, tuple[str, nn.Module] | None]] = [(model, None)]
     while left:
         module, scope = left.pop()
@@ -305,7 +305,7 @@ def scope_of_modules(
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The steps between elements of a tensor in the usual order."""
+    """Return the strides of a contiguous tensor."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)
@@ -313,7 +313,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """The elements fill one stretch of memory, each place once, in some order of dimensions."""
+    """Return whether the elements fill a range of memory without gaps or overlap."""
     expected = 1
     for step, size in sorted((step, size) for size, step in zip(shape, strides, strict=True)):
         if size > 1 and step != expected:
@@ -327,7 +327,7 @@ def _align(value: int, alignment: int) -> int:
 
 
 def place(unit: Unit) -> None:
-    """Lay the unit's parameters out one after the other, aligned."""
+    """Lay the unit's parameters out one after the other, with alignment."""
     at = 0
     for param in unit.params:
         param.first = at
@@ -341,7 +341,7 @@ def place(unit: Unit) -> None:
 
 
 def place_values(unit: Unit) -> None:
-    """Lay out where the values of kept parameters are computed with: behind what is kept."""
+    """Lay out the values for computation of parameters in a storage format, after the latter."""
     if unit.params[0].kept is None:
         return
     at = unit.nbytes
@@ -352,11 +352,11 @@ def place_values(unit: Unit) -> None:
 
 
 def checksum_count(unit: Unit) -> int:
-    """Of a unit that is read in place."""
+    """Return the number of checksums of an in-place unit."""
     return sum(run.checksum_count for run in unit.runs)
 
 
 def checksum_bytes(units: Sequence[Unit]) -> int:
-    """Of SSD, for the checksums of all units that are read in place."""
+    """Return the bytes on SSD for the checksums of all in-place units."""
     count = sum(checksum_count(unit) for unit in units)
     return _align(count * 4, _core.BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""A folder of safetensors: which tensors are where, and which parameter of a model each is."""
+"""A folder of safetensors: the place of each tensor, and the model parameter that it is for."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from lohan.layout._safetensors import NAMES
 from lohan.torch_glue._buffers import Buffers
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-# Values go from one of these to another as `to()` takes them. Of what is packed in fewer bits the
-# values are not the bytes alone: scales are somewhere beside.
+# Values of these dtypes can be converted to each other with `to()`. Packed formats of fewer bits
+# need separate scales in addition to the bytes.
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# As the safetensors library has it: what claims more is no header.
+# The limit of the safetensors library.
 _HEADER_BYTES_MAX = 100_000_000
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-# What peft puts around a module: the name of the module that it was before is what is left.
+# Parts of names that peft adds around a module; without them, its original name remains.
 _PEFT_ROOT = "base_model.model."
 _PEFT_PARTS = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
-# Older files have it, models of today compute it.
+# Older files contain it, but current models compute it.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """A safetensors file: what tells it from another one without reading all of it.
+    """A safetensors file, with what identifies it without reading all of it.
 
     Attributes:
-        inode: device and number of the file that was read; None: it was not looked at yet.
+        inode: device and inode number of the file that was read; None: not read yet.
     """
 
     path: Path
@@ -70,9 +70,9 @@ class Folder:
     """Files of safetensors and the tensors in them.
 
     Attributes:
-        files: in their order.
-        entries: by name.
-        doubles: names that are in two files, where no index says which one counts.
+        files: the files; Entry.file is an index into them.
+        entries: the tensors, by name.
+        doubles: names that are in two files, without an index that says which one is valid.
     """
 
     files: list[File]
@@ -84,7 +84,7 @@ def read_folder(place: Path) -> Folder:
     """Read the headers of a folder of safetensors, or of one file.
 
     Raises:
-        StoreError: there is none, or one is missing or not whole.
+        StoreError: there are no files, or one is missing or incomplete.
         UnsupportedError: the weights are pickles.
     """
     folder = Folder([], {})
@@ -105,53 +105,62 @@ def read_folder(place: Path) -> Folder:
 
 
 def _entry(folder: Folder, begin: int, name: str, entry: dict[str, Any]) -> Entry:
-    """A tensor of the folder's last file, whose values begin at begin; its place is looked at."""
+    """Make the entry of a tensor in the folder's last file, after checking its place.
+
+    Args:
+        folder: the folder.
+        begin: where the values begin in the file.
+        name: the tensor's name.
+        entry: its description in the header.
+    """
     file = folder.files[-1]
     first, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     dtype = DTYPES.get(entry["dtype"])
     if dtype is not None and math.prod(shape) * dtype.itemsize != end - first:
         raise StoreError(
-            f"{file.path}: {name} is {entry['dtype']} {list(shape)}, and has {end - first} bytes:"
+            f"{file.path}: {name} is {entry['dtype']} {list(shape)}, but has {end - first} bytes:"
             " the file is damaged"
         )
     if begin + end > file.nbytes:
         raise StoreError(
-            f"{file.path} ends inside {name}: it has {file.nbytes} bytes, and its header says that"
+            f"{file.path} ends inside {name}: it has {file.nbytes} bytes, but its header says that"
             f" {entry['dtype']} {list(shape)} is at {begin + first} to {begin + end}: the file was"
-            " cut; put a whole one in its place"
+            " truncated; replace it by a complete one"
         )
     return Entry(len(folder.files) - 1, begin + first, end - first, entry["dtype"], shape)
 
 
 def check_descriptor(descriptor: int, file: File) -> None:
-    """What was opened is what was looked at: call it before and after the file is read.
+    """Check that an open file is the one described; call it before and after reading the file.
 
     Raises:
-        StoreError: it was replaced or written to since.
+        StoreError: the file was replaced or written to in the meantime.
     """
     found = os.fstat(descriptor)
     is_same = (found.st_size, found.st_mtime_ns) == (file.nbytes, file.mtime_ns)
     if not is_same or file.inode not in (None, (found.st_dev, found.st_ino)):
         raise StoreError(
-            f"{file.path} was changed while it was being read: wait until it is whole, then try"
+            f"{file.path} was changed while it was being read: wait until it is complete, then try"
             " again"
         )
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int, File]:
-    """The header of a safetensors file: its tensors, where their bytes begin, and the file.
+    """Read the header of a safetensors file.
 
-    All of it is of one open file, whatever happens to its name meanwhile.
+    Returns:
+        Its tensors, the offset of their bytes, and the file. All are from one open file, even if it
+        is renamed or replaced meanwhile.
 
     Raises:
-        StoreError: the file is not there or not safetensors, or is cut.
+        StoreError: the file is missing, is not safetensors, or was truncated.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise StoreError(f"{path} is not a safetensors file: it is no regular file")
+                raise StoreError(f"{path} is not a safetensors file: it is not a regular file")
             size = found.st_size
             head = file.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
@@ -161,7 +170,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int, File]:
                 raise StoreError(f"{path} is not a safetensors file: a header of {length} bytes")
             text = file.read(length)
             if len(text) != length:
-                raise StoreError(f"{path} was cut while it was being read: try again")
+                raise StoreError(f"{path} was truncated while it was being read: try again")
     except FileNotFoundError as error:
         raise StoreError(error.errno, _missing(path)) from error
     except OSError as error:
@@ -184,8 +193,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], int, File]:
 
 def _missing(path: Path) -> str:
     if path.is_symlink():
-        return f"{path} is a link to {os.readlink(path)}, which is not there: download it again"
-    return f"{path} is not there: the folder is not whole; put the file there, or download it again"
+        return f"{path} is a link to {os.readlink(path)}, which does not exist: download it again"
+    return f"{path} does not exist: the folder is incomplete; add the file, or download it again"
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -197,13 +206,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_entry(name: str, entry: Any) -> None:
-    """Raises ValueError: it is no description of a tensor."""
+    """Raise ValueError if entry is not a valid description of a tensor."""
     said = entry if isinstance(entry, dict) else {}
     places: Any = said.get("data_offsets")
     is_named = isinstance(said.get("dtype"), str) and _are_sizes(said.get("shape"))
     is_good = is_named and _are_sizes(places) and len(places) == 2
     if not is_good or places[0] > places[1]:
-        raise ValueError(f"its header says of {name!r} {str(entry)[:200]}")
+        raise ValueError(f"its header has an invalid entry for {name!r}: {str(entry)[:200]}")
 
 
 def _are_sizes(values: Any) -> bool:
@@ -211,10 +220,10 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _paths(place: Path) -> tuple[list[Path], dict[str, Path]]:
-    """The files to read, and the one of each tensor where an index says so.
+    """Return the files to read and, if there is an index, the file of each tensor.
 
-    Those that from_pretrained would take: a folder may have other variants, or formats, of the same
-    tensors beside them. A link that leads nowhere is missed, not passed over.
+    These are the files that from_pretrained would use: a folder may also have other variants or
+    formats of the same tensors. A broken link counts as a missing file and is not skipped.
     """
     if place.name.endswith(".index.json") and place.is_file():
         return _of_index(place)
@@ -235,8 +244,9 @@ def _paths(place: Path) -> tuple[list[Path], dict[str, Path]]:
         raise UnsupportedError(_pickle_message(place, pickles[0]))
     if not place.exists():
         raise StoreError(
-            f"weights={place}: there is no such folder or file. It is a place on this machine: of"
-            " a name on the Hub huggingface_hub.snapshot_download(NAME) makes one, and says where"
+            f"weights={place}: there is no such folder or file. It must be a path on this machine:"
+            " for a model on the Hub, huggingface_hub.snapshot_download(NAME) downloads the folder"
+            " and returns its path"
         )
     raise StoreError(f"weights={place}: no .safetensors file there")
 
@@ -253,16 +263,16 @@ def _of_index(path: Path) -> tuple[list[Path], dict[str, Path]]:
         raise StoreError(error.errno, f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(
-            f"{path} is no index of safetensors ({error!r}): download it again"
+            f"{path} is not a valid index of safetensors ({error!r}): download it again"
         ) from error
     return sorted(set(file_of.values())), file_of
 
 
 def _beside(index: Path, name: str, file: Any) -> Path:
-    """The file of a tensor, which lies where its index lies or below.
+    """Return the file of a tensor, which must be in the index's folder or below.
 
     Raises:
-        StoreError: it does not, or is no name of a file.
+        StoreError: it is outside, or is not a valid file name.
     """
     if not isinstance(file, str):
         raise TypeError(f"{name!r} is in {file!r}")
@@ -271,21 +281,21 @@ def _beside(index: Path, name: str, file: Any) -> Path:
         if not inner.is_absolute() and ".." not in inner.parts and inner.parts:
             return index.parent / inner
     raise StoreError(
-        f"{index} says that {name!r} is in {file!r}: files of an index lie in its own folder: check"
-        " where the folder comes from, and download it again"
+        f"{index} says that {name!r} is in {file!r}, but files of an index must be in its own"
+        " folder: check where the folder comes from, and download it again"
     )
 
 
 def _pickle_message(place: Path, name: str) -> str:
     return (
         f"weights={place}: {name} is a pickle, which can run any code when it is read, and whose"
-        " tensors cannot be read where they are: load it once with from_pretrained, and write it"
+        " tensors cannot be read in place: load it once with from_pretrained, and write it"
         ' with save_pretrained("converted", safe_serialization=True)'
     )
 
 
 def _prefixes(model: nn.Module) -> list[str]:
-    """`base_model_prefix` of the outermost Hugging Face model: "model", "transformer", ..."""
+    """Return `base_model_prefix` of the outermost Hugging Face model: "model", ..."""
     for module in model.modules():
         prefix = getattr(module, "base_model_prefix", None)
         if isinstance(prefix, str) and prefix:
@@ -294,18 +304,18 @@ def _prefixes(model: nn.Module) -> list[str]:
 
 
 def _candidates(name: str, prefixes: list[str]) -> Iterator[str]:
-    """Names that a parameter may have in a file, best first."""
+    """Yield the names that a parameter may have in a file, best match first."""
     yield name
     plain = _PEFT_PARTS.sub("", name.removeprefix(_PEFT_ROOT))
     if plain != name:
         yield plain
-    # As from_pretrained does where a head was added to a bare model, or left out.
+    # As from_pretrained does when a head was added to a bare model, or removed.
     for prefix in prefixes:
         yield plain.removeprefix(prefix) if plain.startswith(prefix) else prefix + plain
 
 
 def all_names(model: nn.Module) -> dict[int, list[str]]:
-    """Every name of every parameter, by the id of its tensor; those of tied ones, too."""
+    """Return all names of every parameter, including tied ones, by the id of its tensor."""
     names: dict[int, list[str]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for name, tensor in module._parameters.items():
@@ -316,10 +326,10 @@ def all_names(model: nn.Module) -> dict[int, list[str]]:
 
 
 def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
-    """The entry of each parameter that the files have, by the id of its tensor.
+    """Return the entry of each parameter that the files have, by the id of its tensor.
 
     Raises:
-        ModelError: a shape differs, or a dtype in a way that is no conversion of values.
+        ModelError: a shape differs, or a dtype cannot be converted to the model's.
     """
     found: dict[int, Entry] = {}
     prefixes = _prefixes(model)
@@ -333,10 +343,10 @@ def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
 
 
 def match_buffers(model: nn.Module, folder: Folder) -> list[tuple[torch.Tensor, Entry]]:
-    """The persistent buffers that the files have: running means, a router's biases, ...
+    """Return the persistent buffers that the files have: running means, a router's biases, ...
 
     Raises:
-        ModelError: as match().
+        ModelError: as for match().
     """
     found: list[tuple[torch.Tensor, Entry]] = []
     prefixes = _prefixes(model)
@@ -349,7 +359,7 @@ def match_buffers(model: nn.Module, folder: Folder) -> list[tuple[torch.Tensor, 
 
 
 def unused(model: nn.Module, folder: Folder) -> list[str]:
-    """Tensors of the files that the model has no place for, but those that it says it ignores."""
+    """Return the files' tensors that the model does not use, except those that it ignores."""
     prefixes = _prefixes(model)
     names = list(itertools.chain(*all_names(model).values()))
     names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
@@ -369,21 +379,21 @@ def _check_same(name: str, tensor: torch.Tensor, entry: Entry, folder: Folder) -
     path = folder.files[entry.file].path
     if tuple(tensor.shape) != entry.shape:
         raise ModelError(
-            f"{path}: {name} is {list(entry.shape)}, the model has {list(tensor.shape)}"
+            f"{path}: {name} is {list(entry.shape)}, but the model has {list(tensor.shape)}"
         )
     dtype = DTYPES.get(entry.dtype)
     if dtype is None:
-        raise ModelError(f"{path}: {name} has dtype {entry.dtype}, which lohan does not know")
+        raise ModelError(f"{path}: {name} has dtype {entry.dtype}, which is not supported")
     if not _converts(dtype, tensor.dtype):
         raise ModelError(
-            f"{path}: {name} is {entry.dtype}, the model has"
-            f" {str(tensor.dtype).removeprefix('torch.')}: its values are not those bytes alone, or"
-            " do not fit; take files that are not quantised, or a model of that dtype"
+            f"{path}: {name} is {entry.dtype}, but the model has"
+            f" {str(tensor.dtype).removeprefix('torch.')}: the values need more than those bytes,"
+            " or do not fit; use files that are not quantised, or a model of that dtype"
         )
 
 
 def _converts(theirs: torch.dtype, ours: torch.dtype) -> bool:
-    """Values may be converted so: between floats of 16 bits and more, and to wider integers."""
+    """Return whether values can be converted: between floats of 16 to 64 bits, or to wider ints."""
     if theirs == ours or (theirs in _FLOATS and ours in _FLOATS):
         return True
     if any(d.is_floating_point or d.is_complex or d == torch.bool for d in (theirs, ours)):
@@ -399,7 +409,7 @@ def _look_up(names: Sequence[str], prefixes: list[str], folder: Folder) -> Entry
                 one, other = folder.doubles[candidate]
                 raise ModelError(
                     f"{candidate!r} is in {one} and in {other.name}, and no index says which one"
-                    " counts: pass weights=FILE"
+                    " to use: pass weights=FILE"
                 )
             if candidate in folder.entries:
                 return folder.entries[candidate]

@@ -1,7 +1,7 @@
-"""Frozen parameters that are read from their safetensors files, in place: never copied or written.
+"""Frozen parameters that are read in place from their safetensors files, never copied or written.
 
-Where they lie in memory is decided here ([Note: Read in place] in csrc/sched/in_place.h says why),
-and whether the files are still those that the store was made with.
+This module decides their layout in memory ([Note: Read in place] in csrc/sched/in_place.h explains
+why), and checks that the files are still those that the store was created with.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from lohan.layout._block import Layout, Param, Unit
 
 BLOCK = _core.BLOCK_BYTES
-# A run goes on over so many bytes of a file that no parameter of the unit has: less than what
-# another request costs.
+# A run may span this many bytes that no parameter of the unit uses: reading them costs less than
+# another request.
 _GAP_BYTES = 4 * BLOCK
 _NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 _SCAN_BYTES = 4 * _core.CHECKSUM_BYTES
@@ -43,11 +43,7 @@ _SCAN_THREADS = 4
 
 
 def place(params: Sequence[Param]) -> tuple[list[Run], list[Move]]:
-    """Lay out a unit that is read in place; sets each parameter's `first`, in bytes.
-
-    Returns:
-        Its runs and, in their order, its moves.
-    """
+    """Lay out an in-place unit: set each `first`, in bytes; return runs and moves in order."""
     runs: list[Run] = []
     moves: list[Move] = []
     for param in sorted(params, key=_order):
@@ -60,7 +56,7 @@ def place(params: Sequence[Param]) -> tuple[list[Run], list[Move]]:
         if last is not None and last.file == entry.file:
             begin = last.offset + entry.offset - last.file_offset
             is_near = first_block <= last.file_offset + last.nbytes + _GAP_BYTES
-            # Where it moves to, the one before must have left: not if that moves back by less.
+            # The target must not overlap the previous parameter's, which may move by less.
             goes_on = is_near and begin - shift >= moves[-1].to + moves[-1].nbytes
         if last is not None and goes_on:
             nbytes = max(last.nbytes, end - last.file_offset)
@@ -75,7 +71,7 @@ def place(params: Sequence[Param]) -> tuple[list[Run], list[Move]]:
 
 
 def source_of(param: Param) -> Entry:
-    """Where a parameter is that is read in place."""
+    """Return the file entry of a parameter that is read in place."""
     assert param.source is not None
     return param.source
 
@@ -85,9 +81,9 @@ def _order(param: Param) -> tuple[int, int]:
 
 
 def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
-    """Ids of the parameters that can be read from the files: without gradient, of the same dtype.
+    """Return the ids of the frozen parameters that can be read in place: the dtype is the same.
 
-    One line on stderr says what cannot, and why.
+    Prints a line to stderr for those that cannot, with the reason.
     """
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and p.numel() > 0]
     if not frozen:
@@ -124,8 +120,8 @@ class InPlace:
     """The files of a layout, while it is in use.
 
     Attributes:
-        files: in the order that runs count them.
-        checksums: of each unit that is read in place, by its index: u32 each, as bytes.
+        files: the files; Run.file is an index into them.
+        checksums: the checksums of each in-place unit, by its index: u32 each, as bytes.
     """
 
     def __init__(self, files: Sequence[File]) -> None:
@@ -136,10 +132,10 @@ class InPlace:
     # --- Opening ------------------------------------------------------------------------------
 
     def open(self, config: Config) -> None:
-        """Open every file for direct reads; buffered where its file system refuses that.
+        """Open every file for direct reads, or buffered if its file system does not support that.
 
         Raises:
-            StoreError: one cannot be opened, or only buffered, which the config does not allow.
+            StoreError: a file cannot be opened, or only buffered when the config forbids that.
         """
         buffered = []
         for file in self.files:
@@ -151,23 +147,23 @@ class InPlace:
         if not config.allow_buffered:
             self.close()
             raise StoreError(
-                f"{buffered[0]}: its file system refuses direct reads: pass allow_buffered=True, or"
-                ' frozen="copy"'
+                f"{buffered[0]}: its file system does not support direct reads: pass"
+                ' allow_buffered=True, or frozen="copy"'
             )
         print(
-            f"lohan: {buffered[0]} is read through the page cache: its file system refuses direct"
-            " reads",
+            f"lohan: {buffered[0]} is read through the page cache: its file system does not support"
+            " direct reads",
             file=sys.stderr,
         )
 
     def close(self) -> None:
-        """Close the files. Idempotent; no engine reads them any more."""
+        """Close the files, which no engine may be reading. Idempotent."""
         fds, self._fds = self._fds, []
         for fd, _ in fds:
             os.close(fd)
 
     def engine_options(self, layout: Layout) -> tuple[list[Any], list[Any]]:
-        """Files and units as _core.Engine takes them."""
+        """Return the files and units as _core.Engine takes them."""
         files = [
             (fd, os.fsencode(file.path), file.nbytes, is_direct)
             for (fd, is_direct), file in zip(self._fds, self.files, strict=True)
@@ -184,7 +180,7 @@ class InPlace:
         return files, units
 
     def check_unchanged(self) -> None:
-        """Raise StoreError where a file was written to since it was looked at."""
+        """Raise StoreError if a file was written to since it was examined."""
         for (fd, _), file in zip(self._fds, self.files, strict=True):
             _files.check_descriptor(fd, file)
 
@@ -193,11 +189,11 @@ class InPlace:
     def scan(
         self, layout: Layout, progress: Callable[[int], None] | None = None
     ) -> dict[int, bytes]:
-        """Read every run once: its checksums, by unit. A few buffers of memory.
+        """Read every run once and return the checksums by unit, using a few buffers of memory.
 
         Args:
-            layout: whose files they are.
-            progress: called with the bytes of each piece that was read.
+            layout: the layout to which the files belong.
+            progress: called with the size of each piece that was read.
         """
         local = threading.local()
         units = _units(layout)
@@ -224,7 +220,7 @@ class InPlace:
     def differences(
         self, layout: Layout, progress: Callable[[int], None]
     ) -> list[tuple[str, Path, int]]:
-        """Read every run once: (parameter, file, offset in it) of each 1 MiB that has changed."""
+        """Return (parameter, file, offset) of each 1 MiB that has changed, by reading every run."""
         if not _units(layout):
             return []
         found = self.scan(layout, progress)
@@ -244,29 +240,29 @@ class InPlace:
         return bad
 
     def _read_blocks(self, file: int, offset: int, view: memoryview) -> None:
-        """Fill view with blocks of a file; what is behind its end is zeros."""
+        """Fill view with blocks of a file, with zeros after its end."""
         fd, is_direct = self._fds[file]
         least = min(len(view), self.files[file].nbytes - offset)
         done = 0
         while done < least:
             count = os.preadv(fd, [view[done:]], offset + done)
             done += count
-            # Only the end of the file cuts a direct read inside a block.
+            # A direct read ends inside a block only at the end of the file.
             if count == 0 or (done < least and is_direct and done % BLOCK):
                 raise StoreError(
-                    f"{self.files[file].path} was cut: it ends at {offset + done}, and had"
-                    f" {self.files[file].nbytes} bytes: put a whole one in its place"
+                    f"{self.files[file].path} was truncated: it ends at {offset + done}, but had"
+                    f" {self.files[file].nbytes} bytes: replace it by a complete one"
                 )
         view[least:] = bytes(len(view) - least)
 
     # --- Values -------------------------------------------------------------------------------
 
     def read(self, layout: Layout, param: Param) -> torch.Tensor:
-        """A parameter's values, from its file; every byte is checked.
+        """Return a parameter's values from its file; every byte is verified.
 
         Raises:
-            StoreError: the file is gone or cut.
-            ChecksumError: it changed.
+            StoreError: the file is missing or truncated.
+            ChecksumError: its contents have changed.
         """
         values = torch.empty(param.tensor.shape, dtype=layout.units[param.unit].dtype)
         with self._reading():
@@ -274,7 +270,7 @@ class InPlace:
         return values
 
     def pieces(self, layout: Layout, param: Param, count: int) -> Iterator[torch.Tensor]:
-        """The same, flat and in order, at most count elements at a time."""
+        """Yield a parameter's values, flattened, at most count elements at a time."""
         with self._reading():
             for first in range(0, param.count, count):
                 shape = (min(count, param.count - first),)
@@ -283,7 +279,7 @@ class InPlace:
                 yield values
 
     def _read_range(self, layout: Layout, param: Param, skip: int, values: torch.Tensor) -> None:
-        """Fill values from so many bytes into the parameter on."""
+        """Fill values with the parameter's bytes, skipping the first `skip` of them."""
         unit = layout.units[param.unit]
         target = bytes_of(values)
         begin = param.first + source_of(param).offset % _core.IN_PLACE_ALIGN
@@ -306,14 +302,14 @@ class InPlace:
                         raise ChecksumError(
                             errno.EILSEQ,
                             f"{self.files[run.file].path}, offset {run.file_offset + at}: the bytes"
-                            f" of {param.name!r} are others than when the store was made",
+                            f" of {param.name!r} have changed since the store was created",
                         )
                     low, high = max(at, begin), min(at + len(view), end)
                     target[low - begin : high - begin] = view[low - at : high - at]
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """The files are open in the with: of a closed session, too."""
+        """Return a context in which the files are open, even if the session is closed."""
         if self._fds:
             yield
             return
@@ -325,13 +321,13 @@ class InPlace:
             self.close()
 
     def path(self, param: Param) -> Path:
-        """The file that a parameter is in."""
+        """Return the file that contains a parameter."""
         return self.files[source_of(param).file].path
 
     # --- Identity -----------------------------------------------------------------------------
 
     def describe(self, layout: Layout, checksum_extent: int) -> dict[str, Any]:
-        """What the store's meta keeps: docs/store-format.md, Meta."""
+        """Return the description for the store's meta, see Meta in docs/store-format.md."""
         return {
             "files": [
                 {
@@ -392,7 +388,7 @@ def _units(layout: Layout) -> list[tuple[int, Unit]]:
 
 
 def _pieces(units: list[tuple[int, Unit]]) -> Iterator[tuple[int, Run, int, int]]:
-    """(unit, run, bytes into the run, checksum) of each piece that is read at once."""
+    """Yield (unit, run, offset in the run, index of its checksum) of each piece to read."""
     for index, unit in units:
         first = 0
         for run in unit.runs:
@@ -403,17 +399,17 @@ def _pieces(units: list[tuple[int, Unit]]) -> Iterator[tuple[int, Run, int, int]
 
 @dataclasses.dataclass
 class Found:
-    """What the files have of a model's parameters, by the ids of their tensors.
+    """The parameters of a model that files provide, by the ids of their tensors.
 
     Attributes:
-        files: first those that parameters are read from in place.
-        entries: of parameters.
-        in_place: those that are read there.
-        file_count: how many files that takes.
-        buffers: persistent ones that the files have, and their entries.
-        then: the files, as the store remembers them.
-        moved: parameters that zeroth-order training moves.
-        storage: the format that it keeps them in; None: as they are.
+        files: the files; those from which parameters are read in place come first.
+        entries: the entries of parameters.
+        in_place: the parameters that are read in place.
+        file_count: the number of files from which parameters are read in place.
+        buffers: the persistent buffers that the files have, with their entries.
+        then: the files as the store recorded them.
+        moved: the parameters that zeroth-order training updates.
+        storage: the format in which it keeps them; None: unchanged.
     """
 
     files: list[File]
@@ -430,7 +426,7 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
     """Look for a model's parameters and buffers in a folder of safetensors.
 
     Raises:
-        StoreError: there are no files, or one is not whole.
+        StoreError: there are no files, or one is incomplete.
         ModelError: a shape differs, or a dtype cannot become the model's.
         UnsupportedError: the weights are pickles.
     """
@@ -440,12 +436,12 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
     left = _files.unused(model, folder)
     if left:
         print(
-            f"lohan: {len(left)} tensors of weights={place} have no place in this model, and are"
-            f" left out ({left[0]!r}, ...)",
+            f"lohan: {len(left)} tensors of weights={place} are not used by this model and are"
+            f" ignored ({left[0]!r}, ...)",
             file=sys.stderr,
         )
     chosen = choose(model, entries) if config.frozen == "in_place" else set()
-    # The others are read once: no session holds them open, and no store asks for them again.
+    # The other files are read only once; no session keeps them open, and no store refers to them.
     needed = {entries[key].file for key in chosen}
     order = sorted(range(len(folder.files)), key=lambda file: (file not in needed, file))
     moved = {file: number for number, file in enumerate(order)}
@@ -462,11 +458,11 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
     )
 
 
-# --- A store that was made so -----------------------------------------------------------------
+# --- Stores with in-place files ---------------------------------------------------------------
 
 
 def files_of(meta: Mapping[str, Any]) -> list[File]:
-    """The files that a store's units are read from, as its meta has them."""
+    """Return the files from which a store's units are read, as its meta lists them."""
     return [
         File(Path(file["path"]), file["bytes"], file["mtime_ns"], file["header_crc32c"])
         for file in meta.get("in_place", {}).get("files", [])
@@ -474,7 +470,7 @@ def files_of(meta: Mapping[str, Any]) -> list[File]:
 
 
 def restore(meta: Mapping[str, Any], unit: Unit, index: int) -> bool:
-    """Give a unit its runs, and its parameters their places in files; False: it has none."""
+    """Set a unit's runs and its parameters' file entries; False: it is not read in place."""
     said = meta.get("in_place", {})
     rows = said.get("units", {}).get(str(index))
     if rows is None:
@@ -488,19 +484,19 @@ def restore(meta: Mapping[str, Any], unit: Unit, index: int) -> bool:
 
 
 def of_store(meta: dict[str, Any], model: nn.Module, weights: Path | None) -> Found | None:
-    """What a store says of its files, looked at anew.
+    """Find the files that a store reads in place, and check that they are the same.
 
     Args:
-        meta: of the store.
-        model: whose parameters they are.
+        meta: the store's description.
+        model: the model with the parameters.
         weights: where the files are now; None: where they were.
 
     Returns:
-        What the files have; None: the store reads none in place.
+        What the files provide; None: the store reads none in place.
 
     Raises:
-        StoreError: a file is not there.
-        StoreMismatchError: it is another one.
+        StoreError: a file is missing.
+        StoreMismatchError: a file is a different one.
     """
     said = meta.get("in_place")
     if said is None:
@@ -511,7 +507,7 @@ def of_store(meta: dict[str, Any], model: nn.Module, weights: Path | None) -> Fo
     entries: dict[int, Entry] = {}
     for (name, shape, dtype, _), source in zip(meta["params"], said["params"], strict=True):
         tensor = tensors.get(name)
-        # Of another model: the comparison with the store says so.
+        # If these differ, the later comparison with the store reports another model.
         is_same = tensor is not None and list(tensor.shape) == shape and not tensor.requires_grad
         if source is not None and is_same:
             file, offset, nbytes = source
@@ -524,9 +520,9 @@ def _look(file: File, weights: Path | None) -> File:
     path = given or file.path
     if not path.is_file():
         raise StoreError(
-            f"{path} is not there: the store reads frozen parameters in it, and has no copy: put"
-            " it, or a link to it, back; lohan.wrap(..., resume=True) also takes weights=FOLDER,"
-            " the folder where it is now"
+            f"{path} does not exist: the store reads frozen parameters from it, and has no copy."
+            " Restore the file or a link to it, or pass weights=FOLDER to lohan.wrap(...,"
+            " resume=True), the folder where it is now"
         )
     now = _files.read_header(path)[2]
     for what, is_now, was in (
@@ -535,18 +531,18 @@ def _look(file: File, weights: Path | None) -> File:
     ):
         if is_now != was:
             raise StoreMismatchError(
-                f"{path} is another file than the one that the store's frozen parameters were read"
-                f" from: {what} is {is_now:,}, it was {was:,}: put that one back;"
-                " lohan.wrap(..., resume=True) also takes weights=FOLDER, a folder that has it"
+                f"{path} is not the file from which the store's frozen parameters were read:"
+                f" {what} is {is_now:,}, but was {was:,}. Restore the original file, or pass"
+                " weights=FOLDER to lohan.wrap(..., resume=True), a folder that has it"
             )
     return now
 
 
 def check_content(layout: Layout, then: Sequence[File]) -> None:
-    """Read all where a file may have changed (a new time or place), and compare.
+    """If a file has a new time or path, read all files and compare the checksums.
 
     Raises:
-        StoreMismatchError: bytes differ: of which block, in which file.
+        StoreMismatchError: bytes differ; names the block and the files.
     """
     files = layout.in_place
     is_same = all(
@@ -562,6 +558,6 @@ def check_content(layout: Layout, then: Sequence[File]) -> None:
         names = sorted({files.files[run.file].path.name for run in unit.runs})
         raise StoreMismatchError(
             f"{files.files[unit.runs[0].file].path.parent}: the bytes of {unit.name!r} in"
-            f" {', '.join(names)} are others than when the store was made: put those files back, or"
+            f" {', '.join(names)} have changed since the store was created: restore those files, or"
             " pass weights=FOLDER with a folder that has them"
         )

@@ -37,7 +37,7 @@ def make_layout(
         model: the module to be wrapped.
         block_bytes_max: a block with more bytes of parameters is split at its children.
         given: modules that are blocks whatever their structure.
-        found: which parameters are in files, and which of these are to be read there.
+        found: the parameters that files provide, and which of them to read in place.
 
     Returns:
         The layout; parameters are sorted by unit.
@@ -47,7 +47,7 @@ def make_layout(
     scope_of = scope_of_modules(model, blocks)
     scopes: dict[int, Scope] = {id(m): Scope(n, m, []) for n, m in blocks}
     units: list[Unit] = []
-    formats: list[str | None] = []  # of each unit
+    formats: list[str | None] = []  # the storage format of each unit
     unit_by_key: dict[tuple[int, torch.dtype, bool, bool, bool], int] = {}
     unit_by_param: dict[int, int] = {}
     for module_name, module in model.named_modules(remove_duplicate=True):
@@ -97,10 +97,10 @@ def make_layout(
 
 
 def _keep_strides(params: Sequence[Param], found: Found) -> list[str]:
-    """Note the strides of parameters that are not contiguous; see [Note: Strides].
+    """Record the strides of parameters that are not contiguous; see [Note: Strides].
 
     Returns:
-        The names of those that become contiguous.
+        The names of those that will be made contiguous.
     """
     left = []
     for param in params:
@@ -116,11 +116,11 @@ def _keep_strides(params: Sequence[Param], found: Found) -> list[str]:
 
 
 def _mark_always(scopes: list[Scope], units: list[Unit]) -> None:
-    """A unit whose scope encloses other scopes stays: it is in use while they come and go."""
+    """Mark units that stay resident because their scope encloses other scopes."""
     scope_ids = {id(s.module) for s in scopes}
     for scope in scopes:
         module = scope.module
-        assert module is not None  # the hooks are not on yet
+        assert module is not None  # the hooks are not registered yet
         if any(id(m) in scope_ids for m in module.modules() if m is not module):
             scope.is_innermost = False
             for index in scope.units:
@@ -128,11 +128,14 @@ def _mark_always(scopes: list[Scope], units: list[Unit]) -> None:
 
 
 def finer(layout: Layout, make_layout: Callable[..., Layout], *, is_any: bool) -> Layout | None:
-    """The layout with the largest blocks split; is_any: with the largest that can be.
+    """Split the largest blocks; with is_any, the largest ones that can be split.
 
-    What is a parameter alone (an embedding) cannot be split. Without is_any it is the end: backward
-    may hold all parts of a block at once (one that is computed again), which a budget of two parts
-    beside the embedding has no room for.
+    A block with a single parameter (an embedding) cannot be split. Without is_any, splitting then
+    ends: backward may hold all parts of a recomputed block at once, but a budget for two parts
+    besides the embedding has no room for them.
+
+    Returns:
+        The new layout; None: no block can be split.
     """
     if not is_any:
         largest = max(unit.nbytes for unit in layout.units)

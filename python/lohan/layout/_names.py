@@ -1,14 +1,14 @@
-"""What a model's files hold: which tensors, under which names, and the texts beside them.
+"""The contents of a model's files: the tensors with their names, and the texts beside them.
 
-Names are those of `state_dict()`, tied ones once. A Hugging Face model's are those that its own
-`save_pretrained` writes: it leaves out what it ignores on saving, and undoes what its loader
-renames or merges ([Note: Conversions]).
+Names are those of `state_dict()`, with tied tensors once. For a Hugging Face model, they are those
+that its own `save_pretrained` writes: it omits what is ignored on saving, and undoes what its
+loader renames or merges ([Note: Conversions]).
 
-[Note: Conversions] transformers loads some models (experts that are one tensor in memory, many in
-the files) through conversions of names and tensors, and reverts them on saving, over a whole state
-dict. Here they are reverted layer by layer: what one layer's tensors become is asked first on the
-meta device, and where the layers' answers together are the whole model's, a layer is all that is in
-memory at once. A model for which they are not is refused by name.
+[Note: Conversions] transformers loads some models (experts that are one tensor in memory, but many
+in the files) through conversions of names and tensors, and reverts them on saving, for a whole
+state dict. Here they are reverted layer by layer. The result for each layer is first computed on
+the meta device; if the results of all layers together equal that of the whole model, only one layer
+has to be in memory at a time. Otherwise the model is rejected with an error that names it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from torch import nn
 
 from lohan.errors import UnsupportedError
 
-# The layer that a name is of.
+# Matches the name of the layer that a tensor belongs to.
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
 @dataclasses.dataclass
 class Origin:
-    """A tensor of the model: where its value is.
+    """A tensor of the model, and where its value is.
 
     Attributes:
-        name: the first one in the state dict.
-        shape: of the tensor.
-        dtype: of the tensor.
-        index: of the parameter; None: the value is `value`.
-        value: of a buffer, or of a parameter without elements.
+        name: its first name in the state dict.
+        shape: the tensor's shape.
+        dtype: the tensor's dtype.
+        index: the parameter's index; None: the value is `value`.
+        value: the value of a buffer, or of a parameter without elements.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Saved:
     """A tensor of the files.
 
     Attributes:
-        name: there.
-        shape: there.
-        dtype: there.
-        sources: one that it is, or all those that `make` needs.
-        make: of values by name, all tensors of the group by their names; None: it is its source.
+        name: its name in the files.
+        shape: its shape in the files.
+        dtype: its dtype in the files.
+        sources: the model's tensor that it equals, or all tensors that `make` needs.
+        make: converts values by name to all tensors of the group by name; None: no conversion.
     """
 
     name: str
@@ -70,13 +70,13 @@ class Saved:
 
 
 def is_hugging_face(model: nn.Module) -> bool:
-    """Whether it is one of transformers' models; without importing that where nobody has."""
+    """Return whether it is a transformers model, without importing transformers."""
     module = sys.modules.get("transformers.modeling_utils")
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """As state_dict() names them, in its order; without values of hollow parameters."""
+    """Yield names and tensors as in state_dict(), without loading hollow parameters."""
     left: list[tuple[str, nn.Module]] = [("", model)]
     while left:
         prefix, module = left.pop()
@@ -91,11 +91,11 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def sources(model: nn.Module, index_of: Mapping[int, int]) -> dict[str, Origin]:
-    """Every name of the state dict; tied ones have one source.
+    """Return the source of every name in the state dict; tied names share one source.
 
     Args:
-        model: wrapped, or about to be.
-        index_of: the number of each parameter of the layout, by the id of its tensor.
+        model: the model, before or after it is wrapped.
+        index_of: the index of each parameter of the layout, by the id of its tensor.
     """
     made: dict[int, Origin] = {}
     found: dict[str, Origin] = {}
@@ -110,7 +110,7 @@ def sources(model: nn.Module, index_of: Mapping[int, int]) -> dict[str, Origin]:
 
 
 def _plain(found: Mapping[str, Origin]) -> list[Saved]:
-    """A plain module's: each source once, under its first name."""
+    """Return the files' tensors for a plain module: each source once, under its first name."""
     return [
         Saved(name, source.shape, source.dtype, [source])
         for name, source in found.items()
@@ -119,12 +119,12 @@ def _plain(found: Mapping[str, Origin]) -> list[Saved]:
 
 
 def other_names(found: Mapping[str, Origin]) -> dict[str, str]:
-    """Of tied tensors: each name that is left out, and the one that stands for it."""
+    """Return each omitted name of tied tensors, with the name that replaces it."""
     return {name: source.name for name, source in found.items() if source.name != name}
 
 
 def _stand_ins(found: Mapping[str, Origin]) -> dict[str, torch.Tensor]:
-    """Tensors of the same shapes and ties that take no memory."""
+    """Return tensors of the same shapes and ties that take no memory."""
     made: dict[int, torch.Tensor] = {}
     for source in found.values():
         if id(source) not in made:
@@ -150,7 +150,7 @@ def _is_layer_wise(whole: Mapping[str, torch.Tensor], parts: Sequence[Saved]) ->
 def _renamed(
     found: Mapping[str, Origin], given: Mapping[str, torch.Tensor], made: dict[str, torch.Tensor]
 ) -> list[Saved] | None:
-    """The tensors of `made` where each is one of `given`, whatever its name; else None."""
+    """Return the tensors of `made` if each is one of `given`, whatever its name; else None."""
     by_id = {id(tensor): name for name, tensor in given.items()}
     if any(id(tensor) not in by_id for tensor in made.values()):
         return None
@@ -161,7 +161,7 @@ def _renamed(
 
 
 def _converted(model: nn.Module, found: dict[str, Origin]) -> list[Saved]:
-    """What the model's conversions make of these, layer by layer; see [Note: Conversions]."""
+    """Apply the model's conversions layer by layer; see [Note: Conversions]."""
     meta = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in found.items()}
     whole = _revert(model, dict(meta))
     renamed = _renamed(found, meta, whole)
@@ -179,7 +179,8 @@ def _converted(model: nn.Module, found: dict[str, Origin]) -> list[Saved]:
     if not _is_layer_wise(whole, made):
         raise UnsupportedError(
             f"{type(model).__name__} is saved through conversions that mix tensors of several"
-            " layers, which cannot be streamed: save_pretrained(..., save_original_format=False)"
+            " layers, which cannot be streamed: use save_pretrained(...,"
+            " save_original_format=False)"
         )
     order = {name: place for place, name in enumerate(whole)}
     return sorted(made, key=lambda saved: order[saved.name])
@@ -197,12 +198,12 @@ def _mixed(
 
 
 def saved(model: Any, found: dict[str, Origin], *, as_original: bool = True) -> list[Saved]:
-    """The tensors of the model's files, in the order in which they are divided into shards.
+    """Return the tensors of the model's files, in the order in which shards take them.
 
     Args:
         model: any module.
-        found: of sources().
-        as_original: of a Hugging Face model: revert what its loader converts.
+        found: the result of sources().
+        as_original: for a Hugging Face model, revert the conversions of its loader.
 
     Raises:
         UnsupportedError: the model's conversions cannot be reverted layer by layer.
@@ -219,10 +220,10 @@ def saved(model: Any, found: dict[str, Origin], *, as_original: bool = True) -> 
 
 
 def texts(model: Any) -> dict[str, str]:
-    """The files beside a Hugging Face model's weights, as its save_pretrained writes them.
+    """Return the files beside a Hugging Face model's weights, as its save_pretrained writes them.
 
     Raises:
-        ValueError: transformers refuses to write one.
+        ValueError: transformers cannot write one.
     """
     if not is_hugging_face(model):
         return {}

@@ -1,12 +1,11 @@
-"""Files of safetensors, written a piece at a time: shards and their index, as transformers does.
+"""A writer of safetensors files, one piece at a time: shards and their index, as in transformers.
 
-[Note: Whole or not there] Files are written into a folder of their own inside the one that was
-asked for, synced, and moved into place when all of them are there. Before the first one moves, the
-index of an earlier save goes, and with it what makes a folder of shards a model; a single file
-takes the place of an earlier one at once where the files beside it stay as they are, else that goes
-first, too. So who is killed leaves the earlier model, the new one,
-or a folder that `from_pretrained` refuses: never a mixture. The next save removes what a dead
-process left.
+[Note: Whole or not there] Files are written to a working folder inside the target folder, synced,
+and moved into place when all of them are complete. Before the first one is moved, the index of an
+earlier save is removed, without which a folder of shards is not a model. A single file replaces an
+earlier one directly if the files beside it stay the same; otherwise the earlier one is removed
+first, too. A killed process therefore leaves the earlier model, the new one, or a folder that
+`from_pretrained` rejects, but never a mixture. The next save removes what a dead process left.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ Progress = Callable[[int, int], None]
 
 @dataclasses.dataclass
 class Tensor:
-    """One tensor of the files; pieces() gives its elements in order, in any number of tensors."""
+    """One tensor of the files; pieces() returns its elements in order, in any number of tensors."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,7 +67,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """The size in the file, in bytes."""
         count = 1
         for size in self.shape:
             count *= size
@@ -76,7 +75,7 @@ class Tensor:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes, from a number or as "5GB".
+    """Return a size in bytes, from a number or a text like "5GB".
 
     Raises:
         ModelError: it is neither.
@@ -87,11 +86,11 @@ def parse_bytes(size: int | str) -> int:
     with contextlib.suppress(ValueError, KeyError):
         if match is not None and float(match[1]) > 0:
             return int(float(match[1]) * _UNITS[match[2].upper()])
-    raise ModelError(f"max_shard_size {size!r}: bytes, or as '5GB' or '500MB'")
+    raise ModelError(f"max_shard_size {size!r} must be bytes, or text like '5GB' or '500MB'")
 
 
 def divide(tensors: Sequence[Tensor], shard_bytes_max: int) -> list[list[Tensor]]:
-    """Divide tensors into shards, in their order; one that is larger has a shard of its own."""
+    """Divide tensors into shards, in their order; a larger tensor gets its own shard."""
     shards: list[list[Tensor]] = []
     current: list[Tensor] = []
     held = 0
@@ -128,7 +127,7 @@ def _header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
 
 
 class _Writer:
-    """Writes shards and counts what is done."""
+    """Writes shards and counts the bytes written."""
 
     def __init__(self, total_bytes: int, progress: Progress | None) -> None:
         self.total_bytes = total_bytes
@@ -175,10 +174,12 @@ def _is_alive(pid: str) -> bool:
 
 @contextlib.contextmanager
 def working_folder(out: Path) -> Iterator[Path]:
-    """A folder inside `out`, which is made; gone again at the end, and `out` with it on an error.
+    """Return a context with a new working folder inside `out`, which is removed at the end.
+
+    `out` is created if needed. On an error, directories that were created are removed again.
 
     Raises:
-        StoreError: the folder cannot be made or written, with the system's reason.
+        StoreError: the folder cannot be created or written, with the system's reason.
     """
     made = _durable.missing(out)
     working = out / f"{_WORKING}{os.getpid()}"
@@ -206,7 +207,7 @@ def _said(error: OSError, out: Path) -> str:
         return f"cannot write {error.filename or out}: {error.strerror}"
     there = next(path for path in (out, *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
-    return f"{out}: the disk is full ({error.strerror}; {free:,} bytes are free): nothing was left"
+    return f"{out}: the disk is full ({error.strerror}; {free:,} bytes are free): nothing was kept"
 
 
 def _remove(working: Path, made: list[Path]) -> None:
@@ -222,7 +223,7 @@ def _check_space(out: Path, needed: int) -> None:
         raise StoreError(
             errno.ENOSPC,
             f"{out}: the files need {needed:,} bytes, {free:,} are free, {needed - free:,} are"
-            " missing: free space there, or name another folder",
+            " missing: free space there, or choose another folder",
         )
 
 
@@ -237,24 +238,24 @@ def write(
     beside: Callable[[Path], None] | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Write a model's tensors as transformers does; see [Note: Whole or not there].
+    """Write a model's tensors like transformers; see [Note: Whole or not there].
 
     Args:
         out: the folder.
-        tensors: in the order in which they are divided.
-        max_shard_size: bytes, or as "5GB".
+        tensors: the tensors, in the order in which they are divided into shards.
+        max_shard_size: the size limit in bytes, or as text like "5GB".
         variant: part of the files' names.
-        metadata: of each file.
-        count: parameters, for the index.
-        beside: writes the other files (config.json) into the folder that it is given.
-        progress: called with bytes written, and of all.
+        metadata: metadata for each file.
+        count: the number of parameters, for the index.
+        beside: writes the other files (config.json) to the folder that it is passed.
+        progress: called with the bytes written so far and the total.
 
     Returns:
-        The files, in place.
+        The paths of the files.
 
     Raises:
-        StoreError: a file cannot be written, or the disk is too small: by how much.
-        ModelError: a tensor has a dtype that safetensors does not know.
+        StoreError: a file cannot be written, or the disk lacks space; states how much.
+        ModelError: a tensor has a dtype that safetensors does not support.
     """
     for tensor in tensors:
         if tensor.dtype not in NAMES:
@@ -290,16 +291,16 @@ def _shard_pattern(stem: str) -> re.Pattern[str]:
 
 
 def is_replaced(name: str, variant: str | None = None) -> bool:
-    """Whether a file of that name in the folder is replaced, or removed, by write()."""
+    """Return whether write() replaces or removes a file of that name in the folder."""
     whole = _variant("model.safetensors", variant)
     stem = whole.removesuffix(".safetensors")
     return name == whole or _shard_pattern(stem).fullmatch(name) is not None
 
 
 def _move(working: Path, out: Path, stem: str, index: str) -> list[Path]:
-    """Move all files into place, the index last; files of an earlier save that are not replaced go.
+    """Move all files into place, the index last, and remove other files of an earlier save.
 
-    A single file of an earlier save goes where shards come: it would be loaded instead.
+    A single file of an earlier save is removed for shards, since it would be loaded instead.
     """
     made = {path.name for path in working.iterdir()}
     shard = _shard_pattern(stem)
@@ -311,7 +312,7 @@ def _move(working: Path, out: Path, stem: str, index: str) -> list[Path]:
         for name in beside
     )
     if not is_at_once:
-        for path in old:  # the index first: without it shards are no model
+        for path in old:  # the index first: without it, shards are not a model
             if path.name in (index, f"{stem}.safetensors"):
                 path.unlink()
     order = sorted(beside)

@@ -1,4 +1,4 @@
-"""`wrap(optimizer=...)`: training goes on where a torch.optim.AdamW stopped."""
+"""`wrap(optimizer=...)`: training continues where a torch.optim.AdamW stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# What a script may have hung on the optimizer: shared, so that removing one works on either.
+# Hooks that a script may have registered: both optimizers share them, so that a hook can be removed
+# through either.
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -28,54 +29,55 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 
-# Methods that would answer for an optimizer that is empty now; torch itself refuses step().
+# Methods that would give wrong answers for the emptied optimizer. torch itself rejects step().
 _SHADOWED = ("state_dict", "load_state_dict", "add_param_group")
 
 
 def check(optimizer: object, besides: dict[str, Any], *, resume: bool) -> None:
-    """Refuse an optimizer whose numbers lohan's AdamW would not go on with.
+    """Reject an optimizer from which lohan's AdamW cannot continue with the same numbers.
 
     Args:
-        optimizer: what wrap() was given; None: there is none.
-        besides: arguments of wrap() that it answers itself, None where they were not given.
+        optimizer: the optimizer= of wrap(), or None.
+        besides: arguments of wrap() that the optimizer replaces; None if they were not given.
         resume: the store has moments.
 
     Raises:
-        UnsupportedError: another class or rule.
-        ModelError: something else says what it says, too.
+        UnsupportedError: the optimizer has a different class or update rule.
+        ModelError: another argument conflicts with it.
     """
     if optimizer is None:
         return
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    # Not isinstance: a class of its own may have a rule of its own.
+    # Not isinstance: a subclass may have a different rule.
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         raise UnsupportedError(
-            f"optimizer= is a {kind}: lohan's rule is AdamW's, and goes on from a"
-            " torch.optim.AdamW, or a torch.optim.Adam without weight decay. To train with AdamW"
-            " from here on leave optimizer= out: lr=, weight_decay= and params= say the rest"
+            f"optimizer= is a {kind}, but lohan's rule is AdamW and can only continue from a"
+            " torch.optim.AdamW, or from a torch.optim.Adam without weight decay. To train with"
+            " AdamW from here on, omit optimizer= and pass lr=, weight_decay= and params= instead"
         )
     assert isinstance(optimizer, torch.optim.Optimizer)
     given = [name for name, value in besides.items() if value is not None]
     if given:
         raise ModelError(
-            f"{'=, '.join(given)}= besides optimizer=: its param_groups say that, change them there"
+            f"{'=, '.join(given)}= cannot be combined with optimizer=: change its param_groups"
+            " instead"
         )
     for group in optimizer.param_groups:
         if group.get("capturable"):
             raise UnsupportedError(
-                "capturable=True in a parameter group is for graphs of an accelerator, and rounds"
-                " in another order: set it to False in optimizer.param_groups"
+                "capturable=True in a parameter group is for CUDA graphs and changes the order of"
+                " rounding: set it to False in optimizer.param_groups"
             )
     if resume and optimizer.state:
         raise ModelError(
-            "resume=True goes on with the moments in the store, and optimizer= has some for"
-            f" {len(optimizer.state)} parameters: pass one that has made no step, or a new store"
-            " without resume="
+            "resume=True continues with the moments in the store, but optimizer= also has moments"
+            f" for {len(optimizer.state)} parameters: pass an optimizer that has made no step, or"
+            " a new store without resume="
         )
 
 
 def _moment(name: str, key: str, param: torch.Tensor, value: Any) -> torch.Tensor:
-    """One moment as the store keeps it: fp32 on the CPU."""
+    """Return one moment as the store keeps it: in fp32, on the CPU."""
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or value.is_meta:
         what = (
             f"{tuple(value.shape)} on {value.device}"
@@ -84,7 +86,7 @@ def _moment(name: str, key: str, param: torch.Tensor, value: Any) -> torch.Tenso
         )
         raise ModelError(
             f"{key} of parameter {name!r} in optimizer.state is {what}, not values of shape"
-            f" {tuple(param.shape)}: load the state once the model has its values"
+            f" {tuple(param.shape)}: load the state after the model has its values"
         )
     return value.detach().to("cpu", torch.float32).contiguous()
 
@@ -94,13 +96,13 @@ def write_state(
 ) -> bytes:
     """Write the moments of all trainable parameters to a new store.
 
-    A parameter without state has made no step: zeros, as in torch.
+    A parameter without state has made no step: its moments are zeros, as in torch.
 
     Returns:
-        What the store's first commit carries: how often each parameter was updated.
+        Data for the store's first commit: the number of updates of each parameter.
 
     Raises:
-        ModelError: the state is not AdamW's.
+        ModelError: the state is not that of AdamW.
     """
     steps = [0] * len(layout.params)
     for param in layout.params:
@@ -116,7 +118,7 @@ def write_state(
 
 
 def share_hooks(optimizer: torch.optim.Optimizer, origin: torch.optim.Optimizer) -> None:
-    """Let optimizer call what was registered with origin."""
+    """Make optimizer call the hooks that are registered with origin."""
     for name in _HOOKS:
         setattr(optimizer, name, getattr(origin, name))
 
@@ -124,15 +126,15 @@ def share_hooks(optimizer: torch.optim.Optimizer, origin: torch.optim.Optimizer)
 def _refuse(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
-            f"{name}() of the optimizer that lohan.wrap(optimizer=) took over: its moments are in"
-            f" the store, and model.optimizer stands for it; model.optimizer.{name}()"
+            f"{name}() cannot be called on the optimizer that lohan.wrap(optimizer=) took over: its"
+            f" moments are in the store; call model.optimizer.{name}() instead"
         )
 
     return refuse
 
 
 def retire(origin: torch.optim.Optimizer, layout: Layout) -> None:
-    """Empty an optimizer whose state is in a store; what it can no longer answer it refuses."""
+    """Empty an optimizer whose state is in a store, and make methods that need it raise errors."""
     for param in layout.params:
         if layout.units[param.unit].trainable:
             origin.state.pop(param.tensor, None)
@@ -141,12 +143,15 @@ def retire(origin: torch.optim.Optimizer, layout: Layout) -> None:
 
 
 def read_state(layout: Layout, extents: Extents, store: _core.Store) -> dict[int, dict[str, Any]]:
-    """What a torch.optim.AdamW would have in its state, by parameter, in the parameters' dtypes.
+    """Return the state that a torch.optim.AdamW would have, in the parameters' dtypes.
 
     Args:
-        layout: of the model.
-        extents: of the store.
-        store: at a commit of the engine's, or of write_state().
+        layout: the model's layout.
+        extents: the store's extents.
+        store: a store at a commit of the engine or of write_state().
+
+    Returns:
+        The state of each parameter, by its index.
     """
     steps = _scalars.steps(store.describe()["scalars"], len(layout.params))
     found: dict[int, dict[str, Any]] = {}
@@ -166,7 +171,7 @@ def read_state(layout: Layout, extents: Extents, store: _core.Store) -> dict[int
 def release(
     origin: torch.optim.Optimizer, layout: Layout, states: dict[int, dict[str, Any]]
 ) -> None:
-    """Undo retire(): give origin its methods back, and the states that read_state() found."""
+    """Undo retire(): restore origin's methods, and set the states that read_state() returned."""
     for name in _SHADOWED:
         origin.__dict__.pop(name, None)
     for index, state in states.items():

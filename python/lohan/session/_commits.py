@@ -1,4 +1,4 @@
-"""What of a session its store keeps, and when: commits, edits of parameters, copies."""
+"""What a session keeps in its store, and when: commits, edits of parameters, snapshots."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _SLICE_S = 0.2
 
 
 class Holds:
-    """Who holds the commits of a session; one that nobody holds has its commits.
+    """The holders of a session's commits; commits begin only while there are none.
 
-    A holder is an object of the caller's. So a Ctrl-C at any point of take() or give() is made up
-    for by give(), which may be called more often than take().
+    A holder is any object of the caller. After a Ctrl-C at any point of take() or give(), calling
+    give() restores a consistent state; it may be called more often than take().
     """
 
     def __init__(self, engine: _core.Engine) -> None:
@@ -40,13 +40,13 @@ class Holds:
         self._holders: set[object] = set()
 
     def take(self, holder: object) -> None:
-        """Wait for a commit under way, and let none begin until all holders have given up."""
+        """Wait for a commit in progress, and let none begin until all holders called give()."""
         with self._lock:
             self._holders.add(holder)
         self._engine.commit_hold()
 
     def give(self, holder: object) -> None:
-        """Let commits begin again, if nobody else holds them. Any thread."""
+        """Let commits begin again, if there is no other holder. May be called by any thread."""
         with self._lock:
             if self._holders == {holder}:
                 self._engine.commit_release()
@@ -54,7 +54,7 @@ class Holds:
             self._lock.notify_all()
 
     def wait_none(self) -> None:
-        """Wait until nobody holds them, for a commit that is not the engine's."""
+        """Wait until there are no holders, before a commit that the engine does not make."""
         with self._lock:
             while self._holders:
                 self._lock.wait(_SLICE_S)
@@ -62,17 +62,18 @@ class Holds:
 
 @dataclasses.dataclass
 class Edit:
-    """A change of parameters, or of buffers, that is staged and in no commit.
+    """A change of parameters or buffers that is staged but not yet committed.
 
-    [Note: Edits] An edit is committed when the program goes on with it: at the first backward after
-    it, by commit(), and when the session is closed by a program that has not failed since
-    ([Note: Failing programs] in common/_exit.py). One that failed drops it: the store then has what
-    it had before. With one slot an edit replaces the only copy and cannot be dropped.
+    [Note: Edits] An edit is committed when the program uses it: at the first backward after it, by
+    commit(), or when the session is closed by a program that has not failed since
+    ([Note: Failing programs] in common/_exit.py). If the program failed, the edit is discarded and the
+    store keeps its previous contents. With a single slot, an edit replaces the only copy and cannot
+    be discarded.
 
     Attributes:
-        step: of the session when it was made. A later step carries it.
+        step: the session's step when the edit was made; the commit of a later step includes it.
         moment: when it was made.
-        is_refused: lohan has refused something since that belongs to the same edit.
+        is_refused: lohan has since raised an error for something that belongs to the same edit.
     """
 
     step: int
@@ -81,10 +82,10 @@ class Edit:
 
 
 class Commits(SessionPart):
-    """The part of a session that decides what a store is opened with later, as its base class.
+    """The base class of a session that decides what the store contains when it is next opened.
 
     Attributes:
-        has_edits: parameters were changed by other means than steps, and no commit has that yet.
+        has_edits: parameters were changed by other means than steps and not yet committed.
         resumed_step: the step that the session was resumed at; None for a new store.
     """
 
@@ -98,19 +99,19 @@ class Commits(SessionPart):
     _last_step: int
     has_edits: bool = False
     resumed_step: int | None = None
-    _edit: Edit | None = None  # None, too, where commits are by hand
+    _edit: Edit | None = None  # always None if commits are manual
 
     def lend(self, index: int) -> torch.Tensor:
-        """One parameter's bytes in memory."""
+        """Return one parameter's values in memory."""
         raise NotImplementedError
 
     @property
     def commits_by_hand(self) -> bool:
-        """Only commit() commits: neither steps, nor edits of parameters, nor close()."""
+        """Whether only commit() commits: neither steps, nor edits of parameters, nor close()."""
         return self.config.commit_every == "manual"
 
     def _finish(self) -> None:
-        """Commit what is closed; drop a step that is not."""
+        """Commit the closed steps and discard an open one."""
         with contextlib.suppress(Exception):
             if self._engine.status()["has_gradients"]:
                 self._engine.abort()
@@ -123,12 +124,12 @@ class Commits(SessionPart):
         if self._backward == "done" and not self.is_ending and sys.exception() is None:
             print(
                 "lohan: the session was closed after a backward and before model.optimizer.step():"
-                f" that step is forgotten, and the store is at step {self._last_step}",
+                f" that step is discarded, and the store is at step {self._last_step}",
                 file=sys.stderr,
             )
 
     def commit(self) -> None:
-        """Wait until every closed step, and every edit of parameters, is written and committed."""
+        """Wait until all closed steps and all edits of parameters are written and committed."""
         self.check_open()
         before = int(self.store.describe()["step"])
         self._engine.flush(True)
@@ -136,15 +137,15 @@ class Commits(SessionPart):
         if after < self.step:
             raise StepError(
                 f"step {self.step} cannot be committed between backward and step(): updates of the"
-                " next one are in the same slot. Call model.optimizer.step() first"
+                " next step are in the same slot. Call model.optimizer.step() first"
             )
-        if self.has_edits and after == before:  # else that commit has them
+        if self.has_edits and after == before:  # otherwise that commit includes them
             with self.exclusive([]) as store:
                 self._commit_buffers(store)
         self._edit, self.has_edits = None, False
 
     def edited(self, store: _core.Store) -> None:
-        """Parameters were written to the store, inside exclusive(). See [Note: Edits]."""
+        """Record that parameters were written to the store, in exclusive(). See [Note: Edits]."""
         self.has_edits = True
         if self.commits_by_hand:
             return
@@ -154,28 +155,28 @@ class Commits(SessionPart):
             self._edit = Edit(self.step, _exit.moment())
 
     def edited_buffers(self) -> None:
-        """Buffers alone were changed."""
+        """Record that only buffers were changed."""
         self._engine.flush(not self.commits_by_hand)
         with self.exclusive([]) as store:
             self.edited(store)
 
     def refuse_edit(self) -> None:
-        """Lohan refuses something that belongs to an edit: a commit of it has to be asked for."""
+        """Record an error for part of an edit: closing will not commit the edit."""
         if self._edit is not None:
             self._edit.is_refused = True
 
     def commit_edits(self) -> None:
-        """Commit an edit, with which the program goes on."""
+        """Commit an edit that the program is about to use."""
         edit = self._edit
         if edit is None:
             return
-        if edit.step == self.step:  # else a step carries it
+        if edit.step == self.step:  # otherwise the commit of a step includes it
             with self.exclusive([]) as store:
                 self._commit_buffers(store)
         self._edit, self.has_edits = None, False
 
     def _end_edits(self) -> None:
-        """Commit an edit, or drop it where the program has failed since: the session is closed."""
+        """Commit an edit while closing, or discard it if the program has failed since."""
         edit = self._edit
         if edit is None or edit.step != self.step:
             return
@@ -184,11 +185,11 @@ class Commits(SessionPart):
             return
         is_kept = self.store.describe()["is_single_slot"]
         what = (
-            'is in the store all the same: commit_every="never" keeps one copy of each value. Start'
-            " again from the weights if the change was not meant to stay"
+            'is in the store anyway: commit_every="never" keeps one copy of each value. Start again'
+            " from the weights if the change was not meant to stay"
             if is_kept
-            else f"is not in the store, which stays as it was at step {edit.step}."
-            " model.lohan.commit() directly after such a change keeps it"
+            else f"is not in the store, which stays as it was at step {edit.step}. To keep such a"
+            " change, call model.lohan.commit() directly after it"
         )
         print(
             "lohan: the program failed after parameters were changed (by load_state_dict(), or in"
@@ -197,17 +198,22 @@ class Commits(SessionPart):
         )
 
     def settle(self) -> None:
-        """Have closed steps in the last commit. Edits by hand, made since, stay without one."""
+        """Make the last commit include all closed steps.
+
+        With manual commits, edits made since the last commit stay uncommitted.
+        """
         if self.commits_by_hand and int(self.store.describe()["step"]) == self.step:
             self.flush()
         else:
             self.commit()
 
     def values(self) -> list[torch.Tensor]:
-        """Every parameter's, in main memory, in its dtype and shape: of now, or of the last commit.
+        """Return every parameter's value in main memory, in its dtype and shape.
+
+        The values are the current ones; if the session is closed, those of the last commit.
 
         Raises:
-            StoreError: the session is closed, and the store cannot be read.
+            StoreError: the session is closed and the store cannot be read.
         """
         opened = self.exclusive([])
         if self.closed:
@@ -216,31 +222,31 @@ class Commits(SessionPart):
             return _store.read_params(self.layout, self.extents, store)
 
     def check_edit(self) -> None:
-        """Somebody is about to write parameters otherwise than by a step."""
+        """Raise an error if parameters cannot be written now by other means than a step."""
 
     def undo_edit(self, index: int) -> None:
-        """Undo in memory what was written there and cannot go to the store."""
+        """Undo a change of a parameter in memory that cannot be written to the store."""
         lend = self.lend(index)
         with self.exclusive([]) as store:
             param = self.layout.params[index]
             lend.copy_(_store.read_param(self.layout, self.extents, store, param))
 
     def finish_writes(self) -> None:
-        """Behind it all that the store is read for is of one step."""
+        """Make sure that everything read from the store after this call is from one step."""
 
     def run_now(self) -> Run | None:
-        """Of zeroth-order training, up to now; None: there is none."""
+        """Return the run of zeroth-order training so far; None for other methods."""
         return None
 
     @functools.cached_property
     def holds(self) -> Holds:
-        """Who holds commits back."""
+        """The holders that currently delay commits."""
         return Holds(self._engine)
 
     def _commit_buffers(self, store: _core.Store) -> None:
-        """Commit what was written to the store, and the buffers of now, inside exclusive().
+        """Commit what was written to the store, and the current buffers, inside exclusive().
 
-        The engine's flush before it has not waited for a copy of the very step that is committed.
+        Waits for snapshots first: the preceding flush does not wait for a copy of the same step.
         """
         self.holds.wait_none()
         said, count = store.describe(), len(self.layout.params)

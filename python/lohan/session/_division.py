@@ -1,4 +1,4 @@
-"""Main memory and a device's, divided; blocks are split where they have to be."""
+"""Division of main memory and device memory; blocks are split if they are too large."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from lohan.layout._block import Layout
     from lohan.layout._in_place import Found
 
-# Messages, requests, event lists, and what the arena is rounded up by: small against everything
-# else, so a flat reserve. Tables of a long model, and a timeline that is asked for, come on top.
+# Messages, requests, event lists and the rounding of the arena. They are small, so the reserve is
+# constant. Tables of a model with many units, and a requested timeline, are added to it.
 BOOKKEEPING_BYTES = 7 << 20
 BOOKKEEPING_UNIT_BYTES = 4 << 10
 TRACE_EVENT_BYTES = 40
-# Times that blocks are split at their children for a budget: deeper modules are not made.
+# How often blocks are split at their children to fit a budget; models are not nested more deeply.
 _SPLITS_MAX = 16
 
 
@@ -40,22 +40,25 @@ def _host_bytes(config: Config, full: int) -> int:
 
 
 def _tied_gradient_bytes(layout: Layout) -> int:
-    """Autograd holds the first half of a tied parameter's gradient until the second is there."""
+    """Return the bytes of gradients of tied units.
+
+    Autograd holds the first part of a tied parameter's gradient until the second one arrives.
+    """
     users = collections.Counter(i for scope in layout.scopes for i in {*scope.units})
     return sum(unit.gradient_bytes for i, unit in enumerate(layout.units) if users[i] > 1)
 
 
 def _together_bytes(layout: Layout, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """What is in use at once, in bytes: of each scope's units at its first one, 0 at the others.
+    """Return the bytes in use together: each scope's sum at its first unit, 0 at the others.
 
     A unit that several scopes share (tied weights) counts in the largest of them.
 
     Args:
-        layout: of the model.
-        sizes: of its units.
+        layout: the model's layout.
+        sizes: the sizes of its units.
 
     Returns:
-        Their sums; and with room for the holes between them, as lh_budget_apart_bytes() says.
+        The sums, and the sums with room for fragmentation, as in lh_budget_apart_bytes().
     """
 
     def nbytes(units: list[int]) -> int:
@@ -78,13 +81,13 @@ def _together_bytes(layout: Layout, sizes: Sequence[int]) -> tuple[list[int], li
 
 
 def plan_device(layout: Layout, config: Config) -> _device.Device:
-    """Divide the device's memory, or say what would fit."""
+    """Divide the device's memory, or raise an error that says what would be enough."""
     sizes = [unit.place_bytes for unit in layout.units]
     return _device.plan(layout, *_together_bytes(layout, sizes), config)
 
 
 def _budget(layout: Layout, config: Config) -> dict[str, int]:
-    """Divide main memory, or say what would fit."""
+    """Divide main memory, or raise an error that says what would be enough."""
     extents = _store.plan_extents(layout, config.commit_every == "never")
     tied = _tied_gradient_bytes(layout)
     is_served = _device.parse(config.device)[0] != "cpu"
@@ -97,15 +100,15 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     def raiser(code: int, message: str, is_rule: bool) -> Exception:
         return BudgetError(message)
 
-    # A checksum of 4 bytes a MiB, in memory for each slot and in each of two manifests.
+    # Checksums of 4 bytes per MiB: in memory for each slot, and in each of two manifests.
     bookkeeping = BOOKKEEPING_BYTES + 4 * 4 * (extents.nbytes >> 20)
     bookkeeping += 4 * (sum(unit.nbytes for unit in layout.units if unit.runs) >> 20)
     bookkeeping += BOOKKEEPING_UNIT_BYTES * len(layout.units)
-    # Buffers that a commit carries are in two manifests, in the engine, and where they are packed.
+    # A commit's buffers are in two manifests, in the engine, and in the packed copy.
     bookkeeping += 4 * _store.buffer_room_bytes(layout)
     bookkeeping += TRACE_EVENT_BYTES * min(config.trace_events, _core.TRACE_COUNT_MAX)
-    # Gradients wait on SSD where the next parameters will go: in a slot that no commit needs.
-    # Sums of them are in memory.
+    # Waiting gradients are on SSD in the place of the next parameters, in a slot that no commit
+    # needs. Sums of gradients are in memory.
     waiting = (
         config.schedule in (*SCHEDULES_AT_STEP, "auto"),
         config.commit_every not in ("auto", 1),
@@ -127,20 +130,20 @@ def divide(
 ) -> tuple[Config, Layout, dict[str, int]]:
     """Lay the model out, and divide main memory.
 
-    There is room for activations that a policy plans where the rest allows it.
+    If the rest allows it, memory is reserved for the activations that a policy offloads.
 
     Args:
-        model: to be wrapped.
-        blocks: that wrap was given.
-        config: of the session.
-        found: in files.
-        rows: units of the store that is gone on with; none: of a new one.
+        model: the model to be wrapped.
+        blocks: the blocks= argument of wrap.
+        config: the session's config.
+        found: the parameters that files provide.
+        rows: the units of the store to resume; empty for a new store.
 
     Returns:
-        The config with that room, the layout, and what main memory is divided into.
+        The config with that reserve, the layout, and the division of main memory.
 
     Raises:
-        BudgetError: it is too small.
+        BudgetError: main memory or device memory is too small.
     """
     roomy = _swap.with_room(config, sum(p.numel() * p.element_size() for p in model.parameters()))
     try:
@@ -160,7 +163,7 @@ def _layout_for_budget(
     found: Found | None,
     rows: Sequence[Any],
 ) -> Layout:
-    """Blocks as a store has them, or by structure, split at their children for the budget."""
+    """Use a store's blocks, or find blocks by structure and split them to fit the budget."""
 
     def make_layout(limit: int, given: Sequence[nn.Module] | None) -> Layout:
         return _layout.make_layout(model, limit, given, found)
@@ -174,8 +177,9 @@ def _layout_for_budget(
                 _budget(layout, config)
             except BudgetError as error:
                 raise BudgetError(
-                    f"{error}; these are the store's blocks: a new store of its export (weights="
-                    " instead of resume=, new optimizer states) may be split finer and need less"
+                    f"{error}; these are the store's blocks. A new store from its export (weights="
+                    " instead of resume=, with new optimizer states) may use smaller blocks and"
+                    " need less memory"
                 ) from error
             return layout
     layout = make_layout(limit, blocks)
@@ -197,11 +201,11 @@ def _layout_for_budget(
         layout = finer
     if is_any:
         layout = min(reversed(tried), key=lambda each: _needed(each, config))
-    return layout  # _budget says what would fit
+    return layout  # _budget raises the error that says what would be enough
 
 
 def _needed(layout: Layout, config: Config) -> int:
-    """The least main memory for a layout; where the device has no room, more than anything."""
+    """Return the least main memory for a layout; a huge number if the device is too small."""
     try:
         return _budget(layout, dataclasses.replace(config, host_bytes=1 << 60))["host_bytes_min"]
     except BudgetError:

@@ -1,4 +1,4 @@
-"""What a session does around a forward: when one may begin, what it sees, how it ends."""
+"""What a session does around a forward: when one may begin, its state, how it ends."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _FOLDER = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
 
 
 class ForwardRules(SessionPart):
-    """The part of a session that torch calls around every forward, as its base class."""
+    """The base class of a session with the hooks that torch calls around every forward."""
 
     layout: Layout
     device: Device
-    around: SavedTensors  # a forward
+    around: SavedTensors  # saved-tensor hooks that are active during a forward
     _arrays: dict[torch.dtype, torch.Tensor]
     _param_index: dict[int, int]
     _backward: str
@@ -57,8 +57,8 @@ class ForwardRules(SessionPart):
         self._thread = ForwardThread()
         self._autocast_cache = False
         self._autocast_is_seen = False
-        self._entered = self.around  # of the forward that runs
-        self._changed: set[int] = set()  # parameters, in place, inside a forward
+        self._entered = self.around  # saved-tensor hooks of the running forward
+        self._changed: set[int] = set()  # parameters that a forward changed in place
 
     def _root_enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if in_backward():
@@ -82,8 +82,8 @@ class ForwardRules(SessionPart):
 
     def _root_leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._forward_depth == 0 or in_backward() or self._is_of_other_thread():
-            return  # torch calls this for a forward that was refused, too
-        if output is None:  # the forward raised, or has nothing to return
+            return  # torch also calls this for a forward that was rejected
+        if output is None:  # the forward raised an exception, or returned nothing
             self._batch.explain(sys.exc_info()[1], module, args, kwargs)
         if self._forward_depth > 1:
             self._forward_depth -= 1
@@ -95,21 +95,24 @@ class ForwardRules(SessionPart):
             self._refuse_changed()
 
     def _on_forward(self, begins: bool) -> bool:
-        """A block is called (or ends) outside the model's own forward: that is a forward, too."""
+        """Handle the begin or end of a block that is called outside the model's own forward.
+
+        Such a call counts as a forward.
+        """
         if not begins:
             self._forward_end()
             self._refuse_changed()
             return False
         if self._forward_is_alive():
-            return False  # runs that take turns share it
+            return False  # alternating runs share one forward
         self._forward_begin(is_root=False)
         return True
 
     def _on_again(self) -> bool:
-        """A parameter is needed: True in a backward, where a forward is computed again.
+        """Return whether a parameter is needed in a backward, which recomputes a forward.
 
-        A reentrant checkpoint does that without hooks for saved tensors: ours make handles there,
-        too. autograd takes them off when the node that computes again is done.
+        A reentrant checkpoint recomputes without saved-tensor hooks, so ours are entered here.
+        autograd removes them when the recomputing node is done.
         """
         if not in_backward():
             return False
@@ -134,13 +137,13 @@ class ForwardRules(SessionPart):
             self._forward_drop()
             self._thread.claim(frame)
         if self._backward == "running":
-            self._abort()  # the last backward died: its step is forgotten
+            self._abort()  # the last backward failed: discard its step
         elif self._engine.status()["has_gradients"] and not self._accumulation.is_open:
             raise SecondBackwardError(
-                "a forward after backward and before optimizer.step(): parameters are on their way"
-                " to the next step. Call model.optimizer.step() first; lohan.wrap(...,"
-                " accumulate=k) sums the gradients of k backwards. Where no step is to use them (a"
-                ' GAN\'s), wrap with schedule="deferred", and call zero_grad() before the forward'
+                "a forward after backward and before optimizer.step(): parameters are already being"
+                " updated. Call model.optimizer.step() first; lohan.wrap(..., accumulate=k) sums"
+                " the gradients of k backwards. If no step should use the gradients (in a GAN),"
+                ' wrap with schedule="deferred", and call zero_grad() before the forward'
             )
         self._check_hollow()
         self._changed_drop()
@@ -161,23 +164,23 @@ class ForwardRules(SessionPart):
         kind = self.device.torch_device.type
         if self._autocast_is_seen or not torch.is_autocast_enabled(kind):
             return
-        # The cache would keep every weight's cast: the whole model, as activations.
+        # The cache would keep every weight's cast, and thus a copy of the whole model.
         torch.set_autocast_cache_enabled(False)
         dtype = torch.get_autocast_dtype(kind)
         self._engine.autocast(DTYPE_CODES.get(dtype, -1) if kind == "cpu" else -1)
         self._autocast_is_seen = True
 
     def _part_enter(self, module: nn.Module, args: Any) -> None:
-        """A part of the model is called: accelerate's autocast is inside the model's call."""
+        """Detect autocast that is enabled inside the model's call, as accelerate does."""
         if self._autocast_is_seen or self._forward_depth == 0:
             return
         if not in_backward() and not self._is_of_other_thread():
             self._autocast_see()
 
     def _check_hollow(self) -> None:
-        """Refuse to go on where a hollow parameter was written: torch lets fill_() do that."""
+        """Raise an error if a hollow parameter was written, which torch allows with fill_()."""
         if self.device.torch_device.type != "cpu":
-            return  # looking would wait for the device, in every step
+            return  # the check would wait for the device in every step
         for dtype, array in self._arrays.items():
             if dtype not in DTYPE_CODES or bool(array.isnan().all()):
                 continue
@@ -203,14 +206,14 @@ class ForwardRules(SessionPart):
         if self._changed:
             raise UnsupportedError(
                 f"parameter {self.layout.params[min(self._changed)].name!r} was changed in place"
-                " inside a forward, and such a change is lost when its block leaves memory (where"
-                " its last update was still being written, it is a ChecksumError of the block):"
-                " change parameters between steps, in a loop over model.named_parameters() or with"
+                " inside a forward. Such a change is lost when its block leaves memory, or causes a"
+                " ChecksumError if the block's last update was still being written. Change"
+                " parameters between steps, in a loop over model.named_parameters() or with"
                 " model.load_state_dict()"
             )
 
     def _changed_drop(self) -> None:
-        """Forget what a forward changed in place: the store has the values."""
+        """Discard what a forward changed in place: the store has the values."""
         if not self._changed:
             return
         changed, self._changed = self._changed, set()
@@ -222,7 +225,10 @@ class ForwardRules(SessionPart):
             raise
 
     def _forward_is_alive(self) -> bool:
-        """A forward is open, and its call is on the stack. torch skips hooks after a Ctrl-C."""
+        """Return whether a forward is open and its call is on the stack.
+
+        After a Ctrl-C, torch skips the hooks that would close it.
+        """
         if self._forward_depth == 0 or not self._thread.is_mine():
             return False
         frame: FrameType | None = sys._getframe()
@@ -231,11 +237,14 @@ class ForwardRules(SessionPart):
         return frame is not None
 
     def _is_of_other_thread(self) -> bool:
-        """The open forward is another thread's, which the calling one has no part in."""
+        """Return whether the open forward belongs to another thread."""
         return not self._thread.is_mine()
 
     def refuse_other_thread(self, what: str) -> None:
-        """Refuse to do something while another thread is inside a forward.
+        """Raise an error if another thread is inside a forward.
+
+        Args:
+            what: what the caller is about to do, for the message.
 
         Raises:
             ThreadError: names both threads.
@@ -243,16 +252,18 @@ class ForwardRules(SessionPart):
         self._thread.refuse_others(what)
 
     def _forward_drop(self) -> None:
-        """Undo a forward that died without its hooks."""
+        """Undo a forward that ended without its hooks."""
         self._engine.scopes_drop()
         self._forward_end()
 
     def make_resident(self, tensors: Sequence[nn.Parameter]) -> bool:
-        """Hollow parameters are arguments of an operation: bring them in if a forward runs.
+        """Load hollow parameters that are arguments of an operation, if a forward runs.
 
-        Others than this session's are passed over. They stay to the next operation of the kind, or
-        to where a scope begins or ends. False: there is no forward, nor one that is computed again
-        in backward.
+        Parameters of other sessions are ignored. The parameters stay in memory until the next such
+        operation, or until a scope begins or ends.
+
+        Returns:
+            False if no forward runs and none is recomputed in backward.
         """
         is_alive = self._forward_is_alive()
         if self.closed or (not is_alive and not in_backward()):
@@ -267,10 +278,10 @@ class ForwardRules(SessionPart):
 
 
 def refuse_transform() -> None:
-    """Refuse the transforms of torch.func in which saved tensors cannot be packed.
+    """Reject the transforms of torch.func in which saved tensors cannot be packed.
 
     Raises:
-        UnsupportedError: names what can be used instead.
+        UnsupportedError: names alternatives.
     """
     if hooks_are_refused():
         raise UnsupportedError(
@@ -278,15 +289,15 @@ def refuse_transform() -> None:
             " where torch.autograd.graph.disable_saved_tensors_hooks() is in effect): torch"
             " disables the saved-tensor hooks that bring parameters back in backward. Use"
             " torch.autograd.grad or torch.autograd.functional (jacobian, hessian, vjp), which"
-            " work, as do torch.func.vmap, jvp and jacfwd; or lohan.unwrap(model) first"
+            " work, as do torch.func.vmap, jvp and jacfwd; or call lohan.unwrap(model) first"
         )
 
 
 def refuse_read() -> None:
-    """Refuse loops over parameters where torch gives their values no storage.
+    """Reject loops over parameters where torch gives their values no storage.
 
     Raises:
-        UnsupportedError: names what can be used instead.
+        UnsupportedError: names alternatives.
     """
     if is_reading_wrapped():
         raise UnsupportedError(
@@ -297,7 +308,7 @@ def refuse_read() -> None:
 
 
 def _frame_outside() -> FrameType | None:
-    """The frame that called into lohan: on the stack as long as the module's call runs."""
+    """Return the frame that called into lohan, which is on the stack while the module runs."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_FOLDER):
         frame = frame.f_back
@@ -305,7 +316,7 @@ def _frame_outside() -> FrameType | None:
 
 
 def parts_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that the model's own forward calls: children, those of a bare list for it."""
+    """Yield the modules that the model's forward calls: its children, or those of a bare list."""
     for child in model.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from parts_of(child)

@@ -1,4 +1,4 @@
-"""What is in `p.grad` between backward and step: placeholders, and nothing else."""
+"""The contents of `p.grad` between backward and step: only placeholders."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _REFUSAL = (LATE_HOOK, "__getstate__")
 
 
 def refuse_late_hooks(name: str, tensor: torch.Tensor) -> None:
-    """Refuse hooks that would find p.grad empty: lohan's own has taken it by then.
+    """Reject hooks that would find p.grad empty because lohan's own hook has taken the gradient.
 
-    The refusal is in the parameter's `__dict__`, which is saved and copied with it: it has to stay
-    with this one.
+    The replacement method is in the parameter's `__dict__`. `__getstate__` is replaced as well, so
+    that copying or saving the parameter does not copy the replacements.
     """
     refuse = functools.partial(_refuse, name)
     state = functools.partial(_state, weakref.ref(tensor))
@@ -39,9 +39,9 @@ def _state(reference: weakref.ref[torch.Tensor]) -> dict[str, Any]:
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
     raise UnsupportedError(
-        f"{LATE_HOOK} of the wrapped parameter {name!r}: its gradient has left for the"
-        " optimizer when such a hook runs. register_hook() sees it before, and what it returns"
-        " takes its place; a hook from before lohan.wrap() works, too"
+        f"{LATE_HOOK} of the wrapped parameter {name!r} is not supported: when such a hook runs,"
+        " the gradient has already been sent to the optimizer. A hook of register_hook() runs"
+        " earlier and may return a replacement; hooks registered before lohan.wrap() also work"
     )
 
 
@@ -52,20 +52,19 @@ def allow_late_hooks(tensor: torch.Tensor) -> None:
 
 
 def refuse_graphs() -> None:
-    """Refuse, in a hook of a backward, gradients that have a graph of their own."""
+    """Reject gradients that have a graph; called in a hook of a backward."""
     if in_backward() and torch.is_grad_enabled():
         raise UnsupportedError(
-            "backward(create_graph=True): the gradients would keep their graph, and with it"
-            " parameters that step() changes. torch.autograd.grad(..., create_graph=True) for the"
-            " inner gradient, then backward() without it, does the same"
+            "backward(create_graph=True) is not supported: the gradients would keep their graph,"
+            " and with it parameters that step() changes. Use torch.autograd.grad(...,"
+            " create_graph=True) for the inner gradient, then backward() without it"
         )
 
 
 class HollowGradients:
-    """Stand-ins for the gradients that have left for the optimizer, in p.grad.
+    """Stand-ins in p.grad for the gradients that were sent to the optimizer.
 
-    Who computes with one is told so by the stand-in itself; who puts something else in its place
-    is told at `step()`.
+    Computing with a stand-in raises an error at once; replacing one raises an error at `step()`.
     """
 
     def __init__(self, layout: Layout, scale: StepScale) -> None:
@@ -75,7 +74,7 @@ class HollowGradients:
         self._is_shown = False
 
     def show(self) -> None:
-        """Leave something in p.grad that says so when it is used."""
+        """Put stand-ins into p.grad."""
         with without_classes():
             for param in self._params:
                 if param.tensor.grad is not None:
@@ -87,7 +86,7 @@ class HollowGradients:
         self._is_shown = True
 
     def hide(self) -> None:
-        """Take the stand-ins away."""
+        """Remove the stand-ins from p.grad."""
         if not self._is_shown:
             return
         with without_classes():
@@ -96,14 +95,14 @@ class HollowGradients:
         self._is_shown = False
 
     def check(self, has_gradients: bool) -> None:
-        """Refuse a p.grad that somebody else has set: no update would use it.
+        """Reject a p.grad that the caller has set, since no update would use it.
 
         Args:
-            has_gradients: a backward has given gradients to the open step.
+            has_gradients: the open step has gradients from a backward.
 
         Raises:
-            OffloadedGradientError: names the first. Behind a backward the edit is undone, so that
-                the next `step()` goes on without it.
+            OffloadedGradientError: names the first. After a backward, the change is undone, so that
+                the next `step()` works without it.
         """
         with without_classes():
             gradients = [param.tensor.grad for param in self._params]
@@ -113,17 +112,18 @@ class HollowGradients:
                 continue
             if not has_gradients:
                 raise OffloadedGradientError(
-                    f"p.grad of parameter {param.name!r} was set, but only what a backward leaves"
-                    " reaches the optimizer: torch.autograd.backward(parameters, gradients) gives"
-                    " gradients of your own to it, model.optimizer.zero_grad() forgets them"
+                    f"p.grad of parameter {param.name!r} was set, but only gradients of a backward"
+                    " reach the optimizer. Pass your own gradients with"
+                    " torch.autograd.backward(parameters, gradients), or discard them with"
+                    " model.optimizer.zero_grad()"
                 )
             self._undo()
             raise OffloadedGradientError(
                 f"p.grad of parameter {param.name!r} was"
                 f" {'set to None' if found is None else 'replaced'} between backward and step(),"
-                " but the update runs with the gradient of backward already: change gradients in"
-                " param.register_hook(), leave parameters out with requires_grad_(False) before"
-                " the forward. The edit is undone: step() goes on without it"
+                " but the update already uses the gradient of backward. Change gradients in"
+                " param.register_hook(); exclude parameters with requires_grad_(False) before the"
+                " forward. This change was undone: the next step() ignores it"
             )
 
     def _undo(self) -> None:

@@ -1,6 +1,7 @@
-"""What a wrapped model's own methods do: real values out and in, and named errors.
+"""Replacements for a wrapped model's methods, which load and store real values or raise errors.
 
-Instance attributes shadow methods of the class: `wrap` returns the same module, of the same class.
+They are instance attributes that shadow methods of the class, so that `wrap` returns the same
+module, of the same class.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 def _refuse(what: str, way_out: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(f"{what} of a wrapped model is not possible: {way_out}")
+        raise UnsupportedError(f"{what} of a wrapped model is not supported: {way_out}")
 
     return refuse
 
@@ -37,7 +38,7 @@ def _refuse(what: str, way_out: str) -> Callable[..., Any]:
 _REFUSED = {
     "to_empty": _refuse(
         "to_empty()",
-        "it would forget its values: build the model in lohan.empty() and wrap it with"
+        "it would discard the values: build the model in lohan.empty() and wrap it with"
         " init='model', or change values in a loop over model.named_parameters()",
     ),
     "__deepcopy__": _refuse("deepcopy", "copy model.state_dict(), or wrap a second model"),
@@ -49,7 +50,7 @@ _REFUSED = {
 
 
 def _bound(method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """A method of a module's own. A module that holds itself would outlive `del model`."""
+    """Bind a method to a module weakly: a module that holds itself would outlive `del model`."""
     return functools.partial(method, weakref.ref(module))
 
 
@@ -60,7 +61,7 @@ def _owner(reference: weakref.ref[nn.Module]) -> nn.Module:
 
 
 def _is_functional_call() -> bool:
-    """Whether torch.func.functional_call() has put other parameters there, for one call."""
+    """Return whether torch.func.functional_call() has temporarily replaced the parameters."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -85,10 +86,10 @@ class Guard:
         self.readers: dict[int, Callable[[], bool]] = {}  # by unit
         self.filled: tuple[int, dict[int, str]] = (0, {})  # id of a state dict, names in it
         self.leaves_out: frozenset[int] = frozenset()  # parameters that a state dict leaves hollow
-        self.only_names = False  # loops over parameters are for names and shapes, till zero_grad()
+        self.only_names = False  # until zero_grad(), loops over parameters load no values
 
     def shadow(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        """Put an instance attribute over a method."""
+        """Shadow a method by an instance attribute."""
         object.__setattr__(module, name, function)
         reference = weakref.ref(module)
         if not self.shadowed or self.shadowed[-1][0] is not reference:
@@ -96,7 +97,7 @@ class Guard:
         self.shadowed[-1][1].append(name)
 
     def install(self) -> None:
-        """Shadow what cannot work as it is, and hook what can."""
+        """Install the shadows and hooks on the model and its modules."""
         model = self.model()
         assert model is not None
         self.hide()
@@ -131,7 +132,7 @@ class Guard:
         self.handles.append(model.register_forward_pre_hook(self._look_for_added))
 
     def _look_for_added(self, module: nn.Module, args: Any) -> None:
-        """Refuse a trainable parameter that was added after wrap: nothing would train it.
+        """Reject a trainable parameter that was added after wrap, since nothing would train it.
 
         Raises:
             UnsupportedError: names it.
@@ -147,13 +148,13 @@ class Guard:
                     raise UnsupportedError(
                         f"parameter {f'{name}.{own}' if name else own!r} was added after"
                         " lohan.wrap(), and model.optimizer does not train it: call"
-                        " lohan.unwrap(model), then wrap the model as it is now (adapters of peft"
-                        " are added before lohan.wrap()). A parameter that another optimizer trains"
-                        " belongs outside the wrapped module"
+                        " lohan.unwrap(model), then wrap the model again (add adapters of peft"
+                        " before lohan.wrap()). A parameter that another optimizer trains must be"
+                        " outside the wrapped module"
                     )
 
     def hide(self) -> None:
-        """Give every parameter the class that refuses to be read while it is hollow."""
+        """Give every parameter a class that raises an error if it is read while it is hollow."""
         classes = HollowClasses(self.session)
         for param in self.session.layout.params:
             pair = classes.hide(param.tensor)
@@ -161,7 +162,7 @@ class Guard:
                 self.session.classes(param.index, *pair)
 
     def watch(self, module: nn.Module) -> None:
-        """Have the engine told when a parameter of the module is read."""
+        """Notify the engine when a parameter of the module is read."""
         reads = {
             name: self.reader(self.index[id(tensor)])
             for name, tensor in module._parameters.items()
@@ -171,14 +172,14 @@ class Guard:
         self.watched.append(weakref.ref(module))
 
     def reader(self, index: int) -> Callable[[], bool]:
-        """What must be called when the parameter is read as an attribute of its module."""
+        """Return the function to call when the parameter is read as an attribute of its module."""
         unit = self.session.layout.params[index].unit
         if unit not in self.readers:
             self.readers[unit] = self.session.reader(unit)
         return self.readers[unit]
 
     def remove(self) -> None:
-        """Take everything off again."""
+        """Remove all shadows and hooks."""
         for handle in self.handles:
             handle.remove()
         for reference, names in self.shadowed:
@@ -203,7 +204,7 @@ class Guard:
         recurse: bool = True,
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters have their real data while the loop is at them, unless a step is under way."""
+        """Yield parameters with their real data, or without while a step is in progress."""
         owner = _owner(reference)
         plain = type(owner).named_parameters
         for name, tensor in plain(owner, prefix, recurse, remove_duplicate):
@@ -214,20 +215,20 @@ class Guard:
             yield from self._show(name, tensor)
 
     def _zero_grad(self, reference: weakref.ref[nn.Module], set_to_none: bool = True) -> None:
-        """Without values: nothing needs to be in memory for it."""
+        """Clear gradients without loading any values."""
         owner = _owner(reference)
         self.only_names = False
         self.session.zero_grad(tensor for _, tensor in type(owner).named_parameters(owner))
 
     def _show(self, name: str, tensor: nn.Parameter) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameter with its real data; what is changed meanwhile goes to the store."""
+        """Yield the parameter with its real data, then write any change of it to the store."""
         index = self.index[id(tensor)]
         after: torch.Tensor | None = None
         try:
             with self.session.resident(index):
                 before = bits_checksum(tensor)
                 shape, dtype = tensor.shape, tensor.dtype
-                # What the loop computes is saved as handles: the parameter itself turns hollow.
+                # Save what the loop computes as handles, since the parameter becomes hollow again.
                 self.session.saved.enter()
                 try:
                     yield name, tensor
@@ -240,7 +241,7 @@ class Guard:
                 if after.shape != shape or after.dtype != dtype:
                     raise UnsupportedError(
                         f"parameter {name!r} of a wrapped model cannot become"
-                        f" {tuple(after.shape)} {after.dtype}: its place is for"
+                        f" {tuple(after.shape)} {after.dtype}: its place in the store is for"
                         f" {tuple(shape)} {dtype}"
                     )
                 try:
@@ -260,7 +261,7 @@ class Guard:
     def _fill_state_dict(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        """Put real values where a module's hollow parameters are: tied names share a tensor."""
+        """Replace a module's hollow parameters by real values; tied names share one tensor."""
         metadata[_stale.KEY] = _stale.stamp(self.session)
         if self.filled[0] != id(state):
             self.filled = (id(state), {})
@@ -271,12 +272,12 @@ class Guard:
                 continue
             index = self.index[id(tensor)]
             if index in self.leaves_out:
-                state[key] = tensor  # hollow: whoever reads it is told its name
+                state[key] = tensor  # hollow: reading it is an error that names it
                 continue
             value = self.session.lend(index).cpu()
-            # The dict may be another one by now, or from before a step: the bits tell.
+            # The dict may be a different one with the same id, or from before a step, so compare.
             if first_names.get(index) not in state:
-                first_names[index] = key  # of another dict, which had this one's place
+                first_names[index] = key  # the old name is from an earlier dict with the same id
             first = first_names[index]
             is_shared = first != key and is_same(state.get(first), value)
             state[key] = state[first] if is_shared else value.clone()
@@ -298,7 +299,10 @@ class Guard:
         return save_pretrained
 
     def _save_adapters(self, model: nn.Module) -> Callable[..., Any]:
-        """Peft's own, of a state dict without the base weights: they are as large as the model."""
+        """Make peft's save_pretrained use a state dict without the base weights.
+
+        They are as large as the model.
+        """
         plain: Any = type(model).save_pretrained  # type: ignore[attr-defined]
         reference = weakref.ref(model)
 
@@ -334,7 +338,7 @@ class Guard:
         strict: bool = True,
         assign: bool = False,
     ) -> Any:
-        """Put values into the store (moments stay as they are), buffers into the module."""
+        """Write values to the store (moments stay as they are) and buffers to the module."""
         model = _owner(reference)
         names: dict[str, int] = {}
         for module_name, module in model.named_modules(remove_duplicate=False):
@@ -371,7 +375,7 @@ class Guard:
     def _first_difference(
         self, model: nn.Module, state_dict: Mapping[str, Any], names: Mapping[str, int]
     ) -> str | None:
-        """The name of a parameter or buffer that the state dict would change."""
+        """Return the name of a parameter or buffer that the state dict would change, or None."""
         buffers = dict(model.named_buffers())
         for key, value in state_dict.items():
             if not isinstance(value, torch.Tensor):
@@ -383,7 +387,7 @@ class Guard:
             else:
                 continue
             if value.shape != mine.shape:
-                continue  # another error's business
+                continue  # reported by a different error
             if not is_same(value.detach().to(mine).contiguous(), mine.contiguous()):
                 return key
         return None
@@ -396,10 +400,10 @@ class Guard:
             raise
 
     def _news(self, given: Mapping[str, Any], names: Mapping[str, int]) -> dict[str, Any]:
-        """Leave out what is there already: an fp32 master below a 16-bit value stays as it is.
+        """Return only the values that differ, so that fp32 masters of equal 16-bit values stay.
 
         Raises:
-            FrozenParameterError: a frozen parameter would get another value.
+            FrozenParameterError: the value of a frozen parameter would change.
         """
         layout = self.session.layout
         news = {}
@@ -415,8 +419,8 @@ class Guard:
             if not is_trainable:
                 raise FrozenParameterError(
                     f"load_state_dict() has other values for {key!r}, which was frozen at"
-                    " lohan.wrap() and lies where nothing is written again: lohan.unwrap() the"
-                    " model, load them, and wrap it with a new store"
+                    " lohan.wrap() and cannot be written again: call lohan.unwrap(model), load the"
+                    " values, and wrap the model with a new store"
                 )
             news[key] = value
         return news
@@ -443,21 +447,21 @@ class Guard:
     def _without_in_place(
         self, given: Mapping[str, Any], names: Mapping[str, int]
     ) -> dict[str, Any]:
-        """What has to be written: files that are read in place have their values already."""
+        """Return the values without those of parameters read in place, which must not change."""
         session = self.session
         left = {}
         for key, value in given.items():
             param = session.layout.params[names[key]]
-            is_moved = param.stream is not None  # files have what it was
+            is_moved = param.stream is not None  # the files have its initial value
             if is_moved or not session.layout.units[param.unit].runs:
                 left[key] = value
                 continue
             values = session.layout.in_place.read(session.layout, param)
             if not is_same(value.detach().to("cpu", values.dtype).contiguous(), values):
                 raise UnsupportedError(
-                    f"parameter {param.name!r} is frozen and read in place: it cannot become"
-                    f" another, as lohan never writes to {session.layout.in_place.path(param)}:"
-                    ' wrap with frozen="copy" to change it'
+                    f"parameter {param.name!r} is frozen and read in place, so it cannot be"
+                    f" changed: lohan never writes to {session.layout.in_place.path(param)}. Wrap"
+                    ' with frozen="copy" to change it'
                 )
         return left
 
@@ -467,9 +471,9 @@ class Guard:
         fn: Callable[[torch.Tensor], torch.Tensor],
         recurse: bool = True,
     ) -> nn.Module:
-        """`.to()`, `.half()`, `.cuda()`: places are lohan's business, dtypes cannot change.
+        """Handle `.to()`, `.half()` and `.cuda()`: lohan manages devices; dtypes cannot change.
 
-        Some forwards convert a module of theirs each time, which does nothing from wrap on.
+        Some forwards convert one of their modules each time; after wrap that does nothing.
         """
         owner = _owner(reference)
         owned = (each._parameters.values() for each in owner.modules())
@@ -480,33 +484,33 @@ class Guard:
             if probe.dtype != dtype:
                 raise UnsupportedError(
                     f"changing the dtype of a wrapped model ({dtype} to {probe.dtype}) is not"
-                    " possible: convert before lohan.wrap()"
+                    " supported: convert the model before lohan.wrap()"
                 )
         return owner
 
 
 def _check_moved(given: torch.Tensor, made: torch.Tensor) -> None:
-    """Refuse what parameters that lie in a store cannot become.
+    """Reject functions that cannot be applied to parameters in a store.
 
     Args:
-        given: a one.
-        made: what a function that is applied to all parameters makes of it.
+        given: a tensor with a single one.
+        made: the result of applying the function to it.
 
     Raises:
-        UnsupportedError: it has no values, other ones, or is shared between processes.
+        UnsupportedError: the result has no values or other values, or is shared memory.
     """
     if made.is_meta:
         raise UnsupportedError(
-            'moving a wrapped model to "meta" is not possible: its values are in the store, and not'
-            " in memory while it does not compute: model.lohan.close() ends the session, and"
-            " lohan.unwrap(model) gives it its values back"
+            'moving a wrapped model to "meta" is not supported, and not needed: its values are in'
+            " the store, not in memory, while it does not compute. model.lohan.close() ends the"
+            " session; lohan.unwrap(model) loads the values into memory"
         )
     # Memory of an accelerator always counts as shared.
     if made.device.type == "cpu" and made.is_shared():  # type: ignore[no-untyped-call]
         raise UnsupportedError(
-            "share_memory() of a wrapped model is not possible: its parameters come and go, and one"
-            " process alone trains it: give other processes model.state_dict(), or a copy of the"
-            " store by lohan.snapshot()"
+            "share_memory() of a wrapped model is not supported: its parameters are in memory only"
+            " while they are used, and only one process trains it. Give other processes"
+            " model.state_dict(), or a copy of the store made by lohan.snapshot()"
         )
     if made.shape != given.shape or not torch.equal(made.detach().cpu().float(), given.float()):
         raise UnsupportedError(
@@ -516,7 +520,7 @@ def _check_moved(given: torch.Tensor, made: torch.Tensor) -> None:
 
 
 def _load_buffers(model: nn.Module, state: dict[str, Any], params: set[str]) -> Any:
-    """Load buffers with torch's own method; parameters are not its business here."""
+    """Load buffers with torch's own method, which ignores parameters here."""
     plain = nn.Module.load_state_dict(model, state, strict=False)
     missing = [key for key in plain.missing_keys if key not in params]
     return type(plain)(missing, plain.unexpected_keys)

@@ -1,4 +1,4 @@
-"""What lohan.wrap refuses of a model, before anything is made."""
+"""Checks of the model by lohan.wrap, before anything is created."""
 
 from __future__ import annotations
 
@@ -22,35 +22,37 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def check_model(model: Any, is_filled: bool) -> None:
-    """Refuse what cannot be wrapped, by name.
+    """Reject a model that cannot be wrapped.
 
     Args:
-        model: as it was given to wrap.
+        model: the argument of wrap.
         is_filled: parameters without storage get their values from elsewhere.
 
     Raises:
-        ModelError: no module, or a parameter of a kind that lohan does not train.
-        UnsupportedError: compiled, wrapped already, quantised, or distributed.
+        ModelError: it is not a module, or has a parameter that lohan cannot train.
+        UnsupportedError: it is compiled, already wrapped, quantised, or distributed.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"lohan.wrap takes a torch.nn.Module, not {type(model).__name__}")
     if "lohan" in model.__dict__:
-        raise UnsupportedError("the model is wrapped already: lohan.unwrap() it first")
+        raise UnsupportedError("the model is already wrapped: call lohan.unwrap(model) first")
     if any(_is_compiled(module) for module in model.modules()):
-        raise UnsupportedError("a compiled or scripted model: wrap it before torch.compile is used")
+        raise UnsupportedError(
+            "the model is compiled or scripted: wrap it before torch.compile is used"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise UnsupportedError(
                 f"{name or 'the model'} is an {type(module).__name__} with"
                 f" max_norm={module.max_norm}, which changes its rows in place inside the forward:"
-                " set max_norm=None, and limit rows between steps, in a loop over"
+                " set max_norm=None, and renormalise rows between steps, in a loop over"
                 " model.named_parameters()"
             )
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         processes = max(processes, torch.distributed.get_world_size())
     if processes > 1:
-        raise UnsupportedError(f"WORLD_SIZE is {processes}: lohan trains on one process")
+        raise UnsupportedError(f"WORLD_SIZE is {processes}, but lohan trains in one process")
     _check_not_held(model)
     count = 0
     for name, param in model.named_parameters():
@@ -59,7 +61,7 @@ def check_model(model: Any, is_filled: bool) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ModelError(
-                f"buffer {name!r} has no storage: build the model in lohan.empty(), which makes"
+                f"buffer {name!r} has no storage: build the model in lohan.empty(), which creates"
                 ' buffers as usual; torch.device("meta") does not'
             )
     if count == 0:
@@ -68,14 +70,15 @@ def check_model(model: Any, is_filled: bool) -> None:
 
 
 def _check_not_held(model: nn.Module) -> None:
-    """Refuse what another session has, a closed one too: its parameters are hollow."""
+    """Reject parameters of another session, even of a closed one, whose parameters are hollow."""
     for session in _exit.sessions:
         names = session.param_names()
         for name, param in nn.Module.named_parameters(model):
             if id(param) in names:
                 raise UnsupportedError(
-                    f"parameter {name!r} is {names[id(param)]!r} of a model that is wrapped"
-                    " already: lohan.unwrap() that one first, or wrap the model that has them all"
+                    f"parameter {name!r} is {names[id(param)]!r} of a model that is already"
+                    " wrapped: call lohan.unwrap() on that model first, or wrap one model that"
+                    " contains all parameters"
                 )
 
 
@@ -108,13 +111,13 @@ def _check_param(name: str, param: nn.Parameter, is_filled: bool) -> None:
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from the first element of a tensor to the end of its last."""
+    """Return the bytes from the first element of a tensor to the end of its last."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
 
 def _mark(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
-    """Which of the bytes from start on the tensor's elements occupy."""
+    """Return a mask of the bytes, from start on, that the tensor's elements occupy."""
     used = torch.zeros(nbytes, dtype=torch.bool)
     width = tensor.element_size()
     sizes = [1 if step == 0 else n for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -124,7 +127,7 @@ def _mark(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Two tensors whose stretches of memory overlap have a byte in common."""
+    """Return whether two tensors with overlapping address ranges share a byte."""
     both_dense = all(is_dense(tensor.shape, tensor.stride()) for tensor in (a, b))
     if both_dense or a.data_ptr() == b.data_ptr():
         return True
@@ -135,7 +138,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _in_memory(model: nn.Module) -> list[tuple[int, int, str, torch.Tensor]]:
-    """Where each parameter and buffer lies, from low addresses to high: first byte, end."""
+    """Return (first byte, end, name, tensor) of parameters and buffers, sorted by address."""
     found = []
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
@@ -146,14 +149,15 @@ def _in_memory(model: nn.Module) -> list[tuple[int, int, str, torch.Tensor]]:
 
 
 def _expression(name: str) -> str:
-    """A parameter's name as Python has it: model.blocks[0].weight."""
+    """Return a parameter's name as a Python expression: model.blocks[0].weight."""
     return "model" + re.sub(r"\.(\d+)(?=\.)", r"[\1]", f".{name}")
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Refuse parameters that share memory with others, or with a buffer: lohan copies them apart.
+    """Reject trained parameters that share memory with others, which lohan would separate.
 
-    Views of one buffer that do not overlap are fine, and so is sharing among what never changes.
+    Non-overlapping views of one storage are allowed, and so is sharing between tensors that are not
+    trained.
     """
     alive: list[tuple[int, int, str, torch.Tensor]] = []
     for item in _in_memory(model):
@@ -170,12 +174,12 @@ def _check_memory(model: nn.Module) -> None:
             raise ModelError(
                 f"parameter {name!r} has elements that share memory (shape {tuple(tensor.shape)},"
                 f" strides {tensor.stride()}; expand() makes such tensors), which no optimizer can"
-                " update: give each its own, by clone()"
+                " update: use clone() to give each element its own memory"
             )
 
 
 def _is_folded(tensor: torch.Tensor) -> bool:
-    """Several elements of the tensor are at one address."""
+    """Return whether several elements of the tensor share an address."""
     if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
         return False
     nbytes, reach = tensor.numel() * tensor.element_size(), _reach(tensor)
@@ -188,9 +192,9 @@ def _refuse_shared(a: tuple[str, torch.Tensor], b: tuple[str, torch.Tensor]) -> 
     (name, tensor), (other_name, other) = a, b
     if not isinstance(tensor, nn.Parameter):
         raise ModelError(
-            f"buffer {name!r} shares memory with parameter {other_name!r}, which is trained: it"
-            " would not see the updates, as lohan moves the parameter to the store. Register a"
-            f" clone() of it, or use {_expression(other_name)} in the forward"
+            f"buffer {name!r} shares memory with parameter {other_name!r}, which is trained. The"
+            " buffer would not see the updates, because lohan moves the parameter to the store."
+            f" Register a clone() of it, or use {_expression(other_name)} in the forward"
         )
     is_same = tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape
     is_same = is_same and tensor.stride() == other.stride() and tensor.dtype == other.dtype
@@ -198,10 +202,10 @@ def _refuse_shared(a: tuple[str, torch.Tensor], b: tuple[str, torch.Tensor]) -> 
     way_out = (
         f"tie them as one Parameter: {_expression(other_name)} = {_expression(name)}"
         if is_tied
-        else "make one Parameter of that memory, and take the parts from it in the forward"
+        else "make one Parameter of that memory, and slice it in the forward"
     )
     raise ModelError(
-        f"parameters {name!r} and {other_name!r} are two Parameters over the same memory, which"
-        f" torch trains through both of them, and lohan would train two copies: {way_out}; or give"
-        " one of them its own memory, by clone()"
+        f"parameters {name!r} and {other_name!r} are two Parameters over the same memory. torch"
+        f" trains that memory through both, but lohan would train two copies: {way_out}; or use"
+        " clone() to give one of them its own memory"
     )

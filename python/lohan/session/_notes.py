@@ -1,4 +1,4 @@
-"""What a session had to do without, said once on stderr when it begins."""
+"""Notes about limitations of a session, printed once to stderr when it begins."""
 
 from __future__ import annotations
 
@@ -10,39 +10,42 @@ if TYPE_CHECKING:
 
 
 def lines(session: Session) -> list[str]:
-    """What of the store was passed over or is slower than it could be, and which backends are."""
+    """Return notes on parts of the store that were skipped or are slow, and on slow backends."""
     status = session.status()
     told = str(session.store.describe()["note"]).splitlines()
     told += [
-        f"{reason}; {status['io']} moves the bytes instead"
+        f"{reason}; using {status['io']} instead"
         for reason in str(status["io_reason"]).splitlines()
         if session.config.io == "auto"
     ]
     if told:
-        told.append(f"`lohan doctor {session.directories[0]}` says what mends what can be mended")
+        told.append(f"`lohan doctor {session.directories[0]}` prints fixes for what can be fixed")
     return told
 
 
 def _of_strides(session: Session) -> list[str]:
-    """Which parameters have other strides than in the model; see [Note: Strides]."""
+    """Return notes on parameters whose strides differ from the model's.
+
+    See [Note: Strides] in layout/_block.py.
+    """
     made, others = session.layout.made_contiguous, session.layout.other_strides
     told = []
     if made:
         told.append(
-            f"{len(made)} parameters ({made[0]!r}, ...) are not contiguous, and become so: torch"
-            " may choose other kernels for them than in the plain model, which round differently"
+            f"{len(made)} parameters ({made[0]!r}, ...) are not contiguous and will be made so:"
+            " torch may choose different kernels than for the plain model, which round differently"
         )
     if others:
         told.append(
             f"{len(others)} parameters ({others[0]!r}, ...) had other strides when the store was"
-            " made (channels_last, for example), and have those again, so that torch uses the same"
-            " kernels. For the strides of this model begin a new store: lohan.export(STORE, OUT),"
-            " weights=OUT"
+            " created (channels_last, for example) and get those again, so that torch uses the same"
+            " kernels. To use the strides of this model, start a new store: lohan.export(STORE,"
+            " OUT), then weights=OUT"
         )
     return told
 
 
 def say(session: Session) -> None:
-    """Print them."""
+    """Print the session's notes to stderr."""
     for line in lines(session) + _of_strides(session):
         print(f"lohan: {line}", file=sys.stderr)

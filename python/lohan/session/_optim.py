@@ -1,4 +1,4 @@
-"""`model.optimizer`: a torch.optim.Optimizer whose arithmetic happens elsewhere."""
+"""`model.optimizer`: a torch.optim.Optimizer whose updates lohan's engine computes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "weight_decay": 1e-2,
 }
 
-# Keys of torch's optimizers that would make another rule, and the values at which they do not.
+# Options of torch's optimizers that would change the update rule, with the values that do not.
 RULE: dict[str, Any] = {
     "amsgrad": False,
     "maximize": False,
@@ -34,39 +34,43 @@ RULE: dict[str, Any] = {
 
 
 def check_rule(group: dict[str, Any]) -> None:
-    """Refuse what would make another rule than AdamW of a group.
+    """Reject options of a group that would change its update rule to something but AdamW.
 
     Raises:
-        UnsupportedError: names the key.
+        UnsupportedError: names the option.
     """
     for name, value in RULE.items():
         if group.get(name, value) != value:
             if name == "decoupled_weight_decay" and group["weight_decay"] == 0:
-                continue  # without weight decay Adam's rule is AdamW's
+                continue  # without weight decay, Adam and AdamW are the same
             raise UnsupportedError(
-                f"{name}={group[name]!r} in a parameter group: lohan's optimizer is AdamW"
-                f" with {name}={value!r}"
+                f"{name}={group[name]!r} in a parameter group is not supported: lohan's optimizer"
+                f" is AdamW with {name}={value!r}"
             )
 
 
 class StoreOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state a wrapped model's store has: what is the same for every method.
+    """An optimizer whose state is in a wrapped model's store; the base class for every method.
 
-    Its groups are fixed, and its `state_dict()` says which step of which store they belong to.
+    Its groups are fixed, and its `state_dict()` records the store and step that it belongs to.
     """
 
     _session: Session | None = None
 
     def attach(self, session: Session) -> None:
-        """Give the optimizer its session. Called by lohan.wrap."""
+        """Connect the optimizer to its session. Called by lohan.wrap."""
         self._session = session
 
     def _members_now(self) -> list[set[int]]:
-        """The parameters of each group, by id: the session keeps them alive."""
+        """Return the ids of each group's parameters, which the session keeps alive."""
         return [{id(p) for p in group["params"]} for group in self.param_groups]
 
     def rebind(self, tensors: dict[int, nn.Parameter]) -> None:
-        """Put parameters in the places of those without storage, by whose id they are given."""
+        """Replace parameters without storage by new ones.
+
+        Args:
+            tensors: the new parameters, by the ids of those that they replace.
+        """
         for group in self.param_groups:
             group["params"] = [tensors.get(id(param), param) for param in group["params"]]
         self._members = self._members_now()
@@ -75,14 +79,14 @@ class StoreOptimizer(torch.optim.Optimizer):
     def session(self) -> Session:
         """The session that does the work."""
         if self._session is None:
-            raise UnsupportedError("a lohan.Optimizer is made by lohan.wrap()")
+            raise UnsupportedError("a lohan.Optimizer can only be created by lohan.wrap()")
         return self._session
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the model is wrapped.
+        """Raise an error if the model is wrapped: its groups are fixed.
 
         Raises:
-            UnsupportedError: the model is wrapped; parameters have their places.
+            UnsupportedError: the model is wrapped.
         """
         if getattr(self, "_session", None) is not None:
             raise UnsupportedError(
@@ -91,16 +95,16 @@ class StoreOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups, and which step of which store holds the moments."""
+        """Return the groups, and the store and step that hold the moments."""
         state = super().state_dict()
         state["lohan"] = {"store": self.session.uuid, "step": self.session.step}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the groups' hyper-parameters; the moments are the store's.
+        """Load the groups' hyper-parameters; the moments are those of the store.
 
         Raises:
-            StaleStateError: the state belongs to another step than the store was resumed at.
+            StaleStateError: the state belongs to a different step than the session is at.
             StoreMismatchError: the state belongs to another store, or to none.
         """
         from lohan.store import _stale
@@ -115,30 +119,31 @@ class StoreOptimizer(torch.optim.Optimizer):
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.clear()
             group.update(loaded)
-        self.param_groups = groups  # the same dicts: origin, too, has them
+        self.param_groups = groups  # keep the same dicts, because origin shares them
 
 
 class Optimizer(StoreOptimizer):
-    """AdamW over a wrapped model: the rule of torch.optim.AdamW, in fp32, on lohan's CPU workers.
+    """AdamW for a wrapped model: the rule of torch.optim.AdamW, in fp32, on lohan's CPU workers.
 
-    Updates run while backward does, with the hyper-parameters that the groups have when backward
-    begins. `step()` closes the step; it does not wait for the updates, the next forward does.
+    Updates run during backward, with the hyper-parameters that the groups have when backward
+    begins. `step()` closes the step without waiting for the updates; the next forward waits.
 
     Attributes:
-        max_grad_norm: what wrap() was given; may be set to another number, if wrap() had one.
-        grad_norm: of the last step's gradients before clipping, where max_grad_norm is set.
-        was_skipped: the last `step()` found that a GradScaler had seen an overflow.
-        origin: the optimizer that wrap(optimizer=) was given, for which this one stands: they share
-            the groups, so that a scheduler of the one rules the other.
+        max_grad_norm: the argument of wrap(); may be changed if wrap() was given a number.
+        grad_norm: the norm of the last step's gradients before clipping, if max_grad_norm is set.
+        was_skipped: the last `step()` was skipped because a GradScaler had seen an overflow.
+        origin: the optimizer that was passed to wrap(optimizer=), which this one replaces. They
+            share the groups, so that a scheduler of either one affects both.
 
     Note:
-        `state` is empty: moments live in the store. `state_dict()` has the groups and which step of
-        which store they belong to.
+        `state` is empty: the moments are in the store. `state_dict()` holds the groups, and the
+        store and step that they belong to.
 
-        A scheduler of a resumed run: make it first, then `scheduler.load_state_dict(...)`, then
-        `model.optimizer.load_state_dict(...)`, both states from behind the same step: its
-        constructor sets learning rates. Without states, one that computes the rate from the step
-        (LambdaLR, those of transformers) takes `last_epoch=model.lohan.step - 1`.
+        To resume a run with a scheduler, first create the scheduler (its constructor sets learning
+        rates), then call `scheduler.load_state_dict(...)`, then
+        `model.optimizer.load_state_dict(...)`, with both states saved after the same step. Without
+        saved states, pass `last_epoch=model.lohan.step - 1` to a scheduler that computes the rate
+        from the step (LambdaLR, those of transformers).
     """
 
     def __init__(
@@ -149,7 +154,8 @@ class Optimizer(StoreOptimizer):
         self.grad_norm: float | None = None
         self.was_skipped = False
         groups: list[Any] = list(params)
-        # What is asked for by name: a resumed run takes the rest from its store.
+        # The hyper-parameters that were given explicitly; a resumed run takes the others from its
+        # store.
         self.given = [
             set(DEFAULTS) & {*defaults, *(group if isinstance(group, dict) else ())}
             for group in groups
@@ -162,12 +168,11 @@ class Optimizer(StoreOptimizer):
         self._members = self._members_now()
 
     def hypers(self) -> list[Hyper]:
-        """What the groups say now.
+        """Return the current hyper-parameters of the groups.
 
         Raises:
-            HyperParameterError: a group has other parameters than at wrap, or there are other
-                groups.
-            UnsupportedError: a group asks for another rule.
+            HyperParameterError: the groups, or the parameters in one, differ from those at wrap.
+            UnsupportedError: a group asks for a different update rule.
         """
         now = self._members_now()
         if now != self._members:
@@ -175,25 +180,25 @@ class Optimizer(StoreOptimizer):
                 i for i, (a, b) in enumerate(zip(now, self._members, strict=False)) if a != b
             ]
             what = (
-                f"group {changed[0]} has other parameters"
+                f"group {changed[0]} has other parameters than"
                 if changed
-                else f"there are {len(now)} parameter groups instead of {len(self._members)},"
+                else f"there are {len(now)} parameter groups instead of {len(self._members)} as"
             )
             raise HyperParameterError(
-                f"{what} than at lohan.wrap(), where each parameter got its place: to leave one"
-                " out of a step, requires_grad_(False) before the forward, or lr and weight_decay"
-                " 0 for its group"
+                f"{what} at lohan.wrap(), which fixes the groups. To exclude a parameter from a"
+                " step, call requires_grad_(False) before the forward, or set lr and weight_decay"
+                " of its group to 0"
             )
         for group in self.param_groups:
             check_rule(group)
         return [hyper_of(group) for group in self.param_groups]
 
     def clip_scale(self, square_sum: float, scale: float) -> float:
-        """What the step's gradients are multiplied with; keeps their norm in grad_norm.
+        """Return the factor for the step's gradients, and store their norm in grad_norm.
 
         Args:
-            square_sum: of all gradients.
-            scale: what they are multiplied with besides, before.
+            square_sum: the sum of squares of all gradients.
+            scale: a factor that is applied to them before clipping.
 
         Raises:
             StepError: the norm is not finite; no update has begun.
@@ -205,21 +210,21 @@ class Optimizer(StoreOptimizer):
         if not math.isfinite(self.grad_norm):
             raise StepError(
                 f"the norm of all gradients is {self.grad_norm}: no update has begun. Call"
-                " model.optimizer.zero_grad() to forget this step"
+                " model.optimizer.zero_grad() to discard this step"
             )
         assert self.max_grad_norm is not None
         return scale * min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Tells torch.amp.GradScaler to hand its scale and what it found to `step()`.
+        """Tells torch.amp.GradScaler to pass its scale and its overflow flag to `step()`.
 
-        Where updates do not wait for it, the scaler's own way is refused in p.grad.
+        If updates do not wait for `step()`, the scaler unscales p.grad, which raises an error.
         """
         return self._session is not None and self._session.is_waiting
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Close the step: what has a gradient is updated, at the latest before its next use.
+        """Close the step: each parameter with a gradient is updated before its next use.
 
         Args:
             closure: called first, with gradients enabled, as torch.optim does.
@@ -228,20 +233,20 @@ class Optimizer(StoreOptimizer):
             What closure returned, or None.
 
         Raises:
-            HyperParameterError: a group changed since backward began, or its parameters since
-                lohan.wrap().
-            OffloadedGradientError: something else was put into the p.grad of a parameter.
+            HyperParameterError: a group changed after backward began, or its parameters changed
+                after lohan.wrap().
+            OffloadedGradientError: the p.grad of a parameter was replaced.
             LentError: a tensor that was kept from forward or backward is a view of a parameter.
-            StepError: the backward of this step died; `zero_grad()` forgets it.
+            StepError: the backward of this step failed; `zero_grad()` discards the step.
 
         Note:
-            A torch.amp.GradScaler that found an overflow has the step forgotten instead.
+            If a torch.amp.GradScaler found an overflow, the step is discarded instead.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf = self.__dict__.get("found_inf")  # GradScaler sets them, and takes them away
+        found_inf = self.__dict__.get("found_inf")  # set by GradScaler, which also deletes them
         grad_scale = self.__dict__.get("grad_scale")
         self.was_skipped = found_inf is not None and float(found_inf) > 0
         try:
@@ -252,16 +257,16 @@ class Optimizer(StoreOptimizer):
             else:
                 self.session.close_step()
         except BaseException:
-            self.__dict__.pop("grad_scale", None)  # it would multiply the next one with it
+            self.__dict__.pop("grad_scale", None)  # must not affect the next scale
             raise
         if self.origin is not None:
-            self.origin.__dict__["_opt_called"] = True  # what a scheduler made for it looks at
+            self.origin.__dict__["_opt_called"] = True  # schedulers of origin check this
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the step whose backward died with an exception, and what was put into p.grad.
+        """Discard a step whose backward raised an exception or whose updates have not begun.
 
-        There is nothing to do after `step()`.
+        Also clears p.grad. After `step()` there is nothing to discard.
 
         Raises:
             ZeroGradError: backward has finished and updates have begun.

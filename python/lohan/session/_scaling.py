@@ -1,9 +1,9 @@
-"""Stand-ins for gradients in p.grad, and what torch's clipping and loss scaling do through them.
+"""Stand-ins for gradients in p.grad, through which torch's clipping and loss scaling work.
 
-A gradient that has left for the optimizer cannot be read or changed. But where updates wait for
-`step()`, the norm of all gradients is known exactly, and one factor for all of them is what AdamW
-multiplies with in any case. That is all that torch.nn.utils.clip_grad_norm_ and
-torch.amp.GradScaler need: the stand-ins answer the functions which those call, and refuse others.
+A gradient that was sent to the optimizer cannot be read or changed. But if updates wait for
+`step()`, the norm of all gradients is known exactly, and AdamW multiplies all gradients with one
+factor anyway. torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler need no more than that: the
+stand-ins implement the functions that those call, and raise an error for all others.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class StepScale:
-    """What the open step's gradients are multiplied with, and their norm.
+    """The factor and the norm of the open step's gradients.
 
     Attributes:
-        accumulation: of the session.
+        accumulation: the session's accumulation.
     """
 
     def __init__(
@@ -37,9 +37,10 @@ class StepScale:
         """Begin with a factor of 1.
 
         Args:
-            names: of the trainable parameters, by index.
-            accumulation: of the session.
-            square_sum: of all gradients of the open step; None: updates do not wait for `step()`.
+            names: the names of the trainable parameters, by index.
+            accumulation: the session's accumulation.
+            square_sum: returns the sum of squares of the open step's gradients; None: updates do
+                not wait for `step()`.
         """
         self.accumulation = accumulation
         self._names = names
@@ -48,11 +49,11 @@ class StepScale:
 
     @property
     def is_waiting(self) -> bool:
-        """Updates wait for `step()`: gradients can be measured and scaled before."""
+        """Whether updates wait for `step()`, so that gradients can be measured and scaled."""
         return self._square_sum is not None
 
     def reset(self) -> None:
-        """The next step begins."""
+        """Reset the factors and the norm for the next step."""
         self._factors: dict[int, float] = {}
         self._norm = 0.0
 
@@ -62,16 +63,16 @@ class StepScale:
             self._factors[index] = self._factors.get(index, 1.0) * factor
 
     def factor(self) -> float:
-        """The one that all gradients have.
+        """Return the factor of all gradients.
 
         Raises:
-            UnsupportedError: there are several.
-            StepError: a norm that was asked for is not finite.
+            UnsupportedError: gradients have different factors.
+            StepError: a norm that was requested is not finite.
         """
         if not math.isfinite(self._norm):
             raise StepError(
                 f"the norm of all gradients is {self._norm}: no update has begun. Call"
-                " model.optimizer.zero_grad() to forget this step"
+                " model.optimizer.zero_grad() to discard this step"
             )
         if not self._factors:
             return 1.0
@@ -81,46 +82,47 @@ class StepScale:
         if factors[least] != factors[most]:
             raise UnsupportedError(
                 f"the gradient of {self._names[least]!r} was multiplied by {factors[least]}, that"
-                f" of {self._names[most]!r} by {factors[most]}: all of them have one factor. Clip"
-                " and scale model.parameters(), not a part of them"
+                f" of {self._names[most]!r} by {factors[most]}, but all must have the same factor."
+                " Clip and scale all of model.parameters()"
             )
         return factors[least]
 
     def measure(self) -> float:
-        """The norm of all gradients as they came, in fp64; not finite: one of them is not."""
+        """Return the norm of all unscaled gradients in fp64, not finite if one of them is not."""
         assert self._square_sum is not None
         self._norm = math.sqrt(self._square_sum())
         return self._norm
 
     def norm_of(self, indices: Sequence[int], order: float) -> float:
-        """The norm of the gradients of some parameters, as `step()` would use them now.
+        """Return the norm of the given parameters' gradients, scaled as `step()` would use them.
 
         Raises:
-            UnsupportedError: it is not the Euclidean norm of all of them.
+            UnsupportedError: it is not the Euclidean norm of all gradients.
         """
         if order != 2:
             raise UnsupportedError(
-                f"norm_type={order}: the norm of lohan's gradients is the Euclidean one, 2.0"
+                f"norm_type={order} is not supported: lohan computes only the Euclidean norm, 2.0"
             )
         left = set(self._names).difference(indices)
         if left:
             raise UnsupportedError(
-                f"the norm of {len(set(indices))} of {len(self._names)} gradients (without that of"
-                f" {self._names[min(left)]!r}): lohan knows the norm of all, of model.parameters()"
+                f"the norm of only {len(set(indices))} of {len(self._names)} gradients (without"
+                f" that of {self._names[min(left)]!r}) is not supported: lohan knows only the norm"
+                " of all of model.parameters()"
             )
         norm = self.measure()
         return norm * self.factor() if math.isfinite(norm) else norm
 
 
 class GradientNorm:
-    """Norms of stand-ins on their way through torch's clipping to the norm of all."""
+    """The norms of some stand-ins, which torch's clipping combines to the norm of all."""
 
     def __init__(self, scale: StepScale, indices: Sequence[int]) -> None:
         self.scale = scale
         self.indices = indices
 
     def to(self, *args: Any, **kwargs: Any) -> GradientNorm:
-        """Itself: it is on no device."""
+        """Return self, which is on no device."""
         return self
 
     @classmethod
@@ -131,10 +133,10 @@ class GradientNorm:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Gather them, and answer the norm of them together.
+        """Combine norms, or return the norm of all of them together.
 
         Raises:
-            OffloadedGradientError: it is another function, or there are other tensors among them.
+            OffloadedGradientError: func is any other function, or other tensors are among them.
         """
         if func is torch.stack and all(isinstance(norm, cls) for norm in args[0]):
             norms: list[GradientNorm] = args[0]
@@ -144,8 +146,8 @@ class GradientNorm:
             norm = args[0].scale.norm_of(args[0].indices, _order(args, kwargs))
             return torch.tensor(norm, dtype=torch.float64)
         raise OffloadedGradientError(
-            f"{getattr(func, '__name__', func)} of norms of lohan's gradients: clip the parameters"
-            " of a wrapped model, all of them and no others"
+            f"{getattr(func, '__name__', func)} of norms of lohan's gradients is not supported:"
+            " clip the parameters of a wrapped model, all of them and no others"
         )
 
 
@@ -176,11 +178,11 @@ _METADATA_METHODS = {
 
 
 class HollowGradient(torch.Tensor):
-    """Stands for a gradient that has left for the optimizer: who computes with it is told so.
+    """A stand-in for a gradient that was sent to the optimizer; computing with it is an error.
 
     Attributes:
-        param: its index.
-        scale: of the session.
+        param: the parameter's index.
+        scale: the session's StepScale.
         added: a gradient that autograd has added to it; the binding takes it.
     """
 
@@ -196,11 +198,11 @@ class HollowGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Keep what autograd adds to it where gradients are summed; refuse everything else.
+        """Keep a gradient that autograd adds while gradients are summed; reject all else.
 
         Raises:
-            SecondBackwardError: in a backward that the step has no place for.
-            OffloadedGradientError: elsewhere.
+            SecondBackwardError: in a backward that the step does not allow.
+            OffloadedGradientError: in all other cases.
         """
         if in_backward():
             mine = next(value for value in args if isinstance(value, HollowGradient))
@@ -211,7 +213,7 @@ class HollowGradient(torch.Tensor):
         _refuse(str(func), is_waiting=False)
 
     def take_added(self) -> torch.Tensor | None:
-        """What autograd has added; the stand-in lets go of it."""
+        """Return the gradient that autograd has added, and drop the reference to it."""
         added, self.added = self.added, None
         return added
 
@@ -223,7 +225,7 @@ class HollowGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer metadata, and what clips and scales all gradients; refuse the rest by name.
+        """Return metadata; implement clipping and scaling of all gradients; reject the rest.
 
         Raises:
             OffloadedGradientError: func would read or change the gradient.
@@ -244,12 +246,12 @@ class HollowGradient(torch.Tensor):
         _refuse(owner if is_property else name, is_waiting=scale is not None and scale.is_waiting)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Say what this is."""
+        """Return a readable summary."""
         return f"HollowGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def hollow_gradient(data: torch.Tensor, index: int, scale: StepScale) -> HollowGradient:
-    """A HollowGradient with data's shape and dtype, without memory of its own."""
+    """Make a HollowGradient with data's shape and dtype, without memory of its own."""
     made: HollowGradient = torch.Tensor._make_wrapper_subclass(
         HollowGradient, data.shape, dtype=data.dtype, device=data.device
     )
@@ -260,22 +262,22 @@ def hollow_gradient(data: torch.Tensor, index: int, scale: StepScale) -> HollowG
 
 
 def _refuse(reader: str, *, is_waiting: bool) -> NoReturn:
-    text = f"{reader} reads or changes a gradient that has left for the optimizer"
+    text = f"{reader} reads or changes a gradient that has already been sent to the optimizer"
     if "clamp" in reader:
         text += (
-            ". For clip_grad_value_, param.register_hook(lambda gradient: gradient.clamp(-c, c))"
-            " before lohan.wrap() or after it does the same"
+            ". Instead of clip_grad_value_, use param.register_hook(lambda gradient:"
+            " gradient.clamp(-c, c)), before or after lohan.wrap()"
         )
     elif is_waiting:
         text += (
-            ": torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler can scale all of them, and"
-            " param.register_hook() changes one before it leaves"
+            ": torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler can scale all gradients, and"
+            " param.register_hook() can change one before it is sent"
         )
     else:
         text += (
-            ", and other optimizers than model.optimizer do not see it. clip_grad_norm_ and"
-            ' GradScaler need updates that wait for step(): lohan.wrap(..., schedule="deferred"),'
-            " or max_grad_norm=..., which clips by itself, or loss_scaling=True"
+            "; only model.optimizer can use it. clip_grad_norm_ and GradScaler need updates that"
+            ' wait for step(): lohan.wrap(..., schedule="deferred"), or max_grad_norm=..., which'
+            " clips automatically, or loss_scaling=True"
         )
     raise OffloadedGradientError(text)
 

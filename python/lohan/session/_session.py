@@ -1,4 +1,4 @@
-"""The session: what holds an engine, its hooks on a module, and the rules of a training step."""
+"""The session, which owns an engine and its hooks on a module, and enforces a step's rules."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ class Session(ForwardRules, Commits):
     Attributes:
         layout: blocks, units and parameters.
         budget: how main memory is divided, in bytes.
-        uuid: of the store.
-        directories: of the store.
-        device: where computation happens.
-        meter: counts an emulated device's memory; None for others.
+        uuid: the store's UUID.
+        directories: the store's directories.
+        device: the device that the model computes on.
+        meter: counts an emulated device's memory; None for other devices.
     """
 
     _planner: Planner | None = None
     buffers: Buffers | None = None
     snapshot_now: Snapshot | None = None
-    is_ending = False  # the process ends, or the model is gone: nobody calls close() on purpose
+    is_ending = False  # closed because the process ends or the model is gone, not by a caller
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Session(ForwardRules, Commits):
         self._gradients = _gradients.HollowGradients(layout, self._scale)
 
     def __repr__(self) -> str:
-        """What it is, for people."""
+        """Return a readable summary."""
         layout = self.layout
         state = "closed" if self.closed else "open"
         return (
@@ -163,7 +163,7 @@ class Session(ForwardRules, Commits):
         )
 
     def _set_callbacks(self) -> None:
-        # The engine calls back into the session; a strong reference would be a cycle through C.
+        # The engine calls back into the session; a strong reference would form a cycle through C.
         this = weakref.ref(self)
         self._engine.callbacks(
             lambda: _alive(this)._on_backward(),
@@ -193,20 +193,20 @@ class Session(ForwardRules, Commits):
 
     @property
     def window_bytes(self) -> int:
-        """Activations that may be on their way at once."""
+        """The bytes of activations that may be in transit at the same time."""
         return 0 if self._swap is None else self._swap.window_bytes
 
     def window_set(self, nbytes: int | None) -> None:
-        """Let fewer be; None: as many as before the first time."""
+        """Set window_bytes to at most its initial value; None restores that."""
         if self._swap is not None:
             self._swap.window_set(self._swap.window_first if nbytes is None else nbytes)
 
     def swap_wait_ns(self) -> int:
-        """What the training thread waited for activations since it was last asked."""
+        """Return how long the training thread waited for activations since the last call."""
         return 0 if self._swap is None else self._swap.wait_take_ns()
 
     def _bind(self) -> None:
-        """Make every parameter hollow and known to the engine."""
+        """Make every parameter hollow and register it with the engine."""
         self._param_index = {id(p.tensor): p.index for p in self.layout.params}
         count = len(self.layout.params)
         self._arrays: dict[torch.dtype, torch.Tensor] = {}
@@ -255,7 +255,7 @@ class Session(ForwardRules, Commits):
                 model.register_forward_pre_hook(self._planner.enter, prepend=True, with_kwargs=True)
             )
         for scope in self.layout.scopes:
-            scope.module = None  # whoever holds the session must not hold the model
+            scope.module = None  # holding the session must not keep the model alive
         add(model.register_forward_hook(self._root_leave, always_call=True, with_kwargs=True))
         for param in self.layout.params:
             if self.layout.units[param.unit].trainable:
@@ -265,11 +265,11 @@ class Session(ForwardRules, Commits):
                 _gradients.refuse_late_hooks(param.name, param.tensor)
 
     def _visits(self, units: list[int], scope: _core.Scope) -> Any:
-        """What is called before and behind each forward of a scope's module."""
+        """Return the hooks (enter and leave) around each forward of a scope's module."""
         return scope
 
     def unhook(self) -> None:
-        """Take every hook off, those too that refuse a forward once the session is closed."""
+        """Remove every hook, including those that reject a forward after the session is closed."""
         for handle in [*self._hooks, *self._enter_hooks]:
             handle.remove()
         self._hooks.clear()
@@ -278,26 +278,26 @@ class Session(ForwardRules, Commits):
             _gradients.allow_late_hooks(param.tensor)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Take the optimizer whose groups' hyper-parameters rule."""
+        """Set the optimizer whose groups provide the hyper-parameters."""
         self._optimizer = optimizer
         optimizer.attach(self)
 
     def param_names(self) -> dict[int, str]:
-        """The name of each parameter, by the id of its tensor."""
+        """Return the name of each parameter, by the id of its tensor."""
         return {id(p.tensor): p.name for p in self.layout.params}
 
     def _hypers(self) -> list[Hyper]:
-        """What the groups say now; refuses groups with other parameters than at wrap."""
+        """Return the groups' current hyper-parameters; reject groups that changed since wrap."""
         return self._optimizer.hypers() if self._optimizer is not None else []
 
     def classes(self, index: int, bound: type, hollow: type) -> None:
-        """What the parameter's class is while it is in memory, and while it is not."""
+        """Set the parameter's class for while it is in memory, and for while it is not."""
         self._engine.classes(index, bound, hollow)
 
     # --- Backward ---------------------------------------------------------------------------
 
     def _on_backward(self) -> None:
-        """The first saved parameter, or the first gradient, of a backward."""
+        """Handle the start of a backward: its first saved parameter or first gradient."""
         self._thread.backward_begin()
         self._changed_drop()
         self.commit_edits()
@@ -317,7 +317,7 @@ class Session(ForwardRules, Commits):
             self._gradients.show()
 
     def _on_gradient(self) -> None:
-        """The first gradient of a step: what the groups say now is what the updates use."""
+        """Handle the first gradient of a step: the updates use the current hyper-parameters."""
         _gradients.refuse_graphs()
         self._hyper_set(self._hypers())
 
@@ -331,27 +331,27 @@ class Session(ForwardRules, Commits):
 
     @property
     def is_waiting(self) -> bool:
-        """No update begins before `step()`."""
+        """Whether updates wait for `step()`."""
         return self.config.schedule in SCHEDULES_AT_STEP
 
     @property
     def step(self) -> int:
-        """Closed steps, those before a resume included."""
+        """The number of closed steps, including those before a resume."""
         return int(self._engine.status()["step"]) if not self.closed else self._last_step
 
     def close_step(self, unscale: float = 1.0) -> None:
         """Close the open step. `model.optimizer.step()` calls it.
 
         Args:
-            unscale: what gradients are multiplied with before they are clipped.
+            unscale: a factor for the gradients, applied before clipping.
         """
         self.check_open()
         self.refuse_other_thread("step()")
         self.phases.begin("step", self)
         if self._backward == "running" and not in_backward():
             raise StepError(
-                "the backward of this step died with an exception: call"
-                " model.optimizer.zero_grad() to forget the step, or begin the next forward"
+                "the backward of this step raised an exception: call"
+                " model.optimizer.zero_grad() to discard the step, or begin the next forward"
             )
         has_gradients = bool(self._engine.status()["has_gradients"])
         self._gradients.check(has_gradients)
@@ -364,8 +364,8 @@ class Session(ForwardRules, Commits):
         elif now != self._hyper:
             raise HyperParameterError(
                 f"hyper-parameters changed between backward and step(), from {self._hyper} to"
-                f" {now}: updates ran with the first. Change them after step() or before backward"
-                " (learning-rate schedulers: after step())"
+                f" {now}, but updates already used the former. Change them after step() or before"
+                " backward (learning-rate schedulers: after step())"
             )
         if self.is_waiting:
             self._give()
@@ -388,39 +388,39 @@ class Session(ForwardRules, Commits):
         _requests.answer_requests(self)
 
     def _give(self) -> None:
-        """Hand sums of gradients to the engine: the open step takes no more of them."""
+        """Pass the summed gradients to the engine; the open step accepts no more after that."""
         if self._accumulation.is_open:
             self._engine.sums_give()
             self._accumulation.is_given = True
 
     def _square_sum(self) -> float:
-        """Of all gradients of the open step, which takes no more of them."""
+        """Return the sum of squares of the open step's gradients; it accepts no more after that."""
         self.check_open()
         if self._backward != "done" or not self._engine.status()["has_gradients"]:
             raise StepError(
-                "no backward has left gradients to clip or to scale: do that behind"
-                " the backward and before model.optimizer.step()"
+                "there are no gradients to clip or scale: do that after the backward and before"
+                " model.optimizer.step()"
             )
         self._give()
         return self._engine.gradient_square_sum()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backwards in this context do not complete the step: their gradients are summed.
+        """Return a context in which backwards do not complete the step; gradients are summed.
 
-        `wrap` puts it on the model, where torch's DistributedDataParallel has it.
+        `wrap` also makes it a method of the model, as in torch's DistributedDataParallel.
 
         Raises:
-            UnsupportedError: on entering it, where lohan.wrap() was not given accumulate=.
+            UnsupportedError: on entering the context, if lohan.wrap() was not given accumulate=.
         """
         return self._accumulation.no_sync()
 
     def restore_scalars(self) -> None:
-        """Take hyper-parameters, torch's CPU generator and buffers from the last commit."""
+        """Restore hyper-parameters, torch's CPU generator and buffers from the last commit."""
         assert self._optimizer is not None
         _scalars.restore(self.store.describe()["caller_scalars"], self._optimizer, self.buffers)
 
     def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
-        """See Optimizer.zero_grad; tensors are those whose p.grad is asked to go."""
+        """Clear p.grad of the given tensors; see Optimizer.zero_grad."""
         self.check_open()
         has_gradients = self._engine.status()["has_gradients"]
         if not in_backward() and (
@@ -430,10 +430,10 @@ class Session(ForwardRules, Commits):
         elif has_gradients:
             raise ZeroGradError(
                 "zero_grad() between backward and step(): updates of this step have begun and"
-                " cannot be taken back. Call zero_grad() after step(), or skip the step before"
-                " backward. Where a backward leaves gradients that no step is to use (a GAN's"
-                ' generator, through the discriminator), wrap with schedule="deferred": no update'
-                " begins before step(), and zero_grad() forgets them"
+                " cannot be undone. Call zero_grad() after step(), or skip the step before"
+                " backward. If a backward leaves gradients that no step should use (a GAN's"
+                ' generator, through the discriminator), wrap with schedule="deferred": then no'
+                " update begins before step(), and zero_grad() discards the gradients"
             )
         for tensor in tensors:
             tensor.grad = None
@@ -458,39 +458,39 @@ class Session(ForwardRules, Commits):
             self._abort()
         if self._engine.status()["has_gradients"]:
             raise StepError(
-                "parameters cannot be read between backward and step(): some are already those of"
-                " the next step. Call model.optimizer.step() first"
+                "parameters cannot be read between backward and step(): some already have their"
+                " values of the next step. Call model.optimizer.step() first"
             )
         self._changed_drop()
 
     def value(self, index: int) -> torch.Tensor:
-        """A copy of one parameter's value in main memory, in its dtype and shape."""
+        """Return a copy of one parameter's value in main memory, in its dtype and shape."""
         return self.lend(index).to("cpu", copy=True)
 
     def lend(self, index: int) -> torch.Tensor:
-        """One parameter's bytes in memory, which stay there as long as the tensor lives."""
+        """Return one parameter's values, which stay in memory as long as the tensor lives."""
         self._check_whole()
         lend: torch.Tensor = self._engine.lend(index)
         return lend
 
     @property
     def is_underway(self) -> bool:
-        """Inside a forward or backward, or between backward and step()."""
+        """Whether a forward or backward runs, or step() has to be called after a backward."""
         if self._forward_is_alive() or in_backward():
             return True
         return self._backward == "done" and bool(self._engine.status()["has_gradients"])
 
     def reader(self, unit: int) -> Callable[[], bool]:
-        """What must be called when a parameter of the unit is read as an attribute."""
+        """Return the function to call when a parameter of the unit is read as an attribute."""
         read: Callable[[], bool] = self._engine.scope([unit]).read
         return read
 
     @contextlib.contextmanager
     def resident(self, index: int) -> Iterator[None]:
-        """The parameter has its real data inside the with."""
+        """Return a context in which the parameter has its real data."""
         self._check_whole()
         refuse_read()
-        self._engine.flush(False)  # who writes here must not reach an update that is being written
+        self._engine.flush(False)  # the caller may write: no update may still be being written
         scope = self._engine.scope([self.layout.params[index].unit])
         scope.enter()
         try:
@@ -500,28 +500,25 @@ class Session(ForwardRules, Commits):
 
     @contextlib.contextmanager
     def exclusive(self, changed: list[int]) -> Iterator[_core.Store]:
-        """The store, with the engine asleep; units in `changed` are forgotten in memory after.
+        """Return a context with the store, with the engine paused and closed steps written.
 
-        Closed steps are written by then, and committed where something is changed behind them,
-        unless commits are by hand.
+        If `changed` names units to be changed in the store, closed steps are also committed, unless
+        commits are manual, and the units' copies in memory are discarded afterwards.
         """
         self._check_whole()
-        try:  # a Ctrl-C comes between any two lines: the engine must not sleep for ever
+        try:  # a Ctrl-C may come between any two lines, and must not leave the engine paused
             self._engine.pause(changed, bool(changed) and not self.commits_by_hand)
             yield self.store
         finally:
             self._engine.resume(changed)
 
     def flush(self) -> None:
-        """Wait until every closed step is written."""
+        """Wait until all closed steps are written."""
         self.check_open()
         self._engine.flush(False)
 
     def stats(self) -> StepStats:
-        """Times and bytes of the last step that is over; of step 0, all zeros, before the first.
-
-        Steps from before a resume are not counted: they were another session's.
-        """
+        """Return times and bytes of this session's last finished step; zeros before the first."""
         raw = self._engine.stats()
         threads = self._engine_threads()
         return StepStats.none(threads) if raw is None else StepStats.make(raw, threads)
@@ -530,58 +527,58 @@ class Session(ForwardRules, Commits):
         return self.config.threads or len(os.sched_getaffinity(0))
 
     def plan(self) -> Plan | None:
-        """What is done with activations of forwards like the last one.
+        """Return the plan for activations of forwards that have the shape of the last one.
 
-        None: `activations` is no policy, or forwards of this shape are still looked at.
+        None: `activations` is not a policy, or forwards of this shape are still being profiled.
         """
         shape = self._planner.shape if self._planner is not None else None
         return None if shape is None or shape.made is None else shape.made.plan
 
     def status(self) -> dict[str, Any]:
-        """What is open, pinned and held; which backend and pages are in use."""
+        """Return the engine's status: what is open, pinned and held; the backend and page type."""
         self.check_open()
         return dict(self._engine.status())
 
     def trace(self) -> list[tuple[int, ...]]:
-        """Events of the timeline: (kind, unit, lane, step, start_ns, end_ns, bytes)."""
+        """Return timeline events: (kind, unit, lane, step, start_ns, end_ns, bytes)."""
         self.check_open()
         return list(self._engine.trace())
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the last steps as Chrome's trace events, for `lohan trace` and ui.perfetto.dev.
+        """Write the last steps as Chrome trace events, for `lohan trace` and ui.perfetto.dev.
 
         Raises:
-            SessionError: wrap() was not given trace_events=; or the session is closed.
+            SessionError: wrap() was not given trace_events=, or the session is closed.
         """
         self.flush()
         _trace.save(path, self)
 
     def check_open(self) -> None:
-        """Refuse to work for a closed session, in a forked child, or after an error.
+        """Raise an error if the session is closed, belongs to a parent process, or has failed.
 
         Raises:
-            SessionError: says which.
-            LohanError: the first one that the engine met.
+            SessionError: the session is closed or belongs to a parent process.
+            LohanError: the first error of the engine.
         """
         if self.closed:
             raise SessionError(
-                "the session is closed: lohan.unwrap(model) reads the last commit into memory, and"
-                " lohan.wrap(..., resume=True) resumes it"
+                "the session is closed: lohan.unwrap(model) reads the last commit into memory;"
+                " lohan.wrap(..., resume=True) resumes training"
             )
         if os.getpid() != self._owner_pid:
             raise SessionError("the model was wrapped in another process: wrap it after the fork")
         self._engine.check()
 
     def snapshot(self, out: PathLike | Sequence[PathLike]) -> Snapshot:
-        """Begin to copy the store, as of the last step, to other directories; training goes on.
+        """Begin to copy the store at the last step to other directories while training continues.
 
-        Commits that are due meanwhile come behind the copy. See `lohan.snapshot`.
+        Commits that are due in the meantime wait for the copy. See `lohan.snapshot`.
 
         Args:
-            out: a directory, or several; the copy is striped over them.
+            out: one or several directories; the copy is striped over them.
 
         Returns:
-            The copy under way: `wait()` waits for it, and so does close().
+            The copy in progress: `wait()` waits for it, and so does close().
         """
         return self.copy_begin(out)
 
@@ -598,17 +595,17 @@ class Session(ForwardRules, Commits):
         return _snapshot.begin(self, out, on_change, is_behind_step=is_behind_step)
 
     def forked(self) -> None:
-        """This process is a forked child: make what it sees of the parent's memory hollow."""
+        """Make all parameters hollow, in a forked child process."""
         if not self.closed:
             self._engine.scopes_drop()
 
     def close(self) -> None:
-        """Finish and commit what is closed, stop the engine, release the store. Idempotent.
+        """Finish and commit the closed steps, stop the engine and release the store. Idempotent.
 
-        With commit_every="manual" what is not committed is dropped, as a crash would.
+        With commit_every="manual", everything since the last commit is lost, as in a crash.
         """
         if os.getpid() != self._owner_pid:
-            return  # not even the lock: a thread that is not here may hold it
+            return  # do not take the lock: a thread that fork() did not copy may hold it
         with self._lock:
             if is_open := not self.closed:
                 self._last_step = self.step
@@ -618,12 +615,12 @@ class Session(ForwardRules, Commits):
             try:
                 if is_open:
                     self._finish()
-            finally:  # in a second call, too: a Ctrl-C may have ended the first one in here
+            finally:  # also in a second call: a Ctrl-C may have interrupted the first one here
                 self.closed = True
                 self._release()
 
     def _release(self) -> None:
-        """Give up everything that the session has. What is given up already stays so."""
+        """Release everything that the session owns; may be called again."""
         if self._forward_depth > 0 and not self._forward_is_alive():
             self._forward_drop()
         for handle in self._hooks:

@@ -1,4 +1,4 @@
-"""What `lohan.wrap` was asked for: keywords by their names, values in their ranges."""
+"""Checks of the settings of `lohan.wrap`: names of keywords, and ranges of values."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _RANGES = {
     "swap_ssd_bytes": (0, 1 << 60),
     "threads": (1, 256),
     "nice": (0, 19),
-    "io_depth": (1, 512),  # a queue of the backends holds 1024, and the commit's requests besides
+    "io_depth": (1, 512),  # a backend's queue holds 1024, including the commit's requests
     "transfer_bytes": (1 << 20, 64 << 20),
     "trace_events": (0, 1 << 62),
     "device_bytes": (1, 1 << 60),
     "device_param_bytes": (1, 1 << 60),
 }
-# What other libraries call the same.
+# Names of the same settings in other libraries.
 _ELSEWHERE = {
     "learning_rate": "lr",
     "gradient_accumulation_steps": "accumulate",
@@ -40,15 +40,15 @@ _NEAR = 0.6
 
 
 def make(config: Config | None, settings: dict[str, Any], call: Callable[..., Any]) -> Config:
-    """The config that a call gave, with the settings that it named beside it.
+    """Merge the config= of a call with the settings that it passed as keywords.
 
     Args:
-        config: as it was given; None: the defaults.
-        settings: keywords that are no parameters of call.
-        call: `lohan.wrap`, whose parameters a mistyped keyword may have meant.
+        config: the config=; None: the defaults.
+        settings: keywords that are not parameters of call.
+        call: `lohan.wrap`; a mistyped keyword may have meant one of its parameters.
 
     Raises:
-        ModelError: a keyword is neither; the message names the nearest one.
+        ModelError: a keyword is unknown; the message names the closest one.
     """
     fields = [field.name for field in dataclasses.fields(Config)]
     own = [
@@ -63,7 +63,7 @@ def make(config: Config | None, settings: dict[str, Any], call: Callable[..., An
         meant = _ELSEWHERE.get(name, near[0] if near else None)
         way_out = f"did you mean {meant}=?" if meant else "help(lohan.Config) lists the settings"
         raise ModelError(
-            f"{name}= is no keyword of lohan.wrap and no field of lohan.Config: {way_out}"
+            f"{name}= is not a keyword of lohan.wrap or a field of lohan.Config: {way_out}"
         )
     return dataclasses.replace(config or Config(), **settings)
 
@@ -73,43 +73,49 @@ def _is_whole(value: Any) -> TypeGuard[int]:
 
 
 def check(config: Config) -> None:
-    """Refuse values that cannot be.
+    """Reject invalid values.
 
     Raises:
-        ModelError: says which, and what could be.
+        ModelError: says which setting is invalid, and which values are valid.
     """
     commits = config.commit_every
     is_named = commits in ("auto", "never", "manual")
     if not is_named and not (_is_whole(commits) and 0 < commits < 1 << 63):
         raise ModelError(
-            f"commit_every {commits!r}: 'auto', 'never', 'manual' or a number of steps from 1"
+            f"commit_every {commits!r} must be 'auto', 'never', 'manual' or a number of steps of at"
+            " least 1"
         )
     if config.io not in ("auto", "io_uring", "libaio", "threads"):
-        raise ModelError(f"io {config.io!r}: 'auto', 'io_uring', 'libaio' or 'threads'")
+        raise ModelError(f"io {config.io!r} must be 'auto', 'io_uring', 'libaio' or 'threads'")
     if config.profile not in ("reuse", "again"):
-        raise ModelError(f"profile {config.profile!r}: 'reuse' or 'again'")
+        raise ModelError(f"profile {config.profile!r} must be 'reuse' or 'again'")
     if config.frozen not in ("in_place", "copy"):
-        raise ModelError(f"frozen {config.frozen!r}: 'in_place' or 'copy'")
+        raise ModelError(f"frozen {config.frozen!r} must be 'in_place' or 'copy'")
     if config.heap not in ("keep", "system"):
-        raise ModelError(f"heap {config.heap!r}: 'keep' or 'system'")
+        raise ModelError(f"heap {config.heap!r} must be 'keep' or 'system'")
     every = config.write_every
     if every not in ("auto", "never") and not (_is_whole(every) and 0 < every < 1 << 31):
-        raise ModelError(f"write_every {every!r}: 'auto', 'never' or a number of steps from 1")
+        raise ModelError(
+            f"write_every {every!r} must be 'auto', 'never' or a number of steps of at least 1"
+        )
     if config.runs not in ("auto", "together", "apart"):
-        raise ModelError(f"runs {config.runs!r}: 'auto', 'together' or 'apart'")
+        raise ModelError(f"runs {config.runs!r} must be 'auto', 'together' or 'apart'")
     parts = config.without if isinstance(config.without, tuple | list) else (config.without,)
     for part in parts:
         if part not in ("overlap", "reuse", "deferred") or parts is not config.without:
-            raise ModelError(f"without {part!r}: a tuple of 'overlap', 'reuse' and 'deferred'")
+            raise ModelError(
+                f"without {part!r} must be a tuple of 'overlap', 'reuse' and 'deferred'"
+            )
     for name in ("loss_scaling", "verify", "allow_buffered", "allow_tmpfs"):
         if not isinstance(getattr(config, name), bool):
-            raise ModelError(f"{name} {getattr(config, name)!r}: True or False")
+            raise ModelError(f"{name} {getattr(config, name)!r} must be True or False")
     if not isinstance(config.device, str | None):
         raise ModelError(
-            f"device {config.device!r}: None, 'cpu', 'cuda', 'cuda:INDEX', 'emu', or a torch.device"
+            f"device {config.device!r} must be None, 'cpu', 'cuda', 'cuda:INDEX', 'emu', or a"
+            " torch.device"
         )
     if config.schedule not in SCHEDULES:
-        raise ModelError(f"schedule {config.schedule!r}: one of {', '.join(SCHEDULES)}")
+        raise ModelError(f"schedule {config.schedule!r} must be one of {', '.join(SCHEDULES)}")
     _activations.check(config.activations)
     _device.check(config)
     _swap.check(config)
@@ -117,6 +123,10 @@ def check(config: Config) -> None:
         value = getattr(config, name)
         if value is not None and not (_is_whole(value) and least <= value <= most):
             also = ', or a size as "16GB"' if name.endswith("_bytes") else ""
-            raise ModelError(f"{name} {value!r}: a whole number from {least} to {most}{also}")
+            raise ModelError(
+                f"{name} {value!r} must be a whole number from {least} to {most}{also}"
+            )
     if config.transfer_bytes % (1 << 20):
-        raise ModelError(f"transfer_bytes {config.transfer_bytes}: a multiple of {1 << 20}")
+        raise ModelError(
+            f"transfer_bytes {config.transfer_bytes} must be a multiple of {1 << 20} (1 MiB)"
+        )

@@ -1,4 +1,4 @@
-"""What lies where in a store, from its own description: for who has no model at hand."""
+"""The layout of a store, from its own description, for readers without the model."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Contents:
     """A store's layout, without a model; parameters are on the meta device.
 
     Attributes:
-        layout: its units and parameters; no scopes.
-        extents: where their arrays are.
-        meta: all that the store was made with.
-        run: of zeroth-order training, whose steps lead on from what the store has.
+        layout: the units and parameters; no scopes.
+        extents: the extents of their arrays.
+        meta: the store's description.
+        run: the run of zeroth-order training, whose steps apply to the values in the store.
     """
 
     layout: Layout
@@ -54,11 +54,11 @@ class Contents:
     run: Run | None = None
 
     def name_at(self, extent: int, offset: int) -> tuple[str, str]:
-        """The parameter and the array ("param", "residual", "moment1", "moment2") of a byte.
+        """Return the parameter and array ("param", "residual", "moment1", "moment2") of a byte.
 
         Args:
-            extent: of the store.
-            offset: in it, in bytes.
+            extent: an extent of the store.
+            offset: the byte's offset in the extent.
         """
         for unit, places in zip(self.layout.units, self.extents.units, strict=True):
             for array in ARRAYS:
@@ -81,18 +81,18 @@ def read(store: _core.Store, where: str) -> Contents:
     """Read a store's description.
 
     Args:
-        store: open.
+        store: an open store.
         where: its directory, for the message.
 
     Raises:
-        StoreMismatchError: it is no store of lohan's.
+        StoreMismatchError: it is not a valid store.
         StoreUncleanError: its weights were never written.
     """
     described = store.describe()
     if described["is_empty"]:
         raise StoreUncleanError(
-            f"{where}: a store that was made, but whose contents were never written (its creation,"
-            " or the copy that was to be there, was interrupted): delete it, and begin again"
+            f"{where}: the store was created, but its contents were never written (its creation,"
+            " or a copy to this place, was interrupted): delete it, and start again"
         )
     contents = _parse(_meta.of(store))
     _check_table(contents, store, where)
@@ -103,16 +103,16 @@ def read(store: _core.Store, where: str) -> Contents:
 
 
 def _check_table(contents: Contents, store: _core.Store, where: str) -> None:
-    """Refuse a description that is not of what the store has room for."""
+    """Reject a description that does not match the store's extents."""
     if "extents" in contents.meta:
         return
     has = [nbytes for nbytes, *_ in store.extents()]
     said = [nbytes for nbytes, _ in contents.extents.table]
     if said != has:
         raise StoreMismatchError(
-            f"{where}: the store's description (meta) is damaged, or of another version of lohan:"
-            f" it says {len(said)} extents of {sum(said):,} bytes, and the store has {len(has)} of"
-            f" {sum(has):,}: go back to a snapshot, or use the version that made it"
+            f"{where}: the store's description (meta) is damaged, or from another version of lohan:"
+            f" it lists {len(said)} extents of {sum(said):,} bytes, but the store has {len(has)} of"
+            f" {sum(has):,}: go back to a snapshot, or use the version that created it"
         )
 
 
@@ -159,14 +159,14 @@ def _parse(meta: dict[str, Any]) -> Contents:
 def pieces(
     store: _core.Store, unit: Unit, places: UnitExtents, param: Param, *, is_master: bool = False
 ) -> Iterator[torch.Tensor]:
-    """A parameter's values, flat, a piece at a time.
+    """Yield a parameter's values, flattened, one piece at a time.
 
     Args:
-        store: open.
-        unit: of the parameter.
-        places: its extents.
-        param: which.
-        is_master: in fp32, with all bits that the optimizer keeps; else as it computes.
+        store: an open store.
+        unit: the parameter's unit.
+        places: the unit's extents.
+        param: the parameter.
+        is_master: yield fp32 with all bits that the optimizer keeps, not the compute dtype.
     """
     if param.strides is not None:
         flat = _pieces(store, unit, places, param, param.count, is_master=is_master)
@@ -184,7 +184,7 @@ def _pieces(
     *,
     is_master: bool,
 ) -> Iterator[torch.Tensor]:
-    """The same in the unit's order, so many elements at a time."""
+    """Yield the values in the unit's order, at most `elements` at a time."""
     for begin in range(0, param.count, elements):
         count = min(elements, param.count - begin)
         first = param.first + begin * (1 if unit.trainable else unit.dtype.itemsize)
@@ -212,7 +212,7 @@ def _read(
 
 
 def _join(param: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """The fp32 master of a bf16 parameter: [Note: 12P] in csrc/compute/adam.h."""
+    """Return the fp32 master of a bf16 parameter: [Note: 12P] in csrc/compute/adam.h."""
     bits = param.view(torch.int16).to(torch.int32) << 16
     bits += residual
     return bits.view(torch.float32)

@@ -1,8 +1,8 @@
-"""Weights out: `lohan.export`, and a wrapped model's `save_pretrained`, a piece at a time.
+"""Export of weights: `lohan.export`, and a wrapped model's `save_pretrained`, piece by piece.
 
-Nothing but the piece that is written is in memory: parameters come from the store, or of a session
-that goes on from wherever they are. What the files hold is decided by layout/_names.py; a store's
-meta has that, too, so that `export` needs no model.
+Only the piece being written is in memory. Parameters come from the store, or from wherever an open
+session has them. layout/_names.py decides what the files contain; a store's meta records that, so that
+`export` needs no model.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _DTYPES = {None: False, "float32": True, torch.float32: True}
 
 
 def about(model: nn.Module, layout: Layout) -> dict[str, Any]:
-    """What a store's meta says of the files that its model is saved as.
+    """Return the part of a store's meta that describes the files of an export.
 
     Args:
-        model: about to be wrapped.
-        layout: of its parameters.
+        model: the model, before it is wrapped.
+        layout: the layout of its parameters.
     """
     index_of = {id(p.tensor): p.index for p in layout.params}
     found = _names.sources(model, index_of)
@@ -63,7 +63,7 @@ def about(model: nn.Module, layout: Layout) -> dict[str, Any]:
     try:
         made = _names.saved(model, found)
         if any(saved.make is not None for saved in made):
-            raise UnsupportedError("its files are made of its tensors by conversions")
+            raise UnsupportedError("its files are made from its tensors by conversions")
         said["tensors"] = [
             [saved.name, source.index if source.index is not None else source.name]
             for saved in made
@@ -83,10 +83,10 @@ def about(model: nn.Module, layout: Layout) -> dict[str, Any]:
 def open_to_read(
     directories: Sequence[str], config: Config, *, is_held: bool = False
 ) -> _core.Store:
-    """A store, for who only reads it.
+    """Open a store for reading.
 
     Raises:
-        StoreLockedError: another process trains; what to do instead.
+        StoreLockedError: another process is training; the message says what to do instead.
     """
     try:
         store = _store.open_existing(
@@ -95,8 +95,8 @@ def open_to_read(
     except StoreLockedError as error:
         raise StoreLockedError(
             errno.EBUSY,
-            f"{error.strerror}. While a process trains, lohan snapshot STORE OUT makes a copy to be"
-            " read",
+            f"{error.strerror}. While a process trains, lohan snapshot STORE OUT makes a copy that"
+            " can be read",
         ) from error
     _store.say_fallback(store)
     return store
@@ -111,35 +111,36 @@ def export(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Write a store's parameters as safetensors, in one file or several and their index.
+    """Write a store's parameters as safetensors, in one file or in several with an index.
 
-    A Hugging Face model's folder is one for `from_pretrained`: its config.json is in the store.
-    Main memory holds a few pieces of 8 to 16 MB, whatever the model's size.
+    The folder of a Hugging Face model can be loaded by `from_pretrained`: its config.json is in the
+    store. Main memory holds a few pieces of 8 to 16 MB, whatever the model's size.
 
     Args:
-        source: a store's directories, or one; or a wrapped model, or its session.
-        out: the folder; made where it is not there.
-        dtype: "float32" for the fp32 master copies of trained parameters (and all others as fp32).
-            None: as they are trained.
-        max_shard_size: of one file: bytes, or as "5GB".
-        overwrite: a model that is in the folder may be replaced.
-        progress: called with bytes written, and of all.
+        source: a store's directory or directories, a wrapped model, or its session.
+        out: the folder; created if it does not exist.
+        dtype: "float32" to write the fp32 master copies of trained parameters (and all others as
+            fp32). None: the dtype of training.
+        max_shard_size: the size limit of a file, in bytes or as text like "5GB".
+        overwrite: allow replacing a model in the folder.
+        progress: called with the bytes written so far and the total.
 
     Returns:
-        The files.
+        The paths of the files.
 
     Raises:
-        StoreError: the store cannot be read, or the folder not written; its subclasses say more.
-        UnsupportedError: the model's files are no plain copies of its tensors: save_pretrained.
+        StoreError: the store cannot be read or the folder not written; see the subclasses.
+        UnsupportedError: the model's files are not plain copies of its tensors; use
+            save_pretrained.
     """
     if dtype not in _DTYPES:
-        raise ModelError(f"dtype {dtype!r}: None, for as it is trained, or 'float32'")
+        raise ModelError(f"dtype {dtype!r} must be None (the dtype of training) or 'float32'")
     folder = Path(os.fspath(out)).expanduser()
     if not overwrite and folder.is_dir():
         for name in ("model.safetensors", "model.safetensors.index.json"):
             if (folder / name).exists():
                 raise StoreExistsError(
-                    f"{folder / name} is there: name another folder, or pass overwrite=True"
+                    f"{folder / name} exists: choose another folder, or pass overwrite=True"
                     " (--overwrite) to replace that model"
                 )
     with _opened(source) as (contents, buffers, pieces_of):
@@ -159,7 +160,7 @@ def export(
 
 
 def _check_not_read(folder: Path, layout: Layout, variant: str | None = None) -> None:
-    """Refuse to replace what a store reads in place: it has no copy, and could not go on.
+    """Raise an error instead of replacing files that a store reads in place, its only copy.
 
     Raises:
         StoreExistsError: names the files.
@@ -172,7 +173,7 @@ def _check_not_read(folder: Path, layout: Layout, variant: str | None = None) ->
     if taken:
         raise StoreExistsError(
             f"{folder} has {taken[0]}, from which frozen parameters of a store are read in place:"
-            " to replace it would be the end of that store. Name another folder"
+            " replacing it would make that store unusable. Choose another folder"
         )
 
 
@@ -182,17 +183,22 @@ Opened = tuple[Contents, Mapping[str, torch.Tensor], PiecesOf]
 
 @contextlib.contextmanager
 def _opened(source: Any) -> Iterator[Opened]:
-    """A source's contents, its buffers, and what gives its values (as masters or not)."""
+    """Return a context with a source's contents, its buffers, and a function for its values.
+
+    The function takes whether the values should be the fp32 master copies.
+    """
     session: Any = source.__dict__.get("lohan") if isinstance(source, nn.Module) else source
     if isinstance(source, nn.Module) and session is None:
-        raise ModelError("the model is not wrapped: save it as any other, or export its store")
+        raise ModelError(
+            "the model is not wrapped: save it like any other model, or export its store"
+        )
     if isinstance(session, str | os.PathLike | list | tuple):
         session = find_session(directories_of(session)) or session
     if isinstance(session, str | os.PathLike | list | tuple):
         directories, config = directories_of(session), Config(allow_buffered=True)
     elif not isinstance(getattr(session, "closed", None), bool):
         raise ModelError(
-            f"{repr(source)[:80]}: a store's directories, a wrapped model, or its session"
+            f"{repr(source)[:80]} must be a store's directories, a wrapped model, or its session"
         )
     elif session.closed:
         directories, config = session.directories, session.config
@@ -233,10 +239,10 @@ def _of_store(store: _core.Store, contents: Contents, is_master: bool) -> Pieces
 
 
 def _of_session(session: Session, stack: contextlib.ExitStack, is_master: bool) -> Pieces:
-    """Values of a session that goes on afterwards: as the next forward would see them."""
+    """Return a function for an open session's values, as the next forward would see them."""
     layout = session.layout
     is_copied = all(_storage_formats.is_copied(p.tensor.dtype, p.kept) for p in layout.params)
-    if is_master and (layout.method is None or not is_copied):  # only the store has them
+    if is_master and (layout.method is None or not is_copied):  # only the store has the masters
         session.finish_writes()
         store = stack.enter_context(session.exclusive([]))
         return _of_store(store, Contents(layout, session.extents, {}, session.run_now()), True)
@@ -254,22 +260,22 @@ def _of_session(session: Session, stack: contextlib.ExitStack, is_master: bool) 
 def _from_meta(
     contents: Contents, buffers: Mapping[str, torch.Tensor], pieces: Pieces, *, is_master: bool
 ) -> list[Tensor]:
-    """The tensors of the files, as the store's meta lists them."""
+    """Return the tensors of the files, as the store's meta lists them."""
     said = contents.meta.get("export")
     params = contents.layout.params
-    if said is None:  # made before stores said so
+    if said is None:  # the store is from a version that did not record it
         said = {"tensors": [[param.name, param.index] for param in params]}
     if "refused" in said:
         raise UnsupportedError(
-            f"{said['refused']}: this store cannot be exported without the model; wrap it with"
-            " resume=True and call model.save_pretrained(OUT)"
+            f"{said['refused']}: this store cannot be exported without the model; wrap the model"
+            " with resume=True and call model.save_pretrained(OUT)"
         )
     values = {**_empty(said.get("empty", [])), **buffers}
     left = [key for _, key in said["tensors"] if isinstance(key, str) and key not in values]
     if left:
         raise UnsupportedError(
-            f"the store has no values of {len(left)} buffers ({left[0]!r}, ...), as they have too"
-            " many bytes for every commit: wrap the model with resume=True and call"
+            f"the store has no values of {len(left)} buffers ({left[0]!r}, ...), because they are"
+            " too large to be part of every commit: wrap the model with resume=True and call"
             " lohan.export(model, OUT) or model.save_pretrained(OUT)"
         )
     made = []
@@ -312,7 +318,7 @@ def _write_texts(files: Mapping[str, str], folder: Path) -> None:
 
 
 class _Layers:
-    """Values that conversions make of a layer's tensors: of the layer that was asked for last."""
+    """A cache of the converted tensors of one layer, the one that was requested last."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
@@ -350,21 +356,21 @@ def _live_tensors(made: Sequence[Saved], pieces: Pieces) -> list[Tensor]:
 
 
 def _is_hollow(state_dict: Mapping[str, Any] | None, index: Mapping[int, int]) -> bool:
-    """Nothing but the model's own parameters, without values."""
+    """Return whether a state dict has the model's own hollow parameters, or is None."""
     return state_dict is None or any(id(value) in index for value in state_dict.values())
 
 
 def save_pretrained(
     model: Any, session: Session, index: Mapping[int, int], out: PathLike, **options: Any
 ) -> None:
-    """Write a wrapped Hugging Face model as its own save_pretrained does, a piece at a time.
+    """Write a wrapped Hugging Face model like its own save_pretrained, one piece at a time.
 
     Args:
-        model: wrapped.
-        session: its.
+        model: the wrapped model.
+        session: its session.
         index: the number of each parameter, by the id of its tensor.
         out: the folder.
-        **options: of transformers' save_pretrained.
+        **options: the options of transformers' save_pretrained.
     """
     plain = type(model).save_pretrained
     session.check_open()
@@ -393,7 +399,7 @@ def save_pretrained(
 
 
 def _beside(plain: Callable[..., None], model: Any, folder: Path) -> None:
-    """Everything but the weights, by transformers' own method."""
+    """Write everything but the weights, with transformers' own method."""
     from transformers.utils import logging as said
 
     logging: Any = said

@@ -1,8 +1,9 @@
-"""Asking the process that trains for a copy of its store: two small files in its directory.
+"""Requests to a training process for a copy of its store, through two small files.
 
-`lohan.request` says what is wanted; who has the store looks for it at each step's close (one look
-at a file that is mostly not there), takes it away, and answers in `lohan.answer-ID`, again and
-again until the copy is done. Both are renamed into place, so that nobody reads a half of one.
+Another process writes `lohan.request` to a directory of the store. The training process checks for
+it at the end of each step (a lookup of a file that usually does not exist), removes it, and updates
+its reply in `lohan.answer-ID` until the copy is done. Both files are renamed into place, so that a
+reader never sees a partial one.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 REQUEST = "lohan.request"
 ANSWER = "lohan.answer-"
 _LOOK_S = 0.1
-# Sixteen paths of 4 KiB take 400 KiB where JSON escapes every character.
+# Sixteen paths of 4 KiB take 400 KiB if JSON escapes every character.
 _BYTES_MAX = 1 << 20
 
 
 def _put(path: str, value: dict[str, Any]) -> None:
-    temporary = f"{path}.{secrets.token_hex(16)}.new"  # nobody can have put a link there
+    temporary = f"{path}.{secrets.token_hex(16)}.new"  # unguessable, so it cannot be a planted link
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(temporary, flags, 0o600)
     try:
@@ -50,17 +51,17 @@ def _put(path: str, value: dict[str, Any]) -> None:
 
 
 class _BadFileError(Exception):
-    """A file is neither a request nor an answer, and says nothing; the text says why."""
+    """A file is not a valid request or reply; the text says why."""
 
 
 def _read(path: str) -> dict[str, Any]:
-    """What a file says that anybody may have put there.
+    """Read an untrusted file.
 
-    Opening it neither waits (a FIFO would) nor follows a link, and only a regular file of this user
-    or of root, of a size that a request can have, is read.
+    Opening it does not block (as a FIFO would) and does not follow a link. Only a regular file that
+    belongs to this user or root, and is not too large for a request, is read.
 
     Raises:
-        _BadFileError: it is something else.
+        _BadFileError: it is not such a file, or not a JSON object.
         OSError: it cannot be opened or read.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
@@ -98,14 +99,14 @@ def _get(path: str) -> dict[str, Any] | None:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):  # no process has so large a number
+    except (ProcessLookupError, OverflowError):  # OverflowError: too large for a process number
         return False
     except PermissionError:
         return True
     return True
 
 
-# --- Who asks ---------------------------------------------------------------------------------
+# --- The requesting process -------------------------------------------------------------------
 
 
 def ask(
@@ -115,32 +116,33 @@ def ask(
     wait_s: float,
     progress: Progress | None,
 ) -> dict[str, Any]:
-    """Have the process that has a store open copy it, and wait for that.
+    """Ask the process that has a store open to copy it, and wait for the copy.
 
     Args:
-        directories: of the store.
-        out: of the copy, absolute.
-        locked: why it cannot be read here; names the process.
-        wait_s: for the end of its step.
-        progress: called with bytes copied, and of all.
+        directories: the store's directories.
+        out: the directories of the copy, absolute.
+        locked: the error from opening the store, which names the process.
+        wait_s: the timeout for the end of the process's step.
+        progress: called with the bytes copied so far and the total.
 
     Returns:
         What the other process said at the end: "step" and "total_bytes" among it.
 
     Raises:
-        StoreLockedError: no step ends in time.
-        StoreError: the copy failed, as the other process says.
+        StoreLockedError: no step ended in time.
+        StoreError: the other process reported that the copy failed.
     """
     found = re.findall(r"in use by process (\d+)", str(locked))
     if not found:
         raise locked
-    pid = int(found[-1])  # a directory may be called so, too
+    pid = int(found[-1])  # the last match: a directory's name may contain the same text
     request = os.path.join(directories[0], REQUEST)
     number = uuid.uuid4().hex
     answer = os.path.join(directories[0], ANSWER + number)
     if os.path.lexists(request):
         raise StoreLockedError(
-            errno.EBUSY, f"{request} is there: another copy was asked for; wait, or delete the file"
+            errno.EBUSY,
+            f"{request} exists: another copy was already requested; wait, or delete the file",
         )
     try:
         _put(request, {"id": number, "pid": os.getpid(), "out": list(out)})
@@ -148,8 +150,8 @@ def ask(
         raise StoreError(
             error.errno,
             f"process {pid} has the store open, and cannot be asked for a copy: cannot write"
-            f" {request}: {error.strerror}: model.lohan.snapshot(OUT) in its script needs no file"
-            " there",
+            f" {request}: {error.strerror}. Call model.lohan.snapshot(OUT) in its script, which"
+            " needs no file there",
         ) from error
     try:
         return _await(answer, pid, wait_s, progress)
@@ -175,22 +177,23 @@ def _await(answer: str, pid: int, wait_s: float, progress: Progress | None) -> d
             if _get(answer) == said:
                 raise StoreError(
                     errno.ESRCH,
-                    f"process {pid}, which was to copy its store, has ended: ask again, without it",
+                    f"process {pid}, which was asked to copy its store, has ended: try again, now"
+                    " that the store is no longer in use",
                 )
         elif said is None and time.monotonic() > until:
             raise StoreLockedError(
                 errno.EBUSY,
-                f"process {pid} has the store open and has ended no step in {wait_s:g} seconds:"
+                f"process {pid} has the store open and finished no step in {wait_s:g} seconds:"
                 " wait longer (--wait), or call model.lohan.snapshot(OUT) in its script",
             )
         time.sleep(_LOOK_S)
 
 
 def _check_answer(said: dict[str, Any], path: str) -> None:
-    """Refuse what no process of lohan answers.
+    """Reject a reply that lohan cannot have written.
 
     Raises:
-        StoreError: a value is missing, or of another kind.
+        StoreError: a value is missing or has the wrong type.
     """
     numbers = [said.get(key) for key in ("step", "done_bytes", "total_bytes", "pid")]
     is_whole = said.get("state") in ("copying", "done", "failed")
@@ -200,8 +203,8 @@ def _check_answer(said: dict[str, Any], path: str) -> None:
     if not is_whole or not (code is None or type(code) is int):
         raise StoreError(
             errno.EBADMSG,
-            f"{path} is no answer to a request for a copy: something else than lohan wrote it;"
-            " delete it, and ask again",
+            f"{path} is not a valid reply to a request for a copy: it was not written by lohan;"
+            " delete it, and try again",
         )
 
 
@@ -217,22 +220,22 @@ def _result(said: dict[str, Any]) -> dict[str, Any]:
     raise kind(text)
 
 
-# --- Who trains -------------------------------------------------------------------------------
+# --- The training process ---------------------------------------------------------------------
 
 
 def answer_requests(session: Session) -> None:
-    """Begin what another process has asked for; it never harms the session."""
+    """Start a copy that another process has requested; errors never affect the session."""
     for directory in session.directories:
         path = os.path.join(directory, REQUEST)
         if os.path.lexists(path):
             _take(session, directory, path)
 
 
-_told: set[tuple[str, int, int]] = set()  # of what cannot be removed, and is met at every step
+_told: set[tuple[str, int, int]] = set()  # files that were reported and cannot be removed
 
 
 def _refuse(path: str, why: object) -> None:
-    """Say that a request is ignored, once, and remove it where that harms nothing of others."""
+    """Report once that a request is ignored, and remove it if it belongs to this user or root."""
     try:
         about = os.lstat(path)
     except OSError:
@@ -240,7 +243,7 @@ def _refuse(path: str, why: object) -> None:
     is_removed = not stat.S_ISDIR(about.st_mode) and about.st_uid in (os.getuid(), 0)
     if is_removed:
         try:
-            os.unlink(path)  # of a link, the link
+            os.unlink(path)  # removes a link, not its target
         except OSError:
             is_removed = False
     key = path, about.st_dev, about.st_ino
@@ -248,18 +251,18 @@ def _refuse(path: str, why: object) -> None:
         return
     _told.add(key)
     print(
-        f"lohan: {path} is no request for a copy, and is {'removed' if is_removed else 'ignored'}:"
-        f" {why}",
+        f"lohan: {path} is not a valid request for a copy, and was"
+        f" {'removed' if is_removed else 'ignored'}: {why}",
         file=sys.stderr,
     )
 
 
 def _taken(path: str) -> dict[str, Any] | None:
-    """The request, which is taken away; None: what is there is none."""
+    """Read and remove a request; None: it is invalid or gone."""
     try:
         wish = _read(path)
     except FileNotFoundError:
-        return None  # whoever asked gave up
+        return None  # the requesting process gave up
     except (OSError, _BadFileError) as error:
         _refuse(path, error)
         return None
@@ -270,7 +273,7 @@ def _taken(path: str) -> dict[str, Any] | None:
     try:
         os.unlink(path)
     except OSError as error:
-        _refuse(path, f"it cannot be removed ({error.strerror}), and would be met again")
+        _refuse(path, f"it cannot be removed ({error.strerror}), and would be found again")
         return None
     return wish
 
@@ -295,23 +298,23 @@ def _take(session: Session, directory: str, path: str) -> None:
             "errno": getattr(error, "errno", None),
         }
         if isinstance(asker, int) and not _is_alive(asker):
-            return  # nobody would take it away
-        with contextlib.suppress(OSError):  # a disk that is full must not end the run
+            return  # the requesting process has ended and would not remove the reply
+        with contextlib.suppress(OSError):  # a full disk must not end the run
             _put(answer, said)
 
     try:
         out = [os.fspath(directory) for directory in wish["out"]]
         if not all(os.path.isabs(directory) for directory in out):
-            raise StoreError(errno.EINVAL, f"{out}: directories of a copy, from the root on")
+            raise StoreError(errno.EINVAL, f"the directories of a copy must be absolute: {out}")
         session.copy_begin(out, _teller(say), is_behind_step=True)
-    except Exception as error:  # whatever was asked for: the step is over, and training goes on
+    except Exception as error:  # training continues, whatever was requested
         say("failed", None, error)
 
 
 def _teller(
     say: Callable[[str, Snapshot | None, BaseException | None], None],
 ) -> Callable[[Snapshot, BaseException | None], None]:
-    """Say how far the copy is: often enough for who watches, and at its end."""
+    """Return a callback that reports the copy's progress twice a second, and its end."""
     last = [0.0]
 
     def tell(handle: Snapshot, error: BaseException | None) -> None:

@@ -1,6 +1,6 @@
-"""What a commit carries besides tensors: hyper-parameters, torch's CPU generator, buffers.
+"""The data of a commit besides tensors: hyper-parameters, torch's CPU generator, buffers.
 
-It is one line of JSON; behind it, where the model has persistent buffers, their bytes.
+It is one line of JSON, followed by the bytes of the model's persistent buffers, if any.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def _join(state: dict[str, Any], buffers: Buffers | None) -> bytes:
 
 
 def parse(blob: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a commit kept: the state, and the buffers by name.
+    """Parse a commit's data into the state, and the buffers by name.
 
     Raises:
-        StoreMismatchError: it is not what a commit of lohan keeps.
+        StoreMismatchError: the data is invalid.
     """
     if not blob:
         return {}, {}
@@ -45,18 +45,18 @@ def parse(blob: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         return state, _buffers.unpack(state.pop("buffers", []), raw)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise StoreMismatchError(
-            f"what the store's last commit carries besides tensors is not lohan's ({error!r})"
+            f"the non-tensor data of the store's last commit is not in lohan's format ({error!r})"
         ) from error
 
 
 def with_buffers(scalars: bytes, blob: bytes, param_count: int, buffers: Buffers | None) -> bytes:
-    """What a commit carries that no step makes: as before, with the buffers of now.
+    """Return the data for a commit without a step: the previous data with current buffers.
 
     Args:
-        scalars: of the last commit, the engine's part and the rest.
-        blob: the rest.
-        param_count: of the layout.
-        buffers: of the model.
+        scalars: the data of the last commit, the engine's part and Python's.
+        blob: Python's part alone.
+        param_count: the number of parameters in the layout.
+        buffers: the model's buffers.
     """
     if buffers is None or buffers.kept_bytes == 0:
         return scalars
@@ -64,7 +64,7 @@ def with_buffers(scalars: bytes, blob: bytes, param_count: int, buffers: Buffers
 
 
 def steps(scalars: bytes, param_count: int) -> list[int]:
-    """How often each parameter was updated."""
+    """Return the number of updates of each parameter."""
     if not scalars:
         return [0] * param_count
     at = _core.scalar_overhead_bytes(param_count) - 8 * param_count
@@ -72,7 +72,10 @@ def steps(scalars: bytes, param_count: int) -> list[int]:
 
 
 def pack(optimizer: Optimizer, buffers: Buffers | None = None) -> bytes:
-    """The state of now, as a commit keeps it; of what wrap was asked for, what differs now."""
+    """Serialize the current state for a commit.
+
+    Of the hyper-parameters at wrap, only those that have changed since are stored.
+    """
     groups = optimizer.param_groups
     state: dict[str, Any] = {
         "groups": [list(hyper_of(group)) for group in groups],
@@ -93,20 +96,20 @@ def _overrule(group: dict[str, Any], index: int, name: str, value: Any, then: An
     if name == "lr" and "initial_lr" in group:
         group["initial_lr"] = value
     print(
-        f"lohan: {name} of parameter group {index} is {value} from now on, as lohan.wrap() says;"
-        f" the run in the store was wrapped with {then}",
+        f"lohan: {name} of parameter group {index} is {value} from now on, as passed to"
+        f" lohan.wrap(); the run in the store was wrapped with {then}",
         file=sys.stderr,
     )
 
 
 def restore(blob: bytes, optimizer: Optimizer, buffers: Buffers | None = None) -> None:
-    """Put what a commit kept into the groups, buffers and torch's CPU generator.
+    """Restore the groups, buffers and torch's CPU generator from a commit's data.
 
-    What this call of wrap was given by name, and is not what the run was wrapped with, rules; and
-    stderr says so.
+    A hyper-parameter that was passed to this call of wrap, and differs from what the run was
+    wrapped with, takes precedence; a note is printed to stderr.
 
     Raises:
-        StoreMismatchError: the commit was of another number of groups.
+        StoreMismatchError: the commit has a different number of groups.
     """
     state, kept = parse(blob)
     if buffers is not None:
@@ -116,8 +119,8 @@ def restore(blob: bytes, optimizer: Optimizer, buffers: Buffers | None = None) -
     groups = optimizer.param_groups
     if len(state["groups"]) != len(groups):
         raise StoreMismatchError(
-            f"the store was trained with {len(state['groups'])} parameter groups, params= has"
-            f" {len(groups)}: pass as many, in the same order",
+            f"the store was trained with {len(state['groups'])} parameter groups, but params= has"
+            f" {len(groups)}: pass the same number, in the same order",
         )
     for index, (group, hyper) in enumerate(zip(groups, state["groups"], strict=True)):
         asked = numbers(group)
@@ -126,7 +129,7 @@ def restore(blob: bytes, optimizer: Optimizer, buffers: Buffers | None = None) -
         initial_lr = state.get("initial_lr", [None] * len(groups))[index]
         if initial_lr is not None:
             group["initial_lr"] = initial_lr
-        if "wrapped" not in state:  # written before lohan kept it
+        if "wrapped" not in state:  # written by a version that did not store it
             continue
         then = {**numbers(group), **state["wrapped"][index]}
         for name in sorted(optimizer.given[index]):
@@ -134,7 +137,7 @@ def restore(blob: bytes, optimizer: Optimizer, buffers: Buffers | None = None) -
                 _overrule(group, index, name, asked[name], then[name])
                 then[name] = asked[name]
         optimizer.wrapped[index] = then
-        for name in set(then) - optimizer.given[index]:  # schedulers, too, look there
+        for name in set(then) - optimizer.given[index]:  # schedulers read the defaults, too
             optimizer.defaults[name] = tuple(then[name]) if name == "betas" else then[name]
     rng = bytearray(base64.b64decode(state["rng"]))
     torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))

@@ -1,11 +1,11 @@
-"""`lohan.snapshot`: a copy of a store's last committed step, striped anew, while training goes on.
+"""`lohan.snapshot`: copy a store's last committed step while training continues.
 
-The copy is a store of its own, over as many directories as are named. It becomes one with the
-commit at its end: what an interrupted copy leaves is refused by name when it is opened, and
-replaced by the next copy to the same place. Every byte is read through its checksum.
+The copy is an independent store, striped over the given directories. It becomes valid with the
+commit at its end: opening an interrupted copy is an error that says so, and the next copy to the
+same place replaces it. Every byte is verified against its checksum when it is read.
 
-Of a session of this process, commits are held while bytes are copied ([Note: Held commits] in
-csrc/sched/step.c); of another process's, _requests.py asks that process.
+If a session of this process uses the store, its commits are held while bytes are copied ([Note:
+Held commits] in csrc/sched/step.c). If another process does, _requests.py asks that process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 
 PIECE_BYTES = 8 << 20
-BUFFER_COUNT = 3  # one is read, one is written, one is between them
+BUFFER_COUNT = 3  # one being read, one being written, one in between
 _SLICE_S = 0.2
 
 
@@ -61,19 +61,19 @@ OnChange = Callable[["Snapshot", BaseException | None], None]
 
 
 class Cancelled(SessionError):
-    """A copy was given up before its end; nothing of it is left."""
+    """A copy was cancelled before its end; nothing of it is left."""
 
 
 class Snapshot:
-    """A copy under way, or done.
+    """A copy of a store that is in progress or finished.
 
     Attributes:
-        directories: of the copy.
-        step: that it holds.
-        total_bytes: to be copied.
-        done_bytes: of these, so far.
-        is_whole: it is a store.
-        is_told: somebody was told that it failed.
+        directories: the directories of the copy.
+        step: the step that it holds.
+        total_bytes: the number of bytes to copy.
+        done_bytes: the number of bytes copied so far.
+        is_whole: the copy is complete and a valid store.
+        is_told: wait() has raised the copy's error.
     """
 
     def __init__(
@@ -88,26 +88,27 @@ class Snapshot:
         self._on_change = on_change
         self._error: BaseException | None = None
         self._thread = threading.Thread()
-        # Waited for before the thread's join(): a Ctrl-C in that makes one that runs look ended.
+        # Waited for before the thread's join(): after a Ctrl-C in join(), Python reports a running
+        # thread as ended.
         self._over = threading.Event()
         self._over.set()
         self._is_cancelled = False
-        self._claim = threading.Lock()  # taken by whoever does the work, and never given back
+        self._claim = threading.Lock()  # acquired by the thread that does the work, never released
 
     @property
     def is_done(self) -> bool:
-        """It is whole, or has failed, which wait() tells."""
+        """Whether the copy is complete or has failed; wait() raises the error."""
         return self._over.is_set()
 
     def wait(self, timeout_s: float | None = None) -> Snapshot:
-        """Wait for its end, with signals handled meanwhile.
+        """Wait for the end of the copy; signals are handled meanwhile.
 
         Args:
-            timeout_s: at most so long; `is_done` tells.
+            timeout_s: the longest time to wait; check `is_done` afterwards. None: no limit.
 
         Raises:
             StoreError: a disk failed or is full; nothing of the copy is left.
-            SessionError: it was cancelled.
+            SessionError: the copy was cancelled.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._over.wait(_SLICE_S):
@@ -121,13 +122,13 @@ class Snapshot:
         return self
 
     def cancel(self) -> None:
-        """Give the copy up; wait() says when it is gone."""
+        """Cancel the copy; wait() returns when it has been removed."""
         self._is_cancelled = True
 
     def end(self) -> None:
-        """Wait for the copy that is under way, before its session is closed.
+        """Wait for a copy in progress before its session is closed.
 
-        Ctrl-C gives it up, and SIGTERM has.
+        Ctrl-C cancels the copy; so does an earlier SIGTERM.
         """
         if self.is_told:
             return
@@ -150,10 +151,10 @@ class Snapshot:
             print(f"lohan: the snapshot to {self.directories[0]}: {error}", file=sys.stderr)
 
     def advance(self, nbytes: int) -> None:
-        """Count what was copied.
+        """Count copied bytes.
 
         Raises:
-            Cancelled: somebody gave it up.
+            Cancelled: the copy was cancelled.
         """
         if self._is_cancelled:
             raise Cancelled(f"the snapshot to {self.directories[0]} was cancelled")
@@ -165,7 +166,7 @@ class Snapshot:
             self._on_change(self, self._error)
 
     def run(self, work: Callable[[], None], end: Callable[[], None]) -> None:
-        """Do work in a thread, then end(), whatever came of it."""
+        """Run work in a thread, then call end(), even if work fails."""
         self._tell()
         self._over.clear()
         self._thread = threading.Thread(
@@ -180,7 +181,7 @@ class Snapshot:
 
     def _body(self, work: Callable[[], None], end: Callable[[], None]) -> None:
         if not self._claim.acquire(blocking=False):
-            return  # somebody else does it
+            return  # another thread does the work
         try:
             work()
         except BaseException as error:
@@ -192,7 +193,7 @@ class Snapshot:
 
 
 class _Copy:
-    """A source, a target that is made, and the way between them."""
+    """A copy's source, its newly created target, and the transfer between them."""
 
     def __init__(
         self,
@@ -208,7 +209,7 @@ class _Copy:
         said = source.describe()
         if said["is_empty"]:
             raise StoreUncleanError(
-                f"{said['files'][0][0]} was made, but its weights were never written"
+                f"{said['files'][0][0]} was created, but its weights were never written"
             )
         self.said = said
         self.out = list(out)
@@ -223,7 +224,9 @@ class _Copy:
         theirs = {os.path.realpath(os.path.dirname(path)) for path, _, _ in said["files"]}
         same = [directory for directory in out if os.path.realpath(directory) in theirs]
         if same:
-            raise StoreExistsError(f"{same[0]} is a directory of the store itself: name others")
+            raise StoreExistsError(
+                f"{same[0]} is a directory of the store itself: choose a different one"
+            )
         self.made = _missing(out)
         try:
             self.target = self._create(config)
@@ -236,7 +239,7 @@ class _Copy:
         before = meta.get("copied_from", [])
         meta["copied_from"] = [*before, [self.said["uuid"], self.handle.step]]
         slots = {group: count for _, group, count, _ in self.extents}
-        # A unit that is read in place has a group, and nothing in it.
+        # The group of a unit that is read in place is empty.
         groups = [slots.get(group, 1) for group in range(max(slots) + 1)]
 
         def create() -> _core.Store:
@@ -280,7 +283,7 @@ class _Copy:
                 self.drop()
 
     def drop(self) -> None:
-        """Remove the copy's files, and the directories that were made for it."""
+        """Remove the copy's files, and the directories that were created for it."""
         if self.journal is not None:
             self.journal.path.unlink(missing_ok=True)
         _store.remove(self.out)
@@ -299,7 +302,7 @@ class _Copy:
         ]
 
     def _move(self) -> None:
-        """Read in one thread, write in this one."""
+        """Copy all pieces: read in a new thread, write in this one."""
         buffers = [aligned(PIECE_BYTES) for _ in range(BUFFER_COUNT)]
         free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         full: queue.SimpleQueue[tuple[int, int, int, int] | BaseException] = queue.SimpleQueue()
@@ -335,24 +338,24 @@ class _Copy:
 
 
 def aligned(nbytes: int) -> torch.Tensor:
-    """Memory that direct I/O can take as it is."""
+    """Return memory that is aligned for direct I/O."""
     whole = torch.empty(nbytes + _core.BLOCK_BYTES, dtype=torch.uint8)
     first = -whole.data_ptr() % _core.BLOCK_BYTES
     return whole[first : first + nbytes]
 
 
 def _missing(directories: Sequence[str]) -> list[str]:
-    """What has to be made for them to be there, innermost first."""
+    """Return the directories, including parents, that do not exist yet, innermost first."""
     paths = [Path(directory) for directory in directories]
     whole = {path for directory in paths for path in (directory, *directory.parents)}
     return sorted((str(path) for path in whole if not os.path.lexists(path)), key=len, reverse=True)
 
 
 def remove_unfinished(directories: Sequence[str]) -> bool:
-    """Remove what an interrupted creation or copy has left there; False: there is more than that.
+    """Remove the remains of an interrupted creation or copy; False: the directories have more.
 
-    Nothing is removed unless every file there is known to be without contents: one of them may be
-    of a store that has nothing to do with the others.
+    Nothing is removed unless every file there is known to be without contents: one of them may
+    belong to an unrelated store.
     """
     if not _is_unfinished(directories):
         return False
@@ -370,12 +373,12 @@ def _is_unfinished(directories: Sequence[str]) -> bool:
         return False
     said = store.describe()
     store.close()
-    # The newest step of a damaged store may have been more than what is left of it.
+    # A damaged store may look empty because its newest step is unreadable.
     return bool(said["is_empty"]) and not said["is_fallback"]
 
 
 def _begun(directory: str) -> bool | None:
-    """A store's file is there, and has no header yet; None: there is no file."""
+    """Return whether a store's file exists and has no header yet; None: there is no file."""
     try:
         _store.open_existing([directory], Config(allow_buffered=True), read_only=True).close()
     except StoreError as error:
@@ -390,21 +393,21 @@ def begin(
     *,
     is_behind_step: bool = False,
 ) -> Snapshot:
-    """Begin to copy a session's store; training goes on.
+    """Begin to copy a session's store while training continues.
 
-    Between step() and the next backward the copy is of that step, which is committed first unless
-    commits are by hand; else, and inside a step, it is of the last one that is committed.
+    Between step() and the next backward, the copy is of that step, which is committed first unless
+    commits are manual. Otherwise, and inside a step, it is of the last committed step.
 
     Args:
-        session: open.
-        out: directories of the copy.
-        on_change: called with the copy, and its error once there is one, whenever it got on.
+        session: an open session.
+        out: the directories of the copy.
+        on_change: called on progress, with the copy and its error, if any.
         is_behind_step: do not wait for the step that was just closed.
 
     Raises:
-        SessionError: another copy of it is under way.
-        UnsupportedError: the store keeps one copy of each value, or has no name.
-        StoreError: the copy cannot be made there.
+        SessionError: another copy of the store is in progress.
+        UnsupportedError: the store keeps one copy of each value, or is temporary.
+        StoreError: the copy cannot be created there.
     """
     session.check_open()
     _refuse(session)
@@ -424,7 +427,7 @@ def begin(
             raise
         session.snapshot_now = copy.handle
         copy.handle.run(copy.run, give)
-    except BaseException:  # a Ctrl-C comes anywhere
+    except BaseException:  # a Ctrl-C may come anywhere
         if copy is None:
             give()
         else:
@@ -437,18 +440,18 @@ def _refuse(session: Session) -> None:
     running = session.snapshot_now
     if running is not None and not running.is_done:
         raise SessionError(
-            f"a snapshot to {running.directories[0]} is under way ({running.done_bytes:,} of"
+            f"a snapshot to {running.directories[0]} is in progress ({running.done_bytes:,} of"
             f" {running.total_bytes:,} bytes): wait() for it"
         )
     if session.store.describe()["is_single_slot"]:
         raise UnsupportedError(
             'the store keeps one copy of each value (commit_every="never"), which training'
-            " overwrites: close the session, then lohan.snapshot(STORE, OUT)"
+            " overwrites: close the session, then call lohan.snapshot(STORE, OUT)"
         )
     if not os.path.exists(os.path.join(session.directories[0], "lohan.data")):
         raise UnsupportedError(
-            "a temporary store has no name, and goes with its session: pass store= to lohan.wrap(),"
-            " or save the weights with model.save_pretrained() or lohan.export()"
+            "a temporary store has no name and is removed with its session: pass store= to"
+            " lohan.wrap(), or save the weights with model.save_pretrained() or lohan.export()"
         )
 
 
@@ -459,24 +462,24 @@ def snapshot(
     wait_s: float = 600.0,
     progress: Progress | None = None,
 ) -> Snapshot:
-    """Copy a store's last committed step to other directories; training may go on meanwhile.
+    """Copy a store's last committed step to other directories; training may continue meanwhile.
 
-    The copy is striped over as many directories as are named, and opened with resume=True.
+    The copy is striped over the given directories. Open it with resume=True.
 
     Args:
-        store: its directories, or one.
-        out: those of the copy; there must be no store in them.
-        wait_s: where another process trains, for the end of its step.
-        progress: called with bytes copied, and of all, where this call waits for the end.
+        store: the store's directory or directories.
+        out: the directory or directories of the copy, which must not contain a store.
+        wait_s: if another process is training, the longest time to wait for the end of its step.
+        progress: called with the bytes copied so far and the total, while this call waits.
 
     Returns:
-        The copy: under way where a session of this process has the store, and wait() waits for it;
-        else done.
+        The copy. It is in progress if a session of this process has the store open (wait() waits
+        for it); otherwise it is complete.
 
     Raises:
-        StoreLockedError: another process has the store, and ends no step in time.
-        StoreError: the store cannot be read, or the copy not made; its subclasses say more.
-        UnsupportedError: the store keeps one copy of each value, and is in use.
+        StoreLockedError: another process has the store open and finished no step in time.
+        StoreError: the store cannot be read or the copy not created; see the subclasses.
+        UnsupportedError: the store keeps one copy of each value and is in use.
     """
     directories = directories_of(store)
     session = find_session(directories)

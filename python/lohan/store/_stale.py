@@ -1,9 +1,9 @@
-"""State dicts of another step than the store's: what a script that resumes must not load.
+"""Detection of stale state dicts, which a script that resumes must not load.
 
 `wrap(resume=True)` restores parameters, moments, hyper-parameters and buffers. A script that was
-written for plain torch goes on to load its own checkpoint, which is usually of an older step. State
-dicts of a wrapped model say which step of which store they were taken at, in the metadata that
-torch.save keeps with them, so such a checkpoint is recognised before anything changes.
+written for plain torch then loads its own checkpoint, which is usually from an older step. State
+dicts of a wrapped model record their store and step in the metadata that torch.save keeps with
+them, so such a checkpoint is recognised before anything changes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _DELETE = (
 
 
 def stamp(session: Session) -> dict[str, Any]:
-    """Which step of which store a state dict is of."""
+    """Return the store and step to record in a state dict."""
     return {"store": session.uuid, "step": session.step}
 
 
 def is_current(session: Session, owner: Any) -> bool:
-    """The stamp is of the session's step, or of the step of another store that it is a copy of."""
+    """Return whether a stamp is of the session's step, in its store or one that it is a copy of."""
     if owner == stamp(session):
         return True
     if not isinstance(owner, dict) or owner.get("step") != session.step:
@@ -41,27 +41,27 @@ def is_current(session: Session, owner: Any) -> bool:
 
 
 def _is_related(session: Session, owner: Any) -> bool:
-    """The stamp is of this store, or of one that it is a copy of."""
+    """Return whether a stamp is of this store, or of one that it is a copy of."""
     if not isinstance(owner, dict):
         return False
     return owner.get("store") in {session.uuid, *(uuid for uuid, _ in copied_from(session.store))}
 
 
 def is_fresh(session: Session) -> bool:
-    """The session was resumed and has made no step since."""
+    """Return whether the session was resumed and has made no step since."""
     return session.resumed_step is not None and session.resumed_step == session.step
 
 
 def check_weights(session: Session, state_dict: Mapping[str, Any], name: str) -> None:
-    """Refuse values of another step right after a resume; warn of any others.
+    """Reject values of another step right after a resume; warn about any others.
 
     Args:
-        session: just resumed, see is_fresh().
-        state_dict: is about to be loaded.
-        name: of a parameter or buffer that it would change.
+        session: a session that was just resumed, see is_fresh().
+        state_dict: the state dict about to be loaded.
+        name: a parameter or buffer that it would change.
 
     Raises:
-        StaleStateError: the state dict says that it is of another step of the store.
+        StaleStateError: the state dict was saved at another step of the store.
     """
     metadata = getattr(state_dict, "_metadata", None) or {}
     owners = [said.get(KEY) for said in metadata.values() if isinstance(said, Mapping)]
@@ -71,38 +71,38 @@ def check_weights(session: Session, state_dict: Mapping[str, Any], name: str) ->
     delete = _DELETE.format(step=session.step)
     if stale is not None:
         raise StaleStateError(
-            f"load_state_dict() would replace {name!r} and others of step {session.step} by those"
-            f" of step {stale['step']}, and the moments would stay as they are: {delete}. Where"
-            " other weights are meant to be used with these moments, pass dict(state_dict)"
+            f"load_state_dict() would replace {name!r} and others of step {session.step} with those"
+            f" of step {stale['step']}, but the moments would stay as they are: {delete}. If you"
+            " want to use other weights with these moments, pass dict(state_dict)"
         )
     print(
         f"lohan: load_state_dict() replaces {name!r} and others, which are of step {session.step}"
-        f" of the store, right after the resume; the moments stay as they are. If that is the"
+        f" of the store, right after the resume; the moments stay as they are. If this loads the"
         f" script's own checkpoint: {delete}",
         file=sys.stderr,
     )
 
 
 def optimizer_mismatch(session: Session, owner: Any) -> StoreMismatchError:
-    """The refusal of an optimizer's state that is not of the session's step."""
+    """Make the error for an optimizer state that is not of the session's step."""
     if _is_related(session, owner) and session.resumed_step is not None:
         return StaleStateError(
-            f"the optimizer state is of step {owner['step']}, and the session is at step"
+            f"the optimizer state is of step {owner['step']}, but the session is at step"
             f" {session.step}: " + _DELETE.format(step=session.step)
         )
     if isinstance(owner, dict):
         return StoreMismatchError(
             f"the optimizer state is of step {owner.get('step')} of the store {owner.get('store')},"
-            f" the session is at step {session.step} of the store {session.uuid}: the moments are"
-            " in that store, so wrap with store= its directories and resume=True"
+            f" but the session is at step {session.step} of the store {session.uuid}. The moments"
+            " are in the former store: pass its directories as store=, and resume=True"
         )
     way_out = (
         _DELETE.format(step=session.step)
         if session.resumed_step is not None
-        else "to go on from a torch.optim.AdamW with its moments, load its state into that"
+        else "to continue from a torch.optim.AdamW with its moments, load its state into that"
         " optimizer and pass it to lohan.wrap(optimizer=...)"
     )
     return StoreMismatchError(
-        "the optimizer state is not of a wrapped model, whose moments are in its store; the session"
-        f" is at step {session.step} of the store {session.uuid}: {way_out}"
+        "the optimizer state is not that of a wrapped model, whose moments are in its store; the"
+        f" session is at step {session.step} of the store {session.uuid}: {way_out}"
     )

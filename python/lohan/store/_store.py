@@ -1,4 +1,4 @@
-"""A model's store: which extents it has, how it is made, filled, opened and compared."""
+"""A model's store: its extents, and how it is created, filled, opened and compared."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 
 Raiser = Callable[[int, str, bool], LohanError]
 
-SAME_KEYS = ("lohan", "params", "units")  # of meta: what makes it the same model
-SCALAR_BYTES_MAX = 64 << 10  # of ours: groups and RNG state take 8 KiB
+SAME_KEYS = ("lohan", "params", "units")  # of meta: the same model if these are equal
+SCALAR_BYTES_MAX = 64 << 10  # for Python's part: groups and RNG state take 8 KiB
 _TEMPORARY = "lohan-temporary-"
 _TEMPORARY_NAME = re.compile(re.escape(_TEMPORARY) + r"[a-z0-9_]{8}")
-# One that is younger may be about to be locked.
+# A younger temporary directory may be about to be locked.
 _STALE_S = 60.0
-# Of this process, by path: each holds the lock of its directory.
+# Temporary directories of this process: the file descriptor that holds each one's lock, by path.
 _locked: dict[str, int] = {}
-BUFFER_SAID_BYTES = 1 << 20  # names and shapes of persistent buffers, where there are any
+BUFFER_SAID_BYTES = 1 << 20  # reserve for names and shapes of persistent buffers, if any
 
 
 @dataclasses.dataclass
 class UnitExtents:
-    """Extent numbers of a unit's arrays; -1: none (param: it is read in place)."""
+    """The extent numbers of a unit's arrays; -1: no extent (param: it is read in place)."""
 
     param: int
     residual: int = -1
@@ -62,7 +62,7 @@ class UnitExtents:
 
 
 def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
-    """Units as _core.Engine takes them."""
+    """Return the units as _core.Engine takes them."""
     tuples = []
     for index, (unit, places) in enumerate(zip(layout.units, extents.units, strict=True)):
         first = unit.params[0].index
@@ -87,31 +87,31 @@ def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
 
 
 def param_tuples(layout: Layout, group_of: Mapping[int, int]) -> list[tuple[int, int, int, int]]:
-    """Parameters as _core.Engine takes them."""
+    """Return the parameters as _core.Engine takes them."""
     return [(p.unit, p.engine_first, p.count, group_of.get(p.index, 0)) for p in layout.params]
 
 
 @dataclasses.dataclass
 class Extents:
-    """All extents of a layout: (bytes, group) each, and slots of each group."""
+    """All extents of a layout, as (bytes, group), and the number of slots of each group."""
 
     units: list[UnitExtents]
     table: list[tuple[int, int]]
     groups: list[int]
-    checksums: int = -1  # of the units that are read in place
+    checksums: int = -1  # the extent with checksums of the units that are read in place
 
     @property
     def nbytes(self) -> int:
-        """Bytes on SSD, slots counted."""
+        """The size on SSD in bytes, including all slots."""
         return sum(nbytes * self.groups[group] for nbytes, group in self.table)
 
 
 def plan_extents(layout: Layout, single_slot: bool) -> Extents:
-    """Give every array of every unit its extent.
+    """Assign an extent to every array of every unit.
 
     Args:
-        layout: the model.
-        single_slot: one slot for everything (commit_every="never").
+        layout: the model's layout.
+        single_slot: whether everything has a single slot (commit_every="never").
     """
     extents = Extents([], [], [])
     is_written = (layout.method or {}).get("write_every") is not None
@@ -138,15 +138,15 @@ def plan_extents(layout: Layout, single_slot: bool) -> Extents:
 
 
 def unit_rows(layout: Layout) -> list[Any]:
-    """Units as a store's meta has them."""
+    """Return the units as a store's meta lists them."""
     return [[u.name, len(u.params), u.elements, u.nbytes] for u in layout.units]
 
 
 def describe(layout: Layout) -> dict[str, Any]:
-    """What a store must have been made for to be this model's."""
+    """Return the description that a store must have to belong to this model."""
     strides = {str(p.index): list(p.strides) for p in layout.params if p.strides is not None}
     return {
-        "lohan": 2 if strides else 1,  # a reader that does not know of strides must not go on
+        "lohan": 2 if strides else 1,  # a reader without support for strides must fail
         **({"strides": strides} if strides else {}),
         **layout.about,
         "params": [
@@ -159,7 +159,7 @@ def describe(layout: Layout) -> dict[str, Any]:
 
 
 def _description(layout: Layout, extents: Extents) -> dict[str, Any]:
-    """What a store says of itself: docs/store-format.md, Meta."""
+    """Return a store's description, see Meta in docs/store-format.md."""
     made = describe(layout)
     if extents.checksums >= 0:
         made["in_place"] = layout.in_place.describe(layout, extents.checksums)
@@ -169,15 +169,15 @@ def _description(layout: Layout, extents: Extents) -> dict[str, Any]:
 def read_meta(
     directories: Sequence[str], config: Config, open_at: int | None = None
 ) -> dict[str, Any]:
-    """What the store of these directories says of itself.
+    """Return the description of the store in these directories.
 
     Args:
-        directories: of the store.
-        config: of the session.
+        directories: the store's directories.
+        config: the session's config.
         open_at: the step that will be opened; None: the newest.
 
     Raises:
-        StoreError: it cannot be opened.
+        StoreError: the store cannot be opened.
     """
     store = open_existing(directories, config, read_only=True, open_at=open_at)
     try:
@@ -187,7 +187,7 @@ def read_meta(
 
 
 def write_checksums(layout: Layout, extents: Extents, store: _core.Store) -> None:
-    """Read every unit that is read in place once, and keep its checksums."""
+    """Read every in-place unit once, and store its checksums."""
     if extents.checksums < 0:
         return
     layout.in_place.checksums = made = layout.in_place.scan(layout)
@@ -197,7 +197,7 @@ def write_checksums(layout: Layout, extents: Extents, store: _core.Store) -> Non
 
 
 def read_checksums(layout: Layout, extents: Extents, store: _core.Store) -> None:
-    """Take those that the store has."""
+    """Read the checksums of in-place units from the store."""
     if extents.checksums < 0:
         return
     values = torch.empty(extents.table[extents.checksums][0], dtype=torch.uint8)
@@ -212,7 +212,7 @@ def read_checksums(layout: Layout, extents: Extents, store: _core.Store) -> None
 
 
 def read_param(layout: Layout, extents: Extents, store: _core.Store, param: Param) -> torch.Tensor:
-    """A parameter's values of the store's last commit, in its dtype and shape."""
+    """Return a parameter's values from the store's last commit, in its dtype and shape."""
     unit = layout.units[param.unit]
     if unit.runs:
         return layout.in_place.read(layout, param)
@@ -224,19 +224,19 @@ def read_param(layout: Layout, extents: Extents, store: _core.Store, param: Para
 
 
 def read_params(layout: Layout, extents: Extents, store: _core.Store) -> list[torch.Tensor]:
-    """Every parameter's values of the store's last commit, in its dtype and shape."""
+    """Return every parameter's values from the store's last commit, in its dtype and shape."""
     return [read_param(layout, extents, store, param) for param in layout.params]
 
 
 @contextlib.contextmanager
 def naming(param: str, array: str) -> Iterator[None]:
-    """A wrong byte that is found in the with keeps this parameter from being read.
+    """Return a context that names the parameter in the message of a ChecksumError.
 
-    It may be a neighbour's: a checksum covers 1 MiB.
+    The wrong byte may belong to a neighbour: a checksum covers 1 MiB.
 
     Args:
-        param: its name.
-        array: "param", or which of its states.
+        param: the parameter's name.
+        array: "param", or one of its states.
     """
     try:
         yield
@@ -245,28 +245,28 @@ def naming(param: str, array: str) -> Iterator[None]:
         raise ChecksumError(
             error.errno,
             f"{param!r} ({array}) cannot be read: {said}: go back to a snapshot; `lohan verify`"
-            " names all that is wrong",
+            " lists all damage",
         ) from error
 
 
 def temporary_directory() -> str:
-    """A directory for a store that nobody named: on disk, not in main memory.
+    """Create a directory for a temporary store, on disk, not in main memory.
 
-    It is locked until remove_temporary(); those that a killed process has left are removed.
+    It is locked until remove_temporary(). Directories left by killed processes are removed.
     """
     for base in (tempfile.gettempdir(), "/var/tmp", os.getcwd()):
         if os.path.isdir(base) and os.access(base, os.W_OK) and not _is_memory(base):
             _remove_stale(base)
             path = tempfile.mkdtemp(prefix=_TEMPORARY, dir=base)
             _locked[path] = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            with contextlib.suppress(OSError):  # a file system without locks
+            with contextlib.suppress(OSError):  # the file system may not support locks
                 fcntl.flock(_locked[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
             return path
-    raise StoreError("no directory on a disk for a temporary store: pass store=")
+    raise StoreError("found no directory on a disk for a temporary store: pass store=")
 
 
 def remove_temporary(path: str) -> None:
-    """Remove a directory that temporary_directory() made, and what is in it."""
+    """Remove a directory made by temporary_directory(), with its contents."""
     shutil.rmtree(path, ignore_errors=True)
     descriptor = _locked.pop(path, -1)
     if descriptor >= 0:
@@ -308,7 +308,10 @@ def _is_memory(path: str) -> bool:
 
 
 def measure_weights(directories: Sequence[str]) -> list[int]:
-    """Stripe weights from measured bandwidth; equal where it cannot be measured."""
+    """Return stripe weights from measured bandwidth, or [] for equal weights.
+
+    Weights are also equal if the bandwidth cannot be measured.
+    """
     if len(directories) < 2:
         return []
     weights = []
@@ -319,17 +322,17 @@ def measure_weights(directories: Sequence[str]) -> list[int]:
         except (StoreError, OSError):
             return []
         weights.append(max(min(write, read) >> 20, 1))
-    # Near equal is equal: a stripe layout should not follow the noise of one measurement.
+    # Nearly equal rates count as equal: the layout should not depend on measurement noise.
     return [] if max(weights) < 1.25 * min(weights) else weights
 
 
 def buffer_room_bytes(layout: Layout) -> int:
-    """What a commit carries at most of persistent buffers."""
+    """Return the most bytes that a commit needs for persistent buffers."""
     return layout.buffer_bytes + BUFFER_SAID_BYTES if layout.buffer_bytes else 0
 
 
 def buffers(model: nn.Module, layout: Layout, store: _core.Store) -> Buffers | None:
-    """The buffers that commits carry: none in a store that was made without room for them."""
+    """Return the buffers that commits include; None if the store has no room for them."""
     needed = _core.scalar_overhead_bytes(len(layout.params)) + SCALAR_BYTES_MAX
     needed += buffer_room_bytes(layout)
     return Buffers(model) if store.describe()["scalar_bytes_max"] >= needed else None
@@ -338,11 +341,11 @@ def buffers(model: nn.Module, layout: Layout, store: _core.Store) -> Buffers | N
 def create(
     layout: Layout, extents: Extents, directories: Sequence[str], config: Config, temporary: bool
 ) -> _core.Store:
-    """Make a store for a layout; nothing is in it yet.
+    """Create an empty store for a layout.
 
     Raises:
-        StoreExistsError, StoreLockedError, StoreError: with the directory and the numbers.
-        BudgetError: no: a full disk is a StoreError with how much is missing.
+        StoreExistsError, StoreLockedError, StoreError: names the directory and the numbers; on a
+            full disk, how much space is missing.
     """
     return _core.store_create(
         type=_core.Store,
@@ -373,16 +376,16 @@ def open_existing(
 ) -> _core.Store:
     """Open a store at its last committed step.
 
-    Where that step is damaged, a reader gets the one before it, and `describe()["is_fallback"]` is
-    true; a writer is refused unless open_at names it.
+    If that step is damaged, a reader gets the previous one, and `describe()["is_fallback"]` is
+    true; a writer gets an error unless open_at names the previous step.
 
     Args:
-        directories: of the store.
-        config: of the session.
-        read_only: nothing is written, and other readers may have it open.
-        is_held: this process has it open, and holds its commits until this one is closed.
-        open_at: the newest step, or the one before it; for a writer, the later one is gone then.
-        raiser: makes its errors exceptions.
+        directories: the store's directories.
+        config: the session's config.
+        read_only: open without writing; other readers may have the store open.
+        is_held: this process has the store open and holds its commits until this one is closed.
+        open_at: the newest step, or the one before it; then a writer discards the newest.
+        raiser: converts the store's errors to exceptions.
     """
     return _core.store_open(
         type=_core.Store,
@@ -396,14 +399,14 @@ def open_existing(
 
 
 def resume_asked(resume: bool | int | None) -> tuple[bool, int | None]:
-    """What wrap's resume= says: whether to resume, and at which step (None: at the newest)."""
+    """Parse wrap's resume=: whether to resume, and at which step (None: the newest)."""
     if resume is None or isinstance(resume, bool):
         return bool(resume), None
     return True, resume
 
 
 def say_fallback(store: _core.Store) -> None:
-    """Tell who reads a store on stderr that its newest step is damaged, and what it has instead."""
+    """Print a note to stderr if the newest step is damaged and the previous one was opened."""
     said = store.describe()
     if said["is_fallback"]:
         print(f"lohan: {said['note']}", file=sys.stderr)
@@ -411,17 +414,18 @@ def say_fallback(store: _core.Store) -> None:
 
 @contextlib.contextmanager
 def reopened(directories: Sequence[str], config: Config, layout: Layout) -> Iterator[_core.Store]:
-    """The store of a closed session, to be read.
+    """Return a context with the store of a closed session, for reading.
 
     Raises:
-        StoreError: it is gone, or cannot be opened, or is another model's.
+        StoreError: the store is gone, cannot be opened, or belongs to a different model.
     """
     for directory in directories:
         path = os.path.join(directory, "lohan.data")
         if not os.path.exists(path):
             raise StoreError(
-                f"the session is closed, and {path}, which has the parameters, is not there (a"
-                " temporary store goes with its session): put it back, or make the model again"
+                f"the session is closed, and {path}, which has the parameters, does not exist (a"
+                " temporary store is removed with its session): restore the file, or build the"
+                " model again"
             )
     store = open_existing(directories, config, read_only=True)
     try:
@@ -432,23 +436,23 @@ def reopened(directories: Sequence[str], config: Config, layout: Layout) -> Iter
 
 
 def remove(directories: Sequence[str]) -> None:
-    """Remove the files of a store that nothing was ever in."""
+    """Remove the files of a store that was never filled."""
     for directory in directories:
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(directory, "lohan.data"))
 
 
 def check_same_model(store: _core.Store, layout: Layout) -> None:
-    """Refuse a store that was never filled, and one of another model, by its first difference.
+    """Reject a store that was never filled, or that belongs to a different model.
 
     Raises:
-        StoreUncleanError: whoever made the store died before the weights were in it.
-        StoreMismatchError: names what differs.
+        StoreUncleanError: the store's creation was interrupted before the weights were written.
+        StoreMismatchError: names the first difference.
     """
     if store.describe()["is_empty"]:
         path = store.describe()["files"][0][0]
         raise StoreUncleanError(
-            f"{path} was made, but its weights were never written: delete it, and start again"
+            f"{path} was created, but its weights were never written: delete it, and start again"
         )
     theirs = _meta.of(store)
     _take_strides(layout, theirs)
@@ -456,8 +460,8 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
     check_same_name(theirs.get("method"), layout.method)
     if theirs["units"] != ours["units"] and sorted(theirs["params"]) == sorted(ours["params"]):
         raise StoreMismatchError(
-            "the store has the same parameters in other blocks: leave blocks= out, and blocks are"
-            " as they were then"
+            "the store has the same parameters in other blocks: omit blocks= to use the blocks that"
+            " the store was created with"
         )
     check_same_method(theirs.get("method"), layout.method)
     if all(theirs.get(key) == ours[key] for key in SAME_KEYS):
@@ -466,7 +470,7 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
         if a != b:
             raise StoreMismatchError(
                 "the store is of another model: it has parameter"
-                f" {a[0]!r} {a[1]} {a[2]} trainable={a[3]}, this model"
+                f" {a[0]!r} {a[1]} {a[2]} trainable={a[3]}, this model has"
                 f" {b[0]!r} {b[1]} {b[2]} trainable={b[3]}",
             )
     count = len(theirs["params"]), len(ours["params"])
@@ -478,15 +482,15 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
 
 
 def strides_of(meta: dict[str, Any], index: int) -> tuple[int, ...] | None:
-    """The strides of a parameter as a store's meta has them; None: contiguous."""
+    """Return a parameter's strides from a store's meta; None: contiguous."""
     strides = meta.get("strides", {}).get(str(index))
     return None if strides is None else tuple(strides)
 
 
 def _take_strides(layout: Layout, meta: dict[str, Any]) -> None:
-    """Parameters have the strides that the store was made with: its bytes are in that order."""
+    """Set the parameters' strides to those of the store, whose bytes are in that order."""
     if len(meta["params"]) != len(layout.params):
-        return  # of another model
+        return  # a different model, which is rejected elsewhere
     for param in layout.params:
         strides = strides_of(meta, param.index)
         if strides != param.strides:
@@ -495,55 +499,55 @@ def _take_strides(layout: Layout, meta: dict[str, Any]) -> None:
 
 
 def check_same_name(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
-    """Refuse to go on by another method.
+    """Reject resuming with another method.
 
     Raises:
-        StoreMismatchError: which it was made with.
+        StoreMismatchError: names the method that the store was created with.
     """
     was, now = ((m or {}).get("name", "adamw") for m in (theirs, ours))
     if was != now:
         raise StoreMismatchError(
-            f"the store was made with method={was!r}, not {now!r}: pass that, or begin a new store"
-            " from lohan.export(STORE, OUT) and weights=OUT"
+            f"the store was created with method={was!r}, not {now!r}: pass the former, or start a"
+            " new store with lohan.export(STORE, OUT) and weights=OUT"
         )
 
 
 def check_same_method(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
-    """Refuse to go on by another method, or with other parameters that it moves.
+    """Reject resuming with another method, or with other trainable or decayed parameters.
 
     Raises:
-        StoreMismatchError: which it was made with.
+        StoreMismatchError: names what differs.
     """
     check_same_name(theirs, ours)
     for key, what in (("streams", "that require a gradient"), ("decays", "with weight decay")):
         if theirs is not None and ours is not None and theirs[key] != ours[key]:
             raise StoreMismatchError(
-                f"the store was made with other parameters {what}: the journal's steps were made"
-                " with those"
+                f"the store was created with other parameters {what}, and the journal's steps"
+                " depend on them: use the same ones"
             )
 
 
 def check_slots(store: _core.Store, config: Config) -> None:
-    """Refuse to make promises for a store with one slot that only one with two can keep.
+    """Reject commits for a store that was created with a single slot.
 
     Raises:
-        StoreMismatchError: commit_every says that there are commits.
+        StoreMismatchError: commit_every asks for commits.
     """
     if store.describe()["is_single_slot"] and config.commit_every != "never":
         raise StoreMismatchError(
-            'the store was made with commit_every="never" and keeps one copy of each value, which'
-            f" commit_every={config.commit_every!r} would overwrite: pass"
-            ' commit_every="never" here, too. A copy by lohan.snapshot() is as it; one that keeps'
-            " two begins with lohan.export(STORE, OUT, dtype='float32') and weights=OUT, without"
-            " the moments"
+            'the store was created with commit_every="never" and keeps one copy of each value,'
+            f" which commit_every={config.commit_every!r} would overwrite: pass"
+            ' commit_every="never" here, too. Copies by lohan.snapshot() also keep one copy. For a'
+            " store with two copies, use lohan.export(STORE, OUT, dtype='float32') and start a new"
+            " run with weights=OUT (the moments are lost)"
         )
 
 
 def check_table(store: _core.Store, extents: Extents) -> None:
-    """Refuse a store whose extents are not those of the layout: its description is wrong.
+    """Reject a store whose extents do not match the layout: its description is wrong.
 
     Raises:
-        StoreMismatchError: says what it has.
+        StoreMismatchError: states both.
     """
     is_single = store.describe()["is_single_slot"]
     has = [(nbytes, group) for nbytes, group, _, _ in store.extents()]
@@ -552,9 +556,9 @@ def check_table(store: _core.Store, extents: Extents) -> None:
         is_other = any(slots < extents.groups[group] for _, group, slots, _ in store.extents())
     if is_other:
         raise StoreMismatchError(
-            f"{store.describe()['files'][0][0]}: the store's description (meta) is damaged, or of"
-            f" another version of lohan: it says {len(extents.table)} extents of"
-            f" {sum(n for n, _ in extents.table):,} bytes, and the store has {len(has)} of"
+            f"{store.describe()['files'][0][0]}: the store's description (meta) is damaged, or from"
+            f" another version of lohan: it lists {len(extents.table)} extents of"
+            f" {sum(n for n, _ in extents.table):,} bytes, but the store has {len(has)} of"
             f" {sum(n for n, _ in has):,}, or fewer slots: go back to a snapshot"
         )
 
@@ -568,20 +572,20 @@ def write_param(
     *,
     is_fresh: bool = True,
 ) -> None:
-    """Write one parameter, or a run of its elements, as the store keeps it.
+    """Write one parameter, or a run of its elements, in the store's format.
 
     Args:
-        store: open for writing; flush() makes what was written part of it.
+        store: a writer; flush() writes what it has collected.
         unit: the parameter's unit.
-        places: its extents.
-        first: element (trainable) or byte (frozen) in the unit.
-        values: CPU tensor, in the unit's order (Param.flat()); fp32 for a bf16 or fp16 unit keeps
+        places: the unit's extents.
+        first: the element (trainable) or byte (frozen) in the unit.
+        values: a CPU tensor in the unit's order (Param.flat()). For a bf16 or fp16 unit, fp32 keeps
             every bit, in the residual or master.
-        is_fresh: nothing was written there before, so that a residual of zeros need not be.
+        is_fresh: whether the place was never written, so that a zero residual can be skipped.
     """
     values = values.detach().contiguous()
     if unit.residual_bytes and not is_fresh:
-        values = values.float()  # exact, and its residual of zeros is written
+        values = values.float()  # exact, and makes the zero residual be written
     if unit.residual_bytes and unit.dtype == torch.float16:
         values = values.float()
         store.write(places.residual, first * 4, values.data_ptr(), nbytes_of(values))

@@ -1,4 +1,4 @@
-"""`lohan.verify`: every byte of a store's committed step against its checksum."""
+"""`lohan.verify`: check every byte of a store's committed step against its checksum."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 
-# Each keeps a request of 1 MiB under way, which is what the store checks at once.
+# Each thread keeps one request of 1 MiB in flight, the unit in which the store verifies checksums.
 THREAD_COUNT = 8
 SUM_BYTES = 1 << 20
 _SLICE_S = 0.1
@@ -32,14 +32,14 @@ _SLICE_S = 0.1
 
 @dataclasses.dataclass
 class Bad:
-    """A place that is not what was written.
+    """A place whose contents differ from what was written.
 
     Attributes:
-        param: the parameter that is there.
-        array: "param", or which of its states.
-        path: of the file.
-        offset: in it, in bytes.
-        message: what the store says.
+        param: the parameter at that place.
+        array: "param", or one of its states.
+        path: the file's path.
+        offset: the offset in the file, in bytes.
+        message: the store's message.
     """
 
     param: str
@@ -51,15 +51,15 @@ class Bad:
 
 @dataclasses.dataclass
 class Verified:
-    """What was read.
+    """The result of lohan.verify().
 
     Attributes:
-        step: the committed one.
-        uuid: of the store.
-        read_bytes: that were read and compared.
-        seconds: that took.
-        bad: of 1 MiB each at most; empty where all is well.
-        note: what opening the store had to say.
+        step: the committed step.
+        uuid: the store's UUID.
+        read_bytes: the number of bytes read and compared.
+        seconds: the duration.
+        bad: damaged places of at most 1 MiB each; empty if there is no damage.
+        note: the note from opening the store.
     """
 
     step: int
@@ -71,16 +71,16 @@ class Verified:
 
     @property
     def is_whole(self) -> bool:
-        """Every byte is what was written."""
+        """Whether no damage was found."""
         return not self.bad
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the result as a dict for JSON."""
         return {**dataclasses.asdict(self), "is_whole": self.is_whole}
 
 
 class _Work:
-    """Pieces that threads take one after the other, and what they found."""
+    """A queue of pieces for threads to read, and what they found."""
 
     def __init__(self, store: _core.Store, contents: Contents) -> None:
         self.contents = contents
@@ -116,7 +116,7 @@ class _Work:
             self.bad.append(Bad(param, array, path, place, said))
 
     def run(self, store: _core.Store) -> None:
-        """Until nothing is left."""
+        """Read and check pieces until none are left."""
         buffer = aligned(PIECE_BYTES)
         try:
             while (piece := self.take()) is not None:
@@ -136,7 +136,7 @@ class _Work:
     def _look_closer(
         self, store: _core.Store, extent: int, begin: int, nbytes: int, address: int
     ) -> None:
-        """One checksum's bytes at a time: which of them are bad."""
+        """Find the bad places in a piece, by reading the range of one checksum at a time."""
         for offset in range(begin, begin + nbytes, SUM_BYTES):
             try:
                 store.read(extent, offset, address, min(SUM_BYTES, begin + nbytes - offset))
@@ -144,7 +144,7 @@ class _Work:
                 self.complain(store, extent, offset, error)
 
     def run_in_place(self, progress: Progress | None) -> None:
-        """Of units that are read from files that are not the store's: those, too."""
+        """Check the units that are read in place from files outside the store."""
 
         def read(nbytes: int) -> None:
             self.count(nbytes)
@@ -153,7 +153,7 @@ class _Work:
 
         for found in self.contents.layout.in_place.differences(self.contents.layout, read):
             param, path, offset = found
-            said = f"{path}, offset {offset}: others than when the store was made"
+            said = f"{path}, offset {offset}: the bytes have changed since the store was created"
             self.bad.append(Bad(param, "param", str(path), offset, said))
 
 
@@ -161,16 +161,17 @@ def verify(store: PathLike | Sequence[PathLike], *, progress: Progress | None = 
     """Read every byte of a store's committed step, and compare it with its checksum.
 
     Args:
-        store: its directories, or one. In use by a session of this process, its commits wait.
-        progress: called with bytes read, and of all.
+        store: its directory or directories. If a session of this process uses the store, the
+            session's commits wait meanwhile.
+        progress: called with the bytes read so far and the total.
 
     Returns:
-        What was found, bad places in the order of the files.
+        The result, with bad places in the order of the files.
 
     Raises:
-        StoreLockedError: another process writes to it.
-        ChecksumError: what describes the store is damaged itself.
-        StoreError: it cannot be opened.
+        StoreLockedError: another process is writing to the store.
+        ChecksumError: the store's own metadata is damaged.
+        StoreError: the store cannot be opened.
     """
     directories = directories_of(store)
     session = find_session(directories)
@@ -216,7 +217,7 @@ def _verify(
         work.is_over = True
         while running > 0:
             running -= work.ended.acquire(timeout=_SLICE_S)
-        for thread in threads:  # at the very end of their run: not before, see _snapshot.py
+        for thread in threads:  # only after their `ended` signals, see Snapshot in _snapshot.py
             thread.join()
     if work.error is not None:
         raise work.error

@@ -1,4 +1,4 @@
-"""Where a model's values come from: memory, safetensors, its own initialisation."""
+"""The sources of a model's values: memory, safetensors, or its own initialisation."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 
-# What is in memory at once while safetensors are streamed.
+# Elements in memory at a time while safetensors are streamed.
 PIECE_ELEMENTS = 4 << 20
-# Bytes of freed tensors after which the C library is asked to give them back.
+# Bytes of freed tensors after which the C library is asked to return memory to the system.
 TRIM_BYTES = 256 << 20
 
 
@@ -40,7 +40,7 @@ TRIM_BYTES = 256 << 20
 def empty() -> Iterator[None]:
     """Build a model without storage for its parameters: `with lohan.empty(): Model(config)`.
 
-    Buffers are made as usual. `lohan.wrap` fills the parameters, from weights= or init=.
+    Buffers are created as usual. `lohan.wrap` fills the parameters, from weights= or init=.
     """
     plain = nn.Module.register_parameter
     plain_buffer = nn.Module.register_buffer
@@ -56,7 +56,7 @@ def empty() -> Iterator[None]:
         made = module._parameters[name]
         if made is None or made.is_meta or isinstance(made, nn.parameter.UninitializedParameter):
             return
-        same: Any = made  # one that a constructor gives to several modules stays one
+        same: Any = made  # a parameter shared by several modules stays shared
         if not hasattr(same, "_lohan_empty"):
             same._lohan_empty = nn.Parameter(made.to("meta"), made.requires_grad)
         module._parameters[name] = same._lohan_empty
@@ -71,10 +71,10 @@ def empty() -> Iterator[None]:
 
 
 def _replace(model: nn.Module, layout: Layout) -> dict[int, nn.Parameter]:
-    """A meta parameter cannot get data: put one of the CPU in its place, wherever it is used.
+    """Replace each meta parameter by one on the CPU, since a meta parameter cannot get data.
 
     Returns:
-        Those that were replaced, by the ids of the new ones, which have no values.
+        The replaced parameters, by the ids of the new ones, which have no values.
     """
     new: dict[int, nn.Parameter] = {}
     old: dict[int, nn.Parameter] = {}
@@ -84,7 +84,7 @@ def _replace(model: nn.Module, layout: Layout) -> dict[int, nn.Parameter]:
             made = nn.Parameter(_no_storage(tensor), requires_grad=tensor.requires_grad)
             new[id(tensor)], old[id(made)] = made, tensor
     for tensor in model.parameters():
-        if tensor.is_meta and tensor.numel() == 0:  # in no layout
+        if tensor.is_meta and tensor.numel() == 0:  # not in the layout
             made = nn.Parameter(torch.empty_like(tensor, device="cpu"), tensor.requires_grad)
             new[id(tensor)], old[id(made)] = made, tensor
     _put(model, layout, new)
@@ -92,7 +92,7 @@ def _replace(model: nn.Module, layout: Layout) -> dict[int, nn.Parameter]:
 
 
 def _put(model: nn.Module, layout: Layout, new: Mapping[int, nn.Parameter]) -> None:
-    """Put other parameters, by the ids of those that are there, wherever these are used."""
+    """Replace parameters wherever they are used; `new` is indexed by the ids of the old ones."""
     for param in layout.params:
         param.tensor = new.get(id(param.tensor), param.tensor)
     for module in model.modules() if new else ():
@@ -102,7 +102,7 @@ def _put(model: nn.Module, layout: Layout, new: Mapping[int, nn.Parameter]) -> N
 
 
 def skip_fill(model: nn.Module, layout: Layout) -> None:
-    """The values are in the store already."""
+    """Prepare the parameters without filling them: the store already has the values."""
     _replace(model, layout)
 
 
@@ -116,14 +116,16 @@ def fill(
     scalars: bytes = b"",
     files: Sequence[File] = (),
 ) -> None:
-    """Write every parameter to a new store and commit it as step 0, with scalars; see drop().
+    """Write every parameter to a new store and commit it as step 0, with scalars.
+
+    The values in memory stay until drop() is called.
 
     Raises:
-        ModelError: a parameter gets no value, or a module has no initialisation of its own.
+        ModelError: a parameter gets no value, or a module has no initialisation.
         StoreError: the files of weights= cannot be read, or the store cannot be written.
     """
     if init is not None and not callable(init) and init != "model":
-        raise ModelError(f"init {init!r}: 'model' or a function of a module")
+        raise ModelError(f"init {init!r} must be 'model' or a function of a module")
     is_empty = any(p.tensor.is_meta for p in layout.params)
     replaced = _replace(model, layout)
     writer = BlockWriter(store)
@@ -144,28 +146,28 @@ def fill(
         if said is not None:
             print(f"lohan: {said}", file=sys.stderr)
     except BaseException:
-        _put(model, layout, replaced)  # the next call must not take them for parameters with values
+        _put(model, layout, replaced)  # a retry must see that these parameters have no values
         raise
 
 
 def drop(layout: Layout) -> None:
-    """Let go of the values in memory: the store has them."""
+    """Free the values in memory, which are now in the store."""
     for param in layout.params:
         param.tensor.data = _no_storage(param.tensor)
     _give_back()
 
 
 def recover(layout: Layout, extents: Extents, store: _core.Store) -> None:
-    """Give every parameter its values back, in memory."""
+    """Load every parameter's values back into memory."""
     for param, values in zip(layout.params, read_params(layout, extents, store), strict=True):
         param.tensor.data = values
 
 
 def _give_back() -> None:
-    """Give freed memory back to the system: glibc keeps what lies below anything still in use.
+    """Return freed memory to the system; glibc keeps memory below anything still in use.
 
-    Tensors of 8 MiB between small objects that live on left 700 MB after a model of 1.3 billion
-    parameters, beyond every budget.
+    Freed tensors of 8 MiB between small live objects kept 700 MB allocated after a model of 1.3
+    billion parameters, in excess of every budget.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -173,7 +175,7 @@ def _give_back() -> None:
 
 
 def _no_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same shape without the memory; it becomes hollow when the session begins."""
+    """Return a tensor of the same shape without memory, until the session makes it hollow."""
     return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
 
 
@@ -218,7 +220,7 @@ def _fill_by_init(
 
 
 def _initialisers(model: nn.Module) -> dict[int, Callable[[nn.Module], None]]:
-    """The innermost `_init_weights` (Hugging Face's convention) above each module."""
+    """Return the innermost `_init_weights` (Hugging Face's convention) for each module."""
     found: dict[int, Callable[[nn.Module], None]] = {}
 
     def walk(module: nn.Module, function: Callable[[nn.Module], None] | None) -> None:
@@ -251,7 +253,7 @@ def _initialise(
     for param_name, tensor in module._parameters.items():
         if tensor is not None and tensor.is_floating_point() and bool(tensor.data.isnan().any()):
             raise ModelError(
-                f"{name}.{param_name}: {type(module).__name__} has no initialisation for it: pass"
+                f"{name}.{param_name} has no initialisation in {type(module).__name__}: pass"
                 " init=FUNCTION, or weights=FOLDER"
             )
 
@@ -265,9 +267,10 @@ def _fill_from_files(
     files: Sequence[File],
     made: Container[int],
 ) -> None:
-    """Stream every parameter that is not read in place, a piece at a time.
+    """Stream every parameter that is not read in place, one piece at a time.
 
-    What files do not have keeps its values, or gets an adapter's first ones; ids in made have none.
+    Parameters that the files do not have keep their values. Those whose ids are in `made` have no
+    values, and must be an adapter's, whose initial values are computed.
     """
     params = [param for param in layout.params if not layout.units[param.unit].runs]
     in_files = [(p.source.file, p.source.offset, p) for p in params if p.source is not None]
@@ -292,14 +295,14 @@ def _fill_from_files(
     told = [param.name for param in rest if not is_ours(param.tensor)]
     if told:
         print(
-            f"lohan: {len(told)} parameters that weights={weights} does not have keep their values"
-            f" of now ({told[0]!r}, ...)",
+            f"lohan: {len(told)} parameters that weights={weights} does not have keep their current"
+            f" values ({told[0]!r}, ...)",
             file=sys.stderr,
         )
 
 
 def fill_buffers(buffers: Sequence[tuple[torch.Tensor, Entry]], files: Sequence[File]) -> None:
-    """Give persistent buffers the values that the files have, as load_state_dict does.
+    """Load the files' values into persistent buffers, as load_state_dict does.
 
     Raises:
         StoreError: a file was changed meanwhile.
@@ -312,7 +315,9 @@ def fill_buffers(buffers: Sequence[tuple[torch.Tensor, Entry]], files: Sequence[
             raw = bytearray(file.read(entry.nbytes))
             check_descriptor(file.fileno(), files[entry.file])
         if len(raw) != entry.nbytes:
-            raise StoreError(f"{path} was cut: it ends inside a buffer of {entry.nbytes} bytes")
+            raise StoreError(
+                f"{path} was truncated: it ends inside a buffer of {entry.nbytes} bytes"
+            )
         values = torch.frombuffer(raw, dtype=DTYPES[entry.dtype]).reshape(entry.shape)
         with torch.no_grad():
             buffer.copy_(values)
@@ -332,18 +337,18 @@ def _stream(
     with path.open("rb") as file:
         check_descriptor(file.fileno(), files[param.source.file])
         file.seek(param.source.offset)
-        # One in another order is put into that as a whole.
+        # A parameter with other strides is reordered as a whole.
         piece = PIECE_ELEMENTS if param.strides is None else param.count
         for first in range(0, param.count, piece):
             count = min(piece, param.count - first)
             raw = bytearray(file.read(count * dtype.itemsize))
             if len(raw) != count * dtype.itemsize:
-                raise StoreError(f"{path} was cut: it ends inside {param.name}")
+                raise StoreError(f"{path} was truncated: it ends inside {param.name}")
             values = torch.frombuffer(raw, dtype=dtype)
             if param.strides is not None:
                 values = param.flat(values.view(param.tensor.shape))
             if unit.residual_bytes and dtype != unit.dtype:
-                values = values.float()  # the master gets every bit that it can hold
+                values = values.float()  # keep as many bits as the master can hold
             elif param.kept is not None:
                 layout.cut.look(values, unit.dtype)
                 values = narrowed(values, unit.dtype)

@@ -1,11 +1,12 @@
-"""Whether a forward's arguments are where the model computes: named before torch meets them.
+"""Checks that a forward's arguments are on the model's device, with a better error than torch's.
 
-[Note: When batches are looked at] Walking through the arguments of every forward would cost
-something on every step, and a training script puts all batches in the same place. So the first
-forward is checked, and after that only a forward that has raised, and the one that follows it.
+[Note: When batches are looked at] Checking the arguments of every forward would cost time in every
+step, and a training script puts all batches on the same device. Therefore only the first forward is
+checked, and later a forward that raised an error and the one after it.
 
-Arguments in main memory are legitimate beside others on the GPU: lengths of sequences, indices and
-0-dim tensors. So a mixed batch is left to torch, and its error gets a note that names them.
+Arguments in main memory are valid together with others on the GPU: lengths of sequences, indices
+and 0-dim tensors. A mixed batch is therefore passed on to torch, and a note that names the
+arguments is added to torch's error, if any.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from torch import nn
 
 from lohan.errors import DeviceMismatchError
 
-# Containers inside containers: a batch that holds itself must end, too.
+# The limit of nesting, for a batch that contains itself.
 _DEPTH_MAX = 8
 _NAMED_MAX = 3
 
 
 def _tensors(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a nest of containers, with the expression that reaches it."""
+    """Yield every tensor in nested containers, with the expression that reaches it."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif depth == _DEPTH_MAX or isinstance(value, str | bytes):
@@ -47,7 +48,7 @@ def _tensors(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, torch
 
 
 def _names(module: nn.Module, count: int) -> list[str]:
-    """What forward calls its first positional arguments."""
+    """Return the names of forward's first positional arguments."""
     try:
         parameters = list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError):
@@ -57,10 +58,10 @@ def _names(module: nn.Module, count: int) -> list[str]:
 
 
 class BatchCheck:
-    """Names the arguments of a forward that are not where the model computes.
+    """Finds the arguments of a forward that are not on the model's device.
 
     Args:
-        device: where it computes.
+        device: the device that the model computes on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +69,7 @@ class BatchCheck:
         self.is_due = True
 
     def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a batch that is elsewhere. Called while `is_due`, before the forward.
+        """Reject a batch on another device. Called before a forward while `is_due` is True.
 
         Raises:
             DeviceMismatchError: names the arguments, their device and the model's.
@@ -85,7 +86,10 @@ class BatchCheck:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Add a note to an error of a forward if arguments are elsewhere; check the next one."""
+        """Add a note to a forward's error if arguments are on another device.
+
+        The next forward is then checked, too.
+        """
         if not isinstance(error, RuntimeError) or isinstance(error, DeviceMismatchError):
             return
         away, _ = self._away(module, args, kwargs)
@@ -96,7 +100,7 @@ class BatchCheck:
     def _away(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[tuple[str, torch.Tensor]], bool]:
-        """Tensors that are elsewhere, by name; whether any is where the model computes."""
+        """Return the tensors on other devices, by name, and whether any is on the model's."""
         away, is_any_here = [], False
         keyed: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         for key, value in keyed:

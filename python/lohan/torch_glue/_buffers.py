@@ -1,7 +1,7 @@
-"""Persistent buffers of a model: every commit carries them, as far as they are small.
+"""Persistent buffers of a model, which every commit includes if they are small.
 
-Running means and the like are no parameters, and change with every forward. A run that is resumed
-without them would go on from those of a new model.
+Running means and the like are not parameters, but change with every forward. Without them, a
+resumed run would continue with the buffers of a new model.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from torch import nn
 from lohan.errors import StoreMismatchError
 from lohan.torch_glue._tensor import bytes_of, nbytes_of
 
-# More than that is not kept: every commit would write it, and main memory hold it four times.
+# Larger buffers are not committed: every commit would write them, and they take four times their
+# size in main memory.
 BYTES_MAX = 8 << 20
 
 
-# Of modules made in lohan.empty(): the dtypes of buffers that no file has, as they were made.
+# For modules built in lohan.empty(): the initial dtypes of non-persistent buffers.
 _made: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
 
 
 def remember(module: nn.Module, name: str) -> None:
-    """A module has just registered this buffer."""
+    """Record the dtype of a non-persistent buffer that a module has just registered."""
     buffer = module._buffers[name]
     if buffer is not None and name in module._non_persistent_buffers_set:
         _made.setdefault(module, {})[name] = buffer.dtype
 
 
 def say_rounded(model: nn.Module) -> None:
-    """One line on stderr where a conversion rounded what from_pretrained would not have.
+    """Print a note to stderr if a conversion rounded buffers that from_pretrained does not round.
 
-    Frequencies of rotary embeddings are made in fp32 and computed with in fp32, whatever the
-    model's dtype is; no file has them. `model.to(torch.bfloat16)` takes 16 of their bits, and what
-    is trained is then another model than the one that the weights are loaded into later.
+    Frequencies of rotary embeddings are created and used in fp32, whatever the model's dtype, and
+    are not in any file. `model.to(torch.bfloat16)` drops 16 of their bits; training then sees a
+    different model than the one into which the weights are loaded later.
     """
     rounded: list[tuple[str, torch.dtype]] = []
     for module_name, module in model.named_modules():
@@ -48,20 +49,20 @@ def say_rounded(model: nn.Module) -> None:
     if rounded:
         name, now = rounded[0]
         print(
-            f"lohan: buffer {name!r} was rounded to {now} when the model was converted:"
-            " from_pretrained does not do that, so this model's outputs are not those of the same"
-            " weights elsewhere. Make it in its dtype instead of converting it:"
+            f"lohan: buffer {name!r} was rounded to {now} when the model was converted."
+            " from_pretrained does not do that, so this model's outputs differ from those of the"
+            " same weights elsewhere. Create the model in its dtype instead of converting it:"
             f" from_config(config, dtype={now})",
             file=sys.stderr,
         )
 
 
 class Buffers:
-    """Finds the persistent buffers of a model that somebody else holds.
+    """The persistent buffers of a model, without keeping the model alive.
 
     Attributes:
-        nbytes: of all of them, at wrap.
-        is_kept: they are small enough for a commit.
+        nbytes: the size of all of them at wrap.
+        is_kept: whether they are small enough for commits.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -76,11 +77,11 @@ class Buffers:
 
     @property
     def kept_bytes(self) -> int:
-        """What a commit has to have room for."""
+        """The bytes that a commit needs for them."""
         return self.nbytes if self.is_kept else 0
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each name and what it is now; those without storage are left out."""
+        """Yield each name and current buffer, except those without storage."""
         for full, reference, name in self._places:
             module = reference()
             buffer = None if module is None else module._buffers.get(name)
@@ -88,9 +89,9 @@ class Buffers:
                 yield full, buffer
 
     def pack(self) -> tuple[list[Any], bytes]:
-        """What a commit keeps: (name, dtype, shape) of each, and their bytes.
+        """Serialize the buffers for a commit: (name, dtype, shape) of each, and their bytes.
 
-        Nothing where they have outgrown what was reserved at wrap.
+        The result is empty if they have outgrown the space that was reserved at wrap.
         """
         if not self.is_kept:
             return [], b""
@@ -101,10 +102,10 @@ class Buffers:
         return said, b"".join(_raw(buffer) for _, buffer in found)
 
     def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """Put values of a commit into the model.
+        """Copy a commit's values into the model's buffers.
 
         Raises:
-            StoreMismatchError: a buffer of that name has another shape or dtype.
+            StoreMismatchError: a buffer of that name has a different shape or dtype.
         """
         now = dict(self.items())
         for name, values in kept.items():
@@ -113,7 +114,7 @@ class Buffers:
                 continue
             if mine.shape != values.shape or mine.dtype != values.dtype:
                 raise StoreMismatchError(
-                    f"buffer {name!r} is {tuple(values.shape)} {values.dtype} in the store,"
+                    f"buffer {name!r} is {tuple(values.shape)} {values.dtype} in the store, but"
                     f" {tuple(mine.shape)} {mine.dtype} in this model"
                 )
             with torch.no_grad():
@@ -125,7 +126,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 
 def unpack(said: list[Any], raw: bytes) -> dict[str, torch.Tensor]:
-    """The tensors that pack() kept, by name."""
+    """Return the tensors that pack() serialized, by name."""
     found: dict[str, torch.Tensor] = {}
     at = 0
     for name, dtype_name, shape in said:

@@ -1,9 +1,10 @@
-"""Caches of keys and values: for generation, and nothing but a burden where activations leave.
+"""Disables caches of keys and values, which are only useful for generation, during training.
 
-A model of transformers makes one in training, too (`config.use_cache` is True by default). It
-holds the keys and values of all layers until the model's output dies, whatever was planned for
-them. A block that is given one holds it for its second forward; it then leads back to the block's
-own graph through C++, a cycle that no garbage collector sees, where no backward comes.
+A transformers model also builds a cache in training (`config.use_cache` is True by default). The
+cache keeps the keys and values of all layers alive until the model's output is freed, whatever was
+planned for them. A block that is passed a cache keeps it for recomputation. The cache then refers
+to the block's own graph through C++, and without a backward this reference cycle is never freed,
+because the garbage collector does not see it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-# Arguments with which a caller says what is to be done about it.
+# Arguments with which a caller controls the cache explicitly.
 _SAID = ("use_cache", "past_key_values")
 
 
 def _signature(module: nn.Module) -> inspect.Signature | None:
-    """Of the forward of a module that makes a cache unless it is told not to; None: of others."""
+    """Return the signature of the module's forward if it builds a cache by default, else None."""
     if getattr(getattr(module, "config", None), "use_cache", None) is not True:
         return None
     try:
@@ -37,7 +38,7 @@ def _hook(signature: inspect.Signature) -> Callable[..., Any]:
         try:
             given = signature.bind(module, *args, **kwargs).arguments
         except TypeError:
-            return None  # the call itself says what is wrong
+            return None  # the call itself will raise the error
         is_by_place = "use_cache" in given and "use_cache" not in kwargs
         if is_by_place or any(given.get(name) is not None for name in _SAID):
             return None
@@ -47,10 +48,10 @@ def _hook(signature: inspect.Signature) -> Callable[..., Any]:
 
 
 def leave_out(model: nn.Module) -> list[Any]:
-    """Have no cache made by a forward that is trained, unless its caller asks for one.
+    """Disable the cache in forwards for training, unless the caller requests one.
 
     Returns:
-        Handles of the hooks.
+        The handles of the hooks.
     """
     made = []
     for module in model.modules():

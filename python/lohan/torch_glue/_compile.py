@@ -1,8 +1,8 @@
-"""torch.compile of a wrapped model: it runs as it is, uncompiled, and that is said once.
+"""torch.compile of a wrapped model: the model runs uncompiled, and a note is printed once.
 
-Dynamo traces what is there once and runs it again and again: parameters that come and go, and hooks
-that wait for them, are not what it can trace. What meets a wrapped module while it traces is a
-graph break; the module's call, with all that it calls, is then left alone.
+Dynamo traces code once and reuses the result. It cannot trace parameters that are loaded and
+evicted, or hooks that wait for them. When it meets a wrapped module, the graph breaks, and the
+module's call, with everything inside it, runs untraced.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import nn
 from lohan.errors import UnsupportedError
 
 _TEXT = (
-    "a model wrapped by lohan runs uncompiled: its parameters come and go, which torch.compile"
-    " cannot trace. Compile functions that the model does not call, such as the loss"
+    "a model wrapped by lohan runs uncompiled: its parameters are loaded and evicted, which"
+    " torch.compile cannot trace. Compile functions that the model does not call, such as the loss"
 )
 
 
 class Traced:
-    """A method over a module's own that notices Dynamo, which asks for its `__func__`."""
+    """A shadow of a module's method that detects Dynamo, which reads its `__func__`."""
 
     def __init__(self, method: Callable[..., Any], on_trace: Callable[[], NoReturn]) -> None:
         self._method = method
@@ -37,16 +37,16 @@ class Traced:
 
     @property
     def __func__(self) -> NoReturn:
-        """Only Dynamo wants to know whose method this is."""
+        """Handle Dynamo, which alone reads this attribute."""
         self._on_trace()
 
 
 class Uncompiled:
-    """Keeps torch.compile away from one model.
+    """Keeps torch.compile from tracing one model.
 
     Args:
-        model: the wrapped one.
-        shadow: puts an instance attribute over a module's method.
+        model: the wrapped model.
+        shadow: shadows a module's method by an instance attribute.
     """
 
     def __init__(
@@ -57,27 +57,27 @@ class Uncompiled:
         self._is_said = False
 
     def say(self) -> None:
-        """Tell the user, once."""
+        """Print the note, once."""
         if not self._is_said:
             print(f"lohan: {_TEXT}", file=sys.stderr)
         self._is_said = True
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """What a module's `compile()` does: nothing."""
+        """Replace a module's `compile()`: do nothing but print the note."""
         self.say()
 
     def on_trace(self) -> NoReturn:
-        """Dynamo has met a module of the model: have it go on behind that module's call.
+        """Make Dynamo, which has met a module of the model, continue after that module's call.
 
         Raises:
-            UnsupportedError: as Dynamo's own error of what it cannot trace. It is the user's where
-                he asked for fullgraph=True.
+            UnsupportedError: also an instance of Dynamo's own error for code that it cannot trace.
+                It reaches the user with fullgraph=True.
         """
         unsupported: Any = importlib.import_module("torch._dynamo.exc").Unsupported
         model = self._model()
         if not self._is_said and model is not None:
             rules: Any = importlib.import_module("torch._dynamo.trace_rules")
-            rules.add("lohan")  # step(), and what autograd calls
+            rules.add("lohan")  # do not trace step() and functions that autograd calls
             for module in model.modules():
                 self._shadow(module, "_call_impl", _disabled(module))
         self.say()
@@ -85,7 +85,7 @@ class Uncompiled:
 
 
 def _disabled(module: nn.Module) -> Callable[..., Any]:
-    """A module's call, in which Dynamo does not look at a frame."""
+    """Return a module's call with Dynamo disabled inside it."""
     call: Callable[..., Any] = type(module)._call_impl
     reference = weakref.ref(module)
 

@@ -1,10 +1,11 @@
-"""A parameter that is not in memory: its shape can be asked for, its values cannot.
+"""Parameters that are not in memory: their shape is known, but their values cannot be used.
 
-While a unit is away, its parameters have a class that answers what does not depend on values and
-refuses the rest by the parameter's name. The binding switches `__class__` when it binds a unit
-(0.1 us a parameter): a parameter that is in memory is as plain as it was before `lohan.wrap`.
+While a unit is not in memory, its parameters have a class that supports what does not depend on
+values, and raises an error with the parameter's name for everything else. The binding switches
+`__class__` when it binds a unit (0.1 us per parameter); a parameter in memory has the same class as
+before `lohan.wrap`.
 
-What reads memory below Python (C++ that was handed the tensor) does not come here; it sees NaN.
+Code below Python (C++ that was passed the tensor) bypasses these checks and reads NaN.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ class Owner(Protocol):
 
     @property
     def is_underway(self) -> bool:
-        """Inside a forward or backward, or between backward and step()."""
+        """Whether a forward or backward runs, or step() has to be called after a backward."""
 
     def param_names(self) -> dict[int, str]:
-        """The name of each parameter, by the id of its tensor."""
+        """Return the name of each parameter, by the id of its tensor."""
 
     def make_resident(self, tensors: Sequence[nn.Parameter]) -> bool:
-        """Bring the parameters in where a forward is under way; False elsewhere."""
+        """Load the parameters if a forward runs; otherwise return False."""
 
 
 _PROPERTIES = """
@@ -61,7 +62,7 @@ _FUNCTIONS = """
 
 
 def _answered() -> set[Any]:
-    """The functions that need no values, as torch hands them to `__torch_function__`."""
+    """Return the functions that need no values, as torch passes them to `__torch_function__`."""
     found: set[Any] = {torch.autograd.grad, torch.autograd.backward}
     found |= {getattr(torch.Tensor, n).__get__ for n in _PROPERTIES if hasattr(torch.Tensor, n)}
     found |= {getattr(torch.Tensor, n).__set__ for n in _SET_PROPERTIES if hasattr(torch.Tensor, n)}
@@ -70,7 +71,7 @@ def _answered() -> set[Any]:
 
 
 _ANSWERED = _answered()
-# Another tensor takes the form of the parameter.
+# Functions in which another tensor takes the parameter's shape or dtype.
 _FORM_OF = {getattr(torch.Tensor, n) for n in ("to", "type_as", "expand_as", "view_as")}
 _FORM_OF.add(torch.Tensor.reshape_as)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -87,7 +88,7 @@ def _parameters_in(values: Iterable[Any]) -> Iterator[nn.Parameter]:
 
 
 def _what(func: Callable[..., Any]) -> tuple[str, bool]:
-    """What func is called, and whether it writes its first argument."""
+    """Return func's name, and whether it writes its first argument."""
     name = str(getattr(func, "__name__", func))
     if name in {"__get__", "__set__"}:
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -98,7 +99,7 @@ def _what(func: Callable[..., Any]) -> tuple[str, bool]:
 
 
 class HollowParameter(nn.Parameter):
-    """What the class of a parameter is while it is not in memory."""
+    """The class of a parameter while it is not in memory."""
 
     owner: ClassVar[weakref.ref[Any]]
 
@@ -110,33 +111,33 @@ class HollowParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer what needs no values; bring the parameter in inside a forward; else refuse.
+        """Call functions that need no values; in a forward, load the values for the others.
 
         Raises:
-            HollowParameterError: func would read or write values that are not there.
+            HollowParameterError: func would read or write values outside a forward.
         """
         kwargs = kwargs or {}
         is_form = func in _FORM_OF and not isinstance(args[0], HollowParameter)
         if is_form or func in _ANSWERED:
             with without_classes():
                 return func(*args, **kwargs)
-        # A parameter that is brought in is a plain one from here on.
+        # A parameter that make_resident() loads gets its plain class back.
         given = list(_parameters_in([*args, *kwargs.values()]))
         found = [tensor for tensor in given if isinstance(tensor, HollowParameter)]
         if not found:
             raise HollowParameterError(f"{_what(func)[0]} was given a parameter not in memory")
         session: Owner | None = type(found[0]).owner()
-        # Those of its arguments, too, that the operation before has brought in: else they leave.
+        # Pass all parameters: those loaded for the previous operation would otherwise be evicted.
         if session is None or func == _SET_DATA or not session.make_resident(given):
             found[0].refuse(*_what(func))
         return func(*args, **kwargs)
 
     def refuse(self, what: str, writes: bool = False) -> NoReturn:
-        """Refuse an operation by the parameter's name.
+        """Raise the error for an operation on this parameter.
 
         Args:
             what: the operation.
-            writes: it would change values.
+            writes: whether it would change values.
 
         Raises:
             HollowParameterError: always; says what to do instead.
@@ -145,7 +146,7 @@ class HollowParameter(nn.Parameter):
         names = session.param_names() if session is not None else {}
         name = f"parameter {names.get(id(self), '')!r}"
         if session is None or session.closed:
-            text = f"{name} has no values any more: its session is closed, and the store has them"
+            text = f"{name} no longer has values: its session is closed, and the store has them"
         elif writes:
             text = (
                 f"{what} would write {name} while it is not in memory, which has no effect: write"
@@ -167,21 +168,21 @@ class HollowParameter(nn.Parameter):
         raise HollowParameterError(text)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        """Refuse: there is nothing to copy."""
+        """Raise an error: there are no values to copy."""
         self.refuse("deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be pickled, saved or copied: there is nothing to write."""
+        """Raise an error when pickled, saved or copied: there are no values to write."""
         self.refuse("pickle")
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Say what this is."""
+        """Return a readable summary."""
         session = type(self).owner()
         name = session.param_names().get(id(self), "") if session is not None else ""
         return f"HollowParameter({name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __format__(self, form: str) -> str:
-        """The same as repr()."""
+        """Return the formatted repr()."""
         return format(repr(self), form)
 
 
@@ -193,11 +194,11 @@ class HollowClasses:
         self._made: dict[type, type] = {}
 
     def hide(self, tensor: nn.Parameter) -> tuple[type, type] | None:
-        """Give a parameter its hollow class.
+        """Change a parameter's class to a hollow one.
 
         Returns:
-            Its class when it is in memory, and that when it is not; None: a class of the user's
-            that cannot be changed, which stays.
+            The parameter's classes while it is in memory and while it is not; None if it has a
+            user's class that cannot be changed.
         """
         plain = type(tensor)
         if plain not in self._made:
@@ -216,6 +217,6 @@ class HollowClasses:
 
 
 def show(tensor: nn.Parameter) -> None:
-    """Give a parameter the class back that it had before it was hollow."""
+    """Restore the class that a parameter had before it became hollow."""
     if isinstance(tensor, HollowParameter):
         tensor.__class__ = type(tensor).__mro__[2]

@@ -1,4 +1,4 @@
-"""What lohan knows of peft, by the shape of its modules: peft itself is never imported here."""
+"""Support for peft, which is recognised by the structure of its modules and never imported here."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from torch import nn
 
 from lohan.errors import ModelError, UnsupportedError
 
-# Classes of bitsandbytes, by name: whoever has such a model need not have it installed here.
+# Classes of bitsandbytes, by name, since it may not be installed.
 _QUANTISED = {"Params4bit", "Int8Params"}
 
 
 def is_peft(model: nn.Module) -> bool:
-    """Peft made the model: it was not imported, or it did not."""
+    """Return whether the model is a PeftModel."""
     peft: Any = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def check_quantised(name: str, param: nn.Parameter) -> None:
-    """Refuse a parameter that bitsandbytes packed.
+    """Reject a parameter that bitsandbytes has quantised.
 
     Raises:
-        UnsupportedError: names it, and the way out.
+        UnsupportedError: names it, and says what to do.
     """
     names = {cls.__name__ for cls in type(param).__mro__} & _QUANTISED
     if names or getattr(param, "quant_state", None) is not None or hasattr(param, "SCB"):
         kind = names.pop() if names else type(param).__name__
         raise UnsupportedError(
-            f"parameter {name!r} is quantised by bitsandbytes ({kind}), whose kernels read it at an"
-            " address of their own: load the base model in bfloat16 without quantization_config"
-            " (lohan.wrap reads it from SSD, so that it need not fit), or model.dequantize() it"
+            f"parameter {name!r} is quantised by bitsandbytes ({kind}), whose kernels need it at a"
+            " fixed address: load the base model in bfloat16 without quantization_config"
+            " (lohan.wrap reads it from SSD, so it need not fit in memory), or call"
+            " model.dequantize()"
         )
 
 
@@ -44,7 +45,7 @@ def _adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_adapter(model: nn.Module) -> Callable[[torch.Tensor], bool]:
-    """Whether a parameter was put there by peft."""
+    """Return a function that says whether a parameter was added by peft."""
     own: set[int] = set()
     for _, module in _adapters(model):
         layer: Any = module
@@ -58,7 +59,7 @@ def is_adapter(model: nn.Module) -> Callable[[torch.Tensor], bool]:
 
 
 def _init_of(model: nn.Module, adapter: str) -> Any:
-    """`init_lora_weights` of the adapter's config."""
+    """Return `init_lora_weights` from the adapter's config."""
     for module in model.modules():
         configs = getattr(module, "peft_config", None)
         if isinstance(configs, dict) and adapter in configs:
@@ -69,18 +70,18 @@ def _init_of(model: nn.Module, adapter: str) -> Any:
 def initialise(
     model: nn.Module, wanted: set[int], write: Callable[[nn.Parameter], None]
 ) -> set[int]:
-    """Give adapters that have no values those that peft starts with, layer by layer.
+    """Compute peft's initial values for adapters without values, layer by layer.
 
-    `get_peft_model` moves its adapters to where the base weights are: of an empty model they go to
-    the meta device, and their first values are lost.
+    `get_peft_model` moves its adapters to the device of the base weights; for an empty model, this
+    is the meta device, and their initial values are lost.
 
     Args:
-        model: with parameters that have a shape and no values.
-        wanted: ids of those that need values.
-        write: takes a parameter once it has some.
+        model: a model with parameters that have a shape but no values.
+        wanted: the ids of those that need values.
+        write: called with each parameter when it has values.
 
     Returns:
-        Ids of those that were written.
+        The ids of those that were written.
 
     Raises:
         ModelError: an initialisation needs the base weights, which are not in memory.
@@ -98,8 +99,8 @@ def initialise(
         for key, (param_name, param) in mine.items():
             if bool(param.data.isnan().any()):
                 raise ModelError(
-                    f"{name}.{param_name} has no values, and peft computes its first ones from the"
-                    " base weights: call get_peft_model on a model that is in memory"
+                    f"{name}.{param_name} has no values, and peft computes its initial values from"
+                    " the base weights: call get_peft_model on a model that is in memory"
                 )
             write(param)
             written.add(key)
@@ -118,12 +119,12 @@ def _reset(model: nn.Module, name: str, module: Any, adapter: str) -> None:
     else:
         raise ModelError(
             f"{name}: init_lora_weights={init!r} is computed from the base weights, which are not"
-            " in memory: call get_peft_model on a model that is, or leave it at its default"
+            " in memory: call get_peft_model on a model in memory, or use the default"
         )
 
 
 def needs_embeddings(model: Any, asked: Any) -> bool:
-    """Peft's save_pretrained will save embeddings, as far as can be told before."""
+    """Return whether peft's save_pretrained will save embeddings, as far as can be predicted."""
     if asked != "auto":
         return bool(asked)
     for config in model.peft_config.values():
@@ -134,6 +135,6 @@ def needs_embeddings(model: Any, asked: Any) -> bool:
 
 
 def embeddings(model: Any) -> set[int]:
-    """Ids of the parameters of the model's first and last layer."""
+    """Return the ids of the parameters of the model's input and output embeddings."""
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     return {id(p) for layer in layers if layer is not None for p in layer.parameters()}

@@ -1,4 +1,4 @@
-"""What a forward sees besides its arguments, so that it can be computed again in backward."""
+"""The state that a forward depends on besides its arguments, for recomputation in backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from lohan.errors import RecomputeError
 from lohan.torch_glue._tensor import nbytes_of, version_of
 
-# Tensors up to a page are kept: naming one costs about as much, and there are few of them.
+# Tensors up to a page are copied: a reference costs about as much, and there are few of them.
 SMALL_BYTES = 4096
 
 
@@ -23,7 +23,7 @@ def _is_named_tuple(value: Any) -> bool:
 
 
 def items_of(value: Any) -> list[Any] | None:
-    """The items of a container that map_values() can make again; None: it is none."""
+    """Return the items of a container that map_values() can rebuild; None for anything else."""
     if type(value) in (tuple, list) or _is_named_tuple(value):
         return list(value)
     if type(value) in (dict, OrderedDict):
@@ -32,10 +32,10 @@ def items_of(value: Any) -> list[Any] | None:
 
 
 def map_values(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Value with what is of a kind changed, through tuples, lists and dicts; the rest stays.
+    """Return value with instances of `kind` replaced, inside tuples, lists and dicts as well.
 
-    Containers of other classes stay as they are, with all that is in them: only their class knows
-    how one is made.
+    Containers of other classes stay unchanged, with their contents: only their class knows how to
+    construct one.
     """
     if isinstance(value, kind):
         return change(value)
@@ -44,7 +44,7 @@ def map_values(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
         return value
     items = [map_values(item, kind, change) for item in items]
     if _is_named_tuple(value):
-        # Not by its constructor: that of PackedSequence expects tensors, which these may not be.
+        # Bypass the constructor: PackedSequence's expects tensors, and these may be other objects.
         made = tuple.__new__(type(value), items)
         vars(made).update(vars(value)) if hasattr(value, "__dict__") else None
         return made
@@ -54,7 +54,7 @@ def map_values(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in value but parameters, through containers of any class and dataclasses."""
+    """Yield all tensors in value except parameters, inside any containers and dataclasses."""
     if isinstance(value, torch.Tensor):
         if not isinstance(value, nn.Parameter):
             yield value
@@ -70,7 +70,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same for tensors; parameters stay, too: they are where lohan keeps them."""
+    """Return value with tensors replaced, except parameters, which lohan manages."""
     return map_values(
         value,
         torch.Tensor,
@@ -79,7 +79,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
-    """Of torch's generators: the CPU's, and the GPU's where computation is there."""
+    """Return the states of torch's generators: the CPU's, and the GPU's if it computes."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
@@ -87,20 +87,21 @@ def random_states(device: torch.device) -> list[torch.Tensor]:
 
 
 def set_random_states(states: list[torch.Tensor], device: torch.device) -> None:
-    """Put them back."""
+    """Restore states that random_states() returned."""
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
 
 
 class Surroundings:
-    """What a block's forward sees besides its arguments, as it is when that begins.
+    """The state that a block's forward depends on besides its arguments, at its beginning.
 
-    Generators, autocast, train or eval, buffers, and parameters that are not the session's.
+    It consists of generators, autocast, training mode, buffers, and parameters that do not belong
+    to the session.
 
     Args:
         module: the block.
-        device: where it computes.
+        device: the device that it computes on.
         known: ids of the session's parameters.
     """
 
@@ -113,14 +114,14 @@ class Surroundings:
         ]
         self.has_cache = torch.is_autocast_cache_enabled()
         self.training = [(child, child.training) for child in module.modules()]
-        # A batch norm's kernel counts no version when it changes its statistics: copies tell.
+        # A batch norm's kernel changes statistics without a new version, so compare copies.
         self.buffers = [
             (child, name, buffer.detach().clone())
             for child, _ in self.training
             for name, buffer in child._buffers.items()
             if buffer is not None
         ]
-        # What torch.func.functional_call has put in the place of the session's parameters.
+        # Parameters by which torch.func.functional_call has replaced the session's.
         self.others = [
             (child, name, param)
             for child, _ in self.training
@@ -132,7 +133,7 @@ class Surroundings:
         ]
 
     def settle(self) -> None:
-        """The forward is over: of large buffers that it did not change no copy is needed."""
+        """Drop copies of large buffers that did not change; called at the end of the forward."""
         kept = []
         for child, name, before in self.buffers:
             after = child._buffers.get(name)
@@ -145,23 +146,24 @@ class Surroundings:
 
     @contextlib.contextmanager
     def again(self, name: str, way_out: str) -> Iterator[None]:
-        """Everything is as it was then inside the with, and as it is now behind it.
+        """Return a context in which the state of the forward is restored.
 
         Args:
-            name: of the block, for the error.
-            way_out: the setting that keeps its activations.
+            name: the block's name, for the error.
+            way_out: the setting that keeps its activations, for the error.
 
         Raises:
-            RecomputeError: a large buffer was changed in place since the forward.
+            RecomputeError: a large buffer, or a foreign parameter, was changed in place since the
+                forward.
         """
         for tensor, version in self.versions:
             if version_of(tensor) != version:
                 is_other = any(tensor is param for *_, param in self.others)
                 raise RecomputeError(
                     f"a {'parameter' if is_other else 'buffer'} of {tuple(tensor.shape)} was"
-                    f" changed in place after the forward of block {name!r}, which is computed"
-                    " again in backward: change it after the backward, or keep the block's"
-                    f" activations ({way_out})"
+                    f" changed in place after the forward of block {name!r}, which backward has to"
+                    " recompute: change it after the backward, or keep the block's activations"
+                    f" ({way_out})"
                 )
         random_now = random_states(self.device)
         training_now = [(child, child.training) for child, _ in self.training]

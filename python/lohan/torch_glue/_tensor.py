@@ -1,4 +1,4 @@
-"""Torch's private corners, with _hollow.py: autograd's callbacks, subclasses, hooks."""
+"""Uses of torch's private interfaces: autograd's callbacks, subclasses, hooks. See _hollow.py."""
 
 from __future__ import annotations
 
@@ -17,97 +17,100 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def in_backward() -> bool:
-    """True on a thread that runs a backward."""
+    """Return whether the calling thread runs a backward."""
     return int(torch._C._current_graph_task_id()) != -1
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:
-    """Have callback called when the running backward ends without an error."""
+    """Register a callback for when the running backward ends without an error."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def has_saved_tensor_hooks() -> bool:
-    """True where something (a checkpoint that computes again, too) packs what operations save."""
+    """Return whether saved-tensor hooks are active, including those of a checkpoint."""
     top: object = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return top is not None
 
 
 def is_top_hook(pack: Callable[[Any], Any]) -> bool:
-    """True where pack, and nothing inside it, packs what operations save."""
+    """Return whether pack belongs to the innermost saved-tensor hooks."""
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return top is not None and bool(top[0] == pack)
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's bytes have an address.
+    """Return whether the tensor's bytes have an address.
 
-    Those of a sparse tensor, of a tensor inside a transform of torch.func, and of a tangent that is
-    known to be zero have none.
+    Sparse tensors, tensors inside a transform of torch.func, and tangents that are known to be zero
+    have none.
     """
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return tensor.layout == torch.strided and not is_wrapped and not tensor._is_zerotensor()
 
 
 def in_transform() -> bool:
-    """True inside a transform of torch.func (vmap, jvp, ...) and inside forward-mode AD."""
+    """Return whether a transform of torch.func (vmap, jvp, ...) or forward-mode AD is active."""
     is_transform = torch._C._functorch.peek_interpreter_stack() is not None
     return is_transform or forward_ad._current_level >= 0
 
 
 def is_reading_wrapped() -> bool:
-    """True inside torch.func.grad, jvp and what is made of them: detach() has no storage there."""
+    """Return whether torch.func.grad, jvp or a derived transform is active.
+
+    The result of detach() has no storage there.
+    """
     top = torch._C._functorch.peek_interpreter_stack()
     kinds = torch._C._functorch.TransformType
     return top is not None and top.key() in (kinds.Grad, kinds.Jvp)
 
 
 def hooks_are_refused() -> bool:
-    """True where torch refuses hooks for saved tensors: inside torch.func.grad, for example."""
+    """Return whether torch forbids saved-tensor hooks, as inside torch.func.grad."""
     autograd: Any = torch._C._autograd
     return not autograd._saved_tensors_hooks_is_enabled()
 
 
 def storage_reference(storage: torch.UntypedStorage) -> object:
-    """A weak reference: while it lives, no other storage has this one's `_cdata`."""
+    """Return a weak reference; while it lives, no other storage has this one's `_cdata`."""
     make: Callable[[torch.UntypedStorage], object] = reductions.StorageWeakRef
     return make(storage)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often it was changed in place; 0 where torch does not count."""
+    """Return how often the tensor was changed in place; 0 if torch does not count that."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def without_classes() -> contextlib.AbstractContextManager[None]:
-    """Inside the with, hollow parameters and gradients answer as plain tensors, and faster."""
+    """Return a context in which hollow parameters and gradients behave as plain tensors."""
     made: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return made
 
 
 def nan_array(dtype: torch.dtype, count: int) -> torch.Tensor:
-    """One NaN a parameter (zeros for dtypes without NaN), which hollow parameters point into."""
+    """Return a NaN per parameter (zero for dtypes without NaN) for hollow parameters to view."""
     if dtype.is_floating_point:
         return torch.full((count,), float("nan"), dtype=dtype)
     return torch.zeros(count, dtype=dtype)
 
 
 def hollow(array: torch.Tensor, index: int, shape: torch.Size) -> torch.Tensor:
-    """Element index of array, expanded to shape: no memory, the right shape, and a read shows."""
+    """Return element `index` of array, expanded to shape: no memory, and reads give NaN."""
     return array[index : index + 1].as_strided(shape, (0,) * len(shape), index)
 
 
 class ReadParameters(dict[str, Any]):
-    """A module's `_parameters` that tells the engine when one is read: module.weight comes here."""
+    """A module's `_parameters` that notifies the engine when one is read, as by module.weight."""
 
     def __init__(self, plain: dict[str, Any], reads: dict[str, Callable[[], bool]]) -> None:
         super().__init__(plain)
         self.reads = reads
 
     def __getitem__(self, name: str) -> Any:
-        """The parameter, resident where a forward is computed again.
+        """Return the parameter, which is resident if a forward is being recomputed.
 
-        There a frozen one is a view of itself: checkpoints keep what needs no gradient as it is,
-        and the parameter itself is hollow by the time they use it.
+        In that case, a frozen parameter is returned as a detached view: checkpoints keep tensors
+        without gradient as they are, but the parameter itself is hollow when they use it.
         """
         read = self.reads.get(name)
         param = super().__getitem__(name)
@@ -117,21 +120,21 @@ class ReadParameters(dict[str, Any]):
 
 
 class SavedTensors:
-    """Enter and leave torch's default saved-tensor hooks without a new context object a forward."""
+    """Torch's default saved-tensor hooks, to enter and leave without a new context object."""
 
     def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
         self.pack = pack
         self.unpack = unpack
 
     def enter(self) -> None:
-        """Begin to pack what operations save."""
+        """Activate the hooks."""
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def leave(self) -> None:
-        """Stop packing.
+        """Deactivate the hooks.
 
-        Whoever entered may end late (a loop over parameters that is left half-way), when hooks of
-        others are on top: those stay.
+        This may happen late (after leaving a loop over parameters early), when other hooks have
+        been entered since; those stay active.
         """
         others: list[tuple[Any, Any]] = []
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -146,10 +149,10 @@ class SavedTensors:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes in main memory, without numpy.
+    """Return the tensor's bytes in main memory, without numpy.
 
-    They are the tensor's own, writable, where it is contiguous and in main memory, and a copy
-    otherwise. The view keeps them alive.
+    The result is a writable view if the tensor is contiguous and in main memory, otherwise a copy.
+    It keeps the bytes alive.
     """
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.numel() == 0:
@@ -160,12 +163,12 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def bits_checksum(tensor: torch.Tensor) -> int:
-    """CRC-32C of the tensor's bytes: tells whether it was changed without keeping a copy of it."""
+    """Return the CRC-32C of the tensor's bytes, to detect changes without keeping a copy."""
     return _core.crc32c(bytes_of(tensor))
 
 
 def is_same(other: object, tensor: torch.Tensor) -> bool:
-    """Other is a plain tensor with the form and the bits of tensor, which is contiguous."""
+    """Return whether other is a plain tensor with the layout and bits of a contiguous tensor."""
     if type(other) is not torch.Tensor or other.dtype != tensor.dtype:
         return False
     if other.shape != tensor.shape or other.stride() != tensor.stride():
@@ -174,5 +177,5 @@ def is_same(other: object, tensor: torch.Tensor) -> bool:
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of the tensor's elements."""
+    """Return the size of the tensor's elements in bytes."""
     return tensor.numel() * tensor.element_size()

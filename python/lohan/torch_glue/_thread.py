@@ -1,13 +1,13 @@
-"""Which thread uses a wrapped model.
+"""Checks that only one thread at a time uses a wrapped model.
 
-[Note: One thread at a time] A forward binds the parameters of the blocks that it is in, and they
-are the same tensors for every thread. A second thread that calls the model meanwhile would find
-parameters appear and disappear under its operations, and a backward on another thread would let
-updates change what the forward has not read yet. Both are refused; the forward that is open is not
-disturbed. A forward whose call is no longer on its thread's stack has died and holds nothing.
+[Note: One thread at a time] A forward binds the parameters of the blocks that it is in, and these
+tensors are the same for every thread. If a second thread called the model meanwhile, parameters
+would appear and disappear during its operations, and a backward on another thread would let updates
+change values that the forward has not read yet. Both raise an error and leave the open forward
+undisturbed. A forward whose call is no longer on its thread's stack has failed and is ignored.
 
-Runs that take turns (mezo/_lockstep.py) share one forward, and autograd's own threads work for the
-thread that called backward: its stack has autograd's call.
+Alternating runs (mezo/_lockstep.py) share one forward. Autograd's own threads count as the thread that
+called backward, whose stack has autograd's call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _has_frame(ident: int, wanted: FrameType | None) -> bool:
 
 
 def _runs_backward(ident: int) -> bool:
-    """Autograd has been called on that thread, and has not returned."""
+    """Return whether that thread is inside a call of autograd's backward."""
     frame = sys._current_frames().get(ident)
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
         frame = frame.f_back
@@ -47,24 +47,24 @@ def _name_of(ident: int) -> str:
 
 
 def thread_error(ident: int, does: str, what: str) -> ThreadError:
-    """The error of a call while another thread uses the model.
+    """Make the error for a call while another thread uses the model.
 
     Args:
-        ident: of that thread.
-        does: what it is doing, as a verb; "of this model" follows.
-        what: was called.
+        ident: the other thread.
+        does: what that thread is doing, as a verb phrase; "of this model" follows.
+        what: what the current thread called.
     """
     me = threading.current_thread().name
     return ThreadError(
-        f"thread {_name_of(ident)} {does} of this model, and thread {me!r} called {what}: {_REMEDY}"
+        f"thread {_name_of(ident)} {does} of this model, but thread {me!r} called {what}: {_REMEDY}"
     )
 
 
 class ForwardThread:
-    """Who has a model's forward open, and who runs its backward.
+    """The threads that run a model's forward and backward.
 
     Attributes:
-        ident: of the thread that has a forward open; 0: none.
+        ident: the thread that has a forward open; 0: none.
         frame: the frame that called the model.
         backward: the thread that began a backward; 0: none, or one of autograd's own threads.
     """
@@ -76,14 +76,14 @@ class ForwardThread:
         self._lock = threading.Lock()
 
     def is_mine(self) -> bool:
-        """The open forward, if there is one, is of the calling thread."""
+        """Return whether no forward is open, or it belongs to the calling thread."""
         return self.ident in (0, threading.get_ident())
 
     def refuse_others(self, what: str) -> None:
-        """Refuse to do something while another thread is inside a forward.
+        """Raise an error if another thread is inside a forward.
 
         Args:
-            what: was called, for the message.
+            what: what was called, for the message.
 
         Raises:
             ThreadError: names both threads.
@@ -95,21 +95,21 @@ class ForwardThread:
         """Open a forward on the calling thread.
 
         Args:
-            frame: that called the model.
+            frame: the frame that called the model.
 
         Raises:
-            ThreadError: another thread has one open.
+            ThreadError: another thread has a forward open.
         """
         with self._lock:
             self.refuse_others("the model")
             self.ident, self.frame = threading.get_ident(), frame
 
     def release(self) -> None:
-        """The forward is over."""
+        """Close the forward."""
         self.ident, self.frame = 0, None
 
     def backward_begin(self) -> None:
-        """A backward begins on the calling thread, or on a thread that autograd has for it.
+        """Record that a backward begins on the calling thread, or on one of autograd's threads.
 
         Raises:
             ThreadError: another thread is inside a forward.
@@ -120,10 +120,10 @@ class ForwardThread:
         self.backward = me if _runs_backward(me) else 0
 
     def refuse_backward(self, what: str) -> None:
-        """Refuse to do something while another thread runs the backward that began last.
+        """Raise an error if another thread runs the backward that began last.
 
         Args:
-            what: was called, for the message.
+            what: what was called, for the message.
 
         Raises:
             ThreadError: names both threads.
