@@ -2,9 +2,8 @@
 
     python tools/wording.py [--count] [FILE...]
 
-Without FILE, search README.md, CHANGELOG.md, CONTRIBUTING.md, the pages of docs/ and the comments
-and strings of python/lohan, csrc and cuda. Print one line for each place, or with --count how often
-each phrase occurs and in which folders. The exit status is 1 if any phrase was found.
+Without FILE, search README.md, CHANGELOG.md, CONTRIBUTING.md, docs/, and the comments and strings
+of python/lohan, csrc and cuda. The exit status is 1 if any phrase was found.
 """
 
 from __future__ import annotations
