@@ -20,8 +20,7 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STYLE = ROOT / "docs" / "style.md"
-# Stands for a character that is not text, so that no phrase is found across code.
-CODE = "\0"
+CODE = "\0"  # in the place of a character of code, so that no phrase is found across it
 C_TEXT = re.compile(
     r'/\*(?P<block>.*?)\*/|//(?P<line>[^\n]*)|"(?P<string>(?:\\.|[^"\\\n])*)"'
     r"|'(?:\\.|[^'\\\n])+'",
@@ -42,8 +41,8 @@ class Phrase:
 
     def places(self, text: str) -> Iterator[int]:
         """Yield the offset of each occurrence that is not within an exception."""
-        if self.words.split()[-1] not in text:  # quick: most phrases are in no file
-            return
+        if self.words.split()[-1][1:] not in text:
+            return  # this saves most of the time
         allowed = [found.span() for pattern in self.exceptions for found in pattern.finditer(text)]
         for found in pattern_of(self.words).finditer(text):
             if not any(a <= found.start() and found.end() <= b for a, b in allowed):
@@ -54,13 +53,14 @@ def pattern_of(words: str) -> re.Pattern[str]:
     """Match whole words, over line breaks too. The first letter may be upper case."""
     first, *rest = (re.escape(word) for word in words.split())
     start = f"[{first[0].upper()}{first[0]}]{first[1:]}"
-    return re.compile(r"(?<![\w'-])" + r"\s+".join([start, *rest]) + r"(?![\w'-])")
+    begin = r"(?<![Tt]here\s)(?<![\w'-])" if first in ("is", "are") else r"(?<![\w'-])"
+    return re.compile(begin + r"\s+".join([start, *rest]) + r"(?![\w'-])")
 
 
 def phrases() -> list[Phrase]:
     """Read the table from docs/style.md."""
     section = STYLE.read_text(encoding="utf-8").partition("\n## Words\n")[2].partition("\n## ")[0]
-    found = []
+    found: list[Phrase] = []
     for row in re.findall(r"^\| (`.+) \|$", section, re.M):
         these, instead, but = (cell.strip() for cell in row.split("|"))
         exceptions = tuple(pattern_of(words) for words in re.findall(r"`([^`]+)`", but))
@@ -83,11 +83,11 @@ def c_text(source: str) -> str:
     parts, end = [], 0
     for found in C_TEXT.finditer(source):
         parts.append(blank(source[end : found.start()]))
-        kept = next((text for text in found.groups() if text is not None), None)
-        if kept is None:
+        if found.lastgroup is None:
             parts.append(blank(found[0]))
         else:
-            before = found.start(found.lastgroup or 0) - found.start()
+            kept = found[found.lastgroup]
+            before = found.start(found.lastgroup) - found.start()
             kept = re.sub(r"(?<=\n)[ \t]*\*", lambda m: " " * len(m[0]), kept)
             parts.append((" " * before + kept).ljust(len(found[0])))
         end = found.end()
