@@ -24,7 +24,7 @@ STYLE = ROOT / "docs" / "style.md"
 CODE = "\0"  # in the place of a character of code, so that no phrase is found across it
 C_TEXT = re.compile(
     r'/\*(?P<block>.*?)\*/|//(?P<line>[^\n]*)|"(?P<string>(?:\\.|[^"\\\n])*)"'
-    r"|'(?:\\.|[^'\\\n])+'",
+    r"|'(?:\\.|[^'\\\n])+'|[^/\"']+|.",
     re.S,
 )
 # What surrounds the text of a Python string or comment.
@@ -77,27 +77,26 @@ def markdown_text(source: str) -> str:
     return MARKDOWN_CODE.sub(lambda found: blank(found[0]), source)
 
 
+def c_part(found: re.Match[str]) -> str:
+    """Keep a comment or string, without its frame; blank out anything else."""
+    if found.lastgroup is None:
+        return blank(found[0])
+    before = found.start(found.lastgroup) - found.start()
+    kept = re.sub(r"(?<=\n)[ \t]*\*", lambda star: " " * len(star[0]), found[found.lastgroup])
+    return (" " * before + kept).ljust(len(found[0]))
+
+
 def c_text(source: str) -> str:
     """Blank out all but comments and strings. Keep offsets; drop the frames of comments."""
-    parts, end = [], 0
-    for found in C_TEXT.finditer(source):
-        parts.append(blank(source[end : found.start()]))
-        if found.lastgroup is None:
-            parts.append(blank(found[0]))
-        else:
-            kept = found[found.lastgroup]
-            before = found.start(found.lastgroup) - found.start()
-            kept = re.sub(r"(?<=\n)[ \t]*\*", lambda m: " " * len(m[0]), kept)
-            parts.append((" " * before + kept).ljust(len(found[0])))
-        end = found.end()
-    return "".join(parts) + blank(source[end:])
+    return C_TEXT.sub(c_part, source)
 
 
 def python_text(source: str) -> str:
     """Blank out all but comments and strings. Keep offsets; drop quotes, prefixes and #."""
     starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
     wanted = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", -1)}
-    parts, end = [], 0
+    parts: list[str] = []
+    end = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in wanted:
             continue
