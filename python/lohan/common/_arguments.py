@@ -1,7 +1,7 @@
 """Type checks of the arguments of `lohan.wrap`, before anything else uses them.
 
-Ranges of settings are checked in session/_settings.py. Without the checks here, a wrong type would be a
-TypeError or AttributeError in a line of code that the caller does not know.
+Ranges of settings are checked in session/_settings.py. Without the checks here, a wrong type would
+be a TypeError or AttributeError in a line of code that the caller does not know.
 """
 
 from __future__ import annotations

@@ -66,9 +66,9 @@ class Edit:
 
     [Note: Edits] An edit is committed when the program uses it: at the first backward after it, by
     commit(), or when the session is closed by a program that has not failed since
-    ([Note: Failing programs] in common/_exit.py). If the program failed, the edit is discarded and the
-    store keeps its previous contents. With a single slot, an edit replaces the only copy and cannot
-    be discarded.
+    ([Note: Failing programs] in common/_exit.py). If the program failed, the edit is discarded and
+    the store keeps its previous contents. With a single slot, an edit replaces the only copy and
+    cannot be discarded.
 
     Attributes:
         step: the session's step when the edit was made; the commit of a later step includes it.

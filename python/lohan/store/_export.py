@@ -1,8 +1,8 @@
 """Export of weights: `lohan.export`, and a wrapped model's `save_pretrained`, piece by piece.
 
 Only the piece being written is in memory. Parameters come from the store, or from wherever an open
-session has them. layout/_names.py decides what the files contain; a store's meta records that, so that
-`export` needs no model.
+session has them. layout/_names.py decides what the files contain; a store's meta records that, so
+that `export` needs no model.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ would appear and disappear during its operations, and a backward on another thre
 change values that the forward has not read yet. Both raise an error and leave the open forward
 undisturbed. A forward whose call is no longer on its thread's stack has failed and is ignored.
 
-Alternating runs (mezo/_lockstep.py) share one forward. Autograd's own threads count as the thread that
-called backward, whose stack has autograd's call.
+Alternating runs (mezo/_lockstep.py) share one forward. Autograd's own threads count as the thread
+that called backward, whose stack has autograd's call.
 """
 
 from __future__ import annotations
