@@ -93,7 +93,7 @@ def test_an_edit_is_not_lost_where_a_step_is_rolled_back(store_dir: pathlib.Path
     with pytest.raises(KeyboardInterrupt):
         helper.language_loss(model, 1).backward()
     handle.remove()
-    with pytest.raises(SessionError, match=r"what changed since the last commit \(step 1\)"):
+    with pytest.raises(SessionError, match=r"all changes since the last commit \(step 1\)"):
         helper.language_loss(model, 1)
     model.lohan.close()
 
