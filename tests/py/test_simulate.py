@@ -475,7 +475,7 @@ def test_the_bindings_dict_must_have_every_number() -> None:
 
 
 def test_a_budget_error_is_one() -> None:
-    with pytest.raises(BudgetError, match="(raise|set) host_bytes"):
+    with pytest.raises(BudgetError, match=r"(raise|set) host_bytes"):
         simulate(_plan.named_model(**SMALL), machine("host_bytes=50 MB"))
 
 

@@ -115,7 +115,7 @@ def test_a_folder_that_was_never_finished_is_passed_over(
     with pytest.raises(StoreMismatchError) as refused:
         resume(store_dir, str(unfinished))
     assert "is incomplete: the process ended" in str(refused.value)
-    assert f"{fitting} is: train(resume_from_checkpoint={fitting!r})" in str(refused.value)
+    assert f"Resume from {fitting}: train(resume_from_checkpoint={fitting!r})" in str(refused.value)
     assert_is(resume(store_dir), whole)
     said = capsys.readouterr().err
     assert f"{unfinished}: the process ended" in said and f"resuming from {fitting}" in said
