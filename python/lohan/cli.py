@@ -1,6 +1,6 @@
 """The command line: `lohan doctor`, `bench`, `inspect`, `export`, `simulate`, `plan` and others.
 
-What a command does is in a module of its own, imported when it runs.
+Each command is implemented in its own module, which is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lohan.errors import LohanError
 
 HELP = {"help_option_names": ["-h", "--help"]}
 EXIT_INTERRUPTED = 130
-STATUSES = """Exit status: 0: all is well. 1: something is wrong, and was said (an error of lohan's,
-a problem that doctor calls needed). 2: the command line is wrong. 130: interrupted (Ctrl-C)."""
+STATUSES = """Exit status: 0: success. 1: an error, which is printed (a lohan error, or a problem
+that doctor reports as needed). 2: the command line is invalid. 130: interrupted (Ctrl-C)."""
 
 
 def _write_json(value: Any, path: Path | None) -> None:
@@ -33,18 +33,18 @@ def _write_json(value: Any, path: Path | None) -> None:
 
 
 class _Group(click.Group):
-    """Errors of lohan are sentences for users: shown without a traceback."""
+    """A command group that prints lohan's errors as sentences, without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except LohanError as error:
-            # The message says it all: "[Errno 2]" in front of it is for programs.
+            # The message is complete without the "[Errno 2]" prefix, which is for programs.
             said = error.strerror if isinstance(error, OSError) else None
             raise click.ClickException(said or str(error)) from error
         except BrokenPipeError:
-            raise  # whoever read has enough: click ends quietly
-        except OSError as error:  # a file that cannot be written, a disk that is full
+            raise  # the reader closed the pipe: click exits quietly
+        except OSError as error:  # for example: file not writable, disk full
             raise click.ClickException(str(error)) from error
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
@@ -52,7 +52,7 @@ class _Group(click.Group):
 
 
 class _Size(click.ParamType[int]):
-    """A number of bytes, or "16GB", or "16GiB"."""
+    """A click parameter for sizes: a number of bytes, "16GB" or "16GiB"."""
 
     name = "size"
 
@@ -68,7 +68,7 @@ class _Size(click.ParamType[int]):
 @click.group(cls=_Group, context_settings=HELP, epilog=STATUSES)
 @click.version_option(package_name="lohan")
 def main() -> None:
-    """Fine-tune models larger than main memory, with their states on SSD."""
+    """Fine-tune models larger than main memory, with parameters and optimizer states on SSD."""
 
 
 for _command in (_cli_stores.export, _cli_stores.snapshot, _cli_stores.verify):
@@ -79,9 +79,10 @@ for _command in (_cli_stores.export, _cli_stores.snapshot, _cli_stores.verify):
 @click.argument("directories", metavar="[DIR]...", nargs=-1)
 @click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
 def doctor(directories: tuple[str, ...], json_wanted: bool) -> None:
-    """Say what works on this machine, and what mends the rest.
+    """Check this machine and print the command that fixes each problem.
 
-    DIR: where stores are to be. The exit status is 0 where everything that is needed works.
+    DIR: a directory where you plan to put a store. The exit status is 0 if everything that lohan
+    needs works.
     """
     from lohan.commands import _doctor
 
@@ -92,9 +93,9 @@ def doctor(directories: tuple[str, ...], json_wanted: bool) -> None:
 @click.argument("store", metavar="STORE...", nargs=-1, required=True)
 @click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
 def inspect(store: tuple[str, ...], json_wanted: bool) -> None:
-    """Say what a store is, without changing it.
+    """Describe a store without changing it.
 
-    STORE: the directories it was made with.
+    STORE: the directories it was created with.
     """
     from lohan.commands import _inspect
 
@@ -109,10 +110,10 @@ def inspect(store: tuple[str, ...], json_wanted: bool) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
 def trace(file: Path, json_wanted: bool) -> None:
-    """Say what each resource did in each step of a timeline, and what bounded it.
+    """Summarize a timeline: what each resource did in each step, and what limited the step.
 
-    FILE: of model.lohan.save_trace(FILE), where lohan.wrap had trace_events=;
-    https://ui.perfetto.dev draws it.
+    FILE: a trace written by model.lohan.save_trace(FILE) of a model wrapped with trace_events=. To
+    view the timeline, open FILE in https://ui.perfetto.dev.
     """
     from lohan.session import _trace
 
@@ -124,21 +125,40 @@ def trace(file: Path, json_wanted: bool) -> None:
 
 
 @main.command()
-@click.option("--steps", default=40, show_default=True, type=click.IntRange(2), help="With lohan.")
-@click.option("--seconds", default=120.0, show_default=True, help="At most, with lohan.")
+@click.option(
+    "--steps",
+    default=40,
+    show_default=True,
+    type=click.IntRange(2),
+    help="Number of steps to train with lohan.",
+)
+@click.option(
+    "--seconds", default=120.0, show_default=True, help="Time limit for the steps with lohan."
+)
 @click.option("--batch", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--sequence", default=128, show_default=True, type=click.IntRange(8, 1024))
 @click.option("--lr", default=3e-4, show_default=True, type=float)
-@click.option("--host-bytes", default=None, type=_Size(), help="Budget, as 1GB; else 300 MB.")
-@click.option("--store", type=click.Path(file_okay=False), help="New directory; kept at the end.")
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), default="out", show_default=True
+    "--host-bytes",
+    default=None,
+    type=_Size(),
+    help="Memory budget, for example 1GB. [default: 300 MB]",
+)
+@click.option(
+    "--store", type=click.Path(file_okay=False), help="New store directory; kept after the demo."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default="out",
+    show_default=True,
+    help="Directory for the timeline.",
 )
 @click.option(
     "--json",
     "json_path",
     type=click.Path(path_type=Path, dir_okay=False, writable=True),
-    help="Write the numbers.",
+    help="Write the results to this file as JSON.",
 )
 @click.option("--tiny", is_flag=True, hidden=True)
 def demo(
@@ -153,13 +173,13 @@ def demo(
     json_path: Path | None,
     tiny: bool,
 ) -> None:
-    """Train GPT-2 small with its states on SSD, and again without: losses, memory, bytes."""
+    """Train GPT-2 small with its states on SSD, then in memory, and compare both runs."""
     from lohan.commands import _demo
     from lohan.commands._demo_worker import Options
 
     console = Console()
     if json_path is not None and not json_path.absolute().parent.is_dir():
-        raise click.BadParameter(f"--json {json_path}: there is no folder {json_path.parent}")
+        raise click.BadParameter(f"--json {json_path}: folder {json_path.parent} does not exist")
     options = Options(
         steps=steps,
         seconds=seconds,
@@ -173,36 +193,45 @@ def demo(
     try:
         answer = _demo.run(options, out, console)
     except KeyboardInterrupt:
-        console.print("interrupted: nothing is left behind")
+        console.print("interrupted: all temporary files were removed")
         sys.exit(EXIT_INTERRUPTED)
     if json_path is not None:
         _write_json(answer, json_path)
 
 
 def _step_options(command: Callable[..., None]) -> Callable[..., None]:
-    """What `simulate` and `plan` both take."""
+    """Add the options that `simulate` and `plan` share."""
     for option in (
         click.option("--seq", default=1024, show_default=True, type=POSITIVE, help=SEQ_HELP),
         click.option(
-            "--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Of the machine."
+            "--set",
+            "changes",
+            multiple=True,
+            metavar="FIELD=VALUE",
+            help="Override a field of the machine.",
         ),
         click.option(
             "--policy",
             default="auto",
             show_default=True,
-            help="Or a paper's: zero, capuchin, g10, cpu_act, naive, fuyou, lohan, checkmate.",
+            help="auto, or a policy from a paper: zero, capuchin, g10, cpu_act, naive, fuyou,"
+            " lohan, checkmate.",
         ),
-        click.option("--schedule", help="As of lohan.wrap; the policy's unless told."),
+        click.option("--schedule", help="As in lohan.wrap. [default: the policy's schedule]"),
         click.option(
             "--commit-every",
             type=int,
-            help="Steps; else each, by auto so rare that it costs 0.5 %.",
+            help="Steps between commits. [default: 1; with policy auto: rare enough to cost 0.5 %]",
         ),
-        click.option("--sweep", metavar="NAME=VALUES", help="ssd_count=1..12, or batch=8,16,32."),
+        click.option(
+            "--sweep",
+            metavar="NAME=VALUES",
+            help="Simulate once for each value, for example ssd_count=1..12 or batch=8,16,32.",
+        ),
         click.option(
             "--plot",
             type=click.Path(path_type=Path),
-            help="Draw the sweep, or step times over swapping and the timeline of a step.",
+            help="Plot the sweep; without --sweep, step time against swapped bytes and a timeline.",
         ),
         click.option("--json", "json_wanted", is_flag=True, help="Write JSON."),
     )[::-1]:
@@ -210,24 +239,24 @@ def _step_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-MODEL_HELP = "As gpt-13b, or of transformers: a config.json, or a class."
+MODEL_HELP = "A name such as gpt-13b, a transformers config.json, or a transformers class."
 POSITIVE = click.IntRange(1)
-SEQ_HELP = "Tokens of each."
-BATCH_HELP = "Sequences, or images, of a step."
-MACHINE_HELP = "A preset, a TOML file, or here: this one, measured."
+SEQ_HELP = "Tokens per sequence."
+BATCH_HELP = "Sequences, or images, per step."
+MACHINE_HELP = 'A preset, a TOML file, or "here" to measure this machine.'
 
 
 @main.command()
 @click.argument("directories", metavar="[DIR]...", nargs=-1)
-@click.option("--model", default="opt-1.3b", show_default=True, help=f"Of the step. {MODEL_HELP}")
+@click.option("--model", default="opt-1.3b", show_default=True, help=MODEL_HELP)
 @click.option("--batch", default=8, show_default=True, type=POSITIVE, help=BATCH_HELP)
 @click.option("--seq", default=1024, show_default=True, type=POSITIVE, help=SEQ_HELP)
 @click.option("--save", type=click.Path(path_type=Path), help="Write the machine as a TOML file.")
 @click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
 def bench(directories: tuple[str, ...], save: Path | None, json_wanted: bool, **load: Any) -> None:
-    """Measure this machine in some seconds, and say how long a step of a model takes on it.
+    """Measure this machine in a few seconds and predict how long a training step takes on it.
 
-    DIR: one on each SSD, each of them measured alone and all together [default: .].
+    DIR: one directory on each SSD. Each is measured alone, then all together [default: .].
     """
     from lohan.commands import _bench
 
@@ -245,10 +274,14 @@ def bench(directories: tuple[str, ...], save: Path | None, json_wanted: bool, **
 @click.option(
     "--zeroth",
     metavar="POLICY",
-    help="A zeroth-order step: zo2, mezo, no_overlap, no_reuse or no_deferred.",
+    help="Simulate a zeroth-order step: zo2, mezo, no_overlap, no_reuse or no_deferred.",
 )
-@click.option("--dtype", help="Of a zeroth-order step: fp32 (unless told), fp16 or amp.")
-@click.option("--link", help="Format in which its blocks cross the link: fp32, fp16, bf16, fp8.")
+@click.option("--dtype", help="With --zeroth: fp32, fp16 or amp. [default: fp32]")
+@click.option(
+    "--link",
+    help="With --zeroth: format in which blocks cross the link: fp32, fp16, bf16 or fp8."
+    " [default: the format in which they are stored]",
+)
 @_step_options
 def simulate(
     machine: str,
@@ -259,9 +292,10 @@ def simulate(
     link: str | None,
     **words: Any,
 ) -> None:
-    """Say how long a training step takes on a machine that need not be here, and what bounds it.
+    """Simulate a training step on any machine: how long it takes, and what limits it.
 
-    The engine that trains runs in virtual time. docs/machines.md says what a machine is.
+    The simulation runs the real training engine in virtual time. docs/machines.md describes how to
+    specify a machine.
     """
     from lohan.commands import _simulate_show
     from lohan.planning import _machines
@@ -272,11 +306,11 @@ def simulate(
         others = [name for name in ("schedule", "commit_every", "sweep", "plot") if words[name]]
         if others or words["policy"] != "auto":
             name = (others or ["policy"])[0].replace("_", "-")
-            raise click.UsageError(f"--zeroth goes without --{name}")
+            raise click.UsageError(f"--zeroth cannot be combined with --{name}")
         shape = {name: words[name] for name in ("model", "batch", "seq")}
         answer = _simulate_show.run_zeroth(here, shape, (zeroth, dtype or "fp32", link), console)
     elif dtype or link:
-        raise click.UsageError("--dtype and --link are of a zeroth-order step: --zeroth zo2")
+        raise click.UsageError("--dtype and --link need a zeroth-order step, as in --zeroth zo2")
     else:
         answer = _simulate_show.run(_simulate_show.request(here, **words), console)
     if json_wanted:
@@ -285,15 +319,19 @@ def simulate(
 
 @main.command()
 @click.option("--model", help=MODEL_HELP)
-@click.option("--largest", is_flag=True, help="Instead of a model: which of a family still fits.")
+@click.option(
+    "--largest", is_flag=True, help="Find the largest model of a family that fits, without --model."
+)
 @click.option("--family", default="gpt", show_default=True, help="With --largest: gpt, opt, dit.")
 @click.option("--machine", help=f"{MACHINE_HELP} [default: here; with --largest: gaming-pc]")
-@click.option("--store", multiple=True, metavar="DIR", help="On each SSD that is measured.")
+@click.option(
+    "--store", multiple=True, metavar="DIR", help="Directory on an SSD to measure; repeatable."
+)
 @click.option("--save", type=click.Path(path_type=Path), help="Write the machine as a TOML file.")
 @click.option("--batch", type=POSITIVE, help=f"{BATCH_HELP} [default: 8; with --largest: 1]")
-@click.option("--gpu", metavar="SIZE", help="Of its memory, as 24GiB.")
-@click.option("--ram", metavar="SIZE", help="That lohan may use.")
-@click.option("--ssd", metavar="SIZE", help="Of all SSDs together.")
+@click.option("--gpu", metavar="SIZE", help="GPU memory, for example 24GiB.")
+@click.option("--ram", metavar="SIZE", help="Main memory that lohan may use.")
+@click.option("--ssd", metavar="SIZE", help="Capacity of all SSDs together.")
 @_step_options
 def plan(
     model: str | None,
@@ -310,17 +348,22 @@ def plan(
     json_wanted: bool,
     **words: Any,
 ) -> None:
-    """Say how long a step takes on this machine, which is measured first; or what still fits it.
+    """Predict how long a step takes on this machine, or find the largest model that fits it.
 
-    The report is that of `lohan simulate`.
+    The machine is measured first, unless --machine is given. The report is that of `lohan
+    simulate`.
     """
     from lohan.commands import _largest, _simulate_show
     from lohan.planning import _machines
 
     if (model is None) != largest:
-        raise click.UsageError("--model NAME for its step, or --largest for what fits: one of both")
+        raise click.UsageError(
+            "pass either --model NAME, to predict its step, or --largest, to find what fits"
+        )
     if store and machine is not None:
-        raise click.UsageError("--store names SSDs to be measured, --machine one that is known")
+        raise click.UsageError(
+            "--store names SSDs to measure, --machine a machine that is known: pass one of the two"
+        )
     if machine is None and (store or not largest):
         here = _machines.here(store or (".",))
     else:

@@ -164,7 +164,7 @@ class Step:
 
 def _raiser(code: int, message: str, is_rule: bool) -> LohanError:
     if code in (-errno.ENOSPC, -errno.ENOMEM):
-        return BudgetError(f"{message}: set host_bytes or gpu_bytes, or take a smaller model")
+        return BudgetError(f"{message}: raise host_bytes or gpu_bytes, or use a smaller model")
     return LohanError(message)
 
 
@@ -224,9 +224,9 @@ def _capacity_check(model: Model, machine: Machine, per_param: int, others: int 
     states = _SLOT_COUNT * per_param * model.param_count
     if machine.ssd_bytes and states + others > capacity:
         raise BudgetError(
-            f"the model's states take {states:,} bytes of SSD (the committed ones, and those of the"
-            f" step that is written), its activations {others:,}; {machine.ssd_count} SSD(s) of"
-            f" {machine.ssd_bytes:,} bytes have {capacity:,}: set ssd_count or ssd_bytes"
+            f"the model's states take {states:,} bytes of SSD (the committed copy and the one being"
+            f" written), its activations {others:,}; {machine.ssd_count} SSD(s) of"
+            f" {machine.ssd_bytes:,} bytes hold {capacity:,}: raise ssd_count or ssd_bytes"
         )
 
 
@@ -247,11 +247,11 @@ def _is_rare(options: Options) -> bool:
 
 def _check_options(options: Options) -> None:
     if options.schedule not in (None, *SCHEDULES):
-        raise MachineError(f"schedule {options.schedule!r}: one of {', '.join(SCHEDULES)}")
+        raise MachineError(f"schedule {options.schedule!r}: must be one of {', '.join(SCHEDULES)}")
     if options.commit_every is not None and options.commit_every < 1:
-        raise MachineError(f"commit_every = {options.commit_every}: at least 1")
+        raise MachineError(f"commit_every = {options.commit_every}: must be at least 1")
     if not set(options.without) <= set(SWITCHES):
-        raise MachineError(f"without {options.without}: some of {', '.join(SWITCHES)}")
+        raise MachineError(f"without {options.without}: must be a subset of {', '.join(SWITCHES)}")
 
 
 def _tries(options: Options) -> list[Options]:

@@ -175,7 +175,7 @@ def test_with_a_trainer_the_model_computes_where_the_trainer_puts_batches(
         ("cpu", CUDA, "use_cpu=True in"),
         ("emu", CUDA, "use_cpu=True in"),
         ("cuda", CPU, "leave use_cpu=True out"),
-        ("cuda:0", torch.device("cuda", 1), "leave device= out"),
+        ("cuda:0", torch.device("cuda", 1), "omit device="),
     ],
 )
 def test_a_device_that_is_not_the_trainers_is_refused(

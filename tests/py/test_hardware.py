@@ -105,8 +105,8 @@ def test_doctor_names_drives_that_are_shared_narrow_or_spin() -> None:
     _doctor_disks._look_at_disks(found, facts)
     said = [problem.what for problem in found.problems]
     assert "/a: its SSD (nvme0n1) is at a, PCIe 3.0 x2 (of 4.0 x4)" in said[0]
-    assert "/c lies on a spinning disk" in said[1]
-    assert "/a and /b lie on the same drive (nvme0n1)" in said[2]
+    assert "/c is on a spinning disk" in said[1]
+    assert "/a and /b are on the same drive (nvme0n1)" in said[2]
     assert len(said) == 3 and found.is_well
 
 

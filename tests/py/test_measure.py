@@ -54,9 +54,9 @@ def test_a_plan_is_the_simulation_of_the_machine_that_was_measured(
 
 def test_a_plan_is_of_a_model_or_of_the_largest_and_of_one_machine() -> None:
     for words in ([], ["--model", "gpt-13b", "--largest"]):
-        assert "one of both" in plan(*words).output
+        assert "pass either --model NAME" in plan(*words).output
     both = plan("--model", "gpt-13b", "--store", ".", "--machine", "laptop")
-    assert both.exit_code == 2 and "--store names SSDs to be measured" in both.output
+    assert both.exit_code == 2 and "--store names SSDs to measure" in both.output
     nowhere = plan("--model", "gpt-13b", "--store", "/nowhere/at/all")
     assert nowhere.exit_code == 1 and "/nowhere/at/all" in nowhere.output
 

@@ -149,8 +149,8 @@ def test_inspect_knows_what_moves_and_what_is_written(store_dir: pathlib.Path) -
         said[name] = shown.getvalue()
         assert found["param_count"] - found["trainable_count"] == 64
         assert "(64 frozen)" in said[name]
-    assert "64 bytes a direction, parameters are never written" in said["never"]
-    assert "each 3. step writes" in said["third"]
+    assert "64 bytes per direction; parameters are never written" in said["never"]
+    assert "every 3 steps, a step writes" in said["third"]
     assert {param.get("kept") for param in found["params"]} == {"bf16", None}
     moved = sum(param["count"] for param in found["params"] if param["trainable"])
     assert 2 * moved < found["written_bytes_per_step"] < 4 * moved + 200_000

@@ -106,14 +106,14 @@ def test_a_trace_with_a_wrong_value_is_named(tmp_path: Path, event: dict[str, ob
     path.write_text(
         json.dumps({"traceEvents": [{"ph": "X", "cat": "training thread", "name": "a", **event}]})
     )
-    with pytest.raises(TraceError, match="no timeline"):
+    with pytest.raises(TraceError, match="not a lohan timeline"):
         _trace.load(path)
 
 
 def test_a_trace_of_endless_lists_is_named(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("[" * 100_000)
-    with pytest.raises(TraceError, match="no timeline"):
+    with pytest.raises(TraceError, match="not a lohan timeline"):
         _trace.load(path)
 
 

@@ -319,5 +319,5 @@ def test_a_graph_of_an_older_step_is_refused_as_ever(store_dir: pathlib.Path) ->
 
 
 def test_a_word_that_is_no_choice_is_refused_by_name(store_dir: pathlib.Path) -> None:
-    with pytest.raises(ModelError, match="activations 'forget': 'keep', 'recompute', a policy"):
+    with pytest.raises(ModelError, match="activations 'forget': must be 'keep', 'recompute'"):
         wrap(build(Body), store_dir, "forget")

@@ -323,10 +323,10 @@ def test_only_blocks_and_layers_that_need_it_have_a_forward_of_ours(
 @pytest.mark.parametrize(
     "said, error, words",
     [
-        ({"*.up": "forget"}, ModelError, r"\{'\*\.up': 'forget'\}: the pattern"),
+        ({"*.up": "forget"}, ModelError, r"\{'\*\.up': 'forget'\}: each item must"),
         ({3: "keep"}, ModelError, "activations {3: 'keep'}"),
-        ({"*.down": "keep", "*.middle": "recompute"}, ModelError, r"'\*\.middle' is for no layer"),
-        ({"*": "keep", "*.up": "recompute"}, ModelError, r"'\*\.up' is for no layer"),
+        ({"*.down": "keep", "*.middle": "recompute"}, ModelError, r"'\*\.middle' matches no layer"),
+        ({"*": "keep", "*.up": "recompute"}, ModelError, r"'\*\.up' matches no layer"),
         ({"*.up": "swap"}, ModelError, r"'blocks\.0\.up' cannot be swapped: set swap_bytes"),
     ],
 )

@@ -227,7 +227,7 @@ def test_swapping_more_and_more_is_drawn_with_the_policys_choice(tmp_path: pathl
 def test_people_are_told_what_bounds_a_step_and_what_is_not_simulated() -> None:
     shown = run("--model", "opt-1.3b", "--machine", "laptop", "--policy", "lohan")
     assert shown.exit_code == 0, shown.output
-    for words in ("tokens/s", "bound by: SSDs", "written a day", "leave the GPU"):
+    for words in ("tokens/s", "bound by: SSDs", "written per day", "swapped out of the GPU"):
         assert words in shown.stdout
 
 
@@ -348,21 +348,21 @@ def test_a_file_says_what_it_lacks_and_what_it_has_too_much_of(tmp_path: pathlib
     ("words", "said"),
     [
         (("--model", "gpt-14b"), "gpt-13b"),
-        (("--model", "gpt-13b", "--machine", "toaster"), "presets are"),
+        (("--model", "gpt-13b", "--machine", "toaster"), "Presets: "),
         (("--model", "gpt-13b", "--schedule", "never"), "optimized, serial"),
         (("--model", "gpt-13b", "--policy", "eat"), "lohan"),
-        (("--model", "opt-1.3b", "--batch", "400"), "take a smaller batch"),
+        (("--model", "opt-1.3b", "--batch", "400"), "smaller batch"),
         (("--model", "gpt-13b", "--commit-every", "0"), "commit_every = 0"),
         (("--model", "gpt-13b", "--sweep", "ssd_count"), "ssd_count=1..12"),
         (("--model", "gpt-13b", "--sweep", "colour=1,2"), "one of batch"),
         (("--model", "gpt-13b", "--sweep", "batch=1..100"), "1 to 64 values"),
         (("--model", "opt-1.3b", "--plot", "a.no"), "cannot be written"),
-        (("--model", "gpt-13b", "--set", "host_bytes=100 MB"), "set host_bytes"),
+        (("--model", "gpt-13b", "--set", "host_bytes=100 MB"), "host_bytes"),
         (
             ("--model", "gpt-175b", "--machine", "laptop", "--set", "ssd_bytes=9 TB"),
             "smaller batch",
         ),
-        (("--model", "gpt-70b", "--set", "ssd_bytes=1 TB"), "set ssd_count"),
+        (("--model", "gpt-70b", "--set", "ssd_bytes=1 TB"), "raise ssd_count"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_way_out(words: tuple[str, ...], said: str) -> None:
@@ -476,7 +476,7 @@ def test_the_bindings_dict_must_have_every_number() -> None:
 
 
 def test_a_budget_error_is_one() -> None:
-    with pytest.raises(BudgetError, match="set host_bytes"):
+    with pytest.raises(BudgetError, match=r"(raise|set) host_bytes"):
         simulate(_plan.named_model(**SMALL), machine("host_bytes=50 MB"))
 
 

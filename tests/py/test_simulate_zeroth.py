@@ -237,14 +237,14 @@ def test_the_command_line_gives_a_zeroth_order_step() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--zeroth", "fast"), "policy 'fast': one of mezo"),
-        (("--zeroth", "zo2", "--dtype", "fp64"), "dtype 'fp64': one of fp32"),
-        (("--zeroth", "zo2", "--link", "fp4"), "link 'fp4': one of fp32"),
+        (("--zeroth", "fast"), "policy 'fast': must be one of mezo"),
+        (("--zeroth", "zo2", "--dtype", "fp64"), "dtype 'fp64': must be one of fp32"),
+        (("--zeroth", "zo2", "--link", "fp4"), "link 'fp4': must be one of fp32"),
         (("--zeroth", "zo2", "--dtype", "fp16", "--link", "fp32"), "wider than fp16"),
-        (("--zeroth", "zo2", "--commit-every", "2"), "--zeroth goes without --commit-every"),
-        (("--zeroth", "zo2", "--policy", "lohan"), "--zeroth goes without --policy"),
+        (("--zeroth", "zo2", "--commit-every", "2"), "cannot be combined with --commit-every"),
+        (("--zeroth", "zo2", "--policy", "lohan"), "--zeroth cannot be combined with --policy"),
         (("--link", "fp8"), "--zeroth zo2"),
-        (("--zeroth", "zo2", "--machine", "laptop"), "does not say gpu_fp32_flop_per_s"),
+        (("--zeroth", "zo2", "--machine", "laptop"), "does not define gpu_fp32_flop_per_s"),
     ],
 )
 def test_words_that_are_none_are_refused(words: tuple[str, ...], said: str) -> None:

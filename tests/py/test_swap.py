@@ -180,9 +180,9 @@ def test_what_was_changed_in_place_meanwhile_is_noticed(store_dir: pathlib.Path)
 def test_settings_that_cannot_be_are_refused(store_dir: pathlib.Path) -> None:
     with pytest.raises(ModelError, match="swap_bytes"):
         lohan.wrap(Tower(), store=store_dir / "a", lr=1e-3, swap_ssd_bytes=1 << 20)
-    with pytest.raises(ModelError, match="can only leave for SSD"):
+    with pytest.raises(ModelError, match="can only be swapped to SSD"):
         lohan.wrap(Tower(), store=store_dir / "c", lr=1e-3, swap_bytes=1 << 20, swap_ssd_bytes=0)
-    with pytest.raises(ModelError, match="is a part of host_bytes"):
+    with pytest.raises(ModelError, match="is taken out of host_bytes"):
         lohan.wrap(Tower(), store=store_dir / "b", lr=1e-3, host_bytes=1 << 24, swap_bytes=1 << 24)
 
 

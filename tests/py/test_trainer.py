@@ -421,7 +421,7 @@ def test_a_trainer_that_torchrun_started_is_refused_by_name(
 
 @pytest.mark.parametrize("name", ["lr", "max_grad_norm", "accumulate", "resume", "optimizer"])
 def test_what_training_arguments_say_is_not_the_callback_s(name: str) -> None:
-    with pytest.raises(ModelError, match=rf"^{name}= of lohan\.TrainerCallback: TrainingArguments"):
+    with pytest.raises(ModelError, match=rf"^{name}= cannot be passed to lohan\.TrainerCallback"):
         lohan.TrainerCallback(**{name: 1})
 
 
@@ -447,7 +447,7 @@ class Uploads(transformers.Trainer):  # type: ignore[misc]
 
 def test_a_store_that_would_be_uploaded_is_refused(store_dir: pathlib.Path) -> None:
     for place in (None, store_dir / "out" / "here", store_dir / "out"):
-        with pytest.raises(UnsupportedError, match=r"push_to_hub=True uploads .*store=\.\.\."):
+        with pytest.raises(UnsupportedError, match=r"push_to_hub=True would upload .*store=\.\.\."):
             helper.make(store_dir, {"store": place}, cls=Uploads, push_to_hub=True)
     for place in (store_dir / "out" / "_not_uploaded", store_dir / "elsewhere"):
         helper.make(store_dir, {"store": place}, cls=Uploads, push_to_hub=True)
@@ -461,7 +461,7 @@ def test_a_callback_of_another_trainer_is_refused(store_dir: pathlib.Path) -> No
     assert helper.session_of(second).step == 1
     with pytest.raises(UnsupportedError, match=r"callbacks=\[lohan\.TrainerCallback"):
         first.train()
-    with pytest.raises(UnsupportedError, match=r"another Trainer's, which has trained with it"):
+    with pytest.raises(UnsupportedError, match=r"has already trained with another Trainer"):
         helper.make(store_dir / "c", None, callbacks=(callback,))
 
 

@@ -114,11 +114,11 @@ def test_a_folder_that_was_never_finished_is_passed_over(
     fitting = str(store_dir / "out" / "checkpoint-4")
     with pytest.raises(StoreMismatchError) as refused:
         resume(store_dir, str(unfinished))
-    assert "is no whole checkpoint: its process ended" in str(refused.value)
-    assert f"{fitting} is: train(resume_from_checkpoint={fitting!r})" in str(refused.value)
+    assert "is incomplete: the process ended" in str(refused.value)
+    assert f"Resume from {fitting}: train(resume_from_checkpoint={fitting!r})" in str(refused.value)
     assert_is(resume(store_dir), whole)
     said = capsys.readouterr().err
-    assert f"{unfinished} was being written" in said and f"going on from {fitting}" in said
+    assert f"{unfinished}: the process ended" in said and f"resuming from {fitting}" in said
 
 
 def test_a_last_checkpoint_that_is_no_crash_s_is_not_passed_over(store_dir: pathlib.Path) -> None:
@@ -165,7 +165,7 @@ def test_an_older_checkpoint_is_refused_with_both_steps_and_the_one_that_fits(
 def test_the_checkpoint_of_another_store_is_refused(store_dir: pathlib.Path) -> None:
     train_until(store_dir / "a", 3, "step")
     train_until(store_dir / "b", 3, "step")
-    with pytest.raises(StoreMismatchError, match=r"and is another, .*pass the store="):
+    with pytest.raises(StoreMismatchError, match=r"is a different one, .*pass the store="):
         resume(store_dir / "b", str(checkpoints(store_dir / "a")[0]))
 
 

@@ -91,13 +91,13 @@ def check(activations: Any) -> None:
         for pattern, mode in activations.items():
             if not isinstance(pattern, str) or mode not in (*ACTIVATIONS, "swap"):
                 raise ModelError(
-                    f"activations {{{pattern!r}: {mode!r}}}: the pattern of a layer's name, and"
-                    " 'keep', 'recompute' or 'swap'"
+                    f"activations {{{pattern!r}: {mode!r}}}: each item must be a pattern of"
+                    " layer names and 'keep', 'recompute' or 'swap'"
                 )
     elif activations not in (*ACTIVATIONS, *POLICIES):
         raise ModelError(
-            f"activations {activations!r}: 'keep', 'recompute', a policy"
-            f" ({', '.join(map(repr, POLICIES))}), or a dict of patterns of layers' names"
+            f"activations {activations!r}: must be 'keep', 'recompute', a policy"
+            f" ({', '.join(map(repr, POLICIES))}), or a dict of patterns of layer names"
         )
 
 
@@ -123,8 +123,8 @@ def check_layers(config: Config, layout: Layout) -> None:
             )
     if modes.unused:
         raise ModelError(
-            f"activations {min(modes.unused)!r} is for no layer of a block (those that it fits, an"
-            " earlier pattern fits, too): names are those of model.named_modules()"
+            f"activations: pattern {min(modes.unused)!r} matches no layer of a block that an"
+            " earlier pattern has not already matched (names are those of model.named_modules())"
         )
 
 

@@ -265,7 +265,7 @@ class Frame:
 
     def _changed(self) -> RecomputeError:
         return RecomputeError(
-            f"an input of block {self.block.name!r}, which is computed again in backward, was"
+            f"an input of block {self.block.name!r}, which is recomputed in backward, was"
             " changed in place: change a clone() of it, or keep the block's activations"
             f" ({self.block.way_out})"
         )
@@ -284,8 +284,8 @@ class Frame:
         block, surroundings = self.block, self.surroundings
         if not self.is_over or surroundings is None:
             raise UnsupportedError(
-                f"a backward inside the forward of block {block.name!r}, whose activations are"
-                f" computed again: keep them ({block.way_out})"
+                f"backward() was called inside the forward of block {block.name!r}, whose"
+                f" activations are recomputed: keep them ({block.way_out})"
             )
         for handle in self.handles:
             block.stay.unpack(handle)  # refuses values of a later step
@@ -324,7 +324,7 @@ class Frame:
         call = self.calls[self.call_count]
         self.call_count += 1
         if call.first != self.count:
-            raise self._differs(f"layer {layer.name!r} came behind {self.count} tensors")
+            raise self._differs(f"layer {layer.name!r} was called after {self.count} tensors")
         if call.output is None:
             return layer.plain(args, kwargs)
         try:
@@ -347,12 +347,14 @@ class Frame:
 
     def _differs(self, how: str) -> RecomputeError:
         return RecomputeError(
-            f"block {self.block.name!r}, computed again in backward, was not the same: {how}, of"
-            f" {len(self.forms)} in the forward. Does it draw from other generators than torch's,"
-            " or change an object that it is given (a cache of keys and values: use_cache=False)?"
-            f" Keep its activations ({self.block.way_out})"
+            f"recomputing block {self.block.name!r} in backward gave a different result: {how}, of"
+            f" {len(self.forms)} in the forward. A block must not use random generators other than"
+            " torch's, or change an object passed to it (for a key-value cache: use_cache=False)."
+            f" Otherwise keep its activations ({self.block.way_out})"
         )
 
 
 def _refuse(packed: Any) -> Any:
-    raise RecomputeError("a graph that is made in backward to be thrown away was run")
+    raise RecomputeError(
+        "backward() was called on a graph built during recomputation; that graph is temporary"
+    )

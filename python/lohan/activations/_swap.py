@@ -55,20 +55,20 @@ def check(config: Config) -> None:
     """
     if config.swap_ssd_bytes is not None and not config.swap_bytes:
         raise ModelError(
-            f"swap_ssd_bytes {config.swap_ssd_bytes}: activations go to SSD through main memory;"
+            f"swap_ssd_bytes {config.swap_ssd_bytes}: activations go to SSD through main memory:"
             " set swap_bytes, too"
         )
     if config.swap_ssd_bytes == 0 and parse(config.device)[0] == "cpu":
         raise ModelError(
-            "swap_ssd_bytes 0: computation is in main memory, where activations are already;"
-            " they can only leave for SSD"
+            "swap_ssd_bytes 0: the model runs on the CPU, so activations are already in main memory"
+            " and can only be swapped to SSD: set swap_ssd_bytes above 0"
         )
     if config.swap_bytes and config.host_bytes is not None:
         left = config.host_bytes - config.swap_bytes
         if left <= 0:
             raise ModelError(
-                f"swap_bytes {config.swap_bytes} is a part of host_bytes {config.host_bytes}:"
-                " raise one or lower the other"
+                f"swap_bytes {config.swap_bytes} is taken out of host_bytes {config.host_bytes}:"
+                " raise host_bytes or lower swap_bytes"
             )
 
 

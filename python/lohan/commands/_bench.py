@@ -1,4 +1,4 @@
-"""`lohan bench`: a short measurement of this machine, and what a step of a model takes on it."""
+"""`lohan bench`: measure this machine briefly and predict the step time of a model on it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ def run(
     save: Path | None,
     console: Console | None,
 ) -> dict[str, Any]:
-    """Measure, and show it.
+    """Measure this machine and print the result.
 
     Args:
-        directories: one on each SSD.
-        load: model, batch and seq of the step that is foreseen.
-        words: what else `_simulate_show.request` takes.
-        save: TOML file for the machine; None: none.
-        console: for people; None: nothing is shown.
+        directories: one directory on each SSD.
+        load: model, batch and seq of the predicted step.
+        words: the other arguments of `_simulate_show.request`.
+        save: a TOML file to write the machine to, or None.
+        console: where to print; None prints nothing.
 
     Returns:
-        What `--json` writes.
+        The dictionary that `--json` writes.
 
     Raises:
-        StoreError: a directory is not there, refuses O_DIRECT, or has no room for the probe.
-        MachineError: no such model.
+        StoreError: a directory does not exist, does not support O_DIRECT, or has no room for the
+            probe.
+        MachineError: the model is unknown.
     """
     places = [os.path.abspath(os.path.expanduser(directory)) for directory in directories]
     with _progress.spinner() as tell:
@@ -99,6 +100,6 @@ def _show(answer: dict[str, Any], console: Console) -> None:
         table.add_row("together", "", "", *cells(answer["together"]))
     console.print(table, highlight=False)
     if answer["share_a_link"]:
-        console.print("together they are slower than alone: they share a drive or a link")
+        console.print("the SSDs are slower together than alone: they share a drive or a link")
     copied = answer["memory_copy_bytes_per_s"] / 1e9
-    console.print(f"main memory is copied at {copied:.2f} GB/s", highlight=False)
+    console.print(f"main memory copies {copied:.2f} GB/s", highlight=False)

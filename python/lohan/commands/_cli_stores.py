@@ -1,4 +1,4 @@
-"""Commands of `lohan` over stores: export, snapshot, verify. cli.py adds them to its group."""
+"""The `lohan` commands for stores: export, snapshot, verify. cli.py adds them to its group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JSON = click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
 
 @contextlib.contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, once it takes more than two seconds."""
+    """Show a progress bar on stderr once the command has run for two seconds."""
     begin = time.monotonic()
     console = Console(stderr=True)
     with contextlib.ExitStack() as stack:
@@ -55,9 +55,13 @@ def _say(value: dict[str, Any], json_wanted: bool, text: str) -> None:
 @click.command()
 @click.argument("store", metavar="STORE...", nargs=-1, required=True)
 @click.argument("out", metavar="OUT")
-@click.option("--dtype", type=click.Choice(["float32"]), help="The fp32 masters; else as trained.")
-@click.option("--max-shard-size", default="50GB", show_default=True, help="Of one file.")
-@click.option("--overwrite", is_flag=True, help="A model in OUT may be replaced.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32"]),
+    help="float32: export the fp32 master weights. [default: the dtype used in training]",
+)
+@click.option("--max-shard-size", default="50GB", show_default=True, help="Maximum size of a file.")
+@click.option("--overwrite", is_flag=True, help="Replace a model that is already in OUT.")
 @JSON
 def export(
     store: tuple[str, ...],
@@ -69,7 +73,7 @@ def export(
 ) -> None:
     """Write a store's parameters as safetensors, for from_pretrained, without the model's code.
 
-    STORE: the directories it was made with. OUT: a folder.
+    STORE: the directories it was created with. OUT: the output folder.
     """
     from lohan.store import _export
 
@@ -90,21 +94,28 @@ def export(
 @click.command()
 @click.argument("store", metavar="STORE...", nargs=-1, required=True)
 @click.argument("out", metavar="OUT")
-@click.option("--and", "others", multiple=True, metavar="OUT", help="One more: striped over all.")
+@click.option(
+    "--and",
+    "others",
+    multiple=True,
+    metavar="OUT",
+    help="Another output directory; the copy is striped over all of them.",
+)
 @click.option(
     "--wait",
     "wait_s",
     default=600.0,
     show_default=True,
-    help="Seconds for the end of a step, where a process trains.",
+    help="Seconds to wait for a training process to finish its step.",
 )
 @JSON
 def snapshot(
     store: tuple[str, ...], out: str, others: tuple[str, ...], wait_s: float, json_wanted: bool
 ) -> None:
-    """Copy a store's last committed step to other directories, also while a process trains.
+    """Copy a store's last committed step to other directories, even while a process trains.
 
-    STORE: the directories it was made with. OUT: one of the copy, which need not have as many.
+    STORE: the directories it was created with. OUT: a directory for the copy; the copy may use
+    fewer or more directories than the store (--and).
     """
     from lohan.store import _snapshot
 
@@ -119,9 +130,10 @@ def snapshot(
 @click.argument("store", metavar="STORE...", nargs=-1, required=True)
 @JSON
 def verify(store: tuple[str, ...], json_wanted: bool) -> None:
-    """Read every byte of a store's committed step, and compare it with its checksum.
+    """Read every byte of a store's committed step and compare it with its checksum.
 
-    STORE: the directories it was made with. The exit status is 0 if all is as written, else 1.
+    STORE: the directories it was created with. The exit status is 0 if every byte is as written,
+    otherwise 1.
     """
     from lohan.store import _verify
 
@@ -137,6 +149,8 @@ def verify(store: tuple[str, ...], json_wanted: bool) -> None:
         for one in found.bad[:10]
     ]
     if found.bad:
-        lines.append("The drive returned other bytes than it was given: go back to a snapshot")
+        lines.append(
+            "The drive returned different bytes than were written: restore from a snapshot"
+        )
     _say(found.as_dict(), json_wanted, "\n".join(lines))
     sys.exit(0 if found.is_whole else 1)

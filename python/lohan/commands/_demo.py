@@ -187,9 +187,9 @@ def _train(kind: str, options: Options, folder: str, console: Console) -> Result
 def _say_if_cut(who: str, result: Result, options: Options, console: Console) -> None:
     if len(result.steps) < options.steps:
         console.print(
-            f"[yellow]{who}: stopped after {len(result.steps)} of {options.steps} steps, since its"
-            f" {options.seconds:.0f} s are over:[/] this machine is slow or busy now, and the demo"
-            " is to end in time. What follows is about the steps that there are.",
+            f"[yellow]{who}: stopped after {len(result.steps)} of {options.steps} steps, at its"
+            f" time limit of {options.seconds:.0f} s:[/] this machine is slow or busy. The results"
+            " below cover the completed steps.",
             highlight=False,
             soft_wrap=True,
         )
@@ -216,7 +216,7 @@ def _places(store: str | None) -> Iterator[tuple[str, str | None]]:
     target = Path(store).expanduser().absolute() if store else None
     was_there = target is not None and target.exists()
     if target is not None and was_there and any(target.iterdir()):
-        raise StoreExistsError(f"{target} is not empty: the demo wants a new directory")
+        raise StoreExistsError(f"{target} is not empty: the demo needs a new or empty directory")
     folder = _store.temporary_directory()
     try:
         yield folder, str(target) if target else None
@@ -323,7 +323,8 @@ def _show(answer: dict[str, Any], ours: Result, console: Console) -> None:
     console.print(_loss_table(answer))
     console.print(
         "The last digits differ because lohan and torch round AdamW's fp32 arithmetic in different"
-        " places, and bf16 shows it. lohan's are the same bits with every budget.",
+        " places, which bf16 makes visible. lohan's results are bitwise identical with every"
+        " budget.",
         highlight=False,
         soft_wrap=True,
     )
@@ -344,8 +345,9 @@ def _show(answer: dict[str, Any], ours: Result, console: Console) -> None:
     others = answer["others_share"], answer["reference_others_share"]
     if max(others) > OTHERS_SHARE_MAX:
         console.print(
-            f"[yellow]The two speeds do not compare:[/] other programs had {others[0]:.0%} of the"
-            f" processor while lohan trained, and {others[1]:.0%} while plain torch did.",
+            "[yellow]The two speeds are not comparable:[/] other programs used"
+            f" {others[0]:.0%} of the processor while lohan trained, and {others[1]:.0%} while"
+            " plain torch trained.",
             highlight=False,
             soft_wrap=True,
         )

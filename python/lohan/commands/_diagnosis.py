@@ -1,4 +1,4 @@
-"""What `lohan doctor` finds: facts, and problems with the command that mends each."""
+"""The result of `lohan doctor`: facts, and problems with the command that fixes each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Something that does not work. needed: lohan does not run without it."""
+    """Something that does not work.
+
+    Attributes:
+        what: a description of the problem.
+        mend: the command or the change that fixes it.
+        needed: True if lohan does not run without it.
+    """
 
     what: str
     mend: str
@@ -17,14 +23,14 @@ class Problem:
 
 @dataclasses.dataclass
 class Diagnosis:
-    """What was found: facts by topic, and problems."""
+    """A diagnosis of this machine: facts by topic, and problems."""
 
     facts: dict[str, Any]
     problems: list[Problem]
 
     @property
     def is_well(self) -> bool:
-        """True where everything that is needed works."""
+        """True if everything that lohan needs works."""
         return not any(problem.needed for problem in self.problems)
 
     def complain(self, what: str, mend: str, needed: bool = False) -> None:
@@ -32,6 +38,6 @@ class Diagnosis:
         self.problems.append(Problem(what, mend, needed))
 
     def as_json(self) -> dict[str, Any]:
-        """Facts, problems and the verdict, for `--json`."""
+        """Return the verdict, the facts and the problems, for `--json`."""
         problems = [dataclasses.asdict(problem) for problem in self.problems]
         return {"ok": self.is_well, **self.facts, "problems": problems}

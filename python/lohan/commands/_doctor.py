@@ -1,4 +1,4 @@
-"""`lohan doctor`: what was built, what works here, and the command that mends the rest."""
+"""`lohan doctor`: what was built, what works here, and the command that fixes each problem."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ def diagnose(
     measure: bool = True,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Diagnosis:
-    """Try everything that a training would use.
+    """Try everything that training would use.
 
     Args:
-        directories: where stores are to be; empty: where a temporary one would be.
-        measure: write and read some in each directory, alone and all together.
-        tell: is told what is being done.
+        directories: directories planned for stores; if empty, the directory in which a temporary
+            store would be created.
+        measure: whether to measure writes and reads in each directory, alone and all together.
+        tell: called with a description of what is being done.
 
     Returns:
-        Facts as JSON would have them, and problems with what mends them.
+        Facts in the form that `--json` writes, and problems with the command that fixes each.
     """
     found = Diagnosis({}, [])
-    tell("looking at this machine")
+    tell("checking this machine")
     _look_at_build(found)
     _look_at_container(found)
     _look_at_torch(found)
@@ -90,13 +91,13 @@ def _look_at_build(found: Diagnosis) -> None:
     nodes = _hardware.numa_nodes()
     if nodes > info["numa_nodes"]:
         found.complain(
-            f"the kernel has {nodes} NUMA nodes, and libnuma, which says where memory is near, is"
-            " not installed",
+            f"this machine has {nodes} NUMA nodes, but libnuma, which places memory near the"
+            " processor that uses it, is not installed",
             "apt-get install libnuma1",
         )
     if info["adam"] == "ref":
         found.complain(
-            "this processor has none of the instructions that the optimizer is written for:"
+            "this processor supports none of the vector instructions that the optimizer uses:"
             " updates will be slow",
             "use a machine with AVX2, AVX-512 or NEON",
         )
@@ -113,8 +114,8 @@ def _look_at_container(found: Diagnosis) -> None:
     found.facts["container"] = kind or None
     if kind == "wsl2":
         found.complain(
-            "this is WSL2: a store on a Windows drive (/mnt/c) goes through a network file system",
-            "keep stores on WSL2's own disk, or: wsl --mount",
+            "this is WSL2: a Windows drive (/mnt/c) is accessed through a network file system",
+            "keep stores on WSL2's own disk, or mount a disk with: wsl --mount",
         )
 
 
@@ -150,16 +151,16 @@ def _look_at_memory(found: Diagnosis) -> None:
         )
     except OSError as error:
         found.complain(
-            f"{MEMORY_PROBE_BYTES >> 20} MiB of memory cannot be had: {error}",
+            f"{MEMORY_PROBE_BYTES >> 20} MiB of memory cannot be allocated: {error}",
             "free memory, or raise the container's limit (docker run --memory)",
             needed=True,
         )
         return
     if facts["pages"] == "4 KiB":
         found.complain(
-            f"no huge pages: {facts['note'] or 'memory is fragmented'}; direct I/O is slower from"
+            f"no huge pages: {facts['note'] or 'memory is fragmented'}; direct I/O is slower with"
             " small pages",
-            f"echo madvise > {TRANSPARENT}, or reserve some: sysctl -w vm.nr_hugepages=512",
+            f"echo madvise > {TRANSPARENT}, or reserve huge pages: sysctl -w vm.nr_hugepages=512",
         )
     if not facts["locked"]:
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
@@ -176,31 +177,32 @@ def _look_at_gpu(found: Diagnosis) -> None:
     driver = _hardware.driver()
     found.facts["gpu"] = {"links": links, "driver": driver, "torch": torch.cuda.is_available()}
     for link in links:
-        # Of a GPU that sleeps the lanes are slow, but all there.
+        # An idle GPU slows its lanes down, but keeps all of them.
         if link["width_now"] and link["width_max"] and link["width_now"] < link["width_max"]:
             found.complain(
-                f"the GPU at {_hardware.link_words(link)} has fewer lanes than it can",
-                "move it to a slot with all lanes, or move what shares them (lspci -vv: LnkSta)",
+                f"the GPU at {_hardware.link_words(link)} uses fewer lanes than it supports",
+                "move it to a slot with all lanes, or move the device that shares them"
+                " (lspci -vv: LnkSta)",
             )
     if links and driver["cuda"] is None:
         found.complain(
-            f"there is an NVIDIA GPU, and its driver cannot be used: {driver['error']}",
+            f"this machine has an NVIDIA GPU, but its driver cannot be used: {driver['error']}",
             "apt-get install nvidia-driver, then reboot; docker run --gpus all",
         )
     elif driver["devices"] and not torch.cuda.is_available():
         found.complain(
-            f"the driver has {driver['devices'][0]['name']}, and this torch"
+            f"the driver reports {driver['devices'][0]['name']}, but this torch"
             f" ({torch.__version__}) does not use it",
-            "pip install a CUDA build of torch, for CUDA no newer than the driver's"
+            "pip install a CUDA build of torch, for a CUDA version no newer than the driver's"
             f" {driver['cuda']}",
         )
 
 
 def run(directories: Sequence[str], json_wanted: bool, console: Console) -> int:
-    """Diagnose and show.
+    """Diagnose this machine and print the result.
 
     Returns:
-        0 where everything that is needed works, else 1.
+        The exit status: 0 if everything that lohan needs works, otherwise 1.
     """
     with _progress.spinner() as tell:
         found = diagnose(directories, tell=tell)

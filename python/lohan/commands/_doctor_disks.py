@@ -1,4 +1,4 @@
-"""`lohan doctor DIR...`: which backends work in a directory, what it lies on, how fast it is."""
+"""`lohan doctor DIR...`: which backends work in a directory, which drives hold it, its speed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from lohan.commands._diagnosis import Diagnosis
 
 DISK_PROBE_BYTES = 256 << 20
-# A small model's store; less than this and not even the demo runs.
+# The size of a small model's store: not even the demo runs with less.
 FREE_BYTES_MIN = 4 << 30
 SLOW_BYTES_PER_S = 400_000_000
 MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
-# Of what directories move alone, all together move at least this where they share nothing.
+# Directories that share no link reach at least this share of the sum of their separate rates.
 TOGETHER_SHARE = 0.8
 _SECCOMP = (
     "docker run --security-opt seccomp=unconfined (or a profile that allows io_uring_setup,"
@@ -42,13 +42,13 @@ _IO_URING_MENDS = {
 def look(
     found: Diagnosis, directories: Sequence[str], measure: bool, tell: Callable[[str], None]
 ) -> None:
-    """Look at each directory, then at all of them together.
+    """Check each directory, then all of them together.
 
     Args:
-        found: to be added to.
-        directories: absolute.
-        measure: write and read DISK_PROBE_BYTES in each.
-        tell: is told what is being done.
+        found: the diagnosis to add to.
+        directories: absolute paths.
+        measure: whether to write and read DISK_PROBE_BYTES in each directory.
+        tell: called with a description of what is being done.
     """
     found.facts["directories"] = {}
     for directory in directories:
@@ -63,7 +63,7 @@ def look(
         if _measure_alone(found, directory, facts[directory]):
             measured.append(directory)
     if len(measured) > 1:
-        tell(f"the same in all {len(measured)} at once")
+        tell(f"writing and reading in all {len(measured)} directories at once")
         _measure_together(found, measured, facts)
 
 
@@ -72,7 +72,8 @@ def _io_mend(backend: str, direct: bool, code: int, directory: str, blocker: str
         return "apt-get install libaio-dev, then pip install --force-reinstall lohan"
     if code in (-errno.EACCES, -errno.ENOENT, -errno.EROFS) and not blocker:
         return (
-            f"choose a directory that you may write to: sudo install -d -o $USER {directory}/lohan"
+            "choose a directory that you can write to, or create one:"
+            f" sudo install -d -o $USER {directory}/lohan"
         )
     if code == -errno.EINVAL and direct:
         return "put the store on a local disk (ext4, xfs); docker: a volume, not the overlay"
@@ -84,7 +85,7 @@ def _io_mend(backend: str, direct: bool, code: int, directory: str, blocker: str
 
 
 def _probe_backends(found: Diagnosis, directory: str) -> dict[str, dict[str, str]]:
-    """An empty text where a backend works, else why not; with and without O_DIRECT."""
+    """Try each backend with and without O_DIRECT: an empty string if it works, else the reason."""
     answers: dict[str, dict[str, str]] = {}
     codes: dict[tuple[str, bool], int] = {}
     names = list(found.facts["build"]["backends"])
@@ -104,7 +105,7 @@ def _probe_backends(found: Diagnosis, directory: str) -> dict[str, dict[str, str
     elif not any(direct for _, direct in works):
         why = answers[names[-1]]["direct"]
         mend = _io_mend(names[-1], True, codes[names[-1], True], directory, "")
-        found.complain(f"{why}: reads and writes would go through the page cache", mend)
+        found.complain(f"{why}: reads and writes will go through the page cache", mend)
     else:
         for name in names[:-1]:
             if codes[name, True] != 0:
@@ -119,7 +120,8 @@ def _look_at(found: Diagnosis, directory: str) -> None:
     if not os.path.isdir(directory):
         is_file = os.path.exists(directory)
         way_out = "name a directory on an SSD" if is_file else f"mkdir -p {directory}"
-        found.complain(f"{directory} is no directory", way_out, needed=True)
+        problem = "is not a directory" if is_file else "does not exist"
+        found.complain(f"{directory} {problem}", way_out, needed=True)
         return
     space = os.statvfs(directory)
     facts["mount_point"], facts["file_system"], _ = _hardware.mount_of(directory)
@@ -128,20 +130,21 @@ def _look_at(found: Diagnosis, directory: str) -> None:
     facts["io"] = _probe_backends(found, directory)
     if facts["file_system"] in MEMORY_FILE_SYSTEMS:
         found.complain(
-            f"{directory} is main memory ({facts['file_system']}): a store there saves nothing",
+            f"{directory} is in main memory ({facts['file_system']}): a store there saves no"
+            " memory",
             "choose a directory on an SSD",
             needed=True,
         )
     elif facts["free_bytes"] < FREE_BYTES_MIN:
         found.complain(
-            f"{directory} has {facts['free_bytes'] / 1e9:.1f} GB free; a store takes 24 bytes a"
-            " trainable parameter",
-            "free space there, or choose another directory",
+            f"{directory} has only {facts['free_bytes'] / 1e9:.1f} GB free; a store takes 24 bytes"
+            " per trainable parameter",
+            "free some space there, or choose another directory",
         )
 
 
 def _look_at_disks(found: Diagnosis, facts: dict[str, dict[str, Any]]) -> None:
-    """What drives say of themselves, and which directories lie on the same ones."""
+    """Check the drives below the directories, and which directories share a drive."""
     users: dict[str, list[str]] = {}
     for directory, told in facts.items():
         for disk in told.get("disks", []):
@@ -149,26 +152,29 @@ def _look_at_disks(found: Diagnosis, facts: dict[str, dict[str, Any]]) -> None:
             link = disk["link"]
             if disk["is_rotational"] and disk["model"]:
                 found.complain(
-                    f"{directory} lies on a spinning disk ({disk['name']}, {disk['model']})",
+                    f"{directory} is on a spinning disk ({disk['name']}, {disk['model']})",
                     "choose a directory on an NVMe SSD",
                 )
             if link and is_narrow(link):
                 found.complain(
                     f"{directory}: its SSD ({disk['name']}) is at"
-                    f" {_hardware.link_words(link)}: fewer lanes, or slower ones, than it can",
-                    "move it to a slot with as many lanes to the processor (lspci -vv: LnkSta)",
+                    f" {_hardware.link_words(link)}: fewer or slower lanes than it supports",
+                    "move it to a slot with enough lanes to the processor (lspci -vv: LnkSta)",
                 )
     for name, directories in users.items():
         if len(directories) > 1:
             found.complain(
-                f"{' and '.join(directories)} lie on the same drive ({name}): together they are no"
+                f"{' and '.join(directories)} are on the same drive ({name}): together they are no"
                 " faster than one of them",
                 "name one directory on each SSD",
             )
 
 
 def is_narrow(link: dict[str, Any]) -> bool:
-    """Fewer lanes than the device has; or, of an SSD, which does not sleep, slower ones."""
+    """Return whether a link has fewer or slower lanes than the device supports.
+
+    Only for SSDs: an idle GPU slows its lanes down.
+    """
     pairs = (
         (link["width_now"], link["width_max"]),
         (link["generation_now"], link["generation_max"]),
@@ -185,8 +191,8 @@ def _measure_alone(found: Diagnosis, directory: str, facts: dict[str, Any]) -> b
     facts["write_bytes_per_s"], facts["read_bytes_per_s"] = write, read
     if min(write, read) < SLOW_BYTES_PER_S:
         found.complain(
-            f"{directory} moves {min(write, read) / 1e6:.0f} MB/s: a step reads and writes 12"
-            " to 16 bytes a trainable parameter",
+            f"{directory} reaches only {min(write, read) / 1e6:.0f} MB/s: a step reads and writes"
+            " 12 to 16 bytes per trainable parameter",
             "choose a directory on an NVMe SSD, or several",
         )
     return True
@@ -207,7 +213,7 @@ def _measure_together(
         answer[f"{name}_share_of_alone"] = answer[f"{name}_bytes_per_s"] / alone
     found.facts["together"] = answer
     names = [disk["name"] for d in directories for disk in facts[d]["disks"]]
-    is_said = len(set(names)) < len(names)  # that two of them are one drive
+    is_said = len(set(names)) < len(names)  # two directories on one drive are already reported
     slow = [n for n in ("read", "write") if answer[f"{n}_share_of_alone"] < TOGETHER_SHARE]
     if slow and not is_said:
         said = " and ".join(
@@ -215,6 +221,7 @@ def _measure_together(
             for n in slow
         )
         found.complain(
-            f"all directories together {said} of what they do alone: they share a link",
-            "spread the SSDs over slots with lanes of their own to the processor (lspci -tv)",
+            f"all directories together reach only {said} of the sum of their separate rates: they"
+            " share a link",
+            "spread the SSDs over slots with separate lanes to the processor (lspci -tv)",
         )

@@ -1,4 +1,4 @@
-"""`lohan doctor` for people: tables, then problems."""
+"""The text output of `lohan doctor`: tables, then problems."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _limit_words(nbytes: int | None) -> str:
 
 
 def show(found: Diagnosis, console: Console) -> None:
-    """Everything as tables, problems last."""
+    """Print the facts as tables, then the problems."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -38,7 +38,7 @@ def show(found: Diagnosis, console: Console) -> None:
         f" node(s); optimizer: {processor['optimizer_kernel']}, checksums:"
         f" {processor['checksum_kernel']}",
     )
-    # Where it works the limit is of no interest: a process that may pass it (root) is not bound.
+    # Print the limit only where locking fails: it does not apply to root, for example.
     limit = f"cannot be locked (ulimit -l: {_limit_words(memory['memlock_soft_bytes'])})"
     table.add_row(
         "memory",
@@ -52,8 +52,8 @@ def show(found: Diagnosis, console: Console) -> None:
     _show_together(found.facts.get("together", {}), console)
     if not found.facts["directories_given"]:
         console.print(
-            "\nStores may lie anywhere; this is where a temporary one would be. For your own:"
-            " [bold]lohan doctor DIR[/]",
+            "\nA store can be in any directory; this is where a temporary one would be created. To"
+            " check another directory: [bold]lohan doctor DIR[/]",
             highlight=False,
             soft_wrap=True,
         )
@@ -63,7 +63,7 @@ def show(found: Diagnosis, console: Console) -> None:
         console.print(f"        [bold]{_plain(problem.mend)}[/]", highlight=False, soft_wrap=True)
     lacks = [_plain(problem.what) for problem in found.problems if problem.needed]
     verdict = (
-        f"[bold red]lohan cannot work like this:[/] {'; '.join(lacks)}"
+        f"[bold red]lohan cannot run on this machine yet:[/] {'; '.join(lacks)}"
         if lacks
         else "[bold green]Everything that lohan needs works here.[/]"
     )
@@ -73,7 +73,7 @@ def show(found: Diagnosis, console: Console) -> None:
 def _gpu_words(gpu: dict[str, Any]) -> str:
     driver = gpu["driver"]
     if not gpu["links"] and not driver["devices"]:
-        return "none: computation is on the CPU"
+        return "none: models run on the CPU"
     names = [
         f"{device['name']} ({device['memory_bytes'] / 1e9:.0f} GB)" for device in driver["devices"]
     ]
@@ -116,7 +116,7 @@ def _show_directory(directory: str, facts: dict[str, Any], console: Console) -> 
         link = f"  {_hardware.link_words(disk['link'])}" if disk["link"] else ""
         console.print(f"  {_plain(disk['name'])} {_plain(disk['model'])}{link}", highlight=False)
     if facts["file_system"] in MEMORY_FILE_SYSTEMS:
-        return  # I/O that works there is no help
+        return  # backends that work there are of no use
     table = Table(box=None, padding=(0, 2, 0, 2))
     for name in ("I/O backend", "direct (O_DIRECT)", "buffered"):
         table.add_column(name, overflow="fold")

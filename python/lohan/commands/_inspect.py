@@ -1,4 +1,4 @@
-"""`lohan inspect`: what a store is, read without changing it."""
+"""`lohan inspect`: describe a store without changing it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from lohan.config import Config
 from lohan.store import _scalars
 from lohan.store._export import open_to_read
 
-# Bytes of each state, besides the parameter: [Note: 12P] and [Note: 14P] in csrc/compute/adam.h.
+# Bytes per element of each state besides the parameter: [Note: 12P] and [Note: 14P] in
+# csrc/compute/adam.h.
 _STATES = {"float32": (4, 4), "bfloat16": (2, 4, 4), "float16": (4, 4, 4)}
 
 
 def _update_bytes(params: list[dict[str, Any]], units: list[dict[str, Any]]) -> int:
-    """What an update of all parameters writes: themselves, what makes them fp32, two moments."""
+    """Return the bytes that an update of all parameters writes.
+
+    It writes the parameters, the residuals that extend them to fp32, and two moments.
+    """
     total, first = 0, 0
     for unit in units:
         head = params[first]
@@ -32,7 +36,7 @@ def _update_bytes(params: list[dict[str, Any]], units: list[dict[str, Any]]) -> 
 
 
 def _moved_bytes(units: list[dict[str, Any]], streams: Sequence[int | None]) -> int:
-    """Of the units that zeroth-order training moves."""
+    """Return the bytes of the units that zeroth-order training updates."""
     total, first = 0, 0
     for unit in units:
         total += unit["bytes"] if streams[first] is not None else 0
@@ -41,7 +45,10 @@ def _moved_bytes(units: list[dict[str, Any]], streams: Sequence[int | None]) -> 
 
 
 def _params(meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of a store's meta; trainable: zeroth-order training moves them, too."""
+    """Return the parameters in a store's metadata.
+
+    "trainable" includes those that zeroth-order training updates.
+    """
     params = [
         {
             "name": name,
@@ -64,17 +71,17 @@ def _params(meta: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def describe(directories: Sequence[str]) -> dict[str, Any]:
-    """Open a store read-only and say what it holds.
+    """Open a store read-only and describe its contents.
 
     Args:
-        directories: of the store, as they were given to wrap.
+        directories: the store's directories, as passed to wrap.
 
     Returns:
-        What `--json` writes: step, files, parameters, blocks.
+        The dictionary that `--json` writes: step, files, parameters, blocks.
 
     Raises:
-        StoreError: there is no store, or it cannot be read.
-        StoreLockedError: a process trains; what to do instead.
+        StoreError: the store does not exist, or it cannot be read.
+        StoreLockedError: a process is training with the store; the message says what to do.
     """
     store = open_to_read(list(directories), Config(allow_buffered=True))
     try:
@@ -127,9 +134,11 @@ def _written(found: dict[str, Any]) -> str:
     written, steps, what = found["written_bytes_per_step"], 1000.0, "a step that is committed"
     if found["method"] == "mezo":
         if found["write_every"] is None:
-            return 'method="mezo": a step writes 64 bytes a direction, parameters are never written'
+            return (
+                'method="mezo": a step writes 64 bytes per direction; parameters are never written'
+            )
         steps /= found["write_every"]
-        what = f'method="mezo": each {found["write_every"]}. step'
+        what = f'method="mezo": every {found["write_every"]} steps, a step'
     return (
         f"{what} writes {written:,} bytes: {steps * written / 1e12:.3g} TB of the SSDs' rated"
         " endurance (TBW) in 1,000 steps"
@@ -137,12 +146,12 @@ def _written(found: dict[str, Any]) -> str:
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """A summary, files, and one line a block."""
+    """Print a summary, the files, and one line per block."""
     frozen = found["param_count"] - found["trainable_count"]
     console.print(
         f"step {found['step']}: {len(found['params'])} parameters of {found['param_count']:,}"
         f" elements ({frozen:,} frozen) in {len(found['units'])} blocks; store {found['uuid']},"
-        f" {found['commit_bytes']:,} bytes a commit",
+        f" {found['commit_bytes']:,} bytes per commit",
         highlight=False,
         soft_wrap=True,
     )

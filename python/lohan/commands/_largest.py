@@ -45,7 +45,7 @@ def find(
     """
     families = sorted({name.partition("-")[0] for name in _plan.model_names()})
     if family not in families:
-        raise MachineError(f"family {family!r}: one of {', '.join(families)}")
+        raise MachineError(f"family {family!r}: must be one of {', '.join(families)}")
     names = [name for name in _plan.model_names() if name.startswith(f"{family}-")]
     sizes = {name: _plan.named_model(name, batch=1).param_count for name in names}
     names.sort(key=lambda name: sizes[name])

@@ -1,4 +1,4 @@
-"""`lohan simulate`: what was asked, and its answer for people, for programs and as a picture."""
+"""`lohan simulate`: the request, and the result as text, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def values_of(text: str) -> tuple[str, list[int]]:
     """The name and the values of a sweep: "ssd_count=1..12", "batch=8,16", "host_bytes=32GB,1TB".
 
     Raises:
-        MachineError: it is none; the message shows one.
+        MachineError: the text is not a valid sweep; the message has an example.
     """
     name, separator, said = text.partition("=")
     values: list[int] = []
@@ -81,7 +81,7 @@ def values_of(text: str) -> tuple[str, list[int]]:
     if separator and unit not in {"batch_count", "seq_count"}:
         known = [field.name for field in dataclasses.fields(Machine) if field.name != "name"]
         if name not in known:
-            raise MachineError(f"--sweep {name}: one of batch, seq, {', '.join(known)}")
+            raise MachineError(f"--sweep {name}: must be one of batch, seq, {', '.join(known)}")
     for part in said.split(",") if separator else []:
         ends = re.fullmatch(r"(\d+)\.\.(\d+)", part.strip())
         if ends:
@@ -90,8 +90,8 @@ def values_of(text: str) -> tuple[str, list[int]]:
             values.append(_machines.quantity(unit, part))
     if not 1 <= len(values) <= _VALUE_COUNT_MAX:
         raise MachineError(
-            f"--sweep {text}: 1 to {_VALUE_COUNT_MAX} values are wanted, as ssd_count=1..12 or"
-            " batch=8,16"
+            f"--sweep {text}: must have 1 to {_VALUE_COUNT_MAX} values, for example"
+            " ssd_count=1..12 or batch=8,16"
         )
     return name, values
 
@@ -140,8 +140,8 @@ def _show_step(step: Step, model: _plan.Model, machine: Machine, console: Consol
     console.print(table, highlight=False)
     again = step.recompute_flop / step.forward_flop
     console.print(
-        f"activations: {_size(step.swapped_bytes)} leave the GPU, {again:.0%} of forward is"
-        " computed again",
+        f"activations: {_size(step.swapped_bytes)} swapped out of the GPU, {again:.0%} of forward"
+        " recomputed",
         highlight=False,
         soft_wrap=True,
     )
@@ -153,17 +153,19 @@ def _show_step(step: Step, model: _plan.Model, machine: Machine, console: Consol
         soft_wrap=True,
     )
     life = (
-        "" if step.ssd_life_days is None else f"; at that they last {step.ssd_life_days:,.0f} days"
+        ""
+        if step.ssd_life_days is None
+        else f"; at this rate they last {step.ssd_life_days:,.0f} days"
     )
     if step.commit_every > 1:
         console.print(
-            f"every {step.commit_every:,} steps a commit adds {step.commit_ns / 1e9:.3f} s: its"
-            " share is in the step",
+            f"a commit adds {step.commit_ns / 1e9:.3f} s every {step.commit_every:,} steps; the"
+            " step time includes its share",
             highlight=False,
             soft_wrap=True,
         )
     console.print(
-        f"SSDs: {_size(step.written_bytes_per_day)} written a day{life}",
+        f"SSDs: {_size(step.written_bytes_per_day)} written per day{life}",
         highlight=False,
         soft_wrap=True,
     )
@@ -265,14 +267,14 @@ def _draw_timeline(timeline: Timeline, figure: Any) -> None:
 
 
 def run(request: Request, console: Console | None) -> dict[str, Any]:
-    """Simulate what was asked, show it, and give what `--json` writes.
+    """Simulate a request, print the result, and return the dictionary that `--json` writes.
 
     Args:
-        request: the command line's.
-        console: for people; None: nothing is shown.
+        request: the request from the command line.
+        console: where to print; None prints nothing.
 
     Raises:
-        MachineError: a word of the request is wrong; the message has the right ones.
+        MachineError: an option is invalid; the message lists the valid values.
         BudgetError: the model does not fit the machine.
         UnsupportedError: --plot without matplotlib.
     """
@@ -341,7 +343,7 @@ def run_zeroth(
             f"{model.name}, {model.tokens:,} tokens a step, {options.dtype} by {options.policy} on"
             f" {machine.name}\na step takes {step.step_ns / 1e9:.3f} s: {step.tokens_per_s:,.0f}"
             f" tokens/s; bound by: {step.bound_by}; {_size(step.link_bytes)} cross the link each"
-            f" way\nthe GPU has to have {_size(step.gpu_bytes)}, and has"
+            f" way\nthe step needs {_size(step.gpu_bytes)} of GPU memory; the GPU has"
             f" {_size(machine.gpu_bytes)}{'' if step.fits else ': it does not fit'}",
             highlight=False,
             soft_wrap=True,

@@ -28,7 +28,7 @@ _NUMBER_MAX = 1 << 60
 
 
 def parse(text: str, units: Mapping[str, float]) -> float | None:
-    """A number and one of units, or a bare number; None where text is neither."""
+    """Parse a number with an optional unit; return None if the text is invalid."""
     match = _QUANTITY.fullmatch(text.strip())
     if match is None or (match[2] and match[2] not in units):
         return None
@@ -36,50 +36,50 @@ def parse(text: str, units: Mapping[str, float]) -> float | None:
 
 
 def size(name: str, text: str, units: Mapping[str, float] = SIZES) -> int:
-    """The bytes that a user wrote as "16GB" (1000^3 each), "16GiB" (1024^3) or "16000000000".
+    """Parse a size such as "16GB" (1000^3 bytes each), "16GiB" (1024^3) or "16000000000".
 
     Args:
-        name: of the setting, for the message.
-        text: what was written.
-        units: those that it may have; RATES for bytes a second.
+        name: the setting's name, for the message.
+        text: the text to parse.
+        units: the valid units; RATES for bytes per second.
 
     Raises:
-        ModelError: it is neither; the message has examples.
+        ModelError: the text is not a size; the message has examples.
     """
     number = parse(text, units)
     if number is None or not 0 <= number <= _NUMBER_MAX:
         tail = "/s" if units is RATES else ""
         raise ModelError(
-            f'{name} {text!r}: a number of bytes, or as "16GB{tail}" (1000^3 bytes each),'
-            f' "16GiB{tail}" (1024^3) or "500MB{tail}"'
+            f"{name} {text!r} is not a size: pass a number of bytes, or a string such as"
+            f' "16GB{tail}" (1000^3 bytes each), "16GiB{tail}" (1024^3) or "500MB{tail}"'
         )
     return round(number)
 
 
 def quantity(name: str, value: Any) -> int:
-    """A number with a unit, in the unit that the name of its field says.
+    """Convert a number with a unit to the unit that its field's name ends with.
 
     Args:
-        name: of a field: `..._bytes`, `..._bytes_per_s`, `..._flop_per_s`, `..._params_per_s`,
-            `..._ns` or `..._count`.
-        value: an int or a float in that unit, or a string as "6.5 GB/s".
+        name: the field's name: `..._bytes`, `..._bytes_per_s`, `..._flop_per_s`,
+            `..._params_per_s`, `..._ns` or `..._count`.
+        value: an int or a float in that unit, or a string such as "6.5 GB/s".
 
     Returns:
         The nearest integer.
 
     Raises:
-        MachineError: it is neither, or its unit is of something else.
+        MachineError: the value is not a number, or its unit does not fit the field.
     """
     units = next(units for suffix, units in _UNITS.items() if name.endswith(suffix))
     said = ", ".join(units) or "no unit"
     match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
     if isinstance(value, bool) or not (match or isinstance(value, int | float)):
-        raise MachineError(f"{name} = {value!r}: a number is wanted (units: {said})")
+        raise MachineError(f"{name} = {value!r} is not a number (units: {said})")
     number = parse(value, units) if isinstance(value, str) else float(value)
     if number is None:
         raise MachineError(f"{name} = {value!r}: its unit must be one of {said}")
     if not 0 <= number <= _NUMBER_MAX:
         raise MachineError(f"{name} = {value!r} is out of range (0 to {_NUMBER_MAX})")
     if name.endswith("_count") and number != round(number):
-        raise MachineError(f"{name} = {value!r}: a whole number is wanted")
+        raise MachineError(f"{name} = {value!r} is not a whole number")
     return round(number)

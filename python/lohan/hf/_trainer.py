@@ -111,7 +111,7 @@ class TrainerCallback(transformers.TrainerCallback):
         own = {"eps"} if self._is_zeroth else set()
         for name in sorted(set(settings) & set(_SAID_BY_ARGS) - own):
             raise ModelError(
-                f"{name}= of lohan.TrainerCallback: TrainingArguments say that"
+                f"{name}= cannot be passed to lohan.TrainerCallback: set it in TrainingArguments"
                 f" ({_SAID_BY_ARGS[name]})"
             )
         self.session: Session | None = None
@@ -141,8 +141,8 @@ class TrainerCallback(transformers.TrainerCallback):
         _check_args(args, trainer)
         if self.session is not None:
             raise UnsupportedError(
-                "this lohan.TrainerCallback is another Trainer's, which has trained with it: each"
-                " takes one of its own, with a store of its own"
+                "this lohan.TrainerCallback has already trained with another Trainer: create a new"
+                " callback, with a separate store, for each Trainer"
             )
         if self._trainer is not None:  # that one cannot train any more: on_train_begin()
             for name in _SHADOWED:
@@ -164,8 +164,8 @@ class TrainerCallback(transformers.TrainerCallback):
         is_mine = self._trainer is not None and args is self._trainer.args
         if not is_mine or self.session is None:
             raise UnsupportedError(
-                "lohan.TrainerCallback was added to a Trainer that was made without it, which has"
-                " its optimizer by now: Trainer(..., callbacks=[lohan.TrainerCallback(...)])"
+                "lohan.TrainerCallback was added after the Trainer was created, which is too late."
+                " Pass it to the constructor: Trainer(..., callbacks=[lohan.TrainerCallback(...)])"
             )
         if self._steps is not None:
             self._steps.begin()
@@ -231,15 +231,15 @@ class TrainerCallback(transformers.TrainerCallback):
         is_mine = self._model is module and self.session is not None and not self.session.closed
         if "lohan" in module.__dict__ and not is_mine:
             raise UnsupportedError(
-                "the model is wrapped already: leave lohan.wrap() to the callback; or leave"
-                " lohan.TrainerCallback out, wrap with schedule='deferred' (a Trainer asks for the"
-                " norm of all gradients), and pass optimizers=(model.optimizer, None)"
+                "the model is already wrapped: either do not call lohan.wrap(), which the callback"
+                " does, or omit lohan.TrainerCallback, wrap with schedule='deferred' (a Trainer"
+                " needs the norm of all gradients), and pass optimizers=(model.optimizer, None)"
             )
         if self.session is not None and not is_mine:
             raise UnsupportedError(
-                f"train() again, with another model (model_init=, or a closed session): the store"
-                f" in {self._directories()[0]} has the first one's states. Make a new Trainer with"
-                " a lohan.TrainerCallback of its own"
+                "train() was called again with another model (model_init=, or a closed session),"
+                f" but the store in {self._directories()[0]} has the first model's states. Create a"
+                " new Trainer with a new lohan.TrainerCallback"
             )
         made = plain() if model is None else plain(model)
         if not is_mine:
@@ -257,8 +257,8 @@ class TrainerCallback(transformers.TrainerCallback):
         if asked is None:
             raise StoreMismatchError(
                 f"{folder} does not say which step of which store has its tensors: it was saved"
-                " without lohan, or with save_only_model=True. Build the model with"
-                f" from_pretrained({str(folder)!r}), and train() with a new store"
+                " without lohan, or with save_only_model=True. To continue from its weights, build"
+                f" the model with from_pretrained({str(folder)!r}) and train() with a new store"
             )
         found, *copied = self._committed()
         is_found = asked == found or asked in copied
@@ -283,8 +283,8 @@ class TrainerCallback(transformers.TrainerCallback):
             inside = directory.is_relative_to(root) and directory.relative_to(root).parts
             if inside == () or (inside and not inside[0].startswith(("_", "checkpoint-"))):
                 raise UnsupportedError(
-                    f"push_to_hub=True uploads all of output_dir, and the store in {directory} with"
-                    " it: lohan.TrainerCallback(store=...) says where else it is to be"
+                    f"push_to_hub=True would upload the store in {directory} with the rest of"
+                    " output_dir: pass another place with lohan.TrainerCallback(store=...)"
                 )
 
     def _directories(self) -> list[str]:
@@ -296,8 +296,8 @@ class TrainerCallback(transformers.TrainerCallback):
         if self.session is not None and not self.session.closed:
             if self.session.has_edits:
                 raise StoreMismatchError(
-                    "train(resume_from_checkpoint=...) in a process that has changed the model's"
-                    " parameters since (load_best_model_at_end does): start a new process"
+                    "train(resume_from_checkpoint=...) was called in a process that has changed the"
+                    " model's parameters since (load_best_model_at_end does): start a new process"
                 )
             return [{"store": self.session.uuid, "step": self.session.step}]
         directories = self._directories()
@@ -305,8 +305,8 @@ class TrainerCallback(transformers.TrainerCallback):
             store = _store.open_existing(directories, self._config, read_only=True)
         except StoreError as error:
             error.add_note(
-                "the checkpoint's tensors are in the store that lohan.TrainerCallback was given"
-                f" when it was saved; store= is {directories} now"
+                "the checkpoint's tensors are in the store that was passed to lohan.TrainerCallback"
+                f" when the checkpoint was saved; store= is now {directories}"
             )
             raise
         try:
@@ -329,22 +329,22 @@ class TrainerCallback(transformers.TrainerCallback):
     def _mismatch(self, folder: Path, asked: Reference, found: Reference) -> str:
         place = self._directories()[0]
         text = (
-            f"{folder} belongs to step {asked['step']} of store {asked['store']}, the store in"
+            f"{folder} belongs to step {asked['step']} of store {asked['store']}, but the store in"
             f" {place} is at step {found['step']}"
         )
         if asked["store"] != found["store"]:
-            text += f" and is another, {found['store']}: pass the store= that the run had"
+            text += f" and is a different one, {found['store']}: pass the store= of that run"
             return text
         fitting = self._fitting(folder, found)
         if fitting:
-            return f"{text}: so is {fitting}, train(resume_from_checkpoint={fitting!r})"
+            return f"{text}. To resume from there: train(resume_from_checkpoint={fitting!r})"
         if self._is_zeroth:
             return text + _zo_trainer.way_out(place, found["step"])
         return (
-            f"{text}, and no checkpoint beside it is of that step: a store has only its last"
-            f" commit. lohan.wrap(model, store={place!r}, resume=True) goes on with it, without a"
-            f" Trainer's state; from_pretrained({str(folder)!r}) with a new store begins with the"
-            " checkpoint's weights, and moments of zero"
+            f"{text}, and no checkpoint beside it is of that step: a store keeps only its last"
+            f" commit. lohan.wrap(model, store={place!r}, resume=True) resumes it without a"
+            f" Trainer's state; from_pretrained({str(folder)!r}) with a new store starts from the"
+            " checkpoint's weights, with moments of zero"
         )
 
     def _fitting(self, folder: Path, found: Reference) -> str | None:
@@ -356,16 +356,16 @@ class TrainerCallback(transformers.TrainerCallback):
     def _unfinished(self, folder: Path) -> str:
         committed = self._committed()[0]
         fitting = self._fitting(folder, committed)
-        text = f"{folder} is no whole checkpoint: its process ended while it was written"
+        text = f"{folder} is incomplete: the process ended while writing it"
         if fitting:
-            return f"{text}. {fitting} is: train(resume_from_checkpoint={fitting!r})"
+            return f"{text}. Resume from {fitting}: train(resume_from_checkpoint={fitting!r})"
         if self._is_zeroth:
             place = self._directories()[0]
             text += f"; the store in {place} is at step {committed['step']}"
             return text + _zo_trainer.way_out(place, committed["step"])
         return (
-            f"{text}, and none beside it is of the step that the store in"
-            f" {self._directories()[0]} is at: pass the store= that the run had, or begin anew"
+            f"{text}, and no checkpoint beside it is of the step of the store in"
+            f" {self._directories()[0]}: pass the store= of that run, or start a new run"
         )
 
     def _wrap(self, model: nn.Module, made: Any) -> Any:
@@ -424,7 +424,7 @@ class TrainerCallback(transformers.TrainerCallback):
         if args.max_grad_norm:
             raise UnsupportedError(
                 f"schedule={asked!r} updates before the norm of all gradients is known, and"
-                f" max_grad_norm={args.max_grad_norm} clips by it: leave schedule= out, or say"
+                f" max_grad_norm={args.max_grad_norm} clips by it: omit schedule=, or set"
                 " max_grad_norm=0.0 in TrainingArguments"
             )
         return args.gradient_accumulation_steps == 1 and not args.fp16
@@ -453,8 +453,8 @@ class TrainerMixin:
         callbacks = self.callback_handler.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, TrainerCallback) for callback in callbacks):
             raise ModelError(
-                f"{type(self).__name__} leaves the model to lohan, and was given no"
-                " callbacks=[lohan.TrainerCallback(store=...)]"
+                f"{type(self).__name__} needs callbacks=[lohan.TrainerCallback(store=...)]: it"
+                " leaves the model's placement to lohan"
             )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -467,8 +467,8 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 def _passed_over(unfinished: list[Path], folder: Path) -> str:
     print(
-        f"lohan: {', '.join(str(path) for path in unfinished)} was being written when its process"
-        f" ended, and the store is not of that step: going on from {folder}",
+        f"lohan: {', '.join(str(path) for path in unfinished)}: the process ended while writing"
+        f" this, and the store is not at that step: resuming from {folder}",
         file=sys.stderr,
     )
     return str(folder)
@@ -487,8 +487,8 @@ def _calling_trainer() -> Any:
             return found
         frame = frame.f_back
     raise UnsupportedError(
-        "lohan.TrainerCallback is for transformers.Trainer and classes made from it; a loop of your"
-        " own takes lohan.wrap(model, ...)"
+        "lohan.TrainerCallback works only with transformers.Trainer and its subclasses; in your own"
+        " training loop, call lohan.wrap(model, ...)"
     )
 
 
@@ -500,37 +500,37 @@ def _check_args(args: Any, trainer: Any) -> None:
     """
     if args.torch_compile:
         raise UnsupportedError(
-            "torch_compile=True: a model wrapped by lohan runs uncompiled, its parameters come and"
-            " go, which torch.compile cannot trace. Leave torch_compile out"
+            "torch_compile=True is not supported: lohan loads and evicts parameters during a step,"
+            " which torch.compile cannot trace. Leave torch_compile out"
         )
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
             raise UnsupportedError(
-                f"{name}= places parameters and states itself, and so does lohan: leave it out, or"
-                " the callback"
+                f"{name}= places parameters and optimizer states itself, as lohan does: omit either"
+                f" {name}= or the callback"
             )
     for name in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, name, False):
             raise UnsupportedError(
                 f"{name}=True changes the dtype of the parameters, which are in the store: leave it"
-                " out; evaluation runs under the autocast of bf16= or fp16= in any case"
+                " out; evaluation already runs under the autocast of bf16= or fp16="
             )
     if args.parallel_mode == ParallelMode.DISTRIBUTED:
         raise UnsupportedError(
-            "the script was started by torchrun or alike (LOCAL_RANK is set), and a Trainer then"
-            " wraps the model in DistributedDataParallel, on one process too: start it with"
-            " `python SCRIPT`, lohan trains on one process"
+            "the script was started by torchrun or a similar launcher (LOCAL_RANK is set), so the"
+            " Trainer would wrap the model in DistributedDataParallel, even with one process."
+            " lohan trains in one process: start it with `python SCRIPT`"
         )
     if args.n_gpu > 1:
         raise UnsupportedError(
-            f"the Trainer would run on {args.n_gpu} GPUs (DataParallel), lohan trains on one: set"
+            f"the Trainer would run on {args.n_gpu} GPUs (DataParallel); lohan trains on one: set"
             " CUDA_VISIBLE_DEVICES=0"
         )
     is_given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
     optim = getattr(args.optim, "value", args.optim)
     if not is_given and optim not in OPTIMIZERS:
         raise UnsupportedError(
-            f"optim={str(optim)!r}: lohan's rule is AdamW's, in fp32, with its states on SSD. Use"
+            f"optim={str(optim)!r} is not supported: lohan runs AdamW in fp32, on SSD. Use"
             f" optim={OPTIMIZERS[0]!r} or {OPTIMIZERS[1]!r}, the default"
         )
 
@@ -581,7 +581,7 @@ def _hint_of_trainer() -> Iterator[None]:
     except StoreError as error:
         if re.search(r"resume=True", str(error)):
             error.add_note(
-                "with a Trainer resume=True is train(resume_from_checkpoint=True), where a"
-                " checkpoint was saved; else delete the store's directory, or name another"
+                "with a Trainer, use train(resume_from_checkpoint=True) instead of resume=True if a"
+                " checkpoint was saved; otherwise delete the store's directory, or pass another"
             )
         raise

@@ -58,7 +58,7 @@ def is_asked(settings: dict[str, Any]) -> bool:
         raise ModelError(f"method {method!r}: one of {', '.join(METHODS)}")
     for name in OF_METHOD:
         if name in settings and method != "mezo":
-            raise ModelError(f'{name}= is of method="mezo"')
+            raise ModelError(f'{name}= is only valid with method="mezo"')
     return bool(method == "mezo")
 
 

@@ -91,8 +91,8 @@ class Journal:
         except FileExistsError as error:
             raise StoreExistsError(
                 error.errno,
-                f"{path} has the steps of a run whose store is not here: put its lohan.data back,"
-                " or move the journal away, or choose another directory",
+                f"{path} is the journal of a run whose store is missing: restore its lohan.data,"
+                " move the journal away, or choose another directory",
             ) from error
         except OSError as error:
             raise StoreError(error.errno, f"cannot make {path}: {error.strerror}") from error
@@ -231,8 +231,8 @@ def read(directories: Sequence[str], uuid: bytes) -> tuple[Rule, list[Record]]:
     except OSError as error:
         raise StoreError(
             error.errno,
-            f"cannot open {path}: {error.strerror}: the store has the weights that zeroth-order"
-            " training began with, and the journal what it did to them: put it back",
+            f"cannot open {path}: {error.strerror}. The store has only the weights that"
+            " zeroth-order training last wrote; the journal has the steps since then: restore it",
         ) from error
     try:
         return _read(path, fd, uuid)

@@ -63,7 +63,7 @@ class Lockstep:
             BaseException: what one of them raised; the others are ended then.
         """
         if self._wakes:
-            raise RuntimeError("runs that take turns run once")
+            raise RuntimeError("Lockstep.run() can be called only once")
         count = len(functions)
         self._wakes = [threading.Semaphore(0) for _ in functions]
         self._visits, self._is_over, self._results = [0] * count, [False] * count, [None] * count

@@ -116,8 +116,8 @@ class Zeroth:
         ):
             if value is not None and value != was:
                 raise StoreMismatchError(
-                    f"{name}={value!r}, and the run in the store has {name}={was!r}: its steps so"
-                    " far are made with that: leave it out, or begin a new store"
+                    f"{name}={value!r}, but the run in the store has {name}={was!r}, which cannot"
+                    " be changed on resume: leave it out, or start a new store"
                 )
         _zo_device.check(self.device, then.rng, self.without)
         self.rule = then
@@ -125,8 +125,8 @@ class Zeroth:
         every = self.asked["write_every"]
         if was_every is None and isinstance(every, int):
             raise StoreMismatchError(
-                f'write_every={every}, and the store was made with "never": it has no room for'
-                " parameters that are written: leave it out, or begin a new store"
+                f'write_every={every}, but the store was created with "never" and has no room to'
+                " write parameters: leave it out, or start a new store"
             )
         self.write_every = was_every if every == "auto" else None if every == "never" else every
 
@@ -249,7 +249,7 @@ def make(
     if method == "adamw":
         for name in OF_METHOD:
             if asked[name] is not None:
-                raise ModelError(f'{name}= is of method="mezo"')
+                raise ModelError(f'{name}= is only valid with method="mezo"')
         return None
     for name in ("betas", "max_grad_norm", "optimizer"):
         if asked[name] is not None:
@@ -264,7 +264,7 @@ def make(
     seed = torch.initial_seed() % _SEEDS if asked["seed"] is None else asked["seed"]
     samples = 1 if asked["num_samples"] is None else asked["num_samples"]
     if not 0 < eps < float("inf"):
-        raise ModelError(f"eps {eps}: a number above 0")
+        raise ModelError(f"eps {eps}: must be a number above 0")
     if not (isinstance(seed, int) and 0 <= seed < _SEEDS):
         raise ModelError(f"seed {seed!r}: a whole number from 0 to 2^64 - 1")
     if not (isinstance(samples, int) and 0 < samples < _SAMPLES_MAX):

@@ -93,7 +93,7 @@ def _room(model: Model, machine: Machine) -> tuple[int, int]:
         if room[name] < 0:
             raise BudgetError(
                 f"{name} {getattr(machine, name)} is too small: the buffers of a step need"
-                f" {step[name]}: take a smaller batch, or set {name}"
+                f" {step[name]}: use a smaller batch, or raise {name}"
             )
     return room["gpu_bytes"], room["host_bytes"]
 
@@ -116,9 +116,9 @@ def _solve(
             best = found
     if best is None:
         raise BudgetError(
-            f"activations between blocks, which are never computed again, take"
+            "activations between blocks, which are never recomputed, take"
             f" {model.inter_block_bytes} bytes: the GPU has room for {gpu_bytes} (less {transit} if"
-            f" any leave it) and main memory for {host_bytes}: take a smaller batch, or set"
+            f" any are swapped) and main memory for {host_bytes}: use a smaller batch, or raise"
             " gpu_bytes or host_bytes"
         )
     return best[1]

@@ -65,7 +65,7 @@ _MOST = {"ssd_count": SSD_COUNT_MAX, "worker_count": _WORKER_COUNT_MAX}
 
 def _field(name: str, value: Any) -> Any:
     if name not in _FIELDS:
-        raise MachineError(f"{name!r} is no field of a machine: they are {', '.join(_FIELDS)}")
+        raise MachineError(f"{name!r} is not a field of a machine (fields: {', '.join(_FIELDS)})")
     if name == "name":
         return str(value)
     number = quantity(name, value)
@@ -90,7 +90,7 @@ def change(machine: Machine, changes: Iterable[str]) -> Machine:
     for text in changes:
         name, separator, value = text.partition("=")
         if not separator:
-            raise MachineError(f"{text!r}: FIELD=VALUE is wanted, as ssd_count=6")
+            raise MachineError(f"{text!r} is not FIELD=VALUE, for example ssd_count=6")
         values[name.strip()] = _field(name.strip(), value)
     return dataclasses.replace(machine, **values)
 
@@ -168,6 +168,6 @@ def load(name: str) -> Machine:
         return _parse(path.read_text(encoding="utf-8"), name)
     except (OSError, UnicodeDecodeError) as error:
         raise MachineError(
-            f"{name}: no preset and no file that can be read ({error}); presets are"
-            f" {', '.join(names())}; this machine, measured: here"
+            f"{name} is neither a preset nor a readable file ({error}). Presets:"
+            f" {', '.join(names())}. To measure this machine, pass here"
         ) from error

@@ -83,7 +83,7 @@ def ssds(directories: Sequence[str], tell: Callable[[str], None]) -> Ssds:
         if not os.path.isdir(directory):
             raise StoreError(
                 errno.ENOENT,
-                f"{directory} is no directory, so nothing can be measured there:"
+                f"{directory} is not a directory, so it cannot be measured:"
                 f" mkdir -p {shlex.quote(directory)}",
             )
     alone = []

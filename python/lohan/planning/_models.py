@@ -244,8 +244,8 @@ def _from_transformers(name: str, config_path: Path | None, batch: int, seq: int
             return count(model.eval(), name, batch, seq)
     except Exception as error:
         raise MachineError(
-            f"{name} cannot be run without storage ({type(error).__name__}: {error}): is it a model"
-            " of transformers, and seq no longer than it takes?"
+            f"{name} cannot be run on meta tensors ({type(error).__name__}: {error}): check that it"
+            " is a transformers model, and that seq does not exceed its maximum length"
         ) from error
 
 

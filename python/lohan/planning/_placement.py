@@ -139,9 +139,9 @@ def _gpu_split(
     free = machine.gpu_bytes - kept - computing
     if free < least:
         raise BudgetError(
-            f"the GPU's {machine.gpu_bytes:,} bytes are too few: {computing:,} for the block that"
-            f" computes, {kept:,} for activations that stay and at least {least:,} for parameters:"
-            " take a smaller batch, or set gpu_bytes"
+            f"the GPU's {machine.gpu_bytes:,} bytes are not enough: it needs {computing:,} for the"
+            f" block in use, {kept:,} for resident activations and at least {least:,} for"
+            " parameters: use a smaller batch, or raise gpu_bytes"
         )
     slots = min(max(free // 2, least), padded(sum(sizes)) + GRANULE)
     rooms = [machine.gpu_bytes - kept - need - slots for need in needs]
@@ -152,8 +152,8 @@ def _plan(model: Model, machine: Machine, policy: str) -> dict[str, Any]:
     room = machine.host_bytes - _transit_bytes(model)
     if room <= 0:
         raise BudgetError(
-            f"host_bytes {machine.host_bytes:,} is too small: activations on their way to SSD take"
-            f" {_transit_bytes(model):,}: set host_bytes"
+            f"host_bytes {machine.host_bytes:,} is too small: activations in transit to SSD take"
+            f" {_transit_bytes(model):,}: raise host_bytes"
         )
     room -= min(buffer_bytes(model), max(room - buffer_bytes(model), 0))
     return _policies.make(model, dataclasses.replace(machine, host_bytes=room), policy)

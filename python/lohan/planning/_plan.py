@@ -312,6 +312,6 @@ def named_model(name: str, *, batch: int, seq: int = 1024) -> Model:
             layers, _, hidden = shapes[name]
             return decoder(name, layers=layers, hidden=hidden, vocab=vocab, seq=seq, batch=batch)
     raise ModelError(
-        f"there is no model {name!r}: the names are {', '.join(model_names())}; or take a"
-        " config.json, or a class of transformers such as GPT2LMHeadModel"
+        f"unknown model {name!r}: pass one of {', '.join(model_names())}, or a transformers"
+        " config.json, or a transformers class such as GPT2LMHeadModel"
     )

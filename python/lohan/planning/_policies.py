@@ -32,7 +32,7 @@ def make(model: Model, machine: Machine, policy: str) -> dict[str, Any]:
         UnsupportedError: the policy needs a package that is not installed.
     """
     if policy.partition("/")[0] not in names():
-        raise MachineError(f"policy {policy!r}: one of {', '.join(names())}")
+        raise MachineError(f"policy {policy!r}: must be one of {', '.join(names())}")
     try:
         if policy == "checkmate":
             return _checkmate.plan(model, machine)

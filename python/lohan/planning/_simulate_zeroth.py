@@ -130,8 +130,7 @@ def decoder(name: str, *, batch: int = 1, seq: int = 2048) -> Decoder:
         if name in shapes:
             return Decoder(name, *shapes[name], vocab, batch, seq)
     raise ModelError(
-        f"there is no decoder {name!r}: the names are"
-        f" {', '.join((*_plan.OPT_SHAPES, *_plan.GPT_SHAPES))}"
+        f"unknown decoder {name!r}: pass one of {', '.join((*_plan.OPT_SHAPES, *_plan.GPT_SHAPES))}"
     )
 
 
@@ -281,14 +280,14 @@ def _check(machine: Machine, options: Options) -> None:
         ("link", options.link or "fp32", LINKS),
     ):
         if value not in known:
-            raise MachineError(f"{what} {value!r}: one of {', '.join(known)}")
+            raise MachineError(f"{what} {value!r}: must be one of {', '.join(known)}")
     if LINKS.get(options.link or "", 0) > DTYPES[options.dtype]:
         raise MachineError(f"link {options.link!r} is wider than {options.dtype} parameters are")
     unknown = [name for name in _NEEDED if getattr(machine, name) == 0]
     if unknown:
         raise MachineError(
-            f"{machine.name} does not say {', '.join(unknown)}, which a zeroth-order step asks"
-            " for: set them, or take the machine paper-zo2"
+            f"{machine.name} does not define {', '.join(unknown)}, which a zeroth-order step"
+            " needs: set them, or use the machine paper-zo2"
         )
 
 
@@ -328,7 +327,7 @@ def simulate(model: Decoder, machine: Machine, options: Options | None = None) -
         options: of the run.
 
     Raises:
-        MachineError: an option that is none, or a machine that does not say what is needed.
+        MachineError: an option is invalid, or the machine lacks a field that is needed.
     """
     options = options or Options()
     _check(machine, options)

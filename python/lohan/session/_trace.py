@@ -76,8 +76,8 @@ def save(path: str | os.PathLike[str], session: Session) -> None:
     most = session.config.trace_events
     if most == 0:
         raise SessionError(
-            "there is no timeline: ask for one with lohan.wrap(..., trace_events=100_000) (the last"
-            " so many events are kept, 40 bytes each)"
+            "this session records no timeline: wrap with lohan.wrap(..., trace_events=100_000),"
+            " which keeps the last 100,000 events, 40 bytes each"
         )
     events = session.trace()
     if len(events) >= most:
@@ -108,7 +108,7 @@ def _span(event: Mapping[str, Any]) -> Span:
     )
     are_names = isinstance(span.lane, str) and isinstance(span.name, str)
     if not are_names or type(span.step) is not int or type(span.nbytes) is not int:
-        raise ValueError(f"{str(event)[:200]} is no event of a step")
+        raise ValueError(f"{str(event)[:200]} is not an event of a step")
     return span
 
 
@@ -126,10 +126,10 @@ def load(path: Path) -> tuple[list[Span], int]:
         raise TraceError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, *_OF_JSON) as error:
         raise TraceError(
-            f"{path} is no timeline of lohan's ({error!r}): model.lohan.save_trace(FILE) writes one"
+            f"{path} is not a lohan timeline ({error!r}): model.lohan.save_trace(FILE) writes one"
         ) from error
     if not spans:
-        raise TraceError(f"{path} has no events: train a step before save_trace()")
+        raise TraceError(f"{path} has no events: train at least one step before save_trace()")
     return spans, threads
 
 

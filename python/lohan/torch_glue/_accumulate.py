@@ -20,7 +20,7 @@ def is_accumulating(accumulate: Accumulate) -> bool:
     is_number = isinstance(accumulate, int) and not isinstance(accumulate, bool)
     if accumulate != "manual" and not (is_number and accumulate >= 1):
         raise ModelError(
-            f"accumulate {accumulate!r}: a number of backwards a step from 1, or 'manual'"
+            f"accumulate {accumulate!r}: must be a number of backwards per step from 1, or 'manual'"
         )
     return accumulate != 1
 
@@ -66,13 +66,13 @@ class Accumulation:
         """
         if not self.is_on:
             raise SecondBackwardError(
-                "a second backward before optimizer.step(): the gradients of the first have left"
-                " for the optimizer. lohan.wrap(..., accumulate=k) sums those of k backwards"
+                "a second backward before optimizer.step(): the optimizer already has the gradients"
+                " of the first. lohan.wrap(..., accumulate=k) sums the gradients of k backwards"
             )
         if self.is_given:
             raise SecondBackwardError(
                 "a backward after the gradients of this step were clipped or unscaled: call"
-                " model.optimizer.step() first, and clip behind the last backward"
+                " model.optimizer.step() first, and clip after the last backward"
             )
         if self._is_complete and self._accumulate == "manual":
             raise SecondBackwardError(

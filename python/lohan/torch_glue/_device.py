@@ -65,8 +65,8 @@ class Device:
             memory = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:
             raise BudgetError(
-                f"{self.torch_device} has no {self.slot_bytes} bytes for parameters: set"
-                f" device_param_bytes to less, or free memory there ({error})"
+                f"{self.torch_device} cannot allocate {self.slot_bytes} bytes for parameters: lower"
+                f" device_param_bytes, or free memory there ({error})"
             ) from error
         # torch's allocator gives memory that its stream may still be computing in; copies come on
         # streams of their own.
@@ -109,7 +109,7 @@ def parse(name: str | torch.device | None) -> tuple[str, int]:
     name = str(name) if isinstance(name, torch.device) else name
     kind, _, index = name.partition(":") if isinstance(name, str) else ("", "", "")
     if kind not in NAMES or (index and not (kind == "cuda" and index.isdecimal())):
-        raise ModelError(f"device {name!r}: 'cpu', 'cuda', 'cuda:INDEX' or 'emu'")
+        raise ModelError(f"device {name!r}: must be 'cpu', 'cuda', 'cuda:INDEX' or 'emu'")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ModelError("device 'cuda': torch finds no GPU (torch.cuda.is_available() is False)")
     if kind != "cuda":
@@ -158,8 +158,8 @@ def of_trainer(name: str | torch.device | None, trainers: torch.device) -> str:
             else "leave use_cpu=True out of TrainingArguments"
         )
         raise ModelError(
-            f"device={str(name)!r} of lohan.TrainerCallback, but the Trainer puts batches on"
-            f" {trainers}: leave device= out, which computes there, or {way_out}"
+            f"lohan.TrainerCallback has device={str(name)!r}, but the Trainer puts batches on"
+            f" {trainers}: omit device= to compute there, or {way_out}"
         )
     return str(name)
 
@@ -173,14 +173,14 @@ def check(config: Config) -> None:
     parse(config.device)
     rate = config.emu_alloc_bytes_per_s
     if rate is not None and not (isinstance(rate, int | float) and 0 < rate < 1 << 60):
-        raise ModelError(f"emu_alloc_bytes_per_s {rate!r}: a speed in bytes a second")
+        raise ModelError(f"emu_alloc_bytes_per_s {rate!r}: must be a rate in bytes per second")
     links = config.emu_bytes_per_s
     if links is not None and not (
         isinstance(links, tuple)
         and len(links) == 2
         and all(isinstance(n, int | float) and 0 <= n < 1 << 60 for n in links)
     ):
-        raise ModelError(f"emu_bytes_per_s {links!r}: two speeds in bytes a second, in and out")
+        raise ModelError(f"emu_bytes_per_s {links!r}: must be two rates in bytes/s, in and out")
 
 
 def block_bytes_per_element(layout: Layout, config: Config) -> int:
@@ -217,7 +217,7 @@ def plan(layout: Layout, together: Sequence[int], apart: Sequence[int], config: 
             raise BudgetError(
                 f"{setting} {given} is too small: the largest block and two of the next size need"
                 f" at least {least} bytes for parameters alone, and saved tensors and gradients"
-                f" lie beside them: try device_bytes={2 * least}, device_param_bytes={least}"
+                f" need room, too: try device_bytes={2 * least}, device_param_bytes={least}"
             )
     share = config.device_param_bytes or _share(name, index, ceiling, every)
     share -= share % _core.BLOCK_BYTES
@@ -309,9 +309,9 @@ class Meter:
             raise DeviceMemoryError(
                 f"the emulated device is full: {self.device.slot_bytes} bytes for parameters,"
                 f" {self.kept_bytes} of saved tensors (the last one {more}) and {self.held()} of"
-                f" gradients on their way are more than device_bytes {ceiling}: raise it to at"
-                f" least {total}{self._lower()}, use a smaller batch, or have activations"
-                ' computed again (activations="recompute") or leave (swap_bytes=)'
+                f" gradients in flight are more than device_bytes {ceiling}: raise it to at"
+                f" least {total}{self._lower()}, use a smaller batch, or recompute activations"
+                ' (activations="recompute") or offload them (swap_bytes=)'
             )
         self.peak_bytes = max(self.peak_bytes, total)
 
