@@ -442,7 +442,7 @@ def test_a_folder_that_was_never_finished_is_passed_over_or_refused(
     store_dir: pathlib.Path,
 ) -> None:
     train_until(store_dir, 4, "files")
-    with pytest.raises(StoreMismatchError, match=r"no whole checkpoint.*is at step 4"):
+    with pytest.raises(StoreMismatchError, match=r"is incomplete.*is at step 4"):
         resumed(store_dir, str(checkpoints(store_dir)[-1]))
     assert_goes_on(resumed(store_dir), store_dir)
 

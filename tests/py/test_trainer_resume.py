@@ -126,7 +126,7 @@ def test_a_last_checkpoint_that_is_no_crash_s_is_not_passed_over(store_dir: path
     train_until(store_dir / "other", 7, "step")
     newest = checkpoints(store_dir / "other")[-1]
     moved = newest.rename(store_dir / "out" / newest.name)
-    with pytest.raises(StoreMismatchError, match=r"checkpoint-6 .* and is another"):
+    with pytest.raises(StoreMismatchError, match=r"checkpoint-6 .* and is a different one"):
         resume(store_dir)
     (moved / "optimizer.pt").unlink()
     with pytest.raises(StoreMismatchError, match=r"checkpoint-6 does not say which step"):
