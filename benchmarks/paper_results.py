@@ -48,41 +48,42 @@ SWITCHED_OFF = {
     "kept": "last activations on the GPU",
 }
 PLACES = ((1, 32), (1, 128), (3, 128), (12, 32))
-TEXT = """# What the papers measured, and what the simulator says
+TEXT = """# The papers' measurements and the simulator
 
-Made by `make paper`. The engine that trains runs in virtual time on LoHan's server; five
-constants of it are fitted on the rows of batch 32 of the first table (docs/machines.md), nothing
-else is. Zeroth-order steps, on ZO2's machine, are the last five sections, and say what is fitted.
+`make paper` made this page. The training engine runs in virtual time on LoHan's server. Five
+constants of the server are fitted on the rows of batch 32 of the first table (docs/machines.md),
+and nothing else. The last five sections are about zeroth-order steps on ZO2's machine, and state
+what is fitted.
 """
 
 SWAPPED_TEXT = """\
-LoHan swaps 34 GB at batch 32, with 32 % more GPU work in backward. 34 GB leave 56 %
-of forward to be computed again here, which is 28 % of backward's work. Algorithm 1 goes on until
-the GPU's backward takes no longer than the SSDs': 736 GB of main memory hold what is swapped, and
-the link's 21 GB/s are all that it costs. So where it stops hangs on two of the constants, and a
+LoHan swaps 34 GB at batch 32, with 32 % more GPU work in backward. In the simulation, 34 GB leave
+56 % of forward to recompute, which is 28 % of backward's work. Algorithm 1 continues until
+the GPU's backward takes no longer than the SSDs': 736 GB of main memory hold the swapped bytes,
+which cost only the link's 21 GB/s. The point where it stops depends on two of the constants, and a
 few percent of either move it by tens of GB: with all SSDs together 3 % slower it stops where
-LoHan's did (second table), but the rows above are then off by 6.2 % on the mean, not by 5.9 %. The
-cases are the papers' with both: 1 at batch 24, 3 at 36 and more. `lohan simulate --model gpt-13b
---batch 36 --policy lohan --set host_bytes=128GB --plot FILE` draws step times against it (LoHan
-fig. 9b, case 3).
+LoHan's did (second table), but the mean error of the rows above is then 6.2 % instead of 5.9 %.
+With both values the cases match the papers': case 1 at batch 24, case 3 at 36 and more. `lohan
+simulate --model gpt-13b --batch 36 --policy lohan --set host_bytes=128GB --plot FILE` draws step
+times against the swapped bytes (LoHan fig. 9b, case 3).
 """
 BEYOND_TEXT = """\
 `lohan` is the papers' policy: 14 bytes a parameter, states on SSD, a commit each step.
-`auto` commits what main memory keeps as often as takes half a percent of the time, and that is in
-its figures.
+`auto` commits the states in main memory at an interval that costs half a percent of the time, which
+its figures include.
 """
 SCHEDULES_TEXT = """\
-The engine's `naive` goes a block at a time, but within one it still reads, computes and writes
-chunk by chunk, and at batch 64 the GPU has more to do than all of that: so it costs less than the
-papers' did, which moves whole tensors.
+The engine's `naive` processes one block at a time, but within a block it still reads, computes and
+writes chunk by chunk, and at batch 64 the GPU takes longer than all of that. It therefore costs
+less than the papers' `naive`, which moves whole tensors.
 """
 SSD_ACTIVATIONS_TEXT = """\
 LoHan's largest models with activations on SSD are 2 to 5 times those without, at 128 GB. The
-engine's buffers take less: at 128 GB what blocks are given fits into main memory for as large a
-model as the GPU can compute, with or without SSDs, and the difference shows at half of that.
+engine's buffers take less: at 128 GB the inputs of blocks fit into main memory for the largest
+model that the GPU can compute, with or without SSDs. The difference appears at half of that memory.
 """
 ATTRIBUTED_TEXT = """\
-Each is planned without that one alone.
+Each row is planned without that one part.
 """
 
 
@@ -289,10 +290,10 @@ def main() -> None:
             table("batch|SSDs|measured|simulated|error", others(runs)),
             "## How much is swapped (LoHan V-C)\n",
             SWAPPED_TEXT,
-            table("batch|GB swapped|forward computed again|TFLOP/s|bound by", swapped(runs)),
+            table("batch|GB swapped|forward recomputed|TFLOP/s|bound by", swapped(runs)),
             f"With {SWAPPED_TOTAL_GB} GB/s for all SSDs:\n",
             table(
-                "batch|GB swapped|forward computed again|TFLOP/s|bound by",
+                "batch|GB swapped|forward recomputed|TFLOP/s|bound by",
                 swapped(runs, int(SWAPPED_TOTAL_GB * GB)),
             ),
             "## 175B at batch 16\n",
@@ -309,7 +310,7 @@ def main() -> None:
             "## `auto` against `lohan`: how much faster\n",
             BEYOND_TEXT,
             *(p for model, batch in beyond_models for p in beyond_parts(runs, model, batch)),
-            "## What each part of `auto` is worth: how much longer a step is without it\n",
+            "## The effect of each part of `auto`: how much longer a step is without it\n",
             ATTRIBUTED_TEXT,
             table(
                 "without|" + "|".join(f"{ssds} SSD, {gb} GB" for ssds, gb in PLACES),

@@ -1,8 +1,8 @@
-"""docs/parity.md: lohan beside torch.optim.AdamW, wherever things are and whatever is switched on.
+"""Make docs/parity.md: lohan and torch.optim.AdamW compared for every placement and setting.
 
-Settings in which every two choices meet are trained under lohan; the gradients that each recorded
-are replayed in fp64 and by torch. A cell that is farther from fp64 than twice torch, or has other
-bits than the cells of the same rule, is marked FAIL, and the exit status is 1.
+Settings that cover every two choices are trained with lohan, and the gradients that each recorded
+are replayed in fp64 and by torch. A cell is marked FAIL, and the exit status is 1, if it is more
+than twice as far from fp64 as torch, or differs in any bit from the cells of the same rule.
 
     python benchmarks/parity.py [--out docs/parity.md] [--jobs N] [--steps N]
 """
@@ -29,38 +29,40 @@ from lohan.errors import ModelError
 from parity_cells import TIERS, Cell
 from parity_train import RATIO_MAX, Outcome
 
-TEXT = """# lohan beside torch, cell by cell
+TEXT = """# lohan and torch, cell by cell
 
-Made by `make parity`: {steps} steps a cell, {minutes:.0f} minutes with {jobs} processes. In the
-{count} cells below any two choices of two factors meet at least once ({pairs} pairs). What they
-meet in is a Llama of {layers} layers with tied embeddings and grouped queries, or adapters of peft
-on one that is frozen.
+`make parity` made this page: {steps} steps per cell, {minutes:.0f} minutes with {jobs} processes.
+In the {count} cells below, any two choices of two factors meet at least once ({pairs} pairs). The
+models are a Llama of {layers} layers with tied embeddings and grouped queries, and peft adapters
+on a frozen Llama.
 
-* **Error**: each cell trains under lohan and keeps the gradients that autograd gave to it in every
-  backward. These are summed, clipped and applied by AdamW written out in fp64
-  (benchmarks/parity_train.py), and again by torch. The error of a tensor is the 2-norm of its
-  difference from fp64, over the 2-norm of how far fp64 moved it. Tensors are each parameter's fp32
-  master and its moments `(m)` and `(v)`; a row shows the one with the largest ratio of lohan's
-  error to torch's. Squares of gradients differ so much that a few are the whole norm of `(v)`, so
-  it has a second row among its errors, with each element relative to its own size.
+* **Error**: each cell trains with lohan and records the gradients that autograd produced in every
+  backward. AdamW written out in fp64 (benchmarks/parity_train.py) sums, clips and applies these
+  gradients, and so does torch. The error of a tensor is the 2-norm of its difference from fp64,
+  divided by the 2-norm of how far fp64 moved it. The tensors are each parameter's fp32 master and
+  its moments `(m)` and `(v)`; a row shows the tensor with the largest ratio of lohan's error to
+  torch's. Squared gradients differ so much that a few elements dominate the norm of `(v)`, so it
+  has a second error, `(v, relative)`, with each element relative to its own size.
 * **torch**: gradients are cast to fp32, summed in fp32, clipped by
   `torch.nn.utils.clip_grad_norm_` and applied by `torch.optim.AdamW` to fp32 masters, whatever the
-  parameters' dtype: mixed precision at its best. A p.grad in bf16 or fp16 would round every sum.
-* **Bits**: cells of one model, dtype, number of backwards and clipping have the same losses,
-  masters and moments, bit for bit, wherever things are, by any schedule, resumed half-way or not.
+  parameters' dtype. This is mixed precision at its best: a p.grad in bf16 or fp16 would round every
+  sum.
+* **Bits**: cells with the same model, dtype, number of backwards and clipping have the same losses,
+  masters and moments, bit for bit, for every placement and schedule, resumed half-way or not.
   Each is compared with its base: the CPU, all in memory, updates in `step()`.
 * **A cell passes** with at most {ratio:g} times torch's error in every tensor, the bits of its
-  base, a loss that fell, and things where its tier says, by the bytes that its last step moved.
+  base, a loss that fell, and data placed as its tier says, by the bytes that its last step moved.
 
-What cannot meet is refused by name, which is tried here, too: {impossible}. With clipping, or
-several backwards a step, `optimized`, `naive` and `auto` update behind `step()`, as `deferred`
-does, which the column then adds.
+Settings that cannot be combined raise an error that names them, which is tested here, too:
+{impossible}. With clipping, or several backwards per step, `optimized`, `naive` and `auto` update
+after `step()`, as `deferred` does; the column then adds that.
 
-Tiers on the CPU are all in memory; parameters in main memory, and all states but what a budget too
-small by one slab leaves on SSD; and the smallest budget that lohan takes. On the emulated
-accelerator they are all of it there; the least there and the rest in main memory; and the least in
-both. States are written to SSD in every tier: each step is a checkpoint. peft's adapters have the
-cell's dtype here (`autocast_adapter_dtype=False`).
+On the CPU the tiers are: everything in memory; parameters and states in main memory, except for
+the states that a budget too small by one slab leaves on SSD; and the smallest budget that lohan
+accepts.
+On the emulated accelerator they are: everything on it; its smallest budget and the rest in main
+memory; and the smallest budget for both. Every tier writes the states to SSD, because each step is
+a checkpoint. peft's adapters have the cell's dtype here (`autocast_adapter_dtype=False`).
 """
 HEAD = (
     "model|dtype|backwards|clip|device|tier|schedule|resumed|loss|lohan's error|torch's|ratio"

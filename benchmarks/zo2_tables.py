@@ -36,44 +36,45 @@ AGAINST = ("opt-30b", "no_overlap", "no_reuse")
 FORMATS = ("fp32", "fp16", "fp8")
 TEXT = """\
 Steps of OPT on an A100 of 80 GB, batch 1, sequence 2048, as `lohan simulate --machine paper-zo2
---model opt-13b --batch 1 --seq 2048 --zeroth zo2` gives them. csrc/plan/zeroth.h says what waits
-for what, python/lohan/_simulate_zeroth.py what is counted. Products run at the datasheet's 312
-TFLOP/s in 16 bits and 19.5 in fp32. Four constants are fitted, each once for all rows and on one
-thing alone. What is counted was settled with the paper's tables in sight, since it does not say
-which operations it runs; which matrices are in memory at once, with tables 6 and 7, too.
+--model opt-13b --batch 1 --seq 2048 --zeroth zo2` computes them. csrc/plan/zeroth.h defines the
+dependencies, python/lohan/_simulate_zeroth.py the operations that are counted. Products
+run at the datasheet's 312 TFLOP/s in 16 bits and 19.5 in fp32. Four constants are fitted, each once
+for all rows and on one quantity. The paper does not list the operations that it runs, so the list
+was chosen with the paper's tables at hand, and the matrices in memory at once also with tables 6
+and 7.
 
 | constant | fitted | datasheet | on |
 | --- | --- | --- | --- |
-| what the GPU's memory moves | 1000 GB/s | 1935 or 2039 GB/s | MeZO's steps (table 2: 9 rows) |
+| GPU memory bandwidth | 1000 GB/s | 1935 or 2039 GB/s | MeZO's steps (table 2: 9 rows) |
 | the link, each way | 16.5 GB/s | 31.5 GB/s | blocks that cross it in fp32 (table 5: 14) |
-| what is allocated and given back | 3.4 GB/s | | no reusable memory (table 4: 7) |
-| what the GPU holds besides | 1200 MiB | | memory (table 2: 23) |
+| allocation and freeing | 3.4 GB/s | | no reusable memory (table 4: 7) |
+| reserved GPU memory | 1200 MiB | | memory (table 2: 23) |
 
-Ratios say little where computing hides all that moves: 1 in every row would be off by 5.0 % on the
-mean, most of it in the last one. What the constants are good for shows in the rows of ZO2 and,
-below, without deferral and of other batches and lengths, on which none was fitted.
+Ratios mean little where computation hides all transfers: a ratio of 1 in every row would have a
+mean error of 5.0 %, most of it in the last row. The rows of ZO2 and, below, those without deferral
+and with other batches and lengths test the constants: none was fitted on them.
 
 The paper's own tables disagree about the largest models. Under autocast OPT-175B moves 696 GB each
 way in a step and trains 43 tokens/s (table 5); in fp16 it would move half of that and compute
 less, and trains 37 (table 2). In fp32 OPT-66B and OPT-175B compute at two thirds of the rate of the
-smaller ones, with a link that has time to spare. The simulator, whose rates are the same for all,
-is far above in these three rows. They have no ratio to MeZO, which does not fit.
+smaller ones, although the link has time to spare. The simulator uses the same rates for all models,
+so it is far above the measurement in these three rows. They have no ratio to MeZO, which does not
+fit.
 """
 ABLATIONS_TEXT = """\
 The rate of allocation is fitted on one of these columns. The paper's steps without overlap take
-longer than one thing after the other at the rates that its overlapped steps show: beyond what ZO2
-computes, their blocks move at 8 to 12 GB/s, OPT-30B's at 6. No reason is given, and none is fitted.
-That step of OPT-30B is slower than the one without reusable memory, against all other models and
-the paper's text; of all pairs of a row the simulator has this one alone the other way round.
+longer than the sum of their parts at the rates of its overlapped steps: beyond ZO2's computation,
+their blocks move at 8 to 12 GB/s, OPT-30B's at 6. The paper gives no reason, and none is fitted.
+That step of OPT-30B is slower than the one without reusable memory, unlike all other models and
+the paper's text. It is the only pair of a row that the simulator has in the opposite order.
 """
 FORMATS_TEXT = """\
-Parameters are kept in fp32; `fp16` and `bf16` are what autocast computes in, which cost the same
-here, as do the two formats of 16 bits on the link. A narrower format helps until the GPU bounds the
-step. From there on the simulator is up to 20 % too slow: it counts operations of which none is
-fused with another.
+Parameters are stored in fp32; autocast computes in `fp16` or `bf16`, which cost the same here, as
+do the two 16-bit formats on the link. A narrower format helps until the GPU bounds the step. From
+there on the simulator is up to 20 % too slow, because it assumes that no operations are fused.
 """
 OTHERS_TEXT = """\
-No constant was fitted on these. Mean absolute errors:
+No constant was fitted on these rows. Mean absolute errors:
 """
 
 
@@ -309,9 +310,9 @@ def parts(rows: list[Row], machine: Machine) -> Iterator[str]:
     )
     yield f"Mean absolute error of ZO2/MeZO: {paper_tables.mean(found):.1%}.\n"
     yield "## Zeroth-order steps, GPU memory in MiB (ZO2 table 2)\n"
-    yield "The paper's MB are taken as MiB, as the driver's tools print them.\n"
+    yield "The paper's MB are interpreted as MiB, as the driver's tools print them.\n"
     yield paper_tables.table(head("model|dtype", "MeZO", "ZO2"), main_results(rows, machine, True))
-    yield "## What each part of ZO2 is worth, tokens/s in fp32 (ZO2 table 4)\n"
+    yield "## The effect of each part of ZO2, tokens/s in fp32 (ZO2 table 4)\n"
     yield ABLATIONS_TEXT
     yield paper_tables.table(
         head("model", "no overlap", "no reuse", "no deferral", "ZO2"), ablations(rows, machine)

@@ -17,8 +17,8 @@ import pytest
 from lohan import errors
 
 # bash: lines that begin with lohan, all of which are run. text: output, and what is no code of
-# lohan's (make, docker, pip). c: a test of tests/c, cited. toml: files that a test reads.
-LANGUAGES = {"python", "bash", "text", "c"}
+# lohan's (make, docker, pip). diff: changes to a reader's script. c: a test of tests/c, cited.
+LANGUAGES = {"python", "bash", "text", "diff", "c"}
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 RUN = [
     page
@@ -101,6 +101,12 @@ def test_every_ratio_that_is_told_was_measured() -> None:
             if line["name"] == name and line["ratio"] is not None
         ]
         assert ratios in found, f"{name}: {ratios}, measured {found}"
+
+
+def test_the_picture_of_a_step_is_what_its_script_draws() -> None:
+    command = [sys.executable, "tools/step_picture.py", "--check"]
+    done = subprocess.run(command, cwd=helper.ROOT, check=False)
+    assert done.returncode == 0, "run tools/step_picture.py, and commit docs/step.svg"
 
 
 def test_lists_and_tables_are_some_on_the_site_too() -> None:
