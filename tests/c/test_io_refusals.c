@@ -258,7 +258,7 @@ static bool no_threads(void)
     LH_CHECK(setrlimit(RLIMIT_NPROC, &limit) == 0);
     become_nobody();
     LH_CHECK(fixture_create(&fixture, "threads", &err) == -EAGAIN);
-    LH_CHECK(!fixture.io && strstr(err.message, "gave 0 of 4") && strstr(err.message, "ulimit"));
+    LH_CHECK(!fixture.io && strstr(err.message, "only 0 of 4") && strstr(err.message, "ulimit"));
     fixture_deinit(&fixture);
     return true;
 }

@@ -217,7 +217,7 @@ static void test_cuts(void)
         struct lh_error err = {0};
         uint32_t op_count = steps_make(ops, refused[i][0], refused[i][1], refused[i][2]);
         LH_CHECK(lh_zo_launch_check(ops, op_count, &err) == -EINVAL);
-        LH_CHECK(strstr(err.message, "more than 64 operations") != NULL);
+        LH_CHECK(strstr(err.message, "at most 64 operations") != NULL);
         LH_CHECK(lh_zo_launch_lead(rig.machine.dev, rig.kernel, rig.machine.stream, &formats, 0, 0,
                                    ops, op_count, NULL) == -EINVAL);
     }

@@ -240,11 +240,11 @@ def test_the_older_checkpoint_of_a_resumed_run_is_refused_before_anything_change
     file, store, state = trained_with_checkpoint(workshop)
     model = resumed(workshop, store)
     saved = torch.load(file, weights_only=weights_only)
-    with pytest.raises(StaleStateError, match=r"of step 3 by those of step 2.*delete") as told:
+    with pytest.raises(StaleStateError, match=r"of step 3 with those of step 2.*delete") as told:
         way(model, saved["model"], assign)
     for line in ("torch.load()", "model.load_state_dict()", "optimizer.load_state_dict()"):
         assert line in str(told.value)
-    with pytest.raises(StaleStateError, match=r"of step 2, and the session is at step 3.*delete"):
+    with pytest.raises(StaleStateError, match=r"of step 2, but the session is at step 3.*delete"):
         model.optimizer.load_state_dict(saved["optimizer"])
     assert not model.lohan.has_edits
     assert_same_state(model.state_dict(), state)
@@ -316,7 +316,7 @@ def test_a_checkpoint_of_a_newer_step_than_the_store_is_refused(
     saved = model.state_dict()
     model.lohan.close()
     again = resumed(workshop, workshop.folder / "store0")
-    with pytest.raises(StaleStateError, match=r"of step 1 by those of step 2"):
+    with pytest.raises(StaleStateError, match=r"of step 1 with those of step 2"):
         again.load_state_dict(saved)
 
 
