@@ -1,6 +1,6 @@
 /*
- * Machines and models of csrc/plan from plain dicts, whose keys python/lohan/planning/_plan.py documents,
- * and lohan._core.plan(), plan_step().
+ * Machines and models of csrc/plan from plain dicts, whose keys python/lohan/planning/_plan.py
+ * documents, and lohan._core.plan(), plan_step().
  *
  * Thread: with the GIL.
  */

@@ -38,8 +38,8 @@ void lhpy_sums_place(struct lhpy_engine *self, uint8_t *memory)
 }
 
 /*
- * [Note: Second gradients] After a backward p.grad is a stand-in (python/lohan/session/_gradients.py), to
- * which autograd adds the next gradient; the stand-in keeps that gradient for lohan.
+ * [Note: Second gradients] After a backward p.grad is a stand-in (session/_gradients.py in the
+ * Python package), to which autograd adds the next gradient; the stand-in keeps it for lohan.
  */
 PyObject *lhpy_sums_unwrap(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
 {
