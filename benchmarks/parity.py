@@ -25,7 +25,7 @@ import parity_cells
 import parity_train
 import torch
 from lohan.errors import ModelError
-from lohan.store import _store
+from lohan.store import _temporary
 from parity_cells import TIERS, Cell
 from parity_train import RATIO_MAX, Outcome
 
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     covering = parity_cells.covering()
     cells = parity_cells.with_bases(covering)
-    folder = pathlib.Path(_store.temporary_directory())
+    folder = pathlib.Path(_temporary.temporary_directory())
     problems = []
     try:
         impossible = impossible_pairs()

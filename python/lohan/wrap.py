@@ -36,7 +36,7 @@ from lohan.session._guard import Guard
 from lohan.session._model_checks import check_model
 from lohan.session._optim import DEFAULTS, Optimizer, StoreOptimizer
 from lohan.session._session import Session
-from lohan.store import _export, _store, _weights
+from lohan.store import _export, _store, _temporary, _weights
 from lohan.store._scalars import with_buffers
 from lohan.torch_glue import _buffers, _device
 from lohan.torch_glue._accumulate import is_accumulating
@@ -180,7 +180,7 @@ class _Opening:
         finally:
             if where is None:
                 for directory in directories:
-                    _store.remove_temporary(directory)
+                    _temporary.remove_temporary(directory)
 
     def _begin(
         self,
@@ -392,7 +392,7 @@ def _refuse_other_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs:
 
 def directories_of(store: PathLike | Sequence[PathLike] | None) -> list[str]:
     """Return the directories of wrap()'s store= argument; for None, a new temporary one."""
-    return [_store.temporary_directory()] if store is None else _arguments.directories_of(store)
+    return [_temporary.temporary_directory()] if store is None else _arguments.directories_of(store)
 
 
 def _check_directories(directories: Sequence[str]) -> None:

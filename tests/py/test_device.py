@@ -91,11 +91,11 @@ def test_tensors_that_share_a_storage_count_once(store_dir: pathlib.Path) -> Non
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
         with_views = [x[:2] * x[2:] for _ in range(3)]
         meter = model.lohan.meter
-        model.lohan.saved.enter()
+        model.lohan.saving.saved.enter()
         try:
             with_views = [x[:2] * x[2:] for _ in range(3)]
         finally:
-            model.lohan.saved.leave()
+            model.lohan.saving.saved.leave()
         assert meter.kept_bytes == x.untyped_storage().nbytes()
         del with_views
         assert meter.kept_bytes == 0

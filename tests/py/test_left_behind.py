@@ -14,7 +14,7 @@ import time
 
 import lohan
 import pytest
-from lohan.store import _store
+from lohan.store import _temporary
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -95,8 +95,8 @@ def test_a_killed_session_leaves_an_empty_folder_which_the_next_one_removes(
         assert path.is_dir() and path.name.startswith("lohan-temporary-"), path
     assert_nothing_new(before)
     monkeypatch.setattr("tempfile.tempdir", str(store_dir))
-    monkeypatch.setattr(_store, "_STALE_S", -1.0)
-    _store.remove_temporary(_store.temporary_directory())
+    monkeypatch.setattr(_temporary, "_STALE_S", -1.0)
+    _temporary.remove_temporary(_temporary.temporary_directory())
     assert list(store_dir.iterdir()) == []
 
 
@@ -104,7 +104,7 @@ def test_a_folder_that_somebody_uses_or_that_is_not_lohans_is_not_removed(
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(store_dir))
-    monkeypatch.setattr(_store, "_STALE_S", -1.0)
+    monkeypatch.setattr(_temporary, "_STALE_S", -1.0)
     used = store_dir / "lohan-temporary-abcdefgh"
     stale = store_dir / "lohan-temporary-stale000"
     others = [store_dir / "lohan-results", store_dir / "lohan-temporary-of-mine"]
@@ -114,10 +114,10 @@ def test_a_folder_that_somebody_uses_or_that_is_not_lohans_is_not_removed(
     (store_dir / "lohan-temporary-linked00").symlink_to(others[0])
     descriptor = os.open(used, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    mine = _store.temporary_directory()
+    mine = _temporary.temporary_directory()
     os.close(descriptor)
     assert all((path / "kept").exists() for path in (used, *others)) and not stale.exists()
-    _store.remove_temporary(mine)
+    _temporary.remove_temporary(mine)
     assert not os.path.exists(mine)
 
 
@@ -127,7 +127,7 @@ def test_a_young_folder_is_left_to_who_is_about_to_lock_it(
     monkeypatch.setattr("tempfile.tempdir", str(store_dir))
     young = store_dir / "lohan-temporary-abcdefgh"
     young.mkdir()
-    _store.remove_temporary(_store.temporary_directory())
+    _temporary.remove_temporary(_temporary.temporary_directory())
     assert young.exists()
 
 
@@ -204,4 +204,4 @@ def test_a_temporary_store_keeps_no_descriptor_of_its_folder() -> None:
         lohan.wrap(torch.nn.Sequential(torch.nn.Linear(8, 8))).lohan.close()
     links = [os.readlink(path) for path in pathlib.Path("/proc/self/fd").iterdir() if path.exists()]
     assert not [link for link in links if "lohan-temporary-" in link]
-    assert _store._locked == {}
+    assert _temporary._locked == {}

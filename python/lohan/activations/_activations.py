@@ -24,6 +24,7 @@ from lohan.torch_glue._tensor import in_transform
 
 if TYPE_CHECKING:
     from lohan import _core
+    from lohan.activations._saving import Saving
     from lohan.config import Config
     from lohan.layout._block import Layout, Scope
     from lohan.torch_glue._device import Device
@@ -36,9 +37,7 @@ class Owner(Protocol):
     layout: Layout
     device: Device
     config: Config
-    saved: SavedTensors
-    stay: SavedTensors
-    to_ssd: SavedTensors
+    saving: Saving
     _engine: _core.Engine
     _param_index: dict[int, int]
 
@@ -385,9 +384,9 @@ class Activations:
         self.blocks: list[Block] = []
         self.tools = Tools(
             owner._engine.pack,
-            owner.stay,
-            owner.saved,
-            owner.to_ssd,
+            owner.saving.stay,
+            owner.saving.saved,
+            owner.saving.to_ssd,
             owner.device.torch_device,
             owner._param_index,
         )

@@ -74,7 +74,7 @@ def step_s(
         BudgetError: virtual time has no room for it; the message has the numbers.
     """
     config, device = session.config, session.device
-    memory, transit, store, _ = session._swap_options
+    memory, transit, store, _ = session.saving.options
     dtype = _DTYPES[model.residual_bytes]
     workers = config.threads or len(os.sched_getaffinity(0))
     every = config.commit_steps or _NEVER

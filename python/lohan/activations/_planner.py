@@ -175,7 +175,7 @@ class Planner:
             return
         session.refuse_other_thread("the model")
         if in_transform():  # what it saves cannot leave, nor be computed again
-            session.around = session.stay
+            session.around = session.saving.stay
             self.step.shapes.add(0)  # nor be told apart from the rest of the step
             return
         shape = self._shape_of(module, args, kwargs)
@@ -215,18 +215,18 @@ class Planner:
             return None
 
     def _use(self, session: Session, made: Made) -> None:
-        session.around = session.stay
-        session.window_set(made.window_bytes)
+        session.around = session.saving.stay
+        session.saving.window_set(made.window_bytes)
         if self.activations.blocks is not made.blocks:
             self.activations.put(made.blocks)
 
     def _record(self, session: Session) -> None:
-        step, stay = self.step, session.stay
+        step, stay = self.step, session.saving.stay
         if step.forwards >= _FORWARD_COUNT_MAX:  # nobody takes steps
             step = self.step = _Step()
         if step.recorder is None:
             step.recorder = Recorder(session.device.torch_device, has_flops=not self.has_profile)
-            session.swap_wait_ns()  # of the steps before
+            session.saving.wait_take_ns()  # of the steps before
         recorder = step.recorder
         recorder.begin_forward()
         step.forwards += 1
@@ -238,7 +238,7 @@ class Planner:
             return packed
 
         session.around = SavedTensors(pack, stay.unpack)
-        session.window_set(None)
+        session.saving.window_set(None)
         self.activations.put(self.activations.make(_conservative(session), recorder.frame))
 
     def backward_end(self) -> None:
@@ -260,7 +260,7 @@ class Planner:
         visits = recorder.finish()
         if stats.step == 0 or not visits:
             return
-        waits = session.swap_wait_ns() + stats.param_wait_ns + stats.gradient_wait_ns
+        waits = session.saving.wait_take_ns() + stats.param_wait_ns + stats.gradient_wait_ns
         compute_ns = (stats.wall_ns - waits - recorder.again_ns) // step.forwards
         if session.device.name == "cuda":  # what its stream waits for, nobody here sees
             compute_ns = 3 * sum(ns for visit in visits for ns in visit.ns)
@@ -324,7 +324,7 @@ class Planner:
         machine = machine_of(session, profile, model, "")
         modes, on_its_way = _fit(session, profile, items, modes, self.at_once)
         outcome = _outcome(session, profile, modes)
-        window_bytes = min(on_its_way, session.window_bytes)
+        window_bytes = min(on_its_way, session.saving.window_bytes)
         fates = _fates(model, machine, items, modes)
         step = predicted(session, model, machine, fates)
         step_s = step["iteration_s"]
@@ -429,7 +429,7 @@ def _gradient_bytes(session: Session) -> int:
 
 
 def _may_leave(session: Session, nbytes: int) -> bool:
-    memory, transit, *_ = session._swap_options
+    memory, transit, *_ = session.saving.options
     return _swap.LEAST_BYTES <= nbytes <= (transit or memory) // 3
 
 
@@ -452,7 +452,7 @@ def _without(
 
 def _has_places(session: Session, outcome: Outcome, at_once: int) -> bool:
     """Main memory and SSD have room for all that leaves, each where it goes."""
-    memory, transit, store, most = session._swap_options
+    memory, transit, store, most = session.saving.options
     staying = memory - transit if session.device.name != "cpu" else 0
     on_ssd = _swap.room_bytes(store)
     for nbytes, is_for_ssd in at_once * outcome.left:
@@ -505,7 +505,7 @@ def _fit(
 
 def assigned(items: list[Item], fates: list[str], session: Session, policy: str) -> Assigned:
     """A mode for every layer, from the plan's."""
-    *_, store, _ = session._swap_options
+    *_, store, _ = session.saving.options
     modes = dict(_MODES)
     if policy == "g10" and store is not None:
         modes["ssd"] = "ssd"
@@ -570,7 +570,7 @@ def machine_of(session: Session, profile: Profile, model: Model, policy: str) ->
 
     `auto` shares out main memory between states and activations: it sees that for states, too.
     """
-    memory, transit, *_ = session._swap_options
+    memory, transit, *_ = session.saving.options
     write, read = ssd_rates(session.directories, session.stats())
     link_in, link_out = link_rates(session.device)
     resident = memory - transit if session.device.name != "cpu" else 0

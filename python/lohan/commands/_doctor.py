@@ -21,7 +21,7 @@ from lohan.common import _progress
 from lohan.common._build import build_info
 from lohan.errors import StoreError
 from lohan.planning import _hardware
-from lohan.store import _store
+from lohan.store import _temporary
 
 MEMORY_PROBE_BYTES = 64 << 20
 TRANSPARENT = "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -63,8 +63,8 @@ def diagnose(
 
 
 def _usual_directory() -> str:
-    made = _store.temporary_directory()
-    _store.remove_temporary(made)
+    made = _temporary.temporary_directory()
+    _temporary.remove_temporary(made)
     return os.path.dirname(made)
 
 

@@ -72,7 +72,7 @@ class ZerothSession(TurnRules, Session):
         self._step_thread = 0
         self._lost: set[int] = set()  # units whose bytes in memory have to be read again
         self._rolls_back = False
-        self._workers = max(1, self._engine_threads())  # one of them is whoever asks
+        self._workers = max(1, self._threads)  # one of them is whoever asks
         self._pool = concurrent.futures.ThreadPoolExecutor(
             max(1, self._workers - 1), "lohan-zeroth"
         )

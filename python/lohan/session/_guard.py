@@ -229,11 +229,11 @@ class Guard:
                 before = bits_checksum(tensor)
                 shape, dtype = tensor.shape, tensor.dtype
                 # Save what the loop computes as handles, since the parameter becomes hollow again.
-                self.session.saved.enter()
+                self.session.saving.saved.enter()
                 try:
                     yield name, tensor
                 finally:
-                    self.session.saved.leave()
+                    self.session.saving.saved.leave()
                     if bits_checksum(tensor) != before or tensor.shape != shape:
                         after = tensor.detach().clone()
         finally:

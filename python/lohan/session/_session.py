@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan.activations import _swap
 from lohan.activations._activations import Activations
+from lohan.activations._saving import Saving
 from lohan.common._hyper import check_hyper
 from lohan.common._stats import StepStats
 from lohan.config import POLICIES, SCHEDULES, SCHEDULES_AT_STEP
@@ -34,14 +34,8 @@ from lohan.store import _requests, _scalars
 from lohan.store._store import param_tuples, unit_tuples
 from lohan.torch_glue import _cache
 from lohan.torch_glue._accumulate import Accumulation
-from lohan.torch_glue._device import Device, Meter
-from lohan.torch_glue._tensor import (
-    SavedTensors,
-    at_backward_end,
-    hollow,
-    in_backward,
-    nan_array,
-)
+from lohan.torch_glue._device import Device
+from lohan.torch_glue._tensor import at_backward_end, hollow, in_backward, nan_array
 
 if TYPE_CHECKING:
     from lohan.activations._planner import Plan, Planner
@@ -63,7 +57,7 @@ class Session(ForwardRules, Commits):
         uuid: the store's UUID.
         directories: the store's directories.
         device: the device that the model computes on.
-        meter: counts an emulated device's memory; None for other devices.
+        saving: what is kept for backward, and where.
     """
 
     _planner: Planner | None = None
@@ -100,7 +94,8 @@ class Session(ForwardRules, Commits):
             [u.name for u in layout.units], [p.name for p in layout.params]
         )
         self._accumulation = Accumulation(config.accumulate)
-        self._swap_options = _swap.options(config, self.device, room)
+        self._threads = config.threads or len(os.sched_getaffinity(0))
+        self.saving = Saving(config, self.device, room)
         self._engine = _core.Engine(
             store=store,
             units=unit_tuples(layout, extents),
@@ -111,7 +106,7 @@ class Session(ForwardRules, Commits):
             types=(_core.Handle, _core.Scope),
             io=config.io,
             directory=os.fsencode(self.directories[0]),
-            threads=config.threads or len(os.sched_getaffinity(0)),
+            threads=self._threads,
             nice=config.nice,
             io_depth=config.io_depth,
             transfer_bytes=config.transfer_bytes,
@@ -122,7 +117,7 @@ class Session(ForwardRules, Commits):
             norms=norms,
             sums=self._accumulation.is_on,
             device=self.device.options(),
-            saved=self._swap_options,
+            saved=self.saving.options,
             in_place=layout.in_place.engine_options(layout),
         )
         try:
@@ -130,7 +125,8 @@ class Session(ForwardRules, Commits):
         except BaseException:
             self._engine.close()
             raise
-        self._make_saved()
+        self.saving.start(self._engine, self.device)
+        self.around = self.saving.stay if config.activations in POLICIES else self.saving.saved
         self._forward_init()
         self._set_callbacks()
         self._backward = "none"  # none, running, done
@@ -171,39 +167,6 @@ class Session(ForwardRules, Commits):
             lambda begins: _alive(this)._on_forward(begins),
             lambda: _alive(this)._on_again(),
         )
-
-    def _make_saved(self) -> None:
-        pack, unpack = self._engine.pack, self._engine.unpack
-        self.meter: Meter | None = None
-        if self.device.name == "emu":
-            self.meter = Meter(self.device, self._engine.held_bytes)
-            pack, unpack = self.meter.wrap(pack), self.meter.unwrap(unpack)
-        self.stay = SavedTensors(pack, unpack)
-        self.to_ssd = self.stay
-        self._swap: _swap.Swap | None = None
-        memory, transit, *_ = self._swap_options
-        if memory:
-            window = transit or memory // 4
-            swap = _swap.Swap(self._engine, self.device, window, pack, unpack, self.meter)
-            self._swap = swap
-            pack, unpack = swap.pack, swap.unpack
-            self.to_ssd = SavedTensors(swap.pack_to_ssd, unpack)
-        self.saved = SavedTensors(pack, unpack)
-        self.around = self.stay if self.config.activations in POLICIES else self.saved
-
-    @property
-    def window_bytes(self) -> int:
-        """The bytes of activations that may be in transit at the same time."""
-        return 0 if self._swap is None else self._swap.window_bytes
-
-    def window_set(self, nbytes: int | None) -> None:
-        """Set window_bytes to at most its initial value; None restores that."""
-        if self._swap is not None:
-            self._swap.window_set(self._swap.window_first if nbytes is None else nbytes)
-
-    def swap_wait_ns(self) -> int:
-        """Return how long the training thread waited for activations since the last call."""
-        return 0 if self._swap is None else self._swap.wait_take_ns()
 
     def _bind(self) -> None:
         """Make every parameter hollow and register it with the engine."""
@@ -520,11 +483,7 @@ class Session(ForwardRules, Commits):
     def stats(self) -> StepStats:
         """Return times and bytes of this session's last finished step; zeros before the first."""
         raw = self._engine.stats()
-        threads = self._engine_threads()
-        return StepStats.none(threads) if raw is None else StepStats.make(raw, threads)
-
-    def _engine_threads(self) -> int:
-        return self.config.threads or len(os.sched_getaffinity(0))
+        return StepStats.none(self._threads) if raw is None else StepStats.make(raw, self._threads)
 
     def plan(self) -> Plan | None:
         """Return the plan for activations of forwards that have the shape of the last one.
@@ -629,8 +588,7 @@ class Session(ForwardRules, Commits):
         self._engine.close()
         self.layout.in_place.close()
         self.store.close()
-        if self._swap_options[2] is not None:
-            self._swap_options[2].close()
+        self.saving.close()
 
 
 def _alive(reference: weakref.ref[Session]) -> Session:

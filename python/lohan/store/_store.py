@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
-import re
-import shutil
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +37,6 @@ Raiser = Callable[[int, str, bool], LohanError]
 
 SAME_KEYS = ("lohan", "params", "units")  # of meta: the same model if these are equal
 SCALAR_BYTES_MAX = 64 << 10  # for Python's part: groups and RNG state take 8 KiB
-_TEMPORARY = "lohan-temporary-"
-_TEMPORARY_NAME = re.compile(re.escape(_TEMPORARY) + r"[a-z0-9_]{8}")
-# A younger temporary directory may be about to be locked.
-_STALE_S = 60.0
-# Temporary directories of this process: the file descriptor that holds each one's lock, by path.
-_locked: dict[str, int] = {}
 BUFFER_SAID_BYTES = 1 << 20  # reserve for names and shapes of persistent buffers, if any
 
 
@@ -247,64 +236,6 @@ def naming(param: str, array: str) -> Iterator[None]:
             f"{param!r} ({array}) cannot be read: {said}: go back to a snapshot; `lohan verify`"
             " lists all damage",
         ) from error
-
-
-def temporary_directory() -> str:
-    """Create a directory for a temporary store, on disk, not in main memory.
-
-    It is locked until remove_temporary(). Directories left by killed processes are removed.
-    """
-    for base in (tempfile.gettempdir(), "/var/tmp", os.getcwd()):
-        if os.path.isdir(base) and os.access(base, os.W_OK) and not _is_memory(base):
-            _remove_stale(base)
-            path = tempfile.mkdtemp(prefix=_TEMPORARY, dir=base)
-            _locked[path] = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            with contextlib.suppress(OSError):  # the file system may not support locks
-                fcntl.flock(_locked[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return path
-    raise StoreError("found no directory on a disk for a temporary store: pass store=")
-
-
-def remove_temporary(path: str) -> None:
-    """Remove a directory made by temporary_directory(), with its contents."""
-    shutil.rmtree(path, ignore_errors=True)
-    descriptor = _locked.pop(path, -1)
-    if descriptor >= 0:
-        os.close(descriptor)
-
-
-def _remove_stale(base: str) -> None:
-    """Remove temporary directories of this user that no process has locked."""
-    with contextlib.suppress(OSError), os.scandir(base) as entries:
-        for entry in entries:
-            if _TEMPORARY_NAME.fullmatch(entry.name):
-                with contextlib.suppress(OSError):
-                    _remove_if_stale(entry.path)
-
-
-def _remove_if_stale(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        found = os.fstat(descriptor)
-        is_ours = found.st_uid == os.getuid()
-        if is_ours and time.time() - found.st_mtime > _STALE_S:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path)
-    finally:
-        os.close(descriptor)
-
-
-def _is_memory(path: str) -> bool:
-    best, kind = "", ""
-    real = os.path.realpath(path)
-    with open("/proc/mounts", encoding="utf-8") as mounts:
-        for line in mounts:
-            fields = line.split()
-            point = fields[1]
-            inside = real == point or real.startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= len(best):
-                best, kind = point, fields[2]
-    return kind in {"tmpfs", "ramfs"}
 
 
 def measure_weights(directories: Sequence[str]) -> list[int]:
