@@ -57,7 +57,7 @@ def test_any_sectors_of_the_last_append_may_be_lost(
         capfd.readouterr()
         assert steps_of(store_dir) == STEPS - 1
         said = capfd.readouterr().err.splitlines()
-        assert len(said) == 1 and f"cut off {samples} lines behind step {STEPS - 1}" in said[0]
+        assert len(said) == 1 and f"cut off {samples} lines after step {STEPS - 1}" in said[0]
         assert (store_dir / NAME).read_bytes() == whole[:start]
         assert steps_of(store_dir) == STEPS - 1
         assert capfd.readouterr().err == ""

@@ -1,12 +1,13 @@
-"""Zeroth-order training by a Trainer: `lohan.TrainerCallback(store=..., method="mezo")`.
+"""Zeroth-order training with a Trainer: `lohan.TrainerCallback(store=..., method="mezo")`.
 
-[Note: Where a Trainer's step is] A Trainer's loop prepares a batch, computes its loss, goes
-backward, and later calls step(). Zeroth-order training has all of that in one: two losses of the
-same batch. So the loop runs as it is, its class's training_step with it, and three things in it are
-others: the loss that training_step asks for is what zo_step makes of two losses, each computed by
-the Trainer's own compute_loss; backward does nothing; and the step() behind it has been made
-already. Of batches that are accumulated all but the last are kept, and the loss of a step is the
-sum of what a backward through each would have begun with.
+[Note: Where a Trainer's step is] A Trainer's loop prepares a batch, computes its loss, runs
+backward, and later calls step(). Zeroth-order training does all of that at once, with two losses of
+the same batch. So the loop and its class's training_step run unchanged, except for three things:
+compute_loss, when training_step calls it, runs zo_step, which calls the Trainer's own compute_loss
+for each of the two losses; backward does nothing; and optimizer.step() does nothing, because the
+step has already been made. When batches are accumulated, all but the last are only collected. The
+last makes the step, whose loss is the sum of the losses that the Trainer would have passed to
+backward.
 """
 
 from __future__ import annotations
@@ -34,28 +35,28 @@ if TYPE_CHECKING:
     from lohan import _core
     from lohan.config import Config
 
-# What lohan.wrap() takes of method="mezo" alone, and what means something else there.
+# The keywords of lohan.wrap() that only method="mezo" has, or that mean something else there.
 KEYWORDS = ("method", "eps", *OF_METHOD)
 
-# TrainingArguments that such a step has no use for.
+# TrainingArguments that have no effect on a zeroth-order step, each with the reason.
 _UNUSED = {
     "max_grad_norm": "there are no gradients to clip",
     "adam_beta1": "there are no moments",
     "adam_beta2": "there are no moments",
-    "adam_epsilon": "eps= of lohan.TrainerCallback is how far parameters are moved",
+    "adam_epsilon": "eps= of lohan.TrainerCallback sets how far parameters are moved",
     "neftune_noise_alpha": "a step runs the model in evaluation mode, without noise",
 }
 
 
 def is_asked(settings: dict[str, Any]) -> bool:
-    """The callback is asked for zeroth-order training.
+    """Return whether the callback's arguments ask for zeroth-order training.
 
     Raises:
-        ModelError: for a method that there is not, or for what belongs to one that it is not.
+        ModelError: the method is unknown, or an argument is only valid with another method.
     """
     method = settings.get("method", METHODS[0])
     if method not in METHODS:
-        raise ModelError(f"method {method!r}: one of {', '.join(METHODS)}")
+        raise ModelError(f"method {method!r} must be one of {', '.join(METHODS)}")
     for name in OF_METHOD:
         if name in settings and method != "mezo":
             raise ModelError(f'{name}= is only valid with method="mezo"')
@@ -63,38 +64,40 @@ def is_asked(settings: dict[str, Any]) -> bool:
 
 
 def check(args: Any, trainer: Any, optimizers: tuple[str, ...]) -> None:
-    """Refuse what cannot be had without backward.
+    """Reject arguments of a Trainer that need a backward or an optimizer.
 
     Args:
-        args: TrainingArguments.
-        trainer: with these.
-        optimizers: values of optim= that say nothing.
+        args: the TrainingArguments.
+        trainer: the Trainer.
+        optimizers: the values of optim= that are accepted and ignored.
 
     Raises:
-        UnsupportedError: says which, why, and what to do.
+        UnsupportedError: names the argument, the reason, and what to do instead.
     """
     if args.load_best_model_at_end:
         raise UnsupportedError(
-            'load_best_model_at_end=True: with method="mezo" only steps change parameters. Leave it'
-            ' out; with save_strategy="best" and metric_for_best_model= the best folder stays, and'
-            " from_pretrained(trainer.state.best_model_checkpoint) has it"
+            'load_best_model_at_end=True: with method="mezo" only steps can change parameters.'
+            ' Leave it out. With save_strategy="best" and metric_for_best_model=, the best'
+            " checkpoint is kept, and from_pretrained(trainer.state.best_model_checkpoint) loads it"
         )
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         raise UnsupportedError(
-            'optimizers= or optimizer_cls_and_kwargs= of the Trainer: method="mezo" is a rule of'
-            " its own, whose learning rate and weight decay TrainingArguments say: leave it out"
+            "optimizers= and optimizer_cls_and_kwargs= of the Trainer cannot be used with"
+            ' method="mezo", which has its own update rule: leave them out, and set the learning'
+            " rate and weight decay in TrainingArguments"
         )
     optim = getattr(args.optim, "value", args.optim)
     if optim not in optimizers:
         raise UnsupportedError(
-            f'optim={str(optim)!r}: method="mezo" is a rule of its own: leave optim out'
+            f'optim={str(optim)!r} cannot be used with method="mezo", which has its own update'
+            " rule: leave optim out"
         )
 
 
 def asked(args: Any, made: torch.optim.Optimizer, *, resumes: bool) -> dict[str, Any]:
-    """What the Trainer's arguments, and the optimizer that it has made, say to lohan.wrap().
+    """Translate the Trainer's arguments and the optimizer that it made for lohan.wrap().
 
-    A run that goes on has its rule and its numbers.
+    A run that is resumed keeps its rule and hyper-parameters, so only the groups are passed.
     """
     groups = [
         {"params": group["params"], "weight_decay": group.get("weight_decay", 0.0)}
@@ -113,7 +116,7 @@ def asked(args: Any, made: torch.optim.Optimizer, *, resumes: bool) -> dict[str,
 
 
 def step_of(store: _core.Store) -> int:
-    """The last step of a store: that of its commit, or, by a journal, the one that it leads to."""
+    """Return the last step of a store: that of its commit, or the journal's if it has one."""
     said = store.describe()
     if _meta.of(store).get("method") is None:
         return int(said["step"])
@@ -122,7 +125,7 @@ def step_of(store: _core.Store) -> int:
 
 
 def base_of(directories: Sequence[str], config: Config) -> int:
-    """The step of a store's last commit, which its journal leads on from."""
+    """Return the step of a store's last commit, from which its journal is replayed."""
     store = _store.open_existing(directories, config, read_only=True)
     try:
         return int(store.describe()["step"])
@@ -131,64 +134,66 @@ def base_of(directories: Sequence[str], config: Config) -> int:
 
 
 def take_back(directories: Sequence[str], config: Config, folder: Path, step: int) -> None:
-    """A run that died behind a checkpoint goes on from there: later steps are made again.
+    """Roll a store back to a checkpoint, from which the run then makes the later steps again.
 
     Args:
-        directories: of the store.
-        config: of the session that will go on.
-        folder: of the checkpoint.
-        step: that it is of; not before the store's last commit.
+        directories: the store's directories.
+        config: the settings of the session that will resume.
+        folder: the checkpoint's folder, for the message.
+        step: the checkpoint's step; not before the store's last commit.
     """
-    store = _store.open_existing(directories, config)  # not for reading: nobody else trains
+    # Opened for writing, so that no other process can train it meanwhile.
+    store = _store.open_existing(directories, config)
     try:
         end, kept = _journal.cut(directories, uuid_of(store), step)
     finally:
         store.close()
     print(
-        f"lohan: the store is at step {end}, and {folder} at step {step}: the steps between them"
-        f" are taken back, and made again (the journal as it was is {kept})",
+        f"lohan: the store is at step {end}, but {folder} is at step {step}: rolling the store back"
+        f" to step {step}; the later steps will be made again (the previous journal is kept as"
+        f" {kept})",
         file=sys.stderr,
     )
 
 
 def way_out(place: str, step: int) -> str:
-    """For a checkpoint that is not of the store's last step, and none beside it is."""
+    """End the message about a checkpoint that does not match the store, if none beside it does."""
     return (
-        ": parameters of a later step were written since (write_every=), and none is taken back."
-        f" lohan.export({place!r}, OUT, dtype='float32') has the parameters of step {step}, for a"
-        f' Trainer with a new store; lohan.wrap(model, store={place!r}, method="mezo", resume=True)'
-        " goes on from that step in a loop of your own"
+        ": parameters of a later step were written since (write_every=), and these cannot be rolled"
+        f" back. lohan.export({place!r}, OUT, dtype='float32') exports the parameters of step"
+        f" {step}, for a Trainer with a new store; lohan.wrap(model, store={place!r},"
+        ' method="mezo", resume=True) resumes from that step in your own training loop'
     )
 
 
 class Steps:
-    """What a Trainer's methods do where its model has no backward.
+    """The replacements for a Trainer's methods when its model is trained without backward.
 
-    [Note: Where a Trainer's step is].
+    See [Note: Where a Trainer's step is].
     """
 
     def __init__(self, trainer: Any, model: Any) -> None:
-        """Be there in place of the methods of one Trainer, whose model is wrapped."""
+        """Replace the methods of one Trainer, whose model is wrapped."""
         self._trainer = trainer
         self._model = model
         self._kept: list[Callable[[], float]] = []
-        self._calls = 0  # of compute_loss, by one training_step
-        self._is_asked = False  # a training_step runs, and nothing that it has called
+        self._calls = 0  # the calls of compute_loss by one training_step
+        self._is_asked = False  # inside a training_step, but not inside its zo_step
         self._loss: torch.Tensor | None = None
-        self._is_made = False  # a step, for which step() is still to be called
+        self._is_made = False  # a step was made whose optimizer.step() has not been called yet
         trainer.training_step = functools.partial(self._training_step, trainer.training_step)
         trainer.compute_loss = functools.partial(self._compute_loss, trainer.compute_loss)
-        # None of both is logged.
+        # Without gradients there is no norm to clip by or to log.
         trainer._clip_grad_norm = lambda model: None
         trainer._get_grad_norm = lambda model, grad_norm=None: None
         model.optimizer.step = functools.partial(self._close, model.optimizer.step)
         _say_unused(trainer.args)
 
     def begin(self) -> None:
-        """A training begins; what another one left of a step is not its own."""
+        """Begin a training: discard what a previous one left of an unfinished step."""
         self._kept.clear()
         self._is_made = False
-        # Losses of fp16 are not scaled where no gradient could vanish.
+        # With fp16 the loss is scaled to keep gradients from vanishing; there are none here.
         if hasattr(self._trainer.optimizer, "scaler"):
             self._trainer.optimizer.scaler = None
 
@@ -204,24 +209,24 @@ class Steps:
                 self._is_asked = False
         if self._calls != 1:
             raise self._refusal(f"calls compute_loss {self._calls} times")
-        # A batch that is kept has no loss yet: the step's is that of all.
+        # A collected batch has no loss yet: the step's loss covers all batches.
         loss = torch.zeros(()) if self._loss is None else self._loss
         return loss.to(self._trainer.args.device)
 
     def _compute_loss(
         self, plain: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not self._is_asked:  # an evaluation, or one of the two runs
+        if not self._is_asked:  # an evaluation, or one of the runs of zo_step
             return plain(model, inputs, *args, **kwargs)
         self._calls += 1
         if self._calls > 1:
             raise self._refusal("calls compute_loss twice")
         if kwargs.get("return_outputs", bool(args and args[0])):
-            raise self._refusal("asks for the model's outputs, of which there are two,")
+            raise self._refusal("calls compute_loss with return_outputs=True")
         share = self._share(kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None))
 
         def loss_of() -> float:
-            # A copy: compute_loss may take the labels out.
+            # compute_loss may remove the labels, so it gets a copy.
             return float(plain(model, copy.copy(inputs), *args, **kwargs)) / share
 
         self._kept.append(loss_of)
@@ -234,7 +239,7 @@ class Steps:
         return self._loss
 
     def _share(self, num_items: Any) -> int:
-        """What the Trainer divides the loss of one of several batches by, ahead of backward."""
+        """Return what the Trainer divides the loss of an accumulated batch by before backward."""
         trainer = self._trainer
         is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
@@ -243,7 +248,7 @@ class Steps:
         return 1 if is_scaled else int(trainer.current_gradient_accumulation_steps)
 
     def _close(self, plain: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
-        """`optimizer.step()`: the step is made already."""
+        """Replace `optimizer.step()`: do nothing if zo_step has already made the step."""
         if closure is not None or not self._is_made:
             return plain(closure)
         self._is_made = False
@@ -252,9 +257,10 @@ class Steps:
     def _refusal(self, what: str) -> Exception:
         name = type(self._trainer).__name__
         return UnsupportedError(
-            f'training_step of {name} {what}: with method="mezo" a Trainer\'s step is the loss that'
-            " compute_loss gives, computed twice for one batch. Put what it does into compute_loss,"
-            " or call model.zo_step() in a loop of your own"
+            f'training_step of {name} {what}: with method="mezo" training_step must call'
+            " compute_loss exactly once, for the loss alone, because lohan runs compute_loss twice"
+            " for each step. Move what training_step does into compute_loss, or call"
+            " model.zo_step() in your own training loop"
         )
 
 
@@ -263,7 +269,8 @@ def _without_backward(accelerator: Any) -> Iterator[None]:
     def backward(loss: Any, **kwargs: Any) -> None:
         if torch.is_tensor(loss) and loss.requires_grad:
             raise StepError(
-                'backward of a loss that is not compute_loss\'s: with method="mezo" there is none'
+                "training_step calls backward on a loss that is not compute_loss's, but"
+                ' method="mezo" has no backward: add that loss in compute_loss'
             )
 
     accelerator.backward = backward
@@ -274,7 +281,7 @@ def _without_backward(accelerator: Any) -> Iterator[None]:
 
 
 def _say_unused(args: Any) -> None:
-    """Arguments that somebody has set, and that mean nothing here."""
+    """Report arguments that were set but have no effect."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     for name, why in _UNUSED.items():
         value = getattr(args, name, None)

@@ -1,16 +1,18 @@
 """The journal of zeroth-order training: 64 bytes for each direction of each step, on SSD.
 
-With the base weights it is the whole checkpoint ([Note: Positions] in _zeroth.py). Records are only
-ever added, a step at a time, and each is durable before the next begins.
+The journal and the base weights together are the whole checkpoint ([Note: Positions] in
+_zeroth.py). Records are only appended, one step at a time, and each step is durable before the next
+begins.
 
 [Note: What a crash leaves] A step of several directions can lie in several sectors, which a drive
-writes in any order: after power loss any of the last step's lines may be missing, although later
-ones are there. That step was not acknowledged, and is cut off whole. A bad line with a good line of
-a later step after it is damage, and is refused, because the step was durable before that one began.
+writes in any order: after power loss any of the last step's lines may be missing although later
+ones are present. That step was not acknowledged, so all of it is cut off. An invalid line with a
+valid line of a later step after it is damage and is rejected, because the step was durable before
+the later one began.
 
-What a process reads after a crash may be in the page cache alone. So whoever opens a journal for
-writing first makes it durable: the last step is written again, because a sync that failed may have
-dropped its pages and a later sync would not see them, and file and directory are synced.
+What a process reads after a crash may be only in the page cache. So opening a journal for writing
+first makes it durable: it rewrites the last step, because a sync that failed may have marked its
+pages clean and a later sync would skip them, and then syncs file and directory.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ from lohan.journal._zeroth import Record, Rule
 
 NAME = "journal.lohan"
 BYTES = 64
-# Magic, format, seed, eps, directions of a step, the store's uuid, what makes z; CRC-32C of what is
-# before it.
+# Magic, format version, seed, eps, directions per step, the store's UUID, index of the generator in
+# _RNGS. The CRC-32C of these bytes follows.
 _HEADER = struct.Struct("<4sIQdI16sI12x")
 _RNGS = ("philox", "torch")
-# Magic, direction, step, l+ - l- by 2 eps, lr, weight decay, l+; CRC-32C.
+# Magic, direction, step, (l+ - l-) / (2 eps), lr, weight decay, l+. The CRC-32C follows.
 _RECORD = struct.Struct("<4sIQdddd12x")
 _CRC = struct.Struct("<I")
 _HEADER_MAGIC = b"LHZJ"
@@ -45,11 +47,11 @@ _FORMAT = 1
 
 
 class Journal:
-    """An open journal: whoever trains is the only one who writes.
+    """A journal that is open for writing. The process that trains is its only writer.
 
     Attributes:
-        rule: of the run.
-        records: of all steps whose records are whole.
+        rule: the run's rule.
+        records: the records of all complete steps.
     """
 
     def __init__(self, path: Path, fd: int, rule: Rule, records: list[Record]) -> None:
@@ -61,16 +63,16 @@ class Journal:
 
     @classmethod
     def create(cls, directory: str | os.PathLike[str], uuid: bytes, rule: Rule) -> Self:
-        """Begin one, durably.
+        """Create a journal and make it durable.
 
         Args:
-            directory: of the store.
-            uuid: of the store, 16 bytes.
-            rule: of the run.
+            directory: the store's first directory.
+            uuid: the store's UUID, 16 bytes.
+            rule: the run's rule.
 
         Raises:
-            StoreExistsError: there is one already, with steps.
-            StoreError: it cannot be written.
+            StoreExistsError: the directory already has a journal that contains steps.
+            StoreError: the journal cannot be written.
         """
         path = Path(directory) / NAME
         header = _sealed(
@@ -85,7 +87,7 @@ class Journal:
             )
         )
         if path.exists() and path.stat().st_size <= BYTES:
-            path.unlink()  # of a store that never was: it has no step
+            path.unlink()  # left by a run that ended before its first step
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError as error:
@@ -95,7 +97,7 @@ class Journal:
                 " move the journal away, or choose another directory",
             ) from error
         except OSError as error:
-            raise StoreError(error.errno, f"cannot make {path}: {error.strerror}") from error
+            raise StoreError(error.errno, f"cannot create {path}: {error.strerror}") from error
         made = cls(path, fd, rule, [])
         try:
             made._write(header, 0)
@@ -108,12 +110,12 @@ class Journal:
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], uuid: bytes) -> Self:
-        """Go on with one, durably. What a crash left unfinished at its end is cut off.
+        """Open a journal to append to it, and make it durable. An incomplete last step is cut off.
 
         Raises:
-            StoreError: there is none, or it cannot be made durable.
-            StoreMismatchError: it is of another store, or of a format that is not known.
-            ChecksumError: a byte of it is wrong.
+            StoreError: the journal does not exist, or cannot be made durable.
+            StoreMismatchError: it belongs to another store, or its format is unknown.
+            ChecksumError: it is damaged.
         """
         path = Path(directory) / NAME
         try:
@@ -131,21 +133,21 @@ class Journal:
         return made
 
     def _cut(self) -> None:
-        """Cut off what is behind the last whole step, and say so."""
+        """Cut off everything after the last complete step, and print a line about it."""
         left = os.fstat(self._fd).st_size - self._end
         if left <= 0:
             return
         os.ftruncate(self._fd, self._end)
         lines = -(-left // BYTES)
         print(
-            f"lohan: {self.path}: cut off {lines} lines behind step {len(self.records)}, of"
-            f" {self.rule.samples} a step: the step that was being written when the run ended. If"
-            " that run had finished it, the file is damaged: restore it from a copy",
+            f"lohan: {self.path}: cut off {lines} lines after step {len(self.records)} (a step has"
+            f" {self.rule.samples}): the run ended while writing that step. If the run had finished"
+            " it, the file is damaged: restore it from a copy",
             file=sys.stderr,
         )
 
     def _make_durable(self) -> None:
-        """See [Note: What a crash leaves]."""
+        """Rewrite the last step and sync: see [Note: What a crash leaves]."""
         first = max(0, len(self.records) - 1)
         start = BYTES * (1 + first * self.rule.samples) if self.records else 0
         self._write(os.pread(self._fd, self._end - start, start), start, cuts=False)
@@ -158,7 +160,7 @@ class Journal:
             ) from error
 
     def extend(self, records: Sequence[Record]) -> None:
-        """Add steps, in one write."""
+        """Append steps, in one write."""
         first = len(self.records)
         lines = [line for i, one in enumerate(records) for line in self._lines(one, first + i)]
         self._write(b"".join(lines), self._end)
@@ -167,20 +169,23 @@ class Journal:
 
     @property
     def nbytes(self) -> int:
-        """Of the file."""
+        """The size of the file in bytes."""
         return self._end
 
     def append(self, record: Record) -> None:
-        """Add a step, durably: 64 bytes for each of its directions.
+        """Append a step and make it durable: 64 bytes for each of its directions.
 
         Raises:
-            StoreError: it cannot be written; the step is not in the journal then.
+            StoreError: the step cannot be written; the journal then does not contain it.
         """
         self.extend([record])
 
     def _lines(self, record: Record, step: int) -> list[bytes]:
         if len(record.gradients) != self.rule.samples:
-            raise ValueError(f"{len(record.gradients)} gradients, {self.rule.samples} directions")
+            raise ValueError(
+                f"a record has {len(record.gradients)} gradients, but a step {self.rule.samples}"
+                " directions"
+            )
         losses = record.losses or (float("nan"),) * self.rule.samples
         lines = (
             _RECORD.pack(_RECORD_MAGIC, sample, step, gradient, record.lr, record.decay, loss)
@@ -203,14 +208,14 @@ class Journal:
             ) from error
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def place(directories: Sequence[str]) -> str:
-    """Which of a store's directories has the journal; the first, if none."""
+    """Return the directory of a store that has the journal; the first one if none has."""
     for directory in directories:
         if os.path.exists(os.path.join(directory, NAME)):
             return directory
@@ -218,12 +223,12 @@ def place(directories: Sequence[str]) -> str:
 
 
 def read(directories: Sequence[str], uuid: bytes) -> tuple[Rule, list[Record]]:
-    """A run's rule, and its steps so far; nothing is changed.
+    """Read a run's rule and the records of its steps, without changing the file.
 
     Raises:
-        StoreError: there is no journal.
-        StoreMismatchError: it is of another store, or of a format that is not known.
-        ChecksumError: a byte of it is wrong.
+        StoreError: the journal does not exist or cannot be read.
+        StoreMismatchError: it belongs to another store, or its format is unknown.
+        ChecksumError: it is damaged.
     """
     path = Path(place(directories)) / NAME
     try:
@@ -232,7 +237,8 @@ def read(directories: Sequence[str], uuid: bytes) -> tuple[Rule, list[Record]]:
         raise StoreError(
             error.errno,
             f"cannot open {path}: {error.strerror}. The store has only the weights that"
-            " zeroth-order training last wrote; the journal has the steps since then: restore it",
+            " zeroth-order training last wrote; the steps since then are in the journal: restore"
+            " that file",
         ) from error
     try:
         return _read(path, fd, uuid)
@@ -241,15 +247,16 @@ def read(directories: Sequence[str], uuid: bytes) -> tuple[Rule, list[Record]]:
 
 
 def cut(directories: Sequence[str], uuid: bytes, step: int) -> tuple[int, Path]:
-    """Take back all steps behind one, durably. Nobody may have the journal open.
+    """Remove all steps after a step, durably. The journal must not be open anywhere else.
 
     Args:
-        directories: of the store.
-        uuid: of the store.
-        step: how many steps stay.
+        directories: the store's directories.
+        uuid: the store's UUID.
+        step: the number of steps to keep.
 
     Returns:
-        How many there were; and a copy of the journal as it was. Copies of earlier cuts stay.
+        The previous number of steps, and the path of a copy of the previous journal. Copies from
+        earlier cuts are kept.
     """
     rule, records = read(directories, uuid)
     path = Path(place(directories)) / NAME
@@ -262,7 +269,7 @@ def cut(directories: Sequence[str], uuid: bytes, step: int) -> tuple[int, Path]:
 
 
 def _copy(path: Path) -> Path:
-    """Copy a journal, durably, to a name that is free: journal.before, journal.before.2, ..."""
+    """Copy a journal durably to the first free name: journal.before, journal.before.2, ..."""
     for number in itertools.count(1):
         kept = path.with_suffix(".before" if number == 1 else f".before.{number}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -279,7 +286,7 @@ def _copy(path: Path) -> Path:
 
 
 def _open(path: Path, access: int) -> int:
-    """A regular file, which is no link: opening a FIFO would wait."""
+    """Open a regular file that is not a link, without blocking on a FIFO."""
     fd = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -299,21 +306,27 @@ def _read(path: Path, fd: int, uuid: bytes) -> tuple[Rule, list[Record]]:
     data = _all_of(fd)
     header = data[:BYTES]
     if not _is_good(header):
-        raise ChecksumError(f"{path}: its header has a wrong checksum")
+        raise ChecksumError(
+            f"{path}: the checksum of its header is wrong: restore the file from a copy"
+        )
     magic, form, seed, eps, samples, of_store, rng = _HEADER.unpack(header[: _HEADER.size])
     if magic != _HEADER_MAGIC or form != _FORMAT or rng >= len(_RNGS):
-        raise StoreMismatchError(f"{path}: format {magic!r} {form}, this lohan knows {_FORMAT}")
+        raise StoreMismatchError(
+            f"{path}: unsupported journal (format {magic!r}, version {form}, generator {rng}); this"
+            f" version of lohan supports {_HEADER_MAGIC!r}, version {_FORMAT}, generators 0 to"
+            f" {len(_RNGS) - 1}"
+        )
     if of_store != uuid:
         raise StoreMismatchError(f"{path} is the journal of another store ({of_store.hex()})")
     if samples == 0:
-        raise StoreMismatchError(f"{path}: its header says that a step has no direction")
+        raise StoreMismatchError(f"{path}: invalid header: a step has no direction")
     lines = [data[at : at + BYTES] for at in range(BYTES, len(data), BYTES)]
     good = [_is_good(line) for line in lines]
     whole = good.index(False) if False in good else len(good)
     if any(good[(whole // samples + 1) * samples :]):
         raise ChecksumError(
-            f"{path}: the record at offset {BYTES * (1 + whole)} has a wrong checksum, and there"
-            " are good ones of later steps behind it: restore the file from a copy"
+            f"{path}: the checksum of the record at offset {BYTES * (1 + whole)} is wrong, but"
+            " valid records of later steps follow it: restore the file from a copy"
         )
     records = []
     for step in range(whole // samples):
@@ -322,7 +335,10 @@ def _read(path: Path, fd: int, uuid: bytes) -> tuple[Rule, list[Record]]:
             for line in lines[step * samples : (step + 1) * samples]
         ]
         if any(row[:3] != (_RECORD_MAGIC, i, step) for i, row in enumerate(rows)):
-            raise ChecksumError(f"{path}: records of step {step} are not in their places")
+            raise ChecksumError(
+                f"{path}: records of step {step} are not in their places: restore the file from a"
+                " copy"
+            )
         records.append(
             Record(
                 lr=rows[0][4],

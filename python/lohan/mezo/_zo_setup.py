@@ -1,4 +1,4 @@
-"""What `lohan.wrap(method="mezo")` is asked for, and the run that a store and a journal hold."""
+"""The arguments of `lohan.wrap(method="mezo")`, and the run that a store and its journal hold."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 METHODS = ("adamw", "mezo")
 RNGS = ("philox", "torch")
 EPS = 1e-3
-# Of wrap's keywords, those of this method alone.
+# The keywords of wrap() that only this method has.
 OF_METHOD = ("num_samples", "rng", "seed", "storage")
 _SEEDS = 1 << 64
 _SAMPLES_MAX = 1 << 16
@@ -41,16 +41,16 @@ class Zeroth:
     """A zeroth-order run, from wrap to its session.
 
     Attributes:
-        moved: the parameters that it moves, which need no gradient from now on.
-        streams: the number of each in the model, by its id: what its z is made from.
-        rule: as wrap was asked; of a run that goes on, what its journal says.
-        asked: what was given by name.
+        moved: the parameters that the run trains. They need no gradient while it lasts.
+        streams: the index of each trained parameter in the model, by its id. z is derived from it.
+        rule: the rule that wrap() was asked for; on resume, the journal's.
+        asked: the arguments of wrap(); None for those that were not given.
         device: "cpu", "emu" or "cuda".
-        without: parts of the schedule to leave out.
-        write_every: steps between writes of the parameters; None: they are never written.
-        storage: the format that parameters are kept in; None: as they are.
-        names: of the parameters that it moves, by their ids.
-        journal: once there is one.
+        without: parts of the schedule to disable.
+        write_every: steps between writes of the parameters; None if they are never written.
+        storage: the format that parameters are stored in; None for their own dtype.
+        names: the names of the trained parameters, by their ids.
+        journal: the open journal; None until begin() or go_on().
     """
 
     moved: list[nn.Parameter]
@@ -65,7 +65,7 @@ class Zeroth:
     journal: Journal | None = None
 
     def optimizer(self, layout: Layout, params: Iterable[dict[str, Any]] | None) -> ZerothOptimizer:
-        """Make the optimizer, and say of each parameter of the layout what is done to it."""
+        """Create the optimizer, and set stream and decay of each parameter of the layout."""
         lr, decay = (
             float(start if self.asked[name] is None else self.asked[name])
             for name, start in (("lr", LR), ("weight_decay", DECAY))
@@ -77,8 +77,9 @@ class Zeroth:
         decays = made.decays()
         if set(decays) != set(self.streams):
             raise ModelError(
-                f"params= has {len(decays)} parameters, and {len(self.streams)} of the model"
-                " require a gradient: these are what zeroth-order training moves, all of them"
+                f"params= has {len(decays)} parameters, but {len(self.streams)} parameters of the"
+                " model require a gradient. Zeroth-order training changes all of these: pass"
+                " exactly these in params=, or freeze the others with requires_grad_(False)"
             )
         for param in layout.params:
             param.stream = self.streams.get(id(param.tensor))
@@ -96,14 +97,14 @@ class Zeroth:
         return made
 
     def begin(self, directories: Sequence[str], store: _core.Store) -> None:
-        """A new run: its journal is there before any weight is."""
+        """Start a new run. Its journal is created before any weight is written."""
         self.journal = Journal.create(directories[0], uuid_of(store), self.rule)
 
     def go_on(self, directories: Sequence[str], store: _core.Store) -> None:
-        """Take the journal of a run, and its rule.
+        """Open the journal of a run to resume it, and take over its rule.
 
         Raises:
-            StoreMismatchError: wrap was asked for another rule, or the journal is an old copy.
+            StoreMismatchError: wrap() was asked for another rule, or the journal is an old copy.
         """
         self.journal = Journal.open(_journal.place(directories), uuid_of(store))
         check_base(directories, len(self.journal.records), store)
@@ -131,23 +132,23 @@ class Zeroth:
         self.write_every = was_every if every == "auto" else None if every == "never" else every
 
     def keep_storage(self, meta: dict[str, Any]) -> None:
-        """Go on with the format of a store.
+        """Take over the storage format of the store that is resumed.
 
         Raises:
-            StoreMismatchError: wrap was asked for another one.
+            StoreMismatchError: wrap() was asked for another format.
         """
         was = (meta.get("method") or {}).get("storage")
         now = [_storage_formats.format_of(param.dtype, self.storage) for param in self.moved]
         then = [_storage_formats.format_of(param.dtype, was) for param in self.moved]
         if self.storage is not None and now != then:
             raise StoreMismatchError(
-                f"storage={self.storage!r}, and the run in the store has {was!r}: its steps so far"
-                " are rounded as that says: leave it out, or begin a new store"
+                f"storage={self.storage!r}, but the run in the store has storage={was!r}, and its"
+                " steps were rounded to that format: leave it out, or start a new store"
             )
         self.storage = was
 
     def memory_bytes(self, param: nn.Parameter) -> int:
-        """Of a parameter of the model, in main memory."""
+        """Return the bytes that a parameter of the model takes in main memory."""
         kept = (
             _storage_formats.format_of(param.dtype, self.storage)
             if id(param) in self.streams
@@ -159,12 +160,12 @@ class Zeroth:
         return param.numel() * (_storage_formats.TYPES[kept].itemsize + values)
 
     def is_converted(self, dtype: torch.dtype) -> bool:
-        """Parameters of a dtype are kept in another one."""
+        """Return whether parameters of this dtype are stored in another one."""
         kept = _storage_formats.format_of(dtype, self.storage)
         return kept is not None and _storage_formats.TYPES[kept] != dtype
 
     def close(self, *, is_lost: bool) -> None:
-        """After an error; is_lost: what was begun is removed."""
+        """Close the journal after an error, and delete it if is_lost."""
         journal, self.journal = self.journal, None
         if journal is None:
             return
@@ -176,9 +177,9 @@ class Zeroth:
 
 @contextlib.contextmanager
 def frozen(zeroth: Zeroth | None) -> Iterator[None]:
-    """Nobody is to keep activations for a backward that never comes.
+    """Freeze the trained parameters, so that no activations are saved for a backward.
 
-    Parameters that are moved stay so behind the with, unless it ends by an error.
+    They stay frozen after the `with` block, unless it ends with an exception.
     """
     moved = zeroth.moved if zeroth is not None else []
     for param in moved:
@@ -192,16 +193,16 @@ def frozen(zeroth: Zeroth | None) -> Iterator[None]:
 
 
 def find(zeroth: Zeroth | None, found: Found | None, then: dict[str, Any] | None) -> Found | None:
-    """What make_layout has to know: which parameters move, and which of these stay in files.
+    """Tell make_layout which parameters are trained, and which of these are read from files.
 
     Args:
-        zeroth: the run.
-        found: in files.
-        then: what the store of a run that goes on says of itself.
+        zeroth: the run; None for first-order training.
+        found: the parameters that were found in weight files.
+        then: the metadata of the store that is resumed; None for a new store.
 
     Raises:
-        StoreMismatchError: it keeps parameters in another format than wrap was asked for.
-        UnsupportedError: this device does not keep them in the store's.
+        StoreMismatchError: the store's format is not the one that wrap() was asked for.
+        UnsupportedError: the device does not support the store's format.
     """
     if zeroth is None:
         return found
@@ -223,7 +224,7 @@ def find(zeroth: Zeroth | None, found: Found | None, then: dict[str, Any] | None
 
 
 def take(settings: dict[str, Any], max_grad_norm: Any, optimizer: Any) -> dict[str, Any]:
-    """Out of wrap's keywords, those that this method is asked about; None where there is none."""
+    """Remove this method's keywords from settings and return them; None for each missing one."""
     taken = {name: settings.pop(name, None) for name in OF_METHOD}
     return {**taken, "max_grad_norm": max_grad_norm, "optimizer": optimizer}
 
@@ -231,21 +232,21 @@ def take(settings: dict[str, Any], max_grad_norm: Any, optimizer: Any) -> dict[s
 def make(
     method: str, model: nn.Module, asked: dict[str, Any], config: Config, store: Any
 ) -> Zeroth | None:
-    """What wrap was asked for; None: first-order training.
+    """Check the arguments of wrap() and return the run; None for first-order training.
 
     Args:
         method: "adamw" or "mezo".
-        model: to be wrapped.
-        asked: lr, eps, weight_decay, and what take() gave.
-        config: of the session.
-        store: its directories, as wrap was given them; None: a temporary one.
+        model: the model to wrap.
+        asked: lr, betas, eps, weight_decay, and the result of take().
+        config: the session's settings.
+        store: the store's directories as passed to wrap(); None for a temporary one.
 
     Raises:
-        ModelError: a value that cannot be, or a parameter that cannot be moved.
-        UnsupportedError: something that zeroth-order training has no use for.
+        ModelError: a value is invalid, or a parameter has an unsupported dtype.
+        UnsupportedError: an argument has no meaning in zeroth-order training.
     """
     if method not in METHODS:
-        raise ModelError(f"method {method!r}: one of {', '.join(METHODS)}")
+        raise ModelError(f"method {method!r} must be one of {', '.join(METHODS)}")
     if method == "adamw":
         for name in OF_METHOD:
             if asked[name] is not None:
@@ -264,14 +265,16 @@ def make(
     seed = torch.initial_seed() % _SEEDS if asked["seed"] is None else asked["seed"]
     samples = 1 if asked["num_samples"] is None else asked["num_samples"]
     if not 0 < eps < float("inf"):
-        raise ModelError(f"eps {eps}: must be a number above 0")
+        raise ModelError(f"eps {eps} must be a finite number above 0")
     if not (isinstance(seed, int) and 0 <= seed < _SEEDS):
-        raise ModelError(f"seed {seed!r}: a whole number from 0 to 2^64 - 1")
+        raise ModelError(f"seed {seed!r} must be a whole number from 0 to 2^64 - 1")
     if not (isinstance(samples, int) and 0 < samples < _SAMPLES_MAX):
-        raise ModelError(f"num_samples {samples!r}: a whole number from 1 to {_SAMPLES_MAX - 1}")
+        raise ModelError(
+            f"num_samples {samples!r} must be a whole number from 1 to {_SAMPLES_MAX - 1}"
+        )
     rng = asked["rng"] or RNGS[0]
     if rng not in RNGS:
-        raise ModelError(f"rng {rng!r}: one of {', '.join(RNGS)}")
+        raise ModelError(f"rng {rng!r} must be one of {', '.join(RNGS)}")
     device = _device.parse(config.device)[0]
     _zo_device.check(device, rng, config.without)
     asked = {**asked, "write_every": config.write_every}
@@ -291,7 +294,7 @@ def _every(made: Zeroth, model: nn.Module, config: Config, store: Any) -> int | 
     if _zo_plan.fits(config, sum(made.memory_bytes(p) for p in model.parameters())):
         return None
     if made.rule.rng == "torch":
-        return 1  # to draw again is slower than any SSD
+        return 1  # redrawing z takes longer than any SSD takes to write
     names = [] if store is None else [store] if isinstance(store, str | os.PathLike) else [*store]
     most = max(made.moved, key=torch.Tensor.numel)
     kept = _storage_formats.format_of(most.dtype, made.storage)
@@ -299,9 +302,11 @@ def _every(made: Zeroth, model: nn.Module, config: Config, store: Any) -> int | 
 
 
 def _check_storage(made: Zeroth) -> None:
-    """Refuse a format that is none, or that this run's parameters cannot be kept in."""
+    """Reject an unknown format, and one that this run's parameters cannot be stored in."""
     if made.storage is not None and made.storage not in _storage_formats.TYPES:
-        raise ModelError(f"storage {made.storage!r}: one of {', '.join(_storage_formats.TYPES)}")
+        raise ModelError(
+            f"storage {made.storage!r} must be one of {', '.join(_storage_formats.TYPES)}"
+        )
     kept = [p for p in made.moved if _storage_formats.format_of(p.dtype, made.storage) is not None]
     if not kept:
         return
@@ -309,15 +314,16 @@ def _check_storage(made: Zeroth) -> None:
     what += f", storage={made.storage!r})" if made.storage else ")"
     if made.rule.rng == "torch":
         raise UnsupportedError(
-            f'rng="torch" is MeZO\'s own code in float32, and parameter {what} is kept in another'
-            ' format: rng="philox", or model.float() before lohan.wrap() and no storage='
+            f'rng="torch" reproduces MeZO\'s own code, which is float32 only, but parameter {what}'
+            ' is not both stored and computed in float32: use rng="philox", or call model.float()'
+            " before lohan.wrap() and leave out storage="
         )
     _zo_device.check_kept(made.device, [p.dtype for p in kept], made.storage, what)
     most = _zo_device.KEPT_SAMPLES_MAX if made.device == "cuda" else PASS_POSITIONS - 2
     if made.rule.samples > most:
         raise UnsupportedError(
-            f"num_samples {made.rule.samples}: where parameters are kept in a format of their own"
-            f" ({what}), {most} at most"
+            f"num_samples {made.rule.samples} is too large: a step can have {most} at most unless"
+            f" all parameters are both stored and computed in float32, and {what} is not"
         )
 
 
@@ -329,12 +335,15 @@ def _moved(model: nn.Module) -> tuple[list[nn.Parameter], dict[int, int]]:
             continue
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ModelError(
-                f'parameter {name!r} is {param.dtype}: method="mezo" moves float32, bfloat16 and'
-                " float16 ones: convert it before lohan.wrap(), or freeze it with"
+                f'parameter {name!r} is {param.dtype}, but method="mezo" supports float32, bfloat16'
+                " and float16: convert it before lohan.wrap(), or freeze it with"
                 " requires_grad_(False)"
             )
         moved.append(param)
         streams[id(param)] = number
     if not moved:
-        raise ModelError("no parameter requires a gradient: these are what is moved")
+        raise ModelError(
+            "no parameter of the model requires a gradient, so there is nothing to train: call"
+            " requires_grad_(True) on those to train"
+        )
     return moved, streams
