@@ -133,5 +133,5 @@ def test_a_range_that_has_no_counters_is_refused() -> None:
         _core.zo_apply(0, 0, 2**50, 1, [])
     with pytest.raises(ValueError, match=r"2\^50"):
         normal(Stream(0, 0, 0), 2**50, 1, "cpu")
-    with pytest.raises(ValueError, match=r"step 4294967296: from 0 to 2\^32 - 1"):
+    with pytest.raises(ValueError, match=r"step 4294967296 must be from 0 to 2\^32 - 1"):
         Stream(0, 0, 2**32)

@@ -103,7 +103,7 @@ def test_a_way_that_is_not_known_is_refused() -> None:
     rule = Rule(1, 1e-3)
     with pytest.raises(ValueError, match="back to 3"):
         list(operations(rule, [], 0, 4, 3))
-    with pytest.raises(ValueError, match="behind step 0"):
+    with pytest.raises(ValueError, match="after step 0"):
         list(operations(rule, [], 0, 0, 4))
     assert len(list(operations(rule, [], 0, 0, 3))) == 3
 

@@ -1,7 +1,7 @@
-"""The direction z of zeroth-order training, by torch alone: on any device, the bits of the C core.
+"""The direction z of zeroth-order training in torch alone, on any device, with the C core's bits.
 
-csrc/compute/zo.h defines z: [Note: Counters] there. Additions, multiplications and conversions are
-all that it takes, which torch rounds to nearest on every device, and a square root.
+csrc/compute/zo.h defines z ([Note: Counters] there). It needs only additions, multiplications and
+conversions, which torch rounds to nearest on every device, and a square root.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
-# Elements that sixteen counters make: four words each.
+# The elements of a block: sixteen counters make four words each.
 _BLOCK = 64
 _COUNTERS = 16
 _ELEMENTS_MAX = 1 << 50
 _SAMPLES_MAX = 1 << 16
-# As in csrc/compute/zo_kernels.h.
+# The coefficients are those of csrc/compute/zo_kernels.h.
 _LOG = (
     0.33333906531333923,
     -0.24999819695949554,
@@ -33,7 +33,7 @@ _SINE = (-0.16666655242443085, 0.008332204073667526, -0.00019520212663337588)
 _COSINE = (0.04166124388575554, -0.0013651838526129723)
 _LN_2 = 0.6931471824645996
 _ROOT_HALF_BITS = 0x3F3504F3
-_ANGLE_SCALE = 3.65729529994141e-10  # a quarter turn has 32 bits
+_ANGLE_SCALE = 3.65729529994141e-10  # radians per unit; a quarter turn is 2^32 units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Stream:
     """The z of one parameter in one step.
 
     Attributes:
-        seed: of the run, 64 bits.
-        param: the parameter's index, 32 bits.
-        step: from 0, 32 bits.
-        sample: of a step that takes several, 16 bits.
+        seed: the run's seed, 64 bits.
+        param: the parameter's index in the model, 32 bits.
+        step: the step, from 0, 32 bits.
+        sample: the direction of a step that has several, from 0, 16 bits.
     """
 
     seed: int
@@ -56,18 +56,18 @@ class Stream:
         for name, bits in (("seed", 64), ("param", 32), ("step", 32), ("sample", 16)):
             value = getattr(self, name)
             if not 0 <= value < 1 << bits:
-                raise ValueError(f"{name} {value}: from 0 to 2^{bits} - 1")
+                raise ValueError(f"{name} {value} must be from 0 to 2^{bits} - 1")
 
 
 def philox(counters: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
-    """Philox 4x32-10.
+    """Compute Philox 4x32-10.
 
     Args:
         counters: int64, (n, 4), 32 bits each.
-        key: 32 bits each.
+        key: two words of 32 bits.
 
     Returns:
-        int64, (n, 4): 32 random bits each.
+        int64, (n, 4), 32 random bits each.
     """
     now = list(counters.unbind(1))
     for turn in range(_ROUNDS):
@@ -84,7 +84,7 @@ def _product(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def words(stream: Stream, first: int, count: int, device: torch.device | str) -> torch.Tensor:
-    """The random words of elements first to first + count: 32 bits each.
+    """Return the random words of elements first to first + count, 32 bits each.
 
     Returns:
         int64, (count,).
@@ -93,7 +93,7 @@ def words(stream: Stream, first: int, count: int, device: torch.device | str) ->
 
 
 def normal(stream: Stream, first: int, count: int, device: torch.device | str) -> torch.Tensor:
-    """Elements first to first + count of a stream's z.
+    """Return elements first to first + count of a stream's z.
 
     Returns:
         fp32, (count,).
@@ -110,9 +110,9 @@ def normal(stream: Stream, first: int, count: int, device: torch.device | str) -
 def _words(
     stream: Stream, first: int, count: int, device: torch.device | str
 ) -> list[torch.Tensor]:
-    """Words 0 to 3 of the counters of all blocks that elements are in."""
+    """Return words 0 to 3 of the counters of all blocks that the elements are in."""
     if not 0 <= first <= first + count <= _ELEMENTS_MAX:
-        raise ValueError(f"elements {first} to {first + count}: 2^50 at most")
+        raise ValueError(f"elements {first} to {first + count} must be within 0 to 2^50")
     begin = first // _BLOCK
     blocks = -(-(first + count) // _BLOCK) - begin
     counter = torch.arange(
@@ -125,14 +125,14 @@ def _words(
 
 
 def _in_order(of_words: list[torch.Tensor], first: int, count: int) -> torch.Tensor:
-    """What words 0 to 3 gave, element by element."""
+    """Interleave what words 0 to 3 gave into the order of elements."""
     rows = torch.stack(of_words, 1).view(-1, _COUNTERS, 4).transpose(1, 2).reshape(-1)
     skip = first % _BLOCK
     return rows[skip : skip + count]
 
 
 def _radius(word: torch.Tensor) -> torch.Tensor:
-    """sqrt(-2 ln U); U is a multiple of 2^-24 in (0, 1]."""
+    """Return sqrt(-2 ln U), where U is a multiple of 2^-24 in (0, 1]."""
     bits = ((word >> 8) + 1).to(torch.float32).view(torch.int32)
     exponent = (bits - _ROOT_HALF_BITS) >> 23
     f = (bits - (exponent << 23)).view(torch.float32) - 1.0
@@ -142,12 +142,12 @@ def _radius(word: torch.Tensor) -> torch.Tensor:
         series = series * f + factor
     log = (f - square * 0.5) + (square * f) * series
     log = (exponent - 24).to(torch.float32) * _LN_2 + log
-    # By way of fp64, whose root is near enough to round to the right fp32: torch's of fp32 is not.
+    # The fp64 root is accurate enough to round to the correct fp32; torch's fp32 root is not.
     return torch.sqrt((log * -2.0).double()).float()
 
 
 def _turn(word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine; the two highest bits are a quarter turn's number."""
+    """Return cosine and sine of an angle whose two highest bits are the number of quarter turns."""
     rest = (word << 2) & 0xFFFFFF00
     rest = torch.where(rest >= 1 << 31, rest - (1 << 32), rest)
     x = rest.to(torch.float32) * _ANGLE_SCALE

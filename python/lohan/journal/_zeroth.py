@@ -1,17 +1,17 @@
-"""The rule of zeroth-order training: what steps do to a parameter, and the record of each.
+"""The rule of zeroth-order training: what steps do to a parameter, and the records of steps.
 
 Source: ZO2 alg. 1 (MeZO): theta + eps z, - 2 eps z, + eps z, - lr (g z + decay theta).
 
-[Note: Positions] Whatever has happened to a parameter is a position on one line of operations. A
-step of n directions has 4 n of them: for each direction a move by eps z to the one side, by -2 eps
-z to the other and back by eps z; then an update for each. Every operation acts on an element alone
-and is known once its step's record is, so who has a parameter at one position can make it at any
-later one, in one pass or in several, now or when it is needed, and the bits are the same. The base
-at position 0 and the records are all that there is to keep.
+[Note: Positions] The state of a parameter is a position in one sequence of operations. A step of n
+directions has 4 n operations: for each direction a move by eps z to one side, by -2 eps z to the
+other, and back by eps z; then one update per direction. Each operation acts on every element
+separately, and is known once the record of its step is. So the parameter at any position can be
+advanced to any later one, in one pass or in several, at any time, with the same bits. Only the base
+at position 0 and the records have to be stored.
 
-A parameter that is kept in a format of its own ([Note: Kept parameters] in
-common/_storage_formats.py) is kept as it is before a step: its updates alone lead it on, each
-step's rounded at its end, and where it is moved to begins there.
+A parameter with a stored form ([Note: Kept parameters] in common/_storage_formats.py) is stored as
+it is before a step. Only updates advance the stored form, which is rounded at the end of each step.
+Values at positions within a step are derived from it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Op = tuple[str, bool, int, int, int, int, float, float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What is the same in all steps.
+    """The settings that are the same in all steps.
 
     Attributes:
-        seed: of z, 64 bits.
-        eps: how far the parameters move to either side.
-        samples: directions of a step.
-        rng: what makes z: "philox" (_direction.py) or "torch" (_zo_torch.py).
+        seed: the seed of z, 64 bits.
+        eps: how far the parameters are moved to either side.
+        samples: the number of directions in a step.
+        rng: the generator of z: "philox" (_direction.py) or "torch" (_zo_torch.py).
     """
 
     seed: int
@@ -43,35 +43,35 @@ class Rule:
 
     @property
     def step_length(self) -> int:
-        """Positions of a step."""
+        """The number of positions in a step."""
         return 4 * self.samples
 
     def clean(self, step: int) -> int:
-        """The position before a step: all updates are in, and nothing is moved."""
+        """Return the position before a step: earlier updates are applied, and nothing is moved."""
         return step * self.step_length
 
     def plus(self, step: int, sample: int) -> int:
-        """Moved by eps z."""
+        """Return the position where a direction has moved the parameter by eps z."""
         return step * self.step_length + 3 * sample + 1
 
     def minus(self, step: int, sample: int) -> int:
-        """Moved by -eps z."""
+        """Return the position where a direction has moved the parameter by -eps z."""
         return step * self.step_length + 3 * sample + 2
 
     def step_of(self, position: int) -> int:
-        """The step that a position is in."""
+        """Return the step that contains a position."""
         return position // self.step_length
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What a step did.
+    """The numbers that define a step's updates.
 
     Attributes:
-        lr: learning rate.
-        decay: weight decay, decoupled.
-        gradients: (l+ - l-) / (2 eps) of each direction.
-        losses: l+ of each.
+        lr: the learning rate.
+        decay: the weight decay, decoupled.
+        gradients: (l+ - l-) / (2 eps) for each direction.
+        losses: l+ for each direction.
     """
 
     lr: float
@@ -89,21 +89,21 @@ def operations(
     *,
     decays: bool = True,
 ) -> Iterator[Op]:
-    """What leads a parameter from one position to a later one, as _core.zo_apply takes it.
+    """Yield the operations that advance a parameter to a later position, for _core.zo_apply.
 
     Args:
-        rule: of the run.
-        records: of its steps so far.
-        param: the parameter's number.
-        begin: where it is.
-        end: where it is to be; not before begin.
-        decays: weight decay is for it.
+        rule: the run's rule.
+        records: the records of the run's steps.
+        param: the parameter's index in the model.
+        begin: the parameter's current position.
+        end: the position to reach; not before begin.
+        decays: whether weight decay applies to the parameter.
 
     Raises:
-        ValueError: end is before begin, or behind what is recorded.
+        ValueError: end is before begin, or needs a step that has no record.
     """
     if end < begin:
-        raise ValueError(f"from position {begin} back to {end}")
+        raise ValueError(f"cannot go from position {begin} back to {end}")
     before: Stream | None = None
     for position in range(begin, end):
         step, place = divmod(position, rule.step_length)
@@ -113,7 +113,7 @@ def operations(
         if not is_update:
             yield _op("perturb", stream, before, rule.eps * (1.0, -2.0, 1.0)[place % 3], 0.0, 0.0)
         elif step >= len(records):
-            raise ValueError(f"position {end} is behind step {step}, which has no record")
+            raise ValueError(f"position {end} is after step {step}, which has no record")
         else:
             record = records[step]
             lr = record.lr / rule.samples
@@ -131,24 +131,26 @@ def kept_operations(
     *,
     decays: bool = True,
 ) -> Iterator[Op]:
-    """What leads a kept parameter on, as _core.zo_lead takes it; see operations().
+    """Yield the operations for a parameter with a stored form, for _core.zo_lead.
+
+    See operations() for parameters without one.
 
     Args:
-        rule: of the run.
-        records: of its steps so far.
-        param: the parameter's number.
-        begin: the step before which it is.
-        end: the position that its values are to be at; not in a step's updates.
-        decays: weight decay is for it.
+        rule: the run's rule.
+        records: the records of the run's steps.
+        param: the parameter's index in the model.
+        begin: the step before which the stored form is.
+        end: the position that the values are to reach; not among a step's updates.
+        decays: whether weight decay applies to the parameter.
 
     Raises:
-        ValueError: end is before begin, or behind what is recorded.
+        ValueError: end is before begin, or needs a step that has no record.
     """
     last, place = divmod(end, rule.step_length)
     if last < begin:
-        raise ValueError(f"from step {begin} back to {last}")
+        raise ValueError(f"cannot go from step {begin} back to {last}")
     if last > len(records):
-        raise ValueError(f"step {last} is behind step {len(records)}, which has no record")
+        raise ValueError(f"step {last} is after step {len(records)}, which has no record")
     for step in range(begin, last):
         record = records[step]
         decay = record.decay if decays else 0.0

@@ -1,7 +1,7 @@
-"""A zeroth-order run as its store and its journal have it: weights of some step, and what followed.
+"""A zeroth-order run: the parameters in its store, and the steps in its journal.
 
-[Note: Base] A store's parameters are those of its last commit, the base. Every step since is in
-the journal, and leads them on, so that journal and base together are the parameters of now.
+[Note: Base] A store's parameters are those of its last commit, the base. All later steps are in the
+journal and are replayed on the base, so the two together give the current parameters.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from lohan.journal._zeroth import Op, Record, Rule
     from lohan.layout._block import Param
 
-# Positions of one pass: the core takes 1024 operations.
+# The positions in one pass. The core takes at most 1024 operations.
 PASS_POSITIONS = 1000
 
 
 @dataclasses.dataclass
 class Run:
-    """What is known of a run.
+    """The rule, the steps and the base of a run.
 
     Attributes:
-        rule: of it.
-        records: of its steps.
+        rule: the run's rule.
+        records: the records of its steps.
         base: the step of the store's parameters.
-        directions: where torch's generator makes z.
+        directions: the source of z if torch's generator makes it, else None.
     """
 
     rule: Rule
@@ -45,7 +45,7 @@ class Run:
     directions: TorchDirections | None = None
 
     def passes(self, param: Param, begin: int, end: int) -> Iterator[list[Op]]:
-        """What leads a parameter from one position to another, in pieces that the core takes."""
+        """Yield the operations between two positions, in passes that the core accepts."""
         assert param.stream is not None
         for at in range(begin, end, PASS_POSITIONS):
             until = min(at + PASS_POSITIONS, end)
@@ -54,7 +54,7 @@ class Run:
             ]
 
     def kept_passes(self, param: Param, begin: int, end: int) -> Iterator[list[Op]]:
-        """The same of a kept parameter, from before a step; each piece ends behind a step."""
+        """Yield the same with a stored form, from before a step; a pass ends after a step or at end."""
         assert param.stream is not None
         last = self.rule.step_of(end)
         steps = PASS_POSITIONS // (self.rule.samples + 1)
@@ -67,7 +67,7 @@ class Run:
             ]
 
     def lead(self, param: Param, values: torch.Tensor) -> torch.Tensor:
-        """A parameter's values of now from those of the base, which they may replace."""
+        """Return a parameter's current values from those of the base, which may be overwritten."""
         if param.kept is not None:
             return self._led_kept(param, values, 0, param.tensor.dtype).view(values.shape)
         if param.stream is not None:
@@ -76,7 +76,7 @@ class Run:
         return values
 
     def lead_whole(self, param: Param, address: int, begin: int, end: int) -> None:
-        """Lead a parameter in main memory from one position to another."""
+        """Advance a parameter in main memory from one position to another."""
         assert param.stream is not None
         if self.directions is not None:
             self.directions.lead(
@@ -108,12 +108,12 @@ class Run:
     def led(
         self, param: Param, pieces: Iterable[torch.Tensor], *, is_master: bool = False
     ) -> Iterator[torch.Tensor]:
-        """The values of now of a parameter whose base comes in pieces, flat and in order.
+        """Yield the current values of a parameter whose base comes in pieces, flat and in order.
 
         Args:
-            param: which.
-            pieces: of the base; floats where is_master.
-            is_master: in fp32, else in the parameter's dtype.
+            param: the parameter.
+            pieces: the pieces of the base; fp32 if is_master.
+            is_master: yield fp32 values, instead of the parameter's dtype.
         """
         if param.stream is None:
             yield from pieces
@@ -125,7 +125,7 @@ class Run:
                 yield self._led_kept(param, piece, first, dtype)
                 first += piece.numel()
             return
-        if self.directions is not None:  # they are drawn for a whole parameter
+        if self.directions is not None:  # torch draws z for a whole parameter at once
             yield self.lead(param, torch.cat([piece.clone() for piece in pieces]))
             return
         begin, end = self.rule.clean(self.base), self.rule.clean(len(self.records))
@@ -139,7 +139,7 @@ class Run:
 
 
 def make(rule: Rule, records: Sequence[Record], base: int, params: Iterable[Param]) -> Run:
-    """A run over the parameters of a layout."""
+    """Create the run over the parameters of a layout."""
     directions = None
     if rule.rng == "torch":
         shapes = {p.stream: tuple(p.tensor.shape) for p in params if p.stream is not None}
@@ -148,15 +148,15 @@ def make(rule: Rule, records: Sequence[Record], base: int, params: Iterable[Para
 
 
 def uuid_of(store: _core.Store) -> bytes:
-    """As its journal has it."""
+    """Return the store's UUID as the bytes that its journal contains."""
     return bytes.fromhex(str(store.describe()["uuid"]).replace("-", ""))
 
 
 def of_store(store: _core.Store, params: Iterable[Param]) -> Run:
-    """The run of a store, with its journal as it is now.
+    """Return the run of a store, with the current contents of its journal.
 
     Raises:
-        StoreError: there is none, or it is damaged, or older than the store.
+        StoreError: the journal is missing, damaged, or older than the store.
     """
     said = store.describe()
     directories = [os.path.dirname(path) for path, _, _ in said["files"]]
@@ -166,14 +166,17 @@ def of_store(store: _core.Store, params: Iterable[Param]) -> Run:
 
 
 def check_base(directories: Sequence[str], steps: int, store: _core.Store) -> None:
-    """A step is in the journal before any parameter is written behind it.
+    """Check that the journal contains all steps that the store's parameters include.
+
+    A step is in the journal before any parameter is written that includes it.
 
     Raises:
-        StoreMismatchError: the journal ends before the store's parameters: it is an old copy.
+        StoreMismatchError: the journal ends before the step of the store's parameters, so it is an
+            old copy.
     """
     base = int(store.describe()["step"])
     if steps < base:
         raise StoreMismatchError(
-            f"the journal in {_journal.place(directories)} ends at step {steps}, and the store's"
-            f" parameters are those of step {base}: put back the journal that belongs to them"
+            f"the journal in {_journal.place(directories)} ends at step {steps}, but the store's"
+            f" parameters are those of step {base}: restore the journal that belongs to them"
         )

@@ -1,9 +1,9 @@
-"""z drawn by torch's own generator, in the order of MeZO's code: for who compares runs with it.
+"""z drawn by torch's own generator, in the order of MeZO's code, to compare runs with it.
 
-Each step seeds a generator with a number of its own (numpy's randint below 10^9, as there) and
-draws a normal for each parameter in turn. What a parameter gets so depends on all before it, so
-where each begins is looked up in a table that is made by drawing a step once. It costs that, and
-is not for speed.
+Each direction seeds a generator with its own number (numpy's randint below 10^9, as in MeZO) and
+draws a normal for each parameter in turn. So a parameter's z depends on all parameters before it.
+To draw it separately, a table holds the generator's state at the beginning of each parameter; the
+table is made by drawing the whole direction once. This is slow and only meant for comparisons.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class TorchDirections:
     """The directions of a run.
 
     Args:
-        rule: of the run.
-        shapes: of the moved parameters, in the model's order, by their stream.
+        rule: the run's rule.
+        shapes: the shapes of the trained parameters by stream, in the model's order.
     """
 
     def __init__(self, rule: Rule, shapes: dict[int, tuple[int, ...]]) -> None:
@@ -39,7 +39,7 @@ class TorchDirections:
         self._tables: dict[int, dict[int, torch.Tensor]] = {}
 
     def z(self, stream: int, step: int, sample: int) -> torch.Tensor:
-        """The normal of one parameter in one step, fp32, of its shape."""
+        """Return z of one parameter for one direction of a step: fp32, in the parameter's shape."""
         number = step * self._rule.samples + sample
         while len(self._seeds) <= number:
             self._seeds.append(int(self._draw.randint(_SEED_END)))
@@ -65,7 +65,7 @@ class TorchDirections:
         *,
         decays: bool,
     ) -> None:
-        """What operations() says, by torch, on a whole parameter in main memory."""
+        """Apply the operations of operations() in torch to a whole parameter in main memory."""
         shape = self._shapes[stream]
         count = torch.Size(shape).numel()
         raw = (ctypes.c_float * count).from_address(address)

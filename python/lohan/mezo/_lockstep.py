@@ -1,17 +1,17 @@
-"""Runs of a model that take turns: each block is visited by all of them, one behind the other.
+"""Runs of a model that take turns: all of them visit a block, one after the other.
 
 A step of zeroth-order training runs the model twice, with the parameters moved to one side and to
-the other, and each block is to be brought in once for both (Source: ZO2 alg. 2); an evaluation may
-run it on several batches. The model's code between its blocks is the user's and knows nothing of
-that, so all runs are whole calls of it, each on a thread, of which one at a time goes on:
+the other, and each block is brought in once for both runs (Source: ZO2 alg. 2); an evaluation may
+run the model on several batches. The code between the blocks is the user's and knows nothing of
+this, so each run is a complete call of the model on its own thread, and one thread runs at a time:
 
     first   visit 0 |                        | visit 1 |                        | ...  | end
     second          | visit 0, ..|                     | visit 1, ..|
     third                        | visit 0, ..|                     | visit 1, ..|
 
-At the end of a visit the first run waits inside the block, which therefore stays where it is, until
-the others have been there, too, and are about to begin their next visit. They wait there until the
-first has made that visit.
+At the end of a visit the first run waits inside the block, which therefore stays in memory, until
+the others have visited it, too, and are about to begin their next visit. They wait there until the
+first run has made that visit.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ FIRST, SECOND = 0, 1
 
 
 class _EndedError(BaseException):
-    """In another run, when one is over by an exception: nobody catches it but us."""
+    """Raised to end a run because another one has failed; only this module catches it."""
 
 
 class Lockstep:
-    """Some runs.
+    """A group of runs that take turns.
 
     Attributes:
-        turn: FIRST, SECOND, ...: who goes on now.
+        turn: the run whose turn it is: FIRST, SECOND, ...
     """
 
     def __init__(self, changed: Callable[[int], None] | None = None) -> None:
-        """Changed is called with whose turn it is, on the thread of that run, at each change."""
+        """Call changed at each change of turn, on the thread of the run whose turn it is."""
         self.turn = FIRST
         self._changed = changed
         self._wakes: list[threading.Semaphore] = []
-        self._visits: list[int] = []  # ended by the first, begun by the others
+        self._visits: list[int] = []  # visits that the first run has ended, that the others have begun
         self._is_over: list[bool] = []
         self._threads: list[threading.Thread] = []
         self._results: list[Any] = []
         self._error: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Call them, in turns: the first on this thread.
+        """Call the functions in turns, the first of them on this thread.
 
         Returns:
-            What each gave.
+            The result of each.
 
         Raises:
-            RuntimeError: that is done once.
-            BaseException: what one of them raised; the others are ended then.
+            RuntimeError: run() was called before.
+            BaseException: the exception that one of them raised; the others are ended.
         """
         if self._wakes:
             raise RuntimeError("Lockstep.run() can be called only once")
@@ -89,15 +89,15 @@ class Lockstep:
         return self._results
 
     def is_other(self) -> bool:
-        """True on the thread of another run than the first."""
+        """Return whether this is the thread of a run other than the first."""
         return threading.current_thread() in self._threads
 
     def is_led(self) -> bool:
-        """The same, while the first goes on."""
+        """Return the same, but False after the first run has ended."""
         return self.is_other() and not self._is_over[FIRST]
 
     def visit_end(self) -> None:
-        """The first run has made a visit: called on any run's thread, at the end of each."""
+        """Give the turn away if it is the first run's. Each run calls this at the end of a visit."""
         if self.turn != FIRST or all(self._is_over[SECOND:]):
             return
         self._visits[FIRST] += 1
@@ -105,7 +105,7 @@ class Lockstep:
         self._raise_error()
 
     def visit_begin(self) -> None:
-        """Another run comes to its next visit: called on any run's thread, before each."""
+        """Wait for the first run's visit if needed. Each run calls this before a visit."""
         who = self.turn
         if who == FIRST:
             return
@@ -116,7 +116,7 @@ class Lockstep:
         self._visits[who] += 1
 
     def _next(self, who: int) -> int:
-        """Whose turn is behind this one's."""
+        """Return the run whose turn is next after this one's."""
         for other in range(who + 1, len(self._wakes)):
             if not self._is_over[other]:
                 return other
@@ -145,12 +145,12 @@ class Lockstep:
             except BaseException as error:
                 self._error = self._error or error
         self._is_over[who] = True
-        # Behind an error the first run ends the rest.
+        # After an error the first run ends the others.
         self.turn = FIRST if self._error is not None else self._next(who)
         self._wakes[self.turn].release()
 
     def _end(self, error: BaseException) -> None:
-        """A run is over by an error: the others stop where they wait."""
+        """Record the error that ended a run, and end the others where they wait."""
         self._error = self._error or error
         for who, thread in enumerate(self._threads, SECOND):
             if not self._is_over[who]:
@@ -163,10 +163,10 @@ class Lockstep:
 
 
 class _ThreadState:
-    """What torch keeps for each thread and a forward depends on, taken from this one."""
+    """The per-thread state of torch that a forward depends on, copied from this thread."""
 
     def __init__(self) -> None:
-        # Asking a GPU that nobody uses for its stream would make a context on it.
+        # Asking an unused GPU for its stream would create a context on it.
         is_on_gpu = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         kinds = ["cpu", *(["cuda"] if is_on_gpu else [])]
         self.autocasts = [
@@ -185,7 +185,7 @@ class _ThreadState:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """The thread that is in the with has it, too."""
+        """Apply the state to the current thread inside the `with` block."""
         with contextlib.ExitStack() as stack:
             for stream in self.streams:
                 stack.enter_context(torch.cuda.device(stream.device))
@@ -194,7 +194,7 @@ class _ThreadState:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.caches))
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            for mode in self.modes:  # not entered again: they keep what was before, once
+            for mode in self.modes:  # pushed, not entered: a mode's __enter__ saves state only once
                 overrides._push_mode(mode)  # type: ignore[no-untyped-call]
                 stack.callback(overrides._pop_mode)
             yield

@@ -1,7 +1,7 @@
-"""Zeroth-order training on a GPU: parameters are moved there by a kernel of ours (cuda/zo.cu).
+"""Zeroth-order training on a GPU, where lohan's own kernel (cuda/zo.cu) moves the parameters.
 
-The CPU touches no byte of the GPU's memory. A unit is led by launches on the stream that torch
-computes on, so whatever reads it behind that reads it where it is to be, and nobody waits.
+The CPU does not touch the GPU's memory. Launches on the stream that torch computes on move a unit,
+so later operations on that stream read it at the right position, and no thread waits.
 """
 
 from __future__ import annotations
@@ -20,82 +20,83 @@ if TYPE_CHECKING:
     from lohan.layout._block import Param
     from lohan.torch_glue._device import Device
 
-# Directions of a step, where parameters are kept in a format of their own: a launch takes 64
-# operations, which are one step's updates at least.
+# The most directions in a step if parameters have a stored form. A launch takes 64 operations, and
+# must have room for all updates of a step.
 KEPT_SAMPLES_MAX = 60
-# Made by the build where nvcc is.
+# The build creates this file if nvcc is installed.
 FATBIN = pathlib.Path(_core.__file__).with_name("lohan.fatbin")
 
 
 def is_launched(device: Device) -> bool:
-    """Parameters are led by launches, not by the CPU."""
+    """Return whether kernel launches, and not the CPU, move parameters on this device."""
     return device.name == "cuda"
 
 
 def check(device: str, rng: str, without: Collection[str]) -> None:
-    """Refuse what no GPU does.
+    """Reject settings that are not supported on a GPU.
 
     Args:
         device: "cpu", "emu" or "cuda".
-        rng: of the run.
-        without: parts of the schedule to leave out.
+        rng: the run's generator.
+        without: parts of the schedule to disable.
 
     Raises:
-        UnsupportedError: says what, and the way out.
+        UnsupportedError: names the setting and what to do instead.
     """
     if device != "cuda":
         return
     if not FATBIN.exists():
         raise UnsupportedError(
-            'method="mezo" on a GPU: this lohan was built without its kernels, because there was no'
-            " nvcc: install the CUDA toolkit (LOHAN_NVCC names its nvcc) and build lohan from"
-            ' source, or pass device="cpu"'
+            'method="mezo" is not available on a GPU, because this lohan was built without nvcc and'
+            " has no GPU kernels: install the CUDA toolkit (LOHAN_NVCC is the path of its nvcc) and"
+            ' build lohan from source, or pass device="cpu"'
         )
     if rng == "torch":
         raise UnsupportedError(
-            'rng="torch" draws on the CPU, whose generator a GPU does not have: rng="philox" (of a'
-            ' new run), or device="cpu"'
+            'rng="torch" uses the generator of the CPU, which a GPU does not have: start a new run'
+            ' with rng="philox", or pass device="cpu"'
         )
     if "reuse" in without:
         raise UnsupportedError(
-            'without=("reuse",) is of the emulated device: leave it out, or pass device="emu"'
+            'without=("reuse",) is only valid on the emulated device: leave it out, or pass'
+            ' device="emu"'
         )
 
 
 def check_kept(
     device: str, dtypes: Collection[torch.dtype], storage: str | None, what: str
 ) -> None:
-    """Refuse a format that a GPU's values are no copy of: what is written comes from them.
+    """Reject a storage format whose numbers the values on a GPU cannot represent.
 
     Args:
         device: "cpu", "emu" or "cuda".
-        dtypes: of the parameters that are kept in a format of their own.
-        storage: the format; None: theirs.
-        what: says which it is of.
+        dtypes: the dtypes of the parameters that have a stored form.
+        storage: the format; None for the parameters' own.
+        what: names the parameter in the message.
 
     Raises:
-        UnsupportedError: says what, and the way out.
+        UnsupportedError: names the parameter and what to do instead.
     """
     if device != "cuda":
         return
     if not all(_storage_formats.is_copied(dtype, storage) for dtype in dtypes):
         raise UnsupportedError(
-            f"{what} on a GPU: 16-bit parameters are kept in their own format there, or in"
-            ' storage="fp8": leave storage= out, or pass device="cpu"'
+            f"{what} on a GPU is not supported: there, 16-bit parameters can only be stored in"
+            ' their own format or with storage="fp8": leave storage= out, or pass device="cpu"'
         )
 
 
 def image() -> bytes:
-    """The kernels."""
+    """Return the compiled kernels; empty if the build had no nvcc."""
     return FATBIN.read_bytes() if FATBIN.exists() else b""
 
 
 def host_bytes(views: Collection[tuple[Param, torch.Tensor]], nbytes: int) -> torch.Tensor:
-    """A copy of what is kept of a unit in main memory, behind all that its stream holds.
+    """Copy a unit's stored form from the device to main memory, after its stream's operations.
 
     Args:
-        views: each parameter, and its values on the device, which what is kept is as wide as.
-        nbytes: of the unit; what is between parameters is zeros.
+        views: each parameter with its values on the device.
+        nbytes: the unit's size. The bytes between parameters are zeros.
     """
     copy = torch.zeros(nbytes, dtype=torch.uint8)
     for param, view in views:
