@@ -54,7 +54,7 @@ class Run:
             ]
 
     def kept_passes(self, param: Param, begin: int, end: int) -> Iterator[list[Op]]:
-        """Yield the same with a stored form, from before a step; a pass ends after a step or at end."""
+        """Yield the same for a stored form before a step; each pass ends after a step or at end."""
         assert param.stream is not None
         last = self.rule.step_of(end)
         steps = PASS_POSITIONS // (self.rule.samples + 1)

@@ -46,7 +46,8 @@ class Lockstep:
         self.turn = FIRST
         self._changed = changed
         self._wakes: list[threading.Semaphore] = []
-        self._visits: list[int] = []  # visits that the first run has ended, that the others have begun
+        # For the first run the number of visits that it has ended, for the others of those begun.
+        self._visits: list[int] = []
         self._is_over: list[bool] = []
         self._threads: list[threading.Thread] = []
         self._results: list[Any] = []
@@ -97,7 +98,7 @@ class Lockstep:
         return self.is_other() and not self._is_over[FIRST]
 
     def visit_end(self) -> None:
-        """Give the turn away if it is the first run's. Each run calls this at the end of a visit."""
+        """Pass the turn on if it is the first run's. Each run calls this at the end of a visit."""
         if self.turn != FIRST or all(self._is_over[SECOND:]):
             return
         self._visits[FIRST] += 1

@@ -68,6 +68,8 @@ def check_kept(
 ) -> None:
     """Reject a storage format whose numbers the values on a GPU cannot represent.
 
+    What a GPU writes back is converted from the values.
+
     Args:
         device: "cpu", "emu" or "cuda".
         dtypes: the dtypes of the parameters that have a stored form.
@@ -92,7 +94,9 @@ def image() -> bytes:
 
 
 def host_bytes(views: Collection[tuple[Param, torch.Tensor]], nbytes: int) -> torch.Tensor:
-    """Copy a unit's stored form from the device to main memory, after its stream's operations.
+    """Return a unit's stored form in main memory, once the device's stream has finished.
+
+    It is converted from the values, which can represent all its numbers: see check_kept().
 
     Args:
         views: each parameter with its values on the device.

@@ -1,4 +1,4 @@
-"""`model.optimizer` of zeroth-order training: groups for schedulers, a step that takes a loss."""
+"""`model.optimizer` of zeroth-order training: groups for schedulers, and step(closure)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DECAY = 0.0
 
 
 class ZerothOptimizer(StoreOptimizer):
-    """MeZO over a wrapped model: both losses of a step come from the closure.
+    """MeZO for a wrapped model. Both losses of a step come from the closure.
 
     Note:
-        All groups have one learning rate, and one weight decay or none. `state` is empty: the
-        journal beside the store has all that a step changes.
+        All groups must have the same learning rate, and the same weight decay or 0. `state` is
+        empty: the journal beside the store records everything that a step changes.
 
     Reference:
         ZO2 alg. 1.
@@ -41,7 +41,10 @@ class ZerothOptimizer(StoreOptimizer):
         self.rate()
 
     def decays(self) -> dict[int, bool]:
-        """Whether weight decay is for a parameter, by its id: not in a group that has 0."""
+        """Return whether weight decay applies to each parameter, by its id.
+
+        It does not apply in a group whose weight_decay is 0, unless all groups have 0.
+        """
         groups = zip(self.param_groups, self._decaying, strict=True)
         is_any = any(self._decaying)
         return {
@@ -49,7 +52,7 @@ class ZerothOptimizer(StoreOptimizer):
         }
 
     def go_on(self, lr: float | None, decay: float | None) -> None:
-        """Take what a run had last; None: as it is."""
+        """Set the learning rate and weight decay of a resumed run; None leaves one unchanged."""
         for group, decays in zip(self.param_groups, self._decaying, strict=True):
             if lr is not None:
                 group["lr"] = lr
@@ -57,52 +60,56 @@ class ZerothOptimizer(StoreOptimizer):
                 group["weight_decay"] = decay
 
     def rate(self) -> tuple[float, float]:
-        """Learning rate and weight decay of now.
+        """Return the current learning rate and weight decay.
 
         Raises:
-            HyperParameterError: they are no numbers of the range, or not the same in all groups.
+            HyperParameterError: one is out of range or not the same in all groups, or the groups'
+                parameters have changed.
         """
         if self._members_now() != self._members:
-            raise HyperParameterError("groups have other parameters than at lohan.wrap()")
+            raise HyperParameterError(
+                "the parameters in the optimizer's groups have changed since lohan.wrap(): keep"
+                " each parameter in its group"
+            )
         rates = {float(group["lr"]) for group in self.param_groups}
         decays = {float(group["weight_decay"]) for group in self.param_groups}
         for name, values in (("lr", rates), ("weight_decay", decays - {0.0})):
             if len(values) > 1:
                 raise HyperParameterError(
-                    f"{name} {sorted(values)}: groups of zeroth-order training have one {name}"
-                    " (weight_decay may be 0 for some)"
+                    f"{name} {sorted(values)}: in zeroth-order training all groups must have the"
+                    f" same {name} (weight_decay may be 0 for some)"
                 )
         lr, decay = rates.pop(), max(decays, default=0.0)
         for name, value in (("lr", lr), ("weight_decay", decay)):
             if not (math.isfinite(value) and value >= 0):
-                raise HyperParameterError(f"{name} {value}: a number from 0")
+                raise HyperParameterError(f"{name} {value} must be a finite number from 0")
         is_now = [float(group["weight_decay"]) != 0 for group in self.param_groups]
         was = self._decaying if any(self._decaying) else [True] * len(is_now)
         if decay and is_now != was:
             raise HyperParameterError(
-                "weight_decay became 0, or another number than 0, for some groups and not for"
-                " others: that is decided at lohan.wrap()"
+                "weight_decay changed between 0 and another number for some groups and not for"
+                " others: lohan.wrap() fixes which groups have weight decay"
             )
         return lr, decay
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step: see `model.zo_step`.
+        """Make one step: see `model.zo_step`.
 
         Args:
             closure: runs the model on a batch and returns the loss; it is called twice for each
                 direction.
 
         Raises:
-            StepError: there is no closure: zeroth-order training has no backward.
+            StepError: no closure was passed, and zeroth-order training has no backward.
         """
         if closure is None:
             raise StepError(
-                "zeroth-order training has no gradients: model.zo_step(lambda:"
-                " model(**batch).loss), or model.optimizer.step(closure), is the whole step"
+                "zeroth-order training has no gradients: call model.zo_step(lambda:"
+                " model(**batch).loss) or model.optimizer.step(closure) for a whole step"
             )
         session: Any = self.session
         made: ZerothSession = session
         return made.zo_step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: there are no gradients."""
+        """Do nothing, because there are no gradients."""

@@ -1,13 +1,14 @@
-"""How often zeroth-order training writes a block back: often costs writes, seldom costs z.
+"""The interval between writes in zeroth-order training, which trades writes for recomputing z.
 
-[Note: Lag] A block that was written k steps ago is led over k steps each time it is read. With a
-write every K steps the lag is (K - 1) / 2 on average, and a step costs, for each element that does
-not stay in memory,
+[Note: Lag] Each time a block that was written k steps ago is read, k steps are replayed on it. With
+a write every K steps the lag is (K - 1) / 2 on average, and a step costs, for each element that
+does not stay in memory,
 
     (K - 1) / 2 * z  +  (b / w + b / r) / K       seconds
 
-where z is what making it again takes, b its bytes as it is kept (4 in fp32), and w and r are what
-the SSDs write and read in a second. The smallest sum is at K = sqrt(2 (b / w + b / r) / z).
+where z is the time to replay one step on the element, b the bytes of its stored form (4 in fp32),
+and w and r are the bytes that the SSDs write and read per second. The sum is smallest at
+K = sqrt(2 (b / w + b / r) / z).
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ if TYPE_CHECKING:
     from lohan.config import Config
 
 EVERY_MAX = 1024
-# Of a parameter, in the units that are in memory at once and around them: what fits is smaller.
+# The memory needed for all parameters, relative to their bytes. This estimate is conservative.
 _FIT = 1.1
 _MEASURE_BYTES = 64 << 20
 _MEASURE_ELEMENTS = 1 << 19
-_ASSUMED = (1e9, 2e9)  # bytes a second, of a store that has no place yet
+_ASSUMED = (1e9, 2e9)  # write and read bytes per second for a store without a directory yet
 
 
 def fits(config: Config, nbytes: int) -> bool:
-    """All parameters stay in main memory, once they are there."""
+    """Return whether nbytes of parameters stay in main memory once they are loaded."""
     limit = config.host_bytes
     if limit is None:
         limit = int(_core.build_info()["memory_available_bytes"]) // 2
@@ -48,25 +49,25 @@ def fits(config: Config, nbytes: int) -> bool:
 def best_every(
     z_seconds: float, write_bytes_per_s: float, read_bytes_per_s: float, element_bytes: int = 4
 ) -> int:
-    """K of [Note: Lag].
+    """Return the best K of [Note: Lag].
 
     Args:
-        z_seconds: to lead one element over one step.
-        write_bytes_per_s: of the SSDs.
-        read_bytes_per_s: of the SSDs.
-        element_bytes: as it is kept.
+        z_seconds: the time to replay one step on one element.
+        write_bytes_per_s: the write rate of the SSDs.
+        read_bytes_per_s: the read rate of the SSDs.
+        element_bytes: the bytes of an element's stored form.
     """
     moved = element_bytes / write_bytes_per_s + element_bytes / read_bytes_per_s
     return min(max(round(math.sqrt(2 * moved / z_seconds)), 1), EVERY_MAX)
 
 
 def measured_every(config: Config, directories: Sequence[str], kept: str | None) -> int:
-    """K for this machine and these directories; both rates are measured, in half a second.
+    """Return K for this machine and these directories, whose rates it measures in half a second.
 
     Args:
-        config: of the session.
-        directories: of its store.
-        kept: the format that parameters are kept in, as _kept.format_of() says it.
+        config: the session's settings.
+        directories: the store's directories; empty for a temporary store.
+        kept: the format of the parameters' stored form, from _storage_formats.format_of().
     """
     threads = config.threads or len(os.sched_getaffinity(0))
     writes, reads = _ASSUMED

@@ -1,9 +1,10 @@
-"""Whether two runs of a model may take turns: a run that leaves something behind may not.
+"""Detection of models whose runs cannot take turns because a run leaves something behind.
 
-[Note: What a run leaves] Runs in turns share the model's objects and torch's generators. A module
-that keeps a value for a later one (an auxiliary loss that is summed at the end), or a forward that
-draws random numbers, would see the other run's. One behind the other that is no harm. So a session
-whose runs could take turns makes its first step without, and looks what its second run has changed.
+[Note: What a run leaves] Runs that take turns share the model's objects and torch's generators. A
+module that stores a value for a later module (an auxiliary loss that is summed at the end), or a
+forward that draws random numbers, would see the other run's changes. That is harmless if the runs
+happen one after the other. So a session whose runs could take turns makes its first step without
+turns, and checks what the second run has changed.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from lohan.torch_glue._tensor import bytes_of
 
 
 def _gpu_states() -> list[torch.Tensor]:
-    """None where nobody has used a GPU: asking would make a context on each."""
+    """Return the GPUs' generator states; none if no GPU is in use, to create no context on it."""
     is_used = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     return torch.cuda.get_rng_state_all() if is_used else []
 
 
 class Left:
-    """What there is between runs, of what a run could leave."""
+    """A snapshot of what a run could change: module attributes and random generators."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held: list[Any] = []  # so that nothing else gets an id of theirs
+        self._held: list[Any] = []  # keeps objects alive so that their ids are not reused
         self.generators = (
             bytes_of(torch.get_rng_state()).tobytes(),
             [bytes_of(state).tobytes() for state in _gpu_states()],
@@ -58,7 +59,7 @@ class Left:
         return id(value), len(value) if isinstance(value, Sized) else 0
 
     def difference(self, before: Left) -> str | None:
-        """What is other than before, in words; None: nothing."""
+        """Describe what has changed since before, for a message; None if nothing has."""
         if self.generators != before.generators:
             return "it draws random numbers"
         for name, now in self.modules.items():

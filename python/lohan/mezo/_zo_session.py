@@ -1,11 +1,11 @@
-"""The session of zeroth-order training: two forwards a step, and no backward.
+"""The session of zeroth-order training: two forwards per step and no backward.
 
 [Note: Base and position] To the engine every parameter is frozen: it reads a unit's base, the
-weights that training began with, from the store or from the user's files, and drops it again. Each
-time a unit is pinned the session is asked ([Note: Positions] in journal/_zeroth.py): it leads the
-bytes in memory from where they are, or from the base where they were read anew, to where they are
-to be. What a step did is in the journal; nothing else has to be written, and a parameter is right
-whatever order, placement or loss of memory there was.
+parameters of some earlier step, from the store or from the user's files, and evicts it again. Each
+time a unit is pinned, the engine asks the session, which advances the bytes in memory to the
+position that is wanted ([Note: Positions] in journal/_zeroth.py): from their current position, or
+from the base if they were read again. The journal records what each step did. Nothing else has to
+be written, and the values of a parameter do not depend on order, placement or evictions.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from lohan.mezo._zo_setup import Zeroth
     from lohan.mezo._zo_turns import T
 
-# Fewer elements are not worth another thread's waking up: some 100 us of work.
+# Fewer elements, some 100 us of work, are not worth waking another thread.
 SHARE_ELEMENTS = 1 << 18
-# The parameter, where its unit is, first element, how many, what is done.
+# The parameter, its unit's address, the first element, the number of elements, the passes.
 _Piece = tuple[Param, int, int, int, list[list[Op]]]
 
 
@@ -53,9 +53,9 @@ class ZerothSession(TurnRules, Session):
 
     Attributes:
         zeroth: the run.
-        written_bytes: of parameters, by this session.
-        read_bytes: of parameters, that were brought to where they are computed with.
-        longest_lead: positions that a unit was led over at once, at most.
+        written_bytes: the bytes of parameters that this session has written.
+        read_bytes: the bytes of parameters that were loaded to where they are computed with.
+        longest_lead: the largest number of positions that a unit was advanced at once.
     """
 
     def __init__(self, *args: Any, zeroth: Zeroth, **kwargs: Any) -> None:
@@ -70,9 +70,9 @@ class ZerothSession(TurnRules, Session):
         self._wanted = self.rule.clean(self.step)
         self._is_in_step = False
         self._step_thread = 0
-        self._lost: set[int] = set()  # units whose bytes in memory have to be read again
+        self._lost: set[int] = set()  # units with invalid bytes in memory, to be read again
         self._rolls_back = False
-        self._workers = max(1, self._threads)  # one of them is whoever asks
+        self._workers = max(1, self._threads)  # one of them is the calling thread
         self._pool = concurrent.futures.ThreadPoolExecutor(
             max(1, self._workers - 1), "lohan-zeroth"
         )
@@ -88,7 +88,7 @@ class ZerothSession(TurnRules, Session):
 
     @property
     def step(self) -> int:
-        """Steps in the journal."""
+        """The number of steps in the journal."""
         return len(self.journal.records) if not self.closed else self._last_step
 
     # --- Positions --------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class ZerothSession(TurnRules, Session):
     def _on_use(
         self, unit: int, address: int, makes: int, outs: int, is_from_write_back: bool, pins: int
     ) -> bool:
-        """A unit is pinned: lead it to where it is wanted. True: it was moved."""
+        """Advance a pinned unit to the wanted position; return whether its stored bytes changed."""
         where = self._where.get(unit)
         if where is None:
             return False
@@ -115,11 +115,11 @@ class ZerothSession(TurnRules, Session):
             if views > 0:
                 apart = "" if self._lockstep is None else ', or pass runs="apart" to lohan.wrap()'
                 raise LentError(
-                    f"block {self.layout.units[unit].name!r} cannot be moved: {views} tensors are"
-                    " still views of its parameters (kept from a loop over them or from a"
-                    f" forward); delete them first{apart}"
+                    f"the parameters of block {self.layout.units[unit].name!r} cannot be changed:"
+                    f" {views} tensors are still views of them (kept from a loop over parameters or"
+                    f" from a forward); delete them first{apart}"
                 )
-            self._lost.add(unit)  # whoever interrupts this leaves bytes that are at no position
+            self._lost.add(unit)  # an interruption leaves bytes that are at no valid position
             begin = self._shared_bytes(unit, address, begin)
             self.longest_lead = max(self.longest_lead, self._wanted - begin)
             self._lead(unit, address, begin, self._wanted)
@@ -129,14 +129,14 @@ class ZerothSession(TurnRules, Session):
             where.kept = self.rule.clean(self.rule.step_of(self._wanted))
             is_moved = where.kept != begin
         if is_led:
-            self._lost.discard(unit)  # last: a Ctrl-C comes anywhere
+            self._lost.discard(unit)  # last, because a Ctrl-C can arrive anywhere
         return is_moved
 
     def _shared_bytes(self, unit: int, address: int, begin: int) -> int:
-        """Of a unit of several blocks, keep what the first run needs again, or give it back.
+        """Save or restore the position that the first run needs of a unit of several blocks.
 
         Returns:
-            The position of the unit's bytes now.
+            The current position of the unit's bytes.
         """
         kept = self._kept.get(unit)
         if kept is None or self._lockstep is None:
@@ -152,7 +152,10 @@ class ZerothSession(TurnRules, Session):
 
     def _lead(self, unit: int, address: int, begin: int, end: int) -> None:
         if begin > end:
-            raise StepError(f"block {self.layout.units[unit].name!r} cannot go back in a step")
+            raise StepError(
+                f"the parameters of block {self.layout.units[unit].name!r} were already advanced"
+                " past the position that is wanted, and cannot go back within a step"
+            )
         params = self.layout.units[unit].params
         if self._is_launched:
             self._launch(params, address, begin, end)
@@ -188,7 +191,7 @@ class ZerothSession(TurnRules, Session):
     def _shares(
         self, params: list[Param], address: int, begin: int, end: int
     ) -> list[list[_Piece]]:
-        """What each thread does of a unit: as much as the others, or all of a small one."""
+        """Divide a unit into equal shares, one per thread; a small unit is a single share."""
         total = sum(param.count for param in params)
         share = max(SHARE_ELEMENTS, -(-total // self._workers))
         shares: list[list[_Piece]] = [[]]
@@ -200,7 +203,7 @@ class ZerothSession(TurnRules, Session):
                 if room <= 0:
                     shares.append([])
                     room = share
-                # The generator makes 64 at once.
+                # The generator makes 64 elements at once.
                 count = min(-(-room // 64) * 64, param.count - first)
                 shares[-1].append((param, address, first, count, passes))
                 first += count
@@ -210,22 +213,22 @@ class ZerothSession(TurnRules, Session):
     # --- A step -----------------------------------------------------------------------------
 
     def zo_step(self, closure: Callable[[], Any]) -> torch.Tensor:
-        """One step: both losses of each direction, and what they say into the journal.
+        """Make one step: compute both losses of each direction, and record it in the journal.
 
         Args:
-            closure: runs the model and returns the loss, a number or a tensor of one. It is called
-                twice for each direction, and has to see the same batch each time.
+            closure: runs the model and returns the loss, a number or a one-element tensor. It is
+                called twice for each direction, and must use the same batch each time.
 
         Returns:
-            The loss on the one side, the mean over the directions.
+            The loss on the +eps side, averaged over the directions.
 
         Raises:
-            StepError: the loss, or the slope, is no finite number; the step has not happened.
-            HyperParameterError: groups cannot be used as they are.
+            StepError: the loss or the slope is not finite. The step had no effect.
+            HyperParameterError: the optimizer's groups are invalid.
         """
         self.check_open()
         if self._is_in_step or in_backward() or self._forward_is_alive():
-            raise StepError("zo_step() inside a forward, a backward or another zo_step()")
+            raise StepError("zo_step() called inside a forward, a backward or another zo_step()")
         optimizer: Any = self._optimizer
         made: ZerothOptimizer = optimizer
         lr, decay = made.rate()
@@ -247,12 +250,12 @@ class ZerothSession(TurnRules, Session):
 
     @contextlib.contextmanager
     def _step_opened(self) -> Iterator[None]:
-        """In evaluation mode: both runs are to differ by the parameters alone (as MeZO has it)."""
+        """Open a step, in evaluation mode: only parameters may differ between runs, as in MeZO."""
         around = self.around
         model = self._model()
         assert model is not None
         training = [module for module in model.modules() if module.training]
-        try:  # a Ctrl-C comes anywhere
+        try:  # before any change, because a Ctrl-C can arrive anywhere
             model.eval()
             self._is_in_step, self._step_thread = True, threading.get_ident()
             self.around = _NOTHING
@@ -282,24 +285,24 @@ class ZerothSession(TurnRules, Session):
         return plus, self._probed(lambda: _number(closure()))
 
     def together(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Run the model several times, without gradients; a block is read once for all of them.
+        """Run the model several times without gradients, reading each block once for all runs.
 
-        They take turns at each block, each on a thread, so that activations of all are in memory at
-        once. That is so in evaluation mode, for models that leave nothing behind in a forward and
-        do not fit in memory; else they are called one behind the other.
+        The runs take turns at each block, each on its own thread, so the activations of all are in
+        memory at once. This requires evaluation mode, a model whose forward leaves nothing behind,
+        and a model that does not fit in memory; otherwise the functions run one after the other.
 
         Args:
-            functions: each calls the model, on a micro-batch of its own, say.
+            functions: each calls the model, for example on its own micro-batch.
 
         Returns:
-            What each gave.
+            The result of each function.
 
         Raises:
-            StepError: inside a forward or a step.
+            StepError: together() was called inside a forward, a backward or a step.
         """
         self.check_open()
         if self._is_in_step or in_backward() or self._forward_is_alive():
-            raise StepError("together() inside a forward, a backward or a step")
+            raise StepError("together() called inside a forward, a backward or a step")
         self._roll_back()
         model = self._model()
         assert model is not None
@@ -307,22 +310,22 @@ class ZerothSession(TurnRules, Session):
         rest, results = [*functions], []
         with torch.no_grad():
             if self._is_probing and is_still and len(rest) > 1:
-                results.append(rest.pop(0)())  # a first run may make what all others find
+                results.append(rest.pop(0)())  # the first run may create what later ones use
                 results.append(self._probed(rest.pop(0)))
             if self.is_together and is_still and len(rest) > 1:
                 return results + self._in_turns(rest, [self._wanted] * len(rest))
             return results + [function() for function in rest]
 
     def _update_all(self) -> None:
-        """Bring every block in once more, for its update alone."""
+        """Load every block once more, only to apply its update."""
         for unit in self._where:
             self._engine.acquire(unit)
             self._engine.release(unit)
 
     def write_back(self) -> None:
-        """Write every parameter as it is now, and commit: the next session begins there.
+        """Write the current value of every parameter and commit. The next session begins there.
 
-        Where the store has no room for that (write_every="never"), nothing happens.
+        Does nothing if the store has no room for parameters (write_every="never").
         """
         self._check_whole()
         if self.zeroth.write_every is None:
@@ -334,10 +337,10 @@ class ZerothSession(TurnRules, Session):
                 copy = self._copy_back(unit)
                 with self.exclusive([]) as store:
                     address = where.address if copy is None else copy.data_ptr()
-                    try:  # no commit names what was written so far
+                    try:  # no commit includes what is written here
                         store.write(extent, 0, address, nbytes)
                         where.base = self.step
-                    except BaseException:  # a Ctrl-C may have come between the two
+                    except BaseException:  # a Ctrl-C may have arrived between the two
                         store.write(extent, 0, address, nbytes)
                         where.base = self.step
                         raise
@@ -348,11 +351,11 @@ class ZerothSession(TurnRules, Session):
             self.holds.wait_none()
             try:
                 store.commit(self.step, store.describe()["scalars"])
-            finally:  # a Ctrl-C may come behind the commit
+            finally:  # a Ctrl-C may arrive after the commit
                 self.run.base = int(store.describe()["step"])
 
     def _copy_back(self, unit: int) -> torch.Tensor | None:
-        """The unit, which is in use, in main memory; None: it is there."""
+        """Return a copy of a pinned unit in main memory; None if the unit is there already."""
         if not self._is_launched:
             return None
         here = self.layout.units[unit]
@@ -360,7 +363,7 @@ class ZerothSession(TurnRules, Session):
         return _zo_device.host_bytes(views, here.nbytes)
 
     def _roll_back(self) -> None:
-        """What a step that died moved is undone by reading it again."""
+        """Undo what a failed step has moved, by reading it again."""
         if not self._lost or self._rolls_back:
             return
         if self._forward_depth > 0:
@@ -373,14 +376,14 @@ class ZerothSession(TurnRules, Session):
         finally:
             self._rolls_back = False
 
-    # --- What first-order sessions do otherwise ----------------------------------------------
+    # --- What differs from first-order sessions ----------------------------------------------
 
     def _check_whole(self) -> None:
         super()._check_whole()
         self._roll_back()
 
     def refuse_other_thread(self, what: str) -> None:
-        """See ForwardRules.refuse_other_thread; between the forwards of a step, too."""
+        """See ForwardRules.refuse_other_thread. It also applies between the forwards of a step."""
         super().refuse_other_thread(what)
         is_mine = self._is_other() or self._step_thread == threading.get_ident()
         if self._is_in_step and not is_mine:
@@ -393,11 +396,11 @@ class ZerothSession(TurnRules, Session):
 
     @property
     def is_underway(self) -> bool:
-        """Inside a forward."""
+        """Whether a forward is running."""
         return self._forward_is_alive()
 
     def values(self) -> list[torch.Tensor]:
-        """Every parameter's, of now."""
+        """Return the current values of all parameters."""
         if not self.closed:
             return [self.value(param.index) for param in self.layout.params]
         values = super().values()
@@ -405,46 +408,46 @@ class ZerothSession(TurnRules, Session):
         return [self.run.lead(param, value) for param, value in pairs]
 
     def finish_writes(self) -> None:
-        """Make a write_back() whole that was interrupted: reads see what it has written."""
+        """Complete a write_back() that was interrupted, because reads see what it has written."""
         if any(where.base != self.run.base for where in self._where.values()):
             self.write_back()
 
     def run_now(self) -> Run:
-        """The run as it is now, which later steps do not change."""
+        """Return a copy of the current run, which later steps do not change."""
         return Run(self.rule, [*self.journal.records], self.run.base)
 
     def check_edit(self) -> None:
-        """Refuse it.
+        """Reject an edit of parameters.
 
         Raises:
             UnsupportedError: always.
         """
         raise UnsupportedError(
-            'with method="mezo" only steps change parameters: lohan.unwrap(model), change them, and'
-            " wrap it with a new store"
+            'with method="mezo" only steps change parameters: call lohan.unwrap(model), change'
+            " them, and wrap the model with a new store"
         )
 
     def edited(self, store: _core.Store) -> None:
-        """Commit buffers at once: no backward comes that would."""
+        """Commit edited buffers at once, because no backward will."""
         self._commit_buffers(store)
 
     def undo_edit(self, index: int) -> None:
-        """Undo in memory what was written there."""
+        """Undo an edit in memory."""
         self._lost.add(self.layout.params[index].unit)
 
     def step_of(self, model: nn.Module) -> Callable[[Callable[[], Any]], torch.Tensor]:
-        """`model.zo_step`."""
+        """Return the function that becomes `model.zo_step`."""
         self._model = weakref.ref(model)
         return self.zo_step
 
     def commit(self) -> None:
-        """Nothing to wait for: a step is over when its record is on SSD. See write_back()."""
+        """Do nothing: a step is durable when zo_step() returns. See write_back()."""
         self.check_open()
 
     def restore_scalars(self) -> None:
-        """Take learning rate and weight decay of the last step, where wrap was not given them.
+        """Restore the last step's learning rate and weight decay, unless wrap() was given them.
 
-        Of a run without a step: those that it was begun with.
+        A run without a step has those that it was created with.
         """
         optimizer: Any = self._optimizer
         made: ZerothOptimizer = optimizer
@@ -459,7 +462,7 @@ class ZerothSession(TurnRules, Session):
         )
 
     def close(self) -> None:
-        """Stop the engine, release store and journal. Idempotent."""
+        """Stop the engine and close the store and the journal. Idempotent."""
         super().close()
         if os.getpid() == self._owner_pid:
             self._pool.shutdown()
@@ -467,16 +470,16 @@ class ZerothSession(TurnRules, Session):
 
 
 class _Nothing(SavedTensors):
-    """Nothing is saved in a step."""
+    """A replacement for saved tensors inside a step, which saves none."""
 
     def __init__(self) -> None:
         pass
 
     def enter(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def leave(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 _NOTHING = _Nothing()
@@ -500,18 +503,18 @@ def _number(loss: Any) -> float:
     value = float(loss)
     if not math.isfinite(value):
         raise StepError(
-            f"the loss of a step is {value}: the step has not happened, and parameters are as they"
-            " were before it"
+            f"the loss of a step is {value}, which is not finite: the step had no effect, and the"
+            " parameters are unchanged"
         )
     return value
 
 
 def _slope(plus: float, minus: float, eps: float) -> float:
-    """What the step goes by: once recorded, no later step undoes what infinity did."""
+    """Return the slope, if it is finite: no later step could undo an update by infinity."""
     value = (plus - minus) / (2 * eps)
     if not abs(value) <= torch.finfo(torch.float32).max:
         raise StepError(
-            f"the losses of a step are {plus} and {minus}, whose slope by eps={eps} is more than"
-            " fp32 can hold: the step has not happened, and parameters are as they were before it"
+            f"the losses of a step are {plus} and {minus}, and their slope with eps={eps} is too"
+            " large for fp32: the step had no effect, and the parameters are unchanged"
         )
     return value

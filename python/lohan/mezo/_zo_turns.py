@@ -1,7 +1,7 @@
-"""A session of which several runs of the model may take turns, block by block.
+"""The part of a session that lets several runs of the model take turns, block by block.
 
-Between turns lies the other runs' work: whatever a run has bound or moved may have been moved on by
-then. So a block's hooks give turns, and what is used outside of blocks is looked at anew.
+Between two turns of a run, the others may have advanced the parameters that it has bound or moved.
+So turns change in the hooks of blocks, and parameters used outside blocks are checked again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lohan.mezo._lockstep import FIRST, Lockstep
 if TYPE_CHECKING:
     from lohan import _core
     from lohan.session._session import Session as _Base
-else:  # ZerothSession derives from both, so that this module needs no session
+else:  # ZerothSession derives from both classes, so this module need not import Session
     _Base = object
 
 T = TypeVar("T")
 
 
 class Where:
-    """A unit's bytes where they are computed with, as they were left, and what others have."""
+    """The positions of a unit's copies: where it is computed with, in main memory, and on SSD."""
 
     __slots__ = ("address", "base", "host", "is_kept", "kept", "makes", "outs", "position")
 
@@ -37,20 +37,20 @@ class Where:
         self.address = 0
         self.makes = -1
         self.outs = 0
-        self.position = 0  # of what is computed with
-        self.host = 0  # the position of what was copied back to main memory last
-        self.base = base  # the step that SSD has
-        self.is_kept = is_kept  # beside what is computed with: [Note: Kept parameters]
-        self.kept = 0  # the position of that
+        self.position = 0  # the position of the values
+        self.host = 0  # the position of the last copy back to main memory
+        self.base = base  # the step of the parameters on SSD
+        self.is_kept = is_kept  # it has a stored form beside the values: [Note: Kept parameters]
+        self.kept = 0  # the position of the stored form
 
     @property
     def left(self) -> int:
-        """The position of what would be copied back to main memory."""
+        """The position of the bytes that a copy back to main memory would contain."""
         return self.kept if self.is_kept else self.position
 
 
 class Kept:
-    """A unit's bytes at one position."""
+    """A copy of a unit's bytes at one position."""
 
     def __init__(self, nbytes: int) -> None:
         self.bytes = torch.empty(nbytes, dtype=torch.uint8)
@@ -58,10 +58,10 @@ class Kept:
 
 
 class TurnRules(_Base):
-    """The part of a session whose blocks' hooks give turns.
+    """The part of a session that changes turns in the hooks of blocks.
 
     Attributes:
-        is_together: both runs of a step take turns at each block.
+        is_together: whether both runs of a step take turns at each block.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -71,23 +71,23 @@ class TurnRules(_Base):
         units = self.layout.units
         self._where = {u: Where(base, units[u].value_bytes > 0) for u in sorted(moved)}
         could = self._choose_runs()
-        # [Note: What a run leaves] in _zo_probe.py: the first step shows it.
+        # The first step detects it: [Note: What a run leaves] in _zo_probe.py.
         self._is_probing = could and self.config.runs == "auto"
         self.is_together = could and not self._is_probing
         self._kept = self._keep_shared() if could else {}
         self._lockstep: Lockstep | None = None
-        self._held: set[int] = set()  # units that the first run keeps for the others
+        self._held: set[int] = set()  # units that the first run keeps pinned for the others
         self._nothing = self._engine.scope([])
-        self._wanted = 0  # the position that parameters are to be at
+        self._wanted = 0  # the position that parameters have to reach
         self._model: Callable[[], nn.Module | None] = lambda: None
 
     def _in_turns(self, functions: Sequence[Callable[[], T]], sides: Sequence[int]) -> list[T]:
-        """Call functions in turns, each with the parameters at a position of its own."""
+        """Call functions in turns, each with the parameters at its own position."""
         self._wanted = sides[FIRST]
 
         def changed(who: int) -> None:
             self._wanted = sides[who]
-            # What another run reads between blocks is bound to its side until the next one.
+            # Release the parameters that the previous run bound between blocks.
             self._nothing.enter()
 
         self._lockstep = Lockstep(changed)
@@ -98,7 +98,7 @@ class TurnRules(_Base):
             self._held.clear()
 
     def _probed(self, function: Callable[[], T]) -> T:
-        """Call it, and look whether runs of the model may take turns."""
+        """Call function, and set is_together by what it changes on the model."""
         model = self._model()
         assert model is not None
         before = _zo_probe.Left(model)
@@ -108,20 +108,21 @@ class TurnRules(_Base):
         self.is_together = left is None
         if left is not None:
             print(
-                "lohan: runs of this model come one behind the other, and each reads the"
-                f" parameters: {left} in each forward",
+                f"lohan: forwards of this model cannot take turns: {left} in each forward. They run"
+                " one after the other, and each reads the parameters",
                 file=sys.stderr,
             )
         return value
 
     def _choose_runs(self) -> bool:
-        """Both at each block, where that saves reads and no unit is in use around others."""
+        """Return whether runs take turns: if that saves reads and no unit is used around others."""
         asked = self.config.runs
         can = not any(self.layout.units[unit].always for unit in self._where)
         if asked == "together" and not can:
             raise UnsupportedError(
-                'runs="together": a module of this model has parameters of its own around other'
-                ' blocks, which would have to be at both sides at once: runs="apart"'
+                'runs="together" cannot be used with this model: a module that contains other'
+                " blocks has its own parameters, which would have to be on both sides at once:"
+                ' pass runs="apart"'
             )
         total = sum(unit.place_bytes for unit in self.layout.units)
         room = self.budget["region_bytes"] if self.device.name == "cpu" else self.device.slot_bytes
@@ -129,17 +130,18 @@ class TurnRules(_Base):
         return can and (asked == "together" or (asked == "auto" and is_short))
 
     def _keep_shared(self) -> dict[int, Kept]:
-        """Room for units that are moved and that several blocks use, if main memory has it."""
+        """Allocate copies of the trained units that several blocks use, if main memory has room."""
         if _zo_device.is_launched(self.device):
-            return {}  # it would be copied by the CPU: it is read again
+            return {}  # the CPU would have to copy them; they are read again
         users: dict[int, int] = {}
         for scope in self.layout.scopes:
             for unit in scope.units:
                 users[unit] = users.get(unit, 0) + 1
+        # Values that have a stored form need no copy: they are derived from it again.
         shared = [
             unit
             for unit, where in self._where.items()
-            if users.get(unit, 0) > 1 and not where.is_kept  # these can go back
+            if users.get(unit, 0) > 1 and not where.is_kept
         ]
         nbytes = sum(self.layout.units[unit].nbytes for unit in shared)
         limit = self.config.host_bytes
@@ -161,7 +163,7 @@ class TurnRules(_Base):
             super()._root_leave(module, args, kwargs, output)
 
     def _forward_is_alive(self) -> bool:
-        if self._is_other():  # the call that opened it is on the first run's stack
+        if self._is_other():  # the call that began the forward is on the first run's stack
             return self._forward_depth > 0
         return super()._forward_is_alive()
 
@@ -172,7 +174,7 @@ class TurnRules(_Base):
         return self._lockstep is not None and self._lockstep.is_other()
 
     def visit_begin(self, units: list[int]) -> None:
-        """A block is about to be visited."""
+        """Begin a visit of a block: wait for this run's turn."""
         lockstep = self._lockstep
         if lockstep is None:
             return
@@ -180,10 +182,10 @@ class TurnRules(_Base):
         self._go_back(units)
 
     def _go_back(self, units: Iterable[int]) -> None:
-        """Of units that the second run has moved on, what no memory keeps for the first."""
+        """Evict the units that another run has advanced past the position that is wanted."""
         if self._lockstep is None:
             return
-        # Nothing leads back but to begin again.
+        # Without a copy or a stored form, the only way back is to read the base again.
         ahead = [
             unit
             for unit in units
@@ -219,7 +221,7 @@ class TurnRules(_Base):
 
     @contextlib.contextmanager
     def visit_end(self, units: list[int]) -> Iterator[None]:
-        """Inside, the first run leaves a block; it stays in memory until the second was there."""
+        """Leave a block inside the `with`, and keep it in memory until all runs have visited it."""
         lockstep = self._lockstep
         if lockstep is None or lockstep.turn != FIRST:
             yield
@@ -239,7 +241,7 @@ class TurnRules(_Base):
 
 
 class _Visit:
-    """A block's hooks: its scope's, and turns."""
+    """The hooks of a block: those of its scope, and the changes of turn."""
 
     def __init__(self, session: TurnRules, units: list[int], scope: _core.Scope) -> None:
         self._session = weakref.ref(session)
