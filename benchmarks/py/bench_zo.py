@@ -1,14 +1,15 @@
-"""Zeroth-order steps, beside MeZO in memory with the same generator and with torch's.
+"""Zeroth-order steps, compared with MeZO in memory with the same generator and with torch's.
 
-In rounds, with the order turned: MeZO in memory (four passes over all parameters a step, each of
-which makes z with lohan's kernels), lohan with all in memory, and lohan with its parameters behind
+The variants run in rounds, in rotating order: MeZO in memory (four passes over all parameters per
+step, each of which makes z with lohan's kernels), lohan with everything in memory, and lohan with
 an emulated device that holds two blocks and the embedding. Like an accelerator, the device computes
-on a core of its own, z included, and so does MeZO; lohan's other threads, whose copies no
-accelerator would share a core with, are kept to the rest. Its links are as slow as ZO2's beside the
-computation: there one direction takes 0.40 of MeZO's step (OPT-13B in fp32: 50.3 GB at 16.5 GB/s,
-7.7 s), and it allocates as slowly as that machine, beside its links. Then the same without each
-part of ZO2's schedule. MeZO with torch's generator is for information. At last, over a link whose
-one direction takes 1.5 of MeZO's step, parameters kept in fewer bits beside those in fp32.
+on its own core, including z, and so does MeZO; lohan's other threads run on the remaining cores,
+because their copies would not take an accelerator's time. Its links are as slow relative to the
+computation as ZO2's, where one direction takes 0.40 of MeZO's step (OPT-13B in fp32: 50.3 GB at
+16.5 GB/s, 7.7 s), and its allocation is as slow relative to its links as on that machine. Then the
+same runs without each part of ZO2's schedule. MeZO with torch's generator is for information.
+Finally, over a link whose one direction takes 1.5 of MeZO's step, parameters that are stored in
+fewer bits are compared with fp32.
 
 Source: ZO2 table 4, ZO2 table 5.
 """
@@ -33,18 +34,18 @@ from transformers import OPTConfig, OPTForCausalLM
 
 EPS, LR, SEED = 1e-3, 1e-7, 7
 LINK_SHARE = 0.40
-# Of the link's speed is that of allocating and giving back, where device memory is not used again:
-# 3.4 beside 16.5 GB/s, as docs/paper-results.md finds them in ZO2's own steps.
+# The rate of allocating and freeing device memory that is not reused, relative to the link's rate:
+# 3.4 to 16.5 GB/s, which docs/paper-results.md derives from ZO2's own steps.
 ALLOC_SHARE = 3.4 / 16.5
 CORES = sorted(os.sched_getaffinity(0))
 WITHOUT = ("deferred", "overlap", "reuse")
-# About what ZO2 has there: OPT-13B under autocast, 50.3 GB at 16.5 GB/s beside 2.0 s.
+# About that of ZO2 with OPT-13B under autocast: 50.3 GB at 16.5 GB/s, compared with 2.0 s.
 SLOW_LINK_SHARE = 1.5
 STORAGES = ("bf16", "fp16", "fp8")
 
 
 def make(args: Any) -> Any:
-    """The same random weights each time."""
+    """Create the model, with the same random weights each time."""
     torch.manual_seed(0)
     config = OPTConfig(
         vocab_size=args.vocab,
@@ -60,7 +61,7 @@ def make(args: Any) -> Any:
 
 
 class Mezo:
-    """MeZO in memory: perturb, perturb back twice as far, perturb back, update."""
+    """MeZO in memory: move by eps z, by -2 eps z, by eps z, then update."""
 
     def __init__(self, model: Any, tokens: torch.Tensor, is_torch: bool) -> None:
         self.model, self.tokens, self.is_torch = model, tokens, is_torch
@@ -69,7 +70,7 @@ class Mezo:
         self.records: list[Record] = []
 
     def _pass(self, place: int) -> None:
-        """One of the four operations of a step, on every parameter."""
+        """Apply one of the four operations of a step to every parameter."""
         step = len(self.records) - (place == 3)
         begin = self.rule.clean(step) + place
         generator = torch.Generator().manual_seed(step)
@@ -88,7 +89,7 @@ class Mezo:
         return float(self.model(input_ids=self.tokens, labels=self.tokens).loss)
 
     def step(self) -> float:
-        """One; its seconds."""
+        """Make a step and return its seconds."""
         begin = time.perf_counter()
         with torch.no_grad():
             self._pass(0)
@@ -102,7 +103,7 @@ class Mezo:
 
 
 def ours(model: Any, tokens: torch.Tensor) -> Callable[[], float]:
-    """A step of lohan's; its seconds."""
+    """Return a function that makes a step with lohan and returns its seconds."""
 
     def step() -> float:
         begin = time.perf_counter()
@@ -113,13 +114,13 @@ def ours(model: Any, tokens: torch.Tensor) -> Callable[[], float]:
 
 
 def wrapped(args: Any, store: Path, **settings: Any) -> Any:
-    """Under lohan, with a thread for z, as MeZO beside it has."""
+    """Wrap the model, with one thread for z, as MeZO has."""
     asked = {"lr": LR, "eps": EPS, "seed": SEED, "threads": 1, **settings}
     return lohan.wrap(make(args), store=store, method="mezo", **asked)
 
 
 def divide_cores() -> None:
-    """The first for whoever computes, the others for lohan's threads: those that there are now."""
+    """Keep the first core for computation, and move lohan's current threads to the others."""
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().startswith("lohan-"):
             os.sched_setaffinity(int(task.name), CORES[1:] or CORES)
@@ -127,7 +128,7 @@ def divide_cores() -> None:
 
 
 def main() -> None:
-    """Measure in rounds."""
+    """Parse the arguments and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=512)
@@ -144,7 +145,7 @@ def main() -> None:
 
 
 def in_rounds(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, with the order turned."""
+    """Time each step once per round, in rotating order; return the seconds."""
     for step in steps.values():
         step()
         step()
@@ -158,7 +159,7 @@ def in_rounds(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, l
 
 
 def measure(folder: Path, args: Any, report: Report) -> None:
-    """All of it, in an empty folder."""
+    """Run all measurements in an empty folder."""
     tokens = torch.randint(0, args.vocab, (args.batch, args.length))
     mezo = Mezo(make(args), tokens, is_torch=False)
     mezo.step()
@@ -206,7 +207,7 @@ def measure(folder: Path, args: Any, report: Report) -> None:
 def measure_storage(
     folder: Path, args: Any, report: Report, tokens: torch.Tensor, device: dict[str, Any]
 ) -> None:
-    """Over a slow link, what is kept in fewer bits; each has places for as many blocks."""
+    """Compare storage formats over a slow link; all have places for the same number of blocks."""
     steps = {}
     for storage in ("fp32", *STORAGES):
         width = 1 + {"fp32": 0, "fp8": 0.25}.get(storage, 0.5)

@@ -1,4 +1,4 @@
-"""gpu.sh mezo: zeroth-order steps on the device, beside two forwards of a model that stays."""
+"""gpu.sh mezo: zeroth-order steps on the device, compared with two forwards of a resident model."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ STEPS_CHECKED = 2
 
 
 class Mezo:
-    """The cases."""
+    """The cases of this part."""
 
     def __init__(self, part: Part) -> None:
         import torch
 
         self.part, self.place = part, part.place
         self.shape = self.place.pick(MIDDLE, TINY)
-        self.dtype = torch.float32  # what its master copies are, so that nothing is kept beside
+        self.dtype = torch.float32  # with this dtype parameters have no separate stored form
         self.tokens = batches(self.shape, self.place, 1)[0]
         self.rounds = self.place.pick(ROUNDS, 2)
 
     def wrapped(self, folder: Any, **settings: Any) -> Any:
-        """The model under lohan."""
+        """Return the model wrapped by lohan."""
         import lohan
         from lohan.errors import UnsupportedError
 
@@ -47,7 +47,7 @@ class Mezo:
             raise Skip(str(error)) from error
 
     def plain(self) -> Mapping[str, Any]:
-        """Two forwards: what no zeroth-order step can do without."""
+        """Time two forwards without lohan, the minimum for a zeroth-order step."""
         import torch
 
         model = build(self.shape, self.dtype).to(self.place.device)
@@ -61,7 +61,7 @@ class Mezo:
         return spread("two_forwards", timed(self.place, twice, self.rounds))
 
     def steps(self, **settings: Any) -> Mapping[str, Any]:
-        """Steps of lohan's."""
+        """Time steps with lohan."""
         with store_folder() as folder:
             model = self.wrapped(folder, **settings)
             try:
@@ -78,8 +78,8 @@ class Mezo:
                 return {
                     **spread("step", seconds),
                     "losses": losses[:STEPS_CHECKED],
-                    # Each is led three times a step: there, to the other side, and back with the
-                    # update.
+                    # Each parameter is moved three times per step: to one side, to the other side,
+                    # and back with the update.
                     "parameter_bytes": nbytes,
                     "moved_gb_per_s_at_least": 3 * nbytes / statistics.median(seconds) / 1e9,
                     **self.place.peak_bytes(),
@@ -89,7 +89,7 @@ class Mezo:
 
 
 def run(part: Part) -> None:
-    """All cases."""
+    """Run all cases."""
     mezo = Mezo(part)
     some = mezo.shape.param_count * 4 // 3
     part.run(

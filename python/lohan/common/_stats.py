@@ -13,21 +13,23 @@ LINKS = READS + WRITES + COPIES
 
 @dataclasses.dataclass(frozen=True)
 class StepStats:
-    """One step, from its first forward to the end of its writes and commit. Times in ns.
+    """One step, from its first forward to the end of its writes and commit. Times are in ns.
 
     Attributes:
-        step: its number, from 1.
-        wall_ns: from the begin of its forward to `optimizer.step()`.
-        written_ns: from there until its writes and commit were done, behind the next forward.
-        bytes: moved over each link; `planned_bytes`: what the plan said before the step.
-        replans: how often the order of uses was not the predicted one.
-        param_wait_ns: the training thread waited for parameters.
-        gradient_wait_ns: it waited because too many gradients were on their way.
-        ssd_busy_ns: at least one I/O request was in flight.
-        copy_in_ns, copy_out_ns: copies to and from an accelerator took.
-        update_busy_ns: workers spent on the optimizer, summed over `threads`.
-        deferred_units: units whose gradients waited for `optimizer.step()`; schedule "auto"
-            chooses how many.
+        step: the number of the step, from 1.
+        wall_ns: the time from the beginning of the forward to `optimizer.step()`.
+        written_ns: the time from then until the writes and the commit were done, which happens
+            during the next forward.
+        bytes: the bytes moved over each link.
+        planned_bytes: the same as planned before the step.
+        replans: how often the order of uses differed from the predicted one.
+        param_wait_ns: how long the training thread waited for parameters.
+        gradient_wait_ns: how long it waited because too many gradients were in flight.
+        ssd_busy_ns: how long at least one I/O request was in flight.
+        copy_in_ns, copy_out_ns: the time spent on copies to and from an accelerator.
+        update_busy_ns: the time that workers spent on the optimizer, summed over `threads`.
+        deferred_units: the number of units whose gradients waited for `optimizer.step()`; with
+            schedule "auto", lohan chooses it.
         bound_by: "compute", "ssd", "optimizer" or "copies": the resource with the least slack.
     """
 
@@ -51,7 +53,7 @@ class StepStats:
 
     @classmethod
     def make(cls, raw: dict[str, Any], threads: int) -> StepStats:
-        """From the engine's numbers."""
+        """Create it from the engine's numbers."""
         return cls(
             step=raw["step"],
             wall_ns=raw["close_ns"] - raw["begin_ns"],
@@ -74,43 +76,44 @@ class StepStats:
 
     @classmethod
     def none(cls, threads: int) -> StepStats:
-        """Before the first step is over: zeros."""
+        """Create the stats before the first step has ended: all zeros."""
         numbers = {f.name: 0 for f in dataclasses.fields(cls) if f.type == "int"}
         links = dict.fromkeys(LINKS, 0)
         return cls(**{**numbers, "threads": threads}, bytes=links, planned_bytes=dict(links))
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read from SSD."""
+        """The bytes read from SSD."""
         return sum(self.bytes[k] for k in READS)
 
     @property
     def written_bytes(self) -> int:
-        """Bytes written to SSD, commit included."""
+        """The bytes written to SSD, including the commit."""
         return sum(self.bytes[k] for k in WRITES)
 
     def tbw(self, steps: int) -> float:
-        """Terabytes that so many steps like this one write: of the drives' rated endurance."""
+        """Return the terabytes that `steps` such steps write, to compare with a drive's endurance."""
         return steps * self.written_bytes / 1e12
 
     @property
     def planned_read_bytes(self) -> int:
-        """Bytes that the plan read."""
+        """The bytes that the plan reads."""
         return sum(self.planned_bytes[k] for k in READS)
 
     @property
     def planned_written_bytes(self) -> int:
-        """Bytes that the plan wrote, commit included."""
+        """The bytes that the plan writes, including the commit."""
         return sum(self.planned_bytes[k] for k in WRITES)
 
     @property
     def busy(self) -> dict[str, float]:
-        """Share of the step during which each resource was at work."""
+        """The share of the step during which each resource was busy."""
         wall = max(self.wall_ns, 1)
         waits = self.param_wait_ns + self.gradient_wait_ns
         busy = {
             "compute": max(0.0, 1.0 - waits / wall),
-            # What is written behind the next forward is paid for by the step before's, in this one.
+            # Writes that end during the next forward count in place of the previous step's, which
+            # ended during this one.
             "ssd": min(1.0, self.ssd_busy_ns / wall),
             "optimizer": min(1.0, self.update_busy_ns / max(self.threads, 1) / wall),
         }
@@ -119,14 +122,14 @@ class StepStats:
 
     @property
     def bound_by(self) -> str:
-        """The resource that was at work for the largest share of the step."""
+        """The resource that was busy for the largest share of the step."""
         busy = self.busy
         return max(busy, key=lambda name: busy[name])
 
     def __str__(self) -> str:
-        """One line for people; repr() has every number."""
+        """Return one readable line; repr() has every number."""
         if self.step == 0:
-            return "no step of this session is over yet: stats() counts from the first one on"
+            return "no step of this session has ended yet: stats() reports the last complete step"
         waits = {"parameters": self.param_wait_ns, "gradients": self.gradient_wait_ns}
         waited = [f"{ns / 1e6:.0f} ms for {name}" for name, ns in waits.items() if ns >= 500_000]
         busy = ", ".join(f"{name} {share:.0%}" for name, share in self.busy.items())

@@ -1,14 +1,15 @@
-"""Formats that parameters are kept in, and rounding into them at random, by torch alone.
+"""The storage formats of parameters, and stochastic rounding into them, in torch alone.
 
-[Note: Kept parameters] Zeroth-order training may keep a parameter in fewer bits than it is computed
-with: in files, in main memory and on the link to an accelerator. Where it is computed with, it has
-a place for its values beside what is kept, and all arithmetic between the two is fp32. What is kept
-changes once a step, by its update, and is rounded then; a move along z changes values alone. The
-base is rounded to the nearest number of the format, ties to even; what a step makes is rounded at
-random, with odds that keep the mean: a step is smaller than most formats can tell apart, and to
-round to the nearest would undo it each time. What is random is a function of seed, step, parameter
-and element ([Note: Kept formats] in csrc/compute/zo.h), so that whoever makes a step again gets its
-bits. rounded() gives them on any device, by the bits of fp32 as whole numbers of 64 bits.
+[Note: Kept parameters] Zeroth-order training can store a parameter in fewer bits than it is
+computed with: in files, in main memory and on the link to an accelerator. While it is computed
+with, it has values beside this stored form, and all arithmetic between the two is fp32. The stored
+form changes once per step, when an update is applied and rounded; a move along z changes only the
+values. The base is rounded to the nearest number of the format, ties to even. The result of a step
+is rounded stochastically, with probabilities that keep the mean: a step is smaller than most
+formats can resolve, and rounding to nearest would undo it each time. The random bits are a function
+of seed, step, parameter and element ([Note: Kept formats] in csrc/compute/zo.h), so replaying a
+step gives the same bits. rounded() computes them on any device, from the bits of fp32 numbers held
+in 64-bit integers.
 
 Source: ZO2 5.5.
 """
@@ -19,7 +20,7 @@ import dataclasses
 
 import torch
 
-# The sample of the stream whose words round; no z is of it.
+# The sample of the stream whose words are used for rounding. No z uses this sample.
 ROUND_SAMPLE = 65535
 TYPES = {
     "fp32": torch.float32,
@@ -30,19 +31,19 @@ TYPES = {
 NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 _PIECE = 4 << 20  # elements
-_FEW = 1e-3  # a share of weights that is not worth a line
+_FEW = 1e-3  # the share of weights rounded to 0 that is not reported
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
 
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-    """A format's numbers as those of fp32 that they are.
+    """The parameters of a format, whose numbers are a subset of those of fp32.
 
     Attributes:
-        mantissa_bits: behind the leading one.
-        exponent_min: of the least normal number, biased as in fp32.
-        largest: bits of the largest finite number.
+        mantissa_bits: the number of mantissa bits after the leading one.
+        exponent_min: the exponent of the smallest normal number, biased as in fp32.
+        largest: the fp32 bits of the largest finite number.
     """
 
     mantissa_bits: int
@@ -58,28 +59,28 @@ _SHAPES = {
 
 
 def format_of(dtype: torch.dtype, storage: str | None) -> str | None:
-    """The format that a parameter is kept in; None: it is computed with where it is kept.
+    """Return the format of a parameter's stored form; None if it has no separate stored form.
 
     Args:
-        dtype: of the parameter.
-        storage: what wrap was asked for; None: as parameters are.
+        dtype: the parameter's dtype.
+        storage: the format that wrap() was asked for; None for the parameter's own.
     """
     name = storage or NAMES[dtype]
     return None if name == "fp32" and dtype == torch.float32 else name
 
 
 def is_copied(dtype: torch.dtype, kept: str | None) -> bool:
-    """Every number of what is kept is one of the values', too: these say all that there is.
+    """Return whether values can represent every number of the stored form.
 
     Args:
-        dtype: of the parameter.
-        kept: what format_of() says of it.
+        dtype: the parameter's dtype, which is that of its values.
+        kept: the format of its stored form, from format_of().
     """
     return kept in (None, "fp8") or dtype in (torch.float32, TYPES[kept])
 
 
 def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round to nearest even; what is too large becomes the format's largest number."""
+    """Round to nearest even. Values that are too large become the format's largest number."""
     if values.dtype == dtype or not (dtype.is_floating_point and values.is_floating_point()):
         return values.to(dtype)
     most = torch.finfo(dtype).max
@@ -90,12 +91,12 @@ def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclasses.dataclass
 class Cut:
-    """What a format has no number near, of the weights that a run begins with.
+    """Counts of the initial weights that a format cannot represent closely.
 
     Attributes:
-        count: of weights that were rounded.
-        small: of these, that are not 0 and become 0.
-        large: that become the largest number.
+        count: the number of weights that were rounded.
+        small: the number of these that were not 0 and became 0.
+        large: the number of these that became the format's largest number.
     """
 
     count: int = 0
@@ -107,7 +108,7 @@ class Cut:
         if values.dtype == dtype:
             return
         finfo = torch.finfo(dtype)
-        half = finfo.smallest_normal * finfo.eps / 2  # of the least number; it is even, too
+        half = finfo.smallest_normal * finfo.eps / 2  # half the smallest number; rounds to 0
         for piece in torch.split(values.detach().reshape(-1), _PIECE):
             sizes = piece.abs()
             self.count += piece.numel()
@@ -115,27 +116,27 @@ class Cut:
             self.large += int(sizes.gt(finfo.max).sum())
 
     def said(self) -> str | None:
-        """A line for who begins the run; None: there is nothing to say."""
+        """Return a line to print when the run begins; None if there is nothing to report."""
         if self.large == 0 and self.small <= _FEW * self.count:
             return None
         return (
-            f"of {self.count:,} weights, which storage= rounds, {self.small:,}"
+            f"of {self.count:,} weights that storage= rounds, {self.small:,}"
             f" ({self.small / self.count:.1%}) are too small for its format and begin as 0,"
             f" {self.large:,} are too large and begin as its largest number"
         )
 
 
 def rounded(values: torch.Tensor, words: torch.Tensor, storage: str) -> torch.Tensor:
-    """Each value, or one of the two numbers of a format that it lies between.
+    """Round each value to one of the two numbers of a format that it lies between.
 
     Args:
         values: fp32.
-        words: int64, as many: 32 random bits each (_direction.words() of the ROUND_SAMPLE).
+        words: int64, as many as values, 32 random bits each (_direction.words() of ROUND_SAMPLE).
         storage: "fp32" (which changes nothing), "bf16", "fp16" or "fp8".
 
     Returns:
-        fp32. The mean over all words is the value, within the format's range; beyond it the largest
-        number.
+        fp32. Within the format's range, the mean over all words is the value; values beyond the
+        range become the format's largest number.
     """
     if storage == "fp32":
         return values.clone()
@@ -145,7 +146,7 @@ def rounded(values: torch.Tensor, words: torch.Tensor, storage: str) -> torch.Te
     exponent = (magnitude >> 23).clamp(min=1)
     dropped = 23 - shape.mantissa_bits
     normal = (magnitude + (words >> (32 - dropped))) >> dropped << dropped
-    # As many of the format's least numbers; at most 31 of the bits that fall away are looked at.
+    # Subnormals are multiples of the smallest number; at most 31 of the dropped bits are used.
     whole = (magnitude & 0x7FFFFF) | ((magnitude >> 23 > 0).to(torch.int64) << 23)
     fall = dropped + (shape.exponent_min - exponent).clamp(min=0)
     whole = whole >> (fall - 31).clamp(min=0, max=31)
@@ -155,5 +156,5 @@ def rounded(values: torch.Tensor, words: torch.Tensor, storage: str) -> torch.Te
     low = (whole.to(torch.float64) * unit).float().view(torch.int32).to(torch.int64)
     out = torch.where(exponent >= shape.exponent_min, normal, low).clamp(max=shape.largest)
     out = torch.where(magnitude > _INFINITY, _NAN, out)
-    out = torch.where(bits >= 1 << 31, out - (1 << 31), out)  # the sign, of 32 bits with one
+    out = torch.where(bits >= 1 << 31, out - (1 << 31), out)  # set the sign bit
     return out.to(torch.int32).view(torch.float32)

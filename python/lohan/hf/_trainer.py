@@ -1,18 +1,18 @@
 """Hugging Face's Trainer: `Trainer(..., callbacks=[lohan.TrainerCallback(store=...)])`.
 
 [Note: What a Trainer calls]
-A callback is told when things have happened; lohan has to be there before. So when a Trainer's
-constructor is done, the callback shadows three methods of that one Trainer: `create_optimizer`,
-whose AdamW says how the parameters are grouped, and behind which the model is wrapped;
-`_load_from_checkpoint`, in whose place the store is compared with the checkpoint; and `train`,
-whose resume_from_checkpoint=True is the last folder, finished or not. Clipping, scaling and
-schedulers are the Trainer's own: updates wait for `step()` (docs/architecture.md, Clipping).
+Callbacks are called after the fact, but lohan has to act earlier. So at the end of a Trainer's
+constructor, the callback replaces three methods of that Trainer: `create_optimizer`, whose AdamW
+defines the groups of parameters, and after which the model is wrapped; `_load_from_checkpoint`,
+which now compares the store with the checkpoint instead; and `train`, because the Trainer resolves
+resume_from_checkpoint=True to the last folder, complete or not. Clipping, scaling and schedulers
+are the Trainer's own: updates wait for `step()` (docs/architecture.md, Clipping).
 
 [Note: A checkpoint and its store]
 A checkpoint folder has the scalars (scheduler, generators, position in the data, scaler), weights
-for everybody, and in optimizer.pt which step of which store has the rest. The store commits when
-the last file of the folder is written, and not otherwise; the Trainer deletes older folders behind
-that. Wherever the process dies, one whole folder and the store's last commit are of the same step.
+for other tools, and in optimizer.pt which step of which store has the rest. The store commits only
+when the last file of the folder has been written; the Trainer deletes older folders after that.
+Whenever the process dies, one complete folder and the store's last commit have the same step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
-# What lohan.wrap() takes, and the TrainingArguments that say it here.
+# Arguments of lohan.wrap(), and the TrainingArguments that replace them here.
 _SAID_BY_ARGS = {
     "lr": "learning_rate",
     "betas": "adam_beta1 and adam_beta2",
@@ -65,24 +65,26 @@ _SAID_BY_ARGS = {
     "resume": "train(resume_from_checkpoint=...)",
 }
 
-# Methods of one Trainer in whose place the callback's are.
+# The methods of a Trainer that the callback replaces.
 _SHADOWED = ("create_optimizer", "_load_from_checkpoint", "train")
 
 
 class TrainerCallback(transformers.TrainerCallback):
     """Train a Trainer's model with its parameters, master copies and Adam moments on SSD.
 
-    `Trainer(model, args, callbacks=[lohan.TrainerCallback(store="/nvme0/run")])` is all. It goes
-    into the constructor, and works with any class made from transformers.Trainer. The model is
-    wrapped when `train()` begins and stays so: `evaluate`, `predict` and `save_model` work on.
+    `Trainer(model, args, callbacks=[lohan.TrainerCallback(store="/nvme0/run")])` is all you need.
+    Pass the callback to the constructor of any class derived from transformers.Trainer. The model
+    is wrapped when `train()` begins and stays wrapped: `evaluate`, `predict` and `save_model` still
+    work afterwards.
 
     A model without storage (`lohan.empty()`), or larger than the GPU, needs `lohan.Trainer`, or
-    `class T(lohan.TrainerMixin, SFTTrainer)`: other Trainers move it to the device first. One that
-    was wrapped before goes into any of them, as `Trainer(model, optimizers=(model.optimizer,
-    None))`, with no callback: `lohan.wrap(accumulate=..., schedule="deferred")` fit it then.
+    `class T(lohan.TrainerMixin, SFTTrainer)`, because other Trainers first move it to the device.
+    To use a model that is already wrapped, with `lohan.wrap(accumulate=..., schedule="deferred")`,
+    pass it to any Trainer as `Trainer(model, optimizers=(model.optimizer, None))` without the
+    callback.
 
     Attributes:
-        session: of the wrapped model; None before `train()`.
+        session: the wrapped model's session; None before `train()`.
     """
 
     def __init__(
@@ -92,20 +94,21 @@ class TrainerCallback(transformers.TrainerCallback):
         config: Config | None = None,
         **settings: Any,
     ) -> None:
-        """Say where the store is, and what else lohan.wrap() takes.
+        """Set the store and the other arguments of lohan.wrap().
 
         Args:
-            store: a directory, or one a disk. None: "lohan" in the Trainer's output_dir.
+            store: a directory, or one per disk. None: "lohan" in the Trainer's output_dir.
             config: settings that do not change the numbers.
             **settings: fields of Config by name (host_bytes=, activations=, ...), weights=, init=,
-                blocks=. Without commit_every= the store commits with the Trainer's checkpoints, or
-                at the end of `train()` where there are none. Updates wait for the norm of all
-                gradients, which a Trainer asks for; with max_grad_norm=0 in its arguments,
-                schedule="optimized" or "auto" does without: grad_norm is not logged then.
-                method="mezo" (eps=, seed=, num_samples=, rng=, storage=): docs/zeroth-order.md.
+                blocks=. Without commit_every=, the store commits with the Trainer's checkpoints, or
+                at the end of `train()` if there are none. Updates wait for the norm of all
+                gradients, which a Trainer computes. With max_grad_norm=0 in its arguments,
+                schedule="optimized" or "auto" updates without the norm; grad_norm is then not
+                logged. method="mezo" (eps=, seed=, num_samples=, rng=, storage=) is described in
+                docs/zeroth-order.md.
 
         Raises:
-            ModelError: a setting that is the Trainer's to say, or none.
+            ModelError: a setting is unknown, or belongs in TrainingArguments.
         """
         self._is_zeroth = _zo_trainer.is_asked(settings)
         own = {"eps"} if self._is_zeroth else set()
@@ -122,18 +125,18 @@ class TrainerCallback(transformers.TrainerCallback):
         self._config = _settings.make(config, fields, wrap)
         self._trainer: Any = None
         self._model: nn.Module | None = None
-        self._steps: _zo_trainer.Steps | None = None  # of zeroth-order training
+        self._steps: _zo_trainer.Steps | None = None  # for zeroth-order training
         self._has_optimizer = False
         self._is_fused = False
         self._resumes = False
 
-    # --- What the Trainer tells ---------------------------------------------------------------
+    # --- Events of the Trainer ----------------------------------------------------------------
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse what cannot be, and be there when the optimizer is made.
+        """Check the Trainer's arguments, and replace its methods.
 
         Raises:
-            UnsupportedError: names the argument of the Trainer that lohan has no way for.
+            UnsupportedError: names the argument of the Trainer that lohan does not support.
         """
         trainer = _calling_trainer()
         if self._is_zeroth:
@@ -144,7 +147,7 @@ class TrainerCallback(transformers.TrainerCallback):
                 "this lohan.TrainerCallback has already trained with another Trainer: create a new"
                 " callback, with a separate store, for each Trainer"
             )
-        if self._trainer is not None:  # that one cannot train any more: on_train_begin()
+        if self._trainer is not None:  # it can no longer train: on_train_begin()
             for name in _SHADOWED:
                 self._trainer.__dict__.pop(name, None)
         self._trainer = trainer
@@ -156,10 +159,10 @@ class TrainerCallback(transformers.TrainerCallback):
         trainer.train = functools.partial(self._train, trainer.train)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Commit with what the Trainer saves.
+        """Arrange that the store commits together with the Trainer's checkpoints.
 
         Raises:
-            UnsupportedError: the callback is not of the Trainer's constructor.
+            UnsupportedError: the callback was not passed to the Trainer's constructor.
         """
         is_mine = self._trainer is not None and args is self._trainer.args
         if not is_mine or self.session is None:
@@ -177,26 +180,26 @@ class TrainerCallback(transformers.TrainerCallback):
         state.save_to_json = types.MethodType(save_to_json, state)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Have the schedule wait for a step that overflowed, as it does for an AdamW like this.
+        """Have the scheduler skip a step that overflowed, as it does with torch's own AdamW.
 
-        A fused one is called in any case, as lohan's is, and then Accelerate counts it as a step.
+        Accelerate always calls the step of a fused AdamW, as it does lohan's, and counts it.
         """
         if not (self._is_fused or self._is_zeroth) and self._model is not None:
             skipped = self._model.optimizer.was_skipped  # type: ignore[union-attr]
             self._trainer.optimizer._is_overflow |= skipped
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Commit where the Trainer has no checkpoints that a commit would have to fit."""
+        """Commit, unless the Trainer has checkpoints, which commits have to match."""
         assert self.session is not None
         if not _has_checkpoints(args) and self.session.commits_by_hand:
             self.session.commit()
 
-    # --- In place of the Trainer's own ----------------------------------------------------------
+    # --- Replacements for the Trainer's methods -------------------------------------------------
 
     def _train(
         self, plain: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kw: Any
     ) -> Any:
-        """True is the last checkpoint; the one before where a process died while it wrote that."""
+        """Resolve True to the last checkpoint that is complete and matches the store."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._last_whole() or True
         try:
@@ -206,16 +209,16 @@ class TrainerCallback(transformers.TrainerCallback):
                 self._model._lohan_guard.only_names = False  # type: ignore[union-attr]
 
     def _last_whole(self) -> str | None:
-        """The folder that the store's commit belongs to, if those behind it were never finished."""
+        """Return the folder to resume from if the last one is not it, else None."""
         found = checkpoints(Path(self._trainer.args.output_dir))
         if not found or (is_finished(found[-1]) and reference_of(found[-1]) is None):
-            return None  # the Trainer, or _load_from_checkpoint, says what is wrong with it
+            return None  # the Trainer or _load_from_checkpoint will report the problem
         committed = self._committed()
         for index, folder in reversed(list(enumerate(found))):
             reference = reference_of(folder)
             if reference in committed and is_finished(folder):
                 return None if folder == found[-1] else _passed_over(found[index + 1 :], folder)
-            # Whole files, and a store that had no time to commit, are no checkpoint either.
+            # A complete folder is not a checkpoint if the store has not committed its step.
             is_newer = reference is not None and any(
                 reference["store"] == each["store"] and reference["step"] > each["step"]
                 for each in committed
@@ -244,12 +247,12 @@ class TrainerCallback(transformers.TrainerCallback):
         made = plain() if model is None else plain(model)
         if not is_mine:
             made = trainer.optimizer = self._wrap(module, made)
-        # Accelerate and the Trainer look at all parameters before they begin: not at their values.
+        # Accelerate and the Trainer look at all parameters before they begin, but not at values.
         module._lohan_guard.only_names = trainer.is_in_train
         return made
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
-        """Nothing is loaded: the store has it. Refuse a checkpoint that is not the store's."""
+        """Load nothing, since the store has it all; reject a checkpoint that does not match it."""
         folder = Path(resume_from_checkpoint)
         asked = reference_of(folder)
         if asked is None and not is_finished(folder):
@@ -258,25 +261,28 @@ class TrainerCallback(transformers.TrainerCallback):
             raise StoreMismatchError(
                 f"{folder} does not say which step of which store has its tensors: it was saved"
                 " without lohan, or with save_only_model=True. To continue from its weights, build"
-                f" the model with from_pretrained({str(folder)!r}) and train() with a new store"
+                f" the model with from_pretrained({str(folder)!r}), and call train() with a new"
+                " store"
             )
         found, *copied = self._committed()
         is_found = asked == found or asked in copied
         if not (is_found or self._can_take_back(asked, found)):
             raise StoreMismatchError(self._mismatch(folder, asked, found))
-        if not is_finished(folder):  # steps of zeroth-order training do not wait for its last file
+        if not is_finished(folder):  # steps of zeroth-order training do not wait for the folder
             raise StoreMismatchError(self._unfinished(folder))
         if not is_found:
             _zo_trainer.take_back(self._directories(), self._config, folder, asked["step"])
         self._resumes = True
 
-    # --- Ours -----------------------------------------------------------------------------------
+    # --- Helpers --------------------------------------------------------------------------------
 
     def _check_place(self, args: Any) -> None:
-        """A Trainer uploads what is in its output_dir, but for "_..." and checkpoints.
+        """Check that the Trainer will not upload the store.
+
+        It uploads everything in its output_dir except "_..." and checkpoints.
 
         Raises:
-            UnsupportedError: a directory of the store is in it.
+            UnsupportedError: it would upload a directory of the store.
         """
         root = Path(args.output_dir).absolute()
         for directory in map(Path, self._directories() if args.push_to_hub else ()):
@@ -292,7 +298,7 @@ class TrainerCallback(transformers.TrainerCallback):
         return directories_of(default if self._store is None else self._store)
 
     def _committed(self) -> list[Reference]:
-        """Which step of which store there is to go on with, and what that is a copy of."""
+        """Return the step and store that can be resumed, then those that the store is a copy of."""
         if self.session is not None and not self.session.closed:
             if self.session.has_edits:
                 raise StoreMismatchError(
@@ -348,7 +354,7 @@ class TrainerCallback(transformers.TrainerCallback):
         )
 
     def _fitting(self, folder: Path, found: Reference) -> str | None:
-        """Of the checkpoints beside one, that which is of the store's step."""
+        """Return the checkpoint beside a folder that has the store's step; None if none has."""
         finished = filter(is_finished, checkpoints(folder.parent))
         matching = [each for each in finished if reference_of(each) == found]
         return str(matching[-1]) if matching else None
@@ -369,7 +375,7 @@ class TrainerCallback(transformers.TrainerCallback):
         )
 
     def _wrap(self, model: nn.Module, made: Any) -> Any:
-        """Wrap the model with the Trainer's groups; its optimizer from here on."""
+        """Wrap the model with the Trainer's groups, and return its new optimizer."""
         trainer = self._trainer
         on_device = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
         if on_device:
@@ -394,7 +400,7 @@ class TrainerCallback(transformers.TrainerCallback):
         return ours
 
     def _asked(self, made: Any, resumes: bool) -> tuple[Config, dict[str, Any]]:
-        """What the arguments, and the AdamW that the Trainer has made, say to lohan.wrap()."""
+        """Translate the arguments and the AdamW that the Trainer made for lohan.wrap()."""
         args = self._trainer.args
         asked: dict[str, Any] = {}
         if self._config.commit_every == Config().commit_every:
@@ -403,21 +409,21 @@ class TrainerCallback(transformers.TrainerCallback):
             self._config, accumulate=_most_backwards(args), loss_scaling=args.fp16
         )
         if self._is_without_norm(args):
-            # It would ask for the norm to log it, even where nothing is clipped.
+            # The Trainer would otherwise compute the norm to log it, even without clipping.
             self._trainer._get_grad_norm = lambda model, grad_norm=None: grad_norm
         else:
             asked["schedule"] = _schedule_at_step(config.schedule)
         self._is_fused = bool(made.defaults.get("fused"))
         is_ours = type(made) is torch.optim.AdamW and not self._has_optimizer and not made.state
         if resumes and is_ours:
-            # A checkpoint has the hyper-parameters of its run, and those rule, as without lohan.
+            # The checkpoint's hyper-parameters take precedence, as without lohan.
             asked["params"] = [_without_numbers(group) for group in made.param_groups]
         else:
-            asked["optimizer"] = made  # a scheduler of the user's may hang on it
+            asked["optimizer"] = made  # the user's scheduler may refer to it
         return config, asked
 
     def _is_without_norm(self, args: Any) -> bool:
-        """The user has asked for updates that do not wait for `step()`, and may have them."""
+        """Return whether updates need not wait for `step()`, which the user has asked for."""
         asked = self._settings.get("schedule")
         if asked is None or asked in SCHEDULES_AT_STEP:
             return False
@@ -430,22 +436,22 @@ class TrainerCallback(transformers.TrainerCallback):
         return args.gradient_accumulation_steps == 1 and not args.fp16
 
     def _saved(self, path: Path, *, only_model: bool) -> None:
-        """The last file of a checkpoint is written: [Note: A checkpoint and its store]."""
+        """Commit after the last file of a checkpoint: [Note: A checkpoint and its store]."""
         assert self.session is not None
         folder = path.parent
         if only_model or path.name != TRAINER_STATE_NAME or self.session.closed:
             return
         if reference_of(folder) != {"store": self.session.uuid, "step": self.session.step}:
-            return  # a trainer_state.json somewhere else
+            return  # a trainer_state.json that is not part of this checkpoint
         sync(folder)
         self.session.commit()
 
 
 class TrainerMixin:
-    """Over a class made from transformers.Trainer: `class T(lohan.TrainerMixin, SFTTrainer)`.
+    """A mixin for subclasses of transformers.Trainer: `class T(lohan.TrainerMixin, SFTTrainer)`.
 
-    Its constructor leaves the model where it is, so that one without storage, or larger than the
-    GPU, gets as far as `train()`, where lohan.TrainerCallback takes it.
+    The constructor does not move the model to the device, so a model without storage, or larger
+    than the GPU, reaches `train()`, where lohan.TrainerCallback wraps it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -458,27 +464,27 @@ class TrainerMixin:
             )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: lohan has parameters where they are needed."""
+        """Do nothing: lohan places parameters itself."""
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
-    """transformers.Trainer, whose constructor leaves the model where it is."""
+    """A transformers.Trainer whose constructor does not move the model to the device."""
 
 
 def _passed_over(unfinished: list[Path], folder: Path) -> str:
     print(
         f"lohan: {', '.join(str(path) for path in unfinished)}: the process ended while writing"
-        f" this, and the store is not at that step: resuming from {folder}",
+        f" this checkpoint, and the store does not have its step: resuming from {folder}",
         file=sys.stderr,
     )
     return str(folder)
 
 
 def _calling_trainer() -> Any:
-    """The Trainer that calls the callback: Trainers do not tell callbacks who they are.
+    """Find the Trainer that is calling the callback, which is not among its arguments.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: the caller is not a transformers.Trainer.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -493,10 +499,10 @@ def _calling_trainer() -> Any:
 
 
 def _check_args(args: Any, trainer: Any) -> None:
-    """Refuse arguments that cannot be had.
+    """Reject arguments that lohan does not support.
 
     Raises:
-        UnsupportedError: says which, why, and what to do.
+        UnsupportedError: names the argument, the reason, and what to do instead.
     """
     if args.torch_compile:
         raise UnsupportedError(
@@ -536,25 +542,26 @@ def _check_args(args: Any, trainer: Any) -> None:
 
 
 def _most_backwards(args: Any) -> int:
-    """Of one step: a Trainer does them by the number, but for data that do not tell their length.
+    """Return the largest number of backwards in a step.
 
-    What these leave of a step when they end, which is fewer, goes on in the next epoch's first one.
+    It is the accumulation count, except for data of unknown length: an epoch may then end within a
+    step, and what it left is added to the first step of the next epoch.
     """
     return 2 * int(args.gradient_accumulation_steps) - 1
 
 
 def _without_numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group of AdamW without its hyper-parameters.
+    """Return a parameter group of AdamW without its hyper-parameters.
 
     Raises:
-        UnsupportedError: it asks for another rule.
+        UnsupportedError: the group asks for another update rule.
     """
     check_rule(group)
     return {key: value for key, value in group.items() if key not in (*DEFAULTS, *RULE)}
 
 
 def _has_checkpoints(args: Any) -> bool:
-    """The Trainer saves what it could go on with."""
+    """Return whether the Trainer saves checkpoints that it can resume from."""
     strategy = getattr(args.save_strategy, "value", args.save_strategy)
     return (strategy != "no" or bool(args.enable_jit_checkpoint)) and not args.save_only_model
 
@@ -565,7 +572,7 @@ def _schedule_at_step(schedule: str) -> str:
 
 @contextlib.contextmanager
 def _same_generator() -> Iterator[None]:
-    """A Trainer keeps its random numbers itself, and restores them once its data are in place."""
+    """Leave torch's generator unchanged: a Trainer restores its state once its data are ready."""
     state = torch.get_rng_state()
     try:
         yield
@@ -575,7 +582,7 @@ def _same_generator() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hint_of_trainer() -> Iterator[None]:
-    """Say in a Trainer's words what wrap() says in its own."""
+    """Add to an error of wrap() what to do with a Trainer."""
     try:
         yield
     except StoreError as error:
