@@ -1,15 +1,15 @@
-"""What ZO2 measured beside the simulator: throughput and memory, ablations, formats of the link.
+"""ZO2's measurements compared with the simulator: throughput, memory, ablations, link formats.
 
-Four constants of the machine `paper-zo2` are fitted, each once and on one thing alone: the rate of
-the GPU's memory on MeZO's throughput in table 2, the link on the steps of table 5 whose blocks
-cross it in fp32, the rate of allocation on table 4's steps without reusable memory, what the GPU
-holds besides on the memory of table 2. `--fit` finds them again, in a second or two.
+Four constants of the machine `paper-zo2` are fitted, each once and on one quantity: the bandwidth
+of the GPU's memory on MeZO's throughput in table 2, the link on the steps of table 5 whose blocks
+cross it in fp32, the rate of allocation on table 4's steps without reusable memory, and the
+reserved GPU memory on the memory of table 2. `--fit` repeats the fit, in a second or two.
 
     python benchmarks/zo2_tables.py [--fit]
 
-The exit status is 1 where the mean absolute error of table 2's ratios of ZO2 to MeZO is above 15 %,
-where table 4's order is not kept but for a pair that it has against its own text, or where what
-did not fit the GPU fits.
+The exit status is 1 if the mean absolute error of table 2's ratios of ZO2 to MeZO is above 15 %, if
+the simulator does not reproduce table 4's order (except for one pair, whose order contradicts the
+paper's text), or if the simulator disagrees with table 2 about what fits the GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MACHINE = "paper-zo2"
 MIB = 1 << 20
 RATIO_BAR = 0.15
 ABLATIONS = ("no_overlap", "no_reuse", "no_deferred")
-# Measured against the order of all other models, and against what the text says of them.
+# The measured order of this pair contradicts all other models and the paper's text.
 AGAINST = ("opt-30b", "no_overlap", "no_reuse")
 FORMATS = ("fp32", "fp16", "fp8")
 TEXT = """\
@@ -80,7 +80,7 @@ No constant was fitted on these rows. Mean absolute errors:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A measurement: None where there is none."""
+    """A row of the paper's tables; None for a quantity that was not measured."""
 
     table: int
     model: str
@@ -92,13 +92,13 @@ class Row:
     memory_mb: float | None
 
     def step(self, machine: Machine) -> _simulate_zeroth.Step:
-        """What the simulator says."""
+        """Simulate the row's step."""
         model = _simulate_zeroth.decoder(self.model, batch=self.batch, seq=self.seq)
         return _simulate_zeroth.simulate(model, machine, self.options)
 
     @property
     def ran(self) -> bool:
-        """It fitted the GPU."""
+        """Whether the step fitted the GPU."""
         return self.tokens_per_s is not None
 
 
@@ -123,13 +123,13 @@ def rows_read() -> list[Row]:
 
 
 def speed_error(row: Row, machine: Machine) -> float | None:
-    """Relative; None where nothing was measured."""
+    """Return the relative error of the throughput; None if it was not measured."""
     said = row.tokens_per_s
     return None if said is None else row.step(machine).tokens_per_s / said - 1
 
 
 def memory_error(row: Row, machine: Machine) -> float | None:
-    """Relative; the paper's MB are taken as MiB, as the driver's tools print them."""
+    """Return the relative error of the memory; the paper's MB are interpreted as MiB."""
     said = row.memory_mb
     return None if said is None else row.step(machine).gpu_bytes / MIB / said - 1
 
@@ -137,14 +137,14 @@ def memory_error(row: Row, machine: Machine) -> float | None:
 def mean(
     rows: Sequence[Row], machine: Machine, error: Callable[[Row, Machine], float | None]
 ) -> float:
-    """Absolute, of what was measured."""
+    """Return the mean absolute error over the rows that were measured."""
     found = [value for row in rows if (value := error(row, machine)) is not None]
     return paper_tables.mean(found)
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """One that is fitted: the fields that it is, its values, what on."""
+    """A fitted constant: its fields, the values to try, the rows and the error to fit on."""
 
     fields: tuple[str, ...]
     values: range
@@ -178,7 +178,7 @@ CONSTANTS = (
 
 
 def fit(machine: Machine, rows: list[Row]) -> Machine:
-    """One constant after the other: none but the first is among what the next is fitted on."""
+    """Fit the constants one after the other; each fit uses the constants before it."""
     for constant in CONSTANTS:
         used = [row for row in rows if constant.is_used(row)]
         tried = [
@@ -192,7 +192,7 @@ def fit(machine: Machine, rows: list[Row]) -> Machine:
 
 
 def find(rows: list[Row], table: int, model: str, **options: str | None) -> Row:
-    """The one with these options."""
+    """Return the row with these options."""
     return next(
         row
         for row in rows
@@ -206,7 +206,7 @@ def models(rows: list[Row]) -> list[str]:
 
 
 def ratios(rows: list[Row], machine: Machine) -> Iterator[tuple[str, str, float, float]]:
-    """Table 2's: model, dtype, ZO2's throughput to MeZO's measured, and simulated."""
+    """Yield model, dtype, and the measured and simulated ratio of ZO2's throughput to MeZO's."""
     for dtype, model in itertools.product(("fp32", "fp16"), models(rows)):
         mezo = find(rows, 2, model, dtype=dtype, policy="mezo")
         zo2 = find(rows, 2, model, dtype=dtype, policy="zo2")
@@ -216,7 +216,7 @@ def ratios(rows: list[Row], machine: Machine) -> Iterator[tuple[str, str, float,
 
 
 def order_broken(rows: list[Row], machine: Machine) -> list[tuple[str, str, str]]:
-    """Pairs of table 4 that the simulator has the other way round: model, slower, faster."""
+    """Return the pairs of table 4 in the opposite order when simulated: model, slower, faster."""
     found = []
     for model in models(rows):
         row = [find(rows, 2, model, dtype="fp32", policy=name) for name in ("mezo", "zo2")]
@@ -229,7 +229,7 @@ def order_broken(rows: list[Row], machine: Machine) -> list[tuple[str, str, str]
 
 
 def misfits(rows: list[Row], machine: Machine) -> list[str]:
-    """Cells of table 2 that did not fit and do here, or the other way round."""
+    """Return the cells of table 2 where measurement and simulation disagree about what fits."""
     return [
         f"{row.model} {row.options.dtype} {row.options.policy}"
         for row in rows
@@ -238,7 +238,7 @@ def misfits(rows: list[Row], machine: Machine) -> list[str]:
 
 
 def cell(row: Row, machine: Machine, is_memory: bool = False) -> list[str]:
-    """Measured, simulated, error; what does not fit is a dash."""
+    """Format measured value, simulated value and error; a dash means that it does not fit."""
     said = row.memory_mb if is_memory else row.tokens_per_s
     error = memory_error(row, machine) if is_memory else speed_error(row, machine)
     step = row.step(machine)
@@ -283,7 +283,7 @@ def formats(rows: list[Row], machine: Machine) -> Iterator[list[str]]:
 
 
 def others(rows: list[Row], machine: Machine) -> Iterator[list[str]]:
-    """Tables 6 and 7, over the models of each setting."""
+    """Yield the mean errors of tables 6 and 7, over the models of each setting."""
     some = [row for row in rows if row.table in (6, 7)]
     for batch, seq in dict.fromkeys((row.batch, row.seq) for row in some):
         line = [str(batch), str(seq)]
@@ -294,7 +294,7 @@ def others(rows: list[Row], machine: Machine) -> Iterator[list[str]]:
 
 
 def parts(rows: list[Row], machine: Machine) -> Iterator[str]:
-    """Tables and what there is to say about them, for docs/paper-results.md."""
+    """Yield the tables and their explanations, for docs/paper-results.md."""
     three = ("measured", "simulated", "error")
 
     def head(first: str, *names: str) -> str:
@@ -328,19 +328,19 @@ def parts(rows: list[Row], machine: Machine) -> Iterator[str]:
 
 
 def is_well(rows: list[Row], machine: Machine) -> bool:
-    """Print what the bars say; true where they are kept."""
+    """Print the checks and return whether all of them pass."""
     error = paper_tables.mean([s / m - 1 for *_, m, s in ratios(rows, machine)])
     broken = [pair for pair in order_broken(rows, machine) if pair != AGAINST]
     wrong = misfits(rows, machine)
     print(f"mean absolute error of ZO2/MeZO: {error:.1%} (at most {RATIO_BAR:.0%})")
-    print(f"pairs of table 4 the other way round, but for {' '.join(AGAINST)}: {broken or 'none'}")
-    print(f"cells of table 2 that fit one and not the other: {wrong or 'none'}")
+    print(f"pairs of table 4 in the opposite order, except {' '.join(AGAINST)}: {broken or 'none'}")
+    print(f"cells of table 2 that disagree about what fits: {wrong or 'none'}")
     return error <= RATIO_BAR and not broken and not wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--fit", action="store_true", help="find the constants again")
+    parser.add_argument("--fit", action="store_true", help="fit the constants again")
     words = parser.parse_args()
     rows = rows_read()
     machine = _machines.load(MACHINE)

@@ -92,7 +92,7 @@ class StepStats:
         return sum(self.bytes[k] for k in WRITES)
 
     def tbw(self, steps: int) -> float:
-        """Return the terabytes that `steps` such steps write, to compare with a drive's endurance."""
+        """Return the terabytes that `steps` such steps write; compare it with a drive's rating."""
         return steps * self.written_bytes / 1e12
 
     @property
