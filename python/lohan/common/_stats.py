@@ -53,7 +53,7 @@ class StepStats:
 
     @classmethod
     def make(cls, raw: dict[str, Any], threads: int) -> StepStats:
-        """Create it from the engine's numbers."""
+        """Create the stats from the engine's numbers."""
         return cls(
             step=raw["step"],
             wall_ns=raw["close_ns"] - raw["begin_ns"],

@@ -337,7 +337,7 @@ class ZerothSession(TurnRules, Session):
                 copy = self._copy_back(unit)
                 with self.exclusive([]) as store:
                     address = where.address if copy is None else copy.data_ptr()
-                    try:  # no commit includes what is written here
+                    try:  # no commit refers to these bytes yet
                         store.write(extent, 0, address, nbytes)
                         where.base = self.step
                     except BaseException:  # a Ctrl-C may have arrived between the two

@@ -193,7 +193,7 @@ def frozen(zeroth: Zeroth | None) -> Iterator[None]:
 
 
 def find(zeroth: Zeroth | None, found: Found | None, then: dict[str, Any] | None) -> Found | None:
-    """Tell make_layout which parameters are trained, and which of these are read from files.
+    """Return for make_layout which parameters are trained, and which are read from files.
 
     Args:
         zeroth: the run; None for first-order training.

@@ -182,7 +182,7 @@ class TurnRules(_Base):
         self._go_back(units)
 
     def _go_back(self, units: Iterable[int]) -> None:
-        """Evict the units that another run has advanced past the position that is wanted."""
+        """Evict units that another run has advanced too far, if no copy allows them to go back."""
         if self._lockstep is None:
             return
         # Without a copy or a stored form, the only way back is to read the base again.
