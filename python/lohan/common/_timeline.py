@@ -250,7 +250,7 @@ def _draw_lane(
     axis.set_yticks([])
     total = sum(s.nbytes for s in spans)
     is_io = lane.startswith("SSD")
-    label = f"{lane}\n{total / 1e9:.2f} GB in all" if is_io else lane
+    label = f"{lane}\n{total / 1e9:.2f} GB in total" if is_io else lane
     axis.set_ylabel(label, rotation=0, ha="right", va="center", fontsize=9)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
