@@ -117,7 +117,7 @@ def measure(
             probe.
     """
     measured = measured or ssds(directories, tell)
-    tell("matrix products, copies and AdamW")
+    tell("measuring matrix products, copies and AdamW")
     workers = len(os.sched_getaffinity(0))
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
