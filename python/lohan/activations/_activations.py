@@ -127,7 +127,7 @@ def check_layers(config: Config, layout: Layout) -> None:
         )
 
 
-# All of them: a function that wraps one of them is not among them.
+# All replacement functions. A function that wraps one of them is not in the set.
 _shadows: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -425,7 +425,7 @@ class Activations:
         return blocks
 
     def put(self, blocks: list[Block]) -> None:
-        """Replace the current blocks by these."""
+        """Replace the current blocks by these; a module may be part of two of them."""
         self.remove()
         self.blocks = blocks
         for block in blocks:

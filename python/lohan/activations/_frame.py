@@ -158,7 +158,7 @@ class Frame:
         self.count = 0  # tensors that the second forward has saved
         self.calls: list[_Call] = []
         self.call_count = 0  # calls in the second forward
-        self.is_over = False  # the first forward
+        self.is_over = False  # whether the first forward has ended
         self.owned: dict[int, _Owned] = {}
         self.layer: Owner = block  # the one that runs
         self.is_inside = False  # whether a layer whose output may be saved runs

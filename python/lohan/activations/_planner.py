@@ -134,7 +134,7 @@ class _Shape:
 
 @dataclasses.dataclass
 class _Step:
-    """What is known about the open step."""
+    """The state of the open step."""
 
     recorder: Recorder | None = None
     forwards: int = 0

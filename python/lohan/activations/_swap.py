@@ -73,7 +73,7 @@ def check(config: Config) -> None:
 
 
 def with_room(config: Config, param_bytes: int) -> Config:
-    """Set swap_bytes if a policy plans activations and the user did not say how much to use.
+    """Set swap_bytes to a default if a policy plans activations and the user set no sizes.
 
     The default is a quarter of the main memory that lohan may use, but at most eight times the size
     of the parameters. On SSD, activations get sixteen times as much.

@@ -48,7 +48,7 @@ Parted = tuple[tuple[int, ...], tuple[Part, ...], int]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The place of everything, and the time that each block computes. All sizes are in bytes.
+    """The division of a machine's memory, and the time that each block computes. Sizes in bytes.
 
     Attributes:
         dtype: the dtype of parameters, which decides the size of their states: "bfloat16" (12 bytes

@@ -285,7 +285,10 @@ def _check(machine: Machine, options: Options) -> None:
         if value not in known:
             raise MachineError(f"{what} {value!r}: must be one of {', '.join(known)}")
     if LINKS.get(options.link or "", 0) > DTYPES[options.dtype]:
-        raise MachineError(f"link {options.link!r} is wider than {options.dtype} parameters are")
+        raise MachineError(
+            f"link {options.link!r} is wider than {options.dtype} parameters: use a narrower link"
+            " format, or omit link to use the parameters' own"
+        )
     unknown = [name for name in _NEEDED if getattr(machine, name) == 0]
     if unknown:
         raise MachineError(
