@@ -1,7 +1,7 @@
-"""A training step on a machine that need not be here: lohan's engine in virtual time.
+"""Simulate a training step on a machine that you need not have: lohan's engine in virtual time.
 
-The engine that trains is the one that runs, on links and workers that are numbers
-(docs/simulator.md says what they leave out). So bytes are exact, and times are those of the
+The simulation runs the same engine as training, but on links and workers that are only rates
+(docs/simulator.md lists what they leave out). Bytes are therefore exact, and times follow from the
 machine's rates.
 """
 
@@ -28,21 +28,22 @@ if TYPE_CHECKING:
 
 SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
 _SECONDS_PER_DAY = 86400
-# Of main memory, that AdamW reads and writes of a parameter: csrc/sched/update.c.
+# The bytes of main memory that AdamW reads and writes per parameter: csrc/sched/update.c.
 _ADAM_BYTES_PER_PARAM = {"bfloat16": 24, "float16": 28, "float32": 24}
-# P16, what makes it a master, and two moments, in the committed slot and in the one being written.
+# P16, the residual that makes it an fp32 master, and two moments. They exist in two slots: the
+# committed one and the one being written.
 _STATE_BYTES_PER_PARAM = {"bfloat16": 12, "float16": 14, "float32": 12}
 _SLOT_COUNT = 2
 _TRANSFER_BYTES = 4 << 20
-# As of lohan.wrap.
+# The default of lohan.wrap.
 _IO_DEPTH = 16
 _RARELY = 1 << 20
-# Events that are kept for a picture: enough for two steps, whose requests are seldom smaller.
+# The events that are kept for a picture: enough for two steps, since requests are seldom smaller.
 _TRACE_COUNT_LEAST = 1 << 16
 _TRACE_COUNT_MAX = 1 << 24
 _TRACE_EVENT_BYTES = 1 << 20
 _STEP_BYTES_PER_PARAM = 32
-# Commits that take no more of the time are rare enough.
+# Commits may take this share of the time if `auto` chooses their interval.
 _COMMIT_SHARE = 0.005
 
 _T = TypeVar("_T")
@@ -50,16 +51,16 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What lohan is told besides the model and the machine.
+    """The settings of a simulated run.
 
     Attributes:
-        policy: what happens to activations and states (docs/planning.md).
-        schedule: of updates, as of `lohan.wrap`. None: the policy's.
-        commit_every: steps from one commit to the next. None: each step commits, but by `auto` as
-            few as make commits half a percent of the time.
-        swap_share: of the activations inside blocks, that leave the GPU, by falling benefit; the
-            others are computed again. None: as the policy says.
-        without: of what `auto` has beside the papers' policy, what it shall do without (SWITCHES).
+        policy: decides where activations and states are kept (docs/planning.md).
+        schedule: the schedule of updates, as in `lohan.wrap`. None: the policy's schedule.
+        commit_every: the number of steps between commits. None: every step commits; with `auto`,
+            commits are just rare enough to take half a percent of the time.
+        swap_share: the share of the activations inside blocks that are offloaded from the GPU, in
+            the order of falling benefit; the others are recomputed. None: the policy decides.
+        without: the features of `auto` beyond the paper's policy to disable (SWITCHES).
     """
 
     policy: str = "auto"
@@ -71,11 +72,11 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Resource:
-    """A link, or what computes, in one step.
+    """The use of a link or a processor in one step.
 
     Attributes:
-        nbytes: that it moved; None for what computes.
-        busy_share: of the step, by the bytes or the work at its full rate.
+        nbytes: the bytes that a link moved; None for a processor.
+        busy_share: the share of the step that the bytes or the work take at the full rate.
     """
 
     nbytes: int | None
@@ -84,21 +85,21 @@ class Resource:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A settled step, with its share of the commit.
+    """The figures of a step in the steady state, with its share of a commit.
 
     Attributes:
-        step_ns: from its begin to the begin of the next one.
-        forward_ns, backward_ns: of it, without a commit.
-        commit_every: steps from one commit to the next.
-        commit_ns: that one commit adds, once in so many steps.
-        tokens: of the batch.
-        forward_flop, recompute_flop: of the GPU; backward's own are twice forward's.
-        resources: by name: "gpu", "ssd" (all of them), "ssd_bus" (if it has a limit), "link_in",
-            "link_out", "cpu".
-        ssd_read_bytes, ssd_write_bytes: of the step, of all SSDs.
-        swapped_bytes: of activations that left the GPU.
-        peak_bytes: by tier: "gpu", "host", "ssd".
-        ssd_life_days: None where the machine does not say what its SSDs endure.
+        step_ns: the time from the step's begin to the begin of the next one.
+        forward_ns, backward_ns: the times of forward and backward, without a commit.
+        commit_every: the number of steps between commits.
+        commit_ns: the time that a commit adds, once in commit_every steps.
+        tokens: the number of tokens in the batch.
+        forward_flop, recompute_flop: the GPU's FLOP; backward's own are twice forward's.
+        resources: the use of each resource by name: "gpu", "ssd" (all of them), "ssd_bus" (if it
+            has a limit), "link_in", "link_out", "cpu".
+        ssd_read_bytes, ssd_write_bytes: the bytes that the step reads and writes on all SSDs.
+        swapped_bytes: the size of the activations that were offloaded from the GPU.
+        peak_bytes: the peak use of each tier: "gpu", "host", "ssd".
+        ssd_life_days: how long the SSDs last; None if the machine does not define their endurance.
     """
 
     step_ns: int
@@ -118,12 +119,12 @@ class Step:
 
     @property
     def tokens_per_s(self) -> float:
-        """Trained."""
+        """The tokens trained per second."""
         return self.tokens * NS_PER_S / self.step_ns
 
     @property
     def tflops(self) -> float:
-        """Of 3x the forward FLOP: what is computed again does not count."""
+        """The TFLOP/s, counted as 3x the forward FLOP: recomputation does not count."""
         return 3 * self.forward_flop / self.step_ns / 1000
 
     @property
@@ -133,11 +134,11 @@ class Step:
 
     @property
     def written_bytes_per_day(self) -> int:
-        """To all SSDs, by steps without a pause."""
+        """The bytes written to all SSDs in a day of uninterrupted training."""
         return self.ssd_write_bytes * _SECONDS_PER_DAY * NS_PER_S // self.step_ns
 
     def as_dict(self) -> dict[str, Any]:
-        """What `--json` writes."""
+        """Return the figures as `--json` prints them."""
         return {
             "step_ms": self.step_ns / 1e6,
             "forward_ms": self.forward_ns / 1e6,
@@ -189,7 +190,7 @@ def _core_machine(machine: Machine, placement: Placement) -> dict[str, int]:
 
 
 def _commit_every(raw: dict[str, Any], options: Options) -> int:
-    """Steps from one commit to the next, by what one costs."""
+    """Return the number of steps between commits, by the cost of one."""
     if options.commit_every is not None:
         return options.commit_every
     every: int = math.ceil(raw["commit_ns"] / (_COMMIT_SHARE * raw["step_ns"]))
@@ -219,7 +220,7 @@ def _resources(
 
 
 def _capacity_check(model: Model, machine: Machine, per_param: int, others: int = 0) -> None:
-    """States in two slots, and what else is on SSD."""
+    """Check that the SSDs hold the states in two slots, and `others` bytes besides."""
     capacity = machine.ssd_count * machine.ssd_bytes
     states = _SLOT_COUNT * per_param * model.param_count
     if machine.ssd_bytes and states + others > capacity:
@@ -241,7 +242,7 @@ def _saved(placement: Placement) -> dict[str, int]:
 
 
 def _is_rare(options: Options) -> bool:
-    """Commits are, unless told."""
+    """Whether commits are rare by default."""
     return options.policy == "auto" and "host_states" not in options.without
 
 
@@ -255,7 +256,7 @@ def _check_options(options: Options) -> None:
 
 
 def _tries(options: Options) -> list[Options]:
-    """Plans that are tried: virtual time says whether what `auto` has besides pays, or costs."""
+    """Return the variants to simulate: with `auto`, they show which of its features pay off."""
     found = [options]
     if options.policy != "auto" or options.swap_share is not None:
         return found
@@ -273,7 +274,8 @@ def _run(
     only_checks: bool = False,
     trace_count: int = 0,
 ) -> tuple[Placement, dict[str, Any]]:
-    # The least first: what a plan says of it may be that other memory would have to make up for it.
+    # Check the smallest states first: without room for them, the plan's error would ask for other
+    # memory instead of SSD space.
     _capacity_check(model, machine, min(_STATE_BYTES_PER_PARAM.values()))
     placement = place(model, machine, options.policy, options.swap_share, options.without)
     per_param = _STATE_BYTES_PER_PARAM[placement.dtype]
@@ -300,7 +302,7 @@ def _run(
 
 
 def _fitting(options: Options, run: Callable[[Options], _T]) -> Iterator[_T]:
-    """What run gives for each try that fits; the first one's refusal if none does."""
+    """Yield run()'s result for each variant that fits; if none does, raise the first error."""
     refusal: BudgetError | None = None
     has_fitted = False
     for tried in _tries(options):
@@ -316,11 +318,11 @@ def _fitting(options: Options, run: Callable[[Options], _T]) -> Iterator[_T]:
 
 
 def check(model: Model, machine: Machine, options: Options) -> None:
-    """Whether it fits, without a step.
+    """Check that the model fits the machine, without simulating a step.
 
     Raises:
-        BudgetError: it does not; the message has the numbers.
-        MachineError: an option that is none.
+        BudgetError: the model does not fit the machine; the message has the numbers.
+        MachineError: an option is invalid.
     """
     _check_options(options)
     next(_fitting(options, lambda tried: _run(model, machine, tried, True)))
@@ -336,19 +338,19 @@ def _fastest(model: Model, machine: Machine, options: Options) -> tuple[Step, Op
 
 
 def simulate(model: Model, machine: Machine, options: Options | None = None) -> Step:
-    """Run training in virtual time until its steps repeat, and give the figures of one.
+    """Simulate training in virtual time until its steps repeat, and return the figures of one.
 
-    By `auto` three plans run, its own with updates that wait and without and LoHan's, and the
-    fastest step is given.
+    With `auto`, three plans are simulated: its own with and without deferred updates, and LoHan's.
+    The fastest step is returned.
 
     Args:
-        model: with its batch.
-        machine: of integers.
-        options: of lohan.
+        model: the model at one batch size.
+        machine: the machine to simulate.
+        options: the settings of the run; None means the defaults.
 
     Raises:
         BudgetError: the model does not fit the machine; the message has the numbers.
-        MachineError: an option that is none.
+        MachineError: an option is invalid.
     """
     return _fastest(model, machine, options or Options())[0]
 
@@ -356,12 +358,12 @@ def simulate(model: Model, machine: Machine, options: Options | None = None) -> 
 def simulate_traced(
     model: Model, machine: Machine, options: Options | None = None
 ) -> tuple[Step, Timeline]:
-    """The same, and how busy each resource is in the course of the step.
+    """Simulate a step, and return also how busy each resource is over the course of it.
 
     Args:
-        model: with its batch.
-        machine: of integers.
-        options: of lohan.
+        model: the model at one batch size.
+        machine: the machine to simulate.
+        options: the settings of the run; None means the defaults.
 
     Raises:
         BudgetError, MachineError: as simulate().
@@ -408,14 +410,14 @@ def _step(
 def sweep(
     name: str, values: Sequence[int], load: dict[str, Any], machine: Machine, options: Options
 ) -> list[tuple[int, Step]]:
-    """A step for each value of one of the batch, the sequence or the machine's fields.
+    """Simulate a step for each value of the batch, the sequence length or a field of the machine.
 
     Args:
         name: "batch", "seq" or a field of the machine.
-        values: of it.
-        load: name, batch and seq of the model.
-        machine: the others are as this one says.
-        options: of lohan.
+        values: the values of it to simulate.
+        load: the model's name, batch and seq.
+        machine: the machine, whose other fields stay the same.
+        options: the settings of the run.
     """
     answers = []
     for value in values:
@@ -430,13 +432,13 @@ def sweep(
 def swap_curve(
     model: Model, machine: Machine, options: Options, count: int
 ) -> list[tuple[float, Step]]:
-    """Steps that swap more and more, from inter-block activations alone to all of them.
+    """Simulate steps that swap more and more, from inter-block activations alone to all of them.
 
     Args:
-        model: with its batch.
-        machine: of integers.
-        options: swap_share is not looked at.
-        count: of steps; those that do not fit the machine are left out.
+        model: the model at one batch size.
+        machine: the machine to simulate.
+        options: the settings of the run; swap_share is ignored.
+        count: the number of steps; those that do not fit the machine are left out.
 
     Source: LoHan fig. 9b
     """

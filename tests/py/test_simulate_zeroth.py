@@ -255,7 +255,7 @@ def test_words_that_are_none_are_refused(words: tuple[str, ...], said: str) -> N
 
 
 def test_models_and_machines_that_are_none_are_refused() -> None:
-    with pytest.raises(ModelError, match="no decoder 'dit-10b'"):
+    with pytest.raises(ModelError, match="unknown decoder 'dit-10b'"):
         decoder("dit-10b")
     with pytest.raises(ModelError, match="at least 1"):
         decoder("opt-13b", batch=0)

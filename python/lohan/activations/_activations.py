@@ -1,7 +1,7 @@
-"""Which activations are kept, which are computed again: the layers of each block, and their hooks.
+"""The layers of each block, and the hooks that keep, offload or recompute their activations.
 
-A layer is a module inside a block, the block itself included. A block in which everything is done
-as the session does it anyway has no hook.
+A layer is a module inside a block, or the block itself. A block whose layers all have the session's
+default mode gets no hook.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Owner(Protocol):
-    """What a session has for its activations."""
+    """The parts of a session that its activations need."""
 
     layout: Layout
     device: Device
@@ -43,17 +43,17 @@ class Owner(Protocol):
 
 
 class Modes(Protocol):
-    """What is done with the activations of each layer."""
+    """The mode of each layer: what is done with its activations."""
 
     def within(self, name: str, module: nn.Module) -> dict[int, tuple[str, str]]:
-        """Name and mode of each module of a block, by its id."""
+        """Return the name and the mode of each module of a block, by the module's id."""
 
     def given(self, name: str, mode: str) -> str:
-        """The mode of what a block is given; that of the block itself is mode."""
+        """Return the mode of a block's inputs; `mode` is that of the block itself."""
 
 
 class _Modes:
-    """What a user has said of layers: the first pattern rules that fits one, or what it is in."""
+    """The user's modes: the first pattern that matches a layer, or a module around it, is used."""
 
     def __init__(self, activations: str | Mapping[str, str]) -> None:
         said = {"*": activations} if isinstance(activations, str) else activations
@@ -61,7 +61,7 @@ class _Modes:
         self.unused = set(said)
 
     def of(self, name: str) -> str:
-        """The mode of a layer."""
+        """Return the mode of a layer."""
         parts = name.split(".")
         around = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
         for pattern, mode in self.said:
@@ -76,15 +76,15 @@ class _Modes:
         return {id(layer): (path, self.of(path)) for path, layer in named}
 
     def given(self, name: str, mode: str) -> str:
-        """See Modes: what a block is computed again from leaves, where the session swaps."""
+        """See Modes: the inputs of a recomputed block are offloaded, if the session swaps."""
         return "keep" if mode == "keep" else "swap"
 
 
 def check(activations: Any) -> None:
-    """Refuse what is no choice.
+    """Reject an invalid value of `activations`.
 
     Raises:
-        ModelError: says what could be.
+        ModelError: the value is invalid; the message lists the valid ones.
     """
     if isinstance(activations, Mapping):
         for pattern, mode in activations.items():
@@ -101,11 +101,11 @@ def check(activations: Any) -> None:
 
 
 def check_layers(config: Config, layout: Layout) -> None:
-    """Refuse what the model's blocks cannot do.
+    """Reject modes that do not fit the model's blocks.
 
     Raises:
-        ModelError: a pattern fits no layer of a block.
-            Or a layer is to be swapped, and there is no place for it.
+        ModelError: a pattern matches no layer of a block, or a layer is to be swapped although
+            swap_bytes is not set.
     """
     if config.activations in POLICIES:
         return
@@ -127,12 +127,12 @@ def check_layers(config: Config, layout: Layout) -> None:
         )
 
 
-# Every one that there is: whoever wraps one has another function.
+# All replacement functions. A function that wraps one of them is not in the set.
 _shadows: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Shadow:
-    """A module whose `forward` is another one from put() to remove()."""
+    """Replaces a module's `forward` from put() to remove()."""
 
     def __init__(self, module: nn.Module, forward: Callable[[Any, Any], Any]) -> None:
         self.module = weakref.ref(module)
@@ -147,14 +147,14 @@ class Shadow:
         _shadows.add(shadow)
 
     def put(self) -> None:
-        """The module's `forward` is this one."""
+        """Replace the module's `forward`."""
         module = self.module()
         if module is not None:
             self.own = module.__dict__.get("forward")
             object.__setattr__(module, "forward", self.shadow)
 
     def remove(self) -> None:
-        """Give the module its `forward` back, unless somebody has put another over this one."""
+        """Restore the module's `forward`, unless someone has replaced this one in the meantime."""
         module = self.module()
         if module is None or module.__dict__.get("forward") is not self.shadow:
             return
@@ -163,7 +163,7 @@ class Shadow:
             object.__setattr__(module, "forward", self.own)
 
     def plain(self, args: Any, kwargs: Any) -> Any:
-        """The module's own forward."""
+        """Run the module's own forward."""
         if self.own is not None:
             return self.own(*args, **kwargs)
         module: Any = self.module()
@@ -171,10 +171,10 @@ class Shadow:
 
 
 class Given:
-    """Who computed what a block is given.
+    """The owner of a block's inputs.
 
     Attributes:
-        mode: what is done with it.
+        mode: the mode of the inputs.
     """
 
     name = "what it is given"
@@ -187,9 +187,9 @@ class Layer:
     """A module inside a block of several modes.
 
     Attributes:
-        name: of the module.
-        mode: of what it computes.
-        is_whole: nothing inside it is computed again for being dropped.
+        name: the module's name.
+        mode: the mode of what it computes.
+        is_whole: whether neither it nor any module inside it has the mode "recompute".
     """
 
     def __init__(self, block: Block, name: str, module: nn.Module, mode: str, is_whole: bool):
@@ -201,21 +201,21 @@ class Layer:
         self.plain = self.shadow.plain
 
     def forward(self, args: Any, kwargs: Any) -> Any:
-        """What the module's call runs."""
+        """Run in place of the module's own `forward`."""
         frame = self.block.frame
         return self.plain(args, kwargs) if frame is None else frame.call(self, args, kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A scope that has no other inside, for as long as the hooks are on.
+    """An innermost scope, for as long as the hooks are on.
 
     Attributes:
-        name: of its module.
-        module: weakly, since whoever holds the session must not hold the model.
-        scope: its units.
-        params: one of each unit.
-        units: their indices.
+        name: the name of its module.
+        module: a weak reference, since the session must not keep the model alive.
+        scope: the core's scope of the module's units.
+        params: one parameter of each unit.
+        units: the indices of the units.
     """
 
     name: str
@@ -227,15 +227,15 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """What a session has for its activations, without the session.
+    """The parts of a session that its blocks need, without the session itself.
 
     Attributes:
-        pack: of the engine: a handle, or the tensor.
-        stay: hooks for saved tensors that stay.
-        saved: the session's own, by which they leave where it swaps.
-        to_ssd: those by which they leave for SSD even if main memory had room.
-        device: where computation happens.
-        known: the session's parameters, by their ids.
+        pack: the engine's pack(), which returns a handle or the tensor.
+        stay: the hooks that keep saved tensors where they are.
+        saved: the session's own hooks, which offload saved tensors if the session swaps.
+        to_ssd: the hooks that offload saved tensors to SSD even if main memory has room.
+        device: the device that computes.
+        known: the indices of the session's parameters, by their ids.
     """
 
     pack: Callable[[Any], Any]
@@ -247,22 +247,22 @@ class Tools:
 
 
 class Block:
-    """A block whose activations are not all kept, from put() to remove().
+    """A block with hooks, from put() to remove().
 
     Attributes:
-        name: of the module.
-        mode: of what it computes outside of its layers.
-        given: what it is given.
-        pack: of the engine: a handle, or the tensor.
+        name: the module's name.
+        mode: the mode of what it computes outside of its layers.
+        given: the owner of its inputs.
+        pack: the engine's pack(), which returns a handle or the tensor.
         saved: the session's hooks for saved tensors.
-        stay: the same for those that stay.
-        packers: of them, by the mode.
-        device: where it computes.
-        known: the session's parameters, by their ids.
-        frame: of the forward that runs, for the first or the second time.
-        make_frame: what makes one.
-        anchor: what outputs that are given again hang on.
-        drop_end: saved tensors of the last forward up to the last one that was dropped.
+        stay: the hooks that keep saved tensors where they are.
+        packers: the function that packs a saved tensor, for each mode.
+        device: the device that computes.
+        known: the indices of the session's parameters, by their ids.
+        frame: the frame of the forward that runs, for the first or the second time.
+        make_frame: makes a frame; None means Frame.
+        anchor: a leaf through which saved outputs require a gradient during recomputation.
+        drop_end: the number of tensors that the last forward saved, up to the last dropped one.
     """
 
     def __init__(
@@ -304,14 +304,14 @@ class Block:
         self.shadow = Shadow(module, self.forward)
 
     def put(self) -> None:
-        """From here on the modules' `forward` is ours."""
+        """Replace `forward` of the block and its layers."""
         self.is_on = True
         for layer in self.layers:
             layer.shadow.put()
         self.shadow.put()
 
     def remove(self) -> None:
-        """Give the modules their `forward` back."""
+        """Restore `forward` of the block and its layers."""
         self.is_on = False
         self.shadow.remove()
         for layer in reversed(self.layers):
@@ -331,12 +331,13 @@ class Block:
             self.frame = outer
 
     def forward(self, args: Any, kwargs: Any) -> Any:
-        """What the module's call runs."""
+        """Run in place of the module's own `forward`."""
         module = self.shadow.module()
         if module is None or not torch.is_grad_enabled() or in_transform():
             return self.shadow.plain(args, kwargs)
         if not self.is_on:
-            # The module is the model, whose call had this forward when another one was put.
+            # The block is the whole model, and its call looked up this forward before the planner's
+            # enter() replaced it.
             now: Any = module.__dict__.get("forward")
             is_other = now in _shadows and now is not self.shadow.shadow
             return now(*args, **kwargs) if is_other else self.shadow.plain(args, kwargs)
@@ -348,14 +349,14 @@ class Block:
         return output
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """An operation of backward needs what it saved."""
+        """Return the tensor that an operation of backward needs."""
         if isinstance(packed, Dropped):
             return packed.unpack(self)
         tensor: torch.Tensor = self.saved.unpack(packed)
         return tensor
 
     def compute(self, frame: Frame, args: Any, kwargs: Any) -> None:
-        """The forward of then, with the block's parameters, in backward."""
+        """Run the second forward of a frame, in backward, with the block's parameters."""
         module = self.shadow.module()
         try:
             self.scope.enter(module, args)
@@ -374,7 +375,7 @@ class Activations:
 
     def __init__(self, owner: Owner) -> None:
         config = owner.config
-        # What the session's own hooks do, for which no block needs any.
+        # The mode that the session's own hooks implement, so that no block needs hooks for it.
         is_planned = config.activations in POLICIES
         self.usual = "keep" if not config.swap_bytes or is_planned else "swap"
         self.modes: Modes | None = None
@@ -392,23 +393,24 @@ class Activations:
         )
 
     def add(self, owner: Owner, scope: Scope, made: _core.Scope) -> None:
-        """A scope that has no other inside."""
+        """Add an innermost scope."""
         assert scope.module is not None  # the hooks are not on yet
         params = [owner.layout.units[i].params[0].tensor for i in scope.units]
         place = Place(scope.name, weakref.ref(scope.module), made, params, scope.units)
         self.places.append(place)
 
     def start(self) -> None:
-        """All are there: do what the settings say, unless that is planned later."""
+        """Apply the settings to the scopes that were added, unless a policy plans them later."""
         if self.modes is not None:
             self.put(self.make(self.modes))
 
     def make(self, modes: Modes, make_frame: Callable[..., Frame] | None = None) -> list[Block]:
-        """Blocks of these modes, to be put.
+        """Make the blocks for these modes, for put().
 
         Args:
-            modes: of all layers.
-            make_frame: what looks at each forward; every layer of every block calls it.
+            modes: the modes of all layers.
+            make_frame: makes the frame of each forward. If it is given, every block and every layer
+                gets a hook.
         """
         blocks = []
         for place in self.places:
@@ -423,14 +425,14 @@ class Activations:
         return blocks
 
     def put(self, blocks: list[Block]) -> None:
-        """Have these and no others; a module may be in two."""
+        """Replace the current blocks by these; a module may be part of two of them."""
         self.remove()
         self.blocks = blocks
         for block in blocks:
             block.put()
 
     def remove(self) -> None:
-        """Take everything off."""
+        """Remove all hooks."""
         for block in reversed(self.blocks):
             block.remove()
         self.blocks = []

@@ -1,4 +1,4 @@
-"""How long a step by a plan will take: the engine, with this session's sizes, in virtual time."""
+"""Predict the time of a step: run the engine with this session's sizes in virtual time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from lohan.session._session import Session
 
 _DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
-# Of an update, a parameter: what workers' speed is stated in, as in lohan.simulate.
+# The bytes that an update moves for each parameter, as in lohan.simulate.
 _UPDATE_BYTES = {"float32": 24, "bfloat16": 24, "float16": 28}
 _SSD_LATENCY_NS = 80_000
 _SSD_SYNC_NS = 200_000
-# Steps between commits of a session that commits none.
+# The steps between commits, for a session that never commits.
 _NEVER = 1 << 20
 _LINK_LATENCY_NS = 10_000
 
@@ -45,7 +45,7 @@ def _blocks(
             took = layer.forward_flop * NS_PER_S // machine.gpu_flop_per_s
             parts.append((took, 2 * took, saved_pieces(layer, fate, 1)))
         first += len(block.layers)
-        # Backward begins with what the block computes again.
+        # Backward begins with the recomputation of the block.
         forward_ns, backward_ns, saved = parts[-1]
         parts[-1] = forward_ns, backward_ns + again_ns[index], saved
         made.append((tuple(sum(own[:i]) for i in used), tuple(parts)))
@@ -60,18 +60,18 @@ def step_s(
     again_ns: Sequence[int],
     window_bytes: int,
 ) -> float:
-    """Seconds of a step, its share of a commit included.
+    """Return the predicted time of a step in seconds, its share of a commit included.
 
     Args:
-        session: an accelerator's.
-        model: profiled.
-        machine: measured.
-        fates: of each layer of model: "keep", "host", "ssd" or "recompute".
-        again_ns: what each block computes again, in the time of the profile.
-        window_bytes: of activations on their way.
+        session: a session that computes on an accelerator.
+        model: the profiled model.
+        machine: the measured machine.
+        fates: the fate of each layer of model: "keep", "host", "ssd" or "recompute".
+        again_ns: how long each block's recomputation takes, by the profile.
+        window_bytes: the activations that may be in transit at once.
 
     Raises:
-        BudgetError: virtual time has no room for it; the message has the numbers.
+        BudgetError: the step does not fit in memory; the message has the numbers.
     """
     config, device = session.config, session.device
     memory, transit, store, _ = session.saving.options

@@ -1,19 +1,20 @@
-"""One forward of one block whose activations are not all kept, until its backward.
+"""One forward of a block that keeps only some of its activations, until its backward.
 
-[Note: Computed again] The forward of such a block runs under hooks for saved tensors of its own.
-Each tensor that an operation saves belongs to the layer that computed it, and what was said of that
-layer is done with it: it stays as it is, leaves (_swap.py), or is dropped. Parameters
-are handles as ever; the block's inputs stay or leave, what is small stays. When backward unpacks
-the first dropped tensor, the block's forward is computed again from its inputs, under hooks that
-only collect, in the order of then, what the live tickets miss; it stops with the last of them. The
-graph of the first forward is the one that is differentiated, the second one is thrown away. A frame
-is held by its tickets, so it goes with the graph, and what it keeps goes as soon as everything is
-there. It holds a handle of each of the block's units, so that no update begins while the values of
-then may be needed.
+[Note: Recomputation] The forward of such a block runs under its own hooks for saved tensors. Each
+tensor that an operation saves belongs to the layer that computed it, and that layer's mode decides
+what happens to it: it is kept, offloaded (_swap.py) or dropped. Parameters are packed as handles,
+as everywhere; the block's inputs are kept or offloaded, and small tensors are kept. When backward
+unpacks the first dropped tensor, the block's forward is recomputed from its inputs. Its hooks only
+collect the tensors that live tickets still need, in the order of the first forward, and stop it
+after the last of them. Autograd differentiates the graph of the first forward; the graph of the
+second one is discarded. The tickets own the frame, so it is freed with the graph, and its contents
+are freed as soon as every ticket has its tensor. The frame holds a handle of each of the block's
+units, so that no update begins while recomputation may need the values of the first forward.
 
-[Note: Skipped layers] A layer that is kept or leaves with all inside keeps its output, too, where
-something behind it was dropped. Computed again, its call answers with that output instead, unless
-it saved what others computed and dropped. The generators go on as they did behind it.
+[Note: Skipped layers] If no module inside a layer drops its activations, but a later operation of
+the block does, the layer's output is saved, too. During recomputation, calling the layer returns
+that output without computing it, unless the layer saved tensors that other layers computed and
+dropped. The random generators continue from the states that they had after the layer.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ _Form = tuple[torch.Size, torch.dtype]
 
 
 class Owner(Protocol):
-    """Who computed a tensor: a layer, the block itself, or whoever calls the block."""
+    """The origin of a tensor: a layer, the block itself, or the caller of the block."""
 
     name: str
     mode: str
 
 
 class _AllThereError(Exception):
-    """Everything that was dropped is there again: the rest need not be computed."""
+    """Every dropped tensor has been recomputed, so the rest of the forward is not needed."""
 
 
 class Dropped:
-    """What autograd has instead of a tensor that is computed again."""
+    """The ticket that autograd holds in place of a dropped tensor."""
 
     __slots__ = ("__weakref__", "frame", "packed")
 
@@ -67,7 +68,7 @@ class Dropped:
         self.packed: Any = None
 
     def unpack(self, block: Block) -> torch.Tensor:
-        """The tensor, which the block's forward is run for, once."""
+        """Return the tensor; the first call runs the block's forward to recompute it."""
         if self.frame is not None:
             self.frame.compute_again()
         tensor: torch.Tensor = block.stay.unpack(self.packed)
@@ -77,7 +78,7 @@ class Dropped:
 class _Owned:
     """A storage that was seen in a forward, and who computed it.
 
-    The weak reference makes its address mean this storage as long as the frame looks.
+    The weak reference keeps the storage's address from being reused while the frame looks it up.
     """
 
     __slots__ = ("owner", "reference")
@@ -88,7 +89,7 @@ class _Owned:
 
 
 class _Input:
-    """A tensor that a block was given or a layer returned, packed like what operations save."""
+    """A block's input or a layer's output, packed like a saved tensor."""
 
     __slots__ = ("needs_grad", "packed")
 
@@ -98,7 +99,7 @@ class _Input:
 
 
 class _Given(torch.autograd.Function):
-    """Makes an output that is there one that was computed: no leaf, so it may change in place."""
+    """Turns a saved output into a computed one: not a leaf, so it may be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
@@ -113,11 +114,11 @@ class _Call:
     """One call of a layer inside the block.
 
     Attributes:
-        first: saved tensors of the block before it.
-        end: the same, behind it.
-        following: calls of the block before the one behind it: those inside are passed over.
-        output: packed, where the layer need not be computed again.
-        random: the generators' states behind it, where it drew.
+        first: the number of tensors that the block had saved before the call.
+        end: the number that it had saved after the call.
+        following: the index of the first call after this one that is not inside it.
+        output: the packed output, if recomputation can skip the layer.
+        random: the generators' states after the call, if it drew random numbers.
     """
 
     __slots__ = ("end", "first", "following", "output", "random")
@@ -138,7 +139,7 @@ def _versions(args: Any, kwargs: Any) -> list[int]:
 
 
 def is_plain(value: Any) -> bool:
-    """Made of tensors and constants alone: an object may hold what changes."""
+    """Whether value consists of tensors and constants only; other objects may be mutable."""
     items = items_of(value)
     if items is not None:
         return all(map(is_plain, items))
@@ -146,21 +147,21 @@ def is_plain(value: Any) -> bool:
 
 
 class Frame:
-    """One forward of one block, until its backward has what it needs."""
+    """One forward of one block, until backward has every tensor that it needs."""
 
     def __init__(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.block = block
         self.surroundings: Surroundings | None = Surroundings(module, block.device, block.known)
         self.forms: list[_Form] = []  # of every saved tensor, in order
-        self.tickets: dict[int, weakref.ref[Dropped]] = {}  # those that were dropped
+        self.tickets: dict[int, weakref.ref[Dropped]] = {}  # of dropped tensors, by index
         self.wanted: dict[int, Dropped] = {}
-        self.count = 0  # of saved tensors, when computed again
+        self.count = 0  # tensors that the second forward has saved
         self.calls: list[_Call] = []
-        self.call_count = 0  # when computed again
-        self.is_over = False
+        self.call_count = 0  # calls in the second forward
+        self.is_over = False  # whether the first forward has ended
         self.owned: dict[int, _Owned] = {}
-        self.layer: Owner = block  # that runs
-        self.is_inside = False  # a layer whose output is kept
+        self.layer: Owner = block  # the one that runs
+        self.is_inside = False  # whether a layer whose output may be saved runs
         self.versions = _versions(args, kwargs)
         self.inputs = map_tensors((args, kwargs), lambda tensor: self._take(tensor, block.given))
         self.handles = [block.pack(param) for param in block.params]
@@ -168,7 +169,7 @@ class Frame:
     # --- The first forward ------------------------------------------------------------------
 
     def _own(self, tensor: torch.Tensor, owner: Owner) -> Owner:
-        """Who computed tensor: known from before, or owner."""
+        """Return who computed tensor; if that is unknown, record owner."""
         if not has_storage(tensor):
             return owner
         storage = tensor.untyped_storage()
@@ -182,7 +183,7 @@ class Frame:
         return _Input(tensor, self.block.packers[owner.mode](tensor))
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """An operation of the first forward saves tensor."""
+        """Pack a tensor that an operation of the first forward saves."""
         packed = self.block.pack(tensor)
         self.forms.append(_form_of(tensor))
         if isinstance(packed, _core.Handle):
@@ -197,10 +198,10 @@ class Frame:
         return ticket
 
     def call(self, layer: Layer, args: Any, kwargs: Any) -> Any:
-        """A layer of the block is called, in its first forward or in its second one."""
+        """Run a layer of the block, in the first or in the second forward."""
         hook = self._collect if self.is_over else self.pack
         if not torch.is_grad_enabled() or not is_top_hook(hook):
-            return layer.plain(args, kwargs)  # a checkpoint inside: what it saves is not seen
+            return layer.plain(args, kwargs)  # torch's checkpoint: its own hooks see what it saves
         if self.is_over:
             return self._call_again(layer, args, kwargs)
         map_tensors((args, kwargs), lambda tensor: self._own(tensor, self.layer))
@@ -225,18 +226,18 @@ class Frame:
         return output
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """The block's own forward, for the first or the second time."""
+        """Run the block's own forward, for the first or the second time."""
         return self.block.shadow.plain(args, kwargs)
 
     def end(self, args: Any, kwargs: Any) -> None:
-        """The first forward is over.
+        """End the first forward.
 
         Args:
-            args: what the block was given.
-            kwargs: by name.
+            args: the block's positional arguments.
+            kwargs: the block's keyword arguments.
 
         Raises:
-            RecomputeError: it changed one of its inputs in place.
+            RecomputeError: the forward changed one of its inputs in place.
         """
         self.is_over = True
         self.owned.clear()
@@ -244,7 +245,7 @@ class Frame:
             self.surroundings.settle()
         self.block.drop_end = drop_end = max(self.tickets, default=-1) + 1
         for call in self.calls:
-            if call.first >= drop_end:  # nothing is computed again behind it
+            if call.first >= drop_end:  # recomputation ends before this call
                 call.output = None
         if all(ticket() is None for ticket in self.tickets.values()):
             self._release()
@@ -255,7 +256,7 @@ class Frame:
     # --- The second forward -----------------------------------------------------------------
 
     def _release(self) -> None:
-        """Nothing will be computed again."""
+        """Free what recomputation would need: nothing is left to recompute."""
         self.surroundings = None
         self.inputs = None
         self.handles.clear()
@@ -280,7 +281,7 @@ class Frame:
         return tensor.detach().requires_grad_(item.needs_grad)
 
     def compute_again(self) -> None:
-        """Give every ticket that is alive its tensor."""
+        """Recompute the block's forward, and give every live ticket its tensor."""
         block, surroundings = self.block, self.surroundings
         if not self.is_over or surroundings is None:
             raise UnsupportedError(
@@ -288,7 +289,7 @@ class Frame:
                 f" activations are recomputed: keep them ({block.way_out})"
             )
         for handle in self.handles:
-            block.stay.unpack(handle)  # refuses values of a later step
+            block.stay.unpack(handle)  # raises if the values are those of a later step
         alive = {i: ticket() for i, ticket in self.tickets.items()}
         self.wanted = {i: ticket for i, ticket in alive.items() if ticket is not None}
         self.count = self.call_count = 0
@@ -305,7 +306,7 @@ class Frame:
         self._release()
 
     def _collect(self, tensor: torch.Tensor) -> None:
-        """An operation of the second forward saves tensor."""
+        """Give a tensor that the second forward saves to its ticket, if it has a live one."""
         index = self.count
         self.count += 1
         form = _form_of(tensor)
@@ -331,7 +332,7 @@ class Frame:
             (output,) = map_values(call.output, _Input, self._give_output)
         except LohanError:
             raise
-        except RuntimeError:  # it was changed in place since: compute it
+        except RuntimeError:  # the output was changed in place since, so recompute it
             return layer.plain(args, kwargs)
         self.count, self.call_count = call.end, call.following
         if call.random is not None:

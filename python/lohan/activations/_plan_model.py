@@ -1,12 +1,13 @@
-"""A profile as plans see a model: blocks of layers, with times for FLOP.
+"""The planner's model of a profile: blocks of layers, with times in place of FLOP.
 
-[Note: Layers that go together] A layer's activations are the storages that it computed and
-somebody saved; where it is skipped when its block is computed again, its output, too. What a module
-computes besides its children (attention in a block that has its projections as modules) is a layer
-of its own, which is skipped only if the module is, with all in it. Plans take layers in falling
-benefit (time a byte), so it may stand apart where its benefit is the least of them, or where it
-takes next to no time; else all go together. So do a layer and one whose output it saves, if that
-one alone would come later: neither could be skipped without it.
+[Note: Layers that go together] A layer's activations are the storages that it computed and that
+some operation saved, and its output if recomputation of the block can skip it. What a module
+computes outside of its children (such as attention in a block whose projections are modules) is a
+layer of its own, which recomputation skips only if it skips the whole module with its children.
+Plans take layers in the order of falling benefit (time per byte). Such a layer is therefore planned
+alone only if its benefit is the lowest within the module, or if it takes next to no time. Otherwise
+it is planned together with the layers inside the module. A layer is also planned together with one
+whose output it saves, if that one alone would come later: neither could be skipped without it.
 
 Source: LoHan IV-B, IV-D, eq. 6
 """
@@ -33,30 +34,30 @@ _OWN_SHARE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """What a plan decides at once.
+    """A set of activations for which a plan makes one decision.
 
     Attributes:
-        block: its name.
-        names: modules whose activations it is; empty: what the block is given.
+        block: the name of the block.
+        names: the modules whose activations these are; empty for the block's inputs.
     """
 
     block: str
     names: tuple[str, ...]
 
     def mode(self, modes: Assigned) -> str:
-        """What a choice does with it."""
+        """Return the item's mode."""
         if not self.names:
             return modes.given(self.block, modes.usual)
         return modes.layers.get(self.names[0], modes.usual)
 
     def said(self, modes: Assigned) -> Iterator[tuple[str, str]]:
-        """The same by names."""
+        """Yield each module's name with the item's mode."""
         mode = self.mode(modes)
         return ((name, mode) for name in self.names)
 
 
 class _Sums:
-    """Of all visits of one block, by names of its modules."""
+    """The sums over all visits of one block, by the names of its modules."""
 
     def __init__(self, visits: Sequence[Visit], profile: Profile, counted: set[int]) -> None:
         first = visits[0]
@@ -66,7 +67,7 @@ class _Sums:
         self.bytes = dict.fromkeys(self.names, 0)
         self.first_call: dict[str, int] = {self.block: -1}
         self.given_bytes = 0
-        self.needs: set[tuple[str, str]] = set()  # a layer, and one whose output it saved
+        self.needs: set[tuple[str, str]] = set()  # (a layer, one whose output it saved)
         sizes = profile.storages
         for visit in visits:
             for name, ns in zip(visit.names, visit.ns, strict=True):
@@ -91,7 +92,7 @@ class _Sums:
                 self.first_call.setdefault(visit.names[call.layer], index)
 
     def _add_outputs(self, visit: Visit, sizes: list[int]) -> None:
-        """Of layers that saved nothing: what it takes to skip them."""
+        """Add the unsaved outputs of leaf layers: a layer can be skipped only with its output."""
         saved = {storage for storage, _ in visit.saves} | set(visit.inputs)
         for call in visit.calls:
             name = visit.names[call.layer]
@@ -100,36 +101,37 @@ class _Sums:
                 self.bytes[name] += sum(sizes[i] for i in set(call.outputs) - saved)
 
     def children(self, name: str) -> list[str]:
-        """Modules right inside one that were called, in the order of their calls."""
+        """Return the called modules directly inside a module, in the order of their calls."""
         inside = [n for n in self.names if _is_inside(n, name) and n in self.first_call]
         right = [n for n in inside if not any(_is_inside(n, m) and m != n for m in inside)]
         return sorted(right, key=lambda n: self.first_call[n])
 
     def benefit(self, names: Sequence[str]) -> float:
-        """Time a byte.
+        """Return the time saved per byte kept.
 
         Source: LoHan eq. 6
         """
         return sum(self.ns[n] for n in names) / max(sum(self.bytes[n] for n in names), 1)
 
     def groups(self, name: str) -> list[tuple[str, ...]]:
-        """Modules of one, itself the last, as they go together ([Note])."""
+        """Group a module's layers, itself last, by [Note: Layers that go together]."""
         inner = [group for child in self.children(name) for group in self.groups(child)]
         if self.bytes[name] == 0:
             return [*inner, (name,)]
         own = self.benefit([name])
         every = sum(self.ns[n] for group in inner for n in group) + self.ns[name]
         if self.ns[name] <= _OWN_SHARE * every:
-            return [*inner, (name,)]  # computed again for nothing, it costs little
+            return [*inner, (name,)]  # recomputing it needlessly costs little
         if all(self.benefit(group) >= own for group in inner if self._has(group)):
             return [*inner, (name,)]
         return [(*(n for group in inner for n in group), name)]
 
     def planned(self) -> list[tuple[str, ...]]:
-        """Groups in the order of their calls, with those that they need to be skipped.
+        """Return the block's groups in the order of their calls, merged where they need each other.
 
-        A layer is skipped only if what it saved of others is there, too. Where one of these has
-        less benefit, it would come later: they go together.
+        A layer can be skipped only if the outputs of others that it saved are available, too. A
+        group that computes such an output and has a lower benefit would come later, so the two are
+        merged.
         """
         groups = self.groups(self.block)
         merged = True
@@ -152,11 +154,11 @@ class _Sums:
 
 
 def _even_out(sums: Sequence[_Sums]) -> None:
-    """Blocks that are alike take as long as one another: of each layer's times the median."""
+    """Give each layer of identical blocks the median of its times in all of them."""
     alike: dict[object, list[_Sums]] = {}
     for block in sums:
         form = tuple((name[len(block.block) :], block.bytes[name]) for name in block.names)
-        if len(form) > 1:  # one module alone looks like many another
+        if len(form) > 1:  # a single module is too easily confused with an unrelated one
             alike.setdefault(form, []).append(block)
     for blocks in alike.values():
         for place in range(len(blocks[0].names)):
@@ -170,15 +172,15 @@ def _is_inside(name: str, other: str) -> bool:
 
 
 def describe(profile: Profile, places: Sequence[Place], layout: Layout) -> tuple[Model, list[Item]]:
-    """The model, and what each of its layers is.
+    """Return the planner's model of a profile, and the item that each of its layers stands for.
 
     Args:
-        profile: of a forward.
-        places: of the blocks.
-        layout: of the model.
+        profile: the profile of a forward.
+        places: the session's innermost scopes.
+        layout: the model's layout.
 
     Returns:
-        A model whose forward_flop are nanoseconds, and an item a layer, in its order.
+        A model whose forward_flop are nanoseconds, and one item per layer, in the same order.
     """
     counted: set[int] = set()
     by_name: dict[str, list[Visit]] = {}

@@ -1,8 +1,8 @@
-"""`activations=` by a policy: a first step is looked at, a plan is made, the next ones go by it.
+"""`activations=` with a policy: profile the first steps, make a plan, and follow it in later steps.
 
-A forward of a shape that was not seen yet is run by the conservative plan (what blocks are given
-leaves where it can, all inside them is computed again) and profiled. The first shape of a run takes
-two steps, of which the second one is on warm caches. Profiles lie beside the store.
+A forward of a new shape is run with the conservative plan, which offloads the blocks' inputs if it
+can and recomputes everything else, and is profiled. For the first shape of a run, two steps are
+profiled, so that the second one runs with warm caches. Profiles are saved beside the store.
 
 Source: LoHan IV-B (profile, then plan), IV-D
 """
@@ -43,41 +43,43 @@ if TYPE_CHECKING:
 
 FILE_NAME = "profile.json"
 _ROUNDS_FIRST = 2
-# Plans, and profiles in the file; forwards that are looked at though no step ends; forwards whose
-# activations are there at once, as far as plans reckon with them.
+# The most plans, and profiles in the file.
 _SHAPE_COUNT_MAX = 64
+# The most forwards that are profiled without the end of a step.
 _FORWARD_COUNT_MAX = 256
+# The most forwards for whose activations a plan provides memory at the same time.
 _AT_ONCE_MAX = 8
 NS_PER_S = 1_000_000_000
-# Of main memory that is available, for activations that stay where computation is there, too.
+# The share of available memory for activations that stay: in main memory if the CPU computes, and
+# on the GPU.
 _HOST_SHARE = 0.8
 _GPU_SHARE = 0.9
 _MODES = {"keep": "keep", "host": "swap", "ssd": "swap", "recompute": "recompute"}
 _LEAVES = ("swap", "ssd")
-# What the core counts as working memory of the GPU besides, and lohan has in slots of their own.
+# What the core counts as the GPU's working memory, while lohan keeps it in slots of its own.
 _SLOT_BLOCK_COUNT = 2
 _ROUNDING_BYTES = 2 << 20
-# Activations on their way need room on the device for so many at least.
+# The device needs room for at least this number of activations in transit.
 _ITEMS_ON_THEIR_WAY = 2
-# Whose plans `auto` has to choose from; /moved: nothing stays on the device that can leave.
+# The planners among whose plans `auto` chooses; /moved: everything that can be offloaded is.
 _AUTO_TRIES = ("auto", "auto/moved", "lohan", "capuchin", "zero")
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is done with activations of forwards of one shape, and what that should cost.
+    """The mode of each layer for forwards of one shape, and the predicted costs.
 
     Attributes:
-        policy: that made it.
-        layers: "keep", "swap", "ssd" or "recompute", by layers' names.
-        inputs: the same of what blocks are given, by blocks' names.
-        step_s: how long a step is predicted to take, in seconds.
+        policy: the policy that the plan follows.
+        layers: "keep", "swap", "ssd" or "recompute", by the layer's name.
+        inputs: the same for blocks' inputs, by the block's name.
+        step_s: the predicted time of a step, in seconds.
         bound_by: the resource that is predicted to be busiest.
-        kept_bytes: of activations that stay where computation happens.
-        swapped_bytes: of those that leave.
-        recompute_s: of computing again, in seconds.
-        device_bytes: the most that parameters' slots, activations that stay, those of a block that
-            is computed again, gradients and activations on their way take together.
+        kept_bytes: the size of the activations that stay on the device that computes.
+        swapped_bytes: the size of the activations that are offloaded.
+        recompute_s: the predicted time of recomputation, in seconds.
+        device_bytes: the peak of device memory for parameters, kept activations, those of a block
+            that is being recomputed, gradients and activations in transit together.
     """
 
     policy: str
@@ -91,25 +93,25 @@ class Plan:
     device_bytes: int
 
     def __str__(self) -> str:
-        """A line for people."""
+        """Return a one-line summary."""
         modes = collections.Counter(self.layers.values())
         layers = ", ".join(f"{count} {mode}" for mode, count in modes.most_common())
         return (
-            f"activations {self.policy!r}: {self.step_s:.3g} s a step foreseen, bound by"
-            f" {self.bound_by}; layers: {layers}; {self.kept_bytes / 1e6:.1f} MB stay,"
-            f" {self.swapped_bytes / 1e6:.1f} MB leave, {self.recompute_s:.2g} s of computing again"
+            f"activations {self.policy!r}: predicted {self.step_s:.3g} s per step, bound by"
+            f" {self.bound_by}; layers: {layers}; {self.kept_bytes / 1e6:.1f} MB kept,"
+            f" {self.swapped_bytes / 1e6:.1f} MB offloaded, {self.recompute_s:.2g} s recomputation"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A plan, and what carries it out.
+    """A plan, and the blocks that implement it.
 
     Attributes:
-        plan: for people.
-        blocks: to be put on the model.
-        window_bytes: of activations that may be on their way at once.
-        is_foreseen: its step by the engine in virtual time, not by the timeline.
+        plan: the plan as it is shown to the user.
+        blocks: the blocks to be put on the model.
+        window_bytes: the size of the activations that may be in transit at once.
+        is_foreseen: whether step_s comes from the engine in virtual time, not from the timeline.
     """
 
     plan: Plan
@@ -120,19 +122,19 @@ class Made:
 
 @dataclasses.dataclass
 class _Shape:
-    """Forwards whose tensors have one shape."""
+    """The state of planning for forwards of one shape."""
 
-    rounds: int
+    rounds: int  # steps that are yet to be profiled
     profile: Profile | None = None
     made: Made | None = None
     flop: list[list[int]] = dataclasses.field(default_factory=list)  # of the first round's visits
-    held_up: Profile | None = None  # the first, if another one is to tell
-    is_read: bool = False  # from the file: a cache, which may be wrong
+    held_up: Profile | None = None  # a suspiciously slow profile, to be checked by another step
+    is_read: bool = False  # the profile is from the file, a cache that may be wrong
 
 
 @dataclasses.dataclass
 class _Step:
-    """The open step, as far as it is looked at."""
+    """The state of the open step."""
 
     recorder: Recorder | None = None
     forwards: int = 0
@@ -140,11 +142,11 @@ class _Step:
 
 
 class Planner:
-    """A session's, whose `activations` is a policy.
+    """Plans the activations of a session whose `activations` is a policy.
 
     Args:
-        session: whose hooks are being put on.
-        activations: its blocks.
+        session: the session, whose hooks are being installed.
+        activations: the session's blocks.
     """
 
     def __init__(self, session: Session, activations: Activations) -> None:
@@ -154,8 +156,8 @@ class Planner:
         self.shapes: dict[str, _Shape] = {}
         self.shape: _Shape | None = None  # of the last forward
         self.step = _Step()
-        self.waiting = 0  # forwards whose backward has not come
-        self.at_once = 1  # of these, at most
+        self.waiting = 0  # forwards that no backward has followed yet
+        self.at_once = 1  # the most of them so far
         self.has_profile = False
         self.path = os.path.join(session.directories[0], FILE_NAME)
         self.key = _fingerprint(session, activations)
@@ -167,23 +169,23 @@ class Planner:
     # --- The step -----------------------------------------------------------------------------
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A forward of the model is about to begin."""
+        """Choose the blocks for a forward of the model that is about to begin."""
         session = self.session()
         if session is None or in_backward() or not torch.is_grad_enabled():
             return
         if session._forward_is_alive():
             return
         session.refuse_other_thread("the model")
-        if in_transform():  # what it saves cannot leave, nor be computed again
+        if in_transform():  # what it saves can be neither offloaded nor recomputed
             session.around = session.saving.stay
-            self.step.shapes.add(0)  # nor be told apart from the rest of the step
+            self.step.shapes.add(0)  # so that step_end() takes no profile of this step
             return
         shape = self._shape_of(module, args, kwargs)
         self.shape = shape
         self.step.shapes.add(id(shape))
         if module.training:
             self.waiting = min(self.waiting + 1, _AT_ONCE_MAX)
-            if self.waiting > self.at_once:  # their activations are there at once
+            if self.waiting > self.at_once:  # their activations take memory at the same time
                 self.at_once = self.waiting
                 for other in self.shapes.values():
                     other.made = None
@@ -199,13 +201,13 @@ class Planner:
         shape = self.shapes.pop(key, None)
         if shape is None:
             shape = _Shape(1 if self.has_profile else _ROUNDS_FIRST)
-        self.shapes[key] = shape  # the last one in use is the last to go
+        self.shapes[key] = shape  # in the order of last use: the first one is evicted
         if len(self.shapes) > _SHAPE_COUNT_MAX:
             del self.shapes[next(iter(self.shapes))]
         return shape
 
     def _choose(self, session: Session, shape: _Shape, profile: Profile) -> Made | None:
-        """What the policy does; None: the profile is a file's that does not fit, look again."""
+        """Make the policy's plan. Return None if a profile from the file does not fit the model."""
         try:
             return self.choose(session, profile, self.policy)
         except Exception:
@@ -222,11 +224,11 @@ class Planner:
 
     def _record(self, session: Session) -> None:
         step, stay = self.step, session.saving.stay
-        if step.forwards >= _FORWARD_COUNT_MAX:  # nobody takes steps
+        if step.forwards >= _FORWARD_COUNT_MAX:  # the program takes no steps
             step = self.step = _Step()
         if step.recorder is None:
             step.recorder = Recorder(session.device.torch_device, has_flops=not self.has_profile)
-            session.saving.wait_take_ns()  # of the steps before
+            session.saving.wait_take_ns()  # discard the waits of previous steps
         recorder = step.recorder
         recorder.begin_forward()
         step.forwards += 1
@@ -242,19 +244,19 @@ class Planner:
         self.activations.put(self.activations.make(_conservative(session), recorder.frame))
 
     def backward_end(self) -> None:
-        """What forwards saved is gone, as a rule."""
+        """Note that a backward ended: it usually frees what all forwards saved."""
         self.waiting = 0
 
     def forget(self) -> None:
-        """The open step is forgotten: what it showed is no step's."""
+        """Discard what was recorded of the open step, which will not be completed."""
         self.step, self.waiting = _Step(), 0
 
     def step_end(self, session: Session) -> None:
-        """A step is closed: if it was profiled, take what it took."""
+        """End a step. If it was recorded, make a profile of it."""
         step, self.step, self.waiting = self.step, _Step(), 0
         recorder, shape = step.recorder, self.shape
         if recorder is None or shape is None or len(step.shapes) > 1:
-            return  # accumulated batches of several shapes are not told apart
+            return  # the times of accumulated batches of several shapes cannot be separated
         session.flush()
         stats = session.stats()
         visits = recorder.finish()
@@ -262,10 +264,10 @@ class Planner:
             return
         waits = session.saving.wait_take_ns() + stats.param_wait_ns + stats.gradient_wait_ns
         compute_ns = (stats.wall_ns - waits - recorder.again_ns) // step.forwards
-        if session.device.name == "cuda":  # what its stream waits for, nobody here sees
+        if session.device.name == "cuda":  # the waits of its stream are not visible here
             compute_ns = 3 * sum(ns for visit in visits for ns in visit.ns)
         if compute_ns <= 0:
-            return  # it mostly waited: the next step is looked at instead
+            return  # the step consisted mostly of waits: profile the next one instead
         shape.rounds -= 1
         self.has_profile = True
         if shape.rounds > 0:
@@ -286,13 +288,13 @@ class Planner:
     # --- The plan -----------------------------------------------------------------------------
 
     def choose(self, session: Session, profile: Profile, policy: str) -> Made:
-        """What a policy does with forwards like the one that was profiled.
+        """Make a policy's plan for forwards like the one that was profiled.
 
-        By `auto` the fastest of several plans, as the engine in virtual time has them: it sees more
-        than the timeline that they were made by.
+        `auto` takes the fastest of several plans. Their step times are predicted by the engine in
+        virtual time, which models more than the timeline that the plans were made with.
 
         Raises:
-            BudgetError: it cannot; `auto` can what the first steps could.
+            BudgetError: the policy's plan does not fit. `auto` uses the conservative plan instead.
         """
         if policy != "auto":
             modes = self._planned(session, profile, policy, policy)
@@ -308,7 +310,7 @@ class Planner:
         return min(made, key=lambda one: (not one.is_foreseen, one.plan.step_s))
 
     def _planned(self, session: Session, profile: Profile, policy: str, planner: str) -> Assigned:
-        """What a planner says, with the memory that a policy may use."""
+        """Return the modes that a planner assigns, with the memory that the policy may use."""
         model, items = describe(profile, self.activations.places, session.layout)
         machine = machine_of(session, profile, model, planner.partition("/")[0])
         try:
@@ -319,7 +321,7 @@ class Planner:
         return assigned(items, plan["layers"], session, policy)
 
     def choice(self, session: Session, profile: Profile, modes: Assigned, policy: str = "") -> Made:
-        """The same for given modes, changed as far as that makes them fit."""
+        """Make a plan from given modes, changed as far as necessary to make it fit."""
         model, items = describe(profile, self.activations.places, session.layout)
         machine = machine_of(session, profile, model, "")
         modes, on_its_way = _fit(session, profile, items, modes, self.at_once)
@@ -331,7 +333,7 @@ class Planner:
         is_foreseen = False
         if session.device.name != "cpu":
             again_ns = [outcome.again_ns[name] for name in dict.fromkeys(i.block for i in items)]
-            with contextlib.suppress(BudgetError):  # the timeline says it roughly
+            with contextlib.suppress(BudgetError):  # keep the timeline's rough prediction
                 step_s = foreseen_s(session, model, machine, fates, again_ns, window_bytes)
                 is_foreseen = True
         device_bytes = session.device.slot_bytes + _gradient_bytes(session) + outcome.peak_bytes
@@ -370,14 +372,14 @@ class Planner:
     def _write(self) -> None:
         if not os.path.isdir(os.path.dirname(self.path)):
             return  # a temporary store
-        read = _profile_file.load(self.path)  # of other machines, too
+        read = _profile_file.load(self.path)  # includes the profiles of other machines
         profiles = {k: s.profile.as_json() for k, s in self.shapes.items() if s.profile is not None}
         read[self.key] = profiles
         _profile_file.save(self.path, read)
 
 
 def _fingerprint(session: Session, activations: Activations) -> str:
-    """Of the model, and of what it runs on."""
+    """Return a hash of the model and of the hardware and software that it runs on."""
     units = [(u.name, str(u.dtype), u.trainable, u.elements) for u in session.layout.units]
     modules = [
         (name, type(layer).__qualname__, layer.extra_repr())
@@ -393,7 +395,7 @@ def _fingerprint(session: Session, activations: Activations) -> str:
 
 
 def _conservative(session: Session) -> Assigned:
-    """All inside blocks is computed again; what they are given leaves where it can."""
+    """Return the conservative plan: recompute all blocks, and offload their inputs if possible."""
     leaves = bool(session.config.swap_bytes)
     return Assigned({}, {}, usual="recompute", usual_input="swap" if leaves else "keep")
 
@@ -402,12 +404,12 @@ def _conservative(session: Session) -> Assigned:
 
 
 def _outside_bytes(profile: Profile) -> int:
-    """What is saved outside of blocks and is there while their backward runs."""
+    """Return the size of what is saved outside of blocks and held while their backward runs."""
     return sum(profile.storages[i] for i, before in profile.outside if before < len(profile.visits))
 
 
 def _room_bytes(session: Session) -> int:
-    """Where computation happens, besides parameters."""
+    """Return the memory of the device that computes, without the parameters' slots."""
     device, config = session.device, session.config
     if device.name == "cpu":
         available = int(_core.build_info()["memory_available_bytes"])
@@ -440,7 +442,7 @@ def _outcome(session: Session, profile: Profile, modes: Assigned) -> Outcome:
 def _without(
     items: list[Item], modes: Assigned, count: int, mode: tuple[str, ...], instead: str
 ) -> Assigned:
-    """Of the layers with one of these modes the first ones have another."""
+    """Change the mode of the first `count` items that have one of these modes."""
     layers, inputs = dict(modes.layers), dict(modes.inputs)
     for item in [item for item in items if item.mode(modes) in mode][:count]:
         if item.names:
@@ -451,7 +453,7 @@ def _without(
 
 
 def _has_places(session: Session, outcome: Outcome, at_once: int) -> bool:
-    """Main memory and SSD have room for all that leaves, each where it goes."""
+    """Whether main memory and SSD have room for everything that is offloaded to each."""
     memory, transit, store, most = session.saving.options
     staying = memory - transit if session.device.name != "cpu" else 0
     on_ssd = _swap.room_bytes(store)
@@ -466,13 +468,14 @@ def _has_places(session: Session, outcome: Outcome, at_once: int) -> bool:
 def _fit(
     session: Session, profile: Profile, items: list[Item], planned: Assigned, at_once: int
 ) -> tuple[Assigned, int]:
-    """The plan, with as much of it changed as makes all fit, to the byte.
+    """Change a plan as far as necessary to make it fit, to the byte.
 
-    What does not find room where it goes is computed again, from the first layers on; then, while
-    the device is too full, what stays there leaves, or is computed again.
+    If main memory and SSD are too small for what is offloaded, the first layers of it are
+    recomputed instead. Then, if the device is too full, the first layers that stay there are
+    offloaded, or recomputed if they cannot be.
 
     Returns:
-        It, and what is left of the device for copies on their way, in bytes.
+        The plan, and the device memory that remains for copies in transit, in bytes.
     """
     room = _room_bytes(session) - _gradient_bytes(session)
 
@@ -504,7 +507,7 @@ def _fit(
 
 
 def assigned(items: list[Item], fates: list[str], session: Session, policy: str) -> Assigned:
-    """A mode for every layer, from the plan's."""
+    """Convert the fates of a plan to a mode for every layer."""
     *_, store, _ = session.saving.options
     modes = dict(_MODES)
     if policy == "g10" and store is not None:
@@ -522,7 +525,7 @@ def assigned(items: list[Item], fates: list[str], session: Session, policy: str)
 
 
 def _states(session: Session, model: Model) -> list[dict[str, bool]]:
-    """Where each block's states are: between commits, what main memory keeps moves no bytes."""
+    """Return where each block's states are; those in main memory move no bytes between commits."""
     budget, config = session.budget, session.config
     has_p16 = budget["region_bytes"] >= sum(unit.nbytes for unit in session.layout.units)
     kept, count = budget["kept_chunk_count"], max(budget["chunk_count"], 1)
@@ -544,13 +547,13 @@ def _states(session: Session, model: Model) -> list[dict[str, bool]]:
 
 
 def _fates(model: Model, machine: Machine, items: list[Item], modes: Assigned) -> list[str]:
-    """As csrc/plan says it: what leaves goes to main memory first, as far as there is room."""
+    """Return csrc/plan's fates: what is offloaded goes to main memory until that is full."""
     room = machine.host_bytes - buffer_bytes(model)
     fates = []
     for item, layer in zip(items, model.layers, strict=True):
         fate = item.mode(modes)
         if layer.activation_bytes == 0:
-            fate = "keep"  # nothing of it is dropped, so it is not computed again
+            fate = "keep"  # it has nothing to drop, so it is not recomputed
         if fate == "swap":
             fate = "host" if layer.activation_bytes <= room else "ssd"
             room -= layer.activation_bytes if fate == "host" else 0
@@ -559,16 +562,17 @@ def _fates(model: Model, machine: Machine, items: list[Item], modes: Assigned) -
 
 
 def predicted(session: Session, model: Model, machine: Machine, fates: list[str]) -> dict[str, Any]:
-    """A step by the timeline."""
+    """Predict a step with the timeline of csrc/plan."""
     states = _states(session, model)
     made = _core.plan_step(model.as_core(), machine.as_core(), fates, states, must_fit=False)
     return dict(made["step"])
 
 
 def machine_of(session: Session, profile: Profile, model: Model, policy: str) -> Machine:
-    """The machine as csrc/plan sees it; a FLOP is what computes in a nanosecond by the profile.
+    """Return the machine for csrc/plan; a FLOP is a nanosecond of computation in the profile.
 
-    `auto` shares out main memory between states and activations: it sees that for states, too.
+    `auto` divides main memory between states and activations, so its machine has the memory for
+    states, too.
     """
     memory, transit, *_ = session.saving.options
     write, read = ssd_rates(session.directories, session.stats())

@@ -1,8 +1,8 @@
-"""What a step is made of: which layer computes what, what of it is saved, and how long it takes.
+"""Profiles of a step: what each layer computes, which tensors are saved, and how long it takes.
 
-A profile is taken of blocks that are computed again in backward: the first forward shows who saves
-what, the second one, which does the same on warm caches, how long the layers take. Storages are
-numbered over the whole forward, so what two blocks share is known.
+All blocks are recomputed while a profile is taken. The first forward shows which layer saves which
+storages; both forwards, of which the second one runs with warm caches, show how long the layers
+take. Storages are numbered over the whole forward, so storages that two blocks share are known.
 
 Source: LoHan IV-B
 """
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from lohan.activations._frame import Owner
 
 FORMAT = 1
-# Who saved: what the block was given; nobody that matters (a parameter, something small).
+# In place of the layer that computed a saved tensor: it is an input of the block; it is not tracked
+# (a parameter, or something small).
 GIVEN = -1
 NOBODY = -2
-# Forward and backward of blocks take three of their forwards. A step that took more than so many
-# was held up, or much is computed outside of blocks.
+# Forward and backward of blocks take three times as long as their forward. A step that took more
+# than _HELD_UP times as long was held up, or computes a lot outside of blocks.
 _HELD_UP = 6
-# No profile that is read from a file has more.
+# The limits for values of a profile that is read from a file.
 _BYTES_MAX = 1 << 44
 _NS_MAX = 1 << 50
 _FLOP_MAX = 1 << 60
@@ -53,12 +54,12 @@ class Call:
     """One call of a layer.
 
     Attributes:
-        layer: index of its name.
-        first: saved tensors of the block before it.
-        end: the same, behind it.
-        following: calls of the block before the one behind it and what it calls.
-        outputs: storages that it returned.
-        is_plain: they were tensors and constants alone.
+        layer: the index of the layer's name.
+        first: the number of tensors that the block had saved before the call.
+        end: the number that it had saved after the call.
+        following: the index of the first call after this one that is not inside it.
+        outputs: the storages that the call returned.
+        is_plain: whether it returned only tensors and constants.
     """
 
     layer: int
@@ -69,7 +70,7 @@ class Call:
     is_plain: bool
 
     def is_valid(self, index: int, visit: Visit, storage_count: int) -> bool:
-        """Whether this may be the visit's call of that index."""
+        """Whether this is a valid call at that index of the visit."""
         return (
             _are_counts([self.layer], 0, len(visit.names))
             and _are_counts([self.first, self.end], 0, len(visit.saves) + 1)
@@ -85,13 +86,13 @@ class Visit:
     """One forward of one block.
 
     Attributes:
-        block: its name.
-        names: of its layers, the block first, in the order of named_modules().
-        inputs: storages that it was given.
+        block: the block's name.
+        names: the names of its layers, the block first, in the order of named_modules().
+        inputs: the storages of its inputs.
         saves: (storage, layer) of each saved tensor, in order; GIVEN or NOBODY instead of a layer.
-        calls: of layers, in order.
-        ns: what each layer computes itself, without the layers in it.
-        flop: the same in floating-point operations, as torch counts them; zeros: not counted.
+        calls: the calls of layers, in order.
+        ns: the time of each layer, without the layers inside it.
+        flop: the same in floating-point operations, as torch counts them; zeros if not counted.
     """
 
     block: str
@@ -103,7 +104,7 @@ class Visit:
     flop: list[int] = dataclasses.field(default_factory=list)
 
     def is_valid(self, storage_count: int) -> bool:
-        """Whether this may be a block's forward, which has so many storages to refer to."""
+        """Whether this is a valid forward of a block in a profile with that number of storages."""
         names, saves, calls = self.names, self.saves, self.calls
         return (
             isinstance(names, list)
@@ -114,7 +115,7 @@ class Visit:
             and _are_counts([layer for _, layer in saves], NOBODY, len(names))
             and all(storage >= 0 or layer == NOBODY for storage, layer in saves)
             and all(call.is_valid(i, self, storage_count) for i, call in enumerate(calls))
-            and _are_counts(self.ns, -_NS_MAX, _NS_MAX)  # children may have run on after it
+            and _are_counts(self.ns, -_NS_MAX, _NS_MAX)  # negative if children ran on after it
             and _are_counts(self.flop, 0, _FLOP_MAX)
             and len(self.ns) == len(self.flop) == len(names)
         )
@@ -122,13 +123,13 @@ class Visit:
 
 @dataclasses.dataclass
 class Profile:
-    """One forward, and the backward behind it.
+    """The profile of a forward and its backward.
 
     Attributes:
-        storages: bytes of each.
-        visits: of blocks, in order.
-        outside: (storage, visits before it) of what was saved outside of all blocks.
-        compute_ns: of forward and backward, without waits and what was computed again.
+        storages: the size of each storage in bytes.
+        visits: the forwards of blocks, in order.
+        outside: (storage, number of visits before it) of what was saved outside of all blocks.
+        compute_ns: the time of forward and backward, without waits and recomputation.
     """
 
     storages: list[int]
@@ -137,16 +138,16 @@ class Profile:
     compute_ns: int
 
     def may_be_held_up(self) -> bool:
-        """Whether it took so long that another step should tell."""
+        """Whether it took suspiciously long, so that another step should be profiled."""
         return self.compute_ns > _HELD_UP * sum(ns for visit in self.visits for ns in visit.ns)
 
     def as_json(self) -> str:
-        """For a file."""
+        """Return the profile as JSON, for from_json()."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Profile | None:
-        """The other end; None: it is of another version, or nothing that as_json() makes."""
+        """Parse what as_json() returned. Return None if it is invalid or of another version."""
         try:
             read = json.loads(text)
             if read.pop("format", None) != FORMAT:
@@ -164,7 +165,7 @@ class Profile:
         return made if made.is_valid() else None
 
     def is_valid(self) -> bool:
-        """Whether all numbers are in range, and those that refer to something do."""
+        """Whether all numbers are in range, and all indices refer to something that exists."""
         return (
             _are_counts(self.storages, 1, _BYTES_MAX)
             and _are_counts([self.compute_ns], 1, _NS_MAX)
@@ -176,11 +177,11 @@ class Profile:
 
 
 class _HostClock:
-    """Where the training thread computes."""
+    """The clock for a device on which the training thread itself computes."""
 
     @staticmethod
     def mark() -> Any:
-        """Now."""
+        """Return a mark for the current time."""
         return time.perf_counter_ns()
 
     @staticmethod
@@ -189,18 +190,18 @@ class _HostClock:
 
     @staticmethod
     def between(begin: Any, end: Any) -> int:
-        """Nanoseconds."""
+        """Return the nanoseconds between two marks."""
         return int(end - begin)
 
 
 class _StreamClock:
-    """Where a GPU does: marks lie in its stream."""
+    """The clock for a GPU: marks are events in its stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def mark(self) -> Any:
-        """Now, in the stream."""
+        """Record a mark in the stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -211,7 +212,7 @@ class _StreamClock:
 
     @staticmethod
     def between(begin: Any, end: Any) -> int:
-        """Nanoseconds."""
+        """Return the nanoseconds between two marks."""
         return int(begin.elapsed_time(end) * 1e6)
 
 
@@ -223,7 +224,7 @@ class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Every operation comes here."""
+        """Run an operation, and add its count."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         count = flop_registry.get(func._overloadpacket)
@@ -234,7 +235,7 @@ class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclasses.dataclass
 class _Span:
-    """A stretch in which a layer runs, and those in it."""
+    """One execution of a layer, including the layers inside it."""
 
     layer: int
     parent: _Span | None
@@ -244,15 +245,15 @@ class _Span:
     flop_end: int = 0
     inner_flop: int = 0
     inner_ns: int = 0
-    is_cut: bool = False  # it did not come to its end
+    is_cut: bool = False  # it ended by an exception, as the last one of a recomputation does
 
 
 class Recorder:
     """Takes the profile of one step.
 
     Args:
-        device: where computation happens.
-        has_flops: count floating-point operations, too.
+        device: the device that computes.
+        has_flops: whether to count floating-point operations, too.
     """
 
     def __init__(self, device: torch.device, *, has_flops: bool) -> None:
@@ -265,20 +266,20 @@ class Recorder:
         self._numbers: dict[int, tuple[object, int]] = {}
 
     def begin_forward(self) -> None:
-        """Only the last forward of a step is told of; what is computed again counts of all."""
+        """Begin a forward; the step's last one is reported, but all recomputation is timed."""
         self.records = []
         self.storages = []
         self.outside = []
         self._numbers = {}
 
     def outside_only(self) -> list[tuple[int, int]]:
-        """What was saved outside of blocks and in none."""
+        """Return what was saved outside of blocks and is neither saved by a block nor its input."""
         inside = {i for record in self.records for i, _ in record.visit.saves}
         inside.update(i for record in self.records for i in record.visit.inputs)
         return [(storage, before) for storage, before in self.outside if storage not in inside]
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Of the tensor's storage, the same as long as it lives."""
+        """Return the number of the tensor's storage, which is stable while the storage lives."""
         storage = tensor.untyped_storage()
         known = self._numbers.get(storage._cdata)
         if known is None:
@@ -288,51 +289,51 @@ class Recorder:
         return known[1]
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """It is worth a number."""
+        """Whether the tensor's storage is large enough to be tracked."""
         return has_storage(tensor) and tensor.untyped_storage().nbytes() > SMALL_BYTES
 
     def save_outside(self, tensor: torch.Tensor) -> None:
-        """An operation outside of all blocks saves tensor."""
+        """Record a tensor that an operation outside of all blocks saves."""
         if self.has(tensor):
             self.outside.append((self.number(tensor), len(self.records)))
 
     def frame(self, block: Block, module: Any, args: Any, kwargs: Any) -> Frame:
-        """One more forward of a block."""
+        """Make the frame of another forward of a block."""
         names = [block.name, *(layer.name for layer in block.layers)]
         self.records.append(_Record(Visit(block.name, names)))
         return ProfiledFrame(self, self.records[-1], block, module, args, kwargs)
 
     def counting(self) -> AbstractContextManager[Any]:
-        """Operations inside the with are counted."""
+        """Return a context manager that counts the operations inside it, if they are counted."""
         return nullcontext() if self.counter is None else self.counter
 
     @property
     def flop(self) -> int:
-        """Counted so far."""
+        """The floating-point operations counted so far."""
         return 0 if self.counter is None else self.counter.total
 
     def finish(self) -> list[Visit]:
-        """The step is over: add up what each layer took."""
+        """End the step, and add up the time of each layer."""
         self.clock.settle()
         return [record.finish(self.clock.between) for record in self.records]
 
     @property
     def again_ns(self) -> int:
-        """What was computed again took so long; behind finish()."""
+        """The time that recomputation took; call finish() first."""
         return sum(self.clock.between(span.begin, span.end) for span in self.again_spans)
 
 
 class _Record:
-    """What is noted of one forward of one block; it outlives the frame."""
+    """The record of one forward of one block; it outlives the frame."""
 
     def __init__(self, visit: Visit) -> None:
         self.visit = visit
         self.index = {name: i for i, name in enumerate(visit.names)}
         self.calls: dict[int, Call] = {}
-        self.spans: tuple[list[_Span], list[_Span]] = ([], [])  # of the first and second forward
+        self.spans: tuple[list[_Span], list[_Span]] = ([], [])  # first and second forward
 
     def finish(self, between: Callable[[Any, Any], int]) -> Visit:
-        """Add up what each layer took: of the times that it ran to its end, the mean."""
+        """Set each layer's time: the mean of both forwards, or the first if the second was cut."""
         visit = self.visit
         visit.calls = [self.calls[i] for i in sorted(self.calls)]
         first, second = (self._self_ns(spans, between) for spans in self.spans)
@@ -358,7 +359,7 @@ class _Record:
 
 
 class ProfiledFrame(Frame):
-    """A frame that tells a recorder what happens in it."""
+    """A frame that reports what happens in it to a recorder."""
 
     def __init__(
         self,
@@ -380,7 +381,7 @@ class ProfiledFrame(Frame):
         return super()._take(tensor, owner)
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """An operation of the first forward saves tensor."""
+        """Pack a tensor that an operation of the first forward saves, and record it."""
         packed = super().pack(tensor)
         owned = None
         if self.recorder.has(tensor) and not isinstance(packed, _core.Handle):
@@ -411,7 +412,7 @@ class ProfiledFrame(Frame):
             self.record.spans[self.is_over].append(span)
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """The block's own forward, for the first or the second time."""
+        """Run the block's own forward, and record its time."""
         counting = nullcontext() if self.is_over else self.recorder.counting()
         with counting, self._span(self.block.name) as span:
             if self.is_over:
@@ -419,7 +420,7 @@ class ProfiledFrame(Frame):
             return super().run(args, kwargs)
 
     def call(self, layer: Layer, args: Any, kwargs: Any) -> Any:
-        """A layer of the block is called."""
+        """Run a layer of the block, and record its time and its outputs."""
         first, is_first = len(self.calls), not self.is_over
         with self._span(layer.name):
             output = super().call(layer, args, kwargs)

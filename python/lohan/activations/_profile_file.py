@@ -17,9 +17,9 @@ _FILE_BYTES_MAX = 256 << 20
 
 
 def load(path: str) -> dict[str, Any]:
-    """The profiles of a file, by model and machine; none where it is not a file that lohan wrote.
+    """Return the profiles of a file by model and machine; an empty dict if the file is invalid.
 
-    It is a cache: what cannot be read, or makes no sense, is measured again.
+    The file is a cache: profiles that cannot be read, or are invalid, are taken again.
     """
     try:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -34,12 +34,12 @@ def load(path: str) -> dict[str, Any]:
 
 
 def save(path: str, profiles: dict[str, Any]) -> None:
-    """Replace the file, or leave it as it is: the next run then measures again."""
+    """Replace the file. If that fails, leave it unchanged: the next run then profiles again."""
     temporary = f"{path}.{os.getpid()}.new"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.suppress(OSError):
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)  # of a process of the same number that died
+            os.unlink(temporary)  # left by a process with the same id that died
         try:
             with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
                 json.dump(profiles, file)
@@ -50,7 +50,7 @@ def save(path: str, profiles: dict[str, Any]) -> None:
 
 
 def key_of(module: nn.Module, args: Any, kwargs: Any) -> str:
-    """What a plan depends on: shapes, dtypes and who requires a gradient."""
+    """Return a key of what a plan depends on: shapes, dtypes, and which tensors need gradients."""
     found = ["train" if module.training else "eval"]
 
     def look(value: Any) -> None:

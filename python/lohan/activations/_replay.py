@@ -1,7 +1,7 @@
-"""What a choice for every layer would have done in a forward that was profiled, to the byte.
+"""Replay a profiled forward with given modes, to count its memory to the byte.
 
-It goes by _frame.py: what is dropped, what stays, what leaves, which layers are
-skipped when a block is computed again.
+The rules are those of _frame.py: what is dropped, kept or offloaded, and which layers are skipped
+when a block is recomputed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LEAVES = ("swap", "ssd")
 
 @dataclasses.dataclass(frozen=True)
 class Assigned:
-    """A mode for every layer by its name, and for what each block is given."""
+    """The modes of all layers by name, and of each block's inputs by the block's name."""
 
     layers: Mapping[str, str]
     inputs: Mapping[str, str]
@@ -41,14 +41,14 @@ class Assigned:
 
 @dataclasses.dataclass
 class Outcome:
-    """Of one forward and its backward.
+    """The memory and time that a choice of modes takes in one forward and its backward.
 
     Attributes:
-        kept_bytes: that stay where computation happens.
-        left: (bytes, straight to SSD) of each storage that leaves, in order.
-        again_ns: of computing again, by blocks' names.
-        peak_bytes: what stays, what is computed again and what it is computed from, where most of
-            it is there at once; what is on its way comes on top.
+        kept_bytes: the activations that stay on the device that computes.
+        left: (bytes, whether it goes directly to SSD) of each offloaded storage, in order.
+        again_ns: the time of recomputation, by the block's name.
+        peak_bytes: the peak of kept and recomputed activations, and of those that recomputation
+            starts from; activations in transit are not included.
     """
 
     kept_bytes: int
@@ -58,29 +58,29 @@ class Outcome:
 
     @property
     def left_bytes(self) -> int:
-        """Of all that leave."""
+        """The total size of offloaded storages."""
         return sum(nbytes for nbytes, _ in self.left)
 
     @property
     def item_bytes(self) -> int:
-        """Of the largest one that leaves."""
+        """The size of the largest offloaded storage."""
         return max((nbytes for nbytes, _ in self.left), default=0)
 
 
 @dataclasses.dataclass
 class _Fates:
-    """Storages of one visit."""
+    """The storages of one visit by what happens to them."""
 
     kept: set[int]
     left: set[int]
     on_ssd: set[int]
     dropped: set[int]
-    given: set[int]  # that left, and that computing again begins with or does not make again
+    given: set[int]  # offloaded, and needed by recomputation: inputs, and skipped layers' outputs
     again_ns: int
 
 
 class _Visiting:
-    """One visit by one choice."""
+    """One visit with given modes."""
 
     def __init__(self, visit: Visit, modes: Assigned) -> None:
         self.visit = visit
@@ -99,13 +99,13 @@ class _Visiting:
         self.drop_end = max(dropped, default=-1) + 1
 
     def mode_of(self, layer: int) -> str:
-        """What is done with what a layer computes."""
+        """Return the mode of what a layer computes; layer may be GIVEN or NOBODY."""
         if layer == NOBODY:
             return "keep"
         return self.given if layer == GIVEN else self.modes[layer]
 
     def skipped(self) -> Iterator[Call]:
-        """Calls whose outputs are kept, so that they are not made again."""
+        """Yield the calls that recomputation skips, because their outputs are saved."""
         behind = 0
         for index, call in enumerate(self.visit.calls):
             if index < behind or not self.is_whole[call.layer] or call.first >= self.drop_end:
@@ -115,7 +115,7 @@ class _Visiting:
                 yield call
 
     def again_ns(self) -> int:
-        """Of computing again: all that is called before the last one that was dropped."""
+        """Return the time of recomputation, which ends with the last dropped tensor."""
         if not self.dropped:
             return 0
         left = list(self.visit.ns)
@@ -123,14 +123,14 @@ class _Visiting:
         behind = 0
         for index, call in enumerate(self.visit.calls):
             behind = max(behind, ends.get(id(call), 0))
-            # Operations save what they are given before they run: the last one does not any more.
+            # An operation saves its inputs before it runs, so the last one does not run.
             is_last = call.first == self.drop_end - 1 and call.following == index + 1
             if index < behind or call.first >= self.drop_end or is_last:
                 left[call.layer] = 0
         return sum(left)
 
     def fates(self, may_leave: Callable[[int], bool]) -> _Fates:
-        """Where each storage is."""
+        """Return what happens to each storage."""
         made = _Fates(set(), set(), set(), set(), set(), self.again_ns())
 
         def put(storage: int, mode: str) -> None:
@@ -157,12 +157,12 @@ class _Visiting:
 def replay(
     profile: Profile, modes: Assigned, may_leave: Callable[[int], bool] = lambda nbytes: True
 ) -> Outcome:
-    """What would have come of a choice.
+    """Return the memory and time that given modes would have taken in a profiled forward.
 
     Args:
-        profile: of a forward.
-        modes: the choice.
-        may_leave: whether a storage of so many bytes can.
+        profile: the profile of a forward.
+        modes: the modes of all layers.
+        may_leave: whether a storage of a given size can be offloaded.
     """
     sizes = profile.storages
 
@@ -177,7 +177,8 @@ def replay(
     for index, fates in enumerate(visits):
         kept |= {storage for storage, before in profile.outside if before == index}
         kept |= fates.kept
-        # Backward has the visits up to this one, and what this one drops, again.
+        # At this block's backward, earlier blocks still hold what they keep, and this block holds
+        # what it recomputed.
         peak = max(peak, total(kept | fates.dropped | fates.given))
     kept |= {storage for storage, _ in profile.outside}
     on_ssd = set().union(*(fates.on_ssd for fates in visits))

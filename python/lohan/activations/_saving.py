@@ -1,4 +1,4 @@
-"""What a session keeps for backward, and where: with the device, in main memory or on SSD."""
+"""The hooks that save activations for backward: on the device, in main memory or on SSD."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Activations that leave: what autograd keeps goes to main memory and SSD until backward needs it.
+"""Offloading of activations: saved tensors move to main memory and SSD until backward needs them.
 
-Every storage that saved tensors lie in goes once, whatever views of it are saved; small ones stay.
-It goes while forward runs on, comes back ahead of backward in the opposite order, and is freed with
-the graph. The engine moves it (csrc/sched/saved.h).
+The storage of a saved tensor is offloaded once, however many views of it are saved; small storages
+stay. It is offloaded while forward continues, prefetched in the opposite order during backward, and
+freed with the graph. The engine moves the bytes (csrc/sched/saved.h).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from lohan.config import Config
     from lohan.torch_glue._device import Device, Meter
 
-# Of one storage: less costs more to move than it is worth.
+# Smaller storages are not worth moving.
 LEAST_BYTES = 1 << 16
 ITEM_COUNT_MAX = 8192
-# On SSD each begins at a multiple of it (csrc/sched/saved.h).
+# On SSD, each storage begins at a multiple of this (csrc/sched/saved.h).
 SSD_GRANULE = 1 << 20
 _ALIGN = 1 << 21
-# Main memory to pass through, where there is an accelerator: of swap_bytes one part in so many.
+# With an accelerator, swap_bytes / _TRANSIT_SHARE is a staging buffer for activations in transit.
 _TRANSIT_SHARE = 4
 _TRANSIT_LEAST = 64 << 20
-# What a policy gets that was given nothing: of main memory one part in so many, and at least this;
-# and on SSD so many times as much, where there is that much.
+# The defaults for a policy: main memory / _POLICY_SHARE, at most _POLICY_PARAMS times the
+# parameters and at least _POLICY_LEAST; and _POLICY_SSD times as much on SSD, if that is free.
 _POLICY_SHARE = 4
 _POLICY_LEAST = 128 << 20
 _POLICY_PARAMS = 8
@@ -48,10 +48,10 @@ _POLICY_SSD = 16
 
 
 def check(config: Config) -> None:
-    """Refuse settings that cannot be.
+    """Reject invalid combinations of settings.
 
     Raises:
-        ModelError: says which, and what could be.
+        ModelError: a setting is invalid; the message names it and what to change.
     """
     if config.swap_ssd_bytes is not None and not config.swap_bytes:
         raise ModelError(
@@ -73,10 +73,10 @@ def check(config: Config) -> None:
 
 
 def with_room(config: Config, param_bytes: int) -> Config:
-    """Where a policy plans activations and nobody has said how much room they get: some.
+    """Set swap_bytes to a default if a policy plans activations and the user set no sizes.
 
-    A quarter of the main memory that lohan may use, at most eight times what parameters take, and
-    sixteen times as much on SSD.
+    The default is a quarter of the main memory that lohan may use, but at most eight times the size
+    of the parameters. On SSD, activations get sixteen times as much.
     """
     is_given = config.swap_bytes is not None or config.swap_ssd_bytes is not None
     if config.activations not in POLICIES or is_given:
@@ -89,36 +89,36 @@ def with_room(config: Config, param_bytes: int) -> Config:
 
 
 def host_bytes(config: Config) -> int:
-    """Of the budget of main memory, what activations pass through."""
+    """Return the part of the main memory budget that is for activations."""
     return 0 if not config.swap_bytes else -(-config.swap_bytes // _ALIGN) * _ALIGN
 
 
 def way_out(config: Config, device: Device, nbytes: int) -> str:
-    """What a policy that finds no room may be given.
+    """Return what to change, for the error of a policy that has too little memory.
 
     Args:
-        config: as it is.
-        device: where computation happens.
-        nbytes: of activations that would stay in main memory.
+        config: the current settings.
+        device: the device that computes.
+        nbytes: the size of the activations that would stay in main memory.
     """
     if device.name == "cpu":
         return (
-            "computation is in main memory, where activations are already: take 'auto' or 'lohan',"
-            " which let them leave for SSD, or device='cuda'"
+            "the model runs on the CPU, so activations are already in main memory: use 'auto' or"
+            " 'lohan', which can offload them to SSD, or device='cuda'"
         )
     least = max(-(-nbytes * _TRANSIT_SHARE // (_TRANSIT_SHARE - 1)), nbytes + _TRANSIT_LEAST)
     least = -(-least // _ALIGN) * _ALIGN
     now = "it is not set" if config.swap_bytes is None else f"it is {config.swap_bytes}"
     return (
-        f"set swap_bytes={least}, a part of host_bytes ({now}; a fourth of it is to pass through),"
-        " or raise device_bytes"
+        f"set swap_bytes={least}, which is part of host_bytes ({now}; a quarter of it is a staging"
+        " buffer), or raise device_bytes"
     )
 
 
 def options(
     config: Config, device: Device, room: _core.Store | None
 ) -> tuple[int, int, _core.Store | None, int]:
-    """What the engine is made with: memory, what of it is passed through, room, most at once."""
+    """Return what the engine is made with: (memory, transit, room, the most items at once)."""
     memory = host_bytes(config)
     if memory == 0:
         return 0, 0, None, 0
@@ -129,7 +129,7 @@ def options(
 
 
 def _free_bytes(directories: Sequence[str], store_bytes: int) -> int:
-    """What files of equal size in all directories can have, behind those of a store."""
+    """Return how many bytes files of equal size can take in all directories beside a store."""
     shares: dict[int, int] = {}
     free: dict[int, int] = {}
     for directory in directories:
@@ -144,20 +144,20 @@ def _free_bytes(directories: Sequence[str], store_bytes: int) -> int:
 
 
 def room_bytes(room: _core.Store | None) -> int:
-    """What make_room() took."""
+    """Return the size of the room that make_room() took."""
     return 0 if room is None else int(json.loads(room.describe()["meta"])["bytes"])
 
 
 def make_room(config: Config, directories: Sequence[str], store_bytes: int) -> _core.Store | None:
-    """Take SSD for activations: files without a name, in the directories of the store.
+    """Allocate SSD space for activations: unnamed files in the store's directories.
 
     Args:
-        config: swap_bytes and swap_ssd_bytes.
-        directories: of the store, there or not.
-        store_bytes: that a store will take which is not there yet; 0: it is.
+        config: swap_bytes and swap_ssd_bytes are used.
+        directories: the directories of the store, which need not exist.
+        store_bytes: the size of a store that is yet to be created; 0 if it exists.
 
     Raises:
-        StoreError: a disk has no room; nothing is left behind.
+        StoreError: a disk is full; no file is left behind.
     """
     nbytes = config.swap_ssd_bytes
     if nbytes is None:
@@ -184,7 +184,7 @@ def make_room(config: Config, directories: Sequence[str], store_bytes: int) -> _
             allow_tmpfs=config.allow_tmpfs,
         )
     except StoreError as error:
-        error.add_note("this is room for activations that leave: swap_ssd_bytes says how much")
+        error.add_note("this space is for offloaded activations: swap_ssd_bytes sets its size")
         raise
     finally:
         for folder in folders:
@@ -193,7 +193,7 @@ def make_room(config: Config, directories: Sequence[str], store_bytes: int) -> _
 
 
 class _StorageRef:
-    """Tells whether a storage lives, without keeping it alive: its address may be another's."""
+    """A weak reference to a storage: tells whether it was freed, without keeping it alive."""
 
     __slots__ = ("reference",)
 
@@ -201,12 +201,12 @@ class _StorageRef:
         self.reference: Any = reductions.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def is_dead(self) -> bool:
-        """Its last tensor is gone."""
+        """Whether the storage's last tensor is gone."""
         return bool(self.reference.expired())
 
 
 class _Item:
-    """One storage that left, until the last saved tensor in it is gone."""
+    """An offloaded storage, until the last saved tensor in it is gone."""
 
     __slots__ = (
         "__weakref__",
@@ -226,19 +226,19 @@ class _Item:
         self.swap = swap
         self.number = number
         self.nbytes = nbytes
-        self.packed = packed  # until its bytes are taken
-        self.before: weakref.ref[_Item] | None = None  # what was put before it
+        self.packed = packed  # until the engine has copied its bytes
+        self.before: weakref.ref[_Item] | None = None  # the one that was put before it
         self.bytes: torch.Tensor | None = None
         self.kept: Any = None  # counts its target as device memory
         self.is_fetched = False
-        self.is_ahead = False  # fetched, and nobody has asked for it yet
+        self.is_ahead = False  # prefetched, and not requested yet
         self.is_dropped = False
 
     def release(self) -> None:
-        """Its bytes are taken: what was saved is free, if nobody changed it meanwhile.
+        """Free what was saved once its bytes are copied, unless it was changed in the meantime.
 
-        This is in the middle of an operation that saves something else, which inner_unpack() is not
-        for: that one is kept to refuse what was changed.
+        A changed one is kept, so that inner_unpack() raises for it in get(). It cannot be called
+        here, in the middle of an operation that saves another tensor.
         """
         packed = self.packed.packed if isinstance(self.packed, Kept) else self.packed
         tensor, version = packed if isinstance(packed, tuple) else (packed, 0)
@@ -246,7 +246,7 @@ class _Item:
             self.packed = None
 
     def fetch(self) -> None:
-        """Ask for it."""
+        """Request its bytes from the engine."""
         target = 0
         swap = self.swap
         if swap.has_device:
@@ -258,13 +258,13 @@ class _Item:
         self.is_fetched = True
 
     def ahead_end(self) -> None:
-        """Somebody wants it, or nobody will."""
+        """Stop counting it as prefetched: it was requested, or never will be."""
         if self.is_ahead:
             self.is_ahead = False
             self.swap.ahead_bytes -= self.nbytes
 
     def get(self) -> torch.Tensor:
-        """Its bytes, where computation is."""
+        """Return its bytes, on the device that computes."""
         swap = self.swap
         swap.sweep()
         if not self.is_dropped:
@@ -282,7 +282,7 @@ class _Item:
             self.is_dropped = True
             swap.sweep()
         if self.packed is not None:
-            swap.inner_unpack(self.packed)  # says what was changed
+            swap.inner_unpack(self.packed)  # raises if it was changed in place
         assert self.bytes is not None
         return self.bytes
 
@@ -290,14 +290,14 @@ class _Item:
         if self.is_dropped:
             return
         self.ahead_end()
-        with contextlib.suppress(Exception):  # the engine says itself what went wrong with it
+        with contextlib.suppress(Exception):  # the engine reports its own errors
             if self.is_fetched and self.swap.has_device:
-                self.swap.engine.saved_wait(self.number)  # a copy to the target is on its way
+                self.swap.engine.saved_wait(self.number)  # a copy to the target is in flight
             self.swap.engine.saved_drop(self.number)
 
 
 class _Away:
-    """What autograd has instead of a tensor that left."""
+    """What autograd holds in place of an offloaded tensor."""
 
     __slots__ = ("dtype", "item", "offset", "shape", "stride")
 
@@ -310,15 +310,15 @@ class _Away:
 
 
 class Swap:
-    """A session's saved tensors on their way.
+    """Offloads and prefetches a session's saved tensors.
 
     Args:
-        engine: of the session.
-        device: where it computes.
-        window_bytes: of main memory, for what leaves and comes back at once.
-        inner_pack: what packs a tensor that stays.
-        inner_unpack: the other end of it.
-        meter: of an emulated device.
+        engine: the session's engine.
+        device: the device that computes.
+        window_bytes: main memory for the tensors that are in transit, in either direction, at once.
+        inner_pack: packs a tensor that stays.
+        inner_unpack: unpacks what inner_pack returned.
+        meter: the memory meter of an emulated device.
     """
 
     def __init__(
@@ -336,24 +336,24 @@ class Swap:
         self.inner_pack = inner_pack
         self.inner_unpack = inner_unpack
         self.meter = meter
-        # Half for what leaves: the rest is on its way to SSD meanwhile.
+        # Half of it is for tensors that leave, while the others are in flight to SSD.
         self.window_bytes = window_bytes // 2
         room = device.ceiling_bytes - device.slot_bytes
         self.window_first = room // 4 if device.ceiling_bytes else self.window_bytes
         self.window_set(self.window_first)
         self.pending: collections.deque[_Item] = collections.deque()
         self.pending_bytes = 0
-        self.ahead_bytes = 0  # fetched, and nobody has asked for it yet
+        self.ahead_bytes = 0  # prefetched, and not requested yet
         self.wait_ns = 0
         self.last: weakref.ref[_Item] | None = None
         self._known: dict[int, tuple[_StorageRef, int, weakref.ref[_Item]]] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """An operation saves tensor."""
+        """Pack a tensor that an operation saves."""
         return self._pack(tensor, not self.has_device)
 
     def pack_to_ssd(self, tensor: torch.Tensor) -> Any:
-        """The same; it goes to SSD even if main memory has room."""
+        """Do the same as pack(), but offload to SSD even if main memory has room."""
         return self._pack(tensor, True)
 
     def _pack(self, tensor: torch.Tensor, to_ssd: bool) -> Any:
@@ -367,7 +367,7 @@ class Swap:
         return packed if item is None else _Away(item, tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """An operation of backward needs what it saved."""
+        """Return the tensor that an operation of backward needs."""
         if not isinstance(packed, _Away):
             tensor: torch.Tensor = self.inner_unpack(packed)
             return tensor
@@ -409,27 +409,27 @@ class Swap:
         return item
 
     def window_set(self, nbytes: int) -> None:
-        """Let so many bytes at most be on their way, out and back together."""
+        """Limit the bytes that are in transit, out and back together."""
         self.window_now = min(nbytes, self.window_bytes)
 
     def wait_take_ns(self) -> int:
-        """What the training thread waited here since it was last asked."""
+        """Return how long the training thread waited here since the last call."""
         taken, self.wait_ns = self.wait_ns, 0
         return taken
 
     def sweep(self) -> None:
-        """Let go of what is taken."""
+        """Free the tensors whose bytes the engine has copied."""
         while self.pending and self.engine.saved_is_taken(self.pending[0].number):
             item = self.pending.popleft()
             self.pending_bytes -= item.nbytes
             item.release()
 
     def fetch_ahead(self, item: _Item) -> None:
-        """Ask for what backward will need behind item, as far as there is room."""
+        """Prefetch what backward will need after item, as far as there is room."""
         before = item.before() if item.before is not None else None
         while before is not None:
             if not before.is_fetched:
-                # What is computed again asks out of order: earlier ones may be ahead of others.
+                # Recomputation requests out of order, so earlier items may be fetched already.
                 room = self.window_now - self.pending_bytes - self.ahead_bytes
                 if room < before.nbytes:
                     return

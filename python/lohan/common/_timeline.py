@@ -1,4 +1,4 @@
-"""A session's trace as a picture: spans in lanes, as PNG or as a Chrome trace (Perfetto)."""
+"""Draw a session's trace: spans in lanes, as PNG or as a Chrome trace (Perfetto)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from lohan.errors import UnsupportedError
 
-# enum lh_engine_trace_kind of csrc/sched/engine.h, as lanes.
+# The lane of each enum lh_engine_trace_kind in csrc/sched/engine.h.
 LANE_OF_KIND = (
     "SSD reads: parameters",
     "SSD reads: optimizer states",
@@ -31,7 +31,7 @@ TRAINING = "training thread"
 WAITS = LANE_OF_KIND[7]
 LANES = (TRAINING, WAITS, *(LANE_OF_KIND[i] for i in (6, 10, 11, 0, 1, 8, 12, 3, 9, 2, 4, 13, 5)))
 NO_UNIT = 0xFFFFFFFF
-# Of events of no unit: the commit, and a wait for gradients.
+# The names of events that belong to no unit: the commit, and a wait for gradients.
 _NAMES = {5: "commit", 7: "gradients"}
 
 Event = tuple[int, int, int, int, int, int, int]
@@ -39,12 +39,12 @@ Event = tuple[int, int, int, int, int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Something that took from start_ns to end_ns. `row`: its place among those that overlap it."""
+    """An activity from start_ns to end_ns. `row` separates it from overlapping ones of its lane."""
 
     lane: str
     row: int
     name: str
-    unit: int  # -1: none
+    unit: int  # -1: it belongs to no unit
     step: int
     start_ns: int
     end_ns: int
@@ -59,8 +59,8 @@ def spans_of(
     """Sort a trace into lanes.
 
     Args:
-        events: of `Session.trace()`.
-        unit_names: of `Session.layout.units`.
+        events: the events from `Session.trace()`.
+        unit_names: the names of `Session.layout.units`.
         marks: (name, step, start_ns, end_ns) of what the training thread did, in CLOCK_MONOTONIC
             (`time.monotonic_ns()`).
 
@@ -81,7 +81,7 @@ def in_rows(spans: Iterable[Span]) -> list[Span]:
     """Give each span the first row of its lane that is free when it starts.
 
     Args:
-        spans: sorted by their start within a lane.
+        spans: the spans, sorted by their start within a lane.
     """
     return list(_rows(spans))
 
@@ -98,7 +98,7 @@ def _rows(spans: Iterable[Span]) -> Iterable[Span]:
 
 
 def window(spans: Sequence[Span], first_step: int, last_step: int) -> tuple[int, int]:
-    """From the first to the last thing that the training thread did for these steps, in ns."""
+    """Return the begin and the end of the training thread's work for these steps, in ns."""
     ours = [s for s in spans if s.lane == TRAINING and first_step <= s.step <= last_step]
     if not ours:
         ours = [s for s in spans if first_step <= s.step <= last_step]
@@ -110,12 +110,12 @@ def window(spans: Sequence[Span], first_step: int, last_step: int) -> tuple[int,
 def write_perfetto(
     path: str | os.PathLike[str], spans: Sequence[Span], about: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a Chrome trace: open it in https://ui.perfetto.dev.
+    """Write a Chrome trace, which https://ui.perfetto.dev can open.
 
     Args:
-        path: of the JSON file.
-        spans: of `spans_of()`.
-        about: what else is to be known of it.
+        path: the path of the JSON file.
+        spans: the spans from `spans_of()`.
+        about: metadata for the file's "otherData".
     """
     zero = min((s.start_ns for s in spans), default=0)
     tracks: dict[tuple[str, int], int] = {}
@@ -155,7 +155,7 @@ def write_perfetto(
 _PHASES = {"forward": "#7fb3d5", "backward": "#f5b041", "step": "#58d68d"}
 _WAIT = "#c0392b"
 _PLAIN = "#707b7c"
-# Height of a lane's rows, in inches; a lane with many rows gets thinner ones.
+# The height of a lane's rows, in inches; a lane with many rows gets thinner ones.
 _ROW_INCHES = {TRAINING: 0.34, WAITS: 0.2, LANE_OF_KIND[5]: 0.2}
 _LANE_INCHES_MAX = 0.95
 
@@ -167,14 +167,14 @@ def write_png(
     steps: tuple[int, int],
     title: str,
 ) -> None:
-    """Draw some steps: one lane below the other, time to the right, a colour a block.
+    """Draw some steps: lanes from top to bottom, time to the right, one colour per block.
 
     Args:
-        path: of the PNG.
-        spans: of `spans_of()`.
-        unit_names: of `Session.layout.units`.
+        path: the path of the PNG.
+        spans: the spans from `spans_of()`.
+        unit_names: the names of `Session.layout.units`.
         steps: the first and the last step to draw.
-        title: above the picture.
+        title: the title above the picture.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -183,7 +183,9 @@ def write_png(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UnsupportedError("a picture needs matplotlib: pip install 'lohan[plot]'") from error
+        raise UnsupportedError(
+            "drawing a timeline needs matplotlib: pip install 'lohan[plot]'"
+        ) from error
     start, end = window(spans, *steps)
     shown = [s for s in spans if s.end_ns > start and s.start_ns < end]
     lanes = [lane for lane in LANES if any(s.lane == lane for s in shown)]
@@ -248,7 +250,7 @@ def _draw_lane(
     axis.set_yticks([])
     total = sum(s.nbytes for s in spans)
     is_io = lane.startswith("SSD")
-    label = f"{lane}\n{total / 1e9:.2f} GB in all" if is_io else lane
+    label = f"{lane}\n{total / 1e9:.2f} GB in total" if is_io else lane
     axis.set_ylabel(label, rotation=0, ha="right", va="center", fontsize=9)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
@@ -256,7 +258,7 @@ def _draw_lane(
 
 
 def _draw_legend(figure: Any, unit_names: Sequence[str], height: float) -> None:
-    """A colour a block, at most 32 of them by name."""
+    """Draw the legend: the colours of the blocks, at most 32 of them with a name."""
     from matplotlib.patches import Patch
 
     count = len(unit_names)

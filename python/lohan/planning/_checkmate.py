@@ -1,21 +1,21 @@
-"""Checkmate's policy: an integer program says what stays, what moves and what is computed again.
+"""Checkmate's policy: an integer program chooses what is kept, moved and recomputed.
 
-Its cost model sees the GPU and the link. Forward takes as long as the longer of its computation and
-of what goes out; backward as long as that of its own computation, with what it computes again, and
-of what comes back:
+Its cost model consists of the GPU and the link. Forward takes as long as its computation or its
+copies out, whichever is longer; backward takes as long as its computation, including recomputation,
+or its copies in:
 
     minimise  T_f + T_b + a thousandth of the time that bytes move
     T_f >= FLOP_f / THP_G                       T_f >= moved bytes / BW_G (out)
     T_b >= (2 FLOP_f + recomputed) / THP_G      T_b >= moved bytes / BW_G (in)
-    kept bytes (+ room for a block's on their way, if any move) <= what the GPU has for activations
-    moved bytes <= what main memory has for them
-    layers between blocks are not computed again
+    kept bytes (+ room for a block's in transit, if any move) <= the GPU's room for activations
+    moved bytes <= main memory's room for activations
+    layers between blocks are not recomputed
 
-Layers of equal size and work are alike, so the program has counts of them and not a variable a
-layer: a deep model takes no longer than a shallow one.
+Layers of equal size and work are interchangeable, so the program's variables are counts of them,
+not one variable per layer: a deep model takes no longer to solve than a shallow one.
 
-Jain et al., "Checkmate: Breaking the memory wall with optimal tensor rematerialization", 2020; with
-main memory as LoHan has it. scipy's HiGHS solves it: `pip install lohan[plan]`.
+Jain et al., "Checkmate: Breaking the memory wall with optimal tensor rematerialization", 2020; main
+memory is added as in LoHan. scipy's HiGHS solves the program: `pip install lohan[plan]`.
 """
 
 from __future__ import annotations
@@ -30,24 +30,26 @@ from lohan.errors import BudgetError, UnsupportedError
 if TYPE_CHECKING:
     from lohan.planning._plan import Layer, Machine, Model
 
-# What a byte that moves costs though it hides behind computation, in parts of its time on the link.
+# The cost of a moved byte even if computation hides it, as a share of its time on the link.
 MOVE_WEIGHT = 1e-3
-# Bytes are counted in so large units that a tier has at most so many: exact in the solver.
+# Bytes are counted in units, at most this number of them per tier, which the solver handles
+# exactly.
 _UNIT_COUNT_MAX = 1 << 20
-# Of the optimum: where all layers differ, the last of it takes long to prove.
+# The gap to the optimum at which the solver stops: if all layers differ, it takes long to prove.
 GAP = 1e-4
 _SECONDS_MAX = 20.0
 
 
 def fates(model: Model, machine: Machine) -> list[str]:
-    """What happens to each layer's activations: "keep", "host" or "recompute".
+    """Return the fate of each layer's activations: "keep", "host" or "recompute".
 
     Args:
-        model: with its batch.
-        machine: rates of GPU and link; of host_bytes and gpu_bytes what a step's buffers leave.
+        model: the model at one batch size.
+        machine: the rates of the GPU and the link, and host_bytes and gpu_bytes, from which a
+            step's buffers are taken first.
 
     Raises:
-        BudgetError: what is never computed again has no room; the message has the numbers.
+        BudgetError: activations that are never recomputed do not fit; the message has the numbers.
         UnsupportedError: scipy is not installed.
 
     Source: LoHan V-E
@@ -63,7 +65,7 @@ def fates(model: Model, machine: Machine) -> list[str]:
     groups = list(kinds.values())
     counts = _solve([(layers[g[0]], len(g)) for g in groups], model, machine, gpu_bytes, host_bytes)
     for group, (kept, moved) in zip(groups, counts, strict=True):
-        # The first ones are away for longest, the last ones are needed soonest.
+        # The first layers' activations are unused for longest, the last ones' are needed soonest.
         for place, index in enumerate(group):
             if place < moved:
                 made[index] = "host"
@@ -73,10 +75,10 @@ def fates(model: Model, machine: Machine) -> list[str]:
 
 
 def plan(model: Model, machine: Machine) -> dict[str, Any]:
-    """As `lohan._core.plan`: states on SSD, updates in backward, the papers' master.
+    """Make a plan like `lohan._core.plan`: states on SSD, updates in backward, 4-byte masters.
 
     Raises:
-        BudgetError: it does not fit.
+        BudgetError: the model does not fit.
         UnsupportedError: scipy is not installed.
     """
     chosen = fates(model, machine)
@@ -84,7 +86,7 @@ def plan(model: Model, machine: Machine) -> dict[str, Any]:
 
 
 def _room(model: Model, machine: Machine) -> tuple[int, int]:
-    """What the GPU and main memory have for activations, behind the buffers of a step."""
+    """Return the GPU memory and the main memory that a step's buffers leave for activations."""
     least = ["ssd" if layer.is_inter_block else "recompute" for layer in model.layers]
     step = _core.plan_step(model.as_core(), machine.as_core(), least, must_fit=False)["step"]
     room = {}
@@ -101,8 +103,8 @@ def _room(model: Model, machine: Machine) -> tuple[int, int]:
 def _solve(
     kinds: list[tuple[Layer, int]], model: Model, machine: Machine, gpu_bytes: int, host_bytes: int
 ) -> list[tuple[int, int]]:
-    """How many layers of each kind are kept, and how many go to main memory."""
-    # A block's activations on their way out or in want room, as for every policy.
+    """Return how many layers of each kind are kept, and how many are moved to main memory."""
+    # A block's activations in transit need room, as with every policy.
     transit = max(sum(layer.activation_bytes for layer in b.layers) for b in model.blocks)
     best: tuple[float, list[tuple[int, int]]] | None = None
     for gpu_room, host_room in ((gpu_bytes, 0), (gpu_bytes - transit, host_bytes)):
@@ -125,10 +127,10 @@ def _solve(
 
 
 class _Program:
-    """Rows of the integer program.
+    """The rows of the integer program.
 
-    Columns: kept of each kind, moved of each kind, T_f, T_b; times in units of forward's
-    computation.
+    The columns are the number of kept layers of each kind, the number of moved ones of each kind,
+    T_f and T_b. Times are in units of forward's computation.
     """
 
     def __init__(self, kinds: list[tuple[Layer, int]], model: Model, machine: Machine) -> None:
@@ -168,14 +170,14 @@ class _Program:
         self.high.append(most)
 
     def fit(self, room: int, *, kept: bool) -> None:
-        """Kept layers, or those that move, have room bytes."""
+        """Limit the kept layers, or the moved ones, to `room` bytes."""
         unit = max(math.gcd(*self.sizes), -(-room // _UNIT_COUNT_MAX), 1)
-        parts = [-(-size // unit) for size in self.sizes]  # what fits so does fit
+        parts = [-(-size // unit) for size in self.sizes]  # rounded up, so what fits here does fit
         zero = [0] * len(parts)
         self._add(parts if kept else zero, zero if kept else parts, most=room // unit)
 
     def solve(self) -> tuple[float, list[tuple[int, int]]] | None:
-        """What it costs, and how many of each kind are kept and moved; None: it cannot be."""
+        """Return the cost and the (kept, moved) counts of each kind; None if nothing fits."""
         try:
             import numpy as np
             from scipy import optimize

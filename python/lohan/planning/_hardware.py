@@ -1,6 +1,7 @@
-"""What the kernel tells of this machine: PCIe links, drives, the GPU's driver, containers.
+"""Facts about this machine: PCIe links, drives, the GPU's driver, containers.
 
-Everything is read from /proc and /sys, nothing is run. `root` is another folder than / in tests.
+They are read from /proc, /sys and the driver's library; no program is run. Tests pass another
+`root` than /.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ ROOT = Path("/")
 _NVIDIA = "0x10de"
 _GPU_CLASSES = ("0x0300", "0x0302")
 _NVME_CLASS = "0x0108"
-# Of a lane, in GT/s.
+# The PCIe generation, by the speed of a lane in GT/s.
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 _DRIVER = "libcuda.so.1"
 
 
 def read(path: Path) -> str:
-    """A file's text without the white space around it; "" where it cannot be read."""
+    """Return a file's text without the white space around it; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -35,7 +36,7 @@ def _number(text: str) -> int | None:
 
 
 def _link(device: Path) -> dict[str, Any]:
-    """Of a PCI device: generation and width, now and at most; None: not told."""
+    """Return a PCI device's current and maximum generation and width; None if not reported."""
     facts: dict[str, Any] = {"address": device.name}
     for when, name in (("now", "current"), ("max", "max")):
         speed = re.match(r"([\d.]+) GT/s", read(device / f"{name}_link_speed"))
@@ -48,7 +49,7 @@ def _link(device: Path) -> dict[str, Any]:
 
 
 def pci(root: Path = ROOT) -> dict[str, list[dict[str, Any]]]:
-    """NVIDIA GPUs ("gpu") and NVMe SSDs ("nvme") by their PCI links."""
+    """Return the PCI links of NVIDIA GPUs ("gpu") and NVMe SSDs ("nvme")."""
     found: dict[str, list[dict[str, Any]]] = {"gpu": [], "nvme": []}
     folder = root / "sys/bus/pci/devices"
     for device in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -61,20 +62,20 @@ def pci(root: Path = ROOT) -> dict[str, list[dict[str, Any]]]:
 
 
 def link_words(link: dict[str, Any]) -> str:
-    """A PCI link for people: "PCIe 4.0 x4 (of 4.0 x4)"."""
+    """Describe a PCI link: "PCIe 4.0 x4 (of 4.0 x4)"."""
 
     def side(when: str) -> str:
         generation, width = link[f"generation_{when}"], link[f"width_{when}"]
         return f"{generation or '?'}.0 x{width or '?'}"
 
     if link["width_now"] is None and link["generation_now"] is None:
-        return f"{link['address']}, link not told"
+        return f"{link['address']}, link not reported"
     node = "" if link["numa_node"] is None else f", NUMA node {link['numa_node']}"
     return f"{link['address']}, PCIe {side('now')} (of {side('max')}){node}"
 
 
 def numa_nodes(root: Path = ROOT) -> int:
-    """How many NUMA nodes the kernel has; 1 where it knows of none."""
+    """Return the number of NUMA nodes; 1 if the kernel reports none."""
     return max(len(list((root / "sys/devices/system/node").glob("node[0-9]*"))), 1)
 
 
@@ -82,7 +83,7 @@ def numa_nodes(root: Path = ROOT) -> int:
 
 
 def mount_of(path: str, root: Path = ROOT) -> tuple[str, str, str]:
-    """(mount point, file system, source) of a path."""
+    """Return (mount point, file system, source) of a path."""
     best, kind, source = "", "unknown", ""
     real = os.path.realpath(path)
     for line in read(root / "proc/mounts").splitlines():
@@ -95,11 +96,11 @@ def mount_of(path: str, root: Path = ROOT) -> tuple[str, str, str]:
 
 
 def _block_node(path: str, source: str, root: Path) -> Path | None:
-    """The block device below a path, in sysfs."""
+    """Return the sysfs node of the block device that a path is on."""
     numbers = [os.stat(path).st_dev]
     if source.startswith("/dev/"):
         with contextlib.suppress(OSError):
-            numbers.append(os.stat(source).st_rdev)  # some file systems make up a st_dev
+            numbers.append(os.stat(source).st_rdev)  # some file systems have an artificial st_dev
     for number in numbers:
         node = root / f"sys/dev/block/{os.major(number)}:{os.minor(number)}"
         if node.exists():
@@ -108,7 +109,7 @@ def _block_node(path: str, source: str, root: Path) -> Path | None:
 
 
 def _whole_disks(node: Path) -> list[Path]:
-    """Of a partition its disk; of a RAID or a mapped device those that it is made of."""
+    """Return a partition's disk, or the disks that a RAID or a mapped device consists of."""
     if (node / "partition").exists():
         return _whole_disks(node.parent)
     slaves = node / "slaves"
@@ -120,10 +121,11 @@ def _whole_disks(node: Path) -> list[Path]:
 
 
 def disks_of(path: str, root: Path = ROOT) -> list[dict[str, Any]]:
-    """The drives that a directory lies on; [] where the kernel does not tell.
+    """Return the drives that a directory is on; [] if the kernel does not report them.
 
     Returns:
-        Of each: name, model, is_rotational, numa_node, and link (None: not on PCI itself).
+        For each drive: name, model, is_rotational, numa_node, and link (None if it has no PCI link
+        of its own).
     """
     node = _block_node(path, mount_of(path, root)[2], root)
     found = []
@@ -145,11 +147,12 @@ def disks_of(path: str, root: Path = ROOT) -> list[dict[str, Any]]:
 
 
 def driver(library: str = _DRIVER, root: Path = ROOT) -> dict[str, Any]:
-    """NVIDIA's driver, asked itself.
+    """Query NVIDIA's driver.
 
     Returns:
-        version (of the kernel's module; None: none), cuda (that the driver speaks, as "13.0"; None:
-        not loaded), devices (name and memory_bytes of each), error ("": none).
+        version (the version of the kernel module; None if it is not loaded), cuda (the CUDA version
+        that the driver supports, such as "13.0"; None if the driver cannot be used), devices (name
+        and memory_bytes of each), error ("" if none).
     """
     told = re.search(r"Kernel Module.*?(\d+\.\d+[\d.]*)", read(root / "proc/driver/nvidia/version"))
     facts: dict[str, Any] = {
@@ -167,7 +170,7 @@ def driver(library: str = _DRIVER, root: Path = ROOT) -> dict[str, Any]:
         facts["error"] = str(error)
         return facts
     if code != 0:
-        facts["error"] = f"the driver refuses with CUDA's error {code}"
+        facts["error"] = f"the driver failed with CUDA error {code}"
         return facts
     facts["cuda"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
     for index in range(count.value):
@@ -184,7 +187,7 @@ _CGROUPS = {"docker": "docker", "kubepods": "kubernetes", "lxc": "lxc", "libpod"
 
 
 def container(root: Path = ROOT) -> str:
-    """The kind of container that this process is in: "docker", "podman", ...; "": none."""
+    """Return the kind of container that this process runs in: "docker", ...; "" if in none."""
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return "kubernetes"
     if (root / ".dockerenv").exists():
@@ -202,14 +205,14 @@ def container(root: Path = ROOT) -> str:
 
 
 def io_uring_blocker(code: int, root: Path = ROOT) -> str:
-    """Who forbids io_uring, by what its probe was answered in a directory that others can use.
+    """Return what blocks io_uring, given the result of a probe in a directory that works otherwise.
 
     Args:
-        code: 0 or -errno of the probe.
-        root: of the file system.
+        code: 0 or -errno from the probe.
+        root: the root of the file system.
 
     Returns:
-        "" (nobody), "build", "sysctl", "group", "seccomp", "memlock", "kernel", or "unknown".
+        "" (nothing), "build", "sysctl", "group", "seccomp", "memlock", "kernel", or "unknown".
     """
     if code == 0:
         return ""

@@ -1,4 +1,4 @@
-"""Machines that are simulated: TOML files of rates and sizes, and the presets of the package."""
+"""Machines to simulate: TOML files of rates and sizes, and the presets of the package."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _WORKER_COUNT_MAX = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine(_plan.Machine):
-    """What plans know of a machine, and what else a simulation needs.
+    """A machine for plans, with what a simulation needs in addition.
 
     Attributes:
-        name: for people.
-        ssd_endurance_bytes: that may be written to one in its life (TBW); 0: not known.
-        ssd_latency_ns: of a request.
-        ssd_sync_ns: of a flush.
-        link_latency_ns: of a copy to or from the GPU.
-        worker_count: threads of the CPU that update.
-        gpu_fp32_flop_per_s: what the GPU sustains in fp32; 0: not known. This and the next three
-            are looked at by zeroth-order steps only.
-        gpu_memory_bytes_per_s: that its memory moves in operations that are no products.
-        gpu_alloc_bytes_per_s: that it allocates and gives back.
-        gpu_reserved_bytes: of its memory, what its driver, libraries and allocator hold.
+        name: the name that is shown to the user.
+        ssd_endurance_bytes: how much may be written to one SSD in its life (TBW); 0 if not known.
+        ssd_latency_ns: the latency of a request.
+        ssd_sync_ns: the time of a flush.
+        link_latency_ns: the latency of a copy to or from the GPU.
+        worker_count: the CPU threads that run updates.
+        gpu_fp32_flop_per_s: the rate that the GPU sustains in fp32; 0 if not known. This and the
+            next three are used by zeroth-order steps only.
+        gpu_memory_bytes_per_s: the rate of its memory in operations other than matrix products.
+        gpu_alloc_bytes_per_s: the rate at which it allocates and frees memory.
+        gpu_reserved_bytes: the memory that its driver, libraries and allocator hold.
     """
 
     name: str
@@ -77,14 +77,14 @@ def _field(name: str, value: Any) -> Any:
 
 
 def change(machine: Machine, changes: Iterable[str]) -> Machine:
-    """The machine with some fields replaced.
+    """Return a copy of the machine with some fields replaced.
 
     Args:
-        machine: to begin with; it stays as it is.
-        changes: "FIELD=VALUE", as "ssd_count=6" or "host_bytes=128 GB".
+        machine: the machine, which is not modified.
+        changes: "FIELD=VALUE", such as "ssd_count=6" or "host_bytes=128 GB".
 
     Raises:
-        MachineError: no such field, or no such value.
+        MachineError: a field is unknown, or a value is invalid.
     """
     values = {}
     for text in changes:
@@ -96,7 +96,7 @@ def change(machine: Machine, changes: Iterable[str]) -> Machine:
 
 
 def names() -> list[str]:
-    """The presets of the package."""
+    """Return the names of the package's presets."""
     folder = resources.files("lohan") / "machines"
     return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name[-5:] == ".toml")
 
@@ -117,13 +117,14 @@ def _parse(text: str, where: str) -> Machine:
 
 
 def here(directories: Sequence[str]) -> Machine:
-    """This machine, measured in some seconds.
+    """Measure this machine, which takes some seconds.
 
     Args:
-        directories: one on each SSD.
+        directories: one directory on each SSD.
 
     Raises:
-        StoreError: a directory is not there, refuses O_DIRECT, or has no room for the probe.
+        StoreError: a directory does not exist, does not support O_DIRECT, or has no room for the
+            probe.
     """
     from lohan.common import _progress
     from lohan.planning import _measure  # torch is not needed for other machines
@@ -133,7 +134,7 @@ def here(directories: Sequence[str]) -> Machine:
 
 
 def save(machine: Machine, path: Path) -> None:
-    """Write a machine as a file that `load` takes.
+    """Write a machine to a file that `load` can read.
 
     Raises:
         MachineError: the file cannot be written.
@@ -147,15 +148,15 @@ def save(machine: Machine, path: Path) -> None:
 
 
 def load(name: str) -> Machine:
-    """A preset by its name, a machine from a TOML file, or this one, measured.
+    """Return a preset, a machine from a TOML file, or this machine, measured.
 
     Args:
-        name: a preset's, a file's, "here" (its SSD is the current directory's), or
-            "here:DIR,DIR,..." for others.
+        name: a preset's name, a file's path, "here" (with the SSD of the current directory), or
+            "here:DIR,DIR,..." (with the SSDs of these directories).
 
     Raises:
-        MachineError: there is none, or the file says what no machine can be; the message names the
-            file and the field.
+        MachineError: no machine has that name, or its file is invalid; the message names the file
+            and the field.
     """
     if name in names():
         preset = resources.files("lohan") / "machines" / f"{name}.toml"

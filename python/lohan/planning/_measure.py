@@ -1,8 +1,8 @@
-"""The machine that this runs on, as plans and simulations take one: measured in some seconds.
+"""Measure this machine for plans and simulations, which takes some seconds.
 
-SSDs by sequential O_DIRECT transfers, the GPU by a product of large matrices in bf16 and by copies
-of pinned memory, AdamW by lohan's own kernel. Without a GPU the CPU computes: its matrix products,
-and a copy in main memory for the link.
+SSDs are measured with sequential O_DIRECT transfers, the GPU with a product of large bf16 matrices
+and with copies of pinned memory, AdamW with lohan's own kernel. Without a GPU, matrix products are
+measured on the CPU, and the link is a copy within main memory.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 _PROBE_BYTES = 512 << 20
 _PROBE_SMALL_BYTES = 128 << 20
 _COPY_BYTES = 256 << 20
-# Of an SSD that nothing is known of.
+# The assumed rate of an SSD that cannot be measured.
 _UNKNOWN_RATE = 1 << 30
 _ROUND_COUNT = 5
 _ADAM_COUNT = 1 << 22
 _MATRIX_GPU = 8192
 _MATRIX_CPU = 2048
-# Of main memory that is free: the rest is the system's and torch's own.
+# The usable share of free main memory: the rest is for the system and torch.
 _HOST_SHARE = 0.9
-# Less than this of what directories move alone, and they share something.
+# Directories share a bottleneck if all together reach less than this share of their own rates.
 _TOGETHER_SHARE = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
 class Ssds:
-    """What directories write and read, in bytes a second: each alone, and each among all."""
+    """The (write, read) rates of directories in bytes per second: each alone, and all at once."""
 
     directories: list[str]
     alone: list[tuple[int, int]]
@@ -53,16 +53,16 @@ class Ssds:
 
     @property
     def total_bytes_per_s(self) -> int:
-        """What reads of all together cannot pass; 0: their sum, they share nothing."""
+        """The rate that reads of all together cannot exceed; 0 if they share no bottleneck."""
         alone, all_at_once = (sum(read for _, read in r) for r in (self.alone, self.among_all))
         return all_at_once if all_at_once < _TOGETHER_SHARE * alone else 0
 
 
 def together(directories: Sequence[str], probe_bytes: int) -> list[tuple[int, int]]:
-    """Bytes a second that each directory writes and reads while the others do the same.
+    """Return the (write, read) rates of each directory, all measured at the same time.
 
     Raises:
-        StoreError: one refuses O_DIRECT, or has no room for the probe.
+        StoreError: a directory does not support O_DIRECT, or has no room for the probe.
     """
 
     def rates(directory: str) -> tuple[int, int]:
@@ -77,7 +77,8 @@ def ssds(directories: Sequence[str], tell: Callable[[str], None]) -> Ssds:
     """Measure directories, one after the other and all at once.
 
     Raises:
-        StoreError: one is not there, refuses O_DIRECT, or has no room for the probe.
+        StoreError: a directory does not exist, does not support O_DIRECT, or has no room for the
+            probe.
     """
     for directory in directories:
         if not os.path.isdir(directory):
@@ -92,7 +93,7 @@ def ssds(directories: Sequence[str], tell: Callable[[str], None]) -> Ssds:
         alone += together([directory], _PROBE_BYTES)
     if len(directories) < 2:
         return Ssds(list(directories), alone, alone)
-    tell(f"the same in all {len(directories)} at once")
+    tell(f"writing and reading in all {len(directories)} directories at once")
     return Ssds(list(directories), alone, together(directories, _PROBE_BYTES))
 
 
@@ -101,21 +102,22 @@ def measure(
     tell: Callable[[str], None] = lambda text: None,
     measured: Ssds | None = None,
 ) -> dict[str, Any]:
-    """Measure this machine, and the SSDs of directories, which are taken to be one each.
+    """Measure this machine, and the SSDs of directories, each of which counts as one SSD.
 
     Args:
-        directories: one on each SSD.
-        tell: is told what is being done.
-        measured: of ssds(), where that is done already.
+        directories: one directory on each SSD.
+        tell: called with a description of each measurement.
+        measured: the result of ssds(), if the directories have been measured already.
 
     Returns:
         The fields of a Machine by name, in their units.
 
     Raises:
-        StoreError: a directory is not there, refuses O_DIRECT, or has no room for the probe.
+        StoreError: a directory does not exist, does not support O_DIRECT, or has no room for the
+            probe.
     """
     measured = measured or ssds(directories, tell)
-    tell("computing: products of matrices, copies, AdamW")
+    tell("measuring matrix products, copies and AdamW")
     workers = len(os.sched_getaffinity(0))
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
@@ -148,11 +150,11 @@ def _ssd_rates(directory: str) -> tuple[int, int] | None:
 
 
 def ssd_rates(directories: Sequence[str], stats: StepStats) -> tuple[int, int]:
-    """Bytes a second that the slowest of directories writes and reads, measured once a process.
+    """Return the (write, read) rates of the slowest directory, measured once per process.
 
     Args:
-        directories: of a store.
-        stats: of a step, which tells where a directory cannot be measured.
+        directories: the directories of a store.
+        stats: the stats of a step, whose rates are used if a directory cannot be measured.
     """
     rates = [_ssd_rates(directory) for directory in directories]
     if stats.step > 0 and None in rates:
@@ -171,7 +173,7 @@ def _link_rates(name: str, index: int) -> tuple[int, int]:
 
 
 def link_rates(device: Device) -> tuple[int, int]:
-    """Bytes a second to a device and back; an emulated one's are what was asked for."""
+    """Return the bytes per second to a device and back; those of an emulated one may be set."""
     asked = device.link_bytes_per_s
     measured = (0, 0) if all(asked) else _link_rates(device.name, device.index)
     return asked[0] or measured[0], asked[1] or measured[1]
@@ -179,12 +181,12 @@ def link_rates(device: Device) -> tuple[int, int]:
 
 @functools.cache
 def update_rate(workers: int) -> int:
-    """Parameters a second that so many workers update, measured once a process."""
+    """Return the parameters per second that some workers update, measured once per process."""
     return _adam_rate(workers)
 
 
 def _seconds(run: Callable[[], object], finish: Callable[[], object] = lambda: None) -> float:
-    """Of one run: the median of some, behind one that is not counted."""
+    """Return the median time of several runs, after one that is not counted."""
     times = []
     for _ in range(_ROUND_COUNT + 1):
         finish()
@@ -213,13 +215,13 @@ def _gpu_links(device: torch.device) -> tuple[int, int]:
 
 
 def memory_rate() -> int:
-    """Bytes a second that a copy in main memory moves."""
+    """Return the bytes per second of a copy within main memory."""
     a, b = (torch.zeros(_COPY_BYTES, dtype=torch.uint8) for _ in range(2))
     return int(_COPY_BYTES / _seconds(lambda: b.copy_(a)))
 
 
 def _adam_rate(workers: int) -> int:
-    """Parameters a second of a bf16 update with its checksums, by all workers at once."""
+    """Return the parameters per second that all workers update in bf16, checksums included."""
     param, gradient = (torch.zeros(_ADAM_COUNT, dtype=torch.bfloat16) for _ in range(2))
     residual = torch.zeros(_ADAM_COUNT, dtype=torch.int16)
     moments = [torch.zeros(_ADAM_COUNT) for _ in range(2)]

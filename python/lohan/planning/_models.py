@@ -1,10 +1,10 @@
-"""Models as plans see them: the papers' by name, any of transformers by its configuration.
+"""Models for plans: the papers' models by name, any transformers model by its configuration.
 
-The latter are built and run once without storage (torch's fake tensors): what each module computes
-is counted by torch's FLOP counter, what it saves for backward by saved-tensor hooks. Dropout is
-off: with it, attention on the CPU would save its matrix, which a GPU's does not. A mask, and
-key-value heads that are repeated, are counted where a GPU's attention may need neither: some
-percent too much.
+A transformers model is built and run once without storage, with torch's fake tensors. Torch's FLOP
+counter counts what each module computes, and saved-tensor hooks count what it saves for backward.
+Dropout is off: with it, attention on the CPU would save its matrix, which attention on a GPU does
+not. A mask and repeated key-value heads are counted, although attention on a GPU may need neither,
+so counts may be some percent too high.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGenerat
 
 
 def _attention_flop(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Of the CPU's flash attention, which torch's counter does not know: both products in full."""
+    """Count the CPU's flash attention, which torch's counter lacks: both products in full."""
     *batch, length, width = query
     heads = 1
     for size in batch:
@@ -40,21 +40,21 @@ def _attention_flop(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int
 
 
 def _experts_flop(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
-    """Of one product for each group of rows."""
+    """Count one product for each group of rows."""
     return int(2 * rows[0] * rows[1] * weights[-1])
 
 
 class _Counter:
-    """Saved bytes of each module, by the innermost one whose forward runs; storages once."""
+    """Counts the bytes that the innermost running module saves; each storage counts once."""
 
     def __init__(self, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
         self.saved: dict[str, int] = {}
         self.outputs: dict[str, int] = {}
         self.order: list[str] = []
-        self.left: dict[str, int] = {}  # when the forward of each module was first over
+        self.left: dict[str, int] = {}  # the order in which the modules' first forwards ended
         self._inside: list[str] = [""]
         self._seen = {p.untyped_storage()._cdata for p in model.parameters()}
-        self._held: list[torch.Tensor] = []  # so that no storage's name is used again
+        self._held: list[torch.Tensor] = []  # keeps storages alive, so no address is reused
         self._blocks = {name for name, _ in blocks}
         self._whole = {name for name, module in blocks if next(module.children(), None)}
         for name, module in model.named_modules():
@@ -104,7 +104,7 @@ def _default_dtype() -> Iterator[None]:
 
 
 def _inputs(model: nn.Module, batch: int, seq: int) -> tuple[dict[str, torch.Tensor], int]:
-    """What forward takes, and how many tokens a step has."""
+    """Return the arguments of forward, and the number of tokens in a step."""
     config: Any = model.config
     if getattr(model, "main_input_name", "") == "pixel_values":
         size, patch = config.image_size, getattr(config, "patch_size", config.image_size)
@@ -120,9 +120,9 @@ def _inputs(model: nn.Module, batch: int, seq: int) -> tuple[dict[str, torch.Ten
 
 
 def _own_flops(module: nn.Module, path: str, flops: dict[str, int]) -> dict[str, int]:
-    """Of each module below, by its path, what none of its children computes.
+    """Return the FLOP of each module inside `module`, by its path, without those of its children.
 
-    A container is not called itself: its children's are all that it has.
+    A container is not called itself, so it has only the FLOP of its children.
     """
     own: dict[str, int] = {}
     whole: dict[str, int] = {}
@@ -141,9 +141,9 @@ def _joined(path: str, below: str) -> str:
 def _layers(
     name: str, module: nn.Module, counter: _Counter, flops: dict[str, int], owned: dict[str, int]
 ) -> list[_plan.Layer]:
-    """A layer for each module that owns, computes or saves something by itself, then the output.
+    """Make a layer for each module that has parameters, FLOP or saved bytes of its own.
 
-    In the order in which their forwards are over.
+    The layers are in the order in which their forwards end; the block's output comes last.
     """
     made = []
     own_flops = _own_flops(module, name, flops)
@@ -159,13 +159,13 @@ def _layers(
 
 
 def count(model: nn.Module, name: str, batch: int, seq: int) -> _plan.Model:
-    """Run a model of fake tensors once, and give its blocks in the order of its forward.
+    """Run a model of fake tensors once, and return its blocks in the order of its forward.
 
     Args:
         model: a transformers model, made of fake tensors of bf16.
-        name: for people.
-        batch: sequences or images.
-        seq: tokens of a sequence.
+        name: the name that is shown to the user.
+        batch: the number of sequences or images.
+        seq: the number of tokens in a sequence.
     """
     blocks = dict(find_blocks(model, _BLOCK_BYTES_MAX))
     counter = _Counter(model, list(blocks.items()))
@@ -206,7 +206,7 @@ def count(model: nn.Module, name: str, batch: int, seq: int) -> _plan.Model:
 def _with_loss(
     made: list[_plan.Block], counter: _Counter, blocks: dict[str, nn.Module]
 ) -> tuple[_plan.Block, ...]:
-    """What the head and the loss save is of the last block, while it computes."""
+    """Count what the head and the loss save as working memory of the last block."""
     *others, head = made
     inside = tuple(f"{path}." for path in blocks if counter.outputs.get(path))
     outside = sum(
@@ -250,17 +250,18 @@ def _from_transformers(name: str, config_path: Path | None, batch: int, seq: int
 
 
 def load(name: str, batch: int, seq: int) -> _plan.Model:
-    """A model by name, or one of transformers.
+    """Return one of the papers' models, or a transformers model.
 
     Args:
-        name: as "gpt-13b"; or a config.json, or the folder that has one; or a model class of
-            transformers, as "LlamaForCausalLM", with its default configuration.
-        batch: sequences, or images, of a step.
-        seq: tokens of a sequence.
+        name: the name of a model, such as "gpt-13b"; or a config.json, or a folder that contains
+            one; or a model class of transformers, such as "LlamaForCausalLM", which gets its
+            default configuration.
+        batch: the number of sequences or images in a step.
+        seq: the number of tokens in a sequence.
 
     Raises:
-        ModelError: there is no model of that name.
-        MachineError: transformers cannot make it, or run it.
+        ModelError: no model has that name.
+        MachineError: transformers cannot build or run the model.
         UnsupportedError: transformers is not installed.
     """
     path = Path(name)

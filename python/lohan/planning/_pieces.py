@@ -8,13 +8,13 @@ if TYPE_CHECKING:
     from lohan.planning._plan import Block, Layer, Model
 
 NS_PER_S = 1_000_000_000
-# A layer's activations move in pieces of at most so many bytes, as single tensors would.
+# A layer's activations move in pieces of at most this size, as single tensors would.
 PIECE_BYTES = 256 << 20
 GRANULE = 1 << 20
-# What csrc/plan/policy.h leaves for the buffers of a step; with twice that no update waits.
+# The room that csrc/plan/policy.h leaves for a step's buffers; with twice that, no update waits.
 _BUFFER_BLOCK_COUNT = 5
 _SLAB_BYTES = 8 * 12 << 20
-# The places that activations leave the GPU for.
+# The places that activations are offloaded to.
 LEAVES = ("host", "ssd")
 
 Saved = tuple[tuple[int, bool], ...]
@@ -26,7 +26,7 @@ def padded(nbytes: int) -> int:
 
 
 def saved_pieces(layer: Layer, fate: str, granule: int = GRANULE) -> Saved:
-    """What leaves of a layer: equal pieces, each a multiple of the granule."""
+    """Return the offloaded pieces of a layer: of equal size, a multiple of the granule."""
     if fate not in LEAVES or layer.activation_bytes == 0:
         return ()
     count = -(-layer.activation_bytes // PIECE_BYTES)
@@ -35,11 +35,11 @@ def saved_pieces(layer: Layer, fate: str, granule: int = GRANULE) -> Saved:
 
 
 def block_params(block: Block) -> int:
-    """Parameters of a block, shared ones left out."""
+    """Return the number of a block's parameters, without those that it shares."""
     return sum(layer.param_count for layer in block.layers)
 
 
 def buffer_bytes(model: Model) -> int:
-    """The main memory that a step's buffers take, in bytes."""
+    """Return the main memory that a step's buffers take, in bytes."""
     largest = max(block_params(block) for block in model.blocks)
     return _BUFFER_BLOCK_COUNT * model.param_bytes * largest + _SLAB_BYTES

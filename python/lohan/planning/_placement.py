@@ -1,7 +1,8 @@
-"""What a plan's decisions come to on a machine: times of blocks, pieces that move, memory of each.
+"""Apply a plan to a machine: the times of blocks, the pieces that move, the division of memory.
 
-A plan says what happens to each layer's activations. The simulator wants to know how long blocks
-compute, which bytes leave behind a block and in which tier they lie, and how memory is divided.
+A plan decides what happens to each layer's activations. From that, this module derives what the
+simulator needs: how long blocks compute, which bytes are offloaded after a block and to which tier,
+and how memory is divided.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ if TYPE_CHECKING:
     from lohan.planning._machines import Machine
     from lohan.planning._plan import Layer, Model
 
-# Pieces on their way through main memory at once.
+# The pieces that are in transit through main memory at once.
 _TRANSIT_COUNT = 8
-# A parameter of a unit: csrc/sched/engine.h.
+# The alignment of a unit's elements: csrc/sched/engine.h.
 _ELEMENT_ALIGN = 2048
 _MOMENTS_BYTES = 8
 _DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
 
-# What `auto` may do without: masters of 2 bytes instead of 4, updates ahead of the next forward,
-# states in main memory, activations that stay on the GPU; and the plan's word for it.
+# The features of `auto` that can be disabled, and the suffix of the policy that disables each:
+# residuals of 2 bytes instead of masters of 4, updates deferred to the next forward, states in main
+# memory, activations that stay on the GPU.
 SWITCHES = {"residuals": "", "deferred": "/eager", "host_states": "/ssd", "kept": "/moved"}
 _PAPER_MASTER_BYTES = 4
 
@@ -46,24 +48,24 @@ Parted = tuple[tuple[int, ...], tuple[Part, ...], int]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What is where, and for how long each block computes. All sizes in bytes.
+    """The division of a machine's memory, and the time that each block computes. Sizes in bytes.
 
     Attributes:
-        dtype: of parameters, by what their masters take: "bfloat16" (12 bytes a parameter of
-            states with P16), "float16" (14, as the papers have it) or "float32".
-        schedule: of updates, as lohan.wrap names it.
-        blocks: (units, parts, room_bytes) of each; a part, a layer: (forward_ns, backward_ns,
-            saved); saved: (bytes, is_on_ssd) of each piece; room_bytes: of the GPU, while the block
-            computes, for what is on its way out in forward and back in backward.
-        fates: of each layer: "keep", "host", "ssd" or "recompute".
-        recompute_flop: that backward computes besides its own.
-        slot_bytes: of the GPU, for parameters.
-        room_bytes: of the GPU, for what is on its way, at least.
-        computing_bytes: of the GPU, for the block that computes and for what is kept, at most.
-        engine_bytes: of main memory, for states and gradients.
-        saved_bytes: of main memory, for activations, transit included.
-        transit_bytes: of these, for what goes to SSD and comes back.
-        ssd_bytes: for activations.
+        dtype: the dtype of parameters, which decides the size of their states: "bfloat16" (12 bytes
+            per parameter, P16 included), "float16" (14, as in the papers) or "float32".
+        schedule: the schedule of updates, as lohan.wrap names it.
+        blocks: (units, parts, room_bytes) of each block. A part is a layer: (forward_ns,
+            backward_ns, saved); saved is (bytes, is_on_ssd) of each piece; room_bytes is the GPU
+            memory for activations in transit while the block computes.
+        fates: the fate of each layer: "keep", "host", "ssd" or "recompute".
+        recompute_flop: the FLOP that backward recomputes.
+        slot_bytes: the GPU memory for parameters.
+        room_bytes: the least GPU memory for activations in transit.
+        computing_bytes: the most GPU memory for the block in use and for kept activations.
+        engine_bytes: the main memory for states and gradients.
+        saved_bytes: the main memory for activations, transit included.
+        transit_bytes: the part of saved_bytes for activations in transit to and from SSD.
+        ssd_bytes: the SSD space for activations.
     """
 
     dtype: str
@@ -104,7 +106,7 @@ def _blocks(
             )
             for layer, fate in layers
         ]
-        # Backward begins with what the block computes again, all of it.
+        # Backward begins with the whole recomputation of the block.
         forward_ns, backward_ns, pieces = parts[-1]
         parts[-1] = forward_ns, backward_ns + again * NS_PER_S // machine.gpu_flop_per_s, pieces
         made.append((tuple(sum(own[:i]) for i in used), tuple(parts), rooms[index]))
@@ -118,14 +120,15 @@ def _is_again(layer: Layer, fate: str) -> bool:
 def _gpu_split(
     model: Model, machine: Machine, fates: tuple[str, ...]
 ) -> tuple[int, list[int], int]:
-    """(slot_bytes, room_bytes of each block, computing_bytes)."""
+    """Divide the GPU's memory into (slot_bytes, room_bytes of each block, computing_bytes)."""
     kept, first = 0, 0
     needs: list[int] = []
     for block in model.blocks:
         layers = list(zip(block.layers, fates[first : first + len(block.layers)], strict=True))
         first += len(block.layers)
         kept += sum(layer.activation_bytes for layer, fate in layers if fate == "keep")
-        # What leaves does so layer by layer: behind the one that computes it is in `room`.
+        # Activations are offloaded layer by layer: once their layer has computed, they are in
+        # `rooms`.
         again = sum(layer.activation_bytes for layer, fate in layers if fate == "recompute")
         moving = max((m.activation_bytes for m, fate in layers if fate in LEAVES), default=0)
         working = max(layer.working_bytes for layer in block.layers)
@@ -160,7 +163,7 @@ def _plan(model: Model, machine: Machine, policy: str) -> dict[str, Any]:
 
 
 def _states_bytes(model: Model, plan: dict[str, Any]) -> int:
-    """Of those that the plan keeps in main memory."""
+    """Return the size of the states that the plan keeps in main memory."""
     kinds = {
         "has_host_p16": model.param_bytes,
         "has_host_master": plan["master_bytes"],
@@ -173,7 +176,7 @@ def _states_bytes(model: Model, plan: dict[str, Any]) -> int:
 
 
 def _brought_in(model: Model, fates: Sequence[str], room: int) -> tuple[str, ...]:
-    """The first ones that were to go to SSD stay in main memory instead, while it has room."""
+    """Move the first layers with the fate "ssd" to main memory, while that has room."""
     made = []
     for layer, fate in zip(model.layers, fates, strict=True):
         nbytes = sum(size for size, _ in saved_pieces(layer, fate))
@@ -184,7 +187,7 @@ def _brought_in(model: Model, fates: Sequence[str], room: int) -> tuple[str, ...
 
 
 def _swapped(model: Model, share: float) -> tuple[str, ...]:
-    """Inter-block activations leave, and a share of the others in falling benefit, spread evenly.
+    """Offload inter-block activations, and a share of the others by falling benefit, spread evenly.
 
     Source: LoHan eq. 6
     """
@@ -211,14 +214,15 @@ def place(
     share: float | None = None,
     without: Sequence[str] = (),
 ) -> Placement:
-    """Plan by a policy, and divide the machine's memory accordingly.
+    """Make a policy's plan, and divide the machine's memory accordingly.
 
     Args:
-        model: with its batch.
-        machine: of integers.
-        policy: by name.
-        share: of the activations inside blocks, that leave the GPU; None: as the policy says.
-        without: of SWITCHES, for `auto`.
+        model: the model at one batch size.
+        machine: the machine to simulate.
+        policy: the name of the policy.
+        share: the share of the activations inside blocks that are offloaded; None: the policy
+            decides.
+        without: the SWITCHES of `auto` to turn off.
 
     Raises:
         BudgetError: the model does not fit; the message has the numbers.
@@ -232,7 +236,7 @@ def place(
     if share is not None:
         room = machine.host_bytes - transit - 2 * buffer_bytes(model)
         fates = _brought_in(model, _swapped(model, share), room)
-    elif policy == "auto":  # it sends to SSD what hides there, whether main memory is idle or not
+    elif policy == "auto":  # it offloads to SSD what hides there, even if main memory is unused
         taken = sum(
             size
             for layer, fate in zip(model.layers, fates, strict=True)

@@ -1,7 +1,7 @@
-"""Machines and models as csrc/plan sees them, and the papers' models by name.
+"""Machines and models for csrc/plan, and the papers' models by name.
 
-What goes to `lohan._core` are plain dicts, made by `as_core()`; every key is there, every number an
-integer:
+`lohan._core` takes plain dicts, which `as_core()` makes. Every key is required, and every number is
+an integer:
 
     machine   gpu_flop_per_s, gpu_bytes, link_in_bytes_per_s, link_out_bytes_per_s, host_bytes,
               adam_params_per_s, ssd_count, ssd_bytes, ssd_read_bytes_per_s,
@@ -11,14 +11,15 @@ integer:
               layers: a list in forward order of
         layer param_count, forward_flop, activation_bytes, working_bytes, is_inter_block (a bool)
 
-Other keys are not looked at. csrc/plan/machine.h and model.h say what each means.
+Other keys are ignored. csrc/plan/machine.h and model.h define what each means.
 
-`plan(model, machine, policy)` answers what is chosen, and the timeline's step by it. The same dict,
-for a choice that is given, comes from `plan_step(model, machine, fates, blocks=None,
-schedule="optimized", master_bytes=None, must_fit=True)`: fates has "keep", "host", "ssd" or
-"recompute" of each layer, blocks a dict of is_deferred, has_host_p16, has_host_master and
-has_host_moments of each block (None: all False), master_bytes is 4 (the papers' master) or None
-(the model's residual). What is invalid is a ValueError, what does not fit a MemoryError.
+`plan(model, machine, policy)` returns the policy's choices, and the timeline's step with them. The
+same dict for given choices is returned by `plan_step(model, machine, fates, blocks=None,
+schedule="optimized", master_bytes=None, must_fit=True)`: fates is "keep", "host", "ssd" or
+"recompute" for each layer; blocks is a dict of is_deferred, has_host_p16, has_host_master and
+has_host_moments for each block (None: all False); master_bytes is 4 (the papers' master) or None
+(the model's residual). An invalid argument raises ValueError; a model that does not fit raises
+MemoryError.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from typing import Any
 
 from lohan.errors import ModelError
 
-# Bytes of an activation, a parameter or a gradient that is computed with in 16 bits.
+# The bytes of an activation, a parameter or a gradient in 16-bit computation.
 HALF_BYTES = 2
-# What makes a bf16 parameter its fp32 master: docs/architecture.md, Numerics.
+# The bytes that extend a bf16 parameter to its fp32 master: docs/architecture.md, Numerics.
 RESIDUAL_BYTES = 2
 # A DiT sees an image of 512 x 512 as 64 x 64 latents of 4 channels in patches of 2 x 2.
 DIT_TOKENS = 1024
@@ -41,20 +42,22 @@ DIT_CLASSES = 1001
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Rates (a second) and capacities (bytes) of a machine; all are positive but where 0 is told.
+    """The rates (per second) and capacities (bytes) of a machine.
+
+    All values are positive unless 0 is given a meaning.
 
     Attributes:
-        gpu_flop_per_s: what the GPU sustains on this kind of model (THP_G).
-        gpu_bytes: of device memory.
-        link_in_bytes_per_s: main memory to GPU, sustained (BW_G).
-        link_out_bytes_per_s: GPU to main memory.
-        host_bytes: of main memory, what may be used.
-        adam_params_per_s: parameters that AdamW on the CPU updates.
-        ssd_count: number of SSDs.
-        ssd_read_bytes_per_s: of one.
-        ssd_write_bytes_per_s: of one.
-        ssd_total_bytes_per_s: of all together, in one direction; 0: no limit but their sum.
-        ssd_bytes: capacity of one; 0: not looked at.
+        gpu_flop_per_s: the rate that the GPU sustains on this kind of model (THP_G).
+        gpu_bytes: the GPU's memory.
+        link_in_bytes_per_s: the sustained rate from main memory to the GPU (BW_G).
+        link_out_bytes_per_s: the sustained rate from the GPU to main memory.
+        host_bytes: the main memory that may be used.
+        adam_params_per_s: the parameters that AdamW updates on the CPU.
+        ssd_count: the number of SSDs.
+        ssd_read_bytes_per_s: the read rate of one SSD.
+        ssd_write_bytes_per_s: the write rate of one SSD.
+        ssd_total_bytes_per_s: the limit for all SSDs together, in one direction; 0: their sum.
+        ssd_bytes: the capacity of one SSD; 0: not checked.
     """
 
     gpu_flop_per_s: int
@@ -70,21 +73,21 @@ class Machine:
     ssd_bytes: int = 0
 
     def as_core(self) -> dict[str, int]:
-        """The dict that `lohan._core` takes."""
+        """Return the dict that `lohan._core` takes."""
         return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What is kept, swapped or recomputed as a whole; figures are of the whole batch.
+    """A unit that is kept, swapped or recomputed as a whole; figures are for the whole batch.
 
     Attributes:
-        name: within its block.
-        param_count: parameters that no layer before it has.
-        forward_flop: of one forward; recomputing it costs as much.
-        activation_bytes: all that it saves for backward, its output among that, once.
-        working_bytes: of GPU memory while it computes, beyond its activations.
-        is_inter_block: its activations are the next block's input: never recomputed.
+        name: the layer's name within its block.
+        param_count: the number of parameters that no layer before it has.
+        forward_flop: the FLOP of one forward; recomputing it costs as much.
+        activation_bytes: everything that it saves for backward, including its output, once.
+        working_bytes: the GPU memory that it needs while it computes, beyond its activations.
+        is_inter_block: whether its activations are the next block's input: never recomputed.
     """
 
     name: str
@@ -97,11 +100,11 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Layers in forward order.
+    """A block of a model.
 
     Attributes:
-        layers: at least one.
-        shared_block: index of a block before it whose parameters it uses too (a tied head).
+        layers: the layers in forward order, at least one.
+        shared_block: the index of an earlier block whose parameters it also uses (a tied head).
     """
 
     layers: tuple[Layer, ...]
@@ -113,11 +116,11 @@ class Model:
     """A model at one batch size.
 
     Attributes:
-        name: for people.
-        blocks: in forward order.
-        tokens: of a batch: what throughput counts.
-        param_bytes: of a parameter as computed with.
-        residual_bytes: of what makes it the fp32 master: 2 (bf16), 4 (fp16) or 0 (fp32).
+        name: the name that is shown to the user.
+        blocks: the blocks in forward order.
+        tokens: the number of tokens in a batch, which throughput counts.
+        param_bytes: the size of a parameter in computation.
+        residual_bytes: what extends it to the fp32 master: 2 (bf16), 4 (fp16) or 0 (fp32).
     """
 
     name: str
@@ -127,7 +130,7 @@ class Model:
     residual_bytes: int = RESIDUAL_BYTES
 
     def as_core(self) -> dict[str, Any]:
-        """The dict that `lohan._core` takes."""
+        """Return the dict that `lohan._core` takes."""
         blocks = [
             {
                 "layers": [vars(layer) for layer in block.layers],
@@ -148,29 +151,29 @@ class Model:
 
     @property
     def param_count(self) -> int:
-        """Parameters, tied ones once."""
+        """The number of parameters; tied ones count once."""
         return sum(layer.param_count for layer in self.layers)
 
     @property
     def forward_flop(self) -> int:
-        """FLOP of one forward of the batch. Throughput in FLOP/s counts three times as many."""
+        """The FLOP of one forward of the batch. Throughput in FLOP/s counts three times as many."""
         return sum(layer.forward_flop for layer in self.layers)
 
     @property
     def activation_bytes(self) -> int:
-        """Of all layers."""
+        """The size of all layers' activations."""
         return sum(layer.activation_bytes for layer in self.layers)
 
     @property
     def inter_block_bytes(self) -> int:
-        """Activations from block to block."""
+        """The size of the activations between blocks."""
         return sum(layer.activation_bytes for layer in self.layers if layer.is_inter_block)
 
 
 def _transformer_layers(hidden: int, seq: int, batch: int) -> tuple[Layer, ...]:
-    """A block's five layers, norms and activation functions folded in.
+    """Make a block's five layers, which include norms and activation functions.
 
-    Saved, in units of tokens * hidden * 2 bytes: qkv 3, and the norm before it 1; attention's
+    They save, in units of tokens * hidden * 2 bytes: qkv 3, and the norm before it 1; attention's
     output 1; the projection's 1, with the residual added; h to 4h 4, its norm 1 and its activation
     function 4; the block's output 1.
 
@@ -189,23 +192,23 @@ def _transformer_layers(hidden: int, seq: int, batch: int) -> tuple[Layer, ...]:
 
 
 def decoder(name: str, *, layers: int, hidden: int, vocab: int, seq: int, batch: int) -> Model:
-    """A decoder-only transformer: embedding, `layers` blocks, a head tied to the embedding.
+    """Return a decoder-only transformer: embedding, `layers` blocks, a head tied to the embedding.
 
-    The number of heads is not asked for: it changes neither bytes nor FLOP, with attention's
-    matrix computed anew in backward. Attention is counted in full, not its causal half, as the
+    The number of heads is not needed: it changes neither bytes nor FLOP, because backward
+    recomputes attention's matrix. Attention is counted in full, not only its causal half, as the
     papers' throughput counts it.
 
     Args:
-        name: of the model.
-        layers: number of blocks.
-        hidden: width.
-        vocab: entries of the embedding.
-        seq: tokens of a sequence, and positions that have an embedding.
-        batch: sequences.
+        name: the model's name.
+        layers: the number of blocks.
+        hidden: the width.
+        vocab: the number of entries of the embedding.
+        seq: the number of tokens in a sequence, and of position embeddings.
+        batch: the number of sequences.
     """
     tokens = batch * seq
     embedding = Layer("embedding", (vocab + seq) * hidden, 0, 0)
-    # Logits in 16 bits, and their softmax in fp32.
+    # Logits take 16 bits, and their softmax fp32.
     logits_bytes = tokens * vocab * (HALF_BYTES + 4)
     head = Layer("head", 2 * hidden, 2 * tokens * vocab * hidden, 0, working_bytes=logits_bytes)
     block = Block(_transformer_layers(hidden, seq, batch))
@@ -217,14 +220,14 @@ def decoder(name: str, *, layers: int, hidden: int, vocab: int, seq: int, batch:
 
 
 def dit(name: str, *, layers: int, hidden: int, batch: int, tokens: int = DIT_TOKENS) -> Model:
-    """A diffusion transformer: blocks with a modulation of each sample (adaLN), no tied head.
+    """Return a diffusion transformer: blocks with a modulation per sample (adaLN), no tied head.
 
     Args:
-        name: of the model.
-        layers: number of blocks.
-        hidden: width.
-        batch: images.
-        tokens: patches of an image.
+        name: the model's name.
+        layers: the number of blocks.
+        hidden: the width.
+        batch: the number of images.
+        tokens: the number of patches in an image.
     """
     square = hidden * hidden
     embedded = DIT_PATCH_VALUES + DIT_FREQUENCIES + hidden + DIT_CLASSES
@@ -287,17 +290,17 @@ OPT_VOCAB = 50272
 
 
 def model_names() -> tuple[str, ...]:
-    """Names that `named_model` takes."""
+    """Return the names that `named_model` takes."""
     return (*GPT_SHAPES, *OPT_SHAPES, *DIT_SHAPES)
 
 
 def named_model(name: str, *, batch: int, seq: int = 1024) -> Model:
-    """One of the papers' models.
+    """Return one of the papers' models.
 
     Args:
         name: `gpt-13b`, `opt-1.3b`, `dit-10b`, ...
-        batch: sequences, or images.
-        seq: tokens of a sequence; a DiT has as many as its images have patches.
+        batch: the number of sequences or images.
+        seq: the number of tokens in a sequence; ignored for a DiT, whose tokens are patches.
 
     Raises:
         ModelError: no model has that name, or batch or seq is below 1.

@@ -1,4 +1,4 @@
-"""Policies by name: those of csrc/plan, and checkmate, whose solver is Python's."""
+"""Policies by name: those of csrc/plan, and checkmate, whose solver is a Python package."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 def names() -> list[str]:
-    """What `make` takes; docs/planning.md has what each does."""
+    """Return the policies that `make` takes; docs/planning.md describes them."""
     *others, auto = _core.plan_policies()
     return [*others, "checkmate", auto]
 
 
 def make(model: Model, machine: Machine, policy: str) -> dict[str, Any]:
-    """A plan, as `lohan._core.plan` gives it.
+    """Make a plan, in the form that `lohan._core.plan` returns.
 
     Args:
-        model: with its batch.
-        machine: what a plan may use of it.
-        policy: by name.
+        model: the model at one batch size.
+        machine: the part of the machine that the plan may use.
+        policy: the name of the policy.
 
     Raises:
         BudgetError: the policy cannot run the model on the machine; the message has the numbers.
-        MachineError: no policy has that name; or what is planned for is none.
+        MachineError: no policy has that name, or the model or the machine is invalid.
         UnsupportedError: the policy needs a package that is not installed.
     """
     if policy.partition("/")[0] not in names():

@@ -1,4 +1,4 @@
-"""One simulated step in time: how busy each resource is, and with what."""
+"""The timeline of a simulated step: how busy each resource is, and with what."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _EVENT = np.dtype(
         ("nbytes", "u8"),
     ]
 )
-# enum lh_engine_trace_kind: (resource, with what, with what where it is of no unit, is a write).
+# For each enum lh_engine_trace_kind: (resource, its use for an event of a unit, its use for an
+# event of no unit, whether it is a write).
 _KINDS = {
     0: ("ssd", "parameters", "parameters", False),
     1: ("ssd", "updates", "updates", False),
@@ -47,11 +48,11 @@ class Timeline:
     """How busy each resource is in equal parts of a step.
 
     Attributes:
-        edges_s: of the parts, from the step's begin; (BIN_COUNT + 1,) fp64.
-        forward_s: when backward begins.
-        busy: of "gpu", "link_in", "link_out", "ssd" (all of them) and "cpu": with what ("forward",
-            "backward", "parameters", "activations", "gradients", "updates"), and how much of its
-            rate in each part; (BIN_COUNT,) fp64.
+        edges_s: the edges of the parts, from the step's begin; (BIN_COUNT + 1,) fp64.
+        forward_s: the time at which backward begins.
+        busy: for "gpu", "link_in", "link_out", "ssd" (all of them) and "cpu", by use ("forward",
+            "backward", "parameters", "activations", "gradients", "updates"): the share of the
+            resource's rate in each part; (BIN_COUNT,) fp64.
     """
 
     edges_s: np.ndarray[Any, np.dtype[np.float64]]
@@ -60,11 +61,11 @@ class Timeline:
 
 
 def make(raw: dict[str, Any], machine: Machine) -> Timeline:
-    """From what `lohan._core.simulate` gives of a run with a trace.
+    """Make the timeline from the result of `lohan._core.simulate` with a trace.
 
     Args:
-        raw: its answer.
-        machine: that was simulated.
+        raw: the result.
+        machine: the simulated machine.
     """
     events = np.frombuffer(raw["trace"], dtype=_EVENT)
     start = events["start_ns"].astype(float) - raw["begin_ns"]
@@ -75,7 +76,7 @@ def make(raw: dict[str, Any], machine: Machine) -> Timeline:
     }
 
     def add(row: str, what: str, these: Any, work_ns: Any, served_ns: Any) -> None:
-        """A request waits in a queue first: it is served in the last part of its time."""
+        """Add some events. A request waits in a queue, and is served in the last part of it."""
         begins = np.maximum(start[these], end[these] - served_ns)
         share = _share(begins, end[these], work_ns, edges)
         busy[row][what] = busy[row].get(what, 0) + share
@@ -98,7 +99,7 @@ def make(raw: dict[str, Any], machine: Machine) -> Timeline:
 
 
 def _rate(machine: Machine, row: str, is_write: bool) -> tuple[float, int]:
-    """Bytes a second of all that serve at once, and how many do."""
+    """Return the bytes per second of all servers of a resource together, and their number."""
     if row == "ssd":
         one = machine.ssd_write_bytes_per_s if is_write else machine.ssd_read_bytes_per_s
         every = machine.ssd_count * one
@@ -109,7 +110,7 @@ def _rate(machine: Machine, row: str, is_write: bool) -> tuple[float, int]:
 
 
 def _share(begins: Any, ends: Any, work: Any, edges: Any) -> Any:
-    """Of each part between edges, what the work takes that is done evenly from begins to ends."""
+    """Return the share of each part between edges that work takes, spread evenly over its time."""
     length = ends - begins
     some = length > 0
     rate = work[some] / length[some]
@@ -118,6 +119,6 @@ def _share(begins: Any, ends: Any, work: Any, edges: Any) -> Any:
     at, change = at[order], np.concatenate([rate, -rate])[order]
     if len(at) == 0:
         return np.zeros(len(edges) - 1)
-    # The rate is constant between two changes: its sum over time is straight there.
+    # The rate is constant between two changes, so its integral is linear there.
     done = np.concatenate([[0.0], np.cumsum(np.cumsum(change)[:-1] * np.diff(at))])
     return np.diff(np.interp(edges, at, done)) / np.diff(edges)

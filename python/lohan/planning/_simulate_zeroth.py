@@ -1,11 +1,12 @@
-"""A zeroth-order step on a machine that need not be here: blocks that pass through the GPU.
+"""Simulate a zeroth-order step, whose blocks pass through the GPU, on any machine.
 
-What each stream has to do is counted from the model's shape, and csrc/plan/zeroth.c says how long
-that takes together. A GPU is four numbers here: how fast it multiplies in fp32 and in 16 bits, how
-fast its memory moves what is not a product, and how fast it allocates; so every time is work by a
-rate, and nothing else.
+The work of each stream is counted from the model's shape, and csrc/plan/zeroth.c computes how long
+the streams take together. A GPU is described by four numbers: its rates of matrix products in fp32
+and in 16 bits, of memory traffic in other operations, and of allocation. Every time is therefore
+work divided by a rate.
 
-[Note: What is counted] Of torch's eager operations, as MeZO and ZO2 run them (no fused kernels):
+[Note: What is counted] The operations are torch's eager ones, as MeZO and ZO2 run them (no fused
+kernels):
 
     z           drawn (written), scaled twice (read, written), added (both read, written): 8 times
                 a parameter's bytes, for each of three moves and one update
@@ -34,7 +35,8 @@ from lohan.planning._pieces import NS_PER_S
 if TYPE_CHECKING:
     from lohan.planning._machines import Machine
 
-# What a policy does without: keywords of _core.zeroth_step. MeZO: all stays on the GPU.
+# The features that each policy turns off: keywords of _core.zeroth_step. "mezo" keeps everything on
+# the GPU.
 POLICIES: dict[str, dict[str, bool]] = {
     "mezo": {},
     "zo2": {},
@@ -42,7 +44,7 @@ POLICIES: dict[str, dict[str, bool]] = {
     "no_reuse": {"has_reuse": False},
     "no_deferred": {"has_deferral": False},
 }
-# Bytes of a parameter where it is kept; `amp` computes in 16 bits.
+# The bytes of a stored parameter; `amp` computes in 16 bits.
 DTYPES = {"fp32": 4, "fp16": 2, "amp": 4}
 LINKS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 # See [Note: What is counted].
@@ -53,27 +55,28 @@ _BLOCK_ACCESSES = 28
 _LOGITS_ACCESSES = 5
 _CAST_BYTES = 6
 _FORWARDS = 2
-# Of attention's matrix that are there at once: what softmax read, and what it answers in fp32.
+# The bytes per element of attention's matrix that are held at once: softmax's input, and its result
+# in fp32.
 _ATTENTION_HELD_BYTES = {"fp32": 8, "fp16": 6, "amp": 6}
-# Logits, their copy, their log-softmax; ZO2's head has both forwards' beside one another.
+# Logits, their copy and their log-softmax; ZO2's head holds those of both forwards.
 _LOGITS_HELD = {"mezo": 3, "zo2": 4}
-# z of the largest parameter, and what it is scaled to.
+# z of the largest parameter, and the scaled copy.
 _Z_HELD = 2
 _NEEDED = ("gpu_fp32_flop_per_s", "gpu_memory_bytes_per_s", "gpu_alloc_bytes_per_s")
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A decoder-only transformer with a tied head, and what a step trains it on.
+    """A decoder-only transformer with a tied head, and the size of its batch.
 
     Attributes:
-        name: for people.
-        layers: blocks.
-        heads: of attention, whose matrices are in memory here.
-        hidden: width.
-        vocab: entries of the embedding.
-        batch: sequences.
-        seq: tokens of each.
+        name: the name that is shown to the user.
+        layers: the number of blocks.
+        heads: the number of attention heads, whose matrices are held in memory here.
+        hidden: the width.
+        vocab: the number of entries of the embedding.
+        batch: the number of sequences.
+        seq: the number of tokens in each.
     """
 
     name: str
@@ -86,37 +89,37 @@ class Decoder:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """The number of tokens in a step."""
         return self.batch * self.seq
 
     @property
     def block_params(self) -> int:
-        """Of one block."""
+        """The number of parameters of one block."""
         return 12 * self.hidden**2 + 13 * self.hidden
 
     @property
     def end_params(self) -> int:
-        """Of the embedding, tied to the head, and of the last norm: what stays on the GPU."""
+        """The parameters that stay on the GPU: the embedding, tied to the head, and last norm."""
         return (self.vocab + self.seq + 2) * self.hidden
 
     @property
     def block_flop(self) -> int:
-        """Of one forward of a block; attention in full."""
+        """The FLOP of one forward of a block, with attention in full."""
         return 2 * self.tokens * (12 * self.hidden**2 + 2 * self.seq * self.hidden)
 
     @property
     def head_flop(self) -> int:
-        """Of one forward of the head."""
+        """The FLOP of one forward of the head."""
         return 2 * self.tokens * self.vocab * self.hidden
 
 
 def decoder(name: str, *, batch: int = 1, seq: int = 2048) -> Decoder:
-    """One of the papers' models by its name, as `_plan.named_model` has them.
+    """Return one of the papers' models by its name, as in `_plan.named_model`.
 
     Args:
         name: `opt-13b`, `gpt-70b`, ...
-        batch: sequences.
-        seq: tokens of each.
+        batch: the number of sequences.
+        seq: the number of tokens in each.
 
     Raises:
         ModelError: no decoder has that name, or batch or seq is below 1.
@@ -136,14 +139,14 @@ def decoder(name: str, *, batch: int = 1, seq: int = 2048) -> Decoder:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a zeroth-order run is told.
+    """The settings of a simulated zeroth-order run.
 
     Attributes:
         policy: a key of POLICIES: all on the GPU, ZO2's schedule, or that without one part.
         dtype: a key of DTYPES.
-        link: format in which blocks cross the link, a key of LINKS. None: as they are kept.
-        slot_count: blocks that the GPU has room for.
-        looks_ahead: a step's first upload does not wait for the losses of the step before.
+        link: the format in which blocks cross the link, a key of LINKS. None: the stored format.
+        slot_count: the number of blocks that the GPU has room for.
+        looks_ahead: whether a step's first upload starts before the losses of the previous step.
     """
 
     policy: str = "zo2"
@@ -155,16 +158,16 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A settled step.
+    """The figures of a step in the steady state.
 
     Attributes:
-        step_ns: from its begin to the begin of the next one.
-        tokens: of the batch.
-        busy_ns: by stream ("upload", "compute", "offload").
+        step_ns: the time from the step's begin to the begin of the next one.
+        tokens: the number of tokens in the batch.
+        busy_ns: the time that each stream ("upload", "compute", "offload") is busy.
         bound_by: the busiest stream.
-        link_bytes: that cross the link, each way.
-        gpu_bytes: what the GPU has to have room for.
-        fits: whether it has.
+        link_bytes: the bytes that cross the link in each direction.
+        gpu_bytes: the GPU memory that the step needs.
+        fits: whether the GPU has that memory.
     """
 
     step_ns: int
@@ -177,11 +180,11 @@ class Step:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the batch once, as the paper counts them: not of both forwards."""
+        """The tokens per second; both forwards of a batch count once, as in the paper."""
         return self.tokens * NS_PER_S / self.step_ns
 
     def as_dict(self) -> dict[str, Any]:
-        """What `--json` writes."""
+        """Return the figures as `--json` prints them."""
         return {
             "step_ms": self.step_ns / 1e6,
             "tokens_per_s": self.tokens_per_s,
@@ -194,12 +197,12 @@ class Step:
 
 
 def _ns(work: int, per_s: int) -> int:
-    """Rounded up."""
+    """Return the time of some work in nanoseconds, rounded up."""
     return -(-work * NS_PER_S // per_s)
 
 
 class _Costs:
-    """What a model's parts take on a machine."""
+    """The time and memory that a model's parts take on a machine."""
 
     def __init__(self, model: Decoder, machine: Machine, options: Options) -> None:
         self.model, self.machine, self.options = model, machine, options
@@ -210,7 +213,7 @@ class _Costs:
         self.flop_per_s = machine.gpu_fp32_flop_per_s if is_wide else machine.gpu_flop_per_s
 
     def moved_ns(self, nbytes: int) -> int:
-        """Of the GPU's memory."""
+        """Return the time of memory traffic on the GPU."""
         return _ns(nbytes, self.machine.gpu_memory_bytes_per_s)
 
     def z_ns(self, params: int, times: int) -> int:
@@ -220,7 +223,7 @@ class _Costs:
         return _CAST_BYTES * params if self.options.dtype == "amp" else 0
 
     def block_ns(self) -> int:
-        """Both forwards of a block and its moves, without its update."""
+        """Return the time of a block's two forwards and of its moves, without its update."""
         model = self.model
         matrix = model.batch * model.heads * model.seq**2
         nbytes = (
@@ -238,13 +241,13 @@ class _Costs:
         return self.z_ns(self.model.block_params, 1)
 
     def crossed_ns(self) -> int:
-        """A block into the link's format and back, where that is not the stored one."""
+        """Return the time to convert a block to the link's format and back, if that differs."""
         if self.crossing == self.stored:
             return 0
         return self.moved_ns(2 * (self.stored + self.crossing) * self.model.block_params)
 
     def embedding_ns(self) -> int:
-        """Its moves and its update: what it looks up is next to nothing."""
+        """Return the time of the embedding's moves and update; its look-up is negligible."""
         return self.z_ns(self.model.end_params, _MOVES + 1)
 
     def head_ns(self) -> int:
@@ -254,7 +257,7 @@ class _Costs:
         return _ns(_FORWARDS * model.head_flop, self.flop_per_s) + self.moved_ns(_FORWARDS * nbytes)
 
     def tied_ns(self) -> int:
-        """What is tied was put back behind the embedding, and is moved again for the head."""
+        """Return the time to move the tied weights, restored after the embedding, for the head."""
         return self.z_ns(self.model.vocab * self.model.hidden, _MOVES)
 
     def gpu_bytes(self) -> int:
@@ -282,7 +285,10 @@ def _check(machine: Machine, options: Options) -> None:
         if value not in known:
             raise MachineError(f"{what} {value!r}: must be one of {', '.join(known)}")
     if LINKS.get(options.link or "", 0) > DTYPES[options.dtype]:
-        raise MachineError(f"link {options.link!r} is wider than {options.dtype} parameters are")
+        raise MachineError(
+            f"link {options.link!r} is wider than {options.dtype} parameters: use a narrower link"
+            " format, or omit link to use the parameters' own"
+        )
     unknown = [name for name in _NEEDED if getattr(machine, name) == 0]
     if unknown:
         raise MachineError(
@@ -319,12 +325,12 @@ def _run(costs: _Costs) -> dict[str, Any]:
 
 
 def simulate(model: Decoder, machine: Machine, options: Options | None = None) -> Step:
-    """A step's figures, whether or not the GPU has room for it.
+    """Simulate a step, whether or not the GPU has room for it.
 
     Args:
-        model: with its batch.
-        machine: of integers, with the four fields that only zeroth-order steps ask for.
-        options: of the run.
+        model: the model with its batch.
+        machine: the machine, with the four fields that only zeroth-order steps use.
+        options: the settings of the run; None means the defaults.
 
     Raises:
         MachineError: an option is invalid, or the machine lacks a field that is needed.

@@ -1,4 +1,4 @@
-"""`model.lohan.save_trace(FILE)` and `lohan trace FILE`: what each resource did in each step."""
+"""`model.lohan.save_trace(FILE)` and `lohan trace FILE`: the use of each resource in each step."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ OPTIMIZER = LANE_OF_KIND[3]
 SSD_READS = tuple(lane for lane in LANE_OF_KIND if lane.startswith("SSD reads"))
 SSD_WRITES = tuple(lane for lane in LANE_OF_KIND if lane.startswith("SSD writes"))
 COPIES = (LANE_OF_KIND[10], LANE_OF_KIND[11])
-# What the training thread does: a step begins with the first of these.
+# The lanes of the training thread: a step begins with its first span in any of these.
 _OF_STEPS = (TRAINING, IN_USE, WAITS)
 PHASES = ("forward", "backward", "step")
 _PHASE_COUNT_MAX = 4096
 _SHOWN = ("compute", "ssd", "optimizer", "copies")
 
-# Infinite times, and lists in lists without end.
+# The errors for infinite times, and for lists that are nested too deeply.
 _OF_JSON = (OverflowError, RecursionError)
 
 Interval = tuple[int, int]
 
 
 class Steps(Protocol):
-    """What counts steps: a session."""
+    """An object that counts steps: a session."""
 
     @property
     def step(self) -> int:
-        """Closed steps."""
+        """The number of completed steps."""
 
 
 class Phases:
-    """What the training thread is in: the last forwards, backwards and steps, by the clock."""
+    """The times of the training thread's last forwards, backwards and steps."""
 
     def __init__(self, trace_events: int) -> None:
-        """Remember nothing where there is no timeline."""
+        """Record nothing if trace_events is 0."""
         self.is_on = trace_events > 0
         self.marks: collections.deque[tuple[str, int, int, int]] = collections.deque(
             maxlen=_PHASE_COUNT_MAX
@@ -56,22 +56,22 @@ class Phases:
         self._open: tuple[str, int, int] | None = None
 
     def begin(self, name: str, session: Steps) -> None:
-        """A phase of the step behind the session's last one begins."""
+        """Begin a phase of the step after the session's last one."""
         if self.is_on:
             self._open = (name, session.step + 1, time.monotonic_ns())
 
     def end(self) -> None:
-        """The phase that began last is over."""
+        """End the phase that began last."""
         if self._open is not None:
             self.marks.append((*self._open, time.monotonic_ns()))
             self._open = None
 
 
 def save(path: str | os.PathLike[str], session: Session) -> None:
-    """Write what a session's engine remembers; of a step that it remembers in part, nothing.
+    """Write the recorded events of a session, without a step of which the first events are lost.
 
     Raises:
-        SessionError: wrap() was not given trace_events=.
+        SessionError: wrap() was called without trace_events=.
     """
     most = session.config.trace_events
     if most == 0:
@@ -91,10 +91,10 @@ def save(path: str | os.PathLike[str], session: Session) -> None:
 
 
 def _span(event: Mapping[str, Any]) -> Span:
-    """An event of a file.
+    """Parse an event of a file.
 
     Raises:
-        ValueError: a value is of the wrong kind. Also KeyError, TypeError, OverflowError.
+        ValueError, KeyError, TypeError, OverflowError: the event is invalid.
     """
     span = Span(
         event["cat"],
@@ -108,15 +108,15 @@ def _span(event: Mapping[str, Any]) -> Span:
     )
     are_names = isinstance(span.lane, str) and isinstance(span.name, str)
     if not are_names or type(span.step) is not int or type(span.nbytes) is not int:
-        raise ValueError(f"{str(event)[:200]} is not an event of a step")
+        raise ValueError(f"invalid event {str(event)[:200]}")
     return span
 
 
 def load(path: Path) -> tuple[list[Span], int]:
-    """The spans of a file that save() wrote, and how many workers there were (0: not told).
+    """Return the spans of a file that save() wrote, and the number of workers (0 if not recorded).
 
     Raises:
-        TraceError: it cannot be read, or is something else.
+        TraceError: the file cannot be read, or is not a lohan timeline.
     """
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
@@ -134,7 +134,7 @@ def load(path: Path) -> tuple[list[Span], int]:
 
 
 def _covered_ns(intervals: Iterable[Interval]) -> int:
-    """How long at least one of them lasts."""
+    """Return the length of the intervals' union."""
     total, end = 0, -1
     for start, stop in sorted(intervals):
         total += max(0, stop - max(start, end))
@@ -143,7 +143,7 @@ def _covered_ns(intervals: Iterable[Interval]) -> int:
 
 
 def _windows(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
-    """(step, begin, end) of each: to the begin of the next one's forward, the last to its end."""
+    """Return (step, begin, end) of each step, which ends when the next one or the trace does."""
     begins: dict[int, int] = {}
     for span in spans:
         if span.lane in _OF_STEPS:
@@ -155,7 +155,7 @@ def _windows(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
 
 
 def _busy(spans: Sequence[Span], inside: Sequence[Interval], workers: int) -> dict[str, float]:
-    """Shares of some intervals during which each resource was at work."""
+    """Return the share of some intervals during which each resource was busy."""
     held: dict[str, list[Interval]] = {}
     for span in spans:
         for begin, end in inside:
@@ -182,15 +182,15 @@ def _most(busy: Mapping[str, float]) -> str:
 
 
 def summarise(spans: Sequence[Span], threads: int = 0) -> list[dict[str, Any]]:
-    """What each step of a timeline, and each phase of it, was busy with.
+    """Return the use of each resource in each step of a timeline, and in each of its phases.
 
     Args:
-        spans: of `load()`.
-        threads: workers of the optimizer; 0: as many as were ever busy at once.
+        spans: the spans from `load()`.
+        threads: the optimizer's workers; 0: the most that were busy at the same time.
 
     Returns:
-        Of each step: step, wall_ns, busy (share of "compute", "ssd", "optimizer" and, with an
-        accelerator, "copies", as of StepStats), bound_by, waited_ns, read_bytes, written_bytes, and
+        For each step: step, wall_ns, busy (the shares of "compute", "ssd", "optimizer" and, with an
+        accelerator, "copies", as in StepStats), bound_by, waited_ns, read_bytes, written_bytes, and
         phases: wall_ns, busy and bound_by of "forward", "backward" and "step".
     """
     rows = [s.row for s in _timeline.in_rows(s for s in spans if s.lane == OPTIMIZER)]
@@ -227,7 +227,7 @@ def summarise(spans: Sequence[Span], threads: int = 0) -> list[dict[str, Any]]:
 
 
 def _show_phases(steps: Sequence[dict[str, Any]], names: Sequence[str], console: Console) -> None:
-    """Means over all steps."""
+    """Print the means over all steps for each phase."""
     from rich.table import Table
 
     table = Table("phase", "ms", *names, "bound by", box=None)
@@ -248,7 +248,7 @@ def _show_phases(steps: Sequence[dict[str, Any]], names: Sequence[str], console:
 
 
 def show(steps: Sequence[dict[str, Any]], console: Console) -> None:
-    """A line a step, and what bounded most of them."""
+    """Print one line per step, and the resource that most of them are bound by."""
     from rich.table import Table
 
     names = [name for name in _SHOWN if any(name in step["busy"] for step in steps)]
@@ -276,7 +276,7 @@ def show(steps: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 _ADVICE = {
-    "compute": "states arrive in time; a faster device, or less computed again, would help",
+    "compute": "states arrive in time; a faster device, or less recomputation, would help",
     "ssd": "a larger batch or accumulate=, more host_bytes, or another SSD would help",
     "optimizer": "more cores (threads=), or a larger batch or accumulate=, would help",
     "copies": "a larger batch, or more device_bytes, would help",
