@@ -303,7 +303,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.deepspeed_python and available_bytes() < MEMORY_BYTES:
         note(
-            f"{available_bytes()} bytes of memory are available, contestants take up to {MEMORY_BYTES}"
+            f"{available_bytes()} bytes of memory are available, but contestants take up to"
+            f" {MEMORY_BYTES}"
         )
     # Clean up as after an interrupt: end contestants and remove their files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

@@ -118,7 +118,7 @@ def main() -> None:
     pipe = served.answers()
     setting, directory = sys.argv[1:]
     if SETTINGS[setting].is_locked:
-        os.environ["DS_PIN_MEMORY_BACKEND"] = "native"  # torch's backend locks nothing without a GPU
+        os.environ["DS_PIN_MEMORY_BACKEND"] = "native"  # torch's locks nothing without a GPU
     import deepspeed
 
     model = training.build(torch.bfloat16)
