@@ -131,7 +131,7 @@ class Asserts:
         return {"holds": True}
 
     def lends(self) -> Mapping[str, Any]:
-        """In a forward, parameters are on the device with the right bits, and lend() works there."""
+        """In a forward, parameters are on the device with the right bits; lend() returns them."""
         torch, place = self.torch, self.place
         import lohan
 

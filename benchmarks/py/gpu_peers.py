@@ -51,7 +51,7 @@ class Peers:
         }
 
     def lohan(self) -> Mapping[str, Any]:
-        """lohan with half of the parameters on the device, so that they are loaded and evicted."""
+        """Train with lohan and half of the parameters on the device; they are loaded and evicted."""
         import lohan
 
         with store_folder() as folder:
@@ -78,7 +78,7 @@ class Peers:
                 model.lohan.close()
 
     def torch_on_the_cpu(self) -> Mapping[str, Any]:
-        """Torch with bf16 parameters on the device, and a fused AdamW on the CPU."""
+        """Train in torch with bf16 parameters on the device, and a fused AdamW on the CPU."""
         torch = self.torch
         model = build(self.shape, torch.bfloat16).to(self.place.device)
         params = list(model.parameters())
@@ -101,7 +101,7 @@ class Peers:
         return self.measure(step)
 
     def torchao(self) -> Mapping[str, Any]:
-        """torchao's CPUOffloadOptimizer: parameters on the device, states in main memory."""
+        """Use torchao's CPUOffloadOptimizer: parameters on the device, states in main memory."""
         try:
             from torchao.optim import CPUOffloadOptimizer
         except ImportError as error:
@@ -121,7 +121,7 @@ class Peers:
         return self.measure(step)
 
     def deepspeed(self, stage: int) -> Mapping[str, Any]:
-        """ZeRO with the optimizer on the CPU; in stage 3 also the parameters."""
+        """Train with ZeRO and the optimizer on the CPU; in stage 3 also the parameters."""
         try:
             import deepspeed
         except ImportError as error:
