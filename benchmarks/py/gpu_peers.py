@@ -51,7 +51,7 @@ class Peers:
         }
 
     def lohan(self) -> Mapping[str, Any]:
-        """Train with lohan and half of the parameters on the device; they are loaded and evicted."""
+        """Train with lohan, with half of the parameters on the device at a time."""
         import lohan
 
         with store_folder() as folder:
