@@ -539,7 +539,7 @@ def _look(file: File, weights: Path | None) -> File:
 
 
 def check_content(layout: Layout, then: Sequence[File]) -> None:
-    """If a file has a new time or path, read all files and compare the checksums.
+    """Verify the checksums of all files if one has a new time or path.
 
     Raises:
         StoreMismatchError: bytes differ; names the block and the files.
