@@ -1,7 +1,7 @@
-"""docs/paper-results.md: what the papers measured beside what the simulator says, as tables.
+"""Make docs/paper-results.md: tables of the papers' measurements and the simulator's results.
 
-The constants are those of the preset `paper-4090`, fitted on seven rows of one figure
-(benchmarks/paper_tables.py); nothing here is fitted.
+The constants are those of the preset `paper-4090`, which were fitted on seven rows of one figure
+(benchmarks/paper_tables.py). Nothing is fitted here.
 
     python benchmarks/paper_results.py [--out docs/paper-results.md] [--jobs N]
         [--models gpt-13b gpt-70b gpt-175b]
@@ -37,11 +37,12 @@ LARGEST_MEMORIES = (16, 32, 64, 128)
 LARGEST_BATCHES = (8, 16, 32, 48)
 # LoHan's artifact: batch, SSDs, TFLOP/s of 13B.
 OTHERS_MEASURED = ((48, 1, 53.1), (64, 1, 70.3), (64, 3, 136.3), (64, 12, 155.8))
-# The other constants with which Algorithm 1 stops where LoHan's did.
+# The value of a fitted constant with which Algorithm 1 stops where LoHan's did.
 SWAPPED_TOTAL_GB = 26.6
-# With their batch.
+# Each model with its batch.
 BEYOND = (("gpt-13b", 32), ("gpt-70b", 32), ("gpt-175b", 16))
-# What auto has beside the papers' policy, and where its worth is looked at: SSDs, main memory.
+# The parts of auto that the papers' policy lacks, and the machines on which they are evaluated:
+# SSDs, GB of main memory.
 SWITCHED_OFF = {
     "residuals": "12 bytes a parameter instead of 14",
     "deferred": "updates ahead of the next forward",
@@ -103,7 +104,7 @@ class Case:
 
 
 def run(case: Case) -> Step | None:
-    """None: it does not fit."""
+    """Simulate a step; return None if it does not fit."""
     machine = dataclasses.replace(
         _machines.load(MACHINE), ssd_count=case.ssd_count, host_bytes=case.host_gb * GB
     )
@@ -117,20 +118,20 @@ def run(case: Case) -> Step | None:
 
 
 class Runs:
-    """Steps of cases, each simulated once."""
+    """Simulates the steps of cases, each once."""
 
     def __init__(self, pool: ProcessPoolExecutor) -> None:
         self.pool = pool
         self.steps: dict[Case, Any] = {}
 
     def ask(self, *cases: Case) -> None:
-        """Begin with them."""
+        """Start simulating these cases."""
         for case in cases:
             if case not in self.steps:
                 self.steps[case] = self.pool.submit(run, case)
 
     def get(self, case: Case) -> Step | None:
-        """Wait for it."""
+        """Wait for a case and return its step."""
         self.ask(case)
         step: Step | None = self.steps[case].result()
         return step
@@ -281,7 +282,7 @@ def main() -> None:
     beyond_models = [(model, batch) for model, batch in BEYOND if model in words.models]
     with ProcessPoolExecutor(words.jobs) as pool:
         runs = Runs(pool)
-        for model, batch in reversed(beyond_models):  # what takes longest first
+        for model, batch in reversed(beyond_models):  # those that take longest first
             runs.ask(*beyond_cases(model, batch).values())
         parts = [
             TEXT,

@@ -1,13 +1,14 @@
-"""The papers' measurements beside the simulator's, row by row, with the error of each.
+"""Compare the simulator with the papers' measurements, row by row.
 
-Five constants of the preset `paper-4090` are fitted on the rows of batch 32: read and write rate of
-an SSD, what all SSDs share, the GPU's link and what the GPU sustains. `--fit` does that again, in
-some minutes, and prints what it finds; the preset has the datasheet's figures beside them.
+Five constants of the preset `paper-4090` are fitted on the rows of batch 32: the read and write
+rate of an SSD, the rate of the link that all SSDs share, the rate of the GPU's link, and the
+FLOP/s that the GPU sustains. `--fit` repeats the fit, which takes some minutes, and prints the
+result. The preset also states the datasheets' figures.
 
     python benchmarks/paper_tables.py [--fit] [--jobs N]
 
-The exit status is 1 where the mean absolute error is above 6 % on the rows of batch 32, or above
-10 % on the others.
+The exit status is 1 if the mean absolute error is above 6 % on the rows of batch 32, or above 10 %
+on the others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ROWS = pathlib.Path(__file__).resolve().parent / "paper" / "lohan_13b.csv"
 MODEL = "gpt-13b"
 FIT_BATCH = 32
 BARS = {True: 0.06, False: 0.10}
-# Of each constant: the fields that it is, what a drive or a link can do at most, the first step.
+# For each constant: its fields, the least and the greatest plausible value, the first step.
 CONSTANTS: tuple[tuple[tuple[str, ...], float, float, float], ...] = (
     (("ssd_read_bytes_per_s",), 5e9, 7.2e9, 0.4e9),
     (("ssd_write_bytes_per_s",), 3e9, 4.6e9, 0.2e9),
@@ -57,13 +58,13 @@ def rows_read() -> list[Row]:
 
 
 def tflops(row: Row, machine: _machines.Machine) -> float:
-    """What the simulator says of a row, by the papers' policy."""
+    """Simulate a row with the papers' policy."""
     here = dataclasses.replace(machine, ssd_count=row.ssd_count)
     return simulate(_plan.named_model(MODEL, batch=row.batch), here, Options("lohan")).tflops
 
 
 def errors(rows: list[Row], machine: _machines.Machine, pool: ProcessPoolExecutor) -> list[float]:
-    """Relative, of each row."""
+    """Return the relative error of each row."""
     found = pool.map(tflops, rows, [machine] * len(rows))
     return [said / row.tflops - 1 for row, said in zip(rows, found, strict=True)]
 
@@ -73,7 +74,7 @@ def mean(values: list[float]) -> float:
 
 
 def table(head: str, rows: Iterable[list[str]]) -> str:
-    """As Markdown; head has its columns between bars."""
+    """Format a table as Markdown; head lists the columns, separated by bars."""
     columns = head.split("|")
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
@@ -82,7 +83,7 @@ def table(head: str, rows: Iterable[list[str]]) -> str:
 def fit(
     machine: _machines.Machine, rows: list[Row], pool: ProcessPoolExecutor
 ) -> _machines.Machine:
-    """Change one constant at a time while that lessens the error; then by half as much."""
+    """Change one constant at a time while that reduces the error, then in smaller steps."""
     best = mean(errors(rows, machine, pool))
     for halving in range(FIT_ROUNDS):
         for fields, least, most, first in CONSTANTS:
@@ -98,7 +99,7 @@ def fit(
 
 
 def show(rows: list[Row], found: list[float]) -> bool:
-    """Print the table; true where the bars are kept."""
+    """Print the table; return whether the errors are within their limits."""
     print("batch  SSDs  paper TFLOP/s  simulated  error")
     for row, error in zip(rows, found, strict=True):
         print(
@@ -118,7 +119,7 @@ def show(rows: list[Row], found: list[float]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--fit", action="store_true", help="find the constants again")
+    parser.add_argument("--fit", action="store_true", help="repeat the fit of the constants")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     words = parser.parse_args()
     rows = rows_read()

@@ -68,12 +68,12 @@ HEAD = (
     "model|dtype|backwards|clip|device|tier|schedule|resumed|loss|lohan's error|torch's|ratio"
     "|tensor|bits|cell"
 )
-# In fewer steps the batches differ by more than is learnt.
+# In fewer steps, the losses of batches differ by more than training reduces them.
 LEARNING_STEPS = 50
 
 
 def settings_said(cell: Cell, outcome: Outcome | None = None) -> list[str]:
-    """The columns of what a cell is."""
+    """Return the columns that describe a cell's settings."""
     schedule = cell.schedule
     if outcome is not None and outcome.schedule != schedule:
         schedule += f" ({outcome.schedule})"
@@ -90,7 +90,7 @@ def settings_said(cell: Cell, outcome: Outcome | None = None) -> list[str]:
 
 
 def row_of(outcome: Outcome, base: Outcome, steps: int) -> tuple[list[str], list[str]]:
-    """A row of the table, and what is wrong with the cell."""
+    """Return a row of the table, and what is wrong with the cell."""
     before, after = outcome.loss
     name, ours, theirs, ratio = outcome.worst
     cell, wrong = outcome.cell, []
@@ -117,14 +117,14 @@ def table(rows: list[list[str]]) -> str:
 
 
 def impossible_pairs() -> list[parity_cells.Pair]:
-    """Pairs of choices that no cell has."""
+    """Return the pairs of choices that no valid cell has."""
     cells = parity_cells.all_cells()
     had = set().union(*map(parity_cells.pairs_of, filter(parity_cells.is_possible, cells)))
     return sorted(set().union(*map(parity_cells.pairs_of, cells)) - had, key=str)
 
 
 def pair_said(pair: parity_cells.Pair) -> str:
-    """For people: "clip on with schedule naive"."""
+    """Return a readable form of a pair: "clip on with schedule naive"."""
     words = [
         f"{name} {('off', 'on')[value] if isinstance(value, bool) else value}"
         for name, value in pair
@@ -133,7 +133,7 @@ def pair_said(pair: parity_cells.Pair) -> str:
 
 
 def is_refused(cell: Cell, folder: pathlib.Path) -> bool:
-    """lohan.wrap refuses the cell's settings by name."""
+    """Return whether lohan.wrap rejects the cell's settings with an error that names them."""
     settings = {"schedule": cell.schedule, "max_grad_norm": 1.0 if cell.clip else None}
     try:
         model = lohan.wrap(parity_train.build(cell), store=folder / "impossible", **settings)
@@ -147,8 +147,8 @@ def is_refused(cell: Cell, folder: pathlib.Path) -> bool:
 def outcomes_of(
     cells: list[Cell], steps: int, folder: pathlib.Path, jobs: int
 ) -> Iterator[Outcome]:
-    """Run cells, in this process or several, and give them in order."""
-    # One of torch's threads in any case: bits are those of a number of them.
+    """Run cells, in this process or in several, and yield their outcomes in order."""
+    # Always with one thread, since results depend on the number of threads.
     if jobs == 1:
         count = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -163,7 +163,7 @@ def outcomes_of(
 
 
 def measure(cells: list[Cell], steps: int, folder: pathlib.Path, jobs: int) -> list[Outcome]:
-    """Outcomes of all cells; a line for each on stderr."""
+    """Return the outcomes of all cells; print a line for each to stderr."""
     made = []
     for outcome in outcomes_of(cells, steps, folder, jobs):
         made.append(outcome)

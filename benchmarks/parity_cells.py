@@ -1,4 +1,4 @@
-"""The cells of the parity matrix: few settings in which every two choices meet."""
+"""The cells of the parity matrix: a small set of settings that covers every pair of choices."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Cell:
     """One choice of each factor.
 
     Attributes:
-        model: "plain", all of it trained; "lora", adapters of peft's on frozen parameters.
-        dtype: of parameters that are trained, and of frozen ones.
-        accumulate: backwards a step.
-        clip: the norm of a step's gradients is limited.
+        model: "plain": all parameters are trained; "lora": peft adapters on frozen parameters.
+        dtype: the dtype of all parameters.
+        accumulate: the number of backwards per step.
+        clip: whether the norm of a step's gradients is limited.
         device: "cpu" or "emu".
-        tier: where things are. "memory": all of it where computation is. "host": parameters in main
-            memory, with as many states as a budget allows that is smaller than all of them; behind
-            an accelerator all of it in main memory, and the least on the device. "ssd": the least
-            that lohan takes everywhere.
-        schedule: what wrap() is given.
-        resume: half-way the session is closed, and another one goes on from the store.
+        tier: the placement. "memory": everything in the memory of the computing device. "host":
+            on the CPU, parameters in main memory, with as many states as a budget allows that is
+            too small for all of them; on an accelerator, everything in main memory, and the
+            minimum on the device. "ssd": the smallest budget that lohan accepts, for both.
+        schedule: the schedule that is passed to wrap().
+        resume: whether the session is closed half-way, and resumed from the store.
     """
 
     model: str
@@ -42,12 +42,12 @@ class Cell:
 
     @property
     def rule(self) -> tuple[str, str, int, bool]:
-        """What the numbers depend on: cells of one rule have the same bits."""
+        """The choices that results depend on: cells with the same rule have the same bits."""
         return self.model, self.dtype, self.accumulate, self.clip
 
     @property
     def base(self) -> Cell:
-        """Of this rule, where nothing moves and nothing is overlapped with anything."""
+        """The cell of the same rule in which nothing is moved or overlapped."""
         return Cell(*self.rule, "cpu", "memory", "serial", False)
 
 
@@ -66,25 +66,25 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
 def is_possible(cell: Cell) -> bool:
-    """The norm of all gradients is known behind backward only; `naive` updates before that."""
+    """Return whether a cell is valid: `naive` updates before the norm for clipping is known."""
     return not (cell.clip and cell.schedule == "naive")
 
 
 def pairs_of(cell: Cell) -> set[Pair]:
-    """The pairs of choices that meet in a cell."""
+    """Return the pairs of choices in a cell."""
     return set(itertools.combinations(dataclasses.asdict(cell).items(), 2))
 
 
 def all_cells() -> list[Cell]:
-    """Every combination, those that lohan refuses included."""
+    """Return every combination, including those that lohan rejects."""
     return [Cell(*choice) for choice in itertools.product(*FACTORS.values())]
 
 
 def covering(seed: int = SEED) -> list[Cell]:
-    """Cells in which all pairs meet that can: greedily the one with most that are new.
+    """Return cells that cover all valid pairs; greedily take the cell with the most new pairs.
 
     Args:
-        seed: which of equally good cells is taken.
+        seed: determines the choice between equally good cells.
     """
     cells = [cell for cell in all_cells() if is_possible(cell)]
     random.Random(seed).shuffle(cells)
@@ -99,5 +99,5 @@ def covering(seed: int = SEED) -> list[Cell]:
 
 
 def with_bases(cells: list[Cell]) -> list[Cell]:
-    """Cells, and of each rule that they have the one whose bits are the others', in order."""
+    """Return the cells and the base of each of their rules, in order."""
     return sorted({*cells, *(cell.base for cell in cells)}, key=lambda c: (c.rule, c != c.base, c))

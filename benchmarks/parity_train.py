@@ -24,18 +24,18 @@ from torch import nn
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 HYPER: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
-# Below the norms that these models have, so that every step or nearly every one is scaled.
+# Below the gradient norms of these models, so that nearly every step is scaled.
 CLIP = {"plain": 0.5, "lora": 0.01}
-# More chunks than a full pipeline has slabs: with fewer no budget keeps a part of the states.
+# More chunks than a full pipeline has slabs. With fewer, no budget could keep a part of the states.
 LAYERS = 10
 VOCABULARY = 128
 RATIO_MAX = 2.0
-# From so many steps on the 2-norm of second moments is more than a few elements' luck.
+# After fewer steps, the 2-norm of second moments depends on a few elements.
 NORM_STEPS = 50
 
 
 def build(cell: Cell) -> nn.Module:
-    """A Llama with tied embeddings and grouped queries, the same values every time."""
+    """Make a Llama with tied embeddings and grouped queries, with the same values every time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def build(cell: Cell) -> nn.Module:
 
 
 def loss_of(model: nn.Module, batch: int) -> torch.Tensor:
-    """Of sequences that count in sevens, from anywhere."""
+    """Return the loss on sequences that count in sevens, from random starts."""
     generator = torch.Generator().manual_seed(batch)
     first = torch.randint(0, VOCABULARY, (2, 1), generator=generator)
     tokens = (first + 7 * torch.arange(12)) % VOCABULARY
@@ -76,7 +76,7 @@ Parts = dict[str, list[torch.Tensor]]  # gradients of a step's backwards, by par
 
 
 class Recorder:
-    """The gradients that autograd gives to a model's parameters, before they are anybody's."""
+    """Records the gradients that autograd computes, before anything else can change them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parts: Parts = {}
@@ -88,13 +88,13 @@ class Recorder:
         self._parts.setdefault(name, []).append(gradient.detach().clone())
 
     def take(self) -> Parts:
-        """Those since the last call."""
+        """Return the gradients recorded since the last call."""
         taken, self._parts = self._parts, {}
         return taken
 
 
 class Exact:
-    """AdamW of summed and clipped gradients in fp64, written out."""
+    """AdamW in fp64, written out, with summed and clipped gradients."""
 
     def __init__(self, start: Values, clip: float | None) -> None:
         self.clip = clip
@@ -162,7 +162,7 @@ def states_of(values: Values, moments1: Values, moments2: Values) -> Values:
 
 
 def master_of(store: _core.Store, unit: Any, places: Any, param: Any) -> torch.Tensor:
-    """A trained parameter's fp32 value, as the store keeps it."""
+    """Return a trained parameter's fp32 value from the store."""
 
     def read(extent: int, dtype: torch.dtype) -> torch.Tensor:
         values = torch.empty(param.tensor.shape, dtype=dtype)
@@ -181,7 +181,7 @@ def master_of(store: _core.Store, unit: Any, places: Any, param: Any) -> torch.T
 
 
 def state_of(model: nn.Module) -> Values:
-    """Masters and moments of all that is trained, from the store of a session that is closed."""
+    """Return all masters and moments from the store of a closed session."""
     session = model.lohan
     layout, extents = session.layout, session.extents
     found: list[Values] = [{}, {}, {}]
@@ -199,7 +199,7 @@ def state_of(model: nn.Module) -> Values:
 
 
 def least(cell: Cell, folder: pathlib.Path, name: str, **settings: Any) -> int:
-    """The smallest setting of that name that lohan takes, from the error that refuses less."""
+    """Return the smallest value of a setting that lohan accepts, which its error states."""
     try:
         model = lohan.wrap(build(cell), store=folder / "refused", **{**settings, name: 1})
     except BudgetError as error:
@@ -212,7 +212,7 @@ def least(cell: Cell, folder: pathlib.Path, name: str, **settings: Any) -> int:
 
 
 def settings_of(cell: Cell, folder: pathlib.Path) -> dict[str, Any]:
-    """What wrap() is given besides the hyper-parameters."""
+    """Return the arguments for wrap() except the hyper-parameters."""
     made: dict[str, Any] = {
         "device": cell.device,
         "schedule": cell.schedule,
@@ -233,18 +233,19 @@ def settings_of(cell: Cell, folder: pathlib.Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a cell has shown.
+    """The result of a cell.
 
     Attributes:
-        errors: (lohan's, torch's) by tensor: 2-norms of the differences from fp64, over that of how
-            far the tensor moved.
-        losses: of all backwards.
-        digest: of losses, masters and moments.
-        schedule: what it became.
-        clipped_steps: how many had their gradients scaled.
-        bytes: moved in the last step, by link.
-        kept_chunks: of states, in memory by the budget.
-        seconds: it took.
+        cell: the cell.
+        errors: (lohan's, torch's) by tensor: 2-norms of the differences from fp64, divided by the
+            2-norm of the distance that fp64 moved the tensor.
+        losses: the losses of all backwards.
+        digest: a digest of losses, masters and moments.
+        schedule: the effective schedule.
+        clipped_steps: the number of steps whose gradients were scaled.
+        bytes: the bytes moved in the last step, by link.
+        kept_chunks: the number of chunks of states that the budget keeps in memory.
+        seconds: the run time.
     """
 
     cell: Cell
@@ -277,17 +278,17 @@ class Outcome:
 
     @property
     def is_near(self) -> bool:
-        """Every tensor is within the bar."""
+        """Whether every tensor is within the limit."""
         return self.worst[3] <= RATIO_MAX
 
 
 def run(cell: Cell, steps: int, folder: pathlib.Path) -> Outcome:
-    """Train a cell under lohan, and measure it against fp64.
+    """Train a cell with lohan, and compare it with fp64.
 
     Args:
-        cell: what to train.
-        steps: of the optimizer; a run that is resumed has half of them before.
-        folder: on a disk; what is made in it is removed.
+        cell: the cell to train.
+        steps: the number of optimizer steps; a resumed run is interrupted after half of them.
+        folder: a folder on a disk; what is created in it is removed.
     """
     began = time.monotonic()
     here = folder / hashlib.sha256(repr(cell).encode()).hexdigest()[:16]
@@ -361,7 +362,7 @@ def errors_of(
         if is_square:
             tiny = torch.finfo(torch.float32).tiny
             measure(name, name.replace("(v)", "(v, relative)"), value.clamp(min=tiny))
-        # Squares spread so far that a few are the whole norm: after few steps it is their luck.
+        # Squares differ so much that a few dominate the norm, which is too noisy after few steps.
         if not is_square or steps >= NORM_STEPS:
             measure(name, name, 1.0)
     return errors
@@ -376,7 +377,10 @@ def digest_of(losses: list[float], state: Values) -> str:
 
 
 def misplaced(outcome: Outcome) -> str:
-    """What is not where the cell's tier says, by its budget and the bytes of its last step."""
+    """Return a description of data that is not where the cell's tier says; empty if all is.
+
+    The placement is derived from the budget and the bytes that the last step moved.
+    """
     cell, moved = outcome.cell, outcome.bytes
     on_ssd = "states on both" if outcome.kept_chunks else "states on SSD"
     found = (

@@ -11,7 +11,7 @@ from torch import nn
 
 
 def main() -> None:
-    """Fit a small network to the sine."""
+    """Fit a small network to the sine function."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
     model = nn.Sequential(nn.Linear(1, 64), *layers, nn.Linear(64, 1))
@@ -26,9 +26,9 @@ def main() -> None:
                 print(f"step {step:3d}  loss {loss.item():.4f}")
         model.lohan.flush()
         stats = model.lohan.stats()
-        print(f"{stats.written_bytes} bytes written a step, {stats.read_bytes} read")
+        print(f"{stats.written_bytes} bytes written per step, {stats.read_bytes} read")
         model.lohan.close()
-    assert loss.item() < 0.1, "it did not learn"
+    assert loss.item() < 0.1, "the model did not learn"
 
 
 if __name__ == "__main__":

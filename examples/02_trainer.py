@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer as it is, on text that Python brings: two lines move the states to SSD.
+"""Hugging Face's Trainer, unchanged except for two lines, which move the states to SSD.
 
 python examples/02_trainer.py
 """
@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 
 def build() -> LlamaForCausalLM:
-    """A small Llama over bytes."""
+    """Make a small Llama over bytes."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=128,
@@ -29,14 +29,14 @@ def build() -> LlamaForCausalLM:
 
 
 def texts() -> TensorDataset:
-    """Lines of 128 bytes of a module of Python's own."""
+    """Return the source of a Python module, in rows of 128 bytes."""
     source = inspect.getsource(argparse).encode()
     count = len(source) // 128
     return TensorDataset(torch.tensor(list(source[: count * 128])).view(count, 128))
 
 
 def collate(rows: list[tuple[torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Labels are the bytes themselves."""
+    """Make a batch, with the bytes themselves as labels."""
     batch = torch.stack([row for (row,) in rows])
     return {"input_ids": batch, "labels": batch}
 

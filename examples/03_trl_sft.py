@@ -1,4 +1,6 @@
-"""TRL's SFTTrainer as it is, prompts and completions made here: two lines move the states to SSD.
+"""TRL's SFTTrainer, unchanged except for two lines, which move the states to SSD.
+
+The prompts and completions are sums of two numbers.
 
 python examples/03_trl_sft.py
 """
@@ -14,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 
 
 def bytes_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, and an end."""
+    """Make a tokenizer with one token per byte, and an end token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*alphabet, "<end>"])}
     made = Tokenizer(models.BPE(vocabulary, []))
@@ -24,7 +26,7 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A small Llama over bytes."""
+    """Make a small Llama over bytes."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -40,7 +42,7 @@ def build(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def sums() -> Dataset:
-    """Sums of two numbers, as a question and its answer."""
+    """Make sums of two numbers, each as a question and its answer."""
     rows = [(a, b) for a in range(16) for b in range(16)]
     return Dataset.from_list(
         [{"prompt": f"{a} + {b} = ", "completion": f"{a + b}"} for a, b in rows]

@@ -1,7 +1,7 @@
-"""LoRA by peft: the base weights stay in their files, and adapters are trained.
+"""LoRA with peft: the base weights stay in their files, and adapters are trained.
 
-What lohan changes in this script is the line that makes the optimizer (and its import). The base
-model is read from its folder, a block at a time, and never written.
+lohan adds only an import and the line that creates the optimizer. The base model is read from its
+folder, a block at a time, and never written.
 
 python examples/04_lora.py
 """
@@ -15,11 +15,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 STEPS = 8
-TEXT = Path(tempfile.__file__).read_bytes()  # what is learnt: a module of Python, byte by byte
+TEXT = Path(tempfile.__file__).read_bytes()  # the training data: a Python module, byte by byte
 
 
 def make_base(folder: str) -> None:
-    """A small base model with random weights, where a real one would be downloaded."""
+    """Write a small base model with random weights, in place of a downloaded one."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "ffn_dim": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = OPTConfig(**sizes, word_embed_proj_dim=128, vocab_size=256, dropout=0.0)
@@ -27,13 +27,13 @@ def make_base(folder: str) -> None:
 
 
 def batch(step: int) -> torch.Tensor:
-    """Four pieces of the text."""
+    """Return four pieces of the text."""
     starts = torch.randint(0, len(TEXT) - 64, (4,), generator=torch.Generator().manual_seed(step))
     return torch.stack([torch.tensor(list(TEXT[start : start + 64])) for start in starts.tolist()])
 
 
 def main() -> None:
-    """Train adapters, save them, and put them on the plain base."""
+    """Train adapters, save them, and load them onto the plain base model."""
     with tempfile.TemporaryDirectory() as folder:
         make_base(f"{folder}/base")
         base = AutoModelForCausalLM.from_pretrained(f"{folder}/base", dtype=torch.bfloat16)
@@ -56,7 +56,7 @@ def main() -> None:
         with torch.no_grad():
             model.eval()
             same = torch.equal(model(input_ids=tokens).logits, tuned(input_ids=tokens).logits)
-        print(f"adapters on the plain base: {'the same' if same else 'other'} outputs")
+        print(f"adapters on the plain base: {'the same' if same else 'different'} outputs")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A model that is never whole in memory: built empty, initialised block by block, trained in 64 MB.
+"""A model that is never complete in memory: created empty, initialised block by block.
 
 python examples/05_larger_than_memory.py
 """
@@ -23,7 +23,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (batch, WIDTH)."""
+        """Apply the block to x, which is (batch, WIDTH)."""
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
@@ -44,8 +44,9 @@ def main() -> None:
         model.lohan.flush()
         stats = model.lohan.stats()
         print(
-            f"{stats.read_bytes / 1e6:.0f} MB read, {stats.written_bytes / 1e6:.0f} MB written a"
-            f" step, as planned: {stats.bytes == stats.planned_bytes}; bound by {stats.bound_by}"
+            f"{stats.read_bytes / 1e6:.0f} MB read, {stats.written_bytes / 1e6:.0f} MB written"
+            f" per step, as planned: {stats.bytes == stats.planned_bytes};"
+            f" bound by {stats.bound_by}"
         )
         model.lohan.close()
 

@@ -1,4 +1,4 @@
-"""Stop, and go on: a store is a checkpoint of the last step, bit for bit.
+"""Stop and resume: a store is a bitwise exact checkpoint of the last step.
 
 python examples/06_resume.py
 """
@@ -11,13 +11,13 @@ from torch import nn
 
 
 def build() -> nn.Module:
-    """The same module in each process."""
+    """Make the module, with the same values every time."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
 
 
 def train(model: nn.Module, first: int, last: int) -> None:
-    """Steps first..last-1 on data that depends on the step alone."""
+    """Train steps first..last-1, on data that depends only on the step."""
     for step in range(first, last):
         x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
         (model(x) - x.flip(1)).square().mean().backward()
@@ -25,7 +25,7 @@ def train(model: nn.Module, first: int, last: int) -> None:
 
 
 def main() -> None:
-    """Ten steps at once, and in two halves: the same bits."""
+    """Train ten steps at once and in two halves, and compare the bits."""
     with tempfile.TemporaryDirectory() as folder:
         whole = lohan.wrap(build(), store=f"{folder}/whole", lr=1e-3)
         train(whole, 0, 10)
@@ -43,7 +43,7 @@ def main() -> None:
         again.lohan.close()
     for name, value in expected.items():
         assert torch.equal(value, found[name]), name
-    print("the same bits")
+    print("the results are bitwise identical")
 
 
 if __name__ == "__main__":

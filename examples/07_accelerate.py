@@ -1,6 +1,7 @@
-"""A loop of Accelerate: accumulation, clipping, a schedule, its own checkpoints, and going on.
+"""A loop with Accelerate: accumulation, clipping, a schedule, its checkpoints, and resuming.
 
-Two lines are lohan's: the one that wraps, and the one that takes its optimizer.
+lohan adds the call that wraps the model, the line that takes its optimizer, a commit with each
+checkpoint, and a close.
 
 python examples/07_accelerate.py
 """
@@ -18,7 +19,7 @@ EPOCHS = 6
 
 
 def train(folder: str, epochs: range, resume: bool) -> list[float]:
-    """Fit the sine; the loss of each epoch's last batch."""
+    """Fit the sine function, and return the loss of each epoch's last batch."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
     model = nn.Sequential(nn.Linear(1, 64), *layers, nn.Linear(64, 1))
@@ -46,20 +47,20 @@ def train(folder: str, epochs: range, resume: bool) -> list[float]:
                 optimizer.zero_grad()
         losses.append(loss.item())
         accelerator.save_state(f"{folder}/state")
-        model.lohan.commit()  # the store is of that step now, and of no other until the next
+        model.lohan.commit()  # with commit_every="manual", this is the only commit per epoch
     model.lohan.close()
     return losses
 
 
 def main() -> None:
-    """Train at once and in two halves: the same losses."""
+    """Train at once and in two halves, and compare the losses."""
     half = EPOCHS // 2
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
         whole = train(one, range(EPOCHS), resume=False)
         parts = train(two, range(half), resume=False) + train(two, range(half, EPOCHS), resume=True)
     print("at once ", [round(loss, 6) for loss in whole])
     print("in parts", [round(loss, 6) for loss in parts])
-    assert whole == parts, "not the same bits"
+    assert whole == parts, "the losses differ"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: automatic optimization, clipping, a schedule, and going on.
+"""Lightning's Trainer: automatic optimization, clipping, a schedule, and resuming.
 
 python examples/08_lightning.py
 """
@@ -18,9 +18,9 @@ STEPS = 64  # four epochs
 
 
 class Sine(lightning.LightningModule):
-    """Learns the sine; its network is on SSD."""
+    """Learns the sine function; the states of its network are on SSD."""
 
-    strict_loading = False  # checkpoints are without the network, which is in the store
+    strict_loading = False  # checkpoints omit the network, which is in the store
 
     def __init__(self, store: str, resume: bool) -> None:
         super().__init__()
@@ -33,19 +33,19 @@ class Sine(lightning.LightningModule):
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        """The mean square of the error."""
+        """Return the mean squared error."""
         (x,) = batch
         loss = (self.net(x) - torch.sin(x)).square().mean()
         self.losses.append(loss.item())
         return loss
 
     def configure_optimizers(self) -> Any:
-        """The optimizer is lohan's; a scheduler works on it as on any other."""
+        """Return lohan's optimizer, and a scheduler, which works as with any other optimizer."""
         schedule = torch.optim.lr_scheduler.ExponentialLR(self.net.optimizer, 0.98)
         return [self.net.optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint refers to the store, which is committed with it, and at no other step."""
+        """Leave the network out of the checkpoint, and commit the store together with it."""
         checkpoint["state_dict"] = {}
         self.net.lohan.commit()
 
@@ -72,14 +72,14 @@ def train(folder: str, steps: int, resume: bool) -> list[float]:
 
 
 def main() -> None:
-    """Train at once and in two halves: the same losses."""
+    """Train at once and in two halves, and compare the losses."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
         whole = train(one, STEPS, resume=False)
         parts = train(two, STEPS // 2, resume=False) + train(two, STEPS, resume=True)
     print(f"{len(whole)} batches, loss {whole[0]:.4f} to {whole[-1]:.4f}")
-    assert whole == parts, "not the same bits"
-    print("in two halves: the same bits")
+    assert whole == parts, "the losses differ"
+    print("two halves give bitwise identical losses")
 
 
 if __name__ == "__main__":

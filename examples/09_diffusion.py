@@ -1,6 +1,6 @@
-"""A diffusion transformer in the plain training loop of diffusers, and two lines more.
+"""A diffusion transformer in the usual training loop of diffusers, with two additional lines.
 
-Trains on images of a square, on the left or on the right, and then paints some of either kind.
+It learns images of a square on the left or on the right, and then generates both kinds.
 
 python examples/09_diffusion.py
 """
@@ -19,7 +19,7 @@ CLASSES = 2
 
 
 def images(classes: torch.Tensor) -> torch.Tensor:
-    """A square somewhere on the left (class 0) or right (class 1): (batch, 1, SIZE, SIZE)."""
+    """Draw a square on the left (class 0) or right (class 1): (batch, 1, SIZE, SIZE)."""
     made = torch.full((len(classes), 1, SIZE, SIZE), -1.0)
     tops = torch.randint(0, SIZE // 2 + 1, (len(classes),))
     for image, left, top in zip(made, classes * SIZE // 2, tops, strict=True):
@@ -28,7 +28,7 @@ def images(classes: torch.Tensor) -> torch.Tensor:
 
 
 def build() -> DiTTransformer2DModel:
-    """220 thousand parameters."""
+    """Make a model of 220 thousand parameters."""
     return DiTTransformer2DModel(
         num_attention_heads=4,
         attention_head_dim=16,
@@ -42,7 +42,7 @@ def build() -> DiTTransformer2DModel:
 
 @torch.no_grad()
 def paint(model: DiTTransformer2DModel, classes: torch.Tensor) -> torch.Tensor:
-    """Images of these classes out of noise."""
+    """Generate images of these classes from noise."""
     model.eval()
     scheduler = DDIMScheduler(num_train_timesteps=TIMES)
     scheduler.set_timesteps(20)
@@ -55,7 +55,7 @@ def paint(model: DiTTransformer2DModel, classes: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """Train, and look at what it paints."""
+    """Train, and check the generated images."""
     torch.manual_seed(0)
     model = build()
     scheduler = DDPMScheduler(num_train_timesteps=TIMES)
@@ -81,7 +81,7 @@ def main() -> None:
     halves = [half.mean((1, 2, 3)) for half in painted.chunk(2, dim=3)]
     right = int(((halves[1] > halves[0]) == (classes == 1)).sum())
     print(f"{right} of {len(classes)} squares are on the side of their class")
-    assert right >= 28, "it did not learn"
+    assert right >= 28, "the model did not learn"
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""AdamW: lohan's kernels beside torch's fused AdamW, DeepSpeed's CPU Adam and memory itself.
+"""Compare lohan's AdamW kernels with torch's fused AdamW, DeepSpeed's CPU Adam and memory speed.
 
-Every repetition runs each contestant once, in turn, on the same number of threads, so that a drift
-of the machine meets all of them; ratios and fractions are medians over repetitions of a quotient of
-two times of one repetition. Arrays lie on huge pages, and torch works on the very arrays that lohan
-does: in a virtual machine one gigabyte may be half as fast as another. DeepSpeed is in a process of
-its own and has its own.
+Every repetition runs each contestant once, in turn, with the same number of threads, so that a
+drift of the machine affects all of them. Ratios and fractions are medians over repetitions of the
+quotient of two times of the same repetition. Arrays are on huge pages, and torch uses the same
+arrays as lohan, because in a virtual machine one gigabyte may be half as fast as another. DeepSpeed
+runs in a separate process with separate arrays.
 
-For fp32 gradients a peer does its step. For bf16 gradients it does what its user has to: cast the
-gradient to fp32, step, cast the parameter to bf16; lohan's pass does all of it, with the master in
-two halves (P16 and residual) instead of beside the parameter.
+For fp32 gradients, a peer only takes its step. For bf16 gradients, it does what its user has to do:
+cast the gradient to fp32, step, and cast the parameter to bf16. lohan's pass does all of this, with
+the master in two halves (P16 and residual) instead of a separate copy.
 
     python benchmarks/py/bench_adam.py [--deepspeed-python VENV/bin/python]
 
-One JSON line a result; value, min, median and max are elements a second.
+Prints one JSON line per result; value, min, median and max are in elements per second.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def huge_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of zeros, shape (count,), on transparent huge pages where the system has them."""
+    """Return zeros of shape (count,), on transparent huge pages if the system has them."""
     byte_count = count * dtype.itemsize
     memory = mmap.mmap(-1, byte_count + HUGE_PAGE_BYTES)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -48,7 +48,7 @@ def huge_like(source: torch.Tensor) -> torch.Tensor:
 
 
 class Values:
-    """Numbers of the sizes that training has."""
+    """Values of the magnitudes that occur in training."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -65,7 +65,7 @@ class Values:
 
 
 class Ours:
-    """lohan's update, its checksummed form and the bound, on one set of arrays."""
+    """lohan's update with and without checksums, and the bound, on one set of arrays."""
 
     def __init__(self, core, values: Values, bf16: bool, threads: int, kernel: str | None) -> None:
         count = values.param.numel()
@@ -111,22 +111,22 @@ class Ours:
         self._update()
 
     def make_checksums(self) -> None:
-        """Not timed: the checksums that the next update_checked() expects."""
+        """Make the checksums that the next update_checked() expects. Not timed."""
         self.seal = self._update(checksums=True)
 
     def update_checked(self) -> None:
-        """Check what is read, make checksums of what is written."""
+        """Verify the checksums of what is read, and make those of what is written."""
         self._update(expected=self.seal)
 
     def stream(self) -> None:
-        """Move the same bytes."""
+        """Move the same bytes without computing."""
         self.core.stream_bound(*self.place, threads=self.threads)
 
 
 class Peer:
     """An optimizer's step over one fp32 parameter, with casts around it for bf16 gradients.
 
-    What ours has as well (the moments; the parameter) is shared with it.
+    Arrays that `ours` has as well (the moments, the parameter) are shared with it.
     """
 
     def __init__(self, make: Callable, values: Values, bf16: bool, ours: Ours | None) -> None:
@@ -144,7 +144,7 @@ class Peer:
         state["exp_avg_sq"] = ours.moment2 if ours else huge_like(values.moment2)
 
     def step(self) -> None:
-        """Step, and cast before and after it if gradients are bf16."""
+        """Take a step, with casts before and after it if gradients are bf16."""
         if self.param16 is None:
             self.optimizer.step()
             return
@@ -170,7 +170,7 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 
 def serve(elements: int, bf16: bool, threads: int) -> None:
-    """Run in DeepSpeed's interpreter: a step for each line on stdin, its seconds on stdout."""
+    """Take a step for each line on stdin, and print its seconds; for DeepSpeed's interpreter."""
     pipe = answers()
     torch.set_num_threads(threads)
     peer = Peer(deepspeed_adam, Values(elements), bf16, None)
@@ -197,7 +197,7 @@ def add(
 
 
 def deepspeed_served(python: str, elements: int, bf16: bool, threads: int) -> Served | None:
-    """DeepSpeed in its own interpreter; None, and a note, where it does not work."""
+    """Start DeepSpeed in its interpreter; if that fails, print a note and return None."""
     command = [python, __file__, "--serve", "--elements", str(elements), "--threads", str(threads)]
     try:
         return Served(command + ["--bf16"] * bf16, deepspeed_environment(python))
@@ -227,10 +227,10 @@ def bench(core, report: Report, args: argparse.Namespace, bf16: bool) -> None:
         for name, run in contestants.items():
             if name == "checksums":
                 ours.make_checksums()
-            # OpenMP's threads spin for a while after their work; nobody's time has them in it.
+            # OpenMP's threads spin for a while after their work; no time may include that.
             time.sleep(0.02)
             seconds = run()
-            if repetition > 0:  # the first one warms up
+            if repetition > 0:  # the first repetition is the warm-up
                 times[name].append(seconds)
     if served:
         served.close()
@@ -262,7 +262,7 @@ def main() -> None:
     for bf16 in (False, True):
         bench(core, report, args, bf16)
     if not args.deepspeed_python:
-        print("note: without --deepspeed-python DeepSpeed is not compared", file=sys.stderr)
+        print("note: DeepSpeed is not compared: --deepspeed-python was not given", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What lohan's hooks cost when everything is in memory and nothing has to move.
+"""Measure the cost of lohan's hooks when everything is in memory and nothing is moved.
 
-1. A forward and backward of GPT-2 124M (bf16, batch 4, sequence 128), parameters frozen and
-   resident, beside the same module unwrapped: every hook runs, every weight is saved for the
-   gradients of activations, nothing is updated. The ratio is the hooks'.
-2. A saved tensor: pack and unpack of a parameter, as autograd calls them, in microseconds.
+1. A forward and backward of GPT-2 124M (bf16, batch 4, sequence 128) with frozen, resident
+   parameters, compared with the same module unwrapped. Every hook runs, every weight is saved for
+   the gradients of activations, and nothing is updated, so the ratio is the cost of the hooks.
+2. The pack and unpack of a saved parameter, as autograd calls them, in microseconds.
 
     python benchmarks/py/bench_hooks.py [--rounds 7]
 """
@@ -32,7 +32,7 @@ def build() -> GPT2LMHeadModel:
 
 
 def seconds_frozen(model: torch.nn.Module, batch: torch.Tensor, count: int) -> float:
-    """Seconds of a forward and a backward to the embeddings' output."""
+    """Return the seconds of a forward and a backward to the embeddings' output."""
     begin = time.perf_counter()
     for _ in range(count):
         model(input_ids=batch, labels=batch).loss.backward()
@@ -47,7 +47,7 @@ class Linear(torch.nn.Module):
         self.inner = torch.nn.Linear(8, 8, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A chain of products with one weight."""
+        """Compute a chain of products with one weight."""
         weight = self.inner.weight
         for _ in range(SAVED_COUNT):
             x = torch.mm(x, weight)
@@ -55,9 +55,9 @@ class Linear(torch.nn.Module):
 
 
 def saved_seconds(model: torch.nn.Module) -> float:
-    """The best of a few forwards and backwards that save the weight SAVED_COUNT times each.
+    """Return the best time of a few passes that save the weight SAVED_COUNT times each.
 
-    They take milliseconds: of one alone, what else the machine did would be most of a difference.
+    A pass takes only milliseconds, so a single one would mostly measure noise of the machine.
     """
     seconds = []
     for _ in range(TRY_COUNT):

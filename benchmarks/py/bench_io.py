@@ -1,27 +1,27 @@
-"""A store's way to the disk, beside fio and DeepSpeed's asynchronous I/O on the same file.
+"""Compare a store's I/O with fio and DeepSpeed's asynchronous I/O on the same file.
 
-Three modes: an extent is read; an extent is written; half of one is read while half of another is
-written. In each round every contestant moves the same number of bytes, within the same ranges of
+There are three modes: read an extent; write an extent; read half of one while writing half of
+another. In each round every contestant moves the same number of bytes, within the same ranges of
 lohan.data, with O_DIRECT:
 
-* lohan: benchmarks/c/bench_store_io.c, with the pages that it finds on the machine as it is. It
-  starts anew for each turn, as fio does: where in a virtual machine's memory its buffers happen to
-  lie can make a tenth of its speed.
+* lohan: benchmarks/c/bench_store_io.c, with the pages that the unmodified machine gives it. It is
+  restarted for each turn, as fio is, because the place of its buffers in a virtual machine's memory
+  can change its speed by a tenth.
 * fio: io_uring (plain, and with registered buffers and files) and libaio, blocks of 4 MiB and
-  1 MiB, 8 and 32 in flight; for the mixed mode one job reads while another writes, each with half
-  of the depth. On reserved huge pages, which this script reserves for each run where it may (root)
-  and gives back.
-* DeepSpeed: aio_handle with what its documentation tunes to, and with its defaults.
+  1 MiB, 4, 8 and 32 in flight; in the mixed mode one job reads while another writes, each with half
+  of the depth. It uses huge pages, which this script reserves for each run if it may (as root), and
+  releases.
+* DeepSpeed: aio_handle with the settings that its documentation recommends, and its defaults.
 
-Each setting of a contestant is tried before the first round, and its best one of each mode
-competes: io_read, io_write, io_mixed. A few buffers used again and again stay in the processor's
-cache, which makes reads a seventh faster than any that a training step can do. So a second row of
-each mode, io_training_read and so on, has lohan with the depth and the request size that training
-uses, its buffers all over an arena, beside fio with as many bytes in flight as it has settings for.
+Each setting of a contestant is tried before the first round, and its best one in each mode
+competes: io_read, io_write, io_mixed. A few buffers that are reused stay in the processor's cache,
+which makes reads a seventh faster than a training step can be. Therefore a second row for each mode
+(io_training_read, ...) has lohan with the depth and the request size of training and with buffers
+spread over an arena, compared with fio with the most bytes in flight among its settings.
 
     python benchmarks/py/bench_io.py [--rounds 7] [--dir DIR] [--deepspeed-python VENV/bin/python]
 
-`make bench-io` builds the C program and says where it is in LOHAN_BENCH_BIN.
+`make bench-io` builds the C program and sets LOHAN_BENCH_BIN to its folder.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from served import Served, deepspeed_environment
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUILD = Path(os.environ.get("LOHAN_BUILD", ROOT / "build"))
 MODES = ("read", "write", "mixed")
-# Of 2 MiB: fio's 32 buffers of 4 MiB, what it rounds up for each of two jobs, and some to spare.
+# Pages of 2 MiB: fio's 32 buffers of 4 MiB, its rounding for each of two jobs, and some to spare.
 HUGE_PAGE_COUNT = 96
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
 PAUSE_S = 0.05
@@ -66,7 +66,12 @@ ARENA_MIB = 256
 
 @dataclass(frozen=True)
 class Contestant:
-    """Attributes: settings: by mode, in words. seconds: of one pass of a mode."""
+    """A program to compare.
+
+    Attributes:
+        settings: a description of its settings for each mode.
+        seconds: runs one pass in a mode and returns its time.
+    """
 
     settings: dict[str, str]
     seconds: Callable[[str], float]
@@ -77,17 +82,17 @@ def note(text: str) -> None:
 
 
 def free_huge_pages() -> int:
-    """Reserved ones that nobody has and nobody was promised."""
+    """Return the number of huge pages that are reserved, free, and not promised to a process."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     numbers = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     free, promised = numbers.get("HugePages_Free", 0), numbers.get("HugePages_Rsvd", 0)
-    # While pages go back, the unsigned number of promises has been seen below 0 (Linux 6.18).
+    # While pages are released, this unsigned number can be below 0 (seen on Linux 6.18).
     return free - promised if promised < 1 << 63 else free
 
 
 @contextlib.contextmanager
 def reserved_huge_pages(count: int) -> Iterator[str]:
-    """Reserve count more huge pages for the while; why there are none, or ""."""
+    """Return a context with `count` more huge pages: "", or the reason why there are none."""
     try:
         before = int(HUGE_PAGES.read_text())
         HUGE_PAGES.write_text(str(before + count))
@@ -95,7 +100,7 @@ def reserved_huge_pages(count: int) -> Iterator[str]:
         yield str(error)
         return
     try:
-        # The system counts pages in use that it no longer owes to anybody first.
+        # The kernel first promotes surplus pages that are in use, so ask for what is missing.
         HUGE_PAGES.write_text(str(before + count + max(0, count - free_huge_pages())))
         given = free_huge_pages()
         yield "" if given >= count else f"{given} of {count} are free"
@@ -107,7 +112,7 @@ class Fio:
     """fio on ranges of a file.
 
     Args:
-        where: what bench_store_io said: file, read_offset, write_offset, bytes.
+        where: the description by bench_store_io: file, read_offset, write_offset, bytes.
     """
 
     def __init__(self, where: dict[str, Any]) -> None:
@@ -115,7 +120,7 @@ class Fio:
         with reserved_huge_pages(HUGE_PAGE_COUNT) as why_not:
             self.memory = "malloc" if why_not else "mmaphuge"
         if why_not:
-            note(f"no huge pages for fio ({why_not}): it works on small ones, which are slower")
+            note(f"no huge pages for fio ({why_not}): it uses small ones, which are slower")
         known = subprocess.run(["fio", "--enghelp"], capture_output=True, text=True).stdout.split()
         engines = {
             "io_uring": ["--ioengine=io_uring"],
@@ -134,7 +139,7 @@ class Fio:
         return [*words, f"--iodepth={depth}"]
 
     def _run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        """Again where it fails: any process may have taken huge pages that were meant for fio."""
+        """Run fio; retry if it fails, as another process may have taken its huge pages."""
         count = HUGE_PAGE_COUNT if self.memory == "mmaphuge" else 0
         for _ in range(FIO_TRY_COUNT):
             with reserved_huge_pages(count):
@@ -142,16 +147,16 @@ class Fio:
                 done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode == 0:
                 return done
-            # Without its buffers fio 3.33 goes on, to a bad address or a segmentation fault.
+            # If fio 3.33 cannot allocate its buffers, it continues into a bad address or a crash.
             note(f"fio failed: {(done.stderr or done.stdout).strip()[:200]}")
             time.sleep(FIO_WAIT_S)
         raise RuntimeError(
-            f"fio failed {FIO_TRY_COUNT} times (where it said so for want of memory: another "
-            f"process took the huge pages): {' '.join(command)}"
+            f"fio failed {FIO_TRY_COUNT} times (if it lacked memory, another process took its huge "
+            f"pages): {' '.join(command)}"
         )
 
     def seconds(self, mode: str, setting: int) -> float:
-        """Of one run, by fio's clock, which counts milliseconds."""
+        """Return the time of one run by fio's clock, which counts milliseconds."""
         engine, numbers, _ = self.settings[setting].split(", ")
         mib, depth = numbers.split(" MiB x ")
         byte_count = self.where["bytes"]
@@ -173,17 +178,18 @@ class Fio:
 
 
 class Lohan:
-    """bench_store_io, started for each turn on a store that stays.
+    """bench_store_io, started for each turn on the same store.
 
     Args:
-        program: it, with the options that all settings share; the store's directory comes last.
+        program: the command, with the options that all settings share.
+        store: the store's directory.
     """
 
     def __init__(self, program: list[str], store: str) -> None:
         self.program = program
         self.store = store
         self.settings = [f"{mib} MiB x {depth}" for mib, depth in product(SIZES_MIB, DEPTHS)]
-        # The first start makes the store, and fills it.
+        # The first start creates and fills the store.
         served = self._start(TRAINING, ARENA_MIB)
         self.hello = served.hello
         served.close()
@@ -198,23 +204,23 @@ class Lohan:
         served = self._start(setting, arena_mib)
         try:
             if served.hello != self.hello:
-                note(f"bench_store_io does otherwise now: {served.hello}")
+                note(f"bench_store_io now reports different conditions: {served.hello}")
             time.sleep(PAUSE_S)
             return served.seconds(mode)
         finally:
             served.close()
 
     def seconds(self, mode: str, setting: int) -> float:
-        """Of one pass with no more buffers than requests in flight, by its own clock."""
+        """Return the time of a pass with one buffer per request in flight, by its own clock."""
         return self._seconds(mode, self.settings[setting], 0)
 
     def training_seconds(self, mode: str) -> float:
-        """Of one pass as training's, by its own clock."""
+        """Return the time of a pass with the settings of training, by its own clock."""
         return self._seconds(mode, TRAINING, ARENA_MIB)
 
 
 class DeepSpeed(Served):
-    """DeepSpeed in its own interpreter."""
+    """DeepSpeed's I/O in DeepSpeed's interpreter."""
 
     def __init__(self, where: dict[str, Any], python: str) -> None:
         program = Path(__file__).with_name("deepspeed_io.py")
@@ -226,17 +232,17 @@ class DeepSpeed(Served):
         ]
 
     def seconds_of(self, mode: str, setting: int) -> float:
-        """Of one request, by its own clock."""
+        """Return the time of one request, by its own clock."""
         return self.seconds(f"{mode} {setting}")
 
 
 def best_settings(
     settings: list[str], seconds: Callable[[str, int], float], only: str = ""
 ) -> Contestant:
-    """The best setting of each mode, of those with `only` in their names.
+    """Find the best setting for each mode, among those with `only` in their names.
 
-    Each is tried once, and the FINALIST_COUNT fastest FINAL_COUNT times more: of a dozen settings
-    that one try each has ordered, the first is as likely lucky as good.
+    Each is tried once, and the FINALIST_COUNT fastest are tried FINAL_COUNT times more: after a
+    single try of a dozen settings, the fastest may just have been lucky.
     """
     indices: dict[str, int] = {}
     for mode in MODES:
@@ -254,7 +260,7 @@ def best_settings(
 def contestants_of(
     lohan: Lohan, python: str | None, stack: contextlib.ExitStack
 ) -> dict[str, Contestant]:
-    """All that are here, warmed up, by name."""
+    """Return the installed contestants by name, warmed up."""
     found = {
         "lohan": best_settings(lohan.settings, lohan.seconds),
         "lohan training": Contestant(dict.fromkeys(MODES, TRAINING), lohan.training_seconds),
@@ -265,9 +271,9 @@ def contestants_of(
         found["fio"] = best_settings(fio.settings, fio.seconds)
         found["fio, most in flight"] = best_settings(fio.settings, fio.seconds, most)
     else:
-        note("fio is not installed (apt-get install fio): it is not compared")
+        note("fio is not compared: it is not installed (apt-get install fio)")
     if python is None:
-        note("without --deepspeed-python DeepSpeed is not compared")
+        note("DeepSpeed is not compared: --deepspeed-python was not given")
         return found
     try:
         deepspeed = DeepSpeed(lohan.hello, python)
@@ -279,14 +285,14 @@ def contestants_of(
 
 
 def measure(contestants: dict[str, Contestant], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds by mode and contestant."""
+    """Measure all contestants in rounds; return seconds by mode and contestant."""
     times: dict[str, dict[str, list[float]]] = {
         mode: {name: [] for name in contestants} for mode in MODES
     }
     names = list(contestants)
     for turn in range(rounds):
         for mode in MODES:
-            # Who goes first changes: nobody has the same one's writes behind it each time.
+            # Rotate the order, so that no contestant always follows the writes of the same one.
             first = turn % len(names)
             for name in names[first:] + names[:first]:
                 time.sleep(PAUSE_S)
@@ -297,12 +303,12 @@ def measure(contestants: dict[str, Contestant], rounds: int) -> dict[str, dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--mib", type=int, default=1024, help="moved in each mode")
-    parser.add_argument("--dir", default=None, help="on the disk to be measured; default: build")
+    parser.add_argument("--mib", type=int, default=1024, help="data to move in each mode")
+    parser.add_argument("--dir", default=None, help="folder on the disk to measure; default: build")
     parser.add_argument("--deepspeed-python", help="interpreter of an environment with DeepSpeed")
     parser.add_argument("--history", action="store_true")
     options = parser.parse_args()
-    # As an interrupt does: huge pages are given back and the store is removed.
+    # Clean up as after an interrupt: release huge pages and remove the store.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     binaries = Path(os.environ.get("LOHAN_BENCH_BIN", BUILD / "bin" / "release"))
     if options.dir is None:
@@ -318,7 +324,7 @@ def main() -> None:
         hello = lohan.hello
 
     report = Report(options.history)
-    # A few buffers in a cache beside a few buffers; an arena beside as much in flight as there is.
+    # Compare a few cached buffers with the same, and an arena with the most bytes in flight.
     rows = (("io", "lohan", ("fio", "deepspeed")),)
     rows += (("io_training", "lohan training", ("fio, most in flight", "deepspeed")),)
     for mode, (name, ours, peers) in product(MODES, rows):

@@ -1,9 +1,9 @@
-"""LoRA on a base of OPT-1.3B's shape that is read in place, beside the same in memory and the disk.
+"""Measure LoRA on a base of OPT-1.3B's shape that is read in place.
 
-A step reads the base's 2.6 GB twice, in forward and in backward, through a budget that has no room
-for it. It can be no faster than the larger of two times, which take turns with it in every round:
+A step reads the base's 2.6 GB twice, in forward and in backward, with a budget that cannot hold it.
+It can be no faster than the larger of two times, which are measured in turn with it in every round:
 computing (peft's model in memory, with torch's AdamW) and reading (as many bytes of the same files,
-O_DIRECT, with nothing else going on).
+O_DIRECT, with nothing else running).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ READERS = 8
 
 
 def empty_model() -> Any:
-    """The base without storage, in bf16."""
+    """Make the base without storage, in bf16."""
     with lohan.empty():
         return OPTForCausalLM(OPTConfig(**SHAPE, dropout=0.0)).to(torch.bfloat16)
 
 
 def write_base(folder: Path) -> None:
-    """Random weights, a shard a layer, as a Hugging Face folder."""
+    """Write random weights as a Hugging Face folder, with a shard per layer."""
     torch.manual_seed(0)
     model = empty_model()
     model.config.save_pretrained(folder)
@@ -67,18 +67,18 @@ def _value(name: str, shape: torch.Size) -> torch.Tensor:
 
 
 def adapted(model: Any) -> Any:
-    """The same adapters on any base."""
+    """Add adapters, with the same values for any base."""
     torch.manual_seed(1)
     config = LoraConfig(r=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     return get_peft_model(model, config).train()
 
 
 def read_seconds(paths: list[Path], nbytes: int) -> float:
-    """How long the disk takes for so many bytes of the files, from their beginning again and again.
+    """Return how long the disk takes to read nbytes from the files, repeatedly if necessary.
 
     Args:
-        paths: of the base.
-        nbytes: of a step.
+        paths: the files of the base.
+        nbytes: the bytes that a step reads.
     """
     pieces = []
     while nbytes > 0:
@@ -103,7 +103,7 @@ def read_seconds(paths: list[Path], nbytes: int) -> float:
 
 
 def step_of(model: Any, optimizer: Any, tokens: torch.Tensor) -> Callable[[], float]:
-    """A step; its seconds."""
+    """Return a function that takes a step and returns its seconds."""
 
     def step() -> float:
         begin = time.perf_counter()
@@ -116,19 +116,19 @@ def step_of(model: Any, optimizer: Any, tokens: torch.Tensor) -> Callable[[], fl
 
 
 def written_bytes() -> int:
-    """By this process, to disks."""
+    """Return the bytes that this process has written to disks."""
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
 
 
 def main() -> None:
-    """Measure in rounds."""
+    """Parse the arguments and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--host-bytes", type=int, default=1_000_000_000)
-    parser.add_argument("--directory", default=None, help="on the disk that is measured")
+    parser.add_argument("--directory", default=None, help="directory on the disk to measure")
     parser.add_argument("--history", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def measure(folder: Path, args: Any, report: Report) -> None:
-    """All of it, in an empty folder."""
+    """Run the benchmark in an empty folder."""
     base = folder / "base"
     base.mkdir()
     write_base(base)

@@ -1,19 +1,19 @@
-"""Fine-tuning steps of lohan beside DeepSpeed's ZeRO and torch in memory, speed and memory.
+"""Compare lohan's speed and memory with DeepSpeed's ZeRO and torch in memory.
 
-GPT-2 124M, bf16, batch 4, sequence 128, on the CPU: the same weights, batches and AdamW for all
-(training.py). Each contestant is a process of its own and takes a few steps in turn; lohan's time
-includes the flush of its last step's writes. The rows, in steps a second:
+The model is GPT-2 124M in bf16, batch 4, sequence 128, on the CPU, with the same weights, batches
+and AdamW for all (training.py). Each contestant is a separate process and takes a few steps in
+turn; lohan's time includes the flush of its last step's writes. The rows, in steps per second:
 
-* ssd_torch: lohan with all states on SSD and --host-bytes, beside training in memory (autocast over
-  fp32 weights, or bf16 with fp32 masters).
-* ssd_zero3: the same lohan beside DeepSpeed's ZeRO-3 with everything on NVMe.
+* ssd_torch: lohan with all states on SSD and --host-bytes, compared with training in memory
+  (autocast over fp32 weights, or bf16 with fp32 masters).
+* ssd_zero3: the same lohan process, compared with DeepSpeed's ZeRO-3 with everything on NVMe.
 * same_memory_zero3, same_memory_zero2: lohan in a process that takes no more memory than ZeRO-3 on
-  NVMe, and ZeRO-2 with its optimizer in main memory, take for theirs.
+  NVMe, or ZeRO-2 with its optimizer in main memory, compared with that.
 
-Of each peer a few settings take turns first, and the fastest one competes. Memory is that of the
-whole process (peak_memory.py): over its life, and in training, which begins after two steps and
-leaves out what DeepSpeed needs to begin. A same_memory budget is measured by the smaller one, and
-lohan keeps within it from its first moment on. The losses of all steps are compared.
+A few settings of each peer take turns first, and the fastest one competes. Memory is that of the
+whole process (peak_memory.py): over its life, and during training, which begins after two steps and
+excludes what DeepSpeed needs to start. The limit for same_memory is the smaller of the two, and
+lohan stays within it over its whole life. The losses of all steps are compared.
 
     python benchmarks/py/bench_peers.py [--rounds 5] [--deepspeed-python VENV/bin/python]
 """
@@ -40,19 +40,19 @@ from served import Served, deepspeed_environment
 
 HERE = Path(__file__).resolve().parent
 BUILD = Path(os.environ.get("LOHAN_BUILD", HERE.parent.parent / "build"))
-# torch's allocator and malloc ask for transparent huge pages, which decide how fast a disk is.
+# Make torch's allocator and malloc use transparent huge pages, which determine the disk's speed.
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 WARM_UP_STEPS = 2
 TRIAL_TURNS = 3
 TRIAL_STEPS = 2
 PAUSE_S = 0.05
-# What is left of a peer's memory, because no two runs of a process take exactly as much.
+# The margin below a peer's memory, because runs of the same process differ.
 MARGIN_BYTES = 64 << 20
 FIT_COUNT = 3
-# What all contestants take together at the most, with the settings that are tried.
+# The maximum memory of all contestants together, with the settings that are tried.
 MEMORY_BYTES = 20_000_000_000
-# Correct bf16 trainings were seen up to 0.0006 apart in these steps; DeepSpeed's with the clipping
-# that it has by default was 0.013 off in the sixth and 0.1 in the tenth.
+# Correct bf16 trainings differed by up to 0.0006 in these steps; DeepSpeed's with its default
+# clipping was off by 0.013 in the sixth and by 0.1 in the tenth.
 CLOSE_STEPS = 10
 CLOSE_LOSS = 0.003
 
@@ -62,7 +62,7 @@ def note(text: str) -> None:
 
 
 def available_bytes() -> int:
-    """Of main memory, for whoever asks for it."""
+    """Return the available main memory."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     return next(1024 * int(w[1]) for w in map(str.split, lines) if w[0] == "MemAvailable:")
 
@@ -71,9 +71,9 @@ class Trainer(Served):
     """A contestant.
 
     Args:
-        name: with its setting.
-        command: its program.
-        environment: what it needs beside this process's.
+        name: the name, with the setting.
+        command: the program.
+        environment: variables in addition to those of this process.
     """
 
     def __init__(self, name: str, command: Sequence[str | Path], environment: dict[str, str]):
@@ -86,8 +86,8 @@ class Trainer(Served):
         self.memory.restart()
 
     def turn(self, steps: int) -> float:
-        """Take steps; how many a second."""
-        time.sleep(PAUSE_S)  # OpenMP's threads spin for a while: nobody's time has them in it
+        """Take steps, and return the steps per second."""
+        time.sleep(PAUSE_S)  # OpenMP's threads spin for a while after their work
         answer = self.ask(f"train {steps}")
         self.losses += answer["losses"]
         self.memory.read()
@@ -98,8 +98,9 @@ class Starter:
     """Starts contestants, and ends them with the stack.
 
     Args:
-        folder: on the disk to be measured.
-        python: DeepSpeed's interpreter.
+        folder: a folder on the disk to measure.
+        python: DeepSpeed's interpreter; None: DeepSpeed is not compared.
+        stack: ends the contestants.
     """
 
     def __init__(self, folder: str, python: str | None, stack: contextlib.ExitStack) -> None:
@@ -120,31 +121,31 @@ class Starter:
         return str(self.folder / str(self.count))
 
     def torch(self, name: str) -> Trainer:
-        """One of torch_train.KINDS, with huge pages if its name ends so."""
+        """Start one of torch_train.KINDS, with huge pages if its name ends with that."""
         kind, _, pages = name.removeprefix("torch ").partition(", ")
         command = [sys.executable, HERE / "torch_train.py", kind]
         return self._start(name, command, HUGE_PAGES if pages else None)
 
     def deepspeed(self, name: str) -> Trainer:
-        """One of deepspeed_train.SETTINGS."""
+        """Start one of deepspeed_train.SETTINGS."""
         environment = {**deepspeed_environment(self.python), **HUGE_PAGES}
         command = [self.python, HERE / "deepspeed_train.py", name, self._directory()]
         return self._start(name, command, environment)
 
     def lohan(self, host_bytes: int) -> Trainer:
-        """With everything but the budget as it is by default."""
+        """Start lohan with a budget and otherwise default settings."""
         command = [sys.executable, HERE / "lohan_train.py", self._directory(), str(host_bytes)]
         return self._start(f"lohan, {host_bytes} bytes", command)
 
 
 def best_of(names: Iterable[str], start: Callable[[str], Trainer]) -> Trainer | None:
-    """The fastest one of those that work, all of which take turns; the others are ended."""
+    """Start all, let those that work take turns, and return the fastest; end the others."""
     tried: list[Trainer] = []
     for name in names:
         try:
             tried.append(start(name))
         except (OSError, RuntimeError, ValueError) as error:
-            note(f"no {name}: {error}")
+            note(f"{name} does not work: {error}")
     speeds = [[trainer.turn(TRIAL_STEPS) for trainer in tried] for _ in range(TRIAL_TURNS)]
     medians = [statistics.median(turns) for turns in zip(*speeds, strict=True)]
     for trainer, speed in zip(tried, medians, strict=True):
@@ -160,19 +161,22 @@ def best_of(names: Iterable[str], start: Callable[[str], Trainer]) -> Trainer | 
 
 
 def fit(starter: Starter, small: Trainer, small_bytes: int, peer: Trainer) -> tuple[Trainer, int]:
-    """A lohan whose whole process stays within peer's memory, and its host_bytes.
+    """Start a lohan process that stays within the peer's memory; return it and its host_bytes.
 
     Args:
-        starter: of the lohan.
-        small: another one, which tells what a process takes beside its budget.
-        small_bytes: its budget.
-        peer: with the memory to stay within.
+        starter: starts the process.
+        small: another lohan process, which shows what a process takes in addition to its budget.
+        small_bytes: the budget of `small`.
+        peer: the contestant whose memory is the limit.
     """
     limit = min(peer.memory.life_bytes, peer.memory.since_bytes) - MARGIN_BYTES
     budget = limit - (small.memory.life_bytes - small_bytes)
     for _ in range(FIT_COUNT):
         if budget < small_bytes:
-            raise SystemExit(f"{peer.name} takes {limit} bytes: lohan has no {small_bytes} of them")
+            raise SystemExit(
+                f"{peer.name} takes {limit} bytes, which leave less than {small_bytes} for lohan's"
+                " budget"
+            )
         trainer = starter.lohan(budget)
         if trainer.memory.life_bytes <= limit:
             return trainer, budget
@@ -182,15 +186,15 @@ def fit(starter: Starter, small: Trainer, small_bytes: int, peer: Trainer) -> tu
 
 
 def is_within(trainer: Trainer, peer: Trainer) -> bool:
-    """Whether trainer's process kept within peer's memory all its life."""
+    """Return whether a process stayed within the peer's memory over its whole life."""
     return trainer.memory.life_bytes <= min(peer.memory.life_bytes, peer.memory.since_bytes)
 
 
 def check_losses(contestants: dict[str, Trainer]) -> float:
-    """Print every step's losses, and refuse a contestant that trains something else.
+    """Print the losses of every step, and exit if the contestants train differently.
 
     Returns:
-        the largest difference between two contestants in the first CLOSE_STEPS steps.
+        The largest difference between two contestants in the first CLOSE_STEPS steps.
     """
     count = min(len(trainer.losses) for trainer in contestants.values())
     rows = list(zip(*(t.losses[:count] for t in contestants.values()), strict=True))
@@ -206,7 +210,7 @@ def check_losses(contestants: dict[str, Trainer]) -> float:
     if close > CLOSE_LOSS:
         raise SystemExit(
             f"losses differ by {close} in the first {CLOSE_STEPS} steps, more than {CLOSE_LOSS}: "
-            "somebody trains something else"
+            "a contestant trains something else"
         )
     ours = [t.losses[:count] for name, t in contestants.items() if name.startswith("lohan")]
     if any(losses != ours[0] for losses in ours):
@@ -215,11 +219,11 @@ def check_losses(contestants: dict[str, Trainer]) -> float:
 
 
 def measure(contestants: dict[str, Trainer], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Steps a second by contestant, one a round."""
+    """Measure all contestants; return the steps per second of each in each round."""
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for number in range(rounds):
-        # Who goes first changes: nobody has the same one's writes behind it each time.
+        # Rotate the order, so that no contestant always follows the writes of the same one.
         first = number % len(names)
         for name in names[first:] + names[:first]:
             speeds[name].append(contestants[name].turn(steps))
@@ -233,7 +237,7 @@ def add_row(
     peer: tuple[Trainer, list[float]],
     loss_difference: float,
 ) -> None:
-    """Report ours (a contestant, its speeds, its host_bytes) beside peer (with its speeds)."""
+    """Report ours (contestant, speeds, host_bytes) compared with peer (contestant, speeds)."""
     mine, theirs = ours[0].memory, peer[0].memory
     report.add(
         name,
@@ -255,18 +259,18 @@ def add_row(
 
 
 def compare(starter: Starter, report: Report, options: argparse.Namespace) -> None:
-    """Choose the peers, fit lohan to them, take turns, report."""
+    """Choose the peers, fit lohan's budgets to them, measure, and report."""
     kinds = [f"torch {kind}{pages}" for kind in torch_train.KINDS for pages in ("", ", huge pages")]
     peers = {"torch": best_of(kinds, starter.torch)}
     if starter.python is None:
-        note("without --deepspeed-python DeepSpeed is not compared")
+        note("DeepSpeed is not compared: --deepspeed-python was not given")
     else:
         for zero in ("zero3", "zero2"):
             names = [name for name in deepspeed_train.SETTINGS if name.startswith(zero)]
             peers[zero] = best_of(names, starter.deepspeed)
     contestants = {name: trainer for name, trainer in peers.items() if trainer is not None}
     if len(contestants) < len(peers):
-        note("a peer is missing: run tools/setup_deepspeed.sh again, which adds what is missing")
+        note("a peer is missing: run tools/setup_deepspeed.sh again to add what is missing")
     small = starter.lohan(options.host_bytes)
     budgets = {"lohan ssd": options.host_bytes}
     rows = [(f"ssd_{peer}", "lohan ssd", peer) for peer in ("torch", "zero3")]
@@ -280,7 +284,7 @@ def compare(starter: Starter, report: Report, options: argparse.Namespace) -> No
     speeds = measure(contestants, options.rounds, options.steps)
     for row, name, peer in rows:
         if row.startswith("same_memory") and not is_within(contestants[name], contestants[peer]):
-            note(f"{row}: {name} took more memory than {peer} after all: this row is void")
+            note(f"{row}: {name} took more memory than {peer} after all: this row is invalid")
     loss_difference = check_losses(contestants)
     for row, name, peer in rows:
         if peer in contestants:
@@ -291,17 +295,18 @@ def compare(starter: Starter, report: Report, options: argparse.Namespace) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="in a turn")
+    parser.add_argument("--steps", type=int, default=4, help="steps per turn")
     parser.add_argument("--host-bytes", type=int, default=300_000_000)
-    parser.add_argument("--dir", default=None, help="on the disk to be measured; default: build")
+    parser.add_argument("--dir", default=None, help="folder on the disk to measure; default: build")
     parser.add_argument("--deepspeed-python", help="interpreter of an environment with DeepSpeed")
     parser.add_argument("--history", action="store_true")
     options = parser.parse_args()
     if options.deepspeed_python and available_bytes() < MEMORY_BYTES:
         note(
-            f"{available_bytes()} bytes of memory are there, contestants take up to {MEMORY_BYTES}"
+            f"{available_bytes()} bytes of memory are available, but contestants take up to"
+            f" {MEMORY_BYTES}"
         )
-    # As an interrupt does: contestants are ended and their files are removed.
+    # Clean up as after an interrupt: end contestants and remove their files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if options.dir is None:
         BUILD.mkdir(exist_ok=True)

@@ -1,16 +1,17 @@
-"""What plans of activations predict, beside what steps by them take, on an emulated accelerator.
+"""Compare the step times that activation plans predict with measured ones.
 
-GPT-2 124M and a 12-layer model of hidden size 1024, bf16, AdamW, states in main memory between
-commits (so that the disk, which others use, too, has activations alone), behind an emulated
-accelerator with half the cores for computation and links of a stated speed. One session a
-model: its first two steps are profiled; then eight amounts of swapping (the layers of the greatest
-benefit leave, more and more of them; the others are computed again) and every policy take turns,
-round by round. Reported: each one's predicted time beside the measured one, and how much longer the
-amount that is predicted to be best takes than the one that was.
+The models are GPT-2 124M and a 12-layer model of hidden size 1024, in bf16 with AdamW, on an
+emulated accelerator with half the cores for computation and links of a given speed. Their states
+are in main memory between commits, so that the disk, which other programs use as well, only
+transfers activations. Each model has one session, whose first two steps are profiled. Then eight
+amounts of swapping (an increasing number of layers, those with the greatest benefit first, is
+offloaded; the others are recomputed) and all policies take turns in every round. Each one's
+predicted and measured time is reported, and how much longer the amount that was predicted to be
+best takes than the one that was best.
 
-With --sizes: a small model whose policies take turns with three sizes of main memory for what
-leaves (LoHan table V, scaled down), each at the largest of three batches that it can do there:
-tokens a second.
+With --sizes, the policies take turns on a small model with three sizes of main memory for offloaded
+activations (LoHan table V, scaled down), each with the largest of three batches that it supports.
+The result is in tokens per second.
 
     python benchmarks/py/bench_policies.py [--rounds 5] [--model gpt2|wide] [--link 400] [--sizes]
 """
@@ -44,13 +45,13 @@ MODELS = {
     "wide": (12, 1024, 16, 8192),
     "small": (8, 1024, 8, 1024),
 }
-# Of main memory, in MiB: what stays there of activations, and what the others pass through.
+# Main memory in MiB: for activations that stay there, and for those in transit to SSD.
 SIZES = (11, 16, 64)
 TRANSIT_MIB = 64
 BATCHES = (32, 24, 16)
 SIZED_POLICIES = ("zero", "capuchin", "g10", "checkmate", "lohan", "auto")
 AMOUNT_COUNT = 8
-STEPS = 2  # behind one that is not counted
+STEPS = 2  # after one that is not counted
 
 
 def note(text: str) -> None:
@@ -102,7 +103,7 @@ class Trial:
         self.unplanned = 0
 
     def profile(self, rows: int) -> None:
-        """Look at a batch of so many rows, until there is a plan."""
+        """Take steps on a batch of `rows` rows until there is a plan."""
         generator = torch.Generator().manual_seed(1)
         self.batch = torch.randint(0, self.vocabulary, (rows, self.sequence), generator=generator)
         self.step()
@@ -112,12 +113,12 @@ class Trial:
         self.shape = self.planner.shape
 
     def step(self) -> None:
-        """One training step."""
+        """Take a training step."""
         self.model(input_ids=self.batch, labels=self.batch).loss.backward()
         self.model.optimizer.step()
 
     def seconds(self, made: Made) -> float:
-        """A step by a plan, behind one that is not counted."""
+        """Return the seconds of a step with a plan, after one that is not counted."""
         self.shape.made = made
         self.step()
         begin = time.perf_counter()
@@ -129,7 +130,7 @@ class Trial:
         return took
 
     def amounts(self) -> list[Made]:
-        """From what is between blocks to everything."""
+        """Plan amounts of swapping from only the activations between blocks to all of them."""
         profile = self.shape.profile
         model, items = describe(profile, self.planner.activations.places, self.model.lohan.layout)
         ranked = sorted(
@@ -152,7 +153,7 @@ class Trial:
         return made
 
     def policies(self) -> list[Made]:
-        """Every one that the machine can."""
+        """Plan with every policy that the machine supports."""
         made = []
         for policy in POLICIES:
             try:
@@ -163,7 +164,7 @@ class Trial:
 
 
 def show(name: str, trial: Trial, made: list[Made], times: list[list[float]]) -> list[float]:
-    """A line a plan; returns the ratios of predicted to measured."""
+    """Print a line per plan; return the ratios of predicted to measured times."""
     ratios = []
     for one, seconds in zip(made, times, strict=True):
         median = statistics.median(seconds)
@@ -173,13 +174,13 @@ def show(name: str, trial: Trial, made: list[Made], times: list[list[float]]) ->
             f"{name} {plan.policy:12} predicted {plan.step_s:.3f} s, measured {median:.3f}"
             f" [{min(seconds):.3f}, {max(seconds):.3f}] ({ratios[-1]:.2f}); kept"
             f" {plan.kept_bytes / MIB:.0f} MiB, swapped {plan.swapped_bytes / MIB:.0f} MiB,"
-            f" again {plan.recompute_s:.2f} s, bound by {plan.bound_by}"
+            f" recomputed {plan.recompute_s:.2f} s, bound by {plan.bound_by}"
         )
     return ratios
 
 
 class Sized:
-    """A policy with one size of main memory, at the largest batch that it can do."""
+    """A policy with one size of main memory, and the largest batch that it supports there."""
 
     def __init__(self, trial: Trial, policy: str) -> None:
         self.trial = trial
@@ -197,14 +198,14 @@ class Sized:
         self.rows = 0
 
     def measure(self) -> None:
-        """Tokens a second of one more turn."""
+        """Take a turn and record its tokens per second."""
         if self.rows:
             self.trial.batch, self.trial.shape = self.batch, self.shape
             self.rates.append(self.batch.numel() / self.trial.seconds(self.made))
 
 
 def sizes(options: argparse.Namespace, store: Path) -> None:
-    """A row a policy: tokens a second with each size of main memory."""
+    """Report a row per policy: the tokens per second with each size of main memory."""
     options.model, options.sequence = "small", 32
     rows: dict[tuple[int, str], Sized] = {}
     for index, size in enumerate(SIZES):
@@ -250,7 +251,7 @@ def main() -> None:
     parser.add_argument("--sizes", action="store_true")
     parser.add_argument("--commit-every", type=int, default=1000)
     parser.add_argument("--schedule", default="optimized")
-    parser.add_argument("--dir", default=None, help="on the disk to be measured")
+    parser.add_argument("--dir", default=None, help="folder on the disk to measure")
     parser.add_argument("--history", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(max(len(os.sched_getaffinity(0)) // 2, 1))
@@ -263,7 +264,7 @@ def main() -> None:
         amounts, policies = trial.amounts(), trial.policies()
         every = [*amounts, *policies]
         said = [(made.plan.layers, made.plan.inputs) for made in every]
-        first = [said.index(one) for one in said]  # plans that are the same are measured once
+        first = [said.index(one) for one in said]  # equal plans are measured once
         times: list[list[float]] = [[] for _ in every]
         for round_ in range(options.rounds):
             for index, made in enumerate(every):

@@ -1,14 +1,15 @@
-"""A training step from SSD beside the same step in memory, and beside the disk itself.
+"""Compare a training step from SSD with the same step in memory, and with the disk itself.
 
-GPT-2 124M, bf16, batch 4, sequence 128, AdamW, all states on SSD. In each round every contestant
-takes a few steps in turn: torch with autocast over fp32 weights, torch with bf16 compute and fp32
-masters, lohan, lohan with its updates after backward ("serial"), and the disk alone moving a step's
-bytes, reads and writes at once. lohan's time includes the flush of the last step's writes.
+The model is GPT-2 124M in bf16, batch 4, sequence 128, with AdamW and all states on SSD. In each
+round every contestant takes a few steps in turn: torch with autocast over fp32 weights, torch with
+bf16 compute and fp32 masters, lohan, lohan with its updates after backward ("serial"), and the disk
+alone moving a step's bytes, with reads and writes at once. lohan's time includes the flush of the
+last step's writes.
 
     python benchmarks/py/bench_step.py [--rounds 5] [--steps 4] [--host-bytes 300000000]
                                        [--schedule optimized]
 
-With --device emu it measures the step behind an emulated accelerator instead (emulated.py).
+With --device emu, it measures a step on an emulated accelerator instead (emulated.py).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def build(dtype: torch.dtype) -> GPT2LMHeadModel:
 
 
 def torch_autocast() -> Callable[[Batch], None]:
-    """fp32 weights, bf16 compute, fused AdamW."""
+    """Make a step with fp32 weights, bf16 compute and fused AdamW."""
     model = build(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
 
@@ -55,7 +56,7 @@ def torch_autocast() -> Callable[[Batch], None]:
 
 
 def torch_masters() -> Callable[[Batch], None]:
-    """bf16 weights and compute, fp32 masters and moments."""
+    """Make a step with bf16 weights and compute, fp32 masters and moments."""
     model = build(torch.bfloat16)
     params = list(model.parameters())
     masters = [p.detach().float().requires_grad_() for p in params]
@@ -76,7 +77,7 @@ def torch_masters() -> Callable[[Batch], None]:
 
 
 class Wrapped:
-    """lohan's step, with the end of its writes."""
+    """A wrapped model."""
 
     def __init__(self, store: Path, schedule: str, host_bytes: int) -> None:
         self.model = lohan.wrap(
@@ -84,7 +85,7 @@ class Wrapped:
         )
 
     def step(self, batch: Batch) -> None:
-        """One training step."""
+        """Take a training step."""
         self.model(input_ids=batch, labels=batch).loss.backward()
         self.model.optimizer.step()
 
@@ -94,7 +95,7 @@ class Wrapped:
 
 
 def timed(step: Callable[[Batch], None], batches: list[Batch], flush: Callable[[], None]) -> float:
-    """Seconds a step, the flush included."""
+    """Return the seconds per step, including the flush."""
     begin = time.perf_counter()
     for batch in batches:
         step(batch)
@@ -109,7 +110,7 @@ def main() -> None:
     parser.add_argument("--host-bytes", type=int, default=300_000_000)
     parser.add_argument("--device", default="cpu", choices=["cpu", "emu"])
     parser.add_argument("--schedule", choices=SCHEDULES, default="optimized")
-    parser.add_argument("--dir", default=None, help="on the disk to be measured")
+    parser.add_argument("--dir", default=None, help="folder on the disk to measure")
     parser.add_argument("--history", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -1,11 +1,11 @@
 """DeepSpeed's asynchronous I/O as a contestant of bench_io.py; runs in DeepSpeed's interpreter.
 
-It moves whole tensors of its own page-locked kind, as its swapper does, between them and ranges of
-one file. For reads and writes at once it has a handle for each, as its pipelined swapper does.
+Like DeepSpeed's swapper, it moves whole page-locked tensors from and to ranges of one file. For
+reads and writes at once it uses a handle for each, like the pipelined swapper.
 
     python benchmarks/py/deepspeed_io.py FILE READ_OFFSET WRITE_OFFSET BYTES
 
-A request is "MODE SETTING": mode read, write or mixed, and an index into SETTINGS.
+A request is "MODE SETTING": read, write or mixed, and an index into SETTINGS.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 
 import served
 
-# What its documentation tunes to, and its defaults.
+# The settings that its documentation recommends, and its defaults.
 SETTINGS = [
     {"block_size": 8 << 20, "queue_depth": 32, "intra_op_parallelism": 2},
     {"block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1},

@@ -2,8 +2,8 @@
 
     python benchmarks/py/deepspeed_train.py SETTING NVME_DIRECTORY
 
-SETTING is one of SETTINGS. What all of them share: AdamW's rule as everybody's, bf16 with fp32
-masters, and no clipping: DeepSpeed clips gradients to a norm of 1 where nobody says otherwise.
+SETTING is one of SETTINGS. All of them use the same AdamW as the other contestants, bf16 with fp32
+masters, and no clipping (by default, DeepSpeed clips gradients to a norm of 1).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import served
 import torch
 import training
 
-# What its documentation tunes disks to, and its defaults.
+# The settings that its documentation recommends for disks, and its defaults.
 AIO_TUNED = {"block_size": 8 << 20, "queue_depth": 32, "intra_op_parallelism": 2}
 AIO_DEFAULT = {"block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1}
 AIO_BOTH = {"single_submit": False, "overlap_events": True}
 
-# Elements. The largest parameter has 38.6 million, and must fit a buffer and a sub-group.
+# In elements. The largest parameter has 38.6 million, and must fit a buffer and a sub-group.
 PARAM_BUFFER_ELEMENTS = 40_000_000
 SUB_GROUP_ELEMENTS = 40_000_000
-# For parameter, gradient and two moments of what is read, computed and written at once.
+# Parameter, gradient and two moments, for each of what is read, computed and written at once.
 PIPELINE_BUFFERS = 12
 SERIAL_BUFFERS = 4
 BUCKET_ELEMENTS = 50_000_000
@@ -34,14 +34,19 @@ BUCKET_ELEMENTS = 50_000_000
 
 @dataclass(frozen=True)
 class Setting:
-    """Attributes: config: for deepspeed.initialize. is_locked: pin_memory is not left undone."""
+    """A setting of DeepSpeed.
+
+    Attributes:
+        config: the config for deepspeed.initialize.
+        is_locked: whether pin_memory really locks memory, which needs a variable on the CPU.
+    """
 
     config: dict[str, Any]
     is_locked: bool
 
 
 def nvme(aio: dict[str, int], is_pipelined: bool, is_locked: bool) -> Setting:
-    """ZeRO-3: parameters, gradients and optimizer on NVMe, no parameter kept in memory."""
+    """Return ZeRO-3: parameters, gradients and optimizer on NVMe, no parameter kept in memory."""
     zero = {
         "stage": 3,
         "contiguous_gradients": True,
@@ -70,7 +75,7 @@ def nvme(aio: dict[str, int], is_pipelined: bool, is_locked: bool) -> Setting:
 
 
 def cpu(is_locked: bool) -> Setting:
-    """ZeRO-2: the optimizer in main memory."""
+    """Return ZeRO-2 with the optimizer in main memory."""
     zero = {
         "stage": 2,
         "contiguous_gradients": True,
@@ -92,7 +97,7 @@ SETTINGS = {
 
 
 def config_of(setting: str, directory: str) -> dict[str, Any]:
-    """What deepspeed.initialize takes."""
+    """Return the config for deepspeed.initialize."""
     hyper = {key: list(v) if isinstance(v, tuple) else v for key, v in training.HYPER.items()}
     config = {
         "train_micro_batch_size_per_gpu": training.BATCH_SHAPE[0],
@@ -113,7 +118,7 @@ def main() -> None:
     pipe = served.answers()
     setting, directory = sys.argv[1:]
     if SETTINGS[setting].is_locked:
-        os.environ["DS_PIN_MEMORY_BACKEND"] = "native"  # torch's own locks nothing without a GPU
+        os.environ["DS_PIN_MEMORY_BACKEND"] = "native"  # torch's locks nothing without a GPU
     import deepspeed
 
     model = training.build(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The disk alone, as a bound for what moves over it."""
+"""The speed of the disk alone, as a bound for transfers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Disk:
                 raise OSError("short transfer")
 
     def seconds(self, read_bytes: int, written_bytes: int) -> float:
-        """How long the disk takes for both, at once."""
+        """Return how long the disk takes for both at once."""
         writer = threading.Thread(
             target=self._move,
             args=(self.buffers[1], os.pwritev, self.nbytes, min(written_bytes, self.nbytes)),

@@ -1,15 +1,15 @@
-"""A training step behind an emulated accelerator whose links are as slow as its computation.
+"""Measure a training step on an emulated accelerator whose links are as slow as its computation.
 
-GPT-2 124M in bf16, AdamW, all states on SSD, parameters copied to the device for each use and
-gradients back. Like an accelerator's, computation has cores of its own: torch gets half of them,
-and lohan's workers, copies and I/O do with the others. Each resource is measured alone first:
-computation (forward and backward in memory), the disk (a step's bytes, reads and writes at once).
-The batch is chosen so that computation takes
-about as long as the disk, the links' speed so that their copies take as long as the slower of the
-two. Then lohan's schedules take turns with both, and every step's bytes are compared with the plan.
+The model is GPT-2 124M in bf16 with AdamW and all states on SSD. Parameters are copied to the
+device for each use, and gradients back. As on an accelerator, computation has separate cores: torch
+gets half of them, and lohan's workers, copies and I/O use the others. Each resource is first
+measured alone: computation (forward and backward in memory) and the disk (a step's bytes, with
+reads and writes at once). The batch is chosen such that computation takes about as long as the
+disk, and the speed of the links such that copies take as long as the slower of the two. Then
+lohan's schedules take turns with both, and every step's bytes are compared with the plan.
 
-The rows: emu_auto beside `serial` (optimizer after backward), bound by the busiest resource's own
-time; the same for emu_optimized.
+The rows are emu_auto and emu_optimized, each compared with `serial` (optimizer after backward), and
+with the time of the busiest resource alone as the bound.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 HYPER = {"lr": 1e-4, "weight_decay": 0.01}
 SEQUENCE = 128
 BATCHES = range(1, 25)
-WARM_UP_STEPS = 14  # auto measures some before it decides
+WARM_UP_STEPS = 14  # auto measures some steps before it decides
 Batch = torch.Tensor
 
 
@@ -53,13 +53,13 @@ def make_batch(rows: int) -> Batch:
 
 
 class Computation:
-    """Forward and backward of the model in memory, and nothing else."""
+    """Only forward and backward, of the model in memory."""
 
     def __init__(self) -> None:
         self.model = build()
 
     def seconds(self, batch: Batch, steps: int = 1) -> float:
-        """A step's time."""
+        """Return the seconds per step."""
         begin = time.perf_counter()
         for _ in range(steps):
             self.model(input_ids=batch, labels=batch).loss.backward()
@@ -69,7 +69,7 @@ class Computation:
 
 
 class Contestant:
-    """A wrapped model on the device, whose steps' bytes are held against their plans."""
+    """A wrapped model on the device; each step's bytes are compared with its plan."""
 
     def __init__(self, store: Path, schedule: str, options: Any, links: tuple[int, int]) -> None:
         self.model = lohan.wrap(
@@ -85,14 +85,14 @@ class Contestant:
         self.unplanned = 0
 
     def step(self, batch: Batch) -> None:
-        """One training step; the one before is over in it."""
+        """Take a training step, during which the previous one completes."""
         self.model(input_ids=batch, labels=batch).loss.backward()
         self.model.optimizer.step()
         stats = self.model.lohan.stats()
         self.unplanned += stats is not None and stats.bytes != stats.planned_bytes
 
     def seconds(self, batch: Batch, steps: int) -> float:
-        """A step's time, the end of the last one's writes included."""
+        """Return the seconds per step, including the flush of the last one's writes."""
         begin = time.perf_counter()
         for _ in range(steps):
             self.step(batch)
@@ -101,7 +101,7 @@ class Contestant:
 
 
 def choose_rows(computation: Computation, target_s: float) -> int:
-    """The batch whose computation takes about target_s."""
+    """Return the number of rows for which computation takes about target_s."""
     low, high = 2, 8
     for rows in (low, high):
         computation.seconds(make_batch(rows))
@@ -113,7 +113,7 @@ def choose_rows(computation: Computation, target_s: float) -> int:
 
 
 def traffic_of(directory: Path, options: Any) -> Any:
-    """What a settled step moves."""
+    """Return the stats of a step after the warm-up."""
     probe = Contestant(directory / "probe", "optimized", options, (0, 0))
     batch = make_batch(1)
     for _ in range(3):
@@ -125,11 +125,11 @@ def traffic_of(directory: Path, options: Any) -> Any:
 
 
 def measure(directory: Path, options: Any) -> dict[str, list[float]]:
-    """Seconds a step of every schedule and of every resource alone, by round."""
+    """Return the seconds per step of every schedule and of every resource alone, by round."""
     stats = traffic_of(directory, options)
     disk = Disk(directory, max(stats.read_bytes, stats.written_bytes))
     computation = Computation()
-    # The heap keeps what is freed from the probe's wrap on: computation alone has it, too.
+    # Since the probe's wrap, the heap keeps freed memory, which helps computation alone as well.
     disk_s = statistics.median(
         disk.seconds(stats.read_bytes, stats.written_bytes) for _ in range(5)
     )
@@ -137,7 +137,7 @@ def measure(directory: Path, options: Any) -> dict[str, list[float]]:
     batch = make_batch(rows)
     compute_s = statistics.median(computation.seconds(batch) for _ in range(3))
     link_s = max(disk_s, compute_s)
-    # As fast in either direction, like PCIe: more goes in than comes out.
+    # Both directions have the same speed, like PCIe; more bytes go in than out.
     links = (int(stats.bytes["copy_in"] / link_s),) * 2
     note(
         f"disk {disk_s:.3f} s, computation of {rows} rows {compute_s:.3f} s, links"
@@ -161,7 +161,7 @@ def measure(directory: Path, options: Any) -> dict[str, list[float]]:
     for name, contestant in contestants.items():
         note(f"{name}: {contestant.model.lohan.stats()}")
         if contestant.unplanned:
-            note(f"{name}: {contestant.unplanned} steps moved other bytes than planned")
+            note(f"{name}: {contestant.unplanned} steps did not move the planned bytes")
         contestant.model.lohan.close()
     return seconds
 

@@ -1,4 +1,4 @@
-"""gpu.sh asserts: what lohan relies on of torch and of the driver, one claim a case."""
+"""gpu.sh asserts: what lohan assumes about torch and the driver, one assumption per case."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Version(ctypes.Structure):
 
 
 class _Exchange(ctypes.Structure):
-    """struct lhpy_dl_exchange of csrc/py/dlpack_abi.h."""
+    """The struct lhpy_dl_exchange of csrc/py/dlpack_abi.h."""
 
     _fields_ = [
         ("version", _Version),
@@ -49,7 +49,7 @@ class _Exchange(ctypes.Structure):
 
 
 def exchange() -> _Exchange:
-    """Torch's table of functions for other libraries."""
+    """Return torch's DLPack exchange table."""
     import torch
 
     capsule: Any = torch.Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
@@ -68,20 +68,20 @@ class Asserts:
         self.table = exchange()
 
     def stream_said(self) -> int:
-        """Which stream torch's table calls the current one on this thread."""
+        """Return the current stream of this thread according to torch's table."""
         kind = self.place.pick(DL_CUDA, DL_CPU)
         stream = ctypes.c_void_p()
         code = self.table.current_work_stream(kind, 0, ctypes.byref(stream))
-        assert code == 0, f"current_work_stream answers {code}"
+        assert code == 0, f"current_work_stream returned {code}"
         return stream.value or 0
 
     def stream_is(self) -> int:
-        """Which one it is."""
+        """Return the current stream of this thread according to torch.cuda."""
         return 0 if self.place.is_dry else int(self.torch.cuda.current_stream().cuda_stream)
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
-        """Computation goes to another stream than the default one."""
+        """Return a context in which computation does not run on the default stream."""
         if self.place.is_dry:
             yield
             return
@@ -92,7 +92,7 @@ class Asserts:
         self.torch.cuda.current_stream().wait_stream(stream)
 
     def streams(self) -> Mapping[str, Any]:
-        """The table tells the current stream, on this thread and in hooks on autograd's."""
+        """The table returns the current stream, also in hooks on autograd's threads."""
         torch = self.torch
         found: dict[str, list[int]] = {}
 
@@ -111,13 +111,13 @@ class Asserts:
             expected = self.stream_is()
             backward("hook_side")
         for name, (said, is_) in found.items():
-            assert said == is_, f"{name}: the table says {said:#x}, torch {is_:#x}"
+            assert said == is_, f"{name}: the table has {said:#x}, torch {is_:#x}"
         assert found["hook_side"][0] == expected, "autograd's thread computes on another stream"
         assert self.place.is_dry or expected != found["default"][0]
         return {"streams": found, "table_version": self.table.version.major}
 
     def data_across_devices(self) -> Mapping[str, Any]:
-        """A parameter in main memory takes a tensor of the device as its data, and goes back."""
+        """A parameter's data can be switched from main memory to the device and back."""
         torch = self.torch
         param = torch.nn.Parameter(torch.zeros(ROWS, WIDTH))
         host = param.data
@@ -131,7 +131,7 @@ class Asserts:
         return {"holds": True}
 
     def lends(self) -> Mapping[str, Any]:
-        """In a forward parameters are tensors of the device, outside hollow ones of the same."""
+        """In a forward, parameters are on the device with the right bits; lend() returns them."""
         torch, place = self.torch, self.place
         import lohan
 
@@ -152,7 +152,7 @@ class Asserts:
                 model.optimizer.step()
                 for (device, value), weight in zip(seen, expected, strict=True):
                     assert device.type == place.device.type, f"a weight is on {device}"
-                    assert torch.equal(value, weight), "a weight has other bits on the device"
+                    assert torch.equal(value, weight), "a weight has different bits on the device"
                 lend = model.lohan.lend(0)
                 assert lend.device.type == place.device.type
                 assert torch.equal(lend.cpu(), expected[0])
@@ -163,7 +163,7 @@ class Asserts:
         return {"weights": len(seen), "status": {k: str(v) for k, v in status.items()}}
 
     def hollow(self) -> Mapping[str, Any]:
-        """A parameter that is not in memory says where it belongs, and is not read."""
+        """A hollow parameter reports its device, and cannot be read."""
         torch, place = self.torch, self.place
         import lohan
         from lohan.errors import HollowParameterError
@@ -188,7 +188,7 @@ class Asserts:
         return {"refused": refused[:200]}
 
     def pinning(self) -> Mapping[str, Any]:
-        """Memory that csrc/dev registers is pinned memory for torch; how long registering takes."""
+        """Torch treats memory that csrc/dev registers as pinned; measures the time to register."""
         torch, place = self.torch, self.place
         from shim_helper import Shim, build
 
@@ -212,7 +212,7 @@ class Asserts:
         return {"holds": True}
 
     def events(self) -> Mapping[str, Any]:
-        """What recording an event, waiting for it and asking for it cost the host."""
+        """Measure the host's time to record an event, to wait for it and to query it."""
         place = self.place
         if place.is_dry:
             return {"record_us": 0.0, "wait_us": 0.0, "query_us": 0.0}
@@ -231,7 +231,7 @@ class Asserts:
         return found
 
     def wrong_device(self) -> Mapping[str, Any]:
-        """A batch in main memory is refused by name, and so is one on the GPU for the CPU."""
+        """A batch on the wrong device is rejected with an error that names it."""
         torch, place = self.torch, self.place
         import lohan
         from lohan.errors import DeviceMismatchError
@@ -248,11 +248,11 @@ class Asserts:
                     said.append(str(error))
                 finally:
                     model.lohan.close()
-        assert len(said) == 2, f"a batch elsewhere was taken: {said}"
+        assert len(said) == 2, f"a batch on the wrong device was accepted: {said}"
         return {"said": said}
 
     def oom(self) -> Mapping[str, Any]:
-        """A forward that dies of too little memory leaves nothing behind: the next step is good."""
+        """The step after a forward that ran out of memory succeeds."""
         torch, place = self.torch, self.place
         import lohan
 
@@ -262,7 +262,7 @@ class Asserts:
             def hook(module: Any, args: Any) -> None:
                 if args[0].shape[0] > ROWS:
                     if place.is_dry:
-                        raise torch.OutOfMemoryError("as if there were none")
+                        raise torch.OutOfMemoryError("simulated")
                     torch.empty(1 << 60, dtype=torch.uint8, device=place.device)
 
             model[2].register_forward_pre_hook(hook)
@@ -284,7 +284,7 @@ class Asserts:
 
 
 def run(part: Part) -> None:
-    """All cases."""
+    """Run all cases."""
     asserts = Asserts(part)
     part.run(
         {

@@ -1,4 +1,4 @@
-"""gpu.sh facts: what the machine is. Everything here is read, and nothing is measured."""
+"""gpu.sh facts: a description of the machine, without measurements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PACKAGES = (
     "triton",
     "setuptools",
 )
-# Of libcuda: CU_DEVICE_ATTRIBUTE_*.
+# libcuda's CU_DEVICE_ATTRIBUTE_*.
 ATTRIBUTES = {
     "unified_addressing": 41,
     "async_engine_count": 40,
@@ -46,7 +46,7 @@ ATTRIBUTES = {
 
 
 def said(*command: str) -> str:
-    """What a program prints, or why it cannot be asked."""
+    """Return the output of a program, or why it cannot be run."""
     if shutil.which(command[0]) is None:
         return f"{command[0]} is not installed"
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -58,7 +58,7 @@ def commit() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, memory and limits."""
+    """Return facts about processor, memory and limits."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
     memory = dict(
@@ -73,7 +73,7 @@ def machine() -> dict[str, Any]:
         "memory": memory.get("MemTotal", "").strip(),
         "available": memory.get("MemAvailable", "").strip(),
         "shared_memory_bytes": shutil.disk_usage("/dev/shm").free,
-        # Page-locking by the driver has rules of its own; this one is io_uring's.
+        # This limit applies to io_uring, not to page-locking by the driver.
         "memlock_bytes": [soft, hard],
         "memory_limit": _cgroup_limit(),
     }
@@ -88,7 +88,7 @@ def _cgroup_limit() -> str:
 
 
 def software() -> dict[str, Any]:
-    """Versions of what is installed."""
+    """Return the versions of installed software."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -109,7 +109,7 @@ def software() -> dict[str, Any]:
 
 
 def disks() -> dict[str, Any]:
-    """Where stores would be."""
+    """Return facts about the disk for stores."""
     folder = os.environ.get("LOHAN_GPU_STORE") or str(ROOT)
     Path(folder).mkdir(parents=True, exist_ok=True)
     return {
@@ -120,18 +120,18 @@ def disks() -> dict[str, Any]:
 
 
 def driver() -> dict[str, Any]:
-    """What nvidia-smi says of each GPU."""
+    """Return nvidia-smi's description of each GPU."""
     answer = said("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader")
     names = QUERY.split(",")
     lines = answer.splitlines()
     if not lines or len(lines[0].split(",")) != len(names):
-        raise Skip(answer or "nvidia-smi says nothing")
+        raise Skip(answer or "nvidia-smi prints nothing")
     rows = [[value.strip() for value in line.split(",")] for line in lines]
     return {"gpus": [dict(zip(names, row, strict=False)) for row in rows]}
 
 
 def without_a_gpu(out: Out) -> None:
-    """What can be said of a machine without one."""
+    """Write the facts about a machine without a GPU."""
     for name, facts in HOST.items():
         out.write(case=name, **facts())
 
@@ -145,7 +145,7 @@ HOST: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def run(part: Part) -> None:
-    """All facts."""
+    """Run all cases."""
     place = part.place
 
     def device() -> Mapping[str, Any]:
@@ -174,7 +174,7 @@ def run(part: Part) -> None:
 
     def doctor() -> Mapping[str, Any]:
         try:
-            import click  # noqa: F401  (of the command line)
+            import click  # noqa: F401  (the command line needs it)
             import rich  # noqa: F401
         except ImportError as error:
             raise Skip(f"lohan doctor: {error}") from error
@@ -187,7 +187,7 @@ def run(part: Part) -> None:
 
 
 def _attributes() -> dict[str, int]:
-    """Of the first GPU, from its driver."""
+    """Return attributes of the first GPU, from its driver."""
     import ctypes
 
     library = ctypes.CDLL("libcuda.so.1")

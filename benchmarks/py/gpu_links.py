@@ -1,4 +1,4 @@
-"""gpu.sh links: how fast csrc/dev copies, in, out and both at once, alone and beside AdamW."""
+"""gpu.sh links: the speed of csrc/dev's copies: in, out, and both; alone and during AdamW."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ ADAM_ELEMENTS = 64 << 20
 
 @contextlib.contextmanager
 def adam(place: Place) -> Iterator[dict[str, float]]:
-    """AdamW's update on all cores, again and again; at the end, elements a second."""
+    """Return a context in which AdamW runs repeatedly on all cores.
+
+    Its value receives the elements per second at the end.
+    """
     import torch
     from lohan import _core
 
@@ -72,7 +75,7 @@ def adam(place: Place) -> Iterator[dict[str, float]]:
 
 
 class Links:
-    """Memory on both sides, and a device of csrc/dev."""
+    """Memory on both sides of the links, and a device of csrc/dev."""
 
     def __init__(self, place: Place, shim: Any) -> None:
         import torch
@@ -88,12 +91,12 @@ class Links:
         place.synchronize()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Unregister the memory."""
         for tensor in self.host:
             self.shim.unregister(tensor)
 
     def rate(self, way: str, mib: int) -> Mapping[str, Any]:
-        """GB/s in each direction."""
+        """Return the GB/s in each direction."""
         nbytes = mib * MIB
         count = max(4, self.place.pick(ROUND_BYTES, 8 * MIB) // nbytes)
         pairs = tuple(
@@ -111,7 +114,7 @@ class Links:
 
 
 def run(part: Part) -> None:
-    """All sizes and ways."""
+    """Run all cases."""
     from shim_helper import Shim, build
 
     place = part.place
@@ -151,7 +154,7 @@ def _cases(part: Part, links: Links) -> dict[str, Any]:
         return found
 
     def torch_copies() -> Mapping[str, Any]:
-        """What torch's own pinned copies reach, for comparison."""
+        """Measure torch's pinned copies for comparison."""
         import torch
 
         nbytes = links.host[0].nbytes

@@ -1,4 +1,4 @@
-"""A model of Llama's shape in plain torch, for GPUs: what transformers has, without needing it."""
+"""A model like Llama in plain torch, which does not need transformers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.nn import functional
 NORM_EPS = 1e-5
 ROPE_BASE = 10_000.0
 INIT_STD = 0.02
-# Random values are made once and copied: torch's generator on the CPU gives 0.1 billion a second.
+# Random values are generated once and copied: torch's CPU generator makes 0.1 billion per second.
 TILE = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Attributes: vocab to layers: as in LlamaConfig. rows, tokens: of a batch."""
+    """The sizes of a model (vocab to layers, as in LlamaConfig) and of a batch (rows, tokens)."""
 
     vocab: int
     width: int
@@ -31,12 +31,12 @@ class Shape:
 
     @property
     def param_count(self) -> int:
-        """Of all parameters, the two embeddings included."""
+        """The number of all parameters, including the two embeddings."""
         block = 4 * self.width**2 + 3 * self.width * self.mlp + 2 * self.width
         return self.layers * block + 2 * self.vocab * self.width + self.width
 
 
-# 1.4 billion parameters, of which sixteen blocks are 79 million each.
+# 1.4 billion parameters, in sixteen blocks of 79 million each and two embeddings.
 MIDDLE = Shape(vocab=32_000, width=2560, heads=20, mlp=6912, layers=16, rows=4, tokens=2048)
 SEVEN_B = Shape(vocab=32_000, width=4096, heads=32, mlp=11_008, layers=32, rows=2, tokens=2048)
 TINY = Shape(vocab=128, width=32, heads=2, mlp=64, layers=16, rows=2, tokens=8)
@@ -57,7 +57,7 @@ class Block(nn.Module):
         self.down = nn.Linear(shape.mlp, shape.width, bias=False)
 
     def forward(self, x_BTD: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Add what attention and the MLP find."""
+        """Add the outputs of attention and the MLP."""
         b, t, d = x_BTD.shape
         joined = self.query_key_value(self.norm_attention(x_BTD))
         q, k, v = joined.view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
@@ -70,14 +70,14 @@ class Block(nn.Module):
 
 
 def turned(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotary positions; x: (batch, heads, tokens, head width)."""
+    """Apply rotary positions to x, which is (batch, heads, tokens, head width)."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = turn
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 class Llama(nn.Module):
-    """Next tokens' loss."""
+    """The model with its loss for next tokens."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Llama(nn.Module):
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens: (batch, tokens), int64."""
+        """Return the loss on tokens, which are int64 of shape (batch, tokens)."""
         x = self.embed(tokens)
         half = self.shape.width // self.shape.heads // 2
         rates = ROPE_BASE ** (-torch.arange(half, device=x.device) / half)
@@ -101,20 +101,20 @@ class Llama(nn.Module):
 
 
 class Filler:
-    """Fills a module's own parameters with normal values; the same for the same parameter."""
+    """Fills a module's own parameters with normal values, which are reproducible."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         self.tile = torch.randn(TILE, generator=generator) * INIT_STD
 
     def __call__(self, module: nn.Module) -> None:
-        """Fill them in place."""
+        """Fill the parameters in place."""
         with torch.no_grad():
             for name, param in module.named_parameters(recurse=False):
                 if param.dim() == 1:
                     param.fill_(1.0)
                     continue
-                skip = len(name) * 97 + param.shape[0] % 89  # not the same in every matrix
+                skip = len(name) * 97 + param.shape[0] % 89  # so that matrices differ
                 flat = param.view(-1)
                 for first in range(0, flat.numel(), TILE - 256):
                     piece = flat[first : first + TILE - 256]
@@ -122,7 +122,7 @@ class Filler:
 
 
 def build(shape: Shape, dtype: torch.dtype) -> Llama:
-    """With random weights, in main memory."""
+    """Make a model with random weights in main memory."""
     with torch.device("meta"):
         model = Llama(shape).to(dtype)
     model = model.to_empty(device="cpu")
@@ -133,7 +133,7 @@ def build(shape: Shape, dtype: torch.dtype) -> Llama:
 
 
 def empty(shape: Shape, dtype: torch.dtype) -> Llama:
-    """Without storage, for lohan.wrap(init=Filler())."""
+    """Make a model without storage, for lohan.wrap(init=Filler())."""
     import lohan
 
     with lohan.empty():
@@ -141,7 +141,7 @@ def empty(shape: Shape, dtype: torch.dtype) -> Llama:
 
 
 def batches(shape: Shape, place: Place, count: int) -> list[torch.Tensor]:
-    """Random tokens on the device."""
+    """Make batches of random tokens on the device."""
     generator = torch.Generator().manual_seed(1)
     size = (shape.rows, shape.tokens)
     made = [torch.randint(0, shape.vocab, size, generator=generator) for _ in range(count)]
@@ -149,13 +149,13 @@ def batches(shape: Shape, place: Place, count: int) -> list[torch.Tensor]:
 
 
 def flop(shape: Shape) -> float:
-    """Of a forward, attention's products included."""
+    """Return the floating-point operations of a forward, including attention."""
     tokens = shape.rows * shape.tokens
     return 2.0 * tokens * (shape.param_count + shape.layers * shape.tokens * shape.width)
 
 
 def stats_of(model: Any) -> dict[str, Any]:
-    """What lohan says of the last step that is written."""
+    """Return lohan's statistics of the last step, after a flush."""
     model.lohan.flush()
     stats = model.lohan.stats()
     return {

@@ -1,7 +1,7 @@
 """gpu.sh memory: Llama's shape of 7 billion parameters in 20 GB of device memory.
 
-Torch's allocator may have no more than that. So much of the model is trained as the disk has room
-for: 12 bytes a trainable parameter (one slot), 2 a frozen one.
+Torch's allocator is limited to that. The number of trained blocks depends on the disk's free space:
+a store takes 12 bytes per trainable parameter (one slot), and 2 per frozen one.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from gpu_llama import SEVEN_B, TINY, Filler, batches, empty, stats_of
 from gpu_part import Part, Skip, store_folder
 
 DEVICE_BYTES = 20_000_000_000
-# Left free on the disk, and beside what device_bytes counts: cuBLAS's workspaces, what an
-# operation takes for itself.
+# Left free on the disk, and on the device for what device_bytes does not count: cuBLAS's
+# workspaces and the temporaries of operations.
 DISK_RESERVE = 4_000_000_000
 DEVICE_RESERVE = 1_500_000_000
 DRY_DEVICE_BYTES = 4_000_000
-DRY_BYTES_A_PARAM = 9  # not all blocks are trained
+DRY_BYTES_A_PARAM = 9  # so that some blocks are frozen
 STEPS = 3
 TRAINED_BYTES, FROZEN_BYTES = 12, 2
 
 
 def frozen_layers(shape: gpu_llama.Shape, room: int) -> int:
-    """How many blocks are not trained, for the store to have room."""
+    """Return how many blocks must be frozen for the store to fit."""
     each = shape.param_count // shape.layers
     for count in range(shape.layers + 1):
         trained = shape.param_count - count * each
         if trained * TRAINED_BYTES + count * each * FROZEN_BYTES <= room:
             return count
-    raise Skip(f"the disk has room for {room} bytes, and a frozen model needs more")
+    raise Skip(f"the disk has room for {room} bytes, but even a frozen model needs more")
 
 
 class Memory:
@@ -46,7 +46,7 @@ class Memory:
         self.model: Any = None
 
     def cap(self, is_on: bool) -> None:
-        """Have torch's allocator refuse what is above."""
+        """Limit torch's allocator to device_bytes, or remove the limit."""
         if self.place.is_dry:
             return
         torch = self.place.torch
@@ -55,7 +55,7 @@ class Memory:
         torch.cuda.set_per_process_memory_fraction(min(share, 1.0), self.place.device)
 
     def wrapped(self) -> Mapping[str, Any]:
-        """Build it: without storage, filled block by block."""
+        """Build the model without storage, and fill it block by block."""
         import lohan
         import torch
 
@@ -91,13 +91,13 @@ class Memory:
         }
 
     def needed(self) -> Any:
-        """The model, where the case before has made it."""
+        """Return the model; build it if the previous case did not run."""
         if self.model is None:
             self.wrapped()
         return self.model
 
     def steps(self) -> Mapping[str, Any]:
-        """Steps within the cap."""
+        """Take steps within the limit."""
         model = self.needed()
         self.place.reset_peak()
         losses, seconds = [], []
@@ -116,7 +116,7 @@ class Memory:
         return {"losses": losses, **stats_of(model), **peak}
 
     def too_large(self) -> Mapping[str, Any]:
-        """A batch that does not fit dies in its forward; the step after it is good."""
+        """A batch that does not fit fails in its forward; the step after it succeeds."""
         torch, model = self.place.torch, self.needed()
         self.place.reset_peak()
         (tokens,) = batches(self.shape, self.place, 1)
@@ -136,7 +136,7 @@ class Memory:
 
 
 def run(part: Part) -> None:
-    """All cases, on one model."""
+    """Run all cases with one model."""
     with store_folder() as folder:
         memory = Memory(part, folder)
         try:

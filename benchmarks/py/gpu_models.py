@@ -1,8 +1,8 @@
-"""gpu.sh models: transformers' Llama with 1.2 billion random parameters, beside plain torch.
+"""gpu.sh models: transformers' Llama with 1.2 billion random parameters, compared with plain torch.
 
-Every case trains the same weights on the same batches. In bf16 and fp32, whatever comes and goes,
-the first loss has to have plain torch's bits, since the first forward's weights are the same; later
-losses differ by the order of AdamW's arithmetic.
+Every case trains the same weights on the same batches. In bf16 and fp32, the first loss must have
+the same bits as in plain torch, whatever is loaded and evicted, since the weights of the first
+forward are the same. Later losses differ because of the order of AdamW's arithmetic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from gpu_llama import Filler
 from gpu_part import MIB, Part, Place, Skip, spread, store_folder, timed
 
-# Llama-3.2-1B's.
+# The sizes of Llama-3.2-1B.
 LIVE = {
     "vocab_size": 128_256,
     "hidden_size": 2048,
@@ -42,13 +42,13 @@ BATCH, TOKENS, STEPS = 4, 2048, 3
 DRY_BATCH, DRY_TOKENS = 2, 32
 HYPER = {"lr": 1e-5, "weight_decay": 0.01}
 NEW_TOKENS = 16
-# bf16 has 8 bits: after two steps of AdamW in another order.
+# The tolerance for bf16 (8 bits) after two steps of AdamW with a different order of arithmetic.
 LOSS_TOLERANCE = 2e-2
 
 
 @contextlib.contextmanager
 def deterministic(place: Place) -> Iterator[None]:
-    """Torch's sums in one order."""
+    """Return a context with deterministic sums in torch."""
     torch = place.torch
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -59,7 +59,7 @@ def deterministic(place: Place) -> Iterator[None]:
 
 
 def without_init() -> contextlib.AbstractContextManager[Any]:
-    """Where transformers leaves weights as they are: drawing a billion takes it ten seconds."""
+    """Return a context in which transformers does not initialise weights, which takes seconds."""
     try:
         from transformers.initialization import no_init_weights
     except ImportError:
@@ -85,7 +85,7 @@ class Models:
         self.expected: dict[Any, list[float]] = {}
 
     def build(self, dtype: Any) -> Any:
-        """The model, in main memory, with the same weights each time."""
+        """Make the model in main memory, with the same weights each time."""
         try:
             from transformers import LlamaConfig, LlamaForCausalLM
         except ImportError as error:
@@ -106,7 +106,7 @@ class Models:
         return model
 
     def train(self, model: Any, optimizer: Any, dtype: Any = None) -> dict[str, Any]:
-        """Losses, times and memory of some steps."""
+        """Take steps; return their losses, times and memory."""
         self.place.reset_peak()
         losses, seconds = [], []
         for tokens in self.batches:
@@ -125,7 +125,7 @@ class Models:
         return {"losses": losses, **spread("step", seconds), **self.place.peak_bytes()}
 
     def plain(self, dtype: Any, autocast: Any = None) -> dict[str, Any]:
-        """Plain torch, all on the device; its losses are what others are compared with."""
+        """Train in plain torch, all on the device; other cases are compared with its losses."""
         model = self.build(dtype).to(self.place.device)
         optimizer = self.torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
         with deterministic(self.place):
@@ -135,7 +135,7 @@ class Models:
 
     @contextlib.contextmanager
     def wrapped(self, model: Any, **settings: Any) -> Iterator[Any]:
-        """The model under lohan."""
+        """Return a context with the wrapped model."""
         import lohan
 
         asked = {"commit_every": "never", "allow_tmpfs": True, **HYPER, **settings}
@@ -147,7 +147,7 @@ class Models:
                 model.lohan.close()
 
     def compared(self, dtype: Any, autocast: Any, losses: list[float]) -> dict[str, Any]:
-        """How far from plain torch's losses; wrong if it is no rounding."""
+        """Compare with plain torch's losses; fail if the difference is more than rounding."""
         if (dtype, autocast) not in self.expected:
             self.plain(dtype, autocast)
         expected = self.expected[dtype, autocast]
@@ -160,7 +160,7 @@ class Models:
         }
 
     def ours(self, dtype: Any, autocast: Any = None, **settings: Any) -> Mapping[str, Any]:
-        """Training under lohan."""
+        """Train with lohan."""
         with self.wrapped(self.build(dtype), **settings) as model, deterministic(self.place):
             found = self.train(model, model.optimizer, autocast)
             model.lohan.flush()
@@ -174,7 +174,7 @@ class Models:
             }
 
     def lora(self) -> Mapping[str, Any]:
-        """Adapters on a frozen base."""
+        """Train adapters on a frozen base."""
         try:
             from peft import LoraConfig, get_peft_model
         except ImportError as error:
@@ -202,7 +202,7 @@ class Models:
         return {**found, "plain_losses": losses["plain"], "largest_loss_difference": worst}
 
     def trainer(self) -> Mapping[str, Any]:
-        """lohan.Trainer with accumulation and clipping."""
+        """Train with lohan.Trainer, accumulation and clipping."""
         model = self.build(self.torch.float32)
         try:
             import lohan
@@ -251,7 +251,7 @@ class Models:
         }
 
     def generate(self) -> Mapping[str, Any]:
-        """Greedy tokens are those of plain torch."""
+        """Greedy generation returns the same tokens as in plain torch."""
         prompt = self.batches[0][:1, :8]
         asked = {
             "max_new_tokens": NEW_TOKENS,
@@ -273,7 +273,7 @@ class Models:
         return {"tokens": found[0][8:], "token_ms": 1e3 * seconds[0] / NEW_TOKENS}
 
     def device_in_the_loop(self) -> Mapping[str, Any]:
-        """What `model.device` costs behind step(), where many scripts have it."""
+        """Measure the cost of reading `model.device` in the loop, as many scripts do."""
         with self.wrapped(self.build(self.torch.bfloat16)) as model:
             seconds = {"with": [], "without": []}
             for name in ("without", "with", "without", "with"):
@@ -290,7 +290,7 @@ class Models:
 
 
 def run(part: Part) -> None:
-    """All cases."""
+    """Run all cases."""
     import torch
 
     models = Models(part)

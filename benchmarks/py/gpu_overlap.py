@@ -1,4 +1,4 @@
-"""gpu.sh overlap: when the host is free and when the device is done; steps beside plain torch."""
+"""gpu.sh overlap: when the host is free, when the device is done, and steps per second."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from gpu_part import Part, Place, spread, store_folder
 
 WARMUP = 2
 STEPS = 6
-# Of the blocks' bytes, on the device: all, or a quarter.
+# The share of the blocks' bytes on the device.
 SHARES = {"all": 1.0, "quarter": 0.25}
 SCHEDULES = ("optimized", "deferred", "auto")
 HYPER = {"lr": 1e-4, "weight_decay": 0.01}
 
 
 class Clock:
-    """When the calls of a step return, and when the device has done what they enqueued."""
+    """Records when the calls of a step return, and when the device has finished their work."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
         self.rows: list[dict[str, float]] = []
 
     def step(self, model: Any, optimizer: Any, tokens: Any) -> Any:
-        """One; its loss, not read."""
+        """Take a step; return its loss without reading it."""
         place = self.place
         place.synchronize()
         begin, first = time.perf_counter(), place.mark()
@@ -53,13 +53,13 @@ class Clock:
         return loss
 
     def medians(self) -> dict[str, float]:
-        """Of the steps that are typical."""
+        """Return the medians over the typical steps."""
         rows = self.rows[WARMUP:] or self.rows
         return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
 def pipelined(place: Place, model: Any, optimizer: Any, every: list[Any]) -> dict[str, float]:
-    """Seconds a step where nothing waits but what must: no loss is read, the device not asked."""
+    """Measure the time per step without reading losses or synchronizing in between."""
     place.synchronize()
     begin = time.perf_counter()
     for tokens in every:
@@ -85,7 +85,7 @@ class Overlap:
         self.batches = batches(self.shape, self.place, self.steps)
 
     def wrapped(self, folder: Any, share: float, **settings: Any) -> Any:
-        """The model with so much of its blocks on the device."""
+        """Make a wrapped model with a share of its blocks on the device."""
         import lohan
 
         model = empty(self.shape, self.dtype)
@@ -105,7 +105,7 @@ class Overlap:
         )
 
     def plain(self) -> Mapping[str, Any]:
-        """Everything on the device, torch's fused AdamW on bf16 parameters."""
+        """Train with everything on the device, and torch's fused AdamW on bf16 parameters."""
         import torch
 
         model = build(self.shape, self.dtype).to(self.place.device)
@@ -124,7 +124,7 @@ class Overlap:
         }
 
     def forwards(self, share: float) -> Mapping[str, Any]:
-        """Evaluation: each forward needs every block."""
+        """Evaluate: each forward needs every block."""
         import torch
 
         with store_folder() as folder:
@@ -145,14 +145,14 @@ class Overlap:
                     **spread("forward_returned", returned),
                     **spread("forward", seconds),
                     "parameter_bytes": nbytes,
-                    # Where all blocks stay on the device nothing has to be copied.
+                    # If all blocks stay on the device, nothing is copied.
                     "gb_per_s_if_all_are_copied": nbytes / statistics.median(seconds) / 1e9,
                 }
             finally:
                 model.lohan.close()
 
     def steps_of(self, schedule: str, share: float) -> Mapping[str, Any]:
-        """Training."""
+        """Train with a schedule and a share of the blocks on the device."""
         with store_folder() as folder:
             model = self.wrapped(folder, share, schedule=schedule)
             try:
@@ -174,7 +174,7 @@ class Overlap:
 
 
 def run(part: Part) -> None:
-    """All cases; a case's name is the schedule and what is on the device."""
+    """Run all cases, named after the schedule and the share on the device."""
     overlap = Overlap(part)
     cases: dict[str, Any] = {"plain": overlap.plain}
     for name, share in SHARES.items():

@@ -1,8 +1,8 @@
-"""What the parts of benchmarks/gpu.sh share: a place to compute, lines of JSON, cases in turn.
+"""The framework of benchmarks/gpu.sh: devices, output as lines of JSON, and a runner for cases.
 
-A part is a set of cases. Each writes a line as soon as it has a result, so that a part that is cut
-loses nothing but the case that ran. With LOHAN_GPU_DRY=1 the same code runs on the CPU, lohan on
-its emulated device, with tiny shapes: that is for tests of these scripts and measures nothing.
+A part is a set of cases. Each writes a line as soon as it has a result, so that a part that is
+interrupted loses only the running case. With LOHAN_GPU_DRY=1, the same code runs on the CPU, with
+lohan's emulated device and tiny shapes, which tests these scripts and measures nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# A part ends within eight minutes: no case begins when fewer seconds are left than this share.
+# A part ends within eight minutes: no case begins with fewer than LEAST_SECONDS left of SECONDS.
 SECONDS = 440.0
 LEAST_SECONDS = 20.0
 TRACE_LINES = 6
@@ -41,7 +41,7 @@ def is_dry() -> bool:
 
 
 def why_no_gpu() -> str | None:
-    """Why nothing can be measured here; None: there is a GPU, or this is a dry run."""
+    """Return why nothing can be measured; None if there is a GPU or this is a dry run."""
     try:
         import torch
     except ImportError as error:
@@ -51,12 +51,12 @@ def why_no_gpu() -> str | None:
     if not torch.backends.cuda.is_built():
         return f"no CUDA device: torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
-        return f"no CUDA device: torch {torch.__version__} sees none"
+        return f"no CUDA device: torch {torch.__version__} finds none"
     return None
 
 
 class Out:
-    """Writes one JSON object a line, at once, to stdout and to a file."""
+    """Writes one JSON object per line to stdout and to a file, unbuffered."""
 
     def __init__(self, part: str) -> None:
         folder = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "gpu-out")
@@ -65,7 +65,7 @@ class Out:
         self.path = folder / f"{part}.jsonl"
 
     def write(self, **fields: Any) -> None:
-        """One line; floats are rounded to six digits."""
+        """Write a line; floats are rounded to six digits."""
         rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in fields.items()}
         line = json.dumps({"part": self.part, **rounded}, default=str)
         with self.path.open("a", encoding="utf-8") as file:
@@ -76,7 +76,7 @@ class Out:
 
 
 class Place:
-    """Where a part computes: the GPU that torch uses, or the CPU in a dry run."""
+    """The device that a part computes on: the first GPU, or the CPU in a dry run."""
 
     def __init__(self) -> None:
         import torch
@@ -86,19 +86,19 @@ class Place:
         self.device = torch.device("cpu") if self.is_dry else torch.device("cuda", 0)
         self.lohan = "emu" if self.is_dry else "cuda"
         if self.is_dry:
-            torch.set_num_threads(1)  # for tiny shapes others would only be in the way
+            torch.set_num_threads(1)  # more threads slow down tiny shapes
 
     def pick(self, live: Any, dry: Any) -> Any:
-        """What the GPU gets, or what a dry run gets instead."""
+        """Return `live` for a GPU, or `dry` in a dry run."""
         return dry if self.is_dry else live
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that it was given."""
+        """Wait until the device has finished all its work."""
         if not self.is_dry:
             self.torch.cuda.synchronize(self.device)
 
     def mark(self) -> Any:
-        """A point in the device's own time."""
+        """Record a point in the device's time."""
         if self.is_dry:
             return time.perf_counter()
         event = self.torch.cuda.Event(enable_timing=True)
@@ -106,21 +106,21 @@ class Place:
         return event
 
     def seconds_between(self, first: Any, second: Any) -> float:
-        """Of the device; waits for the second."""
+        """Return the device's time between two marks; wait for the second."""
         if self.is_dry:
             return float(second - first)
         second.synchronize()
         return float(first.elapsed_time(second)) / 1e3
 
     def reset_peak(self) -> None:
-        """Begin to count the memory's peak anew."""
+        """Reset the peak of the device's memory."""
         gc.collect()
         if not self.is_dry:
             self.torch.cuda.empty_cache()
             self.torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak_bytes(self) -> dict[str, int]:
-        """What torch's allocator had at most, activations and lohan's slots included."""
+        """Return the peak of torch's allocator, which includes activations and lohan's slots."""
         if self.is_dry:
             return {"allocated_peak_bytes": 0, "reserved_peak_bytes": 0}
         return {
@@ -131,7 +131,7 @@ class Place:
 
 @contextlib.contextmanager
 def store_folder() -> Iterator[Path]:
-    """An empty folder for a store, gone at the end. LOHAN_GPU_STORE names another disk."""
+    """Return a context with an empty folder for a store; LOHAN_GPU_STORE selects another disk."""
     parent = Path(os.environ.get("LOHAN_GPU_STORE") or ROOT / "build")
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="gpu-store-", dir=parent))
@@ -142,7 +142,7 @@ def store_folder() -> Iterator[Path]:
 
 
 def timed(place: Place, call: Callable[[], Any], rounds: int) -> list[float]:
-    """Seconds that each call takes, the device's work included."""
+    """Return the seconds of each call, including the device's work."""
     seconds = []
     for _ in range(rounds):
         place.synchronize()
@@ -154,7 +154,7 @@ def timed(place: Place, call: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def spread(name: str, seconds: list[float]) -> dict[str, float]:
-    """The median, least and most of some times, in milliseconds."""
+    """Return the median, minimum and maximum of some times, in milliseconds."""
     values = {"": statistics.median(seconds), "_min": min(seconds), "_max": max(seconds)}
     return {f"{name}_ms{key}": 1e3 * value for key, value in values.items()}
 
@@ -163,7 +163,7 @@ Case = Callable[[], Mapping[str, Any] | None]
 
 
 class Part:
-    """Runs cases in turn and writes what they answer."""
+    """Runs cases in turn and writes their results."""
 
     def __init__(self, name: str, wanted: list[str]) -> None:
         self.out = Out(name)
@@ -179,15 +179,15 @@ class Part:
         sys.exit(128 + number)
 
     def say(self, **fields: Any) -> None:
-        """A line of the case that runs."""
+        """Write a line for the running case."""
         self.out.write(case=self.running, **fields)
 
     def left_s(self) -> float:
-        """Seconds in which the part may still begin cases."""
+        """Return the seconds until the part may no longer begin cases."""
         return self.deadline - time.monotonic()
 
     def run(self, cases: Mapping[str, Case]) -> None:
-        """Each case that is wanted, as long as there is time; an error ends its case alone."""
+        """Run the wanted cases while there is time; an error ends only its case."""
         unknown = [name for name in self.wanted if name not in cases]
         if unknown:
             raise SystemExit(f"{self.out.part} has no case {unknown[0]!r}: {', '.join(cases)}")
@@ -217,5 +217,5 @@ class Part:
         finally:
             gc.collect()
             if not self.place.is_dry:
-                with contextlib.suppress(Exception):  # an error of the device was said by then
+                with contextlib.suppress(Exception):  # the device's error has been reported
                     self.place.torch.cuda.empty_cache()

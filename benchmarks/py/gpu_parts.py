@@ -1,11 +1,11 @@
-"""One part of benchmarks/gpu.sh, or some of its cases.
+"""Run a part of benchmarks/gpu.sh, or some of its cases.
 
     python benchmarks/py/gpu_parts.py PART [CASE...]
 
-facts, tests, asserts, links, overlap, models, memory, mezo, sanitize, peers. Each line is a JSON
-object with "part", "case" and figures; it is printed and appended to $OUT/PART.jsonl, or to
-benchmarks/gpu-out. Without a GPU a part says so in one line, and that is no error. The exit status
-is 1 if a case failed.
+PART is facts, tests, asserts, links, overlap, models, memory, mezo, sanitize or peers. Each output
+line is a JSON object with "part", "case" and figures; it is printed and appended to
+$OUT/PART.jsonl, or to benchmarks/gpu-out. Without a GPU, a part prints one line about that, which
+is not an error. The exit status is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ PARTS = (
     "sanitize",
     "peers",
 )
-# These say something without lohan's extension, and one of them why it does not build.
+# Parts that run without lohan's extension; facts may show why it does not build.
 WITHOUT_LOHAN = ("facts",)
 
 
 def build() -> str:
-    """Build the extension in place; what went wrong, or ""."""
+    """Build the extension in place; return an error message, or ""."""
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else (done.stdout + done.stderr).strip()[-2000:]

@@ -1,6 +1,7 @@
-"""gpu.sh peers: steps of what else trains a model whose states are not on the GPU.
+"""gpu.sh peers: training steps of other libraries that keep states off the GPU.
 
-The same model, batches and rule as `gpu.sh overlap`. What is not installed is left out and said.
+The model, batches and optimizer are those of `gpu.sh overlap`. A library that is not installed is
+reported as skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Peers:
     def measure(
         self, step: Callable[[Any], Any], flush: Callable[[], Any] = lambda: None
     ) -> dict[str, Any]:
-        """Steps together, behind some that are not counted; nothing waits for a loss."""
+        """Measure steps after a warm-up, without waiting for losses."""
         losses = [step(tokens) for tokens in self.batches[:WARMUP]]
         flush()
         self.place.synchronize()
@@ -50,7 +51,7 @@ class Peers:
         }
 
     def lohan(self) -> Mapping[str, Any]:
-        """Parameters, too, come and go: half of them are on the device."""
+        """Train with lohan, with half of the parameters on the device at a time."""
         import lohan
 
         with store_folder() as folder:
@@ -77,7 +78,7 @@ class Peers:
                 model.lohan.close()
 
     def torch_on_the_cpu(self) -> Mapping[str, Any]:
-        """bf16 parameters on the device; gradients to the CPU, fused AdamW there, and back."""
+        """Train in torch with bf16 parameters on the device, and a fused AdamW on the CPU."""
         torch = self.torch
         model = build(self.shape, torch.bfloat16).to(self.place.device)
         params = list(model.parameters())
@@ -100,7 +101,7 @@ class Peers:
         return self.measure(step)
 
     def torchao(self) -> Mapping[str, Any]:
-        """Its CPUOffloadOptimizer: parameters on the device, states in main memory."""
+        """Use torchao's CPUOffloadOptimizer: parameters on the device, states in main memory."""
         try:
             from torchao.optim import CPUOffloadOptimizer
         except ImportError as error:
@@ -120,13 +121,13 @@ class Peers:
         return self.measure(step)
 
     def deepspeed(self, stage: int) -> Mapping[str, Any]:
-        """ZeRO with the optimizer on the CPU; in stage 3 parameters, too."""
+        """Train with ZeRO and the optimizer on the CPU; in stage 3 also the parameters."""
         try:
             import deepspeed
         except ImportError as error:
             raise Skip(f"deepspeed: {error}") from error
         if self.place.is_dry:
-            raise Skip("deepspeed is not run dry")
+            raise Skip("deepspeed has no dry run")
         defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555", "RANK": "0"}
         for name, value in {**defaults, "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
             os.environ.setdefault(name, value)
@@ -157,7 +158,7 @@ class Peers:
 
 
 def run(part: Part) -> None:
-    """All of them; `gpu.sh overlap` has torch with all on the device."""
+    """Run all cases; `gpu.sh overlap` has torch with everything on the device."""
     peers = Peers(part)
     part.run(
         {

@@ -19,10 +19,10 @@ SECONDS = 200.0
 
 
 def sanitizer() -> str:
-    """Where it is.
+    """Return the path of compute-sanitizer.
 
     Raises:
-        Skip: it is nowhere.
+        Skip: it is not installed.
     """
     found = shutil.which("compute-sanitizer") or (str(INSTALLED) if INSTALLED.exists() else "")
     if not found:
@@ -31,7 +31,7 @@ def sanitizer() -> str:
 
 
 def check(part: Part, tool: str) -> Mapping[str, Any]:
-    """The C test under one of its tools."""
+    """Run the C test with one of its tools."""
     if part.place.is_dry:
         command = [sys.executable, "-c", "print('ERROR SUMMARY: 0 errors')"]
     else:
@@ -54,5 +54,5 @@ def check(part: Part, tool: str) -> Mapping[str, Any]:
 
 
 def run(part: Part) -> None:
-    """Each tool."""
+    """Run each tool."""
     part.run({tool: lambda tool=tool: check(part, tool) for tool in TOOLS})

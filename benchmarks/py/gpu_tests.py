@@ -1,4 +1,4 @@
-"""gpu.sh tests: the C tests on the real driver, the kernels' bits, and tests/cuda file by file."""
+"""gpu.sh tests: the C tests on the real driver, the kernels' bits, and each file of tests/cuda."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from gpu_part import ROOT, Part, Skip
 
-# Of a file of tests/cuda; each is made to take less on a slow disk, too.
+# The limit for a file of tests/cuda, which suffices even on a slow disk.
 FILE_SECONDS = 235
 FATBIN = ROOT / "python" / "lohan" / "lohan.fatbin"
 
 
 def ran(command: list[str], seconds: float, **environment: str) -> tuple[int, str]:
-    """Exit status (124: it took too long) and what was printed."""
+    """Run a command; return its exit status (124: timeout) and output."""
     try:
         done = subprocess.run(
             command,
@@ -35,18 +35,18 @@ def ran(command: list[str], seconds: float, **environment: str) -> tuple[int, st
 
 
 class Failed(Exception):
-    """A program said that something is wrong."""
+    """A program reported a failure."""
 
 
 def answer(code: int, said: str) -> Mapping[str, Any]:
-    """What a program that passed printed last."""
+    """Return the last line of a program that passed."""
     if code:
         raise Failed(f"exit status {code}: {said[-1500:]}")
     return {"said": said.strip().splitlines()[-1:] or ""}
 
 
 def pytest(part: Part, name: str) -> Mapping[str, Any]:
-    """One file; its failures by name."""
+    """Run one file of tests; report its failures by name."""
     try:
         import pytest as found
     except ImportError as error:
@@ -54,7 +54,7 @@ def pytest(part: Part, name: str) -> Mapping[str, Any]:
     command = [sys.executable, "-m", found.__name__, "-q", "-rs", "--durations=5", "--tb=short"]
     if part.place.is_dry:
         command.append("--collect-only")
-    # -p no:...: plugins that pyproject.toml does not need here may be missing, or be in the way.
+    # Drop pyproject.toml's options, whose plugins may be missing here, and the cache.
     options = ["-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
     left = min(FILE_SECONDS, max(part.left_s(), 1.0))
     code, said = ran([*command, *options, f"tests/cuda/{name}"], left)
@@ -67,12 +67,12 @@ def pytest(part: Part, name: str) -> Mapping[str, Any]:
 
 
 def slowest(lines: list[str]) -> list[str]:
-    """Of pytest's --durations."""
+    """Return the lines of pytest's --durations."""
     return [line.strip() for line in lines if re.match(r"^\d+\.\d+s (call|setup)", line.strip())]
 
 
 def run(part: Part) -> None:
-    """C tests first: what they need is the least."""
+    """Run all cases; the C tests first, because they need the least."""
     is_dry = part.place.is_dry
     runner = [sys.executable, "tests/run.py", "c", "--only"]
 
@@ -85,7 +85,7 @@ def run(part: Part) -> None:
         if is_dry:
             raise Skip("the kernels need a GPU")
         if not FATBIN.exists():
-            raise Skip("there was no nvcc to compile the kernels with")
+            raise Skip("the kernels were not compiled, because nvcc is missing")
         fatbin = {"LH_TEST_CUDA": "1", "LH_TEST_FATBIN": str(FATBIN)}
         return answer(*ran([*runner, "zo_launch"], part.left_s(), **fatbin))
 

@@ -1,4 +1,4 @@
-"""lohan as a contestant of bench_peers.py: all states on SSD, with its defaults but for the budget.
+"""lohan as a contestant of bench_peers.py: all states on SSD, default settings except the budget.
 
 python benchmarks/py/lohan_train.py STORE HOST_BYTES
 """

@@ -1,8 +1,9 @@
-"""How much memory a process and its children had at most, by the kernel's own count.
+"""The peak memory of a process and its children, as counted by the kernel.
 
-A process's peak is VmHWM of /proc/PID/status, which has every ordinary page, shared and transparent
-huge ones included, plus HugetlbPages, which has the reserved huge pages that VmHWM leaves out. A
-tree's is the sum of its processes' peaks, those that have ended since they were last seen included.
+A process's peak is VmHWM of /proc/PID/status, which counts every ordinary page, including shared
+and transparent huge ones, plus HugetlbPages, which counts the reserved huge pages that VmHWM
+omits. A tree's peak is the sum of its processes' peaks, including those that have ended since they
+were last read.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-# What the kernel takes in clear_refs to begin VmHWM anew.
+# Writing this to clear_refs makes the kernel reset VmHWM.
 RESET_PEAK = "5"
 
 
 def _status(pid: int) -> dict[str, int]:
-    """The numbers of /proc/PID/status, sizes in KiB; empty where the process is gone."""
+    """Return the numbers of /proc/PID/status, sizes in KiB; empty if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -25,23 +26,23 @@ def _status(pid: int) -> dict[str, int]:
 
 
 def tree_of(root: int) -> list[int]:
-    """A process and all below it."""
+    """Return the ids of a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             parent = _status(int(entry.name)).get("PPid", 0)
             children.setdefault(parent, []).append(int(entry.name))
     found = [root]
-    for pid in found:  # grows meanwhile
+    for pid in found:  # grows during the loop
         found += children.get(pid, [])
     return found
 
 
 class PeakMemory:
-    """The peak of a tree, over its life and since a moment in it.
+    """The peak of a tree, over its life and since restart().
 
     Args:
-        root: process id of the tree's root. It lives as long as this is read.
+        root: the process id of the tree's root, which must live as long as this object is used.
     """
 
     def __init__(self, root: int) -> None:
@@ -50,7 +51,7 @@ class PeakMemory:
         self._since: dict[int, int] = {}
 
     def read(self) -> None:
-        """Look at the kernel's counts; a child that comes and goes between two looks is missed."""
+        """Read the kernel's counts; a child that lives only between two reads is missed."""
         for pid in tree_of(self.root):
             status = _status(pid)
             peak = 1024 * (status.get("VmHWM", 0) + status.get("HugetlbPages", 0))
@@ -58,20 +59,20 @@ class PeakMemory:
             self._since[pid] = max(self._since.get(pid, 0), peak)
 
     def restart(self) -> None:
-        """Let since_bytes begin here, as far as the kernel allows; life_bytes goes on."""
+        """Restart since_bytes, as far as the kernel allows; life_bytes continues."""
         self.read()
         self._since.clear()
         for pid in tree_of(self.root):
-            with contextlib.suppress(OSError):  # it is gone, or the peak stays: too much, not less
+            with contextlib.suppress(OSError):  # it has ended, or since_bytes is too high
                 Path(f"/proc/{pid}/clear_refs").write_text(RESET_PEAK, encoding="utf-8")
         self.read()
 
     @property
     def life_bytes(self) -> int:
-        """Since the processes began."""
+        """The peak since the processes began."""
         return sum(self._life.values())
 
     @property
     def since_bytes(self) -> int:
-        """Since restart()."""
+        """The peak since restart()."""
         return sum(self._since.values())

@@ -1,4 +1,4 @@
-"""One JSON line a result, printed, and kept in benchmarks/history.jsonl when asked to."""
+"""Prints one JSON line per result, and optionally appends it to benchmarks/history.jsonl."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Report:
     """Prints results; `history` appends them with commit, machine and date.
 
     Args:
-        history: keep what is printed in benchmarks/history.jsonl.
+        history: append what is printed to benchmarks/history.jsonl.
     """
 
     def __init__(self, history: bool) -> None:
@@ -54,18 +54,18 @@ class Report:
         less_is_better: bool = True,
         **more: Any,
     ) -> None:
-        """Print one result. Ratios are medians over pairs of one round, never of medians.
+        """Print one result. Ratios are medians over the ratios of each round.
 
         Args:
-            name: what was measured.
-            values: one a round.
-            unit: of value, min, median and max.
-            peer: whom it is compared with.
-            peer_values: one a round, in the same unit.
-            bound: what nothing can beat.
-            bound_values: one a round, in the same unit.
-            less_is_better: for times; ratio is value / peer then, and fraction_of_bound is
-                bound / value. For rates both are the other way round.
+            name: the name of the measurement.
+            values: the value of each round.
+            unit: the unit of value, min, median and max.
+            peer: the name of the peer.
+            peer_values: the peer's value of each round, in the same unit.
+            bound: the name of a bound that nothing can beat.
+            bound_values: the bound's value of each round, in the same unit.
+            less_is_better: True for times, False for rates. fraction_of_bound is bound / value for
+                times, and value / bound for rates; ratio is always value / peer.
             more: further fields of the line.
         """
         line: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""A contestant in a process of its own, which takes its turn when it is asked over a pipe.
+"""A contestant in a separate process, which takes its turn when requested over a pipe.
 
-It says in one JSON object what it is as soon as it is ready; from then on it answers each line that
-it reads with one JSON value: the seconds that this took, by its own clock, or whatever it serves.
+When it is ready, it describes itself in one JSON object. From then on it answers each line that it
+reads with one JSON value: the seconds that the request took by its own clock, or another result.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-# A turn takes seconds, a start that compiles some minutes; what hangs is to end all the same.
+# A turn takes seconds, and a start that compiles some minutes; this ends a process that hangs.
 DEADLINE_S = 900
 END_DEADLINE_S = 60
 
 
 def free_port() -> int:
-    """A TCP port that nobody has now: DeepSpeed's processes must not meet on one."""
+    """Return a free TCP port: each DeepSpeed process needs a different one."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def deepspeed_environment(python: str) -> dict[str, str]:
-    """What DeepSpeed needs in the environment; extensions where tools/setup_deepspeed.sh put them.
+    """Return the environment variables for DeepSpeed.
+
+    They include the folder in which tools/setup_deepspeed.sh built its extensions, if it exists.
 
     Args:
-        python: interpreter of an environment with DeepSpeed.
+        python: the interpreter of an environment with DeepSpeed.
     """
     folder = Path(python).absolute().parent  # not resolved: an environment's python is a link
     environment = {
@@ -54,16 +56,16 @@ def deepspeed_environment(python: str) -> dict[str, str]:
 
 
 class Served:
-    """The asking side.
+    """The process that takes turns, as seen by the one that requests them.
 
     Args:
         command: the program and its arguments.
-        environment: of the program; None: this process's.
+        environment: the program's environment; None: that of this process.
 
     Raises:
-        RuntimeError: it ended before it was ready, or was not ready within DEADLINE_S and was
-            killed; the message has the end of what it said.
-        OSError: it cannot be run at all.
+        RuntimeError: the program ended before it was ready, or was killed because it was not ready
+            within DEADLINE_S; the message has the end of its stderr.
+        OSError: the program cannot be started.
     """
 
     def __init__(
@@ -103,18 +105,22 @@ class Served:
         raise RuntimeError(f"{self.process.args[0]} ended with code {code}{late}: {end}")
 
     def ask(self, request: str) -> Any:
-        """Have request done; its answer. RuntimeError as at the start."""
-        with contextlib.suppress(BrokenPipeError):  # it has ended: _answer says how
+        """Send a request and return its answer.
+
+        Raises:
+            RuntimeError: the program ended, or was killed because it took too long.
+        """
+        with contextlib.suppress(BrokenPipeError):  # it has ended; _answer() raises the error
             self.process.stdin.write(request + "\n")
             self.process.stdin.flush()
         return json.loads(self._answer())
 
     def seconds(self, request: str) -> float:
-        """Have request done; the seconds it took."""
+        """Send a request and return the seconds that it took."""
         return float(self.ask(request))
 
     def close(self) -> None:
-        """End the process; what does not end by itself is killed. Idempotent."""
+        """End the process, killing it if necessary. Idempotent."""
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         try:
@@ -126,7 +132,7 @@ class Served:
 
 
 def answers() -> TextIO:
-    """Where the answering side writes. What anyone else prints goes to stderr from here on."""
+    """Return the pipe for answers, and redirect everything else on stdout to stderr."""
     pipe = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return pipe
@@ -136,9 +142,9 @@ def answer_all(pipe: TextIO, hello: Mapping[str, Any], answer: Callable[[str], A
     """Serve stdin until it ends.
 
     Args:
-        pipe: from answers().
-        hello: what the asking side finds in Served.hello.
-        answer: does what a line asks for and returns how long it took, or what Served.ask returns.
+        pipe: the result of answers().
+        hello: the value of Served.hello.
+        answer: handles a request and returns its seconds, or the result of Served.ask().
     """
     print(json.dumps(hello), file=pipe)
     for line in sys.stdin:

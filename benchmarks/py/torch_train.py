@@ -13,7 +13,7 @@ import training
 
 
 def autocast_step(model: torch.nn.Module) -> training.Step:
-    """fp32 weights, bf16 compute, fused AdamW."""
+    """Make a step with fp32 weights, bf16 compute and fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **training.HYPER)
 
     def step(batch: training.Batch) -> torch.Tensor:
@@ -28,7 +28,7 @@ def autocast_step(model: torch.nn.Module) -> training.Step:
 
 
 def masters_step(model: torch.nn.Module) -> training.Step:
-    """bf16 weights and compute, fp32 masters and moments, fused AdamW."""
+    """Make a step with bf16 weights and compute, fp32 masters and moments, and fused AdamW."""
     params = list(model.parameters())
     masters = [p.detach().float().requires_grad_() for p in params]
     grads = [torch.empty_like(m) for m in masters]

@@ -1,7 +1,8 @@
-"""What every contestant of bench_peers.py trains, and how it takes its turn.
+"""The training that all contestants of bench_peers.py share, and how they take turns.
 
-GPT-2 124M from the same weights, rounded to bf16, on the same batches in the same order, with the
-same AdamW. It imports torch and transformers alone, since it runs in more than one environment.
+They train GPT-2 124M from the same weights, rounded to bf16, on the same batches in the same order,
+with the same AdamW. This module imports only torch and transformers, since it runs in several
+environments.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 BATCH_SHAPE = (4, 128)
-# The same few again and again: the loss falls only for who really learns them.
+# Few batches are repeated, so that the loss falls if they are really learned.
 BATCH_COUNT = 8
 Batch = torch.Tensor
 Step = Callable[[Batch], torch.Tensor]
 
 
 def build(dtype: torch.dtype) -> GPT2LMHeadModel:
-    """The model, without dropout. Its values are bf16's whatever its dtype is."""
+    """Make the model without dropout. Its values are rounded to bf16 whatever its dtype is."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
     config = GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
@@ -33,7 +34,7 @@ def build(dtype: torch.dtype) -> GPT2LMHeadModel:
 
 
 def fingerprint(model: torch.nn.Module) -> int:
-    """A checksum of the weights as bf16, the same for the same weights."""
+    """Return a checksum of the weights as bf16."""
     crc = 0
     for param in model.parameters():
         crc = zlib.crc32(param.detach().to(torch.bfloat16).view(torch.int16).numpy(), crc)
@@ -41,7 +42,7 @@ def fingerprint(model: torch.nn.Module) -> int:
 
 
 def make_batches() -> list[Batch]:
-    """Tokens, shape BATCH_SHAPE, int64."""
+    """Make batches of tokens: int64, shape BATCH_SHAPE."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, 50257, BATCH_SHAPE, generator=generator) for _ in range(BATCH_COUNT)]
 
@@ -56,11 +57,11 @@ def serve(
     """Answer "train N" with the seconds that N steps and a flush took, and each step's loss.
 
     Args:
-        pipe: from served.answers().
-        weights: the model's fingerprint before anybody changed it.
-        step: one step of training; its loss.
-        flush: waits for what the steps left to be done.
-        stats: answers "stats".
+        pipe: the result of served.answers().
+        weights: the model's fingerprint before training.
+        step: takes a training step and returns its loss.
+        flush: waits until the steps are complete.
+        stats: returns the answer to "stats".
     """
     batches = make_batches()
     done = 0

@@ -18,7 +18,7 @@
  * gradients have no room there are eager.
  *
  * Thread: the engine's.
- * Source: LoHan IV-C hides updates behind backward; the balance with forward is ours.
+ * Source: LoHan IV-C overlaps updates with backward; the balance with forward is ours.
  */
 #ifndef LH_SCHED_SPLIT_H
 #define LH_SCHED_SPLIT_H

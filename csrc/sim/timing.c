@@ -9,7 +9,7 @@
 #define STEP 4
 /* Schedule auto first tries one or two splits. */
 #define STEP_AUTO 14
-/* So many steps after a commit, a step is as before it. */
+/* After this many steps, a commit no longer affects a step. */
 #define WINDOW_MAX 4
 /* Events between two calls of is_cancelled: some milliseconds. */
 #define EVENT_COUNT 20000

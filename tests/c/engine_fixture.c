@@ -389,7 +389,7 @@ static void wait_begin(const struct rig *rig)
     wait_until_ns = lh_clock_now_ns(&rig->clock) + RIG_WAIT_S * UINT64_C(1000000000);
 }
 
-/* Whether a wait that answered rc goes on; the test ends where it would go on for ever. */
+/* Whether a wait that returned rc continues; the test ends if it would continue forever. */
 static bool waits(const struct rig *rig, int rc)
 {
     LH_CHECK(rc != 0 || lh_clock_now_ns(&rig->clock) < wait_until_ns);

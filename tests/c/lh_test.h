@@ -80,7 +80,7 @@ __attribute__((unused)) static uint64_t lh_test_random(uint64_t *state)
 /*
  * Whether action(context) ends in abort(), as a broken LH_ASSERT does (or a sanitizer's report).
  *
- * Not tried under ThreadSanitizer, whose forked children may stop for ever where another thread
+ * Not tried under ThreadSanitizer, whose forked children may block forever if another thread
  * held a lock; the other builds try it.
  */
 __attribute__((unused)) static int lh_test_aborts(void (*action)(void *context), void *context)

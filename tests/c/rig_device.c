@@ -142,7 +142,7 @@ void rig_device_close(struct rig *rig)
     struct rig_device *device = rig->device;
     if (!device)
         return;
-    /* As torch: with the device its memory is somebody else's, whatever is still to be read. */
+    /* As in torch, the device's memory is freed with it, whatever is still to be read. */
     device->machine.dev->ops->destroy(device->machine.dev);
     device->machine.dev = NULL;
     memset(device->memory, 0x5a, device->bytes);

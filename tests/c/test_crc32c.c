@@ -95,7 +95,7 @@ static void test_combine_long(void)
         LH_CHECK(lh_crc32c_combine(doubled, lh_crc32c(0, zeros, 64), 64) == other);
         doubled = lh_crc32c_combine(doubled, doubled, bytes);
     }
-    /* x^(2^31 - 1) is 1: so many bits of nothing leave a value as it is. */
+    /* x^(2^31 - 1) is 1: this many zero bits leave a value unchanged. */
     uint64_t order = (UINT64_C(1) << 31) - 1;
     LH_CHECK(lh_crc32c_combine(0x12345678, 0, order) == 0x12345678);
     LH_CHECK(lh_crc32c_combine(0x12345678, 0, order * 8 + 3) ==

@@ -82,7 +82,7 @@ static void test_between_commits(void)
 static void test_stop(bool least_memory)
 {
     struct rig rig;
-    lh_test_name("stopped at any time it is at a committed step, and goes on from there exactly, "
+    lh_test_name("stopped at any time it is at a committed step, and resumes exactly from there, "
                  "%s memory",
                  least_memory ? "least" : "all");
     rig_make(&rig, "stop", (struct rig_opts){.least_memory = least_memory, .commit_every = 3});
@@ -127,7 +127,7 @@ static void test_abort_unrecoverable(void)
 {
     struct rig rig;
     struct lh_error err = {0};
-    lh_test_name("an abort that would lose steps says so, and where a resume goes on from");
+    lh_test_name("an abort that would lose steps says so, and where a resume continues");
     rig_make(&rig, "abort3", (struct rig_opts){.commit_every = 3});
     for (int i = 0; i < 4; i++)
         LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);

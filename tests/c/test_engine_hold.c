@@ -57,8 +57,9 @@ static void check_bytes(struct rig *rig, bool commits)
 static void test_stays(uint64_t commit_every, bool least_memory, uint32_t directory_count)
 {
     struct rig rig;
-    lh_test_name("while commits are held the committed step stays, bit for bit, and training goes "
-                 "on; the late commit comes with the next step (a commit in %d steps, %s memory)",
+    lh_test_name("while commits are held the committed step stays, bit for bit, and training "
+                 "continues; the late commit comes with the next step (a commit in %d steps, "
+                 "%s memory)",
                  (int)commit_every, least_memory ? "least" : "all");
     rig_make(&rig, "hold",
              (struct rig_opts){.commit_every = commit_every,
@@ -110,7 +111,7 @@ static void test_waits_for_commit(void)
 static void test_flush_waits(void)
 {
     struct rig rig;
-    lh_test_name("a flush that commits waits for the release, one that does not goes on");
+    lh_test_name("a flush that commits waits for the release, one that does not continues");
     rig_make(&rig, "hold-flush", (struct rig_opts){.commit_every = 1});
     LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     over(&rig);
@@ -145,7 +146,7 @@ static void test_spilled_gradients_wait(void)
     hold(&rig);
     LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_EVAL) == 0);
-    for (int i = 0; i < 8; i++) /* longer than it takes to be taken for stuck */
+    for (int i = 0; i < 8; i++) /* longer than the time after which it counts as stuck */
         LH_CHECK(lh_engine_over_wait(rig.engine, 100) == 0);
     check_view(&rig, 1);
     lh_engine_commit_release(rig.engine);

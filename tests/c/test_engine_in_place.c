@@ -54,7 +54,7 @@ static void test_short_transfers(void)
                                                   .bit = 800,
                                                   .code = -EIO});
             int rc = rig_forward(&rig, LH_ENGINE_MODE_EVAL);
-            /* No unit here is read in pieces that a short transfer could not mend. */
+            /* No unit here is read in pieces that a short transfer could not repair. */
             LH_CHECK(rc == 0 || kind > 0);
             if (rc < 0)
                 LH_CHECK(rc == (kind == 1 ? -EIO : -EILSEQ));

@@ -49,7 +49,7 @@ static void test_nothing_moved(void)
     begin(LH_IO_KIND_READ, false);
     LH_CHECK(lh_io_request_advance(&base, &request, 0) && request.result == -ENODATA);
 
-    lh_test_name("EINTR and EAGAIN are tried again, but not for ever");
+    lh_test_name("EINTR and EAGAIN are retried, but not forever");
     static const int64_t answers[] = {-EINTR, -EAGAIN};
     for (uint32_t i = 0; i < LH_COUNT_OF(answers); i++) {
         uint32_t tries = 0;
@@ -91,7 +91,7 @@ static void test_torn(void)
     begin(LH_IO_KIND_READ, true);
     LH_CHECK(lh_io_request_advance(&base, &request, 512) && request.result == -ENODATA);
 
-    lh_test_name("a buffered transfer goes on at any byte");
+    lh_test_name("a buffered transfer continues at any byte");
     begin(LH_IO_KIND_WRITE, false);
     LH_CHECK(!lh_io_request_advance(&base, &request, 5) && request.done_bytes == 5);
     LH_CHECK(lh_io_request_rest(&request) == buffer + 5);

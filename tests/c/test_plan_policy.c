@@ -195,7 +195,7 @@ static double ratio_of(struct plan_fixture_shape shape, bool is_uniform, uint64_
     return auto_s / brute.best_s;
 }
 
-/* What a search by steps may miss, and how seldom: one of so many. */
+/* What a search by steps may miss, and how rarely: once in this many cases. */
 #define RATIO_MAX 1.1
 #define RATIO_EQUAL 1.000001
 #define MISSED_ONE_OF 20

@@ -122,7 +122,7 @@ static void backward_waits_for_activations(void)
     small.machine.gpu_bytes = step.gpu_bytes;
     /* They leave for 6 s a block, in front of 8 s of backward; gradients hide. */
     LH_CHECK(small_step(&small).iteration_s > 16 * (6 + 8) - 3 * 6);
-    lh_test_name("room on the GPU for all that leaves hides it behind backward");
+    lh_test_name("room on the GPU for all that leaves hides it during backward");
     small.machine.gpu_bytes += 2 * 16 * 12 * SMALL_PARAM_COUNT;
     LH_CHECK(is_near(small_step(&small).iteration_s, 16 * (4 + 8) + 1));
     small_end(&small);

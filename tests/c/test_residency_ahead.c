@@ -92,7 +92,7 @@ static void event_execute(struct copies *copies, struct lh_residency_event event
     copies->uses[event.unit]++;
 }
 
-/* Forward, backward; an update behind each or, where it is deferred, before the next forward. */
+/* Forward, backward; an update after each or, if it is deferred, before the next forward. */
 static uint64_t cycle_make(uint32_t unit_count, bool is_deferred, struct lh_residency_event *events)
 {
     uint64_t count = 0;
@@ -163,7 +163,7 @@ static void test_cycles(bool is_deferred)
 {
     lh_test_name("copies %s, ops in any order that they allow: every use finds the last update's "
                  "values, and no more is loaded than without planning ahead",
-                 is_deferred ? "updated before forward" : "made anew ahead of the next cycle");
+                 is_deferred ? "updated before forward" : "made again ahead of the next cycle");
     int round_max = getenv("LH_TEST_FAST") ? 500 : 4000;
     struct copies copies = {.seed = 21};
     for (int round = 0; round < round_max; round++) {

@@ -176,7 +176,7 @@ static bool cycles_run(struct scan *scan, uint64_t region_bytes, enum order orde
 
 static void test_scan(void)
 {
-    lh_test_name("of equal blocks that come round, and a larger one that stays, each is there as "
+    lh_test_name("of equal blocks that repeat, and a larger one that stays, each is there as "
                  "soon as the one before it has begun, for a read or so more in a cycle");
     struct scan scan = {.seed = 5};
     for (uint32_t count = 3; count <= UNIT_COUNT_MAX; count++) {

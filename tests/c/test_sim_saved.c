@@ -20,7 +20,7 @@ struct result {
     struct lh_engine_step_stats stats;
 };
 
-/* Of every block's pieces so many go to SSD, the others stay in main memory. */
+/* ssd_count of every block's pieces go to SSD; the others stay in main memory. */
 static struct result step_run(uint32_t piece_count, uint32_t ssd_count, uint64_t memory_bytes)
 {
     static struct lh_sim_run run;

@@ -57,7 +57,7 @@ static void test_cancel(void)
 {
     static struct rig rig;
     rig_init(&rig, LH_SIM_PRESET_BALANCED);
-    lh_test_name("being asked whether to go on changes no time");
+    lh_test_name("being asked whether to continue changes no time");
     LH_CHECK(rig_run(&rig) == 0);
     const struct lh_sim_timing before = rig.timing;
     rig.opts.is_cancelled = is_never_cancelled;

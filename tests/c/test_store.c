@@ -150,7 +150,7 @@ static void test_staged_is_lost(void)
 
 static void test_rollback(void)
 {
-    lh_test_name("a rollback shows the committed step again, and the next step goes on from it");
+    lh_test_name("a rollback shows the committed step again, and the next step continues from it");
     struct lh_store *store = made("rollback", &(struct fixture_opts){0});
     fixture_write_step(store, 1);
     lh_store_rollback(store);

@@ -79,7 +79,7 @@ static uint64_t step_after(uint32_t cut, int variant)
         fprintf(stderr, "cut before event %u, variant %d: step %d, %s\n", cut, variant, (int)step,
                 lh_store_note(store));
     LH_CHECK(is_right);
-    /* The session that crashed goes on from there. */
+    /* The session that crashed continues from there. */
     if (variant == 3) {
         fixture_write_step(store, step + 1);
         fixture_commit(store, step + 1);
@@ -182,7 +182,7 @@ static void test_failed_sync(void)
 
 static void test_create(void)
 {
-    lh_test_name("a creation that is cut short is none, or whole");
+    lh_test_name("an interrupted creation leaves no store or a complete one");
     struct lh_store *store = NULL;
     uint32_t opened_count = 0;
     disk = disk_new();

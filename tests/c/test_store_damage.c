@@ -115,7 +115,8 @@ static void expect_synced(void)
 /* Every block in front of the data that is not blank, in every kind of damage. */
 static void test_single_blocks(uint64_t step)
 {
-    lh_test_name("damage to one block before the data at step %d: opens there for writing, mended",
+    lh_test_name("damage to one block before the data at step %d: opens there for writing, and is "
+                 "repaired",
                  (int)step);
     uint32_t block_count = 0;
     for (uint32_t file = 0; file < FILE_COUNT; file++) {
@@ -160,7 +161,7 @@ static void test_single_blocks(uint64_t step)
 
 static void test_notes(void)
 {
-    lh_test_name("a copy that is not whole is noted, where a crash cannot have left it so");
+    lh_test_name("a damaged copy is noted, unless a crash can have caused the damage");
     static const struct {
         uint32_t file;
         uint64_t offset;
@@ -254,7 +255,7 @@ static void test_both_copies(void)
     LH_CHECK(strstr(err.message, "belongs to the other superblock") != NULL);
     damage_undo();
 
-    lh_test_name("no whole step is left: refused, with both reasons");
+    lh_test_name("no intact step is left: refused, with both reasons");
     for (uint32_t copy = 0; copy < 2; copy++) {
         block_damage(0, LH_STORE_SUPERBLOCK_OFFSET(0, copy), DAMAGE_BIT);
         block_damage(0, control.manifest_offset[0][copy], DAMAGE_BIT);
@@ -477,7 +478,7 @@ static void test_version_1(void)
     LH_CHECK(open_at(false, NULL, &store) == -EILSEQ && strstr(err.message, "holds commits"));
     damage_undo();
 
-    lh_test_name("version 1: what lies where version 2 has a copy of the header is none");
+    lh_test_name("version 1: what lies where version 2 has a copy of the header is ignored");
     memcpy(disk_bytes(damaged, 0, LH_STORE_HEADER_OFFSET(1)), disk_bytes(damaged, 0, 0),
            LH_BLOCK_BYTES);
     block_damage(0, LH_STORE_HEADER_OFFSET(0), DAMAGE_BIT);

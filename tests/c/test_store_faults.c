@@ -175,7 +175,7 @@ static void test_not_a_file(void)
     const char *path = fixture_path("odd0/lohan.data");
     const char *kept = fixture_path("odd-kept");
     LH_CHECK(rename(path, kept) == 0);
-    /* Opening a FIFO could wait for its other end for ever. */
+    /* Opening a FIFO could wait for its other end forever. */
     alarm(60);
     for (int read_only = 0; read_only < 2; read_only++) {
         LH_CHECK(symlink(kept, path) == 0);

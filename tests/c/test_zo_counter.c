@@ -42,7 +42,7 @@ static void test_batches(void)
     }
 }
 
-/* Numbers of every kind in any format, as bytes. No NaN, whose payload is nobody's. */
+/* Numbers of every kind in any format, as bytes. No NaN, whose payload is unspecified. */
 static void bytes_make(uint8_t *bytes, uint64_t count, enum lh_zo_format format, uint64_t *seed)
 {
     const uint64_t size = lh_zo_format_bytes(format);

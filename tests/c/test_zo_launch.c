@@ -120,7 +120,7 @@ static void kept_rig_close(struct kept_rig *rig)
     machine_close(&rig->machine);
 }
 
-/* in, led on the device, out: expected. */
+/* Advance `in` on the device, into `out`, and in main memory, into `expected`. */
 static void kept_rig_lead(struct kept_rig *rig, const struct lh_zo_kept *formats, uint64_t first,
                           uint64_t count, struct lh_zo_op *ops, uint32_t op_count)
 {

@@ -1,7 +1,7 @@
 /*
  * File calls of a process, counted, recorded, interrupted or refused.
  *
- * calls.c defines the C library's file calls anew. It is linked into a program or preloaded into
+ * calls.c redefines the C library's file calls. It is linked into a program or preloaded into
  * another (LD_PRELOAD), and looks only at files below one folder, the root. Everything else passes
  * straight through.
  *
@@ -22,7 +22,7 @@ enum calls_how {
     CALLS_HOW_BEFORE = 0, /* the call is not made */
     CALLS_HOW_AFTER = 1,
     CALLS_HOW_HALF = 2, /* some first blocks of a write are; other calls as BEFORE */
-    CALLS_HOW_FAIL = 3, /* the call is not made and fails with `code`; the process goes on */
+    CALLS_HOW_FAIL = 3, /* the call is not made and fails with `code`; the process continues */
     CALLS_HOW_LOSE = 4, /* a sync only: fails with `code` after its data may have been dropped */
 };
 

@@ -105,7 +105,7 @@ def tear(target: bytearray, record: Record, rng: random.Random) -> None:
 
 
 class Folder:
-    """Names of a directory: those that are durable, and those of now."""
+    """The names in a directory: those that are durable, and the current ones."""
 
     def __init__(self) -> None:
         self.durable: dict[str, File | Folder] = {}

@@ -2,10 +2,11 @@
 
 `make interrupts ARGS="--count 1000"`: a run makes a store, trains, edits a parameter, commits,
 copies its store, closes, resumes and trains to its end. KeyboardInterrupt is raised at the N-th
-line of lohan's own code, at the N-th file call of any of its threads, or after some time. Whoever
-interrupted goes on as a user in a notebook does: with the same session, or, if that is refused by
-an error that has a name, with another one that resumes. Either way the run has to end at the bits
-of one that nobody interrupted. Prints one JSON line; the exit status is 1 if a run did not.
+line of lohan's own code, at the N-th file call of any of its threads, or after some time. After an
+interrupt, the run continues as a user in a notebook would: with the same session or, if that is
+rejected by an error that has a name, with another one that resumes. Either way the run has to
+end at the bits of one that was not interrupted. Prints one JSON line; the exit status is 1 if a run
+did not.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ FAILURES_MAX = 10
 ERRORS_MAX = 3  # that a user meets after one Ctrl-C
 PHASES = ("wrap", "step", "edit", "commit", "snapshot", "close")
 PACKAGE = str(pathlib.Path(lohan.__file__).parent)
-# What went on in a run that was interrupted: numbers of its board.
+# What happened after an interrupt, as numbers on the board.
 NOT_SEEN, WENT_ON, RESUMED = range(3)
 
 
@@ -81,7 +82,7 @@ class Seeded(Adam):
 
 
 class Run:
-    """A run that goes on whatever happens to it."""
+    """A run that continues whatever happens to it."""
 
     def __init__(self, world: World, folder: pathlib.Path, board: Board, lines: Lines) -> None:
         self.world = world

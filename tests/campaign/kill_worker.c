@@ -3,12 +3,12 @@
  *
  *      kill_worker WORLD COUNT SEED
  *
- * A life is a process that makes a store or opens it, goes on for some steps and closes it. It is
+ * A life is a process that makes a store or opens it, trains for some steps and closes it. It is
  * killed at its N-th file call (before it, after it, or half-way through a write), or after some
  * time. N runs over all calls of a life, so that after as many kills each point was hit. Then a
  * process of its own opens the store: it must be at a step between the newest that was committed
  * and the newest that was begun, bit for bit, or, if it was still being made, be refused by name.
- * The next life goes on from there.
+ * The next life continues from there.
  *
  * Prints one JSON line. The exit status is 1 if a store was not what it had to be; it is kept then.
  */

@@ -141,7 +141,7 @@ class Killer:
             self.store_number += 1
 
     def run(self, count: int) -> dict[str, Any]:
-        """So many kills."""
+        """Kill `count` times."""
         begun = time.monotonic()
         tried = 0
         self.board.found = 0
@@ -200,7 +200,7 @@ def main() -> int:
     if of_python:
         import lives
 
-        lives.preloaded(campaign_build.recorder())  # may start this process anew
+        lives.preloaded(campaign_build.recorder())  # may restart this process
     folder = pathlib.Path(tempfile.mkdtemp(prefix="kills-", dir=parent))
     results = kill_core(args.count - of_python, args.seed, folder) if args.of != "Python" else []
     for result in results:

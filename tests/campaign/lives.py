@@ -113,7 +113,7 @@ class Calls:
 
 
 def preloaded(library: pathlib.Path) -> Calls:
-    """The recorder in this process, which starts anew with it if it has to."""
+    """Return the recorder in this process, which restarts itself with it if necessary."""
     if os.environ.get("LD_PRELOAD", "") != str(library):
         environment = {**os.environ, "LD_PRELOAD": str(library), "OMP_WAIT_POLICY": "passive"}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)

@@ -3,7 +3,7 @@
 `make powercuts ARGS="--count 500"`: lives of real sessions are recorded, some of them killed and
 resumed. Then power is cut at many places of each record: a folder is made of what a disk may hold
 then (disk_model.py), and a session resumes there. It has to be at a step that was promised, bit for
-bit; so do copies and exports, which are whole or not there. Of a fifth of them training goes on.
+bit; so do copies and exports, which are whole or not there. In a fifth of them, training continues.
 Prints a JSON line for each world and one for all; the exit status is 1 if one was wrong.
 """
 
@@ -94,7 +94,7 @@ class Cutter:
         return records
 
     def cut(self, count: int) -> None:
-        """Power is cut at so many places of a new record."""
+        """Cut power at `count` places of a new record."""
         records = self.record()
         self.result["calls"] += sum(each.kind != MARK for each in records)
         places = [i for i, each in enumerate(records) if each.kind != MARK]

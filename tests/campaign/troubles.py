@@ -1,6 +1,6 @@
 """Troubles that other programs and the machine make, each once: `make troubles`.
 
-A disk that others fill, a disk that fails, a process that is stopped and goes on, one that the
+A disk that others fill, a disk that fails, a process that is stopped and continued, one that the
 kernel kills because memory is short. Each ends with a store that resumes at a legal step, bit for
 bit. What this machine does not allow is skipped, and the reason is said. Prints a JSON line each.
 """
@@ -97,7 +97,7 @@ def small_disk(parent: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def disk_filled_by_others(world: Adam, folder: pathlib.Path, calls: Calls) -> str:
-    """A disk without room: training goes on in reserved space, and a copy is refused."""
+    """On a full disk, training continues in reserved space, and a copy is rejected."""
     board = Board()
     with small_disk(folder) as place:
         root = place / "store"
@@ -222,7 +222,7 @@ def out_of_memory(world: Adam, folder: pathlib.Path, calls: Calls) -> str:
         if status != -signal.SIGKILL:
             raise AssertionError(f"it ended with {status}")
     checked(world, folder, board)
-    return f"killed for want of memory after step {board.least}"
+    return f"killed for lack of memory after step {board.least}"
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Activations that leave a GPU, or are computed again there: the bits of those that stay."""
+"""Activations that are offloaded from a GPU or recomputed: the same bits as with kept ones."""
 
 from __future__ import annotations
 

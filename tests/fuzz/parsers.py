@@ -128,7 +128,7 @@ def journal_run(data: bytes, folder: pathlib.Path) -> None:
     try:
         assert opened.rule == rule and len(opened.records) == len(records)
         if opened.rule.samples > JOURNAL_SAMPLES_MAX:
-            return  # a step of so many directions takes gigabytes
+            return  # a step with this many directions takes gigabytes
         opened.append(Record(0.1, 0.0, (0.5,) * opened.rule.samples))
     finally:
         opened.close()

@@ -9,7 +9,8 @@ A mutant is run against the tests that its row names; if none of them catches it
 quick C test that has its code, and some seeds of the simulator. It is caught by a test that fails,
 crashes or hangs twice. What was caught is remembered in build/mutants/results.json and is not run
 again until the mutant or the test that caught it changes; --fresh runs everything. A random mutant
-from which the compiler makes the same code, or that equivalent.toml lists with a reason, is none.
+does not count if the compiler makes the same code from it, or equivalent.toml lists it with a
+reason.
 
 The exit status is 1 if one survived, if a row's old text does not occur exactly once in its file,
 if a test that a row names does not exist, or if a test fails without any mutant.

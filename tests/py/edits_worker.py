@@ -87,7 +87,7 @@ def end(model: nn.Module, edit: Any) -> None:
 
 
 def collected(model: nn.Module, edit: Any) -> None:
-    """The model is dropped, and the program goes on."""
+    """The model is dropped, and the program continues."""
     edit(model)
 
 
@@ -130,7 +130,7 @@ def edited_in_handler(model: nn.Module, edit: Any) -> None:
 
 
 def caught(model: nn.Module, edit: Any) -> None:
-    """An exception that was handled is none at the end."""
+    """A handled exception does not count as a failure of the program."""
     edit(model)
     try:
         raise ValueError("planned")
@@ -146,7 +146,7 @@ def committed(model: nn.Module, edit: Any) -> None:
 
 
 def trained(model: nn.Module, edit: Any) -> None:
-    """A backward has begun: the program has gone on with the edit."""
+    """A backward has begun, so the program has used the edit."""
     edit(model)
     (model(torch.ones(1, 32)).sum()).backward()
     raise ValueError("planned")
@@ -209,7 +209,7 @@ ENDS = {
 
 
 def main() -> None:
-    """Go on with a store and change its parameters."""
+    """Resume from a store and change its parameters."""
     torch.set_num_threads(2)
     edit, how, store, *settings = sys.argv[1:]
     model = lohan.wrap(

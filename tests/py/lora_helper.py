@@ -33,7 +33,7 @@ def save_base(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
 
 
 def shift(path: Path, nbytes: int) -> None:
-    """Let the tensors of a safetensors file begin so many bytes later."""
+    """Shift the tensors of a safetensors file by nbytes."""
     raw = path.read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]
     header = json.loads(raw[8 : 8 + length])

@@ -91,7 +91,7 @@ def train(store: str, host_bytes: str) -> dict[str, Any]:
 
 
 def resume(store: str, host_bytes: str) -> dict[str, Any]:
-    """The same run goes on."""
+    """Resume the same run."""
     model, said = wrap(store, host_bytes, resume=True)
     said.update(steps(model))
     model.lohan.close()

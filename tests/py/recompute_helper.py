@@ -1,4 +1,4 @@
-"""Models of blocks that compute in all kinds of ways, for the tests of what is computed again."""
+"""Models with blocks of many kinds, for the tests of recomputation."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Late(Body):
 
 
 class Below(Body):
-    """Reads a parameter as C++ does, which no class and no module is told of."""
+    """Reads a parameter as C++ does, which no class and no module notices."""
 
     def forward(self, x: torch.Tensor) -> Any:
         gain = dict.__getitem__(self.norm._parameters, "weight")

@@ -188,7 +188,7 @@ def refused_calls(model: nn.Module, loss: torch.Tensor, store: str) -> list[Any]
 
 
 def quiet_calls(model: nn.Module) -> list[Any]:
-    """What a forked child lets go of things by: nothing happens."""
+    """Calls with which a forked child releases things; they must do nothing."""
     session = model.lohan
     engine = session._engine
     return [

@@ -1,4 +1,4 @@
-"""`wrap(optimizer=...)`: training goes on where a torch.optim.AdamW stopped; nothing is lost."""
+"""`wrap(optimizer=...)`: training continues from a torch.optim.AdamW without any loss of state."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_bytes_are_the_plans_in_every_schedule_and_gradients_that_wait_pass_once
 def test_the_order_of_uses_is_predicted_from_the_third_step_on(
     dtype: str, store_dir: pathlib.Path
 ) -> None:
-    # Behind backward, an update may come before or after the next use: a matter of microseconds.
+    # After backward, an update may come before or after the next use by microseconds.
     model = wrap("gpt2", DTYPES[dtype], "minimal", store_dir, schedule="serial")
     try:
         found = list(steps_of(model, "gpt2", flushes=True))

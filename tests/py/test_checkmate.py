@@ -102,7 +102,7 @@ def test_it_is_the_best_of_all_choices_and_refused_where_there_is_none() -> None
 
 
 def test_without_main_memory_it_keeps_what_saves_most_computation() -> None:
-    """As Checkmate has it: the GPU is full, and what is computed again costs least of its bytes."""
+    """As in Checkmate, the GPU is full, and recomputed layers have the least FLOP per byte."""
     model = _plan.named_model("gpt-13b", batch=4)
     machine = _machines.load("paper-4090")
     buffers = machine.host_bytes - _checkmate._room(model, machine)[1]

@@ -66,7 +66,7 @@ def test_doctor_exits_1_and_names_what_mends_a_directory_that_is_not_there(
     assert answer.exit_code == 1 and not found["ok"]
     needed = [problem for problem in found["problems"] if problem["needed"]]
     assert [problem["mend"] for problem in needed] == [f"mkdir -p {missing}"]
-    (store_dir / "missing").touch()  # a file, which mkdir would not mend
+    (store_dir / "missing").touch()  # a file, for which mkdir would not help
     found = json.loads(run("doctor", "--json", missing).stdout)
     needed = [problem for problem in found["problems"] if problem["needed"]]
     assert [problem["mend"] for problem in needed] == ["name a directory on an SSD"]
@@ -78,7 +78,7 @@ def test_doctor_refuses_main_memory_as_a_place_for_stores() -> None:
     needed = [p["what"] for p in json.loads(answer.stdout)["problems"] if p["needed"]]
     assert answer.exit_code == 1 and any("main memory" in what for what in needed)
     shown = run("doctor", "/dev/shm").stdout
-    assert "works" not in shown, "what works in main memory is of no use to a store"
+    assert "works" not in shown, "a store cannot be in main memory, whatever works there"
     verdict = shown.strip().splitlines()[-1]
     assert "cannot run on this machine" in verdict and "/dev/shm is in main memory" in verdict
 
@@ -153,7 +153,7 @@ def test_inspect_of_what_is_no_store_is_a_sentence_and_exit_status_1(
     answer = run("inspect", str(store_dir))
     assert answer.exit_code == 1
     assert answer.output.startswith("Error: there is no store: ")
-    assert "resume=True" not in answer.output, "a way out that is none on a command line"
+    assert "resume=True" not in answer.output, "a remedy that does not exist on the command line"
 
 
 def test_inspect_of_a_store_in_use_says_how_to_look_at_it(store_dir: pathlib.Path) -> None:

@@ -80,11 +80,11 @@ def test_without_device_a_model_computes_on_the_cpu_where_torch_sees_a_gpu(
     model(here()).backward()
     model.optimizer.step()
     model.lohan.close()
-    said = [line for line in capfd.readouterr().err.splitlines() if "torch sees 1 GPU" in line]
+    said = [line for line in capfd.readouterr().err.splitlines() if "torch finds 1 GPU" in line]
     assert len(said) == 1
     assert said[0].startswith("lohan: computing on the CPU") and 'device="cuda"' in said[0]
     wrap(store_dir / "two").lohan.close()
-    assert "torch sees" not in capfd.readouterr().err, "it is said once a process"
+    assert "torch finds" not in capfd.readouterr().err, "it is said once a process"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_who_names_a_device_is_not_told_of_the_gpu(
 ) -> None:
     wrap(store_dir / "cpu", device="cpu").lohan.close()
     wrap(store_dir / "emu", device="emu").lohan.close()
-    assert "torch sees" not in capfd.readouterr().err
+    assert "torch finds" not in capfd.readouterr().err
 
 
 def test_a_machine_without_a_gpu_is_told_nothing(

@@ -111,7 +111,7 @@ def test_gradients_that_wait_for_others_leave_room_for_those(
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_a_step_that_dies_leaves_no_new_bytes_on_the_device(store_dir: pathlib.Path) -> None:
-    """A look at a block behind each step has it copied again as soon as it is updated."""
+    """A read of a block after each step makes it be copied again as soon as it is updated."""
     model = lohan.wrap(Uneven(), store=store_dir / "dies", lr=1e-2, device="emu")
     plain = lohan.wrap(Uneven(), store=store_dir / "plain", lr=1e-2, device="cpu")
     try:

@@ -110,7 +110,7 @@ def test_the_picture_of_a_step_is_what_its_script_draws() -> None:
 
 
 def test_lists_and_tables_are_some_on_the_site_too() -> None:
-    """Python-Markdown makes neither of lines right behind a paragraph or a block of code."""
+    """Python-Markdown needs an empty line between these and a paragraph or a block of code."""
     for page in sorted((helper.ROOT / "docs").glob("*.md")):
         before = ""
         for number, line in enumerate(helper.prose_of(page), 1):

@@ -57,7 +57,7 @@ def test_quick_tests_run_in_a_process_for_each_processor_and_slow_ones_in_one(
         assert run.processes(all_of_them) == []
     monkeypatch.setattr(run.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
-    assert run.processes(quick) == [], "pytest-xdist is not there, and pytest runs all the same"
+    assert run.processes(quick) == [], "pytest must run without pytest-xdist, too"
 
 
 def test_a_compiler_that_is_asked_for_is_taken_or_refused(

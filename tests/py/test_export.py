@@ -142,7 +142,7 @@ def test_export_of_a_store_a_session_and_a_model_are_the_same_files_and_load(
 def test_export_in_fp32_is_the_master_that_rounds_to_the_trained_parameter(
     store_dir: pathlib.Path, dtype: torch.dtype
 ) -> None:
-    """Which of fp32 training that is: bf16 keeps every bit, so the master goes on as in fp32."""
+    """bf16 training keeps every bit of the master, so it continues as in fp32."""
     model: Any = lohan.wrap(llama().to(dtype), store=store_dir / "s", lr=1e-3)
     train(model, 3)
     lohan.export(model, store_dir / "live", dtype="float32")
@@ -255,7 +255,7 @@ def test_a_full_disk_leaves_nothing_and_says_how_much_is_missing(
             model.save_pretrained(store_dir / "old", max_shard_size="20KB")
         monkeypatch.undo()
         assert {path.name: path.read_bytes() for path in (store_dir / "old").iterdir()} == before
-    train(model, 1)  # the session goes on
+    train(model, 1)  # the session continues
 
 
 class Free:

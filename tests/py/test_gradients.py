@@ -221,7 +221,7 @@ def test_gradients_equal_the_plain_models(
 
 
 class Checkpointed(nn.Module):
-    """Blocks that are computed again in backward, and nothing saved outside of them.
+    """Blocks that are recomputed in backward, with nothing saved outside of them.
 
     A nested backward is then the first thing that saves or accumulates. LayerNorm saves its weight
     itself, and not a view of it as Linear does.
@@ -306,7 +306,7 @@ def test_gradients_are_equal_with_frozen_parameters_in_checkpoints(
         return freeze(model)
 
     loss_of = vector_loss if name == "checkpointed" else language_loss
-    # A block that is computed again is there as a whole, so it must not be split to fit.
+    # A recomputed block is resident as a whole, so it must not be split to fit.
     check(make, loss_of, torch.float32, store_dir, "unsplit")
 
 

@@ -1,4 +1,4 @@
-"""Frozen parameters in files of somebody else: where they lie, what is copied, what is refused."""
+"""Frozen parameters in foreign files: where they are, what is copied, what is rejected."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from lohan.layout._in_place import BLOCK, place
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-WIDTH = 528  # a weight has more than 1 MiB, and no whole number of blocks
+WIDTH = 528  # a weight has more than 1 MiB, and is not a multiple of a block
 X = torch.linspace(-1, 1, 3 * WIDTH).reshape(3, WIDTH)
 
 
 class Tower(nn.Module):
-    """Frozen layers with a trained one behind each."""
+    """Frozen layers, each followed by a trained one."""
 
     def __init__(self) -> None:
         super().__init__()

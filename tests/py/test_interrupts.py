@@ -104,7 +104,7 @@ def test_close_of_a_copy_that_has_no_thread_does_not_wait(
         model.lohan.snapshot(store_dir / "copy")
     copy = model.lohan.snapshot_now
     is_done = copy.is_done
-    copy._over.set()  # else the process would wait for ever at its end
+    copy._over.set()  # otherwise the process would wait forever at its end
     assert is_done and not copy.is_whole
     assert not (store_dir / "copy").exists()
     train(model)
@@ -145,7 +145,7 @@ def test_commits_go_on_after_an_interrupt_in_taking_a_hold(
     model.lohan.flush()
     step = model.lohan.store.describe()["step"]
     holders = len(holds._holders)
-    holds._holders.clear()  # else a commit below would wait for ever
+    holds._holders.clear()  # otherwise a commit below would wait forever
     engine.commit_release()
     assert (step, holders) == (1, 0)
     assert model.lohan.snapshot(store_dir / "copy").wait().step == 1

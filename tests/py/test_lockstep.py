@@ -19,7 +19,7 @@ Visit = tuple[int, int]
 
 
 def walk(pair: Lockstep, log: list[Visit], counts: tuple[int, int]) -> Callable[[], int]:
-    """A function of so many visits in each of its runs."""
+    """Return a function with the given number of visits in each of its runs."""
 
     def function() -> int:
         who = pair.turn

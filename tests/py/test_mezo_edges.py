@@ -257,7 +257,7 @@ def test_a_view_that_is_in_the_way_is_refused_with_the_way_out(store_dir: pathli
 
 
 class Interrupting(set[int]):
-    """A Ctrl-C comes as a unit has just been led, behind so many others."""
+    """Raises a Ctrl-C when `left` units have just been advanced."""
 
     def __init__(self, lost: set[int], left: int) -> None:
         super().__init__(lost)

@@ -173,7 +173,7 @@ def taught() -> Any:
 def curve_of(
     model: Any, step: Callable[[Callable[[], Any]], Any], count: int, every: int
 ) -> list[float]:
-    """Accuracy on what is held out, before training and each so many steps."""
+    """Return the accuracy on held-out data, before training and at regular steps."""
     training, held = books()
     words = _taught()[1]
     curve = [accuracy(model, held, words)]

@@ -1,4 +1,4 @@
-"""A zeroth-order run goes on, however it ended and whatever main memory is now."""
+"""A zeroth-order run resumes, however it ended and whatever the size of main memory is now."""
 
 from __future__ import annotations
 

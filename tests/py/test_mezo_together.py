@@ -1,4 +1,4 @@
-"""Several micro-batches in turns: the values of one behind the other, and a block is read once."""
+"""Several micro-batches in turns: the same values as in sequence, and each block is read once."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_generations_of_unlike_lengths_take_turns(store_dir: pathlib.Path) -> No
 
 
 def blocks_read() -> int:
-    """Bytes that this process had from disks; 0 for ever where the store is in memory."""
+    """Return the bytes that this process read from disks; always 0 if the store is in memory."""
     said = dict(line.split(": ") for line in pathlib.Path("/proc/self/io").read_text().splitlines())
     return int(said["read_bytes"])
 

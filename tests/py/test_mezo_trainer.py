@@ -515,7 +515,7 @@ class Otherwise(transformers.Trainer):  # type: ignore[misc]
     """A loss that compute_loss does not know."""
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Without a word to anybody."""
+        """Return a loss without calling backward or reporting it."""
         with torch.no_grad():
             return model(**inputs).loss
 

@@ -45,7 +45,7 @@ def swapped_bytes(model: _plan.Model, plan: dict[str, Any]) -> int:
 
 
 def recompute_flop(model: _plan.Model, plan: dict[str, Any]) -> int:
-    """Of layers that are computed again."""
+    """Return the FLOP of layers that are recomputed."""
     fates = zip(model.layers, plan["layers"], strict=True)
     return sum(layer.forward_flop for layer, fate in fates if fate == "recompute")
 

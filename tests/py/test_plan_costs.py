@@ -2,7 +2,7 @@
 
 tests/golden/plan_costs.csv is checked here against the papers' formulas, written down once more in
 fractions and in the papers' own letters; tests/c/test_plan_costs.c checks the core against that
-file. LH_GOLDEN_WRITE=1 writes it anew.
+file. LH_GOLDEN_WRITE=1 rewrites it.
 """
 
 from __future__ import annotations

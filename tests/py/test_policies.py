@@ -149,7 +149,7 @@ def test_auto_where_computation_is_in_main_memory(
 def test_auto_plans_for_an_accelerator_where_steps_are_not_committed(
     store_dir: pathlib.Path, kept: Any, commit_every: str
 ) -> None:
-    """The step that the engine foresees once divided by the steps between commits."""
+    """The commit that the engine predicts once is divided by the steps between commits."""
     made = {**TIGHT, "commit_every": commit_every}
     model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations="auto", **made)
     losses, _ = train(model)

@@ -1,4 +1,4 @@
-"""profile.json is a cache: whatever is in it, training goes on with the same numbers."""
+"""profile.json is a cache: whatever it contains, training continues with the same numbers."""
 
 from __future__ import annotations
 

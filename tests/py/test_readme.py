@@ -28,7 +28,7 @@ def test_the_code_of_the_readme_runs_from_top_to_bottom(
         helper.close_all()
     said = capsys.readouterr().out
     assert re.match(r"step \d: .* bound by .*\n", said), "stats() are for people"
-    assert said.splitlines()[1] == f"{helper.STEPS}", "resume=True goes on after the steps done"
+    assert said.splitlines()[1] == f"{helper.STEPS}", "resume=True continues where it ended"
     plain = helper.build_model().state_dict()
     assert filled.keys() == plain.keys()
     assert all(torch.equal(filled[name], plain[name]) for name in plain), "not as in weights="

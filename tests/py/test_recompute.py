@@ -1,4 +1,4 @@
-"""Blocks that are computed again in backward: the bits of kept activations, in less memory."""
+"""Recomputed blocks: the same bits as with kept activations, in less memory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_without_dropout_and_with_the_least_memory_the_bits_are_the_same(
 def test_sums_of_gradients_over_forwards_that_overlap_are_the_same_bits(
     store_dir: pathlib.Path,
 ) -> None:
-    """Two forwards, then their backwards: each block is computed again as it was in its own."""
+    """After two forwards, each backward recomputes its blocks as they were in its own forward."""
     runs = []
     for activations in ("keep", "recompute"):
         model = wrap(build(Normed), store_dir, activations, accumulate=2)
@@ -125,7 +125,7 @@ def test_a_forward_keeps_the_inputs_of_blocks_and_backward_the_rest_of_one(
         finally:
             model.lohan.close()
     assert kept == [(3 * 5 + 1) * TENSOR_BYTES, (3 + 1) * TENSOR_BYTES]
-    # The loss is done when the last block is computed again.
+    # The loss is done when the last block is recomputed.
     assert peaks == [kept[0], (3 + 4) * TENSOR_BYTES]
 
 

@@ -1,4 +1,4 @@
-"""Layers of a block that are kept, computed again or swapped, each as it is said."""
+"""Layers of a block that are kept, recomputed or swapped, each as configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of transformers and diffusers computed again in backward: the bits of kept activations."""
+"""Recomputed models of transformers and diffusers: the same bits as with kept activations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever lies where a request for a copy would be, training goes on."""
+"""Whatever is in the place of a request for a copy, training continues."""
 
 from __future__ import annotations
 

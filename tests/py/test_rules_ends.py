@@ -1,4 +1,4 @@
-"""An edit of parameters stays if the program goes on with it, and goes if the program fails."""
+"""An edit of parameters is kept if the program continues with it, and lost if it fails."""
 
 from __future__ import annotations
 

@@ -336,7 +336,7 @@ class Shared(nn.Module):
 
 
 class Forgiving(nn.Module):
-    """Goes on without the blocks for which there is no room."""
+    """Continues without the blocks for which there is no room."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ def part(model: Any) -> None:
 
 
 def inside(model: Any) -> None:
-    """A small one in the middle of a large one, and another behind that."""
+    """Add a small one in the middle of a large one, and another after that."""
     flat = torch.randn(3 * WIDTH * WIDTH)
     model.append(nn.Linear(WIDTH, 1, bias=False))
     model[0].weight = nn.Parameter(flat[: WIDTH * WIDTH].view(WIDTH, WIDTH))

@@ -1,4 +1,4 @@
-"""A resumed run has the hyper-parameters of the run that it goes on with."""
+"""A resumed run has the hyper-parameters of the original run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
 
 
 def open_again(workshop: Workshop, index: int = 0, **settings: Any) -> nn.Module:
-    """Go on with a store."""
+    """Resume from a store."""
     folder = workshop.folder / f"store{index}"
     workshop.made.append(lohan.wrap(build(), store=folder, resume=True, **settings))
     return workshop.made[-1]

@@ -298,7 +298,7 @@ def test_the_optimizers_state_dict_carries_groups_and_its_place(workshop: Worksh
 
 
 def test_gradients_go_without_a_step_are_those_of_the_last_batch(workshop: Workshop) -> None:
-    """A forward whose loss is thrown away is no step."""
+    """A forward whose loss is discarded is not a step."""
     expected = workshop.train(range(2))
     model = workshop.wrap(build(), host_bytes="minimal")
     for step in range(2):

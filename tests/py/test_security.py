@@ -19,7 +19,7 @@ from lohan.errors import LohanError, StoreError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SECRET = b"of somebody else" * 512
-# What a session opens in a store's directory by a name that others know.
+# The files that a session opens in a store's directory under names that other users know.
 SAYS_STEPS = {"adam": ("lohan.data",), "mezo": ("lohan.data", "journal.lohan")}
 
 

@@ -347,9 +347,9 @@ def test_a_copy_takes_the_optimizer_state_of_the_step_it_was_made_at(
 def train_and_copy(
     pipe: Any, settings: dict[str, Any], out: list[str], piece_s: float, last: int = -1
 ) -> None:
-    """Train four steps, begin a copy with so long a wait for each piece, and train on for ever.
+    """Train four steps, begin a copy with a delay for each piece, and train on forever.
 
-    With last: behind that step it waits for ever.
+    With last: after that step, wait forever.
     """
     plain = _snapshot.Snapshot.advance
 

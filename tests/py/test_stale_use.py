@@ -1,4 +1,4 @@
-"""What a step that goes on after an update has begun may still read, and what is refused."""
+"""What a step may still read after an update has begun, and what is rejected."""
 
 from __future__ import annotations
 

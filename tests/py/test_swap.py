@@ -105,7 +105,7 @@ def test_a_batch_that_the_device_has_no_room_for_trains(store_dir: pathlib.Path)
 def test_a_parameter_outside_its_block_stays_while_an_operation_saves(
     store_dir: pathlib.Path,
 ) -> None:
-    """What is let go of in the middle of an operation is not what that operation brought in."""
+    """Nothing that an operation has just loaded is evicted in the middle of it."""
 
     class Outside(Tower):
         def __init__(self) -> None:

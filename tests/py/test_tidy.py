@@ -45,7 +45,7 @@ ONLY = {"plan": {"base"}}
 # SIMD kernels: one straight run of instructions that reads worse in pieces. (file, function)
 LONG_FUNCTIONS: set[tuple[str, str]] = set()
 
-# What is banned, where it is allowed all the same, and what to do instead.
+# What is banned, where it is allowed anyway, and what to do instead.
 BANNED_CALLS = [
     (
         r"\b(malloc|calloc|realloc|free|aligned_alloc|posix_memalign|strdup|asprintf)\(",

@@ -248,7 +248,7 @@ def test_fp16_scales_the_loss_and_skips_what_overflows(
         runs.append(trainer)
         assert trainer.accelerator.scaler.get_scale() < 2.0**18, "nothing overflowed"
     assert_close(*runs, rtol=5e-3)
-    # Of a step that was skipped the schedule of a fused AdamW is not told, that of another one is.
+    # With a fused AdamW, the schedule does not learn of a skipped step; with others it does.
     assert helper.logged(runs[0], "learning_rate") == helper.logged(runs[1], "learning_rate")
     assert 0 < helper.session_of(runs[0]).step < 8, "steps that overflowed were made"
     assert runs[0].accelerator.scaler.get_scale() == runs[1].accelerator.scaler.get_scale()

@@ -252,7 +252,7 @@ def test_a_file_that_is_cut_while_a_session_has_it_open_ends_no_read_in_a_loop(
     save_file(frozen().state_dict(), tmp_path / "a.safetensors")
     model = lohan.wrap(frozen(), store=store_dir, weights=tmp_path)
     os.truncate(tmp_path / "a.safetensors", 700_000)  # inside a block
-    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it reads for ever"))
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it reads forever"))
     signal.alarm(20)
     try:
         with pytest.raises(StoreError, match=r"a\.safetensors was truncated: it ends at 700000"):

@@ -1,4 +1,4 @@
-"""Calls that would move, share, empty or copy a wrapped model: refused, and training goes on."""
+"""Calls that would move, share, empty or copy a wrapped model: rejected, and training continues."""
 
 from __future__ import annotations
 

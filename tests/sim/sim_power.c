@@ -134,7 +134,7 @@ static void command_parse(int argc, char **argv)
         usage();
 }
 
-/* One of so many seeds has the fault, with up to twice these parts per million. */
+/* One of one_of seeds has the fault, with up to twice these parts per million. */
 static void fault_draw(struct sim_case *sim, enum lh_sim_fault fault, uint32_t one_of, uint32_t ppm)
 {
     bool has_it = lh_sim_random_below(&sim->random, one_of) == 0;
@@ -143,7 +143,7 @@ static void fault_draw(struct sim_case *sim, enum lh_sim_fault fault, uint32_t o
         sim->opts.faults.ppm[fault] = drawn;
 }
 
-/* Six of ten worlds have only faults that a store survives without a word. */
+/* Six of ten worlds have only faults that a store survives silently. */
 static void faults_draw(struct sim_case *sim, struct plan *plan)
 {
     static const enum lh_sim_fault damages[] = {LH_SIM_FAULT_BIT, LH_SIM_FAULT_ZEROS,

@@ -1,1 +1,1 @@
-"""What the subcommands of `lohan` do; cli.py declares them."""
+"""The implementation of the subcommands of `lohan`, which cli.py declares."""

@@ -1,4 +1,4 @@
-"""`lohan demo`: the same training twice, with states on SSD and with all of them in memory."""
+"""`lohan demo`: the same training twice, with states on SSD and with everything in memory."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 
 REFERENCE_STEPS_MAX = 10
 REFERENCE_SECONDS_MAX = 45.0
-# Not typical: the first step learns the order of uses, and there are no states to read yet.
+# These steps are not typical: the first one records the order of uses, and has no states to read.
 WARMUP_STEPS = 2
-# Two speeds compare where other programs had less than this of the processor.
+# Two speeds are comparable if other programs used less than this share of the processor.
 OTHERS_SHARE_MAX = 0.1
-# A terminal of this width has room for everything that a step says.
+# A terminal of this width has room for all details of a step.
 WIDE_COLUMNS = 132
 _PR_SET_PDEATHSIG = 1
-# What a training is called where people read it, by its worker's kind.
+# The displayed name of each kind of worker.
 NAMES = {"lohan": "lohan", "reference": "plain torch"}
 
 
 class WorkerError(LohanError, RuntimeError):
-    """A worker of the demo died; the message has what it said."""
+    """A worker of the demo failed; the message has the end of its output."""
 
 
 @dataclasses.dataclass
 class Result:
-    """What one worker reported."""
+    """The reports of one worker."""
 
     steps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     ready: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -60,17 +60,17 @@ class Result:
 
     @property
     def losses(self) -> list[float]:
-        """One a step."""
+        """The loss of each step."""
         return [step["loss"] for step in self.steps]
 
     @property
     def step_ns(self) -> int:
-        """Median of the steps that are typical."""
+        """The median time of the typical steps."""
         return int(statistics.median(self._times))
 
     @property
     def timed_count(self) -> int:
-        """Steps that step_ns is the median of."""
+        """The number of steps that step_ns is the median of."""
         return len(self._times)
 
     @property
@@ -80,20 +80,20 @@ class Result:
 
 
 def _processor_seconds() -> tuple[float, float]:
-    """(seconds that all processors were busy, with anything; seconds of our children that ended).
+    """Return the busy seconds of all processors, and those of our children that have ended.
 
     Time that a hypervisor gave to another machine counts as busy.
     """
     with open("/proc/stat", encoding="ascii") as file:
         fields = [int(field) for field in file.readline().split()[1:9]]
-    busy = sum(fields) - fields[3] - fields[4]  # idle, and idle while I/O is under way
+    busy = sum(fields) - fields[3] - fields[4]  # idle, and idle during I/O
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return busy / os.sysconf("SC_CLK_TCK"), used.ru_utime + used.ru_stime
 
 
 @contextlib.contextmanager
 def _watch_others(result: Result) -> Iterator[None]:
-    """Note which share of the processors had something else to do than the worker inside."""
+    """Record the share of the processors that other programs use inside the context."""
     busy, ours = _processor_seconds()
     begun = time.monotonic()
     yield
@@ -104,26 +104,26 @@ def _watch_others(result: Result) -> Iterator[None]:
 
 
 def _ends_with(parent: int) -> Callable[[], None]:
-    """What a child calls before anything else, so that it is killed when its parent ends."""
+    """Return a function that makes a new child die with its parent; the child calls it first."""
     prctl = ctypes.CDLL(None).prctl
 
     def set_signal() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
-            os._exit(1)  # it has ended in between
+            os._exit(1)  # the parent ended in the meantime
 
     return set_signal
 
 
 @contextlib.contextmanager
 def _worker(kind: str, options: Options, folder: str) -> Iterator[Iterator[dict[str, Any]]]:
-    """Events of a worker process, which is dead when the with is left, however it is left."""
+    """Return a context with the events of a worker process, which is killed at its end."""
     environment = {**os.environ, "TMPDIR": folder, "TRANSFORMERS_VERBOSITY": "error"}
     path = [str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
     asked = json.dumps(dataclasses.asdict(options))
     with tempfile.TemporaryFile(dir=folder) as said:
-        # A session of its own: Ctrl-C comes to this process alone, which then ends the worker.
+        # In a new session, so that Ctrl-C reaches only this process, which then ends the worker.
         process = subprocess.Popen(
             [sys.executable, "-m", "lohan.commands._demo_worker", kind, asked],
             stdout=subprocess.PIPE,
@@ -148,14 +148,14 @@ def _worker(kind: str, options: Options, folder: str) -> Iterator[Iterator[dict[
         try:
             yield events()
         finally:
-            process.kill()  # what is temporary has no name any more, and goes with it
+            process.kill()  # its temporary files are already unlinked and vanish with it
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
 
 
 def _train(kind: str, options: Options, folder: str, console: Console) -> Result:
-    """Run a worker to its end, with a bar that says what a step costs."""
+    """Run a worker to its end, with a progress bar that shows the cost of a step."""
     result = Result()
     tokens = options.batch * options.sequence
     progress = Progress(
@@ -208,7 +208,9 @@ def _step_words(event: dict[str, Any], tokens: int, is_wide: bool) -> str:
 
 @contextlib.contextmanager
 def _places(store: str | None) -> Iterator[tuple[str, str | None]]:
-    """A folder for what is temporary, gone at the end; and a store, gone unless all went well.
+    """Return a context with a temporary folder, and the path of the store.
+
+    The folder is removed at the end, the store only after an error.
 
     Raises:
         StoreExistsError: store is not empty.
@@ -231,22 +233,22 @@ def _places(store: str | None) -> Iterator[tuple[str, str | None]]:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # unwinds through what cleans up
+    raise SystemExit(128 + number)  # so that the cleanup runs
 
 
 def run(options: Options, out: Path, console: Console) -> dict[str, Any]:
-    """Train, train again without lohan, compare, draw.
+    """Train with lohan and without, compare the two, and draw a timeline.
 
     Args:
-        options: of the training with lohan.
-        out: directory for the timeline.
-        console: for everything that is said.
+        options: the options of the training with lohan.
+        out: the directory for the timeline.
+        console: where to print.
 
     Returns:
-        What `--json` writes.
+        The dictionary that `--json` writes.
 
     Raises:
-        WorkerError: a training died.
+        WorkerError: a worker failed.
         StoreExistsError: options.store is not empty.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -256,7 +258,7 @@ def run(options: Options, out: Path, console: Console) -> dict[str, Any]:
         options = dataclasses.replace(options, store=store)
         console.print(
             f"{'A tiny model' if options.tiny else 'GPT-2 small'} in bf16, {options.batch} x"
-            f" {options.sequence} bytes of Python's standard library a step;"
+            f" {options.sequence} bytes of Python's standard library per step;"
             f" {options.host_bytes / 1e6:.0f} MB of main memory for parameters, states and"
             f" gradients; store: {store or folder}",
             highlight=False,
@@ -316,7 +318,7 @@ def _summary(options: Options, ours: Result, plain: Result, baseline: Result) ->
     }
 
 
-# --- What is shown ------------------------------------------------------------------------------
+# --- Output -------------------------------------------------------------------------------------
 
 
 def _show(answer: dict[str, Any], ours: Result, console: Console) -> None:
@@ -332,11 +334,12 @@ def _show(answer: dict[str, Any], ours: Result, console: Console) -> None:
     console.print(_traffic_table(answer, ours.done["stats"][-1]["bytes"]))
     budget, plain = answer["host_budget_bytes"], answer["reference_peak_bytes"]
     console.print(
-        f"Speed, medians after {WARMUP_STEPS} steps to warm up:\n"
-        f"  lohan        {answer['step_ms']:.0f} ms a step ({answer['tokens_per_s']:.0f} tokens/s,"
-        f" {answer['timed_steps']} steps): states on SSD, {budget / 1e6:.0f} MB for them in memory;"
+        f"Speed, medians after {WARMUP_STEPS} warm-up steps:\n"
+        f"  lohan        {answer['step_ms']:.0f} ms per step"
+        f" ({answer['tokens_per_s']:.0f} tokens/s, {answer['timed_steps']} steps): states on SSD,"
+        f" {budget / 1e6:.0f} MB of memory for parameters, states and gradients;"
         f" bound by {answer['bound_by']}; I/O by {answer['io']}, {answer['pages']} pages\n"
-        f"  plain torch  {answer['reference_step_ms']:.0f} ms a step"
+        f"  plain torch  {answer['reference_step_ms']:.0f} ms per step"
         f" ({answer['reference_timed_steps']} steps): all in memory, {plain / 1e6:.0f} MB; bf16"
         " parameters and compute, fp32 masters, fused AdamW (the faster peer of make bench-step)",
         highlight=False,
@@ -354,7 +357,8 @@ def _show(answer: dict[str, Any], ours: Result, console: Console) -> None:
 
 
 def _loss_table(answer: dict[str, Any]) -> Table:
-    losses = Table(title="Losses: same start, same data, same rule", title_justify="left")
+    title = "Losses: same initial values, same data, same optimizer"
+    losses = Table(title=title, title_justify="left")
     for name in ("step", "lohan", "plain torch", "difference"):
         losses.add_column(name, justify="right")
     pairs = list(zip(answer["losses"], answer["reference_losses"], strict=False))
@@ -373,9 +377,9 @@ def _memory_table(answer: dict[str, Any]) -> Table:
     base = answer["baseline_peak_bytes"]
     rows = [
         ("the process", answer["process_peak_bytes"], answer["reference_peak_bytes"]),
-        ("  imports and one block, as without lohan", base, base),
+        ("  imports and one block, with or without lohan", base, base),
         ("  parameters, states and gradients", answer["host_peak_bytes"], None),
-        ("    of a budget of", answer["host_budget_bytes"], None),
+        ("    (budget)", answer["host_budget_bytes"], None),
         (
             "  activations, logits and their gradients",
             answer["process_peak_bytes"] - base - answer["host_peak_bytes"],
@@ -389,7 +393,7 @@ def _memory_table(answer: dict[str, Any]) -> Table:
 
 def _traffic_table(answer: dict[str, Any], links: dict[str, int]) -> Table:
     table = Table(
-        title=f"SSD traffic a step (P = {answer['params'] / 1e6:.1f} M parameters)",
+        title=f"SSD traffic per step (P = {answer['params'] / 1e6:.1f} M parameters)",
         title_justify="left",
     )
     for name in ("", "bytes", "planned", "bytes / P"):
@@ -403,20 +407,20 @@ def _traffic_table(answer: dict[str, Any], links: dict[str, int]) -> Table:
                 share = f"{nbytes / answer['params']:.2f}"
                 table.add_row(f"  {link.replace('_', ' ')}", f"{nbytes:,}", "", share)
     as_planned, measured = answer["steps_as_planned"], answer["steps_measured"]
-    table.caption = f"as planned, to the byte: {as_planned} of {measured} steps"
+    table.caption = f"exactly as planned: {as_planned} of {measured} steps"
     table.caption_justify = "left"
     return table
 
 
 def _draw(options: Options, ours: Result, out: Path, console: Console) -> None:
-    """Write the timeline of the last steps, both files or none."""
+    """Write the timeline of the last steps; on an error, no file remains."""
     names: list[str] = ours.done["units"]
     spans = _timeline.spans_of(ours.done["events"], names, ours.done["marks"])
     steps = (max(1, len(ours.steps) - 1), len(ours.steps))
     title = (
         f"Steps {steps[0]} and {steps[1]}: {ours.ready['params'] / 1e6:.1f} M parameters in bf16,"
         f" {options.batch} x {options.sequence} tokens, host_bytes {options.host_bytes / 1e6:.0f}"
-        " MB; a colour a block"
+        " MB; one colour per block"
     )
     picture, trace = out / "timeline.png", out / "timeline.json"
     out.mkdir(parents=True, exist_ok=True)

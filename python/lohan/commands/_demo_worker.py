@@ -1,8 +1,10 @@
-"""What `lohan demo` runs, each in a process of its own so that its peak memory is its own.
+"""The workers of `lohan demo`, which run in separate processes to measure their peak memory.
 
-`python -m lohan.commands._demo_worker KIND OPTIONS` with OPTIONS as JSON; events come back as lines
-of JSON on stdout. KIND: "lohan" trains with states on SSD, "reference" with everything in memory by
-the same rule, "baseline" imports the same modules and runs one block.
+    python -m lohan.commands._demo_worker KIND OPTIONS
+
+OPTIONS is JSON; events are written to stdout as lines of JSON. KIND "lohan" trains with states on
+SSD, "reference" trains with everything in memory and the same optimizer, and "baseline" imports the
+same modules and runs one block.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import nn
 
 SEED = 1
 TEXT_BYTES_MAX = 4 << 20
-# Newest events that are kept: about seven steps of the demo's model.
+# The newest events are kept, about seven steps of the demo's model.
 TRACE_EVENTS = 16_384
 TRACED_STEPS = 4
 STEPS_MIN = 4
@@ -33,17 +35,17 @@ Report = Callable[..., None]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What both trainings share.
+    """The options that both trainings share.
 
     Attributes:
-        steps: of this worker, at most.
-        seconds: after these no step begins; at least STEPS_MIN there are all the same.
-        batch: sequences a step.
-        sequence: tokens a sequence.
-        lr: learning rate.
+        steps: the maximum number of steps of this worker.
+        seconds: the time after which no step begins, except for the first STEPS_MIN.
+        batch: the number of sequences per step.
+        sequence: the number of tokens per sequence.
+        lr: the learning rate.
         host_bytes: lohan's budget.
-        tiny: a model of two small layers, for tests.
-        store: directory; None: a temporary one.
+        tiny: use a model of two small layers, for tests.
+        store: the store's directory; None: a temporary one.
     """
 
     steps: int = 40
@@ -57,7 +59,7 @@ class Options:
 
 
 def model_config(options: Options) -> Any:
-    """GPT-2 small, or one a thousand times smaller; no dropout, so that runs can be compared."""
+    """Return the config of GPT-2 small, or of a tiny GPT-2; no dropout, so that runs compare."""
     import transformers
 
     sizes: dict[str, Any] = {}
@@ -75,7 +77,7 @@ def model_config(options: Options) -> Any:
 
 
 def initialise(names: dict[int, str], layer_count: int, module: nn.Module) -> None:
-    """GPT-2's initialisation of one module; its name is the seed, so the order is of no matter."""
+    """Initialise one module like GPT-2; its name is the seed, so the order does not matter."""
     generator = torch.Generator().manual_seed(SEED + zlib.crc32(names[id(module)].encode()))
     deviation = 0.02 / (2 * layer_count) ** 0.5 if "c_proj" in names[id(module)] else 0.02
     with torch.no_grad():
@@ -91,7 +93,7 @@ def initialise(names: dict[int, str], layer_count: int, module: nn.Module) -> No
 
 
 def text() -> torch.Tensor:
-    """Text that every machine has: the sources of Python's standard library, as bytes."""
+    """Return the sources of Python's standard library, a text that every machine has, as bytes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -102,7 +104,7 @@ def text() -> torch.Tensor:
 
 
 def batches(options: Options) -> Iterator[torch.Tensor]:
-    """Token ids (batch, sequence), the same in every process, until steps or seconds are over."""
+    """Yield token ids (batch, sequence), the same in every process, up to the limits of options."""
     tokens = text()
     generator = torch.Generator().manual_seed(SEED)
     deadline = time.monotonic() + options.seconds
@@ -115,7 +117,7 @@ def batches(options: Options) -> Iterator[torch.Tensor]:
 
 
 def peak_bytes() -> int:
-    """The most main memory that this process had, pages of its own on hugetlbfs included."""
+    """Return the peak memory of this process, including its pages on hugetlbfs."""
     fields = {}
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")
@@ -192,7 +194,7 @@ def run_lohan(options: Options, report: Report) -> None:
 
 
 def _collect(session: Any, seen: list[dict[str, Any]]) -> None:
-    """Add the last finished step, if it is a new one."""
+    """Add the last finished step, if it is new."""
     stats = session.stats()
     if stats.step == 0 or (seen and seen[-1]["step"] == stats.step):
         return
@@ -210,13 +212,13 @@ def _collect(session: Any, seen: list[dict[str, Any]]) -> None:
     )
 
 
-# --- Without ------------------------------------------------------------------------------------
+# --- Without lohan ------------------------------------------------------------------------------
 
 
 def run_reference(options: Options, report: Report) -> None:
     """Train in plain torch, all in memory: bf16 parameters and compute, fp32 masters and moments.
 
-    The fastest way that torch has on a CPU: its fused AdamW, and no memory allocated in a step.
+    This is the fastest way in torch on a CPU: a fused AdamW, and gradient buffers that are reused.
     """
     from transformers import GPT2LMHeadModel
 
@@ -227,7 +229,7 @@ def run_reference(options: Options, report: Report) -> None:
     done: set[int] = set()
     for module in model.modules():
         own = {id(p) for p in module._parameters.values() if p is not None}
-        if own - done:  # a tied parameter is its first owner's
+        if own - done:  # a tied parameter is initialised by its first owner
             initialise(names, config.n_layer, module)
             done |= own
     params = list(model.parameters())
@@ -252,8 +254,8 @@ def run_reference(options: Options, report: Report) -> None:
 
 
 def run_baseline(options: Options, report: Report) -> None:
-    """What no way of training can do without: the imports, and one block's forward and backward."""
-    from transformers import GPT2LMHeadModel  # noqa: F401  (as the others)
+    """Measure what any training needs: the imports, and one block's forward and backward."""
+    from transformers import GPT2LMHeadModel  # noqa: F401  (like the others)
     from transformers.models.gpt2 import modeling_gpt2
 
     import lohan  # noqa: F401
@@ -274,7 +276,7 @@ KINDS = {"lohan": run_lohan, "reference": run_reference, "baseline": run_baselin
 
 
 def _channel() -> IO[str]:
-    """Stdout, for events alone: what libraries print goes to stderr."""
+    """Return stdout, now only for events, and redirect what libraries print to stderr."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return channel

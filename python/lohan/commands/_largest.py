@@ -1,4 +1,4 @@
-"""`lohan plan --largest`: which model of a family still fits a machine, and what stops the next."""
+"""`lohan plan --largest`: the largest model of a family that fits a machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _why_not(name: str, machine: Machine, batch: int, seq: int, policy: str) -> str:
-    """Empty: it fits."""
+    """Return the reason why a model does not fit, or an empty string if it fits."""
     model = _plan.named_model(name, batch=batch, seq=seq)
     try:
         check(model, machine, Options(policy))
@@ -27,20 +27,20 @@ def _why_not(name: str, machine: Machine, batch: int, seq: int, policy: str) -> 
 def find(
     family: str, machine: Machine, batch: int, seq: int, policy: str = "auto"
 ) -> dict[str, Any]:
-    """By bisection over the family's sizes: what fits a size fits every smaller one.
+    """Find the largest model that fits, by bisection over the family's sizes.
 
     Args:
         family: "gpt", "opt" or "dit".
-        machine: its rates do not matter.
-        batch: sequences, or images.
-        seq: tokens of each.
-        policy: that has to have room (docs/planning.md).
+        machine: the machine; its rates do not matter.
+        batch: the number of sequences, or images.
+        seq: the tokens of each sequence.
+        policy: the policy that must fit (docs/planning.md).
 
     Returns:
-        largest, the next one (None behind the last) and what stops it.
+        The largest model, the next larger one (None after the last) and why that does not fit.
 
     Raises:
-        MachineError: no family has that name.
+        MachineError: the family is unknown.
         BudgetError: not even the smallest one fits; the message has the numbers.
     """
     families = sorted({name.partition("-")[0] for name in _plan.model_names()})
@@ -70,7 +70,7 @@ def find(
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """One line for what fits, one for what does not."""
+    """Print one line for the model that fits, and one for the next."""
     console.print(
         f"{found['largest']} fits: {found['param_count'] / 1e9:.4g} billion parameters",
         highlight=False,

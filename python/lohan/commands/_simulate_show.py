@@ -32,7 +32,7 @@ _RESOURCES = {
     "link_out": "from the GPU",
     "cpu": "CPU's AdamW",
 }
-# Of what keeps them busy.
+# The colours of what keeps resources busy.
 _COLOURS = {
     "forward": "#4c78a8",
     "backward": "#f58518",
@@ -45,7 +45,7 @@ _COLOURS = {
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The words of the command line."""
+    """A request from the command line."""
 
     model: str
     batch: int
@@ -64,13 +64,16 @@ def request(
     commit_every: int | None,
     **words: Any,
 ) -> Request:
-    """From the words of the command line."""
+    """Make a request from the arguments of the command line."""
     options = Options(policy, schedule, commit_every)
     return Request(machine=machine, options=options, **words)
 
 
 def values_of(text: str) -> tuple[str, list[int]]:
-    """The name and the values of a sweep: "ssd_count=1..12", "batch=8,16", "host_bytes=32GB,1TB".
+    """Parse a sweep, like "ssd_count=1..12", "batch=8,16" or "host_bytes=32GB,1TB".
+
+    Returns:
+        The name and the values.
 
     Raises:
         MachineError: the text is not a valid sweep; the message has an example.
@@ -105,7 +108,7 @@ def _size(nbytes: float) -> str:
 
 
 def show_machine(machine: Machine, console: Console) -> None:
-    """What was measured, or is assumed."""
+    """Print what was measured, or is assumed, for a machine."""
     console.print(
         f"{machine.name}: {machine.gpu_flop_per_s / 1e12:.3g} TFLOP/s, {_size(machine.gpu_bytes)};"
         f" link {_size(machine.link_in_bytes_per_s)}/s in, {_size(machine.link_out_bytes_per_s)}/s"
@@ -120,7 +123,7 @@ def show_machine(machine: Machine, console: Console) -> None:
 def _show_step(step: Step, model: _plan.Model, machine: Machine, console: Console) -> None:
     console.print(
         f"{model.name}, {model.param_count / 1e9:.3g} billion parameters, {model.tokens:,} tokens"
-        f" a step, on {machine.name} with {machine.ssd_count} SSD{'s'[: machine.ssd_count > 1]}",
+        f" per step, on {machine.name} with {machine.ssd_count} SSD{'s'[: machine.ssd_count > 1]}",
         highlight=False,
         soft_wrap=True,
     )
@@ -132,7 +135,7 @@ def _show_step(step: Step, model: _plan.Model, machine: Machine, console: Consol
         soft_wrap=True,
     )
     table = Table("resource", box=None)
-    for column in ("bytes a step", "busy"):
+    for column in ("bytes per step", "busy"):
         table.add_column(column, justify="right")
     for name, resource in step.resources.items():
         moved = "" if resource.nbytes is None else _size(resource.nbytes)
@@ -189,7 +192,7 @@ def _show_sweep(name: str, answers: list[tuple[int, Step]], console: Console) ->
 
 
 def _draw(draw: Callable[[Any], None], size: tuple[float, float], path: Path) -> None:
-    """A picture, which draw() fills."""
+    """Write a picture that draw() fills."""
     try:
         import matplotlib
     except ImportError as error:
@@ -220,7 +223,10 @@ def _draw_sweep(name: str, answers: list[tuple[int, Step]], title: str, path: Pa
 def _draw_swaps(
     chosen: Step, timeline: Timeline, curve: list[tuple[float, Step]], title: str, path: Path
 ) -> None:
-    """Step time against what is swapped, with the policy's own step as a star; its timeline."""
+    """Draw the step time against the bytes swapped, and the timeline of the chosen step.
+
+    A star marks the policy's own choice.
+    """
 
     def points(steps: list[Step]) -> tuple[list[float], list[float]]:
         return [step.swapped_bytes / 1e9 for step in steps], [step.step_ns / 1e9 for step in steps]
@@ -228,7 +234,7 @@ def _draw_swaps(
     def draw(figure: Any) -> None:
         above, below = figure.subfigures(2, 1, height_ratios=(4, 5))
         axes = above.subplots()
-        axes.plot(*points([step for _, step in curve]), marker="o", label="more and more swapped")
+        axes.plot(*points([step for _, step in curve]), marker="o", label="increasing swap")
         axes.plot(*points([chosen]), marker="*", markersize=16, linestyle="none", label="chosen")
         axes.set(xlabel="swapped, GB", ylabel="step, s", title=title)
         axes.set_ylim(0, 1.1 * axes.dataLim.y1)
@@ -240,7 +246,7 @@ def _draw_swaps(
 
 
 def _draw_timeline(timeline: Timeline, figure: Any) -> None:
-    """A row a resource: how much of its rate it gives to what, one above the other."""
+    """Draw one row per resource, with the shares of its rate stacked by purpose."""
     from matplotlib.patches import Patch
 
     rows = figure.subplots(len(timeline.busy), 1, sharex=True)
@@ -300,7 +306,7 @@ def run(request: Request, console: Console | None) -> dict[str, Any]:
             _show_step(step, model, machine, console)
         if request.plot is not None:
             with _progress.spinner() as tell:
-                tell(f"{_CURVE_COUNT} steps with more and more swapped")
+                tell(f"{_CURVE_COUNT} steps with increasing swap")
                 curve = swap_curve(model, machine, request.options, _CURVE_COUNT)
             answer["swap_curve"] = [{"swap_share": share, **at.as_dict()} for share, at in curve]
             _draw_swaps(step, timeline, curve, title, request.plot)
@@ -324,24 +330,24 @@ def run_zeroth(
     words: tuple[str, str, str | None],
     console: Console | None,
 ) -> dict[str, Any]:
-    """A zeroth-order step, shown if there is a console.
+    """Simulate a zeroth-order step, and print it if there is a console.
 
     Args:
-        machine: to run on.
+        machine: the machine to simulate.
         shape: model (a decoder's name), batch, seq.
-        words: policy, dtype, and format of the link.
-        console: or None.
+        words: the policy, the dtype, and the format on the link.
+        console: where to print; None prints nothing.
 
     Raises:
-        MachineError, ModelError: as `_simulate_zeroth` has them.
+        MachineError, ModelError: as raised by `_simulate_zeroth`.
     """
     model = _simulate_zeroth.decoder(shape["model"], batch=shape["batch"], seq=shape["seq"])
     options = _simulate_zeroth.Options(*words)
     step = _simulate_zeroth.simulate(model, machine, options)
     if console is not None:
         console.print(
-            f"{model.name}, {model.tokens:,} tokens a step, {options.dtype} by {options.policy} on"
-            f" {machine.name}\na step takes {step.step_ns / 1e9:.3f} s: {step.tokens_per_s:,.0f}"
+            f"{model.name}, {model.tokens:,} tokens per step, {options.dtype} by {options.policy}"
+            f" on {machine.name}\na step takes {step.step_ns / 1e9:.3f} s: {step.tokens_per_s:,.0f}"
             f" tokens/s; bound by: {step.bound_by}; {_size(step.link_bytes)} cross the link each"
             f" way\nthe step needs {_size(step.gpu_bytes)} of GPU memory; the GPU has"
             f" {_size(machine.gpu_bytes)}{'' if step.fits else ': it does not fit'}",

@@ -1,1 +1,1 @@
-"""How a model's parameters lie in blocks and units, and in the files of other programs."""
+"""The layout of a model's parameters in blocks and units, and in files of other programs."""

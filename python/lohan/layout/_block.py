@@ -135,7 +135,7 @@ class Unit:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes per element that are stored besides the parameter for an exact master."""
+        """The bytes per element that are stored besides the parameter for an exact master."""
         return RESIDUAL_BYTES[self.dtype] if self.trainable else 0
 
 

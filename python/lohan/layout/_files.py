@@ -72,7 +72,7 @@ class Folder:
     Attributes:
         files: the files; Entry.file is an index into them.
         entries: the tensors, by name.
-        doubles: names that are in two files, without an index that says which one is valid.
+        doubles: names that are in two files without an index that says which one is valid.
     """
 
     files: list[File]
@@ -201,7 +201,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is in it twice")
+        double = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{double!r} occurs twice in its header")
     return made
 
 
@@ -248,7 +249,7 @@ def _paths(place: Path) -> tuple[list[Path], dict[str, Path]]:
             " for a model on the Hub, huggingface_hub.snapshot_download(NAME) downloads the folder"
             " and returns its path"
         )
-    raise StoreError(f"weights={place}: no .safetensors file there")
+    raise StoreError(f"weights={place}: the folder contains no .safetensors file")
 
 
 def _of_index(path: Path) -> tuple[list[Path], dict[str, Path]]:
@@ -387,8 +388,9 @@ def _check_same(name: str, tensor: torch.Tensor, entry: Entry, folder: Folder) -
     if not _converts(dtype, tensor.dtype):
         raise ModelError(
             f"{path}: {name} is {entry.dtype}, but the model has"
-            f" {str(tensor.dtype).removeprefix('torch.')}: the values need more than those bytes,"
-            " or do not fit; use files that are not quantised, or a model of that dtype"
+            f" {str(tensor.dtype).removeprefix('torch.')}: the values cannot be"
+            " converted (packed formats need scales, and others may overflow); use files that are"
+            " not quantised, or a model of that dtype"
         )
 
 

@@ -81,7 +81,7 @@ def _order(param: Param) -> tuple[int, int]:
 
 
 def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
-    """Return the ids of the frozen parameters that can be read in place: the dtype is the same.
+    """Return the ids of the frozen parameters that can be read in place: those of the same dtype.
 
     Prints a line to stderr for those that cannot, with the reason.
     """
@@ -117,7 +117,7 @@ def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
 
 
 class InPlace:
-    """The files of a layout, while it is in use.
+    """The files from which a layout's in-place units are read.
 
     Attributes:
         files: the files; Run.file is an index into them.
@@ -157,7 +157,7 @@ class InPlace:
         )
 
     def close(self) -> None:
-        """Close the files, which no engine may be reading. Idempotent."""
+        """Close the files; no engine may still read them. Idempotent."""
         fds, self._fds = self._fds, []
         for fd, _ in fds:
             os.close(fd)
@@ -492,11 +492,11 @@ def of_store(meta: dict[str, Any], model: nn.Module, weights: Path | None) -> Fo
         weights: where the files are now; None: where they were.
 
     Returns:
-        What the files provide; None: the store reads none in place.
+        What the files provide; None: the store reads no files in place.
 
     Raises:
         StoreError: a file is missing.
-        StoreMismatchError: a file is a different one.
+        StoreMismatchError: a file has been replaced by a different one.
     """
     said = meta.get("in_place")
     if said is None:
@@ -539,7 +539,7 @@ def _look(file: File, weights: Path | None) -> File:
 
 
 def check_content(layout: Layout, then: Sequence[File]) -> None:
-    """If a file has a new time or path, read all files and compare the checksums.
+    """Verify the checksums of all files if one has a new time or path.
 
     Raises:
         StoreMismatchError: bytes differ; names the block and the files.

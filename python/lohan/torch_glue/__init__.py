@@ -1,1 +1,1 @@
-"""What lohan knows about torch: tensors, parameters, buffers, devices, compilation, threads."""
+"""lohan's interface to torch: tensors, parameters, buffers, devices, compilation, threads."""

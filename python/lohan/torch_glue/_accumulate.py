@@ -1,4 +1,4 @@
-"""Which backwards make a step, where it has more than one."""
+"""Gradient accumulation: which backwards belong to a step."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ Accumulate = int | Literal["manual"]
 
 
 def is_accumulating(accumulate: Accumulate) -> bool:
-    """Gradients are summed over several backwards: sums of them need memory.
+    """Return whether gradients are summed over several backwards, which needs memory.
 
     Raises:
-        ModelError: accumulate is neither a number from 1 nor "manual".
+        ModelError: accumulate is neither an integer of at least 1 nor "manual".
     """
     is_number = isinstance(accumulate, int) and not isinstance(accumulate, bool)
     if accumulate != "manual" and not (is_number and accumulate >= 1):
         raise ModelError(
-            f"accumulate {accumulate!r}: must be a number of backwards per step from 1, or 'manual'"
+            f"accumulate {accumulate!r}: must be a number of backwards per step, at least 1, or"
+            " 'manual'"
         )
     return accumulate != 1
 
 
 class Accumulation:
-    """The backwards of the open step, and when it has them all.
+    """Counts the backwards of the current step, and knows when it is complete.
 
     Attributes:
-        is_on: there are sums.
-        is_given: the engine has them: nothing can be added any more.
+        is_on: whether gradients are summed.
+        is_given: whether the engine has the sums, so that nothing can be added any more.
     """
 
     def __init__(self, accumulate: Accumulate) -> None:
@@ -40,18 +41,18 @@ class Accumulation:
         self.reset()
 
     def reset(self) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         self._count = 0
         self._is_complete = False
         self.is_given = False
 
     @property
     def is_open(self) -> bool:
-        """Parameters are still those of the step before: there may be another forward."""
+        """Whether parameters are still those of the previous step, so a forward may follow."""
         return self.is_on and not self.is_given
 
     def backward_end(self) -> None:
-        """A backward gave gradients."""
+        """Count a backward that produced gradients."""
         self._count += 1
         if self._accumulate == "manual":
             self._is_complete = self._no_sync_depth == 0
@@ -59,10 +60,10 @@ class Accumulation:
             self._is_complete = self._count >= self._accumulate
 
     def check_may_add(self) -> None:
-        """Refuse a backward that the open step has no place for.
+        """Reject a backward that cannot belong to the current step.
 
         Raises:
-            SecondBackwardError: says how to make place.
+            SecondBackwardError: says what to do instead.
         """
         if not self.is_on:
             raise SecondBackwardError(
@@ -81,17 +82,18 @@ class Accumulation:
             )
         if self._is_complete:
             raise SecondBackwardError(
-                f"backward {self._count + 1} before optimizer.step(), and a step has"
-                f" {self._accumulate}: lohan.wrap(..., accumulate={self._accumulate})"
+                f"backward {self._count + 1} before optimizer.step(), but a step has"
+                f" {self._accumulate} (accumulate={self._accumulate}): call model.optimizer.step()"
+                " first, or pass a larger accumulate= to lohan.wrap()"
             )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See Session.no_sync()."""
+        """Implement Session.no_sync()."""
         if not self.is_on:
             raise UnsupportedError(
-                "model.no_sync() needs memory for sums of gradients, which lohan.wrap() takes:"
-                " wrap with accumulate='manual', or with the number of backwards a step"
+                "model.no_sync() needs memory for sums of gradients, which lohan.wrap() allocates:"
+                " wrap with accumulate='manual', or with the number of backwards per step"
             )
         self._no_sync_depth += 1
         try:

@@ -1,4 +1,4 @@
-"""Where a session computes: main memory, an emulated accelerator, or a GPU."""
+"""The device that a session computes on: the CPU, an emulated accelerator, or a GPU."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ if TYPE_CHECKING:
     from lohan.layout._block import Layout
 
 NAMES = ("cpu", "emu", "cuda")
-# Of what a GPU has free: the rest is for activations and torch's temporaries.
+# Parameters get one part in this many of a GPU's free memory by default. The rest is for
+# activations and torch's temporaries.
 _FREE_SHARE = 4
-# Gradients that have not moved for so long are waiting for what the caller holds.
+# If no gradient has left for this long, they are waiting for memory that the caller holds.
 _STILL_S = 1.0
 
 
 @dataclasses.dataclass
 class Device:
-    """An accelerator, or none.
+    """The computing device and the division of its memory.
 
     Attributes:
-        name: "cpu" (computation is in main memory), "emu" or "cuda".
-        index: of the GPU.
-        ceiling_bytes: what parameters, kept saved tensors and gradients on their way out may take
-            together; 0: no limit but the device's own.
-        slot_bytes: of these, for parameters.
-        least_bytes: that slot_bytes could be.
-        link_bytes_per_s: of an emulated device, in and out; 0: as fast as memory is copied.
+        name: "cpu", "emu" or "cuda".
+        index: the index of the GPU.
+        ceiling_bytes: the limit for parameters, kept saved tensors and gradients in flight
+            together; 0: no limit except the device's own.
+        slot_bytes: the part of this that is for parameters.
+        least_bytes: the minimum for slot_bytes.
+        link_bytes_per_s: the rates of an emulated device's link, in and out; 0: as fast as memory
+            is copied.
     """
 
     name: str = "cpu"
@@ -50,11 +52,11 @@ class Device:
 
     @property
     def torch_device(self) -> torch.device:
-        """What parameters' tensors are on."""
+        """The torch device of the parameters' tensors."""
         return torch.device("cuda", self.index) if self.name == "cuda" else torch.device("cpu")
 
     def options(self) -> tuple[Any, ...]:
-        """What the engine is made with."""
+        """Return the device's description as _core.Engine takes it."""
         memory = None
         if self.name == "cuda":
             memory = self._allocate()
@@ -68,18 +70,18 @@ class Device:
                 f"{self.torch_device} cannot allocate {self.slot_bytes} bytes for parameters: lower"
                 f" device_param_bytes, or free memory there ({error})"
             ) from error
-        # torch's allocator gives memory that its stream may still be computing in; copies come on
-        # streams of their own.
+        # torch's allocator may return memory that work queued on its stream still uses; copies run
+        # on separate streams.
         torch.cuda.current_stream(self.torch_device).synchronize()
         return memory
 
     def take_buffers(self, model: nn.Module) -> None:
-        """Put the model's buffers where its parameters will be."""
+        """Move the model's buffers to the device."""
         if self.name == "cuda":
             _move_buffers(model, self.torch_device)
 
     def give_buffers(self, model: nn.Module) -> None:
-        """Put the model's buffers back into main memory."""
+        """Move the model's buffers back to main memory."""
         if self.name == "cuda":
             _move_buffers(model, torch.device("cpu"))
 
@@ -92,17 +94,17 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def parse(name: str | torch.device | None) -> tuple[str, int]:
-    """The backend and the index that a user means.
+    """Return the backend and the index for a user's device.
 
-    [Note: The default device] None is the CPU, also where torch sees a GPU: no GPU has run lohan
-    yet, and a script that was written for the CPU has its batches there. `say_gpu()` tells who has
-    one how to ask for it.
+    [Note: The default device] None means the CPU, even if torch finds a GPU: no GPU has run lohan
+    yet, and a script that was written for the CPU has its batches there. `say_gpu()` tells users
+    with a GPU how to select it.
 
     Args:
-        name: as of Config.device.
+        name: a device as in Config.device.
 
     Raises:
-        ModelError: it names none.
+        ModelError: it is not a device that lohan supports, or the GPU does not exist.
     """
     if name is None:
         return "cpu", 0
@@ -124,28 +126,28 @@ _said_gpu = False
 
 
 def say_gpu(config: Config) -> None:
-    """Say once a process that there is a GPU, where nobody has said what to compute on."""
+    """Print once per process that there is a GPU, if no device was configured."""
     global _said_gpu
     if _said_gpu or config.device is not None or not torch.cuda.is_available():
         return
     _said_gpu = True
     print(
-        f"lohan: computing on the CPU; torch sees {torch.cuda.device_count()} GPU(s) here:"
-        ' lohan.wrap(..., device="cuda") computes there (no GPU has run lohan yet), device="cpu"'
-        " leaves this line out",
+        f"lohan: computing on the CPU, but torch finds {torch.cuda.device_count()} GPU(s): pass"
+        ' device="cuda" to lohan.wrap() to use one (no GPU has run lohan yet), or device="cpu" to'
+        " silence this message",
         file=sys.stderr,
     )
 
 
 def of_trainer(name: str | torch.device | None, trainers: torch.device) -> str:
-    """Where a Trainer's model computes: on the Trainer's device, where it puts the batches.
+    """Return the device for a Trainer's model: the one that the Trainer puts batches on.
 
     Args:
-        name: as of Config.device.
-        trainers: TrainingArguments' device.
+        name: a device as in Config.device.
+        trainers: the device of TrainingArguments.
 
     Raises:
-        ModelError: name is another one.
+        ModelError: name is a different device.
     """
     if name is None:
         return str(trainers)
@@ -165,15 +167,15 @@ def of_trainer(name: str | torch.device | None, trainers: torch.device) -> str:
 
 
 def check(config: Config) -> None:
-    """Refuse settings of a device that cannot be.
+    """Check the settings of the device.
 
     Raises:
-        ModelError: says which, and what could be.
+        ModelError: names the invalid setting and says what is valid.
     """
     parse(config.device)
     rate = config.emu_alloc_bytes_per_s
     if rate is not None and not (isinstance(rate, int | float) and 0 < rate < 1 << 60):
-        raise ModelError(f"emu_alloc_bytes_per_s {rate!r}: must be a rate in bytes per second")
+        raise ModelError(f"emu_alloc_bytes_per_s {rate!r}: must be a positive rate in bytes/s")
     links = config.emu_bytes_per_s
     if links is not None and not (
         isinstance(links, tuple)
@@ -184,7 +186,10 @@ def check(config: Config) -> None:
 
 
 def block_bytes_per_element(layout: Layout, config: Config) -> int:
-    """How wide gradients' places in main memory are; 0 where they stay torch's tensors."""
+    """Return the bytes per element that main memory reserves for gradients.
+
+    The result is 0 if gradients remain torch's tensors.
+    """
     if parse(config.device)[0] == "cpu" or is_accumulating(config.accumulate):
         return 0
     return max((u.dtype.itemsize for u in layout.units if u.trainable), default=0)
@@ -194,10 +199,11 @@ def plan(layout: Layout, together: Sequence[int], apart: Sequence[int], config: 
     """Divide the device's memory between parameters and the rest.
 
     Args:
-        layout: of the model.
-        together: of each unit, the bytes that are in use with it (0: counted at another unit).
-        apart: the same, wherever they lie (0: at another unit).
-        config: device, its bytes and the emulated links' speeds.
+        layout: the model's layout.
+        together: for each unit, the bytes that are in use together with it (0: counted at another
+            unit).
+        apart: the same, wherever they lie (0: counted at another unit).
+        config: the device, its memory and the speeds of emulated links.
 
     Raises:
         BudgetError: device_bytes or device_param_bytes is too small for what is in use at once.
@@ -233,7 +239,7 @@ def _share(name: str, index: int, ceiling: int, every: int) -> int:
 
 
 class Kept:
-    """A saved tensor that counts as device memory while autograd has it."""
+    """A saved tensor that counts as device memory while autograd keeps it."""
 
     __slots__ = ("key", "meter", "packed")
 
@@ -247,10 +253,10 @@ class Kept:
 
 
 class Meter:
-    """Counts what an emulated device would hold: slots, saved tensors, gradients on their way.
+    """Counts what an emulated device would hold: slots, saved tensors, gradients in flight.
 
-    torch's own temporaries (an operation's outputs, gradients inside a backward) are in main
-    memory and not counted.
+    Torch's temporaries (an operation's outputs, gradients inside a backward) are in main memory
+    and are not counted.
     """
 
     def __init__(self, device: Device, held: Callable[[], int]) -> None:
@@ -261,7 +267,7 @@ class Meter:
         self._storages: dict[int, list[int]] = {}  # address: [bytes, tensors over it]
 
     def wrap(self, pack: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Count what pack keeps as it is."""
+        """Return a pack hook that counts the tensors that `pack` keeps."""
 
         def counted(tensor: torch.Tensor) -> Any:
             packed = pack(tensor)
@@ -272,7 +278,7 @@ class Meter:
 
     @staticmethod
     def unwrap(unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The other end of wrap()."""
+        """Return the unpack hook for wrap()."""
 
         def counted(packed: Any) -> Any:
             return unpack(packed.packed if isinstance(packed, Kept) else packed)
@@ -280,19 +286,19 @@ class Meter:
         return counted
 
     def take(self, packed: Any) -> Kept:
-        """Count a saved tensor's storage, once however many tensors share it.
+        """Count a saved tensor's storage, only once if several tensors share it.
 
         Args:
             packed: the tensor, or a tuple of it and its version.
 
         Raises:
-            DeviceMemoryError: the ceiling would be passed.
+            DeviceMemoryError: the ceiling would be exceeded.
         """
         tensor: torch.Tensor = packed[0] if isinstance(packed, tuple) else packed
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
         entry = self._storages.setdefault(key, [storage.nbytes(), 0])
-        kept = Kept(self, packed, key)  # from here on it is dropped, whatever happens
+        kept = Kept(self, packed, key)  # from here on, its destructor calls drop()
         entry[1] += 1
         if entry[1] == 1:
             self.kept_bytes += entry[0]
@@ -300,7 +306,16 @@ class Meter:
         return kept
 
     def look(self, more: int = 0) -> None:
-        """Compare what is held now with the ceiling; gradients on their way may still leave."""
+        """Check that the device holds no more than its ceiling.
+
+        If it does, first wait for gradients in flight to leave.
+
+        Args:
+            more: the size of the last saved tensor, for the message.
+
+        Raises:
+            DeviceMemoryError: the ceiling is exceeded; the message has the numbers.
+        """
         total = self.device.slot_bytes + self.kept_bytes + self.held()
         ceiling = self.device.ceiling_bytes
         if ceiling and total > ceiling:
@@ -316,7 +331,7 @@ class Meter:
         self.peak_bytes = max(self.peak_bytes, total)
 
     def _wait(self, ceiling: int) -> int:
-        """What is held once gradients have left, or have not for a while."""
+        """Wait until enough gradients have left, or none has for a while; return the total held."""
         held = self.held()
         until = time.monotonic() + _STILL_S
         while held and time.monotonic() < until:
@@ -329,19 +344,19 @@ class Meter:
         return self.device.slot_bytes + self.kept_bytes + held
 
     def _lower(self) -> str:
-        """What else could give way: parameters that are there ahead of their use."""
+        """Return a suggestion to lower the memory for prefetched parameters, if possible."""
         least = self.device.least_bytes
         if self.device.slot_bytes <= least:
             return ""
         return f", lower device_param_bytes from {self.device.slot_bytes} (to {least} at least)"
 
     def room(self) -> int:
-        """Bytes to the ceiling."""
+        """Return the bytes that are left below the ceiling."""
         ceiling = self.device.ceiling_bytes or 1 << 62
         return ceiling - self.device.slot_bytes - self.kept_bytes - self.held()
 
     def drop(self, key: int) -> None:
-        """A saved tensor is gone."""
+        """Stop counting a saved tensor."""
         entry = self._storages[key]
         entry[1] -= 1
         if entry[1] <= 0:
