@@ -338,7 +338,7 @@ def test_a_file_says_what_it_lacks_and_what_it_has_too_much_of(tmp_path: pathlib
     path.write_text(text)
     assert _machines.load(str(path)) == machine("ssd_count=3")
     path.write_text(text + "\nflux = 3\n")
-    with pytest.raises(MachineError, match="'flux' is no field"):
+    with pytest.raises(MachineError, match="'flux' is not a field"):
         _machines.load(str(path))
 
 
