@@ -319,4 +319,4 @@ def test_every_error_of_a_copy_in_another_process_is_one_here() -> None:
         if isinstance(kind, type) and issubclass(kind, LohanError):
             said = {"state": "failed", "error": name, "pid": 1, "message": "no", "errno": None}
             with pytest.raises(kind):
-                _requests._result(said, ["/x"])
+                _requests._result(said)
