@@ -11,15 +11,16 @@ ARGS ?=
 DEVICE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
+.PHONY: help demo test test-quick test-sanitized test-slow lint lint-quick analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
 	bench-policies bench-lora sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts \
 	interrupts troubles paper parity docs wheel build clean
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
 	@echo 'make test      all tests, the sanitizers on the quick part of them'
+	@echo '               in two parts: test-quick (C and Python), test-sanitized'
 	@echo 'make test-slow the Python tests that take minutes'
-	@echo 'make lint      layout, linters, types, spelling'
+	@echo 'make lint      layout, linters, types, spelling (lint-quick), and clang-tidy (analyze)'
 	@echo 'make fmt       lay out C and Python'
 	@echo 'make sanitize  everything under the sanitizers'
 	@echo 'make neon      the C tests compiled for aarch64, under qemu-user: some minutes;'
@@ -56,13 +57,26 @@ demo: build
 	$(PY) -m lohan demo $(ARGS)
 
 test: build
-	$(RUN) tidy c asan tsan sim py --fast -- $(ARGS)
+	$(RUN) tidy c py asan tsan sim --fast -- $(ARGS)
+
+# The same in parts, as .ci/run needs it.
+test-quick: build
+	$(RUN) tidy c py --fast -- $(ARGS)
+
+test-sanitized: $(VENV)/.ready
+	$(RUN) asan tsan sim --fast -- $(ARGS)
 
 test-slow: build
 	$(RUN) py -- -m slow $(ARGS)
 
 lint: $(VENV)/.ready
+	$(RUN) lint analyze
+
+lint-quick: $(VENV)/.ready
 	$(RUN) lint
+
+analyze: $(VENV)/.ready
+	$(RUN) analyze
 
 fmt: $(VENV)/.ready
 	$(RUN) fmt

@@ -26,6 +26,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import cbuild  # noqa: E402  (its folder has just been named)
 
+# Built once, and copied beside each extension: pip's editable builds have a new folder each time.
+FATBIN = cbuild.BUILD / "cuda" / "lohan.fatbin"
 # The stable ABI of 3.11 serves every later CPython; free-threaded builds do not have it.
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
 LIMITED_API_VERSION = "0x030b0000"
@@ -53,15 +55,15 @@ def build_mode():
     return "debug" if os.environ.get("LOHAN_DEBUG", "") not in ("", "0") else "release"
 
 
-def build_fatbin(target):
-    """Compile cuda/*.cu into one fatbin; return one line on what there is and why."""
+def build_fatbin():
+    """Compile cuda/*.cu into FATBIN; return one line on what there is and why."""
     kernels = sorted((ROOT / "cuda").glob("*.cu"))
     nvcc = os.environ.get("LOHAN_NVCC", shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
     if not nvcc or not shutil.which(nvcc):
-        target.unlink(missing_ok=True)
+        FATBIN.unlink(missing_ok=True)
         return "no (not installed)" if nvcc else "no (LOHAN_NVCC is empty)"
     if not kernels:
-        target.unlink(missing_ok=True)
+        FATBIN.unlink(missing_ok=True)
         return f"{nvcc} (unused: this version has no CUDA kernels)"
     fact = f"{nvcc} ({len(kernels)} files)"
     # One translation unit, because nvcc makes a fatbin of exactly one file.
@@ -71,19 +73,27 @@ def build_fatbin(target):
     sources = [*(ROOT / "cuda").iterdir(), *(ROOT / "csrc").glob("*/*.h")]
     newest_ns = max(path.stat().st_mtime_ns for path in [*sources, pathlib.Path(__file__)])
     is_same = unit.exists() and unit.read_text() == text
-    if is_same and target.exists() and target.stat().st_mtime_ns > newest_ns:
+    if is_same and FATBIN.exists() and FATBIN.stat().st_mtime_ns > newest_ns:
         return fact
     unit.parent.mkdir(parents=True, exist_ok=True)
     unit.write_text(text)
-    target.parent.mkdir(parents=True, exist_ok=True)
     command = [nvcc, "--fatbin", *NVCC_FLAGS, f"-I{ROOT / 'cuda'}", f"-I{ROOT / 'csrc'}"]
     answer = subprocess.run(
-        [*command, str(unit), "-o", str(target)], capture_output=True, text=True, check=False
+        [*command, str(unit), "-o", str(FATBIN)], capture_output=True, text=True, check=False
     )
     if answer.returncode != 0:
         complaint = answer.stdout + answer.stderr
         raise CompileError(f"{nvcc} refused cuda/*.cu (LOHAN_NVCC= does without):\n{complaint}")
     return fact
+
+
+def copy_fatbin(folder):
+    """Put a copy of FATBIN into a folder; remove the old one where there is none now."""
+    copy = folder / FATBIN.name
+    copy.unlink(missing_ok=True)
+    if FATBIN.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(FATBIN, copy)
 
 
 class BuildCore(build_ext):
@@ -95,7 +105,8 @@ class BuildCore(build_ext):
         mode = build_mode()
         try:
             builder = cbuild.Builder(mode, jobs=self.parallel or 0)
-            fatbin = build_fatbin(target.parent / "lohan.fatbin")
+            fatbin = build_fatbin()
+            copy_fatbin(target.parent)
             core = builder.compile(cbuild.core_sources(with_binding=False))
             binding = builder.compile(
                 sorted((ROOT / "csrc" / "py").glob("*.c")), self.binding_flags(builder, fatbin)
@@ -109,11 +120,7 @@ class BuildCore(build_ext):
     def copy_extensions_to_source(self):
         """In place, the fatbin goes where the extension goes."""
         super().copy_extensions_to_source()
-        built = pathlib.Path(self.build_lib).resolve() / "lohan" / "lohan.fatbin"
-        beside = ROOT / "python" / "lohan" / "lohan.fatbin"
-        beside.unlink(missing_ok=True)
-        if built.exists():
-            shutil.copy2(built, beside)
+        copy_fatbin(ROOT / "python" / "lohan")
 
     def binding_flags(self, builder, fatbin):
         """What csrc/py needs beyond the core: Python, and the facts that doctor shows."""

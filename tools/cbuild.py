@@ -235,15 +235,12 @@ def project_files() -> list[str]:
 class Builder:
     """Compiles files of one mode into its object cache and links them."""
 
-    def __init__(
-        self, mode: str, jobs: int = 0, werror: bool = False, command: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, mode: str, jobs: int = 0, command: Sequence[str] = ()) -> None:
         """Find the compiler and the libraries; compile nothing yet.
 
         Args:
             mode: a key of MODE_FLAGS.
             jobs: compilers at once; 0: as many as this process may use, at least 2.
-            werror: whether a warning fails the build.
             command: the compiler's; none: compiler()'s. What it compiles for decides which kernels
                 are built.
         """
@@ -260,7 +257,8 @@ class Builder:
             *LANGUAGE_FLAGS,
             *NUMERIC_FLAGS,
             *WARNING_FLAGS,
-            *(["-Werror"] if werror else []),
+            # The same for the extension and for its tests, so that each file is compiled once.
+            *(["-Werror"] if os.environ.get("LOHAN_WERROR", "") not in ("", "0") else []),
             *MODE_FLAGS[mode],
             *defines,
             "-I" + str(ROOT / "csrc"),

@@ -77,7 +77,8 @@ if [ ! -x "$venv/bin/python" ]; then
     "$python" -m venv "$venv"
 fi
 say "installing requirements-dev.txt"
-pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+# --no-compile: of the thousands of modules few are ever imported, and those are compiled then.
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
 if ! "${pip[@]}" -r requirements-dev.txt; then
     say "trying again with the index of PyTorch's CPU builds"
     "${pip[@]}" -r requirements-dev.txt --extra-index-url https://download.pytorch.org/whl/cpu

@@ -21,11 +21,9 @@ import lohan
 import pytest
 import torch
 from lohan import _notes, errors
+from patience import HUNG_S
 from torch import nn
 
-pytestmark = pytest.mark.timeout(60)
-
-WAIT_S = 50
 NOBODY = 65534
 FILE_NAME = "lohan.data"
 HEADER_BYTES = 4096
@@ -142,15 +140,15 @@ def test_a_budget_too_small_is_refused_with_one_that_fits(store_dir: pathlib.Pat
 
 def test_a_store_in_use_by_another_process_is_named_with_it(store_dir: pathlib.Path) -> None:
     process, pipe = crash_worker.start(crash_worker.hold, {"store": store_dir})
-    assert pipe.poll(WAIT_S)
+    assert pipe.poll(HUNG_S)
     pid = pipe.recv()
     for resume in (False, True):
         with pytest.raises(errors.StoreError, match=f"process {pid}|resume=True") as caught:
             wrap(store_dir, resume=resume)
         assert isinstance(caught.value, errors.StoreLockedError) or not resume
     pipe.send("end")
-    assert pipe.poll(WAIT_S) and pipe.recv() == "closed"
-    process.join(WAIT_S)
+    assert pipe.poll(HUNG_S) and pipe.recv() == "closed"
+    process.join(HUNG_S)
     wrap(store_dir, resume=True).lohan.close()
 
 
@@ -438,9 +436,9 @@ def forbid_io_uring() -> None:
 
 def attempt(prepare: Any, **settings: Any) -> tuple[str, Any]:
     process, pipe = crash_worker.start(crash_worker.attempt, prepare, settings)
-    assert pipe.poll(WAIT_S), "the child hangs"
+    assert pipe.poll(HUNG_S), "the child hangs"
     answer: tuple[str, Any] = pipe.recv()
-    process.join(WAIT_S)
+    process.join(HUNG_S)
     assert process.exitcode == 0
     return answer
 

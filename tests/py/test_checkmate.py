@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from patience import slowness
 
 pytest.importorskip("torch")
 pytest.importorskip("scipy")
@@ -125,7 +126,7 @@ def test_without_main_memory_it_keeps_what_saves_most_computation() -> None:
 def test_a_deep_model_is_planned_in_moments() -> None:
     begin = time.monotonic()
     fates = _checkmate.fates(_plan.named_model("gpt-412b", batch=8), _machines.load("paper-a100"))
-    assert len(fates) == 642 and time.monotonic() - begin < 5
+    assert len(fates) == 642 and time.monotonic() - begin < 5 * slowness()
 
 
 def test_a_model_whose_layers_all_differ_is_planned_in_seconds() -> None:
@@ -145,7 +146,7 @@ def test_a_model_whose_layers_all_differ_is_planned_in_seconds() -> None:
     machine = _machines.change(_machines.load("paper-4090"), ["host_bytes=64 GB"])
     begin = time.monotonic()
     assert {"keep", "host", "recompute"} == set(_checkmate.fates(model, machine))
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 15 * slowness()
 
 
 def test_it_runs_in_the_simulator() -> None:

@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 from lohan import _progress, _timeline, _trace, cli
 from lohan.cli import main
 from lohan.errors import SessionError, StoreError, TraceError
+from patience import HUNG_S
 from rich.console import Console
 
 PACKAGE_PARENT = str(pathlib.Path(lohan.__file__).parent.parent)
@@ -36,7 +37,7 @@ def module(*words: str) -> subprocess.CompletedProcess[str]:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HUNG_S,
     )
 
 
@@ -148,7 +149,7 @@ def test_doctor_names_the_filter_that_blocks_io_uring_and_the_flag_that_lets_it_
         env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([PACKAGE_PARENT, here])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HUNG_S,
     )
     found = json.loads(answer.stdout)
     assert answer.returncode == 0 and found["ok"], answer.stderr

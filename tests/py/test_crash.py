@@ -14,10 +14,10 @@ import lohan
 import pytest
 import torch
 from lohan.config import SCHEDULES
+from patience import HUNG_S
 
 # Some steps: long enough that a kill hits any part of one, short enough that many fit a test.
 KILL_AFTER_MAX_S = 0.06
-WAIT_S = 50
 
 
 class Reference:
@@ -118,20 +118,20 @@ def kill_and_resume(
             crash_worker.train_until_killed, dtype, settings, round_ > 0, step_max
         )
         run = Run(pipe)
-        assert run.listen(WAIT_S) and run.opened, "the store could not be opened: see the output"
+        assert run.listen(HUNG_S) and run.opened, "the store could not be opened: see the output"
         step, digest = run.opened
         assert least <= step <= most, "a committed step was lost, or one came from nowhere"
         assert digest == reference.at(step), f"the store is not at step {step}, bit for bit"
         if is_last:
-            assert not run.listen(WAIT_S) and run.done
-            process.join(WAIT_S)
+            assert not run.listen(HUNG_S) and run.done
+            process.join(HUNG_S)
             assert run.done == (step_max, reference.at(run.done[0]))
             assert process.exitcode == 0
             return
         run.listen(rng.uniform(0, KILL_AFTER_MAX_S))
         process.kill()
-        assert not run.listen(WAIT_S)
-        process.join(WAIT_S)
+        assert not run.listen(HUNG_S)
+        process.join(HUNG_S)
         assert process.exitcode == -9, "it was not the kill that ended it"
         # A step is closed when the one before is over: written, and committed if it was due.
         over = max(run.closed - 1, 0) // commit_every * commit_every
@@ -147,7 +147,6 @@ VARIANTS = [
 ] + [pytest.param(torch.float16, 2, 1, id="fp16-2dir-every1")]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("dtype", "directory_count", "commit_every"), VARIANTS)
 def test_killed_at_8_moments_it_ends_at_the_same_bits(
     store_dir: pathlib.Path,
@@ -160,7 +159,6 @@ def test_killed_at_8_moments_it_ends_at_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("dtype", "directory_count", "commit_every"), VARIANTS)
 def test_killed_at_50_moments_it_ends_at_the_same_bits(
     store_dir: pathlib.Path,
@@ -172,7 +170,6 @@ def test_killed_at_50_moments_it_ends_at_the_same_bits(
     kill_and_resume(store_dir, references[dtype], dtype, directory_count, commit_every, 50)
 
 
-@pytest.mark.timeout(120)
 def test_a_store_whose_creation_was_killed_is_refused_or_whole(
     store_dir: pathlib.Path, references: dict[torch.dtype, Reference]
 ) -> None:
@@ -182,10 +179,10 @@ def test_a_store_whose_creation_was_killed_is_refused_or_whole(
         directory = store_dir / str(round_)
         settings = {"store": directory}
         process, pipe = crash_worker.start(crash_worker.wrap_until_killed, torch.float32, settings)
-        assert pipe.poll(WAIT_S) and pipe.recv() == "begin"
+        assert pipe.poll(HUNG_S) and pipe.recv() == "begin"
         time.sleep(rng.uniform(0, 0.012))
         process.kill()
-        process.join(WAIT_S)
+        process.join(HUNG_S)
         try:
             model: Any = lohan.wrap(crash_worker.build(), store=directory, resume=True, lr=1e-2)
         except lohan.errors.StoreError as error:

@@ -17,7 +17,6 @@ WORKER = pathlib.Path(__file__).resolve().parent / "full_disk_worker.py"
 RAISER = engine_raiser(["embed"], [])
 
 
-@pytest.mark.timeout(300)
 def test_enospc_at_any_write_or_sync_of_a_step_and_its_commit_is_a_store_error(
     store_dir: pathlib.Path,
 ) -> None:

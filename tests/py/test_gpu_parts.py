@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import HUNG_S
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SCRIPTS = ROOT / "benchmarks" / "py"
@@ -23,7 +24,6 @@ from gpu_part import Part, Skip  # noqa: E402
 from shim_helper import Shim, build  # noqa: E402
 
 # A part takes some seconds, but trains up to a dozen models, and neighbours may be busy.
-PART_SECONDS = 300
 # Of each part, cases that a dry run has results of.
 CASES = {
     "facts": {"machine", "software", "disks", "device", "build", "doctor"},
@@ -88,7 +88,7 @@ def start(words: list[str], folder: pathlib.Path, **more: str) -> subprocess.Pop
 def run_part(part: str, folder: pathlib.Path, *cases: str, **more: str) -> tuple[int, str, str]:
     words = [sys.executable, str(SCRIPTS / "gpu_parts.py"), part, *cases]
     process = start(words, folder, **more)
-    out, err = process.communicate(timeout=PART_SECONDS)
+    out, err = process.communicate(timeout=HUNG_S)
     return process.returncode, out, err
 
 
@@ -105,7 +105,6 @@ def test_every_part_has_a_script_and_is_tried_here() -> None:
     assert all(f"\n#   {part} " in shell for part in CASES)
 
 
-@pytest.mark.timeout(PART_SECONDS + 20)
 @pytest.mark.parametrize("part", CASES)
 def test_a_part_runs_dry_on_the_cpu(part: str, store_dir: pathlib.Path) -> None:
     code, out, err = run_part(part, store_dir, LOHAN_GPU_DRY="1")
@@ -140,7 +139,7 @@ def test_without_a_gpu_every_part_says_so_and_that_is_no_error(
 
 def test_the_shell_script_runs_a_part(store_dir: pathlib.Path) -> None:
     process = start([str(ROOT / "benchmarks" / "gpu.sh"), "links"], store_dir)
-    out, err = process.communicate(timeout=110)
+    out, err = process.communicate(timeout=HUNG_S)
     assert process.returncode == 0, out + err
     assert json.loads(out) == lines_of(store_dir, "links")[0]
     assert "skipped" in json.loads(out)
@@ -149,7 +148,7 @@ def test_the_shell_script_runs_a_part(store_dir: pathlib.Path) -> None:
 def test_where_torch_is_missing_a_part_says_so(store_dir: pathlib.Path) -> None:
     code = "import sys; sys.modules['torch'] = None; import gpu_parts; gpu_parts.main(['links'])"
     process = start([sys.executable, "-c", code], store_dir, PYTHONPATH=str(SCRIPTS))
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HUNG_S)
     assert process.returncode == 0, err
     (line,) = lines_of(store_dir, "links")
     assert line["skipped"].startswith("no CUDA device: torch cannot be imported")
@@ -157,7 +156,7 @@ def test_where_torch_is_missing_a_part_says_so(store_dir: pathlib.Path) -> None:
 
 def test_what_is_no_part_is_refused_with_their_names(store_dir: pathlib.Path) -> None:
     process = start([str(ROOT / "benchmarks" / "gpu.sh"), "everything"], store_dir)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HUNG_S)
     assert process.returncode == 1
     assert "facts, tests, asserts, links" in err
     code, _, err = run_part("links", store_dir, "nothing", LOHAN_GPU_DRY="1")
@@ -173,7 +172,7 @@ def test_a_part_that_is_cut_keeps_what_it_had(store_dir: pathlib.Path) -> None:
         if '"case": "plain"' in line:
             break
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HUNG_S)
     assert process.returncode == 128 + signal.SIGTERM, out + err
     lines = lines_of(store_dir, "overlap")
     assert any(line["case"] == "plain" and "losses" in line for line in lines)
@@ -263,7 +262,7 @@ def test_tests_for_a_gpu_are_collected_where_pytest_and_torch_are_all_that_there
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=HUNG_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,6 +8,7 @@ import sys
 import tomllib
 
 import pytest
+from patience import HUNG_S
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -82,7 +83,7 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-W", "ignore", str(HERE / "import_worker.py"), "torch", code, *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HUNG_S,
         check=False,
     )
 

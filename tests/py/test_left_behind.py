@@ -15,10 +15,10 @@ import time
 import lohan
 import pytest
 from lohan import _store
+from patience import HUNG_S
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-WAIT_S = 30
 # Folders that a process may write to without being asked: of these the names are compared.
 SHARED = (pathlib.Path("/dev/shm"), pathlib.Path("/var/tmp"), pathlib.Path.home())
 
@@ -42,7 +42,7 @@ def names() -> set[str]:
 
 def assert_nothing_new(before: set[str]) -> None:
     """What is new goes away: other tests that run meanwhile have folders of their own."""
-    until = time.monotonic() + WAIT_S
+    until = time.monotonic() + HUNG_S
     while (new := names() - before) and time.monotonic() < until:
         time.sleep(0.1)
     assert new == set()
@@ -72,7 +72,7 @@ def start(
 def kill_and_wait(process: subprocess.Popen[bytes], mark: str) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
-    until = time.monotonic() + WAIT_S
+    until = time.monotonic() + HUNG_S
     while (left := marked(mark)) and time.monotonic() < until:
         time.sleep(0.02)
     if process.stdout is not None:
@@ -168,7 +168,7 @@ def test_a_killed_simulation_or_benchmark_writes_only_where_it_is_told(
         out.mkdir()
         mark = f"words-{os.getpid()}-{moment}"
         process = start([sys.executable, *words], store_dir, mark, PYTHONPATH=str(ROOT / "python"))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HUNG_S
         while waits and not any(out.iterdir()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not waits or any(out.iterdir()), "it has written nothing yet"

@@ -22,6 +22,7 @@ from lohan import _core, _zo_device, _zo_session
 from lohan._block import Param
 from lohan.errors import ModelError, UnsupportedError
 from mezo_helper import EPS, LR, SEED, Settings, differing, plain_run, steps
+from patience import HUNG_S
 from test_mezo_storage import PlainKept, bf16
 from torch import nn
 
@@ -211,7 +212,7 @@ def test_a_session_launches_through_the_driver(
         env={**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, folders))},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HUNG_S,
     )
     assert answer.returncode == 0, answer.stderr
     lines = answer.stdout.splitlines()

@@ -227,7 +227,6 @@ def test_accuracy_is_mezo_s_at_each_point_and_rises(rng: str, store_dir: pathlib
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("rng", RNGS)
 def test_over_hundreds_of_steps_it_is_too_and_the_task_is_learnt(
     rng: str, store_dir: pathlib.Path

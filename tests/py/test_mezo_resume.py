@@ -55,9 +55,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "moments", [2, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
-)
+@pytest.mark.parametrize("moments", [2, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", HOW)
 def test_a_killed_run_resumes_bit_for_bit(how: str, moments: int, store_dir: pathlib.Path) -> None:
     here = pathlib.Path(__file__).parent

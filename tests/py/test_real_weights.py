@@ -122,7 +122,6 @@ def test_embeddings_are_those_of_the_model_that_is_not_wrapped_bit_for_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_fine_tuned_on_signatures_and_their_texts_it_finds_more_of_those_held_out(
     store_dir: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

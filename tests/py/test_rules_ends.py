@@ -15,6 +15,7 @@ import lohan
 import pytest
 import torch
 from lohan.errors import StaleGraphError, StaleStateError, StoreError, StoreMismatchError
+from patience import HUNG_S
 from rules_helper import (
     Stack,
     Workshop,
@@ -30,7 +31,6 @@ __all__ = ["workshop"]
 
 wrap_module = importlib.import_module("lohan.wrap")  # lohan.wrap is the function
 HERE = pathlib.Path(__file__).resolve().parent
-TIMEOUT_S = 120
 State = dict[str, torch.Tensor]
 
 
@@ -56,7 +56,7 @@ def end(edit: str, how: str, store: pathlib.Path, *settings: str) -> tuple[int, 
         [sys.executable, str(HERE / "edits_worker.py"), edit, how, str(store), *settings],
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HUNG_S,
         env={**os.environ, "PYTHONPATH": path},
     )
     return done.returncode, done.stderr

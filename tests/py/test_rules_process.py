@@ -12,12 +12,12 @@ import tempfile
 
 import lohan
 import pytest
+from patience import HUNG_S
 from rules_helper import Workshop, assert_same_state, build, workshop
 
 __all__ = ["workshop"]
 
 HERE = pathlib.Path(__file__).resolve().parent
-TIMEOUT_S = 60
 
 
 def start(mode: str, store: str, temporary: pathlib.Path) -> subprocess.Popen[str]:
@@ -35,11 +35,11 @@ def start(mode: str, store: str, temporary: pathlib.Path) -> subprocess.Popen[st
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Its exit status and what it wrote; nothing of its session may live on."""
     try:
-        out, err = process.communicate(timeout=TIMEOUT_S)
+        out, err = process.communicate(timeout=HUNG_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # and its workers, who have the same pipes
         out, err = process.communicate()
-        pytest.fail(f"still running after {TIMEOUT_S} s: wrote {out!r} and {err!r}")
+        pytest.fail(f"still running after {HUNG_S} s: wrote {out!r} and {err!r}")
     finally:
         process.kill()
     sessions = []

@@ -59,7 +59,6 @@ def test_a_link_in_the_place_of_a_file_is_refused_and_not_followed(
     assert elsewhere.read_bytes() == before
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("method", "name"), NAMES)
 def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(
     method: str, name: str, store_dir: pathlib.Path
@@ -88,7 +87,6 @@ def test_a_new_store_does_not_write_through_a_link(store_dir: pathlib.Path) -> N
     assert victim.read_bytes() == SECRET
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_what_is_optional_is_ignored_where_it_is_no_file(
     kind: str, store_dir: pathlib.Path

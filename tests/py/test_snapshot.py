@@ -32,8 +32,7 @@ from lohan.errors import (
     StoreUncleanError,
     UnsupportedError,
 )
-
-WAIT_S = 60
+from patience import HUNG_S
 
 
 class Slow:
@@ -117,7 +116,7 @@ def test_training_goes_on_while_the_copy_stays_and_resumes_with_the_same_losses(
     assert not copy.is_done, "training waited for the copy"
     assert committed_step(store_dir / "s") == 4, "a commit came in between"
     slow.go.set()
-    assert copy.wait(WAIT_S).is_whole and copy.done_bytes == copy.total_bytes > 0
+    assert copy.wait(HUNG_S).is_whole and copy.done_bytes == copy.total_bytes > 0
     whole += losses(model, range(16, 18))
     model.lohan.flush()
     assert committed_step(store_dir / "s") >= 17, "the late commit did not come"
@@ -155,7 +154,7 @@ def test_where_gradients_wait_on_ssd_training_waits_for_the_copy_and_goes_on(
     begin = time.monotonic()
     losses(model, range(2, 5))
     assert time.monotonic() - begin > 0.7, "it did not wait"
-    assert copy.wait(WAIT_S).step == 2
+    assert copy.wait(HUNG_S).step == 2
     model.lohan.close()
 
 
@@ -392,10 +391,10 @@ def test_killed_it_goes_on_from_the_copy_with_other_directories_and_the_same_ten
     expected = whole(store_dir, 14)
     out = [str(store_dir / name) for name in ("a", "b", "c")]
     process, pipe = start(train_and_copy, {"directory": store_dir / "s"}, out, 0.0)
-    assert pipe.poll(WAIT_S) and pipe.recv() == "begun"
-    assert pipe.poll(WAIT_S) and pipe.recv() == "copied"
+    assert pipe.poll(HUNG_S) and pipe.recv() == "begun"
+    assert pipe.poll(HUNG_S) and pipe.recv() == "copied"
     process.kill()
-    process.join(WAIT_S)
+    process.join(HUNG_S)
     least = least_bytes(torch.float32, store_dir / "none", {"schedule": "deferred"})
     again = resumed(out, schedule="deferred", host_bytes=least)
     assert again.lohan.step == 4
@@ -407,10 +406,10 @@ def test_killed_in_the_middle_of_a_copy_its_remains_are_refused_and_replaced(
 ) -> None:
     out = [str(store_dir / "a"), str(store_dir / "b")]
     process, pipe = start(train_and_copy, {"directory": store_dir / "s"}, out, 0.5)
-    assert pipe.poll(WAIT_S) and pipe.recv() == "begun"
+    assert pipe.poll(HUNG_S) and pipe.recv() == "begun"
     time.sleep(0.3)
     process.kill()
-    process.join(WAIT_S)
+    process.join(HUNG_S)
     with pytest.raises(StoreUncleanError, match="never written"):
         resumed(out)
     with pytest.raises(StoreUncleanError, match="interrupted"):
@@ -436,7 +435,7 @@ def test_sigterm_in_the_middle_of_a_copy_ends_soon_and_keeps_the_last_step(
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     assert process.stdout.readline() == "waits\n"  # a step that dies now could not be rolled back
     process.terminate()
-    assert process.wait(WAIT_S) == 128 + signal.SIGTERM
+    assert process.wait(HUNG_S) == 128 + signal.SIGTERM
     assert not list(store_dir.glob("[ab]/*")), "a part of the copy is left"
     again = resumed(store_dir / "s")
     assert again.lohan.step == 7, "the steps behind the copy were not committed"
@@ -445,7 +444,7 @@ def test_sigterm_in_the_middle_of_a_copy_ends_soon_and_keeps_the_last_step(
 def test_another_process_that_trains_is_asked_for_the_copy(store_dir: pathlib.Path) -> None:
     settings = {"directory": [store_dir / "s0", store_dir / "s1"]}
     process, pipe = start(train_and_copy, settings, [], 0.0)
-    assert pipe.poll(WAIT_S) and pipe.recv() == "begun"
+    assert pipe.poll(HUNG_S) and pipe.recv() == "begun"
     command = [sys.executable, "-m", "lohan", "snapshot", str(store_dir / "s1")]
     command += [str(store_dir / "s0"), str(store_dir / "copy"), "--json", "--wait", "30"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -463,7 +462,7 @@ def test_another_process_that_trains_is_asked_for_the_copy(store_dir: pathlib.Pa
     left = [p.name for d in settings["directory"] for p in d.iterdir() if p.name != "lohan.data"]
     assert not [name for name in left if "request" in name or "answer" in name], left
     process.kill()
-    process.join(WAIT_S)
+    process.join(HUNG_S)
     torch.set_num_threads(crash_worker.TORCH_THREAD_COUNT)
     again = resumed(store_dir / "copy")
     assert losses(again, range(step, step + 3)) == whole(store_dir, step + 3)[step:]

@@ -12,8 +12,6 @@ import pytest
 from lohan import errors
 from test_bad_input import FILE_NAME, check_whole, flip, patch, trained, wrap
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_a_damaged_header_has_a_copy_and_without_it_is_refused_by_its_checksum(
     store_dir: pathlib.Path,

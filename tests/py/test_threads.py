@@ -10,6 +10,7 @@ import lohan
 import pytest
 import torch
 from lohan.errors import LohanError, ThreadError
+from patience import HUNG_S
 from rules_helper import Stack, Workshop, assert_same_state, build, vectors, workshop
 from torch import nn
 
@@ -38,7 +39,7 @@ class Gate(nn.Module):
 
     def _wait(self, _: torch.Tensor) -> None:
         self.inside.set()
-        assert self.opened.wait(60)
+        assert self.opened.wait(HUNG_S)
 
 
 class Gated(Stack):
@@ -68,12 +69,12 @@ class Other:
         gate.inside.clear()
         gate.opened.clear()
         self.thread.start()
-        assert gate.inside.wait(60)
+        assert gate.inside.wait(HUNG_S)
 
     def end(self) -> torch.Tensor:
         """What the call gave."""
         self.gate.opened.set()
-        self.thread.join(60)
+        self.thread.join(HUNG_S)
         assert not self.thread.is_alive()
         (result,) = self.result
         return result
@@ -128,7 +129,7 @@ def test_a_block_that_a_thread_called_alone_is_refused_to_others(model: Gated) -
 
     def wait(*_: object) -> None:
         inside.set()
-        assert opened.wait(60)
+        assert opened.wait(HUNG_S)
 
     hook = model.blocks[1].norm.register_forward_hook(wait)
     results: list[torch.Tensor] = []
@@ -136,12 +137,12 @@ def test_a_block_that_a_thread_called_alone_is_refused_to_others(model: Gated) -
         target=lambda: results.append(model.blocks[1](vectors(0))), name="holder"
     )
     thread.start()
-    assert inside.wait(60)
+    assert inside.wait(HUNG_S)
     for block in (model.blocks[1], model.blocks[2], model):
         with pytest.raises(ThreadError, match="'holder'"):
             block(vectors(0))
     opened.set()
-    thread.join(60)
+    thread.join(HUNG_S)
     hook.remove()
     plain = build(Gated)
     assert torch.equal(results[0], plain.blocks[1](vectors(0)))

@@ -16,6 +16,7 @@ import torch
 import trainer_helper as helper
 from lohan import _exit
 from lohan.errors import StoreError, StoreMismatchError
+from patience import HUNG_S
 from trainer_resume_helper import ARGUMENTS, Dies, checkpoints
 
 WHOLE: dict[str, Any] = {}
@@ -79,7 +80,7 @@ def train_until(folder: pathlib.Path, step: int, where: str, **arguments: Any) -
 def test_a_killed_training_goes_on_with_the_same_bits(whole: Any, store_dir: pathlib.Path) -> None:
     worker = pathlib.Path(__file__).with_name("trainer_worker.py")
     command = [sys.executable, str(worker), str(store_dir), "7", "step"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG_S, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert [path.name for path in checkpoints(store_dir)][-1] == "checkpoint-6"
     trainer = resume(store_dir)
