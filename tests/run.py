@@ -30,17 +30,14 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import hashlib
 import importlib.util
 import itertools
 import os
 import pathlib
 import platform
-import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import xml.etree.ElementTree
