@@ -160,55 +160,9 @@ def run_fmt(options: Options) -> bool:
     )
 
 
-def tidy_key(path: str, command: Sequence[str]) -> str:
-    """Hash everything that clang-tidy's result for a file depends on."""
-    left, texts = [ROOT / path], {}
-    while left:
-        at = left.pop()
-        if at in texts:
-            continue
-        texts[at] = at.read_bytes()
-        for name in re.findall(rb'^#include "([^"]+)"', texts[at], re.MULTILINE):
-            folders = (at.parent, ROOT / "csrc", ROOT / "tests" / "c")
-            left += [found for f in folders if (found := f / name.decode()).is_file()]
-    parts = [" ".join(command).encode(), (ROOT / ".clang-tidy").read_bytes()]
-    parts.append((ROOT / "requirements-dev.txt").read_bytes())
-    return hashlib.sha256(b"\0".join([*parts, *(texts[at] for at in sorted(texts))])).hexdigest()
-
-
-def tidy_one(path: str) -> tuple[str, int, str]:
-    """Run clang-tidy on one file with the flags it is compiled with."""
-    isa = cbuild.isa_flags(ROOT / path, platform.machine())
-    if isa is None:
-        return path, 0, ""
-    flags = [flag for flag in cbuild.LANGUAGE_FLAGS if flag != "-fPIC"]
-    defines = ["-DPy_LIMITED_API=0x030b0000", "-DLH_HAVE_LIBURING", "-DLH_HAVE_LIBAIO"]
-    includes = ["-Icsrc", "-Itests/c", "-isystem", sysconfig.get_path("include")]
-    command = [tool("clang-tidy"), "--quiet", "--warnings-as-errors=*", path, "--"]
-    command += [*flags, *isa, *defines, '-DLH_BUILD_INFO="lint"', *includes]
-    # Results are cached in the tool's environment, which has its version: skip unchanged files.
-    seen = pathlib.Path(sys.prefix) / "lint" / tidy_key(path, command[1:])
-    if seen.exists():
-        return path, 0, ""
-    if is_late():
-        say_left_out(f"clang-tidy {path}")
-        return path, 0, ""
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if answer.returncode == 0:
-        seen.parent.mkdir(exist_ok=True)
-        seen.touch()
-    return path, answer.returncode, answer.stdout + answer.stderr
-
-
 def run_analyze(options: Options) -> bool:
-    """Run clang-tidy on every C file of the core, one process per processor."""
-    say("$ clang-tidy csrc/**/*.c")
-    paths = [path for path in c_files("csrc") if path.endswith(".c")]
-    with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
-        answers = [answer for answer in pool.map(tidy_one, paths) if answer[1] != 0]
-    for _, _, output in answers:
-        say(output)
-    return not answers
+    """Run clang-tidy on every C file of the core (tools/analyze.py)."""
+    return run([sys.executable, "tools/analyze.py"])
 
 
 def run_lint(options: Options) -> bool:
