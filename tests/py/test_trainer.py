@@ -431,7 +431,7 @@ def test_another_optimizer_is_refused_by_name(store_dir: pathlib.Path) -> None:
     trainer = helper.make(
         store_dir, {}, model=model, trainer_takes={"optimizers": (optimizer, None)}
     )
-    with pytest.raises(UnsupportedError, match=r"SGD: lohan's rule is AdamW's"):
+    with pytest.raises(UnsupportedError, match=r"SGD, but lohan's rule is AdamW"):
         trainer.train()
 
 
