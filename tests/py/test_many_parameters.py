@@ -65,12 +65,17 @@ def test_wrap_of_10000_small_parameters_takes_seconds_at_most(
 def test_the_time_of_a_step_grows_as_the_number_of_parameters_does(
     make: type[Many], store_dir: pathlib.Path
 ) -> None:
-    times = []
-    for count in (2_000, 8_000):
-        model = lohan.wrap(make(count), store=store_dir / str(count), lr=1e-3)
-        times.append(min(step_s(model) for _ in range(4)))
-        model.lohan.close()
-    assert times[1] < 8 * times[0] + 0.05
+    few, many = (
+        lohan.wrap(make(count), store=store_dir / str(count), lr=1e-3) for count in (2_000, 8_000)
+    )
+    ratios: list[float] = []
+    # Quadratic growth is a ratio of 16 each time. Others on the machine may make one pair as slow.
+    while not ratios or (min(ratios) > 8 and len(ratios) < 8):
+        base = step_s(few)
+        ratios.append(step_s(many) / base)
+    few.lohan.close()
+    many.lohan.close()
+    assert min(ratios) < 8, ratios
 
 
 def test_load_state_dict_of_10000_parameters_takes_under_two_seconds(
