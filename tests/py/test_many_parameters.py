@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 import pathlib
 import random
 import time
+from collections.abc import Callable
 from ctypes import c_uint8
 
 import lohan
@@ -35,6 +39,20 @@ def layers(count: int) -> nn.Module:
     return nn.Sequential(*[nn.Linear(3, 3) for _ in range(count // 2)])
 
 
+def least_ratio(few_s: Callable[[], float], many_s: Callable[[], float], bar: float) -> float:
+    """The least ratio of two times in up to eight pairs, or the first below the bar.
+
+    Others on the machine may disturb a pair; growth that is quadratic is above the bar in each.
+    """
+    least = math.inf
+    for _ in range(8):
+        base = few_s()
+        least = min(least, many_s() / base)
+        if least < bar:
+            break
+    return least
+
+
 def step_s(model: nn.Module) -> float:
     """Processor time of a step of training."""
     begin = time.process_time()
@@ -44,6 +62,7 @@ def step_s(model: nn.Module) -> float:
     return time.process_time() - begin
 
 
+@pytest.mark.slow  # its bar is for a quiet machine
 @pytest.mark.parametrize("make", [Many, layers])
 def test_wrap_of_10000_small_parameters_takes_seconds_at_most(
     make: type[Many], store_dir: pathlib.Path
@@ -58,21 +77,42 @@ def test_wrap_of_10000_small_parameters_takes_seconds_at_most(
     assert state.keys() == want.keys()
     assert all(torch.equal(state[name], value) for name, value in want.items())
     model.lohan.close()
-    assert took < (WRAP_S if make is Many else LAYERS_WRAP_S) * slowness()
+    assert took < (WRAP_S if make is Many else LAYERS_WRAP_S)
 
 
 @pytest.mark.parametrize("make", [Many, layers])
 def test_the_time_of_a_step_grows_as_the_number_of_parameters_does(
     make: type[Many], store_dir: pathlib.Path
 ) -> None:
-    times = []
-    for count in (2_000, 8_000):
-        model = lohan.wrap(make(count), store=store_dir / str(count), lr=1e-3)
-        times.append(min(step_s(model) for _ in range(4)))
+    few, many = (
+        lohan.wrap(make(count), store=store_dir / str(count), lr=1e-3) for count in (2_000, 8_000)
+    )
+    ratio = least_ratio(functools.partial(step_s, few), functools.partial(step_s, many), 8)
+    few.lohan.close()
+    many.lohan.close()
+    assert ratio < 8, "the numbers are 1 to 4, and quadratic growth is 1 to 16"
+
+
+@pytest.mark.parametrize("make", [Many, layers])
+def test_the_time_of_wrap_grows_as_the_number_of_parameters_does(
+    make: type[Many], store_dir: pathlib.Path
+) -> None:
+    numbers = itertools.count()
+
+    def wrap_s(count: int) -> float:
+        plain = make(count)
+        begin = time.process_time()
+        model = lohan.wrap(plain, store=store_dir / str(next(numbers)), lr=1e-3)
+        took = time.process_time() - begin
         model.lohan.close()
-    assert times[1] < 8 * times[0] + 0.05
+        return took
+
+    wrap_s(10)  # what the first wrap of a process imports
+    ratio = least_ratio(functools.partial(wrap_s, 1_000), functools.partial(wrap_s, 8_000), 24)
+    assert ratio < 24, "the numbers are 1 to 8, and quadratic growth is 1 to 64"
 
 
+@pytest.mark.slow  # its bar is for a quiet machine
 def test_load_state_dict_of_10000_parameters_takes_under_two_seconds(
     store_dir: pathlib.Path,
 ) -> None:
@@ -84,7 +124,7 @@ def test_load_state_dict_of_10000_parameters_takes_under_two_seconds(
     state = dict(model.state_dict())
     assert all(torch.equal(state[name], value.bfloat16()) for name, value in news.items())
     model.lohan.close()
-    assert took < WRAP_S * slowness()
+    assert took < WRAP_S
 
 
 class Memory:
