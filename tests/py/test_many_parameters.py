@@ -15,7 +15,6 @@ import lohan
 import pytest
 import torch
 from lohan.store._block_writer import BLOCK_BYTES, BlockWriter
-from patience import slowness
 from torch import nn
 
 WRAP_S = 2.0
