@@ -24,7 +24,7 @@ from lohan.torch_glue._tensor import in_transform
 
 if TYPE_CHECKING:
     from lohan import _core
-    from lohan.activations._saving import Saving
+    from lohan.activations._swap import Saving
     from lohan.config import Config
     from lohan.layout._block import Layout, Scope
     from lohan.torch_glue._device import Device

@@ -23,8 +23,8 @@ from torch.multiprocessing import reductions
 from lohan import _core
 from lohan.config import POLICIES
 from lohan.errors import ModelError, StoreError, store_error
-from lohan.torch_glue._device import Kept, parse
-from lohan.torch_glue._tensor import has_storage
+from lohan.torch_glue._device import Kept, Meter, parse
+from lohan.torch_glue._tensor import SavedTensors, has_storage
 
 if TYPE_CHECKING:
     from lohan.config import Config
@@ -439,3 +439,56 @@ class Swap:
                 before.is_ahead = True
                 self.ahead_bytes += before.nbytes
             before = before.before() if before.before is not None else None
+
+
+class Saving:
+    """The saved-tensor hooks of a session, one pair for each place.
+
+    Attributes:
+        options: (memory, transit, store, most): bytes of activations in main memory, and on their
+            way; the store that takes those for SSD, or None, and the most bytes it takes.
+        meter: counts an emulated device's memory; None for other devices.
+        stay: keeps activations where they are.
+        saved: swaps them to main memory, and from there to SSD if memory is full.
+        to_ssd: swaps them to SSD.
+    """
+
+    def __init__(self, config: Config, device: Device, room: _core.Store | None) -> None:
+        self.options = options(config, device, room)
+        self.meter: Meter | None = None
+        self._swap: Swap | None = None
+
+    def start(self, engine: _core.Engine, device: Device) -> None:
+        """Make the hooks, which move bytes through the engine."""
+        pack, unpack = engine.pack, engine.unpack
+        if device.name == "emu":
+            self.meter = Meter(device, engine.held_bytes)
+            pack, unpack = self.meter.wrap(pack), self.meter.unwrap(unpack)
+        self.stay = self.to_ssd = SavedTensors(pack, unpack)
+        memory, transit, *_ = self.options
+        if memory:
+            window = transit or memory // 4
+            swap = Swap(engine, device, window, pack, unpack, self.meter)
+            self._swap = swap
+            pack, unpack = swap.pack, swap.unpack
+            self.to_ssd = SavedTensors(swap.pack_to_ssd, unpack)
+        self.saved = SavedTensors(pack, unpack)
+
+    @property
+    def window_bytes(self) -> int:
+        """The bytes of activations that may be in transit at the same time."""
+        return 0 if self._swap is None else self._swap.window_bytes
+
+    def window_set(self, nbytes: int | None) -> None:
+        """Set window_bytes to at most its initial value; None restores that."""
+        if self._swap is not None:
+            self._swap.window_set(self._swap.window_first if nbytes is None else nbytes)
+
+    def wait_take_ns(self) -> int:
+        """Return how long the training thread waited for activations since the last call."""
+        return 0 if self._swap is None else self._swap.wait_take_ns()
+
+    def close(self) -> None:
+        """Close the store that takes activations; may be called again."""
+        if self.options[2] is not None:
+            self.options[2].close()

@@ -14,7 +14,7 @@ from torch import nn
 
 from lohan import _core
 from lohan.activations._activations import Activations
-from lohan.activations._saving import Saving
+from lohan.activations._swap import Saving
 from lohan.common._hyper import check_hyper
 from lohan.common._stats import StepStats
 from lohan.config import POLICIES, SCHEDULES, SCHEDULES_AT_STEP
@@ -63,6 +63,7 @@ class Session(ForwardRules, Commits):
     _planner: Planner | None = None
     buffers: Buffers | None = None
     snapshot_now: Snapshot | None = None
+    closed = False
     is_ending = False  # closed because the process ends or the model is gone, not by a caller
 
     def __init__(
@@ -87,7 +88,6 @@ class Session(ForwardRules, Commits):
         self.store = store
         self.device = device or Device()
         self.uuid = str(store.describe()["uuid"])
-        self.closed = False
         self._owner_pid = os.getpid()
         self._lock = threading.RLock()
         self._raiser = engine_raiser(
