@@ -109,7 +109,7 @@ class Trial:
         self.step()
         while self.model.lohan.plan() is None:
             self.step()
-        self.planner = self.model.lohan.activations._planner
+        self.planner = self.model.lohan._planner
         self.shape = self.planner.shape
 
     def step(self) -> None:

@@ -74,7 +74,7 @@ def test_what_is_launched_is_mezo_in_memory(
     model = wrapped(make, store_dir, runs=runs)
     assert steps(model, data) == losses
     assert differing(model, values) == []
-    assert model.lohan.common._storage_formats == {}
+    assert model.lohan._kept == {}
     model.lohan.close()
 
 

@@ -263,7 +263,7 @@ def test_forwards_without_a_backward_do_not_ask_for_a_new_plan_each(
     made = []
     for step in range(14):
         model(input_ids=tokens(step), labels=tokens(step))
-        made.append(model.lohan.activations._planner.shape.made)
+        made.append(model.lohan._planner.shape.made)
     train(model, [(8, 128)], STEPS)
     model.lohan.close()
     assert made[-1] is made[-2] is made[-5]
@@ -347,7 +347,7 @@ def test_steps_that_are_forgotten_are_in_no_profile(store_dir: pathlib.Path) -> 
 def test_a_profile_read_back_is_the_same(store_dir: pathlib.Path) -> None:
     model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations="auto", **TIGHT)
     train(model)
-    profile = model.lohan.activations._planner.shape.profile
+    profile = model.lohan._planner.shape.profile
     model.lohan.close()
     assert type(profile).from_json(profile.as_json()) == profile
     assert sum(flop for visit in profile.visits for flop in visit.flop) > 0
@@ -361,7 +361,7 @@ def test_a_shape_that_comes_late_is_timed_without_the_waits_of_before(
     waits_ns = [10**18]
     monkeypatch.setattr(model.lohan, "swap_wait_ns", lambda: waits_ns.pop() if waits_ns else 0)
     train(model, [(8, 120)], 4)
-    late = model.lohan.activations._planner.shape
+    late = model.lohan._planner.shape
     model.lohan.close()
     assert waits_ns == []
     assert late.profile is not None or late.held_up is not None
@@ -386,9 +386,9 @@ def test_a_step_that_something_held_up_is_not_what_plans_go_by(
     # Someone looks at gradients, or another process has the machine.
     time.sleep(2.0 + 12 * (time.monotonic() - begin))
     model.optimizer.step()
-    assert model.lohan.activations._planner.shape.profile is None
+    assert model.lohan._planner.shape.profile is None
     train(model, [(8, 128)] * 2, 2)
-    profile = model.lohan.activations._planner.shape.profile
+    profile = model.lohan._planner.shape.profile
     model.lohan.close()
     assert len(seen) == 1 and profile.compute_ns < seen[0]
 

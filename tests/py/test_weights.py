@@ -146,7 +146,7 @@ def test_a_function_initialises_what_the_model_does_not(tmp_path: Path) -> None:
 
     with lohan.empty():
         model = nn.Sequential(Scale(), nn.Linear(5, 5))
-    with pytest.raises(ModelError, match=r"0\.scale: Scale has no initialisation"):
+    with pytest.raises(ModelError, match=r"0\.scale has no initialisation in Scale"):
         lohan.wrap(model, store=tmp_path / "a", init="model")
     with lohan.empty():
         model = nn.Sequential(Scale(), nn.Linear(5, 5))
