@@ -148,7 +148,7 @@ def test_an_answer_with_a_wrong_value_is_named(tmp_path: Path, change: dict[str,
     answer = tmp_path / (_requests.ANSWER + "0" * 32)
     answer.write_text(json.dumps(said))
     with pytest.raises(StoreError, match="not a valid reply"):
-        _requests._await(str(answer), os.getpid(), [str(tmp_path)], 0.0, None)
+        _requests._await(str(answer), os.getpid(), 0.0, None)
 
 
 def test_a_request_of_no_process_is_left_alone(tmp_path: Path) -> None:
