@@ -50,7 +50,7 @@ def train(model: nn.Module, shapes: Any = ((8, 128),) * STEPS, begin: int = 0) -
     for step, shape in enumerate(shapes, begin):
         torch.manual_seed(step)
         batch = tokens(step, *shape)
-        meter = model.lohan.meter
+        meter = model.lohan.saving.meter
         if meter is not None:
             meter.peak_bytes = 0
         loss = model(input_ids=batch, labels=batch).loss
