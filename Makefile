@@ -11,7 +11,8 @@ ARGS ?=
 DEVICE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-sanitized test-slow lint lint-quick analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
+.PHONY: help demo test test-quick test-sanitized test-slow lint lint-quick analyze fmt bench \
+	bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
 	bench-policies bench-lora sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts \
 	interrupts troubles paper parity docs wheel build clean
 

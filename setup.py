@@ -88,7 +88,7 @@ def build_fatbin():
 
 
 def copy_fatbin(folder):
-    """Put a copy of FATBIN into a folder; remove the old one where there is none now."""
+    """Copy FATBIN into a folder, or remove a stale copy if no fatbin was built."""
     copy = folder / FATBIN.name
     copy.unlink(missing_ok=True)
     if FATBIN.exists():

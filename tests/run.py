@@ -141,7 +141,7 @@ def is_late() -> bool:
 
 
 def say_left_out(what: str) -> None:
-    """Say that something was not run because the time was over."""
+    """Report that something was not run because the time was over."""
     say(f"LEFT OUT: {what}: the time for this run (LOHAN_TESTS_END) is over")
 
 
