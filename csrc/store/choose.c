@@ -99,8 +99,8 @@ int lh_store_copies_read(struct lh_store *store, const char *name, const uint64_
         if (errors[copy].code == 0)
             continue;
         lh_store_note_add(store, "%s; the other copy is intact and was used", errors[copy].message);
-        LH_ASSERT(store->mend_count < LH_STORE_MEND_COUNT_MAX);
-        store->mends[store->mend_count++] = (struct lh_store_mend){
+        LH_ASSERT(store->repair_count < LH_STORE_REPAIR_COUNT_MAX);
+        store->repairs[store->repair_count++] = (struct lh_store_repair){
             .offset = offsets[copy], .buffer = buffer, .bytes = lh_align_up(bytes, LH_BLOCK_BYTES)};
     }
     /* The damaged copy 0 was read into the buffer after the good one. */
@@ -319,7 +319,8 @@ static int newest_find(struct lh_store *store, const struct candidate *candidate
 /*
  * Whether a crash can have torn this copy while the other one is intact. It can tear copy 1 of the
  * newest place and copy 0 of the other place. It can also tear copy 0 of the newest place if that
- * superblock replaced a rejected one (see mend.c): its witness is then not its own sequence number.
+ * superblock replaced a rejected one (see repair.c), because its witness is then not its own
+ * sequence number.
  */
 static bool may_be_torn(const struct lh_store_superblocks *place, uint32_t copy, bool is_newest)
 {

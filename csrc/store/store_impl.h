@@ -4,7 +4,7 @@
  *      fs.c       the kernel's file calls
  *      file.c     directories, files, their space     lock.c     locks, owners, O_DIRECT
  *      create.c   create a store                      open.c     open and close one
- *      choose.c   the step to open at                 mend.c     repairs after opening for writing
+ *      choose.c   the step to open at                 repair.c   repairs after opening for writing
  *      store.c    description, slots, checksums       commit.c   commit and rollback
  *      sync.c     blocking reads, writes, commit      measure.c  bandwidth of a directory
  */
@@ -36,13 +36,13 @@ struct lh_store_file {
 };
 
 /* A damaged copy in file 0, and the bytes that belong there. */
-struct lh_store_mend {
+struct lh_store_repair {
     uint64_t offset;
     const struct lh_store_buffer *buffer;
     uint64_t bytes;
 };
 /* At most one copy each of the table, meta and the two manifests: the other one is intact. */
-#define LH_STORE_MEND_COUNT_MAX 4
+#define LH_STORE_REPAIR_COUNT_MAX 4
 
 /* The two copies of the superblocks with even, or odd, sequence numbers. */
 struct lh_store_superblocks {
@@ -112,8 +112,8 @@ struct lh_store {
     uint64_t scalar_bytes;                        /* of the last commit */
     struct lh_store_buffer manifests[2];          /* what each area holds or will hold */
     bool is_changed; /* something was written or staged after the last commit */
-    struct lh_store_mend mends[LH_STORE_MEND_COUNT_MAX];
-    uint32_t mend_count;
+    struct lh_store_repair repairs[LH_STORE_REPAIR_COUNT_MAX];
+    uint32_t repair_count;
 
     /* The running commit. */
     enum lh_store_phase phase;
@@ -239,7 +239,7 @@ int lh_store_copies_read(struct lh_store *store, const char *name, const uint64_
 int lh_store_choose(struct lh_store *store, const uint64_t *open_at, struct lh_error *err)
     LH_MUST_CHECK;
 
-/* mend.c */
+/* repair.c */
 
 /*
  * Make everything that opening for writing has read durable, before anything is built on it.

@@ -66,7 +66,7 @@ TARGETS = [
     Target("table", (FORMAT,), r"lh_store_table_decode"),
     Target("manifest", (FORMAT,), r"lh_store_manifest_decode"),
     Target("scalars", ("csrc/sched/scalars.c",), r"lh_engine_scalars_(find|make)"),
-    Target("store", tuple(f"csrc/store/{name}.c" for name in ("open", "choose", "mend")), r"\w+"),
+    Target("store", tuple(f"csrc/store/{name}.c" for name in ("open", "choose", "repair")), r"\w+"),
 ]
 
 

@@ -57,7 +57,7 @@ def test_doctor_finds_a_working_backend_on_a_disk_and_exits_0(store_dir: pathlib
     assert list(store_dir.iterdir()) == [], "doctor leaves nothing behind"
 
 
-def test_doctor_exits_1_and_names_what_mends_a_directory_that_is_not_there(
+def test_doctor_exits_1_and_names_what_fixes_a_directory_that_is_not_there(
     store_dir: pathlib.Path,
 ) -> None:
     missing = str(store_dir / "missing")
@@ -65,11 +65,11 @@ def test_doctor_exits_1_and_names_what_mends_a_directory_that_is_not_there(
     found = json.loads(answer.stdout)
     assert answer.exit_code == 1 and not found["ok"]
     needed = [problem for problem in found["problems"] if problem["needed"]]
-    assert [problem["mend"] for problem in needed] == [f"mkdir -p {missing}"]
+    assert [problem["fix"] for problem in needed] == [f"mkdir -p {missing}"]
     (store_dir / "missing").touch()  # a file, for which mkdir would not help
     found = json.loads(run("doctor", "--json", missing).stdout)
     needed = [problem for problem in found["problems"] if problem["needed"]]
-    assert [problem["mend"] for problem in needed] == ["name a directory on an SSD"]
+    assert [problem["fix"] for problem in needed] == ["name a directory on an SSD"]
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs at /dev/shm")

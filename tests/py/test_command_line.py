@@ -157,7 +157,7 @@ def test_doctor_names_the_filter_that_blocks_io_uring_and_the_flag_that_lets_it_
     assert answer.returncode == 0 and found["ok"], answer.stderr
     assert found["io_uring_blocker"] == "seccomp"
     (problem,) = [one for one in found["problems"] if one["what"].startswith("io_uring on")]
-    assert "--security-opt seccomp=unconfined" in problem["mend"] and not problem["needed"]
+    assert "--security-opt seccomp=unconfined" in problem["fix"] and not problem["needed"]
 
 
 # --- bench --------------------------------------------------------------------------------------

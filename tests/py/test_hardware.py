@@ -173,7 +173,7 @@ def test_who_blocks_io_uring_is_named_and_each_has_a_command(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert _hardware.io_uring_blocker(-code, tmp_path) == blocker
-    assert not blocker or blocker in _doctor_disks._IO_URING_MENDS
+    assert not blocker or blocker in _doctor_disks._IO_URING_FIXES
 
 
 DRIVER = """
@@ -221,8 +221,8 @@ def test_a_machine_of_several_nodes_is_told_of_libnuma(
         monkeypatch.setattr(_hardware, "numa_nodes", lambda nodes=nodes: nodes)
         found = Diagnosis({}, [])
         _doctor._look_at_build(found)
-        mends = [problem.mend for problem in found.problems if "NUMA" in problem.what]
-        assert mends == said
+        fixes = [problem.fix for problem in found.problems if "NUMA" in problem.what]
+        assert fixes == said
 
 
 def test_a_machine_without_the_driver_is_no_error(tmp_path: pathlib.Path) -> None:

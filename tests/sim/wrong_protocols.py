@@ -127,7 +127,7 @@ PROTOCOLS = (
         "open for writing without a sync",
         (
             (
-                "csrc/store/mend.c",
+                "csrc/store/repair.c",
                 "    for (uint32_t file = 0; file < store->file_count; file++)\n"
                 "        LH_TRY(lh_store_file_sync(store, file, err));\n",
                 "    if (rejected_sequence == 0)\n        return 0;\n",

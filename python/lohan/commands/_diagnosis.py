@@ -12,12 +12,12 @@ class Problem:
 
     Attributes:
         what: a description of the problem.
-        mend: the command or the change that fixes it.
+        fix: the command or the change that fixes it.
         needed: True if lohan does not run without it.
     """
 
     what: str
-    mend: str
+    fix: str
     needed: bool
 
 
@@ -33,9 +33,9 @@ class Diagnosis:
         """True if everything that lohan needs works."""
         return not any(problem.needed for problem in self.problems)
 
-    def complain(self, what: str, mend: str, needed: bool = False) -> None:
+    def complain(self, what: str, fix: str, needed: bool = False) -> None:
         """Add a problem."""
-        self.problems.append(Problem(what, mend, needed))
+        self.problems.append(Problem(what, fix, needed))
 
     def as_json(self) -> dict[str, Any]:
         """Return the verdict, the facts and the problems, for `--json`."""

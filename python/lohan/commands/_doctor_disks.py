@@ -25,7 +25,7 @@ _SECCOMP = (
     "docker run --security-opt seccomp=unconfined (or a profile that allows io_uring_setup,"
     " io_uring_enter and io_uring_register)"
 )
-_IO_URING_MENDS = {
+_IO_URING_FIXES = {
     "build": "apt-get install liburing-dev, then pip install --force-reinstall lohan",
     "sysctl": "sysctl -w kernel.io_uring_disabled=0",
     "group": (
@@ -67,7 +67,7 @@ def look(
         _measure_together(found, measured, facts)
 
 
-def _io_mend(backend: str, direct: bool, code: int, directory: str, blocker: str) -> str:
+def _io_fix(backend: str, direct: bool, code: int, directory: str, blocker: str) -> str:
     if code == -errno.ENOTSUP and backend == "libaio":
         return "apt-get install libaio-dev, then pip install --force-reinstall lohan"
     if code in (-errno.EACCES, -errno.ENOENT, -errno.EROFS) and not blocker:
@@ -78,7 +78,7 @@ def _io_mend(backend: str, direct: bool, code: int, directory: str, blocker: str
     if code == -errno.EINVAL and direct:
         return "put the store on a local disk (ext4, xfs); docker: a volume, not the overlay"
     if backend == "io_uring":
-        return _IO_URING_MENDS[blocker or "unknown"]
+        return _IO_URING_FIXES[blocker or "unknown"]
     if backend == "libaio" and code == -errno.EAGAIN:
         return "sysctl -w fs.aio-max-nr=1048576"
     return "docker run --security-opt seccomp=unconfined"
@@ -100,17 +100,17 @@ def _probe_backends(found: Diagnosis, directory: str) -> dict[str, dict[str, str
     found.facts["io_uring_blocker"] = found.facts.get("io_uring_blocker") or blocker
     if not works:
         why = answers[names[-1]]["buffered"]
-        mend = _io_mend(names[-1], False, codes[names[-1], False], directory, "")
-        found.complain(f"no I/O backend works on {directory}: {why}", mend, needed=True)
+        fix = _io_fix(names[-1], False, codes[names[-1], False], directory, "")
+        found.complain(f"no I/O backend works on {directory}: {why}", fix, needed=True)
     elif not any(direct for _, direct in works):
         why = answers[names[-1]]["direct"]
-        mend = _io_mend(names[-1], True, codes[names[-1], True], directory, "")
-        found.complain(f"{why}: reads and writes will go through the page cache", mend)
+        fix = _io_fix(names[-1], True, codes[names[-1], True], directory, "")
+        found.complain(f"{why}: reads and writes will go through the page cache", fix)
     else:
         for name in names[:-1]:
             if codes[name, True] != 0:
-                mend = _io_mend(name, True, codes[name, True], directory, blocker)
-                found.complain(f"{name} on {directory}: {answers[name]['direct']}", mend)
+                fix = _io_fix(name, True, codes[name, True], directory, blocker)
+                found.complain(f"{name} on {directory}: {answers[name]['direct']}", fix)
     return answers
 
 

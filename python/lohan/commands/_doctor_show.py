@@ -60,7 +60,7 @@ def show(found: Diagnosis, console: Console) -> None:
     for problem in sorted(found.problems, key=lambda p: not p.needed):
         kind = "[bold red]needed[/]" if problem.needed else "[yellow]better[/]"
         console.print(f"\n{kind}  {_plain(problem.what)}", highlight=False, soft_wrap=True)
-        console.print(f"        [bold]{_plain(problem.mend)}[/]", highlight=False, soft_wrap=True)
+        console.print(f"        [bold]{_plain(problem.fix)}[/]", highlight=False, soft_wrap=True)
     lacks = [_plain(problem.what) for problem in found.problems if problem.needed]
     verdict = (
         f"[bold red]lohan cannot run on this machine yet:[/] {'; '.join(lacks)}"

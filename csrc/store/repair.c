@@ -18,7 +18,7 @@
 #include "store/store_impl.h"
 
 /* Note a failed repair. The store remains as usable as before. */
-static void mend_result(struct lh_store *store, uint32_t file_index, uint64_t offset, int rc)
+static void repair_result(struct lh_store *store, uint32_t file_index, uint64_t offset, int rc)
 {
     LH_ASSERT(file_index < store->file_count);
     if (rc < 0)
@@ -34,7 +34,7 @@ static int write_and_sync(struct lh_store *store, uint64_t offset, const void *b
     return lh_store_file_sync(store, 0, NULL);
 }
 
-static void copies_mend(struct lh_store *store)
+static void copies_repair(struct lh_store *store)
 {
     for (uint32_t file = 0; file < store->file_count; file++) {
         for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
@@ -43,15 +43,15 @@ static void copies_mend(struct lh_store *store)
             int rc = lh_store_header_write(store, file, copy, NULL);
             if (rc == 0)
                 rc = lh_store_file_sync(store, file, NULL);
-            mend_result(store, file, LH_STORE_HEADER_OFFSET(copy), rc);
+            repair_result(store, file, LH_STORE_HEADER_OFFSET(copy), rc);
         }
     }
-    LH_ASSERT(store->mend_count <= LH_STORE_MEND_COUNT_MAX);
-    for (uint32_t index = 0; index < store->mend_count; index++) {
-        const struct lh_store_mend *mend = &store->mends[index];
-        LH_ASSERT(mend->buffer->base != NULL);
-        mend_result(store, 0, mend->offset,
-                    write_and_sync(store, mend->offset, mend->buffer->base, mend->bytes));
+    LH_ASSERT(store->repair_count <= LH_STORE_REPAIR_COUNT_MAX);
+    for (uint32_t index = 0; index < store->repair_count; index++) {
+        const struct lh_store_repair *repair = &store->repairs[index];
+        LH_ASSERT(repair->buffer->base != NULL);
+        repair_result(store, 0, repair->offset,
+                      write_and_sync(store, repair->offset, repair->buffer->base, repair->bytes));
     }
 }
 
@@ -64,8 +64,8 @@ static bool is_current(const struct lh_store_superblocks *place, uint32_t copy)
 }
 
 /* Rewrite outdated or damaged copies of the superblock place that was not just written. */
-static void place_mend(struct lh_store *store, uint32_t number,
-                       const struct lh_store_superblocks *place)
+static void place_repair(struct lh_store *store, uint32_t number,
+                         const struct lh_store_superblocks *place)
 {
     if (place->best < 0)
         return;
@@ -76,8 +76,8 @@ static void place_mend(struct lh_store *store, uint32_t number,
             continue;
         uint64_t offset = LH_STORE_SUPERBLOCK_OFFSET(number, copy);
         lh_store_superblock_encode(best, &store->header, store->superblock_block.base);
-        mend_result(store, 0, offset,
-                    write_and_sync(store, offset, store->superblock_block.base, LH_BLOCK_BYTES));
+        repair_result(store, 0, offset,
+                      write_and_sync(store, offset, store->superblock_block.base, LH_BLOCK_BYTES));
     }
 }
 
@@ -115,7 +115,7 @@ int lh_store_settle(struct lh_store *store, const struct lh_store_superblocks *p
         first_copy = places[chosen].errors[1].code != 0 ? 1 : 0;
     }
     LH_TRY(lh_store_superblock_write(store, first_copy, err));
-    place_mend(store, 1 - written, &places[1 - written]);
-    copies_mend(store);
+    place_repair(store, 1 - written, &places[1 - written]);
+    copies_repair(store);
     return 0;
 }
