@@ -105,7 +105,7 @@ def struct_fields(name: str) -> list[str]:
 def is_at_home(name: str, stem: str) -> bool:
     """Return whether a function is named after its file; the engine's own files share a prefix."""
     prefix = PUBLIC_PREFIXES.get(stem, stem)
-    return name.startswith(f"lh_{prefix}_") or (
+    return f"{name}_".startswith(f"lh_{prefix}_") or (
         stem in ("engine", "calls", "create") and name.startswith("lh_engine_")
     )
 

@@ -41,7 +41,7 @@ static PyObject *scalar_overhead(PyObject *module, PyObject *args)
     unsigned int param_count = 0;
     if (!PyArg_ParseTuple(args, "I", &param_count))
         return NULL;
-    return PyLong_FromUnsignedLongLong(lh_engine_scalars_overhead_bytes(param_count));
+    return PyLong_FromUnsignedLongLong(lh_scalars_overhead_bytes(param_count));
 }
 
 static PyObject *scalars_make(PyObject *module, PyObject *args)
@@ -66,10 +66,10 @@ static PyObject *scalars_make(PyObject *module, PyObject *args)
     PyObject *made = NULL;
     if (!PyErr_Occurred())
         made = PyBytes_FromStringAndSize(
-            NULL, (Py_ssize_t)lh_engine_scalars_overhead_bytes((uint32_t)count) + caller_bytes);
+            NULL, (Py_ssize_t)lh_scalars_overhead_bytes((uint32_t)count) + caller_bytes);
     if (made)
-        lh_engine_scalars_make(param_steps, (uint32_t)count, caller, (uint64_t)caller_bytes,
-                               PyBytes_AsString(made));
+        lh_scalars_make(param_steps, (uint32_t)count, caller, (uint64_t)caller_bytes,
+                        PyBytes_AsString(made));
     PyMem_Free(param_steps);
     return made;
 }

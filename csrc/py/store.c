@@ -333,7 +333,7 @@ static PyObject *store_describe(PyObject *object, PyObject *args)
     uint64_t meta_bytes = 0, scalar_bytes = 0, caller_bytes = 0;
     const void *meta = lh_store_meta(self->store, &meta_bytes);
     const void *scalars = lh_store_scalars(self->store, &scalar_bytes);
-    const void *caller = lh_engine_scalars_find(scalars, scalar_bytes, &caller_bytes);
+    const void *caller = lh_scalars_find(scalars, scalar_bytes, &caller_bytes);
     PyObject *paths = PyList_New(0);
     for (uint32_t i = 0; paths && i < lh_store_file_count(self->store); i++) {
         PyObject *item =

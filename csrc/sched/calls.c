@@ -359,7 +359,7 @@ int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scal
         return rc;
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
-    uint64_t overhead = lh_engine_scalars_overhead_bytes(engine->param_count);
+    uint64_t overhead = lh_scalars_overhead_bytes(engine->param_count);
     LH_ASSERT(engine->scalar_bytes_max >= overhead); /* lh_engine_create() checked it */
     if (scalar_bytes > engine->scalar_bytes_max - overhead)
         return -E2BIG;

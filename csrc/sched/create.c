@@ -83,7 +83,7 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
 /* Restore the step and the parameters' step counts from the last commit. */
 static int resume(struct lh_engine *engine, struct lh_error *err)
 {
-    uint64_t overhead = lh_engine_scalars_overhead_bytes(engine->param_count);
+    uint64_t overhead = lh_scalars_overhead_bytes(engine->param_count);
     engine->scalar_bytes_max = lh_store_scalar_bytes_max(engine->store);
     if (engine->scalar_bytes_max < overhead)
         return lh_error_set(err, -EBADMSG,
@@ -104,7 +104,7 @@ static int resume(struct lh_engine *engine, struct lh_error *err)
     if (bytes == 0)
         return 0;
     uint64_t caller_bytes = 0;
-    const void *caller = lh_engine_scalars_find(scalars, bytes, &caller_bytes);
+    const void *caller = lh_scalars_find(scalars, bytes, &caller_bytes);
     if (!caller || bytes - caller_bytes != overhead)
         return lh_error_set(err, -EBADMSG,
                             "the store's last commit does not belong to a model with %u parameters",

@@ -309,15 +309,15 @@ int lh_engine_error(struct lh_engine *engine, struct lh_error *err);
 uint64_t lh_engine_step(const struct lh_engine *engine); /* closed steps, resumed ones included */
 uint64_t lh_engine_param_step(const struct lh_engine *engine, uint32_t param);
 /* Find the caller's part in the scalars of the store's last commit; it points into scalars. */
-const void *lh_engine_scalars_find(const void *scalars, uint64_t scalar_bytes, uint64_t *bytes_out);
+const void *lh_scalars_find(const void *scalars, uint64_t scalar_bytes, uint64_t *bytes_out);
 /* The bytes that scalars take in addition to the caller's part. */
-uint64_t lh_engine_scalars_overhead_bytes(uint32_t param_count);
+uint64_t lh_scalars_overhead_bytes(uint32_t param_count);
 /*
  * Build scalars (the overhead bytes followed by the caller's part) for a store that is filled from
  * elsewhere, whose parameters have been updated param_steps times.
  */
-void lh_engine_scalars_make(const uint64_t *param_steps, uint32_t param_count, const void *caller,
-                            uint64_t caller_bytes, void *scalars_out);
+void lh_scalars_make(const uint64_t *param_steps, uint32_t param_count, const void *caller,
+                     uint64_t caller_bytes, void *scalars_out);
 
 enum lh_engine_link {
     LH_ENGINE_LINK_PARAM_READ = 0,

@@ -13,12 +13,12 @@ struct scalars_header {
     uint64_t caller_bytes;
 };
 
-uint64_t lh_engine_scalars_overhead_bytes(uint32_t param_count)
+uint64_t lh_scalars_overhead_bytes(uint32_t param_count)
 {
     return sizeof(struct scalars_header) + (uint64_t)param_count * sizeof(uint64_t);
 }
 
-const void *lh_engine_scalars_find(const void *scalars, uint64_t scalar_bytes, uint64_t *bytes_out)
+const void *lh_scalars_find(const void *scalars, uint64_t scalar_bytes, uint64_t *bytes_out)
 {
     struct scalars_header header;
     *bytes_out = 0;
@@ -27,7 +27,7 @@ const void *lh_engine_scalars_find(const void *scalars, uint64_t scalar_bytes, u
     memcpy(&header, scalars, sizeof(header));
     if (header.magic != SCALARS_MAGIC || header.param_count > UINT32_MAX)
         return NULL;
-    uint64_t overhead = lh_engine_scalars_overhead_bytes((uint32_t)header.param_count);
+    uint64_t overhead = lh_scalars_overhead_bytes((uint32_t)header.param_count);
     if (header.caller_bytes > scalar_bytes || overhead != scalar_bytes - header.caller_bytes)
         return NULL;
     *bytes_out = header.caller_bytes;
@@ -43,19 +43,19 @@ static void scalars_write(uint8_t *scalars, const uint64_t *param_steps, uint32_
     memcpy(scalars + sizeof(header), param_steps, param_count * sizeof(uint64_t));
 }
 
-void lh_engine_scalars_make(const uint64_t *param_steps, uint32_t param_count, const void *caller,
-                            uint64_t caller_bytes, void *scalars_out)
+void lh_scalars_make(const uint64_t *param_steps, uint32_t param_count, const void *caller,
+                     uint64_t caller_bytes, void *scalars_out)
 {
     scalars_write(scalars_out, param_steps, param_count, caller_bytes);
     if (caller_bytes > 0)
-        memcpy((uint8_t *)scalars_out + lh_engine_scalars_overhead_bytes(param_count), caller,
+        memcpy((uint8_t *)scalars_out + lh_scalars_overhead_bytes(param_count), caller,
                caller_bytes);
 }
 
 /* Header and step counts in front of the caller's bytes, which lh_engine_close put in place. */
 void lh_scalars_compose(struct lh_engine *engine)
 {
-    uint64_t overhead = lh_engine_scalars_overhead_bytes(engine->param_count);
+    uint64_t overhead = lh_scalars_overhead_bytes(engine->param_count);
     LH_ASSERT(engine->scalar_bytes >= overhead);
     scalars_write(engine->scalars, engine->param_steps, engine->param_count,
                   engine->scalar_bytes - overhead);

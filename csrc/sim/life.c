@@ -287,7 +287,7 @@ static bool has_scalars(const struct lh_sim_run *run)
     uint64_t all_bytes = 0;
     uint64_t found_bytes = 0;
     const void *all = lh_store_scalars(run->store, &all_bytes);
-    const void *found = lh_engine_scalars_find(all, all_bytes, &found_bytes);
+    const void *found = lh_scalars_find(all, all_bytes, &found_bytes);
     return found_bytes == bytes && (bytes == 0 || memcmp(found, expected, bytes) == 0);
 }
 

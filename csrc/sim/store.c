@@ -39,8 +39,7 @@ int lh_sim_store_create(const struct lh_sim_reference *reference, const struct l
         .group_count = model->unit_count,
         .meta = "{}",
         .meta_bytes = 2,
-        .scalar_bytes_max =
-            model->scalar_bytes_max + lh_engine_scalars_overhead_bytes(model->param_count),
+        .scalar_bytes_max = model->scalar_bytes_max + lh_scalars_overhead_bytes(model->param_count),
         .single_slot = single_slot,
         .fs = &fs->fs,
     };
@@ -57,7 +56,7 @@ static int describe(struct lh_store *store, const struct lh_sim_model *model, st
     header->stripe_bytes = LH_STORE_STRIPE_BYTES;
     header->cycle_stripes = lh_store_cycle_plan(NULL, store->file_count, store->cycle);
     header->scalar_bytes_max =
-        model->scalar_bytes_max + lh_engine_scalars_overhead_bytes(model->param_count);
+        model->scalar_bytes_max + lh_scalars_overhead_bytes(model->param_count);
     for (uint32_t i = 0; i < model->extent_count; i++)
         header->checksum_count += lh_store_checksum_count(model->extents[i].bytes);
     LH_TRY(lh_store_description_init(store, err));

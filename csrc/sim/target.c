@@ -32,7 +32,7 @@ int lh_sim_target_init(struct lh_sim_target *target, struct lh_sim_world *world,
                      1 + (uint32_t)lh_sim_random_below(&target->random, DRIVE_COUNT_MAX));
     lh_sim_fs_init(&target->fs, &target->disk, lh_sim_mix(seed, LH_SIM_STREAM_TARGET));
     uint64_t scalar_bytes = reference->model->scalar_bytes_max +
-                            lh_engine_scalars_overhead_bytes(reference->model->param_count);
+                            lh_scalars_overhead_bytes(reference->model->param_count);
     target->piece = lh_alloc_zeroed(world->alloc, 1, LH_SIM_TARGET_PIECE_BYTES);
     target->expected = lh_alloc_zeroed(world->alloc, 1, reference->state_bytes);
     target->scalars = lh_alloc_zeroed(world->alloc, 1, scalar_bytes);

@@ -176,7 +176,7 @@ static void store_make(struct rig *rig)
         .group_count = RIG_UNIT_COUNT,
         .meta = "{}",
         .meta_bytes = 2,
-        .scalar_bytes_max = 64 + lh_engine_scalars_overhead_bytes(RIG_PARAM_COUNT),
+        .scalar_bytes_max = 64 + lh_scalars_overhead_bytes(RIG_PARAM_COUNT),
         .allow_buffered = true,
         .allow_tmpfs = rig->opts.in_memory,
     };

@@ -315,10 +315,10 @@ static void image_make(struct image *image, const struct kind *kind)
     for (uint32_t file = 0; file < FILE_COUNT_MAX; file++)
         files[file].bytes = fuzz_zeroed(FILE_BYTES_MAX);
     LH_ASSERT(lh_store_create(&opts, &alloc, &store, NULL) == 0);
-    lh_engine_scalars_make((const uint64_t[]){3}, 1, "{}", 2, scalars);
+    lh_scalars_make((const uint64_t[]){3}, 1, "{}", 2, scalars);
     for (uint64_t step = 1; step <= kind->step_count; step++) {
         step_write(store, step);
-        uint64_t bytes = lh_engine_scalars_overhead_bytes(1) + 2;
+        uint64_t bytes = lh_scalars_overhead_bytes(1) + 2;
         LH_ASSERT(lh_store_commit_sync(store, step, scalars, bytes, NULL) == 0);
     }
     lh_store_close(store);
@@ -519,7 +519,7 @@ static void describe_all(const struct lh_store *store)
     LH_ASSERT(lh_crc32c(0, meta, bytes) != 1 || bytes > 0);
     const void *scalars = lh_store_scalars(store, &bytes);
     LH_ASSERT(bytes <= lh_store_scalar_bytes_max(store));
-    const uint8_t *found = lh_engine_scalars_find(scalars, bytes, &caller_bytes);
+    const uint8_t *found = lh_scalars_find(scalars, bytes, &caller_bytes);
     LH_ASSERT(found == NULL || found + caller_bytes == (const uint8_t *)scalars + bytes);
     LH_ASSERT(strlen(lh_store_uuid(store)) == 36 && strlen(lh_store_note(store)) < 2048);
     for (uint32_t group = 0; group < lh_store_group_count(store); group++)

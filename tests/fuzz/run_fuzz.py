@@ -65,7 +65,7 @@ TARGETS = [
     Target("superblock", (FORMAT,), r"lh_store_superblock_decode|is_zero_block"),
     Target("table", (FORMAT,), r"lh_store_table_decode"),
     Target("manifest", (FORMAT,), r"lh_store_manifest_decode"),
-    Target("scalars", ("csrc/sched/scalars.c",), r"lh_engine_scalars_(find|make)"),
+    Target("scalars", ("csrc/sched/scalars.c",), r"lh_scalars_(find|make)"),
     Target("store", tuple(f"csrc/store/{name}.c" for name in ("open", "choose", "repair")), r"\w+"),
 ]
 
