@@ -28,7 +28,7 @@ void lh_engine_post(struct lh_engine *engine, enum lh_message_kind kind, uint64_
     LH_ASSERT(kind >= LH_MESSAGE_BEGIN && kind <= LH_MESSAGE_SAVED_DROP);
     if (lh_core_is_forked(engine))
         return;
-    atomic_fetch_add(&engine->asks.post_count, 1);
+    atomic_fetch_add(&engine->post_count, 1);
     while (!lh_ring_push(&engine->inbox, message)) {
         if (atomic_load(&engine->failed) || atomic_load(&engine->stopping))
             return;
@@ -262,17 +262,13 @@ void lh_engine_hyper_set(struct lh_engine *engine, uint32_t group,
                          const struct lh_adam_hyper *hyper)
 {
     LH_ASSERT(group < engine->opts.group_count);
-    engine->hypers[(atomic_load(&engine->closes_asked) + engine->first_step + 1) % 2][group] =
-        *hyper;
+    engine->hypers[(lh_engine_step(engine) + 1) % 2][group] = *hyper;
 }
 
 static bool steps_are_over(struct lh_engine *engine, uint64_t argument)
 {
     (void)argument;
-    uint64_t done = atomic_load(&engine->closes_done);
-    uint64_t asked = atomic_load(&engine->closes_asked);
-    LH_ASSERT(done <= asked);
-    return done == asked;
+    return !lh_request_is_pending(&engine->requests[LH_REQUEST_CLOSE]);
 }
 
 /*
@@ -282,8 +278,8 @@ static bool steps_are_over(struct lh_engine *engine, uint64_t argument)
 static bool all_is_over(struct lh_engine *engine, uint64_t argument)
 {
     return steps_are_over(engine, argument) &&
-           atomic_load(&engine->flushes_done) == atomic_load(&engine->flushes_asked) &&
-           atomic_load(&engine->aborts_done) == atomic_load(&engine->aborts_asked);
+           !lh_request_is_pending(&engine->requests[LH_REQUEST_FLUSH]) &&
+           !lh_request_is_pending(&engine->requests[LH_REQUEST_ABORT]);
 }
 
 int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms)
@@ -365,29 +361,23 @@ int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scal
         return -E2BIG;
     /* The step before is over, so no commit reads these. */
     memcpy(engine->scalars + overhead, scalars, scalar_bytes);
-    atomic_fetch_add(&engine->closes_asked, 1);
+    lh_request_send(engine, LH_REQUEST_CLOSE);
     engine->open_step++;
     lh_engine_post(engine, LH_MESSAGE_CLOSE, 0, overhead + scalar_bytes, 0);
     return 1;
-}
-
-static bool norm_is_done(struct lh_engine *engine, uint64_t argument)
-{
-    return atomic_load(&engine->norms_done) >= argument;
 }
 
 int lh_engine_norm(struct lh_engine *engine, double *square_sum_out, int timeout_ms)
 {
     LH_ASSERT(engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL ||
               engine->opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED);
-    uint64_t asked = atomic_load(&engine->norms_asked);
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
-    if (atomic_load(&engine->norms_done) == asked) {
-        asked = atomic_fetch_add(&engine->norms_asked, 1) + 1;
+    if (!lh_request_is_pending(&engine->requests[LH_REQUEST_NORM])) {
+        lh_request_send(engine, LH_REQUEST_NORM);
         lh_engine_post(engine, LH_MESSAGE_NORM, 0, 0, 0);
     }
-    int rc = lh_engine_wait_until(engine, norm_is_done, asked, timeout_ms);
+    int rc = lh_request_wait(engine, LH_REQUEST_NORM, timeout_ms);
     if (rc > 0)
         *square_sum_out = engine->norm.square_sum;
     return rc;
@@ -395,32 +385,20 @@ int lh_engine_norm(struct lh_engine *engine, double *square_sum_out, int timeout
 
 void lh_engine_gradient_scale_set(struct lh_engine *engine, double scale)
 {
-    engine->gradient_scales[(atomic_load(&engine->closes_asked) + engine->first_step + 1) % 2] =
-        scale;
-}
-
-static bool abort_is_done(struct lh_engine *engine, uint64_t argument)
-{
-    return atomic_load(&engine->aborts_done) >= argument;
+    engine->gradient_scales[(lh_engine_step(engine) + 1) % 2] = scale;
 }
 
 int lh_engine_abort(struct lh_engine *engine, int timeout_ms)
 {
-    if (!lh_asked_is_open(&engine->asks, &engine->asks.abort)) {
+    if (!lh_request_is_current(engine, LH_REQUEST_ABORT)) {
         int over = lh_engine_over_wait(engine, timeout_ms);
         if (over <= 0)
             return over;
-        uint64_t post_count = atomic_load(&engine->asks.post_count) + 1;
-        engine->asks.abort = (struct lh_asked){
-            .number = atomic_fetch_add(&engine->aborts_asked, 1) + 1, .post_count = post_count};
+        lh_request_send(engine, LH_REQUEST_ABORT);
         lh_engine_post(engine, LH_MESSAGE_ABORT, 0, 0, 0);
     }
-    LH_ASSERT(engine->asks.abort.number > 0);
-    int rc = lh_engine_wait_until(engine, abort_is_done, engine->asks.abort.number, timeout_ms);
-    if (rc == 0)
-        return 0;
-    engine->asks.abort.number = 0;
-    if (rc < 0)
+    int rc = lh_request_wait(engine, LH_REQUEST_ABORT, timeout_ms);
+    if (rc <= 0)
         return rc;
     engine->open_step++;
     int result = atomic_load(&engine->abort_result);
@@ -428,12 +406,7 @@ int lh_engine_abort(struct lh_engine *engine, int timeout_ms)
     return result < 0 ? result : 1;
 }
 
-static bool flush_is_done(struct lh_engine *engine, uint64_t argument)
-{
-    return atomic_load(&engine->flushes_done) >= argument;
-}
-
-static int flush_ask(struct lh_engine *engine, bool commit, int timeout_ms)
+static int flush_send(struct lh_engine *engine, bool commit, int timeout_ms)
 {
     if (!steps_are_over(engine, 0))
         lh_engine_post(engine, LH_MESSAGE_DRAIN, 0, 0, 0);
@@ -442,58 +415,51 @@ static int flush_ask(struct lh_engine *engine, bool commit, int timeout_ms)
         return rc;
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
-    uint64_t asked = atomic_load(&engine->flushes_asked);
-    if (commit && !engine->asks.flush_commits) {
+    lh_request_join(engine, LH_REQUEST_FLUSH);
+    if (commit && !engine->flush_requests_commit) {
         /* An abandoned flush that does not commit cannot serve as this one. */
-        rc = lh_engine_wait_until(engine, flush_is_done, asked, timeout_ms);
+        rc = lh_request_wait(engine, LH_REQUEST_FLUSH, timeout_ms);
         if (rc <= 0)
             return rc;
     }
-    uint64_t post_count = atomic_load(&engine->asks.post_count);
-    if (atomic_load(&engine->flushes_done) == asked) {
-        post_count++;
-        engine->asks.flush_commits = commit;
-        asked = atomic_fetch_add(&engine->flushes_asked, 1) + 1;
-        lh_engine_post(engine, LH_MESSAGE_FLUSH, commit, 0, 0);
-    }
-    engine->asks.flush = (struct lh_asked){.number = asked, .post_count = post_count};
+    if (lh_request_is_pending(&engine->requests[LH_REQUEST_FLUSH]))
+        return 1;
+    engine->flush_requests_commit = commit;
+    lh_request_send(engine, LH_REQUEST_FLUSH);
+    lh_engine_post(engine, LH_MESSAGE_FLUSH, commit, 0, 0);
     return 1;
 }
 
 int lh_engine_flush(struct lh_engine *engine, bool commit, int timeout_ms)
 {
-    bool is_this = engine->asks.flush_commits || !commit;
-    if (!is_this || !lh_asked_is_open(&engine->asks, &engine->asks.flush)) {
-        int rc = flush_ask(engine, commit, timeout_ms);
+    bool is_this = engine->flush_requests_commit || !commit;
+    if (!is_this || !lh_request_is_current(engine, LH_REQUEST_FLUSH)) {
+        int rc = flush_send(engine, commit, timeout_ms);
         if (rc <= 0)
             return rc;
     }
-    LH_ASSERT(engine->asks.flush.number > 0);
-    int rc = lh_engine_wait_until(engine, flush_is_done, engine->asks.flush.number, timeout_ms);
-    if (rc != 0)
-        engine->asks.flush.number = 0;
-    return rc;
-}
-
-static bool hold_is_granted(struct lh_engine *engine, uint64_t argument)
-{
-    (void)argument;
-    return atomic_load(&engine->hold) == LH_HOLD_GRANTED;
+    return lh_request_wait(engine, LH_REQUEST_FLUSH, timeout_ms);
 }
 
 int lh_engine_commit_hold(struct lh_engine *engine, int timeout_ms)
 {
-    uint32_t none = LH_HOLD_NONE;
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
-    if (atomic_compare_exchange_strong(&engine->hold, &none, LH_HOLD_ASKED))
+    if (!atomic_load(&engine->holds_commits)) {
+        /* Before the request: once it has its reply, no commit may begin. */
+        atomic_store(&engine->holds_commits, true);
+        /* A hold that was released before it was granted may still be pending. */
+        if (!lh_request_is_pending(&engine->requests[LH_REQUEST_HOLD]))
+            lh_request_send(engine, LH_REQUEST_HOLD);
         lh_waker_wake(engine->waker);
-    return lh_engine_wait_until(engine, hold_is_granted, 0, timeout_ms);
+    }
+    lh_request_join(engine, LH_REQUEST_HOLD);
+    return lh_request_wait(engine, LH_REQUEST_HOLD, timeout_ms);
 }
 
 void lh_engine_commit_release(struct lh_engine *engine)
 {
-    atomic_store(&engine->hold, LH_HOLD_NONE);
+    atomic_store(&engine->holds_commits, false);
     lh_waker_wake(engine->waker);
 }
 
@@ -547,7 +513,7 @@ void lh_engine_resume(struct lh_engine *engine)
 
 uint64_t lh_engine_step(const struct lh_engine *engine)
 {
-    return engine->first_step + atomic_load(&engine->closes_asked);
+    return engine->first_step + atomic_load(&engine->requests[LH_REQUEST_CLOSE].sent);
 }
 
 uint64_t lh_engine_param_step(const struct lh_engine *engine, uint32_t param)

@@ -32,7 +32,6 @@
 
 #include "base/assert.h"
 #include "base/ring.h"
-#include "sched/asks.h"
 #include "sched/chunk.h"
 #include "sched/copy.h"
 #include "sched/core.h"
@@ -47,6 +46,7 @@
 #include "sched/naive.h"
 #include "sched/norm.h"
 #include "sched/region.h"
+#include "sched/request.h"
 #include "sched/saved_private.h"
 #include "sched/scalars.h"
 #include "sched/slab.h"
@@ -112,9 +112,8 @@ struct lh_engine {
     uint32_t param_count;
     uint64_t *param_steps; /* updates of each parameter so far */
     /* Owned by the training thread, as is gradient_steps. */
-    uint64_t first_step; /* the store's step at creation */
-    uint64_t open_step;  /* the training thread's own count */
-    struct lh_asks asks;
+    uint64_t first_step;      /* the store's step at creation */
+    uint64_t open_step;       /* the training thread's own count */
     uint64_t *gradient_steps; /* the open_step in which each parameter last had a gradient */
     struct lh_gradient *gradients;
     struct lh_chunk *chunks;
@@ -184,16 +183,11 @@ struct lh_engine {
     _Atomic uint64_t update_gradient_bytes; /* held by updates in progress */
     _Atomic uint64_t gradients_released;    /* how often a gradient's is_held became false */
     uint32_t fork_count;                    /* of the process that created the engine */
-    _Atomic uint64_t closes_done;           /* steps over */
-    _Atomic uint64_t closes_asked;
-    _Atomic uint64_t aborts_done;
-    _Atomic uint64_t aborts_asked;
-    _Atomic uint64_t norms_done;
-    _Atomic uint64_t norms_asked;
-    _Atomic uint64_t flushes_done;
-    _Atomic uint64_t flushes_asked;
+    _Atomic uint64_t post_count;            /* messages posted by any thread */
+    struct lh_request requests[LH_REQUEST_COUNT];
+    bool flush_requests_commit; /* the training thread's: what its last flush requested */
     _Atomic int abort_result;
-    _Atomic uint32_t hold; /* enum lh_hold */
+    _Atomic bool holds_commits; /* requested, and granted once the request has its reply */
     _Atomic bool failed;
     _Atomic bool stopping;
     _Atomic bool pausing;

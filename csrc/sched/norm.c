@@ -119,9 +119,7 @@ static bool pump_after(struct lh_engine *engine)
         return moved;
     engine->norm.square_sum = sums_add(engine);
     engine->norm.is_asked = false;
-    LH_ASSERT(atomic_load(&engine->norms_done) < atomic_load(&engine->norms_asked));
-    atomic_fetch_add(&engine->norms_done, 1);
-    lh_core_notify(engine);
+    lh_request_reply(engine, LH_REQUEST_NORM);
     return true;
 }
 

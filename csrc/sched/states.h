@@ -70,13 +70,6 @@ enum lh_saved_state {
     LH_SAVED_STATE_READING,
 };
 
-/* A hold on commits ([Note: Held commits] in step.c). */
-enum lh_hold {
-    LH_HOLD_NONE = 0,
-    LH_HOLD_ASKED,
-    LH_HOLD_GRANTED,
-};
-
 /* Whether a machine has a transition between the two states. */
 bool lh_states_unit_may(enum lh_unit_state from, enum lh_unit_state to);
 bool lh_states_chunk_may(enum lh_chunk_state from, enum lh_chunk_state to);

@@ -82,7 +82,6 @@ static void step_over(struct lh_engine *engine)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
     LH_ASSERT(engine->commit_in_flight == 0);
-    LH_ASSERT(atomic_load(&engine->closes_done) < atomic_load(&engine->closes_asked));
     lh_transfer_step_over(engine, stats);
     stats->end_ns = lh_core_now(engine);
     pthread_mutex_lock(&engine->shared.mutex);
@@ -92,23 +91,22 @@ static void step_over(struct lh_engine *engine)
     lh_update_end_step(engine, stats);
     memset(stats, 0, sizeof(*stats));
     state_set(engine, LH_STEP_STATE_OPEN);
-    atomic_fetch_add(&engine->closes_done, 1);
-    lh_core_notify(engine);
+    lh_request_reply(engine, LH_REQUEST_CLOSE);
 }
 
-static bool commits_are_held(const struct lh_engine *engine)
+bool lh_step_holds_commits(const struct lh_engine *engine)
 {
-    return atomic_load(&engine->hold) == LH_HOLD_GRANTED;
+    return atomic_load(&engine->holds_commits) &&
+           !lh_request_is_pending(&engine->requests[LH_REQUEST_HOLD]);
 }
 
 /* Grant a requested hold between two checks of it, so that no commit begins after the grant. */
 static bool hold_pump(struct lh_engine *engine)
 {
-    uint32_t asked = LH_HOLD_ASKED;
     if (engine->step_state == LH_STEP_STATE_COMMITTING ||
-        !atomic_compare_exchange_strong(&engine->hold, &asked, LH_HOLD_GRANTED))
+        !lh_request_is_pending(&engine->requests[LH_REQUEST_HOLD]))
         return false;
-    lh_core_notify(engine);
+    lh_request_reply(engine, LH_REQUEST_HOLD);
     return true;
 }
 
@@ -122,7 +120,7 @@ bool lh_step_is_held(const struct lh_engine *engine)
 {
     bool may_skip = LH_FEATURE_ALL(engine, step_may_skip_commit);
     return engine->step_state == LH_STEP_STATE_CLOSED && !may_skip && is_due(engine) &&
-           commits_are_held(engine);
+           lh_step_holds_commits(engine);
 }
 
 static void commit_request_done(struct lh_engine *engine, struct lh_io_request *request)
@@ -237,7 +235,6 @@ static bool is_changed(const struct lh_engine *engine)
 static void abort_finish(struct lh_engine *engine)
 {
     LH_ASSERT(engine->step_state == LH_STEP_STATE_ABORTING && transfers_are_idle(engine));
-    LH_ASSERT(atomic_load(&engine->aborts_done) < atomic_load(&engine->aborts_asked));
     bool has_updates = is_changed(engine);
     /* With one slot an update overwrites the committed bytes. */
     bool is_recoverable = engine->committed_step == engine->step && !engine->has_edits &&
@@ -288,8 +285,7 @@ static void abort_finish(struct lh_engine *engine)
     }
     state_set(engine, LH_STEP_STATE_OPEN);
     atomic_store(&engine->abort_result, result);
-    atomic_fetch_add(&engine->aborts_done, 1);
-    lh_core_notify(engine);
+    lh_request_reply(engine, LH_REQUEST_ABORT);
 }
 
 bool lh_step_is_quiet(const struct lh_engine *engine)
@@ -311,16 +307,14 @@ static bool flush_pump(struct lh_engine *engine)
         return true;
     bool is_asked = engine->flush_commits && engine->committed_step < engine->step &&
                     engine->updates.count == 0;
-    if (is_asked && commits_are_held(engine))
+    if (is_asked && lh_step_holds_commits(engine))
         return false;
     if (is_asked) {
         commit_begin(engine, true);
         return true;
     }
-    LH_ASSERT(atomic_load(&engine->flushes_done) < atomic_load(&engine->flushes_asked));
     engine->flush_is_asked = false;
-    atomic_fetch_add(&engine->flushes_done, 1);
-    lh_core_notify(engine);
+    lh_request_reply(engine, LH_REQUEST_FLUSH);
     return true;
 }
 
@@ -337,7 +331,7 @@ static bool closed_pump(struct lh_engine *engine)
         return false;
     if (engine->updates.chunks_busy > 0)
         return false; /* dirty data is being written */
-    if (commits && commits_are_held(engine)) {
+    if (commits && lh_step_holds_commits(engine)) {
         bool may_skip = LH_FEATURE_ALL(engine, step_may_skip_commit);
         if (!may_skip)
             return false;

@@ -25,6 +25,8 @@ void lh_step_close(struct lh_engine *engine);
 void lh_step_abort(struct lh_engine *engine);
 /* Commit, end or abort the step, or flush, as far as possible now. True: something moved. */
 bool lh_step_pump(struct lh_engine *engine);
+/* Whether a hold of commits was granted, and not released since ([Note: Held commits]). */
+bool lh_step_holds_commits(const struct lh_engine *engine);
 /* Whether a closed step waits with its commit for the end of a hold, and all else with it. */
 bool lh_step_is_held(const struct lh_engine *engine);
 /* Whether nothing is in flight and nothing is queued. */

@@ -152,7 +152,7 @@ static void hold_check(struct lh_sim_check *check)
 {
     const struct lh_engine *engine = check->engine;
     bool was_held = check->is_held;
-    check->is_held = atomic_load(&engine->hold) == LH_HOLD_GRANTED;
+    check->is_held = lh_step_holds_commits(engine);
     if (!check->is_held)
         return;
     if (engine->step_state == LH_STEP_STATE_COMMITTING || lh_store_is_committing(engine->store))

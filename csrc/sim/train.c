@@ -192,8 +192,8 @@ bool lh_sim_train_is_worth_asking(struct lh_sim_train *train, bool is_there)
 
 bool lh_sim_train_steps_are_over(const struct lh_engine *engine)
 {
-    return atomic_load(&engine->closes_done) == atomic_load(&engine->closes_asked) &&
-           atomic_load(&engine->flushes_done) == atomic_load(&engine->flushes_asked);
+    return !lh_request_is_pending(&engine->requests[LH_REQUEST_CLOSE]) &&
+           !lh_request_is_pending(&engine->requests[LH_REQUEST_FLUSH]);
 }
 
 static const struct lh_sim_part *part_of(const struct lh_sim_train *train)
@@ -475,7 +475,7 @@ static enum lh_sim_look over(struct lh_sim_train *train)
 static bool all_is_over(const struct lh_engine *engine)
 {
     return lh_sim_train_steps_are_over(engine) &&
-           atomic_load(&engine->aborts_done) == atomic_load(&engine->aborts_asked);
+           !lh_request_is_pending(&engine->requests[LH_REQUEST_ABORT]);
 }
 
 static enum lh_sim_look give_up(struct lh_sim_train *train)

@@ -34,7 +34,7 @@ bool lh_sim_train_hold_poll(struct lh_sim_train *train)
     if (!train->holds_commits)
         return false;
     bool is_long = train->step >= train->hold_step + HOLD_STEP_COUNT_MAX;
-    if (target && !train->is_copying && !is_long && atomic_load(&engine->hold) == LH_HOLD_GRANTED) {
+    if (target && !train->is_copying && !is_long && lh_step_holds_commits(engine)) {
         train->is_copying = true;
         lh_sim_target_copy(target, engine->committed_step);
     }

@@ -197,8 +197,8 @@ PROTOCOLS = (
         (
             (
                 "csrc/sched/step.c",
-                "    return atomic_load(&engine->hold) == LH_HOLD_GRANTED;\n",
-                "    return engine->step == 0 && atomic_load(&engine->hold) == LH_HOLD_GRANTED;\n",
+                "    return atomic_load(&engine->holds_commits) &&\n",
+                "    return engine->step == 0 && atomic_load(&engine->holds_commits) &&\n",
             ),
         ),
     ),
