@@ -8,25 +8,40 @@
 /* How long a wait lasts before it checks for signals (Ctrl-C). */
 #define WAIT_SLICE_MS 100
 
+/* Release what is held only to save time, and let the engine judge whether there is room. */
+static void room_make(struct lhpy_engine *self, bool *is_tentative)
+{
+    lhpy_engine_backward_release(self);
+    if (*is_tentative)
+        lh_engine_tentative_end(self->core->engine);
+    *is_tentative = false;
+}
+
 int lhpy_engine_wait(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argument)
 {
-    for (;;) {
-        int rc;
+    struct lh_engine *engine = self->core->engine;
+    bool is_tentative = true;
+    bool is_interrupted = false;
+    int rc = 0;
+    lh_engine_tentative_begin(engine);
+    while (rc == 0 && !is_interrupted) {
         Py_BEGIN_ALLOW_THREADS
-        rc = wait(self->core->engine, argument, WAIT_SLICE_MS);
+        rc = wait(engine, argument, WAIT_SLICE_MS);
         Py_END_ALLOW_THREADS
-        if (rc > 0)
-            return 1;
-        if (rc < 0) {
-            lhpy_raise_engine(self);
-            return -1;
+        if (rc != 0)
+            break;
+        is_interrupted = PyErr_CheckSignals() < 0;
+        /* An update may be waiting for room that units of the backward occupy. */
+        if (!is_interrupted) {
+            room_make(self, &is_tentative);
+            lhpy_engine_sweep(self);
         }
-        if (PyErr_CheckSignals() < 0)
-            return -1;
-        /* An update may be waiting for room that is held only to save time. */
-        lhpy_engine_backward_release(self);
-        lhpy_engine_sweep(self);
     }
+    if (is_tentative)
+        lh_engine_tentative_end(engine);
+    if (rc < 0)
+        lhpy_raise_engine(self);
+    return rc > 0 ? 1 : -1;
 }
 
 /* Let the on_use callback change the bytes of a unit that was just pinned, before they are read. */
@@ -66,7 +81,10 @@ int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit)
 {
     lhpy_device_stream_note(self);
     int rc = lh_engine_acquire(self->core->engine, unit);
+    bool is_tentative = rc == 0;
     bool is_interrupted = false;
+    if (is_tentative)
+        lh_engine_tentative_begin(self->core->engine);
     while (rc == 0) {
         Py_BEGIN_ALLOW_THREADS
         rc = lh_engine_acquire_wait(self->core->engine, unit, WAIT_SLICE_MS);
@@ -77,10 +95,12 @@ int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit)
          * Room may be held by units whose handles have not come back: those pins are only a
          * convenience.
          */
-        lhpy_engine_backward_release(self);
+        room_make(self, &is_tentative);
         if (!is_interrupted && PyErr_CheckSignals() < 0)
             is_interrupted = true; /* the pin will be granted anyway: take it, then raise */
     }
+    if (is_tentative)
+        lh_engine_tentative_end(self->core->engine);
     if (rc < 0) {
         if (!is_interrupted)
             use_raise(self, rc);

@@ -180,6 +180,19 @@ int lh_engine_acquire_wait(struct lh_engine *engine, uint32_t index, int timeout
     return rc == 1 ? arrival_wait(engine, &engine->units[index]) : rc;
 }
 
+void lh_engine_tentative_begin(struct lh_engine *engine)
+{
+    atomic_fetch_add(&engine->tentative, 1);
+}
+
+void lh_engine_tentative_end(struct lh_engine *engine)
+{
+    uint32_t before = atomic_fetch_sub(&engine->tentative, 1);
+    LH_ASSERT(before > 0);
+    /* The engine may have gone to sleep, although a thread waits in vain. */
+    lh_waker_wake(engine->waker);
+}
+
 uint8_t *lh_engine_address(const struct lh_engine *engine, uint32_t unit)
 {
     LH_ASSERT(unit < engine->opts.unit_count);

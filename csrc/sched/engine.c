@@ -126,7 +126,7 @@ static bool is_stuck(const struct lh_engine *engine)
             engine->copies.in_flight >
         0)
         return false;
-    if (lh_step_is_held(engine))
+    if (lh_step_is_held(engine) || atomic_load(&engine->tentative) > 0)
         return false;
     bool is_awaited = atomic_load(&engine->waiting) > 0;
     struct lh_error err = {0};

@@ -173,6 +173,13 @@ int lh_engine_acquire(struct lh_engine *engine, uint32_t unit) LH_MUST_CHECK;
  */
 int lh_engine_acquire_wait(struct lh_engine *engine, uint32_t unit, int timeout_ms) LH_MUST_CHECK;
 void lh_engine_refusal(struct lh_engine *engine, struct lh_error *err);
+/*
+ * Begin and end a tentative wait: if it lasts, its caller releases units before ending it. Meanwhile
+ * the engine does not refuse a unit for which pinned units leave no room. Otherwise a caller that
+ * the machine does not run for some time would be refused before it could release anything.
+ */
+void lh_engine_tentative_begin(struct lh_engine *engine);
+void lh_engine_tentative_end(struct lh_engine *engine);
 /* The address at which computation reads the unit. Valid while it is pinned. Thread: any. */
 uint8_t *lh_engine_address(const struct lh_engine *engine, uint32_t unit);
 /* Add a pin to a pinned unit (a lend). Thread: any. */

@@ -180,6 +180,7 @@ struct lh_engine {
 
     struct lh_ring inbox;
     _Atomic uint32_t waiting;               /* threads in a wait, which need waking */
+    _Atomic uint32_t tentative;             /* threads in a tentative wait */
     _Atomic uint64_t update_gradient_bytes; /* held by updates in progress */
     _Atomic uint64_t gradients_released;    /* how often a gradient's is_held became false */
     uint32_t fork_count;                    /* of the process that created the engine */
