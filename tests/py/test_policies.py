@@ -359,7 +359,8 @@ def test_a_shape_that_comes_late_is_timed_without_the_waits_of_before(
     model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations="g10", **TIGHT)
     train(model, [(8, 128)] * 4)
     waits_ns = [10**18]
-    monkeypatch.setattr(model.lohan, "swap_wait_ns", lambda: waits_ns.pop() if waits_ns else 0)
+    saving = model.lohan.saving
+    monkeypatch.setattr(saving, "wait_take_ns", lambda: waits_ns.pop() if waits_ns else 0)
     train(model, [(8, 120)], 4)
     late = model.lohan._planner.shape
     model.lohan.close()
