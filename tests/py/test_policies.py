@@ -422,7 +422,9 @@ def test_what_a_policy_cannot_do_is_said_before_the_forward(store_dir: pathlib.P
     enough = int(re.findall(r"set swap_bytes=(\d+)", str(caught.value))[0])
     settings |= {"swap_bytes": enough, "swap_ssd_bytes": 64 * MIB, "host_bytes": 512 * MIB}
     model = lohan.wrap(build(), store=store_dir / "c", lr=1e-3, activations="zero", **settings)
-    train(model, [(8, 128)] * 3)
+    for _ in range(4):  # a step that the machine held up is profiled again
+        if model.lohan.plan() is None:
+            train(model, [(8, 128)] * 3)
     assert model.lohan.plan() is not None
     model.lohan.close()
     for bad in ({"profile": "never"}, {"activations": "best"}):
