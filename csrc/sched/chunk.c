@@ -371,7 +371,6 @@ int lh_chunk_create(struct lh_engine *engine, struct lh_error *err)
                 .count = lh_min_u64(elements_max, unit->desc.elements - first),
                 .is_kept = kept_before(engine, index + 1) > kept_before(engine, index),
                 .kept_slab = kept_before(engine, index),
-                .landing = {.block = LH_BLOCK_NONE},
             };
             unit->chunk_count++;
         }

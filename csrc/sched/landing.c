@@ -99,11 +99,11 @@ static void copied(struct lh_engine *engine, struct lh_copy *copy)
 static bool block_take(struct lh_engine *engine, struct lh_chunk *chunk)
 {
     uint32_t kept = chunk->unit == engine->landing.unit ? 0 : engine->landing.reserve;
-    if (chunk->landing.block != LH_BLOCK_NONE)
+    if (chunk->landing.block)
         return true;
-    if (engine->landing.free_count <= kept)
+    if (engine->landing.blocks.free_count <= kept)
         return false;
-    chunk->landing.block = engine->landing.free_blocks[--engine->landing.free_count];
+    chunk->landing.block = lh_pool_acquire(&engine->landing.blocks);
     return true;
 }
 
@@ -128,9 +128,7 @@ static bool piece_copy(struct lh_engine *engine, uint32_t param)
     copy->chunk = (uint32_t)(chunk - engine->chunks);
     copy->dev = (struct lh_dev_copy){
         .direction = LH_DEV_DIRECTION_OUT,
-        .host = engine->landing.memory +
-                (uint64_t)chunk->landing.block * engine->landing.block_bytes +
-                (element - chunk->first) * element_bytes,
+        .host = chunk->landing.block + (element - chunk->first) * element_bytes,
         .device = (uint8_t *)(uintptr_t)gradient->pointer + gradient->issued * element_bytes,
         .bytes = count * element_bytes,
         .after = gradient->is_computed,
@@ -242,10 +240,10 @@ static bool pump_before(struct lh_engine *engine)
 
 static void chunk_consumed(struct lh_engine *engine, struct lh_chunk *chunk)
 {
-    if (chunk->landing.block == LH_BLOCK_NONE)
+    if (!chunk->landing.block)
         return;
-    engine->landing.free_blocks[engine->landing.free_count++] = chunk->landing.block;
-    chunk->landing.block = LH_BLOCK_NONE;
+    lh_pool_release(&engine->landing.blocks, chunk->landing.block);
+    chunk->landing.block = NULL;
 }
 
 static void step_forgotten(struct lh_engine *engine)
@@ -271,7 +269,7 @@ static bool is_certain(const struct lh_engine *engine, const struct lh_unit *uni
     if (unit->landing.count == 0)
         return true;
     for (uint32_t i = unit->chunk_first; i < unit->chunk_first + unit->chunk_count; i++) {
-        if (engine->chunks[i].landing.count > 0 && engine->chunks[i].landing.block == LH_BLOCK_NONE)
+        if (engine->chunks[i].landing.count > 0 && !engine->chunks[i].landing.block)
             return false;
     }
     return true;
@@ -318,8 +316,8 @@ static const uint8_t *gradient_at(const struct lh_engine *engine, uint32_t param
 {
     const struct lh_unit *unit = &engine->units[engine->params[param].unit];
     const struct lh_chunk *chunk = &engine->chunks[chunk_at(engine, unit, element)];
-    LH_ASSERT(chunk->landing.block != LH_BLOCK_NONE);
-    return engine->landing.memory + (uint64_t)chunk->landing.block * engine->landing.block_bytes +
+    LH_ASSERT(chunk->landing.block);
+    return chunk->landing.block +
            (element - chunk->first) * lh_dtype_bytes(engine->gradients[param].dtype);
 }
 
@@ -338,25 +336,23 @@ int lh_landing_create(struct lh_engine *engine, struct lh_error *err)
     engine->landing.block_bytes = engine->budget.chunk_elements * element_bytes;
     bool has_blocks = element_bytes > 0 && engine->gradients_land;
     uint64_t count = has_blocks ? engine->budget.gradient_bytes / engine->landing.block_bytes : 0;
-    engine->landing.memory = engine->region + engine->budget.region_bytes +
-                             engine->budget.slab_count * engine->budget.slab_bytes;
-    engine->landing.free_blocks =
-        lh_alloc_zeroed(engine->alloc, lh_max_u64(count, 1), sizeof(uint32_t));
+    uint8_t *memory = engine->region + engine->budget.region_bytes +
+                      engine->budget.slab_count * engine->budget.slab_bytes;
     engine->landing.params =
         lh_alloc_zeroed(engine->alloc, lh_max_u64(engine->param_count, 1), sizeof(uint32_t));
-    if (!engine->landing.free_blocks || !engine->landing.params)
+    if (!engine->landing.params)
         return lh_error_set(err, -ENOMEM, "no memory for the gradients' tables");
-    while (engine->landing.free_count < count) {
-        engine->landing.free_blocks[engine->landing.free_count] =
-            (uint32_t)count - 1 - engine->landing.free_count;
-        engine->landing.free_count++;
-    }
-    return 0;
+    if (count == 0)
+        return 0;
+    return lh_pool_init(&engine->landing.blocks, engine->alloc, memory,
+                        engine->landing.block_bytes, (uint32_t)count, err);
 }
 
 void lh_landing_destroy(struct lh_engine *engine)
 {
-    lh_free(engine->alloc, engine->landing.free_blocks);
+    for (uint32_t i = 0; engine->chunks && i < engine->chunk_count; i++)
+        chunk_consumed(engine, &engine->chunks[i]);
+    lh_pool_deinit(&engine->landing.blocks, engine->alloc);
     lh_free(engine->alloc, engine->landing.params);
 }
 

@@ -5,14 +5,13 @@
 #define LH_SCHED_LANDING_H
 
 #include "base/error.h"
+#include "mem/pool.h"
 #include "sched/feature.h"
 
 struct lh_engine;
 struct lh_unit;
 struct lh_chunk;
 struct lh_slab;
-
-#define LH_BLOCK_NONE UINT32_MAX
 
 struct lh_landing_unit {
     uint32_t count;        /* gradients of this step that have not landed */
@@ -23,15 +22,13 @@ struct lh_landing_unit {
 };
 
 struct lh_landing_chunk {
-    uint32_t block; /* the block with its gradients; LH_BLOCK_NONE */
+    uint8_t *block; /* the block with its gradients; NULL: it has none */
     uint32_t count; /* posted gradients of which parts are not in the block yet */
 };
 
 struct lh_landing {
-    uint8_t *memory; /* the blocks */
+    struct lh_pool blocks; /* without a base if there are none */
     uint64_t block_bytes;
-    uint32_t *free_blocks;
-    uint32_t free_count;
     uint32_t reserve; /* [Note: Blocks that come back] in landing.c */
     uint32_t unit;    /* the unit that may take from the reserve */
     uint32_t *params; /* in the order in which they were posted; a ring of param_count */
