@@ -15,7 +15,7 @@ from lohan.cli import main
 from lohan.common import _exit
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STEPS = 3
 FENCE = re.compile(r"^```(.*)$")
 

@@ -111,7 +111,7 @@ def test_the_picture_of_a_step_is_what_its_script_draws() -> None:
 
 def test_lists_and_tables_are_some_on_the_site_too() -> None:
     """Python-Markdown needs an empty line between these and a paragraph or a block of code."""
-    for page in sorted((helper.ROOT / "docs").glob("*.md")):
+    for page in sorted((helper.ROOT / "docs").rglob("*.md")):
         before = ""
         for number, line in enumerate(helper.prose_of(page), 1):
             begins = re.match(r"([*-]|\d+\.) |\|", line)
@@ -126,8 +126,9 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=helper.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    for page in (helper.ROOT / "docs").glob("*.md"):
-        made = tmp_path / f"{page.stem}.html"
+    docs = helper.ROOT / "docs"
+    for page in docs.rglob("*.md"):
+        made = tmp_path / page.relative_to(docs).with_suffix(".html")
         assert made.exists(), page.name
         text = made.read_text(encoding="utf-8")
         loaded = re.findall(

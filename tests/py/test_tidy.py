@@ -518,3 +518,10 @@ def test_development_requirements_are_pinned_and_match_the_project() -> None:
     complain(unpinned, "requirements-dev.txt pins each version exactly:")
     difference = {re.split(r"\W(?<!-)", w)[0] for w in wanted} ^ {ln.split("==")[0] for ln in lines}
     complain(sorted(difference), "pyproject.toml and requirements-dev.txt name different packages:")
+
+
+def test_one_version_stands_in_all_files_that_name_it() -> None:
+    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+    cited = re.findall(r"^version: (\S+)$", text_of("CITATION.cff"), re.M)
+    assert cited == [project["version"]]
+    assert f'__version__ = "{cited[0]}"' in text_of("python/lohan/common/_version.py")
