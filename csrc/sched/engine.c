@@ -200,8 +200,9 @@ static void stuck_fail(struct lh_engine *engine)
 
 static bool may_pause_now(const struct lh_engine *engine)
 {
-    return atomic_load(&engine->pausing) &&
-           (atomic_load(&engine->failed) || lh_step_is_quiet(engine));
+    /* A failed engine may still have requests in flight, and its error is the reply. */
+    return atomic_load(&engine->pausing) && !atomic_load(&engine->failed) &&
+           lh_step_is_quiet(engine);
 }
 
 static void pause_here(struct lh_engine *engine)

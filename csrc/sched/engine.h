@@ -300,7 +300,8 @@ int lh_engine_commit_hold(struct lh_engine *engine, int timeout_ms) LH_MUST_CHEC
 void lh_engine_commit_release(struct lh_engine *engine);
 
 /*
- * After a flush: hand the store to the caller; the engine sleeps until lh_engine_resume(). With
+ * After a flush: hand the store to the caller; the engine sleeps until lh_engine_resume(), which is
+ * also called after an error or a timeout. A failed engine is not paused: -errno. With
  * commit_every 1 the caller must commit what it writes before it gives the next gradient, because
  * gradients that wait on SSD lie in the uncommitted slot (spill.c).
  * invalidate: discard the resident bytes of a unit whose extents the caller has changed (it must

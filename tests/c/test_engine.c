@@ -256,6 +256,8 @@ static void check_failed(struct rig *rig, int code, const char *text)
     LH_CHECK(lh_engine_close(rig->engine, "", 0, 1000) == code);
     LH_CHECK(lh_engine_flush(rig->engine, true, 1000) == code);
     LH_CHECK(lh_engine_abort(rig->engine, 1000) == code);
+    LH_CHECK(lh_engine_pause(rig->engine, 1000) == code);
+    lh_engine_resume(rig->engine);
 }
 
 /* Closed steps but the last are committed; that one may be. */
