@@ -14,7 +14,7 @@ DEVICE ?=
 .PHONY: help demo test test-quick test-sanitized test-slow lint lint-quick analyze fmt bench \
 	bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
 	bench-policies bench-lora sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts \
-	interrupts troubles paper parity docs wheel build clean
+	interrupts troubles paper parity docs wheel matrix coverage build clean
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
@@ -40,6 +40,8 @@ help:
 	@echo 'make parity    docs/parity.md: lohan compared with torch in all settings, some minutes'
 	@echo 'make docs      the pages of docs/ as a site, in build/site'
 	@echo 'make wheel     one wheel for every Python, in dist/, tested without a compiler'
+	@echo 'make matrix    a quick selection of tests with each Python and several versions of torch'
+	@echo 'make coverage  the share of lines that the C tests and the quick Python tests run, per folder'
 	@echo 'make build     the extension, in place'
 	@echo 'make clean     remove what was built (keeps .venv)'
 
@@ -125,6 +127,12 @@ docs: $(VENV)/.ready
 
 wheel: $(VENV)/.ready
 	$(PY) tools/make_wheel.py $(ARGS)
+
+matrix: $(VENV)/.ready
+	$(PY) tools/matrix.py $(ARGS)
+
+coverage: build
+	$(PY) tools/line_coverage.py $(ARGS)
 
 clean:
 	rm -rf build dist python/*.egg-info python/lohan/*.so python/lohan/lohan.fatbin

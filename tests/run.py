@@ -52,7 +52,7 @@ import cbuild  # noqa: E402  (its folder has just been named)
 EXIT_SKIPPED = 77
 # Sanitized programs run several times slower; a hang must still end well before CI's own limit.
 # Generous: a shared machine may be several times slower than a quiet one.
-TIMEOUT_S = {"release": 400, "debug": 400, "asan": 900, "tsan": 900, "neon": 900}
+TIMEOUT_S = {"release": 400, "debug": 400, "asan": 900, "tsan": 900, "neon": 900, "coverage": 900}
 # ThreadSanitizer says something only about programs that have threads.
 TSAN_WORDS = ("ring", "waker", "exec", "io", "dev", "engine", "sched", "base")
 # Tests of code with machine-specific instructions that take an emulator only a few seconds.

@@ -78,6 +78,8 @@ MODE_FLAGS = {
         "-fno-sanitize-recover=undefined",
     ],
     "tsan": ["-O1", "-g", "-DLH_DEBUG", "-fno-omit-frame-pointer", "-fsanitize=thread"],
+    # Counters that several threads increment must be atomic.
+    "coverage": ["-O0", "-g", "--coverage", "-fprofile-update=atomic"],
 }
 SANITIZE_MODES = {"address,undefined": "asan", "undefined,address": "asan", "thread": "tsan"}
 
@@ -265,7 +267,8 @@ class Builder:
 
     def link_flags(self) -> list[str]:
         """Return the flags with which programs and shared objects of this mode are linked."""
-        sanitizers = [flag for flag in MODE_FLAGS[self.mode] if flag.startswith("-fsanitize")]
+        runtimes = ("-fsanitize", "--coverage")
+        sanitizers = [flag for flag in MODE_FLAGS[self.mode] if flag.startswith(runtimes)]
         archives = [flag for library in self.libraries for flag in library.link_flags]
         return [*sanitizers, *archives, "-pthread", "-lm", "-ldl"]
 
