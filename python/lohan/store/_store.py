@@ -329,13 +329,6 @@ def open_existing(
     )
 
 
-def resume_asked(resume: bool | int | None) -> tuple[bool, int | None]:
-    """Parse wrap's resume=: whether to resume, and at which step (None: the newest)."""
-    if resume is None or isinstance(resume, bool):
-        return bool(resume), None
-    return True, resume
-
-
 def say_fallback(store: _core.Store) -> None:
     """Print a note to stderr if the newest step is damaged and the previous one was opened."""
     said = store.describe()
