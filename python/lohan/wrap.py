@@ -348,6 +348,11 @@ def _attach(model: nn.Module, session: Session, optimizer: Any, opening: _Openin
             with contextlib.suppress(Exception):
                 values = session.values()
         _exit.close_quietly(session)
+        _exit.sessions.discard(session)
+        if guard.closer is not None:
+            guard.closer.detach()
+        if optimizer.origin is not None:
+            _adopt.release(optimizer.origin, session.layout, {})
         session.unhook()
         guard.remove()
         _remove_attributes(model)
@@ -369,12 +374,13 @@ def _put_on(model: nn.Module, session: Session, optimizer: Any, guard: Guard) ->
     if isinstance(session, ZerothSession):
         object.__setattr__(model, "zo_step", session.step_of(model))
     object.__setattr__(model, "_lohan_guard", guard)
-    weakref.finalize(model, _exit.close_quietly, session)
+    guard.closer = weakref.finalize(model, _exit.close_quietly, session)
     _exit.sessions.add(session)
-    if _exit.set_handlers():
-        register_optimizer_step_pre_hook(_refuse_other_optimizer)
     if optimizer.origin is not None:
         _adopt.retire(optimizer.origin, session.layout)
+    # Last, because they belong to the process and stay: a wrap that fails leaves none of them.
+    if _exit.set_handlers():
+        register_optimizer_step_pre_hook(_refuse_other_optimizer)
 
 
 def _refuse_other_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
