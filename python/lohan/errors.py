@@ -201,6 +201,7 @@ def _make(
     message = message.replace(
         "; resume it, or choose", "; pass resume=True to resume it, or choose"
     )
+    message = re.sub(r"\bresume=([01])(?= goes back)", r"resume='step \1'", message)  # not a flag
     text = f"{message}: {hint}" if hint and hint not in message else message
     if issubclass(cls, OSError):
         return cls(-code, text)

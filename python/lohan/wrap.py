@@ -54,7 +54,7 @@ def wrap(
     model: nn.Module,
     *,
     store: PathLike | Sequence[PathLike] | None = None,
-    resume: bool | int = False,
+    resume: bool | int | str = False,
     lr: float | None = None,
     betas: tuple[float, float] | None = None,
     eps: float | None = None,
@@ -77,7 +77,7 @@ def wrap(
         model: any module with floating-point parameters on the CPU (trainable ones in fp32, bf16 or
             fp16); or one built in `lohan.empty()`, together with weights=, init= or resume=.
         store: a directory, or a list with one per disk. None: a temporary store, removed at exit.
-        resume: True to resume the last committed step, or a step's number (docs/checkpoints.md).
+        resume: True to resume the last committed step, or "step N" (docs/checkpoints.md).
         lr: learning rate of groups that do not set their own. None: 1e-3.
         betas: decay rates of the moments. None: (0.9, 0.999).
         eps: added to the root of the second moment. None: 1e-8.
@@ -109,17 +109,17 @@ def wrap(
     _arguments.check(model, hyper, store, resume, max_grad_norm, blocks, weights, config)
     of_method = _zo_setup.take(settings, max_grad_norm, optimizer)
     made = _settings.make(config, settings, wrap)
-    resume, open_at = _store.resume_asked(resume)
-    check_model(model, resume or weights is not None or init is not None)
+    is_resumed, open_at = _arguments.resume_of(resume)
+    check_model(model, is_resumed or weights is not None or init is not None)
     zeroth = _zo_setup.make(method, model, {**hyper, **of_method}, made, store)
-    _adopt.check(optimizer, {**hyper, "params": params}, resume=resume)
+    _adopt.check(optimizer, {**hyper, "params": params}, resume=is_resumed)
     made = _checked_config(made, max_grad_norm)
     with _zo_setup.frozen(zeroth):
-        found, rows = _find(zeroth, model, made, store, resume, weights, open_at)
+        found, rows = _find(zeroth, model, made, store, is_resumed, weights, open_at)
         made, layout, budget = _division.divide(model, blocks, made, found, rows)
         ours, group_of = _make_optimizer(layout, params, hyper, optimizer, zeroth, max_grad_norm)
         opening = _Opening(model, layout, made, budget, ours, group_of, found, zeroth, open_at)
-        return opening.attach(store, resume, weights, init)
+        return opening.attach(store, is_resumed, weights, init)
 
 
 @dataclasses.dataclass
@@ -348,6 +348,11 @@ def _attach(model: nn.Module, session: Session, optimizer: Any, opening: _Openin
             with contextlib.suppress(Exception):
                 values = session.values()
         _exit.close_quietly(session)
+        _exit.sessions.discard(session)
+        if guard.closer is not None:
+            guard.closer.detach()
+        if optimizer.origin is not None:
+            _adopt.release(optimizer.origin, session.layout, {})
         session.unhook()
         guard.remove()
         _remove_attributes(model)
@@ -369,12 +374,13 @@ def _put_on(model: nn.Module, session: Session, optimizer: Any, guard: Guard) ->
     if isinstance(session, ZerothSession):
         object.__setattr__(model, "zo_step", session.step_of(model))
     object.__setattr__(model, "_lohan_guard", guard)
-    weakref.finalize(model, _exit.close_quietly, session)
+    guard.closer = weakref.finalize(model, _exit.close_quietly, session)
     _exit.sessions.add(session)
-    if _exit.set_handlers():
-        register_optimizer_step_pre_hook(_refuse_other_optimizer)
     if optimizer.origin is not None:
         _adopt.retire(optimizer.origin, session.layout)
+    # Last, because they belong to the process and stay: a wrap that fails leaves none of them.
+    if _exit.set_handlers():
+        register_optimizer_step_pre_hook(_refuse_other_optimizer)
 
 
 def _refuse_other_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -75,6 +75,59 @@ def exit_status(model: nn.Module, edit: Any) -> None:
         sys.exit(f"failed: {error}")
 
 
+def exit_caught(model: nn.Module, edit: Any) -> None:
+    """A part of the program exits with a status, and its caller continues."""
+    edit(model)
+    with contextlib.suppress(SystemExit):
+        sys.exit("planned, and caught")
+    try:
+        sys.exit(3)
+    except SystemExit as error:
+        assert error.code == 3
+
+
+def exit_kept(model: nn.Module, edit: Any) -> None:
+    """The same, and the exception stays referenced until the end."""
+    edit(model)
+    try:
+        sys.exit(3)
+    except SystemExit as error:
+        model.error = error
+
+
+def exit_raised_again(model: nn.Module, edit: Any) -> None:
+    """An exit that is handled first, and then reaches the top of the program."""
+    edit(model)
+    try:
+        sys.exit(3)
+    except SystemExit as error:
+        assert error.code == 3
+        model.error = error
+        raise
+
+
+def exit_in_thread(model: nn.Module, edit: Any) -> None:
+    """The thread that edits exits with a status; the main thread ends as usual."""
+    thread = threading.Thread(target=exit_status, args=(model, edit))
+    thread.start()
+    thread.join()
+
+
+def exit_caught_in_thread(model: nn.Module, edit: Any) -> None:
+    """The thread that edits catches its exit."""
+    thread = threading.Thread(target=exit_caught, args=(model, edit))
+    thread.start()
+    thread.join()
+
+
+def exit_in_other_thread(model: nn.Module, edit: Any) -> None:
+    """Another thread exits with a status, which ends only that thread."""
+    edit(model)
+    thread = threading.Thread(target=sys.exit, args=(3,))
+    thread.start()
+    thread.join()
+
+
 def exit_zero(model: nn.Module, edit: Any) -> None:
     """An exit that is meant."""
     edit(model)
@@ -203,7 +256,8 @@ ENDS = {
         uncaught, evaluated, interrupted, terminated, exit_status, exit_zero, end, collected,
         closed, closed_finally, closed_by_with, closed_by_atexit, edited_in_handler, caught,
         committed, trained, at_prompt, in_thread, other_thread, killed, refused_and_dropped,
-        refused_and_trained,
+        refused_and_trained, exit_caught, exit_kept, exit_raised_again, exit_in_thread,
+        exit_caught_in_thread, exit_in_other_thread,
     )
 }  # fmt: skip
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import signal
+import sys
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +17,8 @@ import pytest
 import torch
 import train_helper as helper
 from lohan import errors
+from lohan.common import _exit
+from lohan.session import _adopt
 from rules_helper import WIDTH, Workshop, assert_same_state, build, square_loss, workshop
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
@@ -416,3 +423,33 @@ def test_adams_weight_decay_is_refused_when_it_is_set_later(workshop: Workshop) 
     model.optimizer.param_groups[0]["weight_decay"] = 0.1
     with pytest.raises(errors.UnsupportedError, match="decoupled_weight_decay=False"):
         loss_of(model, 0).backward()
+
+
+def test_a_wrap_that_fails_at_its_end_leaves_nothing_behind(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(*args: Any) -> None:
+        raise MemoryError("planned")
+
+    registered: list[object] = []
+    wrap_module = importlib.import_module("lohan.wrap")
+    monkeypatch.setattr(_exit, "_is_set", False)
+    monkeypatch.setattr(_exit.atexit, "register", registered.append)
+    monkeypatch.setattr(wrap_module, "register_optimizer_step_pre_hook", registered.append)
+    monkeypatch.setattr(_adopt, "retire", planned)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = sys.exit, threading.excepthook, signal.getsignal(signal.SIGTERM)
+    sessions = set(_exit.sessions)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(MemoryError, match="planned"):
+        lohan.wrap(model, store=workshop.folder / "failing", optimizer=optimizer)
+    assert (sys.exit, threading.excepthook, signal.getsignal(signal.SIGTERM)) == before
+    assert not registered and set(_exit.sessions) == sessions
+    closers = [each.peek() for each in weakref.finalize._registry]  # type: ignore[attr-defined]
+    assert not any(closer is not None and closer[0] is model for closer in closers)
+    for module in model.modules():
+        hooks = [module.__dict__[name] for name in module.__dict__ if name.endswith("_hooks")]
+        assert not any(hooks) and "zero_grad" not in module.__dict__
+    assert_same_state(model.state_dict(), expected)
+    optimizer.load_state_dict(optimizer.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import os
 import pathlib
 import socket
@@ -12,6 +13,8 @@ from typing import Any
 import lohan
 import pytest
 import torch
+from lohan import errors
+from lohan.common import _arguments
 from lohan.errors import LohanError, UnsupportedError
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,6 +43,10 @@ WRONG: list[tuple[str, Any, str]] = [
     ("resume", "yes", "store= names the store to resume"),
     ("resume", -1, "the number of the step"),
     ("resume", 1.0, "the number of the step"),
+    ("resume", "step x", "the number of the step"),
+    ("resume", "step 9999999999999999999", "the number of the step"),
+    ("resume", 0, r"may mean False or step 0: pass resume=False, or resume='step 0'"),
+    ("resume", 1, r"may mean True or step 1: pass resume=True, or resume='step 1'"),
     ("betas", 0.9, r"two numbers.*betas=\(0.9, 0.999\)"),
     ("betas", (0.9, 0.9, 0.9), "two numbers"),
     ("betas", "ab", "two numbers"),
@@ -281,3 +288,18 @@ def test_a_model_that_is_divided_or_replicated_already_is_refused_by_the_wrapper
         with pytest.raises(UnsupportedError, match=f"{kind}.*the model from before"):
             lohan.wrap(outer(DIVIDED[kind](_build())), store=store_dir / "a")
     assert not os.listdir(store_dir)
+
+
+def test_the_step_to_resume_at_is_never_a_flag() -> None:
+    for flag in (None, False, True):
+        assert _arguments.resume_of(flag) == (bool(flag), None)
+    for step in (2, 41):
+        assert _arguments.resume_of(step) == (True, step)
+    for step in (0, 1, 41):
+        assert _arguments.resume_of(f"step {step}") == (True, step)
+
+
+@pytest.mark.parametrize(("step", "way_out"), [(1, "resume='step 1' goes"), (12, "resume=12 goes")])
+def test_the_way_back_to_a_step_that_a_message_names_is_accepted(step: int, way_out: str) -> None:
+    message = f"the step before it, {step}, is intact: resume={step} goes back to it permanently"
+    assert way_out in str(errors.store_error(-errno.EILSEQ, message))

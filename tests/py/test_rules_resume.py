@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import types
+from collections.abc import Callable
 from typing import Any
 
 import lohan
 import pytest
 import torch
-from lohan.store import _scalars
+from lohan.errors import StoreMismatchError
+from lohan.store import _scalars, _store
 from rules_helper import WIDTH, Workshop, assert_same_state, build, train_step, workshop
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler, OneCycleLR
@@ -216,3 +220,38 @@ def test_blocks_are_as_they_were_then(how: str, workshop: Workshop) -> None:
     for step in range(2):
         train_step(plain, step)
     assert_same_state(again.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda meta: meta["params"].reverse(),
+            r"the same 2 parameters in another order: number 0 is '0\.bias' in the store and"
+            r" '0\.weight' in this model: define the modules in the order",
+        ),
+        (
+            lambda meta: meta.update(lohan=2),
+            r"nvme0/lohan\.data.* has version 2, but .* by version 1: .*go back to a snapshot",
+        ),
+    ],
+)
+def test_a_store_with_the_same_parameters_is_refused_with_what_differs(
+    change: Callable[[Any], None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    square = [[4, 4], "torch.float32", True]
+    ours = {
+        "lohan": 1,
+        "params": [["0.weight", *square], ["0.bias", *square]],
+        "units": [["0", 2, 32, 128]],
+    }
+    theirs = copy.deepcopy(ours)
+    change(theirs)
+    said = {"is_empty": False, "files": [["/nvme0/lohan.data", 1, True]]}
+    monkeypatch.setattr(_store._meta, "of", lambda store: theirs)
+    monkeypatch.setattr(_store, "_take_strides", lambda layout, meta: None)
+    monkeypatch.setattr(_store, "describe", lambda layout: ours)
+    store: Any = types.SimpleNamespace(describe=lambda: said)
+    layout: Any = types.SimpleNamespace(method=None)
+    with pytest.raises(StoreMismatchError, match=message):
+        _store.check_same_model(store, layout)

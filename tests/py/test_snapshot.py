@@ -21,6 +21,7 @@ import crash_worker
 import lohan
 import pytest
 import torch
+from lohan import _core, errors
 from lohan.errors import (
     ChecksumError,
     SessionError,
@@ -486,3 +487,35 @@ def test_a_request_that_makes_no_sense_harms_nobody(store_dir: pathlib.Path) -> 
         assert not request.exists()
     answers = [path.name for path in (store_dir / "s").glob("lohan.answer-*")]
     assert answers == [f"lohan.answer-{'0' * 32}"]
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_a_creation_that_lacked_only_the_last_header_is_replaced_unless_a_file_has_commits(
+    is_filled: bool, store_dir: pathlib.Path
+) -> None:
+    """The header of file 0 is the last thing that a creation writes."""
+    folders = [str(store_dir / name) for name in ("first", "second")]
+    store = _core.store_create(
+        type=_core.Store,
+        raiser=errors.store_error,
+        directories=folders,
+        weights=[],
+        extents=[(1 << 20, 0)],
+        groups=[2],
+        meta=b"{}",
+        scalar_bytes_max=4096,
+        single_slot=False,
+        temporary=False,
+        allow_buffered=True,
+        allow_tmpfs=True,
+    )
+    if is_filled:
+        store.commit(0, b"")
+    store.close()
+    files = [pathlib.Path(folder) / "lohan.data" for folder in folders]
+    with files[0].open("r+b") as file:
+        for offset in (0, 320 << 10):
+            file.seek(offset)
+            file.write(bytes(4096))
+    assert _snapshot.remove_unfinished(folders) == (not is_filled)
+    assert [file.exists() for file in files] == [is_filled, is_filled]

@@ -91,7 +91,7 @@ def test_a_whole_newest_step_may_be_named_or_gone_back_from(store_dir: pathlib.P
     model = wrap(store_dir, resume=4)
     assert model.lohan.step == 4 and crash_worker.digest(model) == digests[4]
     model.lohan.close()
-    model = wrap(store_dir, resume=3)
+    model = wrap(store_dir, resume="step 3")
     assert model.lohan.step == 3 and crash_worker.digest(model) == digests[3]
     model.lohan.close()
     check_whole(store_dir, digests[3])

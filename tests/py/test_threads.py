@@ -174,6 +174,35 @@ def test_a_call_while_another_thread_is_in_a_backward_names_that_thread(
     assert_same_state(dict(model.state_dict()), trained(workshop, 3))
 
 
+def test_a_backward_of_another_model_on_the_thread_of_a_failed_one_refuses_nothing(
+    model: Gated, store_dir: pathlib.Path, workshop: Workshop
+) -> None:
+    def die(_: torch.Tensor) -> None:
+        raise ValueError("planned")
+
+    def fail_and_train_the_other() -> torch.Tensor:
+        hook = model.blocks[0].up._parameters["weight"].register_hook(die)
+        with pytest.raises(ValueError, match="planned"):
+            model(vectors(0)).square().mean().backward()
+        hook.remove()
+        return train(unrelated, 0)
+
+    unrelated: Gated = lohan.wrap(build(Gated), store=store_dir / "unrelated", lr=1e-2)
+    unrelated.gate.in_backward = True
+    other = Other(unrelated.gate, fail_and_train_the_other)
+    try:
+        model.optimizer.zero_grad()
+        for step in range(2):
+            train(model, step)
+        with pytest.raises(ThreadError, match=r"thread 'holder' runs a backward"):
+            evaluate(unrelated, 9)
+    finally:
+        other.end()
+    assert_same_state(dict(model.state_dict()), trained(workshop, 2))
+    assert_same_state(dict(unrelated.state_dict()), trained(workshop, 1))
+    unrelated.lohan.close()
+
+
 def test_a_backward_while_another_thread_is_in_a_forward_is_refused(
     model: Gated, workshop: Workshop
 ) -> None:

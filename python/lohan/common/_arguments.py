@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -94,6 +95,35 @@ def directories_of(store: Any) -> list[str]:
     return [str(Path(path_of("an item of store=", one)).expanduser().absolute()) for one in store]
 
 
+def resume_of(resume: Any) -> tuple[bool, int | None]:
+    """Parse the resume= argument of wrap().
+
+    Args:
+        resume: a bool or None; the number of a step, from 2 up; or "step N", for any step N.
+
+    Returns:
+        Whether to resume, and at which step (None: the last).
+
+    Raises:
+        ModelError: it is something else, or 0 or 1, which programs also use for False and True.
+    """
+    if resume is None or isinstance(resume, bool):
+        return bool(resume), None
+    said = re.fullmatch(r"step ([0-9]{1,19})", resume) if isinstance(resume, str) else None
+    step = int(said[1]) if said else resume
+    if not isinstance(step, int) or not 0 <= step < 1 << 63:
+        raise ModelError(
+            f"resume= {resume!r} must be True, False, or the number of the step to resume at;"
+            " store= names the store to resume"
+        )
+    if step < 2 and said is None:
+        raise ModelError(
+            f"resume={step} may mean {bool(step)} or step {step}: pass resume={bool(step)}, or"
+            f" resume='step {step}' to go back to step {step} permanently"
+        )
+    return True, step
+
+
 def check(
     model: Any,
     hyper: dict[str, Any],
@@ -110,7 +140,7 @@ def check(
         model: the model to be wrapped.
         hyper: lr, betas, eps and weight_decay, by name.
         store: one or several paths, or None.
-        resume: a bool, or the number of a step.
+        resume: see resume_of().
         max_grad_norm: a number, or None.
         blocks: modules, or None.
         weights: a path, or None.
@@ -126,11 +156,7 @@ def check(
         directories_of(store)
     if weights is not None:
         path_of("weights=", weights)
-    if resume is not None and not (isinstance(resume, int) and 0 <= resume < 1 << 63):
-        raise ModelError(
-            f"resume= {resume!r} must be True, False, or the number of the step to resume at;"
-            " store= names the store to resume"
-        )
+    resume_of(resume)
     check_hyper(hyper)
     if max_grad_norm is not None:
         is_norm = _is_number(max_grad_norm) and max_grad_norm > 0

@@ -9,9 +9,14 @@ runs again soon after. It cannot raise inside that hook either, and is then dela
 A program that ends as intended keeps edits of parameters that no step has used yet; one that fails
 discards them. It counts as failed if, since the edit, an exception reached the top of the program
 or of the thread that made the edit, or is being handled while the session is closed, or sys.exit()
-was called with a status other than 0, or SIGTERM arrived. A GeneratorExit is not a failure. In a
-notebook or at a prompt, an exception ends a cell, not the program, and does not count. An error
-raised by lohan itself always counts, because the session records it.
+with a status other than 0 ended the program or that thread, or SIGTERM arrived. A GeneratorExit is
+not a failure. In a notebook or at a prompt, an exception ends a cell, not the program, and does not
+count. An error raised by lohan itself always counts, because the session records it.
+
+[Note: Exits that are caught] A program may catch the SystemExit of sys.exit() and continue, so that
+calling sys.exit() proves nothing. Python calls no hook for a SystemExit that reaches the top of the
+main thread, but it reads the exception's `code` there, after the last Python frame has ended.
+sys.exit() therefore raises a subclass whose `code` records that it was read outside of all frames.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ _end: SystemExit | None = None  # the exception that SIGTERM raises
 _unraisable_before = sys.unraisablehook
 _sys_exit = sys.exit
 _thread_hook_before = threading.excepthook
-_failed_exits = 0  # calls of sys.exit() with a status other than 0
+_has_exited = False  # sys.exit() with a status other than 0 is ending the program
 _failed_threads: dict[int, int] = {}  # threads that ended with an exception, by identifier
 
 
@@ -59,17 +64,21 @@ class Moment(NamedTuple):
 
     handled: int
     uncaught: int
-    exits: int
     thread: int
     thread_failures: int
+
+
+def _is_intended(error: BaseException | None) -> bool:
+    """Return whether an exception is no failure: an exit without a status, or a generator's."""
+    if isinstance(error, SystemExit):
+        return error.code in (None, 0)
+    return error is None or isinstance(error, GeneratorExit)
 
 
 def _handled() -> int:
     """Return the id of the exception being handled; 0 if there is none, or it is no failure."""
     error = sys.exception()
-    if isinstance(error, SystemExit) and error.code in (None, 0):
-        return 0
-    return 0 if error is None or isinstance(error, GeneratorExit) else id(error)
+    return 0 if _is_intended(error) else id(error)
 
 
 def moment() -> Moment:
@@ -79,7 +88,6 @@ def moment() -> Moment:
     return Moment(
         _handled(),
         0 if is_prompt else id(getattr(sys, "last_value", None)),
-        _failed_exits,
         thread,
         _failed_threads.get(thread, 0),
     )
@@ -90,21 +98,48 @@ def has_failed_since(then: Moment) -> bool:
     now = moment()
     return (
         _end is not None
+        or _has_exited
         or now.handled not in (0, then.handled)
         or now.uncaught != then.uncaught
-        or now.exits != then.exits
         or _failed_threads.get(then.thread, 0) != then.thread_failures
     )
 
 
+class _FailedExit(SystemExit):
+    """The SystemExit of a sys.exit() with a status other than 0, in the main thread.
+
+    See [Note: Exits that are caught].
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return an attribute; notice if Python reads the status in order to end the program."""
+        global _has_exited
+        if name == "code" and sys._getframe().f_back is None:
+            _has_exited = True
+        return super().__getattribute__(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a SystemExit, for processes that have not imported lohan."""
+        return SystemExit, self.args
+
+
+_FailedExit.__name__ = _FailedExit.__qualname__ = "SystemExit"  # in messages
+
+
 def _note_exit(status: Any = None, /) -> NoReturn:
-    global _failed_exits
-    _failed_exits += status not in (None, 0)
-    _sys_exit(status)
+    # Other threads report their end to threading.excepthook, which ignores SystemExit itself only.
+    is_main = threading.current_thread() is threading.main_thread()
+    try:
+        _sys_exit(status)
+    except SystemExit as error:
+        if not is_main or type(error) is not SystemExit or error.code in (None, 0):
+            raise
+        args = error.args
+    raise _FailedExit(*args)  # not inside the handler, so that it has the context of the call
 
 
 def _note_thread(failure: threading.ExceptHookArgs, /) -> None:
-    if failure.exc_type is not SystemExit and failure.thread is not None:
+    if not _is_intended(failure.exc_value) and failure.thread is not None:
         thread = failure.thread.ident or 0
         _failed_threads[thread] = _failed_threads.get(thread, 0) + 1
     _thread_hook_before(failure)

@@ -86,6 +86,7 @@ class Guard:
         self.readers: dict[int, Callable[[], bool]] = {}  # by unit
         self.filled: tuple[int, dict[int, str]] = (0, {})  # id of a state dict, names in it
         self.leaves_out: frozenset[int] = frozenset()  # parameters that a state dict leaves hollow
+        self.closer: weakref.finalize[Any, nn.Module] | None = None  # closes the session
         self.only_names = False  # until zero_grad(), loops over parameters load no values
 
     def shadow(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:

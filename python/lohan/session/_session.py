@@ -267,7 +267,7 @@ class Session(ForwardRules, Commits):
         self._backward = "running"
         self.phases.begin("backward", self)
         if in_backward():
-            at_backward_end(self._on_backward_end)
+            at_backward_end(self._thread.backward_end(self._on_backward_end))
 
     def _on_backward_end(self) -> None:
         self._backward = "done"

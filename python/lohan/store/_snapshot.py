@@ -55,6 +55,8 @@ PathLike = str | os.PathLike[str]
 PIECE_BYTES = 8 << 20
 BUFFER_COUNT = 3  # one being read, one being written, one in between
 _SLICE_S = 0.2
+_WITNESS_OFFSETS = (64 << 10, 128 << 10)  # docs/store-format.md, Witness
+_SEQUENCE_CREATED = 2  # the sequence number of a store that was created and not yet filled
 
 
 OnChange = Callable[["Snapshot", BaseException | None], None]
@@ -365,6 +367,9 @@ def remove_unfinished(directories: Sequence[str]) -> bool:
 
 def _is_unfinished(directories: Sequence[str]) -> bool:
     found = {_begun(directory) for directory in directories}
+    if False in found and True in found:
+        # Creation writes the header of file 0 last: the other files may have theirs already.
+        return all(_begun(each) is not False or _is_never_committed(each) for each in directories)
     if False not in found:
         return True in found
     try:
@@ -384,6 +389,29 @@ def _begun(directory: str) -> bool | None:
     except StoreError as error:
         return {errno.ENOENT: None, errno.EINPROGRESS: True}.get(error.errno or 0, False)
     return False
+
+
+def _is_never_committed(directory: str) -> bool:
+    """Return whether a file is not a store's first, and no commit followed the store's creation.
+
+    Creation fills both places of its witness, and every commit overwrites one of them.
+    """
+    try:
+        _store.open_existing([directory], Config(allow_buffered=True), read_only=True).close()
+    except StoreError as error:
+        if error.errno != errno.EXDEV:
+            return False
+    else:
+        return False
+    with open(os.path.join(directory, "lohan.data"), "rb") as file:
+        for offset in _WITNESS_OFFSETS:
+            file.seek(offset)
+            block = file.read(_core.BLOCK_BYTES)
+            magic, sequence = block[:8], int.from_bytes(block[32:40], "little")
+            is_whole = _core.crc32c(block[:-4]) == int.from_bytes(block[-4:], "little")
+            if magic != b"LOHANWIT" or not is_whole or sequence > _SEQUENCE_CREATED:
+                return False
+    return True
 
 
 def begin(

@@ -329,13 +329,6 @@ def open_existing(
     )
 
 
-def resume_asked(resume: bool | int | None) -> tuple[bool, int | None]:
-    """Parse wrap's resume=: whether to resume, and at which step (None: the newest)."""
-    if resume is None or isinstance(resume, bool):
-        return bool(resume), None
-    return True, resume
-
-
 def say_fallback(store: _core.Store) -> None:
     """Print a note to stderr if the newest step is damaged and the previous one was opened."""
     said = store.describe()
@@ -397,7 +390,14 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
     check_same_method(theirs.get("method"), layout.method)
     if all(theirs.get(key) == ours[key] for key in SAME_KEYS):
         return
-    for a, b in zip(theirs["params"], ours["params"], strict=False):
+    is_reordered = sorted(theirs["params"]) == sorted(ours["params"])
+    for index, (a, b) in enumerate(zip(theirs["params"], ours["params"], strict=False)):
+        if a != b and is_reordered:
+            raise StoreMismatchError(
+                f"the store has the same {len(ours['params'])} parameters in another order: number"
+                f" {index} is {a[0]!r} in the store and {b[0]!r} in this model: define the modules"
+                " in the order that they had when the store was created"
+            )
         if a != b:
             raise StoreMismatchError(
                 "the store is of another model: it has parameter"
@@ -409,7 +409,12 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
         raise StoreMismatchError(
             f"the store is of another model: {count[0]} parameters, this model has {count[1]}"
         )
-    raise StoreMismatchError("the store has the same parameters in another order")
+    raise StoreMismatchError(
+        f"{store.describe()['files'][0][0]}: the store's description (meta) has version"
+        f" {theirs['lohan']}, but its parameters are described by version {ours['lohan']}: it is"
+        " damaged, or from another version of lohan: go back to a snapshot, or use the version that"
+        " created it"
+    )
 
 
 def strides_of(meta: dict[str, Any], index: int) -> tuple[int, ...] | None:

@@ -7,13 +7,18 @@ change values that the forward has not read yet. Both raise an error and leave t
 undisturbed. A forward whose call is no longer on its thread's stack has failed and is ignored.
 
 Alternating runs (mezo/_lockstep.py) share one forward. Autograd's own threads count as the thread
-that called backward, whose stack has autograd's call.
+that called backward, whose stack has autograd's call. A stack does not show which model's backward
+it runs, and the backward of another model concerns no one here. Autograd keeps a callback for the
+end of each backward until that backward ends, with or without an error; the callback's lifetime
+therefore shows whether the backward of this model still runs.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import weakref
+from collections.abc import Callable
 from types import FrameType
 
 from lohan.errors import ThreadError
@@ -60,6 +65,17 @@ def thread_error(ident: int, does: str, what: str) -> ThreadError:
     )
 
 
+class BackwardEnd:
+    """A callback for the end of one backward, which autograd drops when that backward is over."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+
+    def __call__(self) -> None:
+        """Call the callback."""
+        self._callback()
+
+
 class ForwardThread:
     """The threads that run a model's forward and backward.
 
@@ -73,6 +89,7 @@ class ForwardThread:
         self.ident = 0
         self.frame: FrameType | None = None
         self.backward = 0
+        self._end: weakref.ref[BackwardEnd] | None = None  # dead: the backward is over
         self._lock = threading.Lock()
 
     def is_mine(self) -> bool:
@@ -118,9 +135,20 @@ class ForwardThread:
             self.refuse_others("backward()")
         me = threading.get_ident()
         self.backward = me if _runs_backward(me) else 0
+        self._end = None
+
+    def backward_end(self, callback: Callable[[], None]) -> BackwardEnd:
+        """Return what to register with autograd for the end of the backward that has just begun.
+
+        Args:
+            callback: called if the backward ends without an error.
+        """
+        end = BackwardEnd(callback)
+        self._end = weakref.ref(end)
+        return end
 
     def refuse_backward(self, what: str) -> None:
-        """Raise an error if another thread runs the backward that began last.
+        """Raise an error if another thread runs this model's backward that began last.
 
         Args:
             what: what was called, for the message.
@@ -128,6 +156,8 @@ class ForwardThread:
         Raises:
             ThreadError: names both threads.
         """
+        if self._end is None or self._end() is None:
+            return
         me = threading.get_ident()
         candidates = [self.backward] if self.backward else [*sys._current_frames()]
         for ident in candidates:
