@@ -20,7 +20,7 @@ from lohan.layout import _names
 from lohan.store import _stale, _store
 from lohan.store._block_writer import BlockWriter
 from lohan.torch_glue import _peft
-from lohan.torch_glue._compile import Traced, Uncompiled
+from lohan.torch_glue._compile import Traced, Uncompiled, skip_lohan
 from lohan.torch_glue._hollow import HollowClasses, show
 from lohan.torch_glue._tensor import ReadParameters, bits_checksum, is_same, without_classes
 
@@ -102,6 +102,7 @@ class Guard:
         model = self.model()
         assert model is not None
         self.hide()
+        skip_lohan()
         uncompiled = Uncompiled(model, self.shadow)
         if _peft.is_peft(model):
             self.shadow(model, "save_pretrained", self._save_adapters(model))

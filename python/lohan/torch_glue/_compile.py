@@ -8,6 +8,7 @@ module's call, with everything inside it, runs untraced.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,47 @@ _TEXT = (
     "a model wrapped by lohan runs uncompiled: its parameters are loaded and evicted, which"
     " torch.compile cannot trace. Compile functions that the model does not call, such as the loss"
 )
+
+
+_RULES = "torch._dynamo.trace_rules"
+_is_skipped = False  # skip_lohan() was called
+
+
+class _RulesFinder:
+    """A finder of sys.meta_path that adds a rule when Dynamo's rules are imported."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        """Return the spec of Dynamo's rules, whose loader then skips lohan; else None."""
+        if name != _RULES:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            module.add("lohan")
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def skip_lohan() -> None:
+    """Keep Dynamo from tracing functions of lohan, now or from its import on.
+
+    torch.compile imports Dynamo, which takes seconds, so that lohan does not import it.
+    """
+    global _is_skipped
+    if _is_skipped:
+        return
+    _is_skipped = True
+    rules: Any = sys.modules.get(_RULES)
+    if rules is not None:
+        rules.add("lohan")
+    else:
+        sys.meta_path.insert(0, _RulesFinder())
 
 
 class Traced:
@@ -76,8 +118,6 @@ class Uncompiled:
         unsupported: Any = importlib.import_module("torch._dynamo.exc").Unsupported
         model = self._model()
         if not self._is_said and model is not None:
-            rules: Any = importlib.import_module("torch._dynamo.trace_rules")
-            rules.add("lohan")  # do not trace step() and functions that autograd calls
             for module in model.modules():
                 self._shadow(module, "_call_impl", _disabled(module))
         self.say()
