@@ -304,7 +304,7 @@ class Recorder:
         return ProfiledFrame(self, self.records[-1], block, module, args, kwargs)
 
     def counting(self) -> AbstractContextManager[Any]:
-        """Return a context manager that counts FLOP inside it; without has_flops it does nothing."""
+        """Return a context manager that counts FLOP inside it, if has_flops was given."""
         return nullcontext() if self.counter is None else self.counter
 
     @property

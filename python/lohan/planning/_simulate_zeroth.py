@@ -242,7 +242,7 @@ class _Costs:
         return self.z_ns(self.model.block_params, 1)
 
     def crossed_ns(self) -> int:
-        """Return the time to convert a block to the link's format and back; 0 if it is stored in it."""
+        """Return the time to convert a block to the link's format and back; 0 if it is the same."""
         if self.crossing == self.stored:
             return 0
         return self.moved_ns(2 * (self.stored + self.crossing) * self.model.block_params)

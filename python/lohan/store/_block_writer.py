@@ -27,7 +27,7 @@ class _Block:
 
 
 class BlockWriter:
-    """A writer with the store's `write()`; only `flush()` makes sure that the store has the data."""
+    """A buffered writer with the store's `write()`; `flush()` writes what is still buffered."""
 
     def __init__(self, store: _core.Store) -> None:
         self._store = store
