@@ -161,7 +161,7 @@ struct lh_adam_segment {
  */
 struct lh_adam_chunk {
     void *param;
-    void *residual; /* as in struct lh_adam_run */
+    void *residual; /* the same as in struct lh_adam_run */
     float *moment1;
     float *moment2;
     uint64_t count; /* elements */

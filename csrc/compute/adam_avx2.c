@@ -181,7 +181,7 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
     const uint64_t count = run->count / STEP_ELEMENTS * STEP_ELEMENTS;
     const uint64_t residual_bytes = lh_adam_residual_bytes(mode.param);
     __m256i states[LH_ADAM_STREAM_COUNT] = {0};
-    uint64_t moment1_crc = 0, moment2_crc = 0, residual_crc = 0; /* of the bytes read */
+    uint64_t moment1_crc = 0, moment2_crc = 0, residual_crc = 0; /* CRCs of the bytes read */
 
 #define FOLD(stream, word)                                                                         \
     (states[LH_ADAM_STREAM_##stream] =                                                             \

@@ -18,7 +18,7 @@
 
 /* The sum over a tensor so far; initialize it with zeros. */
 struct lh_norm_sum {
-    double lanes[LH_NORM_LANE_COUNT]; /* of the current, incomplete block */
+    double lanes[LH_NORM_LANE_COUNT]; /* the sums over the current, incomplete block */
     double blocks;                    /* the sum over complete blocks */
     uint64_t count;                   /* elements */
 };

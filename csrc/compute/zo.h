@@ -42,7 +42,7 @@
 /* The z of one parameter in one step. */
 struct lh_zo_stream {
     uint64_t seed;
-    uint32_t sample; /* in a step with several samples; below LH_ZO_SAMPLE_COUNT_MAX */
+    uint32_t sample; /* the sample's index in the step, below LH_ZO_SAMPLE_COUNT_MAX */
     uint32_t param;
     uint32_t step;
 };
@@ -74,7 +74,7 @@ struct lh_zo_op {
     float scale;
     float lr;
     float decay;
-    enum lh_zo_format format; /* for ROUND; F32 leaves p unchanged */
+    enum lh_zo_format format; /* the target of ROUND; F32 leaves p unchanged */
 };
 
 /* Generate the block of words for a counter: for tests against published vectors. */
@@ -93,7 +93,7 @@ struct lh_zo_kept {
     void *state;
     enum lh_zo_format state_format;
     void *values;
-    enum lh_zo_format value_format; /* not F8 */
+    enum lh_zo_format value_format; /* any format but F8 */
 };
 
 /* Bytes per element. */

@@ -42,7 +42,7 @@
 #define VECTORS (LH_ZO_COUNTERS / LANES) /* per word of a block */
 #define RADIUS_STEPS 9
 #define TURN_STEPS 6
-#define SECOND_DELAY 2 /* of the second of two vectors of numbers */
+#define SECOND_DELAY 2 /* the delay of the second of two vectors of numbers */
 #define TURN_END (TURN_DELAY + TURN_STEPS * TURN_TIME + END_DELAY)
 /* When the last steps are due. */
 #define WORDS_TIME ((CHAINS - 1) * CHAIN_DELAY + 8 * ROUND_TIME + ROUND_9_DELAY)
@@ -52,7 +52,7 @@ _Static_assert(TURN_END > (RADIUS_STEPS - 1) * RADIUS_TIME, "a radius is ready a
 #define COLUMNS (CHAINS / 2)
 #define PARTS (VECTORS > COLUMNS ? VECTORS / COLUMNS : 1)
 #define PART (COLUMNS * LH_ZO_WORDS)         /* vectors per part */
-#define ROUNDED_TIME (9 * ROUND_TIME / PART) /* from one rounded vector to the next */
+#define ROUNDED_TIME (9 * ROUND_TIME / PART) /* the time from one rounded vector to the next */
 _Static_assert((PART - 1) * ROUNDED_TIME <= WORDS_TIME, "all vectors of a part are rounded");
 #define SPAN (PARTS * COLUMNS * LANES * LH_ZO_WORDS)
 /* Elements whose counters have the same high bits. */

@@ -34,7 +34,7 @@
 #define LH_ZO_C0 0x1.5549f6p-5f
 #define LH_ZO_C1 (-0x1.65dffp-10f)
 #define LH_ZO_LN_2 0x1.62e43p-1f
-#define LH_ZO_ROOT_HALF_BITS 0x3F3504F3   /* of sqrt(1/2) */
+#define LH_ZO_ROOT_HALF_BITS 0x3F3504F3   /* the bits of sqrt(1/2) as a float */
 #define LH_ZO_ANGLE_SCALE 0x1.921fb6p-32f /* a quarter turn has 32 bits */
 
 /*
@@ -59,8 +59,8 @@ struct lh_zo_batch {
 /* Properties of a format, as its numbers appear in fp32. */
 struct lh_zo_shape {
     uint32_t mantissa_bits;
-    uint32_t exponent_min; /* of its smallest normal number, biased as in fp32 */
-    uint32_t max;          /* bits of its largest finite number */
+    uint32_t exponent_min; /* the exponent of its smallest normal number, biased as in fp32 */
+    uint32_t max;          /* the bits of its largest finite number */
 };
 #define LH_ZO_SHAPE_BF16 {7, 1, 0x7F7F0000}
 #define LH_ZO_SHAPE_F16 {10, 113, 0x477FE000}

@@ -12,7 +12,7 @@ struct launch {
     struct lh_dev_kernel *kernel;
     void *stream;
     struct lh_error *err;
-    struct lh_zo_stream stream_of_z; /* of the previous op */
+    struct lh_zo_stream stream_of_z; /* the stream of the previous op's z */
 };
 
 /* Launch a batch. It has no z from the previous launch, so its first op regenerates it. */

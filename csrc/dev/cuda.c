@@ -37,7 +37,7 @@ struct lane {
     struct CUstream_st *copy_stream;
     struct CUstream_st *notify_stream;
     struct CUevent_st *copied; /* recorded after each copy that has no fence of its own */
-    uint64_t ended_ns;         /* of the last copy; used only by the callback thread */
+    uint64_t ended_ns;         /* the end of the last copy; used only by the callback thread */
 };
 
 struct lh_dev_kernel {

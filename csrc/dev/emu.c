@@ -52,7 +52,7 @@ struct emu {
     struct lh_dev_base base; /* first: the caller's pointer is this one */
     struct lh_clock real;    /* the clock of the kernel's timers */
     struct copier copiers[LH_DEV_DIRECTION_COUNT];
-    uint32_t thread_count; /* running */
+    uint32_t thread_count; /* the number of running threads */
     pthread_mutex_t mutex;
     pthread_cond_t has_news; /* a copy was submitted or has finished, or stopping is set */
     bool stopping;

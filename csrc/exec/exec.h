@@ -20,7 +20,7 @@
 #define LH_EXEC_THREAD_COUNT_MAX 256
 
 struct lh_exec_job {
-    void (*run)(struct lh_exec_job *job); /* on a worker; must not block, except on memory */
+    void (*run)(struct lh_exec_job *job); /* runs on a worker; must not block, except on memory */
     void *context;
     /* memory traffic of the job, for a simulator's service time; 0 if unknown */
     uint64_t work_bytes;

@@ -34,7 +34,7 @@ struct aio {
     io_context_t context;
     struct lh_io_queue todo;
     struct lh_io_queue failed;
-    struct lh_io_queue inside; /* in the kernel */
+    struct lh_io_queue inside; /* requests that the kernel has accepted */
     int refusal;               /* the error of io_getevents(), which has ended the context; or 0 */
     struct lh_io *helper;      /* syncs files; NULL: the kernel does */
 };

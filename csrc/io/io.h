@@ -49,10 +49,10 @@ enum lh_io_kind {
 
 struct lh_io_request {
     enum lh_io_kind kind;
-    uint32_t file_index;  /* into the files given at create */
+    uint32_t file_index;  /* index into the files given at create */
     void *buffer;         /* borrowed until the request is returned; ignored by SYNC */
     uint64_t bytes;       /* above 0; ignored by SYNC */
-    uint64_t offset;      /* in the file; ignored by SYNC */
+    uint64_t offset;      /* offset in the file; ignored by SYNC */
     uint64_t least_bytes; /* READ: succeed once this many bytes have arrived; 0: all */
     void *owner;          /* for the submitter; never read here */
     int64_t result;       /* 0 or -errno, valid once polled */
@@ -83,7 +83,7 @@ struct lh_io_opts {
     const struct lh_io_buffer *buffers; /* borrowed for the call */
     uint32_t buffer_count;
     uint32_t queue_depth_max;
-    uint32_t thread_count;        /* for the threads backend; 0: 4 */
+    uint32_t thread_count;        /* the number of threads of the threads backend; 0: 4 */
     struct lh_waker *waker;       /* woken after completions; borrowed until destroy; may be NULL */
     const struct lh_clock *clock; /* borrowed until destroy */
 };

@@ -36,7 +36,7 @@ struct threads {
     struct lh_io_base base; /* first: the caller's pointer is this one */
     struct lh_ring done;
     struct thread *threads;
-    uint32_t thread_count; /* running */
+    uint32_t thread_count; /* the number of running threads */
     pthread_mutex_t mutex;
     pthread_cond_t has_work;
     struct lh_io_queue todo;

@@ -52,8 +52,8 @@ struct uring {
     uint32_t region_count; /* registered */
     bool has_files;        /* registered */
     bool has_eventfd;
-    struct lh_io_queue prepared; /* in the ring, not yet accepted by the kernel; in order */
-    struct lh_io_queue failed;   /* ended, to be polled */
+    struct lh_io_queue prepared; /* requests in the ring, not yet accepted by the kernel */
+    struct lh_io_queue failed;   /* requests that have ended and wait to be polled */
     int refusal;                 /* the error of io_uring_enter(), which ended submission; or 0 */
 };
 

@@ -13,7 +13,11 @@
 
 #include "base/base.h"
 
-/* Make the heap keep freed memory. False: this C library does not support it. Thread: any. */
+/*
+ * Make the heap keep freed memory. Returns false if this C library does not support that.
+ *
+ * Thread: any.
+ */
 bool lh_heap_keep(void);
 
 #endif

@@ -81,7 +81,7 @@ void lh_pool_release(struct lh_pool *pool, void *slab)
     uint64_t index = offset / pool->slab_bytes;
     LH_ASSERT(lh_is_aligned(offset, pool->slab_bytes));
     LH_ASSERT(index < pool->slab_count);
-    LH_ASSERT(pool->held[index]); /* not released twice */
+    LH_ASSERT(pool->held[index]); /* a slab must not be released twice */
     LH_ASSERT(pool->free_count < pool->slab_count);
     pool->held[index] = 0;
     pool->free_indices[pool->free_count++] = (uint32_t)index;

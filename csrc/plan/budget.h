@@ -71,7 +71,7 @@ struct lh_budget {
     uint64_t chunk_elements;
     uint64_t slab_bytes;
     uint32_t slab_count;
-    uint32_t chunk_count;      /* of all units */
+    uint32_t chunk_count;      /* the number of chunks of all units */
     uint32_t kept_chunk_count; /* chunks that keep their slab and are never read again */
     uint64_t gradient_bytes;
     uint64_t gradient_ahead_bytes;   /* part of it, for updates that overlap backward */

@@ -11,8 +11,8 @@
 /* What happens to a layer's activations between its forward and its backward. */
 enum lh_plan_fate {
     LH_PLAN_FATE_KEEP = 0,  /* they stay on the GPU */
-    LH_PLAN_FATE_SWAP_HOST, /* in main memory */
-    LH_PLAN_FATE_SWAP_SSD,  /* on SSD, through main memory */
+    LH_PLAN_FATE_SWAP_HOST, /* they are moved to main memory */
+    LH_PLAN_FATE_SWAP_SSD,  /* they are moved to SSD, through main memory */
     LH_PLAN_FATE_RECOMPUTE,
 };
 #define LH_PLAN_FATE_COUNT 4

@@ -24,8 +24,8 @@
 
 struct lh_plan_layer {
     uint64_t param_count;
-    uint64_t forward_flop;     /* for the whole batch; recomputation costs the same */
-    uint64_t activation_bytes; /* for the whole batch */
+    uint64_t forward_flop;     /* the FLOP for the whole batch; recomputation costs the same */
+    uint64_t activation_bytes; /* the size for the whole batch */
     uint64_t working_bytes;    /* GPU memory used while computing, beyond its activations */
     bool is_inter_block;
 };
@@ -42,7 +42,7 @@ struct lh_plan_model {
     uint32_t layer_count;
     uint32_t block_count;
     uint32_t param_bytes;    /* per parameter, in the compute dtype: 2, or 4 (fp32) */
-    uint32_t residual_bytes; /* that complete it to an fp32 master: 2 (bf16), 4 (fp16), 0 (fp32) */
+    uint32_t residual_bytes; /* what completes it to an fp32 master: 2 (bf16), 4 (fp16), 0 (fp32) */
 };
 
 /* Sums over a model. */

@@ -327,7 +327,7 @@ void lh_residency_read_ahead(const struct lh_residency *state, struct lh_residen
 {
     uint64_t total = state->range.total_bytes - places_bytes(state, state->unit_count);
     uint64_t largest = shared_bytes_max(state);
-    uint64_t open_bytes = 0; /* of uses that are open at events[i] */
+    uint64_t open_bytes = 0; /* the size of the units whose uses are open at events[i] */
     for (uint64_t i = event_count; i-- > 0;) {
         struct lh_residency_event event = events[i];
         uint64_t bytes = shared_bytes(state, event.unit);

@@ -86,8 +86,8 @@ struct lh_residency {
     bool holds_all;       /* every unit has a fixed place */
     bool *is_stale;       /* stale copies: resident, and updated since they were loaded */
     uint64_t *offsets;    /* LH_RESIDENCY_ABSENT: not resident */
-    uint64_t *use_counts; /* begins so far */
-    uint32_t *open_uses;  /* begun and not ended */
+    uint64_t *use_counts; /* the number of uses begun so far */
+    uint32_t *open_uses;  /* the number of uses begun and not ended */
     uint64_t *next_uses;  /* scratch space for planning */
     uint64_t *first_uses; /* scratch space for planning */
 };
@@ -152,7 +152,7 @@ void lh_residency_read_ahead(const struct lh_residency *state, struct lh_residen
 
 /* Scratch of lh_residency_read_ahead_where_cheap(). */
 struct lh_residency_trial {
-    struct lh_residency *state;        /* with the same units */
+    struct lh_residency *state;        /* a scratch state with the same units */
     struct lh_residency_event *events; /* has room for as many events as are passed */
     struct lh_residency_op *ops;
     uint64_t op_max;

@@ -20,7 +20,7 @@
 #define MASTER_BYTES_WHOLE 4
 #define SLOT_COUNT 2
 #define COMMIT_SHARE 0.01
-/* Steps run from a standstill, and how many of the last ones are measured. */
+/* The number of steps simulated from a standstill; only the last ones are measured. */
 #define STEP_COUNT 5
 #define STEP_COUNT_MEASURED 2
 #define AHEAD_COUNT 2

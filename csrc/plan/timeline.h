@@ -50,18 +50,18 @@ enum lh_plan_resource {
 struct lh_plan_step {
     double iteration_s;
     double busy_s[LH_PLAN_RESOURCE_COUNT];
-    enum lh_plan_resource bound_by; /* the busiest */
+    enum lh_plan_resource bound_by; /* the busiest resource */
     uint64_t recompute_flop;
-    uint64_t kept_bytes;        /* of activations that stay on the GPU */
-    uint64_t swapped_bytes;     /* of activations that leave it */
-    uint64_t swapped_ssd_bytes; /* of those that go to SSD */
+    uint64_t kept_bytes;        /* activations that stay on the GPU */
+    uint64_t swapped_bytes;     /* activations that leave the GPU */
+    uint64_t swapped_ssd_bytes; /* the part of these that goes to SSD */
     uint64_t link_in_bytes;
     uint64_t link_out_bytes;
     uint64_t ssd_read_bytes;
-    uint64_t ssd_write_bytes; /* without those of a commit */
+    uint64_t ssd_write_bytes; /* the writes of a step, without those of a commit */
     uint64_t commit_bytes;    /* states in main memory, written by each commit */
-    uint64_t commit_every;    /* steps; 1: every step commits, as a commit has nothing to write */
-    uint64_t transit_bytes;   /* of the GPU: activations of one block that leave or come back */
+    uint64_t commit_every;    /* in steps; 1 if a commit has nothing to write */
+    uint64_t transit_bytes;   /* the GPU's room for activations of one block in transit */
     /* The minimum capacity of each tier: buffers, and what stays there. */
     uint64_t gpu_bytes;
     uint64_t host_bytes;

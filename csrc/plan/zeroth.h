@@ -49,18 +49,18 @@ enum lh_plan_zeroth_stream {
 
 struct lh_plan_zeroth_block {
     uint64_t upload_ns;
-    uint64_t compute_ns; /* without the update */
+    uint64_t compute_ns; /* the time of computation, without the update */
     uint64_t update_ns;
     uint64_t offload_ns;
-    uint64_t alloc_ns; /* to allocate and free a slot; used without has_reuse */
+    uint64_t alloc_ns; /* the time to allocate and free a slot; used without has_reuse */
 };
 
 struct lh_plan_zeroth {
     const struct lh_plan_zeroth_block *blocks; /* borrowed */
     uint32_t block_count;                      /* 0: everything stays on the device */
-    uint32_t slot_count;                       /* blocks that the device has room for */
-    uint64_t embedding_ns;                     /* layers on the device, before the blocks */
-    uint64_t head_ns;                          /* layers on the device, after the blocks */
+    uint32_t slot_count;   /* the number of blocks that the device has room for */
+    uint64_t embedding_ns; /* the time of the layers before the blocks, which stay on the device */
+    uint64_t head_ns;      /* the time of the layers after the blocks, which stay on the device */
     bool has_overlap;
     bool has_reuse;
     bool has_deferral;
@@ -71,7 +71,7 @@ struct lh_plan_zeroth {
 struct lh_plan_zeroth_step {
     uint64_t step_ns;
     uint64_t busy_ns[LH_PLAN_ZEROTH_STREAM_COUNT];
-    uint64_t alloc_ns; /* of standstill, while slots are allocated */
+    uint64_t alloc_ns; /* the time in which all streams stand still while slots are allocated */
     enum lh_plan_zeroth_stream bound_by;
 };
 

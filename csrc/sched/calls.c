@@ -211,7 +211,7 @@ void lh_engine_pin(struct lh_engine *engine, uint32_t index)
 void lh_engine_unpin(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
-    /* Before the pin goes: at 0 the engine may give the place away. */
+    /* Record the fence first: once no pin is left, the engine may reuse the unit's place. */
     lh_engine_fence_record(engine, unit->copy.released);
     uint32_t before = atomic_fetch_sub(&unit->shared.word, 1);
     LH_ASSERT((before & ~LH_UNIT_READY_BIT) > 0);

@@ -14,7 +14,7 @@ struct lh_slab;
 
 struct lh_defer_unit {
     bool is_deferred; /* its update waits for the close */
-    bool is_released; /* after the close: it may be queued now */
+    bool is_released; /* the step is closed, and the update may be queued now */
     uint32_t position;
 };
 

@@ -37,7 +37,7 @@ static void state_set(struct lh_unit *unit, enum lh_copy_state state)
     unit->copy.state = state;
 }
 
-/* The unit's update is about to be queued: invalidate the copy. False: the copy is pinned. */
+/* Invalidate the copy of a unit about to be updated. Returns false if the copy is pinned. */
 static bool update_may_queue(struct lh_engine *engine, struct lh_unit *unit)
 {
     (void)engine;

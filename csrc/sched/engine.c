@@ -4,8 +4,8 @@
 #include "sched/engine_private.h"
 
 /*
- * A waiter for which nothing has moved for this long is stuck for good: no room can be made for
- * what it needs.
+ * A waiter for which nothing has moved for this long is stuck: nothing can make room for what it
+ * needs.
  */
 #define STUCK_AFTER_MS 300
 #define PLAN_AROUND_AFTER_MS 50 /* replanning is tried first */
@@ -142,7 +142,9 @@ static bool is_stuck(const struct lh_engine *engine)
     return false;
 }
 
-/* Refuse the units that threads wait for, and discard the plan. False: no thread waits. */
+/*
+ * Refuse the units that threads wait for, and discard the plan. Returns false if no thread waits.
+ */
 static bool waiters_refuse(struct lh_engine *engine, const struct lh_error *err)
 {
     uint32_t refused_count = 0;

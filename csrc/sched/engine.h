@@ -123,7 +123,7 @@ struct lh_engine_opts {
     uint32_t copy_count; /* the most copies in flight on dev */
     struct lh_saved_opts saved;
     struct lh_in_place_opts in_place;
-    bool gradients_in_memory; /* with dev: gradients are given in main memory anyway */
+    bool gradients_in_memory; /* only with dev: gradients are given in main memory anyway */
     uint32_t io_depth;        /* the most requests in flight */
     uint64_t transfer_bytes;  /* the most bytes per request; multiple of LH_CHECKSUM_BYTES */
     uint64_t commit_every;    /* steps; LH_ENGINE_COMMIT_NEVER: only when asked to */
@@ -155,7 +155,7 @@ void lh_engine_stop(struct lh_engine *engine);
 /* Stop the engine and free it. NULL is allowed. */
 void lh_engine_destroy(struct lh_engine *engine);
 
-/* Run one round of the state machines. True: something happened. Manual engines only. */
+/* Run one round of the state machines of a manual engine. Returns whether something happened. */
 bool lh_engine_poll(struct lh_engine *engine);
 
 /* A forward of the whole model begins: plan the step (train) or the evaluation. Does not wait. */
@@ -233,7 +233,10 @@ uint32_t lh_engine_handle_count(const struct lh_engine *engine, uint32_t unit);
 void lh_engine_hyper_set(struct lh_engine *engine, uint32_t group,
                          const struct lh_adam_hyper *hyper);
 
-/* Wait until every closed step is over (written, committed if due). 1, 0 (timeout), -errno. */
+/*
+ * Wait until every closed step is over (written, committed if due). Returns 1, 0 after timeout_ms,
+ * or -errno.
+ */
 int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
 
 /*
@@ -314,7 +317,7 @@ void lh_engine_resume(struct lh_engine *engine);
 /* Return the code of the first error, and copy it to *err; 0: no error. Thread: any. */
 int lh_engine_error(struct lh_engine *engine, struct lh_error *err);
 
-uint64_t lh_engine_step(const struct lh_engine *engine); /* closed steps, resumed ones included */
+uint64_t lh_engine_step(const struct lh_engine *engine); /* closed steps, since creation */
 uint64_t lh_engine_param_step(const struct lh_engine *engine, uint32_t param);
 /* Find the caller's part in the scalars of the store's last commit; it points into scalars. */
 const void *lh_scalars_find(const void *scalars, uint64_t scalar_bytes, uint64_t *bytes_out);
@@ -335,8 +338,8 @@ enum lh_engine_link {
     LH_ENGINE_LINK_COMMIT_WRITE,
     LH_ENGINE_LINK_GRADIENT_WRITE, /* gradients that wait for the close (spill.c) */
     LH_ENGINE_LINK_GRADIENT_READ,  /* the same, read back */
-    LH_ENGINE_LINK_COPY_IN,        /* to the accelerator: parameters */
-    LH_ENGINE_LINK_COPY_OUT,       /* from it: gradients */
+    LH_ENGINE_LINK_COPY_IN,        /* parameters, to the accelerator */
+    LH_ENGINE_LINK_COPY_OUT,       /* gradients, from the accelerator */
     LH_ENGINE_LINK_SAVED_WRITE,    /* saved tensors (saved.h) */
     LH_ENGINE_LINK_SAVED_READ,
     LH_ENGINE_LINK_SAVED_IN,  /* saved tensors, to the accelerator */
@@ -358,24 +361,28 @@ static inline bool lh_engine_link_is_ssd(enum lh_engine_link link)
 struct lh_engine_step_stats {
     uint64_t step; /* 1, 2, ... */
     uint64_t begin_ns;
-    uint64_t close_ns; /* lh_engine_close() was called */
-    uint64_t end_ns;   /* writes and commit done */
+    uint64_t close_ns; /* the time of the call of lh_engine_close() */
+    uint64_t end_ns;   /* the end of the writes and of the commit */
     uint64_t bytes[LH_ENGINE_LINK_COUNT];
     uint64_t planned_bytes[LH_ENGINE_LINK_COUNT];
     uint64_t replans;
-    uint64_t param_wait_ns;    /* training thread in lh_engine_acquire_wait */
-    uint64_t gradient_wait_ns; /* in lh_engine_gradient_wait */
-    uint64_t close_wait_ns;    /* in lh_engine_close */
-    uint64_t ssd_busy_ns;      /* at least one request in flight */
-    uint64_t update_busy_ns;   /* sum over workers */
+    uint64_t param_wait_ns;    /* the training thread's time in lh_engine_acquire_wait */
+    uint64_t gradient_wait_ns; /* its time in lh_engine_gradient_wait */
+    uint64_t close_wait_ns;    /* its time in lh_engine_close */
+    uint64_t ssd_busy_ns;      /* the time with at least one request in flight */
+    uint64_t update_busy_ns;   /* the sum of the workers' times */
     uint64_t copy_busy_ns[LH_DEV_DIRECTION_COUNT];
     uint64_t commit_ns;
-    uint64_t gradient_bytes_max; /* held at a time by updates in progress and by complete units */
+    uint64_t gradient_bytes_max; /* the most held at a time, by updates and complete units */
     uint64_t updated_params;
-    uint64_t deferred_units; /* updated after the close, as scheduled */
+    uint64_t deferred_units; /* the number of units updated after the close, as scheduled */
 };
 
-/* Return the last finished step's statistics. False: no step has finished yet. Thread: any. */
+/*
+ * Get the statistics of the last finished step. Returns false if no step has finished yet.
+ *
+ * Thread: any.
+ */
 bool lh_engine_stats(struct lh_engine *engine, struct lh_engine_step_stats *stats_out);
 
 enum lh_engine_trace_kind {

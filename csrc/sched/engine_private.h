@@ -128,7 +128,7 @@ struct lh_engine {
     struct lh_region host_region;
     struct lh_region device_region;
     struct lh_region *uses;                              /* the region in which computation reads */
-    struct lh_event_list recorded[LH_ENGINE_MODE_COUNT]; /* of the last whole cycle */
+    struct lh_event_list recorded[LH_ENGINE_MODE_COUNT]; /* the events of the last complete cycle */
     struct lh_event_list recording;
     uint64_t event_max;
     enum lh_engine_mode mode;
@@ -138,7 +138,7 @@ struct lh_engine {
     struct lh_copies copies;
     struct lh_device device;
     struct lh_landing landing;
-    _Atomic(void *) stream; /* that the last hook set */
+    _Atomic(void *) stream; /* the stream that the last hook set */
 
     struct lh_features features;
     /* Replaces the pipeline's own loop over queued updates. NULL: not replaced. */
@@ -155,7 +155,7 @@ struct lh_engine {
 
     /* Step (step.c). */
     enum lh_step_state step_state;
-    uint64_t step; /* closed steps */
+    uint64_t step; /* the number of closed steps */
     uint64_t committed_step;
     bool commit_is_late; /* a commit was due while commits were held */
     bool has_edits; /* bytes written while paused are uncommitted: a rollback would lose them */
@@ -173,7 +173,7 @@ struct lh_engine {
     struct lh_adam_hyper *hypers[2];
     double gradient_scales[2];
     struct lh_engine_step_stats stats[2];
-    struct lh_engine_step_stats stats_other; /* evaluations */
+    struct lh_engine_step_stats stats_other; /* the counters of evaluations */
 
     struct lh_engine_trace_event *trace;
     uint64_t trace_written;
@@ -181,9 +181,9 @@ struct lh_engine {
     struct lh_ring inbox;
     _Atomic uint32_t waiting;               /* threads in a wait, which need waking */
     _Atomic uint32_t tentative;             /* threads in a tentative wait */
-    _Atomic uint64_t update_gradient_bytes; /* held by updates in progress */
+    _Atomic uint64_t update_gradient_bytes; /* the bytes of gradients held by updates in progress */
     _Atomic uint64_t gradients_released;    /* how often a gradient's is_held became false */
-    uint32_t fork_count;                    /* of the process that created the engine */
+    uint32_t fork_count;                    /* the fork count when the engine was created */
     _Atomic uint64_t post_count;            /* messages posted by any thread */
     struct lh_request requests[LH_REQUEST_COUNT];
     bool flush_requests_commit; /* the training thread's: what its last flush requested */

@@ -39,12 +39,12 @@ struct lh_update_pump;
 struct lh_feature {
     const char *name;
 
-    /* Handle a message that the engine itself does not know. True: it was for this feature. */
+    /* Handle a message unknown to the engine itself. Returns whether it was for this feature. */
     bool (*message)(struct lh_engine *engine, const struct lh_ring_message *message);
     /* A use of a unit is about to begin. */
     void (*use_begun)(struct lh_engine *engine, uint32_t unit);
 
-    /* False: the gradient must not arrive now, and the engine has failed. */
+    /* Returns false if the gradient must not arrive now; the engine has then failed. */
     bool (*gradient_accepts)(struct lh_engine *engine, struct lh_unit *unit);
     void (*gradient_taken)(struct lh_engine *engine, uint32_t param);
     /* A unit has gradients, and its update is not queued. */
@@ -54,12 +54,12 @@ struct lh_feature {
 
     /* A chunk's states are being read into its slab. */
     void (*chunk_read)(struct lh_engine *engine, struct lh_chunk *chunk);
-    /* False: the chunk needs more than its slab holds, and the rest is now being read. */
+    /* Returns false if the chunk needs more than its slab holds; the rest is now being read. */
     bool (*chunk_is_whole)(struct lh_engine *engine, struct lh_chunk *chunk);
     bool (*chunk_may_compute)(const struct lh_engine *engine, const struct lh_chunk *chunk);
     /* The chunk's gradients are no longer needed. */
     void (*chunk_consumed)(struct lh_engine *engine, struct lh_chunk *chunk);
-    /* False: the feature itself writes what was computed. */
+    /* Returns false if the feature itself writes what was computed. */
     bool (*chunk_may_write)(struct lh_engine *engine, struct lh_chunk *chunk);
 
     /* Count the bytes of a unit's update in a step's plan; correct them at the step's close. */

@@ -17,9 +17,9 @@ struct lh_unit;
 struct lh_gradient {
     const void *pointer; /* NULL: the parameter has no gradient in this step */
     enum lh_dtype dtype;
-    struct lh_dev_fence *is_computed; /* with an accelerator, like the next two */
-    uint64_t issued;                  /* elements whose copies began */
-    uint32_t copies;                  /* in flight */
+    struct lh_dev_fence *is_computed; /* used only with an accelerator, like the next two */
+    uint64_t issued;                  /* the number of elements whose copies have begun */
+    uint32_t copies;                  /* the number of copies in flight */
     _Atomic bool is_held; /* posted and not consumed: the caller keeps the tensor alive */
 };
 

@@ -26,7 +26,7 @@
 #define LH_IN_PLACE_ALIGN 64
 
 struct lh_in_place_file {
-    const char *path; /* for messages */
+    const char *path; /* the file's path, for messages */
     uint64_t bytes;
 };
 
@@ -34,7 +34,7 @@ struct lh_in_place_file {
 struct lh_in_place_run {
     uint32_t file;
     uint64_t file_offset;
-    uint64_t offset; /* in the unit */
+    uint64_t offset; /* offset in the unit */
     uint64_t bytes;
     uint32_t checksum_first; /* index of its first checksum among the unit's */
 };
@@ -50,7 +50,7 @@ struct lh_in_place_unit {
     uint32_t unit; /* its param_extent is LH_ENGINE_EXTENT_NONE */
     const struct lh_in_place_run *runs;
     uint32_t run_count;
-    const struct lh_in_place_move *moves; /* in order */
+    const struct lh_in_place_move *moves; /* the unit's moves, in order */
     uint32_t move_count;
     const uint32_t *checksums;
     uint32_t checksum_count;

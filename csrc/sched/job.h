@@ -18,9 +18,9 @@ struct lh_job {
 
 /* Give a job, whose `run` and `done` are set, to the team. */
 void lh_job_submit(struct lh_engine *engine, struct lh_job *job);
-/* Take back finished jobs. True: there were some. */
+/* Take back finished jobs. Returns whether there were any. */
 bool lh_job_poll(struct lh_engine *engine);
-/* The same for an engine that has failed: done() is not called. */
+/* Do the same for an engine that has failed, without calling done(). */
 bool lh_job_drain(struct lh_engine *engine);
 
 #endif

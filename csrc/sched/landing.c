@@ -107,7 +107,10 @@ static bool block_take(struct lh_engine *engine, struct lh_chunk *chunk)
     return true;
 }
 
-/* Copy the next piece of param's gradient, up to the end of a chunk. False: not now. */
+/*
+ * Copy the next piece of param's gradient, up to the end of a chunk. Returns false if that is not
+ * possible now.
+ */
 static bool piece_copy(struct lh_engine *engine, uint32_t param)
 {
     const struct lh_engine_param *desc = &engine->params[param];

@@ -14,9 +14,9 @@ struct lh_chunk;
 struct lh_slab;
 
 struct lh_landing_unit {
-    uint32_t count;        /* gradients of this step that have not landed */
-    uint32_t posted_count; /* of these, those with copies that have not begun */
-    uint64_t held_bytes;   /* counted as held until they are all here */
+    uint32_t count;        /* the number of this step's gradients that have not landed */
+    uint32_t posted_count; /* the number of these whose copies have not begun */
+    uint64_t held_bytes;   /* the bytes counted as held until all gradients are here */
     uint64_t moved_bytes;  /* gradients of this step, landed or not */
     uint64_t planned_bytes;
 };
@@ -31,7 +31,7 @@ struct lh_landing {
     uint64_t block_bytes;
     uint32_t reserve; /* [Note: Blocks that come back] in landing.c */
     uint32_t unit;    /* the unit that may take from the reserve */
-    uint32_t *params; /* in the order in which they were posted; a ring of param_count */
+    uint32_t *params; /* a ring of param_count parameters, in the order in which they were posted */
     uint64_t first;
     uint64_t end;
 };

@@ -152,7 +152,7 @@ static bool message(struct lh_engine *engine, const struct lh_ring_message *mess
         return false;
     LH_ASSERT(!engine->norm.is_asked); /* one at a time: lh_engine_norm() */
     engine->norm.is_asked = true;
-    engine->norm.is_taken = true; /* from now on units are summed during backward */
+    engine->norm.is_taken = true; /* from now on, units are summed during backward */
     lh_spill_consider_all(engine);
     return true;
 }

@@ -24,7 +24,7 @@ struct lh_norm_unit {
 };
 
 struct lh_norm {
-    double square_sum; /* of the step whose norm was requested last */
+    double square_sum; /* the result for the step whose norm was requested last */
     double *sums;      /* each parameter's sum, once its unit is DONE; then as many for scratch */
     bool is_asked;
     bool is_taken; /* every unit is summed as soon as its gradients arrive */

@@ -354,7 +354,7 @@ static void use_count(struct lh_engine *engine, uint32_t index, enum lh_residenc
     }
     unit->copy.use_count++;
     if (kind == LH_RESIDENCY_EVENT_UPDATE)
-        unit->use_count++; /* of main memory, too; copies count when they begin */
+        unit->use_count++; /* an update also uses main memory; copies are counted when they begin */
 }
 
 void lh_region_event(struct lh_engine *engine, uint32_t index, enum lh_residency_event_kind kind)
@@ -462,7 +462,10 @@ void lh_region_plan_around(struct lh_engine *engine)
     replan(engine, NULL, engine->uses->position);
 }
 
-/* Plan a use or copy that has begun and could not be planned before. True: it can be served now. */
+/*
+ * Plan a use or copy that has begun and could not be planned before. Returns whether it can be
+ * served now.
+ */
 bool lh_region_catch_up(struct lh_engine *engine)
 {
     struct lh_region *region = engine->uses;

@@ -23,7 +23,7 @@ struct lh_region {
     uint64_t *op_steps; /* the step that counts an op's bytes */
     uint64_t op_max;
     uint64_t op_first;
-    uint64_t op_count; /* end of the list; ops [op_first, op_count) wait */
+    uint64_t op_count; /* the end of the list; ops [op_first, op_count) wait */
     struct lh_event_list predicted;
     struct lh_residency_event *moved; /* scratch */
     bool is_guess;                    /* predicted before anything was recorded */
@@ -48,7 +48,7 @@ void lh_region_forget(struct lh_engine *engine);
 void lh_region_step_end(struct lh_engine *engine);
 /* Replan around the units that are in use. */
 void lh_region_plan_around(struct lh_engine *engine);
-/* Plan what could not be planned before, if that is possible now. True: it was. */
+/* Plan what could not be planned before. Returns whether that was possible. */
 bool lh_region_catch_up(struct lh_engine *engine);
 
 #endif

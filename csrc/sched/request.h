@@ -47,7 +47,7 @@ void lh_request_send(struct lh_engine *engine, enum lh_request_kind kind);
 void lh_request_join(struct lh_engine *engine, enum lh_request_kind kind);
 /* Whether an earlier call timed out, and its request still covers all that was posted. */
 bool lh_request_is_current(const struct lh_engine *engine, enum lh_request_kind kind);
-/* 1: the reply has come, 0: not within timeout_ms, -errno: the engine failed before. */
+/* Returns 1 once the reply has come, 0 after timeout_ms, or -errno if the engine failed first. */
 int lh_request_wait(struct lh_engine *engine, enum lh_request_kind kind, int timeout_ms);
 
 /* The engine's thread: reply to the pending request, and wake the threads that wait. */

@@ -47,7 +47,7 @@ struct lh_saved *lh_saved_pop(struct lh_engine *engine, struct lh_saved_queue *q
     return saved;
 }
 
-/* Remove item from the queue. False: it is not in it. */
+/* Remove item from the queue. Returns false if the queue does not contain it. */
 static bool queue_remove(struct lh_engine *engine, struct lh_saved_queue *queue, uint32_t item)
 {
     uint32_t before = LH_SAVED_NONE;
@@ -157,7 +157,7 @@ static void arrive(struct lh_saved *saved)
         here(saved);
 }
 
-/* Unless a copy to the target is in flight, release the resources that it no longer needs. */
+/* Release what a held tensor no longer needs, unless a copy to its target is in flight. */
 static void settle(struct lh_saved *saved)
 {
     bool is_moving = saved->engine->dev && saved->is_arriving && !saved->is_returned;
@@ -166,7 +166,7 @@ static void settle(struct lh_saved *saved)
     if (saved->is_dropped) {
         gone(saved);
     } else if (saved->is_returned) {
-        memory_give(saved); /* the next message is its drop */
+        memory_give(saved); /* nothing needs the bytes any more: only the drop is still to come */
     } else if (saved->is_written && !saved->is_wanted) {
         memory_give(saved);
         state_set(saved, LH_SAVED_STATE_AWAY);
@@ -225,7 +225,7 @@ static void held(struct lh_saved *saved)
         transfer_start(saved, LH_IO_KIND_WRITE);
 }
 
-/* On a worker: copy a tensor of main memory; make checksums of one that goes to SSD. */
+/* Runs on a worker: copy a tensor in main memory, and compute the checksums of one for SSD. */
 static void saved_run(struct lh_exec_job *job)
 {
     struct lh_saved *saved = job->context;
@@ -311,7 +311,7 @@ static void copy_start(struct lh_engine *engine, struct lh_saved *saved,
         here(saved);
 }
 
-/* Start the oldest put if there is room. False: it has to wait, or there is none. */
+/* Start the oldest put. Returns false if it has to wait for room, or if no put is queued. */
 static bool put_start(struct lh_engine *engine)
 {
     struct lh_saved_area *area = &engine->saved;
@@ -359,7 +359,7 @@ static bool room_take_back(struct lh_engine *engine)
     return true;
 }
 
-/* Start the oldest fetch if there is room. False: it has to wait, or there is none. */
+/* Start the oldest fetch. Returns false if it has to wait for room, or if no fetch is queued. */
 static bool want_start(struct lh_engine *engine)
 {
     struct lh_saved_area *area = &engine->saved;
@@ -447,7 +447,7 @@ static bool is_anybody_stuck(const struct lh_engine *engine)
 {
     const struct lh_saved_area *area = &engine->saved;
     uint32_t wanted = area->wants.first;
-    /* A tensor that is only prefetched may wait for as long as nobody waits for it. */
+    /* A tensor that is only prefetched may wait until a thread waits for it. */
     return area->puts.first != LH_SAVED_NONE ||
            (wanted != LH_SAVED_NONE && area->items[wanted].is_awaited);
 }

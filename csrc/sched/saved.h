@@ -56,7 +56,10 @@ struct lh_saved_opts {
 int lh_saved_put(struct lh_engine *engine, const void *pointer, uint64_t bytes,
                  enum lh_saved_tier tier, uint32_t *item_out) LH_MUST_CHECK;
 bool lh_saved_is_taken(const struct lh_engine *engine, uint32_t item);
-/* Wait until at most bytes_max are put and not yet taken. 1, 0 (timeout), -errno. */
+/*
+ * Wait until at most bytes_max are put and not yet taken. Returns 1, 0 after timeout_ms, or
+ * -errno.
+ */
 int lh_saved_room_wait(struct lh_engine *engine, uint64_t bytes_max, int timeout_ms) LH_MUST_CHECK;
 
 /*

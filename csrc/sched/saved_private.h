@@ -43,8 +43,8 @@ struct lh_saved {
     enum lh_saved_tier tier;
     uint64_t bytes;
     uint64_t step;       /* the step whose forward put it */
-    uint64_t offset;     /* in memory; LH_RANGE_NONE */
-    uint64_t ssd_offset; /* LH_RANGE_NONE */
+    uint64_t offset;     /* its place in memory; LH_RANGE_NONE: it has none */
+    uint64_t ssd_offset; /* its place on SSD; LH_RANGE_NONE: it has none */
     const void *pointer;
     void *target;
     bool stays; /* its memory is in the part for tensors that stay */
@@ -52,7 +52,7 @@ struct lh_saved {
     bool is_wanted;
     bool is_awaited;  /* a thread waits for it */
     bool is_arriving; /* its transfer to the target has begun */
-    bool is_returned; /* and has ended */
+    bool is_returned; /* its transfer to the target has ended */
     bool is_dropped;
     uint64_t want_order;
     uint32_t next;  /* the next item of the queue that it is in */
@@ -77,13 +77,13 @@ struct lh_saved_area {
     struct lh_range transit; /* memory for tensors in transit, in front */
     struct lh_range staying; /* memory for tensors that stay, after it */
     struct lh_range ssd;
-    struct lh_saved_queue puts;     /* QUEUED */
-    struct lh_saved_queue ready;    /* have room in memory, wait for a job */
-    struct lh_saved_queue wants;    /* AWAY, wait for room in memory */
-    struct lh_saved_queue arrivals; /* in memory, wait for a copy to the target */
+    struct lh_saved_queue puts;     /* QUEUED items */
+    struct lh_saved_queue ready;    /* items that have room in memory and wait for a job */
+    struct lh_saved_queue wants;    /* AWAY items that wait for room in memory */
+    struct lh_saved_queue arrivals; /* items in memory that wait for a copy to the target */
     uint32_t job_count;
     uint64_t want_count;
-    _Atomic uint64_t put_bytes; /* put and not taken yet */
+    _Atomic uint64_t put_bytes; /* the size of the items put and not taken yet */
     pthread_mutex_t mutex;      /* protects `free`: any thread takes, the engine gives back */
     struct lh_saved_queue free;
     bool has_mutex;

@@ -287,7 +287,7 @@ static void step_forgotten(struct lh_engine *engine)
         engine->chunks[i].spill.gradient_step = 0;
     for (uint32_t i = 0; i < engine->budget.slab_count; i++) {
         engine->slabs[i].gradients = NULL;
-        if (engine->slabs[i].is_lent) /* of a step that was aborted */
+        if (engine->slabs[i].is_lent) /* lent for a step that was aborted */
             lh_slab_return(engine, &engine->slabs[i]);
     }
     engine->spill.first = 0;

@@ -20,7 +20,7 @@ struct lh_slab;
 struct lh_spill_unit {
     bool is_chosen; /* where its update is deferred, its gradients wait on SSD */
     enum lh_spill_state state;
-    uint32_t next_chunk; /* to be gathered */
+    uint32_t next_chunk; /* the next chunk to be gathered */
     uint32_t written_count;
     uint64_t planned_step; /* the last step whose plan counts its gradients' write and read */
 };

@@ -112,7 +112,7 @@ static void gradient_taken(struct lh_engine *engine, uint32_t param)
 static void step_over(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
 {
     struct lh_split *split = &engine->split;
-    bool is_whole = split->gradient_ns >= stats->begin_ns; /* with a forward of its own */
+    bool is_whole = split->gradient_ns >= stats->begin_ns; /* the step had its own forward */
     if (split->is_settled || !is_whole || split->step_count++ < UNSETTLED_STEP_COUNT)
         return;
     split->step_ns = lh_min_u64(split->step_ns, stats->close_ns - stats->begin_ns);

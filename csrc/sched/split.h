@@ -26,15 +26,15 @@
 #include "sched/feature.h"
 
 struct lh_split {
-    uint32_t deferred_count; /* units */
-    uint32_t trial_count;    /* splits that brought no gain */
+    uint32_t deferred_count; /* the number of deferred units */
+    uint32_t trial_count;    /* the number of splits that brought no gain */
     bool is_settled;
-    uint32_t step_count; /* since it was changed */
-    uint64_t step_ns;    /* of the fastest of them */
-    uint64_t eager_ns;   /* with no unit deferred */
+    uint32_t step_count; /* the number of steps since the split was changed */
+    uint64_t step_ns;    /* the time of the fastest of these steps */
+    uint64_t eager_ns;   /* the time of a step with no unit deferred */
     /* At the open step's first gradient: */
     uint64_t gradient_ns;
-    uint64_t forward_bytes; /* parameters read so far */
+    uint64_t forward_bytes; /* the bytes of parameters read so far */
 };
 
 extern const struct lh_feature lh_split_feature;

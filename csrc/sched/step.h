@@ -23,7 +23,7 @@ struct lh_engine;
 void lh_step_begin(struct lh_engine *engine, enum lh_engine_mode mode);
 void lh_step_close(struct lh_engine *engine);
 void lh_step_abort(struct lh_engine *engine);
-/* Commit, end or abort the step, or flush, as far as possible now. True: something moved. */
+/* Commit, end or abort the step, or flush, as far as possible now. Returns whether it did. */
 bool lh_step_pump(struct lh_engine *engine);
 /* Whether a hold of commits was granted, and not released since ([Note: Held commits]). */
 bool lh_step_holds_commits(const struct lh_engine *engine);

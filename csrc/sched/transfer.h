@@ -82,11 +82,11 @@ struct lh_io_owner {
 struct lh_transfer_request {
     struct lh_io_owner owner;
     struct lh_io_request io;
-    struct lh_job job; /* verifies what was read */
+    struct lh_job job; /* the job that verifies what was read */
     struct lh_transfer *transfer;
     struct lh_engine *engine;
-    uint64_t offset;     /* in the extent */
-    uint64_t bad_offset; /* of the first wrong checksum; UINT64_MAX: all are right */
+    uint64_t offset;     /* offset in the extent */
+    uint64_t bad_offset; /* offset of the first wrong checksum; UINT64_MAX: all are right */
     uint32_t crc_expected;
     uint32_t crc_actual;
     struct lh_transfer_request *next_free;
@@ -97,8 +97,8 @@ struct lh_transfer_queue {
     struct lh_transfer_request *free_requests;
     struct lh_transfer *heads[LH_PRIORITY_COUNT];
     struct lh_transfer *tails[LH_PRIORITY_COUNT];
-    uint32_t step_counts[2]; /* transfers submitted and not finished, by their step's parity */
-    uint32_t in_flight;      /* requests, including those of commits */
+    uint32_t step_counts[2]; /* the number of unfinished transfers, by their step's parity */
+    uint32_t in_flight;      /* the number of requests in flight, including those of commits */
     uint32_t checks_in_flight;
     uint64_t busy_since_ns;
     struct lh_source store; /* the engine's store */
@@ -111,7 +111,10 @@ void lh_transfer_destroy(struct lh_engine *engine);
 void lh_transfer_submit(struct lh_engine *engine, struct lh_transfer *transfer);
 /* Give a queued transfer the priority of demand: a thread waits for it now. */
 void lh_transfer_raise(struct lh_engine *engine, struct lh_transfer *transfer);
-/* Issue what the queue depth allows, and take back finished requests. True: something moved. */
+/*
+ * Issue what the queue depth allows, and take back finished requests. Returns whether anything
+ * moved.
+ */
 bool lh_transfer_pump(struct lh_engine *engine);
 bool lh_transfer_poll(struct lh_engine *engine);
 /* Take back finished requests after the engine failed, without calling done(). */

@@ -38,7 +38,7 @@ void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit)
     /* A thread that waits for a unit with a pending update waits for its new values. */
     uint32_t pins = lh_unit_is_stale(engine, unit) ? 0 : unit->waiter_count;
     unit->waiter_count -= pins;
-    LH_ASSERT(atomic_load(&unit->shared.word) == 0); /* not READY, so nobody has it pinned */
+    LH_ASSERT(atomic_load(&unit->shared.word) == 0); /* it is not READY, so it is not pinned */
     atomic_store(&unit->shared.word, LH_UNIT_READY_BIT | pins);
     if (pins > 0) {
         atomic_fetch_add(&unit->shared.grants, pins);
@@ -59,7 +59,7 @@ static void load_done(struct lh_engine *engine, struct lh_transfer *transfer)
     LH_ASSERT(transfer == &unit->load && unit->state == LH_UNIT_STATE_LOADING);
     if (unit->source->ops->loaded)
         unit->source->ops->loaded(engine, transfer);
-    atomic_fetch_add(&unit->shared.load_count, 1); /* before the unit is granted */
+    atomic_fetch_add(&unit->shared.load_count, 1); /* this must precede the grant */
     unit->copy.host_matches_write_back = false;
     lh_unit_make_ready(engine, unit);
     lh_update_consider(engine, transfer->unit);

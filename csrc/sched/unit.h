@@ -56,8 +56,8 @@ struct lh_unit {
     struct lh_unit_shared shared;
     struct lh_unit_caller caller;
     enum lh_unit_state state;
-    uint64_t offset;    /* in the region, while not ABSENT */
-    uint64_t use_count; /* uses of main memory's bytes that began, since creation */
+    uint64_t offset;    /* its offset in the region, while not ABSENT */
+    uint64_t use_count; /* the number of uses of its bytes in main memory since creation */
     bool use_is_open;
     uint64_t use_started_ns;
     uint32_t waiter_count;
@@ -85,13 +85,16 @@ void lh_unit_acquire(struct lh_engine *engine, uint32_t unit);
 void lh_unit_release(struct lh_engine *engine, uint32_t unit);
 /* The unit's bytes are where computation reads them: give each waiter a pin. */
 void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit);
-/* Take the unit away from training threads. False: it is pinned. */
+/* Take the unit away from training threads. Returns false if it is pinned. */
 bool lh_unit_claim(struct lh_unit *unit);
-/* Take the unit's bytes in main memory away from their readers. False: they are being read. */
+/*
+ * Take the unit's bytes in main memory away from their readers. Returns false if they are being
+ * read.
+ */
 bool lh_unit_claim_host(struct lh_engine *engine, struct lh_unit *unit);
 void lh_unit_make_ready(struct lh_engine *engine, struct lh_unit *unit);
 void lh_unit_forget(struct lh_engine *engine, uint32_t unit);
-/* Execute the plan's ops in order, as far as they can go now. True: something moved. */
+/* Execute the plan's ops in order, as far as possible now. Returns whether anything moved. */
 bool lh_unit_pump(struct lh_engine *engine);
 
 static inline uint32_t lh_unit_pins(const struct lh_unit *unit)

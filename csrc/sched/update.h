@@ -26,8 +26,8 @@ struct lh_update_unit {
     uint64_t planned_step; /* the last step whose plan counts its update */
     uint32_t chunks_computed;
     uint32_t chunks_written;
-    uint32_t chunks_loaded;  /* LOADED, and not computed in this step */
-    uint32_t chunks_to_pass; /* of these, those that do not keep their slab */
+    uint32_t chunks_loaded;  /* chunks that are LOADED and not computed in this step */
+    uint32_t chunks_to_pass; /* the number of these that do not keep their slab */
     uint32_t chunk_next;     /* all chunks before this one are computed */
 };
 
@@ -35,7 +35,7 @@ struct lh_updates {
     uint32_t *queue; /* units of this step, in the order in which they became updatable */
     uint32_t first;  /* all units before this index are computed */
     uint32_t count;
-    uint32_t done_count;          /* written */
+    uint32_t done_count;          /* the number of units that are written */
     uint32_t gradient_unit_count; /* units that have a gradient in this step */
     uint32_t *predicted;          /* the units that the previous step updated, in order */
     uint32_t predicted_count;

@@ -30,9 +30,12 @@ struct lh_update_pump {
     bool is_urgent; /* a thread waits for a unit that waits for workers: no later one computes */
 };
 
-/* Move what can move. True: something did. */
+/* Move every chunk that can move. Returns whether any did. */
 bool lh_update_pump(struct lh_engine *engine);
-/* Begin the update of a queued unit, taking it away from its readers. False: not now. */
+/*
+ * Begin the update of a queued unit, taking it away from its readers. Returns false if that is not
+ * possible now.
+ */
 bool lh_update_pump_take(struct lh_engine *engine, struct lh_unit *unit);
 /* The index of the unit's first chunk that this step has not computed. */
 uint32_t lh_update_pump_next(struct lh_engine *engine, struct lh_unit *unit);

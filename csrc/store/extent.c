@@ -31,7 +31,7 @@ static void shares_round(const uint64_t *weights, uint32_t file_count, uint64_t 
         total += shares[file];
     }
     while (total != length) {
-        /* The file furthest below its due gets one more, or the one furthest above one less. */
+        /* Correct the file whose share deviates most from the exact one, by one stripe. */
         uint32_t best = 0;
         __int128 best_gap = 0;
         for (uint32_t file = 0; file < file_count; file++) {

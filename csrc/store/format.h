@@ -28,7 +28,7 @@
     ((64 + 64 * (uint64_t)(number) + 128 * (uint64_t)(copy)) * LH_KIB)
 /* Other files have the witness of a commit where file 0 has copy 0 of its superblock. */
 #define LH_STORE_WITNESS_OFFSET(number) LH_STORE_SUPERBLOCK_OFFSET(number, 0)
-#define LH_STORE_TABLE_OFFSET_1 (192 * LH_KIB) /* in version 1 */
+#define LH_STORE_TABLE_OFFSET_1 (192 * LH_KIB) /* the table's offset in version 1 */
 #define LH_STORE_TABLE_OFFSET (384 * LH_KIB)   /* copy 0 */
 #define LH_STORE_DATA_ALIGNMENT LH_MIB
 /* The last sequence number that creation writes. A higher one belongs to a commit or a mark. */
@@ -72,7 +72,7 @@ struct lh_store_header_disk {
     uint32_t table_crc;
     uint32_t meta_crc;
     uint8_t zeros[3988];
-    uint32_t crc; /* of the bytes before it; here in every version */
+    uint32_t crc; /* the CRC of the bytes before it; at this offset in every version */
 };
 _Static_assert(sizeof(struct lh_store_header_disk) == LH_BLOCK_BYTES, "one block");
 _Static_assert(offsetof(struct lh_store_header_disk, stripe_bytes) == 56, "no padding");
@@ -132,7 +132,7 @@ _Static_assert(sizeof(struct lh_store_manifest_disk) == 64, "no padding");
 /* The process that has the file locked. It is read only for error messages and has no CRC. */
 struct lh_store_owner_disk {
     uint8_t magic[8]; /* "LOHANPID" */
-    uint64_t pid;     /* 0: nobody */
+    uint64_t pid;     /* 0: no process */
     uint8_t zeros[4080];
 };
 _Static_assert(sizeof(struct lh_store_owner_disk) == LH_BLOCK_BYTES, "one block");
@@ -148,7 +148,7 @@ struct lh_store_header {
     uint32_t cycle_stripes;
     uint64_t stripe_bytes;
     uint64_t file_bytes;
-    uint64_t checksum_count; /* of one slot of every extent */
+    uint64_t checksum_count; /* the checksums of one slot of every extent */
     uint64_t meta_bytes;
     uint64_t scalar_bytes_max;
     uint32_t table_crc;
@@ -177,18 +177,18 @@ struct lh_store_witness {
 
 /* The offsets of the control structures, which follow from the counts in the header. */
 struct lh_store_control {
-    uint32_t copy_count;    /* of each structure: 1 in version 1, else 2 */
-    bool has_witnesses;     /* in the files other than file 0 */
-    uint64_t table_bytes;   /* without padding */
-    uint64_t group_offset;  /* in the table */
-    uint64_t extent_offset; /* in the table */
+    uint32_t copy_count;    /* copies of each structure: 1 in version 1, else 2 */
+    bool has_witnesses;     /* whether the files other than file 0 have witnesses */
+    uint64_t table_bytes;   /* size of the table, without padding */
+    uint64_t group_offset;  /* offset in the table */
+    uint64_t extent_offset; /* offset in the table */
     uint64_t table_offset[LH_STORE_COPY_COUNT_MAX];
     uint64_t meta_offset[LH_STORE_COPY_COUNT_MAX];
-    uint64_t manifest_offset[2][LH_STORE_COPY_COUNT_MAX]; /* by area and copy */
-    uint64_t manifest_bytes;         /* of one area; all of it is written and covered by the CRC */
-    uint64_t manifest_extent_offset; /* in the area: extent flags, which follow the group flags */
-    uint64_t manifest_sum_offset;    /* in the area: checksums */
-    uint64_t manifest_scalar_offset; /* in the area */
+    uint64_t manifest_offset[2][LH_STORE_COPY_COUNT_MAX]; /* indexed by area and copy */
+    uint64_t manifest_bytes;         /* size of one area; all of it is covered by the CRC */
+    uint64_t manifest_extent_offset; /* offset of the extent flags in the area */
+    uint64_t manifest_sum_offset;    /* offset of the checksums in the area */
+    uint64_t manifest_scalar_offset; /* offset of the scalars in the area */
     uint64_t data_offset[LH_STORE_DIRECTORY_COUNT_MAX];
 };
 

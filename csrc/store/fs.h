@@ -17,7 +17,7 @@
 
 enum lh_store_fs_access {
     LH_STORE_FS_READ,
-    LH_STORE_FS_WRITE,  /* and read */
+    LH_STORE_FS_WRITE,  /* for reading and writing */
     LH_STORE_FS_CREATE, /* and read and write; -EEXIST if anything has the name. Mode 0600. */
 };
 
@@ -68,7 +68,7 @@ struct lh_store_fs_ops {
     int (*make_directory)(const struct lh_store_fs *fs, const char *path); /* mode 0700 */
     int (*sync_directory)(const struct lh_store_fs *fs, const char *path); /* fsync() */
     int (*remove)(const struct lh_store_fs *fs, const char *path); /* file or empty directory */
-    int (*random)(const struct lh_store_fs *fs, void *buffer, uint64_t bytes); /* for the uuid */
+    int (*random)(const struct lh_store_fs *fs, void *buffer, uint64_t bytes); /* for UUIDs */
 };
 
 /* The first member of every implementation. */

@@ -87,7 +87,7 @@ struct lh_store_opts {
 struct lh_store_piece {
     uint32_t file_index;
     uint64_t file_offset;
-    uint64_t buffer_offset; /* from the start of the requested range */
+    uint64_t buffer_offset; /* offset from the start of the requested range */
     uint64_t bytes;
 };
 
@@ -168,8 +168,8 @@ int lh_store_write_begin(struct lh_store *store, struct lh_error *err) LH_MUST_C
 const void *lh_store_meta(const struct lh_store *store, uint64_t *bytes_out);
 /* The scalars of the last commit; 0 bytes if there was none. */
 const void *lh_store_scalars(const struct lh_store *store, uint64_t *bytes_out);
-uint64_t lh_store_step(const struct lh_store *store); /* of the last commit; 0 if none */
-uint64_t lh_store_scalar_bytes_max(const struct lh_store *store); /* given at creation */
+uint64_t lh_store_step(const struct lh_store *store); /* the last commit's; 0: no commit */
+uint64_t lh_store_scalar_bytes_max(const struct lh_store *store); /* as given at creation */
 uint32_t lh_store_file_count(const struct lh_store *store);
 const struct lh_io_file *lh_store_files(const struct lh_store *store);
 const char *lh_store_file_path(const struct lh_store *store, uint32_t file_index);

@@ -81,7 +81,7 @@ enum lh_store_phase {
 struct lh_store {
     struct lh_alloc *alloc;        /* borrowed until close */
     const struct lh_store_fs *fs;  /* borrowed until close */
-    struct lh_store_header header; /* of file 0, without file_index and file_bytes */
+    struct lh_store_header header; /* the header of file 0, without file_index and file_bytes */
     struct lh_store_control control;
     struct lh_store_layout layout;
     bool is_read_only;
@@ -109,7 +109,7 @@ struct lh_store {
     uint32_t *checksums[LH_STORE_SLOT_COUNT_MAX]; /* header.checksum_count each */
     struct lh_store_superblock superblock;        /* the newest durable one */
     uint64_t witness_sequence;                    /* the highest that open found; 0: none */
-    uint64_t scalar_bytes;                        /* of the last commit */
+    uint64_t scalar_bytes;                        /* size of the last commit's scalars */
     struct lh_store_buffer manifests[2];          /* what each area holds or will hold */
     bool is_changed; /* something was written or staged after the last commit */
     struct lh_store_repair repairs[LH_STORE_REPAIR_COUNT_MAX];
@@ -121,7 +121,7 @@ struct lh_store {
     uint64_t next_scalar_bytes;
     struct lh_store_buffer superblock_block;
     struct lh_store_buffer witness_block;
-    struct lh_io_request *requests; /* of the phase in flight; owned by the caller */
+    struct lh_io_request *requests; /* the requests of the phase in flight; owned by the caller */
     uint32_t request_count;
     struct lh_error failure; /* the first, permanent failure; code 0: none */
 

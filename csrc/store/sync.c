@@ -17,7 +17,7 @@ struct sum_block {
     uint32_t extent;
     uint32_t slot;
     uint64_t index;
-    uint64_t bytes;  /* of the whole block */
+    uint64_t bytes;  /* size of the whole block */
     uint64_t inside; /* the offset of the requested part in it */
     uint64_t wanted_bytes;
 };

@@ -49,7 +49,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs transformers is imported when it is first asked for."""
+    """Import the names that need transformers when they are first used."""
     if name not in _OF_TRAINER:
         raise AttributeError(f"module 'lohan' has no attribute {name!r}")
     try:

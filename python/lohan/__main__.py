@@ -7,7 +7,7 @@ _PACKAGES = ("click", "rich")
 
 
 def main() -> None:
-    """Run the command line, or say what has to be installed for it."""
+    """Run the command line, or print what has to be installed for it."""
     try:
         from lohan.cli import main as command
     except ModuleNotFoundError as error:

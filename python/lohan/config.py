@@ -166,7 +166,7 @@ class Config:
     allow_tmpfs: bool = False
 
     def __post_init__(self) -> None:
-        """Convert sizes given as strings to numbers; an invalid size is an error that names it."""
+        """Convert sizes given as strings to numbers; an invalid size raises an error."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name.endswith("_bytes") and isinstance(value, str):

@@ -89,7 +89,7 @@ def wrap(
             emptied; its scheduler keeps working. With resume=, only its groups are used.
         blocks: modules to use as blocks. None: blocks are found by the model's structure.
         weights: safetensors file or folder with the values; frozen parameters are read from there.
-        init: "model" (the model's own initialisation), or a function of a module with parameters.
+        init: "model" (the model's own initialisation), or a function of each module to fill.
         method: "adamw", or "mezo" (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md).
         config: settings that do not change the numbers.
         **settings: fields of Config by name (host_bytes=, io=, commit_every=, ...).

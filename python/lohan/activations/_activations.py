@@ -132,7 +132,7 @@ _shadows: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Shadow:
-    """Replaces a module's `forward` from put() to remove()."""
+    """A replacement of a module's `forward` from put() to remove()."""
 
     def __init__(self, module: nn.Module, forward: Callable[[Any, Any], Any]) -> None:
         self.module = weakref.ref(module)
@@ -393,7 +393,7 @@ class Activations:
         )
 
     def add(self, owner: Owner, scope: Scope, made: _core.Scope) -> None:
-        """Add an innermost scope."""
+        """Add a scope that contains no other scope."""
         assert scope.module is not None  # the hooks are not on yet
         params = [owner.layout.units[i].params[0].tensor for i in scope.units]
         place = Place(scope.name, weakref.ref(scope.module), made, params, scope.units)

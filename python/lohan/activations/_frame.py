@@ -76,7 +76,7 @@ class Dropped:
 
 
 class _Owned:
-    """A storage that was seen in a forward, and who computed it.
+    """A storage that was seen in a forward, and the layer that computed it.
 
     The weak reference keeps the storage's address from being reused while the frame looks it up.
     """
@@ -99,7 +99,7 @@ class _Input:
 
 
 class _Given(torch.autograd.Function):
-    """Turns a saved output into a computed one: not a leaf, so it may be changed in place."""
+    """A function from a saved output to a computed one: no leaf, so it may change in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
@@ -169,7 +169,7 @@ class Frame:
     # --- The first forward ------------------------------------------------------------------
 
     def _own(self, tensor: torch.Tensor, owner: Owner) -> Owner:
-        """Return who computed tensor; if that is unknown, record owner."""
+        """Return the origin of tensor; if it is unknown, record owner as its origin."""
         if not has_storage(tensor):
             return owner
         storage = tensor.untyped_storage()
@@ -256,7 +256,7 @@ class Frame:
     # --- The second forward -----------------------------------------------------------------
 
     def _release(self) -> None:
-        """Free what recomputation would need: nothing is left to recompute."""
+        """Free the inputs of recomputation, because nothing is left to recompute."""
         self.surroundings = None
         self.inputs = None
         self.handles.clear()

@@ -142,7 +142,7 @@ class _Step:
 
 
 class Planner:
-    """Plans the activations of a session whose `activations` is a policy.
+    """The planner of a session's activations, if its `activations` is a policy.
 
     Args:
         session: the session, whose hooks are being installed.

@@ -217,7 +217,7 @@ class _StreamClock:
 
 
 class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts floating-point operations, as torch.utils.flop_counter does."""
+    """A counter of floating-point operations, like torch.utils.flop_counter."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -249,7 +249,7 @@ class _Span:
 
 
 class Recorder:
-    """Takes the profile of one step.
+    """A recorder of one step's profile.
 
     Args:
         device: the device that computes.
@@ -304,7 +304,7 @@ class Recorder:
         return ProfiledFrame(self, self.records[-1], block, module, args, kwargs)
 
     def counting(self) -> AbstractContextManager[Any]:
-        """Return a context manager that counts the operations inside it, if they are counted."""
+        """Return a context manager that counts FLOP inside it, if has_flops was given."""
         return nullcontext() if self.counter is None else self.counter
 
     @property

@@ -310,7 +310,7 @@ class _Away:
 
 
 class Swap:
-    """Offloads and prefetches a session's saved tensors.
+    """The offloading and prefetching of a session's saved tensors.
 
     Args:
         engine: the session's engine.

@@ -192,7 +192,7 @@ def _show_sweep(name: str, answers: list[tuple[int, Step]], console: Console) ->
 
 
 def _draw(draw: Callable[[Any], None], size: tuple[float, float], path: Path) -> None:
-    """Write a picture that draw() fills."""
+    """Let draw() plot into a new figure of this size, and save the figure."""
     try:
         import matplotlib
     except ImportError as error:

@@ -10,11 +10,11 @@ from lohan.common._version import __version__
 
 
 def build_info() -> dict[str, Any]:
-    """Say what this copy of lohan was built with, and what of it this processor runs.
+    """Describe how this copy of lohan was built, and which kernels this processor runs.
 
     Returns:
         version; machine (as "x86_64"); backends (those for I/O that were built in, best first:
-        whether each works here, `lohan doctor` says); liburing and libaio ("yes", or why not);
+        `lohan doctor` checks whether each works here); liburing and libaio ("yes", or why not);
         compiler; mode; optimizer_kernel and checksum_kernel (the instructions that are used here);
         store_format.
     """

@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Put a file's bytes, or a directory's names, on the disk.
+    """Make a file's bytes, or a directory's entries, durable.
 
     Raises:
-        OSError: the disk says that it cannot.
+        OSError: the sync failed.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -23,23 +23,23 @@ def sync_parents(made: list[Path]) -> None:
     """Sync the parents of directories that were just made.
 
     Args:
-        made: as missing() says, before they were made.
+        made: the result of missing(), called before they were made.
     """
     for path in made:
         sync(path.parent)
 
 
 def missing(path: Path) -> list[Path]:
-    """A directory and those of its parents that are not there, innermost first."""
+    """Return a path and its parents, as far as they do not exist, innermost first."""
     whole = path.absolute()
     return [each for each in (whole, *whole.parents) if not each.exists()]
 
 
 def make_directory(path: str | os.PathLike[str], mode: int = 0o777) -> None:
-    """Make a directory and its parents where they are missing, durably.
+    """Make a directory and its missing parents, durably.
 
     Raises:
-        OSError: it cannot be made or synced.
+        OSError: the directory cannot be made or synced.
     """
     made = missing(Path(path))
     os.makedirs(path, mode=mode, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Closes all sessions when the process ends: at exit, and at SIGTERM, which is turned into an exit.
+"""Close all sessions when the process ends: at exit, and at SIGTERM, which is turned into an exit.
 
 [Note: SIGTERM in a finalizer]
 Python prints an exception from a `__del__` method or a weak reference's callback, and continues. A

@@ -13,7 +13,7 @@ def hyper_of(group: dict[str, Any]) -> Hyper:
     """Return the numbers of one parameter group: (lr, beta1, beta2, eps, weight_decay).
 
     Raises:
-        HyperParameterError: one is text.
+        HyperParameterError: one of them is text; names it.
     """
     for name in ("lr", "eps", "weight_decay"):
         if isinstance(group[name], str):  # multiplying it, as schedulers do, would fail
@@ -38,10 +38,10 @@ def numbers(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_hyper(hyper: Hyper) -> None:
-    """Refuse what AdamW is not defined for, as torch.optim.AdamW does.
+    """Reject values for which AdamW is not defined, as torch.optim.AdamW does.
 
     Raises:
-        HyperParameterError: with the value and its range.
+        HyperParameterError: a value is out of range; the message has both.
     """
     lr, beta1, beta2, eps, weight_decay = hyper
     if not lr >= 0.0:

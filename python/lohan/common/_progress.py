@@ -10,15 +10,15 @@ from rich.console import Console
 
 @contextlib.contextmanager
 def spinner(console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """A line that says what is being done, with a spinner; gone at the end.
+    """Show a line with a spinner and the current activity; it disappears at the end.
 
-    stdout is left to the answer, so that `--json` can be read by a program.
+    Nothing is written to stdout, so that a program can read the output of `--json`.
 
     Args:
-        console: where to; None: stderr.
+        console: the console to write to; None: stderr.
 
     Yields:
-        A function that takes what is done from now on.
+        A function that replaces the displayed activity.
     """
     where = console or Console(stderr=True)
     if not where.is_terminal:

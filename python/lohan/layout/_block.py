@@ -1,4 +1,4 @@
-"""Finds the blocks of a module and lays their parameters out in units.
+"""Find the blocks of a module, and lay their parameters out in units.
 
 [Note: Blocks and units] A block is a module whose parameters move together: a child of a
 ModuleList or Sequential, or one of the remaining parts (embeddings, final norm, head). Every
@@ -189,7 +189,7 @@ def _lists_below(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Finder:
-    """Walks the module tree once; collects (name, module) in `blocks`, in order of definition."""
+    """A search of the module tree; it collects (name, module) in `blocks`, as they are defined."""
 
     def __init__(self, model: nn.Module, block_bytes_max: int) -> None:
         self.model = model

@@ -1,4 +1,4 @@
-"""Lays a model out in scopes, units and parameters: see [Note: Blocks and units] in _block.py."""
+"""Lay a model out in scopes, units and parameters: see [Note: Blocks and units] in _block.py."""
 
 from __future__ import annotations
 

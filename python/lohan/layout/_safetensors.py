@@ -127,7 +127,7 @@ def _header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
 
 
 class _Writer:
-    """Writes shards and counts the bytes written."""
+    """A writer of shards that counts the bytes written."""
 
     def __init__(self, total_bytes: int, progress: Progress | None) -> None:
         self.total_bytes = total_bytes

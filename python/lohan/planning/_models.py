@@ -45,7 +45,7 @@ def _experts_flop(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
 
 
 class _Counter:
-    """Counts the bytes that the innermost running module saves; each storage counts once."""
+    """A counter of the bytes that the innermost running module saves; storages count once."""
 
     def __init__(self, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
         self.saved: dict[str, int] = {}

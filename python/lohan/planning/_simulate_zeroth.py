@@ -58,9 +58,10 @@ _FORWARDS = 2
 # The bytes per element of attention's matrix that are held at once: softmax's input, and its result
 # in fp32.
 _ATTENTION_HELD_BYTES = {"fp32": 8, "fp16": 6, "amp": 6}
-# Logits, their copy and their log-softmax; ZO2's head holds those of both forwards.
+# The tensors of the logits' size that are held at once: the logits, their copy and their
+# log-softmax. ZO2's head holds the logits of both forwards.
 _LOGITS_HELD = {"mezo": 3, "zo2": 4}
-# z of the largest parameter, and the scaled copy.
+# The tensors of the largest parameter's size that are held at once: z and its scaled copy.
 _Z_HELD = 2
 _NEEDED = ("gpu_fp32_flop_per_s", "gpu_memory_bytes_per_s", "gpu_alloc_bytes_per_s")
 
@@ -241,7 +242,7 @@ class _Costs:
         return self.z_ns(self.model.block_params, 1)
 
     def crossed_ns(self) -> int:
-        """Return the time to convert a block to the link's format and back, if that differs."""
+        """Return the time to convert a block to the link's format and back; 0 if it is the same."""
         if self.crossing == self.stored:
             return 0
         return self.moved_ns(2 * (self.stored + self.crossing) * self.model.block_params)

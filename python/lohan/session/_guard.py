@@ -71,7 +71,7 @@ def _is_functional_call() -> bool:
 
 
 class Guard:
-    """Installs and removes the shadows on one model."""
+    """The shadows on one model's methods, which it installs and removes."""
 
     def __init__(
         self, model: nn.Module, session: Session, save_pretrained: Callable[..., None]

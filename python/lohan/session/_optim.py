@@ -217,7 +217,7 @@ class Optimizer(StoreOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Tells torch.amp.GradScaler to pass its scale and its overflow flag to `step()`.
+        """Whether torch.amp.GradScaler is to pass its scale and its overflow flag to `step()`.
 
         If updates do not wait for `step()`, the scaler unscales p.grad, which raises an error.
         """

@@ -1,4 +1,4 @@
-"""What the parts of a session (_forward.py, _commits.py) have from the whole of it."""
+"""The members of a session that its parts (_forward.py, _commits.py) rely on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SessionPart:
-    """A base class of Session, which has what is declared here."""
+    """A base class of Session's parts; it declares members that Session implements."""
 
     config: Config
     closed: bool
@@ -19,15 +19,15 @@ class SessionPart:
 
     @property
     def step(self) -> int:
-        """Closed steps."""
+        """The number of closed steps."""
         raise NotImplementedError
 
     def check_open(self) -> None:
-        """Refuse to work for a closed session."""
+        """Raise an error if the session is closed or has failed."""
         raise NotImplementedError
 
     def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
-        """The store, with the engine asleep."""
+        """Return a context with the store, in which the engine is paused."""
         raise NotImplementedError
 
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""Writes to a store, of which small ones are gathered.
+"""Buffer small writes to a store.
 
 A store keeps one checksum for each MiB of an extent, so a write to a part of a MiB reads it,
 changes it and writes it again. Thousands of small parameters that lie next to each other would do
@@ -27,7 +27,7 @@ class _Block:
 
 
 class BlockWriter:
-    """Has the store's `write()`. Nothing is sure to be in the store before `flush()`."""
+    """A buffered writer with the store's `write()`; `flush()` writes what is still buffered."""
 
     def __init__(self, store: _core.Store) -> None:
         self._store = store
@@ -35,7 +35,7 @@ class BlockWriter:
         self._blocks: dict[int, _Block] = {}  # by extent, the one in use longest ago first
 
     def write(self, extent: int, offset: int, address: int, nbytes: int) -> None:
-        """As the store's."""
+        """Write bytes to an extent, as the store's `write()` does; small writes are buffered."""
         if nbytes >= BLOCK_BYTES:
             self._flush(extent)
             self._store.write(extent, offset, address, nbytes)
@@ -50,7 +50,7 @@ class BlockWriter:
             done += count
 
     def flush(self) -> None:
-        """Write what was gathered."""
+        """Write all buffered blocks to the store."""
         for extent in [*self._blocks]:
             self._flush(extent)
 

@@ -1,8 +1,8 @@
 """`lohan.snapshot`: copy a store's last committed step while training continues.
 
 The copy is an independent store, striped over the given directories. It becomes valid with the
-commit at its end: opening an interrupted copy is an error that says so, and the next copy to the
-same place replaces it. Every byte is verified against its checksum when it is read.
+commit at its end: opening an interrupted copy raises an error, and the next copy to the same
+place replaces it. Every byte is verified against its checksum when it is read.
 
 If a session of this process uses the store, its commits are held while bytes are copied ([Note:
 Held commits] in csrc/sched/step.c). If another process does, _requests.py asks that process.

@@ -400,14 +400,14 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
             )
         if a != b:
             raise StoreMismatchError(
-                "the store is of another model: it has parameter"
+                "the store belongs to another model: it has parameter"
                 f" {a[0]!r} {a[1]} {a[2]} trainable={a[3]}, this model has"
                 f" {b[0]!r} {b[1]} {b[2]} trainable={b[3]}",
             )
     count = len(theirs["params"]), len(ours["params"])
     if count[0] != count[1]:
         raise StoreMismatchError(
-            f"the store is of another model: {count[0]} parameters, this model has {count[1]}"
+            f"the store belongs to another model: {count[0]} parameters, this model has {count[1]}"
         )
     raise StoreMismatchError(
         f"{store.describe()['files'][0][0]}: the store's description (meta) has version"

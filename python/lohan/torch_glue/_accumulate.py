@@ -27,7 +27,7 @@ def is_accumulating(accumulate: Accumulate) -> bool:
 
 
 class Accumulation:
-    """Counts the backwards of the current step, and knows when it is complete.
+    """A counter of the current step's backwards, which decides when the step is complete.
 
     Attributes:
         is_on: whether gradients are summed.

@@ -1,4 +1,4 @@
-"""Checks that a forward's arguments are on the model's device, with a better error than torch's.
+"""Check that a forward's arguments are on the model's device, with a better error than torch's.
 
 [Note: When batches are looked at] Checking the arguments of every forward would cost time in every
 step, and a training script puts all batches on the same device. Therefore only the first forward is
@@ -58,7 +58,7 @@ def _names(module: nn.Module, count: int) -> list[str]:
 
 
 class BatchCheck:
-    """Finds the arguments of a forward that are not on the model's device.
+    """A check for arguments of a forward that are not on the model's device.
 
     Args:
         device: the device that the model computes on.

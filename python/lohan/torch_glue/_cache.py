@@ -1,4 +1,4 @@
-"""Disables caches of keys and values, which are only useful for generation, during training.
+"""Disable caches of keys and values, which are only useful for generation, during training.
 
 A transformers model also builds a cache in training (`config.use_cache` is True by default). The
 cache keeps the keys and values of all layers alive until the model's output is freed, whatever was

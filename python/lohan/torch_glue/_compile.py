@@ -84,7 +84,7 @@ class Traced:
 
 
 class Uncompiled:
-    """Keeps torch.compile from tracing one model.
+    """A guard that keeps torch.compile from tracing one model.
 
     Args:
         model: the wrapped model.

@@ -253,7 +253,7 @@ class Kept:
 
 
 class Meter:
-    """Counts what an emulated device would hold: slots, saved tensors, gradients in flight.
+    """A count of what an emulated device would hold: slots, saved tensors, gradients in flight.
 
     Torch's temporaries (an operation's outputs, gradients inside a backward) are in main memory
     and are not counted.
