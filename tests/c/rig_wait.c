@@ -121,6 +121,12 @@ void rig_finish(struct rig *rig)
     rig_unmake(rig);
 }
 
+void rig_hypers_set(struct rig *rig)
+{
+    for (uint32_t i = 0; i < RIG_GROUP_COUNT; i++)
+        lh_engine_hyper_set(rig->engine, i, &rig->hypers[i]);
+}
+
 void rig_handles_drop(struct rig *rig)
 {
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {

@@ -28,6 +28,8 @@ struct lh_engine_step_stats rig_over_as_planned(struct rig *rig);
 void rig_pause(struct rig *rig);
 /* Flush, commit, reopen: the store has the last step. Then unmake. */
 void rig_finish(struct rig *rig);
+/* Pass on the hyper-parameters of a step whose gradients the test itself gives. */
+void rig_hypers_set(struct rig *rig);
 /* Drop handles that a forward has left, as autograd does when its graph dies. */
 void rig_handles_drop(struct rig *rig);
 
