@@ -26,10 +26,9 @@ static struct rig_opts opts_of(enum lh_engine_schedule schedule, bool least_memo
 /* Hold back all reads but the next ones. The engine is paused, so nothing else uses the I/O. */
 static void reads_hold(struct rig *rig, uint64_t after)
 {
-    lh_io_faulty_arm(rig->io,
-                     (struct lh_io_fault){.kind = LH_IO_FAULT_KIND_HOLD,
-                                          .request_kinds = LH_IO_FAULT_ON(LH_IO_KIND_READ),
-                                          .after = after});
+    lh_io_faulty_arm(rig->io, (struct lh_io_fault){.kind = LH_IO_FAULT_KIND_HOLD,
+                                                   .request_kinds = LH_IO_FAULT_ON(LH_IO_KIND_READ),
+                                                   .after = after});
 }
 
 /* Use one unit after another until a read is held back. */
