@@ -5,11 +5,12 @@
 #include "lh_test.h"
 #include "rig_device.h"
 #include "rig_in_place.h"
+#include "rig_inline.h"
 #include "rig_saved.h"
+#include "rig_wait.h"
 #include "sched/split.h"
 #include "store_fixture.h"
 
-#define SLICE_MS 50
 #define SCALARS "of the caller"
 
 enum array { ARRAY_PARAM, ARRAY_RESIDUAL, ARRAY_MOMENT1, ARRAY_MOMENT2, ARRAY_COUNT };
@@ -60,11 +61,17 @@ static void model_init(struct rig *rig)
 {
     uint64_t last_count = rig->opts.large ? 1300001 : 3000;
     uint64_t frozen_count = rig->opts.in_place_large ? 2600003 : 8000;
-    const uint64_t counts[RIG_PARAM_COUNT] = {1500,         700,  3000, 100,
-                                              frozen_count, 5000, 2100, last_count};
+    uint64_t counts[RIG_PARAM_COUNT] = {1500, 700, 3000, 100, frozen_count, 5000, 2100, last_count};
     const uint32_t unit_of[RIG_PARAM_COUNT] = {0, 0, 1, 1, 2, 3, 4, 5};
-    const enum lh_dtype dtypes[RIG_UNIT_COUNT] = {LH_DTYPE_BF16, LH_DTYPE_F32, LH_DTYPE_BYTES,
-                                                  LH_DTYPE_F16,  LH_DTYPE_F32, LH_DTYPE_BF16};
+    enum lh_dtype dtypes[RIG_UNIT_COUNT] = {LH_DTYPE_BF16, LH_DTYPE_F32, LH_DTYPE_BYTES,
+                                            LH_DTYPE_F16,  LH_DTYPE_F32, LH_DTYPE_BF16};
+    static const enum lh_dtype trainable[] = {LH_DTYPE_F32, LH_DTYPE_BF16, LH_DTYPE_F16};
+    uint64_t seed = rig->opts.model_seed;
+    for (uint32_t i = 0; i < RIG_PARAM_COUNT && rig->opts.model_seed > 0; i++) {
+        counts[i] = 1 + lh_test_random(&seed) % 9000;
+        if (dtypes[unit_of[i]] != LH_DTYPE_BYTES)
+            dtypes[unit_of[i]] = trainable[lh_test_random(&seed) % 3];
+    }
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)
         rig->units[i] = (struct lh_engine_unit){
             .dtype = dtypes[i], .always = i == 0, .param_first = UINT32_MAX, .store_group = i};
@@ -256,6 +263,7 @@ struct lh_engine_opts rig_engine_opts(struct rig *rig)
         .verify = !rig->opts.skip_verify,
         .trace_count = 16,
         .norms = rig->opts.norms,
+        .manual = rig->opts.manual,
     };
     rig_device_opts(rig, &opts);
     rig_saved_opts(rig, &opts);
@@ -279,13 +287,19 @@ static void parts_make(struct rig *rig)
     rig->saved = rig_saved_open(rig);
     rig_saved_files(rig, &io_opts);
     rig_in_place_files(rig, &io_opts);
-    LH_CHECK(lh_io_create("threads", &io_opts, &rig->alloc, &threads, NULL) == 0);
+    if (rig->opts.manual)
+        threads = rig_inline_io(rig, &io_opts);
+    else
+        LH_CHECK(lh_io_create("threads", &io_opts, &rig->alloc, &threads, NULL) == 0);
     struct lh_io_faulty_opts faulty_opts = {
         .inner = threads, .waker = &rig->waker, .clock = &rig->clock};
     LH_CHECK(lh_io_faulty_create(&faulty_opts, &rig->alloc, &rig->io, NULL) == 0);
     struct lh_exec_threads_opts exec_opts = {
         .thread_count = 2, .queue_depth_max = 64, .waker = &rig->waker, .clock = &rig->clock};
-    LH_CHECK(lh_exec_threads_create(&exec_opts, &rig->alloc, &rig->exec, NULL) == 0);
+    if (rig->opts.manual)
+        rig->exec = rig_inline_exec(rig);
+    else
+        LH_CHECK(lh_exec_threads_create(&exec_opts, &rig->alloc, &rig->exec, NULL) == 0);
     if (rig->opts.device)
         rig->device = rig_device_open(rig, rig->opts.device, rig->opts.device_bytes);
     struct lh_engine_opts opts = rig_engine_opts(rig);
@@ -325,6 +339,7 @@ void rig_shut(struct rig *rig)
         return;
     if (rig->engine) {
         LH_CHECK(rig->engine_alloc.refused_count == 0);
+        rig_stop(rig);
         lh_engine_stop(rig->engine);
         lh_alloc_unseal(&rig->engine_alloc);
         lh_engine_destroy(rig->engine);
@@ -382,26 +397,12 @@ void rig_reopen(struct rig *rig)
 
 /* --- Training --------------------------------------------------------------------------------- */
 
-static uint64_t wait_until_ns;
-
-static void wait_begin(const struct rig *rig)
+int rig_acquire(struct rig *rig, uint32_t unit)
 {
-    wait_until_ns = lh_clock_now_ns(&rig->clock) + RIG_WAIT_S * UINT64_C(1000000000);
-}
-
-/* Whether a wait that returned rc continues; the test ends if it would continue forever. */
-static bool waits(const struct rig *rig, int rc)
-{
-    LH_CHECK(rc != 0 || lh_clock_now_ns(&rig->clock) < wait_until_ns);
-    return rc == 0;
-}
-
-static int unit_acquire(struct rig *rig, uint32_t unit)
-{
-    wait_begin(rig);
+    rig_wait_begin(rig);
     int rc = lh_engine_acquire(rig->engine, unit);
-    while (waits(rig, rc))
-        rc = lh_engine_acquire_wait(rig->engine, unit, SLICE_MS);
+    while (rig_waits(rig, rc))
+        rc = lh_engine_acquire_wait(rig->engine, unit, rig_slice_ms(rig));
     if (rc < 0)
         return rc;
     const uint8_t *expected = array_at(rig, rig->state, unit, ARRAY_PARAM);
@@ -419,7 +420,7 @@ int rig_forward(struct rig *rig, enum lh_engine_mode mode)
 {
     LH_TRY(lh_engine_begin(rig->engine, mode));
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
-        LH_TRY(unit_acquire(rig, i));
+        LH_TRY(rig_acquire(rig, i));
         if (mode == LH_ENGINE_MODE_TRAIN)
             lh_engine_handle_add(rig->engine, i);
         lh_engine_unpin(rig->engine, i);
@@ -431,7 +432,8 @@ int rig_forward(struct rig *rig, enum lh_engine_mode mode)
 enum lh_dtype rig_gradient_dtype(const struct rig *rig, uint32_t param)
 {
     enum lh_dtype dtype = rig->units[rig->params[param].unit].dtype;
-    return dtype == LH_DTYPE_BF16 && param % 2 != 0 && !rig->opts.device ? LH_DTYPE_F32 : dtype;
+    bool is_wide = param % 2 != 0 && !rig->opts.device && !rig->opts.plain_gradients;
+    return dtype == LH_DTYPE_BF16 && is_wide ? LH_DTYPE_F32 : dtype;
 }
 
 static void gradient_fill(struct rig *rig, uint32_t param)
@@ -453,11 +455,11 @@ static void gradient_fill(struct rig *rig, uint32_t param)
 
 static int param_backward(struct rig *rig, uint32_t param, bool is_first)
 {
-    wait_begin(rig);
+    rig_wait_begin(rig);
     int rc = 0;
     do {
-        rc = lh_engine_over_wait(rig->engine, SLICE_MS);
-    } while (waits(rig, rc));
+        rc = lh_engine_over_wait(rig->engine, rig_slice_ms(rig));
+    } while (rig_waits(rig, rc));
     if (rc < 0)
         return rc;
     for (uint32_t i = 0; is_first && i < RIG_GROUP_COUNT; i++)
@@ -465,20 +467,20 @@ static int param_backward(struct rig *rig, uint32_t param, bool is_first)
     gradient_fill(rig, param);
     const void *gradient = rig->device ? rig_device_gradient(rig, param) : rig->gradients[param];
     LH_TRY(lh_engine_gradient(rig->engine, param, gradient, rig_gradient_dtype(rig, param)));
-    wait_begin(rig);
+    rig_wait_begin(rig);
     do {
-        rc = lh_engine_gradient_wait(rig->engine, rig->budget.gradient_ahead_bytes, SLICE_MS);
-    } while (waits(rig, rc));
+        rc = lh_engine_gradient_wait(rig->engine, rig->budget.gradient_ahead_bytes,
+                                     rig_slice_ms(rig));
+    } while (rig_waits(rig, rc));
     return rc < 0 ? rc : 0;
 }
 
-int rig_forward_backward(struct rig *rig, unsigned gradients)
+int rig_backward(struct rig *rig, unsigned gradients)
 {
     bool is_first = true;
-    LH_TRY(rig_forward(rig, LH_ENGINE_MODE_TRAIN));
     for (uint32_t i = RIG_UNIT_COUNT; i-- > 0;) {
         const struct lh_engine_unit *unit = &rig->units[i];
-        LH_TRY(unit_acquire(rig, i));
+        LH_TRY(rig_acquire(rig, i));
         lh_engine_handle_drop(rig->engine, i);
         lh_engine_unpin(rig->engine, i);
         for (uint32_t j = 0; j < unit->param_count; j++) {
@@ -489,6 +491,12 @@ int rig_forward_backward(struct rig *rig, unsigned gradients)
         }
     }
     return 0;
+}
+
+int rig_forward_backward(struct rig *rig, unsigned gradients)
+{
+    LH_TRY(rig_forward(rig, LH_ENGINE_MODE_TRAIN));
+    return rig_backward(rig, gradients);
 }
 
 /* The same update in memory, by the definition. */
@@ -532,11 +540,11 @@ int rig_close(struct rig *rig, unsigned gradients)
         if (gradients & (1u << i))
             param_update(rig, i);
     }
-    wait_begin(rig);
+    rig_wait_begin(rig);
     int rc = 0;
     do {
-        rc = lh_engine_close(rig->engine, SCALARS, sizeof(SCALARS), SLICE_MS);
-    } while (waits(rig, rc));
+        rc = lh_engine_close(rig->engine, SCALARS, sizeof(SCALARS), rig_slice_ms(rig));
+    } while (rig_waits(rig, rc));
     if (rc < 0) {
         free(rig->state);
         rig->state = before;
@@ -553,26 +561,6 @@ int rig_step(struct rig *rig, unsigned gradients)
 {
     LH_TRY(rig_forward_backward(rig, gradients));
     return rig_close(rig, gradients);
-}
-
-int rig_flush(struct rig *rig, bool commit)
-{
-    int rc = 0;
-    wait_begin(rig);
-    do {
-        rc = lh_engine_flush(rig->engine, commit, SLICE_MS);
-    } while (waits(rig, rc));
-    return rc < 0 ? rc : 0;
-}
-
-int rig_abort(struct rig *rig)
-{
-    int rc = 0;
-    wait_begin(rig);
-    do {
-        rc = lh_engine_abort(rig->engine, SLICE_MS);
-    } while (waits(rig, rc));
-    return rc < 0 ? rc : 0;
 }
 
 void rig_check_store(struct rig *rig, uint64_t step)

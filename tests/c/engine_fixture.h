@@ -37,8 +37,18 @@ struct rig_opts {
     uint64_t saved_transit_bytes;
     uint64_t saved_ssd_bytes;
     uint32_t saved_item_max;
-    bool in_place;       /* the frozen unit is in separate files (rig_in_place.h) */
-    bool in_place_large; /* and takes several requests */
+    bool in_place;        /* the frozen unit is in separate files (rig_in_place.h) */
+    bool in_place_large;  /* and takes several requests */
+    bool manual;          /* no threads: the engine moves while the rig waits (rig_wait.h) */
+    bool plain_gradients; /* of the parameters' dtypes, as torch's are; they may wait on SSD */
+    uint64_t model_seed;  /* sizes and dtypes are random; 0: as above */
+};
+
+/* What a manual rig's backends (rig_inline.h) do not execute for the time being. */
+struct rig_holds {
+    bool jobs;
+    uint32_t requests; /* LH_IO_FAULT_ON(kind) */
+    uint32_t copies;   /* 1 << direction */
 };
 
 struct rig_device;
@@ -48,6 +58,9 @@ struct rig_in_place;
 struct rig {
     struct rig_opts opts;
     const char *name;
+    struct rig_holds holds;
+    void (*watch)(struct rig *rig); /* (optional) called after each round of a manual engine */
+    void *watch_context;
     struct lh_alloc alloc; /* for everything except the engine */
     struct lh_alloc engine_alloc;
     struct lh_engine_unit units[RIG_UNIT_COUNT];
@@ -93,8 +106,11 @@ enum lh_dtype rig_gradient_dtype(const struct rig *rig, uint32_t param);
  * forward and in backward. Returns 0, or the engine's error (-errno).
  */
 int rig_step(struct rig *rig, unsigned gradients);
+/* Begin a use of a unit, wait for it, and check its bytes; lh_engine_unpin() ends it. */
+int rig_acquire(struct rig *rig, uint32_t unit);
 /* The parts of a step: until all gradients are passed; close. */
 int rig_forward_backward(struct rig *rig, unsigned gradients);
+int rig_backward(struct rig *rig, unsigned gradients);
 int rig_close(struct rig *rig, unsigned gradients);
 int rig_forward(struct rig *rig, enum lh_engine_mode mode);
 int rig_flush(struct rig *rig, bool commit);

@@ -1,6 +1,7 @@
 #include "rig_device.h"
 
 #include "dev_fixture.h"
+#include "rig_inline.h"
 
 #define READ_COUNT_MAX 512
 #define COPY_COUNT 3 /* few, so that copies wait for one another */
@@ -32,8 +33,14 @@ struct rig_device *rig_device_open(struct rig *rig, const char *kind, uint64_t b
     struct rig_device *device = calloc(1, sizeof(*device));
     uint64_t longest_bytes = 0;
     LH_CHECK(device);
-    machine_open(&device->machine, kind, (struct lh_dev_opts){.copy_count = COPY_COUNT});
-    ((struct lh_dev_base *)device->machine.dev)->waker = &rig->waker;
+    machine_open(&device->machine, rig->opts.manual ? "emu" : kind,
+                 (struct lh_dev_opts){.copy_count = COPY_COUNT});
+    if (rig->opts.manual) {
+        device->machine.dev->ops->destroy(device->machine.dev);
+        device->machine.dev = rig_inline_dev(rig);
+    } else {
+        ((struct lh_dev_base *)device->machine.dev)->waker = &rig->waker;
+    }
     device->bytes = bytes;
     device->memory = machine_allocate(&device->machine, bytes);
     for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {

@@ -12,7 +12,10 @@
 struct machine;
 struct rig_device;
 
-/* Open an accelerator that wakes rig's engine. kind: "emu" or "fake" (dev_fixture.h). */
+/*
+ * Open an accelerator that wakes rig's engine. kind: "emu" or "fake" (dev_fixture.h); a manual rig
+ * has that of rig_inline.h instead.
+ */
 struct rig_device *rig_device_open(struct rig *rig, const char *kind, uint64_t bytes);
 /* Pass the stream to the engine, after it was created or recreated. */
 void rig_device_begin(struct rig *rig);
