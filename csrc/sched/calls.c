@@ -410,6 +410,7 @@ int lh_engine_abort(struct lh_engine *engine, int timeout_ms)
         lh_request_send(engine, LH_REQUEST_ABORT);
         lh_engine_post(engine, LH_MESSAGE_ABORT, 0, 0, 0);
     }
+    LH_ASSERT(engine->requests[LH_REQUEST_ABORT].awaited > 0);
     int rc = lh_request_wait(engine, LH_REQUEST_ABORT, timeout_ms);
     if (rc <= 0)
         return rc;
@@ -451,6 +452,7 @@ int lh_engine_flush(struct lh_engine *engine, bool commit, int timeout_ms)
         if (rc <= 0)
             return rc;
     }
+    LH_ASSERT(engine->requests[LH_REQUEST_FLUSH].awaited > 0);
     return lh_request_wait(engine, LH_REQUEST_FLUSH, timeout_ms);
 }
 

@@ -99,6 +99,7 @@ static void copied(struct lh_engine *engine, struct lh_copy *copy)
 static bool block_take(struct lh_engine *engine, struct lh_chunk *chunk)
 {
     uint32_t kept = chunk->unit == engine->landing.unit ? 0 : engine->landing.reserve;
+    LH_ASSERT(chunk->unit < engine->opts.unit_count);
     if (chunk->landing.block)
         return true;
     if (engine->landing.blocks.free_count <= kept)
@@ -347,8 +348,8 @@ int lh_landing_create(struct lh_engine *engine, struct lh_error *err)
         return lh_error_set(err, -ENOMEM, "no memory for the gradients' tables");
     if (count == 0)
         return 0;
-    return lh_pool_init(&engine->landing.blocks, engine->alloc, memory,
-                        engine->landing.block_bytes, (uint32_t)count, err);
+    return lh_pool_init(&engine->landing.blocks, engine->alloc, memory, engine->landing.block_bytes,
+                        (uint32_t)count, err);
 }
 
 void lh_landing_destroy(struct lh_engine *engine)

@@ -19,6 +19,7 @@ void lh_request_send(struct lh_engine *engine, enum lh_request_kind kind)
 void lh_request_join(struct lh_engine *engine, enum lh_request_kind kind)
 {
     struct lh_request *request = request_of(engine, kind);
+    LH_ASSERT(request->awaited <= atomic_load(&request->sent));
     request->post_count = atomic_load(&engine->post_count);
     request->awaited = atomic_load(&request->sent);
 }
