@@ -386,7 +386,9 @@ int lh_engine_norm(struct lh_engine *engine, double *square_sum_out, int timeout
               engine->opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED);
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
-    if (!lh_request_is_pending(&engine->requests[LH_REQUEST_NORM])) {
+    if (lh_request_is_pending(&engine->requests[LH_REQUEST_NORM])) {
+        lh_request_join(engine, LH_REQUEST_NORM);
+    } else if (!lh_request_is_current(engine, LH_REQUEST_NORM)) {
         lh_request_send(engine, LH_REQUEST_NORM);
         lh_engine_post(engine, LH_MESSAGE_NORM, 0, 0, 0);
     }

@@ -260,6 +260,7 @@ void *lh_engine_thread_run(void *context)
     }
     /* Take back what is in flight: its buffers are about to be freed. */
     atomic_store(&engine->failed, true);
+    lh_core_notify(engine);
     while (engine->transfers.in_flight + engine->jobs_in_flight + engine->copies.in_flight > 0) {
         lh_waker_prepare(engine->waker);
         if (failed_poll(engine))

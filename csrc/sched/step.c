@@ -90,6 +90,7 @@ static void step_over(struct lh_engine *engine)
     pthread_mutex_unlock(&engine->shared.mutex);
     lh_update_end_step(engine, stats);
     memset(stats, 0, sizeof(*stats));
+    engine->gradient_scales[engine->step % 2] = 1.0; /* for the step after the next close */
     state_set(engine, LH_STEP_STATE_OPEN);
     lh_request_reply(engine, LH_REQUEST_CLOSE);
 }

@@ -98,7 +98,7 @@ static void test_lands(void)
     const struct lh_chunk *chunk = &rig.engine->chunks[rig.engine->units[1].chunk_first];
     LH_CHECK(!lh_engine_gradient_is_consumed(rig.engine, 3));
     LH_CHECK(landing_of(&rig, 1)->count == 1 && landing_of(&rig, 1)->posted_count == 0);
-    LH_CHECK(chunk->landing.block != LH_BLOCK_NONE && chunk->landing.count == 1);
+    LH_CHECK(chunk->landing.block && chunk->landing.count == 1);
     rig.holds.copies = 0;
     uint64_t released = lh_engine_gradient_release_count(rig.engine);
     rig_settle(&rig);
@@ -106,16 +106,14 @@ static void test_lands(void)
     LH_CHECK(lh_engine_gradient_release_count(rig.engine) == released + 1);
     LH_CHECK(landing_of(&rig, 1)->count == 0 && chunk->landing.count == 0);
     const uint8_t *found = lh_gradient_at(rig.engine, 3, rig.params[3].first);
-    LH_CHECK(found == rig.engine->landing.memory +
-                          chunk->landing.block * rig.engine->landing.block_bytes +
-                          4 * rig.params[3].first);
+    LH_CHECK(found == chunk->landing.block + 4 * rig.params[3].first);
     LH_CHECK(memcmp(found, rig.gradients[3], 4 * rig.params[3].count) == 0);
     /* Incomplete: its block waits for the other parameter, or for the close. */
     handle_drop(&rig, 1);
-    LH_CHECK(chunk->landing.block != LH_BLOCK_NONE && !rig.engine->units[1].update.is_queued);
+    LH_CHECK(chunk->landing.block && !rig.engine->units[1].update.is_queued);
     gradient_give(&rig, 2);
     rig_settle(&rig);
-    LH_CHECK(rig.engine->units[1].update.is_done && chunk->landing.block == LH_BLOCK_NONE);
+    LH_CHECK(rig.engine->units[1].update.is_done && !chunk->landing.block);
     rig_handles_drop(&rig);
     LH_CHECK(rig_close(&rig, 0x0c) == 0);
     rig_over_as_planned(&rig);
@@ -164,16 +162,16 @@ static void test_incomplete(void)
     lh_test_name("with one block, gradients of incomplete units stay on the accelerator until the "
                  "close, and then land one unit after another");
     rig_make(&rig, "landing-one", opts_of(LH_ENGINE_SCHEDULE_OPTIMIZED, 0));
-    LH_CHECK(rig.engine->landing.free_count == 1);
+    LH_CHECK(rig.engine->landing.blocks.free_count == 1);
     LH_CHECK(rig_forward_backward(&rig, 0x25) == 0); /* units 0 and 1 in part, and all of 3 */
     rig_settle(&rig);
     LH_CHECK(rig.engine->units[3].update.is_done && landing_of(&rig, 0)->posted_count == 1);
-    LH_CHECK(landing_of(&rig, 1)->posted_count == 1 && rig.engine->landing.free_count == 1);
+    LH_CHECK(landing_of(&rig, 1)->posted_count == 1 && rig.engine->landing.blocks.free_count == 1);
     LH_CHECK(lh_core_stats(rig.engine, 1)->bytes[LH_ENGINE_LINK_COPY_OUT] == 5000 * 2);
     LH_CHECK(rig_close(&rig, 0x25) == 0);
     struct lh_engine_step_stats stats = rig_over_as_planned(&rig);
     LH_CHECK(stats.bytes[LH_ENGINE_LINK_COPY_OUT] == 5000 * 2 + 1500 * 2 + 3000 * 4);
-    LH_CHECK(rig.engine->landing.free_count == 1 && landing_of(&rig, 0)->moved_bytes == 0);
+    LH_CHECK(rig.engine->landing.blocks.free_count == 1 && landing_of(&rig, 0)->moved_bytes == 0);
     rig_finish(&rig);
 }
 
@@ -294,7 +292,7 @@ static void test_abort(enum lh_engine_schedule schedule)
                  "posted, schedule %d",
                  (int)schedule);
     rig_make(&rig, "landing-abort", opts_of(schedule, SPARE_BYTES));
-    uint32_t block_count = rig.engine->landing.free_count;
+    uint32_t block_count = rig.engine->landing.blocks.free_count;
     for (uint32_t rounds = 0; rounds < 16; rounds++) {
         LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_TRAIN) == 0);
         rig_handles_drop(&rig);
@@ -313,7 +311,7 @@ static void test_abort(enum lh_engine_schedule schedule)
         }
         rig.holds.copies = 0;
         LH_CHECK(rig_abort(&rig) == 0);
-        LH_CHECK(rig.engine->landing.free_count == block_count);
+        LH_CHECK(rig.engine->landing.blocks.free_count == block_count);
         LH_CHECK(rig.engine->landing.first == rig.engine->landing.end);
         LH_CHECK(lh_engine_gradient_wait(rig.engine, 0, 0) == 1);
         for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)

@@ -57,8 +57,8 @@ static double norm(struct rig *rig)
     double found = -1;
     LH_CHECK(lh_engine_norm(rig->engine, &found, 0) == 0);
     rig_settle(rig);
-    LH_CHECK(atomic_load(&rig->engine->norms_done) == atomic_load(&rig->engine->norms_asked));
-    return rig->engine->norm.square_sum;
+    LH_CHECK(lh_engine_norm(rig->engine, &found, 0) == 1);
+    return found;
 }
 
 /* --- The value -------------------------------------------------------------------------------- */
@@ -186,10 +186,10 @@ static void test_asked_twice(void)
     LH_CHECK(rig_forward_backward(&rig, RIG_GRADIENTS_ALL) == 0);
     for (int i = 0; i < 3; i++)
         LH_CHECK(lh_engine_norm(rig.engine, &first, 0) == 0);
-    LH_CHECK(atomic_load(&rig.engine->norms_asked) == 1);
+    LH_CHECK(atomic_load(&rig.engine->requests[LH_REQUEST_NORM].sent) == 1);
     rig_settle(&rig);
-    LH_CHECK(atomic_load(&rig.engine->norms_done) == 1);
-    first = rig.engine->norm.square_sum;
+    LH_CHECK(lh_engine_norm(rig.engine, &first, 0) == 1);
+    LH_CHECK(atomic_load(&rig.engine->requests[LH_REQUEST_NORM].sent) == 1);
     again = norm(&rig);
     LH_CHECK(memcmp(&first, &again, sizeof(first)) == 0);
     LH_CHECK(fabs(first - reference(&rig, RIG_GRADIENTS_ALL)) <= 1e-13 * first);
@@ -242,9 +242,10 @@ static void test_scale(void)
     lh_test_name("the factor multiplies the gradients of its own step alone");
     rig_make(&rig, "norm-scale", opts_norm);
     for (int i = 0; i < 4; i++) {
-        const double scale = i % 2 ? 0.25 : 1;
+        const double scale = i == 1 ? 0.25 : 1;
         LH_CHECK(rig_forward_backward(&rig, 0x0c) == 0); /* in fp32: a quarter is exact */
-        lh_engine_gradient_scale_set(rig.engine, scale);
+        if (i == 1)
+            lh_engine_gradient_scale_set(rig.engine, scale);
         rig_settle(&rig);
         /* The reference is computed by rig_close(), before the engine moves again. */
         for (uint32_t param = 2; param < 4; param++) {

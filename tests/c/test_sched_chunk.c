@@ -51,7 +51,7 @@ static void check_tiles(const struct lh_engine *engine)
             LH_CHECK(is_last ? chunk->count <= engine->budget.chunk_elements
                              : chunk->count == engine->budget.chunk_elements);
             LH_CHECK(chunk->state == LH_CHUNK_STATE_IDLE && chunk->slab == LH_CHUNK_NONE);
-            LH_CHECK(chunk->landing.block == LH_BLOCK_NONE);
+            LH_CHECK(!chunk->landing.block);
             end += chunk->count;
         }
         LH_CHECK(end == unit->desc.elements);
