@@ -65,16 +65,16 @@ static void test_layout(void)
         const struct lh_landing *landing = &rig.engine->landing;
         const struct lh_budget *budget = &rig.budget;
         LH_CHECK(landing->block_bytes == budget->chunk_elements * sizeof(float));
-        LH_CHECK(landing->memory ==
+        LH_CHECK(landing->blocks.base ==
                  rig.memory + budget->region_bytes + budget->slab_count * budget->slab_bytes);
-        LH_CHECK(landing->free_count == budget->gradient_bytes / landing->block_bytes);
-        LH_CHECK(landing->memory + landing->free_count * landing->block_bytes <=
+        LH_CHECK(landing->blocks.free_count == budget->gradient_bytes / landing->block_bytes);
+        LH_CHECK(landing->blocks.base + landing->blocks.free_count * landing->block_bytes <=
                  rig.memory + rig.memory_bytes);
         LH_CHECK(landing->reserve == (opts.large ? rig.engine->units[5].chunk_count : 1));
-        for (uint32_t j = 0; j < landing->free_count; j++) {
+        for (uint32_t j = 0; j < landing->blocks.free_count; j++) {
             for (uint32_t k = 0; k < j; k++)
                 LH_CHECK(landing->free_blocks[j] != landing->free_blocks[k]);
-            LH_CHECK(landing->free_blocks[j] < landing->free_count);
+            LH_CHECK(landing->free_blocks[j] < landing->blocks.free_count);
         }
         for (uint32_t j = 0; j < RIG_UNIT_COUNT; j++)
             LH_CHECK(lh_landing_waiting_bytes(rig.engine, &rig.engine->units[j]) ==
@@ -127,29 +127,29 @@ static void test_reserve(void)
                  "unit whose update can end by itself, and comes back");
     rig_make(&rig, "landing-reserve", opts_of(LH_ENGINE_SCHEDULE_OPTIMIZED, SPARE_BYTES));
     const struct lh_landing *landing = &rig.engine->landing;
-    LH_CHECK(landing->free_count == 2 && landing->reserve == 1);
+    LH_CHECK(landing->blocks.free_count == 2 && landing->reserve == 1);
     LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_TRAIN) == 0);
     rig_hypers_set(&rig);
     gradient_give(&rig, 7); /* all of unit 5, whose graph still holds it */
     rig_settle(&rig);
-    LH_CHECK(landing->free_count == 1 && landing_of(&rig, 5)->count == 0);
+    LH_CHECK(landing->blocks.free_count == 1 && landing_of(&rig, 5)->count == 0);
     gradient_give(&rig, 6); /* of unit 4 */
     gradient_give(&rig, 5); /* of unit 3 */
     rig_settle(&rig);
-    LH_CHECK(landing->free_count == 1 && landing_of(&rig, 4)->posted_count == 1);
+    LH_CHECK(landing->blocks.free_count == 1 && landing_of(&rig, 4)->posted_count == 1);
     LH_CHECK(!lh_engine_gradient_is_consumed(rig.engine, 6));
     /* Unit 3, which came later, overtakes unit 4, which nothing but its caller can free. */
     handle_drop(&rig, 3);
-    LH_CHECK(rig.engine->units[3].update.is_done && landing->free_count == 1);
+    LH_CHECK(rig.engine->units[3].update.is_done && landing->blocks.free_count == 1);
     LH_CHECK(lh_engine_gradient_is_consumed(rig.engine, 5));
     LH_CHECK(!lh_engine_gradient_is_consumed(rig.engine, 6));
     handle_drop(&rig, 5);
     LH_CHECK(rig.engine->units[5].update.is_done);
     /* Its block went to unit 4. */
-    LH_CHECK(landing->free_count == 1 && landing_of(&rig, 4)->count == 0);
+    LH_CHECK(landing->blocks.free_count == 1 && landing_of(&rig, 4)->count == 0);
     LH_CHECK(lh_engine_gradient_is_consumed(rig.engine, 6));
     handle_drop(&rig, 4);
-    LH_CHECK(rig.engine->units[4].update.is_done && landing->free_count == 2);
+    LH_CHECK(rig.engine->units[4].update.is_done && landing->blocks.free_count == 2);
     rig_handles_drop(&rig);
     LH_CHECK(rig_close(&rig, 0xe0) == 0);
     rig_over_as_planned(&rig);
