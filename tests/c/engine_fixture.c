@@ -559,8 +559,15 @@ int rig_close(struct rig *rig, unsigned gradients)
 
 int rig_step(struct rig *rig, unsigned gradients)
 {
-    LH_TRY(rig_forward_backward(rig, gradients));
-    return rig_close(rig, gradients);
+    struct lh_error err = {0};
+    int rc = rig_forward_backward(rig, gradients);
+    if (rc >= 0)
+        rc = rig_close(rig, gradients);
+    if (rc == -ENOSPC && lh_engine_error(rig->engine, &err) == 0)
+        lh_engine_refusal(rig->engine, &err);
+    if (rc < 0)
+        fprintf(stderr, "a step returned %d: %s\n", rc, err.message);
+    return rc;
 }
 
 void rig_check_store(struct rig *rig, uint64_t step)
