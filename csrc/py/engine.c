@@ -8,7 +8,10 @@
 /* How long a wait lasts before it checks for signals (Ctrl-C). */
 #define WAIT_SLICE_MS 100
 
-/* Release what is held only to save time, and let the engine judge whether there is room. */
+/*
+ * Release the units of the backward, whose pins are only a convenience, and let the engine judge
+ * whether there is room.
+ */
 static void room_make(struct lhpy_engine *self, bool *is_tentative)
 {
     lhpy_engine_backward_release(self);
@@ -80,37 +83,29 @@ static void use_raise(struct lhpy_engine *self, int rc)
 int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit)
 {
     lhpy_device_stream_note(self);
-    int rc = lh_engine_acquire(self->core->engine, unit);
+    struct lh_engine *engine = self->core->engine;
+    int rc = lh_engine_acquire(engine, unit);
     bool is_tentative = rc == 0;
     bool is_interrupted = false;
     if (is_tentative)
-        lh_engine_tentative_begin(self->core->engine);
+        lh_engine_tentative_begin(engine);
     while (rc == 0) {
         Py_BEGIN_ALLOW_THREADS
-        rc = lh_engine_acquire_wait(self->core->engine, unit, WAIT_SLICE_MS);
+        rc = lh_engine_acquire_wait(engine, unit, WAIT_SLICE_MS);
         Py_END_ALLOW_THREADS
         if (rc != 0)
             break;
-        /*
-         * Room may be held by units whose handles have not come back: those pins are only a
-         * convenience.
-         */
         room_make(self, &is_tentative);
         if (!is_interrupted && PyErr_CheckSignals() < 0)
             is_interrupted = true; /* the pin will be granted anyway: take it, then raise */
     }
     if (is_tentative)
-        lh_engine_tentative_end(self->core->engine);
-    if (rc < 0) {
-        if (!is_interrupted)
-            use_raise(self, rc);
-        return -1;
-    }
-    if (is_interrupted) {
-        lh_engine_unpin(self->core->engine, unit);
-        return -1;
-    }
-    return use_tell(self, unit);
+        lh_engine_tentative_end(engine);
+    if (rc < 0 && !is_interrupted)
+        use_raise(self, rc);
+    if (rc > 0 && is_interrupted)
+        lh_engine_unpin(engine, unit);
+    return rc < 0 || is_interrupted ? -1 : use_tell(self, unit);
 }
 
 void lhpy_engine_unuse(struct lhpy_engine *self, uint32_t unit)

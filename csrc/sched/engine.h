@@ -174,9 +174,9 @@ int lh_engine_acquire(struct lh_engine *engine, uint32_t unit) LH_MUST_CHECK;
 int lh_engine_acquire_wait(struct lh_engine *engine, uint32_t unit, int timeout_ms) LH_MUST_CHECK;
 void lh_engine_refusal(struct lh_engine *engine, struct lh_error *err);
 /*
- * Begin and end a tentative wait: if it lasts, its caller releases units before ending it. Meanwhile
- * the engine does not refuse a unit for which pinned units leave no room. Otherwise a caller that
- * the machine does not run for some time would be refused before it could release anything.
+ * Begin and end a tentative wait: if it lasts, its caller releases units before it ends the wait.
+ * Meanwhile the engine does not refuse a unit for which pinned units leave no room. Otherwise a
+ * caller that the machine does not run for some time would be refused before it could release any.
  */
 void lh_engine_tentative_begin(struct lh_engine *engine);
 void lh_engine_tentative_end(struct lh_engine *engine);

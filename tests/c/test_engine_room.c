@@ -1,4 +1,4 @@
-/* Units for which pinned units leave no room: when they are refused, and when they are waited for. */
+/* Units for which pinned units leave no room: when they are refused, and when not. */
 #include "engine_fixture.h"
 #include "lh_test.h"
 

@@ -19,10 +19,9 @@ struct scalars {
 static struct scalars scalars_make(uint32_t param_count, const uint64_t *steps, const void *caller,
                                    uint64_t caller_bytes)
 {
-    struct scalars scalars = {.count =
-                                  lh_engine_scalars_overhead_bytes(param_count) + caller_bytes};
+    struct scalars scalars = {.count = lh_scalars_overhead_bytes(param_count) + caller_bytes};
     LH_CHECK(scalars.count <= sizeof(scalars.bytes));
-    lh_engine_scalars_make(steps, param_count, caller, caller_bytes, scalars.bytes);
+    lh_scalars_make(steps, param_count, caller, caller_bytes, scalars.bytes);
     return scalars;
 }
 
@@ -41,7 +40,7 @@ static uint64_t word_get(const void *bytes, uint64_t index)
 static bool is_found(const struct scalars *scalars, uint64_t count)
 {
     uint64_t bytes = 1;
-    const void *found = lh_engine_scalars_find(scalars->bytes, count, &bytes);
+    const void *found = lh_scalars_find(scalars->bytes, count, &bytes);
     LH_CHECK(found || bytes == 0);
     return found != NULL;
 }
@@ -57,18 +56,17 @@ static void test_round_trip(void)
     for (uint32_t i = 0; i < CALLER_BYTES_MAX; i++)
         caller[i] = (uint8_t)lh_test_random(&seed);
     for (uint32_t count = 0; count <= STEP_COUNT_MAX; count++) {
-        LH_CHECK(lh_engine_scalars_overhead_bytes(count) == HEADER_BYTES + 8 * count);
+        LH_CHECK(lh_scalars_overhead_bytes(count) == HEADER_BYTES + 8 * count);
         for (uint64_t bytes = 0; bytes <= CALLER_BYTES_MAX; bytes++) {
             struct scalars scalars = scalars_make(count, steps, caller, bytes);
             uint64_t found_bytes = UINT64_MAX;
-            const uint8_t *found =
-                lh_engine_scalars_find(scalars.bytes, scalars.count, &found_bytes);
+            const uint8_t *found = lh_scalars_find(scalars.bytes, scalars.count, &found_bytes);
             LH_CHECK(found == scalars.bytes + HEADER_BYTES + 8 * (uint64_t)count);
             LH_CHECK(found_bytes == bytes && memcmp(found, caller, bytes) == 0);
             LH_CHECK(memcmp(scalars.bytes + HEADER_BYTES, steps, 8 * (uint64_t)count) == 0);
         }
     }
-    LH_CHECK(lh_engine_scalars_overhead_bytes(UINT32_MAX) == HEADER_BYTES + UINT64_C(0x7fffffff8));
+    LH_CHECK(lh_scalars_overhead_bytes(UINT32_MAX) == HEADER_BYTES + UINT64_C(0x7fffffff8));
 }
 
 static void test_damaged(void)
@@ -82,7 +80,7 @@ static void test_damaged(void)
     for (uint64_t count = good.count + 1; count <= sizeof(good.bytes); count++)
         LH_CHECK(!is_found(&good, count));
     uint64_t bytes = 7;
-    LH_CHECK(!lh_engine_scalars_find(NULL, good.count, &bytes) && bytes == 0);
+    LH_CHECK(!lh_scalars_find(NULL, good.count, &bytes) && bytes == 0);
     for (uint32_t bit = 0; bit < 8 * HEADER_BYTES; bit++) {
         struct scalars bad = good;
         bad.bytes[bit / 8] ^= (uint8_t)(1U << (bit % 8));
@@ -131,7 +129,7 @@ static void test_commit(void)
         if (i % 2 == 0)
             continue; /* this step does not commit */
         uint64_t caller_bytes = 0;
-        const char *caller = lh_engine_scalars_find(scalars, bytes, &caller_bytes);
+        const char *caller = lh_scalars_find(scalars, bytes, &caller_bytes);
         LH_CHECK(caller && caller_bytes == sizeof("of the caller"));
         LH_CHECK(strcmp(caller, "of the caller") == 0);
         LH_CHECK(word_get(scalars, 1) == RIG_PARAM_COUNT);
