@@ -250,25 +250,30 @@ def report(outcomes: Sequence[Outcome], what: str, options: Options) -> bool:
 def build_programs(
     mode: str, folder: str, pattern: str, chosen: Callable[[str], bool]
 ) -> list[tuple[str, pathlib.Path]]:
-    """Compile and link each program of a folder, together with its files that are no programs."""
+    """Compile and link each program of a folder, together with its files that are no programs.
+
+    Of the core, and of the simulator's tests, a program is linked with what it uses.
+    """
     directory = ROOT / folder
     programs = [path for path in sorted(directory.glob(pattern)) if chosen(path.stem)]
     helpers = [path for path in sorted(directory.glob("*.c")) if not path.match(pattern)]
     if not programs:
         return []
-    include = [f"-I{directory}"]
+    include = [f"-I{directory}", f"-I{ROOT / 'tests' / 'sim'}"]
     if mode == "neon":
         builder = cbuild.Builder("release", command=CROSS_COMPILER)
         include.append("-DLH_TEST_EMULATED")
     else:
         builder = cbuild.Builder(mode)
     core = builder.archive(builder.compile(cbuild.core_sources(with_binding=False)), "core")
+    simulator = builder.compile(cbuild.simulator_sources(), include[1:2])
+    libraries = [builder.archive(simulator, "simulator"), core]
     shared = builder.compile(helpers, include)
     mains = builder.compile(programs, include)
     built = []
     for source, main in zip(programs, mains, strict=True):
         target = cbuild.BUILD / "bin" / builder.variant / source.stem
-        builder.link([main, *shared, core], target)
+        builder.link([main, *shared, *libraries], target)
         built.append((source.stem, target))
     return built
 

@@ -216,6 +216,14 @@ def core_sources(with_binding: bool) -> list[pathlib.Path]:
     return [source for source in sources if with_binding or binding not in source.parents]
 
 
+def simulator_sources() -> list[pathlib.Path]:
+    """List what simulations with bytes add to the core, for the programs of tests/c and tests/sim.
+
+    These files include each other as "lives/NAME.h", relative to tests/sim.
+    """
+    return sorted((ROOT / "tests" / "sim" / "lives").glob("*.c"))
+
+
 def project_files() -> list[str]:
     """List the project's files: tracked or untracked by git; without git, all that is not built."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]

@@ -62,7 +62,7 @@ static int machine_parse(PyObject *dict, struct lh_sim_machine *machine)
     struct lh_sim_accelerator *accelerator = &machine->accelerator;
     struct lh_sim_link_opts *ssd = &machine->ssd;
     const struct field fields[] = {
-        {"ssd_count", &ssd_count, 1, LH_SIM_DISK_FILE_COUNT_MAX},
+        {"ssd_count", &ssd_count, 1, LH_SIM_SSD_COUNT_MAX},
         {"ssd_read_bytes_per_s", &ssd->bytes_per_s[LH_SIM_DIRECTION_READ], 1, NUMBER_MAX},
         {"ssd_write_bytes_per_s", &ssd->bytes_per_s[LH_SIM_DIRECTION_WRITE], 1, NUMBER_MAX},
         {"ssd_total_bytes_per_s", &machine->cap_bytes_per_s, 0, NUMBER_MAX},
@@ -212,7 +212,6 @@ static int model_parse(PyObject *units, PyObject *blocks, struct lh_alloc *alloc
         PyErr_NoMemory();
         return -1;
     }
-    model->has_own_gradients = true;
     for (Py_ssize_t i = 0; i < unit_count; i++) {
         if (unit_parse(PyList_GetItem(units, i), model) < 0)
             return -1;

@@ -148,55 +148,9 @@ static void step_over_check(struct lh_sim_check *check)
     check->last[stats.step % LH_SIM_STEP_COUNT_MAX] = stats;
 }
 
-static void hold_check(struct lh_sim_check *check)
-{
-    const struct lh_engine *engine = check->engine;
-    bool was_held = check->is_held;
-    check->is_held = lh_step_holds_commits(engine);
-    if (!check->is_held)
-        return;
-    if (engine->step_state == LH_STEP_STATE_COMMITTING || lh_store_is_committing(engine->store))
-        lh_sim_world_fail(check->world, "a commit is in progress while commits are held");
-    if (was_held && engine->committed_step != check->held_step)
-        lh_sim_world_fail(check->world,
-                          "step %" PRIu64 " was committed while commits were held at step"
-                          " %" PRIu64,
-                          engine->committed_step, check->held_step);
-    check->held_step = engine->committed_step;
-}
-
-/*
- * Forget flipped bits that were overwritten before anything used them. A slab into which gradients
- * are gathered may have held a chunk that was read ahead. Also, states that were never written are
- * set to zero by the job that updates their chunk.
- */
-static void overwritten_forget(struct lh_sim_check *check)
-{
-    const struct lh_engine *engine = check->engine;
-    /* A large model has tens of thousands of slabs, and this runs after each event. */
-    if (!lh_sim_io_has_flips(check->io))
-        return;
-    for (uint32_t i = 0; i < engine->budget.slab_count; i++) {
-        const struct lh_slab *slab = &engine->slabs[i];
-        if (slab->is_lent)
-            lh_sim_io_flips_forget(check->io, slab->memory, engine->budget.slab_bytes);
-        if (slab->is_lent || slab->chunk == LH_CHUNK_NONE)
-            continue;
-        const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
-        const struct lh_unit *unit = &engine->units[chunk->unit];
-        for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++) {
-            uint64_t bytes = chunk->count * lh_chunk_element_bytes(unit, j);
-            if (slab->is_zero[j] && bytes > 0)
-                lh_sim_io_flips_forget(check->io, lh_slab_array(slab, unit, j, chunk->count),
-                                       bytes);
-        }
-    }
-}
-
 void lh_sim_check_quiet(struct lh_sim_check *check)
 {
     const struct lh_engine *engine = check->engine;
-    overwritten_forget(check);
     places_check(check, false);
     if (engine->dev)
         places_check(check, true);
@@ -205,7 +159,6 @@ void lh_sim_check_quiet(struct lh_sim_check *check)
     if (engine->opts.schedule == LH_ENGINE_SCHEDULE_AUTO)
         split_check(check);
     step_over_check(check);
-    hold_check(check);
     if (engine->transfers.in_flight != check->io->in_flight_count)
         lh_sim_world_fail(check->world,
                           "the engine counts %" PRIu32

@@ -10,7 +10,6 @@
  *  6. With schedule naive, all chunks that move belong to one unit, and are all read, all computed,
  *     or all written.
  *  7. With schedule auto, gradients that wait for the end of the step have room in memory.
- *  8. While commits are held, no commit is in progress, and the committed step does not change.
  *
  * Thread: one.
  */
@@ -30,8 +29,6 @@ struct lh_sim_check {
     uint64_t step;                                           /* the last one that ended */
     uint64_t end_ns;                                         /* when it ended */
     uint64_t bytes[LH_ENGINE_LINK_COUNT];                    /* of all steps that have ended */
-    bool is_held;                                            /* at the last check */
-    uint64_t held_step;                                      /* the committed step then */
     bool has_flush_commits;                                  /* commits that belong to no step */
     struct lh_engine_step_stats last[LH_SIM_STEP_COUNT_MAX]; /* step s is at s % MAX */
 };

@@ -4,9 +4,7 @@
 #include <string.h>
 
 #include "base/assert.h"
-#include "base/crc32c.h"
 
-#define GARBAGE 0xc7
 #define LANE_STREAM LH_DEV_DIRECTION_COUNT
 #define LANE_COUNT (LH_DEV_DIRECTION_COUNT + 1)
 
@@ -25,9 +23,7 @@ struct item {
     struct lh_dev_copy *copy;
     uint64_t behind[LANE_COUNT]; /* how many items each lane must have ended before this begins */
     bool is_done;                /* its time is over; it ends after earlier items */
-    bool is_failed;
     uint64_t began_ns;
-    uint32_t crc;
     uint64_t compute_ns;
     lh_sim_fire_fn begin;
     lh_sim_fire_fn end;
@@ -50,10 +46,8 @@ struct sim_dev {
     struct lh_dev dev; /* first: the caller's pointer is this one */
     struct lh_alloc *alloc;
     struct lh_sim_dev_opts opts;
-    struct lh_sim_random random;
     struct lh_sim_link links[LH_DEV_DIRECTION_COUNT];
     struct lane lanes[LANE_COUNT];
-    bool is_failed; /* a copy failed: nothing more is executed */
     struct lh_sim_dev_stats stats;
 };
 
@@ -67,19 +61,9 @@ static struct lh_sim_link *link_of(struct sim_dev *sim, uint32_t lane)
     return &sim->links[sim->opts.link.duplex ? lane : 0];
 }
 
-static uint8_t *target_of(const struct lh_dev_copy *copy)
+static bool is_dead(const struct sim_dev *sim)
 {
-    return copy->direction == LH_DEV_DIRECTION_IN ? copy->device : copy->host;
-}
-
-static const uint8_t *source_of(const struct lh_dev_copy *copy)
-{
-    return copy->direction == LH_DEV_DIRECTION_IN ? copy->host : copy->device;
-}
-
-static uint32_t source_crc(const struct lh_dev_copy *copy)
-{
-    return lh_crc32c(0, source_of(copy), copy->bytes);
+    return LH_SIM_HOOK_GET(sim->opts.world, false, dev_is_dead);
 }
 
 static bool may_begin(const struct sim_dev *sim, const struct item *item)
@@ -107,10 +91,7 @@ static void item_begin(struct sim_dev *sim, struct item *item)
         lh_sim_world_at(world, world->now_ns + item->compute_ns, compute_done, item);
         return;
     }
-    if (sim->opts.moves_bytes && item->lane == LH_DEV_DIRECTION_OUT)
-        item->crc = source_crc(item->copy);
-    if (sim->opts.moves_bytes)
-        memset(target_of(item->copy), GARBAGE, item->copy->bytes);
+    LH_SIM_HOOK_CALL(world, copy_begun, item->copy);
     lh_sim_link_submit(link_of(sim, item->lane), &item->transfer);
 }
 
@@ -120,30 +101,22 @@ static void copy_end(struct sim_dev *sim, struct item *item)
     struct lh_sim_world *world = sim->opts.world;
     copy->started_ns = lh_max_u64(item->began_ns, sim->lanes[item->lane].ended_ns);
     copy->completed_ns = world->now_ns;
-    copy->result = item->is_failed ? -EIO : 0;
+    copy->result = LH_SIM_HOOK_GET(world, 0, copy_ended, copy);
     lh_sim_world_trace(world, LH_SIM_TRACE_COPY, (uint64_t)item->lane, copy->bytes,
                        (uint64_t)-copy->result);
-    sim->is_failed |= item->is_failed;
-    if (item->is_failed)
-        return;
-    sim->stats.bytes[item->lane] += copy->bytes;
-    if (!sim->opts.moves_bytes)
-        return;
-    if (source_crc(copy) != item->crc)
-        lh_sim_world_fail(world, "%" PRIu64 " bytes changed while they were copied %s", copy->bytes,
-                          item->lane == LH_DEV_DIRECTION_IN ? "to the accelerator" : "from it");
-    memcpy(target_of(copy), source_of(copy), copy->bytes);
+    if (copy->result == 0)
+        sim->stats.bytes[item->lane] += copy->bytes;
 }
 
 static bool lane_pump(struct sim_dev *sim, struct lane *lane)
 {
     bool moved = false;
-    while (!sim->is_failed && lane->begun_count < lane->taken_count &&
+    while (!is_dead(sim) && lane->begun_count < lane->taken_count &&
            may_begin(sim, item_at(lane, lane->begun_count))) {
         item_begin(sim, item_at(lane, lane->begun_count));
         moved = true;
     }
-    while (!sim->is_failed && lane->ended_count < lane->begun_count &&
+    while (!is_dead(sim) && lane->ended_count < lane->begun_count &&
            item_at(lane, lane->ended_count)->is_done) {
         struct item *item = item_at(lane, lane->ended_count);
         if (item->copy)
@@ -240,48 +213,31 @@ static int sim_order(struct lh_dev *dev, enum lh_dev_direction direction,
     return 0;
 }
 
-static void fault_note(struct sim_dev *sim, const struct lh_dev_copy *copy, enum lh_sim_fault fault)
-{
-    lh_sim_world_fault(sim->opts.world, fault, UINT32_MAX, copy->direction, copy->bytes);
-}
-
 static int sim_submit(struct lh_dev *dev, struct lh_dev_copy *copy, struct lh_error *err)
 {
     struct sim_dev *sim = (struct sim_dev *)dev;
-    const struct lh_sim_faults *faults = &sim->opts.faults;
+    uint64_t extra_ns = 0;
     LH_ASSERT(copy->host && copy->device && copy->bytes > 0);
     if (dev->in_flight_count == sim->opts.copy_count)
         return -EAGAIN;
-    bool is_slow = lh_sim_random_chance(&sim->random, faults->ppm[LH_SIM_FAULT_SPIKE]);
-    bool is_failed = lh_sim_random_chance(&sim->random, faults->ppm[LH_SIM_FAULT_ERROR]);
-    if (is_failed)
-        fault_note(sim, copy, LH_SIM_FAULT_ERROR);
-    if (sim->is_failed || (is_failed && lh_sim_random_below(&sim->random, 2) == 0))
-        return lh_error_set(err, -EIO, "the simulated accelerator has failed: it takes no copies");
+    LH_TRY(LH_SIM_HOOK_GET(sim->opts.world, 0, copy_taken, copy, &extra_ns, err));
     if (copy->after)
         lane_order(&sim->lanes[copy->direction], copy->after);
     struct item *item = lane_take(sim, copy->direction);
     bool is_in = copy->direction == LH_DEV_DIRECTION_IN;
     item->copy = copy;
-    item->is_failed = is_failed;
     item->transfer = (struct lh_sim_transfer){
         .direction = is_in ? LH_SIM_DIRECTION_READ : LH_SIM_DIRECTION_WRITE,
         .bytes = copy->bytes,
-        .extra_ns = is_slow ? faults->spike_ns : 0,
+        .extra_ns = extra_ns,
         .done = transfer_done,
         .owner = item,
     };
-    if (is_slow)
-        fault_note(sim, copy, LH_SIM_FAULT_SPIKE);
     if (copy->done)
         *copy->done =
             (struct lh_dev_fence){copy->direction, sim->lanes[copy->direction].taken_count};
     dev->in_flight_count++;
     copy->result = -EINPROGRESS;
-    if (sim->opts.moves_bytes && is_in)
-        item->crc = source_crc(copy);
-    else if (sim->opts.moves_bytes)
-        memset(copy->host, GARBAGE, copy->bytes);
     lanes_pump(sim);
     return 0;
 }
@@ -292,7 +248,7 @@ static uint32_t sim_poll(struct lh_dev *dev, struct lh_dev_copy **done, uint32_t
     uint32_t count = 0;
     for (uint32_t i = 0; i < LH_DEV_DIRECTION_COUNT; i++) {
         struct lane *lane = &sim->lanes[i];
-        uint64_t end = sim->is_failed ? lane->taken_count : lane->ended_count;
+        uint64_t end = is_dead(sim) ? lane->taken_count : lane->ended_count;
         while (count < done_max && lane->polled_count < end) {
             struct lh_dev_copy *copy = item_at(lane, lane->polled_count)->copy;
             if (lane->polled_count++ >= lane->ended_count)
@@ -369,7 +325,6 @@ int lh_sim_dev_create(const struct lh_sim_dev_opts *opts, struct lh_alloc *alloc
                                 lane->item_count);
         }
     }
-    lh_sim_random_init(&sim->random, opts->seed, LH_SIM_STREAM_COPIES);
     for (uint32_t i = 0; i < LH_DEV_DIRECTION_COUNT; i++)
         lh_sim_link_init(&sim->links[i], opts->world, &opts->link, NULL);
     *dev_out = &sim->dev;
@@ -388,7 +343,7 @@ void lh_sim_dev_compute(struct lh_dev *dev, uint64_t compute_ns, lh_sim_fire_fn 
     lanes_pump(sim);
 }
 
-void lh_sim_dev_crash(struct lh_dev *dev)
+void lh_sim_dev_drop(struct lh_dev *dev)
 {
     struct sim_dev *sim = (struct sim_dev *)dev;
     for (uint32_t i = 0; i < LANE_COUNT; i++) {

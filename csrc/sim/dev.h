@@ -14,14 +14,8 @@
  * fences order the two. Otherwise, the training thread waits for a copy to complete, computes, and
  * records fences when that is over; they have already passed.
  *
- * With moves_bytes, a copy's target is garbage from its begin to its end, and that of a copy out
- * already from its submit. Without, addresses are never accessed, so that models of any size can be
- * timed.
- *
- * Faults of a copy (io.h): SPIKE takes spike_ns longer. ERROR is refused at submit, or completes
- * with -EIO and garbage bytes; after that the accelerator executes nothing more.
- *
- * Always checked: a copy's source does not change from its submit (in) or begin (out) to its end.
+ * Addresses are never accessed, so that models of any size can be timed, and every copy succeeds.
+ * Hooks (sim/hooks.h) decide otherwise.
  *
  * Thread: one.
  */
@@ -29,7 +23,7 @@
 #define LH_SIM_DEV_H
 
 #include "dev/dev.h"
-#include "sim/io.h"
+#include "sim/link.h"
 
 /* How many computations a training thread may run ahead of the stream. */
 #define LH_SIM_DEV_COMPUTE_COUNT_MAX 4096
@@ -39,9 +33,6 @@ struct lh_sim_dev_opts {
     struct lh_sim_link_opts link;
     uint32_t copy_count; /* in flight at once, both directions together */
     bool is_ordered;
-    bool moves_bytes;
-    struct lh_sim_faults faults; /* only SPIKE and ERROR are used */
-    uint64_t seed;               /* of the faults */
 };
 
 struct lh_sim_dev_stats {
@@ -62,8 +53,8 @@ int lh_sim_dev_create(const struct lh_sim_dev_opts *opts, struct lh_alloc *alloc
  */
 void lh_sim_dev_compute(struct lh_dev *dev, uint64_t compute_ns, lh_sim_fire_fn begin,
                         lh_sim_fire_fn end, void *context);
-/* Simulate a power failure: nothing in flight completes. */
-void lh_sim_dev_crash(struct lh_dev *dev);
+/* End the process: nothing in flight completes. */
+void lh_sim_dev_drop(struct lh_dev *dev);
 /* Call this whenever time is about to advance. */
 void lh_sim_dev_check(struct lh_dev *dev);
 const struct lh_sim_dev_stats *lh_sim_dev_stats(const struct lh_dev *dev);

@@ -56,8 +56,7 @@ static void job_done(void *context)
     struct sim_exec *sim = worker->exec;
     struct lh_exec_job *job = worker->job;
     job->ended_ns = sim->opts.world->now_ns;
-    if (sim->opts.run_jobs)
-        job->run(job);
+    LH_SIM_HOOK_CALL(sim->opts.world, job_done, job);
     sim->busy_ns += job->ended_ns - job->started_ns;
     lh_sim_world_trace(sim->opts.world, LH_SIM_TRACE_JOB, job->worker_index, job->work_bytes,
                        job->ended_ns - job->started_ns);
@@ -132,7 +131,7 @@ int lh_sim_exec_create(const struct lh_sim_exec_opts *opts, struct lh_alloc *all
     return 0;
 }
 
-void lh_sim_exec_crash(struct lh_exec *exec)
+void lh_sim_exec_drop(struct lh_exec *exec)
 {
     struct sim_exec *sim = (struct sim_exec *)exec;
     for (uint32_t i = 0; i < sim->opts.worker_count; i++)

@@ -1,9 +1,8 @@
 /*
  * The simulator's workers: struct lh_exec in virtual time.
  *
- * A job takes the time of its work_bytes at the rate of one worker, rounded up. With run_jobs, its
- * function is called at the end of this time, so that its results are not available earlier, and
- * its inputs have to stay valid that long; without, it is only timed.
+ * A job takes the time of its work_bytes at the rate of one worker, rounded up. It is only timed:
+ * hooks (sim/hooks.h) may run it at the end of this time.
  *
  * Always checked: no worker is idle while a job waits.
  *
@@ -23,7 +22,6 @@ struct lh_sim_exec_opts {
     uint32_t worker_count;
     uint64_t bytes_per_s; /* of one worker */
     uint32_t queue_depth_max;
-    bool run_jobs;
 };
 
 /*
@@ -34,8 +32,8 @@ struct lh_sim_exec_opts {
  */
 int lh_sim_exec_create(const struct lh_sim_exec_opts *opts, struct lh_alloc *alloc,
                        struct lh_exec **exec_out, struct lh_error *err) LH_MUST_CHECK;
-/* Simulate a power failure: no job completes. */
-void lh_sim_exec_crash(struct lh_exec *exec);
+/* End the process: no job completes. */
+void lh_sim_exec_drop(struct lh_exec *exec);
 /* Call this whenever time is about to advance. */
 void lh_sim_exec_check(struct lh_exec *exec);
 uint64_t lh_sim_exec_busy_ns(const struct lh_exec *exec); /* of all workers */

@@ -24,6 +24,9 @@
 
 #include "sim/world.h"
 
+/* SSDs of a machine, each of which is a link. */
+#define LH_SIM_SSD_COUNT_MAX 16
+
 enum lh_sim_direction {
     LH_SIM_DIRECTION_READ = 0,
     LH_SIM_DIRECTION_WRITE = 1,

@@ -5,10 +5,6 @@
 #include "base/assert.h"
 #include "compute/adam.h"
 
-/* Two chunks where memory is scarce: only such a unit tests the order of chunks. */
-#define LARGE_COUNT_MIN (LH_BUDGET_CHUNK_ELEMENTS_MIN + 1)
-#define BLOCK_NS_MAX 2000000
-
 int lh_sim_model_init(struct lh_sim_model *model, const struct lh_sim_model_opts *opts,
                       struct lh_alloc *alloc, struct lh_error *err)
 {
@@ -140,56 +136,6 @@ void lh_sim_model_saved_add(struct lh_sim_model *model, uint64_t bytes, enum lh_
     model->parts[model->part_count - 1].saved_count++;
 }
 
-/* A unit of one to four parameters: bf16, fp16, fp32, or frozen bytes. */
-static uint32_t random_unit_add(struct lh_sim_model *model, const struct lh_sim_sizes *sizes,
-                                struct lh_sim_random *random, bool is_large)
-{
-    static const enum lh_dtype dtypes[] = {LH_DTYPE_BF16, LH_DTYPE_F16, LH_DTYPE_F32,
-                                           LH_DTYPE_BF16, LH_DTYPE_F32, LH_DTYPE_BYTES};
-    uint64_t counts[4];
-    uint32_t count = 1 + (uint32_t)lh_sim_random_below(random, LH_COUNT_OF(counts));
-    for (uint32_t i = 0; i < count; i++)
-        counts[i] = 1 + lh_sim_random_below(random, sizes->count_max);
-    if (is_large)
-        counts[0] = LARGE_COUNT_MIN + lh_sim_random_below(random, sizes->count_max);
-    uint64_t dtype = lh_sim_random_below(random, LH_COUNT_OF(dtypes));
-    struct lh_sim_unit_desc desc = {
-        .dtype = is_large ? LH_DTYPE_BF16 : dtypes[dtype], .counts = counts, .count = count};
-    return lh_sim_model_unit_add(model, &desc);
-}
-
-int lh_sim_model_random(struct lh_sim_model *model, const struct lh_sim_sizes *sizes,
-                        struct lh_sim_random *random, struct lh_alloc *alloc, struct lh_error *err)
-{
-    uint32_t block_count = 2 + (uint32_t)lh_sim_random_below(random, 6);
-    struct lh_sim_model_opts opts = {.unit_max = 2 * block_count + 2,
-                                     .param_max = 8 * block_count + 8,
-                                     .block_max = block_count};
-    LH_TRY(lh_sim_model_init(model, &opts, alloc, err));
-    bool has_large = lh_sim_random_chance(random, sizes->large_ppm);
-    uint32_t large_block = (uint32_t)lh_sim_random_below(random, block_count);
-    /* The first unit belongs to a scope around all others, or is tied, or neither. */
-    uint64_t kind = lh_sim_random_below(random, 3);
-    const uint64_t first_counts[] = {1 + lh_sim_random_below(random, sizes->count_max)};
-    struct lh_sim_unit_desc first = {
-        .dtype = LH_DTYPE_BF16, .always = kind == 0, .counts = first_counts, .count = 1};
-    uint32_t shared = lh_sim_model_unit_add(model, &first);
-    for (uint32_t i = 0; i < block_count; i++) {
-        struct lh_sim_block block = {
-            .forward_ns = lh_sim_random_below(random, BLOCK_NS_MAX),
-            .backward_ns = lh_sim_random_below(random, 2 * BLOCK_NS_MAX),
-        };
-        if (i == 0 || (kind == 1 && i + 1 == block_count))
-            block.units[block.unit_count++] = shared;
-        bool is_large = has_large && i == large_block;
-        block.units[block.unit_count++] = random_unit_add(model, sizes, random, is_large);
-        if (lh_sim_random_below(random, 4) == 0)
-            block.units[block.unit_count++] = random_unit_add(model, sizes, random, false);
-        lh_sim_model_block_add(model, &block);
-    }
-    return 0;
-}
-
 struct lh_adam_hyper lh_sim_model_hyper(uint32_t group, uint64_t step)
 {
     double lr = 1e-3 * (double)(1 + step % 3);
@@ -198,24 +144,12 @@ struct lh_adam_hyper lh_sim_model_hyper(uint32_t group, uint64_t step)
     return (struct lh_adam_hyper){3 * lr, 0.8, 0.99, 1e-6, 0};
 }
 
-double lh_sim_model_scale(const struct lh_sim_model *model, uint64_t step)
-{
-    return model->has_scales ? 0.25 * (double)(1 + step % 5) : 1.0;
-}
-
 uint64_t lh_sim_model_scalars(const struct lh_sim_model *model, uint64_t step, void *scalars_out)
 {
     uint64_t bytes = lh_sim_mix(step, model->scalar_bytes_max) % (model->scalar_bytes_max + 1);
     for (uint64_t i = 0; i < bytes; i++)
         ((uint8_t *)scalars_out)[i] = (uint8_t)(step * 151 + i);
     return bytes;
-}
-
-enum lh_dtype lh_sim_model_gradient_dtype(const struct lh_sim_model *model, uint32_t param)
-{
-    uint32_t unit = model->params[param].unit;
-    bool is_mixed = !model->has_own_gradients && unit % 3 == 2 && param % 2 == 1;
-    return is_mixed ? LH_DTYPE_F32 : model->units[unit].dtype;
 }
 
 /* The bytes that a block's units need, wherever those already in use are placed. */

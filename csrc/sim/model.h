@@ -79,9 +79,6 @@ struct lh_sim_model {
     uint32_t extent_count;
     struct lh_store_group_desc *groups; /* one per unit */
     uint64_t element_count;             /* trainable, without padding */
-    /* Gradients have the dtype of their parameters, as those from an accelerator do. */
-    bool has_own_gradients;
-    bool has_scales;           /* gradients are scaled (clipped) by a different factor each step */
     uint64_t scalar_bytes_max; /* of the caller's part of a commit, up to LH_SIM_SCALAR_BYTES_MAX */
 };
 
@@ -117,16 +114,6 @@ void lh_sim_model_part_add(struct lh_sim_model *model, uint64_t forward_ns, uint
 /* Add a saved tensor to the part that was added last. */
 void lh_sim_model_saved_add(struct lh_sim_model *model, uint64_t bytes, enum lh_saved_tier tier);
 
-struct lh_sim_sizes {
-    uint64_t count_max; /* elements of a parameter */
-    uint32_t large_ppm; /* of the models have a unit of two chunks where memory is scarce */
-};
-
-/* Make a small random model. Errors: -ENOMEM. */
-int lh_sim_model_random(struct lh_sim_model *model, const struct lh_sim_sizes *sizes,
-                        struct lh_sim_random *random, struct lh_alloc *alloc, struct lh_error *err)
-    LH_MUST_CHECK;
-
 /* The size of an array of a unit (0: it has no such array), and its extent. */
 uint64_t lh_sim_model_array_bytes(const struct lh_sim_model *model, uint32_t unit,
                                   enum lh_sim_array array);
@@ -134,12 +121,8 @@ uint32_t lh_sim_model_extent(const struct lh_sim_model *model, uint32_t unit,
                              enum lh_sim_array array);
 /* The hyper-parameters of a group in a step; they change from step to step. */
 struct lh_adam_hyper lh_sim_model_hyper(uint32_t group, uint64_t step);
-/* The factor by which the gradients of a step are multiplied. */
-double lh_sim_model_scale(const struct lh_sim_model *model, uint64_t step);
 /* Make the caller's part of a step's commit: at most scalar_bytes_max. Returns its size. */
 uint64_t lh_sim_model_scalars(const struct lh_sim_model *model, uint64_t step, void *scalars_out);
-/* The parameter's own dtype; without has_own_gradients, fp32 for some of every third unit. */
-enum lh_dtype lh_sim_model_gradient_dtype(const struct lh_sim_model *model, uint32_t param);
 /* The smallest region, of main memory or of an accelerator, that works for the model's blocks. */
 uint64_t lh_sim_model_region_bytes_min(const struct lh_sim_model *model);
 /*

@@ -1,17 +1,18 @@
 #include "sim/run.h"
 
 #include <inttypes.h>
-#include <stdio.h>
-#include <string.h>
 #include <sys/mman.h>
 
 #include "base/assert.h"
 #include "sched/engine_private.h"
-#include "store/store_impl.h"
 
 #define EVENT_MAX 8192
-#define GARBAGE 0xa5
 #define PLAN_AROUND_AFTER_NS UINT64_C(50000000)
+
+uint32_t lh_sim_run_request_count_max(const struct lh_sim_run *run)
+{
+    return run->opts.io_depth + 8 * LH_STORE_DIRECTORY_COUNT_MAX;
+}
 
 static uint32_t job_max(const struct lh_sim_run *run)
 {
@@ -24,17 +25,14 @@ static bool has_landings(const struct lh_sim_run *run)
     return accelerator->copy_count > 0 && !accelerator->gradients_in_memory;
 }
 
-/* Timing only: the memory is inaccessible, so that moving a byte by mistake ends the program. */
+/* The memory is inaccessible, so that moving a byte by mistake ends the program. */
 static int memory_map(const struct lh_sim_run *run, uint64_t bytes, uint64_t used_bytes,
                       uint8_t **memory_out, struct lh_error *err)
 {
-    bool has_bytes = run->opts.reference != NULL;
-    void *memory = mmap(NULL, bytes, has_bytes ? PROT_READ | PROT_WRITE : PROT_NONE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *memory = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED)
         return lh_error_set(err, -errno, "cannot map %" PRIu64 " bytes", bytes);
-    if (has_bytes)
-        memset(memory, GARBAGE, used_bytes);
+    LH_SIM_HOOK_CALL(&run->world, memory_mapped, memory, bytes, used_bytes);
     *memory_out = memory;
     return 0;
 }
@@ -56,7 +54,7 @@ static int memories_map(struct lh_sim_run *run, struct lh_error *err)
     return memory_map(run, device_bytes, device_bytes, &run->device_memory, err);
 }
 
-static int dev_create(struct lh_sim_run *run, bool calm, struct lh_error *err)
+static int dev_create(struct lh_sim_run *run, struct lh_error *err)
 {
     const struct lh_sim_accelerator *accelerator = &run->opts.machine.accelerator;
     struct lh_sim_dev_opts opts = {
@@ -64,50 +62,40 @@ static int dev_create(struct lh_sim_run *run, bool calm, struct lh_error *err)
         .link = accelerator->link,
         .copy_count = accelerator->copy_count,
         .is_ordered = accelerator->is_ordered,
-        .moves_bytes = run->opts.reference != NULL,
-        .seed = lh_sim_mix(run->opts.seed, run->open_count),
     };
-    if (!calm)
-        opts.faults = run->opts.faults;
     if (accelerator->copy_count == 0)
         return 0;
     return lh_sim_dev_create(&opts, run->alloc, &run->dev, err);
 }
 
-static int backends_create(struct lh_sim_run *run, bool calm, struct lh_error *err)
+static int backends_create(struct lh_sim_run *run, struct lh_error *err)
 {
     const struct lh_sim_run_opts *opts = &run->opts;
-    struct lh_sim_link_opts links[LH_SIM_DISK_FILE_COUNT_MAX];
-    bool has_bytes = opts->reference != NULL;
+    struct lh_sim_link_opts links[LH_SIM_SSD_COUNT_MAX];
     for (uint32_t i = 0; i < opts->machine.ssd_count; i++)
         links[i] = opts->machine.ssd;
     struct lh_sim_io_opts io_opts = {
         .world = &run->world,
-        .disk = has_bytes ? &run->disk : NULL,
         .links = links,
         .link_count = opts->machine.ssd_count,
         .file_count = (run->saved_store ? 2 : 1) * opts->machine.ssd_count,
         .cap_bytes_per_s = opts->machine.cap_bytes_per_s,
         .sync_ns = opts->machine.sync_ns,
-        .queue_depth_max = opts->io_depth + 8 * LH_STORE_DIRECTORY_COUNT_MAX,
+        .queue_depth_max = lh_sim_run_request_count_max(run),
         .io_depth = opts->io_depth,
-        .seed = lh_sim_mix(opts->seed, run->open_count),
     };
-    if (!calm)
-        io_opts.faults = opts->faults;
     LH_TRY(lh_sim_io_create(&io_opts, run->alloc, &run->io, err));
-    LH_TRY(dev_create(run, calm, err));
+    LH_TRY(dev_create(run, err));
     struct lh_sim_exec_opts exec_opts = {
         .world = &run->world,
         .worker_count = opts->machine.worker_count,
         .bytes_per_s = opts->machine.worker_bytes_per_s,
         .queue_depth_max = job_max(run),
-        .run_jobs = has_bytes,
     };
     return lh_sim_exec_create(&exec_opts, run->alloc, &run->exec, err);
 }
 
-static int engine_create(struct lh_sim_run *run, bool calm, struct lh_error *err)
+static int engine_create(struct lh_sim_run *run, struct lh_error *err)
 {
     const struct lh_sim_run_opts *opts = &run->opts;
     const struct lh_sim_model *model = opts->model;
@@ -143,10 +131,10 @@ static int engine_create(struct lh_sim_run *run, bool calm, struct lh_error *err
         .transfer_bytes = opts->transfer_bytes,
         .commit_every = opts->commit_every,
         .schedule = opts->schedule,
-        .verify = opts->reference != NULL,
         .trace_count = opts->trace_count,
         .manual = true,
     };
+    LH_SIM_HOOK_CALL(&run->world, engine_described, &engine_opts);
     run->engine_alloc = (struct lh_alloc)LH_ALLOC_INIT;
     LH_TRY(lh_engine_create(&engine_opts, &run->engine_alloc, &run->engine, err));
     lh_alloc_seal(&run->engine_alloc);
@@ -154,33 +142,24 @@ static int engine_create(struct lh_sim_run *run, bool calm, struct lh_error *err
     struct lh_sim_train_opts train_opts = {
         .world = &run->world,
         .model = model,
-        .reference = opts->reference,
         .engine = run->engine,
         .dev = run->dev,
         .step_last = opts->step_last,
         .saved_out_bytes = opts->saved.out_bytes,
         .saved_ahead_bytes = opts->saved.ahead_bytes,
         .gradient_ahead_bytes = run->budget.gradient_ahead_bytes,
-        .store = run->store,
-        .fs = &run->fs,
-        .target = run->target.world ? &run->target : NULL,
-        .edit_dies_after = opts->crash.where == LH_SIM_CRASH_EDIT ? opts->crash.after : UINT64_MAX,
-        .never_quits = calm,
         .nowhere = run->memory,
         .waits_for_updates = opts->schedule == LH_ENGINE_SCHEDULE_SERIAL,
-        .chances = opts->chances,
-        .seed = lh_sim_mix(opts->seed, run->open_count),
     };
     LH_TRY(lh_sim_train_init(&run->train, &train_opts, run->alloc, err));
     return lh_sim_check_init(&run->check, &run->world, model, run->engine, run->io, err);
 }
 
-int lh_sim_run_parts_create(struct lh_sim_run *run, bool calm, struct lh_error *err)
+int lh_sim_run_parts_create(struct lh_sim_run *run, struct lh_error *err)
 {
-    run->open_count++;
     LH_TRY(memories_map(run, err));
-    LH_TRY(backends_create(run, calm, err));
-    return engine_create(run, calm, err);
+    LH_TRY(backends_create(run, err));
+    return engine_create(run, err);
 }
 
 /* Create the store of saved tensors: one extent, without files. */
@@ -191,37 +170,35 @@ static int saved_store_create(struct lh_sim_run *run, struct lh_error *err)
     struct lh_store_group_desc group = {.slot_count = 1};
     const struct lh_sim_model model = {
         .unit_count = 1, .extents = &extent, .extent_count = 1, .groups = &group};
-    LH_ASSERT(run->opts.saved.memory_bytes == 0 || !run->opts.reference);
     if (extent.bytes == 0)
         return 0;
-    return lh_sim_store_create_unreal(&model, run->opts.machine.ssd_count, run->alloc,
-                                      &run->saved_store, err);
+    return lh_sim_store_create(&model, run->opts.machine.ssd_count, run->alloc, &run->saved_store,
+                               err);
 }
 
-int lh_sim_run_init(struct lh_sim_run *run, const struct lh_sim_run_opts *opts,
-                    struct lh_alloc *alloc, struct lh_error *err)
+int lh_sim_run_prepare(struct lh_sim_run *run, const struct lh_sim_run_opts *opts,
+                       struct lh_alloc *alloc, struct lh_error *err)
 {
     *run = (struct lh_sim_run){.opts = *opts, .alloc = alloc, .waker = {.fd = -1}};
-    LH_ASSERT(opts->machine.ssd_count <= LH_SIM_DISK_FILE_COUNT_MAX);
-    lh_sim_random_init(&run->crash_random, opts->seed, LH_SIM_STREAM_CRASH);
-    lh_sim_random_init(&run->lives_random, opts->seed, LH_SIM_STREAM_LIVES);
+    LH_ASSERT(opts->machine.ssd_count <= LH_SIM_SSD_COUNT_MAX);
     struct lh_sim_budget_opts budget_opts = {.host_bytes = opts->host_bytes,
                                              .schedule = opts->schedule,
                                              .commit_every = opts->commit_every,
                                              .has_blocks = has_landings(run)};
     LH_TRY(lh_sim_model_budget(opts->model, &budget_opts, &run->budget, err));
-    LH_TRY(lh_sim_world_init(&run->world, alloc, EVENT_MAX, opts->trace_bytes_max, err));
-    if (opts->reference) {
-        lh_sim_disk_init(&run->disk, &run->world, opts->machine.ssd_count);
-        lh_sim_fs_init(&run->fs, &run->disk, opts->seed);
-        return opts->has_snapshots ? lh_sim_target_init(&run->target, &run->world, opts->reference,
-                                                        &run->fs, opts->seed, err)
-                                   : 0;
-    }
-    LH_TRY(lh_sim_store_create_unreal(opts->model, opts->machine.ssd_count, run->alloc, &run->store,
-                                      err));
+    LH_TRY(lh_sim_world_init(&run->world, alloc, EVENT_MAX, err));
+    run->world.hooks = opts->hooks;
+    run->world.hooks_context = opts->hooks_context;
+    return 0;
+}
+
+int lh_sim_run_init(struct lh_sim_run *run, const struct lh_sim_run_opts *opts,
+                    struct lh_alloc *alloc, struct lh_error *err)
+{
+    LH_TRY(lh_sim_run_prepare(run, opts, alloc, err));
+    LH_TRY(lh_sim_store_create(opts->model, opts->machine.ssd_count, run->alloc, &run->store, err));
     LH_TRY(saved_store_create(run, err));
-    return lh_sim_run_parts_create(run, false, err);
+    return lh_sim_run_parts_create(run, err);
 }
 
 /* Poll until nothing moves at the current time. */
@@ -238,6 +215,7 @@ static void quiet_check(struct lh_sim_run *run)
 {
     if (lh_engine_error(run->engine, NULL) < 0)
         return; /* it only waits for what is in flight */
+    LH_SIM_HOOK_CALL(&run->world, quiet);
     lh_sim_check_quiet(&run->check);
     lh_sim_io_check(run->io);
     lh_sim_exec_check(run->exec);
@@ -245,94 +223,33 @@ static void quiet_check(struct lh_sim_run *run)
         lh_sim_dev_check(run->dev);
 }
 
-/* Check at the end of training that no undetected wrong bytes are in the parameters. */
-static void end_check(struct lh_sim_run *run)
-{
-    uint32_t flips = lh_sim_io_flip_count(run->io, run->memory, run->budget.region_bytes);
-    if (flips > 0)
-        lh_sim_world_fail(&run->world,
-                          "%" PRIu32 " blocks of parameters with a flipped bit were not reported",
-                          flips);
-    if (run->train.abort_count == 0)
-        lh_sim_check_totals(&run->check);
-}
-
-/* Whether the process ends here. Called whenever nothing moves. */
-static bool crash_is_due(struct lh_sim_run *run, uint64_t began)
-{
-    /* The sync of the first superblock is listed twice: it reveals what was not durable earlier. */
-    static const enum lh_store_phase syncs[] = {
-        LH_STORE_PHASE_SYNC_DATA, LH_STORE_PHASE_SYNC_MANIFEST, LH_STORE_PHASE_SYNC_SUPERBLOCK,
-        LH_STORE_PHASE_SYNC_SUPERBLOCK, LH_STORE_PHASE_SYNC_SUPERBLOCK_COPY};
-    const struct lh_sim_crash *crash = &run->opts.crash;
-    uint64_t now = run->world.fired_count;
-    bool is_committing = lh_store_is_committing(run->store);
-    bool is_over = run->was_committing && !is_committing;
-    if (is_committing && !run->was_committing) {
-        run->commit_count++;
-        run->commit_from = now;
-    }
-    run->was_committing = is_committing;
-    if (crash->where == LH_SIM_CRASH_OPEN)
-        return true; /* opening made fewer calls than `after` */
-    if (crash->where == LH_SIM_CRASH_EDIT)
-        return run->train.edit_count > 0;
-    if (crash->where == LH_SIM_CRASH_EVENTS)
-        return now >= began + crash->after;
-    if (crash->where == LH_SIM_CRASH_COPY)
-        return run->target.is_begun && run->target.is_over;
-    if (crash->where == LH_SIM_CRASH_SYNC)
-        return run->commit_count >= crash->commit &&
-               run->store->phase == syncs[crash->after % LH_COUNT_OF(syncs)];
-    return crash->where == LH_SIM_CRASH_COMMIT && run->commit_count >= crash->commit &&
-           (is_over || (is_committing && now >= run->commit_from + crash->after));
-}
-
-static enum lh_sim_end end_count(struct lh_sim_run *run, enum lh_sim_end end)
-{
-    static const enum lh_sim_outcome outcomes[] = {
-        [LH_SIM_END_DONE] = LH_SIM_OUTCOME_DONE,
-        [LH_SIM_END_FAILED] = LH_SIM_OUTCOME_FAILED,
-        [LH_SIM_END_CRASHED] = LH_SIM_OUTCOME_CRASHED,
-        [LH_SIM_END_STUCK] = LH_SIM_OUTCOME_STUCK,
-    };
-    run->outcomes[outcomes[end]]++;
-    run->is_crashed = end == LH_SIM_END_CRASHED || end == LH_SIM_END_STUCK;
-    run->is_done = end == LH_SIM_END_DONE;
-    run->is_failed = end == LH_SIM_END_FAILED;
-    return end;
-}
-
 enum lh_sim_end lh_sim_run_drive(struct lh_sim_run *run, struct lh_error *err)
 {
     struct lh_sim_world *world = &run->world;
-    uint64_t began = world->fired_count;
+    uint64_t limit = run->opts.event_count_max;
+    uint64_t end = limit > 0 ? world->fired_count + limit : UINT64_MAX;
     bool is_planned_around = false;
     for (;;) {
         settle(run);
-        if (run->fs.is_dead || run->target.fs.is_dead) /* in an edit or a copy */
-            return end_count(run, LH_SIM_END_CRASHED);
+        if (LH_SIM_HOOK_GET(world, false, has_died))
+            return LH_SIM_END_STOPPED;
         quiet_check(run);
         bool is_done = run->train.state == LH_SIM_TRAIN_STATE_DONE;
-        if (is_done && !lh_sim_world_has_failed(world))
-            end_check(run);
+        if (is_done && !lh_sim_world_has_failed(world) && LH_SIM_HOOK_GET(world, true, trained))
+            lh_sim_check_totals(&run->check);
         if (lh_sim_world_has_failed(world))
             break;
         if (is_done)
-            return end_count(run, LH_SIM_END_DONE);
-        if (lh_engine_error(run->engine, err) < 0)
-            return end_count(run, LH_SIM_END_FAILED);
-        if (run->train.state == LH_SIM_TRAIN_STATE_FAILED) {
-            *err = run->train.err;
-            return end_count(run, LH_SIM_END_FAILED);
-        }
-        if (crash_is_due(run, began))
-            return end_count(run, LH_SIM_END_CRASHED);
+            return LH_SIM_END_DONE;
+        if (lh_engine_error(run->engine, err) < 0 || run->train.state == LH_SIM_TRAIN_STATE_FAILED)
+            return LH_SIM_END_FAILED;
+        if (LH_SIM_HOOK_GET(world, false, stops) || world->fired_count >= end)
+            return LH_SIM_END_STOPPED;
         if (lh_sim_world_advance(world)) {
             is_planned_around = false;
-        } else if (lh_sim_io_stats(run->io)->hang_count > 0) {
+        } else if (LH_SIM_HOOK_GET(world, false, hangs)) {
             /* A request that never completes is in flight, so the engine's thread waits for it. */
-            return end_count(run, LH_SIM_END_STUCK);
+            return LH_SIM_END_STUCK;
         } else if (!is_planned_around) {
             /* The engine's thread does this when nothing has moved for a while. */
             is_planned_around = true;
@@ -354,7 +271,6 @@ static void parts_destroy(struct lh_sim_run *run)
     if (run->train.opts.model)
         lh_sim_train_deinit(&run->train, run->alloc);
     if (run->engine) {
-        run->committed_step = run->engine->committed_step;
         LH_ASSERT(run->engine_alloc.refused_count == 0);
         lh_alloc_unseal(&run->engine_alloc);
         lh_engine_destroy(run->engine);
@@ -366,8 +282,6 @@ static void parts_destroy(struct lh_sim_run *run)
         run->io->ops->destroy(run->io);
     if (run->dev)
         run->dev->ops->destroy(run->dev);
-    if (run->disk.world && run->opts.crash.where == LH_SIM_CRASH_CLOSE)
-        lh_sim_fs_kill_after(&run->fs, run->opts.crash.after);
     lh_store_close(run->store);
     lh_store_close(run->saved_store);
     if (run->saved_memory)
@@ -389,48 +303,19 @@ static void parts_destroy(struct lh_sim_run *run)
 
 void lh_sim_run_stop(struct lh_sim_run *run)
 {
-    const struct lh_sim_crash *crash = &run->opts.crash;
-    bool has_bytes = run->disk.world != NULL;
-    if (has_bytes && run->is_crashed)
-        lh_sim_fs_kill(&run->fs);
-    else
-        lh_sim_target_cancel(&run->target);
-    lh_sim_target_stop(&run->target, !crash->is_kill, crash->tears, &run->crash_random);
     if (run->io)
-        lh_sim_io_crash(run->io, &run->crash_random);
+        lh_sim_io_drop(run->io);
     if (run->exec)
-        lh_sim_exec_crash(run->exec);
+        lh_sim_exec_drop(run->exec);
     if (run->dev)
-        lh_sim_dev_crash(run->dev);
+        lh_sim_dev_drop(run->dev);
     lh_sim_world_forget(&run->world);
-    bool is_untouched = !run->io || (lh_sim_io_stats(run->io)->write_count == 0 &&
-                                     run->train.edit_count == 0 && !run->is_failed);
-    uint64_t fault_count = lh_sim_world_fault_count(&run->world);
     parts_destroy(run);
-    if (!has_bytes)
-        return;
-    bool is_closed =
-        run->is_done && !run->fs.is_dead && lh_sim_world_fault_count(&run->world) == fault_count;
-    run->is_clean = is_closed || (run->is_clean && is_untouched);
-    run->is_crashed = false;
-    run->is_done = false;
-    run->is_failed = false;
-    lh_sim_fs_kill(&run->fs);
-    lh_sim_world_fault(&run->world, crash->is_kill ? LH_SIM_FAULT_KILL : LH_SIM_FAULT_POWER, 0, 0,
-                       0);
-    if (!crash->is_kill)
-        lh_sim_disk_crash(&run->disk, crash->tears, &run->crash_random);
 }
 
 void lh_sim_run_deinit(struct lh_sim_run *run)
 {
-    run->opts.crash = (struct lh_sim_crash){0};
     lh_sim_run_stop(run);
-    if (run->disk.world) {
-        lh_sim_disk_copy_free(&run->disk, &run->copy);
-        lh_sim_disk_deinit(&run->disk);
-        lh_sim_target_deinit(&run->target);
-    }
     if (run->world.alloc)
         lh_sim_world_deinit(&run->world);
 }

@@ -59,7 +59,7 @@ static int drive(struct lh_sim_run *run, const struct lh_sim_timing_opts *opts,
             (void)lh_error_prefix(err, "a bug in lohan, please report it");
             return -EPROTO;
         case LH_SIM_END_STUCK:
-        case LH_SIM_END_CRASHED: /* the end of a slice; the run continues */
+        case LH_SIM_END_STOPPED: /* the end of a slice; the run continues */
             if (opts->is_cancelled && opts->is_cancelled(opts->context))
                 return lh_error_set(err, -EINTR, "the simulation was interrupted");
         }
@@ -144,7 +144,7 @@ int lh_sim_timing_run(const struct lh_sim_timing_opts *opts, struct lh_alloc *al
         .commit_every = window.commit_every,
         .schedule = opts->schedule,
         .step_last = window.last + 1,
-        .crash = {.where = LH_SIM_CRASH_EVENTS, .after = EVENT_COUNT},
+        .event_count_max = EVENT_COUNT,
         .trace_count = opts->trace_max,
     };
     int rc = lh_sim_run_init(run, &run_opts, alloc, err);

@@ -5,8 +5,6 @@
 
 #include "sched/engine_private.h"
 
-#define GARBAGE 0xff /* as a float or bf16: NaN */
-
 /* Whether the thread runs ahead of the work that it enqueues on the accelerator. */
 static bool is_ahead(const struct lh_sim_train_opts *opts)
 {
@@ -18,44 +16,27 @@ int lh_sim_train_init(struct lh_sim_train *train, const struct lh_sim_train_opts
 {
     uint32_t param_count = opts->model->param_count;
     *train = (struct lh_sim_train){.opts = *opts, .step = lh_engine_step(opts->engine)};
-    lh_sim_random_init(&train->random, lh_sim_mix(opts->seed, train->step), LH_SIM_STREAM_TRAIN);
-    lh_sim_random_init(&train->edit_random, lh_sim_mix(opts->seed, train->step),
-                       LH_SIM_STREAM_EDITS);
     train->has_gradient = lh_alloc_zeroed(alloc, param_count, sizeof(bool));
-    train->is_held = lh_alloc_zeroed(alloc, param_count, sizeof(bool));
-    train->gradients = lh_alloc_zeroed(alloc, param_count, sizeof(void *));
     train->due = lh_alloc_zeroed(alloc, param_count, sizeof(*train->due));
     train->handles = lh_alloc_zeroed(alloc, opts->model->unit_count, sizeof(*train->handles));
     train->saved_items = lh_alloc_zeroed(alloc, lh_max_u64(opts->model->saved_count, 1),
                                          sizeof(*train->saved_items));
-    train->use_max = is_ahead(opts) ? LH_SIM_DEV_COMPUTE_COUNT_MAX : 1;
-    train->uses = lh_alloc_zeroed(alloc, train->use_max, sizeof(*train->uses));
-    bool failed = !train->has_gradient || !train->is_held || !train->gradients || !train->due ||
-                  !train->handles || !train->saved_items || !train->uses;
-    for (uint32_t i = 0; !failed && opts->reference && i < param_count; i++) {
-        uint64_t bytes = lh_dtype_bytes(lh_sim_model_gradient_dtype(opts->model, i));
-        train->gradients[i] = lh_alloc_zeroed(alloc, opts->model->params[i].count, bytes);
-        failed = !train->gradients[i];
-    }
+    bool failed = !train->has_gradient || !train->due || !train->handles || !train->saved_items;
     if (failed) {
         lh_sim_train_deinit(train, alloc);
-        return lh_error_set(err, -ENOMEM, "no memory for the gradients of %" PRIu32 " parameters",
-                            param_count);
+        return lh_error_set(err, -ENOMEM, "no memory to train %" PRIu32 " parameters", param_count);
     }
+    for (uint32_t i = 0; i < param_count; i++)
+        train->has_gradient[i] = opts->model->units[opts->model->params[i].unit].elements > 0;
     return 0;
 }
 
 void lh_sim_train_deinit(struct lh_sim_train *train, struct lh_alloc *alloc)
 {
-    for (uint32_t i = 0; train->gradients && i < train->opts.model->param_count; i++)
-        lh_free(alloc, train->gradients[i]);
     lh_free(alloc, train->has_gradient);
-    lh_free(alloc, train->is_held);
-    lh_free(alloc, (void *)train->gradients);
     lh_free(alloc, train->due);
     lh_free(alloc, train->handles);
     lh_free(alloc, train->saved_items);
-    lh_free(alloc, train->uses);
     *train = (struct lh_sim_train){0};
 }
 
@@ -91,70 +72,23 @@ uint64_t lh_sim_train_waited_ns(const struct lh_sim_train *train)
     return train->opts.world->now_ns - train->since_ns;
 }
 
-static struct lh_sim_use *use_make(struct lh_sim_train *train)
-{
-    struct lh_sim_use *use = &train->uses[train->use_count++ % train->use_max];
-    *use = (struct lh_sim_use){
-        .train = train, .step = train->step, .block = train->block, .phase = train->phase};
-    use->is_edited =
-        train->opts.reference && lh_sim_reference_is_edited(train->opts.reference, train->step);
-    return use;
-}
-
-/* Check a use: it sees the bytes of the last step that was closed when it was requested. */
-static void use_check(const struct lh_sim_use *use, const char *when)
-{
-    const struct lh_sim_train_opts *opts = &use->train->opts;
-    const struct lh_sim_block *block = &opts->model->blocks[use->block];
-    for (uint32_t i = 0; opts->reference && i < block->unit_count; i++) {
-        uint32_t unit = block->units[i];
-        const uint8_t *expected = lh_sim_reference_array_of(
-            opts->reference, use->step, use->is_edited, unit, LH_SIM_ARRAY_PARAM);
-        if (memcmp(use->units[i], expected, opts->model->units[unit].bytes) != 0)
-            lh_sim_world_fail(opts->world,
-                              "unit %" PRIu32 " does not have the bytes of step %" PRIu64
-                              " at the %s of a use (block %" PRIu32 ", phase %d)",
-                              unit, use->step, when, use->block, (int)use->phase);
-    }
-}
-
 static void use_began(void *context)
 {
-    use_check(context, "begin");
+    const struct lh_sim_train *train = context;
+    LH_SIM_HOOK_CALL(train->opts.world, use_begun);
 }
 
 static void use_ended(void *context)
 {
-    struct lh_sim_use *use = context;
-    use_check(use, "end");
-    use->train->is_computed = true;
+    struct lh_sim_train *train = context;
+    LH_SIM_HOOK_CALL(train->opts.world, use_ended);
+    train->is_computed = true;
 }
 
 static void gradient_computed(void *context)
 {
-    const struct lh_sim_use *use = context;
-    struct lh_sim_train *train = use->train;
-    if (train->opts.reference)
-        lh_sim_reference_gradient(train->opts.reference, use->step + 1, use->param,
-                                  train->gradients[use->param]);
-}
-
-/* Draw which parameters have a gradient in the step that begins: at least one. */
-static void gradients_draw(struct lh_sim_train *train)
-{
-    const struct lh_sim_model *model = train->opts.model;
-    uint32_t first = UINT32_MAX;
-    bool has_any = false;
-    for (uint32_t i = 0; i < model->param_count; i++) {
-        bool is_frozen = model->units[model->params[i].unit].elements == 0;
-        bool is_skipped = lh_sim_random_chance(&train->random, train->opts.chances.skip_ppm);
-        train->has_gradient[i] = !is_frozen && !is_skipped;
-        has_any |= train->has_gradient[i];
-        if (!is_frozen && first == UINT32_MAX)
-            first = i;
-    }
-    if (!has_any && first != UINT32_MAX)
-        train->has_gradient[first] = true;
+    const struct lh_sim_train *train = context;
+    LH_SIM_HOOK_CALL(train->opts.world, use_ended);
 }
 
 enum lh_sim_look lh_sim_train_block_begin(struct lh_sim_train *train, uint32_t block)
@@ -166,20 +100,14 @@ enum lh_sim_look lh_sim_train_block_begin(struct lh_sim_train *train, uint32_t b
 
 enum lh_sim_look lh_sim_train_begin(struct lh_sim_train *train)
 {
-    bool is_eval = lh_sim_random_chance(&train->random, train->opts.chances.eval_ppm);
-    enum lh_engine_mode mode = is_eval ? LH_ENGINE_MODE_EVAL : LH_ENGINE_MODE_TRAIN;
-    int rc = lh_engine_begin(train->opts.engine, mode);
+    int rc = lh_engine_begin(train->opts.engine, LH_ENGINE_MODE_TRAIN);
     if (rc < 0)
         return lh_sim_train_failed(train, rc);
-    train->phase = is_eval ? LH_SIM_TRAIN_PHASE_EVAL : LH_SIM_TRAIN_PHASE_FORWARD;
-    train->eval_count += is_eval;
-    if (!is_eval) {
-        lh_sim_train_hold_begin(train);
-        gradients_draw(train);
-        train->has_hypers = false;
-        *lh_sim_train_times_of(train) =
-            (struct lh_sim_train_times){.begin_ns = train->opts.world->now_ns};
-    }
+    train->phase = LH_SIM_TRAIN_PHASE_FORWARD;
+    LH_SIM_HOOK_CALL(train->opts.world, forward_begun, train->has_gradient);
+    train->has_hypers = false;
+    *lh_sim_train_times_of(train) =
+        (struct lh_sim_train_times){.begin_ns = train->opts.world->now_ns};
     return lh_sim_train_block_begin(train, 0);
 }
 
@@ -204,18 +132,16 @@ static const struct lh_sim_part *part_of(const struct lh_sim_train *train)
 /* Compute a part, whose units and saved tensors are available. */
 enum lh_sim_look lh_sim_train_compute_begin(struct lh_sim_train *train)
 {
-    const struct lh_sim_block *block = block_of(train);
-    struct lh_sim_use *use = use_make(train);
-    for (uint32_t i = 0; i < block->unit_count; i++)
-        use->units[i] = lh_engine_address(train->opts.engine, block->units[i]);
+    struct lh_sim_world *world = train->opts.world;
+    LH_SIM_HOOK_CALL(world, use_made);
     train->is_computed = is_ahead(&train->opts);
     bool is_backward = train->phase == LH_SIM_TRAIN_PHASE_BACKWARD;
     uint64_t compute_ns = is_backward ? part_of(train)->backward_ns : part_of(train)->forward_ns;
     if (is_ahead(&train->opts)) {
-        lh_sim_dev_compute(train->opts.dev, compute_ns, use_began, use_ended, use);
+        lh_sim_dev_compute(train->opts.dev, compute_ns, use_began, use_ended, train);
     } else {
-        use_began(use);
-        lh_sim_world_at(train->opts.world, train->opts.world->now_ns + compute_ns, use_ended, use);
+        use_began(train);
+        lh_sim_world_at(world, world->now_ns + compute_ns, use_ended, train);
     }
     return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_COMPUTE);
 }
@@ -290,27 +216,19 @@ static enum lh_sim_look backward_next(struct lh_sim_train *train)
     return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_CLOSE);
 }
 
-/* Simulate an exception in backward: the graph is destroyed, and its handles are dropped. */
-static enum lh_sim_look die(struct lh_sim_train *train)
+void lh_sim_train_backward_enter(struct lh_sim_train *train)
 {
-    for (uint32_t i = 0; i < train->opts.model->unit_count; i++) {
-        for (; train->handles[i] > 0; train->handles[i]--)
-            lh_engine_handle_drop(train->opts.engine, i);
-    }
-    train->abort_count++;
-    return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_ABORT);
+    train->phase = LH_SIM_TRAIN_PHASE_BACKWARD;
+    lh_sim_train_times_of(train)->backward_ns = train->opts.world->now_ns;
 }
 
 static enum lh_sim_look forward_next(struct lh_sim_train *train)
 {
     if (train->block + 1 < train->opts.model->block_count)
         return lh_sim_train_block_begin(train, train->block + 1);
-    if (train->phase == LH_SIM_TRAIN_PHASE_EVAL)
-        return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
-    train->phase = LH_SIM_TRAIN_PHASE_BACKWARD;
-    lh_sim_train_times_of(train)->backward_ns = train->opts.world->now_ns;
-    if (train->edit_is_due)
-        return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_EDIT);
+    if (LH_SIM_HOOK_GET(train->opts.world, false, backward_replaced))
+        return LH_SIM_LOOK_MOVED;
+    lh_sim_train_backward_enter(train);
     return lh_sim_train_block_begin(train, train->block);
 }
 
@@ -331,8 +249,8 @@ static enum lh_sim_look block_end(struct lh_sim_train *train)
     }
     if (train->phase != LH_SIM_TRAIN_PHASE_BACKWARD)
         return forward_next(train);
-    if (lh_sim_random_chance(&train->random, train->opts.chances.abort_ppm))
-        return die(train);
+    if (LH_SIM_HOOK_GET(train->opts.world, false, backward_aborted))
+        return LH_SIM_LOOK_MOVED;
     due_fill(train);
     return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_GRADIENT);
 }
@@ -359,7 +277,7 @@ static enum lh_sim_look compute(struct lh_sim_train *train)
                                               .start_ns = train->since_ns,
                                               .end_ns = train->opts.world->now_ns,
                                           });
-    if (part_of(train)->saved_count == 0 || train->phase == LH_SIM_TRAIN_PHASE_EVAL)
+    if (part_of(train)->saved_count == 0)
         return lh_sim_train_part_next(train);
     if (train->phase == LH_SIM_TRAIN_PHASE_BACKWARD) {
         lh_sim_train_saved_drop(train);
@@ -368,17 +286,6 @@ static enum lh_sim_look compute(struct lh_sim_train *train)
     int rc = lh_sim_train_saved_put(train);
     return rc < 0 ? lh_sim_train_failed(train, rc)
                   : lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_TAKEN);
-}
-
-/* The engine measures some steps before it tries a split; here any split may come at any time. */
-static void split_draw(struct lh_sim_train *train)
-{
-    struct lh_engine *engine = train->opts.engine;
-    if (engine->opts.schedule == LH_ENGINE_SCHEDULE_AUTO &&
-        lh_sim_random_chance(&train->random, train->opts.chances.split_ppm)) {
-        uint64_t count = lh_sim_random_below(&train->random, train->opts.model->unit_count + 1);
-        lh_split_set(engine, (uint32_t)count);
-    }
 }
 
 static enum lh_sim_look gradient(struct lh_sim_train *train)
@@ -395,29 +302,22 @@ static enum lh_sim_look gradient(struct lh_sim_train *train)
         return LH_SIM_LOOK_WAIT;
     lh_sim_train_times_of(train)->gradient_wait_ns += lh_sim_train_waited_ns(train);
     if (!train->has_hypers)
-        split_draw(train);
-    if (!train->has_hypers)
-        lh_engine_gradient_scale_set(engine,
-                                     lh_sim_model_scale(train->opts.model, train->step + 1));
+        LH_SIM_HOOK_CALL(train->opts.world, gradients_begun);
     for (uint32_t i = 0; !train->has_hypers && i < LH_SIM_GROUP_COUNT; i++) {
         struct lh_adam_hyper hyper = lh_sim_model_hyper(i, train->step + 1);
         lh_engine_hyper_set(engine, i, &hyper);
     }
     train->has_hypers = true;
     uint32_t param = train->due[train->param++];
-    const void *bytes = train->opts.nowhere;
-    struct lh_sim_use *use = use_make(train);
-    use->param = param;
+    const struct lh_sim_model *model = train->opts.model;
+    enum lh_dtype dtype = model->units[model->params[param].unit].dtype;
+    const void *bytes =
+        LH_SIM_HOOK_GET(train->opts.world, train->opts.nowhere, gradient_made, param, &dtype);
     if (is_ahead(&train->opts))
-        lh_sim_dev_compute(train->opts.dev, 0, NULL, gradient_computed, use);
+        lh_sim_dev_compute(train->opts.dev, 0, NULL, gradient_computed, train);
     else
-        gradient_computed(use);
-    if (train->opts.reference) {
-        bytes = train->gradients[param];
-        train->is_held[param] = true;
-    }
-    rc = lh_engine_gradient(engine, param, bytes,
-                            lh_sim_model_gradient_dtype(train->opts.model, param));
+        gradient_computed(train);
+    rc = lh_engine_gradient(engine, param, bytes, dtype);
     if (rc < 0)
         return lh_sim_train_failed(train, rc);
     return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_ROOM);
@@ -440,10 +340,7 @@ static enum lh_sim_look room(struct lh_sim_train *train)
 static enum lh_sim_look close_step(struct lh_sim_train *train)
 {
     uint8_t scalars[LH_SIM_SCALAR_BYTES_MAX];
-    /* Before the call, because the step may be durable before its caller is notified. */
-    if (train->opts.reference && !train->is_reference_ahead)
-        lh_sim_reference_advance(train->opts.reference, train->has_gradient);
-    train->is_reference_ahead = true;
+    LH_SIM_HOOK_CALL(train->opts.world, closing);
     if (!lh_sim_train_is_worth_asking(train, lh_sim_train_steps_are_over(train->opts.engine)))
         return LH_SIM_LOOK_WAIT;
     uint64_t bytes = lh_sim_model_scalars(train->opts.model, train->step + 1, scalars);
@@ -453,9 +350,8 @@ static enum lh_sim_look close_step(struct lh_sim_train *train)
     if (rc == 0)
         return LH_SIM_LOOK_WAIT;
     lh_sim_train_times_of(train)->closed_ns = train->opts.world->now_ns;
-    train->is_reference_ahead = false;
     train->step++;
-    bool flushes = lh_sim_random_chance(&train->random, train->opts.chances.flush_ppm);
+    bool flushes = LH_SIM_HOOK_GET(train->opts.world, false, closed);
     if (train->step >= train->opts.step_last || flushes)
         return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_FLUSH);
     return lh_sim_train_state_set(train, train->opts.waits_for_updates ? LH_SIM_TRAIN_STATE_OVER
@@ -467,22 +363,6 @@ static enum lh_sim_look over(struct lh_sim_train *train)
     if (!lh_sim_train_is_worth_asking(train, lh_sim_train_steps_are_over(train->opts.engine)))
         return LH_SIM_LOOK_WAIT;
     int rc = lh_engine_over_wait(train->opts.engine, 0);
-    if (rc < 0)
-        return lh_sim_train_failed(train, rc);
-    return rc == 0 ? LH_SIM_LOOK_WAIT : lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
-}
-
-static bool all_is_over(const struct lh_engine *engine)
-{
-    return lh_sim_train_steps_are_over(engine) &&
-           !lh_request_is_pending(&engine->requests[LH_REQUEST_ABORT]);
-}
-
-static enum lh_sim_look give_up(struct lh_sim_train *train)
-{
-    if (!lh_sim_train_is_worth_asking(train, all_is_over(train->opts.engine)))
-        return LH_SIM_LOOK_WAIT;
-    int rc = lh_engine_abort(train->opts.engine, 0);
     if (rc < 0)
         return lh_sim_train_failed(train, rc);
     return rc == 0 ? LH_SIM_LOOK_WAIT : lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_BEGIN);
@@ -502,24 +382,13 @@ static enum lh_sim_look flush(struct lh_sim_train *train)
                                   is_last ? LH_SIM_TRAIN_STATE_DONE : LH_SIM_TRAIN_STATE_BEGIN);
 }
 
-/* Overwrite consumed gradients with garbage, so that a later read by the engine is detected. */
-static void gradients_spoil(struct lh_sim_train *train)
-{
-    const struct lh_sim_model *model = train->opts.model;
-    for (uint32_t i = 0; train->opts.reference && i < model->param_count; i++) {
-        if (!train->is_held[i] || !lh_engine_gradient_is_consumed(train->opts.engine, i))
-            continue;
-        uint64_t bytes = lh_dtype_bytes(lh_sim_model_gradient_dtype(model, i));
-        memset(train->gradients[i], GARBAGE, model->params[i].count * bytes);
-        train->is_held[i] = false;
-    }
-}
-
 static enum lh_sim_look look(struct lh_sim_train *train)
 {
     switch (train->state) {
     case LH_SIM_TRAIN_STATE_BEGIN:
-        return lh_sim_train_edit_draw(train) ? LH_SIM_LOOK_MOVED : lh_sim_train_begin(train);
+        return LH_SIM_HOOK_GET(train->opts.world, false, forward_replaced)
+                   ? LH_SIM_LOOK_MOVED
+                   : lh_sim_train_begin(train);
     case LH_SIM_TRAIN_STATE_ACQUIRE:
         return acquire(train);
     case LH_SIM_TRAIN_STATE_SAVED:
@@ -536,29 +405,18 @@ static enum lh_sim_look look(struct lh_sim_train *train)
         return close_step(train);
     case LH_SIM_TRAIN_STATE_OVER:
         return over(train);
-    case LH_SIM_TRAIN_STATE_ABORT:
-        return give_up(train);
     case LH_SIM_TRAIN_STATE_FLUSH:
         return flush(train);
-    case LH_SIM_TRAIN_STATE_EDIT:
-        return lh_sim_train_edit(train);
-    case LH_SIM_TRAIN_STATE_PAUSE:
-        return lh_sim_train_pause(train);
     default:
-        return LH_SIM_LOOK_WAIT;
+        return LH_SIM_HOOK_GET(train->opts.world, false, state_polled) ? LH_SIM_LOOK_MOVED
+                                                                       : LH_SIM_LOOK_WAIT;
     }
 }
 
 bool lh_sim_train_poll(struct lh_sim_train *train)
 {
-    bool moved = lh_sim_train_hold_poll(train);
-    gradients_spoil(train);
+    bool moved = LH_SIM_HOOK_GET(train->opts.world, false, train_polled);
     while (!lh_sim_world_has_failed(train->opts.world) && look(train) == LH_SIM_LOOK_MOVED)
         moved = true;
     return moved;
-}
-
-bool lh_sim_train_is_over(const struct lh_sim_train *train)
-{
-    return train->state == LH_SIM_TRAIN_STATE_DONE || train->state == LH_SIM_TRAIN_STATE_FAILED;
 }

@@ -12,12 +12,8 @@
  * If an accelerator is ordered (dev.h), COMPUTE and GRADIENT only enqueue work on the stream and
  * continue at once: the thread runs ahead until a unit is not available yet.
  *
- * At random (by the seed), between two steps the caller changes parameters (train_edit.c) or runs
- * an evaluation, a parameter has no gradient, a step fails in backward and is aborted, or a flush
- * follows a close.
- *
- * With a reference, always checked: the bytes of a unit are the reference's at the begin and the
- * end of every use. Gradients become garbage as soon as the engine reports them as consumed.
+ * Hooks (sim/hooks.h) may replace a step by something else, decide which parameters have a gradient
+ * and what its bytes are, and see the begin and the end of every use of a unit.
  *
  * Thread: one.
  */
@@ -25,9 +21,7 @@
 #define LH_SIM_TRAIN_H
 
 #include "sim/dev.h"
-#include "sim/fs.h"
-#include "sim/reference.h"
-#include "sim/target.h"
+#include "sim/model.h"
 
 #define LH_SIM_STEP_COUNT_MAX 64
 
@@ -40,11 +34,11 @@ enum lh_sim_train_state {
     LH_SIM_TRAIN_STATE_GRADIENT,
     LH_SIM_TRAIN_STATE_ROOM, /* until running updates hold few enough gradients */
     LH_SIM_TRAIN_STATE_CLOSE,
-    LH_SIM_TRAIN_STATE_OVER, /* until the updates have finished */
-    LH_SIM_TRAIN_STATE_ABORT,
+    LH_SIM_TRAIN_STATE_OVER,  /* until the updates have finished */
+    LH_SIM_TRAIN_STATE_ABORT, /* of hooks */
     LH_SIM_TRAIN_STATE_FLUSH,
-    LH_SIM_TRAIN_STATE_EDIT,  /* until everything is written */
-    LH_SIM_TRAIN_STATE_PAUSE, /* until the engine is paused; then an edit, or the commit of one */
+    LH_SIM_TRAIN_STATE_EDIT,  /* of hooks: until everything is written */
+    LH_SIM_TRAIN_STATE_PAUSE, /* of hooks: until the engine is paused */
     LH_SIM_TRAIN_STATE_DONE,
     LH_SIM_TRAIN_STATE_FAILED, /* the engine has an error: rc */
 };
@@ -52,40 +46,20 @@ enum lh_sim_train_state {
 enum lh_sim_train_phase {
     LH_SIM_TRAIN_PHASE_FORWARD = 0,
     LH_SIM_TRAIN_PHASE_BACKWARD,
-    LH_SIM_TRAIN_PHASE_EVAL,
-};
-
-struct lh_sim_train_chances {
-    uint32_t eval_ppm;  /* per step */
-    uint32_t abort_ppm; /* per block in backward; only if every step is committed */
-    uint32_t skip_ppm;  /* per parameter */
-    uint32_t flush_ppm; /* per step */
-    uint32_t hold_ppm;  /* per step: commits are held from its begin on; requires abort_ppm 0 */
-    uint32_t edit_ppm;  /* per step, between two steps */
-    uint32_t split_ppm; /* per step, schedule auto: a random split instead of the engine's choice */
+    LH_SIM_TRAIN_PHASE_EVAL, /* of hooks */
 };
 
 struct lh_sim_train_opts {
     struct lh_sim_world *world; /* this and the next two: borrowed until deinit */
     const struct lh_sim_model *model;
-    struct lh_sim_reference *reference; /* NULL: timing only */
-    struct lh_engine *engine;           /* borrowed until deinit, like dev */
-    struct lh_dev *dev;                 /* NULL: none */
-    uint64_t step_last;                 /* flush and end after this step is closed */
+    struct lh_engine *engine; /* borrowed until deinit, like dev */
+    struct lh_dev *dev;       /* NULL: none */
+    uint64_t step_last;       /* flush and end after this step is closed */
     uint64_t gradient_ahead_bytes;
     uint64_t saved_out_bytes; /* see lh_sim_saved_opts */
     uint64_t saved_ahead_bytes;
-    /* For edits, only with a reference: the engine's store, and its file calls. */
-    struct lh_store *store;
-    struct lh_sim_fs *fs;
-    struct lh_sim_target *target; /* of snapshots while commits are held; NULL: none */
-    /* The process ends this many file calls after the begin of an edit; UINT64_MAX: never. */
-    uint64_t edit_dies_after;
-    bool never_quits;       /* the program never ends directly after an edit, dropping it */
-    const void *nowhere;    /* timing only: an address for gradients, which is never read */
+    const void *nowhere;    /* an address for gradients, which is never read */
     bool waits_for_updates; /* after each close, as the serial schedule requires of its caller */
-    struct lh_sim_train_chances chances;
-    uint64_t seed;
 };
 
 /* The times of a step, and of its waits. */
@@ -100,21 +74,8 @@ struct lh_sim_train_times {
     uint64_t saved_wait_ns;    /* for offloads in forward, and for fetches in backward */
 };
 
-/* A computation that reads a block's units, or makes a gradient. */
-struct lh_sim_use {
-    struct lh_sim_train *train;
-    uint64_t step; /* the last closed one when the use was requested */
-    uint32_t block;
-    enum lh_sim_train_phase phase;
-    uint32_t param; /* whose gradient it makes */
-    bool is_edited; /* the step's bytes had been edited when the use was requested */
-    const uint8_t *units[LH_SIM_BLOCK_UNIT_COUNT_MAX];
-};
-
 struct lh_sim_train {
     struct lh_sim_train_opts opts;
-    struct lh_sim_random random;
-    struct lh_sim_random edit_random;
     enum lh_sim_train_state state;
     enum lh_sim_train_phase phase;
     int rc;
@@ -126,30 +87,15 @@ struct lh_sim_train {
     bool is_asked;
     bool is_computed;
     bool has_hypers;
-    bool is_reference_ahead; /* the reference already has the step that is being closed */
-    uint64_t since_ns;       /* of the wait */
-    bool *has_gradient;      /* in the open step */
-    bool holds_commits;      /* since hold_step was closed */
-    bool is_copying;         /* a snapshot has begun since commits are held */
-    uint64_t hold_step;
-    uint64_t hold_until_ns;
-    bool *is_held;
-    void **gradients;
-    uint32_t *due; /* the parameters whose gradients the block passes */
+    uint64_t since_ns;  /* of the wait */
+    bool *has_gradient; /* in the open step: all parameters that are not frozen */
+    uint32_t *due;      /* the parameters whose gradients the block passes */
     uint32_t due_count;
-    uint32_t *saved_items;   /* the engine's items, by the model's saved tensors */
-    uint32_t saved_next;     /* tensors before it have not been fetched yet */
-    uint32_t saved_back;     /* of the part in backward: tensors before it are still awaited */
-    uint64_t fetched_bytes;  /* and not dropped */
-    uint32_t *handles;       /* held by this thread, by unit */
-    struct lh_sim_use *uses; /* a ring of all that may be in progress */
-    uint32_t use_max;
-    uint64_t use_count;
-    uint64_t abort_count;
-    uint64_t eval_count;
-    uint64_t edit_count; /* begun */
-    bool edit_is_due;    /* the last edit is to be committed before the next backward */
-    struct lh_error err; /* of an edit, which is not an error of the engine */
+    uint32_t *saved_items;  /* the engine's items, by the model's saved tensors */
+    uint32_t saved_next;    /* tensors before it have not been fetched yet */
+    uint32_t saved_back;    /* of the part in backward: tensors before it are still awaited */
+    uint64_t fetched_bytes; /* and not dropped */
+    uint32_t *handles;      /* held by this thread, by unit */
     struct lh_sim_train_times times[LH_SIM_STEP_COUNT_MAX]; /* step s is at s % MAX */
 };
 
@@ -164,6 +110,5 @@ int lh_sim_train_init(struct lh_sim_train *train, const struct lh_sim_train_opts
 void lh_sim_train_deinit(struct lh_sim_train *train, struct lh_alloc *alloc);
 /* Advance as far as possible at the current time. Returns true if anything happened. */
 bool lh_sim_train_poll(struct lh_sim_train *train);
-bool lh_sim_train_is_over(const struct lh_sim_train *train);
 
 #endif

@@ -1,4 +1,4 @@
-/* Shared by the parts of the training script. Private to csrc/sim/train*.c. */
+/* Shared by the parts of the training script. Private to csrc/sim/train*.c and to hooks. */
 #ifndef LH_SIM_TRAIN_PRIVATE_H
 #define LH_SIM_TRAIN_PRIVATE_H
 
@@ -17,6 +17,8 @@ enum lh_sim_look lh_sim_train_compute_begin(struct lh_sim_train *train);
 enum lh_sim_look lh_sim_train_part_next(struct lh_sim_train *train);
 enum lh_sim_look lh_sim_train_begin(struct lh_sim_train *train);
 enum lh_sim_look lh_sim_train_block_begin(struct lh_sim_train *train, uint32_t block);
+/* Enter backward, at whose first block the script then begins. */
+void lh_sim_train_backward_enter(struct lh_sim_train *train);
 
 /*
  * Whether a wait may have a different result than when it was last called. A wait is a system call
@@ -39,16 +41,5 @@ int lh_sim_train_saved_put(struct lh_sim_train *train);
 void lh_sim_train_saved_fetch(struct lh_sim_train *train);
 /* Drop its tensors after its backward has read them. */
 void lh_sim_train_saved_drop(struct lh_sim_train *train);
-
-/* train_hold.c: called when a step begins */
-void lh_sim_train_hold_begin(struct lh_sim_train *train);
-/* Called at any time; returns true if anything happened. */
-bool lh_sim_train_hold_poll(struct lh_sim_train *train);
-
-/* train_edit.c */
-/* Draw, between two steps, whether the caller changes parameters here. If so, enter state EDIT. */
-bool lh_sim_train_edit_draw(struct lh_sim_train *train);
-enum lh_sim_look lh_sim_train_edit(struct lh_sim_train *train);
-enum lh_sim_look lh_sim_train_pause(struct lh_sim_train *train);
 
 #endif

@@ -8,7 +8,7 @@
 #ifndef LH_TEST_ENGINE_FIXTURE_H
 #define LH_TEST_ENGINE_FIXTURE_H
 
-#include "io/faulty.h"
+#include "io_faulty.h"
 #include "sched/engine.h"
 
 #define RIG_UNIT_COUNT 6

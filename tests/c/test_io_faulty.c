@@ -1,7 +1,7 @@
 /* Test that the faulty backend fails the requests it is told to fail, once, and no others. */
 #include "io_fixture.h"
 
-#include "io/faulty.h"
+#include "io_faulty.h"
 
 #define REQUEST_COUNT 6
 #define PART_BYTES (UINT64_C(64) << 10)

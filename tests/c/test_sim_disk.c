@@ -2,7 +2,7 @@
 #include <errno.h>
 
 #include "lh_test.h"
-#include "sim/fs.h"
+#include "lives/fs.h"
 #include "store/format.h"
 
 #define SEED_COUNT 200
@@ -12,6 +12,7 @@
 
 static struct lh_alloc alloc;
 static struct lh_sim_world world;
+static struct lh_sim_fault_log faults;
 static struct lh_sim_disk disk;
 static struct lh_sim_fs fs;
 static struct lh_sim_random lots;
@@ -22,8 +23,9 @@ static void setup(uint64_t seed)
 {
     const struct lh_store_fs_ops *ops = NULL;
     alloc = (struct lh_alloc)LH_ALLOC_INIT;
-    LH_CHECK(lh_sim_world_init(&world, &alloc, 16, 0, NULL) == 0);
-    lh_sim_disk_init(&disk, &world, 1);
+    LH_CHECK(lh_sim_world_init(&world, &alloc, 16, NULL) == 0);
+    faults = (struct lh_sim_fault_log){.world = &world};
+    lh_sim_disk_init(&disk, &faults, 1);
     lh_sim_fs_init(&fs, &disk, seed);
     lh_sim_random_init(&lots, seed, LH_SIM_STREAM_CRASH);
     ops = fs.fs.ops;
@@ -137,9 +139,8 @@ static void test_lies(void)
         LH_CHECK(bytes[0] == 0 && block_get(0) == 1);
         lh_sim_disk_crash(&disk, false, &lots);
         lost += block_get(0) == 0;
-        LH_CHECK(world.fault_counts[LH_SIM_FAULT_LIE] == 1 &&
-                 world.fault_counts[LH_SIM_FAULT_LOST] == 1 &&
-                 world.fault_counts[LH_SIM_FAULT_STALE] == 1);
+        LH_CHECK(faults.counts[LH_SIM_FAULT_LIE] == 1 && faults.counts[LH_SIM_FAULT_LOST] == 1 &&
+                 faults.counts[LH_SIM_FAULT_STALE] == 1);
         teardown();
     }
     LH_CHECK(lost > 0);
@@ -155,7 +156,7 @@ static void test_torn(void)
         LH_CHECK(block_put(0, 1) == 0);
         lh_sim_disk_crash(&disk, tears, &lots);
         LH_CHECK(tears || block_get(0) >= 0);
-        LH_CHECK(block_get(0) >= 0 || world.fault_counts[LH_SIM_FAULT_TORN] > 0);
+        LH_CHECK(block_get(0) >= 0 || faults.counts[LH_SIM_FAULT_TORN] > 0);
         torn += block_get(0) < 0;
         teardown();
     }

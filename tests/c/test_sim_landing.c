@@ -4,7 +4,7 @@
  * are still on the accelerator, which makes one copy at a time.
  */
 #include "lh_test.h"
-#include "sim/run.h"
+#include "lives/lives.h"
 
 #define SEED_COUNT 400
 #define STEP_COUNT 30
@@ -37,11 +37,10 @@ static void model_make(struct lh_sim_model *model, struct lh_sim_random *random,
             block.units[j] = unit_add(model, random);
         lh_sim_model_block_add(model, &block);
     }
-    model->has_own_gradients = true;
 }
 
 /* A slow drive and a slow worker; between a few slabs and blocks more than the least. */
-static struct lh_sim_run_opts opts_make(const struct lh_sim_model *model, uint64_t seed,
+static struct lh_sim_run_opts opts_make(const struct lh_sim_model *model,
                                         struct lh_sim_random *random)
 {
     const struct lh_sim_budget_opts budget_opts = {
@@ -50,7 +49,6 @@ static struct lh_sim_run_opts opts_make(const struct lh_sim_model *model, uint64
     LH_CHECK(lh_sim_model_budget(model, &budget_opts, &budget, NULL) == 0);
     uint64_t spare = (budget.host_bytes_full - budget.host_bytes_min) / 4;
     return (struct lh_sim_run_opts){
-        .seed = seed,
         .machine =
             {
                 .ssd_count = 1,
@@ -75,26 +73,35 @@ static struct lh_sim_run_opts opts_make(const struct lh_sim_model *model, uint64
         .transfer_bytes = LH_MIB,
         .commit_every = 1,
         .schedule = LH_ENGINE_SCHEDULE_OPTIMIZED,
-        .chances = {.skip_ppm = 500000},
         .step_last = STEP_COUNT,
     };
 }
 
 static bool seed_ends(uint64_t seed)
 {
-    static struct lh_sim_run run;
+    static const struct lh_sim_hooks hooks = {LH_SIM_SCRIPT_HOOKS};
+    static struct lh_sim_lives lives; /* only its run and its script */
     struct lh_alloc alloc = LH_ALLOC_INIT;
     struct lh_sim_model model;
     struct lh_sim_random random;
     struct lh_error err = {0};
     lh_sim_random_init(&random, seed, LH_SIM_STREAM_MODEL);
     model_make(&model, &random, &alloc);
-    struct lh_sim_run_opts opts = opts_make(&model, seed, &random);
-    LH_CHECK(lh_sim_run_init(&run, &opts, &alloc, &err) == 0);
-    enum lh_sim_end end = lh_sim_run_drive(&run, &err);
+    struct lh_sim_run_opts opts = opts_make(&model, &random);
+    opts.hooks = &hooks;
+    opts.hooks_context = &lives;
+    LH_CHECK(lh_sim_run_init(&lives.run, &opts, &alloc, &err) == 0);
+    const struct lh_sim_script_opts script_opts = {
+        .train = &lives.run.train,
+        .chances = {.skip_ppm = 500000},
+        .seed = lh_sim_mix(seed, 1),
+    };
+    lh_sim_script_init(&lives.script, &script_opts, &alloc);
+    enum lh_sim_end end = lh_sim_run_drive(&lives.run, &err);
     if (end != LH_SIM_END_DONE)
         fprintf(stderr, "seed %" PRIu64 ": %s\n", seed, err.message);
-    lh_sim_run_deinit(&run);
+    lh_sim_run_deinit(&lives.run);
+    lh_sim_script_deinit(&lives.script, &alloc);
     lh_sim_model_deinit(&model);
     LH_CHECK(alloc.live_count == 0);
     return end == LH_SIM_END_DONE;

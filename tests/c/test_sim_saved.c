@@ -4,7 +4,7 @@
  */
 #include "lh_test.h"
 #include "sched/engine_private.h"
-#include "sim/preset.h"
+#include "sim_preset.h"
 
 #define GB UINT64_C(1000000000)
 #define BLOCK_FIRST 1 /* behind the embedding */

@@ -1,11 +1,11 @@
 /*
- * Test the time of a step on the machines of csrc/sim/preset.h, with each schedule: exact
+ * Test the time of a step on the machines of tests/c/sim_preset.h, with each schedule: exact
  * nanoseconds and bytes, compared with tests/golden/sim_steps.csv. A change of the engine that
  * alters them has to be explained in its commit, together with the new file, which
  * LH_GOLDEN_WRITE=1 in the environment writes.
  */
 #include "lh_test.h"
-#include "sim/preset.h"
+#include "sim_preset.h"
 #include "sim/timing.h"
 
 #define LINE_BYTES_MAX 512

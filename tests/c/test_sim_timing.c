@@ -1,6 +1,6 @@
 /* Test lh_sim_timing_run(): what ends a simulation early, and that nothing leaks then. */
 #include "lh_test.h"
-#include "sim/preset.h"
+#include "sim_preset.h"
 #include "sim/timing.h"
 
 struct rig {

@@ -124,12 +124,16 @@ def programs(mode: str) -> Programs:
             objects = builder.compile(sources)
             wanted = [s for s in sources if cbuild.isa_flags(s, builder.machine) is not None]
             mains: dict[str, tuple[pathlib.Path, list[pathlib.Path]]] = {}
+            tests = [f"-I{ROOT / 'tests' / 'sim'}"]
+            simulator = builder.compile(cbuild.simulator_sources(), tests)
+            library = builder.archive(simulator, "simulator")
             for folder, pattern in (("tests/c", "test_*.c"), ("tests/sim", "sim_*.c")):
                 where = ROOT / folder
                 tops = sorted(where.glob(pattern))
                 helpers = [path for path in sorted(where.glob("*.c")) if path not in tops]
-                shared = builder.compile(helpers, [f"-I{where}"])
-                for top, main in zip(tops, builder.compile(tops, [f"-I{where}"]), strict=True):
+                include = [f"-I{where}", *tests]
+                shared = [*builder.compile(helpers, include), library]
+                for top, main in zip(tops, builder.compile(tops, include), strict=True):
                     mains[top.stem] = (main, shared)
             _programs[mode] = Programs(
                 builder,

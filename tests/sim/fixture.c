@@ -92,11 +92,11 @@ static uint64_t host_bytes_random(const struct sim_case *sim, struct lh_sim_rand
 {
     struct lh_budget budget;
     struct lh_error err = {0};
-    const struct lh_sim_accelerator *accelerator = &sim->opts.machine.accelerator;
+    const struct lh_sim_accelerator *accelerator = &sim->opts.run.machine.accelerator;
     bool has_landings = accelerator->copy_count > 0 && !accelerator->gradients_in_memory;
     struct lh_sim_budget_opts opts = {.host_bytes = UINT64_C(1) << 40,
-                                      .schedule = sim->opts.schedule,
-                                      .commit_every = sim->opts.commit_every,
+                                      .schedule = sim->opts.run.schedule,
+                                      .commit_every = sim->opts.run.commit_every,
                                       .has_blocks = has_landings};
     sim_require(lh_sim_model_budget(&sim->model, &opts, &budget, &err), &err, "budget");
     uint64_t spare = budget.host_bytes_full - budget.host_bytes_min;
@@ -113,29 +113,28 @@ void sim_case_make(struct sim_case *sim, uint64_t seed, const struct lh_sim_size
     lh_sim_random_init(&random, seed, LH_SIM_STREAM_MODEL);
     sim_require(lh_sim_model_random(&sim->model, sizes, &random, &sim->alloc, &err), &err, "model");
     struct lh_sim_accelerator accelerator = accelerator_random(&sim->model, seed);
-    sim->model.has_own_gradients = accelerator.copy_count > 0;
     sim_require(lh_sim_reference_init(&sim->reference, &sim->model, seed, &sim->alloc, &err), &err,
                 "reference");
+    sim->reference.has_own_gradients = accelerator.copy_count > 0;
     lh_sim_random_init(&random, seed, LH_SIM_STREAM_OPTIONS);
-    sim->opts = (struct lh_sim_run_opts){
-        .seed = seed,
+    sim->opts = (struct lh_sim_lives_opts){.seed = seed, .reference = &sim->reference};
+    sim->opts.run = (struct lh_sim_run_opts){
         .machine = machine_random(&random),
         .model = &sim->model,
-        .reference = &sim->reference,
         .io_depth = (uint32_t)scaled(&random, 1, 16),
         .transfer_bytes = between(&random, 1, 4) * LH_MIB,
         .commit_every = between(&random, 0, 4) == 0 ? between(&random, 2, 3) : 1,
         .schedule = (enum lh_engine_schedule)lh_sim_random_below(&random, LH_ENGINE_SCHEDULE_COUNT),
         .step_last = between(&random, 2, 5),
     };
-    sim->opts.machine.accelerator = accelerator;
+    sim->opts.run.machine.accelerator = accelerator;
     lh_sim_random_init(&options, seed, LH_SIM_STREAM_EDITS);
     if (lh_sim_random_below(&options, 8) == 0)
-        sim->opts.commit_every = LH_ENGINE_COMMIT_NEVER;
-    sim->model.has_scales = lh_sim_random_below(&options, 3) == 0;
+        sim->opts.run.commit_every = LH_ENGINE_COMMIT_NEVER;
+    sim->reference.has_scales = lh_sim_random_below(&options, 3) == 0;
     if (lh_sim_random_below(&options, 3) == 0)
         sim->model.scalar_bytes_max = lh_sim_random_below(&options, LH_SIM_SCALAR_BYTES_MAX + 1);
-    sim->opts.host_bytes = host_bytes_random(sim, &random);
+    sim->opts.run.host_bytes = host_bytes_random(sim, &random);
     sim->random = random;
 }
 

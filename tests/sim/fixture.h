@@ -4,7 +4,8 @@
 #ifndef LH_TEST_SIM_FIXTURE_H
 #define LH_TEST_SIM_FIXTURE_H
 
-#include "sim/run.h"
+#include "lives/lives.h"
+#include "lives/model.h"
 
 /* The seed that the command line names; the program ends with its usage where there is none. */
 uint64_t sim_seed(int argc, char **argv);
@@ -14,7 +15,7 @@ struct sim_case {
     struct lh_alloc alloc;
     struct lh_sim_model model;
     struct lh_sim_reference reference;
-    struct lh_sim_run_opts opts;
+    struct lh_sim_lives_opts opts;
     struct lh_sim_random random; /* for what else the test decides */
 };
 

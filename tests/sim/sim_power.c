@@ -1,7 +1,7 @@
 /*
  * Simulate lives by seed: processes end and power fails at random moments, and the drives have
  * faults whose kinds and probabilities the seed chooses. Each life opens the store as a new process
- * would, and csrc/sim/life.c judges what it finds: the last committed step or the one whose commit
+ * would, and tests/sim/lives/life.c judges what it finds: the last committed step or the one whose commit
  * was in progress, bit for bit, or a loss that a fault explains. The last life has no faults, and
  * training has to reach its end.
  *
@@ -234,16 +234,17 @@ static struct lh_sim_crash crash_draw(struct sim_case *sim, const struct plan *p
 
 static void chances_draw(struct sim_case *sim)
 {
-    sim->opts.step_last += 2;
+    sim->opts.run.step_last += 2;
     sim->opts.chances = (struct lh_sim_train_chances){
         .eval_ppm = lh_sim_random_below(&sim->random, 3) == 0 ? 200000 : 0,
-        .abort_ppm =
-            sim->opts.commit_every == 1 && lh_sim_random_below(&sim->random, 4) == 0 ? 50000 : 0,
+        .abort_ppm = sim->opts.run.commit_every == 1 && lh_sim_random_below(&sim->random, 4) == 0
+                         ? 50000
+                         : 0,
         .skip_ppm = lh_sim_random_below(&sim->random, 4) == 0 ? 100000 : 0,
         .flush_ppm = lh_sim_random_below(&sim->random, 4) == 0 ? 200000 : 0,
         .split_ppm = 500000,
     };
-    if (sim->opts.chances.abort_ppm == 0 && sim->opts.commit_every != LH_ENGINE_COMMIT_NEVER &&
+    if (sim->opts.chances.abort_ppm == 0 && sim->opts.run.commit_every != LH_ENGINE_COMMIT_NEVER &&
         lh_sim_random_below(&sim->random, 3) == 0)
         sim->opts.chances.hold_ppm = 300000;
 }
@@ -276,86 +277,86 @@ static void counts_print(void)
                outcomes[i]);
 }
 
-static void counts_add(const struct lh_sim_run *run)
+static void counts_add(const struct lh_sim_lives *lives)
 {
     seed_count++;
-    snapshot_counts[0] += run->target.whole_count;
-    snapshot_counts[1] += run->target.left_count;
+    snapshot_counts[0] += lives->target.whole_count;
+    snapshot_counts[1] += lives->target.left_count;
     for (uint32_t i = 0; i < LH_SIM_FAULT_COUNT; i++) {
-        fault_counts[i] += run->world.fault_counts[i];
-        fault_seed_counts[i] += run->world.fault_counts[i] > 0;
+        fault_counts[i] += lives->faults.counts[i];
+        fault_seed_counts[i] += lives->faults.counts[i] > 0;
     }
     for (uint32_t i = 0; i < LH_SIM_OUTCOME_COUNT; i++)
-        outcomes[i] += run->outcomes[i];
+        outcomes[i] += lives->outcomes[i];
 }
 
 /* The program ends here where a promise is broken. */
-static void require(bool holds, const struct lh_sim_run *run, uint64_t seed, const char *what)
+static void require(bool holds, const struct lh_sim_lives *lives, uint64_t seed, const char *what)
 {
     if (holds)
         return;
     printf("FAILED %" PRIu64 ": %s%s%s\n", seed, what, err.message[0] ? ": " : "", err.message);
-    counts_add(run);
+    counts_add(lives);
     if (command.is_range)
         counts_print();
     exit(1);
 }
 
-static void life_say(const struct lh_sim_run *run, uint64_t life, const char *what, int which)
+static void life_say(const struct lh_sim_lives *lives, uint64_t life, const char *what, int which)
 {
-    const struct lh_sim_crash *crash = &run->opts.crash;
+    const struct lh_sim_crash *crash = &lives->opts.crash;
     if (command.is_range)
         return;
     printf("life %" PRIu64 " (crash %d:%" PRIu64 ":%" PRIu64 ":%d) %s %d at %" PRIu64
            " ns, opened at step %" PRIu64 "%s%s\n",
            life, (int)crash->where, crash->commit, crash->after, crash->is_kill, what, which,
-           run->world.now_ns, run->committed_step, err.message[0] ? ": " : "", err.message);
+           lives->run.world.now_ns, lives->committed_step, err.message[0] ? ": " : "", err.message);
 }
 
 /* The process is gone, and with it perhaps the power, and what lay on a drive. */
-static void life_end(struct sim_case *sim, struct lh_sim_run *run, const struct plan *plan,
+static void life_end(struct sim_case *sim, struct lh_sim_lives *lives, const struct plan *plan,
                      bool is_last)
 {
     bool is_damaged = lh_sim_random_below(&sim->random, 2) == 0;
-    bool is_copied = lh_sim_random_below(&sim->random, 2) == 0 || !run->copy.pages;
-    lh_sim_run_stop(run);
-    if (run->opts.crash.is_kill || is_last)
+    bool is_copied = lh_sim_random_below(&sim->random, 2) == 0 || !lives->copy.pages;
+    lh_sim_lives_stop(lives);
+    if (lives->opts.crash.is_kill || is_last)
         return;
     if (is_damaged && plan->damage != LH_SIM_FAULT_COUNT)
-        lh_sim_run_damage(run, plan->damage);
+        lh_sim_lives_damage(lives, plan->damage);
     if (is_copied && plan->damage == LH_SIM_FAULT_OLD)
-        lh_sim_run_copy(run);
+        lh_sim_lives_copy(lives);
 }
 
 /* Whether training came to its end; false where the store is lost and said so. */
-static bool lives_run(struct sim_case *sim, struct lh_sim_run *run, const struct plan *plan,
+static bool lives_run(struct sim_case *sim, struct lh_sim_lives *lives, const struct plan *plan,
                       uint64_t seed)
 {
     for (uint64_t life = 0;; life++) {
         bool is_calm = life >= plan->life_count;
         struct lh_sim_crash crash = crash_draw(sim, plan, life);
-        run->opts.crash = is_calm ? (struct lh_sim_crash){.tears = plan->tears} : crash;
+        lives->opts.crash = is_calm ? (struct lh_sim_crash){.tears = plan->tears} : crash;
         if (is_calm)
-            lh_sim_run_revive(run);
+            lh_sim_lives_revive(lives);
         err = (struct lh_error){0};
-        enum lh_sim_open open = lh_sim_run_open(run, is_calm, &err);
+        enum lh_sim_open open = lh_sim_lives_open(lives, is_calm, &err);
         if (open != LH_SIM_OPEN_DONE)
-            life_say(run, life, "opens", (int)open);
-        require(open != LH_SIM_OPEN_BROKEN, run, seed, "open");
+            life_say(lives, life, "opens", (int)open);
+        require(open != LH_SIM_OPEN_BROKEN, lives, seed, "open");
         if (open == LH_SIM_OPEN_REFUSED && is_calm)
             return false;
         if (open == LH_SIM_OPEN_DONE) {
             err = (struct lh_error){0};
-            enum lh_sim_end end = lh_sim_run_drive(run, &err);
-            life_say(run, life, "ends", (int)end);
-            require(end != LH_SIM_END_BROKEN, run, seed, "checker");
-            require(end != LH_SIM_END_FAILED || lh_sim_run_explains(run, err.code), run, seed,
+            enum lh_sim_end end = lh_sim_lives_drive(lives, &err);
+            life_say(lives, life, "ends", (int)end);
+            require(end != LH_SIM_END_BROKEN, lives, seed, "checker");
+            require(end != LH_SIM_END_FAILED || lh_sim_lives_explains(lives, err.code), lives, seed,
                     "an error that no fault explains");
-            require(end == LH_SIM_END_DONE || !is_calm, run, seed, "no end without faults");
+            require(end == LH_SIM_END_DONE || !is_calm, lives, seed, "no end without faults");
         }
-        life_end(sim, run, plan, is_calm);
+        life_end(sim, lives, plan, is_calm);
         if (open == LH_SIM_OPEN_REFUSED)
-            lh_sim_run_revive(run);
+            lh_sim_lives_revive(lives);
         if (is_calm)
             return true;
     }
@@ -364,7 +365,7 @@ static bool lives_run(struct sim_case *sim, struct lh_sim_run *run, const struct
 static void seed_run(uint64_t seed)
 {
     static struct sim_case sim;
-    static struct lh_sim_run run;
+    static struct lh_sim_lives lives;
     struct plan plan = {.damage = LH_SIM_FAULT_COUNT};
     /* Most are tiny: what is lost does not depend on how much there is. */
     static const uint64_t counts[] = {100, 100, 600, 600, 3000, 12000};
@@ -380,20 +381,21 @@ static void seed_run(uint64_t seed)
     chances_draw(&sim);
     worlds_draw(&sim, seed);
     err = (struct lh_error){0};
-    sim_require(lh_sim_run_init(&run, &sim.opts, &sim.alloc, &err), &err, "init");
-    if (lives_run(&sim, &run, &plan, seed)) {
+    sim_require(lh_sim_lives_init(&lives, &sim.opts, &sim.alloc, &err), &err, "init");
+    if (lives_run(&sim, &lives, &plan, seed)) {
         /* The end was closed well and then lost its power: it is there. */
         err = (struct lh_error){0};
-        uint64_t step = run.committed_step;
-        require(lh_sim_run_open(&run, true, &err) == LH_SIM_OPEN_DONE, &run, seed, "last open");
+        uint64_t step = lives.committed_step;
+        require(lh_sim_lives_open(&lives, true, &err) == LH_SIM_OPEN_DONE, &lives, seed,
+                "last open");
         /* A life that begins where training was over trains one step more. */
-        require(step >= sim.opts.step_last && lh_store_step(run.store) == step, &run, seed,
-                "the last step is not there");
+        require(step >= sim.opts.run.step_last && lh_store_step(lives.run.store) == step, &lives,
+                seed, "the last step is not there");
     } else {
         lost_count++;
     }
-    counts_add(&run);
-    lh_sim_run_deinit(&run);
+    counts_add(&lives);
+    lh_sim_lives_deinit(&lives);
     sim_case_unmake(&sim);
 }
 

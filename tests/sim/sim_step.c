@@ -12,9 +12,9 @@
 
 static struct lh_error err;
 
-static void open_well(struct lh_sim_run *run)
+static void open_well(struct lh_sim_lives *lives)
 {
-    enum lh_sim_open open = lh_sim_run_open(run, true, &err);
+    enum lh_sim_open open = lh_sim_lives_open(lives, true, &err);
     if (open != LH_SIM_OPEN_DONE)
         fprintf(stderr, "open %d: %s\n", (int)open, err.message);
     LH_CHECK(open == LH_SIM_OPEN_DONE);
@@ -23,21 +23,21 @@ static void open_well(struct lh_sim_run *run)
 /* Train to the end, open the store again, and compare. Returns the trace's hash. */
 static uint64_t train(struct sim_case *sim, uint8_t *trace, uint64_t *trace_bytes_out)
 {
-    static struct lh_sim_run run;
-    sim_require(lh_sim_run_init(&run, &sim->opts, &sim->alloc, &err), &err, "init");
-    open_well(&run);
-    enum lh_sim_end end = lh_sim_run_drive(&run, &err);
+    static struct lh_sim_lives lives;
+    sim_require(lh_sim_lives_init(&lives, &sim->opts, &sim->alloc, &err), &err, "init");
+    open_well(&lives);
+    enum lh_sim_end end = lh_sim_lives_drive(&lives, &err);
     if (end != LH_SIM_END_DONE)
         fprintf(stderr, "end %d: %s\n", (int)end, err.message);
     LH_CHECK(end == LH_SIM_END_DONE);
-    lh_sim_run_stop(&run);
-    LH_CHECK(run.committed_step == sim->opts.step_last);
-    open_well(&run);
-    LH_CHECK(lh_store_step(run.store) == sim->opts.step_last);
-    *trace_bytes_out = run.world.trace_bytes;
-    memcpy(trace, run.world.trace, run.world.trace_bytes);
-    uint64_t hash = run.world.trace_hash;
-    lh_sim_run_deinit(&run);
+    lh_sim_lives_stop(&lives);
+    LH_CHECK(lives.committed_step == sim->opts.run.step_last);
+    open_well(&lives);
+    LH_CHECK(lh_store_step(lives.run.store) == sim->opts.run.step_last);
+    *trace_bytes_out = lives.trace.bytes;
+    memcpy(trace, lives.trace.records, lives.trace.bytes);
+    uint64_t hash = lives.trace.hash;
+    lh_sim_lives_deinit(&lives);
     return hash;
 }
 
@@ -61,12 +61,12 @@ int main(int argc, char **argv)
     sim.opts.chances = (struct lh_sim_train_chances){
         .eval_ppm = lh_sim_random_below(&sim.random, 2) == 0 ? 200000 : 0,
         .abort_ppm =
-            sim.opts.commit_every == 1 && lh_sim_random_below(&sim.random, 3) == 0 ? 50000 : 0,
+            sim.opts.run.commit_every == 1 && lh_sim_random_below(&sim.random, 3) == 0 ? 50000 : 0,
         .skip_ppm = lh_sim_random_below(&sim.random, 3) == 0 ? 100000 : 0,
         .flush_ppm = lh_sim_random_below(&sim.random, 3) == 0 ? 200000 : 0,
         .split_ppm = 500000,
     };
-    if (sim.opts.chances.abort_ppm == 0 && sim.opts.commit_every != LH_ENGINE_COMMIT_NEVER &&
+    if (sim.opts.chances.abort_ppm == 0 && sim.opts.run.commit_every != LH_ENGINE_COMMIT_NEVER &&
         lh_sim_random_below(&sim.random, 3) == 0)
         sim.opts.chances.hold_ppm = 300000;
     lh_test_name("seed %" PRIu64 ": the store holds what plain training gives", seed);
@@ -75,9 +75,7 @@ int main(int argc, char **argv)
         trace_write(path, traces[0], trace_bytes[0]);
     if (seed % 4 == 0) {
         lh_test_name("seed %" PRIu64 ": its trace is the same again", seed);
-        lh_sim_reference_deinit(&sim.reference);
-        sim_require(lh_sim_reference_init(&sim.reference, &sim.model, seed, &sim.alloc, &err), &err,
-                    "reference");
+        lh_sim_reference_begin_again(&sim.reference);
         hashes[1] = train(&sim, traces[1], &trace_bytes[1]);
         LH_CHECK(trace_bytes[0] > 0 && trace_bytes[0] == trace_bytes[1]);
         LH_CHECK(memcmp(traces[0], traces[1], trace_bytes[0]) == 0);

@@ -8,8 +8,8 @@
  *
  * Thread: one.
  */
-#ifndef LH_SIM_REFERENCE_H
-#define LH_SIM_REFERENCE_H
+#ifndef LH_TEST_SIM_REFERENCE_H
+#define LH_TEST_SIM_REFERENCE_H
 
 #include "sim/model.h"
 
@@ -35,6 +35,9 @@ struct lh_sim_reference {
     const struct lh_sim_model *model; /* borrowed until deinit */
     struct lh_alloc *alloc;
     uint64_t seed;
+    /* Gradients have the dtype of their parameters, as those from an accelerator do. */
+    bool has_own_gradients;
+    bool has_scales;   /* gradients are scaled (clipped) by a different factor each step */
     uint64_t *offsets; /* of each unit's arrays in a state: LH_SIM_ARRAY_COUNT per unit */
     uint64_t state_bytes;
     uint64_t step; /* of the newest snapshot; step s is at s % LH_SIM_SNAPSHOT_COUNT */
@@ -69,7 +72,12 @@ void lh_sim_reference_edit_begin(struct lh_sim_reference *reference);
 void lh_sim_reference_edit(struct lh_sim_reference *reference, uint32_t unit,
                            enum lh_sim_array array, uint64_t first, uint64_t count, uint64_t seed);
 void lh_sim_reference_edit_set(struct lh_sim_reference *reference, enum lh_sim_edit edit);
-/* Make the gradient of param in step, in the model's dtype for it. */
+/* The factor by which the gradients of a step are multiplied. */
+double lh_sim_reference_scale(const struct lh_sim_reference *reference, uint64_t step);
+/* The parameter's own dtype; without has_own_gradients, fp32 for some of every third unit. */
+enum lh_dtype lh_sim_reference_gradient_dtype(const struct lh_sim_reference *reference,
+                                              uint32_t param);
+/* Make the gradient of param in step, in its dtype. */
 void lh_sim_reference_gradient(const struct lh_sim_reference *reference, uint64_t step,
                                uint32_t param, void *gradient_out);
 /* Advance by one step; has_gradient[i] says whether parameter i has a gradient. */

@@ -1,10 +1,10 @@
-#include "sim/target.h"
+#include "lives/target.h"
 
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 
-#include "sim/store.h"
+#include "lives/store.h"
 
 #define DRIVE_COUNT_MAX 2
 #define PAUSE_NS_MAX 300000
@@ -18,17 +18,21 @@ static bool had_fault(const struct lh_sim_target *target)
                                                LH_SIM_FAULT_DEAD};
     for (uint32_t i = 0; i < LH_COUNT_OF(others); i++)
         faults |= LH_SIM_FAULT_BIT_OF(others[i]);
-    return lh_sim_world_had_fault(target->world, faults);
+    return lh_sim_fault_had(target->faults, faults);
 }
 
-int lh_sim_target_init(struct lh_sim_target *target, struct lh_sim_world *world,
+int lh_sim_target_init(struct lh_sim_target *target, struct lh_sim_fault_log *faults,
                        const struct lh_sim_reference *reference, const struct lh_sim_fs *source_fs,
                        uint64_t seed, struct lh_error *err)
 {
-    *target = (struct lh_sim_target){
-        .world = world, .reference = reference, .source_fs = source_fs, .is_over = true};
+    struct lh_sim_world *world = faults->world;
+    *target = (struct lh_sim_target){.world = world,
+                                     .faults = faults,
+                                     .reference = reference,
+                                     .source_fs = source_fs,
+                                     .is_over = true};
     lh_sim_random_init(&target->random, seed, LH_SIM_STREAM_TARGET);
-    lh_sim_disk_init(&target->disk, world,
+    lh_sim_disk_init(&target->disk, faults,
                      1 + (uint32_t)lh_sim_random_below(&target->random, DRIVE_COUNT_MAX));
     lh_sim_fs_init(&target->fs, &target->disk, lh_sim_mix(seed, LH_SIM_STREAM_TARGET));
     uint64_t scalar_bytes = reference->model->scalar_bytes_max +
@@ -92,11 +96,13 @@ static void copy_fail(struct lh_sim_target *target, const struct lh_error *err)
 static int target_create(struct lh_sim_target *target, struct lh_error *err)
 {
     struct lh_alloc *alloc = target->world->alloc;
-    int rc = lh_sim_store_create(target->reference, &target->fs, false, alloc, &target->store, err);
+    int rc = lh_sim_lives_store_create(target->reference, &target->fs, false, alloc, &target->store,
+                                       err);
     if (rc != -EEXIST || target->is_whole)
         return rc;
     files_remove(target);
-    return lh_sim_store_create(target->reference, &target->fs, false, alloc, &target->store, err);
+    return lh_sim_lives_store_create(target->reference, &target->fs, false, alloc, &target->store,
+                                     err);
 }
 
 /* Returns 1 if a piece was copied, 0 if none is left. */
@@ -192,7 +198,7 @@ static bool is_empty(const struct lh_store *store)
 static int contents_judge(struct lh_sim_target *target, struct lh_store *store,
                           struct lh_error *err)
 {
-    bool is_lossy = lh_sim_world_had_fault(target->world, LH_SIM_FAULTS_UNDETECTED);
+    bool is_lossy = lh_sim_fault_had(target->faults, LH_SIM_FAULTS_UNDETECTED);
     if (is_empty(store)) {
         if (target->is_whole && !is_lossy)
             return lh_error_set(err, -EPROTO, "a copy reported as complete is empty");
@@ -216,7 +222,7 @@ static int contents_judge(struct lh_sim_target *target, struct lh_store *store,
 /* Judge a store that cannot be opened: the next copy has to be able to replace it. */
 static int remains_judge(struct lh_sim_target *target, struct lh_error *err)
 {
-    if (lh_sim_world_had_fault(target->world, LH_SIM_FAULTS_UNDETECTED)) {
+    if (lh_sim_fault_had(target->faults, LH_SIM_FAULTS_UNDETECTED)) {
         target->is_whole = false;
         return 0;
     }

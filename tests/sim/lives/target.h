@@ -10,17 +10,18 @@
  *
  * Thread: one.
  */
-#ifndef LH_SIM_TARGET_H
-#define LH_SIM_TARGET_H
+#ifndef LH_TEST_SIM_TARGET_H
+#define LH_TEST_SIM_TARGET_H
 
-#include "sim/fs.h"
-#include "sim/reference.h"
+#include "lives/fs.h"
+#include "lives/reference.h"
 
 #define LH_SIM_TARGET_PIECE_BYTES (64 * LH_KIB)
 
 struct lh_sim_target {
-    struct lh_sim_world *world;               /* NULL: no target */
-    const struct lh_sim_reference *reference; /* this and the next: borrowed until deinit */
+    struct lh_sim_world *world;      /* NULL: no target */
+    struct lh_sim_fault_log *faults; /* borrowed until deinit, like the next two */
+    const struct lh_sim_reference *reference;
     const struct lh_sim_fs *source_fs;
     struct lh_sim_disk disk;
     struct lh_sim_fs fs;
@@ -46,7 +47,7 @@ struct lh_sim_target {
  * Owns:   *target owns its tables; release with lh_sim_target_deinit().
  * Errors: -ENOMEM; the caller has to call lh_sim_target_deinit() then, too.
  */
-int lh_sim_target_init(struct lh_sim_target *target, struct lh_sim_world *world,
+int lh_sim_target_init(struct lh_sim_target *target, struct lh_sim_fault_log *faults,
                        const struct lh_sim_reference *reference, const struct lh_sim_fs *source_fs,
                        uint64_t seed, struct lh_error *err) LH_MUST_CHECK;
 void lh_sim_target_deinit(struct lh_sim_target *target);

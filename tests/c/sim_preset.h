@@ -20,8 +20,8 @@
  * Thread: one.
  * Source: LoHan V-A (the machine), LoHan eq. 5 (backward's FLOP).
  */
-#ifndef LH_SIM_PRESET_H
-#define LH_SIM_PRESET_H
+#ifndef LH_TEST_SIM_PRESET_H
+#define LH_TEST_SIM_PRESET_H
 
 #include "sim/run.h"
 
@@ -37,7 +37,7 @@ enum lh_sim_preset {
 /* "papers-13b", "balanced", "ssd-bound" */
 const char *lh_sim_preset_name(enum lh_sim_preset preset);
 /*
- * Make the preset's machine, model and options, timing only. The caller sets schedule and commits.
+ * Make the preset's machine, model and options. The caller sets schedule and commits.
  *
  * Owns:   *model owns its tables; release with lh_sim_model_deinit(), after the run.
  * Errors: -ENOMEM.

@@ -22,14 +22,15 @@
  *
  * Thread: one.
  */
-#ifndef LH_SIM_DISK_H
-#define LH_SIM_DISK_H
+#ifndef LH_TEST_SIM_DISK_H
+#define LH_TEST_SIM_DISK_H
 
-#include "sim/world.h"
+#include "lives/fault.h"
+#include "sim/link.h"
 
 #define LH_SIM_DISK_PAGE_BYTES (16 * LH_KIB)
 #define LH_SIM_DISK_SECTOR_BYTES UINT64_C(512)
-#define LH_SIM_DISK_FILE_COUNT_MAX 16
+#define LH_SIM_DISK_FILE_COUNT_MAX LH_SIM_SSD_COUNT_MAX
 
 /* Both pointers are equal if only the durable bytes have been written. */
 struct lh_sim_disk_page {
@@ -74,6 +75,7 @@ struct lh_sim_disk_copy {
 
 struct lh_sim_disk {
     struct lh_sim_world *world;
+    struct lh_sim_fault_log *faults;
     struct lh_sim_disk_file files[LH_SIM_DISK_FILE_COUNT_MAX];
     uint32_t file_count;
     struct lh_sim_disk_write *head; /* in order of completion */
@@ -85,9 +87,10 @@ struct lh_sim_disk {
 /*
  * Initialize empty drives, whose directories do not exist.
  *
- * Owns:   *disk owns its pages; release with lh_sim_disk_deinit(). world is borrowed until then.
+ * Owns:   *disk owns its pages; release with lh_sim_disk_deinit(). faults is borrowed until then.
  */
-void lh_sim_disk_init(struct lh_sim_disk *disk, struct lh_sim_world *world, uint32_t file_count);
+void lh_sim_disk_init(struct lh_sim_disk *disk, struct lh_sim_fault_log *faults,
+                      uint32_t file_count);
 void lh_sim_disk_deinit(struct lh_sim_disk *disk);
 
 /* Create (is_there) or remove a name; durable once lh_sim_disk_name_sync() is called. */

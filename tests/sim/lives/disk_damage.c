@@ -2,7 +2,7 @@
 #include <string.h>
 
 #include "base/assert.h"
-#include "sim/disk.h"
+#include "lives/disk.h"
 
 #define CONTROL_BYTES LH_MIB
 /* A few blocks, or enough to reach from one copy of a superblock to the next. */
@@ -117,7 +117,7 @@ bool lh_sim_disk_damage(struct lh_sim_disk *disk, enum lh_sim_fault fault, uint3
         break;
     }
     if (is_changed)
-        lh_sim_world_fault(disk->world, fault, file, 0, 0);
+        lh_sim_fault_add(disk->faults, fault, file, 0, 0);
     return is_changed;
 }
 

@@ -2,7 +2,7 @@
  * The simulator's file system: the store's file calls (store/fs.h), on the drives of a lh_sim_disk.
  * Directory number n is "/sim/n"; the only file in it is the store's.
  *
- * Calls take no virtual time. Each draws the faults of a request (sim/fault.h) except SPIKE,
+ * Calls take no virtual time. Each draws the faults of a request (lives/fault.h) except SPIKE,
  * REORDER and HANG, which concern time. The process can end inside any call: then the call has a
  * partial effect or none. This call and all later ones fail with -EIO, and the later ones do
  * nothing, until lh_sim_fs_restart(). So the store's code unwinds as it would from an error, and
@@ -10,10 +10,10 @@
  *
  * Thread: one.
  */
-#ifndef LH_SIM_FS_H
-#define LH_SIM_FS_H
+#ifndef LH_TEST_SIM_FS_H
+#define LH_TEST_SIM_FS_H
 
-#include "sim/disk.h"
+#include "lives/disk.h"
 #include "store/fs.h"
 
 #define LH_SIM_FS_OPEN_COUNT_MAX 64

@@ -1,4 +1,4 @@
-#include "sim/reference.h"
+#include "lives/reference.h"
 
 #include <inttypes.h>
 #include <string.h>
@@ -195,10 +195,24 @@ void lh_sim_reference_edit_set(struct lh_sim_reference *reference, enum lh_sim_e
     snapshot_at(reference, reference->step)->edit = edit;
 }
 
+double lh_sim_reference_scale(const struct lh_sim_reference *reference, uint64_t step)
+{
+    return reference->has_scales ? 0.25 * (double)(1 + step % 5) : 1.0;
+}
+
+enum lh_dtype lh_sim_reference_gradient_dtype(const struct lh_sim_reference *reference,
+                                              uint32_t param)
+{
+    const struct lh_sim_model *model = reference->model;
+    uint32_t unit = model->params[param].unit;
+    bool is_mixed = !reference->has_own_gradients && unit % 3 == 2 && param % 2 == 1;
+    return is_mixed ? LH_DTYPE_F32 : model->units[unit].dtype;
+}
+
 void lh_sim_reference_gradient(const struct lh_sim_reference *reference, uint64_t step,
                                uint32_t param, void *gradient_out)
 {
-    enum lh_dtype dtype = lh_sim_model_gradient_dtype(reference->model, param);
+    enum lh_dtype dtype = lh_sim_reference_gradient_dtype(reference, param);
     uint64_t hash = lh_sim_mix(lh_sim_mix(reference->seed, step), param);
     for (uint64_t i = 0; i < reference->model->params[param].count; i++) {
         float value = value_of(hash = lh_sim_mix(hash, i));
@@ -237,11 +251,11 @@ static void param_update(struct lh_sim_reference *reference, struct lh_sim_snaps
         .gradient = reference->gradient,
         .count = param->count,
         .param_dtype = unit->dtype,
-        .gradient_dtype = lh_sim_model_gradient_dtype(model, index),
+        .gradient_dtype = lh_sim_reference_gradient_dtype(reference, index),
     };
     struct lh_adam_hyper hyper = lh_sim_model_hyper(param->group, snapshot->step);
     struct lh_adam_scalars scalars = lh_adam_scalars_make(
-        &hyper, ++snapshot->param_steps[index], lh_sim_model_scale(model, snapshot->step));
+        &hyper, ++snapshot->param_steps[index], lh_sim_reference_scale(reference, snapshot->step));
     kernels[kernel_count - 1].run(&run, &scalars);
 }
 

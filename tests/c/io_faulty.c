@@ -1,4 +1,4 @@
-#include "io/faulty.h"
+#include "io_faulty.h"
 
 #include <stdatomic.h>
 

@@ -1,4 +1,4 @@
-#include "sim/preset.h"
+#include "sim_preset.h"
 
 #include "base/assert.h"
 
@@ -40,7 +40,6 @@ static uint32_t unit_add(struct lh_sim_model *model, uint64_t count)
 /* Blocks between an embedding and a head that share one parameter. */
 static void papers_model(struct lh_sim_model *model)
 {
-    model->has_own_gradients = true;
     const uint64_t tokens = PAPERS_BATCH * PAPERS_SEQUENCE;
     const uint64_t hidden = PAPERS_HIDDEN;
     const uint64_t block_count = 12 * hidden * hidden + 13 * hidden;

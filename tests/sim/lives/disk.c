@@ -1,4 +1,4 @@
-#include "sim/disk.h"
+#include "lives/disk.h"
 
 #include <string.h>
 
@@ -15,10 +15,12 @@ enum keep {
     KEEP_COUNT,
 };
 
-void lh_sim_disk_init(struct lh_sim_disk *disk, struct lh_sim_world *world, uint32_t file_count)
+void lh_sim_disk_init(struct lh_sim_disk *disk, struct lh_sim_fault_log *faults,
+                      uint32_t file_count)
 {
     LH_ASSERT(file_count <= LH_SIM_DISK_FILE_COUNT_MAX);
-    *disk = (struct lh_sim_disk){.world = world, .file_count = file_count};
+    *disk =
+        (struct lh_sim_disk){.world = faults->world, .faults = faults, .file_count = file_count};
 }
 
 static void write_free(struct lh_sim_disk *disk, struct lh_sim_disk_write *write)
@@ -322,7 +324,7 @@ static void block_tear(struct lh_sim_disk *disk, const struct lh_sim_disk_write 
     uint64_t count = lh_div_ceil(bytes, LH_SIM_DISK_SECTOR_BYTES);
     uint64_t style = lh_sim_random_below(random, 3);
     uint64_t cut = lh_sim_random_below(random, count);
-    lh_sim_world_fault(disk->world, LH_SIM_FAULT_TORN, write->file, write->offset + at, cut);
+    lh_sim_fault_add(disk->faults, LH_SIM_FAULT_TORN, write->file, write->offset + at, cut);
     for (uint64_t i = 0; i < count; i++) {
         bool is_kept = style == 0   ? i <= cut
                        : style == 1 ? i >= cut

@@ -1,8 +1,8 @@
 /*
  * The faults that a simulated machine can have.
  *
- * Faults of a request are drawn by seed for every request of the engine (sim/io.h) and for every
- * file call of the store (sim/fs.h), with probabilities in parts per million. The others happen to
+ * Faults of a request are drawn by seed for every request of the engine (lives/drives.h) and for every
+ * file call of the store (lives/fs.h), with probabilities in parts per million. The others happen to
  * the machine or to a drive between two lives.
  *
  * They have three classes, by what a store can guarantee:
@@ -18,10 +18,10 @@
  *
  * Wrong bytes are never accepted.
  */
-#ifndef LH_SIM_FAULT_H
-#define LH_SIM_FAULT_H
+#ifndef LH_TEST_SIM_FAULT_H
+#define LH_TEST_SIM_FAULT_H
 
-#include "base/base.h"
+#include "lives/random.h"
 
 enum lh_sim_fault {
     /* Faults of a request. */
@@ -65,6 +65,19 @@ struct lh_sim_faults {
     uint64_t spike_ns;
     uint64_t reorder_ns;
 };
+
+/* The faults that have happened in a world. */
+struct lh_sim_fault_log {
+    struct lh_sim_world *world; /* borrowed */
+    uint64_t counts[LH_SIM_FAULT_COUNT];
+};
+
+/* Count a fault, and trace it with its target. */
+void lh_sim_fault_add(struct lh_sim_fault_log *log, enum lh_sim_fault fault, uint64_t file,
+                      uint64_t offset, uint64_t detail);
+/* Whether any fault of a set (LH_SIM_FAULT_BIT_OF) has happened. */
+bool lh_sim_fault_had(const struct lh_sim_fault_log *log, uint64_t faults);
+uint64_t lh_sim_fault_count(const struct lh_sim_fault_log *log); /* of all kinds */
 
 /* The name of a fault in tables and on command lines. */
 const char *lh_sim_fault_name(enum lh_sim_fault fault);

@@ -1,4 +1,4 @@
-#include "sim/fault.h"
+#include "lives/fault.h"
 
 #include "base/assert.h"
 
@@ -28,4 +28,29 @@ const char *lh_sim_fault_name(enum lh_sim_fault fault)
     };
     LH_ASSERT(fault < LH_SIM_FAULT_COUNT);
     return names[fault];
+}
+
+void lh_sim_fault_add(struct lh_sim_fault_log *log, enum lh_sim_fault fault, uint64_t file,
+                      uint64_t offset, uint64_t detail)
+{
+    log->counts[fault]++;
+    lh_sim_world_trace(log->world, LH_SIM_TRACE_FAULT, (uint64_t)fault << 32 | file, offset,
+                       detail);
+}
+
+bool lh_sim_fault_had(const struct lh_sim_fault_log *log, uint64_t faults)
+{
+    for (uint32_t i = 0; i < LH_SIM_FAULT_COUNT; i++) {
+        if ((faults & LH_SIM_FAULT_BIT_OF(i)) != 0 && log->counts[i] > 0)
+            return true;
+    }
+    return false;
+}
+
+uint64_t lh_sim_fault_count(const struct lh_sim_fault_log *log)
+{
+    uint64_t count = 0;
+    for (uint32_t i = 0; i < LH_SIM_FAULT_COUNT; i++)
+        count += log->counts[i];
+    return count;
 }

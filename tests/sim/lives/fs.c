@@ -1,4 +1,4 @@
-#include "sim/fs.h"
+#include "lives/fs.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -76,7 +76,7 @@ static bool is_hit(struct lh_sim_fs *sim, enum lh_sim_fault fault, uint32_t file
 {
     if (!lh_sim_random_chance(&sim->random, sim->faults.ppm[fault]))
         return false;
-    lh_sim_world_fault(sim->disk->world, fault, file, offset, 0);
+    lh_sim_fault_add(sim->disk->faults, fault, file, offset, 0);
     return true;
 }
 
@@ -154,7 +154,7 @@ static int64_t fs_read(const struct lh_store_fs *fs, int fd, void *buffer, uint6
     lh_sim_disk_read(sim->disk, file, offset, buffer, bytes);
     if (lh_sim_random_chance(&sim->random, sim->faults.ppm[LH_SIM_FAULT_STALE]) &&
         lh_sim_disk_read_stale(sim->disk, file, offset, buffer, bytes))
-        lh_sim_world_fault(sim->disk->world, LH_SIM_FAULT_STALE, file, offset, 0);
+        lh_sim_fault_add(sim->disk->faults, LH_SIM_FAULT_STALE, file, offset, 0);
     if (is_hit(sim, LH_SIM_FAULT_FLIP, file, offset)) {
         uint64_t bit = lh_sim_random_below(&sim->random, bytes * 8);
         ((uint8_t *)buffer)[bit / 8] ^= (uint8_t)(1U << bit % 8);

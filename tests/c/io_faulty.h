@@ -1,13 +1,13 @@
 /*
- * A backend for tests and simulators that wraps another one and fails on demand.
+ * A backend that wraps another one and fails on demand.
  *
  * One fault is armed at a time and fires once. A test repeats an operation with after = 0, 1, 2,
  * ... until it succeeds without the fault having fired.
  *
  * Thread: as csrc/io/io.h.
  */
-#ifndef LH_IO_FAULTY_H
-#define LH_IO_FAULTY_H
+#ifndef LH_TEST_IO_FAULTY_H
+#define LH_TEST_IO_FAULTY_H
 
 #include "io/io.h"
 

@@ -1,0 +1,174 @@
+/*
+ * A simulation with bytes: the drives have contents and faults, and a run (sim/run.h) is a sequence
+ * of lives, in each of which a process opens the store and trains until it ends.
+ *
+ *      lh_sim_lives_open()   starts a new process: creates the store, or opens it and compares it
+ *                            with the reference; then creates an engine
+ *      lh_sim_lives_drive()  trains, until DONE (finished and flushed), FAILED (the engine or an
+ *                            edit has an error, as a user would see it), STOPPED (at the requested
+ *                            crash point), STUCK (a request hangs, and no other event is pending)
+ *                            or BROKEN (a checker found a failure: run.world.failure)
+ *      lh_sim_lives_stop()   ends the process, and possibly cuts the machine's power
+ *
+ * All of it is behind the hooks of csrc/sim (sim/hooks.h). The table is in lives.c; the functions
+ * are in the file that owns the state that they need.
+ *
+ *      lives.c    the process and its memory       drives.c  requests: bytes and faults
+ *      script.c   the training script              copies.c  the accelerator's copies
+ *
+ * Thread: one.
+ */
+#ifndef LH_TEST_SIM_LIVES_H
+#define LH_TEST_SIM_LIVES_H
+
+#include "lives/copies.h"
+#include "lives/drives.h"
+#include "lives/script.h"
+#include "lives/target.h"
+#include "lives/trace.h"
+#include "sim/run.h"
+
+/* How a life began. */
+enum lh_sim_open {
+    LH_SIM_OPEN_DONE = 0,
+    LH_SIM_OPEN_CRASHED, /* the process ended in the middle of it */
+    LH_SIM_OPEN_REFUSED, /* an error that a fault explains */
+    LH_SIM_OPEN_BROKEN,  /* a guarantee is broken: err says which */
+};
+
+/* The outcomes of opens and drives, which are counted. */
+enum lh_sim_outcome {
+    LH_SIM_OUTCOME_CREATED = 0,
+    LH_SIM_OUTCOME_CREATION_FAILED,  /* by a fault; nothing is left behind */
+    LH_SIM_OUTCOME_OPENED,           /* at the last committed step */
+    LH_SIM_OUTCOME_OPENED_NEXT,      /* at the one that was being committed */
+    LH_SIM_OUTCOME_OPENED_OLDER,     /* a committed step is lost, and the note says so */
+    LH_SIM_OUTCOME_OPENED_OLD_STATE, /* at a consistent older state, which cannot be detected */
+    LH_SIM_OUTCOME_OPENED_AT,        /* an older step, after a refusal that names it */
+    LH_SIM_OUTCOME_NOTED,            /* opened with a note that a fault explains */
+    LH_SIM_OUTCOME_REFUSED,          /* with an error that a fault explains */
+    LH_SIM_OUTCOME_UNCLEAN,          /* a store with one slot whose process ended in training */
+    LH_SIM_OUTCOME_OPEN_CRASHED,
+    LH_SIM_OUTCOME_DONE,
+    LH_SIM_OUTCOME_FAILED,
+    LH_SIM_OUTCOME_CRASHED,
+    LH_SIM_OUTCOME_STUCK,
+    LH_SIM_OUTCOME_COUNT,
+};
+
+/* Where the process ends. */
+enum lh_sim_crash_where {
+    LH_SIM_CRASH_NEVER = 0, /* when training is over, and the store is closed */
+    LH_SIM_CRASH_EVENTS,    /* after a number of events */
+    LH_SIM_CRASH_COMMIT,    /* a number of events after the start of a commit, or at its end */
+    LH_SIM_CRASH_OPEN,      /* in a file call of create or open */
+    LH_SIM_CRASH_CLOSE,     /* in a file call of close */
+    LH_SIM_CRASH_EDIT,      /* in a file call of an edit, or after it */
+    LH_SIM_CRASH_COPY,      /* in a file call that makes a snapshot, or after it */
+    LH_SIM_CRASH_SYNC,      /* in a commit, when one of its syncs has begun: `after` says which */
+    LH_SIM_CRASH_WHERE_COUNT,
+};
+
+struct lh_sim_crash {
+    enum lh_sim_crash_where where;
+    uint64_t commit; /* COMMIT, SYNC: the number of the commit in this life, from 1 */
+    uint64_t after;
+    bool is_kill; /* the machine keeps its power */
+    bool tears;   /* only some sectors of a block of 4 KiB may survive */
+};
+
+struct lh_sim_lives_opts {
+    uint64_t seed;
+    struct lh_sim_run_opts run;         /* without hooks */
+    struct lh_sim_reference *reference; /* borrowed until deinit, like the run's model */
+    struct lh_sim_faults faults;
+    struct lh_sim_train_chances chances;
+    struct lh_sim_crash crash; /* of the current life */
+    uint64_t trace_bytes_max;
+    bool has_snapshots; /* the store is copied while commits are held (chances.hold_ppm) */
+};
+
+/* How far the creation of a run's store has come. */
+enum lh_sim_made {
+    LH_SIM_MADE_NOTHING = 0, /* any files may be removed */
+    LH_SIM_MADE_EMPTY,       /* created: it has to open, at step 0 */
+    LH_SIM_MADE_FILLED,      /* it has the masters, in two commits */
+};
+
+struct lh_sim_lives {
+    struct lh_sim_lives_opts opts;
+    struct lh_sim_run run;
+    struct lh_sim_trace trace;
+    struct lh_sim_fault_log faults;
+    struct lh_sim_random crash_random;
+    struct lh_sim_random lives_random;
+    struct lh_sim_disk disk;
+    struct lh_sim_fs fs;
+    struct lh_sim_drives drives;
+    struct lh_sim_copies copies;
+    struct lh_sim_script script;
+    struct lh_sim_target target;  /* of snapshots */
+    struct lh_sim_disk_copy copy; /* of a drive, from an earlier life */
+    enum lh_sim_made made;
+    bool has_masters;      /* an EMPTY store showed the masters: their first commit is durable */
+    bool is_clean;         /* nothing was overwritten since the store was last closed cleanly */
+    bool is_done;          /* the current life trained to its end */
+    bool is_failed;        /* it ended with an error of the engine */
+    bool is_asked_older;   /* it was opened at an older step on request */
+    bool is_forked;        /* a stale read at open may have hidden a step that exists */
+    bool is_first_old;     /* directory 0 was restored: its store may be an older one, complete */
+    bool is_crashed;       /* the process has ended */
+    uint64_t began;        /* the event count when it was last driven */
+    uint64_t commit_count; /* commits begun in this life */
+    uint64_t commit_from;  /* the event count when the last of them began */
+    bool was_committing;
+    uint64_t outcomes[LH_SIM_OUTCOME_COUNT];
+    uint64_t committed_step; /* as the engine knew it when it was stopped */
+    uint64_t open_count;
+};
+
+/*
+ * Initialize lives, with empty drives.
+ *
+ * Owns:   *lives owns everything; release with lh_sim_lives_deinit(), after an error as well. It
+ *         must not move. opts' pointers and alloc are borrowed until then.
+ * Errors: those of the parts (-ENOSPC: host_bytes is too small).
+ */
+int lh_sim_lives_init(struct lh_sim_lives *lives, const struct lh_sim_lives_opts *opts,
+                      struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
+void lh_sim_lives_deinit(struct lh_sim_lives *lives);
+
+/*
+ * Begin a life, without faults if calm. Create the store if it does not exist yet; otherwise open
+ * it, check that no committed step is lost unless a fault explains it (lives/fault.h), and compare
+ * it with the reference, which goes back to the store's step. Then create an engine. Used before
+ * the first drive and after each stop. err: what is broken, or was refused.
+ */
+enum lh_sim_open lh_sim_lives_open(struct lh_sim_lives *lives, bool calm, struct lh_error *err)
+    LH_MUST_CHECK;
+/* Run until an end. err: the error of the engine or the checker, for FAILED and BROKEN. */
+enum lh_sim_end lh_sim_lives_drive(struct lh_sim_lives *lives, struct lh_error *err);
+/* Whether a fault that happened explains the engine's error. */
+bool lh_sim_lives_explains(const struct lh_sim_lives *lives, int code);
+/*
+ * End the process, whether it finished or not; then cut the power, unless opts.crash.is_kill.
+ * Everything except the drives is destroyed.
+ */
+void lh_sim_lives_stop(struct lh_sim_lives *lives);
+/*
+ * While no process runs and everything is durable, damage a drive, or copy one for later damage.
+ * The drive is chosen by seed.
+ */
+void lh_sim_lives_damage(struct lh_sim_lives *lives, enum lh_sim_fault fault);
+void lh_sim_lives_copy(struct lh_sim_lives *lives);
+/* Make dead drives work again. */
+void lh_sim_lives_revive(struct lh_sim_lives *lives);
+
+/* The name of an outcome in tables. */
+const char *lh_sim_outcome_name(enum lh_sim_outcome outcome);
+
+/* For life.c: create everything that runs on an open store. */
+int lh_sim_lives_parts_create(struct lh_sim_lives *lives, bool calm, struct lh_error *err)
+    LH_MUST_CHECK;
+
+#endif

@@ -1,0 +1,74 @@
+/* Simulate a process that copies the store: commits are held for a while, and happen afterwards. */
+#include <inttypes.h>
+
+#include "lives/script.h"
+#include "sched/engine_private.h"
+
+/* From a small part of a step to several steps. */
+#define HOLD_NS_MAX 30000000
+/* A limit, because the reference keeps only a few steps. */
+#define HOLD_STEP_COUNT_MAX 3
+
+static void time_passed(void *context)
+{
+    (void)context; /* the training thread is polled after every event */
+}
+
+void lh_sim_script_hold_begin(struct lh_sim_script *script)
+{
+    const struct lh_sim_train *train = script->opts.train;
+    struct lh_sim_world *world = train->opts.world;
+    if (script->holds_commits || script->opts.chances.hold_ppm == 0 ||
+        !lh_sim_random_chance(&script->random, script->opts.chances.hold_ppm))
+        return;
+    script->holds_commits = true;
+    script->hold_step = train->step;
+    script->hold_until_ns = world->now_ns + lh_sim_random_below(&script->random, HOLD_NS_MAX);
+    script->is_copying = false;
+    lh_sim_world_at(world, script->hold_until_ns, time_passed, NULL);
+    /* The request is enough: it is granted after the commit in progress. */
+    (void)!lh_engine_commit_hold(train->opts.engine, 0);
+}
+
+bool lh_sim_script_hold_poll(struct lh_sim_script *script)
+{
+    const struct lh_sim_train *train = script->opts.train;
+    struct lh_engine *engine = train->opts.engine;
+    struct lh_sim_target *target = script->opts.target;
+    if (!script->holds_commits)
+        return false;
+    bool is_long = train->step >= script->hold_step + HOLD_STEP_COUNT_MAX;
+    if (target && !script->is_copying && !is_long &&
+        lh_step_holds_commits(engine)) {
+        script->is_copying = true;
+        lh_sim_target_copy(target, engine->committed_step);
+    }
+    bool is_over = train->opts.world->now_ns >= script->hold_until_ns;
+    if (target && script->is_copying)
+        is_over = target->is_over;
+    if (!is_over && !is_long)
+        return false;
+    if (target && script->is_copying)
+        lh_sim_target_cancel(target);
+    script->holds_commits = false;
+    lh_engine_commit_release(engine);
+    return true;
+}
+
+void lh_sim_script_hold_check(struct lh_sim_script *script)
+{
+    const struct lh_sim_train *train = script->opts.train;
+    const struct lh_engine *engine = train->opts.engine;
+    bool was_held = script->was_held;
+    script->was_held = lh_step_holds_commits(engine);
+    if (!script->was_held)
+        return;
+    if (engine->step_state == LH_STEP_STATE_COMMITTING || lh_store_is_committing(engine->store))
+        lh_sim_world_fail(train->opts.world, "a commit is in progress while commits are held");
+    if (was_held && engine->committed_step != script->held_step)
+        lh_sim_world_fail(train->opts.world,
+                          "step %" PRIu64 " was committed while commits were held at step"
+                          " %" PRIu64,
+                          engine->committed_step, script->held_step);
+    script->held_step = engine->committed_step;
+}
