@@ -1,5 +1,10 @@
-/* See adam.h. Addresses and counts are trusted: the caller owns the arrays. */
-#include "py/adam.h"
+/*
+ * csrc/compute for Python's tests, benchmarks and doctor: plain functions over addresses. The
+ * engine does not come this way. Addresses and counts are trusted: the caller owns the arrays.
+ *
+ * Thread: with the GIL; it is released while arrays are worked on.
+ */
+#include "py/lhpy.h"
 
 #include <pthread.h>
 #include <string.h>
@@ -133,51 +138,23 @@ static int work_on_threads(struct work *work, unsigned thread_count)
     return 0;
 }
 
-static int dtype_from_name(const char *name, enum lh_dtype *dtype_out)
-{
-    if (strcmp(name, "float32") == 0) {
-        *dtype_out = LH_DTYPE_F32;
-    } else if (strcmp(name, "bfloat16") == 0) {
-        *dtype_out = LH_DTYPE_BF16;
-    } else if (strcmp(name, "float16") == 0) {
-        *dtype_out = LH_DTYPE_F16;
-    } else {
-        PyErr_Format(PyExc_ValueError, "dtype must be float32, bfloat16 or float16, not %s", name);
-        return -1;
-    }
-    return 0;
-}
+static const char *const dtype_names[] = {"float32", "bfloat16", "float16", NULL};
 
 /* The arguments common to both functions over a whole run. */
-struct run_arguments {
-    unsigned long long param, residual, moment1, moment2, gradient, count;
-    const char *param_dtype, *gradient_dtype;
-    unsigned thread_count;
-};
+#define RUN_ARGS(run)                                                                              \
+    LHPY_ARG_AS("param_ptr", (run).param), LHPY_ARG_AS("residual_ptr", (run).residual),            \
+        LHPY_ARG_AS("moment1_ptr", (run).moment1), LHPY_ARG_AS("moment2_ptr", (run).moment2),      \
+        LHPY_ARG_AS("gradient_ptr", (run).gradient), LHPY_ARG_AS("count", (run).count),            \
+        LHPY_ARG_AS("param_dtype", (run).param_dtype, .names = dtype_names),                       \
+        LHPY_ARG_AS("gradient_dtype", (run).gradient_dtype, .names = dtype_names)
 
-static int run_make(const struct run_arguments *arguments, struct lh_adam_run *run)
+static int run_check(const struct lh_adam_run *run)
 {
-    if (dtype_from_name(arguments->param_dtype, &run->param_dtype) < 0 ||
-        dtype_from_name(arguments->gradient_dtype, &run->gradient_dtype) < 0)
-        return -1;
-    if ((arguments->residual != 0) != (lh_adam_residual_bytes(run->param_dtype) > 0)) {
-        PyErr_SetString(PyExc_ValueError,
-                        "residual must be the residual of a bfloat16 param, the fp32"
-                        " master of a float16 one, and 0 for a float32 one");
-        return -1;
-    }
-    if (arguments->thread_count < 1 || arguments->thread_count > THREAD_COUNT_MAX) {
-        PyErr_Format(PyExc_ValueError, "threads is %u: must be 1 to %d", arguments->thread_count,
-                     THREAD_COUNT_MAX);
-        return -1;
-    }
-    run->param = (void *)(uintptr_t)arguments->param;
-    run->residual = (void *)(uintptr_t)arguments->residual;
-    run->moment1 = (float *)(uintptr_t)arguments->moment1;
-    run->moment2 = (float *)(uintptr_t)arguments->moment2;
-    run->gradient = (const void *)(uintptr_t)arguments->gradient;
-    run->count = arguments->count;
-    return 0;
+    if ((run->residual != NULL) == (lh_adam_residual_bytes(run->param_dtype) > 0))
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "residual must be the residual of a bfloat16 param, the fp32"
+                                      " master of a float16 one, and 0 for a float32 one");
+    return -1;
 }
 
 /* Find a kernel by name. NULL: the best one. */
@@ -189,28 +166,8 @@ static const struct lh_adam_kernel *kernel_by_name(const char *name)
     for (int k = 0; k < count; k++)
         if (!name || strcmp(kernels[k].name, name) == 0)
             return kernels + k;
-    PyErr_Format(PyExc_ValueError, "kernel %s is not available on this machine: see adam_kernels()",
-                 name);
+    PyErr_Format(PyExc_ValueError, "kernel %s is not available on this machine", name);
     return NULL;
-}
-
-static PyObject *adam_kernels(PyObject *module, PyObject *unused)
-{
-    const struct lh_adam_kernel *kernels;
-    int count = lh_adam_kernels(&kernels);
-    PyObject *names = PyTuple_New(count);
-
-    (void)module;
-    (void)unused;
-    for (int k = 0; names && k < count; k++) {
-        PyObject *name = PyUnicode_FromString(kernels[k].name);
-
-        if (!name || PyTuple_SetItem(names, k, name) < 0) {
-            Py_DECREF(names);
-            return NULL;
-        }
-    }
-    return names;
 }
 
 /* Make the bytes object that a call with checksums returns, and read the expected checksums. */
@@ -237,35 +194,28 @@ static PyObject *seals_make(struct work *work, PyObject *expected)
     return made;
 }
 
-static PyObject *adam_update(PyObject *module, PyObject *args, PyObject *kwargs)
+static PyObject *adam_update(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "kernel",         "param_ptr", "residual_ptr", "moment1_ptr",    "moment2_ptr",
-        "gradient_ptr",   "count",     "param_dtype",  "gradient_dtype", "lr",
-        "beta1",          "beta2",     "eps",          "weight_decay",   "step",
-        "gradient_scale", "threads",   "checksums",    "expected",       NULL};
-    struct run_arguments a = {.thread_count = 1};
     struct lh_adam_hyper hyper;
     struct work work = {.kernel = NULL};
-    const char *kernel_name;
-    unsigned long long step;
-    double gradient_scale;
-    int checksums = 0;
+    const char *kernel = NULL;
+    uint64_t step = 0;
+    double gradient_scale = 0;
+    uint32_t threads = 1;
+    bool checksums = false;
     PyObject *expected = Py_None, *made = NULL;
 
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "zKKKKKKssdddddKd|IpO", names, &kernel_name, &a.param, &a.residual,
-            &a.moment1, &a.moment2, &a.gradient, &a.count, &a.param_dtype, &a.gradient_dtype,
-            &hyper.lr, &hyper.beta1, &hyper.beta2, &hyper.eps, &hyper.weight_decay, &step,
-            &gradient_scale, &a.thread_count, &checksums, &expected) ||
-        run_make(&a, &work.run) < 0)
+    if (LHPY_ARGS(args, kwargs, LHPY_ARG(kernel, .may_be_none = true), RUN_ARGS(work.run),
+                  LHPY_ARG_AS("lr", hyper.lr), LHPY_ARG_AS("beta1", hyper.beta1),
+                  LHPY_ARG_AS("beta2", hyper.beta2), LHPY_ARG_AS("eps", hyper.eps),
+                  LHPY_ARG_AS("weight_decay", hyper.weight_decay), LHPY_ARG(step, .min = 1),
+                  LHPY_ARG(gradient_scale),
+                  LHPY_ARG(threads, .min = 1, .max = THREAD_COUNT_MAX, .is_optional = true),
+                  LHPY_ARG(checksums, .is_optional = true),
+                  LHPY_ARG(expected, .is_optional = true)) < 0 ||
+        run_check(&work.run) < 0)
         return NULL;
-    if (step == 0) {
-        PyErr_SetString(PyExc_ValueError, "step is 0: the first step is 1");
-        return NULL;
-    }
-    work.kernel = kernel_by_name(kernel_name);
+    work.kernel = kernel_by_name(kernel);
     if (!work.kernel)
         return NULL;
     work.scalars = lh_adam_scalars_make(&hyper, step, gradient_scale);
@@ -274,88 +224,76 @@ static PyObject *adam_update(PyObject *module, PyObject *args, PyObject *kwargs)
         if (!made)
             return NULL;
     }
-    if (work_on_threads(&work, a.thread_count) < 0) {
+    if (work_on_threads(&work, threads) < 0) {
         Py_XDECREF(made);
         return NULL;
     }
     return made ? made : Py_NewRef(Py_None);
 }
 
-static PyObject *stream_bound(PyObject *module, PyObject *args, PyObject *kwargs)
+static PyObject *stream_bound(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "param_ptr", "residual_ptr", "moment1_ptr",    "moment2_ptr", "gradient_ptr",
-        "count",     "param_dtype",  "gradient_dtype", "threads",     NULL};
-    struct run_arguments a = {.thread_count = 1};
     struct work work = {.kernel = NULL};
+    uint32_t threads = 1;
 
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKKKKKss|I", names, &a.param, &a.residual,
-                                     &a.moment1, &a.moment2, &a.gradient, &a.count, &a.param_dtype,
-                                     &a.gradient_dtype, &a.thread_count) ||
-        run_make(&a, &work.run) < 0 || work_on_threads(&work, a.thread_count) < 0)
+    if (LHPY_ARGS(args, kwargs, RUN_ARGS(work.run),
+                  LHPY_ARG(threads, .min = 1, .max = THREAD_COUNT_MAX, .is_optional = true)) < 0 ||
+        run_check(&work.run) < 0 || work_on_threads(&work, threads) < 0)
         return NULL;
     return Py_NewRef(Py_None);
 }
 
-static PyObject *adam_split(PyObject *module, PyObject *args)
+static PyObject *adam_split(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    unsigned long long master, param, residual, count;
+    void *master, *param, *residual;
+    uint64_t count;
 
-    (void)module;
-    if (!PyArg_ParseTuple(args, "KKKK", &master, &param, &residual, &count))
+    if (LHPY_ARGS(args, NULL, LHPY_ARG(master), LHPY_ARG(param), LHPY_ARG(residual),
+                  LHPY_ARG(count)) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    lh_adam_split((const float *)(uintptr_t)master, (uint16_t *)(uintptr_t)param,
-                  (int16_t *)(uintptr_t)residual, count);
+    lh_adam_split(master, param, residual, count);
     Py_END_ALLOW_THREADS
     return Py_NewRef(Py_None);
 }
 
-static PyObject *adam_join(PyObject *module, PyObject *args)
+static PyObject *adam_join(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    unsigned long long param, residual, master, count;
+    void *param, *residual, *master;
+    uint64_t count;
 
-    (void)module;
-    if (!PyArg_ParseTuple(args, "KKKK", &param, &residual, &master, &count))
+    if (LHPY_ARGS(args, NULL, LHPY_ARG(param), LHPY_ARG(residual), LHPY_ARG(master),
+                  LHPY_ARG(count)) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    lh_adam_join((const uint16_t *)(uintptr_t)param, (const int16_t *)(uintptr_t)residual,
-                 (float *)(uintptr_t)master, count);
+    lh_adam_join(param, residual, master, count);
     Py_END_ALLOW_THREADS
     return Py_NewRef(Py_None);
 }
 
-static PyObject *crc32c(PyObject *module, PyObject *args, PyObject *kwargs)
+static PyObject *crc32c(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"buffer", "value", NULL};
-    unsigned value = 0;
-    Py_buffer buffer;
+    PyObject *buffer = NULL;
+    uint32_t value = 0;
+    Py_buffer view;
 
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y*|I", names, &buffer, &value))
+    if (LHPY_ARGS(args, kwargs, LHPY_ARG(buffer), LHPY_ARG(value, .is_optional = true)) < 0 ||
+        PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    value = lh_crc32c(value, buffer.buf, (uint64_t)buffer.len);
+    value = lh_crc32c(value, view.buf, (uint64_t)view.len);
     Py_END_ALLOW_THREADS
-    PyBuffer_Release(&buffer);
+    PyBuffer_Release(&view);
     return PyLong_FromUnsignedLong(value);
 }
 
-static PyMethodDef methods[] = {
-    {"adam_kernels", adam_kernels, METH_NOARGS, "Names of the kernels, best first."},
-    {"adam_update", (PyCFunction)(void (*)(void))adam_update, METH_VARARGS | METH_KEYWORDS,
+PyMethodDef lhpy_adam_functions[] = {
+    {"adam_update", LHPY_KEYWORDS(adam_update),
      "One AdamW update; with checksums returns them, to be `expected` by the next."},
     {"adam_split", adam_split, METH_VARARGS, "(master, param, residual, count), addresses."},
     {"adam_join", adam_join, METH_VARARGS, "(param, residual, master, count), addresses."},
-    {"stream_bound", (PyCFunction)(void (*)(void))stream_bound, METH_VARARGS | METH_KEYWORDS,
+    {"stream_bound", LHPY_KEYWORDS(stream_bound),
      "Move the bytes of an update and compute nothing; the arrays are garbage after."},
-    {"crc32c", (PyCFunction)(void (*)(void))crc32c, METH_VARARGS | METH_KEYWORDS,
-     "CRC-32C of a buffer, going on from value."},
+    {"crc32c", LHPY_KEYWORDS(crc32c), "CRC-32C of a buffer, going on from value."},
     {NULL, NULL, 0, NULL},
 };
-
-int lhpy_adam_register(PyObject *module)
-{
-    return PyModule_AddFunctions(module, methods);
-}

@@ -8,17 +8,15 @@
 #define LH_BUILD_INFO "unknown"
 #endif
 
-static PyObject *doctor_build(PyObject *module, PyObject *args)
+static const struct lhpy_table name_table = LHPY_TABLE_OF("a name", const char *);
+
+static PyObject *doctor_build(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
 {
-    (void)module;
-    (void)args;
-    PyObject *backends = PyList_New(0);
-    for (const char *const *name = lh_io_names(); backends && *name; name++) {
-        PyObject *item = PyUnicode_FromString(*name);
-        if (!item || PyList_Append(backends, item) < 0)
-            Py_CLEAR(backends);
-        Py_XDECREF(item);
-    }
+    const char *const *names = lh_io_names();
+    uint32_t name_count = 0;
+    while (names[name_count])
+        name_count++;
+    PyObject *backends = lhpy_list(&name_table, names, name_count);
     if (!backends)
         return NULL;
     const struct lh_adam_kernel *adam = NULL;
@@ -32,33 +30,28 @@ static PyObject *doctor_build(PyObject *module, PyObject *args)
 }
 
 /* probe(backend, directory, direct) -> (code, message): 0 and "" when it works. */
-static PyObject *doctor_probe(PyObject *module, PyObject *args)
+static PyObject *doctor_probe(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
-    const char *name = NULL;
-    const char *directory = NULL;
-    int direct = 0;
-    if (!PyArg_ParseTuple(args, "ssp", &name, &directory, &direct))
+    const char *backend, *directory;
+    bool direct;
+    if (LHPY_ARGS(args, NULL, LHPY_ARG(backend), LHPY_ARG(directory), LHPY_ARG(direct)) < 0)
         return NULL;
     struct lh_alloc alloc = LH_ALLOC_INIT;
     struct lh_error err = {0};
     int rc;
     Py_BEGIN_ALLOW_THREADS
-    rc = lh_io_probe(name, directory, direct != 0, &alloc, &err);
+    rc = lh_io_probe(backend, directory, direct, &alloc, &err);
     Py_END_ALLOW_THREADS
     return Py_BuildValue("(is)", rc, err.message);
 }
 
 /* memory(bytes, lock) -> (pages, locked, note): the kind of memory an arena of that size gets. */
-static PyObject *doctor_memory(PyObject *module, PyObject *args)
+static PyObject *doctor_memory(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
-    unsigned long long bytes = 0;
-    int lock = 0;
-    if (!PyArg_ParseTuple(args, "Kp", &bytes, &lock))
+    struct lh_arena_opts opts = {.numa_node = -1};
+    if (LHPY_ARGS(args, NULL, LHPY_ARG_AS("bytes", opts.bytes), LHPY_ARG_AS("lock", opts.lock)) < 0)
         return NULL;
     struct lh_alloc alloc = LH_ALLOC_INIT;
-    struct lh_arena_opts opts = {.bytes = bytes, .lock = lock != 0, .numa_node = -1};
     struct lh_arena *arena = NULL;
     struct lh_error err = {0};
     int rc = lh_arena_create(&opts, &alloc, &arena, &err);
@@ -72,14 +65,12 @@ static PyObject *doctor_memory(PyObject *module, PyObject *args)
 }
 
 /* Make the C library's heap keep freed memory from now on. False: it does not support that. */
-static PyObject *doctor_heap_keep(PyObject *module, PyObject *args)
+static PyObject *doctor_heap_keep(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
 {
-    (void)module;
-    (void)args;
     return PyBool_FromLong(lh_heap_keep());
 }
 
-static PyMethodDef doctor_methods[] = {
+PyMethodDef lhpy_doctor_functions[] = {
     {"heap_keep", doctor_heap_keep, METH_NOARGS, "Have the heap keep what is freed."},
     {"build_info", doctor_build, METH_NOARGS, "What was built, and which kernels run here."},
     {"probe_io", doctor_probe, METH_VARARGS, "probe_io(backend, directory, direct) -> (code, why)"},
@@ -87,8 +78,3 @@ static PyMethodDef doctor_methods[] = {
      "probe_memory(bytes, lock) -> (pages, locked, note)"},
     {NULL, NULL, 0, NULL},
 };
-
-int lhpy_doctor_register(PyObject *module)
-{
-    return PyModule_AddFunctions(module, doctor_methods);
-}

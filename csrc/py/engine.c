@@ -2,7 +2,6 @@
 #include <string.h>
 
 #include "base/assert.h"
-#include "py/engine_make.h"
 #include "py/lhpy.h"
 
 /* How long a wait lasts before it checks for signals (Ctrl-C). */
@@ -45,6 +44,16 @@ int lhpy_engine_wait(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argum
     if (rc < 0)
         lhpy_raise_engine(self);
     return rc > 0 ? 1 : -1;
+}
+
+static int plain_wait(struct lh_engine *engine, uint64_t wait, int timeout_ms)
+{
+    return ((lhpy_wait_plain_fn)(uintptr_t)wait)(engine, timeout_ms);
+}
+
+int lhpy_engine_wait_plain(struct lhpy_engine *self, lhpy_wait_plain_fn wait)
+{
+    return lhpy_engine_wait(self, plain_wait, (uint64_t)(uintptr_t)wait);
 }
 
 /* Let the on_use callback change the bytes of a unit that was just pinned, before they are read. */
@@ -164,40 +173,21 @@ int lhpy_engine_backward_begin(struct lhpy_engine *self)
 
 /* --- Methods ------------------------------------------------------------------------------ */
 
-static struct lhpy_engine *engine_open(PyObject *object)
+static PyObject *engine_acquire(PyObject *object, PyObject *number)
 {
-    struct lhpy_engine *self = (struct lhpy_engine *)object;
-    return lhpy_check_open(self) < 0 ? NULL : self;
-}
-
-static int unit_parse(struct lhpy_engine *self, PyObject *args, uint32_t *unit_out)
-{
-    unsigned int unit = 0;
-    if (!PyArg_ParseTuple(args, "I", &unit))
-        return -1;
-    if (unit >= self->unit_count) {
-        PyErr_Format(PyExc_IndexError, "unit %u is out of range: there are %u units", unit,
-                     self->unit_count);
-        return -1;
-    }
-    *unit_out = unit;
-    return 0;
-}
-
-static PyObject *engine_acquire(PyObject *object, PyObject *args)
-{
-    struct lhpy_engine *self = engine_open(object);
+    struct lhpy_engine *self = lhpy_engine_open(object);
     uint32_t unit = 0;
-    if (!self || unit_parse(self, args, &unit) < 0 || lhpy_engine_use(self, unit) < 0)
+    if (!self || lhpy_index_read(number, "unit", self->unit_count, &unit) < 0 ||
+        lhpy_engine_use(self, unit) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
 
-static PyObject *engine_release(PyObject *object, PyObject *args)
+static PyObject *engine_release(PyObject *object, PyObject *number)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     uint32_t unit = 0;
-    if (!self->core || unit_parse(self, args, &unit) < 0)
+    if (!self->core || lhpy_index_read(number, "unit", self->unit_count, &unit) < 0)
         return NULL;
     if (!lhpy_core_is_forked(self->core))
         lhpy_engine_unuse(self, unit);
@@ -205,9 +195,8 @@ static PyObject *engine_release(PyObject *object, PyObject *args)
 }
 
 /* held_bytes(): bytes of gradients that the engine has not read yet. */
-static PyObject *engine_held_bytes(PyObject *object, PyObject *args)
+static PyObject *engine_held_bytes(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)args;
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     if (lhpy_is_open(self))
         lhpy_engine_sweep(self);
@@ -215,15 +204,12 @@ static PyObject *engine_held_bytes(PyObject *object, PyObject *args)
 }
 
 /* Bring the parameters of a unit in from outside any forward, for reading them. */
-static PyObject *engine_lend(PyObject *object, PyObject *args)
+static PyObject *engine_lend(PyObject *object, PyObject *number)
 {
-    struct lhpy_engine *self = engine_open(object);
-    unsigned int index = 0;
-    if (!self || !PyArg_ParseTuple(args, "I", &index))
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint32_t index = 0;
+    if (!self || lhpy_index_read(number, "param", self->param_count, &index) < 0)
         return NULL;
-    if (index >= self->param_count)
-        return PyErr_Format(PyExc_IndexError, "param %u is out of range: there are %u params",
-                            index, self->param_count);
     const struct lhpy_param *param = &self->params[index];
     uint32_t unit = self->engine_params[index].unit;
     if (lhpy_engine_use(self, unit) < 0)
@@ -234,52 +220,52 @@ static PyObject *engine_lend(PyObject *object, PyObject *args)
     return lend;
 }
 
-/* strides: a tuple of as many numbers as the parameter has dimensions. */
-static int strides_parse(PyObject *strides, int64_t *numbers, size_t count)
+static const struct lhpy_table stride_table = LHPY_TABLE_OF("a stride", int64_t);
+
+/* Sizes, then strides: those given, or those of a contiguous tensor. NULL with a Python error. */
+static int64_t *shape_make(const struct lhpy_dl_tensor *view, const int64_t *strides,
+                           uint32_t stride_count)
 {
-    if (!PyTuple_Check(strides) || (size_t)PyTuple_Size(strides) != count) {
+    size_t ndim = (size_t)view->ndim;
+    if (strides && stride_count != ndim) {
         PyErr_SetString(PyExc_TypeError, "strides and sizes must have the same length");
-        return -1;
+        return NULL;
     }
-    for (size_t i = 0; i < count; i++) {
-        numbers[i] = PyLong_AsLongLong(PyTuple_GetItem(strides, (Py_ssize_t)i));
-        if (PyErr_Occurred())
-            return -1;
+    int64_t *shape = PyMem_Malloc((2 * ndim + 1) * sizeof(int64_t));
+    if (!shape) {
+        PyErr_NoMemory();
+        return NULL;
     }
-    return 0;
+    int64_t stride = 1;
+    for (size_t i = ndim; i-- > 0;) {
+        shape[i] = view->shape[i];
+        shape[ndim + i] = strides ? strides[i] : stride;
+        stride *= view->shape[i];
+    }
+    return shape;
 }
 
 static PyObject *engine_bind(PyObject *object, PyObject *args)
 {
-    struct lhpy_engine *self = engine_open(object);
-    unsigned int index = 0;
-    PyObject *tensor = NULL;
-    PyObject *hollow = NULL;
-    PyObject *strides = NULL;
-    PyObject *order = NULL;
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    PyObject *tensor, *hollow, *order = NULL;
+    int64_t *strides = NULL;
+    uint32_t index = 0, stride_count = 0;
     struct lhpy_dl_tensor view;
-    if (!self || !PyArg_ParseTuple(args, "IOO|OO", &index, &tensor, &hollow, &strides, &order))
+    if (!self ||
+        LHPY_ARGS(
+            args, NULL, LHPY_ARG_AS("param", index), LHPY_ARG(tensor), LHPY_ARG(hollow),
+            LHPY_ARG_ROWS("strides", strides, stride_count, stride_table, .is_optional = true),
+            LHPY_ARG(order, .is_optional = true)) < 0)
         return NULL;
-    if (index >= self->param_count)
-        return PyErr_Format(PyExc_IndexError, "param %u is out of range: there are %u params",
-                            index, self->param_count);
-    if (lhpy_tensor_read(hollow, &view) < 0)
+    int64_t *shape = NULL;
+    if (lhpy_index_check("param", index, self->param_count) == 0 &&
+        lhpy_tensor_read(hollow, &view) == 0)
+        shape = shape_make(&view, strides, stride_count);
+    PyMem_Free(strides);
+    if (!shape)
         return NULL;
     struct lhpy_param *param = &self->params[index];
-    size_t ndim = (size_t)view.ndim;
-    int64_t *shape = PyMem_Malloc((2 * ndim + 1) * sizeof(int64_t));
-    if (!shape)
-        return PyErr_NoMemory();
-    int64_t stride = 1;
-    for (size_t i = ndim; i-- > 0;) {
-        shape[i] = view.shape[i];
-        shape[ndim + i] = stride;
-        stride *= view.shape[i];
-    }
-    if (strides && strides_parse(strides, shape + ndim, ndim) < 0) {
-        PyMem_Free(shape);
-        return NULL;
-    }
     PyMem_Free(param->shape);
     param->shape = shape;
     param->ndim = view.ndim;
@@ -292,7 +278,7 @@ static PyObject *engine_bind(PyObject *object, PyObject *args)
 
 static PyObject *engine_hollow_array(PyObject *object, PyObject *array)
 {
-    struct lhpy_engine *self = engine_open(object);
+    struct lhpy_engine *self = lhpy_engine_open(object);
     struct lhpy_dl_tensor view;
     if (!self || lhpy_tensor_read(array, &view) < 0)
         return NULL;
@@ -302,17 +288,11 @@ static PyObject *engine_hollow_array(PyObject *object, PyObject *array)
     Py_RETURN_NONE;
 }
 
-static PyObject *engine_scope(PyObject *object, PyObject *units)
-{
-    struct lhpy_engine *self = engine_open(object);
-    return self ? lhpy_scope_new(self, self->scope_type, units) : NULL;
-}
-
-static PyObject *engine_autocast(PyObject *object, PyObject *args)
+static PyObject *engine_autocast(PyObject *object, PyObject *number)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
-    int dtype = 0;
-    if (!PyArg_ParseTuple(args, "i", &dtype))
+    int32_t dtype = 0;
+    if (LHPY_VALUE(number, dtype) < 0)
         return NULL;
     self->autocast_dtype = (struct lhpy_dl_type){0};
     if (dtype == LH_DTYPE_BF16)
@@ -322,13 +302,13 @@ static PyObject *engine_autocast(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *engine_forward(PyObject *object, PyObject *args)
+static PyObject *engine_forward(PyObject *object, PyObject *flag)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
-    int is_open = 0;
-    if (!PyArg_ParseTuple(args, "p", &is_open))
+    bool is_open = false;
+    if (LHPY_VALUE(flag, is_open) < 0)
         return NULL;
-    self->forward_is_open = is_open != 0;
+    self->forward_is_open = is_open;
     self->forward_thread = PyThread_get_thread_ident();
     if (lhpy_is_open(self) && !is_open)
         lhpy_engine_unscoped_release(self);
@@ -336,9 +316,8 @@ static PyObject *engine_forward(PyObject *object, PyObject *args)
 }
 
 /* The parameters that forwards changed in place since the last call. */
-static PyObject *engine_changed_take(PyObject *object, PyObject *args)
+static PyObject *engine_changed_take(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)args;
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list && i < self->param_count; i++) {
@@ -357,46 +336,40 @@ static PyObject *engine_changed_take(PyObject *object, PyObject *args)
 static PyObject *engine_callbacks(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
-    PyObject *backward = NULL;
-    PyObject *gradient = NULL;
-    PyObject *forward = NULL;
-    PyObject *in_backward = NULL;
-    if (!PyArg_ParseTuple(args, "OOOO", &backward, &gradient, &forward, &in_backward))
+    PyObject *on_backward, *on_gradient, *on_forward, *in_backward;
+    if (LHPY_ARGS(args, NULL, LHPY_ARG(on_backward), LHPY_ARG(on_gradient), LHPY_ARG(on_forward),
+                  LHPY_ARG(in_backward)) < 0)
         return NULL;
     lhpy_replace(&self->in_backward, Py_NewRef(in_backward));
-    lhpy_replace(&self->on_forward, Py_NewRef(forward));
-    lhpy_replace(&self->on_backward, Py_NewRef(backward));
-    lhpy_replace(&self->on_gradient, Py_NewRef(gradient));
+    lhpy_replace(&self->on_forward, Py_NewRef(on_forward));
+    lhpy_replace(&self->on_backward, Py_NewRef(on_backward));
+    lhpy_replace(&self->on_gradient, Py_NewRef(on_gradient));
     Py_RETURN_NONE;
 }
 
 static PyObject *engine_on_use(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
-    PyObject *callback = NULL;
-    PyObject *moved = NULL;
-    if (!PyArg_ParseTuple(args, "OO!", &callback, &PyList_Type, &moved))
+    PyObject *callback, *params;
+    uint32_t *moved = NULL;
+    uint32_t count = 0;
+    if (LHPY_ARGS(args, NULL, LHPY_ARG(callback), LHPY_ARG(params)) < 0 ||
+        lhpy_indices_read(params, "param", self->param_count, &moved, &count) < 0)
         return NULL;
-    for (Py_ssize_t i = 0; i < PyList_Size(moved); i++) {
-        unsigned long index = PyLong_AsUnsignedLong(PyList_GetItem(moved, i));
-        if (PyErr_Occurred())
-            return NULL;
-        if (index >= self->param_count)
-            return PyErr_Format(PyExc_IndexError, "param %lu is out of range: there are %u params",
-                                index, self->param_count);
-        self->params[index].is_moved = true;
-    }
+    for (uint32_t i = 0; i < count; i++)
+        self->params[moved[i]].is_moved = true;
+    PyMem_Free(moved);
     lhpy_replace(&self->on_use, Py_NewRef(callback));
     Py_RETURN_NONE;
 }
 
 static PyObject *engine_device_policy(PyObject *object, PyObject *args)
 {
-    struct lhpy_engine *self = engine_open(object);
-    int no_overlap = 0;
-    int no_reuse = 0;
-    unsigned long long alloc_bytes_per_s = 0;
-    if (!self || !PyArg_ParseTuple(args, "ppK", &no_overlap, &no_reuse, &alloc_bytes_per_s))
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    bool no_overlap, no_reuse;
+    uint64_t alloc_bytes_per_s = 0;
+    if (!self || LHPY_ARGS(args, NULL, LHPY_ARG(no_overlap), LHPY_ARG(no_reuse),
+                           LHPY_ARG(alloc_bytes_per_s)) < 0)
         return NULL;
     lh_engine_device_policy_set(self->core->engine,
                                 (no_overlap ? LH_ENGINE_DEVICE_NO_OVERLAP : 0) |
@@ -429,36 +402,41 @@ static void engine_shut(struct lhpy_engine *self)
     lhpy_engine_gradients_drop(self);
 }
 
-static PyObject *engine_close(PyObject *object, PyObject *args)
+static PyObject *engine_close(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)args;
     engine_shut((struct lhpy_engine *)object);
     Py_RETURN_NONE;
+}
+
+/* The objects that an Engine and each of its parameters own. */
+static const size_t engine_objects[] = {
+    offsetof(struct lhpy_engine, store),       offsetof(struct lhpy_engine, saved_store),
+    offsetof(struct lhpy_engine, raiser),      offsetof(struct lhpy_engine, in_place_object),
+    offsetof(struct lhpy_engine, on_backward), offsetof(struct lhpy_engine, on_gradient),
+    offsetof(struct lhpy_engine, on_forward),  offsetof(struct lhpy_engine, in_backward),
+    offsetof(struct lhpy_engine, on_use),      offsetof(struct lhpy_engine, handle_type),
+    offsetof(struct lhpy_engine, scope_type),  offsetof(struct lhpy_engine, zo_image),
+};
+static const size_t param_objects[] = {
+    offsetof(struct lhpy_param, tensor),       offsetof(struct lhpy_param, order),
+    offsetof(struct lhpy_param, hollow),       offsetof(struct lhpy_param, bound_class),
+    offsetof(struct lhpy_param, hollow_class), offsetof(struct lhpy_param, gradient),
+};
+
+static PyObject **object_at(void *owner, size_t offset)
+{
+    return (PyObject **)(void *)((char *)owner + offset);
 }
 
 static int engine_traverse(PyObject *object, visitproc visit, void *arg)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->store);
-    Py_VISIT(self->saved.object);
-    Py_VISIT(self->in_place.object);
-    Py_VISIT(self->raiser);
-    Py_VISIT(self->on_backward);
-    Py_VISIT(self->on_gradient);
-    Py_VISIT(self->on_forward);
-    Py_VISIT(self->in_backward);
-    Py_VISIT(self->on_use);
-    Py_VISIT(self->handle_type);
-    Py_VISIT(self->scope_type);
-    for (uint32_t i = 0; self->params && i < self->param_count; i++) {
-        Py_VISIT(self->params[i].tensor);
-        Py_VISIT(self->params[i].order);
-        Py_VISIT(self->params[i].hollow);
-        Py_VISIT(self->params[i].bound_class);
-        Py_VISIT(self->params[i].hollow_class);
-        Py_VISIT(self->params[i].gradient);
-    }
+    for (size_t k = 0; k < LH_COUNT_OF(engine_objects); k++)
+        Py_VISIT(*object_at(self, engine_objects[k]));
+    for (uint32_t i = 0; self->params && i < self->param_count; i++)
+        for (size_t k = 0; k < LH_COUNT_OF(param_objects); k++)
+            Py_VISIT(*object_at(&self->params[i], param_objects[k]));
     return 0;
 }
 
@@ -466,26 +444,11 @@ static int engine_clear(PyObject *object)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     engine_shut(self);
-    for (uint32_t i = 0; self->params && i < self->param_count; i++) {
-        Py_CLEAR(self->params[i].tensor);
-        Py_CLEAR(self->params[i].order);
-        Py_CLEAR(self->params[i].hollow);
-        Py_CLEAR(self->params[i].bound_class);
-        Py_CLEAR(self->params[i].hollow_class);
-        Py_CLEAR(self->params[i].gradient);
-    }
-    Py_CLEAR(self->zo_image);
-    Py_CLEAR(self->store);
-    Py_CLEAR(self->saved.object);
-    Py_CLEAR(self->in_place.object);
-    Py_CLEAR(self->raiser);
-    Py_CLEAR(self->on_backward);
-    Py_CLEAR(self->on_gradient);
-    Py_CLEAR(self->on_forward);
-    Py_CLEAR(self->in_backward);
-    Py_CLEAR(self->on_use);
-    Py_CLEAR(self->handle_type);
-    Py_CLEAR(self->scope_type);
+    for (uint32_t i = 0; self->params && i < self->param_count; i++)
+        for (size_t k = 0; k < LH_COUNT_OF(param_objects); k++)
+            lhpy_replace(object_at(&self->params[i], param_objects[k]), NULL);
+    for (size_t k = 0; k < LH_COUNT_OF(engine_objects); k++)
+        lhpy_replace(object_at(self, engine_objects[k]), NULL);
     return 0;
 }
 
@@ -498,7 +461,7 @@ static void engine_dealloc(PyObject *object)
     for (uint32_t i = 0; self->params && i < self->param_count; i++)
         PyMem_Free(self->params[i].shape);
     PyMem_Free(self->params);
-    lhpy_in_place_free(&self->in_place);
+    lhpy_clear(&lhpy_in_place_table, &self->in_place);
     PyMem_Free(self->units);
     PyMem_Free(self->engine_params);
     PyMem_Free(self->unit_states);
@@ -515,9 +478,8 @@ static void engine_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-static PyMethodDef engine_methods[] = {
+static PyMethodDef own_methods[] = {
     {"bind", engine_bind, METH_VARARGS, "bind(param, tensor, hollow)"},
-    {"classes", lhpy_engine_classes, METH_VARARGS, "classes(param, bound, hollow)"},
     {"hollow_array", engine_hollow_array, METH_O, "The array that hollow parameters point into."},
     {"callbacks", engine_callbacks, METH_VARARGS,
      "callbacks(on_backward, on_gradient, on_forward, in_backward)"},
@@ -527,60 +489,34 @@ static PyMethodDef engine_methods[] = {
      " moved, called after each pin; params: the parameters it applies to."},
     {"device_policy", engine_device_policy, METH_VARARGS,
      "device_policy(no_overlap, no_reuse, alloc_bytes_per_s)"},
-    {"zo_load", lhpy_engine_zo_load, METH_O, "zo_load(image of the device's kernels)"},
-    {"zo_lead", lhpy_engine_zo_lead, METH_VARARGS,
-     "zo_lead(address, count, ops[, state, state_format, value_format]): zo_apply() or zo_lead() "
-     "on the device, which executes it in order."},
-    {"forward", engine_forward, METH_VARARGS, "forward(is_open)"},
+    {"forward", engine_forward, METH_O, "forward(is_open)"},
     {"changed_take", engine_changed_take, METH_NOARGS,
      "Parameters that forwards changed in place."},
-    {"scope", engine_scope, METH_O, "scope(units) -> Scope"},
-    {"scopes_drop", lhpy_engine_scopes_drop, METH_NOARGS, "Leave every scope."},
-    {"autocast", engine_autocast, METH_VARARGS, "autocast(dtype code; -1: no autocast)"},
-    {"pack", lhpy_engine_pack, METH_O, "Saved-tensor hook."},
-    {"unpack", lhpy_engine_unpack, METH_O, "Saved-tensor hook."},
-    {"gradient_hook", lhpy_engine_gradient_hook, METH_VARARGS, "gradient_hook(param) -> hook"},
-    {"acquire", engine_acquire, METH_VARARGS, "acquire(unit): wait until resident, and pin."},
-    {"release", engine_release, METH_VARARGS, "release(unit)"},
+    {"autocast", engine_autocast, METH_O, "autocast(dtype code; -1: no autocast)"},
+    {"acquire", engine_acquire, METH_O, "acquire(unit): wait until resident, and pin."},
+    {"release", engine_release, METH_O, "release(unit)"},
     {"held_bytes", engine_held_bytes, METH_NOARGS,
      "Bytes of gradients that the engine has not read yet."},
-    {"lend", engine_lend, METH_VARARGS, "lend(param) -> tensor"},
-    {"begin", lhpy_engine_begin, METH_VARARGS, "begin(train)"},
-    {"hyper", lhpy_engine_hyper, METH_VARARGS, "hyper(group, lr, beta1, beta2, eps, weight_decay)"},
-    {"gradient_square_sum", lhpy_engine_gradient_square_sum, METH_NOARGS,
-     "The sum of squares of the open step's gradients."},
-    {"gradient_scale", lhpy_engine_gradient_scale, METH_VARARGS, "gradient_scale(scale)"},
-    {"sums_give", lhpy_engine_sums_give, METH_NOARGS, "Hand the summed gradients to the engine."},
-    {"backward_end", lhpy_engine_backward_end, METH_NOARGS,
-     "Report that a backward ended or failed; returns whether it gave gradients."},
-    {"close_step", lhpy_engine_close_step, METH_VARARGS, "close_step(scalars)"},
-    {"abort", lhpy_engine_abort, METH_NOARGS, "Discard the open step."},
-    {"commit_hold", lhpy_engine_commit_hold, METH_NOARGS,
-     "Wait until no commit is in progress, and prevent new ones."},
-    {"commit_release", lhpy_engine_commit_release, METH_NOARGS, "Allow commits again. Any thread."},
-    {"flush", lhpy_engine_flush, METH_VARARGS, "flush(commit)"},
-    {"pause", lhpy_engine_pause, METH_VARARGS,
-     "pause(units, commit): hand the store to the caller."},
-    {"resume", lhpy_engine_resume, METH_VARARGS, "resume(changed_units)"},
-    {"stats", lhpy_engine_stats, METH_NOARGS, "The last finished step, or None."},
-    {"trace", lhpy_engine_trace, METH_NOARGS,
-     "The events: (kind, unit, lane, step, start, end, bytes)."},
-    {"status", lhpy_engine_status, METH_NOARGS,
-     "The engine's state: what is open, pinned and held."},
-    {"check", lhpy_engine_check, METH_NOARGS, "Raise the first error, if there is one."},
-    {"saved_put", lhpy_engine_saved_put, METH_VARARGS,
-     "saved_put(pointer, bytes, on SSD) -> item, or None"},
-    {"saved_is_taken", lhpy_engine_saved_is_taken, METH_O,
-     "Whether the memory that was put may be changed again."},
-    {"saved_room", lhpy_engine_saved_room, METH_O,
-     "saved_room(bytes): wait until at most bytes are put and not taken."},
-    {"saved_fetch", lhpy_engine_saved_fetch, METH_VARARGS, "saved_fetch(item, target)"},
-    {"saved_wait", lhpy_engine_saved_wait, METH_O, "saved_wait(item): wait until it is back."},
-    {"saved_lend", lhpy_engine_saved_lend, METH_VARARGS, "saved_lend(item, bytes) -> tensor"},
-    {"saved_drop", lhpy_engine_saved_drop, METH_O, "saved_drop(item)"},
+    {"lend", engine_lend, METH_O, "lend(param) -> tensor"},
     {"close", engine_close, METH_NOARGS, "Stop the engine."},
     {NULL, NULL, 0, NULL},
 };
+
+static PyMethodDef engine_methods[64]; /* the type keeps pointers to them */
+
+void lhpy_engine_methods_join(void)
+{
+    const PyMethodDef *const tables[] = {
+        own_methods,        lhpy_session_methods, lhpy_hook_methods, lhpy_handle_methods,
+        lhpy_saved_methods, lhpy_sums_methods,    lhpy_zo_methods};
+    size_t count = 0;
+    for (size_t i = 0; i < LH_COUNT_OF(tables); i++) {
+        for (const PyMethodDef *method = tables[i]; method->ml_name; method++) {
+            LH_ASSERT(count + 1 < LH_COUNT_OF(engine_methods));
+            engine_methods[count++] = *method;
+        }
+    }
+}
 
 static PyType_Slot engine_slots[] = {
     {Py_tp_new, lhpy_engine_new},

@@ -3,245 +3,132 @@
 
 #include "base/assert.h"
 #include "compute/adam.h"
-#include "py/engine_make.h"
+#include "py/lhpy.h"
 #include "store/store.h"
 
-/*
- * (bytes, place_bytes, elements, dtype, always, param_first, param_count, extents P R M V (-1:
- * none), store group)
- */
-#define UNIT_FORMAT "KKKiiIIiiiiI"
+static const struct lhpy_table unit_table =
+    LHPY_TABLE("a unit", LHPY_FORM_TUPLE, struct lh_engine_unit,
+               LHPY_FIELDS(struct lh_engine_unit, bytes, place_bytes, elements),
+               LHPY_FIELD(struct lh_engine_unit, dtype, .max = LH_DTYPE_BYTES),
+               LHPY_FIELDS(struct lh_engine_unit, always, param_first, param_count),
+               LHPY_FIELD(struct lh_engine_unit, param_extent, .is_index = true),
+               LHPY_FIELD(struct lh_engine_unit, residual_extent, .is_index = true),
+               LHPY_FIELD(struct lh_engine_unit, moment1_extent, .is_index = true),
+               LHPY_FIELD(struct lh_engine_unit, moment2_extent, .is_index = true),
+               LHPY_FIELD(struct lh_engine_unit, store_group));
 
-static int unit_parse(PyObject *item, struct lh_engine_unit *unit)
-{
-    unsigned long long bytes, place_bytes, elements;
-    int dtype, always, param, residual, moment1, moment2;
-    unsigned int param_first, param_count, group;
-    if (!PyTuple_Check(item)) {
-        PyErr_SetString(PyExc_TypeError, "a unit must be a tuple");
-        return -1;
-    }
-    if (!PyArg_ParseTuple(item, UNIT_FORMAT, &bytes, &place_bytes, &elements, &dtype, &always,
-                          &param_first, &param_count, &param, &residual, &moment1, &moment2,
-                          &group))
-        return -1;
-    *unit = (struct lh_engine_unit){
-        .bytes = bytes,
-        .place_bytes = place_bytes,
-        .elements = elements,
-        .dtype = (enum lh_dtype)dtype,
-        .always = always != 0,
-        .param_first = param_first,
-        .param_count = param_count,
-        .param_extent = param < 0 ? LH_ENGINE_EXTENT_NONE : (uint32_t)param,
-        .residual_extent = residual < 0 ? LH_ENGINE_EXTENT_NONE : (uint32_t)residual,
-        .moment1_extent = moment1 < 0 ? LH_ENGINE_EXTENT_NONE : (uint32_t)moment1,
-        .moment2_extent = moment2 < 0 ? LH_ENGINE_EXTENT_NONE : (uint32_t)moment2,
-        .store_group = group,
-    };
-    return 0;
-}
+static const struct lhpy_table param_table =
+    LHPY_TABLE_PLAIN("a param", LHPY_FORM_TUPLE, struct lh_engine_param, unit, first, count, group);
 
-static int param_parse(PyObject *item, struct lh_engine_param *param)
-{
-    unsigned long long first, count;
-    unsigned int unit, group;
-    if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "IKKI", &unit, &first, &count, &group)) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "a param must be a tuple");
-        return -1;
-    }
-    *param = (struct lh_engine_param){.unit = unit, .first = first, .count = count, .group = group};
-    return 0;
-}
+static const struct lhpy_table budget_table = LHPY_TABLE_PLAIN(
+    "a budget", LHPY_FORM_DICT, struct lh_budget, host_bytes, region_bytes, chunk_elements,
+    slab_bytes, slab_count, chunk_count, kept_chunk_count, gradient_bytes, gradient_ahead_bytes,
+    gradient_waiting_bytes, bookkeeping_bytes, host_bytes_min, host_bytes_full);
 
-static int units_parse(struct lhpy_engine *self, PyObject *list)
-{
-    Py_ssize_t count = PyList_Size(list);
-    if (count < 0)
-        return -1;
-    self->units = PyMem_Calloc((size_t)count + 1, sizeof(*self->units));
-    self->unit_states = PyMem_Calloc((size_t)count + 1, sizeof(*self->unit_states));
-    self->bound_units = PyMem_Calloc((size_t)count + 1, sizeof(uint32_t));
-    self->backward_units = PyMem_Calloc((size_t)count + 1, sizeof(uint32_t));
-    self->unscoped_units = PyMem_Calloc((size_t)count + 1, sizeof(uint32_t));
-    if (!self->units || !self->unit_states || !self->bound_units || !self->backward_units ||
-        !self->unscoped_units) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (unit_parse(PyList_GetItem(list, i), &self->units[i]) < 0)
-            return -1;
-    }
-    self->unit_count = (uint32_t)count;
-    return 0;
-}
+/* --- budget() ----------------------------------------------------------------------------- */
 
-static int params_parse(struct lhpy_engine *self, PyObject *list)
-{
-    Py_ssize_t count = PyList_Size(list);
-    if (count < 0)
-        return -1;
-    self->params = PyMem_Calloc((size_t)count + 1, sizeof(*self->params));
-    self->engine_params = PyMem_Calloc((size_t)count + 1, sizeof(*self->engine_params));
-    self->held_params = PyMem_Calloc((size_t)count + 1, sizeof(uint32_t));
-    if (!self->params || !self->engine_params || !self->held_params) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    self->param_count = (uint32_t)count;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        struct lh_engine_param *param = &self->engine_params[i];
-        if (param_parse(PyList_GetItem(list, i), param) < 0)
-            return -1;
-        if (param->unit >= self->unit_count) {
-            PyErr_Format(PyExc_IndexError, "unit %u is out of range: there are %u units",
-                         param->unit, self->unit_count);
-            return -1;
-        }
-        const struct lh_engine_unit *unit = &self->units[param->unit];
-        uint64_t scale = unit->elements > 0 ? lh_dtype_bytes(unit->dtype) : 1;
-        self->params[i].byte_offset = param->first * scale;
-    }
-    return 0;
-}
+/* A unit, and the gradients and units that are in memory while it is in use. */
+struct demand {
+    struct lh_engine_unit unit;
+    uint64_t gradient_bytes;
+    uint64_t together_bytes;
+    uint64_t apart_bytes;
+};
+
+static const struct lhpy_table demand_table =
+    LHPY_TABLE("a unit's demand", LHPY_FORM_TUPLE, struct demand,
+               LHPY_STRUCT("unit", struct demand, unit, unit_table),
+               LHPY_FIELDS(struct demand, gradient_bytes, together_bytes, apart_bytes));
 
 /* How gradients wait for the step's close. */
 struct waiting {
-    int is_any;
-    int is_in_memory;
-    int is_summed;
-    int is_at_will;
-    unsigned int block_bytes; /* per element, in blocks of main memory; 0: in torch's tensors */
+    bool is_any;
+    bool is_in_memory;
+    bool is_summed;
+    bool is_at_will;
+    uint32_t block_bytes; /* per element, in blocks of main memory; 0: in torch's tensors */
 };
 
-static struct lh_budget_unit budget_unit(const struct lh_engine_unit *unit, uint64_t gradient_bytes,
-                                         const struct waiting *waiting)
+static struct lh_budget_unit budget_unit(const struct demand *demand, const struct waiting *waiting)
 {
+    const struct lh_engine_unit *unit = &demand->unit;
     uint32_t state_bytes = 8 + (uint32_t)lh_adam_residual_bytes(unit->dtype);
     return (struct lh_budget_unit){
         .bytes = unit->bytes,
         .elements = unit->elements,
-        .gradient_bytes = gradient_bytes,
+        .gradient_bytes = demand->gradient_bytes,
         .state_bytes_per_element = unit->elements == 0 ? 0 : state_bytes,
         .waiting_bytes_per_element =
             waiting->is_any && unit->elements > 0
                 ? (uint32_t)lh_dtype_bytes(waiting->is_summed ? LH_DTYPE_F32 : unit->dtype)
                 : 0,
         .waits_in_memory = waiting->is_in_memory || waiting->is_summed,
-        .waits_at_will = waiting->is_at_will != 0,
+        .waits_at_will = waiting->is_at_will,
         .block_bytes_per_element = unit->elements > 0 ? waiting->block_bytes : 0,
+        .together_bytes = demand->together_bytes,
+        .is_together = demand->together_bytes == 0,
+        .apart_bytes = demand->apart_bytes,
         .always = unit->always,
     };
 }
 
-static PyObject *budget_dict(const struct lh_budget *budget)
+PyObject *lhpy_budget(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:I,s:I,s:I,s:K,s:K,s:K,s:K,s:K,s:K}", "host_bytes",
-                         budget->host_bytes, "region_bytes", budget->region_bytes, "chunk_elements",
-                         budget->chunk_elements, "slab_bytes", budget->slab_bytes, "slab_count",
-                         budget->slab_count, "chunk_count", budget->chunk_count, "kept_chunk_count",
-                         budget->kept_chunk_count, "gradient_bytes", budget->gradient_bytes,
-                         "gradient_ahead_bytes", budget->gradient_ahead_bytes,
-                         "gradient_waiting_bytes", budget->gradient_waiting_bytes,
-                         "bookkeeping_bytes", budget->bookkeeping_bytes, "host_bytes_min",
-                         budget->host_bytes_min, "host_bytes_full", budget->host_bytes_full);
-}
-
-PyObject *lhpy_budget(PyObject *module, PyObject *args)
-{
-    (void)module;
-    PyObject *list = NULL;
+    struct demand *demands = NULL;
+    uint32_t count = 0;
     PyObject *raiser = NULL;
-    unsigned long long host_bytes, bookkeeping;
+    uint64_t host_bytes = 0, bookkeeping_bytes = 0;
     struct waiting waiting = {0};
-    if (!PyArg_ParseTuple(args, "O!KKpppIpO", &PyList_Type, &list, &host_bytes, &bookkeeping,
-                          &waiting.is_any, &waiting.is_in_memory, &waiting.is_summed,
-                          &waiting.block_bytes, &waiting.is_at_will, &raiser))
+    if (LHPY_ARGS(args, NULL, LHPY_ARG_ROWS("units", demands, count, demand_table),
+                  LHPY_ARG(host_bytes), LHPY_ARG(bookkeeping_bytes),
+                  LHPY_ARG_AS("is_waiting", waiting.is_any),
+                  LHPY_ARG_AS("waits_in_memory", waiting.is_in_memory),
+                  LHPY_ARG_AS("is_summed", waiting.is_summed),
+                  LHPY_ARG_AS("block_bytes_per_element", waiting.block_bytes),
+                  LHPY_ARG_AS("waits_at_will", waiting.is_at_will), LHPY_ARG(raiser)) < 0)
         return NULL;
-    Py_ssize_t count = PyList_Size(list);
     struct lh_budget_unit *units = PyMem_Calloc((size_t)count + 1, sizeof(*units));
+    for (uint32_t i = 0; units && i < count; i++)
+        units[i] = budget_unit(&demands[i], &waiting);
+    lhpy_free(&demand_table, demands, count);
     if (!units)
         return PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *pair = PyList_GetItem(list, i);
-        struct lh_engine_unit unit;
-        unsigned long long gradient_bytes = 0;
-        unsigned long long together_bytes = 0;
-        unsigned long long apart_bytes = 0;
-        PyObject *description = NULL;
-        if (!PyArg_ParseTuple(pair, "OKKK", &description, &gradient_bytes, &together_bytes,
-                              &apart_bytes) ||
-            unit_parse(description, &unit) < 0) {
-            PyMem_Free(units);
-            return NULL;
-        }
-        units[i] = budget_unit(&unit, gradient_bytes, &waiting);
-        units[i].together_bytes = together_bytes;
-        units[i].is_together = together_bytes == 0;
-        units[i].apart_bytes = apart_bytes;
-    }
     struct lh_error err = {0};
     struct lh_budget budget;
-    int rc = lh_budget_make(units, (uint32_t)count, host_bytes, bookkeeping, &budget, &err);
+    int rc = lh_budget_make(units, count, host_bytes, bookkeeping_bytes, &budget, &err);
     PyMem_Free(units);
-    return rc < 0 ? lhpy_raise_error(raiser, &err) : budget_dict(&budget);
+    return rc < 0 ? lhpy_raise_error(raiser, &err) : lhpy_make(&budget_table, &budget);
 }
 
-struct make_opts {
-    PyObject *store;
-    PyObject *budget;
-    const char *io_name;   /* "auto" or a backend's */
-    const char *directory; /* for the probe */
-    unsigned int threads;
-    int nice;
-    unsigned int io_depth;
-    unsigned long long transfer_bytes;
-    unsigned long long commit_every;
-    uint32_t schedule;
-    int norms;
-    int sums;
-    int verify;
-    unsigned int trace_count;
-    unsigned int group_count;
-    struct lhpy_device_opts device;
+/* --- Engine() ----------------------------------------------------------------------------- */
+
+static const struct lhpy_table device_table = LHPY_TABLE(
+    "device", LHPY_FORM_TUPLE, struct lhpy_device_opts,
+    LHPY_FIELDS(struct lhpy_device_opts, name, index, bytes),
+    LHPY_FIELD_AS("in_bytes_per_s", struct lhpy_device_opts, link_bytes_per_s[LH_DEV_DIRECTION_IN]),
+    LHPY_FIELD_AS("out_bytes_per_s", struct lhpy_device_opts,
+                  link_bytes_per_s[LH_DEV_DIRECTION_OUT]),
+    LHPY_FIELD(struct lhpy_device_opts, memory));
+
+struct types {
+    PyObject *handle;
+    PyObject *scope;
 };
 
-static int budget_read(PyObject *dict, struct lh_budget *budget)
-{
-    struct {
-        const char *name;
-        uint64_t *wide;
-        uint32_t *narrow;
-    } fields[] = {
-        {"host_bytes", &budget->host_bytes, NULL},
-        {"region_bytes", &budget->region_bytes, NULL},
-        {"chunk_elements", &budget->chunk_elements, NULL},
-        {"slab_bytes", &budget->slab_bytes, NULL},
-        {"slab_count", NULL, &budget->slab_count},
-        {"chunk_count", NULL, &budget->chunk_count},
-        {"kept_chunk_count", NULL, &budget->kept_chunk_count},
-        {"gradient_bytes", &budget->gradient_bytes, NULL},
-        {"gradient_ahead_bytes", &budget->gradient_ahead_bytes, NULL},
-        {"gradient_waiting_bytes", &budget->gradient_waiting_bytes, NULL},
-    };
-    for (size_t i = 0; i < LH_COUNT_OF(fields); i++) {
-        PyObject *value = PyDict_GetItemString(dict, fields[i].name);
-        if (!value) {
-            PyErr_Format(PyExc_KeyError, "%s", fields[i].name);
-            return -1;
-        }
-        unsigned long long number = PyLong_AsUnsignedLongLong(value);
-        if (PyErr_Occurred())
-            return -1;
-        if (fields[i].wide)
-            *fields[i].wide = number;
-        else
-            *fields[i].narrow = (uint32_t)number;
-    }
-    return 0;
-}
+static const struct lhpy_table types_table = LHPY_TABLE(
+    "types", LHPY_FORM_TUPLE, struct types, LHPY_FIELD(struct types, handle, .type = &PyType_Type),
+    LHPY_FIELD(struct types, scope, .type = &PyType_Type));
+
+struct make_opts {
+    struct lh_engine_opts engine; /* what Python decides; the rest is added later */
+    PyObject *store;
+    const char *io_name;   /* "auto" or a backend's */
+    const char *directory; /* for the probe */
+    uint32_t threads;
+    int32_t nice;
+    bool sums;
+    struct lhpy_device_opts device;
+};
 
 /*
  * Make the arena: memory for disk I/O; for sums of gradients, or for gradients that come from an
@@ -267,7 +154,7 @@ static int io_make(struct lhpy_engine *self, const struct make_opts *opts, struc
     struct lh_clock clock = lh_clock_real();
     static struct lh_clock io_clock; /* the backends borrow it for life; it has no state */
     io_clock = clock;
-    const struct lh_saved_opts *saved = &self->saved.opts;
+    const struct lh_saved_opts *saved = &self->saved;
     struct lh_io_buffer buffers[] = {{.base = core->arena->base, .bytes = moved_bytes(self)},
                                      {.base = saved->memory, .bytes = saved->memory_bytes}};
     struct lh_io_file files[LH_IO_FILE_COUNT_MAX];
@@ -280,16 +167,15 @@ static int io_make(struct lhpy_engine *self, const struct make_opts *opts, struc
         file_count += lh_store_file_count(saved->store);
     }
     self->in_place.opts.file_first = file_count;
-    LH_ASSERT(file_count + self->in_place.opts.file_count <= LH_IO_FILE_COUNT_MAX);
-    memcpy(files + file_count, self->in_place.io_files,
-           self->in_place.opts.file_count * sizeof(*files));
-    file_count += self->in_place.opts.file_count;
+    LH_ASSERT(file_count + self->in_place.row_count <= LH_IO_FILE_COUNT_MAX);
+    for (uint32_t i = 0; i < self->in_place.row_count; i++)
+        files[file_count++] = self->in_place.rows[i].io_file;
     struct lh_io_opts io_opts = {
         .files = files,
         .file_count = file_count,
         .buffers = buffers,
         .buffer_count = saved->memory_bytes > 0 ? 2 : 1,
-        .queue_depth_max = opts->io_depth + 8 * LH_STORE_DIRECTORY_COUNT_MAX,
+        .queue_depth_max = opts->engine.io_depth + 8 * LH_STORE_DIRECTORY_COUNT_MAX,
         .thread_count = 0,
         .waker = &core->waker,
         .clock = &io_clock,
@@ -306,7 +192,8 @@ static int exec_make(struct lhpy_engine *self, const struct make_opts *opts, str
     exec_clock = lh_clock_real();
     struct lh_exec_threads_opts exec_opts = {
         .thread_count = opts->threads,
-        .queue_depth_max = 4 * opts->io_depth + self->budget.slab_count + self->unit_count + 32,
+        .queue_depth_max =
+            4 * opts->engine.io_depth + self->budget.slab_count + self->unit_count + 32,
         .nice = opts->nice,
         .waker = &self->core->waker,
         .clock = &exec_clock,
@@ -318,35 +205,26 @@ static int engine_make(struct lhpy_engine *self, const struct make_opts *opts,
                        struct lh_store *store, struct lh_error *err)
 {
     struct lhpy_core *core = self->core;
-    struct lh_engine_opts engine_opts = {
-        .units = self->units,
-        .unit_count = self->unit_count,
-        .params = self->engine_params,
-        .param_count = self->param_count,
-        .group_count = opts->group_count,
-        .budget = &self->budget,
-        .memory = core->arena->base,
-        .memory_bytes = core->arena->bytes,
-        .store = store,
-        .io = self->io,
-        .exec = self->exec,
-        .waker = &core->waker,
-        .clock = lh_clock_real(),
-        .dev = core->dev,
-        .device_memory = core->device_base,
-        .device_bytes = opts->device.bytes,
-        .saved = self->saved.opts,
-        .in_place = self->in_place.opts,
-        .gradients_in_memory = opts->sums != 0,
-        .copy_count = core->dev ? LHPY_COPY_COUNT : 0,
-        .io_depth = opts->io_depth,
-        .transfer_bytes = opts->transfer_bytes,
-        .commit_every = opts->commit_every,
-        .schedule = (enum lh_engine_schedule)opts->schedule,
-        .norms = opts->norms != 0,
-        .verify = opts->verify != 0,
-        .trace_count = opts->trace_count,
-    };
+    struct lh_engine_opts engine_opts = opts->engine;
+    engine_opts.units = self->units;
+    engine_opts.unit_count = self->unit_count;
+    engine_opts.params = self->engine_params;
+    engine_opts.param_count = self->param_count;
+    engine_opts.budget = &self->budget;
+    engine_opts.memory = core->arena->base;
+    engine_opts.memory_bytes = core->arena->bytes;
+    engine_opts.store = store;
+    engine_opts.io = self->io;
+    engine_opts.exec = self->exec;
+    engine_opts.waker = &core->waker;
+    engine_opts.clock = lh_clock_real();
+    engine_opts.dev = core->dev;
+    engine_opts.device_memory = core->device_base;
+    engine_opts.device_bytes = opts->device.bytes;
+    engine_opts.saved = self->saved;
+    engine_opts.in_place = self->in_place.opts;
+    engine_opts.gradients_in_memory = opts->sums;
+    engine_opts.copy_count = core->dev ? LHPY_COPY_COUNT : 0;
     return lh_engine_create(&engine_opts, &core->alloc, &core->engine, err);
 }
 
@@ -355,7 +233,7 @@ static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
                       struct lh_store *store, struct lh_error *err)
 {
     struct lhpy_core *core = self->core;
-    struct lh_saved_opts *saved = &self->saved.opts;
+    struct lh_saved_opts *saved = &self->saved;
     struct lh_arena_opts arena_opts = {
         .bytes = saved_offset(self, opts) + saved->memory_bytes,
         .numa_node = -1,
@@ -385,53 +263,80 @@ static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
     return 0;
 }
 
-static int opts_parse(struct lhpy_engine *self, PyObject *args, PyObject *kwargs,
-                      struct make_opts *opts)
+/* Make what the binding keeps for each unit and parameter. -1 with a Python error. */
+static int states_make(struct lhpy_engine *self)
 {
-    static char *names[] = {
-        "store",          "units",        "params",    "group_count", "budget",      "raiser",
-        "types",          "io",           "directory", "threads",     "nice",        "io_depth",
-        "transfer_bytes", "commit_every", "schedule",  "verify",      "trace_count", "norms",
-        "sums",           "device",       "saved",     "in_place",    NULL};
-    PyObject *saved = NULL;
-    PyObject *in_place = NULL;
-    PyObject *units = NULL;
-    PyObject *params = NULL;
+    size_t unit_count = (size_t)self->unit_count + 1;
+    size_t param_count = (size_t)self->param_count + 1;
+    self->unit_states = PyMem_Calloc(unit_count, sizeof(*self->unit_states));
+    self->bound_units = PyMem_Calloc(unit_count, sizeof(uint32_t));
+    self->backward_units = PyMem_Calloc(unit_count, sizeof(uint32_t));
+    self->unscoped_units = PyMem_Calloc(unit_count, sizeof(uint32_t));
+    self->params = PyMem_Calloc(param_count, sizeof(*self->params));
+    self->held_params = PyMem_Calloc(param_count, sizeof(uint32_t));
+    if (!self->unit_states || !self->bound_units || !self->backward_units ||
+        !self->unscoped_units || !self->params || !self->held_params) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (uint32_t i = 0; i < self->param_count; i++) {
+        const struct lh_engine_param *param = &self->engine_params[i];
+        if (lhpy_index_check("unit", param->unit, self->unit_count) < 0)
+            return -1;
+        const struct lh_engine_unit *unit = &self->units[param->unit];
+        uint64_t scale = unit->elements > 0 ? lh_dtype_bytes(unit->dtype) : 1;
+        self->params[i].byte_offset = param->first * scale;
+    }
+    return 0;
+}
+
+static int opts_read(struct lhpy_engine *self, PyObject *args, PyObject *kwargs,
+                     struct make_opts *opts)
+{
+    struct lhpy_saved_make saved = {0};
+    struct types types;
     PyObject *raiser = NULL;
-    PyObject *handle_type = NULL;
-    PyObject *scope_type = NULL;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OO!O!IO!O(OO)syIiIKKIpIpp(siKKKO)O!O!:Engine", names, &opts->store,
-            &PyList_Type, &units, &PyList_Type, &params, &opts->group_count, &PyDict_Type,
-            &opts->budget, &raiser, &handle_type, &scope_type, &opts->io_name, &opts->directory,
-            &opts->threads, &opts->nice, &opts->io_depth, &opts->transfer_bytes,
-            &opts->commit_every, &opts->schedule, &opts->verify, &opts->trace_count, &opts->norms,
-            &opts->sums, &opts->device.name, &opts->device.index, &opts->device.bytes,
-            &opts->device.link_bytes_per_s[LH_DEV_DIRECTION_IN],
-            &opts->device.link_bytes_per_s[LH_DEV_DIRECTION_OUT], &opts->device.memory,
-            &PyTuple_Type, &saved, &PyTuple_Type, &in_place) ||
-        lhpy_saved_parse(saved, &self->saved) < 0 ||
-        lhpy_in_place_parse(in_place, &self->in_place) < 0)
+    PyObject *in_place = NULL;
+    struct lh_engine_opts *engine = &opts->engine;
+    if (LHPY_ARGS(args, kwargs, LHPY_ARG_AS("store", opts->store),
+                  LHPY_ARG_ROWS("units", self->units, self->unit_count, unit_table),
+                  LHPY_ARG_ROWS("params", self->engine_params, self->param_count, param_table),
+                  LHPY_ARG_AS("group_count", engine->group_count),
+                  LHPY_ARG_STRUCT("budget", self->budget, budget_table), LHPY_ARG(raiser),
+                  LHPY_ARG_STRUCT("types", types, types_table), LHPY_ARG_AS("io", opts->io_name),
+                  LHPY_ARG_AS("directory", opts->directory), LHPY_ARG_AS("threads", opts->threads),
+                  LHPY_ARG_AS("nice", opts->nice), LHPY_ARG_AS("io_depth", engine->io_depth),
+                  LHPY_ARG_AS("transfer_bytes", engine->transfer_bytes),
+                  LHPY_ARG_AS("commit_every", engine->commit_every),
+                  LHPY_ARG_AS("schedule", engine->schedule, .max = LH_ENGINE_SCHEDULE_COUNT - 1),
+                  LHPY_ARG_AS("verify", engine->verify),
+                  LHPY_ARG_AS("trace_count", engine->trace_count),
+                  LHPY_ARG_AS("norms", engine->norms), LHPY_ARG_AS("sums", opts->sums),
+                  LHPY_ARG_STRUCT("device", opts->device, device_table),
+                  LHPY_ARG_STRUCT("saved", saved, lhpy_saved_table), LHPY_ARG(in_place)) < 0 ||
+        lhpy_read(&lhpy_in_place_table, in_place, &self->in_place) < 0 ||
+        lhpy_in_place_prepare(&self->in_place) < 0)
         return -1;
+    self->in_place_object = Py_NewRef(in_place);
     self->raiser = Py_NewRef(raiser);
-    self->handle_type = Py_NewRef(handle_type);
-    self->scope_type = Py_NewRef(scope_type);
+    self->handle_type = Py_NewRef(types.handle);
+    self->scope_type = Py_NewRef(types.scope);
     self->store = Py_NewRef(opts->store);
-    if (units_parse(self, units) < 0 || params_parse(self, params) < 0)
+    self->saved_store = Py_NewRef(saved.object);
+    self->saved = saved.opts;
+    if (saved.object != Py_None && !(self->saved.store = lhpy_store_get(saved.object)))
         return -1;
-    return budget_read(opts->budget, &self->budget);
+    return states_make(self);
 }
 
 PyObject *lhpy_engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    struct lhpy_engine *self = (struct lhpy_engine *)allocate(type, 0);
+    struct lhpy_engine *self = lhpy_type_new((PyObject *)type);
     if (!self)
         return NULL;
     struct make_opts opts = {0};
     struct lh_store *store = NULL;
-    bool is_ready = opts_parse(self, args, kwargs, &opts) == 0 && lhpy_exchange();
-    if (is_ready)
+    if (opts_read(self, args, kwargs, &opts) == 0 && lhpy_exchange())
         store = lhpy_store_get(opts.store);
     if (!store) {
         Py_DECREF(self);

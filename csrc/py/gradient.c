@@ -34,6 +34,15 @@ void lhpy_engine_gradients_drop(struct lhpy_engine *self)
         gradient_let_go(self, self->held_count - 1);
 }
 
+/* Replace a gradient, and its view, by what a method of it returned; steals both. */
+static PyObject *gradient_change(PyObject *owned, struct lhpy_dl_tensor *view, PyObject *changed)
+{
+    Py_DECREF(owned);
+    if (changed && lhpy_tensor_read(changed, view) < 0)
+        Py_CLEAR(changed);
+    return changed;
+}
+
 /*
  * Make a gradient readable for the engine: in the order of the unit's elements, in a known dtype.
  * New reference, or NULL with an error.
@@ -41,58 +50,38 @@ void lhpy_engine_gradients_drop(struct lhpy_engine *self)
 static PyObject *gradient_prepare(struct lhpy_engine *self, uint32_t index, PyObject *gradient,
                                   struct lhpy_dl_tensor *view)
 {
-    char message[256];
     PyObject *owned = Py_NewRef(gradient);
     if (lhpy_tensor_read(owned, view) < 0) {
         PyErr_Clear();
-        PyOS_snprintf(message, sizeof(message),
-                      "param %u has a gradient that is not a dense tensor (a sparse embedding?):"
-                      " use sparse=False",
-                      (unsigned)index);
         Py_DECREF(owned);
-        return lhpy_raise(self->raiser, -EOPNOTSUPP, message);
+        return lhpy_raise(self->raiser, -EOPNOTSUPP,
+                          "param %u has a gradient that is not a dense tensor (a sparse"
+                          " embedding?): use sparse=False",
+                          index);
     }
     PyObject *order = self->params[index].order;
-    if (order) {
-        PyObject *permuted = PyObject_CallMethod(owned, "permute", "O", order);
-        Py_DECREF(owned);
-        if (!permuted || lhpy_tensor_read(permuted, view) < 0) {
-            Py_XDECREF(permuted);
-            return NULL;
-        }
-        owned = permuted;
-    }
-    if (!lhpy_tensor_is_contiguous(view)) {
-        PyObject *contiguous = PyObject_CallMethod(owned, "contiguous", NULL);
-        Py_DECREF(owned);
-        if (!contiguous || lhpy_tensor_read(contiguous, view) < 0) {
-            Py_XDECREF(contiguous);
-            return NULL;
-        }
-        owned = contiguous;
-    }
+    if (order)
+        owned = gradient_change(owned, view, PyObject_CallMethod(owned, "permute", "O", order));
+    if (owned && !lhpy_tensor_is_contiguous(view))
+        owned = gradient_change(owned, view, PyObject_CallMethod(owned, "contiguous", NULL));
+    if (!owned)
+        return NULL;
     enum lh_dtype dtype = lhpy_dtype(view->dtype);
     bool is_known = dtype != LH_DTYPE_BYTES && view->device_type == self->core->device_type;
     if (is_known && (uint64_t)lhpy_tensor_count(view) == self->engine_params[index].count)
         return owned;
-    PyOS_snprintf(message, sizeof(message),
-                  "param %u has a gradient of %lld elements of %d bits; expected %llu of float32,"
-                  " bfloat16 or float16",
-                  (unsigned)index, (long long)lhpy_tensor_count(view), (int)view->dtype.bits,
-                  (unsigned long long)self->engine_params[index].count);
+    long long count = lhpy_tensor_count(view);
     Py_DECREF(owned);
-    return lhpy_raise(self->raiser, -EOPNOTSUPP, message);
-}
-
-static int over_wait(struct lh_engine *engine, uint64_t argument, int timeout_ms)
-{
-    (void)argument;
-    return lh_engine_over_wait(engine, timeout_ms);
+    return lhpy_raise(self->raiser, -EOPNOTSUPP,
+                      "param %u has a gradient of %lld elements of %d bits; expected %llu of"
+                      " float32, bfloat16 or float16",
+                      index, count, (int)view->dtype.bits,
+                      (unsigned long long)self->engine_params[index].count);
 }
 
 static int step_gradients_begin(struct lhpy_engine *self)
 {
-    if (lhpy_engine_wait(self, over_wait, 0) < 0)
+    if (lhpy_engine_wait_plain(self, lh_engine_over_wait) < 0)
         return -1;
     /* The step before is over, so its gradients are consumed: a graph that saved no parameter may
      * bring the next one of a parameter before any forward has waited for the update. */
@@ -110,21 +99,18 @@ static PyObject *gradient_refuse(struct lhpy_engine *self, uint32_t index,
                                  const struct lhpy_dl_tensor *view, int rc)
 {
     static const char *const names[] = {"float32", "bfloat16", "float16", "bytes"};
-    char message[256];
     if (rc == -EALREADY)
-        PyOS_snprintf(message, sizeof(message),
-                      "param %u already has a gradient in this step: a second backward before"
-                      " optimizer.step()",
-                      (unsigned)index);
-    else if (rc == -EINVAL)
-        PyOS_snprintf(message, sizeof(message),
-                      "param %u has a gradient of %s and is %s: on an accelerator they are the"
-                      " same (leave grad_dtype as it is)",
-                      (unsigned)index, names[lhpy_dtype(view->dtype)],
-                      names[lhpy_dtype(self->params[index].dtype)]);
-    else
-        return lhpy_raise_engine(self);
-    return lhpy_raise(self->raiser, rc == -EALREADY ? rc : -EOPNOTSUPP, message);
+        return lhpy_raise(self->raiser, rc,
+                          "param %u already has a gradient in this step: a second backward before"
+                          " optimizer.step()",
+                          index);
+    if (rc == -EINVAL)
+        return lhpy_raise(self->raiser, -EOPNOTSUPP,
+                          "param %u has a gradient of %s and is %s: on an accelerator they are the"
+                          " same (leave grad_dtype as it is)",
+                          index, names[lhpy_dtype(view->dtype)],
+                          names[lhpy_dtype(self->params[index].dtype)]);
+    return lhpy_raise_engine(self);
 }
 
 PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, PyObject *gradient)

@@ -33,7 +33,6 @@ struct handle {
 static void handle_dealloc(PyObject *object)
 {
     struct handle *handle = (struct handle *)object;
-    PyTypeObject *type = Py_TYPE(object);
     struct lhpy_engine *self = (struct lhpy_engine *)handle->engine;
     if (handle->core && !lhpy_core_is_forked(handle->core)) {
         lh_engine_handle_drop(handle->core->engine, handle->unit);
@@ -45,9 +44,7 @@ static void handle_dealloc(PyObject *object)
     if (handle->shape_strides != handle->numbers)
         PyMem_Free(handle->shape_strides);
     Py_XDECREF(handle->engine);
-    freefunc free_object = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    free_object(object);
-    Py_DECREF(type);
+    lhpy_type_free(object);
 }
 
 static PyType_Slot handle_slots[] = {
@@ -66,9 +63,7 @@ PyType_Spec lhpy_handle_spec = {
 static PyObject *handle_new(struct lhpy_engine *self, uint32_t param, uint64_t byte_offset,
                             const struct lhpy_dl_tensor *tensor, struct lhpy_dl_type cast_dtype)
 {
-    PyTypeObject *type = (PyTypeObject *)self->handle_type;
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    struct handle *handle = (struct handle *)allocate(type, 0);
+    struct handle *handle = lhpy_type_new(self->handle_type);
     if (!handle)
         return NULL;
     size_t numbers = 2 * (size_t)tensor->ndim;
@@ -117,12 +112,10 @@ static int hollow_refuse(struct lhpy_engine *self, const struct lhpy_dl_tensor *
     uint64_t offset = (uint64_t)(uintptr_t)tensor->data - self->hollow_base[dtype];
     if (self->hollow_bytes[dtype] == 0 || offset >= self->hollow_bytes[dtype])
         return 0;
-    char message[256];
-    PyOS_snprintf(message, sizeof(message),
-                  "param %u was read outside the forward of the module that owns it, while it was"
-                  " not resident",
-                  (unsigned)(offset / ((uint64_t)tensor->dtype.bits / 8)));
-    lhpy_raise(self->raiser, -ENXIO, message);
+    lhpy_raise(self->raiser, -ENXIO,
+               "param %u was read outside the forward of the module that owns it, while it was not"
+               " resident",
+               (unsigned)(offset / ((uint64_t)tensor->dtype.bits / 8)));
     return -1;
 }
 
@@ -175,30 +168,15 @@ static PyObject *activation_detach(PyObject *tensor)
     return PyObject_CallMethodObjArgs(tensor, detach, NULL);
 }
 
-/* How often tensor was changed in place; tensors detached from it share the count. -1: error. */
-static long version_of(PyObject *tensor)
-{
-    static PyObject *name; /* never freed */
-    if (!name)
-        name = PyUnicode_InternFromString("_version");
-    PyObject *version = name ? PyObject_GetAttr(tensor, name) : NULL;
-    if (!version)
-        return -1;
-    long number = PyLong_AsLong(version);
-    Py_DECREF(version);
-    return number;
-}
-
 static PyObject *activation_keep(PyObject *tensor)
 {
     PyObject *kept = activation_detach(tensor);
-    long version = kept ? version_of(kept) : -1;
+    long version = kept ? lhpy_tensor_version(kept) : -1;
     if (version == 0 || !kept)
         return kept;
     if (version < 0)
         PyErr_Clear(); /* created under inference_mode: it has no version */
-    PyObject *pair = Py_BuildValue("(Nl)", kept, version);
-    return pair;
+    return Py_BuildValue("(Nl)", kept, version);
 }
 
 static PyObject *activation_unpack(PyObject *packed)
@@ -206,7 +184,7 @@ static PyObject *activation_unpack(PyObject *packed)
     bool is_pair = PyTuple_Check(packed);
     PyObject *tensor = is_pair ? PyTuple_GetItem(packed, 0) : packed;
     long expected = is_pair ? PyLong_AsLong(PyTuple_GetItem(packed, 1)) : 0;
-    long version = expected < 0 ? expected : version_of(tensor);
+    long version = expected < 0 ? expected : lhpy_tensor_version(tensor);
     if (version == expected)
         return Py_NewRef(tensor);
     PyObject *shape = PyErr_Occurred() ? NULL : PyObject_GetAttrString(tensor, "shape");
@@ -221,7 +199,7 @@ static PyObject *activation_unpack(PyObject *packed)
     return NULL;
 }
 
-PyObject *lhpy_engine_pack(PyObject *object, PyObject *tensor)
+static PyObject *handle_pack(PyObject *object, PyObject *tensor)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     struct lhpy_dl_tensor view;
@@ -256,6 +234,8 @@ PyObject *lhpy_engine_pack(PyObject *object, PyObject *tensor)
     return activation_keep(tensor);
 }
 
+static const struct lhpy_table number_table = LHPY_TABLE_OF("a number", int64_t);
+
 /* Lend the whole parameter, cast it, and view it with the handle's sizes and strides. */
 static PyObject *cast_unpack(struct lhpy_engine *self, const struct handle *handle)
 {
@@ -267,22 +247,17 @@ static PyObject *cast_unpack(struct lhpy_engine *self, const struct handle *hand
     Py_XDECREF(whole);
     if (!cast)
         return NULL;
-    PyObject *size = PyTuple_New(handle->ndim);
-    PyObject *stride = PyTuple_New(handle->ndim);
-    bool ok = size && stride;
-    for (int32_t i = 0; ok && i < handle->ndim; i++) {
-        PyObject *a = PyLong_FromLongLong(handle->shape_strides[i]);
-        PyObject *b = PyLong_FromLongLong(handle->shape_strides[handle->ndim + i]);
-        ok = a && b && PyTuple_SetItem(size, i, a) == 0 && PyTuple_SetItem(stride, i, b) == 0;
-    }
-    PyObject *view = ok ? PyObject_CallMethod(cast, "as_strided", "OO", size, stride) : NULL;
+    uint32_t ndim = (uint32_t)handle->ndim;
+    PyObject *size = lhpy_list(&number_table, handle->shape_strides, ndim);
+    PyObject *stride = size ? lhpy_list(&number_table, handle->shape_strides + ndim, ndim) : NULL;
+    PyObject *view = stride ? PyObject_CallMethod(cast, "as_strided", "OO", size, stride) : NULL;
     Py_XDECREF(size);
     Py_XDECREF(stride);
     Py_DECREF(cast);
     return view;
 }
 
-PyObject *lhpy_engine_unpack(PyObject *object, PyObject *packed)
+static PyObject *handle_unpack(PyObject *object, PyObject *packed)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     if (self->unscoped_unit_count > 0 && lhpy_is_open(self))
@@ -294,12 +269,11 @@ PyObject *lhpy_engine_unpack(PyObject *object, PyObject *packed)
         return NULL;
     struct lhpy_unit *unit = &self->unit_states[handle->unit];
     if (handle->epoch != unit->epoch) {
-        char message[256];
-        PyOS_snprintf(message, sizeof(message),
-                      "param %u was changed (by step(), load_state_dict() or a write) after this"
-                      " graph saved it: a backward through it would use values that are gone",
-                      (unsigned)handle->param);
-        return lhpy_raise(self->raiser, -ESTALE, message);
+        return lhpy_raise(self->raiser, -ESTALE,
+                          "param %u was changed (by step(), load_state_dict() or a write) after"
+                          " this graph saved it: a backward through it would use values that are"
+                          " gone",
+                          handle->param);
     }
     if (lhpy_engine_use_backward(self, handle->unit) < 0)
         return NULL;
@@ -309,3 +283,9 @@ PyObject *lhpy_engine_unpack(PyObject *object, PyObject *packed)
                      self->params[handle->param].byte_offset + handle->byte_offset, handle->ndim,
                      handle->shape_strides, self->params[handle->param].dtype);
 }
+
+PyMethodDef lhpy_handle_methods[] = {
+    {"pack", handle_pack, METH_O, "Saved-tensor hook."},
+    {"unpack", handle_unpack, METH_O, "Saved-tensor hook."},
+    {NULL, NULL, 0, NULL},
+};

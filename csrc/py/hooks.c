@@ -47,22 +47,17 @@ static int requires_grad_check(struct lhpy_engine *self, uint32_t unit, uint32_t
         return -1;
     if (!is_set || self->units[unit].elements > 0 || self->params[param].is_moved)
         return 0;
-    char message[256];
-    PyOS_snprintf(message, sizeof(message),
-                  "param %u was frozen when the model was wrapped and requires a gradient now: it"
-                  " has no optimizer state; set requires_grad before lohan.wrap()",
-                  (unsigned)param);
-    lhpy_raise(self->raiser, -EPERM, message);
+    lhpy_raise(self->raiser, -EPERM,
+               "param %u was frozen when the model was wrapped and requires a gradient now: it has"
+               " no optimizer state; set requires_grad before lohan.wrap()",
+               param);
     return -1;
 }
 
-/* tensor._version, which every in-place operation increments; -1 if torch keeps no version. */
-static int64_t version_of(PyObject *tensor)
+static long version_of(PyObject *tensor)
 {
-    PyObject *number = PyObject_GetAttrString(tensor, "_version");
-    int64_t version = number ? PyLong_AsLongLong(number) : -1;
-    Py_XDECREF(number);
-    if (PyErr_Occurred())
+    long version = lhpy_tensor_version(tensor);
+    if (version < 0)
         PyErr_Clear(); /* an inference tensor */
     return version;
 }
@@ -84,17 +79,15 @@ static bool class_is_hollow(const struct lhpy_param *param)
     return param->hollow_class && (PyObject *)Py_TYPE(param->tensor) == param->hollow_class;
 }
 
-PyObject *lhpy_engine_classes(PyObject *object, PyObject *args)
+static PyObject *hook_classes(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
-    unsigned int index = 0;
-    PyObject *bound = NULL;
-    PyObject *hollow = NULL;
-    if (!PyArg_ParseTuple(args, "IO!O!", &index, &PyType_Type, &bound, &PyType_Type, &hollow))
+    uint32_t index = 0;
+    PyObject *bound, *hollow;
+    if (LHPY_ARGS(args, NULL, LHPY_ARG_AS("param", index), LHPY_ARG(bound, .type = &PyType_Type),
+                  LHPY_ARG(hollow, .type = &PyType_Type)) < 0 ||
+        lhpy_index_check("param", index, self->param_count) < 0)
         return NULL;
-    if (index >= self->param_count)
-        return PyErr_Format(PyExc_IndexError, "param %u is out of range: there are %u params",
-                            index, self->param_count);
     lhpy_replace(&self->params[index].bound_class, Py_NewRef(bound));
     lhpy_replace(&self->params[index].hollow_class, Py_NewRef(hollow));
     Py_RETURN_NONE;
@@ -246,9 +239,8 @@ static int forward_ask(struct scope *scope, bool begins)
     return rc < 0 ? -1 : 0;
 }
 
-static PyObject *scope_enter(PyObject *object, PyObject *const *args, Py_ssize_t count)
+static PyObject *scope_enter(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t count)
 {
-    (void)args;
     struct scope *scope = (struct scope *)object;
     refused = NULL;
     without_units = NULL;
@@ -270,10 +262,9 @@ static PyObject *scope_enter(PyObject *object, PyObject *const *args, Py_ssize_t
     Py_RETURN_NONE;
 }
 
-static PyObject *scope_leave(PyObject *object, PyObject *const *args, Py_ssize_t count)
+static PyObject *scope_leave(PyObject *object, PyObject *const *Py_UNUSED(args),
+                             Py_ssize_t Py_UNUSED(count))
 {
-    (void)args;
-    (void)count;
     struct scope *scope = (struct scope *)object;
     if (refused == scope) {
         refused = NULL;
@@ -313,10 +304,9 @@ static int unscoped_enter(struct scope *scope)
  * hooks, so no scope is entered. In that case, and only then, a read makes the unit resident and
  * returns True; the unit stays bound until the backward of what was recomputed begins.
  */
-static PyObject *scope_read(PyObject *object, PyObject *const *args, Py_ssize_t count)
+static PyObject *scope_read(PyObject *object, PyObject *const *Py_UNUSED(args),
+                            Py_ssize_t Py_UNUSED(count))
 {
-    (void)args;
-    (void)count;
     struct scope *scope = (struct scope *)object;
     struct lhpy_engine *self = scope->engine;
     if (!lhpy_is_open(self) || self->forward_is_open)
@@ -333,10 +323,9 @@ static PyObject *scope_read(PyObject *object, PyObject *const *args, Py_ssize_t 
  * Make parameters resident that are arguments of an operation in a forward, outside their scope.
  * They stay until the next such operation or the next scope: few at a time, so that they fit.
  */
-static PyObject *scope_hold(PyObject *object, PyObject *const *args, Py_ssize_t count)
+static PyObject *scope_hold(PyObject *object, PyObject *const *Py_UNUSED(args),
+                            Py_ssize_t Py_UNUSED(count))
 {
-    (void)args;
-    (void)count;
     struct scope *scope = (struct scope *)object;
     if (lhpy_check_open(scope->engine) < 0)
         return NULL;
@@ -346,9 +335,9 @@ static PyObject *scope_hold(PyObject *object, PyObject *const *args, Py_ssize_t 
     Py_RETURN_NONE;
 }
 
-PyObject *lhpy_engine_scopes_drop(PyObject *object, PyObject *args)
+/* Leave every scope, after a forward failed. */
+static PyObject *hook_scopes_drop(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)args;
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     self->unscoped_unit_count = 0;
     /* In a forked child the pins belong to the parent, and the parameters' memory is not mapped. */
@@ -399,36 +388,21 @@ PyType_Spec lhpy_scope_spec = {
     .slots = scope_slots,
 };
 
-PyObject *lhpy_scope_new(struct lhpy_engine *self, PyObject *scope_type, PyObject *units)
+static PyObject *hook_scope(PyObject *object, PyObject *units)
 {
-    Py_ssize_t count = PySequence_Size(units);
-    if (count < 0)
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint32_t *numbers = NULL;
+    uint32_t count = 0;
+    if (!self || lhpy_indices_read(units, "unit", self->unit_count, &numbers, &count) < 0)
         return NULL;
-    PyTypeObject *type = (PyTypeObject *)scope_type;
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    struct scope *scope = (struct scope *)allocate(type, 0);
-    if (!scope)
-        return NULL;
-    scope->engine = (struct lhpy_engine *)Py_NewRef((PyObject *)self);
-    scope->units = PyMem_Malloc((size_t)count * sizeof(uint32_t) + 1);
-    bool ok = scope->units != NULL;
-    for (Py_ssize_t i = 0; ok && i < count; i++) {
-        PyObject *item = PySequence_GetItem(units, i);
-        unsigned long unit = item ? PyLong_AsUnsignedLong(item) : 0;
-        Py_XDECREF(item);
-        if (!PyErr_Occurred() && unit >= self->unit_count)
-            PyErr_Format(PyExc_IndexError, "unit %lu is out of range: there are %u units", unit,
-                         self->unit_count);
-        ok = !PyErr_Occurred();
-        if (ok)
-            scope->units[scope->unit_count++] = (uint32_t)unit;
-    }
-    if (!ok) {
-        if (!PyErr_Occurred())
-            PyErr_NoMemory();
-        Py_DECREF(scope);
+    struct scope *scope = lhpy_type_new(self->scope_type);
+    if (!scope) {
+        PyMem_Free(numbers);
         return NULL;
     }
+    scope->engine = (struct lhpy_engine *)Py_NewRef(object);
+    scope->units = numbers;
+    scope->unit_count = count;
     return (PyObject *)scope;
 }
 
@@ -476,17 +450,22 @@ static PyObject *gradient_hook(PyObject *self_tuple, PyObject *parameter)
 static PyMethodDef gradient_hook_def = {"lohan_gradient_hook", gradient_hook, METH_O,
                                         "Hand the accumulated gradient to the engine."};
 
-PyObject *lhpy_engine_gradient_hook(PyObject *object, PyObject *args)
+static PyObject *hook_gradient(PyObject *object, PyObject *number)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
-    unsigned int index = 0;
-    if (!PyArg_ParseTuple(args, "I", &index))
+    uint32_t index = 0;
+    if (lhpy_index_read(number, "param", self->param_count, &index) < 0)
         return NULL;
-    if (index >= self->param_count)
-        return PyErr_Format(PyExc_IndexError, "param %u is out of range: there are %u params",
-                            index, self->param_count);
     PyObject *pair = Py_BuildValue("(OI)", object, index);
     PyObject *hook = pair ? PyCFunction_New(&gradient_hook_def, pair) : NULL;
     Py_XDECREF(pair);
     return hook;
 }
+
+PyMethodDef lhpy_hook_methods[] = {
+    {"classes", hook_classes, METH_VARARGS, "classes(param, bound, hollow)"},
+    {"scope", hook_scope, METH_O, "scope(units) -> Scope"},
+    {"scopes_drop", hook_scopes_drop, METH_NOARGS, "Leave every scope."},
+    {"gradient_hook", hook_gradient, METH_O, "gradient_hook(param) -> hook"},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,6 +1,8 @@
 /*
- * What the binding's files share. Python.h is included only in csrc/py, always through this
- * header.
+ * What the binding's files share. Python.h is included only in csrc/py, always through reader.h.
+ *
+ * Each file has a table of its functions or of its methods of an Engine; module.c and engine.c
+ * collect them.
  *
  * [Note: What outlives what] A lend (a torch tensor over a unit's bytes) may outlive everything:
  * the user keeps a view, closes the session, exits. struct lhpy_core therefore holds what a lend
@@ -12,11 +14,7 @@
 #ifndef LH_PY_LHPY_H
 #define LH_PY_LHPY_H
 
-#ifndef Py_LIMITED_API
-#define Py_LIMITED_API 0x030b0000
-#endif
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "py/reader.h"
 
 #include <stdatomic.h>
 #include <unistd.h>
@@ -50,8 +48,8 @@ struct lhpy_core {
 
 struct lhpy_device_opts {
     const char *name; /* "cpu", or a backend's */
-    int index;
-    unsigned long long bytes; /* for parameters */
+    int32_t index;
+    uint64_t bytes; /* for parameters */
     uint64_t link_bytes_per_s[LH_DEV_DIRECTION_COUNT];
     PyObject *memory; /* borrowed: a tensor of bytes on the device, or None */
 };
@@ -59,16 +57,20 @@ struct lhpy_device_opts {
 /* An Engine's options for saved tensors (saved.c). */
 struct lhpy_saved_make {
     struct lh_saved_opts opts;
-    PyObject *object; /* the Store, owned by the Engine; may be NULL */
+    PyObject *object; /* the Store or None */
 };
 
 /* An Engine's options for units that are read in place (in_place.c). */
 #define LHPY_IN_PLACE_FILE_COUNT_MAX 192
+struct lhpy_in_place_row {
+    struct lh_io_file io_file;
+    struct lh_in_place_file file; /* its path is borrowed from Python */
+};
 struct lhpy_in_place {
-    PyObject *object; /* owned: what it was parsed from, which owns the paths */
+    struct lhpy_in_place_row *rows; /* owned, and so are the units of opts */
+    uint32_t row_count;
     struct lh_in_place_opts opts;
     struct lh_in_place_file files[LHPY_IN_PLACE_FILE_COUNT_MAX];
-    struct lh_io_file io_files[LHPY_IN_PLACE_FILE_COUNT_MAX];
 };
 
 /* The binding's state of a parameter. */
@@ -101,8 +103,10 @@ struct lhpy_unit {
 /* The Engine type's instance (engine.c). */
 struct lhpy_engine {
     PyObject_HEAD struct lhpy_core *core;
-    PyObject *store; /* owned: the Store that it uses */
-    struct lhpy_saved_make saved;
+    PyObject *store;           /* owned: the Store that it uses */
+    PyObject *saved_store;     /* owned: the Store of saved tensors, or None */
+    PyObject *in_place_object; /* owned: what in_place was read from */
+    struct lh_saved_opts saved;
     struct lhpy_in_place in_place;
     struct lh_io *io;
     struct lh_exec *exec;
@@ -148,6 +152,20 @@ struct lhpy_engine {
     uint64_t release_count; /* the engine's count of released gradients at the last sweep */
 };
 
+/* An instance of a type of the module, with zeros. NULL with a Python error. */
+static inline void *lhpy_type_new(PyObject *type)
+{
+    return ((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))((PyTypeObject *)type, 0);
+}
+
+/* Free the memory of an instance that the garbage collector does not know. */
+static inline void lhpy_type_free(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
 /* Replace an owned reference by value, which is stolen. */
 static inline void lhpy_replace(PyObject **slot, PyObject *value)
 {
@@ -178,13 +196,8 @@ void *lhpy_device_stream(const struct lhpy_engine *self);
 void *lhpy_device_stream_note(struct lhpy_engine *self);
 
 /* zo.c */
-/* zo_load(image): load the device's kernel for zo_lead(), if the device needs one. */
-PyObject *lhpy_engine_zo_load(PyObject *object, PyObject *image);
-/*
- * zo_lead(address, count, ops[, state, state_format, value_format]): like zo_apply(), or with a
- * state like the module's zo_lead(), on torch's current stream.
- */
-PyObject *lhpy_engine_zo_lead(PyObject *object, PyObject *args);
+extern PyMethodDef lhpy_zo_methods[];   /* of an Engine */
+extern PyMethodDef lhpy_zo_functions[]; /* of the module */
 /* Unload the kernel, after everything that was launched. Without the GIL. */
 void lhpy_engine_zo_unload(struct lhpy_engine *self);
 
@@ -196,6 +209,8 @@ int lhpy_tensor_read(PyObject *tensor, struct lhpy_dl_tensor *out);
 bool lhpy_tensor_is_contiguous(const struct lhpy_dl_tensor *tensor);
 bool lhpy_tensor_is_dense(const struct lhpy_dl_tensor *tensor);
 int64_t lhpy_tensor_count(const struct lhpy_dl_tensor *tensor);
+/* How often tensor was changed in place; tensors detached from it share the count. -1: error. */
+long lhpy_tensor_version(PyObject *tensor);
 /* The core's dtype; LH_DTYPE_BYTES for types that the core does not have. */
 enum lh_dtype lhpy_dtype(struct lhpy_dl_type type);
 /*
@@ -216,18 +231,32 @@ PyObject *lhpy_saved_lend(struct lhpy_core *core, uint32_t item, int64_t bytes);
  * Raise the exception that the raiser makes; return NULL. lhpy_raise: a rule of the binding was
  * broken, and code names it; the others: code is an errno of the core.
  */
-PyObject *lhpy_raise(PyObject *raiser, int code, const char *message);
+PyObject *lhpy_raise(PyObject *raiser, int code, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
 /* A str of a message; file names in it may be arbitrary bytes, truncated anywhere. */
 PyObject *lhpy_text(const char *message);
 PyObject *lhpy_raise_error(PyObject *raiser, const struct lh_error *err);
+/* Without a raiser: ValueError (-EINVAL), MemoryError (-ENOMEM, -ENOSPC) or OSError. */
+PyObject *lhpy_raise_builtin(const struct lh_error *err);
 /* The engine's own error. */
 PyObject *lhpy_raise_engine(struct lhpy_engine *self);
 /* Whether the session is neither closed nor another process's. */
 bool lhpy_is_open(const struct lhpy_engine *self);
 int lhpy_check_open(struct lhpy_engine *self);
+/* The Engine that a method was called on; NULL with a Python error if it is not open. */
+struct lhpy_engine *lhpy_engine_open(PyObject *object);
+/* Raise an IndexError if index is not one of count units or parameters, as what says. */
+int lhpy_index_check(const char *what, uint32_t index, uint32_t count);
+/* Read the index of one of count units or parameters, as what says. -1 with a Python error. */
+int lhpy_index_read(PyObject *number, const char *what, uint32_t count, uint32_t *index_out);
+/* The same for a sequence of them, which is released with PyMem_Free(). */
+int lhpy_indices_read(PyObject *numbers, const char *what, uint32_t count, uint32_t **indices_out,
+                      uint32_t *index_count_out);
 
 /* engine.c */
 extern PyType_Spec lhpy_engine_spec;
+/* Collect the methods of all files, before the type is made. */
+void lhpy_engine_methods_join(void);
 /*
  * Pin unit, waiting without the GIL; a signal that arrives meanwhile is raised once the unit is
  * resident. -1 with a Python error.
@@ -237,6 +266,8 @@ void lhpy_engine_unuse(struct lhpy_engine *self, uint32_t unit);
 typedef int (*lhpy_wait_fn)(struct lh_engine *engine, uint64_t argument, int timeout_ms);
 /* Wait in slices without the GIL, checking for signals. 1, or -1 with a Python error. */
 int lhpy_engine_wait(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argument);
+typedef int (*lhpy_wait_plain_fn)(struct lh_engine *engine, int timeout_ms);
+int lhpy_engine_wait_plain(struct lhpy_engine *self, lhpy_wait_plain_fn wait);
 /*
  * Pin unit until its handles are gone, or until lhpy_engine_backward_end(). -1 with a Python error.
  */
@@ -247,32 +278,18 @@ int lhpy_engine_backward_begin(struct lhpy_engine *self);
 /* Drop every pin that waits for handles. */
 void lhpy_engine_backward_release(struct lhpy_engine *self);
 
+/* engine_make.c */
+PyObject *lhpy_engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs);
+/* budget(units, host_bytes, bookkeeping_bytes, ..., raiser): the result of lh_budget_make(). */
+PyObject *lhpy_budget(PyObject *module, PyObject *args);
+
 /* session.c: the Engine's methods around a step */
+extern PyMethodDef lhpy_session_methods[];
 extern const char *const lhpy_link_names[]; /* by enum lh_engine_link */
-PyObject *lhpy_engine_begin(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_close_step(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_gradient_square_sum(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_gradient_scale(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_abort(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_flush(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_commit_hold(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_commit_release(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_pause(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_resume(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_stats(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_trace(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_hyper(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_backward_end(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_status(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_check(PyObject *object, PyObject *args);
 
 /* hooks.c */
 extern PyType_Spec lhpy_scope_spec;
-PyObject *lhpy_engine_gradient_hook(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_classes(PyObject *object, PyObject *args);
-/* Leave every scope, after a forward failed. */
-PyObject *lhpy_engine_scopes_drop(PyObject *object, PyObject *args);
-PyObject *lhpy_scope_new(struct lhpy_engine *self, PyObject *scope_type, PyObject *units);
+extern PyMethodDef lhpy_hook_methods[];
 /* Make the parameters' data lends; unbind: make it hollow. -1 with a Python error. */
 int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit);
 /* Unbind what Scope.read() and Scope.hold() bound. */
@@ -287,22 +304,16 @@ void lhpy_engine_gradients_drop(struct lhpy_engine *self);
 PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
 
 /* saved.c */
-/* The caller owns make->object. -1 with a Python error. */
-int lhpy_saved_parse(PyObject *tuple, struct lhpy_saved_make *make);
-PyObject *lhpy_engine_saved_put(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_saved_is_taken(PyObject *object, PyObject *number);
-PyObject *lhpy_engine_saved_room(PyObject *object, PyObject *number);
-PyObject *lhpy_engine_saved_fetch(PyObject *object, PyObject *args);
-PyObject *lhpy_engine_saved_wait(PyObject *object, PyObject *number);
-PyObject *lhpy_engine_saved_drop(PyObject *object, PyObject *number);
-PyObject *lhpy_engine_saved_lend(PyObject *object, PyObject *args);
+extern PyMethodDef lhpy_saved_methods[];
+extern const struct lhpy_table lhpy_saved_table; /* of struct lhpy_saved_make */
 
 /* in_place.c */
-/* The caller owns made->object and made->opts' tables. -1 with a Python error. */
-int lhpy_in_place_parse(PyObject *tuple, struct lhpy_in_place *made);
-void lhpy_in_place_free(struct lhpy_in_place *made);
+extern const struct lhpy_table lhpy_in_place_table; /* of struct lhpy_in_place */
+/* Give the engine the files that were read. -1 with a Python error. */
+int lhpy_in_place_prepare(struct lhpy_in_place *in_place);
 
 /* sums.c */
+extern PyMethodDef lhpy_sums_methods[];
 /* The memory for the sums of all gradients: its size, and its place, aligned to 4 KiB. */
 uint64_t lhpy_sums_bytes(const struct lhpy_engine *self);
 void lhpy_sums_place(struct lhpy_engine *self, uint8_t *memory);
@@ -310,29 +321,33 @@ void lhpy_sums_place(struct lhpy_engine *self, uint8_t *memory);
 PyObject *lhpy_sums_unwrap(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
 /* Add a contiguous gradient to param's sum. -1 with a Python error. */
 int lhpy_sums_add(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
-/* Hand every sum of the open step that was not handed over yet to the engine. */
-PyObject *lhpy_engine_sums_give(PyObject *object, PyObject *args);
 void lhpy_sums_forget(struct lhpy_engine *self);
 
 /* handle.c */
 extern PyType_Spec lhpy_handle_spec;
-PyObject *lhpy_engine_pack(PyObject *object, PyObject *tensor);
-PyObject *lhpy_engine_unpack(PyObject *object, PyObject *packed);
+extern PyMethodDef lhpy_handle_methods[]; /* of an Engine */
 
 /* store.c */
 extern PyType_Spec lhpy_store_spec;
-PyObject *lhpy_store_create(PyObject *module, PyObject *args, PyObject *kwargs);
-PyObject *lhpy_store_open(PyObject *module, PyObject *args, PyObject *kwargs);
-PyObject *lhpy_store_measure(PyObject *module, PyObject *args);
+extern PyMethodDef lhpy_store_functions[];
 /* The core's store; NULL with a Python error if it is closed. */
 struct lh_store *lhpy_store_get(PyObject *object);
 /* The heap bytes that the store holds. */
 uint64_t lhpy_store_live_bytes(PyObject *object);
 
-/* simulate.c */
+/*
+ * csrc/compute for tests, benchmarks and doctor (adam.c), what works on this machine (doctor.c),
+ * csrc/plan and csrc/sim from dicts that python/lohan/planning documents, and the module's other
+ * functions.
+ */
+extern PyMethodDef lhpy_adam_functions[];
+extern PyMethodDef lhpy_doctor_functions[];
+extern PyMethodDef lhpy_plan_functions[];
+extern PyMethodDef lhpy_zeroth_functions[];
 PyObject *lhpy_simulate(PyObject *module, PyObject *args, PyObject *kwargs);
 
-/* doctor.c */
-int lhpy_doctor_register(PyObject *module);
+/* A function with keywords, as PyMethodDef has it. */
+#define LHPY_KEYWORDS(function)                                                                    \
+    (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
 
 #endif

@@ -1,8 +1,5 @@
 /* lohan._core: slots, types, method table. The work is in the other files of this folder. */
-#include "py/adam.h"
-#include "py/engine_make.h"
 #include "py/lhpy.h"
-#include "py/plan.h"
 
 static int type_add(PyObject *module, PyType_Spec *spec, const char *name)
 {
@@ -14,79 +11,68 @@ static int type_add(PyObject *module, PyType_Spec *spec, const char *name)
 
 static int module_exec(PyObject *module)
 {
+    static PyMethodDef *const functions[] = {lhpy_store_functions,  lhpy_adam_functions,
+                                             lhpy_doctor_functions, lhpy_plan_functions,
+                                             lhpy_zo_functions,     lhpy_zeroth_functions};
+    static const struct {
+        const char *name;
+        long value;
+    } constants[] = {
+        {"ELEMENT_ALIGN", LH_ENGINE_ELEMENT_ALIGN},
+        {"PARAM_ALIGN", LH_ENGINE_PARAM_ALIGN},
+        {"BLOCK_BYTES", LH_BLOCK_BYTES},
+        {"CHECKSUM_BYTES", LH_CHECKSUM_BYTES},
+        {"IN_PLACE_ALIGN", LH_IN_PLACE_ALIGN},
+        {"IN_PLACE_FILE_COUNT_MAX", LHPY_IN_PLACE_FILE_COUNT_MAX},
+        {"TRACE_COUNT_MAX", LH_ENGINE_TRACE_COUNT_MAX},
+    };
+    lhpy_engine_methods_join();
     if (type_add(module, &lhpy_engine_spec, "Engine") < 0 ||
         type_add(module, &lhpy_store_spec, "Store") < 0 ||
         type_add(module, &lhpy_handle_spec, "Handle") < 0 ||
         type_add(module, &lhpy_scope_spec, "Scope") < 0)
         return -1;
-    if (PyModule_AddIntConstant(module, "ELEMENT_ALIGN", LH_ENGINE_ELEMENT_ALIGN) < 0 ||
-        PyModule_AddIntConstant(module, "PARAM_ALIGN", LH_ENGINE_PARAM_ALIGN) < 0 ||
-        PyModule_AddIntConstant(module, "BLOCK_BYTES", LH_BLOCK_BYTES) < 0 ||
-        PyModule_AddIntConstant(module, "CHECKSUM_BYTES", LH_CHECKSUM_BYTES) < 0 ||
-        PyModule_AddIntConstant(module, "IN_PLACE_ALIGN", LH_IN_PLACE_ALIGN) < 0 ||
-        PyModule_AddIntConstant(module, "IN_PLACE_FILE_COUNT_MAX", LHPY_IN_PLACE_FILE_COUNT_MAX) <
-            0 ||
-        PyModule_AddIntConstant(module, "TRACE_COUNT_MAX", LH_ENGINE_TRACE_COUNT_MAX) < 0)
-        return -1;
-    if (lhpy_adam_register(module) < 0 || lhpy_doctor_register(module) < 0 ||
-        lhpy_plan_register(module) < 0 || lhpy_zo_register(module) < 0 ||
-        lhpy_zeroth_register(module) < 0)
-        return -1;
+    for (size_t i = 0; i < LH_COUNT_OF(constants); i++)
+        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)
+            return -1;
+    for (size_t i = 0; i < LH_COUNT_OF(functions); i++)
+        if (PyModule_AddFunctions(module, functions[i]) < 0)
+            return -1;
     return 0;
 }
 
-static PyObject *scalar_overhead(PyObject *module, PyObject *args)
+static PyObject *scalar_overhead(PyObject *Py_UNUSED(module), PyObject *number)
 {
-    (void)module;
-    unsigned int param_count = 0;
-    if (!PyArg_ParseTuple(args, "I", &param_count))
+    uint32_t param_count = 0;
+    if (LHPY_VALUE(number, param_count) < 0)
         return NULL;
     return PyLong_FromUnsignedLongLong(lh_scalars_overhead_bytes(param_count));
 }
 
-static PyObject *scalars_make(PyObject *module, PyObject *args)
+static const struct lhpy_table step_table = LHPY_TABLE_OF("a count of updates", uint64_t);
+
+static PyObject *scalars_make(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
-    PyObject *steps = NULL;
-    const char *caller = NULL;
-    Py_ssize_t caller_bytes = 0;
-    if (!PyArg_ParseTuple(args, "Oy#", &steps, &caller, &caller_bytes))
+    uint64_t *steps = NULL;
+    uint32_t count = 0;
+    struct lhpy_bytes caller = {0};
+    if (LHPY_ARGS(args, NULL, LHPY_ARG_ROWS("param_steps", steps, count, step_table),
+                  LHPY_ARG(caller)) < 0)
         return NULL;
-    Py_ssize_t count = PySequence_Size(steps);
-    if (count < 0)
-        return NULL;
-    uint64_t *param_steps = PyMem_Calloc((size_t)count + 1, sizeof(*param_steps));
-    if (!param_steps)
-        return PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < count && !PyErr_Occurred(); i++) {
-        PyObject *step = PySequence_GetItem(steps, i);
-        param_steps[i] = step ? PyLong_AsUnsignedLongLong(step) : 0;
-        Py_XDECREF(step);
-    }
-    PyObject *made = NULL;
-    if (!PyErr_Occurred())
-        made = PyBytes_FromStringAndSize(
-            NULL, (Py_ssize_t)lh_scalars_overhead_bytes((uint32_t)count) + caller_bytes);
+    PyObject *made = PyBytes_FromStringAndSize(
+        NULL, (Py_ssize_t)(lh_scalars_overhead_bytes(count) + caller.bytes));
     if (made)
-        lh_scalars_make(param_steps, (uint32_t)count, caller, (uint64_t)caller_bytes,
-                        PyBytes_AsString(made));
-    PyMem_Free(param_steps);
+        lh_scalars_make(steps, count, caller.data, caller.bytes, PyBytes_AsString(made));
+    PyMem_Free(steps);
     return made;
 }
 
 static PyMethodDef module_methods[] = {
-    {"store_create", (PyCFunction)(void (*)(void))lhpy_store_create, METH_VARARGS | METH_KEYWORDS,
-     "Make a store."},
-    {"store_open", (PyCFunction)(void (*)(void))lhpy_store_open, METH_VARARGS | METH_KEYWORDS,
-     "Open a store."},
-    {"store_measure", lhpy_store_measure, METH_VARARGS,
-     "store_measure(raiser, directory, probe_bytes) -> (write, read) bytes/s"},
     {"budget", lhpy_budget, METH_VARARGS,
      "budget(units, host_bytes, bookkeeping, is_waiting, waits_in_memory, is_summed,"
      " block_bytes, waits_at_will, raiser) -> dict"},
-    {"simulate", (PyCFunction)(void (*)(void))lhpy_simulate, METH_VARARGS | METH_KEYWORDS,
-     "A step in virtual time."},
-    {"scalar_overhead_bytes", scalar_overhead, METH_VARARGS, "scalar_overhead_bytes(param_count)"},
+    {"simulate", LHPY_KEYWORDS(lhpy_simulate), "A step in virtual time."},
+    {"scalar_overhead_bytes", scalar_overhead, METH_O, "scalar_overhead_bytes(param_count)"},
     {"scalars_make", scalars_make, METH_VARARGS,
      "scalars_make(updates of each parameter, the caller's part) -> bytes"},
     {NULL, NULL, 0, NULL},

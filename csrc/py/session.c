@@ -1,41 +1,36 @@
 /* The Engine's methods around a step: begin, close, abort, flush, statistics. */
 #include "py/lhpy.h"
 
-static struct lhpy_engine *engine_open(PyObject *object)
+static PyObject *session_begin(PyObject *object, PyObject *flag)
 {
-    struct lhpy_engine *self = (struct lhpy_engine *)object;
-    return lhpy_check_open(self) < 0 ? NULL : self;
-}
-
-PyObject *lhpy_engine_begin(PyObject *object, PyObject *args)
-{
-    struct lhpy_engine *self = engine_open(object);
-    int train = 0;
-    if (!self || !PyArg_ParseTuple(args, "p", &train))
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    bool train = false;
+    if (!self || LHPY_VALUE(flag, train) < 0)
         return NULL;
     lhpy_engine_sweep(self);
     enum lh_engine_mode mode = train ? LH_ENGINE_MODE_TRAIN : LH_ENGINE_MODE_EVAL;
     if (lh_engine_begin(self->core->engine, mode) < 0)
         return lhpy_raise_engine(self);
-    self->forward_is_train = train != 0;
+    self->forward_is_train = train;
     Py_RETURN_NONE;
 }
 
-PyObject *lhpy_engine_hyper(PyObject *object, PyObject *args)
+static PyObject *session_hyper(PyObject *object, PyObject *args)
 {
-    struct lhpy_engine *self = engine_open(object);
-    unsigned int group = 0;
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint32_t group = 0;
     struct lh_adam_hyper hyper;
-    if (!self || !PyArg_ParseTuple(args, "Iddddd", &group, &hyper.lr, &hyper.beta1, &hyper.beta2,
-                                   &hyper.eps, &hyper.weight_decay))
+    if (!self || LHPY_ARGS(args, NULL, LHPY_ARG(group), LHPY_ARG_AS("lr", hyper.lr),
+                           LHPY_ARG_AS("beta1", hyper.beta1), LHPY_ARG_AS("beta2", hyper.beta2),
+                           LHPY_ARG_AS("eps", hyper.eps),
+                           LHPY_ARG_AS("weight_decay", hyper.weight_decay)) < 0)
         return NULL;
     lh_engine_hyper_set(self->core->engine, group, &hyper);
     Py_RETURN_NONE;
 }
 
-PyObject *lhpy_engine_backward_end(PyObject *object, PyObject *args)
+static PyObject *session_backward_end(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)args;
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     self->backward_is_open = false;
     if (lhpy_is_open(self)) {
@@ -46,15 +41,10 @@ PyObject *lhpy_engine_backward_end(PyObject *object, PyObject *args)
     return PyBool_FromLong(self->backward_has_gradients);
 }
 
-struct close_argument {
-    const void *scalars;
-    uint64_t scalar_bytes;
-};
-
 static int close_wait(struct lh_engine *engine, uint64_t argument, int timeout_ms)
 {
-    const struct close_argument *close = (const struct close_argument *)(uintptr_t)argument;
-    return lh_engine_close(engine, close->scalars, close->scalar_bytes, timeout_ms);
+    const struct lhpy_bytes *scalars = (const struct lhpy_bytes *)(uintptr_t)argument;
+    return lh_engine_close(engine, scalars->data, scalars->bytes, timeout_ms);
 }
 
 /* Raise an error for a unit with gradients that is still lent: its update would wait forever. */
@@ -64,31 +54,18 @@ static int lent_refuse(struct lhpy_engine *self)
         uint32_t pins = lh_engine_pin_count(self->core->engine, i);
         if (!self->unit_states[i].has_gradients || pins == 0)
             continue;
-        char message[256];
-        PyOS_snprintf(message, sizeof(message),
-                      "unit %u cannot be updated: %u tensors are still views of its parameters"
-                      " (kept from a forward or a backward); delete them before step()",
-                      (unsigned)i, (unsigned)pins);
-        lhpy_raise(self->raiser, -EBUSY, message);
+        lhpy_raise(self->raiser, -EBUSY,
+                   "unit %u cannot be updated: %u tensors are still views of its parameters"
+                   " (kept from a forward or a backward); delete them before step()",
+                   i, pins);
         return -1;
     }
     return 0;
 }
 
-PyObject *lhpy_engine_close_step(PyObject *object, PyObject *args)
+/* The engine has taken the step, or discarded it: its gradients are no longer the binding's. */
+static void step_over(struct lhpy_engine *self)
 {
-    struct lhpy_engine *self = engine_open(object);
-    const char *scalars = NULL;
-    Py_ssize_t bytes = 0;
-    if (!self || !PyArg_ParseTuple(args, "y#", &scalars, &bytes))
-        return NULL;
-    lhpy_engine_unscoped_release(self);
-    lhpy_engine_backward_release(self);
-    if (lent_refuse(self) < 0)
-        return NULL;
-    struct close_argument close = {scalars, (uint64_t)bytes};
-    if (lhpy_engine_wait(self, close_wait, (uint64_t)(uintptr_t)&close) < 0)
-        return NULL;
     for (uint32_t i = 0; i < self->unit_count; i++) {
         self->unit_states[i].epoch += self->unit_states[i].has_gradients;
         self->unit_states[i].has_gradients = false;
@@ -96,6 +73,21 @@ PyObject *lhpy_engine_close_step(PyObject *object, PyObject *args)
     self->step_has_gradients = false;
     self->backward_is_open = false;
     lhpy_sums_forget(self);
+}
+
+static PyObject *session_close_step(PyObject *object, PyObject *bytes)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    struct lhpy_bytes scalars;
+    if (!self || LHPY_VALUE(bytes, scalars) < 0)
+        return NULL;
+    lhpy_engine_unscoped_release(self);
+    lhpy_engine_backward_release(self);
+    if (lent_refuse(self) < 0)
+        return NULL;
+    if (lhpy_engine_wait(self, close_wait, (uint64_t)(uintptr_t)&scalars) < 0)
+        return NULL;
+    step_over(self);
     lhpy_engine_sweep(self);
     Py_RETURN_NONE;
 }
@@ -105,10 +97,9 @@ static int norm_wait(struct lh_engine *engine, uint64_t argument, int timeout_ms
     return lh_engine_norm(engine, (double *)(uintptr_t)argument, timeout_ms);
 }
 
-PyObject *lhpy_engine_gradient_square_sum(PyObject *object, PyObject *args)
+static PyObject *session_gradient_square_sum(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)args;
-    struct lhpy_engine *self = engine_open(object);
+    struct lhpy_engine *self = lhpy_engine_open(object);
     double sum = 0;
     if (!self || lhpy_engine_wait(self, norm_wait, (uint64_t)(uintptr_t)&sum) < 0)
         return NULL;
@@ -116,39 +107,26 @@ PyObject *lhpy_engine_gradient_square_sum(PyObject *object, PyObject *args)
     return PyFloat_FromDouble(sum);
 }
 
-PyObject *lhpy_engine_gradient_scale(PyObject *object, PyObject *args)
+static PyObject *session_gradient_scale(PyObject *object, PyObject *number)
 {
-    struct lhpy_engine *self = engine_open(object);
+    struct lhpy_engine *self = lhpy_engine_open(object);
     double scale = 0;
-    if (!self || !PyArg_ParseTuple(args, "d", &scale))
+    if (!self || LHPY_VALUE(number, scale) < 0)
         return NULL;
     lh_engine_gradient_scale_set(self->core->engine, scale);
     Py_RETURN_NONE;
 }
 
-static int abort_wait(struct lh_engine *engine, uint64_t argument, int timeout_ms)
+static PyObject *session_abort(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)argument;
-    return lh_engine_abort(engine, timeout_ms);
-}
-
-PyObject *lhpy_engine_abort(PyObject *object, PyObject *args)
-{
-    (void)args;
-    struct lhpy_engine *self = engine_open(object);
+    struct lhpy_engine *self = lhpy_engine_open(object);
     if (!self)
         return NULL;
     lhpy_engine_unscoped_release(self);
     lhpy_engine_backward_release(self);
-    if (lhpy_engine_wait(self, abort_wait, 0) < 0)
+    if (lhpy_engine_wait_plain(self, lh_engine_abort) < 0)
         return NULL;
-    for (uint32_t i = 0; i < self->unit_count; i++) {
-        self->unit_states[i].epoch += self->unit_states[i].has_gradients;
-        self->unit_states[i].has_gradients = false;
-    }
-    self->step_has_gradients = false;
-    self->backward_is_open = false;
-    lhpy_sums_forget(self);
+    step_over(self);
     lhpy_engine_gradients_drop(self);
     Py_RETURN_NONE;
 }
@@ -158,62 +136,34 @@ static int flush_wait(struct lh_engine *engine, uint64_t argument, int timeout_m
     return lh_engine_flush(engine, argument != 0, timeout_ms);
 }
 
-PyObject *lhpy_engine_flush(PyObject *object, PyObject *args)
+static PyObject *session_flush(PyObject *object, PyObject *flag)
 {
-    struct lhpy_engine *self = engine_open(object);
-    int commit = 0;
-    if (!self || !PyArg_ParseTuple(args, "p", &commit) ||
-        lhpy_engine_wait(self, flush_wait, (uint64_t)commit) < 0)
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    bool commit = false;
+    if (!self || LHPY_VALUE(flag, commit) < 0 || lhpy_engine_wait(self, flush_wait, commit) < 0)
         return NULL;
     lhpy_engine_sweep(self);
     Py_RETURN_NONE;
 }
 
-static int hold_wait(struct lh_engine *engine, uint64_t argument, int timeout_ms)
+static PyObject *session_commit_hold(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)argument;
-    return lh_engine_commit_hold(engine, timeout_ms);
-}
-
-PyObject *lhpy_engine_commit_hold(PyObject *object, PyObject *args)
-{
-    (void)args;
-    struct lhpy_engine *self = engine_open(object);
+    struct lhpy_engine *self = lhpy_engine_open(object);
     if (!self)
         return NULL;
     /* After a signal, too: the caller releases a hold that may still be granted. */
-    if (lhpy_engine_wait(self, hold_wait, 0) < 0)
+    if (lhpy_engine_wait_plain(self, lh_engine_commit_hold) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
 
 /* Any thread; also if the engine has failed or was closed. */
-PyObject *lhpy_engine_commit_release(PyObject *object, PyObject *args)
+static PyObject *session_commit_release(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)args;
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     if (lhpy_is_open(self))
         lh_engine_commit_release(self->core->engine);
     Py_RETURN_NONE;
-}
-
-static int pause_wait(struct lh_engine *engine, uint64_t argument, int timeout_ms)
-{
-    (void)argument;
-    return lh_engine_pause(engine, timeout_ms);
-}
-
-/* The number of unit i of a list; -1 with a Python error. */
-static int64_t unit_at(const struct lhpy_engine *self, PyObject *units, Py_ssize_t i)
-{
-    unsigned long unit = PyLong_AsUnsignedLong(PyList_GetItem(units, i));
-    if (PyErr_Occurred())
-        return -1;
-    if (unit < self->unit_count)
-        return (int64_t)unit;
-    PyErr_Format(PyExc_IndexError, "unit %lu is out of range: there are %u units", unit,
-                 self->unit_count);
-    return -1;
 }
 
 /* A unit whose bytes in memory are lent cannot be discarded there. */
@@ -222,30 +172,31 @@ static int changed_refuse(struct lhpy_engine *self, uint32_t unit)
     uint32_t pins = lh_engine_pin_count(self->core->engine, unit);
     if (pins == 0)
         return 0;
-    char message[256];
-    PyOS_snprintf(message, sizeof(message),
-                  "unit %u cannot be written: %u tensors are still views of its parameters (kept"
-                  " from a loop over them or from a forward); delete them first",
-                  (unsigned)unit, (unsigned)pins);
-    lhpy_raise(self->raiser, -EBUSY, message);
+    lhpy_raise(self->raiser, -EBUSY,
+               "unit %u cannot be written: %u tensors are still views of its parameters (kept from"
+               " a loop over them or from a forward); delete them first",
+               unit, pins);
     return -1;
 }
 
-PyObject *lhpy_engine_pause(PyObject *object, PyObject *args)
+static PyObject *session_pause(PyObject *object, PyObject *args)
 {
-    struct lhpy_engine *self = engine_open(object);
+    struct lhpy_engine *self = lhpy_engine_open(object);
     PyObject *units = NULL;
-    int commit = 0;
-    if (!self || !PyArg_ParseTuple(args, "O!p", &PyList_Type, &units, &commit) ||
-        lhpy_engine_wait(self, flush_wait, (uint64_t)commit) < 0)
+    bool commit = false;
+    uint32_t *changed = NULL;
+    uint32_t count = 0;
+    if (!self || LHPY_ARGS(args, NULL, LHPY_ARG(units), LHPY_ARG(commit)) < 0 ||
+        lhpy_indices_read(units, "unit", self->unit_count, &changed, &count) < 0)
         return NULL;
+    int rc = lhpy_engine_wait(self, flush_wait, commit) < 0 ? -1 : 0;
     /* Before the store is handed out: what is written there cannot be taken back. */
-    for (Py_ssize_t i = 0; i < PyList_Size(units); i++) {
-        int64_t unit = unit_at(self, units, i);
-        if (unit < 0 || changed_refuse(self, (uint32_t)unit) < 0)
-            return NULL;
-    }
-    if (lhpy_engine_wait(self, pause_wait, 0) < 0) {
+    for (uint32_t i = 0; rc == 0 && i < count; i++)
+        rc = changed_refuse(self, changed[i]);
+    PyMem_Free(changed);
+    if (rc < 0)
+        return NULL;
+    if (lhpy_engine_wait_plain(self, lh_engine_pause) < 0) {
         lh_engine_resume(self->core->engine); /* after a signal: it would sleep forever */
         return NULL;
     }
@@ -253,47 +204,39 @@ PyObject *lhpy_engine_pause(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyObject *lhpy_engine_resume(PyObject *object, PyObject *args)
+static PyObject *session_resume(PyObject *object, PyObject *units)
 {
-    struct lhpy_engine *self = engine_open(object);
-    PyObject *units = NULL;
-    if (!self || !PyArg_ParseTuple(args, "O!", &PyList_Type, &units))
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint32_t *changed = NULL;
+    uint32_t count = 0;
+    if (!self)
         return NULL;
     if (!self->is_paused) /* the pause was abandoned, or never began */
         Py_RETURN_NONE;
     self->is_paused = false;
-    int rc = 0;
-    for (Py_ssize_t i = 0; rc == 0 && i < PyList_Size(units); i++) {
-        int64_t unit = unit_at(self, units, i);
-        rc = unit < 0 ? -1 : changed_refuse(self, (uint32_t)unit);
+    int rc = lhpy_indices_read(units, "unit", self->unit_count, &changed, &count);
+    for (uint32_t i = 0; rc == 0 && i < count; i++) {
+        rc = changed_refuse(self, changed[i]);
         if (rc < 0)
             break;
-        lh_engine_invalidate(self->core->engine, (uint32_t)unit);
-        self->unit_states[unit].epoch++; /* older graphs would use the new values */
+        lh_engine_invalidate(self->core->engine, changed[i]);
+        self->unit_states[changed[i]].epoch++; /* older graphs would use the new values */
     }
+    PyMem_Free(changed);
     lh_engine_resume(self->core->engine);
     if (rc < 0)
         return NULL;
     Py_RETURN_NONE;
 }
 
-PyObject *lhpy_engine_check(PyObject *object, PyObject *args)
+static PyObject *session_check(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)args;
-    struct lhpy_engine *self = engine_open(object);
+    struct lhpy_engine *self = lhpy_engine_open(object);
     if (!self)
         return NULL;
     if (lh_engine_error(self->core->engine, NULL) < 0)
         return lhpy_raise_engine(self);
     Py_RETURN_NONE;
-}
-
-static int dict_set(PyObject *dict, const char *name, uint64_t value)
-{
-    PyObject *number = PyLong_FromUnsignedLongLong(value);
-    int rc = number ? PyDict_SetItemString(dict, name, number) : -1;
-    Py_XDECREF(number);
-    return rc;
 }
 
 const char *const lhpy_link_names[] = {
@@ -302,85 +245,57 @@ const char *const lhpy_link_names[] = {
     "saved_read",     "saved_in",      "saved_out"};
 _Static_assert(LH_COUNT_OF(lhpy_link_names) == LH_ENGINE_LINK_COUNT, "a name for each link");
 
-static int dict_set_links(PyObject *dict, const char *prefix, const uint64_t *bytes)
+/* Steals dict, which may be NULL; NULL with a Python error. */
+static PyObject *links_add(PyObject *dict, const char *prefix, const uint64_t *bytes)
 {
-    for (int i = 0; i < LH_ENGINE_LINK_COUNT; i++) {
+    for (int i = 0; dict && i < LH_ENGINE_LINK_COUNT; i++) {
         char name[64];
         PyOS_snprintf(name, sizeof(name), "%s%s_bytes", prefix, lhpy_link_names[i]);
-        if (dict_set(dict, name, bytes[i]) < 0)
-            return -1;
+        dict = lhpy_dict_add(dict, name, PyLong_FromUnsignedLongLong(bytes[i]));
     }
-    return 0;
+    return dict;
 }
 
-PyObject *lhpy_engine_stats(PyObject *object, PyObject *args)
+static const struct lhpy_table stats_table = LHPY_TABLE(
+    "stats", LHPY_FORM_DICT, struct lh_engine_step_stats,
+    LHPY_FIELDS(struct lh_engine_step_stats, step, begin_ns, close_ns, end_ns, replans,
+                param_wait_ns, gradient_wait_ns, ssd_busy_ns, update_busy_ns, commit_ns,
+                gradient_bytes_max, updated_params, deferred_units),
+    LHPY_FIELD_AS("copy_in_ns", struct lh_engine_step_stats, copy_busy_ns[LH_DEV_DIRECTION_IN]),
+    LHPY_FIELD_AS("copy_out_ns", struct lh_engine_step_stats, copy_busy_ns[LH_DEV_DIRECTION_OUT]));
+
+static PyObject *session_stats(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)args;
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     struct lh_engine_step_stats stats;
     if (self->core && lhpy_core_is_forked(self->core) && lhpy_check_open(self) < 0)
         return NULL;
     if (!self->core || !lh_engine_stats(self->core->engine, &stats))
         Py_RETURN_NONE;
-    struct {
-        const char *name;
-        uint64_t value;
-    } numbers[] = {
-        {"step", stats.step},
-        {"begin_ns", stats.begin_ns},
-        {"close_ns", stats.close_ns},
-        {"end_ns", stats.end_ns},
-        {"replans", stats.replans},
-        {"param_wait_ns", stats.param_wait_ns},
-        {"gradient_wait_ns", stats.gradient_wait_ns},
-        {"ssd_busy_ns", stats.ssd_busy_ns},
-        {"update_busy_ns", stats.update_busy_ns},
-        {"commit_ns", stats.commit_ns},
-        {"gradient_bytes_max", stats.gradient_bytes_max},
-        {"updated_params", stats.updated_params},
-        {"deferred_units", stats.deferred_units},
-        {"copy_in_ns", stats.copy_busy_ns[LH_DEV_DIRECTION_IN]},
-        {"copy_out_ns", stats.copy_busy_ns[LH_DEV_DIRECTION_OUT]},
-    };
-    PyObject *dict = PyDict_New();
-    int rc = dict ? 0 : -1;
-    for (size_t i = 0; rc == 0 && i < LH_COUNT_OF(numbers); i++)
-        rc = dict_set(dict, numbers[i].name, numbers[i].value);
-    if (rc == 0)
-        rc = dict_set_links(dict, "", stats.bytes);
-    if (rc == 0)
-        rc = dict_set_links(dict, "planned_", stats.planned_bytes);
-    if (rc < 0)
-        Py_CLEAR(dict);
-    return dict;
+    PyObject *dict = links_add(lhpy_make(&stats_table, &stats), "", stats.bytes);
+    return links_add(dict, "planned_", stats.planned_bytes);
 }
 
-PyObject *lhpy_engine_trace(PyObject *object, PyObject *args)
+static const struct lhpy_table event_table =
+    LHPY_TABLE_PLAIN("an event", LHPY_FORM_TUPLE, struct lh_engine_trace_event, kind, unit, lane,
+                     step, start_ns, end_ns, bytes);
+
+static PyObject *session_trace(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)args;
-    struct lhpy_engine *self = engine_open(object);
+    struct lhpy_engine *self = lhpy_engine_open(object);
     if (!self || lhpy_engine_wait(self, flush_wait, 0) < 0)
         return NULL;
-    uint32_t count_max = LH_ENGINE_TRACE_COUNT_MAX;
-    struct lh_engine_trace_event *events = PyMem_Calloc(count_max, sizeof(*events));
+    struct lh_engine_trace_event *events = PyMem_Calloc(LH_ENGINE_TRACE_COUNT_MAX, sizeof(*events));
     if (!events)
         return PyErr_NoMemory();
-    uint32_t count = lh_engine_trace(self->core->engine, events, count_max);
-    PyObject *list = PyList_New((Py_ssize_t)count);
-    for (uint32_t i = 0; list && i < count; i++) {
-        const struct lh_engine_trace_event *event = &events[i];
-        PyObject *item = Py_BuildValue("(IIIIKKK)", event->kind, event->unit, event->lane,
-                                       event->step, event->start_ns, event->end_ns, event->bytes);
-        if (!item || PyList_SetItem(list, (Py_ssize_t)i, item) < 0)
-            Py_CLEAR(list);
-    }
+    uint32_t count = lh_engine_trace(self->core->engine, events, LH_ENGINE_TRACE_COUNT_MAX);
+    PyObject *list = lhpy_list(&event_table, events, count);
     PyMem_Free(events);
     return list;
 }
 
-PyObject *lhpy_engine_status(PyObject *object, PyObject *args)
+static PyObject *session_status(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)args;
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     if (lhpy_check_open(self) < 0)
         return NULL;
@@ -402,3 +317,27 @@ PyObject *lhpy_engine_status(PyObject *object, PyObject *args)
                          "memory_note", arena->note, "arena_bytes", arena->bytes,
                          "bookkeeping_bytes", bookkeeping_bytes);
 }
+
+PyMethodDef lhpy_session_methods[] = {
+    {"begin", session_begin, METH_O, "begin(train)"},
+    {"hyper", session_hyper, METH_VARARGS, "hyper(group, lr, beta1, beta2, eps, weight_decay)"},
+    {"gradient_square_sum", session_gradient_square_sum, METH_NOARGS,
+     "The sum of squares of the open step's gradients."},
+    {"gradient_scale", session_gradient_scale, METH_O, "gradient_scale(scale)"},
+    {"backward_end", session_backward_end, METH_NOARGS,
+     "Report that a backward ended or failed; returns whether it gave gradients."},
+    {"close_step", session_close_step, METH_O, "close_step(scalars)"},
+    {"abort", session_abort, METH_NOARGS, "Discard the open step."},
+    {"commit_hold", session_commit_hold, METH_NOARGS,
+     "Wait until no commit is in progress, and prevent new ones."},
+    {"commit_release", session_commit_release, METH_NOARGS, "Allow commits again. Any thread."},
+    {"flush", session_flush, METH_O, "flush(commit)"},
+    {"pause", session_pause, METH_VARARGS, "pause(units, commit): hand the store to the caller."},
+    {"resume", session_resume, METH_O, "resume(changed_units)"},
+    {"stats", session_stats, METH_NOARGS, "The last finished step, or None."},
+    {"trace", session_trace, METH_NOARGS,
+     "The events: (kind, unit, lane, step, start, end, bytes)."},
+    {"status", session_status, METH_NOARGS, "The engine's state: what is open, pinned and held."},
+    {"check", session_check, METH_NOARGS, "Raise the first error, if there is one."},
+    {NULL, NULL, 0, NULL},
+};

@@ -15,272 +15,202 @@
 #define COPY_COUNT 64
 #define TRACE_COUNT_MAX (UINT32_C(1) << 24)
 
-struct field {
-    const char *name;
-    uint64_t *value;
-    uint64_t least;
-    uint64_t most;
+/* Room for saved tensors. */
+static const struct lhpy_table saved_opts_table =
+    LHPY_TABLE("room", LHPY_FORM_DICT, struct lh_sim_saved_opts,
+               LHPY_FIELD(struct lh_sim_saved_opts, memory_bytes, .max = NUMBER_MAX),
+               LHPY_FIELD(struct lh_sim_saved_opts, transit_bytes, .max = NUMBER_MAX),
+               LHPY_FIELD(struct lh_sim_saved_opts, ssd_bytes, .max = NUMBER_MAX),
+               LHPY_FIELD(struct lh_sim_saved_opts, out_bytes, .max = NUMBER_MAX),
+               LHPY_FIELD(struct lh_sim_saved_opts, ahead_bytes, .max = NUMBER_MAX));
+
+#define MACHINE(name, member, ...) LHPY_FIELD_AS(name, struct lh_sim_machine, member, __VA_ARGS__)
+static const struct lhpy_table machine_table = LHPY_TABLE(
+    "a machine", LHPY_FORM_DICT, struct lh_sim_machine,
+    MACHINE("ssd_count", ssd_count, .min = 1, .max = LH_SIM_SSD_COUNT_MAX),
+    MACHINE("ssd_read_bytes_per_s", ssd.bytes_per_s[LH_SIM_DIRECTION_READ], .min = 1,
+            .max = NUMBER_MAX),
+    MACHINE("ssd_write_bytes_per_s", ssd.bytes_per_s[LH_SIM_DIRECTION_WRITE], .min = 1,
+            .max = NUMBER_MAX),
+    MACHINE("ssd_total_bytes_per_s", cap_bytes_per_s, .max = NUMBER_MAX),
+    MACHINE("ssd_latency_ns", ssd.latency_ns, .max = LATENCY_NS_MAX),
+    MACHINE("ssd_queue_depth", ssd.queue_depth, .min = 1, .max = QUEUE_DEPTH_MAX),
+    MACHINE("ssd_sync_ns", sync_ns, .max = LATENCY_NS_MAX),
+    MACHINE("worker_count", worker_count, .min = 1, .max = WORKER_COUNT_MAX),
+    MACHINE("worker_bytes_per_s", worker_bytes_per_s, .min = 1, .max = NUMBER_MAX),
+    MACHINE("device_bytes", accelerator.bytes, .max = NUMBER_MAX),
+    MACHINE("copy_in_bytes_per_s", accelerator.link.bytes_per_s[0], .min = 1, .max = NUMBER_MAX),
+    MACHINE("copy_out_bytes_per_s", accelerator.link.bytes_per_s[1], .min = 1, .max = NUMBER_MAX),
+    MACHINE("copy_latency_ns", accelerator.link.latency_ns, .max = LATENCY_NS_MAX));
+
+/* One parameter. */
+struct unit {
+    enum lh_dtype dtype;
+    bool always;
+    uint64_t elements;
 };
 
-/* The numbers of a dict by name. -1 with a Python error. */
-static int fields_parse(PyObject *dict, const struct field *fields, size_t count)
-{
-    for (size_t i = 0; i < count; i++) {
-        PyObject *item = PyDict_GetItemString(dict, fields[i].name);
-        if (!item) {
-            PyErr_Format(PyExc_KeyError, "%s", fields[i].name);
-            return -1;
-        }
-        *fields[i].value = PyLong_AsUnsignedLongLong(item);
-        if (PyErr_Occurred())
-            return -1;
-        if (*fields[i].value < fields[i].least || *fields[i].value > fields[i].most) {
-            PyErr_Format(PyExc_ValueError, "%s is %R: must be %llu to %llu", fields[i].name, item,
-                         (unsigned long long)fields[i].least, (unsigned long long)fields[i].most);
-            return -1;
-        }
-    }
-    return 0;
-}
+static const char *const dtype_names[] = {"float32", "bfloat16", "float16", "frozen", NULL};
+static const struct lhpy_table unit_table = LHPY_TABLE(
+    "a unit", LHPY_FORM_TUPLE, struct unit, LHPY_FIELD(struct unit, dtype, .names = dtype_names),
+    LHPY_FIELD(struct unit, always),
+    LHPY_FIELD(struct unit, elements, .min = 1, .max = NUMBER_MAX / 64));
 
-/* Room for saved tensors. */
-static int saved_opts_parse(PyObject *dict, struct lh_sim_saved_opts *saved)
-{
-    const struct field fields[] = {
-        {"memory_bytes", &saved->memory_bytes, 0, NUMBER_MAX},
-        {"transit_bytes", &saved->transit_bytes, 0, NUMBER_MAX},
-        {"ssd_bytes", &saved->ssd_bytes, 0, NUMBER_MAX},
-        {"out_bytes", &saved->out_bytes, 0, NUMBER_MAX},
-        {"ahead_bytes", &saved->ahead_bytes, 0, NUMBER_MAX},
-    };
-    return fields_parse(dict, fields, LH_COUNT_OF(fields));
-}
+/* A tensor, or several combined, that a part of a block saves. */
+struct saved {
+    uint64_t bytes;
+    bool is_on_ssd;
+};
 
-static int machine_parse(PyObject *dict, struct lh_sim_machine *machine)
+static const struct lhpy_table saved_table =
+    LHPY_TABLE("a saved tensor", LHPY_FORM_TUPLE, struct saved,
+               LHPY_FIELD(struct saved, bytes, .min = 1, .max = NUMBER_MAX / 1024),
+               LHPY_FIELD(struct saved, is_on_ssd));
+
+struct part {
+    uint64_t forward_ns;
+    uint64_t backward_ns;
+    struct saved *saved;
+    uint32_t saved_count;
+};
+
+static const struct lhpy_table part_table =
+    LHPY_TABLE("a part", LHPY_FORM_TUPLE, struct part,
+               LHPY_FIELD(struct part, forward_ns, .max = NUMBER_MAX / 1024),
+               LHPY_FIELD(struct part, backward_ns, .max = NUMBER_MAX / 1024),
+               LHPY_ROWS("saved", struct part, saved, saved_count, saved_table));
+
+static const struct lhpy_table index_table = LHPY_TABLE_OF("a block's unit", uint32_t);
+
+struct block {
+    uint32_t *units;
+    uint32_t unit_count;
+    struct part *parts;
+    uint32_t part_count;
+    uint64_t room_bytes; /* for saved tensors */
+};
+
+static const struct lhpy_table block_table =
+    LHPY_TABLE("a block", LHPY_FORM_TUPLE, struct block,
+               LHPY_ROWS("units", struct block, units, unit_count, index_table),
+               LHPY_ROWS("parts", struct block, parts, part_count, part_table),
+               LHPY_FIELD(struct block, room_bytes, .is_optional = true));
+
+/* What simulate() was called with, besides options. */
+struct input {
+    struct unit *units;
+    uint32_t unit_count;
+    struct block *blocks;
+    uint32_t block_count;
+};
+
+/* What the machine's dict does not have. */
+static void machine_complete(struct lh_sim_machine *machine)
 {
-    uint64_t ssd_count, ssd_queue_depth, worker_count, copy_latency_ns;
     struct lh_sim_accelerator *accelerator = &machine->accelerator;
-    struct lh_sim_link_opts *ssd = &machine->ssd;
-    const struct field fields[] = {
-        {"ssd_count", &ssd_count, 1, LH_SIM_SSD_COUNT_MAX},
-        {"ssd_read_bytes_per_s", &ssd->bytes_per_s[LH_SIM_DIRECTION_READ], 1, NUMBER_MAX},
-        {"ssd_write_bytes_per_s", &ssd->bytes_per_s[LH_SIM_DIRECTION_WRITE], 1, NUMBER_MAX},
-        {"ssd_total_bytes_per_s", &machine->cap_bytes_per_s, 0, NUMBER_MAX},
-        {"ssd_latency_ns", &ssd->latency_ns, 0, LATENCY_NS_MAX},
-        {"ssd_queue_depth", &ssd_queue_depth, 1, QUEUE_DEPTH_MAX},
-        {"ssd_sync_ns", &machine->sync_ns, 0, LATENCY_NS_MAX},
-        {"worker_count", &worker_count, 1, WORKER_COUNT_MAX},
-        {"worker_bytes_per_s", &machine->worker_bytes_per_s, 1, NUMBER_MAX},
-        {"device_bytes", &accelerator->bytes, 0, NUMBER_MAX},
-        {"copy_in_bytes_per_s", &accelerator->link.bytes_per_s[0], 1, NUMBER_MAX},
-        {"copy_out_bytes_per_s", &accelerator->link.bytes_per_s[1], 1, NUMBER_MAX},
-        {"copy_latency_ns", &copy_latency_ns, 0, LATENCY_NS_MAX},
-    };
-    if (fields_parse(dict, fields, LH_COUNT_OF(fields)) < 0)
-        return -1;
-    machine->ssd_count = (uint32_t)ssd_count;
-    ssd->queue_depth = (uint32_t)ssd_queue_depth;
-    machine->worker_count = (uint32_t)worker_count;
-    accelerator->link.latency_ns = copy_latency_ns;
     accelerator->link.queue_depth = COPY_COUNT;
     accelerator->link.duplex = true;
     accelerator->bytes = accelerator->bytes / LH_BLOCK_BYTES * LH_BLOCK_BYTES;
     accelerator->copy_count = accelerator->bytes > 0 ? COPY_COUNT : 0;
-    return 0;
 }
 
-/* Parse (dtype, always, elements): one parameter per unit. */
-static int unit_parse(PyObject *item, struct lh_sim_model *model)
+static int block_add(const struct block *from, struct lh_sim_model *model)
 {
-    static const enum lh_dtype dtypes[] = {LH_DTYPE_F32, LH_DTYPE_BF16, LH_DTYPE_F16,
-                                           LH_DTYPE_BYTES};
-    static const char *const names[] = {"float32", "bfloat16", "float16", "frozen"};
-    const char *name = NULL;
-    int always = 0;
-    unsigned long long count = 0;
-    if (!PyArg_ParseTuple(item, "spK", &name, &always, &count))
-        return -1;
-    size_t index = 0;
-    while (index < LH_COUNT_OF(names) && strcmp(names[index], name) != 0)
-        index++;
-    if (index == LH_COUNT_OF(names) || count < 1 || count > NUMBER_MAX / 64) {
-        PyErr_Format(PyExc_ValueError, "invalid unit: %llu elements of %s", count, name);
+    struct lh_sim_block block = {.unit_count = from->unit_count,
+                                 .saved_room_bytes = lh_min_u64(from->room_bytes, NUMBER_MAX)};
+    if (from->unit_count > LH_SIM_BLOCK_UNIT_COUNT_MAX || from->part_count < 1 ||
+        from->part_count > PART_COUNT_MAX - model->part_count) {
+        PyErr_Format(PyExc_ValueError, "invalid block: %u units and %u parts", from->unit_count,
+                     from->part_count);
         return -1;
     }
-    uint64_t elements = count;
-    struct lh_sim_unit_desc desc = {
-        .dtype = dtypes[index], .always = always != 0, .counts = &elements, .count = 1};
-    (void)lh_sim_model_unit_add(model, &desc);
-    return 0;
-}
-
-/* Parse the tensors that a part saves: (bytes, is_on_ssd) each. */
-static int saved_parse(PyObject *saved, struct lh_sim_model *model)
-{
-    Py_ssize_t count = PyTuple_Size(saved);
-    for (Py_ssize_t i = 0; i < count; i++) {
-        unsigned long long bytes = 0;
-        int is_on_ssd = 0;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(saved, i), "Kp", &bytes, &is_on_ssd))
-            return -1;
-        if (bytes < 1 || bytes > NUMBER_MAX / 1024 || model->saved_count == model->opts.saved_max) {
-            PyErr_Format(PyExc_ValueError, "invalid saved tensor %zd: %llu bytes", i, bytes);
+    for (uint32_t i = 0; i < from->unit_count; i++) {
+        block.units[i] = from->units[i];
+        if (block.units[i] < model->unit_count)
+            continue;
+        PyErr_Format(PyExc_ValueError, "unit %u is out of range: there are %u units",
+                     block.units[i], model->unit_count);
+        return -1;
+    }
+    for (uint32_t i = 0; i < from->part_count; i++) {
+        const struct part *part = &from->parts[i];
+        block.forward_ns = part->forward_ns;
+        block.backward_ns = part->backward_ns;
+        if (i == 0)
+            lh_sim_model_block_add(model, &block); /* with its first part */
+        else
+            lh_sim_model_part_add(model, part->forward_ns, part->backward_ns);
+        if (part->saved_count > SAVED_COUNT_MAX - model->saved_count) {
+            PyErr_Format(PyExc_ValueError, "more than %d saved tensors", SAVED_COUNT_MAX);
             return -1;
         }
-        lh_sim_model_saved_add(model, bytes, is_on_ssd ? LH_SAVED_TIER_SSD : LH_SAVED_TIER_MEMORY);
-    }
-    return 0;
-}
-
-/* Parse (forward_ns, backward_ns, saved). The first part also adds the block. */
-static int part_parse(PyObject *item, struct lh_sim_block *first, struct lh_sim_model *model)
-{
-    unsigned long long forward_ns = 0;
-    unsigned long long backward_ns = 0;
-    PyObject *saved = NULL;
-    if (!PyArg_ParseTuple(item, "KKO!", &forward_ns, &backward_ns, &PyTuple_Type, &saved))
-        return -1;
-    if (forward_ns > NUMBER_MAX / 1024 || backward_ns > NUMBER_MAX / 1024 ||
-        model->part_count == model->opts.part_max) {
-        PyErr_Format(PyExc_ValueError, "invalid part %u: %llu ns forward, %llu ns backward",
-                     (unsigned)model->part_count, forward_ns, backward_ns);
-        return -1;
-    }
-    if (first) {
-        first->forward_ns = forward_ns;
-        first->backward_ns = backward_ns;
-        lh_sim_model_block_add(model, first);
-    } else {
-        lh_sim_model_part_add(model, forward_ns, backward_ns);
-    }
-    return saved_parse(saved, model);
-}
-
-/* Parse (units, parts, room for saved tensors). */
-static int block_parse(PyObject *item, struct lh_sim_model *model)
-{
-    PyObject *units = NULL;
-    PyObject *parts = NULL;
-    unsigned long long room_bytes = 0;
-    if (!PyArg_ParseTuple(item, "O!O!|K", &PyTuple_Type, &units, &PyTuple_Type, &parts,
-                          &room_bytes))
-        return -1;
-    Py_ssize_t count = PyTuple_Size(units);
-    Py_ssize_t part_count = PyTuple_Size(parts);
-    if (count < 0 || count > LH_SIM_BLOCK_UNIT_COUNT_MAX || part_count < 1) {
-        PyErr_Format(PyExc_ValueError, "invalid block: %zd units and %zd parts", count, part_count);
-        return -1;
-    }
-    struct lh_sim_block block = {.unit_count = (uint32_t)count,
-                                 .saved_room_bytes = lh_min_u64(room_bytes, NUMBER_MAX)};
-    for (Py_ssize_t i = 0; i < count; i++) {
-        unsigned long unit = PyLong_AsUnsignedLong(PyTuple_GetItem(units, i));
-        if (PyErr_Occurred())
-            return -1;
-        if (unit >= model->unit_count) {
-            PyErr_Format(PyExc_ValueError, "unit %lu is out of range: there are %u units", unit,
-                         model->unit_count);
-            return -1;
-        }
-        block.units[i] = (uint32_t)unit;
-    }
-    for (Py_ssize_t i = 0; i < part_count; i++) {
-        if (part_parse(PyTuple_GetItem(parts, i), i == 0 ? &block : NULL, model) < 0)
-            return -1;
+        for (uint32_t k = 0; k < part->saved_count; k++)
+            lh_sim_model_saved_add(model, part->saved[k].bytes,
+                                   part->saved[k].is_on_ssd ? LH_SAVED_TIER_SSD
+                                                            : LH_SAVED_TIER_MEMORY);
     }
     return 0;
 }
 
 /* The caller owns *model, also after an error. */
-static int model_parse(PyObject *units, PyObject *blocks, struct lh_alloc *alloc,
-                       struct lh_sim_model *model)
+static int model_make(const struct input *input, struct lh_alloc *alloc, struct lh_sim_model *model)
 {
-    Py_ssize_t unit_count = PyList_Size(units);
-    Py_ssize_t block_count = PyList_Size(blocks);
-    if (unit_count < 1 || block_count < 1 || unit_count > BLOCK_COUNT_MAX ||
-        block_count > BLOCK_COUNT_MAX) {
-        PyErr_Format(PyExc_ValueError, "invalid model: %zd units and %zd blocks", unit_count,
-                     block_count);
-        return -1;
-    }
-    struct lh_sim_model_opts opts = {.unit_max = (uint32_t)unit_count,
-                                     .param_max = (uint32_t)unit_count,
-                                     .block_max = (uint32_t)block_count,
+    struct lh_sim_model_opts opts = {.unit_max = input->unit_count,
+                                     .param_max = input->unit_count,
+                                     .block_max = input->block_count,
                                      .saved_max = SAVED_COUNT_MAX,
                                      .part_max = PART_COUNT_MAX};
+    if (input->unit_count < 1 || input->block_count < 1 || input->unit_count > BLOCK_COUNT_MAX ||
+        input->block_count > BLOCK_COUNT_MAX) {
+        PyErr_Format(PyExc_ValueError, "invalid model: %u units and %u blocks", input->unit_count,
+                     input->block_count);
+        return -1;
+    }
     if (lh_sim_model_init(model, &opts, alloc, NULL) < 0) {
         PyErr_NoMemory();
         return -1;
     }
-    for (Py_ssize_t i = 0; i < unit_count; i++) {
-        if (unit_parse(PyList_GetItem(units, i), model) < 0)
-            return -1;
+    for (uint32_t i = 0; i < input->unit_count; i++) {
+        const struct unit *unit = &input->units[i];
+        struct lh_sim_unit_desc desc = {
+            .dtype = unit->dtype, .always = unit->always, .counts = &unit->elements, .count = 1};
+        (void)lh_sim_model_unit_add(model, &desc);
     }
-    for (Py_ssize_t i = 0; i < block_count; i++) {
-        if (block_parse(PyList_GetItem(blocks, i), model) < 0)
-            return -1;
-    }
-    return 0;
+    int rc = 0;
+    for (uint32_t i = 0; rc == 0 && i < input->block_count; i++)
+        rc = block_add(&input->blocks[i], model);
+    return rc;
 }
 
-static PyObject *timing_dict(const struct lh_sim_timing *timing)
+static const struct lhpy_table timing_table =
+    LHPY_TABLE("a timing", LHPY_FORM_DICT, struct lh_sim_timing,
+               LHPY_FIELDS(struct lh_sim_timing, begin_ns, step_ns, commit_ns, commit_write_bytes,
+                           forward_ns, backward_ns, close_wait_ns, compute_ns, forward_wait_ns,
+                           backward_wait_ns, gradient_wait_ns, saved_wait_ns),
+               LHPY_FIELD_AS("update_busy_ns", struct lh_sim_timing, stats.update_busy_ns),
+               LHPY_FIELD_AS("deferred_units", struct lh_sim_timing, stats.deferred_units),
+               LHPY_FIELD_AS("host_bytes", struct lh_sim_timing, budget.host_bytes),
+               LHPY_FIELD_AS("host_bytes_min", struct lh_sim_timing, budget.host_bytes_min),
+               LHPY_FIELD_AS("region_bytes", struct lh_sim_timing, budget.region_bytes),
+               LHPY_FIELD_AS("gradient_bytes", struct lh_sim_timing, budget.gradient_bytes),
+               LHPY_FIELD(struct lh_sim_timing, ssd_bytes));
+
+/* With the trace's events (struct lh_engine_trace_event) as they are. */
+static PyObject *timing_dict(const struct lh_sim_timing *timing,
+                             const struct lh_engine_trace_event *events)
 {
-    const struct {
-        const char *name;
-        uint64_t value;
-    } numbers[] = {
-        {"begin_ns", timing->begin_ns},
-        {"step_ns", timing->step_ns},
-        {"commit_ns", timing->commit_ns},
-        {"commit_write_bytes", timing->commit_write_bytes},
-        {"forward_ns", timing->forward_ns},
-        {"backward_ns", timing->backward_ns},
-        {"close_wait_ns", timing->close_wait_ns},
-        {"compute_ns", timing->compute_ns},
-        {"forward_wait_ns", timing->forward_wait_ns},
-        {"backward_wait_ns", timing->backward_wait_ns},
-        {"gradient_wait_ns", timing->gradient_wait_ns},
-        {"saved_wait_ns", timing->saved_wait_ns},
-        {"update_busy_ns", timing->stats.update_busy_ns},
-        {"deferred_units", timing->stats.deferred_units},
-        {"host_bytes", timing->budget.host_bytes},
-        {"host_bytes_min", timing->budget.host_bytes_min},
-        {"region_bytes", timing->budget.region_bytes},
-        {"slab_bytes", timing->budget.slab_count * timing->budget.slab_bytes},
-        {"gradient_bytes", timing->budget.gradient_bytes},
-        {"ssd_bytes", timing->ssd_bytes},
-    };
+    uint64_t slab_bytes = timing->budget.slab_count * timing->budget.slab_bytes;
+    PyObject *dict = lhpy_make(&timing_table, timing);
+    dict = lhpy_dict_add(dict, "slab_bytes", PyLong_FromUnsignedLongLong(slab_bytes));
+    dict = lhpy_dict_add(
+        dict, "trace",
+        PyBytes_FromStringAndSize((const char *)events,
+                                  (Py_ssize_t)(timing->trace_count * sizeof(*events))));
     PyObject *bytes = PyDict_New();
-    PyObject *answer = PyDict_New();
-    int rc = bytes && answer ? 0 : -1;
-    for (size_t i = 0; rc == 0 && i < LH_COUNT_OF(numbers); i++) {
-        PyObject *number = PyLong_FromUnsignedLongLong(numbers[i].value);
-        rc = number ? PyDict_SetItemString(answer, numbers[i].name, number) : -1;
-        Py_XDECREF(number);
-    }
-    for (size_t i = 0; rc == 0 && i < LH_ENGINE_LINK_COUNT; i++) {
-        PyObject *number = PyLong_FromUnsignedLongLong(timing->stats.bytes[i]);
-        rc = number ? PyDict_SetItemString(bytes, lhpy_link_names[i], number) : -1;
-        Py_XDECREF(number);
-    }
-    if (rc == 0)
-        rc = PyDict_SetItemString(answer, "bytes", bytes);
-    if (rc < 0)
-        Py_CLEAR(answer);
-    Py_XDECREF(bytes);
-    return answer;
-}
-
-/* "trace": struct lh_engine_trace_event, one after the other, as they are. Steals dict. */
-static PyObject *trace_put(PyObject *dict, const struct lh_sim_timing *timing,
-                           const struct lh_engine_trace_event *events)
-{
-    PyObject *bytes = PyBytes_FromStringAndSize(
-        (const char *)events, (Py_ssize_t)(timing->trace_count * sizeof(*events)));
-    if (!dict || !bytes || PyDict_SetItemString(dict, "trace", bytes) < 0)
-        Py_CLEAR(dict);
-    Py_XDECREF(bytes);
-    return dict;
+    for (int i = 0; bytes && i < LH_ENGINE_LINK_COUNT; i++)
+        bytes = lhpy_dict_add(bytes, lhpy_link_names[i],
+                              PyLong_FromUnsignedLongLong(timing->stats.bytes[i]));
+    return lhpy_dict_add(dict, "bytes", bytes);
 }
 
 /* Whether a signal arrived meanwhile; its Python error stays set. */
@@ -293,60 +223,60 @@ static bool is_interrupted(void *context)
     return is_set;
 }
 
-PyObject *lhpy_simulate(PyObject *module, PyObject *args, PyObject *kwargs)
+static PyObject *run(const struct input *input, struct lh_sim_timing_opts *opts, PyObject *raiser)
 {
-    (void)module;
-    static char *keys[] = {"units",    "blocks",       "machine",  "saved",          "host_bytes",
-                           "schedule", "commit_every", "io_depth", "transfer_bytes", "only_checks",
-                           "raiser",   "trace_count",  NULL};
-    int only_checks = 0;
-    PyObject *units, *blocks, *dict, *saved, *raiser;
-    unsigned int schedule, io_depth, trace_count = 0;
-    unsigned long long host_bytes, commit_every, transfer_bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!KIKIKpO|I", keys, &PyList_Type, &units,
-                                     &PyList_Type, &blocks, &PyDict_Type, &dict, &PyDict_Type,
-                                     &saved, &host_bytes, &schedule, &commit_every, &io_depth,
-                                     &transfer_bytes, &only_checks, &raiser, &trace_count))
-        return NULL;
-    if (schedule >= LH_ENGINE_SCHEDULE_COUNT || host_bytes > NUMBER_MAX || io_depth < 1 ||
-        io_depth > QUEUE_DEPTH_MAX || transfer_bytes < LH_MIB || transfer_bytes > LH_GIB ||
-        transfer_bytes % LH_MIB != 0 || trace_count > TRACE_COUNT_MAX)
-        return PyErr_Format(
-            PyExc_ValueError,
-            "schedule %u, host_bytes %llu, io_depth %u, transfer_bytes %llu, trace_count %u",
-            schedule, host_bytes, io_depth, transfer_bytes, trace_count);
     struct lh_alloc alloc = LH_ALLOC_INIT;
     struct lh_sim_model model = {.alloc = &alloc};
     struct lh_error err = {0};
     struct lh_sim_timing timing;
-    struct lh_sim_timing_opts opts = {
-        .model = &model,
-        .host_bytes = host_bytes,
-        .commit_every = commit_every,
-        .schedule = (enum lh_engine_schedule)schedule,
-        .io_depth = io_depth,
-        .transfer_bytes = transfer_bytes,
-        .trace_max = trace_count,
-        .only_checks = only_checks != 0,
-        .is_cancelled = is_interrupted,
-    };
-    PyObject *answer = NULL;
-    int rc = -EINVAL;
-    if (trace_count > 0)
-        opts.trace = lh_alloc_zeroed(&alloc, trace_count, sizeof(*opts.trace));
-    if (trace_count > 0 && !opts.trace)
+    PyObject *made = NULL;
+    opts->model = &model;
+    opts->is_cancelled = is_interrupted;
+    if (opts->trace_max > 0)
+        opts->trace = lh_alloc_zeroed(&alloc, opts->trace_max, sizeof(*opts->trace));
+    if (opts->trace_max > 0 && !opts->trace) {
         PyErr_NoMemory();
-    else if (machine_parse(dict, &opts.machine) == 0 && saved_opts_parse(saved, &opts.saved) == 0 &&
-             model_parse(units, blocks, &alloc, &model) == 0) {
+    } else if (model_make(input, &alloc, &model) == 0) {
+        int rc;
         Py_BEGIN_ALLOW_THREADS
-        rc = lh_sim_timing_run(&opts, &alloc, &timing, &err);
+        rc = lh_sim_timing_run(opts, &alloc, &timing, &err);
         Py_END_ALLOW_THREADS
         if (rc == 0)
-            answer = trace_put(timing_dict(&timing), &timing, opts.trace);
+            made = timing_dict(&timing, opts->trace);
         else if (!PyErr_Occurred())
             lhpy_raise_error(raiser, &err);
     }
     lh_sim_model_deinit(&model);
-    lh_free(&alloc, opts.trace);
-    return answer;
+    lh_free(&alloc, opts->trace);
+    return made;
+}
+
+PyObject *lhpy_simulate(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
+{
+    struct input input = {0};
+    struct lh_sim_timing_opts opts = {0};
+    PyObject *raiser = NULL;
+    if (LHPY_ARGS(args, kwargs, LHPY_ARG_ROWS("units", input.units, input.unit_count, unit_table),
+                  LHPY_ARG_ROWS("blocks", input.blocks, input.block_count, block_table),
+                  LHPY_ARG_STRUCT("machine", opts.machine, machine_table),
+                  LHPY_ARG_STRUCT("saved", opts.saved, saved_opts_table),
+                  LHPY_ARG_AS("host_bytes", opts.host_bytes, .max = NUMBER_MAX),
+                  LHPY_ARG_AS("schedule", opts.schedule, .max = LH_ENGINE_SCHEDULE_COUNT - 1),
+                  LHPY_ARG_AS("commit_every", opts.commit_every),
+                  LHPY_ARG_AS("io_depth", opts.io_depth, .min = 1, .max = QUEUE_DEPTH_MAX),
+                  LHPY_ARG_AS("transfer_bytes", opts.transfer_bytes, .min = LH_MIB, .max = LH_GIB),
+                  LHPY_ARG_AS("only_checks", opts.only_checks), LHPY_ARG(raiser),
+                  LHPY_ARG_AS("trace_count", opts.trace_max, .is_optional = true,
+                              .max = TRACE_COUNT_MAX)) < 0)
+        return NULL;
+    PyObject *made = NULL;
+    machine_complete(&opts.machine);
+    if (opts.transfer_bytes % LH_MIB != 0)
+        PyErr_Format(PyExc_ValueError, "transfer_bytes is %llu: must be a multiple of 1 MiB",
+                     (unsigned long long)opts.transfer_bytes);
+    else
+        made = run(&input, &opts, raiser);
+    lhpy_free(&unit_table, input.units, input.unit_count);
+    lhpy_free(&block_table, input.blocks, input.block_count);
+    return made;
 }

@@ -42,12 +42,9 @@ static void store_shut(struct store *self)
 static void store_dealloc(PyObject *object)
 {
     struct store *self = (struct store *)object;
-    PyTypeObject *type = Py_TYPE(object);
     store_shut(self);
     Py_XDECREF(self->raiser);
-    freefunc free_object = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    free_object(object);
-    Py_DECREF(type);
+    lhpy_type_free(object);
 }
 
 /* Directory names, borrowed from bytes objects that the list owns. */
@@ -57,7 +54,7 @@ struct names {
     uint32_t count;
 };
 
-static int names_parse(PyObject *sequence, PyObject *raiser, struct names *names)
+static int names_read(PyObject *sequence, PyObject *raiser, struct names *names)
 {
     Py_ssize_t count = PySequence_Size(sequence);
     names->list = PyList_New(0);
@@ -84,11 +81,9 @@ static int names_parse(PyObject *sequence, PyObject *raiser, struct names *names
     return 0;
 }
 
-static struct store *store_new(PyObject *type_object, PyObject *raiser)
+static struct store *store_new(PyObject *type, PyObject *raiser)
 {
-    PyTypeObject *type = (PyTypeObject *)type_object;
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    struct store *self = (struct store *)allocate(type, 0);
+    struct store *self = lhpy_type_new(type);
     if (!self)
         return NULL;
     self->alloc = (struct lh_alloc)LH_ALLOC_INIT;
@@ -97,163 +92,116 @@ static struct store *store_new(PyObject *type_object, PyObject *raiser)
     return self;
 }
 
-struct layout {
-    struct lh_store_extent_desc *extents;
-    struct lh_store_group_desc *groups;
-    uint64_t *weights;
+static const struct lhpy_table extent_table =
+    LHPY_TABLE_PLAIN("an extent", LHPY_FORM_TUPLE, struct lh_store_extent_desc, bytes, group);
+
+static const struct lhpy_table group_table =
+    LHPY_TABLE_PLAIN("a group", LHPY_FORM_VALUE, struct lh_store_group_desc, slot_count);
+
+static const struct lhpy_table weight_table = LHPY_TABLE_OF("a weight", uint64_t);
+
+/* What store_create() and store_open() are called with besides their options. */
+struct request {
+    PyObject *type;
+    PyObject *raiser;
+    PyObject *directories;
+    struct names names;
 };
 
-static int layout_parse(PyObject *extents, PyObject *groups, PyObject *weights,
-                        struct layout *layout)
+/* opts: of the one or of the other. Directories are read here, after everything else. */
+static PyObject *store_make(struct request *request, struct lh_store_opts *create,
+                            struct lh_store_open_opts *open)
 {
-    Py_ssize_t extent_count = PyList_Size(extents);
-    Py_ssize_t group_count = PyList_Size(groups);
-    Py_ssize_t weight_count = PyList_Size(weights);
-    layout->extents = PyMem_Calloc((size_t)extent_count + 1, sizeof(*layout->extents));
-    layout->groups = PyMem_Calloc((size_t)group_count + 1, sizeof(*layout->groups));
-    layout->weights = PyMem_Calloc((size_t)weight_count + 1, sizeof(*layout->weights));
-    if (!layout->extents || !layout->groups || !layout->weights) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < extent_count; i++) {
-        unsigned long long bytes = 0;
-        unsigned int group = 0;
-        if (!PyArg_ParseTuple(PyList_GetItem(extents, i), "KI", &bytes, &group))
-            return -1;
-        layout->extents[i] = (struct lh_store_extent_desc){.bytes = bytes, .group = group};
-    }
-    for (Py_ssize_t i = 0; i < group_count; i++)
-        layout->groups[i].slot_count = (uint32_t)PyLong_AsUnsignedLong(PyList_GetItem(groups, i));
-    for (Py_ssize_t i = 0; i < weight_count; i++)
-        layout->weights[i] = PyLong_AsUnsignedLongLong(PyList_GetItem(weights, i));
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-static void layout_free(struct layout *layout)
-{
-    PyMem_Free(layout->extents);
-    PyMem_Free(layout->groups);
-    PyMem_Free(layout->weights);
-}
-
-/*
- * store_create(type, raiser, directories, weights, extents, groups, meta, scalar_bytes_max,
- * flags...)
- */
-PyObject *lhpy_store_create(PyObject *module, PyObject *args, PyObject *kwargs)
-{
-    (void)module;
-    static char *keys[] = {"type",        "raiser",    "directories",    "weights",
-                           "extents",     "groups",    "meta",           "scalar_bytes_max",
-                           "single_slot", "temporary", "allow_buffered", "allow_tmpfs",
-                           NULL};
-    PyObject *type, *raiser, *directories, *weights, *extents, *groups;
-    const char *meta = NULL;
-    Py_ssize_t meta_bytes = 0;
-    unsigned long long scalar_bytes_max = 0;
-    int single_slot = 0, temporary = 0, allow_buffered = 0, allow_tmpfs = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO!O!O!y#Kpppp", keys, &type, &raiser,
-                                     &directories, &PyList_Type, &weights, &PyList_Type, &extents,
-                                     &PyList_Type, &groups, &meta, &meta_bytes, &scalar_bytes_max,
-                                     &single_slot, &temporary, &allow_buffered, &allow_tmpfs))
-        return NULL;
-    struct names names = {0};
-    struct layout layout = {0};
     struct lh_error err = {0};
+    struct names *names = &request->names;
     struct store *self = NULL;
-    if (names_parse(directories, raiser, &names) == 0 &&
-        layout_parse(extents, groups, weights, &layout) == 0)
-        self = store_new(type, raiser);
+    if (names_read(request->directories, request->raiser, names) == 0)
+        self = store_new(request->type, request->raiser);
     if (self) {
-        struct lh_store_opts opts = {
-            .directories = names.paths,
-            .directory_count = names.count,
-            .weights = PyList_Size(weights) > 0 ? layout.weights : NULL,
-            .extents = layout.extents,
-            .extent_count = (uint32_t)PyList_Size(extents),
-            .groups = layout.groups,
-            .group_count = (uint32_t)PyList_Size(groups),
-            .meta = meta,
-            .meta_bytes = (uint64_t)meta_bytes,
-            .scalar_bytes_max = scalar_bytes_max,
-            .single_slot = single_slot != 0,
-            .temporary = temporary != 0,
-            .allow_buffered = allow_buffered != 0,
-            .allow_tmpfs = allow_tmpfs != 0,
-        };
         int rc;
         Py_BEGIN_ALLOW_THREADS
-        rc = lh_store_create(&opts, &self->alloc, &self->store, &err);
+        if (create) {
+            create->directories = names->paths;
+            create->directory_count = names->count;
+            rc = lh_store_create(create, &self->alloc, &self->store, &err);
+        } else {
+            open->directories = names->paths;
+            open->directory_count = names->count;
+            rc = lh_store_open(open, &self->alloc, &self->store, &err);
+        }
         Py_END_ALLOW_THREADS
         if (rc < 0) {
-            lhpy_raise_error(raiser, &err);
-            Py_DECREF(self);
-            self = NULL;
+            lhpy_raise_error(request->raiser, &err);
+            Py_CLEAR(self);
         }
     }
-    layout_free(&layout);
-    Py_XDECREF(names.list);
+    Py_XDECREF(names->list);
     return (PyObject *)self;
 }
 
-PyObject *lhpy_store_open(PyObject *module, PyObject *args, PyObject *kwargs)
+static PyObject *store_create(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
-    (void)module;
-    static char *keys[] = {"type",           "raiser",  "directories", "read_only",
-                           "allow_buffered", "is_held", "open_at",     NULL};
-    PyObject *type, *raiser, *directories;
-    PyObject *open_at = Py_None;
-    int read_only = 0, allow_buffered = 0, is_held = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOpp|pO", keys, &type, &raiser, &directories,
-                                     &read_only, &allow_buffered, &is_held, &open_at))
+    struct request request = {0};
+    struct lh_store_opts opts = {0};
+    uint64_t *weights = NULL;
+    uint32_t weight_count = 0;
+    struct lhpy_bytes meta;
+    if (LHPY_ARGS(
+            args, kwargs, LHPY_ARG_AS("type", request.type), LHPY_ARG_AS("raiser", request.raiser),
+            LHPY_ARG_AS("directories", request.directories),
+            LHPY_ARG_ROWS("weights", weights, weight_count, weight_table),
+            LHPY_ARG_ROWS("extents", opts.extents, opts.extent_count, extent_table),
+            LHPY_ARG_ROWS("groups", opts.groups, opts.group_count, group_table), LHPY_ARG(meta),
+            LHPY_ARG_AS("scalar_bytes_max", opts.scalar_bytes_max),
+            LHPY_ARG_AS("single_slot", opts.single_slot), LHPY_ARG_AS("temporary", opts.temporary),
+            LHPY_ARG_AS("allow_buffered", opts.allow_buffered),
+            LHPY_ARG_AS("allow_tmpfs", opts.allow_tmpfs)) < 0)
         return NULL;
-    uint64_t step = open_at == Py_None ? 0 : PyLong_AsUnsignedLongLong(open_at);
-    if (PyErr_Occurred())
-        return NULL;
-    struct names names = {0};
-    struct lh_error err = {0};
-    struct store *self = NULL;
-    if (names_parse(directories, raiser, &names) == 0)
-        self = store_new(type, raiser);
-    if (self) {
-        struct lh_store_open_opts opts = {.directories = names.paths,
-                                          .directory_count = names.count,
-                                          .read_only = read_only != 0 || is_held != 0,
-                                          .is_held = is_held != 0,
-                                          .open_at = open_at == Py_None ? NULL : &step,
-                                          .allow_buffered = allow_buffered != 0};
-        int rc;
-        Py_BEGIN_ALLOW_THREADS
-        rc = lh_store_open(&opts, &self->alloc, &self->store, &err);
-        Py_END_ALLOW_THREADS
-        if (rc < 0) {
-            lhpy_raise_error(raiser, &err);
-            Py_DECREF(self);
-            self = NULL;
-        }
-    }
-    Py_XDECREF(names.list);
-    return (PyObject *)self;
+    opts.weights = weight_count > 0 ? weights : NULL;
+    opts.meta = meta.data;
+    opts.meta_bytes = meta.bytes;
+    PyObject *made = store_make(&request, &opts, NULL);
+    lhpy_free(&weight_table, weights, weight_count);
+    lhpy_free(&extent_table, opts.extents, opts.extent_count);
+    lhpy_free(&group_table, opts.groups, opts.group_count);
+    return made;
 }
 
-PyObject *lhpy_store_measure(PyObject *module, PyObject *args)
+static PyObject *store_open(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
-    (void)module;
-    PyObject *raiser = NULL;
-    PyObject *directory = NULL;
-    unsigned long long probe_bytes = 0;
+    struct request request = {0};
+    struct lh_store_open_opts opts = {0};
+    uint64_t step = UINT64_MAX;
+    if (LHPY_ARGS(args, kwargs, LHPY_ARG_AS("type", request.type),
+                  LHPY_ARG_AS("raiser", request.raiser),
+                  LHPY_ARG_AS("directories", request.directories),
+                  LHPY_ARG_AS("read_only", opts.read_only),
+                  LHPY_ARG_AS("allow_buffered", opts.allow_buffered),
+                  LHPY_ARG_AS("is_held", opts.is_held, .is_optional = true),
+                  LHPY_ARG_AS("open_at", step, .is_optional = true, .may_be_none = true,
+                              .max = UINT64_MAX - 1)) < 0)
+        return NULL;
+    opts.read_only |= opts.is_held;
+    opts.open_at = step == UINT64_MAX ? NULL : &step;
+    return store_make(&request, NULL, &opts);
+}
+
+static PyObject *store_measure(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *raiser, *directory, *name = NULL;
+    uint64_t probe_bytes = 0;
     uint64_t write_bytes_per_s = 0;
     uint64_t read_bytes_per_s = 0;
     struct lh_error err = {0};
-    if (!PyArg_ParseTuple(args, "OO&K", &raiser, PyUnicode_FSConverter, &directory, &probe_bytes))
+    if (LHPY_ARGS(args, NULL, LHPY_ARG(raiser), LHPY_ARG(directory), LHPY_ARG(probe_bytes)) < 0 ||
+        !PyUnicode_FSConverter(directory, &name))
         return NULL;
-    const char *path = PyBytes_AsString(directory);
+    const char *path = PyBytes_AsString(name);
     int rc;
     Py_BEGIN_ALLOW_THREADS
     rc = lh_store_measure(path, probe_bytes, &write_bytes_per_s, &read_bytes_per_s, &err);
     Py_END_ALLOW_THREADS
-    Py_DECREF(directory);
+    Py_DECREF(name);
     if (rc < 0)
         return lhpy_raise_error(raiser, &err);
     return Py_BuildValue("(KK)", write_bytes_per_s, read_bytes_per_s);
@@ -263,22 +211,23 @@ PyObject *lhpy_store_measure(PyObject *module, PyObject *args)
 static PyObject *store_transfer(PyObject *object, PyObject *args, bool is_write)
 {
     struct store *self = (struct store *)object;
-    unsigned int extent = 0;
-    unsigned long long offset = 0, address = 0, bytes = 0;
+    uint32_t extent = 0;
+    uint64_t offset = 0, bytes = 0;
+    void *address = NULL;
     struct lh_error err = {0};
-    if (!PyArg_ParseTuple(args, "IKKK", &extent, &offset, &address, &bytes) ||
+    if (LHPY_ARGS(args, NULL, LHPY_ARG(extent), LHPY_ARG(offset), LHPY_ARG(address),
+                  LHPY_ARG(bytes)) < 0 ||
         !lhpy_store_get(object))
         return NULL;
     if (extent >= lh_store_extent_count(self->store))
         return PyErr_Format(PyExc_IndexError, "extent %u is out of range: there are %u extents",
                             extent, lh_store_extent_count(self->store));
-    void *memory = (void *)(uintptr_t)address;
     int rc;
     Py_BEGIN_ALLOW_THREADS
     if (is_write)
-        rc = lh_store_write_sync(self->store, extent, offset, memory, bytes, &err);
+        rc = lh_store_write_sync(self->store, extent, offset, address, bytes, &err);
     else
-        rc = lh_store_read_sync(self->store, extent, offset, memory, bytes, &err);
+        rc = lh_store_read_sync(self->store, extent, offset, address, bytes, &err);
     Py_END_ALLOW_THREADS
     if (rc < 0)
         return lhpy_raise_error(self->raiser, &err);
@@ -298,15 +247,14 @@ static PyObject *store_write(PyObject *object, PyObject *args)
 static PyObject *store_commit(PyObject *object, PyObject *args)
 {
     struct store *self = (struct store *)object;
-    unsigned long long step = 0;
-    const char *scalars = NULL;
-    Py_ssize_t scalar_bytes = 0;
+    uint64_t step = 0;
+    struct lhpy_bytes scalars;
     struct lh_error err = {0};
-    if (!PyArg_ParseTuple(args, "Ky#", &step, &scalars, &scalar_bytes) || !lhpy_store_get(object))
+    if (LHPY_ARGS(args, NULL, LHPY_ARG(step), LHPY_ARG(scalars)) < 0 || !lhpy_store_get(object))
         return NULL;
     int rc;
     Py_BEGIN_ALLOW_THREADS
-    rc = lh_store_commit_sync(self->store, step, scalars, (uint64_t)scalar_bytes, &err);
+    rc = lh_store_commit_sync(self->store, step, scalars.data, scalars.bytes, &err);
     Py_END_ALLOW_THREADS
     if (rc < 0)
         return lhpy_raise_error(self->raiser, &err);
@@ -324,9 +272,8 @@ static bool is_empty(const struct lh_store *store)
     return true;
 }
 
-static PyObject *store_describe(PyObject *object, PyObject *args)
+static PyObject *store_describe(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)args;
     struct store *self = (struct store *)object;
     if (!lhpy_store_get(object))
         return NULL;
@@ -361,9 +308,8 @@ static PyObject *store_describe(PyObject *object, PyObject *args)
 }
 
 /* Each extent: (bytes, group, slots of the group, whether it reads as zeros). */
-static PyObject *store_extents(PyObject *object, PyObject *args)
+static PyObject *store_extents(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)args;
     const struct lh_store *store = lhpy_store_get(object);
     PyObject *list = store ? PyList_New(0) : NULL;
     for (uint32_t i = 0; list && i < lh_store_extent_count(store); i++) {
@@ -383,25 +329,26 @@ static PyObject *store_extents(PyObject *object, PyObject *args)
 static PyObject *store_locate(PyObject *object, PyObject *args)
 {
     const struct lh_store *store = lhpy_store_get(object);
-    unsigned int extent = 0;
-    unsigned long long offset = 0;
+    uint32_t extent = 0;
+    uint64_t offset = 0;
     struct lh_store_piece piece;
-    if (!store || !PyArg_ParseTuple(args, "IK", &extent, &offset))
+    if (!store || LHPY_ARGS(args, NULL, LHPY_ARG(extent), LHPY_ARG(offset)) < 0)
         return NULL;
     if (extent >= lh_store_extent_count(store) || offset >= lh_store_extent(store, extent).bytes)
-        return PyErr_Format(PyExc_IndexError, "extent %u has no byte %llu", extent, offset);
+        return PyErr_Format(PyExc_IndexError, "extent %u has no byte %llu", extent,
+                            (unsigned long long)offset);
     uint64_t block = offset / LH_BLOCK_BYTES * LH_BLOCK_BYTES;
     uint32_t slot = lh_store_read_slot(store, lh_store_extent(store, extent).group);
     if (lh_store_map(store, extent, slot, block, LH_BLOCK_BYTES, &piece, 1) != 1)
-        return PyErr_Format(PyExc_IndexError, "extent %u has no byte %llu", extent, offset);
+        return PyErr_Format(PyExc_IndexError, "extent %u has no byte %llu", extent,
+                            (unsigned long long)offset);
     return Py_BuildValue("(NK)",
                          PyUnicode_DecodeFSDefault(lh_store_file_path(store, piece.file_index)),
                          piece.file_offset + (offset - block));
 }
 
-static PyObject *store_close(PyObject *object, PyObject *args)
+static PyObject *store_close(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)args;
     store_shut((struct store *)object);
     Py_RETURN_NONE;
 }
@@ -430,4 +377,12 @@ PyType_Spec lhpy_store_spec = {
     .basicsize = sizeof(struct store),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = store_slots,
+};
+
+PyMethodDef lhpy_store_functions[] = {
+    {"store_create", LHPY_KEYWORDS(store_create), "Make a store."},
+    {"store_open", LHPY_KEYWORDS(store_open), "Open a store."},
+    {"store_measure", store_measure, METH_VARARGS,
+     "store_measure(raiser, directory, probe_bytes) -> (write, read) bytes/s"},
+    {NULL, NULL, 0, NULL},
 };

@@ -52,13 +52,11 @@ PyObject *lhpy_sums_unwrap(struct lhpy_engine *self, uint32_t index, PyObject *g
     PyErr_Clear();
     if (self->params[index].sum_state == SUM_STATE_NONE)
         return Py_NewRef(gradient);
-    char message[256];
-    PyOS_snprintf(message, sizeof(message),
-                  "p.grad of param %u was removed or replaced between two backwards of one step:"
-                  " the first one's gradient is in a sum already. model.optimizer.zero_grad()"
-                  " forgets the step",
-                  (unsigned)index);
-    return lhpy_raise(self->raiser, -EINVAL, message);
+    return lhpy_raise(self->raiser, -EINVAL,
+                      "p.grad of param %u was removed or replaced between two backwards of one"
+                      " step: the first one's gradient is in a sum already."
+                      " model.optimizer.zero_grad() forgets the step",
+                      index);
 }
 
 int lhpy_sums_add(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
@@ -85,11 +83,11 @@ int lhpy_sums_add(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
     return 0;
 }
 
-PyObject *lhpy_engine_sums_give(PyObject *object, PyObject *args)
+/* Hand every sum of the open step that was not handed over yet to the engine. */
+static PyObject *sums_give(PyObject *object, PyObject *Py_UNUSED(args))
 {
-    (void)args;
-    struct lhpy_engine *self = (struct lhpy_engine *)object;
-    if (lhpy_check_open(self) < 0)
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    if (!self)
         return NULL;
     for (uint32_t i = 0; self->has_sums && i < self->param_count; i++) {
         struct lhpy_param *param = &self->params[i];
@@ -108,3 +106,8 @@ void lhpy_sums_forget(struct lhpy_engine *self)
     for (uint32_t i = 0; i < self->param_count; i++)
         self->params[i].sum_state = SUM_STATE_NONE;
 }
+
+PyMethodDef lhpy_sums_methods[] = {
+    {"sums_give", sums_give, METH_NOARGS, "Hand the summed gradients to the engine."},
+    {NULL, NULL, 0, NULL},
+};

@@ -60,6 +60,17 @@ int64_t lhpy_tensor_count(const struct lhpy_dl_tensor *tensor)
     return count;
 }
 
+long lhpy_tensor_version(PyObject *tensor)
+{
+    static PyObject *name; /* never freed */
+    if (!name)
+        name = PyUnicode_InternFromString("_version");
+    PyObject *version = name ? PyObject_GetAttr(tensor, name) : NULL;
+    long number = version ? PyLong_AsLong(version) : -1;
+    Py_XDECREF(version);
+    return number;
+}
+
 bool lhpy_tensor_is_contiguous(const struct lhpy_dl_tensor *tensor)
 {
     int64_t expected = 1;
@@ -106,11 +117,15 @@ enum lh_dtype lhpy_dtype(struct lhpy_dl_type type)
     return LH_DTYPE_BYTES;
 }
 
-/* A lend: the DLPack blob, followed by what its deleter needs. */
+/*
+ * A lend: the DLPack blob, followed by what its deleter needs. A unit's lend removes its pin, a
+ * saved tensor's drops the item.
+ */
 struct lend {
     struct lhpy_dl_managed managed;
     struct lhpy_core *core;
-    uint32_t unit;
+    void (*release)(struct lh_engine *engine, uint32_t number);
+    uint32_t number; /* of the unit, or of the item */
     int64_t shape_strides[];
 };
 
@@ -120,9 +135,45 @@ static void lend_delete(struct lhpy_dl_managed *managed)
     struct lend *lend = managed->manager_ctx;
     if (lhpy_core_is_forked(lend->core))
         return;
-    lh_engine_unpin(lend->core->engine, lend->unit);
+    lend->release(lend->core->engine, lend->number);
     lhpy_core_release(lend->core);
     free(lend); /* not from the engine's allocator: torch decides how long a lend lives */
+}
+
+/* Make a lend without its data. It has a reference to the core. NULL with a Python error. */
+static struct lend *lend_new(struct lhpy_core *core, uint32_t number, int32_t ndim,
+                             const int64_t *shape_strides)
+{
+    size_t numbers_bytes = 2 * (size_t)ndim * sizeof(int64_t);
+    struct lend *lend = lhpy_exchange() ? malloc(sizeof(*lend) + numbers_bytes) : NULL;
+    if (!lend) {
+        if (!PyErr_Occurred())
+            PyErr_NoMemory();
+        return NULL;
+    }
+    *lend = (struct lend){.core = core, .number = number};
+    memcpy(lend->shape_strides, shape_strides, numbers_bytes);
+    lend->managed = (struct lhpy_dl_managed){
+        .version = {LHPY_DL_VERSION_MAJOR, LHPY_DL_VERSION_MINOR},
+        .manager_ctx = lend,
+        .deleter = lend_delete,
+        .tensor = {.ndim = ndim,
+                   .shape = lend->shape_strides,
+                   .strides = lend->shape_strides + ndim},
+    };
+    lhpy_core_retain(core);
+    return lend;
+}
+
+/* Make the tensor. On failure torch has not called the deleter: the lend is still the caller's. */
+static PyObject *lend_tensor(struct lend *lend)
+{
+    void *tensor = NULL;
+    if (lhpy_exchange()->managed_to_object(&lend->managed, &tensor) == 0)
+        return tensor;
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_RuntimeError, "torch rejected a tensor over lohan's memory");
+    return NULL;
 }
 
 /* [Note: Lends are no inference tensors] A tensor that is made under torch.inference_mode gives its
@@ -170,101 +221,40 @@ static void inference_return(PyObject *context)
 PyObject *lhpy_lend(struct lhpy_core *core, uint32_t unit, uint64_t byte_offset, int32_t ndim,
                     const int64_t *shape_strides, struct lhpy_dl_type dtype)
 {
-    const struct lhpy_dl_exchange *table = lhpy_exchange();
-    if (!table)
-        return NULL;
-    size_t numbers_bytes = 2 * (size_t)ndim * sizeof(int64_t);
-    struct lend *lend = malloc(sizeof(*lend) + numbers_bytes);
-    if (!lend)
-        return PyErr_NoMemory();
-    lend->core = core;
-    lend->unit = unit;
-    memcpy(lend->shape_strides, shape_strides, numbers_bytes);
-    lend->managed = (struct lhpy_dl_managed){
-        .version = {LHPY_DL_VERSION_MAJOR, LHPY_DL_VERSION_MINOR},
-        .manager_ctx = lend,
-        .deleter = lend_delete,
-        .tensor =
-            {
-                .data = lh_engine_address(core->engine, unit) + byte_offset,
-                .device_type = core->device_type,
-                .device_id = core->device_id,
-                .ndim = ndim,
-                .dtype = dtype,
-                .shape = lend->shape_strides,
-                .strides = lend->shape_strides + ndim,
-            },
-    };
     PyObject *outside = inference_leave();
-    if (!outside && PyErr_Occurred()) {
-        free(lend);
+    if (!outside && PyErr_Occurred())
         return NULL;
+    struct lend *lend = lend_new(core, unit, ndim, shape_strides);
+    PyObject *tensor = NULL;
+    if (lend) {
+        lend->release = lh_engine_unpin;
+        lend->managed.tensor.data = lh_engine_address(core->engine, unit) + byte_offset;
+        lend->managed.tensor.device_type = core->device_type;
+        lend->managed.tensor.device_id = core->device_id;
+        lend->managed.tensor.dtype = dtype;
+        lh_engine_pin(core->engine, unit);
+        tensor = lend_tensor(lend);
     }
-    lh_engine_pin(core->engine, unit);
-    lhpy_core_retain(core);
-    void *tensor = NULL;
-    int rc = table->managed_to_object(&lend->managed, &tensor);
     if (outside)
         inference_return(outside);
-    if (rc != 0) {
-        /* On failure torch has not called the deleter: the blob is still ours. */
+    if (lend && !tensor)
         lend_delete(&lend->managed);
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_RuntimeError, "torch rejected a tensor over lohan's memory");
-        return NULL;
-    }
     return tensor;
-}
-
-/* Make a tensor of bytes over an item in main memory; its last view drops the item. */
-struct saved_lend {
-    struct lhpy_dl_managed managed;
-    struct lhpy_core *core;
-    uint32_t item;
-    int64_t shape_strides[2];
-};
-
-/* Called by torch, on any thread, without the GIL. */
-static void saved_lend_delete(struct lhpy_dl_managed *managed)
-{
-    struct saved_lend *lend = managed->manager_ctx;
-    if (lhpy_core_is_forked(lend->core))
-        return;
-    lh_saved_drop(lend->core->engine, lend->item);
-    lhpy_core_release(lend->core);
-    free(lend);
 }
 
 PyObject *lhpy_saved_lend(struct lhpy_core *core, uint32_t item, int64_t bytes)
 {
-    const struct lhpy_dl_exchange *table = lhpy_exchange();
-    if (!table)
-        return NULL;
-    struct saved_lend *lend = malloc(sizeof(*lend));
+    struct lend *lend = lend_new(core, item, 1, (const int64_t[]){bytes, 1});
     if (!lend)
-        return PyErr_NoMemory();
-    *lend = (struct saved_lend){.core = core, .item = item, .shape_strides = {bytes, 1}};
-    lend->managed = (struct lhpy_dl_managed){
-        .version = {LHPY_DL_VERSION_MAJOR, LHPY_DL_VERSION_MINOR},
-        .manager_ctx = lend,
-        .deleter = saved_lend_delete,
-        .tensor =
-            {
-                .data = (uint8_t *)(uintptr_t)lh_saved_address(core->engine, item),
-                .device_type = LHPY_DL_DEVICE_CPU,
-                .ndim = 1,
-                .dtype = {.code = LHPY_DL_CODE_UINT, .bits = 8, .lanes = 1},
-                .shape = lend->shape_strides,
-                .strides = lend->shape_strides + 1,
-            },
-    };
-    lhpy_core_retain(core);
-    void *tensor = NULL;
-    if (table->managed_to_object(&lend->managed, &tensor) == 0)
-        return tensor;
-    lhpy_core_release(core); /* the item still belongs to the caller */
-    free(lend);
-    if (!PyErr_Occurred())
-        PyErr_SetString(PyExc_RuntimeError, "torch rejected a tensor over lohan's memory");
-    return NULL;
+        return NULL;
+    lend->release = lh_saved_drop;
+    lend->managed.tensor.data = (uint8_t *)(uintptr_t)lh_saved_address(core->engine, item);
+    lend->managed.tensor.device_type = LHPY_DL_DEVICE_CPU;
+    lend->managed.tensor.dtype = (struct lhpy_dl_type){LHPY_DL_CODE_UINT, 8, 1};
+    PyObject *tensor = lend_tensor(lend);
+    if (!tensor) { /* the item still belongs to the caller */
+        lhpy_core_release(core);
+        free(lend);
+    }
+    return tensor;
 }

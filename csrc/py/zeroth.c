@@ -1,28 +1,11 @@
 /* lohan._core.zeroth_step(): csrc/plan/zeroth.h from plain integers. Thread: with the GIL. */
 #include "plan/zeroth.h"
 
-#include "base/alloc.h"
 #include "py/lhpy.h"
-#include "py/plan.h"
 
-/* (upload_ns, compute_ns, update_ns, offload_ns, alloc_ns) */
-static int block_parse(PyObject *item, struct lh_plan_zeroth_block *block)
-{
-    unsigned long long upload_ns, compute_ns, update_ns, offload_ns, alloc_ns;
-    if (!PyTuple_Check(item)) {
-        PyErr_SetString(PyExc_TypeError, "a block must be a tuple of five times");
-        return -1;
-    }
-    if (!PyArg_ParseTuple(item, "KKKKK", &upload_ns, &compute_ns, &update_ns, &offload_ns,
-                          &alloc_ns))
-        return -1;
-    *block = (struct lh_plan_zeroth_block){.upload_ns = upload_ns,
-                                           .compute_ns = compute_ns,
-                                           .update_ns = update_ns,
-                                           .offload_ns = offload_ns,
-                                           .alloc_ns = alloc_ns};
-    return 0;
-}
+static const struct lhpy_table block_table =
+    LHPY_TABLE_PLAIN("a block", LHPY_FORM_TUPLE, struct lh_plan_zeroth_block, upload_ns, compute_ns,
+                     update_ns, offload_ns, alloc_ns);
 
 static PyObject *step_dict(const struct lh_plan_zeroth_step *step)
 {
@@ -33,72 +16,39 @@ static PyObject *step_dict(const struct lh_plan_zeroth_step *step)
                          names[step->bound_by]);
 }
 
-static PyObject *step_make(PyObject *list, struct lh_plan_zeroth *zeroth, struct lh_alloc *alloc)
+static PyObject *step_make(const struct lh_plan_zeroth *zeroth)
 {
-    Py_ssize_t count = PyList_Size(list);
-    if (count > LH_PLAN_ZEROTH_BLOCK_COUNT_MAX)
-        return PyErr_Format(PyExc_ValueError, "%zd blocks: at most %d", count,
-                            LH_PLAN_ZEROTH_BLOCK_COUNT_MAX);
-    struct lh_plan_zeroth_block *blocks =
-        lh_alloc_zeroed(alloc, (size_t)count + 1, sizeof(*blocks));
-    if (!blocks)
-        return PyErr_NoMemory();
-    int rc = 0;
-    for (Py_ssize_t i = 0; rc == 0 && i < count; i++)
-        rc = block_parse(PyList_GetItem(list, i), &blocks[i]);
-    zeroth->blocks = blocks;
-    zeroth->block_count = (uint32_t)count;
-    PyObject *made = NULL;
     struct lh_error err = {0};
-    if (rc == 0 && lh_plan_zeroth_check(zeroth, &err) < 0) {
-        (void)lhpy_plan_raise(&err);
-    } else if (rc == 0) {
-        struct lh_plan_zeroth_step step = lh_plan_zeroth_step(zeroth);
-        made = step_dict(&step);
-    }
-    lh_free(alloc, blocks);
+    if (zeroth->block_count > LH_PLAN_ZEROTH_BLOCK_COUNT_MAX)
+        return PyErr_Format(PyExc_ValueError, "%u blocks: at most %d", zeroth->block_count,
+                            LH_PLAN_ZEROTH_BLOCK_COUNT_MAX);
+    if (lh_plan_zeroth_check(zeroth, &err) < 0)
+        return lhpy_raise_builtin(&err);
+    struct lh_plan_zeroth_step step = lh_plan_zeroth_step(zeroth);
+    return step_dict(&step);
+}
+
+static PyObject *zeroth_step(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
+{
+    struct lh_plan_zeroth zeroth = {.has_overlap = true, .has_reuse = true, .has_deferral = true};
+    if (LHPY_ARGS(args, kwargs,
+                  LHPY_ARG_ROWS("blocks", zeroth.blocks, zeroth.block_count, block_table),
+                  LHPY_ARG_AS("slot_count", zeroth.slot_count),
+                  LHPY_ARG_AS("embedding_ns", zeroth.embedding_ns),
+                  LHPY_ARG_AS("head_ns", zeroth.head_ns),
+                  LHPY_ARG_AS("has_overlap", zeroth.has_overlap, .is_optional = true),
+                  LHPY_ARG_AS("has_reuse", zeroth.has_reuse, .is_optional = true),
+                  LHPY_ARG_AS("has_deferral", zeroth.has_deferral, .is_optional = true),
+                  LHPY_ARG_AS("looks_ahead", zeroth.looks_ahead, .is_optional = true)) < 0)
+        return NULL;
+    PyObject *made = step_make(&zeroth);
+    lhpy_free(&block_table, zeroth.blocks, zeroth.block_count);
     return made;
 }
 
-static PyObject *zeroth_step(PyObject *module, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"blocks",    "slot_count",   "embedding_ns", "head_ns", "has_overlap",
-                            "has_reuse", "has_deferral", "looks_ahead",  NULL};
-    PyObject *list = NULL;
-    unsigned int slot_count = 0;
-    unsigned long long embedding_ns = 0;
-    unsigned long long head_ns = 0;
-    int has_overlap = 1;
-    int has_reuse = 1;
-    int has_deferral = 1;
-    int looks_ahead = 0;
-
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!IKK|pppp", names, &PyList_Type, &list,
-                                     &slot_count, &embedding_ns, &head_ns, &has_overlap, &has_reuse,
-                                     &has_deferral, &looks_ahead))
-        return NULL;
-    struct lh_alloc alloc = LH_ALLOC_INIT;
-    struct lh_plan_zeroth zeroth = {
-        .slot_count = slot_count,
-        .embedding_ns = embedding_ns,
-        .head_ns = head_ns,
-        .has_overlap = has_overlap != 0,
-        .has_reuse = has_reuse != 0,
-        .has_deferral = has_deferral != 0,
-        .looks_ahead = looks_ahead != 0,
-    };
-    return step_make(list, &zeroth, &alloc);
-}
-
-static PyMethodDef methods[] = {
-    {"zeroth_step", (PyCFunction)(void (*)(void))zeroth_step, METH_VARARGS | METH_KEYWORDS,
+PyMethodDef lhpy_zeroth_functions[] = {
+    {"zeroth_step", LHPY_KEYWORDS(zeroth_step),
      "zeroth_step(blocks, slot_count, embedding_ns, head_ns, has_overlap=True, has_reuse=True,"
      " has_deferral=True, looks_ahead=False) -> dict"},
     {NULL, NULL, 0, NULL},
 };
-
-int lhpy_zeroth_register(PyObject *module)
-{
-    return PyModule_AddFunctions(module, methods);
-}

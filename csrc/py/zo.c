@@ -2,22 +2,20 @@
 #include <string.h>
 
 #include "compute/zo_launch.h"
-#include "py/adam.h"
+#include "py/lhpy.h"
 
 #define OP_COUNT_MAX 1024
 
-static PyObject *zo_kernels(PyObject *module, PyObject *unused)
+static const struct lhpy_table name_table =
+    LHPY_TABLE_PLAIN("a kernel", LHPY_FORM_VALUE, struct lh_zo_kernel, name);
+
+static PyObject *zo_kernels(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
 {
     const struct lh_zo_kernel *kernels;
-    int count = lh_zo_kernels(&kernels);
-    (void)module;
-    (void)unused;
-    PyObject *names = PyTuple_New(count);
-    for (int i = 0; names && i < count; i++) {
-        PyObject *name = PyUnicode_FromString(kernels[i].name);
-        if (!name || PyTuple_SetItem(names, i, name) < 0)
-            Py_CLEAR(names);
-    }
+    uint32_t count = (uint32_t)lh_zo_kernels(&kernels);
+    PyObject *list = lhpy_list(&name_table, kernels, count);
+    PyObject *names = list ? PyList_AsTuple(list) : NULL;
+    Py_XDECREF(list);
     return names;
 }
 
@@ -34,58 +32,21 @@ static const struct lh_zo_kernel *kernel_named(const char *name)
     return NULL;
 }
 
-static int format_parse(const char *name, enum lh_zo_format *format_out)
-{
-    static const char *const names[] = {"fp32", "bf16", "fp16", "fp8"};
-    for (size_t i = 0; i < LH_COUNT_OF(names); i++) {
-        if (strcmp(name, names[i]) == 0) {
-            *format_out = (enum lh_zo_format)i;
-            return 0;
-        }
-    }
-    PyErr_Format(PyExc_ValueError, "unknown format %s: must be fp32, bf16, fp16 or fp8", name);
-    return -1;
-}
+static const char *const kind_names[] = {"perturb", "update", "draw", "round", NULL};
+static const char *const state_formats[] = {"fp32", "bf16", "fp16", "fp8", NULL};
+static const char *const value_formats[] = {"fp32", "bf16", "fp16", NULL};
 
-/* format: of ROUND; NULL: there may be none. */
-static int op_parse(PyObject *row, const enum lh_zo_format *format, struct lh_zo_op *op)
-{
-    static const char *const kinds[] = {"perturb", "update", "draw", "round"};
-    unsigned long long seed;
-    unsigned sample, param, step;
-    const char *word;
-    int is_same;
-    if (!PyTuple_Check(row)) {
-        PyErr_SetString(PyExc_TypeError, "an op must be a tuple");
-        return -1;
-    }
-    if (!PyArg_ParseTuple(row, "spKIIIfff", &word, &is_same, &seed, &sample, &param, &step,
-                          &op->scale, &op->lr, &op->decay))
-        return -1;
-    for (size_t i = 0; i < LH_COUNT_OF(kinds); i++) {
-        if (strcmp(word, kinds[i]) != 0)
-            continue;
-        op->kind = (enum lh_zo_op_kind)i;
-        op->is_same = is_same != 0;
-        op->stream = (struct lh_zo_stream){seed, sample, param, step};
-        if (op->kind == LH_ZO_OP_ROUND && !format) {
-            PyErr_SetString(PyExc_ValueError, "a round needs a format");
-            return -1;
-        }
-        if (op->kind == LH_ZO_OP_ROUND)
-            op->format = *format;
-        if (sample < LH_ZO_SAMPLE_COUNT_MAX)
-            return 0;
-        PyErr_Format(PyExc_ValueError, "sample %u: must be less than %d", sample,
-                     LH_ZO_SAMPLE_COUNT_MAX);
-        return -1;
-    }
-    PyErr_Format(PyExc_ValueError, "unknown op %s", word);
-    return -1;
-}
+static const struct lhpy_table op_table = LHPY_TABLE(
+    "an op", LHPY_FORM_TUPLE, struct lh_zo_op,
+    LHPY_FIELD(struct lh_zo_op, kind, .names = kind_names), LHPY_FIELD(struct lh_zo_op, is_same),
+    LHPY_FIELD_AS("seed", struct lh_zo_op, stream.seed),
+    LHPY_FIELD_AS("sample", struct lh_zo_op, stream.sample, .max = LH_ZO_SAMPLE_COUNT_MAX - 1),
+    LHPY_FIELD_AS("param", struct lh_zo_op, stream.param),
+    LHPY_FIELD_AS("step", struct lh_zo_op, stream.step),
+    LHPY_FIELDS(struct lh_zo_op, scale, lr, decay));
 
 /* An op that has no z before it, or is no z's, is not of the same z. */
-static int same_check(const struct lh_zo_op *ops, Py_ssize_t i)
+static int same_check(const struct lh_zo_op *ops, uint32_t i)
 {
     const char *what = NULL;
     if (i == 0)
@@ -100,112 +61,87 @@ static int same_check(const struct lh_zo_op *ops, Py_ssize_t i)
     return -1;
 }
 
-/* format: of ROUND; NULL: there may be none. */
-static int ops_parse(PyObject *rows, const enum lh_zo_format *format, struct lh_zo_op **ops_out,
-                     uint32_t *count_out)
+/* format: of ROUND; NULL: there may be none. The ops are released with PyMem_Free(). */
+static int ops_read(PyObject *rows, const enum lh_zo_format *format, struct lh_zo_op **ops_out,
+                    uint32_t *count_out)
 {
-    Py_ssize_t count = PySequence_Size(rows);
-    if (count < 0)
+    if (lhpy_rows_read(rows, &op_table, ops_out, count_out) < 0)
         return -1;
-    if (count > OP_COUNT_MAX) {
-        PyErr_Format(PyExc_ValueError, "%zd ops: at most %d", count, OP_COUNT_MAX);
-        return -1;
+    bool is_wrong = *count_out > OP_COUNT_MAX;
+    if (is_wrong)
+        PyErr_Format(PyExc_ValueError, "%u ops: at most %d", *count_out, OP_COUNT_MAX);
+    for (uint32_t i = 0; !is_wrong && i < *count_out; i++) {
+        bool is_round = (*ops_out)[i].kind == LH_ZO_OP_ROUND;
+        is_wrong = (is_round && !format) || same_check(*ops_out, i) < 0;
+        if (is_round && format)
+            (*ops_out)[i].format = *format;
+        else if (is_round)
+            PyErr_SetString(PyExc_ValueError, "a round needs a format");
     }
-    struct lh_zo_op *ops = PyMem_Calloc((size_t)count + 1, sizeof(*ops));
-    if (!ops) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *row = PySequence_GetItem(rows, i);
-        int rc = row ? op_parse(row, format, &ops[i]) : -1;
-        Py_XDECREF(row);
-        if (rc < 0 || same_check(ops, i) < 0) {
-            PyMem_Free(ops);
-            return -1;
-        }
-    }
-    *ops_out = ops;
-    *count_out = (uint32_t)count;
-    return 0;
-}
-
-static int range_check(unsigned long long first, unsigned long long count)
-{
-    if (first <= LH_ZO_ELEMENT_COUNT_MAX && count <= LH_ZO_ELEMENT_COUNT_MAX - first)
+    if (!is_wrong)
         return 0;
-    PyErr_Format(PyExc_ValueError, "elements %llu to %llu + %llu: at most 2^50", first, first,
-                 count);
+    PyMem_Free(*ops_out);
     return -1;
 }
 
-static PyObject *zo_apply(PyObject *module, PyObject *args, PyObject *kwargs)
+static int range_check(uint64_t first, uint64_t count)
 {
-    static char *names[] = {"values_ptr", "source_ptr", "first",  "count",
-                            "ops",        "kernel",     "format", NULL};
-    unsigned long long values, source, first, count;
-    const struct lh_zo_kernel *kernel;
-    struct lh_zo_op *ops = NULL;
-    const char *name = NULL, *format_name = NULL;
-    enum lh_zo_format format;
-    uint32_t op_count = 0;
-    PyObject *rows;
+    if (first <= LH_ZO_ELEMENT_COUNT_MAX && count <= LH_ZO_ELEMENT_COUNT_MAX - first)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%llu elements from %llu on: at most 2^50",
+                 (unsigned long long)count, (unsigned long long)first);
+    return -1;
+}
 
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKKKO|zz", names, &values, &source, &first,
-                                     &count, &rows, &name, &format_name))
+static PyObject *zo_apply(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
+{
+    void *values;
+    const void *source;
+    uint64_t first, count;
+    PyObject *rows;
+    const char *name = NULL;
+    uint32_t format = UINT32_MAX;
+    struct lh_zo_op *ops = NULL;
+    uint32_t op_count = 0;
+
+    if (LHPY_ARGS(
+            args, kwargs, LHPY_ARG_AS("values_ptr", values), LHPY_ARG_AS("source_ptr", source),
+            LHPY_ARG(first), LHPY_ARG(count), LHPY_ARG_AS("ops", rows),
+            LHPY_ARG_AS("kernel", name, .is_optional = true, .may_be_none = true),
+            LHPY_ARG(format, .is_optional = true, .may_be_none = true, .names = state_formats)) < 0)
         return NULL;
-    kernel = kernel_named(name);
-    if (!kernel || range_check(first, count) < 0)
-        return NULL;
-    if (format_name && format_parse(format_name, &format) < 0)
-        return NULL;
-    if (ops_parse(rows, format_name ? &format : NULL, &ops, &op_count) < 0)
+    const struct lh_zo_kernel *kernel = kernel_named(name);
+    const enum lh_zo_format rounded = (enum lh_zo_format)format;
+    if (!kernel || range_check(first, count) < 0 ||
+        ops_read(rows, format < UINT32_MAX ? &rounded : NULL, &ops, &op_count) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    lh_zo_apply_by(kernel, (float *)(uintptr_t)values, (const float *)(uintptr_t)source, first,
-                   count, ops, op_count);
+    lh_zo_apply_by(kernel, values, source, first, count, ops, op_count);
     Py_END_ALLOW_THREADS
     PyMem_Free(ops);
     return Py_NewRef(Py_None);
 }
 
-static int kept_parse(const char *state_format, const char *value_format, struct lh_zo_kept *kept)
+static PyObject *zo_lead(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
-    if (format_parse(state_format, &kept->state_format) < 0 ||
-        format_parse(value_format, &kept->value_format) < 0)
-        return -1;
-    if (kept->value_format != LH_ZO_FORMAT_F8)
-        return 0;
-    PyErr_SetString(PyExc_ValueError, "values must be fp32, bf16 or fp16, not fp8");
-    return -1;
-}
-
-static PyObject *zo_lead(PyObject *module, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"state_ptr",    "state_format", "values_ptr",
-                            "value_format", "first",        "count",
-                            "ops",          "kernel",       NULL};
-    unsigned long long state, values, first, count;
-    const char *state_format, *value_format, *name = NULL;
-    const struct lh_zo_kernel *kernel;
+    uint64_t first, count;
+    PyObject *rows;
+    const char *name = NULL;
     struct lh_zo_kept kept = {0};
     struct lh_zo_op *ops = NULL;
     uint32_t op_count = 0;
-    PyObject *rows;
 
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KsKsKKO|z", names, &state, &state_format,
-                                     &values, &value_format, &first, &count, &rows, &name))
+    if (LHPY_ARGS(args, kwargs, LHPY_ARG_AS("state_ptr", kept.state),
+                  LHPY_ARG_AS("state_format", kept.state_format, .names = state_formats),
+                  LHPY_ARG_AS("values_ptr", kept.values),
+                  LHPY_ARG_AS("value_format", kept.value_format, .names = value_formats),
+                  LHPY_ARG(first), LHPY_ARG(count), LHPY_ARG_AS("ops", rows),
+                  LHPY_ARG_AS("kernel", name, .is_optional = true, .may_be_none = true)) < 0)
         return NULL;
-    kernel = kernel_named(name);
+    const struct lh_zo_kernel *kernel = kernel_named(name);
     if (!kernel || range_check(first, count) < 0 ||
-        kept_parse(state_format, value_format, &kept) < 0)
+        ops_read(rows, &kept.state_format, &ops, &op_count) < 0)
         return NULL;
-    if (ops_parse(rows, &kept.state_format, &ops, &op_count) < 0)
-        return NULL;
-    kept.state = (void *)(uintptr_t)state;
-    kept.values = (void *)(uintptr_t)values;
     Py_BEGIN_ALLOW_THREADS
     lh_zo_lead_by(kernel, &kept, first, count, ops, op_count);
     Py_END_ALLOW_THREADS
@@ -213,7 +149,8 @@ static PyObject *zo_lead(PyObject *module, PyObject *args, PyObject *kwargs)
     return Py_NewRef(Py_None);
 }
 
-PyObject *lhpy_engine_zo_load(PyObject *object, PyObject *image)
+/* Load the device's kernel for engine_zo_lead(), if the device needs one. */
+static PyObject *engine_zo_load(PyObject *object, PyObject *image)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     struct lh_error err = {0};
@@ -265,36 +202,37 @@ static int lead(struct lhpy_engine *self, const struct lh_zo_kept *kept, uint64_
     return 0;
 }
 
-PyObject *lhpy_engine_zo_lead(PyObject *object, PyObject *args)
+/* Like zo_apply(), or with a state like zo_lead(), on torch's current stream. */
+static PyObject *engine_zo_lead(PyObject *object, PyObject *args)
 {
-    struct lhpy_engine *self = (struct lhpy_engine *)object;
-    const char *state_format = "fp32", *value_format = "fp32";
-    unsigned long long address, count, state = 0;
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint64_t count = 0;
     struct lh_zo_kept kept = {0};
     struct lh_error err = {0};
     struct lh_zo_op *ops = NULL;
     uint32_t op_count = 0;
     PyObject *rows;
 
-    if (lhpy_check_open(self) < 0 || !PyArg_ParseTuple(args, "KKO|Kss", &address, &count, &rows,
-                                                       &state, &state_format, &value_format))
+    if (!self ||
+        LHPY_ARGS(args, NULL, LHPY_ARG_AS("address", kept.values), LHPY_ARG(count),
+                  LHPY_ARG_AS("ops", rows), LHPY_ARG_AS("state", kept.state, .is_optional = true),
+                  LHPY_ARG_AS("state_format", kept.state_format, .is_optional = true,
+                              .names = state_formats),
+                  LHPY_ARG_AS("value_format", kept.value_format, .is_optional = true,
+                              .names = value_formats)) < 0)
         return NULL;
     struct lh_dev *dev = self->core->dev;
     if (count > LH_ZO_ELEMENT_COUNT_MAX || (dev && dev->ops->launch && !self->zo_kernel)) {
         PyErr_SetString(PyExc_ValueError, "zo_lead() takes at most 2^50 elements, after zo_load()");
         return NULL;
     }
-    if (kept_parse(state_format, value_format, &kept) < 0 ||
-        ops_parse(rows, state ? &kept.state_format : NULL, &ops, &op_count) < 0)
-        return NULL;
-    if (!state &&
+    if (!kept.state &&
         (kept.state_format != LH_ZO_FORMAT_F32 || kept.value_format != LH_ZO_FORMAT_F32)) {
         PyErr_SetString(PyExc_ValueError, "values must be fp32 if there is no state");
-        PyMem_Free(ops);
         return NULL;
     }
-    kept.state = (void *)(uintptr_t)state;
-    kept.values = (void *)(uintptr_t)address;
+    if (ops_read(rows, kept.state ? &kept.state_format : NULL, &ops, &op_count) < 0)
+        return NULL;
     void *stream = lhpy_device_stream(self);
     int rc;
     Py_BEGIN_ALLOW_THREADS
@@ -304,16 +242,19 @@ PyObject *lhpy_engine_zo_lead(PyObject *object, PyObject *args)
     return rc < 0 ? lhpy_raise_error(self->raiser, &err) : Py_NewRef(Py_None);
 }
 
-static PyMethodDef methods[] = {
-    {"zo_kernels", zo_kernels, METH_NOARGS, "Names of the kernels, best first."},
-    {"zo_apply", (PyCFunction)(void (*)(void))zo_apply, METH_VARARGS | METH_KEYWORDS,
-     "Ops of zeroth-order training, in order, over a range of a parameter."},
-    {"zo_lead", (PyCFunction)(void (*)(void))zo_lead, METH_VARARGS | METH_KEYWORDS,
-     "The same to what is kept in a format, and what computation reads of it."},
+PyMethodDef lhpy_zo_methods[] = {
+    {"zo_load", engine_zo_load, METH_O, "zo_load(image of the device's kernels)"},
+    {"zo_lead", engine_zo_lead, METH_VARARGS,
+     "zo_lead(address, count, ops[, state, state_format, value_format]): zo_apply() or zo_lead() "
+     "on the device, which executes it in order."},
     {NULL, NULL, 0, NULL},
 };
 
-int lhpy_zo_register(PyObject *module)
-{
-    return PyModule_AddFunctions(module, methods);
-}
+PyMethodDef lhpy_zo_functions[] = {
+    {"zo_kernels", zo_kernels, METH_NOARGS, "Names of the kernels, best first."},
+    {"zo_apply", LHPY_KEYWORDS(zo_apply),
+     "Ops of zeroth-order training, in order, over a range of a parameter."},
+    {"zo_lead", LHPY_KEYWORDS(zo_lead),
+     "The same to what is kept in a format, and what computation reads of it."},
+    {NULL, NULL, 0, NULL},
+};

@@ -119,8 +119,8 @@ def test_ops_round_as_torch_does() -> None:
     ("ops", "words"),
     [
         ([op("perturb", Stream(0, 0, 0), is_same=True)], "no z before"),
-        ([("walk", False, 0, 0, 0, 0, 0.0, 0.0, 0.0)], "unknown op walk"),
-        ([("draw", False, 0, 65536, 0, 0, 0.0, 0.0, 0.0)], "sample 65536"),
+        ([("walk", False, 0, 0, 0, 0, 0.0, 0.0, 0.0)], "kind is 'walk'"),
+        ([("draw", False, 0, 65536, 0, 0, 0.0, 0.0, 0.0)], "sample is 65536: must be 0 to 65535"),
     ],
 )
 def test_ops_that_mean_nothing_are_refused(ops: list[Op], words: str) -> None:

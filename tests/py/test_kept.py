@@ -142,8 +142,8 @@ def test_what_is_led_is_what_ops_and_torch_s_types_give(
 @pytest.mark.parametrize(
     ("formats", "ops", "words"),
     [
-        (("fp64", "fp32"), [], "unknown format fp64"),
-        (("fp8", "fp8"), [], "not fp8"),
+        (("fp64", "fp32"), [], "state_format is 'fp64': must be one of"),
+        (("fp8", "fp8"), [], "value_format is 'fp8': must be one of fp32, bf16, fp16"),
         (("bf16", "fp32"), [op("round", 0), op("draw", 0, is_same=True)], "behind a round"),
         (("bf16", "fp32"), [op("draw", 0), op("round", 0, is_same=True)], "a round has no z"),
     ],
@@ -161,5 +161,5 @@ def test_a_range_that_has_no_counters_is_not_led() -> None:
 def test_a_round_in_fp32_needs_a_format() -> None:
     with pytest.raises(ValueError, match="a round needs a format"):
         _core.zo_apply(0, 0, 0, 0, [op("round", 0)])
-    with pytest.raises(ValueError, match="unknown format int8"):
+    with pytest.raises(ValueError, match="format is 'int8'"):
         _core.zo_apply(0, 0, 0, 0, [op("round", 0)], format="int8")

@@ -162,7 +162,7 @@ def test_a_lead_is_checked_before_it_is_made(store_dir: pathlib.Path) -> None:
         engine.zo_lead(0, 0, [("draw", True, 0, 0, 0, 0, 0.0, 0.0, 0.0)])
     with pytest.raises(ValueError, match="no state"):
         engine.zo_lead(0, 0, [], 0, "fp32", "bf16")
-    with pytest.raises(ValueError, match="not fp8"):
+    with pytest.raises(ValueError, match="value_format is 'fp8'"):
         engine.zo_lead(0, 0, [], 4096, "fp8", "fp8")
     perturb = ("perturb", False, 0, 0, 0, 0, 0.0, 0.0, 0.0)
     with pytest.raises(OSError, match="at most 64 operations"):

@@ -477,7 +477,7 @@ def test_the_binding_refuses_numbers_that_no_simulation_could_bear(changes: dict
 
 
 def test_the_bindings_dict_must_have_every_number() -> None:
-    with pytest.raises(KeyError, match="ssd_count"):
+    with pytest.raises(ValueError, match="a machine has no 'ssd_count'"):
         core_call(machine={})
 
 

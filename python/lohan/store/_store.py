@@ -62,7 +62,7 @@ def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
                 unit.place_bytes,
                 unit.elements,
                 code,
-                int(unit.always),
+                unit.always,
                 first,
                 len(unit.params),
                 places.param,
