@@ -138,9 +138,10 @@ def asserts_per_100_lines(folder: str) -> float:
 
 
 def test_paths() -> list[pathlib.Path]:
-    """List the C tests of csrc/sched, recognized by their includes."""
+    """List the C tests of csrc/sched, the simulator's among them, recognized by their includes."""
     found = []
-    for path in sorted((ROOT / "tests" / "c").glob("*.[ch]")):
+    folders = ("c", "sim", "sim/lives")
+    for path in sorted(path for x in folders for path in (ROOT / "tests" / x).glob("*.[ch]")):
         text = path.read_text()
         if '"engine_fixture.h"' in text or '"sched/' in text or path.stem == "engine_fixture":
             found.append(path)

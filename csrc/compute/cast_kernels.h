@@ -18,7 +18,7 @@
 typedef bool (*lh_cast_differs_fn)(const uint16_t *cast, const float *values);
 
 #if defined(__x86_64__)
-/* Need AVX2 and F16C. */
+/* These two need AVX2 and F16C. */
 bool lh_cast_bf16_differs_avx2(const uint16_t *cast, const float *values);
 bool lh_cast_half_differs_avx2(const uint16_t *cast, const float *values);
 #elif defined(__aarch64__)

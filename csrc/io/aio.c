@@ -88,6 +88,7 @@ static void all_fail(struct aio *aio, struct lh_io_queue *queue)
  */
 static void getevents_refused(struct aio *aio, int rc)
 {
+    LH_ASSERT(rc < 0 && aio->refusal == 0);
     aio->refusal = rc;
     io_destroy(aio->context);
     aio->context = NULL;
@@ -110,6 +111,7 @@ static void aio_flush(struct lh_io *io)
             count++;
         }
         int rc = io_submit(aio->context, count, batch); /* copies the control blocks */
+        LH_ASSERT(rc <= count);
         for (int i = 0; i < rc; i++)
             lh_io_queue_push(&aio->inside, lh_io_queue_pop(&aio->todo));
         /* The kernel has no room now: the poll after the next completion retries. If nothing is in

@@ -1,6 +1,6 @@
 /*
  * csrc/compute for Python's tests, benchmarks and doctor: plain functions over addresses. The
- * engine does not come this way. Addresses and counts are trusted: the caller owns the arrays.
+ * engine does not use them. Addresses and counts are trusted: the caller owns the arrays.
  *
  * Thread: with the GIL; it is released while arrays are worked on.
  */
@@ -294,6 +294,6 @@ PyMethodDef lhpy_adam_functions[] = {
     {"adam_join", adam_join, METH_VARARGS, "(param, residual, master, count), addresses."},
     {"stream_bound", LHPY_KEYWORDS(stream_bound),
      "Move the bytes of an update and compute nothing; the arrays are garbage after."},
-    {"crc32c", LHPY_KEYWORDS(crc32c), "CRC-32C of a buffer, going on from value."},
+    {"crc32c", LHPY_KEYWORDS(crc32c), "CRC-32C of a buffer, continued from value."},
     {NULL, NULL, 0, NULL},
 };

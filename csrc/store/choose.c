@@ -367,6 +367,19 @@ static void places_note(struct lh_store *store, const struct lh_store_superblock
 }
 
 /*
+ * The highest sequence number that a newest superblock without a valid copy can have had, to judge
+ * by the witnesses. A commit writes its witness first, and lh_store_settle() may have exceeded the
+ * witness of an interrupted commit by one. The two places have numbers of different parity.
+ */
+static uint64_t lost_sequence(const struct lh_store *store)
+{
+    uint64_t next = store->superblock.sequence + 1;
+    uint64_t witness = store->witness_sequence;
+    LH_ASSERT(witness < UINT64_MAX);
+    return witness <= next ? next : witness + (witness - next) % 2;
+}
+
+/*
  * Reject a directory that does not match the chosen step. newest_sequence: the highest sequence
  * number that file 0 has, or may have had.
  */
@@ -457,10 +470,13 @@ int lh_store_choose(struct lh_store *store, const uint64_t *open_at, struct lh_e
     store->scalar_bytes = scalar_bytes[chosen];
     state_load(store);
     places_note(store, places, candidates[0].place);
-    uint64_t newest_sequence = candidates[0].has_superblock ? candidates[0].superblock.sequence
-                                                            : store->superblock.sequence + 1;
+    uint64_t newest_sequence = UINT64_MAX - 1;
+    if (candidates[0].has_superblock)
+        newest_sequence = candidates[0].superblock.sequence;
     for (uint32_t file = 1; file < store->file_count && store->control.has_witnesses; file++)
         LH_TRY(witness_check(store, file, newest_sequence, err));
+    if (!candidates[0].has_superblock)
+        newest_sequence = lost_sequence(store);
     if (store->header.is_single_slot && !store->superblock.is_clean)
         return lh_error_set(err, -EUCLEAN,
                             "%s keeps one copy of each value and was not closed cleanly after "

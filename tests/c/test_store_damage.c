@@ -424,6 +424,49 @@ static void test_restored_interrupted(void)
     damage_undo();
 }
 
+/* A session whose process ends right after the witness of a commit that changes no values. */
+static void witness_leave(struct disk *world)
+{
+    struct lh_store *store = NULL;
+    uint32_t index = 0;
+    fixture_fs = &world->fs;
+    LH_CHECK(fixture_open("damage", FILE_COUNT, false, false, &store, &err) == 0);
+    disk_settle(world);
+    fixture_commit(store, NEWEST_STEP);
+    lh_store_close(store);
+    while (world->events[index].file != 1 || world->events[index].kind != DISK_WRITE)
+        index++;
+    LH_CHECK(world->events[index].offset == LH_STORE_WITNESS_OFFSET(0));
+    disk_kill(world, index + 1);
+}
+
+static void test_lost_after_interrupted(void)
+{
+    lh_test_name("witnesses of interrupted commits do not turn a lost newest superblock into a "
+                 "directory that was restored");
+    struct disk *world = disk_new();
+    struct lh_store *store = NULL;
+    store_make(world, NEWEST_STEP);
+    for (int interrupted = 0; interrupted < 4; interrupted++) {
+        disk_copy(world, damaged);
+        for (uint32_t copy = 0; copy < 2; copy++)
+            block_damage(0, LH_STORE_SUPERBLOCK_OFFSET(NEWEST_NUMBER, copy), DAMAGE_BIT);
+        LH_CHECK(open_at(false, NULL, &store) == -EILSEQ);
+        LH_CHECK(strstr(err.message, "resume=2 goes back") != NULL);
+        LH_CHECK(open_at(true, NULL, &store) == 0 && lh_store_is_fallback(store));
+        lh_store_close(store);
+        uint64_t step = 2;
+        LH_CHECK(open_at(false, &step, &store) == 0 && fixture_holds_step(store, 2));
+        lh_store_close(store);
+        expect_step(2, false);
+        expect_commit(3);
+        expect_commit(4);
+        witness_leave(world);
+    }
+    disk_delete(world);
+    damage_undo();
+}
+
 /* A store that the code before format version 2 made, gzipped: three steps in two files. */
 static struct disk *golden_load(void)
 {
@@ -549,6 +592,7 @@ int main(void)
     test_flaky_copy();
     test_restored();
     test_restored_interrupted();
+    test_lost_after_interrupted();
     test_truncated();
     test_version_1();
     disk_delete(whole);

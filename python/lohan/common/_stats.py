@@ -76,7 +76,7 @@ class StepStats:
 
     @classmethod
     def none(cls, threads: int) -> StepStats:
-        """Create the stats before the first step has ended: all zeros."""
+        """Return the stats of a session whose first step has not ended: every number is 0."""
         numbers = {f.name: 0 for f in dataclasses.fields(cls) if f.type == "int"}
         links = dict.fromkeys(LINKS, 0)
         return cls(**{**numbers, "threads": threads}, bytes=links, planned_bytes=dict(links))
