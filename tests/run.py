@@ -1,7 +1,8 @@
 """The driver behind the Makefile: run lohan's checks and tests, each selected by one word.
 
     fmt      format C and Python
-    lint     clang-format, ruff, mypy, codespell, wording (the phrases listed in docs/style.md)
+    lint     clang-format, ruff, mypy, codespell, wording (the phrases listed in docs/style.md),
+             structure (limits of csrc/sched)
     analyze  clang-tidy, with its static analyzer; files that have not changed are skipped
     tidy     the rules that no linter checks (tests/py/test_tidy.py)
     c        tests/c/test_*.c, one program per module
@@ -183,6 +184,7 @@ def run_lint(options: Options) -> bool:
         run([tool("ruff"), "format", "--check", *python_files]),
         run([tool("codespell"), *cbuild.project_files()]),
         run([sys.executable, "tools/wording.py"]),
+        run([sys.executable, "tools/structure.py"]),
         run([tool("mypy")]) if any((ROOT / "python" / "lohan").glob("*.py")) else True,
     ]
     return all(checks)

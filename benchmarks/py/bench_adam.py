@@ -246,7 +246,9 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=50_000_000)
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--kernel", help="the name of a kernel, for example avx2; default: the best")
+    parser.add_argument(
+        "--kernel", help="the name of a kernel, for example avx2; default: the best"
+    )
     parser.add_argument("--deepspeed-python", help="interpreter of an environment with DeepSpeed")
     parser.add_argument("--core", default="lohan._core", help="module that has adam_update()")
     parser.add_argument("--history", action="store_true")

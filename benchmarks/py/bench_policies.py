@@ -32,8 +32,8 @@ import torch
 from lohan.activations._plan_model import describe
 from lohan.activations._planner import Made
 from lohan.activations._replay import Assigned
-from lohan.config import POLICIES
 from lohan.errors import LohanError
+from lohan.planning import _policies
 from report import Report
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -155,7 +155,7 @@ class Trial:
     def policies(self) -> list[Made]:
         """Plan with every policy that the machine supports."""
         made = []
-        for policy in POLICIES:
+        for policy in _policies.names():
             try:
                 made.append(self.planner.choose(self.model.lohan, self.shape.profile, policy))
             except LohanError as error:

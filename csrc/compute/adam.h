@@ -145,7 +145,7 @@ uint64_t lh_adam_stream(const struct lh_adam_run *run);
 void lh_adam_split(const float *master, uint16_t *param, int16_t *residual, uint64_t count);
 void lh_adam_join(const uint16_t *param, const int16_t *residual, float *master, uint64_t count);
 
-/* The part of a chunk that one gradient covers. Elements outside all segments are left unchanged. */
+/* The part of a chunk that one gradient covers. Elements outside all segments do not change. */
 struct lh_adam_segment {
     uint64_t first; /* an element of the chunk */
     uint64_t count;

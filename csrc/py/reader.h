@@ -96,8 +96,8 @@ struct lhpy_field {
 #define LHPY_ARG_AS(text, variable, ...)                                                           \
     {.name = (text), .kind = LHPY_KIND(variable), .place = (uintptr_t)&(variable), __VA_ARGS__}
 /*
- * LHPY_FIELD() for each of up to 81 members. The preprocessor does not expand a macro within itself,
- * so each member leaves a call for the next scan, and LHPY_SCAN() scans that often.
+ * LHPY_FIELD() for each of up to 81 members. The preprocessor does not expand a macro within
+ * itself, so each member leaves a call for the next scan, and LHPY_SCAN() scans that often.
  */
 #define LHPY_FIELDS(type, ...) LHPY_SCAN(LHPY_FIELDS_NEXT(type, __VA_ARGS__))
 #define LHPY_FIELDS_NEXT(type, member, ...)                                                        \

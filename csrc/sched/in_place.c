@@ -71,12 +71,11 @@ static int unit_validate(const struct lh_engine *engine, const struct lh_in_plac
     }
     is_good = is_good && moves_are_good(made);
     if (!is_good || at != desc->bytes || checksum_count != made->checksum_count)
-        return lh_error_set(err, -EINVAL,
-                            "unit %u cannot be read in place: its %u runs have %" PRIu64
-                            " bytes, with %u moves and %u checksums, but the unit has %" PRIu64
-                            " bytes",
-                            made->unit, made->run_count, at, made->move_count, made->checksum_count,
-                            desc->bytes);
+        return lh_error_set(
+            err, -EINVAL,
+            "unit %u cannot be read in place: its %u runs have %" PRIu64
+            " bytes, with %u moves and %u checksums, but the unit has %" PRIu64 " bytes",
+            made->unit, made->run_count, at, made->move_count, made->checksum_count, desc->bytes);
     return 0;
 }
 

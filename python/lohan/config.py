@@ -13,19 +13,9 @@ SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
 # With these schedules, no update runs before step().
 SCHEDULES_AT_STEP = ("serial", "deferred")
 ACTIVATIONS = ("keep", "recompute")
-# Values of `activations` that plan after profiling the first step.
-POLICIES = (
-    "zero",
-    "capuchin",
-    "g10",
-    "cpu_act",
-    "naive",
-    "fuyou",
-    "lohan",
-    "checkmate",
-    "auto",
-)
-
+# Values of `activations` that plan after profiling the first step. The policies of other systems
+# can be simulated (lohan simulate --policy), but not trained with.
+POLICIES = ("fuyou", "lohan", "auto")
 
 # More steps between two commits than any run makes: commits never happen automatically.
 _RARELY = 1 << 62
@@ -80,11 +70,11 @@ class Config:
             It applies to everything the layer computes, including its output. Layers that are kept
             or swapped with everything inside them are skipped when their block is recomputed.
             {"*.attn": "keep", "*": "recompute"} recomputes everything except attention.
-            The name of a policy ("auto", or one from the papers, see docs/planning.md): two steps
-            are profiled with everything recomputed, then the policy decides what is kept, offloaded
-            or recomputed (`model.lohan.plan()`). The first step of each further batch shape is
-            profiled as well. Without swap_bytes, a policy may use a quarter of host_bytes, at most
-            eight times the size of the parameters.
+            The name of a policy ("auto", or "lohan" or "fuyou", those of the papers; see
+            docs/planning.md): two steps are profiled with everything recomputed, then the policy
+            decides what is kept, offloaded or recomputed (`model.lohan.plan()`). The first step of
+            each further batch shape is profiled as well. Without swap_bytes, a policy may use a
+            quarter of host_bytes, at most eight times the size of the parameters.
             With any value but "keep", a transformers model in training mode does not build a cache
             of keys and values unless the caller passes use_cache=True.
         profile: the measurements of those first steps are stored beside the store. "reuse": the

@@ -136,8 +136,8 @@ def test_a_module_that_is_missing_for_another_reason_is_shown_whole() -> None:
     assert "Traceback" in done.stderr
 
 
-def test_the_settings_list_the_policies_that_there_are() -> None:
+def test_every_policy_of_the_settings_can_be_simulated() -> None:
     from lohan.config import POLICIES
     from lohan.planning import _policies
 
-    assert list(POLICIES) == _policies.names()
+    assert set(POLICIES) < set(_policies.names())

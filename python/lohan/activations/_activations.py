@@ -96,7 +96,8 @@ def check(activations: Any) -> None:
     elif activations not in (*ACTIVATIONS, *POLICIES):
         raise ModelError(
             f"activations {activations!r}: must be 'keep', 'recompute', a policy"
-            f" ({', '.join(map(repr, POLICIES))}), or a dict of patterns of layer names"
+            f" ({', '.join(map(repr, POLICIES))}), or a dict of patterns of layer names; policies"
+            " of other systems can only be simulated: lohan simulate --policy"
         )
 
 

@@ -1,9 +1,9 @@
 /*
  * The faults that a simulated machine can have.
  *
- * Faults of a request are drawn by seed for every request of the engine (lives/drives.h) and for every
- * file call of the store (lives/fs.h), with probabilities in parts per million. The others happen to
- * the machine or to a drive between two lives.
+ * Faults of a request are drawn by seed for every request of the engine (lives/drives.h) and for
+ * every file call of the store (lives/fs.h), with probabilities in parts per million. The others
+ * happen to the machine or to a drive between two lives.
  *
  * They have three classes, by what a store can guarantee:
  *

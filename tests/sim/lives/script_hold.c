@@ -38,8 +38,7 @@ bool lh_sim_script_hold_poll(struct lh_sim_script *script)
     if (!script->holds_commits)
         return false;
     bool is_long = train->step >= script->hold_step + HOLD_STEP_COUNT_MAX;
-    if (target && !script->is_copying && !is_long &&
-        lh_step_holds_commits(engine)) {
+    if (target && !script->is_copying && !is_long && lh_step_holds_commits(engine)) {
         script->is_copying = true;
         lh_sim_target_copy(target, engine->committed_step);
     }

@@ -34,8 +34,7 @@ int lh_sim_lives_store_create(const struct lh_sim_reference *reference, const st
         .group_count = model->unit_count,
         .meta = "{}",
         .meta_bytes = 2,
-        .scalar_bytes_max =
-            model->scalar_bytes_max + lh_scalars_overhead_bytes(model->param_count),
+        .scalar_bytes_max = model->scalar_bytes_max + lh_scalars_overhead_bytes(model->param_count),
         .single_slot = single_slot,
         .fs = &fs->fs,
     };
