@@ -18,9 +18,8 @@
     all      tidy c asan tsan sim py
 
 Several words run in the given order. Arguments after -- are passed to pytest, or to the scripts of
-mutants, fuzz and the benchmarks.
-The exit status is 1 if any of them failed. The exit status of a C test is 0 (passed), 77 (skipped:
-its last line says why) or anything else (failed: its output is shown).
+mutants, fuzz and the benchmarks. The exit status is 1 if any of them failed. The exit status of a C
+test is 0 (passed), 77 (skipped: its last line says why) or another (failed: its output is shown).
 
 LOHAN_TESTS_END=SECONDS (of time.time()) leaves out what has not begun by then, and says so: CI has
 a limit, and shared machines may be ten times slower than usual.

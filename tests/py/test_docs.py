@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import docs_helper as helper
+import lohan
 import pytest
 from lohan import errors
 
@@ -118,6 +119,14 @@ def test_lists_and_tables_are_some_on_the_site_too() -> None:
             goes_on = re.match(r"$|([*-]|\d+\.) |\s|#|\|", before)
             assert not begins or goes_on, f"{page.name}:{number}: an empty line is missing"
             before = line
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    page = (helper.ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^::: lohan\.(?:\w+\.)?(\w+)$", page, re.MULTILINE)
+    public = [*lohan.__all__, *lohan._OF_TRAINER]
+    missing = set(public) - set(listed) - {"__version__", "LohanError", "errors"}
+    assert not missing
 
 
 def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(

@@ -411,15 +411,15 @@ def test_a_block_that_is_the_model_itself_is_planned(store_dir: pathlib.Path) ->
 
 def test_what_a_policy_cannot_do_is_said_before_the_forward(store_dir: pathlib.Path) -> None:
     settings = {**TIGHT, **NO_SWAP, "device_bytes": 24 * MIB}
-    model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations="fuyou", **settings)
+    model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations="lohan", **settings)
     train(model, [(8, 128)] * 2)
     for _ in range(2):
-        with pytest.raises(BudgetError, match=r"activations 'fuyou'.*set swap_bytes=\d+") as caught:
+        with pytest.raises(BudgetError, match=r"activations 'lohan'.*set swap_bytes=\d+") as caught:
             train(model, [(8, 128)])
     model.lohan.close()
     enough = int(re.findall(r"set swap_bytes=(\d+)", str(caught.value))[0])
     settings |= {"swap_bytes": enough, "swap_ssd_bytes": 64 * MIB, "host_bytes": 512 * MIB}
-    model = lohan.wrap(build(), store=store_dir / "c", lr=1e-3, activations="fuyou", **settings)
+    model = lohan.wrap(build(), store=store_dir / "c", lr=1e-3, activations="lohan", **settings)
     for _ in range(4):  # a step that the machine held up is profiled again
         if model.lohan.plan() is None:
             train(model, [(8, 128)] * 3)

@@ -1,9 +1,9 @@
 /*
  * Simulate lives by seed: processes end and power fails at random moments, and the drives have
  * faults whose kinds and probabilities the seed chooses. Each life opens the store as a new process
- * would, and tests/sim/lives/life.c judges what it finds: the last committed step or the one whose
- * commit was in progress, bit for bit, or a loss that a fault explains. The last life has no faults,
- * and training has to reach its end.
+ * would, and lives/life.c judges what it finds: the last committed step or the one whose commit was
+ * in progress, bit for bit, or a loss that a fault explains. The last life has no faults, and
+ * training has to reach its end.
  *
  *      sim_power SEED              one seed, with a line for each life
  *      sim_power FROM:TO           seeds FROM to TO - 1, and the counts at the end

@@ -264,8 +264,8 @@ static enum lh_sim_open bytes_judge(struct lh_sim_lives *lives, int rc, struct l
 
 /*
  * Judge a store that was created, but not filled: it has zeros, or the masters if their first
- * commit was in progress. The masters are committed twice (lh_sim_lives_store_fill()), and only then
- * is the store filled: until the second commit, losing the newest superblock leads back to the
+ * commit was in progress. The masters are committed twice (lh_sim_lives_store_fill()), and only
+ * then is the store filled: until the second commit, losing the newest superblock leads back to the
  * zeros, which also belong to step 0.
  */
 static enum lh_sim_open empty_judge(struct lh_sim_lives *lives, struct lh_error *err)
