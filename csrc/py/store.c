@@ -1,6 +1,7 @@
 /* The Store type: extents by number, blocking access, for creation, loading, inspection. */
 #include <string.h>
 
+#include "base/thread.h"
 #include "py/lhpy.h"
 #include "store/store.h"
 
@@ -8,7 +9,8 @@ struct store {
     PyObject_HEAD struct lh_store *store;
     struct lh_alloc alloc;
     PyObject *raiser; /* owned */
-    pid_t owner_pid;  /* a forked child shares the files and their lock, and must not close them */
+    /* At the opening: a forked child shares the files and their lock, and must not close them. */
+    uint32_t fork_count;
 };
 
 struct lh_store *lhpy_store_get(PyObject *object)
@@ -16,7 +18,7 @@ struct lh_store *lhpy_store_get(PyObject *object)
     struct store *self = (struct store *)object;
     if (!self->store)
         lhpy_raise(self->raiser, -ECANCELED, "the store is closed");
-    if (!self->store || self->owner_pid == getpid())
+    if (!self->store || self->fork_count == lh_thread_fork_count())
         return self->store;
     lhpy_raise(self->raiser, -ECANCELED, "the store was opened in another process");
     return NULL;
@@ -32,7 +34,7 @@ static void store_shut(struct store *self)
 {
     struct lh_store *store = self->store;
     self->store = NULL;
-    if (self->owner_pid != getpid())
+    if (self->fork_count != lh_thread_fork_count())
         return;
     Py_BEGIN_ALLOW_THREADS
     lh_store_close(store);
@@ -88,7 +90,7 @@ static struct store *store_new(PyObject *type, PyObject *raiser)
         return NULL;
     self->alloc = (struct lh_alloc)LH_ALLOC_INIT;
     self->raiser = Py_NewRef(raiser);
-    self->owner_pid = getpid();
+    self->fork_count = lh_thread_fork_count();
     return self;
 }
 

@@ -368,7 +368,6 @@ struct lh_engine_step_stats {
     uint64_t replans;
     uint64_t param_wait_ns;    /* the training thread's time in lh_engine_acquire_wait */
     uint64_t gradient_wait_ns; /* its time in lh_engine_gradient_wait */
-    uint64_t close_wait_ns;    /* its time in lh_engine_close */
     uint64_t ssd_busy_ns;      /* the time with at least one request in flight */
     uint64_t update_busy_ns;   /* the sum of the workers' times */
     uint64_t copy_busy_ns[LH_DEV_DIRECTION_COUNT];

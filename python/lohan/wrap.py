@@ -238,7 +238,7 @@ class _Opening:
                 " (removed at exit; pass store= to keep it)",
                 file=sys.stderr,
             )
-        _notes.say(session)
+        _notes.say(session, self.optimizer.origin)
         _device.say_gpu(self.config)
         _buffers.say_rounded(self.model)
         return session

@@ -192,12 +192,26 @@ static void poll(struct rig *rig, int (*call)(struct rig *rig))
     LH_CHECK(rc == 1);
 }
 
+/* The first poll comes before the engine may do anything about the request. */
+static void poll_early(struct rig *rig, int (*call)(struct rig *rig))
+{
+    rig_pause(rig);
+    LH_CHECK(call(rig) == 0);
+    lh_engine_resume(rig->engine);
+    poll(rig, call);
+}
+
+static uint64_t sent_count(const struct rig *rig, enum lh_request_kind kind)
+{
+    return atomic_load(&rig->engine->requests[kind].sent);
+}
+
 static void test_polled(void)
 {
     struct rig rig;
-    lh_test_name("every call that waits can be polled with a timeout of 0");
+    lh_test_name("every call that waits can be polled with a timeout of 0, and is one request");
     rig_make(&rig, "threads-polled", opts_of(LH_ENGINE_SCHEDULE_DEFERRED, true));
-    for (int i = 0; i < 3; i++) {
+    for (uint64_t i = 0; i < 3; i++) {
         LH_CHECK(lh_engine_begin(rig.engine, LH_ENGINE_MODE_EVAL) == 0);
         if (lh_engine_acquire(rig.engine, 5) == 0)
             poll(&rig, poll_acquire);
@@ -206,13 +220,16 @@ static void test_polled(void)
         poll(&rig, poll_over);
         LH_CHECK(rig_forward_backward(&rig, RIG_GRADIENTS_ALL) == 0);
         poll(&rig, poll_gradient);
-        poll(&rig, poll_abort);
+        poll_early(&rig, poll_abort);
+        LH_CHECK(sent_count(&rig, LH_REQUEST_ABORT) == i + 1);
         LH_CHECK(rig_forward_backward(&rig, 0) == 0);
         poll(&rig, poll_close);
         rig.step++; /* without gradients: the values stay */
         memcpy(rig.snapshots[rig.step] = malloc(rig.state_bytes), rig.state, rig.state_bytes);
-        poll(&rig, poll_flush);
-        poll(&rig, poll_hold);
+        poll_early(&rig, poll_flush);
+        LH_CHECK(sent_count(&rig, LH_REQUEST_FLUSH) == i + 1);
+        poll_early(&rig, poll_hold);
+        LH_CHECK(sent_count(&rig, LH_REQUEST_HOLD) == i + 1);
         lh_engine_commit_release(rig.engine);
         poll(&rig, poll_pause);
         lh_engine_resume(rig.engine);

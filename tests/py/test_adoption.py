@@ -210,6 +210,23 @@ def test_a_scheduler_made_for_it_rules_and_torch_does_not_warn(
     assert had == expected and len(set(had)) == 6
 
 
+def test_a_scheduler_of_an_optimizer_that_wrap_does_not_get_is_reported(
+    workshop: Workshop, capfd: pytest.CaptureFixture[str]
+) -> None:
+    others = late(torch.float32)
+    kept = [LambdaLR(AdamW(others.parameters()), lambda step: 1.0)]
+    for optimizer_is_given in (False, True):
+        model = late(torch.float32)
+        optimizer = AdamW(model.parameters(), **HYPER)
+        kept.append(LambdaLR(optimizer, lambda step: (step + 1) / 10))
+        given = {"optimizer": optimizer, "lr": None} if optimizer_is_given else {}
+        workshop.wrap(model, **given)
+        kept.append(LambdaLR(model.optimizer, lambda step: 1.0))
+        said = capfd.readouterr().err
+        assert said.count("LambdaLR has no effect") == (0 if optimizer_is_given else 1)
+        assert optimizer_is_given or "learning rates of AdamW" in said
+
+
 def test_a_hook_of_the_optimizer_is_called_and_can_be_removed(workshop: Workshop) -> None:
     model = late(torch.float32)
     optimizer = AdamW(model.parameters())

@@ -409,22 +409,31 @@ def test_a_block_that_is_the_model_itself_is_planned(store_dir: pathlib.Path) ->
     assert plan.kept_bytes == 512 * 64 * 4  # its input
 
 
-def test_what_a_policy_cannot_do_is_said_before_the_forward(store_dir: pathlib.Path) -> None:
+def test_what_a_policy_cannot_do_is_reported_with_the_memory_that_it_needs(
+    store_dir: pathlib.Path,
+) -> None:
+    def choose(name: str, settings: dict[str, Any]) -> str:
+        path = store_dir / name
+        model = lohan.wrap(build(), store=path, lr=1e-3, activations="lohan", **settings)
+        try:
+            for _ in range(4):  # a step that the machine held up is profiled again
+                if model.lohan.plan() is None:
+                    train(model, [(8, 128)] * 3)
+            planner = model.lohan._planner
+            made = planner.choose(model.lohan, planner.shape.profile, "zero")
+            return str(made.plan.policy)
+        finally:
+            model.lohan.close()
+
     settings = {**TIGHT, **NO_SWAP, "device_bytes": 24 * MIB}
-    model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations="lohan", **settings)
-    train(model, [(8, 128)] * 2)
-    for _ in range(2):
-        with pytest.raises(BudgetError, match=r"activations 'lohan'.*set swap_bytes=\d+") as caught:
-            train(model, [(8, 128)])
-    model.lohan.close()
+    with pytest.raises(BudgetError, match=r"activations 'zero'.*set swap_bytes=\d+") as caught:
+        choose("a", settings)
     enough = int(re.findall(r"set swap_bytes=(\d+)", str(caught.value))[0])
     settings |= {"swap_bytes": enough, "swap_ssd_bytes": 64 * MIB, "host_bytes": 512 * MIB}
-    model = lohan.wrap(build(), store=store_dir / "c", lr=1e-3, activations="lohan", **settings)
-    for _ in range(4):  # a step that the machine held up is profiled again
-        if model.lohan.plan() is None:
-            train(model, [(8, 128)] * 3)
-    assert model.lohan.plan() is not None
-    model.lohan.close()
+    assert choose("b", settings) == "zero"
+
+
+def test_a_policy_that_is_only_simulated_is_refused_by_name(store_dir: pathlib.Path) -> None:
     for bad in ({"profile": "never"}, {"activations": "best"}, {"activations": "g10"}):
         with pytest.raises(ModelError, match=next(iter(bad))):
             lohan.wrap(build(), store=store_dir / "b", lr=1e-3, **bad)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import TYPE_CHECKING
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from lohan.session._optim import StoreOptimizer
 
 if TYPE_CHECKING:
     from lohan.session._session import Session
@@ -45,7 +51,34 @@ def _of_strides(session: Session) -> list[str]:
     return told
 
 
-def say(session: Session) -> None:
-    """Print the session's notes to stderr."""
-    for line in lines(session) + _of_strides(session):
+def _subclasses(base: type) -> set[type]:
+    return {base}.union(*(_subclasses(each) for each in base.__subclasses__()))
+
+
+def _of_schedulers(session: Session, origin: torch.optim.Optimizer | None) -> list[str]:
+    """Return notes on schedulers of an optimizer that no longer updates the parameters.
+
+    Nothing else would report them: their step() works, and changes rates that nothing reads.
+    """
+    ours = {id(param.tensor) for param in session.layout.params}
+    kinds = _subclasses(LRScheduler)
+    told = []
+    # By type(): isinstance() would run the __class__ properties of other libraries' objects.
+    for found in [each for each in gc.get_objects() if type(each) in kinds]:
+        other = getattr(found, "optimizer", None)
+        if other is origin or isinstance(other, StoreOptimizer):
+            continue
+        groups = getattr(other, "param_groups", ())
+        if any(id(param) in ours for group in groups for param in group["params"]):
+            told.append(
+                f"{type(found).__name__} has no effect, because it sets the learning rates of"
+                f" {type(other).__name__}, which does not train this model any more: pass"
+                " wrap(optimizer=...), or create the scheduler from model.optimizer"
+            )
+    return told
+
+
+def say(session: Session, origin: torch.optim.Optimizer | None) -> None:
+    """Print the session's notes to stderr; origin is the optimizer that was passed to wrap()."""
+    for line in lines(session) + _of_strides(session) + _of_schedulers(session, origin):
         print(f"lohan: {line}", file=sys.stderr)
