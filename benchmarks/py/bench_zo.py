@@ -183,7 +183,7 @@ def measure(folder: Path, args: Any, report: Report) -> None:
         "device": ours(wrapped(args, folder / "device", **device), tokens),
     }
     for name in WITHOUT:
-        model = wrapped(args, folder / name, **device, without=(name,))
+        model = wrapped(args, folder / name, **device, ablate=(name,))
         steps[name] = ours(model, tokens)
     more = {"cores": len(CORES)}
     divide_cores()

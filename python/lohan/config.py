@@ -99,7 +99,7 @@ class Config:
         emu_bytes_per_s: the speed of the emulated device's two links, in and out. None: the speed
             of a memory copy.
         emu_alloc_bytes_per_s: the speed at which the emulated device allocates memory, while it
-            stands still; used only with without=("reuse",). None: allocation takes no time.
+            stands still; used only with ablate=("reuse",). None: allocation takes no time.
         heap: "keep": if torch computes on the CPU, the C library's heap keeps the memory that torch
             frees, for the whole process and until its end, so that each step reuses pages that are
             already mapped (15 % faster where measured, with a 25 % higher memory peak). "system":
@@ -116,7 +116,7 @@ class Config:
             they alternate block by block, each on its own thread, so that a block is read once for
             both. "apart": one after the other. "auto": together unless all parameters fit in
             memory.
-        without: with method="mezo", parts of ZO2's schedule to disable, to measure their effect:
+        ablate: with method="mezo", parts of ZO2's schedule to disable, to measure their effect:
             "overlap" (copies to the device begin only when they are waited for), "reuse" (device
             memory is freed after each block and allocated for the next; emu only), "deferred" (each
             block is loaded once more for its update).
@@ -149,7 +149,7 @@ class Config:
     frozen: Literal["in_place", "copy"] = "in_place"
     write_every: int | Literal["auto", "never"] = "auto"
     runs: Literal["auto", "together", "apart"] = "auto"
-    without: tuple[str, ...] = ()
+    ablate: tuple[str, ...] = ()
     verify: bool = True
     trace_events: int = 0
     allow_buffered: bool = True

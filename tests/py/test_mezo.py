@@ -161,9 +161,9 @@ DEVICE_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("runs", "without"), DEVICE_CASES, ids=str)
+@pytest.mark.parametrize(("runs", "ablate"), DEVICE_CASES, ids=str)
 def test_blocks_that_pass_through_a_device_have_the_same_bits(
-    runs: str, without: tuple[str, ...], store_dir: pathlib.Path
+    runs: str, ablate: tuple[str, ...], store_dir: pathlib.Path
 ) -> None:
     losses, values = plain_run(opt, 6, Settings())
     layout = wrapped(opt(), store_dir / "sizes").lohan.layout
@@ -176,7 +176,7 @@ def test_blocks_that_pass_through_a_device_have_the_same_bits(
         device_param_bytes=slots,
         device_bytes=2 * slots,
         runs=runs,
-        without=without,
+        ablate=ablate,
     )
     assert model.lohan.is_together == (runs == "together")
     assert steps(model, batches(6)) == losses

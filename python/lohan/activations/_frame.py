@@ -70,7 +70,7 @@ class Dropped:
     def unpack(self, block: Block) -> torch.Tensor:
         """Return the tensor; the first call runs the block's forward to recompute it."""
         if self.frame is not None:
-            self.frame.compute_again()
+            self.frame.recompute()
         tensor: torch.Tensor = block.stay.unpack(self.packed)
         return tensor
 
@@ -203,7 +203,7 @@ class Frame:
         if not torch.is_grad_enabled() or not is_top_hook(hook):
             return layer.plain(args, kwargs)  # torch's checkpoint: its own hooks see what it saves
         if self.is_over:
-            return self._call_again(layer, args, kwargs)
+            return self._call_recomputed(layer, args, kwargs)
         map_tensors((args, kwargs), lambda tensor: self._own(tensor, self.layer))
         call = _Call(len(self.forms))
         self.calls.append(call)
@@ -280,7 +280,7 @@ class Frame:
             raise self._changed() from error
         return tensor.detach().requires_grad_(item.needs_grad)
 
-    def compute_again(self) -> None:
+    def recompute(self) -> None:
         """Recompute the block's forward, and give every live ticket its tensor."""
         block, surroundings = self.block, self.surroundings
         if not self.is_over or surroundings is None:
@@ -319,7 +319,7 @@ class Frame:
         if not self.wanted:
             raise _AllThereError
 
-    def _call_again(self, layer: Layer, args: Any, kwargs: Any) -> Any:
+    def _call_recomputed(self, layer: Layer, args: Any, kwargs: Any) -> Any:
         if self.call_count >= len(self.calls):
             raise self._differs(f"layer {layer.name!r} was not called {self.call_count + 1} times")
         call = self.calls[self.call_count]

@@ -200,7 +200,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
         _unraisable_before, sys.unraisablehook = sys.unraisablehook, _on_unraisable
     while frame is not None:
         if frame.f_code is _on_unraisable.__code__:
-            _thread.start_new_thread(_again, ())
+            _thread.start_new_thread(_signal_again, ())
             return
         frame = frame.f_back
     raise _end
@@ -208,11 +208,11 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
 
 def _on_unraisable(unraisable: Any) -> None:
     if unraisable.exc_value is _end and _end is not None:
-        _thread.start_new_thread(_again, ())
+        _thread.start_new_thread(_signal_again, ())
     else:
         _unraisable_before(unraisable)
 
 
-def _again() -> None:
+def _signal_again() -> None:
     time.sleep(_AGAIN_S)
     _thread.interrupt_main(signal.SIGTERM)

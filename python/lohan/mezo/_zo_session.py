@@ -81,10 +81,10 @@ class ZerothSession(TurnRules, Session):
             self._engine.zo_load(_zo_device.image())
         moved = [param.index for param in self.layout.params if param.stream is not None]
         self._engine.on_use(self._on_use, moved)
-        without = self.config.without
-        if without:
+        ablated = self.config.ablate
+        if ablated:
             rate = int(self.config.emu_alloc_bytes_per_s or 0)
-            self._engine.device_policy("overlap" in without, "reuse" in without, rate)
+            self._engine.device_policy("overlap" in ablated, "reuse" in ablated, rate)
 
     @property
     def step(self) -> int:
@@ -241,7 +241,7 @@ class ZerothSession(TurnRules, Session):
                 gradients.append(_slope(plus, minus, self.rule.eps))
                 losses.append(plus)
             self.journal.append(Record(lr, decay, tuple(gradients), tuple(losses)))
-        if "deferred" in self.config.without:
+        if "deferred" in self.config.ablate:
             self._update_all()
         every = self.zeroth.write_every
         if every is not None and self.step % every == 0:

@@ -46,7 +46,7 @@ class Zeroth:
         rule: the rule that wrap() was asked for; on resume, the journal's.
         asked: the arguments of wrap(); None for those that were not given.
         device: "cpu", "emu" or "cuda".
-        without: parts of the schedule to disable.
+        ablate: parts of the schedule to disable.
         write_every: steps between writes of the parameters; None if they are never written.
         storage: the format that parameters are stored in; None for their own dtype.
         names: the names of the trained parameters, by their ids.
@@ -58,7 +58,7 @@ class Zeroth:
     rule: Rule
     asked: dict[str, Any]
     device: str = "cpu"
-    without: tuple[str, ...] = ()
+    ablate: tuple[str, ...] = ()
     write_every: int | None = None
     storage: str | None = None
     names: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -120,7 +120,7 @@ class Zeroth:
                     f"{name}={value!r}, but the run in the store has {name}={was!r}, which cannot"
                     " be changed on resume: leave it out, or start a new store"
                 )
-        _zo_device.check(self.device, then.rng, self.without)
+        _zo_device.check(self.device, then.rng, self.ablate)
         self.rule = then
         was_every = _meta.of(store)["method"]["write_every"]
         every = self.asked["write_every"]
@@ -276,9 +276,9 @@ def make(
     if rng not in RNGS:
         raise ModelError(f"rng {rng!r} must be one of {', '.join(RNGS)}")
     device = _device.parse(config.device)[0]
-    _zo_device.check(device, rng, config.without)
+    _zo_device.check(device, rng, config.ablate)
     asked = {**asked, "write_every": config.write_every}
-    made = Zeroth(moved, streams, Rule(seed, eps, samples, rng), asked, device, config.without)
+    made = Zeroth(moved, streams, Rule(seed, eps, samples, rng), asked, device, config.ablate)
     made.storage = asked["storage"]
     made.names = {id(param): name for name, param in model.named_parameters()}
     _check_storage(made)

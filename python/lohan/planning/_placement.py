@@ -96,7 +96,9 @@ def _blocks(
     for index, block in enumerate(model.blocks):
         layers = list(zip(block.layers, fates[first : first + len(block.layers)], strict=True))
         first += len(block.layers)
-        again = sum(layer.forward_flop for layer, fate in layers if _is_again(layer, fate))
+        recomputed = sum(
+            layer.forward_flop for layer, fate in layers if _is_recomputed(layer, fate)
+        )
         used = sorted({i for i in (block.shared_block, index) if i is not None and own[i]})
         parts = [
             (
@@ -108,12 +110,16 @@ def _blocks(
         ]
         # Backward begins with the whole recomputation of the block.
         forward_ns, backward_ns, pieces = parts[-1]
-        parts[-1] = forward_ns, backward_ns + again * NS_PER_S // machine.gpu_flop_per_s, pieces
+        parts[-1] = (
+            forward_ns,
+            backward_ns + recomputed * NS_PER_S // machine.gpu_flop_per_s,
+            pieces,
+        )
         made.append((tuple(sum(own[:i]) for i in used), tuple(parts), rooms[index]))
     return made
 
 
-def _is_again(layer: Layer, fate: str) -> bool:
+def _is_recomputed(layer: Layer, fate: str) -> bool:
     return fate == "recompute" and layer.activation_bytes > 0
 
 
@@ -129,10 +135,10 @@ def _gpu_split(
         kept += sum(layer.activation_bytes for layer, fate in layers if fate == "keep")
         # Activations are offloaded layer by layer: once their layer has computed, they are in
         # `rooms`.
-        again = sum(layer.activation_bytes for layer, fate in layers if fate == "recompute")
+        recomputed = sum(layer.activation_bytes for layer, fate in layers if fate == "recompute")
         moving = max((m.activation_bytes for m, fate in layers if fate in LEAVES), default=0)
         working = max(layer.working_bytes for layer in block.layers)
-        needs.append(again + moving + working)
+        needs.append(recomputed + moving + working)
     computing = max(needs)
     sizes = sorted(
         -(-block_params(block) // _ELEMENT_ALIGN) * _ELEMENT_ALIGN * model.param_bytes
@@ -254,13 +260,13 @@ def place(
     rest = machine.host_bytes - saved
     defers = any(block["is_deferred"] for block in plan["blocks"])
     has_all = policy == "auto" and "host_states" not in without
-    again = [m for m, fate in zip(model.layers, fates, strict=True) if _is_again(m, fate)]
+    recomputed = [m for m, fate in zip(model.layers, fates, strict=True) if _is_recomputed(m, fate)]
     return Placement(
         dtype="float32" if model.param_bytes == 4 else _DTYPES[plan["master_bytes"]],
         schedule="auto" if defers else plan["schedule"],
         blocks=blocks,
         fates=fates,
-        recompute_flop=sum(layer.forward_flop for layer in again),
+        recompute_flop=sum(layer.forward_flop for layer in recomputed),
         slot_bytes=slots,
         room_bytes=min(rooms),
         computing_bytes=computing,

@@ -108,7 +108,7 @@ class ForwardRules(SessionPart):
         self._forward_begin(is_root=False)
         return True
 
-    def _on_again(self) -> bool:
+    def _on_recompute(self) -> bool:
         """Return whether a parameter is needed in a backward, which recomputes a forward.
 
         A reentrant checkpoint recomputes without saved-tensor hooks, so ours are entered here.

@@ -165,7 +165,7 @@ class Session(ForwardRules, Commits):
             lambda: _alive(this)._on_backward(),
             lambda: _alive(this)._on_gradient(),
             lambda begins: _alive(this)._on_forward(begins),
-            lambda: _alive(this)._on_again(),
+            lambda: _alive(this)._on_recompute(),
         )
 
     def _bind(self) -> None:

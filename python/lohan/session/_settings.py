@@ -100,11 +100,11 @@ def check(config: Config) -> None:
         )
     if config.runs not in ("auto", "together", "apart"):
         raise ModelError(f"runs {config.runs!r} must be 'auto', 'together' or 'apart'")
-    parts = config.without if isinstance(config.without, tuple | list) else (config.without,)
+    parts = config.ablate if isinstance(config.ablate, tuple | list) else (config.ablate,)
     for part in parts:
-        if part not in ("overlap", "reuse", "deferred") or parts is not config.without:
+        if part not in ("overlap", "reuse", "deferred") or parts is not config.ablate:
             raise ModelError(
-                f"without {part!r} must be a tuple of 'overlap', 'reuse' and 'deferred'"
+                f"ablate {part!r} must be a tuple of 'overlap', 'reuse' and 'deferred'"
             )
     for name in ("loss_scaling", "verify", "allow_buffered", "allow_tmpfs"):
         if not isinstance(getattr(config, name), bool):
