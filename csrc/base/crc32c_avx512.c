@@ -24,16 +24,16 @@
 #define VECTOR_BYTES 64
 #define WIDE_BYTES (8 * VECTOR_BYTES)
 
-/* For each lane k0, k1. */
+/* The constants k0 and k1 of each lane. */
 struct fold_constants {
     _Alignas(64) uint64_t words[8];
 };
 
-static struct fold_constants by_eight; /* vectors ahead */
+static struct fold_constants by_eight; /* moves a vector ahead by eight vectors */
 static struct fold_constants by_four;
 static struct fold_constants by_two;
 static struct fold_constants by_one;
-static struct fold_constants to_last_lane; /* lane i by 3 - i lanes; the last one vanishes */
+static struct fold_constants to_last_lane; /* lane i ahead by 3 - i; lane 3 becomes 0 */
 
 static void lane_constants(struct fold_constants *constants, int lane, uint64_t ahead_bytes)
 {
@@ -58,7 +58,7 @@ static inline __m512i load(const void *source)
     return _mm512_loadu_si512(source);
 }
 
-/* sum, moved ahead by what constants say, plus data. */
+/* Move sum ahead by the distance of constants, and add data. */
 static inline __m512i fold(__m512i sum, __m512i constants, __m512i data)
 {
     __m512i first = _mm512_clmulepi64_epi128(sum, constants, 0x00);

@@ -79,7 +79,7 @@ static inline __attribute__((always_inline)) __m512 floats_load(const void *arra
     return _mm512_loadu_ps((const float *)array + i);
 }
 
-/* read_out: the values read of m, v and the fp32 master, if any. */
+/* read_out: m, v and the fp32 parameters (or their master) before the update. */
 static inline __attribute__((always_inline)) __m512i
 half_update(const struct lh_adam_run *run, uint64_t i, const struct lanes *lanes,
             const struct mode mode, __m512i *read_out, __m512i *moments_written)

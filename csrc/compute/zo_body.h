@@ -48,7 +48,7 @@
 #define WORDS_TIME ((CHAINS - 1) * CHAIN_DELAY + 8 * ROUND_TIME + ROUND_9_DELAY)
 #define NUMBERS_TIME ((CHAINS / 2 - 1) * PAIR_TIME + SECOND_DELAY + TURN_END)
 _Static_assert(TURN_END > (RADIUS_STEPS - 1) * RADIUS_TIME, "a radius is ready at the end");
-/* Vectors of each word that the chains produce, and how many such parts fill whole blocks. */
+/* The chains produce a part: COLUMNS vectors of each word. PARTS of them fill whole blocks. */
 #define COLUMNS (CHAINS / 2)
 #define PARTS (VECTORS > COLUMNS ? VECTORS / COLUMNS : 1)
 #define PART (COLUMNS * LH_ZO_WORDS)         /* vectors per part */

@@ -36,7 +36,7 @@ struct aio {
     struct lh_io_queue failed;
     struct lh_io_queue inside; /* requests that the kernel has accepted */
     int refusal;               /* the error of io_getevents(), which has ended the context; or 0 */
-    struct lh_io *helper;      /* syncs files; NULL: the kernel does */
+    struct lh_io *helper;      /* executes SYNC requests; NULL: the kernel does */
 };
 
 static void control_prepare(const struct aio *aio, struct iocb *control,

@@ -62,7 +62,7 @@ void lh_io_request_end(const struct lh_io_base *base, struct lh_io_request *requ
     request->completed_ns = lh_clock_now_ns(base->clock);
 }
 
-/* No byte was transferred: retry (false), or end the request with result (true). */
+/* Handle an attempt without progress. Returns false: try again; true: the request has ended. */
 static bool retry(const struct lh_io_base *base, struct lh_io_request *request, int64_t result)
 {
     LH_ASSERT(request->retry_count <= LH_IO_RETRY_COUNT_MAX);

@@ -9,7 +9,7 @@ const struct lhpy_table lhpy_saved_table =
                LHPY_FIELD_AS("store", struct lhpy_saved_make, object),
                LHPY_FIELD_AS("item_max", struct lhpy_saved_make, opts.item_max));
 
-/* saved_put(pointer, bytes, on SSD) -> item; None: it does not fit and stays where it is. */
+/* saved_put(pointer, bytes, on SSD) -> item; None: there is no room, and it stays where it is. */
 static PyObject *saved_put(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;

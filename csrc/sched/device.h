@@ -27,11 +27,11 @@ struct lh_dev_fence;
 struct lh_device_unit {
     enum lh_copy_state state;
     bool is_stale;                   /* the unit's update is queued or over */
-    bool is_copying;                 /* main memory's bytes are being read */
+    bool is_copying;                 /* a copy in, or a copy back, of its bytes is in flight */
     uint32_t part_count;             /* copies of parts of it in flight */
     _Atomic bool is_modified;        /* it was changed there: main memory has older bytes */
     bool host_matches_write_back;    /* main memory's bytes are those of the last copy back */
-    _Atomic bool is_from_write_back; /* they were, when this copy was made */
+    _Atomic bool is_from_write_back; /* they were when this copy was made */
     _Atomic uint32_t copy_count;
     _Atomic uint32_t out_count;
     uint64_t offset;

@@ -126,7 +126,7 @@ struct lh_engine_opts {
     bool gradients_in_memory; /* only with dev: gradients are given in main memory anyway */
     uint32_t io_depth;        /* the most requests in flight */
     uint64_t transfer_bytes;  /* the most bytes per request; multiple of LH_CHECKSUM_BYTES */
-    uint64_t commit_every;    /* steps; LH_ENGINE_COMMIT_NEVER: only when asked to */
+    uint64_t commit_every;    /* steps; LH_ENGINE_COMMIT_NEVER: only on request */
     enum lh_engine_schedule schedule;
     bool norms;           /* lh_engine_norm() is called each step; every update is deferred */
     bool verify;          /* verify the checksums of what is read */
@@ -195,7 +195,7 @@ struct lh_engine_bytes {
     uint8_t *address;
     uint32_t make_count; /* copies to the accelerator; without one, reads into main memory */
     uint32_t out_count;  /* copies back to main memory */
-    /* The last copy to the accelerator was made of the bytes of the last copy back. */
+    /* The last copy to the accelerator copied the bytes that the last copy back had written. */
     bool is_from_write_back;
 };
 /* The state of a pinned unit's bytes. Thread: any. */

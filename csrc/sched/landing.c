@@ -10,7 +10,7 @@
  * chunks that have landed once all others are sure to land. Without a free block a gradient waits
  * on the device.
  *
- * [Note: Blocks that come back] A unit with only some of its gradients keeps its blocks until the
+ * [Note: Reserved blocks] A unit with only some of its gradients keeps its blocks until the
  * others arrive; a unit with live handles keeps them until the handles are dropped; a unit that
  * waits in memory keeps them until the close. So as many blocks as the largest unit has chunks are
  * reserved for one unit at a time that needs nothing more from the training thread: its update is
@@ -198,7 +198,7 @@ static uint32_t unit_begun(const struct lh_engine *engine)
     return LH_UNIT_NONE;
 }
 
-/* The parameter to copy next; LH_PARAM_NONE: none. See [Note: Blocks that come back]. */
+/* The parameter to copy next; LH_PARAM_NONE: none. See [Note: Reserved blocks]. */
 static uint32_t param_next(struct lh_engine *engine)
 {
     uint32_t next = unit_begun(engine);

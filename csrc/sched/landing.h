@@ -29,7 +29,8 @@ struct lh_landing_chunk {
 struct lh_landing {
     struct lh_pool blocks; /* without a base if there are none */
     uint64_t block_bytes;
-    uint32_t reserve; /* [Note: Blocks that come back] in landing.c */
+    /* The number of blocks reserved for one unit: [Note: Reserved blocks] in landing.c. */
+    uint32_t reserve;
     uint32_t unit;    /* the unit that may take from the reserve */
     uint32_t *params; /* a ring of param_count parameters, in the order in which they were posted */
     uint64_t first;

@@ -17,8 +17,8 @@
 /* Where the bytes of a fetched tensor are, as its reader sees it. */
 enum lh_saved_presence {
     LH_SAVED_PRESENCE_NONE = 0,
-    LH_SAVED_PRESENCE_HERE,  /* they are here, but may be evicted again */
-    LH_SAVED_PRESENCE_TAKEN, /* the thread that waited for them has them */
+    LH_SAVED_PRESENCE_HERE,  /* the bytes are available, but may be evicted again */
+    LH_SAVED_PRESENCE_TAKEN, /* the waiting thread has taken them: they are not evicted */
 };
 
 /*

@@ -104,7 +104,10 @@ void lh_spill_release(struct lh_engine *engine, struct lh_unit *unit)
     lh_core_notify(engine);
 }
 
-/* A chunk's gradients are on SSD; after the last one the tensors are free. */
+/*
+ * A chunk's gradients are on SSD. Once all chunks are written and the unit's norm is known,
+ * the unit's gradients in memory are released.
+ */
 static void chunk_written(struct lh_engine *engine, struct lh_transfer *transfer)
 {
     struct lh_slab *slab = &engine->slabs[transfer->slab];

@@ -36,18 +36,18 @@ enum lh_sim_end {
 
 /* The accelerator; without one, computation is in main memory. */
 struct lh_sim_accelerator {
-    struct lh_sim_link_opts link; /* READ: to it, WRITE: from it */
-    uint64_t bytes;               /* of its memory, for parameters */
-    uint32_t copy_count;          /* in flight at once; 0: no accelerator */
+    struct lh_sim_link_opts link; /* READ: copies to it, WRITE: copies from it */
+    uint64_t bytes;               /* the size of its memory for parameters */
+    uint32_t copy_count;          /* the most copies in flight; 0: no accelerator */
     bool is_ordered;
-    bool gradients_in_memory; /* as if they were summed there; not with is_ordered */
+    bool gradients_in_memory; /* gradients are in main memory; not with is_ordered */
 };
 
 /* The machine. */
 struct lh_sim_machine {
     uint32_t ssd_count;
     struct lh_sim_link_opts ssd;
-    uint64_t cap_bytes_per_s; /* for all SSDs together; 0: none */
+    uint64_t cap_bytes_per_s; /* the limit for all SSDs together; 0: none */
     uint64_t sync_ns;
     uint32_t worker_count;
     uint64_t worker_bytes_per_s; /* memory traffic of one worker */
@@ -75,8 +75,8 @@ struct lh_sim_run_opts {
     uint64_t commit_every;
     enum lh_engine_schedule schedule;
     uint64_t step_last;
-    uint64_t event_count_max;         /* of one drive; 0: no limit */
-    uint32_t trace_count;             /* of the engine's events; 0: none */
+    uint64_t event_count_max;         /* the most events of one drive; 0: no limit */
+    uint32_t trace_count;             /* the engine's events that are kept; 0: none */
     const struct lh_sim_hooks *hooks; /* NULL: none */
     void *hooks_context;
 };

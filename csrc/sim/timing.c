@@ -17,8 +17,8 @@
 /* The steps that are measured, and how often the engine commits while they run. */
 struct window {
     uint64_t commit_every;
-    uint64_t first; /* commits */
-    uint64_t last;  /* is between two commits, if there is such a step */
+    uint64_t first; /* commits, unless commit_every is NEVER */
+    uint64_t last;  /* lies between two commits, if such a step exists */
 };
 
 static struct window window_of(const struct lh_sim_timing_opts *opts)

@@ -28,7 +28,7 @@
 enum lh_sim_train_state {
     LH_SIM_TRAIN_STATE_BEGIN = 0,
     LH_SIM_TRAIN_STATE_ACQUIRE,
-    LH_SIM_TRAIN_STATE_SAVED, /* until the tensors that its forward saved are back */
+    LH_SIM_TRAIN_STATE_SAVED, /* until the tensors that its forward saved are fetched */
     LH_SIM_TRAIN_STATE_COMPUTE,
     LH_SIM_TRAIN_STATE_TAKEN, /* until few enough of the tensors it saved are on their way out */
     LH_SIM_TRAIN_STATE_GRADIENT,
@@ -79,22 +79,22 @@ struct lh_sim_train {
     enum lh_sim_train_state state;
     enum lh_sim_train_phase phase;
     int rc;
-    uint64_t step; /* closed */
+    uint64_t step; /* the last closed step */
     uint32_t block;
-    uint32_t unit;  /* of the block, to be acquired */
-    uint32_t part;  /* of the model */
-    uint32_t param; /* the next one of the block to get a gradient: an index into due */
+    uint32_t unit;  /* the next unit to acquire: an index into the block's units */
+    uint32_t part;  /* the current part: an index into the model's parts */
+    uint32_t param; /* the next parameter to get a gradient: an index into due */
     bool is_asked;
     bool is_computed;
     bool has_hypers;
-    uint64_t since_ns;  /* of the wait */
+    uint64_t since_ns;  /* when the state began */
     bool *has_gradient; /* in the open step: all parameters that are not frozen */
     uint32_t *due;      /* the parameters whose gradients the block passes */
     uint32_t due_count;
     uint32_t *saved_items;  /* the engine's items, by the model's saved tensors */
     uint32_t saved_next;    /* tensors before it have not been fetched yet */
     uint32_t saved_back;    /* of the part in backward: tensors before it are still awaited */
-    uint64_t fetched_bytes; /* and not dropped */
+    uint64_t fetched_bytes; /* the size of the tensors fetched and not dropped yet */
     uint32_t *handles;      /* held by this thread, by unit */
     struct lh_sim_train_times times[LH_SIM_STEP_COUNT_MAX]; /* step s is at s % MAX */
 };

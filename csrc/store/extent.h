@@ -36,7 +36,7 @@
 
 /* Large enough for a drive's full speed, small enough to spread one chunk over several drives. */
 #define LH_STORE_STRIPE_BYTES (2 * LH_MIB)
-/* Weights are rounded to one part in this many. */
+/* The most stripes in a cycle. Weights that do not fit are rounded to one part in this many. */
 #define LH_STORE_CYCLE_STRIPES_MAX 1024
 #define LH_STORE_SLOT_COUNT_MAX 2
 /* Larger weights could overflow their sum. */

@@ -253,15 +253,15 @@ def _is_disk_full(code: int, message: str) -> bool:
 def engine_raiser(
     unit_names: Sequence[str], param_names: Sequence[str]
 ) -> Callable[[int, str, bool], LohanError]:
-    """Make the function that turns the engine's errors into exceptions, and numbers into names.
+    """Make a function that converts the engine's errors to exceptions, and numbers to names.
 
     Args:
         unit_names: the name of each unit.
         param_names: the name of each parameter.
 
     Returns:
-        A function of (-errno, message, is_rule) that returns the exception. With is_rule, a rule of
-        the training step was broken, and errno identifies it.
+        A function of (-errno, message, is_rule) that returns the exception. If is_rule is true,
+        the program broke a rule of the training step, and errno identifies the rule.
     """
 
     def named(match: re.Match[str]) -> str:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from lohan.activations._frame import Owner
 
 FORMAT = 1
-# In place of the layer that computed a saved tensor: it is an input of the block; it is not tracked
-# (a parameter, or something small).
+# In place of the layer that computed a saved tensor: GIVEN if the tensor is an input of the block,
+# NOBODY if it is not tracked (a parameter, or something small).
 GIVEN = -1
 NOBODY = -2
 # Forward and backward of blocks take three times as long as their forward. A step that took more
@@ -92,7 +92,8 @@ class Visit:
         saves: (storage, layer) of each saved tensor, in order; GIVEN or NOBODY instead of a layer.
         calls: the calls of layers, in order.
         ns: the time of each layer, without the layers inside it.
-        flop: the same in floating-point operations, as torch counts them; zeros if not counted.
+        flop: the floating-point operations of each layer, without the layers inside it, as torch
+            counts them; zeros if not counted.
     """
 
     block: str
@@ -115,7 +116,7 @@ class Visit:
             and _are_counts([layer for _, layer in saves], NOBODY, len(names))
             and all(storage >= 0 or layer == NOBODY for storage, layer in saves)
             and all(call.is_valid(i, self, storage_count) for i, call in enumerate(calls))
-            and _are_counts(self.ns, -_NS_MAX, _NS_MAX)  # negative if children ran on after it
+            and _are_counts(self.ns, -_NS_MAX, _NS_MAX)  # negative if inner layers took longer
             and _are_counts(self.flop, 0, _FLOP_MAX)
             and len(self.ns) == len(self.flop) == len(names)
         )
@@ -245,7 +246,7 @@ class _Span:
     flop_end: int = 0
     inner_flop: int = 0
     inner_ns: int = 0
-    is_cut: bool = False  # it ended by an exception, as the last one of a recomputation does
+    is_cut: bool = False  # an exception ended it, as it ends the last one of a recomputation
 
 
 class Recorder:
@@ -266,14 +267,14 @@ class Recorder:
         self._numbers: dict[int, tuple[object, int]] = {}
 
     def begin_forward(self) -> None:
-        """Begin a forward; the step's last one is reported, but all recomputation is timed."""
+        """Begin a forward. Only the step's last one is reported, but all recomputation is timed."""
         self.records = []
         self.storages = []
         self.outside = []
         self._numbers = {}
 
     def outside_only(self) -> list[tuple[int, int]]:
-        """Return what was saved outside of blocks and is neither saved by a block nor its input."""
+        """Return what was saved only outside of blocks, and is not an input of a block."""
         inside = {i for record in self.records for i, _ in record.visit.saves}
         inside.update(i for record in self.records for i in record.visit.inputs)
         return [(storage, before) for storage, before in self.outside if storage not in inside]

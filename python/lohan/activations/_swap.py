@@ -227,18 +227,18 @@ class _Item:
         self.number = number
         self.nbytes = nbytes
         self.packed = packed  # until the engine has copied its bytes
-        self.before: weakref.ref[_Item] | None = None  # the one that was put before it
+        self.before: weakref.ref[_Item] | None = None  # the item that was put before this one
         self.bytes: torch.Tensor | None = None
-        self.kept: Any = None  # counts its target as device memory
+        self.kept: Any = None  # counts `bytes` as device memory
         self.is_fetched = False
-        self.is_ahead = False  # prefetched, and not requested yet
+        self.is_ahead = False  # prefetched, and not used yet
         self.is_dropped = False
 
     def release(self) -> None:
         """Free what was saved once its bytes are copied, unless it was changed in the meantime.
 
-        A changed one is kept, so that inner_unpack() raises for it in get(). It cannot be called
-        here, in the middle of an operation that saves another tensor.
+        A changed tensor is kept, so that inner_unpack() raises for it in get(). inner_unpack()
+        cannot be called here, in the middle of an operation that saves another tensor.
         """
         packed = self.packed.packed if isinstance(self.packed, Kept) else self.packed
         tensor, version = packed if isinstance(packed, tuple) else (packed, 0)
@@ -246,7 +246,7 @@ class _Item:
             self.packed = None
 
     def fetch(self) -> None:
-        """Request its bytes from the engine."""
+        """Request the storage's bytes from the engine."""
         target = 0
         swap = self.swap
         if swap.has_device:
@@ -258,13 +258,13 @@ class _Item:
         self.is_fetched = True
 
     def ahead_end(self) -> None:
-        """Stop counting it as prefetched: it was requested, or never will be."""
+        """Stop counting the storage as prefetched: it is used now, or never will be."""
         if self.is_ahead:
             self.is_ahead = False
             self.swap.ahead_bytes -= self.nbytes
 
     def get(self) -> torch.Tensor:
-        """Return its bytes, on the device that computes."""
+        """Return the storage's bytes, on the device that computes."""
         swap = self.swap
         swap.sweep()
         if not self.is_dropped:
@@ -343,7 +343,7 @@ class Swap:
         self.window_set(self.window_first)
         self.pending: collections.deque[_Item] = collections.deque()
         self.pending_bytes = 0
-        self.ahead_bytes = 0  # prefetched, and not requested yet
+        self.ahead_bytes = 0  # prefetched, and not used yet
         self.wait_ns = 0
         self.last: weakref.ref[_Item] | None = None
         self._known: dict[int, tuple[_StorageRef, int, weakref.ref[_Item]]] = {}

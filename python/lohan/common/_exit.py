@@ -13,10 +13,11 @@ with a status other than 0 ended the program or that thread, or SIGTERM arrived.
 not a failure. In a notebook or at a prompt, an exception ends a cell, not the program, and does not
 count. An error raised by lohan itself always counts, because the session records it.
 
-[Note: Exits that are caught] A program may catch the SystemExit of sys.exit() and continue, so that
-calling sys.exit() proves nothing. Python calls no hook for a SystemExit that reaches the top of the
-main thread, but it reads the exception's `code` there, after the last Python frame has ended.
-sys.exit() therefore raises a subclass whose `code` records that it was read outside of all frames.
+[Note: Exits that are caught] A program may catch the SystemExit of sys.exit() and continue, so a
+call of sys.exit() does not mean that the program ends. Python calls no hook for a SystemExit that
+reaches the top of the main thread, but it reads the exception's `code` there, after the last Python
+frame has ended. sys.exit() therefore raises a subclass whose `code` records that it was read
+outside of all frames.
 """
 
 from __future__ import annotations
@@ -69,14 +70,14 @@ class Moment(NamedTuple):
 
 
 def _is_intended(error: BaseException | None) -> bool:
-    """Return whether an exception is no failure: an exit without a status, or a generator's."""
+    """Return whether there is no failure: no exception, an exit with status 0, or GeneratorExit."""
     if isinstance(error, SystemExit):
         return error.code in (None, 0)
     return error is None or isinstance(error, GeneratorExit)
 
 
 def _handled() -> int:
-    """Return the id of the exception being handled; 0 if there is none, or it is no failure."""
+    """Return the id of the exception being handled; 0 if there is none or it is not a failure."""
     error = sys.exception()
     return 0 if _is_intended(error) else id(error)
 
@@ -193,7 +194,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    """Unwind to atexit, which commits closed steps. See [Note: SIGTERM in a finalizer]."""
+    """Raise SystemExit, so that sessions are closed. See [Note: SIGTERM in a finalizer]."""
     global _end, _unraisable_before
     if _end is None:
         _end = SystemExit(128 + number)

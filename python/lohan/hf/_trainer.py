@@ -554,7 +554,7 @@ def _without_numbers(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group of AdamW without its hyper-parameters.
 
     Raises:
-        UnsupportedError: the group asks for another update rule.
+        UnsupportedError: the group uses another update rule.
     """
     check_rule(group)
     return {key: value for key, value in group.items() if key not in (*DEFAULTS, *RULE)}

@@ -216,7 +216,7 @@ class Steps:
     def _compute_loss(
         self, plain: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not self._is_asked:  # an evaluation, or one of the runs of zo_step
+        if not self._is_asked:  # in an evaluation, or inside zo_step
             return plain(model, inputs, *args, **kwargs)
         self._calls += 1
         if self._calls > 1:

@@ -1,7 +1,7 @@
 """The part of a session that lets several runs of the model take turns, block by block.
 
-Between two turns of a run, the others may have advanced the parameters that it has bound or moved.
-So turns change in the hooks of blocks, and parameters used outside blocks are checked again.
+Between two turns of a run, other runs may change the parameters that it has bound or moved. Turns
+therefore change in the hooks of blocks, and parameters used outside of blocks are checked again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Where:
-    """The positions of a unit's copies: where it is computed with, in main memory, and on SSD."""
+    """The positions of a unit's copies: where it is used, in main memory, and on SSD."""
 
     __slots__ = ("address", "base", "host", "is_kept", "kept", "makes", "outs", "position")
 

@@ -1,7 +1,7 @@
 """Facts about this machine: PCIe links, drives, the GPU's driver, containers.
 
-They are read from /proc, /sys and the driver's library; no program is run. Tests pass another
-`root` than /.
+They are read from /proc, /sys and the driver's library; no program is run. Tests pass a
+`root` other than /.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def _link_rates(name: str, index: int) -> tuple[int, int]:
 
 
 def link_rates(device: Device) -> tuple[int, int]:
-    """Return the bytes per second to a device and back; those of an emulated one may be set."""
+    """Return the bytes per second to a device and back, as set or else measured."""
     asked = device.link_bytes_per_s
     measured = (0, 0) if all(asked) else _link_rates(device.name, device.index)
     return asked[0] or measured[0], asked[1] or measured[1]
@@ -181,7 +181,7 @@ def link_rates(device: Device) -> tuple[int, int]:
 
 @functools.cache
 def update_rate(workers: int) -> int:
-    """Return the parameters per second that some workers update, measured once per process."""
+    """Return the parameters per second that `workers` threads update, measured once per process."""
     return _adam_rate(workers)
 
 

@@ -40,7 +40,7 @@ class Holds:
         self._holders: set[object] = set()
 
     def take(self, holder: object) -> None:
-        """Wait for a commit in progress, and let none begin until all holders called give()."""
+        """Wait for a running commit, and let none begin until all holders have called give()."""
         with self._lock:
             self._holders.add(holder)
         self._engine.commit_hold()
@@ -85,7 +85,7 @@ class Commits(SessionPart):
     """The base class of a session that decides what the store contains when it is next opened.
 
     Attributes:
-        has_edits: parameters were changed by other means than steps and not yet committed.
+        has_edits: parameters were changed by other means than steps, and are not committed yet.
         resumed_step: the step that the session was resumed at; None for a new store.
     """
 

@@ -107,8 +107,8 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     # A commit's buffers are in two manifests, in the engine, and in the packed copy.
     bookkeeping += 4 * _store.buffer_room_bytes(layout)
     bookkeeping += TRACE_EVENT_BYTES * min(config.trace_events, _core.TRACE_COUNT_MAX)
-    # Waiting gradients are on SSD in the place of the next parameters, in a slot that no commit
-    # needs. Sums of gradients are in memory.
+    # Gradients that wait for the step's close are on SSD, in a slot that no commit needs, where the
+    # updated parameters will be written. Sums of gradients are in memory.
     waiting = (
         config.schedule in (*SCHEDULES_AT_STEP, "auto"),
         config.commit_every not in ("auto", 1),

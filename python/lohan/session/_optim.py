@@ -62,7 +62,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._session = session
 
     def _members_now(self) -> list[set[int]]:
-        """Return the ids of each group's parameters, which the session keeps alive."""
+        """Return the ids of each group's parameters; the session keeps the parameters alive."""
         return [{id(p) for p in group["params"]} for group in self.param_groups]
 
     def rebind(self, tensors: dict[int, nn.Parameter]) -> None:

@@ -554,7 +554,7 @@ class Session(ForwardRules, Commits):
         return _snapshot.begin(self, out, on_change, is_behind_step=is_behind_step)
 
     def forked(self) -> None:
-        """Make all parameters hollow, in a forked child process."""
+        """Make all parameters hollow in a forked child, which does not have their memory."""
         if not self.closed:
             self._engine.scopes_drop()
 

@@ -455,7 +455,7 @@ def begin(
             raise
         session.snapshot_now = copy.handle
         copy.handle.run(copy.run, give)
-    except BaseException:  # a Ctrl-C may come anywhere
+    except BaseException:  # a Ctrl-C may arrive at any point
         if copy is None:
             give()
         else:
