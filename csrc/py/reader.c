@@ -185,7 +185,9 @@ static int object_read(const struct subject *subject, PyObject *value, void *mem
 int lhpy_rows_read(PyObject *object, const struct lhpy_table *table, void *rows_out,
                    uint32_t *count_out)
 {
-    bool is_packed = PyBytes_Check(object) && table->form == LHPY_FORM_VALUE;
+    /* Only numbers that any bits are valid for, because packed ones are not looked at. */
+    bool is_packed = PyBytes_Check(object) && table->form == LHPY_FORM_VALUE &&
+                     table->fields->kind == LHPY_KIND_U32 && !table->fields->names;
     pointer_store(rows_out, NULL);
     *count_out = 0;
     Py_ssize_t count = PySequence_Size(object) / (is_packed ? (Py_ssize_t)table->row_bytes : 1);

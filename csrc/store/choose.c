@@ -33,7 +33,8 @@
  * A witness shows whether a file other than file 0 is as recent as file 0 says: each commit writes
  * one to the place of its sequence number before it writes its superblock. An older witness there
  * means that the directory was restored from an older copy. A witness newer than any commit that
- * can have been under way means that file 0 was. Restoring file 0 to exactly the previous step
+ * can have been under way means that file 0 was, unless file 0's newest superblock is lost, whose
+ * number is then unknown. Restoring file 0 to exactly the previous step
  * looks like a crash during the last commit, and the store opens at that step, which is intact. No
  * two commits, interrupted or not, share a sequence number (lh_store_settle()); otherwise a copy
  * made during an interrupted commit would have the witness of the commit that replaced it.

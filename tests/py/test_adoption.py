@@ -210,11 +210,21 @@ def test_a_scheduler_made_for_it_rules_and_torch_does_not_warn(
     assert had == expected and len(set(had)) == 6
 
 
+class Broken(LRScheduler):
+    """A scheduler whose optimizer cannot be looked at."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
 def test_a_scheduler_of_an_optimizer_that_wrap_does_not_get_is_reported(
     workshop: Workshop, capfd: pytest.CaptureFixture[str]
 ) -> None:
     others = late(torch.float32)
-    kept = [LambdaLR(AdamW(others.parameters()), lambda step: 1.0)]
+    kept: list[Any] = [LambdaLR(AdamW(others.parameters()), lambda step: 1.0), Broken()]
     for optimizer_is_given in (False, True):
         model = late(torch.float32)
         optimizer = AdamW(model.parameters(), **HYPER)
@@ -223,6 +233,7 @@ def test_a_scheduler_of_an_optimizer_that_wrap_does_not_get_is_reported(
         workshop.wrap(model, **given)
         kept.append(LambdaLR(model.optimizer, lambda step: 1.0))
         said = capfd.readouterr().err
+        assert "Broken" not in said
         assert said.count("LambdaLR has no effect") == (0 if optimizer_is_given else 1)
         assert optimizer_is_given or "learning rates of AdamW" in said
 

@@ -512,6 +512,8 @@ def test_what_has_no_meaning_is_refused_by_name(store_dir: pathlib.Path) -> None
         ({"accumulate": 2}, UnsupportedError),
         ({"eps": 0.0}, ModelError),
         ({"num_samples": 0}, ModelError),
+        ({"num_samples": True}, ModelError),
+        ({"seed": True}, ModelError),
         ({"seed": -1}, ModelError),
         ({"rng": "dice"}, ModelError),
         ({"lr": float("nan")}, HyperParameterError),

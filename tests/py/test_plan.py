@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("torch")
 
 from lohan import _core
-from lohan.errors import ModelError
-from lohan.planning import _plan
+from lohan.errors import MachineError, ModelError
+from lohan.planning import _plan, _policies
 
 GB = 10**9
 TFLOP = 10**12
@@ -213,6 +213,19 @@ def test_a_choice_that_does_not_fit_is_refused_with_numbers_or_told_all_the_same
         _core.plan_step(model.as_core(), SERVER.as_core(), fates)
     plan = _core.plan_step(model.as_core(), SERVER.as_core(), fates, must_fit=False)
     assert plan["step"]["gpu_bytes"] > model.activation_bytes
+
+
+def test_fates_are_not_read_from_bytes() -> None:
+    model = _plan.named_model("opt-1.3b", batch=4)
+    with pytest.raises(TypeError, match="a fate must be a str, not int"):
+        _core.plan_step(model.as_core(), SERVER.as_core(), b"\x04" * 122)
+
+
+def test_a_number_of_the_wrong_type_is_an_invalid_machine() -> None:
+    model = _plan.named_model("opt-1.3b", batch=4)
+    machine = dataclasses.replace(SERVER, gpu_bytes=24e9)
+    with pytest.raises(MachineError, match="gpu_bytes must be an integer, not float"):
+        _policies.make(model, machine, "lohan")
 
 
 @pytest.mark.parametrize(

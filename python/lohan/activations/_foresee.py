@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
 # The bytes that an update moves for each parameter, as in lohan.simulate.
 _UPDATE_BYTES = {"float32": 24, "bfloat16": 24, "float16": 28}
+# The most workers of a simulated machine (csrc/py/simulate.c).
+_WORKERS_MAX = 64
 _SSD_LATENCY_NS = 80_000
 _SSD_SYNC_NS = 200_000
 # The steps between commits, for a session that never commits.
@@ -76,7 +78,7 @@ def step_s(
     config, device = session.config, session.device
     memory, transit, store, _ = session.saving.options
     dtype = _DTYPES[model.residual_bytes]
-    workers = config.threads or len(os.sched_getaffinity(0))
+    workers = min(config.threads or len(os.sched_getaffinity(0)), _WORKERS_MAX)
     every = config.commit_steps or _NEVER
     raw = _core.simulate(
         units=[(dtype, False, n) for n in map(block_params, model.blocks) if n],

@@ -266,9 +266,9 @@ def make(
     samples = 1 if asked["num_samples"] is None else asked["num_samples"]
     if not 0 < eps < float("inf"):
         raise ModelError(f"eps {eps} must be a finite number above 0")
-    if not (isinstance(seed, int) and 0 <= seed < _SEEDS):
+    if not (type(seed) is int and 0 <= seed < _SEEDS):
         raise ModelError(f"seed {seed!r} must be a whole number from 0 to 2^64 - 1")
-    if not (isinstance(samples, int) and 0 < samples < _SAMPLES_MAX):
+    if not (type(samples) is int and 0 < samples < _SAMPLES_MAX):
         raise ModelError(
             f"num_samples {samples!r} must be a whole number from 1 to {_SAMPLES_MAX - 1}"
         )

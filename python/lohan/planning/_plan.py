@@ -18,8 +18,8 @@ same dict for given choices is returned by `plan_step(model, machine, fates, blo
 schedule="optimized", master_bytes=None, must_fit=True)`: fates is "keep", "host", "ssd" or
 "recompute" for each layer; blocks is a dict of is_deferred, has_host_p16, has_host_master and
 has_host_moments for each block (None: all False); master_bytes is 4 (the papers' master) or None
-(the model's residual). An invalid argument raises ValueError; a model that does not fit raises
-MemoryError.
+(the model's residual). An invalid argument raises ValueError or TypeError; a model that does not
+fit raises MemoryError.
 """
 
 from __future__ import annotations

@@ -41,5 +41,5 @@ def make(model: Model, machine: Machine, policy: str) -> dict[str, Any]:
         raise
     except MemoryError as error:
         raise BudgetError(str(error)) from error
-    except (ValueError, OSError) as error:
+    except (TypeError, ValueError, OSError) as error:
         raise MachineError(str(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from typing import TYPE_CHECKING
@@ -55,26 +56,34 @@ def _subclasses(base: type) -> set[type]:
     return {base}.union(*(_subclasses(each) for each in base.__subclasses__()))
 
 
+def _is_replaced(optimizer: object, session: Session, origin: torch.optim.Optimizer | None) -> bool:
+    """Return whether an optimizer updated parameters that the session updates now."""
+    if optimizer is origin or isinstance(optimizer, StoreOptimizer):
+        return False
+    groups = getattr(optimizer, "param_groups", ())
+    kept = {id(group) for group in origin.param_groups} if origin is not None else set()
+    if any(id(group) in kept for group in groups):
+        return False  # it wraps origin
+    ours = {id(param.tensor) for param in session.layout.params}
+    return any(id(param) in ours for group in groups for param in group["params"])
+
+
 def _of_schedulers(session: Session, origin: torch.optim.Optimizer | None) -> list[str]:
     """Return notes on schedulers of an optimizer that no longer updates the parameters.
 
     Nothing else would report them: their step() works, and changes rates that nothing reads.
     """
-    ours = {id(param.tensor) for param in session.layout.params}
-    kinds = _subclasses(LRScheduler)
+    kinds = {id(kind) for kind in _subclasses(LRScheduler)}
     told = []
-    # By type(): isinstance() would run the __class__ properties of other libraries' objects.
-    for found in [each for each in gc.get_objects() if type(each) in kinds]:
-        other = getattr(found, "optimizer", None)
-        if other is origin or isinstance(other, StoreOptimizer):
-            continue
-        groups = getattr(other, "param_groups", ())
-        if any(id(param) in ours for group in groups for param in group["params"]):
-            told.append(
-                f"{type(found).__name__} has no effect, because it sets the learning rates of"
-                f" {type(other).__name__}, which does not train this model any more: pass"
-                " wrap(optimizer=...), or create the scheduler from model.optimizer"
-            )
+    # By identity, because isinstance() and hashes of types may run other libraries' code.
+    for found in [each for each in gc.get_objects() if id(type(each)) in kinds]:
+        with contextlib.suppress(Exception):  # a note must not make wrap() fail
+            if _is_replaced(found.optimizer, session, origin):
+                told.append(
+                    f"{type(found).__name__} has no effect, because it sets the learning rates of"
+                    f" {type(found.optimizer).__name__}, which does not train this model any more:"
+                    " create the scheduler from model.optimizer, or pass wrap(optimizer=...)"
+                )
     return told
 
 
