@@ -7,7 +7,7 @@
 #include "base/assert.h"
 
 #define ALLOC_ALIGNMENT_BYTES 64
-/* No machine can map more. Up to this size, adding an alignment cannot overflow. */
+/* No machine can map more bytes. Up to this size, adding an alignment cannot overflow. */
 #define ALLOC_BYTES_MAX (UINT64_C(1) << 46)
 
 void *lh_alloc_zeroed(struct lh_alloc *alloc, uint64_t count, uint64_t bytes)
@@ -16,7 +16,7 @@ void *lh_alloc_zeroed(struct lh_alloc *alloc, uint64_t count, uint64_t bytes)
         alloc->refused_count++;
         return NULL;
     }
-    /* Stays at 0: exhausted memory does not become available by retrying. */
+    /* fail_after stays at 0: exhausted memory does not become available by retrying. */
     if (alloc->fail_after == 0)
         return NULL;
     if (alloc->fail_after > 0)
@@ -24,7 +24,7 @@ void *lh_alloc_zeroed(struct lh_alloc *alloc, uint64_t count, uint64_t bytes)
     uint64_t total_bytes = 0;
     if (__builtin_mul_overflow(count, bytes, &total_bytes) || total_bytes > ALLOC_BYTES_MAX)
         return NULL;
-    /* The exact size, not rounded up, so that AddressSanitizer detects an overrun by one byte. */
+    /* Allocate the exact size, so that AddressSanitizer detects an overrun by one byte. */
     void *pointer = NULL;
     size_t size = (size_t)lh_max_u64(total_bytes, 1);
     if (posix_memalign(&pointer, ALLOC_ALIGNMENT_BYTES, size) != 0)

@@ -1,5 +1,5 @@
 /*
- * The only way in which lohan's core allocates heap memory.
+ * The allocator through which lohan's core allocates all of its heap memory.
  *
  * An engine allocates everything while it is created and then seals its allocator: memory budgets
  * are upper limits, and a training run must not run out of memory at step 10,000. A sealed
@@ -22,7 +22,7 @@ struct lh_alloc {
     bool sealed;
     int64_t fail_after;     /* the number of allocations that still succeed; -1: all */
     uint64_t live_count;    /* allocations that are not freed yet */
-    uint64_t live_bytes;    /* their size, as rounded by the heap */
+    uint64_t live_bytes;    /* the size of these allocations, as rounded by the heap */
     uint64_t refused_count; /* allocations attempted while sealed */
 };
 
@@ -36,7 +36,7 @@ struct lh_alloc {
  */
 void *lh_alloc_zeroed(struct lh_alloc *alloc, uint64_t count, uint64_t bytes) LH_MUST_CHECK;
 
-/* pointer may be NULL. */
+/* Free memory that alloc allocated. pointer may be NULL. */
 void lh_free(struct lh_alloc *alloc, void *pointer);
 
 void lh_alloc_seal(struct lh_alloc *alloc);

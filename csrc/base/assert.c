@@ -15,7 +15,7 @@ void lh_assert_hook_set(void (*hook)(void *context), void *context)
 _Noreturn void lh_assert_fail(const char *expression, const char *file, int line)
 {
     fprintf(stderr, "lohan: %s:%d: assertion failed: %s\n", file, line, expression);
-    /* Clear it first: a failed assertion inside the hook must not recurse forever. */
+    /* Clear the hook first: a failed assertion inside it must not recurse forever. */
     void (*hook)(void *context) = assert_hook;
     assert_hook = NULL;
     if (hook)

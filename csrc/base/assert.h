@@ -12,8 +12,8 @@
 _Noreturn void lh_assert_fail(const char *expression, const char *file, int line);
 
 /*
- * Set the hook: a simulator prints its seed there. NULL removes it. Thread: set it before threads
- * start.
+ * Set the hook, in which a simulator prints its seed; NULL removes the hook. Thread: call this
+ * before threads start.
  */
 void lh_assert_hook_set(void (*hook)(void *context), void *context);
 

@@ -27,7 +27,7 @@
 #define LH_BLOCK_BYTES UINT64_C(4096)
 /* One checksum covers this many bytes of an extent (the last one of an extent may cover fewer). */
 #define LH_CHECKSUM_BYTES LH_MIB
-/* Transparent and reserved huge pages on x86-64 and on aarch64 with 4 KiB base pages. */
+/* The size of huge pages on x86-64 and on aarch64 with 4 KiB base pages. */
 #define LH_HUGE_PAGE_BYTES (UINT64_C(2) << 20)
 
 #define LH_COUNT_OF(array) (sizeof(array) / sizeof((array)[0]))
@@ -48,8 +48,8 @@ static inline uint64_t lh_div_ceil(uint64_t value, uint64_t divisor)
 }
 
 /*
- * value must be at most UINT64_MAX - alignment. Every size in lohan is below 2^60, which is checked
- * where sizes are received.
+ * Round value up to a multiple of alignment. value must be at most UINT64_MAX - alignment. Sizes in
+ * lohan are at most 2^60, which is checked where they are received.
  */
 static inline uint64_t lh_align_up(uint64_t value, uint64_t alignment)
 {

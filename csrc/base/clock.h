@@ -12,7 +12,7 @@ struct lh_clock {
     void *context;
 };
 
-/* CLOCK_MONOTONIC. */
+/* The operating system's CLOCK_MONOTONIC. */
 struct lh_clock lh_clock_real(void);
 
 static inline uint64_t lh_clock_now_ns(const struct lh_clock *clock)

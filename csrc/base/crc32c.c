@@ -7,7 +7,7 @@
 #include "base/crc32c_kernels.h"
 
 #if defined(__aarch64__)
-#include <sys/auxv.h> /* and HWCAP_* of that machine */
+#include <sys/auxv.h> /* getauxval, HWCAP_CRC32 */
 #endif
 
 #define KERNEL_COUNT_MAX 3
@@ -29,7 +29,7 @@ static uint32_t times_x(uint32_t value)
 uint32_t lh_crc32c_multiply(uint32_t left, uint32_t right)
 {
     uint32_t product = 0;
-    /* For left's coefficients from x^0 (the top bit) up, multiplying right by x each time. */
+    /* Process left's coefficients from x^0 (the top bit) up; multiply right by x each time. */
     for (; left != 0; left <<= 1) {
         if (left & X_TO_0)
             product ^= right;
@@ -128,9 +128,9 @@ uint32_t lh_crc32c(uint32_t crc, const void *data, uint64_t bytes)
 uint32_t lh_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t b_bytes)
 {
     /*
-     * With R(m) a message's remainder, i and f the inversions before and after: crc(m) is
-     * R(m) ^ i * x^len(m) ^ f. In crc(A) * x^len(B) ^ crc(B) the inversion after A cancels against
-     * the one before B, because i and f are the same word; what is left is crc(A|B).
+     * Let R(m) be the remainder of message m, and i and f the inversions before and after it. Then
+     * crc(m) = R(m) ^ i * x^len(m) ^ f. In crc(A) * x^len(B) ^ crc(B) the inversion after A cancels
+     * the one before B, because i and f are the same word; the result is crc(A|B).
      *
      * x has the order 2^31 - 1 modulo P, so 8 * b_bytes may be taken modulo it and cannot overflow.
      */

@@ -3,8 +3,8 @@
  *
  * All implementations return the same value: a table (any machine), the SSE4.2 or ARMv8
  * instruction, and AVX-512 VPCLMULQDQ folding, which runs at cache speed. The optimizer verifies
- * and computes checksums of 24 bytes per parameter while they are in cache, so a slower
- * implementation would limit it.
+ * and computes checksums of 24 bytes per parameter while they are in cache, so its speed would
+ * suffer from a slower implementation.
  *
  * Chaining: start with crc = 0; crc = lh_crc32c(crc, next, bytes) over consecutive pieces equals
  * one call over all of them.
@@ -25,12 +25,12 @@ struct lh_crc32c_kernel {
 };
 
 /*
- * Get the kernels that this machine can run, best first; returns their number. For tests,
- * benchmarks and doctor.
+ * Get the kernels that this machine can run, best first. Returns their number. Tests, benchmarks
+ * and the doctor use this.
  */
 int lh_crc32c_kernels(const struct lh_crc32c_kernel **kernels_out);
 
-/* The CRC of the concatenation A|B, from crc(A), crc(B) and the length of B. */
+/* Compute the CRC of the concatenation A|B from crc(A), crc(B) and the length of B. */
 uint32_t lh_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t b_bytes);
 
 #endif

@@ -1,19 +1,19 @@
 /*
- * Folding with 512-bit carry-less products, after V. Gopal et al., "Fast CRC Computation for
- * Generic Polynomials Using PCLMULQDQ" (Intel, 2009).
+ * CRC-32C by folding with 512-bit carry-less products, after V. Gopal et al., "Fast CRC Computation
+ * for Generic Polynomials Using PCLMULQDQ" (Intel, 2009).
  *
- * A 128-bit lane with the words L (first) and H stands for L * x^64 + H. To move it D bits ahead,
- * onto the data that lies there, it is multiplied by x^D modulo P:
+ * A 128-bit lane with the words L (first) and H stands for L * x^64 + H. To be added to the data
+ * that follows D bits later, a lane is multiplied by x^D modulo P:
  *
  *      lane * x^D  =  L * x^(64+D) + H * x^D  =  L clmul k0  xor  H clmul k1
  *      k0 = x^(64+D-1), k1 = x^(D-1)          one power short, see [Note: Reflected polynomials]
  *
- * Eight accumulators of four lanes run over 512 bytes at a time, which covers the latency of the
- * product. They are folded to four, two, one; its four lanes to one; and the 16 bytes that are left
- * have the remainder of the whole.
+ * Eight accumulators of four lanes process 512 bytes at a time, which hides the latency of the
+ * product. At the end they are folded to four, two and one accumulator, and its four lanes to one.
+ * These last 16 bytes have the same remainder as the whole message.
  *
- * Two products for each 64 bytes are the limit: 58 GB/s were measured on Zen 4 at 3.7 GHz, which
- * starts a 512-bit product every second cycle (16 KiB buffers, one thread, 2026-11).
+ * The speed is limited by the two products per 64 bytes: 58 GB/s were measured on Zen 4 at 3.7 GHz,
+ * which starts a 512-bit product every second cycle (16 KiB buffers, one thread, 2026-11).
  */
 #if defined(__x86_64__)
 
@@ -33,7 +33,7 @@ static struct fold_constants by_eight; /* moves a vector ahead by eight vectors 
 static struct fold_constants by_four;
 static struct fold_constants by_two;
 static struct fold_constants by_one;
-static struct fold_constants to_last_lane; /* lane i ahead by 3 - i; lane 3 becomes 0 */
+static struct fold_constants to_last_lane; /* moves lane i ahead by 3 - i lanes; lane 3 becomes 0 */
 
 static void lane_constants(struct fold_constants *constants, int lane, uint64_t ahead_bytes)
 {
@@ -58,7 +58,7 @@ static inline __m512i load(const void *source)
     return _mm512_loadu_si512(source);
 }
 
-/* Move sum ahead by the distance of constants, and add data. */
+/* Move sum ahead by the distance that constants are for, and add data. */
 static inline __m512i fold(__m512i sum, __m512i constants, __m512i data)
 {
     __m512i first = _mm512_clmulepi64_epi128(sum, constants, 0x00);
@@ -66,7 +66,7 @@ static inline __m512i fold(__m512i sum, __m512i constants, __m512i data)
     return _mm512_ternarylogic_epi64(first, second, data, 0x96); /* exclusive or of three */
 }
 
-/* All whole WIDE_BYTES of source as one vector; start is added to its first bytes. */
+/* Fold all whole WIDE_BYTES of source into one vector. start is added to the first vector. */
 static inline __m512i fold_wide(const uint8_t *source, uint64_t bytes, __m512i start)
 {
     __m512i sums[8];
@@ -90,7 +90,7 @@ static inline __m512i fold_wide(const uint8_t *source, uint64_t bytes, __m512i s
     return fold(sums[6], load(&by_one), sums[7]);
 }
 
-/* The remainder of 64 bytes. */
+/* Compute the remainder of the 64 bytes of sum. */
 static inline uint32_t remainder_of(__m512i sum)
 {
     __m512i moved = fold(sum, load(&to_last_lane), _mm512_setzero_si512());

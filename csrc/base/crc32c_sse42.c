@@ -1,5 +1,6 @@
 /*
- * crc32q takes 8 bytes a cycle but answers after three, so three lanes run side by side:
+ * The instruction crc32q accepts 8 bytes per cycle but has a latency of three cycles, so three
+ * lanes are computed side by side:
  *
  *      | lane 0: crc .......... | lane 1: 0 .......... | lane 2: 0 .......... |
  *
@@ -15,7 +16,7 @@
 
 #include "base/crc32c_kernels.h"
 
-/* Large enough that joining costs nothing; the small lanes process the remainder. */
+/* Large lanes make the cost of joining negligible; small lanes process the remaining bytes. */
 #define LARGE_LANE_BYTES 1024
 #define SMALL_LANE_BYTES 128
 

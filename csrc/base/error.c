@@ -13,7 +13,7 @@ int lh_error_set(struct lh_error *err, int code, const char *format, ...)
         return code;
     va_list arguments;
     va_start(arguments, format);
-    /* In a buffer of its own, because an argument may point into err's message. */
+    /* Use a separate buffer, because an argument may point into err's message. */
     char message[LH_ERROR_MESSAGE_BYTES];
     int length = vsnprintf(message, sizeof(message), format, arguments);
     va_end(arguments);

@@ -18,7 +18,7 @@
 #define LH_ERROR_MESSAGE_BYTES 768
 
 struct lh_error {
-    int code;       /* -errno, 0 when nothing failed */
+    int code;       /* -errno; 0: nothing failed */
     int64_t native; /* the error code of another library (CUresult), or 0 */
     char message[LH_ERROR_MESSAGE_BYTES];
 };
@@ -32,8 +32,8 @@ struct lh_error {
 int lh_error_set(struct lh_error *err, int code, const char *format, ...) LH_PRINTF(3, 4);
 
 /*
- * Put "prefix: " before the message of err. Does nothing if err is NULL or has no error. Returns
- * the code of err.
+ * Put the formatted text and ": " before the message of err. Returns the code of err; if err is
+ * NULL or has no error, does nothing and returns 0.
  */
 int lh_error_prefix(struct lh_error *err, const char *format, ...) LH_PRINTF(2, 3);
 

@@ -48,7 +48,7 @@ void lh_range_copy(struct lh_range *target, const struct lh_range *source)
     target->granule = source->granule;
 }
 
-/* The first hole that holds bytes (a multiple of the granule), or hole_count. */
+/* The index of the first hole of at least bytes (a multiple of the granule), or hole_count. */
 static uint32_t first_fit(const struct lh_range *range, uint64_t bytes)
 {
     uint32_t index = 0;
@@ -142,7 +142,7 @@ void lh_range_release(struct lh_range *range, uint64_t offset, uint64_t bytes)
     }
     struct lh_range_hole *before = low > 0 ? &range->holes[low - 1] : NULL;
     struct lh_range_hole *behind = low < range->hole_count ? &range->holes[low] : NULL;
-    /* Overlap with a hole: released twice, or never acquired. */
+    /* A range that overlaps a hole was released twice, or was never acquired. */
     LH_ASSERT(!before || before->offset + before->bytes <= offset);
     LH_ASSERT(!behind || offset + bytes <= behind->offset);
 

@@ -34,10 +34,10 @@ int lh_range_init(struct lh_range *range, struct lh_alloc *alloc, uint64_t total
                   uint64_t granule, uint32_t hole_max, struct lh_error *err) LH_MUST_CHECK;
 void lh_range_deinit(struct lh_range *range, struct lh_alloc *alloc);
 void lh_range_reset(struct lh_range *range);
-/* target's hole_max must be at least source's; both are initialised. */
+/* Copy a state. Both ranges are initialized; target's hole_max must be at least source's. */
 void lh_range_copy(struct lh_range *target, const struct lh_range *source);
 
-/* The lowest offset of a hole of at least bytes (rounded up to the granule), or LH_RANGE_NONE. */
+/* Acquire bytes (rounded up to granule) from the first hole that fits: offset or LH_RANGE_NONE. */
 uint64_t lh_range_acquire(struct lh_range *range, uint64_t bytes);
 /* Acquire [offset, offset + bytes), which must be free, to rebuild a region from its contents. */
 void lh_range_take(struct lh_range *range, uint64_t offset, uint64_t bytes);

@@ -1,6 +1,6 @@
 /*
- * The sequence of a cell says who may use it, for the ticket t that maps to it (t & mask is its
- * index):
+ * The sequence of a cell shows who may use the cell, for the ticket t that maps to it (t & mask is
+ * the index of the cell):
  *
  *      sequence == t               empty: the writer that draws ticket t may fill it
  *      sequence == t + 1           full: the reader at ticket t may take it

@@ -1,14 +1,14 @@
 /*
  * A bounded lock-free queue of fixed-size messages with many writers and one reader (one ticket per
  * cell, after D. Vyukov's bounded MPMC queue). It carries messages from training threads to the
- * engine and completions from workers to the engine. It is the only lock-free code in lohan.
+ * engine, and completions from workers and I/O threads to the engine.
  *
  * Invariants:
- *  1. cells is a power of two; cell i's sequence tells whose turn it is (see ring.c).
- *  2. A message is published by the release store of its cell's sequence and read after the acquire
- *     load of it.
+ *  1. The number of cells is a power of two; the sequence of a cell shows who may use it (ring.c).
+ *  2. A message is published by the release store of its cell's sequence and read after an acquire
+ *     load of that sequence.
  *
- * Thread: lh_ring_push any thread; lh_ring_pop the one reader.
+ * Thread: any thread may call lh_ring_push(), only the reader lh_ring_pop().
  */
 #ifndef LH_BASE_RING_H
 #define LH_BASE_RING_H

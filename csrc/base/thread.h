@@ -1,9 +1,9 @@
 /*
  * Starts lohan's threads.
  *
- * Signal handlers should run on the program's own threads, so all signals are blocked in ours,
- * except those of faults: they are delivered to the faulting thread, and a crash reporter needs its
- * stack.
+ * Signal handlers should run on the program's own threads, so all signals are blocked in lohan's
+ * threads, except those of faults: a fault is signalled to the faulting thread, and a crash
+ * reporter needs the stack of that thread.
  *
  * Thread: any.
  */
@@ -17,8 +17,8 @@
 /*
  * As pthread_create(), with attributes or NULL.
  *
- * Errors: -errno of pthread_create (-EAGAIN: the system has no more threads); *thread_out is
- *         undefined then.
+ * Errors: -errno of pthread_create (-EAGAIN: the system has no more threads); *thread_out is then
+ *         undefined.
  */
 int lh_thread_start(pthread_t *thread_out, const pthread_attr_t *attributes, void *(*run)(void *),
                     void *context) LH_MUST_CHECK;

@@ -49,7 +49,7 @@ void lh_waker_wait(struct lh_waker *waker, int timeout_ms)
 {
     struct pollfd news = {.fd = waker->fd, .events = POLLIN};
     int rc = poll(&news, 1, timeout_ms);
-    /* A signal ends the sleep as news does: the owner checks its sources and sleeps again. */
+    /* A signal ends the sleep, too: the owner checks its sources and sleeps again. */
     LH_ASSERT(rc >= 0 || errno == EINTR || errno == ENOMEM);
     lh_waker_cancel(waker);
     uint64_t count = 0;

@@ -1,11 +1,11 @@
 /*
- * Lets a thread sleep until any of its sources has news: an eventfd that I/O backends, workers and
- * other threads write to.
+ * Lets a thread, the owner, sleep until any of its sources has news. A waker is an eventfd that I/O
+ * backends, workers and other threads write to.
  *
  * A writer makes the system call only if the owner sleeps: the owner sets `sleeping`, checks its
  * sources once more, and only then blocks; a writer publishes its news first and then checks
- * `sleeping` (both sequentially consistent), so no wake-up is lost. io_uring's notification always
- * writes to fd.
+ * `sleeping` (both sequentially consistent), so no wake-up is lost. The notifications of io_uring
+ * and libaio always write to fd.
  *
  * Thread: prepare/wait/cancel belong to the owner; lh_waker_wake() is for any thread.
  */
@@ -23,14 +23,14 @@ struct lh_waker {
 
 /*
  * Owns:   the waker owns fd until lh_waker_deinit().
- * Errors: -errno of eventfd (-EMFILE: too many open files); fd is -1 then.
+ * Errors: -errno of eventfd (-EMFILE: too many open files); fd is then -1.
  */
 int lh_waker_init(struct lh_waker *waker, struct lh_error *err) LH_MUST_CHECK;
 void lh_waker_deinit(struct lh_waker *waker);
 
 /* Announce the intention to sleep; the owner must then check all its sources again. */
 void lh_waker_prepare(struct lh_waker *waker);
-/* Sleep until woken or timeout_ms have passed (-1: no timeout); reset sleeping and drain fd. */
+/* Sleep until woken, or for timeout_ms (-1: no timeout), then reset sleeping and drain fd. */
 void lh_waker_wait(struct lh_waker *waker, int timeout_ms);
 /* Undo lh_waker_prepare() because a source had news after all. */
 void lh_waker_cancel(struct lh_waker *waker);

@@ -30,7 +30,7 @@ struct lh_adam_scalars lh_adam_scalars_make(const struct lh_adam_hyper *hyper, u
     };
 }
 
-/* Best first. */
+/* All kernels, best first. */
 static const struct lh_adam_kernel kernels[] = {
 #if defined(__x86_64__)
     {"avx512", lh_adam_avx512, lh_adam_avx512_folding},

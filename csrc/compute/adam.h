@@ -10,11 +10,11 @@
  *      d  = fma(sqrt(v), 1 / bias2_sqrt, eps)
  *      p  = fma(-step_size, m / d, p * decay)
  *
- * with decay = 1 - lr * weight_decay and step_size = lr / bias1. Square root and division are
- * IEEE's, never approximations. sqrt(v) is multiplied by a reciprocal computed in double instead of
- * being divided by bias2_sqrt: this is as exact, whereas a second division raised the time per
- * element in cache from 0.32 to 0.51 ns (one Zen 4 core, AVX-512), close to the limit set by fast
- * memory.
+ * with decay = 1 - lr * weight_decay and step_size = lr / bias1. The square root and the division
+ * are those of IEEE 754, never approximations. sqrt(v) is multiplied by a reciprocal computed in
+ * double instead of being divided by bias2_sqrt. The result is equally exact, whereas a second
+ * division raised the time per element in cache from 0.32 to 0.51 ns (one Zen 4 core, AVX-512),
+ * close to the limit set by fast memory.
  *
  * adam_ref.c is the definition; every SIMD kernel matches it bit for bit, on any input including
  * NaN, infinity and denormals (no flush to zero). A NaN that an update writes to p, m or v is
@@ -35,8 +35,8 @@
  *
  * [Note: 14P] fp16 has three exponent bits fewer than fp32, so no 16-bit residual completes its P16
  * to the exact master. An fp16 parameter has its fp32 master in place of the residual (6 bytes,
- * where bf16 has 4), and P16 is the master rounded to nearest with ties to even: infinity from
- * 65520 on, 0x7E00 for NaN. An update reads the master, but not P16.
+ * where bf16 has 4), and P16 is the master rounded to nearest with ties to even: infinity for
+ * magnitudes from 65520 on, 0x7E00 for NaN. An update reads the master, but not P16.
  *
  * Thread: pure functions over the caller's memory.
  * Source: LoHan IV-C (the optimizer as the gradient's handler); the rule: Loshchilov and Hutter,
@@ -48,8 +48,8 @@
 #include "base/dtype.h"
 
 /*
- * Elements per tile where checksums are computed separately from the update: all arrays of a tile,
- * at most 64 KiB, stay in the second-level cache until they are checksummed again.
+ * The number of elements per tile where checksums are computed separately from the update: all
+ * arrays of a tile, at most 72 KiB, stay in the second-level cache until the second checksum.
  */
 #define LH_ADAM_TILE_ELEMENTS 4096
 
@@ -85,13 +85,16 @@ static inline uint64_t lh_adam_residual_bytes(enum lh_dtype param_dtype)
 struct lh_adam_scalars lh_adam_scalars_make(const struct lh_adam_hyper *hyper, uint64_t step,
                                             double gradient_scale);
 
-/* A run of elements with one set of scalars. Arrays do not overlap; any alignment and count. */
+/*
+ * A run of elements with one set of scalars. The arrays do not overlap; their alignment and the
+ * count are arbitrary.
+ */
 struct lh_adam_run {
     void *param;    /* float, or bits of bf16 or fp16 */
     void *residual; /* bf16: int16_t; fp16: the master, float; fp32: NULL */
     float *moment1;
     float *moment2;
-    const void *gradient; /* like param, with gradient_dtype */
+    const void *gradient; /* like param, but of type gradient_dtype */
     uint64_t count;
     enum lh_dtype param_dtype;    /* LH_DTYPE_F32, _BF16 or _F16 */
     enum lh_dtype gradient_dtype; /* any of the same three */
@@ -131,13 +134,13 @@ struct lh_adam_kernel {
 /* The kernels this machine can run, best first ("ref" last). For tests, benchmarks and doctor. */
 int lh_adam_kernels(const struct lh_adam_kernel **kernels_out);
 
-/* Update with the best kernel, in the default floating-point environment, whatever is set. */
+/* Update with the best kernel, in the default floating-point environment, not the caller's. */
 void lh_adam_update(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
 
 /*
- * Read and write the bytes that an update would, with almost no arithmetic: the upper bound of an
- * update's speed, for benchmarks and doctor. The arrays are garbage afterwards. Returns a sum over
- * the gradient, so that the compiler cannot remove reading it.
+ * Read and write the bytes that an update would read and write, with almost no arithmetic: the
+ * upper bound of an update's speed, for benchmarks and doctor. The arrays are garbage afterwards.
+ * Returns a sum over the gradient, so that the compiler cannot remove the reads.
  */
 uint64_t lh_adam_stream(const struct lh_adam_run *run);
 
@@ -145,11 +148,11 @@ uint64_t lh_adam_stream(const struct lh_adam_run *run);
 void lh_adam_split(const float *master, uint16_t *param, int16_t *residual, uint64_t count);
 void lh_adam_join(const uint16_t *param, const int16_t *residual, float *master, uint64_t count);
 
-/* The part of a chunk that one gradient covers. Elements outside all segments do not change. */
+/* The part of a chunk that one gradient covers. Elements outside of all segments do not change. */
 struct lh_adam_segment {
     uint64_t first; /* an element of the chunk */
     uint64_t count;
-    const void *gradient; /* starts at element `first` */
+    const void *gradient; /* its first value belongs to element `first` */
     enum lh_dtype gradient_dtype;
     struct lh_adam_scalars scalars;
 };
@@ -161,18 +164,18 @@ struct lh_adam_segment {
  */
 struct lh_adam_chunk {
     void *param;
-    void *residual; /* the same as in struct lh_adam_run */
+    void *residual; /* as in struct lh_adam_run */
     float *moment1;
     float *moment2;
     uint64_t count; /* elements */
     enum lh_dtype param_dtype;
     const struct lh_adam_segment *segments; /* sorted by first, disjoint */
     uint32_t segment_count;
-    /* The expected checksums of residual, moment1 and moment2 as read; NULL: not checked. */
+    /* The expected checksums of the bytes read; NULL: the array is not checked. */
     const uint32_t *residual_expected;
     const uint32_t *moment1_expected;
     const uint32_t *moment2_expected;
-    /* Receive the checksums of what was written; NULL: not computed. */
+    /* Where the checksums of the bytes written are stored; NULL: they are not computed. */
     uint32_t *param_checksums;
     uint32_t *residual_checksums;
     uint32_t *moment1_checksums;
@@ -196,8 +199,8 @@ struct lh_adam_mismatch {
 /*
  * Update a chunk in one pass: check what was read, update, and compute checksums of what is to be
  * written. Returns 0, or -EILSEQ and the first mismatch (in the block that ends first; among blocks
- * that end together the order is residual, moment1, moment2). The chunk's bytes are then garbage
- * and must not be written.
+ * that end together, the order is residual, moment1, moment2). After a mismatch, the chunk's bytes
+ * are garbage and must not be written.
  */
 int lh_adam_chunk_update(const struct lh_adam_chunk *chunk, struct lh_adam_mismatch *mismatch_out);
 

@@ -1,13 +1,13 @@
 /*
  * The update with AVX2 and FMA, and its variant that computes checksums. The structure is that of
- * adam_avx512.c, which explains more. An iteration takes 16 elements, a whole register of each
- * 2-byte array.
+ * adam_avx512.c, whose comments explain more. An iteration takes 16 elements, a whole register of
+ * each 2-byte array.
  *
  * What is written is folded in registers ([Note: folds] in adam_kernels.h); what is read goes
  * through the crc32 instruction. With seven carry-less chains, the products alone took a Zen 4 core
  * longer than memory (0.76 of its bandwidth for bf16), so only four streams are folded, and integer
- * units that were idle handle the rest (0.88). The crc32 instruction is no option for what is
- * written: its 8-byte loads would wait for 32-byte stores (0.50).
+ * units that were idle handle the rest (0.88). The crc32 instruction is unsuitable for what is
+ * written: its 8-byte loads would wait for the 32-byte stores (0.50).
  */
 #if defined(__x86_64__)
 

@@ -27,7 +27,7 @@ _Static_assert(LH_ADAM_TILE_ELEMENTS % LH_ADAM_FOLD_ELEMENTS == 0, "tiles are wh
 struct walk {
     const struct lh_adam_kernel *kernel;
     const struct lh_adam_chunk *chunk;
-    bool checksums; /* whether any are checked or stored; if not, none are computed */
+    bool checksums; /* whether any checksums are checked or stored; if not, none are computed */
     uint32_t crcs[LH_ADAM_STREAM_COUNT];
 };
 
@@ -150,9 +150,9 @@ static void piece_by_tiles(struct walk *walk, const struct lh_adam_segment *segm
 }
 
 /*
- * lh_crc32c() starts and ends with an inversion; continued from UINT32_MAX, it divides the bare
- * bytes. Combining supplies the missing start value: the crc of the preceding bytes, advanced by
- * the stream's length.
+ * lh_crc32c() starts and ends with an inversion. When it continues from UINT32_MAX, the initial
+ * inversion yields 0, as if no bytes preceded. Combining then adds the crc of the preceding bytes,
+ * advanced by the stream's length.
  */
 static void piece_by_checking(struct walk *walk, const struct lh_adam_segment *segment,
                               uint64_t first, uint64_t count)

@@ -1,6 +1,6 @@
 /*
- * The kernels behind lh_adam_kernels(), one file for each instruction set. Only csrc/compute
- * includes this; others go through adam.h, which chooses what the machine can run.
+ * The kernels that lh_adam_kernels() lists, one file for each instruction set. Only csrc/compute
+ * includes this header; other code uses adam.h, which selects what the machine can run.
  */
 #ifndef LH_COMPUTE_ADAM_KERNELS_H
 #define LH_COMPUTE_ADAM_KERNELS_H
@@ -11,14 +11,14 @@
  * [Note: folds] A checksum is computed while the bytes are in registers: each n-bit register w of a
  * stream is folded into an n-bit state, state = state * x^n + w (modulo the CRC's polynomial).
  * Starting from 0, the final state has the remainder of the whole stream. Seven carry-less chains
- * cost an iteration less than its square root and division, whereas a second pass over a tile in
- * cache would add all of its time.
+ * take less time per iteration than the square root and the division, whereas a second pass over a
+ * tile in cache would add all of its own time.
  */
 
 /* The NaN that every kernel writes: quiet, positive, no payload. */
 #define LH_ADAM_NAN_BITS UINT32_C(0x7FC00000)
 
-/* The definition; any machine. */
+/* The definition, which runs on any machine. */
 void lh_adam_ref(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
 
 #if defined(__x86_64__)

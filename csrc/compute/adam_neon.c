@@ -116,7 +116,7 @@ static inline __attribute__((always_inline)) uint32x4_t quad_update(const struct
     return nan_settled(p);
 }
 
-/* P16 of eight masters. The only NaN that can occur rounds to the right NaN of both formats. */
+/* P16 of eight masters. The only NaN that can occur rounds to the right NaN in both formats. */
 static inline __attribute__((always_inline)) uint8x16_t params_rounded(const uint32x4_t bits[2],
                                                                        const enum lh_dtype dtype)
 {

@@ -1,7 +1,7 @@
 /*
  * The definition of an update: one element at a time, with every rounding explicit (adam.h has the
- * formulas). Compiled with -ffp-contract=off; fmaf() rounds once on every machine, in software
- * where no instruction exists.
+ * formulas). This file is compiled with -ffp-contract=off. fmaf() rounds once on every machine, in
+ * software where no such instruction exists.
  */
 #include <math.h>
 #include <string.h>
@@ -45,7 +45,7 @@ static float float_from_bits(uint32_t bits)
     return value;
 }
 
-/* The bits to write for value: LH_ADAM_NAN_BITS for any NaN, otherwise its own. */
+/* The bits to write for value: LH_ADAM_NAN_BITS for any NaN, otherwise the value's own bits. */
 static uint32_t bits_to_write(float value)
 {
     uint32_t bits;

@@ -15,7 +15,7 @@ static inline __m256i bf16_rounded(__m256 value)
     return _mm256_blendv_epi8(_mm256_srli_epi32(nearest, 16), _mm256_set1_epi32(0x7FC0), is_nan);
 }
 
-/* The instruction preserves a NaN's payload, but only its sign may be kept. */
+/* The instruction preserves a NaN's payload, but the result may keep only the NaN's sign. */
 static inline __m256i half_rounded(__m256 value)
 {
     const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000));

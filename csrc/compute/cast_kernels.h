@@ -1,19 +1,19 @@
 /*
- * The kernels behind lh_cast_is_of(), one file for each instruction set. Only csrc/compute includes
- * this.
+ * The kernels of lh_cast_is_of(), one file for each instruction set. Only csrc/compute includes
+ * this header.
  */
 #ifndef LH_COMPUTE_CAST_KERNELS_H
 #define LH_COMPUTE_CAST_KERNELS_H
 
 #include "base/base.h"
 
-/* Elements per call: enough to amortize it, few enough to stop soon after a difference. */
+/* Elements per call: enough to amortize the call, few enough to stop soon after a difference. */
 #define LH_CAST_BATCH 256
 
 /*
  * Whether any of LH_CAST_BATCH elements of cast differs from the value rounded to nearest, ties to
- * even (NaN: 0x7FC0 for bf16, 0x7E00 with its sign for fp16). Called in the default floating-point
- * environment.
+ * even (a NaN becomes 0x7FC0 in bf16, and 0x7E00 with the NaN's sign in fp16). The caller has set
+ * the default floating-point environment.
  */
 typedef bool (*lh_cast_differs_fn)(const uint16_t *cast, const float *values);
 

@@ -1,6 +1,6 @@
 /*
  * IEEE half precision (binary16) in integer arithmetic: the definition that SIMD instructions are
- * compared with. Neither the rounding mode nor flushed denormals change a bit.
+ * compared with. Neither the rounding mode nor the flushing of denormals affects the results.
  *
  * Pure; any thread.
  */
@@ -30,8 +30,8 @@ static inline uint32_t lh_half_widen(uint16_t half)
 }
 
 /*
- * Round a float, given by its bits, to nearest, ties to even (torch's .half()): infinity from 65520
- * on, 0x7E00 with its sign for every NaN.
+ * Round a float, given by its bits, to nearest, ties to even (torch's .half()). Magnitudes from
+ * 65520 on become infinity, and every NaN becomes 0x7E00 with the NaN's sign.
  */
 static inline uint16_t lh_half_round(uint32_t bits)
 {

@@ -1,9 +1,9 @@
 /*
  * Sums of squares, for the norm of all gradients.
  *
- * A norm that depended on where a tensor was cut would depend on the budget. So a sum continues
- * across cuts as if there were none: it adds blocks of a fixed number of the tensor's own elements,
- * each summed in a fixed order, in the order of the blocks.
+ * A norm that depended on where a tensor was cut would depend on the memory budget. So a sum
+ * continues across cuts as if there were none: it consists of the sums of blocks, in order, each
+ * over a fixed number of the tensor's elements, which are also added in a fixed order.
  *
  * Pure. Source: torch.nn.utils.clip_grad_norm_, in fp64.
  */
@@ -20,7 +20,7 @@
 struct lh_norm_sum {
     double lanes[LH_NORM_LANE_COUNT]; /* the sums over the current, incomplete block */
     double blocks;                    /* the sum over complete blocks */
-    uint64_t count;                   /* elements */
+    uint64_t count;                   /* the number of elements added so far */
 };
 
 /* Add the next elements (F32, BF16 or F16); any count and alignment. */

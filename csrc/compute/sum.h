@@ -9,9 +9,9 @@
 
 #include "base/dtype.h"
 
-/* sum = gradient, for the first one (count elements, F32, BF16 or F16). Keeps signs of zeros. */
+/* Set sum = gradient, for the first gradient (F32, BF16 or F16). Zeros keep their signs. */
 void lh_sum_start(float *sum, const void *gradient, enum lh_dtype dtype, uint64_t count);
-/* sum += gradient */
+/* Set sum += gradient, for every later gradient. */
 void lh_sum_add(float *sum, const void *gradient, enum lh_dtype dtype, uint64_t count);
 
 #endif

@@ -6,7 +6,7 @@
 #include "compute/zo_environment.h"
 #include "compute/zo_kernels.h"
 
-/* Best first. */
+/* All kernels, best first. */
 static const struct lh_zo_kernel kernels[] = {
 #if defined(__x86_64__)
     {"avx512", lh_zo_avx512, lh_zo_widen_avx512, lh_zo_narrow_avx512, lh_zo_cast_avx512},
@@ -30,7 +30,7 @@ int lh_zo_kernels(const struct lh_zo_kernel **kernels_out)
     return (int)LH_COUNT_OF(kernels) - first;
 }
 
-/* Apply ops to a part of a block: elements skip to skip + count of the one that begins at first. */
+/* Apply ops to elements skip to skip + count of the block whose first element is `first`. */
 static void apply_part(const struct lh_zo_kernel *kernel, float *values, const float *source,
                        uint64_t first, uint64_t skip, uint64_t count, const struct lh_zo_op *ops,
                        uint32_t op_count)

@@ -8,15 +8,15 @@
  * [Note: Counters] z is a function of where it is used, so no generator state has to be stored or
  * replayed. Element i of a parameter uses word i % 64 / 16 that Philox 4x32-10 (Salmon and others,
  * 2011) generates from the counter 16 (i / 64) + i % 16: sixteen neighbors come from sixteen
- * counters, so that vectors are filled without a shuffle. The 128 bits of a counter are
+ * counters, so that vectors are filled without a shuffle. Philox's input of 128 bits is
  *
- *      32 low bits of it | 16 high bits, 16 of the sample | the parameter | the step
+ *      the counter's 32 low bits | its 16 high bits, 16 of the sample | the parameter | the step
  *
- * and the key is the seed. Elements with words 0 and 1 get their z from words 0 and 1, those with
- * words 2 and 3 from the other two, by Box and Muller: z = sqrt(-2 ln U) cos(2 pi V), and the same
- * with the sine. U has 24 bits, so |z| < 5.77. Logarithm, sine and cosine are polynomials (errors
- * below 1e-6) of additions and multiplications that are rounded individually, never fused: a CPU, a
- * GPU and torch give the same bits.
+ * and its key is the seed. Elements with words 0 and 1 get their z from words 0 and 1, and elements
+ * with words 2 and 3 from words 2 and 3, by the method of Box and Muller:
+ * z = sqrt(-2 ln U) cos(2 pi V), and the same with the sine. U has 24 bits, so |z| < 5.77. The
+ * logarithm, sine and cosine are polynomials (errors below 1e-6) of additions and multiplications
+ * that are rounded individually, never fused: a CPU, a GPU and torch give the same bits.
  *
  * [Note: Kept formats] A parameter may be stored in a narrow format between steps (its state),
  * while all arithmetic is in fp32 and computation reads another format (its values). An update is
@@ -69,7 +69,7 @@ enum lh_zo_op_kind {
 /* Each operation of the formulas above rounds to fp32. */
 struct lh_zo_op {
     enum lh_zo_op_kind kind;
-    bool is_same; /* reuse the z of the op before; neither of the two may be a ROUND */
+    bool is_same; /* reuse the z of the previous op; neither of these two ops may be a ROUND */
     struct lh_zo_stream stream;
     float scale;
     float lr;
@@ -77,7 +77,7 @@ struct lh_zo_op {
     enum lh_zo_format format; /* the target of ROUND; F32 leaves p unchanged */
 };
 
-/* Generate the block of words for a counter: for tests against published vectors. */
+/* Generate the four words of a counter, for tests against published test vectors. */
 void lh_zo_philox(const uint32_t counter[4], const uint32_t key[2], uint32_t words_out[4]);
 
 /*
@@ -121,7 +121,7 @@ struct lh_zo_kernel {
     void (*cast)(void *cast, const float *values, enum lh_zo_format format, uint64_t count);
 };
 
-/* The kernels this machine can run, best first. Returns their number. */
+/* The kernels that this machine can run, best first. Returns the number of kernels. */
 int lh_zo_kernels(const struct lh_zo_kernel **kernels_out);
 /* The same with a given kernel of lh_zo_kernels(), for tests and benchmarks. */
 void lh_zo_apply_by(const struct lh_zo_kernel *kernel, float *values, const float *source,

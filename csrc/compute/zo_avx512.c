@@ -25,7 +25,7 @@ static INLINE longs multiply32(longs left, longs right)
     return (longs)_mm512_mul_epu32((__m512i)left, (__m512i)right);
 }
 
-/* A single instruction. */
+/* The exclusive or of three vectors, by a single instruction. */
 static INLINE longs xor3(longs late, longs early, longs constant)
 {
     return (longs)_mm512_ternarylogic_epi64((__m512i)late, (__m512i)early, (__m512i)constant, 0x96);

@@ -1,10 +1,10 @@
 /*
  * A kernel of zo.h for vectors of any width, with the compiler's own vector types. Each file that
- * includes this defines the width (VECTOR_BYTES), the name of its kernel (KERNEL), the asm
+ * includes this header defines the width (VECTOR_BYTES), the name of the kernel (KERNEL), the asm
  * constraint of a vector (REGISTER), the counters of the lanes of the first of two vectors
- * (LANE_COUNTERS), the schedule (below), and the operations that have an instruction of their own
- * on its machine. During Philox, a word takes 64 bits per counter, because products have 64 bits;
- * the upper halves do not matter, because a product reads only lower halves.
+ * (LANE_COUNTERS), the schedule (below), and the operations for which the target machine has
+ * special instructions. During Philox, a word takes 64 bits per counter, because products have 64
+ * bits; the upper halves do not matter, because a product reads only lower halves.
  *
  * [Note: Interleaving] Every operation waits for the previous one: seven cycles for a product, a
  * shift and an exclusive or, eighty for a logarithm and its root. A processor fills the gaps with
@@ -13,18 +13,18 @@
  * that turn the words of the previous span into numbers, and every step is placed about where its
  * operands are ready: two vectors of numbers advance side by side, and their turns follow their
  * radii with a delay, if registers allow. If the words are for rounding, a vector is rounded at
- * regular intervals. Each file defines its own schedule; the values are the best measured of some
- * hundred tried on Zen 5, where they are worth 5 %:
+ * regular intervals. Each file defines its own schedule; its values are the best of some hundred
+ * that were measured on Zen 5, where a good schedule saves 5 % of the time:
  *
  *      CHAINS          vectors of counters processed side by side: as many as the registers hold
- *      CHAIN_DELAY     from one of them to the next
+ *      CHAIN_DELAY     from one chain to the next
  *      ROUND_TIME      from one round of a chain to the next
  *      ROUND_9_DELAY   additional delay of the last round
  *      PAIR_TIME       from two vectors of numbers to the next two
  *      RADIUS_TIME     from one step of a radius to the next
  *      TURN_DELAY      from a radius to its turn
  *      TURN_TIME       from one step of a turn to the next
- *      END_DELAY       additional delay until radius and turn are combined: the root takes long
+ *      END_DELAY       additional delay, for the root, until radius and turn are combined
  *
  * PIN keeps the compiler from regrouping the steps; HIDE keeps it from holding constants in the
  * registers that the counters need.
@@ -44,7 +44,7 @@
 #define TURN_STEPS 6
 #define SECOND_DELAY 2 /* the delay of the second of two vectors of numbers */
 #define TURN_END (TURN_DELAY + TURN_STEPS * TURN_TIME + END_DELAY)
-/* When the last steps are due. */
+/* The times at which the last steps are due. */
 #define WORDS_TIME ((CHAINS - 1) * CHAIN_DELAY + 8 * ROUND_TIME + ROUND_9_DELAY)
 #define NUMBERS_TIME ((CHAINS / 2 - 1) * PAIR_TIME + SECOND_DELAY + TURN_END)
 _Static_assert(TURN_END > (RADIUS_STEPS - 1) * RADIUS_TIME, "a radius is ready at the end");
@@ -58,7 +58,7 @@ _Static_assert((PART - 1) * ROUNDED_TIME <= WORDS_TIME, "all vectors of a part a
 /* Elements whose counters have the same high bits. */
 #define EPOCH (UINT64_C(4) << 32)
 
-/* The words of a span, or its numbers. */
+/* The words of a span, or the numbers made from them. */
 struct span {
     words at[SPAN / LANES];
 };
@@ -181,7 +181,7 @@ struct normals {
     floats exponent, f, f_square, log, x, square, sine, cosine;
 };
 
-/* Run a step of radius_of() in zo_ref.c, which explains it. at: the words. */
+/* Run a step of radius_of(), which zo_ref.c explains. at: the words. */
 static INLINE void radius_go_on(struct normals *n, int step, const words *at)
 {
     const struct constants *k = &constants;
@@ -337,8 +337,8 @@ static INLINE void go_on(const struct keys *keys, uint64_t first, words *made, w
 }
 
 /*
- * Make only words, for the first span. This and the next two are separate functions so that their
- * arrays become registers.
+ * Make only words, for the first span. This function and the next two are separate so that the
+ * compiler keeps their arrays in registers.
  */
 static NOINLINE void words_make(const struct keys *keys, uint64_t first, words *made)
 {
@@ -474,7 +474,7 @@ static void draw(float *values, const float *source, uint64_t first, uint64_t co
                 numbers_make(now->at + part * COLUMNS);
         }
         uint64_t part = lh_min_u64(SPAN, count - at);
-        if (part == SPAN) /* a constant for the compiler */
+        if (part == SPAN) /* the count is a constant for the compiler */
             apply(&ops[0], values + at, source + at, now, SPAN);
         else
             apply(&ops[0], values + at, source + at, now, part);
@@ -486,7 +486,7 @@ static void draw(float *values, const float *source, uint64_t first, uint64_t co
 void KERNEL(float *values, const float *source, uint64_t first, uint64_t count,
             const struct lh_zo_op *ops, uint32_t op_count)
 {
-    const uint64_t batch = 32 * LH_ZO_BLOCK; /* stays in the L1 cache over all ops */
+    const uint64_t batch = 32 * LH_ZO_BLOCK; /* a batch stays in the L1 cache over all ops */
     if (op_count == 0 && source != values)
         memcpy(values, source, count * sizeof(*values));
     for (uint64_t begin = 0, end; op_count > 0 && begin < count; begin = end) {

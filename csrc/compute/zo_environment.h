@@ -1,7 +1,7 @@
 /*
  * Enter the default floating-point environment, and restore the caller's. Code that includes this
- * computes only in the vector unit. So on x86-64 it avoids fesetenv(), which also sets the x87
- * environment and takes as long as generating some hundreds of z.
+ * header computes only in the vector unit. So on x86-64 the functions avoid fesetenv(), which also
+ * sets the x87 environment and takes as long as generating some hundreds of numbers z.
  */
 #ifndef LH_COMPUTE_ZO_ENVIRONMENT_H
 #define LH_COMPUTE_ZO_ENVIRONMENT_H

@@ -1,9 +1,9 @@
 /*
  * Vectorized conversions between fp32 and other formats. Each file that includes this defines the
  * names of its functions (WIDEN, NARROW, CAST) and the elements per vector (LANES), and then, after
- * the include, the conversions of fp16, which have instructions everywhere, and of fp8. Those use
- * fp16: scaled by 1/256, a number of fp8 has the same bits in fp16, shifted left by seven. A NaN's
- * bits are above those of all numbers, so that the minimum of them and fp8's NaN is the latter.
+ * the include, the conversions of fp16, which have instructions everywhere, and of fp8, which use
+ * fp16: scaled by 1/256, a number of fp8 has the same bits in fp16, shifted left by seven. As an
+ * integer, a NaN is above all numbers, so the minimum of a NaN and fp8's NaN is fp8's NaN.
  */
 #ifndef LH_COMPUTE_ZO_FORMATS_H
 #define LH_COMPUTE_ZO_FORMATS_H
@@ -21,7 +21,7 @@ typedef uint32_t words __attribute__((vector_size(LANES * 4)));
 typedef int32_t ints __attribute__((vector_size(LANES * 4)));
 typedef float floats __attribute__((vector_size(LANES * 4)));
 
-/* Rounds to nearest, ties to even. A NaN becomes a quiet NaN. */
+/* half_cast() rounds to nearest, ties to even. In both functions a NaN becomes a quiet NaN. */
 static INLINE floats half_widened(halves half);
 static INLINE halves half_cast(floats values);
 /* Convert F8_LANES elements; f8_narrow takes only numbers of fp8, or NaNs. */
@@ -37,19 +37,19 @@ static INLINE void f8_narrow(uint8_t *kept, const float *values);
         memcpy((to) + i, &made, sizeof(made));                                                     \
     }
 
-/* Same results as lh_zo_widen_ref(). */
+/* The results are those of lh_zo_widen_ref(). */
 static INLINE floats bf16_widened(halves kept)
 {
     return (floats)(__builtin_convertvector(kept, words) << 16);
 }
 
-/* The lower bits are 0. */
+/* Drop the lower 16 bits, which are 0 or have already been used for rounding. */
 static INLINE halves bf16_narrowed(words bits)
 {
     return __builtin_convertvector(bits >> 16, halves);
 }
 
-/* Same results as lh_zo_cast_ref(). */
+/* The results are those of lh_zo_cast_ref(). */
 static INLINE halves bf16_cast(words bits)
 {
     ints is_nan = (ints)(bits & UINT32_C(0x7FFFFFFF)) > 0x7F800000;
@@ -58,7 +58,7 @@ static INLINE halves bf16_cast(words bits)
     return bf16_narrowed(nearest);
 }
 
-/* The instruction preserves a NaN's payload, but only its sign may be kept. */
+/* The instruction preserves a NaN's payload, but the result may keep only the NaN's sign. */
 static INLINE halves f16_cast(words bits)
 {
     ints is_nan = (ints)(bits & UINT32_C(0x7FFFFFFF)) > 0x7F800000;

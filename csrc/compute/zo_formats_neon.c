@@ -11,7 +11,7 @@
 
 #include "compute/zo_formats.h"
 
-/* LANES floats take two registers. */
+/* A vector of LANES floats, which takes two registers. */
 union two {
     floats all;
     float32x4_t each[2];

@@ -17,7 +17,7 @@ uint64_t lh_zo_format_bytes(enum lh_zo_format format)
 static uint32_t f8_widen(uint8_t kept)
 {
     uint32_t magnitude = kept & UINT32_C(0x7F), sign = (uint32_t)(kept >> 7) << 31, bits;
-    float low = (float)magnitude * 0x1p-9f; /* below the least normal number */
+    float low = (float)magnitude * 0x1p-9f; /* the value below the smallest normal number */
     memcpy(&bits, &low, sizeof(bits));
     if (magnitude >= 8)
         bits = (magnitude << 20) + (UINT32_C(120) << 23);

@@ -1,13 +1,13 @@
 /*
- * The kernels behind lh_zo_apply(), one file for each instruction set, and the constants that they
- * share. Only csrc/compute, cuda/ and their tests include this; it is valid C++, too.
+ * The kernels of lh_zo_apply(), one file for each instruction set, and the constants that they
+ * share. Only csrc/compute, cuda/ and their tests include this header, which is valid C++, too.
  */
 #ifndef LH_COMPUTE_ZO_KERNELS_H
 #define LH_COMPUTE_ZO_KERNELS_H
 
 #include "compute/zo.h"
 
-#define LH_ZO_BLOCK 64 /* elements of sixteen counters */
+#define LH_ZO_BLOCK 64 /* the number of elements of sixteen counters */
 #define LH_ZO_COUNTERS 16
 #define LH_ZO_WORDS 4
 
@@ -40,7 +40,7 @@
 /*
  * The argument of a GPU's kernel, by value: the arguments of lh_zo_lead(). An absent array has the
  * address 0: without a state, values are updated in place (both formats are F32); without values,
- * only the state is updated. The arguments of a kernel may have 4 KiB on every GPU.
+ * only the state is updated. Every GPU accepts at least 4 KiB of kernel arguments.
  */
 #define LH_ZO_BATCH_OPS 64
 #define LH_ZO_BATCH_BYTES (48 + LH_ZO_BATCH_OPS * 48)
@@ -52,15 +52,15 @@ struct lh_zo_batch {
     uint64_t count;
     enum lh_zo_format state_format;
     enum lh_zo_format value_format;
-    uint32_t op_count; /* the first op is not is_same */
+    uint32_t op_count; /* in the first op, is_same is false */
     struct lh_zo_op ops[LH_ZO_BATCH_OPS];
 };
 
-/* Properties of a format, as its numbers appear in fp32. */
+/* Properties of a format, whose numbers are represented in fp32. */
 struct lh_zo_shape {
     uint32_t mantissa_bits;
-    uint32_t exponent_min; /* the exponent of its smallest normal number, biased as in fp32 */
-    uint32_t max;          /* the bits of its largest finite number */
+    uint32_t exponent_min; /* the exponent of the smallest normal number, biased as in fp32 */
+    uint32_t max;          /* the bits of the largest finite number */
 };
 #define LH_ZO_SHAPE_BF16 {7, 1, 0x7F7F0000}
 #define LH_ZO_SHAPE_F16 {10, 113, 0x477FE000}
@@ -70,7 +70,7 @@ struct lh_zo_shape {
 /* The definition of ROUND: round a value, given by its bits, with a random word. */
 uint32_t lh_zo_rounded(uint32_t bits, uint32_t word, enum lh_zo_format format);
 
-/* The definition; any machine. */
+/* The definitions, which run on any machine. */
 void lh_zo_ref(float *values, const float *source, uint64_t first, uint64_t count,
                const struct lh_zo_op *ops, uint32_t op_count);
 void lh_zo_widen_ref(float *values, const void *kept, enum lh_zo_format format, uint64_t count);
@@ -78,13 +78,13 @@ void lh_zo_narrow_ref(void *kept, const float *values, enum lh_zo_format format,
 void lh_zo_cast_ref(void *cast, const float *values, enum lh_zo_format format, uint64_t count);
 
 #if defined(__x86_64__)
-/* Need AVX2 and F16C. */
+/* These need AVX2 and F16C. */
 void lh_zo_avx2(float *values, const float *source, uint64_t first, uint64_t count,
                 const struct lh_zo_op *ops, uint32_t op_count);
 void lh_zo_widen_avx2(float *values, const void *kept, enum lh_zo_format format, uint64_t count);
 void lh_zo_narrow_avx2(void *kept, const float *values, enum lh_zo_format format, uint64_t count);
 void lh_zo_cast_avx2(void *cast, const float *values, enum lh_zo_format format, uint64_t count);
-/* Need AVX-512 F, BW, VL and DQ. */
+/* These need AVX-512 F, BW, VL and DQ. */
 void lh_zo_avx512(float *values, const float *source, uint64_t first, uint64_t count,
                   const struct lh_zo_op *ops, uint32_t op_count);
 void lh_zo_widen_avx512(float *values, const void *kept, enum lh_zo_format format, uint64_t count);

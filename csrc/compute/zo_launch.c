@@ -3,10 +3,10 @@
 #include "base/assert.h"
 #include "compute/zo_kernels.h"
 
-/* Enough threads for any GPU; each of them processes further elements in a loop. */
+/* The limit gives enough threads for any GPU; every thread processes further counters in a loop. */
 #define GROUP_COUNT_MAX (UINT64_C(1) << 16)
 
-/* The target of batches. */
+/* Where the batches of a call are launched. */
 struct launch {
     struct lh_dev *dev;
     struct lh_dev_kernel *kernel;
@@ -15,12 +15,12 @@ struct launch {
     struct lh_zo_stream stream_of_z; /* the stream of the previous op's z */
 };
 
-/* Launch a batch. It has no z from the previous launch, so its first op regenerates it. */
+/* Launch a batch. No z survives from the previous launch, so the first op regenerates its z. */
 static int batch_launch(struct launch *launch, struct lh_zo_batch *batch,
                         const struct lh_zo_op *ops, uint32_t op_count)
 {
     uint64_t block_count = lh_div_ceil(batch->first + batch->count, LH_ZO_BLOCK) -
-                           batch->first / LH_ZO_BLOCK; /* the blocks that it touches */
+                           batch->first / LH_ZO_BLOCK; /* the blocks that the batch touches */
     uint64_t group_count = lh_div_ceil(block_count * LH_ZO_COUNTERS, LH_ZO_BATCH_THREADS);
     group_count = lh_min_u64(group_count, GROUP_COUNT_MAX);
     for (uint32_t i = 0; i < op_count; i++) {
@@ -57,7 +57,7 @@ int lh_zo_launch(struct lh_dev *dev, struct lh_dev_kernel *kernel, void *stream,
     return 0;
 }
 
-/* The end of the longest batch from op begin on that ends after a ROUND or at the last op. */
+/* The end of the longest batch from op `begin` on that ends after a ROUND or after the last op. */
 static uint32_t batch_end(const struct lh_zo_op *ops, uint32_t begin, uint32_t op_count)
 {
     if (op_count - begin <= LH_ZO_BATCH_OPS)
@@ -83,8 +83,8 @@ int lh_zo_launch_check(const struct lh_zo_op *ops, uint32_t op_count, struct lh_
 }
 
 /*
- * Only the state survives between two batches, and it is exact only after a ROUND, so batches are
- * split there. The last batch stores the values.
+ * Only the state survives between two batches, and it is exact only after a ROUND, so ops are split
+ * into batches there. The last batch stores the values.
  */
 int lh_zo_launch_lead(struct lh_dev *dev, struct lh_dev_kernel *kernel, void *stream,
                       const struct lh_zo_kept *kept, uint64_t first, uint64_t count,

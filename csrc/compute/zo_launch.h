@@ -1,6 +1,6 @@
 /*
- * lh_zo_apply() and lh_zo_lead() on memory of an accelerator: by the accelerator's own kernel
- * (cuda/zo.cu), enqueued on a stream.
+ * lh_zo_apply() and lh_zo_lead() on memory of an accelerator: the accelerator's own kernel
+ * (cuda/zo.cu) is enqueued on a stream.
  *
  * Thread: like the device's kernels (dev.h).
  */
@@ -16,7 +16,8 @@
  * Enqueue ops, in order and in place, on elements first to first + count of a parameter, which
  * begin at values, an address on dev. Does not wait. The bits are those of lh_zo_apply().
  *
- * Errors: the device's. Some of the ops may have been enqueued; the values are unspecified then.
+ * Errors: the device's. Some of the ops may have been enqueued then, and the values are
+ *         unspecified.
  */
 int lh_zo_launch(struct lh_dev *dev, struct lh_dev_kernel *kernel, void *stream, float *values,
                  uint64_t first, uint64_t count, const struct lh_zo_op *ops, uint32_t op_count,

@@ -145,7 +145,7 @@ static void round_rare(enum lh_zo_format format, float *values, const float *sou
     }
 }
 
-/* Same result as lh_zo_rounded(), which explains it, for plain elements. format is a constant. */
+/* Round plain elements like lh_zo_rounded(), which explains the method. format is a constant. */
 static INLINE words rounded(words bits, words random, enum lh_zo_format format)
 {
     const words none = {0};
@@ -154,7 +154,7 @@ static INLINE words rounded(words bits, words random, enum lh_zo_format format)
     words out = (bits + (random >> (32 - lost))) & ~((UINT32_C(1) << lost) - 1);
     if (shape.exponent_min == 1)
         return out;
-    /* fp32's denormals have no leading bit; setting it is harmless, as they become 0 anyway. */
+    /* fp32's denormals have no leading bit; setting it is harmless, as denormals become 0 here. */
     words magnitude = bits & UINT32_C(0x7FFFFFFF);
     words whole = (magnitude & UINT32_C(0x7FFFFF)) | UINT32_C(0x800000);
     words count = lost + shape.exponent_min - (magnitude >> 23);

@@ -10,7 +10,7 @@
 #define INLINE inline __attribute__((always_inline))
 #define NOINLINE __attribute__((noinline))
 
-/* The compiler moves no computation of the vector after this, and no use of it before. */
+/* The compiler moves no computation of the vector after this point, and no use of it before. */
 #define PIN(vector) __asm__("" : REGISTER(vector))
 /* The compiler forgets where the pointer points, and thus what it has read from there. */
 #define HIDE(pointer) __asm__ volatile("" : "+r"(pointer))
@@ -22,7 +22,8 @@ typedef float floats __attribute__((vector_size(VECTOR_BYTES)));
 
 /*
  * Constant operands in memory: one number for all lanes where instructions can broadcast it.
- * Otherwise (CONSTANT_VECTORS) a whole vector, because each use would take one more instruction.
+ * Otherwise (CONSTANT_VECTORS), a whole vector, because a broadcast would take one more instruction
+ * per use.
  */
 #ifdef CONSTANT_VECTORS
 typedef longs key;

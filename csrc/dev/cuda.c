@@ -5,16 +5,16 @@
  *      submit:  copy stream    wait(after)  copy  record(done) ---+
  *               notify stream                                     wait  host call: lane.ended + 1
  *
- * A host call in the copy stream would delay the next copy until it has run on the CPU. Each
- * direction therefore has a second stream, which only waits for copies and makes these calls.
+ * A host call in the copy stream would delay the next copy until the call has run on the CPU. Each
+ * direction therefore has a second stream, which only waits for copies and makes the host calls.
  *
  * [Note: A device that fails]
  * After an error of a kernel the context is broken: the driver executes nothing more, including
- * host calls. If poll has nothing to return it queries the notify streams, and once the driver
- * reports that the context is lost it returns everything in flight. A host call that is still
- * running then accesses only the lane's counter and a slot, which exist until destroy.
+ * host calls. If poll has nothing to return, it queries the notify streams. When the driver reports
+ * that the context is lost, poll returns all copies in flight. A host call that is still running
+ * then accesses only the lane's counter and a slot, which exist until destroy.
  *
- * Thread: the driver's callback thread runs host_call_run(), which calls nothing of CUDA.
+ * Thread: the driver's callback thread runs host_call_run(), which calls no function of CUDA.
  */
 #include "dev/dev_private.h"
 
@@ -36,7 +36,7 @@ struct lane {
     enum lh_dev_direction direction;
     struct CUstream_st *copy_stream;
     struct CUstream_st *notify_stream;
-    struct CUevent_st *copied; /* recorded after each copy that has no fence of its own */
+    struct CUevent_st *copied; /* recorded after each copy whose done is NULL */
     uint64_t ended_ns;         /* the end of the last copy; used only by the callback thread */
 };
 
@@ -46,13 +46,13 @@ struct lh_dev_kernel {
 };
 
 struct cuda {
-    struct lh_dev_base base; /* first: the caller's pointer is this one */
+    struct lh_dev_base base; /* must be first: callers have a pointer to it */
     struct lh_cuda_calls calls;
     struct lane lanes[LH_DEV_DIRECTION_COUNT];
     struct lh_dev_kernel kernels[LH_DEV_KERNEL_COUNT_MAX];
     struct CUctx_st *context; /* NULL: not retained */
     int device;
-    unsigned lost_result; /* the driver's error when the context broke; 0: it works */
+    unsigned lost_result; /* the driver's error when the context broke; 0: the context works */
     bool was_refused;     /* entering the context failed at the last poll that tried it */
 };
 
@@ -107,7 +107,7 @@ static int judge(const struct cuda *cuda, unsigned result, struct lh_error *err,
     return code;
 }
 
-/* Make the context current on this thread, which may have none or another one. */
+/* Make the context current on this thread, whose current context may be another one or none. */
 static int enter(const struct cuda *cuda, struct lh_error *err)
 {
     return judge(cuda, cuda->calls.context_push(cuda->context), err, "cuCtxPushCurrent");
@@ -116,7 +116,7 @@ static int enter(const struct cuda *cuda, struct lh_error *err)
 static void leave(const struct cuda *cuda)
 {
     struct CUctx_st *context = NULL;
-    /* An error here (the process is exiting) will also be reported by the next call. */
+    /* Ignore errors (the process is exiting): the next call will report them, too. */
     cuda->calls.context_pop(&context);
 }
 
@@ -191,7 +191,7 @@ static int cuda_order(struct lh_dev *dev, enum lh_dev_direction direction,
     return cuda_wait(dev, fence, ((struct cuda *)dev)->lanes[direction].copy_stream, err);
 }
 
-/* Runs on a thread of the driver: the lane's oldest copy has finished. */
+/* Record that the lane's oldest copy has finished. A thread of the driver calls this. */
 static void host_call_run(void *context)
 {
     struct lane *lane = context;
@@ -244,8 +244,8 @@ static int cuda_submit(struct lh_dev *dev, struct lh_dev_copy *copy, struct lh_e
         rc = copy_begin(lane, copy, err);
         if (rc == 0) {
             rc = copy_follow(lane, copy, err);
-            /* The copy is in flight and its end would not be reported, so wait for it here. An
-             * error of this call will also be reported for the next copy. */
+            /* The copy is in flight and its end would not be reported, so wait for it here. The
+             * next copy will also report an error of this call. */
             if (rc < 0)
                 cuda->calls.stream_synchronize(lane->copy_stream);
         }
@@ -256,7 +256,7 @@ static int cuda_submit(struct lh_dev *dev, struct lh_dev_copy *copy, struct lh_e
     return rc;
 }
 
-/* Whether the driver has stopped executing work. [Note: A device that fails] */
+/* Whether the driver has stopped executing work. See [Note: A device that fails]. */
 static bool is_lost(struct cuda *cuda)
 {
     unsigned result = 0;
@@ -265,9 +265,9 @@ static bool is_lost(struct cuda *cuda)
         unsigned answer = cuda->calls.stream_query(cuda->lanes[i].notify_stream);
         is_refused |= answer != 0 && answer != LH_CUDA_NOT_READY;
     }
-    /* Only if synchronizing repeats the error, it is the streams' own and nothing is executed any
-     * more. Synchronize all streams: a host call of one may still be running when another one
-     * reports the error. */
+    /* Only if synchronizing repeats the error, the streams themselves have failed and execute
+     * nothing more. Synchronize all streams: a host call of one stream may still be running when
+     * another stream reports the error. */
     for (int i = 0; i < LH_DEV_DIRECTION_COUNT && is_refused; i++) {
         unsigned answer = cuda->calls.stream_synchronize(cuda->lanes[i].notify_stream);
         result = result ? result : answer;
@@ -283,8 +283,8 @@ static uint32_t cuda_poll(struct lh_dev *dev, struct lh_dev_copy **done, uint32_
     uint32_t done_count = lh_dev_base_poll(dev, done, done_max);
     if (done_count > 0 || dev->in_flight_count == 0 || done_max == 0)
         return done_count;
-    /* If the context cannot be entered the driver has shut down and executes nothing; the next poll
-     * then fails in the same way, which confirms it. */
+    /* If the context cannot be entered, the driver may have shut down and then executes nothing.
+     * This is confirmed if the next poll fails in the same way. */
     struct lh_error err = {0};
     bool lost = cuda->was_refused;
     cuda->was_refused = enter(cuda, &err) < 0;
@@ -362,7 +362,7 @@ static void cuda_kernel_unload(struct lh_dev *dev, struct lh_dev_kernel *kernel)
         return;
     LH_ASSERT(kernel->module);
     if (enter(cuda, NULL) == 0) {
-        cuda->calls.context_synchronize(); /* its code may still be executing, on any stream */
+        cuda->calls.context_synchronize(); /* the kernel may still be running, on any stream */
         cuda->calls.module_unload(kernel->module);
         leave(cuda);
     }
@@ -385,7 +385,7 @@ static int cuda_launch(struct lh_dev *dev, struct lh_dev_kernel *kernel, void *s
     return rc;
 }
 
-/* Also frees a partly created backend. Errors here were reported before, or the driver exits. */
+/* Free a backend, even a partly created one. Errors of the driver have no consequence here. */
 static void cuda_free(struct cuda *cuda)
 {
     struct lh_alloc *alloc = cuda->base.alloc;
@@ -531,7 +531,7 @@ int lh_dev_cuda_create(const struct lh_dev_opts *opts, struct lh_alloc *alloc,
                        struct lh_dev **dev_out, struct lh_error *err)
 {
     *dev_out = NULL;
-    /* It stays loaded: the driver has its own threads, and torch may use it. */
+    /* Never unload the driver: it has its own threads, and torch may use it. */
     void *library = dlopen(DRIVER, RTLD_NOW | RTLD_LOCAL);
     if (!library)
         return lh_error_set(err, -ENODEV,

@@ -1,7 +1,7 @@
 /*
  * The part of the CUDA driver's binary interface that lohan uses. It is declared here so that the
- * build does not need the toolkit, and a machine without the driver can run everything except this
- * backend.
+ * build does not need the toolkit, and a machine without the driver can run everything except the
+ * backend "cuda".
  *
  * LH_CUDA_CALLS lists each function as CALL(member, name, symbol, parameters): our name, the name
  * in the driver's manual, and the symbol that libcuda.so.1 exports. If the last two differ, CUDA's
@@ -31,7 +31,7 @@ struct CUfunc_st;
 #define LH_CUDA_UNSUPPORTED_PTX 222
 #define LH_CUDA_NOT_FOUND 500
 #define LH_CUDA_NOT_READY 600
-/* The first, and all from the second to the third: faults of a kernel, which break the context. */
+/* 700, and 714 to 719, are faults of a kernel, which break the context. */
 #define LH_CUDA_ILLEGAL_ADDRESS 700
 #define LH_CUDA_HARDWARE_STACK_ERROR 714
 #define LH_CUDA_LAUNCH_FAILED 719

@@ -94,7 +94,7 @@ void lh_dev_base_wake(struct lh_dev_base *base)
         lh_waker_wake(base->waker);
 }
 
-/* Remove the oldest copy of a lane, to return it. */
+/* Remove and return the oldest copy of a lane, with its times and result set. */
 static struct lh_dev_copy *lane_pop(struct lh_dev_base *base, enum lh_dev_direction direction,
                                     int result)
 {

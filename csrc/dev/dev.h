@@ -4,33 +4,34 @@
  * An accelerator executes the work on a stream in order, while the CPU runs ahead. The CPU
  * therefore does not order a copy after a kernel by waiting, but with fences. A fence is recorded
  * (on the computing stream, or by a copy) and waited for (by a stream, or by later copies of a
- * direction); the CPU never waits for it. Each direction is a queue of its own: its copies are
- * executed in the order of submission, concurrently with the other direction and with computation.
+ * direction); the CPU does not wait for it, except in "emu". Each direction is a separate queue:
+ * its copies are executed in the order of submission, concurrently with the other direction and
+ * with computation.
  *
- *      record(released, stream)         the slot's last reader is enqueued
- *      order(IN, released)              later copies in start after it
- *      submit(copy, done = arrived)     the slot's new bytes
- *      wait(arrived, stream)            work enqueued from here on reads them
+ *      record(released, stream)         the last reader of a slot has been enqueued
+ *      order(IN, released)              later IN copies start after that reader
+ *      submit(copy, done = arrived)     this copies new bytes into the slot
+ *      wait(arrived, stream)            work that is enqueued later can read the new bytes
  *
  * Backends: "emu" (emu.c) has no device. Its memory is main memory, and its computation runs on the
  * caller's thread, so that work is complete when a fence is recorded; one thread per direction
  * copies, optionally at a given speed. "cuda" (cuda.c) loads the driver at run time.
  *
- * A device that has failed executes nothing more and wakes nobody. An owner that sleeps with copies
- * in flight must therefore poll again after LH_DEV_SLEEP_MS_MAX: poll detects the failure and
- * returns the copies with -EIO.
+ * A device that has failed executes nothing more and does not wake the owner. An owner that sleeps
+ * with copies in flight must therefore poll again after LH_DEV_SLEEP_MS_MAX: poll detects the
+ * failure and returns the copies with -EIO.
  *
  * Invariants:
  *  1. Every submitted copy is returned exactly once, through poll, on the owner thread; copies of
  *     one direction are returned in the order of submission.
  *  2. A backend accesses no byte outside the copies it was given, and no byte of a copy that it has
  *     returned.
- *  3. A fence that was never recorded counts as passed. If it is recorded again, it stands for the
- *     latest record; whatever already waits for it waits for what it stood for at that time.
+ *  3. A fence that was never recorded counts as passed. A fence that is recorded again stands for
+ *     the latest record; work that already waits for the fence waits for the earlier record.
  *
  * Thread: record and wait: any thread, but one at a time for a fence, including the submit of a
- *         copy that names it. Kernels: any thread, but not while a kernel is loaded or unloaded.
- *         Everything else: the owner.
+ *         copy that names the fence. Kernel functions: any thread, but a kernel must not be loaded
+ *         or unloaded during another call of them. All other functions: the owner.
  */
 #ifndef LH_DEV_DEV_H
 #define LH_DEV_DEV_H
@@ -61,14 +62,14 @@ struct lh_dev_copy {
     void *host;   /* main memory; borrowed until the copy is returned */
     void *device; /* an address that computation uses */
     uint64_t bytes;
-    uint64_t pause_ns;          /* emu: how long the lane waits before the copy */
+    uint64_t pause_ns;          /* emu: the time that the direction waits before the copy */
     struct lh_dev_fence *after; /* (optional) the copy starts after this fence */
     struct lh_dev_fence *done;  /* (optional) recorded after the copy */
-    void *owner;                /* for the submitter; never read here */
-    int result;                 /* 0 or -errno, valid once polled */
+    void *owner;                /* for the submitter; backends never read it */
+    int result;                 /* 0 or -errno; valid when poll has returned the copy */
     /*
-     * The duration of the copy, as far as the backend knows it. cuda: started_ns is the later of
-     * the submit and the end of the previous copy, so it includes waiting for fences.
+     * The start and end of the copy, as far as the backend knows them. cuda: started_ns is the
+     * later of the submit and the end of the previous copy, so waits for fences are included.
      */
     uint64_t started_ns;
     uint64_t completed_ns;
@@ -77,7 +78,7 @@ struct lh_dev_copy {
 
 struct lh_dev_opts {
     int32_t device_index; /* cuda */
-    uint32_t copy_count;  /* the most copies in flight, both directions together */
+    uint32_t copy_count;  /* the maximum number of copies in flight in both directions together */
     uint64_t link_bytes_per_s[LH_DEV_DIRECTION_COUNT]; /* emu: speed of a direction; 0: memcpy's */
     struct lh_waker *waker;       /* woken after completions; borrowed until destroy; may be NULL */
     const struct lh_clock *clock; /* borrowed until destroy */
@@ -95,38 +96,40 @@ struct lh_dev_ops {
     bool is_ordered;
     int (*fence_create)(struct lh_dev *dev, struct lh_dev_fence **fence_out, struct lh_error *err);
     void (*fence_destroy)(struct lh_dev *dev, struct lh_dev_fence *fence); /* NULL is allowed */
-    /* fence passes when everything enqueued on stream (NULL: the default one) has been executed. */
+    /* fence passes when all work enqueued on stream so far (NULL: the default) was executed. */
     int (*record)(struct lh_dev *dev, struct lh_dev_fence *fence, void *stream,
                   struct lh_error *err);
-    /* Work enqueued on stream from here on is executed after fence. Does not block. */
+    /* Work enqueued on stream later is executed after fence. cuda: wait() itself does not block. */
     int (*wait)(struct lh_dev *dev, struct lh_dev_fence *fence, void *stream, struct lh_error *err);
-    /* Copies of a direction that are submitted from here on start after fence. */
+    /* Copies of a direction that are submitted later start after fence. */
     int (*order)(struct lh_dev *dev, enum lh_dev_direction direction, struct lh_dev_fence *fence,
                  struct lh_error *err);
     /*
-     * Returns 0; -EAGAIN: copy_count are in flight, and err is unchanged; else the device's error.
-     * On failure nothing was taken and nothing is in flight; done may have been recorded.
+     * Returns 0; -EAGAIN: copy_count copies are in flight, and err is unchanged; else the device's
+     * error. On failure this copy is not in flight, but its fence done may have been recorded.
      */
     int (*submit)(struct lh_dev *dev, struct lh_dev_copy *copy, struct lh_error *err);
     uint32_t (*poll)(struct lh_dev *dev, struct lh_dev_copy **done, uint32_t done_max);
     /*
      * Register main memory that copies use (page-lock it), so that they run at full speed, and
-     * unregister it before destroy. Copies of unregistered memory are slow, but correct. -errno: it
-     * failed; err says why.
+     * unregister it before destroy. Copies of unregistered memory are slow, but correct. Returns 0
+     * or -errno.
      */
     int (*memory_register)(struct lh_dev *dev, void *base, uint64_t bytes, struct lh_error *err);
     void (*memory_unregister)(struct lh_dev *dev, void *base);
     /*
-     * Kernels, for devices whose memory the CPU does not compute on; otherwise all three are NULL.
-     * load finds a function by name in an image of code (a fatbin), which is borrowed until unload.
-     * unload waits for launched work; a NULL kernel is allowed.
+     * Kernels, for devices whose memory the CPU does not compute on; otherwise the next three
+     * functions are NULL. kernel_load finds a function by name in an image of code (a fatbin),
+     * which is borrowed until kernel_unload. kernel_unload waits for launched work; kernel may be
+     * NULL.
      */
     int (*kernel_load)(struct lh_dev *dev, const void *image, const char *name,
                        struct lh_dev_kernel **kernel_out, struct lh_error *err);
     void (*kernel_unload)(struct lh_dev *dev, struct lh_dev_kernel *kernel);
     /*
-     * Enqueue a kernel on stream (NULL: the default one): group_count groups of thread_count
-     * threads. Its only argument is a struct that is read before this returns. Does not block.
+     * Enqueue a kernel on stream (NULL: the default stream), with group_count groups of
+     * thread_count threads. The kernel's only argument is a struct, which is read before this
+     * returns. This does not block.
      */
     int (*launch)(struct lh_dev *dev, struct lh_dev_kernel *kernel, void *stream,
                   uint32_t group_count, uint32_t thread_count, const void *argument,
@@ -135,7 +138,7 @@ struct lh_dev_ops {
     void (*destroy)(struct lh_dev *dev);
 };
 
-/* The first member of every implementation. */
+/* Every implementation begins with this struct. */
 struct lh_dev {
     const struct lh_dev_ops *ops;
     uint32_t in_flight_count;
@@ -147,7 +150,7 @@ struct lh_dev {
  *
  * Owns:   *dev_out owns its threads, streams and events; release with (*dev_out)->ops->destroy().
  * Errors: -EINVAL (opts, unknown name), -ENOMEM, -EAGAIN (no thread), cuda: -ENODEV (no driver, no
- *         such device), -EIO (an error of the driver). *dev_out is NULL then.
+ *         such device), -EIO (an error of the driver). On error *dev_out is NULL.
  */
 int lh_dev_create(const char *name, const struct lh_dev_opts *opts, struct lh_alloc *alloc,
                   struct lh_dev **dev_out, struct lh_error *err) LH_MUST_CHECK;

@@ -1,6 +1,6 @@
 /*
- * Bookkeeping of copies in flight, shared by the backends of csrc/dev. Only they and tests include
- * this file.
+ * Bookkeeping of copies in flight, shared by the backends of csrc/dev. Only the backends and tests
+ * include this file.
  *
  * A lane is a direction. Its copies finish in the order of submission, so a copy is identified by
  * its number in its lane, and it has finished once the lane's ended_count has reached that number:
@@ -8,7 +8,7 @@
  *      owner: take --> slots --> whoever copies: end --> owner: poll
  *             taken_count        ended_count             polled_count
  *
- * Thread: take, untake, poll, drop: the owner. end: whoever copies, one at a time for a lane.
+ * Thread: take, untake, poll, drop: the owner. end: the lane's copying thread, one at a time.
  */
 #ifndef LH_DEV_DEV_PRIVATE_H
 #define LH_DEV_DEV_PRIVATE_H
@@ -32,7 +32,7 @@ struct lh_dev_lane {
     _Atomic uint64_t ended_count;
 };
 
-/* The first member of every backend. */
+/* Every backend begins with this struct. */
 struct lh_dev_base {
     struct lh_dev dev;
     struct lh_alloc *alloc;
@@ -42,25 +42,26 @@ struct lh_dev_base {
     struct lh_dev_lane lanes[LH_DEV_DIRECTION_COUNT];
 };
 
-/* opts were checked. Errors: -ENOMEM; the caller must call deinit even then. */
+/* opts must have been checked. Errors: -ENOMEM; the caller must call deinit even on error. */
 int lh_dev_base_init(struct lh_dev_base *base, const struct lh_dev_ops *ops,
                      const struct lh_dev_opts *opts, struct lh_alloc *alloc, struct lh_error *err)
     LH_MUST_CHECK;
 void lh_dev_base_deinit(struct lh_dev_base *base);
 
-/* Begin a copy: 0, or -EAGAIN if copy_count are in flight. Asserts dev.h's preconditions. */
+/* Begin a copy, or return -EAGAIN if copy_count copies are in flight. Asserts preconditions. */
 int lh_dev_base_take(struct lh_dev_base *base, struct lh_dev_copy *copy,
                      struct lh_dev_slot **slot_out) LH_MUST_CHECK;
 
-/* Undo the last take of this direction, because the copy could not be started. */
+/* Undo the last lh_dev_base_take() of direction, because the copy could not be started. */
 void lh_dev_base_untake(struct lh_dev_base *base, enum lh_dev_direction direction);
 
-/* The oldest unfinished copy of a lane, which the next end() finishes. */
+/* The slot of a lane's oldest unfinished copy, which the next lh_dev_base_end() finishes. */
 struct lh_dev_slot *lh_dev_base_oldest(struct lh_dev_base *base, enum lh_dev_direction direction);
 
 /*
- * Mark that copy as finished. Its slot's started_ns and completed_ns must be set. From here on the
- * copy may be polled and its memory freed. The caller wakes the owner with lh_dev_base_wake().
+ * Mark the oldest unfinished copy as finished. The slot's started_ns and completed_ns must be set.
+ * After this the copy may be polled and its memory freed. The caller then wakes the owner with
+ * lh_dev_base_wake().
  */
 void lh_dev_base_end(struct lh_dev_base *base, enum lh_dev_direction direction);
 void lh_dev_base_wake(struct lh_dev_base *base);
@@ -68,7 +69,7 @@ void lh_dev_base_wake(struct lh_dev_base *base);
 /* The vtable's poll: return copies that have finished. */
 uint32_t lh_dev_base_poll(struct lh_dev *dev, struct lh_dev_copy **done, uint32_t done_max);
 
-/* Return, with result, copies that will never finish. */
+/* Return copies that will never finish, with the given result. */
 uint32_t lh_dev_base_drop(struct lh_dev_base *base, int result, struct lh_dev_copy **done,
                           uint32_t done_max);
 

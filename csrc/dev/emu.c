@@ -1,16 +1,16 @@
 /*
  * An emulated accelerator: its memory is main memory, and the caller's thread computes.
  *
- *      owner: submit --> slots --> the direction's thread: behind its fences? memcpy --> poll
+ *      owner: submit --> slots --> the direction's thread: wait for fences, memcpy --> poll
  *
- * A fence stands for a copy, identified by its number in its lane, and whatever waits for the fence
- * stores that number. Computation has finished when it records a fence, so such a fence stands for
- * no copy. The copies of a lane are ordered anyway, so a copy waits only for a number of the other
- * lane, and later copies of the lane inherit that number.
+ * A fence stands for a copy, which is identified by its number in its lane. Copies that wait for
+ * the fence store that number. Computation has finished when it records a fence, so such a fence
+ * stands for no copy. The copies of a lane are ordered anyway, so a copy waits only for a number of
+ * the other lane, and later copies of the lane inherit that number.
  *
  * mutex M (struct emu.mutex) protects the lanes' taken_count and slots not yet begun, behind_count,
- * fences and stopping. It is held for a few instructions, never while bytes are copied. There is no
- * deadlock, because a stored number belongs to a copy that was submitted earlier.
+ * fences and stopping. It is held for a few instructions, never while bytes are copied. Deadlock is
+ * impossible, because a stored number belongs to a copy that was submitted earlier.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1 /* pthread_setname_np */
@@ -25,16 +25,16 @@
 #include "base/thread.h"
 
 #define NS_PER_S UINT64_C(1000000000)
-/* The bytes copied between two checks of the link's time; small compared with any chunk. */
+/* The number of bytes copied between two checks of the time; small compared with any chunk. */
 #define PIECE_BYTES LH_MIB
 /*
  * A thread that was not scheduled in time catches up at the speed of memcpy, so that the link keeps
- * its speed on a busy machine. A delay beyond this limit is not made up.
+ * its speed on a busy machine. The part of a delay beyond this limit is not caught up.
  */
 #define LATE_NS_MAX UINT64_C(10000000)
 
 struct lh_dev_fence {
-    uint64_t ended_count[LH_DEV_DIRECTION_COUNT]; /* passes when each lane has reached these */
+    uint64_t ended_count[LH_DEV_DIRECTION_COUNT]; /* a fence passes when each lane has reached it */
 };
 
 struct emu;
@@ -44,12 +44,12 @@ struct copier {
     enum lh_dev_direction direction;
     pthread_t id;
     uint64_t bytes_per_s;
-    uint64_t behind_count; /* M; of the other lane, for copies submitted from here on */
+    uint64_t behind_count; /* under M: the other lane's ended_count that later copies wait for */
     uint64_t free_ns;      /* when the link has finished all its work; used only by the thread */
 };
 
 struct emu {
-    struct lh_dev_base base; /* first: the caller's pointer is this one */
+    struct lh_dev_base base; /* must be first: callers have a pointer to it */
     struct lh_clock real;    /* the clock of the kernel's timers */
     struct copier copiers[LH_DEV_DIRECTION_COUNT];
     uint32_t thread_count; /* the number of running threads */
@@ -117,7 +117,7 @@ static void copy_run(struct copier *copier, const struct lh_dev_copy *copy, uint
     }
 }
 
-/* Wait for the next copy of the lane to be ready; since when it is. Returns NULL when stopping. */
+/* Wait until the lane's next copy is ready (at *ready_ns_out). Returns NULL when stopping. */
 static struct lh_dev_slot *slot_next(struct copier *copier, uint64_t *ready_ns_out)
 {
     struct emu *emu = copier->emu;
@@ -201,7 +201,7 @@ static int emu_wait(struct lh_dev *dev, struct lh_dev_fence *fence, void *stream
     return 0;
 }
 
-/* M is held. */
+/* Make later copies wait for fence. The caller holds M. */
 static void copier_order(struct copier *copier, const struct lh_dev_fence *fence)
 {
     uint64_t count = fence->ended_count[other(copier->direction)];

@@ -37,7 +37,7 @@ struct worker {
 };
 
 struct threads {
-    struct lh_exec exec; /* first: the caller's pointer is this one */
+    struct lh_exec exec; /* must be first: callers have a pointer to it */
     struct lh_alloc *alloc;
     struct lh_waker *waker;
     const struct lh_clock *clock;
@@ -70,7 +70,7 @@ static void unlock(struct threads *team)
     LH_ASSERT(rc == 0);
 }
 
-/* Set the name and niceness, which is only possible from within the thread. */
+/* Set the calling worker's name and niceness, and report that it has started. */
 static void worker_start(struct worker *worker)
 {
     struct threads *team = worker->team;
@@ -79,7 +79,7 @@ static void worker_start(struct worker *worker)
     snprintf(name, sizeof(name), "lohan-w%u", (unsigned)(worker->index & 0xffff));
     pthread_setname_np(pthread_self(), name); /* cosmetic; ignore errors */
     if (team->nice > 0) {
-        /* On Linux niceness belongs to a thread, and 0 means the calling one. */
+        /* On Linux niceness belongs to a thread, and 0 means the calling thread. */
         int nice_now = getpriority(PRIO_PROCESS, 0);
         if (setpriority(PRIO_PROCESS, 0, nice_now + team->nice) != 0)
             rc = -errno;
@@ -216,7 +216,7 @@ static int opts_check(const struct lh_exec_threads_opts *opts, struct lh_error *
     return 0;
 }
 
-/* Returns 0 or -errno of lh_thread_start(). */
+/* Start a worker on *cpu (NULL: on any CPU). Returns 0 or -errno of a pthread function. */
 static int worker_create(struct worker *worker, const int *cpu)
 {
     pthread_attr_t attributes;
@@ -235,7 +235,7 @@ static int worker_create(struct worker *worker, const int *cpu)
     return rc;
 }
 
-/* Start all workers and wait until each one is ready. On failure none is left. */
+/* Start all workers and wait until each one is ready. On failure, stop those that were started. */
 static int workers_create(struct threads *team, const struct lh_exec_threads_opts *opts,
                           struct lh_error *err)
 {

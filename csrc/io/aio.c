@@ -1,16 +1,16 @@
 /*
  * libaio: the older asynchronous interface, for machines that forbid io_uring.
  *
- * It is asynchronous only with O_DIRECT: a buffered transfer completes inside io_submit(). Even a
- * direct one may block there if the device's queue is full or the file system has to read metadata.
- * This is acceptable for the engine: its other work would be waiting for I/O, too.
+ * libaio is asynchronous only with O_DIRECT: a buffered transfer completes inside io_submit(). Even
+ * with O_DIRECT, io_submit() may block if the device's queue is full or the file system has to read
+ * metadata. This is acceptable for the engine, whose other work would wait for I/O, too.
  *
  *      submit --> todo --[flush: io_submit]--> the kernel --[poll: io_getevents]--> the owner
  *                   |                              | refused for good: io_destroy waits for them
  *                   \----- refused by io_submit ---+--> failed ------------------------^
  *
- * Kernels before 4.18 cannot sync files this way. A helper, the threads backend with one thread,
- * then executes the SYNC requests; until they are polled they count as in flight here, too.
+ * Kernels before 4.18 cannot sync files with libaio. A helper, the threads backend with one thread,
+ * then executes the SYNC requests, which count as in flight in this backend as well.
  */
 #if defined(LH_HAVE_LIBAIO)
 #ifndef _GNU_SOURCE
@@ -30,13 +30,13 @@
 #define BATCH_COUNT_MAX 64
 
 struct aio {
-    struct lh_io_base base; /* first: the caller's pointer is this one */
+    struct lh_io_base base; /* must be first: callers have a pointer to it */
     io_context_t context;
     struct lh_io_queue todo;
     struct lh_io_queue failed;
     struct lh_io_queue inside; /* requests that the kernel has accepted */
     int refusal;               /* the error of io_getevents(), which has ended the context; or 0 */
-    struct lh_io *helper;      /* executes SYNC requests; NULL: the kernel does */
+    struct lh_io *helper;      /* executes SYNC requests; NULL: the kernel executes them */
 };
 
 static void control_prepare(const struct aio *aio, struct iocb *control,
@@ -59,7 +59,7 @@ static void control_prepare(const struct aio *aio, struct iocb *control,
         io_set_eventfd(control, aio->base.waker->fd);
 }
 
-/* The kernel rejected the first request of todo with rc. */
+/* Handle the first request of todo, which the kernel rejected with rc. */
 static void first_refused(struct aio *aio, int rc)
 {
     if (!lh_io_request_refuse(&aio->base, aio->todo.head, rc))
@@ -82,9 +82,9 @@ static void all_fail(struct aio *aio, struct lh_io_queue *queue)
 }
 
 /*
- * The kernel refuses io_getevents() itself, as a seccomp filter may do at any time. io_destroy()
- * waits until the kernel no longer accesses the buffers of the requests that it has accepted; their
- * results are unknown.
+ * Handle that the kernel refuses io_getevents() itself, as a seccomp filter may do at any time.
+ * io_destroy() waits until the kernel no longer accesses the buffers of the requests that it has
+ * accepted. The results of these requests are unknown.
  */
 static void getevents_refused(struct aio *aio, int rc)
 {
@@ -137,7 +137,7 @@ static int aio_submit(struct lh_io *io, struct lh_io_request *request)
     return 0;
 }
 
-/* Collect completions of the kernel: finished requests into done, short transfers into todo. */
+/* Collect the kernel's completions: put finished requests into done, short transfers into todo. */
 static uint32_t events_take(struct aio *aio, struct lh_io_request **done, uint32_t done_max)
 {
     struct io_event events[BATCH_COUNT_MAX];

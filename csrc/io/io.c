@@ -11,10 +11,10 @@
 struct backend {
     const char *name;
     lh_io_create_fn create; /* NULL: not in this build */
-    const char *package;    /* what the build looked for */
+    const char *package;    /* the package that the build looked for */
 };
 
-/* In order of preference. */
+/* The backends in order of preference. */
 static const struct backend backends[] = {
 #if defined(LH_HAVE_LIBURING)
     {"io_uring", lh_io_uring_create, "liburing"},
@@ -95,7 +95,7 @@ int lh_io_create(const char *name, const struct lh_io_opts *opts, struct lh_allo
                         name);
 }
 
-/* Append "name: message" to text as a line; truncated if it does not fit. */
+/* Append the line "name: message" to text. The line is truncated if it does not fit. */
 static void reason_add(char *text, uint64_t text_bytes, const char *name, const char *message)
 {
     uint64_t used = strlen(text);

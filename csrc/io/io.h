@@ -3,18 +3,18 @@
  *
  * A request is a struct in its owner's memory. Submit hands it over; poll returns it with
  * result = 0 or -errno. The backend automatically continues short transfers and retries EINTR and
- * EAGAIN, so result 0 means that all bytes were transferred. A SYNC is never retried: a second one
- * may succeed because the first one has dropped what it could not write. If the kernel refuses the
- * backend's system call itself (a seccomp filter), every request that the kernel has not accepted,
- * and every later one, fails with that error. A read that reaches the end of the file fails with
- * -ENODATA unless at least least_bytes of it have arrived; this allows reading the last, partial
- * block of a file with O_DIRECT. Backends never access the bytes themselves. A request on a file
- * whose fd is -1 fails with -EBADF.
+ * EAGAIN, so result 0 means that all bytes (READ: least_bytes) were transferred. A SYNC that the
+ * kernel accepted is never retried: a second one could succeed because the first one has dropped
+ * what it could not write. If the kernel refuses the backend's system call itself (a seccomp
+ * filter), every request that the kernel has not accepted, and every later one, fails with that
+ * error. A read that reaches the end of the file fails with -ENODATA unless at least least_bytes of
+ * it have arrived; this allows reading the last, partial block of a file with O_DIRECT. Backends
+ * never access the bytes themselves. A request on a file whose fd is -1 fails with -EBADF.
  *
  * The owner's loop, which misses no completion while it sleeps:
  *
  *      submit ... submit, flush
- *      lh_waker_prepare; poll until it returns 0; nothing came? lh_waker_wait : lh_waker_cancel
+ *      lh_waker_prepare; poll until it returns 0; no request ? lh_waker_wait : lh_waker_cancel
  *
  * Invariants:
  *  1. Every submitted request is returned exactly once, through poll, on the owner thread.
@@ -23,8 +23,8 @@
  *  3. With O_DIRECT (file.direct) offset, bytes and buffer are multiples of LH_BLOCK_BYTES:
  *     asserted at submit.
  *
- * Thread: create, submit, flush, poll and destroy on one owner thread. Another thread may become
- *         the owner while nothing is in flight.
+ * Thread: one owner calls create, submit, flush, poll and destroy. Another thread may become the
+ *         owner while nothing is in flight.
  */
 #ifndef LH_IO_IO_H
 #define LH_IO_IO_H
@@ -43,7 +43,7 @@
 enum lh_io_kind {
     LH_IO_KIND_READ = 0,
     LH_IO_KIND_WRITE = 1,
-    /* fdatasync: completes when the file's data and the metadata to reach it are durable */
+    /* fdatasync: completes when the file's data and the metadata needed to read it are durable */
     LH_IO_KIND_SYNC = 2,
 };
 
@@ -54,8 +54,8 @@ struct lh_io_request {
     uint64_t bytes;       /* above 0; ignored by SYNC */
     uint64_t offset;      /* offset in the file; ignored by SYNC */
     uint64_t least_bytes; /* READ: succeed once this many bytes have arrived; 0: all */
-    void *owner;          /* for the submitter; never read here */
-    int64_t result;       /* 0 or -errno, valid once polled */
+    void *owner;          /* for the submitter; backends never read it */
+    int64_t result;       /* 0 or -errno; valid when poll has returned the request */
     uint64_t submitted_ns;
     uint64_t completed_ns;
     /* Private to the backend. */
@@ -93,14 +93,14 @@ struct lh_io;
 struct lh_io_ops {
     uint32_t version; /* LH_IO_OPS_VERSION */
     const char *name; /* "io_uring", "libaio", "threads" */
-    int (*submit)(struct lh_io *io, struct lh_io_request *request); /* 0; -EAGAIN: full */
+    int (*submit)(struct lh_io *io, struct lh_io_request *request); /* 0, or -EAGAIN if full */
     /* (optional) Pass queued requests to the kernel; called once after a batch of submits. */
     void (*flush)(struct lh_io *io);
     uint32_t (*poll)(struct lh_io *io, struct lh_io_request **done, uint32_t done_max);
     void (*destroy)(struct lh_io *io); /* no request may be in flight: asserted */
 };
 
-/* The first member of every implementation. */
+/* Every implementation begins with this struct. */
 struct lh_io {
     const struct lh_io_ops *ops;
     uint32_t in_flight_count;
@@ -114,27 +114,27 @@ struct lh_io {
  * Owns:   *io_out owns the ring and its threads; release with (*io_out)->ops->destroy().
  * Errors: -EINVAL (opts, unknown name), -EBADF (a file that is not open), -ENOTSUP (not built in),
  *         -ENOMEM, the kernel's error (-EPERM: forbidden by seccomp or sysctl; the message names
- *         what forbids it and how to allow it). *io_out is NULL then.
+ *         what forbids it and how to allow it). On error *io_out is NULL.
  */
 int lh_io_create(const char *name, const struct lh_io_opts *opts, struct lh_alloc *alloc,
                  struct lh_io **io_out, struct lh_error *err) LH_MUST_CHECK;
 
 /*
  * Create the first backend that works, in the order io_uring, libaio, threads. Each is tried with
- * one aligned write and read on a probe file in directory (with O_DIRECT if a file of opts is
- * direct). reason_out gets one line per skipped backend, with the reason; "" if none was skipped.
+ * lh_io_probe() in directory (with O_DIRECT if a file of opts is direct). reason_out gets one line
+ * per skipped backend, with the reason; "" if none was skipped.
  *
- * Owns, Errors: as lh_io_create. If none works: the code of the last one, and a message with the
- *         reasons of all.
+ * Owns, Errors: as lh_io_create(). If no backend works: the code of the last one, and a message
+ *         with the reasons of all backends.
  */
 int lh_io_create_best(const char *directory, const struct lh_io_opts *opts, struct lh_alloc *alloc,
                       struct lh_io **io_out, char *reason_out, uint64_t reason_bytes,
                       struct lh_error *err) LH_MUST_CHECK;
 
 /*
- * Check whether a backend works on directory: write 4 KiB to an unlinked file and read them back.
- * Used by doctor and create_best. direct: with O_DIRECT. Errors: as lh_io_create, or the error of
- * the write or read, or -EIO (wrong bytes were read).
+ * Check whether a backend works in directory: write 4 KiB to an unlinked file, sync it, and read
+ * the bytes back. direct: with O_DIRECT. The doctor uses this, too. Errors: as lh_io_create(), or
+ * the error of the write, sync or read, or -EIO (wrong bytes were read).
  */
 int lh_io_probe(const char *name, const char *directory, bool direct, struct lh_alloc *alloc,
                 struct lh_error *err) LH_MUST_CHECK;

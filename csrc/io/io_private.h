@@ -1,5 +1,5 @@
 /*
- * Code shared by the backends of csrc/io. Only they and tests include this file.
+ * Code shared by the backends of csrc/io. Only the backends and tests include this file.
  *
  * A request's life is the same in each backend:
  *
@@ -21,7 +21,7 @@
 #define LH_IO_RETRY_COUNT_MAX 32
 #define LH_IO_THREAD_COUNT_DEFAULT 4
 
-/* The first member of every backend. */
+/* Every backend begins with this struct. */
 struct lh_io_base {
     struct lh_io io;
     struct lh_alloc *alloc;
@@ -33,7 +33,7 @@ struct lh_io_base {
     uint64_t piece_bytes_max; /* LH_IO_PIECE_BYTES_MAX; smaller in a test */
 };
 
-/* Requests in the order of arrival, linked by their next. */
+/* Requests in the order of arrival, linked by next. */
 struct lh_io_queue {
     struct lh_io_request *head;
     struct lh_io_request *tail;
@@ -42,15 +42,16 @@ struct lh_io_queue {
 void lh_io_base_init(struct lh_io_base *base, const struct lh_io_ops *ops,
                      const struct lh_io_opts *opts, struct lh_alloc *alloc);
 
-/* Begin a request: 0, or -EAGAIN if queue_depth_max are in flight. Asserts io.h's preconditions. */
+/* Begin a request, or return -EAGAIN if the queue is full. Asserts the preconditions of io.h. */
 int lh_io_base_take(struct lh_io_base *base, struct lh_io_request *request) LH_MUST_CHECK;
 
-/* Count a request that poll is about to return as no longer in flight. */
+/* Decrement the number of requests in flight, for a request that poll is about to return. */
 void lh_io_base_finish(struct lh_io_base *base);
 
 /*
- * Process the kernel's answer: the bytes transferred, or -errno. true: the request has ended;
- * result and completed_ns are set. false: transfer the rest, lh_io_base_rest_bytes().
+ * Process the kernel's answer: the bytes transferred, or -errno. Returns true if the request has
+ * ended (result and completed_ns are set), false if the rest must be transferred
+ * (lh_io_base_rest_bytes()).
  *
  * Thread: any; accesses only the request.
  */

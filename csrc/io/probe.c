@@ -12,7 +12,7 @@
 #include "base/assert.h"
 
 #define PROBE_BYTES LH_BLOCK_BYTES
-/* How often a wait checks again; there is no timeout, because a device may be slow. */
+/* The interval between two polls of a wait. It has no timeout, because a device may be slow. */
 #define PROBE_WAIT_MS 100
 
 /* Create a file without a name in directory. Returns its descriptor or -errno. */
@@ -63,7 +63,7 @@ static int64_t request_await(struct lh_io *io, struct lh_waker *waker,
     return request->result;
 }
 
-/* What may forbid the use of a backend that could be created. */
+/* A hint at what may forbid the use of a backend that could be created, or "". */
 static const char *forbidden_hint(int code)
 {
     bool is_forbidden = code == -EPERM || code == -EACCES || code == -ENOSYS;
@@ -104,7 +104,7 @@ int lh_io_probe(const char *name, const char *directory, bool direct, struct lh_
     struct lh_clock clock = lh_clock_real();
     struct lh_waker waker;
     struct lh_io *io = NULL;
-    /* The allocator aligns only to a cache line. */
+    /* Allocate one block more, because the allocator aligns only to a cache line. */
     uint8_t *memory = lh_alloc_zeroed(alloc, 2 * PROBE_BYTES + LH_BLOCK_BYTES, 1);
     if (!memory)
         return lh_error_set(err, -ENOMEM, "no memory for a probe of %s", name);

@@ -1,5 +1,6 @@
 /*
- * pread, pwrite and fdatasync on threads: works on every kernel and in every container.
+ * The backend that calls pread, pwrite and fdatasync on threads. It works on every kernel and in
+ * every container.
  *
  *      owner: submit --> todo (mutex) --> a thread: transfer --> done (lock-free ring) --> poll
  *
@@ -33,7 +34,7 @@ struct thread {
 };
 
 struct threads {
-    struct lh_io_base base; /* first: the caller's pointer is this one */
+    struct lh_io_base base; /* must be first: callers have a pointer to it */
     struct lh_ring done;
     struct thread *threads;
     uint32_t thread_count; /* the number of running threads */
@@ -55,7 +56,7 @@ static void unlock(struct threads *team)
     LH_ASSERT(rc == 0);
 }
 
-/* One system call of a request: bytes moved, or -errno. */
+/* Make one system call of a request. Returns the bytes transferred, or -errno. */
 static int64_t transfer(const struct lh_io_base *base, const struct lh_io_request *request)
 {
     int fd = base->files[request->file_index].fd;
@@ -72,7 +73,7 @@ static int64_t transfer(const struct lh_io_base *base, const struct lh_io_reques
 static void request_run(const struct lh_io_base *base, struct lh_io_request *request)
 {
     while (!lh_io_request_advance(base, request, transfer(base, request))) {
-        /* Wait longer each time, so that others can release the resource that is exhausted. */
+        /* Wait longer each time, so that other threads can release the exhausted resource. */
         struct timespec delay = {.tv_nsec = (long)request->retry_count * RETRY_DELAY_NS};
         if (request->retry_count > 0)
             nanosleep(&delay, NULL);

@@ -1,12 +1,13 @@
 /*
- * io_uring: the kernel and the owner share two rings; one system call submits a whole batch.
+ * The io_uring backend. The kernel and the owner share two rings, and one system call submits a
+ * whole batch.
  *
  * [Note: How a sleeping owner learns of completions]
  * The ring's eventfd is the waker's. A direct transfer ends in an interrupt, and its completion is
  * posted by task work of the submitting thread, which runs when that thread is in the kernel. An
  * owner that sleeps in poll() is woken to run the task work, which writes the eventfd; poll() then
- * restarts and finds it readable. So COOP_TASKRUN does not delay a sleeping owner; it saves the
- * interrupt of a computing one. TASKRUN_FLAG makes io_uring_peek_cqe() enter the kernel when task
+ * restarts and finds it readable. So COOP_TASKRUN does not delay a sleeping owner, and it does not
+ * interrupt a computing one. TASKRUN_FLAG makes io_uring_peek_cqe() enter the kernel when task
  * work is pending, so an owner that never sleeps sees completions, too.
  *
  * DEFER_TASKRUN and SINGLE_ISSUER are not used: they bind the ring to the thread that created it,
@@ -46,12 +47,12 @@ struct region {
 };
 
 struct uring {
-    struct lh_io_base base; /* first: the caller's pointer is this one */
+    struct lh_io_base base; /* must be first: callers have a pointer to it */
     struct io_uring ring;
     struct region regions[LH_IO_BUFFER_COUNT_MAX];
-    uint32_t region_count; /* registered */
-    bool has_files;        /* registered */
-    bool has_eventfd;
+    uint32_t region_count;       /* the number of registered regions */
+    bool has_files;              /* the files are registered */
+    bool has_eventfd;            /* the waker's eventfd is registered */
     struct lh_io_queue prepared; /* requests in the ring, not yet accepted by the kernel */
     struct lh_io_queue failed;   /* requests that have ended and wait to be polled */
     int refusal;                 /* the error of io_uring_enter(), which ended submission; or 0 */
@@ -83,7 +84,7 @@ static void request_fail(struct uring *uring, struct lh_io_request *request)
         lh_waker_wake(uring->base.waker);
 }
 
-/* Queue the rest of request for the kernel. */
+/* Prepare an entry in the ring for the rest of request. */
 static void request_prepare(struct uring *uring, struct lh_io_request *request)
 {
     if (uring->refusal < 0) {
@@ -126,8 +127,9 @@ static int uring_submit(struct lh_io *io, struct lh_io_request *request)
 }
 
 /*
- * The kernel refuses io_uring_enter() itself, as a seccomp filter may do at any time. Requests that
- * it has accepted still complete; prepared ones stay in the ring, which is never submitted again.
+ * Handle that the kernel refuses io_uring_enter() itself, as a seccomp filter may do at any time.
+ * Requests that it has accepted still complete. Prepared requests fail; their entries stay in the
+ * ring, which is never submitted again.
  */
 static void enter_refused(struct uring *uring, int rc)
 {
@@ -189,8 +191,8 @@ static uint32_t uring_poll(struct lh_io *io, struct lh_io_request **done, uint32
 }
 
 /*
- * Registrations are undone one by one: a kernel thread frees the ring asynchronously, so files
- * (with their locks) and locked memory would be released at some time after destroy.
+ * Undo each registration explicitly: a kernel thread frees the ring asynchronously, so files (with
+ * their locks) and locked memory would otherwise be released only some time after destroy.
  */
 static void uring_free(struct uring *uring)
 {
@@ -282,7 +284,7 @@ static void buffers_refused(struct uring *uring, int rc, uint64_t total_bytes)
                  strerror(-rc));
 }
 
-/* Register all regions, or none with a note. Returns -ENOMEM only for lohan's own memory. */
+/* Register all regions, or none and add a note. -ENOMEM: there is no memory for lohan's table. */
 static int buffers_register(struct uring *uring, const struct lh_io_opts *opts,
                             struct lh_error *err)
 {

@@ -9,7 +9,7 @@
 
 #include "base/assert.h"
 
-/* Linux 5.14; older C libraries do not name it. */
+/* Linux has this advice since version 5.14; older C libraries do not define it. */
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -39,7 +39,7 @@ LH_PRINTF(2, 3) static void note(struct lh_arena *arena, const char *format, ...
     va_end(arguments);
 }
 
-/* Read up to size - 1 characters of a small file; an empty text if it cannot be read. */
+/* Read up to size - 1 characters of a file's first line; text is empty if that is impossible. */
 static void text_read(const char *path, char *text, int size)
 {
     text[0] = '\0';
@@ -179,7 +179,7 @@ static int opts_check(const struct lh_arena_opts *opts, struct lh_error *err)
     if (opts->numa_node >= lh_numa_node_count())
         return lh_error_set(err, -EINVAL, "numa_node %d does not exist: this machine has %d nodes",
                             opts->numa_node, lh_numa_node_count());
-    /* More could overflow when rounded up to pages, and no machine has it. */
+    /* A larger size could overflow when rounded up to pages, and no machine has as much memory. */
     if (opts->bytes > UINT64_C(1) << 60)
         return lh_error_set(err, -ENOMEM,
                             "%" PRIu64 " bytes are requested, more than any machine has",

@@ -10,7 +10,7 @@
 
 /* The two versions of control groups have the same values under different names. */
 struct cgroup_names {
-    const char *line; /* the beginning of its line in /proc/self/cgroup after the first colon */
+    const char *line; /* the text after the first colon of the line in /proc/self/cgroup */
     const char *root;
     const char *limit;
     const char *used;
@@ -56,7 +56,7 @@ int lh_mem_field_read(const char *path, const char *name, uint64_t *value_out)
     return rc;
 }
 
-/* Read the number in directory/name; false if there is none ("max", or no such file). */
+/* Read the number in directory/name. Returns false if it has none ("max") or does not exist. */
 static bool cgroup_number(const char *directory, const char *name, uint64_t *value_out)
 {
     char path[PATH_BYTES];
@@ -71,7 +71,7 @@ static bool cgroup_number(const char *directory, const char *name, uint64_t *val
     return found;
 }
 
-/* The memory that a control group still allows: limit - used, where page cache is not used. */
+/* The memory that a control group still allows: limit - used, not counting page cache as used. */
 static uint64_t cgroup_available_bytes(const struct cgroup_names *names, const char *directory)
 {
     uint64_t limit_bytes = 0;
@@ -89,7 +89,7 @@ static uint64_t cgroup_available_bytes(const struct cgroup_names *names, const c
     return limit_bytes - lh_min_u64(limit_bytes, used_bytes);
 }
 
-/* The minimum over the control group of this process and the groups that contain it. */
+/* The minimum of the memory that this process's control group and all its ancestors allow. */
 static uint64_t cgroups_available_bytes(const struct cgroup_names *names)
 {
     FILE *file = fopen("/proc/self/cgroup", "re");
@@ -111,7 +111,7 @@ static uint64_t cgroups_available_bytes(const struct cgroup_names *names)
     while (strlen(directory) >= strlen(names->root)) {
         available_bytes = lh_min_u64(available_bytes, cgroup_available_bytes(names, directory));
         char *end = strrchr(directory, '/');
-        LH_ASSERT(end); /* root begins with one */
+        LH_ASSERT(end); /* root begins with a slash */
         *end = '\0';
     }
     return available_bytes;

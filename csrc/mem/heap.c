@@ -8,7 +8,8 @@
 bool lh_heap_keep(void)
 {
 #if defined(__GLIBC__)
-    /* Above these thresholds glibc gives an allocation its own mapping, and trims the heap. */
+    /* glibc gives an allocation above the first limit its own mapping, and trims a heap whose
+     * unused end exceeds the second one. */
     return mallopt(M_MMAP_THRESHOLD, 1 << 30) == 1 && mallopt(M_TRIM_THRESHOLD, INT_MAX) == 1;
 #else
     return false;

@@ -1,5 +1,5 @@
 /*
- * libnuma is loaded at run time: a machine without it is treated as having one node.
+ * libnuma is loaded at run time: a machine without libnuma is treated as having one node.
  *
  * mbind() is libnuma's wrapper of the system call. It returns errors, whereas numa_tonode_memory()
  * would print them.
@@ -14,7 +14,7 @@
 #include "base/assert.h"
 #include "mem/arena.h"
 
-#define MBIND_PREFERRED 1 /* MPOL_PREFERRED of <linux/mempolicy.h>: another node when full */
+#define MBIND_PREFERRED 1 /* MPOL_PREFERRED of <linux/mempolicy.h>: a full node is no error */
 #define NUMA_NODE_COUNT_MAX 1024
 #define NODE_MASK_BITS (8 * sizeof(unsigned long))
 

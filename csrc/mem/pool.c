@@ -42,7 +42,7 @@ int lh_pool_init(struct lh_pool *pool, struct lh_alloc *alloc, void *base, uint6
     pool->slab_bytes = slab_bytes;
     pool->slab_count = slab_count;
     pool->free_count = slab_count;
-    /* The top of the stack is the lowest slab, so that a pool that is never full stays compact. */
+    /* The lowest slab is on top of the stack, so that a pool that is never full stays compact. */
     for (uint32_t i = 0; i < slab_count; i++)
         pool->free_indices[i] = slab_count - 1 - i;
     POISON(base, total_bytes);

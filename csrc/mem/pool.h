@@ -1,5 +1,5 @@
 /*
- * Slabs of an arena, for buffers of one size.
+ * A pool of slabs of equal size in an arena, for buffers of one size.
  *
  *      FREE --[lh_pool_acquire]--> HELD --[lh_pool_release]--> FREE
  *
@@ -17,12 +17,12 @@ struct lh_pool {
     uint64_t slab_bytes;
     uint32_t slab_count;
     uint32_t free_count;
-    uint32_t *free_indices; /* a stack */
+    uint32_t *free_indices; /* a stack of the indices of free slabs */
     uint8_t *held;          /* one flag per slab */
 };
 
 /*
- * base must be aligned to LH_BLOCK_BYTES and slab_bytes a multiple of it. Errors: -EINVAL, -ENOMEM.
+ * base and slab_bytes must be multiples of LH_BLOCK_BYTES. Errors: -EINVAL, -ENOMEM.
  */
 int lh_pool_init(struct lh_pool *pool, struct lh_alloc *alloc, void *base, uint64_t slab_bytes,
                  uint32_t slab_count, struct lh_error *err) LH_MUST_CHECK;

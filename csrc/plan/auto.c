@@ -9,10 +9,10 @@
  *      held       the share of the remaining memory that states may take: a commit writes them
  *      kept       the share of GPU memory that activations may take that stay there
  *
- * The rest follows from these. The last of the saved layers stay on the GPU, which needs them
- * soonest; but what moves needs room there, too. The states of the first blocks, which are updated
- * last and needed first, stay in main memory. P16 comes before the other states, because a byte of
- * it saves three bytes of traffic, where a byte of the others saves two. Masters are the model's
+ * The rest follows from these numbers. The last of the saved layers stay on the GPU, which needs
+ * them soonest, while activations in transit have room, too. The states of the first blocks, which
+ * are updated last and needed first, stay in main memory: first P16, because each byte saves three
+ * bytes of traffic, then the other states, where each byte saves two. Masters are the model's
  * residuals (12P).
  *
  * From several starts, each number is moved up and down by a step that is halved when no move
@@ -29,16 +29,16 @@
 /* Layers and blocks are changed one by one if there are no more than this many in all. */
 #define SINGLE_COUNT_MAX 16
 
-/* The starts of the search are all combinations of this many values of each number. */
+/* The starts of the search are all combinations of this many values for each of the numbers. */
 static const uint32_t start_counts[] = {3, 3, 2, 2, 2};
 static const uint32_t start_counts_small[] = {2, 2, 2, 2, 1};
-/* Fitted to the engine's gains and losses in the simulator: 13B, batch 32, 1 to 12 SSDs. */
+/* Weights fitted to the engine's gains and losses in the simulator: 13B, batch 32, 1 to 12 SSDs. */
 #define SSD_WEIGHT 0.005
 #define SWAPPED_SSD_WEIGHT 0.1
 #define SWAPPED_LINK_WEIGHT 0.11
 #define KEPT_WEIGHT 0.8
 #define LATE_WEIGHT 100.0
-/* Tolerates the rounding of the same sums in another order. */
+/* A factor that tolerates the rounding errors of the same sums in a different order. */
 #define ROUNDED (1 + 1e-9)
 
 enum number {
@@ -54,7 +54,7 @@ struct search {
     struct lh_plan_ask *ask;
     struct lh_plan_choice *best;
     double best_s;
-    double limit_s;             /* no result may be slower than what the search began with */
+    double limit_s;             /* no result may be slower than the choice that the search got */
     struct lh_plan_choice here; /* the best of one start */
     double here_s;
     struct lh_plan_choice work;
@@ -205,7 +205,7 @@ static uint32_t moves_count(const struct lh_plan_model *model)
     return model->layer_count * LH_PLAN_FATE_COUNT + model->block_count * BLOCK_MOVE_COUNT;
 }
 
-/* Set a layer's new fate. Returns false for a layer that cannot be recomputed. */
+/* Set a layer's new fate. Returns false if that would recompute an inter-block layer. */
 static bool layer_move(const struct lh_plan_layer *layer, uint32_t way, uint8_t *fate)
 {
     *fate = (uint8_t)way;
@@ -225,7 +225,7 @@ static struct lh_plan_block_choice block_move(uint32_t way)
 
 static bool moves_try(struct search *search, uint32_t move, int count);
 
-/* Evaluate work after a move, and after up to count further moves. */
+/* Evaluate work after a move, then with up to count further moves. */
 static bool moved_try(struct search *search, uint32_t move, int count)
 {
     bool is_shorter = false;

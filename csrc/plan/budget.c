@@ -5,7 +5,7 @@
 
 #include "base/assert.h"
 
-/* Forward is a third of a step, or less if backward recomputes it. */
+/* Forward takes a third of a step, or less if backward recomputes activations. */
 #define FREE_DIVISOR 3
 
 struct needs {
@@ -17,7 +17,7 @@ struct needs {
     uint64_t gradient_bytes_max;
     uint64_t trainable_bytes_max;
     uint64_t waiting_bytes;        /* all gradients that wait for the end of the step */
-    uint64_t waiting_memory_bytes; /* those of them that cannot wait on SSD */
+    uint64_t waiting_memory_bytes; /* the part of these gradients that cannot wait on SSD */
     uint64_t waiting_free_bytes;   /* gradients that may wait, but need not */
     uint32_t slab_bytes_per_element;
 };
@@ -207,7 +207,7 @@ int lh_budget_make(const struct lh_budget_unit *units, uint32_t unit_count, uint
                               LH_BUDGET_CHUNK_ELEMENTS_MIN, &small, &small_err);
     bool is_full = large_rc == 0 && (large.slab_count >= LH_BUDGET_SLAB_COUNT_PIPELINE ||
                                      large.slab_count == large.chunk_count);
-    /* Few chunks need fewer slabs, so neither chunk size always has the smaller minimum. */
+    /* Fewer chunks need fewer slabs, so neither chunk size always has the smaller minimum. */
     bool is_large_least = large.host_bytes_min <= small.host_bytes_min;
     uint64_t least = is_large_least ? large.host_bytes_min : small.host_bytes_min;
     *budget = is_full || small_rc < 0 ? large : small;

@@ -4,20 +4,20 @@
  *      host_bytes = parameters region | slabs (R, M, V of chunks) | gradients | bookkeeping
  *
  * Where updates wait for the end of the step, gradients wait with them: in memory while there is
- * room, the rest on SSD; an update reads those into its slab, which is larger for that reason.
+ * room, the rest on SSD. An update reads gradients from SSD into its slab, which has room for them.
  * Where updates may be deferred but need not be, room is reserved for a third of the gradients
  * (forward, which then hides these updates, is at most a third of a step). Room for two more units
  * of parameters comes first, because deferred updates use the region while backward continues.
  *
- * The minimum consists of: a region for all units that are always resident and the two largest
- * others (or sets of others that are in use together), with room for one more of the second largest
- * so that holes between them do not block, and room for each set including the holes between its
- * own units; three slabs (one being read, one computed, one written); and the gradients of the
- * largest unit, which autograd keeps until the unit can be updated. The remaining memory goes, in
- * this order, to the gradients of a second unit (otherwise backward waits for each update), to
+ * The minimum consists of: a region for all units that are always resident and the two largest of
+ * the other units (or of the sets that are in use together), with room for one more of the second
+ * largest so that holes between units block no load, and room for each set including the holes
+ * between its units; three slabs (one being read, one computed, one written); and the gradients of
+ * the largest unit, which autograd keeps until the unit can be updated. The remaining memory goes,
+ * in this order, to the gradients of a second unit (otherwise backward waits for each update), to
  * slabs up to a full pipeline, to waiting gradients (each byte saves two bytes of traffic), to
  * parameters (each resident byte of P16 saves two bytes of traffic per step), and to slabs that
- * keep their chunk (each byte saves one byte). What is not needed is not allocated.
+ * keep their chunk (each byte saves one byte). Memory that is not needed is not allocated.
  *
  * Pure; includes base only.
  * Source: LoHan IV-D (the plan divides main memory), Fuyou 4.4.
@@ -36,8 +36,8 @@
 #define LH_BUDGET_CHUNK_ELEMENTS_MIN (UINT64_C(1) << 19)
 #define LH_BUDGET_SLAB_COUNT_MIN 3
 /*
- * A full pipeline: this many slabs keep SSDs and workers busy. Many workers and fast SSDs need
- * more, which may take up to 1/32 of a large budget.
+ * A full pipeline: this many slabs keep SSDs and workers busy. Many workers and fast SSDs need more
+ * slabs, which may take up to 1/32 of a large budget.
  */
 #define LH_BUDGET_SLAB_COUNT_PIPELINE 8
 #define LH_BUDGET_SLAB_COUNT_PIPELINE_MAX 32
@@ -52,16 +52,16 @@ struct lh_budget_unit {
     /* The size of gradients that wait for the end of the step; 0: none wait. */
     uint32_t waiting_bytes_per_element;
     bool waits_in_memory; /* gradients cannot wait on SSD */
-    bool waits_at_will;   /* they need not wait, either: up to a third does if there is room */
+    bool waits_at_will;   /* gradients need not wait: up to a third of them waits if room is left */
     /*
      * Gradients come from an accelerator and are stored in blocks of main memory, one per chunk,
      * with this many bytes per element, the same for all units; 0: they are torch's tensors.
      */
     uint32_t block_bytes_per_element;
-    /* Including all units that are in use whenever it is (those of its block); 0: only its own. */
+    /* The bytes of all units that are in use whenever this one is (those of its block), or 0. */
     uint64_t together_bytes;
     bool is_together;     /* counted in another unit's together_bytes */
-    uint64_t apart_bytes; /* needed by them if they lie in holes: lh_budget_apart_bytes() */
+    uint64_t apart_bytes; /* the same if these units lie in holes: lh_budget_apart_bytes() */
     bool always;
 };
 
@@ -74,17 +74,17 @@ struct lh_budget {
     uint32_t chunk_count;      /* the number of chunks of all units */
     uint32_t kept_chunk_count; /* chunks that keep their slab and are never read again */
     uint64_t gradient_bytes;
-    uint64_t gradient_ahead_bytes;   /* part of it, for updates that overlap backward */
-    uint64_t gradient_waiting_bytes; /* part of it, for gradients that wait for the step's end */
+    uint64_t gradient_ahead_bytes;   /* a part of these, for updates that overlap backward */
+    uint64_t gradient_waiting_bytes; /* a part for gradients that wait for the step's end */
     uint64_t bookkeeping_bytes;
-    uint64_t host_bytes_min;  /* the least that works for this model */
-    uint64_t host_bytes_full; /* more than this has no effect */
+    uint64_t host_bytes_min;  /* the smallest budget that works for this model */
+    uint64_t host_bytes_full; /* a larger budget has no effect */
 };
 
 /*
- * The bytes that units that are in use together, of bytes[0..count - 1], need in the worst case,
- * wherever the units loaded first are placed: the last of count units finds count holes, and one of
- * them is large enough if they have count * (its bytes) in all.
+ * The bytes that units of bytes[0..count - 1], which are in use together, need in the worst case,
+ * wherever the units loaded first are placed: the last unit finds at most count holes, one of which
+ * is large enough if all holes together have at least count times the unit's bytes.
  */
 uint64_t lh_budget_apart_bytes(const uint64_t *bytes, uint32_t count);
 

@@ -1,5 +1,6 @@
 /*
- * The decisions of a plan: for each layer its activations, for each block its states and update.
+ * The decisions of a plan: where each layer's activations and each block's states are kept, and
+ * when updates run.
  *
  * Pure; includes base only. Thread: a choice belongs to its caller.
  */
@@ -10,9 +11,9 @@
 
 /* What happens to a layer's activations between its forward and its backward. */
 enum lh_plan_fate {
-    LH_PLAN_FATE_KEEP = 0,  /* they stay on the GPU */
-    LH_PLAN_FATE_SWAP_HOST, /* they are moved to main memory */
-    LH_PLAN_FATE_SWAP_SSD,  /* they are moved to SSD, through main memory */
+    LH_PLAN_FATE_KEEP = 0,  /* the activations stay on the GPU */
+    LH_PLAN_FATE_SWAP_HOST, /* the activations are moved to main memory */
+    LH_PLAN_FATE_SWAP_SSD,  /* the activations are moved to SSD, through main memory */
     LH_PLAN_FATE_RECOMPUTE,
 };
 #define LH_PLAN_FATE_COUNT 4
@@ -20,13 +21,13 @@ enum lh_plan_fate {
 /* When and how updates run. */
 enum lh_plan_schedule {
     LH_PLAN_SCHEDULE_OPTIMIZED = 0, /* in backward; reads, AdamW and writes overlap */
-    LH_PLAN_SCHEDULE_NAIVE,         /* in backward; a block's steps run one after the other */
-    LH_PLAN_SCHEDULE_SERIAL,        /* after backward; nothing overlaps them */
+    LH_PLAN_SCHEDULE_NAIVE,         /* in backward; a block is read, updated and then written */
+    LH_PLAN_SCHEDULE_SERIAL,        /* after backward; nothing overlaps the updates */
 };
 
 struct lh_plan_block_choice {
-    bool is_deferred; /* its update runs just ahead of its next forward, not in backward */
-    /* Which states stay in main memory between steps; the others are on SSD. */
+    bool is_deferred; /* the block's update runs just before its next forward, not in backward */
+    /* Which states stay in main memory between steps; all other states are on SSD. */
     bool has_host_p16;
     bool has_host_master; /* the master, or the residual that completes P16 to one */
     bool has_host_moments;

@@ -112,7 +112,7 @@ double lh_cost_fuyou_benefit(const struct lh_cost_fuyou *cost, const struct lh_p
            seconds(layer->activation_bytes, cost->link_out_bytes_per_s);
 }
 
-/* Layers that are always swapped: inter-block ones, and those that save nothing. */
+/* Whether a layer is always swapped: inter-block layers, and layers that save nothing. */
 static bool is_start(const struct lh_plan_layer *layer)
 {
     return layer->is_inter_block || layer->activation_bytes == 0;
@@ -127,8 +127,8 @@ struct walk {
 };
 
 /*
- * Take up to take_max layers, from the first queue and then from the second. Returns the best swap
- * on the way; walk->taken is the number of layers it took.
+ * Take up to take_max layers, from the first queue and then from the second. Returns the best of
+ * the swaps tried; walk->taken is the number of layers that this swap took.
  */
 static struct lh_cost_fuyou_swap queues_walk(struct walk *walk, struct lh_cost_fuyou_swap start,
                                              uint32_t take_max)

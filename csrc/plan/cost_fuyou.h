@@ -3,8 +3,8 @@
  *
  * T_iter = T_f + T_b+o: forward, and backward combined with the optimizer, each as long as its
  * busiest part. All swapped activations (D_f) pass through the SSDs. Layers are in two queues, each
- * in forward order: the first has the layers with a high benefit, the second the others. Layers are
- * taken from the front of the queues, as many as give the least T_iter.
+ * in forward order: the first has the layers with a high benefit, the second all other layers.
+ * Layers are taken from the front of the queues, as many as give the smallest T_iter.
  *
  * Pure; includes base only.
  * Source: Fuyou 4.5.
@@ -71,8 +71,9 @@ bool lh_cost_fuyou_is_swappable(uint64_t start_bytes, uint64_t swapped_bytes,
 double lh_cost_fuyou_benefit(const struct lh_cost_fuyou *cost, const struct lh_plan_layer *layer);
 
 /*
- * Decide which layers to swap; is_swapped has layer_count places. D_start is the inter-block
- * activations. A benefit is high if it is at least half of the highest one. Source: Fuyou 4.5
+ * Decide which layers to swap; is_swapped has layer_count places. D_start is the size of the
+ * inter-block activations. A benefit is high if it is at least half of the highest benefit of any
+ * layer that saves activations. Source: Fuyou 4.5
  */
 struct lh_cost_fuyou_swap lh_cost_fuyou_swap(const struct lh_cost_fuyou *cost,
                                              const struct lh_plan_model *model, bool *is_swapped);

@@ -107,7 +107,7 @@ double lh_cost_lohan_recompute_slope(const struct lh_plan_layer *layers, const u
     return 0.0;
 }
 
-/* Reverse the bits of index: any number of first elements in this order is spread evenly. */
+/* Reverse the bits of index: sorted by the results, any first few layers are spread evenly. */
 static uint32_t spread(uint32_t index)
 {
     uint32_t reversed = 0;

@@ -5,7 +5,7 @@
  * The link is duplex, an SSD simplex: reads and writes add up. What is swapped out of the GPU (A)
  * and does not fit into main memory passes through the SSDs (alpha * A). Layers whose activations
  * are not swapped are recomputed in backward. Bytes and FLOP are exact integers; times are doubles,
- * computed from them by one division and, for the SSDs, one sum.
+ * computed from these integers by one division and, for the SSDs, one sum.
  *
  * Pure; includes base only.
  * Source: LoHan IV-D.
@@ -49,8 +49,8 @@ enum lh_cost_case {
 struct lh_cost_swap {
     uint64_t swapped_bytes;  /* A */
     uint64_t recompute_flop; /* FLOP_r */
-    double iteration_s;      /* T_iter of these two */
-    uint32_t layer_count;    /* the number of swapped layers: the first ones of the order */
+    double iteration_s;      /* T_iter for these two values */
+    uint32_t layer_count;    /* the number of swapped layers: the first ones in the order */
     enum lh_cost_case kind;
 };
 
@@ -83,22 +83,22 @@ double lh_cost_lohan_benefit(const struct lh_plan_layer *layer);
  */
 double lh_cost_lohan_recompute_flop(const struct lh_plan_layer *layers, const uint32_t *order,
                                     uint32_t count, uint64_t swapped_bytes);
-/* The slope of FLOP_r there, FLOP per byte; 0 after the last layer. Source: LoHan eq. 8 */
+/* The slope of FLOP_r at swapped_bytes, FLOP per byte; 0 after all layers. Source: LoHan eq. 8 */
 double lh_cost_lohan_recompute_slope(const struct lh_plan_layer *layers, const uint32_t *order,
                                      uint32_t count, uint64_t swapped_bytes);
 
 /*
  * The order in which layers are swapped: inter-block layers first (they cannot be recomputed), then
  * by decreasing OB. Layers of equal OB are spread over the model, so that the traffic is even over
- * a step: the equations know only sums. order has layer_count places.
+ * a step; the equations consider only sums. order has layer_count places.
  */
 void lh_cost_lohan_order(const struct lh_plan_model *model, uint32_t *order);
 /* T_iter for the given A and FLOP_r. */
 double lh_cost_lohan_swap_s(const struct lh_cost_lohan *cost, uint64_t swapped_bytes,
                             uint64_t recompute_flop);
 /*
- * Algorithm 1: decide which layers of order to swap. It stops where T_iter stops falling, but not
- * before all inter-block activations are swapped: A >= A_interBlock, as the algorithm ensures.
+ * Algorithm 1: decide which layers of order to swap. The algorithm stops where T_iter stops
+ * falling, but not before all inter-block activations are swapped: A >= A_interBlock.
  * A does not exceed swapped_bytes_max (for policies that swap only to main memory), except that
  * inter-block activations are always swapped.
  * Source: LoHan alg. 1

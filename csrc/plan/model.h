@@ -33,7 +33,7 @@ struct lh_plan_layer {
 struct lh_plan_block {
     uint32_t layer_first;
     uint32_t layer_count;
-    uint32_t shared_block; /* its parameters are used here, too (tied); or LH_PLAN_BLOCK_NONE */
+    uint32_t shared_block; /* an earlier block with parameters used here (tied), or .._BLOCK_NONE */
 };
 
 struct lh_plan_model {
@@ -42,7 +42,7 @@ struct lh_plan_model {
     uint32_t layer_count;
     uint32_t block_count;
     uint32_t param_bytes;    /* per parameter, in the compute dtype: 2, or 4 (fp32) */
-    uint32_t residual_bytes; /* what completes it to an fp32 master: 2 (bf16), 4 (fp16), 0 (fp32) */
+    uint32_t residual_bytes; /* what each fp32 master needs in addition: 2 (bf16), 4 (fp16), 0 */
 };
 
 /* Sums over a model. */
@@ -53,7 +53,7 @@ struct lh_plan_totals {
     uint64_t inter_block_activation_bytes; /* A_interBlock */
     uint64_t block_param_count_max;
     uint64_t block_activation_bytes_max;
-    uint64_t block_gpu_bytes_max; /* a block's activations, and its largest working_bytes */
+    uint64_t block_gpu_bytes_max; /* a block's activations plus the largest working_bytes in it */
 };
 
 /*

@@ -36,7 +36,7 @@ void lh_plan_last_keep(struct lh_plan_choice *choice, const struct lh_plan_model
     }
 }
 
-/* Set the fate of all inter-block and all other layers; layers that save nothing are kept. */
+/* Set the fates of inter-block layers and of all other layers; those that save nothing are kept. */
 static void fates_set(struct lh_plan *plan, const struct lh_plan_ask *ask, enum lh_plan_fate inter,
                       enum lh_plan_fate intra)
 {
@@ -66,7 +66,7 @@ static int zero_plan(struct lh_plan *plan, struct lh_plan_ask *ask, struct lh_er
     return 0;
 }
 
-/* Does computation hide swapping of this many bytes, with no other traffic on the link? */
+/* Whether computation hides the swapping of this many bytes, without other traffic on the link. */
 static bool is_hidden(const struct lh_plan_ask *ask, uint64_t bytes, uint64_t recompute_flop)
 {
     const struct lh_plan_machine *machine = ask->machine;

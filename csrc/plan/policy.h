@@ -1,9 +1,9 @@
 /*
  * Planning policies, selected by name.
  *
- *      zero       inter-block activations go to main memory; the others are recomputed
- *      capuchin   layers are kept while the GPU has room, then swapped to main memory while that is
- *                 hidden by computation; the others are recomputed: considers GPU and link only
+ *      zero       inter-block activations go to main memory; all others are recomputed
+ *      capuchin   layers are kept while the GPU has room, then swapped to main memory while
+ *                 computation hides that; all others are recomputed: considers GPU and link only
  *      g10        the last layers are kept while the GPU has room; all others are swapped to SSD
  *      cpu_act    like lohan, but swaps to main memory only
  *      naive      like lohan; an update reads, computes and writes one after the other
@@ -13,9 +13,9 @@
  *
  * Checkmate's integer program is in python/lohan/planning/_checkmate.py.
  *
- * "auto" takes up to three suffixes, each of which disables one of its means to show what it is
- * worth ("auto/eager/ssd/moved" disables all three): "eager" defers no updates, "ssd" keeps no
- * states in main memory, "moved" keeps no activations on the GPU.
+ * "auto" takes up to three suffixes, each of which disables one of its techniques to show how much
+ * that technique saves ("auto/eager/ssd/moved" disables all three): "eager" defers no updates,
+ * "ssd" keeps no states in main memory, "moved" keeps no activations on the GPU.
  *
  * All policies except auto keep the states on SSD and update in backward. Activations cannot use
  * the main memory and GPU memory that the buffers of a step need.
@@ -34,19 +34,19 @@ struct lh_plan {
     struct lh_plan_choice choice;
     struct lh_plan_step step; /* the timeline's estimate */
     enum lh_cost_case kind;   /* the case of Algorithm 1; NONE: the policy does not use it */
-    double policy_s;          /* a step by the policy's own cost model; 0: it has none */
+    double policy_s;          /* a step by the policy's own cost model; 0: there is no such model */
 };
 
 /* The input of a policy. */
 struct lh_plan_ask {
-    bool is_eager; /* the suffixes of auto: each disables one of its means */
+    bool is_eager; /* this and the next two: the suffixes of auto */
     bool is_ssd;
     bool is_moved;
     const struct lh_plan_model *model;
     const struct lh_plan_machine *machine;
     struct lh_plan_totals totals;
-    uint64_t host_bytes; /* what the buffers of a step leave */
-    uint64_t gpu_bytes;  /* what those, and activations in transit, leave */
+    uint64_t host_bytes; /* main memory that the buffers of a step leave free */
+    uint64_t gpu_bytes;  /* GPU memory that buffers and activations in transit leave free */
     uint32_t *order;     /* lh_cost_lohan_order() of the model */
     struct lh_plan_timeline timeline;
     struct lh_alloc *alloc;
@@ -91,9 +91,9 @@ void lh_plan_last_keep(struct lh_plan_choice *choice, const struct lh_plan_model
 /*
  * The cost in seconds that `auto` minimizes: the length of a step, plus weighted terms for what the
  * timeline does not model (latencies, requests that delay each other, buffers). The terms are: the
- * time that SSDs are busy; again, with a larger weight, the part of it that moves activations; the
- * time that the link moves activations; and the time it would take to move out the activations
- * that stay on the GPU, because they take room from parameters.
+ * time that SSDs are busy; again, with a larger weight, the part of this time that moves
+ * activations; the time that the link moves activations; and the time it would take to move out
+ * the activations that stay on the GPU, because these activations take room from parameters.
  */
 double lh_plan_auto_cost_s(const struct lh_plan_step *step, const struct lh_plan_machine *machine);
 /*

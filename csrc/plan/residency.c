@@ -6,9 +6,9 @@
 #include "base/assert.h"
 
 #define NEVER UINT64_MAX
-/* Cycles per trial of reading ahead: the later ones show what the first one has evicted. */
+/* Cycles per trial of reading ahead: later cycles show the cost of the first one's evictions. */
 #define TRIAL_CYCLE_COUNT 4
-/* For all trials together: planning time is quadratic in events, some ms for a thousand. */
+/* The limit for all trials together: planning time is quadratic, some ms for a thousand events. */
 #define TRIAL_EVENT_COUNT_MAX 4096
 
 bool lh_residency_has_place(const struct lh_residency *state, uint32_t unit)
@@ -145,8 +145,8 @@ static uint64_t next_use_find(const struct lh_residency *state,
 }
 
 /*
- * Set every unit's next use to its first one: this holds before the first event, whether the events
- * repeat or not.
+ * Set every unit's next use to its first use, which is right before the first event, whether the
+ * events repeat or not.
  */
 static void next_uses_start(struct lh_residency *state, const struct lh_residency_event *events,
                             uint64_t event_count)
@@ -259,7 +259,7 @@ static int load_plan(struct lh_residency *state, uint32_t unit, struct op_list *
 }
 
 /*
- * Mark the copy as stale. The update counts as a use, so that an eviction can wait for it. Among
+ * Mark the copy as stale. The update counts as a use, so that an eviction can wait for it. Of all
  * stale copies, the one that has been stale the longest is evicted first.
  */
 static void copy_invalidate(struct lh_residency *state, uint32_t unit, uint64_t event)
@@ -353,7 +353,7 @@ void lh_residency_read_ahead(const struct lh_residency *state, struct lh_residen
 }
 
 /*
- * The bytes that cycles of events load, starting from state; NEVER if there was no contiguous room
+ * The bytes that cycles of events load, starting from state; NEVER if no contiguous room was left
  * for event *failed_at_out, or no room for the ops.
  */
 static uint64_t cycles_bytes(const struct lh_residency *state,
@@ -386,7 +386,7 @@ static uint64_t begin_find(const struct lh_residency_event *events,
     return found - 1;
 }
 
-/* Undo the move of the begin at `at`. Returns false if it is no begin, or was not moved. */
+/* Undo the move of the begin at `at`. Returns false if `at` is not a begin, or was not moved. */
 static bool begin_put_back(const struct lh_residency_event *events,
                            struct lh_residency_event *moved, uint64_t at)
 {

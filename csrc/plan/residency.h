@@ -19,9 +19,9 @@
  * makes a copy stale. Stale copies are evicted first, and reloaded before their next use.
  *
  * Units that are always resident have fixed places at the start of the region; if all units fit,
- * every unit has a fixed place. So no unit that stays lies between the holes. A unit of a scope of
- * k then finds at most k holes while the scope's other units are in use, and everything else can be
- * evicted: lh_budget_apart_bytes() is always enough.
+ * every unit has a fixed place. So no permanently resident unit lies between the holes. A unit of a
+ * scope of k units then finds at most k holes while the scope's other units are in use, and all
+ * units outside the scope can be evicted: lh_budget_apart_bytes() is always enough.
  *
  * Invariants:
  *  1. Ops executed in order never exceed the region, and never evict a unit that is in use.
@@ -46,7 +46,7 @@ enum lh_residency_event_kind {
     LH_RESIDENCY_EVENT_END = 1,
     /*
      * A use that begins and ends at once: the engine itself waits for the update. In a region of
-     * copies it is not a use; it makes the copy stale.
+     * copies, an update is counted as a use, but needs no copy; it makes an existing copy stale.
      */
     LH_RESIDENCY_EVENT_UPDATE = 2,
     LH_RESIDENCY_EVENT_NEED =
@@ -61,21 +61,21 @@ struct lh_residency_event {
 enum lh_residency_op_kind {
     LH_RESIDENCY_OP_EVICT = 0,
     LH_RESIDENCY_OP_LOAD = 1,
-    LH_RESIDENCY_OP_NONE = 2, /* has already been executed, ahead of earlier ops */
+    LH_RESIDENCY_OP_NONE = 2, /* the op has already been executed, ahead of earlier ops */
 };
 
 struct lh_residency_op {
     uint32_t kind; /* enum lh_residency_op_kind */
     uint32_t unit;
-    uint64_t offset;      /* where in the region */
+    uint64_t offset;      /* the unit's offset in the region */
     uint64_t uses_before; /* how many uses must have begun (EVICT: and ended) before this op */
     uint64_t event;       /* the event that needs this op */
 };
 
 struct lh_residency_unit {
     uint64_t bytes;
-    uint64_t load_bytes; /* the part of them that a load reads; 0: all */
-    bool always;         /* its scope encloses other scopes: loaded once, never evicted */
+    uint64_t load_bytes; /* the part of the bytes that a load reads; 0: all */
+    bool always;         /* the unit's scope encloses other scopes: loaded once, never evicted */
 };
 
 struct lh_residency {
@@ -93,8 +93,8 @@ struct lh_residency {
 };
 
 /*
- * Initialize an empty region of region_bytes. Set has_copies afterwards if its contents are updated
- * elsewhere. units is borrowed until deinit.
+ * Initialize an empty region of region_bytes. The caller then sets has_copies if the contents are
+ * updated elsewhere. units is borrowed until deinit.
  *
  * Errors: -ENOMEM, -EINVAL (a unit of 0 bytes, or one larger than what the always resident units
  * leave of the region; the message has both numbers).
@@ -107,7 +107,7 @@ void lh_residency_deinit(struct lh_residency *state, struct lh_alloc *alloc);
 void lh_residency_reset(struct lh_residency *state);
 /* Mark unit, which is not resident, as resident at offset, where a plan loaded it. */
 void lh_residency_put(struct lh_residency *state, uint32_t unit, uint64_t offset);
-/* Whether unit has a fixed place: once resident, it stays. */
+/* Whether unit has a fixed place: once resident, it stays resident. */
 bool lh_residency_has_place(const struct lh_residency *state, uint32_t unit);
 /* Copy a state; both were initialised with the same units. */
 void lh_residency_copy(struct lh_residency *target, const struct lh_residency *source);
@@ -142,8 +142,8 @@ int64_t lh_residency_plan_ahead(struct lh_residency *state, const struct lh_resi
 /*
  * Before planning uses that cycle in one direction (forwards only), move each begin to just after
  * the previous begin, before the previous end. Belady's rule keeps all places but one and reads
- * every miss into that one, so reads and computation would alternate in it. With two places that
- * take turns they overlap, at the cost of about one more read per cycle. Begins keep their order. A
+ * every miss into that one, so reads and computation would alternate in it. If two places take
+ * turns, these overlap, at the cost of about one more read per cycle. Begins keep their order. A
  * begin is not moved if the units then in use and the largest unit would together exceed the
  * region.
  */
@@ -162,9 +162,9 @@ struct lh_residency_trial {
  * Apply lh_residency_read_ahead() if trial plans of the next cycles from state, with and without
  * it, show that it costs no more than two units of mean size per cycle, or a quarter of what is
  * read anyway. If sizes differ, the units in use may leave no contiguous hole for the largest unit
- * although enough bytes are free, so that it is read again in each cycle, or so that a plan fails.
- * In the latter case the begin that found no room is put back, and the trial is repeated; after a
- * few such begins all are put back.
+ * although enough bytes are free, so that this unit is read again in each cycle, or that a plan
+ * fails. In the latter case, the move of the begin that found no room is undone, and the trial is
+ * repeated; after a few such begins, all moves are undone.
  *
  * Returns true if events have been moved.
  */
@@ -173,8 +173,8 @@ bool lh_residency_read_ahead_where_cheap(const struct lh_residency *state,
                                          const struct lh_residency_trial *trial);
 
 /*
- * Whether b may be executed before a, which precedes it: they have different units (whose sizes are
- * in units[]), at places that do not overlap.
+ * Whether b may be executed before a, which precedes it: the two ops have different units (whose
+ * sizes are in units[]), at places that do not overlap.
  */
 bool lh_residency_commutes(const struct lh_residency_unit *units, const struct lh_residency_op *a,
                            const struct lh_residency_op *b);

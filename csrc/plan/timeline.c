@@ -41,11 +41,11 @@ struct lh_plan_timeline_block {
     double update_read_s;
     double update_write_s;
     double update_s;
-    double updated_s; /* when its parameters are up to date */
+    double updated_s; /* when the block's parameters are up to date */
     bool is_deferred;
 };
 
-/* The free room on the GPU, beyond what it computes with and keeps, in seconds of link time. */
+/* GPU memory that computation and kept activations leave free, in seconds of link time. */
 struct room {
     double in_s;
     double out_s;
@@ -121,7 +121,7 @@ static void states_add(const struct lh_plan_timeline *timeline, const struct lh_
     uint64_t held_bytes = p16_bytes + master_bytes + moment_bytes - p16_ssd_bytes - state_ssd_bytes;
     uint64_t read = lh_plan_machine_read_bytes_per_s(timeline->machine);
     uint64_t write = lh_plan_machine_write_bytes_per_s(timeline->machine);
-    /* A deferred update with a complete master produces the P16, which forward finds in memory. */
+    /* A deferred update with a complete master makes P16 in memory, where forward finds it. */
     bool reads_p16 = !states->is_deferred || choice->master_bytes < MASTER_BYTES_WHOLE;
     block->is_deferred = states->is_deferred;
     block->p16_in_s = seconds(p16_bytes, timeline->machine->link_in_bytes_per_s);

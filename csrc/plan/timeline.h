@@ -3,27 +3,27 @@
  * by block.
  *
  *      GPU    |f0|f1|f2|...|b2|b1|b0|f0|
- *      in     P16 before f and b, and activations that come back
+ *      in     P16 before f and b, and activations that are fetched
  *      out    activations after f, gradients after b
  *      SSD    traffic of both directions, in the order in which the blocks need it
- *      CPU    AdamW, after the gradient and the states it reads
+ *      CPU    AdamW, after the arrival of the gradient and the states
  *
  * Every resource serves its blocks in order, one after the other. The dependencies are:
  *
  *      a forward or a backward follows its block's P16 and its fetched activations;
  *      an eager update follows its block's gradient, and its SSD traffic is part of backward;
  *      a deferred update follows the last gradient, and its SSD traffic is part of the next
- *      forward, just before its block's;
+ *      forward, just before the traffic of its block;
  *      no forward begins before its block's update is computed (no staleness);
- *      what leaves or is fetched ahead has room on the GPU: half of what is not kept there;
+ *      activations that leave the GPU, or are fetched ahead, have room in half of its free memory;
  *      nothing is fetched for backward before forward is two blocks from its end.
  *
- * Several steps are run from a standstill, and the length of the last ones is the result: at least
- * the total work of the busiest resource, which is what bounds the step, and at most the sum of all
- * resources. Two stages that do not overlap at all give LoHan eq. 1.
+ * Several steps are run from a standstill, and the mean length of the last ones is the result: at
+ * least the total work of the busiest resource, which is what bounds the step, and at most the sum
+ * of all resources. Two stages that do not overlap at all give LoHan eq. 1.
  *
- * States in main memory move no bytes. A commit writes them once in a number of steps, chosen so
- * that commits take at most one percent of the time.
+ * States in main memory cause no traffic, except that commits write them: once in several steps,
+ * so rarely that commits take at most one percent of the time.
  *
  * Pure; includes base only. Thread: a timeline belongs to its caller.
  * Source: LoHan IV-C, IV-D (the work of each resource), Fuyou 4.3.
@@ -54,7 +54,7 @@ struct lh_plan_step {
     uint64_t recompute_flop;
     uint64_t kept_bytes;        /* activations that stay on the GPU */
     uint64_t swapped_bytes;     /* activations that leave the GPU */
-    uint64_t swapped_ssd_bytes; /* the part of these that goes to SSD */
+    uint64_t swapped_ssd_bytes; /* the part of swapped_bytes that goes to SSD */
     uint64_t link_in_bytes;
     uint64_t link_out_bytes;
     uint64_t ssd_read_bytes;
@@ -62,7 +62,7 @@ struct lh_plan_step {
     uint64_t commit_bytes;    /* states in main memory, written by each commit */
     uint64_t commit_every;    /* in steps; 1 if a commit has nothing to write */
     uint64_t transit_bytes;   /* the GPU's room for activations of one block in transit */
-    /* The minimum capacity of each tier: buffers, and what stays there. */
+    /* The minimum capacity of each tier: for buffers, and for what stays in the tier. */
     uint64_t gpu_bytes;
     uint64_t host_bytes;
     uint64_t ssd_bytes; /* two slots of each state, and activations */
@@ -78,13 +78,13 @@ struct lh_plan_timeline {
 /* Main memory that the buffers of a step need, in addition to activations and states held there. */
 uint64_t lh_plan_host_working_bytes(const struct lh_plan_model *model);
 /*
- * The same of the GPU: P16 of two blocks and gradients of one, and what computing the largest block
- * takes.
+ * GPU memory that the buffers of a step need: P16 of two blocks, gradients of one block, and what
+ * the computation of the largest block takes.
  */
 uint64_t lh_plan_gpu_working_bytes(const struct lh_plan_model *model);
 
 /*
- * For choices of a model on a machine; both passed their checks.
+ * Initialize a timeline for choices of a model on a machine, both of which passed their checks.
  *
  * Owns:   scratch; release with lh_plan_timeline_deinit() and the same alloc.
  * Errors: -ENOMEM; nothing is owned then.
@@ -94,10 +94,10 @@ int lh_plan_timeline_init(struct lh_plan_timeline *timeline, const struct lh_pla
                           struct lh_error *err) LH_MUST_CHECK;
 void lh_plan_timeline_deinit(struct lh_plan_timeline *timeline, struct lh_alloc *alloc);
 
-/* A step by choice, whether it fits or not. */
+/* Estimate a step with this choice, whether the step fits the machine or not. */
 struct lh_plan_step lh_plan_timeline_step(struct lh_plan_timeline *timeline,
                                           const struct lh_plan_choice *choice);
-/* 0, or -ENOSPC: a tier has less than the step needs; the message has both numbers. */
+/* Returns 0, or -ENOSPC: a tier has less than the step needs; the message has both numbers. */
 int lh_plan_step_check(const struct lh_plan_step *step, const struct lh_plan_machine *machine,
                        struct lh_error *err) LH_MUST_CHECK;
 

@@ -3,14 +3,14 @@
 #include <inttypes.h>
 #include <string.h>
 
-/* Rounds of as many steps as there are slots, until these repeat; few models take more than two. */
+/* The maximum number of rounds, each with one step per slot, until the clocks repeat. */
 #define ROUND_COUNT_MAX 1000
 
-/* When each stream finishes what was launched on it, and each slot its last block. */
+/* When each stream finishes what was launched on it, and when each slot's last block has left. */
 struct clocks {
     uint64_t stream_ns[LH_PLAN_ZEROTH_STREAM_COUNT];
     uint64_t slot_ns[LH_PLAN_ZEROTH_SLOT_COUNT_MAX];
-    uint32_t slot; /* the next one to use */
+    uint32_t slot; /* the next slot to use */
 };
 
 /* A block that is computed but not yet offloaded: the next upload is launched first. */
@@ -52,7 +52,7 @@ static void leave(struct clocks *clocks, struct leaving *leaving)
         launch(clocks, LH_PLAN_ZEROTH_OFFLOAD, leaving->ready_ns, leaving->offload_ns);
 }
 
-/* The slots in use, at least 1. More slots than blocks have no effect: every block is offloaded. */
+/* The number of slots in use: at least 1, at most one per block (every block is offloaded). */
 static uint32_t slots_used(const struct lh_plan_zeroth *zeroth)
 {
     uint32_t count = zeroth->slot_count;
@@ -149,8 +149,8 @@ static void rebase(struct clocks *clocks, uint32_t slot_count)
 }
 
 /*
- * The mean of as many steps as there are slots, rounded up: after these, the same slot is next
- * again.
+ * The mean of as many steps as there are slots, rounded up: after that many steps, the same slot
+ * is next again.
  */
 static uint64_t settled_ns(const struct lh_plan_zeroth *zeroth)
 {

@@ -25,7 +25,8 @@
  *                      uploaded, updated and offloaded once more
  *
  * Times are integers, in nanoseconds, and the result is exact: steps are run from a standstill
- * until they repeat; the result is the mean of as many steps as there are slots, rounded up.
+ * until their timing repeats; the result is the mean of as many steps as there are slots, rounded
+ * up.
  *
  * Pure; includes base only.
  * Source: ZO2 alg. 3, ZO2 5.2-5.4.

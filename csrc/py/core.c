@@ -34,7 +34,7 @@ void lhpy_core_release(struct lhpy_core *core)
     LH_ASSERT(before > 0);
     if (before > 1)
         return;
-    if (core->alloc.sealed) /* not if creating the engine failed */
+    if (core->alloc.sealed) /* not sealed if creating the engine failed */
         lh_alloc_unseal(&core->alloc);
     lh_engine_destroy(core->engine);
     lhpy_device_destroy(core, core->arena ? core->arena->base : NULL);

@@ -39,7 +39,7 @@ int lhpy_device_make(struct lhpy_core *core, const struct lhpy_device_opts *opts
         core->device_type = LHPY_DL_DEVICE_CUDA;
         core->device_id = opts->index;
     }
-    struct lh_error slow = {0}; /* on failure copies are slower, not wrong: ignored */
+    struct lh_error slow = {0}; /* ignored: after a failure, copies are slower, but correct */
     if (core->dev->ops->memory_register(core->dev, (void *)(uintptr_t)base, bytes, &slow) == 0)
         core->is_registered = true;
     return 0;

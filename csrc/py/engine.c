@@ -77,7 +77,7 @@ static int use_tell(struct lhpy_engine *self, uint32_t unit)
     return 0;
 }
 
-/* Raise why a use could not begin: there is no room for it now, or the engine has failed. */
+/* Raise the reason why a use could not begin: there is no room now, or the engine has failed. */
 static void use_raise(struct lhpy_engine *self, int rc)
 {
     struct lh_error err = {0};
@@ -131,7 +131,7 @@ int lhpy_engine_use_backward(struct lhpy_engine *self, uint32_t unit)
         return 0;
     if (lhpy_engine_use(self, unit) < 0)
         return -1;
-    if (state->is_used_backward) { /* by another thread, while this one waited without the GIL */
+    if (state->is_used_backward) { /* another thread pinned it during the wait without the GIL */
         lhpy_engine_unuse(self, unit);
         return 0;
     }
@@ -203,7 +203,7 @@ static PyObject *engine_held_bytes(PyObject *object, PyObject *Py_UNUSED(args))
     return PyLong_FromUnsignedLongLong(self->held_bytes);
 }
 
-/* Bring the parameters of a unit in from outside any forward, for reading them. */
+/* Lend one parameter outside of any forward, for reading: its unit becomes resident. */
 static PyObject *engine_lend(PyObject *object, PyObject *number)
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
@@ -222,7 +222,7 @@ static PyObject *engine_lend(PyObject *object, PyObject *number)
 
 static const struct lhpy_table stride_table = LHPY_TABLE_OF("a stride", int64_t);
 
-/* Sizes, then strides: those given, or those of a contiguous tensor. NULL with a Python error. */
+/* Make an array of sizes, then the given or contiguous strides. NULL with a Python error. */
 static int64_t *shape_make(const struct lhpy_dl_tensor *view, const int64_t *strides,
                            uint32_t stride_count)
 {
@@ -384,7 +384,7 @@ static void engine_shut(struct lhpy_engine *self)
     if (!self->io)
         return;
     if (lhpy_core_is_forked(self->core)) {
-        self->exec = NULL; /* not destroyed: they belong to the parent, as does the ring */
+        self->exec = NULL; /* exec and io belong to the parent process, as does the ring */
         self->io = NULL;
         return;
     }

@@ -131,8 +131,8 @@ struct make_opts {
 };
 
 /*
- * Make the arena: memory for disk I/O; for sums of gradients, or for gradients that come from an
- * accelerator; and for saved tensors.
+ * The bytes of memory for disk I/O, which is the first part of the arena. Memory for sums of
+ * gradients, or for gradients that come from an accelerator, and for saved tensors follows.
  */
 static uint64_t moved_bytes(const struct lhpy_engine *self)
 {

@@ -2,7 +2,7 @@
 #include "base/assert.h"
 #include "py/lhpy.h"
 
-/* Dropping a gradient may run Python code that reenters: update the list before. */
+/* Dropping a gradient may run Python code that calls this again, so the list is updated first. */
 static void gradient_let_go(struct lhpy_engine *self, uint32_t i)
 {
     struct lhpy_param *param = &self->params[self->held_params[i]];
@@ -15,7 +15,7 @@ static void gradient_let_go(struct lhpy_engine *self, uint32_t i)
 
 void lhpy_engine_sweep(struct lhpy_engine *self)
 {
-    /* Thousands of parameters of one unit arrive one by one and are released together. */
+    /* A unit's gradients (up to thousands) arrive one by one, but are released together. */
     uint64_t release_count = lh_engine_gradient_release_count(self->core->engine);
     if (release_count == self->release_count)
         return;
@@ -34,7 +34,7 @@ void lhpy_engine_gradients_drop(struct lhpy_engine *self)
         gradient_let_go(self, self->held_count - 1);
 }
 
-/* Replace a gradient, and its view, by what a method of it returned; steals both. */
+/* Replace a gradient, and its view, by what one of its methods returned; steals both objects. */
 static PyObject *gradient_change(PyObject *owned, struct lhpy_dl_tensor *view, PyObject *changed)
 {
     Py_DECREF(owned);
@@ -83,8 +83,8 @@ static int step_gradients_begin(struct lhpy_engine *self)
 {
     if (lhpy_engine_wait_plain(self, lh_engine_over_wait) < 0)
         return -1;
-    /* The step before is over, so its gradients are consumed: a graph that saved no parameter may
-     * bring the next one of a parameter before any forward has waited for the update. */
+    /* The previous step is over, so its gradients are consumed: release them here, because a graph
+     * that saved no parameter may bring new gradients before any forward waits for the update. */
     lhpy_engine_sweep(self);
     PyObject *answer = PyObject_CallNoArgs(self->on_gradient);
     if (!answer)
@@ -94,7 +94,7 @@ static int step_gradients_begin(struct lhpy_engine *self)
     return 0;
 }
 
-/* Raise why the engine rejected a gradient, in the terms of the code that runs the backward. */
+/* Raise the reason why the engine rejected a gradient, in terms of the user's code. */
 static PyObject *gradient_refuse(struct lhpy_engine *self, uint32_t index,
                                  const struct lhpy_dl_tensor *view, int rc)
 {
@@ -133,13 +133,13 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
         Py_DECREF(owned);
         return rc < 0 ? NULL : Py_NewRef(Py_None);
     }
-    /* Wait before this gradient is taken, not after, so that the last one is not waited for. */
+    /* Wait before this gradient is taken, not after, so that nothing waits for the last one. */
     if (lhpy_engine_wait(self, lh_engine_gradient_wait, self->budget.gradient_ahead_bytes) < 0) {
         Py_DECREF(owned);
         return NULL;
     }
-    /* autograd adds gradients up on a stream of the leaf's, not always on that of the operations,
-     * which the units in use are read on. */
+    /* autograd accumulates gradients on the leaf's stream, which is not always the stream of the
+     * operations, where the units in use are read. */
     void *stream = lhpy_device_stream_note(self);
     int rc = lh_engine_gradient(self->core->engine, index, view.data, lhpy_dtype(view.dtype));
     lh_engine_stream_set(self->core->engine, stream);

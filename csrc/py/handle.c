@@ -8,7 +8,7 @@
  * resident and lends that view of it.
  *
  * With hooks torch does not check whether an activation was changed in place since it was saved, so
- * its version is saved with it and compared. For version 0, which most have, the tensor alone is
+ * its version is saved with it and compared. For version 0, the usual one, the tensor alone is
  * kept; for other versions a tuple (tensor, version).
  */
 #include <string.h>
@@ -24,7 +24,7 @@ struct handle {
     uint32_t param;
     uint32_t epoch;
     int32_t ndim;
-    uint64_t byte_offset;           /* of the view, in the parameter */
+    uint64_t byte_offset;           /* the view's offset in the parameter */
     struct lhpy_dl_type cast_dtype; /* bits 0: no cast */
     int64_t *shape_strides;         /* points to `numbers` if they fit, else allocated */
     int64_t numbers[8];
@@ -91,7 +91,7 @@ static PyObject *handle_new(struct lhpy_engine *self, uint32_t param, uint64_t b
     return (PyObject *)handle;
 }
 
-/* The parameter of a bound unit that holds the byte at offset; param_count if it is padding. */
+/* The last parameter of a bound unit that begins at or before the byte at offset. */
 static uint32_t param_find(const struct lhpy_engine *self, uint32_t unit, uint64_t offset)
 {
     uint32_t low = self->units[unit].param_first;
@@ -148,9 +148,9 @@ static uint32_t cast_find(const struct lhpy_engine *self, const struct lhpy_dl_t
 }
 
 /*
- * Keep an activation as it is, without its history: an operation that saves its own output would
- * own it through what pack returns, and the output owns the operation. If such a graph is never run
- * backward nothing would free it. autograd restores the history when it unpacks.
+ * Keep an activation without its history. Otherwise, an operation that saves its own output would
+ * own the output, which owns the operation: a cycle that nothing frees if the graph is never run
+ * backward. autograd restores the history when it unpacks.
  */
 static PyObject *activation_detach(PyObject *tensor)
 {
@@ -175,7 +175,7 @@ static PyObject *activation_keep(PyObject *tensor)
     if (version == 0 || !kept)
         return kept;
     if (version < 0)
-        PyErr_Clear(); /* created under inference_mode: it has no version */
+        PyErr_Clear(); /* a tensor created under inference_mode has no version */
     return Py_BuildValue("(Nl)", kept, version);
 }
 
@@ -218,7 +218,7 @@ static PyObject *handle_pack(PyObject *object, PyObject *tensor)
             continue;
         uint32_t param = param_find(self, unit, offset);
         if (memcmp(&view.dtype, &self->params[param].dtype, sizeof(view.dtype)) != 0)
-            return activation_keep(tensor); /* a reinterpreted view: its storage keeps the unit */
+            return activation_keep(tensor); /* a reinterpreted view: its storage pins the unit */
         return handle_new(self, param, offset - self->params[param].byte_offset, &view,
                           (struct lhpy_dl_type){0});
     }

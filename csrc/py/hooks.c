@@ -7,7 +7,7 @@
 /* A scope: the units that a module needs in its forward. */
 struct scope {
     PyObject_HEAD struct lhpy_engine *engine; /* owned */
-    bool opened_forward; /* it was entered outside any forward, and opened one */
+    bool opened_forward; /* the scope was entered outside any forward, and opened one */
     uint32_t unit_count;
     uint32_t *units;
 };
@@ -62,9 +62,9 @@ static long version_of(PyObject *tensor)
     return version;
 }
 
-/* [Note: Two classes] A parameter that is not resident has a class that refuses to be read; while
- * it is resident its values belong to a plain one. Setting data is a write, which only the plain
- * class allows.
+/* [Note: Two classes] A parameter that is not resident has a class that refuses reads; while the
+ * parameter is resident, it has a plain class. Setting data is a write, which only the plain class
+ * allows.
  */
 static int class_set(const struct lhpy_param *param, PyObject *type)
 {
@@ -95,9 +95,9 @@ static PyObject *hook_classes(PyObject *object, PyObject *args)
 
 /* [Note: What a kernel is chosen by] torch computes some products (matmul() with a transposed first
  * argument) with another kernel, which rounds differently, if the weight requires a gradient, even
- * when none is recorded. Parameters that the engine's optimizer does not train require no gradient
- * outside forwards, so that nothing is saved for a backward; in forwards without gradients they
- * have the setting that they would have without lohan.
+ * when autograd records nothing. Parameters that the engine's optimizer does not train require no
+ * gradient outside forwards, so that nothing is saved for a backward; in forwards without
+ * gradients, these parameters have the setting that they would have without lohan.
  */
 static int required_set(const struct lhpy_param *param, bool is_required)
 {
@@ -106,7 +106,7 @@ static int required_set(const struct lhpy_param *param, bool is_required)
     return PyObject_SetAttrString(param->tensor, "requires_grad", is_required ? Py_True : Py_False);
 }
 
-/* Make every parameter's data of a pinned unit a lend. */
+/* Make the data of every parameter of a pinned unit a lend. */
 int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit)
 {
     const struct lh_engine_unit *desc = &self->units[unit];
@@ -140,7 +140,7 @@ void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit)
     for (uint32_t i = 0; i < desc->param_count; i++) {
         struct lhpy_param *param = &self->params[desc->param_first + i];
         if (class_is_hollow(param))
-            continue; /* it was not bound, because a bind failed partway */
+            continue; /* this parameter was not bound, because the bind failed partway */
         if (self->forward_is_open && param->version >= 0)
             param->is_changed |= version_of(param->tensor) > param->version;
         param->version = -1;
@@ -167,7 +167,7 @@ static int unit_enter(struct lhpy_engine *self, uint32_t unit)
     }
     if (lhpy_engine_use(self, unit) < 0)
         return -1;
-    if (state->scope_depth > 0) { /* by another thread, while this one waited without the GIL */
+    if (state->scope_depth > 0) { /* another thread entered it during the wait without the GIL */
         lhpy_engine_unuse(self, unit);
         state->scope_depth++;
         return 0;
@@ -193,13 +193,13 @@ static void unit_leave(struct lhpy_engine *self, uint32_t unit)
     lhpy_engine_unuse(self, unit);
 }
 
-/* 1 on a thread that runs a backward, whose end is then reported to the engine; 0; -1: error. */
+/* Returns 1 on a thread that runs a backward, whose end it arranges to report; 0; -1: error. */
 static int backward_ask(struct lhpy_engine *self)
 {
     PyObject *answer = PyObject_CallNoArgs(self->in_backward);
     int rc = answer ? PyObject_IsTrue(answer) : -1;
     Py_XDECREF(answer);
-    /* Register here and not in a nested backward that may follow, which ends before this one. */
+    /* Register the callback here, not in a nested backward that may follow, which ends earlier. */
     if (rc > 0 && lhpy_engine_backward_begin(self) < 0)
         return -1;
     return rc;
@@ -210,7 +210,7 @@ static int backward_ask(struct lhpy_engine *self)
  * forward hook anyway, which must not leave what another thread has entered.
  */
 static _Thread_local const struct scope *refused;
-/* The scope whose units could not be entered on this thread: leaving it closes its forward only. */
+/* The scope whose units could not be entered on this thread: leaving it only closes its forward. */
 static _Thread_local const struct scope *without_units;
 
 static bool forward_is_mine(const struct lhpy_engine *self)
@@ -299,7 +299,7 @@ static int unscoped_enter(struct scope *scope)
 }
 
 /*
- * A parameter is read as an attribute of its module. [Note: Forwards without hooks] A checkpoint
+ * Called when a parameter is read from its module. [Note: Forwards without hooks] A checkpoint
  * around `forward` instead of around the module recomputes it in backward without the module's
  * hooks, so no scope is entered. In that case, and only then, a read makes the unit resident and
  * returns True; the unit stays bound until the backward of what was recomputed begins.
@@ -321,7 +321,7 @@ static PyObject *scope_read(PyObject *object, PyObject *const *Py_UNUSED(args),
 
 /*
  * Make parameters resident that are arguments of an operation in a forward, outside their scope.
- * They stay until the next such operation or the next scope: few at a time, so that they fit.
+ * They stay until the next such operation or the next scope, so that few need room at a time.
  */
 static PyObject *scope_hold(PyObject *object, PyObject *const *Py_UNUSED(args),
                             Py_ssize_t Py_UNUSED(count))
@@ -406,7 +406,7 @@ static PyObject *hook_scope(PyObject *object, PyObject *units)
     return (PyObject *)scope;
 }
 
-/* Take p.grad away from the parameter. None: it has no gradient. */
+/* Remove p.grad from the parameter and return it. None: the parameter has no gradient. */
 static PyObject *gradient_detach(const struct lhpy_engine *self, unsigned long index,
                                  PyObject *parameter)
 {

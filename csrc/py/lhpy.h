@@ -1,13 +1,14 @@
 /*
- * What the binding's files share. Python.h is included only in csrc/py, always through reader.h.
+ * Declarations that the binding's files share. Python.h is included only in csrc/py, always through
+ * reader.h.
  *
  * Each file has a table of its functions or of its methods of an Engine; module.c and engine.c
- * collect them.
+ * collect these tables.
  *
  * [Note: What outlives what] A lend (a torch tensor over a unit's bytes) may outlive everything:
  * the user keeps a view, closes the session, exits. struct lhpy_core therefore holds what a lend
- * needs (the engine's counters, the memory). The Engine object and each lend hold a reference; the
- * last one frees it, on any thread, without the GIL.
+ * needs (the engine's counters, the memory). The Engine object and each lend hold a reference to
+ * it; whoever drops the last reference frees it, on any thread, without the GIL.
  *
  * Thread: everything here runs with the GIL, except a lend's deleter.
  */
@@ -36,20 +37,20 @@ struct lhpy_core {
     struct lh_arena *arena;
     struct lh_dev *dev;                    /* NULL: computation is in main memory */
     struct lh_arena *device_arena;         /* emulated device memory, or NULL */
-    struct lhpy_dl_managed *device_memory; /* torch's, or NULL */
+    struct lhpy_dl_managed *device_memory; /* torch's tensor of device memory, or NULL */
     uint8_t *device_base;
-    int32_t device_type; /* of lends and gradients, DLPack's number */
+    int32_t device_type; /* the device of lends and gradients, as DLPack numbers it */
     int32_t device_id;
     bool is_registered;  /* main memory is registered with the device */
-    uint32_t fork_count; /* of the process that created it: see lhpy_core_is_forked() */
+    uint32_t fork_count; /* of the process that created the core: see lhpy_core_is_forked() */
     struct lh_waker waker;
     bool has_waker;
 };
 
 struct lhpy_device_opts {
-    const char *name; /* "cpu", or a backend's */
+    const char *name; /* "cpu", or the name of a backend */
     int32_t index;
-    uint64_t bytes; /* for parameters */
+    uint64_t bytes; /* the size of the device memory for parameters */
     uint64_t link_bytes_per_s[LH_DEV_DIRECTION_COUNT];
     PyObject *memory; /* borrowed: a tensor of bytes on the device, or None */
 };
@@ -64,7 +65,7 @@ struct lhpy_saved_make {
 #define LHPY_IN_PLACE_FILE_COUNT_MAX 192
 struct lhpy_in_place_row {
     struct lh_io_file io_file;
-    struct lh_in_place_file file; /* its path is borrowed from Python */
+    struct lh_in_place_file file; /* the path in it is borrowed from Python */
 };
 struct lhpy_in_place {
     struct lhpy_in_place_row *rows; /* owned, and so are the units of opts */
@@ -76,9 +77,9 @@ struct lhpy_in_place {
 /* The binding's state of a parameter. */
 struct lhpy_param {
     PyObject *tensor;       /* owned: the Parameter */
-    PyObject *hollow;       /* owned: its data while not resident */
-    PyObject *bound_class;  /* owned, or NULL: its type while resident */
-    PyObject *hollow_class; /* owned, or NULL: its type while not resident; reading it raises */
+    PyObject *hollow;       /* owned: the Parameter's data while not resident */
+    PyObject *bound_class;  /* owned, or NULL: the type while resident */
+    PyObject *hollow_class; /* owned, or NULL: the type while not resident; reads raise an error */
     PyObject *gradient;     /* owned while the engine reads it, else NULL */
     uint64_t gradient_bytes;
     uint64_t byte_offset; /* in the unit */
@@ -86,24 +87,24 @@ struct lhpy_param {
     int64_t *shape;  /* ndim sizes, then ndim strides */
     PyObject *order; /* owned: dimensions, the outermost in memory first; NULL: contiguous */
     struct lhpy_dl_type dtype;
-    int64_t version; /* tensor._version when it was bound in a forward; -1: not read */
+    int64_t version; /* tensor._version when the tensor was bound in a forward; -1: not read */
     bool is_changed; /* changed in place inside a forward */
     bool is_moved;   /* trained, but not by the engine's optimizer: frozen for the engine */
-    float *sum;      /* of its gradients, in the arena; NULL: they are not summed (sums.c) */
+    float *sum;      /* the sum of gradients, in the arena; NULL: they are not summed (sums.c) */
     uint8_t sum_state;
 };
 
 struct lhpy_unit {
-    uint32_t scope_depth;  /* scopes inside which it is resident and its parameters are bound */
+    uint32_t scope_depth;  /* open scopes of the unit: above 0, its parameters are bound */
     bool is_used_backward; /* pinned for handles that are still to be unpacked */
     bool has_gradients;    /* in the open step */
-    uint32_t epoch;        /* steps and writes that changed it; a handle of an older one is stale */
+    uint32_t epoch;        /* counts steps and writes; a handle with an older epoch is stale */
 };
 
 /* The Engine type's instance (engine.c). */
 struct lhpy_engine {
     PyObject_HEAD struct lhpy_core *core;
-    PyObject *store;           /* owned: the Store that it uses */
+    PyObject *store;           /* owned: the Store that the engine uses */
     PyObject *saved_store;     /* owned: the Store of saved tensors, or None */
     PyObject *in_place_object; /* owned: what in_place was read from */
     struct lh_saved_opts saved;
@@ -132,17 +133,17 @@ struct lhpy_engine {
     /* Between the first unpack or gradient and the end-of-backward callback. */
     bool backward_is_open;
     bool step_has_gradients;
-    bool backward_has_gradients; /* the last backward that began */
+    bool backward_has_gradients; /* the last backward that began has passed gradients */
     bool has_sums;
-    bool is_paused;               /* the caller has the store until resume() */
+    bool is_paused;               /* the caller may use the store until resume() */
     bool forward_is_open;         /* inside a forward whose saved tensors are packed */
-    unsigned long forward_thread; /* the thread that opened it */
+    unsigned long forward_thread; /* the thread that opened the forward */
     bool forward_is_train;        /* the last forward that began had gradients enabled */
     PyObject *raiser;             /* (code, message) -> exception */
     PyObject *on_backward;        /* called once per backward */
     PyObject *on_gradient;        /* called before the first gradient of a step */
     PyObject *on_forward;  /* called when a scope begins (True) or ends (False) outside a forward */
-    PyObject *in_backward; /* true on a thread that runs a backward */
+    PyObject *in_backward; /* called to ask whether the current thread runs a backward */
     PyObject *zo_image;    /* bytes: the image of zo_kernel; NULL: none is loaded */
     struct lh_dev_kernel *zo_kernel;
     PyObject *on_use; /* called with a unit that was just pinned; may be NULL */
@@ -152,13 +153,13 @@ struct lhpy_engine {
     uint64_t release_count; /* the engine's count of released gradients at the last sweep */
 };
 
-/* An instance of a type of the module, with zeros. NULL with a Python error. */
+/* Make a zeroed instance of a type of the module. NULL with a Python error. */
 static inline void *lhpy_type_new(PyObject *type)
 {
     return ((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))((PyTypeObject *)type, 0);
 }
 
-/* Free the memory of an instance that the garbage collector does not know. */
+/* Free the memory of an instance that the garbage collector does not track. */
 static inline void lhpy_type_free(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
@@ -166,7 +167,7 @@ static inline void lhpy_type_free(PyObject *object)
     Py_DECREF(type);
 }
 
-/* Replace an owned reference by value, which is stolen. */
+/* Replace an owned reference with value, which is stolen. */
 static inline void lhpy_replace(PyObject **slot, PyObject *value)
 {
     PyObject *old = *slot;
@@ -186,25 +187,25 @@ void lhpy_core_release(struct lhpy_core *core); /* any thread, without the GIL *
 bool lhpy_core_is_forked(const struct lhpy_core *core);
 
 /* device.c */
-/* Create the accelerator that opts name; "cpu" creates nothing. Without the GIL. */
+/* Create the accelerator opts->name; "cpu" creates nothing. Call this without the GIL. */
 int lhpy_device_make(struct lhpy_core *core, const struct lhpy_device_opts *opts, const void *base,
                      uint64_t bytes, struct lh_error *err);
 void lhpy_device_destroy(struct lhpy_core *core, const void *base);
 /* torch's current stream on the device. NULL: the default stream, or no device. */
 void *lhpy_device_stream(const struct lhpy_engine *self);
-/* Order what is acquired or handed over from now on with torch's current stream. */
+/* Order later acquires and gradients with torch's current stream. Returns the previous stream. */
 void *lhpy_device_stream_note(struct lhpy_engine *self);
 
 /* zo.c */
 extern PyMethodDef lhpy_zo_methods[];   /* of an Engine */
 extern PyMethodDef lhpy_zo_functions[]; /* of the module */
-/* Unload the kernel, after everything that was launched. Without the GIL. */
+/* Unload the kernel, after all launches have finished. Call this without the GIL. */
 void lhpy_engine_zo_unload(struct lhpy_engine *self);
 
 /* tensor.c */
 /* torch's exchange table; NULL with an ImportError set. */
 const struct lhpy_dl_exchange *lhpy_exchange(void);
-/* Read a tensor's pointer, shape, dtype: borrowed from the tensor. -1 with a Python error. */
+/* Read a tensor's pointer, shape and dtype, borrowed from the tensor. -1 with a Python error. */
 int lhpy_tensor_read(PyObject *tensor, struct lhpy_dl_tensor *out);
 bool lhpy_tensor_is_contiguous(const struct lhpy_dl_tensor *tensor);
 bool lhpy_tensor_is_dense(const struct lhpy_dl_tensor *tensor);
@@ -214,22 +215,22 @@ long lhpy_tensor_version(PyObject *tensor);
 /* The core's dtype; LH_DTYPE_BYTES for types that the core does not have. */
 enum lh_dtype lhpy_dtype(struct lhpy_dl_type type);
 /*
- * Create a torch tensor over bytes of a pinned unit: takes another pin, which the tensor's storage
- * drops when it dies. shape_strides: ndim sizes, then ndim strides. NULL with a Python error.
+ * Create a torch tensor over bytes of a pinned unit, with a pin of its own, which is dropped when
+ * the storage is freed. shape_strides: ndim sizes, then ndim strides. NULL with a Python error.
  */
 PyObject *lhpy_lend(struct lhpy_core *core, uint32_t unit, uint64_t byte_offset, int32_t ndim,
                     const int64_t *shape_strides, struct lhpy_dl_type dtype);
 
 /*
- * Create a tensor of bytes over a saved tensor that is back in main memory; when its storage dies
- * the item is dropped. NULL with a Python error: the item still belongs to the caller.
+ * Create a tensor of bytes over a saved tensor that was fetched to main memory. When the storage is
+ * freed, the item is dropped. NULL with a Python error: the item still belongs to the caller.
  */
 PyObject *lhpy_saved_lend(struct lhpy_core *core, uint32_t item, int64_t bytes);
 
 /* error.c */
 /*
- * Raise the exception that the raiser makes; return NULL. lhpy_raise: a rule of the binding was
- * broken, and code names it; the others: code is an errno of the core.
+ * Raise the exception that the raiser makes; return NULL. In lhpy_raise(), code names a rule of the
+ * binding that was broken; in the functions below, it is an errno of the core.
  */
 PyObject *lhpy_raise(PyObject *raiser, int code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
@@ -240,16 +241,16 @@ PyObject *lhpy_raise_error(PyObject *raiser, const struct lh_error *err);
 PyObject *lhpy_raise_builtin(const struct lh_error *err);
 /* The engine's own error. */
 PyObject *lhpy_raise_engine(struct lhpy_engine *self);
-/* Whether the session is neither closed nor another process's. */
+/* Whether the session is neither closed nor owned by another process. */
 bool lhpy_is_open(const struct lhpy_engine *self);
 int lhpy_check_open(struct lhpy_engine *self);
 /* The Engine that a method was called on; NULL with a Python error if it is not open. */
 struct lhpy_engine *lhpy_engine_open(PyObject *object);
-/* Raise an IndexError if index is not one of count units or parameters, as what says. */
+/* Raise an IndexError if index is not below count. what: "unit" or "param", for the message. */
 int lhpy_index_check(const char *what, uint32_t index, uint32_t count);
-/* Read the index of one of count units or parameters, as what says. -1 with a Python error. */
+/* Read an index below count. what: "unit" or "param", for errors. -1 with a Python error. */
 int lhpy_index_read(PyObject *number, const char *what, uint32_t count, uint32_t *index_out);
-/* The same for a sequence of them, which is released with PyMem_Free(). */
+/* Read a sequence of such indices, which the caller releases with PyMem_Free(). */
 int lhpy_indices_read(PyObject *numbers, const char *what, uint32_t count, uint32_t **indices_out,
                       uint32_t *index_count_out);
 
@@ -290,7 +291,7 @@ extern const char *const lhpy_link_names[]; /* by enum lh_engine_link */
 /* hooks.c */
 extern PyType_Spec lhpy_scope_spec;
 extern PyMethodDef lhpy_hook_methods[];
-/* Make the parameters' data lends; unbind: make it hollow. -1 with a Python error. */
+/* Bind: make the parameters' data lends. Unbind: make it hollow. -1 with a Python error. */
 int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit);
 /* Unbind what Scope.read() and Scope.hold() bound. */
 void lhpy_engine_unscoped_release(struct lhpy_engine *self);
@@ -309,15 +310,15 @@ extern const struct lhpy_table lhpy_saved_table; /* of struct lhpy_saved_make */
 
 /* in_place.c */
 extern const struct lhpy_table lhpy_in_place_table; /* of struct lhpy_in_place */
-/* Give the engine the files that were read. -1 with a Python error. */
+/* Complete the options with the files that were read. -1 with a Python error. */
 int lhpy_in_place_prepare(struct lhpy_in_place *in_place);
 
 /* sums.c */
 extern PyMethodDef lhpy_sums_methods[];
-/* The memory for the sums of all gradients: its size, and its place, aligned to 4 KiB. */
+/* The size of the memory for the sums of all gradients; where it is, aligned to 4 KiB. */
 uint64_t lhpy_sums_bytes(const struct lhpy_engine *self);
 void lhpy_sums_place(struct lhpy_engine *self, uint8_t *memory);
-/* The gradient that a backward gave: gradient itself, or what was added if it is a stand-in. */
+/* The gradient of a backward: gradient itself, or what was added to it if it is a stand-in. */
 PyObject *lhpy_sums_unwrap(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
 /* Add a contiguous gradient to param's sum. -1 with a Python error. */
 int lhpy_sums_add(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
@@ -336,9 +337,9 @@ struct lh_store *lhpy_store_get(PyObject *object);
 uint64_t lhpy_store_live_bytes(PyObject *object);
 
 /*
- * csrc/compute for tests, benchmarks and doctor (adam.c), what works on this machine (doctor.c),
- * csrc/plan and csrc/sim from dicts that python/lohan/planning documents, and the module's other
- * functions.
+ * The module's functions: csrc/compute for tests, benchmarks and doctor (adam.c), what works on
+ * this machine (doctor.c), and csrc/plan and csrc/sim with dicts that python/lohan/planning
+ * documents.
  */
 extern PyMethodDef lhpy_adam_functions[];
 extern PyMethodDef lhpy_doctor_functions[];
@@ -346,7 +347,7 @@ extern PyMethodDef lhpy_plan_functions[];
 extern PyMethodDef lhpy_zeroth_functions[];
 PyObject *lhpy_simulate(PyObject *module, PyObject *args, PyObject *kwargs);
 
-/* A function with keywords, as PyMethodDef has it. */
+/* A function with keyword arguments, in the form that PyMethodDef expects. */
 #define LHPY_KEYWORDS(function)                                                                    \
     (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
 

@@ -38,7 +38,7 @@ static uint64_t bytes_max(enum lhpy_kind kind)
     return kind == LHPY_KIND_U32 ? UINT32_MAX : UINT64_MAX;
 }
 
-/* The member may be a pointer to anything, which is another type than void *. */
+/* Copy the pointer's bytes, because the member may have a pointer type other than void *. */
 static void pointer_store(void *member, const void *pointer)
 {
     memcpy(member, &pointer, sizeof(pointer));
@@ -120,7 +120,7 @@ static int float_read(const struct subject *subject, PyObject *value, void *memb
     return 0;
 }
 
-/* One of the field's names: the member becomes its index. */
+/* Read one of the field's names: the member becomes the index of the name. */
 static int name_read(const struct subject *subject, PyObject *value, void *member)
 {
     const char *const *names = subject->field->names;
@@ -185,7 +185,7 @@ static int object_read(const struct subject *subject, PyObject *value, void *mem
 int lhpy_rows_read(PyObject *object, const struct lhpy_table *table, void *rows_out,
                    uint32_t *count_out)
 {
-    /* Only numbers that any bits are valid for, because packed ones are not looked at. */
+    /* Packed numbers are copied unchecked, so all bit patterns have to be valid. */
     bool is_packed = PyBytes_Check(object) && table->form == LHPY_FORM_VALUE &&
                      table->fields->kind == LHPY_KIND_U32 && !table->fields->names;
     pointer_store(rows_out, NULL);
@@ -263,7 +263,7 @@ int lhpy_value_read(PyObject *object, const struct lhpy_field *field)
     return value_read(&(struct subject){NULL, field}, object, NULL);
 }
 
-/* A dict's value, as a new reference. NULL: it has none, or there is an error. */
+/* The value of a key, as a new reference. NULL: there is no such key, or a Python error is set. */
 static PyObject *named_get(PyObject *dict, const char *name)
 {
     PyObject *key = PyUnicode_FromString(name);
@@ -272,7 +272,7 @@ static PyObject *named_get(PyObject *dict, const char *name)
     return Py_XNewRef(value);
 }
 
-/* Release the rows that the fields before end were given. */
+/* Release the rows of the fields before index `end`. */
 static void fields_free(const struct lhpy_field *fields, size_t end, void *out)
 {
     for (size_t i = 0; i < end; i++) {
@@ -290,7 +290,7 @@ static void fields_free(const struct lhpy_field *fields, size_t end, void *out)
     }
 }
 
-/* The fields of a tuple or list in order, then of a dict by name; both may be NULL. */
+/* Read the fields from items in order, the remaining ones from dict by name; both may be NULL. */
 static int fields_read(const struct lhpy_table *table, PyObject *items, PyObject *dict, void *out)
 {
     PyObject *missing = table->form == LHPY_FORM_DICT ? PyExc_ValueError : PyExc_TypeError;
@@ -405,7 +405,7 @@ static PyObject *value_make(const struct lhpy_field *field, const void *from)
         number = *(const uint64_t *)member;
         break;
     default:
-        LH_ASSERT(false); /* a table in csrc/py that is made into Python has no other kinds */
+        LH_ASSERT(false); /* no table in csrc/py that is converted to Python has other kinds */
     }
     if (field->names)
         return PyUnicode_FromString(field->names[number]);

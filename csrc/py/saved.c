@@ -9,7 +9,7 @@ const struct lhpy_table lhpy_saved_table =
                LHPY_FIELD_AS("store", struct lhpy_saved_make, object),
                LHPY_FIELD_AS("item_max", struct lhpy_saved_make, opts.item_max));
 
-/* saved_put(pointer, bytes, on SSD) -> item; None: there is no room, and it stays where it is. */
+/* saved_put(pointer, bytes, on SSD) -> item; None: no room, so the tensor stays where it is. */
 static PyObject *saved_put(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
@@ -45,7 +45,7 @@ static PyObject *saved_is_taken(PyObject *object, PyObject *number)
     return PyBool_FromLong(lh_saved_is_taken(self->core->engine, item));
 }
 
-/* saved_room(bytes): wait until at most `bytes` are put and not taken. */
+/* saved_room(bytes): wait until at most this many bytes have been put, but not yet taken. */
 static PyObject *saved_room(PyObject *object, PyObject *number)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
@@ -56,7 +56,7 @@ static PyObject *saved_room(PyObject *object, PyObject *number)
     Py_RETURN_NONE;
 }
 
-/* saved_fetch(item, pointer on the device; 0: computation is in main memory) */
+/* saved_fetch(item, pointer on the device; 0: computation is in main memory): start a fetch. */
 static PyObject *saved_fetch(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
@@ -80,7 +80,7 @@ static int back_wait(struct lh_engine *engine, uint64_t item, int timeout_ms)
     return lh_saved_wait(engine, (uint32_t)item, timeout_ms);
 }
 
-/* saved_wait(item): wait until its bytes are back. */
+/* saved_wait(item): wait until the item's bytes have been fetched. */
 static PyObject *saved_wait(PyObject *object, PyObject *number)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
@@ -93,7 +93,7 @@ static PyObject *saved_wait(PyObject *object, PyObject *number)
     Py_RETURN_NONE;
 }
 
-/* saved_drop(item), once, when it is taken. After the session was closed it does nothing. */
+/* saved_drop(item): drop an item that was taken, once. After the session's close: no effect. */
 static PyObject *saved_drop(PyObject *object, PyObject *number)
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;

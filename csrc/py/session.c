@@ -63,7 +63,7 @@ static int lent_refuse(struct lhpy_engine *self)
     return 0;
 }
 
-/* The engine has taken the step, or discarded it: its gradients are no longer the binding's. */
+/* Reset the binding's state of a step that the engine has taken or discarded. */
 static void step_over(struct lhpy_engine *self)
 {
     for (uint32_t i = 0; i < self->unit_count; i++) {
@@ -151,13 +151,13 @@ static PyObject *session_commit_hold(PyObject *object, PyObject *Py_UNUSED(args)
     struct lhpy_engine *self = lhpy_engine_open(object);
     if (!self)
         return NULL;
-    /* After a signal, too: the caller releases a hold that may still be granted. */
+    /* After a signal, the hold may still be granted, so the caller releases it then, too. */
     if (lhpy_engine_wait_plain(self, lh_engine_commit_hold) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
 
-/* Any thread; also if the engine has failed or was closed. */
+/* Release a hold, on any thread, also if the engine has failed or was closed. */
 static PyObject *session_commit_release(PyObject *object, PyObject *Py_UNUSED(args))
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
@@ -166,7 +166,7 @@ static PyObject *session_commit_release(PyObject *object, PyObject *Py_UNUSED(ar
     Py_RETURN_NONE;
 }
 
-/* A unit whose bytes in memory are lent cannot be discarded there. */
+/* Raise an error if the unit is lent, because its bytes in memory cannot be discarded then. */
 static int changed_refuse(struct lhpy_engine *self, uint32_t unit)
 {
     uint32_t pins = lh_engine_pin_count(self->core->engine, unit);
@@ -190,14 +190,14 @@ static PyObject *session_pause(PyObject *object, PyObject *args)
         lhpy_indices_read(units, "unit", self->unit_count, &changed, &count) < 0)
         return NULL;
     int rc = lhpy_engine_wait(self, flush_wait, commit) < 0 ? -1 : 0;
-    /* Before the store is handed out: what is written there cannot be taken back. */
+    /* Check this before the store is handed out, because writes to it cannot be undone. */
     for (uint32_t i = 0; rc == 0 && i < count; i++)
         rc = changed_refuse(self, changed[i]);
     PyMem_Free(changed);
     if (rc < 0)
         return NULL;
     if (lhpy_engine_wait_plain(self, lh_engine_pause) < 0) {
-        lh_engine_resume(self->core->engine); /* after a signal: it would sleep forever */
+        lh_engine_resume(self->core->engine); /* after a signal; it would sleep forever otherwise */
         return NULL;
     }
     self->is_paused = true;
@@ -245,7 +245,7 @@ const char *const lhpy_link_names[] = {
     "saved_read",     "saved_in",      "saved_out"};
 _Static_assert(LH_COUNT_OF(lhpy_link_names) == LH_ENGINE_LINK_COUNT, "a name for each link");
 
-/* Steals dict, which may be NULL; NULL with a Python error. */
+/* Add the bytes of every link to dict, which is stolen and may be NULL. Returns dict, or NULL. */
 static PyObject *links_add(PyObject *dict, const char *prefix, const uint64_t *bytes)
 {
     for (int i = 0; dict && i < LH_ENGINE_LINK_COUNT; i++) {

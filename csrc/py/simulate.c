@@ -96,7 +96,7 @@ static const struct lhpy_table block_table =
                LHPY_ROWS("parts", struct block, parts, part_count, part_table),
                LHPY_FIELD(struct block, room_bytes, .is_optional = true));
 
-/* What simulate() was called with, besides options. */
+/* The arguments of simulate() besides options. */
 struct input {
     struct unit *units;
     uint32_t unit_count;
@@ -104,7 +104,7 @@ struct input {
     uint32_t block_count;
 };
 
-/* What the machine's dict does not have. */
+/* Set the machine's fields that its dict does not have. */
 static void machine_complete(struct lh_sim_machine *machine)
 {
     struct lh_sim_accelerator *accelerator = &machine->accelerator;
@@ -137,7 +137,7 @@ static int block_add(const struct block *from, struct lh_sim_model *model)
         block.forward_ns = part->forward_ns;
         block.backward_ns = part->backward_ns;
         if (i == 0)
-            lh_sim_model_block_add(model, &block); /* with its first part */
+            lh_sim_model_block_add(model, &block); /* also adds the block's first part */
         else
             lh_sim_model_part_add(model, part->forward_ns, part->backward_ns);
         if (part->saved_count > SAVED_COUNT_MAX - model->saved_count) {
@@ -152,7 +152,7 @@ static int block_add(const struct block *from, struct lh_sim_model *model)
     return 0;
 }
 
-/* The caller owns *model, also after an error. */
+/* Make a model from the input. The caller owns *model, also after an error. */
 static int model_make(const struct input *input, struct lh_alloc *alloc, struct lh_sim_model *model)
 {
     struct lh_sim_model_opts opts = {.unit_max = input->unit_count,
@@ -195,7 +195,7 @@ static const struct lhpy_table timing_table =
                LHPY_FIELD_AS("gradient_bytes", struct lh_sim_timing, budget.gradient_bytes),
                LHPY_FIELD(struct lh_sim_timing, ssd_bytes));
 
-/* With the trace's events (struct lh_engine_trace_event) as they are. */
+/* Make the result's dict; its trace is bytes with the events (struct lh_engine_trace_event). */
 static PyObject *timing_dict(const struct lh_sim_timing *timing,
                              const struct lh_engine_trace_event *events)
 {

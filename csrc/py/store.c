@@ -1,4 +1,4 @@
-/* The Store type: extents by number, blocking access, for creation, loading, inspection. */
+/* The Store type: blocking access to extents by number, to create, load and inspect stores. */
 #include <string.h>
 
 #include "base/thread.h"
@@ -9,7 +9,8 @@ struct store {
     PyObject_HEAD struct lh_store *store;
     struct lh_alloc alloc;
     PyObject *raiser; /* owned */
-    /* At the opening: a forked child shares the files and their lock, and must not close them. */
+    /* When the store was opened: a forked child shares the files and their lock, and must not close
+     * them. */
     uint32_t fork_count;
 };
 
@@ -102,7 +103,7 @@ static const struct lhpy_table group_table =
 
 static const struct lhpy_table weight_table = LHPY_TABLE_OF("a weight", uint64_t);
 
-/* What store_create() and store_open() are called with besides their options. */
+/* The arguments of store_create() and store_open() besides options. */
 struct request {
     PyObject *type;
     PyObject *raiser;
@@ -110,7 +111,7 @@ struct request {
     struct names names;
 };
 
-/* opts: of the one or of the other. Directories are read here, after everything else. */
+/* Create or open a store: the other options are NULL. Reads the directories, after all else. */
 static PyObject *store_make(struct request *request, struct lh_store_opts *create,
                             struct lh_store_open_opts *open)
 {
@@ -309,7 +310,7 @@ static PyObject *store_describe(PyObject *object, PyObject *Py_UNUSED(args))
         lh_store_is_fallback(self->store) ? Py_True : Py_False);
 }
 
-/* Each extent: (bytes, group, slots of the group, whether it reads as zeros). */
+/* A tuple for each extent: (bytes, group, slots of the group, whether it reads as zeros). */
 static PyObject *store_extents(PyObject *object, PyObject *Py_UNUSED(args))
 {
     const struct lh_store *store = lhpy_store_get(object);

@@ -12,7 +12,7 @@
 enum sum_state {
     SUM_STATE_NONE = 0,
     SUM_STATE_SUMMED,
-    SUM_STATE_GIVEN, /* the engine reads it, until the step is over */
+    SUM_STATE_GIVEN, /* the engine reads the sum, until the step is over */
 };
 
 uint64_t lhpy_sums_bytes(const struct lhpy_engine *self)
@@ -63,7 +63,7 @@ int lhpy_sums_add(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
 {
     struct lhpy_param *param = &self->params[index];
     struct lhpy_dl_tensor view;
-    /* The gradient itself if it is in main memory; otherwise a copy, which waits for it. */
+    /* The gradient itself if it is in main memory; otherwise a copy, for which cpu() waits. */
     PyObject *host = PyObject_CallMethod(gradient, "cpu", NULL);
     if (!host || lhpy_tensor_read(host, &view) < 0) {
         Py_XDECREF(host);
@@ -83,7 +83,7 @@ int lhpy_sums_add(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
     return 0;
 }
 
-/* Hand every sum of the open step that was not handed over yet to the engine. */
+/* Hand to the engine every sum of the open step that it does not have yet. */
 static PyObject *sums_give(PyObject *object, PyObject *Py_UNUSED(args))
 {
     struct lhpy_engine *self = lhpy_engine_open(object);

@@ -87,8 +87,8 @@ bool lhpy_tensor_is_dense(const struct lhpy_dl_tensor *tensor)
 {
     int64_t count = lhpy_tensor_count(tensor);
     /*
-     * Distinct strides that each are the product of the smaller dimensions: sort by selection, ndim
-     * is small.
+     * Every stride has to be the product of the sizes with smaller strides. Select the dimensions
+     * by increasing stride; no sort is needed, because ndim is small.
      */
     int64_t expected = 1;
     while (expected < count) {
@@ -118,8 +118,8 @@ enum lh_dtype lhpy_dtype(struct lhpy_dl_type type)
 }
 
 /*
- * A lend: the DLPack blob, followed by what its deleter needs. A unit's lend removes its pin, a
- * saved tensor's drops the item.
+ * A lend: the DLPack struct, followed by what its deleter needs. The deleter of a unit's lend
+ * removes the pin, that of a saved tensor's lend drops the item.
  */
 struct lend {
     struct lhpy_dl_managed managed;
@@ -165,7 +165,7 @@ static struct lend *lend_new(struct lhpy_core *core, uint32_t number, int32_t nd
     return lend;
 }
 
-/* Make the tensor. On failure torch has not called the deleter: the lend is still the caller's. */
+/* Make the tensor. On failure torch has not called the deleter: the caller still owns the lend. */
 static PyObject *lend_tensor(struct lend *lend)
 {
     void *tensor = NULL;
@@ -177,10 +177,10 @@ static PyObject *lend_tensor(struct lend *lend)
 }
 
 /* [Note: Lends are no inference tensors] A tensor that is made under torch.inference_mode gives its
- * class to the parameter whose data it becomes, and torch chooses some kernels by that: parameters
- * of a plain model were made before. torch.inference_mode is Python, in which a Ctrl-C may be
- * raised half-way; what is below it is not. Returns the context that left the mode; NULL where it
- * is off, or with a Python error.
+ * class to the parameter whose data it becomes, and torch chooses some kernels by that; parameters
+ * of a plain model were made outside the mode. torch.inference_mode is written in Python, where a
+ * Ctrl-C may interrupt it half-way; torch._C._InferenceMode is not. Returns the context that left
+ * the mode; NULL if the mode is off, or with a Python error.
  */
 static PyObject *inference_leave(void)
 {
@@ -205,7 +205,7 @@ static PyObject *inference_leave(void)
     return context;
 }
 
-/* A pending error stays set; an error of the context itself is only printed. */
+/* Return to the mode. A pending error stays set; an error of the context is only printed. */
 static void inference_return(PyObject *context)
 {
     PyObject *type, *value, *traceback;

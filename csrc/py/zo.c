@@ -45,7 +45,7 @@ static const struct lhpy_table op_table = LHPY_TABLE(
     LHPY_FIELD_AS("step", struct lh_zo_op, stream.step),
     LHPY_FIELDS(struct lh_zo_op, scale, lr, decay));
 
-/* An op that has no z before it, or is no z's, is not of the same z. */
+/* Refuse is_same for an op that uses no z, or that follows no op with a z. */
 static int same_check(const struct lh_zo_op *ops, uint32_t i)
 {
     const char *what = NULL;
@@ -61,7 +61,7 @@ static int same_check(const struct lh_zo_op *ops, uint32_t i)
     return -1;
 }
 
-/* format: of ROUND; NULL: there may be none. The ops are released with PyMem_Free(). */
+/* format: that of every ROUND; NULL: a ROUND is an error. Release the ops with PyMem_Free(). */
 static int ops_read(PyObject *rows, const enum lh_zo_format *format, struct lh_zo_op **ops_out,
                     uint32_t *count_out)
 {
@@ -162,7 +162,7 @@ static PyObject *engine_zo_load(PyObject *object, PyObject *image)
     }
     struct lh_dev *dev = self->core->dev;
     if (!dev || !dev->ops->kernel_load)
-        return Py_NewRef(Py_None); /* the CPU does it */
+        return Py_NewRef(Py_None); /* the passes run on the CPU */
     const void *code = PyBytes_AsString(image);
     int rc;
     Py_BEGIN_ALLOW_THREADS
@@ -182,13 +182,13 @@ void lhpy_engine_zo_unload(struct lhpy_engine *self)
     self->zo_kernel = NULL;
 }
 
-/* Run by launches, or on the CPU. kept->state NULL: values are updated in place. */
+/* Run ops by launches, or on the CPU. kept->state is NULL: values are updated in place. */
 static int lead(struct lhpy_engine *self, const struct lh_zo_kept *kept, uint64_t count,
                 const struct lh_zo_op *ops, uint32_t op_count, void *stream, struct lh_error *err)
 {
     struct lh_dev *dev = self->core->dev;
     bool is_launched = dev && dev->ops->launch;
-    if (kept->state) /* wherever it is done: what a GPU refuses is not to pass without one */
+    if (kept->state) /* checked on every machine: ops that a GPU refuses fail on the CPU, too */
         LH_TRY(lh_zo_launch_check(ops, op_count, err));
     if (is_launched && kept->state)
         return lh_zo_launch_lead(dev, self->zo_kernel, stream, kept, 0, count, ops, op_count, err);

@@ -1,4 +1,4 @@
-/* The calls of other threads: they post messages to the engine's thread, and wait (engine.h). */
+/* The functions of engine.h that other threads call: they post messages to the engine, and wait. */
 #include <string.h>
 #include <time.h>
 
@@ -38,13 +38,13 @@ void lh_engine_post(struct lh_engine *engine, enum lh_message_kind kind, uint64_
     lh_waker_wake(engine->waker);
 }
 
-/* 1 when is_done(argument), 0 after timeout_ms, -errno once the engine failed. */
+/* Returns 1 when is_done(argument) is true, 0 after timeout_ms, or -errno if the engine failed. */
 int lh_engine_wait_until(struct lh_engine *engine, lh_wait_fn is_done, uint64_t argument,
                          int timeout_ms)
 {
     if (lh_core_is_forked(engine))
         return -ECANCELED;
-    /* The condition waits on CLOCK_MONOTONIC, whatever clock the engine itself was given. */
+    /* The condition variable uses CLOCK_MONOTONIC, whatever clock the engine itself was given. */
     struct lh_clock clock = lh_clock_real();
     uint64_t until_ns = lh_clock_now_ns(&clock) + (uint64_t)timeout_ms * UINT64_C(1000000);
     struct timespec deadline = {.tv_sec = (time_t)(until_ns / UINT64_C(1000000000)),
@@ -80,13 +80,14 @@ void *lh_engine_stream_set(struct lh_engine *engine, void *stream)
 }
 
 /*
- * Order what the stream is given from now on after the unit's copy. 1, or -errno. The thread waits
- * only if the stream is the calling thread itself (an emulated one).
+ * Make the current stream wait for the unit's copy before any work that it is given from now on.
+ * Returns 1 or -errno. The calling thread waits only if it is itself the stream (on an emulated
+ * device).
  */
 static int arrival_wait(struct lh_engine *engine, struct lh_unit *unit)
 {
     struct lh_error err = {0};
-    LH_ASSERT(lh_unit_pins(unit) > 0); /* the caller's own */
+    LH_ASSERT(lh_unit_pins(unit) > 0); /* the caller holds a pin */
     if (!engine->dev || !engine->dev->ops->is_ordered)
         return 1;
     uint64_t start = lh_core_now(engine);
@@ -101,7 +102,7 @@ static int arrival_wait(struct lh_engine *engine, struct lh_unit *unit)
     return lh_core_fail_code(engine);
 }
 
-/* Record fence on the stream: it passes when everything submitted so far is done. */
+/* Record fence on the stream: the fence passes when everything submitted so far is done. */
 void lh_engine_fence_record(struct lh_engine *engine, struct lh_dev_fence *fence)
 {
     struct lh_error err = {0};
@@ -189,7 +190,7 @@ void lh_engine_tentative_end(struct lh_engine *engine)
 {
     uint32_t before = atomic_fetch_sub(&engine->tentative, 1);
     LH_ASSERT(before > 0);
-    /* The engine may have gone to sleep, although a thread waits in vain. */
+    /* Wake the engine, which may sleep although a thread waits for a unit that must be refused. */
     lh_waker_wake(engine->waker);
 }
 
@@ -285,8 +286,8 @@ static bool steps_are_over(struct lh_engine *engine, uint64_t argument)
 }
 
 /*
- * Whether all steps are over, and so are a flush whose caller gave up (it may be committing, with
- * the scalars of a close) and an abort that was interrupted.
+ * Whether all steps are over, and no flush or abort is pending whose caller was interrupted (such a
+ * flush may be committing the scalars of a close).
  */
 static bool all_is_over(struct lh_engine *engine, uint64_t argument)
 {
@@ -369,10 +370,10 @@ int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scal
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
     uint64_t overhead = lh_scalars_overhead_bytes(engine->param_count);
-    LH_ASSERT(engine->scalar_bytes_max >= overhead); /* lh_engine_create() checked it */
+    LH_ASSERT(engine->scalar_bytes_max >= overhead); /* lh_engine_create() checked this */
     if (scalar_bytes > engine->scalar_bytes_max - overhead)
         return -E2BIG;
-    /* The step before is over, so no commit reads these. */
+    /* The previous step is over, so no commit is reading engine->scalars. */
     memcpy(engine->scalars + overhead, scalars, scalar_bytes);
     lh_request_send(engine, LH_REQUEST_CLOSE);
     engine->open_step++;
@@ -433,7 +434,7 @@ static int flush_send(struct lh_engine *engine, bool commit, int timeout_ms)
         return lh_core_fail_code(engine);
     lh_request_join(engine, LH_REQUEST_FLUSH);
     if (commit && !engine->flush_requests_commit) {
-        /* An abandoned flush that does not commit cannot serve as this one. */
+        /* A pending flush that does not commit cannot replace this one: wait until it is over. */
         rc = lh_request_wait(engine, LH_REQUEST_FLUSH, timeout_ms);
         if (rc <= 0)
             return rc;
@@ -463,7 +464,7 @@ int lh_engine_commit_hold(struct lh_engine *engine, int timeout_ms)
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
     if (!atomic_load(&engine->holds_commits)) {
-        /* Before the request: once it has its reply, no commit may begin. */
+        /* Set this before the request: once the engine has replied, no commit may begin. */
         atomic_store(&engine->holds_commits, true);
         /* A hold that was released before it was granted may still be pending. */
         if (!lh_request_is_pending(&engine->requests[LH_REQUEST_HOLD]))
@@ -520,7 +521,7 @@ void lh_engine_resume(struct lh_engine *engine)
     if (lh_core_is_forked(engine))
         return;
     pthread_mutex_lock(&engine->shared.mutex);
-    /* The caller may have committed what was staged, and a rollback then loses nothing. */
+    /* If the caller has committed what was staged, a rollback loses nothing. */
     if (engine->has_edits && engine->shared.is_paused)
         engine->has_edits = is_any_staged(engine);
     atomic_store(&engine->pausing, false);

@@ -6,7 +6,7 @@
 
 #include "sched/engine_private.h"
 
-/* The fraction of a model's chunks in its first units: an embedding and a block or two. */
+/* 1 / FIRST_DIVISOR of the chunks count as the first units': an embedding and a block or two. */
 #define FIRST_DIVISOR 16
 
 void lh_chunk_state_set(struct lh_engine *engine, struct lh_chunk *chunk, enum lh_chunk_state state)
@@ -91,7 +91,7 @@ static void read_done(struct lh_engine *engine, struct lh_transfer *transfer)
         loaded(engine, &engine->chunks[slab->chunk]);
 }
 
-/* Read one of R, M and V. */
+/* Read one array (R, M or V) of a chunk into the chunk's slab. */
 static void array_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t array)
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
@@ -168,7 +168,7 @@ void lh_chunk_reads_more(struct lh_engine *engine, struct lh_chunk *chunk,
     lh_transfer_submit(engine, more);
 }
 
-/* On a worker. */
+/* Runs on a worker: update a chunk in its slab. */
 static void update_run(struct lh_exec_job *job)
 {
     struct lh_slab *slab = job->context;
@@ -182,7 +182,10 @@ static void update_run(struct lh_exec_job *job)
     slab->result = lh_adam_chunk_update(&slab->adam, &slab->mismatch);
 }
 
-/* The parameters of a chunk that have gradients, with their scalars of this step. */
+/*
+ * Fill segments with the parts of parameters that lie in the chunk and have gradients, and return
+ * their number.
+ */
 static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *chunk,
                               struct lh_adam_segment *segments)
 {
@@ -240,8 +243,8 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
 }
 
 /*
- * All chunks of a unit are computed: its bytes in memory are the next step's, and its gradients are
- * released.
+ * All chunks of a unit are computed: the unit's bytes in memory are now those for the next step,
+ * and the unit's gradients are released.
  */
 static void unit_computed(struct lh_engine *engine, struct lh_unit *unit)
 {
@@ -274,7 +277,7 @@ static void computed(struct lh_engine *engine, struct lh_job *job)
         lh_write_back_chunk(engine, chunk);
 }
 
-/* The kernel's view of a chunk in its slab. */
+/* Describe a chunk in its slab to the AdamW kernel. */
 static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, struct lh_slab *slab)
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
@@ -334,8 +337,8 @@ void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
 
 /*
  * The number of chunks before index that keep their slabs: those of the first units, which are
- * updated last while the next forward waits for them, and others spread evenly over the model, so
- * that the traffic of chunks without slabs of their own is spread over backward.
+ * updated last while the next forward waits for them, and further chunks spread evenly over the
+ * model, so that the traffic of chunks without slabs of their own is spread over backward.
  */
 static uint32_t kept_before(const struct lh_engine *engine, uint32_t index)
 {

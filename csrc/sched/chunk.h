@@ -35,39 +35,44 @@ struct lh_chunk {
     uint64_t first; /* element in the unit */
     uint64_t count;
     enum lh_chunk_state state;
-    bool is_kept; /* it has a slab of its own, kept_slab */
+    bool is_kept; /* the chunk has a slab of its own, kept_slab */
     uint32_t kept_slab;
-    bool is_dirty;       /* its slab has newer R, M, V than any slot: a commit writes them */
-    bool is_flushing;    /* only these are being written */
-    uint64_t read_step;  /* the step that read it last; 0: never */
-    uint64_t read_bytes; /* read in that step */
+    bool is_dirty;       /* R, M, V in the slab are newer than on SSD: a commit writes them */
+    bool is_flushing;    /* its dirty R, M and V are being written for a commit or a flush */
+    uint64_t read_step;  /* the last step that read the chunk; 0: no step */
+    uint64_t read_bytes; /* the bytes read for the chunk in read_step */
     /*
-     * The steps whose plans count it, and the bytes that they read for it. Indexed by the step's
-     * parity, because a step is planned while the previous one is not over.
+     * The steps whose plans count the chunk, and the bytes that they plan to read for it. Indexed
+     * by the step's parity, because a step is planned while the previous one is not over.
      */
     uint64_t planned_steps[2];
     uint64_t planned_bytes[2];
-    uint64_t computed_step; /* the step that computed it last */
+    uint64_t computed_step; /* the last step that computed the chunk */
     struct lh_landing_chunk landing;
     struct lh_spill_chunk spill;
 };
 
-/* Cut the trainable units into the budget's chunks, and choose those that keep a slab. */
+/* Divide the trainable units into the budget's chunks, and choose the chunks that keep a slab. */
 int lh_chunk_create(struct lh_engine *engine, struct lh_error *err);
-/* Change a chunk's state; every change goes through this. */
+/* Change a chunk's state; only this function changes it. */
 void lh_chunk_state_set(struct lh_engine *engine, struct lh_chunk *chunk,
                         enum lh_chunk_state state);
-/* Recount LOADED chunks: the next step begins, or the open step's chunks are recomputed. */
+/* Recount the LOADED chunks, at the start of a step and when computed chunks are discarded. */
 void lh_chunk_recount(struct lh_engine *engine);
-/* The extent of R, M or V, in a slab's order, and the bytes per element (0: no such array). */
+/*
+ * The extent of array (R, M or V, in a slab's order), and its bytes per element (0: no such array).
+ */
 uint32_t lh_chunk_extent(const struct lh_unit *unit, uint32_t array);
 uint64_t lh_chunk_element_bytes(const struct lh_unit *unit, uint32_t array);
-/* The checksums of a unit's extent, starting at offset, in the slot that the step writes. */
+/* The checksums of a unit's extent from offset on, in the slot to which the step writes. */
 uint32_t *lh_chunk_checksums(struct lh_engine *engine, const struct lh_unit *unit, uint32_t extent,
                              uint64_t offset);
-/* Read R, M and V of a chunk into a free slab; arrays never written are zeros and are not read. */
+/*
+ * Read R, M and V of a chunk into a free slab. Arrays that were never written are not read: they
+ * are zeros.
+ */
 void lh_chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t slab);
-/* Start another read into the slab of a chunk that is LOADED or READING. */
+/* Start one more read into the slab of a chunk that is LOADED or READING. */
 void lh_chunk_reads_more(struct lh_engine *engine, struct lh_chunk *chunk,
                          const struct lh_transfer *transfer);
 void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk);

@@ -64,7 +64,7 @@ int lh_core_fail_code(struct lh_engine *engine)
 
 struct lh_engine_step_stats *lh_core_stats(struct lh_engine *engine, uint64_t step)
 {
-    LH_ASSERT(step <= engine->step + 1); /* at most one step is open after the closed ones */
+    LH_ASSERT(step <= engine->step + 1); /* only one step can follow the closed steps */
     return step == 0 ? &engine->stats_other : &engine->stats[step % 2];
 }
 

@@ -1,4 +1,4 @@
-/* Create and destroy an engine. All memory that it will ever need is allocated here. */
+/* Creation and destruction of an engine. All memory it needs is allocated at creation. */
 #define _GNU_SOURCE /* pthread_setname_np */
 #include <inttypes.h>
 #include <string.h>
@@ -144,7 +144,7 @@ static void feature_add(struct lh_engine *engine, const struct lh_feature *featu
     engine->features.all[engine->features.count++] = feature;
 }
 
-/* Deferred updates, and with schedule AUTO the split between them and eager ones. */
+/* Create deferred updates and, with schedule AUTO, the split between deferred and eager updates. */
 static int deferring_create(struct lh_engine *engine, struct lh_error *err)
 {
     LH_TRY(lh_defer_create(engine, err));

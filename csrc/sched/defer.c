@@ -9,13 +9,13 @@
  *      updates that were queued  0 1 2 | 3   | 4   | 5 ...
  *                                at close
  *
- * The distance is a number of bytes of parameters, so that what an update has loaded into the
- * region is still there when forward reads it. It depends only on the order of uses, never on time,
- * so the residency plan can account for it. A wait for the step's end (the next gradient, a flush,
- * a commit) queues all that are left.
+ * The distance is measured in bytes of parameters, so that what an update has loaded into the
+ * region is still there when forward reads it. When an update is queued depends only on the order
+ * of uses, never on time, so the residency plan can account for it. A wait for the step's end
+ * (before the next gradient, close, abort or flush) queues all remaining updates.
  *
- * Source: LoHan IV-C gives the eager half (active gradient offloading); the other half is that an
- * update need only be over before the next forward.
+ * Source: LoHan IV-C (active gradient offloading) updates eagerly; deferral, which is our addition,
+ *         uses that an update need only be over before the next forward reads its unit.
  */
 #include "sched/engine_private.h"
 
@@ -24,7 +24,7 @@ static bool is_awaited(const struct lh_unit *unit)
     return unit->defer.is_deferred && unit->update.gradient_count > 0;
 }
 
-/* Units of the closed step in the order of their first use; those never used come last. */
+/* Sort the units whose updates wait by their first use in the step; units never used come last. */
 static void line_up(struct lh_engine *engine)
 {
     const struct lh_event_list *list = &engine->recording;
@@ -58,7 +58,7 @@ static void release_first(struct lh_engine *engine)
     lh_update_consider(engine, index);
 }
 
-/* Queue the units before position, and those after it that are near. */
+/* Queue the updates of all units before position, and of the near units from position on. */
 static void release_near(struct lh_engine *engine, uint32_t position)
 {
     const uint64_t near_bytes = engine->budget.region_bytes / 2;
@@ -124,7 +124,7 @@ static bool update_may_queue(struct lh_engine *engine, struct lh_unit *unit)
     return !unit->defer.is_deferred || unit->defer.is_released;
 }
 
-/* A thread waits for the end of the closed step. */
+/* If a thread waits for the end of the closed step, queue all remaining updates. */
 static bool message(struct lh_engine *engine, const struct lh_ring_message *message)
 {
     if (message->words[0] != LH_MESSAGE_DRAIN)

@@ -13,14 +13,14 @@ struct lh_chunk;
 struct lh_slab;
 
 struct lh_defer_unit {
-    bool is_deferred; /* its update waits for the close */
+    bool is_deferred; /* the unit's update waits for the close */
     bool is_released; /* the step is closed, and the update may be queued now */
     uint32_t position;
 };
 
 struct lh_defer {
     uint32_t *order; /* units whose updates wait, in the order in which they are due */
-    uint32_t first;  /* all before this index are released */
+    uint32_t first;  /* all units before this index are released */
     uint32_t count;
 };
 
@@ -29,7 +29,7 @@ extern const struct lh_feature lh_defer_feature;
 /* Defer every unit. */
 int lh_defer_create(struct lh_engine *engine, struct lh_error *err);
 void lh_defer_destroy(struct lh_engine *engine);
-/* Set, between two steps, whether the unit's update waits for the close of its step. */
+/* Set whether the unit's updates wait for the close of the step. Call only between two steps. */
 void lh_defer_set(struct lh_unit *unit, bool is_deferred);
 
 #endif

@@ -1,16 +1,17 @@
 /*
  * Units on an accelerator: copies of main memory's bytes, made in the order of the accelerator's
- * plan (region.c). Gradients go the other way (landing.c).
+ * plan (region.c). Gradients are copied in the opposite direction (landing.c).
  *
  * A unit that was changed on the accelerator ([Note: Moved units] in engine.h) is LEAVING between
- * READY and ABSENT: its place is free for the plan, and a copy into it waits for the one out of it.
+ * READY and ABSENT: the plan counts its place as free, and a copy into that place waits for the
+ * copy out of it.
  *
- * A copy is stale once its unit's update is queued: it is no longer read, and it is the first to be
- * evicted. The update itself happens in main memory and no longer needs the accelerator.
+ * A copy is stale once its unit's update is queued: such a copy is no longer read, and is evicted
+ * first. The update itself happens in main memory and no longer needs the accelerator.
  *
  * The unit that the next forward waits for is the last one that backward updates: its copy begins
- * as soon as its first chunk is updated, and the next unit's copy when this unit's last part has
- * begun.
+ * as soon as its first chunk is updated, and the next unit's copy begins after the copy of this
+ * unit's last part has begun.
  *
  * If the device keeps operations in order (is_ordered), no thread waits for a copy: a slot's last
  * reader records `released`, copies into the slot wait for that fence, the unit is READY as soon as
@@ -27,7 +28,7 @@
 
 #include "sched/engine_private.h"
 
-/* How far to search for ops that can overtake others, and how many loads may then be in flight. */
+/* How many ops to search for one that can overtake others, and how many loads may be in flight. */
 #define AHEAD_OP_COUNT 64
 #define AHEAD_LOAD_COUNT 2
 
@@ -56,7 +57,9 @@ static void copy_arrived(struct lh_engine *engine, struct lh_unit *unit)
         lh_unit_grant(engine, unit);
 }
 
-/* The plan counts the place as free, but a unit's bytes are still being copied out of it. */
+/*
+ * Whether a unit's bytes are still being copied out of this place, which the plan counts as free.
+ */
 static bool is_being_left(const struct lh_engine *engine, uint64_t offset, uint64_t bytes)
 {
     for (uint32_t i = 0; engine->device.leaving_count > 0 && i < engine->opts.unit_count; i++) {
@@ -81,7 +84,7 @@ static bool load_is_possible(const struct lh_engine *engine, const struct lh_res
            !unit->copy.is_copying && lh_copy_is_free(engine);
 }
 
-/* Without reuse: the time that allocating the place of a unit takes. */
+/* The time that allocating a unit's place takes with LH_ENGINE_DEVICE_NO_REUSE; otherwise 0. */
 static uint64_t alloc_ns(const struct lh_engine *engine, uint64_t bytes)
 {
     uint64_t rate = atomic_load(&engine->device.alloc_bytes_per_s);
@@ -104,7 +107,7 @@ static void part_copied(struct lh_engine *engine, struct lh_copy *copy)
     lh_update_consider(engine, copy->unit);
 }
 
-/* Copy a part of the unit's bytes, in order; the last one makes it READY. */
+/* Start the copy of the unit's next part; the copy of the last part makes the unit READY. */
 static bool part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t first, uint64_t end)
 {
     LH_ASSERT(first < end && end <= unit->desc.bytes);
@@ -131,7 +134,9 @@ static bool part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t f
     return true;
 }
 
-/* The end of the unit's new bytes: all of them, or the chunks at its front that are updated. */
+/*
+ * The number of new bytes at the unit's front: all bytes, or those of the chunks already updated.
+ */
 static uint64_t new_bytes(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     uint32_t count = 0;
@@ -226,7 +231,7 @@ static void out_done(struct lh_engine *engine, struct lh_copy *copy)
     left(engine, unit);
 }
 
-/* [Note: Moved units] in engine.h: main memory gets the bytes that were changed. */
+/* Start copying a changed unit back to main memory ([Note: Moved units] in engine.h). */
 static void out_start(struct lh_engine *engine, struct lh_unit *unit)
 {
     LH_ASSERT(unit->state == LH_UNIT_STATE_READY && !unit->copy.is_copying);
@@ -264,10 +269,12 @@ static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
     if (is_new && (unit->waiter_count > 0 || !lh_unit_claim(unit)))
         return false;
     LH_ASSERT(lh_unit_pins(unit) == 0);
-    /* Read this only once the unit is claimed: until then a reader may change it. */
+    /* Read is_modified only after the unit is claimed: until then a reader may set it. */
     bool leaves =
         atomic_load(&unit->copy.is_modified) && is_new && unit->state == LH_UNIT_STATE_READY;
-    /* On an ordered device it may have been used before its copy in was reported as done. */
+    /*
+     * A copy of the unit may still be in flight (on an ordered device, its copy in): retry later.
+     */
     if (leaves && (unit->copy.is_copying || !lh_copy_is_free(engine))) {
         atomic_store(&unit->shared.word, LH_UNIT_READY_BIT);
         return false;
@@ -336,8 +343,8 @@ static bool commutes(const struct lh_region *region, uint64_t at)
 }
 
 /*
- * The next op has to wait, and the link is idle: start later ops that commute with all ops before
- * them. Backward updates last the units that forward needs first.
+ * If the next op has to wait and few loads are in flight, start later ops that commute with all ops
+ * before them: backward updates the units last that forward needs first.
  */
 static bool ahead_pump(struct lh_engine *engine)
 {
@@ -376,7 +383,7 @@ static void unit_forgotten(struct lh_engine *engine, struct lh_unit *unit)
     bool is_mine = update_may_queue(engine, unit);
     LH_ASSERT(is_mine);
     if (engine->device.loading_unit == (uint32_t)(unit - engine->units)) {
-        /* The step was aborted: the rest of its bytes will never be computed. */
+        /* The step was aborted: the rest of the unit's bytes will never be computed. */
         LH_ASSERT(unit->copy.part_count == 0);
         engine->device.loading_unit = LH_UNIT_NONE;
         unit->copy.is_copying = false;
@@ -407,8 +414,10 @@ void lh_device_destroy(struct lh_engine *engine)
 {
     struct lh_dev *dev = engine->dev;
     for (uint32_t i = 0; engine->units && i < engine->opts.unit_count; i++) {
-        /* Destroying the device waits for its copies, and so for the readers that they follow. An
-         * error here has been reported before. */
+        /*
+         * Order copies after the unit's last reader: destroying the device waits for copies, and so
+         * for that reader, too. An error here has been reported before.
+         */
         if (engine->units[i].copy.released)
             (void)dev->ops->order(dev, LH_DEV_DIRECTION_IN, engine->units[i].copy.released,
                                   &(struct lh_error){0});

@@ -1,5 +1,5 @@
 /*
- * Units on an accelerator: copies of main memory's bytes (device.c). Private to csrc/sched.
+ * Units on an accelerator: copies of the bytes in main memory (device.c). Private to csrc/sched.
  *
  *      ABSENT -> COPYING      load_start         op LOAD: the unit is READY, or chunks are updated
  *      COPYING -> READY       copy_arrived       is_ordered: all is submitted; else it came back
@@ -26,12 +26,14 @@ struct lh_dev_fence;
 /* A unit's copy on the accelerator, with the counts of [Note: Moved units] in engine.h. */
 struct lh_device_unit {
     enum lh_copy_state state;
-    bool is_stale;                   /* the unit's update is queued or over */
-    bool is_copying;                 /* a copy in, or a copy back, of its bytes is in flight */
-    uint32_t part_count;             /* copies of parts of it in flight */
-    _Atomic bool is_modified;        /* it was changed there: main memory has older bytes */
-    bool host_matches_write_back;    /* main memory's bytes are those of the last copy back */
-    _Atomic bool is_from_write_back; /* they were when this copy was made */
+    /* the unit's update is queued or finished: the copy is outdated */
+    bool is_stale;
+    bool is_copying;              /* the unit is being copied in or back */
+    uint32_t part_count;          /* number of the unit's parts whose copies are in flight */
+    _Atomic bool is_modified;     /* the copy was changed: main memory has older bytes */
+    bool host_matches_write_back; /* main memory has the bytes of the last copy back */
+    /* the value of host_matches_write_back when this copy was made */
+    _Atomic bool is_from_write_back;
     _Atomic uint32_t copy_count;
     _Atomic uint32_t out_count;
     uint64_t offset;
@@ -45,8 +47,8 @@ struct lh_device {
     uint32_t leaving_count; /* units that are LEAVING */
     _Atomic uint32_t policy;
     _Atomic uint64_t alloc_bytes_per_s;
-    uint32_t loading_unit;  /* the unit that is copied while it is updated; LH_UNIT_NONE */
-    uint64_t loading_bytes; /* how much of its copy has begun */
+    uint32_t loading_unit;  /* the unit that is copied while it is updated, or LH_UNIT_NONE */
+    uint64_t loading_bytes; /* the bytes of loading_unit whose copies have begun */
 };
 
 /* Whether the unit's newest bytes are on the accelerator. */
@@ -55,13 +57,13 @@ static inline bool lh_device_unit_is_here(const struct lh_device_unit *copy)
     return copy->state == LH_COPY_STATE_READY && !copy->is_stale;
 }
 
-/* Whether the plan counts its place as taken: it is there, or being copied there. */
+/* Whether the plan counts the copy's place as taken: the copy is complete or in progress. */
 static inline bool lh_device_unit_is_placed(const struct lh_device_unit *copy)
 {
     return copy->state == LH_COPY_STATE_COPYING || copy->state == LH_COPY_STATE_READY;
 }
 
-/* Create the copies, and the fences of units and gradients. */
+/* Create the table of copies, and the fences of units and gradients. */
 int lh_device_create(struct lh_engine *engine, struct lh_error *err);
 void lh_device_destroy(struct lh_engine *engine);
 extern const struct lh_feature lh_device_feature;

@@ -4,11 +4,11 @@
 #include "sched/engine_private.h"
 
 /*
- * A waiter for which nothing has moved for this long is stuck: nothing can make room for what it
- * needs.
+ * If nothing has moved for this long while a thread waits, the thread is stuck: nothing can make
+ * room for what it needs.
  */
 #define STUCK_AFTER_MS 300
-#define PLAN_AROUND_AFTER_MS 50 /* replanning is tried first */
+#define PLAN_AROUND_AFTER_MS 50 /* after this time, replanning is tried first */
 #define NS_PER_MS UINT64_C(1000000)
 
 static void waited(struct lh_engine *engine, const struct lh_ring_message *message)
@@ -77,16 +77,16 @@ static bool inbox_pump(struct lh_engine *engine)
 {
     struct lh_ring_message message;
     bool moved = false;
-    /* An abandoned flush may still be committing: later messages wait for it. */
+    /* An abandoned flush may still be committing: later messages wait for its end. */
     while (!engine->commit_is_of_flush && lh_ring_pop(&engine->inbox, &message)) {
         message_handle(engine, &message);
-        /* Waiting threads repeat these messages; they are not progress. */
+        /* Waiting threads repeat these messages, so they do not count as progress. */
         moved |= message.words[0] != LH_MESSAGE_WAITED && message.words[0] != LH_MESSAGE_DRAIN;
     }
     return moved;
 }
 
-/* After an error only take back what is in flight, so that buffers can be freed. */
+/* After an error, only collect what is in flight, so that buffers can be freed. */
 static bool failed_poll(struct lh_engine *engine)
 {
     struct lh_ring_message message;
@@ -119,7 +119,7 @@ bool lh_engine_poll(struct lh_engine *engine)
     return moved;
 }
 
-/* Whether a thread waits for a unit, and nothing in flight can make room for it. */
+/* Whether a thread waits for a unit or a feature, and nothing in flight can end the wait. */
 static bool is_stuck(const struct lh_engine *engine)
 {
     if (engine->transfers.in_flight + engine->jobs_in_flight + engine->commit_in_flight +
@@ -202,7 +202,7 @@ static void stuck_fail(struct lh_engine *engine)
 
 static bool may_pause_now(const struct lh_engine *engine)
 {
-    /* A failed engine may still have requests in flight, and its error is the reply. */
+    /* A failed engine is not paused: requests may be in flight, and the caller gets the error. */
     return atomic_load(&engine->pausing) && !atomic_load(&engine->failed) &&
            lh_step_is_quiet(engine);
 }
@@ -258,7 +258,7 @@ void *lh_engine_thread_run(void *context)
             stuck_fail(engine);
         lh_waker_wait(engine->waker, stuck ? PLAN_AROUND_AFTER_MS : sleep_ms(engine));
     }
-    /* Take back what is in flight: its buffers are about to be freed. */
+    /* Collect what is in flight: the buffers are about to be freed. */
     atomic_store(&engine->failed, true);
     lh_core_notify(engine);
     while (engine->transfers.in_flight + engine->jobs_in_flight + engine->copies.in_flight > 0) {

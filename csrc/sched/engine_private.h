@@ -2,27 +2,28 @@
  * The engine itself: its parts, and which thread may touch them. Private to csrc/sched; the public
  * contract is engine.h.
  *
- * Parts, from the bottom: core.h (clock, first error, counters), job.h, transfer.h and copy.h
- * (work in flight), region.h (plans), unit.h, chunk.h and slab.h (the contents of memory),
- * gradient.h, update.h, update_pump.h and write_back.h (the pipeline of a gradient), step.h
- * (close, commit, abort). Optional parts are features (feature.h), which the others call only
- * through a table. The state machines are drawn in unit.h, chunk.h, step.h, device.h, spill.h,
- * norm.h and saved_private.h.
+ * Parts, from the bottom: core.h (clock, first error, counters), job.h, transfer.h and copy.h (work
+ * in flight), region.h (plans), unit.h, chunk.h and slab.h (the contents of memory), gradient.h,
+ * update.h, update_pump.h and write_back.h (the pipeline of a gradient), step.h (close, commit,
+ * abort). Optional parts are features (feature.h), which the other parts call only through a table.
+ * The state machines are drawn in unit.h, chunk.h, step.h, device.h, spill.h, norm.h and
+ * saved_private.h.
  *
  * Invariants:
- *  1. A unit's shared.word has LH_UNIT_READY_BIT exactly while the bytes that computation reads
- *     are there: while the unit is READY; with an accelerator while its copy is READY and not
- *     stale. Pins are 0 otherwise.
- *  2. The bytes of a READY unit equal the read slot of its extents, or are newer and being written
- *     (chunks in WRITING), or newer and dirty ([Note: Between commits] in write_back.h).
- *  3. No chunk computes for step t+1 before step t is over (written, and committed if that is
- *     due): the first gradient of a step waits for that in lh_engine_over_wait().
+ *  1. A unit's shared.word has LH_UNIT_READY_BIT exactly while computation can read the unit's
+ *     bytes: while the unit is READY, or with an accelerator while the unit's copy is READY and
+ *     not stale. At other times pins are 0.
+ *  2. The bytes of a READY unit are equal to those in the read slot of its extents, or they are
+ *     newer: written in the open or closed step, or dirty ([Note: Between commits] in
+ *     write_back.h).
+ *  3. No chunk is computed for step t+1 before step t is over (written, and committed if that is
+ *     due): lh_engine_over_wait() waits for this before the first gradient of step t+1.
  *  4. The ops of a plan are executed in order, except that an accelerator's op may overtake ops
- *     that it commutes with; a region never holds two units at one address.
- *  5. Transfers in flight never exceed io_depth; requests are a fixed array.
+ *     with which it commutes. A region never holds two units at one address.
+ *  5. Transfers never have more than io_depth requests in flight; the requests are a fixed array.
  *
- * Thread: everything belongs to the engine's thread, except atomics, `shared`, which its mutex
- *         protects, and what a comment assigns to the training thread.
+ * Thread: everything belongs to the engine's thread, except atomics, `shared` (protected by a mutex
+ *         of its own), and what a comment assigns to the training thread.
  */
 #ifndef LH_SCHED_ENGINE_PRIVATE_H
 #define LH_SCHED_ENGINE_PRIVATE_H
@@ -64,14 +65,15 @@
 
 #define LH_PARAM_NONE UINT32_MAX
 #define LH_INBOX_CELL_COUNT 65536
-#define LH_WAIT_NS_MIN 20000 /* shorter waits are the cost of the call itself */
+/* shorter waits are not reported: they are the cost of the call itself */
+#define LH_WAIT_NS_MIN 20000
 
 enum lh_message_kind {
     LH_MESSAGE_BEGIN = 1, /* mode */
-    LH_MESSAGE_USE,       /* unit: pinned by the training thread */
-    LH_MESSAGE_ACQUIRE,   /* unit: wants a grant */
-    LH_MESSAGE_RELEASE,   /* unit: pins went to 0 */
-    LH_MESSAGE_HANDLES,   /* unit: handles went to 0 */
+    LH_MESSAGE_USE,       /* unit: the training thread has pinned it */
+    LH_MESSAGE_ACQUIRE,   /* unit: the training thread waits for a pin */
+    LH_MESSAGE_RELEASE,   /* unit: its pins became 0 */
+    LH_MESSAGE_HANDLES,   /* unit: its handles became 0 */
     LH_MESSAGE_GRADIENT,  /* param, pointer, dtype */
     LH_MESSAGE_CLOSE,
     LH_MESSAGE_ABORT,
@@ -79,8 +81,8 @@ enum lh_message_kind {
     LH_MESSAGE_NORM,
     LH_MESSAGE_DRAIN,       /* a thread waits for the end of the closed step */
     LH_MESSAGE_WAITED,      /* unit, start, end: for the trace and the statistics */
-    LH_MESSAGE_SAVED_PUT,   /* item, as the next two */
-    LH_MESSAGE_SAVED_FETCH, /* and whether a thread waits */
+    LH_MESSAGE_SAVED_PUT,   /* item, as for the next two */
+    LH_MESSAGE_SAVED_FETCH, /* item, and whether a thread waits for it */
     LH_MESSAGE_SAVED_DROP,
 };
 
@@ -103,14 +105,14 @@ struct lh_engine {
     struct lh_dev *dev; /* NULL: computation is in main memory */
     struct lh_waker *waker;
     struct lh_clock clock;
-    struct lh_engine_opts opts; /* its borrowed pointers are cleared */
+    struct lh_engine_opts opts; /* without the pointers borrowed for the call */
     struct lh_budget budget;
     uint8_t *region;
 
     struct lh_unit *units;
     struct lh_engine_param *params;
     uint32_t param_count;
-    uint64_t *param_steps; /* updates of each parameter so far */
+    uint64_t *param_steps; /* the number of updates of each parameter */
     /* Owned by the training thread, as is gradient_steps. */
     uint64_t first_step;      /* the store's step at creation */
     uint64_t open_step;       /* the training thread's own count */
@@ -132,7 +134,7 @@ struct lh_engine {
     struct lh_event_list recording;
     uint64_t event_max;
     enum lh_engine_mode mode;
-    uint64_t plan_step; /* the step that the ops' bytes count for; 0: an evaluation's */
+    uint64_t plan_step; /* the step for which the ops' bytes count; 0: no step's (an evaluation) */
 
     struct lh_in_place in_place;
     struct lh_copies copies;
@@ -143,9 +145,9 @@ struct lh_engine {
     struct lh_features features;
     /* Replaces the pipeline's own loop over queued updates. NULL: not replaced. */
     void (*pump_updates)(struct lh_engine *engine, struct lh_update_pump *pump);
-    /* Finds gradients that a feature has moved. NULL: they are where the caller has them. */
+    /* Finds gradients that a feature has moved. NULL: gradients are where the caller has them. */
     const uint8_t *(*gradient_at)(const struct lh_engine *engine, uint32_t param, uint64_t element);
-    bool gradients_land; /* they arrive in the accelerator's memory */
+    bool gradients_land; /* gradients arrive in the accelerator's memory */
     struct lh_updates updates;
     struct lh_defer defer;
     struct lh_spill spill;
@@ -158,7 +160,8 @@ struct lh_engine {
     uint64_t step; /* the number of closed steps */
     uint64_t committed_step;
     bool commit_is_late; /* a commit was due while commits were held */
-    bool has_edits; /* bytes written while paused are uncommitted: a rollback would lose them */
+    /* a caller's writes during a pause are uncommitted: a rollback would lose them */
+    bool has_edits;
     bool flush_is_asked;
     bool flush_commits;
     bool commit_is_of_flush;
@@ -179,16 +182,16 @@ struct lh_engine {
     uint64_t trace_written;
 
     struct lh_ring inbox;
-    _Atomic uint32_t waiting;               /* threads in a wait, which need waking */
+    _Atomic uint32_t waiting;               /* threads that wait and must be notified */
     _Atomic uint32_t tentative;             /* threads in a tentative wait */
     _Atomic uint64_t update_gradient_bytes; /* the bytes of gradients held by updates in progress */
-    _Atomic uint64_t gradients_released;    /* how often a gradient's is_held became false */
+    _Atomic uint64_t gradients_released;    /* how often gradients were released */
     uint32_t fork_count;                    /* the fork count when the engine was created */
     _Atomic uint64_t post_count;            /* messages posted by any thread */
     struct lh_request requests[LH_REQUEST_COUNT];
-    bool flush_requests_commit; /* the training thread's: what its last flush requested */
+    bool flush_requests_commit; /* owned by the training thread: whether its last flush commits */
     _Atomic int abort_result;
-    _Atomic bool holds_commits; /* requested, and granted once the request has its reply */
+    _Atomic bool holds_commits; /* a hold is requested; it is granted once the engine has replied */
     _Atomic bool failed;
     _Atomic bool stopping;
     _Atomic bool pausing;
@@ -197,13 +200,15 @@ struct lh_engine {
     struct lh_engine_shared shared;
 };
 
-/* calls.c: called by threads other than the engine's */
+/* calls.c: functions that threads other than the engine's call */
 typedef bool (*lh_wait_fn)(struct lh_engine *engine, uint64_t argument);
 void lh_engine_post(struct lh_engine *engine, enum lh_message_kind kind, uint64_t a, uint64_t b,
                     uint64_t c);
 int lh_engine_wait_until(struct lh_engine *engine, lh_wait_fn is_done, uint64_t argument,
                          int timeout_ms);
-/* The same for room that work in flight will give back; the wait is counted. */
+/*
+ * Like lh_engine_wait_until(), for room that work in flight will free. Counted as gradient_wait_ns.
+ */
 int lh_engine_room_wait(struct lh_engine *engine, lh_wait_fn is_done, uint64_t argument,
                         int timeout_ms);
 void lh_engine_fence_record(struct lh_engine *engine, struct lh_dev_fence *fence);

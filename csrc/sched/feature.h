@@ -11,13 +11,13 @@
  *      defer     schedule SERIAL, DEFERRED or AUTO                  defer.c
  *      spill     SERIAL or DEFERRED, and a unit's gradients spill   spill.c
  *      device    an accelerator computes                            device.c
- *      landing   and gradients are in its memory                    landing.c
+ *      landing   ... and gradients are in the accelerator's memory  landing.c
  *      norm      schedule SERIAL or DEFERRED                        norm.c
- *      saved     memory for saved tensors                           saved.c
+ *      saved     there is memory for saved tensors                  saved.c
  *      naive     schedule NAIVE                                     naive.c
  *
- * Features are called in this order. Conditions are evaluated until one answers false; pumps return
- * whether something moved.
+ * Features are called in this order. A condition is true if all features return true; the first
+ * false ends the evaluation. Pumps return whether something moved.
  *
  * Thread: the engine's.
  */
@@ -39,22 +39,27 @@ struct lh_update_pump;
 struct lh_feature {
     const char *name;
 
-    /* Handle a message unknown to the engine itself. Returns whether it was for this feature. */
+    /*
+     * Handle a message that the engine itself does not know. Returns whether the message was for
+     * this feature.
+     */
     bool (*message)(struct lh_engine *engine, const struct lh_ring_message *message);
     /* A use of a unit is about to begin. */
     void (*use_begun)(struct lh_engine *engine, uint32_t unit);
 
-    /* Returns false if the gradient must not arrive now; the engine has then failed. */
+    /* Returns false if a gradient of the unit must not arrive now; the engine has then failed. */
     bool (*gradient_accepts)(struct lh_engine *engine, struct lh_unit *unit);
     void (*gradient_taken)(struct lh_engine *engine, uint32_t param);
-    /* A unit has gradients, and its update is not queued. */
+    /* Called for a unit that has gradients and whose update is not queued. */
     void (*update_considered)(struct lh_engine *engine, struct lh_unit *unit);
     bool (*update_may_queue)(struct lh_engine *engine, struct lh_unit *unit);
     bool (*update_may_start)(const struct lh_engine *engine, const struct lh_unit *unit);
 
-    /* A chunk's states are being read into its slab. */
+    /* Reads of a chunk's states into its slab have begun. */
     void (*chunk_read)(struct lh_engine *engine, struct lh_chunk *chunk);
-    /* Returns false if the chunk needs more than its slab holds; the rest is now being read. */
+    /*
+     * Returns false if the chunk's update needs bytes that the slab lacks; they are now being read.
+     */
     bool (*chunk_is_whole)(struct lh_engine *engine, struct lh_chunk *chunk);
     bool (*chunk_may_compute)(const struct lh_engine *engine, const struct lh_chunk *chunk);
     /* The chunk's gradients are no longer needed. */
@@ -62,7 +67,10 @@ struct lh_feature {
     /* Returns false if the feature itself writes what was computed. */
     bool (*chunk_may_write)(struct lh_engine *engine, struct lh_chunk *chunk);
 
-    /* Count the bytes of a unit's update in a step's plan; correct them at the step's close. */
+    /*
+     * Count the bytes of a unit's update in a step's plan, and correct that count at the step's
+     * close.
+     */
     void (*planned)(struct lh_engine *engine, struct lh_unit *unit, uint64_t step);
     void (*plan_corrected)(struct lh_engine *engine, struct lh_unit *unit);
 
@@ -73,15 +81,19 @@ struct lh_feature {
     void (*step_over)(struct lh_engine *engine, const struct lh_engine_step_stats *stats);
     /* The step is over or was rolled back: forget everything about it. */
     void (*step_forgotten)(struct lh_engine *engine);
-    /* The unit's bytes in main memory are no longer those of its extents. */
+    /*
+     * The unit's bytes in main memory are no longer valid: its extents changed or were rolled back.
+     */
     void (*unit_forgotten)(struct lh_engine *engine, struct lh_unit *unit);
 
     bool (*ahead_may_read)(const struct lh_engine *engine);
-    /* Before, as part of, and after the updates of one poll. */
+    /* Called in each poll before the updates, at their start, and after them. */
     bool (*pump_before)(struct lh_engine *engine);
     bool (*pump_gradients)(struct lh_engine *engine);
     bool (*pump_after)(struct lh_engine *engine);
-    /* True, with an error: a thread waits for the feature, and nothing in flight can end that. */
+    /*
+     * Returns true and sets *err if a thread waits for the feature and nothing can end that wait.
+     */
     bool (*is_stuck)(const struct lh_engine *engine, struct lh_error *err);
 };
 
@@ -90,7 +102,7 @@ struct lh_features {
     uint32_t count;
 };
 
-/* Call a function of every feature that has it. */
+/* Call a function of every feature that implements it. */
 #define LH_FEATURE_CALL(engine, function, ...)                                                     \
     do {                                                                                           \
         for (uint32_t at_ = 0; at_ < (engine)->features.count; at_++) {                            \
@@ -99,7 +111,7 @@ struct lh_features {
         }                                                                                          \
     } while (0)
 
-/* Whether all features answer true. Stops at the first one that does not. */
+/* Whether the function returns true for all features. Stops at the first false. */
 #define LH_FEATURE_ALL(engine, function, ...)                                                      \
     ({                                                                                             \
         bool all_ = true;                                                                          \
@@ -110,7 +122,7 @@ struct lh_features {
         all_;                                                                                      \
     })
 
-/* Whether any feature answers true. Stops at the first one that does. */
+/* Whether the function returns true for any feature. Stops at the first true. */
 #define LH_FEATURE_ANY(engine, function, ...)                                                      \
     ({                                                                                             \
         bool any_ = false;                                                                         \
@@ -121,7 +133,10 @@ struct lh_features {
         any_;                                                                                      \
     })
 
-/* Call a pump of every feature that has it. Whether one of them moved something. */
+/*
+ * Call a pump of every feature that implements it. The value is whether one of them moved
+ * something.
+ */
 #define LH_FEATURE_PUMP(engine, function)                                                          \
     ({                                                                                             \
         bool moved_ = false;                                                                       \

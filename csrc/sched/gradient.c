@@ -9,7 +9,7 @@ void lh_gradient_take(struct lh_engine *engine, uint32_t param, const void *poin
     struct lh_gradient *gradient = &engine->gradients[param];
     uint32_t index = engine->params[param].unit;
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
-    LH_ASSERT(engine->step_state == LH_STEP_STATE_OPEN); /* lh_engine_gradient waits for that */
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_OPEN); /* lh_engine_over_wait() ensures this */
     LH_ASSERT(unit->desc.elements > 0);
     LH_ASSERT(gradient->pointer == NULL && !unit->update.is_queued);
     LH_ASSERT(atomic_load(&gradient->is_held));

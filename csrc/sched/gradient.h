@@ -1,5 +1,5 @@
 /*
- * Gradients of the open step: taken from the training thread, and given back to it. Private to
+ * Gradients of a step: taken over from the training thread, and later released to it. Private to
  * csrc/sched.
  */
 #ifndef LH_SCHED_GRADIENT_H
@@ -17,28 +17,32 @@ struct lh_unit;
 struct lh_gradient {
     const void *pointer; /* NULL: the parameter has no gradient in this step */
     enum lh_dtype dtype;
-    struct lh_dev_fence *is_computed; /* used only with an accelerator, like the next two */
+    struct lh_dev_fence *is_computed; /* used only with an accelerator, as are the next two */
     uint64_t issued;                  /* the number of elements whose copies have begun */
     uint32_t copies;                  /* the number of copies in flight */
-    _Atomic bool is_held; /* posted and not consumed: the caller keeps the tensor alive */
+    _Atomic bool is_held; /* posted and not released: the caller keeps the tensor alive */
 };
 
-/* Handle the training thread's message that a parameter has its gradient. */
+/* Handle the training thread's message that the gradient of a parameter is ready. */
 void lh_gradient_take(struct lh_engine *engine, uint32_t param, const void *pointer,
                       enum lh_dtype dtype);
-/* Give the gradient back to the caller. The caller of this must notify waiting threads. */
+/*
+ * Release a gradient to the training thread. The caller of this function must notify waiting
+ * threads.
+ */
 void lh_gradient_release(struct lh_engine *engine, uint32_t param);
 void lh_gradient_release_unit(struct lh_engine *engine, const struct lh_unit *unit);
 /* Count a unit's gradients as held by an update in progress, once per step. */
 void lh_gradient_hold_unit(struct lh_engine *engine, struct lh_unit *unit);
-/* Count bytes of gradients as held by updates in progress; lh_gradient_unhold() undoes it. */
+/* Count bytes of gradients as held by updates in progress, until lh_gradient_unhold(). */
 void lh_gradient_hold(struct lh_engine *engine, uint64_t bytes);
-/* Stop counting a unit's gradients: they are no longer read in main memory. */
+/* Stop counting a unit's gradients as held: nothing reads them in main memory any longer. */
 void lh_gradient_unhold_unit(struct lh_engine *engine, struct lh_unit *unit);
 void lh_gradient_unhold(struct lh_engine *engine, uint64_t bytes);
 /*
- * The address of the gradient of one element of param's unit, valid for the elements that follow it
- * in both param and chunk: where the caller has it, or where a feature has put it. Thread: any.
+ * The address of the gradient of one element of param's unit, in memory that continues with the
+ * following elements of param in the same chunk. The address is where the caller has the gradient,
+ * or where a feature has put it. Thread: any.
  */
 const uint8_t *lh_gradient_at(const struct lh_engine *engine, uint32_t param, uint64_t element);
 

@@ -1,10 +1,11 @@
 /*
  * See in_place.h. Loads go through transfer.c; this file provides their source and moves the bytes.
  *
- * [Note: Seams] The worker that checks a request moves its bytes back while they are in its cache.
- * It writes only inside the request's own range, because other workers check the ranges before and
- * after it at the same time: bytes that belong before the range (of one parameter, less than
- * LH_IN_PLACE_ALIGN) are set aside, and are put in their places once all requests are done.
+ * [Note: Seams] The worker that verifies the bytes of a request also moves them, while they are in
+ * the worker's cache. The worker writes only inside the request's own range, because other workers
+ * check the ranges before and after it at the same time: bytes that belong before the range (of one
+ * parameter, less than LH_IN_PLACE_ALIGN) are set aside, and are put in their places once all
+ * requests are done.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -27,7 +28,7 @@ static const struct lh_in_place_run *run_at(const struct lh_in_place_unit *unit,
     return &unit->runs[low];
 }
 
-/* Whether a unit's moves are valid. Its runs must be. */
+/* Whether a unit's moves are valid. The unit's runs must be valid. */
 static bool moves_are_good(const struct lh_in_place_unit *unit)
 {
     uint64_t read = 0;
@@ -97,13 +98,13 @@ static const struct lh_in_place_unit *made_of(const struct lh_engine *engine,
     return made;
 }
 
-/* Map what one request can read from offset in the unit on. */
+/* Map the range that one request can read, starting at offset in the unit. */
 static int source_map(struct lh_engine *engine, const struct lh_transfer *transfer, uint64_t offset,
                       uint64_t bytes, struct lh_store_piece *pieces)
 {
     const struct lh_in_place_run *run = run_at(made_of(engine, transfer), offset);
     uint64_t at = offset - run->offset;
-    (void)bytes; /* up to a multiple of transfer_bytes in the run, not in the unit */
+    (void)bytes; /* ends at a multiple of transfer_bytes in the unit, not in the run */
     /* End on a multiple of transfer_bytes, so that checks always cover whole checksum blocks. */
     uint64_t room = engine->opts.transfer_bytes - at % engine->opts.transfer_bytes;
     LH_ASSERT(at < run->bytes);
@@ -115,7 +116,7 @@ static int source_map(struct lh_engine *engine, const struct lh_transfer *transf
     return 1;
 }
 
-/* The bytes of a piece that exist, if the file ends inside it; 0: all. */
+/* If the file ends inside the piece: the number of the piece's bytes that exist; otherwise 0. */
 static uint64_t source_least_bytes(const struct lh_engine *engine,
                                    const struct lh_store_piece *piece)
 {
@@ -147,7 +148,7 @@ static bool source_moves(const struct lh_engine *engine, const struct lh_transfe
     return engine->units[transfer->unit].in_place.moves;
 }
 
-/* The first move of a unit that ends after offset, as read; move_count: there is none. */
+/* The index of the unit's first move whose bytes, as read, end after offset; or move_count. */
 static uint32_t move_at(const struct lh_in_place_unit *unit, uint64_t offset)
 {
     uint32_t low = 0;
@@ -163,8 +164,8 @@ static uint32_t move_at(const struct lh_in_place_unit *unit, uint64_t offset)
 }
 
 /*
- * The bytes that were set aside by the request that begins at offset. Requests begin transfer_bytes
- * apart within a run and farther apart between runs, so each has its own.
+ * The place for bytes that the request at offset sets aside. Only requests after the first of a run
+ * set bytes aside, and these begin at least transfer_bytes apart, so each has a place of its own.
  */
 static uint8_t *seam_of(const struct lh_unit *unit, uint64_t offset)
 {
@@ -175,8 +176,8 @@ static uint8_t *seam_of(const struct lh_unit *unit, uint64_t offset)
 }
 
 /*
- * On a worker: move the bytes of a range of a request to where they belong. `request` is the offset
- * in the unit at which the request begins; its ranges come in order. See [Note: Seams].
+ * Runs on a worker: move the bytes of a range of a request to where they belong. `request` is the
+ * offset in the unit at which the request begins; its ranges are moved in order. See [Note: Seams].
  */
 static void source_move(const struct lh_engine *engine, const struct lh_transfer *transfer,
                         uint64_t request, uint64_t first, uint64_t bytes)
@@ -202,7 +203,7 @@ static void source_move(const struct lh_engine *engine, const struct lh_transfer
     }
 }
 
-/* Put the bytes that the request at offset set aside in their places, before it. */
+/* Copy the bytes that the request at offset has set aside to their places, before offset. */
 static void seam_close(const struct lh_unit *unit, uint64_t offset)
 {
     const struct lh_in_place_unit *made = unit->in_place.made;
@@ -216,7 +217,7 @@ static void seam_close(const struct lh_unit *unit, uint64_t offset)
         memcpy(unit->engine->region + unit->offset + begin, seam_of(unit, offset), end - begin);
 }
 
-/* All requests of the unit are done. */
+/* All requests of the unit are done: put the bytes that were set aside in their places. */
 static void source_loaded(struct lh_engine *engine, const struct lh_transfer *transfer)
 {
     const struct lh_unit *unit = &engine->units[transfer->unit];

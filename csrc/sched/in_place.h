@@ -1,12 +1,14 @@
 /*
  * Units that are read in place: frozen parameters in files that are not the store's (the
- * safetensors of a Hugging Face folder). They are never copied into the store, and never written.
+ * safetensors of a Hugging Face folder). Such units are never copied into the store, and never
+ * written.
  *
  * [Note: Read in place] Tensors begin anywhere in such a file, but direct reads cover whole blocks.
- * So a unit is laid out as runs of whole blocks, each read straight to where its parameters will
- * lie; other bytes of its first and last block fill the padding. Then each parameter moves back to
- * where torch's allocator would have aligned it, by less than LH_IN_PLACE_ALIGN bytes: kernels may
- * sum in a different order if the alignment differs, and placement must not change the numbers.
+ * So a unit is laid out as runs of whole blocks, each read directly to where its parameters will
+ * lie; other bytes of its first and last block fill the padding. Then each parameter is moved by
+ * less than LH_IN_PLACE_ALIGN bytes, to a lower address that is aligned as torch's allocator would
+ * align it: kernels may sum in a different order if the alignment differs, and placement must not
+ * change the numbers.
  *
  *      file    ....|..wwwww|wwbbbbb|....      w, b: tensors; |: blocks
  *      read        |..wwwww|wwbbbbb|          one run
@@ -16,7 +18,7 @@
  * run, as read, has a CRC-32C that was made when the store was created: a file that has changed
  * since is detected in the same way as a disk that returns wrong bytes.
  *
- * Everything here is borrowed until the engine is stopped.
+ * The engine borrows everything declared here until it is stopped.
  */
 #ifndef LH_SCHED_IN_PLACE_H
 #define LH_SCHED_IN_PLACE_H
@@ -30,24 +32,24 @@ struct lh_in_place_file {
     uint64_t bytes;
 };
 
-/* Whole blocks of a file; a unit's runs are its bytes, in order and without gaps. */
+/* Consecutive whole blocks of a file. A unit's runs cover its bytes, in order and without gaps. */
 struct lh_in_place_run {
     uint32_t file;
     uint64_t file_offset;
     uint64_t offset; /* offset in the unit */
     uint64_t bytes;
-    uint32_t checksum_first; /* index of its first checksum among the unit's */
+    uint32_t checksum_first; /* index of the run's first checksum among the unit's checksums */
 };
 
-/* A parameter's move to its aligned place. It lies inside one run. */
+/* The move of a parameter to its aligned place, within one run. */
 struct lh_in_place_move {
-    uint64_t from; /* offset in the unit, as read; after the previous move, as is `to` */
+    uint64_t from; /* offset in the unit, as read; both offsets ascend from move to move */
     uint64_t to;   /* aligned; at or below `from`, by less than LH_IN_PLACE_ALIGN */
     uint64_t bytes;
 };
 
 struct lh_in_place_unit {
-    uint32_t unit; /* its param_extent is LH_ENGINE_EXTENT_NONE */
+    uint32_t unit; /* index of the unit; its param_extent is LH_ENGINE_EXTENT_NONE */
     const struct lh_in_place_run *runs;
     uint32_t run_count;
     const struct lh_in_place_move *moves; /* the unit's moves, in order */
@@ -59,7 +61,7 @@ struct lh_in_place_unit {
 struct lh_in_place_opts {
     const struct lh_in_place_file *files;
     uint32_t file_count;
-    uint32_t file_first; /* the index of the first one among io's files */
+    uint32_t file_first; /* the index of files[0] among io's files */
     const struct lh_in_place_unit *units;
     uint32_t unit_count;
 };

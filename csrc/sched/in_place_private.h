@@ -7,9 +7,10 @@
 
 struct lh_engine;
 
-/* A unit's part. */
+/* The part of struct lh_unit that belongs to in_place.c. */
 struct lh_in_place_part {
-    const struct lh_in_place_unit *made; /* its description; NULL: the unit is in the store */
+    /* the unit's description; NULL: the unit is in the store */
+    const struct lh_in_place_unit *made;
     bool moves;
     uint64_t seam_first;
 };
@@ -19,7 +20,7 @@ struct lh_in_place {
     uint8_t *seams; /* [Note: Seams] in in_place.c */
 };
 
-/* Validate opts.in_place, and redirect the loads of its units. */
+/* Validate opts.in_place, and make its units load from their files. */
 int lh_in_place_create(struct lh_engine *engine, struct lh_error *err);
 
 #endif

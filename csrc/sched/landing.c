@@ -1,22 +1,22 @@
 /*
  * Gradients in transit from an accelerator to main memory, where they wait for their update.
  *
- * There they lie in blocks, one per chunk of the unit, with each element at its place in the chunk.
- * All blocks have the same size, so a free one fits any chunk:
+ * In main memory, gradients lie in blocks, one block per chunk of the unit, with each element at
+ * its place in the chunk. All blocks have the same size, so any free block fits any chunk:
  *
  *      posted (device tensor) -> copies, one a chunk that it touches -> landed: the tensor is free
  *
  * Only the unit's own norm, spill to SSD or update waits for the copies; the update starts with the
- * chunks that have landed once all others are sure to land. Without a free block a gradient waits
- * on the device.
+ * chunks that have landed as soon as all other chunks are certain to land. Without a free block a
+ * gradient waits on the device.
  *
- * [Note: Reserved blocks] A unit with only some of its gradients keeps its blocks until the
- * others arrive; a unit with live handles keeps them until the handles are dropped; a unit that
- * waits in memory keeps them until the close. So as many blocks as the largest unit has chunks are
- * reserved for one unit at a time that needs nothing more from the training thread: its update is
- * queued and its parameters are in memory (they stay there), or its spill to SSD has begun. Such a
- * unit will return its blocks, and the next one gets them. Other units use the remaining blocks. A
- * unit whose update has begun has all the blocks that it needs, and its gradients are copied first,
+ * [Note: Reserved blocks] A unit with only some of its gradients keeps its blocks until the others
+ * arrive; a unit with live handles keeps them until the handles are dropped; a unit that waits in
+ * memory keeps them until the close. So as many blocks as the largest unit has chunks are reserved
+ * for one unit at a time that needs nothing more from the training thread: its update is queued and
+ * its parameters are in memory (where they stay), or its spill to SSD has begun. Such a unit will
+ * return its blocks, and the next such unit gets them. Other units use the remaining blocks. A unit
+ * whose update has begun has all the blocks that it needs, and its gradients are copied first,
  * because other units may wait for its slabs.
  *
  * Source: LoHan IV-C, Fuyou 4.3 (gradients are offloaded as backward makes them).
@@ -171,7 +171,7 @@ static uint32_t unit_next(const struct lh_engine *engine)
     return LH_UNIT_NONE;
 }
 
-/* Take all blocks that the unit with the reserve needs, or as many as are free. */
+/* Take all blocks needed by the unit that may use the reserve, or as many as are free. */
 static void blocks_take(struct lh_engine *engine)
 {
     if (engine->landing.unit == LH_UNIT_NONE)
@@ -185,8 +185,9 @@ static void blocks_take(struct lh_engine *engine)
 }
 
 /*
- * A unit whose update has begun: its chunks have their blocks, and it holds slabs that others wait
- * for, so the rest of its gradients must not wait for another unit. LH_UNIT_NONE: there is none.
+ * A unit whose update has begun and whose gradients are not all issued, or LH_UNIT_NONE. All of the
+ * unit's chunks have blocks, and other units may wait for its slabs, so the rest of its gradients
+ * must not wait for another unit.
  */
 static uint32_t unit_begun(const struct lh_engine *engine)
 {
@@ -198,7 +199,7 @@ static uint32_t unit_begun(const struct lh_engine *engine)
     return LH_UNIT_NONE;
 }
 
-/* The parameter to copy next; LH_PARAM_NONE: none. See [Note: Reserved blocks]. */
+/* The parameter whose gradient is copied next, or LH_PARAM_NONE. See [Note: Reserved blocks]. */
 static uint32_t param_next(struct lh_engine *engine)
 {
     uint32_t next = unit_begun(engine);
@@ -267,7 +268,7 @@ static void step_forgotten(struct lh_engine *engine)
     engine->landing.end = 0;
 }
 
-/* Whether all of the unit's gradients are sure to land: the posted ones have their blocks. */
+/* Whether all of the unit's gradients are certain to land: their chunks have blocks. */
 static bool is_certain(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     if (unit->landing.count == 0)
@@ -280,8 +281,8 @@ static bool is_certain(const struct lh_engine *engine, const struct lh_unit *uni
 }
 
 /*
- * If only the update reads the gradients, it may begin with the first chunk that has them: the last
- * unit of backward, for which the next forward waits, is then processed chunk by chunk.
+ * If only the update reads the gradients, the update may begin with the first chunk that has them:
+ * the last unit of backward, for which the next forward waits, is then processed chunk by chunk.
  */
 static bool update_may_start(const struct lh_engine *engine, const struct lh_unit *unit)
 {
@@ -307,7 +308,7 @@ static void planned(struct lh_engine *engine, struct lh_unit *unit, uint64_t ste
         unit->landing.planned_bytes;
 }
 
-/* Correct the plan if some parameters had no gradient, or if none was expected. */
+/* Correct the plan if some parameters had no gradient, or if no update of the unit was planned. */
 static void plan_corrected(struct lh_engine *engine, struct lh_unit *unit)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);

@@ -1,6 +1,7 @@
 /*
- * Schedule NAIVE, a baseline: all of a unit is read, then all computed, then all written, before
- * the next unit begins. A unit with more chunks than there are slabs is processed in groups.
+ * Schedule NAIVE, a baseline: all chunks of a unit are read, then all are computed, then all are
+ * written, before the next unit begins. A unit with more chunks than there are slabs is processed
+ * in groups.
  *
  * Source: LoHan IV-C fig. 3a.
  */
@@ -9,8 +10,8 @@
 #include "sched/engine_private.h"
 
 /*
- * The unit whose update is in progress, else the first one that can begin; never one that waits for
- * another unit's room, as nothing else moves meanwhile. NULL: none can begin.
+ * The unit whose update is in progress, or else the first queued unit whose update can begin now (a
+ * unit that waits for room must not block the others), or NULL.
  */
 static struct lh_unit *unit_next(struct lh_engine *engine, struct lh_update_pump *pump)
 {
@@ -30,7 +31,7 @@ static struct lh_unit *unit_next(struct lh_engine *engine, struct lh_update_pump
     return NULL;
 }
 
-/* Whether all gradients have landed. */
+/* Whether all of the unit's gradients have landed. */
 static bool update_may_start(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     (void)engine;
@@ -64,7 +65,7 @@ void lh_naive_pump_updates(struct lh_engine *engine, struct lh_update_pump *pump
         unit_pump(engine, unit, pump);
 }
 
-/* Start the writes once no chunk is computing any more. */
+/* Start the writes of all COMPUTED chunks once no chunk is COMPUTING any more. */
 static bool chunk_may_write(struct lh_engine *engine, struct lh_chunk *computed)
 {
     const struct lh_slab *slabs = engine->slabs;

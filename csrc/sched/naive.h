@@ -6,7 +6,7 @@
 
 extern const struct lh_feature lh_naive_feature;
 
-/* Replaces the pipeline's own loop over queued updates. */
+/* Move the queued updates, instead of the pipeline's own loop (engine.pump_updates). */
 void lh_naive_pump_updates(struct lh_engine *engine, struct lh_update_pump *pump);
 
 #endif

@@ -1,10 +1,11 @@
 /*
  * The norm of all gradients of a step, known before the first update: if every update is deferred,
  * a worker sums the squares of each unit as soon as its gradients have arrived, during backward.
- * The norm may never be requested. Until it is, only gradients that are spilled to SSD are summed;
- * they stay in memory until their sum is known. An update waits for its unit's sum.
+ * Without opts.norms the norm may never be requested; until the first request, only gradients that
+ * are spilled to SSD are summed, because they stay in memory only until their sum is known. An
+ * update waits for its unit's sum.
  *
- * Source: torch.nn.utils.clip_grad_norm_ (the rule; none of the papers clips).
+ * Source: torch.nn.utils.clip_grad_norm_ (the rule; none of the papers clips gradients).
  */
 #include "compute/norm.h"
 
@@ -18,7 +19,7 @@ static void state_set(struct lh_unit *unit, enum lh_norm_state state)
     unit->norm.state = state;
 }
 
-/* On a worker: sum each parameter from its first element on, however its unit is cut. */
+/* Runs on a worker: sum each parameter from its first element on, across chunk boundaries. */
 static void norm_run(struct lh_exec_job *job)
 {
     struct lh_unit *unit = job->context;
@@ -48,7 +49,7 @@ static int sums_compare(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Add all parameters' sums in an order independent of units: by size, the smallest first. */
+/* Add all parameters' sums in an order independent of units: by value, the smallest first. */
 static double sums_add(struct lh_engine *engine)
 {
     double *sums = engine->norm.sums + engine->param_count;
@@ -96,7 +97,7 @@ void lh_norm_consider(struct lh_engine *engine, struct lh_unit *unit)
         norm_start(engine, unit);
 }
 
-/* Once the norm is requested no gradient will follow: start units that have only some, too. */
+/* Once the norm is requested, no gradient will follow: also sum incomplete units. */
 static bool pump_after(struct lh_engine *engine)
 {
     bool moved = false;
@@ -150,7 +151,7 @@ static bool message(struct lh_engine *engine, const struct lh_ring_message *mess
 {
     if (message->words[0] != LH_MESSAGE_NORM)
         return false;
-    LH_ASSERT(!engine->norm.is_asked); /* one at a time: lh_engine_norm() */
+    LH_ASSERT(!engine->norm.is_asked); /* lh_engine_norm() sends one request at a time */
     engine->norm.is_asked = true;
     engine->norm.is_taken = true; /* from now on, units are summed during backward */
     lh_spill_consider_all(engine);

@@ -24,10 +24,11 @@ struct lh_norm_unit {
 };
 
 struct lh_norm {
-    double square_sum; /* the result for the step whose norm was requested last */
-    double *sums;      /* each parameter's sum, once its unit is DONE; then as many for scratch */
+    double square_sum; /* the sum of squares of the step whose norm was requested last */
+    /* each parameter's sum, valid once its unit is DONE; param_count more are scratch */
+    double *sums;
     bool is_asked;
-    bool is_taken; /* every unit is summed as soon as its gradients arrive */
+    bool is_taken; /* each unit is summed as soon as its gradients have arrived */
 };
 
 extern const struct lh_feature lh_norm_feature;

@@ -1,13 +1,13 @@
 /*
- * Which units are in which region at which time: main memory's, and the accelerator's if there is
- * one.
+ * Plans of which units a region contains at which time. Main memory has a region, and so has the
+ * accelerator if there is one.
  *
  * The order of uses is recorded in each cycle (a training step's forward and backward, or an
- * evaluation), and the next cycle is planned with it (plan/residency.h). Uses happen where
- * computation is. With an accelerator that is its region, and main memory serves it: its readers
- * are the copies that the accelerator's plan starts, and the updates, in the order in which uses
- * will need them, whenever they are actually made. So main memory's plan is derived from the
- * accelerator's, and replanned with it:
+ * evaluation), and the next cycle is planned with it (plan/residency.h). Uses happen in the memory
+ * where computation is. With an accelerator this is the accelerator's region; main memory is then
+ * read only by the copies that the accelerator's plan starts and by updates. Main memory's plan has
+ * them in the order in which uses will need them, whenever they are actually made. So main memory's
+ * plan is derived from the accelerator's plan, and is replanned with it:
  *
  *      uses      begin a   begin b   end b   update b   begin a ...
  *      device    load a    load b                           load b (again)
@@ -22,8 +22,8 @@
 #include "sched/engine_private.h"
 
 /*
- * The events of a cycle that are remembered, per unit: forward, backward and update take five; the
- * rest is for shared modules.
+ * The maximum number of recorded events of a cycle, per unit. Forward, backward and an update take
+ * five; the rest is for shared modules.
  */
 #define EVENTS_PER_UNIT 16
 #define EVENTS_MIN 4096
@@ -38,7 +38,7 @@ static void event_record(struct lh_engine *engine, struct lh_residency_event eve
 {
     struct lh_event_list *list = &engine->recording;
     if (list->count == engine->event_max) {
-        list->overflowed = true; /* a cycle too long to remember is not predicted */
+        list->overflowed = true; /* a cycle that is too long to be recorded is not predicted */
         return;
     }
     list->events[list->count++] = event;
@@ -61,7 +61,7 @@ static void prediction_default(struct lh_engine *engine, struct lh_event_list *l
     }
 }
 
-/* Plan, after the last event of this cycle, what the next one reads first. */
+/* Plan loads, after the last event of this cycle, of the units that the next cycle reads first. */
 static int64_t ahead_plan(struct lh_engine *engine, struct lh_region *region,
                           struct lh_residency_op *ops, uint64_t op_max, uint64_t *loaded)
 {
@@ -90,8 +90,8 @@ static void region_extend(struct lh_engine *engine, struct lh_region *region)
                                       op_max, &loaded, &failed_at, &region->error);
     while (added == -ENOSPC) {
         /*
-         * Units in use block event failed_at: plan up to it, and the rest when it happens. Planning
-         * fewer events may lead to other choices, and to an earlier failure.
+         * Units in use block event failed_at: plan only the events before it now, and the rest when
+         * it happens. Planning fewer events may lead to other choices, and to an earlier failure.
          */
         LH_ASSERT(failed_at < count);
         count = failed_at;
@@ -99,7 +99,7 @@ static void region_extend(struct lh_engine *engine, struct lh_region *region)
         added = lh_residency_plan(&region->plan, region->predicted.events, count, true, ops, op_max,
                                   &loaded, &failed_at, NULL);
     }
-    LH_ASSERT(added >= 0); /* op_max holds a load and its evictions for every event */
+    LH_ASSERT(added >= 0); /* op_max allows a load and its evictions for every event */
     if (count == region->predicted.count && is_device(engine, region))
         added += ahead_plan(engine, region, ops + added, op_max - (uint64_t)added, &loaded);
     for (int64_t i = 0; i < added; i++)
@@ -130,7 +130,7 @@ static void region_look(struct lh_engine *engine, struct lh_region *region, uint
         lh_residency_put(plan, index, offset);
 }
 
-/* Discard the ops that wait, and reset the plan's state to what is in the region now. */
+/* Discard the ops not yet executed, and reset the plan's state to what is in the region now. */
 static void region_reset(struct lh_engine *engine, struct lh_region *region)
 {
     for (uint64_t i = region->op_first; i < region->op_count; i++) {
@@ -145,7 +145,7 @@ static void region_reset(struct lh_engine *engine, struct lh_region *region)
         region_look(engine, region, i);
 }
 
-/* Ops of the step that closed last and still wait count for the next one if that has begun. */
+/* Let the last closed step's ops that are not yet executed count for engine->plan_step. */
 static void region_step_end(struct lh_engine *engine, struct lh_region *region)
 {
     for (uint64_t i = region->op_first; i < region->op_count; i++) {
@@ -161,9 +161,9 @@ static void region_step_end(struct lh_engine *engine, struct lh_region *region)
 }
 
 /*
- * The step that closed last has moved all its bytes except its commit's: loads of its plan that
- * still wait, and uses before the next begin, count for the next step if that has begun, otherwise
- * for none.
+ * The last closed step has moved all its bytes except its commit's. Loads of its plan that are not
+ * yet executed, and uses before the next step begins, count for the next step if it has begun,
+ * otherwise for no step.
  */
 void lh_region_step_end(struct lh_engine *engine)
 {
@@ -218,8 +218,8 @@ static void event_put(struct lh_event_list *list, uint32_t unit, enum lh_residen
 }
 
 /*
- * Derive main memory's events, in order: what the accelerator's ops and future updates read there,
- * preceded by the current event (may be NULL) if it is an update.
+ * Derive main memory's events, in order: what the accelerator's ops and future updates read in main
+ * memory, preceded by the current event (may be NULL) if it is an update.
  */
 static void host_derive(struct lh_engine *engine, const struct lh_residency_event *event)
 {
@@ -230,7 +230,7 @@ static void host_derive(struct lh_engine *engine, const struct lh_residency_even
     if (event && event->kind == LH_RESIDENCY_EVENT_UPDATE)
         event_put(list, event->unit, LH_RESIDENCY_EVENT_UPDATE);
     for (uint64_t i = 0; i <= device->planned_until; i++) {
-        /* After the last event: all ops that are left. */
+        /* After the last event, take all remaining ops. */
         bool is_end = i == device->planned_until;
         for (; op < device->op_count && (is_end || device->ops[op].event <= i); op++) {
             if (device->ops[op].kind != LH_RESIDENCY_OP_LOAD)
@@ -243,7 +243,7 @@ static void host_derive(struct lh_engine *engine, const struct lh_residency_even
             event_put(list, device->predicted.events[i].unit, LH_RESIDENCY_EVENT_UPDATE);
     }
     region_reset(engine, &engine->host_region);
-    /* A wrong guess is replanned at each use: then do not spend time on trying other orders. */
+    /* A wrong guess is replanned at each use, so do not spend time on trying other orders. */
     if (!event || !engine->uses->is_guess)
         read_ahead(engine, &engine->host_region);
     region_extend(engine, &engine->host_region);
@@ -283,7 +283,7 @@ static void replan(struct lh_engine *engine, const struct lh_residency_event *ev
     uses_extend(engine, event);
 }
 
-/* The position of the next use in the prediction. */
+/* The position of the next use or update in the prediction. */
 static uint64_t next_predicted(const struct lh_region *region)
 {
     uint64_t at = region->position;
@@ -324,9 +324,10 @@ static void events_drop(struct lh_event_list *list, uint64_t from, uint64_t *end
 }
 
 /*
- * An event was not predicted: find the index from which the prediction may still come true. Events
- * of a recorded cycle that are skipped will not happen in this one. Skipped events of a guess will:
- * only the order was wrong. But a unit that is updated has no more uses before its update.
+ * Find the index from which the prediction may still come true after an event that was not
+ * predicted. Skipped events of a recorded cycle are assumed not to happen in this cycle. Skipped
+ * events of a guess are assumed to happen later, because only the order was wrong; but a unit that
+ * is being updated has no more uses before its update.
  */
 static uint64_t tail_find(struct lh_region *region, const struct lh_residency_event *event)
 {
@@ -437,7 +438,7 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
         replan(engine, NULL, 0);
         return;
     }
-    /* The previous cycle went as planned: append this plan to the ops that still wait. */
+    /* The previous cycle went as planned: append this plan to the ops not yet executed. */
     uint64_t waiting = 0;
     for (uint64_t i = region->op_first; i < region->op_count; i++) {
         if (region->ops[i].kind == LH_RESIDENCY_OP_NONE)
@@ -453,8 +454,8 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
 }
 
 /*
- * Nothing moves and a thread waits: an eviction of the plan waits for a use that did not end where
- * it did in the previous step (a view that lives longer). Replan around the units in use.
+ * Nothing moves and a thread waits: an eviction in the plan waits for a use that lasts longer than
+ * in the previous step (a view that lives longer). Replan around the units in use.
  */
 void lh_region_plan_around(struct lh_engine *engine)
 {
@@ -463,8 +464,8 @@ void lh_region_plan_around(struct lh_engine *engine)
 }
 
 /*
- * Plan a use or copy that has begun and could not be planned before. Returns whether it can be
- * served now.
+ * Plan a use that has begun, or a copy, that could not be planned before. Returns whether more is
+ * planned now.
  */
 bool lh_region_catch_up(struct lh_engine *engine)
 {
@@ -488,11 +489,12 @@ static int region_create(struct lh_engine *engine, struct lh_region *region, uin
     struct lh_alloc *alloc = engine->alloc;
     uint32_t units = engine->opts.unit_count;
     /*
-     * One load per event and one per unit after them, each with the evictions of what an earlier
-     * load put there; and the ops of the previous plan that still wait.
+     * The maximum number of ops: one load per event and one per unit after them, each with
+     * evictions of what earlier loads put there; and as many ops of the previous plan, not yet
+     * executed.
      */
     region->op_max = 2 * (2 * (engine->event_max + units) + units);
-    /* Main memory's events are at most two of each of the accelerator's ops, and the updates. */
+    /* Main memory's events are at most two for each of the accelerator's ops, and the updates. */
     uint64_t event_max = engine->event_max + (engine->dev ? 2 * region->op_max + units : 0);
     if (engine->dev && !is_device(engine, region))
         region->op_max = 2 * (2 * event_max + units);

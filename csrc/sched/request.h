@@ -1,12 +1,13 @@
 /*
  * [Note: Requests] Some calls send the engine a request and wait for its reply: the close of a
  * step, its abort, the norm of its gradients, a flush, and a hold of commits. Requests of a kind
- * are numbered from 1, and the engine replies to them in order, so two counters of each kind are
- * the whole protocol: what was sent, and what was replied to.
+ * are numbered from 1, and the engine replies to them in order, so the whole protocol is two
+ * counters per kind: the requests sent, and the replies.
  *
  * A call may time out before the reply. The next call of the same kind then waits for the same
  * request, so that every call can be polled. An abort or a flush refers to everything that was
- * posted before it: after another message it is not current, and the next call sends a new one.
+ * posted before it: once another message has been posted, the request is no longer current, and the
+ * next call sends a new request.
  *
  * Thread: the training thread sends and waits (request.c, calls.c); the engine's thread replies.
  */
@@ -31,9 +32,10 @@ enum lh_request_kind {
 struct lh_request {
     _Atomic uint64_t sent;
     _Atomic uint64_t replied;
-    /* The training thread's. */
-    uint64_t awaited;    /* the last request that a call waited for; 0: the call has its reply */
-    uint64_t post_count; /* messages posted when that request was sent, its own included */
+    /* Owned by the training thread: */
+    /* the request for which the last call waited; 0: that call has its reply */
+    uint64_t awaited;
+    uint64_t post_count; /* messages posted up to that request, including its own */
 };
 
 static inline bool lh_request_is_pending(const struct lh_request *request)
@@ -41,11 +43,14 @@ static inline bool lh_request_is_pending(const struct lh_request *request)
     return atomic_load(&request->replied) < atomic_load(&request->sent);
 }
 
-/* Number a new request, and wait for it from now on. The caller then posts its message. */
+/*
+ * Number a new request, the one for which the next lh_request_wait() waits. The caller then posts
+ * the request's message.
+ */
 void lh_request_send(struct lh_engine *engine, enum lh_request_kind kind);
-/* Wait from now on for the pending request, which an earlier call sent. */
+/* Make the next lh_request_wait() wait for the last request sent, which an earlier call sent. */
 void lh_request_join(struct lh_engine *engine, enum lh_request_kind kind);
-/* Whether an earlier call timed out, and its request still covers all that was posted. */
+/* Whether an earlier call timed out and nothing has been posted since its request. */
 bool lh_request_is_current(const struct lh_engine *engine, enum lh_request_kind kind);
 /* Returns 1 once the reply has come, 0 after timeout_ms, or -errno if the engine failed first. */
 int lh_request_wait(struct lh_engine *engine, enum lh_request_kind kind, int timeout_ms);

@@ -1,9 +1,9 @@
 /*
  * Saved tensors on the engine's side: see saved.h for the contract, saved_private.h for the states.
  *
- * Memory has two parts: one for tensors that stay and one for tensors in transit, on their way out
- * or back. Everything in transit moves on without help from the caller, so the second part always
- * empties again, however fragmented it is; only what backward is using stays.
+ * Memory has two parts: one for tensors that stay, and one for tensors in transit to or from SSD.
+ * Transfers of the latter need no help from the caller, so the second part always becomes empty
+ * again, however fragmented it is; only tensors that backward is using stay there.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -67,7 +67,7 @@ static bool queue_remove(struct lh_engine *engine, struct lh_saved_queue *queue,
     return true;
 }
 
-/* Move item to the front of the queue, if it is in it. */
+/* Move item to the front of the queue, if the queue contains it. */
 static void queue_raise(struct lh_engine *engine, struct lh_saved_queue *queue, uint32_t item)
 {
     if (!queue_remove(engine, queue, item))
@@ -337,7 +337,7 @@ static bool put_start(struct lh_engine *engine)
     return true;
 }
 
-/* Evict the tensor that was fetched last, of those that were prefetched and not yet waited for. */
+/* Evict the tensor fetched last, among prefetched tensors for which no thread has waited yet. */
 static bool room_take_back(struct lh_engine *engine)
 {
     struct lh_saved *last = NULL;
@@ -438,7 +438,7 @@ static void dropped(struct lh_engine *engine, uint32_t item)
         settle(saved);
         return;
     }
-    /* A prefetched tensor may still be queued there, waiting for room. */
+    /* A tensor that is AWAY may be queued in `wants` for room in memory. */
     (void)queue_remove(engine, &engine->saved.wants, item);
     gone(saved);
 }

@@ -73,7 +73,7 @@ void lh_saved_fetch(struct lh_engine *engine, uint32_t item, void *target)
     lh_engine_post(engine, LH_MESSAGE_SAVED_FETCH, item, 0, 0);
 }
 
-/* Claim the bytes for the waiting thread: from now on they cannot be evicted. */
+/* Claim the item's bytes for the waiting thread: from now on they cannot be evicted. */
 static bool presence_take(struct lh_engine *engine, uint64_t item)
 {
     uint32_t here = LH_SAVED_PRESENCE_HERE;
@@ -89,7 +89,7 @@ int lh_saved_wait(struct lh_engine *engine, uint32_t item, int timeout_ms)
     uint64_t start = lh_core_now(engine);
     bool is_here = presence_take(engine, item);
     if (!is_here) {
-        /* Ask once: each message counts as progress and would hide a stuck engine. */
+        /* Post the request once: each message counts as progress and would hide a stuck engine. */
         if (!saved->has_asked)
             lh_engine_post(engine, LH_MESSAGE_SAVED_FETCH, item, 1, 0);
         saved->has_asked = true;

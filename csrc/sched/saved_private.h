@@ -1,4 +1,4 @@
-/* Saved tensors, the engine's side (saved.c). Private to csrc/sched. */
+/* Saved tensors: the engine's side (saved.c). Private to csrc/sched. */
 #ifndef LH_SCHED_SAVED_PRIVATE_H
 #define LH_SCHED_SAVED_PRIVATE_H
 
@@ -11,14 +11,14 @@
 #include "sched/states.h"
 #include "sched/transfer.h"
 
-/* The most jobs for saved tensors that the workers have at a time. */
+/* The maximum number of jobs for saved tensors that the workers have at a time. */
 #define LH_SAVED_JOB_COUNT 8
 
 /* Where the bytes of a fetched tensor are, as its reader sees it. */
 enum lh_saved_presence {
     LH_SAVED_PRESENCE_NONE = 0,
     LH_SAVED_PRESENCE_HERE,  /* the bytes are available, but may be evicted again */
-    LH_SAVED_PRESENCE_TAKEN, /* the waiting thread has taken them: they are not evicted */
+    LH_SAVED_PRESENCE_TAKEN, /* the waiting thread uses the bytes: they are not evicted */
 };
 
 /*
@@ -42,20 +42,20 @@ struct lh_saved {
     enum lh_saved_state state;
     enum lh_saved_tier tier;
     uint64_t bytes;
-    uint64_t step;       /* the step whose forward put it */
-    uint64_t offset;     /* its place in memory; LH_RANGE_NONE: it has none */
-    uint64_t ssd_offset; /* its place on SSD; LH_RANGE_NONE: it has none */
+    uint64_t step;       /* the step whose forward put the tensor */
+    uint64_t offset;     /* the tensor's place in memory; LH_RANGE_NONE: it has none */
+    uint64_t ssd_offset; /* the tensor's place on SSD; LH_RANGE_NONE: it has none */
     const void *pointer;
     void *target;
-    bool stays; /* its memory is in the part for tensors that stay */
+    bool stays; /* the tensor is in the part of memory for tensors that stay */
     bool is_written;
     bool is_wanted;
-    bool is_awaited;  /* a thread waits for it */
-    bool is_arriving; /* its transfer to the target has begun */
-    bool is_returned; /* its transfer to the target has ended */
+    bool is_awaited;  /* a thread waits for the tensor */
+    bool is_arriving; /* the tensor's transfer to the target has begun */
+    bool is_returned; /* the tensor's transfer to the target has ended */
     bool is_dropped;
     uint64_t want_order;
-    uint32_t next;  /* the next item of the queue that it is in */
+    uint32_t next;  /* the next item of the queue that contains this item */
     bool has_asked; /* the waiting thread has posted its request; owned by that thread */
     _Atomic bool is_taken;
     _Atomic uint32_t presence; /* enum lh_saved_presence */
@@ -74,8 +74,8 @@ struct lh_saved_queue {
 struct lh_saved_area {
     struct lh_source source;
     struct lh_saved *items;
-    struct lh_range transit; /* memory for tensors in transit, in front */
-    struct lh_range staying; /* memory for tensors that stay, after it */
+    struct lh_range transit; /* memory for tensors in transit: the first part of the memory */
+    struct lh_range staying; /* memory for tensors that stay: the rest of the memory */
     struct lh_range ssd;
     struct lh_saved_queue puts;     /* QUEUED items */
     struct lh_saved_queue ready;    /* items that have room in memory and wait for a job */
@@ -83,8 +83,8 @@ struct lh_saved_area {
     struct lh_saved_queue arrivals; /* items in memory that wait for a copy to the target */
     uint32_t job_count;
     uint64_t want_count;
-    _Atomic uint64_t put_bytes; /* the size of the items put and not taken yet */
-    pthread_mutex_t mutex;      /* protects `free`: any thread takes, the engine gives back */
+    _Atomic uint64_t put_bytes; /* the total size of the items put and not yet taken */
+    pthread_mutex_t mutex;      /* protects `free`, from which other threads take items */
     struct lh_saved_queue free;
     bool has_mutex;
 };

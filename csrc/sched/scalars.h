@@ -1,6 +1,6 @@
 /*
- * What a commit carries beside the states: step counts and the caller's bytes. Private to
- * csrc/sched.
+ * What a commit contains beside parameters and states: step counts and the caller's bytes. Private
+ * to csrc/sched.
  */
 #ifndef LH_SCHED_SCALARS_H
 #define LH_SCHED_SCALARS_H
@@ -8,8 +8,8 @@
 struct lh_engine;
 
 /*
- * Put header and step counts in front of the caller's bytes, which lh_engine_close() put in their
- * place.
+ * Write the header and the step counts in front of the caller's bytes, which lh_engine_close() has
+ * already copied to their place.
  */
 void lh_scalars_compose(struct lh_engine *engine);
 

@@ -15,10 +15,10 @@ uint8_t *lh_slab_array(const struct lh_slab *slab, const struct lh_unit *unit, u
 }
 
 /*
- * Find a slab for a chunk of unit: a free one, or, if unit's update is queued, one whose chunk was
- * read ahead of its gradients. If unit is UPDATING and every slab holds a chunk of a unit that is
- * not (its parameters may be waiting for room that unit takes), take one of those, because none
- * would ever become free.
+ * Find a free slab, or, unless unit's update is not queued yet, take one whose chunk was only read
+ * ahead. If there is neither, unit is NULL or UPDATING, and every slab holds a LOADED chunk of a
+ * queued unit that is not UPDATING (its parameters may wait for the room that unit occupies), take
+ * one of these slabs, because no slab would ever become free otherwise.
  */
 uint32_t lh_slab_find(struct lh_engine *engine, const struct lh_unit *unit)
 {
@@ -51,7 +51,7 @@ uint32_t lh_slab_find(struct lh_engine *engine, const struct lh_unit *unit)
     if (stolen == LH_CHUNK_NONE)
         return LH_CHUNK_NONE;
     lh_slab_clear(engine, &engine->slabs[stolen]);
-    engine->updates.ahead_first = 0; /* it may be read ahead again */
+    engine->updates.ahead_first = 0; /* the chunk may be read ahead again */
     return stolen;
 }
 
@@ -107,7 +107,7 @@ void lh_slab_job_account(struct lh_engine *engine, const struct lh_job *job,
                               });
 }
 
-/* The most parameters that have elements in one chunk. */
+/* An upper bound on the number of parameters that have elements in one chunk. */
 static uint64_t segments_max(const struct lh_engine *engine)
 {
     uint64_t most = 1;

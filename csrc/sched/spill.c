@@ -1,9 +1,10 @@
 /*
  * Gradients that wait for the step's close on SSD, where main memory has no room for them.
  *
- * They lie where the unit's next parameters will be: in the slot of P that no commit needs until
- * the update has written it, each element at the same place. So they need no extra space, and chunk
- * i of P may be written as soon as chunk i of the gradients has been read.
+ * Spilled gradients lie where the unit's next parameters will be: in the slot of P that no commit
+ * needs until the update has written it, each element at the same place. So spilled gradients need
+ * no extra space, and chunk i of P may be written as soon as chunk i of the gradients has been
+ * read.
  *
  *      NONE --[all gradients are here]--> RUNNING --[all chunks written]--> DONE
  *                                          per chunk: gather into a slab (a worker) -> write
@@ -12,7 +13,7 @@
  * Nothing is rounded: gradients have the parameters' dtype. Their checksums are stored as those of
  * P's write slot until the update replaces them.
  *
- * Source: Fuyou 4.3 (gradients leave the device as they appear); that they need no space is ours.
+ * Source: Fuyou 4.3 (gradients leave the device as they appear); the reuse of P's slot is ours.
  */
 #include <string.h>
 
@@ -25,7 +26,10 @@ static void state_set(struct lh_unit *unit, enum lh_spill_state state)
     unit->spill.state = state;
 }
 
-/* Whether the gradients have the parameters' dtype, as torch's always do: they share places. */
+/*
+ * Whether the gradients have the parameters' dtype, as torch's always do. Only such gradients fit
+ * the places of the unit's parameters.
+ */
 static bool is_like_params(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     for (uint32_t i = 0; i < unit->desc.param_count; i++) {
@@ -38,8 +42,9 @@ static bool is_like_params(const struct lh_engine *engine, const struct lh_unit 
 }
 
 /*
- * Whether all gradients that will arrive have arrived. Once the norm is requested no more arrive;
- * gradients from an accelerator need a place then, so incomplete units are spilled, too.
+ * Whether all gradients that will arrive have arrived. Once the norm is requested, no more
+ * gradients arrive; gradients on an accelerator then need a place in which to be summed, so
+ * incomplete units are spilled, too.
  */
 static bool is_whole(const struct lh_engine *engine, const struct lh_unit *unit)
 {
@@ -67,7 +72,7 @@ void lh_spill_consider_all(struct lh_engine *engine)
         update_considered(engine, &engine->units[i]);
 }
 
-/* On a worker: put the chunk's gradients in their places, zeros between them, and checksum. */
+/* Runs on a worker: gather a chunk's gradients, with zeros between them, and make checksums. */
 static void gather_run(struct lh_exec_job *job)
 {
     struct lh_slab *slab = job->context;
@@ -206,7 +211,8 @@ static void gradients_read(struct lh_engine *engine, struct lh_chunk *chunk)
 
     LH_ASSERT(!slab->is_lent && !slab->gradients);
     slab->gradients = target;
-    if (chunk->spill.gradient_step == lh_core_step(engine)) /* its slab was taken in between */
+    /* the slab with the first read was taken */
+    if (chunk->spill.gradient_step == lh_core_step(engine))
         lh_core_stats(engine, chunk->spill.gradient_step)
             ->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] += chunk->count * element_bytes;
     chunk->spill.gradient_step = lh_core_step(engine);
@@ -269,7 +275,7 @@ static void planned(struct lh_engine *engine, struct lh_unit *unit, uint64_t ste
     stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] += unit->desc.bytes;
 }
 
-/* Correct the plan for a unit of which only some gradients arrived: they wait in memory. */
+/* Correct the plan for a unit with only some of its gradients: these wait in memory. */
 static void plan_corrected(struct lh_engine *engine, struct lh_unit *unit)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
@@ -297,21 +303,21 @@ static void step_forgotten(struct lh_engine *engine)
     engine->spill.count = 0;
 }
 
-/* The other slot holds gradients, not the newest parameters: every step has to commit. */
+/* The uncommitted slot holds gradients, not the newest parameters: every due commit must happen. */
 static bool step_may_skip_commit(const struct lh_engine *engine)
 {
     (void)engine;
     return false;
 }
 
-/* Slabs are for gradients until the close. */
+/* Before the close, slabs are used to spill gradients, not to read chunks ahead. */
 static bool ahead_may_read(const struct lh_engine *engine)
 {
     (void)engine;
     return false;
 }
 
-/* Whether a slab has room for a chunk's gradients, too: the budget was made for spilling. */
+/* Whether gradients may be spilled: every step commits, and a slab has room for them. */
 static bool may_spill(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
@@ -322,7 +328,7 @@ static bool may_spill(const struct lh_engine *engine, const struct lh_unit *unit
            engine->budget.chunk_elements * element_bytes <= engine->budget.slab_bytes;
 }
 
-/* Choose the units whose gradients wait on SSD: all after the first ones that fit in memory. */
+/* Choose units to spill: all after the first ones whose waiting gradients fit in memory. */
 static void choose(struct lh_engine *engine)
 {
     uint64_t room = engine->budget.gradient_waiting_bytes;

@@ -18,11 +18,11 @@ struct lh_chunk;
 struct lh_slab;
 
 struct lh_spill_unit {
-    bool is_chosen; /* where its update is deferred, its gradients wait on SSD */
+    bool is_chosen; /* the unit's gradients wait on SSD while its update is deferred */
     enum lh_spill_state state;
-    uint32_t next_chunk; /* the next chunk to be gathered */
+    uint32_t next_chunk; /* index of the next chunk whose gradients are gathered into a slab */
     uint32_t written_count;
-    uint64_t planned_step; /* the last step whose plan counts its gradients' write and read */
+    uint64_t planned_step; /* the last step whose plan counts writing and reading the gradients */
 };
 
 struct lh_spill {
@@ -33,17 +33,25 @@ struct lh_spill {
 };
 
 struct lh_spill_chunk {
-    uint64_t gradient_step; /* the step whose gradients were read back for it */
+    uint64_t gradient_step; /* the step whose gradients were last read back for the chunk */
 };
 
 extern const struct lh_feature lh_spill_feature;
 
-/* Choose the units whose gradients wait on SSD: all after the first ones that fit in memory. */
+/*
+ * Choose the units whose gradients wait on SSD: all units after the first ones whose gradients fit
+ * in memory.
+ */
 int lh_spill_create(struct lh_engine *engine, struct lh_error *err);
 void lh_spill_destroy(struct lh_engine *engine);
-/* The norm was requested, so no gradient will follow: units that have only some begin, too. */
+/*
+ * The norm was requested, so no gradient will follow: spill units that have only some of their
+ * gradients, too.
+ */
 void lh_spill_consider_all(struct lh_engine *engine);
-/* Free a unit's gradients, which are all on SSD and summed. */
+/*
+ * Release a unit's gradients in memory. They are all on SSD, and their sums of squares are known.
+ */
 void lh_spill_release(struct lh_engine *engine, struct lh_unit *unit);
 
 #endif

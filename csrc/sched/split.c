@@ -2,17 +2,20 @@
 
 #include "sched/engine_private.h"
 
-/* Warm-up steps to ignore after a split changes, while the new order of uses is recorded. */
+/* The number of steps ignored after a split changes, while the new order of uses is recorded. */
 #define UNSETTLED_STEP_COUNT 2
-/* The time of a step is the minimum of this many samples. */
+/* The duration of a step is the minimum of this many samples. */
 #define SAMPLE_COUNT 2
 /* An improvement of less than 1 / GAIN_DIVISOR is no gain. */
 #define GAIN_DIVISOR 200
 #define TRIAL_COUNT_MAX 2
-/* Backward hides a load that takes less than this fraction of its length. */
+/* Backward hides all work that takes less than this fraction of backward's duration. */
 #define FULL_LOAD 0.9
 
-/* Whether trainable unit `at` of count is deferred; ends come last, as one may be an embedding. */
+/*
+ * Whether trainable unit `at` of count is deferred. The first and the last unit are chosen last,
+ * because one of them may be an embedding.
+ */
 static bool is_chosen(uint32_t at, uint32_t count, uint32_t deferred_count)
 {
     LH_ASSERT(at < count);

@@ -2,8 +2,8 @@
  * The states of the engine's objects, and the transitions between them.
  *
  * Each machine has a table of its transitions. The one function that changes a state asserts that
- * the transition is in the table, and tests/py/test_tidy.py that the table and the diagram in the
- * machine's header say the same.
+ * the transition is in the table, and tests/py/test_tidy.py checks that the table agrees with the
+ * diagram in the machine's header.
  */
 #ifndef LH_SCHED_STATES_H
 #define LH_SCHED_STATES_H
@@ -44,7 +44,7 @@ enum lh_copy_state {
     LH_COPY_STATE_LEAVING, /* evicted; its bytes are being copied to main memory */
 };
 
-/* Gradients that wait on SSD (spill.h). */
+/* The writing of a unit's gradients to SSD, where they wait (spill.h). */
 enum lh_spill_state {
     LH_SPILL_STATE_NONE = 0,
     LH_SPILL_STATE_RUNNING,

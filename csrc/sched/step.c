@@ -1,22 +1,22 @@
 /*
- * Steps: begin, close, commit, abort, and what has to wait for what.
+ * Steps: the beginning, close, commit and abort of a step, and the conditions for each.
  *
  * [Note: Held commits] Copying a store during training requires that its committed slots do not
- * change. They do not until the next commit is durable, as every write goes to the other slots; so
- * it is enough that no commit begins. Everything that needs no commit continues: the following
- * steps overwrite the other slots, as between two commits with commit_every=N. So a copy costs
- * neither space nor extra writes. A commit that was due is late: it happens with the first step
- * that ends after the release.
+ * change. The committed slots do not change until the next commit is durable, because every write
+ * goes to the other slots; so it is enough that no commit begins. Everything that needs no commit
+ * continues: the following steps overwrite the other slots, as between two commits with
+ * commit_every=N. So a copy costs neither space nor extra writes. A commit that was due is late: it
+ * happens with the first step that ends after the release.
  *
  *      NONE --[lh_engine_commit_hold]--> ASKED --[no commit is under way]--> GRANTED
  *        ^                                                                      |
  *        +---------------------[lh_engine_commit_release]-----------------------+
  *
  * Gradients that wait on SSD (spill.c) lie in the other slot, which therefore must not hold the
- * newest parameters: with them a step that is due to commit waits for the release, and the training
- * thread waits for it at the next gradient. A failed step cannot be rolled back while a commit is
- * late, as is always so between commits. With one slot (commit_every="never") data is overwritten
- * in place, and a hold guarantees nothing.
+ * newest parameters. So if gradients are spilled, a step that is due to commit waits for the
+ * release, and the training thread waits for that step before the next gradient. A failed step
+ * cannot be rolled back while a commit is late, as is always the case between commits. With one
+ * slot (commit_every="never") data is overwritten in place, and a hold guarantees nothing.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -90,7 +90,8 @@ static void step_over(struct lh_engine *engine)
     pthread_mutex_unlock(&engine->shared.mutex);
     lh_update_end_step(engine, stats);
     memset(stats, 0, sizeof(*stats));
-    engine->gradient_scales[engine->step % 2] = 1.0; /* for the step after the next close */
+    /* the default for the step after the open step */
+    engine->gradient_scales[engine->step % 2] = 1.0;
     state_set(engine, LH_STEP_STATE_OPEN);
     lh_request_reply(engine, LH_REQUEST_CLOSE);
 }
@@ -101,7 +102,7 @@ bool lh_step_holds_commits(const struct lh_engine *engine)
            !lh_request_is_pending(&engine->requests[LH_REQUEST_HOLD]);
 }
 
-/* Grant a requested hold between two checks of it, so that no commit begins after the grant. */
+/* Grant a requested hold, on the thread that begins commits: no commit begins after the grant. */
 static bool hold_pump(struct lh_engine *engine)
 {
     if (engine->step_state == LH_STEP_STATE_COMMITTING ||
@@ -130,7 +131,7 @@ static void commit_request_done(struct lh_engine *engine, struct lh_io_request *
     LH_ASSERT(engine->step_state == LH_STEP_STATE_COMMITTING);
     lh_transfer_busy_end(engine);
     engine->commit_in_flight--;
-    /* Failures are reported by lh_store_commit_next(), as their meaning depends on the phase. */
+    /* lh_store_commit_next() reports failures, because their meaning depends on the phase. */
     if (request->kind == LH_IO_KIND_WRITE && !engine->commit_is_of_flush)
         lh_core_stats(engine, engine->step)->bytes[LH_ENGINE_LINK_COMMIT_WRITE] += request->bytes;
 }
@@ -196,7 +197,7 @@ static bool commit_pump(struct lh_engine *engine)
         lh_transfer_busy_begin(engine);
         engine->commit_in_flight++;
         int rc = engine->io->ops->submit(engine->io, &engine->commit_requests[i]);
-        LH_ASSERT(rc == 0); /* the I/O queue is deeper than io_depth by a request a file and more */
+        LH_ASSERT(rc == 0); /* the I/O queue has room beyond io_depth for requests of all files */
     }
     if (engine->io->ops->flush)
         engine->io->ops->flush(engine->io);
@@ -209,7 +210,9 @@ static bool transfers_are_idle(const struct lh_engine *engine)
            engine->copies.in_flight == 0;
 }
 
-/* A unit that an update has changed and that is still pinned: it cannot be rolled back. */
+/*
+ * A unit that an update has changed and that cannot be rolled back, because it is pinned; or NULL.
+ */
 static const struct lh_unit *lent_update(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->updates.count; i++) {
@@ -220,7 +223,7 @@ static const struct lh_unit *lent_update(const struct lh_engine *engine)
     return NULL;
 }
 
-/* Whether an update has changed bytes, at least in memory. */
+/* Whether an update of the open step has changed bytes, at least in memory. */
 static bool is_changed(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->updates.count; i++) {
@@ -319,7 +322,7 @@ static bool flush_pump(struct lh_engine *engine)
     return true;
 }
 
-/* Once all of the closed step is written, commit it if that is due, or end it without. */
+/* Once everything of the closed step is written, commit it if a commit is due; otherwise end it. */
 static bool closed_pump(struct lh_engine *engine)
 {
     uint64_t *planned_bytes = lh_core_stats(engine, engine->step)->planned_bytes;
@@ -327,7 +330,10 @@ static bool closed_pump(struct lh_engine *engine)
     if (engine->updates.count < engine->updates.gradient_unit_count ||
         engine->updates.done_count < engine->updates.count)
         return false;
-    /* Reads ahead for a use or an update that never happened count for this step, too. */
+    /*
+     * Wait for this step's transfers, including reads ahead for uses or updates that never
+     * happened.
+     */
     if (engine->transfers.step_counts[engine->step % 2] > 0)
         return false;
     if (engine->updates.chunks_busy > 0)

@@ -1,6 +1,6 @@
 /*
- * A step: from the first forward after the step before to its last write and its commit. Private to
- * csrc/sched.
+ * A step, which lasts from the first forward after the previous step's close to the step's last
+ * write and its commit. Private to csrc/sched.
  *
  *      OPEN -> CLOSED           lh_step_close     message CLOSE
  *      CLOSED -> COMMITTING     commit_begin      all updates are written, and a commit is due
@@ -19,15 +19,18 @@
 
 struct lh_engine;
 
-/* Messages of the training thread. */
+/* Handle messages of the training thread. */
 void lh_step_begin(struct lh_engine *engine, enum lh_engine_mode mode);
 void lh_step_close(struct lh_engine *engine);
 void lh_step_abort(struct lh_engine *engine);
-/* Commit, end or abort the step, or flush, as far as possible now. Returns whether it did. */
+/*
+ * Commit, end or abort the step, or flush, as far as possible now. Returns whether anything was
+ * done.
+ */
 bool lh_step_pump(struct lh_engine *engine);
-/* Whether a hold of commits was granted, and not released since ([Note: Held commits]). */
+/* Whether a hold of commits was granted and has not been released ([Note: Held commits]). */
 bool lh_step_holds_commits(const struct lh_engine *engine);
-/* Whether a closed step waits with its commit for the end of a hold, and all else with it. */
+/* Whether the commit of a closed step, and with it everything else, waits for the end of a hold. */
 bool lh_step_is_held(const struct lh_engine *engine);
 /* Whether nothing is in flight and nothing is queued. */
 bool lh_step_is_quiet(const struct lh_engine *engine);

@@ -79,7 +79,7 @@ void lh_transfer_raise(struct lh_engine *engine, struct lh_transfer *transfer)
         at = at->next;
     }
     if (!at)
-        return; /* all of it is issued */
+        return; /* all of the transfer's requests are issued */
     if (before)
         before->next = at->next;
     else
@@ -185,8 +185,8 @@ static bool moves(const struct lh_engine *engine, const struct lh_transfer *tran
 }
 
 /*
- * On a worker: compare each checksum block of what was read, and move it to where it belongs while
- * it is in the cache.
+ * Runs on a worker: verify each block of what was read that has a checksum, and move the block to
+ * where it belongs while it is in the cache.
  */
 static void check_run(struct lh_exec_job *job)
 {
@@ -253,9 +253,9 @@ static void request_done(struct lh_engine *engine, struct lh_io_request *io)
         return;
     }
     request_account(engine, request);
-    if (io->least_bytes > 0) /* the file ends here */
+    if (io->least_bytes > 0) /* the file ends inside this request */
         memset((uint8_t *)io->buffer + io->least_bytes, 0, io->bytes - io->least_bytes);
-    /* R, M and V are checked by the update, which has them in cache then. */
+    /* The update verifies R, M and V, when they are in the cache anyway. */
     bool is_checked = transfer->link == LH_ENGINE_LINK_PARAM_READ ||
                       transfer->link == LH_ENGINE_LINK_GRADIENT_READ ||
                       transfer->link == LH_ENGINE_LINK_SAVED_READ;
@@ -299,10 +299,7 @@ static void request_start(struct lh_engine *engine, struct lh_transfer *transfer
     LH_ASSERT(rc == 0); /* in_flight is below the queue's depth */
 }
 
-/*
- * Issue the next requests of a transfer: at most one mapped range, as far as there are free
- * requests.
- */
+/* Issue the next requests of a transfer: those of one mapped range, or as many as are available. */
 static void transfer_issue(struct lh_engine *engine, struct lh_transfer *transfer)
 {
     struct lh_store_piece pieces[LH_STORE_PIECE_COUNT_MAX];
@@ -322,7 +319,7 @@ static void transfer_issue(struct lh_engine *engine, struct lh_transfer *transfe
     }
 }
 
-/* Let a store with one slot record on disk that it is being overwritten, before it is. */
+/* Before the first write, let a store with one slot record on disk that it is being overwritten. */
 static bool may_issue(struct lh_engine *engine, const struct lh_transfer *transfer)
 {
     struct lh_error err = {0};
@@ -399,7 +396,7 @@ static const char *store_path(const struct lh_engine *engine, uint32_t file)
     return lh_store_file_path(engine->store, file);
 }
 
-/* Mark the slot dirty: a step that is aborted partway leaves what it wrote there. */
+/* Mark the slot dirty: a step that is aborted partway leaves its writes in the slot. */
 static void store_write_queued(struct lh_engine *engine, const struct lh_transfer *transfer)
 {
     lh_store_mark_dirty(engine->store, transfer->extent, transfer->slot);

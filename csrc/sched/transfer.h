@@ -1,5 +1,6 @@
 /*
- * Transfers: ranges of extents in transit between files and main memory. Private to csrc/sched.
+ * Transfers: reads and writes of ranges of extents, between files and main memory. Private to
+ * csrc/sched.
  *
  * A transfer is split into requests, which are issued by priority as far as the I/O depth allows;
  * a worker verifies what is read. A transfer names the source of its bytes and the function to call
@@ -23,21 +24,33 @@ enum lh_priority {
     LH_PRIORITY_COUNT,
 };
 
-/* Files that transfers read and write, and their layout. */
+/*
+ * Functions of a source: files that transfers read or write, and how extents are laid out in them.
+ */
 struct lh_source_ops {
-    /* Map at most `bytes` bytes from offset to pieces of files. Returns a count above 0. */
+    /*
+     * Map a range that begins at offset, and has about `bytes` bytes, to pieces of files. Returns
+     * the number of pieces, above 0.
+     */
     int (*map)(struct lh_engine *engine, const struct lh_transfer *transfer, uint64_t offset,
                uint64_t bytes, struct lh_store_piece *pieces);
-    /* The expected checksums of what is read from offset on. Thread: a worker. */
+    /* The checksums that bytes read from offset on must have. Thread: a worker. */
     const uint32_t *(*checksums)(struct lh_engine *engine, const struct lh_transfer *transfer,
                                  uint64_t offset);
     const char *(*path)(const struct lh_engine *engine, uint32_t file);
-    /* Called before the first byte is written. NULL: these files are only read. */
+    /* (optional) Called when a write is queued. */
     void (*write_queued)(struct lh_engine *engine, const struct lh_transfer *transfer);
+    /* Called before requests of a write are issued. NULL: these files are only read. */
     int (*write_begin)(struct lh_engine *engine, struct lh_error *err);
-    /* (optional) The bytes of a piece that exist, if the file ends inside it; 0: all. */
+    /*
+     * (optional) If the file ends inside a piece: the number of the piece's bytes that exist;
+     * otherwise 0.
+     */
     uint64_t (*least_bytes)(const struct lh_engine *engine, const struct lh_store_piece *piece);
-    /* (optional) Whether blocks move after they are read; and, on a worker, the move itself. */
+    /*
+     * (optional) Whether blocks must be moved after they are read; and the move itself, which runs
+     * on a worker.
+     */
     bool (*moves)(const struct lh_engine *engine, const struct lh_transfer *transfer);
     void (*move)(const struct lh_engine *engine, const struct lh_transfer *transfer,
                  uint64_t request, uint64_t first, uint64_t bytes);
@@ -45,13 +58,13 @@ struct lh_source_ops {
     void (*loaded)(struct lh_engine *engine, const struct lh_transfer *transfer);
     /* Appended to error messages about a wrong checksum. */
     const char *advice;
-    /* Bytes belong to units; otherwise the submitter counts them, and traces name no unit. */
+    /* The bytes belong to units. Otherwise the submitter counts them, and traces name no unit. */
     bool is_of_units;
 };
 
 struct lh_source {
     const struct lh_source_ops *ops;
-    uint32_t file_first; /* the index of its first file among io's */
+    uint32_t file_first; /* index of the source's first file among io's files */
 };
 
 /* The transfer of one range of an extent; embedded in the object that it serves. */
@@ -64,7 +77,7 @@ struct lh_transfer {
     enum lh_engine_link link;
     uint32_t unit;
     uint32_t slab;
-    uint64_t step; /* the step that counts the bytes; 0: none */
+    uint64_t step; /* the step that counts the bytes; 0: no step */
     uint32_t extent;
     uint32_t slot;
     uint64_t offset;
@@ -86,7 +99,7 @@ struct lh_transfer_request {
     struct lh_transfer *transfer;
     struct lh_engine *engine;
     uint64_t offset;     /* offset in the extent */
-    uint64_t bad_offset; /* offset of the first wrong checksum; UINT64_MAX: all are right */
+    uint64_t bad_offset; /* offset of the first block with a wrong checksum, or UINT64_MAX */
     uint32_t crc_expected;
     uint32_t crc_actual;
     struct lh_transfer_request *next_free;
@@ -104,26 +117,29 @@ struct lh_transfer_queue {
     struct lh_source store; /* the engine's store */
 };
 
-/* Create four times io_depth requests: for those in flight and those being verified. */
+/* Create 4 * io_depth requests, for those in flight and those being verified. */
 int lh_transfer_create(struct lh_engine *engine, struct lh_error *err);
 void lh_transfer_destroy(struct lh_engine *engine);
-/* Queue a transfer. Its owner must keep it until done() is called. */
+/* Queue a transfer. The caller must keep the transfer until done() is called. */
 void lh_transfer_submit(struct lh_engine *engine, struct lh_transfer *transfer);
-/* Give a queued transfer the priority of demand: a thread waits for it now. */
+/* Raise a queued transfer to LH_PRIORITY_DEMAND, because a thread now waits for it. */
 void lh_transfer_raise(struct lh_engine *engine, struct lh_transfer *transfer);
 /*
- * Issue what the queue depth allows, and take back finished requests. Returns whether anything
- * moved.
+ * Issue requests as far as io_depth allows (pump), and collect finished requests (poll). Both
+ * return whether anything moved.
  */
 bool lh_transfer_pump(struct lh_engine *engine);
 bool lh_transfer_poll(struct lh_engine *engine);
-/* Take back finished requests after the engine failed, without calling done(). */
+/* Collect finished requests after the engine has failed, without calling done(). */
 bool lh_transfer_drain(struct lh_engine *engine);
 bool lh_transfer_is_idle(const struct lh_engine *engine);
-/* Count a request that belongs to no transfer (a commit's): it was submitted, or came back. */
+/*
+ * Count a request in flight from its submission (begin) to its completion (end). Commits call these
+ * for their own requests.
+ */
 void lh_transfer_busy_begin(struct lh_engine *engine);
 void lh_transfer_busy_end(struct lh_engine *engine);
-/* Attribute the time of requests in flight so far to the step that ends. */
+/* Attribute the time for which requests have been in flight so far to the step that ends. */
 void lh_transfer_step_over(struct lh_engine *engine, struct lh_engine_step_stats *stats);
 
 #endif

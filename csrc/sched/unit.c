@@ -18,9 +18,9 @@ bool lh_unit_is_stale(const struct lh_engine *engine, const struct lh_unit *unit
 }
 
 /*
- * A checkpoint recomputes a block and reads a unit that it does not differentiate (no_grad,
- * detach), which keeps no handle; the unit's gradients came from elsewhere and its update has
- * begun, so the values of this step are gone.
+ * Fail the engine: a checkpoint recomputes a block and reads a unit without differentiating it
+ * (no_grad, detach), which keeps no handle. Other uses of the unit gave all of its gradients, and
+ * its update is queued, so this step's values are no longer available.
  */
 static void stale_fail(struct lh_engine *engine, uint32_t index)
 {
@@ -35,10 +35,10 @@ static void stale_fail(struct lh_engine *engine, uint32_t index)
 
 void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit)
 {
-    /* A thread that waits for a unit with a pending update waits for its new values. */
+    /* A thread that waits for a unit with a pending update waits for the updated values. */
     uint32_t pins = lh_unit_is_stale(engine, unit) ? 0 : unit->waiter_count;
     unit->waiter_count -= pins;
-    LH_ASSERT(atomic_load(&unit->shared.word) == 0); /* it is not READY, so it is not pinned */
+    LH_ASSERT(atomic_load(&unit->shared.word) == 0); /* no thread can have pinned the unit */
     atomic_store(&unit->shared.word, LH_UNIT_READY_BIT | pins);
     if (pins > 0) {
         atomic_fetch_add(&unit->shared.grants, pins);
@@ -105,8 +105,9 @@ void lh_unit_acquire(struct lh_engine *engine, uint32_t index)
 }
 
 /*
- * The last pin was dropped. Whether the unit was pinned again meanwhile depends on timing, which
- * must not affect what is recorded: a use ends, and if the unit is pinned again another one begins.
+ * The last pin was dropped. Whether the unit was pinned again in the meantime depends on timing,
+ * which must not affect what is recorded: always record the end of a use and, if the unit is pinned
+ * again, another use.
  */
 void lh_unit_release(struct lh_engine *engine, uint32_t index)
 {
@@ -192,7 +193,8 @@ bool lh_unit_pump(struct lh_engine *engine)
             LH_ASSERT(op->kind == LH_RESIDENCY_OP_EVICT);
             if (!evict_is_possible(engine, op) || !lh_unit_claim_host(engine, unit))
                 break;
-            LH_ASSERT(!unit->update.is_param_dirty); /* it has a place of its own */
+            /* a unit with dirty P has a place of its own */
+            LH_ASSERT(!unit->update.is_param_dirty);
             lh_unit_state_set(unit, LH_UNIT_STATE_ABSENT);
         }
         region->op_first++;

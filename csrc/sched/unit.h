@@ -30,19 +30,19 @@
 #define LH_UNIT_NONE UINT32_MAX
 #define LH_UNIT_READY_BIT UINT32_C(0x80000000)
 
-/* Words that training threads and the engine's thread share. */
+/* Atomic words that training threads and the engine's thread share. */
 struct lh_unit_shared {
     _Atomic uint32_t word; /* LH_UNIT_READY_BIT | pins */
     _Atomic uint32_t handles;
-    _Atomic uint32_t grants;     /* pins given to waiters that have not taken them yet */
-    _Atomic uint32_t refusals;   /* refusals that waiters have not taken yet */
+    _Atomic uint32_t grants;     /* pins given to waiting threads that have not yet noticed */
+    _Atomic uint32_t refusals;   /* refusals that waiting threads have not yet noticed */
     _Atomic uint32_t load_count; /* reads into main memory, modulo 2^32 */
 };
 
 /*
- * Owned by the training thread: the last step in which it gave a gradient of the unit, and the last
- * such step after whose close it requested the unit from the engine. While they differ an update
- * may be pending, and READY is not enough.
+ * Owned by the training thread: the last step in which that thread gave a gradient of the unit, and
+ * the last such step after whose close it requested the unit from the engine. While the two differ,
+ * an update may be pending, so the thread must request the unit even if it is READY.
  */
 struct lh_unit_caller {
     uint64_t gradient_step;
@@ -56,13 +56,13 @@ struct lh_unit {
     struct lh_unit_shared shared;
     struct lh_unit_caller caller;
     enum lh_unit_state state;
-    uint64_t offset;    /* its offset in the region, while not ABSENT */
-    uint64_t use_count; /* the number of uses of its bytes in main memory since creation */
+    uint64_t offset;    /* the unit's offset in main memory's region, while not ABSENT */
+    uint64_t use_count; /* the number of uses of the unit's bytes in main memory since creation */
     bool use_is_open;
     uint64_t use_started_ns;
     uint32_t waiter_count;
-    const struct lh_source *source; /* where its parameters are read from */
-    struct lh_transfer load;        /* or, while its dirty parameters are flushed, a write */
+    const struct lh_source *source; /* the files from which the unit's parameters are read */
+    struct lh_transfer load;        /* also the write of the unit's dirty parameters in a flush */
     uint32_t chunk_first;
     uint32_t chunk_count;
     struct lh_update_unit update;
@@ -75,21 +75,24 @@ struct lh_unit {
     struct lh_norm_unit norm;
 };
 
-/* Change a unit's state; every change goes through this. */
+/* Change a unit's state; only this function changes it. */
 void lh_unit_state_set(struct lh_unit *unit, enum lh_unit_state state);
-/* Whether the next step's bytes are about to replace the unit's. */
+/* Whether a pending update is about to replace the unit's bytes. */
 bool lh_unit_is_stale(const struct lh_engine *engine, const struct lh_unit *unit);
-/* Messages of the training thread: it pinned a READY unit, waits for one, dropped the last pin. */
+/*
+ * Handle messages of the training thread: it pinned a READY unit, it waits for a unit, or it
+ * dropped a unit's last pin.
+ */
 void lh_unit_use(struct lh_engine *engine, uint32_t unit);
 void lh_unit_acquire(struct lh_engine *engine, uint32_t unit);
 void lh_unit_release(struct lh_engine *engine, uint32_t unit);
-/* The unit's bytes are where computation reads them: give each waiter a pin. */
+/* The unit's bytes are where computation reads them: give a pin to each waiting thread. */
 void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit);
-/* Take the unit away from training threads. Returns false if it is pinned. */
+/* Take the unit away from training threads. Returns false if the unit is pinned. */
 bool lh_unit_claim(struct lh_unit *unit);
 /*
- * Take the unit's bytes in main memory away from their readers. Returns false if they are being
- * read.
+ * Take the unit's bytes in main memory away from their readers. Returns false if the bytes are
+ * being read.
  */
 bool lh_unit_claim_host(struct lh_engine *engine, struct lh_unit *unit);
 void lh_unit_make_ready(struct lh_engine *engine, struct lh_unit *unit);

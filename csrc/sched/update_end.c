@@ -35,7 +35,7 @@ void lh_update_end_step(struct lh_engine *engine, const struct lh_engine_step_st
            engine->updates.count * sizeof(*engine->updates.queue));
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
         engine->units[i].update.is_predicted = engine->units[i].update.is_queued;
-    /* Chunks read ahead for units without gradients would keep their slabs from the next step. */
+    /* Free the slabs of chunks that were read ahead for units that then had no gradients. */
     for (uint32_t i = engine->budget.kept_chunk_count; i < engine->budget.slab_count; i++) {
         if (engine->slabs[i].chunk != LH_CHUNK_NONE)
             lh_slab_clear(engine, &engine->slabs[i]);
@@ -73,7 +73,10 @@ void lh_update_end_rollback(struct lh_engine *engine)
             continue;
         }
         lh_update_end_forget_unit(engine, engine->updates.queue[i]);
-        /* If uses were predicted after the update, its new bytes may have been copied already. */
+        /*
+         * The unit's new bytes may have been copied already, if uses after the update were
+         * predicted.
+         */
         LH_FEATURE_CALL(engine, unit_forgotten, unit);
         if (unit->state == LH_UNIT_STATE_READY)
             lh_unit_forget(engine, engine->updates.queue[i]);

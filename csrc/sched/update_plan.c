@@ -2,7 +2,7 @@
 
 #include "sched/engine_private.h"
 
-/* The bytes that reading a chunk moves; arrays that were never written are not read. */
+/* The bytes that reading a chunk moves. Arrays never written are not read, unless is_written. */
 static uint64_t chunk_bytes(const struct lh_engine *engine, const struct lh_chunk *chunk,
                             bool is_written)
 {
@@ -20,7 +20,8 @@ static uint64_t chunk_bytes(const struct lh_engine *engine, const struct lh_chun
 
 /*
  * The bytes that step, which updates the chunk, still has to read for it. If the previous step is
- * not over, it is known how it will leave the chunk: in its slab if it is kept, else on SSD only.
+ * not over but updates the chunk, too, that update will leave the chunk in its slab if the chunk
+ * keeps one, otherwise only on SSD.
  */
 static uint64_t chunk_left_bytes(const struct lh_engine *engine, const struct lh_chunk *chunk,
                                  uint64_t step)
@@ -38,7 +39,7 @@ static uint64_t chunk_read_bytes(const struct lh_chunk *chunk, uint64_t step)
     return chunk->read_step == step ? chunk->read_bytes : 0;
 }
 
-/* Count the reads and writes of a unit's update into step's plan. */
+/* Add the reads and writes of a unit's update to step's plan. */
 static void unit_plan(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, step);
@@ -57,7 +58,7 @@ static void unit_plan(struct lh_engine *engine, struct lh_unit *unit, uint64_t s
     }
 }
 
-/* Remove a unit that is not updated after all from step's plan, except what was already read. */
+/* Remove from step's plan a unit that is not updated after all, except what was already read. */
 static void unit_unplan(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, step);

@@ -41,8 +41,9 @@ uint32_t lh_update_pump_next(struct lh_engine *engine, struct lh_unit *unit)
 }
 
 /*
- * Whether every worker has a job and the next one. Then chunks that keep their slabs wait, so that
- * the others never queue up after all of them while the SSDs are idle.
+ * Whether there are JOBS_PER_WORKER jobs for every worker: a current job and the next one. Then
+ * chunks that keep their slabs are not computed, so that chunks that will free their slabs never
+ * wait for all of them while the SSDs are idle.
  */
 static bool workers_are_full(const struct lh_engine *engine)
 {
@@ -64,7 +65,9 @@ static bool may_compute(struct lh_engine *engine, const struct lh_unit *unit,
     return may && unit->state == LH_UNIT_STATE_UPDATING;
 }
 
-/* Compute what the unit's chunks allow, and fetch them as far as slabs go. */
+/*
+ * Compute the unit's chunks that are ready, and read further chunks as far as slabs are available.
+ */
 static void unit_pump(struct lh_engine *engine, struct lh_unit *unit, struct lh_update_pump *pump)
 {
     const bool is_late = pump->is_urgent;
@@ -93,12 +96,12 @@ static void unit_pump(struct lh_engine *engine, struct lh_unit *unit, struct lh_
     }
     pump->is_urgent |= unit->waiter_count > 0 && workers_are_full(engine) &&
                        unit->update.chunks_loaded > unit->update.chunks_to_pass;
-    /* A unit that waits for a slab takes precedence; later units compute and free theirs. */
+    /* A unit that waits for a slab has precedence: later units only compute, and free slabs. */
     if (!may_fetch && unit->state == LH_UNIT_STATE_UPDATING)
         pump->may_fetch = false;
 }
 
-/* Read ahead, in the order of the last step's updates, into slabs that are free. */
+/* Read chunks ahead, in the order of the last step's updates, into slabs that are free. */
 static void ahead_pump(struct lh_engine *engine, struct lh_update_pump *pump)
 {
     struct lh_updates *updates = &engine->updates;

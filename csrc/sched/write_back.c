@@ -38,7 +38,7 @@ uint64_t lh_write_back_param_bytes(const struct lh_engine *engine, const struct 
     return param_is_due(engine, chunk->unit, step) ? bytes : 0;
 }
 
-/* All of a unit except what is dirty is on SSD: its newest bytes are in the other slot now. */
+/* Everything of a unit except what is dirty is on SSD: the write slot now has the newest bytes. */
 static void unit_written(struct lh_engine *engine, struct lh_unit *unit)
 {
     uint32_t slot = lh_store_write_slot(engine->store, unit->desc.store_group);
@@ -58,8 +58,8 @@ static void unit_written(struct lh_engine *engine, struct lh_unit *unit)
 }
 
 /*
- * A kept slab's bytes get the checksums that were made with them as their expected ones; they must
- * not be compared with older ones.
+ * The bytes in a kept slab must have the checksums that the update computed: copy these to
+ * `expected`, because the old ones no longer match.
  */
 static void slab_keep(struct lh_engine *engine, struct lh_chunk *chunk)
 {
@@ -211,7 +211,7 @@ static void param_written(struct lh_engine *engine, struct lh_transfer *transfer
     engine->updates.chunks_busy--;
 }
 
-/* Write all of a unit's dirty P. */
+/* Write all of P of a unit whose P is dirty. */
 static void param_write_dirty(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
     LH_ASSERT(unit->state == LH_UNIT_STATE_READY && !unit->update.is_flushing);

@@ -7,7 +7,7 @@
 #include "sim/dev.h"
 
 #define NOWHERE UINT64_MAX
-#define REGION_COUNT 2 /* main memory's, the accelerator's */
+#define REGION_COUNT 2 /* the regions of main memory and of the accelerator */
 
 int lh_sim_check_init(struct lh_sim_check *check, struct lh_sim_world *world,
                       const struct lh_sim_model *model, struct lh_engine *engine, struct lh_io *io,
@@ -81,7 +81,7 @@ static void places_check(struct lh_sim_check *check, bool is_device)
     }
 }
 
-/* A chunk that waits for the others of its unit counts as being computed as long as they are. */
+/* The state of a chunk, where a computed chunk that waits for other chunks counts as computing. */
 static enum lh_chunk_state what_moves(const struct lh_chunk *chunk)
 {
     return chunk->state == LH_CHUNK_STATE_COMPUTED ? LH_CHUNK_STATE_COMPUTING : chunk->state;

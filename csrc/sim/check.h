@@ -20,16 +20,16 @@
 #include "sim/train.h"
 
 struct lh_sim_check {
-    struct lh_sim_world *world; /* these are borrowed until deinit */
+    struct lh_sim_world *world; /* borrowed until deinit, like the next three */
     const struct lh_sim_model *model;
     struct lh_engine *engine;
     struct lh_io *io;
     /* Offsets of units in main memory, and of their copies, at the last check; UINT64_MAX: none */
     uint64_t *places[2];
-    uint64_t step;                                           /* the last one that ended */
-    uint64_t end_ns;                                         /* when it ended */
+    uint64_t step;                                           /* the last step that ended */
+    uint64_t end_ns;                                         /* when this step ended */
     uint64_t bytes[LH_ENGINE_LINK_COUNT];                    /* of all steps that have ended */
-    bool has_flush_commits;                                  /* commits that belong to no step */
+    bool has_flush_commits;                                  /* some commits belong to no step */
     struct lh_engine_step_stats last[LH_SIM_STEP_COUNT_MAX]; /* step s is at s % MAX */
 };
 

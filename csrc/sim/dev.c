@@ -10,7 +10,7 @@
 
 struct lh_dev_fence {
     uint32_t lane;
-    uint64_t ended_count; /* passed once the lane has ended this many items */
+    uint64_t ended_count; /* the fence is passed once the lane has ended this many items */
 };
 
 struct sim_dev;
@@ -22,7 +22,7 @@ struct item {
     struct lh_sim_transfer transfer;
     struct lh_dev_copy *copy;
     uint64_t behind[LANE_COUNT]; /* how many items each lane must have ended before this begins */
-    bool is_done;                /* its time is over; it ends after earlier items */
+    bool is_done;                /* the item's time is over; it ends after earlier items */
     uint64_t began_ns;
     uint64_t compute_ns;
     lh_sim_fire_fn begin;
@@ -38,12 +38,12 @@ struct lane {
     uint64_t begun_count;
     uint64_t ended_count;
     uint64_t polled_count;
-    uint64_t ended_ns;           /* when the last one ended */
-    uint64_t behind[LANE_COUNT]; /* for items taken from now on */
+    uint64_t ended_ns;           /* when the last ended item ended */
+    uint64_t behind[LANE_COUNT]; /* copied into each item that is taken from now on */
 };
 
 struct sim_dev {
-    struct lh_dev dev; /* first: the caller's pointer is this one */
+    struct lh_dev dev; /* the first member, because the caller's pointer points to it */
     struct lh_alloc *alloc;
     struct lh_sim_dev_opts opts;
     struct lh_sim_link links[LH_DEV_DIRECTION_COUNT];
@@ -130,7 +130,7 @@ static bool lane_pump(struct sim_dev *sim, struct lane *lane)
     return moved;
 }
 
-/* Begin and end whatever can; the end of an item may allow another lane to begin one. */
+/* Begin and end all items that can; the end of one may allow an item of another lane to begin. */
 static void lanes_pump(struct sim_dev *sim)
 {
     bool moved = true;

@@ -13,7 +13,7 @@ struct worker {
 };
 
 struct sim_exec {
-    struct lh_exec exec; /* first: the caller's pointer is this one */
+    struct lh_exec exec; /* the first member, because the caller's pointer points to it */
     struct lh_alloc *alloc;
     struct lh_sim_exec_opts opts;
     struct worker *workers;

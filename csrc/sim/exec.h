@@ -1,8 +1,8 @@
 /*
  * The simulator's workers: struct lh_exec in virtual time.
  *
- * A job takes the time of its work_bytes at the rate of one worker, rounded up. It is only timed:
- * hooks (sim/hooks.h) may run it at the end of this time.
+ * A job takes the time of its work_bytes at the rate of one worker, rounded up. The job is only
+ * timed: hooks (sim/hooks.h) may run it at the end of this time.
  *
  * Always checked: no worker is idle while a job waits.
  *
@@ -14,7 +14,7 @@
 #include "exec/exec.h"
 #include "sim/world.h"
 
-/* Memory traffic of one element of an update, P to V; the unit of the engine's work_bytes. */
+/* The memory traffic of an update per element, from P to V, as the engine's work_bytes count it. */
 #define LH_SIM_ADAM_BYTES_PER_ELEMENT 24
 
 struct lh_sim_exec_opts {
@@ -32,10 +32,10 @@ struct lh_sim_exec_opts {
  */
 int lh_sim_exec_create(const struct lh_sim_exec_opts *opts, struct lh_alloc *alloc,
                        struct lh_exec **exec_out, struct lh_error *err) LH_MUST_CHECK;
-/* End the process: no job completes. */
+/* Simulate the end of the process: no job completes. */
 void lh_sim_exec_drop(struct lh_exec *exec);
 /* Call this whenever time is about to advance. */
 void lh_sim_exec_check(struct lh_exec *exec);
-uint64_t lh_sim_exec_busy_ns(const struct lh_exec *exec); /* of all workers */
+uint64_t lh_sim_exec_busy_ns(const struct lh_exec *exec); /* the sum over all workers */
 
 #endif

@@ -16,7 +16,7 @@ struct slot {
 };
 
 struct sim_io {
-    struct lh_io io; /* first: the caller's pointer is this one */
+    struct lh_io io; /* the first member, because the caller's pointer points to it */
     struct lh_alloc *alloc;
     struct lh_sim_io_opts opts;
     struct lh_sim_cap cap;

@@ -71,7 +71,7 @@ static void service_begin(struct lh_sim_link *link, struct lh_sim_server *server
     lh_sim_world_at(world, end_ns, service_done, transfer);
 }
 
-/* Check that the bytes moved since the server (the cap) was idle do not exceed its rate. */
+/* Check that no more bytes moved since the server (the cap) was idle than its rate allows. */
 static void rate_check(struct lh_sim_link *link, const struct lh_sim_server *server,
                        const struct lh_sim_transfer *transfer)
 {

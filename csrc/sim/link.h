@@ -6,9 +6,9 @@
  *
  *      submit -> waiting -> [at most queue_depth: latency -> ready -> server: bytes / rate] -> done
  *
- * Links may share a cap (twelve SSDs behind one switch): a transfer in service also takes its
- * bytes' time of the cap, in the order in which services begin, and occupies its server until both
- * are done. A transfer of 0 bytes takes only the latency.
+ * Links may share a cap (twelve SSDs on one switch): the bytes of a transfer in service also pass
+ * the cap, at its rate and in the order in which services begin, and the transfer occupies its
+ * server until both are done. A transfer of 0 bytes takes only the latency.
  *
  * An SSD is a simplex link. Source: LoHan IV-D (an SSD is simplex, PCIe is duplex). Copies to and
  * from a device are transfers on separate links, which may be duplex (sim/dev.h).
@@ -24,7 +24,7 @@
 
 #include "sim/world.h"
 
-/* SSDs of a machine, each of which is a link. */
+/* The maximum number of SSDs of a machine, each of which is a link. */
 #define LH_SIM_SSD_COUNT_MAX 16
 
 enum lh_sim_direction {
@@ -83,16 +83,16 @@ struct lh_sim_link {
     struct lh_sim_transfer_queue waiting;
     struct lh_sim_server servers[LH_SIM_DIRECTION_COUNT]; /* simplex: the first serves both */
     uint32_t admitted_count;
-    uint64_t bytes[LH_SIM_DIRECTION_COUNT]; /* moved so far */
+    uint64_t bytes[LH_SIM_DIRECTION_COUNT]; /* the bytes moved so far */
     uint64_t busy_ns[LH_SIM_DIRECTION_COUNT];
 };
 
 /* Initialize a cap with nothing in service. */
 void lh_sim_cap_init(struct lh_sim_cap *cap, uint64_t bytes_per_s);
-/* world and cap are borrowed for as long as the link is used. */
+/* Initialize a link, which borrows world and cap for as long as it is used. */
 void lh_sim_link_init(struct lh_sim_link *link, struct lh_sim_world *world,
                       const struct lh_sim_link_opts *opts, struct lh_sim_cap *cap);
-/* transfer is borrowed until transfer->done(). */
+/* Submit a transfer, which is borrowed until transfer->done() is called. */
 void lh_sim_link_submit(struct lh_sim_link *link, struct lh_sim_transfer *transfer);
 /* Discard everything in flight; the caller discards the world's events, too. */
 void lh_sim_link_drop(struct lh_sim_link *link);

@@ -31,9 +31,9 @@ enum lh_sim_array {
 struct lh_sim_block {
     uint32_t units[LH_SIM_BLOCK_UNIT_COUNT_MAX];
     uint32_t unit_count;
-    uint64_t forward_ns; /* the sum over its parts */
+    uint64_t forward_ns; /* the sum over the block's parts */
     uint64_t backward_ns;
-    uint32_t part_first; /* in the model's parts[] */
+    uint32_t part_first; /* an index into the model's parts[] */
     uint32_t part_count;
     /* Device memory for saved tensors in transit while the block computes. */
     uint64_t saved_room_bytes;
@@ -43,7 +43,7 @@ struct lh_sim_block {
 struct lh_sim_part {
     uint64_t forward_ns;
     uint64_t backward_ns;
-    /* The tensors that its forward offloads and its backward fetches, in the model's saved[]. */
+    /* The tensors that this part's forward offloads and its backward fetches, in saved[]. */
     uint32_t saved_first;
     uint32_t saved_count;
 };
@@ -78,7 +78,7 @@ struct lh_sim_model {
     struct lh_store_extent_desc *extents;
     uint32_t extent_count;
     struct lh_store_group_desc *groups; /* one per unit */
-    uint64_t element_count;             /* trainable, without padding */
+    uint64_t element_count;             /* trainable elements, without padding */
     uint64_t scalar_bytes_max; /* of the caller's part of a commit, up to LH_SIM_SCALAR_BYTES_MAX */
 };
 
@@ -121,14 +121,14 @@ uint32_t lh_sim_model_extent(const struct lh_sim_model *model, uint32_t unit,
                              enum lh_sim_array array);
 /* The hyper-parameters of a group in a step; they change from step to step. */
 struct lh_adam_hyper lh_sim_model_hyper(uint32_t group, uint64_t step);
-/* Make the caller's part of a step's commit: at most scalar_bytes_max. Returns its size. */
+/* Make the caller's part of a step's commit, at most scalar_bytes_max. Returns the size. */
 uint64_t lh_sim_model_scalars(const struct lh_sim_model *model, uint64_t step, void *scalars_out);
 /* The smallest region, of main memory or of an accelerator, that works for the model's blocks. */
 uint64_t lh_sim_model_region_bytes_min(const struct lh_sim_model *model);
 /*
- * Like lh_budget_make(), but with a region in which all units of a block fit at once, wherever
- * those of them that are already in use are placed: in the worst case n holes, none of them large
- * enough. The budget gets the units one by one, and cannot take this into account itself.
+ * Like lh_budget_make(), but with a region in which all units of a block fit at once, wherever the
+ * units that are already in use are placed: in the worst case, these leave n holes, none of which
+ * is large enough. lh_budget_make() gets the units one by one, and cannot take this into account.
  */
 int lh_sim_model_budget(const struct lh_sim_model *model, const struct lh_sim_budget_opts *opts,
                         struct lh_budget *budget_out, struct lh_error *err) LH_MUST_CHECK;

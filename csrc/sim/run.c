@@ -214,7 +214,7 @@ static void settle(struct lh_sim_run *run)
 static void quiet_check(struct lh_sim_run *run)
 {
     if (lh_engine_error(run->engine, NULL) < 0)
-        return; /* it only waits for what is in flight */
+        return; /* the engine only waits for what is in flight */
     LH_SIM_HOOK_CALL(&run->world, quiet);
     lh_sim_check_quiet(&run->check);
     lh_sim_io_check(run->io);
@@ -251,7 +251,7 @@ enum lh_sim_end lh_sim_run_drive(struct lh_sim_run *run, struct lh_error *err)
             /* A request that never completes is in flight, so the engine's thread waits for it. */
             return LH_SIM_END_STUCK;
         } else if (!is_planned_around) {
-            /* The engine's thread does this when nothing has moved for a while. */
+            /* In production, the engine's thread replans when nothing has moved for a while. */
             is_planned_around = true;
             run->plan_around_count++;
             world->now_ns += PLAN_AROUND_AFTER_NS;

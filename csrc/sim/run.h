@@ -36,8 +36,8 @@ enum lh_sim_end {
 
 /* The accelerator; without one, computation is in main memory. */
 struct lh_sim_accelerator {
-    struct lh_sim_link_opts link; /* READ: copies to it, WRITE: copies from it */
-    uint64_t bytes;               /* the size of its memory for parameters */
+    struct lh_sim_link_opts link; /* READ: copies to the accelerator, WRITE: copies from it */
+    uint64_t bytes;               /* the size of the device memory for parameters */
     uint32_t copy_count;          /* the most copies in flight; 0: no accelerator */
     bool is_ordered;
     bool gradients_in_memory; /* gradients are in main memory; not with is_ordered */
@@ -57,10 +57,10 @@ struct lh_sim_machine {
 /* Room for saved tensors, in addition to host_bytes and the accelerator's bytes. */
 struct lh_sim_saved_opts {
     uint64_t memory_bytes;  /* main memory */
-    uint64_t transit_bytes; /* the part of it for those that pass through (sched/saved.h) */
-    uint64_t ssd_bytes;     /* 0: none go to SSD */
+    uint64_t transit_bytes; /* the part of it for tensors in transit to SSD (sched/saved.h) */
+    uint64_t ssd_bytes;     /* 0: no tensors go to SSD */
     /* Device memory, unless a block specifies it: for tensors on their way out, for which forward
-     * waits, and for those fetched ahead of their block. */
+     * waits, and for tensors that are fetched ahead of their block. */
     uint64_t out_bytes;
     uint64_t ahead_bytes;
 };
@@ -76,7 +76,7 @@ struct lh_sim_run_opts {
     enum lh_engine_schedule schedule;
     uint64_t step_last;
     uint64_t event_count_max;         /* the most events of one drive; 0: no limit */
-    uint32_t trace_count;             /* the engine's events that are kept; 0: none */
+    uint32_t trace_count;             /* how many of the engine's events are kept */
     const struct lh_sim_hooks *hooks; /* NULL: none */
     void *hooks_context;
 };
@@ -104,7 +104,7 @@ struct lh_sim_run {
 };
 
 /*
- * Initialize a run, with a store without files and everything that runs on it.
+ * Initialize a run, with a store without files and all parts that run on this store.
  *
  * Owns:   *run owns everything; release with lh_sim_run_deinit(), after an error as well. opts'
  *         pointers and alloc are borrowed until then.
@@ -113,18 +113,18 @@ struct lh_sim_run {
 int lh_sim_run_init(struct lh_sim_run *run, const struct lh_sim_run_opts *opts,
                     struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
 void lh_sim_run_deinit(struct lh_sim_run *run);
-/* Run until an end. err: the error of the engine or the checker, for FAILED and BROKEN. */
+/* Run until one of the ends above. err: the engine's or checker's error, for FAILED and BROKEN. */
 enum lh_sim_end lh_sim_run_drive(struct lh_sim_run *run, struct lh_error *err);
 
-/* For hooks: like lh_sim_run_init(), without a store and what runs on it. */
+/* For hooks: like lh_sim_run_init(), but without a store and the parts that run on it. */
 int lh_sim_run_prepare(struct lh_sim_run *run, const struct lh_sim_run_opts *opts,
                        struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
-/* Create everything that runs on run->store, which is open. */
+/* Create all parts that run on run->store, which is open. */
 int lh_sim_run_parts_create(struct lh_sim_run *run, struct lh_error *err) LH_MUST_CHECK;
-/* The slots of its requests (sim/hooks.h). */
+/* The number of slots for the run's requests (sim/hooks.h). */
 uint32_t lh_sim_run_request_count_max(const struct lh_sim_run *run);
-/* End the process, whether it finished or not: what runs on the store is destroyed, and the store
- * is closed. */
+/* End the process, whether training is over or not: destroy the parts that run on the store, and
+ * close the store. */
 void lh_sim_run_stop(struct lh_sim_run *run);
 
 #endif

@@ -7,11 +7,11 @@
 
 /* By this step everything has been written once, and the order of uses has repeated. */
 #define STEP 4
-/* Schedule auto first tries one or two splits. */
+/* The same for schedule auto, with which the engine first tries one or two splits. */
 #define STEP_AUTO 14
 /* After this many steps, a commit no longer affects a step. */
 #define WINDOW_MAX 4
-/* Events between two calls of is_cancelled: some milliseconds. */
+/* The number of events between two calls of is_cancelled, which take some milliseconds. */
 #define EVENT_COUNT 20000
 
 /* The steps that are measured, and how often the engine commits while they run. */
@@ -80,7 +80,7 @@ static uint64_t written_bytes(const struct lh_engine_step_stats *stats)
            stats->bytes[LH_ENGINE_LINK_COMMIT_WRITE];
 }
 
-/* The cost of a commit: the excess of the window over as many steps like its last one. */
+/* The cost of a commit: the window's time, minus that of as many steps like the window's last. */
 static void commit_read(const struct lh_sim_run *run, const struct window *window,
                         struct lh_sim_timing *timing)
 {

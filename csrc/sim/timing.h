@@ -7,12 +7,13 @@
  *      step N + 1         so that the work that step N leaves to the next forward is included
  *
  * If not every step commits, step N - 3 does (a later one if every second or third step commits),
- * and step N is a step between commits. The time of the steps from the commit to N, less as many
- * times that of N, is the cost of one commit, whenever it is paid. Rarer commits are simulated as
- * often as this requires; the caller spreads the cost over the actual number of steps.
+ * and step N is a step between commits. The total time of the steps from the commit to N, minus the
+ * time of as many steps like N, is the cost of one commit, whichever step pays it. If commits are
+ * rarer, the simulation still commits as often as this requires, and the caller spreads the cost
+ * over the actual number of steps.
  *
- * Timing only: there are no bytes, so a model may have any size. The engine and all checkers run as
- * in the tests; a checker that finds a failure ends the run with an error.
+ * No bytes exist, so a model may have any size. The engine and all checkers run as in the tests; a
+ * checker that finds a failure ends the run with an error.
  *
  * Thread: one.
  */
@@ -26,47 +27,47 @@ struct lh_sim_timing_opts {
     const struct lh_sim_model *model; /* borrowed for the call */
     uint64_t host_bytes;
     struct lh_sim_saved_opts saved;
-    uint64_t commit_every; /* steps; LH_ENGINE_COMMIT_NEVER: no step commits */
+    uint64_t commit_every; /* in steps; LH_ENGINE_COMMIT_NEVER: no step commits */
     enum lh_engine_schedule schedule;
     uint32_t io_depth;
     uint64_t transfer_bytes;
     /* Owned by the caller: receives the newest events of the run, to plot its last steps. */
     struct lh_engine_trace_event *trace;
     uint32_t trace_max; /* 0: none */
-    bool only_checks;   /* only check whether it fits: no step is run, and all times are 0 */
+    bool only_checks;   /* only check whether the model fits: run no step, all times are 0 */
     /* Called at intervals; returning true ends the run with -EINTR. May be NULL. */
     bool (*is_cancelled)(void *context);
     void *context;
 };
 
 struct lh_sim_timing {
-    uint64_t begin_ns; /* of the step, in virtual time */
+    uint64_t begin_ns; /* when the step begins, in virtual time */
     uint32_t trace_count;
-    uint64_t step_ns; /* from begin to begin; between two commits if commit_every is above 1 */
+    uint64_t step_ns; /* to the next begin; of a step between commits if commit_every is above 1 */
     /* The additional time of a commit, once in commit_every steps. */
     uint64_t commit_ns;
-    uint64_t commit_write_bytes; /* to all SSDs */
+    uint64_t commit_write_bytes; /* the additional bytes of a commit, to all SSDs */
     uint64_t forward_ns;
     uint64_t backward_ns;
     uint64_t close_wait_ns; /* from the last gradient to the end of the close */
-    uint64_t compute_ns;    /* of the blocks, without waits */
+    uint64_t compute_ns;    /* the time of computation, without waits */
     uint64_t forward_wait_ns;
     uint64_t backward_wait_ns;
     uint64_t gradient_wait_ns;
     uint64_t saved_wait_ns;
     struct lh_engine_step_stats stats;
     struct lh_budget budget;
-    uint64_t ssd_bytes;         /* that a store of the model takes, both slots */
+    uint64_t ssd_bytes;         /* the size of the model's store, with all slots */
     uint64_t plan_around_count; /* how often the engine was stuck until it replanned */
-    uint64_t step;              /* the measured one */
+    uint64_t step;              /* the number of the measured step */
 };
 
 /*
  * Measure a step.
  *
  * Errors: -ENOMEM; -ENOSPC: host_bytes, or the accelerator's memory, is below what the model needs
- *         (the message has both); -EINTR; -EPROTO: a checker found a failure, which is a bug in
- *         lohan. *timing_out is all 0 then.
+ *         (the message has both numbers); -EINTR; -EPROTO: a checker found a failure, which is a
+ *         bug in lohan. *timing_out is all 0 then.
  */
 int lh_sim_timing_run(const struct lh_sim_timing_opts *opts, struct lh_alloc *alloc,
                       struct lh_sim_timing *timing_out, struct lh_error *err) LH_MUST_CHECK;

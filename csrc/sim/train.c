@@ -190,7 +190,7 @@ static enum lh_sim_look acquire(struct lh_sim_train *train)
     return block_compute(train);
 }
 
-/* List the gradients of the block: those of units that no earlier block uses. */
+/* List the parameters whose gradients the block passes: units that no earlier block uses. */
 static void due_fill(struct lh_sim_train *train)
 {
     const struct lh_sim_model *model = train->opts.model;

@@ -4,16 +4,16 @@
  * of 0, and repeated when the engine has moved.
  *
  *      BEGIN -> ACQUIRE the block's units -> COMPUTE -> (backward) GRADIENTs -> next block
- *      forward: handles are added, the units released; backward: handles are dropped, too
+ *      forward: handles are added; backward: handles are dropped; in both, units are released
  *      saved tensors: forward offloads them after COMPUTE, and waits (TAKEN) while too many are on
- *      their way; backward fetches as many ahead as there is room for, and waits (SAVED)
+ *      their way; backward fetches as many ahead as have room, and waits for its own (SAVED)
  *      CLOSE -> BEGIN of the next step, or FLUSH -> DONE
  *
  * If an accelerator is ordered (dev.h), COMPUTE and GRADIENT only enqueue work on the stream and
  * continue at once: the thread runs ahead until a unit is not available yet.
  *
- * Hooks (sim/hooks.h) may replace a step by something else, decide which parameters have a gradient
- * and what its bytes are, and see the begin and the end of every use of a unit.
+ * Hooks (sim/hooks.h) may replace a step by something else, decide which parameters have gradients
+ * and what their bytes are, and see the begin and the end of every use of a unit.
  *
  * Thread: one.
  */
@@ -25,20 +25,21 @@
 
 #define LH_SIM_STEP_COUNT_MAX 64
 
+/* The states of the thread; "until": what it waits for in this state. */
 enum lh_sim_train_state {
     LH_SIM_TRAIN_STATE_BEGIN = 0,
     LH_SIM_TRAIN_STATE_ACQUIRE,
-    LH_SIM_TRAIN_STATE_SAVED, /* until the tensors that its forward saved are fetched */
+    LH_SIM_TRAIN_STATE_SAVED, /* until the tensors that the part's forward saved are fetched */
     LH_SIM_TRAIN_STATE_COMPUTE,
-    LH_SIM_TRAIN_STATE_TAKEN, /* until few enough of the tensors it saved are on their way out */
+    LH_SIM_TRAIN_STATE_TAKEN, /* until few enough saved tensors are on their way out */
     LH_SIM_TRAIN_STATE_GRADIENT,
     LH_SIM_TRAIN_STATE_ROOM, /* until running updates hold few enough gradients */
     LH_SIM_TRAIN_STATE_CLOSE,
     LH_SIM_TRAIN_STATE_OVER,  /* until the updates have finished */
-    LH_SIM_TRAIN_STATE_ABORT, /* of hooks */
+    LH_SIM_TRAIN_STATE_ABORT, /* used by hooks */
     LH_SIM_TRAIN_STATE_FLUSH,
-    LH_SIM_TRAIN_STATE_EDIT,  /* of hooks: until everything is written */
-    LH_SIM_TRAIN_STATE_PAUSE, /* of hooks: until the engine is paused */
+    LH_SIM_TRAIN_STATE_EDIT,  /* used by hooks: until everything is written */
+    LH_SIM_TRAIN_STATE_PAUSE, /* used by hooks: until the engine is paused */
     LH_SIM_TRAIN_STATE_DONE,
     LH_SIM_TRAIN_STATE_FAILED, /* the engine has an error: rc */
 };
@@ -46,11 +47,11 @@ enum lh_sim_train_state {
 enum lh_sim_train_phase {
     LH_SIM_TRAIN_PHASE_FORWARD = 0,
     LH_SIM_TRAIN_PHASE_BACKWARD,
-    LH_SIM_TRAIN_PHASE_EVAL, /* of hooks */
+    LH_SIM_TRAIN_PHASE_EVAL, /* used by hooks */
 };
 
 struct lh_sim_train_opts {
-    struct lh_sim_world *world; /* this and the next two: borrowed until deinit */
+    struct lh_sim_world *world; /* borrowed until deinit, like model */
     const struct lh_sim_model *model;
     struct lh_engine *engine; /* borrowed until deinit, like dev */
     struct lh_dev *dev;       /* NULL: none */
@@ -88,14 +89,14 @@ struct lh_sim_train {
     bool is_computed;
     bool has_hypers;
     uint64_t since_ns;  /* when the state began */
-    bool *has_gradient; /* in the open step: all parameters that are not frozen */
+    bool *has_gradient; /* in the open step; without hooks, all parameters that are not frozen */
     uint32_t *due;      /* the parameters whose gradients the block passes */
     uint32_t due_count;
-    uint32_t *saved_items;  /* the engine's items, by the model's saved tensors */
-    uint32_t saved_next;    /* tensors before it have not been fetched yet */
-    uint32_t saved_back;    /* of the part in backward: tensors before it are still awaited */
+    uint32_t *saved_items;  /* the engine's items, by the index of the model's saved tensors */
+    uint32_t saved_next;    /* tensors below this index have not been fetched yet */
+    uint32_t saved_back;    /* how many of the part's tensors backward still waits for */
     uint64_t fetched_bytes; /* the size of the tensors fetched and not dropped yet */
-    uint32_t *handles;      /* held by this thread, by unit */
+    uint32_t *handles;      /* the number of handles that this thread has, by unit */
     struct lh_sim_train_times times[LH_SIM_STEP_COUNT_MAX]; /* step s is at s % MAX */
 };
 

@@ -6,7 +6,7 @@
 
 #include "base/assert.h"
 
-/* Beyond this, bytes times a billion would overflow 64 bits; no request is nearly as large. */
+/* The most bytes that can be multiplied by a billion in 64 bits; no request is nearly as large. */
 #define TRANSFER_BYTES_MAX (UINT64_C(1) << 34)
 
 uint64_t lh_sim_scramble(uint64_t z)

@@ -3,16 +3,16 @@
  *
  * Everything in csrc/sim happens as an event at a virtual time; of two events at the same time, the
  * one scheduled first fires first. Nothing depends on addresses, the wall clock or the order of a
- * hash table, and no time on floating point, so one run gives one trace, byte for byte, on every
- * machine.
+ * hash table, and no time depends on floating point, so a run gives the same trace, byte for byte,
+ * on every machine.
  *
- *      at the current time: engine and training thread, until neither moves
- *      nothing moves      : the next event of the heap; its time becomes the current time
- *      no event is left   : everything is done, or it hangs (see run.h)
+ *      at the current time: engine and training thread are polled, until neither moves
+ *      nothing moves      : the next event of the heap fires; its time becomes the current time
+ *      no event is left   : everything is done, or the run hangs (see run.h)
  *
  * A checker that finds a violation calls lh_sim_world_fail(): the first failure is kept with its
- * time, and ends the run. It is a bug in lohan or in the simulator, never a fault of the simulated
- * machine: those are reported as the engine's own errors.
+ * time, and ends the run. A violation is a bug in lohan or in the simulator, never a fault of the
+ * simulated machine: such faults are reported as the engine's own errors.
  *
  * Thread: one.
  */
@@ -48,7 +48,7 @@ struct lh_sim_world {
     uint32_t event_max;
     uint64_t next_sequence;
     uint64_t fired_count;
-    const struct lh_sim_hooks *hooks; /* NULL: none; borrowed, like its context */
+    const struct lh_sim_hooks *hooks; /* NULL: none; borrowed, like hooks_context */
     void *hooks_context;
     struct lh_error failure;
 };
@@ -62,9 +62,9 @@ struct lh_sim_world {
 int lh_sim_world_init(struct lh_sim_world *world, struct lh_alloc *alloc, uint32_t event_max,
                       struct lh_error *err) LH_MUST_CHECK;
 void lh_sim_world_deinit(struct lh_sim_world *world);
-/* Borrows world for as long as the clock is used. */
+/* Make a clock of virtual time, which borrows world for as long as the clock is used. */
 struct lh_clock lh_sim_world_clock(struct lh_sim_world *world);
-/* Schedule fire(context) at a time that is not in the past. Asserts at most event_max events. */
+/* Schedule fire(context) at a time that is not past. Asserts that the heap is not full. */
 void lh_sim_world_at(struct lh_sim_world *world, uint64_t at_ns, lh_sim_fire_fn fire,
                      void *context);
 /* Advance to the next event and fire it. Returns false if no event is left. */

@@ -5,8 +5,8 @@
  *
  * Each of the two superblock places holds two copies. A commit with sequence number s writes copy
  * 0, syncs, writes copy 1, and syncs (see [Note: Why a crash cannot tear a commit] in commit.c).
- * Before that, both copies had s - 2 (or lower, after marks and after returning to an older step),
- * and both copies of the other place had s - 1. So when power fails,
+ * Before that, both copies had s - 2 (or lower, after a repair or after returning to an older
+ * step), and both copies of the other place had s - 1. So when power fails,
  *
  *      copy 0           copy 1           means
  *      s - 2            s - 2            nothing of s was written: s - 1 is the newest
@@ -17,27 +17,28 @@
  *
  * and each place has a valid copy in all of these cases. This also holds after damage to a single
  * block, and because s counts as committed only with both copies, such damage cannot make s - 1
- * look like the newest. If a place has no valid copy, two blocks are damaged and the newest step
- * may have been there. The same is true if both copies of the newest superblock's manifest are
- * invalid, because the manifest was durable before the superblock was written. Blank blocks count
- * as damage, since creation fills both places.
+ * look like the newest. If a place has no valid copy, two blocks are damaged, and the place may
+ * have held the newest step. If both copies of the newest superblock's manifest are invalid, they
+ * are damaged, too, because the manifest was durable before the superblock was written. Blank
+ * blocks count as damage, since creation fills both places.
  *
  * If the newest step is damaged, readers get the step before it. Writers are rejected unless they
- * name that step, because they would overwrite data that might still be repaired. A block that
- * cannot be read at all is an error: the next attempt may succeed.
+ * name that step, because they would overwrite data that might still be repaired. If neither copy
+ * is valid and one cannot be read at all, open returns the error: the next attempt may succeed.
  *
- * In version 1 there is one copy, which a crash may tear. A place whose only copy is invalid may be
- * the result of a crash or of damage; it is treated as a crash, with a note. Creation filled one
- * place.
+ * Version 1 has one copy, which a crash may tear. A place whose only copy has a wrong checksum may
+ * be the result of a crash or of damage; it is treated as a crash, with a note. Creation filled
+ * only one place.
  *
  * A witness shows whether a file other than file 0 is as recent as file 0 says: each commit writes
- * one to the place of its sequence number before it writes its superblock. An older witness there
- * means that the directory was restored from an older copy. A witness newer than any commit that
- * can have been under way means that file 0 was, unless file 0's newest superblock is lost, whose
- * number is then unknown. Restoring file 0 to exactly the previous step
- * looks like a crash during the last commit, and the store opens at that step, which is intact. No
- * two commits, interrupted or not, share a sequence number (lh_store_settle()); otherwise a copy
- * made during an interrupted commit would have the witness of the commit that replaced it.
+ * one to the place of its sequence number before it writes its superblock. An older witness in that
+ * place means that the directory was restored from an older copy. A witness newer than any commit
+ * that can have been under way means that file 0 was restored from an older copy. (If file 0's
+ * newest superblock is lost, its sequence number is unknown, and this is not checked.) Restoring
+ * file 0 to exactly the previous step looks like a crash during the last commit, and the store
+ * opens at that step, which is intact. No two commits, interrupted or not, share a sequence number
+ * (lh_store_settle()); otherwise a copy made during an interrupted commit would have the witness of
+ * the commit that replaced it.
  */
 #include <endian.h>
 #include <inttypes.h>
@@ -53,7 +54,7 @@ struct candidate {
     uint32_t place;
     bool has_superblock;
     struct lh_store_superblock superblock;
-    struct lh_error reason; /* why it cannot be used; code 0: it can */
+    struct lh_error reason; /* why the step cannot be opened; code 0: it can */
 };
 
 /* Whether code means that a block was read and its contents are wrong. */
@@ -92,7 +93,7 @@ int lh_store_copies_read(struct lh_store *store, const char *name, const uint64_
             good = copy;
     }
     if (good == copy_count) {
-        /* Prefer a read error: that copy may be good, and readable the next time. */
+        /* Prefer a read error to damage: that copy may be good, and readable the next time. */
         uint32_t told = copy_count > 1 && is_damage(errors[0].code) && !is_damage(errors[1].code);
         return lh_error_set(err, errors[told].code, "%s", errors[told].message);
     }
@@ -157,7 +158,7 @@ static void place_reason(const struct lh_store *store, uint32_t number,
                  place->errors[told].message);
 }
 
-/* Order the places by the steps that they hold, or may have held, newest first. */
+/* List the steps that the places hold, or may have held, newest first. Returns their number. */
 static uint32_t candidates_find(struct lh_store *store, const struct lh_store_superblocks *places,
                                 struct candidate *candidates)
 {
@@ -188,7 +189,7 @@ static uint32_t candidates_find(struct lh_store *store, const struct lh_store_su
         candidates[is_first ? 0 : count] = candidate;
         count++;
     }
-    /* Different places have sequence numbers of different parity. */
+    /* The sequence numbers differ, because the two places have numbers of different parity. */
     LH_ASSERT(count < 2 || !candidates[0].has_superblock || !candidates[1].has_superblock ||
               candidates[0].superblock.sequence > candidates[1].superblock.sequence);
     return count;
@@ -318,10 +319,10 @@ static int newest_find(struct lh_store *store, const struct candidate *candidate
 }
 
 /*
- * Whether a crash can have torn this copy while the other one is intact. It can tear copy 1 of the
- * newest place and copy 0 of the other place. It can also tear copy 0 of the newest place if that
- * superblock replaced a rejected one (see repair.c), because its witness is then not its own
- * sequence number.
+ * Whether a crash can have torn this copy while the other one is intact. A crash can tear copy 1 of
+ * the newest place and copy 0 of the other place. It can also tear copy 0 of the newest place if
+ * open wrote copy 1 of that superblock first (see repair.c). No commit wrote the superblock then,
+ * so its witness is lower than its sequence number.
  */
 static bool may_be_torn(const struct lh_store_superblocks *place, uint32_t copy, bool is_newest)
 {
@@ -368,9 +369,9 @@ static void places_note(struct lh_store *store, const struct lh_store_superblock
 }
 
 /*
- * The highest sequence number that a newest superblock without a valid copy can have had, to judge
- * by the witnesses. A commit writes its witness first, and lh_store_settle() may have exceeded the
- * witness of an interrupted commit by one. The two places have numbers of different parity.
+ * The highest sequence number that the newest superblock, if it has no valid copy, can have had. A
+ * commit writes its witness first, and lh_store_settle() may have exceeded the witness of an
+ * interrupted commit by one. The two places have numbers of different parity.
  */
 static uint64_t lost_sequence(const struct lh_store *store)
 {
@@ -401,7 +402,7 @@ static int witness_check(struct lh_store *store, uint32_t file_index, uint64_t n
         if (rc == 0)
             rc = lh_store_witness_decode(store->bounce.base, &store->header, &found, &reason);
         if (rc < 0) {
-            /* The next commit may have been writing its witness here. */
+            /* The next commit may have been writing its witness here, which a crash can tear. */
             bool is_crash = rc == -EILSEQ && (chosen->sequence + 1) % 2 == number;
             if (is_expected && !is_crash)
                 lh_store_note_add(store,
@@ -486,7 +487,7 @@ int lh_store_choose(struct lh_store *store, const uint64_t *open_at, struct lh_e
                             store->files[0].path, store->superblock.step);
     if (store->is_read_only)
         return 0;
-    /* Unreachable by commits; numbers written from here on might soon be rejected by open. */
+    /* Commits cannot reach such a number, and open might soon reject numbers that follow it. */
     if (newest_sequence > LH_STORE_SEQUENCE_MAX / 2)
         return lh_error_set(err, -EILSEQ,
                             "%s has the sequence number %" PRIu64

@@ -5,7 +5,7 @@
  *
  * File 0 has two superblocks and two manifest areas, with two copies of each. The newest superblock
  * S names area A, and both were durable before this commit began. The commit writes only to the
- * other ones, S' and A':
+ * other superblock and the other area, S' and A':
  *
  *      begin ---> WITNESS ---> SYNC_DATA ---> MANIFEST ---> SYNC_MANIFEST
  *                 other files  all files      A', twice     file 0
@@ -17,19 +17,19 @@
  *      SYNC_MANIFEST    A drive may write in any order: without this sync S' could become durable
  *                       before A'. With it, an invalid manifest is always damage.
  *      SYNC_SUPERBLOCK  Copy 1 of S' still has the superblock before S. It may be overwritten only
- *                       when copy 0 is durable: a crash then tears at most one of the two, and the
- *                       other shows what happened. See [Note: Crash or damage] in choose.c.
+ *                       when copy 0 is durable: a crash then tears at most one of the copies, and
+ *                       the other shows what happened. See [Note: Crash or damage] in choose.c.
  *      SYNC_SUPERBLOCK_COPY  After this sync the new step is committed whatever happens, and damage
  *                       to one block cannot undo that. Only now may the slots of the old step be
  *                       overwritten, and A and S by the next commit.
  *
- * A crash before S' reaches the drive: S is the newest valid superblock. A and the slots it names
- * were not touched, since staged bytes go to the other slots and A' is not A. The old step is
+ * After a crash before S' reaches the drive, S is the newest valid superblock. A and the slots it
+ * names were not touched, since staged bytes go to the other slots and A' is not A. The old step is
  * intact.
- * A crash while a copy of S' is written: the copy is valid, or it fails its checksum and the other
- * copy is used. Each is a block of its own, 64 KiB from the others. The result is the old or the
- * new step, and both are intact.
- * A crash after that: S' has the higher sequence number, and all it names was durable before. The
+ * After a crash while a copy of S' is written, that copy is valid, or it fails its checksum and the
+ * other copy is used. Each copy is a block of its own, at least 64 KiB from every other. The result
+ * is the old or the new step, and both are intact.
+ * After a later crash, S' has the higher sequence number, and all it names was durable before. The
  * result is the new step.
  *
  * The previous content of S' (the superblock before S) names A', which this commit overwrites. This
@@ -38,17 +38,18 @@
  * A store with one slot overwrites committed data and gives no such guarantee: it is marked unclean
  * on disk before its first write and until it is closed with nothing unfinished.
  *
- * A store of version 1 has one copy of each and no witnesses; those phases are skipped.
+ * A store of version 1 has one copy of each structure and no witnesses. The phases for second
+ * copies and witnesses are skipped.
  *
  * [Note: A failed sync is final]
  * After a failed sync the kernel may have dropped the pages and cleared the error, so a retry could
  * succeed although the bytes are not durable. Therefore the first failure of a commit, whatever it
- * is, is permanent. Once a copy of S' was submitted it is unknown whether it is durable: the next
- * open decides, and until then neither the slots of the old step nor those of the new one may be
- * written to.
+ * is, is permanent. Once a copy of S' was submitted, it is unknown whether that copy is durable:
+ * the next open decides, and until then neither the slots of the old step nor those of the new one
+ * may be written to.
  *
  *      IDLE -> BEGUN              [lh_store_commit_begin]
- *      BEGUN -> WITNESS -> ...    [lh_store_commit_next, when the requests of a phase came back]
+ *      BEGUN -> WITNESS -> ...    [lh_store_commit_next, when a phase's requests are complete]
  *      last phase -> IDLE         [lh_store_commit_next: the commit is durable]
  *      any -> IDLE, failed        [lh_store_commit_next: a request failed]
  */
@@ -76,7 +77,7 @@ int lh_store_fail(const struct lh_store *store, struct lh_error *err)
 bool lh_store_may_stage(const struct lh_store *store, uint32_t group)
 {
     LH_ASSERT(group < store->header.group_count);
-    /* A reopened two-slot store reads this group from its only slot. */
+    /* A committed group with one slot in a two-slot store: a reopened store reads this slot. */
     bool is_fixed = store->slot_counts[group] == 1 && !store->header.is_single_slot &&
                     (store->group_states[group] & WRITTEN) != 0;
     return !store->is_read_only && !is_fixed && (store->group_states[group] & IN_COMMIT) == 0;
@@ -99,7 +100,7 @@ void lh_store_rollback(struct lh_store *store)
         LH_ASSERT((state & IN_COMMIT) == 0 || store->phase != LH_STORE_PHASE_IDLE);
         if ((state & STAGED) == 0 || (state & IN_COMMIT) != 0 || store->slot_counts[group] != 1)
             continue;
-        /* Overwritten in place: zeros again if it was never committed, otherwise lost. */
+        /* The only slot was overwritten: it reads as zeros again, or its committed step is lost. */
         if ((state & WRITTEN) == 0)
             lh_store_set_zero(store, extent, 0);
         else
@@ -211,7 +212,7 @@ int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *sca
     return 0;
 }
 
-/* The commit is durable: switch to its slots. */
+/* Switch to the slots of the commit, which is durable. */
 static void commit_finish(struct lh_store *store)
 {
     LH_ASSERT(store->phase == LH_STORE_PHASE_SYNC_SUPERBLOCK_COPY);
@@ -297,7 +298,7 @@ static uint32_t manifest_requests(struct lh_store *store, struct lh_io_request *
     return store->control.copy_count;
 }
 
-/* Fill in the requests of the current phase; returns 0 if this store has no such phase. */
+/* Fill in the requests of the current phase. Returns their number; 0: the store skips the phase. */
 static uint32_t phase_requests(struct lh_store *store, struct lh_io_request *requests)
 {
     uint32_t count = 0;

@@ -1,8 +1,8 @@
 /*
  * Creates a store.
  *
- * The header of file 0 is written last, when everything else is durable: a store whose creation was
- * interrupted has no header, and cannot be mistaken for a complete one.
+ * The header of file 0 is written last, when everything else is durable. A store whose creation was
+ * interrupted therefore lacks this header, and cannot be mistaken for a complete one.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -123,7 +123,7 @@ static int files_make(struct lh_store *store, const struct lh_store_opts *opts,
     return 0;
 }
 
-/* Write one copy after the other, so that a crash tears at most one of them. */
+/* Write the copies of a header one after the other, so that a crash tears at most one of them. */
 static int headers_write(struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
     for (uint32_t copy = 0; copy < store->control.copy_count; copy++) {
@@ -134,9 +134,9 @@ static int headers_write(struct lh_store *store, uint32_t file_index, struct lh_
 }
 
 /*
- * Write an empty commit, without its syncs: nothing counts until the header of file 0 exists.
- * Creation does this twice, so that no superblock, manifest or witness is blank in a complete
- * store.
+ * Write an empty commit, without syncs, because the store does not exist before the header of file
+ * 0 does. Creation does this twice (version 1: once), so that no superblock, manifest or witness is
+ * blank in a complete store.
  */
 static int step_zero_write(struct lh_store *store, struct lh_error *err)
 {
@@ -169,7 +169,7 @@ static int control_write(struct lh_store *store, struct lh_error *err)
         LH_TRY(lh_store_file_write(store, 0, control->meta_offset[copy], store->meta.base,
                                    lh_align_up(store->header.meta_bytes, LH_BLOCK_BYTES), err));
     }
-    /* So that sequence 1 uses area 0. The superblock that "precedes" it is never written. */
+    /* Sequence number 1 thus uses area 0. The superblock that "precedes" it is never written. */
     store->superblock.manifest_area = 1;
     while (store->superblock.sequence < LH_STORE_SEQUENCE_CREATED(store->header.version))
         LH_TRY(step_zero_write(store, err));

@@ -17,7 +17,7 @@ static uint64_t greatest_divisor(uint64_t a, uint64_t b)
     return a;
 }
 
-/* For weights too fine for a cycle: find the nearest shares that fill the longest cycle. */
+/* Round weights that are too fine for a cycle to the nearest shares that fill the longest one. */
 static void shares_round(const uint64_t *weights, uint32_t file_count, uint64_t sum,
                          uint32_t *shares)
 {
@@ -31,7 +31,7 @@ static void shares_round(const uint64_t *weights, uint32_t file_count, uint64_t 
         total += shares[file];
     }
     while (total != length) {
-        /* Correct the file whose share deviates most from the exact one, by one stripe. */
+        /* Correct the share that deviates most from its exact value, by one stripe. */
         uint32_t best = 0;
         __int128 best_gap = 0;
         for (uint32_t file = 0; file < file_count; file++) {
@@ -50,9 +50,10 @@ static void shares_round(const uint64_t *weights, uint32_t file_count, uint64_t 
 }
 
 /*
- * Order the stripes of a cycle by the quota method of Balinski and Young: the next stripe goes to
- * the file with the largest share / (stripes it has + 1) among those whose stripes stay below their
- * due rounded up. Every prefix then gives each file its due rounded down or up.
+ * Order the stripes of a cycle by the quota method of Balinski and Young. After n stripes, a file
+ * is due n * share / length stripes. The next stripe goes to the file with the largest
+ * share / (its stripes + 1) among the files that have fewer stripes than they are due after this
+ * stripe. After every stripe, each file then has what it is due, rounded down or up.
  */
 static void cycle_order(const uint32_t *shares, uint32_t file_count, uint32_t length,
                         uint8_t *cycle)
@@ -133,7 +134,7 @@ void lh_store_tails_plan(const struct lh_store_shape *shape, uint8_t *tail_files
             *tail_file = 0;
             if (tail_bytes == 0 || slot >= shape->slot_counts[desc->group])
                 continue;
-            /* Below 2^21 places, 2^30 bytes and 2^10 stripes each, so this stays below 2^62. */
+            /* At most 2^21 tails of at most 2^30 bytes, times a share of at most 2^10, is 2^61. */
             total += tail_bytes;
             int64_t best_due = INT64_MIN;
             for (uint32_t file = 0; file < shape->file_count; file++) {
@@ -150,7 +151,7 @@ void lh_store_tails_plan(const struct lh_store_shape *shape, uint8_t *tail_files
     }
 }
 
-/* The number of stripes before this one that are on file. */
+/* The number of stripes on file that precede stripe. */
 static uint64_t stripes_before(const struct lh_store_layout *layout, uint64_t stripe, uint32_t file)
 {
     LH_ASSERT(file < layout->file_count);

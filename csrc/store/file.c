@@ -81,7 +81,7 @@ static int directory_make(struct lh_store *store, struct lh_store_file *file, st
             if (rc == 0 && file->made_chars == 0)
                 file->made_chars = end;
         }
-        /* Another process may have made it in the meantime. */
+        /* EEXIST: another process has made the directory in the meantime. */
         if (rc != 0 && rc != -EEXIST)
             return lh_error_set(err, rc, "cannot make directory %s: %s", path, strerror(-rc));
     }
@@ -262,12 +262,12 @@ int lh_store_file_sync_directories(const struct lh_store *store, uint32_t file_i
     }
 }
 
-/* Best effort: whatever cannot be removed remains; it is empty or has no header. */
+/* This is best effort: whatever cannot be removed remains. */
 void lh_store_files_unmake(struct lh_store *store)
 {
     const struct lh_store_fs *fs = store->fs;
     char path[LH_STORE_PATH_BYTES_MAX];
-    /* Backwards: a later directory may be inside one that was made for an earlier file. */
+    /* In reverse order: a later directory may be inside one that was made for an earlier file. */
     for (uint32_t index = store->file_count; index-- > 0;) {
         struct lh_store_file *file = &store->files[index];
         if (file->is_made)
@@ -341,7 +341,7 @@ int lh_store_file_write(const struct lh_store *store, uint32_t file_index, uint6
 int lh_store_file_sync(const struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
     LH_ASSERT(file_index < store->file_count && !store->is_read_only);
-    /* Never retried: a failed sync may have dropped the bytes. */
+    /* A sync is never retried: a failed one may have dropped the bytes. */
     int rc = store->fs->ops->sync(store->fs, store->io_files[file_index].fd);
     if (rc < 0)
         return lh_error_set(err, rc, "cannot sync %s: %s", store->files[file_index].path,

@@ -246,7 +246,7 @@ bool lh_store_is_past_creation(const void *block)
     struct lh_store_witness_disk witness;
     memcpy(&superblock, block, sizeof(superblock));
     memcpy(&witness, block, sizeof(witness));
-    /* Creation was interrupted before it wrote the first sector of this block. */
+    /* A blank magic: creation was interrupted before it wrote the first sector of this block. */
     bool is_blank = superblock.magic[0] == 0 && memcmp(superblock.magic, superblock.magic + 1,
                                                        sizeof(superblock.magic) - 1) == 0;
     if (is_blank)

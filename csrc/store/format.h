@@ -3,8 +3,9 @@
  * asserted sizes, and the functions that encode and decode them. All functions are pure functions
  * over buffers.
  *
- * All decoders treat their input as hostile: a CRC finds accidents, and the checks after it find
- * the rest. No successfully decoded value can make a later operation overflow or fail an assertion.
+ * All decoders treat their input as hostile: a CRC detects accidental damage, and further checks
+ * reject all other invalid input. No successfully decoded value can make a later operation overflow
+ * or fail an assertion.
  *
  * Thread: any.
  */
@@ -17,8 +18,9 @@
 #define LH_STORE_UUID_BYTES 16
 
 /*
- * Fixed offsets, the same in every file. They are 64 KiB apart so that no drive has two of them in
- * one of its internal pages. Version 1 has only copy 0.
+ * Fixed offsets, the same in every file. The two copies of a structure, and all superblocks, are at
+ * least 64 KiB apart, so that no internal page of a drive holds two of them. Version 1 has only
+ * copy 0.
  */
 #define LH_STORE_COPY_COUNT_MAX 2
 #define LH_STORE_HEADER_OFFSET(copy) (320 * (uint64_t)(copy) * LH_KIB)
@@ -26,12 +28,12 @@
 /* The superblock with sequence number s is in place s % 2. */
 #define LH_STORE_SUPERBLOCK_OFFSET(number, copy)                                                   \
     ((64 + 64 * (uint64_t)(number) + 128 * (uint64_t)(copy)) * LH_KIB)
-/* Other files have the witness of a commit where file 0 has copy 0 of its superblock. */
+/* The witness of a commit in the other files is where file 0 has copy 0 of its superblock. */
 #define LH_STORE_WITNESS_OFFSET(number) LH_STORE_SUPERBLOCK_OFFSET(number, 0)
 #define LH_STORE_TABLE_OFFSET_1 (192 * LH_KIB) /* the table's offset in version 1 */
 #define LH_STORE_TABLE_OFFSET (384 * LH_KIB)   /* copy 0 */
 #define LH_STORE_DATA_ALIGNMENT LH_MIB
-/* The last sequence number that creation writes. A higher one belongs to a commit or a mark. */
+/* The last sequence number that creation writes. Commits, marks and repairs write higher ones. */
 #define LH_STORE_SEQUENCE_CREATED(version) ((version) == 1 ? UINT64_C(1) : UINT64_C(2))
 /* No store reaches this number, so arithmetic on sequence numbers cannot overflow. */
 #define LH_STORE_SEQUENCE_MAX (UINT64_C(1) << 62)
@@ -41,18 +43,18 @@
 #define LH_STORE_META_BYTES_MAX (256 * LH_MIB)
 #define LH_STORE_SCALAR_BYTES_MAX (64 * LH_MIB)
 #define LH_STORE_STRIPE_BYTES_MAX LH_GIB
-/* The limit of all places together, so that sizes computed from it stay far below 2^64. */
+/* The maximum total size of all places, so that sizes computed from it stay far below 2^64. */
 #define LH_STORE_TOTAL_BYTES_MAX (UINT64_C(1) << 60)
 
 #define LH_STORE_HEADER_SINGLE_SLOT 1u
 #define LH_STORE_SUPERBLOCK_CLEAN 1u
-/* In a manifest: the committed slot, and whether the group was ever committed. */
+/* The flags of a group in a manifest: the committed slot, and whether it was ever committed. */
 #define LH_STORE_GROUP_SLOT 1u
 #define LH_STORE_GROUP_WRITTEN 2u
-/* In a manifest: the extent's committed slot was never written. */
+/* The flag of an extent in a manifest: its committed slot reads as zeros. */
 #define LH_STORE_EXTENT_ZERO 1u
 
-/* The first block of every file. */
+/* The header of a file. Copy 0 is the first block of the file. */
 struct lh_store_header_disk {
     uint8_t magic[8]; /* "LOHANDAT" */
     uint32_t version;
@@ -129,7 +131,7 @@ struct lh_store_manifest_disk {
 };
 _Static_assert(sizeof(struct lh_store_manifest_disk) == 64, "no padding");
 
-/* The process that has the file locked. It is read only for error messages and has no CRC. */
+/* Names the process that has the file open for writing, for error messages. It has no CRC. */
 struct lh_store_owner_disk {
     uint8_t magic[8]; /* "LOHANPID" */
     uint64_t pid;     /* 0: no process */
@@ -162,14 +164,14 @@ struct lh_store_superblock {
     uint32_t manifest_area;
     uint32_t manifest_crc;
     /*
-     * The sequence number of the commit whose manifest this names. The witnesses of the other
-     * files have this number or a higher one, unless a directory was restored from an older copy.
-     * 0 in version 1, which has no witnesses.
+     * The sequence number of the commit whose manifest this superblock names. The witnesses of the
+     * other files have this number or a higher one, unless a directory was restored from an older
+     * copy. It is 0 in version 1, which has no witnesses.
      */
     uint64_t witness;
 };
 
-/* The commit that the bytes of a file other than file 0 belong to. */
+/* How recent the bytes of a file other than file 0 are: the commit that wrote the witness. */
 struct lh_store_witness {
     uint64_t sequence;
     uint64_t step;
@@ -196,13 +198,13 @@ struct lh_store_control {
 void lh_store_control_plan(const struct lh_store_header *header,
                            struct lh_store_control *control_out);
 
-/* block is LH_BLOCK_BYTES. */
+/* block has LH_BLOCK_BYTES bytes. */
 void lh_store_header_encode(const struct lh_store_header *header, void *block);
-/* Errors: -EPROTO (a newer version; both are named), -EILSEQ, -ENODATA (all zeros). */
+/* Errors: -EPROTO (newer version; the message has both), -EILSEQ, -ENODATA (all zeros). */
 int lh_store_header_decode(const void *block, struct lh_store_header *header_out,
                            struct lh_error *err) LH_MUST_CHECK;
 
-/* block is LH_BLOCK_BYTES; header gives the uuid and the size of a manifest. */
+/* block has LH_BLOCK_BYTES bytes; header gives the version, the uuid and the manifest's size. */
 void lh_store_superblock_encode(const struct lh_store_superblock *superblock,
                                 const struct lh_store_header *header, void *block);
 /* Errors: -ENODATA (all zeros), -EILSEQ. */
@@ -210,7 +212,7 @@ int lh_store_superblock_decode(const void *block, const struct lh_store_header *
                                struct lh_store_superblock *superblock_out, struct lh_error *err)
     LH_MUST_CHECK;
 
-/* block is LH_BLOCK_BYTES. */
+/* block has LH_BLOCK_BYTES bytes. */
 void lh_store_witness_encode(const struct lh_store_witness *witness,
                              const struct lh_store_header *header, void *block);
 /* Errors: -EILSEQ. */
@@ -219,16 +221,16 @@ int lh_store_witness_decode(const void *block, const struct lh_store_header *hea
     LH_MUST_CHECK;
 
 /*
- * Whether a block in the place of a superblock or witness shows that something was committed: it
- * holds more than creation can have left there, torn or complete. Used for a file without a header.
+ * Whether a block in the place of a superblock or witness holds more than creation can have left,
+ * torn or complete. It then shows that something was committed to a file without a valid header.
  */
 bool lh_store_is_past_creation(const void *block);
 
-/* table is control->table_bytes, zeroed. */
+/* table has control->table_bytes bytes, which must be zeros. */
 void lh_store_table_encode(const struct lh_store_shape *shape,
                            const struct lh_store_control *control, void *table);
 /*
- * Fill arrays of the header's counts, and cycle (LH_STORE_CYCLE_STRIPES_MAX).
+ * Fill the arrays, which have the sizes in the header, and cycle (LH_STORE_CYCLE_STRIPES_MAX).
  *
  * Errors: -EILSEQ.
  */
@@ -242,7 +244,7 @@ static inline uint64_t lh_store_checksum_count(uint64_t bytes)
     return lh_div_ceil(bytes, LH_CHECKSUM_BYTES);
 }
 
-/* Encode the head of a manifest. Flags, checksums and scalars follow at control's offsets. */
+/* Encode the head of a manifest. The caller writes what follows at the offsets of the control. */
 void lh_store_manifest_encode(const struct lh_store_header *header, uint64_t step,
                               uint64_t scalar_bytes, void *manifest);
 /*

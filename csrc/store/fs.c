@@ -76,7 +76,7 @@ static int64_t fs_write(const struct lh_store_fs *fs, int fd, const void *buffer
 static int fs_sync(const struct lh_store_fs *fs, int fd)
 {
     (void)fs;
-    /* Never retried, even after EINTR: a failed sync may have dropped the bytes. */
+    /* A sync is never retried, even after EINTR: a failed one may have dropped the bytes. */
     if (fdatasync(fd) == 0)
         return 0;
     return errno == EINTR ? -EIO : -errno;
@@ -86,7 +86,7 @@ static int fs_reserve(const struct lh_store_fs *fs, int fd, uint64_t bytes)
 {
     (void)fs;
     int rc = 0;
-    /* Not posix_fallocate(): if the file system cannot reserve space it would write every block. */
+    /* posix_fallocate() would write every block if the file system cannot reserve space. */
     do {
         rc = fallocate(fd, 0, 0, (off_t)bytes);
     } while (rc != 0 && errno == EINTR);
@@ -117,7 +117,7 @@ static void info_fill(const struct stat *file, const struct statfs *system,
         .memory_name = type == TMPFS_TYPE   ? "tmpfs"
                        : type == RAMFS_TYPE ? "ramfs"
                                             : NULL,
-        /* A file system that does not count its blocks: reserving space will show. */
+        /* If the file system does not count its blocks, only reserving space shows what is free. */
         .available_bytes =
             system->f_blocks == 0 ? UINT64_MAX : (uint64_t)system->f_bavail * unit_bytes,
     };
@@ -199,7 +199,7 @@ static int fs_remove(const struct lh_store_fs *fs, const char *path)
 static int fs_random(const struct lh_store_fs *fs, void *buffer, uint64_t bytes)
 {
     (void)fs;
-    LH_ASSERT(bytes <= 256); /* getrandom(2) never returns fewer then */
+    LH_ASSERT(bytes <= 256); /* getrandom(2) returns up to 256 bytes completely */
     ssize_t rc = getrandom(buffer, bytes, 0);
     if (rc < 0)
         return -errno;

@@ -1,6 +1,6 @@
 /*
- * The file calls of a store behind a vtable, so that a simulator can keep stores in memory and let
- * drives and power fail inside create, open, mark and close, too.
+ * The vtable of a store's file calls. It lets a simulator keep stores in memory and make drives and
+ * power fail inside create, open, mark and close, too.
  *
  * The real implementation passes each call on to the kernel. Requests submitted to csrc/io bypass
  * this interface: they use the descriptors that open() returned (lh_store_files()).
@@ -17,8 +17,8 @@
 
 enum lh_store_fs_access {
     LH_STORE_FS_READ,
-    LH_STORE_FS_WRITE,  /* for reading and writing */
-    LH_STORE_FS_CREATE, /* and read and write; -EEXIST if anything has the name. Mode 0600. */
+    LH_STORE_FS_WRITE,  /* open for reading and writing */
+    LH_STORE_FS_CREATE, /* create (mode 0600) and open as WRITE; -EEXIST if the name is in use */
 };
 
 enum lh_store_fs_lock {
@@ -48,21 +48,22 @@ struct lh_store_fs_ops {
      */
     int (*open)(const struct lh_store_fs *fs, const char *path, enum lh_store_fs_access access,
                 int *fd_out);
-    void (*close)(const struct lh_store_fs *fs, int fd); /* drops the lock with the last copy */
+    /* Close fd. The lock is released when the last descriptor of the open file is closed. */
+    void (*close)(const struct lh_store_fs *fs, int fd);
     int64_t (*read)(const struct lh_store_fs *fs, int fd, void *buffer, uint64_t bytes,
                     uint64_t offset);
     int64_t (*write)(const struct lh_store_fs *fs, int fd, const void *buffer, uint64_t bytes,
                      uint64_t offset);
-    int (*sync)(const struct lh_store_fs *fs, int fd); /* fdatasync(); tried once */
+    int (*sync)(const struct lh_store_fs *fs, int fd); /* fdatasync(), never retried */
     /* Reserve space and set the size. -EOPNOTSUPP: the file system cannot reserve space. */
     int (*reserve)(const struct lh_store_fs *fs, int fd, uint64_t bytes);
     int (*truncate)(const struct lh_store_fs *fs, int fd, uint64_t bytes);
     int (*info)(const struct lh_store_fs *fs, int fd, struct lh_store_fs_info *info_out);
-    /* Does not wait: -EWOULDBLOCK if another open file holds the lock. */
+    /* Change the lock without waiting: -EWOULDBLOCK if another open file has a conflicting one. */
     int (*lock)(const struct lh_store_fs *fs, int fd, enum lh_store_fs_lock lock);
     int (*set_direct)(const struct lh_store_fs *fs, int fd, bool direct); /* O_DIRECT */
 
-    /* Follows symbolic links. */
+    /* As info(), for a path. Symbolic links are followed. */
     int (*path_info)(const struct lh_store_fs *fs, const char *path,
                      struct lh_store_fs_info *info_out);
     int (*make_directory)(const struct lh_store_fs *fs, const char *path); /* mode 0700 */
@@ -71,12 +72,12 @@ struct lh_store_fs_ops {
     int (*random)(const struct lh_store_fs *fs, void *buffer, uint64_t bytes); /* for UUIDs */
 };
 
-/* The first member of every implementation. */
+/* Every implementation begins with this struct. */
 struct lh_store_fs {
     const struct lh_store_fs_ops *ops;
 };
 
-/* The kernel's file calls. Static. */
+/* The kernel's file calls, in a static object. */
 const struct lh_store_fs *lh_store_fs_real(void);
 
 #endif

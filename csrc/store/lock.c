@@ -1,16 +1,17 @@
 /*
- * Locks on data files, and whether they are accessed with O_DIRECT.
+ * Locks data files, and finds out whether they can be accessed with O_DIRECT.
  *
  * The lock is flock() on the data file itself. It belongs to the open file, so the kernel releases
- * it with the process, however that ends. A writer stores its process id in the owner's block, for
- * the error message that a second process gets. Readers share the lock and store nothing.
+ * it when the process ends, for whatever reason. A writer stores its process id in the owner's
+ * block, for the error message that a second process gets. Readers share the lock and store
+ * nothing.
  *
  * A forked child shares the open file and with it the lock. Close therefore unlocks explicitly
  * instead of relying on the child to exit.
  *
- * The lock of a killed process can outlive it briefly: the kernel frees an io_uring, which holds
- * the files, after the process has gone. The last writes of the process may be in flight until
- * then, so the lock of a dead process is waited for.
+ * The lock of a killed process can briefly outlive the process, because the kernel frees an
+ * io_uring, which holds the files, only afterwards. Until then the last writes of the process may
+ * be in flight, so lh_store_file_lock() waits for the lock of a dead process.
  */
 #include <endian.h>
 #include <inttypes.h>
@@ -26,7 +27,7 @@
 #define DEAD_RETRY_COUNT 1000
 #define DEAD_RETRY_NS 10000000
 
-/* The process id in the owner's block; 0: none. */
+/* The process id in the owner's block; 0: no process. */
 static uint64_t owner_read(struct lh_store *store, uint32_t file_index)
 {
     const struct lh_store_owner_disk *owner = (const void *)store->bounce.base;
@@ -51,7 +52,7 @@ static int file_lock(const struct lh_store *store, uint32_t file_index, enum lh_
 static int busy(struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
     const struct lh_store_file *file = &store->files[file_index];
-    /* If the lock can be shared, readers hold it, and the block names an earlier writer. */
+    /* If the lock can be shared, readers hold it, and the owner's block names an earlier writer. */
     bool is_readers = !store->is_read_only && file_lock(store, file_index, LH_STORE_FS_SHARED) == 0;
     if (is_readers) {
         (void)!file_lock(store, file_index, LH_STORE_FS_UNLOCKED);
@@ -112,14 +113,14 @@ void lh_store_file_unlock(struct lh_store *store, uint32_t file_index)
     if (!file->is_locked)
         return;
     LH_ASSERT(!store->is_held);
-    /* Only a courtesy: a stale process id is harmless without a lock. */
+    /* Clearing the process id is only a courtesy: a stale one is harmless without a lock. */
     if (!store->is_read_only && file->is_owned)
         (void)!owner_write(store, file_index, 0, NULL);
     (void)!file_lock(store, file_index, LH_STORE_FS_UNLOCKED);
     file->is_locked = false;
 }
 
-/* Note an unusable owner's block. It only serves an error message, so opening continues. */
+/* Note that the owner's block is unusable. Only an error message needs it, so opening continues. */
 static int owner_is_lost(struct lh_store *store, uint32_t file_index, struct lh_error *err)
 {
     lh_error_clear(err);
@@ -172,7 +173,7 @@ int lh_store_file_probe(struct lh_store *store, uint32_t file_index, bool allow_
             return 0;
         }
     }
-    /* EINVAL and EOPNOTSUPP mean that O_DIRECT is unsupported; all else is a real failure. */
+    /* EINVAL and EOPNOTSUPP mean that O_DIRECT is unsupported; other errors are real failures. */
     if (rc != -EINVAL && rc != -EOPNOTSUPP)
         return lh_error_set(err, rc, "%s failed with O_DIRECT: %s", path, strerror(-rc));
     if (!allow_buffered)

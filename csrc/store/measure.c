@@ -16,7 +16,7 @@
 
 #define TRANSFER_BYTES (8 * LH_MIB)
 
-/* Open an unlinked file with O_DIRECT. */
+/* Create a file in directory, unlink it, and switch it to O_DIRECT. */
 static int probe_open(const char *directory, int *fd_out, struct lh_error *err)
 {
     char path[LH_STORE_PATH_BYTES_MAX];
@@ -46,7 +46,7 @@ static uint64_t bytes_per_s(uint64_t bytes, uint64_t begin_ns, uint64_t end_ns)
     return lh_max_u64((uint64_t)((double)bytes / seconds), 1);
 }
 
-/* Transfer bytes. Writes end with a sync, so that the drive's cache does not count as the drive. */
+/* Transfer bytes. Writes end with a sync, so that the drive's cache alone is not measured. */
 static int transfer_all(int fd, bool is_write, uint8_t *buffer, uint64_t bytes,
                         const struct lh_clock *clock, uint64_t *bytes_per_s_out)
 {
@@ -68,7 +68,7 @@ static int transfer_all(int fd, bool is_write, uint8_t *buffer, uint64_t bytes,
     return 0;
 }
 
-/* Fill with random words, so that drives that compress or skip zeros do not look faster. */
+/* Fill buffer with random words, so that drives that compress or skip zeros do not look faster. */
 static void fill(uint8_t *buffer)
 {
     uint64_t state = UINT64_C(0x9E3779B97F4A7C15);
@@ -91,7 +91,7 @@ int lh_store_measure(const char *directory, uint64_t probe_bytes, uint64_t *writ
     int fd = -1;
     LH_TRY(probe_open(directory, &fd, err));
     struct lh_clock clock = lh_clock_real();
-    /* Not from the heap: pages are aligned, and there is no allocator here. */
+    /* Map the buffer: pages are aligned, and this function has no allocator. */
     uint8_t *buffer =
         mmap(NULL, TRANSFER_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     int rc = 0;
@@ -102,7 +102,7 @@ int lh_store_measure(const char *directory, uint64_t probe_bytes, uint64_t *writ
     }
     fill(buffer);
     /* Reserve space first, so that the write measures the drive. A file system that cannot
-     * reserve space is measured without. */
+     * reserve space is measured without a reservation. */
     if (fallocate(fd, 0, 0, (off_t)probe_bytes) != 0 && errno != EOPNOTSUPP) {
         rc = lh_error_set(err, -errno, "no space for %" PRIu64 " bytes in %s: %s", probe_bytes,
                           directory, strerror(errno));

@@ -9,9 +9,9 @@
 #include "store/store_impl.h"
 
 /*
- * Whether a file without a valid header has held commits: it is then damaged, rather than the
- * result of an interrupted creation. The places of copy 1 also count if they hold a superblock; in
- * version 1 other data is there.
+ * Whether a file without a valid header has held commits: the file is then damaged, rather than the
+ * result of an interrupted creation. The places of copy 1 count only if they hold a superblock,
+ * because version 1 has other data in them.
  */
 static int is_past_creation(struct lh_store *store, uint32_t file_index, uint64_t file_bytes,
                             struct lh_error *err)
@@ -32,7 +32,7 @@ static int is_past_creation(struct lh_store *store, uint32_t file_index, uint64_
     return 0;
 }
 
-/* Report that no copy of the header is valid. errors: of each copy. */
+/* Report that no copy of the header is valid. errors: the error of each copy. */
 static int header_missing(struct lh_store *store, uint32_t file_index, uint64_t file_bytes,
                           const struct lh_error *errors, struct lh_error *err)
 {
@@ -98,7 +98,7 @@ static int header_read(struct lh_store *store, uint32_t file_index, uint64_t fil
     return 0;
 }
 
-/* Open and lock the file and read its header. Nothing is written before its version is known. */
+/* Open and lock the file and read its header. Nothing is written before the version is known. */
 static int file_begin(struct lh_store *store, uint32_t file_index, struct lh_store_header *header,
                       struct lh_error *err)
 {
@@ -187,7 +187,7 @@ static int description_read(struct lh_store *store, const uint64_t *file_bytes,
     struct lh_store_control control;
     LH_ASSERT(header->file_count == store->file_count);
     lh_store_control_plan(header, &control);
-    /* Check this before allocating anything by the header's counts. */
+    /* Check this before allocating tables whose sizes come from the header. */
     if (control.data_offset[0] > file_bytes[0])
         return lh_error_set(err, -EILSEQ,
                             "what the header of %s describes does not fit its %" PRIu64 " bytes",
@@ -259,7 +259,7 @@ void lh_store_close(struct lh_store *store)
         return;
     bool is_whole = store->phase == LH_STORE_PHASE_IDLE && store->failure.code == 0 &&
                     !store->is_changed && !store->is_read_only;
-    /* If this fails the store stays marked unclean, and the next open reports that. */
+    /* If this fails, the store stays marked unclean, and the next open reports that. */
     if (store->header.is_single_slot && is_whole && !store->superblock.is_clean)
         (void)!lh_store_mark_sync(store, true, NULL);
     lh_store_files_close(store);

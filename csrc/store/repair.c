@@ -1,15 +1,15 @@
 /*
- * Repairs a store when it is opened for writing, before it is returned.
+ * Repairs a store when it is opened for writing, before lh_store_open() returns it.
  *
- * What was read need not be durable. If a process was killed, or its sync failed, between the write
- * of a superblock and the end of its sync, that superblock may be only in the page cache or in the
- * drive's cache: it can be read, and power loss discards it. By then the new session would have
- * overwritten the step before it. A sync alone is not enough, because an earlier failed sync may
- * have left pages that are marked clean but are not on the drive. So the superblock is written once
- * more.
+ * The bytes that open has read need not be durable. If a process was killed, or its sync failed,
+ * between the write of a superblock and the end of its sync, that superblock may be only in the
+ * page cache or in the drive's cache: it can be read, but power loss discards it. By then the new
+ * session may have overwritten the step before it. A sync alone is not enough, because an earlier
+ * failed sync may have left pages that are marked clean but are not on the drive. Therefore the
+ * superblock is written once more.
  *
- * Every damaged copy is rewritten from its intact one, so that the next damage also finds two
- * copies.
+ * Every damaged copy is rewritten from the intact one, so that both copies exist again when the
+ * next damage occurs.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -17,7 +17,7 @@
 #include "base/assert.h"
 #include "store/store_impl.h"
 
-/* Note a failed repair. The store remains as usable as before. */
+/* Add a note if a repair failed. The store remains as usable as before. */
 static void repair_result(struct lh_store *store, uint32_t file_index, uint64_t offset, int rc)
 {
     LH_ASSERT(file_index < store->file_count);
@@ -55,7 +55,7 @@ static void copies_repair(struct lh_store *store)
     }
 }
 
-/* Whether a copy is valid and the newest of its place: it must stay until the other one is, too. */
+/* Whether a copy is valid and the newest of its place. It must stay until the other one is both. */
 static bool is_current(const struct lh_store_superblocks *place, uint32_t copy)
 {
     LH_ASSERT(copy < LH_STORE_COPY_COUNT_MAX && place->best < LH_STORE_COPY_COUNT_MAX);
@@ -94,9 +94,9 @@ int lh_store_settle(struct lh_store *store, const struct lh_store_superblocks *p
     store->next = store->superblock;
     if (rejected_sequence != 0) {
         /*
-         * Write a superblock that follows the rejected one, in its place, and names the older
-         * step's manifest and witness. Nothing that the older step needs is changed before it is
-         * durable. While copy 1 is written, copy 0 still has the rejected one if it was valid.
+         * Overwrite the rejected superblock by a newer one that names the older step's manifest and
+         * witness. Nothing that the older step needs is changed before this superblock is durable.
+         * If copy 0 of the rejected one is valid, it stays while copy 1 is written.
          */
         written = 1 - chosen;
         store->next.sequence = rejected_sequence + 2;
@@ -105,13 +105,14 @@ int lh_store_settle(struct lh_store *store, const struct lh_store_superblocks *p
     } else if (store->witness_sequence > store->superblock.sequence) {
         /*
          * An interrupted commit left its witness. The next commit must not reuse its sequence
-         * number, because a directory restored from a copy of this moment would look like one of
-         * that commit. Copy 1 is written first, because a crash may tear it without a note.
+         * number, because a directory restored from a copy made now would look as if it were of
+         * the next commit. Copy 1 is written first if copy 0 is valid: a torn copy 1 causes no
+         * note.
          */
         store->next.sequence += 2;
         first_copy = is_current(&places[chosen], 0) ? 1 : 0;
     } else {
-        /* Write an invalid copy first: the other one stays readable in the meantime. */
+        /* Write an invalid copy first: the valid one stays readable in the meantime. */
         first_copy = places[chosen].errors[1].code != 0 ? 1 : 0;
     }
     LH_TRY(lh_store_superblock_write(store, first_copy, err));

@@ -312,7 +312,7 @@ void lh_store_mark_dirty(struct lh_store *store, uint32_t extent, uint32_t slot)
     store->extent_states[extent] |= (uint8_t)LH_STORE_EXTENT_STATE_DIRTY(slot);
 }
 
-/* The CRC of zeros, in a number of steps logarithmic in the number of blocks. */
+/* Compute the CRC of zero bytes, in a number of steps logarithmic in the number of blocks. */
 static uint32_t zeros_crc(uint64_t bytes)
 {
     static const uint8_t block[LH_BLOCK_BYTES];

@@ -12,10 +12,10 @@
  *            ^                                   |
  *            +------- lh_store_rollback ---------+
  *
- * The store itself does not move tensor bytes: it says where they are (lh_store_map), keeps their
- * checksums (lh_store_checksums), and turns a commit into I/O requests that the engine issues
- * (commit_begin / commit_next). The same code therefore runs in the simulator's virtual time, which
- * can crash at any request.
+ * Except in its blocking helpers, the store does not move tensor bytes: it says where they are
+ * (lh_store_map), keeps their checksums (lh_store_checksums), and turns a commit into I/O requests
+ * that the engine issues (commit_begin / commit_next). The same code therefore runs in the
+ * simulator, which has virtual time and can crash at any request.
  *
  * A commit has the following phases. Each one waits for the previous one:
  *      1 write the witness of the commit to every file other than file 0
@@ -26,7 +26,7 @@
  *
  * Invariants:
  *  1. The newest valid superblock names an intact manifest, and every byte which that manifest
- *     describes is durable. Damage to one block of the store's metadata loses nothing.
+ *     describes is durable. Damage to one block of the metadata loses nothing (from version 2 on).
  *  2. Nothing that a committed manifest describes is overwritten before a newer superblock is
  *     durable. The exception is single_slot: such a store is marked unclean on disk before its
  *     first write and until lh_store_close() finds nothing unfinished; an unclean store cannot be
@@ -52,7 +52,7 @@
 #define LH_STORE_FORMAT_VERSION 2
 #define LH_STORE_DIRECTORY_COUNT_MAX 16
 #define LH_STORE_PIECE_COUNT_MAX 64
-/* In one phase there is at most one request per file (a sync). */
+/* A phase has at most one request per file, or two requests for file 0 (the manifest's copies). */
 #define LH_STORE_COMMIT_REQUEST_COUNT_MAX LH_STORE_DIRECTORY_COUNT_MAX
 #define LH_STORE_PATH_BYTES_MAX 4096
 
@@ -68,7 +68,7 @@ struct lh_store_group_desc {
 struct lh_store_opts {
     const char *const *directories; /* borrowed for the call; created (0700) if missing */
     uint32_t directory_count;
-    const uint64_t *weights; /* one per directory, in any unit, > 0; NULL: equal */
+    const uint64_t *weights; /* one per directory, in any unit, > 0; NULL: equal weights */
     const struct lh_store_extent_desc *extents;
     uint32_t extent_count;
     const struct lh_store_group_desc *groups;
@@ -81,7 +81,7 @@ struct lh_store_opts {
     bool allow_buffered;       /* fall back to buffered I/O, with a note, if O_DIRECT is refused */
     /* Allow a store in main memory. It defeats the store's purpose, so it is an error otherwise. */
     bool allow_tmpfs;
-    const struct lh_store_fs *fs; /* file calls; borrowed until close; NULL: the kernel's */
+    const struct lh_store_fs *fs; /* file calls; borrowed until close; NULL: the kernel's calls */
 };
 
 struct lh_store_piece {
@@ -95,16 +95,15 @@ struct lh_store;
 
 /*
  * Create a store: files, locks, space for all data (fallocate), and headers. All of it is durable
- * when this returns. Extents read as zeros (their `zero` flag is set) until they are first written
- * and committed.
+ * when this returns. An extent reads as zeros (its `zero` flag is set) until it is first written.
  *
  * Owns:   *store_out owns files and lock; release with lh_store_close(). opts is borrowed for the
  *         call.
- * Errors: -EEXIST (the directory holds a store already), -ENOSPC (with the bytes needed, available
- *         and missing in a directory), -EACCES, -ENOTDIR, -EROFS, -EBUSY (locked; names the pid),
- *         -EMEDIUMTYPE (tmpfs), -EOPNOTSUPP (O_DIRECT is refused and allow_buffered is not set),
- *         -EINVAL, -ENAMETOOLONG, -ENOMEM. On error everything that was created is removed, and
- *         *store_out is NULL.
+ * Errors: -EEXIST (the directory holds a store already), -ENOSPC (the message gives the bytes
+ *         needed, available and missing in a directory), -EACCES, -ENOTDIR, -EROFS, -EBUSY (locked;
+ *         the message names the process), -EMEDIUMTYPE (tmpfs), -EOPNOTSUPP (O_DIRECT is refused
+ *         and allow_buffered is not set), -EINVAL, -ENAMETOOLONG, -ENOMEM. On error everything that
+ *         was created is removed if possible, and *store_out is NULL.
  */
 int lh_store_create(const struct lh_store_opts *opts, struct lh_alloc *alloc,
                     struct lh_store **store_out, struct lh_error *err) LH_MUST_CHECK;
@@ -114,8 +113,8 @@ struct lh_store_open_opts {
     uint32_t directory_count;
     bool read_only; /* write nothing, and share the lock with other readers */
     /*
-     * Only with read_only: take no lock, because another store object of this process holds it and
-     * holds back its commits while this one is open ([Note: Held commits] in sched/step.c).
+     * Only with read_only: take no lock, because another store object of this process has the lock
+     * and delays its commits while this one is open ([Note: Held commits] in sched/step.c).
      */
     bool is_held;
     bool allow_buffered;
@@ -125,7 +124,7 @@ struct lh_store_open_opts {
      * older one for writing makes it the newest and discards the later step.
      */
     const uint64_t *open_at;
-    const struct lh_store_fs *fs; /* file calls; borrowed until close; NULL: the kernel's */
+    const struct lh_store_fs *fs; /* file calls; borrowed until close; NULL: the kernel's calls */
 };
 
 /*
@@ -136,23 +135,23 @@ struct lh_store_open_opts {
  * overwrite data that might still be repaired, unless open_at names the older step. A crash alone
  * never causes this.
  *
- * Errors: -ENOENT (no store), -EBUSY (locked), -EPROTO (newer format; names both versions),
- *         -EUCLEAN (single slot and not closed cleanly), -EINPROGRESS (its creation was
- *         interrupted), -EILSEQ (both copies of a header, superblock, manifest or meta are damaged;
- *         names it), -ESTALE (a directory was restored from an older copy; names it), -ENODATA (a
- *         truncated file; with expected and actual bytes), -ELOOP (a file is a symbolic link),
- *         -EXDEV (directories of different stores, or a missing one; names it), -EOPNOTSUPP as
- *         lh_store_create, -EINVAL (a file is not a regular file, a directory is given twice, or
- *         open_at is not one of the steps), -ENOMEM, -errno of what cannot be read. *store_out is
- *         NULL then.
+ * Errors: -ENOENT (no store), -EBUSY (locked), -EPROTO (newer format; the message has both
+ *         versions), -EUCLEAN (single slot and not closed cleanly), -EINPROGRESS (the creation was
+ *         interrupted), -EILSEQ (both copies of a header, superblock, manifest, table or meta are
+ *         damaged; the message names the item), -ESTALE (a directory was restored from an older
+ *         copy), -ENODATA (a truncated file; the message has expected and actual bytes), -ELOOP (a
+ *         file is a symbolic link), -EXDEV (directories of different stores, or a missing one),
+ *         -EOPNOTSUPP as in lh_store_create, -EINVAL (a file is not a regular file, a directory is
+ *         given twice, or open_at is not one of the steps), -ENOMEM, -errno of a failed read.
+ *         On error *store_out is NULL.
  */
 int lh_store_open(const struct lh_store_open_opts *opts, struct lh_alloc *alloc,
                   struct lh_store **store_out, struct lh_error *err) LH_MUST_CHECK;
 
 /*
  * Close the files and release the locks. Staged groups that were not committed are lost. A
- * single-slot store is marked clean if nothing was staged after the last commit and no commit
- * failed. store may be NULL.
+ * single-slot store is marked clean if nothing was written or staged after the last commit and
+ * nothing failed. store may be NULL.
  */
 void lh_store_close(struct lh_store *store);
 
@@ -160,16 +159,16 @@ void lh_store_close(struct lh_store *store);
  * Call this before submitting a write to a slot. The first call on a clean single-slot store marks
  * it unclean and blocks until the mark is durable; all other calls return at once.
  *
- * Errors: -errno of writing the mark. The store has then failed, and nothing may be written.
+ * Errors: -errno of writing the mark. The store is then FAILED, and nothing may be written to it.
  */
 int lh_store_write_begin(struct lh_store *store, struct lh_error *err) LH_MUST_CHECK;
 
-/* Description. Pointers are borrowed until close. */
+/* The description of the store. Returned pointers are borrowed until close. */
 const void *lh_store_meta(const struct lh_store *store, uint64_t *bytes_out);
-/* The scalars of the last commit; 0 bytes if there was none. */
+/* The scalars of the last commit; 0 bytes before the first commit. */
 const void *lh_store_scalars(const struct lh_store *store, uint64_t *bytes_out);
-uint64_t lh_store_step(const struct lh_store *store); /* the last commit's; 0: no commit */
-uint64_t lh_store_scalar_bytes_max(const struct lh_store *store); /* as given at creation */
+uint64_t lh_store_step(const struct lh_store *store); /* the last committed step; 0: no commit */
+uint64_t lh_store_scalar_bytes_max(const struct lh_store *store); /* the limit set at creation */
 uint32_t lh_store_file_count(const struct lh_store *store);
 const struct lh_io_file *lh_store_files(const struct lh_store *store);
 const char *lh_store_file_path(const struct lh_store *store, uint32_t file_index);
@@ -179,9 +178,9 @@ uint32_t lh_store_group_count(const struct lh_store *store);
 uint32_t lh_store_slot_count(const struct lh_store *store, uint32_t group);
 bool lh_store_is_single_slot(const struct lh_store *store);
 uint64_t lh_store_file_bytes(const struct lh_store *store, uint32_t file_index); /* reserved */
-/* Warnings of create and open, one per line: O_DIRECT is refused, a copy is damaged, and why. */
+/* Warnings of create and open, with reasons, one per line (refused O_DIRECT, damaged copies). */
 const char *lh_store_note(const struct lh_store *store);
-/* Whether the newest step is damaged and this is the step before it, open for reading. */
+/* Whether the newest step is damaged and the step before it was opened for reading instead. */
 bool lh_store_is_fallback(const struct lh_store *store);
 const char *lh_store_uuid(const struct lh_store *store);
 
@@ -194,35 +193,35 @@ uint32_t lh_store_write_slot(const struct lh_store *store, uint32_t group);
 bool lh_store_is_staged(const struct lh_store *store, uint32_t group);
 /*
  * Stage a group: its write slot now holds, or is about to hold, all of the group's newest bytes,
- * since the commit makes it the committed slot. Asserts that the group is not part of a running
+ * and the next commit makes it the committed slot. This asserts that the group is not in a running
  * commit, that the store is not read-only, and that a one-slot group of a store with two slots has
  * not been committed yet (frozen groups are written once).
  */
 void lh_store_stage(struct lh_store *store, uint32_t group);
 /*
- * Unstage all groups except those of a running commit, which returns them to the committed step. No
- * write to them may be in flight. A one-slot group that was never committed reads as zeros again.
- * One that was committed cannot be restored, so the store becomes FAILED (-EUCLEAN).
+ * Return all staged groups to the committed step, except those of a running commit. No write to the
+ * returned groups may be in flight. A one-slot group that was never committed reads as zeros again.
+ * A one-slot group that was committed cannot be restored, so the store becomes FAILED (-EUCLEAN).
  */
 void lh_store_rollback(struct lh_store *store);
 
 /*
- * Whether extent's slot was never written: it then reads as zeros, without I/O, and its checksums
- * are those of zeros. The writer of the slot clears the flag.
+ * Whether extent's slot reads as zeros, without I/O, because it holds no valid bytes. Its checksums
+ * are then those of zeros. The writer of the slot clears the flag.
  */
 bool lh_store_is_zero(const struct lh_store *store, uint32_t extent, uint32_t slot);
 void lh_store_clear_zero(struct lh_store *store, uint32_t extent, uint32_t slot);
 /*
  * Record that the file may hold nonzero bytes in extent's slot although the slot still reads as
  * zeros. Call this before submitting the first write to a slot if the zero flag is cleared only
- * when all writes are complete. If they never complete, a later writer of a part of the slot then
- * knows that it must first fill the rest with zeros.
+ * when all writes are complete. If the writes never complete, a later writer of a part of the slot
+ * then knows that it must first fill the rest with zeros.
  */
 void lh_store_mark_dirty(struct lh_store *store, uint32_t extent, uint32_t slot);
 
 /*
- * The checksums of a slot in memory: one CRC-32C per LH_CHECKSUM_BYTES of the extent. A commit
- * writes the checksums of the slots that it commits.
+ * The checksums of a slot, kept in memory: one CRC-32C per LH_CHECKSUM_BYTES of the extent. A
+ * commit writes the checksums of the committed slots of all groups.
  */
 uint32_t *lh_store_checksums(struct lh_store *store, uint32_t extent, uint32_t slot,
                              uint32_t *count_out);
@@ -244,10 +243,10 @@ int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *sca
 /*
  * Fill in the requests of the next phase; request_max is at least
  * LH_STORE_COMMIT_REQUEST_COUNT_MAX. Call this again when all of them have completed. The store
- * reads the results from these very structs, so submit them in place (asserted) and leave them
- * unchanged until then, except for owner, which the caller may set. The requests' buffers belong to
- * the store. Returns the number of requests; 0: the commit is durable and staged groups are clean;
- * -errno: the commit has failed permanently.
+ * reads the results from these very structs, so submit them in place (asserted) and do not change
+ * them before the next call, except for owner, which the caller may set. The requests' buffers
+ * belong to the store. Returns the number of requests; 0: the commit is durable and its groups are
+ * clean; -errno: the commit has failed permanently.
  */
 int lh_store_commit_next(struct lh_store *store, struct lh_io_request *requests,
                          uint32_t request_max, struct lh_error *err) LH_MUST_CHECK;
@@ -257,15 +256,16 @@ uint64_t lh_store_commit_bytes(const struct lh_store *store);
 
 /*
  * Blocking helpers for create, load, inspect and verify; not for the engine. They verify and
- * compute checksums, honor the zero flag, and name extent, file and offset in errors (-EILSEQ: also
- * both checksums). Offset, length and address are arbitrary; 1 MiB at multiples of 1 MiB from
- * aligned memory is fastest.
+ * compute checksums, honor the zero flag, and name file and offset in errors (-EILSEQ: also the
+ * extent and both checksums). Offset, length and address are arbitrary; 1 MiB at multiples of 1 MiB
+ * from aligned memory is fastest.
  *
  * A write stages its group. The rest of the group keeps its committed bytes: if the group has two
- * slots they are first copied to the write slot.
+ * slots, these bytes are first copied to the write slot.
  *
  * Errors: -EINVAL (outside the extent), -EILSEQ, -EROFS (read-only), -EPERM (a frozen group that
- *         was committed, or a group of a running commit), -errno of the transfer.
+ *         was committed, or a group of a running commit), -errno of the transfer, or the failure of
+ *         a FAILED store.
  */
 int lh_store_read_sync(struct lh_store *store, uint32_t extent, uint64_t offset, void *buffer,
                        uint64_t bytes, struct lh_error *err) LH_MUST_CHECK;
@@ -276,11 +276,11 @@ int lh_store_commit_sync(struct lh_store *store, uint64_t step, const void *scal
 
 /*
  * Measure the sequential bandwidth of directory in bytes per second, with O_DIRECT and 8 MiB
- * transfers over probe_bytes, to choose stripe weights. The probe file is unlinked when it is
- * opened.
+ * transfers over probe_bytes, to choose stripe weights. The probe file is unlinked as soon as it is
+ * open.
  *
  * Errors: -EINVAL, -ENOSPC, -EOPNOTSUPP (O_DIRECT is refused: use equal weights), -errno of the
- *         directory or of a transfer. Both results are 0 then.
+ *         directory or of a transfer. On error both results are 0.
  */
 int lh_store_measure(const char *directory, uint64_t probe_bytes, uint64_t *write_bytes_per_s_out,
                      uint64_t *read_bytes_per_s_out, struct lh_error *err) LH_MUST_CHECK;

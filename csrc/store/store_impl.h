@@ -3,8 +3,8 @@
  *
  *      fs.c       the kernel's file calls
  *      file.c     directories, files, their space     lock.c     locks, owners, O_DIRECT
- *      create.c   create a store                      open.c     open and close one
- *      choose.c   the step to open at                 repair.c   repairs after opening for writing
+ *      create.c   create a store                      open.c     open and close a store
+ *      choose.c   the step to open at                 repair.c   repairs when opening for writing
  *      store.c    description, slots, checksums       commit.c   commit and rollback
  *      sync.c     blocking reads, writes, commit      measure.c  bandwidth of a directory
  */
@@ -19,19 +19,19 @@
 
 /* Memory whose base is aligned to LH_BLOCK_BYTES, as O_DIRECT requires. */
 struct lh_store_buffer {
-    void *raw; /* as allocated */
+    void *raw; /* the allocated memory */
     uint8_t *base;
 };
 
 struct lh_store_file {
     char path[LH_STORE_PATH_BYTES_MAX];
     uint32_t directory_chars; /* the length of path without the file's name */
-    uint32_t made_chars;      /* the length of the first directory that create made; 0: none */
+    uint32_t made_chars;      /* path length of the first directory that create made; 0: none */
     bool is_made;             /* create made the file, and it is still linked */
     bool is_locked;
     bool is_owned; /* the owner's block names this process */
     uint64_t device, inode;
-    /* The errors of the header's copies; 0: valid, or this version has no such copy. */
+    /* The errors of the header's copies; 0: valid. Only control.copy_count of them are used. */
     int header_codes[LH_STORE_COPY_COUNT_MAX];
 };
 
@@ -41,10 +41,10 @@ struct lh_store_repair {
     const struct lh_store_buffer *buffer;
     uint64_t bytes;
 };
-/* At most one copy each of the table, meta and the two manifests: the other one is intact. */
+/* At most one copy each of the table, meta and two manifests is repaired, from its other copy. */
 #define LH_STORE_REPAIR_COUNT_MAX 4
 
-/* The two copies of the superblocks with even, or odd, sequence numbers. */
+/* One superblock place, for even or for odd sequence numbers, and its two copies. */
 struct lh_store_superblocks {
     struct lh_store_superblock found[LH_STORE_COPY_COUNT_MAX];
     struct lh_error errors[LH_STORE_COPY_COUNT_MAX]; /* code 0: found is valid */
@@ -53,14 +53,14 @@ struct lh_store_superblocks {
 
 /* Flags of a group. */
 #define LH_STORE_GROUP_STATE_SLOT 1u      /* the committed slot */
-#define LH_STORE_GROUP_STATE_WRITTEN 2u   /* was ever committed */
+#define LH_STORE_GROUP_STATE_WRITTEN 2u   /* the group was ever committed */
 #define LH_STORE_GROUP_STATE_STAGED 4u    /* the write slot has newer bytes */
-#define LH_STORE_GROUP_STATE_IN_COMMIT 8u /* staged, and part of the running commit */
+#define LH_STORE_GROUP_STATE_IN_COMMIT 8u /* the group is staged and in the running commit */
 
 /*
  * Flags of an extent, for each slot. ZERO: the slot reads as zeros. DIRTY: the file may hold
- * nonzero bytes there. Both are set if a one-slot group was written and then rolled back, or
- * written but not committed before a crash.
+ * nonzero bytes in the slot. Both can be set: after the rollback of a one-slot group, and after
+ * every open, because bytes may have been written before a crash.
  */
 #define LH_STORE_EXTENT_STATE_ZERO(slot) (1u << (slot))
 #define LH_STORE_EXTENT_STATE_DIRTY(slot) (4u << (slot))
@@ -81,7 +81,7 @@ enum lh_store_phase {
 struct lh_store {
     struct lh_alloc *alloc;        /* borrowed until close */
     const struct lh_store_fs *fs;  /* borrowed until close */
-    struct lh_store_header header; /* the header of file 0, without file_index and file_bytes */
+    struct lh_store_header header; /* of all files; file_index and file_bytes are not used */
     struct lh_store_control control;
     struct lh_store_layout layout;
     bool is_read_only;
@@ -100,15 +100,15 @@ struct lh_store {
     uint8_t *tail_files;      /* LH_STORE_SLOT_COUNT_MAX per extent */
     uint64_t *checksum_first; /* per extent: the index of its first checksum */
     uint8_t cycle[LH_STORE_CYCLE_STRIPES_MAX];
-    struct lh_store_buffer table; /* as on disk */
-    struct lh_store_buffer meta;  /* as on disk */
+    struct lh_store_buffer table; /* the bytes on disk */
+    struct lh_store_buffer meta;  /* the bytes on disk */
 
     /* The state after the last commit and the writes since then. */
     uint8_t *group_states;
     uint8_t *extent_states;
     uint32_t *checksums[LH_STORE_SLOT_COUNT_MAX]; /* header.checksum_count each */
-    struct lh_store_superblock superblock;        /* the newest durable one */
-    uint64_t witness_sequence;                    /* the highest that open found; 0: none */
+    struct lh_store_superblock superblock;        /* the newest durable superblock */
+    uint64_t witness_sequence;                    /* the highest witness at open; 0: none */
     uint64_t scalar_bytes;                        /* size of the last commit's scalars */
     struct lh_store_buffer manifests[2];          /* what each area holds or will hold */
     bool is_changed; /* something was written or staged after the last commit */
@@ -130,15 +130,15 @@ struct lh_store {
 
 /* store.c */
 
-/* Errors: NULL if there is no memory; err is set to -ENOMEM. */
+/* Allocate zeroed memory. Returns NULL if there is none, and sets err to -ENOMEM. */
 void *lh_store_allocate(struct lh_store *store, uint64_t count, uint64_t bytes,
                         struct lh_error *err) LH_MUST_CHECK;
 int lh_store_buffer_init(struct lh_store *store, struct lh_store_buffer *buffer, uint64_t bytes,
                          struct lh_error *err) LH_MUST_CHECK;
-/* An empty store with every fd -1 and the bounce buffer. Errors: -ENOMEM; *store_out is NULL. */
+/* Create an empty store: block buffers, no open file. Errors: -ENOMEM; *store_out is then NULL. */
 int lh_store_new(struct lh_alloc *alloc, uint32_t file_count, struct lh_store **store_out,
                  struct lh_error *err) LH_MUST_CHECK;
-/* Allocate arrays and buffers by the header's counts. The caller then fills in the description. */
+/* Allocate arrays and buffers of the sizes in the header. The caller then fills them in. */
 int lh_store_description_init(struct lh_store *store, struct lh_error *err) LH_MUST_CHECK;
 /* Set up layout, states, checksums and manifests from the description. */
 int lh_store_state_init(struct lh_store *store, struct lh_error *err) LH_MUST_CHECK;
@@ -152,20 +152,20 @@ void lh_store_set_zero(struct lh_store *store, uint32_t extent, uint32_t slot);
 
 /* file.c */
 
-/* Set the paths of all files. Errors: -EINVAL (empty, or given twice), -ENAMETOOLONG. */
+/* Set all paths. Errors: -EINVAL (a directory is empty or given twice), -ENAMETOOLONG. */
 int lh_store_file_paths_set(struct lh_store *store, const char *const *directories,
                             struct lh_error *err) LH_MUST_CHECK;
 /* Create the directory and an empty file in it; open and lock the file. */
 int lh_store_file_create(struct lh_store *store, uint32_t file_index, bool allow_tmpfs,
                          struct lh_error *err) LH_MUST_CHECK;
-/* Reserve the space of every file. First check that the file systems have enough. */
+/* Check that the file systems have enough space, then reserve the space of every file. */
 int lh_store_files_reserve(struct lh_store *store, struct lh_error *err) LH_MUST_CHECK;
 /* Open and lock the file. Errors: as lh_store_open(). */
 int lh_store_file_open(struct lh_store *store, uint32_t file_index, struct lh_error *err)
     LH_MUST_CHECK;
 int lh_store_file_info(const struct lh_store *store, uint32_t file_index,
                        struct lh_store_fs_info *info_out, struct lh_error *err) LH_MUST_CHECK;
-/* Make the directory entries of everything that create made durable. */
+/* Sync directories: the entries of the file, and of directories that create made, are durable. */
 int lh_store_file_sync_directories(const struct lh_store *store, uint32_t file_index,
                                    struct lh_error *err) LH_MUST_CHECK;
 /* Unlink the files and remove the directories that create made; open files stay open. */
@@ -175,7 +175,7 @@ void lh_store_files_close(struct lh_store *store);
 
 /*
  * Transfer all bytes, blocking. offset and bytes are multiples of LH_BLOCK_BYTES. Errors: -errno,
- * -ENODATA at the end of the file; the message names path and offset.
+ * -ENODATA (a read past the end of the file); the message names path and offset.
  */
 int lh_store_file_read(const struct lh_store *store, uint32_t file_index, uint64_t offset,
                        void *buffer, uint64_t bytes, struct lh_error *err) LH_MUST_CHECK;
@@ -183,17 +183,17 @@ int lh_store_file_write(const struct lh_store *store, uint32_t file_index, uint6
                         const void *buffer, uint64_t bytes, struct lh_error *err) LH_MUST_CHECK;
 int lh_store_file_sync(const struct lh_store *store, uint32_t file_index, struct lh_error *err)
     LH_MUST_CHECK;
-/* Write a copy of a file's header, through the bounce buffer. Does not sync. */
+/* Write a copy of a file's header, through the bounce buffer, without a sync. */
 int lh_store_header_write(struct lh_store *store, uint32_t file_index, uint32_t copy,
                           struct lh_error *err) LH_MUST_CHECK;
 
 /* lock.c */
 
-/* Errors: -EBUSY (the message names the process if it is known), -errno. */
+/* Lock the file. Errors: -EBUSY (the message names the process if it is known), -errno. */
 int lh_store_file_lock(struct lh_store *store, uint32_t file_index, struct lh_error *err)
     LH_MUST_CHECK;
 void lh_store_file_unlock(struct lh_store *store, uint32_t file_index);
-/* Write the owner's block and read it back, to find out whether O_DIRECT works. */
+/* Read the owner's block, after writing it if possible, to find out whether O_DIRECT works. */
 int lh_store_file_probe(struct lh_store *store, uint32_t file_index, bool allow_buffered,
                         struct lh_error *err) LH_MUST_CHECK;
 
@@ -211,7 +211,7 @@ void lh_store_manifest_prepare(struct lh_store *store, uint64_t step, const void
 uint64_t lh_store_witness_prepare(struct lh_store *store);
 /* Encode the next superblock into superblock_block; returns the offset of this copy in file 0. */
 uint64_t lh_store_superblock_prepare(struct lh_store *store, uint32_t copy);
-/* Return the store's failure: for every operation that would change a store which has failed. */
+/* Return the failure of a FAILED store, for an operation that the store must refuse. */
 int lh_store_fail(const struct lh_store *store, struct lh_error *err);
 
 /* sync.c */
@@ -220,15 +220,15 @@ int lh_store_fail(const struct lh_store *store, struct lh_error *err);
  * Durably write a superblock that differs from the newest one only in sequence and is_clean.
  */
 int lh_store_mark_sync(struct lh_store *store, bool is_clean, struct lh_error *err) LH_MUST_CHECK;
-/* Write the copies of the next superblock, each one durable before the other is written. */
+/* Write the copies of the next superblock; the first one is durable before the other is written. */
 int lh_store_superblock_write(struct lh_store *store, uint32_t first_copy, struct lh_error *err)
     LH_MUST_CHECK;
 
 /* choose.c */
 
 /*
- * Read bytes of file 0 that have one copy at each of offsets, and that must have this CRC. If one
- * copy is intact, the other one, if damaged, is noted and put on the list of repairs.
+ * Read a structure of file 0 that has one copy at each of offsets and must have expected_crc. If
+ * one copy is intact and the other one is damaged, the latter is noted and listed for repair.
  *
  * Errors: if no copy is intact: -errno of reading if a copy cannot be read, else -EILSEQ.
  */
@@ -242,9 +242,10 @@ int lh_store_choose(struct lh_store *store, const uint64_t *open_at, struct lh_e
 /* repair.c */
 
 /*
- * Make everything that opening for writing has read durable, before anything is built on it.
- * places: as they were read. chosen: the place whose superblock was chosen. rejected_sequence: the
- * sequence number of the newer superblock that is to be replaced; 0: the chosen one is the newest.
+ * Make durable everything that opening for writing has read, before the store relies on it.
+ * places: the superblock places as they were read. chosen: the place whose superblock was chosen.
+ * rejected_sequence: the sequence number of the newer superblock that is to be replaced; 0: the
+ * chosen superblock is the newest.
  */
 int lh_store_settle(struct lh_store *store, const struct lh_store_superblocks *places,
                     uint32_t chosen, uint64_t rejected_sequence, struct lh_error *err)

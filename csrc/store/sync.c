@@ -1,9 +1,9 @@
 /*
  * Blocking reads, writes and commits, for create, load, inspect and verify.
  *
- * Bytes are transferred in units of one checksum ("sum blocks"), through the bounce buffer if the
- * caller's buffer is not aligned or the range covers only a part of the sum block. A partial write
- * first reads the rest of its sum block, so offsets and lengths are arbitrary.
+ * Bytes are transferred in units that one checksum covers ("sum blocks"), through the bounce buffer
+ * if the caller's buffer is not aligned or the range covers only a part of the sum block. A partial
+ * write first reads the whole sum block, so offsets and lengths are arbitrary.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -17,8 +17,8 @@ struct sum_block {
     uint32_t extent;
     uint32_t slot;
     uint64_t index;
-    uint64_t bytes;  /* size of the whole block */
-    uint64_t inside; /* the offset of the requested part in it */
+    uint64_t bytes;  /* the size of the whole block */
+    uint64_t inside; /* the offset of the requested part in the block */
     uint64_t wanted_bytes;
 };
 
@@ -131,7 +131,7 @@ int lh_store_read_sync(struct lh_store *store, uint32_t extent, uint64_t offset,
     return 0;
 }
 
-/* Write the zeros that an extent reads as to its slot, because a part of it is about to change. */
+/* Write zeros to a slot that only reads as zeros, because a part of it is about to change. */
 static int zeros_write(struct lh_store *store, uint32_t extent, uint32_t slot, struct lh_error *err)
 {
     uint64_t bytes = store->extents[extent].bytes;

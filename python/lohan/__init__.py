@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lohan.hf._trainer import TrainerCallback as TrainerCallback
     from lohan.hf._trainer import TrainerMixin as TrainerMixin
 
-# Public as well, and not in __all__: a star import must not need transformers.
+# These names are also public, but not in __all__: a star import must not need transformers.
 _OF_TRAINER = ("Trainer", "TrainerCallback", "TrainerMixin")
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""`lohan` and `python -m lohan`: the command line, where the packages that it needs are there."""
+"""`lohan` and `python -m lohan`: the command line, if the packages that it needs are installed."""
 
 import sys
 
-# `import lohan` needs neither of them.
+# The command line needs these packages; `import lohan` does not.
 _PACKAGES = ("click", "rich")
 
 

@@ -25,7 +25,7 @@ class LohanError(Exception):
 
 
 class ModelError(LohanError, TypeError):
-    """The model cannot be wrapped: not a module, no parameters, an unsupported dtype or layout."""
+    """A model or an argument is invalid: no parameters, an unsupported dtype, a wrong value, ..."""
 
 
 class BudgetError(LohanError, MemoryError):
@@ -61,7 +61,7 @@ class StoreError(LohanError, OSError):
 
 
 class StoreExistsError(StoreError):
-    """A store already exists, and `resume=True` was not given."""
+    """A place to write to already contains a store, or files that must not be replaced."""
 
 
 class StoreLockedError(StoreError):
@@ -69,7 +69,7 @@ class StoreLockedError(StoreError):
 
 
 class StoreMismatchError(StoreError):
-    """The store belongs to a different model."""
+    """A store does not fit the model or the session, or its description is invalid."""
 
 
 class StaleStateError(StoreMismatchError):
@@ -81,7 +81,7 @@ class StoreVersionError(StoreError):
 
 
 class StoreUncleanError(StoreError):
-    """A store with a single slot was not closed, so its contents match no known step."""
+    """The writing of a store was interrupted, so its contents match no known step."""
 
 
 class ChecksumError(StoreError):
@@ -101,15 +101,15 @@ class ZeroGradError(StepError):
 
 
 class HyperParameterError(StepError):
-    """Hyper-parameters changed between backward and `optimizer.step()`."""
+    """A hyper-parameter is invalid, or changed between backward and `optimizer.step()`."""
 
 
 class OffloadedGradientError(StepError):
-    """Something (clipping, a scaler) used a gradient that was already sent to the optimizer."""
+    """Code outside lohan (clipping, a scaler) used or replaced a gradient that lohan manages."""
 
 
 class StaleGraphError(StepError):
-    """A backward went through a graph that was built before `optimizer.step()`."""
+    """A backward pass used a graph that was built before `optimizer.step()`."""
 
 
 class HollowParameterError(StepError):
@@ -141,7 +141,7 @@ class UnsupportedError(LohanError, NotImplementedError):
 
 
 class SessionError(LohanError, RuntimeError):
-    """The session is closed or has failed."""
+    """The session is closed or has failed, or a copy of its store is in progress or cancelled."""
 
 
 _BY_CODE: dict[int, type[LohanError]] = {
@@ -209,15 +209,15 @@ def _make(
 
 
 def store_error(code: int, message: str, is_rule: bool = False) -> LohanError:
-    """Make the exception for -errno and a message of the store.
+    """Make the exception for an error of a store.
 
     Args:
         code: -errno.
         message: the core's message, with the numbers.
-        is_rule: the error comes from the binding.
+        is_rule: whether the error comes from the binding.
 
     Returns:
-        The exception, not raised.
+        The exception, which the caller raises.
     """
     if -code == errno.EBUSY:
         message = message.replace(
@@ -235,7 +235,7 @@ def reader_error(code: int, message: str, is_rule: bool = False) -> LohanError:
     Args:
         code: -errno.
         message: the core's message, with the numbers.
-        is_rule: the error comes from the binding.
+        is_rule: whether the error comes from the binding.
     """
     if code == -errno.ENOENT:
         return StoreError(errno.ENOENT, f"{message}: pass the directories that store= had")
@@ -243,9 +243,9 @@ def reader_error(code: int, message: str, is_rule: bool = False) -> LohanError:
 
 
 def _is_disk_full(code: int, message: str) -> bool:
-    """Return whether a file system refused a write or sync, not a budget.
+    """Return whether a disk is full, rather than a budget too small.
 
-    Only then does the message contain the system's text for ENOSPC.
+    Only the message of a full disk contains the system's text for ENOSPC.
     """
     return code == -errno.ENOSPC and os.strerror(errno.ENOSPC) in message
 

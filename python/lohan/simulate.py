@@ -1,8 +1,8 @@
 """Simulate a training step on a machine that you need not have: lohan's engine in virtual time.
 
-The simulation runs the same engine as training, but on links and workers that are only rates
-(docs/simulator.md lists what they leave out). Bytes are therefore exact, and times follow from the
-machine's rates.
+The simulation runs the same engine as training, but models links and workers only by their rates
+(docs/simulator.md lists what this leaves out). Numbers of bytes are therefore exact, and times
+follow from the machine's rates.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
 _SECONDS_PER_DAY = 86400
 # The bytes of main memory that AdamW reads and writes per parameter: csrc/sched/update.c.
 _ADAM_BYTES_PER_PARAM = {"bfloat16": 24, "float16": 28, "float32": 24}
-# P16, the residual that makes it an fp32 master, and two moments. They exist in two slots: the
-# committed one and the one being written.
+# The parameter, what is stored in addition for its fp32 master, and two moments. Each of them is in
+# two slots: the committed one and the one being written.
 _STATE_BYTES_PER_PARAM = {"bfloat16": 12, "float16": 14, "float32": 12}
 _SLOT_COUNT = 2
 _TRANSFER_BYTES = 4 << 20
 # The default of lohan.wrap.
 _IO_DEPTH = 16
 _RARELY = 1 << 20
-# The events that are kept for a picture: enough for two steps, since requests are seldom smaller.
+# The number of events to keep for a picture. It is enough for two steps, because requests are
+# seldom smaller than _TRACE_EVENT_BYTES.
 _TRACE_COUNT_LEAST = 1 << 16
 _TRACE_COUNT_MAX = 1 << 24
 _TRACE_EVENT_BYTES = 1 << 20
@@ -59,8 +60,9 @@ class Options:
         commit_every: the number of steps between commits. None: every step commits; with `auto`,
             commits are just rare enough to take half a percent of the time.
         swap_share: the share of the activations inside blocks that are offloaded from the GPU, in
-            the order of falling benefit; the others are recomputed. None: the policy decides.
-        without: the features of `auto` beyond the paper's policy to disable (SWITCHES).
+            the order of decreasing benefit; the rest is recomputed. None: the policy decides.
+        without: the features to disable, of those that `auto` adds to the paper's policy
+            (SWITCHES).
     """
 
     policy: str = "auto"
@@ -88,12 +90,13 @@ class Step:
     """The figures of a step in the steady state, with its share of a commit.
 
     Attributes:
-        step_ns: the time from the step's begin to the begin of the next one.
+        step_ns: the time from the beginning of the step to that of the next one.
         forward_ns, backward_ns: the times of forward and backward, without a commit.
         commit_every: the number of steps between commits.
         commit_ns: the time that a commit adds, once in commit_every steps.
         tokens: the number of tokens in the batch.
-        forward_flop, recompute_flop: the GPU's FLOP; backward's own are twice forward's.
+        forward_flop, recompute_flop: the GPU's FLOP in forward and for recomputation. Backward
+            itself takes twice the FLOP of forward.
         resources: the use of each resource by name: "gpu", "ssd" (all of them), "ssd_bus" (if it
             has a limit), "link_in", "link_out", "cpu".
         ssd_read_bytes, ssd_write_bytes: the bytes that the step reads and writes on all SSDs.
@@ -124,7 +127,7 @@ class Step:
 
     @property
     def tflops(self) -> float:
-        """The TFLOP/s, counted as 3x the forward FLOP: recomputation does not count."""
+        """The TFLOP/s: a step counts as 3x the forward FLOP, without recomputation."""
         return 3 * self.forward_flop / self.step_ns / 1000
 
     @property
@@ -190,7 +193,7 @@ def _core_machine(machine: Machine, placement: Placement) -> dict[str, int]:
 
 
 def _commit_every(raw: dict[str, Any], options: Options) -> int:
-    """Return the number of steps between commits, by the cost of one."""
+    """Return the number of steps between commits; by default, it follows from a commit's cost."""
     if options.commit_every is not None:
         return options.commit_every
     every: int = math.ceil(raw["commit_ns"] / (_COMMIT_SHARE * raw["step_ns"]))
@@ -220,7 +223,7 @@ def _resources(
 
 
 def _capacity_check(model: Model, machine: Machine, per_param: int, others: int = 0) -> None:
-    """Check that the SSDs hold the states in two slots, and `others` bytes besides."""
+    """Check that the SSDs have room for two slots of all states and for `others` bytes."""
     capacity = machine.ssd_count * machine.ssd_bytes
     states = _SLOT_COUNT * per_param * model.param_count
     if machine.ssd_bytes and states + others > capacity:
@@ -242,7 +245,7 @@ def _saved(placement: Placement) -> dict[str, int]:
 
 
 def _is_rare(options: Options) -> bool:
-    """Whether commits are rare by default."""
+    """Return whether commits are rare by default."""
     return options.policy == "auto" and "host_states" not in options.without
 
 
@@ -256,7 +259,7 @@ def _check_options(options: Options) -> None:
 
 
 def _tries(options: Options) -> list[Options]:
-    """Return the variants to simulate: with `auto`, they show which of its features pay off."""
+    """Return the variants to simulate; with `auto`, some of them lack some of its features."""
     found = [options]
     if options.policy != "auto" or options.swap_share is not None:
         return found
@@ -274,8 +277,8 @@ def _run(
     only_checks: bool = False,
     trace_count: int = 0,
 ) -> tuple[Placement, dict[str, Any]]:
-    # Check the smallest states first: without room for them, the plan's error would ask for other
-    # memory instead of SSD space.
+    # First check with the smallest possible states: if the SSDs have no room for them, an error of
+    # place() would suggest more of another memory, instead of SSD space.
     _capacity_check(model, machine, min(_STATE_BYTES_PER_PARAM.values()))
     placement = place(model, machine, options.policy, options.swap_share, options.without)
     per_param = _STATE_BYTES_PER_PARAM[placement.dtype]
@@ -338,10 +341,10 @@ def _fastest(model: Model, machine: Machine, options: Options) -> tuple[Step, Op
 
 
 def simulate(model: Model, machine: Machine, options: Options | None = None) -> Step:
-    """Simulate training in virtual time until its steps repeat, and return the figures of one.
+    """Simulate training in virtual time until its steps repeat, and return the figures of a step.
 
-    With `auto`, three plans are simulated: its own with and without deferred updates, and LoHan's.
-    The fastest step is returned.
+    With `auto`, three plans are simulated: its own with and without deferred updates, and that of
+    policy "lohan". The fastest step is returned.
 
     Args:
         model: the model at one batch size.
@@ -358,7 +361,7 @@ def simulate(model: Model, machine: Machine, options: Options | None = None) -> 
 def simulate_traced(
     model: Model, machine: Machine, options: Options | None = None
 ) -> tuple[Step, Timeline]:
-    """Simulate a step, and return also how busy each resource is over the course of it.
+    """Simulate a step as simulate() does, and also return how busy each resource is over time.
 
     Args:
         model: the model at one batch size.
@@ -414,7 +417,7 @@ def sweep(
 
     Args:
         name: "batch", "seq" or a field of the machine.
-        values: the values of it to simulate.
+        values: the values to simulate.
         load: the model's name, batch and seq.
         machine: the machine, whose other fields stay the same.
         options: the settings of the run.
@@ -432,13 +435,13 @@ def sweep(
 def swap_curve(
     model: Model, machine: Machine, options: Options, count: int
 ) -> list[tuple[float, Step]]:
-    """Simulate steps that swap more and more, from inter-block activations alone to all of them.
+    """Simulate steps with swap shares from 0 (inter-block activations only) to 1 (everything).
 
     Args:
         model: the model at one batch size.
         machine: the machine to simulate.
         options: the settings of the run; swap_share is ignored.
-        count: the number of steps; those that do not fit the machine are left out.
+        count: the number of steps, at least 2; those that do not fit the machine are left out.
 
     Source: LoHan fig. 9b
     """

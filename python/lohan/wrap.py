@@ -69,27 +69,27 @@ def wrap(
     config: Config | None = None,
     **settings: Any,
 ) -> nn.Module:
-    """Train a model whose parameters, master copies and Adam moments are on SSD.
+    """Prepare a model for training with its parameters, master copies and Adam moments on SSD.
 
-    They are in memory only while a block that needs them runs. Results equal those of fp32 AdamW.
+    They are loaded when a block needs them, within host_bytes. Results equal those of fp32 AdamW.
 
     Args:
         model: any module with floating-point parameters on the CPU (trainable ones in fp32, bf16 or
             fp16); or one built in `lohan.empty()`, together with weights=, init= or resume=.
-        store: a directory, or a list with one per disk. None: a temporary store, removed at exit.
+        store: a directory, or a list of one per disk. None: a temporary store, removed at exit.
         resume: True to resume the last committed step, or "step N" (docs/checkpoints.md).
         lr: learning rate of groups that do not set their own. None: 1e-3.
         betas: decay rates of the moments. None: (0.9, 0.999).
         eps: added to the root of the second moment. None: 1e-8.
         weight_decay: decoupled weight decay. None: 1e-2.
         max_grad_norm: clip the norm of all gradients (in fp64) as torch.nn.utils.clip_grad_norm_
-            does; `model.optimizer.grad_norm` is the norm before. Updates then wait for `step()`.
+            does; `model.optimizer.grad_norm` is the unclipped norm. Updates then wait for `step()`.
         params: parameter groups as for torch.optim.AdamW; None: all parameters in one group.
         optimizer: a torch.optim.AdamW or Adam to continue from, instead of lr to params. It is
             emptied; its scheduler keeps working. With resume=, only its groups are used.
         blocks: modules to use as blocks. None: blocks are found by the model's structure.
-        weights: safetensors file or folder with the values; frozen parameters are read from there.
-        init: "model" (the model's own initialisation), or a function of each module to fill.
+        weights: safetensors file or folder with the values; frozen parameters are read in place.
+        init: "model" (the model's own initialisation), or a function called with each module.
         method: "adamw", or "mezo" (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md).
         config: settings that do not change the numbers.
         **settings: fields of Config by name (host_bytes=, io=, commit_every=, ...).
@@ -98,7 +98,7 @@ def wrap(
         The same module, with `model.optimizer` (a torch optimizer) and `model.lohan` (the session).
 
     Raises:
-        ModelError: not a module, no parameters, or an unsupported dtype or layout.
+        ModelError: model is not a module, has no parameters, or an unsupported dtype or layout.
         BudgetError, StoreError: host_bytes is too small; the store cannot be created or opened.
         UnsupportedError: distributed training, or a model that is already compiled or wrapped.
 
@@ -124,7 +124,7 @@ def wrap(
 
 @dataclasses.dataclass
 class _Opening:
-    """What a session is made from, while wrap() is at work."""
+    """The parts of the session that wrap() is opening."""
 
     model: nn.Module
     layout: Layout
@@ -142,12 +142,12 @@ class _Opening:
     def attach(
         self, where: PathLike | Sequence[PathLike] | None, resume: bool, weights: Any, init: Any
     ) -> nn.Module:
-        """Open the session and attach it to the model; on an error or Ctrl-C, close it again."""
+        """Open a session and attach it to the model; on an error or Ctrl-C, close the session."""
         try:
             session = self.open(where, resume, weights, init)
             return _attach(self.model, session, self.optimizer, self)
         except BaseException:
-            if self.session is not None:  # nothing else holds it that could close it
+            if self.session is not None:  # no other object could close it
                 _exit.close_quietly(self.session)
             raise
 
@@ -161,7 +161,7 @@ class _Opening:
         directories = directories_of(where)
         extents = _store.plan_extents(self.layout, self.config.commit_every == "never")
         try:
-            # Done first: a full disk should be noticed before a store has been filled.
+            # Allocate this first: a full disk should be noticed before a store has been filled.
             store_bytes = 0 if resume else extents.nbytes
             self.room = _swap.make_room(self.config, directories, store_bytes)
             if resume:
@@ -208,7 +208,7 @@ class _Opening:
                     self.zeroth.begin(directories, store)
                 self._fill(extents, store, weights, init)
                 is_filled = True
-                _weights.drop(self.layout)  # only now: until here, memory has the only copy
+                _weights.drop(self.layout)  # only now: before _fill(), memory had the only copy
             params = zip(tensors, self.layout.params, strict=True)
             self.optimizer.rebind({id(old): param.tensor for old, param in params})
             self.session = session = self._session(extents, store, directories)
@@ -265,7 +265,7 @@ class _Opening:
         return session
 
     def _compare(self, extents: _store.Extents, store: _core.Store) -> None:
-        """Check that the store is this model's and that files read in place are unchanged."""
+        """Check that the store fits the model, and that files read in place are unchanged."""
         _store.check_same_model(store, self.layout)
         _store.check_slots(store, self.config)
         _store.check_table(store, extents)
@@ -338,7 +338,7 @@ def _remove_attributes(model: nn.Module) -> None:
 
 
 def _attach(model: nn.Module, session: Session, optimizer: Any, opening: _Opening) -> nn.Module:
-    """Attach an open session to the model; on an error, close it, which unlocks its store."""
+    """Attach an open session to the model; on an error, close the session to unlock its store."""
     guard = Guard(model, session, _export.save_pretrained)
     try:
         _put_on(model, session, optimizer, guard)
@@ -378,7 +378,7 @@ def _put_on(model: nn.Module, session: Session, optimizer: Any, guard: Guard) ->
     _exit.sessions.add(session)
     if optimizer.origin is not None:
         _adopt.retire(optimizer.origin, session.layout)
-    # Last, because they belong to the process and stay: a wrap that fails leaves none of them.
+    # Install these last: they affect the whole process and stay. A failed wrap() installs none.
     if _exit.set_handlers():
         register_optimizer_step_pre_hook(_refuse_other_optimizer)
 
@@ -439,9 +439,9 @@ def _say_parents(directories: Sequence[str]) -> None:
 
 
 def _checked_config(config: Config, max_grad_norm: float | None) -> Config:
-    """Check the config, and make updates wait for step() if they need the norm or sums.
+    """Check the config, and make updates wait for step() if they need gradient norms or sums.
 
-    Both are known only after backward.
+    Both are known only after the last backward.
     """
     _settings.check(config)
     is_summed = is_accumulating(config.accumulate)
@@ -468,7 +468,7 @@ def _find(
     """Find the parameters that files provide: those of weights=, or those the store refers to.
 
     Returns:
-        What was found, and the units of that store.
+        What the files provide (None: nothing), and the units of the store to resume (or []).
     """
     place = None if weights is None else Path(os.fspath(weights)).expanduser()
     if resume and store is not None:

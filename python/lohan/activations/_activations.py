@@ -43,17 +43,17 @@ class Owner(Protocol):
 
 
 class Modes(Protocol):
-    """The mode of each layer: what is done with its activations."""
+    """The modes of layers, which determine what is done with their activations."""
 
     def within(self, name: str, module: nn.Module) -> dict[int, tuple[str, str]]:
         """Return the name and the mode of each module of a block, by the module's id."""
 
     def given(self, name: str, mode: str) -> str:
-        """Return the mode of a block's inputs; `mode` is that of the block itself."""
+        """Return the mode of a block's inputs; `mode` is the mode of the block itself."""
 
 
 class _Modes:
-    """The user's modes: the first pattern that matches a layer, or a module around it, is used."""
+    """The user's modes: the first pattern that matches a layer or an enclosing module is used."""
 
     def __init__(self, activations: str | Mapping[str, str]) -> None:
         said = {"*": activations} if isinstance(activations, str) else activations
@@ -76,12 +76,12 @@ class _Modes:
         return {id(layer): (path, self.of(path)) for path, layer in named}
 
     def given(self, name: str, mode: str) -> str:
-        """See Modes: the inputs of a recomputed block are offloaded, if the session swaps."""
+        """See Modes: the inputs of a block that is not kept are offloaded, if the session swaps."""
         return "keep" if mode == "keep" else "swap"
 
 
 def check(activations: Any) -> None:
-    """Reject an invalid value of `activations`.
+    """Reject an invalid value of the setting `activations`.
 
     Raises:
         ModelError: the value is invalid; the message lists the valid ones.
@@ -114,7 +114,7 @@ def check_layers(config: Config, layout: Layout) -> None:
     for scope in layout.scopes:
         if not scope.is_innermost:
             continue
-        assert scope.module is not None  # the hooks are not on yet
+        assert scope.module is not None  # the hooks are not installed yet
         named = modes.within(scope.name, scope.module).values()
         swapped = next((name for name, mode in named if mode == "swap"), None)
         if swapped is not None and not config.swap_bytes:
@@ -133,7 +133,7 @@ _shadows: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Shadow:
-    """A replacement of a module's `forward` from put() to remove()."""
+    """A replacement of a module's `forward`, in effect between put() and remove()."""
 
     def __init__(self, module: nn.Module, forward: Callable[[Any, Any], Any]) -> None:
         self.module = weakref.ref(module)
@@ -155,7 +155,7 @@ class Shadow:
             object.__setattr__(module, "forward", self.shadow)
 
     def remove(self) -> None:
-        """Restore the module's `forward`, unless someone has replaced this one in the meantime."""
+        """Restore the module's `forward`, unless other code has replaced it in the meantime."""
         module = self.module()
         if module is None or module.__dict__.get("forward") is not self.shadow:
             return
@@ -185,12 +185,12 @@ class Given:
 
 
 class Layer:
-    """A module inside a block of several modes.
+    """A module inside a block, with a hook of its own.
 
     Attributes:
         name: the module's name.
-        mode: the mode of what it computes.
-        is_whole: whether neither it nor any module inside it has the mode "recompute".
+        mode: the mode of the tensors that it computes.
+        is_whole: whether neither the module nor any module inside it has the mode "recompute".
     """
 
     def __init__(self, block: Block, name: str, module: nn.Module, mode: str, is_whole: bool):
@@ -202,20 +202,20 @@ class Layer:
         self.plain = self.shadow.plain
 
     def forward(self, args: Any, kwargs: Any) -> Any:
-        """Run in place of the module's own `forward`."""
+        """Run in place of the module's `forward`; call it, in the block's frame if there is one."""
         frame = self.block.frame
         return self.plain(args, kwargs) if frame is None else frame.call(self, args, kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """An innermost scope, for as long as the hooks are on.
+    """An innermost scope of a session whose hooks are installed.
 
     Attributes:
-        name: the name of its module.
+        name: the name of the scope's module.
         module: a weak reference, since the session must not keep the model alive.
         scope: the core's scope of the module's units.
-        params: one parameter of each unit.
+        params: the first parameter of each unit.
         units: the indices of the units.
     """
 
@@ -233,7 +233,7 @@ class Tools:
     Attributes:
         pack: the engine's pack(), which returns a handle or the tensor.
         stay: the hooks that keep saved tensors where they are.
-        saved: the session's own hooks, which offload saved tensors if the session swaps.
+        saved: the hooks that offload saved tensors if the session swaps, and keep them otherwise.
         to_ssd: the hooks that offload saved tensors to SSD even if main memory has room.
         device: the device that computes.
         known: the indices of the session's parameters, by their ids.
@@ -248,22 +248,22 @@ class Tools:
 
 
 class Block:
-    """A block with hooks, from put() to remove().
+    """A block with hooks, which are in effect between put() and remove().
 
     Attributes:
         name: the module's name.
-        mode: the mode of what it computes outside of its layers.
-        given: the owner of its inputs.
+        mode: the mode of the tensors that the block computes outside of its layers.
+        given: the owner of the block's inputs.
         pack: the engine's pack(), which returns a handle or the tensor.
         saved: the session's hooks for saved tensors.
         stay: the hooks that keep saved tensors where they are.
         packers: the function that packs a saved tensor, for each mode.
         device: the device that computes.
         known: the indices of the session's parameters, by their ids.
-        frame: the frame of the forward that runs, for the first or the second time.
+        frame: the frame of the running forward, either the first or the recomputed one, or None.
         make_frame: makes a frame; None means Frame.
-        anchor: a leaf through which saved outputs require a gradient during recomputation.
-        drop_end: the number of tensors that the last forward saved, up to the last dropped one.
+        anchor: a leaf tensor that makes saved outputs require a gradient during recomputation.
+        drop_end: the number of tensors saved in the last forward, up to the last dropped one.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class Block:
         make_frame: Callable[..., Frame] | None = None,
     ) -> None:
         module = place.module()
-        assert module is not None  # its forward is about to run, or it is being wrapped
+        assert module is not None  # the module is being wrapped, or its forward is about to run
         self.name = place.name
         self.mode = modes[id(module)][1]
         self.given = Given(given)
@@ -320,7 +320,7 @@ class Block:
 
     @property
     def way_out(self) -> str:
-        """The setting that keeps the block's activations."""
+        """The setting that keeps the block's activations, for error messages."""
         return f"activations={{{self.name!r}: 'keep', '*': 'recompute'}}"
 
     @contextlib.contextmanager
@@ -332,12 +332,12 @@ class Block:
             self.frame = outer
 
     def forward(self, args: Any, kwargs: Any) -> Any:
-        """Run in place of the module's own `forward`."""
+        """Run in place of the module's `forward`; call it, in a new frame if autograd records."""
         module = self.shadow.module()
         if module is None or not torch.is_grad_enabled() or in_transform():
             return self.shadow.plain(args, kwargs)
         if not self.is_on:
-            # The block is the whole model, and its call looked up this forward before the planner's
+            # The block is the whole model, and torch looked up this forward before the planner's
             # enter() replaced it.
             now: Any = module.__dict__.get("forward")
             is_other = now in _shadows and now is not self.shadow.shadow
@@ -357,7 +357,7 @@ class Block:
         return tensor
 
     def compute(self, frame: Frame, args: Any, kwargs: Any) -> None:
-        """Run the second forward of a frame, in backward, with the block's parameters."""
+        """Run the second forward of a frame, in backward, with the block's parameters in memory."""
         module = self.shadow.module()
         try:
             self.scope.enter(module, args)
@@ -368,7 +368,7 @@ class Block:
 
 
 class Activations:
-    """The blocks of a session, while its hooks are on.
+    """The blocks of a session whose hooks are installed.
 
     Args:
         owner: the session.
@@ -376,7 +376,7 @@ class Activations:
 
     def __init__(self, owner: Owner) -> None:
         config = owner.config
-        # The mode that the session's own hooks implement, so that no block needs hooks for it.
+        # The session's own hooks implement this mode, so that no block needs hooks for it.
         is_planned = config.activations in POLICIES
         self.usual = "keep" if not config.swap_bytes or is_planned else "swap"
         self.modes: Modes | None = None
@@ -394,14 +394,14 @@ class Activations:
         )
 
     def add(self, owner: Owner, scope: Scope, made: _core.Scope) -> None:
-        """Add a scope that contains no other scope."""
-        assert scope.module is not None  # the hooks are not on yet
+        """Add the place of a scope that contains no other scope."""
+        assert scope.module is not None  # the hooks are not installed yet
         params = [owner.layout.units[i].params[0].tensor for i in scope.units]
         place = Place(scope.name, weakref.ref(scope.module), made, params, scope.units)
         self.places.append(place)
 
     def start(self) -> None:
-        """Apply the settings to the scopes that were added, unless a policy plans them later."""
+        """Apply the user's modes to all places, unless a policy plans them later."""
         if self.modes is not None:
             self.put(self.make(self.modes))
 
@@ -426,7 +426,7 @@ class Activations:
         return blocks
 
     def put(self, blocks: list[Block]) -> None:
-        """Replace the current blocks by these; a module may be part of two of them."""
+        """Replace the current blocks by the given ones; a module may belong to several of them."""
         self.remove()
         self.blocks = blocks
         for block in blocks:

@@ -1,4 +1,4 @@
-"""Predict the time of a step: run the engine with this session's sizes in virtual time."""
+"""Prediction of a step's time: the engine runs with the session's sizes in virtual time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 _DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
 # The bytes that an update moves for each parameter, as in lohan.simulate.
 _UPDATE_BYTES = {"float32": 24, "bfloat16": 24, "float16": 28}
-# The most workers of a simulated machine (csrc/py/simulate.c).
+# The maximum number of workers of a simulated machine (csrc/py/simulate.c).
 _WORKERS_MAX = 64
 _SSD_LATENCY_NS = 80_000
 _SSD_SYNC_NS = 200_000
-# The steps between commits, for a session that never commits.
+# The number of steps between commits that stands for "never".
 _NEVER = 1 << 20
 _LINK_LATENCY_NS = 10_000
 
@@ -47,7 +47,7 @@ def _blocks(
             took = layer.forward_flop * NS_PER_S // machine.gpu_flop_per_s
             parts.append((took, 2 * took, saved_pieces(layer, fate, 1)))
         first += len(block.layers)
-        # Backward begins with the recomputation of the block.
+        # Backward of a block begins with its recomputation.
         forward_ns, backward_ns, saved = parts[-1]
         parts[-1] = forward_ns, backward_ns + again_ns[index], saved
         made.append((tuple(sum(own[:i]) for i in used), tuple(parts)))
@@ -62,15 +62,15 @@ def step_s(
     again_ns: Sequence[int],
     window_bytes: int,
 ) -> float:
-    """Return the predicted time of a step in seconds, its share of a commit included.
+    """Return the predicted time of a step in seconds, including its share of a commit.
 
     Args:
         session: a session that computes on an accelerator.
         model: the profiled model.
         machine: the measured machine.
         fates: the fate of each layer of model: "keep", "host", "ssd" or "recompute".
-        again_ns: how long each block's recomputation takes, by the profile.
-        window_bytes: the activations that may be in transit at once.
+        again_ns: the time of each block's recomputation, according to the profile.
+        window_bytes: the bytes of activations that may be in transit at once.
 
     Raises:
         BudgetError: the step does not fit in memory; the message has the numbers.

@@ -1,20 +1,21 @@
-"""One forward of a block that keeps only some of its activations, until its backward.
+"""The forward of a block that keeps only some of its activations, and its recomputation.
 
-[Note: Recomputation] The forward of such a block runs under its own hooks for saved tensors. Each
-tensor that an operation saves belongs to the layer that computed it, and that layer's mode decides
-what happens to it: it is kept, offloaded (_swap.py) or dropped. Parameters are packed as handles,
-as everywhere; the block's inputs are kept or offloaded, and small tensors are kept. When backward
-unpacks the first dropped tensor, the block's forward is recomputed from its inputs. Its hooks only
-collect the tensors that live tickets still need, in the order of the first forward, and stop it
-after the last of them. Autograd differentiates the graph of the first forward; the graph of the
-second one is discarded. The tickets own the frame, so it is freed with the graph, and its contents
-are freed as soon as every ticket has its tensor. The frame holds a handle of each of the block's
-units, so that no update begins while recomputation may need the values of the first forward.
+[Note: Recomputation] The forward of such a block runs under the block's own saved-tensor hooks.
+Each tensor that an operation saves belongs to the layer that computed it, and that layer's mode
+decides whether the tensor is kept, offloaded (_swap.py) or dropped; autograd then holds a ticket in
+its place. Parameters are packed as handles, as in any forward; the block's inputs are kept or
+offloaded, and small tensors are kept. When backward unpacks the first dropped tensor, the block's
+forward is recomputed from its inputs. The hooks of this second forward only collect the tensors
+that live tickets still need, in the order of the first forward, and stop it after the last one.
+Autograd differentiates the graph of the first forward; the graph of the second one is discarded.
+The tickets own the frame, so it is freed with the graph, and its contents are freed as soon as
+every ticket has its tensor. The frame holds a handle of each of the block's units, so that no
+update begins while recomputation may need the values of the first forward.
 
-[Note: Skipped layers] If no module inside a layer drops its activations, but a later operation of
-the block does, the layer's output is saved, too. During recomputation, calling the layer returns
-that output without computing it, unless the layer saved tensors that other layers computed and
-dropped. The random generators continue from the states that they had after the layer.
+[Note: Skipped layers] If a layer and the modules inside it drop no activations, but a later
+operation of the block does, the layer's output is saved, too. During recomputation, calling the
+layer returns that output without computing it, unless the layer saved tensors that other layers
+computed and dropped. The random generators continue from the states that they had after the layer.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Owner(Protocol):
 
 
 class _AllThereError(Exception):
-    """Every dropped tensor has been recomputed, so the rest of the forward is not needed."""
+    """Raised when every dropped tensor is recomputed: the rest of the forward is not needed."""
 
 
 class Dropped:
@@ -78,7 +79,7 @@ class Dropped:
 class _Owned:
     """A storage that was seen in a forward, and the layer that computed it.
 
-    The weak reference keeps the storage's address from being reused while the frame looks it up.
+    The weak reference prevents reuse of the storage's `_cdata`, by which the frame finds this.
     """
 
     __slots__ = ("owner", "reference")
@@ -99,7 +100,7 @@ class _Input:
 
 
 class _Given(torch.autograd.Function):
-    """A function from a saved output to a computed one: no leaf, so it may change in place."""
+    """An identity function: its result is no leaf, so operations may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
@@ -115,10 +116,10 @@ class _Call:
 
     Attributes:
         first: the number of tensors that the block had saved before the call.
-        end: the number that it had saved after the call.
+        end: the number of tensors that the block had saved after the call.
         following: the index of the first call after this one that is not inside it.
         output: the packed output, if recomputation can skip the layer.
-        random: the generators' states after the call, if it drew random numbers.
+        random: the generators' states after the call, if the layer drew random numbers.
     """
 
     __slots__ = ("end", "first", "following", "output", "random")
@@ -139,7 +140,7 @@ def _versions(args: Any, kwargs: Any) -> list[int]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether value consists of tensors and constants only; other objects may be mutable."""
+    """Return whether value has only tensors and constants; other objects may be mutable."""
     items = items_of(value)
     if items is not None:
         return all(map(is_plain, items))
@@ -147,20 +148,20 @@ def is_plain(value: Any) -> bool:
 
 
 class Frame:
-    """One forward of one block, until backward has every tensor that it needs."""
+    """The state of one forward of a block, until backward has every tensor that it needs."""
 
     def __init__(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.block = block
         self.surroundings: Surroundings | None = Surroundings(module, block.device, block.known)
-        self.forms: list[_Form] = []  # of every saved tensor, in order
-        self.tickets: dict[int, weakref.ref[Dropped]] = {}  # of dropped tensors, by index
+        self.forms: list[_Form] = []  # shape and dtype of each saved tensor, in order
+        self.tickets: dict[int, weakref.ref[Dropped]] = {}  # by the tensor's index
         self.wanted: dict[int, Dropped] = {}
-        self.count = 0  # tensors that the second forward has saved
+        self.count = 0  # the number of tensors that the second forward has saved
         self.calls: list[_Call] = []
-        self.call_count = 0  # calls in the second forward
+        self.call_count = 0  # the number of calls in the second forward
         self.is_over = False  # whether the first forward has ended
         self.owned: dict[int, _Owned] = {}
-        self.layer: Owner = block  # the one that runs
+        self.layer: Owner = block  # the running layer, or the block
         self.is_inside = False  # whether a layer whose output may be saved runs
         self.versions = _versions(args, kwargs)
         self.inputs = map_tensors((args, kwargs), lambda tensor: self._take(tensor, block.given))
@@ -201,7 +202,7 @@ class Frame:
         """Run a layer of the block, in the first or in the second forward."""
         hook = self._collect if self.is_over else self.pack
         if not torch.is_grad_enabled() or not is_top_hook(hook):
-            return layer.plain(args, kwargs)  # torch's checkpoint: its own hooks see what it saves
+            return layer.plain(args, kwargs)  # in torch's checkpoint, whose own hooks pack tensors
         if self.is_over:
             return self._call_recomputed(layer, args, kwargs)
         map_tensors((args, kwargs), lambda tensor: self._own(tensor, self.layer))
@@ -256,7 +257,7 @@ class Frame:
     # --- The second forward -----------------------------------------------------------------
 
     def _release(self) -> None:
-        """Free the inputs of recomputation, because nothing is left to recompute."""
+        """Free what recomputation needs, because no dropped tensor is left to recompute."""
         self.surroundings = None
         self.inputs = None
         self.handles.clear()
@@ -306,7 +307,7 @@ class Frame:
         self._release()
 
     def _collect(self, tensor: torch.Tensor) -> None:
-        """Give a tensor that the second forward saves to its ticket, if it has a live one."""
+        """Store a tensor that the second forward saves in its ticket, if that is alive."""
         index = self.count
         self.count += 1
         form = _form_of(tensor)
@@ -332,7 +333,7 @@ class Frame:
             (output,) = map_values(call.output, _Input, self._give_output)
         except LohanError:
             raise
-        except RuntimeError:  # the output was changed in place since, so recompute it
+        except RuntimeError:  # the output has been changed in place, so recompute it
             return layer.plain(args, kwargs)
         self.count, self.call_count = call.end, call.following
         if call.random is not None:

@@ -4,10 +4,11 @@
 some operation saved, and its output if recomputation of the block can skip it. What a module
 computes outside of its children (such as attention in a block whose projections are modules) is a
 layer of its own, which recomputation skips only if it skips the whole module with its children.
-Plans take layers in the order of falling benefit (time per byte). Such a layer is therefore planned
-alone only if its benefit is the lowest within the module, or if it takes next to no time. Otherwise
-it is planned together with the layers inside the module. A layer is also planned together with one
-whose output it saves, if that one alone would come later: neither could be skipped without it.
+Plans take layers in the order of decreasing benefit (time per byte). A module's own layer is
+therefore planned alone only if its benefit is the lowest within the module, or if it takes very
+little time. Otherwise it is planned together with the layers inside the module. A layer is also
+planned together with another layer whose output it saves, if that layer would come later in the
+order: without that output, recomputation could not skip the first layer.
 
 Source: LoHan IV-B, IV-D, eq. 6
 """
@@ -38,7 +39,7 @@ class Item:
 
     Attributes:
         block: the name of the block.
-        names: the modules whose activations these are; empty for the block's inputs.
+        names: the modules that compute the activations; empty for the block's inputs.
     """
 
     block: str
@@ -51,7 +52,7 @@ class Item:
         return modes.layers.get(self.names[0], modes.usual)
 
     def said(self, modes: Assigned) -> Iterator[tuple[str, str]]:
-        """Yield each module's name with the item's mode."""
+        """Return pairs of each module's name and the item's mode."""
         mode = self.mode(modes)
         return ((name, mode) for name in self.names)
 
@@ -67,7 +68,7 @@ class _Sums:
         self.bytes = dict.fromkeys(self.names, 0)
         self.first_call: dict[str, int] = {self.block: -1}
         self.given_bytes = 0
-        self.needs: set[tuple[str, str]] = set()  # (a layer, one whose output it saved)
+        self.needs: set[tuple[str, str]] = set()  # (a layer, another whose output it saved)
         sizes = profile.storages
         for visit in visits:
             for name, ns in zip(visit.names, visit.ns, strict=True):
@@ -92,7 +93,7 @@ class _Sums:
                 self.first_call.setdefault(visit.names[call.layer], index)
 
     def _add_outputs(self, visit: Visit, sizes: list[int]) -> None:
-        """Add the unsaved outputs of leaf layers: a layer can be skipped only with its output."""
+        """Add the unsaved outputs of leaf layers, since skipping a layer requires its output."""
         saved = {storage for storage, _ in visit.saves} | set(visit.inputs)
         for call in visit.calls:
             name = visit.names[call.layer]
@@ -107,7 +108,7 @@ class _Sums:
         return sorted(right, key=lambda n: self.first_call[n])
 
     def benefit(self, names: Sequence[str]) -> float:
-        """Return the time saved per byte kept.
+        """Return the recomputation time that is saved per byte if the given layers are kept.
 
         Source: LoHan eq. 6
         """
@@ -121,7 +122,7 @@ class _Sums:
         own = self.benefit([name])
         every = sum(self.ns[n] for group in inner for n in group) + self.ns[name]
         if self.ns[name] <= _OWN_SHARE * every:
-            return [*inner, (name,)]  # recomputing it needlessly costs little
+            return [*inner, (name,)]  # unnecessary recomputation of this layer costs little
         if all(self.benefit(group) >= own for group in inner if self._has(group)):
             return [*inner, (name,)]
         return [(*(n for group in inner for n in group), name)]
@@ -129,9 +130,9 @@ class _Sums:
     def planned(self) -> list[tuple[str, ...]]:
         """Return the block's groups in the order of their calls, merged where they need each other.
 
-        A layer can be skipped only if the outputs of others that it saved are available, too. A
-        group that computes such an output and has a lower benefit would come later, so the two are
-        merged.
+        A layer can be skipped only if the outputs of other layers that it saved are available, too.
+        If the group that computes such an output has a lower benefit, plans would take it later, so
+        the two groups are merged.
         """
         groups = self.groups(self.block)
         merged = True
@@ -154,11 +155,11 @@ class _Sums:
 
 
 def _even_out(sums: Sequence[_Sums]) -> None:
-    """Give each layer of identical blocks the median of its times in all of them."""
+    """Set the time of each layer to the median over all identical blocks."""
     alike: dict[object, list[_Sums]] = {}
     for block in sums:
         form = tuple((name[len(block.block) :], block.bytes[name]) for name in block.names)
-        if len(form) > 1:  # a single module is too easily confused with an unrelated one
+        if len(form) > 1:  # blocks of one module are too easily confused with others
             alike.setdefault(form, []).append(block)
     for blocks in alike.values():
         for place in range(len(blocks[0].names)):
@@ -172,7 +173,7 @@ def _is_inside(name: str, other: str) -> bool:
 
 
 def describe(profile: Profile, places: Sequence[Place], layout: Layout) -> tuple[Model, list[Item]]:
-    """Return the planner's model of a profile, and the item that each of its layers stands for.
+    """Return the planner's model of a profile, and the item that each of the model's layers is.
 
     Args:
         profile: the profile of a forward.
@@ -180,7 +181,7 @@ def describe(profile: Profile, places: Sequence[Place], layout: Layout) -> tuple
         layout: the model's layout.
 
     Returns:
-        A model whose forward_flop are nanoseconds, and one item per layer, in the same order.
+        A model whose forward_flop values are in nanoseconds, and one item per layer, in order.
     """
     counted: set[int] = set()
     by_name: dict[str, list[Visit]] = {}

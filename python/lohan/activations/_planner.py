@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 FILE_NAME = "profile.json"
 _ROUNDS_FIRST = 2
-# The most plans, and profiles in the file.
+# The maximum number of shapes whose plans and profiles are kept.
 _SHAPE_COUNT_MAX = 64
-# The most forwards that are profiled without the end of a step.
+# The maximum number of forwards that are profiled before a step ends.
 _FORWARD_COUNT_MAX = 256
-# The most forwards for whose activations a plan provides memory at the same time.
+# The maximum number of forwards whose activations a plan assumes to be in memory at once.
 _AT_ONCE_MAX = 8
 NS_PER_S = 1_000_000_000
 # The share of available memory for activations that stay: in main memory if the CPU computes, and
@@ -56,12 +56,12 @@ _HOST_SHARE = 0.8
 _GPU_SHARE = 0.9
 _MODES = {"keep": "keep", "host": "swap", "ssd": "swap", "recompute": "recompute"}
 _LEAVES = ("swap", "ssd")
-# What the core counts as the GPU's working memory, while lohan keeps it in slots of its own.
+# csrc/plan reserves GPU memory for this many blocks' parameters; lohan has separate slots for them.
 _SLOT_BLOCK_COUNT = 2
 _ROUNDING_BYTES = 2 << 20
 # The device needs room for at least this number of activations in transit.
 _ITEMS_ON_THEIR_WAY = 2
-# The planners among whose plans `auto` chooses; /moved: everything that can be offloaded is.
+# The planners among whose plans `auto` chooses; with /moved, the device keeps no activations.
 _AUTO_TRIES = ("auto", "auto/moved", "lohan", "capuchin", "zero")
 
 
@@ -72,14 +72,14 @@ class Plan:
     Attributes:
         policy: the policy that the plan follows.
         layers: "keep", "swap", "ssd" or "recompute", by the layer's name.
-        inputs: the same for blocks' inputs, by the block's name.
+        inputs: the mode of each block's inputs, by the block's name.
         step_s: the predicted time of a step, in seconds.
         bound_by: the resource that is predicted to be busiest.
         kept_bytes: the size of the activations that stay on the device that computes.
         swapped_bytes: the size of the activations that are offloaded.
         recompute_s: the predicted time of recomputation, in seconds.
-        device_bytes: the peak of device memory for parameters, kept activations, those of a block
-            that is being recomputed, gradients and activations in transit together.
+        device_bytes: the predicted peak of device memory, which holds parameters, gradients, and
+            activations that are kept, recomputed for one block, or in transit.
     """
 
     policy: str
@@ -110,8 +110,8 @@ class Made:
     Attributes:
         plan: the plan as it is shown to the user.
         blocks: the blocks to be put on the model.
-        window_bytes: the size of the activations that may be in transit at once.
-        is_foreseen: whether step_s comes from the engine in virtual time, not from the timeline.
+        window_bytes: the bytes of activations that may be in transit at once.
+        is_foreseen: whether running the engine in virtual time, not the timeline, predicted step_s.
     """
 
     plan: Plan
@@ -124,12 +124,12 @@ class Made:
 class _Shape:
     """The state of planning for forwards of one shape."""
 
-    rounds: int  # steps that are yet to be profiled
+    rounds: int  # the number of steps that are yet to be profiled
     profile: Profile | None = None
     made: Made | None = None
-    flop: list[list[int]] = dataclasses.field(default_factory=list)  # of the first round's visits
-    held_up: Profile | None = None  # a suspiciously slow profile, to be checked by another step
-    is_read: bool = False  # the profile is from the file, a cache that may be wrong
+    flop: list[list[int]] = dataclasses.field(default_factory=list)  # by visit, of the first round
+    held_up: Profile | None = None  # a suspiciously slow profile, to be compared with another
+    is_read: bool = False  # whether the profile is from the file, a cache that may be wrong
 
 
 @dataclasses.dataclass
@@ -145,7 +145,7 @@ class Planner:
     """The planner of a session's activations, if its `activations` is a policy.
 
     Args:
-        session: the session, whose hooks are being installed.
+        session: the session, while its hooks are being installed.
         activations: the session's blocks.
     """
 
@@ -154,10 +154,10 @@ class Planner:
         self.activations = activations
         self.policy = str(session.config.activations)
         self.shapes: dict[str, _Shape] = {}
-        self.shape: _Shape | None = None  # of the last forward
+        self.shape: _Shape | None = None  # the shape of the last forward
         self.step = _Step()
-        self.waiting = 0  # forwards that no backward has followed yet
-        self.at_once = 1  # the most of them so far
+        self.waiting = 0  # the number of forwards that no backward has followed yet
+        self.at_once = 1  # the maximum of `waiting` so far
         self.has_profile = False
         self.path = os.path.join(session.directories[0], FILE_NAME)
         self.key = _fingerprint(session, activations)
@@ -176,7 +176,7 @@ class Planner:
         if session._forward_is_alive():
             return
         session.refuse_other_thread("the model")
-        if in_transform():  # what it saves can be neither offloaded nor recomputed
+        if in_transform():  # saved tensors can be neither offloaded nor recomputed
             session.around = session.saving.stay
             self.step.shapes.add(0)  # so that step_end() takes no profile of this step
             return
@@ -185,7 +185,7 @@ class Planner:
         self.step.shapes.add(id(shape))
         if module.training:
             self.waiting = min(self.waiting + 1, _AT_ONCE_MAX)
-            if self.waiting > self.at_once:  # their activations take memory at the same time
+            if self.waiting > self.at_once:  # more activations are in memory at once
                 self.at_once = self.waiting
                 for other in self.shapes.values():
                     other.made = None
@@ -201,7 +201,7 @@ class Planner:
         shape = self.shapes.pop(key, None)
         if shape is None:
             shape = _Shape(1 if self.has_profile else _ROUNDS_FIRST)
-        self.shapes[key] = shape  # in the order of last use: the first one is evicted
+        self.shapes[key] = shape  # in the order of last use; the first is evicted
         if len(self.shapes) > _SHAPE_COUNT_MAX:
             del self.shapes[next(iter(self.shapes))]
         return shape
@@ -224,7 +224,7 @@ class Planner:
 
     def _record(self, session: Session) -> None:
         step, stay = self.step, session.saving.stay
-        if step.forwards >= _FORWARD_COUNT_MAX:  # the program takes no steps
+        if step.forwards >= _FORWARD_COUNT_MAX:  # the program completes no steps, so begin again
             step = self.step = _Step()
         if step.recorder is None:
             step.recorder = Recorder(session.device.torch_device, has_flops=not self.has_profile)
@@ -244,15 +244,15 @@ class Planner:
         self.activations.put(self.activations.make(_conservative(session), recorder.frame))
 
     def backward_end(self) -> None:
-        """Note that a backward ended: it usually frees what all forwards saved."""
+        """Handle the end of a backward, which usually frees the tensors that all forwards saved."""
         self.waiting = 0
 
     def forget(self) -> None:
-        """Discard what was recorded of the open step, which will not be completed."""
+        """Discard the recording of the open step, which will not be completed."""
         self.step, self.waiting = _Step(), 0
 
     def step_end(self, session: Session) -> None:
-        """End a step. If it was recorded, make a profile of it."""
+        """Handle the end of a step. If the step was recorded, make a profile from the recording."""
         step, self.step, self.waiting = self.step, _Step(), 0
         recorder, shape = step.recorder, self.shape
         if recorder is None or shape is None or len(step.shapes) > 1:
@@ -264,7 +264,7 @@ class Planner:
             return
         waits = session.saving.wait_take_ns() + stats.param_wait_ns + stats.gradient_wait_ns
         compute_ns = (stats.wall_ns - waits - recorder.again_ns) // step.forwards
-        if session.device.name == "cuda":  # the waits of its stream are not visible here
+        if session.device.name == "cuda":  # waits in the GPU's stream are not visible
             compute_ns = 3 * sum(ns for visit in visits for ns in visit.ns)
         if compute_ns <= 0:
             return  # the step consisted mostly of waits: profile the next one instead
@@ -290,8 +290,8 @@ class Planner:
     def choose(self, session: Session, profile: Profile, policy: str) -> Made:
         """Make a policy's plan for forwards like the one that was profiled.
 
-        `auto` takes the fastest of several plans. Their step times are predicted by the engine in
-        virtual time, which models more than the timeline that the plans were made with.
+        With an accelerator, `auto` chooses the fastest of several plans. The engine, run in virtual
+        time, predicts their step times; it models more than the timeline that the planners use.
 
         Raises:
             BudgetError: the policy's plan does not fit. `auto` uses the conservative plan instead.
@@ -300,7 +300,7 @@ class Planner:
             modes = self._planned(session, profile, policy, policy)
             return self.choice(session, profile, modes, policy)
         tried: list[Assigned] = []
-        # Without an accelerator there is no virtual time.
+        # Virtual time requires an accelerator; on the CPU, use the plan of the first planner.
         for planner in _AUTO_TRIES[: 1 if session.device.name == "cpu" else None]:
             with contextlib.suppress(BudgetError):
                 modes = self._planned(session, profile, policy, planner)
@@ -310,7 +310,7 @@ class Planner:
         return min(made, key=lambda one: (not one.is_foreseen, one.plan.step_s))
 
     def _planned(self, session: Session, profile: Profile, policy: str, planner: str) -> Assigned:
-        """Return the modes that a planner assigns, with the memory that the policy may use."""
+        """Return the modes that a planner assigns for this session's machine."""
         model, items = describe(profile, self.activations.places, session.layout)
         machine = machine_of(session, profile, model, planner.partition("/")[0])
         try:
@@ -321,7 +321,7 @@ class Planner:
         return assigned(items, plan["layers"], session, policy)
 
     def choice(self, session: Session, profile: Profile, modes: Assigned, policy: str = "") -> Made:
-        """Make a plan from given modes, changed as far as necessary to make it fit."""
+        """Make a plan from given modes, which are changed as far as necessary to fit in memory."""
         model, items = describe(profile, self.activations.places, session.layout)
         machine = machine_of(session, profile, model, "")
         modes, on_its_way = _fit(session, profile, items, modes, self.at_once)
@@ -371,8 +371,8 @@ class Planner:
 
     def _write(self) -> None:
         if not os.path.isdir(os.path.dirname(self.path)):
-            return  # a temporary store
-        read = _profile_file.load(self.path)  # includes the profiles of other machines
+            return  # the store is temporary
+        read = _profile_file.load(self.path)  # includes the profiles of other models and machines
         profiles = {k: s.profile.as_json() for k, s in self.shapes.items() if s.profile is not None}
         read[self.key] = profiles
         _profile_file.save(self.path, read)
@@ -400,16 +400,16 @@ def _conservative(session: Session) -> Assigned:
     return Assigned({}, {}, usual="recompute", usual_input="swap" if leaves else "keep")
 
 
-# --- What a plan is made from -----------------------------------------------------------------
+# --- The inputs of a plan ---------------------------------------------------------------------
 
 
 def _outside_bytes(profile: Profile) -> int:
-    """Return the size of what is saved outside of blocks and held while their backward runs."""
+    """Return the bytes that are saved outside of blocks and held while a block's backward runs."""
     return sum(profile.storages[i] for i, before in profile.outside if before < len(profile.visits))
 
 
 def _room_bytes(session: Session) -> int:
-    """Return the memory of the device that computes, without the parameters' slots."""
+    """Return the bytes of usable memory on the computing device, besides the parameters' slots."""
     device, config = session.device, session.config
     if device.name == "cpu":
         available = int(_core.build_info()["memory_available_bytes"])
@@ -442,7 +442,10 @@ def _outcome(session: Session, profile: Profile, modes: Assigned) -> Outcome:
 def _without(
     items: list[Item], modes: Assigned, count: int, mode: tuple[str, ...], instead: str
 ) -> Assigned:
-    """Change the mode of the first `count` items that have one of these modes."""
+    """Assign the mode `instead` to the first `count` items whose mode is in `mode`.
+
+    Blocks' inputs cannot be recomputed, so they keep their mode if `instead` is "recompute".
+    """
     layers, inputs = dict(modes.layers), dict(modes.inputs)
     for item in [item for item in items if item.mode(modes) in mode][:count]:
         if item.names:
@@ -453,7 +456,7 @@ def _without(
 
 
 def _has_places(session: Session, outcome: Outcome, at_once: int) -> bool:
-    """Whether main memory and SSD have room for everything that is offloaded to each."""
+    """Return whether main memory and SSD have room for all storages that are offloaded."""
     memory, transit, store, most = session.saving.options
     staying = memory - transit if session.device.name != "cpu" else 0
     on_ssd = _swap.room_bytes(store)
@@ -468,11 +471,11 @@ def _has_places(session: Session, outcome: Outcome, at_once: int) -> bool:
 def _fit(
     session: Session, profile: Profile, items: list[Item], planned: Assigned, at_once: int
 ) -> tuple[Assigned, int]:
-    """Change a plan as far as necessary to make it fit, to the byte.
+    """Change a plan as far as necessary to make it fit in memory, to the byte.
 
-    If main memory and SSD are too small for what is offloaded, the first layers of it are
-    recomputed instead. Then, if the device is too full, the first layers that stay there are
-    offloaded, or recomputed if they cannot be.
+    If main memory and SSD are too small, the first offloaded layers are recomputed instead. Then,
+    if device memory is too small, the first kept layers are offloaded, or recomputed if offloading
+    is impossible or not enough. If nothing fits, the conservative plan is used.
 
     Returns:
         The plan, and the device memory that remains for copies in transit, in bytes.
@@ -525,7 +528,7 @@ def assigned(items: list[Item], fates: list[str], session: Session, policy: str)
 
 
 def _states(session: Session, model: Model) -> list[dict[str, bool]]:
-    """Return where each block's states are; those in main memory move no bytes between commits."""
+    """Return which states of each block are in main memory and move no bytes between commits."""
     budget, config = session.budget, session.config
     has_p16 = budget["region_bytes"] >= sum(unit.nbytes for unit in session.layout.units)
     kept, count = budget["kept_chunk_count"], max(budget["chunk_count"], 1)
@@ -547,13 +550,13 @@ def _states(session: Session, model: Model) -> list[dict[str, bool]]:
 
 
 def _fates(model: Model, machine: Machine, items: list[Item], modes: Assigned) -> list[str]:
-    """Return csrc/plan's fates: what is offloaded goes to main memory until that is full."""
+    """Return the items' fates for csrc/plan; offloaded ones go to main memory until it is full."""
     room = machine.host_bytes - buffer_bytes(model)
     fates = []
     for item, layer in zip(items, model.layers, strict=True):
         fate = item.mode(modes)
         if layer.activation_bytes == 0:
-            fate = "keep"  # it has nothing to drop, so it is not recomputed
+            fate = "keep"  # the item has nothing to drop
         if fate == "swap":
             fate = "host" if layer.activation_bytes <= room else "ssd"
             room -= layer.activation_bytes if fate == "host" else 0
@@ -569,10 +572,10 @@ def predicted(session: Session, model: Model, machine: Machine, fates: list[str]
 
 
 def machine_of(session: Session, profile: Profile, model: Model, policy: str) -> Machine:
-    """Return the machine for csrc/plan; a FLOP is a nanosecond of computation in the profile.
+    """Return the machine for csrc/plan, in which one FLOP is one nanosecond of profiled forward.
 
-    `auto` divides main memory between states and activations, so its machine has the memory for
-    states, too.
+    `auto` divides main memory between states and activations, so the machine for `auto` includes
+    the memory for states.
     """
     memory, transit, *_ = session.saving.options
     write, read = ssd_rates(session.directories, session.stats())

@@ -1,8 +1,8 @@
-"""Profiles of a step: what each layer computes, which tensors are saved, and how long it takes.
+"""Profiles of a step: the tensors that each layer computes and saves, and the time it takes.
 
 All blocks are recomputed while a profile is taken. The first forward shows which layer saves which
 storages; both forwards, of which the second one runs with warm caches, show how long the layers
-take. Storages are numbered over the whole forward, so storages that two blocks share are known.
+take. Storages are numbered over the whole forward, so a storage of two blocks has one number.
 
 Source: LoHan IV-B
 """
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from lohan.activations._frame import Owner
 
 FORMAT = 1
-# In place of the layer that computed a saved tensor: GIVEN if the tensor is an input of the block,
-# NOBODY if it is not tracked (a parameter, or something small).
+# Values used in place of the layer that computed a saved tensor: GIVEN if the tensor is an input of
+# the block, NOBODY if the tensor is not tracked (a parameter, or a small tensor).
 GIVEN = -1
 NOBODY = -2
-# Forward and backward of blocks take three times as long as their forward. A step that took more
-# than _HELD_UP times as long was held up, or computes a lot outside of blocks.
+# Forward and backward of blocks together take about three times as long as their forward. A step
+# that took more than _HELD_UP times as long was disturbed, or computes a lot outside of blocks.
 _HELD_UP = 6
 # The limits for values of a profile that is read from a file.
 _BYTES_MAX = 1 << 44
@@ -45,7 +45,7 @@ _FLOP_MAX = 1 << 60
 
 
 def _are_counts(values: Any, least: int, end: int) -> bool:
-    """Whether values is a list of whole numbers from least to below end."""
+    """Return whether values is a list of integers v with least <= v < end."""
     return isinstance(values, list) and all(type(v) is int and least <= v < end for v in values)
 
 
@@ -56,10 +56,10 @@ class Call:
     Attributes:
         layer: the index of the layer's name.
         first: the number of tensors that the block had saved before the call.
-        end: the number that it had saved after the call.
+        end: the number of tensors that the block had saved after the call.
         following: the index of the first call after this one that is not inside it.
         outputs: the storages that the call returned.
-        is_plain: whether it returned only tensors and constants.
+        is_plain: whether the call returned only tensors and constants.
     """
 
     layer: int
@@ -70,7 +70,7 @@ class Call:
     is_plain: bool
 
     def is_valid(self, index: int, visit: Visit, storage_count: int) -> bool:
-        """Whether this is a valid call at that index of the visit."""
+        """Return whether this is a valid call at the given index of the visit."""
         return (
             _are_counts([self.layer], 0, len(visit.names))
             and _are_counts([self.first, self.end], 0, len(visit.saves) + 1)
@@ -91,7 +91,7 @@ class Visit:
         inputs: the storages of its inputs.
         saves: (storage, layer) of each saved tensor, in order; GIVEN or NOBODY instead of a layer.
         calls: the calls of layers, in order.
-        ns: the time of each layer, without the layers inside it.
+        ns: the time of each layer in nanoseconds, without the layers inside it.
         flop: the floating-point operations of each layer, without the layers inside it, as torch
             counts them; zeros if not counted.
     """
@@ -105,7 +105,7 @@ class Visit:
     flop: list[int] = dataclasses.field(default_factory=list)
 
     def is_valid(self, storage_count: int) -> bool:
-        """Whether this is a valid forward of a block in a profile with that number of storages."""
+        """Return whether this is a valid visit in a profile with that number of storages."""
         names, saves, calls = self.names, self.saves, self.calls
         return (
             isinstance(names, list)
@@ -129,8 +129,9 @@ class Profile:
     Attributes:
         storages: the size of each storage in bytes.
         visits: the forwards of blocks, in order.
-        outside: (storage, number of visits before it) of what was saved outside of all blocks.
-        compute_ns: the time of forward and backward, without waits and recomputation.
+        outside: (storage, number of preceding visits) of each tensor saved outside of all blocks.
+        compute_ns: the time of forward and backward, without waits and recomputation; on a GPU, an
+            estimate: three times the time of the blocks' forwards.
     """
 
     storages: list[int]
@@ -139,7 +140,7 @@ class Profile:
     compute_ns: int
 
     def may_be_held_up(self) -> bool:
-        """Whether it took suspiciously long, so that another step should be profiled."""
+        """Return whether the step was suspiciously slow, so that another one should be profiled."""
         return self.compute_ns > _HELD_UP * sum(ns for visit in self.visits for ns in visit.ns)
 
     def as_json(self) -> str:
@@ -148,7 +149,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile | None:
-        """Parse what as_json() returned. Return None if it is invalid or of another version."""
+        """Parse the result of as_json(). Return None if it is invalid or has another format."""
         try:
             read = json.loads(text)
             if read.pop("format", None) != FORMAT:
@@ -166,7 +167,7 @@ class Profile:
         return made if made.is_valid() else None
 
     def is_valid(self) -> bool:
-        """Whether all numbers are in range, and all indices refer to something that exists."""
+        """Return whether all numbers are in range, and all indices refer to existing items."""
         return (
             _are_counts(self.storages, 1, _BYTES_MAX)
             and _are_counts([self.compute_ns], 1, _NS_MAX)
@@ -196,7 +197,7 @@ class _HostClock:
 
 
 class _StreamClock:
-    """The clock for a GPU: marks are events in its stream."""
+    """The clock for a GPU: marks are events in the GPU's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -225,7 +226,7 @@ class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and add its count."""
+        """Run an operation, and add its floating-point operations to the total."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         count = flop_registry.get(func._overloadpacket)
@@ -246,7 +247,7 @@ class _Span:
     flop_end: int = 0
     inner_flop: int = 0
     inner_ns: int = 0
-    is_cut: bool = False  # an exception ended it, as it ends the last one of a recomputation
+    is_cut: bool = False  # whether an exception ended it, as happens at the end of recomputation
 
 
 class Recorder:
@@ -267,20 +268,20 @@ class Recorder:
         self._numbers: dict[int, tuple[object, int]] = {}
 
     def begin_forward(self) -> None:
-        """Begin a forward. Only the step's last one is reported, but all recomputation is timed."""
+        """Begin a forward. Only a step's last forward is reported; all recomputation is timed."""
         self.records = []
         self.storages = []
         self.outside = []
         self._numbers = {}
 
     def outside_only(self) -> list[tuple[int, int]]:
-        """Return what was saved only outside of blocks, and is not an input of a block."""
+        """Return the items of `outside` whose storages no block saved or had as inputs."""
         inside = {i for record in self.records for i, _ in record.visit.saves}
         inside.update(i for record in self.records for i in record.visit.inputs)
         return [(storage, before) for storage, before in self.outside if storage not in inside]
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Return the number of the tensor's storage, which is stable while the storage lives."""
+        """Return the number of the tensor's storage; it does not change while the storage lives."""
         storage = tensor.untyped_storage()
         known = self._numbers.get(storage._cdata)
         if known is None:
@@ -290,7 +291,7 @@ class Recorder:
         return known[1]
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage is large enough to be tracked."""
+        """Return whether the tensor's storage is large enough to be tracked."""
         return has_storage(tensor) and tensor.untyped_storage().nbytes() > SMALL_BYTES
 
     def save_outside(self, tensor: torch.Tensor) -> None:
@@ -299,13 +300,13 @@ class Recorder:
             self.outside.append((self.number(tensor), len(self.records)))
 
     def frame(self, block: Block, module: Any, args: Any, kwargs: Any) -> Frame:
-        """Make the frame of another forward of a block."""
+        """Make the frame for the next forward of a block, and begin a record of that forward."""
         names = [block.name, *(layer.name for layer in block.layers)]
         self.records.append(_Record(Visit(block.name, names)))
         return ProfiledFrame(self, self.records[-1], block, module, args, kwargs)
 
     def counting(self) -> AbstractContextManager[Any]:
-        """Return a context manager that counts FLOP inside it, if has_flops was given."""
+        """Return a context manager in which FLOP are counted, if has_flops was set."""
         return nullcontext() if self.counter is None else self.counter
 
     @property
@@ -314,7 +315,7 @@ class Recorder:
         return 0 if self.counter is None else self.counter.total
 
     def finish(self) -> list[Visit]:
-        """End the step, and add up the time of each layer."""
+        """End the step. Return the visits of its last forward, with the time of each layer."""
         self.clock.settle()
         return [record.finish(self.clock.between) for record in self.records]
 
@@ -350,7 +351,7 @@ class _Record:
 
     def _self_ns(self, spans: list[_Span], between: Callable[[Any, Any], int]) -> list[int]:
         times = [0] * len(self.visit.names)
-        for span in spans:  # inner ones end first
+        for span in spans:  # inner spans end, and are listed, first
             took = between(span.begin, span.end)
             times[span.layer] += took - span.inner_ns
             if span.parent is not None:
@@ -360,7 +361,7 @@ class _Record:
 
 
 class ProfiledFrame(Frame):
-    """A frame that reports what happens in it to a recorder."""
+    """A frame that reports calls, times and saved tensors to a recorder."""
 
     def __init__(
         self,

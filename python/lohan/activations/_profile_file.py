@@ -19,7 +19,7 @@ _FILE_BYTES_MAX = 256 << 20
 def load(path: str) -> dict[str, Any]:
     """Return the profiles of a file by model and machine; an empty dict if the file is invalid.
 
-    The file is a cache: profiles that cannot be read, or are invalid, are taken again.
+    The file is a cache: steps are profiled again if their profiles are missing or invalid.
     """
     try:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -39,7 +39,7 @@ def save(path: str, profiles: dict[str, Any]) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.suppress(OSError):
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)  # left by a process with the same id that died
+            os.unlink(temporary)  # a process that had the same id may have left it
         try:
             with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
                 json.dump(profiles, file)
@@ -50,7 +50,7 @@ def save(path: str, profiles: dict[str, Any]) -> None:
 
 
 def key_of(module: nn.Module, args: Any, kwargs: Any) -> str:
-    """Return a key of what a plan depends on: shapes, dtypes, and which tensors need gradients."""
+    """Return a text of what a plan depends on: mode, shapes, dtypes, needed gradients, autocast."""
     found = ["train" if module.training else "eval"]
 
     def look(value: Any) -> None:

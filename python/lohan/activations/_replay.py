@@ -1,7 +1,7 @@
 """Replay a profiled forward with given modes, to count its memory to the byte.
 
-The rules are those of _frame.py: what is dropped, kept or offloaded, and which layers are skipped
-when a block is recomputed.
+This follows _frame.py in what is dropped, kept or offloaded, and in which layers are skipped when a
+block is recomputed.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Outcome:
     """The memory and time that a choice of modes takes in one forward and its backward.
 
     Attributes:
-        kept_bytes: the activations that stay on the device that computes.
+        kept_bytes: the size of the activations that stay on the device that computes.
         left: (bytes, whether it goes directly to SSD) of each offloaded storage, in order.
         again_ns: the time of recomputation, by the block's name.
-        peak_bytes: the peak of kept and recomputed activations, and of those that recomputation
-            starts from; activations in transit are not included.
+        peak_bytes: the peak size of kept activations, recomputed ones, and those that recomputation
+            begins with; activations in transit are not included.
     """
 
     kept_bytes: int
@@ -69,18 +69,18 @@ class Outcome:
 
 @dataclasses.dataclass
 class _Fates:
-    """The storages of one visit by what happens to them."""
+    """The storages of one visit, in sets by what happens to each storage."""
 
     kept: set[int]
     left: set[int]
     on_ssd: set[int]
     dropped: set[int]
-    given: set[int]  # offloaded, and needed by recomputation: inputs, and skipped layers' outputs
+    given: set[int]  # offloaded ones that recomputation needs: inputs, outputs of skipped layers
     again_ns: int
 
 
 class _Visiting:
-    """One visit with given modes."""
+    """The effects of given modes on one visit."""
 
     def __init__(self, visit: Visit, modes: Assigned) -> None:
         self.visit = visit
@@ -115,7 +115,7 @@ class _Visiting:
                 yield call
 
     def again_ns(self) -> int:
-        """Return the time of recomputation, which ends with the last dropped tensor."""
+        """Return the nanoseconds of recomputation, which ends with the last dropped tensor."""
         if not self.dropped:
             return 0
         left = list(self.visit.ns)
@@ -123,14 +123,14 @@ class _Visiting:
         behind = 0
         for index, call in enumerate(self.visit.calls):
             behind = max(behind, ends.get(id(call), 0))
-            # An operation saves its inputs before it runs, so the last one does not run.
+            # An operation saves its inputs before it runs, so the last layer does not compute.
             is_last = call.first == self.drop_end - 1 and call.following == index + 1
             if index < behind or call.first >= self.drop_end or is_last:
                 left[call.layer] = 0
         return sum(left)
 
     def fates(self, may_leave: Callable[[int], bool]) -> _Fates:
-        """Return what happens to each storage."""
+        """Return the storages in sets by what happens to each of them."""
         made = _Fates(set(), set(), set(), set(), set(), self.again_ns())
 
         def put(storage: int, mode: str) -> None:
@@ -162,7 +162,7 @@ def replay(
     Args:
         profile: the profile of a forward.
         modes: the modes of all layers.
-        may_leave: whether a storage of a given size can be offloaded.
+        may_leave: returns whether a storage of a given size can be offloaded.
     """
     sizes = profile.storages
 

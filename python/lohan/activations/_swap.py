@@ -1,8 +1,8 @@
 """Offloading of activations: saved tensors move to main memory and SSD until backward needs them.
 
 The storage of a saved tensor is offloaded once, however many views of it are saved; small storages
-stay. It is offloaded while forward continues, prefetched in the opposite order during backward, and
-freed with the graph. The engine moves the bytes (csrc/sched/saved.h).
+stay. Storages are offloaded while forward continues, prefetched in the opposite order during
+backward, and freed with the graph. The engine moves the bytes (csrc/sched/saved.h).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 # Smaller storages are not worth moving.
 LEAST_BYTES = 1 << 16
 ITEM_COUNT_MAX = 8192
-# On SSD, each storage begins at a multiple of this (csrc/sched/saved.h).
+# On SSD, each storage begins at a multiple of this many bytes (csrc/sched/saved.h).
 SSD_GRANULE = 1 << 20
 _ALIGN = 1 << 21
 # With an accelerator, swap_bytes / _TRANSIT_SHARE is a staging buffer for activations in transit.
 _TRANSIT_SHARE = 4
 _TRANSIT_LEAST = 64 << 20
-# The defaults for a policy: main memory / _POLICY_SHARE, at most _POLICY_PARAMS times the
-# parameters and at least _POLICY_LEAST; and _POLICY_SSD times as much on SSD, if that is free.
+# The defaults for a policy: main memory / _POLICY_SHARE, but at most _POLICY_PARAMS times the
+# parameters, and nothing if that is below _POLICY_LEAST. On SSD: at most _POLICY_SSD times as much.
 _POLICY_SHARE = 4
 _POLICY_LEAST = 128 << 20
 _POLICY_PARAMS = 8
@@ -48,7 +48,7 @@ _POLICY_SSD = 16
 
 
 def check(config: Config) -> None:
-    """Reject invalid combinations of settings.
+    """Reject invalid combinations of the settings for offloading.
 
     Raises:
         ModelError: a setting is invalid; the message names it and what to change.
@@ -76,7 +76,8 @@ def with_room(config: Config, param_bytes: int) -> Config:
     """Set swap_bytes to a default if a policy plans activations and the user set no sizes.
 
     The default is a quarter of the main memory that lohan may use, but at most eight times the size
-    of the parameters. On SSD, activations get sixteen times as much.
+    of the parameters, and nothing below 128 MiB. On SSD, activations get at most sixteen times as
+    much.
     """
     is_given = config.swap_bytes is not None or config.swap_ssd_bytes is not None
     if config.activations not in POLICIES or is_given:
@@ -89,12 +90,12 @@ def with_room(config: Config, param_bytes: int) -> Config:
 
 
 def host_bytes(config: Config) -> int:
-    """Return the part of the main memory budget that is for activations."""
+    """Return the part of the main memory budget that is for offloaded activations, in bytes."""
     return 0 if not config.swap_bytes else -(-config.swap_bytes // _ALIGN) * _ALIGN
 
 
 def way_out(config: Config, device: Device, nbytes: int) -> str:
-    """Return what to change, for the error of a policy that has too little memory.
+    """Return advice for the error message of a policy that has too little memory.
 
     Args:
         config: the current settings.
@@ -118,7 +119,7 @@ def way_out(config: Config, device: Device, nbytes: int) -> str:
 def options(
     config: Config, device: Device, room: _core.Store | None
 ) -> tuple[int, int, _core.Store | None, int]:
-    """Return what the engine is made with: (memory, transit, room, the most items at once)."""
+    """Return the engine's options: memory and transit bytes, SSD store, maximum number of items."""
     memory = host_bytes(config)
     if memory == 0:
         return 0, 0, None, 0
@@ -129,7 +130,7 @@ def options(
 
 
 def _free_bytes(directories: Sequence[str], store_bytes: int) -> int:
-    """Return how many bytes files of equal size can take in all directories beside a store."""
+    """Return the total size that equally large files in all directories can have with a store."""
     shares: dict[int, int] = {}
     free: dict[int, int] = {}
     for directory in directories:
@@ -144,7 +145,7 @@ def _free_bytes(directories: Sequence[str], store_bytes: int) -> int:
 
 
 def room_bytes(room: _core.Store | None) -> int:
-    """Return the size of the room that make_room() took."""
+    """Return the bytes that make_room() allocated on SSD."""
     return 0 if room is None else int(json.loads(room.describe()["meta"])["bytes"])
 
 
@@ -152,9 +153,12 @@ def make_room(config: Config, directories: Sequence[str], store_bytes: int) -> _
     """Allocate SSD space for activations: unnamed files in the store's directories.
 
     Args:
-        config: swap_bytes and swap_ssd_bytes are used.
+        config: the session's settings.
         directories: the directories of the store, which need not exist.
         store_bytes: the size of a store that is yet to be created; 0 if it exists.
+
+    Returns:
+        A store for activations, or None if the settings or the disks leave no space for one.
 
     Raises:
         StoreError: a disk is full; no file is left behind.
@@ -193,7 +197,7 @@ def make_room(config: Config, directories: Sequence[str], store_bytes: int) -> _
 
 
 class _StorageRef:
-    """A weak reference to a storage: tells whether it was freed, without keeping it alive."""
+    """A weak reference to a storage, which shows whether the storage was freed."""
 
     __slots__ = ("reference",)
 
@@ -201,12 +205,12 @@ class _StorageRef:
         self.reference: Any = reductions.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def is_dead(self) -> bool:
-        """Whether the storage's last tensor is gone."""
+        """Return whether the storage's last tensor was freed."""
         return bool(self.reference.expired())
 
 
 class _Item:
-    """An offloaded storage, until the last saved tensor in it is gone."""
+    """An offloaded storage, which lives until the last saved tensor in it is freed."""
 
     __slots__ = (
         "__weakref__",
@@ -226,19 +230,19 @@ class _Item:
         self.swap = swap
         self.number = number
         self.nbytes = nbytes
-        self.packed = packed  # until the engine has copied its bytes
-        self.before: weakref.ref[_Item] | None = None  # the item that was put before this one
+        self.packed = packed  # None when the engine has copied the bytes
+        self.before: weakref.ref[_Item] | None = None  # the item offloaded before this one
         self.bytes: torch.Tensor | None = None
         self.kept: Any = None  # counts `bytes` as device memory
         self.is_fetched = False
-        self.is_ahead = False  # prefetched, and not used yet
+        self.is_ahead = False  # whether it was prefetched and is not used yet
         self.is_dropped = False
 
     def release(self) -> None:
-        """Free what was saved once its bytes are copied, unless it was changed in the meantime.
+        """Free the saved tensor, whose bytes are copied, unless it was changed in the meantime.
 
-        A changed tensor is kept, so that inner_unpack() raises for it in get(). inner_unpack()
-        cannot be called here, in the middle of an operation that saves another tensor.
+        A changed tensor is kept, so that inner_unpack() in get() raises an error for it.
+        inner_unpack() cannot be called here, during an operation that saves another tensor.
         """
         packed = self.packed.packed if isinstance(self.packed, Kept) else self.packed
         tensor, version = packed if isinstance(packed, tuple) else (packed, 0)
@@ -258,7 +262,7 @@ class _Item:
         self.is_fetched = True
 
     def ahead_end(self) -> None:
-        """Stop counting the storage as prefetched: it is used now, or never will be."""
+        """Stop counting the storage as prefetched, because it is used now or will never be used."""
         if self.is_ahead:
             self.is_ahead = False
             self.swap.ahead_bytes -= self.nbytes
@@ -282,7 +286,7 @@ class _Item:
             self.is_dropped = True
             swap.sweep()
         if self.packed is not None:
-            swap.inner_unpack(self.packed)  # raises if it was changed in place
+            swap.inner_unpack(self.packed)  # raises if the tensor was changed in place
         assert self.bytes is not None
         return self.bytes
 
@@ -297,7 +301,7 @@ class _Item:
 
 
 class _Away:
-    """What autograd holds in place of an offloaded tensor."""
+    """The object that autograd holds in place of an offloaded tensor."""
 
     __slots__ = ("dtype", "item", "offset", "shape", "stride")
 
@@ -315,8 +319,8 @@ class Swap:
     Args:
         engine: the session's engine.
         device: the device that computes.
-        window_bytes: main memory for the tensors that are in transit, in either direction, at once.
-        inner_pack: packs a tensor that stays.
+        window_bytes: the main memory through which tensors pass in either direction.
+        inner_pack: packs a tensor that is not offloaded.
         inner_unpack: unpacks what inner_pack returned.
         meter: the memory meter of an emulated device.
     """
@@ -336,14 +340,14 @@ class Swap:
         self.inner_pack = inner_pack
         self.inner_unpack = inner_unpack
         self.meter = meter
-        # Half of it is for tensors that leave, while the others are in flight to SSD.
+        # Half of the main memory is for tensors being copied there, half for writes to SSD.
         self.window_bytes = window_bytes // 2
         room = device.ceiling_bytes - device.slot_bytes
         self.window_first = room // 4 if device.ceiling_bytes else self.window_bytes
         self.window_set(self.window_first)
         self.pending: collections.deque[_Item] = collections.deque()
         self.pending_bytes = 0
-        self.ahead_bytes = 0  # prefetched, and not used yet
+        self.ahead_bytes = 0  # prefetched but not used yet
         self.wait_ns = 0
         self.last: weakref.ref[_Item] | None = None
         self._known: dict[int, tuple[_StorageRef, int, weakref.ref[_Item]]] = {}
@@ -367,7 +371,7 @@ class Swap:
         return packed if item is None else _Away(item, tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Return the tensor that an operation of backward needs."""
+        """Return the tensor that an operation of backward needs, from what pack() returned."""
         if not isinstance(packed, _Away):
             tensor: torch.Tensor = self.inner_unpack(packed)
             return tensor
@@ -409,11 +413,11 @@ class Swap:
         return item
 
     def window_set(self, nbytes: int) -> None:
-        """Limit the bytes that are in transit, out and back together."""
+        """Limit the bytes in transit: offloads in progress and unused prefetches together."""
         self.window_now = min(nbytes, self.window_bytes)
 
     def wait_take_ns(self) -> int:
-        """Return how long the training thread waited here since the last call."""
+        """Return the nanoseconds that the training thread waited for copies since the last call."""
         taken, self.wait_ns = self.wait_ns, 0
         return taken
 
@@ -425,11 +429,11 @@ class Swap:
             item.release()
 
     def fetch_ahead(self, item: _Item) -> None:
-        """Prefetch what backward will need after item, as far as there is room."""
+        """Prefetch the storages that backward will need after item, as far as memory permits."""
         before = item.before() if item.before is not None else None
         while before is not None:
             if not before.is_fetched:
-                # Recomputation requests out of order, so earlier items may be fetched already.
+                # Recomputation requests items out of order, so some are already fetched.
                 room = self.window_now - self.pending_bytes - self.ahead_bytes
                 if room < before.nbytes:
                     return
@@ -442,15 +446,15 @@ class Swap:
 
 
 class Saving:
-    """The saved-tensor hooks of a session, one pair for each place.
+    """The saved-tensor hooks of a session, one pair for each destination of the tensors.
 
     Attributes:
-        options: (memory, transit, store, most): bytes of activations in main memory, and on their
-            way; the store that takes those for SSD, or None, and the most bytes it takes.
+        options: (memory, transit, store, most): the main memory for activations, and the part for
+            those in transit to SSD, in bytes; the store on SSD, or None; the most items at once.
         meter: counts an emulated device's memory; None for other devices.
         stay: keeps activations where they are.
-        saved: swaps them to main memory, and from there to SSD if memory is full.
-        to_ssd: swaps them to SSD.
+        saved: offloads activations to main memory, or to SSD if main memory is full.
+        to_ssd: offloads activations to SSD. Without swap_bytes, this and `saved` keep them.
     """
 
     def __init__(self, config: Config, device: Device, room: _core.Store | None) -> None:
@@ -459,7 +463,7 @@ class Saving:
         self._swap: Swap | None = None
 
     def start(self, engine: _core.Engine, device: Device) -> None:
-        """Make the hooks, which move bytes through the engine."""
+        """Make the hooks, which use the engine to move bytes."""
         pack, unpack = engine.pack, engine.unpack
         if device.name == "emu":
             self.meter = Meter(device, engine.held_bytes)
@@ -476,19 +480,19 @@ class Saving:
 
     @property
     def window_bytes(self) -> int:
-        """The bytes of activations that may be in transit at the same time."""
+        """The upper limit for window_set(), in bytes; 0 if nothing is offloaded."""
         return 0 if self._swap is None else self._swap.window_bytes
 
     def window_set(self, nbytes: int | None) -> None:
-        """Set window_bytes to at most its initial value; None restores that."""
+        """Limit the bytes of activations in transit; None restores the initial limit."""
         if self._swap is not None:
             self._swap.window_set(self._swap.window_first if nbytes is None else nbytes)
 
     def wait_take_ns(self) -> int:
-        """Return how long the training thread waited for activations since the last call."""
+        """Return the nanoseconds of waits for activations since the last call."""
         return 0 if self._swap is None else self._swap.wait_take_ns()
 
     def close(self) -> None:
-        """Close the store that takes activations; may be called again."""
+        """Close the store for offloaded activations. Further calls have no effect."""
         if self.options[2] is not None:
             self.options[2].close()

@@ -28,7 +28,7 @@ def run(
 
     Args:
         directories: one directory on each SSD.
-        load: model, batch and seq of the predicted step.
+        load: the model, batch and seq of the predicted step.
         words: the other arguments of `_simulate_show.request`.
         save: a TOML file to write the machine to, or None.
         console: where to print; None prints nothing.

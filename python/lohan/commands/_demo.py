@@ -1,4 +1,4 @@
-"""`lohan demo`: the same training twice, with states on SSD and with everything in memory."""
+"""`lohan demo`: run a training twice, once with states on SSD, once with everything in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 REFERENCE_STEPS_MAX = 10
 REFERENCE_SECONDS_MAX = 45.0
-# These steps are not typical: the first one records the order of uses, and has no states to read.
+# The first steps are not typical: step 1 records the order of uses, and has no states to read.
 WARMUP_STEPS = 2
 # Two speeds are comparable if other programs used less than this share of the processor.
 OTHERS_SHARE_MAX = 0.1
@@ -46,7 +46,7 @@ NAMES = {"lohan": "lohan", "reference": "plain torch"}
 
 
 class WorkerError(LohanError, RuntimeError):
-    """A worker of the demo failed; the message has the end of its output."""
+    """A worker of the demo failed; the message contains the end of the worker's output."""
 
 
 @dataclasses.dataclass
@@ -80,7 +80,7 @@ class Result:
 
 
 def _processor_seconds() -> tuple[float, float]:
-    """Return the busy seconds of all processors, and those of our children that have ended.
+    """Return the busy seconds of all processors, and those of this process's ended children.
 
     Time that a hypervisor gave to another machine counts as busy.
     """
@@ -117,13 +117,13 @@ def _ends_with(parent: int) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _worker(kind: str, options: Options, folder: str) -> Iterator[Iterator[dict[str, Any]]]:
-    """Return a context with the events of a worker process, which is killed at its end."""
+    """Start a worker process; return a context with its events, whose end kills the process."""
     environment = {**os.environ, "TMPDIR": folder, "TRANSFORMERS_VERBOSITY": "error"}
     path = [str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
     asked = json.dumps(dataclasses.asdict(options))
     with tempfile.TemporaryFile(dir=folder) as said:
-        # In a new session, so that Ctrl-C reaches only this process, which then ends the worker.
+        # The worker has its own session, so that Ctrl-C reaches only this process, which ends it.
         process = subprocess.Popen(
             [sys.executable, "-m", "lohan.commands._demo_worker", kind, asked],
             stdout=subprocess.PIPE,
@@ -148,14 +148,14 @@ def _worker(kind: str, options: Options, folder: str) -> Iterator[Iterator[dict[
         try:
             yield events()
         finally:
-            process.kill()  # its temporary files are already unlinked and vanish with it
+            process.kill()  # the worker's temporary files are already unlinked
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
 
 
 def _train(kind: str, options: Options, folder: str, console: Console) -> Result:
-    """Run a worker to its end, with a progress bar that shows the cost of a step."""
+    """Run a worker until it ends, with a progress bar that shows each step's loss and speed."""
     result = Result()
     tokens = options.batch * options.sequence
     progress = Progress(
@@ -208,7 +208,7 @@ def _step_words(event: dict[str, Any], tokens: int, is_wide: bool) -> str:
 
 @contextlib.contextmanager
 def _places(store: str | None) -> Iterator[tuple[str, str | None]]:
-    """Return a context with a temporary folder, and the path of the store.
+    """Return a context with a temporary folder, and the path of the store (None: not given).
 
     The folder is removed at the end, the store only after an error.
 
@@ -413,7 +413,7 @@ def _traffic_table(answer: dict[str, Any], links: dict[str, int]) -> Table:
 
 
 def _draw(options: Options, ours: Result, out: Path, console: Console) -> None:
-    """Write the timeline of the last steps; on an error, no file remains."""
+    """Write the timeline of the last two steps; after an error, remove the files."""
     names: list[str] = ours.done["units"]
     spans = _timeline.spans_of(ours.done["events"], names, ours.done["marks"])
     steps = (max(1, len(ours.steps) - 1), len(ours.steps))

@@ -25,7 +25,7 @@ from torch import nn
 
 SEED = 1
 TEXT_BYTES_MAX = 4 << 20
-# The newest events are kept, about seven steps of the demo's model.
+# The number of newest trace events to keep: about seven steps of the demo's model.
 TRACE_EVENTS = 16_384
 TRACED_STEPS = 4
 STEPS_MIN = 4
@@ -59,7 +59,7 @@ class Options:
 
 
 def model_config(options: Options) -> Any:
-    """Return the config of GPT-2 small, or of a tiny GPT-2; no dropout, so that runs compare."""
+    """Return the config of GPT-2 small or a tiny GPT-2, without dropout: runs are comparable."""
     import transformers
 
     sizes: dict[str, Any] = {}
@@ -77,7 +77,7 @@ def model_config(options: Options) -> Any:
 
 
 def initialise(names: dict[int, str], layer_count: int, module: nn.Module) -> None:
-    """Initialise one module like GPT-2; its name is the seed, so the order does not matter."""
+    """Initialise one module like GPT-2. Its name is the seed, so modules may come in any order."""
     generator = torch.Generator().manual_seed(SEED + zlib.crc32(names[id(module)].encode()))
     deviation = 0.02 / (2 * layer_count) ** 0.5 if "c_proj" in names[id(module)] else 0.02
     with torch.no_grad():
@@ -130,7 +130,7 @@ def peak_bytes() -> int:
 
 
 def run_lohan(options: Options, report: Report) -> None:
-    """Train with every state on SSD."""
+    """Train with lohan: parameters and optimizer states are on SSD."""
     import functools
 
     from transformers import GPT2LMHeadModel
@@ -194,7 +194,7 @@ def run_lohan(options: Options, report: Report) -> None:
 
 
 def _collect(session: Any, seen: list[dict[str, Any]]) -> None:
-    """Add the last finished step, if it is new."""
+    """Append the statistics of the last finished step to `seen`, if they are new."""
     stats = session.stats()
     if stats.step == 0 or (seen and seen[-1]["step"] == stats.step):
         return
@@ -255,7 +255,7 @@ def run_reference(options: Options, report: Report) -> None:
 
 def run_baseline(options: Options, report: Report) -> None:
     """Measure what any training needs: the imports, and one block's forward and backward."""
-    from transformers import GPT2LMHeadModel  # noqa: F401  (like the others)
+    from transformers import GPT2LMHeadModel  # noqa: F401  (as in the other workers)
     from transformers.models.gpt2 import modeling_gpt2
 
     import lohan  # noqa: F401
@@ -276,7 +276,7 @@ KINDS = {"lohan": run_lohan, "reference": run_reference, "baseline": run_baselin
 
 
 def _channel() -> IO[str]:
-    """Return stdout, now only for events, and redirect what libraries print to stderr."""
+    """Return a file for events on stdout, and redirect all other output from stdout to stderr."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return channel

@@ -1,4 +1,4 @@
-"""`lohan doctor`: what was built, what works here, and the command that fixes each problem."""
+"""`lohan doctor`: report the build, what works on this machine, and how to fix each problem."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _usual_directory() -> str:
     return os.path.dirname(made)
 
 
-# --- What there is --------------------------------------------------------------------------------
+# --- The parts of the machine ---------------------------------------------------------------------
 
 
 def _look_at_build(found: Diagnosis) -> None:
@@ -177,7 +177,7 @@ def _look_at_gpu(found: Diagnosis) -> None:
     driver = _hardware.driver()
     found.facts["gpu"] = {"links": links, "driver": driver, "torch": torch.cuda.is_available()}
     for link in links:
-        # An idle GPU slows its lanes down, but keeps all of them.
+        # An idle GPU reduces the speed of its lanes, but not their number.
         if link["width_now"] and link["width_max"] and link["width_now"] < link["width_max"]:
             found.complain(
                 f"the GPU at {_hardware.link_words(link)} uses fewer lanes than it supports",

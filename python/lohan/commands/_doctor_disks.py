@@ -1,4 +1,4 @@
-"""`lohan doctor DIR...`: which backends work in a directory, which drives hold it, its speed."""
+"""`lohan doctor DIR...`: check the I/O backends, drives and speed of directories for stores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lohan.commands._diagnosis import Diagnosis
 
 DISK_PROBE_BYTES = 256 << 20
-# The size of a small model's store: not even the demo runs with less.
+# Less space has room for small models only: a store of GPT-2 small, as in the demo, takes 3 GB.
 FREE_BYTES_MIN = 4 << 30
 SLOW_BYTES_PER_S = 400_000_000
 MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
@@ -85,7 +85,7 @@ def _io_fix(backend: str, direct: bool, code: int, directory: str, blocker: str)
 
 
 def _probe_backends(found: Diagnosis, directory: str) -> dict[str, dict[str, str]]:
-    """Try each backend with and without O_DIRECT: an empty string if it works, else the reason."""
+    """Try each backend with and without O_DIRECT; return why it fails, "" if it works."""
     answers: dict[str, dict[str, str]] = {}
     codes: dict[tuple[str, bool], int] = {}
     names = list(found.facts["build"]["backends"])
@@ -144,7 +144,7 @@ def _look_at(found: Diagnosis, directory: str) -> None:
 
 
 def _look_at_disks(found: Diagnosis, facts: dict[str, dict[str, Any]]) -> None:
-    """Check the drives below the directories, and which directories share a drive."""
+    """Check the drives that hold the directories, and report directories on the same drive."""
     users: dict[str, list[str]] = {}
     for directory, told in facts.items():
         for disk in told.get("disks", []):
@@ -173,7 +173,7 @@ def _look_at_disks(found: Diagnosis, facts: dict[str, dict[str, Any]]) -> None:
 def is_narrow(link: dict[str, Any]) -> bool:
     """Return whether a link has fewer or slower lanes than the device supports.
 
-    Only for SSDs: an idle GPU slows its lanes down.
+    This is meaningful only for SSDs: an idle GPU reduces the speed of its lanes.
     """
     pairs = (
         (link["width_now"], link["width_max"]),

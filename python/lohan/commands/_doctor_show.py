@@ -116,7 +116,7 @@ def _show_directory(directory: str, facts: dict[str, Any], console: Console) -> 
         link = f"  {_hardware.link_words(disk['link'])}" if disk["link"] else ""
         console.print(f"  {_plain(disk['name'])} {_plain(disk['model'])}{link}", highlight=False)
     if facts["file_system"] in MEMORY_FILE_SYSTEMS:
-        return  # irrelevant: a store there would save no memory
+        return  # backends are irrelevant: a store in main memory would save no memory
     table = Table(box=None, padding=(0, 2, 0, 2))
     for name in ("I/O backend", "direct (O_DIRECT)", "buffered"):
         table.add_column(name, overflow="fold")

@@ -23,7 +23,7 @@ _STATES = {"float32": (4, 4), "bfloat16": (2, 4, 4), "float16": (4, 4, 4)}
 def _update_bytes(params: list[dict[str, Any]], units: list[dict[str, Any]]) -> int:
     """Return the bytes that an update of all parameters writes.
 
-    It writes the parameters, the residuals that extend them to fp32, and two moments.
+    An update writes the parameters, the residuals that extend parameters to fp32, and two moments.
     """
     total, first = 0, 0
     for unit in units:
@@ -47,7 +47,7 @@ def _moved_bytes(units: list[dict[str, Any]], streams: Sequence[int | None]) -> 
 def _params(meta: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the parameters in a store's metadata.
 
-    "trainable" includes those that zeroth-order training updates.
+    "trainable" is also True for parameters that zeroth-order training updates.
     """
     params = [
         {

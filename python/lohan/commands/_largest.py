@@ -33,15 +33,16 @@ def find(
         family: "gpt", "opt" or "dit".
         machine: the machine; its rates do not matter.
         batch: the number of sequences, or images.
-        seq: the tokens of each sequence.
+        seq: the number of tokens in each sequence.
         policy: the policy that must fit (docs/planning.md).
 
     Returns:
-        The largest model, the next larger one (None after the last) and why that does not fit.
+        The largest model that fits, the next larger one of the family (None if there is none), and
+        the reason why the next one does not fit.
 
     Raises:
         MachineError: the family is unknown.
-        BudgetError: not even the smallest one fits; the message has the numbers.
+        BudgetError: not even the smallest model fits; the message has the numbers.
     """
     families = sorted({name.partition("-")[0] for name in _plan.model_names()})
     if family not in families:

@@ -32,7 +32,7 @@ _RESOURCES = {
     "link_out": "from the GPU",
     "cpu": "CPU's AdamW",
 }
-# The colours of what keeps resources busy.
+# The plot's colour for each use of a resource.
 _COLOURS = {
     "forward": "#4c78a8",
     "backward": "#f58518",
@@ -108,7 +108,7 @@ def _size(nbytes: float) -> str:
 
 
 def show_machine(machine: Machine, console: Console) -> None:
-    """Print what was measured, or is assumed, for a machine."""
+    """Print a machine's rates and sizes, measured or assumed."""
     console.print(
         f"{machine.name}: {machine.gpu_flop_per_s / 1e12:.3g} TFLOP/s, {_size(machine.gpu_bytes)};"
         f" link {_size(machine.link_in_bytes_per_s)}/s in, {_size(machine.link_out_bytes_per_s)}/s"
@@ -192,7 +192,7 @@ def _show_sweep(name: str, answers: list[tuple[int, Step]], console: Console) ->
 
 
 def _draw(draw: Callable[[Any], None], size: tuple[float, float], path: Path) -> None:
-    """Let draw() plot into a new figure of this size, and save the figure."""
+    """Call draw() with a new figure of this size, and save the figure."""
     try:
         import matplotlib
     except ImportError as error:
@@ -246,7 +246,7 @@ def _draw_swaps(
 
 
 def _draw_timeline(timeline: Timeline, figure: Any) -> None:
-    """Draw one row per resource, with the shares of its rate stacked by purpose."""
+    """Draw one row per resource, with the shares of the resource's rate stacked by use."""
     from matplotlib.patches import Patch
 
     rows = figure.subplots(len(timeline.busy), 1, sharex=True)

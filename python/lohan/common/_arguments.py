@@ -1,7 +1,7 @@
 """Type checks of the arguments of `lohan.wrap`, before anything else uses them.
 
 Ranges of settings are checked in session/_settings.py. Without the checks here, a wrong type would
-be a TypeError or AttributeError in a line of code that the caller does not know.
+cause a TypeError or AttributeError in a line of code that the caller does not know.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WRAPPERS = (
 
 
 def keywords_only(call: Callable[P, R]) -> Callable[P, R]:
-    """Make call(model, optimizer), as in other libraries, fail with what to write instead."""
+    """Make call(model, optimizer), as in other libraries, fail and say what to write instead."""
 
     @functools.wraps(call)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -63,7 +63,7 @@ def path_of(name: str, value: Any) -> str:
         value: the argument.
 
     Raises:
-        ModelError: it is not a path, or cannot be the name of a file.
+        ModelError: the value is not a path, or cannot be the name of a file.
     """
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str):
@@ -84,7 +84,7 @@ def directories_of(store: Any) -> list[str]:
         store: a path, or a list or tuple of paths, one per disk.
 
     Raises:
-        ModelError: it is something else, or a name that a directory cannot have.
+        ModelError: store is something else, or a name that a directory cannot have.
     """
     if isinstance(store, str | os.PathLike):
         return [str(Path(path_of("store=", store)).expanduser().absolute())]
@@ -105,7 +105,7 @@ def resume_of(resume: Any) -> tuple[bool, int | None]:
         Whether to resume, and at which step (None: the last).
 
     Raises:
-        ModelError: it is something else, or 0 or 1, which programs also use for False and True.
+        ModelError: resume is something else, or 0 or 1, which may also mean False or True.
     """
     if resume is None or isinstance(resume, bool):
         return bool(resume), None
@@ -148,8 +148,8 @@ def check(
 
     Raises:
         UnsupportedError: another library has divided or replicated the model.
-        ModelError: names the argument, its value, and what is valid.
-        HyperParameterError: the same for lr, betas, eps and weight_decay.
+        ModelError: an argument is invalid; the message names it, its value, and what is valid.
+        HyperParameterError: lr, betas, eps or weight_decay is invalid.
     """
     _check_model(model)
     if store is not None:
@@ -196,7 +196,7 @@ def check_hyper(group: dict[str, Any]) -> None:
     """Reject lr, betas, eps and weight_decay that are not numbers; they may be missing.
 
     Raises:
-        HyperParameterError: names it.
+        HyperParameterError: one of them is not a number; the message names it.
     """
     for name in ("lr", "eps", "weight_decay"):
         value = group.get(name)
@@ -226,7 +226,7 @@ def groups_of(params: Any) -> list[dict[str, Any]]:
         params: parameters, (name, parameter) pairs, or dicts with "params".
 
     Raises:
-        ModelError: names an item that is none of these.
+        ModelError: an item is none of these; the message shows it.
         HyperParameterError: a hyper-parameter of a group is not a number.
     """
     form = "parameters (model.parameters()), or groups like [{'params': [...], 'lr': 1e-4}, ...]"
@@ -268,7 +268,7 @@ def _check_model(model: Any) -> None:
     """Reject models that other libraries have divided or replicated.
 
     Raises:
-        UnsupportedError: names the wrapper, and what to wrap instead.
+        UnsupportedError: the model is such a model; the message says what to wrap instead.
     """
     if not isinstance(model, nn.Module):
         return

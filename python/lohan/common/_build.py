@@ -1,4 +1,4 @@
-"""What this copy of lohan was built with."""
+"""How this copy of lohan was built."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def build_info() -> dict[str, Any]:
     """Describe how this copy of lohan was built, and which kernels this processor runs.
 
     Returns:
-        version; machine (as "x86_64"); backends (those for I/O that were built in, best first:
-        `lohan doctor` checks whether each works here); liburing and libaio ("yes", or why not);
-        compiler; mode; optimizer_kernel and checksum_kernel (the instructions that are used here);
-        store_format.
+        version; machine (such as "x86_64"); backends (the I/O backends that were built in, best
+        first: `lohan doctor` checks whether each works here); liburing and libaio ("yes", or why
+        not); compiler; mode; optimizer_kernel and checksum_kernel (the instructions that are used
+        here); store_format.
     """
     core = _core.build_info()
     lines = (line.partition(": ") for line in str(core["build"]).splitlines())

@@ -1,4 +1,4 @@
-"""Names that survive a power cut: a new file or directory counts once its parent is synced."""
+"""Durable files and directories: a new one survives a power cut once its parent is synced."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def sync_parents(made: list[Path]) -> None:
     """Sync the parents of directories that were just made.
 
     Args:
-        made: the result of missing(), called before they were made.
+        made: the directories, as missing() returned them before they were made.
     """
     for path in made:
         sync(path.parent)
 
 
 def missing(path: Path) -> list[Path]:
-    """Return a path and its parents, as far as they do not exist, innermost first."""
+    """Return those of a path and its parents that do not exist, innermost first."""
     whole = path.absolute()
     return [each for each in (whole, *whole.parents) if not each.exists()]
 

@@ -2,8 +2,8 @@
 
 [Note: SIGTERM in a finalizer]
 Python prints an exception from a `__del__` method or a weak reference's callback, and continues. A
-SIGTERM that arrives there would thus be lost. sys.unraisablehook detects this case, and the handler
-runs again soon after. It cannot raise inside that hook either, and is then delayed once more.
+SIGTERM that arrives in one would thus be lost. sys.unraisablehook detects this case, and the
+handler runs again soon after. If it then runs inside that hook, it is delayed once more.
 
 [Note: Failing programs]
 A program that ends as intended keeps edits of parameters that no step has used yet; one that fails
@@ -113,7 +113,7 @@ class _FailedExit(SystemExit):
     """
 
     def __getattribute__(self, name: str) -> Any:
-        """Return an attribute; notice if Python reads the status in order to end the program."""
+        """Return an attribute; detect whether Python reads the status to end the program."""
         global _has_exited
         if name == "code" and sys._getframe().f_back is None:
             _has_exited = True
@@ -128,7 +128,7 @@ _FailedExit.__name__ = _FailedExit.__qualname__ = "SystemExit"  # in messages
 
 
 def _note_exit(status: Any = None, /) -> NoReturn:
-    # Other threads report their end to threading.excepthook, which ignores SystemExit itself only.
+    # Other threads end through threading.excepthook, which ignores SystemExit, but no subclass.
     is_main = threading.current_thread() is threading.main_thread()
     try:
         _sys_exit(status)
@@ -136,7 +136,7 @@ def _note_exit(status: Any = None, /) -> NoReturn:
         if not is_main or type(error) is not SystemExit or error.code in (None, 0):
             raise
         args = error.args
-    raise _FailedExit(*args)  # not inside the handler, so that it has the context of the call
+    raise _FailedExit(*args)  # outside the except block, so that the caller's context is kept
 
 
 def _note_thread(failure: threading.ExceptHookArgs, /) -> None:
@@ -161,12 +161,12 @@ def _close_all() -> None:
 
 
 def is_terminated() -> bool:
-    """Return whether SIGTERM has arrived; its sender will not wait long."""
+    """Return whether SIGTERM has arrived, after which the process should end soon."""
     return _end is not None
 
 
 def set_handlers() -> bool:
-    """Commit at normal exit and at SIGTERM; Ctrl-C is an exception and reaches the exit.
+    """Install handlers that close all sessions at exit and at SIGTERM, and that record failures.
 
     Returns:
         Whether this was the first call; later calls do nothing.

@@ -1,4 +1,4 @@
-"""The hyper-parameters of AdamW that a parameter group gives, as the engine takes them."""
+"""The hyper-parameters of AdamW in a parameter group, in the form that the engine takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def hyper_of(group: dict[str, Any]) -> Hyper:
     """Return the numbers of one parameter group: (lr, beta1, beta2, eps, weight_decay).
 
     Raises:
-        HyperParameterError: one of them is text; names it.
+        HyperParameterError: one of them is text; the message names it.
     """
     for name in ("lr", "eps", "weight_decay"):
         if isinstance(group[name], str):  # multiplying it, as schedulers do, would fail
@@ -41,7 +41,7 @@ def check_hyper(hyper: Hyper) -> None:
     """Reject values for which AdamW is not defined, as torch.optim.AdamW does.
 
     Raises:
-        HyperParameterError: a value is out of range; the message has both.
+        HyperParameterError: a value is out of range; the message names the value and the limit.
     """
     lr, beta1, beta2, eps, weight_decay = hyper
     if not lr >= 0.0:

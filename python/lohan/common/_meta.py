@@ -1,8 +1,8 @@
 """A store's description (its meta), read and checked in one place: docs/store-format.md, Meta.
 
 The bytes have a checksum, so invalid contents come from another program, another version, or an
-attacker who also wrote the checksum. Callers of of() may rely on every key that is named here: it
-exists, has the right type, and every index in it is valid.
+attacker who also wrote the checksum. Callers of of() may rely on every key that is checked here:
+it exists unless it is optional, its value has the right type, and every index in it is valid.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def of(store: _core.Store) -> dict[str, Any]:
     """Return the description of an open store.
 
     Raises:
-        StoreMismatchError: it is damaged, or from another program or version; names the key.
+        StoreMismatchError: as for parse().
     """
     said = store.describe()
     return parse(said["meta"], said["files"][0][0])
@@ -49,7 +49,8 @@ def parse(text: bytes | str, where: str) -> dict[str, Any]:
         where: the store's first file, for the message.
 
     Raises:
-        StoreMismatchError: it is damaged, or from another program or version; names the key.
+        StoreMismatchError: the description is damaged, or from another program or version; the
+            message names the key.
     """
     try:
         meta = json.loads(text, parse_constant=_refuse_constant)
@@ -112,7 +113,7 @@ def _check(meta: Any) -> None:
     """Reject an invalid description.
 
     Raises:
-        _WrongError: names the key and its value.
+        _WrongError: a key is invalid; the message names the key and its value.
     """
     _need(isinstance(meta, dict), "all of it", meta)
     version = meta.get("lohan")
@@ -289,6 +290,6 @@ def _check_in_place(meta: dict[str, Any]) -> None:
 
 
 def copied_from(store: _core.Store) -> list[list[Any]]:
-    """Return the stores that a store was copied from, with their steps: [uuid, step] each."""
+    """Return [uuid, step] for each store that a store was copied from, oldest first."""
     found: list[list[Any]] = of(store).get("copied_from", [])
     return found

@@ -1,4 +1,4 @@
-"""What a command is doing, for people who wait: on stderr, and only on a terminal."""
+"""Show what a running command is doing: on stderr, and only if it is a terminal."""
 
 from __future__ import annotations
 

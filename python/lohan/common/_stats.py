@@ -1,4 +1,4 @@
-"""What a step cost, and which resource bounded it."""
+"""The times and bytes of a training step, and the resource that limited it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ LINKS = READS + WRITES + COPIES
 
 @dataclasses.dataclass(frozen=True)
 class StepStats:
-    """One step, from its first forward to the end of its writes and commit. Times are in ns.
+    """The figures of one step, from its first forward to the end of its commit. Times are in ns.
 
     Attributes:
         step: the number of the step, from 1.
         wall_ns: the time from the beginning of the forward to `optimizer.step()`.
-        written_ns: the time from then until the writes and the commit were done, which happens
-            during the next forward.
+        written_ns: the time from `optimizer.step()` until the writes and the commit were done,
+            which happens during the next forward.
         bytes: the bytes moved over each link.
-        planned_bytes: the same as planned before the step.
+        planned_bytes: the bytes that were planned for each link before the step.
         replans: how often the order of uses differed from the predicted one.
         param_wait_ns: how long the training thread waited for parameters.
-        gradient_wait_ns: how long it waited because too many gradients were in flight.
+        gradient_wait_ns: how long this thread waited because too many gradients were in flight.
         ssd_busy_ns: how long at least one I/O request was in flight.
         copy_in_ns, copy_out_ns: the time spent on copies to and from an accelerator.
         update_busy_ns: the time that workers spent on the optimizer, summed over `threads`.
         deferred_units: the number of units whose gradients waited for `optimizer.step()`; with
-            schedule "auto", lohan chooses it.
-        bound_by: "compute", "ssd", "optimizer" or "copies": the resource with the least slack.
+            schedule "auto", lohan chooses this number.
+        bound_by: "compute", "ssd", "optimizer" or "copies": the busiest resource.
     """
 
     step: int
@@ -92,7 +92,7 @@ class StepStats:
         return sum(self.bytes[k] for k in WRITES)
 
     def tbw(self, steps: int) -> float:
-        """Return the terabytes that `steps` such steps write; compare it with a drive's rating."""
+        """Return the terabytes that `steps` such steps write, to compare with a drive's rating."""
         return steps * self.written_bytes / 1e12
 
     @property
@@ -112,8 +112,8 @@ class StepStats:
         waits = self.param_wait_ns + self.gradient_wait_ns
         busy = {
             "compute": max(0.0, 1.0 - waits / wall),
-            # Writes that end during the next forward count in place of the previous step's, which
-            # ended during this one.
+            # The step's writes that end during the next forward count here, in place of the
+            # previous step's writes, which ended during this step.
             "ssd": min(1.0, self.ssd_busy_ns / wall),
             "optimizer": min(1.0, self.update_busy_ns / max(self.threads, 1) / wall),
         }

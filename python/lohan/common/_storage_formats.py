@@ -1,15 +1,15 @@
 """The storage formats of parameters, and stochastic rounding into them, in torch alone.
 
 [Note: Kept parameters] Zeroth-order training can store a parameter in fewer bits than it is
-computed with: in files, in main memory and on the link to an accelerator. While it is computed
-with, it has values beside this stored form, and all arithmetic between the two is fp32. The stored
-form changes once per step, when an update is applied and rounded; a move along z changes only the
+computed with: in files, in main memory and on the link to an accelerator. During computation, it
+has separate values beside this stored form, and arithmetic between the two is fp32. The stored form
+changes once per step, when an update is applied and rounded; a move along z changes only the
 values. The base is rounded to the nearest number of the format, ties to even. The result of a step
 is rounded stochastically, with probabilities that keep the mean: a step is smaller than most
 formats can resolve, and rounding to nearest would undo it each time. The random bits are a function
 of seed, step, parameter and element ([Note: Kept formats] in csrc/compute/zo.h), so replaying a
-step gives the same bits. rounded() computes them on any device, from the bits of fp32 numbers held
-in 64-bit integers.
+step gives the same result. rounded() computes it on any device, from the bits of fp32 numbers, as
+64-bit integers.
 
 Source: ZO2 5.5.
 """
@@ -31,7 +31,7 @@ TYPES = {
 NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 _PIECE = 4 << 20  # elements
-_FEW = 1e-3  # the share of weights rounded to 0 that is not reported
+_FEW = 1e-3  # up to this share of weights may be rounded to 0 without a report
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
 
@@ -63,7 +63,7 @@ def format_of(dtype: torch.dtype, storage: str | None) -> str | None:
 
     Args:
         dtype: the parameter's dtype.
-        storage: the format that wrap() was asked for; None for the parameter's own.
+        storage: the storage= argument of wrap(); None: the format of the parameter's dtype.
     """
     name = storage or NAMES[dtype]
     return None if name == "fp32" and dtype == torch.float32 else name
@@ -80,7 +80,7 @@ def is_copied(dtype: torch.dtype, kept: str | None) -> bool:
 
 
 def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round to nearest even. Values that are too large become the format's largest number."""
+    """Convert values to a dtype, to nearest even; too large values become its largest number."""
     if values.dtype == dtype or not (dtype.is_floating_point and values.is_floating_point()):
         return values.to(dtype)
     most = torch.finfo(dtype).max

@@ -39,12 +39,12 @@ Event = tuple[int, int, int, int, int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """An activity from start_ns to end_ns. `row` separates it from overlapping ones of its lane."""
+    """An activity from start_ns to end_ns. Spans of a lane that overlap have different rows."""
 
     lane: str
     row: int
     name: str
-    unit: int  # -1: it belongs to no unit
+    unit: int  # the unit's index; -1: no unit
     step: int
     start_ns: int
     end_ns: int
@@ -98,7 +98,7 @@ def _rows(spans: Iterable[Span]) -> Iterable[Span]:
 
 
 def window(spans: Sequence[Span], first_step: int, last_step: int) -> tuple[int, int]:
-    """Return the begin and the end of the training thread's work for these steps, in ns."""
+    """Return the beginning and end of the training thread's work for these steps, in ns."""
     ours = [s for s in spans if s.lane == TRAINING and first_step <= s.step <= last_step]
     if not ours:
         ours = [s for s in spans if first_step <= s.step <= last_step]
@@ -155,7 +155,7 @@ def write_perfetto(
 _PHASES = {"forward": "#7fb3d5", "backward": "#f5b041", "step": "#58d68d"}
 _WAIT = "#c0392b"
 _PLAIN = "#707b7c"
-# The height of a lane's rows, in inches; a lane with many rows gets thinner ones.
+# The height of a row in each lane, in inches; the rows of a lane with many of them are thinner.
 _ROW_INCHES = {TRAINING: 0.34, WAITS: 0.2, LANE_OF_KIND[5]: 0.2}
 _LANE_INCHES_MAX = 0.95
 
@@ -258,7 +258,7 @@ def _draw_lane(
 
 
 def _draw_legend(figure: Any, unit_names: Sequence[str], height: float) -> None:
-    """Draw the legend: the colours of the blocks, at most 32 of them with a name."""
+    """Draw a legend that names the colours of at most 32 blocks."""
     from matplotlib.patches import Patch
 
     count = len(unit_names)

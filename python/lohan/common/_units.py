@@ -14,7 +14,7 @@ SIZES = {
     **{f"{p}iB": 1024**i for i, p in enumerate(("K", "M", "G", "T", "P"), 1)},
 }
 RATES = {f"{unit}/s": factor for unit, factor in SIZES.items()}
-# What a field is in, by the end of its name, and what else a string may say.
+# The units that are valid for a field, and their factors, by the end of the field's name.
 _UNITS: dict[str, Mapping[str, float]] = {
     "_bytes_per_s": RATES,
     "_flop_per_s": {f"{p}FLOP/s": 1000**i for i, p in enumerate(("", "k", "M", "G", "T", "P"))},

@@ -1,3 +1,3 @@
-"""The version of lohan; pyproject.toml reads it from here."""
+"""The version of lohan, which pyproject.toml reads from this file."""
 
 __version__ = "0.1.0"

@@ -1,18 +1,20 @@
 """Hugging Face's Trainer: `Trainer(..., callbacks=[lohan.TrainerCallback(store=...)])`.
 
 [Note: What a Trainer calls]
-Callbacks are called after the fact, but lohan has to act earlier. So at the end of a Trainer's
-constructor, the callback replaces three methods of that Trainer: `create_optimizer`, whose AdamW
-defines the groups of parameters, and after which the model is wrapped; `_load_from_checkpoint`,
-which now compares the store with the checkpoint instead; and `train`, because the Trainer resolves
-resume_from_checkpoint=True to the last folder, complete or not. Clipping, scaling and schedulers
-are the Trainer's own: updates wait for `step()` (docs/architecture.md, Clipping).
+A Trainer calls its callbacks after it has acted, but lohan has to act earlier. So at the end of a
+Trainer's constructor, the callback replaces three methods of that Trainer: `create_optimizer`, so
+that the model is wrapped with the parameter groups of the Trainer's AdamW; `_load_from_checkpoint`,
+which compares the store with the checkpoint and loads nothing; and `train`, because the Trainer
+resolves resume_from_checkpoint=True to the last folder, even if it is incomplete. Clipping, scaling
+and schedulers remain the Trainer's own: by default, updates wait for `step()`
+(docs/architecture.md, Clipping).
 
 [Note: A checkpoint and its store]
-A checkpoint folder has the scalars (scheduler, generators, position in the data, scaler), weights
-for other tools, and in optimizer.pt which step of which store has the rest. The store commits only
-when the last file of the folder has been written; the Trainer deletes older folders after that.
-Whenever the process dies, one complete folder and the store's last commit have the same step.
+A checkpoint folder contains the small states (scheduler, random generators, position in the data,
+scaler), weights for other tools, and a reference in optimizer.pt: the store and the step that hold
+the rest. The store commits only when the last file of the folder has been written; the Trainer
+deletes older folders after that. Therefore, whenever the process dies, one complete folder is of
+the same step as the store's last commit.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
-# Arguments of lohan.wrap(), and the TrainingArguments that replace them here.
+# Arguments of lohan.wrap() that the callback rejects, and the TrainingArguments to use instead.
 _SAID_BY_ARGS = {
     "lr": "learning_rate",
     "betas": "adam_beta1 and adam_beta2",
@@ -97,7 +99,8 @@ class TrainerCallback(transformers.TrainerCallback):
         """Set the store and the other arguments of lohan.wrap().
 
         Args:
-            store: a directory, or one per disk. None: "lohan" in the Trainer's output_dir.
+            store: a directory, or a list with one directory per disk. None: the directory "lohan"
+                in the Trainer's output_dir.
             config: settings that do not change the numbers.
             **settings: fields of Config by name (host_bytes=, activations=, ...), weights=, init=,
                 blocks=. Without commit_every=, the store commits with the Trainer's checkpoints, or
@@ -147,7 +150,7 @@ class TrainerCallback(transformers.TrainerCallback):
                 "this lohan.TrainerCallback has already trained with another Trainer: create a new"
                 " callback, with a separate store, for each Trainer"
             )
-        if self._trainer is not None:  # it can no longer train: on_train_begin()
+        if self._trainer is not None:  # the earlier Trainer cannot train now: on_train_begin()
             for name in _SHADOWED:
                 self._trainer.__dict__.pop(name, None)
         self._trainer = trainer
@@ -180,16 +183,17 @@ class TrainerCallback(transformers.TrainerCallback):
         state.save_to_json = types.MethodType(save_to_json, state)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Have the scheduler skip a step that overflowed, as it does with torch's own AdamW.
+        """Let the scheduler skip a step that overflowed, as with torch's unfused AdamW.
 
-        Accelerate always calls the step of a fused AdamW, as it does lohan's, and counts it.
+        A GradScaler calls step() of a fused AdamW, and of lohan's optimizer, even after an
+        overflow. Accelerate then counts the step, which is right only in place of a fused AdamW.
         """
         if not (self._is_fused or self._is_zeroth) and self._model is not None:
             skipped = self._model.optimizer.was_skipped  # type: ignore[union-attr]
             self._trainer.optimizer._is_overflow |= skipped
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Commit, unless the Trainer has checkpoints, which commits have to match."""
+        """Commit, unless the Trainer saves checkpoints: commits then have to match checkpoints."""
         assert self.session is not None
         if not _has_checkpoints(args) and self.session.commits_by_hand:
             self.session.commit()
@@ -199,7 +203,7 @@ class TrainerCallback(transformers.TrainerCallback):
     def _train(
         self, plain: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kw: Any
     ) -> Any:
-        """Resolve True to the last checkpoint that is complete and matches the store."""
+        """Call the Trainer's train() after resolving True to the last complete checkpoint."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._last_whole() or True
         try:
@@ -209,7 +213,7 @@ class TrainerCallback(transformers.TrainerCallback):
                 self._model._lohan_guard.only_names = False  # type: ignore[union-attr]
 
     def _last_whole(self) -> str | None:
-        """Return the folder to resume from if the last one is not it, else None."""
+        """Return the folder to resume from; None to let the Trainer choose the last one."""
         found = checkpoints(Path(self._trainer.args.output_dir))
         if not found or (is_finished(found[-1]) and reference_of(found[-1]) is None):
             return None  # the Trainer or _load_from_checkpoint will report the problem
@@ -247,12 +251,12 @@ class TrainerCallback(transformers.TrainerCallback):
         made = plain() if model is None else plain(model)
         if not is_mine:
             made = trainer.optimizer = self._wrap(module, made)
-        # Accelerate and the Trainer look at all parameters before they begin, but not at values.
+        # Before training, Accelerate and the Trainer inspect all parameters, but read no values.
         module._lohan_guard.only_names = trainer.is_in_train
         return made
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
-        """Load nothing, since the store has it all; reject a checkpoint that does not match it."""
+        """Reject a checkpoint that does not match the store; load nothing from a matching one."""
         folder = Path(resume_from_checkpoint)
         asked = reference_of(folder)
         if asked is None and not is_finished(folder):
@@ -268,7 +272,7 @@ class TrainerCallback(transformers.TrainerCallback):
         is_found = asked == found or asked in copied
         if not (is_found or self._can_take_back(asked, found)):
             raise StoreMismatchError(self._mismatch(folder, asked, found))
-        if not is_finished(folder):  # steps of zeroth-order training do not wait for the folder
+        if not is_finished(folder):  # zeroth-order steps are durable before their folder is ready
             raise StoreMismatchError(self._unfinished(folder))
         if not is_found:
             _zo_trainer.take_back(self._directories(), self._config, folder, asked["step"])
@@ -279,10 +283,10 @@ class TrainerCallback(transformers.TrainerCallback):
     def _check_place(self, args: Any) -> None:
         """Check that the Trainer will not upload the store.
 
-        It uploads everything in its output_dir except "_..." and checkpoints.
+        With push_to_hub=True, a Trainer uploads its output_dir except "_..." and checkpoints.
 
         Raises:
-            UnsupportedError: it would upload a directory of the store.
+            UnsupportedError: the Trainer would upload a directory of the store.
         """
         root = Path(args.output_dir).absolute()
         for directory in map(Path, self._directories() if args.push_to_hub else ()):
@@ -298,7 +302,7 @@ class TrainerCallback(transformers.TrainerCallback):
         return directories_of(default if self._store is None else self._store)
 
     def _committed(self) -> list[Reference]:
-        """Return the step and store that can be resumed, then those that the store is a copy of."""
+        """Return the reference of the store, then of the stores that it was copied from."""
         if self.session is not None and not self.session.closed:
             if self.session.has_edits:
                 raise StoreMismatchError(
@@ -354,7 +358,7 @@ class TrainerCallback(transformers.TrainerCallback):
         )
 
     def _fitting(self, folder: Path, found: Reference) -> str | None:
-        """Return the checkpoint beside a folder that has the store's step; None if none has."""
+        """Return a complete checkpoint next to `folder` that matches `found`, or None."""
         finished = filter(is_finished, checkpoints(folder.parent))
         matching = [each for each in finished if reference_of(each) == found]
         return str(matching[-1]) if matching else None
@@ -400,7 +404,7 @@ class TrainerCallback(transformers.TrainerCallback):
         return ours
 
     def _asked(self, made: Any, resumes: bool) -> tuple[Config, dict[str, Any]]:
-        """Translate the arguments and the AdamW that the Trainer made for lohan.wrap()."""
+        """Translate the Trainer's arguments and its AdamW into arguments of lohan.wrap()."""
         args = self._trainer.args
         asked: dict[str, Any] = {}
         if self._config.commit_every == Config().commit_every:
@@ -423,7 +427,7 @@ class TrainerCallback(transformers.TrainerCallback):
         return config, asked
 
     def _is_without_norm(self, args: Any) -> bool:
-        """Return whether updates need not wait for `step()`, which the user has asked for."""
+        """Return whether updates may precede `step()`: the user chose such a schedule."""
         asked = self._settings.get("schedule")
         if asked is None or asked in SCHEDULES_AT_STEP:
             return False
@@ -481,7 +485,7 @@ def _passed_over(unfinished: list[Path], folder: Path) -> str:
 
 
 def _calling_trainer() -> Any:
-    """Find the Trainer that is calling the callback, which is not among its arguments.
+    """Find the Trainer that calls the callback; the callback's arguments do not include it.
 
     Raises:
         UnsupportedError: the caller is not a transformers.Trainer.
@@ -544,8 +548,8 @@ def _check_args(args: Any, trainer: Any) -> None:
 def _most_backwards(args: Any) -> int:
     """Return the largest number of backwards in a step.
 
-    It is the accumulation count, except for data of unknown length: an epoch may then end within a
-    step, and what it left is added to the first step of the next epoch.
+    A step usually has gradient_accumulation_steps backwards. With data of unknown length, an epoch
+    may end within a step, and its unfinished step is merged into the first one of the next epoch.
     """
     return 2 * int(args.gradient_accumulation_steps) - 1
 
@@ -572,7 +576,7 @@ def _schedule_at_step(schedule: str) -> str:
 
 @contextlib.contextmanager
 def _same_generator() -> Iterator[None]:
-    """Leave torch's generator unchanged: a Trainer restores its state once its data are ready."""
+    """Return a context that restores torch's generator: a Trainer itself does so only later."""
     state = torch.get_rng_state()
     try:
         yield
@@ -582,7 +586,7 @@ def _same_generator() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hint_of_trainer() -> Iterator[None]:
-    """Add to an error of wrap() what to do with a Trainer."""
+    """Return a context that adds advice for users of a Trainer to errors of wrap()."""
     try:
         yield
     except StoreError as error:

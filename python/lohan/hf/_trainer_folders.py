@@ -25,7 +25,7 @@ def reference_of(folder: Path) -> Reference | None:
         return None
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # torch passes on any exception of its zip and pickle readers
+    except Exception:  # torch.load() lets any exception of its zip and pickle readers through
         return None  # truncated because the process died while writing, or damaged
     reference = state.get("lohan") if isinstance(state, dict) else None
     return dict(reference) if reference and isinstance(reference, dict) else None

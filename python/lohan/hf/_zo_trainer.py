@@ -2,12 +2,12 @@
 
 [Note: Where a Trainer's step is] A Trainer's loop prepares a batch, computes its loss, runs
 backward, and later calls step(). Zeroth-order training does all of that at once, with two losses of
-the same batch. So the loop and its class's training_step run unchanged, except for three things:
-compute_loss, when training_step calls it, runs zo_step, which calls the Trainer's own compute_loss
-for each of the two losses; backward does nothing; and optimizer.step() does nothing, because the
-step has already been made. When batches are accumulated, all but the last are only collected. The
-last makes the step, whose loss is the sum of the losses that the Trainer would have passed to
-backward.
+the same batch. The loop and the Trainer's training_step still run unchanged, except for three
+things: compute_loss, when training_step calls it, runs zo_step, which calls the Trainer's own
+compute_loss for each of the two losses; backward does nothing; and optimizer.step() does nothing,
+because the step has already been made. When batches are accumulated, all but the last are only
+collected. The last batch makes the step, whose loss is the sum of the losses that the Trainer would
+have passed to backward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lohan import _core
     from lohan.config import Config
 
-# The keywords of lohan.wrap() that only method="mezo" has, or that mean something else there.
+# Keywords of lohan.wrap() that only method="mezo" accepts, or that have another meaning with it.
 KEYWORDS = ("method", "eps", *OF_METHOD)
 
 # TrainingArguments that have no effect on a zeroth-order step, each with the reason.
@@ -49,7 +49,7 @@ _UNUSED = {
 
 
 def is_asked(settings: dict[str, Any]) -> bool:
-    """Return whether the callback's arguments ask for zeroth-order training.
+    """Return whether the callback's arguments request zeroth-order training.
 
     Raises:
         ModelError: the method is unknown, or an argument is only valid with another method.
@@ -95,7 +95,7 @@ def check(args: Any, trainer: Any, optimizers: tuple[str, ...]) -> None:
 
 
 def asked(args: Any, made: torch.optim.Optimizer, *, resumes: bool) -> dict[str, Any]:
-    """Translate the Trainer's arguments and the optimizer that it made for lohan.wrap().
+    """Translate the Trainer's arguments and its optimizer into arguments of lohan.wrap().
 
     A run that is resumed keeps its rule and hyper-parameters, so only the groups are passed.
     """
@@ -116,7 +116,7 @@ def asked(args: Any, made: torch.optim.Optimizer, *, resumes: bool) -> dict[str,
 
 
 def step_of(store: _core.Store) -> int:
-    """Return the last step of a store: that of its commit, or the journal's if it has one."""
+    """Return the last step of a store: the journal's if there is a journal, else the commit's."""
     said = store.describe()
     if _meta.of(store).get("method") is None:
         return int(said["step"])
@@ -157,7 +157,7 @@ def take_back(directories: Sequence[str], config: Config, folder: Path, step: in
 
 
 def way_out(place: str, step: int) -> str:
-    """End the message about a checkpoint that does not match the store, if none beside it does."""
+    """Return the end of the error message if no checkpoint in the folder matches the store."""
     return (
         ": parameters of a later step were written since (write_every=), and these cannot be rolled"
         f" back. lohan.export({place!r}, OUT, dtype='float32') exports the parameters of step"
@@ -190,10 +190,10 @@ class Steps:
         _say_unused(trainer.args)
 
     def begin(self) -> None:
-        """Begin a training: discard what a previous one left of an unfinished step."""
+        """Prepare for a call of train(): discard a step that the previous call left unfinished."""
         self._kept.clear()
         self._is_made = False
-        # With fp16 the loss is scaled to keep gradients from vanishing; there are none here.
+        # With fp16, a scaler keeps gradients from vanishing; zeroth-order steps have no gradients.
         if hasattr(self._trainer.optimizer, "scaler"):
             self._trainer.optimizer.scaler = None
 
@@ -226,7 +226,7 @@ class Steps:
         share = self._share(kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None))
 
         def loss_of() -> float:
-            # compute_loss may remove the labels, so it gets a copy.
+            # compute_loss may remove the labels from its inputs, so pass a copy.
             return float(plain(model, copy.copy(inputs), *args, **kwargs)) / share
 
         self._kept.append(loss_of)
@@ -239,7 +239,7 @@ class Steps:
         return self._loss
 
     def _share(self, num_items: Any) -> int:
-        """Return what the Trainer divides the loss of an accumulated batch by before backward."""
+        """Return the number by which the Trainer divides a batch's loss before backward."""
         trainer = self._trainer
         is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if is_scaled is None:

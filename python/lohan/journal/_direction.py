@@ -1,7 +1,7 @@
 """The direction z of zeroth-order training in torch alone, on any device, with the C core's bits.
 
-csrc/compute/zo.h defines z ([Note: Counters] there). It needs only additions, multiplications and
-conversions, which torch rounds to nearest on every device, and a square root.
+csrc/compute/zo.h defines z ([Note: Counters] in that file). Computing z needs only additions,
+multiplications and conversions, which torch rounds to nearest on every device, and a square root.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
-# The elements of a block: sixteen counters make four words each.
+# The number of elements in a block, and of its counters, each of which makes four words.
 _BLOCK = 64
 _COUNTERS = 16
 _ELEMENTS_MAX = 1 << 50
@@ -44,7 +44,7 @@ class Stream:
         seed: the run's seed, 64 bits.
         param: the parameter's index in the model, 32 bits.
         step: the step, from 0, 32 bits.
-        sample: the direction of a step that has several, from 0, 16 bits.
+        sample: the index of the direction within the step, from 0, 16 bits.
     """
 
     seed: int
@@ -84,7 +84,7 @@ def _product(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def words(stream: Stream, first: int, count: int, device: torch.device | str) -> torch.Tensor:
-    """Return the random words of elements first to first + count, 32 bits each.
+    """Return the random words of `count` elements from `first` on, 32 bits each.
 
     Returns:
         int64, (count,).
@@ -93,7 +93,7 @@ def words(stream: Stream, first: int, count: int, device: torch.device | str) ->
 
 
 def normal(stream: Stream, first: int, count: int, device: torch.device | str) -> torch.Tensor:
-    """Return elements first to first + count of a stream's z.
+    """Return `count` elements of a stream's z, from `first` on.
 
     Returns:
         fp32, (count,).
@@ -110,7 +110,7 @@ def normal(stream: Stream, first: int, count: int, device: torch.device | str) -
 def _words(
     stream: Stream, first: int, count: int, device: torch.device | str
 ) -> list[torch.Tensor]:
-    """Return words 0 to 3 of the counters of all blocks that the elements are in."""
+    """Return words 0 to 3 of the counters of all blocks that contain the elements."""
     if not 0 <= first <= first + count <= _ELEMENTS_MAX:
         raise ValueError(f"elements {first} to {first + count} must be within 0 to 2^50")
     begin = first // _BLOCK
@@ -125,7 +125,7 @@ def _words(
 
 
 def _in_order(of_words: list[torch.Tensor], first: int, count: int) -> torch.Tensor:
-    """Interleave what words 0 to 3 gave into the order of elements."""
+    """Interleave the results of words 0 to 3, and return them in the order of elements."""
     rows = torch.stack(of_words, 1).view(-1, _COUNTERS, 4).transpose(1, 2).reshape(-1)
     skip = first % _BLOCK
     return rows[skip : skip + count]

@@ -34,11 +34,11 @@ from lohan.journal._zeroth import Record, Rule
 
 NAME = "journal.lohan"
 BYTES = 64
-# Magic, format version, seed, eps, directions per step, the store's UUID, index of the generator in
-# _RNGS. The CRC-32C of these bytes follows.
+# The header: magic, format version, seed, eps, directions per step, the store's UUID, index of the
+# generator in _RNGS. The CRC-32C of these bytes follows.
 _HEADER = struct.Struct("<4sIQdI16sI12x")
 _RNGS = ("philox", "torch")
-# Magic, direction, step, (l+ - l-) / (2 eps), lr, weight decay, l+. The CRC-32C follows.
+# A record: magic, direction, step, (l+ - l-) / (2 eps), lr, weight decay, l+. Its CRC-32C follows.
 _RECORD = struct.Struct("<4sIQdddd12x")
 _CRC = struct.Struct("<I")
 _HEADER_MAGIC = b"LHZJ"
@@ -114,8 +114,8 @@ class Journal:
 
         Raises:
             StoreError: the journal does not exist, or cannot be made durable.
-            StoreMismatchError: it belongs to another store, or its format is unknown.
-            ChecksumError: it is damaged.
+            StoreMismatchError: the journal belongs to another store, or its format is unknown.
+            ChecksumError: the journal is damaged.
         """
         path = Path(directory) / NAME
         try:
@@ -227,8 +227,8 @@ def read(directories: Sequence[str], uuid: bytes) -> tuple[Rule, list[Record]]:
 
     Raises:
         StoreError: the journal does not exist or cannot be read.
-        StoreMismatchError: it belongs to another store, or its format is unknown.
-        ChecksumError: it is damaged.
+        StoreMismatchError: the journal belongs to another store, or its format is unknown.
+        ChecksumError: the journal is damaged.
     """
     path = Path(place(directories)) / NAME
     try:
@@ -247,12 +247,12 @@ def read(directories: Sequence[str], uuid: bytes) -> tuple[Rule, list[Record]]:
 
 
 def cut(directories: Sequence[str], uuid: bytes, step: int) -> tuple[int, Path]:
-    """Remove all steps after a step, durably. The journal must not be open anywhere else.
+    """Durably remove all steps but the first ones. The journal must not be open anywhere else.
 
     Args:
         directories: the store's directories.
         uuid: the store's UUID.
-        step: the number of steps to keep.
+        step: the number of steps to keep, from the first one.
 
     Returns:
         The previous number of steps, and the path of a copy of the previous journal. Copies from

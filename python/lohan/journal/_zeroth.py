@@ -31,7 +31,7 @@ class Rule:
 
     Attributes:
         seed: the seed of z, 64 bits.
-        eps: how far the parameters are moved to either side.
+        eps: the scale of the moves along z, to either side.
         samples: the number of directions in a step.
         rng: the generator of z: "philox" (_direction.py) or "torch" (_zo_torch.py).
     """
@@ -133,13 +133,13 @@ def kept_operations(
 ) -> Iterator[Op]:
     """Yield the operations for a parameter with a stored form, for _core.zo_lead.
 
-    See operations() for parameters without one.
+    See operations() for parameters without a stored form.
 
     Args:
         rule: the run's rule.
         records: the records of the run's steps.
         param: the parameter's index in the model.
-        begin: the step before which the stored form is.
+        begin: the number of steps that the stored form includes.
         end: the position that the values are to reach; not among a step's updates.
         decays: whether weight decay applies to the parameter.
 

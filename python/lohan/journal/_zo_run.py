@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lohan.journal._zeroth import Op, Record, Rule
     from lohan.layout._block import Param
 
-# The positions in one pass. The core takes at most 1024 operations.
+# The maximum number of positions in one pass: the core takes at most 1024 operations.
 PASS_POSITIONS = 1000
 
 
@@ -54,7 +54,7 @@ class Run:
             ]
 
     def kept_passes(self, param: Param, begin: int, end: int) -> Iterator[list[Op]]:
-        """Yield the same for a stored form before a step; each pass ends after a step or at end."""
+        """Yield passes from a stored form before step `begin` to position `end`, cut at steps."""
         assert param.stream is not None
         last = self.rule.step_of(end)
         steps = PASS_POSITIONS // (self.rule.samples + 1)
@@ -108,7 +108,7 @@ class Run:
     def led(
         self, param: Param, pieces: Iterable[torch.Tensor], *, is_master: bool = False
     ) -> Iterator[torch.Tensor]:
-        """Yield the current values of a parameter whose base comes in pieces, flat and in order.
+        """Yield the current values of a parameter whose base is given in pieces, flat and in order.
 
         Args:
             param: the parameter.
@@ -139,7 +139,7 @@ class Run:
 
 
 def make(rule: Rule, records: Sequence[Record], base: int, params: Iterable[Param]) -> Run:
-    """Create the run over the parameters of a layout."""
+    """Create a run for the parameters of a layout."""
     directions = None
     if rule.rng == "torch":
         shapes = {p.stream: tuple(p.tensor.shape) for p in params if p.stream is not None}
@@ -168,7 +168,7 @@ def of_store(store: _core.Store, params: Iterable[Param]) -> Run:
 def check_base(directories: Sequence[str], steps: int, store: _core.Store) -> None:
     """Check that the journal contains all steps that the store's parameters include.
 
-    A step is in the journal before any parameter is written that includes it.
+    A step is in the journal before any parameter that includes the step is written.
 
     Raises:
         StoreMismatchError: the journal ends before the step of the store's parameters, so it is an

@@ -1,9 +1,9 @@
-"""z drawn by torch's own generator, in the order of MeZO's code, to compare runs with it.
+"""z drawn by torch's own generator, in the order of MeZO's code, to compare runs with that code.
 
 Each direction seeds a generator with its own number (numpy's randint below 10^9, as in MeZO) and
 draws a normal for each parameter in turn. So a parameter's z depends on all parameters before it.
-To draw it separately, a table holds the generator's state at the beginning of each parameter; the
-table is made by drawing the whole direction once. This is slow and only meant for comparisons.
+A table with the generator's state at the beginning of each parameter makes it possible to draw each
+z separately. It is made by drawing the whole direction once: slow, and only meant for comparisons.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TorchDirections:
         *,
         decays: bool,
     ) -> None:
-        """Apply the operations of operations() in torch to a whole parameter in main memory."""
+        """Apply what operations() would yield to a whole parameter in main memory, with torch."""
         shape = self._shapes[stream]
         count = torch.Size(shape).numel()
         raw = (ctypes.c_float * count).from_address(address)

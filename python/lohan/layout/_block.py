@@ -4,15 +4,15 @@
 ModuleList or Sequential, or one of the remaining parts (embeddings, final norm, head). Every
 block is a scope: its units are resident from its forward pre-hook to its forward hook. A module
 that owns parameters directly and has blocks below it is also a scope; its units are resident while
-its forward runs, during which its blocks are loaded and evicted. A unit holds the parameters of
-one block with one dtype and one requires_grad, one after the other, so that it is one array.
-Parameters that are read in place are in separate units.
+its forward runs, during which its blocks are loaded and evicted. A unit is one array of those
+parameters of one block that have the same dtype and requires_grad, one after the other. Parameters
+that are read in place, and those that zeroth-order training updates, are in separate units.
 
 [Note: Strides] Torch chooses some kernels by a parameter's strides (channels_last convolutions),
 and different kernels round differently. A unit therefore stores the elements of a dense parameter
 in the order in which they were in memory at wrap, and lends them with the same strides; gradients
-and moments are put into that order. Files, and readers that go by shape, have them in the usual
-order. A store records the strides of its parameters, and a resumed run computes with those.
+and moments are put into that order. Files, and code that reads values by shape, have the elements
+in contiguous order. A store records its parameters' strides, and a resumed run computes with them.
 Parameters with gaps, parameters that are read in place and those that zeroth-order training updates
 are made contiguous, and a note is printed once.
 """
@@ -43,11 +43,11 @@ RESIDUAL_BYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Whole blocks of a file; a unit's bytes are its runs, one after the other."""
+    """Consecutive whole blocks of a file. An in-place unit is its runs, one after the other."""
 
     file: int
     file_offset: int
-    offset: int  # in the unit
+    offset: int  # the offset in the unit
     nbytes: int
 
     @property
@@ -58,7 +58,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """A move of a parameter from where it was read to torch's alignment."""
+    """A parameter's move, from where it was read to a place with torch's alignment; in bytes."""
 
     begin: int
     to: int
@@ -67,18 +67,18 @@ class Move:
 
 @dataclasses.dataclass
 class Param:
-    """One parameter; tied parameters are one."""
+    """A parameter of the model; tied parameters count as one."""
 
     name: str
     tensor: nn.Parameter
     unit: int
-    first: int  # its offset in its unit: elements if trainable, otherwise bytes
+    first: int  # the offset in the unit: in elements if trainable, otherwise in bytes
     index: int
-    source: Entry | None = None  # its entry in the files of weights=
-    stream: int | None = None  # its stream's number, if zeroth-order training updates it
-    decays: bool = True  # whether zeroth-order training applies weight decay to it
-    kept: str | None = None  # the storage format of zeroth-order training, if it differs
-    value_first: int = 0  # with `kept`: offset in bytes of the values for computation
+    source: Entry | None = None  # the entry in the files of weights=
+    stream: int | None = None  # the number of its stream of z; None: no zeroth-order updates
+    decays: bool = True  # whether zeroth-order training applies weight decay to the parameter
+    kept: str | None = None  # the format of its stored form; None: no separate stored form
+    value_first: int = 0  # with `kept`: the offset in bytes of the values for computation
     strides: tuple[int, ...] | None = None  # None: contiguous; see [Note: Strides]
 
     @property
@@ -103,7 +103,7 @@ class Param:
 
     @property
     def engine_first(self) -> int:
-        """The offset of the values for computation, as the engine takes it."""
+        """The offset of the values for computation, in the form that the engine takes."""
         return self.first if self.kept is None else self.value_first
 
 
@@ -115,11 +115,11 @@ class Unit:
     dtype: torch.dtype  # the storage dtype
     trainable: bool
     params: list[Param]
-    elements: int = 0  # padded; 0: frozen
+    elements: int = 0  # the number of elements, padded; 0: frozen
     nbytes: int = 0  # size of the parameters in memory and on SSD, padded
     value_bytes: int = 0  # size of separate values for computation, if Param.kept is set
     always: bool = False
-    # Where its bytes are if they are read in place (_in_place.py); empty: in the store.
+    # The sources of the bytes if the unit is read in place (_in_place.py); empty: the store has it.
     runs: list[Run] = dataclasses.field(default_factory=list)
     moves: list[Move] = dataclasses.field(default_factory=list)
 
@@ -135,7 +135,7 @@ class Unit:
 
     @property
     def residual_bytes(self) -> int:
-        """The bytes per element that are stored besides the parameter for an exact master."""
+        """The bytes per element that an exact master takes in addition to the parameter."""
         return RESIDUAL_BYTES[self.dtype] if self.trainable else 0
 
 
@@ -146,7 +146,7 @@ class Scope:
     name: str
     module: nn.Module | None  # None after the hooks are registered
     units: list[int]
-    is_innermost: bool = True  # it contains no other scope
+    is_innermost: bool = True  # whether the scope contains no other scope
 
 
 @dataclasses.dataclass
@@ -189,7 +189,7 @@ def _lists_below(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Finder:
-    """A search of the module tree; it collects (name, module) in `blocks`, as they are defined."""
+    """A search of the module tree that collects (name, module) in `blocks`, in definition order."""
 
     def __init__(self, model: nn.Module, block_bytes_max: int) -> None:
         self.model = model
@@ -236,12 +236,12 @@ class _Finder:
 def find_blocks(
     model: nn.Module, block_bytes_max: int, given: Sequence[nn.Module] | None = None
 ) -> list[tuple[str, nn.Module]]:
-    """Find the blocks of a model by structure.
+    """Find the blocks of a model by its structure.
 
     Args:
         model: the module to be wrapped.
         block_bytes_max: a block with more bytes of parameters is split at its children.
-        given: modules that are blocks whatever their structure.
+        given: modules that are blocks regardless of their structure.
 
     Returns:
         (name, module) of each block, and of each module above blocks that owns parameters.
@@ -277,7 +277,7 @@ def find_blocks(
 
 
 def named(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
-    """Return the modules with these unit names, except those that contain another one."""
+    """Return the modules with these unit names, except modules that contain another of them."""
     modules = dict(model.named_modules())
     around = {name[:at] for name in names for at in range(len(name)) if name[at] == "."}
     return [modules[name] for name in {*names} - around if name in modules]
@@ -341,7 +341,7 @@ def place(unit: Unit) -> None:
 
 
 def place_values(unit: Unit) -> None:
-    """Lay out the values for computation of parameters in a storage format, after the latter."""
+    """Lay out the values for computation after the stored forms, if the parameters have these."""
     if unit.params[0].kept is None:
         return
     at = unit.nbytes

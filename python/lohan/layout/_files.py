@@ -26,16 +26,16 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 # Values of these dtypes can be converted to each other with `to()`. Packed formats of fewer bits
 # need separate scales in addition to the bytes.
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# The limit of the safetensors library.
+# The limit that the safetensors library sets for a header.
 _HEADER_BYTES_MAX = 100_000_000
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-# Parts of names that peft adds around a module; without them, its original name remains.
+# Parts that peft adds to the names of modules; without them, the original names remain.
 _PEFT_ROOT = "base_model.model."
 _PEFT_PARTS = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
-# Older files contain it, but current models compute it.
+# Older files contain this buffer, but current models compute it.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 
 
@@ -58,16 +58,16 @@ class File:
 class Entry:
     """A tensor in a file."""
 
-    file: int  # in Folder.files
-    offset: int  # of its first byte in the file
+    file: int  # the index in Folder.files
+    offset: int  # the offset of the first byte in the file
     nbytes: int
-    dtype: str  # as safetensors names it
+    dtype: str  # the name in safetensors
     shape: tuple[int, ...]
 
 
 @dataclasses.dataclass
 class Folder:
-    """Files of safetensors and the tensors in them.
+    """Safetensors files and the tensors in them.
 
     Attributes:
         files: the files; Entry.file is an index into them.
@@ -109,9 +109,9 @@ def _entry(folder: Folder, begin: int, name: str, entry: dict[str, Any]) -> Entr
 
     Args:
         folder: the folder.
-        begin: where the values begin in the file.
+        begin: the offset in the file at which the bytes of its tensors begin.
         name: the tensor's name.
-        entry: its description in the header.
+        entry: the tensor's description in the header.
     """
     file = folder.files[-1]
     first, end = entry["data_offsets"]
@@ -150,8 +150,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], int, File]:
     """Read the header of a safetensors file.
 
     Returns:
-        Its tensors, the offset of their bytes, and the file. All are from one open file, even if it
-        is renamed or replaced meanwhile.
+        The tensors' descriptions by name, the offset of their bytes, and what identifies the file.
+        All are from one open file, even if it is renamed or replaced meanwhile.
 
     Raises:
         StoreError: the file is missing, is not safetensors, or was truncated.
@@ -273,7 +273,7 @@ def _beside(index: Path, name: str, file: Any) -> Path:
     """Return the file of a tensor, which must be in the index's folder or below.
 
     Raises:
-        StoreError: it is outside, or is not a valid file name.
+        StoreError: the file is outside that folder, or its name is not valid.
     """
     if not isinstance(file, str):
         raise TypeError(f"{name!r} is in {file!r}")
@@ -296,7 +296,7 @@ def _pickle_message(place: Path, name: str) -> str:
 
 
 def _prefixes(model: nn.Module) -> list[str]:
-    """Return `base_model_prefix` of the outermost Hugging Face model: "model", ..."""
+    """Return the outermost Hugging Face model's `base_model_prefix` with a dot, or no prefix."""
     for module in model.modules():
         prefix = getattr(module, "base_model_prefix", None)
         if isinstance(prefix, str) and prefix:
@@ -310,7 +310,7 @@ def _candidates(name: str, prefixes: list[str]) -> Iterator[str]:
     plain = _PEFT_PARTS.sub("", name.removeprefix(_PEFT_ROOT))
     if plain != name:
         yield plain
-    # As from_pretrained does when a head was added to a bare model, or removed.
+    # from_pretrained also tries this, for a head that was added to a bare model or removed.
     for prefix in prefixes:
         yield plain.removeprefix(prefix) if plain.startswith(prefix) else prefix + plain
 
@@ -344,7 +344,7 @@ def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
 
 
 def match_buffers(model: nn.Module, folder: Folder) -> list[tuple[torch.Tensor, Entry]]:
-    """Return the persistent buffers that the files have: running means, a router's biases, ...
+    """Return the persistent buffers that the files have (running means, ...), with their entries.
 
     Raises:
         ModelError: as for match().
@@ -360,7 +360,7 @@ def match_buffers(model: nn.Module, folder: Folder) -> list[tuple[torch.Tensor, 
 
 
 def unused(model: nn.Module, folder: Folder) -> list[str]:
-    """Return the files' tensors that the model does not use, except those that it ignores."""
+    """Return the names of the files' tensors that the model neither uses nor ignores."""
     prefixes = _prefixes(model)
     names = list(itertools.chain(*all_names(model).values()))
     names += [name for name, _ in model.named_buffers(remove_duplicate=False)]

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from lohan.layout._block import Layout, Param, Unit
 
 BLOCK = _core.BLOCK_BYTES
-# A run may span this many bytes that no parameter of the unit uses: reading them costs less than
-# another request.
+# Two parameters share a run if at most this many bytes lie between them: reading these bytes costs
+# less than another request.
 _GAP_BYTES = 4 * BLOCK
 _NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 _SCAN_BYTES = 4 * _core.CHECKSUM_BYTES
@@ -43,7 +43,7 @@ _SCAN_THREADS = 4
 
 
 def place(params: Sequence[Param]) -> tuple[list[Run], list[Move]]:
-    """Lay out an in-place unit: set each `first`, in bytes; return runs and moves in order."""
+    """Set `first` of each parameter of an in-place unit; return the unit's runs and moves."""
     runs: list[Run] = []
     moves: list[Move] = []
     for param in sorted(params, key=_order):
@@ -56,7 +56,7 @@ def place(params: Sequence[Param]) -> tuple[list[Run], list[Move]]:
         if last is not None and last.file == entry.file:
             begin = last.offset + entry.offset - last.file_offset
             is_near = first_block <= last.file_offset + last.nbytes + _GAP_BYTES
-            # The target must not overlap the previous parameter's, which may move by less.
+            # The target must not overlap that of the previous parameter, which may move by less.
             goes_on = is_near and begin - shift >= moves[-1].to + moves[-1].nbytes
         if last is not None and goes_on:
             nbytes = max(last.nbytes, end - last.file_offset)
@@ -81,9 +81,10 @@ def _order(param: Param) -> tuple[int, int]:
 
 
 def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
-    """Return the ids of the frozen parameters that can be read in place: those of the same dtype.
+    """Return the ids of the frozen parameters that can be read in place.
 
-    Prints a line to stderr for those that cannot, with the reason.
+    They have the same dtype in the files as in the model. For all other frozen parameters, one line
+    per reason is printed to stderr.
     """
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and p.numel() > 0]
     if not frozen:
@@ -121,7 +122,7 @@ class InPlace:
 
     Attributes:
         files: the files; Run.file is an index into them.
-        checksums: the checksums of each in-place unit, by its index: u32 each, as bytes.
+        checksums: the checksums of each in-place unit, by unit index: u32 values, as bytes.
     """
 
     def __init__(self, files: Sequence[File]) -> None:
@@ -132,10 +133,10 @@ class InPlace:
     # --- Opening ------------------------------------------------------------------------------
 
     def open(self, config: Config) -> None:
-        """Open every file for direct reads, or buffered if its file system does not support that.
+        """Open every file for direct reads, or for buffered reads if direct ones are unsupported.
 
         Raises:
-            StoreError: a file cannot be opened, or only buffered when the config forbids that.
+            StoreError: a file cannot be opened, or needs buffered reads, which the config forbids.
         """
         buffered = []
         for file in self.files:
@@ -157,7 +158,7 @@ class InPlace:
         )
 
     def close(self) -> None:
-        """Close the files; no engine may still read them. Idempotent."""
+        """Close the files, which no engine may use any more. Idempotent."""
         fds, self._fds = self._fds, []
         for fd, _ in fds:
             os.close(fd)
@@ -220,7 +221,7 @@ class InPlace:
     def differences(
         self, layout: Layout, progress: Callable[[int], None]
     ) -> list[tuple[str, Path, int]]:
-        """Return (parameter, file, offset) of each 1 MiB that has changed, by reading every run."""
+        """Read every run, and return (parameter, file, offset) of each changed piece of 1 MiB."""
         if not _units(layout):
             return []
         found = self.scan(layout, progress)
@@ -240,7 +241,7 @@ class InPlace:
         return bad
 
     def _read_blocks(self, file: int, offset: int, view: memoryview) -> None:
-        """Fill view with blocks of a file, with zeros after its end."""
+        """Fill view with a file's blocks, and with zeros after the end of the file."""
         fd, is_direct = self._fds[file]
         least = min(len(view), self.files[file].nbytes - offset)
         done = 0
@@ -262,7 +263,7 @@ class InPlace:
 
         Raises:
             StoreError: the file is missing or truncated.
-            ChecksumError: its contents have changed.
+            ChecksumError: the file's contents have changed.
         """
         values = torch.empty(param.tensor.shape, dtype=layout.units[param.unit].dtype)
         with self._reading():
@@ -327,7 +328,7 @@ class InPlace:
     # --- Identity -----------------------------------------------------------------------------
 
     def describe(self, layout: Layout, checksum_extent: int) -> dict[str, Any]:
-        """Return the description for the store's meta, see Meta in docs/store-format.md."""
+        """Return the `in_place` entry of a store's meta; see Meta in docs/store-format.md."""
         return {
             "files": [
                 {
@@ -388,7 +389,7 @@ def _units(layout: Layout) -> list[tuple[int, Unit]]:
 
 
 def _pieces(units: list[tuple[int, Unit]]) -> Iterator[tuple[int, Run, int, int]]:
-    """Yield (unit, run, offset in the run, index of its checksum) of each piece to read."""
+    """Yield (unit index, run, offset in the run, index of the first checksum) of each piece."""
     for index, unit in units:
         first = 0
         for run in unit.runs:
@@ -403,13 +404,13 @@ class Found:
 
     Attributes:
         files: the files; those from which parameters are read in place come first.
-        entries: the entries of parameters.
+        entries: the file entry of each parameter.
         in_place: the parameters that are read in place.
         file_count: the number of files from which parameters are read in place.
         buffers: the persistent buffers that the files have, with their entries.
         then: the files as the store recorded them.
         moved: the parameters that zeroth-order training updates.
-        storage: the format in which it keeps them; None: unchanged.
+        storage: the storage format of these parameters; None: the one of each parameter's dtype.
     """
 
     files: list[File]
@@ -427,7 +428,7 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
 
     Raises:
         StoreError: there are no files, or one is incomplete.
-        ModelError: a shape differs, or a dtype cannot become the model's.
+        ModelError: a shape differs from the model's, or a dtype cannot be converted to it.
         UnsupportedError: the weights are pickles.
     """
     folder = _files.read_folder(place)
@@ -441,7 +442,8 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
             file=sys.stderr,
         )
     chosen = choose(model, entries) if config.frozen == "in_place" else set()
-    # The other files are read only once; no session keeps them open, and no store refers to them.
+    # All other files are read only once: sessions do not keep them open, and the store's meta does
+    # not list them.
     needed = {entries[key].file for key in chosen}
     order = sorted(range(len(folder.files)), key=lambda file: (file not in needed, file))
     moved = {file: number for number, file in enumerate(order)}
@@ -462,7 +464,7 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
 
 
 def files_of(meta: Mapping[str, Any]) -> list[File]:
-    """Return the files from which a store's units are read, as its meta lists them."""
+    """Return the files that a store reads in place, as the store's meta lists them."""
     return [
         File(Path(file["path"]), file["bytes"], file["mtime_ns"], file["header_crc32c"])
         for file in meta.get("in_place", {}).get("files", [])
@@ -470,7 +472,7 @@ def files_of(meta: Mapping[str, Any]) -> list[File]:
 
 
 def restore(meta: Mapping[str, Any], unit: Unit, index: int) -> bool:
-    """Set a unit's runs and its parameters' file entries; False: it is not read in place."""
+    """Set a unit's runs and its parameters' entries; return False if it is not read in place."""
     said = meta.get("in_place", {})
     rows = said.get("units", {}).get(str(index))
     if rows is None:
@@ -484,15 +486,15 @@ def restore(meta: Mapping[str, Any], unit: Unit, index: int) -> bool:
 
 
 def of_store(meta: dict[str, Any], model: nn.Module, weights: Path | None) -> Found | None:
-    """Find the files that a store reads in place, and check that they are the same.
+    """Find the files that a store reads in place, and check their sizes and headers.
 
     Args:
         meta: the store's description.
         model: the model with the parameters.
-        weights: where the files are now; None: where they were.
+        weights: the folder or file to look in; None: the paths that the store recorded.
 
     Returns:
-        What the files provide; None: the store reads no files in place.
+        The parameters that the files provide; None if the store reads no files in place.
 
     Raises:
         StoreError: a file is missing.
@@ -507,7 +509,7 @@ def of_store(meta: dict[str, Any], model: nn.Module, weights: Path | None) -> Fo
     entries: dict[int, Entry] = {}
     for (name, shape, dtype, _), source in zip(meta["params"], said["params"], strict=True):
         tensor = tensors.get(name)
-        # If these differ, the later comparison with the store reports another model.
+        # If the model differs here, the later comparison with the store raises an error.
         is_same = tensor is not None and list(tensor.shape) == shape and not tensor.requires_grad
         if source is not None and is_same:
             file, offset, nbytes = source
@@ -539,10 +541,10 @@ def _look(file: File, weights: Path | None) -> File:
 
 
 def check_content(layout: Layout, then: Sequence[File]) -> None:
-    """Verify the checksums of all files if one has a new time or path.
+    """Verify the checksums of all files if any file has a new path or modification time.
 
     Raises:
-        StoreMismatchError: bytes differ; names the block and the files.
+        StoreMismatchError: a block's bytes have changed; the message names the block and its files.
     """
     files = layout.in_place
     is_same = all(

@@ -36,7 +36,7 @@ def make_layout(
     Args:
         model: the module to be wrapped.
         block_bytes_max: a block with more bytes of parameters is split at its children.
-        given: modules that are blocks whatever their structure.
+        given: modules that are blocks regardless of their structure.
         found: the parameters that files provide, and which of them to read in place.
 
     Returns:
@@ -100,7 +100,7 @@ def _keep_strides(params: Sequence[Param], found: Found) -> list[str]:
     """Record the strides of parameters that are not contiguous; see [Note: Strides].
 
     Returns:
-        The names of those that will be made contiguous.
+        The names of the parameters that will be made contiguous.
     """
     left = []
     for param in params:
@@ -130,9 +130,9 @@ def _mark_always(scopes: list[Scope], units: list[Unit]) -> None:
 def finer(layout: Layout, make_layout: Callable[..., Layout], *, is_any: bool) -> Layout | None:
     """Split the largest blocks; with is_any, the largest ones that can be split.
 
-    A block with a single parameter (an embedding) cannot be split. Without is_any, splitting then
-    ends: backward may hold all parts of a recomputed block at once, but a budget for two parts
-    besides the embedding has no room for them.
+    A block with a single parameter (an embedding) cannot be split. If the largest block is one,
+    nothing is split without is_any: backward may hold all parts of a recomputed block at once, but
+    a budget for the embedding and two parts has no room for all of them.
 
     Returns:
         The new layout; None: no block can be split.

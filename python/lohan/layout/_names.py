@@ -1,8 +1,8 @@
-"""The contents of a model's files: the tensors with their names, and the texts beside them.
+"""The contents of a model's files: the tensors with their names, and the text files beside them.
 
-Names are those of `state_dict()`, with tied tensors once. For a Hugging Face model, they are those
-that its own `save_pretrained` writes: it omits what is ignored on saving, and undoes what its
-loader renames or merges ([Note: Conversions]).
+Names are those of `state_dict()`, with each tied tensor once. For a Hugging Face model, names are
+those that its own `save_pretrained` writes, which omits what is ignored on saving, and undoes what
+the model's loader renames or merges ([Note: Conversions]).
 
 [Note: Conversions] transformers loads some models (experts that are one tensor in memory, but many
 in the files) through conversions of names and tensors, and reverts them on saving, for a whole
@@ -36,10 +36,10 @@ class Origin:
     """A tensor of the model, and where its value is.
 
     Attributes:
-        name: its first name in the state dict.
+        name: the tensor's first name in the state dict.
         shape: the tensor's shape.
         dtype: the tensor's dtype.
-        index: the parameter's index; None: the value is `value`.
+        index: the index of the parameter with the value; None: `value` is the value.
         value: the value of a buffer, or of a parameter without elements.
     """
 
@@ -52,14 +52,14 @@ class Origin:
 
 @dataclasses.dataclass
 class Saved:
-    """A tensor of the files.
+    """A tensor in a model's files.
 
     Attributes:
-        name: its name in the files.
-        shape: its shape in the files.
-        dtype: its dtype in the files.
-        sources: the model's tensor that it equals, or all tensors that `make` needs.
-        make: converts values by name to all tensors of the group by name; None: no conversion.
+        name: the name in the files.
+        shape: the shape in the files.
+        dtype: the dtype in the files.
+        sources: the model's tensor that is saved, or all tensors that `make` needs.
+        make: converts the sources' values to all tensors of their group, by name; None: a copy.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Saved:
 
 
 def is_hugging_face(model: nn.Module) -> bool:
-    """Return whether it is a transformers model, without importing transformers."""
+    """Return whether a module is a transformers model, without importing transformers."""
     module = sys.modules.get("transformers.modeling_utils")
     return module is not None and isinstance(model, module.PreTrainedModel)
 
@@ -150,7 +150,7 @@ def _is_layer_wise(whole: Mapping[str, torch.Tensor], parts: Sequence[Saved]) ->
 def _renamed(
     found: Mapping[str, Origin], given: Mapping[str, torch.Tensor], made: dict[str, torch.Tensor]
 ) -> list[Saved] | None:
-    """Return the tensors of `made` if each is one of `given`, whatever its name; else None."""
+    """Return the tensors of `made` if each is also in `given`, under any name; otherwise None."""
     by_id = {id(tensor): name for name, tensor in given.items()}
     if any(id(tensor) not in by_id for tensor in made.values()):
         return None
@@ -198,7 +198,7 @@ def _mixed(
 
 
 def saved(model: Any, found: dict[str, Origin], *, as_original: bool = True) -> list[Saved]:
-    """Return the tensors of the model's files, in the order in which shards take them.
+    """Return the tensors of the model's files, in the order in which shards are filled.
 
     Args:
         model: any module.
@@ -223,7 +223,7 @@ def texts(model: Any) -> dict[str, str]:
     """Return the files beside a Hugging Face model's weights, as its save_pretrained writes them.
 
     Raises:
-        ValueError: transformers cannot write one.
+        ValueError: transformers cannot write one of the files.
     """
     if not is_hugging_face(model):
         return {}

@@ -2,7 +2,7 @@
 
 [Note: Whole or not there] Files are written to a working folder inside the target folder, synced,
 and moved into place when all of them are complete. Before the first one is moved, the index of an
-earlier save is removed, without which a folder of shards is not a model. A single file replaces an
+earlier save is removed; without it, a folder of shards is not a model. A single file replaces an
 earlier one directly if the files beside it stay the same; otherwise the earlier one is removed
 first, too. A killed process therefore leaves the earlier model, the new one, or a folder that
 `from_pretrained` rejects, but never a mixture. The next save removes what a dead process left.
@@ -28,7 +28,7 @@ from lohan.common import _durable
 from lohan.errors import ModelError, StoreError
 from lohan.torch_glue._tensor import bytes_of, nbytes_of
 
-# In the order in which the safetensors library lays tensors out.
+# The names of the dtypes, in the order in which the safetensors library lays tensors out.
 NAMES = {
     torch.uint64: "U64",
     torch.int64: "I64",
@@ -58,7 +58,7 @@ Progress = Callable[[int, int], None]
 
 @dataclasses.dataclass
 class Tensor:
-    """One tensor of the files; pieces() returns its elements in order, in any number of tensors."""
+    """A tensor to write; pieces() returns its elements in order, in any number of tensors."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ def parse_bytes(size: int | str) -> int:
     """Return a size in bytes, from a number or a text like "5GB".
 
     Raises:
-        ModelError: it is neither.
+        ModelError: size is neither, or is not above 0.
     """
     if isinstance(size, int) and size > 0:
         return size
@@ -90,7 +90,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def divide(tensors: Sequence[Tensor], shard_bytes_max: int) -> list[list[Tensor]]:
-    """Divide tensors into shards, in their order; a larger tensor gets its own shard."""
+    """Divide tensors into shards; a tensor that is larger than the limit gets its own shard."""
     shards: list[list[Tensor]] = []
     current: list[Tensor] = []
     held = 0
@@ -238,23 +238,23 @@ def write(
     beside: Callable[[Path], None] | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Write a model's tensors like transformers; see [Note: Whole or not there].
+    """Write a model's tensors as transformers does; see [Note: Whole or not there].
 
     Args:
         out: the folder.
         tensors: the tensors, in the order in which they are divided into shards.
         max_shard_size: the size limit in bytes, or as text like "5GB".
-        variant: part of the files' names.
-        metadata: metadata for each file.
+        variant: a part of the files' names, as in transformers; None: no such part.
+        metadata: metadata for the header of each file.
         count: the number of parameters, for the index.
-        beside: writes the other files (config.json) to the folder that it is passed.
+        beside: a function that writes the other files (config.json) to the given folder.
         progress: called with the bytes written so far and the total.
 
     Returns:
         The paths of the files.
 
     Raises:
-        StoreError: a file cannot be written, or the disk lacks space; states how much.
+        StoreError: a file cannot be written, or the disk is too full; the message has the numbers.
         ModelError: a tensor has a dtype that safetensors does not support.
     """
     for tensor in tensors:

@@ -1,17 +1,17 @@
 """Runs of a model that take turns: all of them visit a block, one after the other.
 
 A step of zeroth-order training runs the model twice, with the parameters moved to one side and to
-the other, and each block is brought in once for both runs (Source: ZO2 alg. 2); an evaluation may
-run the model on several batches. The code between the blocks is the user's and knows nothing of
-this, so each run is a complete call of the model on its own thread, and one thread runs at a time:
+the other, and each block is loaded once for both runs (Source: ZO2 alg. 2); an evaluation may run
+the model on several batches. The code between the blocks is the user's and cannot switch between
+runs, so each run is a complete call of the model on its own thread, and one thread runs at a time:
 
     first   visit 0 |                        | visit 1 |                        | ...  | end
     second          | visit 0, ..|                     | visit 1, ..|
     third                        | visit 0, ..|                     | visit 1, ..|
 
-At the end of a visit the first run waits inside the block, which therefore stays in memory, until
-the others have visited it, too, and are about to begin their next visit. They wait there until the
-first run has made that visit.
+At the end of a visit, the first run waits inside the block, which therefore stays in memory, until
+the other runs have visited it, too, and are about to begin their next visit. Then the other runs
+wait until the first run has made that next visit.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Lockstep:
     """
 
     def __init__(self, changed: Callable[[int], None] | None = None) -> None:
-        """Call changed at each change of turn, on the thread of the run whose turn it is."""
+        """Set the function that each change of turn calls on the thread of the run in turn."""
         self.turn = FIRST
         self._changed = changed
         self._wakes: list[threading.Semaphore] = []
-        # For the first run the number of visits that it has ended, for the others of those begun.
+        # The number of visits: for the first run, visits that have ended; for others, have begun.
         self._visits: list[int] = []
         self._is_over: list[bool] = []
         self._threads: list[threading.Thread] = []
@@ -57,11 +57,11 @@ class Lockstep:
         """Call the functions in turns, the first of them on this thread.
 
         Returns:
-            The result of each.
+            The result of each function.
 
         Raises:
-            RuntimeError: run() was called before.
-            BaseException: the exception that one of them raised; the others are ended.
+            RuntimeError: run() has already been called.
+            BaseException: the exception that one of the functions raised; other runs are ended.
         """
         if self._wakes:
             raise RuntimeError("Lockstep.run() can be called only once")
@@ -94,7 +94,7 @@ class Lockstep:
         return threading.current_thread() in self._threads
 
     def is_led(self) -> bool:
-        """Return the same, but False after the first run has ended."""
+        """Return the same as is_other(), but False after the first run has ended."""
         return self.is_other() and not self._is_over[FIRST]
 
     def visit_end(self) -> None:
@@ -124,7 +124,7 @@ class Lockstep:
         return FIRST
 
     def _pass(self, who: int) -> None:
-        """Give the turn to the next run, and wait for it to come back."""
+        """Give the turn to the next run, and wait until it is this run's turn again."""
         other = self._next(who)
         self.turn = other
         self._wakes[other].release()
@@ -151,7 +151,7 @@ class Lockstep:
         self._wakes[self.turn].release()
 
     def _end(self, error: BaseException) -> None:
-        """Record the error that ended a run, and end the others where they wait."""
+        """Record the error that ended a run, and end the other runs, which wait for their turn."""
         self._error = self._error or error
         for who, thread in enumerate(self._threads, SECOND):
             if not self._is_over[who]:
@@ -164,10 +164,10 @@ class Lockstep:
 
 
 class _ThreadState:
-    """The per-thread state of torch that a forward depends on, copied from this thread."""
+    """The per-thread state of torch that a forward depends on, copied from the calling thread."""
 
     def __init__(self) -> None:
-        # Asking an unused GPU for its stream would create a context on it.
+        # Querying the stream of an unused GPU would create a context on that GPU.
         is_on_gpu = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         kinds = ["cpu", *(["cuda"] if is_on_gpu else [])]
         self.autocasts = [

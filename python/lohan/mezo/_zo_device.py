@@ -1,7 +1,7 @@
 """Zeroth-order training on a GPU, where lohan's own kernel (cuda/zo.cu) moves the parameters.
 
-The CPU does not touch the GPU's memory. Launches on the stream that torch computes on move a unit,
-so later operations on that stream read it at the right position, and no thread waits.
+The CPU does not touch the GPU's memory. Kernels on the stream that torch computes on move a unit,
+so later operations on that stream read the unit at the right position, and no thread waits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from lohan.layout._block import Param
     from lohan.torch_glue._device import Device
 
-# The most directions in a step if parameters have a stored form. A launch takes 64 operations, and
-# must have room for all updates of a step.
+# The maximum number of directions in a step if parameters have a stored form: one launch takes at
+# most 64 operations, and must have room for all updates of a step.
 KEPT_SAMPLES_MAX = 60
 # The build creates this file if nvcc is installed.
 FATBIN = pathlib.Path(_core.__file__).with_name("lohan.fatbin")
@@ -68,13 +68,13 @@ def check_kept(
 ) -> None:
     """Reject a storage format whose numbers the values on a GPU cannot represent.
 
-    What a GPU writes back is converted from the values.
+    The bytes that are written back from a GPU are converted from the values.
 
     Args:
         device: "cpu", "emu" or "cuda".
         dtypes: the dtypes of the parameters that have a stored form.
         storage: the format; None for the parameters' own.
-        what: names the parameter in the message.
+        what: the parameter's description, for the message.
 
     Raises:
         UnsupportedError: names the parameter and what to do instead.
@@ -94,9 +94,9 @@ def image() -> bytes:
 
 
 def host_bytes(views: Collection[tuple[Param, torch.Tensor]], nbytes: int) -> torch.Tensor:
-    """Return a unit's stored form in main memory, once the device's stream has finished.
+    """Return a unit's stored form in main memory, after the device's stream has finished.
 
-    It is converted from the values, which can represent all its numbers: see check_kept().
+    The stored form is converted from the values, which represent it exactly: see check_kept().
 
     Args:
         views: each parameter with its values on the device.

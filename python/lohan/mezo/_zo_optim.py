@@ -43,7 +43,8 @@ class ZerothOptimizer(StoreOptimizer):
     def decays(self) -> dict[int, bool]:
         """Return whether weight decay applies to each parameter, by its id.
 
-        It does not apply in a group whose weight_decay is 0, unless all groups have 0.
+        Weight decay does not apply to a group whose weight_decay is 0, unless it is 0 in all
+        groups: the result is then True for all parameters.
         """
         groups = zip(self.param_groups, self._decaying, strict=True)
         is_any = any(self._decaying)
@@ -52,7 +53,7 @@ class ZerothOptimizer(StoreOptimizer):
         }
 
     def go_on(self, lr: float | None, decay: float | None) -> None:
-        """Set the learning rate and weight decay of a resumed run; None leaves one unchanged."""
+        """Set the learning rate and weight decay of a resumed run; None changes nothing."""
         for group, decays in zip(self.param_groups, self._decaying, strict=True):
             if lr is not None:
                 group["lr"] = lr
@@ -63,7 +64,7 @@ class ZerothOptimizer(StoreOptimizer):
         """Return the current learning rate and weight decay.
 
         Raises:
-            HyperParameterError: one is out of range or not the same in all groups, or the groups'
+            HyperParameterError: a value is out of range or differs between groups, or the groups'
                 parameters have changed.
         """
         if self._members_now() != self._members:

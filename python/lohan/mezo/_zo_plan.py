@@ -62,7 +62,7 @@ def best_every(
 
 
 def measured_every(config: Config, directories: Sequence[str], kept: str | None) -> int:
-    """Return K for this machine and these directories, whose rates it measures in half a second.
+    """Return K for this machine and these directories, after measurements of half a second.
 
     Args:
         config: the session's settings.

@@ -1,4 +1,4 @@
-"""Detection of models whose runs cannot take turns because a run leaves something behind.
+"""Detection of models whose runs cannot take turns because a run changes shared state.
 
 [Note: What a run leaves] Runs that take turns share the model's objects and torch's generators. A
 module that stores a value for a later module (an auxiliary loss that is summed at the end), or a
@@ -21,7 +21,7 @@ from lohan.torch_glue._tensor import bytes_of
 
 
 def _gpu_states() -> list[torch.Tensor]:
-    """Return the GPUs' generator states; none if no GPU is in use, to create no context on it."""
+    """Return the GPUs' generator states; [] if no GPU is in use, so as not to create a context."""
     is_used = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     return torch.cuda.get_rng_state_all() if is_used else []
 

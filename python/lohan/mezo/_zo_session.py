@@ -1,11 +1,11 @@
 """The session of zeroth-order training: two forwards per step and no backward.
 
-[Note: Base and position] To the engine every parameter is frozen: it reads a unit's base, the
-parameters of some earlier step, from the store or from the user's files, and evicts it again. Each
-time a unit is pinned, the engine asks the session, which advances the bytes in memory to the
-position that is wanted ([Note: Positions] in journal/_zeroth.py): from their current position, or
-from the base if they were read again. The journal records what each step did. Nothing else has to
-be written, and the values of a parameter do not depend on order, placement or evictions.
+[Note: Base and position] The engine treats every parameter as frozen: it reads a unit's base (the
+parameters of some earlier step) from the store or from the user's files, and evicts it again. Each
+time a unit is pinned, the engine calls the session, which advances the bytes in memory to the
+required position ([Note: Positions] in journal/_zeroth.py): from their current position, or from
+the base if they were read again. The journal records what each step did. Nothing else has to be
+written, and a parameter's values do not depend on the order of blocks, placement or evictions.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from lohan.mezo._zo_setup import Zeroth
     from lohan.mezo._zo_turns import T
 
-# Fewer elements, some 100 us of work, are not worth waking another thread.
+# The minimum number of elements per thread: less work (about 100 us) does not justify waking one.
 SHARE_ELEMENTS = 1 << 18
-# The parameter, its unit's address, the first element, the number of elements, the passes.
+# Part of a parameter: the parameter, its unit's address, the first element, the count, the passes.
 _Piece = tuple[Param, int, int, int, list[list[Op]]]
 
 
@@ -52,10 +52,10 @@ class ZerothSession(TurnRules, Session):
     """A wrapped model's connection to its engine, with method="mezo".
 
     Attributes:
-        zeroth: the run.
+        zeroth: the settings of the run.
         written_bytes: the bytes of parameters that this session has written.
-        read_bytes: the bytes of parameters that were loaded to where they are computed with.
-        longest_lead: the largest number of positions that a unit was advanced at once.
+        read_bytes: the bytes of parameters that were loaded into the computing device's memory.
+        longest_lead: the largest number of positions by which a unit was advanced at once.
     """
 
     def __init__(self, *args: Any, zeroth: Zeroth, **kwargs: Any) -> None:
@@ -72,7 +72,7 @@ class ZerothSession(TurnRules, Session):
         self._step_thread = 0
         self._lost: set[int] = set()  # units with invalid bytes in memory, to be read again
         self._rolls_back = False
-        self._workers = max(1, self._threads)  # one of them is the calling thread
+        self._workers = max(1, self._threads)  # the number of threads, including the calling one
         self._pool = concurrent.futures.ThreadPoolExecutor(
             max(1, self._workers - 1), "lohan-zeroth"
         )
@@ -129,11 +129,11 @@ class ZerothSession(TurnRules, Session):
             where.kept = self.rule.clean(self.rule.step_of(self._wanted))
             is_moved = where.kept != begin
         if is_led:
-            self._lost.discard(unit)  # last, because a Ctrl-C can arrive anywhere
+            self._lost.discard(unit)  # last, because a Ctrl-C can arrive at any point
         return is_moved
 
     def _shared_bytes(self, unit: int, address: int, begin: int) -> int:
-        """Save or restore the position that the first run needs of a unit of several blocks.
+        """Save or restore the bytes that the first run needs, if several blocks share the unit.
 
         Returns:
             The current position of the unit's bytes.
@@ -191,7 +191,7 @@ class ZerothSession(TurnRules, Session):
     def _shares(
         self, params: list[Param], address: int, begin: int, end: int
     ) -> list[list[_Piece]]:
-        """Divide a unit into equal shares, one per thread; a small unit is a single share."""
+        """Divide a unit into about equal shares for the threads; a small unit is one share."""
         total = sum(param.count for param in params)
         share = max(SHARE_ELEMENTS, -(-total // self._workers))
         shares: list[list[_Piece]] = [[]]
@@ -203,7 +203,7 @@ class ZerothSession(TurnRules, Session):
                 if room <= 0:
                     shares.append([])
                     room = share
-                # The generator makes 64 elements at once.
+                # The generator produces 64 elements at a time.
                 count = min(-(-room // 64) * 64, param.count - first)
                 shares[-1].append((param, address, first, count, passes))
                 first += count
@@ -213,7 +213,7 @@ class ZerothSession(TurnRules, Session):
     # --- A step -----------------------------------------------------------------------------
 
     def zo_step(self, closure: Callable[[], Any]) -> torch.Tensor:
-        """Make one step: compute both losses of each direction, and record it in the journal.
+        """Make one step: compute both losses of each direction, and add a record to the journal.
 
         Args:
             closure: runs the model and returns the loss, a number or a one-element tensor. It is
@@ -250,12 +250,12 @@ class ZerothSession(TurnRules, Session):
 
     @contextlib.contextmanager
     def _step_opened(self) -> Iterator[None]:
-        """Open a step, in evaluation mode: only parameters may differ between runs, as in MeZO."""
+        """Return a context for a step, in evaluation mode: only parameters differ between runs."""
         around = self.around
         model = self._model()
         assert model is not None
         training = [module for module in model.modules() if module.training]
-        try:  # before any change, because a Ctrl-C can arrive anywhere
+        try:  # before any change, because a Ctrl-C can arrive at any point
             model.eval()
             self._is_in_step, self._step_thread = True, threading.get_ident()
             self.around = _NOTHING
@@ -287,9 +287,9 @@ class ZerothSession(TurnRules, Session):
     def together(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Run the model several times without gradients, reading each block once for all runs.
 
-        The runs take turns at each block, each on its own thread, so the activations of all are in
-        memory at once. This requires evaluation mode, a model whose forward leaves nothing behind,
-        and a model that does not fit in memory; otherwise the functions run one after the other.
+        The runs take turns at each block, each on its own thread, so the activations of all runs
+        are in memory at once. The functions run one after the other in training mode and, unless
+        runs="together" was set, if the model fits in memory or its forwards change state.
 
         Args:
             functions: each calls the model, for example on its own micro-batch.
@@ -317,15 +317,15 @@ class ZerothSession(TurnRules, Session):
             return results + [function() for function in rest]
 
     def _update_all(self) -> None:
-        """Load every block once more, only to apply its update."""
+        """Load every trained unit once more, only to apply its update."""
         for unit in self._where:
             self._engine.acquire(unit)
             self._engine.release(unit)
 
     def write_back(self) -> None:
-        """Write the current value of every parameter and commit. The next session begins there.
+        """Write every trained parameter and commit: the next session starts from these values.
 
-        Does nothing if the store has no room for parameters (write_every="never").
+        Does nothing if the parameters are never written (`zeroth.write_every` is None).
         """
         self._check_whole()
         if self.zeroth.write_every is None:
@@ -340,7 +340,7 @@ class ZerothSession(TurnRules, Session):
                     try:  # no commit refers to these bytes yet
                         store.write(extent, 0, address, nbytes)
                         where.base = self.step
-                    except BaseException:  # a Ctrl-C may have arrived between the two
+                    except BaseException:  # a Ctrl-C may have arrived between the two lines
                         store.write(extent, 0, address, nbytes)
                         where.base = self.step
                         raise
@@ -351,7 +351,7 @@ class ZerothSession(TurnRules, Session):
             self.holds.wait_none()
             try:
                 store.commit(self.step, store.describe()["scalars"])
-            finally:  # a Ctrl-C may arrive after the commit
+            finally:  # a Ctrl-C may arrive right after the commit
                 self.run.base = int(store.describe()["step"])
 
     def _copy_back(self, unit: int) -> torch.Tensor | None:
@@ -363,7 +363,7 @@ class ZerothSession(TurnRules, Session):
         return _zo_device.host_bytes(views, here.nbytes)
 
     def _roll_back(self) -> None:
-        """Undo what a failed step has moved, by reading it again."""
+        """Undo the changes of a failed step: evict the units, which are then read again."""
         if not self._lost or self._rolls_back:
             return
         if self._forward_depth > 0:
@@ -383,7 +383,7 @@ class ZerothSession(TurnRules, Session):
         self._roll_back()
 
     def refuse_other_thread(self, what: str) -> None:
-        """See ForwardRules.refuse_other_thread. It also applies between the forwards of a step."""
+        """See ForwardRules.refuse_other_thread. Check also between the forwards of a step."""
         super().refuse_other_thread(what)
         is_mine = self._is_other() or self._step_thread == threading.get_ident()
         if self._is_in_step and not is_mine:
@@ -408,7 +408,7 @@ class ZerothSession(TurnRules, Session):
         return [self.run.lead(param, value) for param, value in pairs]
 
     def finish_writes(self) -> None:
-        """Complete a write_back() that was interrupted, because reads see what it has written."""
+        """Complete an interrupted write_back(), because reads already return what it wrote."""
         if any(where.base != self.run.base for where in self._where.values()):
             self.write_back()
 
@@ -428,11 +428,11 @@ class ZerothSession(TurnRules, Session):
         )
 
     def edited(self, store: _core.Store) -> None:
-        """Commit edited buffers at once, because no backward will."""
+        """Commit edited buffers at once, because no backward will commit them."""
         self._commit_buffers(store)
 
     def undo_edit(self, index: int) -> None:
-        """Undo an edit in memory."""
+        """Undo an edit in memory: mark the parameter's unit to be read again."""
         self._lost.add(self.layout.params[index].unit)
 
     def step_of(self, model: nn.Module) -> Callable[[Callable[[], Any]], torch.Tensor]:
@@ -445,9 +445,9 @@ class ZerothSession(TurnRules, Session):
         self.check_open()
 
     def restore_scalars(self) -> None:
-        """Restore the last step's learning rate and weight decay, unless wrap() was given them.
+        """Restore the last step's learning rate and weight decay, unless passed to wrap().
 
-        A run without a step has those that it was created with.
+        If the run has no step yet, restore the values with which it was created.
         """
         optimizer: Any = self._optimizer
         made: ZerothOptimizer = optimizer
@@ -470,7 +470,7 @@ class ZerothSession(TurnRules, Session):
 
 
 class _Nothing(SavedTensors):
-    """A replacement for saved tensors inside a step, which saves none."""
+    """A replacement for SavedTensors inside a step, where no tensors are saved for backward."""
 
     def __init__(self) -> None:
         pass
@@ -510,7 +510,7 @@ def _number(loss: Any) -> float:
 
 
 def _slope(plus: float, minus: float, eps: float) -> float:
-    """Return the slope, if it is finite: no later step could undo an update by infinity."""
+    """Return the slope. Reject an infinite one: no later step could undo an infinite update."""
     value = (plus - minus) / (2 * eps)
     if not abs(value) <= torch.finfo(torch.float32).max:
         raise StepError(

@@ -1,4 +1,4 @@
-"""The arguments of `lohan.wrap(method="mezo")`, and the run that a store and its journal hold."""
+"""The arguments of `lohan.wrap(method="mezo")`, and the run that a store and journal record."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 METHODS = ("adamw", "mezo")
 RNGS = ("philox", "torch")
 EPS = 1e-3
-# The keywords of wrap() that only this method has.
+# The keywords of wrap() that only method="mezo" accepts.
 OF_METHOD = ("num_samples", "rng", "seed", "storage")
 _SEEDS = 1 << 64
 _SAMPLES_MAX = 1 << 16
@@ -38,13 +38,13 @@ _SAMPLES_MAX = 1 << 16
 
 @dataclasses.dataclass
 class Zeroth:
-    """A zeroth-order run, from wrap to its session.
+    """The settings of a zeroth-order run, which wrap() passes to the session.
 
     Attributes:
-        moved: the parameters that the run trains. They need no gradient while it lasts.
+        moved: the parameters that the run trains. They require no gradient during the run.
         streams: the index of each trained parameter in the model, by its id. z is derived from it.
-        rule: the rule that wrap() was asked for; on resume, the journal's.
-        asked: the arguments of wrap(); None for those that were not given.
+        rule: the rule that the arguments of wrap() define; after go_on(), the journal's rule.
+        asked: the arguments of wrap(), with None for each one that was not given.
         device: "cpu", "emu" or "cuda".
         ablate: parts of the schedule to disable.
         write_every: steps between writes of the parameters; None if they are never written.
@@ -65,7 +65,7 @@ class Zeroth:
     journal: Journal | None = None
 
     def optimizer(self, layout: Layout, params: Iterable[dict[str, Any]] | None) -> ZerothOptimizer:
-        """Create the optimizer, and set stream and decay of each parameter of the layout."""
+        """Create the optimizer, and describe the method and its parameters in the layout."""
         lr, decay = (
             float(start if self.asked[name] is None else self.asked[name])
             for name, start in (("lr", LR), ("weight_decay", DECAY))
@@ -101,10 +101,10 @@ class Zeroth:
         self.journal = Journal.create(directories[0], uuid_of(store), self.rule)
 
     def go_on(self, directories: Sequence[str], store: _core.Store) -> None:
-        """Open the journal of a run to resume it, and take over its rule.
+        """Open the journal of a run to resume it, and adopt the journal's rule.
 
         Raises:
-            StoreMismatchError: wrap() was asked for another rule, or the journal is an old copy.
+            StoreMismatchError: wrap() got a different rule, or the journal is an old copy.
         """
         self.journal = Journal.open(_journal.place(directories), uuid_of(store))
         check_base(directories, len(self.journal.records), store)
@@ -132,10 +132,10 @@ class Zeroth:
         self.write_every = was_every if every == "auto" else None if every == "never" else every
 
     def keep_storage(self, meta: dict[str, Any]) -> None:
-        """Take over the storage format of the store that is resumed.
+        """Adopt the storage format of the store that is resumed.
 
         Raises:
-            StoreMismatchError: wrap() was asked for another format.
+            StoreMismatchError: wrap() got a different format.
         """
         was = (meta.get("method") or {}).get("storage")
         now = [_storage_formats.format_of(param.dtype, self.storage) for param in self.moved]
@@ -148,7 +148,7 @@ class Zeroth:
         self.storage = was
 
     def memory_bytes(self, param: nn.Parameter) -> int:
-        """Return the bytes that a parameter of the model takes in main memory."""
+        """Return the bytes that a parameter of the model occupies in main memory."""
         kept = (
             _storage_formats.format_of(param.dtype, self.storage)
             if id(param) in self.streams
@@ -160,7 +160,7 @@ class Zeroth:
         return param.numel() * (_storage_formats.TYPES[kept].itemsize + values)
 
     def is_converted(self, dtype: torch.dtype) -> bool:
-        """Return whether parameters of this dtype are stored in another one."""
+        """Return whether parameters of this dtype are stored in a different dtype."""
         kept = _storage_formats.format_of(dtype, self.storage)
         return kept is not None and _storage_formats.TYPES[kept] != dtype
 
@@ -193,7 +193,7 @@ def frozen(zeroth: Zeroth | None) -> Iterator[None]:
 
 
 def find(zeroth: Zeroth | None, found: Found | None, then: dict[str, Any] | None) -> Found | None:
-    """Return for make_layout which parameters are trained, and which are read from files.
+    """Return, for make_layout, which parameters are trained and which are read from files.
 
     Args:
         zeroth: the run; None for first-order training.
@@ -201,7 +201,7 @@ def find(zeroth: Zeroth | None, found: Found | None, then: dict[str, Any] | None
         then: the metadata of the store that is resumed; None for a new store.
 
     Raises:
-        StoreMismatchError: the store's format is not the one that wrap() was asked for.
+        StoreMismatchError: the store's format is not the one that was passed to wrap().
         UnsupportedError: the device does not support the store's format.
     """
     if zeroth is None:
@@ -224,7 +224,7 @@ def find(zeroth: Zeroth | None, found: Found | None, then: dict[str, Any] | None
 
 
 def take(settings: dict[str, Any], max_grad_norm: Any, optimizer: Any) -> dict[str, Any]:
-    """Remove this method's keywords from settings and return them; None for each missing one."""
+    """Move the keywords of OF_METHOD (None if missing) from settings to the result."""
     taken = {name: settings.pop(name, None) for name in OF_METHOD}
     return {**taken, "max_grad_norm": max_grad_norm, "optimizer": optimizer}
 

@@ -1,7 +1,8 @@
 """The part of a session that lets several runs of the model take turns, block by block.
 
-Between two turns of a run, other runs may change the parameters that it has bound or moved. Turns
-therefore change in the hooks of blocks, and parameters used outside of blocks are checked again.
+Between two turns of a run, other runs may change the parameters that this run has bound or moved.
+Turns therefore change only in the hooks of blocks, and parameters that are used outside of blocks
+are checked again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 
 class Where:
-    """The positions of a unit's copies: where it is used, in main memory, and on SSD."""
+    """The positions of a unit's copies: the copy in use, and those in main memory and on SSD."""
 
     __slots__ = ("address", "base", "host", "is_kept", "kept", "makes", "outs", "position")
 
@@ -40,7 +41,7 @@ class Where:
         self.position = 0  # the position of the values
         self.host = 0  # the position of the last copy back to main memory
         self.base = base  # the step of the parameters on SSD
-        self.is_kept = is_kept  # it has a stored form beside the values: [Note: Kept parameters]
+        self.is_kept = is_kept  # a stored form exists beside the values: [Note: Kept parameters]
         self.kept = 0  # the position of the stored form
 
     @property
@@ -58,7 +59,7 @@ class Kept:
 
 
 class TurnRules(_Base):
-    """The part of a session that changes turns in the hooks of blocks.
+    """The part of a session that passes the turn to the next run in the hooks of blocks.
 
     Attributes:
         is_together: whether both runs of a step take turns at each block.
@@ -71,12 +72,12 @@ class TurnRules(_Base):
         units = self.layout.units
         self._where = {u: Where(base, units[u].value_bytes > 0) for u in sorted(moved)}
         could = self._choose_runs()
-        # The first step detects it: [Note: What a run leaves] in _zo_probe.py.
+        # The first step sets is_together: [Note: What a run leaves] in _zo_probe.py.
         self._is_probing = could and self.config.runs == "auto"
         self.is_together = could and not self._is_probing
         self._kept = self._keep_shared() if could else {}
         self._lockstep: Lockstep | None = None
-        self._held: set[int] = set()  # units that the first run keeps pinned for the others
+        self._held: set[int] = set()  # units that the first run keeps pinned for the other runs
         self._nothing = self._engine.scope([])
         self._wanted = 0  # the position that parameters have to reach
         self._model: Callable[[], nn.Module | None] = lambda: None
@@ -98,7 +99,7 @@ class TurnRules(_Base):
             self._held.clear()
 
     def _probed(self, function: Callable[[], T]) -> T:
-        """Call function, and set is_together by what it changes on the model."""
+        """Call function, and set is_together: whether it leaves the model's state unchanged."""
         model = self._model()
         assert model is not None
         before = _zo_probe.Left(model)
@@ -115,7 +116,7 @@ class TurnRules(_Base):
         return value
 
     def _choose_runs(self) -> bool:
-        """Return whether runs take turns: if that saves reads and no unit is used around others."""
+        """Return whether runs take turns: if possible, and if configured or useful ("auto")."""
         asked = self.config.runs
         can = not any(self.layout.units[unit].always for unit in self._where)
         if asked == "together" and not can:
@@ -132,7 +133,7 @@ class TurnRules(_Base):
     def _keep_shared(self) -> dict[int, Kept]:
         """Allocate copies of the trained units that several blocks use, if main memory has room."""
         if _zo_device.is_launched(self.device):
-            return {}  # the CPU would have to copy them; they are read again
+            return {}  # the CPU would have to copy the units; they are read again instead
         users: dict[int, int] = {}
         for scope in self.layout.scopes:
             for unit in scope.units:
@@ -174,7 +175,7 @@ class TurnRules(_Base):
         return self._lockstep is not None and self._lockstep.is_other()
 
     def visit_begin(self, units: list[int]) -> None:
-        """Begin a visit of a block: wait for this run's turn."""
+        """Begin a visit of a block, after waiting for this run's turn."""
         lockstep = self._lockstep
         if lockstep is None:
             return
@@ -221,7 +222,7 @@ class TurnRules(_Base):
 
     @contextlib.contextmanager
     def visit_end(self, units: list[int]) -> Iterator[None]:
-        """Leave a block inside the `with`, and keep it in memory until all runs have visited it."""
+        """Return a context that keeps a block in memory until all runs have visited the block."""
         lockstep = self._lockstep
         if lockstep is None or lockstep.turn != FIRST:
             yield
@@ -241,7 +242,7 @@ class TurnRules(_Base):
 
 
 class _Visit:
-    """The hooks of a block: those of its scope, and the changes of turn."""
+    """The hooks of a block: the hooks of its scope, extended by the changes of turn."""
 
     def __init__(self, session: TurnRules, units: list[int], scope: _core.Scope) -> None:
         self._session = weakref.ref(session)

@@ -4,7 +4,7 @@ Its cost model consists of the GPU and the link. Forward takes as long as its co
 copies out, whichever is longer; backward takes as long as its computation, including recomputation,
 or its copies in:
 
-    minimise  T_f + T_b + a thousandth of the time that bytes move
+    minimise  T_f + T_b + a thousandth of the time of all copies
     T_f >= FLOP_f / THP_G                       T_f >= moved bytes / BW_G (out)
     T_b >= (2 FLOP_f + recomputed) / THP_G      T_b >= moved bytes / BW_G (in)
     kept bytes (+ room for a block's in transit, if any move) <= the GPU's room for activations
@@ -14,8 +14,9 @@ or its copies in:
 Layers of equal size and work are interchangeable, so the program's variables are counts of them,
 not one variable per layer: a deep model takes no longer to solve than a shallow one.
 
-Jain et al., "Checkmate: Breaking the memory wall with optimal tensor rematerialization", 2020; main
-memory is added as in LoHan. scipy's HiGHS solves the program: `pip install lohan[plan]`.
+Jain et al., "Checkmate: Breaking the memory wall with optimal tensor rematerialization", 2020. Main
+memory as a destination is LoHan's addition. scipy's HiGHS solves the program: `pip install
+lohan[plan]`.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 
 # The cost of a moved byte even if computation hides it, as a share of its time on the link.
 MOVE_WEIGHT = 1e-3
-# Bytes are counted in units, at most this number of them per tier, which the solver handles
-# exactly.
+# Bytes are counted in units that are so large that a tier has at most this many: the solver handles
+# such numbers exactly.
 _UNIT_COUNT_MAX = 1 << 20
-# The gap to the optimum at which the solver stops: if all layers differ, it takes long to prove.
+# The gap to the optimum at which the solver stops: if all layers differ, a full proof takes long.
 GAP = 1e-4
 _SECONDS_MAX = 20.0
 
@@ -45,8 +46,8 @@ def fates(model: Model, machine: Machine) -> list[str]:
 
     Args:
         model: the model at one batch size.
-        machine: the rates of the GPU and the link, and host_bytes and gpu_bytes, from which a
-            step's buffers are taken first.
+        machine: the machine. A step's buffers are first subtracted from its host_bytes and
+            gpu_bytes.
 
     Raises:
         BudgetError: activations that are never recomputed do not fit; the message has the numbers.
@@ -65,7 +66,7 @@ def fates(model: Model, machine: Machine) -> list[str]:
     groups = list(kinds.values())
     counts = _solve([(layers[g[0]], len(g)) for g in groups], model, machine, gpu_bytes, host_bytes)
     for group, (kept, moved) in zip(groups, counts, strict=True):
-        # The first layers' activations are unused for longest, the last ones' are needed soonest.
+        # Backward needs the first layers' activations last, so move those and keep the last ones.
         for place, index in enumerate(group):
             if place < moved:
                 made[index] = "host"
@@ -75,7 +76,7 @@ def fates(model: Model, machine: Machine) -> list[str]:
 
 
 def plan(model: Model, machine: Machine) -> dict[str, Any]:
-    """Make a plan like `lohan._core.plan`: states on SSD, updates in backward, 4-byte masters.
+    """Make a plan as `lohan._core.plan` does: states on SSD, updates in backward, fp32 masters.
 
     Raises:
         BudgetError: the model does not fit.
@@ -172,7 +173,7 @@ class _Program:
     def fit(self, room: int, *, kept: bool) -> None:
         """Limit the kept layers, or the moved ones, to `room` bytes."""
         unit = max(math.gcd(*self.sizes), -(-room // _UNIT_COUNT_MAX), 1)
-        parts = [-(-size // unit) for size in self.sizes]  # rounded up, so what fits here does fit
+        parts = [-(-size // unit) for size in self.sizes]  # rounded up, so that bytes fit as well
         zero = [0] * len(parts)
         self._add(parts if kept else zero, zero if kept else parts, most=room // unit)
 

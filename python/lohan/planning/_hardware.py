@@ -1,6 +1,6 @@
 """Facts about this machine: PCIe links, drives, the GPU's driver, containers.
 
-They are read from /proc, /sys and the driver's library; no program is run. Tests pass a
+The facts are read from /proc, /sys and the driver's library; no program is run. Tests pass a
 `root` other than /.
 """
 
@@ -187,7 +187,7 @@ _CGROUPS = {"docker": "docker", "kubepods": "kubernetes", "lxc": "lxc", "libpod"
 
 
 def container(root: Path = ROOT) -> str:
-    """Return the kind of container that this process runs in: "docker", ...; "" if in none."""
+    """Return the kind of this process's container, such as "docker"; "" outside containers."""
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return "kubernetes"
     if (root / ".dockerenv").exists():

@@ -19,20 +19,20 @@ _WORKER_COUNT_MAX = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine(_plan.Machine):
-    """A machine for plans, with what a simulation needs in addition.
+    """A machine for plans, with the additional fields that a simulation needs.
 
     Attributes:
         name: the name that is shown to the user.
-        ssd_endurance_bytes: how much may be written to one SSD in its life (TBW); 0 if not known.
+        ssd_endurance_bytes: the bytes that may be written to one SSD in its life (TBW); 0: unknown.
         ssd_latency_ns: the latency of a request.
         ssd_sync_ns: the time of a flush.
         link_latency_ns: the latency of a copy to or from the GPU.
         worker_count: the CPU threads that run updates.
         gpu_fp32_flop_per_s: the rate that the GPU sustains in fp32; 0 if not known. This and the
             next three are used by zeroth-order steps only.
-        gpu_memory_bytes_per_s: the rate of its memory in operations other than matrix products.
-        gpu_alloc_bytes_per_s: the rate at which it allocates and frees memory.
-        gpu_reserved_bytes: the memory that its driver, libraries and allocator hold.
+        gpu_memory_bytes_per_s: the GPU memory's rate in operations other than matrix products.
+        gpu_alloc_bytes_per_s: the rate at which GPU memory is allocated and freed.
+        gpu_reserved_bytes: the GPU memory that the driver, libraries and allocator hold.
     """
 
     name: str

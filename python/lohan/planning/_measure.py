@@ -1,4 +1,4 @@
-"""Measure this machine for plans and simulations, which takes some seconds.
+"""Measure this machine for plans and simulations, which takes a few seconds.
 
 SSDs are measured with sequential O_DIRECT transfers, the GPU with a product of large bf16 matrices
 and with copies of pinned memory, AdamW with lohan's own kernel. Without a GPU, matrix products are
@@ -39,13 +39,14 @@ _MATRIX_GPU = 8192
 _MATRIX_CPU = 2048
 # The usable share of free main memory: the rest is for the system and torch.
 _HOST_SHARE = 0.9
-# Directories share a bottleneck if all together reach less than this share of their own rates.
+# Directories share a bottleneck if together they reach less than this share of the sum of their
+# separate rates.
 _TOGETHER_SHARE = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
 class Ssds:
-    """The (write, read) rates of directories in bytes per second: each alone, and all at once."""
+    """The (write, read) rates of directories in bytes/s: measured one by one, and all at once."""
 
     directories: list[str]
     alone: list[tuple[int, int]]
@@ -53,7 +54,7 @@ class Ssds:
 
     @property
     def total_bytes_per_s(self) -> int:
-        """The rate that reads of all together cannot exceed; 0 if they share no bottleneck."""
+        """The read rate of all directories together; 0 if they do not share a bottleneck."""
         alone, all_at_once = (sum(read for _, read in r) for r in (self.alone, self.among_all))
         return all_at_once if all_at_once < _TOGETHER_SHARE * alone else 0
 
@@ -173,7 +174,7 @@ def _link_rates(name: str, index: int) -> tuple[int, int]:
 
 
 def link_rates(device: Device) -> tuple[int, int]:
-    """Return the bytes per second to a device and back, as set or else measured."""
+    """Return the rates of a device's link, in and out: those configured, or else measured."""
     asked = device.link_bytes_per_s
     measured = (0, 0) if all(asked) else _link_rates(device.name, device.index)
     return asked[0] or measured[0], asked[1] or measured[1]
@@ -186,7 +187,7 @@ def update_rate(workers: int) -> int:
 
 
 def _seconds(run: Callable[[], object], finish: Callable[[], object] = lambda: None) -> float:
-    """Return the median time of several runs, after one that is not counted."""
+    """Return the median time of several runs, after one run that does not count."""
     times = []
     for _ in range(_ROUND_COUNT + 1):
         finish()

@@ -1,4 +1,4 @@
-"""Models for plans: the papers' models by name, any transformers model by its configuration.
+"""Models for plans: the papers' models by name, and any transformers model by configuration.
 
 A transformers model is built and run once without storage, with torch's fake tensors. Torch's FLOP
 counter counts what each module computes, and saved-tensor hooks count what it saves for backward.
@@ -31,7 +31,7 @@ _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGenerat
 
 
 def _attention_flop(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Count the CPU's flash attention, which torch's counter lacks: both products in full."""
+    """Count both products, in full, of the CPU's flash attention, which torch does not count."""
     *batch, length, width = query
     heads = 1
     for size in batch:
@@ -40,12 +40,12 @@ def _attention_flop(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int
 
 
 def _experts_flop(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
-    """Count one product for each group of rows."""
+    """Count the FLOP of multiplying each row by the weights of a single expert."""
     return int(2 * rows[0] * rows[1] * weights[-1])
 
 
 class _Counter:
-    """A counter of the bytes that the innermost running module saves; storages count once."""
+    """A counter of the bytes that each module saves for backward; a storage counts once."""
 
     def __init__(self, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
         self.saved: dict[str, int] = {}
@@ -120,9 +120,9 @@ def _inputs(model: nn.Module, batch: int, seq: int) -> tuple[dict[str, torch.Ten
 
 
 def _own_flops(module: nn.Module, path: str, flops: dict[str, int]) -> dict[str, int]:
-    """Return the FLOP of each module inside `module`, by its path, without those of its children.
+    """Return the FLOP of each module inside `module`, by path, without the FLOP of its children.
 
-    A container is not called itself, so it has only the FLOP of its children.
+    A container is not called itself, so it has no FLOP besides those of its children.
     """
     own: dict[str, int] = {}
     whole: dict[str, int] = {}
@@ -159,7 +159,7 @@ def _layers(
 
 
 def count(model: nn.Module, name: str, batch: int, seq: int) -> _plan.Model:
-    """Run a model of fake tensors once, and return its blocks in the order of its forward.
+    """Run a model of fake tensors once, and describe its blocks in the order of the forward.
 
     Args:
         model: a transformers model, made of fake tensors of bf16.
@@ -196,7 +196,7 @@ def count(model: nn.Module, name: str, batch: int, seq: int) -> _plan.Model:
                 owners[id(parameter)] = len(made)
                 owned[inside] = owned.get(inside, 0) + parameter.numel()
         layers = _layers(path, module, counter, flops, owned)
-        if not counter.outputs.get(path):  # nobody recomputes an embedding, a norm or a head
+        if not counter.outputs.get(path):  # an embedding, a norm or a head is not recomputed
             layers = [dataclasses.replace(layer, activation_bytes=0) for layer in layers]
         if layers:
             made.append(_plan.Block(tuple(layers), shared))
@@ -206,7 +206,7 @@ def count(model: nn.Module, name: str, batch: int, seq: int) -> _plan.Model:
 def _with_loss(
     made: list[_plan.Block], counter: _Counter, blocks: dict[str, nn.Module]
 ) -> tuple[_plan.Block, ...]:
-    """Count what the head and the loss save as working memory of the last block."""
+    """Count the bytes that the head and the loss save as working memory of the last block."""
     *others, head = made
     inside = tuple(f"{path}." for path in blocks if counter.outputs.get(path))
     outside = sum(

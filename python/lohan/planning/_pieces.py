@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from lohan.planning._plan import Block, Layer, Model
 
 NS_PER_S = 1_000_000_000
-# A layer's activations move in pieces of at most this size, as single tensors would.
+# A layer's activations move in pieces of at most this size, as individual tensors do.
 PIECE_BYTES = 256 << 20
 GRANULE = 1 << 20
 # The room that csrc/plan/policy.h leaves for a step's buffers; with twice that, no update waits.
@@ -21,12 +21,12 @@ Saved = tuple[tuple[int, bool], ...]
 
 
 def padded(nbytes: int) -> int:
-    """Round up to whole granules."""
+    """Round a size up to a multiple of GRANULE."""
     return -(-nbytes // GRANULE) * GRANULE
 
 
 def saved_pieces(layer: Layer, fate: str, granule: int = GRANULE) -> Saved:
-    """Return the offloaded pieces of a layer: of equal size, a multiple of the granule."""
+    """Return the offloaded pieces of a layer; their size is equal, a multiple of the granule."""
     if fate not in LEAVES or layer.activation_bytes == 0:
         return ()
     count = -(-layer.activation_bytes // PIECE_BYTES)

@@ -1,4 +1,4 @@
-"""Apply a plan to a machine: the times of blocks, the pieces that move, the division of memory.
+"""Apply a plan to a machine: time the blocks, list the pieces that move, and divide the memory.
 
 A plan decides what happens to each layer's activations. From that, this module derives what the
 simulator needs: how long blocks compute, which bytes are offloaded after a block and to which tier,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lohan.planning._machines import Machine
     from lohan.planning._plan import Layer, Model
 
-# The pieces that are in transit through main memory at once.
+# The number of pieces that are in transit through main memory at once.
 _TRANSIT_COUNT = 8
 # The alignment of a unit's elements: csrc/sched/engine.h.
 _ELEMENT_ALIGN = 2048
@@ -48,7 +48,7 @@ Parted = tuple[tuple[int, ...], tuple[Part, ...], int]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The division of a machine's memory, and the time that each block computes. Sizes in bytes.
+    """The division of a machine's memory in bytes, and the computing time of each block.
 
     Attributes:
         dtype: the dtype of parameters, which decides the size of their states: "bfloat16" (12 bytes
@@ -108,7 +108,7 @@ def _blocks(
             )
             for layer, fate in layers
         ]
-        # Backward begins with the whole recomputation of the block.
+        # A block's backward begins with all recomputation of that block.
         forward_ns, backward_ns, pieces = parts[-1]
         parts[-1] = (
             forward_ns,
@@ -133,7 +133,7 @@ def _gpu_split(
         layers = list(zip(block.layers, fates[first : first + len(block.layers)], strict=True))
         first += len(block.layers)
         kept += sum(layer.activation_bytes for layer, fate in layers if fate == "keep")
-        # Activations are offloaded layer by layer: once their layer has computed, they are in
+        # Activations are offloaded layer by layer: once their layer has computed, they count in
         # `rooms`.
         recomputed = sum(layer.activation_bytes for layer, fate in layers if fate == "recompute")
         moving = max((m.activation_bytes for m, fate in layers if fate in LEAVES), default=0)
@@ -182,7 +182,7 @@ def _states_bytes(model: Model, plan: dict[str, Any]) -> int:
 
 
 def _brought_in(model: Model, fates: Sequence[str], room: int) -> tuple[str, ...]:
-    """Move the first layers with the fate "ssd" to main memory, while that has room."""
+    """Replace the fate "ssd" by "host" for the first layers that fit in `room`."""
     made = []
     for layer, fate in zip(model.layers, fates, strict=True):
         nbytes = sum(size for size, _ in saved_pieces(layer, fate))
@@ -193,7 +193,9 @@ def _brought_in(model: Model, fates: Sequence[str], room: int) -> tuple[str, ...
 
 
 def _swapped(model: Model, share: float) -> tuple[str, ...]:
-    """Offload inter-block activations, and a share of the others by falling benefit, spread evenly.
+    """Return fates that offload inter-block activations and, by falling benefit, a share of others.
+
+    Layers of equal benefit are chosen evenly over the model.
 
     Source: LoHan eq. 6
     """
@@ -228,7 +230,7 @@ def place(
         policy: the name of the policy.
         share: the share of the activations inside blocks that are offloaded; None: the policy
             decides.
-        without: the SWITCHES of `auto` to turn off.
+        without: the keys of SWITCHES (features of `auto`) to disable.
 
     Raises:
         BudgetError: the model does not fit; the message has the numbers.
@@ -242,7 +244,7 @@ def place(
     if share is not None:
         room = machine.host_bytes - transit - 2 * buffer_bytes(model)
         fates = _brought_in(model, _swapped(model, share), room)
-    elif policy == "auto":  # it offloads to SSD what hides there, even if main memory is unused
+    elif policy == "auto":  # auto offloads to SSD what costs no time, even if memory is unused
         taken = sum(
             size
             for layer, fate in zip(model.layers, fates, strict=True)

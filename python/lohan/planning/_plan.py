@@ -7,15 +7,15 @@ an integer:
               adam_params_per_s, ssd_count, ssd_bytes, ssd_read_bytes_per_s,
               ssd_write_bytes_per_s, ssd_total_bytes_per_s
     model     param_bytes, residual_bytes, blocks: a list in forward order of
-      block   shared_block: None, or the index of a block whose parameters it uses too;
+      block   shared_block: None, or the index of a block whose parameters this one also uses;
               layers: a list in forward order of
         layer param_count, forward_flop, activation_bytes, working_bytes, is_inter_block (a bool)
 
 Other keys are ignored. csrc/plan/machine.h and model.h define what each means.
 
-`plan(model, machine, policy)` returns the policy's choices, and the timeline's step with them. The
-same dict for given choices is returned by `plan_step(model, machine, fates, blocks=None,
-schedule="optimized", master_bytes=None, must_fit=True)`: fates is "keep", "host", "ssd" or
+`plan(model, machine, policy)` returns a dict of the policy's choices and the predicted step.
+`plan_step(model, machine, fates, blocks=None, schedule="optimized", master_bytes=None,
+must_fit=True)` returns the same dict for given choices: fates is "keep", "host", "ssd" or
 "recompute" for each layer; blocks is a dict of is_deferred, has_host_p16, has_host_master and
 has_host_moments for each block (None: all False); master_bytes is 4 (the papers' master) or None
 (the model's residual). An invalid argument raises ValueError or TypeError; a model that does not
@@ -44,7 +44,7 @@ DIT_CLASSES = 1001
 class Machine:
     """The rates (per second) and capacities (bytes) of a machine.
 
-    All values are positive unless 0 is given a meaning.
+    All values are positive, except where the meaning of 0 is stated.
 
     Attributes:
         gpu_flop_per_s: the rate that the GPU sustains on this kind of model (THP_G).
@@ -52,7 +52,7 @@ class Machine:
         link_in_bytes_per_s: the sustained rate from main memory to the GPU (BW_G).
         link_out_bytes_per_s: the sustained rate from the GPU to main memory.
         host_bytes: the main memory that may be used.
-        adam_params_per_s: the parameters that AdamW updates on the CPU.
+        adam_params_per_s: the number of parameters that AdamW updates per second on the CPU.
         ssd_count: the number of SSDs.
         ssd_read_bytes_per_s: the read rate of one SSD.
         ssd_write_bytes_per_s: the write rate of one SSD.
@@ -83,11 +83,11 @@ class Layer:
 
     Attributes:
         name: the layer's name within its block.
-        param_count: the number of parameters that no layer before it has.
-        forward_flop: the FLOP of one forward; recomputing it costs as much.
-        activation_bytes: everything that it saves for backward, including its output, once.
-        working_bytes: the GPU memory that it needs while it computes, beyond its activations.
-        is_inter_block: whether its activations are the next block's input: never recomputed.
+        param_count: the number of parameters that no earlier layer has.
+        forward_flop: the FLOP of one forward; recomputation costs as much.
+        activation_bytes: all bytes that are saved for backward, the layer's output included.
+        working_bytes: the GPU memory needed while the layer computes, besides activations.
+        is_inter_block: whether the activations are the next block's input (never recomputed).
     """
 
     name: str
@@ -104,7 +104,8 @@ class Block:
 
     Attributes:
         layers: the layers in forward order, at least one.
-        shared_block: the index of an earlier block whose parameters it also uses (a tied head).
+        shared_block: the index of an earlier block whose parameters this block also uses, as a
+            tied head does; None if there is no such block.
     """
 
     layers: tuple[Layer, ...]
@@ -120,7 +121,8 @@ class Model:
         blocks: the blocks in forward order.
         tokens: the number of tokens in a batch, which throughput counts.
         param_bytes: the size of a parameter in computation.
-        residual_bytes: what extends it to the fp32 master: 2 (bf16), 4 (fp16) or 0 (fp32).
+        residual_bytes: the bytes that extend a parameter to its fp32 master: 2 (bf16), 4 (fp16)
+            or 0 (fp32).
     """
 
     name: str
@@ -156,7 +158,7 @@ class Model:
 
     @property
     def forward_flop(self) -> int:
-        """The FLOP of one forward of the batch. Throughput in FLOP/s counts three times as many."""
+        """The FLOP of one forward of the batch. A step's throughput counts three times as many."""
         return sum(layer.forward_flop for layer in self.layers)
 
     @property
@@ -173,9 +175,9 @@ class Model:
 def _transformer_layers(hidden: int, seq: int, batch: int) -> tuple[Layer, ...]:
     """Make a block's five layers, which include norms and activation functions.
 
-    They save, in units of tokens * hidden * 2 bytes: qkv 3, and the norm before it 1; attention's
-    output 1; the projection's 1, with the residual added; h to 4h 4, its norm 1 and its activation
-    function 4; the block's output 1.
+    The layers save, in units of tokens * hidden * 2 bytes: qkv 3 and the norm before it 1; the
+    output of attention 1; the output of its projection, with the residual added, 1; h to 4h 4, its
+    norm 1 and its activation function 4; the block's output 1.
 
     Source: Fuyou table 2 (the layers), LoHan IV-D
     """
@@ -252,7 +254,7 @@ def dit(name: str, *, layers: int, hidden: int, batch: int, tokens: int = DIT_TO
     )
 
 
-# Layers, heads, hidden. Source: LoHan table IV, Fuyou table 4
+# (layers, heads, hidden) of each model. Source: LoHan table IV, Fuyou table 4
 GPT_SHAPES = {
     "gpt-6b": (28, 32, 4096),
     "gpt-13b": (40, 40, 5120),

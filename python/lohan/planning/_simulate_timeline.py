@@ -25,8 +25,8 @@ _EVENT = np.dtype(
         ("nbytes", "u8"),
     ]
 )
-# For each enum lh_engine_trace_kind: (resource, its use for an event of a unit, its use for an
-# event of no unit, whether it is a write).
+# For each enum lh_engine_trace_kind: (resource, the resource's use for an event of a unit, its use
+# for an event without a unit, whether the event is a write).
 _KINDS = {
     0: ("ssd", "parameters", "parameters", False),
     1: ("ssd", "updates", "updates", False),
@@ -48,7 +48,7 @@ class Timeline:
     """How busy each resource is in equal parts of a step.
 
     Attributes:
-        edges_s: the edges of the parts, from the step's begin; (BIN_COUNT + 1,) fp64.
+        edges_s: the edges of the parts, from the start of the step; (BIN_COUNT + 1,) fp64.
         forward_s: the time at which backward begins.
         busy: for "gpu", "link_in", "link_out", "ssd" (all of them) and "cpu", by use ("forward",
             "backward", "parameters", "activations", "gradients", "updates"): the share of the
@@ -76,7 +76,7 @@ def make(raw: dict[str, Any], machine: Machine) -> Timeline:
     }
 
     def add(row: str, what: str, these: Any, work_ns: Any, served_ns: Any) -> None:
-        """Add some events. A request waits in a queue, and is served in the last part of it."""
+        """Add some events. A request is queued first, and served at the end of its event."""
         begins = np.maximum(start[these], end[these] - served_ns)
         share = _share(begins, end[these], work_ns, edges)
         busy[row][what] = busy[row].get(what, 0) + share
@@ -99,7 +99,7 @@ def make(raw: dict[str, Any], machine: Machine) -> Timeline:
 
 
 def _rate(machine: Machine, row: str, is_write: bool) -> tuple[float, int]:
-    """Return the bytes per second of all servers of a resource together, and their number."""
+    """Return the bytes/s of all servers of a resource (1 for the CPU), and their number."""
     if row == "ssd":
         one = machine.ssd_write_bytes_per_s if is_write else machine.ssd_read_bytes_per_s
         every = machine.ssd_count * one
@@ -110,7 +110,7 @@ def _rate(machine: Machine, row: str, is_write: bool) -> tuple[float, int]:
 
 
 def _share(begins: Any, ends: Any, work: Any, edges: Any) -> Any:
-    """Return the share of each part between edges that work takes, spread evenly over its time."""
+    """Return the busy share of each part between edges; work is spread evenly over its time."""
     length = ends - begins
     some = length > 0
     rate = work[some] / length[some]

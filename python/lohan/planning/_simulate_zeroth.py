@@ -2,22 +2,22 @@
 
 The work of each stream is counted from the model's shape, and csrc/plan/zeroth.c computes how long
 the streams take together. A GPU is described by four numbers: its rates of matrix products in fp32
-and in 16 bits, of memory traffic in other operations, and of allocation. Every time is therefore
+and in 16 bits, of memory traffic in other operations, and of allocation. Each duration is therefore
 work divided by a rate.
 
 [Note: What is counted] The operations are torch's eager ones, as MeZO and ZO2 run them (no fused
 kernels):
 
-    z           drawn (written), scaled twice (read, written), added (both read, written): 8 times
-                a parameter's bytes, for each of three moves and one update
-    attention   scores written; mask added, clamped, softmax, each read and written; read by the
-                product with values. In 16 bits softmax answers in fp32, which is cast back
-    the others  norms, biases, residuals, the activation function, heads put side by side: 28
-                tensors of tokens * hidden read or written in a block's forward
-    loss        logits written, copied without the last position, log-softmax
+    z           is drawn (1 write), scaled twice (1 read, 1 write each) and added (2 reads, 1
+                write): 8 times a parameter's bytes, for each of three moves and one update
+    attention   scores are written; mask, clamp and softmax read and write them; the product with
+                the values reads them. In 16 bits, softmax returns fp32, which is converted back
+    other       norms, biases, residuals, the activation function and concatenated heads read or
+                write 28 tensors of tokens * hidden elements in a block's forward
+    loss        logits are written, copied without the last position, and passed to log-softmax
 
-Under autocast (`amp`) a forward reads each weight in fp32 and writes its 16 bits; a link format
-that is not the stored one is written and read on either side.
+Under autocast (`amp`), a forward reads each weight in fp32 and writes it in 16 bits. If the format
+on the link is not the stored one, a conversion at each end reads one format and writes the other.
 
 Source: ZO2 alg. 1, ZO2 alg. 2, ZO2 5.2-5.5
 """
@@ -55,13 +55,13 @@ _BLOCK_ACCESSES = 28
 _LOGITS_ACCESSES = 5
 _CAST_BYTES = 6
 _FORWARDS = 2
-# The bytes per element of attention's matrix that are held at once: softmax's input, and its result
-# in fp32.
+# The bytes per element of the attention matrix that are held at once: the input of softmax, and its
+# result in fp32.
 _ATTENTION_HELD_BYTES = {"fp32": 8, "fp16": 6, "amp": 6}
-# The tensors of the logits' size that are held at once: the logits, their copy and their
+# The number of tensors of the logits' size that are held at once: the logits, their copy and their
 # log-softmax. ZO2's head holds the logits of both forwards.
 _LOGITS_HELD = {"mezo": 3, "zo2": 4}
-# The tensors of the largest parameter's size that are held at once: z and its scaled copy.
+# The number of tensors of the largest parameter's size that are held at once: z, its scaled copy.
 _Z_HELD = 2
 _NEEDED = ("gpu_fp32_flop_per_s", "gpu_memory_bytes_per_s", "gpu_alloc_bytes_per_s")
 
@@ -73,11 +73,11 @@ class Decoder:
     Attributes:
         name: the name that is shown to the user.
         layers: the number of blocks.
-        heads: the number of attention heads, whose matrices are held in memory here.
+        heads: the number of attention heads, each of which holds a matrix in memory.
         hidden: the width.
         vocab: the number of entries of the embedding.
         batch: the number of sequences.
-        seq: the number of tokens in each.
+        seq: the number of tokens in each sequence.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Decoder:
 
     @property
     def end_params(self) -> int:
-        """The parameters that stay on the GPU: the embedding, tied to the head, and last norm."""
+        """The number of parameters that stay on the GPU: the tied embedding and the last norm."""
         return (self.vocab + self.seq + 2) * self.hidden
 
     @property
@@ -120,7 +120,7 @@ def decoder(name: str, *, batch: int = 1, seq: int = 2048) -> Decoder:
     Args:
         name: `opt-13b`, `gpt-70b`, ...
         batch: the number of sequences.
-        seq: the number of tokens in each.
+        seq: the number of tokens in each sequence.
 
     Raises:
         ModelError: no decoder has that name, or batch or seq is below 1.
@@ -143,7 +143,7 @@ class Options:
     """The settings of a simulated zeroth-order run.
 
     Attributes:
-        policy: a key of POLICIES: all on the GPU, ZO2's schedule, or that without one part.
+        policy: a key of POLICIES: all on the GPU, ZO2's schedule, or ZO2's without one feature.
         dtype: a key of DTYPES.
         link: the format in which blocks cross the link, a key of LINKS. None: the stored format.
         slot_count: the number of blocks that the GPU has room for.
@@ -162,7 +162,7 @@ class Step:
     """The figures of a step in the steady state.
 
     Attributes:
-        step_ns: the time from the step's begin to the begin of the next one.
+        step_ns: the time from the start of the step to the start of the next one.
         tokens: the number of tokens in the batch.
         busy_ns: the time that each stream ("upload", "compute", "offload") is busy.
         bound_by: the busiest stream.
@@ -181,7 +181,7 @@ class Step:
 
     @property
     def tokens_per_s(self) -> float:
-        """The tokens per second; both forwards of a batch count once, as in the paper."""
+        """The tokens per second. A batch counts once, not per forward, as in the paper."""
         return self.tokens * NS_PER_S / self.step_ns
 
     def as_dict(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class _Costs:
         return self.z_ns(self.model.block_params, 1)
 
     def crossed_ns(self) -> int:
-        """Return the time to convert a block to the link's format and back; 0 if it is the same."""
+        """Return the time to convert a block to the link's format and back; 0 if both are equal."""
         if self.crossing == self.stored:
             return 0
         return self.moved_ns(2 * (self.stored + self.crossing) * self.model.block_params)
@@ -258,7 +258,7 @@ class _Costs:
         return _ns(_FORWARDS * model.head_flop, self.flop_per_s) + self.moved_ns(_FORWARDS * nbytes)
 
     def tied_ns(self) -> int:
-        """Return the time to move the tied weights, restored after the embedding, for the head."""
+        """Return the time to move the tied weights again: the embedding restored them."""
         return self.z_ns(self.model.vocab * self.model.hidden, _MOVES)
 
     def gpu_bytes(self) -> int:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# Hooks that a script may have registered: both optimizers share them, so that a hook can be removed
-# through either.
+# Dicts of hooks that a script may have registered. Both optimizers share the dicts, so that a hook
+# can be removed through either one.
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -29,7 +29,8 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 
-# Methods that would give wrong answers for the emptied optimizer. torch itself rejects step().
+# Methods that would return or do something wrong for the emptied optimizer. step() needs no
+# replacement: it raises an error when it reads a hollow gradient or parameter.
 _SHADOWED = ("state_dict", "load_state_dict", "add_param_group")
 
 
@@ -38,12 +39,12 @@ def check(optimizer: object, besides: dict[str, Any], *, resume: bool) -> None:
 
     Args:
         optimizer: the optimizer= of wrap(), or None.
-        besides: arguments of wrap() that the optimizer replaces; None if they were not given.
-        resume: the store has moments.
+        besides: the arguments of wrap() that the optimizer replaces; None for those not given.
+        resume: whether the store exists and has moments.
 
     Raises:
         UnsupportedError: the optimizer has a different class or update rule.
-        ModelError: another argument conflicts with it.
+        ModelError: another argument conflicts with the optimizer.
     """
     if optimizer is None:
         return
@@ -96,10 +97,10 @@ def write_state(
 ) -> bytes:
     """Write the moments of all trainable parameters to a new store.
 
-    A parameter without state has made no step: its moments are zeros, as in torch.
+    The moments of a parameter without state, which has not been updated yet, are zeros.
 
     Returns:
-        Data for the store's first commit: the number of updates of each parameter.
+        The data for the store's first commit, with the number of updates of each parameter.
 
     Raises:
         ModelError: the state is not that of AdamW.
@@ -134,7 +135,7 @@ def _refuse(name: str) -> Callable[..., Any]:
 
 
 def retire(origin: torch.optim.Optimizer, layout: Layout) -> None:
-    """Empty an optimizer whose state is in a store, and make methods that need it raise errors."""
+    """Empty an optimizer whose state is in a store, and make methods that need the state fail."""
     for param in layout.params:
         if layout.units[param.unit].trainable:
             origin.state.pop(param.tensor, None)
@@ -151,7 +152,7 @@ def read_state(layout: Layout, extents: Extents, store: _core.Store) -> dict[int
         store: a store at a commit of the engine or of write_state().
 
     Returns:
-        The state of each parameter, by its index.
+        The states of the updated parameters, by the parameters' indices.
     """
     steps = _scalars.steps(store.describe()["scalars"], len(layout.params))
     found: dict[int, dict[str, Any]] = {}

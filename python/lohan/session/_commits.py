@@ -1,4 +1,4 @@
-"""What a session keeps in its store, and when: commits, edits of parameters, snapshots."""
+"""The part of a session that decides what is in its store: commits, edits, held commits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SLICE_S = 0.2
 
 
 class Holds:
-    """The holders of a session's commits; commits begin only while there are none.
+    """The objects that hold back a session's commits; commits begin only while there are none.
 
     A holder is any object of the caller. After a Ctrl-C at any point of take() or give(), calling
     give() restores a consistent state; it may be called more often than take().
@@ -40,13 +40,13 @@ class Holds:
         self._holders: set[object] = set()
 
     def take(self, holder: object) -> None:
-        """Wait for a running commit, and let none begin until all holders have called give()."""
+        """Wait for a running commit, and prevent others until give() is called for all holders."""
         with self._lock:
             self._holders.add(holder)
         self._engine.commit_hold()
 
     def give(self, holder: object) -> None:
-        """Let commits begin again, if there is no other holder. May be called by any thread."""
+        """Allow commits again, if there is no other holder. Any thread may call this."""
         with self._lock:
             if self._holders == {holder}:
                 self._engine.commit_release()
@@ -54,7 +54,7 @@ class Holds:
             self._lock.notify_all()
 
     def wait_none(self) -> None:
-        """Wait until there are no holders, before a commit that the engine does not make."""
+        """Wait until there are no holders; needed before a commit that the engine does not make."""
         with self._lock:
             while self._holders:
                 self._lock.wait(_SLICE_S)
@@ -72,8 +72,8 @@ class Edit:
 
     Attributes:
         step: the session's step when the edit was made; the commit of a later step includes it.
-        moment: when it was made.
-        is_refused: lohan has since raised an error for something that belongs to the same edit.
+        moment: the state of exceptions when the edit was made, to detect later failures.
+        is_refused: whether lohan has since raised an error for another part of the same edit.
     """
 
     step: int
@@ -82,11 +82,11 @@ class Edit:
 
 
 class Commits(SessionPart):
-    """The base class of a session that decides what the store contains when it is next opened.
+    """A base class of Session: it decides what the store contains when it is next opened.
 
     Attributes:
-        has_edits: parameters were changed by other means than steps, and are not committed yet.
-        resumed_step: the step that the session was resumed at; None for a new store.
+        has_edits: whether parameters or buffers have uncommitted changes that no step made.
+        resumed_step: the step at which the session was resumed; None for a new store.
     """
 
     layout: Layout
@@ -111,7 +111,7 @@ class Commits(SessionPart):
         return self.config.commit_every == "manual"
 
     def _finish(self) -> None:
-        """Commit the closed steps and discard an open one."""
+        """Discard an open step, and commit the closed ones unless commits are manual."""
         with contextlib.suppress(Exception):
             if self._engine.status()["has_gradients"]:
                 self._engine.abort()
@@ -139,7 +139,7 @@ class Commits(SessionPart):
                 f"step {self.step} cannot be committed between backward and step(): updates of the"
                 " next step are in the same slot. Call model.optimizer.step() first"
             )
-        if self.has_edits and after == before:  # otherwise that commit includes them
+        if self.has_edits and after == before:  # otherwise the flush has committed the edits
             with self.exclusive([]) as store:
                 self._commit_buffers(store)
         self._edit, self.has_edits = None, False
@@ -161,7 +161,7 @@ class Commits(SessionPart):
             self.edited(store)
 
     def refuse_edit(self) -> None:
-        """Record an error for part of an edit: closing will not commit the edit."""
+        """Record an error for part of an edit, so that closing does not commit the edit."""
         if self._edit is not None:
             self._edit.is_refused = True
 
@@ -176,7 +176,7 @@ class Commits(SessionPart):
         self._edit, self.has_edits = None, False
 
     def _end_edits(self) -> None:
-        """Commit an edit while closing, or discard it if the program has failed since."""
+        """Commit an edit while closing, or discard it if the program has failed since the edit."""
         edit = self._edit
         if edit is None or edit.step != self.step:
             return
@@ -222,17 +222,17 @@ class Commits(SessionPart):
             return _store.read_params(self.layout, self.extents, store)
 
     def check_edit(self) -> None:
-        """Raise an error if parameters cannot be written now by other means than a step."""
+        """Raise an error if only steps may change parameters; this base class allows any change."""
 
     def undo_edit(self, index: int) -> None:
-        """Undo a change of a parameter in memory that cannot be written to the store."""
+        """Restore a parameter in memory whose new value cannot be written to the store."""
         lend = self.lend(index)
         with self.exclusive([]) as store:
             param = self.layout.params[index]
             lend.copy_(_store.read_param(self.layout, self.extents, store, param))
 
     def finish_writes(self) -> None:
-        """Make sure that everything read from the store after this call is from one step."""
+        """Ensure that the values in the store are all from one step, for subsequent reads."""
 
     def run_now(self) -> Run | None:
         """Return the run of zeroth-order training so far; None for other methods."""
@@ -246,7 +246,8 @@ class Commits(SessionPart):
     def _commit_buffers(self, store: _core.Store) -> None:
         """Commit what was written to the store, and the current buffers, inside exclusive().
 
-        Waits for snapshots first: the preceding flush does not wait for a copy of the same step.
+        This waits for snapshots first, since the preceding flush does not wait for a copy of the
+        same step.
         """
         self.holds.wait_none()
         said, count = store.describe(), len(self.layout.params)

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from lohan.layout._block import Layout
     from lohan.layout._in_place import Found
 
-# Messages, requests, event lists and the rounding of the arena. They are small, so the reserve is
-# constant. Tables of a model with many units, and a requested timeline, are added to it.
+# The constant reserve for small objects: messages, requests, event lists and the rounding of the
+# arena. The tables of units and a requested timeline take memory in addition to this reserve.
 BOOKKEEPING_BYTES = 7 << 20
 BOOKKEEPING_UNIT_BYTES = 4 << 10
 TRACE_EVENT_BYTES = 40
-# How often blocks are split at their children to fit a budget; models are not nested more deeply.
+# The maximum number of times that blocks are split at their children; no model is nested deeper.
 _SPLITS_MAX = 16
 
 
@@ -42,20 +42,20 @@ def _host_bytes(config: Config, full: int) -> int:
 def _tied_gradient_bytes(layout: Layout) -> int:
     """Return the bytes of gradients of tied units.
 
-    Autograd holds the first part of a tied parameter's gradient until the second one arrives.
+    Autograd holds the first part of a tied parameter's gradient until the second part arrives.
     """
     users = collections.Counter(i for scope in layout.scopes for i in {*scope.units})
     return sum(unit.gradient_bytes for i, unit in enumerate(layout.units) if users[i] > 1)
 
 
 def _together_bytes(layout: Layout, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the bytes in use together: each scope's sum at its first unit, 0 at the others.
+    """Return the bytes in use together: a scope's sum at its first unit, and 0 at its other units.
 
     A unit that several scopes share (tied weights) counts in the largest of them.
 
     Args:
         layout: the model's layout.
-        sizes: the sizes of its units.
+        sizes: the size of each unit of the layout.
 
     Returns:
         The sums, and the sums with room for fragmentation, as in lh_budget_apart_bytes().
@@ -81,13 +81,13 @@ def _together_bytes(layout: Layout, sizes: Sequence[int]) -> tuple[list[int], li
 
 
 def plan_device(layout: Layout, config: Config) -> _device.Device:
-    """Divide the device's memory, or raise an error that says what would be enough."""
+    """Divide the device's memory, or raise an error that says how much would be enough."""
     sizes = [unit.place_bytes for unit in layout.units]
     return _device.plan(layout, *_together_bytes(layout, sizes), config)
 
 
 def _budget(layout: Layout, config: Config) -> dict[str, int]:
-    """Divide main memory, or raise an error that says what would be enough."""
+    """Divide main memory, or raise an error that says how much would be enough."""
     extents = _store.plan_extents(layout, config.commit_every == "never")
     tied = _tied_gradient_bytes(layout)
     is_served = _device.parse(config.device)[0] != "cpu"
@@ -130,7 +130,7 @@ def divide(
 ) -> tuple[Config, Layout, dict[str, int]]:
     """Lay the model out, and divide main memory.
 
-    If the rest allows it, memory is reserved for the activations that a policy offloads.
+    Memory is reserved for the activations that a policy offloads, if enough remains for the rest.
 
     Args:
         model: the model to be wrapped.
@@ -140,7 +140,7 @@ def divide(
         rows: the units of the store to resume; empty for a new store.
 
     Returns:
-        The config with that reserve, the layout, and the division of main memory.
+        The config, with that reserve if it was made; the layout; and the division of main memory.
 
     Raises:
         BudgetError: main memory or device memory is too small.
@@ -201,11 +201,11 @@ def _layout_for_budget(
         layout = finer
     if is_any:
         layout = min(reversed(tried), key=lambda each: _needed(each, config))
-    return layout  # _budget raises the error that says what would be enough
+    return layout  # the caller's _budget() raises an error that says how much would be enough
 
 
 def _needed(layout: Layout, config: Config) -> int:
-    """Return the least main memory for a layout; a huge number if the device is too small."""
+    """Return the least main memory for a layout, or 1 << 62 if device memory is too small."""
     try:
         return _budget(layout, dataclasses.replace(config, host_bytes=1 << 60))["host_bytes_min"]
     except BudgetError:

@@ -1,4 +1,4 @@
-"""What a session does around a forward: when one may begin, its state, how it ends."""
+"""The part of a session that begins and ends forwards, and rejects forwards at wrong times."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FOLDER = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
 
 
 class ForwardRules(SessionPart):
-    """The base class of a session with the hooks that torch calls around every forward."""
+    """A base class of Session: it has the hooks that torch calls around every forward."""
 
     layout: Layout
     device: Device
@@ -104,15 +104,15 @@ class ForwardRules(SessionPart):
             self._refuse_changed()
             return False
         if self._forward_is_alive():
-            return False  # alternating runs share one forward
+            return False  # alternating runs (mezo/_lockstep.py) share one forward
         self._forward_begin(is_root=False)
         return True
 
     def _on_recompute(self) -> bool:
-        """Return whether a parameter is needed in a backward, which recomputes a forward.
+        """Return whether a parameter is read in a backward, which then recomputes a forward.
 
-        A reentrant checkpoint recomputes without saved-tensor hooks, so ours are entered here.
-        autograd removes them when the recomputing node is done.
+        A reentrant checkpoint recomputes without saved-tensor hooks, so the session's hooks are
+        entered here. Autograd removes them when the recomputing node is done.
         """
         if not in_backward():
             return False
@@ -178,9 +178,9 @@ class ForwardRules(SessionPart):
             self._autocast_see()
 
     def _check_hollow(self) -> None:
-        """Raise an error if a hollow parameter was written, which torch allows with fill_()."""
+        """Raise an error if a hollow parameter was written by code that bypasses its class."""
         if self.device.torch_device.type != "cpu":
-            return  # the check would wait for the device in every step
+            return  # the check would wait for the device in every forward
         for dtype, array in self._arrays.items():
             if dtype not in DTYPE_CODES or bool(array.isnan().all()):
                 continue
@@ -213,7 +213,7 @@ class ForwardRules(SessionPart):
             )
 
     def _changed_drop(self) -> None:
-        """Discard what a forward changed in place: the store has the values."""
+        """Discard values that a forward changed in place: the store has the valid ones."""
         if not self._changed:
             return
         changed, self._changed = self._changed, set()
@@ -227,7 +227,7 @@ class ForwardRules(SessionPart):
     def _forward_is_alive(self) -> bool:
         """Return whether a forward is open and its call is on the stack.
 
-        After a Ctrl-C, torch skips the hooks that would close it.
+        After a Ctrl-C, torch skips the hooks that would close the forward.
         """
         if self._forward_depth == 0 or not self._thread.is_mine():
             return False
@@ -247,12 +247,12 @@ class ForwardRules(SessionPart):
             what: what the caller is about to do, for the message.
 
         Raises:
-            ThreadError: names both threads.
+            ThreadError: another thread is inside a forward; the message names both threads.
         """
         self._thread.refuse_others(what)
 
     def _forward_drop(self) -> None:
-        """Undo a forward that ended without its hooks."""
+        """Close a forward that ended without a call of its closing hooks."""
         self._engine.scopes_drop()
         self._forward_end()
 
@@ -263,7 +263,7 @@ class ForwardRules(SessionPart):
         operation, or until a scope begins or ends.
 
         Returns:
-            False if no forward runs and none is recomputed in backward.
+            Whether the parameters were loaded; False if no forward runs or is being recomputed.
         """
         is_alive = self._forward_is_alive()
         if self.closed or (not is_alive and not in_backward()):
@@ -281,7 +281,7 @@ def refuse_transform() -> None:
     """Reject the transforms of torch.func in which saved tensors cannot be packed.
 
     Raises:
-        UnsupportedError: names alternatives.
+        UnsupportedError: such a transform is active; the message names alternatives.
     """
     if hooks_are_refused():
         raise UnsupportedError(
@@ -294,10 +294,10 @@ def refuse_transform() -> None:
 
 
 def refuse_read() -> None:
-    """Reject loops over parameters where torch gives their values no storage.
+    """Reject reads of parameters in transforms of torch.func in which values have no storage.
 
     Raises:
-        UnsupportedError: names alternatives.
+        UnsupportedError: such a transform is active; the message names alternatives.
     """
     if is_reading_wrapped():
         raise UnsupportedError(
@@ -316,7 +316,7 @@ def _frame_outside() -> FrameType | None:
 
 
 def parts_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that the model's forward calls: its children, or those of a bare list."""
+    """Yield the modules that a forward may call: children, with a list replaced by its items."""
     for child in model.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from parts_of(child)

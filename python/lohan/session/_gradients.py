@@ -1,4 +1,4 @@
-"""The contents of `p.grad` between backward and step: only placeholders."""
+"""The placeholders that `p.grad` holds between backward and step, and checks of `p.grad`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def allow_late_hooks(tensor: torch.Tensor) -> None:
 
 
 def refuse_graphs() -> None:
-    """Reject gradients that have a graph; called in a hook of a backward."""
+    """Reject gradients that have a graph. A hook of the backward calls this."""
     if in_backward() and torch.is_grad_enabled():
         raise UnsupportedError(
             "backward(create_graph=True) is not supported: the gradients would keep their graph,"
@@ -98,11 +98,11 @@ class HollowGradients:
         """Reject a p.grad that the caller has set, since no update would use it.
 
         Args:
-            has_gradients: the open step has gradients from a backward.
+            has_gradients: whether the open step has gradients from a backward.
 
         Raises:
-            OffloadedGradientError: names the first. After a backward, the change is undone, so that
-                the next `step()` works without it.
+            OffloadedGradientError: a p.grad was set; the message names the first. After a backward,
+                the change is undone, so that the next `step()` works without it.
         """
         with without_classes():
             gradients = [param.tensor.grad for param in self._params]

@@ -1,7 +1,7 @@
 """Replacements for a wrapped model's methods, which load and store real values or raise errors.
 
-They are instance attributes that shadow methods of the class, so that `wrap` returns the same
-module, of the same class.
+The replacements are instance attributes that shadow methods of the class, so that `wrap` returns
+the same module, of the same class.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _REFUSED = {
 
 
 def _bound(method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """Bind a method to a module weakly: a module that holds itself would outlive `del model`."""
+    """Bind a method to a module by a weak reference, so that `del model` can free the module."""
     return functools.partial(method, weakref.ref(module))
 
 
@@ -71,7 +71,7 @@ def _is_functional_call() -> bool:
 
 
 class Guard:
-    """The shadows on one model's methods, which it installs and removes."""
+    """The shadows of one model's methods: this class installs and removes them."""
 
     def __init__(
         self, model: nn.Module, session: Session, save_pretrained: Callable[..., None]
@@ -83,14 +83,14 @@ class Guard:
         self.handles: list[Any] = []
         self.shadowed: list[tuple[weakref.ref[nn.Module], list[str]]] = []
         self.watched: list[weakref.ref[nn.Module]] = []
-        self.readers: dict[int, Callable[[], bool]] = {}  # by unit
+        self.readers: dict[int, Callable[[], bool]] = {}  # by the unit's index
         self.filled: tuple[int, dict[int, str]] = (0, {})  # id of a state dict, names in it
         self.leaves_out: frozenset[int] = frozenset()  # parameters that a state dict leaves hollow
         self.closer: weakref.finalize[Any, nn.Module] | None = None  # closes the session
-        self.only_names = False  # until zero_grad(), loops over parameters load no values
+        self.only_names = False  # whether loops load no values, until zero_grad()
 
     def shadow(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        """Shadow a method by an instance attribute."""
+        """Shadow a method of a module with an instance attribute."""
         object.__setattr__(module, name, function)
         reference = weakref.ref(module)
         if not self.shadowed or self.shadowed[-1][0] is not reference:
@@ -137,7 +137,7 @@ class Guard:
         """Reject a trainable parameter that was added after wrap, since nothing would train it.
 
         Raises:
-            UnsupportedError: names it.
+            UnsupportedError: there is such a parameter; the message names it.
         """
         if not torch.is_grad_enabled():
             return
@@ -164,7 +164,7 @@ class Guard:
                 self.session.classes(param.index, *pair)
 
     def watch(self, module: nn.Module) -> None:
-        """Notify the engine when a parameter of the module is read."""
+        """Make the module notify the engine when one of its parameters is read."""
         reads = {
             name: self.reader(self.index[id(tensor)])
             for name, tensor in module._parameters.items()
@@ -206,7 +206,7 @@ class Guard:
         recurse: bool = True,
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters with their real data, or without while a step is in progress."""
+        """Yield parameters with their real data, or hollow ones while a step is in progress."""
         owner = _owner(reference)
         plain = type(owner).named_parameters
         for name, tensor in plain(owner, prefix, recurse, remove_duplicate):
@@ -230,7 +230,7 @@ class Guard:
             with self.session.resident(index):
                 before = bits_checksum(tensor)
                 shape, dtype = tensor.shape, tensor.dtype
-                # Save what the loop computes as handles, since the parameter becomes hollow again.
+                # Operations in the loop must save a handle: the parameter becomes hollow again.
                 self.session.saving.saved.enter()
                 try:
                     yield name, tensor
@@ -263,7 +263,7 @@ class Guard:
     def _fill_state_dict(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        """Replace a module's hollow parameters by real values; tied names share one tensor."""
+        """Replace a state dict's hollow parameters by real values; tied names share one tensor."""
         metadata[_stale.KEY] = _stale.stamp(self.session)
         if self.filled[0] != id(state):
             self.filled = (id(state), {})
@@ -274,10 +274,10 @@ class Guard:
                 continue
             index = self.index[id(tensor)]
             if index in self.leaves_out:
-                state[key] = tensor  # hollow: reading it is an error that names it
+                state[key] = tensor  # hollow: reading it raises an error with its name
                 continue
             value = self.session.lend(index).cpu()
-            # The dict may be a different one with the same id, or from before a step, so compare.
+            # Compare values: the dict may be another one with the same id, or be older than a step.
             if first_names.get(index) not in state:
                 first_names[index] = key  # the old name is from an earlier dict with the same id
             first = first_names[index]
@@ -303,7 +303,7 @@ class Guard:
     def _save_adapters(self, model: nn.Module) -> Callable[..., Any]:
         """Make peft's save_pretrained use a state dict without the base weights.
 
-        They are as large as the model.
+        The base weights are almost as large as the model, and peft does not save them.
         """
         plain: Any = type(model).save_pretrained  # type: ignore[attr-defined]
         reference = weakref.ref(model)
@@ -340,7 +340,7 @@ class Guard:
         strict: bool = True,
         assign: bool = False,
     ) -> Any:
-        """Write values to the store (moments stay as they are) and buffers to the module."""
+        """Write values to the store (moments do not change) and buffers to the module."""
         model = _owner(reference)
         names: dict[str, int] = {}
         for module_name, module in model.named_modules(remove_duplicate=False):
@@ -449,7 +449,7 @@ class Guard:
     def _without_in_place(
         self, given: Mapping[str, Any], names: Mapping[str, int]
     ) -> dict[str, Any]:
-        """Return the values without those of parameters read in place, which must not change."""
+        """Return the values without those of parameters read in place, which must be equal."""
         session = self.session
         left = {}
         for key, value in given.items():
@@ -475,7 +475,7 @@ class Guard:
     ) -> nn.Module:
         """Handle `.to()`, `.half()` and `.cuda()`: lohan manages devices; dtypes cannot change.
 
-        Some forwards convert one of their modules each time; after wrap that does nothing.
+        Some models call to() on a module in every forward; after wrap, such a call has no effect.
         """
         owner = _owner(reference)
         owned = (each._parameters.values() for each in owner.modules())
@@ -495,7 +495,7 @@ def _check_moved(given: torch.Tensor, made: torch.Tensor) -> None:
     """Reject functions that cannot be applied to parameters in a store.
 
     Args:
-        given: a tensor with a single one.
+        given: a tensor whose only element is 1.
         made: the result of applying the function to it.
 
     Raises:
@@ -507,7 +507,7 @@ def _check_moved(given: torch.Tensor, made: torch.Tensor) -> None:
             " the store, not in memory, while it does not compute. model.lohan.close() ends the"
             " session; lohan.unwrap(model) loads the values into memory"
         )
-    # Memory of an accelerator always counts as shared.
+    # For torch, memory of an accelerator always counts as shared.
     if made.device.type == "cpu" and made.is_shared():  # type: ignore[no-untyped-call]
         raise UnsupportedError(
             "share_memory() of a wrapped model is not supported: its parameters are in memory only"
@@ -522,7 +522,7 @@ def _check_moved(given: torch.Tensor, made: torch.Tensor) -> None:
 
 
 def _load_buffers(model: nn.Module, state: dict[str, Any], params: set[str]) -> Any:
-    """Load buffers with torch's own method, which ignores parameters here."""
+    """Load buffers with torch's own method; state has no parameters, which may thus be missing."""
     plain = nn.Module.load_state_dict(model, state, strict=False)
     missing = [key for key in plain.missing_keys if key not in params]
     return type(plain)(missing, plain.unexpected_keys)

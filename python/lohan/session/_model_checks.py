@@ -1,4 +1,4 @@
-"""Checks of the model by lohan.wrap, before anything is created."""
+"""Checks of a model that lohan.wrap makes before it creates anything."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def check_model(model: Any, is_filled: bool) -> None:
 
     Args:
         model: the argument of wrap.
-        is_filled: parameters without storage get their values from elsewhere.
+        is_filled: whether parameters without storage get their values from elsewhere.
 
     Raises:
-        ModelError: it is not a module, or has a parameter that lohan cannot train.
-        UnsupportedError: it is compiled, already wrapped, quantised, or distributed.
+        ModelError: model is not a module, or has a parameter or buffer that lohan cannot use.
+        UnsupportedError: model is compiled, already wrapped, quantised or distributed, or has an
+            embedding with max_norm.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"lohan.wrap takes a torch.nn.Module, not {type(model).__name__}")
@@ -111,7 +112,7 @@ def _check_param(name: str, param: nn.Parameter, is_filled: bool) -> None:
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element of a tensor to the end of its last."""
+    """Return the bytes from the start of a tensor's first element to the end of its last one."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
@@ -154,7 +155,7 @@ def _expression(name: str) -> str:
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Reject trained parameters that share memory with others, which lohan would separate.
+    """Reject trained parameters that share memory with other tensors: lohan would separate them.
 
     Non-overlapping views of one storage are allowed, and so is sharing between tensors that are not
     trained.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def lines(session: Session) -> list[str]:
-    """Return notes on parts of the store that were skipped or are slow, and on slow backends."""
+    """Return notes on damaged or slow parts of the store, and on unavailable I/O backends."""
     status = session.status()
     told = str(session.store.describe()["note"]).splitlines()
     told += [
@@ -63,7 +63,7 @@ def _is_replaced(optimizer: object, session: Session, origin: torch.optim.Optimi
     groups = getattr(optimizer, "param_groups", ())
     kept = {id(group) for group in origin.param_groups} if origin is not None else set()
     if any(id(group) in kept for group in groups):
-        return False  # it wraps origin
+        return False  # the optimizer wraps origin
     ours = {id(param.tensor) for param in session.layout.params}
     return any(id(param) in ours for group in groups for param in group["params"])
 
@@ -71,7 +71,7 @@ def _is_replaced(optimizer: object, session: Session, origin: torch.optim.Optimi
 def _of_schedulers(session: Session, origin: torch.optim.Optimizer | None) -> list[str]:
     """Return notes on schedulers of an optimizer that no longer updates the parameters.
 
-    Nothing else would report them: their step() works, and changes rates that nothing reads.
+    Such a scheduler raises no error: its step() changes learning rates that nothing reads.
     """
     kinds = {id(kind) for kind in _subclasses(LRScheduler)}
     told = []

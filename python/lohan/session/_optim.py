@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "weight_decay": 1e-2,
 }
 
-# Options of torch's optimizers that would change the update rule, with the values that do not.
+# Options of torch's optimizers that may change the update rule, and the values that do not.
 RULE: dict[str, Any] = {
     "amsgrad": False,
     "maximize": False,
@@ -37,7 +37,7 @@ def check_rule(group: dict[str, Any]) -> None:
     """Reject options of a group that would change its update rule to something but AdamW.
 
     Raises:
-        UnsupportedError: names the option.
+        UnsupportedError: there is such an option; the message names it.
     """
     for name, value in RULE.items():
         if group.get(name, value) != value:
@@ -50,15 +50,15 @@ def check_rule(group: dict[str, Any]) -> None:
 
 
 class StoreOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state is in a wrapped model's store; the base class for every method.
+    """The base class of the optimizers of wrapped models, whose states are in the models' stores.
 
-    Its groups are fixed, and its `state_dict()` records the store and step that it belongs to.
+    The groups are fixed, and `state_dict()` records the store and the step that it belongs to.
     """
 
     _session: Session | None = None
 
     def attach(self, session: Session) -> None:
-        """Connect the optimizer to its session. Called by lohan.wrap."""
+        """Connect the optimizer to its session. lohan.wrap calls this."""
         self._session = session
 
     def _members_now(self) -> list[set[int]]:
@@ -69,7 +69,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         """Replace parameters without storage by new ones.
 
         Args:
-            tensors: the new parameters, by the ids of those that they replace.
+            tensors: the new parameters, by the ids of the old ones.
         """
         for group in self.param_groups:
             group["params"] = [tensors.get(id(param), param) for param in group["params"]]
@@ -77,13 +77,13 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     @property
     def session(self) -> Session:
-        """The session that does the work."""
+        """The session that computes the updates."""
         if self._session is None:
             raise UnsupportedError("a lohan.Optimizer can only be created by lohan.wrap()")
         return self._session
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise an error if the model is wrapped: its groups are fixed.
+        """Add a group before the model is wrapped; wrap fixes the groups.
 
         Raises:
             UnsupportedError: the model is wrapped.
@@ -95,13 +95,13 @@ class StoreOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups, and the store and step that hold the moments."""
+        """Return the groups, and the store and the step that the moments belong to."""
         state = super().state_dict()
         state["lohan"] = {"store": self.session.uuid, "step": self.session.step}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the groups' hyper-parameters; the moments are those of the store.
+        """Load the groups' hyper-parameters; the moments in the store do not change.
 
         Raises:
             StaleStateError: the state belongs to a different step than the session is at.
@@ -125,14 +125,14 @@ class StoreOptimizer(torch.optim.Optimizer):
 class Optimizer(StoreOptimizer):
     """AdamW for a wrapped model: the rule of torch.optim.AdamW, in fp32, on lohan's CPU workers.
 
-    Updates run during backward, with the hyper-parameters that the groups have when backward
-    begins. `step()` closes the step without waiting for the updates; the next forward waits.
+    By default, updates run during backward, with the hyper-parameters that the groups have when
+    backward begins. `step()` then closes the step without waiting for them; the next forward waits.
 
     Attributes:
         max_grad_norm: the argument of wrap(); may be changed if wrap() was given a number.
         grad_norm: the norm of the last step's gradients before clipping, if max_grad_norm is set.
-        was_skipped: the last `step()` was skipped because a GradScaler had seen an overflow.
-        origin: the optimizer that was passed to wrap(optimizer=), which this one replaces. They
+        was_skipped: whether a GradScaler found an overflow, so that the last `step()` was skipped.
+        origin: the optimizer that was passed to wrap(optimizer=), which this one replaces. Both
             share the groups, so that a scheduler of either one affects both.
 
     Note:
@@ -171,8 +171,8 @@ class Optimizer(StoreOptimizer):
         """Return the current hyper-parameters of the groups.
 
         Raises:
-            HyperParameterError: the groups, or the parameters in one, differ from those at wrap.
-            UnsupportedError: a group asks for a different update rule.
+            HyperParameterError: the groups, or their parameters, differ from those at wrap.
+            UnsupportedError: a group requires a different update rule.
         """
         now = self._members_now()
         if now != self._members:
@@ -198,7 +198,7 @@ class Optimizer(StoreOptimizer):
 
         Args:
             square_sum: the sum of squares of all gradients.
-            scale: a factor that is applied to them before clipping.
+            scale: a factor that is applied to the gradients before clipping.
 
         Raises:
             StepError: the norm is not finite; no update has begun.
@@ -227,17 +227,18 @@ class Optimizer(StoreOptimizer):
         """Close the step: each parameter with a gradient is updated before its next use.
 
         Args:
-            closure: called first, with gradients enabled, as torch.optim does.
+            closure: a function to call first, with gradients enabled, as in torch.optim.
 
         Returns:
-            What closure returned, or None.
+            The result of closure, or None.
 
         Raises:
             HyperParameterError: a group changed after backward began, or its parameters changed
                 after lohan.wrap().
             OffloadedGradientError: the p.grad of a parameter was replaced.
             LentError: a tensor that was kept from forward or backward is a view of a parameter.
-            StepError: the backward of this step failed; `zero_grad()` discards the step.
+            StepError: the backward failed, or the norm of the gradients is not finite;
+                `zero_grad()` discards the step.
 
         Note:
             If a torch.amp.GradScaler found an overflow, the step is discarded instead.
@@ -246,7 +247,7 @@ class Optimizer(StoreOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf = self.__dict__.get("found_inf")  # set by GradScaler, which also deletes them
+        found_inf = self.__dict__.get("found_inf")  # GradScaler sets and deletes both
         grad_scale = self.__dict__.get("grad_scale")
         self.was_skipped = found_inf is not None and float(found_inf) > 0
         try:
@@ -257,7 +258,7 @@ class Optimizer(StoreOptimizer):
             else:
                 self.session.close_step()
         except BaseException:
-            self.__dict__.pop("grad_scale", None)  # must not affect the next scale
+            self.__dict__.pop("grad_scale", None)  # it must not affect the next step
             raise
         if self.origin is not None:
             self.origin.__dict__["_opt_called"] = True  # schedulers of origin check this
@@ -266,7 +267,7 @@ class Optimizer(StoreOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard a step whose backward raised an exception or whose updates have not begun.
 
-        Also clears p.grad. After `step()` there is nothing to discard.
+        p.grad is cleared as well. After `step()`, no step is open, so nothing is discarded.
 
         Raises:
             ZeroGradError: backward has finished and updates have begun.

@@ -1,9 +1,9 @@
 """Stand-ins for gradients in p.grad, through which torch's clipping and loss scaling work.
 
 A gradient that was sent to the optimizer cannot be read or changed. But if updates wait for
-`step()`, the norm of all gradients is known exactly, and AdamW multiplies all gradients with one
+`step()`, the norm of all gradients is known exactly, and AdamW multiplies all gradients by one
 factor anyway. torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler need no more than that: the
-stand-ins implement the functions that those call, and raise an error for all others.
+stand-ins implement the functions that these two call, and raise an error for all other functions.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class StepScale:
         Args:
             names: the names of the trainable parameters, by index.
             accumulation: the session's accumulation.
-            square_sum: returns the sum of squares of the open step's gradients; None: updates do
-                not wait for `step()`.
+            square_sum: returns the sum of squares of the open step's gradients. None means that
+                updates do not wait for `step()`.
         """
         self.accumulation = accumulation
         self._names = names
@@ -58,7 +58,7 @@ class StepScale:
         self._norm = 0.0
 
     def multiply(self, indices: Iterable[int], factor: float) -> None:
-        """Multiply the gradients of some parameters."""
+        """Multiply the gradients of the given parameters by a factor."""
         for index in indices:
             self._factors[index] = self._factors.get(index, 1.0) * factor
 
@@ -88,7 +88,7 @@ class StepScale:
         return factors[least]
 
     def measure(self) -> float:
-        """Return the norm of all unscaled gradients in fp64, not finite if one of them is not."""
+        """Return the fp64 norm of all unscaled gradients; not finite if one gradient is not."""
         assert self._square_sum is not None
         self._norm = math.sqrt(self._square_sum())
         return self._norm
@@ -97,7 +97,7 @@ class StepScale:
         """Return the norm of the given parameters' gradients, scaled as `step()` would use them.
 
         Raises:
-            UnsupportedError: it is not the Euclidean norm of all gradients.
+            UnsupportedError: the requested norm is not the Euclidean norm of all gradients.
         """
         if order != 2:
             raise UnsupportedError(
@@ -115,7 +115,7 @@ class StepScale:
 
 
 class GradientNorm:
-    """The norms of some stand-ins, which torch's clipping combines to the norm of all."""
+    """The norms of some stand-ins, which torch's clipping combines into the norm of all."""
 
     def __init__(self, scale: StepScale, indices: Sequence[int]) -> None:
         self.scale = scale
@@ -136,7 +136,7 @@ class GradientNorm:
         """Combine norms, or return the norm of all of them together.
 
         Raises:
-            OffloadedGradientError: func is any other function, or other tensors are among them.
+            OffloadedGradientError: func is another function, or an argument is another tensor.
         """
         if func is torch.stack and all(isinstance(norm, cls) for norm in args[0]):
             norms: list[GradientNorm] = args[0]
@@ -183,7 +183,7 @@ class HollowGradient(torch.Tensor):
     Attributes:
         param: the parameter's index.
         scale: the session's StepScale.
-        added: a gradient that autograd has added to it; the binding takes it.
+        added: a gradient that autograd has added to the stand-in, for take_added().
     """
 
     param: int
@@ -198,11 +198,11 @@ class HollowGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Keep a gradient that autograd adds while gradients are summed; reject all else.
+        """Store a gradient that autograd adds while gradients are summed; reject everything else.
 
         Raises:
-            SecondBackwardError: in a backward that the step does not allow.
-            OffloadedGradientError: in all other cases.
+            SecondBackwardError: the open step does not allow the running backward.
+            OffloadedGradientError: the operation is any other.
         """
         if in_backward():
             mine = next(value for value in args if isinstance(value, HollowGradient))

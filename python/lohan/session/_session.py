@@ -1,4 +1,4 @@
-"""The session, which owns an engine and its hooks on a module, and enforces a step's rules."""
+"""The session of a wrapped model: it owns the engine and the hooks, and checks calls of a step."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ if TYPE_CHECKING:
 
 
 class Session(ForwardRules, Commits):
-    """A wrapped model's connection to its engine. `model.lohan` is one.
+    """A wrapped model's connection to its engine, available as `model.lohan`.
 
     Attributes:
-        layout: blocks, units and parameters.
-        budget: how main memory is divided, in bytes.
+        layout: the model's blocks, units and parameters.
+        budget: the division of main memory, in bytes.
         uuid: the store's UUID.
         directories: the store's directories.
         device: the device that the model computes on.
-        saving: what is kept for backward, and where.
+        saving: the hooks that keep or offload the tensors saved for backward.
     """
 
     _planner: Planner | None = None
     buffers: Buffers | None = None
     snapshot_now: Snapshot | None = None
     closed = False
-    is_ending = False  # closed because the process ends or the model is gone, not by a caller
+    is_ending = False  # whether the process ends or the model was deleted, so no caller closes it
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class Session(ForwardRules, Commits):
 
         Args:
             model: the wrapped module.
-            planner: makes what plans the activations, where `activations` is a policy.
+            planner: makes the planner of activations; called only if `activations` is a policy.
         """
         add = self._hooks.append
         add_enter = self._enter_hooks.append
@@ -254,13 +254,13 @@ class Session(ForwardRules, Commits):
         return self._optimizer.hypers() if self._optimizer is not None else []
 
     def classes(self, index: int, bound: type, hollow: type) -> None:
-        """Set the parameter's class for while it is in memory, and for while it is not."""
+        """Set a parameter's classes: `bound` while it is in memory, `hollow` while it is not."""
         self._engine.classes(index, bound, hollow)
 
     # --- Backward ---------------------------------------------------------------------------
 
     def _on_backward(self) -> None:
-        """Handle the start of a backward: its first saved parameter or first gradient."""
+        """Handle the start of a backward, detected at its first saved parameter or gradient."""
         self._thread.backward_begin()
         self._changed_drop()
         self.commit_edits()
@@ -303,7 +303,7 @@ class Session(ForwardRules, Commits):
         return int(self._engine.status()["step"]) if not self.closed else self._last_step
 
     def close_step(self, unscale: float = 1.0) -> None:
-        """Close the open step. `model.optimizer.step()` calls it.
+        """Close the open step. `model.optimizer.step()` calls this method.
 
         Args:
             unscale: a factor for the gradients, applied before clipping.
@@ -351,13 +351,13 @@ class Session(ForwardRules, Commits):
         _requests.answer_requests(self)
 
     def _give(self) -> None:
-        """Pass the summed gradients to the engine; the open step accepts no more after that."""
+        """Pass the summed gradients to the engine; the open step accepts no others after that."""
         if self._accumulation.is_open:
             self._engine.sums_give()
             self._accumulation.is_given = True
 
     def _square_sum(self) -> float:
-        """Return the sum of squares of the open step's gradients; it accepts no more after that."""
+        """Return the sum of squares of all gradients; the step accepts no others after that."""
         self.check_open()
         if self._backward != "done" or not self._engine.status()["has_gradients"]:
             raise StepError(
@@ -370,7 +370,7 @@ class Session(ForwardRules, Commits):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backwards do not complete the step; gradients are summed.
 
-        `wrap` also makes it a method of the model, as in torch's DistributedDataParallel.
+        `wrap` also makes no_sync() a method of the model, as in DistributedDataParallel of torch.
 
         Raises:
             UnsupportedError: on entering the context, if lohan.wrap() was not given accumulate=.
@@ -453,7 +453,7 @@ class Session(ForwardRules, Commits):
         """Return a context in which the parameter has its real data."""
         self._check_whole()
         refuse_read()
-        self._engine.flush(False)  # the caller may write: no update may still be being written
+        self._engine.flush(False)  # the caller may write, so wait until all updates are written
         scope = self._engine.scope([self.layout.params[index].unit])
         scope.enter()
         try:
@@ -463,13 +463,13 @@ class Session(ForwardRules, Commits):
 
     @contextlib.contextmanager
     def exclusive(self, changed: list[int]) -> Iterator[_core.Store]:
-        """Return a context with the store, with the engine paused and closed steps written.
+        """Return a context that gives the store, with the engine paused and closed steps written.
 
         If `changed` names units to be changed in the store, closed steps are also committed, unless
         commits are manual, and the units' copies in memory are discarded afterwards.
         """
         self._check_whole()
-        try:  # a Ctrl-C may come between any two lines, and must not leave the engine paused
+        try:  # a Ctrl-C may arrive at any point and must not leave the engine paused
             self._engine.pause(changed, bool(changed) and not self.commits_by_hand)
             yield self.store
         finally:
@@ -488,13 +488,13 @@ class Session(ForwardRules, Commits):
     def plan(self) -> Plan | None:
         """Return the plan for activations of forwards that have the shape of the last one.
 
-        None: `activations` is not a policy, or forwards of this shape are still being profiled.
+        Return None if `activations` is not a policy, or if there is no plan for this shape yet.
         """
         shape = self._planner.shape if self._planner is not None else None
         return None if shape is None or shape.made is None else shape.made.plan
 
     def status(self) -> dict[str, Any]:
-        """Return the engine's status: what is open, pinned and held; the backend and page type."""
+        """Return the engine's status: open steps, pinned and held memory, backend, page type."""
         self.check_open()
         return dict(self._engine.status())
 
@@ -548,7 +548,7 @@ class Session(ForwardRules, Commits):
         *,
         is_behind_step: bool = False,
     ) -> Snapshot:
-        """See `begin` in store/_snapshot.py, which few runs need and so is imported here."""
+        """Begin a copy; see `begin` in store/_snapshot.py, a module that few runs need."""
         from lohan.store import _snapshot
 
         return _snapshot.begin(self, out, on_change, is_behind_step=is_behind_step)
@@ -574,12 +574,12 @@ class Session(ForwardRules, Commits):
             try:
                 if is_open:
                     self._finish()
-            finally:  # also in a second call: a Ctrl-C may have interrupted the first one here
+            finally:  # also in a second call, since a Ctrl-C may have interrupted the first one
                 self.closed = True
                 self._release()
 
     def _release(self) -> None:
-        """Release everything that the session owns; may be called again."""
+        """Release everything that the session owns. Further calls have no effect."""
         if self._forward_depth > 0 and not self._forward_is_alive():
             self._forward_drop()
         for handle in self._hooks:

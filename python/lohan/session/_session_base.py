@@ -27,7 +27,7 @@ class SessionPart:
         raise NotImplementedError
 
     def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
-        """Return a context with the store, in which the engine is paused."""
+        """Return a context that provides the store, in which the engine is paused."""
         raise NotImplementedError
 
     def flush(self) -> None:

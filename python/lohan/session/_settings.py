@@ -19,7 +19,7 @@ _RANGES = {
     "swap_ssd_bytes": (0, 1 << 60),
     "threads": (1, 256),
     "nice": (0, 19),
-    "io_depth": (1, 512),  # a backend's queue holds 1024, including the commit's requests
+    "io_depth": (1, 512),  # a queue holds 1024 requests, including those of a commit
     "transfer_bytes": (1 << 20, 64 << 20),
     "trace_events": (0, 1 << 62),
     "device_bytes": (1, 1 << 60),
@@ -43,9 +43,9 @@ def make(config: Config | None, settings: dict[str, Any], call: Callable[..., An
     """Merge the config= of a call with the settings that it passed as keywords.
 
     Args:
-        config: the config=; None: the defaults.
-        settings: keywords that are not parameters of call.
-        call: `lohan.wrap`; a mistyped keyword may have meant one of its parameters.
+        config: the value of config=; None means the defaults.
+        settings: the keywords that are not parameters of call.
+        call: `lohan.wrap`, whose parameters are suggested for mistyped keywords, too.
 
     Raises:
         ModelError: a keyword is unknown; the message names the closest one.
@@ -73,10 +73,10 @@ def _is_whole(value: Any) -> TypeGuard[int]:
 
 
 def check(config: Config) -> None:
-    """Reject invalid values.
+    """Reject invalid values of settings.
 
     Raises:
-        ModelError: says which setting is invalid, and which values are valid.
+        ModelError: a setting is invalid; the message says which values are valid.
     """
     commits = config.commit_every
     is_named = commits in ("auto", "never", "manual")

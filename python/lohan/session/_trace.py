@@ -30,14 +30,14 @@ PHASES = ("forward", "backward", "step")
 _PHASE_COUNT_MAX = 4096
 _SHOWN = ("compute", "ssd", "optimizer", "copies")
 
-# The errors for infinite times, and for lists that are nested too deeply.
+# The errors that a file with infinite times, or with too deeply nested lists, causes.
 _OF_JSON = (OverflowError, RecursionError)
 
 Interval = tuple[int, int]
 
 
 class Steps(Protocol):
-    """An object that counts steps: a session."""
+    """An object that counts steps, such as a session."""
 
     @property
     def step(self) -> int:
@@ -56,7 +56,7 @@ class Phases:
         self._open: tuple[str, int, int] | None = None
 
     def begin(self, name: str, session: Steps) -> None:
-        """Begin a phase of the step after the session's last one."""
+        """Begin a phase of the step that follows the session's last completed one."""
         if self.is_on:
             self._open = (name, session.step + 1, time.monotonic_ns())
 
@@ -68,7 +68,7 @@ class Phases:
 
 
 def save(path: str | os.PathLike[str], session: Session) -> None:
-    """Write the recorded events of a session, without a step of which the first events are lost.
+    """Write the recorded events of a session, except those of a step whose first ones are lost.
 
     Raises:
         SessionError: wrap() was called without trace_events=.
@@ -143,7 +143,7 @@ def _covered_ns(intervals: Iterable[Interval]) -> int:
 
 
 def _windows(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
-    """Return (step, begin, end) of each step, which ends when the next one or the trace does."""
+    """Return (step, begin, end) of each step; it ends when the next begins or the trace ends."""
     begins: dict[int, int] = {}
     for span in spans:
         if span.lane in _OF_STEPS:
@@ -155,7 +155,7 @@ def _windows(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
 
 
 def _busy(spans: Sequence[Span], inside: Sequence[Interval], workers: int) -> dict[str, float]:
-    """Return the share of some intervals during which each resource was busy."""
+    """Return, for each resource, the share of the given intervals in which it was busy."""
     held: dict[str, list[Interval]] = {}
     for span in spans:
         for begin, end in inside:
@@ -186,7 +186,7 @@ def summarise(spans: Sequence[Span], threads: int = 0) -> list[dict[str, Any]]:
 
     Args:
         spans: the spans from `load()`.
-        threads: the optimizer's workers; 0: the most that were busy at the same time.
+        threads: the optimizer's workers; 0: the maximum that were busy at the same time.
 
     Returns:
         For each step: step, wall_ns, busy (the shares of "compute", "ssd", "optimizer" and, with an
@@ -227,7 +227,7 @@ def summarise(spans: Sequence[Span], threads: int = 0) -> list[dict[str, Any]]:
 
 
 def _show_phases(steps: Sequence[dict[str, Any]], names: Sequence[str], console: Console) -> None:
-    """Print the means over all steps for each phase."""
+    """Print a line for each phase, with the means over all steps."""
     from rich.table import Table
 
     table = Table("phase", "ms", *names, "bound by", box=None)
@@ -248,7 +248,7 @@ def _show_phases(steps: Sequence[dict[str, Any]], names: Sequence[str], console:
 
 
 def show(steps: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print one line per step, and the resource that most of them are bound by."""
+    """Print a line for each step and phase, and the resource that most steps are bound by."""
     from rich.table import Table
 
     names = [name for name in _SHOWN if any(name in step["busy"] for step in steps)]

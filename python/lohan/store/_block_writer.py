@@ -1,8 +1,8 @@
 """Buffer small writes to a store.
 
-A store keeps one checksum for each MiB of an extent, so a write to a part of a MiB reads it,
-changes it and writes it again. Thousands of small parameters that lie next to each other would do
-that thousands of times; here a MiB is read once, changed in memory, and written once.
+A store keeps one checksum for each MiB of an extent, so a write to a part of a MiB reads the MiB,
+changes it and writes it again. Writing thousands of adjacent small parameters would repeat this
+thousands of times; here, a MiB is read once, changed in memory, and written once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lohan import _core
 
 BLOCK_BYTES = 1 << 20
-# A unit's parameters go to two extents in turn: parameters and residuals.
+# A unit's parameters are written to two extents in turn, for values and for residuals.
 _BLOCK_COUNT_MAX = 2
 
 
@@ -27,12 +27,12 @@ class _Block:
 
 
 class BlockWriter:
-    """A buffered writer with the store's `write()`; `flush()` writes what is still buffered."""
+    """A buffered writer with the same `write()` as a store; flush() must be called at the end."""
 
     def __init__(self, store: _core.Store) -> None:
         self._store = store
         self._sizes: list[int] = [extent[0] for extent in store.extents()]
-        self._blocks: dict[int, _Block] = {}  # by extent, the one in use longest ago first
+        self._blocks: dict[int, _Block] = {}  # by extent, in the order of creation
 
     def write(self, extent: int, offset: int, address: int, nbytes: int) -> None:
         """Write bytes to an extent, as the store's `write()` does; small writes are buffered."""

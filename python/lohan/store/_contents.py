@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         Extents,
     )
 
-# Elements that are in memory at once.
+# The number of elements that are in memory at once.
 PIECE_ELEMENTS = 4 << 20
 ARRAYS = ("param", "residual", "moment1", "moment2")
 
@@ -43,7 +43,7 @@ class Contents:
 
     Attributes:
         layout: the units and parameters; no scopes.
-        extents: the extents of their arrays.
+        extents: the extents of the units' arrays.
         meta: the store's description.
         run: the run of zeroth-order training, whose steps apply to the values in the store.
     """
@@ -82,11 +82,11 @@ def read(store: _core.Store, where: str) -> Contents:
 
     Args:
         store: an open store.
-        where: its directory, for the message.
+        where: the store's directory, for the message.
 
     Raises:
-        StoreMismatchError: it is not a valid store.
-        StoreUncleanError: its weights were never written.
+        StoreMismatchError: the description is invalid.
+        StoreUncleanError: the store's weights were never written.
     """
     described = store.describe()
     if described["is_empty"]:
@@ -166,7 +166,7 @@ def pieces(
         unit: the parameter's unit.
         places: the unit's extents.
         param: the parameter.
-        is_master: yield fp32 with all bits that the optimizer keeps, not the compute dtype.
+        is_master: yield fp32 with all bits that the optimizer keeps, instead of the compute dtype.
     """
     if param.strides is not None:
         flat = _pieces(store, unit, places, param, param.count, is_master=is_master)

@@ -114,7 +114,7 @@ def export(
     """Write a store's parameters as safetensors, in one file or in several with an index.
 
     The folder of a Hugging Face model can be loaded by `from_pretrained`: its config.json is in the
-    store. Main memory holds a few pieces of 8 to 16 MB, whatever the model's size.
+    store. Main memory holds a few pieces of 8 to 16 MB, regardless of the model's size.
 
     Args:
         source: a store's directory or directories, a wrapped model, or its session.
@@ -129,7 +129,7 @@ def export(
         The paths of the files.
 
     Raises:
-        StoreError: the store cannot be read or the folder not written; see the subclasses.
+        StoreError: the store cannot be read, or the folder cannot be written; see the subclasses.
         UnsupportedError: the model's files are not plain copies of its tensors; use
             save_pretrained.
     """
@@ -160,10 +160,10 @@ def export(
 
 
 def _check_not_read(folder: Path, layout: Layout, variant: str | None = None) -> None:
-    """Raise an error instead of replacing files that a store reads in place, its only copy.
+    """Reject a folder in which a save would replace a file that a store reads in place.
 
     Raises:
-        StoreExistsError: names the files.
+        StoreExistsError: there is such a file, the only copy of its values; the message names it.
     """
     sessions = [session.layout for session in open_sessions if not session.closed]
     paths = {file.path for one in (layout, *sessions) for file in one.in_place.files}
@@ -185,7 +185,7 @@ Opened = tuple[Contents, Mapping[str, torch.Tensor], PiecesOf]
 def _opened(source: Any) -> Iterator[Opened]:
     """Return a context with a source's contents, its buffers, and a function for its values.
 
-    The function takes whether the values should be the fp32 master copies.
+    The argument of this function says whether the values should be the fp32 master copies.
     """
     session: Any = source.__dict__.get("lohan") if isinstance(source, nn.Module) else source
     if isinstance(source, nn.Module) and session is None:
@@ -318,7 +318,7 @@ def _write_texts(files: Mapping[str, str], folder: Path) -> None:
 
 
 class _Layers:
-    """A cache of the converted tensors of one layer, the one that was requested last."""
+    """A cache of the converted tensors of the layer that was requested last."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
@@ -363,7 +363,7 @@ def _is_hollow(state_dict: Mapping[str, Any] | None, index: Mapping[int, int]) -
 def save_pretrained(
     model: Any, session: Session, index: Mapping[int, int], out: PathLike, **options: Any
 ) -> None:
-    """Write a wrapped Hugging Face model like its own save_pretrained, one piece at a time.
+    """Write a wrapped Hugging Face model as its own save_pretrained does, one piece at a time.
 
     Args:
         model: the wrapped model.

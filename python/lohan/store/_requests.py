@@ -51,7 +51,7 @@ def _put(path: str, value: dict[str, Any]) -> None:
 
 
 class _BadFileError(Exception):
-    """A file is not a valid request or reply; the text says why."""
+    """A file is not a valid request or reply; the message says why."""
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -61,8 +61,8 @@ def _read(path: str) -> dict[str, Any]:
     belongs to this user or root, and is not too large for a request, is read.
 
     Raises:
-        _BadFileError: it is not such a file, or not a JSON object.
-        OSError: it cannot be opened or read.
+        _BadFileError: the file is not such a file, or does not contain a JSON object.
+        OSError: the file cannot be opened or read.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
     try:
@@ -126,11 +126,11 @@ def ask(
         progress: called with the bytes copied so far and the total.
 
     Returns:
-        What the other process said at the end: "step" and "total_bytes" among it.
+        The other process's last reply, which contains "step" and "total_bytes", among others.
 
     Raises:
-        StoreLockedError: no step ended in time.
-        StoreError: the other process reported that the copy failed.
+        StoreLockedError: no step ended in time, or another copy has already been requested.
+        StoreError: the request cannot be written, the other process ended, or its copy failed.
     """
     found = re.findall(r"in use by process (\d+)", str(locked))
     if not found:
@@ -239,7 +239,7 @@ def _refuse(path: str, why: object) -> None:
     try:
         about = os.lstat(path)
     except OSError:
-        return  # it is gone
+        return  # the file no longer exists
     is_removed = not stat.S_ISDIR(about.st_mode) and about.st_uid in (os.getuid(), 0)
     if is_removed:
         try:
@@ -258,7 +258,7 @@ def _refuse(path: str, why: object) -> None:
 
 
 def _taken(path: str) -> dict[str, Any] | None:
-    """Read and remove a request; None: it is invalid or gone."""
+    """Read and remove a request; return None if it is invalid or no longer exists."""
     try:
         wish = _read(path)
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""The data of a commit besides tensors: hyper-parameters, torch's CPU generator, buffers.
+"""The data of a commit besides extents: hyper-parameters, torch's CPU generator, buffers.
 
-It is one line of JSON, followed by the bytes of the model's persistent buffers, if any.
+The data are one line of JSON, followed by the bytes of the model's persistent buffers, if any.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _join(state: dict[str, Any], buffers: Buffers | None) -> bytes:
 
 
 def parse(blob: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Parse a commit's data into the state, and the buffers by name.
+    """Parse a commit's data; return the state, and the buffers by name.
 
     Raises:
         StoreMismatchError: the data is invalid.
@@ -114,7 +114,7 @@ def restore(blob: bytes, optimizer: Optimizer, buffers: Buffers | None = None) -
     state, kept = parse(blob)
     if buffers is not None:
         buffers.restore(kept)
-    if "groups" not in state:  # no step was made
+    if "groups" not in state:  # no step has been made
         return
     groups = optimizer.param_groups
     if len(state["groups"]) != len(groups):

@@ -5,7 +5,7 @@ commit at its end: opening an interrupted copy raises an error, and the next cop
 place replaces it. Every byte is verified against its checksum when it is read.
 
 If a session of this process uses the store, its commits are held while bytes are copied ([Note:
-Held commits] in csrc/sched/step.c). If another process does, _requests.py asks that process.
+Held commits] in csrc/sched/step.c). If another process uses it, _requests.py asks that process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ OnChange = Callable[["Snapshot", BaseException | None], None]
 
 
 class Cancelled(SessionError):
-    """A copy was cancelled before its end; nothing of it is left."""
+    """A copy was cancelled before it was complete; nothing of it is left."""
 
 
 class Snapshot:
@@ -71,11 +71,11 @@ class Snapshot:
 
     Attributes:
         directories: the directories of the copy.
-        step: the step that it holds.
+        step: the step that the copy contains.
         total_bytes: the number of bytes to copy.
         done_bytes: the number of bytes copied so far.
-        is_whole: the copy is complete and a valid store.
-        is_told: wait() has raised the copy's error.
+        is_whole: whether the copy is complete and a valid store.
+        is_told: whether wait() has raised the copy's error.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Snapshot:
         self._on_change = on_change
         self._error: BaseException | None = None
         self._thread = threading.Thread()
-        # Waited for before the thread's join(): after a Ctrl-C in join(), Python reports a running
-        # thread as ended.
+        # wait() waits for this event before it joins the thread: after a Ctrl-C in join(), Python
+        # reports a running thread as ended.
         self._over = threading.Event()
         self._over.set()
         self._is_cancelled = False
@@ -124,7 +124,7 @@ class Snapshot:
         return self
 
     def cancel(self) -> None:
-        """Cancel the copy; wait() returns when it has been removed."""
+        """Cancel an unfinished copy: it is removed, and wait() then raises SessionError."""
         self._is_cancelled = True
 
     def end(self) -> None:
@@ -177,7 +177,7 @@ class Snapshot:
         self._thread.start()
 
     def give_up(self, work: Callable[[], None], end: Callable[[], None]) -> None:
-        """After run() was interrupted: if its thread did not start, clean up in its place."""
+        """Cancel the copy after run() was interrupted; clean up here if no thread has started."""
         self.cancel()
         self._body(work, end)
 
@@ -241,7 +241,7 @@ class _Copy:
         before = meta.get("copied_from", [])
         meta["copied_from"] = [*before, [self.said["uuid"], self.handle.step]]
         slots = {group: count for _, group, count, _ in self.extents}
-        # The group of a unit that is read in place is empty.
+        # A unit that is read in place has no extents, so its group is not in `slots`.
         groups = [slots.get(group, 1) for group in range(max(slots) + 1)]
 
         def create() -> _core.Store:
@@ -347,17 +347,17 @@ def aligned(nbytes: int) -> torch.Tensor:
 
 
 def _missing(directories: Sequence[str]) -> list[str]:
-    """Return the directories, including parents, that do not exist yet, innermost first."""
+    """Return those of the directories and their parents that do not exist yet, innermost first."""
     paths = [Path(directory) for directory in directories]
     whole = {path for directory in paths for path in (directory, *directory.parents)}
     return sorted((str(path) for path in whole if not os.path.lexists(path)), key=len, reverse=True)
 
 
 def remove_unfinished(directories: Sequence[str]) -> bool:
-    """Remove the remains of an interrupted creation or copy; False: the directories have more.
+    """Remove the remains of an interrupted creation or copy; return whether they were removed.
 
-    Nothing is removed unless every file there is known to be without contents: one of them may
-    belong to an unrelated store.
+    Nothing is removed unless every store file in the directories is known to have no contents: one
+    of them may belong to an unrelated store.
     """
     if not _is_unfinished(directories):
         return False
@@ -368,7 +368,7 @@ def remove_unfinished(directories: Sequence[str]) -> bool:
 def _is_unfinished(directories: Sequence[str]) -> bool:
     found = {_begun(directory) for directory in directories}
     if False in found and True in found:
-        # Creation writes the header of file 0 last: the other files may have theirs already.
+        # Creation writes the header of file 0 last, so other files may already have a header.
         return all(_begun(each) is not False or _is_never_committed(each) for each in directories)
     if False not in found:
         return True in found
@@ -383,7 +383,7 @@ def _is_unfinished(directories: Sequence[str]) -> bool:
 
 
 def _begun(directory: str) -> bool | None:
-    """Return whether a store's file exists and has no header yet; None: there is no file."""
+    """Return whether the directory's store file has no header yet; None if there is no file."""
     try:
         _store.open_existing([directory], Config(allow_buffered=True), read_only=True).close()
     except StoreError as error:
@@ -392,9 +392,9 @@ def _begun(directory: str) -> bool | None:
 
 
 def _is_never_committed(directory: str) -> bool:
-    """Return whether a file is not a store's first, and no commit followed the store's creation.
+    """Return whether a directory's store file is not file 0, and has never been part of a commit.
 
-    Creation fills both places of its witness, and every commit overwrites one of them.
+    Creation writes both witnesses of such a file, and every commit overwrites one of them.
     """
     try:
         _store.open_existing([directory], Config(allow_buffered=True), read_only=True).close()
@@ -423,19 +423,19 @@ def begin(
 ) -> Snapshot:
     """Begin to copy a session's store while training continues.
 
-    Between step() and the next backward, the copy is of that step, which is committed first unless
-    commits are manual. Otherwise, and inside a step, it is of the last committed step.
+    The copy contains the last committed step. Between step() and the next backward, the step that
+    was just closed is committed first, unless commits are manual or is_behind_step is set.
 
     Args:
         session: an open session.
         out: the directories of the copy.
         on_change: called on progress, with the copy and its error, if any.
-        is_behind_step: do not wait for the step that was just closed.
+        is_behind_step: do not commit the step that was just closed, and do not wait for it.
 
     Raises:
-        SessionError: another copy of the store is in progress.
+        SessionError: the session is closed, or another copy of the store is in progress.
         UnsupportedError: the store keeps one copy of each value, or is temporary.
-        StoreError: the copy cannot be created there.
+        StoreError: the copy cannot be created in these directories.
     """
     session.check_open()
     _refuse(session)
@@ -506,8 +506,9 @@ def snapshot(
 
     Raises:
         StoreLockedError: another process has the store open and finished no step in time.
-        StoreError: the store cannot be read or the copy not created; see the subclasses.
-        UnsupportedError: the store keeps one copy of each value and is in use.
+        StoreError: the store cannot be read, or the copy cannot be created; see the subclasses.
+        UnsupportedError: this process uses the store, which is temporary or keeps one copy of each
+            value.
     """
     directories = directories_of(store)
     session = find_session(directories)

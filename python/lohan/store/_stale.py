@@ -32,7 +32,7 @@ def stamp(session: Session) -> dict[str, Any]:
 
 
 def is_current(session: Session, owner: Any) -> bool:
-    """Return whether a stamp is of the session's step, in its store or one that it is a copy of."""
+    """Return whether a stamp is of the session's step, in its store or a store it is a copy of."""
     if owner == stamp(session):
         return True
     if not isinstance(owner, dict) or owner.get("step") != session.step:
@@ -41,7 +41,7 @@ def is_current(session: Session, owner: Any) -> bool:
 
 
 def _is_related(session: Session, owner: Any) -> bool:
-    """Return whether a stamp is of this store, or of one that it is a copy of."""
+    """Return whether a stamp is of the session's store, or of a store that it is a copy of."""
     if not isinstance(owner, dict):
         return False
     return owner.get("store") in {session.uuid, *(uuid for uuid, _ in copied_from(session.store))}
@@ -53,12 +53,12 @@ def is_fresh(session: Session) -> bool:
 
 
 def check_weights(session: Session, state_dict: Mapping[str, Any], name: str) -> None:
-    """Reject values of another step right after a resume; warn about any others.
+    """Reject values of another step right after a resume; print a warning about all others.
 
     Args:
-        session: a session that was just resumed, see is_fresh().
+        session: a session that was just resumed; see is_fresh().
         state_dict: the state dict about to be loaded.
-        name: a parameter or buffer that it would change.
+        name: the name of a parameter or buffer that would change.
 
     Raises:
         StaleStateError: the state dict was saved at another step of the store.

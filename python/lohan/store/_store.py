@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 Raiser = Callable[[int, str, bool], LohanError]
 
-SAME_KEYS = ("lohan", "params", "units")  # of meta: the same model if these are equal
-SCALAR_BYTES_MAX = 64 << 10  # for Python's part: groups and RNG state take 8 KiB
-BUFFER_SAID_BYTES = 1 << 20  # reserve for names and shapes of persistent buffers, if any
+SAME_KEYS = ("lohan", "params", "units")  # keys of meta that must be equal for the same model
+SCALAR_BYTES_MAX = 64 << 10  # the room for Python's part; groups and RNG state take 8 KiB
+BUFFER_SAID_BYTES = 1 << 20  # the room for names and shapes of persistent buffers, if any
 
 
 @dataclasses.dataclass
 class UnitExtents:
-    """The extent numbers of a unit's arrays; -1: no extent (param: it is read in place)."""
+    """The extent numbers of a unit's arrays; -1: no extent (for param: the unit is in place)."""
 
     param: int
     residual: int = -1
@@ -100,7 +100,7 @@ def plan_extents(layout: Layout, single_slot: bool) -> Extents:
 
     Args:
         layout: the model's layout.
-        single_slot: whether everything has a single slot (commit_every="never").
+        single_slot: whether every extent has a single slot (commit_every="never").
     """
     extents = Extents([], [], [])
     is_written = (layout.method or {}).get("write_every") is not None
@@ -135,7 +135,7 @@ def describe(layout: Layout) -> dict[str, Any]:
     """Return the description that a store must have to belong to this model."""
     strides = {str(p.index): list(p.strides) for p in layout.params if p.strides is not None}
     return {
-        "lohan": 2 if strides else 1,  # a reader without support for strides must fail
+        "lohan": 2 if strides else 1,  # a reader that does not support strides must reject it
         **({"strides": strides} if strides else {}),
         **layout.about,
         "params": [
@@ -148,7 +148,7 @@ def describe(layout: Layout) -> dict[str, Any]:
 
 
 def _description(layout: Layout, extents: Extents) -> dict[str, Any]:
-    """Return a store's description, see Meta in docs/store-format.md."""
+    """Return the description of a new store; see Meta in docs/store-format.md."""
     made = describe(layout)
     if extents.checksums >= 0:
         made["in_place"] = layout.in_place.describe(layout, extents.checksums)
@@ -163,7 +163,7 @@ def read_meta(
     Args:
         directories: the store's directories.
         config: the session's config.
-        open_at: the step that will be opened; None: the newest.
+        open_at: the step to open the store at; None: the newest.
 
     Raises:
         StoreError: the store cannot be opened.
@@ -201,7 +201,7 @@ def read_checksums(layout: Layout, extents: Extents, store: _core.Store) -> None
 
 
 def read_param(layout: Layout, extents: Extents, store: _core.Store, param: Param) -> torch.Tensor:
-    """Return a parameter's values from the store's last commit, in its dtype and shape."""
+    """Return a parameter's values from the store's last commit, in its shape and unit's dtype."""
     unit = layout.units[param.unit]
     if unit.runs:
         return layout.in_place.read(layout, param)
@@ -213,7 +213,7 @@ def read_param(layout: Layout, extents: Extents, store: _core.Store, param: Para
 
 
 def read_params(layout: Layout, extents: Extents, store: _core.Store) -> list[torch.Tensor]:
-    """Return every parameter's values from the store's last commit, in its dtype and shape."""
+    """Return the values of all parameters from the store's last commit, as read_param() does."""
     return [read_param(layout, extents, store, param) for param in layout.params]
 
 
@@ -221,11 +221,11 @@ def read_params(layout: Layout, extents: Extents, store: _core.Store) -> list[to
 def naming(param: str, array: str) -> Iterator[None]:
     """Return a context that names the parameter in the message of a ChecksumError.
 
-    The wrong byte may belong to a neighbour: a checksum covers 1 MiB.
+    The wrong byte may belong to a neighbouring parameter, since a checksum covers 1 MiB.
 
     Args:
         param: the parameter's name.
-        array: "param", or one of its states.
+        array: the array that is read: "param", "residual", "moment1" or "moment2".
     """
     try:
         yield
@@ -258,7 +258,7 @@ def measure_weights(directories: Sequence[str]) -> list[int]:
 
 
 def buffer_room_bytes(layout: Layout) -> int:
-    """Return the most bytes that a commit needs for persistent buffers."""
+    """Return the maximum number of bytes that a commit needs for persistent buffers."""
     return layout.buffer_bytes + BUFFER_SAID_BYTES if layout.buffer_bytes else 0
 
 
@@ -275,8 +275,8 @@ def create(
     """Create an empty store for a layout.
 
     Raises:
-        StoreExistsError, StoreLockedError, StoreError: names the directory and the numbers; on a
-            full disk, how much space is missing.
+        StoreExistsError, StoreLockedError, StoreError: the message names the directory and the
+            numbers; on a full disk, it states how much space is missing.
     """
     return _core.store_create(
         type=_core.Store,
@@ -314,8 +314,8 @@ def open_existing(
         directories: the store's directories.
         config: the session's config.
         read_only: open without writing; other readers may have the store open.
-        is_held: this process has the store open and holds its commits until this one is closed.
-        open_at: the newest step, or the one before it; then a writer discards the newest.
+        is_held: this process has the store open, and holds its commits until the result is closed.
+        open_at: the newest step, or the one before it, for which a writer discards the newest.
         raiser: converts the store's errors to exceptions.
     """
     return _core.store_open(
@@ -341,7 +341,7 @@ def reopened(directories: Sequence[str], config: Config, layout: Layout) -> Iter
     """Return a context with the store of a closed session, for reading.
 
     Raises:
-        StoreError: the store is gone, cannot be opened, or belongs to a different model.
+        StoreError: the store does not exist, cannot be opened, or belongs to a different model.
     """
     for directory in directories:
         path = os.path.join(directory, "lohan.data")
@@ -371,7 +371,7 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
 
     Raises:
         StoreUncleanError: the store's creation was interrupted before the weights were written.
-        StoreMismatchError: names the first difference.
+        StoreMismatchError: the models differ; the message names the first difference.
     """
     if store.describe()["is_empty"]:
         path = store.describe()["files"][0][0]
@@ -418,13 +418,13 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
 
 
 def strides_of(meta: dict[str, Any], index: int) -> tuple[int, ...] | None:
-    """Return a parameter's strides from a store's meta; None: contiguous."""
+    """Return a parameter's strides from a store's meta; None if the parameter is contiguous."""
     strides = meta.get("strides", {}).get(str(index))
     return None if strides is None else tuple(strides)
 
 
 def _take_strides(layout: Layout, meta: dict[str, Any]) -> None:
-    """Set the parameters' strides to those of the store, whose bytes are in that order."""
+    """Set the parameters' strides to those in the store's meta, in whose order it stores bytes."""
     if len(meta["params"]) != len(layout.params):
         return  # a different model, which is rejected elsewhere
     for param in layout.params:
@@ -435,10 +435,10 @@ def _take_strides(layout: Layout, meta: dict[str, Any]) -> None:
 
 
 def check_same_name(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
-    """Reject resuming with another method.
+    """Reject a training method other than the one that the store was created with.
 
     Raises:
-        StoreMismatchError: names the method that the store was created with.
+        StoreMismatchError: the methods differ; the message names both.
     """
     was, now = ((m or {}).get("name", "adamw") for m in (theirs, ours))
     if was != now:
@@ -449,10 +449,10 @@ def check_same_name(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) 
 
 
 def check_same_method(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
-    """Reject resuming with another method, or with other trainable or decayed parameters.
+    """Reject a different method, or different sets of trainable or weight-decayed parameters.
 
     Raises:
-        StoreMismatchError: names what differs.
+        StoreMismatchError: one of these differs; the message names it.
     """
     check_same_name(theirs, ours)
     for key, what in (("streams", "that require a gradient"), ("decays", "with weight decay")):
@@ -467,7 +467,7 @@ def check_slots(store: _core.Store, config: Config) -> None:
     """Reject commits for a store that was created with a single slot.
 
     Raises:
-        StoreMismatchError: commit_every asks for commits.
+        StoreMismatchError: the store has a single slot, but commit_every requires commits.
     """
     if store.describe()["is_single_slot"] and config.commit_every != "never":
         raise StoreMismatchError(
@@ -480,10 +480,10 @@ def check_slots(store: _core.Store, config: Config) -> None:
 
 
 def check_table(store: _core.Store, extents: Extents) -> None:
-    """Reject a store whose extents do not match the layout: its description is wrong.
+    """Reject a store whose extents do not match the layout, since its description is then wrong.
 
     Raises:
-        StoreMismatchError: states both.
+        StoreMismatchError: the extents differ; the message states the sizes of both.
     """
     is_single = store.describe()["is_single_slot"]
     has = [(nbytes, group) for nbytes, group, _, _ in store.extents()]
@@ -508,20 +508,20 @@ def write_param(
     *,
     is_fresh: bool = True,
 ) -> None:
-    """Write one parameter, or a run of its elements, in the store's format.
+    """Write one parameter, or a range of its elements, in the store's format.
 
     Args:
-        store: a writer; flush() writes what it has collected.
+        store: a buffered writer, which the caller must flush at the end.
         unit: the parameter's unit.
         places: the unit's extents.
-        first: the element (trainable) or byte (frozen) in the unit.
-        values: a CPU tensor in the unit's order (Param.flat()). For a bf16 or fp16 unit, fp32 keeps
-            every bit, in the residual or master.
+        first: the position in the unit: an element if it is trainable, otherwise a byte.
+        values: a CPU tensor in the unit's order (Param.flat()). For a bf16 or fp16 unit, every bit
+            of fp32 values is kept, in the residual or the master.
         is_fresh: whether the place was never written, so that a zero residual can be skipped.
     """
     values = values.detach().contiguous()
     if unit.residual_bytes and not is_fresh:
-        values = values.float()  # exact, and makes the zero residual be written
+        values = values.float()  # exact; a zero residual is then written, too
     if unit.residual_bytes and unit.dtype == torch.float16:
         values = values.float()
         store.write(places.residual, first * 4, values.data_ptr(), nbytes_of(values))

@@ -1,4 +1,4 @@
-"""Temporary directories for stores that no argument names, and those that killed processes left."""
+"""Create temporary directories for stores, and remove those that killed processes left behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lohan.errors import StoreError
 
 _TEMPORARY = "lohan-temporary-"
 _TEMPORARY_NAME = re.compile(re.escape(_TEMPORARY) + r"[a-z0-9_]{8}")
-# A younger temporary directory may be about to be locked.
+# The minimum age of a directory to remove, in seconds: a younger one may not be locked yet.
 _STALE_S = 60.0
 # Temporary directories of this process: the file descriptor that holds each one's lock, by path.
 _locked: dict[str, int] = {}

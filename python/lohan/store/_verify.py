@@ -35,8 +35,8 @@ class Bad:
     """A place whose contents differ from what was written.
 
     Attributes:
-        param: the parameter at that place.
-        array: "param", or one of its states.
+        param: the name of the parameter at that place.
+        array: the array at that place: "param", "residual", "moment1", "moment2" or another.
         path: the file's path.
         offset: the offset in the file, in bytes.
         message: the store's message.
@@ -59,7 +59,7 @@ class Verified:
         read_bytes: the number of bytes read and compared.
         seconds: the duration.
         bad: damaged places of at most 1 MiB each; empty if there is no damage.
-        note: the note from opening the store.
+        note: the note that was made when the store was opened; empty if there is none.
     """
 
     step: int
@@ -80,7 +80,7 @@ class Verified:
 
 
 class _Work:
-    """A queue of pieces for threads to read, and what they found."""
+    """A queue of pieces for threads to read and check, and the damage that they found."""
 
     def __init__(self, store: _core.Store, contents: Contents) -> None:
         self.contents = contents
@@ -161,8 +161,8 @@ def verify(store: PathLike | Sequence[PathLike], *, progress: Progress | None = 
     """Read every byte of a store's committed step, and compare it with its checksum.
 
     Args:
-        store: its directory or directories. If a session of this process uses the store, the
-            session's commits wait meanwhile.
+        store: the store's directory or directories. If a session of this process uses the store,
+            the session's commits wait meanwhile.
         progress: called with the bytes read so far and the total.
 
     Returns:
@@ -217,7 +217,7 @@ def _verify(
         work.is_over = True
         while running > 0:
             running -= work.ended.acquire(timeout=_SLICE_S)
-        for thread in threads:  # only after their `ended` signals, see Snapshot in _snapshot.py
+        for thread in threads:  # only after the `ended` signals; see Snapshot in _snapshot.py
             thread.join()
     if work.error is not None:
         raise work.error

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 
-# Elements in memory at a time while safetensors are streamed.
+# The number of elements in memory at a time while safetensors are streamed.
 PIECE_ELEMENTS = 4 << 20
 # Bytes of freed tensors after which the C library is asked to return memory to the system.
 TRIM_BYTES = 256 << 20
@@ -116,7 +116,7 @@ def fill(
     scalars: bytes = b"",
     files: Sequence[File] = (),
 ) -> None:
-    """Write every parameter to a new store and commit it as step 0, with scalars.
+    """Write every parameter to a new store, and commit the store as step 0, with scalars.
 
     The values in memory stay until drop() is called.
 
@@ -164,10 +164,10 @@ def recover(layout: Layout, extents: Extents, store: _core.Store) -> None:
 
 
 def _give_back() -> None:
-    """Return freed memory to the system; glibc keeps memory below anything still in use.
+    """Return freed memory to the system; glibc alone keeps freed memory between objects in use.
 
     Freed tensors of 8 MiB between small live objects kept 700 MB allocated after a model of 1.3
-    billion parameters, in excess of every budget.
+    billion parameters was wrapped, in excess of every budget.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -269,8 +269,8 @@ def _fill_from_files(
 ) -> None:
     """Stream every parameter that is not read in place, one piece at a time.
 
-    Parameters that the files do not have keep their values. Those whose ids are in `made` have no
-    values, and must be an adapter's, whose initial values are computed.
+    A parameter that the files do not have keeps its value. If its id is in `made`, it has no value,
+    and must belong to an adapter, whose initial values are computed.
     """
     params = [param for param in layout.params if not layout.units[param.unit].runs]
     in_files = [(p.source.file, p.source.offset, p) for p in params if p.source is not None]
@@ -337,7 +337,7 @@ def _stream(
     with path.open("rb") as file:
         check_descriptor(file.fileno(), files[param.source.file])
         file.seek(param.source.offset)
-        # A parameter with other strides is reordered as a whole.
+        # A parameter that is not contiguous is reordered as a whole.
         piece = PIECE_ELEMENTS if param.strides is None else param.count
         for first in range(0, param.count, piece):
             count = min(piece, param.count - first)

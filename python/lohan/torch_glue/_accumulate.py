@@ -12,7 +12,7 @@ Accumulate = int | Literal["manual"]
 
 
 def is_accumulating(accumulate: Accumulate) -> bool:
-    """Return whether gradients are summed over several backwards, which needs memory.
+    """Return whether gradients are summed over several backwards, which requires memory.
 
     Raises:
         ModelError: accumulate is neither an integer of at least 1 nor "manual".
@@ -31,7 +31,7 @@ class Accumulation:
 
     Attributes:
         is_on: whether gradients are summed.
-        is_given: whether the engine has the sums, so that nothing can be added any more.
+        is_given: whether the engine has received the sums, so that no backward can be added.
     """
 
     def __init__(self, accumulate: Accumulate) -> None:
@@ -48,7 +48,7 @@ class Accumulation:
 
     @property
     def is_open(self) -> bool:
-        """Whether parameters are still those of the previous step, so a forward may follow."""
+        """Whether the step has not updated any parameters yet, so that a forward may follow."""
         return self.is_on and not self.is_given
 
     def backward_end(self) -> None:

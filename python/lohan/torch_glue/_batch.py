@@ -2,11 +2,11 @@
 
 [Note: When batches are looked at] Checking the arguments of every forward would cost time in every
 step, and a training script puts all batches on the same device. Therefore only the first forward is
-checked, and later a forward that raised an error and the one after it.
+checked, and later each forward that raised an error and the forward after it.
 
-Arguments in main memory are valid together with others on the GPU: lengths of sequences, indices
-and 0-dim tensors. A mixed batch is therefore passed on to torch, and a note that names the
-arguments is added to torch's error, if any.
+Some arguments may be in main memory while others are on the GPU: lengths of sequences, indices and
+0-dim tensors. A mixed batch is therefore passed on to torch, and a note that names the arguments is
+added to torch's error, if any.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 from lohan.errors import DeviceMismatchError
 
-# The limit of nesting, for a batch that contains itself.
+# The maximum depth of nested containers: a batch may contain itself.
 _DEPTH_MAX = 8
 _NAMED_MAX = 3
 

@@ -17,8 +17,8 @@ from torch import nn
 from lohan.errors import StoreMismatchError
 from lohan.torch_glue._tensor import bytes_of, nbytes_of
 
-# Larger buffers are not committed: every commit would write them, and they take four times their
-# size in main memory.
+# Larger buffers are not committed: every commit would write them, which takes four times their size
+# in main memory.
 BYTES_MAX = 8 << 20
 
 
@@ -58,11 +58,11 @@ def say_rounded(model: nn.Module) -> None:
 
 
 class Buffers:
-    """The persistent buffers of a model, without keeping the model alive.
+    """The persistent buffers of a model, which this object does not keep alive.
 
     Attributes:
-        nbytes: the size of all of them at wrap.
-        is_kept: whether they are small enough for commits.
+        nbytes: the size of all buffers when the model was wrapped.
+        is_kept: whether the buffers are small enough for commits.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -77,11 +77,11 @@ class Buffers:
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes that a commit needs for them."""
+        """The bytes that a commit needs for the buffers."""
         return self.nbytes if self.is_kept else 0
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each name and current buffer, except those without storage."""
+        """Yield the name and the current tensor of each buffer that has storage."""
         for full, reference, name in self._places:
             module = reference()
             buffer = None if module is None else module._buffers.get(name)
@@ -91,7 +91,7 @@ class Buffers:
     def pack(self) -> tuple[list[Any], bytes]:
         """Serialize the buffers for a commit: (name, dtype, shape) of each, and their bytes.
 
-        The result is empty if they have outgrown the space that was reserved at wrap.
+        The result is empty if the buffers have outgrown the space that was reserved at wrap.
         """
         if not self.is_kept:
             return [], b""
@@ -105,7 +105,7 @@ class Buffers:
         """Copy a commit's values into the model's buffers.
 
         Raises:
-            StoreMismatchError: a buffer of that name has a different shape or dtype.
+            StoreMismatchError: a buffer of the same name has a different shape or dtype.
         """
         now = dict(self.items())
         for name, values in kept.items():

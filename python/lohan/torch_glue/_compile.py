@@ -26,14 +26,14 @@ _TEXT = (
 
 
 _RULES = "torch._dynamo.trace_rules"
-_is_skipped = False  # skip_lohan() was called
+_is_skipped = False  # whether skip_lohan() has been called
 
 
 class _RulesFinder:
     """A finder of sys.meta_path that adds a rule when Dynamo's rules are imported."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        """Return the spec of Dynamo's rules, whose loader then skips lohan; else None."""
+        """Return a spec whose loader adds lohan to Dynamo's rules; None for other modules."""
         if name != _RULES:
             return None
         sys.meta_path.remove(self)
@@ -51,9 +51,9 @@ class _RulesFinder:
 
 
 def skip_lohan() -> None:
-    """Keep Dynamo from tracing functions of lohan, now or from its import on.
+    """Keep Dynamo from tracing functions of lohan: at once, or when Dynamo is imported.
 
-    torch.compile imports Dynamo, which takes seconds, so that lohan does not import it.
+    Importing Dynamo takes seconds, so lohan leaves that to torch.compile.
     """
     global _is_skipped
     if _is_skipped:
@@ -67,7 +67,7 @@ def skip_lohan() -> None:
 
 
 class Traced:
-    """A shadow of a module's method that detects Dynamo, which reads its `__func__`."""
+    """A replacement for a module's method that detects Dynamo, which reads `__func__`."""
 
     def __init__(self, method: Callable[..., Any], on_trace: Callable[[], NoReturn]) -> None:
         self._method = method
@@ -79,7 +79,7 @@ class Traced:
 
     @property
     def __func__(self) -> NoReturn:
-        """Handle Dynamo, which alone reads this attribute."""
+        """Handle Dynamo: nothing else reads this attribute."""
         self._on_trace()
 
 
@@ -88,7 +88,7 @@ class Uncompiled:
 
     Args:
         model: the wrapped model.
-        shadow: shadows a module's method by an instance attribute.
+        shadow: replaces a module's method by an instance attribute.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class Uncompiled:
         """Make Dynamo, which has met a module of the model, continue after that module's call.
 
         Raises:
-            UnsupportedError: also an instance of Dynamo's own error for code that it cannot trace.
-                It reaches the user with fullgraph=True.
+            UnsupportedError: always. It is also an instance of Dynamo's own error for code that
+                cannot be traced; with fullgraph=True, the user sees it.
         """
         unsupported: Any = importlib.import_module("torch._dynamo.exc").Unsupported
         model = self._model()

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from lohan.layout._block import Layout
 
 NAMES = ("cpu", "emu", "cuda")
-# Parameters get one part in this many of a GPU's free memory by default. The rest is for
+# By default, parameters get a GPU's free memory divided by this number. The rest is for
 # activations and torch's temporaries.
 _FREE_SHARE = 4
-# If no gradient has left for this long, they are waiting for memory that the caller holds.
+# If no gradient leaves the device for this long, gradients are waiting for memory that the caller
+# holds.
 _STILL_S = 1.0
 
 
@@ -37,7 +38,7 @@ class Device:
         index: the index of the GPU.
         ceiling_bytes: the limit for parameters, kept saved tensors and gradients in flight
             together; 0: no limit except the device's own.
-        slot_bytes: the part of this that is for parameters.
+        slot_bytes: the device memory that is reserved for parameters.
         least_bytes: the minimum for slot_bytes.
         link_bytes_per_s: the rates of an emulated device's link, in and out; 0: as fast as memory
             is copied.
@@ -56,7 +57,7 @@ class Device:
         return torch.device("cuda", self.index) if self.name == "cuda" else torch.device("cpu")
 
     def options(self) -> tuple[Any, ...]:
-        """Return the device's description as _core.Engine takes it."""
+        """Return the device in the form that _core.Engine takes; allocate a GPU's slots."""
         memory = None
         if self.name == "cuda":
             memory = self._allocate()
@@ -104,7 +105,7 @@ def parse(name: str | torch.device | None) -> tuple[str, int]:
         name: a device as in Config.device.
 
     Raises:
-        ModelError: it is not a device that lohan supports, or the GPU does not exist.
+        ModelError: lohan does not support this device, or the GPU does not exist.
     """
     if name is None:
         return "cpu", 0
@@ -202,7 +203,7 @@ def plan(layout: Layout, together: Sequence[int], apart: Sequence[int], config: 
         layout: the model's layout.
         together: for each unit, the bytes that are in use together with it (0: counted at another
             unit).
-        apart: the same, wherever they lie (0: counted at another unit).
+        apart: the same, with room for fragmentation (0: counted at another unit).
         config: the device, its memory and the speeds of emulated links.
 
     Raises:
@@ -253,7 +254,7 @@ class Kept:
 
 
 class Meter:
-    """A count of what an emulated device would hold: slots, saved tensors, gradients in flight.
+    """A counter of an emulated device's memory: slots, saved tensors, gradients in flight.
 
     Torch's temporaries (an operation's outputs, gradients inside a backward) are in main memory
     and are not counted.
@@ -264,7 +265,7 @@ class Meter:
         self.held = held
         self.kept_bytes = 0
         self.peak_bytes = device.slot_bytes
-        self._storages: dict[int, list[int]] = {}  # address: [bytes, tensors over it]
+        self._storages: dict[int, list[int]] = {}  # address: [bytes, number of saved tensors]
 
     def wrap(self, pack: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a pack hook that counts the tensors that `pack` keeps."""
@@ -289,7 +290,7 @@ class Meter:
         """Count a saved tensor's storage, only once if several tensors share it.
 
         Args:
-            packed: the tensor, or a tuple of it and its version.
+            packed: the tensor, or a tuple of the tensor and its version.
 
         Raises:
             DeviceMemoryError: the ceiling would be exceeded.
@@ -306,9 +307,9 @@ class Meter:
         return kept
 
     def look(self, more: int = 0) -> None:
-        """Check that the device holds no more than its ceiling.
+        """Check that the device holds no more bytes than its ceiling.
 
-        If it does, first wait for gradients in flight to leave.
+        If it holds more, first wait for gradients in flight to leave.
 
         Args:
             more: the size of the last saved tensor, for the message.
@@ -331,7 +332,7 @@ class Meter:
         self.peak_bytes = max(self.peak_bytes, total)
 
     def _wait(self, ceiling: int) -> int:
-        """Wait until enough gradients have left, or none has for a while; return the total held."""
+        """Wait until enough gradients have left, or no more leave; return the bytes in use."""
         held = self.held()
         until = time.monotonic() + _STILL_S
         while held and time.monotonic() < until:

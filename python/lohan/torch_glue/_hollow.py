@@ -111,7 +111,7 @@ class HollowParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call functions that need no values; in a forward, load the values for the others.
+        """Call functions that need no values; in a forward, load the values for other functions.
 
         Raises:
             HollowParameterError: func would read or write values outside a forward.

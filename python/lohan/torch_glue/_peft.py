@@ -25,7 +25,7 @@ def check_quantised(name: str, param: nn.Parameter) -> None:
     """Reject a parameter that bitsandbytes has quantised.
 
     Raises:
-        UnsupportedError: names it, and says what to do.
+        UnsupportedError: names the parameter, and says what to do.
     """
     names = {cls.__name__ for cls in type(param).__mro__} & _QUANTISED
     if names or getattr(param, "quant_state", None) is not None or hasattr(param, "SCB"):
@@ -45,7 +45,7 @@ def _adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_adapter(model: nn.Module) -> Callable[[torch.Tensor], bool]:
-    """Return a function that says whether a parameter was added by peft."""
+    """Return a function that returns whether a parameter was added by peft."""
     own: set[int] = set()
     for _, module in _adapters(model):
         layer: Any = module
@@ -77,11 +77,11 @@ def initialise(
 
     Args:
         model: a model with parameters that have a shape but no values.
-        wanted: the ids of those that need values.
-        write: called with each parameter when it has values.
+        wanted: the ids of the parameters that need values.
+        write: called with each parameter when its values are computed.
 
     Returns:
-        The ids of those that were written.
+        The ids of the parameters that were written.
 
     Raises:
         ModelError: an initialisation needs the base weights, which are not in memory.
@@ -109,7 +109,7 @@ def initialise(
 
 def _reset(model: nn.Module, name: str, module: Any, adapter: str) -> None:
     init = _init_of(model, adapter)
-    if init is False:  # peft leaves them as torch.nn.Linear made them
+    if init is False:  # peft keeps the initial values of torch.nn.Linear
         for part in (module.lora_A, module.lora_B):
             if adapter in part:
                 part[adapter].reset_parameters()

@@ -14,7 +14,7 @@ from torch import nn
 from lohan.errors import RecomputeError
 from lohan.torch_glue._tensor import nbytes_of, version_of
 
-# Tensors up to a page are copied: a reference costs about as much, and there are few of them.
+# Tensors of up to one page are always kept: recording how to restore one takes as much memory.
 SMALL_BYTES = 4096
 
 
@@ -34,8 +34,8 @@ def items_of(value: Any) -> list[Any] | None:
 def map_values(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """Return value with instances of `kind` replaced, inside tuples, lists and dicts as well.
 
-    Containers of other classes stay unchanged, with their contents: only their class knows how to
-    construct one.
+    Containers of other classes stay unchanged, with their contents, because only the class itself
+    knows how to construct an instance.
     """
     if isinstance(value, kind):
         return change(value)
@@ -44,7 +44,7 @@ def map_values(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
         return value
     items = [map_values(item, kind, change) for item in items]
     if _is_named_tuple(value):
-        # Bypass the constructor: PackedSequence's expects tensors, and these may be other objects.
+        # Bypass the constructor: that of PackedSequence rejects items that are not tensors.
         made = tuple.__new__(type(value), items)
         vars(made).update(vars(value)) if hasattr(value, "__dict__") else None
         return made
@@ -79,7 +79,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of torch's generators: the CPU's, and the GPU's if it computes."""
+    """Return the states of torch's generators: the CPU's, and the GPU's if the device is one."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
@@ -96,12 +96,12 @@ def set_random_states(states: list[torch.Tensor], device: torch.device) -> None:
 class Surroundings:
     """The state that a block's forward depends on besides its arguments, at its beginning.
 
-    It consists of generators, autocast, training mode, buffers, and parameters that do not belong
-    to the session.
+    This state consists of random generators, autocast, training mode, buffers, and parameters that
+    do not belong to the session.
 
     Args:
         module: the block.
-        device: the device that it computes on.
+        device: the device that the block computes on.
         known: ids of the session's parameters.
     """
 

@@ -1,4 +1,4 @@
-"""Uses of torch's private interfaces: autograd's callbacks, subclasses, hooks. See _hollow.py."""
+"""Uses of torch's private interfaces: autograd's callbacks, subclasses, hooks (see _hollow.py)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def in_backward() -> bool:
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:
-    """Register a callback for when the running backward ends without an error."""
+    """Register a callback, which is called when the running backward ends without an error."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -42,7 +42,7 @@ def has_storage(tensor: torch.Tensor) -> bool:
     """Return whether the tensor's bytes have an address.
 
     Sparse tensors, tensors inside a transform of torch.func, and tangents that are known to be zero
-    have none.
+    have no address.
     """
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return tensor.layout == torch.strided and not is_wrapped and not tensor._is_zerotensor()
@@ -57,7 +57,7 @@ def in_transform() -> bool:
 def is_reading_wrapped() -> bool:
     """Return whether torch.func.grad, jvp or a derived transform is active.
 
-    The result of detach() has no storage there.
+    Inside these transforms, the result of detach() has no storage.
     """
     top = torch._C._functorch.peek_interpreter_stack()
     kinds = torch._C._functorch.TransformType
@@ -77,7 +77,7 @@ def storage_reference(storage: torch.UntypedStorage) -> object:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often the tensor was changed in place; 0 if torch does not count that."""
+    """Return how often the tensor was changed in place; 0 if torch does not count changes."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -95,12 +95,12 @@ def nan_array(dtype: torch.dtype, count: int) -> torch.Tensor:
 
 
 def hollow(array: torch.Tensor, index: int, shape: torch.Size) -> torch.Tensor:
-    """Return element `index` of array, expanded to shape: no memory, and reads give NaN."""
+    """Return element `index` of array, expanded to shape without memory: reads return NaN."""
     return array[index : index + 1].as_strided(shape, (0,) * len(shape), index)
 
 
 class ReadParameters(dict[str, Any]):
-    """A module's `_parameters` that notifies the engine when one is read, as by module.weight."""
+    """A module's `_parameters`, which notify the engine of reads such as module.weight."""
 
     def __init__(self, plain: dict[str, Any], reads: dict[str, Callable[[], bool]]) -> None:
         super().__init__(plain)
@@ -109,8 +109,8 @@ class ReadParameters(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         """Return the parameter, which is resident if a forward is being recomputed.
 
-        In that case, a frozen parameter is returned as a detached view: checkpoints keep tensors
-        without gradient as they are, but the parameter itself is hollow when they use it.
+        In that case, a frozen parameter is returned as a detached view: a checkpoint keeps tensors
+        without gradient as they are, but the parameter itself is hollow when backward uses it.
         """
         read = self.reads.get(name)
         param = super().__getitem__(name)
@@ -133,8 +133,8 @@ class SavedTensors:
     def leave(self) -> None:
         """Deactivate the hooks.
 
-        This may happen late (after leaving a loop over parameters early), when other hooks have
-        been entered since; those stay active.
+        This method may be called late (if a loop over parameters was left early, for example), when
+        other hooks have been entered in the meantime. Those hooks stay active.
         """
         others: list[tuple[Any, Any]] = []
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -152,7 +152,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the tensor's bytes in main memory, without numpy.
 
     The result is a writable view if the tensor is contiguous and in main memory, otherwise a copy.
-    It keeps the bytes alive.
+    The result keeps the bytes alive.
     """
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.numel() == 0:

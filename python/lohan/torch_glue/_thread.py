@@ -1,14 +1,15 @@
 """Checks that only one thread at a time uses a wrapped model.
 
-[Note: One thread at a time] A forward binds the parameters of the blocks that it is in, and these
+[Note: One thread at a time] A forward binds the parameters of the block that is running, and these
 tensors are the same for every thread. If a second thread called the model meanwhile, parameters
-would appear and disappear during its operations, and a backward on another thread would let updates
-change values that the forward has not read yet. Both raise an error and leave the open forward
-undisturbed. A forward whose call is no longer on its thread's stack has failed and is ignored.
+would appear and disappear during that thread's operations, and a backward on another thread would
+let updates change values that the forward has not read yet. Both calls raise an error and leave the
+open forward undisturbed. A forward whose call is no longer on its thread's stack has failed and is
+ignored.
 
 Alternating runs (mezo/_lockstep.py) share one forward. Autograd's own threads count as the thread
 that called backward, whose stack has autograd's call. A stack does not show which model's backward
-it runs, and the backward of another model concerns no one here. Autograd keeps a callback for the
+is running, and the backward of another model is irrelevant here. Autograd keeps a callback for the
 end of each backward until that backward ends, with or without an error; the callback's lifetime
 therefore shows whether the backward of this model still runs.
 """
@@ -138,7 +139,7 @@ class ForwardThread:
         self._end = None
 
     def backward_end(self, callback: Callable[[], None]) -> BackwardEnd:
-        """Return what to register with autograd for the end of the backward that has just begun.
+        """Return the object to register with autograd for the end of the backward that has begun.
 
         Args:
             callback: called if the backward ends without an error.
@@ -148,7 +149,7 @@ class ForwardThread:
         return end
 
     def refuse_backward(self, what: str) -> None:
-        """Raise an error if another thread runs this model's backward that began last.
+        """Raise an error if this model's last backward is still running on another thread.
 
         Args:
             what: what was called, for the message.

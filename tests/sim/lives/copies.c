@@ -23,7 +23,7 @@ static struct lh_sim_copies *of(void *context)
     return &((struct lh_sim_lives *)context)->copies;
 }
 
-/* Find a copy in flight, or a free place (NULL). */
+/* Find a copy in flight, or a free place (copy is NULL). */
 static struct lh_sim_copy *find(struct lh_sim_copies *copies, const struct lh_dev_copy *copy)
 {
     uint32_t i = 0;

@@ -1,10 +1,10 @@
 /*
  * The hooks of an accelerator's copies: they move bytes, and draw the faults of each copy by seed.
  *
- * A copy's target is garbage from its begin to its end, and that of a copy out already from its
- * submit. Faults of a copy (lives/fault.h): SPIKE takes spike_ns longer. ERROR is refused at
- * submit, or completes with -EIO and garbage bytes; after that the accelerator executes nothing
- * more.
+ * A copy's target is garbage from the copy's begin to its end; the target of a copy out is already
+ * garbage from its submit. Faults of a copy (lives/fault.h): with SPIKE, the copy takes spike_ns
+ * longer. With ERROR, it is refused at submit, or completes with -EIO and garbage bytes; then the
+ * accelerator executes nothing more.
  *
  * Always checked: a copy's source does not change from its submit (in) or begin (out) to its end.
  *
@@ -16,12 +16,12 @@
 #include "dev/dev.h"
 #include "lives/fault.h"
 
-/* Copies in flight. */
+/* The maximum number of copies in flight. */
 #define LH_SIM_COPY_COUNT_MAX 64
 
 struct lh_sim_copy {
     const struct lh_dev_copy *copy; /* NULL: free */
-    uint32_t crc;                   /* of its source */
+    uint32_t crc;                   /* the checksum of the copy's source */
     bool is_failed;
 };
 
@@ -30,7 +30,7 @@ struct lh_sim_copies {
     struct lh_sim_faults faults;  /* only SPIKE and ERROR are used */
     struct lh_sim_random random;
     struct lh_sim_copy copies[LH_SIM_COPY_COUNT_MAX];
-    bool is_dead; /* a copy failed: nothing more is executed */
+    bool is_dead; /* a copy failed: the accelerator executes nothing more */
 };
 
 /* Begin a life with these faults (NULL: none); log is borrowed. */

@@ -229,7 +229,7 @@ static bool meets(const struct lh_sim_disk_write *a, const struct lh_sim_disk_wr
            b->offset < a->offset + a->bytes;
 }
 
-/* Newer bytes became durable there: discard what was in limbo. */
+/* Discard the blocks in limbo that overlap a newer write. */
 static void limbo_cut(struct lh_sim_disk *disk, const struct lh_sim_disk_write *newer)
 {
     struct lh_sim_disk_write **at = &disk->limbo;
@@ -280,7 +280,7 @@ void lh_sim_disk_sync(struct lh_sim_disk *disk, uint32_t file, uint64_t mark)
     disk->files[file].durable_bytes = disk->files[file].bytes;
 }
 
-/* Make reads return the durable bytes again, unless the place was written since. */
+/* Make reads of a block return the durable bytes again, unless a newer write overlaps it. */
 static void block_evict(struct lh_sim_disk *disk, const struct lh_sim_disk_write *block)
 {
     uint8_t bytes[LH_BLOCK_BYTES];
@@ -337,7 +337,7 @@ static void block_tear(struct lh_sim_disk *disk, const struct lh_sim_disk_write 
     }
 }
 
-/* Make the blocks of a write durable that the drive had already written. Returns their number. */
+/* Make durable the blocks that the drive is to keep of a write. Returns their number. */
 static uint64_t write_settle(struct lh_sim_disk *disk, const struct lh_sim_disk_write *write,
                              bool keeps_all, bool tears, struct lh_sim_random *random)
 {
@@ -364,7 +364,7 @@ static uint64_t list_settle(struct lh_sim_disk *disk, const struct lh_sim_disk_w
     uint64_t kept_count = 0;
     for (const struct lh_sim_disk_write *write = head; write; write = write->next)
         count++;
-    /* Keep only the very last write as often as any number of the last ones. */
+    /* In half of the draws keep only the last write, in the others a random number of the last. */
     uint64_t most = lh_min_u64(count, 4);
     uint64_t drawn = count == 0 ? 0 : lh_sim_random_below(random, 2 * most);
     uint64_t first = drawn < most ? drawn + 1 : 1;
@@ -386,7 +386,7 @@ static void name_settle(struct lh_sim_disk_name *name, struct lh_sim_random *ran
     name->is_durable = true;
 }
 
-/* Settle names and sizes first; contents that they do not reach are lost. */
+/* Decide which name and size a file has after a crash; contents beyond the size are lost. */
 static void file_settle(struct lh_sim_disk *disk, uint32_t index, struct lh_sim_random *random)
 {
     struct lh_sim_disk_file *file = &disk->files[index];

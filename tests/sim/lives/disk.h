@@ -32,7 +32,7 @@
 #define LH_SIM_DISK_SECTOR_BYTES UINT64_C(512)
 #define LH_SIM_DISK_FILE_COUNT_MAX LH_SIM_SSD_COUNT_MAX
 
-/* Both pointers are equal if only the durable bytes have been written. */
+/* A page of both images. After a crash the pointers are equal, until one image is written. */
 struct lh_sim_disk_page {
     uint8_t *written;
     uint8_t *durable;
@@ -93,28 +93,28 @@ void lh_sim_disk_init(struct lh_sim_disk *disk, struct lh_sim_fault_log *faults,
                       uint32_t file_count);
 void lh_sim_disk_deinit(struct lh_sim_disk *disk);
 
-/* Create (is_there) or remove a name; durable once lh_sim_disk_name_sync() is called. */
+/* Create (is_there) or remove a name. lh_sim_disk_name_sync() makes the change durable. */
 void lh_sim_disk_name_set(struct lh_sim_disk *disk, struct lh_sim_disk_name *name, bool is_there);
 void lh_sim_disk_name_sync(struct lh_sim_disk_name *name);
 /* Set the size of a file; bytes beyond it are discarded. */
 void lh_sim_disk_resize(struct lh_sim_disk *disk, uint32_t file, uint64_t bytes);
 
-/* Asserts that the range is within the file, as do the functions below. */
+/* Read the written bytes. Asserts that the range is within the file, as the functions below do. */
 void lh_sim_disk_read(const struct lh_sim_disk *disk, uint32_t file, uint64_t offset, void *buffer,
                       uint64_t bytes);
-/* Read the durable bytes. Returns false if they are those that lh_sim_disk_read() returns. */
+/* Read the durable bytes. Returns false if lh_sim_disk_read() would return the same bytes. */
 bool lh_sim_disk_read_stale(const struct lh_sim_disk *disk, uint32_t file, uint64_t offset,
                             void *buffer, uint64_t bytes);
 void lh_sim_disk_write(struct lh_sim_disk *disk, uint32_t file, uint64_t offset, const void *buffer,
                        uint64_t bytes);
-/* An interrupted write: write a random selection of its blocks. */
+/* Simulate an interrupted write: write all or a random selection of its blocks. */
 void lh_sim_disk_write_some(struct lh_sim_disk *disk, uint32_t file, uint64_t offset,
                             const void *buffer, uint64_t bytes, struct lh_sim_random *random);
-/* A mark up to which a sync submitted now covers writes. */
+/* A mark: a sync that is submitted now covers the writes before it. */
 uint64_t lh_sim_disk_mark(const struct lh_sim_disk *disk);
 /* Complete a sync: the file's size and its writes before mark become durable. */
 void lh_sim_disk_sync(struct lh_sim_disk *disk, uint32_t file, uint64_t mark);
-/* Fail a sync: the file's writes before mark go to limbo. */
+/* Fail a sync: the file's writes before mark go to limbo, or are lost at once. */
 void lh_sim_disk_sync_drop(struct lh_sim_disk *disk, uint32_t file, uint64_t mark,
                            struct lh_sim_random *random);
 /* Simulate a power failure. tears: blocks may be torn. */

@@ -84,7 +84,7 @@ static void delays_draw(struct lh_sim_drives *drives, const struct lh_io_request
     }
 }
 
-/* Draw the errors of a request: its result, if not 0. */
+/* Draw the errors of a request, which set the request's result. */
 static void errors_draw(struct lh_sim_drives *drives, struct lh_sim_drives_slot *slot)
 {
     const struct lh_io_request *request = slot->request;

@@ -3,9 +3,9 @@
  * and draw the faults of each request (lives/fault.h) by seed.
  *
  * SPIKE, REORDER and SHORT do not change results. After ERROR, DROP, DEAD and SPACE, the engine has
- * to return their code. After FLIP and STALE, it must not use the bytes. LIE, LOST and MISDIRECT
- * show when the place is read. After HANG, the engine must not report anything that depends on the
- * request as done.
+ * to return the fault's error code. After FLIP and STALE, it must not use the bytes. LIE, LOST and
+ * MISDIRECT become visible when the affected place is read. After HANG, the engine must not report
+ * anything that depends on the request as done.
  *
  * Always checked:
  *  1. The bytes of a write in flight do not change; memory that is being read into holds garbage
@@ -29,14 +29,14 @@ struct lh_sim_drives_slot {
     struct lh_io_request *request;
     uint64_t moved_bytes;
     int result;
-    uint64_t mark;   /* SYNC: what it covers */
-    uint32_t crc;    /* WRITE: of the buffer at submit */
+    uint64_t mark;   /* SYNC: the writes before this mark are covered */
+    uint32_t crc;    /* WRITE: the checksum of the buffer at submit */
     uint64_t offset; /* the actual target, if a write is misdirected */
     uint64_t flip_bit;
     bool is_flipped;
     bool is_stale;   /* READ: returns the durable bytes */
     bool is_lost;    /* WRITE: succeeds without effect; SYNC: covers nothing */
-    bool is_dropped; /* SYNC: what it would have covered goes to limbo */
+    bool is_dropped; /* SYNC: the writes it would have covered go to limbo */
     bool hangs;
 };
 
@@ -65,8 +65,8 @@ void lh_sim_drives_deinit(struct lh_sim_drives *drives, struct lh_alloc *alloc);
 void lh_sim_drives_restart(struct lh_sim_drives *drives, const struct lh_sim_faults *faults,
                            uint64_t seed);
 /*
- * Forget flipped bits that were overwritten before anything used them. A slab into which gradients
- * are gathered may have held a chunk that was read ahead. Also, states that were never written are
+ * Forget flipped bits that were overwritten before anything used them: a slab into which gradients
+ * are gathered may have held a chunk that was read ahead, and states that were never written are
  * set to zero by the job that updates their chunk.
  */
 void lh_sim_drives_overwritten_forget(struct lh_sim_drives *drives, const struct lh_engine *engine);

@@ -2,10 +2,10 @@
  * The faults that a simulated machine can have.
  *
  * Faults of a request are drawn by seed for every request of the engine (lives/drives.h) and for
- * every file call of the store (lives/fs.h), with probabilities in parts per million. The others
- * happen to the machine or to a drive between two lives.
+ * every file call of the store (lives/fs.h), with probabilities in parts per million. All other
+ * faults happen to the machine or to a drive between two lives.
  *
- * They have three classes, by what a store can guarantee:
+ * Faults have three classes, by what a store can guarantee:
  *
  *      survived    no committed step may be lost, and no report is needed: delays, errors, short
  *                  transfers, a full drive, failed syncs, the end of the process, power loss, torn
@@ -52,7 +52,7 @@ enum lh_sim_fault {
 
 #define LH_SIM_FAULT_BIT_OF(fault) (UINT64_C(1) << (fault))
 
-/* See the classes above; most of the other faults are survived. */
+/* See the classes above; most faults that are in neither of these sets are survived. */
 #define LH_SIM_FAULTS_UNDETECTED                                                                   \
     (LH_SIM_FAULT_BIT_OF(LH_SIM_FAULT_LIE) | LH_SIM_FAULT_BIT_OF(LH_SIM_FAULT_LOST) |              \
      LH_SIM_FAULT_BIT_OF(LH_SIM_FAULT_STALE) | LH_SIM_FAULT_BIT_OF(LH_SIM_FAULT_MISDIRECT))
@@ -77,7 +77,7 @@ void lh_sim_fault_add(struct lh_sim_fault_log *log, enum lh_sim_fault fault, uin
                       uint64_t offset, uint64_t detail);
 /* Whether any fault of a set (LH_SIM_FAULT_BIT_OF) has happened. */
 bool lh_sim_fault_had(const struct lh_sim_fault_log *log, uint64_t faults);
-uint64_t lh_sim_fault_count(const struct lh_sim_fault_log *log); /* of all kinds */
+uint64_t lh_sim_fault_count(const struct lh_sim_fault_log *log); /* the sum over all kinds */
 
 /* The name of a fault in tables and on command lines. */
 const char *lh_sim_fault_name(enum lh_sim_fault fault);

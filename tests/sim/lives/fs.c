@@ -22,7 +22,7 @@ enum place {
 
 static struct lh_sim_fs *of(const struct lh_store_fs *fs)
 {
-    return (struct lh_sim_fs *)(uintptr_t)fs; /* const for callers, but its state changes here */
+    return (struct lh_sim_fs *)(uintptr_t)fs; /* const for callers, but the state changes here */
 }
 
 static enum place place_find(const struct lh_sim_fs *sim, const char *path, uint32_t *file_out)

@@ -1,11 +1,11 @@
 /*
- * The start of a life: a process creates a store or opens it, and the store's guarantees are
- * compared with what happened to it.
+ * The start of a life: a process creates a store or opens it, and the result is compared with what
+ * the store guarantees after the faults that happened.
  *
  * lives->committed_step is the last step that was reported as committed to an earlier process. No
- * life may begin before it, unless a fault has happened that no protocol survives (lives/fault.h);
- * then the store has to report the loss if it can. A note without such a fault also breaks a
- * guarantee: a user would look for damage that does not exist.
+ * life may begin at an earlier step, unless a fault has happened that no protocol survives
+ * (lives/fault.h); then the store has to report the loss if it can. A note without such a fault
+ * also breaks a guarantee: a user would look for damage that does not exist.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -18,7 +18,7 @@
 
 #define BIT LH_SIM_FAULT_BIT_OF
 
-/* Faults that make a single call fail, or a drive until it is revived. */
+/* Faults that make a single call fail, or all calls to a drive until it is revived. */
 #define TRANSIENT                                                                                  \
     (BIT(LH_SIM_FAULT_ERROR) | BIT(LH_SIM_FAULT_SPACE) | BIT(LH_SIM_FAULT_FLIP) |                  \
      BIT(LH_SIM_FAULT_DROP) | BIT(LH_SIM_FAULT_DEAD))
@@ -108,7 +108,7 @@ static bool is_single(const struct lh_sim_lives *lives)
     return lives->opts.run.commit_every == LH_ENGINE_COMMIT_NEVER;
 }
 
-/* Whether a failed creation left nothing behind, except on a dead drive. */
+/* Whether no files remain after a failed creation, except on a dead drive. */
 static bool is_clean(const struct lh_sim_lives *lives)
 {
     for (uint32_t i = 0; i < lives->disk.file_count; i++) {
@@ -150,7 +150,7 @@ static enum lh_sim_open create(struct lh_sim_lives *lives, struct lh_error *err)
     return count(lives, LH_SIM_OUTCOME_CREATED, LH_SIM_OPEN_DONE);
 }
 
-/* Judge an error of open: it needs a fault that explains it. */
+/* Judge an error of open, which is a failure unless a fault explains it. */
 static enum lh_sim_open refused(struct lh_sim_lives *lives, uint64_t transient,
                                 struct lh_error *err)
 {
@@ -170,8 +170,9 @@ static enum lh_sim_open refused(struct lh_sim_lives *lives, uint64_t transient,
 }
 
 /*
- * The note has to mention a damaged witness of the last commit, because it is then unknown whether
- * that directory is as new as the others. A witness that the next commit was writing may be torn.
+ * Whether the note mentions the witnesses of the last commit if one is damaged: it has to, because
+ * it is then unknown whether that directory is as new as the others. A witness that the next commit
+ * was writing may be torn.
  */
 static bool is_witness_noted(struct lh_sim_lives *lives)
 {
@@ -210,7 +211,7 @@ static enum lh_sim_open note_judge(struct lh_sim_lives *lives, uint64_t transien
     return count(lives, LH_SIM_OUTCOME_NOTED, LH_SIM_OPEN_DONE);
 }
 
-/* Whether a fault explains that the store opened at an older state than one it had shown. */
+/* Whether a fault explains that the store opened at an older state than it had before. */
 static bool may_be_older(const struct lh_sim_lives *lives)
 {
     bool is_named = lh_store_note(lives->run.store)[0] != '\0';
@@ -310,7 +311,7 @@ static enum lh_sim_open state_judge(struct lh_sim_lives *lives, struct lh_error 
         return broken(err, "the scalars are not those of the step");
     }
     if (lh_store_step(lives->run.store) != lives->opts.reference->step)
-        lh_sim_disk_copy_free(&lives->disk, &lives->copy); /* from a history that was discarded */
+        lh_sim_disk_copy_free(&lives->disk, &lives->copy); /* its history was discarded */
     lh_sim_reference_return(lives->opts.reference, lh_store_step(lives->run.store));
     lives->committed_step = lh_store_step(lives->run.store);
     return LH_SIM_OPEN_DONE;
@@ -365,7 +366,7 @@ static enum lh_sim_open open_store(struct lh_sim_lives *lives, struct lh_error *
     enum lh_sim_open open = note_judge(lives, transient, err);
     if (open != LH_SIM_OPEN_DONE)
         return open;
-    /* Reads by the judge do not count as calls of the process. */
+    /* Reads that only check the store have no faults, and the process does not end in them. */
     struct lh_sim_faults faults = lives->fs.faults;
     uint64_t dies_after = lives->fs.dies_after;
     lives->fs.faults = (struct lh_sim_faults){0};

@@ -56,7 +56,7 @@ static bool trained(void *context)
     return lives->script.abort_count == 0;
 }
 
-/* Whether the process ends here. Called whenever nothing moves. */
+/* Whether the process ends now. Called whenever nothing moves. */
 static bool stops(void *context)
 {
     struct lh_sim_lives *lives = context;

@@ -10,8 +10,8 @@
  *                            or BROKEN (a checker found a failure: run.world.failure)
  *      lh_sim_lives_stop()   ends the process, and possibly cuts the machine's power
  *
- * All of it is behind the hooks of csrc/sim (sim/hooks.h). The table is in lives.c; the functions
- * are in the file that owns the state that they need.
+ * All of this is implemented as hooks of csrc/sim (sim/hooks.h). Their table is in lives.c; each
+ * function is in the file that owns the state that the function needs.
  *
  *      lives.c    the process and its memory       drives.c  requests: bytes and faults
  *      script.c   the training script              copies.c  the accelerator's copies
@@ -28,23 +28,23 @@
 #include "lives/trace.h"
 #include "sim/run.h"
 
-/* How a life began. */
+/* The result of beginning a life. */
 enum lh_sim_open {
     LH_SIM_OPEN_DONE = 0,
-    LH_SIM_OPEN_CRASHED, /* the process ended in the middle of it */
-    LH_SIM_OPEN_REFUSED, /* an error that a fault explains */
+    LH_SIM_OPEN_CRASHED, /* the process ended while it created or opened the store */
+    LH_SIM_OPEN_REFUSED, /* the store has an error that a fault explains */
     LH_SIM_OPEN_BROKEN,  /* a guarantee is broken: err says which */
 };
 
 /* The outcomes of opens and drives, which are counted. */
 enum lh_sim_outcome {
     LH_SIM_OUTCOME_CREATED = 0,
-    LH_SIM_OUTCOME_CREATION_FAILED,  /* by a fault; nothing is left behind */
+    LH_SIM_OUTCOME_CREATION_FAILED,  /* because of a fault; no file remains */
     LH_SIM_OUTCOME_OPENED,           /* at the last committed step */
-    LH_SIM_OUTCOME_OPENED_NEXT,      /* at the one that was being committed */
-    LH_SIM_OUTCOME_OPENED_OLDER,     /* a committed step is lost, and the note says so */
+    LH_SIM_OUTCOME_OPENED_NEXT,      /* at the step that was being committed */
+    LH_SIM_OUTCOME_OPENED_OLDER,     /* a committed step is lost, and the store's note says so */
     LH_SIM_OUTCOME_OPENED_OLD_STATE, /* at a consistent older state, which cannot be detected */
-    LH_SIM_OUTCOME_OPENED_AT,        /* an older step, after a refusal that names it */
+    LH_SIM_OUTCOME_OPENED_AT,        /* at an older step, after a refusal that names this step */
     LH_SIM_OUTCOME_NOTED,            /* opened with a note that a fault explains */
     LH_SIM_OUTCOME_REFUSED,          /* with an error that a fault explains */
     LH_SIM_OUTCOME_UNCLEAN,          /* a store with one slot whose process ended in training */
@@ -58,14 +58,14 @@ enum lh_sim_outcome {
 
 /* Where the process ends. */
 enum lh_sim_crash_where {
-    LH_SIM_CRASH_NEVER = 0, /* when training is over, and the store is closed */
+    LH_SIM_CRASH_NEVER = 0, /* after training is over, and the store is closed */
     LH_SIM_CRASH_EVENTS,    /* after a number of events */
     LH_SIM_CRASH_COMMIT,    /* a number of events after the start of a commit, or at its end */
     LH_SIM_CRASH_OPEN,      /* in a file call of create or open */
     LH_SIM_CRASH_CLOSE,     /* in a file call of close */
     LH_SIM_CRASH_EDIT,      /* in a file call of an edit, or after it */
     LH_SIM_CRASH_COPY,      /* in a file call that makes a snapshot, or after it */
-    LH_SIM_CRASH_SYNC,      /* in a commit, when one of its syncs has begun: `after` says which */
+    LH_SIM_CRASH_SYNC,      /* in a commit, when a sync has begun: `after` says which one */
     LH_SIM_CRASH_WHERE_COUNT,
 };
 
@@ -88,11 +88,11 @@ struct lh_sim_lives_opts {
     bool has_snapshots; /* the store is copied while commits are held (chances.hold_ppm) */
 };
 
-/* How far the creation of a run's store has come. */
+/* The progress of creating a run's store. */
 enum lh_sim_made {
     LH_SIM_MADE_NOTHING = 0, /* any files may be removed */
-    LH_SIM_MADE_EMPTY,       /* created: it has to open, at step 0 */
-    LH_SIM_MADE_FILLED,      /* it has the masters, in two commits */
+    LH_SIM_MADE_EMPTY,       /* the store has been created, and has to open at step 0 */
+    LH_SIM_MADE_FILLED,      /* the store has the masters, committed twice */
 };
 
 struct lh_sim_lives {
@@ -112,26 +112,26 @@ struct lh_sim_lives {
     enum lh_sim_made made;
     bool has_masters;      /* an EMPTY store showed the masters: their first commit is durable */
     bool is_clean;         /* nothing was overwritten since the store was last closed cleanly */
-    bool is_done;          /* the current life trained to its end */
-    bool is_failed;        /* it ended with an error of the engine */
-    bool is_asked_older;   /* it was opened at an older step on request */
+    bool is_done;          /* the current life trained until the last step */
+    bool is_failed;        /* the current life ended with an error of the engine */
+    bool is_asked_older;   /* the store was opened at an older step on request */
     bool is_forked;        /* a stale read at open may have hidden a step that exists */
-    bool is_first_old;     /* directory 0 was restored: its store may be an older one, complete */
+    bool is_first_old;     /* directory 0 was restored from a copy: the store may seem complete */
     bool is_crashed;       /* the process has ended */
-    uint64_t began;        /* the event count when it was last driven */
-    uint64_t commit_count; /* commits begun in this life */
-    uint64_t commit_from;  /* the event count when the last of them began */
+    uint64_t began;        /* the event count when this life was last driven */
+    uint64_t commit_count; /* the number of commits begun in this life */
+    uint64_t commit_from;  /* the event count when the last commit began */
     bool was_committing;
     uint64_t outcomes[LH_SIM_OUTCOME_COUNT];
-    uint64_t committed_step; /* as the engine knew it when it was stopped */
+    uint64_t committed_step; /* as the engine knew it when the process was stopped */
     uint64_t open_count;
 };
 
 /*
  * Initialize lives, with empty drives.
  *
- * Owns:   *lives owns everything; release with lh_sim_lives_deinit(), after an error as well. It
- *         must not move. opts' pointers and alloc are borrowed until then.
+ * Owns:   *lives owns everything; release with lh_sim_lives_deinit(), after an error as well.
+ *         *lives must not move. opts' pointers and alloc are borrowed until then.
  * Errors: those of the parts (-ENOSPC: host_bytes is too small).
  */
 int lh_sim_lives_init(struct lh_sim_lives *lives, const struct lh_sim_lives_opts *opts,
@@ -140,13 +140,13 @@ void lh_sim_lives_deinit(struct lh_sim_lives *lives);
 
 /*
  * Begin a life, without faults if calm. Create the store if it does not exist yet; otherwise open
- * it, check that no committed step is lost unless a fault explains it (lives/fault.h), and compare
- * it with the reference, which goes back to the store's step. Then create an engine. Used before
- * the first drive and after each stop. err: what is broken, or was refused.
+ * it, check that no committed step is lost unless a fault explains the loss (lives/fault.h), and
+ * compare the store with the reference, which returns to the store's step. Then create an engine.
+ * Call this before the first drive and after each stop. err: what is broken, or was refused.
  */
 enum lh_sim_open lh_sim_lives_open(struct lh_sim_lives *lives, bool calm, struct lh_error *err)
     LH_MUST_CHECK;
-/* Run until an end. err: the error of the engine or the checker, for FAILED and BROKEN. */
+/* Train until one of the ends above. err: the engine's or checker's error (FAILED, BROKEN). */
 enum lh_sim_end lh_sim_lives_drive(struct lh_sim_lives *lives, struct lh_error *err);
 /* Whether a fault that happened explains the engine's error. */
 bool lh_sim_lives_explains(const struct lh_sim_lives *lives, int code);
@@ -167,7 +167,7 @@ void lh_sim_lives_revive(struct lh_sim_lives *lives);
 /* The name of an outcome in tables. */
 const char *lh_sim_outcome_name(enum lh_sim_outcome outcome);
 
-/* For life.c: create everything that runs on an open store. */
+/* For life.c: create all parts that run on an open store. */
 int lh_sim_lives_parts_create(struct lh_sim_lives *lives, bool calm, struct lh_error *err)
     LH_MUST_CHECK;
 

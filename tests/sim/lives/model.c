@@ -1,6 +1,6 @@
 #include "lives/model.h"
 
-/* Two chunks where memory is scarce: only such a unit tests the order of chunks. */
+/* A unit of this size has two chunks if memory is scarce; only such a unit tests their order. */
 #define LARGE_COUNT_MIN (LH_BUDGET_CHUNK_ELEMENTS_MIN + 1)
 #define BLOCK_NS_MAX 2000000
 

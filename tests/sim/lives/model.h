@@ -11,7 +11,7 @@
 
 struct lh_sim_sizes {
     uint64_t count_max; /* elements of a parameter */
-    uint32_t large_ppm; /* of the models have a unit of two chunks where memory is scarce */
+    uint32_t large_ppm; /* how many models have a unit of two chunks if memory is scarce */
 };
 
 /* Make a small random model. Errors: -ENOMEM. */

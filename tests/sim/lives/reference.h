@@ -19,8 +19,8 @@
 enum lh_sim_edit {
     LH_SIM_EDIT_NONE = 0,
     LH_SIM_EDIT_STAGED,     /* the store has the state before the edit */
-    LH_SIM_EDIT_COMMITTING, /* it has one or the other */
-    LH_SIM_EDIT_COMMITTED,  /* it has the edit */
+    LH_SIM_EDIT_COMMITTING, /* the store has the state before or after the edit */
+    LH_SIM_EDIT_COMMITTED,  /* the store has the state after the edit */
 };
 
 struct lh_sim_snapshot {
@@ -38,9 +38,9 @@ struct lh_sim_reference {
     /* Gradients have the dtype of their parameters, as those from an accelerator do. */
     bool has_own_gradients;
     bool has_scales;   /* gradients are scaled (clipped) by a different factor each step */
-    uint64_t *offsets; /* of each unit's arrays in a state: LH_SIM_ARRAY_COUNT per unit */
+    uint64_t *offsets; /* of every unit's arrays in a state: LH_SIM_ARRAY_COUNT per unit */
     uint64_t state_bytes;
-    uint64_t step; /* of the newest snapshot; step s is at s % LH_SIM_SNAPSHOT_COUNT */
+    uint64_t step; /* that of the newest snapshot; step s is at s % LH_SIM_SNAPSHOT_COUNT */
     struct lh_sim_snapshot snapshots[LH_SIM_SNAPSHOT_COUNT];
     void *gradient; /* scratch space: the size of the largest parameter */
 };
@@ -63,9 +63,9 @@ const uint8_t *lh_sim_reference_array_of(const struct lh_sim_reference *referenc
                                          bool is_edited, uint32_t unit, enum lh_sim_array array);
 bool lh_sim_reference_is_edited(const struct lh_sim_reference *reference, uint64_t step);
 /*
- * Begin an edit of the last step, which is committed: at most once per step. Call
- * lh_sim_reference_edit() for each change, and lh_sim_reference_edit_set() before the edit is
- * committed (COMMITTING) and after that (COMMITTED).
+ * Begin an edit of the last step, which has been committed: at most once per step. Call
+ * lh_sim_reference_edit() for each change, and lh_sim_reference_edit_set() before the commit of the
+ * edit (COMMITTING) and after it (COMMITTED).
  */
 void lh_sim_reference_edit_begin(struct lh_sim_reference *reference);
 /* Set new values for count elements, from first on, in an array of a trainable unit. */
@@ -74,7 +74,7 @@ void lh_sim_reference_edit(struct lh_sim_reference *reference, uint32_t unit,
 void lh_sim_reference_edit_set(struct lh_sim_reference *reference, enum lh_sim_edit edit);
 /* The factor by which the gradients of a step are multiplied. */
 double lh_sim_reference_scale(const struct lh_sim_reference *reference, uint64_t step);
-/* The parameter's own dtype; without has_own_gradients, fp32 for some of every third unit. */
+/* The parameter's dtype; or, unless has_own_gradients, fp32 for some parameters of some units. */
 enum lh_dtype lh_sim_reference_gradient_dtype(const struct lh_sim_reference *reference,
                                               uint32_t param);
 /* Make the gradient of param in step, in its dtype. */
@@ -87,9 +87,9 @@ void lh_sim_reference_return(struct lh_sim_reference *reference, uint64_t step);
 /* Go back to the masters, for a new store. */
 void lh_sim_reference_begin_again(struct lh_sim_reference *reference);
 /*
- * Compare the contents of a store with those of its step here, every array of every unit, with or
- * without an edit of the step, depending on its progress. may_be_older: a fault explains that a
- * committed edit is missing. Whichever of the two the store has is the step's state from now on.
+ * Compare a store with the reference's state of the same step, every array of every unit, with or
+ * without the step's edit, depending on the edit's progress. may_be_older: a fault explains that a
+ * committed edit is missing. The state that the store has is the step's state from now on.
  *
  * Errors: -EILSEQ and others (the store's own: it detected the damage), -EPROTO (it returned wrong
  *         bytes without noticing), -ENOMEM.

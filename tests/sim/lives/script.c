@@ -58,7 +58,7 @@ static struct lh_sim_use *use_add(struct lh_sim_script *script)
     return use;
 }
 
-/* Check a use: it sees the bytes of the last step that was closed when it was requested. */
+/* Check that a use sees the bytes of the last step that was closed when the use was requested. */
 static void use_check(const struct lh_sim_script *script, const struct lh_sim_use *use,
                       const char *when)
 {

@@ -55,23 +55,23 @@ struct lh_sim_script {
     struct lh_sim_script_opts opts;
     struct lh_sim_random random;
     struct lh_sim_random edit_random;
-    struct lh_sim_use *uses; /* a ring of all that may be in progress, in order */
+    struct lh_sim_use *uses; /* a ring of all uses that may be in progress, in order */
     uint32_t use_max;
     uint64_t use_count;
     uint64_t use_ended_count;
     bool *is_held;
     void **gradients;
     bool is_reference_ahead; /* the reference already has the step that is being closed */
-    bool holds_commits;      /* since hold_step was closed */
-    bool is_copying;         /* a snapshot has begun since commits are held */
+    bool holds_commits;      /* a hold of commits was requested after hold_step */
+    bool is_copying;         /* a snapshot has begun since then */
     uint64_t hold_step;
     uint64_t hold_until_ns;
-    bool was_held;      /* at the last check */
-    uint64_t held_step; /* the committed step then */
+    bool was_held;      /* whether commits were held at the last check */
+    uint64_t held_step; /* the committed step at the last check */
     uint64_t abort_count;
-    uint64_t edit_count; /* begun */
+    uint64_t edit_count; /* the number of edits begun */
     bool edit_is_due;    /* the last edit is to be committed before the next backward */
-    struct lh_error err; /* of an edit, which is not an error of the engine */
+    struct lh_error err; /* the error of an edit, which is not an error of the engine */
 };
 
 /*
@@ -83,7 +83,7 @@ void lh_sim_script_init(struct lh_sim_script *script, const struct lh_sim_script
                         struct lh_alloc *alloc);
 void lh_sim_script_deinit(struct lh_sim_script *script, struct lh_alloc *alloc);
 
-/* The hooks; context is a struct lh_sim_lives, of which they use only the script. */
+/* The hooks; context is a struct lh_sim_lives, of which the hooks use only the script. */
 bool lh_sim_script_train_polled(void *context);
 bool lh_sim_script_state_polled(void *context);
 bool lh_sim_script_forward_replaced(void *context);
@@ -98,7 +98,7 @@ void lh_sim_script_use_ended(void *context);
 void lh_sim_script_closing(void *context);
 bool lh_sim_script_closed(void *context);
 
-/* Those of them that a script without a reference needs, as initializers. */
+/* The hooks that a script without a reference needs, as initializers. */
 #define LH_SIM_SCRIPT_HOOKS                                                                        \
     .train_polled = lh_sim_script_train_polled, .state_polled = lh_sim_script_state_polled,        \
     .forward_replaced = lh_sim_script_forward_replaced,                                            \
@@ -107,7 +107,7 @@ bool lh_sim_script_closed(void *context);
     .backward_aborted = lh_sim_script_backward_aborted,                                            \
     .gradients_begun = lh_sim_script_gradients_begun, .closed = lh_sim_script_closed
 
-/* For the parts of the script. */
+/* The functions below are only for the files of the script. */
 /* Draw whether an evaluation is next; if so, begin it. */
 bool lh_sim_script_eval_draw(struct lh_sim_script *script);
 
@@ -119,7 +119,7 @@ bool lh_sim_script_hold_poll(struct lh_sim_script *script);
 void lh_sim_script_hold_check(struct lh_sim_script *script);
 
 /* script_edit.c */
-/* Draw, between two steps, whether the caller changes parameters here. If so, enter state EDIT. */
+/* Draw, between two steps, whether the caller changes parameters now. If so, enter state EDIT. */
 bool lh_sim_script_edit_draw(struct lh_sim_script *script);
 enum lh_sim_look lh_sim_script_edit(struct lh_sim_script *script);
 enum lh_sim_look lh_sim_script_pause(struct lh_sim_script *script);

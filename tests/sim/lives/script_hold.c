@@ -4,9 +4,9 @@
 #include "lives/script.h"
 #include "sched/engine_private.h"
 
-/* From a small part of a step to several steps. */
+/* The maximum duration of a hold, which lasts from a small part of a step to several steps. */
 #define HOLD_NS_MAX 30000000
-/* A limit, because the reference keeps only a few steps. */
+/* The maximum number of steps in a hold, because the reference keeps only a few steps. */
 #define HOLD_STEP_COUNT_MAX 3
 
 static void time_passed(void *context)
@@ -26,7 +26,7 @@ void lh_sim_script_hold_begin(struct lh_sim_script *script)
     script->hold_until_ns = world->now_ns + lh_sim_random_below(&script->random, HOLD_NS_MAX);
     script->is_copying = false;
     lh_sim_world_at(world, script->hold_until_ns, time_passed, NULL);
-    /* The request is enough: it is granted after the commit in progress. */
+    /* The request is enough: the hold is granted after the commit in progress. */
     (void)!lh_engine_commit_hold(train->opts.engine, 0);
 }
 

@@ -57,7 +57,7 @@ void lh_sim_target_deinit(struct lh_sim_target *target)
     target->world = NULL;
 }
 
-/* Remove the files, as the caller's process does with its own, or with what is not a store. */
+/* Remove the files, as the user's process does after a failed copy or an interrupted one. */
 static void files_remove(struct lh_sim_target *target)
 {
     char path[LH_SIM_FS_PATH_BYTES + 16];
@@ -162,7 +162,7 @@ void lh_sim_target_copy(struct lh_sim_target *target, uint64_t step)
     };
     target->is_begun = true;
     if (target->is_whole)
-        return; /* a user would choose another directory; here one copy is enough */
+        return; /* a user would choose a new directory; here one copy is enough */
     target->is_over = false;
     target->extent = 0;
     target->offset = 0;
@@ -219,7 +219,7 @@ static int contents_judge(struct lh_sim_target *target, struct lh_store *store,
     return 0;
 }
 
-/* Judge a store that cannot be opened: the next copy has to be able to replace it. */
+/* Judge a store that cannot be opened: the next copy has to be able to replace this store. */
 static int remains_judge(struct lh_sim_target *target, struct lh_error *err)
 {
     if (lh_sim_fault_had(target->faults, LH_SIM_FAULTS_UNDETECTED)) {

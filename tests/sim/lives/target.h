@@ -1,11 +1,11 @@
 /*
- * The target to which a store is copied while it is trained: separate drives, and the copy, made as
- * python/lohan/store/_snapshot.py does, with the calls of csrc/store.
+ * The target to which a store is copied while it is trained: separate drives, and the copy, which
+ * is made as in python/lohan/store/_snapshot.py, with the calls of csrc/store.
  *
  *      commits are held -> open the source for reading, beside the one that trains
- *      -> create the target -> a piece now and then: read, write -> commit -> close: complete
+ *      -> create the target -> read and write piece by piece -> commit -> close: complete
  *
- * A copy that fails is removed. An interrupted one leaves either a complete store or remains that
+ * A copy that fails is removed. An interrupted copy leaves either a complete store or remains that
  * are not mistaken for a store, and that the next copy replaces.
  *
  * Thread: one.
@@ -26,19 +26,19 @@ struct lh_sim_target {
     struct lh_sim_disk disk;
     struct lh_sim_fs fs;
     struct lh_sim_random random;
-    struct lh_store *source; /* this and the next: NULL unless a copy is in progress */
+    struct lh_store *source; /* like store, NULL unless a copy is in progress */
     struct lh_store *store;
-    uint32_t extent; /* the next piece */
+    uint32_t extent; /* the extent of the next piece */
     uint64_t offset;
     uint8_t *piece;
-    uint8_t *expected; /* the state that is copied, and its scalars */
+    uint8_t *expected; /* the state that is copied, without its scalars */
     uint8_t *scalars;
     uint64_t scalar_bytes;
     bool is_begun;        /* a copy has begun in this life */
     bool is_over;         /* the last copy that began has ended */
-    bool is_whole;        /* it was reported as complete */
-    uint64_t whole_count; /* completed copies */
-    uint64_t left_count;  /* incomplete copies that were found */
+    bool is_whole;        /* the last copy was reported as complete */
+    uint64_t whole_count; /* the number of completed copies */
+    uint64_t left_count;  /* the number of incomplete copies that were found */
 };
 
 /*
@@ -53,8 +53,8 @@ int lh_sim_target_init(struct lh_sim_target *target, struct lh_sim_fault_log *fa
 void lh_sim_target_deinit(struct lh_sim_target *target);
 /*
  * Start a new process, after checking that the previous one left either a complete copy or nothing
- * that passes for a store (-EPROTO: neither). From then on the drives have these faults, and the
- * process ends after dies_after calls of a copy (UINT64_MAX: it does not).
+ * that could be mistaken for a store (-EPROTO: neither). From then on the drives have these faults,
+ * and the process ends after dies_after calls of a copy (UINT64_MAX: it does not end).
  */
 int lh_sim_target_restart(struct lh_sim_target *target, const struct lh_sim_faults *faults,
                           uint64_t dies_after, struct lh_error *err) LH_MUST_CHECK;

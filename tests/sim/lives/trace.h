@@ -12,14 +12,14 @@
 #define LH_SIM_TRACE_RECORD_BYTES 40
 
 struct lh_sim_trace {
-    uint8_t *records; /* the first bytes_max bytes of it */
+    uint8_t *records; /* the first bytes_max bytes of the trace */
     uint64_t bytes;
     uint64_t bytes_max;
-    uint64_t hash; /* FNV-1a of all of it */
+    uint64_t hash; /* FNV-1a of the whole trace */
 };
 
 /*
- * Initialize an empty trace. bytes_max limits how much of it is kept (its hash covers all of it).
+ * Initialize an empty trace. bytes_max limits how much of it is kept; the hash covers all records.
  *
  * Owns: *trace owns its records; release with lh_sim_trace_deinit().
  */
