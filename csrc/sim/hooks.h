@@ -16,8 +16,6 @@
 #ifndef LH_SIM_HOOKS_H
 #define LH_SIM_HOOKS_H
 
-#include "base/dtype.h"
-
 struct lh_dev_copy;
 struct lh_engine_opts;
 struct lh_error;
@@ -95,8 +93,8 @@ struct lh_sim_hooks {
     void (*gradients_begun)(void *context);
     /* A block or a gradient is about to be computed; use_ended is called in the same order. */
     void (*use_made)(void *context);
-    /* Returns the address of the gradient's bytes; *dtype: their type. */
-    const void *(*gradient_made)(void *context, uint32_t param, enum lh_dtype *dtype);
+    /* Returns the address of the gradient's bytes. */
+    const void *(*gradient_made)(void *context, uint32_t param);
     void (*use_begun)(void *context); /* the computation of a block begins */
     void (*use_ended)(void *context);
     /* The step is about to be closed. Called each time that a close is tried. */

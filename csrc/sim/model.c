@@ -144,6 +144,14 @@ struct lh_adam_hyper lh_sim_model_hyper(uint32_t group, uint64_t step)
     return (struct lh_adam_hyper){3 * lr, 0.8, 0.99, 1e-6, 0};
 }
 
+enum lh_dtype lh_sim_model_gradient_dtype(const struct lh_sim_model *model, uint32_t param)
+{
+    LH_ASSERT(param < model->param_count);
+    uint32_t unit = model->params[param].unit;
+    bool is_mixed = model->has_mixed_gradients && unit % 3 == 2 && param % 2 == 1;
+    return is_mixed ? LH_DTYPE_F32 : model->units[unit].dtype;
+}
+
 uint64_t lh_sim_model_scalars(const struct lh_sim_model *model, uint64_t step, void *scalars_out)
 {
     uint64_t bytes = lh_sim_mix(step, model->scalar_bytes_max) % (model->scalar_bytes_max + 1);

@@ -309,15 +309,14 @@ static enum lh_sim_look gradient(struct lh_sim_train *train)
     }
     train->has_hypers = true;
     uint32_t param = train->due[train->param++];
-    const struct lh_sim_model *model = train->opts.model;
-    enum lh_dtype dtype = model->units[model->params[param].unit].dtype;
     const void *bytes =
-        LH_SIM_HOOK_GET(train->opts.world, train->opts.nowhere, gradient_made, param, &dtype);
+        LH_SIM_HOOK_GET(train->opts.world, train->opts.nowhere, gradient_made, param);
     if (is_ahead(&train->opts))
         lh_sim_dev_compute(train->opts.dev, 0, NULL, gradient_computed, train);
     else
         gradient_computed(train);
-    rc = lh_engine_gradient(engine, param, bytes, dtype);
+    rc = lh_engine_gradient(engine, param, bytes,
+                            lh_sim_model_gradient_dtype(train->opts.model, param));
     if (rc < 0)
         return lh_sim_train_failed(train, rc);
     return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_ROOM);

@@ -89,6 +89,7 @@ static struct lh_sim_machine papers_machine(void)
  */
 static void balanced_model(struct lh_sim_model *model)
 {
+    model->has_mixed_gradients = true;
     for (uint32_t i = 0; i < BALANCED_BLOCK_COUNT; i++) {
         struct lh_sim_block block = {.units = {unit_add(model, BALANCED_BLOCK_ELEMENTS)},
                                      .unit_count = 1,

@@ -115,7 +115,7 @@ void sim_case_make(struct sim_case *sim, uint64_t seed, const struct lh_sim_size
     struct lh_sim_accelerator accelerator = accelerator_random(&sim->model, seed);
     sim_require(lh_sim_reference_init(&sim->reference, &sim->model, seed, &sim->alloc, &err), &err,
                 "reference");
-    sim->reference.has_own_gradients = accelerator.copy_count > 0;
+    sim->model.has_mixed_gradients = accelerator.copy_count == 0;
     lh_sim_random_init(&random, seed, LH_SIM_STREAM_OPTIONS);
     sim->opts = (struct lh_sim_lives_opts){.seed = seed, .reference = &sim->reference};
     sim->opts.run = (struct lh_sim_run_opts){

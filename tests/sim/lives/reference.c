@@ -200,19 +200,10 @@ double lh_sim_reference_scale(const struct lh_sim_reference *reference, uint64_t
     return reference->has_scales ? 0.25 * (double)(1 + step % 5) : 1.0;
 }
 
-enum lh_dtype lh_sim_reference_gradient_dtype(const struct lh_sim_reference *reference,
-                                              uint32_t param)
-{
-    const struct lh_sim_model *model = reference->model;
-    uint32_t unit = model->params[param].unit;
-    bool is_mixed = !reference->has_own_gradients && unit % 3 == 2 && param % 2 == 1;
-    return is_mixed ? LH_DTYPE_F32 : model->units[unit].dtype;
-}
-
 void lh_sim_reference_gradient(const struct lh_sim_reference *reference, uint64_t step,
                                uint32_t param, void *gradient_out)
 {
-    enum lh_dtype dtype = lh_sim_reference_gradient_dtype(reference, param);
+    enum lh_dtype dtype = lh_sim_model_gradient_dtype(reference->model, param);
     uint64_t hash = lh_sim_mix(lh_sim_mix(reference->seed, step), param);
     for (uint64_t i = 0; i < reference->model->params[param].count; i++) {
         float value = value_of(hash = lh_sim_mix(hash, i));
@@ -251,7 +242,7 @@ static void param_update(struct lh_sim_reference *reference, struct lh_sim_snaps
         .gradient = reference->gradient,
         .count = param->count,
         .param_dtype = unit->dtype,
-        .gradient_dtype = lh_sim_reference_gradient_dtype(reference, index),
+        .gradient_dtype = lh_sim_model_gradient_dtype(reference->model, index),
     };
     struct lh_adam_hyper hyper = lh_sim_model_hyper(param->group, snapshot->step);
     struct lh_adam_scalars scalars = lh_adam_scalars_make(

@@ -35,8 +35,6 @@ struct lh_sim_reference {
     const struct lh_sim_model *model; /* borrowed until deinit */
     struct lh_alloc *alloc;
     uint64_t seed;
-    /* Gradients have the dtype of their parameters, as those from an accelerator do. */
-    bool has_own_gradients;
     bool has_scales;   /* gradients are scaled (clipped) by a different factor each step */
     uint64_t *offsets; /* of every unit's arrays in a state: LH_SIM_ARRAY_COUNT per unit */
     uint64_t state_bytes;
@@ -74,9 +72,6 @@ void lh_sim_reference_edit(struct lh_sim_reference *reference, uint32_t unit,
 void lh_sim_reference_edit_set(struct lh_sim_reference *reference, enum lh_sim_edit edit);
 /* The factor by which the gradients of a step are multiplied. */
 double lh_sim_reference_scale(const struct lh_sim_reference *reference, uint64_t step);
-/* The parameter's dtype; or, unless has_own_gradients, fp32 for some parameters of some units. */
-enum lh_dtype lh_sim_reference_gradient_dtype(const struct lh_sim_reference *reference,
-                                              uint32_t param);
 /* Make the gradient of param in step, in its dtype. */
 void lh_sim_reference_gradient(const struct lh_sim_reference *reference, uint64_t step,
                                uint32_t param, void *gradient_out);

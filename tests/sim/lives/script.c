@@ -31,7 +31,7 @@ void lh_sim_script_init(struct lh_sim_script *script, const struct lh_sim_script
     script->uses = lh_alloc_zeroed(alloc, script->use_max, sizeof(*script->uses));
     LH_ASSERT(script->is_held && script->gradients && script->uses);
     for (uint32_t i = 0; i < model->param_count; i++) {
-        uint64_t bytes = lh_dtype_bytes(lh_sim_reference_gradient_dtype(opts->reference, i));
+        uint64_t bytes = lh_dtype_bytes(lh_sim_model_gradient_dtype(opts->reference->model, i));
         script->gradients[i] = lh_alloc_zeroed(alloc, model->params[i].count, bytes);
         LH_ASSERT(script->gradients[i]);
     }
@@ -87,12 +87,11 @@ void lh_sim_script_use_made(void *context)
         use->units[i] = lh_engine_address(train->opts.engine, block->units[i]);
 }
 
-const void *lh_sim_script_gradient_made(void *context, uint32_t param, enum lh_dtype *dtype)
+const void *lh_sim_script_gradient_made(void *context, uint32_t param)
 {
     struct lh_sim_script *script = of(context);
     use_add(script)->param = param;
     script->is_held[param] = true;
-    *dtype = lh_sim_reference_gradient_dtype(script->opts.reference, param);
     return script->gradients[param];
 }
 
@@ -268,7 +267,7 @@ static void gradients_spoil(struct lh_sim_script *script)
         if (!script->is_held[i] ||
             !lh_engine_gradient_is_consumed(script->opts.train->opts.engine, i))
             continue;
-        uint64_t bytes = lh_dtype_bytes(lh_sim_reference_gradient_dtype(reference, i));
+        uint64_t bytes = lh_dtype_bytes(lh_sim_model_gradient_dtype(reference->model, i));
         memset(script->gradients[i], GARBAGE, reference->model->params[i].count * bytes);
         script->is_held[i] = false;
     }

@@ -92,7 +92,7 @@ bool lh_sim_script_backward_replaced(void *context);
 bool lh_sim_script_backward_aborted(void *context);
 void lh_sim_script_gradients_begun(void *context);
 void lh_sim_script_use_made(void *context);
-const void *lh_sim_script_gradient_made(void *context, uint32_t param, enum lh_dtype *dtype);
+const void *lh_sim_script_gradient_made(void *context, uint32_t param);
 void lh_sim_script_use_begun(void *context);
 void lh_sim_script_use_ended(void *context);
 void lh_sim_script_closing(void *context);
