@@ -73,6 +73,7 @@ static double sums_add(struct lh_engine *engine)
 static void norm_done(struct lh_engine *engine, struct lh_job *job)
 {
     struct lh_unit *unit = job->exec.context;
+    LH_ASSERT(unit->norm.state == LH_NORM_STATE_RUNNING);
     state_set(unit, LH_NORM_STATE_DONE);
     if (unit->spill.state == LH_SPILL_STATE_DONE)
         lh_spill_release(engine, unit);
@@ -138,6 +139,7 @@ static void step_forgotten(struct lh_engine *engine)
 
 static void gradient_taken(struct lh_engine *engine, uint32_t param)
 {
+    LH_ASSERT(param < engine->param_count);
     lh_norm_consider(engine, lh_engine_unit_at(engine, engine->params[param].unit));
 }
 

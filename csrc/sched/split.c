@@ -35,6 +35,7 @@ static uint32_t trainable_count(const struct lh_engine *engine)
 /* The room for a unit's waiting gradients; those from an accelerator lie in blocks. */
 static uint64_t waiting_bytes(const struct lh_engine *engine, const struct lh_unit *unit)
 {
+    LH_ASSERT(unit->desc.elements > 0);
     if (engine->dev)
         return unit->chunk_count * engine->landing.block_bytes;
     return unit->desc.elements * lh_dtype_bytes(unit->desc.dtype);
@@ -65,6 +66,7 @@ void lh_split_set(struct lh_engine *engine, uint32_t deferred_count)
         if (unit->desc.elements > 0)
             lh_defer_set(unit, is_chosen(at++, count, deferred_count));
     }
+    LH_ASSERT(at == count);
     engine->split.deferred_count = deferred_count;
     engine->split.step_count = 0;
     engine->split.step_ns = UINT64_MAX;
@@ -105,6 +107,7 @@ static uint32_t candidate(const struct lh_engine *engine, const struct lh_engine
 static void gradient_taken(struct lh_engine *engine, uint32_t param)
 {
     const struct lh_engine_step_stats *stats = lh_core_stats(engine, lh_core_step(engine));
+    LH_ASSERT(param < engine->param_count);
     const struct lh_unit *unit = &engine->units[engine->params[param].unit];
     if (engine->updates.gradient_unit_count > 1 || unit->update.gradient_count > 1)
         return;

@@ -207,8 +207,9 @@ PROTOCOLS = (
         (
             (
                 "csrc/store/create.c",
-                "    /* Sequence 1 is in area 0",
-                "    LH_TRY(headers_write(store, 0, err));\n    /* Sequence 1 is in area 0",
+                "    store->superblock.manifest_area = 1;\n",
+                "    LH_TRY(headers_write(store, 0, err));\n"
+                "    store->superblock.manifest_area = 1;\n",
             ),
         ),
     ),
