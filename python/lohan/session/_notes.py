@@ -52,8 +52,11 @@ def _of_strides(session: Session) -> list[str]:
     return told
 
 
-def _subclasses(base: type) -> set[type]:
-    return {base}.union(*(_subclasses(each) for each in base.__subclasses__()))
+def _subclasses(base: type[LRScheduler]) -> set[type[LRScheduler]]:
+    kinds = {base}
+    for kind in base.__subclasses__():
+        kinds |= _subclasses(kind)
+    return kinds
 
 
 def _is_replaced(optimizer: object, session: Session, origin: torch.optim.Optimizer | None) -> bool:
