@@ -11,7 +11,7 @@
 
 /* Set sum = gradient, for the first gradient (F32, BF16 or F16). Zeros keep their signs. */
 void lh_sum_start(float *sum, const void *gradient, enum lh_dtype dtype, uint64_t count);
-/* Set sum += gradient, for every later gradient. */
+/* Add a later gradient to sum. */
 void lh_sum_add(float *sum, const void *gradient, enum lh_dtype dtype, uint64_t count);
 
 #endif

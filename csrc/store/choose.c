@@ -472,7 +472,7 @@ int lh_store_choose(struct lh_store *store, const uint64_t *open_at, struct lh_e
     store->scalar_bytes = scalar_bytes[chosen];
     state_load(store);
     places_note(store, places, candidates[0].place);
-    uint64_t newest_sequence = UINT64_MAX - 1;
+    uint64_t newest_sequence = UINT64_MAX - 1; /* unknown: no witness is too new */
     if (candidates[0].has_superblock)
         newest_sequence = candidates[0].superblock.sequence;
     for (uint32_t file = 1; file < store->file_count && store->control.has_witnesses; file++)

@@ -130,7 +130,7 @@ struct lh_store {
 
 /* store.c */
 
-/* Allocate zeroed memory. Returns NULL if there is none, and sets err to -ENOMEM. */
+/* Allocate zeroed memory. If that fails, return NULL and set err to -ENOMEM. */
 void *lh_store_allocate(struct lh_store *store, uint64_t count, uint64_t bytes,
                         struct lh_error *err) LH_MUST_CHECK;
 int lh_store_buffer_init(struct lh_store *store, struct lh_store_buffer *buffer, uint64_t bytes,

@@ -2,8 +2,8 @@
 
 Each protocol of the table below differs from the store's own in one place: a missing sync, a
 reversed order, an ignored error. It is applied to a copy of the sources in build/wrong, and
-sim_power has to fail for one of the first 200 seeds. The unchanged sources have to pass all of
-them.
+sim_power has to fail for one of the first 200 seeds, or of the protocol's own number of seeds. The
+unchanged sources have to pass all of them.
 
     wrong_protocols.py [NAME ...]    try all protocols, or these
 """

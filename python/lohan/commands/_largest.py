@@ -37,7 +37,7 @@ def find(
         policy: the policy that must fit (docs/planning.md).
 
     Returns:
-        The largest model that fits, the next larger one of the family (None if there is none), and
+        The largest model that fits, the next larger one of the family (or None), and
         the reason why the next one does not fit.
 
     Raises:

@@ -226,7 +226,7 @@ def groups_of(params: Any) -> list[dict[str, Any]]:
         params: parameters, (name, parameter) pairs, or dicts with "params".
 
     Raises:
-        ModelError: an item is none of these; the message shows it.
+        ModelError: an item has another form; the message shows it.
         HyperParameterError: a hyper-parameter of a group is not a number.
     """
     form = "parameters (model.parameters()), or groups like [{'params': [...], 'lr': 1e-4}, ...]"

@@ -77,7 +77,7 @@ def _is_intended(error: BaseException | None) -> bool:
 
 
 def _handled() -> int:
-    """Return the id of the exception being handled; 0 if there is none or it is not a failure."""
+    """Return the id of the exception being handled, or 0 without one that is a failure."""
     error = sys.exception()
     return 0 if _is_intended(error) else id(error)
 

@@ -59,7 +59,7 @@ class Verified:
         read_bytes: the number of bytes read and compared.
         seconds: the duration.
         bad: damaged places of at most 1 MiB each; empty if there is no damage.
-        note: the note that was made when the store was opened; empty if there is none.
+        note: what opening the store reported; empty if it reported nothing.
     """
 
     step: int
