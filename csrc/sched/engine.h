@@ -288,7 +288,7 @@ int lh_engine_gradient_wait(struct lh_engine *engine, uint64_t gradient_bytes_ma
 
 /*
  * Compute the sum of squares of all gradients of the open step, after its backward, in fp64. The
- * result is the same for every budget. Every update must be deferred by the schedule. With opts.norms, or
+ * result is the same for every budget. The schedule has to defer every update. With opts.norms, or
  * after the first call, the computation overlaps backward. Waits. Returns 1 (*square_sum_out is
  * set), 0 after timeout_ms, or -errno.
  */

@@ -28,7 +28,7 @@ _SLICE_S = 0.2
 
 
 class Holds:
-    """The objects that hold back a session's commits; a commit begins only after all have been released.
+    """The objects that hold back a session's commits: a commit begins only after the last give().
 
     A holder is any object of the caller. After a Ctrl-C at any point of take() or give(), calling
     give() restores a consistent state; it may be called more often than take().
