@@ -44,8 +44,8 @@ def test_the_code_of_the_readme_runs_from_top_to_bottom(
 
 def test_the_settings_that_the_readme_names_are_those_of_config() -> None:
     fields = {field.name for field in dataclasses.fields(lohan.Config)}
-    calls = re.search(r"^`lohan\.wrap\(\.\.\., (.*), \.\.\.\)`", README, re.M)
-    named = set(re.findall(r"(\w+)=", calls[1] if calls else ""))
+    sentence = re.search(r"^The \[settings\]\(.*", README, re.M)
+    named = set(re.findall(r"`(\w+)=`", sentence[0] if sentence else ""))
     assert named and named <= fields
 
 
