@@ -120,6 +120,8 @@ class Config:
             "overlap" (copies to the device begin only when they are waited for), "reuse" (device
             memory is freed after each block and allocated for the next; emu only), "deferred" (each
             block is loaded once more for its update).
+        peer_timeout_s: with several processes, how long another process may be silent before it
+            counts as lost, in seconds. On the same machine a process that ends is noticed at once.
         verify: verify the checksums of everything that is read.
         trace_events: the number of timeline events to keep; 0: none.
         allow_buffered: continue without O_DIRECT if the file system does not support it.
@@ -150,6 +152,7 @@ class Config:
     write_every: int | Literal["auto", "never"] = "auto"
     runs: Literal["auto", "together", "apart"] = "auto"
     ablate: tuple[str, ...] = ()
+    peer_timeout_s: float = 30.0
     verify: bool = True
     trace_events: int = 0
     allow_buffered: bool = True

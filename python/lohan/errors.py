@@ -140,6 +140,18 @@ class UnsupportedError(LohanError, NotImplementedError):
     """A feature is not supported; lohan rejects it by name rather than compute wrong results."""
 
 
+class WorldMismatchError(LohanError, RuntimeError):
+    """The processes of a run differ in a setting, the model, or the order of their calls."""
+
+
+class PeerLostError(LohanError, RuntimeError):
+    """Another process of the run died, was stopped, or cannot be reached."""
+
+
+class PeerStepError(StepError):
+    """Another process of the run left a step with an error, or closed its session."""
+
+
 class SessionError(LohanError, RuntimeError):
     """The session is closed or has failed, or a copy of its store is in progress or cancelled."""
 

@@ -29,7 +29,7 @@ from lohan.errors import (
     StoreError,
 )
 from lohan.layout import _in_place
-from lohan.mezo import _zo_setup
+from lohan.mezo import _zo_setup, _zo_world
 from lohan.mezo._zo_session import ZerothSession
 from lohan.session import _adopt, _division, _notes, _settings
 from lohan.session._guard import Guard
@@ -108,18 +108,34 @@ def wrap(
     hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     _arguments.check(model, hyper, store, resume, max_grad_norm, blocks, weights, config)
     of_method = _zo_setup.take(settings, max_grad_norm, optimizer)
-    made = _settings.make(config, settings, wrap)
+    made = _checked_config(_settings.make(config, settings, wrap), max_grad_norm)
     is_resumed, open_at = _arguments.resume_of(resume)
-    check_model(model, is_resumed or weights is not None or init is not None)
-    zeroth = _zo_setup.make(method, model, {**hyper, **of_method}, made, store)
-    _adopt.check(optimizer, {**hyper, "params": params}, resume=is_resumed)
-    made = _checked_config(made, max_grad_norm)
-    with _zo_setup.frozen(zeroth):
-        found, rows = _find(zeroth, model, made, store, is_resumed, weights, open_at)
-        made, layout, budget = _division.divide(model, blocks, made, found, rows)
-        ours, group_of = _make_optimizer(layout, params, hyper, optimizer, zeroth, max_grad_norm)
-        opening = _Opening(model, layout, made, budget, ours, group_of, found, zeroth, open_at)
-        return opening.attach(store, is_resumed, weights, init)
+    with _zo_world.joined(method, open_at, made.peer_timeout_s) as world:
+        check_model(model, is_resumed or weights is not None or init is not None)
+        zeroth = _zo_setup.make(method, model, {**hyper, **of_method}, made, store)
+        _adopt.check(optimizer, {**hyper, "params": params}, resume=is_resumed)
+        with _zo_setup.frozen(zeroth):
+            store = _zo_world.enter(world, zeroth, store, made, is_resumed)
+            opening = _lay_out(model, made, zeroth, store, is_resumed, open_at, weights, blocks)
+            opening.set_optimizer(params, hyper, optimizer, max_grad_norm)
+            _zo_world.agree_on_model(world, zeroth, opening.layout, model, is_resumed)
+            return opening.attach(store, is_resumed, weights, init)
+
+
+def _lay_out(
+    model: nn.Module,
+    config: Config,
+    zeroth: Zeroth | None,
+    store: PathLike | Sequence[PathLike] | None,
+    is_resumed: bool,
+    open_at: int | None,
+    weights: PathLike | None,
+    blocks: Sequence[nn.Module] | None,
+) -> _Opening:
+    """Divide the model into blocks and units, and the budget among them."""
+    found, rows = _find(zeroth, model, config, store, is_resumed, weights, open_at)
+    made, layout, budget = _division.divide(model, blocks, config, found, rows)
+    return _Opening(model, layout, made, budget, found, zeroth, open_at)
 
 
 @dataclasses.dataclass
@@ -130,14 +146,26 @@ class _Opening:
     layout: Layout
     config: Config
     budget: dict[str, int]
-    optimizer: Any  # Optimizer, or ZerothOptimizer
-    group_of: dict[int, int]
-    found: Found | None = None  # what the files of weights= contain
-    zeroth: Zeroth | None = None
-    open_at: int | None = None  # the step to resume; None: the last
+    found: Found | None  # what the files of weights= contain
+    zeroth: Zeroth | None
+    open_at: int | None  # the step to resume; None: the last
+    optimizer: Any = None  # Optimizer, or ZerothOptimizer
+    group_of: dict[int, int] = dataclasses.field(default_factory=dict)
     room: _core.Store | None = None  # SSD space for activations; later owned by the session
     was_in_memory: bool = False  # whether the model gets its values back if wrapping fails
     session: Session | None = None
+
+    def set_optimizer(
+        self,
+        params: Iterable[dict[str, Any]] | None,
+        hyper: dict[str, Any],
+        origin: torch.optim.Optimizer | None,
+        max_grad_norm: float | None,
+    ) -> None:
+        """Make the optimizer, and find the group of each parameter."""
+        self.optimizer, self.group_of = _make_optimizer(
+            self.layout, params, hyper, origin, self.zeroth, max_grad_norm
+        )
 
     def attach(
         self, where: PathLike | Sequence[PathLike] | None, resume: bool, weights: Any, init: Any

@@ -207,6 +207,7 @@ def test_no_backend_is_named_below_the_binding() -> None:
 # the import is inside a function. What stands under TYPE_CHECKING is not run, and may name any.
 PACKAGE_ORDER = (
     ("errors", "config", "common"),
+    ("world",),
     ("torch_glue",),
     ("layout",),
     ("journal",),

@@ -172,6 +172,7 @@ def _check_method(meta: dict[str, Any]) -> None:
     every, storage = method.get("write_every", 0), method.get("storage")
     _need(every is None or _is_count(every, 1), "method.write_every", every)
     _need(storage is None or storage in list(TYPES), "method.storage", storage)
+    _need(_is_text(method.get("run", "")), "method.run", method.get("run"))
     streams, decays = method.get("streams"), method.get("decays")
     are_streams = _is_list(streams, lambda s: s is None or _is_count(s, 0, 1 << 32), count)
     _need(are_streams, "method.streams", streams)

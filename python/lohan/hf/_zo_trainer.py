@@ -30,6 +30,7 @@ from lohan.journal import _journal
 from lohan.journal._zo_run import uuid_of
 from lohan.mezo._zo_setup import METHODS, OF_METHOD
 from lohan.store import _store
+from lohan.world._world import process_count
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -74,6 +75,11 @@ def check(args: Any, trainer: Any, optimizers: tuple[str, ...]) -> None:
     Raises:
         UnsupportedError: names the argument, the reason, and what to do instead.
     """
+    if process_count() > 1:
+        raise UnsupportedError(
+            f'WORLD_SIZE is {process_count()}, but a Trainer with method="mezo" trains in one'
+            " process: call model.zo_step() in your own training loop, which works in several"
+        )
     if args.load_best_model_at_end:
         raise UnsupportedError(
             'load_best_model_at_end=True: with method="mezo" only steps can change parameters.'

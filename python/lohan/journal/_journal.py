@@ -162,9 +162,9 @@ class Journal:
     def extend(self, records: Sequence[Record]) -> None:
         """Append steps, in one write."""
         first = len(self.records)
-        lines = [line for i, one in enumerate(records) for line in self._lines(one, first + i)]
-        self._write(b"".join(lines), self._end)
-        self._end += BYTES * len(lines)
+        data = packed(records, first, self.rule.samples)
+        self._write(data, self._end)
+        self._end += len(data)
         self.records.extend(records)
 
     @property
@@ -179,19 +179,6 @@ class Journal:
             StoreError: the step cannot be written; the journal then does not contain it.
         """
         self.extend([record])
-
-    def _lines(self, record: Record, step: int) -> list[bytes]:
-        if len(record.gradients) != self.rule.samples:
-            raise ValueError(
-                f"a record has {len(record.gradients)} gradients, but a step {self.rule.samples}"
-                " directions"
-            )
-        losses = record.losses or (float("nan"),) * self.rule.samples
-        lines = (
-            _RECORD.pack(_RECORD_MAGIC, sample, step, gradient, record.lr, record.decay, loss)
-            for sample, (gradient, loss) in enumerate(zip(record.gradients, losses, strict=True))
-        )
-        return [*map(_sealed, lines)]
 
     def _write(self, data: bytes, offset: int, *, cuts: bool = True) -> None:
         done = 0
@@ -298,6 +285,71 @@ def _sealed(data: bytes) -> bytes:
     return data + _CRC.pack(_core.crc32c(data))
 
 
+def packed(records: Sequence[Record], first: int, samples: int) -> bytes:
+    """Return the lines of successive steps, as they are in a journal.
+
+    Args:
+        records: the records of the steps.
+        first: the number of the first of these steps.
+        samples: the number of directions in a step.
+
+    Raises:
+        ValueError: a record has another number of directions.
+    """
+    return b"".join(
+        line for i, one in enumerate(records) for line in _lines(one, first + i, samples)
+    )
+
+
+def _lines(record: Record, step: int, samples: int) -> list[bytes]:
+    if len(record.gradients) != samples:
+        raise ValueError(
+            f"a record has {len(record.gradients)} gradients, but a step {samples} directions"
+        )
+    losses = record.losses or (float("nan"),) * samples
+    lines = (
+        _RECORD.pack(_RECORD_MAGIC, sample, step, gradient, record.lr, record.decay, loss)
+        for sample, (gradient, loss) in enumerate(zip(record.gradients, losses, strict=True))
+    )
+    return [*map(_sealed, lines)]
+
+
+def unpacked(data: bytes, first: int, samples: int) -> list[Record]:
+    """Return the records of the lines that packed() returned; see there.
+
+    Raises:
+        ChecksumError: a line is damaged, missing, or belongs to another step.
+    """
+    lines = [data[at : at + BYTES] for at in range(0, len(data), BYTES)]
+    if len(lines) % samples or not all(map(_is_good, lines)):
+        raise ChecksumError(f"received records of steps from {first} on are damaged")
+    return _records(lines, first, samples, "received records")
+
+
+def _records(lines: Sequence[bytes], first: int, samples: int, where: str) -> list[Record]:
+    """Parse the lines of whole steps, whose checksums are right."""
+    records = []
+    for step in range(len(lines) // samples):
+        rows = [
+            _RECORD.unpack(line[: _RECORD.size])
+            for line in lines[step * samples : (step + 1) * samples]
+        ]
+        if any(row[:3] != (_RECORD_MAGIC, i, first + step) for i, row in enumerate(rows)):
+            raise ChecksumError(
+                f"{where}: records of step {first + step} are not in their places: restore the"
+                " file from a copy"
+            )
+        records.append(
+            Record(
+                lr=rows[0][4],
+                decay=rows[0][5],
+                gradients=tuple(row[3] for row in rows),
+                losses=tuple(row[6] for row in rows),
+            )
+        )
+    return records
+
+
 def _is_good(line: bytes) -> bool:
     return len(line) == BYTES and _sealed(line[: -_CRC.size]) == line
 
@@ -328,25 +380,7 @@ def _read(path: Path, fd: int, uuid: bytes) -> tuple[Rule, list[Record]]:
             f"{path}: the checksum of the record at offset {BYTES * (1 + whole)} is wrong, but"
             " valid records of later steps follow it: restore the file from a copy"
         )
-    records = []
-    for step in range(whole // samples):
-        rows = [
-            _RECORD.unpack(line[: _RECORD.size])
-            for line in lines[step * samples : (step + 1) * samples]
-        ]
-        if any(row[:3] != (_RECORD_MAGIC, i, step) for i, row in enumerate(rows)):
-            raise ChecksumError(
-                f"{path}: records of step {step} are not in their places: restore the file from a"
-                " copy"
-            )
-        records.append(
-            Record(
-                lr=rows[0][4],
-                decay=rows[0][5],
-                gradients=tuple(row[3] for row in rows),
-                losses=tuple(row[6] for row in rows),
-            )
-        )
+    records = _records(lines[: whole // samples * samples], 0, samples, str(path))
     return Rule(seed, eps, samples, _RNGS[rng]), records
 
 

@@ -32,6 +32,7 @@ from lohan.journal._zo_run import Run
 from lohan.layout._block import Param
 from lohan.mezo import _zo_device
 from lohan.mezo._lockstep import FIRST
+from lohan.mezo._zo_peers import mean, step_of_all
 from lohan.mezo._zo_turns import TurnRules
 from lohan.session._session import Session
 from lohan.torch_glue._tensor import SavedTensors, in_backward
@@ -39,6 +40,7 @@ from lohan.torch_glue._thread import thread_error
 
 if TYPE_CHECKING:
     from lohan.mezo._zo_optim import ZerothOptimizer
+    from lohan.mezo._zo_peers import Sides
     from lohan.mezo._zo_setup import Zeroth
     from lohan.mezo._zo_turns import T
 
@@ -216,14 +218,18 @@ class ZerothSession(TurnRules, Session):
         """Make one step: compute both losses of each direction, and add a record to the journal.
 
         Args:
-            closure: runs the model and returns the loss, a number or a one-element tensor. It is
+            closure: runs the model and returns the loss, a number or a one-element tensor, or a
+                list of the losses of several micro-batches, of which the step uses the mean. It is
                 called twice for each direction, and must use the same batch each time.
 
         Returns:
-            The loss on the +eps side, averaged over the directions.
+            The loss on the +eps side, averaged over the directions. With several processes, each
+            passes its own micro-batches, and the loss is the mean over those of all processes.
 
         Raises:
             StepError: the loss or the slope is not finite. The step had no effect.
+            PeerStepError: another process failed in this step. The step had no effect.
+            PeerLostError: another process died or cannot be reached.
             HyperParameterError: the optimizer's groups are invalid.
         """
         self.check_open()
@@ -236,8 +242,8 @@ class ZerothSession(TurnRules, Session):
         step = self.step
         gradients, losses = [], []
         with self._step_opened():
-            for sample in range(self.rule.samples):
-                plus, minus = self._both(closure, step, sample)
+            for sides in self._sides(closure, step, lr, decay):
+                plus, minus = map(mean, sides)
                 gradients.append(_slope(plus, minus, self.rule.eps))
                 losses.append(plus)
             self.journal.append(Record(lr, decay, tuple(gradients), tuple(losses)))
@@ -272,17 +278,27 @@ class ZerothSession(TurnRules, Session):
             for module in training:
                 module.training = True
 
-    def _both(self, closure: Callable[[], Any], step: int, sample: int) -> tuple[float, float]:
+    def _sides(self, closure: Callable[[], Any], step: int, lr: float, decay: float) -> list[Sides]:
+        """Compute the losses of each direction, those of all processes included."""
+
+        def mine() -> list[Sides]:
+            return [self._both(closure, step, sample) for sample in range(self.rule.samples)]
+
+        if self.zeroth.world is None:
+            return mine()
+        return step_of_all(self.zeroth.world, step, lr, decay, mine)
+
+    def _both(self, closure: Callable[[], Any], step: int, sample: int) -> Sides:
         sides = self.rule.plus(step, sample), self.rule.minus(step, sample)
         if self.is_together:
-            plus, minus = self._in_turns([lambda: _number(closure())] * 2, sides)
+            plus, minus = self._in_turns([lambda: _numbers(closure())] * 2, sides)
             return plus, minus
         self._wanted = sides[0]
-        plus = _number(closure())
+        plus = _numbers(closure())
         self._wanted = sides[1]
         if not self._is_probing:
-            return plus, _number(closure())
-        return plus, self._probed(lambda: _number(closure()))
+            return plus, _numbers(closure())
+        return plus, self._probed(lambda: _numbers(closure()))
 
     def together(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Run the model several times without gradients, reading each block once for all runs.
@@ -463,6 +479,9 @@ class ZerothSession(TurnRules, Session):
 
     def close(self) -> None:
         """Stop the engine and close the store and the journal. Idempotent."""
+        world = self.zeroth.world
+        if world is not None and os.getpid() == self._owner_pid:
+            world.leave_after(self.step)
         super().close()
         if os.getpid() == self._owner_pid:
             self._pool.shutdown()
@@ -497,6 +516,15 @@ def _apply(pieces: list[_Piece]) -> None:
         dtype = _storage_formats.NAMES[param.tensor.dtype]
         for ops in passes:
             _core.zo_lead(kept, param.kept, values, dtype, first, count, ops)
+
+
+def _numbers(losses: Any) -> list[float]:
+    """Return what a closure returned as the losses of its micro-batches."""
+    if isinstance(losses, list | tuple):
+        if not losses:
+            raise StepError("the closure returned no loss: it must return one of each micro-batch")
+        return [_number(loss) for loss in losses]
+    return [_number(losses)]
 
 
 def _number(loss: Any) -> float:

@@ -19,13 +19,14 @@ from lohan.journal._journal import Journal
 from lohan.journal._zeroth import Rule
 from lohan.journal._zo_run import PASS_POSITIONS, check_base, uuid_of
 from lohan.layout._in_place import Found
-from lohan.mezo import _zo_device, _zo_plan
+from lohan.mezo import _zo_device, _zo_plan, _zo_replicas
 from lohan.mezo._zo_optim import DECAY, LR, ZerothOptimizer
 from lohan.torch_glue import _device
 
 if TYPE_CHECKING:
     from lohan import _core
     from lohan.layout._block import Layout
+    from lohan.world._world import World
 
 METHODS = ("adamw", "mezo")
 RNGS = ("philox", "torch")
@@ -51,6 +52,8 @@ class Zeroth:
         storage: the format that parameters are stored in; None for their own dtype.
         names: the names of the trained parameters, by their ids.
         journal: the open journal; None until begin() or go_on().
+        world: the processes of the run; None if there is only one.
+        run: the identifier of a new run of several processes, else None.
     """
 
     moved: list[nn.Parameter]
@@ -63,6 +66,8 @@ class Zeroth:
     storage: str | None = None
     names: dict[int, str] = dataclasses.field(default_factory=dict)
     journal: Journal | None = None
+    world: World | None = None
+    run: str | None = None
 
     def optimizer(self, layout: Layout, params: Iterable[dict[str, Any]] | None) -> ZerothOptimizer:
         """Create the optimizer, and describe the method and its parameters in the layout."""
@@ -93,6 +98,7 @@ class Zeroth:
             "streams": [param.stream for param in layout.params],
             "decays": [param.decays for param in layout.params],
             "kept": [param.kept for param in layout.params],
+            **({} if self.run is None else {"run": self.run}),
         }
         return made
 
@@ -107,6 +113,10 @@ class Zeroth:
             StoreMismatchError: wrap() got a different rule, or the journal is an old copy.
         """
         self.journal = Journal.open(_journal.place(directories), uuid_of(store))
+        if self.world is not None:
+            _zo_replicas.level(self.world, self.journal)
+        else:
+            _zo_replicas.level_alone(self.journal, directories, store)
         check_base(directories, len(self.journal.records), store)
         then = self.journal.rule
         for name, value, was in (

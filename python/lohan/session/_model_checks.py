@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from typing import Any
 
@@ -30,8 +29,8 @@ def check_model(model: Any, is_filled: bool) -> None:
 
     Raises:
         ModelError: model is not a module, or has a parameter or buffer that lohan cannot use.
-        UnsupportedError: model is compiled, already wrapped, quantised or distributed, or has an
-            embedding with max_norm.
+        UnsupportedError: model is compiled, already wrapped or quantised, or has an embedding with
+            max_norm.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"lohan.wrap takes a torch.nn.Module, not {type(model).__name__}")
@@ -49,11 +48,6 @@ def check_model(model: Any, is_filled: bool) -> None:
                 " set max_norm=None, and renormalise rows between steps, in a loop over"
                 " model.named_parameters()"
             )
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        processes = max(processes, torch.distributed.get_world_size())
-    if processes > 1:
-        raise UnsupportedError(f"WORLD_SIZE is {processes}, but lohan trains in one process")
     _check_not_held(model)
     count = 0
     for name, param in model.named_parameters():

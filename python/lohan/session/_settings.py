@@ -109,6 +109,9 @@ def check(config: Config) -> None:
     for name in ("loss_scaling", "verify", "allow_buffered", "allow_tmpfs"):
         if not isinstance(getattr(config, name), bool):
             raise ModelError(f"{name} {getattr(config, name)!r} must be True or False")
+    timeout: Any = config.peer_timeout_s
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 1:
+        raise ModelError(f"peer_timeout_s {timeout!r} must be a number of seconds of at least 1")
     if not isinstance(config.device, str | None):
         raise ModelError(
             f"device {config.device!r} must be None, 'cpu', 'cuda', 'cuda:INDEX', 'emu', or a"

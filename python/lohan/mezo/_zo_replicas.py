@@ -1,0 +1,125 @@
+"""The stores of a zeroth-order run in several processes: a replica for each, with one journal.
+
+[Note: Replicas] Rank 0 uses the directories of store= themselves, so that a run can change between
+one process and several; rank r uses the subdirectory rank-0000r of each. Each of these replicas is
+a complete store with a journal. A process that has none copies one that it can see. The journals of
+one run differ only at the end, if processes were killed at different moments; on resume, whoever
+has fewer steps gets the missing records from a process that has them.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lohan.common import _meta
+from lohan.config import Config
+from lohan.errors import StoreError, WorldMismatchError
+from lohan.journal import _journal
+from lohan.journal._journal import packed, unpacked
+from lohan.journal._zo_run import uuid_of
+from lohan.store import _store
+
+if TYPE_CHECKING:
+    from lohan import _core
+    from lohan.journal._journal import Journal
+    from lohan.journal._zeroth import Record
+    from lohan.world._world import World
+
+_REPLICA = re.compile(r"rank-\d{5}")
+
+
+def directories_of(world: World | None, directories: Sequence[str]) -> list[str]:
+    """Return the directories of this process's replica. See [Note: Replicas]."""
+    if world is None or world.rank == 0:
+        return [*directories]
+    return [os.path.join(directory, f"rank-{world.rank:05d}") for directory in directories]
+
+
+def run_of(store: _core.Store) -> str:
+    """Return the identifier of the run that a store belongs to, the same in all its replicas."""
+    meta = _meta.of(store)
+    named = (meta.get("method") or {}).get("run")
+    if named is not None:
+        return str(named)
+    copied = meta.get("copied_from", [])
+    return str(copied[0][0]) if copied else str(store.describe()["uuid"])
+
+
+def level(world: World, journal: Journal) -> None:
+    """Give every process the same steps: those of the longest journal.
+
+    Raises:
+        WorldMismatchError: the journals are not those of one run.
+    """
+    rule = journal.rule
+    count = len(journal.records)
+    facts = [rule.seed, rule.eps, rule.samples, rule.rng]
+    told = [
+        json.loads(value)
+        for value in world.exchange(json.dumps([count, facts]).encode(), "resume, steps")
+    ]
+    counts = [row[0] for row in told]
+    least, most = min(counts), max(counts)
+    longest = counts.index(most)
+    same = hashlib.sha256(packed(journal.records[:least], 0, rule.samples)).hexdigest()
+    tail = packed(journal.records[least:], least, rule.samples) if world.rank == longest else b""
+    said = json.dumps([same, base64.b64encode(tail).decode()]).encode()
+    told_tails = [json.loads(value) for value in world.exchange(said, "resume, records")]
+    for rank, (digest, _) in enumerate(told_tails):
+        if digest != told_tails[0][0] or told[rank][1] != told[0][1]:
+            raise WorldMismatchError(
+                f"the journals of {world.name(0)} and {world.name(rank)} differ within their first"
+                f" {least} steps: one of them was trained on its own. Move the directory of the one"
+                " that is not wanted away; it is then copied from the other"
+            )
+    if count < most:
+        records = unpacked(base64.b64decode(told_tails[longest][1]), least, rule.samples)
+        _extend(journal, records[count - least :])
+
+
+def level_alone(journal: Journal, directories: Sequence[str], store: _core.Store) -> None:
+    """Take over steps that only another replica of the run in these directories has.
+
+    A process of an earlier run with several processes may have been killed before it wrote the last
+    step, which another one had already written.
+    """
+    for parent in directories:
+        for path in sorted(Path(parent).glob("rank-*")):
+            if _REPLICA.fullmatch(path.name) is None or not (path / _journal.NAME).exists():
+                continue
+            names = [os.path.join(directory, path.name) for directory in directories]
+            with contextlib.suppress(StoreError):
+                _take_over(journal, names, run_of(store))
+
+
+def _take_over(journal: Journal, names: Sequence[str], run: str) -> None:
+    store = _store.open_existing(names, Config(allow_buffered=True), read_only=True)
+    try:
+        if run_of(store) != run:
+            return
+        rule, records = _journal.read(names, uuid_of(store))
+    finally:
+        store.close()
+    count = len(journal.records)
+    is_longer = rule == journal.rule and len(records) > count
+    mine = packed(journal.records, 0, rule.samples)
+    if is_longer and packed(records[:count], 0, rule.samples) == mine:
+        _extend(journal, records[count:])
+
+
+def _extend(journal: Journal, records: Sequence[Record]) -> None:
+    journal.extend(records)
+    print(
+        f"lohan: {journal.path}: took over {len(records)} steps, up to step {len(journal.records)},"
+        " that only another process had written",
+        file=sys.stderr,
+    )

@@ -1,0 +1,263 @@
+"""A thread that notices when another process of the run ends, fails or falls silent.
+
+[Note: Signs of life] Each process increments a counter in the rendezvous store every BEAT_S
+seconds and reads the counters of the two ranks before it. A counter that stands still for
+peer_timeout_s means that the process is lost: it was stopped, its machine is off, or the network to
+it is down. On the same machine a pidfd reports the end of a process within milliseconds. Whoever
+notices a loss records it in the store, where every process looks in each round; so does a process
+that leaves on its own, with the reason.
+
+The beats come from a Python thread. Code that holds the GIL for longer than peer_timeout_s looks
+like a lost process, which is why the default is long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+BEAT_S = 0.5
+# A round that took this much longer than planned means that this process was stopped itself, so
+# that others had no chance to be heard.
+_STALL_S = 2.0
+_LAST_LOOK_MS = 300
+_KILLED = "has ended without closing its session: it was killed, or left through os._exit()"
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A process of the run.
+
+    Attributes:
+        rank: its rank.
+        host: the name of its machine.
+        pid: its process ID on that machine.
+        node: an identifier that is equal for processes on one machine.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    node: str
+
+    def __str__(self) -> str:
+        """Return the process as messages name it."""
+        return f"rank {self.rank} (host {self.host}, process {self.pid})"
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """Why a process no longer takes part.
+
+    Attributes:
+        rank: its rank.
+        how: "closed" (it closed its session), "failed" (it left with an error) or "lost".
+        text: what happened, as the end of a sentence that begins with the process.
+    """
+
+    rank: int
+    how: str
+    text: str
+
+
+class Watch:
+    """The thread, and what it knows about the other processes.
+
+    Attributes:
+        ends: the processes that no longer take part, by rank.
+        phases: what each process last reported to be doing, by rank; read on request.
+        phase: what this process reports.
+        contact: the last time (time.monotonic()) at which the store answered.
+        error: the error of the store if it cannot be reached any more, else None.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        peers: Sequence[Peer],
+        rank: int,
+        timeout_s: float,
+        on_end: Callable[[], None],
+    ) -> None:
+        self.ends: dict[int, End] = {}
+        self.phases: dict[int, str] = {}
+        self.phase = ""
+        self.contact = time.monotonic()
+        self.error: BaseException | None = None
+        self._store = store
+        self._peers = peers
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._on_end = on_end  # called if the store still answers when the thread ends
+        self._beats = 0
+        self._end_count = 0
+        self._wanted: tuple[str, ...] = ()  # keys that an exchange waits for
+        self.absent: frozenset[int] = frozenset()  # ended ranks whose key is not there
+        self._released: list[str] = []  # keys to write
+        self._is_asked = False  # whether the phases of all processes are wanted
+        self._stops = False
+        self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._pidfds = self._open_pidfds()
+        # The counters of the ranks before this one: what they were, and since when.
+        size = len(peers)
+        watched = {(rank - 1) % size, (rank - 2) % size} - {rank}
+        self._seen: dict[int, tuple[bytes, float]] = {
+            each: (b"", time.monotonic()) for each in sorted(watched)
+        }
+        self.beat()
+        self._thread = threading.Thread(target=self._run, name="lohan-watch", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. All processes must have called beat() before."""
+        self._thread.start()
+
+    def beat(self) -> None:
+        """Report that this process is alive, and what it is doing."""
+        self._beats += 1
+        self._store.set(f"beat/{self._rank}", f"{self._beats} {self.phase}")
+
+    def _open_pidfds(self) -> dict[int, int]:
+        """Return a pidfd of each other process on this machine, by file descriptor."""
+        mine = self._peers[self._rank]
+        found: dict[int, int] = {}
+        for peer in self._peers:
+            if peer.node != mine.node or peer.pid == mine.pid:
+                continue
+            with contextlib.suppress(OSError):  # without it, its beats still tell
+                found[os.pidfd_open(peer.pid)] = peer.rank
+        return found
+
+    def nudge(self) -> None:
+        """Wake the thread for a round now."""
+        with contextlib.suppress(OSError):  # a full pipe wakes it as well
+            os.write(self._writer, b"x")
+
+    def expect(self, keys: Sequence[str]) -> None:
+        """Set the keys, one of each rank, that this process waits for (none if empty)."""
+        self.absent = frozenset()
+        self._wanted = tuple(keys)
+        if self.ends and keys:
+            self.nudge()
+
+    def ask(self) -> None:
+        """Request the phases of all processes."""
+        self._is_asked = True
+        self.nudge()
+
+    def release(self, key: str) -> None:
+        """End the waits for a key in all processes, by writing nothing to it; do not wait."""
+        self._released.append(key)
+        self.nudge()
+
+    def has_left(self, rank: int) -> bool:
+        """Return whether the store says that a process no longer takes part."""
+        return bool(self._store.check([f"end/{rank}"]))
+
+    def record(self, end: End) -> None:
+        """Record in the store, once, that a process no longer takes part."""
+        value = json.dumps(dataclasses.asdict(end))
+        self._store.compare_set(f"end/{end.rank}", "", value)
+        self._store.add("ends", 1)
+
+    def stop(self) -> None:
+        """Stop the thread; do not wait for a store that does not answer."""
+        self._stops = True
+        self.nudge()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2 * BEAT_S)
+        if not self._thread.is_alive():
+            for fd in (self._reader, self._writer, *self._pidfds):
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+            self._pidfds = {}
+
+    # --- The thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for fd in (self._reader, *self._pidfds):
+            poll.register(fd, select.POLLIN)
+        try:
+            while not self._stops:
+                before = time.monotonic()
+                ready = [fd for fd, _ in poll.poll(BEAT_S * 1000)]
+                now = time.monotonic()
+                if now - before > BEAT_S + _STALL_S:
+                    self._forgive(now)
+                for fd in ready:
+                    if fd in self._pidfds:
+                        poll.unregister(fd)
+                        self._ended(self._pidfds[fd])
+                    else:
+                        with contextlib.suppress(BlockingIOError):
+                            os.read(fd, 4096)
+                if not self._stops:
+                    self._round()
+            self._on_end()
+        except Exception as error:  # the store's; World.exchange() raises it
+            self._note_ended(poll)
+            self.error = error
+
+    def _note_ended(self, poll: select.poll) -> None:
+        """Note which processes of this machine have ended; one may have served the store."""
+        poll.unregister(self._reader)
+        for fd, _ in poll.poll(_LAST_LOOK_MS):
+            rank = self._pidfds[fd]
+            self.ends.setdefault(rank, End(rank, "lost", _KILLED))
+
+    def _forgive(self, now: float) -> None:
+        self._seen = {rank: (value, now) for rank, (value, _) in self._seen.items()}
+
+    def _ended(self, rank: int) -> None:
+        """Record that a process on this machine has ended, unless it said why before."""
+        try:
+            self.record(End(rank, "lost", _KILLED))
+        except Exception:  # the process may have been the one that serves the store
+            self.ends.setdefault(rank, End(rank, "lost", _KILLED))
+            raise
+
+    def _round(self) -> None:
+        self.beat()
+        now = time.monotonic()
+        for rank, (last, since) in self._seen.items():
+            value = self._store.get(f"beat/{rank}")
+            if value != last:
+                self._seen[rank] = (value, now)
+            elif now - since > self._timeout_s and rank not in self.ends:
+                when = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - since)))
+                doing = value.decode().partition(" ")[2]
+                silent = f"has been silent since {when}, {doing}: it was stopped, or its machine or"
+                self.record(End(rank, "lost", f"{silent} the network to it is down"))
+        count = self._store.add("ends", 0)
+        if count != self._end_count:
+            self._end_count = count
+            self._read_ends()
+        while self._released:
+            self._store.compare_set(self._released.pop(), "", " ")
+        wanted = self._wanted
+        if wanted and self.ends:
+            absent = frozenset(r for r in self.ends if not self._store.check([wanted[r]]))
+            if wanted is self._wanted:
+                self.absent = absent
+        if self._is_asked:
+            self._is_asked = False
+            values = self._store.multi_get([f"beat/{peer.rank}" for peer in self._peers])
+            self.phases = {
+                rank: value.decode().partition(" ")[2] for rank, value in enumerate(values)
+            }
+        self.contact = time.monotonic()
+
+    def _read_ends(self) -> None:
+        for peer in self._peers:
+            if peer.rank not in self.ends and self._store.check([f"end/{peer.rank}"]):
+                said = json.loads(self._store.get(f"end/{peer.rank}"))
+                self.ends[peer.rank] = End(**said)

@@ -1,0 +1,464 @@
+"""The processes of a run, and the small messages that they exchange.
+
+[Note: The store carries control messages] Processes meet at the rendezvous store of
+torch.distributed (under torchrun a TCPStore of its agent), and lohan's control messages stay there:
+descriptions at wrap and a few numbers in each step. A collective of a process group would be faster
+by a fraction of a millisecond, but it cannot be abandoned, names no rank, and hangs until its
+timeout if a process dies in the middle of it. A wait on the store ends when _watch.py finds that a
+process is gone, and the error says which. A call of the store can itself block if the network is
+down, so calls are made by a thread, and the caller stops waiting for the thread.
+
+[Note: Rounds] In round n each process writes x/n/RANK and increments x/n/count. Whoever counts up
+to the number of processes writes x/n/over, which all threads wait for. A process that gives up
+writes something else there, which ends the wait of its own thread and of all others: a thread that
+still waits when the interpreter ends would end the process with an abort.
+
+[Note: Connections] Each thread has a connection of its own, because a call that waits occupies it.
+To open one, torch looks up names, which takes seconds where the name server does not answer. So a
+session that ends leaves its connections to the next one of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lohan.common import _exit
+from lohan.errors import (
+    LohanError,
+    ModelError,
+    PeerLostError,
+    PeerStepError,
+    StepError,
+    UnsupportedError,
+    WorldMismatchError,
+)
+from lohan.world._watch import BEAT_S, End, Peer, Watch
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SLICE_S = 0.1
+_SAY_AFTER_S = 5.0
+_TEXT_MAX = 400
+# The longest wait for all processes to call wrap(), as torch.distributed's own default timeout.
+JOIN_TIMEOUT_S = 1800.0
+# How long a process that serves the store stays for the others.
+_LINGER_S = 2.0
+# A wait of the thread that makes the store's calls; the caller decides when to give up.
+_FOREVER = datetime.timedelta(days=20)
+
+# The store that this process has opened itself. It is kept until the process ends, because rank 0
+# may be the one that serves it.
+_own_store: tuple[Any, int, int] | None = None
+_spare: list[Any] = []  # connections to the store: see [Note: Connections]
+_count = 0  # the worlds that this process has joined; all processes join them in the same order
+
+
+class _Job:
+    """A call for the thread, and its result."""
+
+    def __init__(self, payload: bytes, number: int) -> None:
+        self.payload = payload
+        self.number = number
+        self.values: list[bytes] = []
+        self.error: BaseException | None = None
+        self.is_given_up = False  # a process has given up the round
+        self.done = threading.Event()
+
+
+class World:
+    """The processes that train one model, from one call of wrap() to close().
+
+    Attributes:
+        rank: this process's rank.
+        size: the number of processes, at least 2.
+        peers: all processes, by rank.
+    """
+
+    def __init__(self, base: Any, rank: int, size: int, timeout_s: float) -> None:
+        global _count
+        _count += 1
+        self._prefix = f"lohan/{_count}"
+        self.rank = rank
+        self.size = size
+        self.peers: list[Peer] = []
+        self._timeout_s = timeout_s
+        self._base = base
+        self._connection = _connect(base)
+        self._store = self._within(self._connection)
+        self._watch: Watch | None = None
+        self._number = 0  # of exchanges
+        self._broken = ""  # why no exchange is possible any more
+        self._is_closed = False
+        self._is_failed = False  # whether the thread's connection has failed
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="lohan-world", daemon=True).start()
+        self._meet(timeout_s)
+
+    def _within(self, connection: Any) -> Any:
+        dist: Any = torch.distributed
+        return dist.PrefixStore(self._prefix, connection)
+
+    def _meet(self, timeout_s: float) -> None:
+        """Wait until all processes are here, and start to watch them."""
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "node": _node()}
+        told = self._wait(json.dumps(me).encode(), "lohan.wrap()")
+        peers = [Peer(rank, **json.loads(value)) for rank, value in enumerate(told)]
+        self.peers = peers
+        connection = _connect(self._base)
+        watch = Watch(
+            self._within(connection), peers, self.rank, timeout_s, lambda: _spare.append(connection)
+        )
+        watch.phase = "in lohan.wrap()"
+        self._wait(b"", "lohan.wrap()")  # every process has its first beat in the store
+        watch.start()
+        self._watch = watch
+
+    # --- Messages ---------------------------------------------------------------------------
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        """Give every process a message, and return those of all, by rank.
+
+        Args:
+            payload: this process's message.
+            what: what the message is for, with a number that all processes agree on.
+
+        Raises:
+            PeerLostError: a process died or fell silent, or the rendezvous store is gone.
+            PeerStepError: a process closed its session, or left with an error.
+            WorldMismatchError: a process is at another point of the program.
+            StepError: an earlier exchange was interrupted.
+        """
+        values = self._wait(what.encode() + b"\0" + payload, what)
+        found = [value.partition(b"\0") for value in values]
+        for rank, (name, _, _) in enumerate(found):
+            if name != what.encode():
+                self._broken = "the processes are at different points of the program"
+                raise WorldMismatchError(
+                    f"{self.name(rank)} is at {name.decode()!r}, but {self.name(self.rank)} is at"
+                    f" {what!r}: all processes must call lohan in the same order; end all of them"
+                )
+        return [value for _, _, value in found]
+
+    def first_of(self, value: Any, what: str) -> Any:
+        """Return rank 0's value, which JSON can represent, in every process."""
+        return json.loads(self.exchange(json.dumps(value).encode(), what)[0])
+
+    def name(self, rank: int) -> str:
+        """Return a process's name for messages."""
+        return str(self.peers[rank]) if self.peers else f"rank {rank}"
+
+    def say(self, phase: str) -> None:
+        """Set what the other processes are told that this one is doing."""
+        if self._watch is not None:
+            self._watch.phase = phase
+
+    def _wait(self, payload: bytes, what: str) -> list[bytes]:
+        """Hand a message to the thread, and wait for all messages or for a reason to give up."""
+        if self._broken:
+            raise StepError(f"{self._broken}: close the session, and restart all processes")
+        job = _Job(payload, self._number)
+        self._number += 1
+        self._broken = f"an exchange was interrupted ({what})"
+        watch = self._watch
+        if watch is not None:
+            watch.expect([f"x/{job.number}/{rank}" for rank in range(self.size)])
+        self._jobs.put(job)
+        try:
+            self._await(job, what)
+        except BaseException:
+            if watch is not None:
+                watch.release(f"x/{job.number}/over")
+            raise
+        if watch is not None:
+            watch.expect(())
+        self._broken = ""
+        return job.values
+
+    def _await(self, job: _Job, what: str) -> None:
+        began = time.monotonic()
+        has_said = False
+        while not job.done.wait(_SLICE_S) or job.is_given_up:
+            waited = time.monotonic() - began
+            self._check(job, waited, what)
+            if waited > _SAY_AFTER_S and not has_said:
+                has_said = self._say_waiting(waited, what)
+            if job.is_given_up:
+                time.sleep(_SLICE_S / 10)  # until the watch knows why
+        if job.error is not None:
+            self._let_watch_see()
+            raise self._lost_store(job.error, what)
+
+    def _serve(self) -> None:
+        """Make the store's calls for _wait(), in a thread. See [Note: Rounds]."""
+        store = self._store
+        while (job := self._jobs.get()) is not None:
+            try:
+                here = f"x/{job.number}"
+                store.set(f"{here}/{self.rank}", job.payload)
+                if store.add(f"{here}/count", 1) == self.size:
+                    store.set(f"{here}/over", "all")
+                store.wait([f"{here}/over"], _FOREVER)
+                job.is_given_up = store.get(f"{here}/over") != b"all"
+                if not job.is_given_up:
+                    job.values = store.multi_get([f"{here}/{r}" for r in range(self.size)])
+                    self._forget(job.number - 1)
+            except Exception as error:
+                job.error, self._is_failed = error, True
+            job.done.set()
+        if not self._is_failed:
+            _spare.append(self._connection)
+
+    def _forget(self, number: int) -> None:
+        """Delete what this process wrote in a round that every process has read."""
+        if number < 0:
+            return
+        self._store.delete_key(f"x/{number}/{self.rank}")
+        if self.rank == 0:
+            self._store.delete_key(f"x/{number}/count")
+            self._store.delete_key(f"x/{number}/over")
+
+    def _check(self, job: _Job, waited: float, what: str) -> None:
+        """Raise an error if the messages that are waited for will not come."""
+        watch = self._watch
+        if watch is None:
+            if waited > JOIN_TIMEOUT_S:
+                raise PeerLostError(
+                    f"not all {self.size} processes have called lohan.wrap() after"
+                    f" {JOIN_TIMEOUT_S:.0f} s: start as many as WORLD_SIZE says, and call"
+                    " lohan.wrap() in each of them"
+                )
+            return
+        if watch.error is not None:
+            raise self._lost_store(watch.error, what)
+        silent = time.monotonic() - watch.contact
+        if silent > self._timeout_s + BEAT_S:
+            raise self._lost_store(TimeoutError(f"no answer for {silent:.0f} s"), what)
+        ends = sorted(watch.ends.values(), key=lambda end: end.how != "lost")
+        for end in ends:
+            if end.rank == self.rank or end.rank in watch.absent:
+                if job.is_given_up or not job.done.is_set():
+                    raise self._end_error(end, what)
+                return
+
+    def _end_error(self, end: End, what: str) -> LohanError:
+        self._broken = f"{self.name(end.rank)} is gone"
+        if end.rank == self.rank:
+            return PeerLostError(
+                f"the other processes have given up on {self.name(end.rank)}: it {end.text}. If it"
+                " was stopped for a while, restart all processes with resume=True"
+            )
+        if end.how == "lost":
+            return PeerLostError(
+                f"{self.name(end.rank)} {end.text}. {self.name(self.rank)} waited for it in {what}."
+                " Restart the processes with resume=True, which continues after the last step; the"
+                " number of processes may change"
+            )
+        return PeerStepError(f"{self.name(end.rank)} {end.text}, but {what} needs all processes")
+
+    def _lost_store(self, error: BaseException, what: str) -> LohanError:
+        for end in self._watch.ends.values() if self._watch is not None else ():
+            return self._end_error(end, what)  # the reason why the store is gone
+        self._broken = "the rendezvous store is gone"
+        where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        return PeerLostError(
+            f"the rendezvous store ({where}) does not answer {self.name(self.rank)} in {what}:"
+            f" {reason}. The process that serves it (torchrun's agent, or rank 0) has ended, or the"
+            " network to it is down. Restart the processes with resume=True"
+        )
+
+    def _let_watch_see(self) -> None:
+        """Give the watch time to find out that the process that serves the store has ended."""
+        watch = self._watch
+        until = time.monotonic() + _LINGER_S
+        while watch is not None and not watch.ends and watch.error is None:
+            time.sleep(_SLICE_S / 10)
+            if time.monotonic() > until:
+                return
+
+    def _say_waiting(self, waited: float, what: str) -> bool:
+        """Print which processes a message is missing from; return whether that was done."""
+        watch = self._watch
+        if watch is None:
+            print(
+                f"lohan: rank {self.rank} has waited {waited:.0f} s for the other"
+                f" {self.size - 1} processes to call lohan.wrap()",
+                file=sys.stderr,
+            )
+            return True
+        if not watch.phases:
+            watch.ask()
+            return False
+        others = [
+            f"{self.name(rank)}: {phase}"
+            for rank, phase in watch.phases.items()
+            if rank != self.rank
+        ]
+        watch.phases = {}
+        print(
+            f"lohan: {self.name(self.rank)} has waited {waited:.0f} s for the others in {what}:"
+            f" {'; '.join(others)}",
+            file=sys.stderr,
+        )
+        return True
+
+    # --- The end ----------------------------------------------------------------------------
+
+    def leave_after(self, step: int) -> None:
+        """Tell the other processes that the session is closed, and why the program ends, if so."""
+        error = sys.exception()
+        if error is None and not hasattr(sys, "ps1"):  # at a prompt, the program continues
+            error = getattr(sys, "last_value", None)
+        if _exit.is_terminated():
+            self.leave("failed", f"was ended by SIGTERM after step {step}")
+        elif isinstance(error, Exception | KeyboardInterrupt):
+            self.leave("failed", f"failed after step {step} with {_named(error)}")
+        else:
+            self.leave("closed", f"closed its session after step {step}")
+
+    def leave(self, how: str, text: str) -> None:
+        """Tell the other processes that this one no longer takes part. Idempotent.
+
+        Args:
+            how: "closed" or "failed".
+            text: what happened, for example "closed its session after step 40".
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._broken = self._broken or "the session is closed"
+        told = threading.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(Exception):  # the others then find this process silent
+                if self._watch is not None:
+                    self._watch.record(End(self.rank, how, text))
+                    self._linger()
+                    self._watch.stop()
+            told.set()
+
+        threading.Thread(target=tell, name="lohan-leave", daemon=True).start()
+        told.wait(2 * _LINGER_S)
+        self._jobs.put(None)
+
+    def _linger(self) -> None:
+        """If this process serves the store, wait until the others have read what they need.
+
+        They leave at about the same time. Without torchrun's agent, rank 0 serves the store, and
+        with its end the others could not even read why it has ended.
+        """
+        if self.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
+        until = time.monotonic() + _LINGER_S
+        while time.monotonic() < until:
+            if all(self._watch_has_left(rank) for rank in range(1, self.size)):
+                return
+            time.sleep(_SLICE_S / 2)
+
+    def _watch_has_left(self, rank: int) -> bool:
+        return self._watch is not None and self._watch.has_left(rank)
+
+    def __repr__(self) -> str:
+        """Return rank and size."""
+        return f"World(rank={self.rank}, size={self.size})"
+
+
+def _named(error: BaseException) -> str:
+    text = str(error).partition("\n")[0][:_TEXT_MAX]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _node() -> str:
+    """Return an identifier of this machine, or of the node that torchrun started.
+
+    Processes on one node see each other's process IDs, so that a container is a node of its own.
+    """
+    with contextlib.suppress(OSError):
+        boot = open("/proc/sys/kernel/random/boot_id").read().strip()
+        space = os.stat("/proc/self/ns/pid").st_ino
+        return f"{os.environ.get('GROUP_RANK', '')}/{socket.gethostname()}/{boot}/{space}"
+    return f"{os.environ.get('GROUP_RANK', '')}/{socket.gethostname()}"
+
+
+def process_count() -> int:
+    """Return the number of processes of the run: torch.distributed's, or the environment's.
+
+    Raises:
+        ModelError: WORLD_SIZE is not a number.
+    """
+    said = os.environ.get("WORLD_SIZE", "1")
+    if not said.isdecimal():
+        raise ModelError(f"the environment variable WORLD_SIZE is {said!r}, which is not a number")
+    count = int(said)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        count = max(count, torch.distributed.get_world_size())
+    return count
+
+
+def _find_store() -> tuple[Any, int, int]:
+    """Return the rendezvous store, this process's rank and the number of processes."""
+    global _own_store
+    if not torch.distributed.is_available():
+        raise UnsupportedError(
+            f"WORLD_SIZE is {process_count()}, but this build of torch has no torch.distributed"
+        )
+    dist: Any = torch.distributed
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        return store, dist.get_rank(), dist.get_world_size()
+    if _own_store is not None:
+        return _own_store
+    missing = [name for name in _VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise ModelError(
+            f"WORLD_SIZE is {process_count()}, but {', '.join(missing)} is not set: start the"
+            " program with torchrun, or set"
+            f" {', '.join(_VARIABLES)} in each process"
+        )
+    try:
+        _own_store = next(dist.rendezvous("env://"))
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise PeerLostError(
+            f"the rendezvous store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            f" cannot be reached by rank {os.environ['RANK']}: {reason}"
+        ) from error
+    return _own_store
+
+
+def _connect(base: Any) -> Any:
+    return _spare.pop() if _spare else base.clone()
+
+
+@contextlib.contextmanager
+def joined(timeout_s: float) -> Iterator[World | None]:
+    """Join the other processes for the duration of a wrap(), and longer if it succeeds.
+
+    Yields:
+        The world, or None if there is only one process.
+
+    Raises:
+        ModelError: the environment describes no valid set of processes.
+        PeerLostError: the rendezvous store cannot be reached, or not all processes arrive.
+    """
+    if process_count() <= 1:
+        yield None
+        return
+    base, rank, size = _find_store()
+    world = World(base, rank, size, timeout_s)
+    try:
+        yield world
+    except BaseException as error:
+        world.leave("failed", f"failed in lohan.wrap() with {_named(error)}")
+        raise

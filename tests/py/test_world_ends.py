@@ -1,0 +1,112 @@
+"""Processes that die, stop, fail or leave: the others say which one and why, and none hangs."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+import signal
+import time
+
+import pytest
+import world_worker
+from patience import HUNG_S, slowness
+from world_helper import Group, run
+
+KILL_COUNT = 6
+STEPS = 40
+
+
+def wait_for(paths: list[pathlib.Path]) -> None:
+    until = time.monotonic() + HUNG_S
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < until, "the processes did not start"
+        time.sleep(0.01)
+
+
+def kill_one(folder: pathlib.Path, seed: int) -> None:
+    """Kill one process at a random moment; check what the others say, and resume the run."""
+    rng = random.Random(seed)
+    count = rng.choice((2, 3))
+    victim = rng.randrange(count)
+    store, marker = str(folder / f"run-{seed}"), folder / f"ready-{seed}"
+    group = Group(folder, count, world_worker.slow_train, store, 10_000, str(marker))
+    wait_for([pathlib.Path(f"{marker}.{rank}") for rank in range(count)])
+    time.sleep(rng.random() * 0.3)
+    group.kill(victim)
+    killed_at = time.monotonic()
+    ended = group.wait()
+    assert ended[victim].code == -signal.SIGKILL
+    for rank, each in enumerate(ended):
+        if rank == victim:
+            continue
+        assert each.error == "PeerLostError", f"rank {rank}: {each}"
+        assert f"rank {victim} (" in each.text
+        assert "resume=True" in each.text
+        assert each.ended_at - killed_at <= 1.0 * slowness()
+    # The run continues with any number of processes, and loses no step that was reported.
+    resumed = rng.choice((1, 2, 3, 4))
+    steps = max(each.value[0] if each.value else 0 for each in ended)
+    results = run(folder, resumed, world_worker.resume_for, store, 3)
+    assert all(each == results[0] for each in results)
+    assert results[0][0] >= steps
+    whole = run(folder, 1, world_worker.train, str(folder / f"whole-{seed}"), results[0][0])[0]
+    assert whole[1] == results[0][1]
+
+
+def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path) -> None:
+    for seed in range(KILL_COUNT):
+        kill_one(tmp_path, seed)
+
+
+@pytest.mark.slow
+def test_a_hundred_killed_processes_are_named(tmp_path: pathlib.Path) -> None:
+    for seed in range(100, 200):
+        kill_one(tmp_path, seed)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_process_is_named_after_the_timeout(tmp_path: pathlib.Path, victim: int) -> None:
+    marker = tmp_path / "ready"
+    group = Group(
+        tmp_path, 2, world_worker.slow_train, str(tmp_path / "run"), 10_000, str(marker), nodes=2
+    )
+    wait_for([pathlib.Path(f"{marker}.{rank}") for rank in range(2)])
+    group.kill(victim, signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    other = 1 - victim
+    group.processes[other].join(HUNG_S)
+    group.kill(victim)
+    ended = group.wait()
+    assert ended[other].error == "PeerLostError", ended[other]
+    # Rank 0 serves the store here: if it stops, the store is what does not answer.
+    expected = "rendezvous store" if victim == 0 else "rank 1 (host"
+    assert expected in ended[other].text
+    assert ended[other].ended_at - stopped_at <= (5 + 2) * slowness()
+
+
+def test_a_failed_step_is_forgotten_everywhere_and_training_continues(
+    tmp_path: pathlib.Path,
+) -> None:
+    found = run(tmp_path, 2, world_worker.fail_once, str(tmp_path / "run"))
+    (zero, first), (one, second) = found
+    whole = run(tmp_path, 1, world_worker.train, str(tmp_path / "whole"), 4)[0]
+    assert first == second == whole[1]
+    assert one[0] == "ValueError: this batch is bad"
+    assert "PeerStepError: rank 1 (" in zero[0]
+    assert "left step 3 with ValueError: this batch is bad" in zero[0]
+    assert "not finite" in one[1]
+    assert "PeerStepError: rank 1 (" in zero[1]
+
+
+def test_a_process_that_closes_early_is_named(tmp_path: pathlib.Path) -> None:
+    ended = Group(tmp_path, 2, world_worker.leave_early, str(tmp_path / "run")).wait()
+    assert (ended[1].code, ended[1].value) == (0, 2)
+    assert ended[0].error == "PeerStepError"
+    assert "closed its session after step 2" in ended[0].text
+
+
+def test_the_error_of_a_program_that_fails_is_passed_on(tmp_path: pathlib.Path) -> None:
+    ended = Group(tmp_path, 2, world_worker.die_in_program, str(tmp_path / "run")).wait()
+    assert ended[1].error == "OSError"
+    assert ended[0].error == "PeerStepError"
+    assert "OSError: the data set is gone" in ended[0].text
