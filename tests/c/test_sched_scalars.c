@@ -1,6 +1,6 @@
 /*
- * Test what a commit carries beside the states: its layout, that nothing else is taken for it, and
- * that an engine continues from it.
+ * Test what a commit carries beside the states: its layout, that nothing else is mistaken for it,
+ * and that an engine continues from it.
  */
 #include "engine_fixture.h"
 #include "lh_test.h"

@@ -308,7 +308,7 @@ class Interrupter:
             self.failed.append(f"{self.world.name} {number}: {what}: status {status}")
             print(f"FAILED {self.failed[-1]}: {folder}", file=sys.stderr)
             return
-        seen = ("not seen", "went on", "resumed")[board.found]
+        seen = ("not seen", "continued", "resumed")[board.found]
         self.result[seen] += 1
         shutil.rmtree(folder)
 

@@ -52,7 +52,7 @@ class Only(importlib.abc.MetaPathFinder):
             keys = {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners}
             if keys & distributions:
                 self.allowed.add(package)
-        self.allowed -= {"numpy"}  # torch uses it where it is there, and does without
+        self.allowed -= {"numpy"}  # torch works with and without it
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -520,8 +520,11 @@ def test_development_requirements_are_pinned_and_match_the_project() -> None:
     complain(sorted(difference), "pyproject.toml and requirements-dev.txt name different packages:")
 
 
-def test_one_version_stands_in_all_files_that_name_it() -> None:
-    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+def test_the_version_is_in_one_file_and_the_citation_repeats_it() -> None:
+    project = tomllib.loads(text_of("pyproject.toml"))
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "lohan.common._version.__version__"
+    }
     cited = re.findall(r"^version: (\S+)$", text_of("CITATION.cff"), re.M)
-    assert cited == [project["version"]]
     assert f'__version__ = "{cited[0]}"' in text_of("python/lohan/common/_version.py")

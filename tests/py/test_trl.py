@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer with lohan's callback: LoRA by peft_config, going on, the mixin."""
+"""TRL's SFTTrainer with lohan's callback: LoRA by peft_config, resuming, the mixin."""
 
 from __future__ import annotations
 
