@@ -89,7 +89,7 @@ __attribute__((format(printf, 1, 2), unused)) static void lh_test_name(const cha
         exit(LH_TEST_SKIP_CODE);                                                                   \
     } while (0)
 
-/* splitmix64: the same numbers on every machine from the same seed. */
+/* splitmix64: a seed gives the same numbers on every machine. */
 __attribute__((unused)) static uint64_t lh_test_random(uint64_t *state)
 {
     uint64_t z = (*state += UINT64_C(0x9E3779B97F4A7C15));

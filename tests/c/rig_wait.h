@@ -9,9 +9,9 @@
 
 /* Begin a wait that is polled with rig_waits(). */
 void rig_wait_begin(struct rig *rig);
-/* Whether a wait that returned rc continues; the test ends if it would continue forever. */
+/* Return whether a wait that returned rc continues; the test ends if it would never end. */
 bool rig_waits(struct rig *rig, int rc);
-/* The timeout of one call of such a wait. */
+/* The timeout of each call in such a wait. */
 int rig_slice_ms(const struct rig *rig);
 /* One round of a manual engine, followed by rig->watch if there is one. */
 bool rig_poll(struct rig *rig);

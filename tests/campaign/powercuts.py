@@ -34,7 +34,7 @@ CUTS_OF_RECORD = 50
 
 
 class Cutter:
-    """Cuts of one world."""
+    """The power cuts of one world."""
 
     def __init__(self, world: Any, calls: Any, folder: pathlib.Path, seed: int) -> None:
         self.world = world
@@ -77,7 +77,7 @@ class Cutter:
             status = lives.join(lives.fork(work))
             if status not in (0, -signal.SIGKILL):
                 raise RuntimeError(f"{self.world.name}: a recorded life failed: {status}")
-            if not board.made:  # killed while it made the store
+            if not board.made:  # it was killed while it created the store
                 shutil.rmtree(root)
                 log.unlink()
                 return self.record()
@@ -142,7 +142,7 @@ class Cutter:
 
 
 def checkpoints(count: int) -> list[lives.World]:
-    """Folders of a Trainer: not among a few cuts, since transformers takes seconds to import."""
+    """The folders of a Trainer; few cuts skip them: importing transformers takes seconds."""
     if count < FULL_COUNT:
         return []
     import checkpoint_lives

@@ -35,10 +35,10 @@ MEMORY_BYTES = 700 << 20
 
 
 class Plain(Adam):
-    """Nobody edits."""
+    """The kind "adam" without edits."""
 
     def has_edit(self, step: int) -> bool:
-        """Never."""
+        """Return False for every step."""
         return False
 
 
@@ -73,7 +73,7 @@ def checked(world: Adam, folder: pathlib.Path, board: Board) -> None:
 
 @contextlib.contextmanager
 def small_disk(parent: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A file system of its own on a loop device, which goes with this process however it ends."""
+    """A separate file system on a loop device, removed with this process however it ends."""
     image, place = parent / "image", parent / "place"
     place.mkdir()
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) != 0:
@@ -127,7 +127,7 @@ def disk_filled_by_others(world: Adam, folder: pathlib.Path, calls: Calls) -> st
 
 
 def failing(code: int) -> Callable[[Adam, pathlib.Path, Calls], str]:
-    """Each of some writes and syncs fails once with an errno."""
+    """Let some writes and syncs fail with an errno, each once."""
 
     def work(world: Adam, folder: pathlib.Path, calls: Calls) -> str:
         refused = 0
@@ -154,7 +154,7 @@ def failing(code: int) -> Callable[[Adam, pathlib.Path, Calls], str]:
 
 
 def stopped(seconds: float) -> Callable[[Adam, pathlib.Path, Calls], str]:
-    """SIGSTOP in the middle of training, and SIGCONT."""
+    """Send SIGSTOP in the middle of training, and SIGCONT later."""
 
     def work(world: Adam, folder: pathlib.Path, calls: Calls) -> str:
         board = Board()
@@ -176,7 +176,7 @@ def stopped(seconds: float) -> Callable[[Adam, pathlib.Path, Calls], str]:
 
 @contextlib.contextmanager
 def memory_group(limit: int) -> Iterator[pathlib.Path]:
-    """A memory cgroup below this process's own."""
+    """A memory cgroup below that of this process."""
     lines = pathlib.Path("/proc/self/cgroup").read_text().splitlines()
     own = next((line.split(":", 2)[2] for line in lines if line.split(":")[1] == "memory"), None)
     base = pathlib.Path("/sys/fs/cgroup/memory")
@@ -199,7 +199,7 @@ def memory_group(limit: int) -> Iterator[pathlib.Path]:
 
 
 def out_of_memory(world: Adam, folder: pathlib.Path, calls: Calls) -> str:
-    """The kernel kills a process that trains, since something in it takes all memory."""
+    """Let the kernel kill a process that trains, because one of its threads takes all memory."""
     board = Board()
     with memory_group(MEMORY_BYTES) as group:
 

@@ -1,4 +1,4 @@
-"""csrc/dev without a session: tests/cuda/shim.c, compiled and called by ctypes."""
+"""csrc/dev without a session: compiles tests/cuda/shim.c, and calls it with ctypes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDERS = ("base", "dev")
 
 
 class Shim:
-    """A device of csrc/dev; a refusal is a RuntimeError."""
+    """A device of csrc/dev; a refusal raises a RuntimeError."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.library = ctypes.CDLL(str(path))
@@ -72,7 +72,7 @@ class Shim:
 
 
 def build(folder: pathlib.Path) -> pathlib.Path:
-    """The shim with csrc/dev, as a shared object."""
+    """Compile the shim with csrc/dev to a shared object."""
     builder = cbuild.Builder("release")
     sources = [path for name in FOLDERS for path in sorted((ROOT / "csrc" / name).glob("*.c"))]
     objects = builder.compile([*sources, ROOT / "tests" / "cuda" / "shim.c"])

@@ -1,4 +1,4 @@
-"""What every Python test starts from: fixed seeds, two torch threads, a place on a real disk."""
+"""The conditions of every Python test: fixed seeds, two torch threads, a folder on a real disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 
 
 def filesystem_of(path: pathlib.Path) -> str:
-    """The type of the file system that path lies on, from /proc/self/mountinfo."""
+    """Return the type of the file system that has path, from /proc/self/mountinfo."""
     best, kind = "", "unknown"
     for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
@@ -65,7 +65,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True)
 def deterministic() -> None:
-    """The same numbers in every run; torch only where the test has imported it."""
+    """Set the same seeds in every test; torch's only if the test has imported torch."""
     random.seed(SEED)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(SEED)

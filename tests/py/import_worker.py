@@ -57,7 +57,7 @@ class Only(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See importlib.abc.MetaPathFinder."""
+        """Reject every module that is not allowed; see importlib.abc.MetaPathFinder."""
         found = (finder.find_spec(name, path, target) for finder in self.finders)
         spec = next((spec for spec in found if spec is not None), None)
         is_ours = spec is not None and self._is_of_this_project(spec)

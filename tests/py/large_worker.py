@@ -23,7 +23,7 @@ SWAP_SSD_BYTES = 8_000_000_000
 
 
 def config() -> OPTConfig:
-    """The shape of OPT 1.3B."""
+    """A model of OPT-1.3B's shape."""
     return OPTConfig(
         hidden_size=2048,
         num_hidden_layers=24,
@@ -47,7 +47,7 @@ def peak_bytes() -> int:
 
 
 def run_baseline() -> dict[str, float]:
-    """Imports, and forward and backward of one block in plain torch."""
+    """Import the libraries, and run forward and backward of one block in plain torch."""
     block = OPTDecoderLayer(config(), layer_idx=0).to(torch.bfloat16)
     hidden = torch.randn(1, TOKEN_COUNT, 2048).to(torch.bfloat16).requires_grad_()
     output = block(hidden)
@@ -56,7 +56,7 @@ def run_baseline() -> dict[str, float]:
 
 
 def run_step(store: str, host_bytes: int) -> dict[str, float]:
-    """Initialise the model into a store and train it for a step."""
+    """Initialize the model into a store and train it for a step."""
     started = time.monotonic()
     with lohan.empty():
         model = OPTForCausalLM(config()).to(torch.bfloat16)

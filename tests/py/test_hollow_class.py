@@ -249,7 +249,7 @@ def test_a_late_read_fits_the_smallest_budget(workshop: Workshop) -> None:
 
 
 class Scaling(torch.autograd.Function):
-    """x * gain, by hand."""
+    """Computes x * gain with its own backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:

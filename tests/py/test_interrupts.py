@@ -1,4 +1,4 @@
-"""A Ctrl-C at places where lohan once kept a store, or its commits, for the process's life."""
+"""A Ctrl-C must not keep a store or its commits blocked for the rest of the process's life."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lohan.session import _session
 from lohan.session._guard import Guard
 
 BATCH = 2
-WRAP = sys.modules["lohan.wrap"]  # lohan.wrap is the function
+WRAP = sys.modules["lohan.wrap"]  # the attribute lohan.wrap is the function
 
 
 def wrapped(directory: pathlib.Path, **settings: Any) -> Any:
@@ -87,7 +87,8 @@ def test_an_interrupted_wrap_leaves_the_store_free_at_once(
     with pytest.raises(KeyboardInterrupt) as caught:
         wrapped(store_dir / "s", resume=True)
     again = wrapped(store_dir / "s", resume=True)
-    assert caught.value.__traceback__ is not None  # its frames still have the session
+    # the traceback's frames still refer to the session
+    assert caught.value.__traceback__ is not None
     train(again)
     again.lohan.close()
 

@@ -18,12 +18,12 @@ WORKER = pathlib.Path(__file__).with_name("large_worker.py")
 HOST_BYTES = 2_000_000_000
 SWAPPING_BYTES = 3_000_000_000
 DISK_BYTES = 40_000_000_000
-# Activations, the allocator's slack, and Python's own objects of a model of 24 blocks.
+# The memory of activations, the allocator's slack, and Python's objects of a model of 24 blocks.
 TOLERANCE = 0.10
 
 
 def run(*words: str) -> dict[str, Any]:
-    """The worker's answer."""
+    """Run the worker and return its result."""
     done = subprocess.run(
         [sys.executable, str(WORKER), *words], capture_output=True, text=True, check=False
     )

@@ -67,7 +67,7 @@ class Made:
         del self.meta["pad"]
 
     def _copy_bytes(self) -> int:
-        """From the first table, meta and manifests to the second: docs/store-format.md, Places."""
+        """The bytes from the first table to the second manifest: docs/store-format.md, Places."""
         whole = self.path.read_bytes()
         manifest_bytes = struct.unpack_from("<Q", whole, SUPERBLOCK_AT + 48)[0]
         end = self.at + self.nbytes
@@ -91,7 +91,7 @@ class Made:
                 file.write(text)
 
     def readers(self) -> dict[str, Callable[[], Any]]:
-        """Everything that reads a store."""
+        """Call everything that reads a store."""
         self.others += 1
         out = self.folder / f"out-{self.others}"
         store = self.folder / "store"
@@ -117,7 +117,7 @@ class Made:
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
-    """One of each kind; _build()'s first layer is frozen, and read in place in one of them."""
+    """Make a store of each kind; in one of them, the frozen first layer is read in place."""
     weights = tmp_path_factory.mktemp("weights") / "model.safetensors"
     save_file(_build().state_dict(), weights)
     kinds: dict[str, dict[str, Any]] = {
@@ -129,7 +129,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
 
 
 def _outcomes(made: Made) -> dict[str, LohanError | None]:
-    """What each reader says; only errors of lohan's are let through."""
+    """Return each reader's error, or None; only lohan's errors are caught."""
     said: dict[str, LohanError | None] = {}
     try:
         for name, read in made.readers().items():

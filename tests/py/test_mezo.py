@@ -43,7 +43,7 @@ from mezo_helper import (
 from torch import nn
 
 STEPS = 20
-# What both runs of a step bring in, together and apart.
+# Whether the two forwards of a step run together or one after the other.
 RUNS = ("together", "apart")
 
 
@@ -218,7 +218,7 @@ def test_a_write_every_k_steps_changes_no_bit_and_is_counted(
     data = batches(16)
     model = wrapped(opt(), store_dir, tier, write_every=every)
     assert steps(model, data[:11]) == losses[:11]
-    # All parameters, once in K steps.
+    # Update all parameters once in K steps.
     layout = model.lohan.layout
     assert model.lohan.written_bytes == 11 // every * sum(unit.nbytes for unit in layout.units)
     model.lohan.close()

@@ -137,7 +137,7 @@ def test_losses_and_parameters_are_those_of_kept_ones_in_memory(
     if place == "emu":
         more |= {"device": "emu", "device_param_bytes": 130_000}
     made = make()
-    if place == "blocks":  # by hand
+    if place == "blocks":  # the blocks are given explicitly
         more["blocks"] = list(next(m for m in made.modules() if isinstance(m, nn.ModuleList)))
     model = wrapped(made, store_dir, **more)
     assert steps(model, data) == losses
@@ -356,7 +356,7 @@ def test_a_step_that_dies_has_not_happened(store_dir: pathlib.Path) -> None:
 
 
 class Interrupted:
-    """A store; behind one of its calls comes a Ctrl-C."""
+    """A store that raises a Ctrl-C after one of its calls."""
 
     def __init__(self, store: Any, name: str, calls: int) -> None:
         self._store, self._name, self._left = store, name, calls
@@ -399,7 +399,7 @@ def test_a_ctrl_c_behind_a_write_leaves_the_bits_as_they_are(
 
 
 class Refusing:
-    """A store whose disk takes no write."""
+    """A store whose disk fails every write."""
 
     def __init__(self, store: Any) -> None:
         self._store = store

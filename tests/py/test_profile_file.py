@@ -24,7 +24,7 @@ WRONG += [[10**30], [[1, 2, 3]], [[-7, -7]], [[99999, 99999]], {"a": 1}, [None]]
 
 
 class Block(nn.Module):
-    """Two layers."""
+    """A model of two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[pathlib.
 
 
 def _changed(text: str, change: Callable[[dict[str, Any]], Any]) -> str:
-    """The file with the first profile changed; what change returns takes its place, if anything."""
+    """Write the file with the first profile changed; change may return a replacement."""
     read = json.loads(text)
     key = next(iter(read))
     shape = next(iter(read[key]))
@@ -79,7 +79,7 @@ def _changed(text: str, change: Callable[[dict[str, Any]], Any]) -> str:
 
 
 def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something is, but not every item of every list."""
+    """Return the places of values, but not of every item of every list."""
     if at:
         yield at
     items = value.items() if isinstance(value, dict) else ()
@@ -239,12 +239,12 @@ def test_a_wrap_that_fails_at_its_end_releases_the_store_and_gives_the_values_ba
         patch.setattr(Guard, "install", fail)
         with pytest.raises(kind, match="at the end") as caught:
             lohan.wrap(model, store=store_dir / "a", activations="recompute")
-    assert torch.equal(model(X), _build()(X))  # a plain model again
+    assert torch.equal(model(X), _build()(X))  # it is a plain model again
     model(X).sum().backward()
     assert "lohan" not in model.__dict__
     again = lohan.wrap(_build(), store=store_dir / "a", resume=True)
     assert torch.equal(again(X), _build()(X))
     again.lohan.close()
-    assert caught.value is not None  # its traceback was alive until here
+    assert caught.value is not None  # this keeps the traceback alive until here
     with pytest.raises(LohanError, match="resume"):
         lohan.wrap(_build(), store=store_dir / "a")

@@ -1,4 +1,4 @@
-"""What lohan cannot do right it refuses, by name and before it does harm."""
+"""What lohan cannot do correctly it refuses, with a named error and before any damage."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_clipping_finds_no_gradients(trained: nn.Module, workshop: Workshop) -> 
 
 
 def assert_goes_on_from(model: nn.Module, workshop: Workshop, steps: list[int]) -> None:
-    """One more step after these."""
+    """Train one more step after these."""
     train_step(model, 9)
     assert_same_state(model.state_dict(), workshop.train([*steps, 9]))
 
@@ -188,7 +188,8 @@ def test_distributed_training_is_refused(
     with pytest.raises(UnsupportedError, match="WORLD_SIZE is 2"):
         workshop.wrap(build())
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with monkeypatch.context() as spawned:  # by torch.multiprocessing, which sets no variable
+    # torch.multiprocessing started it, which sets no variable
+    with monkeypatch.context() as spawned:
         spawned.setattr(torch.distributed, "is_initialized", lambda: True)
         spawned.setattr(torch.distributed, "get_world_size", lambda: 4)
         with pytest.raises(UnsupportedError, match="WORLD_SIZE is 4"):
@@ -312,7 +313,7 @@ def test_a_read_that_the_budget_refuses_leaves_the_session_as_it_was(workshop: W
             nn.utils.parameters_to_vector(model.parameters())
     train_step(model, 1)
     lends: list[torch.Tensor] = []
-    with pytest.raises(BudgetError):  # as many as there is room for, wherever they come to lie
+    with pytest.raises(BudgetError):  # only as many as have room, wherever they are placed
         lends.extend(model.lohan.lend(i) for i in range(len(model.lohan.layout.params)))
     with pytest.raises(BudgetError, match="delete tensors"):
         model(vectors(2))
@@ -336,7 +337,7 @@ class Shared(nn.Module):
 
 
 class Forgiving(nn.Module):
-    """Continues without the blocks for which there is no room."""
+    """A model that continues without the blocks for which there is no room."""
 
     def __init__(self) -> None:
         super().__init__()

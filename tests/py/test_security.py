@@ -19,7 +19,7 @@ from lohan.errors import LohanError, StoreError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SECRET = b"another user's" * 630
-# The files that a session opens in a store's directory under names that other users know.
+# The files that a session opens in a store's directory, and whose names other users know.
 SAYS_STEPS = {"adam": ("lohan.data",), "mezo": ("lohan.data", "journal.lohan")}
 
 

@@ -1,4 +1,4 @@
-"""Zeroth-order steps on a machine that need not be here: by hand, beside ZO2's tables, refusals.
+"""Zeroth-order steps on a simulated machine: results by hand, ZO2's tables, refusals.
 
 A change that moves a figure brings the new golden file: LH_GOLDEN_WRITE=1 writes it.
 """
@@ -113,7 +113,7 @@ def test_where_the_gpus_memory_alone_takes_time_a_step_is_what_is_counted() -> N
     z = 4 * 8 * params * 4
     forward = 4 * (32 * 2 * 16**2 + 28 * 4 * 16 * 8) + 5 * 4 * 16 * 100
     assert near(step(on, policy="mezo").step_ns, (z + 2 * forward) / 10**6)
-    # What is tied is moved once more for the head.
+    # A tied parameter is moved a second time for the head.
     moved_again = 3 * 8 * 100 * 8 * 4
     assert near(step(on).step_ns, (z + 2 * forward + moved_again) / 10**6)
     packed = 2 * (4 + 1) * 4 * (12 * 8**2 + 13 * 8)

@@ -1,4 +1,4 @@
-"""torch.func and forward-mode AD on a wrapped model: torch's values, or a refusal by name."""
+"""torch.func and forward-mode AD on a wrapped model: torch's values, or a named error."""
 
 from __future__ import annotations
 

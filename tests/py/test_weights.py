@@ -1,4 +1,4 @@
-"""Where values come from: files, the model's own initialisation, memory; and what has none."""
+"""Sources of values: files, the model's own initialization, memory; and parameters without any."""
 
 from __future__ import annotations
 
@@ -233,7 +233,8 @@ def test_tied_names_share_one_tensor_in_a_state_dict(tmp_path: Path) -> None:
     model = lohan.wrap(gpt2(), store=tmp_path / "store", lr=1e-2)
     kept: dict[str, torch.Tensor] = {}
     batch = torch.arange(16).reshape(1, 16)
-    for _ in range(2):  # into the same dict: the second time with the values of then
+    # the same dict is filled twice, the second time with the values at that time
+    for _ in range(2):
         state = model.state_dict(destination=kept)
         places = [state[name].data_ptr() for name in ("lm_head.weight", "transformer.wte.weight")]
         assert places[0] == places[1]
@@ -245,7 +246,7 @@ def test_tied_names_share_one_tensor_in_a_state_dict(tmp_path: Path) -> None:
     saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert len(saved) == len(model.state_dict()) - 1
     kept.clear()
-    model.lm_head.state_dict(destination=kept)  # where another dict was, which knew other names
+    model.lm_head.state_dict(destination=kept)  # the dict object had a whole model's names before
     kept.clear()
     model.state_dict(destination=kept)
     assert kept["lm_head.weight"] is kept["transformer.wte.weight"]
