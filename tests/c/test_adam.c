@@ -100,8 +100,7 @@ static struct lh_adam_run run_of(const struct arrays *arrays, uint64_t count, si
 }
 
 /*
- * Fill an array mostly with values as in training; some have random bits, some are denormals or
- * specials.
+ * Return an element's bits: mostly as in training; sometimes any bits, a denormal or a special value.
  */
 static uint32_t bits_any(uint64_t *random, int array)
 {

@@ -5,8 +5,7 @@
 #include "lh_test.h"
 
 /*
- * The nearest bf16, ties away from zero, by comparing distances in double; infinity counts as
- * 2^128.
+ * Return whether p16 is the nearest bf16 (ties: either), by distances in double; infinity is 2^128.
  */
 static bool is_nearest(uint32_t bits, uint16_t p16)
 {

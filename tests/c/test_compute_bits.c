@@ -49,7 +49,7 @@ static void golden_compare(const char *what, uint32_t crc, uint32_t golden)
     different_count += crc != golden;
 }
 
-/* Return the run as a chunk whose checksums are checked and made. */
+/* Update the run as a chunk whose checksums are checked and made. */
 static void chunk_update(const struct lh_adam_kernel *kernel, const struct lh_adam_run *run)
 {
     const uint64_t residual_bytes = COUNT * lh_adam_residual_bytes(run->param_dtype);

@@ -17,7 +17,7 @@ static uint32_t item_count(void)
     return machine_is_fast() ? 24 : ITEM_COUNT_MAX;
 }
 
-/* On all lanes at once, copy random bytes in and out to another place, and compare them. */
+/* A lane copies random bytes in, and out again to another place; all lanes do so at once. */
 struct lane {
     struct lh_dev_copy copy;
     uint8_t *in;
@@ -211,7 +211,7 @@ static void test_fences_between_directions(const char *kind, bool by_order, bool
     machine_close(&machine);
 }
 
-/* Do what a step does: fill slots, compute, drain and reuse them, while the CPU runs ahead. */
+/* Slots that are filled, computed on, drained and reused as in a step, while the CPU runs ahead. */
 struct pipeline {
     uint8_t *in;
     uint8_t *out;

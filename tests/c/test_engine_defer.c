@@ -91,7 +91,7 @@ static void test_order(void)
     LH_CHECK(updates->count == near_count(&rig, expected, count, 0) && updates->count < count);
     LH_CHECK(lh_engine_begin(rig.engine, LH_ENGINE_MODE_EVAL) == 0);
     for (uint32_t i = 0; i < count; i++) {
-        LH_CHECK(rig_acquire(&rig, expected[i]) == 0); /* returns its new bytes */
+        LH_CHECK(rig_acquire(&rig, expected[i]) == 0); /* the unit has its new bytes */
         rig_settle(&rig);
         uint32_t queued_count = near_count(&rig, expected, count, i + 1);
         /* Once all are queued the step is over, and forgotten. */
@@ -119,7 +119,7 @@ static void test_jump(void)
     lh_engine_unpin(rig.engine, 2);
     rig_settle(&rig);
     LH_CHECK(updates->count == 2);
-    LH_CHECK(rig_acquire(&rig, 1) == 0); /* but unit 0 is not queued */
+    LH_CHECK(rig_acquire(&rig, 1) == 0); /* unit 1, but not unit 0 */
     lh_engine_unpin(rig.engine, 1);
     rig_settle(&rig);
     LH_CHECK(updates->count == 4 && updates->queue[2] == 3 && updates->queue[3] == 4);

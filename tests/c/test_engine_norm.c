@@ -75,7 +75,7 @@ static void test_value(struct rig_opts opts, const char *what)
         LH_CHECK(rig_forward_backward(&rig, gradients[i]) == 0);
         double expected = reference(&rig, gradients[i]);
         double found = norm(&rig);
-        /* Add in another order, in fp64. */
+        /* The engine adds in another order, in fp64. */
         LH_CHECK(fabs(found - expected) <= 1e-13 * expected);
         LH_CHECK((gradients[i] == 0) == (found == 0));
         LH_CHECK(rig_close(&rig, gradients[i]) == 0);

@@ -200,7 +200,7 @@ static void test_dropped(void)
     lh_test_name("a split that gains nothing is dropped at once, a slower one is halved first, and "
                  "the half is kept or dropped");
     struct small *small = limited();
-    steps(small, 4, STEP_NS - STEP_NS / 200); /* the step is at most half a percent faster */
+    steps(small, 4, STEP_NS - STEP_NS / 200); /* half a percent faster, which is too little */
     LH_CHECK(small->engine.split.is_settled && deferred_count(small) == 0);
 
     for (int is_faster = 0; is_faster < 2; is_faster++) {

@@ -106,7 +106,7 @@ static bool uring_enter_forbidden(void)
     return best_is(works("libaio") ? "libaio" : "threads", works("libaio") ? 1 : 2, "io_uring: ");
 }
 
-/* The calls that use a backend; those that create it are allowed. */
+/* Forbid the calls that use a backend; those that create it are allowed. */
 static bool use_forbidden(const uint32_t *numbers, uint32_t count, uint32_t code, const char *name)
 {
     struct lh_alloc alloc = LH_ALLOC_INIT;

@@ -177,7 +177,7 @@ static bool fuyou_answer(const struct row *row, double *time_out, uint64_t *whol
     return *is_whole;
 }
 
-/* Test Algorithm 1 and Fuyou's queues on the file's layers. */
+/* Compute a row of Algorithm 1 or of Fuyou's queues, on the file's layers. */
 static bool choice_answer(const struct answers *answers, const struct row *row, double *time_out,
                           uint64_t *whole_out, bool *is_whole)
 {

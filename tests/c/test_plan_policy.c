@@ -6,7 +6,7 @@
 #include "plan_fixture.h"
 
 #define ROUND_COUNT 30
-/* Compute the same sums in another order. */
+/* The same sums in another order are rounded differently. */
 #define ROUNDED (1 + 2e-9)
 #define BLOCK_COUNT_MAX 4
 #define BLOCK_LAYER_COUNT_MAX 3

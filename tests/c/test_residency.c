@@ -9,7 +9,7 @@
 
 static struct lh_alloc alloc = LH_ALLOC_INIT;
 
-/* Executes a plan: memory as it is, not as it was planned. */
+/* The machine that executes a plan: memory as it is, not as it was planned. */
 struct machine {
     const struct lh_residency_unit *units;
     uint32_t unit_count;
@@ -318,7 +318,7 @@ static void test_optimal(void)
                 LH_CHECK(planned_loads(uses, use_count, &state) ==
                          fewest_loads(uses, use_count, unit_count, slot_count));
                 case_count++;
-                uint32_t digit = 0; /* increment */
+                uint32_t digit = 0; /* count up to the next sequence of uses */
                 while (digit < use_count && ++uses[digit] == unit_count)
                     uses[digit++] = 0;
                 more = digit < use_count;

@@ -182,7 +182,7 @@ static void test_kernels(void)
     }
 }
 
-/* Round by arithmetic, to compare with the definition, which uses bits. */
+/* Widen by arithmetic, to compare with the definition, which uses bits. */
 static float widened(const char *kept, int format)
 {
     uint16_t half;

@@ -66,7 +66,7 @@ static void test_launch(const char *kind)
         machine_await(&machine, arrived);
         LH_CHECK(lh_zo_launch(machine.dev, kernel, machine.stream, device + skip, first, count, ops,
                               op_count, NULL) == 0);
-        memset(ops, 0xa5, sizeof(ops)); /* overwrite them, because they were read */
+        memset(ops, 0xa5, sizeof(ops)); /* the ops were read, so they may change */
         machine_record(&machine, computed);
         machine_submit(&machine, &copies[1]);
         machine_drain(&machine);
@@ -146,7 +146,7 @@ static void kept_rig_lead(struct kept_rig *rig, const struct lh_zo_kept *formats
     machine_await(machine, rig->arrived);
     LH_CHECK(lh_zo_launch_lead(machine->dev, rig->kernel, machine->stream, &kept, first, count, ops,
                                op_count, NULL) == 0);
-    memset(ops, 0xa5, op_count * sizeof(*ops)); /* overwrite them, because they were read */
+    memset(ops, 0xa5, op_count * sizeof(*ops)); /* the ops were read, so they may change */
     machine_record(machine, rig->computed);
     machine_submit(machine, &out);
     machine_drain(machine);

@@ -141,7 +141,7 @@ static bool is_hit(unsigned kind)
     return atomic_fetch_add(&count, 1) + 1 == armed_at;
 }
 
-/* Make the call fail. Returns true if the call must not be made. */
+/* Apply the planned failure to a call. Returns true if the call must not be made. */
 static bool begin(bool hit)
 {
     if (!hit)

@@ -39,7 +39,7 @@ STEPS = 5  # the steps of a run, which closes and resumes after the third
 CLOSED_AT = 3
 RUN_S_MAX = 60
 FAILURES_MAX = 10
-ERRORS_MAX = 3  # the errors that a user may meet after one Ctrl-C
+ERRORS_MAX = 3  # the most errors that a user may meet after one Ctrl-C
 PHASES = ("wrap", "step", "edit", "commit", "snapshot", "close")
 PACKAGE = str(pathlib.Path(lohan.__file__).parent)
 # The result of an interrupt, as a number on the board.
@@ -77,7 +77,7 @@ class Seeded(Adam):
         super().train(model)
 
     def has_edit(self, step: int) -> bool:
-        """Raise the interrupt, only once."""
+        """Return whether a step has an edit, as one step does."""
         return step == 1
 
 

@@ -142,7 +142,7 @@ class Cutter:
 
 
 def checkpoints(count: int) -> list[lives.World]:
-    """The folders of a Trainer; few cuts skip them: importing transformers takes seconds."""
+    """Return the world of a Trainer's folders, or none for few cuts: its imports are slow."""
     if count < FULL_COUNT:
         return []
     import checkpoint_lives

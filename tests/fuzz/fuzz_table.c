@@ -4,7 +4,7 @@
  */
 #include "fuzz.h"
 
-/* Compare the first and the last stripes of each place: all of a small one. */
+/* Check the first and last stripes of a place, which are all of a small one. */
 static void place_check(const struct lh_store_layout *layout, uint32_t place, uint64_t bytes,
                         uint64_t stripe_bytes)
 {
@@ -49,7 +49,7 @@ static void layout_check(const struct lh_store_shape *shape, const struct lh_sto
     LH_ASSERT(alloc.live_count == 0);
 }
 
-/* Return the space that a table's extents need, as their own header would count it. */
+/* Count the checksums that a table's extents need, as their own header would. */
 static uint64_t checksums_count(const uint8_t *table, const struct lh_store_header *header,
                                 const struct lh_store_control *control)
 {

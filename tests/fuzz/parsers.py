@@ -220,7 +220,7 @@ def profile_changes(samples: list[Any]) -> st.SearchStrategy[bytes]:
 
 
 def is_whole(profile: _profile.Profile) -> bool:
-    """Check that everything in a profile has the type that plans rely on."""
+    """Return whether everything in a profile has the type that plans rely on."""
 
     def ints(values: Any) -> bool:
         return isinstance(values, list) and all(type(v) is int for v in values)

@@ -1,4 +1,4 @@
-"""Train a step with ENOSPC from its N-th write or sync on, for each N; print one line of JSON.
+"""Train a step whose N-th write or sync fails with ENOSPC, for each N; print a line of JSON.
 
 Run as `python full_disk_worker.py FOLDER`, FOLDER on a disk. Each item is [class, errno, message]
 of the error of one step.

@@ -23,7 +23,7 @@ SWAP_SSD_BYTES = 8_000_000_000
 
 
 def config() -> OPTConfig:
-    """A model of OPT-1.3B's shape."""
+    """Return the configuration of a model of OPT-1.3B's shape."""
     return OPTConfig(
         hidden_size=2048,
         num_hidden_layers=24,

@@ -24,7 +24,7 @@ ROUNDS = 12
 
 
 class Led:
-    """Advance each unit by one position each time, as a session's on_use does."""
+    """Advances each unit by one position each time, as a session's on_use does."""
 
     def __init__(self, session: Any) -> None:
         self.engine = session._engine

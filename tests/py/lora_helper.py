@@ -67,7 +67,7 @@ def train(model: Any, steps: int = 3) -> list[float]:
 
 
 def logits(model: Any) -> torch.Tensor:
-    """Return the loss of the batch, without dropout."""
+    """Return the logits of the batch, without dropout."""
     was = model.training
     model.eval()
     with torch.no_grad():

@@ -35,7 +35,7 @@ def read_bytes() -> int:
 
 
 def wrap(store: str, host_bytes: str, **more: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the model in fp32, and the time and memory of its wrap."""
+    """Return the wrapped fp32 model, and the measurements of its wrap."""
     import lohan
 
     begin_peak()

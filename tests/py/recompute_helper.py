@@ -292,7 +292,7 @@ TENSOR_BYTES = ROWS * WIDTH * 4
 
 
 def watch(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Records the bytes of the saved tensors whenever one is added."""
+    """Record the bytes of the saved tensors whenever one is added."""
     seen: list[int] = []
     look = meter.look
 

@@ -368,7 +368,7 @@ def test_an_optimizer_of_an_empty_model_gets_the_parameters(workshop: Workshop) 
 
 
 class Renamed(AdamW):
-    """An optimizer whose step() is unknown."""
+    """A subclass whose step() may do anything."""
 
 
 def with_shape(model: nn.Module, key: str, value: Any) -> AdamW:

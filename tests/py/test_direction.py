@@ -43,7 +43,7 @@ def drawn(stream: Stream, first: int, count: int, kernel: str) -> torch.Tensor:
 
 
 def bits(values: torch.Tensor) -> list[int]:
-    """Compare bits, because zeros have signs."""
+    """Return bits as integers, because zeros have signs."""
     return values.view(torch.int32).tolist()
 
 

@@ -28,7 +28,7 @@ def numbers(bits: list[int]) -> torch.Tensor:
 
 
 def bits(values: torch.Tensor) -> list[int]:
-    """Compare bits, because zeros have signs."""
+    """Return bits as integers, because zeros have signs."""
     return values.view(torch.int32).tolist()
 
 
@@ -37,7 +37,7 @@ def bits(values: torch.Tensor) -> list[int]:
     storage=st.sampled_from(["fp32", *NARROW]),
     param=st.integers(0, 2**32 - 1),
     first=st.integers(0, 2**50 - 300),
-    # Return random bits, and bits near the limits of the formats.
+    # Random bits, and bits near the limits of the formats.
     values=st.lists(
         st.one_of(
             st.integers(0, 2**32 - 1),

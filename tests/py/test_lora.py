@@ -258,7 +258,7 @@ def test_a_run_goes_on_and_can_be_merged(base: Path, expected: Any, store_dir: P
 
 
 class Params4bit(nn.Parameter):
-    """A layer that looks like bitsandbytes'."""
+    """A parameter that looks like bitsandbytes'."""
 
 
 def test_bases_that_bitsandbytes_quantised_are_refused_by_name(store_dir: Path) -> None:

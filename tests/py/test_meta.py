@@ -91,7 +91,7 @@ class Made:
                 file.write(text)
 
     def readers(self) -> dict[str, Callable[[], Any]]:
-        """Call everything that reads a store."""
+        """Return everything that reads a store, by name."""
         self.others += 1
         out = self.folder / f"out-{self.others}"
         store = self.folder / "store"

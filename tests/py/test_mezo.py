@@ -218,7 +218,7 @@ def test_a_write_every_k_steps_changes_no_bit_and_is_counted(
     data = batches(16)
     model = wrapped(opt(), store_dir, tier, write_every=every)
     assert steps(model, data[:11]) == losses[:11]
-    # Update all parameters once in K steps.
+    # All parameters are written once in K steps.
     layout = model.lohan.layout
     assert model.lohan.written_bytes == 11 // every * sum(unit.nbytes for unit in layout.units)
     model.lohan.close()

@@ -219,7 +219,7 @@ def test_a_session_launches_through_the_driver(
     lines = answer.stdout.splitlines()
     assert lines[0] == "refused without kernels"
     assert "cuModuleLoadData for kernel lh_zo_batch: CUDA_ERROR_INVALID_IMAGE" in lines[1]
-    # Run the last round, with fewer places than units.
+    # The last round had fewer places than units.
     assert lines[2:-2] == [f"unit {unit} at 12: same" for unit in range(6)]
     assert lines[-2] == "kept: same"
     assert lines[-1] == "alive: 0"

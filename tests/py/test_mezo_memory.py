@@ -1,4 +1,4 @@
-"""Zeroth-order training of 1.3 billion fp32 parameters stays within its budget until it resumes."""
+"""Zeroth-order training of 1.3 billion fp32 parameters stays in its budget, from wrap to resume."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Seen(transformers.Trainer):  # type: ignore[misc]
 
 
 def train(folder: pathlib.Path, *, resume: Any = None, **given: Any) -> Any:
-    """Return a Trainer with lohan's callback."""
+    """Train with lohan's callback; return the Trainer."""
     takes = {**TAKES, **given.pop("takes", {})}
     given = {"cls": Seen, "learning_rate": LR, "max_steps": STEPS, "weight_decay": 0.0, **given}
     trainer = helper.make(folder, takes, **given)
@@ -506,7 +506,7 @@ class Twice(transformers.Trainer):  # type: ignore[misc]
     """Computes two losses in a step."""
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of one batch."""
+        """Return the sum of two losses of a batch."""
         first = self.compute_loss(model, inputs)
         return first + self.compute_loss(model, inputs)
 

@@ -87,7 +87,7 @@ def unclipped(plain: Wrap, model: nn.Module, **settings: Any) -> nn.Module:
 
 
 def other_on_the_accelerator(plain: Wrap, model: nn.Module, **settings: Any) -> nn.Module:
-    """Return a learning rate that differs in its last bit."""
+    """Wrap with a learning rate that differs in its last bit on an accelerator."""
     if settings["device"] == "emu":
         settings["lr"] *= 1 + 2**-23
     return plain(model, **settings)

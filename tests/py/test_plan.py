@@ -143,7 +143,7 @@ def test_a_wrong_machine_or_policy_is_refused_by_name() -> None:
 
 
 def step_s(ssd_count: int, host_gb: int, policy: str, name: str = "gpt-13b") -> float:
-    """Return the seconds of a step of batch 32 on the papers' server, changed."""
+    """Return the seconds of a step on the papers' server with these SSDs and memory."""
     machine = dataclasses.replace(SERVER, ssd_count=ssd_count, host_bytes=host_gb * GB)
     model = _plan.named_model(name, batch=32)
     step = _core.plan(model.as_core(), machine.as_core(), policy)["step"]

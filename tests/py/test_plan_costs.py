@@ -202,7 +202,7 @@ ALGORITHM_CASES = [
 
 
 def golden_text() -> str:
-    """Return the whole file."""
+    """Return the text of the golden file."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(HEAD)

@@ -24,7 +24,7 @@ WRONG += [[10**30], [[1, 2, 3]], [[-7, -7]], [[99999, 99999]], {"a": 1}, [None]]
 
 
 class Block(nn.Module):
-    """A model of two layers."""
+    """A block of two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[pathlib.
 
 
 def _changed(text: str, change: Callable[[dict[str, Any]], Any]) -> str:
-    """Write the file with the first profile changed; change may return a replacement."""
+    """Return the text with its first profile changed; change may return a replacement."""
     read = json.loads(text)
     key = next(iter(read))
     shape = next(iter(read[key]))

@@ -148,7 +148,7 @@ def test_models_train_to_the_bits_of_kept_activations_in_less_memory(
 
 
 def every_third_layer(model: nn.Module) -> dict[str, str]:
-    """List the modules without children in repeated blocks."""
+    """Choose every third of the modules without children in repeated blocks."""
     leaves = [
         name
         for name, module in model.named_modules()

@@ -132,7 +132,7 @@ def test_saving_a_hollow_parameter_is_refused_by_its_name(workshop: Workshop) ->
 
 def test_writing_to_a_hollow_parameter_is_refused_by_its_name(workshop: Workshop) -> None:
     model = workshop.wrap(build())
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # reads without Python's check
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # this bypasses Python's check
         model.blocks[1].gain.zero_()
         with pytest.raises(RuntimeError, match="more than one element"):
             model.blocks[1].gain.copy_(torch.ones(WIDTH))

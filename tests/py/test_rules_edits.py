@@ -339,7 +339,7 @@ def test_a_backward_that_keeps_its_graph_is_refused_by_name(
 
 
 def test_a_penalty_on_a_gradient_is_the_plain_models(workshop: Workshop) -> None:
-    """The remedy that the refusal names."""
+    """This is the remedy that the refusal names."""
 
     def penalty(model: nn.Module, step: int) -> torch.Tensor:
         x = vectors(step).requires_grad_()

@@ -135,7 +135,7 @@ def test_training_goes_on_while_the_copy_stays_and_resumes_with_the_same_losses(
 
 
 def least_bytes(dtype: torch.dtype, directory: pathlib.Path, settings: dict[str, Any]) -> int:
-    """Return the refusal of one byte."""
+    """Return the minimum that the refusal of one byte names."""
     with pytest.raises(lohan.errors.BudgetError) as caught:
         wrapped(directory, dtype, **{**settings, "host_bytes": 1})
     return int(str(caught.value).split("at least ")[1].split()[0])

@@ -60,7 +60,7 @@ def test_a_unit_that_a_checkpoint_reads_again_after_its_update_began_is_refused(
 
 
 class Shift(nn.Module):
-    """Autograd saves no parameter of it, so a graph stays valid after a step."""
+    """A module whose parameters autograd does not save: graphs stay valid after a step."""
 
     def __init__(self) -> None:
         super().__init__()

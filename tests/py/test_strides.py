@@ -88,7 +88,7 @@ def images(model: nn.Module, step: int) -> torch.Tensor:
     if weight.dim() == 2:
         batch = torch.randn(1, 48, generator=generator)
     else:
-        # only the weights have channels_last
+        # only the weights are in channels_last
         batch = torch.randn(2, 3, 24, 24, generator=generator)
     loss: torch.Tensor = model(batch.to(weight.dtype)).square().mean()
     return loss

@@ -255,7 +255,7 @@ def test_fp16_scales_the_loss_and_skips_what_overflows(
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
-    """Return the loss for the next token."""
+    """Return the accuracy for the next token."""
     guessed = prediction.predictions.argmax(-1)[:, :-1]
     return {"accuracy": float((guessed == prediction.label_ids[:, 1:]).mean())}
 

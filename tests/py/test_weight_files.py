@@ -25,7 +25,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 
 def linear() -> nn.Linear:
-    """Return the model without values."""
+    """Return a layer without values."""
     with lohan.empty():
         return nn.Linear(4, 4)
 

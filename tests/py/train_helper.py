@@ -140,7 +140,7 @@ class State:
 
     @classmethod
     def of(cls, param: torch.Tensor) -> State:
-        """Return moments of zeros, and a residual of zeros if bf16 holds the value exactly."""
+        """Return a parameter's states at step 0: a bf16 value is exact, so its residual is 0."""
         residual = torch.zeros(param.shape, dtype=torch.int16)
         if param.dtype == torch.float16:
             residual = param.float()
